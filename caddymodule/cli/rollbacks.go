@@ -131,8 +131,12 @@ func (r *rollbackFlags) complete(checkpoint string) (id string, err error) {
 	return id, nil
 }
 
-// warnFailing reports the first step that failed and is retried.
+// warnFailing reports whose decision is waited for, or the first step that failed and is retried.
 func (r *rollbackFlags) warnFailing(cmd *cobra.Command, doc *api.Document) {
+	if !r.json() && doc.Waits != "" {
+		fmt.Fprintf(cmd.ErrOrStderr(), "It waits until somebody else decides: `caddy agent-guard escalations show %s`.\n", printable(doc.Waits))
+		return
+	}
 	for i := range doc.Steps {
 		if step := &doc.Steps[i]; !r.json() && step.LastCause != "" {
 			fmt.Fprintf(cmd.ErrOrStderr(), "Checkpoint %s: %d attempts were in vain, the last one: %s. It is tried again until %s.\n",

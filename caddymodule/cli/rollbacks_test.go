@@ -57,7 +57,7 @@ func TestGoldenRollbacks(t *testing.T) {
 
 // Issue 6 "Rollback": the command waits for the end, and succeeds only where all is undone.
 func TestRollbackCommand(t *testing.T) {
-	status, polls := rollback.Completed, 0
+	status, polls, escalation := rollback.Completed, 0, ""
 	server := newAdminServer(t, func(r *http.Request) any {
 		doc := someRollback()
 		if r.Method == http.MethodGet {
@@ -65,7 +65,7 @@ func TestRollbackCommand(t *testing.T) {
 			doc.Steps[2] = api.StepDocument{CheckpointID: "c1", State: rollback.StepRunning, Attempts: 7, LastCause: "POST: connection refused"}
 		}
 		if doc.Status = status; polls < 2 { // it ends with the second poll
-			doc.State, doc.Status = "executing", ""
+			doc.State, doc.Status, doc.Waits = "executing", "", escalation
 		}
 		if strings.HasSuffix(r.URL.Path, "/rollbacks") {
 			return admin.RollbackPage{Rollbacks: []*api.Document{doc}, Next: "n"}
@@ -91,6 +91,10 @@ func TestRollbackCommand(t *testing.T) {
 		if out, _, err := server.run(t, command...); err == nil || !strings.Contains(err.Error(), string(status)) || !strings.Contains(out, "What a person must still do") {
 			t.Errorf("%s: %v\n%s", status, err, out)
 		}
+	}
+	polls, escalation = 0, "e-7"
+	if _, hint, _ := server.run(t, command...); !strings.Contains(hint, "until somebody else decides: `caddy agent-guard escalations show e-7`") {
+		t.Errorf("%s", hint)
 	}
 	polls = 0
 	if _, _, err := server.run(t, append(command, "--no-wait")...); err != nil || len(server.asked) != 1 {
