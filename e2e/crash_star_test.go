@@ -121,12 +121,14 @@ func (c *starCrash) ended(s *starRound) {
 	} else {
 		got.problem(c.t, http.StatusForbidden, "not-in-workflow")
 	}
-	if accepted {
-		c.decide(s)
-		s.finished(s.asked.ID) // nobody asks for it: it goes on by itself
-	} else if now := c.lab.ledgerEffects()[s.effects:]; len(now) > 0 {
-		c.t.Errorf("P5: %v by a rollback that was not accepted", now)
+	if !accepted { // else nobody asks for it: it goes on by itself
+		if now := c.lab.ledgerEffects()[s.effects:]; len(now) > 0 {
+			c.t.Errorf("P5: %v by a rollback that was not accepted", now)
+		}
+		s.ask(s.asked)
 	}
+	c.decide(s)
+	s.finished(s.asked.ID)
 	doc := s.back(s.asked)
 	if again := s.back(s.asked); again.Status != doc.Status || again.Effect != doc.Effect || fmt.Sprint(again.Steps) != fmt.Sprint(doc.Steps) {
 		c.t.Errorf("P5: the same request got\n%+v\nand then\n%+v", doc, again)
