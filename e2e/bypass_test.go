@@ -255,7 +255,7 @@ func TestConnectionTakesNothingOfOurs(t *testing.T) {
 		"Connection: X-Hop\r\nConnection: " + strings.Join(names, ",,") + "\r\nConnection: close\r\n",
 	} {
 		for path, method := range map[string]string{"/guarded": "POST", "/exempt": "POST", "/safe": "GET"} {
-			token := a.issue(ect.Claims{}).Raw()
+			token := a.issue(ect.Claims{Audience: []string{gatewayIdentity, "spiffe://example.com/upstream"}}).Raw() // else it stays here
 			got := g.raw(fmt.Sprintf("%s %s HTTP/1.1\r\nHost: h\r\n%sIdempotency-Key: k%d\r\nX-Order: o\r\nX-Placed: p\r\n"+
 				"X-Hop: h\r\nWorkflow-Id: w\r\nExecution-Parent: theirs\r\nExecution-Context: %s\r\nContent-Length: 0\r\n\r\n", method, path, connection, i, token))
 			if !strings.HasPrefix(got, "HTTP/1.1 201 ") {

@@ -202,7 +202,8 @@ func TestCascade423Checkpoint(t *testing.T) {
 	inner := b.checkpoint(gateway, workflow, "x2", outer.ID())
 	c := b.get(strings.ToUpper(inner.ID())) // at once: it need not have its place
 	want := rollback.Checkpoint{
-		ID: inner.ID(), Workflow: workflow, Agent: alice, Own: true, Sum: state.Bytes(), Reversible: true,
+		ID: inner.ID(), Workflow: workflow, Agent: alice, Own: true, Issuer: gateway, RollbackURI: "https://g.example/rollback",
+		Sum: state.Bytes(), Reversible: true,
 		Expires: inner.IssuedAt().Add(time.Hour), TTL: time.Hour, Parents: []string{outer.ID()}, Audience: []string{gateway},
 	}
 	if fmt.Sprint(c) != fmt.Sprint(want) {
