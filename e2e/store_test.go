@@ -19,6 +19,7 @@ import (
 type testStore struct {
 	path   string
 	memory *memory.Store
+	users  sync.WaitGroup // gateways that have it open
 
 	mu     sync.Mutex
 	ahead  time.Duration
@@ -36,7 +37,10 @@ func newTestStore(path string) *testStore {
 	return s
 }
 
+// forget ends the store, once nobody has it open: Caddy does not wait for the last handlers of a
+// configuration that it stops, and they hold the store, and write beside it.
 func (s *testStore) forget() {
+	s.users.Wait()
 	testStores.Delete(s.path)
 	_ = s.memory.Close()
 }
@@ -84,7 +88,8 @@ func (s *testStore) failCommits(err error) {
 // opened is the view of a testStore that a gateway opens and closes.
 type opened struct {
 	*memory.Store
-	s *testStore
+	s     *testStore
+	close func()
 }
 
 func (o opened) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
@@ -111,7 +116,10 @@ func (o opened) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	return o.Store.Get(ctx, key)
 }
 
-func (opened) Close() error { return nil }
+func (o opened) Close() error {
+	o.close()
+	return nil
+}
 
 func init() {
 	caddy.RegisterModule(storeModule{})
@@ -137,11 +145,13 @@ func (m *storeModule) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 func (m *storeModule) StorePath() (string, error) { return m.Path, nil }
 
 func (m *storeModule) OpenStore(*zap.Logger) (store.Store, error) {
-	s, ok := testStores.Load(m.Path)
+	found, ok := testStores.Load(m.Path)
 	if !ok {
 		return nil, store.ErrClosed
 	}
-	return opened{s.(*testStore).memory, s.(*testStore)}, nil
+	s := found.(*testStore)
+	s.users.Add(1)
+	return opened{s.memory, s, sync.OnceFunc(s.users.Done)}, nil
 }
 
 var _ caddymodule.StoreOpener = (*storeModule)(nil)

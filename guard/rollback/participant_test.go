@@ -632,6 +632,7 @@ func TestCascade434LostAtAParticipant(t *testing.T) {
 			t.Fatalf("%+v, %v", p, err)
 		}
 		lost(p.Refusal)
+		synctest.Wait() // a release that is on its way ends when it is prepared again
 		lost(r.prepare(q).Refusal)
 		_, err = r.Execute(ctx, q)
 		lost(err)
