@@ -165,9 +165,9 @@ func TestParticipantFaults(t *testing.T) {
 		"it dies before it executes":        {faults{execute2: {faultDies}, execute1: {faultDies}}, "completed", "completed", "completed", "", 2},
 		"it dies after it has executed":     {faults{execute2: {faultDiesLater}, execute1: {faultDiesLater}}, "completed", "completed", "completed", "", 2},
 		"it takes its time":                 {faults{execute2: {faultSays(202, `{"status":"executing"}`)}, execute1: {faultSays(503, "")}}, "completed", "completed", "completed", "", 2},
-		"it cannot prepare the second":      {faults{prepare2: {faultSays(409, `{"status":"cannot_prepare","reason_code":"checkpoint-expired"}`)}}, "partial", "escalated checkpoint-expired", "completed", "mixed", 1},
+		"it cannot prepare the second":      {faults{prepare2: {faultSays(409, `{"status":"cannot_prepare","reason_code":"checkpoint-expired"}`)}}, "partial", "escalated checkpoint-expired", "completed", "unknown", 1},
 		"it cannot prepare the first":       {faults{prepare1: {faultSays(409, `{"status":"cannot_prepare","reason_code":"checkpoint-expired"}`)}}, "", "", "", "", 0}, // people are asked
-		"it does not say that it can":       {faults{prepare2: {faultSays(200, `{"status":"maybe"}`)}}, "partial", "escalated refused", "completed", "mixed", 1},
+		"it does not say that it can":       {faults{prepare2: {faultSays(200, `{"status":"maybe"}`)}}, "partial", "escalated refused", "completed", "unknown", 1},
 		"it has prepared, and then cannot":  {faults{execute2: {faultSays(409, `{"status":"failed"}`)}}, "partial", "failed refused", "completed", "mixed", 1},
 		"it says done, and signs nothing":   {faults{execute2: {faultSays(200, `{"status":"completed"}`)}}, "partial", "escalated unexpected", "completed", "unknown", 1},
 		"it signs twice":                    {faults{execute2: {faultSigns(twice)}, execute1: {faultSigns(twice)}}, "completed", "completed", "completed", "", 2},

@@ -71,6 +71,28 @@ func TestCascade432Participants(t *testing.T) {
 	}
 }
 
+// P6: a participant that is asked for a call may undo with it what followed from that call there, also
+// what it could not prepare by itself. Nobody can if it is asked for nothing later.
+func TestParticipantMayUndoWhatItDidNotPrepare(t *testing.T) {
+	for name, test := range map[string]struct {
+		root    checkpoint.Way
+		unknown bool
+	}{"a later part is asked for": {checkpoint.Delegate, true}, "none is": {checkpoint.Restore, false}} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", test.root, execution.Completed)
+			r.made("2", checkpoint.Delegate, execution.Completed, "1")
+			r.world.obstacles = map[string]string{"c2": "unreachable"}
+			r.start()
+			done := r.run(request("c1", rollback.SubDAG))
+			wantEnd(t, done, rollback.Partial, "c2=escalated(unreachable) c1=completed")
+			if done.Unknown != test.unknown || done.Steps[0].Unknown != test.unknown || !done.Mixed {
+				t.Errorf("unknown: %t, mixed: %t, %+v", done.Unknown, done.Mixed, done.Steps[0])
+			}
+		})
+	}
+}
+
 // What this gateway itself cannot undo counts the same: an irreversible target ends it all, unless people approve the rest.
 func TestCascade432IrreversibleTarget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -76,7 +76,9 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 		case r.due.is() && step.State == StepPending:
 			return escalated(string(ReasonTimeout)), nil
 		case r.refused[step.Checkpoint] != "" && step.State == StepPending:
-			return escalated(r.refused[step.Checkpoint]), nil
+			e := escalated(r.refused[step.Checkpoint])
+			e.Unknown = r.reached(i)
+			return e, nil
 		case answer.Escalation != "" && step.State == StepPending && r.obstacle(i) == "":
 			e := escalated(answer.Answer)
 			e.asked = answer.Escalation
@@ -122,6 +124,20 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	}
 	end.token, end.notBegun = cp, r.step(i).State == StepPending
 	return c.retry(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
+}
+
+// reached reports whether a step that is left out may be undone all the same (P6): a participant that
+// is asked for a later one undoes with it what followed from that call there.
+func (r *run) reached(i int) bool {
+	if r.aborted() || r.refusal().Escalation != "" {
+		return false
+	}
+	for _, s := range slices.Concat(r.plan.Levels...)[i+1:] {
+		if s.Way == checkpoint.Delegate.String() && r.refused[s.Checkpoint] == "" {
+			return true
+		}
+	}
+	return false
 }
 
 // obstacle is what the plan says is in the way of a step.
