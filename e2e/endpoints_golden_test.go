@@ -48,6 +48,7 @@ func TestGoldenEndpoints(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := launch(t, s)
+			defer g.store.closed()
 			defer stop(t)
 			if strings.HasPrefix(name, "guard") {
 				g.call(request{path: "/pay", id: "k", header: callers["verified"]})

@@ -37,10 +37,11 @@ func newTestStore(path string) *testStore {
 	return s
 }
 
-// forget ends the store, once nobody has it open: Caddy does not wait for the last handlers of a
-// configuration that it stops, and they hold the store, and write beside it.
+// closed waits until nobody has the store open, after a stop: Caddy does not wait for the last
+// handlers of a configuration that it stops. They hold the store, and what is written beside it.
+func (s *testStore) closed() { s.users.Wait() }
+
 func (s *testStore) forget() {
-	s.users.Wait()
 	testStores.Delete(s.path)
 	_ = s.memory.Close()
 }

@@ -235,7 +235,7 @@ func TestForwardedToken(t *testing.T) {
 	upstream, a, downstream := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
 	g := launch(t, setup{app: trusting(t, a, downstream), site: "agent_proxy " + upstream.addr + " {\n identity " + downstream.issuer.Identity() + "\n }"})
 	wid := uuid.NewString()
-	token := a.issue(ect.Claims{Workflow: wid})
+	token := a.issue(ect.Claims{Workflow: wid, Audience: []string{gatewayIdentity, downstream.issuer.Identity()}})
 	first := g.call(with(token, request{path: "/pay"}))
 	lines := upstream.last("/pay").Header.Values(ect.FieldName)
 	if len(lines) != 2 || lines[0] != token.Raw() {
