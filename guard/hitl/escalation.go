@@ -73,14 +73,10 @@ const (
 	CauseTampered Cause = "checkpoint_tampered"
 	// CauseBoundary: a failure would cross into another workflow (cascade 3.3.2).
 	CauseBoundary Cause = "workflow_boundary"
-	// CauseQuota: somebody asks for more than a quota allows, again and again.
-	CauseQuota Cause = "quota"
 	// CauseCall: a call waits for an approval, by its action or by a rule.
 	CauseCall Cause = "approval_required"
 	// CauseError: an error is critical, or fits a rule (ATD, HITL Escalation on Error).
 	CauseError Cause = "critical_error"
-	// CauseReach: an error or a plan reaches more than three agents (cascade 3.4.3).
-	CauseReach Cause = "many_agents"
 	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3), or cannot.
 	CauseCritical Cause = "critical_node"
 	// CauseOther: see the summary.
@@ -91,7 +87,7 @@ const (
 func Causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
-		CauseTampered, CauseBoundary, CauseQuota, CauseCall, CauseError, CauseReach, CauseCritical, CauseOther,
+		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseCritical, CauseOther,
 	}
 }
 
