@@ -34,6 +34,7 @@ type Coordinator struct {
 	stopping bool
 	failures [][]byte              // keys of recorded failures that wait for their turn
 	handling int                   // goroutines that handle them
+	behind   map[string][][]byte   // keys of failures that wait for the end of a rollback
 	counting sync.Mutex            // held while an escalation is opened of which there may be so many
 	releases map[string]*releasing // by the rollback whose participants are told
 	wg       sync.WaitGroup
@@ -67,7 +68,7 @@ func Open(o Options) (*Coordinator, error) {
 		}
 		return DefaultPrepareTimeout
 	}
-	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, releases: map[string]*releasing{}, quit: make(chan struct{})}
+	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{}, quit: make(chan struct{})}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
 	}

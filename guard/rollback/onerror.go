@@ -129,20 +129,21 @@ func (c *Coordinator) Waiting() int {
 	return len(c.failures)
 }
 
-// handleFailure asks for the rollback until it was accepted, waits for its end, and then leaves.
+// handleFailure asks for the rollback until it was accepted, waits for its end, and then leaves. It
+// leaves too where another rollback takes precedence: that one may wait for people.
 func (c *Coordinator) handleFailure(key []byte) {
 	for pause := firstPause; !c.ending(); pause = min(2*pause, longPause) {
 		wait, err := c.askBecauseOf(c.hard, key)
 		switch {
 		case err == nil && wait == "":
 			return
-		case err == nil: // for another one, which takes precedence, or for its own
-			_, err = c.Wait(c.hard, wait)
+		case err == nil:
+			if _, err = c.Get(c.hard, wait); err == nil {
+				c.putBehind(wait, key)
+				return
+			}
 		}
 		switch {
-		case err == nil:
-			pause = firstPause
-			continue
 		case errors.Is(err, ErrStopping):
 			return
 		case !errors.Is(err, ErrUnknown): // else it waits for the end of a reservation
@@ -153,6 +154,31 @@ func (c *Coordinator) handleFailure(key []byte) {
 		case <-c.quit:
 		}
 	}
+}
+
+// putBehind has a failure handled again after the end of another rollback. No turn is taken meanwhile.
+func (c *Coordinator) putBehind(other string, key []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.behind[other] = append(c.behind[other], key)
+	if len(c.behind[other]) > 1 {
+		return // somebody waits already
+	}
+	c.wg.Add(1)
+	go func() {
+		defer c.wg.Done()
+		if _, err := c.Wait(c.hard, other); err != nil {
+			select {
+			case <-time.After(longPause):
+			case <-c.quit:
+			}
+		}
+		c.mu.Lock()
+		keys := c.behind[other]
+		delete(c.behind, other)
+		c.mu.Unlock()
+		c.takeUp(keys...)
+	}()
 }
 
 // askBecauseOf asks for the rollback of a recorded failure once. It returns the id of a rollback to

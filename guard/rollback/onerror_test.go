@@ -297,6 +297,46 @@ func TestErrorsWaitForTheirTurn(t *testing.T) {
 	})
 }
 
+// Who waits for another rollback, which itself may wait for people for hours, holds up no others.
+func TestErrorsBehindARollbackThatWaitsHoldUpNone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.onError = true
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.made("2", checkpoint.Restore, execution.Completed, "1")
+		r.severe("c2", "")
+		var behind []rollback.Failure
+		for i := range rollback.MaxFailures {
+			id := fmt.Sprint("n", i)
+			r.made(id, checkpoint.Restore, execution.Completed, "1")
+			behind = append(behind, rollback.Failure{Checkpoint: "c" + id, Error: "error"})
+		}
+		r.made("x", checkpoint.Restore, execution.Completed)
+		r.start()
+		first := r.execute(request("c1", rollback.SubDAG))
+		e := r.question(first.ID)
+		if err := r.fails(behind...); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if err := r.fails(rollback.Failure{Checkpoint: "cx", Error: "error"}); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if b, err := r.Get(ctx, r.RollbackOf("cx")); err != nil || b.Status != rollback.Completed {
+			t.Fatalf("another call that has failed waits behind those that wait for people: %+v, %v", b, err)
+		}
+		if r.failures() != rollback.MaxFailures { // they have not been done with
+			t.Errorf("%d are recorded", r.failures())
+		}
+		r.says(e, false)
+		r.wait(first.ID)
+		for _, f := range behind {
+			r.wantRollback(f.Checkpoint, rollback.Completed, f.Checkpoint+"=completed")
+		}
+	})
+}
+
 // P8: what is recorded of an error is sealed, and sealed anew.
 func TestP8ErrorsAreSealedAndResealed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
