@@ -201,6 +201,45 @@ func TestProcessParticipants(t *testing.T) {
 	c.lab.wantEffects("charged "+root.id(t), "changed /docs/x", "charged "+leaf.id(t), "refunded "+leaf.id(t), "changed /docs/x", "refunded "+root.id(t))
 }
 
+// P6: what the next gateway refuses before it sends anything has not run. It leaves no doubt at the
+// first one, and the caller comes again under the same id: once people have decided there, it runs,
+// once. A rollback of the refused attempt has nothing to undo.
+func TestProcessRefusedByTheNextGateway(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := layStar(t)
+	for i := 1; i < len(c.sites); i++ {
+		c.a.also = append(c.a.also, starIdentity(i))
+		c.sites[i].app += "rollback {\n coordinators " + gatewayIdentity + "\n }"
+	}
+	c.sites[1].guard = strings.Replace(sagaActions, "match path /charges", "match path /charges\n approve", 1)
+	c.before(0, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
+	s := c.begin().saga
+	pay := charge(7)
+	pay.id = "order-7"
+	first := s.try(pay)
+	if first.status != http.StatusConflict || first.slug() != "approval-required" || first.header.Get("Execution-Status") != "refused" || first.header.Get("Retry-After") != "30" {
+		t.Fatalf("%d %v %s", first.status, first.header, first.body)
+	}
+	if again := s.try(pay); again.slug() != "approval-required" || again.escalation(t) != first.escalation(t) {
+		t.Fatalf("again: %d %s", again.status, again.body)
+	}
+	s.back(rollbackBody{ID: rollbackID(1), Checkpoint: first.checkpoint, Scope: "single"}).want(t, "completed")
+	c.lab.wantEffects()
+
+	pay.id = "order-8"
+	asked := s.try(pay)
+	c.sites[1].decides(t, "approve", asked.escalation(t))
+	paid := s.try(pay)
+	if paid.status != http.StatusCreated {
+		t.Fatalf("approved: %d %s", paid.status, paid.body)
+	}
+	if again := s.try(pay); again.body != paid.body || again.header.Get("Execution-Status") != "replayed" {
+		t.Errorf("%d %v %s", again.status, again.header, again.body)
+	}
+	s.back(rollbackBody{ID: rollbackID(2), Checkpoint: paid.checkpoint, Scope: "single"}).want(t, "completed")
+	c.lab.wantEffects("charged "+paid.id(t), "refunded "+paid.id(t))
+}
+
 // C-4.3.2-h, C-4.3.3-a to -d: who cannot prepare is not asked to execute; the others are undone,
 // and the result names the agent. Where it is the call that is asked for, nothing is undone
 // without an approval.

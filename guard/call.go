@@ -229,6 +229,7 @@ type Call struct {
 	stays       bool            // its doubt stays, though on_unknown would have it sent again
 	doubtful    bool            // it was forwarded, and is in doubt
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
+	heldUp      bool            // the next gateway has, before it sent anything (ADR 0099)
 	found       bool            // an execution of this id was met
 	client      client          // that waits for its answer
 	goesOn      bool            // without a request

@@ -20,6 +20,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // says answers with a status, a body and header fields given as name, value, name, value...
@@ -156,6 +157,75 @@ func TestOnUnknown(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// P6: what a named gateway behind this one has held up was not sent; its caller comes again. Nobody else
+// is believed, nor is what it says of another call, and of an attempt before it says nothing.
+func TestHeldUpByTheNextGateway(t *testing.T) {
+	refusal := func(more ...string) http.HandlerFunc {
+		return says(409, "wait", append([]string{"Execution-Status", "refused", "Execution-Problem", "workflow-paused", "Execution-Safe-New-Key", "true"}, more...)...)
+	}
+	const doubt, goesOn, replayed = "409 in_doubt wait final", "200 executed charge 2", "200 replayed charge 2"
+	for name, c := range map[string]struct {
+		answers []http.HandlerFunc
+		unnamed bool
+		retry   bool
+		want    []string
+	}{
+		"paused":              {[]http.HandlerFunc{refusal()}, false, false, []string{"409 refused wait", goesOn, replayed}},
+		"to be approved":      {[]http.HandlerFunc{refusal("Execution-Problem", "approval-required")}, false, false, []string{"409 refused wait", goesOn, replayed}},
+		"of this call":        {[]http.HandlerFunc{refusal("Execution-Id", "k")}, false, false, []string{"409 refused wait", goesOn, replayed}},
+		"no identity":         {[]http.HandlerFunc{refusal()}, true, false, []string{doubt, inDoubt}},
+		"of another call":     {[]http.HandlerFunc{refusal("Execution-Id", "other")}, false, false, []string{doubt, inDoubt}},
+		"it may have run":     {[]http.HandlerFunc{refusal("Execution-Safe-New-Key", "false")}, false, false, []string{doubt, inDoubt}},
+		"rolled back":         {[]http.HandlerFunc{refusal("Execution-Problem", "rolled-back")}, false, false, []string{doubt, inDoubt}},
+		"no problem":          {[]http.HandlerFunc{refusal("Execution-Problem", "")}, false, false, []string{doubt, inDoubt}},
+		"no guard's":          {[]http.HandlerFunc{refusal("Execution-Status", "executed")}, false, false, []string{"409 executed wait", "409 replayed wait"}},
+		"after a lost answer": {[]http.HandlerFunc{silent, refusal()}, false, true, []string{open, "409 in_doubt wait", "200 executed charge 3"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var a guard.Action
+				if c.retry {
+					a.OnUnknown = guard.OnUnknownRetry
+				}
+				b := acting(t, a, c.answers...)
+				if !c.unnamed {
+					b.config.UpstreamIdentity = "spiffe://example.com/b"
+				}
+				b.start()
+				for _, want := range c.want {
+					b.sees(b.post(""), want)
+				}
+			})
+		})
+	}
+}
+
+// The same of a message, whose refusal has the status 200.
+func TestMessageHeldUpByTheNextGateway(t *testing.T) {
+	const refusal = `{"jsonrpc":"2.0","id":1,"error":{"code":-32090,"message":"m","data":{"type":"/.well-known/cascade/problems/workflow-paused","status":409}}}`
+	for identity, want := range map[string][]string{"spiffe://example.com/b": {"200 refused", "200 executed"}, "": {"200 executed", "200 in_doubt"}} {
+		b := newBed(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
+			if n > 1 {
+				says(200, `{"jsonrpc":"2.0","id":1,"result":{"content":[]}}`, "Content-Type", "application/json")(w, nil)
+				return
+			}
+			says(200, refusal, "Content-Type", "application/json", "Execution-Status", "refused", "Execution-Problem", "workflow-paused", "Execution-Safe-New-Key", "true")(w, nil)
+		})
+		b.config.Protocol, b.config.UpstreamIdentity = &protocol.Rules{Protocol: protocol.MCP}, identity
+		b.start()
+		for _, want := range want {
+			r := httptest.NewRequest("POST", "/mcp", strings.NewReader(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay"}}`))
+			r.Header.Set("Content-Type", "application/json")
+			r.Header.Set("Idempotency-Key", "k")
+			w := httptest.NewRecorder()
+			b.serve(w, r)
+			if got := fmt.Sprint(w.Code, " ", w.Header().Get("Execution-Status")); got != want {
+				t.Errorf("%q: %s, want %s: %s", identity, got, want, w.Body)
+			}
+		}
 	}
 }
 

@@ -91,7 +91,10 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), trailer)
 	if !ruled {
 		o.Verdict = x.unmasked(o.Status, o.Verdict)
-		if rec.Doubtful() || rec.Refused() && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())) {
+		switch {
+		case x.heldUp:
+			o.Verdict = execution.Released
+		case rec.Doubtful() || rec.Refused() && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
 			o.Verdict = execution.InDoubt
 		}
 		if o.Verdict == execution.InDoubt {
@@ -108,10 +111,15 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 // doubtInHeader judges an answer before its header is sent. If the call is in doubt already,
 // whatever follows, it returns the fields that say so, and tells those attached.
 func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) http.Header {
+	own := x.upstream.Status()
+	x.heldUp = rec.Refused() && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
 	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
 	o := x.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
+	if o.Verdict == execution.Released && x.heldUp {
+		return http.Header{HeaderExecutionStatus: {StatusRefused}} // also for a gateway before this one
+	}
 	if o.Verdict != execution.InDoubt {
 		return nil
 	}

@@ -551,6 +551,9 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 		}
 		o.Verdict, o.Cause = x.action.Rules.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
 	case protocol.Doubtful:
+		if x.heldUp {
+			return o // its header says more than the problem's status in it
+		}
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseInBand
 	case protocol.Unanswered:
 		stream := strings.HasPrefix(x.rec.Header().Get("Content-Type"), "text/event-stream")

@@ -34,6 +34,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	}
 	x.pointToStatus(p)
 	x.pointToError(w.Header(), p)
+	p.Announce(w.Header())
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
 	if p.Kind() == api.InDoubt {
 		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)

@@ -260,14 +260,37 @@ const (
 	grpcUnauthenticated    = 16
 )
 
-// The members of a problem that have no place in a gRPC status. Clients read them in the
-// trailer.
+// Members of a problem as fields. Clients of gRPC read them in the trailer, and gateways in a row
+// before the body comes.
 const (
 	headerProblem    = "Execution-Problem"
 	headerState      = "Execution-State"
 	headerSafeNewKey = "Execution-Safe-New-Key"
 	headerPushback   = "Grpc-Retry-Pushback-Ms"
 )
+
+// Announce sets the fields that NothingSent reads.
+func (p *Problem) Announce(h http.Header) {
+	h.Set(headerProblem, p.kind.Slug)
+	h.Set(headerSafeNewKey, strconv.FormatBool(p.safeNewKey()))
+}
+
+// NothingSent reports whether the header of an answer is that of a problem with which a guard holds the
+// execution with this id up before it records or sends anything of it: nothing is known of an earlier
+// attempt either, and the same call may run later. An agent may pass on what was said of a call of its
+// own; then the id is another one.
+func NothingSent(h http.Header, id string) bool {
+	for _, named := range h["Execution-Id"] {
+		if named != id {
+			return false
+		}
+	}
+	switch h.Get(headerProblem) {
+	case WorkflowPaused.Slug, ApprovalRequired.Slug:
+		return h.Get(headerSafeNewKey) == "true"
+	}
+	return false
+}
 
 // GRPCCode returns the gRPC status code (ADR 0047). Only if a retry of the same call may
 // succeed is it UNAVAILABLE, at which clients retry, or RESOURCE_EXHAUSTED.
@@ -313,8 +336,7 @@ func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
 	}
 	h.Set("Grpc-Status", strconv.Itoa(code))
 	h.Set("Grpc-Message", grpcMessage(strings.TrimSpace(k.Title+". "+p.Detail)))
-	h.Set(headerProblem, k.Slug)
-	h.Set(headerSafeNewKey, strconv.FormatBool(p.safeNewKey()))
+	p.Announce(h)
 	if p.State != "" {
 		h.Set(headerState, p.State)
 	}
