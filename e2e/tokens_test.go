@@ -265,13 +265,15 @@ func TestForwardedToken(t *testing.T) {
 // A request that passes two guards is one use of its token, whatever their names.
 func TestTokensPassTwoGuards(t *testing.T) {
 	for _, name := range []string{"default shared", "inner"} {
-		t.Run(name, func(t *testing.T) { tokensPassTwoGuards(t, name) })
+		t.Run(name, func(t *testing.T) { tokensPassTwoGuards(t, name, "") })
 	}
+	// The outer one adds a token of the gateway's own, and may keep the caller's (ADR 0086).
+	t.Run("with an identity", func(t *testing.T) { tokensPassTwoGuards(t, "inner", "identity spiffe://example.com/upstream") })
 }
 
-func tokensPassTwoGuards(t *testing.T, name string) {
+func tokensPassTwoGuards(t *testing.T, name, outer string) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "route {\n agent_guard {\n name default shared\n require_ect\n }\n uri path_regexp ^/v1 /v2\n agent_proxy " + upstream.addr + " {\n name " + name + "\n require_ect\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "route {\n agent_guard {\n name default shared\n require_ect\n " + outer + "\n }\n uri path_regexp ^/v1 /v2\n agent_proxy " + upstream.addr + " {\n name " + name + "\n require_ect\n }\n }"})
 	for _, method := range []string{"GET", "POST"} {
 		token := a.issue(ect.Claims{Workflow: uuid.NewString()})
 		for range 2 {
@@ -281,6 +283,12 @@ func tokensPassTwoGuards(t *testing.T, name string) {
 		}
 	}
 	upstream.arrived("/v2/pay", 3)
+	// A hash of the body is compared once.
+	r := request{path: "/v1/pay", body: "amount=1"}
+	hashed := with(a.issue(ect.Claims{Workflow: uuid.NewString(), Input: ect.Sum([]byte(r.body))}), r)
+	if got := g.call(hashed); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
 }
 
 // A token that is for the gateway alone is not sent on to an upstream with an identity, which would

@@ -975,7 +975,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
 		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
 		patience: x.action.Deadline, patient: x.call.Deadline < x.action.Deadline,
-		handed: len(x.evidence.tokens.Own) > 0,
+		handed: x.evidence.tokens.Own,
 		target: *x.r.URL, // which inner handlers rewrite, and may have to once more
 		parent: [1]string{x.call.Scope.ID}, workflow: [1]string{x.call.Workflow},
 	}

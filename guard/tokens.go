@@ -121,7 +121,10 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 			return Tokens{}, err
 		}
 	}
-	return t.Sort(r, p)
+	if p, err = t.Sort(r, p); err == nil && len(p.Own) == 0 {
+		p.Own, _ = r.Context().Value(tokensHanded{}).([]*ect.Token)
+	}
+	return p, err
 }
 
 // Sort finds the caller's own tokens among verified ones, and what they ask for.

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
@@ -152,8 +153,10 @@ type forwarder struct {
 
 type forwardedKey struct{}
 
-// tokensHanded is the context key of requests forwarded with bound tokens: a guard behind this
-// one in the same process takes them for the same call.
+// tokensHanded is the context key of the caller's own tokens, with which a call was forwarded and to
+// which they are bound: a guard behind this one in the same process takes them for the same call. It
+// cannot find them in the header, where the gateway's own token follows from them, or has taken their
+// place.
 type tokensHanded struct{}
 
 // forwardedContext is the context of a forwarded call: all values that inform the handlers behind
@@ -164,8 +167,8 @@ type forwardedContext struct {
 	evidence  Evidence
 	message   *protocol.Message
 	patience  time.Duration
-	patient   bool // patience counts
-	handed    bool // the guard uses the tokens of the request
+	patient   bool         // patience counts
+	handed    []*ect.Token // see tokensHanded
 
 	// Of the request, in one piece of memory with its context.
 	target           url.URL
@@ -190,8 +193,8 @@ func (c *forwardedContext) Value(key any) any {
 			return c.patience
 		}
 	case tokensHanded:
-		if c.handed {
-			return true
+		if len(c.handed) > 0 {
+			return c.handed
 		}
 	}
 	return c.Context.Value(key)
