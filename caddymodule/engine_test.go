@@ -9,14 +9,18 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 	"github.com/caddyserver/caddy/v2"
+	"github.com/google/uuid"
 )
 
 // A rotation that waits for the store, and a configuration that waits for the rotation,
@@ -94,15 +98,28 @@ func TestLedgerThatIsBeingOpened(t *testing.T) {
 // unfound notes the keys that are asked for and not there.
 type unfound struct {
 	store.Store
+
+	mu   sync.Mutex
 	keys [][]byte
 }
 
 func (u *unfound) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	e, err := u.Store.Get(ctx, key)
 	if errors.Is(err, store.ErrNotFound) {
+		u.mu.Lock()
+		defer u.mu.Unlock()
 		u.keys = append(u.keys, bytes.Clone(key))
 	}
 	return e, err
+}
+
+// asked returns the keys since the last time.
+func (u *unfound) asked() [][]byte {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	keys := u.keys
+	u.keys = nil
+	return keys
 }
 
 // What a new call asks for before its claim is in the filter of absent keys, so that no table is
@@ -113,17 +130,35 @@ func TestWhatANewCallAsksForIsFiltered(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	st.keys = nil
+	st.asked()
 	c := execution.Call{Deadline: time.Minute, KeepKey: time.Hour}
 	c.Key = g.Key(c.Scope)
 	found, err := g.LookUp(t.Context(), c.Key, c.Fingerprint)
 	if err == nil {
 		_, err = g.Claim(t.Context(), &c, found)
 	}
-	if err != nil || len(st.keys) < 2 {
-		t.Fatal(len(st.keys), err)
+	keys := st.asked()
+	if err != nil || len(keys) < 2 {
+		t.Fatal(len(keys), err)
 	}
-	for _, key := range st.keys {
+	ring, err := ect.GenerateRing(ect.ES256)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ev, err := evidence.Open(t.Context(), evidence.Options{Store: st, Sealer: seal.Generate(), Node: "n", Ring: ring})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ev.Close(context.Background())
+	st.asked() // by a ledger that opens
+	if _, err := ev.Link(t.Context(), &evidence.Call{Workflow: "w"}, "id", uuid.NewString(), time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	linked := st.asked()
+	if len(linked) == 0 {
+		t.Error("no execution of this id was looked for")
+	}
+	for _, key := range append(keys, linked...) {
 		if !slices.ContainsFunc(oftenAbsent, func(p string) bool { return bytes.HasPrefix(key, []byte(p)) }) {
 			t.Errorf("%q is not filtered", key[:1])
 		}

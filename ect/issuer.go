@@ -9,6 +9,7 @@ import (
 	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
@@ -210,7 +211,7 @@ func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	}
 	b = enc.AppendEncode(append(b, '.'), signature)
 	*work = b
-	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true}, nil
+	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true, digest: sha256.Sum256(b)}, nil
 }
 
 // Header is the protected header of the tokens that the current key signs, in JSON, and kid

@@ -32,6 +32,7 @@ type Token struct {
 	level   Level
 	key     *Key
 	proven  bool
+	digest  [sha256.Size]byte
 	lineage Lineage
 }
 
@@ -69,7 +70,7 @@ func (t *Token) NodeID() string {
 func (t *Token) Lineage() Lineage { return t.lineage }
 
 // Digest is the SHA-256 of the token's bytes.
-func (t *Token) Digest() [sha256.Size]byte { return sha256.Sum256([]byte(t.raw)) }
+func (t *Token) Digest() [sha256.Size]byte { return t.digest }
 
 // CheckInput compares inp_hash, where the token has one, with the hash of the request's
 // body. The error is CodeInputHash.

@@ -3,6 +3,7 @@ package ect
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"slices"
@@ -201,8 +202,9 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	if err != nil {
 		return nil, err
 	}
+	text := []byte(raw) // of which the first part is signed
 	o := keySearch{
-		alg: alg, kid: head.kid, spelling: head.spelling, text: []byte(parts.signed), signature: signature,
+		alg: alg, kid: head.kid, spelling: head.spelling, text: text[:len(parts.signed):len(parts.signed)], signature: signature,
 		payload: string(payload), code: CodeKeyID, stored: p == nil, skew: v.p.Skew,
 	}
 	if p != nil {
@@ -217,7 +219,7 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	if err := v.checkRest(&o.claims, p); err != nil {
 		return nil, err
 	}
-	return &Token{content: o.claims.content, raw: raw, level: L2, key: o.key, proven: true}, nil
+	return &Token{content: o.claims.content, raw: raw, level: L2, key: o.key, proven: true, digest: sha256.Sum256(text)}, nil
 }
 
 // openUnsigned reads level L1: JSON in base64url. A token with dots is never read
@@ -236,7 +238,7 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &Token{content: claims.content, raw: raw, level: L1}
+	t := &Token{content: claims.content, raw: raw, level: L1, digest: sha256.Sum256([]byte(raw))}
 	if claims.issuer != "" && !validIdentity(claims.issuer) {
 		return nil, refuse(CodeIssuer)
 	}

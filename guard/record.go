@@ -27,7 +27,7 @@ type callEvidence struct {
 	policy *TokenPolicy
 	tokens Tokens
 	// recorded are the tokens in the ledger, bound those that were used for this call.
-	recorded, bound map[*ect.Token]bool
+	recorded, bound []*ect.Token
 	// ancestors are earlier tokens without a record of their own that led to these.
 	ancestors []*ect.Token
 	// use binds the tokens to this key and request, so that they are valid for no other body.
@@ -119,13 +119,6 @@ func shortened(s string, most int) string {
 		}
 		return c
 	}, s)
-}
-
-func (s *callEvidence) know(set *map[*ect.Token]bool, t *ect.Token) {
-	if *set == nil {
-		*set = map[*ect.Token]bool{}
-	}
-	(*set)[t] = true
 }
 
 func (x *Call) bodyHash() (ect.Hash, error) {
@@ -252,12 +245,10 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 	}
 	if err == nil {
 		x.evidence.kept = true
-		for _, t := range slices.Concat(x.evidence.ancestors, x.evidence.tokens.All) {
-			x.evidence.know(&x.evidence.recorded, t)
-		}
+		x.evidence.recorded = slices.Concat(x.evidence.recorded, x.evidence.ancestors, x.evidence.tokens.All)
 		for _, t := range x.evidence.tokens.Own {
 			x.evidence.policy.Evidence.Forget(t, x.evidence.use) // the store knows
-			x.evidence.know(&x.evidence.bound, t)
+			x.evidence.bound = append(x.evidence.bound, t)
 		}
 		return nil
 	}
@@ -427,7 +418,7 @@ func (x *Call) takeTokens() error {
 			if recorded != evidence.Same {
 				return replayedToken()
 			}
-			s.know(&s.bound, t)
+			s.bound = append(s.bound, t)
 		}
 	}
 	return nil
@@ -479,8 +470,8 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 		if status == evidence.Other {
 			return false, replayedToken()
 		}
-		if status == evidence.Same && !s.bound[t] {
-			s.know(&s.bound, t)
+		if status == evidence.Same && !slices.Contains(s.bound, t) {
+			s.bound = append(s.bound, t)
 			s.policy.Evidence.Forget(t, s.use)
 			learned = true
 		}
@@ -493,8 +484,8 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 		if status == evidence.Other {
 			return false, replayedToken()
 		}
-		if status == evidence.Same && !s.recorded[t] {
-			s.know(&s.recorded, t)
+		if status == evidence.Same && !slices.Contains(s.recorded, t) {
+			s.recorded = append(s.recorded, t)
 			learned = true
 		}
 	}
@@ -511,7 +502,7 @@ func (s *callEvidence) unrecorded() []*ect.Token {
 		return nil
 	}
 	s.ancestors = s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)
-	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.All), func(t *ect.Token) bool { return s.recorded[t] })
+	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.All), func(t *ect.Token) bool { return slices.Contains(s.recorded, t) })
 }
 
 // bind records the use of the caller's tokens in a batch, for as long as the key is kept: even
@@ -519,7 +510,7 @@ func (s *callEvidence) unrecorded() []*ect.Token {
 // stream may outlast its deadline (ADR 0049).
 func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 	for _, t := range s.tokens.Own {
-		if !s.bound[t] && !s.handed {
+		if !slices.Contains(s.bound, t) && !s.handed {
 			w := s.policy.Evidence.UseWrite(t, s.use, until)
 			if until.IsZero() {
 				w.Expires = until

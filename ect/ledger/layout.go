@@ -85,7 +85,7 @@ func newLogStore(o *Options) *logStore {
 }
 
 func logOf(s store.Sealer, origin string) logID {
-	hash := s.Index("ledger log", origin)
+	hash := store.Index(s, "ledger log", origin)
 	return logID(hash[:8])
 }
 
@@ -152,7 +152,7 @@ func (s *logStore) namesOf(workflow, id string) names {
 }
 
 func (s *logStore) hashOf(domain, name string) [idHash]byte {
-	hash := s.sealer.Index(domain, name)
+	hash := store.Index(s.sealer, domain, name)
 	return [idHash]byte(hash[:])
 }
 

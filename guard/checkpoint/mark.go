@@ -256,7 +256,7 @@ type Version struct {
 }
 
 func (v *Store) versionKey(r Resource, tag string) []byte {
-	return keyOf(kindVersion, v.sealer.Index("version", r.Upstream, r.Host, r.Path, r.Query, tag))
+	return keyOf(kindVersion, store.Index(v.sealer, "version", r.Upstream, r.Host, r.Path, r.Query, tag))
 }
 
 // Origin returns the version that undos put back as the one with this tag; the tag itself if no

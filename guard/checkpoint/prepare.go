@@ -496,7 +496,7 @@ func (v *Store) Released(ctx context.Context, id string) (Released, error) {
 type place [16]byte
 
 func (v *Store) place(of string) place {
-	sum := v.sealer.Index("place", of)
+	sum := store.Index(v.sealer, "place", of)
 	return place(sum[:len(place{})])
 }
 

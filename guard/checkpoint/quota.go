@@ -76,7 +76,7 @@ func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []scope {
 		found = append(found, scope{kind: kindCaller, hash: s.Caller})
 	}
 	if s.Workflow != "" && counted(kindWorkflow) {
-		sum := v.sealer.Index("checkpoints of workflow", s.Workflow)
+		sum := store.Index(v.sealer, "checkpoints of workflow", s.Workflow)
 		found = append(found, scope{kind: kindWorkflow, hash: [16]byte(sum[:16])})
 	}
 	return found

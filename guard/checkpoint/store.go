@@ -132,7 +132,7 @@ const (
 // name is the keyed hash of a checkpoint's id.
 type name [32]byte
 
-func (v *Store) name(id string) name { return v.sealer.Index("checkpoint", id) }
+func (v *Store) name(id string) name { return store.Index(v.sealer, "checkpoint", id) }
 
 func keyOf(kind byte, n name) []byte {
 	return append(append(make([]byte, 0, 2+len(n)), spaceCheckpoint, kind), n[:]...)

@@ -132,7 +132,7 @@ type headKey struct {
 }
 
 func newHeadKey(sealer store.Sealer, origin string) (*headKey, error) {
-	seed := sealer.Index("ledger head key", origin)
+	seed := store.Index(sealer, "ledger head key", origin)
 	private := ed25519.NewKeyFromSeed(seed[:])
 	text, err := note.NewEd25519VerifierKey(origin, private.Public().(ed25519.PublicKey))
 	if err != nil {
@@ -223,12 +223,12 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 	}
 	e.later.mu.RLock()
 	for _, d := range drafts {
-		header := e.later.header(e.ring, d)
+		header, node := e.later.header(e.ring, d), e.draftNode(d)
 		events = append(events, ledger.Event{
-			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: d.Parents(),
+			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: node.Parents,
 			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Header: header, Unsigned: header == nil, Parsed: d,
 		})
-		nodes = append(nodes, e.draftNode(d))
+		nodes = append(nodes, node)
 	}
 	b, err := e.log.Record(events...)
 	e.later.mu.RUnlock()

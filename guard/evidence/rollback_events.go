@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // The gateway's own extension members, in the tokens of rollbacks.
@@ -381,7 +382,7 @@ func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.
 			action = eventEscalationDecision
 		}
 		if n := len(e.Decisions); n > 0 && e.Decisions[n-1].At.Equal(e.Changed) {
-			hash := b.e.sealer.Index("decider", e.Decisions[n-1].By)
+			hash := store.Index(b.e.sealer, "decider", e.Decisions[n-1].By)
 			ext.Text(memberDecidedBy, hex.EncodeToString(hash[:16])).Bool("agent_guard.approve", e.Decisions[n-1].Approve)
 		}
 	}

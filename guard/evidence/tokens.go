@@ -39,7 +39,7 @@ const (
 const clockMargin = time.Hour
 
 func (e *Evidence) usedKey(t *ect.Token) []byte {
-	hash := e.sealer.Index("token used", t.Workflow(), t.NodeID())
+	hash := store.Index(e.sealer, "token used", t.Workflow(), t.NodeID())
 	return append(append(make([]byte, 0, 1+hashed), spaceUsed), hash[:hashed]...)
 }
 
@@ -679,7 +679,7 @@ func nodeOf(entry *ledger.Entry) ect.Node {
 // linkKey is the store's key of the checkpoint of an execution, for calls of the workflow that
 // name the execution as their parent.
 func (e *Evidence) linkKey(workflow, execution string) []byte {
-	hash := e.sealer.Index("execution parent", workflow, execution)
+	hash := store.Index(e.sealer, "execution parent", workflow, execution)
 	return append(append(make([]byte, 0, 1+hashed), spaceLink), hash[:hashed]...)
 }
 

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Key is the execution key: what one intended effect is recorded under.
@@ -73,26 +75,26 @@ type Call struct {
 
 // Key derives the execution key of s.
 func (g *Guard) Key(s Scope) Key {
-	return g.index("execution", s.Caller, s.Guard, s.Method, s.Path, s.ID)
+	return store.Index(g.sealer, "execution", s.Caller, s.Guard, s.Method, s.Path, s.ID)
 }
 
 // Caller derives the keyed hash of a caller's identity.
 func (g *Guard) Caller(identity string) CallerHash {
-	sum := g.index("caller", identity)
+	sum := store.Index(g.sealer, "caller", identity)
 	return CallerHash(sum[:])
 }
 
 // Derive makes an execution id from a call's content, for callers that send none: the intent
 // nonce of the Execution Guard pattern. Equal calls get the same id.
 func (g *Guard) Derive(s Scope, fp Fingerprint) string {
-	sum := g.sealer.Index("derived", s.Caller, s.Guard, s.Method, s.Path, string(fp[:]))
+	sum := store.Index(g.sealer, "derived", s.Caller, s.Guard, s.Method, s.Path, string(fp[:]))
 	return "derived-" + hex.EncodeToString(sum[:16])
 }
 
 // Inherit makes the id of a nested call from its content and its parent execution, so that the
 // nested calls of a retried parent reach the same executions.
 func (g *Guard) Inherit(s Scope, parent, action string, fp Fingerprint) string {
-	sum := g.sealer.Index("inherited", s.Caller, s.Guard, s.Method, s.Path, parent, action, string(fp[:]))
+	sum := store.Index(g.sealer, "inherited", s.Caller, s.Guard, s.Method, s.Path, parent, action, string(fp[:]))
 	return "inherited-" + hex.EncodeToString(sum[:16])
 }
 

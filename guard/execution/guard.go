@@ -488,7 +488,7 @@ func (g *Guard) identify(ctx context.Context) error {
 // keyCheck ties the index key to the sealed marker: a ring with the right sealing key and another
 // index key would find no execution.
 func (g *Guard) keyCheck() string {
-	sum := g.sealer.Index("key check")
+	sum := store.Index(g.sealer, "key check")
 	return string(sum[:])
 }
 
@@ -594,15 +594,4 @@ func (r *room) free() {
 	if cap(r.memory) <= maxScratch {
 		rooms.Put(r)
 	}
-}
-
-// lists have room for the parts of an index.
-var lists = sync.Pool{New: func() any { return new([8]string) }}
-
-// index is sealer.Index of parts that are not kept: as an interface's arguments they would be
-// allocated.
-func (l *records) index(domain string, parts ...string) [32]byte {
-	list := lists.Get().(*[8]string)
-	defer lists.Put(list)
-	return l.sealer.Index(domain, append(list[:0], parts...)...)
 }

@@ -129,7 +129,7 @@ const (
 // stands for another execution is durable then. The error is ErrStore, or that of ctx.
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
-	sum := g.index("group", q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Fingerprint[:]))
+	sum := store.Index(g.sealer, "group", q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Fingerprint[:]))
 	a := &Attempt{
 		at: t, given: q.Given, group: groupHash(sum[:]), window: q.Window, count: min(q.Count, mostCount), gone: q.Gone,
 	}

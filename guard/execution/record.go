@@ -416,7 +416,7 @@ func (l *records) idPrefix(caller CallerHash, id string) []byte {
 }
 
 func (l *records) appendIDPrefix(b []byte, caller CallerHash, id string) []byte {
-	hash := l.index("id", string(caller[:]), id)
+	hash := store.Index(l.sealer, "id", string(caller[:]), id)
 	return append(append(append(b, spaceCaller), caller[:]...), hash[:16]...)
 }
 
@@ -429,7 +429,7 @@ func (l *records) workflowPrefix(workflow string) []byte {
 }
 
 func (l *records) appendWorkflowPrefix(b []byte, workflow string) []byte {
-	hash := l.index("workflow", workflow)
+	hash := store.Index(l.sealer, "workflow", workflow)
 	return append(append(b, spaceWorkflow), hash[:16]...)
 }
 

@@ -22,6 +22,8 @@ type Recording struct {
 
 	mu        sync.Mutex
 	body      *spool.Spool
+	own       spool.Spool   // the first body, nearly always the only one
+	owned     bool          // it was used
 	memory    *spool.Budget // that bodies share
 	base      int64         // offset of the first byte that body was given
 	head      *Head         // nil until it is known, then &first
@@ -103,7 +105,12 @@ func (r *Recording) write(p []byte, needed bool) bool {
 		r.release()
 	}
 	if r.body == nil {
-		r.body, r.base = spool.New(spool.Options{Limit: r.window, Ring: true, Budget: r.memory}), r.size
+		r.body, r.base = &r.own, r.size
+		if r.owned {
+			r.body = new(spool.Spool) // an earlier one may still be read
+		}
+		r.owned = true
+		r.body.Init(spool.Options{Limit: r.window, Ring: true, Budget: r.memory})
 	}
 	if r.over {
 		r.makeRoom(r.size + n - r.window)

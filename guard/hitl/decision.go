@@ -637,13 +637,13 @@ func (d *Store) Waits(ctx context.Context, requester string, most int) (bool, er
 
 // LinkKey is the key in a link to an escalation. Only this store can make it.
 func (d *Store) LinkKey(id string) string {
-	hash := d.sealer.Index("escalation link", id)
+	hash := store.Index(d.sealer, "escalation link", id)
 	return base64.RawURLEncoding.EncodeToString(hash[:])
 }
 
 // FormKey is what a form has to send back that by decides on the escalation as it is now.
 func (d *Store) FormKey(e *Escalation, by string) string {
-	hash := d.sealer.Index("escalation form", fmt.Sprintf("%s %d %s %q %q", e.ID, e.Round, e.Status, e.Proposal.Hash, by))
+	hash := store.Index(d.sealer, "escalation form", fmt.Sprintf("%s %d %s %q %q", e.ID, e.Round, e.Status, e.Proposal.Hash, by))
 	return base64.RawURLEncoding.EncodeToString(hash[:])
 }
 

@@ -503,7 +503,7 @@ const (
 // idOf is the id of an occasion's escalation: a UUID of version 8 (RFC 9562), whose bits the
 // maker defines.
 func (d *Store) idOf(key string) uuid.UUID {
-	hash := d.sealer.Index("escalation", key)
+	hash := store.Index(d.sealer, "escalation", key)
 	id := uuid.UUID(hash[:16])
 	id[6] = id[6]&0x0f | 0x80
 	id[8] = id[8]&0x3f | 0x80
@@ -530,7 +530,7 @@ func (d *Store) workflowPrefix(workflow string) []byte {
 type workflowHash [16]byte
 
 func (d *Store) hashOf(workflow string) workflowHash {
-	hash := d.sealer.Index("escalation workflow", shorten(workflow, maxText))
+	hash := store.Index(d.sealer, "escalation workflow", shorten(workflow, maxText))
 	return workflowHash(hash[:])
 }
 

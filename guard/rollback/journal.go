@@ -431,7 +431,7 @@ const (
 // name is the keyed hash of a rollback's id.
 type name [32]byte
 
-func (c *Coordinator) name(id string) name { return c.o.Sealer.Index("rollback", id) }
+func (c *Coordinator) name(id string) name { return store.Index(c.o.Sealer, "rollback", id) }
 
 func keyOf(kind byte, n name) []byte {
 	return append(append(make([]byte, 0, 2+len(n)+4), space, kind), n[:]...)
@@ -451,12 +451,12 @@ func ageKey(asked time.Time, n name) []byte {
 const placeSize = 8 + len(name{})
 
 func (c *Coordinator) tokenKey(jti string) []byte {
-	return keyOf(kindToken, c.o.Sealer.Index("rollback token", jti))
+	return keyOf(kindToken, store.Index(c.o.Sealer, "rollback token", jti))
 }
 
 // workflowPrefix begins the keys of a workflow in one of the indexes by workflow.
 func (c *Coordinator) workflowPrefix(kind byte, workflow string) []byte {
-	hash := c.o.Sealer.Index("rollback workflow", workflow)
+	hash := store.Index(c.o.Sealer, "rollback workflow", workflow)
 	return append(append(make([]byte, 0, 2+16+len(name{})), space, kind), hash[:16]...)
 }
 
@@ -465,7 +465,7 @@ func (c *Coordinator) workflowKey(workflow string, n name) []byte {
 }
 
 func (c *Coordinator) fenceKey(workflow string) []byte {
-	hash := c.o.Sealer.Index("rollback workflow", workflow)
+	hash := store.Index(c.o.Sealer, "rollback workflow", workflow)
 	return append(append(make([]byte, 0, 2+16), space, kindFence), hash[:16]...)
 }
 

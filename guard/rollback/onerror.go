@@ -51,7 +51,7 @@ const maxFailures = 64
 // rollbackOf is the id of the rollback that errors of a call cause: there is one, whoever reports
 // how many errors, also after a restart (P5).
 func (c *Coordinator) rollbackOf(checkpoint string) string {
-	sum := c.o.Sealer.Index("rollback on error", checkpoint)
+	sum := store.Index(c.o.Sealer, "rollback on error", checkpoint)
 	id := uuid.UUID(sum[:16])
 	id[6], id[8] = id[6]&0x0f|0x80, id[8]&0x3f|0x80 // version 8, of RFC 9562
 	return id.String()
@@ -80,10 +80,10 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 		}
 		about, free := f.Checkpoint+" "+f.Error+" "+f.Reporter, store.Condition{}
 		if len(f.Named) > 0 { // a place among those of its reporter
-			sum := c.o.Sealer.Index("refused error", f.Workflow+" "+strings.Join(f.Named, " "))
+			sum := store.Index(c.o.Sealer, "refused error", f.Workflow+" "+strings.Join(f.Named, " "))
 			about, free = fmt.Sprint("refused ", f.Reporter, " ", sum[0]%maxRefused), store.Absent()
 		}
-		keys = append(keys, keyOf(kindFailure, c.o.Sealer.Index("rollback failure", about)))
+		keys = append(keys, keyOf(kindFailure, store.Index(c.o.Sealer, "rollback failure", about)))
 		b.Add(c.sealed(keys[i], plain, free))
 	}
 	return b, nil

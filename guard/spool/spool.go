@@ -89,7 +89,14 @@ type Spool struct {
 
 // New makes an empty spool.
 func New(o Options) *Spool {
-	s := &Spool{limit: max(o.Limit, 0), memory: o.Memory, budget: o.Budget, dir: o.Dir, create: o.create, refs: 1}
+	s := new(Spool)
+	s.Init(o)
+	return s
+}
+
+// Init makes an empty spool of the zero value.
+func (s *Spool) Init(o Options) {
+	s.limit, s.memory, s.budget, s.dir, s.create, s.refs = max(o.Limit, 0), o.Memory, o.Budget, o.Dir, o.create, 1
 	if s.memory == 0 {
 		s.memory = defaultMemory
 	}
@@ -99,7 +106,6 @@ func New(o Options) *Spool {
 		s.create = createTemp
 	}
 	s.blocks = s.inline[:0]
-	return s
 }
 
 // Size is the number of bytes ever written, overwritten ones included.

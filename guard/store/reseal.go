@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 )
 
 // Sealer keeps values unreadable at rest (P8) and derives the store's keys. A seal.Ring is one.
@@ -19,6 +20,17 @@ type Sealer interface {
 	KeyIDs() []uint32
 	// KeyOf is the id of the key under which a value is sealed.
 	KeyOf(sealed []byte) uint32
+}
+
+// lists have room for the parts of an index.
+var lists = sync.Pool{New: func() any { return new([8]string) }}
+
+// Index is Sealer.Index of parts that are not kept: as arguments of an interface's method they would
+// be allocated.
+func Index(s Sealer, domain string, parts ...string) [32]byte {
+	list := lists.Get().(*[8]string)
+	defer lists.Put(list)
+	return s.Index(domain, append(list[:0], parts...)...)
 }
 
 // Resealer seals values under older keys anew with the newest one. It works beside the traffic in
