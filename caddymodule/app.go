@@ -167,7 +167,7 @@ func (a *App) provision(ctx caddy.Context) error {
 	if err != nil {
 		return &wrong{"store", fmt.Errorf("agent_guard: store: %w", err)}
 	}
-	a.spec = engineSpec{opener: opener, path: path, logger: a.logger}
+	a.spec = engineSpec{opener: opener, path: path, pooled: path, logger: a.logger}
 	if err := a.provisionKeys(); err != nil {
 		return &wrong{"keys", fmt.Errorf("agent_guard: keys: %w", err)}
 	}

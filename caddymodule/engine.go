@@ -70,6 +70,7 @@ type engine struct {
 type engineSpec struct {
 	opener       StoreOpener
 	path         string
+	pooled       any // path, as the pool takes it: a conversion allocates, with each call
 	key, keyFile string
 	drain        time.Duration // how long an exit waits for executions
 	ledger       bool          // the configuration has an identity, and opens one
@@ -106,7 +107,7 @@ func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 func (p *enginePool) hold(spec engineSpec) (_ *engine, opened bool, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	value, loaded, err := p.pool.LoadOrNew(spec.path, func() (caddy.Destructor, error) {
+	value, loaded, err := p.pool.LoadOrNew(spec.pooled, func() (caddy.Destructor, error) {
 		return openEngine(spec)
 	})
 	if err != nil {
