@@ -52,18 +52,7 @@ func TestForeignCheckpointsAreAskedForWhereNamed(t *testing.T) {
 			}
 			g := launch(t, setup{app: trusting(t, a, p.as, stranger) + fmt.Sprintf("\nrollback {\n participants %s %s\n }", c.uri, c.as), site: lab.site()})
 			s := g.saga(a)
-			root := s.do(charge(1))
-			action := p.as.issue(ect.Claims{Workflow: s.wid, Action: "reserve", Parents: []string{root.checkpoint}})
-			theirs := p.as.issue(ect.Claims{
-				Workflow: s.wid, Action: "checkpoint", Parents: []string{action.ID()}, Output: ect.Sum([]byte("state")),
-				Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Text(ect.MemberRollbackURI, p.rollbackURI).Int(ect.MemberTTL, 3600),
-			})
-			next := with(s.a.issue(ect.Claims{Workflow: s.wid, Parents: []string{theirs.ID()}}), charge(2))
-			next.header[ect.FieldName] += ", " + theirs.Raw() + ", " + action.Raw()
-			leaf := sagaStep{reply: g.call(next)}
-			if leaf.status != http.StatusCreated {
-				t.Fatalf("%d %s", leaf.status, leaf.body)
-			}
+			root, theirs, leaf := s.passesOn(p)
 			asked := rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: root.checkpoint, Scope: "sub_dag"}
 			status := http.StatusOK
 			if slices.Contains(c.reasons, "foreign") {
@@ -88,6 +77,72 @@ func TestForeignCheckpointsAreAskedForWhereNamed(t *testing.T) {
 			p.mu.Unlock()
 			if c.status == "completed" {
 				eventually(t, "the ledger says so", func() bool { return s.view().state(theirs.ID()) == "rolled_back" })
+			}
+			stop(t)
+		})
+	}
+}
+
+// passesOn makes two calls. The second follows from a checkpoint that the participant has made itself,
+// and that from the first; the token comes with the call.
+func (s *saga) passesOn(p *participant) (root sagaStep, theirs *ect.Token, leaf sagaStep) {
+	s.t.Helper()
+	root = s.do(charge(1))
+	action := p.as.issue(ect.Claims{Workflow: s.wid, Action: "reserve", Parents: []string{root.checkpoint}})
+	theirs = p.as.issue(ect.Claims{
+		Workflow: s.wid, Action: "checkpoint", Parents: []string{action.ID()}, Output: ect.Sum([]byte("state")),
+		Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Text(ect.MemberRollbackURI, p.rollbackURI).Int(ect.MemberTTL, 3600),
+	})
+	next := with(s.a.issue(ect.Claims{Workflow: s.wid, Parents: []string{theirs.ID()}}), charge(2))
+	next.header[ect.FieldName] += ", " + theirs.Raw() + ", " + action.Raw()
+	leaf = sagaStep{reply: s.g.call(next)}
+	if leaf.status != http.StatusCreated {
+		s.t.Fatalf("%d %s", leaf.status, leaf.body)
+	}
+	return root, theirs, leaf
+}
+
+// What an agent has reserved for a checkpoint of its own is released like that for a call (ADR 0087):
+// where its requester gives the rollback up, and where the rollback is refused after it was prepared.
+// The agent is told with the id and the checkpoint with which it was asked to prepare.
+func TestForeignReservationsAreReleased(t *testing.T) {
+	for name, ends := range map[string]func(s *saga, asked rollbackBody){
+		"given up": func(s *saga, asked rollbackBody) {
+			asked.Phase = "release"
+			r := s.asking(asked)
+			r.path += "/prepare"
+			if got := s.g.call(r); got.status != http.StatusOK || !strings.Contains(got.body, `"released"`) {
+				s.t.Fatalf("%d %s", got.status, got.body)
+			}
+		},
+		"another plan": func(s *saga, asked rollbackBody) {
+			s.g.call(s.executing(asked, strings.Repeat("12", 32))).problem(s.t, http.StatusConflict, "plan-changed")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, p, lab := newAgent(t, "a"), newParticipant(t), newRestLab(t)
+			heard := make(chan participantAsked, 100)
+			p.before = func(path string, _ http.ResponseWriter, asked participantAsked) bool {
+				if strings.HasPrefix(path, "rollback") && !asked.DryRun {
+					heard <- asked
+				}
+				return false
+			}
+			g := launch(t, setup{app: trusting(t, a, p.as) + fmt.Sprintf("\nrollback {\n participants %s/elsewhere %s\n }", p.URL, p.as.issuer.Identity()), site: lab.site()})
+			s := g.saga(a)
+			root, theirs, _ := s.passesOn(p)
+			asked := rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+			s.prepare(asked, http.StatusOK)
+			first := wait(t, heard, "the request to prepare")
+			ends(s, asked)
+			last := wait(t, heard, "the release")
+			if first.Phase == "release" || last.Phase != "release" || last.ID != first.ID || last.Checkpoint != theirs.ID() || first.Checkpoint != theirs.ID() ||
+				last.Token.Workflow() != s.wid || last.Token.ID() == first.Token.ID() {
+				t.Errorf("asked %+v, and then %+v", first, last)
+			}
+			lab.arrived("POST /refunds", 0)
+			if p.undid() != 0 {
+				t.Error("it has undone something")
 			}
 			stop(t)
 		})

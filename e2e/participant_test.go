@@ -42,6 +42,8 @@ type participant struct {
 type participantAsked struct {
 	ID         string `json:"rollback_id"`
 	Checkpoint string `json:"checkpoint_id"`
+	Phase      string
+	DryRun     bool `json:"dry_run"`
 	Token      *ect.Unverified
 }
 

@@ -115,7 +115,7 @@ func parseBody(body []byte, to resource) (*asked, error) {
 		if len(hash) != hex.EncodedLen(len(a.planned)) {
 			return nil, badParameter(badHash)
 		}
-		if _, err := hex.Decode(a.planned[:], []byte(hash)); err != nil {
+		if _, err := hex.Decode(a.planned[:], []byte(hash)); err != nil || a.planned == [32]byte{} { // which would be any plan
 			return nil, badParameter(badHash)
 		}
 	}

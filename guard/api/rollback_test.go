@@ -90,6 +90,7 @@ func TestCascade432MalformedRequests(t *testing.T) {
 		"a long urgency": body(askedID, point, `, "urgency": "`+strings.Repeat("x", 65)+`"`), "cut": body(askedID, point, "")[:40],
 		"a dry run that is none": body(askedID, point, `, "dry_run": "yes"`),
 		"a hash that is none":    body(askedID, point, `, "plan_hash": "12"`), "a hash of other digits": body(askedID, point, `, "plan_hash": "`+strings.Repeat("xy", 32)+`"`),
+		"a hash of zeros": body(askedID, point, `, "plan_hash": "`+strings.Repeat("0", 64)+`"`),
 	} {
 		if got := s.post(RollbackPath, text, token); got.Code != 400 {
 			t.Errorf("%s: %d %s", what, got.Code, got.Body)
