@@ -97,6 +97,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		return g, nil
 	}
 	g.Ledger = policy.graph(e)
+	g.Ledger.Coordinators = h.app.rollbackOptions().Coordinators
 	if c := e.rollbacks.coordinator(); c != nil {
 		o := h.app.rollbackOptions()
 		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{

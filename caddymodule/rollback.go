@@ -50,11 +50,12 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 		return nil
 	}
 	u.keep = keep
+	sender := newUndoSender(e)
 	c, err := rollback.Open(rollback.Options{
 		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
-		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: newUndoSender(e), Keep: keep}),
-		Participants: e.participantAt,
+		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
+		Participants: e.participantAt, Discover: sender.discover,
 		PrepareTimeout: func() time.Duration {
 			if a := e.activeConfigs.latest(); a != nil {
 				return time.Duration(a.rollbackOptions().PrepareTimeout)
@@ -123,12 +124,14 @@ type Rollback struct {
 	Lineage string `json:"lineage,omitempty"`
 
 	// The issuers that are rollback coordinators: they may ask for every checkpoint of their
-	// token's workflow and for the scope `full_workflow`, and may read every rollback. Default:
-	// none.
+	// token's workflow and for the scope `full_workflow`, and may read every rollback and the
+	// tokens of every workflow. Default: none.
 	Coordinators []string `json:"coordinators,omitempty"`
 
-	// The agents that are asked to roll back checkpoints that they have made themselves, and that
-	// came with calls as tokens. All others are left to people. It needs `trust`. Default: none.
+	// The agents that are asked to roll back checkpoints that they have made themselves: those that
+	// came with calls as tokens, and those that the agents show when a rollback with the scope
+	// `sub_dag` or `full_workflow` asks them for what they have of the workflow. Checkpoints of all
+	// others are left to people. It needs `trust`. Default: none.
 	Participants []Participant `json:"participants,omitempty"`
 
 	// What is done where a part cannot be undone. With `allow`, the rest is undone, unless what

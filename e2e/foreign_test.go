@@ -1,8 +1,10 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
@@ -17,7 +19,8 @@ import (
 // names that host and agent, and believed only what it has signed. Anybody else is left to a person,
 // and hears nothing.
 func TestForeignCheckpointsAreAskedForWhereNamed(t *testing.T) {
-	stranger := newAgent(t, "stranger")
+	stranger, other := newAgent(t, "stranger"), httptest.NewServer(http.NotFoundHandler())
+	defer other.Close()
 	for name, c := range map[string]struct {
 		lies    func(p *participant)
 		uri     string // named; empty is that of the agent, with another path
@@ -32,7 +35,7 @@ func TestForeignCheckpointsAreAskedForWhereNamed(t *testing.T) {
 			status: "partial", reasons: []string{"unexpected"}, asked: true},
 		"another signs": {lies: func(p *participant) { p.complete = func(*ect.Claims) *agent { return stranger } },
 			status: "partial", reasons: []string{"unexpected"}, asked: true},
-		"another port is named":  {uri: "http://127.0.0.1:1/rollback", status: "partial", reasons: []string{"foreign"}},
+		"another port is named":  {uri: other.URL + "/rollback", status: "partial", reasons: []string{"foreign"}},
 		"another agent is named": {as: "spiffe://example.com/other", status: "partial", reasons: []string{"foreign"}},
 		"it names another host": {lies: func(p *participant) { p.rollbackURI = "http://127.0.0.1:1/rollback" },
 			status: "partial", reasons: []string{"foreign"}},
@@ -144,6 +147,123 @@ func TestForeignReservationsAreReleased(t *testing.T) {
 			if p.undid() != 0 {
 				t.Error("it has undone something")
 			}
+			stop(t)
+		})
+	}
+}
+
+// C-4.3.1-e, P6: a participant tells of what it has with tokens. Only those count that it has signed
+// itself, of this workflow, in a place of the graph that they can have; what it tells of and cannot
+// prove, or does not tell at all, keeps the rollback from being completed.
+func TestWhatAParticipantTellsOfIsNotBelieved(t *testing.T) {
+	stranger := newAgent(t, "stranger")
+	type answer struct {
+		status int
+		page   string // empty: the page of tokens
+	}
+	truth := []answer{{status: http.StatusOK}}
+	for name, c := range map[string]struct {
+		answers []answer // the last one repeats
+		lies    func(theirs, action *ect.Token, claims ect.Claims, p *participant) []string
+		reason  string
+		steps   int
+	}{
+		"it tells the truth":           {truth, nil, "", 2},
+		"it is slow to come back":      {[]answer{{status: 503}, {status: 429}, {status: 200}}, nil, "", 2},
+		"it has no such path":          {[]answer{{status: 404}}, nil, "", 1},
+		"it does not know the gateway": {[]answer{{status: 403}}, nil, "unauthorized", 1},
+		"it never answers":             {[]answer{{status: 503}}, nil, "unreachable", 1},
+		"it answers something else":    {[]answer{{status: 200, page: "<html>"}}, nil, "refused", 1},
+		"its pages have no end":        {[]answer{{status: 200, page: `{"tokens":[],"next":"a"}`}}, nil, "refused", 1},
+		"a changed token": {truth, func(theirs, action *ect.Token, _ ect.Claims, _ *participant) []string {
+			raw := theirs.Raw()
+			return []string{action.Raw(), raw[:len(raw)-8] + "AAAAAAAA"}
+		}, "foreign", 1},
+		"a checkpoint of somebody else": {truth, func(_, action *ect.Token, claims ect.Claims, _ *participant) []string {
+			return []string{action.Raw(), stranger.issue(claims).Raw()}
+		}, "", 1},
+		"of another workflow": {truth, func(_, action *ect.Token, claims ect.Claims, p *participant) []string {
+			claims.Workflow = uuid.NewString()
+			return []string{action.Raw(), p.as.issue(claims).Raw()}
+		}, "", 1},
+		"checkpoints that follow from each other": {truth, func(_, _ *ect.Token, claims ect.Claims, p *participant) []string {
+			one, two := claims, claims
+			one.ID, two.ID = uuid.NewString(), uuid.NewString()
+			one.Parents, two.Parents = []string{two.ID}, []string{one.ID}
+			return []string{p.as.issue(one).Raw(), p.as.issue(two).Raw()}
+		}, "foreign", 1},
+		"one of two is changed": {truth, func(theirs, action *ect.Token, claims ect.Claims, p *participant) []string {
+			raw := p.as.issue(claims).Raw()
+			return []string{action.Raw(), theirs.Raw(), raw[:len(raw)-8] + "AAAAAAAA"}
+		}, "foreign", 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, p, lab := newAgent(t, "a"), newParticipant(t), newRestLab(t)
+			g := launch(t, setup{app: trusting(t, a, p.as, stranger) + fmt.Sprintf(
+				"\nrollback {\n prepare_timeout 2s\n participants %s %s\n }", p.rollbackURI, p.as.issuer.Identity()), site: lab.site()})
+			s := g.saga(a)
+			root := s.do(charge(1))
+			// It is for the participant alone, as agents make their tokens that know nothing of the gateway.
+			own := []string{p.as.issuer.Identity()}
+			action := p.as.issue(ect.Claims{Audience: own, Workflow: s.wid, Action: "reserve", Parents: []string{root.checkpoint}})
+			claims := ect.Claims{
+				Audience: own, Workflow: s.wid, Action: "checkpoint", Parents: []string{action.ID()}, Output: ect.Sum([]byte("state")),
+				Ext: new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Text(ect.MemberRollbackURI, p.rollbackURI).Int(ect.MemberTTL, 3600),
+			}
+			theirs := p.as.issue(claims)
+			raws := []string{action.Raw(), theirs.Raw()}
+			if c.lies != nil {
+				raws = c.lies(theirs, action, claims, p)
+			}
+			left := c.answers
+			p.before = func(path string, w http.ResponseWriter, asked participantAsked) bool {
+				if path != "workflows/"+s.wid+"/tokens" {
+					return false
+				}
+				p.mu.Lock()
+				defer p.mu.Unlock()
+				now := left[0]
+				if len(left) > 1 {
+					left = left[1:]
+				}
+				if asked.Token.Issuer() != gatewayIdentity || len(asked.Token.Parents()) > 0 {
+					t.Errorf("asked with %v", asked.Token)
+				}
+				w.WriteHeader(now.status)
+				if now.page != "" {
+					_, _ = w.Write([]byte(now.page))
+				} else {
+					_ = json.NewEncoder(w).Encode(map[string]any{"tokens": raws})
+				}
+				return true
+			}
+			asked := rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+			status := http.StatusOK
+			if c.reason != "" {
+				status = http.StatusConflict
+			}
+			doc := s.prepare(asked, status)
+			if len(doc.Steps) != c.steps {
+				t.Errorf("%+v", doc.Steps)
+			}
+			if c.reason != "" && (doc.Agents[0].Reason != c.reason || doc.Agents[0].Agent != p.as.issuer.Identity()) {
+				t.Errorf("%+v", doc.Agents)
+			}
+			lab.arrived("POST /refunds", 0)
+			done := s.back(asked)
+			want := "completed"
+			if c.reason != "" {
+				want = "partial"
+			}
+			if done.Status != want || slices.Contains(done.Failed, p.as.issuer.Identity()) != (c.reason != "") {
+				t.Errorf("%+v", done)
+			}
+			lab.wantCharge(root.id(t), "refunded")
+			p.mu.Lock()
+			if n := p.undone[theirs.ID()]; (n == 1) != (c.steps == 2) {
+				t.Errorf("it has undone %v", p.undone)
+			}
+			p.mu.Unlock()
 			stop(t)
 		})
 	}

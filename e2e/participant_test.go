@@ -73,6 +73,8 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
+	case strings.HasPrefix(path, "workflows/"): // which the draft does not have
+		w.WriteHeader(http.StatusNotFound)
 	case strings.HasPrefix(path, "checkpoints/"):
 		_ = json.NewEncoder(w).Encode(map[string]string{"token": p.made[strings.TrimPrefix(path, "checkpoints/")]})
 	case path == "rollback/prepare":

@@ -104,6 +104,9 @@ type Presentation struct {
 	// DAG returns the graph of recorded tokens, for the first token of the request, whose
 	// own claims were checked. If nil, parents are not looked up, and Lineage says so.
 	DAG func(first *Token) DAG
+	// Records says that another agent has recorded the tokens, and shows them: they may be of any age,
+	// and under replaced keys.
+	Records bool
 }
 
 // Verify takes a token through the steps of the drafts in their order: 1 form, 2 typ, 3
@@ -121,6 +124,10 @@ func (v *Verifier) Verify(ctx context.Context, raw string, p Presentation) (*Tok
 // VerifyAll verifies the tokens of one request, all or none. They may be each other's
 // parents. Equal tokens count once. The errors are those of Verify.
 func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation) ([]*Token, error) {
+	presented := &p
+	if p.Records {
+		presented = nil
+	}
 	if len(raws) == 0 {
 		return nil, refuse(CodeMissing)
 	}
@@ -129,7 +136,7 @@ func (v *Verifier) VerifyAll(ctx context.Context, raws []string, p Presentation)
 		if slices.Contains(raws[:i], raw) {
 			continue
 		}
-		t, err := v.open(ctx, raw, &p)
+		t, err := v.open(ctx, raw, presented)
 		if err != nil {
 			return nil, err
 		}

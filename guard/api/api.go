@@ -62,6 +62,7 @@ const (
 	endpointEntry
 	endpointWorkflow
 	endpointErrors
+	endpointWorkflowTokens
 	endpointCheckpoint
 	endpointAskRollback
 	endpointPrepareRollback
@@ -103,6 +104,7 @@ var routes = []Route[resource]{
 	{entriesPath, http.MethodGet, resource{endpoint: endpointEntries}},
 	{entriesPath + "/{index}", http.MethodGet, resource{endpoint: endpointEntry}},
 	{WellKnown + "workflows/{id}", http.MethodGet, resource{endpoint: endpointWorkflow}},
+	{WellKnown + "workflows/{id}/tokens", http.MethodGet, resource{endpoint: endpointWorkflowTokens}},
 	{WellKnown + "checkpoints/{id}", http.MethodGet, resource{endpoint: endpointCheckpoint}},
 	{WellKnown + "errors", http.MethodPost, resource{endpoint: endpointErrors}},
 

@@ -57,6 +57,9 @@ type LedgerOptions struct {
 	// Called reports whether the gateway has guarded calls of a caller. If nil, every
 	// caller may have made calls.
 	Called func(ctx context.Context, caller [16]byte) (bool, error)
+	// Coordinators are the identities with the authority of a rollback coordinator: they may read
+	// the tokens of all workflows, to find out what a rollback has to undo.
+	Coordinators []string
 	// Waits ends all waiting for the ledger when the gateway shuts down. Nil is never.
 	Waits context.Context
 	// MaxNodes is the largest number of entries of a workflow that one request reads;
@@ -124,6 +127,8 @@ func (q *ledgerRequest) answer() error {
 		return q.entryByID()
 	case endpointCheckpoint:
 		return q.checkpoint()
+	case endpointWorkflowTokens:
+		return q.workflowTokens()
 	}
 	return q.workflow()
 }

@@ -283,9 +283,9 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 // acceptTime bounds how long the gateway itself takes to accept a request, which reads its workflow.
 const acceptTime = 30 * time.Second
 
-// acceptTime is that, and the time in which participants are asked twice: whether they can, and to
-// prepare.
-func (s *Rollbacks) acceptTime() time.Duration { return acceptTime + 2*s.PrepareTimeout }
+// acceptTime is that, and the time in which participants are asked three times: for what they have,
+// whether they can, and to prepare.
+func (s *Rollbacks) acceptTime() time.Duration { return acceptTime + 3*s.PrepareTimeout }
 
 func (q *rollbackRequest) ask() error {
 	who, err := q.Ask(q.r)

@@ -83,6 +83,9 @@ type Document struct {
 	Along []string `json:"along,omitempty"`
 	// Dependants are completed actions that depend on undone ones and are not undone.
 	Dependants []string `json:"dependants,omitempty"`
+	// Unreached are the participants of which nobody knows what they have of the workflow, with the
+	// reason: there may be more to undo.
+	Unreached []ReadinessDocument `json:"unreached,omitempty"`
 	// Missing are members of groups that are unknown.
 	Missing []string `json:"missing,omitempty"`
 	// Elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
@@ -314,6 +317,9 @@ func Describe(r *rollback.Rollback, id string) *Document {
 			doc.Elsewhere = append(doc.Elsewhere, left.Checkpoint)
 		}
 	}
+	for _, o := range r.Unreached {
+		doc.Unreached = append(doc.Unreached, ReadinessDocument{Agent: o.Agent, Status: statusCannotPrepare, Reason: o.Reason, CheckpointID: o.Checkpoint})
+	}
 	for i := range r.Steps {
 		step := describeStep(&r.Steps[i])
 		for _, place := range r.Steps[i].Earlier {
@@ -365,6 +371,9 @@ func (d *Document) Drawing() *drawing.Drawing {
 	note(labelled("waits for the decision of people on escalation", d.Waits))
 	note(labelled("effect", d.Effect))
 	note(labelled("joined", d.Joined))
+	for i := range d.Unreached {
+		note(fmt.Sprintf("nobody knows what %s has done in the workflow (%s)", d.Unreached[i].Agent, d.Unreached[i].Reason))
+	}
 	if n := len(d.Uncovered); n > 0 {
 		note(fmt.Sprintf("%d actions without a checkpoint are not shown", n))
 	}
@@ -551,6 +560,9 @@ func followUp(r *rollback.Rollback) []string {
 		}
 		if n := p.Left; n > 0 {
 			add("%d checkpoints under the workflow's id are not linked to the requester's part of it, and stay; a coordinator or an operator can undo them.", n)
+		}
+		for _, o := range r.Unreached {
+			add("Nobody knows what %s has done in the workflow (%s), and none of it was undone; ask for the rollback again when it answers.", o.Agent, o.Reason)
 		}
 		if n := len(p.Missing); n > 0 {
 			add("%d checkpoints of a group are not known here; look at `missing`.", n)

@@ -148,6 +148,76 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, foun
 	return describe(wid, records, sources, more || !whole, time.Now()), true, nil
 }
 
+// WorkflowTokens is a page of the tokens of a workflow. Its members are an API.
+type WorkflowTokens struct {
+	// Tokens are those of checkpoints and of actions, in the order of the ledger.
+	Tokens []string `json:"tokens"`
+	// Next is the value of `after` for the next page; empty at the end.
+	Next string `json:"next,omitempty"`
+}
+
+const (
+	// tokensPage is how many entries a page of tokens reads, and tokensBytes how many bytes of tokens
+	// it has before it ends.
+	tokensPage  = 512
+	tokensBytes = 1 << 20
+	// tokensAtOnce is how many entries are read at once: their tokens come on top of tokensBytes.
+	tokensAtOnce = 16
+)
+
+// workflowTokens answers coordinators of rollbacks with the tokens of which a plan is made: those of
+// the actions of a workflow, and of its checkpoints (C-4.3.1-e).
+func (q *ledgerRequest) workflowTokens() error {
+	name, err := segment(q.name, "workflow id")
+	if err != nil {
+		return err
+	}
+	p, err := parseParams(q.r.URL, "after")
+	if err != nil {
+		return err
+	}
+	if q.who.Issuer == "" || !slices.Contains(q.Coordinators, q.who.Issuer) {
+		return unknownPart() // P3
+	}
+	whole, err := q.caughtUp(q.r.Context())
+	if err == nil && !whole {
+		err = errors.New("some events have no place in the ledger")
+	}
+	if err != nil {
+		return err
+	}
+	doc := WorkflowTokens{Tokens: []string{}, Next: p.values.Get("after")}
+	size := 0
+	for read := 0; read < tokensPage && size < tokensBytes; read += tokensAtOnce {
+		page, err := q.Log.List(q.r.Context(), evidence.WorkflowID(name), ledger.Cursor(doc.Next), tokensAtOnce)
+		if errors.Is(err, ledger.ErrInvalid) {
+			return badParameter("after is not where a page begins; give what an earlier page named as the next.")
+		}
+		if err != nil {
+			return err
+		}
+		for i := range page.Entries {
+			e := &page.Entries[i]
+			event, is := ect.ParseEvent(e.Action)
+			if is && event != ect.EventCheckpoint || evidence.IsUnproven(e) {
+				continue
+			}
+			token, err := q.token(q.r.Context(), e)
+			if err != nil {
+				return err
+			}
+			if token != "" {
+				doc.Tokens = append(doc.Tokens, token)
+				size += len(token)
+			}
+		}
+		if doc.Next = string(page.Next); doc.Next == "" {
+			break
+		}
+	}
+	return q.writeJSON(http.StatusOK, doc)
+}
+
 // inOrder merges the records of several nodes of a fleet into one order, as far as the
 // reader may see them.
 func inOrder(records []workflow.Record, sources []source, part *evidence.Participation) (r []workflow.Record, s []source) {

@@ -208,7 +208,8 @@ func decided(r *rollback.Rollback, parents []string) []string {
 }
 
 // RollbackAgents returns the outcome of each agent behind the steps of a rollback, without
-// the agent behind the target, and the agents with a step that was not completed.
+// the agent behind the target, and the agents with a step that was not completed or of which nobody
+// knows what they have.
 func RollbackAgents(r *rollback.Rollback) (others []ect.Outcome, failed []string) {
 	own, all, order := "", map[string]rollback.Status{}, []string(nil)
 	for i := range r.Steps {
@@ -234,6 +235,11 @@ func RollbackAgents(r *rollback.Rollback) (others []ect.Outcome, failed []string
 		}
 		if status != rollback.Completed {
 			failed = append(failed, agent)
+		}
+	}
+	for _, o := range r.Unreached {
+		if !slices.Contains(failed, o.Agent) {
+			failed = append(failed, o.Agent)
 		}
 	}
 	return others, failed
@@ -456,6 +462,23 @@ func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) 
 			return "", err
 		}
 	}
+}
+
+// ReadRequest makes a token with which an agent is asked for what it has of a workflow. It names no
+// checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be
+// done.
+func (b *EventBuilder) ReadRequest(ctx context.Context, workflow, audience string) (string, error) {
+	now, err := b.e.store.Now(ctx)
+	if err != nil {
+		return "", err
+	}
+	token, err := b.issuer.Issue(now, ect.Claims{
+		Audience: []string{audience}, Workflow: workflow, Life: ect.MaxAge, Action: string(ect.EventRollbackRequest),
+	})
+	if err != nil {
+		return "", err
+	}
+	return token.Raw(), nil
 }
 
 // recordedRequest is the token recorded under an id; empty without one.

@@ -410,7 +410,7 @@ const defaultTTL = 24 * time.Hour
 func (d *draft) rollback() *Rollback {
 	r := d.head.rollback()
 	if d.Plan != nil {
-		r.Plan = d.Plan
+		r.Plan, r.Unreached = d.Plan, d.Unreached
 		r.Steps, _ = d.plannedSteps.steps()
 	}
 	return r
@@ -442,7 +442,14 @@ func (c *Coordinator) Draft(ctx context.Context, r Request) (*Draft, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
-	d, err := c.draft(ctx, &r)
+	plan := c.discovered
+	switch _, err := c.reservation(ctx, c.name(r.ID)); {
+	case err == nil: // they were asked when it was prepared
+		plan = c.draft
+	case !errors.Is(err, ErrUnknown):
+		return nil, err
+	}
+	d, err := plan(ctx, &r)
 	if refused := (*refusal)(nil); errors.As(err, &refused) {
 		return nil, refused.error
 	}
@@ -495,7 +502,7 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 		*d = *drafted.draft
 	} else {
 		var err error
-		if d, err = c.draftOrRecordRefusal(ctx, &r); err != nil {
+		if d, err = c.draftOrRecordRefusal(ctx, &r, c.discovered); err != nil {
 			return nil, err
 		}
 	}
@@ -518,9 +525,9 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	return accepted, err
 }
 
-// draftOrRecordRefusal is draft, and records a failed verification of the target.
-func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request) (*draft, error) {
-	d, err := c.draft(ctx, r)
+// draftOrRecordRefusal makes a plan, and records a failed verification of the target.
+func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request, plan func(context.Context, *Request) (*draft, error)) (*draft, error) {
+	d, err := plan(ctx, r)
 	if refused := (*refusal)(nil); errors.As(err, &refused) {
 		return nil, c.refuse(ctx, refused)
 	}
@@ -539,12 +546,12 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		}
 	}()
 	if !c.current(ctx, d) {
-		said, precedence := d.Unprepared, d.Precedence
+		said, unreached, precedence := d.Unprepared, d.Unreached, d.Precedence
 		var err error
-		if d, err = c.draftOrRecordRefusal(ctx, r); err != nil {
+		if d, err = c.draftOrRecordRefusal(ctx, r, c.draft); err != nil {
 			return nil, err
 		}
-		d.Unprepared, d.Precedence = said, precedence
+		d.Unprepared, d.Unreached, d.Precedence = said, unreached, precedence
 	}
 	if d.Aborted = d.aborts(r); d.Aborted {
 		d.Terms = &terms{Keep: r.KeepDependants, Lineage: r.Lineage, Coordinator: r.Coordinator}

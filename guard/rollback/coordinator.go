@@ -281,7 +281,7 @@ func (r *run) wider() string {
 func (b *Rollback) follow(wider *Rollback) {
 	b.State, b.Status, b.Finished, b.Due = wider.State, wider.Status, wider.Finished, wider.Due
 	b.TimedOut = b.TimedOut || wider.TimedOut
-	b.Plan, b.Steps, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unknown, wider.Mixed
+	b.Plan, b.Steps, b.Unreached, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unreached, wider.Unknown, wider.Mixed
 	b.Complete, b.Before, b.After = wider.Complete, wider.Before, wider.After
 	b.Escalations = append(b.Escalations[:len(b.Escalations):len(b.Escalations)], wider.Escalations...)
 }

@@ -298,6 +298,7 @@ type rig struct {
 	spec            []byte // of the calls that are made; may be nil
 	onError         bool   // errors roll the calls that are made back
 	participants    func(issuer, rollbackURI string) (string, error)
+	discover        func(workflow string) (fresh bool, unreached []rollback.Obstacle, err error)
 	*rollback.Coordinator
 }
 
@@ -330,6 +331,12 @@ func (r *rig) open() {
 				return "", nil
 			}
 			return r.participants(issuer, uri)
+		},
+		Discover: func(_ context.Context, workflow string) (bool, []rollback.Obstacle, error) {
+			if r.discover == nil {
+				return false, nil, nil
+			}
+			return r.discover(workflow)
 		},
 	})
 	if err != nil {

@@ -207,6 +207,8 @@ type plannedSteps struct {
 	// Unprepared are the checkpoints whose participants could not prepare, with the reason. They
 	// are not asked to execute.
 	Unprepared map[string]string `json:"unprepared,omitempty"`
+	// Unreached are as in Rollback.
+	Unreached []Obstacle `json:"unreached,omitempty"`
 }
 
 // pieceSize is how much of a plan is stored in one value.

@@ -539,6 +539,89 @@ func TestForeignCheckpointsAreAskedFor(t *testing.T) {
 	})
 }
 
+// C-4.3.1-e: what a participant has told of is in the plan, which is prepared and carried out without
+// asking once more; a rollback of one checkpoint asks nobody, nor does a part of a rollback, and who
+// may not ask for the rollback asks nobody either.
+func TestParticipantsAreAskedForWhatTheyHave(t *testing.T) {
+	const remote, uri = "spiffe://example.com/remote", "https://remote.example/rollback"
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.participants = func(_, at string) (string, error) { return at, nil }
+	asked, said := 0, false
+	r.discover = func(workflow string) (bool, []rollback.Obstacle, error) {
+		if asked++; workflow != "w" || said {
+			return false, nil, nil
+		}
+		said = true
+		r.ledger.mu.Lock()
+		defer r.ledger.mu.Unlock()
+		r.action("2", "1")
+		r.known("x2", CheckpointNode, rollback.Ran, rollback.Checkpoint{Issuer: remote, RollbackURI: uri, Reversible: true, Parents: []string{"2"}}, "2")
+		return true, nil, nil
+	}
+	r.start()
+	single, part, stranger := request("c1", rollback.Single), request("c1", rollback.SubDAG), request("c1", rollback.SubDAG)
+	part.PartOf, single.KeepDependants, stranger.By = "00000000-0000-4000-8000-000000000001", true, "spiffe://example.com/stranger"
+	for _, q := range []rollback.Request{single, part} {
+		if _, err := r.Draft(ctx, q); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := r.Draft(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) || asked > 0 {
+		t.Fatalf("P3: %v, asked %d times", err, asked)
+	}
+	q := request("c1", rollback.SubDAG)
+	if p := r.prepare(q); !p.Ready() || len(p.Rollback.Steps) != 2 || asked != 1 {
+		t.Fatalf("%+v, asked %d times", p, asked)
+	}
+	draft, err := r.Draft(ctx, q)
+	if err == nil {
+		_, err = r.Accept(ctx, draft)
+	}
+	if err != nil || asked != 1 {
+		t.Fatalf("%v, asked %d times", err, asked)
+	}
+	wantEnd(t, r.wait(q.ID), rollback.Completed, "x2=completed c1=completed")
+}
+
+// P6: a participant that does not say what it has may have more. The rollback cannot be prepared, is not
+// completed, in its next life either, and with the policy of all or nothing asks people first.
+func TestParticipantsThatDoNotSay(t *testing.T) {
+	silent := []rollback.Obstacle{{Agent: "spiffe://example.com/remote", Reason: "unreachable"}}
+	for _, whole := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", checkpoint.Restore, execution.Completed)
+			asked := 0
+			r.discover = func(string) (bool, []rollback.Obstacle, error) { asked++; return false, silent, nil }
+			q := request("c1", rollback.FullWorkflow)
+			q.Coordinator, q.Whole = true, whole
+			p, err := r.Prepare(ctx, q)
+			if err != nil || p.Ready() || !slices.Equal(p.Obstacles, silent) {
+				t.Fatalf("%+v, %v", p, err)
+			}
+			r.execute(q)
+			asked = 0
+			r.restart()
+			if whole {
+				r.says(r.question(q.ID), true)
+			}
+			done := r.wait(q.ID)
+			wantEnd(t, done, rollback.Partial, "c1=completed")
+			if !done.Unknown || !slices.Equal(done.Unreached, silent) || len(done.Escalations) == 0 || asked > 0 {
+				t.Errorf("asked %d times: %+v", asked, done)
+			}
+			stop(r.Coordinator)
+		})
+	}
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.discover = func(string) (bool, []rollback.Obstacle, error) { return false, nil, errors.New("not open") }
+	if _, err := r.Prepare(ctx, request("c1", rollback.SubDAG)); !errors.Is(err, rollback.ErrStore) {
+		t.Errorf("P4: %v", err)
+	}
+}
+
 // Cascade 4.3.4 over gateways: every participant decides between the parts of two rollbacks by the
 // wholes, in whichever order they come, and not by its own clock; so one of them has all. The loser
 // is told the id of the whole that has won.

@@ -42,13 +42,14 @@ type Prepared struct {
 
 // Obstacle says why a checkpoint cannot be undone.
 type Obstacle struct {
-	Checkpoint string
+	// Checkpoint is empty where a participant does not say which checkpoints it has.
+	Checkpoint string `json:"checkpoint,omitempty"`
 	// Agent is the identity behind the call; empty if it is not known.
-	Agent string
+	Agent string `json:"agent,omitempty"`
 	// Reason is a fixed word.
-	Reason string
+	Reason string `json:"reason"`
 	// Cause refines the reason irreversible; it may be empty.
-	Cause string
+	Cause string `json:"cause,omitempty"`
 }
 
 // Ready reports whether everything can be undone, as far as that is known before it is tried.
@@ -88,6 +89,11 @@ func (v *reservation) prepared(r *Request) *Prepared {
 // stands in the way (C-4.3.2-c to -e). It changes nothing. As long as the rollback is reserved,
 // the same request gets the same answer.
 func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error) {
+	return c.prepare(ctx, r, c.discovered)
+}
+
+// prepare is Prepare with a way to make the plan.
+func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.Context, *Request) (*draft, error)) (*Prepared, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
@@ -97,7 +103,7 @@ func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error)
 	if found, err := c.preparedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
 		return found, err
 	}
-	d, err := c.draft(ctx, &r)
+	d, err := plan(ctx, &r)
 	asked := &Rollback{
 		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
 		Requester: r.By, Operator: r.Operator, State: Reserved,
@@ -142,6 +148,28 @@ func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error)
 		p.draft = d
 	}
 	return p, nil
+}
+
+// discovered is draft, after the configured participants were asked for what they have of the workflow
+// (C-4.3.1-e): whoever asks may ask for it. Parts of a rollback leave that to its coordinator.
+func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error) {
+	d, err := c.draft(ctx, r)
+	if err != nil || c.o.Discover == nil || r.Scope == Single || r.PartOf != "" || d.Workflow == "" {
+		return d, err
+	}
+	within, cancel := context.WithTimeout(ctx, c.o.PrepareTimeout())
+	fresh, unreached, err := c.o.Discover(within, d.Workflow)
+	cancel()
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if fresh {
+		if d, err = c.draft(ctx, r); err != nil {
+			return nil, err
+		}
+	}
+	d.Unreached = unreached
+	return d, nil
 }
 
 // preparedAlready is the answer of a rollback that is reserved or was accepted, or ErrUnknown.
@@ -195,7 +223,7 @@ func obstacles(p *plannedSteps) (all []Obstacle) {
 	for _, id := range p.Plan.Missing {
 		all = append(all, Obstacle{Checkpoint: id, Reason: reasonUnknown})
 	}
-	return all
+	return append(all, p.Unreached...)
 }
 
 // markObstacles says of the steps that are known to be in vain how they would end.
@@ -259,7 +287,7 @@ func (c *Coordinator) reserveLocked(ctx context.Context, p *Prepared, last time.
 func (c *Coordinator) reserveBehind(ctx context.Context, p *Prepared, last time.Duration, lock *workflowLock, extra []store.Write) (_ *Prepared, keep bool, err error) {
 	precedence := p.draft.Precedence
 	if !c.current(ctx, p.draft) {
-		if p, err = c.Prepare(ctx, p.request); err != nil || p.draft == nil {
+		if p, err = c.prepare(ctx, p.request, c.draft); err != nil || p.draft == nil {
 			return p, false, err
 		}
 	}
@@ -621,7 +649,7 @@ func (d *draft) aborts(r *Request) bool {
 			}
 		}
 	}
-	return r.Whole && len(d.Plan.Missing) > 0
+	return r.Whole && len(d.Plan.Missing)+len(d.Unreached) > 0
 }
 
 // Release ends the reservation of a rollback at once, here and at its participants; extra is

@@ -169,6 +169,9 @@ type Rollback struct {
 	Plan     *Plan
 	// Steps are those of the plan, in the order of their levels.
 	Steps []Step
+	// Unreached are the participants of which nobody knows what they have of the workflow: there may
+	// be more to undo.
+	Unreached []Obstacle
 	// Unknown says that the effect of a step is unknown, Mixed that some effects were undone and
 	// others were not (the heuristic outcomes hazard and mixed of XA).
 	Unknown, Mixed bool
@@ -280,7 +283,7 @@ type Request struct {
 	Operator string
 }
 
-// Options configure a Coordinator. All but Participants and the last three are required.
+// Options configure a Coordinator. All up to Keep are required.
 type Options struct {
 	Store       store.Store
 	Sealer      store.Sealer
@@ -296,6 +299,10 @@ type Options struct {
 	// and the checkpoint's rollback_uri; empty where nobody is to be asked. An error says nothing,
 	// and it is called again. Nil asks nobody.
 	Participants func(issuer, rollbackURI string) (uri string, err error)
+	// Discover asks the configured participants for what they have of a workflow, for PrepareTimeout
+	// at most, and records what the ledger lacks; fresh says that it did. unreached are those of which
+	// nobody knows what they have, with the reason. Nil asks nobody.
+	Discover func(ctx context.Context, workflow string) (fresh bool, unreached []Obstacle, err error)
 	// Parallel is how many steps of a level run at once; 0 is 8.
 	Parallel int
 	// PrepareTimeout is how long participants are asked in the first phase before they count as

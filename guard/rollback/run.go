@@ -25,6 +25,7 @@ type run struct {
 	partOf     string
 	precedence Precedence        // which does not change
 	refused    map[string]string // checkpoints that are not undone, and why
+	unreached  []Obstacle        // participants of which nobody knows what they have
 	roots      map[int]string    // of places, their first attempts; nil where no ttl is over
 	then       []What            // what the plan says of each step after a wait
 	index      map[string]int
@@ -64,7 +65,7 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), refused: p.Unprepared,
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached,
 		stepped: make(chan struct{}), joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
@@ -124,7 +125,7 @@ func (r *run) snapshot() *Rollback {
 // snapshotWith is the current state with another head, with mu held.
 func (r *run) snapshotWith(h *head) *Rollback {
 	b := h.rollback()
-	b.Plan, b.Steps = r.plan, slices.Clone(r.steps)
+	b.Plan, b.Steps, b.Unreached = r.plan, slices.Clone(r.steps), r.unreached
 	b.Escalations = slices.Clone(b.Escalations)
 	known := map[string]bool{"": true}
 	for _, id := range b.Escalations {
@@ -436,6 +437,9 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 			case slices.Contains(asks, i):
 				say("is undone: checkpoint %s (%s, %s)", s.Checkpoint, s.Way, r.step(i).Agent)
 			}
+		}
+		for _, o := range r.unreached {
+			say("is not known: what %s has of the workflow (%s)", o.Agent, o.Reason)
 		}
 	} else {
 		o.Level, o.Cause, o.Proposal.Kind = hitl.Pause, hitl.CauseCritical, hitl.ContinueRollback
@@ -778,7 +782,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 			}
 		}
 		h.State, h.Finished = Finished, now
-		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps)
+		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps, len(r.unreached))
 		before, after := hashes(h.Checkpoint, r.steps)
 		h.Before, h.After = some(before), some(after)
 		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}}
@@ -814,8 +818,9 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 }
 
 // sumUp combines the outcomes of all steps. It is never more than what is known (P6).
-func sumUp(p *Plan, steps []Step) (status Status, unknown, mixed bool) {
+func sumUp(p *Plan, steps []Step, unreached int) (status Status, unknown, mixed bool) {
 	undone, open, failed := 0, 0, 0
+	unknown = unreached > 0 // what these have done
 	for i := range steps {
 		s := &steps[i]
 		unknown = unknown || s.Unknown
@@ -839,6 +844,8 @@ func sumUp(p *Plan, steps []Step) (status Status, unknown, mixed bool) {
 	switch {
 	case open+failed == 0 && !unknown:
 		return Completed, false, false
+	case open+failed == 0 && unreached > 0:
+		return Partial, true, false
 	case undone > 0:
 		return Partial, unknown, true
 	case failed > 0:

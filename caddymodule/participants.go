@@ -1,0 +1,250 @@
+package caddymodule
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+)
+
+const (
+	// firstLook and longestLook bound the pauses between two questions to a participant that does not
+	// answer.
+	firstLook   = 250 * time.Millisecond
+	longestLook = time.Second
+)
+
+// discover asks the configured participants for what they have of a workflow, all at once, until ctx
+// ends, and records what the ledger lacks of it. Of its errors nothing is known.
+func (s *undoSender) discover(ctx context.Context, workflow string) (fresh bool, unreached []rollback.Obstacle, err error) {
+	app := s.e.activeConfigs.latest()
+	if app == nil {
+		return false, nil, errNotOpen // between two configurations
+	}
+	o := app.rollbackOptions()
+	if len(o.Participants) == 0 {
+		return false, nil, nil
+	}
+	policy, err := app.tokenPolicy()
+	if err != nil || policy == nil || policy.records == nil {
+		return false, nil, err // nobody's checkpoints verify
+	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	asked := map[Participant]bool{}
+	for _, p := range o.Participants {
+		if asked[p] {
+			continue
+		}
+		asked[p] = true
+		wg.Go(func() {
+			found, obstacle, failed := s.discoverAt(ctx, policy, &p, evidence.WorkflowID(workflow))
+			mu.Lock()
+			defer mu.Unlock()
+			fresh = fresh || found
+			if obstacle.Reason != "" {
+				obstacle.Agent = p.Identity
+				unreached = append(unreached, obstacle)
+			}
+			err = errors.Join(err, failed)
+		})
+	}
+	wg.Wait()
+	slices.SortFunc(unreached, func(a, b rollback.Obstacle) int { return strings.Compare(a.Agent, b.Agent) })
+	return fresh, unreached, err
+}
+
+// discoverAt asks one participant. Its tokens are taken as they verify under its identity, with their
+// places in the graph: nothing else that it says counts. A checkpoint that does not verify is an
+// obstacle.
+func (s *undoSender) discoverAt(ctx context.Context, policy *tokenPolicy, p *Participant, workflow string) (fresh bool, o rollback.Obstacle, err error) {
+	verifier, err := policy.records(p.Identity)
+	if err != nil {
+		return false, o, err
+	}
+	raws, reason := s.tokensAt(ctx, policy, p, workflow)
+	if reason != "" {
+		return false, rollback.Obstacle{Reason: string(reason)}, nil
+	}
+	lacking, err := lackingOf(ctx, policy.Evidence, raws, p.Identity, workflow)
+	if err != nil {
+		return false, o, err
+	}
+	for some := range slices.Chunk(lacking, ledger.MaxEvents) { // what one commit takes
+		failed, err := recordFound(ctx, policy.Evidence, verifier, some)
+		if errors.Is(err, ect.ErrUnavailable) {
+			return fresh, rollback.Obstacle{Reason: string(rollback.ReasonUnreachable)}, nil
+		}
+		if err != nil {
+			return fresh, o, err
+		}
+		fresh = fresh || len(failed) < len(some)
+		for _, t := range failed {
+			if t.Issuer() == p.Identity && t.Event() == ect.EventCheckpoint && o.Reason == "" {
+				o = rollback.Obstacle{Checkpoint: t.ID(), Reason: string(rollback.ReasonForeign)}
+			}
+		}
+	}
+	return fresh, o, nil
+}
+
+// tokensAt reads the tokens that a participant has of a workflow, again and again until ctx ends.
+// reason says why it does not tell. One without this path, as an agent that speaks the draft, tells
+// of nothing.
+func (s *undoSender) tokensAt(ctx context.Context, policy *tokenPolicy, p *Participant, workflow string) (raws []string, reason rollback.Reason) {
+	at, err := parseWhole(p.URI)
+	if err != nil {
+		return nil, rollback.ReasonForeign
+	}
+	after, pause := "", firstLook
+	for {
+		page, status, err := s.tokensPage(ctx, policy, p, at, workflow, after)
+		switch {
+		case err == nil && status == http.StatusOK:
+			raws, pause = append(raws, page.Tokens...), firstLook
+			if len(raws) > rollback.MaxNodes || page.Next != "" && page.Next == after {
+				return nil, rollback.ReasonRefused
+			}
+			if after = page.Next; after == "" {
+				return raws, ""
+			}
+			continue
+		case status == http.StatusNotFound, status == http.StatusMethodNotAllowed, status == http.StatusNotImplemented:
+			return nil, ""
+		case status == http.StatusUnauthorized, status == http.StatusForbidden:
+			return nil, rollback.ReasonUnauthorized
+		case status != 0 && status < 500 && status != http.StatusTooManyRequests:
+			return nil, rollback.ReasonRefused
+		}
+		select {
+		case <-ctx.Done():
+			s.e.logger.Warn("a participant does not say what it has of a workflow", zap.String("participant", p.Identity),
+				zap.String("workflow", workflow), zap.Int("status", status), zap.Error(err))
+			return nil, rollback.ReasonUnreachable
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, longestLook)
+	}
+}
+
+// tokensPage reads one page. status is 0 without an answer.
+func (s *undoSender) tokensPage(ctx context.Context, policy *tokenPolicy, p *Participant, at *url.URL, workflow, after string) (page api.WorkflowTokens, status int, err error) {
+	raw, err := policy.Events.ReadRequest(ctx, workflow, p.Identity)
+	if err != nil {
+		return page, 0, err
+	}
+	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: api.WellKnown + "workflows/" + workflow + "/tokens"}
+	if after != "" {
+		to.RawQuery = url.Values{"after": {after}}.Encode()
+	}
+	look := &rollback.Outgoing{Method: http.MethodGet, URL: to.String(), Workflow: workflow}
+	header := undoHeader(look, nil)
+	header.Set(ect.FieldName, raw)
+	answer, err := s.whole(ctx, look, func() (*rollback.Answer, error) { return s.send(ctx, look, header) })
+	if err != nil {
+		return page, 0, err
+	}
+	if answer.Status != http.StatusOK {
+		return page, answer.Status, nil
+	}
+	if err := json.Unmarshal(answer.Body, &page); err != nil || answer.Cut {
+		return page, http.StatusNotAcceptable, errors.New("the answer cannot be read")
+	}
+	return page, answer.Status, nil
+}
+
+// shown is a token that a participant shows, with its bytes.
+type shown struct {
+	*ect.Unverified
+	raw string
+}
+
+// lackingOf are the checkpoints of an agent in a workflow that the ledger does not have, with those of
+// their ancestors that it does not have either, parents first.
+func lackingOf(ctx context.Context, ev *evidence.Evidence, raws []string, identity, workflow string) (all []*shown, err error) {
+	found := make(map[string]*shown, len(raws))
+	var todo []*shown
+	for _, raw := range raws {
+		u, err := ect.ParseInsecure(raw)
+		if err != nil || u.Workflow() != workflow || found[u.ID()] != nil {
+			continue
+		}
+		t := &shown{u, raw}
+		found[t.ID()] = t
+		if t.Event() == ect.EventCheckpoint && t.Issuer() == identity {
+			todo = append(todo, t)
+		}
+	}
+	const open, done = 1, 2
+	state := make(map[string]int, len(todo))
+	for len(todo) > 0 {
+		t := todo[len(todo)-1]
+		if state[t.ID()] == 0 {
+			known, err := ev.Known(ctx, workflow, []string{t.ID()})
+			if err != nil {
+				return nil, fmt.Errorf("discover: %w", err)
+			}
+			if len(known) > 0 {
+				state[t.ID()] = done
+			}
+		}
+		if state[t.ID()] == 0 {
+			state[t.ID()] = open
+			for _, id := range t.Parents() {
+				if parent := found[evidence.Canonical(id)]; parent != nil && state[parent.ID()] == 0 {
+					todo = append(todo, parent)
+				}
+			}
+			continue // its parents first
+		}
+		todo = todo[:len(todo)-1]
+		if state[t.ID()] == open {
+			state[t.ID()] = done
+			all = append(all, t)
+		}
+	}
+	return all, nil
+}
+
+// recordFound verifies and records some tokens, in one commit; failed are those that do not verify.
+// An error means that it is not known whether they do.
+func recordFound(ctx context.Context, ev *evidence.Evidence, verifier *ect.Verifier, some []*shown) (failed []*shown, err error) {
+	raws := make([]string, len(some))
+	for i, t := range some {
+		raws[i] = t.raw
+	}
+	tokens, err := verifier.VerifyAll(ctx, raws, ect.Presentation{DAG: ev.GraphOf, Records: true})
+	if err == nil {
+		err = ev.RecordTokens(ctx, tokens, nil, evidence.Use{})
+	}
+	switch refused := (*ect.Error)(nil); {
+	case err == nil:
+		return nil, nil
+	case !errors.As(err, &refused):
+		return nil, err
+	case len(some) == 1:
+		return some, nil
+	}
+	for i := range some { // so that one does not hold up the others
+		one, err := recordFound(ctx, ev, verifier, some[i:i+1])
+		if err != nil {
+			return nil, err
+		}
+		failed = append(failed, one...)
+	}
+	return failed, nil
+}
