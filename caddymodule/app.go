@@ -295,6 +295,12 @@ func (a *App) Start() error {
 				"use agent_proxy in its place", zap.String("server", server))
 		}
 	}
+	for _, h := range a.guards.list() {
+		if h.pool != nil { // earlier configurations use it as well
+			settings, _ := h.Bulkhead.settings() // checked
+			h.pool.Configure(settings)
+		}
+	}
 	e, err := a.engine()
 	if err == nil {
 		e.startRollbacks(context.Background())

@@ -41,6 +41,15 @@ import (
 //		consequential       <matchers> | tool <names...>
 //		exempt              <matchers> | tool <names...>
 //		unguarded_streams   pass | refuse
+//		bulkhead            off | {
+//			total        <number>
+//			per_workflow <number>
+//			queue        <number> | off
+//			wait         <duration>
+//			starve       <duration>
+//			rate         <number>
+//			bytes        <size>
+//		}
 //		fingerprint_exclude <json pointers...>
 //		max_body            <size>
 //		attach_wait         <duration>
@@ -105,6 +114,7 @@ import (
 //	grpc          unary
 //	in_doubt_as   problem | tool_result
 //	on_leave      continue | cancel
+//	priority      low | normal | high | critical | <placeholder>
 //	approve       [off | <role>] [{
 //		quorum <number>
 //		within <duration>
@@ -225,6 +235,7 @@ func guardOptions() options[*Handler] {
 		"exempt": {several: true, usage: "exempt <matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ExemptTools, &h.ExemptRaw)
 		}},
+		"bulkhead": {usage: "bulkhead { ... } | off", parse: parseBulkhead},
 		"unguarded_streams": {usage: "unguarded_streams pass | refuse", parse: func(d dispenser, h *Handler) error {
 			return parseChoice(d, &h.UnguardedStreams, streamsPass, streamsRefuse)
 		}},
@@ -532,6 +543,12 @@ func policyOptions() options[*Policy] {
 		}},
 		"on_leave": {usage: "on_leave continue | cancel", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.OnLeave, leaveContinue, leaveCancel)
+		}},
+		"priority": {usage: "priority low | normal | high | critical | <placeholder>", parse: func(d *caddyfile.Dispenser, p *Policy) error {
+			if err := parseWord(d, &p.Priority); err != nil {
+				return err
+			}
+			return checkPriority(p.Priority)
 		}},
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"maps"
 	"runtime/debug"
 	"slices"
 	"sync"
@@ -10,6 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
@@ -125,6 +127,7 @@ type collector struct {
 	mu      sync.Mutex
 	guards  []*guard.Counts
 	actions []*guard.ActionCounts
+	pools   map[string]*bulkhead.Pool // by the guard's name
 }
 
 // newCollector makes a collector. snapshot is called at every collection and returns nil if
@@ -142,6 +145,19 @@ func (c *collector) Guard(name string) *guard.Counts {
 		c.guards = append(c.guards, g)
 	}
 	return g
+}
+
+// Bulkhead returns the pool of guards with this name, and exposes it from now on. A new one has these
+// settings.
+func (c *collector) Bulkhead(name string, s bulkhead.Settings) *bulkhead.Pool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := c.set.bulkhead(name, s)
+	if c.pools == nil {
+		c.pools = map[string]*bulkhead.Pool{}
+	}
+	c.pools[name] = p
+	return p
 }
 
 // Action returns the counts of this action of a guard, and exposes them from now on.
@@ -169,7 +185,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	out := sink(ch)
 	c.mu.Lock()
-	guards, actions := slices.Clone(c.guards), slices.Clone(c.actions)
+	guards, actions, pools := slices.Clone(c.guards), slices.Clone(c.actions), maps.Clone(c.pools)
 	c.mu.Unlock()
 	for _, g := range guards {
 		name, passed, verified := g.Report()
@@ -182,6 +198,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	for _, a := range actions {
 		out.action(a.Report())
+	}
+	for name, p := range pools {
+		out.bulkhead(name, p.Status())
 	}
 	out.count(recovered, c.set.recovered.Load(), execution.InDoubt.String())
 	for i, status := range rollbackStatuses {
@@ -238,6 +257,20 @@ func (s sink) action(a guard.ActionReport) {
 	}
 	for slug, n := range a.Problems {
 		s.count(problems, n, a.Guard, a.Action, slug)
+	}
+}
+
+func (s sink) bulkhead(guard string, now bulkhead.Status) {
+	s.gauge(bulkheadPermits, float64(now.Settings.Total), guard)
+	s.gauge(bulkheadInUse, float64(now.InUse), guard)
+	s.gauge(bulkheadWaiting, float64(now.Waiting), guard)
+	s.gauge(bulkheadWorkflows, float64(now.Workflows), guard)
+	s.count(bulkheadGranted, now.Counts.Granted, guard)
+	s.count(bulkheadWaits, now.Counts.Waits, guard)
+	s.send(bulkheadWaited, prometheus.CounterValue, now.Counts.Waited.Seconds(), []string{guard})
+	s.count(bulkheadLeft, now.Counts.Left, guard)
+	for reason, n := range now.Counts.Refused {
+		s.count(bulkheadRefused, n, guard, bulkhead.Reason(reason).String())
 	}
 }
 
@@ -363,6 +396,16 @@ var (
 	circuitOpenings = family("circuit_openings_total", counter, "Openings of the breaker since the process began.", "upstream", "class")
 	circuitRejected = family("circuit_rejected_total", counter, "Calls that the breaker refused since the process began.", "upstream", "class")
 
+	bulkheadPermits   = family("bulkhead_permits", gauge, "Calls that may be at the upstream at a time.", "guard")
+	bulkheadInUse     = family("bulkhead_in_use", gauge, "Calls that hold a permit of the bulkhead.", "guard")
+	bulkheadWaiting   = family("bulkhead_waiting", gauge, "Calls that wait for a permit of the bulkhead.", "guard")
+	bulkheadWorkflows = family("bulkhead_workflows", gauge, "Workflows that hold permits of the bulkhead or wait for them.", "guard")
+	bulkheadGranted   = family("bulkhead_granted_total", counter, "Permits that the bulkhead has granted.", "guard")
+	bulkheadWaits     = family("bulkhead_waits_total", counter, "Calls that had to wait for a permit of the bulkhead.", "guard")
+	bulkheadWaited    = family("bulkhead_wait_seconds_total", counter, "Time that calls waited which then got a permit of the bulkhead.", "guard")
+	bulkheadLeft      = family("bulkhead_left_total", counter, "Calls whose clients left while they waited for a permit of the bulkhead.", "guard")
+	bulkheadRefused   = family("bulkhead_refused_total", counter, "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
+
 	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
 	ledgerBacklog  = family("ledger_backlog", gauge, "Recorded events that wait for their place in the ledger's tree.")
 	ledgerAge      = family("ledger_backlog_age_seconds", gauge, "How long the oldest event has waited for its place in the ledger's tree.")
@@ -391,6 +434,7 @@ var families = []*Family{
 	inDoubt, inDoubtOldest, recovered,
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
+	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
 	escalations, deliveries,
@@ -440,6 +484,7 @@ func (s *storeCounts) RollbackStep(status string) {
 type storeCounts struct {
 	mu      sync.Mutex
 	guards  map[string]*guard.Counts
+	pools   map[string]*bulkhead.Pool // by the guard's name
 	latency prometheus.Histogram
 	group   prometheus.Histogram
 
@@ -452,7 +497,7 @@ type storeCounts struct {
 
 func newStoreCounts() *storeCounts {
 	return &storeCounts{
-		guards: map[string]*guard.Counts{},
+		guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
 		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: nameCommitSeconds, Help: helpCommitSeconds,
 			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5},
@@ -487,6 +532,18 @@ func (s *storeCounts) EscalationNotified(taken bool) {
 		i = 1
 	}
 	s.deliveries[i].Add(1)
+}
+
+// bulkhead returns the pool of guards with this name.
+func (s *storeCounts) bulkhead(name string, settings bulkhead.Settings) *bulkhead.Pool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.pools[name]
+	if p == nil {
+		p = bulkhead.New(settings)
+		s.pools[name] = p
+	}
+	return p
 }
 
 // guard returns the counts of guards with this name.

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -75,6 +76,7 @@ func TestFamiliesAreRegistered(t *testing.T) {
 	c := newCollector(set, "v1", "badger", healthy)
 	c.Action("default", "pay")
 	c.Guard("default").Token("verified")
+	c.Bulkhead("default", bulkhead.Settings{})
 	got, err := registered(t, c).Gather()
 	if err != nil {
 		t.Fatal(err)

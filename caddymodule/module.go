@@ -21,6 +21,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -156,6 +157,9 @@ type Handler struct {
 	// change nothing. It needs `trust` in the global options. Default: false.
 	RequireECT bool `json:"require_ect,omitempty"`
 
+	// How the upstream is shared among workflows. Default: limits that an ordinary site does not reach.
+	Bulkhead Bulkhead `json:"bulkhead,omitzero"`
+
 	// What happens to requests that can have an effect and cannot be guarded: upgrades (WebSockets
 	// among them), tunnels (CONNECT), and gRPC calls whose action is not `grpc unary`. `pass`
 	// forwards them, marked `Execution-Status: unguarded`; `refuse` answers 403 `stream-refused`,
@@ -219,6 +223,7 @@ type Handler struct {
 	proxy             *atomic.Pointer[proxy.Transport] // the transport behind the guard, if known
 	oneServer         *atomic.Bool                     // equal requests always go to the same upstream
 	realm             string                           // the namespace of user names
+	pool              *bulkhead.Pool                   // of Bulkhead; nil if it is off
 	handler           *guard.Handler                   // made from this configuration
 
 	origin   origin   // in the Caddyfile
@@ -301,6 +306,9 @@ func (h *Handler) provision(ctx caddy.Context) error {
 			return fmt.Errorf("fallback: %w", err)
 		}
 		h.fallback = compile(mods.([]any), "fallback")
+	}
+	if err := h.provisionBulkhead(); err != nil {
+		return err
 	}
 	if err := h.provisionActions(ctx); err != nil {
 		return err
@@ -441,7 +449,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout), DeadlineHeader: h.DeadlineHeader,
 		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
-		Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
+		Bulkhead: h.pool, Priority: h.Priority, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
 	}
 	if h.readsMessages() {
 		c.Protocol = &protocol.Rules{
@@ -481,7 +489,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
 		AdvisoryKeys: a.Keys == keysAdvisory, Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
-		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls
@@ -766,6 +774,9 @@ func (g *guards) add(h *Handler) error {
 		}
 		number++
 		if other.Shared && h.Shared {
+			if h.Bulkhead != other.Bulkhead {
+				return fmt.Errorf("%s: bulkhead: the guards that share the name %q have one bulkhead; give them the same limits", h.position.text, h.Name)
+			}
 			continue
 		}
 		// Several servers may have the same site; checkChains finds out whether it is the

@@ -106,6 +106,11 @@ type Policy struct {
 	// that it was cancelled says nothing about its effect. Default: `continue`.
 	OnLeave string `json:"on_leave,omitempty"`
 
+	// The class in which calls wait for the `bulkhead`: `low`, `normal`, `high` or `critical`, or a
+	// placeholder. One of a caller whom the gateway has not verified raises no call above `normal`. What
+	// a token of the caller says (`atd.resource_priority`) comes first. Default: `normal`.
+	Priority string `json:"priority,omitempty"`
+
 	// Asks people before a call is sent. Until they have approved it, it gets 409
 	// `approval-required` and its key stays free; afterwards the same call under the same id is
 	// sent. Default: nobody is asked.
@@ -350,6 +355,7 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.GRPC, base.GRPC)
 	inherit(&p.InDoubtAs, base.InDoubtAs)
 	inherit(&p.OnLeave, base.OnLeave)
+	inherit(&p.Priority, base.Priority)
 	inherit(&p.Approve, base.Approve)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
@@ -397,6 +403,9 @@ func (p *Policy) validate() error {
 	}
 	if p.MaxResult < 0 {
 		return wrong(fmt.Errorf("%d bytes is negative; it must be positive", p.MaxResult), "max_result")
+	}
+	if err := checkPriority(p.Priority); err != nil {
+		return wrong(err, "priority")
 	}
 	for _, word := range []struct {
 		name, value string

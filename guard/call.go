@@ -18,6 +18,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -112,6 +113,7 @@ var spareCalls = sync.Pool{New: func() any { return new(Call) }}
 // unanswered ends a call that was not answered, with the problem that err is, by the fallback, or
 // unguarded. It returns the error that remains.
 func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
+	x.permit.Release()
 	if x.failsOpen(err) {
 		err = refusedByCircuit(x.forwardUnguarded(w, next, err), VerifiedHere(x.call.Scope.Caller))
 	}
@@ -178,6 +180,7 @@ func (x *Call) run() error {
 		}
 		run, err := x.claim(found, leave) // 5
 		if errors.Is(err, execution.ErrTaken) {
+			x.permit.Release()
 			x.found = true
 			continue
 		}
@@ -220,6 +223,7 @@ type Call struct {
 	earlier    execution.Cause // why the attempt before this one is in doubt; empty without one
 	before     string          // the checkpoint of that attempt, if it has one
 
+	permit   bulkhead.Permit // to send it
 	evidence callEvidence
 	capture  capture
 	window   *WriteWindow // in which nobody else must change what is restored; nil without
@@ -266,6 +270,7 @@ func (x *Call) open() error {
 }
 
 func (x *Call) close() {
+	x.permit.Release()
 	if x.part != nil {
 		x.part.call = x // whose client waits for the batch
 	} else {
@@ -690,6 +695,9 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 			return nil, err
 		}
 	}
+	if err := permitted(x); err != nil {
+		return nil, err
+	}
 	if err := x.planUndo(found); err != nil {
 		return nil, err
 	}
@@ -918,7 +926,8 @@ func (x *Call) execute(e *execution.Execution) error {
 	if kept, err := keepOpen(x, e, &f, byHTTP, outcome); kept {
 		return err
 	}
-	x.clock.stop() // readers have all the time that they need
+	x.permit.Release() // the upstream has done its part
+	x.clock.stop()     // readers have all the time that they need
 	if x.heard != nil && outcome.Verdict == execution.InDoubt {
 		outcome.Task = x.heard.End().Task
 	}

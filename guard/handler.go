@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
@@ -112,6 +113,11 @@ type Config struct {
 	// Endpoint answers requests for the gateway's own paths, and reports whether it did. Problems
 	// then link to api.ExecutionPath. Nil has none.
 	Endpoint func(w http.ResponseWriter, r *http.Request) bool
+	// Bulkhead shares the upstream among workflows, also for calls that are not guarded; nil does not.
+	// Priority is the class of those that are not guarded: its name, or text with placeholders, which
+	// needs a Host.
+	Bulkhead *bulkhead.Pool
+	Priority string
 	// Fallback answers calls that a circuit breaker refused. Nil: they get the problem.
 	Fallback Next
 	// Refusal returns the error with which the breakers of all upstreams would refuse a call of
@@ -220,6 +226,9 @@ type Action struct {
 	// a critical call undoes it.
 	Critical bool
 	Severity string
+	// Priority is the class in which they wait for the Bulkhead, unless a token says another one: its
+	// name, or text with placeholders. Default: that of the Config.
+	Priority string
 	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
 	// impossible.
 	Irreversible bool
@@ -408,6 +417,7 @@ func New(c Config) (*Handler, error) {
 	h.Actions = nil
 	for _, a := range c.Actions {
 		own := *a
+		initial(&own.Priority, c.Priority)
 		if err := h.complete(&own); err != nil {
 			return nil, fmt.Errorf("guard: action %s: %w", a.Name, err)
 		}

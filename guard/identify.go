@@ -243,6 +243,16 @@ func (p *Tokens) workflow() string {
 	return ""
 }
 
+// proven is the workflow that a token proves, or empty.
+func (p *Tokens) proven() string {
+	for _, t := range p.All {
+		if t.Proven() && t.Workflow() != "" {
+			return t.Workflow()
+		}
+	}
+	return ""
+}
+
 // checkInput compares the body with the hash in the tokens: a token of another call is refused. A
 // token that stands in the message hashes its Input.
 func (p *Tokens) checkInput(body func() (ect.Hash, error)) error {
@@ -405,13 +415,28 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if !policy.LedgerFirst {
 		policy.Evidence.Seen(p.All)
 	}
-	h.Host.SetVar(r, tokensVerified, p.Issuer())
+	h.Host.SetVar(r, tokensVerified, &verifiedTokens{issuer: p.Issuer(), workflow: p.proven(), own: p.Own})
 	policy.constrain(h, r, &p)
 	return nil
 }
 
-// tokensVerified is a request variable: the issuer of the tokens verified by verifySafe.
+// tokensVerified is a request variable: the *verifiedTokens of an unguarded request.
 const tokensVerified = "agent_guard.tokens_verified"
+
+// verifiedTokens is what verifySafe has found.
+type verifiedTokens struct {
+	issuer   string
+	workflow string // that one of them proves, or empty
+	own      []*ect.Token
+}
+
+// verifiedBefore is what verifySafe has found for r; zero where it has not looked.
+func (h *Handler) verifiedBefore(r *http.Request) verifiedTokens {
+	if v, ok := h.Host.Var(r, tokensVerified).(*verifiedTokens); ok {
+		return *v
+	}
+	return verifiedTokens{}
+}
 
 // checkUnguardedInput compares the body of an unguarded request with the hash in its tokens. Only
 // with such a hash is the body read before the request is forwarded.

@@ -261,6 +261,11 @@ var errNotInTime = errors.New("agent_guard: the upstream has not answered within
 
 // forwardInTime forwards r, which is the message m, or none.
 func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
+	permit, err := permitUnguarded(h, r)
+	if err != nil {
+		return err
+	}
+	defer permit.Release()
 	if forwarderOf(r.Context()) != nil {
 		if m != nil {
 			r = r.WithContext(context.WithValue(r.Context(), MessageKey{}, m))
@@ -285,7 +290,7 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 	if m == nil && r.Body != nil && r.Body != http.NoBody { // that of a message is here
 		r.Body = &timedBody{r.Body, c}
 	}
-	err := next.ServeHTTP(t, r)
+	err = next.ServeHTTP(t, r)
 	if err != nil && !t.begun && c.overdue() {
 		return &StatusError{Status: http.StatusGatewayTimeout, Err: errNotInTime}
 	}
@@ -421,8 +426,7 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Mes
 	if unread := (*UnreadError)(nil); errors.As(err, &unread) {
 		return StoreClosed(err)
 	}
-	issuer, _ := h.Host.Var(r, tokensVerified).(string)
-	err = refusedByCircuit(err, VerifiedHere(h.named(r, issuer)))
+	err = refusedByCircuit(err, VerifiedHere(h.named(r, h.verifiedBefore(r).issuer)))
 	var p *api.Problem
 	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != api.CircuitOpen {
 		return err

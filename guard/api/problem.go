@@ -484,9 +484,17 @@ var (
 		Slug: "quota-exceeded", Status: http.StatusTooManyRequests, SafeNewKey: true,
 		Title: "The caller has too much open or stored",
 		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
+		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. It also bounds how many calls a second a workflow makes, and how many bytes of requests it has under way, where `bulkhead` says so. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
 		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers and checkpoints until they expire.",
 		operator: "The `quota` in the global options is the bound; a reload changes it at once. Look for the caller's executions in doubt, and for answers that are kept longer than needed (`retain_result`).",
+	}
+	BulkheadFull = Kind{
+		Slug: "bulkhead-full", Status: http.StatusTooManyRequests, SafeNewKey: true, ErrorType: "resource_exhausted",
+		Title: "The upstream is busy, and the call cannot wait",
+		retry: true, retryAfter: time.Second,
+		meaning:  "Workflows share the permits of an upstream, each up to a limit, and what finds none waits in a queue of its own workflow. The queue was full, or the call could not wait long enough. Nothing was recorded or forwarded; `reason` says which it was.",
+		caller:   "Send the same call again after Retry-After.",
+		operator: "Look which workflow holds the permits (`agent_guard_bulkhead_*`). `bulkhead` in the route has the limits.",
 	}
 	SnapshotFailed = Kind{
 		Slug: "snapshot-failed", Status: http.StatusServiceUnavailable, SafeNewKey: true,
@@ -605,7 +613,7 @@ var (
 func Kinds() []Kind {
 	return append([]Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
 		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown,
 		parameterInvalid,
 	}, rollbackKinds()...)

@@ -17,7 +17,7 @@ import (
 // Terminal ones carry what stops the SDKs' retries; retryable ones a string where
 // stripe-go wants a number, so that it retries what it cannot read.
 func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
-	retryable := map[string]bool{"body-timeout": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true}
+	retryable := map[string]bool{"body-timeout": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "circuit-open": true}
 	for _, k := range Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
 			p := NewProblem(k, "some detail")
@@ -137,7 +137,7 @@ func TestSafeNewKey(t *testing.T) {
 	safe := map[string]string{
 		"execution-id-missing": "there is no old key", "execution-id-invalid": "no call has run under such a key",
 		"rolled-back":    "the effect was undone",
-		"quota-exceeded": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
+		"quota-exceeded": "found free", "bulkhead-full": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
 		"not-in-workflow": "a rollback", "coordinator-required": "a rollback", "rollback-conflict": "a rollback", "rollback-mismatch": "a rollback",
 		"cannot-prepare": "a rollback", "plan-changed": "a rollback", "depended-on": "a rollback", "checkpoint-unknown": "a rollback", "checkpoint-expired": "a rollback", "checkpoint-tampered": "a rollback",
 	}
@@ -179,7 +179,7 @@ func TestGRPCStatuses(t *testing.T) {
 		"ect-invalid":             "7", "not-in-workflow": "7", "coordinator-required": "7", "workflow-stopped": "7",
 		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5", "escalation-unknown": "5", "decision-refused": "7", "decision-void": "9",
 		"fingerprint-mismatch": "6", "rollback-mismatch": "6", "result-expired": "6", "result-unavailable": "6",
-		"body-too-large": "8", "quota-exceeded": "8",
+		"body-too-large": "8", "quota-exceeded": "8", "bulkhead-full": "8",
 		"in-doubt": "9", "cannot-prepare": "9", "plan-changed": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",
 		"rolled-back": "10", "rollback-conflict": "10", "stream-refused": "12",
 		"in-progress": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
@@ -197,7 +197,7 @@ func TestGRPCStatuses(t *testing.T) {
 			t.Errorf("%s: %d %v", k.Slug, w.Code, h)
 		}
 		retries := h.Get("Grpc-Retry-Pushback-Ms") != "-1"
-		if code := codes[k.Slug]; retries != (code == "14" || k.Slug == "quota-exceeded") {
+		if code := codes[k.Slug]; retries != (code == "14" || k.Slug == "quota-exceeded" || k.Slug == "bulkhead-full") {
 			t.Errorf("%s: code %s, pushback %s", k.Slug, code, h.Get("Grpc-Retry-Pushback-Ms"))
 		}
 	}

@@ -1,0 +1,597 @@
+// Package bulkhead shares a pool of permits among workflows, so that one cannot starve another
+// (cascade 3.3.3; ATD, "Fair-Share Scheduling").
+//
+// A call holds a permit from before it is sent until it has ended. A workflow that finds no permit
+// waits in a queue of its own. A free permit goes to
+//
+//  1. a class of a workflow that has waited for Settings.Starve since its last permit,
+//  2. a critical call,
+//  3. a workflow with less than its base share, which is the same for all that hold or wait,
+//  4. any other one, so that no permit is idle while somebody waits.
+//
+// Among equals the higher class is first, then the workflow that has used the least time, then who
+// came first. A call that was sent is never interrupted for another (P1).
+package bulkhead
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"math"
+	"sync"
+	"time"
+)
+
+// Class is the priority of a call (ATD, "Priority Levels").
+type Class int8
+
+// The classes. The zero value is Normal.
+const (
+	Low Class = iota - 1
+	Normal
+	High
+	Critical
+)
+
+var classNames = [...]string{"low", "normal", "high", "critical"}
+
+// Classes lists the names of the classes, the lowest first.
+func Classes() []string { return classNames[:] }
+
+func (c Class) String() string { return classNames[c-Low] }
+
+// ParseClass reads the name of a class. It reports false for every other text.
+func ParseClass(name string) (Class, bool) {
+	for i, n := range classNames {
+		if n == name {
+			return Class(i) + Low, true
+		}
+	}
+	return Normal, false
+}
+
+// Settings are the limits of a pool. Zero values stand for the defaults.
+type Settings struct {
+	// Total is the number of permits, from 1; by default 16384.
+	Total int
+	// PerWorkflow is how many of them one workflow may hold, from 1; by default 4096.
+	PerWorkflow int
+	// Queue is how many calls of one workflow may wait; by default 1024, none if negative.
+	Queue int
+	// Wait is how long a call of class Normal or above may wait; by default 30 s.
+	Wait time.Duration
+	// Starve is how long others are preferred to a class of a workflow that waits; by default 300 s. A
+	// call of class Low waits that long, or Wait if that is longer.
+	Starve time.Duration
+	// Rate is how many calls of one workflow may begin in a second, on average and at once; 0 is
+	// any number.
+	Rate int
+	// Bytes is how many bytes of request bodies one workflow may have in calls that hold a permit or
+	// wait. A single call may have more. 0 is any number.
+	Bytes int64
+}
+
+// Check fills in the defaults and checks the ranges. The error names the option that is out of its
+// range.
+func (s Settings) Check() (Settings, error) {
+	s.Total = cmp.Or(s.Total, 16384)
+	s.PerWorkflow = cmp.Or(s.PerWorkflow, 4096)
+	s.Queue = cmp.Or(s.Queue, 1024)
+	s.Wait = cmp.Or(s.Wait, 30*time.Second)
+	s.Starve = cmp.Or(s.Starve, 300*time.Second)
+	switch {
+	case s.Total < 1 || s.Total > maxPermits:
+		return s, fmt.Errorf("total is %d; it must be from 1 to %d", s.Total, maxPermits)
+	case s.PerWorkflow < 1 || s.PerWorkflow > maxPermits:
+		return s, fmt.Errorf("per_workflow is %d; it must be from 1 to %d", s.PerWorkflow, maxPermits)
+	case s.Queue > maxPermits:
+		return s, fmt.Errorf("queue is %d; it must be at most %d", s.Queue, maxPermits)
+	case s.Wait < 0 || s.Wait > time.Hour:
+		return s, fmt.Errorf("wait is %s; it must be over 0 and at most 1h", s.Wait)
+	case s.Starve < 0 || s.Starve > time.Hour:
+		return s, fmt.Errorf("starve is %s; it must be over 0 and at most 1h", s.Starve)
+	case s.Rate < 0 || s.Rate > maxPermits:
+		return s, fmt.Errorf("rate is %d; it must be from 1 to %d calls a second, or 0 for any number", s.Rate, maxPermits)
+	case s.Bytes < 0:
+		return s, fmt.Errorf("bytes is %d; it must be over 0, or 0 for any number", s.Bytes)
+	}
+	s.Queue = max(s.Queue, 0)
+	return s, nil
+}
+
+const (
+	maxPermits = 1_000_000
+	// maxWaiting bounds the workflows that wait at once: each release looks at all of them, and names
+	// of workflows cost their callers nothing.
+	maxWaiting = 1024
+	// seldom is how many permits must have been released before their time is trusted.
+	seldom = 16
+)
+
+// Reason says why a call got no permit.
+type Reason uint8
+
+// Why a call got no permit: its workflow's queue is full, it waited too long, it would miss its
+// deadline, or its workflow is over Settings.Rate or Settings.Bytes.
+const (
+	QueueFull Reason = iota
+	WaitedTooLong
+	TooLate
+	OverRate
+	OverBytes
+	reasons
+)
+
+var reasonNames = [reasons]string{"queue_full", "waited_too_long", "too_late", "over_rate", "over_bytes"}
+
+func (r Reason) String() string { return reasonNames[r] }
+
+// FullError refuses a call. Nothing was sent.
+type FullError struct {
+	Reason Reason
+	// RetryAfter is when a permit is likely to be had, from 1 s to 60 s.
+	RetryAfter time.Duration
+}
+
+func (e *FullError) Error() string {
+	return fmt.Sprintf("no permit: %s; try again in %s", e.Reason, e.RetryAfter)
+}
+
+// Sharer names what has a share: a workflow, and who says that a call belongs to it, where nothing
+// proves that, so that nobody uses up the share of others (P3). Calls without a workflow share one lot,
+// that of the zero value.
+type Sharer struct {
+	Workflow string
+	// Caller is the caller's name, Credential a hash of what it shows; zero values where a token
+	// proves the workflow.
+	Caller     string
+	Credential uint64
+}
+
+// Call is a call that wants a permit.
+type Call struct {
+	Sharer
+	Class Class
+	// Bytes is the size of the request's body; 0 where it is unknown.
+	Bytes int64
+	// Deadline is when the call is of no use any more; zero for never.
+	Deadline time.Time
+	// Unserved is called once where a call has waited for UnservedAfter, and goes on to wait, or for as
+	// long as it may. It may be nil.
+	Unserved func()
+}
+
+// UnservedAfter is how long a call waits until it counts as unserved (ATD, "Unsatisfiable Resource
+// Hints").
+const UnservedAfter = 60 * time.Second
+
+// Pool is a set of permits. Its methods may be called from any goroutine.
+type Pool struct {
+	start time.Time
+
+	mu      sync.Mutex
+	set     Settings
+	lots    map[Sharer]*lot
+	spare   []*lot // forgotten, to be used again
+	waiting []*lot // that have queues
+	inUse   int
+	active  int     // lots that hold or wait
+	virtual int64   // the time used by the last lot that was preferred to others
+	held    float64 // average time for which a permit is held, in µs
+	samples int
+	counts  Counts
+}
+
+// lot is what one workflow has of a pool.
+type lot struct {
+	inUse  int
+	queued int
+	place  int   // in Pool.waiting, with a queue
+	bytes  int64 // held or waiting
+	used   int64 // µs for which permits were held, but for those that are held now
+	begun  int64 // sum of the times at which those began, in µs
+	due    int64 // when the rate's bucket is full again, in µs
+	queues [len(classNames)]queue
+}
+
+// queue is a list of waiting calls, the first first.
+type queue struct {
+	first, last *waiter
+	length      int
+	served      int64 // when it last got a permit
+}
+
+type waiter struct {
+	lot        *lot
+	class      Class
+	came       int64
+	granted    bool
+	ready      chan struct{} // closed with granted
+	prev, next *waiter
+}
+
+// New makes a pool. The settings must be those that Check returned.
+func New(s Settings) *Pool {
+	return &Pool{start: time.Now(), set: s, lots: map[Sharer]*lot{}}
+}
+
+// Configure changes the limits. Permits over new limits stay with their calls.
+func (p *Pool) Configure(s Settings) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.set = s
+	p.serve(p.now())
+}
+
+func (p *Pool) now() int64 { return int64(time.Since(p.start) / time.Microsecond) }
+
+// Permit is the right to make one call. Do not copy it. The zero value is no permit.
+type Permit struct {
+	pool  *Pool
+	lot   *lot
+	begun int64
+	bytes int64
+}
+
+// Release returns the permit. Further calls do nothing, so that it can be deferred.
+func (t *Permit) Release() {
+	p, l := t.pool, t.lot
+	if p == nil {
+		return
+	}
+	t.pool = nil
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := p.now()
+	l.inUse--
+	l.begun -= t.begun
+	l.used += now - t.begun
+	l.bytes -= t.bytes
+	p.inUse--
+	p.samples++
+	p.held += (float64(now-t.begun) - p.held) / float64(min(p.samples, 64))
+	p.left(l)
+	p.serve(now)
+}
+
+// Acquire fills in t, or returns a *FullError or the cause of ctx. Waiting calls whose ctx has ended
+// get no permit. Release must follow an Acquire without an error.
+func (p *Pool) Acquire(ctx context.Context, c *Call, t *Permit) error {
+	p.mu.Lock()
+	now := p.now()
+	l := p.lotOf(c.Sharer, now)
+	if err := p.quota(l, c, now); err != nil {
+		p.mu.Unlock()
+		return err
+	}
+	if p.inUse < p.set.Total && l.inUse < p.set.PerWorkflow { // then nobody waits who may have it; see serve
+		p.enter(l)
+		p.take(l, now)
+		l.bytes += c.Bytes
+		p.mu.Unlock()
+		*t = Permit{pool: p, lot: l, begun: now, bytes: c.Bytes}
+		return nil
+	}
+	wait, err := p.mayWait(l, c)
+	if err != nil {
+		p.mu.Unlock()
+		return err
+	}
+	w := &waiter{lot: l, class: c.Class, came: now, ready: make(chan struct{})}
+	p.enter(l)
+	p.push(w)
+	l.bytes += c.Bytes
+	p.mu.Unlock()
+	if err := p.await(ctx, c, w, wait); err != nil {
+		return err
+	}
+	*t = Permit{pool: p, lot: l, begun: w.came, bytes: c.Bytes}
+	return nil
+}
+
+// await waits until w has a permit.
+func (p *Pool) await(ctx context.Context, c *Call, w *waiter, wait time.Duration) error {
+	over := time.NewTimer(wait)
+	defer over.Stop()
+	unserved := time.NewTimer(UnservedAfter)
+	defer unserved.Stop()
+	reported := c.Unserved == nil
+	report := func() {
+		if !reported {
+			reported = true
+			c.Unserved()
+		}
+	}
+	for {
+		select {
+		case <-w.ready:
+			if ctx.Err() == nil {
+				return nil
+			}
+			return p.giveUp(c, w, context.Cause(ctx)) // nobody waits for the answer
+		case <-ctx.Done():
+			return p.giveUp(c, w, context.Cause(ctx))
+		case <-over.C:
+			err := p.giveUp(c, w, nil)
+			if err != nil {
+				report()
+			}
+			return err
+		case <-unserved.C:
+			report()
+		}
+	}
+}
+
+// giveUp takes w out of its queue, or its permit back, since its client has left with this cause. With
+// none its time is over: a permit that came with its end is good.
+func (p *Pool) giveUp(c *Call, w *waiter, gone error) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l := w.lot
+	switch {
+	case w.granted && gone == nil:
+		return nil
+	case w.granted:
+		p.inUse--
+		l.inUse--
+		l.begun -= w.came
+	default:
+		p.remove(w)
+	}
+	l.bytes -= c.Bytes
+	p.left(l)
+	p.serve(p.now())
+	if gone == nil {
+		return p.refuse(WaitedTooLong, p.pace(l, c.Class))
+	}
+	p.counts.Left++
+	return gone
+}
+
+// lotOf returns the workflow's lot. Those of workflows without calls are forgotten now and then.
+func (p *Pool) lotOf(s Sharer, now int64) *lot {
+	if l := p.lots[s]; l != nil {
+		return l
+	}
+	if len(p.lots) > 2*p.active+64 {
+		for name, l := range p.lots {
+			if l.inUse == 0 && l.queued == 0 && l.due <= now {
+				delete(p.lots, name)
+				p.spare = append(p.spare, l)
+			}
+		}
+		p.spare = p.spare[:min(len(p.spare), 128)]
+	}
+	l := new(lot)
+	if n := len(p.spare); n > 0 {
+		l, p.spare = p.spare[n-1], p.spare[:n-1]
+		*l = lot{}
+	}
+	p.lots[s] = l
+	return l
+}
+
+// quota refuses a call over its workflow's quotas, or counts it.
+func (p *Pool) quota(l *lot, c *Call, now int64) error {
+	if p.set.Bytes > 0 && l.bytes > 0 && l.bytes+c.Bytes > p.set.Bytes {
+		return p.refuse(OverBytes, p.pace(l, c.Class))
+	}
+	if p.set.Rate == 0 {
+		return nil
+	}
+	step := int64(time.Second/time.Microsecond) / int64(p.set.Rate)
+	due := max(l.due, now) + step
+	if ahead := due - now - int64(time.Second/time.Microsecond); ahead > 0 {
+		return p.refuse(OverRate, time.Duration(ahead)*time.Microsecond)
+	}
+	l.due = due
+	return nil
+}
+
+func (p *Pool) refuse(r Reason, after time.Duration) error {
+	p.counts.Refused[r]++
+	return &FullError{Reason: r, RetryAfter: min(max(after, time.Second), time.Minute)}
+}
+
+// mayWait says how long a call may wait for a permit.
+func (p *Pool) mayWait(l *lot, c *Call) (time.Duration, error) {
+	if l.queued >= p.set.Queue || l.queued == 0 && len(p.waiting) >= maxWaiting {
+		return 0, p.refuse(QueueFull, p.pace(l, c.Class))
+	}
+	wait := p.set.Wait
+	if c.Class == Low {
+		wait = max(wait, p.set.Starve)
+	}
+	if c.Deadline.IsZero() {
+		return wait, nil
+	}
+	left := time.Until(c.Deadline)
+	if pace := p.pace(l, c.Class); left <= 0 || p.samples >= seldom && pace > left {
+		return 0, p.refuse(TooLate, pace)
+	}
+	return min(wait, left), nil
+}
+
+// pace is about how long one more call of the lot would wait, if all that wait have one class: for
+// those ahead of it in its queue, which get the lot's share of the permits.
+func (p *Pool) pace(l *lot, c Class) time.Duration {
+	ahead := 1
+	for i := int(c - Low); i < len(l.queues); i++ {
+		ahead += l.queues[i].length
+	}
+	active := p.active
+	if l.inUse == 0 && l.queued == 0 {
+		active++
+	}
+	share := min(float64(p.set.Total)/float64(active), float64(p.set.PerWorkflow))
+	return time.Duration(math.Min(p.held*float64(ahead)/share, float64(time.Hour/time.Microsecond))) * time.Microsecond
+}
+
+// enter begins to count l among those that hold or wait. What it did not use before gives it no
+// right to more than the others.
+func (p *Pool) enter(l *lot) {
+	if l.inUse == 0 && l.queued == 0 {
+		p.active++
+		l.used = max(l.used, p.virtual)
+	}
+}
+
+// left ends what enter began, once l neither holds nor waits.
+func (p *Pool) left(l *lot) {
+	if l.inUse == 0 && l.queued == 0 {
+		p.active--
+	}
+}
+
+func (p *Pool) take(l *lot, now int64) {
+	p.inUse++
+	l.inUse++
+	l.begun += now
+	p.counts.Granted++
+}
+
+// serve gives free permits to those that wait.
+func (p *Pool) serve(now int64) {
+	for p.inUse < p.set.Total {
+		w := p.next(now)
+		if w == nil {
+			return
+		}
+		l := w.lot
+		p.virtual = max(p.virtual, l.usedBy(now))
+		p.counts.Waited += time.Duration(now-w.came) * time.Microsecond
+		p.remove(w)
+		l.queues[w.class-Low].served = now
+		p.take(l, now)
+		w.granted, w.came = true, now
+		close(w.ready)
+	}
+}
+
+// rank orders those that wait for a permit; the smallest is first.
+type rank struct {
+	stage int   // see the package's documentation
+	class Class // higher is first
+	used  int64
+	came  int64
+}
+
+// next is the call that gets the next permit; nil for none.
+func (p *Pool) next(now int64) *waiter {
+	var first *waiter
+	var best rank
+	for _, l := range p.waiting {
+		if l.inUse >= p.set.PerWorkflow {
+			continue
+		}
+		w, starved := l.head(now, int64(p.set.Starve/time.Microsecond))
+		r := rank{stage: 4, class: w.class, used: l.usedBy(now), came: w.came}
+		switch {
+		case starved:
+			r = rank{stage: 1, came: w.came}
+		case w.class == Critical:
+			r.stage = 2
+		case l.inUse*p.active < p.set.Total:
+			r.stage = 3
+		}
+		if first == nil || cmp.Or(cmp.Compare(r.stage, best.stage), cmp.Compare(best.class, r.class),
+			cmp.Compare(r.used, best.used), cmp.Compare(r.came, best.came)) < 0 {
+			first, best = w, r
+		}
+	}
+	return first
+}
+
+// usedBy is the time for which l has held permits.
+func (l *lot) usedBy(now int64) int64 { return l.used + int64(l.inUse)*now - l.begun }
+
+// head is the first call of the lot that waits: of the class that is starved the longest, else of the
+// highest one.
+func (l *lot) head(now, starve int64) (first *waiter, starved bool) {
+	since := now - starve
+	for i := range l.queues {
+		q := &l.queues[i]
+		if q.first == nil {
+			continue
+		}
+		if waits := max(q.first.came, q.served); waits <= since {
+			first, starved, since = q.first, true, waits-1
+		} else if !starved {
+			first = q.first
+		}
+	}
+	return first, starved
+}
+
+func (p *Pool) push(w *waiter) {
+	l := w.lot
+	q := &l.queues[w.class-Low]
+	if w.prev = q.last; w.prev != nil {
+		w.prev.next = w
+	} else {
+		q.first = w
+	}
+	q.last = w
+	q.length++
+	if l.queued++; l.queued == 1 {
+		l.place = len(p.waiting)
+		p.waiting = append(p.waiting, l)
+	}
+	p.counts.Waits++
+}
+
+func (p *Pool) remove(w *waiter) {
+	l := w.lot
+	q := &l.queues[w.class-Low]
+	if w.prev != nil {
+		w.prev.next = w.next
+	} else {
+		q.first = w.next
+	}
+	if w.next != nil {
+		w.next.prev = w.prev
+	} else {
+		q.last = w.prev
+	}
+	q.length--
+	if l.queued--; l.queued > 0 {
+		return
+	}
+	last := p.waiting[len(p.waiting)-1]
+	p.waiting[l.place], last.place = last, l.place
+	p.waiting[len(p.waiting)-1] = nil
+	p.waiting = p.waiting[:len(p.waiting)-1]
+}
+
+// Counts are totals since the pool was made.
+type Counts struct {
+	// Granted is how many permits were given, Waits how many calls had to wait, and Waited how long
+	// those that then got a permit did.
+	Granted, Waits uint64
+	Waited         time.Duration
+	// Left is how many calls ended while they waited.
+	Left uint64
+	// Refused is how many calls got no permit, by Reason.
+	Refused [reasons]uint64
+}
+
+// Status is what a pool looks like at one moment.
+type Status struct {
+	Settings Settings
+	// InUse is how many permits are held, Waiting how many calls wait, Workflows how many workflows
+	// hold permits or wait.
+	InUse, Waiting, Workflows int
+	Counts                    Counts
+}
+
+// Status returns the state of the pool.
+func (p *Pool) Status() Status {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := Status{Settings: p.set, InUse: p.inUse, Workflows: p.active, Counts: p.counts}
+	for _, l := range p.waiting {
+		s.Waiting += l.queued
+	}
+	return s
+}

@@ -1,0 +1,124 @@
+package caddymodule
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+)
+
+// Bulkhead shares the upstream among workflows, so that none starves another. A call holds a permit
+// until its answer has ended, also if it is not guarded; retries that are answered from the record need
+// none, and undos and probes have a lane of their own. A workflow that finds no permit waits in a queue
+// of its own. A free permit goes to a critical call first, then to a workflow with less than its equal
+// share; what nobody's share needs goes to the higher class. What finds no place gets 429
+// `bulkhead-full`, and its key stays free. Calls without a workflow count as one workflow. The limits
+// hold over reloads, which change them at once.
+type Bulkhead struct {
+	// Turns it off: nothing is bounded. Default: false.
+	Off bool `json:"off,omitempty"`
+
+	// Calls at the upstream at a time. Default: 16384.
+	Total int `json:"total,omitempty"`
+
+	// Calls of one workflow at the upstream at a time. Default: 4096.
+	PerWorkflow int `json:"per_workflow,omitempty"`
+
+	// Calls of one workflow that wait at a time; -1 for none. Default: 1024.
+	Queue int `json:"queue,omitempty"`
+
+	// How long a call waits for a permit, at most 1h. A call that would miss its deadline is refused at
+	// once. Default: 30s.
+	Wait caddy.Duration `json:"wait,omitempty"`
+
+	// How long a workflow's calls of one class wait at most while others are preferred, at most 1h. Calls
+	// of class `low` wait that long, if it is longer than `wait`. Default: 300s.
+	Starve caddy.Duration `json:"starve,omitempty"`
+
+	// Calls of one workflow in a second, on average and at once. Above it they get 429
+	// `quota-exceeded`. Default: no limit.
+	Rate int `json:"rate,omitempty"`
+
+	// Bytes of request bodies that one workflow may have under way, where their length is known. A
+	// single call may have more. Above it they get 429 `quota-exceeded`. Default: no limit.
+	Bytes int64 `json:"bytes,omitempty"`
+}
+
+// settings returns the limits, with the defaults.
+func (b *Bulkhead) settings() (bulkhead.Settings, error) {
+	return bulkhead.Settings{
+		Total: b.Total, PerWorkflow: b.PerWorkflow, Queue: b.Queue, Wait: time.Duration(b.Wait), Starve: time.Duration(b.Starve),
+		Rate: b.Rate, Bytes: b.Bytes,
+	}.Check()
+}
+
+func (b *Bulkhead) validate() error {
+	if b.Off && *b != (Bulkhead{Off: true}) {
+		return errors.New("it is off and has limits; leave one of them out")
+	}
+	_, err := b.settings()
+	return err
+}
+
+// provisionBulkhead finds the pool of the guard.
+func (h *Handler) provisionBulkhead() error {
+	if err := h.Bulkhead.validate(); err != nil {
+		return fmt.Errorf("bulkhead: %w", err)
+	}
+	if h.Bulkhead.Off {
+		return nil
+	}
+	settings, err := h.Bulkhead.settings()
+	if err != nil {
+		return err
+	}
+	h.pool = h.app.collector.Bulkhead(h.Name, settings)
+	return nil
+}
+
+func parseBulkhead(d *caddyfile.Dispenser, h *Handler) error {
+	if d.NextArg() {
+		if d.Val() != "off" || d.NextArg() {
+			return errSyntax
+		}
+		h.Bulkhead.Off = true
+		return nil
+	}
+	at := originOf(d)
+	if err := bulkheadOptions().readBlock(d, "a bulkhead", &h.Bulkhead, at); err != nil {
+		return err
+	}
+	if len(at) == 1 {
+		return errors.New("it says nothing; give total, per_workflow, queue, wait, starve, rate or bytes, or `off`")
+	}
+	return h.Bulkhead.validate()
+}
+
+func bulkheadOptions() options[*Bulkhead] {
+	return options[*Bulkhead]{
+		"total": {usage: "total <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Total) }},
+		"per_workflow": {usage: "per_workflow <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
+			return parseCount(d, &b.PerWorkflow)
+		}},
+		"queue":  {usage: "queue <number> | off", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCountOrOff(d, &b.Queue) }},
+		"wait":   {usage: "wait <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Wait) }},
+		"starve": {usage: "starve <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Starve) }},
+		"rate":   {usage: "rate <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Rate) }},
+		"bytes":  {usage: "bytes <size>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseSize(d, &b.Bytes) }},
+	}
+}
+
+// checkPriority refuses what is neither a class nor has a placeholder.
+func checkPriority(text string) error {
+	if text == "" || checkPlaceholder(text) == nil {
+		return nil
+	}
+	if err := oneOf(text, bulkhead.Classes()...); err != nil {
+		return fmt.Errorf("%w, or a placeholder like {http.request.header.Priority}", err)
+	}
+	return nil
+}

@@ -1,0 +1,147 @@
+package guard
+
+import (
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"net/http"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+)
+
+// memberPriority is the class that a caller's token asks for (ATD, "Priority Levels").
+const memberPriority ect.Member = "atd.resource_priority"
+
+// credentials hashes what callers show, for their shares of a bulkhead.
+var credentials = maphash.MakeSeed()
+
+// sharer says whose share of the bulkhead a request is. A workflow without proof is its caller's own
+// (P3).
+func sharer(h *Handler, r *http.Request, issuer, proven, stated string) bulkhead.Sharer {
+	switch {
+	case proven != "":
+		return bulkhead.Sharer{Workflow: proven}
+	case stated == "":
+		return bulkhead.Sharer{}
+	}
+	s := bulkhead.Sharer{Workflow: stated, Caller: h.named(r, issuer)}
+	if s.Caller == "" {
+		s.Caller = Anonymous
+		if shown := present(r.Header, h.Credentials); shown != "" {
+			s.Credential = maphash.String(credentials, shown)
+		}
+	}
+	return s
+}
+
+// classOf is the class of a request: what a token of its caller says, or what is configured. What a
+// caller says who is not verified raises nothing.
+func classOf(h *Handler, r *http.Request, configured string, tokens []*ect.Token, verified bool) bulkhead.Class {
+	for _, t := range tokens {
+		if !t.Proven() {
+			continue
+		}
+		name, _ := t.Ext().Text(memberPriority)
+		if c, ok := bulkhead.ParseClass(name); ok {
+			return c
+		}
+	}
+	if c, ok := bulkhead.ParseClass(configured); ok || configured == "" {
+		return c
+	}
+	name, _ := h.Host.Expand(r, configured)
+	c, _ := bulkhead.ParseClass(name)
+	if !verified {
+		c = min(c, bulkhead.Normal)
+	}
+	return c
+}
+
+// permitted waits for a permit to send the call. Undos have their own lane: what a failed workflow
+// holds must not keep them waiting.
+func permitted(x *Call) error {
+	h := x.h
+	if h.Bulkhead == nil || IsUndo(x.r.Context()) {
+		return nil
+	}
+	tokens, caller := &x.evidence.tokens, x.call.Scope.Caller
+	c := bulkhead.Call{
+		Sharer: sharer(h, x.r, tokens.Issuer(), tokens.proven(), x.call.Workflow),
+		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, VerifiedHere(caller)),
+		Bytes:  x.body.Size(),
+	}
+	begun := time.Time{}
+	if _, said := callersTime(x.r.Header, h.DeadlineHeader); said {
+		begun = time.Now()
+		c.Deadline = begun.Add(x.call.Deadline)
+	}
+	x.permit.Release() // of an attempt that another call was faster than
+	err := h.Bulkhead.Acquire(x.r.Context(), &c, &x.permit)
+	if x.r.Context().Err() != nil {
+		return x.gone()
+	}
+	if err != nil {
+		p := noPermit(err)
+		p.ExecutionID = x.call.Scope.ID
+		return p
+	}
+	if !begun.IsZero() {
+		x.call.Deadline -= time.Since(begun)
+	}
+	return nil
+}
+
+// permitUnguarded is permitted for a request that is not guarded. release must be called.
+func permitUnguarded(h *Handler, r *http.Request) (permit bulkhead.Permit, err error) {
+	if h.Bulkhead == nil || IsUndo(r.Context()) {
+		return permit, nil
+	}
+	tokens := h.verifiedBefore(r)
+	stated, err := workflow(r, new(Tokens))
+	if err != nil {
+		stated = "" // an upstream may read it
+	}
+	c := bulkhead.Call{
+		Sharer: sharer(h, r, tokens.issuer, tokens.workflow, stated),
+		Class:  classOf(h, r, h.Priority, tokens.own, tokens.issuer != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
+		Bytes:  max(r.ContentLength, 0),
+	}
+	if left, said := callersTime(r.Header, h.DeadlineHeader); said {
+		c.Deadline = time.Now().Add(left)
+	}
+	err = h.Bulkhead.Acquire(r.Context(), &c, &permit)
+	if r.Context().Err() != nil {
+		permit.Release()
+		return permit, &StatusError{Status: StatusClientClosed, Err: r.Context().Err()}
+	}
+	if err != nil {
+		return permit, noPermit(err)
+	}
+	return permit, nil
+}
+
+// noPermit is the problem of a call that got no permit.
+func noPermit(err error) *api.Problem {
+	full := (*bulkhead.FullError)(nil)
+	if !errors.As(err, &full) {
+		panic(fmt.Sprintf("agent_guard: a bulkhead refused with %v", err))
+	}
+	kind := api.BulkheadFull
+	if full.Reason == bulkhead.OverRate || full.Reason == bulkhead.OverBytes {
+		kind = api.QuotaExceeded
+	}
+	p := api.NewProblem(kind, noPermits[full.Reason])
+	p.Reason, p.RetryAfter = full.Reason.String(), full.RetryAfter
+	return p
+}
+
+var noPermits = map[bulkhead.Reason]string{
+	bulkhead.QueueFull:     "The workflow has as many calls at the upstream, and waiting, as it may. Nothing was forwarded.",
+	bulkhead.WaitedTooLong: "The upstream was busy with other calls for as long as this one could wait. Nothing was forwarded.",
+	bulkhead.TooLate:       "The upstream is busy, and the call would not be in time. Nothing was forwarded.",
+	bulkhead.OverRate:      "The workflow makes more calls a second than it may. Nothing was forwarded.",
+	bulkhead.OverBytes:     "The workflow has more bytes of requests under way than it may. Nothing was forwarded.",
+}

@@ -1,0 +1,289 @@
+package guard_test
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+)
+
+// withBulkhead has the guard of b share its upstream.
+func (b *bed) withBulkhead(s bulkhead.Settings) *bulkhead.Pool {
+	b.Helper()
+	checked, err := s.Check()
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.config.Bulkhead = bulkhead.New(checked)
+	b.start()
+	return b.config.Bulkhead
+}
+
+// of is a call of a workflow, with its own id.
+func (b *bed) of(workflow, id string, fields ...string) *http.Request {
+	r := b.post("a")
+	r.Header.Set("Idempotency-Key", id)
+	if workflow != "" {
+		r.Header.Set("Workflow-Id", workflow)
+	}
+	for i := 0; i < len(fields); i += 2 {
+		r.Header.Set(fields[i], fields[i+1])
+	}
+	return r
+}
+
+func (b *bed) returned(p *bulkhead.Pool) {
+	b.Helper()
+	if s := p.Status(); s.InUse != 0 || s.Waiting != 0 {
+		b.Errorf("in the end %d permits are held, and %d calls wait", s.InUse, s.Waiting)
+	}
+}
+
+// A call that gets no permit was not sent, and its key stays free.
+func TestBulkheadFull(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		p := b.withBulkhead(bulkhead.Settings{Total: 1, Queue: -1})
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		w := httptest.NewRecorder()
+		b.serve(w, b.of("v", "2"))
+		if w.Code != 429 || w.Header().Get("Retry-After") != "1" || w.Header().Get("Execution-Status") != "refused" ||
+			!strings.Contains(w.Body.String(), `/problems/bulkhead-full"`) || !strings.Contains(w.Body.String(), `"reason":"queue_full"`) ||
+			!strings.Contains(w.Body.String(), `"safe_new_key":true`) || !strings.Contains(w.Body.String(), `"execution_id":"2"`) {
+			t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
+		}
+		// What reads only needs a permit too; what was recorded does not.
+		r := b.of("v", "")
+		r.Method = http.MethodGet
+		b.do(r, "429 refused")
+		all.Go(func() { b.do(b.of("w", "1"), "200 attached charge 1") })
+		all.Wait()
+		b.was(1)
+		all.Go(func() { b.do(b.of("v", "2"), "200 executed charge 2") })
+		synctest.Wait()
+		b.do(b.of("w", "1"), "200 replayed charge 1")
+		all.Wait()
+		b.was(2)
+		b.returned(p)
+	})
+}
+
+// cascade 3.3.3: the backlog of one workflow does not keep another one waiting.
+func TestBulkheadQueuesApart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		p := b.withBulkhead(bulkhead.Settings{Total: 2, Wait: time.Hour})
+		var all sync.WaitGroup
+		for i := range 20 {
+			all.Go(func() { b.serve(httptest.NewRecorder(), b.of("flood", fmt.Sprint(i))) })
+		}
+		synctest.Wait()
+		begun := time.Now()
+		b.serve(httptest.NewRecorder(), b.of("other", "other"))
+		if took := time.Since(begun); took > 20*time.Second {
+			t.Errorf("a call of another workflow took %s, want 10 s and at most 10 s of waiting", took)
+		}
+		all.Wait()
+		b.was(21)
+		b.returned(p)
+	})
+}
+
+// A client that leaves while its call waits leaves nothing behind.
+func TestBulkheadWaitingClientLeaves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		p := b.withBulkhead(bulkhead.Settings{Total: 1})
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		ctx, leave := context.WithTimeout(t.Context(), time.Second)
+		defer leave()
+		b.serve(httptest.NewRecorder(), b.of("v", "2").WithContext(ctx))
+		get := b.of("v", "").WithContext(ctx)
+		get.Method = http.MethodGet
+		b.serve(httptest.NewRecorder(), get)
+		all.Wait()
+		b.was(1)
+		b.do(b.of("v", "2"), "200 executed charge 2")
+		b.returned(p)
+	})
+}
+
+// What a call has waited is taken off the time that its caller has.
+func TestBulkheadWaitsInTheCallersTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+			select {
+			case <-time.After(10 * time.Second):
+			case <-r.Context().Done():
+			}
+			charge(n, w, r)
+		})
+		p := b.withBulkhead(bulkhead.Settings{Total: 1})
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		begun := time.Now()
+		b.serve(httptest.NewRecorder(), b.of("v", "2", "Request-Timeout", "15"))
+		if took := time.Since(begun); took < 13*time.Second || took > 14*time.Second {
+			t.Errorf("a call with 15 s took %s, want nine tenths: 10 of them waiting", took)
+		}
+		all.Wait()
+		b.was(2)
+		all.Go(func() { b.serve(httptest.NewRecorder(), b.of("w", "3")) })
+		synctest.Wait()
+		b.do(b.of("v", "4", "Request-Timeout", "5"), "429 refused")
+		all.Wait()
+		b.was(3)
+		b.returned(p)
+	})
+}
+
+// Every way to end a call returns its permit.
+func TestBulkheadPermitsComeBack(t *testing.T) {
+	for name, upstream := range map[string]http.HandlerFunc{
+		"answer": func(w http.ResponseWriter, r *http.Request) { charge(1, w, r) },
+		"panic":  func(http.ResponseWriter, *http.Request) { panic("upstream") },
+		"abort":  func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) },
+		"half an answer": func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "100")
+			_, _ = w.Write([]byte("half"))
+		},
+		"refusal":      func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(429) },
+		"server error": func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) },
+		"the disk fails": func(w http.ResponseWriter, r *http.Request) {
+			r.Context().Value(bedKey{}).(*bed).disk.broken.Store(true)
+			charge(1, w, r)
+		},
+	} {
+		for _, method := range []string{http.MethodGet, http.MethodPost} {
+			t.Run(method+" "+name, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) { upstream(w, r) })
+					p := b.withBulkhead(bulkhead.Settings{Total: 1})
+					for i := range 3 {
+						r := b.of("w", fmt.Sprint(i))
+						r = r.WithContext(context.WithValue(r.Context(), bedKey{}, b))
+						r.Method = method
+						func() {
+							defer func() { _ = recover() }()
+							b.guard.ServeHTTP(httptest.NewRecorder(), r)
+						}()
+						synctest.Wait()
+						b.returned(p)
+					}
+					if p.Status().Counts.Granted == 0 {
+						t.Error("no call had a permit")
+					}
+				})
+			})
+		}
+	}
+}
+
+type bedKey struct{}
+
+// A caller whom nobody has verified raises no class, and takes part in no other caller's workflow.
+func TestBulkheadBelievesNobody(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		b.config.Priority, b.config.Host = "{http.request.header.Urgency}", headerHost{}
+		p := b.withBulkhead(bulkhead.Settings{Total: 1, Queue: 2})
+		var all sync.WaitGroup
+		var order []string
+		var mu sync.Mutex
+		call := func(r *http.Request) {
+			all.Go(func() {
+				b.serve(httptest.NewRecorder(), r)
+				mu.Lock()
+				defer mu.Unlock()
+				order = append(order, r.Header.Get("Idempotency-Key"))
+			})
+			synctest.Wait()
+			<-time.After(time.Millisecond)
+		}
+		stranger := func(id string) *http.Request {
+			r := b.of("w", id, "Urgency", "critical")
+			r.Header.Set("Authorization", "Bearer stranger")
+			return r
+		}
+		call(b.of("w", "holds"))
+		call(stranger("s1"))
+		call(stranger("s2"))
+		b.do(stranger("s3"), "429 refused") // the stranger's own queue is full
+		call(b.of("w", "low", "Urgency", "low"))
+		call(b.of("v", "first"))
+		all.Wait()
+		// The queue of w is not the stranger's; and of calls of class normal those are first whose
+		// workflow has used the least.
+		if got := strings.Join(order, " "); got != "holds s1 first s2 low" {
+			t.Errorf("the order was %s", got)
+		}
+		b.returned(p)
+	})
+}
+
+// headerHost expands {http.request.header.NAME}.
+type headerHost struct{ guard.StatusHost }
+
+func (headerHost) Expand(r *http.Request, text string) (string, bool) {
+	name, ok := strings.CutPrefix(strings.Trim(text, "{}"), "http.request.header.")
+	return r.Header.Get(name), ok
+}
+
+// Over the quotas of its workflow a call is refused, and its key stays free.
+func TestBulkheadQuotas(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		p := b.withBulkhead(bulkhead.Settings{Rate: 1, Bytes: 12})
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		w := httptest.NewRecorder()
+		b.serve(w, b.of("w", "2"))
+		if w.Code != 429 || !strings.Contains(w.Body.String(), `/problems/quota-exceeded"`) || !strings.Contains(w.Body.String(), `"reason":"over_bytes"`) {
+			t.Errorf("%d %s", w.Code, w.Body)
+		}
+		all.Wait()
+		all.Go(func() { b.do(b.of("w", "2"), "200 executed charge 2") })
+		all.Wait()
+		b.was(2)
+		for i := range 3 {
+			r := b.of("quick", fmt.Sprint("q", i))
+			r.Method, r.Body, r.ContentLength = http.MethodGet, http.NoBody, 0
+			all.Go(func() { b.serve(httptest.NewRecorder(), r) })
+			synctest.Wait()
+		}
+		all.Wait()
+		b.was(3)
+		if n := p.Status().Counts.Refused[bulkhead.OverRate]; n != 2 {
+			t.Errorf("%d calls over the rate were refused, want 2", n)
+		}
+		b.returned(p)
+	})
+}
+
+// An undo has its own lane: what its workflow holds does not keep it waiting.
+func TestBulkheadLetsUndosPass(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		b.withBulkhead(bulkhead.Settings{Total: 1, Queue: -1})
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		r := b.of("w", "2")
+		b.do(r.WithContext(guard.WithUndo(r.Context())), "200 executed charge 2")
+		all.Wait()
+	})
+}
