@@ -2,6 +2,7 @@ package guard_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"iter"
 	"net/http"
@@ -9,6 +10,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -136,6 +139,78 @@ func TestCallsBesideEscalations(t *testing.T) {
 		}
 	}
 	t.Logf("10 calls make %d reads with %d entries of scans, and %d writes", want[0], want[1], want[2])
+}
+
+// An approval is good for the time that there was to decide, once more, and for no longer than the key
+// is kept. A call that comes later is refused for good, and not asked anew under its id: who approved
+// it meant then. Under another id it is another question.
+func TestApprovedAndNotMadeInTime(t *testing.T) {
+	for name, c := range map[string]struct {
+		after   time.Duration
+		keep    time.Duration // of the key; 0 is longer than the approval
+		want    int
+		problem string
+	}{
+		"in time":                    {59 * time.Minute, 0, http.StatusCreated, ""},
+		"too late":                   {time.Hour, 0, http.StatusForbidden, "approval-denied"},
+		"while the key is kept":      {9 * time.Minute, 10 * time.Minute, http.StatusCreated, ""},
+		"after the key's own time":   {10 * time.Minute, 10 * time.Minute, http.StatusForbidden, "approval-denied"},
+		"much later, before the end": {20 * time.Hour, 0, http.StatusForbidden, "approval-denied"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBed(t, func(_ int64, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusCreated) })
+				b.config.Actions = []*guard.Action{{Name: "default", Approval: &guard.Approval{Within: time.Hour}, RetainResult: c.keep, RetainKey: c.keep}}
+				b.start()
+				call := func(id string) *httptest.ResponseRecorder {
+					r, w := b.post("one"), httptest.NewRecorder()
+					r.Header.Set("Idempotency-Key", id)
+					b.serve(w, r)
+					return w
+				}
+				says := func(w *httptest.ResponseRecorder) (doc struct {
+					Type, Detail string
+					Escalation   string `json:"escalation_id"`
+				}) {
+					t.Helper()
+					if err := json.Unmarshal(w.Body.Bytes(), &doc); err != nil {
+						t.Fatalf("%d %s: %v", w.Code, w.Body, err)
+					}
+					return doc
+				}
+				asked := says(call("k"))
+				time.Sleep(30 * time.Minute) // the approval's own time counts
+				e, err := b.engine.Escalations.Get(t.Context(), asked.Escalation)
+				if err == nil {
+					_, err = b.engine.Escalations.Decide(t.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"})
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(c.after)
+				b.start() // another process
+				got := call("k")
+				if got.Code != c.want {
+					t.Fatalf("%d %s", got.Code, got.Body)
+				}
+				if c.problem == "" {
+					b.was(1)
+					return
+				}
+				for range 2 {
+					if doc := says(got); !strings.HasSuffix(doc.Type, "/"+c.problem) || doc.Escalation != asked.Escalation || !strings.Contains(doc.Detail, "not made in time") {
+						t.Errorf("%+v", doc)
+					}
+					time.Sleep(time.Minute)
+					got = call("k")
+				}
+				if doc := says(call("other")); !strings.HasSuffix(doc.Type, "/approval-required") || doc.Escalation == asked.Escalation {
+					t.Errorf("another id: %+v", doc)
+				}
+				b.was(0)
+			})
+		})
+	}
 }
 
 // BenchmarkCallBesideEscalations is a call of a workflow that nobody holds, over a store on disk.
