@@ -415,7 +415,7 @@ var (
 	rollbacks        = family("rollbacks_total", counter, "Rollbacks that are finished, by status.", "status")
 	rollbackSteps    = family("rollback_steps_total", counter, "Ended steps of rollbacks, by status.", "status")
 	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
-	rollbacksWaiting = family("rollbacks_waiting", gauge, "Errors because of which a rollback is to be asked for, once it is their turn.")
+	rollbacksWaiting = family("rollbacks_waiting", gauge, "Errors because of which a rollback is to be asked for, or people, once it is their turn.")
 	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "Age of the oldest unfinished rollback; 0 without one.")
 	escalations      = family("escalations", gauge, "Escalations that are kept, by level and state; counted up to 100000.", "level", "state")
 	deliveries       = family("escalation_deliveries_total", counter, "Attempts to deliver an escalation, by result.", "result")

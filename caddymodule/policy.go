@@ -274,8 +274,8 @@ type Action struct {
 	// What becomes of a call that has failed: completed with a 5xx or -32603, with any error status
 	// if the upstream's own error came along, or named by the error of an agent whom it concerns.
 	// `rollback` undoes it, and what followed from it, in the gateway's name; `escalate` undoes
-	// nothing by itself. Calls in doubt are never undone by themselves. `rollback` needs a way to undo
-	// the calls. Default: `escalate`.
+	// nothing by itself, and asks people, once for a workflow until they have decided. Calls in doubt
+	// are never undone by themselves. `rollback` needs a way to undo the calls. Default: `escalate`.
 	OnError string `json:"on_error,omitempty"`
 
 	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is, unless

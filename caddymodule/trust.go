@@ -456,7 +456,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
-		Refused:  func(r *http.Request, raws []string) error { return t.refusedErrors(r, e, raws) },
+		Refused:  t.RefusedErrors,
 		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits,
 		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
 	})
@@ -531,40 +531,10 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	return err
 }
 
-// refusedErrors hands the errors that were refused, since what they name is unknown to their issuer,
-// to the coordinator: that finds out afterwards whether they are about another workflow, so that the
-// answer does not show it (P3).
-func (t *tokenPolicy) refusedErrors(r *http.Request, e *engine, raws []string) error {
-	c := e.rollbacks.coordinator()
-	if c == nil || t.Verifier == nil {
-		return nil
-	}
-	for _, raw := range raws {
-		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r)}) // without its parents
-		if errors.Is(err, ect.ErrUnavailable) {
-			return err
-		}
-		if err != nil || !token.Proven() || token.Event() != ect.EventError {
-			continue
-		}
-		named := slices.Clone(token.Parents())
-		if id := evidence.NamedCheckpoint(token.Ext()); id != "" && !slices.Contains(named, id) {
-			named = append(named, id)
-		}
-		batch, err := c.Failed(rollback.Failure{Named: named, Workflow: token.Workflow(), Reporter: token.Issuer()})
-		if err == nil {
-			err = batch.Commit(r.Context(), e.store)
-		}
-		if err != nil && !errors.As(err, new(*store.Conflict)) { // as many of the issuer's as may wait do
-			return err
-		}
-	}
-	return nil
-}
-
 // rollBackFor asks, in the commit of agents' errors, for the rollbacks of the calls that these
-// name: by their checkpoint, or by a parent that is one (AERR, "Error ECT"). Whom the call concerns,
-// and whether errors roll it back, is found out afterwards, so that the answer does not show it (P3).
+// name, by their checkpoint, or by a parent that is one (AERR, "Error ECT"); people are asked where
+// nothing is rolled back and escalateErrors asks nobody. Whom the call concerns, and whether errors roll
+// it back, is found out afterwards, so that the answer does not show it (P3).
 func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.Batch) error {
 	c, app := e.rollbacks.coordinator(), e.activeConfigs.latest()
 	if c == nil || app == nil {
@@ -572,16 +542,21 @@ func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.B
 	}
 	var all []rollback.Failure
 	for _, token := range tokens {
-		if severity, _ := token.Ext().Text(ect.MemberSeverity); !token.Proven() || !evidence.Severe(severity) {
+		severity, _ := token.Ext().Text(ect.MemberSeverity)
+		if !token.Proven() || !evidence.Severe(severity) {
 			continue
 		}
 		named := token.Parents()
 		if id := evidence.NamedCheckpoint(token.Ext()); id != "" {
 			named = []string{id}
 		}
+		asks := hitl.CauseFailed
+		if severity == "critical" || e.ruleFor(token) != nil {
+			asks = ""
+		}
 		for _, id := range named {
 			all = append(all, rollback.Failure{
-				Checkpoint: evidence.Canonical(id), Error: token.ID(), By: t.Events.Identity(),
+				Checkpoint: evidence.Canonical(id), Error: token.ID(), By: t.Events.Identity(), Asks: asks,
 				Reporter: token.Issuer(), Lineage: rollback.Lineage(app.rollbackOptions().Lineage),
 			})
 		}

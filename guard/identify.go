@@ -2,6 +2,7 @@ package guard
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"crypto/x509"
@@ -297,9 +298,28 @@ func (h *Handler) VerifyTokens(policy *TokenPolicy, r *http.Request, m *protocol
 	}
 	h.Counts.Token(tokenResult(&p, err))
 	if err != nil {
-		return Tokens{}, RefusedToken(err)
+		return Tokens{}, RefusedToken(h.refusedFor(policy, r, m, err))
 	}
 	return p, nil
+}
+
+// refusedFor is why the tokens of a request are refused. The errors among them that name what is unknown
+// may be about another workflow (cascade 3.3.2).
+func (h *Handler) refusedFor(policy *TokenPolicy, r *http.Request, m *protocol.Message, refused error) error {
+	code := (*ect.Error)(nil)
+	if !errors.As(refused, &code) || code.Code != ect.CodeParentUnknown && code.Code != ect.CodeExt {
+		return refused
+	}
+	_, release, err := h.Open() // the store must not close meanwhile
+	if err != nil {
+		return err
+	}
+	defer release()
+	raws, _, err := tokensIn(r, m)
+	if err == nil {
+		err = policy.RefusedErrors(r, raws)
+	}
+	return cmp.Or(err, refused)
 }
 
 // inTime refuses expired tokens; for calls without a record.

@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -18,6 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -263,24 +265,43 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 	return execution.ErrTaken // look again
 }
 
-// rollBack asks for the rollback of a call that has failed, in the commit of its outcome: so it is
-// asked for once, also after a crash (P5). If that cannot be recorded the outcome is all the same.
-func (x *Call) rollBack(came *evidence.Outcome, events *store.Batch) *store.Batch {
-	var c *rollback.Coordinator
-	if x.action.OnError && came.Failed() && x.engine.Coordinator != nil {
-		c = x.engine.Coordinator()
-	}
-	if c == nil {
+// answerFailure records, in the commit of the outcome, that a call has failed or that its answer carries
+// an error: the coordinator rolls it back or asks people, also after a crash (A-error-signaling-f, P5).
+// If that cannot be recorded the outcome is all the same.
+func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, events *store.Batch) *store.Batch {
+	failed := came.Failed() || reported.severe != "" && came.Verdict != execution.Released
+	if !failed || x.engine.Coordinator == nil {
 		return events
 	}
-	policy := x.evidence.policy
-	f := rollback.Failure{Checkpoint: came.Checkpoint, By: policy.Events.Identity(), Undo: x.r.Header.Get(HeaderRollback) != ""}
-	if events != nil {
-		f.Error = policy.Evidence.ErrorID(came.Checkpoint)
+	c, s := x.engine.Coordinator(), &x.evidence
+	f := rollback.Failure{Checkpoint: came.Checkpoint, By: s.policy.Events.Identity(), Undo: x.r.Header.Get(HeaderRollback) != ""}
+	switch {
+	case c == nil:
+		return events
+	case x.action.OnError && came.Failed():
+	case s.tokens.workflow() == "" && x.r.Header.Get(HeaderWorkflowID) == "":
+		return events // at most a trace, for which nobody answers
+	default:
+		f.Asks, f.Workflow = hitl.CauseFailed, s.call.Workflow
+		switch {
+		case !s.call.Reversible: // ATD "Interaction with HITL", case 1
+			f.Asks = hitl.CauseIrreversible
+		case reported.critical:
+			f.Asks = hitl.CauseError
+		}
+		if caller := x.call.Scope.Caller; VerifiedHere(caller) {
+			f.Caller = cmp.Or(x.h.OperatorName(x.r, caller), caller)
+		}
+	}
+	switch {
+	case !came.Failed():
+		f.Error = reported.severe
+	case events != nil:
+		f.Error = s.policy.Evidence.ErrorID(came.Checkpoint)
 	}
 	b, err := c.Failed(f)
 	if err != nil {
-		x.h.Logger.Error("the rollback of a failed call could not be asked for", slog.Any("key", x.call.Key), slog.Any("error", err))
+		x.h.Logger.Error("that a call has failed could not be recorded; nothing is rolled back, and nobody asked", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return events
 	}
 	b.Join(events)
@@ -299,7 +320,8 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 		return nil // then nothing is recorded either
 	}
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
-	came.UpstreamErrors = x.keepUpstreamErrors(ctx, now, answer)
+	reported := x.keepUpstreamErrors(ctx, now, answer)
+	came.UpstreamErrors = reported.ids
 	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
 	var signed []*ect.Token
 	if err == nil && len(drafts) > 1 && x.hears() && !(x.action.Async && o.Whole) {
@@ -319,31 +341,43 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 					batch.Add(w)
 				}
 			}
-			return x.rollBack(&came, batch)
+			return x.answerFailure(&came, reported, batch)
 		}
 	}
 	x.h.Logger.Error("the outcome of a call could not be recorded in the ledger", slog.Any("key", x.call.Key), slog.Any("error", err))
-	return x.rollBack(&came, nil)
+	return x.answerFailure(&came, reported, nil)
 }
 
-// keepUpstreamErrors records the errors that the upstream reports with its answer, and returns
-// their ids. It commits separately: an id taken by others meanwhile must not keep the outcome
-// from being recorded (P6).
-func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (ids []string) {
+// reportedErrors are the errors that an upstream has reported with its answer: their ids, the first one
+// that is more than a warning, and whether one is critical.
+type reportedErrors struct {
+	ids      []string
+	severe   string
+	critical bool
+}
+
+// keepUpstreamErrors records the errors that the upstream reports with its answer. It commits
+// separately: an id taken by others meanwhile must not keep the outcome from being recorded (P6).
+func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer http.Header) (reported reportedErrors) {
 	if len(answer[ect.FieldName]) == 0 {
-		return nil
+		return reported
 	}
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
 	for _, t := range x.upstreamErrors(ctx, answer) {
 		err := x.evidence.policy.Evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t})
 		if err == nil {
-			ids = append(ids, t.ID())
+			reported.ids = append(reported.ids, t.ID())
+			severity, _ := t.Ext().Text(ect.MemberSeverity)
+			if reported.severe == "" && evidence.Severe(severity) {
+				reported.severe = t.ID()
+			}
+			reported.critical = reported.critical || severity == "critical"
 		} else if !errors.Is(err, ledger.ErrDuplicate) {
 			x.h.Logger.Warn("an error that an upstream reported could not be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		}
 	}
-	return ids
+	return reported
 }
 
 // upstreamErrorTime is how long an outcome waits for the keys and records of its errors.

@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -91,11 +92,9 @@ func (t *TokenPolicy) graphOnly() *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, Identities: []string{t.Events.Identity()}, Own: t.Events.Own})
 }
 
-// Verify verifies the tokens of a request and of its message m, which is nil without one. A refusal
-// is an *ect.Error.
-func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, error) {
-	raws, err := ect.ParseFields(r.Header[ect.FieldName])
-	var inside []string
+// tokensIn are the tokens, as sent, of a request and of its message, and those that only the message has.
+func tokensIn(r *http.Request, m *protocol.Message) (raws, inside []string, err error) {
+	raws, err = ect.ParseFields(r.Header[ect.FieldName])
 	if m != nil && err == nil {
 		lines, ok := m.Tokens()
 		if inside, err = ect.ParseFields(lines); !ok {
@@ -104,6 +103,13 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 		inside = slices.DeleteFunc(inside, func(raw string) bool { return slices.Contains(raws, raw) })
 		raws = append(raws, inside...)
 	}
+	return raws, inside, err
+}
+
+// Verify verifies the tokens of a request and of its message m, which is nil without one. A refusal
+// is an *ect.Error.
+func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, error) {
+	raws, inside, err := tokensIn(r, m)
 	if err != nil || len(raws) == 0 {
 		return Tokens{}, err
 	}
@@ -233,6 +239,40 @@ func (t *TokenPolicy) CheckReports(ctx context.Context, p *Tokens, except ...ect
 			return failed
 		}
 		if status != evidence.Same {
+			return err
+		}
+	}
+	return nil
+}
+
+// RefusedErrors hands the errors among tokens that were refused, since what they name is unknown to their
+// issuer, to the coordinator: that finds out afterwards whether they are about another workflow, so that
+// the answer does not show it (cascade 3.3.2, P3).
+func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
+	if t.Engine.Coordinator == nil || t.Verifier == nil {
+		return nil
+	}
+	c := t.Engine.Coordinator()
+	if c == nil {
+		return nil
+	}
+	for _, raw := range raws {
+		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: Peer(r)}) // without its parents
+		if errors.Is(err, ect.ErrUnavailable) {
+			return err
+		}
+		if err != nil || !token.Proven() || token.Event() != ect.EventError {
+			continue
+		}
+		named := slices.Clone(token.Parents())
+		if id := evidence.NamedCheckpoint(token.Ext()); id != "" && !slices.Contains(named, id) {
+			named = append(named, id)
+		}
+		batch, err := c.Failed(rollback.Failure{Named: named, Workflow: token.Workflow(), Reporter: token.Issuer()})
+		if err == nil {
+			err = batch.Commit(r.Context(), t.Engine.Store)
+		}
+		if err != nil && !errors.As(err, new(*store.Conflict)) { // as many of the issuer's as may wait do
 			return err
 		}
 	}

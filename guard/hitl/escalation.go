@@ -77,6 +77,10 @@ const (
 	CauseCall Cause = "approval_required"
 	// CauseError: an error is critical, or fits a rule (ATD, HITL Escalation on Error).
 	CauseError Cause = "critical_error"
+	// CauseFailed: a call has failed, and nothing rolls it back (ATD, Error Signaling).
+	CauseFailed Cause = "call_failed"
+	// CauseReach: a rollback, or an error, affects more than three agents (cascade 3.4.3).
+	CauseReach Cause = "many_agents"
 	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3), or cannot.
 	CauseCritical Cause = "critical_node"
 	// CauseOther: see the summary.
@@ -87,7 +91,7 @@ const (
 func Causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
-		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseCritical, CauseOther,
+		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseFailed, CauseReach, CauseCritical, CauseOther,
 	}
 }
 

@@ -74,3 +74,6 @@ func (u *Undoer) Unkept() (n int) {
 	u.unkept.Range(func(any, any) bool { n++; return true })
 	return n
 }
+
+// MaxFailed is how many escalations because of a caller's failed calls may be pending.
+const MaxFailed = maxFailed

@@ -94,6 +94,23 @@ func follows(g *workflow.Graph, id, checkpoint string) bool {
 	return d.reach(d.withGuards(contained(g, target)))[g.End(i)]
 }
 
+// agentsBehind is how many agents are behind a checkpoint, of the actions that it was made for and of what follows
+// from them.
+func agentsBehind(g *workflow.Graph, checkpoint string) int {
+	target, known := checkpointIn(g, checkpoint)
+	if !known {
+		return 0
+	}
+	d, agents := planner{Graph: g}, map[string]bool{}
+	met := d.reach(d.withGuards(contained(g, target)))
+	for i := range g.Len() {
+		if n := g.At(i); met[g.End(i)] && n.TakesPart() && !n.Group && n.By != "" {
+			agents[n.By] = true
+		}
+	}
+	return len(agents)
+}
+
 // spread marks the requester's nodes and their consequences by the tokens. A group does not
 // follow from its members. With any it follows every link in both directions, but not from a
 // report to its subjects.

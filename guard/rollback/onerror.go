@@ -1,6 +1,7 @@
 package rollback
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,9 +17,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Failure is an error because of which the gateway may roll a call back in its own name: the call of
-// the checkpoint and what followed from it (ATD, "Error Signaling"; AERR, "Error Propagation via
-// DAG").
+// Failure is an error because of which the gateway rolls a call back in its own name, the call of the
+// checkpoint and what followed from it, or asks people (ATD, "Error Signaling"; AERR, "Error
+// Propagation via DAG").
 type Failure struct {
 	// Checkpoint is that of the call that failed.
 	Checkpoint string `json:"checkpoint"`
@@ -34,11 +35,17 @@ type Failure struct {
 	// checkpoint says that errors roll them back.
 	Reporter string  `json:"reporter,omitempty"`
 	Lineage  Lineage `json:"lineage,omitempty"`
+	// Asks has people asked, with this cause, in the place of a rollback: those of Workflow. Of an
+	// agent's error it is the cause where no error rolls its call back; empty asks nobody.
+	Asks hitl.Cause `json:"asks,omitempty"`
+	// Caller is the name of who has made the call, as operators know it; empty for one that the gateway
+	// has not verified.
+	Caller string `json:"caller,omitempty"`
 	// Named are, in the place of Checkpoint, the ids that an error of Reporter names which was
 	// refused, and Workflow is the error's own: where another workflow has one of them, its people
 	// are asked (cascade 3.3.2).
 	Named    []string `json:"named,omitempty"`
-	Workflow string   `json:"workflow,omitempty"` // see Named
+	Workflow string   `json:"workflow,omitempty"` // see Named and Asks
 }
 
 // failureReason is what a rollback that an error has caused gives as its reason.
@@ -147,7 +154,7 @@ func (c *Coordinator) handleFailure(key []byte) {
 		case errors.Is(err, ErrStopping):
 			return
 		case !errors.Is(err, ErrUnknown): // else it waits for the end of a reservation
-			c.log.Warn("a rollback because of an error waits for the store or the ledger", "error", err)
+			c.log.Warn("what becomes of an error waits for the store or the ledger", "error", err)
 		}
 		select {
 		case <-time.After(pause):
@@ -204,11 +211,13 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 	if len(f.Named) > 0 {
 		return "", c.crossed(ctx, &f, done)
 	}
-	counts, err := c.counts(ctx, &f)
+	rolls, err := c.counts(ctx, &f)
 	switch {
 	case err != nil:
 		return "", err
-	case !counts:
+	case !rolls && f.Asks != "":
+		return "", c.askPeople(ctx, &f, done)
+	case !rolls:
 		return "", c.forget(ctx, done)
 	case f.Undo:
 		return "", c.leave(ctx, &f, done, "an undo is not undone")
@@ -265,12 +274,15 @@ func refusedForGood(err error) string {
 	return ""
 }
 
-// counts reports whether an error rolls its call back: the outcome of a call does, an agent's error
-// only of whom the call concerns (P3).
-func (c *Coordinator) counts(ctx context.Context, f *Failure) (bool, error) {
+// counts reports whether an error rolls its call back: the outcome of a call does unless it asks
+// people, an agent's error only of whom the call concerns (P3). An error that counts for nothing asks
+// nobody either.
+func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err error) {
 	if f.Reporter == "" {
-		return true, nil
+		return f.Asks == "", nil
 	}
+	asks := f.Asks
+	f.Asks = ""
 	cp, tampered, err := c.token(ctx, f.Checkpoint)
 	if err != nil || tampered || !cp.Own {
 		return false, err
@@ -279,19 +291,24 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (bool, error) {
 	switch {
 	case errors.Is(err, checkpoint.ErrStore):
 		return false, fmt.Errorf("%w: %w", ErrStore, err)
-	case err != nil || !opened.Snapshot.OnError:
-		return false, nil
-	case slices.Contains(cp.Audience, f.Reporter):
-		return true, nil // it is the agent that was called
+	case err == nil:
+		rolls = opened.Snapshot.OnError
 	}
-	view, err := c.o.Ledger.Graph(ctx, Query{Target: cp.ID, Scope: SubDAG, By: f.Reporter, Lineage: f.Lineage})
-	switch {
-	case errors.Is(err, ErrUnknown), errors.Is(err, checkpoint.ErrTampered):
-		return false, nil
-	case err != nil:
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	concerned := slices.Contains(cp.Audience, f.Reporter) // it is the agent that was called
+	if !concerned {
+		view, err := c.o.Ledger.Graph(ctx, Query{Target: cp.ID, Scope: SubDAG, By: f.Reporter, Lineage: f.Lineage})
+		switch {
+		case errors.Is(err, ErrUnknown), errors.Is(err, checkpoint.ErrTampered):
+			return false, nil
+		case err != nil:
+			return false, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		concerned = MayAsk(view.Graph, f.Reporter, cp.ID, f.Lineage)
 	}
-	return MayAsk(view.Graph, f.Reporter, cp.ID, f.Lineage), nil
+	if concerned && cp.Reversible { // else the commit of the error has asked (ADR 0080)
+		f.Asks, f.Workflow, f.Caller = asks, cp.Workflow, "issuer:"+f.Reporter
+	}
+	return concerned && rolls, nil
 }
 
 // forget removes the record of a failure. Who lost to somebody else has nothing left to do.
@@ -380,4 +397,90 @@ func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, w
 		return b.Done(err)
 	}
 	return c.handOver(ctx, b)
+}
+
+// maxFailed is how many escalations because of one caller's failed calls may be pending.
+const maxFailed = 16
+
+// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f), and one
+// where it reaches many agents. There is one for a workflow and cause that nobody has decided, and only
+// so many because of one caller: agents try again, and an upstream that is down fails every call.
+func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Write) error {
+	reach := c.reach(ctx, f)
+	c.counting.Lock()
+	defer c.counting.Unlock()
+	b, links := store.NewBatch(done), hitl.Links{Checkpoint: f.Checkpoint, Error: f.Error}
+	if reach != "" {
+		if err := c.escalateAnew(ctx, b, hitl.Opening{
+			Key: "error reach", Level: hitl.Pause, Cause: hitl.CauseReach, Workflow: f.Workflow, Caller: f.Caller, Links: links,
+			Summary: "A call has failed, or its answer carries an error: " + reach,
+		}); err != nil {
+			return b.Done(err)
+		}
+	}
+	o := hitl.Opening{
+		Key: "failed call " + string(f.Asks), Level: hitl.Approval, Cause: f.Asks, Workflow: f.Workflow, Caller: f.Caller, Links: links,
+		Summary: "A call has failed, or its answer carries an error, and it is not rolled back. Further ones of the workflow open nothing until this is decided.",
+		// The callers that nobody has verified are one: they could take any number of names.
+		Requester: "failed calls of " + cmp.Or(f.Caller, "others"),
+	}
+	if f.Asks == hitl.CauseIrreversible {
+		o.Summary = "A call that cannot be undone has failed, or its answer carries an error. Further ones of the workflow open nothing until this is decided."
+	}
+	if err := c.escalateAnew(ctx, b, o); err != nil {
+		return b.Done(err)
+	}
+	return c.handOver(ctx, b)
+}
+
+// escalateAnew opens an escalation for its workflow, unless an earlier one with the key is pending or
+// holds the workflow, or too many because of the same requester are pending.
+func (c *Coordinator) escalateAnew(ctx context.Context, b *store.Batch, o hitl.Opening) error {
+	for o.Key += " " + o.Workflow; ; {
+		e, err := c.o.Escalations.Find(ctx, o.Key)
+		if errors.Is(err, hitl.ErrNotFound) {
+			break
+		}
+		if errors.Is(err, hitl.ErrUnreadable) { // nobody can decide it
+			o.Key += " anew"
+			continue
+		}
+		if err != nil || e.Status == hitl.Pending || e.Held {
+			return err
+		}
+		o.Key = "after " + e.ID // behind those that people have decided
+	}
+	if o.Requester != "" {
+		full, err := c.o.Escalations.Waits(ctx, o.Requester, maxFailed)
+		if err != nil {
+			return err
+		}
+		if full {
+			c.log.Warn("calls of a caller fail in many workflows; further ones are not escalated until people have looked", "caller", o.Caller)
+			return nil
+		}
+	}
+	_, err := c.escalate(ctx, b, o)
+	return err
+}
+
+// manyAgents is how many agents may be affected before people are asked (cascade 3.4.3).
+const manyAgents = 3
+
+// reach says how many agents have acted in the call of a failure and in what follows from it, the
+// failing ones counted (C-2-c); empty if they are not many, or cannot be counted: that keeps nobody from
+// being asked. It reads no more of the workflow than a plan does (ADR 0051).
+func (c *Coordinator) reach(ctx context.Context, f *Failure) string {
+	view, err := c.o.Ledger.Graph(ctx, Query{Target: f.Checkpoint, Scope: SubDAG})
+	if errors.As(err, new(*TooManyError)) {
+		return "more follows from it than can be looked at."
+	}
+	if err != nil {
+		c.log.Warn("how many agents an error has reached cannot be counted", "error", err)
+		return ""
+	}
+	if n := agentsBehind(view.Graph, f.Checkpoint); n > manyAgents {
+		return fmt.Sprintf("%d agents have acted in it and in what followed from it.", n)
+	}
+	return ""
 }

@@ -3,6 +3,7 @@ package rollback_test
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -225,35 +226,43 @@ func TestErrorDuringAnotherRollback(t *testing.T) {
 	})
 }
 
-// P3: an agent's error counts if the agent could ask for the rollback itself, or was called; and
-// only for calls that errors roll back.
+// P3: an agent's error counts if the agent could ask for the rollback itself, or was called. It rolls
+// back calls that are set so, and for others people are asked, once.
 func TestErrorsOfAgentsThatCount(t *testing.T) {
 	const called, other = "spiffe://example.com/called", "spiffe://example.com/other"
 	for name, test := range map[string]struct {
 		reporter string
 		lineage  rollback.Lineage
 		off      bool
+		mail     bool // cannot be undone, so that the commit of the error has asked
 		counts   bool
+		asks     bool
 	}{
-		"an ancestor":        {reporter: agent, lineage: rollback.Ancestor, counts: true},
-		"who was called":     {reporter: called, lineage: rollback.Ancestor, counts: true},
-		"somebody else":      {reporter: other, lineage: rollback.Ancestor},
-		"of the workflow":    {reporter: other, lineage: rollback.Workflow, counts: true},
-		"another policy":     {reporter: agent},
-		"not on_error":       {reporter: agent, lineage: rollback.Ancestor, off: true},
-		"called, not so set": {reporter: called, lineage: rollback.Ancestor, off: true},
+		"an ancestor":               {reporter: agent, lineage: rollback.Ancestor, counts: true},
+		"who was called":            {reporter: called, lineage: rollback.Ancestor, counts: true},
+		"somebody else":             {reporter: other, lineage: rollback.Ancestor},
+		"of the workflow":           {reporter: other, lineage: rollback.Workflow, counts: true},
+		"another policy":            {reporter: agent},
+		"not on_error":              {reporter: agent, lineage: rollback.Ancestor, off: true, asks: true},
+		"called, not so set":        {reporter: called, lineage: rollback.Ancestor, off: true, asks: true},
+		"somebody else, not so set": {reporter: other, lineage: rollback.Ancestor, off: true},
+		"irreversible":              {reporter: agent, lineage: rollback.Ancestor, off: true, mail: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				r := newRig(t)
 				r.onError = !test.off
-				r.made("1", checkpoint.Restore, execution.Completed)
+				way := checkpoint.Restore
+				if test.mail {
+					way = checkpoint.Irreversible
+				}
+				r.made("1", way, execution.Completed)
 				r.ledger.nodes = append(r.ledger.nodes, Node{ID: "later", Kind: ActionNode, Parents: []string{"1"}, By: other, Done: true})
 				cp := r.ledger.tokens["c1"]
 				cp.Audience = []string{gateway, called}
 				r.ledger.tokens["c1"] = cp
 				r.start()
-				if err := r.fails(rollback.Failure{Checkpoint: "c1", Error: "e", Reporter: test.reporter, Lineage: test.lineage}); err != nil {
+				if err := r.fails(rollback.Failure{Checkpoint: "c1", Error: "e", Reporter: test.reporter, Lineage: test.lineage, Asks: hitl.CauseFailed}); err != nil {
 					t.Fatal(err)
 				}
 				if test.counts {
@@ -261,8 +270,8 @@ func TestErrorsOfAgentsThatCount(t *testing.T) {
 				} else {
 					r.wantNoRollback("c1")
 				}
-				if len(r.escalations()) > 0 {
-					t.Errorf("escalated: %v", r.escalations())
+				if all := r.opened(); (len(all) == 1) != test.asks || test.asks && (all[0].Workflow != "w" || all[0].Caller != "issuer:"+test.reporter || all[0].Links.Error != "e") {
+					t.Errorf("escalated: %+v", all)
 				}
 			})
 		})
@@ -396,6 +405,294 @@ func TestErrorDuringAReservation(t *testing.T) {
 			if n := len(r.world.order); n != map[bool]int{false: 3, true: 4}[executed] {
 				t.Errorf("%d undos", n)
 			}
+		})
+	}
+}
+
+// opened are the escalations, the newest first.
+func (r *rig) opened() []hitl.Escalation {
+	r.t.Helper()
+	synctest.Wait()
+	if n := r.failures(); n != 0 {
+		r.t.Errorf("%d failures are still recorded", n)
+	}
+	page, err := r.escalationStore.List(ctx, hitl.Filter{}, "", 1000)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return page.Escalations
+}
+
+// asking is a failure that rolls nothing back.
+func asking(id, workflow, caller string) rollback.Failure {
+	return rollback.Failure{Checkpoint: "c" + id, Error: "error-" + id, Asks: hitl.CauseFailed, Workflow: workflow, Caller: caller}
+}
+
+func (r *rig) failsWith(all ...rollback.Failure) {
+	r.t.Helper()
+	for _, f := range all {
+		if err := r.fails(f); err != nil {
+			r.t.Fatal(err)
+		}
+	}
+}
+
+// approves says that somebody has seen to an escalation.
+func (r *rig) approves(e hitl.Escalation) {
+	r.t.Helper()
+	if _, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Roles: []string{e.Role, hitl.DefaultRole}, Approve: true, Hash: e.Proposal.Hash}); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// A-error-signaling-f: a call that fails and is not rolled back is escalated: once for its workflow and
+// cause until people have decided, however often the agent tries. It holds nothing.
+func TestFailureAsksPeople(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.start()
+		r.failsWith(asking("1", "w", "user:bob"))
+		all := r.opened()
+		if len(all) != 1 {
+			t.Fatalf("%+v", all)
+		}
+		want := hitl.Links{Checkpoint: "c1", Error: "error-1"}
+		if e := all[0]; e.Level != hitl.Approval || e.Cause != hitl.CauseFailed || e.Workflow != "w" || e.Caller != "user:bob" || e.Links != want || e.Held || e.Proposal.Kind != "" {
+			t.Errorf("%+v", e)
+		}
+		for i := range 200 { // a flood, and the same one again
+			r.failsWith(asking(fmt.Sprint(i), "w", "user:bob"), asking("1", "w", "user:bob"))
+		}
+		irreversible := asking("2", "w", "user:bob")
+		irreversible.Asks = hitl.CauseIrreversible
+		r.failsWith(irreversible, irreversible, asking("3", "v", "user:bob"))
+		if all = r.opened(); len(all) != 3 {
+			t.Fatalf("%d escalations, want one for each cause and workflow", len(all))
+		}
+		r.restart()
+		r.failsWith(asking("4", "w", "user:bob"))
+		if all = r.opened(); len(all) != 3 {
+			t.Errorf("%d escalations after a restart", len(all))
+		}
+		// Decided, it is another question.
+		for round := range 3 {
+			for _, e := range all {
+				if e.Status == hitl.Pending && e.Cause == hitl.CauseFailed && e.Workflow == "w" {
+					r.approves(e)
+				}
+			}
+			r.failsWith(asking(fmt.Sprint("later", round), "w", "user:bob"), asking(fmt.Sprint("more", round), "w", "user:bob"))
+			if all = r.opened(); len(all) != 4+round {
+				t.Errorf("round %d: %d escalations", round, len(all))
+			}
+		}
+	})
+}
+
+// Nobody is flooded: a caller whose calls fail in workflow after workflow causes only so many
+// escalations that nobody has decided, and callers whom nobody has verified count as one. Others have
+// theirs.
+func TestFailuresThatAskAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.start()
+		for _, caller := range []string{"user:bob", ""} {
+			for i := range 3 * rollback.MaxFailed {
+				r.failsWith(asking(fmt.Sprint(caller, i), fmt.Sprint("w", caller, i), caller))
+			}
+		}
+		all := r.opened()
+		if len(all) != 2*rollback.MaxFailed {
+			t.Fatalf("%d escalations", len(all))
+		}
+		r.failsWith(asking("1", "of ann", "user:ann"))
+		if all = r.opened(); len(all) != 2*rollback.MaxFailed+1 {
+			t.Fatalf("%d escalations, one of them of another caller", len(all))
+		}
+		r.approves(all[slices.IndexFunc(all, func(e hitl.Escalation) bool { return e.Caller == "user:bob" })])
+		r.failsWith(asking("x", "of bob", "user:bob"), asking("y", "of bob too", "user:bob"))
+		if all = r.opened(); len(all) != 2*rollback.MaxFailed+2 {
+			t.Errorf("%d escalations after one was decided", len(all))
+		}
+	})
+}
+
+// P5: whatever dies between the outcome's commit and the escalation, people are asked once.
+func TestFailureAsksOnceWhateverDies(t *testing.T) {
+	for dies := range 4 {
+		for _, lands := range []bool{false, true} {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Restore, execution.Completed)
+				r.start()
+				r.st.mu.Lock()
+				r.st.commits, r.st.dies, r.st.lands = 0, dies, lands
+				r.st.mu.Unlock()
+				err := r.fails(asking("1", "w", ""))
+				synctest.Wait()
+				stop(r.Coordinator)
+				r.open()
+				r.start()
+				want := 1
+				if err != nil && !lands { // the outcome is not recorded either
+					want = 0
+				}
+				if all := r.opened(); len(all) != want {
+					t.Errorf("dies at %d, lands %v: %d escalations, want %d", dies, lands, len(all), want)
+				}
+			})
+		}
+	}
+}
+
+// People are asked also where an earlier question cannot be read, and where nobody can count the agents.
+func TestFailureAsksPeopleOverDamage(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.start()
+		r.failsWith(asking("not known", "w", ""))
+		first := r.opened()
+		if len(first) != 1 {
+			t.Fatalf("%+v", first)
+		}
+		var records [][]byte
+		for entry, err := range r.mem.Scan(ctx, store.Prefix([]byte("he"))) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			records = append(records, entry.Key)
+		}
+		if len(records) != 1 {
+			t.Fatalf("%d records", len(records))
+		}
+		if _, err := r.mem.Commit(ctx, store.Write{Key: records[0], Value: []byte("damaged")}); err != nil {
+			t.Fatal(err)
+		}
+		r.failsWith(asking("1", "w", ""), asking("2", "w", ""))
+		if all := r.opened(); len(all) != 1 || all[0].ID == first[0].ID {
+			t.Errorf("%+v", all)
+		}
+	})
+}
+
+// C-3.4.3-d, C-2-c: an error whose call more than three agents have acted in or after pauses the
+// workflow, once, until people have looked; then it may again.
+func TestErrorThatReachesManyAgents(t *testing.T) {
+	for agents := 3; agents <= 5; agents++ {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t)
+			r.made("0", checkpoint.Restore, execution.Completed)
+			r.made("1", checkpoint.Restore, execution.Completed, "0")
+			after := "c1"
+			for i := 2; i < agents; i++ { // beside the agent that has called, and the gateway
+				id := fmt.Sprint("of ", i)
+				r.ledger.nodes = append(r.ledger.nodes,
+					Node{ID: id, Kind: ActionNode, Parents: []string{after}, By: fmt.Sprint("agent-", i), Done: true},
+					Node{ID: "beside " + id, Kind: ActionNode, Parents: []string{"0"}, By: fmt.Sprint("beside-", i), Done: true})
+				after = id
+			}
+			r.start()
+			for i := range 3 {
+				f := asking("1", "w", "user:bob")
+				f.Error = fmt.Sprint("error-", i)
+				r.failsWith(f)
+			}
+			var reach []hitl.Escalation
+			for _, e := range r.opened() {
+				if e.Cause == hitl.CauseReach {
+					reach = append(reach, e)
+				}
+			}
+			if agents <= 3 {
+				if len(reach) != 0 {
+					t.Errorf("%d agents: %+v", agents, reach)
+				}
+				return
+			}
+			if len(reach) != 1 || reach[0].Level != hitl.Pause || !reach[0].Held || !strings.Contains(reach[0].Summary, fmt.Sprint(agents, " agents")) {
+				t.Fatalf("%d agents: %+v", agents, reach)
+			}
+			r.approves(reach[0])
+			f := asking("1", "w", "user:bob")
+			f.Error = "error-later"
+			r.failsWith(f)
+			synctest.Wait()
+			if got := r.escalations()[hitl.CauseReach]; got != 2 {
+				t.Errorf("%d after the workflow has gone on", got)
+			}
+		})
+	}
+}
+
+// behind makes calls of so many agents, one after the other.
+func behind(t testing.TB, agents int) *rig {
+	r := newRig(t)
+	parents := []string{}
+	for i := range agents {
+		id := fmt.Sprint(i)
+		r.made(id, checkpoint.Restore, execution.Completed, parents...)
+		cp := r.ledger.tokens["c"+id]
+		cp.Agent = fmt.Sprint("agent-", i)
+		r.ledger.tokens["c"+id] = cp
+		parents = []string{id}
+	}
+	return r
+}
+
+// C-3.4.3-d: a rollback that is about calls of more than three agents goes on as it was asked for; with
+// its end the workflow is paused until people have looked, once for a rollback.
+func TestRollbackOfManyAgents(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		agents int
+		spoil  func(r *rig, q *rollback.Request)
+		status rollback.Status
+		want   map[hitl.Cause]int
+	}{
+		{"three", 3, nil, rollback.Completed, nil},
+		{"four", 4, nil, rollback.Completed, map[hitl.Cause]int{hitl.CauseReach: 1}},
+		{"a part of a rollback that is asked for elsewhere", 4, func(_ *rig, q *rollback.Request) { q.PartOf = "other" }, rollback.Completed, nil},
+		{"one of them is another's call again", 4, func(r *rig, _ *rollback.Request) {
+			cp := r.ledger.tokens["c3"]
+			cp.Agent = "agent-1"
+			r.ledger.tokens["c3"] = cp
+		}, rollback.Completed, nil},
+		{"partial, which pauses as it is", 4, func(r *rig, _ *rollback.Request) {
+			r.world.answers["c2"] = rollback.Result{Reason: rollback.ReasonRefused, Status: 409}
+		}, rollback.Partial, map[hitl.Cause]int{hitl.CauseRollbackPartial: 1, hitl.CauseRollbackFailed: 1}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := behind(t, test.agents)
+				q := request("c0", rollback.SubDAG)
+				if test.spoil != nil {
+					test.spoil(r, &q)
+				}
+				r.start()
+				b := r.run(q)
+				if again := r.run(q); b.Status != test.status || again.Status != test.status {
+					t.Fatalf("%+v", b)
+				}
+				if got := r.escalations(); fmt.Sprint(got) != fmt.Sprint(test.want) && len(got)+len(test.want) > 0 {
+					t.Errorf("%v, want %v", got, test.want)
+				}
+				held, err := r.escalationStore.Blocks(ctx, "w")
+				if err != nil || (held != nil && held.Cause == hitl.CauseReach) != (test.want[hitl.CauseReach] > 0) {
+					t.Errorf("held by %+v, %v", held, err)
+				}
+				if test.want[hitl.CauseReach] == 0 {
+					return
+				}
+				if held.Level != hitl.Pause || held.Links.Rollback != b.ID || len(b.Escalations) != 1 || b.Escalations[0] != held.ID {
+					t.Errorf("%+v, %+v", held, b.Escalations)
+				}
+				r.approves(*held) // and that is it
+				r.restart()
+				if held, err := r.escalationStore.Blocks(ctx, "w"); held != nil || err != nil || r.escalations()[hitl.CauseReach] != 1 {
+					t.Errorf("%+v, %v, %v", held, err, r.escalations())
+				}
+			})
 		})
 	}
 }

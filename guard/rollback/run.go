@@ -799,6 +799,17 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 			if h.Unknown {
 				o.Summary = "The rollback has undone a part, and of another nobody knows whether it was undone."
 			}
+		case Completed, Escalated: // cascade 3.4.3; the others hold the workflow as it is
+			agents := map[string]bool{}
+			for i := range r.steps {
+				if s := &r.steps[i]; s.What != Nothing && s.What != Gather && !s.Cancelled && s.Agent != "" {
+					agents[s.Agent] = true
+				}
+			}
+			if len(agents) > manyAgents && h.PartOf == "" {
+				o.Key, o.Level, o.Cause = "rollback reach "+h.ID, hitl.Pause, hitl.CauseReach
+				o.Summary = fmt.Sprintf("The rollback is about calls of %d agents.", len(agents))
+			}
 		}
 		if o.Key != "" {
 			id, err := c.escalate(ctx, b, o)
