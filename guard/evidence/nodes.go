@@ -361,7 +361,7 @@ type neighbourhood struct {
 	read   map[string]*ledger.Entry // by id; nil if nothing is recorded
 	taken  map[string]int           // by id: one more than the levels of parents that were taken too
 	queue  []string                 // ids whose followers are to be read
-	queued map[string]bool          // ids that were in queue
+	queued map[string]bool          // ids that were in queue: whether all followers are read, or only reports
 	bare   bool                     // take entries without their parents
 }
 
@@ -381,7 +381,7 @@ func (p *neighbourhood) collect(target *ledger.Entry, q *rollback.Query, limit i
 	if err := p.add(target, maxAbove); err != nil {
 		return nil, false, err
 	}
-	p.enqueue(target.ID)
+	p.enqueue(target.ID, true)
 	contained, err := p.contained(target)
 	if err != nil {
 		return nil, false, err
@@ -403,7 +403,11 @@ func (p *neighbourhood) collect(target *ledger.Entry, q *rollback.Query, limit i
 		most = len(p.taken) + maxSingle
 	}
 	for n := 0; n < len(p.queue); n++ {
+		all := p.queued[p.queue[n]]
 		err := p.followers(p.queue[n], func(e *ledger.Entry) (bool, error) {
+			if !all && (isCheckpoint(e) || p.isTask(e)) {
+				return true, nil
+			}
 			if len(p.taken) >= most && p.taken[e.ID] == 0 {
 				more = true
 				return false, nil
@@ -495,10 +499,10 @@ func (p *neighbourhood) add(e *ledger.Entry, above int) error {
 	return nil
 }
 
-// enqueue queues a node for the reading of its followers.
-func (p *neighbourhood) enqueue(id string) {
-	if !p.queued[id] {
-		p.queued[id] = true
+// enqueue queues a node for the reading of its followers: all of them, or only what reports on it.
+func (p *neighbourhood) enqueue(id string, all bool) {
+	if before, queued := p.queued[id]; !queued || all && !before {
+		p.queued[id] = all
 		p.queue = append(p.queue, id)
 	}
 }
@@ -511,28 +515,46 @@ func (p *neighbourhood) addFollower(e *ledger.Entry) error {
 			return err
 		}
 	}
-	p.enqueue(e.ID)
-	return p.enqueueSubjects(e)
+	p.enqueue(e.ID, true)
+	return p.enqueueSubjects(e, false)
 }
 
 // enqueueSubjects queues the agent's actions of a checkpoint, or the agent's checkpoint of an
-// action.
-func (p *neighbourhood) enqueueSubjects(e *ledger.Entry) error {
+// action, unless it is about actions only.
+func (p *neighbourhood) enqueueSubjects(e *ledger.Entry, actionsOnly bool) error {
 	parents, err := p.parents(e)
 	if err != nil {
 		return err
 	}
+	covered := p.own(e) && (isCheckpoint(e) || slices.ContainsFunc(parents, func(c *ledger.Entry) bool { return p.covers(c, e) }))
 	for _, parent := range parents {
-		if p.isTask(parent) && !p.own(parent) && isCheckpoint(e) || isCheckpoint(parent) && !p.own(parent) && (p.isTask(e) || isCheckpoint(e)) {
-			p.enqueue(parent.ID)
-			if isCheckpoint(parent) && isCheckpoint(e) { // the parent's actions are also this one's
-				if err := p.enqueueSubjects(parent); err != nil {
-					return err
-				}
+		switch {
+		case p.own(parent), actionsOnly && !p.isTask(parent):
+		case p.isTask(parent):
+			if isCheckpoint(e) {
+				p.enqueue(parent.ID, true)
+			}
+		case isCheckpoint(parent) && (p.isTask(e) || isCheckpoint(e)):
+			p.enqueue(parent.ID, !covered)
+			if !isCheckpoint(e) {
+				continue
+			}
+			// The parent's actions are also this one's.
+			if err := p.enqueueSubjects(parent, covered); err != nil {
+				return err
 			}
 		}
 	}
 	return nil
+}
+
+// covers reports whether c is the gateway's checkpoint of the call whose outcome e is, and follows
+// from all that e follows from. Then whatever undoes e undoes it by c, and an agent's checkpoint before
+// both has no part in that: what else follows from it does not matter, only what reports on it. A
+// participant has such a one before each call, and the coordinator's next calls follow from it.
+func (p *neighbourhood) covers(c, e *ledger.Entry) bool {
+	return p.own(c) && isCheckpoint(c) && slices.Contains(p.Evidence.Outcomes(c), e.ID) &&
+		!slices.ContainsFunc(e.Parents, func(id string) bool { return id != c.ID && !slices.Contains(c.Parents, id) })
 }
 
 // contained are a checkpoint, its actions, and all that it contains as a group. They are
@@ -633,6 +655,9 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error 
 			parents, err := p.parents(e)
 			if err != nil {
 				return err
+			}
+			if q.Lineage == rollback.Ancestor && !p.own(e) && isCheckpoint(e) && !slices.ContainsFunc(parents, func(m *ledger.Entry) bool { return !isCheckpoint(m) }) {
+				continue // a group does not follow from its members
 			}
 			for _, parent := range parents {
 				reach(parent)

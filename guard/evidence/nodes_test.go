@@ -45,12 +45,13 @@ func (b *rollbackBench) call(issuer, workflow, outcome string, parents ...string
 // What is near to a checkpoint makes the plan that all of its workflow makes, and gives the same
 // right to ask, whatever the workflow looks like.
 func TestNearbyMakesTheSamePlan(t *testing.T) {
-	for seed := range uint64(5) {
+	for seed := range uint64(12) {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			r := rand.New(rand.NewPCG(seed, 50))
 			b := newRollbackBench(t)
 			workflow := uuid.NewString()
-			var ids, checkpoints, mine []string
+			var ids, checkpoints, mine, theirs []string
+			known := map[string]rollback.NodeState{} // what the checkpoint store and the executions know
 			some := func() (parents []string) {
 				for range min(r.IntN(3), len(ids)) {
 					if id := ids[r.IntN(len(ids))]; !slices.Contains(parents, id) {
@@ -71,12 +72,25 @@ func TestNearbyMakesTheSamePlan(t *testing.T) {
 					c := b.checkpoint(bob, workflow, "", some()...)
 					act := b.token(bob, ect.Claims{Workflow: workflow, Parents: append(some(), c.ID())})
 					checkpoints, ids = append(checkpoints, c.ID()), append(ids, c.ID(), act.ID())
+				case n == 4: // another gateway's, which is this one's parent for its call
+					parents := some()
+					if len(theirs) > 0 && r.IntN(3) > 0 {
+						parents = []string{theirs[r.IntN(len(theirs))]}
+					}
+					before := b.checkpoint(bob, workflow, "", parents...).ID()
+					outcome := outcomes[r.IntN(len(outcomes))]
+					c, all := b.call("", workflow, outcome, before)
+					known[c] = stateAfter(outcome)
+					theirs, checkpoints, ids = append(theirs, before), append(checkpoints, c), append(append(ids, before), all...)
 				case n == 2 && len(mine) > 0: // of her own: what strangers report is not recorded
 					e := b.token(alice, ect.Claims{Workflow: workflow, Action: "error", Parents: []string{mine[r.IntN(len(mine))]}, Ext: new(ect.ExtBuilder).
 						Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "x").Text(ect.MemberCheckpointID, "")})
 					ids = append(ids, e.ID())
 				case n == 3 && len(checkpoints) > 0: // undone, as its maker or the gateway tells
-					c := checkpoints[r.IntN(len(checkpoints))]
+					c := append(checkpoints, theirs...)[r.IntN(len(checkpoints)+len(theirs))]
+					if known[c] != "" {
+						known[c] = rollback.Undone
+					}
 					ext := func() *ect.ExtBuilder {
 						return new(ect.ExtBuilder).Text(ect.MemberRollbackID, "urn:uuid:"+uuid.NewString()).Text(ect.MemberCheckpointID, c)
 					}
@@ -84,14 +98,22 @@ func TestNearbyMakesTheSamePlan(t *testing.T) {
 						Ext: ext().Text(ect.MemberScope, "single").Text(ect.MemberReason, "why")})
 					b.token(gateway, ect.Claims{Workflow: workflow, Action: "rollback_complete", Parents: []string{start.ID()}, Ext: ext().Text(ect.MemberStatus, "completed")})
 				default:
-					c, all := b.call(who, workflow, []string{"completed", "completed", "in_doubt", "released", ""}[r.IntN(5)], some()...)
+					outcome := outcomes[r.IntN(len(outcomes))]
+					c, all := b.call(who, workflow, outcome, some()...)
+					known[c] = stateAfter(outcome)
 					checkpoints, ids = append(checkpoints, c), append(ids, all...)
 					if who == alice {
 						mine = append(mine, all[0])
 					}
 				}
 			}
-			for _, target := range checkpoints {
+			stateOf := func(n *guardworkflow.Node) (rollback.NodeState, error) {
+				if state := known[n.ID]; state != "" {
+					return state, nil
+				}
+				return rollback.RecordedState(n), nil
+			}
+			for _, target := range append(checkpoints, theirs...) {
 				whole, err := b.ledger.Graph(t.Context(), rollback.Query{Target: target, Scope: rollback.FullWorkflow})
 				if err != nil {
 					t.Fatal(err)
@@ -110,8 +132,8 @@ func TestNearbyMakesTheSamePlan(t *testing.T) {
 								t.Errorf("%s: may ask %t, want %t", what, got, want)
 							}
 							ask := rollback.PlanInput{Workflow: workflow, Target: target, Scope: scope, By: by, Lineage: lineage, Now: time.Now()}
-							got, err := rollback.MakePlan(part, ask, byRecords)
-							want, err2 := rollback.MakePlan(all, ask, byRecords)
+							got, err := rollback.MakePlan(part, ask, stateOf)
+							want, err2 := rollback.MakePlan(all, ask, stateOf)
 							if (err == nil) != (err2 == nil) || err == nil && got.Hash() != want.Hash() {
 								t.Fatalf("%s:\n%+v %v\nwant\n%+v %v", what, got, err, want, err2)
 							}
@@ -123,9 +145,17 @@ func TestNearbyMakesTheSamePlan(t *testing.T) {
 	}
 }
 
-// byRecords is the state of a checkpoint where nothing else is known.
-func byRecords(n *guardworkflow.Node) (rollback.NodeState, error) {
-	return rollback.RecordedState(n), nil
+var outcomes = []string{"completed", "completed", "in_doubt", "released", ""}
+
+// stateAfter is the state of a call with this outcome.
+func stateAfter(outcome string) rollback.NodeState {
+	switch outcome {
+	case "released":
+		return rollback.NeverRan
+	case "":
+		return rollback.InFlight
+	}
+	return rollback.Ran
 }
 
 // counted counts what is read of a store.
@@ -234,6 +264,61 @@ func TestLargeWorkflowsCostNothing(t *testing.T) {
 	if a, c := reads(short, rollback.SubDAG), reads(long, rollback.SubDAG); c > a+10 {
 		t.Errorf("%d reads, and %d at the end of a chain", a, c)
 	}
+}
+
+// The parts of a rollback at a participant cost the same however many there are: each plan reads its
+// own call, and not those that the coordinator's other checkpoints lead to (ADR 0098).
+func TestPartsOfARollbackAreLinear(t *testing.T) {
+	for _, chain := range []bool{false, true} {
+		few, some := readsOfParts(t, 30, chain)
+		many, all := readsOfParts(t, 90, chain)
+		if many > few+2 || all > some || few > 60 {
+			t.Errorf("chain %t: %d reads and at most %d nodes for each of 30 parts, %d and %d for each of 90", chain, few, some, many, all)
+		}
+	}
+}
+
+// readsOfParts is what the plan of each part reads, and the most nodes that it has, of so many calls
+// of another gateway: all from the first, or each from the one before. Each is asked for and undone.
+func readsOfParts(t *testing.T, calls int, chain bool) (reads int64, nodes int) {
+	t.Helper()
+	b := newRollbackBench(t)
+	reading := &counted{Store: b.store}
+	b.store = reading
+	b.open()
+	workflow := uuid.NewString()
+	var before, parts []string
+	for range calls {
+		k := b.checkpoint(bob, workflow, "", before...).ID()
+		part, _ := b.call("", workflow, "completed", k)
+		if parts = append(parts, part); chain || before == nil {
+			before = []string{k}
+		}
+	}
+	ext := func(part string) *ect.ExtBuilder {
+		return new(ect.ExtBuilder).Text(ect.MemberRollbackID, "urn:uuid:"+uuid.NewString()).Text(ect.MemberCheckpointID, part)
+	}
+	for _, phase := range []string{"prepare", "execute"} {
+		for _, part := range slices.Backward(parts) {
+			request := b.token(bob, ect.Claims{Workflow: workflow, Parents: []string{part}, Action: "rollback_request",
+				Ext: ext(part).Text(ect.MemberScope, "sub_dag").Text(ect.MemberReason, "why")})
+			if err := b.evidence.Log().Flush(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			at := reading.reads.Load()
+			view, err := b.ledger.Graph(t.Context(), rollback.Query{Target: part, Scope: rollback.SubDAG, Lineage: rollback.Ancestor})
+			if err != nil {
+				t.Fatal(err)
+			}
+			reads, nodes = reads+reading.reads.Load()-at, max(nodes, view.Graph.Len())
+			if phase == "execute" {
+				start := b.token(gateway, ect.Claims{Workflow: workflow, Action: "rollback_start", Parents: []string{request.ID()},
+					Ext: ext(part).Text(ect.MemberScope, "sub_dag").Text(ect.MemberReason, "why")})
+				b.token(gateway, ect.Claims{Workflow: workflow, Action: "rollback_complete", Parents: []string{start.ID()}, Ext: ext(part).Text(ect.MemberStatus, "completed")})
+			}
+		}
+	}
+	return reads / int64(2*calls), nodes
 }
 
 // Of a workflow of 12,000 nodes, in a store on disk, a plan reads as many entries as of one

@@ -446,17 +446,9 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		}
 		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
 	}
-	var names []name
-	whole := c.reservedKey(&d.head, name{})
-	whole = whole[:len(whole)-len(name{})]
-	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))) {
-		if err != nil {
-			return h, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		// A rollback has as many parts here as it has calls: each of them would read all others.
-		if d.PartOf == "" || !bytes.HasPrefix(entry.Key, whole) {
-			names = append(names, nameIn(entry.Key))
-		}
+	names, err := c.reservedBeside(ctx, d)
+	if err != nil {
+		return h, err
 	}
 	for _, n := range names {
 		other, err := c.reservation(ctx, n)
@@ -476,6 +468,26 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		}
 	}
 	return h, nil
+}
+
+// reservedBeside are the reservations of a draft's workflow, but for other parts of the same rollback:
+// there are as many of them as it has calls here, and each of them would go past all others.
+func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) (names []name, err error) {
+	all := store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))
+	ranges := []store.Range{all}
+	if d.PartOf != "" {
+		whole := store.Prefix(c.wholePrefix(&d.head))
+		ranges = []store.Range{{From: all.From, To: whole.From}, {From: whole.To, To: all.To}}
+	}
+	for _, r := range ranges {
+		for entry, err := range c.o.Store.Scan(ctx, r) {
+			if err != nil {
+				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			names = append(names, nameIn(entry.Key))
+		}
+	}
+	return names, nil
 }
 
 // ended is called when the writes of h are committed.
@@ -535,8 +547,12 @@ func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry)
 // reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
 // beginning.
 func (c *Coordinator) reservedKey(h *head, n name) []byte {
+	return append(c.wholePrefix(h), n[:]...)
+}
+
+func (c *Coordinator) wholePrefix(h *head) []byte {
 	whole := c.o.Sealer.Index("rollback whole", h.PartOf+" "+h.Requester)
-	return append(append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...), n[:]...)
+	return append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...)
 }
 
 // askParticipants asks all participants of a plan at once whether they can do their parts.
