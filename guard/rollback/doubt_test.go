@@ -223,6 +223,25 @@ func TestJoinedOnesExpireTogether(t *testing.T) {
 	})
 }
 
+// The records of a finished rollback get their expiry in one commit, as far as they are few.
+func TestExpiryIsOneCommit(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.start()
+		r.st.mu.Lock()
+		r.st.commits = 0
+		r.st.mu.Unlock()
+		r.execute(request("c1", rollback.Single))
+		synctest.Wait()
+		stop(r.Coordinator)
+		// The acceptance, the begin of the step, the undoer's two, the step's and the rollback's end.
+		if r.st.commits != 6+1 || r.unexpired() > 0 {
+			t.Errorf("%d commits, and %d records stand for ever", r.st.commits, r.unexpired())
+		}
+	})
+}
+
 // A process that ends while records get their expiry, and comes back when some of them
 // are gone, takes up the others, and leaves nothing for ever.
 func TestStartAfterAHalfExpiry(t *testing.T) {

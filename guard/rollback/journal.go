@@ -554,14 +554,9 @@ func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	return nil
 }
 
-// expire sets the expiry of all records of a rollback, the head last, so that it is found again
-// after an interruption. Each is changed as read, or read again.
+// expire sets the expiry of all records of a rollback, the head in the last commit, so that it is
+// found again after an interruption. Each is changed as read, or read again.
 func (c *Coordinator) expire(ctx context.Context, n name, h *head, at time.Time) error {
-	for _, kind := range []byte{kindPlan, kindStep} {
-		if err := c.expireRange(ctx, store.Prefix(keyOf(kind, n)), at); err != nil {
-			return err
-		}
-	}
 	keys := [][]byte{ageKey(h.Asked, n)}
 	if h.Token != "" {
 		keys = append(keys, c.tokenKey(h.Token))
@@ -569,48 +564,55 @@ func (c *Coordinator) expire(ctx context.Context, n name, h *head, at time.Time)
 	if h.stops() {
 		keys = append(keys, keyOf(kindStop, n))
 	}
+	ranges := []store.Range{store.Prefix(keyOf(kindPlan, n)), store.Prefix(keyOf(kindStep, n))}
 	for _, key := range append(keys, keyOf(kindHead, n)) {
-		if err := c.expireRange(ctx, store.Range{From: key, To: append(bytes.Clone(key), 0)}, at); err != nil {
-			return err
+		ranges = append(ranges, store.Range{From: key, To: append(bytes.Clone(key), 0)})
+	}
+	for {
+		err := c.expireRanges(ctx, ranges, at, store.Write{Key: keyOf(kindOpen, n), Delete: true})
+		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
+			continue // sealed anew meanwhile
 		}
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return nil
 	}
-	_, err := c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true})
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return nil
 }
 
-func (c *Coordinator) expireRange(ctx context.Context, r store.Range, at time.Time) error {
-	r.Limit = expirePage
-	for {
-		var batch []store.Write
-		var last []byte
-		for entry, err := range c.o.Store.Scan(ctx, r) {
-			if err != nil {
-				return fmt.Errorf("%w: %w", ErrStore, err)
+// expireRanges sets the expiry of all entries, in few commits, and writes last in the last of them.
+func (c *Coordinator) expireRanges(ctx context.Context, ranges []store.Range, at time.Time, last store.Write) error {
+	var batch []store.Write
+	size := 0
+	for _, r := range ranges {
+		for more := true; more; {
+			var page []store.Entry
+			r.Limit = expirePage
+			for entry, err := range c.o.Store.Scan(ctx, r) {
+				if err != nil {
+					return err
+				}
+				page = append(page, entry)
+				r.From = append(bytes.Clone(entry.Key), 0)
 			}
-			last = entry.Key
-			if !entry.Expires.Equal(at) {
-				batch = append(batch, store.Write{
-					Key: entry.Key, If: store.VersionIs(entry.Version), Value: entry.Value, Expires: at,
-				})
+			more = len(page) == expirePage
+			for _, entry := range page {
+				if entry.Expires.Equal(at) {
+					continue
+				}
+				if len(batch) == expirePage || size+len(entry.Value) > store.MaxBatchBytes/2 {
+					if _, err := c.o.Store.Commit(ctx, batch...); err != nil {
+						return err
+					}
+					batch, size = nil, 0
+				}
+				size += len(entry.Value)
+				batch = append(batch, store.Write{Key: entry.Key, If: store.VersionIs(entry.Version), Value: entry.Value, Expires: at})
 			}
 		}
-		if len(batch) > 0 {
-			_, err := c.o.Store.Commit(ctx, batch...)
-			if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
-				continue // sealed anew meanwhile
-			}
-			if err != nil {
-				return fmt.Errorf("%w: %w", ErrStore, err)
-			}
-		}
-		if last == nil {
-			return nil
-		}
-		r.From = append(bytes.Clone(last), 0)
 	}
+	_, err := c.o.Store.Commit(ctx, append(batch, last)...)
+	return err
 }
 
 // record adds evidence to a batch and returns the id of its token.
