@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"iter"
 	"math/rand/v2"
+	"reflect"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -142,6 +143,46 @@ func TestNearbyMakesTheSamePlan(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// What counts of a checkpoint of others before a call is read: what reports on it, and what else
+// follows from it if it is undone itself, since the call's own checkpoint does not follow from all that
+// its outcome follows from.
+func TestTheCheckpointBeforeACall(t *testing.T) {
+	b := newRollbackBench(t)
+	workflow, execution := uuid.NewString(), uuid.NewString()
+	reported := b.checkpoint(bob, workflow, "").ID()
+	part, _ := b.call("", workflow, "completed", reported)
+	b.token(bob, ect.Claims{Workflow: workflow, Action: "error", Parents: []string{reported}, Ext: new(ect.ExtBuilder).
+		Text(ect.MemberSeverity, "critical").Text(ect.MemberErrorType, "x").Text(ect.MemberCheckpointID, "")})
+
+	led, _ := b.call(alice, workflow, "completed")
+	before := b.checkpoint(bob, workflow, "").ID()
+	other := b.token(bob, ect.Claims{Workflow: workflow, Parents: []string{before}}).ID()
+	own := b.checkpoint(gateway, workflow, execution, before).ID()
+	b.settled(workflow, execution, "completed", b.evidence.NodeID(own), before, own, led)
+
+	for target, want := range map[string]func(p *rollback.Plan) bool{
+		part: func(p *rollback.Plan) bool { return p.Levels[0][0].Critical == "severity" },
+		led:  func(p *rollback.Plan) bool { return slices.Contains(p.Along, other) },
+	} {
+		var plans []*rollback.Plan
+		for _, scope := range []rollback.Scope{rollback.FullWorkflow, rollback.SubDAG} {
+			view, err := b.ledger.Graph(t.Context(), rollback.Query{Target: target, Scope: scope})
+			if err != nil {
+				t.Fatal(err)
+			}
+			p, err := rollback.MakePlan(view.Graph, rollback.PlanInput{Workflow: workflow, Target: target, Scope: rollback.SubDAG, Now: time.Now()},
+				func(n *guardworkflow.Node) (rollback.NodeState, error) { return rollback.RecordedState(n), nil })
+			if err != nil {
+				t.Fatal(err)
+			}
+			plans = append(plans, p)
+		}
+		if !reflect.DeepEqual(plans[0], plans[1]) || !want(plans[1]) {
+			t.Errorf("of the whole workflow %+v\nof what is near %+v", plans[0], plans[1])
+		}
 	}
 }
 
