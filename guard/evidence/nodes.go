@@ -526,7 +526,14 @@ func (p *neighbourhood) enqueueSubjects(e *ledger.Entry, actionsOnly bool) error
 	if err != nil {
 		return err
 	}
-	covered := p.own(e) && (isCheckpoint(e) || slices.ContainsFunc(parents, func(c *ledger.Entry) bool { return p.covers(c, e) }))
+	// The gateway's own checkpoint of a call covers its outcome, if it follows from all that this follows
+	// from: whatever undoes the outcome undoes it by that one. An agent's checkpoint before both has no
+	// part in it, so what else follows from that does not matter, only what reports on it. A participant
+	// has such a one before each call, and the coordinator's next calls follow from it (ADR 0098).
+	covered := p.own(e) && (isCheckpoint(e) || slices.ContainsFunc(parents, func(c *ledger.Entry) bool {
+		return p.own(c) && isCheckpoint(c) && slices.Contains(p.Evidence.Outcomes(c), e.ID) &&
+			!slices.ContainsFunc(e.Parents, func(id string) bool { return id != c.ID && !slices.Contains(c.Parents, id) })
+	}))
 	for _, parent := range parents {
 		switch {
 		case p.own(parent), actionsOnly && !p.isTask(parent):
@@ -546,15 +553,6 @@ func (p *neighbourhood) enqueueSubjects(e *ledger.Entry, actionsOnly bool) error
 		}
 	}
 	return nil
-}
-
-// covers reports whether c is the gateway's checkpoint of the call whose outcome e is, and follows
-// from all that e follows from. Then whatever undoes e undoes it by c, and an agent's checkpoint before
-// both has no part in that: what else follows from it does not matter, only what reports on it. A
-// participant has such a one before each call, and the coordinator's next calls follow from it.
-func (p *neighbourhood) covers(c, e *ledger.Entry) bool {
-	return p.own(c) && isCheckpoint(c) && slices.Contains(p.Evidence.Outcomes(c), e.ID) &&
-		!slices.ContainsFunc(e.Parents, func(id string) bool { return id != c.ID && !slices.Contains(c.Parents, id) })
 }
 
 // contained are a checkpoint, its actions, and all that it contains as a group. They are
