@@ -173,7 +173,7 @@ func TestProblems(t *testing.T) {
 	// with those of the ledger.
 	elsewhere := map[string]bool{
 		"shutting-down": true, "rolled-back": true,
-		"bulkhead-full": true, // bulkhead_test.go
+		"bulkhead-full":  true,                       // bulkhead_test.go
 		"stream-refused": true, "body-timeout": true, // TestUnguardedStreamsRefuse, TestBodyThatStandsStill
 		"entry-pruned": true, "ect-unavailable": true, // packages graph and tokens
 		// Package api, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.

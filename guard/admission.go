@@ -1,15 +1,22 @@
 package guard
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"log/slog"
 	"net/http"
+	"strconv"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
 
 // memberPriority is the class that a caller's token asks for (ATD, "Priority Levels").
@@ -73,6 +80,7 @@ func permitted(x *Call) error {
 		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, VerifiedHere(caller)),
 		Bytes:  x.body.Size(),
 	}
+	c.Unserved = func() { unserved(x, c.Class) }
 	begun := time.Time{}
 	if _, said := callersTime(x.r.Header, h.DeadlineHeader); said {
 		begun = time.Now()
@@ -144,4 +152,69 @@ var noPermits = map[bulkhead.Reason]string{
 	bulkhead.TooLate:       "The upstream is busy, and the call would not be in time. Nothing was forwarded.",
 	bulkhead.OverRate:      "The workflow makes more calls a second than it may. Nothing was forwarded.",
 	bulkhead.OverBytes:     "The workflow has more bytes of requests under way than it may. Nothing was forwarded.",
+}
+
+// maxUnserved is how many escalations may wait for people because of one caller's calls that wait.
+const maxUnserved = 16
+
+// unserved says that the call waits for a permit too long: a critical one to people, others with a
+// warning (ATD, "Unsatisfiable Resource Hints"). Workflows are told once an hour; a failing store tells
+// nobody but the log.
+func unserved(x *Call, class bulkhead.Class) {
+	x.emit(EventUnserved, map[string]any{"class": class.String()})
+	s := &x.evidence
+	if s.policy == nil || s.call.Workflow == "" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(x.r.Context(), errorTime)
+	defer cancel()
+	if err := recordUnserved(ctx, x, class); err != nil && x.r.Context().Err() == nil {
+		x.h.Logger.Error("that calls wait for the bulkhead cannot be recorded", slog.String("guard", x.h.Name), slog.Any("error", err))
+	}
+}
+
+func recordUnserved(ctx context.Context, x *Call, class bulkhead.Class) error {
+	s := &x.evidence
+	now, err := x.engine.Store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	parents, err := s.policy.Evidence.Known(ctx, s.call.Workflow, s.parentIDs())
+	if err != nil {
+		return err
+	}
+	r := evidence.Rejection{
+		ID:         s.policy.Evidence.RejectionID("bulkhead "+x.h.Name+" "+class.String(), uint64(now.Unix()/3600), s.call.Workflow, ""),
+		Downstream: cmp.Or(x.h.UpstreamIdentity, x.h.Name), Workflow: s.call.Workflow, Issuer: s.tokens.Issuer(), Caller: s.call.Caller,
+		Parents: parents[:min(len(parents), ect.MaxParents)], ErrorType: api.BulkheadFull.ErrorType,
+		Severity: "warning", Description: "calls of the workflow wait for the upstream; nothing was forwarded yet",
+	}
+	if class == bulkhead.Critical {
+		r.Severity = "error"
+	}
+	draft, err := s.policy.Events.Rejection(now, &r)
+	if err != nil {
+		return err
+	}
+	token, err := s.policy.Events.Sign(draft)
+	if err != nil {
+		return err
+	}
+	err = s.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token})
+	if err != nil && !errors.Is(err, ledger.ErrDuplicate) { // which a process may have recorded that ended then
+		return err
+	}
+	if class != bulkhead.Critical || x.engine.Escalations == nil {
+		return nil
+	}
+	caller := x.call.Scope.Caller
+	if full, err := x.engine.Escalations.Waits(ctx, caller, maxUnserved); full || err != nil {
+		return err
+	}
+	_, err = x.engine.Escalations.Open(ctx, hitl.Opening{
+		Key: "unserved " + r.ID, Level: hitl.Approval, Cause: hitl.CauseUnserved, Workflow: s.call.Workflow, Requester: caller,
+		Summary: "A critical call of the action " + strconv.Quote(x.action.Name) + " finds no place at its upstream.",
+		Links:   hitl.Links{Error: r.ID},
+	})
+	return err
 }

@@ -287,3 +287,29 @@ func TestBulkheadLetsUndosPass(t *testing.T) {
 		all.Wait()
 	})
 }
+
+// A call that waits for too long is an event, once, and waits on.
+func TestBulkheadUnserved(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
+			<-time.After(70 * time.Second)
+			charge(n, w, nil)
+		})
+		p := b.withBulkhead(bulkhead.Settings{Total: 1, Wait: time.Hour})
+		var events []string
+		begun := time.Now()
+		b.engine.Emit = func(name string, data func() map[string]any) bool {
+			events = append(events, fmt.Sprint(name, " ", data()["class"], " ", time.Since(begun)))
+			return true
+		}
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		all.Go(func() { b.do(b.of("v", "2"), "200 executed charge 2") })
+		all.Wait()
+		if got := fmt.Sprint(events); got != "[agent_guard.call_unserved normal 1m0s]" {
+			t.Errorf("events %s", got)
+		}
+		b.returned(p)
+	})
+}

@@ -337,6 +337,7 @@ const (
 
 	EventRecognized = "agent_guard.call_recognized"
 	EventCancelled  = "agent_guard.call_cancelled"
+	EventUnserved   = "agent_guard.call_unserved"
 )
 
 // config embeds Config in Handler without exporting its members.

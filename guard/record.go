@@ -868,6 +868,7 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	draft, err := s.policy.Events.Rejection(now, &evidence.Rejection{
 		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), Workflow: to.workflow, Issuer: to.caller, Caller: s.call.Caller,
 		Parents: parents[:min(len(parents), ect.MaxParents)], ErrorType: api.CircuitOpen.ErrorType,
+		Severity: "error", Description: "the circuit breaker refuses the call; nothing was forwarded",
 	})
 	if err != nil {
 		return nil

@@ -448,7 +448,7 @@ func (b *EventBuilder) Attempt(now time.Time, a *Attempt) (*ect.Draft, error) {
 	})
 }
 
-// Rejection is a call that a breaker refused before anything was recorded about it.
+// Rejection is a call that was refused, or kept waiting, before anything was recorded about it.
 type Rejection struct {
 	// ID is the Evidence.RejectionID.
 	ID string
@@ -460,12 +460,13 @@ type Rejection struct {
 	Caller           execution.CallerHash
 	// Parents are the recorded tokens that led to the call.
 	Parents []string
-	// ErrorType is the cascade.error_type.
-	ErrorType string
+	// ErrorType is the cascade.error_type, Severity the cascade.severity, Description what is said to
+	// people.
+	ErrorType, Severity, Description string
 }
 
-// RejectionID is the id of the error about the calls of a caller in a workflow that a
-// breaker refuses in its present generation.
+// RejectionID is the id of the error about the calls of a caller in a workflow that a breaker refuses
+// in its present generation, or that wait for a bulkhead in an hour.
 func (e *Evidence) RejectionID(upstream string, generation uint64, workflow, caller string) string {
 	return e.secretID("error of rejection", upstream+" "+strconv.FormatUint(generation, 10)+" "+workflow+" "+caller)
 }
@@ -476,9 +477,9 @@ func (b *EventBuilder) Rejection(now time.Time, r *Rejection) (*ect.Draft, error
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.errorAudience(r.Issuer), ID: r.ID, Workflow: r.Workflow, Action: string(ect.EventError), Parents: r.Parents,
 		Ext: new(ect.ExtBuilder).
-			Text(ect.MemberSeverity, "error").
+			Text(ect.MemberSeverity, r.Severity).
 			Text(ect.MemberErrorType, r.ErrorType).
-			Text(ect.MemberDescription, "the circuit breaker refuses the call; nothing was forwarded").
+			Text(ect.MemberDescription, r.Description).
 			Text(ect.MemberDownstreamAgent, r.Downstream).
 			Texts(ect.MemberUpstreamErrors, nil).
 			Text(memberCaller, hex.EncodeToString(r.Caller[:])).

@@ -83,6 +83,9 @@ const (
 	CauseReach Cause = "many_agents"
 	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3), or cannot.
 	CauseCritical Cause = "critical_node"
+	// CauseUnserved: a critical call finds no place at its upstream (ATD, "Unsatisfiable Resource
+	// Hints").
+	CauseUnserved Cause = "resource_exhausted"
 	// CauseOther: see the summary.
 	CauseOther Cause = "other"
 )
@@ -91,7 +94,8 @@ const (
 func Causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
-		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseFailed, CauseReach, CauseCritical, CauseOther,
+		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseFailed, CauseReach, CauseCritical,
+		CauseUnserved, CauseOther,
 	}
 }
 
