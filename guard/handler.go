@@ -386,6 +386,7 @@ func New(c Config) (*Handler, error) {
 	if len(c.RetryHeaders) == 0 {
 		c.RetryHeaders = []string{"X-Stainless-Retry-Count", "Amz-Sdk-Request", "Grpc-Previous-Rpc-Attempts"}
 	}
+	c.RetryHeaders = Canonical(c.RetryHeaders)
 	initial(&c.MaxBody, 32<<20)
 	initial(&c.AttachWait, 30*time.Second)
 	initial(&c.Deadline, 5*time.Minute)

@@ -580,12 +580,17 @@ func peerOf(r *http.Request) string {
 	return peer
 }
 
-// retryCount is the number that a call gives itself as a retry in one of the fields; 0 without.
+// retryCount is the number that a call gives itself as a retry in one of the fields, whose names are
+// canonical; 0 without.
 // Amz-Sdk-Request counts attempts from 1 on ("attempt=2; max=3").
 func retryCount(h http.Header, fields []string) int {
 	most := 0
 	for _, name := range fields {
-		for part := range strings.SplitSeq(h.Get(name), ";") {
+		lines := h[name]
+		if len(lines) == 0 {
+			continue
+		}
+		for part := range strings.SplitSeq(lines[0], ";") {
 			part = strings.TrimSpace(part)
 			number, attempts := strings.CutPrefix(part, "attempt=")
 			if number == "" || strings.Trim(number, "0123456789") != "" { // the error of Atoi would be allocated

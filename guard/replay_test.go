@@ -77,8 +77,8 @@ func TestACutAnswerIsNotEnded(t *testing.T) {
 		sent   bool
 		want   []string
 	}{
-		{"with a length", map[string][]string{"Content-Length": {"3"}}, true, []string{"status 200", "write ab"}},
-		{"without", nil, true, []string{"status 200", "write abc"}},
+		{"with a length", map[string][]string{"Content-Length": {"3"}}, true, []string{"status 200", "flush", "write ab", "flush"}},
+		{"without", nil, true, []string{"status 200", "flush", "write abc", "flush"}},
 		{"with the header held", map[string][]string{"Content-Length": {"0"}}, false, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -86,7 +86,9 @@ func TestACutAnswerIsNotEnded(t *testing.T) {
 			to.header.Set("Via", "1.1 Caddy")
 			w := guard.NewWriter(to, post())
 			body := io.MultiReader(strings.NewReader("abc"), iotest.ErrReader(cut))
-			err := guard.Play(w, post(), replayed(200, c.header, body, map[string][]string{"X-Sum": {"1"}}), guard.Field{Name: "X-Mark", Value: "yes"})
+			src := replayed(200, c.header, body, map[string][]string{"X-Sum": {"1"}})
+			src.Live = true
+			err := guard.Play(w, post(), src, guard.Field{Name: "X-Mark", Value: "yes"})
 			if !errors.Is(err, cut) || w.Sent() != c.sent || !slices.Equal(to.log, c.want) {
 				t.Errorf("%v, sent %v %q; want %v, %v %q", err, w.Sent(), to.log, cut, c.sent, c.want)
 			}
@@ -104,6 +106,18 @@ func TestACutAnswerIsNotEnded(t *testing.T) {
 				t.Errorf("the other answer is %q, want %q", to.log, want)
 			}
 		})
+	}
+}
+
+// The outcome of a recorded answer is known: nothing of it is held back.
+func TestARecordedAnswerGoesWhole(t *testing.T) {
+	to := newClient()
+	src := replayed(200, map[string][]string{"Content-Length": {"3"}}, io.MultiReader(strings.NewReader("abc"), strings.NewReader("more")), nil)
+	if err := guard.Play(guard.NewWriter(to, post()), post(), src); err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{"status 200", "write abc"}; !slices.Equal(to.log, want) {
+		t.Errorf("played %q, want %q", to.log, want)
 	}
 }
 

@@ -22,7 +22,8 @@ const stallLimit = 30 * time.Second
 
 // Writer sends an answer and holds back its end: with Content-Length the last byte, else the
 // return of the handler (terminating chunk, END_STREAM), for answers without a body the header.
-// Release sends the end.
+// Release sends the end. An answer of known length that is played from its record has nothing to
+// wait for: it goes whole.
 //
 // The first error of the client's connection makes the writer drop everything that follows;
 // errors are not returned.
@@ -40,12 +41,14 @@ type Writer struct {
 	failures int64 // failures with a body of at most this wait whole
 
 	status int
+	kept   bool // the answer is recorded, so that its end need not wait
 	held   bool // the header is the end, and waits
 	whole  bool // a failure that waits whole
 	left   int64
 	last   []byte // what waits: a byte, or the body
 	end    [1]byte
 	sent   bool
+	ended  bool // the end was sent
 	gone   bool
 	goesOn bool // the end of the answer is none of the call: it is to come on another stream
 
@@ -106,14 +109,6 @@ func (w *Writer) WriteHeader(status int) {
 	w.w.WriteHeader(status)
 }
 
-// unheard takes back that the client has got the final answer, where it has gone.
-func (w *Writer) unheard() {
-	if w.final && w.gone {
-		w.attempt.Unanswered()
-		w.final = false
-	}
-}
-
 // holds reports whether the header of an answer is its end, or waits for it with the body.
 func (w *Writer) holds(status int, length int64) (held, whole bool) {
 	held = w.head || !bodyAllowed(status) || length == 0
@@ -127,7 +122,7 @@ func (w *Writer) takeBack(header []headerLines) {
 	for _, l := range header {
 		h[l.name] = l.values
 	}
-	w.status, w.held, w.whole, w.left, w.last = 0, false, false, -1, nil
+	w.status, w.kept, w.held, w.whole, w.left, w.last = 0, false, false, false, -1, nil
 }
 
 // Write sends p, but for the last byte of a body of known length. It never fails.
@@ -150,19 +145,24 @@ func (w *Writer) Write(p []byte) (int, error) {
 				return n, nil // beyond Content-Length
 			}
 			p = p[:w.left]
+			w.left = 0
+			if w.kept {
+				w.finish(p)
+				return n, nil
+			}
 			w.last = append(w.end[:0], p[len(p)-1])
 			p = p[:len(p)-1]
-			w.left = 0
 		} else {
 			w.left -= int64(n)
 		}
 	}
-	w.send(p)
+	w.send(p, false)
 	return n, nil
 }
 
-func (w *Writer) send(p []byte) {
-	if w.gone || len(p) == 0 {
+// send writes p, and flushes it.
+func (w *Writer) send(p []byte, flush bool) {
+	if w.gone || len(p) == 0 && !flush {
 		return
 	}
 	if w.answer != nil {
@@ -172,9 +172,20 @@ func (w *Writer) send(p []byte) {
 			w.answer, w.final = nil, true
 		}
 	}
-	defer w.unheard()
-	a := w.alarms.start(w.longest(), w)
-	_, err := w.w.Write(p)
+	longest := stallLimit
+	if w.shared {
+		longest = longestTime
+	}
+	a := w.alarms.start(longest, w)
+	var err error
+	if len(p) > 0 {
+		_, err = w.w.Write(p)
+	}
+	if flush && err == nil {
+		if err = w.control().Flush(); errors.Is(err, http.ErrNotSupported) {
+			err = nil
+		}
+	}
 	if !w.alarms.stop(a) {
 		w.ring() // it may not have come to it yet, and the end must not go out without p's
 		w.gone = true
@@ -182,14 +193,12 @@ func (w *Writer) send(p []byte) {
 	if err != nil {
 		w.gone = true
 	}
-}
-
-// longest is how long a write may take.
-func (w *Writer) longest() time.Duration {
-	if w.shared {
-		return longestTime
+	if w.final && w.gone {
+		w.attempt.Unanswered()
 	}
-	return stallLimit
+	if flush || w.gone {
+		w.reached, w.final = w.reached || w.final && !w.gone, false
+	}
 }
 
 // ring ends a write or flush where the client stalls. A write deadline that stands while nothing
@@ -207,38 +216,35 @@ func (w *Writer) FlushError() error {
 	if w.status == 0 {
 		w.WriteHeader(http.StatusOK)
 	}
-	if w.held || w.whole || w.gone {
-		return nil
+	if !w.held && !w.whole {
+		w.send(nil, true)
 	}
-	a := w.alarms.start(w.longest(), w)
-	err := w.control().Flush()
-	if !w.alarms.stop(a) || err != nil && !errors.Is(err, http.ErrNotSupported) {
-		w.gone = true
-	}
-	w.unheard()
-	w.reached, w.final = w.reached || w.final, false
 	return nil
 }
 
 // Release lets the end of the answer go.
 func (w *Writer) Release() {
-	if w.attempt != nil && !w.reached && !w.goesOn {
+	if !w.ended {
+		w.finish(w.last)
+		w.last = nil
+	}
+}
+
+// finish sends the end of the answer, of which p is the last.
+func (w *Writer) finish(p []byte) {
+	w.ended = true
+	heard := w.attempt != nil && !w.reached && !w.goesOn
+	if heard {
 		w.attempt.Answering(w.status, false) // before the write, which a client may answer with its next call
-		defer func() {
-			if w.http1 && w.left == 0 { // else the server writes the end later
-				w.Flush()
-			}
-			if w.gone {
-				w.attempt.Unanswered()
-			}
-		}()
 	}
 	if w.held || w.whole {
 		w.held, w.whole, w.sent = false, false, true
 		w.w.WriteHeader(w.status)
 	}
-	w.send(w.last)
-	w.last = nil
+	w.send(p, heard && w.http1 && w.left == 0) // else the server writes the end later
+	if heard && w.gone {
+		w.attempt.Unanswered()
+	}
 }
 
 func informational(status int) bool { return status >= 100 && status < 200 && status != 101 }
@@ -329,6 +335,7 @@ type headerLines struct {
 // returned: if w.Sent() then, the connection must be aborted, so that the client
 // sees that the answer is not whole; else w is as it was, for another answer.
 func Play(w *Writer, r *http.Request, src Source, marks ...Field) error {
+	w.kept = !src.Live
 	if src.Reader != nil {
 		w.attempt = src.Reader
 	}

@@ -2,7 +2,6 @@ package execution
 
 import (
 	"slices"
-	"sort"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -136,24 +135,30 @@ func (g *gap) add(other gap) {
 
 // end is the place behind those of a class with at most this count.
 func (g *group) end(c class, count int) int {
-	return sort.Search(len(g.listed), func(i int) bool {
-		k := g.listed[i]
-		return k.class > c || k.class == c && k.count > count
-	})
+	from, to := 0, len(g.listed)
+	for from < to { // sort.Search would call a function for each step, several times for a retry
+		i := (from + to) / 2
+		if k := g.listed[i]; k.class > c || k.class == c && k.count > count {
+			to = i
+		} else {
+			from = i + 1
+		}
+	}
+	return from
 }
 
 // place is where k stands, or would.
 func (g *group) place(k *known) int {
-	return sort.Search(len(g.listed), func(i int) bool {
-		other := g.listed[i]
-		switch {
-		case other.class != k.class:
-			return other.class > k.class
-		case other.count != k.count:
-			return other.count > k.count
+	from, to := g.end(k.class, k.count-1), g.end(k.class, k.count)
+	for from < to {
+		i := (from + to) / 2
+		if !k.younger(g.listed[i]) {
+			to = i
+		} else {
+			from = i + 1
 		}
-		return !k.younger(other)
-	})
+	}
+	return from
 }
 
 func (g *group) insert(k *known) {
@@ -282,15 +287,24 @@ func (s *groupShard) tidy(hash groupHash, g *group) {
 	}
 }
 
-// changed lists k anew where it has become something else for a retry.
-func (k *known) changed() {
-	g := k.in
-	if g == nil || k.class == k.classify() {
+// move lists k anew after a change of what its place depends on.
+func (g *group) move(k *known, change func()) {
+	if len(g.listed) == 1 { // most calls have no equal
+		change()
+		k.class = k.classify()
 		return
 	}
 	g.cut(k)
+	change()
 	g.insert(k)
-	g.pass()
+}
+
+// changed lists k anew where it has become something else for a retry.
+func (k *known) changed() {
+	if g := k.in; g != nil && k.class != k.classify() {
+		g.move(k, func() {})
+		g.pass()
+	}
 }
 
 // pass wakes the call that has waited for the longest time, where it need not wait: an equal one can
@@ -309,33 +323,25 @@ func (g *group) pass() {
 
 // youngest returns the youngest execution of a class whose count is not above most; nil without one.
 func (t *groups) youngest(s *groupShard, g *group, c class, most int, now time.Time) (best *known) {
-	for count := most; count >= 0; count-- {
-		i := g.end(c, count)
-		if i == 0 || g.listed[i-1].class != c {
-			break
-		}
-		count = g.listed[i-1].count
-		if k := t.numbered(s, g, c, count, now); k != nil && (best == nil || k.younger(best)) {
+	for k := t.highest(s, g, c, most, now); k != nil; k = t.highest(s, g, c, k.count-1, now) {
+		if best == nil || k.younger(best) {
 			best = k
 		}
 	}
 	return best
 }
 
-// numbered returns the youngest execution of a class with this count; nil without one. What is too
-// old is removed.
-func (t *groups) numbered(s *groupShard, g *group, c class, count int, now time.Time) *known {
-	for {
-		i := g.end(c, count)
-		if i == 0 || g.listed[i-1].class != c || g.listed[i-1].count != count {
-			return nil
-		}
+// highest returns the youngest execution of those of a class with the highest count that is not above
+// most; nil without one. What is too old is removed.
+func (t *groups) highest(s *groupShard, g *group, c class, most int, now time.Time) *known {
+	for i := g.end(c, most); i > 0 && g.listed[i-1].class == c; i-- {
 		k := g.listed[i-1]
 		if !k.over(now) {
 			return k
 		}
 		t.remove(s, k)
 	}
+	return nil
 }
 
 // match ranks how well an execution fits a retry.
@@ -368,25 +374,28 @@ func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best
 		return best, rank
 	}
 	var free *known // the youngest that may have been executed, and that nobody waits for
-	for _, c := range [...]class{classEvident, classInDoubt, classAnswered} {
-		if k := t.youngest(s, g, c, mostCount, now); k != nil && (free == nil || k.younger(free)) {
-			free = k
-		}
-	}
 	for _, c := range [...]struct {
 		class
 		match, most int
+		free        bool
 	}{
-		{classEvident, matchClear | matchReason, mostCount},
-		{classInDoubt, matchReason, mostCount},
-		{classAskedInDoubt, matchReason, mostCount},
-		{classAnswered, matchClear, mostCount},
-		{classWaited, matchClear, count - 1},
+		{classEvident, matchClear | matchReason, mostCount, true},
+		{classInDoubt, matchReason, mostCount, true},
+		{classAskedInDoubt, matchReason, mostCount, false},
+		{classAnswered, matchClear, mostCount, true},
+		{classWaited, matchClear, count - 1, false},
 	} {
-		consider(t.numbered(s, g, c.class, count-1, now), c.match)
-		consider(t.youngest(s, g, c.class, c.most, now), c.match)
+		k := t.youngest(s, g, c.class, c.most, now)
+		if k == nil {
+			continue
+		}
+		if c.free && (free == nil || k.younger(free)) {
+			free = k
+		}
+		consider(k, c.match)
+		consider(t.highest(s, g, c.class, count-1, now), c.match)
 	}
-	for _, k := range []*known{t.numbered(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now)} {
+	for _, k := range [...]*known{t.highest(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now)} {
 		match := matchClear
 		if k != nil && (free == nil || k.younger(free)) {
 			match |= matchReason
@@ -396,16 +405,15 @@ func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best
 	return best, rank
 }
 
-// unread reports that the store has to say what the table does not: an execution there may fit the call
-// better than best.
-func (t *groups) unread(s *groupShard, a *Attempt, best *known, rank int, now time.Time) bool {
-	gap := s.gap
-	g := s.of[a.group]
-	if g != nil {
-		gap = g.gap
-	}
-	if t.unlisted(s, a.group, a.window, now) {
+// unread reports that the store has to say what the table does not of the group g, which is nil where
+// that has none: an execution there may fit the call better than best.
+func (t *groups) unread(s *groupShard, g *group, a *Attempt, best *known, rank int, now time.Time) bool {
+	if t.unlisted(s, g, a.group, a.window, now) {
 		return true
+	}
+	gap := &s.gap
+	if g != nil {
+		gap = &g.gap
 	}
 	if a.count == 0 || now.Sub(gap.ended) >= a.window { // an answered execution fits only a call that says that it is a retry
 		return false
@@ -414,11 +422,14 @@ func (t *groups) unread(s *groupShard, a *Attempt, best *known, rank int, now ti
 	return !older || rank&matchCount == 0 && gap.counts>>(a.count-1)&1 != 0
 }
 
-// unlisted reports that the store may have rows of a group from before memory had everything.
-func (t *groups) unlisted(s *groupShard, group groupHash, window time.Duration, now time.Time) bool {
+// unlisted reports that the store may have rows of the group g, of this hash, from before memory had
+// everything.
+func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.Duration, now time.Time) bool {
+	if now.Sub(s.since) >= window {
+		return false
+	}
 	epoch := t.clock.epoch.Load()
-	g := s.of[group]
-	return now.Sub(s.since) < window && (g == nil || g.read != epoch) && (s.shrunk || t.earlier.has(group, epoch))
+	return (g == nil || g.read != epoch) && (s.shrunk || t.earlier.has(hash, epoch))
 }
 
 // rest keeps an answered execution, as far as there is room.

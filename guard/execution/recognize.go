@@ -102,9 +102,10 @@ func (g *group) watch() {
 // retryWait is how long an equal call waits for the news that the first one's client has left.
 const retryWait = 30 * time.Millisecond
 
-// view is what is read of the store before the shard of a group is locked. It is read again if something
+// view is what is read of the store while the shard of a group is not locked. It is read again if something
 // was forgotten meanwhile.
 type view struct {
+	timed    bool // the store's clock was asked, or need not be
 	removals uint64
 	named    *known        // by the call's key
 	alias    store.Version // of what the key stood for
@@ -137,7 +138,11 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 		a.own = g.Key(q.Scope)
 	}
 	var v view
-	for next := viewAnew; ; next = t.decide(a, &q, &v) {
+	next := viewAnew
+	if !q.Given { // then memory may say all
+		next = t.decide(a, &q, &v)
+	}
+	for ; ; next = t.decide(a, &q, &v) {
 		var err error
 		switch next {
 		case awaitNews:
@@ -173,11 +178,11 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	}
 }
 
-// view reads what decide needs in any case.
+// view reads what decide needs before it asks for more.
 func (t *groups) view(ctx context.Context, a *Attempt, q *Question, v *view) error {
 	s := t.shard(a.group)
 	s.Lock()
-	*v = view{removals: *s.removed(a.group)}
+	*v = view{timed: true, removals: *s.removed(a.group)}
 	young := time.Since(s.since) < a.window
 	s.Unlock()
 	if young {
@@ -264,15 +269,16 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	s := t.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	if (v.asked || a.given) && *s.removed(a.group) != v.removals {
+	now := time.Now()
+	if !v.timed && now.Sub(s.since) < a.window || (v.asked || a.given) && *s.removed(a.group) != v.removals {
 		return viewAnew
 	}
-	now := time.Now()
-	if g := s.of[a.group]; g != nil {
+	g := s.of[a.group]
+	if g != nil {
 		g.watch()
 	}
 	if v.asked && v.unread == nil {
-		t.list(s, a.group, v)
+		g = t.list(s, a.group, v)
 		defer t.settle(s, a.group, v)
 	}
 	if k := a.standsFor(s, v.named); k != nil {
@@ -288,13 +294,19 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	}
 	var k *known
 	rank := 0
-	if g := s.of[a.group]; g != nil {
+	if g != nil {
 		k, rank = t.choose(s, g, a.count, now)
 	}
-	if !v.asked && t.unread(s, a, k, rank, now) {
+	if k == nil {
+		g = s.of[a.group] // without those that were too old
+	}
+	if !v.asked && t.unread(s, g, a, k, rank, now) {
+		v.removals = *s.removed(a.group)
 		return askStore
 	}
-	g := s.group(a.group)
+	if g == nil {
+		g = s.group(a.group)
+	}
 	if k == nil && g.has(classWaited) && (a.until.IsZero() || now.Before(a.until)) {
 		if a.until.IsZero() {
 			a.until, a.woken = now.Add(retryWait), make(chan struct{}, 1)
@@ -335,8 +347,8 @@ func (a *Attempt) takes(k *known) {
 	k.changed()
 }
 
-// list adds what the store knows of a group, where memory does not.
-func (t *groups) list(s *groupShard, group groupHash, v *view) {
+// list adds what the store knows of a group, where memory does not. It returns the group.
+func (t *groups) list(s *groupShard, group groupHash, v *view) *group {
 	g := s.group(group)
 	g.read, g.gap = v.epoch, gap{}
 	for _, k := range v.stored {
@@ -344,6 +356,7 @@ func (t *groups) list(s *groupShard, group groupHash, v *view) {
 			t.add(s, k)
 		}
 	}
+	return g
 }
 
 // settle forgets what there is no room for, once it was decided by all that the store knows.
@@ -382,15 +395,15 @@ func (a *Attempt) standsFor(s *groupShard, named *known) *known {
 
 // hold has the attempt wait for the answer of k.
 func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) {
-	if k.in != nil {
-		k.in.cut(k)
+	change := func() {
+		k.count, k.began, k.order = max(k.count, a.count), now, t.order.Add(1)
+		k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
 	}
-	k.count, k.began, k.order = max(k.count, a.count), now, t.order.Add(1)
-	k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
 	a.known = k
 	if k.in != nil {
-		k.in.insert(k)
+		k.in.move(k, change)
 	} else {
+		change()
 		t.add(s, k)
 	}
 	k.in.unwatched = a
@@ -574,7 +587,7 @@ func (t *groups) listed(ctx context.Context, group groupHash, window time.Durati
 		s := t.shard(group)
 		s.Lock()
 		v := view{removals: *s.removed(group), epoch: t.clock.epoch.Load()}
-		unlisted := t.unlisted(s, group, window, time.Now())
+		unlisted := t.unlisted(s, s.of[group], group, window, time.Now())
 		s.Unlock()
 		if !unlisted {
 			return nil

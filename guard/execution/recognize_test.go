@@ -1028,7 +1028,7 @@ func TestChoice(t *testing.T) {
 			return k, rank
 		}
 		got, rank := choose()
-		if tab.unread(s, a, got, rank, now) {
+		if tab.unread(s, s.of[a.group], a, got, rank, now) {
 			if !forgets {
 				t.Fatalf("seed %d: the store is read for nothing", seed)
 			}
