@@ -201,6 +201,33 @@ func TestProcessParticipants(t *testing.T) {
 	c.lab.wantEffects("charged "+root.id(t), "changed /docs/x", "charged "+leaf.id(t), "refunded "+leaf.id(t), "changed /docs/x", "refunded "+root.id(t))
 }
 
+// A token in `_meta` that is for the first gateway alone stays there, like one in the header; the second
+// one would refuse the call because of it (ADR 0086). What both may have goes on in its place, and a
+// hash of the message fits at both.
+func TestProcessTokensOfMessagesInARow(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	tools, addr := newToolServer(t)
+	c := layStar(t)
+	c.before(1, "agent_proxy "+addr+" {\n protocol mcp\n }")
+	c.before(0, fmt.Sprintf("agent_proxy %s {\n identity %s\n protocol mcp\n }", c.sites[1].addr, starIdentity(1)))
+	s := c.begin().saga
+	alone := s.a.issue(ect.Claims{Workflow: s.wid})
+	both := s.a.issue(ect.Claims{Workflow: s.wid, Audience: []string{gatewayIdentity, starIdentity(1)}, Input: ect.Sum([]byte(`{"method":"tools/call","params":{"arguments":{},"name":"pay"}}`))})
+	header := s.a.issue(ect.Claims{Workflow: s.wid})
+	for i, r := range []request{
+		message(toolCall("1", "pay", fmt.Sprintf(`,"_meta":{"execution-context":%q,"progressToken":7}`, alone.Raw()))),
+		message(toolCall("1", "pay", fmt.Sprintf(`,"_meta":{"execution-context":[%q]}`, both.Raw()))),
+		with(header, message(toolCall("1", "pay", fmt.Sprintf(`,"_meta":{"execution-context":%q}`, header.Raw())))),
+	} {
+		want := fmt.Sprintf(`{"jsonrpc":"2.0","id":1,"result":{"content":[],"n":%d}}`, i+1)
+		s.g.call(r).want(t, 200, want, "executed")
+		s.g.call(r).want(t, 200, want, "replayed")
+	}
+	if tools.count("pay") != 3 {
+		t.Errorf("%d calls", tools.count("pay"))
+	}
+}
+
 // P6: what the next gateway refuses before it sends anything has not run. It leaves no doubt at the
 // first one, and the caller comes again under the same id: once people have decided there, it runs,
 // once. A rollback of the refused attempt has nothing to undo.

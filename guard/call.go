@@ -1001,9 +1001,10 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	if x.call.Workflow != "" {
 		r.Header[HeaderWorkflowID] = to.workflow[:]
 	}
+	var message []byte // in the place of the body
 	if x.evidence.forwarded != nil {
 		if len(x.evidence.tokens.All) > 0 {
-			x.evidence.sendOn(r.Header, x.h.UpstreamIdentity)
+			message = x.evidence.sendOn(r.Header, x.h.UpstreamIdentity)
 		}
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}
@@ -1015,7 +1016,10 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	r.TransferEncoding = nil
 	r.ContentLength = x.body.Size()
 	r.Body = http.NoBody
-	if r.ContentLength > 0 {
+	switch {
+	case message != nil:
+		r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(message)), int64(len(message))
+	case r.ContentLength > 0:
 		r.Body = x.body.NewReader()
 	}
 	return r

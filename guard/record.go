@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -192,13 +193,14 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 
 // sendOn leaves those tokens in a header that may go to an upstream with an identity. It would
 // refuse the call because of one that is for this gateway alone. What only such a token follows
-// from stays here with it: to the upstream it would be a call of somebody else's.
-func (s *callEvidence) sendOn(h http.Header, upstream string) {
+// from stays here with it: to the upstream it would be a call of somebody else's. Where the message
+// has tokens that stay here, it is returned without them; else nil.
+func (s *callEvidence) sendOn(h http.Header, upstream string) (message []byte) {
 	keeps := func(t *ect.Token) bool {
 		return !s.policy.Verifier.OnlyFor(t) || slices.Contains(t.Audience(), upstream)
 	}
 	if !slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return !keeps(t) }) {
-		return
+		return nil
 	}
 	var sent []string
 	follows := slices.Clone(s.forwarded.Parents())
@@ -217,6 +219,19 @@ func (s *callEvidence) sendOn(h http.Header, upstream string) {
 			h.Add(ect.FieldName, raw)
 		}
 	}
+	if s.tokens.message == nil {
+		return nil
+	}
+	lines, _ := s.tokens.message.Tokens()
+	inside, _ := ect.ParseFields(lines)
+	kept := slices.DeleteFunc(slices.Clone(inside), func(raw string) bool { return !slices.Contains(sent, raw) })
+	if len(kept) == len(inside) {
+		return nil
+	}
+	for _, name := range protocol.OfBody {
+		h.Del(name)
+	}
+	return s.tokens.message.WithTokens(kept)
 }
 
 // recordUntil is how long the ledger keeps the records of the call at least: while it can be

@@ -545,6 +545,20 @@ func (m *Message) Tokens() (tokens []string, ok bool) {
 	return tokens, true
 }
 
+// WithTokens returns the text of m with these tokens in the place of those in its `_meta`.
+func (m *Message) WithTokens(tokens []string) []byte {
+	old := m.meta.get("execution-context")
+	if old == nil {
+		return m.Body
+	}
+	text, err := json.Marshal(append([]string{}, tokens...)) // never null
+	if err != nil {
+		panic("protocol: " + err.Error()) // its parts are text
+	}
+	from := cap(m.Body) - cap(old) // both reach to the end of the same array
+	return slices.Concat(m.Body[:from], text, m.Body[from+len(old):])
+}
+
 // Input is what a token in `_meta` hashes of its message: method and params without `_meta`, as an
 // object in the canonical form of RFC 8785. A token cannot hash what it stands in, and ids and
 // progress tokens are made when a message is sent. ok is false where two texts that servers may

@@ -532,3 +532,21 @@ func FuzzParse(f *testing.F) {
 		}
 	})
 }
+
+// Tokens of a message are taken out where they stand, and nothing else of it changes.
+func TestWithTokens(t *testing.T) {
+	const before, after = ` {"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"_meta":{"a":[1, 2],"execution-context" : `, `,"z":"\u00e4"},"name":"x"}} `
+	for _, value := range []string{`"t1"`, `["t1" , "t2"]`, `[]`} {
+		body := []byte(before + value + after)
+		r, ok := (&protocol.Rules{Protocol: protocol.MCP}).Parse(header("Content-Type", "application/json"), "/mcp", body)
+		if !ok || len(r.Messages) != 1 {
+			t.Fatal(value)
+		}
+		m := &r.Messages[0]
+		for want, tokens := range map[string][]string{`[]`: nil, `["t2"]`: {"t2"}} {
+			if got := string(m.WithTokens(tokens)); strings.TrimSpace(got) != strings.TrimSpace(before+want+after) {
+				t.Errorf("%s without all but %v: %s", value, tokens, got)
+			}
+		}
+	}
+}
