@@ -118,6 +118,7 @@ func TestProcessFailedCallsAreEscalated(t *testing.T) {
 	for range 20 {
 		g.saga(a).fails(charge(1))
 	}
+	site.asked(t, 16+1)
 	other := g.saga(a)
 	other.fails(charge(1))
 	if all := site.asked(t, 16+1); slices.ContainsFunc(all, func(e asked) bool { return e.Workflow == other.wid || e.Held }) {
