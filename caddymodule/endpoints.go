@@ -91,13 +91,13 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
 		Escalations: &api.Escalations{Store: e.escalations.store, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
 			return h.escalationReader(e, policy, r, body)
-		}},
+		}, Coordinator: func(r *http.Request, body []byte) (string, string, error) { return h.holder(policy, r, body) }},
 	}
 	if policy == nil {
 		return g, nil
 	}
 	g.Ledger = policy.graph(e)
-	g.Ledger.Coordinators = h.app.rollbackOptions().Coordinators
+	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.escalations.store.Reaching
 	if c := e.rollbacks.coordinator(); c != nil {
 		o := h.app.rollbackOptions()
 		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{

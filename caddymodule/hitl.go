@@ -479,7 +479,14 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		defer close(x.ended)
 		select { // waits for the first configuration, which has the receiver
 		case <-begun:
+			var reaching sync.WaitGroup
+			reaching.Go(func() {
+				x.store.Reach(running, newUndoSender(e).informHold, func(err error) {
+					e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
+				})
+			})
 			dispatcher.Run(running)
+			reaching.Wait()
 		case <-running.Done():
 		}
 	}()

@@ -16,8 +16,10 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -247,4 +249,97 @@ func recordFound(ctx context.Context, ev *evidence.Evidence, verifier *ect.Verif
 		failed = append(failed, one...)
 	}
 	return failed, nil
+}
+
+// participants are all that the latest configuration names.
+func (e *engine) participants() (all []hitl.Participant, err error) {
+	app := e.activeConfigs.latest()
+	if app == nil {
+		return nil, errNotOpen // between two configurations
+	}
+	o := app.rollbackOptions()
+	for _, p := range o.Participants {
+		all = append(all, hitl.Participant{Agent: p.Identity, URI: p.URI})
+	}
+	return all, nil
+}
+
+// holdTime bounds one attempt to tell a participant what holds a workflow.
+const holdTime = 20 * time.Second
+
+// informHold tells a participant what an escalation holds. It is asked again after any error.
+func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hitl.Escalation) error {
+	ctx, cancel := context.WithTimeout(ctx, holdTime)
+	defer cancel()
+	app := s.e.activeConfigs.latest()
+	if app == nil {
+		return errNotOpen
+	}
+	policy, err := app.tokenPolicy()
+	if err != nil || policy == nil {
+		return errors.Join(err, errNotOpen)
+	}
+	at, err := parseWhole(p.URI)
+	if err != nil {
+		return err
+	}
+	body, err := json.Marshal(api.HoldOf(e))
+	if err != nil {
+		return err
+	}
+	workflow := evidence.WorkflowID(e.Workflow)
+	raw, err := policy.Events.Hold(ctx, workflow, p.Agent, body)
+	if err != nil {
+		return err
+	}
+	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: api.WellKnown + "workflows/" + workflow + "/holds"}
+	o := &rollback.Outgoing{
+		Method: http.MethodPost, URL: to.String(), Body: body, Workflow: workflow, Rollback: e.Links.Rollback,
+		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {e.ID + " " + e.Hold().String()}},
+	}
+	header := undoHeader(o, nil)
+	header.Set(ect.FieldName, raw)
+	answer, err := s.whole(ctx, o, func() (*rollback.Answer, error) { return s.send(ctx, o, header) })
+	switch {
+	case err != nil:
+		return err
+	case answer.Status == http.StatusOK:
+		return nil
+	case answer.Status == http.StatusNotFound, answer.Status == http.StatusMethodNotAllowed, answer.Status == http.StatusNotImplemented:
+		return &hitl.RefusedHold{Reason: "unsupported", Final: true} // an agent of the draft, which has no such path
+	case answer.Status == http.StatusUnauthorized, answer.Status == http.StatusForbidden:
+		return &hitl.RefusedHold{Reason: string(rollback.ReasonUnauthorized)}
+	case answer.Status < 500 && answer.Status != http.StatusTooManyRequests:
+		return &hitl.RefusedHold{Reason: string(rollback.ReasonRefused)}
+	}
+	return fmt.Errorf("status %d", answer.Status)
+}
+
+// holder is the rollback coordinator that tells what holds a workflow, and the workflow of its token.
+// Nobody else has a name here.
+func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (identity, workflow string, err error) {
+	if policy == nil || policy.Verifier == nil {
+		return "", "", api.NewProblem(api.AuthenticationRequired, "This gateway believes nobody's tokens, since no `trust` is configured.")
+	}
+	tokens, err := policy.Verify(r, nil)
+	if err == nil && tokens.Late != nil {
+		err = tokens.Late
+	}
+	if err != nil {
+		if refused := (*ect.Error)(nil); errors.As(err, &refused) {
+			return "", "", err
+		}
+		return "", "", guard.RefusedToken(err)
+	}
+	if len(tokens.Own) != 1 {
+		return "", "", api.NewProblem(api.AuthenticationRequired, "Only a coordinator of rollbacks can say this, with one signed token.")
+	}
+	token := tokens.Own[0]
+	switch {
+	case token.Level() < ect.L2 || !slices.Contains(h.app.rollbackOptions().Coordinators, token.Issuer()):
+		return "", "", nil
+	case token.InputHash() != ect.Sum(body):
+		return "", "", &ect.Error{Code: ect.CodeInputHash}
+	}
+	return token.Issuer(), token.Workflow(), nil
 }

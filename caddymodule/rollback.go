@@ -55,7 +55,7 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
-		Participants: e.participantAt, Discover: sender.discover,
+		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
 		PrepareTimeout: func() time.Duration {
 			if a := e.activeConfigs.latest(); a != nil {
 				return time.Duration(a.rollbackOptions().PrepareTimeout)

@@ -77,6 +77,7 @@ const (
 	endpointEscalation
 	endpointDecision
 	endpointEscalationPage
+	endpointHold
 )
 
 // resource is what a path of the gateway's own names.
@@ -105,6 +106,7 @@ var routes = []Route[resource]{
 	{entriesPath + "/{index}", http.MethodGet, resource{endpoint: endpointEntry}},
 	{WellKnown + "workflows/{id}", http.MethodGet, resource{endpoint: endpointWorkflow}},
 	{WellKnown + "workflows/{id}/tokens", http.MethodGet, resource{endpoint: endpointWorkflowTokens}},
+	{WellKnown + "workflows/{id}/holds", http.MethodPost, resource{endpoint: endpointHold}},
 	{WellKnown + "checkpoints/{id}", http.MethodGet, resource{endpoint: endpointCheckpoint}},
 	{WellKnown + "errors", http.MethodPost, resource{endpoint: endpointErrors}},
 

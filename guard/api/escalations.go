@@ -67,11 +67,33 @@ type Escalation struct {
 	NextRole         string `json:"next_role,omitempty"` // see UnreachableHuman
 	// Held says that it keeps new calls of its workflow from beginning.
 	Held bool `json:"held,omitempty"`
+	// Participants are the gateways that are told what it holds.
+	Participants []ParticipantDocument `json:"participants,omitempty"`
 	// Decisions are what people said, the latest last.
 	Decisions []EscalationDecision `json:"decisions,omitempty"`
 	// Token and Resolution are the ids of the tokens of its opening and its latest decision.
 	Token      string `json:"token,omitempty"`
 	Resolution string `json:"resolution,omitempty"` // see Token
+}
+
+// ParticipantDocument is a gateway that is told what holds a workflow.
+type ParticipantDocument struct {
+	// Agent is its identity.
+	Agent string `json:"agent"`
+	// State is what it is told: held or lifted. Confirmed is what it has confirmed last, at the time At.
+	State     string    `json:"state"`
+	Confirmed string    `json:"confirmed,omitempty"` // see State
+	At        time.Time `json:"at,omitzero"`         // see State
+	// Since is when it has failed to confirm that, for this Reason, a fixed word.
+	Since  time.Time `json:"unreachable_since,omitzero"`
+	Reason string    `json:"reason,omitempty"` // see Since
+}
+
+func describeParticipants(e *hitl.Escalation) (all []ParticipantDocument) {
+	for _, p := range e.Participants {
+		all = append(all, ParticipantDocument{p.Agent, e.Hold().String(), p.Confirmed.String(), p.At, p.Since, p.Reason})
+	}
+	return all
 }
 
 // EscalationLinks has the ids of what an escalation is about.
@@ -125,6 +147,7 @@ func DescribeEscalation(e *hitl.Escalation) Escalation {
 		Status: e.Status.String(), RequiredRole: e.RequiredRole(), Quorum: e.Quorum, Requester: e.Requester,
 		Deadline: e.Deadline, Held: e.Held, Token: e.Token, Resolution: e.Resolution,
 	}
+	doc.Participants = describeParticipants(e)
 	if u := &e.Unreachable; u.Do == hitl.UnreachablePause || u.Do == hitl.UnreachableEscalate {
 		doc.UnreachableHuman, doc.NextRole = string(u.Do), u.Role
 	}
@@ -167,6 +190,10 @@ type Escalations struct {
 	// Read identifies who asks; body is that of a decision, else nil. The error is a *Problem or an
 	// *ect.Error.
 	Read func(r *http.Request, body []byte) (*EscalationReader, error)
+	// Coordinator identifies who tells what holds a workflow elsewhere: the issuer of a token with the
+	// hash of the body, and the token's workflow; no identity is nobody who may. The error is a *Problem
+	// or an *ect.Error.
+	Coordinator func(r *http.Request, body []byte) (identity, workflow string, err error)
 }
 
 // escalationRequest is one request to Escalations.
@@ -186,6 +213,8 @@ func (s *Escalations) serve(a responder, to route) error {
 		err = q.page()
 	case endpointDecision:
 		err = q.decide()
+	case endpointHold:
+		err = q.hold()
 	default:
 		if q.who, err = q.Read(a.r, nil); err == nil && q.who.Name == "" {
 			err = NewProblem(AuthenticationRequired, "Escalations are for those who may decide them, and for who asked.")
@@ -390,6 +419,83 @@ func (q *escalationRequest) count(e *hitl.Escalation, d *wantedDecision) (hitl.E
 		return got, void("changed", "The hash is not that of what is proposed.")
 	}
 	return got, err
+}
+
+// Hold is what a coordinator tells the participants of its rollbacks: that an escalation holds a
+// workflow, or does not any more. Its members are an API.
+type Hold struct {
+	// EscalationID and Opened name the escalation there.
+	EscalationID string    `json:"escalation_id"`
+	Opened       time.Time `json:"opened"` // see EscalationID
+	// State is held or lifted; what was lifted is never held again.
+	State string `json:"state"`
+	// Level is pause or stop, and Cause a word of the escalation's.
+	Level string `json:"level"`
+	Cause string `json:"cause,omitempty"` // see Level
+	// Final says that nobody will lift it.
+	Final bool `json:"final,omitempty"`
+	// RollbackID is the rollback that it is about.
+	RollbackID string `json:"rollback_id,omitempty"`
+}
+
+// HoldOf is what participants are told of an escalation.
+func HoldOf(e *hitl.Escalation) Hold {
+	return Hold{e.ID, e.Opened, e.Hold().String(), e.Level.String(), string(e.Cause), e.Final, e.Links.Rollback}
+}
+
+// hold answers POST workflows/{id}/holds: the workflow is held here as long as it is at the coordinator
+// (ATD, "Interaction with HITL"). The same message changes nothing, nor does one that comes late.
+func (q *escalationRequest) hold() error {
+	body, err := q.decisionBody("application/json")
+	if err != nil {
+		return err
+	}
+	by, workflow, err := q.Coordinator(q.r, body)
+	if err != nil {
+		return err
+	}
+	if name, err := segment(q.name, "workflow id"); err != nil || by == "" || name != workflow {
+		return unknownPart() // P3; or the token is for another workflow
+	}
+	var h Hold
+	if json.Unmarshal(body, &h) != nil || h.EscalationID == "" || h.Opened.IsZero() {
+		return badParameter("The body is no JSON object with escalation_id, opened, state and level.")
+	}
+	o := hitl.Opening{
+		Key: fmt.Sprintf("hold %q %q %d", by, h.EscalationID, h.Opened.UnixNano()), Cause: hitl.CauseOther, Workflow: workflow,
+		Requester: "issuer:" + by, Final: h.Final, Notice: h.Final,
+	}
+	if slices.Contains(hitl.Causes(), hitl.Cause(h.Cause)) {
+		o.Cause = hitl.Cause(h.Cause)
+	}
+	if id, err := ParseID(h.RollbackID); err == nil {
+		o.Links.Rollback = id
+	}
+	switch h.Level {
+	case hitl.Pause.String():
+		o.Level, o.Summary = hitl.Pause, "The coordinator of a rollback has paused the workflow."
+	case hitl.Stop.String():
+		o.Level, o.Summary = hitl.Stop, "The coordinator of a rollback has stopped the workflow."
+	default:
+		return badParameter("level is neither pause nor stop.")
+	}
+	var e hitl.Escalation
+	switch h.State {
+	case hitl.Holding.String():
+		e, err = q.Store.Open(q.r.Context(), o)
+	case hitl.Lifted.String():
+		e, err = q.Store.Lift(q.r.Context(), o)
+	default:
+		return badParameter("state is neither held nor lifted.")
+	}
+	if err != nil {
+		return err
+	}
+	state := hitl.Lifted
+	if e.Held {
+		state = hitl.Holding
+	}
+	return q.writeJSON(http.StatusOK, map[string]string{"escalation_id": e.ID, "state": state.String()})
 }
 
 // page answers GET {id}/page, what is asked, for people; and POST {id}/form, the form in it.

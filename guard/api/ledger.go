@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
 
 // defaultMaxNodes is the number of entries of a workflow that one request reads.
@@ -60,6 +61,8 @@ type LedgerOptions struct {
 	// Coordinators are the identities with the authority of a rollback coordinator: they may read
 	// the tokens of all workflows, to find out what a rollback has to undo.
 	Coordinators []string
+	// Reaching are the escalations of a workflow that participants are told of. Nil is none.
+	Reaching func(ctx context.Context, workflow string) ([]hitl.Escalation, error)
 	// Waits ends all waiting for the ledger when the gateway shuts down. Nil is never.
 	Waits context.Context
 	// MaxNodes is the largest number of entries of a workflow that one request reads;

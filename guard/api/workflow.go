@@ -32,6 +32,9 @@ type workflowDocument struct {
 	Stated    string          `json:"stated_status,omitempty"`
 	Truncated bool            `json:"truncated,omitempty"`
 
+	// Holds are the escalations that participants of the workflow are told of.
+	Holds []holdDocument `json:"holds,omitempty"`
+
 	Tasks map[workflow.State]int `json:"tasks,omitempty"`
 	// RecoveryPoints are the checkpoints that can be rolled back, the most recent first.
 	RecoveryPoints []string `json:"recovery_points,omitempty"`
@@ -41,6 +44,15 @@ type workflowDocument struct {
 	Unordered []string       `json:"unordered,omitempty"`
 	Nodes     []nodeDocument `json:"nodes"` // in topological order
 	Edges     []edgeDocument `json:"edges"`
+}
+
+// holdDocument says what keeps new calls of the workflow from beginning at its participants.
+type holdDocument struct {
+	Escalation   string                `json:"escalation_id"`
+	Level        string                `json:"level"`
+	State        string                `json:"state"` // held or lifted
+	Rollback     string                `json:"rollback_id,omitempty"`
+	Participants []ParticipantDocument `json:"participants"`
 }
 
 type nodeDocument struct {
@@ -110,10 +122,25 @@ func (q *ledgerRequest) workflow() error {
 			return err
 		}
 		if found {
+			if doc.Holds, err = q.holds(wid); err != nil {
+				return err
+			}
 			return q.writeJSON(http.StatusOK, doc)
 		}
 	}
 	return unknownWorkflow()
+}
+
+func (q *ledgerRequest) holds(wid string) (all []holdDocument, err error) {
+	if q.Reaching == nil {
+		return nil, nil
+	}
+	found, err := q.Reaching(q.r.Context(), wid)
+	for i := range found {
+		e := &found[i]
+		all = append(all, holdDocument{e.ID, e.Level.String(), e.Hold().String(), e.Links.Rollback, describeParticipants(e)})
+	}
+	return all, err
 }
 
 func unknownWorkflow() *Problem {

@@ -468,12 +468,23 @@ func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) 
 // checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be
 // done.
 func (b *EventBuilder) ReadRequest(ctx context.Context, workflow, audience string) (string, error) {
+	return b.unrecorded(ctx, workflow, audience, ect.EventRollbackRequest, ect.Hash{})
+}
+
+// Hold makes a token with which a participant is told what holds a workflow, in a body with that hash.
+// It is not recorded: what it says is in the token of the escalation.
+func (b *EventBuilder) Hold(ctx context.Context, workflow, audience string, body []byte) (string, error) {
+	return b.unrecorded(ctx, workflow, audience, eventEscalation, ect.Sum(body))
+}
+
+// unrecorded makes a token for one agent.
+func (b *EventBuilder) unrecorded(ctx context.Context, workflow, audience string, action ect.Event, input ect.Hash) (string, error) {
 	now, err := b.e.store.Now(ctx)
 	if err != nil {
 		return "", err
 	}
 	token, err := b.issuer.Issue(now, ect.Claims{
-		Audience: []string{audience}, Workflow: workflow, Life: ect.MaxAge, Action: string(ect.EventRollbackRequest),
+		Audience: []string{audience}, Workflow: workflow, Life: ect.MaxAge, Action: string(action), Input: input,
 	})
 	if err != nil {
 		return "", err

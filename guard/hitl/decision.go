@@ -402,7 +402,7 @@ func (d *Store) commit(ctx context.Context, id uuid.UUID, old, next *Escalation,
 	d.mu.Lock()
 	close(d.decisions)
 	d.decisions = make(chan struct{})
-	if next.due() && !old.due() { // another role is to be notified
+	if next.due() && !old.due() || next.unsettled() { // another role is to be notified, or participants
 		close(d.news)
 		d.news = make(chan struct{})
 	}

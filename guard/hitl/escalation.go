@@ -172,6 +172,13 @@ type Opening struct {
 	Final bool
 	// Requester is who asked, and cannot approve; cut at 2,048 bytes, and not sent to the notifier.
 	Requester string
+
+	// Participants are the gateways that hold the workflow, too, and hear when it is resumed; at most
+	// 64. Only Agent and URI of each count.
+	Participants []Participant
+	// Notice says that nobody is asked or notified: it was decided elsewhere. Lifted says that it does
+	// not hold its workflow here, or not any more.
+	Notice, Lifted bool
 }
 
 // ErrOpening: the Opening is incomplete.
@@ -193,6 +200,8 @@ func (o *Opening) check() error {
 		return fmt.Errorf("%w: hash or role is longer than 128 bytes", ErrOpening)
 	case o.Unreachable.Check() != nil:
 		return fmt.Errorf("%w: %w", ErrOpening, o.Unreachable.Check())
+	case len(o.Participants) > maxParticipants:
+		return fmt.Errorf("%w: %d participants, at most %d", ErrOpening, len(o.Participants), maxParticipants)
 	case o.Quorum < 0 || o.Quorum > maxQuorum || o.Within < 0:
 		return fmt.Errorf("%w: quorum is %d and the time %s; use up to %d, and no negative time", ErrOpening, o.Quorum, o.Within, maxQuorum)
 	}
@@ -231,6 +240,9 @@ type Escalation struct {
 	// asked again.
 	Decisions []Decision
 	Round     int
+	// Participants are told what it holds, and Notice that nobody is asked: see Opening.
+	Participants []Participant
+	Notice       bool // see Participants
 	// Token is the id of the token that says that it was opened, Resolution that of the latest
 	// decision; empty where no ledger is kept.
 	Token, Resolution string
@@ -314,6 +326,8 @@ const (
 	tagUnreachable
 	tagNextRole
 	tagNextWithin
+	tagParticipant
+	tagNotice
 )
 
 // The tags of a decision's fields.
@@ -388,6 +402,10 @@ func (e *Escalation) encode(b []byte) []byte {
 	to.String(tagUnreachable, string(e.Unreachable.Do))
 	to.String(tagNextRole, e.Unreachable.Role)
 	to.Int(tagNextWithin, int64(e.Unreachable.Within))
+	for i := range e.Participants {
+		store.Field(&to, tagParticipant, e.Participants[i].encode())
+	}
+	to.Bool(tagNotice, e.Notice)
 	return append(to.B, e.unknown...)
 }
 
@@ -467,6 +485,14 @@ func decode(b []byte) (*Escalation, error) {
 			e.Unreachable.Role = string(d.Field)
 		case tagNextWithin:
 			e.Unreachable.Within = time.Duration(d.Int())
+		case tagParticipant:
+			p, err := decodeParticipant(d.Field)
+			if d.Err == nil {
+				d.Err = err
+			}
+			e.Participants = append(e.Participants, p)
+		case tagNotice:
+			e.Notice = d.Int() != 0
 		default:
 			e.unknown = append(e.unknown, d.Raw...)
 		}
@@ -498,6 +524,7 @@ func small(d *store.Decoder) uint8 {
 //	h u level due id              index: those to be delivered
 //	h b id                        index: what holds a workflow, with its hash, or counts for its requester
 //	h d deadline id               index: the pending ones that expire
+//	h r id                        index: those whose participants have not confirmed what holds
 const (
 	space           = 'h'
 	kindRecord      = 'e'
@@ -506,6 +533,7 @@ const (
 	kindUndelivered = 'u'
 	kindHold        = 'b'
 	kindDeadline    = 'd'
+	kindReach       = 'r'
 )
 
 // idOf is the id of an occasion's escalation: a UUID of version 8 (RFC 9562), whose bits the
@@ -556,9 +584,9 @@ func placeIn(name []byte) (time.Time, uuid.UUID) {
 }
 
 // expires is when the record expires: never before its notification, nor while it holds a workflow,
-// proposes something or counts for its requester.
+// proposes something, counts for its requester or has to reach participants.
 func (e *Escalation) expires(keep time.Duration) time.Time {
-	if e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
+	if e.unsettled() || e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
 		return time.Time{}
 	}
 	return e.Changed.Add(keep)
@@ -568,7 +596,7 @@ func (e *Escalation) expires(keep time.Duration) time.Time {
 // entries. The record comes first.
 func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
 	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
-	batch := make([]store.Write, 1, 7)
+	batch := make([]store.Write, 1, 8)
 	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
 	if old == nil || old.State != new.State || old.Status != new.Status || !old.Changed.Equal(new.Changed) {
 		value := []byte{byte(new.Level), byte(new.State), byte(new.Status)}
@@ -591,6 +619,9 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 			hold.Value = hash[:]
 		}
 		batch = append(batch, hold)
+	}
+	if now, before := new.unsettled(), old != nil && old.unsettled(); now != before {
+		batch = append(batch, store.Write{Key: append([]byte{space, kindReach}, id[:]...), Delete: before})
 	}
 	before := time.Time{}
 	if old != nil {

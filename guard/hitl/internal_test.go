@@ -32,6 +32,9 @@ func full() Escalation {
 	e.Status, e.Proposal, e.Role, e.Quorum, e.Requester = Denied, Proposal{Resume, "t", "h"}, "r", 2, "q"
 	e.Final, e.Deadline, e.Held, e.Round, e.Token, e.Resolution = true, e.Opened.Add(3), true, 1, "t1", "t2"
 	e.Unreachable = Unreachable{UnreachableEscalate, "n", time.Minute}
+	e.Notice, e.Participants = true, []Participant{
+		{Agent: "p", URI: "u", Confirmed: Lifted, At: e.Opened.Add(6), Since: e.Opened.Add(7), Reason: "y", Refused: true}, {Agent: "o"},
+	}
 	e.Decisions = []Decision{{By: "a", Approve: true, Reason: "b", At: e.Opened.Add(4), Round: 1}, {By: "c", At: e.Opened.Add(5)}}
 	return e
 }

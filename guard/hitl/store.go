@@ -126,13 +126,19 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 		},
 		State: Open, Opened: now, Changed: now, Delivery: Delivery{Next: now},
 		Status: Pending, Proposal: o.Proposal, Role: o.Role, Final: o.Final, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
-		Held: o.Level != Approval && o.Workflow != "",
+		Held: o.Level != Approval && o.Workflow != "" && !o.Lifted, Notice: o.Notice,
+	}
+	for _, p := range o.Participants {
+		e.Participants = append(e.Participants, Participant{Agent: shorten(p.Agent, maxText), URI: shorten(p.URI, maxText)})
+	}
+	if o.Notice {
+		e.State, e.Status, e.Delivery = Notified, Withdrawn, Delivery{}
 	}
 	if u := d.unreachable.Load(); u != nil && o.Cause == CauseIrreversible && o.Within == 0 {
 		o.Unreachable, o.Within = *u, cmp.Or(u.Within, defaultWithin)
 	}
 	e.Unreachable = o.Unreachable
-	if e.Held && o.Proposal.Kind == "" {
+	if e.Held && o.Proposal.Kind == "" && !o.Notice {
 		e.Proposal = resumption()
 	}
 	e.Proposal.Text = shorten(e.Proposal.Text, maxProposal)

@@ -11,6 +11,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -64,9 +65,10 @@ type checkedNode struct {
 
 // outlook is what is known of an undo before it is tried.
 type outlook struct {
-	way      string // of a call that ran
-	obstacle string // why it is in vain; empty if nothing is known
-	cause    string // of the obstacle irreversible
+	way      string   // of a call that ran
+	obstacle string   // why it is in vain; empty if nothing is known
+	cause    string   // of the obstacle irreversible
+	by       informed // who takes part in both phases and undoes it; zero is nobody
 }
 
 // refusal is a failed verification of the target: an error is recorded (cascade 4.2.3).
@@ -182,9 +184,19 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 			of := checked[level[i].Checkpoint]
 			d.Agents = append(d.Agents, of.token.Agent)
 			level[i].setOutlook(of.outlook)
+			d.inform(of.by)
 		}
 	}
 	d.Steps = len(d.Agents)
+	if r.Scope == FullWorkflow && c.o.Configured != nil {
+		all, err := c.o.Configured()
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		for _, p := range all {
+			d.inform(informed{p.Agent, p.URI})
+		}
+	}
 	hash := p.Hash()
 	d.Hash = hash[:]
 	return d, nil
@@ -253,7 +265,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		case recorded == Undone:
 			return Undone, outlook{}, nil
 		}
-		return Ran, outlook{way: checkpoint.Delegate.String()}, nil // a call that was released here says nothing of it
+		return Ran, outlook{way: checkpoint.Delegate.String(), by: informedOf(theirs)}, nil // a call that was released here says nothing of it
 	case recorded == Undone: // P5: the checkpoint store says otherwise
 		recorded = Ran
 	}
@@ -270,7 +282,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 	}
 	o := outlookOf(s.opened)
 	if s.state == InFlight && o.obstacle == string(ReasonUnfilled) { // its answer may bring the values
-		o = outlook{way: s.opened.Snapshot.Way.String()}
+		o = outlook{way: s.opened.Snapshot.Way.String(), by: informedOf(s.opened)}
 	}
 	return s.state, o, nil
 }
@@ -310,7 +322,7 @@ func outlookOf(opened *checkpoint.Checkpoint) outlook {
 	case LacksValues(opened):
 		return outlook{obstacle: string(ReasonUnfilled)}
 	}
-	return outlook{way: opened.Snapshot.Way.String()}
+	return outlook{way: opened.Snapshot.Way.String(), by: informedOf(opened)}
 }
 
 // current reports whether a plan made now would be the same. If so, the draft counts as made now.
@@ -820,6 +832,15 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 	)
 	if d.stops() {
 		b.Add(store.Write{Key: keyOf(kindStop, n)})
+		if to := d.participants(&d.head); len(to) > 0 { // here the lock stops it
+			if _, err := c.escalate(ctx, b, hitl.Opening{
+				Key: "rollback terminates " + d.ID, Level: hitl.Stop, Cause: hitl.CauseOther, Workflow: d.Workflow,
+				Summary: "A rollback of the whole workflow has ended it, also at its participants.",
+				Links:   hitl.Links{Checkpoint: d.Checkpoint, Rollback: d.ID}, Notice: true, Lifted: true, Final: true, Participants: to,
+			}); err != nil {
+				return err
+			}
+		}
 	}
 	if r.Token != "" {
 		b.Add(c.sealed(c.tokenKey(r.Token), []byte(d.ID), store.Absent()))

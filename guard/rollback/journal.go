@@ -14,6 +14,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -209,6 +211,47 @@ type plannedSteps struct {
 	Unprepared map[string]string `json:"unprepared,omitempty"`
 	// Unreached are as in Rollback.
 	Unreached []Obstacle `json:"unreached,omitempty"`
+	// Participants are told what holds the workflow.
+	Participants []informed `json:"participants,omitempty"`
+}
+
+// informed is a participant that is told what holds the workflow.
+type informed struct {
+	Agent string `json:"agent"`
+	URI   string `json:"uri"`
+}
+
+// informedOf is who takes part in the undo of a call; zero is nobody.
+func informedOf(c *checkpoint.Checkpoint) informed {
+	if c.Snapshot.Way != checkpoint.Delegate {
+		return informed{}
+	}
+	spec, err := ParseSpec(c.Snapshot.Undo)
+	if err != nil || spec.Agent == "" {
+		return informed{}
+	}
+	return informed{spec.Agent, spec.Delegate}
+}
+
+// maxInformed bounds the participants that are told.
+const maxInformed = 64
+
+func (p *plannedSteps) inform(one informed) {
+	if one != (informed{}) && !slices.Contains(p.Participants, one) && len(p.Participants) < maxInformed {
+		p.Participants = append(p.Participants, one)
+	}
+}
+
+// participants are those to whom an escalation of the rollback goes. Of a part of a rollback the
+// coordinator of the whole tells them.
+func (p *plannedSteps) participants(h *head) (all []hitl.Participant) {
+	if h.PartOf != "" {
+		return nil
+	}
+	for _, one := range p.Participants {
+		all = append(all, hitl.Participant{Agent: one.Agent, URI: one.URI})
+	}
+	return all
 }
 
 // pieceSize is how much of a plan is stored in one value.

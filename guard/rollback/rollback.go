@@ -303,6 +303,9 @@ type Options struct {
 	// at most, and records what the ledger lacks; fresh says that it did. unreached are those of which
 	// nobody knows what they have, with the reason. Nil asks nobody.
 	Discover func(ctx context.Context, workflow string) (fresh bool, unreached []Obstacle, err error)
+	// Configured are all participants that the configuration names: they hear when the whole workflow
+	// is rolled back. Nil is none.
+	Configured func() ([]hitl.Participant, error)
 	// Parallel is how many steps of a level run at once; 0 is 8.
 	Parallel int
 	// PrepareTimeout is how long participants are asked in the first phase before they count as

@@ -26,8 +26,9 @@ type run struct {
 	precedence Precedence        // which does not change
 	refused    map[string]string // checkpoints that are not undone, and why
 	unreached  []Obstacle        // participants of which nobody knows what they have
-	roots      map[int]string    // of places, their first attempts; nil where no ttl is over
-	then       []What            // what the plan says of each step after a wait
+	informs    []hitl.Participant
+	roots      map[int]string // of places, their first attempts; nil where no ttl is over
+	then       []What         // what the plan says of each step after a wait
 	index      map[string]int
 	launched   bool // guarded by Coordinator.mu
 
@@ -65,7 +66,7 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached,
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached, informs: p.participants(h),
 		stepped: make(chan struct{}), joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
@@ -442,7 +443,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 			say("is not known: what %s has of the workflow (%s)", o.Agent, o.Reason)
 		}
 	} else {
-		o.Level, o.Cause, o.Proposal.Kind = hitl.Pause, hitl.CauseCritical, hitl.ContinueRollback
+		o.Level, o.Cause, o.Proposal.Kind, o.Participants = hitl.Pause, hitl.CauseCritical, hitl.ContinueRollback, r.informs
 		o.Summary = "A rollback is about to undo what is of severity critical."
 		say("Level %d of %d, and then the rest of the rollback, is carried out. Of severity critical in that level are", level+1, len(r.levels))
 		for _, i := range asks {
@@ -785,7 +786,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps, len(r.unreached))
 		before, after := hashes(h.Checkpoint, r.steps)
 		h.Before, h.After = some(before), some(after)
-		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}}
+		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}, Participants: r.informs}
 		switch h.Status {
 		case Failed:
 			o.Key, o.Level, o.Cause = "rollback failed "+h.ID, hitl.Stop, hitl.CauseRollbackFailed

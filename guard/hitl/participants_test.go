@@ -1,0 +1,195 @@
+package hitl_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// listener is what participants have heard, and what they answer.
+type listener struct {
+	mu    sync.Mutex
+	heard []string
+	fails map[string]error
+}
+
+func (w *listener) hear(_ context.Context, p *hitl.Participant, e *hitl.Escalation) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.heard = append(w.heard, p.Agent+" "+e.Hold().String())
+	return w.fails[p.Agent]
+}
+
+func (w *listener) count(what string) (n int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, one := range w.heard {
+		if one == what {
+			n++
+		}
+	}
+	return n
+}
+
+// ATD "Interaction with HITL": what holds a workflow is told to each participant until it has confirmed,
+// and so is that it is lifted, over restarts; nobody is told what he has confirmed.
+func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		st, ring := memory.New(memory.Options{}), seal.Generate()
+		w := &listener{fails: map[string]error{"b": errors.New("down"), "c": &hitl.RefusedHold{Reason: "unsupported", Final: true}}}
+		var d *hitl.Store
+		var stop context.CancelFunc
+		var over chan struct{}
+		start := func() {
+			d = hitl.NewStore(st, ring, 0)
+			if _, err := d.Load(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			var running context.Context
+			running, stop = context.WithCancel(t.Context())
+			over = make(chan struct{})
+			of, done := d, over
+			go func() {
+				defer close(done)
+				of.Reach(running, w.hear, func(err error) { t.Error(err) })
+			}()
+		}
+		restart := func() { stop(); <-over; start() }
+		start()
+		e, err := d.Open(t.Context(), hitl.Opening{
+			Key: "k", Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: "w",
+			Participants: []hitl.Participant{{Agent: "a", URI: "u"}, {Agent: "b", URI: "u"}, {Agent: "c", URI: "u"}},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Minute)
+		if w.count("a held") != 1 || w.count("b held") < 10 || w.count("c held") != 1 {
+			t.Fatalf("%v", w.heard)
+		}
+		seen, err := d.Reaching(t.Context(), "w")
+		if err != nil || len(seen) != 1 {
+			t.Fatalf("%+v, %v", seen, err)
+		}
+		p := seen[0].Participants
+		if p[0].Confirmed != hitl.Holding || p[1].Confirmed != 0 || p[1].Since.IsZero() || p[1].Reason != "unreachable" || !p[2].Refused || p[2].Reason != "unsupported" {
+			t.Errorf("%+v", p)
+		}
+		before := w.count("b held")
+		restart()
+		synctest.Wait()
+		if w.count("b held") != before+1 || w.count("a held") != 1 {
+			t.Errorf("after a restart: %v", w.heard)
+		}
+		stop()
+		<-over
+		if _, err := d.Decide(t.Context(), e.ID, hitl.Vote{By: "ann", Every: true, Approve: true}); err != nil {
+			t.Fatal(err)
+		}
+		w.mu.Lock()
+		delete(w.fails, "b")
+		w.mu.Unlock()
+		start() // killed between the commit and the message
+		time.Sleep(2 * time.Minute)
+		if w.count("a lifted") != 1 || w.count("b lifted") != 1 || w.count("c lifted") != 0 {
+			t.Errorf("%v", w.heard)
+		}
+		seen, err = d.Reaching(t.Context(), "w")
+		if err != nil || slices.ContainsFunc(seen[0].Participants[:2], func(p hitl.Participant) bool { return p.Confirmed != hitl.Lifted || !p.Since.IsZero() }) {
+			t.Errorf("%+v, %v", seen, err)
+		}
+		stop()
+		<-over
+	})
+}
+
+// A participant's hold: repeated and late messages change nothing, whatever people have said meanwhile,
+// and nobody is asked about what is final.
+func TestLiftedIsForGood(t *testing.T) {
+	d := hitl.NewStore(memory.New(memory.Options{}), seal.Generate(), 0)
+	o := hitl.Opening{Key: "k", Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: "w"}
+	blocks := func() bool {
+		e, err := d.Blocks(t.Context(), "w")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return e != nil
+	}
+	e, err := d.Open(t.Context(), o)
+	if err != nil || !blocks() {
+		t.Fatal(err)
+	}
+	if _, err := d.Decide(t.Context(), e.ID, hitl.Vote{By: "ann", Every: true, Reason: "no"}); err != nil || !blocks() {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if e, err := d.Lift(t.Context(), o); err != nil || e.Held || blocks() {
+			t.Fatalf("%+v, %v", e, err)
+		}
+		if e, err := d.Open(t.Context(), o); err != nil || e.Held || blocks() {
+			t.Fatalf("%+v, %v", e, err)
+		}
+	}
+	o.Key = "overtaken"
+	if e, err := d.Lift(t.Context(), o); err != nil || e.Held || e.State == hitl.Open {
+		t.Fatalf("%+v, %v", e, err)
+	}
+	if e, err := d.Open(t.Context(), o); err != nil || e.Held || blocks() {
+		t.Fatalf("%+v, %v", e, err)
+	}
+	o.Key, o.Final, o.Notice = "final", true, true
+	e, err = d.Open(t.Context(), o)
+	if err != nil || !blocks() || e.State == hitl.Open || e.Status == hitl.Pending {
+		t.Fatalf("%+v, %v", e, err)
+	}
+	if _, err := d.Decide(t.Context(), e.ID, hitl.Vote{By: "ann", Every: true, Approve: true}); err == nil || !blocks() {
+		t.Errorf("it is resumed: %v", err)
+	}
+}
+
+// The entry of the outbox is in the commit that opens the escalation, or decides it; the record stays
+// until all have confirmed.
+func TestParticipantsStandInTheSameCommit(t *testing.T) {
+	st := memory.New(memory.Options{})
+	d := hitl.NewStore(st, seal.Generate(), time.Hour)
+	entries := func() (n int) {
+		for _, err := range st.Scan(t.Context(), store.Prefix([]byte("hr"))) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			n++
+		}
+		return n
+	}
+	o := hitl.Opening{
+		Key: "k", Level: hitl.Stop, Cause: hitl.CauseOther, Summary: "s", Workflow: "w", Notice: true, Lifted: true, Final: true,
+		Participants: []hitl.Participant{{Agent: "a", URI: "u"}},
+	}
+	p, err := d.Prepare(t.Context(), o)
+	if err != nil || entries() != 0 {
+		t.Fatal(err)
+	}
+	if err := p.Commit(t.Context(), st); err != nil || entries() != 1 {
+		t.Fatalf("%d, %v", entries(), err)
+	}
+	if e := p.Escalation(); e.Held || e.Hold() != hitl.Holding || e.State == hitl.Open {
+		t.Errorf("%+v", e)
+	}
+	o.Key = "many"
+	for i := range 65 {
+		o.Participants = append(o.Participants, hitl.Participant{Agent: fmt.Sprint(i), URI: "u"})
+	}
+	if _, err := d.Prepare(t.Context(), o); !errors.Is(err, hitl.ErrOpening) {
+		t.Errorf("%v", err)
+	}
+}
