@@ -492,6 +492,26 @@ func TestRetryWithoutAKeyDoesNotFailOpen(t *testing.T) {
 	})
 }
 
+// torn is a client whose connection is found broken when the end of the answer is flushed to it.
+type torn struct{ *httptest.ResponseRecorder }
+
+func (torn) FlushError() error { return errors.New("connection reset by peer") }
+
+// *Handed over*: a write that only fails once it is flushed has answered nobody, of an answer as it
+// comes and of a recorded one.
+func TestAnswersThatCannotBeFlushed(t *testing.T) {
+	b := recognizing(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Content-Length", "8")
+		_, _ = fmt.Fprint(w, "charge ", n)
+	})
+	for range 3 {
+		b.guard.ServeHTTP(torn{httptest.NewRecorder()}, b.keyless(""))
+		b.was(1)
+	}
+	b.do(b.keyless(""), "200 replayed charge 1")
+	b.do(b.keyless(""), "200 executed charge 2")
+}
+
 // With sockets: three equal calls whose clients do not wait for the answer, and are retried, give
 // three answers of three executions; two in parallel that wait give two.
 func TestRetriesWithoutAKeyOverSockets(t *testing.T) {
