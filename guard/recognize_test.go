@@ -512,6 +512,23 @@ func TestAnswersThatCannotBeFlushed(t *testing.T) {
 	b.do(b.keyless(""), "200 executed charge 2")
 }
 
+// The same of the final event of a stream that stays open.
+func TestFinalEventsThatCannotBeFlushed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := newAgents(t)
+		a.streams = true
+		go a.serve(torn{httptest.NewRecorder()}, a.pay("ada", "3", ""))
+		synctest.Wait()
+		retry := a.begin(a.pay("ada", "4", ""))
+		close(a.hold)
+		synctest.Wait()
+		if got := retry.Body.String(); !strings.Contains(got, `"id":4,"result":{"n":1}`) {
+			t.Errorf("the retry is answered %s", got)
+		}
+		a.was(1)
+	})
+}
+
 // With sockets: three equal calls whose clients do not wait for the answer, and are retried, give
 // three answers of three executions; two in parallel that wait give two.
 func TestRetriesWithoutAKeyOverSockets(t *testing.T) {
