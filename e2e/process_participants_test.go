@@ -226,6 +226,23 @@ func TestProcessTokensOfMessagesInARow(t *testing.T) {
 	if tools.count("pay") != 3 {
 		t.Errorf("%d calls", tools.count("pay"))
 	}
+	// What changes nothing goes through both as well, by its message and by its method.
+	ping := func(meta string) request {
+		return message(fmt.Sprintf(`{"jsonrpc":"2.0","id":9,"method":"ping"%s}`, meta))
+	}
+	fresh := func(audience ...string) *ect.Token {
+		return s.a.issue(ect.Claims{Workflow: s.wid, Audience: audience})
+	}
+	for name, r := range map[string]request{
+		"header":         with(fresh(), ping("")),
+		"_meta":          ping(fmt.Sprintf(`,"params":{"_meta":{"execution-context":%q,"progressToken":7}}`, fresh().Raw())),
+		"_meta for both": ping(fmt.Sprintf(`,"params":{"_meta":{"execution-context":%q}}`, fresh(gatewayIdentity, starIdentity(1)).Raw())),
+		"GET":            with(fresh(), request{method: "GET", path: "/"}),
+	} {
+		if got := s.g.call(r); got.status/100 != 2 || strings.Contains(got.body, `"error"`) {
+			t.Errorf("%s: %d %s", name, got.status, got.body)
+		}
+	}
 }
 
 // P6: what the next gateway refuses before it sends anything has not run. It leaves no doubt at the

@@ -113,8 +113,8 @@ func permitUnguarded(h *Handler, r *http.Request) (permit bulkhead.Permit, err e
 		stated = "" // an upstream may read it
 	}
 	c := bulkhead.Call{
-		Sharer: sharer(h, r, tokens.issuer, tokens.workflow, stated),
-		Class:  classOf(h, r, h.Priority, tokens.own, tokens.issuer != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
+		Sharer: sharer(h, r, tokens.Issuer(), tokens.proven(), stated),
+		Class:  classOf(h, r, h.Priority, tokens.Own, tokens.Issuer() != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
 		Bytes:  max(r.ContentLength, 0),
 	}
 	if left, said := callersTime(r.Header, h.DeadlineHeader); said {

@@ -135,6 +135,9 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 // message; m is nil without one.
 func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
 	err := h.verifySafe(r, m)
+	if err == nil && h.UpstreamIdentity != "" {
+		r, err = withTokensFor(h, r)
+	}
 	if err == nil {
 		var l *resumer
 		if l, r = h.listen(w, r); l != nil {
@@ -1004,7 +1007,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	var message []byte // in the place of the body
 	if x.evidence.forwarded != nil {
 		if len(x.evidence.tokens.All) > 0 {
-			message = x.evidence.sendOn(r.Header, x.h.UpstreamIdentity)
+			message = x.evidence.tokens.sendOn(x.evidence.policy, r.Header, x.h.UpstreamIdentity, x.evidence.forwarded.Parents())
 		}
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}

@@ -435,27 +435,20 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if !policy.LedgerFirst {
 		policy.Evidence.Seen(p.All)
 	}
-	h.Host.SetVar(r, tokensVerified, &verifiedTokens{issuer: p.Issuer(), workflow: p.proven(), own: p.Own})
+	h.Host.SetVar(r, tokensVerified, &p)
 	policy.constrain(h, r, &p)
 	return nil
 }
 
-// tokensVerified is a request variable: the *verifiedTokens of an unguarded request.
+// tokensVerified is a request variable: the *Tokens of an unguarded request.
 const tokensVerified = "agent_guard.tokens_verified"
 
-// verifiedTokens is what verifySafe has found.
-type verifiedTokens struct {
-	issuer   string
-	workflow string // that one of them proves, or empty
-	own      []*ect.Token
-}
-
-// verifiedBefore is what verifySafe has found for r; zero where it has not looked.
-func (h *Handler) verifiedBefore(r *http.Request) verifiedTokens {
-	if v, ok := h.Host.Var(r, tokensVerified).(*verifiedTokens); ok {
-		return *v
+// verifiedBefore is what verifySafe has found for r; without tokens where it has not looked.
+func (h *Handler) verifiedBefore(r *http.Request) *Tokens {
+	if p, ok := h.Host.Var(r, tokensVerified).(*Tokens); ok {
+		return p
 	}
-	return verifiedTokens{}
+	return new(Tokens)
 }
 
 // checkUnguardedInput compares the body of an unguarded request with the hash in its tokens. Only

@@ -467,7 +467,7 @@ type canceller struct {
 // ServeHTTP implements Next.
 func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	x, h := n.x, n.x.h
-	caller, err := h.CallerOf(x.executions, r, h.verifiedBefore(r).issuer)
+	caller, err := h.CallerOf(x.executions, r, h.verifiedBefore(r).Issuer())
 	if err != nil {
 		return n.next.ServeHTTP(w, r) // its calls are refused, so that none runs
 	}

@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"crypto/sha256"
@@ -193,19 +194,20 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 
 // sendOn leaves those tokens in a header that may go to an upstream with an identity. It would
 // refuse the call because of one that is for this gateway alone. What only such a token follows
-// from stays here with it: to the upstream it would be a call of somebody else's. Where the message
-// has tokens that stay here, it is returned without them; else nil.
-func (s *callEvidence) sendOn(h http.Header, upstream string) (message []byte) {
+// from stays here with it: to the upstream it would be a call of somebody else's. follows are the ids
+// of what the call follows from directly. Where the message has tokens that stay here, it is returned
+// without them; else nil.
+func (p *Tokens) sendOn(policy *TokenPolicy, h http.Header, upstream string, follows []string) (message []byte) {
 	keeps := func(t *ect.Token) bool {
-		return !s.policy.Verifier.OnlyFor(t) || slices.Contains(t.Audience(), upstream)
+		return !policy.Verifier.OnlyFor(t) || slices.Contains(t.Audience(), upstream)
 	}
-	if !slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return !keeps(t) }) {
+	if !slices.ContainsFunc(p.All, func(t *ect.Token) bool { return !keeps(t) }) {
 		return nil
 	}
 	var sent []string
-	follows := slices.Clone(s.forwarded.Parents())
+	follows = slices.Clone(follows)
 	for n := 0; n < len(follows); n++ {
-		for _, t := range s.tokens.All {
+		for _, t := range p.All {
 			if (t.NodeID() == follows[n] || t.ID() == follows[n]) && keeps(t) && !slices.Contains(sent, t.Raw()) {
 				sent = append(sent, t.Raw())
 				follows = append(follows, t.Parents()...)
@@ -219,10 +221,10 @@ func (s *callEvidence) sendOn(h http.Header, upstream string) (message []byte) {
 			h.Add(ect.FieldName, raw)
 		}
 	}
-	if s.tokens.message == nil {
+	if p.message == nil {
 		return nil
 	}
-	lines, _ := s.tokens.message.Tokens()
+	lines, _ := p.message.Tokens()
 	inside, _ := ect.ParseFields(lines)
 	kept := slices.DeleteFunc(slices.Clone(inside), func(raw string) bool { return !slices.Contains(sent, raw) })
 	if len(kept) == len(inside) {
@@ -231,7 +233,26 @@ func (s *callEvidence) sendOn(h http.Header, upstream string) (message []byte) {
 	for _, name := range protocol.OfBody {
 		h.Del(name)
 	}
-	return s.tokens.message.WithTokens(kept)
+	return p.message.WithTokens(kept)
+}
+
+// withTokensFor is an unguarded request for an upstream with an identity, without the tokens of r that
+// it must not get.
+func withTokensFor(h *Handler, r *http.Request) (*http.Request, error) {
+	p := h.verifiedBefore(r)
+	if len(p.All) == 0 {
+		return r, nil
+	}
+	policy, err := h.Tokens()
+	if err != nil {
+		return nil, StoreClosed(err)
+	}
+	r = r.WithContext(r.Context()) // other handlers have the header too
+	r.Header = r.Header.Clone()
+	if message := p.sendOn(policy, r.Header, h.UpstreamIdentity, p.leaves); message != nil {
+		r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(message)), int64(len(message))
+	}
+	return r, nil
 }
 
 // recordUntil is how long the ledger keeps the records of the call at least: while it can be

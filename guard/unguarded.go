@@ -426,7 +426,7 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Mes
 	if unread := (*UnreadError)(nil); errors.As(err, &unread) {
 		return StoreClosed(err)
 	}
-	err = refusedByCircuit(err, VerifiedHere(h.named(r, h.verifiedBefore(r).issuer)))
+	err = refusedByCircuit(err, VerifiedHere(h.named(r, h.verifiedBefore(r).Issuer())))
 	var p *api.Problem
 	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != api.CircuitOpen {
 		return err
