@@ -739,3 +739,37 @@ func TestProcessUnreachableHuman(t *testing.T) {
 		}
 	}
 }
+
+// An approval is good for the time that people had to decide, once more. A call that comes later is
+// refused for good under its id, and another id is another question; nothing runs.
+func TestApprovalIsNotGoodForEver(t *testing.T) {
+	boss, u := newAgent(t, "boss"), newUpstream(t)
+	g := launch(t, setup{app: trusting(t, boss) + "\n hitl {\n role_issuers " + boss.issuer.Identity() + "\n }", site: fmt.Sprintf(`agent_proxy %s {
+		operators issuer:%s
+		approve {
+			within 1h
+		}
+	}`, u.addr, boss.issuer.Identity())})
+	pay := func(id string) reply { return g.call(request{path: "/pay", id: id, header: ann}) }
+	asked := pay("k")
+	id := asked.escalation(t)
+	hash := document[escalationDoc](t, g.get(boss, "escalations/"+id)).Proposal.RequestHash
+	body := fmt.Sprintf(`{"decision":"approve","escalation_id":%q,"request_hash":%q,"reason":"fine"}`, id, hash)
+	got := g.call(with(boss.issue(ect.Claims{Action: "decide", Input: ect.Sum([]byte(body))}), request{
+		path: "/.well-known/cascade/escalations/" + id + "/decision", header: headers{"Content-Type": "application/json"}, body: body,
+	}))
+	if got.status != http.StatusOK {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	g.store.pass(time.Hour + time.Second)
+	for range 2 {
+		late := pay("k")
+		if doc := late.terminal(t, http.StatusForbidden, "approval-denied"); !strings.Contains(doc.Detail, "not made in time") || late.escalation(t) != id {
+			t.Errorf("%+v", doc)
+		}
+	}
+	if other := pay("other"); other.escalation(t) == id {
+		t.Error("another id is the same question")
+	}
+	u.arrived("/pay", 0)
+}
