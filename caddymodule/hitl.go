@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -523,26 +524,15 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 			continue
 		}
 		checkpoint := evidence.NamedCheckpoint(token.Ext())
-		about := checkpoint
-		if about == "" {
-			about = "issuer " + token.Author()
-		}
-		o := hitl.Opening{
-			Key: "error " + token.Workflow() + " " + about, Level: hitl.Approval, Workflow: token.Workflow(),
-			Links: hitl.Links{Error: token.NodeID(), Checkpoint: checkpoint},
-		}
-		rule := e.ruleFor(token)
-		if rule != nil {
-			of := rule.Opening()
-			of.Key, of.Workflow, of.Links = "rule "+rule.ID+" "+o.Key, o.Workflow, o.Links
-			if !opened[of.Key] {
-				opened[of.Key] = true
-				p, err := e.escalations.store.Prepare(ctx, of)
-				if err != nil {
-					return err
-				}
-				batch.Join(p.Batch)
+		o := errorOpening(token)
+		of, fits := e.ruleFor(token)
+		if fits && !opened[of.Key] {
+			opened[of.Key] = true
+			p, err := e.escalations.store.Prepare(ctx, of)
+			if err != nil {
+				return err
 			}
+			batch.Join(p.Batch)
 		}
 		irreversible, err := t.irreversible(ctx, token.Workflow(), checkpoint)
 		if err != nil {
@@ -551,7 +541,7 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 		switch severity, _ := token.Ext().Text(ect.MemberSeverity); {
 		case irreversible:
 			o.Cause, o.Summary = hitl.CauseIrreversible, "An agent reports an error of a call that cannot be undone."
-		case severity == "critical" && rule == nil:
+		case severity == "critical" && !fits:
 			o.Cause, o.Summary = hitl.CauseError, "An agent reports a critical error."
 		default:
 			continue
@@ -569,11 +559,22 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 	return nil
 }
 
-// ruleFor is the first rule of the deployment that an error fits; nil if there is none.
-func (e *engine) ruleFor(token *ect.Token) *hitl.Rule {
+// errorOpening is an escalation about an agent's error: once for a call, and without one once for an
+// issuer and a workflow.
+func errorOpening(token *ect.Token) hitl.Opening {
+	checkpoint := evidence.NamedCheckpoint(token.Ext())
+	return hitl.Opening{
+		Key: "error " + token.Workflow() + " " + cmp.Or(checkpoint, "issuer "+token.Author()), Level: hitl.Approval, Workflow: token.Workflow(),
+		Links: hitl.Links{Error: token.NodeID(), Checkpoint: checkpoint},
+	}
+}
+
+// ruleFor is the escalation that the first rule of the deployment opens which an agent's error fits. It
+// reports false if there is none.
+func (e *engine) ruleFor(token *ect.Token) (o hitl.Opening, fits bool) {
 	a := e.activeConfigs.latest()
 	if a == nil || a.HITL == nil {
-		return nil
+		return o, false
 	}
 	members := map[string]string{}
 	for name, m := range map[string]ect.Member{
@@ -583,9 +584,12 @@ func (e *engine) ruleFor(token *ect.Token) *hitl.Rule {
 	}
 	i := slices.IndexFunc(a.HITL.rules, func(r hitl.Rule) bool { return r.Matches(members) })
 	if i < 0 {
-		return nil
+		return o, false
 	}
-	return &a.HITL.rules[i]
+	about := errorOpening(token)
+	o = a.HITL.rules[i].Opening()
+	o.Key, o.Workflow, o.Links = "rule "+a.HITL.rules[i].ID+" "+about.Key, about.Workflow, about.Links
+	return o, true
 }
 
 // irreversible reports whether a checkpoint is recorded, and says that its call cannot be undone.

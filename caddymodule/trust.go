@@ -417,7 +417,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
-		Engine: &e.forCalls, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
+		Engine: &e.forCalls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
 	}}
 	ownKeys, err := events.Source()
 	if err != nil {
@@ -551,7 +551,7 @@ func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.B
 			named = []string{id}
 		}
 		asks := hitl.CauseFailed
-		if severity == "critical" || e.ruleFor(token) != nil {
+		if _, fits := e.ruleFor(token); fits || severity == "critical" {
 			asks = ""
 		}
 		for _, id := range named {

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"fmt"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -155,6 +156,50 @@ func TestProcessErrorsInAnswersAreEscalated(t *testing.T) {
 			t.Errorf("%s: %+v, want %s because of %s", severity, got, want, sent)
 		}
 	}
+}
+
+// ATD, "HITL Escalation on Error": the rules of a deployment are for errors in answers, too, in the place
+// of what would be asked without them.
+func TestProcessRulesForErrorsInAnswers(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, a, b := newRestLab(t), newAgent(t, "a"), newAgent(t, "b")
+	site := procNewSite(t, lab.addr)
+	rules := site.path("rules.json")
+	if err := os.WriteFile(rules, []byte(`[{"id":"r1","trigger":{"kind":"keyword_match","op":"eq","value":"warning","input_ref":"atd.severity"},"action":"escalate"},
+		{"id":"r2","trigger":{"kind":"keyword_match","op":"eq","value":"critical","input_ref":"ext.atd.severity"},"action":"pause","allow_override":true,"override_action":"continue"}]`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	site.app = trusting(t, a, b) + "\n hitl {\n rules " + rules + "\n }"
+	site.guard = "\n breaker off" + sagaActions
+	gateway := site.start(t)
+	s := site.gateway(t).saga(a)
+	answers := func(severity string) {
+		lab.on("POST /charges", 1, func(c *restCall) {
+			token := b.issue(ect.Claims{
+				Workflow: s.wid, Action: "error", Parents: []string{c.header.Get("Execution-Parent")},
+				Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, severity).Text(ect.MemberErrorType, "action_failed"),
+			})
+			c.act()
+			c.say(restAnswer{http.StatusCreated, http.Header{ect.FieldName: {token.Raw()}}, `{"id":"ch_9"}`})
+		})
+	}
+	for i, severity := range []string{"warning", "warning", "critical"} {
+		answers(severity)
+		done := s.do(charge(1))
+		got := site.asked(t, []int{1, 1, 2}[i])[0]
+		want := asked{ID: got.ID, Token: got.Token, Status: "pending", Cause: "critical_error", Level: []int{2, 2, 1}[i], Held: i == 2, Workflow: s.wid, Links: got.Links}
+		if i != 1 { // one for an agent and a workflow
+			want.Links.Checkpoint = done.checkpoint
+		}
+		if got != want {
+			t.Errorf("%s: %+v, want %+v", severity, got, want)
+		}
+	}
+	gateway.kill()
+	site.start(t)
+	s.g = site.gateway(t)
+	s.try(charge(1)).reply.retryable(t, http.StatusConflict, "workflow-paused")
+	site.asked(t, 2)
 }
 
 // P5: SIGKILL as soon as the caller has its answer: people are asked all the same, once.

@@ -401,10 +401,13 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
 	for _, t := range x.upstreamErrors(ctx, answer) {
-		err := x.evidence.policy.Evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t})
+		fits, err := keepReported(ctx, x, x.recordUntil(now), t)
 		if err == nil {
 			reported.ids = append(reported.ids, t.ID())
 			severity, _ := t.Ext().Text(ect.MemberSeverity)
+			if fits { // the rule asks
+				continue
+			}
 			if reported.severe == "" && evidence.Severe(severity) {
 				reported.severe = t.ID()
 			}
@@ -414,6 +417,32 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 		}
 	}
 	return reported
+}
+
+// keepReported records an error of the called agent, in one commit with what the deployment's rules
+// want for it. It reports whether one fits.
+func keepReported(ctx context.Context, x *Call, until time.Time, t *ect.Token) (fits bool, err error) {
+	policy, o := x.evidence.policy, hitl.Opening{}
+	if policy.Rule != nil && x.engine.Escalations != nil {
+		o, fits = policy.Rule(t)
+		o.Links.Checkpoint = cmp.Or(o.Links.Checkpoint, x.call.Checkpoint)
+	}
+	for {
+		b, err := policy.Evidence.NewBatch(until, []*ect.Token{t})
+		if err != nil {
+			return fits, err
+		}
+		if fits {
+			p, err := x.engine.Escalations.Prepare(ctx, o)
+			if err != nil {
+				return fits, b.Done(err)
+			}
+			b.Join(p.Batch)
+		}
+		if err = b.Commit(ctx, x.engine.Store); !errors.Is(err, hitl.ErrAlreadyOpen) { // by another error of the call
+			return fits, err
+		}
+	}
 }
 
 // upstreamErrorTime is how long an outcome waits for the keys and records of its errors.

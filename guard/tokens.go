@@ -13,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -31,6 +32,9 @@ type TokenPolicy struct {
 	LedgerFirst bool
 	// RollbackURI is where rollbacks are asked for.
 	RollbackURI string
+	// Rule is the escalation that the deployment's rules want for an agent's error; it reports false
+	// for none. Nil has no rules.
+	Rule func(failure *ect.Token) (o hitl.Opening, fits bool)
 }
 
 // SettledBy returns the evidence that an execution in doubt was settled, for the commit of that
