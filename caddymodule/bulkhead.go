@@ -22,10 +22,10 @@ type Bulkhead struct {
 	// Turns it off: nothing is bounded. Default: false.
 	Off bool `json:"off,omitempty"`
 
-	// Calls at the upstream at a time. Default: 16384.
+	// Calls at the upstream at a time. Default: 32768.
 	Total int `json:"total,omitempty"`
 
-	// Calls of one workflow at the upstream at a time. Default: 4096.
+	// Calls of one workflow at the upstream at a time. Default: 16384.
 	PerWorkflow int `json:"per_workflow,omitempty"`
 
 	// Calls of one workflow that wait at a time; -1 for none. Default: 1024.

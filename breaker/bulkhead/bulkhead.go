@@ -52,9 +52,9 @@ func ParseClass(name string) (Class, bool) {
 
 // Settings are the limits of a pool. Zero values stand for the defaults.
 type Settings struct {
-	// Total is the number of permits, from 1; by default 16384.
+	// Total is the number of permits, from 1; by default 32768.
 	Total int
-	// PerWorkflow is how many of them one workflow may hold, from 1; by default 4096.
+	// PerWorkflow is how many of them one workflow may hold, from 1; by default 16384.
 	PerWorkflow int
 	// Queue is how many calls of one workflow may wait; by default 1024, none if negative.
 	Queue int
@@ -74,8 +74,8 @@ type Settings struct {
 // Check fills in the defaults and checks the ranges. The error names the option that is out of its
 // range.
 func (s Settings) Check() (Settings, error) {
-	s.Total = cmp.Or(s.Total, 16384)
-	s.PerWorkflow = cmp.Or(s.PerWorkflow, 4096)
+	s.Total = cmp.Or(s.Total, 32768)
+	s.PerWorkflow = cmp.Or(s.PerWorkflow, 16384)
 	s.Queue = cmp.Or(s.Queue, 1024)
 	s.Wait = cmp.Or(s.Wait, 30*time.Second)
 	s.Starve = cmp.Or(s.Starve, 300*time.Second)
