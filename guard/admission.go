@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // memberPriority is the class that a caller's token asks for (ATD, "Priority Levels").
@@ -102,9 +103,10 @@ func permitted(x *Call) error {
 	return nil
 }
 
-// permitUnguarded is permitted for a request that is not guarded. release must be called.
-func permitUnguarded(h *Handler, r *http.Request) (permit bulkhead.Permit, err error) {
-	if h.Bulkhead == nil || IsUndo(r.Context()) {
+// permitUnguarded is permitted for a request that is not guarded, the message m or none. The permit
+// must be released. Notifications and answers need none: a running call may wait for them.
+func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit bulkhead.Permit, err error) {
+	if h.Bulkhead == nil || IsUndo(r.Context()) || m != nil && m.ID == nil && !m.REST {
 		return permit, nil
 	}
 	tokens := h.verifiedBefore(r)

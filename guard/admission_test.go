@@ -313,3 +313,23 @@ func TestBulkheadUnserved(t *testing.T) {
 		b.returned(p)
 	})
 }
+
+// What a running call of MCP may wait for itself, a cancellation or the answer to its server's question,
+// needs no permit: it would wait for the call.
+func TestBulkheadLetsNotificationsPass(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := newAgents(t)
+		p := a.withBulkhead(bulkhead.Settings{Total: 1, Queue: -1})
+		first := a.begin(a.pay("ada", "3", "k"))
+		a.cancel("ada", "3", fmt.Sprintf(cancelled, "3"))
+		a.do(a.message("ada", `{"jsonrpc":"2.0","id":7,"result":{"action":"accept"}}`), "202  ")
+		a.do(a.message("ada", `{"jsonrpc":"2.0","method":"notifications/progress","params":{}}`), "202  ")
+		w := httptest.NewRecorder()
+		a.serve(w, a.message("ada", `{"jsonrpc":"2.0","id":8,"method":"ping"}`))
+		if !strings.Contains(w.Body.String(), "bulkhead-full") {
+			t.Errorf("a ping is answered %s", w.Body)
+		}
+		a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
+		a.returned(p)
+	})
+}

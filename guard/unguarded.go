@@ -261,7 +261,7 @@ var errNotInTime = errors.New("agent_guard: the upstream has not answered within
 
 // forwardInTime forwards r, which is the message m, or none.
 func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *protocol.Message, next Next) error {
-	permit, err := permitUnguarded(h, r)
+	permit, err := permitUnguarded(h, r, m)
 	if err != nil {
 		return err
 	}
