@@ -272,11 +272,7 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 		if id := evidence.NamedCheckpoint(token.Ext()); id != "" && !slices.Contains(named, id) {
 			named = append(named, id)
 		}
-		batch, err := c.Failed(rollback.Failure{Named: named, Workflow: token.Workflow(), Reporter: token.Issuer()})
-		if err == nil {
-			err = batch.Commit(r.Context(), t.Engine.Store)
-		}
-		if err != nil && !errors.As(err, new(*store.Conflict)) { // as many of the issuer's as may wait do
+		if err := c.Refused(r.Context(), rollback.Failure{Named: named, Workflow: token.Workflow(), Reporter: token.Issuer()}); err != nil {
 			return err
 		}
 	}

@@ -77,3 +77,6 @@ func (u *Undoer) Unkept() (n int) {
 
 // MaxFailed is how many escalations because of a caller's failed calls may be pending.
 const MaxFailed = maxFailed
+
+// MaxRefused is how many refused errors of a reporter may wait.
+const MaxRefused = maxRefused

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -66,8 +67,7 @@ func (c *Coordinator) rollbackOf(checkpoint string) string {
 
 // Failed returns the batch that records failures. Once it is committed the rollbacks are asked for,
 // and again at the next start until each was accepted or refused for good. Nobody may ask for a
-// second batch before the first is done. The commit is a *store.Conflict where too many refused
-// errors of a reporter wait.
+// second batch before the first is done.
 func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 	b := new(store.Batch)
 	var keys [][]byte
@@ -85,15 +85,44 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 		if err != nil {
 			return nil, b.Done(err)
 		}
-		about, free := f.Checkpoint+" "+f.Error+" "+f.Reporter, store.Condition{}
-		if len(f.Named) > 0 { // a place among those of its reporter
-			sum := store.Index(c.o.Sealer, "refused error", f.Workflow+" "+strings.Join(f.Named, " "))
-			about, free = fmt.Sprint("refused ", f.Reporter, " ", sum[0]%maxRefused), store.Absent()
-		}
-		keys = append(keys, keyOf(kindFailure, store.Index(c.o.Sealer, "rollback failure", about)))
-		b.Add(c.sealed(keys[i], plain, free))
+		keys = append(keys, c.failureKey(f.Checkpoint, f.Error, f.Reporter))
+		b.Add(c.sealed(keys[i], plain, store.Condition{}))
 	}
 	return b, nil
+}
+
+// failureKey is the key of the record of a failure.
+func (c *Coordinator) failureKey(about ...string) []byte {
+	return keyOf(kindFailure, store.Index(c.o.Sealer, "rollback failure", strings.Join(about, " ")))
+}
+
+// Refused records a refused error with what it has Named, and has it looked at. Where as many of its
+// Reporter's as may wait do, it is dropped.
+func (c *Coordinator) Refused(ctx context.Context, f Failure) error {
+	plain, err := json.Marshal(f)
+	if err != nil {
+		return err
+	}
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	for place := range maxRefused {
+		key := c.failureKey("refused", f.Reporter, strconv.Itoa(place))
+		switch _, err := c.o.Store.Get(ctx, key); {
+		case err == nil:
+			continue
+		case !errors.Is(err, store.ErrNotFound):
+			return err
+		}
+		_, err := c.o.Store.Commit(ctx, c.sealed(key, plain, store.Absent()))
+		if errors.As(err, new(*store.Conflict)) {
+			continue
+		}
+		if err == nil || errors.Is(err, store.ErrUnknown) {
+			c.takeUp(key)
+		}
+		return err
+	}
+	return nil
 }
 
 // takeUp has the recorded failures handled, each in its turn.

@@ -696,3 +696,35 @@ func TestRollbackOfManyAgents(t *testing.T) {
 		})
 	}
 }
+
+// Each refused error of a reporter finds a place among those that wait, as many as may.
+func TestRefusedErrorsWaitSideBySide(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.ledger.elsewhere = map[string][]string{"last": {"its"}, "late": {"late"}}
+		refused := func(named string) {
+			t.Helper()
+			if err := r.Refused(ctx, rollback.Failure{Named: []string{named}, Workflow: "w", Reporter: "b"}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i := range rollback.MaxRefused - 1 { // nobody looks at them yet
+			refused(fmt.Sprint("unknown ", i))
+		}
+		refused("last")
+		refused("late")
+		if n := r.failures(); n != rollback.MaxRefused {
+			t.Errorf("%d wait", n)
+		}
+		r.start()
+		synctest.Wait()
+		if all := r.escalations(); all[hitl.CauseBoundary] != 1 || r.failures() != 0 {
+			t.Errorf("%v, and %d wait", all, r.failures())
+		}
+		refused("late")
+		synctest.Wait()
+		if all := r.escalations(); all[hitl.CauseBoundary] != 2 || r.failures() != 0 {
+			t.Errorf("%v, and %d wait", all, r.failures())
+		}
+	})
+}
