@@ -104,9 +104,9 @@ func permitted(x *Call) error {
 }
 
 // permitUnguarded is permitted for a request that is not guarded, the message m or none. The permit
-// must be released. Notifications and answers need none: a running call may wait for them.
+// must be released. What the holder of a permit may wait for needs none.
 func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit bulkhead.Permit, err error) {
-	if h.Bulkhead == nil || IsUndo(r.Context()) || m != nil && m.ID == nil && !m.REST {
+	if h.Bulkhead == nil || IsUndo(r.Context()) || m != nil && m.Frees || endsSession(h, r) {
 		return permit, nil
 	}
 	tokens := h.verifiedBefore(r)

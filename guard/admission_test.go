@@ -13,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // withBulkhead has the guard of b share its upstream.
@@ -314,22 +315,63 @@ func TestBulkheadUnserved(t *testing.T) {
 	})
 }
 
-// What a running call of MCP may wait for itself, a cancellation or the answer to its server's question,
-// needs no permit: it would wait for the call.
-func TestBulkheadLetsNotificationsPass(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		a := newAgents(t)
-		p := a.withBulkhead(bulkhead.Settings{Total: 1, Queue: -1})
-		first := a.begin(a.pay("ada", "3", "k"))
-		a.cancel("ada", "3", fmt.Sprintf(cancelled, "3"))
-		a.do(a.message("ada", `{"jsonrpc":"2.0","id":7,"result":{"action":"accept"}}`), "202  ")
-		a.do(a.message("ada", `{"jsonrpc":"2.0","method":"notifications/progress","params":{}}`), "202  ")
-		w := httptest.NewRecorder()
-		a.serve(w, a.message("ada", `{"jsonrpc":"2.0","id":8,"method":"ping"}`))
-		if !strings.Contains(w.Body.String(), "bulkhead-full") {
-			t.Errorf("a ping is answered %s", w.Body)
-		}
-		a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
-		a.returned(p)
-	})
+// What a running call may wait for itself, such as what cancels it or answers its server's question, needs
+// no permit: it would wait for the call. All else does, also in a batch.
+func TestBulkheadLetsPassWhatCallsWaitFor(t *testing.T) {
+	const id = `,"id":8`
+	message := func(id, method string) string {
+		return `{"jsonrpc":"2.0"` + id + `,"method":"` + method + `","params":{"id":"t","taskId":"t"}}`
+	}
+	type sent struct{ method, path, body string }
+	post := func(body string) sent { return sent{"POST", "/mcp", body} }
+	for of, test := range map[protocol.Protocol]struct{ free, waits []sent }{
+		protocol.MCP: {
+			free: []sent{
+				post(fmt.Sprintf(cancelled, "4")), post(`{"jsonrpc":"2.0","id":7,"result":{"action":"accept"}}`),
+				post(`[` + message("", "notifications/progress") + `,{"jsonrpc":"2.0","id":7,"result":{}},` + message(id, "tasks/cancel") + `]`),
+				post(message("", "notifications/progress")), post(message(id, "tasks/cancel")), post(message(id, "tasks/update")),
+				{"DELETE", "/mcp", ""},
+			},
+			waits: []sent{
+				post(message(id, "ping")), post(message(id, "tasks/get")), post(message(id, "tasks/result")), {"GET", "/mcp", ""},
+				post(`[` + message(id, "ping") + `]`), post(`[` + message("", "notifications/progress") + `,` + message(id, "ping") + `]`),
+			},
+		},
+		protocol.A2A: {
+			free: []sent{post(message(id, "tasks/cancel")), post(message(id, "CancelTask")), {"POST", "/v1/tasks/t:cancel", "{}"}},
+			waits: []sent{
+				post(message(id, "tasks/get")), post(message(id, "tasks/resubscribe")), post(message(id, "SubscribeToTask")),
+				{"POST", "/v1/tasks/t:subscribe", "{}"}, {"DELETE", "/v1/tasks/t/pushNotificationConfigs/c", ""},
+			},
+		},
+	} {
+		t.Run(string(of), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				a := newAgents(t)
+				a.config.Protocol.Protocol = of
+				p := a.withBulkhead(bulkhead.Settings{Total: 1, Queue: -1})
+				body := `{"jsonrpc":"2.0","id":3,"method":"message/send","params":{"message":{"messageId":"m","role":"user","name":"tools/call"}}}`
+				if of == protocol.MCP {
+					body = `{"jsonrpc":"2.0","id":3,"method":"tools/call","params":{"name":"pay"}}`
+				}
+				first := a.begin(a.message("ada", body))
+				for i, all := range [][]sent{test.free, test.waits} {
+					for _, s := range all {
+						r := a.message("ada", s.body)
+						r.Method, r.URL.Path = s.method, s.path
+						w := httptest.NewRecorder()
+						a.serve(w, r)
+						if full := strings.Contains(w.Body.String(), "bulkhead-full"); full != (i == 1) {
+							t.Errorf("%v is answered %d %s", s, w.Code, w.Body)
+						}
+					}
+				}
+				if n := len(a.other); n != len(test.free) {
+					t.Errorf("the upstream has heard %d messages, want %d", n, len(test.free))
+				}
+				a.answered(first, `executed {"jsonrpc":"2.0","id":3,"result":{"n":1}}`)
+				a.returned(p)
+			})
+		})
+	}
 }

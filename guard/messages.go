@@ -77,6 +77,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	}
 	if harmless != nil && q.Batch {
 		x.message.ID = nil // an error with one id answers no batch
+		x.message.Frees = !slices.ContainsFunc(q.Messages, func(m protocol.Message) bool { return !m.Frees })
 	}
 	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.Protocol.Guesses() && h.OneServer != nil && h.OneServer() {
 		x.shown = new(bytes.Buffer)

@@ -54,7 +54,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 		}
 	} else if exempt, err := h.exempted(r); exempt || err != nil {
 		return nil, classPass, err
-	} else if h.Protocol != nil && h.Protocol.Protocol == protocol.MCP && r.Method == http.MethodDelete && r.Header.Get(protocol.HeaderSession) != "" {
+	} else if endsSession(h, r) {
 		return nil, classPass, nil
 	}
 	action, err := h.action(r, nil)
@@ -65,6 +65,11 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 		return h.stream(r, ReasonGRPC)
 	}
 	return action, classGuarded, nil
+}
+
+// endsSession reports that r ends a session of MCP.
+func endsSession(h *Handler, r *http.Request) bool {
+	return r.Method == http.MethodDelete && h.Protocol != nil && h.Protocol.Protocol == protocol.MCP && r.Header.Get(protocol.HeaderSession) != ""
 }
 
 func (m Match) matches(r *http.Request) (bool, error) {

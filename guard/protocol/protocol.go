@@ -108,6 +108,9 @@ type Message struct {
 	// Content has the arguments of a tool, or the parameters of another message; of REST the body.
 	// Nil: there are none, or the tool is not clear.
 	Content []byte
+	// Frees says that what is under way may wait for m: a notification, an answer, or what ends or goes
+	// on with a task.
+	Frees bool
 	// Trace is the W3C trace context of `_meta`, or of the metadata of A2A; empty without one.
 	Trace string
 
@@ -227,6 +230,7 @@ func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
 		m.Protocol = recognise(header, &m)
 	}
 	m.read(header)
+	m.Frees = m.ID == nil || slices.Contains(methodsOfTasks, m.Method)
 	// Who answers must have been asked. A server may go by the header instead.
 	named := header.Get("Mcp-Method")
 	return m, (!answer || m.Protocol != JSONRPC) && (m.Protocol != MCP || named == "" || named == m.Method)
@@ -292,6 +296,7 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 		return Message{}, false
 	}
 	m := Message{Protocol: A2A, REST: true, Body: body, Method: method, Name: method, Version: header.Get(HeaderA2A), params: top, Content: body}
+	m.Frees = slices.Contains(methodsOfTasks, method)
 	if u.Protocol == A2A {
 		return m, true
 	}
@@ -342,6 +347,9 @@ var (
 		"agent/getAuthenticatedExtendedCard": false, "GetExtendedAgentCard": false, "agent/getCard": false,
 	}
 )
+
+// methodsOfTasks are those that a task may wait for, and with it the stream or the call that shows it.
+var methodsOfTasks = []string{"tasks/cancel", "tasks/update", "CancelTask"}
 
 // Changes reports whether m may change something. readOnly says that the server has announced the
 // tool as read-only.
