@@ -64,7 +64,7 @@ func TestProbe(t *testing.T) {
 		{"lost", "", reset, stillInDoubt},
 		{"cut", "", raw("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\npart"), stillInDoubt},
 		{"too large", "", status(200, strings.Repeat("x", 300<<10)), stillInDoubt},
-		{"silent", "timeout 3s", func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, stillInDoubt},
+		{"silent", "timeout 1s", func(_ http.ResponseWriter, a *arrival) { <-a.Context().Done() }, stillInDoubt},
 	} {
 		t.Run(row.name, func(t *testing.T) {
 			u := newUpstream(t)

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
@@ -16,10 +18,14 @@ import (
 // of the app, undo those of the action.
 func remotes(t *testing.T, a *agent, p *participant, options, undo string) *gateway {
 	t.Helper()
-	at := strings.TrimPrefix(p.URL, "http://")
-	return launch(t, setup{app: trusting(t, a, p.as) + options, site: fmt.Sprintf(
-		"agent_proxy %s {\n identity %s\n action remote {\n match path /remote\n %s\n delegate http://%[1]s/.well-known/cascade/rollback %[2]s\n }\n }",
-		at, p.as.issuer.Identity(), undo)})
+	return launch(t, setup{app: trusting(t, a, p.as) + options, site: p.remote("", undo)})
+}
+
+// remote proxies to p, which undoes what it has done.
+func (p *participant) remote(options, undo string) string {
+	return fmt.Sprintf(
+		"agent_proxy %s {\n %s\n identity %s\n action remote {\n match path /remote\n %s\n delegate http://%[1]s/.well-known/cascade/rollback %[3]s\n }\n }",
+		strings.TrimPrefix(p.URL, "http://"), options, p.as.issuer.Identity(), undo)
 }
 
 // undid is how often the participant has undone something, in all.
@@ -151,14 +157,15 @@ func TestParticipantFaults(t *testing.T) {
 		return all
 	}
 	twice := func(_ *participant, own string, _ participantAsked) []string { return []string{own, own} }
-	for name, c := range map[string]struct {
+	type row struct {
 		faults faults
 		status string
 		second string // its step, which comes first
 		first  string // the step of what is asked for
 		effect string
 		undone int
-	}{
+	}
+	all := map[string]row{
 		"it dies at prepare, and comes back": {faults{prepare1: {faultDies}, prepare2: {faultDies, faultDies}}, "completed", "completed", "completed", "", 2},
 		"it is busy at prepare": {faults{prepare1: {faultSays(503, ""), faultSays(409, `{"type":"workflow-paused"}`)}, prepare2: {faultSays(429, "")}},
 			"completed", "completed", "completed", "", 2},
@@ -173,14 +180,26 @@ func TestParticipantFaults(t *testing.T) {
 		"it signs twice":                    {faults{execute2: {faultSigns(twice)}, execute1: {faultSigns(twice)}}, "completed", "completed", "completed", "", 2},
 		"it signs the first for the second": {faults{execute2: {faultSigns(swapped)}}, "partial", "escalated unexpected", "completed", "unknown", 2},
 		"it signs the second for the first": {faults{execute1: {faultSigns(earlier)}}, "partial", "completed", "escalated unexpected", "unknown", 2},
-	} {
+	}
+	a, participants, calls, site := newAgent(t, "a"), map[string]*participant{}, map[string]request{}, ""
+	agents := []*agent{a}
+	for name := range all {
+		n, p := fmt.Sprint(len(participants)), newParticipant(t)
+		p.as = newAgent(t, "remote-"+n)
+		calls[name] = request{path: "/remote", header: headers{"X-Participant": n}}
+		participants[name], agents = p, append(agents, p.as)
+		site += fmt.Sprintf("@%s header X-Participant %[1]s\nhandle @%[1]s {\n%s\n}\n", n, p.remote("name remote-"+n, ""))
+	}
+	g := launch(t, setup{app: trusting(t, agents...), site: site + "agent_proxy 127.0.0.1:1"}) // whose guard answers for all
+	for name, c := range all {
 		t.Run(name, func(t *testing.T) {
-			a, p := newAgent(t, "a"), newParticipant(t)
-			s := remotes(t, a, p, "", "").saga(a)
-			first := s.do(request{path: "/remote"})
-			second := s.do(request{path: "/remote"}, first.checkpoint)
+			t.Parallel() // they share a gateway, and wait
+			p, call, s := participants[name], calls[name], g.saga(a)
+			s.t = t
+			first := s.do(call)
+			second := s.do(call, first.checkpoint)
 			c.faults.of(p)
-			asked := rollbackBody{ID: rollbackID(1), Checkpoint: first.checkpoint, Scope: "sub_dag"}
+			asked := rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: first.checkpoint, Scope: "sub_dag"}
 			if c.status == "" {
 				if s.waits(asked); len(p.undone) > 0 {
 					t.Errorf("%v was undone", p.undone)
@@ -213,7 +232,6 @@ func TestParticipantFaults(t *testing.T) {
 					t.Errorf("%s: %d faults have not happened", path, len(left))
 				}
 			}
-			stop(t)
 		})
 	}
 }

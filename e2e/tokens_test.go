@@ -350,15 +350,15 @@ func TestJoiningAWorkflow(t *testing.T) {
 	}
 	joined, stranger := nested(arrived.Get("Execution-Parent")), nested("guessed")
 	g.settledView(a, wid, 5) // the nested call's two nodes among them
-	look := func(id string) reply {
+	look := func(id, wait string) reply {
 		return g.call(with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{
-			method: "GET", path: "/.well-known/cascade/ledger/entries?jti=" + id + "&wid=" + wid + "&wait=10s",
+			method: "GET", path: "/.well-known/cascade/ledger/entries?jti=" + id + "&wid=" + wid + "&wait=" + wait,
 		}))
 	}
-	if got := look(joined); got.status != http.StatusOK {
+	if got := look(joined, "10s"); got.status != http.StatusOK {
 		t.Errorf("%d %s", got.status, got.body)
 	}
-	if got := look(stranger); got.status != http.StatusNotFound {
+	if got := look(stranger, "1s"); got.status != http.StatusNotFound {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 }
