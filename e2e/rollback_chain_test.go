@@ -37,6 +37,7 @@ func TestRollbackOfAChainOfChanges(t *testing.T) {
 	for _, place := range []string{"/versions/", "/docs/", "/plain/"} {
 		for _, before := range []string{"", `{"n":0}`} {
 			t.Run(fmt.Sprintf("%s%t", place, before != ""), func(t *testing.T) {
+				t.Parallel() // they wait for the disk
 				path := place + fmt.Sprint(before != "")
 				lab.write(path, before)
 				s := g.saga(a)
