@@ -1,6 +1,7 @@
 package execution
 
 import (
+	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -119,18 +120,29 @@ type group struct {
 
 // gap describes the answered executions that were forgotten, but have rows in the store.
 type gap struct {
-	began, ended time.Time // the youngest
-	counts       uint64    // of their attempts; a bit for each
+	ended time.Time          // of the last
+	began [mostGap]time.Time // the youngest with each count, the last one of all greater ones; zero: none
 }
 
+// mostGap is how many counts a gap tells apart. Few clients try more than three times.
+const mostGap = 3
+
 func (g *gap) add(other gap) {
-	if other.began.After(g.began) {
-		g.began = other.began
-	}
 	if other.ended.After(g.ended) {
 		g.ended = other.ended
 	}
-	g.counts |= other.counts
+	for count, began := range other.began {
+		if began.After(g.began[count]) {
+			g.began[count] = began
+		}
+	}
+}
+
+// gapOf describes an execution that is forgotten.
+func gapOf(k *known) gap {
+	g := gap{ended: k.ended}
+	g.began[min(k.count, mostGap-1)] = k.began
+	return g
 }
 
 // end is the place behind those of a class with at most this count.
@@ -179,9 +191,11 @@ func (g *group) has(c class) bool {
 const (
 	// mostKnown bounds what is kept in memory; beyond it the store is scanned.
 	mostKnown = 1 << 16
-	// mostResting bounds the answered executions of a shard; beyond it the store is scanned for a call
+	// mostResting bounds the answered executions of a shard; beyond it the store is read for a call
 	// that says that it is a retry, unless it is that of one that is kept.
 	mostResting = 1 << 8
+	// mostRead bounds what is read of a group for such a call (ADR 0091).
+	mostRead = 1 << 8
 	// mostRefused bounds the refusals of one group.
 	mostRefused = 64
 	// mostCount bounds the number that a retry gives itself: a greater one counts as this.
@@ -194,6 +208,7 @@ type groups struct {
 	shards   [64]groupShard
 	n        atomic.Int64
 	room     int // for answered executions, of each shard
+	most     int // that are read of a group for a call that says that it is a retry
 	order    atomic.Uint64
 	earlier  earlier // read-only
 	clock    clock
@@ -212,6 +227,8 @@ type groupShard struct {
 	pending  []*known          // whose marks may have to change, or that are being settled
 	resting  []*known          // answered executions, in the order in which they are forgotten
 	gap      gap               // of all groups that are not in the table
+	absent   group             // stands for one of those
+	missing  [mostGap]known    // stand for what a gap describes, while one is chosen
 	since    time.Time         // memory has everything that ended later
 	shrunk   bool              // since is of this process's own forgetting
 }
@@ -351,9 +368,10 @@ const (
 	matchCount              // it has the number before that of the call
 )
 
-// choose returns the execution that a call with this count is a retry of, and how well it fits; nil for
-// a new call. A refused one makes it a new call too.
-func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best *known, rank int) {
+// choose returns the execution that a call is a retry of; nil for a new call. A refused one makes it a new
+// call too. With gaps it may be one that was forgotten, which is in no group.
+func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time.Time) (best *known) {
+	count, rank := a.count, 0
 	consider := func(k *known, match int) {
 		if k == nil {
 			return
@@ -367,11 +385,11 @@ func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best
 	}
 	if count == 0 {
 		if consider(t.youngest(s, g, classEvident, mostCount, now), matchClear|matchReason); best != nil {
-			return best, rank
+			return best
 		}
 		consider(t.youngest(s, g, classInDoubt, mostCount, now), matchReason)
 		consider(t.youngest(s, g, classAskedInDoubt, mostCount, now), matchReason)
-		return best, rank
+		return best
 	}
 	var free *known // the youngest that may have been executed, and that nobody waits for
 	for _, c := range [...]struct {
@@ -395,6 +413,20 @@ func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best
 		consider(k, c.match)
 		consider(t.highest(s, g, c.class, count-1, now), c.match)
 	}
+	if gaps && now.Sub(g.gap.ended) < a.window {
+		for i, began := range g.gap.began {
+			if k := &s.missing[i]; !began.IsZero() {
+				k.class, k.began, k.order, k.count = classAnswered, began, math.MaxUint64, i
+				if i == min(count, mostGap)-1 {
+					k.count = count - 1
+				}
+				if free == nil || k.younger(free) {
+					free = k
+				}
+				consider(k, matchClear)
+			}
+		}
+	}
 	for _, k := range [...]*known{t.highest(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now)} {
 		match := matchClear
 		if k != nil && (free == nil || k.younger(free)) {
@@ -402,24 +434,17 @@ func (t *groups) choose(s *groupShard, g *group, count int, now time.Time) (best
 		}
 		consider(k, match)
 	}
-	return best, rank
+	return best
 }
 
-// unread reports that the store has to say what the table does not of the group g, which is nil where
-// that has none: an execution there may fit the call better than best.
-func (t *groups) unread(s *groupShard, g *group, a *Attempt, best *known, rank int, now time.Time) bool {
-	if t.unlisted(s, g, a.group, a.window, now) {
-		return true
+// answered returns the answered execution that fits a call best which says that it is a retry; nil without
+// one.
+func (t *groups) answered(s *groupShard, g *group, count int, now time.Time) *known {
+	k := t.highest(s, g, classAnswered, count-1, now)
+	if k != nil && k.count == count-1 {
+		return k
 	}
-	gap := &s.gap
-	if g != nil {
-		gap = &g.gap
-	}
-	if a.count == 0 || now.Sub(gap.ended) >= a.window { // an answered execution fits only a call that says that it is a retry
-		return false
-	}
-	older := best != nil && best.began.After(gap.began) // all that is missing
-	return !older || rank&matchCount == 0 && gap.counts>>(a.count-1)&1 != 0
+	return t.youngest(s, g, classAnswered, mostCount, now)
 }
 
 // unlisted reports that the store may have rows of the group g, of this hash, from before memory had
@@ -446,7 +471,7 @@ func (t *groups) rest(s *groupShard, k *known) {
 		if k.in == nil || !k.rests() || k.pending {
 			continue // it comes back when it rests
 		}
-		k.in.gap.add(gap{began: k.began, ended: k.ended, counts: 1 << k.count})
+		k.in.gap.add(gapOf(k))
 		t.remove(s, k)
 	}
 }

@@ -191,7 +191,7 @@ const markEvery = time.Second
 
 // open reads up to when earlier processes have written their marks.
 func (t *groups) open(ctx context.Context, g *Guard) error {
-	t.g, t.room = g, mostResting
+	t.g, t.room, t.most = g, mostResting, mostRead
 	t.clock.start, t.clock.ahead = time.Now(), math.MinInt64/2
 	t.clock.epoch.Store(1)
 	t.clock.check(ctx, g.store)
@@ -375,28 +375,38 @@ func (k *known) row(mark byte, now time.Time) store.Write {
 	return w
 }
 
-// read returns what the store knows of a group.
-func (t *groups) read(ctx context.Context, group groupHash, window time.Duration) ([]*known, error) {
+// read returns what the store knows of a group and memory does not, and whether there is more than that: it
+// stops where it has so many executions, one of which at least is not too old.
+func (t *groups) read(ctx context.Context, group groupHash, window time.Duration, most int) (all []*known, more bool, err error) {
 	now, err := t.g.store.Now(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	here := time.Now()
-	var all []*known
+	s := t.shard(group)
 	for entry, err := range t.g.store.Scan(ctx, store.Prefix(append([]byte{spaceGroup}, group[:]...))) {
 		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
 		}
 		k, err := decodeRow(entry)
 		if err != nil {
-			return nil, unreadable(err)
+			return nil, false, unreadable(err)
+		}
+		s.Lock()
+		listed := s.keys[member{group, k.key}] != nil
+		s.Unlock()
+		if listed {
+			continue
+		}
+		if more = len(all) >= most; more {
+			break
 		}
 		k.group, k.window = group, window
 		k.began = here.Add(k.settled.Sub(now))
 		k.ended = here.Add(entry.Expires.Sub(now) - window)
 		all = append(all, k)
 	}
-	return slices.DeleteFunc(all, func(k *known) bool {
+	all = slices.DeleteFunc(all, func(k *known) bool {
 		if k.released || err != nil {
 			return false
 		}
@@ -407,7 +417,11 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 		k.id = record.ID
 		t.describe(k, record)
 		return false
-	}), err
+	})
+	if more && err == nil && !slices.ContainsFunc(all, func(k *known) bool { return !k.over(here) }) {
+		return t.read(ctx, group, window, math.MaxInt)
+	}
+	return all, more, err
 }
 
 // describe completes what a row says by the record.

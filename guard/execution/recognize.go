@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -111,8 +112,10 @@ type view struct {
 	alias    store.Version // of what the key stood for
 
 	asked  bool // the store
+	most   int  // of what memory does not have
 	epoch  uint64
 	stored []*known
+	more   bool  // is there than was read
 	unread error // why the store could not say
 }
 
@@ -153,7 +156,7 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 			err = t.view(ctx, a, &q, &v)
 		case askStore:
 			v.asked, v.epoch = true, t.clock.epoch.Load()
-			v.stored, v.unread = t.read(ctx, a.group, a.window)
+			v.stored, v.more, v.unread = t.read(ctx, a.group, a.window, v.most)
 		default:
 			if v.unread != nil && a.Evidence == "" { // what memory knows holds without the store
 				a.End()
@@ -292,19 +295,25 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		}
 		return decided
 	}
-	var k *known
-	rank := 0
-	if g != nil {
-		k, rank = t.choose(s, g, a.count, now)
+	if g == nil {
+		g = &s.absent
+		g.gap = s.gap
 	}
-	if k == nil {
-		g = s.of[a.group] // without those that were too old
-	}
-	if !v.asked && t.unread(s, g, a, k, rank, now) {
-		v.removals = *s.removed(a.group)
+	k := t.choose(s, g, a, v.unread == nil, now)
+	missing := k != nil && k.in == nil
+	unlisted := !v.asked && t.unlisted(s, s.of[a.group], a.group, a.window, now)
+	if unlisted || missing && !v.asked {
+		if v.removals, v.most = *s.removed(a.group), t.most; unlisted {
+			v.most = math.MaxInt
+		}
 		return askStore
 	}
-	if g == nil {
+	if missing { // among so many answered ones that another stands for it: what else is known does not
+		if k = t.answered(s, g, a.count, now); k == nil {
+			return viewAnew // other calls were faster
+		}
+	}
+	if g = s.of[a.group]; g == nil { // or has lost what was too old
 		g = s.group(a.group)
 	}
 	if k == nil && g.has(classWaited) && (a.until.IsZero() || now.Before(a.until)) {
@@ -350,7 +359,9 @@ func (a *Attempt) takes(k *known) {
 // list adds what the store knows of a group, where memory does not. It returns the group.
 func (t *groups) list(s *groupShard, group groupHash, v *view) *group {
 	g := s.group(group)
-	g.read, g.gap = v.epoch, gap{}
+	if !v.more {
+		g.read, g.gap = v.epoch, gap{}
+	}
 	for _, k := range v.stored {
 		if s.keys[member{group, k.key}] == nil {
 			t.add(s, k)
@@ -592,7 +603,7 @@ func (t *groups) listed(ctx context.Context, group groupHash, window time.Durati
 		if !unlisted {
 			return nil
 		}
-		if v.stored, v.unread = t.read(ctx, group, window); v.unread != nil {
+		if v.stored, _, v.unread = t.read(ctx, group, window, math.MaxInt); v.unread != nil {
 			return v.unread
 		}
 		s.Lock()

@@ -28,6 +28,7 @@ type alike struct {
 	n     int
 	fast  atomic.Int64  // by how much the store's clock is
 	room  int           // for answered executions; 0 leaves it
+	most  int           // of them that are read; 0 leaves it
 	asks  *atomic.Int64 // how often it was asked whether a client has left; nil where nobody counts
 }
 
@@ -49,6 +50,9 @@ func (b *alike) start() {
 	}
 	if b.room > 0 {
 		g.groups.room = b.room
+	}
+	if b.most > 0 {
+		g.groups.most = b.most
 	}
 	b.g = g
 }
@@ -861,7 +865,7 @@ func TestRecognitionModel(t *testing.T) {
 			random := rand.New(rand.NewPCG(seed, 70))
 			b := newAlike(t)
 			if seed%4 < 2 {
-				b.room = 1 // nearly every answered execution is forgotten
+				b.room, b.most = 1, 1+int(seed%3) // nearly every answered execution is forgotten, and few are read
 			}
 			b.start()
 			intended, executed := 0, 0
@@ -971,19 +975,25 @@ func fits(all []*known, count int, now time.Time) (best *known) {
 }
 
 // The table chooses as if it looked at each execution, also at those that it has forgotten: where one of them
-// could be chosen it says that the store has to be read. Otherwise a retry would run twice (P1).
+// could be chosen it says that the store has to be read. Where only a part of it is read, an answered
+// execution stands for another one, and for nothing else. Otherwise a retry would run twice (P1).
 func TestChoice(t *testing.T) {
 	now := time.Now()
 	left, leave := context.WithCancel(context.Background())
 	leave()
-	alone, asked := 0, 0 // decided without the forgotten ones, and by the store
+	alone, asked, stood := 0, 0, 0 // decided without the forgotten ones, by the store, and by a part of it
 	for seed := range uint64(5000) {
 		random := rand.New(rand.NewPCG(seed, 91))
 		tab := &groups{room: random.IntN(4)}
+		partly := seed%2 == 0
 		s := &tab.shards[0]
 		var all []*known
 		for i := range random.IntN(12) {
-			ended := now.Add(-time.Duration(random.Int64N(int64(testWindow * 5 / 4))))
+			past := testWindow * 5 / 4
+			if partly { // what a gap describes is not too old
+				past = testWindow
+			}
+			ended := now.Add(-time.Duration(random.Int64N(int64(past))))
 			k := &known{
 				key: Key{byte(i)}, window: testWindow, count: random.IntN(3), ended: ended,
 				began: ended.Add(-time.Duration(random.IntN(int(testWindow)))), state: StateCompleted,
@@ -1010,40 +1020,55 @@ func TestChoice(t *testing.T) {
 		for _, k := range all {
 			tab.add(s, k)
 		}
-		forgets := false
 		for _, k := range all {
 			if k.rests() {
 				tab.rest(s, k)
 			}
 		}
+		var forgotten []*known
 		for _, k := range all {
-			forgets = forgets || k.in == nil
+			if k.in == nil {
+				forgotten = append(forgotten, k)
+			}
 		}
 		a := &Attempt{at: tab, count: random.IntN(4), window: testWindow}
 		want := fits(all, a.count, now)
-		choose := func() (k *known, rank int) {
-			if g := s.of[a.group]; g != nil {
-				k, rank = tab.choose(s, g, a.count, now)
+		choose := func() *known {
+			g := s.of[a.group]
+			if g == nil {
+				g = &group{gap: s.gap}
 			}
-			return k, rank
+			return tab.choose(s, g, a, true, now)
 		}
-		got, rank := choose()
-		if tab.unread(s, s.of[a.group], a, got, rank, now) {
-			if !forgets {
-				t.Fatalf("seed %d: the store is read for nothing", seed)
+		got := choose()
+		switch {
+		case got == nil || got.in != nil:
+			if len(forgotten) > 0 {
+				alone++
 			}
+		case len(forgotten) == 0:
+			t.Fatalf("seed %d: the store is read for nothing", seed)
+		case partly:
+			stood++
+			random.Shuffle(len(forgotten), func(i, j int) { forgotten[i], forgotten[j] = forgotten[j], forgotten[i] })
+			tab.list(s, a.group, &view{stored: forgotten[:1+random.IntN(len(forgotten))], more: true})
+			if got = choose(); got.in == nil {
+				got = tab.answered(s, s.of[a.group], a.count, now)
+			}
+			if want.class == classAnswered && got.class == classAnswered {
+				continue
+			}
+		default:
 			asked++
-			tab.list(s, a.group, &view{stored: all})
-			got, _ = choose()
-		} else if forgets {
-			alone++
+			tab.list(s, a.group, &view{stored: forgotten})
+			got = choose()
 		}
 		if got != want {
 			t.Fatalf("seed %d: a call with count %d is the retry of %+v, want %+v", seed, a.count, got, want)
 		}
 	}
-	if alone < 200 || asked < 200 {
-		t.Errorf("%d times without the forgotten ones, %d times by the store", alone, asked)
+	if alone < 200 || asked < 100 || stood < 100 {
+		t.Errorf("%d times without the forgotten ones, %d times by the store, %d times by a part of it", alone, asked, stood)
 	}
 }
 
@@ -1051,6 +1076,7 @@ func TestChoice(t *testing.T) {
 type reads struct {
 	store.Store
 	scans, gets atomic.Int64
+	before      func() // a read of one entry; nil for nothing
 }
 
 func (r *reads) Scan(ctx context.Context, of store.Range) iter.Seq2[store.Entry, error] {
@@ -1060,6 +1086,9 @@ func (r *reads) Scan(ctx context.Context, of store.Range) iter.Seq2[store.Entry,
 
 func (r *reads) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	r.gets.Add(1)
+	if r.before != nil {
+		r.before()
+	}
 	return r.Store.Get(ctx, key)
 }
 
@@ -1084,6 +1113,111 @@ func (b *alike) recognize(path string, count int) *Attempt {
 	}
 	a.End()
 	return a
+}
+
+// P1: of a group with many answered calls only a part is read for a retry that says so. It takes one of those
+// whose answers nobody waits for, as long as there is one, and never one with evidence in its place: the
+// retry of that one may not say so.
+func TestRetriesOfManyAnsweredCalls(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		b.room, b.most = 1, 4
+		b.start()
+		const half = 20
+		refused := b.call(0).settle(Released, 429).answer(429)
+		for range half {
+			o := b.call(0).settle(Completed, 200).answer(200)
+			b.call(1).is(o, EvidenceStated).answer(200)
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(time.Millisecond)
+		}
+		lost := b.call(0).settle(Completed, 200).lost()
+		<-time.After(2 * time.Second)
+		taken := map[string]bool{lost.ID: true, refused.ID: true} // by others
+		retry := func(count int) {
+			t.Helper()
+			var o *one
+			scans, gets := b.asked(func() { o = b.call(count) })
+			if o.Evidence != EvidenceStated || taken[o.ID] {
+				t.Errorf("a retry is recognised as %s by %q, which it is not, or another one", o.ID, o.Evidence)
+			}
+			if most := int64(b.most) + 2; scans > 1 || gets > most { // two for the call itself
+				t.Errorf("a retry causes %d scans and %d reads, want %d at most", scans, gets, most)
+			}
+			taken[o.ID] = true
+		}
+		for range half {
+			retry(2)
+		}
+		b.call(0).is(lost, EvidenceUnanswered).answer(200)
+		delete(taken, lost.ID)
+		for range half + 1 {
+			retry(1)
+		}
+		b.call(1).is(nil, "") // of what was refused
+	})
+}
+
+// P1: rows that have outlived their records do not hide another answered call.
+func TestRetriesBehindRowsWithoutRecords(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		b.room, b.most = 1, 2
+		b.start()
+		var all []*one
+		for range 12 {
+			all = append(all, b.call(0).settle(Completed, 200).answer(200))
+			<-time.After(time.Millisecond)
+		}
+		<-time.After(2 * time.Second)
+		for _, o := range all[1:11] {
+			if _, err := b.mem.Commit(context.Background(), store.Write{Key: recordKey(o.Key), Delete: true}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		b.call(1).is(all[11], EvidenceStated)
+		b.call(1).is(all[0], EvidenceStated)
+		b.call(1).is(nil, "")
+	})
+}
+
+// P1: after a restart all of a group is read, since any of it may have evidence.
+func TestManyAnsweredCallsAfterARestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		b.most = 1
+		for range 8 {
+			b.call(0).settle(Completed, 200).answer(200)
+		}
+		lost := b.call(0).settle(Completed, 200).lost()
+		<-time.After(time.Minute)
+		b.stop()
+		b.call(0).is(lost, EvidenceUnanswered)
+	})
+}
+
+// P1: what another retry has taken, between the reading of it and the choice, is not all that there is.
+func TestRetriesTakeFromEachOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newAlike(t)
+		b.room, b.most = 1, 1
+		b.start()
+		for range 4 {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(time.Millisecond)
+		}
+		<-time.After(2 * time.Second)
+		b.call(1)
+		var first, second *one
+		b.reads.before = func() {
+			b.reads.before = nil
+			first = b.call(1)
+		}
+		second = b.call(1)
+		if first == nil || first.Evidence != EvidenceStated || second.Evidence != EvidenceStated || first.ID == second.ID {
+			t.Errorf("%+v and %+v", first, second)
+		}
+	})
 }
 
 // A store that no process has used before is not scanned: memory has everything. After a restart it is once for
