@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 	"unicode"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
 )
 
 const (
@@ -45,22 +47,22 @@ func parseHeader(encoded string) (header, bool) {
 	if !ok {
 		return h, false
 	}
-	s := scanner{s: string(text)}
-	ok = s.document(func(name string) bool {
+	s := strictjson.Scanner{JSON: string(text)}
+	ok = s.Document(func(name string) bool {
 		var ok bool
 		switch name {
 		case "typ":
-			h.typ, ok = s.text()
+			h.typ, ok = s.Text()
 		case "alg":
-			h.alg, ok = s.text()
+			h.alg, ok = s.Text()
 		case "kid":
-			h.kid, ok = s.text()
+			h.kid, ok = s.Text()
 		case "crit":
 			h.critical = true
-			_, ok = s.value()
+			_, ok = s.Value()
 		default:
 			// Keys inside the token are ignored: only configured ones count.
-			_, ok = s.value()
+			_, ok = s.Value()
 		}
 		return ok
 	})
@@ -102,15 +104,15 @@ type claimSet struct {
 func (c *claimSet) read(payload string, written Spelling) error {
 	c.payload = payload
 	var code Code
-	s := scanner{s: payload}
-	ok := s.document(func(name string) bool {
-		from := s.i
+	s := strictjson.Scanner{JSON: payload}
+	ok := s.Document(func(name string) bool {
+		from := s.At
 		wrong, ok := c.claim(&s, name)
 		if ok {
 			return true
 		}
-		s.i = from
-		if _, ok = s.value(); ok {
+		s.At = from
+		if _, ok = s.Value(); ok {
 			c.invalid = append(c.invalid, wrong)
 		} else {
 			code = wrong
@@ -144,29 +146,29 @@ func (c *claimSet) read(payload string, written Spelling) error {
 }
 
 // claim reads one claim; code is its refusal.
-func (c *claimSet) claim(s *scanner, name string) (code Code, ok bool) {
+func (c *claimSet) claim(s *strictjson.Scanner, name string) (code Code, ok bool) {
 	switch name {
 	case "iss":
-		c.issuer, ok = s.text()
+		c.issuer, ok = s.Text()
 		return CodeIssuer, ok
 	case "aud":
-		c.audience, ok = s.audience()
+		c.audience, ok = readAudience(s)
 		return CodeAudience, ok
 	case "iat":
-		c.issuedAt, ok = s.date()
+		c.issuedAt, ok = readDate(s)
 		return CodeIssuedAt, ok
 	case "exp":
-		c.expires, ok = s.date()
+		c.expires, ok = readDate(s)
 		return CodeExpires, ok
 	case "jti":
-		c.id, ok = s.text()
+		c.id, ok = s.Text()
 		return CodeID, ok
 	case "wid":
-		c.workflow, ok = s.text()
+		c.workflow, ok = s.Text()
 		c.hasWorkflow = true
 		return CodeWorkflow, ok
 	case "exec_act":
-		c.action, ok = s.text()
+		c.action, ok = s.Text()
 		c.hasAction = true
 		return CodeAction, ok
 	case "par", "pred":
@@ -174,15 +176,15 @@ func (c *claimSet) claim(s *scanner, name string) (code Code, ok bool) {
 	case "ext", "ect_ext":
 		return CodeExt, c.readExtensions(s)
 	case "inp_hash":
-		c.inputText, ok = s.text()
+		c.inputText, ok = s.Text()
 		c.hasInput = true
 		return CodeInputHash, ok
 	case "out_hash":
-		c.outputText, ok = s.text()
+		c.outputText, ok = s.Text()
 		c.hasOutput = true
 		return CodeOutputHash, ok
 	}
-	_, ok = s.value()
+	_, ok = s.Value()
 	return CodeMalformed, ok
 }
 
@@ -200,10 +202,10 @@ func (c *claimSet) decode(payload string, written Spelling) error {
 func (c *claimSet) isInvalid(code Code) bool { return slices.Contains(c.invalid, code) }
 
 // readParents reads either spelling. A token with both must agree with itself.
-func (c *claimSet) readParents(s *scanner, name string) bool {
+func (c *claimSet) readParents(s *strictjson.Scanner, name string) bool {
 	list := []string{}
-	ok := s.elements(func() bool {
-		id, ok := s.text()
+	ok := s.Elements(func() bool {
+		id, ok := s.Text()
 		if canonical, is := canonicalUUID(id); is {
 			id = canonical
 		}
@@ -224,30 +226,30 @@ func (c *claimSet) readParents(s *scanner, name string) bool {
 
 // readExtensions enforces the limits as received: the size, and the depth including the
 // object itself.
-func (c *claimSet) readExtensions(s *scanner) bool {
-	if s.peek() != '{' {
+func (c *claimSet) readExtensions(s *strictjson.Scanner) bool {
+	if s.Peek() != '{' {
 		return false
 	}
-	raw, depth, ok := s.raw()
-	if !ok || len(raw) > maxExt || depth > maxExtDepth || c.ext != "" && !sameJSON(c.ext, raw) {
+	raw, depth, ok := s.Raw()
+	if !ok || len(raw) > maxExt || depth > maxExtDepth || c.ext != "" && !strictjson.Same(c.ext, raw) {
 		return false
 	}
 	c.ext = raw
 	return true
 }
 
-// audience reads a string or a list of strings.
-func (s *scanner) audience() ([]string, bool) {
-	if s.peek() == '"' {
-		v, ok := s.text()
+// readAudience reads a string or a list of strings.
+func readAudience(s *strictjson.Scanner) ([]string, bool) {
+	if s.Peek() == '"' {
+		v, ok := s.Text()
 		if !ok || v == "" {
 			return nil, false
 		}
 		return []string{v}, true
 	}
 	var list []string
-	ok := s.elements(func() bool {
-		v, ok := s.text()
+	ok := s.Elements(func() bool {
+		v, ok := s.Text()
 		list = append(list, v)
 		return ok && v != "" && len(list) <= maxAudience
 	})
@@ -257,9 +259,9 @@ func (s *scanner) audience() ([]string, bool) {
 	return list, len(list) > 0
 }
 
-// date reads a NumericDate, which the draft restricts to whole seconds.
-func (s *scanner) date() (int64, bool) {
-	text, ok := s.number()
+// readDate reads a NumericDate, which the draft restricts to whole seconds.
+func readDate(s *strictjson.Scanner) (int64, bool) {
+	text, ok := s.Number()
 	if !ok {
 		return 0, false
 	}
@@ -414,16 +416,16 @@ func parseTokenArray(body []byte) ([]string, error) {
 	if len(body) > maxBody {
 		return nil, refuse(CodeTooLarge)
 	}
-	s := scanner{s: string(body)}
-	s.space()
+	s := strictjson.Scanner{JSON: string(body)}
+	s.Space()
 	var tokens []string
-	ok := s.elements(func() bool {
-		token, ok := s.text()
+	ok := s.Elements(func() bool {
+		token, ok := s.Text()
 		tokens = append(tokens, token)
 		return ok && token != "" && len(tokens) <= MaxParents
 	})
-	s.space()
-	if !ok || s.i != len(s.s) {
+	s.Space()
+	if !ok || s.At != len(s.JSON) {
 		return nil, refuse(CodeMalformed)
 	}
 	if len(tokens) == 0 {

@@ -6,6 +6,8 @@ import (
 	"math"
 	"strconv"
 	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
 )
 
 // Vocabulary is one of the documents that name actions and extension members. The
@@ -288,9 +290,9 @@ func (e Ext) Raw(m Member) (string, bool) {
 	row, known := memberRow(string(m), e.event)
 	var value string
 	found := false
-	s := scanner{s: e.raw}
-	s.document(func(name string) bool {
-		text, _, ok := s.raw()
+	s := strictjson.Scanner{JSON: e.raw}
+	s.Document(func(name string) bool {
+		text, _, ok := s.Raw()
 		if r, is := memberRow(name, e.event); ok && !found && (name == string(m) || known && is && r == row) {
 			value, found = text, true
 		}
@@ -302,8 +304,8 @@ func (e Ext) Raw(m Member) (string, bool) {
 // Text is the value of a string member.
 func (e Ext) Text(m Member) (string, bool) {
 	raw, _ := e.Raw(m)
-	s := scanner{s: raw}
-	return s.text()
+	s := strictjson.Scanner{JSON: raw}
+	return s.Text()
 }
 
 // Bool is the value of a boolean member.
@@ -336,10 +338,10 @@ func (e Ext) Int(m Member) (int64, bool) {
 // Texts is the value of a member that is a list of strings.
 func (e Ext) Texts(m Member) ([]string, bool) {
 	raw, _ := e.Raw(m)
-	s := scanner{s: raw}
+	s := strictjson.Scanner{JSON: raw}
 	list := []string{}
-	ok := s.elements(func() bool {
-		v, ok := s.text()
+	ok := s.Elements(func() bool {
+		v, ok := s.Text()
 		list = append(list, v)
 		return ok
 	})
@@ -357,18 +359,18 @@ type Outcome struct {
 // Outcomes is the value of a member like cascade.cascaded.
 func (e Ext) Outcomes(m Member) ([]Outcome, bool) {
 	raw, _ := e.Raw(m)
-	s := scanner{s: raw}
+	s := strictjson.Scanner{JSON: raw}
 	list := []Outcome{}
-	ok := s.elements(func() bool {
+	ok := s.Elements(func() bool {
 		var o Outcome
-		ok := s.members(func(name string) (ok bool) {
+		ok := s.Members(func(name string) (ok bool) {
 			switch name {
 			case "agent":
-				o.Agent, ok = s.text()
+				o.Agent, ok = s.Text()
 			case "status":
-				o.Status, ok = s.text()
+				o.Status, ok = s.Text()
 			default:
-				_, ok = s.value()
+				_, ok = s.Value()
 			}
 			return ok
 		})
@@ -418,11 +420,11 @@ func (k kind) fits(raw string) bool {
 // vocabularies would read different ones.
 func (e Ext) consistent() bool {
 	var values [len(memberTable)]string
-	s := scanner{s: e.raw}
-	return e.raw == "" || s.document(func(name string) bool {
-		text, _, ok := s.raw()
+	s := strictjson.Scanner{JSON: e.raw}
+	return e.raw == "" || s.Document(func(name string) bool {
+		text, _, ok := s.Raw()
 		if i, known := memberRow(name, e.event); known {
-			if values[i] != "" && !sameJSON(values[i], text) {
+			if values[i] != "" && !strictjson.Same(values[i], text) {
 				return false
 			}
 			values[i] = text
@@ -475,7 +477,9 @@ func (b *ExtBuilder) fail(err error) {
 }
 
 // Text sets a string.
-func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder { return b.add(m, appendText(b.begun(), v)) }
+func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder {
+	return b.add(m, strictjson.AppendText(b.begun(), v))
+}
 
 // Bool sets true or false.
 func (b *ExtBuilder) Bool(m Member, v bool) *ExtBuilder {
@@ -498,7 +502,7 @@ func (b *ExtBuilder) Number(m Member, v float64) *ExtBuilder {
 
 // Texts sets a list of strings.
 func (b *ExtBuilder) Texts(m Member, vs []string) *ExtBuilder {
-	return b.add(m, appendTexts(b.begun(), vs))
+	return b.add(m, strictjson.AppendTexts(b.begun(), vs))
 }
 
 // Outcomes sets a list like cascade.cascaded.
@@ -508,18 +512,18 @@ func (b *ExtBuilder) Outcomes(m Member, list []Outcome) *ExtBuilder {
 		if i > 0 {
 			values = append(values, ',')
 		}
-		values = appendText(append(values, `{"agent":`...), o.Agent)
-		values = append(appendText(append(values, `,"status":`...), o.Status), '}')
+		values = strictjson.AppendText(append(values, `{"agent":`...), o.Agent)
+		values = append(strictjson.AppendText(append(values, `,"status":`...), o.Status), '}')
 	}
 	return b.add(m, append(values, ']'))
 }
 
 // JSON sets any value, given as JSON.
 func (b *ExtBuilder) JSON(m Member, raw string) *ExtBuilder {
-	s := scanner{s: raw}
-	s.space()
-	value, depth, ok := s.raw()
-	if s.space(); !ok || s.i != len(raw) {
+	s := strictjson.Scanner{JSON: raw}
+	s.Space()
+	value, depth, ok := s.Raw()
+	if s.Space(); !ok || s.At != len(raw) {
 		b.fail(fmt.Errorf("ect: the value of the extension %s is not JSON", m))
 		value = "null"
 	}
@@ -545,7 +549,7 @@ func (b *ExtBuilder) encode(dst []byte, v Vocabulary) ([]byte, error) {
 			if len(dst) > begin+1 {
 				dst = append(dst, ',')
 			}
-			dst = append(appendText(dst, v.Member(m.member)), ':')
+			dst = append(strictjson.AppendText(dst, v.Member(m.member)), ':')
 			dst = append(dst, b.values[m.from:m.to]...)
 		}
 		dst = append(dst, '}')
@@ -564,9 +568,9 @@ func (b *ExtBuilder) distinct(v Vocabulary) error {
 	if v == Cascade {
 		return nil // add has checked
 	}
-	var seen names
+	var seen strictjson.Names
 	for _, m := range b.members {
-		if !seen.add(v.Member(m.member)) {
+		if !seen.Add(v.Member(m.member)) {
 			return fmt.Errorf("ect: the extension %s is set twice", v.Member(m.member))
 		}
 	}
@@ -589,12 +593,12 @@ func (b *ExtBuilder) shorten(members []extMember, excess int) []extMember {
 	m := members[longest]
 	list := string(b.values[m.from:m.to])
 	excess = min(excess, (len(list)+1)/2)
-	s := scanner{s: list}
+	s := strictjson.Scanner{JSON: list}
 	keep := 1
-	s.elements(func() bool {
-		_, ok := s.value()
-		if s.i+1 <= len(list)-excess {
-			keep = s.i
+	s.Elements(func() bool {
+		_, ok := s.Value()
+		if s.At+1 <= len(list)-excess {
+			keep = s.At
 		}
 		return ok
 	})

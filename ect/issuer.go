@@ -24,6 +24,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/internal/durable"
+	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
 )
 
 const (
@@ -144,27 +145,27 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 	names := spellings[d.spelling]
 	b := make([]byte, 0, 1024)
-	b = appendText(append(b, `{"iss":`...), d.issuer)
+	b = strictjson.AppendText(append(b, `{"iss":`...), d.issuer)
 	b = append(b, `,"aud":`...)
 	if len(d.audience) == 1 {
-		b = appendText(b, d.audience[0])
+		b = strictjson.AppendText(b, d.audience[0])
 	} else {
-		b = appendTexts(b, d.audience)
+		b = strictjson.AppendTexts(b, d.audience)
 	}
 	b = strconv.AppendInt(append(b, `,"iat":`...), d.issuedAt, 10)
 	b = strconv.AppendInt(append(b, `,"exp":`...), d.expires, 10)
-	b = appendText(append(b, `,"jti":`...), d.id)
+	b = strictjson.AppendText(append(b, `,"jti":`...), d.id)
 	if d.workflow != "" {
-		b = appendText(append(b, `,"wid":`...), d.workflow)
+		b = strictjson.AppendText(append(b, `,"wid":`...), d.workflow)
 	}
-	b = appendText(append(b, `,"exec_act":`...), d.action)
+	b = strictjson.AppendText(append(b, `,"exec_act":`...), d.action)
 	b = append(append(append(b, `,"`...), names.parents...), `":`...)
-	b = appendTexts(b, d.parents)
+	b = strictjson.AppendTexts(b, d.parents)
 	if !d.input.IsZero() {
-		b = appendText(append(b, `,"inp_hash":`...), d.input.String())
+		b = strictjson.AppendText(append(b, `,"inp_hash":`...), d.input.String())
 	}
 	if !d.output.IsZero() {
-		b = appendText(append(b, `,"out_hash":`...), d.output.String())
+		b = strictjson.AppendText(append(b, `,"out_hash":`...), d.output.String())
 	}
 	from := len(b)
 	if ext != nil && len(ext.members) > 0 {
@@ -398,7 +399,7 @@ func newRingKeys(keys []ringKey) (*ringKeys, error) {
 		for n, names := range spellings {
 			head := append([]byte(`{"alg":"`), k.algorithm.String()...)
 			head = append(append(append(head, `","typ":"`...), names.typ...), `","kid":`...)
-			s.headers[n] = append(appendText(head, k.id), '}')
+			s.headers[n] = append(strictjson.AppendText(head, k.id), '}')
 			s.heads[n] = base64.RawURLEncoding.EncodeToString(s.headers[n]) + "."
 		}
 		next.signers = append(next.signers, s)

@@ -15,6 +15,8 @@ import (
 
 	"github.com/lestrrat-go/jwx/v2/cert"
 	"github.com/lestrrat-go/jwx/v2/jwk"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
 )
 
 // Only this file uses the library for JSON Web Keys, and keeps its types (ADR 0020).
@@ -91,17 +93,17 @@ func ParseSet(text []byte, owner Owner) (*Set, error) {
 // countKeys counts the entries of "keys". The library would take a single key for a set,
 // and other JSON for an empty one, and needs seconds for millions of entries.
 func countKeys(text []byte) (entries int, ok bool) {
-	s := scanner{s: string(text)}
+	s := strictjson.Scanner{JSON: string(text)}
 	found := false
-	ok = s.document(func(name string) bool {
+	ok = s.Document(func(name string) bool {
 		if name != "keys" {
-			_, ok := s.value()
+			_, ok := s.Value()
 			return ok
 		}
 		found = true
-		return s.elements(func() bool {
+		return s.Elements(func() bool {
 			entries++
-			_, ok := s.value()
+			_, ok := s.Value()
 			return ok
 		})
 	})

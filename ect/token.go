@@ -371,3 +371,15 @@ func canonicalUUID(v string) (string, bool) {
 	v = strings.ToLower(v)
 	return v, v != nilUUID && v != maxUUID
 }
+
+// strict64 refuses bits that no octet uses: a signature must not have two spellings.
+var strict64 = base64.RawURLEncoding.Strict()
+
+// decode64 reads base64url without padding. The standard decoder skips line breaks.
+func decode64(v string) ([]byte, bool) {
+	if strings.ContainsAny(v, "\r\n") {
+		return nil, false
+	}
+	b, err := strict64.DecodeString(v)
+	return b, err == nil
+}

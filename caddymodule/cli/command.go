@@ -19,14 +19,15 @@ import (
 )
 
 const long = `Shows the records of a running server's agent guard, settles calls in doubt, and
-rolls calls back; makes and reads tokens, and verifies the ledger.
+rolls calls back; checks plans of workflows, makes and reads tokens, and
+verifies the ledger.
 
 executions, store, keys, identity, circuits, rollback, rollbacks, escalations,
 and head, export and check of ledger ask the server's admin endpoint: that of
 --address, else the one in --config, else Caddy's default, which the environment
 variable CADDY_ADMIN changes. Unix sockets are written
-unix//run/caddy/admin.sock. ect, and verify and list of ledger, work on files
-without a server.
+unix//run/caddy/admin.sock. ect, workflows, and verify and list of ledger, work
+on files without a server.
 
 With --output json they print one document; those that ask the server print the
 answer of the admin API. They exit with 0, or with 1 and a message on stderr.`
@@ -44,7 +45,7 @@ func Command() caddycmd.Command {
 			o.output = outputTable // set here, so that the help does not show it as a default
 			complete(cmd, "output", outputTable, outputJSON)
 			group(cmd, executionCommands(&o), storeCommands(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o),
-				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), tokenCommands(&o), ledgerCommands(&o))
+				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), workflowCommands(&o), tokenCommands(&o), ledgerCommands(&o))
 		},
 	}
 }

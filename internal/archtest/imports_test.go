@@ -28,6 +28,7 @@ var layers = []layer{
 	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/protocol!", may: []string{"guard/fingerprint!"}},
 	{part: "guard/drawing!", bare: true},
+	{part: "guard/plan!", may: []string{"breaker", "internal/strictjson"}, bare: true},
 	{part: "guard/store!"},
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
@@ -47,7 +48,7 @@ var layers = []layer{
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.
 	{part: "ect/ledger!", may: []string{"ect", "guard/store!"}, tests: []string{"guard/store", "guard/seal!", "internal"}},
-	{part: "ect", may: []string{"ect", "internal/durable"}, tests: []string{"internal"}},
+	{part: "ect", may: []string{"ect", "internal/durable", "internal/strictjson"}, tests: []string{"internal"}},
 	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect", "internal/durable", "internal/suggest"}, tests: []string{".!", "internal"}},
 	{part: ".!", may: []string{"caddymodule!"}, tests: []string{"internal"}},
 	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},

@@ -1,7 +1,9 @@
-package ect
+// Package strictjson reads JSON in one pass and refuses what two readers may understand differently:
+// equal names in one object, invalid UTF-8, lone surrogates. What the guard reads of a token or a plan
+// must mean the same to everybody who reads its record.
+package strictjson
 
 import (
-	"encoding/base64"
 	"slices"
 	"strconv"
 	"strings"
@@ -9,79 +11,79 @@ import (
 	"unicode/utf8"
 )
 
-// maxNesting is how deep the JSON of a token may nest, far above the limit of extensions.
+// maxNesting is how deep a value may nest, far above the limit of extensions of tokens.
 const maxNesting = 32
 
-// scanner reads JSON in one pass and refuses what two readers may understand differently:
-// equal names in one object, invalid UTF-8, lone surrogates. A token must mean the same
-// to the guard and to the ledger.
-type scanner struct {
-	s string
-	i int
+// Scanner reads a text from a place on. Each method consumes what it reads. Where one returns ok
+// false, At is where the text is none of what was expected.
+type Scanner struct {
+	JSON string // the text
+	At   int    // the place of the next byte
 }
 
-func (s *scanner) space() {
-	for s.i < len(s.s) {
-		switch s.s[s.i] {
+// Space consumes white space.
+func (s *Scanner) Space() {
+	for s.At < len(s.JSON) {
+		switch s.JSON[s.At] {
 		case ' ', '\t', '\n', '\r':
-			s.i++
+			s.At++
 		default:
 			return
 		}
 	}
 }
 
-func (s *scanner) take(c byte) bool {
-	if s.i < len(s.s) && s.s[s.i] == c {
-		s.i++
+func (s *Scanner) take(c byte) bool {
+	if s.At < len(s.JSON) && s.JSON[s.At] == c {
+		s.At++
 		return true
 	}
 	return false
 }
 
-// peek returns the next byte, 0 at the end.
-func (s *scanner) peek() byte {
-	if s.i < len(s.s) {
-		return s.s[s.i]
+// Peek returns the next byte, 0 at the end.
+func (s *Scanner) Peek() byte {
+	if s.At < len(s.JSON) {
+		return s.JSON[s.At]
 	}
 	return 0
 }
 
-// document reads one object and nothing behind it.
-func (s *scanner) document(member func(name string) bool) bool {
-	s.space()
-	if !s.members(member) {
+// Document reads one object and nothing behind it.
+func (s *Scanner) Document(member func(name string) bool) bool {
+	s.Space()
+	if !s.Members(member) {
 		return false
 	}
-	s.space()
-	return s.i == len(s.s)
+	s.Space()
+	return s.At == len(s.JSON)
 }
 
-// members reads an object. member is called before each value and has to consume it.
-func (s *scanner) members(member func(name string) bool) bool {
+// Members reads an object. member is called before each value and has to consume it.
+func (s *Scanner) Members(member func(name string) bool) bool {
 	if !s.take('{') {
 		return false
 	}
-	s.space()
+	s.Space()
 	if s.take('}') {
 		return true
 	}
-	var seen names
+	var seen Names
 	for {
-		s.space()
-		name, ok := s.text()
-		if !ok || !seen.add(name) {
+		s.Space()
+		name, ok := s.Text()
+		if !ok || !seen.Add(name) {
 			return false
 		}
-		s.space()
+		s.Space()
 		if !s.take(':') {
 			return false
 		}
-		s.space()
+		s.Space()
 		if !member(name) {
 			return false
 		}
-		s.space()
+		s.Space()
 		if s.take('}') {
 			return true
 		}
@@ -91,21 +93,21 @@ func (s *scanner) members(member func(name string) bool) bool {
 	}
 }
 
-// elements reads an array. element is called before each value and has to consume it.
-func (s *scanner) elements(element func() bool) bool {
+// Elements reads an array. element is called before each value and has to consume it.
+func (s *Scanner) Elements(element func() bool) bool {
 	if !s.take('[') {
 		return false
 	}
-	s.space()
+	s.Space()
 	if s.take(']') {
 		return true
 	}
 	for {
-		s.space()
+		s.Space()
 		if !element() {
 			return false
 		}
-		s.space()
+		s.Space()
 		if s.take(']') {
 			return true
 		}
@@ -115,27 +117,27 @@ func (s *scanner) elements(element func() bool) bool {
 	}
 }
 
-// value consumes any value. depth is 0 for a scalar, else one more than its deepest part.
-func (s *scanner) value() (depth int, ok bool) { return s.nested(maxNesting) }
+// Value consumes any value. depth is 0 for a scalar, else one more than its deepest part.
+func (s *Scanner) Value() (depth int, ok bool) { return s.nested(maxNesting) }
 
-func (s *scanner) nested(room int) (depth int, ok bool) {
+func (s *Scanner) nested(room int) (depth int, ok bool) {
 	inner := 0
 	child := func() bool {
 		d, ok := s.nested(room - 1)
 		inner = max(inner, d)
 		return ok
 	}
-	switch c := s.peek(); {
+	switch c := s.Peek(); {
 	case (c == '{' || c == '[') && room == 0:
 		return 0, false
 	case c == '{':
-		ok = s.members(func(string) bool { return child() })
+		ok = s.Members(func(string) bool { return child() })
 		return inner + 1, ok
 	case c == '[':
-		ok = s.elements(child)
+		ok = s.Elements(child)
 		return inner + 1, ok
 	case c == '"':
-		_, ok = s.text()
+		_, ok = s.Text()
 		return 0, ok
 	case c == 't':
 		return 0, s.word("true")
@@ -144,29 +146,29 @@ func (s *scanner) nested(room int) (depth int, ok bool) {
 	case c == 'n':
 		return 0, s.word("null")
 	default:
-		_, ok = s.number()
+		_, ok = s.Number()
 		return 0, ok
 	}
 }
 
-func (s *scanner) word(w string) bool {
-	if strings.HasPrefix(s.s[s.i:], w) {
-		s.i += len(w)
+func (s *Scanner) word(w string) bool {
+	if strings.HasPrefix(s.JSON[s.At:], w) {
+		s.At += len(w)
 		return true
 	}
 	return false
 }
 
-// raw consumes any value and returns it as written.
-func (s *scanner) raw() (text string, depth int, ok bool) {
-	from := s.i
-	depth, ok = s.value()
-	return s.s[from:s.i], depth, ok
+// Raw consumes any value and returns it as written.
+func (s *Scanner) Raw() (text string, depth int, ok bool) {
+	from := s.At
+	depth, ok = s.Value()
+	return s.JSON[from:s.At], depth, ok
 }
 
-// number consumes a number and returns it as written.
-func (s *scanner) number() (string, bool) {
-	from := s.i
+// Number consumes a number and returns it as written.
+func (s *Scanner) Number() (string, bool) {
+	from := s.At
 	s.take('-')
 	if !s.take('0') && !s.digits() {
 		return "", false
@@ -182,47 +184,47 @@ func (s *scanner) number() (string, bool) {
 			return "", false
 		}
 	}
-	return s.s[from:s.i], true
+	return s.JSON[from:s.At], true
 }
 
-func (s *scanner) digits() bool {
-	from := s.i
-	for c := s.peek(); '0' <= c && c <= '9'; c = s.peek() {
-		s.i++
+func (s *Scanner) digits() bool {
+	from := s.At
+	for c := s.Peek(); '0' <= c && c <= '9'; c = s.Peek() {
+		s.At++
 	}
-	return s.i > from
+	return s.At > from
 }
 
-// text consumes a string and returns its meaning, without a copy if nothing is escaped.
-func (s *scanner) text() (string, bool) {
+// Text consumes a string and returns its meaning, without a copy if nothing is escaped.
+func (s *Scanner) Text() (string, bool) {
 	if !s.take('"') {
 		return "", false
 	}
-	from, ascii := s.i, true
-	for s.i < len(s.s) {
-		switch c := s.s[s.i]; {
+	from, ascii := s.At, true
+	for s.At < len(s.JSON) {
+		switch c := s.JSON[s.At]; {
 		case c == '"':
-			v := s.s[from:s.i]
-			s.i++
+			v := s.JSON[from:s.At]
+			s.At++
 			return v, ascii || utf8.ValidString(v)
 		case c == '\\':
-			return s.unescape(s.s[from:s.i])
+			return s.unescape(s.JSON[from:s.At])
 		case c < ' ':
 			return "", false
 		case c >= utf8.RuneSelf:
 			ascii = false
 		}
-		s.i++
+		s.At++
 	}
 	return "", false
 }
 
 // unescape continues text at the first backslash; begin is what stands before it.
-func (s *scanner) unescape(begin string) (string, bool) {
+func (s *Scanner) unescape(begin string) (string, bool) {
 	out := append(make([]byte, 0, len(begin)+64), begin...)
-	for s.i < len(s.s) {
-		c := s.s[s.i]
-		s.i++
+	for s.At < len(s.JSON) {
+		c := s.JSON[s.At]
+		s.At++
 		switch {
 		case c == '"':
 			return string(out), utf8.Valid(out)
@@ -242,12 +244,12 @@ func (s *scanner) unescape(begin string) (string, bool) {
 }
 
 // escape reads what follows a backslash.
-func (s *scanner) escape() (rune, bool) {
-	if s.i == len(s.s) {
+func (s *Scanner) escape() (rune, bool) {
+	if s.At == len(s.JSON) {
 		return 0, false
 	}
-	c := s.s[s.i]
-	s.i++
+	c := s.JSON[s.At]
+	s.At++
 	if c != 'u' {
 		n := strings.IndexByte(`"\/bfnrt`, c)
 		if n < 0 {
@@ -267,24 +269,24 @@ func (s *scanner) escape() (rune, bool) {
 	return r, ok && r != utf8.RuneError
 }
 
-func (s *scanner) hex4() (rune, bool) {
-	if len(s.s)-s.i < 4 {
+func (s *Scanner) hex4() (rune, bool) {
+	if len(s.JSON)-s.At < 4 {
 		return 0, false
 	}
-	v, err := strconv.ParseUint(s.s[s.i:s.i+4], 16, 16)
-	s.i += 4
+	v, err := strconv.ParseUint(s.JSON[s.At:s.At+4], 16, 16)
+	s.At += 4
 	return rune(v), err == nil
 }
 
-// names are the member names of one object. Few are compared one by one.
-type names struct {
+// Names are the member names of one object. Few are compared one by one.
+type Names struct {
 	few  [16]string
 	n    int
 	many map[string]struct{}
 }
 
-// add returns false for a name that is present.
-func (u *names) add(name string) bool {
+// Add returns false for a name that is present.
+func (u *Names) Add(name string) bool {
 	if u.many == nil && u.n < len(u.few) {
 		for _, other := range u.few[:u.n] {
 			if other == name {
@@ -310,8 +312,8 @@ func (u *names) add(name string) bool {
 
 const hexDigits = "0123456789abcdef"
 
-// appendText writes a JSON string. Invalid UTF-8 becomes U+FFFD.
-func appendText(b []byte, v string) []byte {
+// AppendText writes a JSON string. Invalid UTF-8 becomes U+FFFD.
+func AppendText(b []byte, v string) []byte {
 	b = append(b, '"')
 	from := 0
 	for i := 0; i < len(v); {
@@ -344,59 +346,66 @@ func appendText(b []byte, v string) []byte {
 	return append(b, '"')
 }
 
-func appendTexts(b []byte, vs []string) []byte {
+// AppendTexts writes an array of strings.
+func AppendTexts(b []byte, vs []string) []byte {
 	b = append(b, '[')
 	for i, v := range vs {
 		if i > 0 {
 			b = append(b, ',')
 		}
-		b = appendText(b, v)
+		b = AppendText(b, v)
 	}
 	return append(b, ']')
 }
 
-// sameJSON reports whether two scanned values mean the same: neither the order of members
+// Same reports whether two scanned values mean the same: neither the order of members
 // nor white space, escapes or the form of a number matter.
-func sameJSON(a, b string) bool { return a == b || canonicalJSON(a) == canonicalJSON(b) }
+func Same(a, b string) bool { return a == b || canonicalJSON(a) == canonicalJSON(b) }
 
 func canonicalJSON(v string) string {
-	s := scanner{s: v}
-	return string(s.canonical(make([]byte, 0, len(v))))
+	s := Scanner{JSON: v}
+	return string(s.Canonical(make([]byte, 0, len(v))))
 }
 
-// canonical consumes a value and appends the one text of its meaning, which is for
-// comparing only and is no JSON.
-func (s *scanner) canonical(dst []byte) []byte {
-	switch c := s.peek(); {
+// Canonical consumes a value, which has to be one that Value takes, and appends the one text of its
+// meaning: compact, members by name, numbers as significant digits and a power of ten.
+func (s *Scanner) Canonical(dst []byte) []byte {
+	switch c := s.Peek(); {
 	case c == '{':
 		type member struct{ name, value string }
 		var all []member
-		s.members(func(name string) bool {
-			all = append(all, member{name, string(s.canonical(nil))})
+		s.Members(func(name string) bool {
+			all = append(all, member{name, string(s.Canonical(nil))})
 			return true
 		})
 		slices.SortFunc(all, func(a, b member) int { return strings.Compare(a.name, b.name) })
 		dst = append(dst, '{')
-		for _, m := range all {
-			dst = append(appendText(dst, m.name), ':')
-			dst = append(append(dst, m.value...), ',')
+		for i, m := range all {
+			if i > 0 {
+				dst = append(dst, ',')
+			}
+			dst = append(append(AppendText(dst, m.name), ':'), m.value...)
 		}
 		return append(dst, '}')
 	case c == '[':
 		dst = append(dst, '[')
-		s.elements(func() bool {
-			dst = append(s.canonical(dst), ',')
+		first := len(dst)
+		s.Elements(func() bool {
+			if len(dst) > first {
+				dst = append(dst, ',')
+			}
+			dst = s.Canonical(dst)
 			return true
 		})
 		return append(dst, ']')
 	case c == '"':
-		v, _ := s.text()
-		return appendText(dst, v)
-	case isNumber(s.s[s.i:]):
-		v, _ := s.number()
+		v, _ := s.Text()
+		return AppendText(dst, v)
+	case c == '-' || '0' <= c && c <= '9':
+		v, _ := s.Number()
 		return appendNumber(dst, v)
 	default:
-		v, _, _ := s.raw()
+		v, _, _ := s.Raw()
 		return append(dst, v...)
 	}
 }
@@ -427,16 +436,4 @@ func appendNumber(dst []byte, v string) []byte {
 	}
 	exponent += int64(len(digits) - len(short) - len(fraction))
 	return strconv.AppendInt(append(append(dst, short...), 'e'), exponent, 10)
-}
-
-// strict64 refuses bits that no octet uses: a signature must not have two spellings.
-var strict64 = base64.RawURLEncoding.Strict()
-
-// decode64 reads base64url without padding. The standard decoder skips line breaks.
-func decode64(v string) ([]byte, bool) {
-	if strings.ContainsAny(v, "\r\n") {
-		return nil, false
-	}
-	b, err := strict64.DecodeString(v)
-	return b, err == nil
 }

@@ -1,0 +1,326 @@
+// Package plan reads the plan of a workflow: ATD's declarative workflow descriptor, with the
+// constraints that ACP-DAG gives its nodes. It is pure: it reads texts and returns values. The plan of
+// a rollback is something else, and package rollback's.
+//
+// A plan is taken whole or not at all, with every error that it has. Hostile ones do no harm: all
+// work is linear in the length of the text.
+package plan
+
+import (
+	"crypto/sha256"
+	"encoding/base64"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+)
+
+// MediaType is that of a descriptor (ATD, "Media Type").
+const MediaType = "application/atd-workflow+json"
+
+// The bounds of a descriptor.
+const (
+	MaxSize  = 8 << 20 // bytes of its text
+	MaxNodes = 10_000
+	MaxEdges = 100_000
+)
+
+// Descriptor is a plan. It never changes, and several goroutines can use it.
+type Descriptor struct {
+	// WorkflowID is wf_id, the plan's own name: 1 to 256 characters. It is not the wid of a workflow
+	// that follows it.
+	WorkflowID string
+	// Description is for people, up to 4096 characters.
+	Description string
+	// Nodes are its tasks, as they were written.
+	Nodes []Node
+	// Edges is how many edges there are.
+	Edges int
+	// Warnings are what is legal, and probably not meant.
+	Warnings []Problem
+
+	index map[string]int // id -> place in Nodes
+	order []int          // the places in topological order
+}
+
+// Node is a task.
+type Node struct {
+	// ID is unique in the plan: 1 to 128 visible ASCII characters.
+	ID string
+	// Label is the action in other words, up to 256 characters. Nodes may share one.
+	Label string
+	// Reversible says whether the task can be undone; nil if the plan does not say so.
+	Reversible *bool
+	// HITLRequired says that a person has to approve the task before it begins.
+	HITLRequired bool
+	// Hints are its needs, from resource_hints and from constraints.
+	Hints Hints
+	// CircuitThreshold is atd.circuit_threshold, above 0 and below 1; 0 without one.
+	CircuitThreshold float64
+	// CircuitWindowS is atd.circuit_window_s, seconds from 1 on; 0 without one.
+	CircuitWindowS float64
+	// Others are the constraints of other specifications, by name.
+	Others []Constraint
+
+	// Before and After are the places in Descriptor.Nodes of what it directly depends on, and of what
+	// depends on it, for reading only.
+	Before, After []int
+	// Level is 0 for a node that depends on nothing, else one more than the highest before it.
+	Level int
+}
+
+// Hints are ATD's resource hints (ATD, "Resource Claim Format"). Zero values are needs that the plan
+// does not name.
+type Hints struct {
+	Priority    string // critical, high, normal or low
+	TimeoutS    int64  // whole seconds, up to a year
+	CPU         string // a number of processors, like 2 or 0.5
+	MemoryMB    int64
+	GPU         string // a number of them
+	NetworkMbps int64
+}
+
+// Constraint is a member of a node's constraints that is not ATD's. It is kept, and means nothing here.
+type Constraint struct {
+	Name  string
+	Value string // canonical JSON
+}
+
+// Problem is an error or a warning.
+type Problem struct {
+	// Node is the id of the node that it is about, or a place like nodes[3] or edges[0]. It is empty
+	// where it is about the whole plan.
+	Node string `json:"node,omitempty"`
+	// Member is what is wrong, like resource_hints.priority; empty where it is not one member.
+	Member string `json:"member,omitempty"`
+	// Text says what is wrong and what would be right.
+	Text string `json:"problem"`
+	// Cycle are the ids on a cycle, in its direction; the first one follows from the last one.
+	Cycle []string `json:"cycle,omitempty"`
+}
+
+func (p Problem) String() string {
+	where := strings.TrimSpace(p.Node + " " + p.Member)
+	if where == "" {
+		return p.Text
+	}
+	return where + ": " + p.Text
+}
+
+// Error has all that is wrong with a descriptor.
+type Error struct {
+	// Problems are at most 100.
+	Problems []Problem
+	// More is how many further ones there are.
+	More int
+}
+
+func (e *Error) Error() string {
+	lines := make([]string, 0, len(e.Problems)+1)
+	for _, p := range e.Problems {
+		lines = append(lines, p.String())
+	}
+	if e.More > 0 {
+		lines = append(lines, fmt.Sprintf("%d more", e.More))
+	}
+	return strings.Join(lines, "\n")
+}
+
+const maxProblems = 100
+
+// Parse reads a descriptor and checks it whole. The error is an *Error.
+func Parse(text []byte) (*Descriptor, error) {
+	if len(text) > MaxSize {
+		return nil, &Error{Problems: []Problem{{Text: fmt.Sprintf("it has more than %d bytes", MaxSize)}}}
+	}
+	d := &Descriptor{}
+	r := &reader{Scanner: strictjson.Scanner{JSON: string(text)}, plan: d}
+	if !r.document() {
+		return nil, &Error{Problems: []Problem{r.syntax()}}
+	}
+	r.connect()
+	if len(r.found) > 0 {
+		return nil, r.err()
+	}
+	d.warn()
+	return d, nil
+}
+
+// Find returns the place of the node with an id.
+func (d *Descriptor) Find(id string) (place int, ok bool) {
+	place, ok = d.index[id]
+	return place, ok
+}
+
+// Order are the places of all nodes in topological order, for reading only.
+func (d *Descriptor) Order() []int { return d.order }
+
+// Levels are the ids of the nodes of each level. Those of one level can run side by side.
+func (d *Descriptor) Levels() [][]string {
+	var levels [][]string
+	for i := range d.Nodes {
+		n := &d.Nodes[i]
+		for len(levels) <= n.Level {
+			levels = append(levels, nil)
+		}
+		levels[n.Level] = append(levels[n.Level], n.ID)
+	}
+	return levels
+}
+
+// Version names what the plan means: the SHA-256 of its canonical form, in base64url. White space and
+// the order of members, nodes and edges make no other version.
+func (d *Descriptor) Version() string {
+	sum := sha256.Sum256(d.Canonical())
+	return base64.RawURLEncoding.EncodeToString(sum[:])
+}
+
+// Canonical is the one text of what the plan means: compact JSON, members by name, nodes by id, edges
+// by their ends, and without what is as it is by default. All hints stand in resource_hints.
+func (d *Descriptor) Canonical() []byte {
+	b := []byte{'{'}
+	b = appendText(b, "description", d.Description)
+	b = append(appendName(b, "edges"), '[')
+	byID := make([]int, len(d.Nodes))
+	for i := range byID {
+		byID[i] = i
+	}
+	slices.SortFunc(byID, func(i, j int) int { return strings.Compare(d.Nodes[i].ID, d.Nodes[j].ID) })
+	for _, i := range byID {
+		after := make([]string, len(d.Nodes[i].After))
+		for k, j := range d.Nodes[i].After {
+			after[k] = d.Nodes[j].ID
+		}
+		slices.Sort(after)
+		for _, to := range after {
+			b = append(appendText(appendText(append(comma(b), '{'), "from", d.Nodes[i].ID), "to", to), '}')
+		}
+	}
+	b = append(appendName(append(b, ']'), "nodes"), '[')
+	for _, i := range byID {
+		b = d.Nodes[i].append(comma(b))
+	}
+	return append(appendText(append(b, ']'), "wf_id", d.WorkflowID), '}')
+}
+
+func (n *Node) append(b []byte) []byte {
+	b = append(b, '{')
+	constraints := slices.Clone(n.Others)
+	if n.CircuitThreshold != 0 {
+		constraints = append(constraints, Constraint{circuitThreshold, strconv.FormatFloat(n.CircuitThreshold, 'g', -1, 64)})
+	}
+	if n.CircuitWindowS != 0 {
+		constraints = append(constraints, Constraint{circuitWindow, strconv.FormatFloat(n.CircuitWindowS, 'g', -1, 64)})
+	}
+	if len(constraints) > 0 {
+		slices.SortFunc(constraints, func(a, b Constraint) int { return strings.Compare(a.Name, b.Name) })
+		b = append(appendName(b, memberConstraints), '{')
+		for _, c := range constraints {
+			b = append(appendName(b, c.Name), c.Value...)
+		}
+		b = append(b, '}')
+	}
+	if n.HITLRequired {
+		b = append(appendName(b, "hitl_required"), "true"...)
+	}
+	b = appendText(appendText(b, "id", n.ID), "label", n.Label)
+	if hints := n.Hints.append(nil); len(hints) > len("{}") {
+		b = append(appendName(b, memberHints), hints...)
+	}
+	if n.Reversible != nil {
+		b = strconv.AppendBool(appendName(b, "reversible"), *n.Reversible)
+	}
+	return append(b, '}')
+}
+
+func (h *Hints) append(b []byte) []byte {
+	b = appendText(appendText(append(b, '{'), "cpu", h.CPU), "gpu", h.GPU)
+	b = appendWhole(appendWhole(b, "memory_mb", h.MemoryMB), "network_mbps", h.NetworkMbps)
+	if h.Priority != normal {
+		b = appendText(b, "priority", h.Priority)
+	}
+	return append(appendWhole(b, "timeout_s", h.TimeoutS), '}')
+}
+
+// comma separates what comes from what stands before it in the same object or array.
+func comma(b []byte) []byte {
+	if last := b[len(b)-1]; last != '{' && last != '[' {
+		b = append(b, ',')
+	}
+	return b
+}
+
+func appendName(b []byte, name string) []byte {
+	return append(strictjson.AppendText(comma(b), name), ':')
+}
+
+func appendText(b []byte, name, value string) []byte {
+	if value == "" {
+		return b
+	}
+	return strictjson.AppendText(appendName(b, name), value)
+}
+
+func appendWhole(b []byte, name string, value int64) []byte {
+	if value == 0 {
+		return b
+	}
+	return strconv.AppendInt(appendName(b, name), value, 10)
+}
+
+// warn finds labels by which a call does not name one node.
+func (d *Descriptor) warn() {
+	by := make(map[string][]int, len(d.Nodes)) // label -> its nodes
+	var shared []string
+	for i := range d.Nodes {
+		label := d.Nodes[i].Label
+		if label == "" {
+			continue
+		}
+		if by[label] = append(by[label], i); len(by[label]) == 2 {
+			shared = append(shared, label)
+		}
+		if other, ok := d.index[label]; ok && other != i {
+			d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[i].ID, Member: "label",
+				Text: fmt.Sprintf("%q is also the id of a node, and means that one", label)})
+		}
+	}
+	for _, label := range shared {
+		if _, ok := d.index[label]; ok {
+			continue
+		}
+		nodes := by[label]
+		d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[nodes[0]].ID, Member: "label",
+			Text: fmt.Sprintf("%q is the label of %d nodes, such as %s: their calls have to name the node", label, len(nodes), d.Nodes[nodes[1]].ID)})
+	}
+}
+
+// CheckUndo compares reversible with what undoes the calls in truth. A node's action is that called
+// like its label, else that called like its id; canUndo says whether a way to undo it is configured,
+// and known is false for an action that is not.
+func (d *Descriptor) CheckUndo(canUndo func(action string) (reversible, known bool)) []Problem {
+	var found []Problem
+	for i := range d.Nodes {
+		n := &d.Nodes[i]
+		if n.Reversible == nil {
+			continue
+		}
+		action := n.Label
+		can, known := canUndo(action)
+		if !known {
+			action = n.ID
+			can, known = canUndo(action)
+		}
+		switch {
+		case !known || can == *n.Reversible:
+		case can:
+			found = append(found, Problem{Node: n.ID, Member: "reversible", Text: fmt.Sprintf("is false, but the action %q can be undone", action)})
+		default:
+			found = append(found, Problem{Node: n.ID, Member: "reversible",
+				Text: fmt.Sprintf("is true, but nothing undoes the action %q: give it restore, compensate or delegate, or say false", action)})
+		}
+	}
+	return found
+}
