@@ -1,27 +1,32 @@
 package cli
 
 import (
+	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
 
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 func workflowCommands(o *options) *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "workflows",
-		Short: "Checks plans of workflows",
+		Short: "Checks plans of workflows, and compares them with what was recorded",
 		Long: `Checks plans of workflows: descriptors of the type
 ` + plan.MediaType + `. It works on files, without a server. A server does
 not take plans yet: nothing at run time follows from one.`,
-	}, workflowsValidate(o), &cobra.Command{
+	}, workflowsValidate(o), workflowsProgress(o), &cobra.Command{
 		Use:   "schema",
 		Short: "Prints the JSON schema of plans",
 		Long: `Prints the JSON schema of plans, for editors. ` + "`workflows validate`" + ` also finds
@@ -48,14 +53,7 @@ described by a document too. Either way the exit code is 1 then.`,
 		Example: `  caddy agent-guard workflows validate failover.json --config Caddyfile`,
 		Args:    oneArg("FILE with a plan"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			text, err := readAtMost(cmd.InOrStdin(), args[0], plan.MaxSize)
-			if err != nil {
-				return err
-			}
-			d, err := plan.Parse(text)
-			if wrong := (*plan.Error)(nil); errors.As(err, &wrong) {
-				return refusePlan(cmd, o, args[0], wrong)
-			}
+			d, err := readPlan(cmd, o, args[0])
 			if err != nil {
 				return err
 			}
@@ -80,6 +78,18 @@ described by a document too. Either way the exit code is 1 then.`,
 	f.StringVarP(&adapter, "adapter", "a", "", "Name of the adapter for that file")
 	_ = cmd.MarkFlagFilename("config") // the flag is there
 	return cmd
+}
+
+func readPlan(cmd *cobra.Command, o *options, file string) (*plan.Descriptor, error) {
+	text, err := readAtMost(cmd.InOrStdin(), file, plan.MaxSize)
+	if err != nil {
+		return nil, err
+	}
+	d, err := plan.Parse(text)
+	if wrong := (*plan.Error)(nil); errors.As(err, &wrong) {
+		return nil, refusePlan(cmd, o, file, wrong)
+	}
+	return d, err
 }
 
 func refusePlan(cmd *cobra.Command, o *options, file string, wrong *plan.Error) error {
@@ -185,4 +195,184 @@ func waysToUndo(config, adapter string) (map[string]bool, error) {
 		return nil
 	}
 	return found, walk(text)
+}
+
+// maxPlanned is how many tokens of one workflow are compared with a plan.
+const maxPlanned = 100_000
+
+// nodeMember names the node of a plan that a call is, in the extensions of its token.
+const nodeMember = "atd.node"
+
+// progressFlags are the flags of `workflows progress`.
+type progressFlags struct {
+	*options
+	proofFlags
+	workflow string
+	gateways []string
+}
+
+// progressDocument says where a workflow is in its plan.
+type progressDocument struct {
+	PlanID   string         `json:"wf_id"`
+	Version  string         `json:"version"`
+	Workflow string         `json:"workflow"`
+	Nodes    []progressNode `json:"nodes"`
+	// Others are the ids of the tasks that are no node of the plan.
+	Others []string `json:"others"`
+}
+
+type progressNode struct {
+	ID     string          `json:"id"`
+	Level  int             `json:"level"`
+	State  workflow.State  `json:"state"`
+	Detail workflow.Detail `json:"detail,omitempty"`
+	Tasks  []string        `json:"tasks"`
+	Ready  bool            `json:"ready"`
+	Holds  []progressHold  `json:"holds"`
+}
+
+type progressHold struct {
+	Node   string          `json:"node"`
+	State  workflow.State  `json:"state"`
+	Detail workflow.Detail `json:"detail,omitempty"`
+	Final  bool            `json:"final"`
+}
+
+func workflowsProgress(o *options) *cobra.Command {
+	p := progressFlags{options: o}
+	cmd := &cobra.Command{
+		Use:   "progress PLAN EXPORT --workflow ID --gateway ISSUER --key KEY",
+		Short: "Shows where a recorded workflow is in a plan",
+		Long: `Verifies an export as ` + "`ledger verify`" + ` does, and compares what it has of one
+workflow with a plan: the state of each node, which nodes could begin, and what
+the others wait for.
+
+A call is the node that 'atd.node' in its token names, else the one whose id, or
+else whose label, is its action. Calls that are no node, or could be several, are
+listed apart, and so is a call under way whose agent sent no token. --gateway
+names the issuer of the gateway's own tokens: outcomes are taken from no others.`,
+		Example: `  caddy agent-guard workflows progress trip.json ledger.export \
+      --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10 --gateway spiffe://example.com/gateway \
+      --key agent-guard/node-4c1f+8b3c1a7e+AVq0…`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 2 {
+				return fmt.Errorf("give a file with a plan and one with an export; there are %d", len(args))
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, p.run(cmd, args[0], args[1])) },
+	}
+	p.flags(cmd)
+	stringFlag(cmd, &p.workflow, "workflow", "The workflow: its UUID, or its caller's name")
+	stringsFlag(cmd, &p.gateways, "gateway", "Issuer of the gateway's tokens; may stand several times")
+	require(cmd, "workflow", "gateway")
+	return cmd
+}
+
+func (p *progressFlags) run(cmd *cobra.Command, file, export string) error {
+	d, err := readPlan(cmd, p.options, file)
+	if err != nil {
+		return err
+	}
+	entries, err := p.entries(cmd, export)
+	if err != nil {
+		return err
+	}
+	at := make(map[string]*ledger.Entry, len(entries))
+	for i := range entries {
+		if _, twice := at[entries[i].ID]; !twice {
+			at[entries[i].ID] = &entries[i]
+		}
+	}
+	g := workflow.New(evidence.RecordsOf(entries, func(e *ledger.Entry) bool { return slices.Contains(p.gateways, e.Issuer) }))
+	found := d.Progress(g, func(n *workflow.Node) (int, bool) {
+		named, _ := evidence.Extension(at[n.ID]).Text(nodeMember)
+		if !n.IsTask() && named == "" {
+			return 0, false // a checkpoint's own action says nothing of the call
+		}
+		place, err := d.Which(named, n.Action)
+		return place, err == nil
+	})
+	doc := progressDocument{PlanID: d.WorkflowID, Version: d.Version(), Workflow: entries[0].Workflow, Others: append([]string{}, found.Others...)}
+	for _, id := range slices.Concat(d.Levels()...) {
+		place, _ := d.Find(id)
+		s := &found.Nodes[place]
+		node := progressNode{
+			ID: id, Level: d.Nodes[place].Level, State: s.State, Detail: s.Detail, Ready: s.Ready,
+			Tasks: append([]string{}, s.Tasks...), Holds: []progressHold{},
+		}
+		for _, h := range s.Holds {
+			node.Holds = append(node.Holds, progressHold{d.Nodes[h.Node].ID, h.State, h.Detail, h.Final})
+		}
+		doc.Nodes = append(doc.Nodes, node)
+	}
+	return p.print(cmd, doc, func(time.Time) string { return describeProgress(&doc) })
+}
+
+// entries reads what a valid export has of the workflow.
+func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry, error) {
+	keys, known, err := p.read()
+	if err != nil {
+		return nil, err
+	}
+	from, err := openInput(cmd.InOrStdin(), file)
+	if err != nil {
+		return nil, err
+	}
+	defer from.Close()
+	export := bufio.NewReader(from)
+	if err := checkBeginning(export, file); err != nil {
+		return nil, err
+	}
+	wanted := entryFlags{workflow: p.workflow}
+	var entries []ledger.Entry
+	_, err = ledger.VerifyExport(export, p.origin, keys, func(e ledger.Entry) error {
+		if !wanted.matches(&e) {
+			return nil
+		}
+		if len(entries) == maxPlanned {
+			return fmt.Errorf("the workflow has more than %d tokens", maxPlanned)
+		}
+		e.Leaf = nil
+		entries = append(entries, e)
+		return nil
+	}, known...)
+	switch {
+	case err != nil:
+		return nil, verifyError(file, err)
+	case len(entries) == 0:
+		return nil, fmt.Errorf("%s has nothing of the workflow %s", inputName(file), printable(p.workflow))
+	}
+	return entries, nil
+}
+
+func describeProgress(doc *progressDocument) string {
+	rows := [][]string{{"LEVEL", "NODE", "STATE", "TASKS", "WAITS FOR"}}
+	for _, n := range doc.Nodes {
+		state, waits := inWords(string(n.State), string(n.Detail)), ""
+		if n.Ready {
+			waits = "nothing: it can begin"
+		}
+		for i, h := range n.Holds {
+			if i > 0 {
+				waits += ", "
+			}
+			if waits += h.Node + " (" + inWords(string(h.State), string(h.Detail)) + ")"; h.Final {
+				waits += ", for ever"
+			}
+		}
+		rows = append(rows, []string{strconv.Itoa(n.Level), n.ID, state, strconv.Itoa(len(n.Tasks)), dash(cut(waits, 80))})
+	}
+	text := fmt.Sprintf("%s in %s, version %s\n\n%s", printable(doc.Workflow), printable(doc.PlanID), doc.Version, new(table).page(rows))
+	if n := len(doc.Others); n > 0 {
+		text += fmt.Sprintf("\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(doc.Others, " "), 200)))
+	}
+	return text
+}
+
+func inWords(state, detail string) string {
+	if detail != "" {
+		state += ", " + detail
+	}
+	return strings.ReplaceAll(state, "_", " ")
 }

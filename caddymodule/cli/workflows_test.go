@@ -6,7 +6,10 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
@@ -95,4 +98,79 @@ func TestValidateRefuses(t *testing.T) {
 	// What a plan says cannot give orders to a terminal.
 	refuses(t, `\x1b[2J`, "workflows", "validate", put(t, "evil.json", `{"\u001b[2J": 1}`))
 	refuses(t, "has more than", "workflows", "validate", put(t, "large.json", strings.Repeat(" ", plan.MaxSize+1)))
+}
+
+// eventOf is the ledger event of a token with parents and extensions, in a workflow.
+func eventOf(t *testing.T, issuer *ect.Issuer, action, wid string, ext *ect.ExtBuilder, parents ...string) ledger.Event {
+	t.Helper()
+	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gateway}, Action: action, Workflow: wid, Parents: parents, Ext: ext})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ledger.Event{
+		ID: token.ID(), Workflow: token.Workflow(), Action: token.Action(), Issuer: token.Issuer(), Time: token.IssuedAt(), Parents: parents, Payload: []byte(token.Raw()),
+	}
+}
+
+// A-topological-order-d, A-node-states: the states of a plan's nodes follow from the ledger alone, with
+// those that can begin, and what holds the others.
+func TestProgressFromALedger(t *testing.T) {
+	b := newLogbook(t)
+	guard, _ := issuerOf(t, gateway)
+	agent, _ := issuerOf(t, "spiffe://example.com/agent")
+	outcome := func(execution, verdict string) *ect.ExtBuilder {
+		return new(ect.ExtBuilder).Text("agent_guard.execution", execution).Text("agent_guard.outcome", verdict)
+	}
+	claim := func(execution string, parents ...string) ledger.Event {
+		return eventOf(t, guard, "checkpoint", someWID, new(ect.ExtBuilder).Bool(ect.MemberReversible, true).Text("agent_guard.execution", execution), parents...)
+	}
+	file := put(t, "trip.json", blocks(t, "workflows.md", "json")[0])
+	progress := func(export string, more ...string) []string {
+		return append([]string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key, "--workflow", someWID, "--gateway", gateway}, more...)
+	}
+
+	// The gateway's own record of a call without tokens is done.
+	hold := claim("k1")
+	held := eventOf(t, guard, "hold_budget", someWID, outcome("k1", "completed"), hold.ID)
+	// An agent's call is in doubt.
+	flight := eventOf(t, agent, "book_flight", someWID, nil, held.ID)
+	flightClaim := claim("k2", flight.ID)
+	flightDoubt := eventOf(t, guard, "book_flight", someWID, outcome("k2", "in_doubt"), flight.ID, flightClaim.ID)
+	// One names its node, and is under way. Another is none of the plan, and one is of another workflow.
+	hotel := eventOf(t, agent, "reserve", someWID, new(ect.ExtBuilder).Text("atd.node", "hotel"), held.ID)
+	search := eventOf(t, agent, "search", someWID, nil)
+	b.record(hold, held, flight, flightClaim, flightDoubt, hotel, claim("k3", hotel.ID), search,
+		eventOf(t, agent, "create_payment", "b0b1c2d3-e4f5-6789-abcd-ef0123456789", nil))
+	export := b.export()
+	version := document[struct{ Version string }](t, "workflows", "validate", file).Version
+	want := strings.Replace(blocks(t, "workflows.md", "text")[2], "7c9e6679-7425-40de-944b-e07fc1f90ae7", search.ID, 1)
+	if out := says(t, progress(export)...); out != want {
+		t.Errorf("got\n%s\nwant\n%s", out, want)
+	}
+
+	// The gateway settles the doubt, and the last one can begin. Nobody else's outcome counts.
+	b.record(eventOf(t, guard, "book_flight", someWID, outcome("k2", "completed"), flight.ID, flightClaim.ID), eventOf(t, guard, "reserve", someWID, outcome("k3", "completed"), hotel.ID),
+		claim("k4")) // a call under way without a token says of no node
+	export = b.export()
+	if doc := document[progressDocument](t, progress(export, "--gateway", "spiffe://example.com/other")...); !doc.Nodes[3].Ready {
+		t.Errorf("%+v", doc)
+	}
+	others := []string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key, "--workflow", someWID, "--gateway", "spiffe://example.com/other"}
+	if doc := document[progressDocument](t, others...); doc.Nodes[1].State != "running" || doc.Nodes[3].Ready {
+		t.Errorf("%+v", doc)
+	}
+	doc := document[progressDocument](t, progress(export)...)
+	if !doc.Nodes[3].Ready || len(doc.Nodes[3].Holds) > 0 || doc.PlanID != "trip" || doc.Version != version || doc.Workflow != someWID || len(doc.Others) != 2 {
+		t.Errorf("%+v", doc)
+	}
+
+	// What does not hold is not shown.
+	text, err := os.ReadFile(export)
+	if err != nil {
+		t.Fatal(err)
+	}
+	refuses(t, "DOES NOT HOLD", progress(put(t, "altered", string(text[:len(text)-40])))...)
+	refuses(t, "has nothing of the workflow nobody", progress(export, "--workflow", "nobody")...)
+	refuses(t, "give a file with a plan and one with an export; there are 1", "workflows", "progress", file)
+	refuses(t, `required flag(s) "gateway"`, "workflows", "progress", file, export, "--key", b.ledger.Key, "--workflow", "w")
 }

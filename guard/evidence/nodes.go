@@ -206,7 +206,7 @@ func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view roll
 		}
 	}
 	var entries []ledger.Entry
-	records := recordsOf
+	records := RecordsOf
 	switch {
 	case e.Workflow == "":
 		entries, err = rec.entriesOfLone(ctx, e)

@@ -91,8 +91,9 @@ func priorityOf(ext ect.Ext) string {
 	return constraints.Priority
 }
 
-// recordsOf are the records of a whole workflow.
-func recordsOf(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workflow.Record {
+// RecordsOf are the records of a whole workflow, in the order of its entries. own says of an entry that
+// the gateway issued it.
+func RecordsOf(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workflow.Record {
 	records := make([]workflow.Record, 0, len(entries))
 	at := make(map[string]*ledger.Entry, len(entries))
 	for i := range entries {

@@ -41,8 +41,9 @@ type Descriptor struct {
 	// Warnings are what is legal, and probably not meant.
 	Warnings []Problem
 
-	index map[string]int // id -> place in Nodes
-	order []int          // the places in topological order
+	index  map[string]int   // id -> place in Nodes
+	labels map[string][]int // label -> places
+	order  []int            // the places in topological order
 }
 
 // Node is a task.
@@ -270,16 +271,16 @@ func appendWhole(b []byte, name string, value int64) []byte {
 	return strconv.AppendInt(appendName(b, name), value, 10)
 }
 
-// warn finds labels by which a call does not name one node.
+// warn indexes the labels, and finds those by which a call does not name one node.
 func (d *Descriptor) warn() {
-	by := make(map[string][]int, len(d.Nodes)) // label -> its nodes
+	d.labels = make(map[string][]int, len(d.Nodes))
 	var shared []string
 	for i := range d.Nodes {
 		label := d.Nodes[i].Label
 		if label == "" {
 			continue
 		}
-		if by[label] = append(by[label], i); len(by[label]) == 2 {
+		if d.labels[label] = append(d.labels[label], i); len(d.labels[label]) == 2 {
 			shared = append(shared, label)
 		}
 		if other, ok := d.index[label]; ok && other != i {
@@ -291,7 +292,7 @@ func (d *Descriptor) warn() {
 		if _, ok := d.index[label]; ok {
 			continue
 		}
-		nodes := by[label]
+		nodes := d.labels[label]
 		d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[nodes[0]].ID, Member: "label",
 			Text: fmt.Sprintf("%q is the label of %d nodes, such as %s: their calls have to name the node", label, len(nodes), d.Nodes[nodes[1]].ID)})
 	}

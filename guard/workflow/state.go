@@ -532,12 +532,11 @@ func (g *Graph) Summary() Summary {
 		if node.Event == ect.EventWorkflowComplete && !node.Stranger && g.seq[i] > last {
 			last, s.Stated = g.seq[i], node.Status
 		}
-		if !g.counts(i) {
-			continue
-		}
+	}
+	for _, i := range g.Tasks() {
 		total++
-		s.Tasks[node.State]++
-		lost = lost || node.State == Failed && !g.reversible(i)
+		s.Tasks[g.nodes[i].State]++
+		lost = lost || g.nodes[i].State == Failed && !g.reversible(i)
 	}
 	n := s.Tasks
 	switch {
@@ -554,6 +553,12 @@ func (g *Graph) Summary() Summary {
 		s.Status = statusSuccess
 	}
 	return s
+}
+
+// Tasks are the places of the tasks, in topological order. A guarded call is one task, however many
+// tokens record it, and a checkpoint without a task stands for one.
+func (g *Graph) Tasks() []int {
+	return slices.DeleteFunc(from(0, len(g.nodes)), func(i int) bool { return !g.counts(i) })
 }
 
 func (g *Graph) counts(i int) bool {

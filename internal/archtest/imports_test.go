@@ -28,7 +28,7 @@ var layers = []layer{
 	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/protocol!", may: []string{"guard/fingerprint!"}},
 	{part: "guard/drawing!", bare: true},
-	{part: "guard/plan!", may: []string{"breaker", "internal/strictjson"}, bare: true},
+	{part: "guard/plan!", may: []string{"guard/workflow!", "breaker", "internal/strictjson"}, tests: []string{"ect"}, bare: true},
 	{part: "guard/store!"},
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
