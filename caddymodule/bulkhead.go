@@ -3,6 +3,8 @@ package caddymodule
 import (
 	"errors"
 	"fmt"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -46,13 +48,35 @@ type Bulkhead struct {
 	// Bytes of request bodies that one workflow may have under way, where their length is known. A
 	// single call may have more. Above it they get 429 `quota-exceeded`. Default: no limit.
 	Bytes int64 `json:"bytes,omitempty"`
+
+	// Memory for the bodies of one workflow's guarded requests and their answers, in bytes, within
+	// `body_memory`. As there, the first 4 KiB of each body do not count, and what finds no room goes to a
+	// temporary file. Default: no limit.
+	Memory int64 `json:"memory,omitempty"`
+
+	// For how long the calls of one workflow together may keep the upstream busy in each `time_window`, on
+	// average and at once, from their admission until their answers have ended. Calls that have begun go
+	// on. Above it new ones get 429 `quota-exceeded`. Default: no limit.
+	Time caddy.Duration `json:"time,omitempty"`
+
+	// The window of `time`, from 1s to 24h. Default: 1m.
+	TimeWindow caddy.Duration `json:"time_window,omitempty"`
+
+	// Retries that one workflow may send, in percent of its first calls, over 10 s; -1 for any number. A
+	// retry is a call that would be sent again, or that says so in one of the `retry_headers`. Above it
+	// retries get 429 `quota-exceeded`, and their keys stay free. Default: 20.
+	Retries int `json:"retries,omitempty"`
+
+	// Retries in a second that one workflow may send in any case, over 10 s; -1 for none. Default: 10.
+	RetryFloor int `json:"retry_floor,omitempty"`
 }
 
 // settings returns the limits, with the defaults.
 func (b *Bulkhead) settings() (bulkhead.Settings, error) {
 	return bulkhead.Settings{
 		Total: b.Total, PerWorkflow: b.PerWorkflow, Queue: b.Queue, Wait: time.Duration(b.Wait), Starve: time.Duration(b.Starve),
-		Rate: b.Rate, Bytes: b.Bytes,
+		Rate: b.Rate, Bytes: b.Bytes, Memory: b.Memory, Time: time.Duration(b.Time), TimeWindow: time.Duration(b.TimeWindow),
+		Retries: b.Retries, RetryFloor: b.RetryFloor,
 	}.Check()
 }
 
@@ -93,7 +117,7 @@ func parseBulkhead(d *caddyfile.Dispenser, h *Handler) error {
 		return err
 	}
 	if len(at) == 1 {
-		return errors.New("it says nothing; give total, per_workflow, queue, wait, starve, rate or bytes, or `off`")
+		return errors.New("it says nothing; give total, per_workflow, queue, wait, starve, rate, bytes, memory, time, time_window, retries or retry_floor, or `off`")
 	}
 	return h.Bulkhead.validate()
 }
@@ -109,7 +133,34 @@ func bulkheadOptions() options[*Bulkhead] {
 		"starve": {usage: "starve <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Starve) }},
 		"rate":   {usage: "rate <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Rate) }},
 		"bytes":  {usage: "bytes <size>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseSize(d, &b.Bytes) }},
+		"memory": {usage: "memory <size>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseSize(d, &b.Memory) }},
+		"time":   {usage: "time <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Time) }},
+		"time_window": {usage: "time_window <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
+			return parseDuration(d, &b.TimeWindow)
+		}},
+		"retries": {usage: "retries <percent>% | off", parse: parseRetries},
+		"retry_floor": {usage: "retry_floor <number> | off", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
+			return parseCountOrOff(d, &b.RetryFloor)
+		}},
 	}
+}
+
+// parseRetries parses a part of the calls, or `off` for no limit.
+func parseRetries(d *caddyfile.Dispenser, b *Bulkhead) error {
+	if !d.NextArg() {
+		return errSyntax
+	}
+	if d.Val() == "off" {
+		b.Retries = unbounded
+		return nil
+	}
+	number, percent := strings.CutSuffix(d.Val(), "%")
+	n, err := strconv.Atoi(number)
+	if err != nil || !percent || n < 1 || n > 100 {
+		return fmt.Errorf("%q is no part of the calls (like 20%%); it must be from 1%% to 100%%, or `off`", d.Val())
+	}
+	b.Retries = n
+	return nil
 }
 
 // checkPriority refuses what is neither a class nor has a placeholder.

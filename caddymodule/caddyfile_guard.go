@@ -49,6 +49,11 @@ import (
 //			starve       <duration>
 //			rate         <number>
 //			bytes        <size>
+//			memory       <size>
+//			time         <duration>
+//			time_window  <duration>
+//			retries      <percent>% | off
+//			retry_floor  <number> | off
 //		}
 //		fingerprint_exclude <json pointers...>
 //		max_body            <size>

@@ -269,6 +269,10 @@ func (s sink) bulkhead(guard string, now bulkhead.Status) {
 	s.count(bulkheadWaits, now.Counts.Waits, guard)
 	s.send(bulkheadWaited, prometheus.CounterValue, now.Counts.Waited.Seconds(), []string{guard})
 	s.count(bulkheadLeft, now.Counts.Left, guard)
+	s.send(bulkheadHeld, prometheus.CounterValue, now.Counts.Held.Seconds(), []string{guard})
+	s.count(bulkheadRetries, now.Counts.Retries, guard)
+	s.gauge(bulkheadMemory, float64(now.Memory), guard)
+	s.count(bulkheadSpooled, now.Counts.Spooled, guard)
 	for reason, n := range now.Counts.Refused {
 		s.count(bulkheadRefused, n, guard, bulkhead.Reason(reason).String())
 	}
@@ -404,6 +408,10 @@ var (
 	bulkheadWaits     = family("bulkhead_waits_total", counter, "Calls that had to wait for a permit of the bulkhead.", "guard")
 	bulkheadWaited    = family("bulkhead_wait_seconds_total", counter, "Time that calls waited which then got a permit of the bulkhead.", "guard")
 	bulkheadLeft      = family("bulkhead_left_total", counter, "Calls whose clients left while they waited for a permit of the bulkhead.", "guard")
+	bulkheadHeld      = family("bulkhead_held_seconds_total", counter, "Time for which calls held permits of the bulkhead that they have returned.", "guard")
+	bulkheadRetries   = family("bulkhead_retries_total", counter, "Retries that were sent within the retry budgets of their workflows.", "guard")
+	bulkheadMemory    = family("bulkhead_memory_bytes", gauge, "Memory of bodies that counts against the memory of a workflow, beyond the first 4 KiB of each.", "guard")
+	bulkheadSpooled   = family("bulkhead_spooled_total", counter, "Bodies that went to a file because their workflow had no memory left.", "guard")
 	bulkheadRefused   = family("bulkhead_refused_total", counter, "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
 
 	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
@@ -434,7 +442,8 @@ var families = []*Family{
 	inDoubt, inDoubtOldest, recovered,
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
-	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
+	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft,
+	bulkheadHeld, bulkheadRetries, bulkheadMemory, bulkheadSpooled, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
 	escalations, deliveries,

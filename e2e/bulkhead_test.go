@@ -284,7 +284,8 @@ func TestBulkheadPermitsComeBack(t *testing.T) {
 	free("a client that left the queue")
 }
 
-// What a workflow may make in a second, and have under way.
+// What a workflow may make in a second, have under way and in memory, and how long it may keep the
+// upstream busy.
 func TestBulkheadQuotas(t *testing.T) {
 	u, hold := newUpstream(t), newGate(t)
 	u.on("/held", func(w http.ResponseWriter, a *arrival) {
@@ -318,4 +319,83 @@ func TestBulkheadQuotas(t *testing.T) {
 		t.Error("twenty calls at once are within one a second")
 	}
 	u.arrived("/quick", 20-refused)
+
+	g.reload(shared(u, "memory 64KiB", ""))
+	again := newGate(t)
+	u.on("/large", func(w http.ResponseWriter, a *arrival) {
+		again.pass()
+		status(201, strconv.Itoa(strings.Count(a.body, "x")))(w, a)
+	})
+	var calls []*pending
+	for i := range 2 {
+		r := ofWorkflow("w", fmt.Sprint("large", i))
+		r.path, r.body = "/large", strings.Repeat("x", 100_000)
+		calls = append(calls, g.begin(r))
+	}
+	eventually(t, "both are at the upstream", func() bool { return u.arrivals("/large") == 2 })
+	if bytes, spooled := g.bulkhead("memory_bytes"), g.bulkhead("spooled_total"); bytes != 64<<10 || spooled == 0 {
+		t.Errorf("bodies of 200 kB hold %d bytes of memory, and %d went to files", bytes, spooled)
+	}
+	again.open()
+	for _, p := range calls {
+		p.answer().want(t, 201, "100000", "executed")
+	}
+
+	g.reload(shared(u, "time 1ms\ntime_window 24h", ""))
+	for i := 0; ; i++ {
+		r := ofWorkflow("busy", fmt.Sprint("busy", i))
+		r.path = "/busy"
+		got := g.call(r)
+		if got.status == 429 && i > 0 {
+			got.retryable(t, 429, "quota-exceeded")
+			break
+		}
+		if got.want(t, 201, fmt.Sprint("arrival ", i+1), "executed"); i > 10_000 {
+			t.Fatal("so many calls take less than a millisecond")
+		}
+	}
+}
+
+// Agents whose calls have failed and who all come back at once send a fifth of them again. Whoever is
+// refused was not sent, and its key is free.
+func TestRetryBudget(t *testing.T) {
+	u := newUpstream(t)
+	u.on("/down", func(w http.ResponseWriter, a *arrival) { w.WriteHeader(429) })
+	g := launch(t, setup{site: shared(u, "retries 20%\nretry_floor off", ""), badger: true})
+	call := func(id string) reply {
+		r := ofWorkflow("w", id)
+		r.path = "/down"
+		return g.call(r)
+	}
+	for i := range 20 {
+		call(fmt.Sprint(i)).want(t, 429, "", "executed")
+	}
+	sent := 0
+	var refused []string
+	for i := range 20 {
+		got := call(fmt.Sprint(i))
+		if got.header.Get("Execution-Status") == "executed" {
+			sent++
+			continue
+		}
+		if doc := got.retryable(t, 429, "quota-exceeded"); !*doc.SafeNewKey || doc.ExecutionID != fmt.Sprint(i) || doc.State != "" {
+			t.Errorf("%+v", doc)
+		}
+		refused = append(refused, fmt.Sprint(i))
+	}
+	if sent != 4 {
+		t.Errorf("%d retries of 20 calls were sent, want 4", sent)
+	}
+	u.arrived("/down", 24)
+	u.on("/down", status(201, "done"))
+	g.reload(shared(u, "retries off", ""))
+	for _, id := range refused {
+		call(id).want(t, 201, "done", "executed")
+	}
+	for _, id := range refused {
+		call(id).want(t, 201, "done", "replayed")
+	}
+	if n := g.bulkhead("retries_total"); n != 4 {
+		t.Errorf("%d retries are counted, want 4", n)
+	}
 }

@@ -3,6 +3,7 @@ package guard
 import (
 	"cmp"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"hash/maphash"
@@ -16,8 +17,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 )
 
 // memberPriority is the class that a caller's token asks for (ATD, "Priority Levels").
@@ -68,9 +71,35 @@ func classOf(h *Handler, r *http.Request, configured string, tokens []*ect.Token
 	return c
 }
 
+// boundMemory has the bodies of the call share the memory of its workflow. One that was read before anybody
+// knew the workflow is read again.
+func boundMemory(x *Call) error {
+	if IsUndo(x.r.Context()) {
+		return nil
+	}
+	pool, tokens := x.h.Bulkhead, &x.evidence.tokens
+	stated, err := workflow(x.r, x.message, tokens)
+	if err != nil {
+		return err
+	}
+	s := sharer(x.h, x.r, tokens.Issuer(), tokens.proven(), stated)
+	x.call.Memory = x.executions.BodyMemory().Within(func(bytes int64) bool { return pool.Hold(s, bytes) })
+	if !x.read {
+		return nil
+	}
+	read, first := x.body, x.body.NewReader()
+	defer read.Close()
+	defer first.Close()
+	x.body = spool.New(spool.Options{Limit: x.h.MaxBody, Budget: x.call.Memory})
+	if _, err := x.body.ReadFrom(first); err != nil {
+		return x.unreadBody(err)
+	}
+	return nil
+}
+
 // permitted waits for a permit to send the call. Undos have their own lane: what a failed workflow
-// holds must not keep them waiting.
-func permitted(x *Call) error {
+// holds must not keep them waiting. found is what is recorded of the call.
+func permitted(x *Call, found execution.Finding) error {
 	h := x.h
 	if h.Bulkhead == nil || IsUndo(x.r.Context()) {
 		return nil
@@ -80,6 +109,8 @@ func permitted(x *Call) error {
 		Sharer: sharer(h, x.r, tokens.Issuer(), tokens.proven(), x.call.Workflow),
 		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, VerifiedHere(caller)),
 		Bytes:  x.body.Size(),
+		Key:    retryKey(x.call.Key),
+		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header, h.RetryHeaders) > 0,
 	}
 	c.Unserved = func() { unserved(x, c.Class) }
 	begun := time.Time{}
@@ -103,6 +134,16 @@ func permitted(x *Call) error {
 	return nil
 }
 
+// retryKey names a call and its retries for the retry budget of its workflow.
+func retryKey(k execution.Key) uint64 { return binary.BigEndian.Uint64(k[:]) }
+
+// failed notes a forwarded call whose key is about to be free again: its next attempt is a retry.
+func failed(x *Call, o execution.Outcome) {
+	if x.h.Bulkhead != nil && o.Verdict == execution.Released {
+		x.h.Bulkhead.Failed(retryKey(x.call.Key))
+	}
+}
+
 // permitUnguarded is permitted for a request that is not guarded, the message m or none. The permit
 // must be released. What the holder of a permit may wait for needs none.
 func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit bulkhead.Permit, err error) {
@@ -110,7 +151,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 		return permit, nil
 	}
 	tokens := h.verifiedBefore(r)
-	stated, err := workflow(r, new(Tokens))
+	stated, err := workflow(r, m, new(Tokens))
 	if err != nil {
 		stated = "" // an upstream may read it
 	}
@@ -118,6 +159,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 		Sharer: sharer(h, r, tokens.Issuer(), tokens.proven(), stated),
 		Class:  classOf(h, r, h.Priority, tokens.Own, tokens.Issuer() != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
 		Bytes:  max(r.ContentLength, 0),
+		Retry:  retryCount(r.Header, h.RetryHeaders) > 0,
 	}
 	if left, said := callersTime(r.Header, h.DeadlineHeader); said {
 		c.Deadline = time.Now().Add(left)
@@ -130,6 +172,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	if err != nil {
 		return permit, noPermit(err)
 	}
+	permit.Sent()
 	return permit, nil
 }
 
@@ -140,7 +183,7 @@ func noPermit(err error) *api.Problem {
 		panic(fmt.Sprintf("agent_guard: a bulkhead refused with %v", err))
 	}
 	kind := api.BulkheadFull
-	if full.Reason == bulkhead.OverRate || full.Reason == bulkhead.OverBytes {
+	if full.Reason >= bulkhead.OverRate {
 		kind = api.QuotaExceeded
 	}
 	p := api.NewProblem(kind, noPermits[full.Reason])
@@ -154,6 +197,8 @@ var noPermits = map[bulkhead.Reason]string{
 	bulkhead.TooLate:       "The upstream is busy, and the call would not be in time. Nothing was forwarded.",
 	bulkhead.OverRate:      "The workflow makes more calls a second than it may. Nothing was forwarded.",
 	bulkhead.OverBytes:     "The workflow has more bytes of requests under way than it may. Nothing was forwarded.",
+	bulkhead.OverTime:      "The calls of the workflow have kept the upstream busy for longer than they may. Nothing was forwarded.",
+	bulkhead.OverRetries:   "The workflow sends more retries than it may for the calls that it makes. Nothing was forwarded.",
 }
 
 // maxUnserved is how many escalations may wait for people because of one caller's calls that wait.

@@ -3,6 +3,7 @@ package guard_test
 import (
 	"context"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -374,4 +375,233 @@ func TestBulkheadLetsPassWhatCallsWaitFor(t *testing.T) {
 			})
 		})
 	}
+}
+
+// refuses says that every call is refused, so that its key is free again.
+func refuses(_ int64, w http.ResponseWriter, _ *http.Request) {
+	w.WriteHeader(http.StatusTooManyRequests)
+}
+
+// Of calls that all failed and are all retried, a fifth is sent again. The others leave their keys free and
+// are sent once there is room. What is answered from the record, attaches or comes first is no retry.
+func TestRetryBudgetOfAWorkflow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		upstream := refuses
+		b := newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) { upstream(n, w, r) })
+		p := b.withBulkhead(bulkhead.Settings{RetryFloor: -1})
+		for i := range 10 {
+			b.do(b.of("w", fmt.Sprint(i)), "429 executed")
+		}
+		b.do(b.of("w", "0"), "429 executed")
+		b.do(b.of("w", "1"), "429 executed")
+		w := httptest.NewRecorder()
+		b.serve(w, b.of("w", "2"))
+		if body := w.Body.String(); w.Code != 429 || w.Header().Get("Execution-Status") != "refused" || w.Header().Get("Retry-After") == "" ||
+			!strings.Contains(body, `/problems/quota-exceeded"`) || !strings.Contains(body, `"reason":"over_retries"`) ||
+			!strings.Contains(body, `"safe_new_key":true`) || !strings.Contains(body, `"execution_id":"2"`) {
+			t.Errorf("%d %v %s", w.Code, w.Header(), body)
+		}
+		b.was(12)
+		upstream = slowly
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("w", "first"), "200 executed charge 13") }) // no retry
+		synctest.Wait()
+		all.Go(func() { b.do(b.of("w", "first"), "200 attached charge 13") })
+		undo := b.of("w", "3")
+		all.Go(func() { b.do(undo.WithContext(guard.WithUndo(undo.Context())), "200 executed charge 14") })
+		all.Wait()
+		for range 20 {
+			b.do(b.of("w", "first"), "200 replayed charge 13")
+		}
+		upstream = charge
+		<-time.After(10 * time.Second) // none is recent
+		b.do(b.of("w", "2"), "429 refused")
+		for i := range 5 {
+			r := b.of("w", "")
+			r.Method = http.MethodGet
+			b.do(r, fmt.Sprintf("200  charge %d", 15+i))
+		}
+		b.do(b.of("w", "2"), "200 executed charge 20")
+		b.returned(p)
+		if n := p.Status().Counts.Retries; n != 3 {
+			t.Errorf("%d retries were sent, want 3", n)
+		}
+	})
+}
+
+// A call that says that it is a retry is one, also if it is not guarded. What strangers say of a workflow
+// takes nothing from another caller's.
+func TestRetryBudgetOfWhoSaysSo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, charge)
+		p := b.withBulkhead(bulkhead.Settings{RetryFloor: -1})
+		get := func(fields ...string) *http.Request {
+			r := b.of("w", "", fields...)
+			r.Method, r.Body = http.MethodGet, http.NoBody
+			return r
+		}
+		for i := range 5 {
+			b.do(get("X-Stainless-Retry-Count", "0"), fmt.Sprintf("200  charge %d", i+1))
+		}
+		stranger := get("Amz-Sdk-Request", "attempt=2; max=3")
+		stranger.Header.Set("Authorization", "Bearer stranger")
+		b.do(stranger, "429 refused")
+		b.do(get("X-Stainless-Retry-Count", "1"), "200  charge 6")
+		b.do(get("X-Stainless-Retry-Count", "1"), "429 refused")
+		b.do(b.of("w", "k", "X-Stainless-Retry-Count", "2"), "429 refused")
+		b.do(b.of("w", "k"), "200 executed charge 7")
+		b.was(7)
+		b.returned(p)
+	})
+}
+
+// A call in doubt that would be sent again is a retry. Refused, it is in doubt as before (P6).
+func TestRetryBudgetOfDoubts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
+			if n == 1 {
+				w.WriteHeader(http.StatusBadGateway)
+				return
+			}
+			charge(n, w, nil)
+		})
+		b.config.Actions = []*guard.Action{{OnUnknown: guard.OnUnknownRetry}}
+		p := b.withBulkhead(bulkhead.Settings{RetryFloor: -1})
+		b.do(b.of("w", "1"), "502 in_doubt")
+		w := httptest.NewRecorder()
+		b.serve(w, b.of("w", "1"))
+		if body := w.Body.String(); w.Code != 429 || !strings.Contains(body, `"reason":"over_retries"`) ||
+			!strings.Contains(body, `"state":"in_doubt"`) || !strings.Contains(body, `"safe_new_key":false`) {
+			t.Errorf("%d %s", w.Code, body)
+		}
+		for i := range 4 {
+			b.do(b.of("w", fmt.Sprint("more", i)), fmt.Sprintf("200 executed charge %d", i+2))
+		}
+		b.do(b.of("w", "1"), "200 executed charge 6")
+		b.returned(p)
+	})
+}
+
+// A call that was released comes back a thousand times at once: it is one retry, and the others attach.
+func TestRetryBudgetOfOneKey(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, func(n int64, w http.ResponseWriter, r *http.Request) {
+			if n == 1 {
+				refuses(n, w, r)
+				return
+			}
+			slowly(n, w, r)
+		})
+		p := b.withBulkhead(bulkhead.Settings{RetryFloor: 1})
+		b.do(b.of("w", "1"), "429 executed")
+		var all sync.WaitGroup
+		for range 1000 {
+			all.Go(func() {
+				w := httptest.NewRecorder()
+				b.serve(w, b.of("w", "1"))
+				if w.Code != 200 || w.Body.String() != "charge 2" {
+					t.Errorf("%d %s", w.Code, w.Body)
+				}
+			})
+		}
+		all.Wait()
+		b.was(2)
+		b.returned(p)
+		if n := p.Status().Counts.Retries; n != 1 {
+			t.Errorf("%d retries were sent, want 1", n)
+		}
+	})
+}
+
+// The calls of a workflow keep the upstream busy for as long as they may.
+func TestBulkheadTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		p := b.withBulkhead(bulkhead.Settings{Time: 15 * time.Second})
+		b.do(b.of("w", "1"), "200 executed charge 1")
+		b.do(b.of("w", "2"), "200 executed charge 2") // begun with 10 of 15 s
+		w := httptest.NewRecorder()
+		b.serve(w, b.of("w", "3"))
+		if body := w.Body.String(); w.Code != 429 || !strings.Contains(body, `/problems/quota-exceeded"`) || !strings.Contains(body, `"reason":"over_time"`) {
+			t.Errorf("%d %s", w.Code, body)
+		}
+		b.do(b.of("w", "1"), "200 replayed charge 1")
+		b.do(b.of("v", "other"), "200 executed charge 3")
+		retry, err := time.ParseDuration(w.Header().Get("Retry-After") + "s")
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-time.After(retry)
+		b.do(b.of("w", "3"), "200 executed charge 4")
+		b.returned(p)
+	})
+}
+
+// The bodies of a workflow's calls take the memory that it may have, and go to files beyond that.
+func TestBulkheadMemory(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		large := strings.Repeat("x", 200<<10)
+		hold := make(chan struct{})
+		b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+			body, err := io.ReadAll(r.Body)
+			if err != nil || string(body) != large {
+				t.Errorf("%d bytes came, %v", len(body), err)
+			}
+			_, _ = io.WriteString(w, large)
+			<-hold
+		})
+		p := b.withBulkhead(bulkhead.Settings{Memory: 128 << 10})
+		call := func(workflow, id string) *http.Request {
+			r := b.of(workflow, id)
+			r.Body, r.ContentLength = io.NopCloser(strings.NewReader(large)), int64(len(large))
+			return r
+		}
+		var all sync.WaitGroup
+		for i := range 5 {
+			all.Go(func() { b.do(call("w", fmt.Sprint(i)), "200 executed "+large) })
+		}
+		all.Go(func() { b.do(call("v", "other"), "200 executed "+large) })
+		synctest.Wait()
+		if s := p.Status(); s.Memory != 256<<10 || s.Counts.Spooled == 0 {
+			t.Errorf("bodies of two workflows hold %d bytes, want 128 KiB each; %d were spooled", s.Memory, s.Counts.Spooled)
+		}
+		all.Go(func() { b.do(call("w", "0"), "200 attached "+large) }) // holds its body, too
+		synctest.Wait()
+		if n := b.engine.Executions.BodyMemory().Used(); n != 256<<10 {
+			t.Errorf("%d bytes are in use, want no more", n)
+		}
+		close(hold)
+		all.Wait()
+		b.do(call("w", "0"), "200 replayed "+large)
+		if n, all := p.Status().Memory, b.engine.Executions.BodyMemory().Used(); n != 0 || all != 0 {
+			t.Errorf("%d bytes stay in use, and %d of all", n, all)
+		}
+		b.returned(p)
+	})
+}
+
+// The body of an agent's message was read before anybody could know its workflow, and counts all the same.
+func TestBulkheadMemoryOfMessages(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := newAgents(t)
+		p := a.withBulkhead(bulkhead.Settings{Memory: 64 << 10})
+		call := func(id string) *http.Request {
+			return a.message("ada", `{"jsonrpc":"2.0","id":`+id+`,"method":"tools/call","params":{"name":"pay","arguments":{"note":"`+strings.Repeat("x", 100<<10)+`"}}}`)
+		}
+		first, second := a.begin(call("3")), a.begin(call("4"))
+		synctest.Wait()
+		if s, used := p.Status(), a.engine.Executions.BodyMemory().Used(); s.Memory != 64<<10 || used != s.Memory {
+			t.Errorf("bodies hold %d bytes of their workflow, and %d in all, want 64 KiB", s.Memory, used)
+		}
+		close(a.hold)
+		synctest.Wait()
+		for id, w := range map[string]*httptest.ResponseRecorder{"3": first, "4": second} {
+			if !strings.Contains(w.Body.String(), `"id":`+id+`,"result"`) {
+				t.Errorf("%s: %d %s", id, w.Code, w.Body)
+			}
+		}
+		if n := p.Status().Memory; n != 0 {
+			t.Errorf("%d bytes stay in use", n)
+		}
+	})
 }

@@ -311,6 +311,11 @@ func (x *Call) prepare() error {
 	if err != nil {
 		return err
 	}
+	if b := x.h.Bulkhead; b != nil && b.BoundsMemory() {
+		if err := boundMemory(x); err != nil {
+			return err
+		}
+	}
 	fp, err := x.fingerprint() // 2
 	if err != nil {
 		return err
@@ -381,12 +386,9 @@ func (x *Call) fingerprint() (execution.Fingerprint, error) {
 // describe names the call: its workflow, its execution id and its key.
 func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action
-	work, err := workflow(x.r, tokens)
+	work, err := workflow(x.r, x.message, tokens)
 	if err != nil {
 		return execution.Call{}, err
-	}
-	if work == "" && x.message != nil {
-		work = traceID(x.message.Trace)
 	}
 	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{
@@ -401,6 +403,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		KeepKey:     policy.RetainKey,
 		ResultCap:   policy.MaxResult,
 		Quota:       x.h.Quota,
+		Memory:      x.call.Memory,
 	}
 	id, err := x.statedID()
 	if errors.Is(err, errNoID) {
@@ -698,7 +701,7 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 			return nil, err
 		}
 	}
-	if err := permitted(x); err != nil {
+	if err := permitted(x, found); err != nil {
 		return nil, err
 	}
 	if err := x.planUndo(found); err != nil {
@@ -922,6 +925,7 @@ func (x *Call) execute(e *execution.Execution) error {
 		ended = true
 		return x.unproven(e, err)
 	}
+	x.permit.Sent()
 	f = x.forward(e)
 	x.capture.participant = f.rec.Checkpoint()
 	byHTTP := x.judge(&f)
@@ -931,6 +935,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	}
 	x.permit.Release() // the upstream has done its part
 	x.clock.stop()     // readers have all the time that they need
+	failed(x, outcome)
 	if x.heard != nil && outcome.Verdict == execution.InDoubt {
 		outcome.Task = x.heard.End().Task
 	}

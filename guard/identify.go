@@ -157,7 +157,7 @@ func unstable(authorization []string) bool {
 // workflow is the id of the call's workflow: that of a verified token, else Workflow-Id, else the
 // trace id of traceparent, else empty. An invalid Workflow-Id is refused: a call must not silently
 // leave its workflow, with its rollbacks, locks and limits.
-func workflow(r *http.Request, tokens *Tokens) (string, error) {
+func workflow(r *http.Request, m *protocol.Message, tokens *Tokens) (string, error) {
 	if id := tokens.workflow(); id != "" {
 		return id, nil
 	}
@@ -166,7 +166,11 @@ func workflow(r *http.Request, tokens *Tokens) (string, error) {
 	case len(lines) > 1:
 		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Id was sent more than once; send exactly one line, with one id.")
 	case len(lines) == 0 || lines[0] == "":
-		return traceID(r.Header.Get("Traceparent")), nil
+		id := traceID(r.Header.Get("Traceparent"))
+		if id == "" && m != nil {
+			id = traceID(m.Trace)
+		}
+		return id, nil
 	case len(lines[0]) > execution.MaxID:
 		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Id is too long; send 1 to 255 visible ASCII characters.")
 	case execution.CheckID(lines[0]) != nil:
@@ -629,8 +633,8 @@ func (x *Call) readBody(wanted func(start []byte) bool) error {
 	case x.r.ContentLength > limit:
 		return tooLarge(limit)
 	}
-	options := spool.Options{Limit: limit}
-	if x.executions != nil { // nil for an unguarded request, which opens no engine
+	options := spool.Options{Limit: limit, Budget: x.call.Memory}
+	if x.executions != nil && options.Budget == nil { // nil for an unguarded request, which opens no engine
 		options.Budget = x.executions.BodyMemory()
 	}
 	x.body = spool.New(options)

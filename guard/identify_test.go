@@ -180,7 +180,7 @@ func TestWorkflow(t *testing.T) {
 		{"no flags", []string{"Traceparent", "00-" + trace + "-00f067aa0ba902b7"}, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if got, err := workflow(request("POST", "/", c.fields...), new(Tokens)); got != c.want || err != nil {
+			if got, err := workflow(request("POST", "/", c.fields...), nil, new(Tokens)); got != c.want || err != nil {
 				t.Errorf("workflow %q, want %q (%v)", got, c.want, err)
 			}
 		})
@@ -189,7 +189,7 @@ func TestWorkflow(t *testing.T) {
 	for _, lines := range [][]string{{"order 7"}, {strings.Repeat("w", 256)}, {"pedido-ñ"}, {"a", "b"}} {
 		r := request("POST", "/")
 		r.Header["Workflow-Id"] = lines
-		_, err := workflow(r, new(Tokens))
+		_, err := workflow(r, nil, new(Tokens))
 		var p *api.Problem
 		if !errors.As(err, &p) || p.Kind() != api.WorkflowIDInvalid || p.Kind().SafeNewKey {
 			t.Errorf("%q: %v", lines, err)

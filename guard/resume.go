@@ -178,6 +178,7 @@ func settleResumed(x *Call, e *execution.Execution, byHTTP execution.Outcome, an
 	}()
 	o := outcomeResumed(x, byHTTP, answer)
 	x.clock.stop()
+	failed(x, o)
 	settled = true
 	err := x.settle(e, o, x.rec.Header())
 	x.countEnd(o, err)

@@ -19,6 +19,7 @@ import (
 	"fmt"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -69,6 +70,15 @@ type Settings struct {
 	// Bytes is how many bytes of request bodies one workflow may have in calls that hold a permit or
 	// wait. A single call may have more. 0 is any number.
 	Bytes int64
+	// Memory is how many bytes Pool.Hold counts for one workflow; 0 is any number.
+	Memory int64
+	// Time is for how long the calls of one workflow together may hold permits in each TimeWindow, on
+	// average and at once; 0 is any time. TimeWindow is from 1 s to 24 h; by default 1 min.
+	Time, TimeWindow time.Duration
+	// Retries is how many retries one workflow may send for a hundred first calls, from 1 to 100, over the
+	// last 10 s; by default 20, any number if negative. RetryFloor is how many in a second it may send in
+	// any case; by default 10, none if negative.
+	Retries, RetryFloor int
 }
 
 // Check fills in the defaults and checks the ranges. The error names the option that is out of its
@@ -79,6 +89,9 @@ func (s Settings) Check() (Settings, error) {
 	s.Queue = cmp.Or(s.Queue, 1024)
 	s.Wait = cmp.Or(s.Wait, 30*time.Second)
 	s.Starve = cmp.Or(s.Starve, 300*time.Second)
+	s.TimeWindow = cmp.Or(s.TimeWindow, time.Minute)
+	s.Retries = cmp.Or(s.Retries, 20)
+	s.RetryFloor = cmp.Or(s.RetryFloor, 10)
 	switch {
 	case s.Total < 1 || s.Total > maxPermits:
 		return s, fmt.Errorf("total is %d; it must be from 1 to %d", s.Total, maxPermits)
@@ -94,13 +107,24 @@ func (s Settings) Check() (Settings, error) {
 		return s, fmt.Errorf("rate is %d; it must be from 1 to %d calls a second, or 0 for any number", s.Rate, maxPermits)
 	case s.Bytes < 0:
 		return s, fmt.Errorf("bytes is %d; it must be over 0, or 0 for any number", s.Bytes)
+	case s.Memory < 0:
+		return s, fmt.Errorf("memory is %d; it must be over 0, or 0 for any number", s.Memory)
+	case s.Time < 0 || s.Time > maxTime:
+		return s, fmt.Errorf("time is %s; it must be over 0 and at most %s, or 0 for any time", s.Time, maxTime)
+	case s.TimeWindow < time.Second || s.TimeWindow > 24*time.Hour:
+		return s, fmt.Errorf("time_window is %s; it must be from 1s to 24h", s.TimeWindow)
+	case s.Retries > 100:
+		return s, fmt.Errorf("retries is %d; it must be from 1 to 100 percent, or negative for any number", s.Retries)
+	case s.RetryFloor > maxPermits:
+		return s, fmt.Errorf("retry_floor is %d; it must be from 1 to %d retries a second, or negative for none", s.RetryFloor, maxPermits)
 	}
-	s.Queue = max(s.Queue, 0)
+	s.Queue, s.RetryFloor = max(s.Queue, 0), max(s.RetryFloor, 0)
 	return s, nil
 }
 
 const (
 	maxPermits = 1_000_000
+	maxTime    = 1_000_000 * time.Hour
 	// maxWaiting bounds the workflows that wait at once: each release looks at all of them, and names
 	// of workflows cost their callers nothing.
 	maxWaiting = 1024
@@ -112,17 +136,19 @@ const (
 type Reason uint8
 
 // Why a call got no permit: its workflow's queue is full, it waited too long, it would miss its
-// deadline, or its workflow is over Settings.Rate or Settings.Bytes.
+// deadline, or its workflow is over Settings.Rate, Bytes, Time or Retries.
 const (
 	QueueFull Reason = iota
 	WaitedTooLong
 	TooLate
 	OverRate
 	OverBytes
+	OverTime
+	OverRetries
 	reasons
 )
 
-var reasonNames = [reasons]string{"queue_full", "waited_too_long", "too_late", "over_rate", "over_bytes"}
+var reasonNames = [reasons]string{"queue_full", "waited_too_long", "too_late", "over_rate", "over_bytes", "over_time", "over_retries"}
 
 func (r Reason) String() string { return reasonNames[r] }
 
@@ -154,6 +180,10 @@ type Call struct {
 	Class Class
 	// Bytes is the size of the request's body; 0 where it is unknown.
 	Bytes int64
+	// Key is the same for a call and its retries, and no other; 0 where it is unknown.
+	Key uint64
+	// Retry says that an earlier attempt was sent, as Pool.Failed does.
+	Retry bool
 	// Deadline is when the call is of no use any more; zero for never.
 	Deadline time.Time
 	// Unserved is called once where a call has waited for UnservedAfter, and goes on to wait, or for as
@@ -167,7 +197,8 @@ const UnservedAfter = 60 * time.Second
 
 // Pool is a set of permits. Its methods may be called from any goroutine.
 type Pool struct {
-	start time.Time
+	start   time.Time
+	bounded atomic.Bool // Settings.Memory
 
 	mu      sync.Mutex
 	set     Settings
@@ -179,19 +210,27 @@ type Pool struct {
 	virtual int64   // the time used by the last lot that was preferred to others
 	held    float64 // average time for which a permit is held, in µs
 	samples int
+	memory  int64 // of bodies, of all lots
+	crowded int   // so many lots are looked through for those that can be forgotten
+	failed  failures
+	again   map[uint64]*retry // by Call.Key, while none of them is known to be sent
 	counts  Counts
 }
 
 // lot is what one workflow has of a pool.
 type lot struct {
-	inUse  int
-	queued int
-	place  int   // in Pool.waiting, with a queue
-	bytes  int64 // held or waiting
-	used   int64 // µs for which permits were held, but for those that are held now
-	begun  int64 // sum of the times at which those began, in µs
-	due    int64 // when the rate's bucket is full again, in µs
-	queues [len(classNames)]queue
+	inUse   int
+	queued  int
+	place   int     // in Pool.waiting, with a queue
+	bytes   int64   // held or waiting
+	used    int64   // µs for which permits were held, but for those that are held now
+	begun   int64   // sum of the times at which those began, in µs
+	due     int64   // when the rate's bucket is full again, in µs
+	memory  int64   // of bodies, in bytes
+	spent   float64 // of Settings.Time, in µs, at the time of spentAt
+	spentAt int64
+	sent    sent
+	queues  [len(classNames)]queue
 }
 
 // queue is a list of waiting calls, the first first.
@@ -206,21 +245,32 @@ type waiter struct {
 	class      Class
 	came       int64
 	granted    bool
+	retry      *retry
 	ready      chan struct{} // closed with granted
 	prev, next *waiter
 }
 
 // New makes a pool. The settings must be those that Check returned.
 func New(s Settings) *Pool {
-	return &Pool{start: time.Now(), set: s, lots: map[Sharer]*lot{}}
+	p := &Pool{start: time.Now(), set: s, lots: map[Sharer]*lot{}, again: map[uint64]*retry{}}
+	p.bounded.Store(s.Memory > 0)
+	return p
 }
 
 // Configure changes the limits. Permits over new limits stay with their calls.
 func (p *Pool) Configure(s Settings) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	now := p.now()
+	for _, l := range p.lots {
+		l.spend(&p.set, now)
+		if l.spentAt = now; p.set.Time == 0 {
+			l.spent = 0
+		}
+	}
 	p.set = s
-	p.serve(p.now())
+	p.bounded.Store(s.Memory > 0)
+	p.serve(now)
 }
 
 func (p *Pool) now() int64 { return int64(time.Since(p.start) / time.Microsecond) }
@@ -231,6 +281,7 @@ type Permit struct {
 	lot   *lot
 	begun int64
 	bytes int64
+	retry *retry // nil for a first call
 }
 
 // Release returns the permit. Further calls do nothing, so that it can be deferred.
@@ -243,11 +294,11 @@ func (t *Permit) Release() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := p.now()
-	l.inUse--
-	l.begun -= t.begun
+	p.drop(l, t.begun, now)
 	l.used += now - t.begun
 	l.bytes -= t.bytes
-	p.inUse--
+	p.leave(t.retry)
+	p.counts.Held += time.Duration(now-t.begun) * time.Microsecond
 	p.samples++
 	p.held += (float64(now-t.begun) - p.held) / float64(min(p.samples, 64))
 	p.left(l)
@@ -260,24 +311,26 @@ func (p *Pool) Acquire(ctx context.Context, c *Call, t *Permit) error {
 	p.mu.Lock()
 	now := p.now()
 	l := p.lotOf(c.Sharer, now)
-	if err := p.quota(l, c, now); err != nil {
+	again, err := p.quota(l, c, now)
+	if err != nil {
 		p.mu.Unlock()
 		return err
 	}
 	if p.inUse < p.set.Total && l.inUse < p.set.PerWorkflow { // then nobody waits who may have it; see serve
 		p.enter(l)
-		p.take(l, now)
+		p.take(l, again, now)
 		l.bytes += c.Bytes
 		p.mu.Unlock()
-		*t = Permit{pool: p, lot: l, begun: now, bytes: c.Bytes}
+		*t = Permit{pool: p, lot: l, begun: now, bytes: c.Bytes, retry: again}
 		return nil
 	}
 	wait, err := p.mayWait(l, c)
 	if err != nil {
+		p.leave(again)
 		p.mu.Unlock()
 		return err
 	}
-	w := &waiter{lot: l, class: c.Class, came: now, ready: make(chan struct{})}
+	w := &waiter{lot: l, class: c.Class, came: now, retry: again, ready: make(chan struct{})}
 	p.enter(l)
 	p.push(w)
 	l.bytes += c.Bytes
@@ -285,7 +338,7 @@ func (p *Pool) Acquire(ctx context.Context, c *Call, t *Permit) error {
 	if err := p.await(ctx, c, w, wait); err != nil {
 		return err
 	}
-	*t = Permit{pool: p, lot: l, begun: w.came, bytes: c.Bytes}
+	*t = Permit{pool: p, lot: l, begun: w.came, bytes: c.Bytes, retry: again}
 	return nil
 }
 
@@ -333,13 +386,12 @@ func (p *Pool) giveUp(c *Call, w *waiter, gone error) error {
 	case w.granted && gone == nil:
 		return nil
 	case w.granted:
-		p.inUse--
-		l.inUse--
-		l.begun -= w.came
+		p.drop(l, w.came, p.now())
 	default:
 		p.remove(w)
 	}
 	l.bytes -= c.Bytes
+	p.leave(w.retry)
 	p.left(l)
 	p.serve(p.now())
 	if gone == nil {
@@ -354,14 +406,15 @@ func (p *Pool) lotOf(s Sharer, now int64) *lot {
 	if l := p.lots[s]; l != nil {
 		return l
 	}
-	if len(p.lots) > 2*p.active+64 {
+	if len(p.lots) > max(p.crowded, 64) {
 		for name, l := range p.lots {
-			if l.inUse == 0 && l.queued == 0 && l.due <= now {
+			if l.idle(&p.set, now) {
 				delete(p.lots, name)
 				p.spare = append(p.spare, l)
 			}
 		}
 		p.spare = p.spare[:min(len(p.spare), 128)]
+		p.crowded = 2*len(p.lots) + 64
 	}
 	l := new(lot)
 	if n := len(p.spare); n > 0 {
@@ -372,21 +425,46 @@ func (p *Pool) lotOf(s Sharer, now int64) *lot {
 	return l
 }
 
-// quota refuses a call over its workflow's quotas, or counts it.
-func (p *Pool) quota(l *lot, c *Call, now int64) error {
-	if p.set.Bytes > 0 && l.bytes > 0 && l.bytes+c.Bytes > p.set.Bytes {
-		return p.refuse(OverBytes, p.pace(l, c.Class))
+// idle reports whether the lot can be forgotten, so that nobody gets more or less by that.
+func (l *lot) idle(set *Settings, now int64) bool {
+	l.spend(set, now)
+	s := &l.sent
+	s.turn(now)
+	return l.inUse == 0 && l.queued == 0 && l.due <= now && l.memory == 0 && l.spent == 0 &&
+		(set.Retries < 0 || s.retries == [2]int{} && (s.calls[0]+s.calls[1])*set.Retries < 100)
+}
+
+// quota refuses a call over its workflow's quotas, or counts it. A retry has a place in the budget.
+func (p *Pool) quota(l *lot, c *Call, now int64) (*retry, error) {
+	set := &p.set
+	if set.Bytes > 0 && l.bytes > 0 && l.bytes+c.Bytes > set.Bytes {
+		return nil, p.refuse(OverBytes, p.pace(l, c.Class))
 	}
-	if p.set.Rate == 0 {
-		return nil
+	if l.spend(set, now); set.Time > 0 && l.spent >= float64(set.Time/time.Microsecond) {
+		over := l.spent - float64(set.Time/time.Microsecond)
+		return nil, p.refuse(OverTime, time.Duration(math.Min(over*float64(set.TimeWindow)/float64(set.Time), 1e9))*time.Microsecond)
 	}
-	step := int64(time.Second/time.Microsecond) / int64(p.set.Rate)
-	due := max(l.due, now) + step
-	if ahead := due - now - int64(time.Second/time.Microsecond); ahead > 0 {
-		return p.refuse(OverRate, time.Duration(ahead)*time.Microsecond)
+	due := l.due
+	if set.Rate > 0 {
+		step := int64(time.Second/time.Microsecond) / int64(set.Rate)
+		due = max(due, now) + step
+		if ahead := due - now - int64(time.Second/time.Microsecond); ahead > 0 {
+			return nil, p.refuse(OverRate, time.Duration(ahead)*time.Microsecond)
+		}
+	}
+	f := &p.failed
+	f.turn(now, false)
+	_, newer := f.keys[0][c.Key]
+	_, older := f.keys[1][c.Key]
+	var again *retry
+	if set.Retries > 0 && (c.Retry || newer || older) {
+		var after time.Duration
+		if again, after = p.retries(l, c.Key, now); again == nil {
+			return nil, p.refuse(OverRetries, after)
+		}
 	}
 	l.due = due
-	return nil
+	return again, nil
 }
 
 func (p *Pool) refuse(r Reason, after time.Duration) error {
@@ -444,12 +522,53 @@ func (p *Pool) left(l *lot) {
 	}
 }
 
-func (p *Pool) take(l *lot, now int64) {
+// take gives l a permit, for a first call where again is nil.
+func (p *Pool) take(l *lot, again *retry, now int64) {
+	l.spend(&p.set, now)
+	if again == nil {
+		l.sent.turn(now)
+		l.sent.calls[0]++
+	}
 	p.inUse++
 	l.inUse++
 	l.begun += now
 	p.counts.Granted++
 }
+
+// drop takes back a permit that began then.
+func (p *Pool) drop(l *lot, begun, now int64) {
+	l.spend(&p.set, now)
+	p.inUse--
+	l.inUse--
+	l.begun -= begun
+}
+
+// spend brings l.spent up to date: it grows with each permit held, and shrinks by Time in each window.
+func (l *lot) spend(set *Settings, now int64) {
+	if set.Time > 0 {
+		ran := float64(now - l.spentAt)
+		l.spent = math.Max(0, l.spent+ran*(float64(l.inUse)-float64(set.Time)/float64(set.TimeWindow)))
+		l.spentAt = now
+	}
+}
+
+// Hold counts bytes of memory that bodies of a workflow's calls hold, or reports false if they are more
+// than Settings.Memory. Negative ones give back.
+func (p *Pool) Hold(s Sharer, bytes int64) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	l := p.lotOf(s, p.now())
+	if bytes > 0 && p.set.Memory > 0 && l.memory+bytes > p.set.Memory {
+		p.counts.Spooled++
+		return false
+	}
+	l.memory += bytes
+	p.memory += bytes
+	return true
+}
+
+// BoundsMemory reports whether Hold has a limit.
+func (p *Pool) BoundsMemory() bool { return p.bounded.Load() }
 
 // serve gives free permits to those that wait.
 func (p *Pool) serve(now int64) {
@@ -463,7 +582,7 @@ func (p *Pool) serve(now int64) {
 		p.counts.Waited += time.Duration(now-w.came) * time.Microsecond
 		p.remove(w)
 		l.queues[w.class-Low].served = now
-		p.take(l, now)
+		p.take(l, w.retry, now)
 		w.granted, w.came = true, now
 		close(w.ready)
 	}
@@ -572,6 +691,10 @@ type Counts struct {
 	Waited         time.Duration
 	// Left is how many calls ended while they waited.
 	Left uint64
+	// Held is for how long permits were held that were released, Retries how many retries were sent, and
+	// Spooled how often Settings.Memory was reached.
+	Held             time.Duration
+	Retries, Spooled uint64
 	// Refused is how many calls got no permit, by Reason.
 	Refused [reasons]uint64
 }
@@ -582,14 +705,16 @@ type Status struct {
 	// InUse is how many permits are held, Waiting how many calls wait, Workflows how many workflows
 	// hold permits or wait.
 	InUse, Waiting, Workflows int
-	Counts                    Counts
+	// Memory is how many bytes Pool.Hold has counted.
+	Memory int64
+	Counts Counts
 }
 
 // Status returns the state of the pool.
 func (p *Pool) Status() Status {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s := Status{Settings: p.set, InUse: p.inUse, Workflows: p.active, Counts: p.counts}
+	s := Status{Settings: p.set, InUse: p.inUse, Workflows: p.active, Memory: p.memory, Counts: p.counts}
 	for _, l := range p.waiting {
 		s.Waiting += l.queued
 	}

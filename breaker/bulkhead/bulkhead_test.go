@@ -67,6 +67,9 @@ func empty(t testing.TB, p *bulkhead.Pool) {
 	if s := p.Status(); s.InUse != 0 || s.Waiting != 0 || s.Workflows != 0 {
 		t.Errorf("in the end %d permits are in use, %d calls wait, and %d workflows count", s.InUse, s.Waiting, s.Workflows)
 	}
+	if n := bulkhead.Retrying(p); n != 0 {
+		t.Errorf("in the end %d retries count as under way", n)
+	}
 }
 
 // load makes calls of one workflow over and over, until ctx ends, and counts what they got.
@@ -448,7 +451,7 @@ func TestConfigure(t *testing.T) {
 func TestNoPermitIsLostOrInvented(t *testing.T) {
 	for seed := range uint64(20) {
 		synctest.Test(t, func(t *testing.T) {
-			p := newPool(t, bulkhead.Settings{Total: 5, PerWorkflow: 3, Queue: 6, Wait: 2 * time.Second, Starve: time.Second, Bytes: 50})
+			p := newPool(t, bulkhead.Settings{Total: 5, PerWorkflow: 3, Queue: 6, Wait: 2 * time.Second, Starve: time.Second, Bytes: 50, Time: time.Hour, RetryFloor: 2})
 			var inUse atomic.Int64
 			var of [4]atomic.Int64
 			var all sync.WaitGroup
@@ -463,7 +466,8 @@ func TestNoPermitIsLostOrInvented(t *testing.T) {
 			}
 			all.Wait()
 			empty(t, p)
-			if s := p.Status(); s.Counts.Granted == 0 || s.Counts.Left == 0 || s.Counts.Refused[bulkhead.WaitedTooLong] == 0 || s.Counts.Refused[bulkhead.QueueFull] == 0 {
+			if s := p.Status(); s.Counts.Granted == 0 || s.Counts.Left == 0 || s.Counts.Refused[bulkhead.WaitedTooLong] == 0 || s.Counts.Refused[bulkhead.QueueFull] == 0 ||
+				s.Counts.Retries == 0 || s.Counts.Refused[bulkhead.OverRetries] == 0 {
 				t.Errorf("seed %d did not see everything: %+v", seed, s.Counts)
 			}
 		})
@@ -478,7 +482,7 @@ func one(t *testing.T, p *bulkhead.Pool, random *rand.Rand, inUse *atomic.Int64,
 		ctx = limited
 	}
 	w := random.IntN(len(holds))
-	c := bulkhead.Call{Sharer: of(fmt.Sprint(w)), Class: bulkhead.Class(random.IntN(4)) + bulkhead.Low, Bytes: random.Int64N(20)}
+	c := bulkhead.Call{Sharer: of(fmt.Sprint(w)), Class: bulkhead.Class(random.IntN(4)) + bulkhead.Low, Bytes: random.Int64N(20), Key: random.Uint64N(40)}
 	if random.IntN(3) == 0 {
 		c.Deadline = time.Now().Add(time.Duration(random.IntN(3000)) * time.Millisecond)
 	}
@@ -495,6 +499,10 @@ func one(t *testing.T, p *bulkhead.Pool, random *rand.Rand, inUse *atomic.Int64,
 		t.Errorf("a workflow holds %d of 3 permits", n)
 	}
 	<-time.After(time.Duration(random.IntN(400)) * time.Millisecond)
+	if random.IntN(3) > 0 {
+		permit.Sent()
+		p.Failed(c.Key)
+	}
 	holds[w].Add(-1)
 	inUse.Add(-1)
 	if random.IntN(10) == 0 {
@@ -525,12 +533,17 @@ func TestCheckNamesTheOption(t *testing.T) {
 		{bulkhead.Settings{Starve: 2 * time.Hour}, "starve is 2h0m0s; it must be over 0 and at most 1h"},
 		{bulkhead.Settings{Rate: -1}, "rate is -1; it must be from 1 to 1000000 calls a second, or 0 for any number"},
 		{bulkhead.Settings{Bytes: -1}, "bytes is -1; it must be over 0, or 0 for any number"},
+		{bulkhead.Settings{Memory: -1}, "memory is -1; it must be over 0, or 0 for any number"},
+		{bulkhead.Settings{Time: -1}, "time is -1ns; it must be over 0 and at most 1000000h0m0s, or 0 for any time"},
+		{bulkhead.Settings{TimeWindow: 25 * time.Hour}, "time_window is 25h0m0s; it must be from 1s to 24h"},
+		{bulkhead.Settings{Retries: 101}, "retries is 101; it must be from 1 to 100 percent, or negative for any number"},
+		{bulkhead.Settings{RetryFloor: 2_000_000}, "retry_floor is 2000000; it must be from 1 to 1000000 retries a second, or negative for none"},
 	} {
 		if _, err := c.set.Check(); err == nil || err.Error() != c.want {
 			t.Errorf("%+v: %v, want %s", c.set, err, c.want)
 		}
 	}
-	if s, err := (bulkhead.Settings{}).Check(); err != nil || s.Total == 0 || s.PerWorkflow == 0 || s.Queue == 0 || s.Wait == 0 || s.Starve != 300*time.Second {
+	if s, err := (bulkhead.Settings{}).Check(); err != nil || s.Total == 0 || s.PerWorkflow == 0 || s.Queue == 0 || s.Wait == 0 || s.Starve != 300*time.Second || s.Retries != 20 || s.RetryFloor != 10 {
 		t.Errorf("defaults %+v, %v", s, err)
 	}
 	if s, err := (bulkhead.Settings{Queue: -1}).Check(); err != nil || s.Queue != 0 {
@@ -550,6 +563,22 @@ func TestClassNames(t *testing.T) {
 	}
 	if !slices.IsSorted(want) {
 		t.Error("the classes are not in order")
+	}
+}
+
+// A call that finds a permit allocates nothing.
+func TestAdmissionAllocatesNothing(t *testing.T) {
+	p := newPool(t, bulkhead.Settings{Rate: 1_000_000, Bytes: 1 << 40, Time: time.Hour})
+	ctx, call := t.Context(), bulkhead.Call{Sharer: of("a"), Key: 1, Bytes: 10}
+	if n := testing.AllocsPerRun(1000, func() {
+		var permit bulkhead.Permit
+		if err := p.Acquire(ctx, &call, &permit); err != nil {
+			t.Fatal(err)
+		}
+		permit.Sent()
+		permit.Release()
+	}); n != 0 {
+		t.Errorf("%v allocations for each call", n)
 	}
 }
 

@@ -484,7 +484,7 @@ var (
 		Slug: "quota-exceeded", Status: http.StatusTooManyRequests, SafeNewKey: true,
 		Title: "The caller has too much open or stored",
 		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. It also bounds how many calls a second a workflow makes, and how many bytes of requests it has under way, where `bulkhead` says so. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
+		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. It also bounds how many calls a second a workflow makes, how many bytes of requests it has under way and how long it keeps the upstream busy, where `bulkhead` says so, and how many retries it sends for its calls. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
 		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers and checkpoints until they expire.",
 		operator: "The `quota` in the global options is the bound; a reload changes it at once. Look for the caller's executions in doubt, and for answers that are kept longer than needed (`retain_result`).",
 	}

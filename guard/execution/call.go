@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -69,6 +70,8 @@ type Call struct {
 	ResultCap int64
 	// Quota is what the caller may hold at a time.
 	Quota Quota
+	// Memory bounds the memory for the answer; nil is Guard.BodyMemory.
+	Memory *spool.Budget
 	// Attempt is the call that may be a retry by evidence; nil for one whose key is its caller's word.
 	Attempt *Attempt
 }

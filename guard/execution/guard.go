@@ -11,6 +11,7 @@
 package execution
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -319,7 +320,7 @@ func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*st
 		return nil, ErrDraining
 	}
 	caller := g.Caller(c.Scope.Caller)
-	flight := g.flights.start(c, caller, g.bodies)
+	flight := g.flights.start(c, caller, cmp.Or(c.Memory, g.bodies))
 	if flight == nil {
 		g.running.leave()
 		return nil, ErrTaken
