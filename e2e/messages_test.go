@@ -220,6 +220,17 @@ func TestMessagesMeanings(t *testing.T) {
 			t.Errorf("after -32602: %s, sent %d times", got.body, s.count("invalid"))
 		}
 	}
+	// ADR 0070: -32603 is a 500, so without a key the next equal call is its retry; others may be meant.
+	for _, tool := range []string{"broken", "breaking", "invalid"} {
+		g.call(message(toolCall("1", tool, "")))
+		again := g.call(message(toolCall("2", tool, "")))
+		if recognized := again.header.Get("Execution-Recognized") != ""; recognized != (tool != "invalid") || !strings.Contains(again.body, `"id":2,`) {
+			t.Errorf("after the error of %s: recognised %t, %s", tool, recognized, again.body)
+		}
+	}
+	if s.count("broken") != 1 || s.count("breaking") != 1 || s.count("invalid") != 3 {
+		t.Errorf("sent %d, %d and %d times", s.count("broken"), s.count("breaking"), s.count("invalid"))
+	}
 	// A status that refuses stays one, whatever the error beside it.
 	for n := range 2 {
 		if got := g.call(message(toolCall("1", "busy", key("b")))); got.status != 429 || s.count("busy") != n+1 {

@@ -536,6 +536,7 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 		return o
 	}
 	said := protocol.Judge(x.message, o.Status, x.heard.End())
+	o.Internal = said.Meaning == protocol.Failed && said.Internal()
 	switch said.Meaning {
 	case protocol.Executed:
 		if said.Code != 0 || said.ToolError || said.Task != "" && (said.State == "failed" || said.State == "rejected") {

@@ -167,8 +167,12 @@ func (w *Writer) send(p []byte, flush bool) {
 	}
 	if w.answer != nil {
 		_, _ = w.answer.Write(p) // never fails
-		if w.answer.End().Meaning != protocol.Unanswered {
-			w.attempt.Answering(w.status, false) // before the write
+		if said := w.answer.End(); said.Meaning != protocol.Unanswered {
+			status := w.status
+			if said.Internal() {
+				status = http.StatusInternalServerError
+			}
+			w.attempt.Answering(status, false) // before the write
 			w.answer, w.final = nil, true
 		}
 	}

@@ -198,15 +198,13 @@ func (a *messageAnswer) feed(p []byte) (fault string, good bool) {
 	return a.inspector.feed(p)
 }
 
-// end takes an internal error for a failure, as a 500 is. The codes beside it may be the fault of who
-// asks.
+// end takes an internal error for a failure, as a 500 is.
 func (a *messageAnswer) end() (fault string) {
 	if a.inspector != nil {
 		fault = a.inspector.end()
 	}
-	const internal = -32603
-	if fault == "" && a.answer.End().Code == internal && a.circuits.failedStatus(http.StatusInternalServerError) {
-		fault = fmt.Sprintf("JSON-RPC error %d", internal)
+	if said := a.answer.End(); fault == "" && said.Internal() && a.circuits.failedStatus(http.StatusInternalServerError) {
+		fault = fmt.Sprintf("JSON-RPC error %d", said.Code)
 	}
 	return fault
 }

@@ -53,6 +53,9 @@ type Outcome struct {
 	Cause   Cause
 	// Status is that of the upstream's answer, 0 without one.
 	Status int
+	// Internal says that the answer reports an internal error, which clients try again as they do a
+	// status of 500.
+	Internal bool
 	// Task is the id of the task that an answer in doubt names; empty without one.
 	Task string
 	// Whole says that the recorded answer is complete. Followers get all of it, also if the key
@@ -83,7 +86,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		if err != nil {
 			o.Verdict = InDoubt
 		}
-		e.attempt.settled(o.Verdict, e.record.Settled, e.record.KeepKey, err == nil)
+		e.attempt.settled(&o, e.record.Settled, e.record.KeepKey, err == nil)
 	}
 	err = done(err, batches)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
@@ -122,7 +125,7 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 		return err
 	}
 	record := e.record
-	record.Cause, record.Status = o.Cause, o.Status
+	record.Cause, record.Status, record.Internal = o.Cause, o.Status, o.Internal
 	if o.Verdict == InDoubt {
 		if record.State = StateInDoubt; len(o.Task) <= maxRecordedText { // a part of it names another one
 			record.Task = o.Task

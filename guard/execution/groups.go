@@ -29,7 +29,8 @@ type known struct {
 	state      State // StateSending until it has ended, 0 before it was claimed
 	released   bool
 	unanswered bool // the last attempt has ended without a whole answer
-	retriable  bool // the last attempt's answer was one that clients retry
+	retriable  bool // the last attempt's answer was one that clients retry, by its status
+	internal   bool // its answer is one by what it says
 	ended      time.Time
 	taken      bool      // by the retry of the refused attempt
 	unrecorded bool      // that it is in doubt is known here only
@@ -92,7 +93,7 @@ func (k *known) evidence() Evidence {
 		return EvidenceInDoubt
 	case !k.learned && (k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil || k.holder == nil && k.unanswered):
 		return EvidenceUnanswered
-	case k.retriable && (k.holder == nil || k.holder.answered):
+	case (k.retriable || k.internal) && (k.holder == nil || k.holder.answered):
 		return EvidenceAnswer
 	}
 	return ""

@@ -430,7 +430,7 @@ func (t *groups) describe(k *known, record *Record) {
 	if record.State == StateInDoubt || record.State.open() {
 		k.state = StateInDoubt
 	}
-	k.retriable = record.State == StateCompleted && clientsRetry(record.Status)
+	k.retriable, k.internal = record.State == StateCompleted && clientsRetry(record.Status), record.Internal
 	if !k.expires.IsZero() {
 		k.window = min(k.window, record.KeepKey)
 	}

@@ -477,15 +477,15 @@ func (a *Attempt) claims(batch []store.Write) []store.Write {
 }
 
 // settled notes how the execution has ended.
-func (a *Attempt) settled(v Verdict, at time.Time, keep time.Duration, recorded bool) {
+func (a *Attempt) settled(o *Outcome, at time.Time, keep time.Duration, recorded bool) {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
 	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
 	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew
-	k.unrecorded, k.expires = !recorded, at.Add(keep)
-	switch v {
+	k.unrecorded, k.expires, k.internal = !recorded, at.Add(keep), o.Internal
+	switch o.Verdict {
 	case Completed:
 		k.window = min(k.window, keep) // a retry could not find more
 	case InDoubt:

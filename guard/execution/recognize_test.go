@@ -321,6 +321,20 @@ func TestRecognize(t *testing.T) {
 			<-time.After(testWindow)
 			b.call(0).is(nil, "")
 		},
+		"an internal error in an answer": func(b *alike) { // ADR 0070: also after a crash
+			o := b.call(0)
+			o.run.Recording().Start(200, nil)
+			if err := o.run.Settle(context.Background(), Outcome{Verdict: Completed, Status: 200, Whole: true, Internal: true}); err != nil {
+				b.Fatal(err)
+			}
+			o.answer(200)
+			b.call(0).is(o, EvidenceAnswer).answer(200)
+			<-time.After(time.Minute)
+			b.kill()
+			b.call(0).is(o, EvidenceAnswer).answer(200)
+			<-time.After(testWindow)
+			b.call(0).is(nil, "")
+		},
 		"in doubt": func(b *alike) {
 			a := b.call(0).settle(InDoubt, 502)
 			a.End()

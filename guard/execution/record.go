@@ -86,9 +86,10 @@ type Record struct {
 	KeepResult  time.Duration
 	KeepKey     time.Duration
 	// Of a call without a key, which equal ones find for the Window after it.
-	Group  groupHash
-	Window time.Duration
-	Count  int
+	Group    groupHash
+	Window   time.Duration
+	Count    int
+	Internal bool // see Outcome.Internal
 }
 
 // storedResult says where the answer of a completed execution is kept.
@@ -206,6 +207,7 @@ const (
 	tagWindow
 	tagCount
 	tagTask
+	tagInternal
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -247,6 +249,7 @@ func (r *Record) encode(dst []byte) []byte {
 		e.Bytes(tagGroup, r.Group[:])
 		e.Int(tagWindow, int64(r.Window))
 		e.Int(tagCount, int64(r.Count))
+		e.Bool(tagInternal, r.Internal)
 	}
 	return e.B
 }
@@ -334,6 +337,8 @@ func (r *Record) decode(b []byte) error {
 			d.Fill(r.Group[:])
 		case tagWindow:
 			r.Window = time.Duration(d.Int())
+		case tagInternal:
+			r.Internal = d.Int() != 0
 		case tagCount:
 			r.Count = int(d.Int())
 		}

@@ -50,6 +50,10 @@ type Outcome struct {
 	Version string
 }
 
+// Internal reports that the answer is the internal error of JSON-RPC (-32603), which clients try again as
+// they do a status of 500. Codes beside it may be the fault of who asks.
+func (o *Outcome) Internal() bool { return o.Code == -32603 }
+
 // Reply is what a repeated answer takes from the request that asks for it.
 type Reply struct {
 	// ID is the id of the request as it was sent; nil keeps the id.
