@@ -1,0 +1,489 @@
+// Package cascade finds failures that spread along the DAG of workflows, while they spread, and names
+// where each began (cascade 3.4).
+//
+// A Detector is fed with events: a node appears, fails or ends well, a breaker opens or closes. A
+// failure that explains another one is its cause, and failures that are linked so are one group. A group
+// in which Settings.Agents agents have failed is a finding.
+//
+// What the gateway saw itself counts everywhere. What an agent reports counts for its own nodes, in
+// workflows in which it has some, and never against what the gateway saw (P3).
+package cascade
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Settings are the limits of a Detector. Zero values stand for the defaults.
+type Settings struct {
+	// Nodes is how many nodes are kept, from 1,000 to 10,000,000; by default 100,000 (about 50 MB).
+	Nodes int
+	// Agents is how many agents must have failed, from 2; by default 3.
+	Agents int
+	// Window is how far apart failures may be that are linked by their places in the DAG, from 1 s; by
+	// default 60 s. Those that an error names are linked at any distance.
+	Window time.Duration
+	// Breakers is how many breakers must have opened on one downstream within Window, from 2; by
+	// default 3 (ATD, "Coordinated Circuit Breaking").
+	Breakers int
+	// Quiet is how long after its last failure a finding is closed, from 1 s; by default 5 min.
+	Quiet time.Duration
+}
+
+// Check fills in the defaults and checks the ranges. The error names the option that is out of its
+// range.
+func (s Settings) Check() (Settings, error) {
+	s.Nodes = cmp.Or(s.Nodes, 100_000)
+	s.Agents = cmp.Or(s.Agents, 3)
+	s.Window = cmp.Or(s.Window, time.Minute)
+	s.Breakers = cmp.Or(s.Breakers, 3)
+	s.Quiet = cmp.Or(s.Quiet, 5*time.Minute)
+	switch {
+	case s.Nodes < 1000 || s.Nodes > 10_000_000:
+		return s, fmt.Errorf("nodes is %d; it must be from 1000 to 10000000", s.Nodes)
+	case s.Agents < 2 || s.Agents > 1000:
+		return s, fmt.Errorf("agents is %d; it must be from 2 to 1000", s.Agents)
+	case s.Window < time.Second || s.Window > time.Hour:
+		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", s.Window)
+	case s.Breakers < 2 || s.Breakers > 1000:
+		return s, fmt.Errorf("breakers is %d; it must be from 2 to 1000", s.Breakers)
+	case s.Quiet < time.Second || s.Quiet > 24*time.Hour:
+		return s, fmt.Errorf("quiet is %s; it must be from 1s to 24h", s.Quiet)
+	}
+	return s, nil
+}
+
+// Node is an action in a workflow: a task, or a call through the gateway.
+type Node struct {
+	// ID is the jti of its token. Longer ones than 256 bytes are ignored.
+	ID string
+	// Aliases are other tokens of the same action, such as its checkpoint. At most 4 are kept.
+	Aliases []string
+	// Workflow is the wid.
+	Workflow string
+	// Parents are the tokens that it follows from (par). Those that the workflow does not have are
+	// ignored.
+	Parents []string
+	// Agent is the verified identity whose action it is. The memory of the node is charged to it.
+	Agent string
+	// Upstream is whom a call is sent to; zero for a task.
+	Upstream Upstream
+}
+
+// Upstream is a service.
+type Upstream struct {
+	// Pool is the name of its addresses in the gateway.
+	Pool string
+	// Agent is its identity; empty if unknown.
+	Agent string
+}
+
+// Kind is how an action failed.
+type Kind uint8
+
+// The kinds of failures.
+const (
+	// Failed is an answer that says so, or an unknown failure.
+	Failed Kind = iota
+	// Timeout is no answer in time.
+	Timeout
+	// Unreachable is a call that was not sent, since there was no connection.
+	Unreachable
+	// Rejected is a refusal of what was asked for, such as a 4xx.
+	Rejected
+	// Exhausted is a refusal for want of a resource, such as a 429.
+	Exhausted
+	// Dependency is a failure that its agent attributes to another one.
+	Dependency
+	// Refused is a call that was not sent, since a breaker was open.
+	Refused
+	// Canceled is an action whose caller did not wait.
+	Canceled
+)
+
+// ParseKind reads an error_type (ATD, "Error Signaling").
+func ParseKind(errorType string) Kind {
+	switch errorType {
+	case "timeout":
+		return Timeout
+	case "constraint_violation":
+		return Rejected
+	case "resource_exhausted":
+		return Exhausted
+	case "upstream_cascade":
+		return Dependency
+	}
+	return Failed
+}
+
+// Failure is the failure of a node.
+type Failure struct {
+	// Workflow and Node say which node; Node may be an alias. Failures of unknown nodes are ignored.
+	Workflow, Node string
+	// Error is the jti of the error token; it may be empty.
+	Error string
+	Kind  Kind
+	// Causes are the errors, or nodes, that the error names (upstream_errors). At most 16 are used.
+	Causes []string
+	// By is the verified agent that reports it; empty if the gateway saw it.
+	By string
+	// Address is the upstream's, where the gateway called it.
+	Address string
+}
+
+// Success is the good end of a node, also after a failure.
+type Success struct {
+	// Workflow and Node say which node; Node may be an alias.
+	Workflow, Node string
+	// By and Address are as in Failure. Agents are believed about their own nodes.
+	By, Address string
+}
+
+// Breaker is the opening or closing of a breaker.
+type Breaker struct {
+	// Downstream is the identity of what it protects against; its address if unknown.
+	Downstream string
+	// Pool and Address are those of a breaker of a gateway.
+	Pool, Address string
+	// Holder is the node of a fleet that has it; empty for this process.
+	Holder string
+	// By is the verified agent that reports it; empty for breakers of gateways.
+	By string
+	// Workflow is that of the report, or of the failure that opened it. It may be empty for breakers
+	// of gateways.
+	Workflow string
+	// Event is the jti of circuit_breaker_open; it may be empty.
+	Event string
+	Open  bool
+}
+
+// SignalKind is what a Signal is about.
+type SignalKind uint8
+
+const (
+	// Slow is the latency of an address (Latency).
+	Slow SignalKind = iota
+	// Full is the exhaustion of a resource.
+	Full
+)
+
+// Signal is the beginning or the end of what lasts (cascade 3.4.1).
+type Signal struct {
+	Kind SignalKind
+	// Pool is whose latency, permits or connections it is about; empty for the gateway's own resources.
+	Pool string
+	// Address is that of a slow upstream.
+	Address string
+	// Resource names what is exhausted: permits, queue, connections, memory, disk, store.
+	Resource string
+	Active   bool
+}
+
+const (
+	maxID      = 256
+	maxAliases = 4
+	maxParents = 100
+	maxCauses  = 16
+	maxNames   = 4096 // pools and downstreams
+	maxOpens   = 16384
+	never      = int64(-1 << 62)
+)
+
+// Detector finds cascades. Its methods may be called from any goroutine. The times of events may step
+// back: the newest one counts.
+type Detector struct {
+	mu  sync.Mutex
+	set Settings
+	now int64
+
+	graph       graph
+	errors      map[key]*failure
+	awaited     map[key][]*failure // named causes that are not known yet
+	pools       map[string]*pool
+	clusters    map[string]*cluster
+	full        map[Signal]bool
+	open        []*finding
+	unreachable []*failure // the last of each pool
+	closed      []Finding
+	work        int64
+
+	changes   []Change
+	forgotten int64
+	swept     int64
+	kept      int // failures without a node
+	opens     int // breakers in clusters
+}
+
+// New makes a detector. The settings must be those that Check returned.
+func New(s Settings) *Detector {
+	return &Detector{
+		set: s, now: never, swept: never, graph: graph{ids: map[key]int32{}, workflows: map[string]*workflow{}, agents: map[string]*agent{}},
+		errors: map[key]*failure{}, awaited: map[key][]*failure{},
+		pools: map[string]*pool{}, clusters: map[string]*cluster{}, full: map[Signal]bool{},
+	}
+}
+
+// Configure changes the settings. Findings stay.
+func (d *Detector) Configure(s Settings) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.set = s
+	d.forget(0, 0)
+}
+
+// Pool says which addresses a pool has, so that the failure of all of them is known as that of a service
+// (cascade 3.1.1).
+func (d *Detector) Pool(name string, addresses []string) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if p := d.pool(name); p != nil {
+		p.known = map[string]bool{}
+		for _, a := range addresses {
+			p.known[a] = true
+		}
+		maps.DeleteFunc(p.addresses, func(a string, _ *address) bool { return !p.known[a] })
+	}
+}
+
+// Node records that a node has appeared. What is known of it stays; further parents and aliases are
+// added.
+func (d *Detector) Node(now time.Time, n Node) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	if n.ID == "" || len(n.ID) > maxID || len(n.Agent) > 1024 || len(n.Workflow) > maxID {
+		return
+	}
+	parents := n.Parents[:min(len(n.Parents), maxParents)]
+	d.forget(1, costNode+len(n.ID)+maxAliases*(costAlias+maxID)+len(parents)*costEdge)
+	i := d.graph.find(n.Workflow, n.ID)
+	if i == none {
+		i = d.graph.add(t, &n)
+		v := &d.graph.nodes[i]
+		if v.pool = d.pool(cmp.Or(n.Upstream.Pool, n.Upstream.Agent)); v.pool != nil {
+			v.pool.agent = cmp.Or(v.pool.agent, strings.Clone(n.Upstream.Agent))
+			v.pool.callers.add(v.hold.agent.name)
+		}
+	} else if d.graph.nodes[i].hold.agent.name != n.Agent {
+		return // the id of somebody else's
+	}
+	d.graph.alias(i, n.Aliases)
+	for _, id := range parents {
+		d.work++
+		if p := d.graph.find(n.Workflow, id); p != none && p != i {
+			d.graph.link(p, i)
+		}
+	}
+}
+
+// Fail records that a node has failed. It returns what that changes in the findings.
+func (d *Detector) Fail(now time.Time, f Failure) []Change {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	d.forget(0, costFailure+maxCauses*costAwaited+visits*(costNotices+costKids))
+	i := d.graph.find(f.Workflow, f.Node)
+	if i == none {
+		return nil
+	}
+	v := &d.graph.nodes[i]
+	h := v.hold
+	d.graph.touch(h)
+	own := f.By == ""
+	called, well := d.called(i)
+	if !own && (f.By != h.agent.name || well || h.reports.many(t, d.set.Window, maxReports)) {
+		return nil // hearsay, too much, or against what the gateway saw
+	}
+	x := v.fail
+	first := x == nil || x.over
+	if first {
+		if x != nil {
+			d.drop(x)
+		} else {
+			d.graph.charge(i, costFailure)
+		}
+		x = &failure{node: i, at: t, kind: f.Kind, wf: h.workflow, id: v.id, agent: h.agent.name, party: h.agent.name, pool: v.pool, started: v.started, sure: own || called}
+		if j := d.waited(x); j != none {
+			x.waits, x.waitsFor = d.graph.nodes[j].pool, d.graph.nodes[j].id
+		}
+		v.fail, v.state = x, failed
+	}
+	seen := own && !x.own // now for the first time
+	if seen {
+		x.own, x.party, x.address = true, v.party(), strings.Clone(f.Address)
+	}
+	switch {
+	case first:
+		(&group{began: t, last: t}).join(x)
+	case seen && x.sure:
+		x.group.party(x)
+	case seen:
+		d.attest(x)
+	}
+	if seen && x.pool != nil {
+		x.pool.at(x.address).failed = t
+		x.pool.learn(1)
+	}
+	if f.Error != "" && len(f.Error) <= maxID && x.err == "" {
+		x.err = strings.Clone(f.Error)
+		k := key{x.wf, x.err}
+		d.errors[k] = x
+		for _, y := range d.awaited[k] {
+			d.explain(y, x, declared)
+		}
+		delete(d.awaited, k)
+	}
+	d.named(x, f.Causes)
+	if first || seen {
+		d.above(x)
+		d.below(x)
+		d.beside(x)
+	}
+	d.judge(x.group, t)
+	return d.take()
+}
+
+// Succeed records that a node has ended well.
+func (d *Detector) Succeed(now time.Time, s Success) []Change {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	i := d.graph.find(s.Workflow, s.Node)
+	if i == none {
+		return nil
+	}
+	v := &d.graph.nodes[i]
+	d.graph.touch(v.hold)
+	own := s.By == ""
+	if !own && (s.By != v.hold.agent.name || v.pool != nil || v.fail != nil && v.fail.own) {
+		return nil
+	}
+	if v.fail != nil {
+		v.fail.over = true
+	}
+	first := v.state != succeeded
+	v.state = succeeded
+	v.seen = v.seen || own
+	if own && v.pool != nil {
+		v.pool.at(s.Address).answered = t
+		v.pool.oks.add(t)
+		v.pool.learn(0)
+	}
+	for e := v.parents; e != none && first; e = d.graph.edges[e].nextParent {
+		d.work++
+		p := &d.graph.nodes[d.graph.edges[e].parent]
+		p.ok.add(t)
+		if own && v.pool != nil && p.pool != nil && p.state == succeeded {
+			p.pool.fed.add(t)
+		}
+		if p.kids == nil {
+			continue
+		}
+		// A retry has succeeded: what it replaces caused nothing.
+		for _, x := range p.kids.recent {
+			if x != nil && x.party == v.party() && x.agent == v.hold.agent.name && (own || !x.own) {
+				x.over = true
+			}
+		}
+	}
+	if own && v.pool != nil {
+		d.retract(i)
+	}
+	return d.take()
+}
+
+// Breaker records the opening or closing of a breaker.
+func (d *Detector) Breaker(now time.Time, b Breaker) []Change {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	if len(b.Downstream) > 1024 {
+		return nil
+	}
+	if b.By != "" {
+		h := d.graph.holding(b.Workflow, b.By)
+		if h == nil || b.Open && h.agent.breakers.many(t, d.set.Window, maxBreakers) {
+			return nil
+		}
+	} else {
+		if p := d.pool(b.Pool); p != nil {
+			p.at(b.Address).open = b.Open
+		}
+	}
+	d.cluster(t, &b)
+	return d.take()
+}
+
+// Signal records the beginning or the end of a signal. Signals open no finding: they are reasons for a
+// root and for its class.
+func (d *Detector) Signal(now time.Time, s Signal) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.clock(now)
+	if s.Kind == Slow {
+		if p := d.pool(s.Pool); p != nil {
+			p.at(s.Address).slow = s.Active
+		}
+		return
+	}
+	k := Signal{Kind: Full, Pool: s.Pool, Resource: s.Resource}
+	if !s.Active {
+		delete(d.full, k)
+	} else if len(d.full) < maxNames {
+		d.full[k] = true
+	}
+}
+
+// Advance closes the findings that have been quiet. Call it about every second.
+func (d *Detector) Advance(now time.Time) []Change {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	for _, f := range slices.Clone(d.open) {
+		if t-f.group.last >= int64(d.set.Quiet) {
+			d.finish(f, t)
+		}
+	}
+	return d.take()
+}
+
+// Stats are the sizes of a detector, for metrics.
+type Stats struct {
+	// Nodes and Workflows are kept, Findings are open.
+	Nodes, Workflows, Findings int
+	// Forgotten counts the nodes that made room for others.
+	Forgotten int64
+}
+
+// Stats returns the sizes.
+func (d *Detector) Stats() Stats {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return Stats{Nodes: len(d.graph.nodes) - len(d.graph.free), Workflows: len(d.graph.workflows), Findings: len(d.open), Forgotten: d.forgotten}
+}
+
+func (d *Detector) clock(now time.Time) int64 {
+	d.now = max(d.now, now.UnixNano())
+	return d.now
+}
+
+func (d *Detector) take() []Change {
+	changes := d.changes
+	d.changes = nil
+	return changes
+}
+
+// pool finds or makes a pool; nil without a name, or if there are too many.
+func (d *Detector) pool(name string) *pool {
+	p := d.pools[name]
+	if p == nil && name != "" && len(d.pools) < maxNames {
+		p = &pool{name: strings.Clone(name), addresses: map[string]*address{}, known: map[string]bool{}}
+		d.pools[p.name] = p
+	}
+	return p
+}

@@ -1,0 +1,708 @@
+package cascade_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+)
+
+// bench is a detector with a clock.
+type bench struct {
+	*testing.T
+	*cascade.Detector
+	now     time.Time
+	changes []cascade.Change
+}
+
+func newBench(t *testing.T, s cascade.Settings) *bench {
+	t.Helper()
+	set, err := s.Check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &bench{T: t, Detector: cascade.New(set), now: start}
+}
+
+func (b *bench) after(d time.Duration) *bench {
+	b.now = b.now.Add(d)
+	return b
+}
+
+func (b *bench) task(wf, id, agent string, parents ...string) {
+	b.Node(b.now, cascade.Node{ID: id, Workflow: wf, Agent: agent, Parents: parents})
+}
+
+// call is a call by an agent to another one, whose pool has the name of the agent.
+func (b *bench) call(wf, id, agent, to string, parents ...string) {
+	b.Node(b.now, cascade.Node{ID: id, Workflow: wf, Agent: agent, Parents: parents, Upstream: cascade.Upstream{Pool: "pool-" + to, Agent: to}})
+}
+
+func (b *bench) fails(wf, id string, kind cascade.Kind) {
+	b.note(b.Fail(b.now, cascade.Failure{Workflow: wf, Node: id, Error: "error-" + id, Kind: kind, Address: "1"}))
+}
+
+func (b *bench) says(wf, id, agent string, causes ...string) {
+	b.note(b.Fail(b.now, cascade.Failure{Workflow: wf, Node: id, Error: "error-" + id, By: agent, Causes: causes}))
+}
+
+func (b *bench) opens(downstream, holder, by, wf string) {
+	b.note(b.Breaker(b.now, cascade.Breaker{Downstream: downstream, Holder: holder, By: by, Workflow: wf, Event: "open-" + holder + by, Open: true}))
+}
+
+func (b *bench) note(c []cascade.Change) { b.changes = append(b.changes, c...) }
+
+// one is the only finding.
+func (b *bench) one() cascade.Finding {
+	b.Helper()
+	all := b.Findings()
+	if len(all) != 1 {
+		b.Fatalf("%d findings: %+v", len(all), all)
+	}
+	return all[0]
+}
+
+func (b *bench) none(why string) {
+	b.Helper()
+	if all := b.Findings(); len(all) != 0 {
+		b.Fatalf("%s: %+v", why, all)
+	}
+}
+
+// chain is the case of cascade, Figure 1: a calls b, b calls c, c calls d.
+func (b *bench) chain(wf string) {
+	b.task(wf, "a", "a")
+	for i, to := range []string{"b", "c", "d"} {
+		by := string(rune('a' + i))
+		b.call(wf, by+to, by, to, by)
+		b.task(wf, to, to, by+to)
+	}
+}
+
+// cascade 3.4.2, Figure 1: d fails, and with it c, and with that b.
+func TestDepthFirst(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.after(time.Second).fails("w", "cd", cascade.Failed)
+	b.after(time.Millisecond).fails("w", "bc", cascade.Failed)
+	b.none("two agents are no cascade")
+	b.after(time.Millisecond).fails("w", "ab", cascade.Failed)
+	f := b.one()
+	if f.Pattern != cascade.DepthFirst || f.Class != cascade.Agent && f.Class != cascade.Service || f.Root.Node != "cd" || f.Root.Error != "error-cd" || f.Root.Agent != "d" || f.Root.Pool != "pool-d" {
+		t.Errorf("%+v", f)
+	}
+	p := f.Parts[0]
+	if !slices.Equal(p.Failed, []string{"b", "c", "d"}) || !slices.Equal(p.BlastRadius, []string{"a", "b", "c", "d"}) || f.Failed != 3 || f.Affected != 4 ||
+		!slices.Equal(p.Errors, []string{"error-cd", "error-bc", "error-ab"}) {
+		t.Errorf("%+v", f)
+	}
+	if len(b.changes) != 1 || b.changes[0].Kind != cascade.Opened {
+		t.Errorf("%+v", b.changes)
+	}
+}
+
+// What follows from the root later is in the blast radius, too (cascade 2).
+func TestBlastRadiusFollows(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.after(time.Millisecond).fails("w", id, cascade.Failed)
+	}
+	b.task("w", "late", "e", "cd")
+	b.task("w", "later", "f", "late")
+	b.task("w", "apart", "g", "a")
+	if f, _ := b.Finding(b.one().ID); !slices.Equal(f.Parts[0].BlastRadius, []string{"a", "b", "c", "d", "e", "f"}) {
+		t.Errorf("%+v", f)
+	}
+}
+
+// A callee that hangs makes its callers time out, the first of them first (cascade 3.1.2): the root is what
+// they wait for.
+func TestWhatHangsIsTheRoot(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.after(5*time.Second).fails("w", "ab", cascade.Timeout)
+	b.after(time.Second).fails("w", "bc", cascade.Timeout)
+	b.after(time.Second).fails("w", "cd", cascade.Timeout)
+	if f := b.one(); f.Root.Agent != "d" {
+		t.Errorf("%+v", f)
+	}
+}
+
+// atd.upstream_errors leads from symptom to root (ATD, "Error Signaling"), also where the times and the DAG
+// do not, and where the root is reported last.
+func TestErrorsNameTheRoot(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	for i, by := range []string{"a", "b", "c"} {
+		b.task("w", by, by)
+		b.call("w", by+"x", by, fmt.Sprint("x", i), by)
+	}
+	failed := func(node, err string, causes ...string) {
+		b.note(b.Fail(b.now, cascade.Failure{Workflow: "w", Node: node, Error: err, Causes: causes}))
+	}
+	b.after(time.Second)
+	failed("ax", "ea", "eb")
+	b.after(time.Hour)
+	failed("bx", "eb", "ec")
+	b.none("the third has not failed")
+	b.after(time.Second)
+	failed("cx", "ec")
+	if f := b.one(); f.Root.Error != "ec" || !slices.Contains(f.Root.Reasons, cascade.NamedByError) {
+		t.Errorf("%+v", f)
+	}
+}
+
+// cascade 3.4.2: siblings that fail at once have shared infrastructure in common.
+func TestBreadthFirst(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.task("w", "a", "a")
+	for i := range 5 {
+		b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
+	}
+	for i := range 3 {
+		b.after(50*time.Millisecond).fails("w", fmt.Sprint("s", i), cascade.Unreachable)
+	}
+	if f := b.one(); f.Pattern != cascade.BreadthFirst || f.Class != cascade.Infrastructure || f.Failed != 3 {
+		t.Errorf("%+v", f)
+	}
+}
+
+// Failures that are far apart, few among many, or on another branch, are no cascade.
+func TestIndependentFailures(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.fails("w", "cd", cascade.Failed)
+	b.after(time.Hour).fails("w", "bc", cascade.Failed)
+	b.after(time.Hour).fails("w", "ab", cascade.Failed)
+	b.none("hours apart")
+
+	b = newBench(t, cascade.Settings{})
+	b.task("w", "a", "a")
+	for i := range 200 {
+		b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
+	}
+	for i := range 4 {
+		b.after(2*time.Second).fails("w", fmt.Sprint("s", i*50), cascade.Failed)
+	}
+	b.none("4 of 200 siblings")
+
+	b = newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.fails("w", "cd", cascade.Failed)
+	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "bc"}))
+	b.after(time.Second).fails("w", "ab", cascade.Failed)
+	b.none("c did without d")
+}
+
+// A retry that succeeds ends what the failure can have caused.
+func TestRetriedFailures(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.fails("w", "cd", cascade.Failed)
+	b.call("w", "cd2", "c", "d", "c")
+	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd2", Address: "1"}))
+	b.after(time.Second).fails("w", "bc", cascade.Failed)
+	b.after(time.Second).fails("w", "ab", cascade.Failed)
+	b.none("d had answered")
+}
+
+// ATD, "Coordinated Circuit Breaking": three breakers on one downstream within a minute are one finding, which
+// asks for one probe.
+func TestClustering(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.opens("d", "node-1", "", "")
+	b.after(20*time.Second).opens("d", "", "a", "w")
+	b.none("two of three")
+	b.after(20*time.Second).opens("d", "", "b", "w")
+	b.none("b has never called d")
+	b.opens("d", "", "c", "w")
+	b.none("a has not either")
+	b.opens("d", "node-2", "", "")
+	f := b.one()
+	if f.Pattern != cascade.Clustering || !f.OneProbe || f.Downstream != "d" || len(f.Breakers) != 3 || f.Root.Agent != "d" || f.Root.Error != "open-node-1" {
+		t.Errorf("%+v", f)
+	}
+	b.after(30*time.Second).opens("d", "node-3", "", "")
+	if len(b.changes) != 1 {
+		t.Errorf("alerted again: %+v", b.changes)
+	}
+
+	b = newBench(t, cascade.Settings{})
+	for i := range 9 {
+		b.after(31*time.Second).opens("d", fmt.Sprint(i), "", "")
+	}
+	b.none("never three in a minute")
+}
+
+// A cascade and the breakers that it opens are one finding.
+func TestClusterJoinsItsCascade(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.after(time.Millisecond).fails("w", id, cascade.Failed)
+	}
+	for i := range 3 {
+		b.opens("d", fmt.Sprint(i), "", "w")
+	}
+	if f := b.one(); !f.OneProbe || f.Pattern != cascade.DepthFirst || len(b.changes) != 2 || b.changes[1].Kind != cascade.Grown {
+		t.Errorf("%+v %+v", f, b.changes)
+	}
+}
+
+// P3: what is said of workflows in which somebody has no part opens nothing, and neither do many words of one
+// agent.
+func TestStrangersAndLiars(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.task("v", "v", "stranger")
+	for _, id := range []string{"a", "b", "c", "d", "ab", "bc", "cd"} {
+		b.says("w", id, "stranger")
+	}
+	for i := range 9 {
+		b.opens("d", "", "stranger", "w")
+		b.opens("d", "", fmt.Sprint("nobody-", i), "w")
+	}
+	// One who belongs to the workflow.
+	for i := range 100 {
+		id := fmt.Sprint("lie", i)
+		b.task("w", id, "liar", "a", "b", "c", "d")
+		b.says("w", id, "liar", "error-cd")
+		b.says("w", "d", "liar")
+		b.opens("d", "", "liar", "w")
+	}
+	b.none("lies")
+	// Two that fail, and the liar, are not three.
+	b.after(time.Second).fails("w", "cd", cascade.Failed)
+	b.after(time.Millisecond).fails("w", "bc", cascade.Failed)
+	b.task("w", "lie", "liar", "cd")
+	b.says("w", "lie", "liar", "error-bc", "error-cd")
+	b.none("the liar is no third")
+	// And the cascade is found all the same, with its root.
+	b.after(time.Millisecond).fails("w", "ab", cascade.Failed)
+	if f := b.one(); f.Root.Node != "cd" || slices.Contains(f.Parts[0].Failed, "liar") {
+		t.Errorf("%+v", f)
+	}
+}
+
+// What an agent reports of its part of a call that the gateway saw end well counts for nothing.
+func TestTheGatewayKnowsBetter(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.says("w", "d", "d")
+	b.says("w", "c", "c", "error-d")
+	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd"}))
+	b.says("w", "b", "b", "error-c")
+	b.none("d has answered well")
+}
+
+// Agents that report only themselves are a cascade if they name each other.
+func TestReportsAlone(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.task("w", "a", "a")
+	b.task("w", "b", "b", "a")
+	b.task("w", "c", "c", "b")
+	b.after(time.Second).says("w", "c", "c")
+	b.after(time.Second).says("w", "b", "b", "error-c")
+	b.after(time.Second).says("w", "a", "a", "error-b")
+	if f := b.one(); f.Root.Agent != "c" || f.Root.Pool != "" {
+		t.Errorf("%+v", f)
+	}
+}
+
+// One service that fails in several workflows is one finding, with a part for each of them (cascade 3.3.2).
+func TestSeveralWorkflows(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.Pool("pool-d", []string{"1"})
+	for i := range 4 {
+		w := fmt.Sprint("w", i)
+		b.chain(w)
+		for _, id := range []string{"cd", "bc", "ab"} {
+			b.after(time.Millisecond).fails(w, id, cascade.Failed)
+		}
+	}
+	f := b.one()
+	if len(f.Parts) != 4 || f.Class != cascade.Service || !slices.Contains(f.Root.Reasons, cascade.AllAddresses) {
+		t.Errorf("%+v", f)
+	}
+	for i, p := range f.Parts {
+		if p.Workflow != fmt.Sprint("w", i) || len(p.Failed) != 3 {
+			t.Errorf("%+v", p)
+		}
+	}
+	var kinds []cascade.ChangeKind
+	for _, c := range b.changes {
+		kinds = append(kinds, c.Kind)
+	}
+	if !slices.Equal(kinds, []cascade.ChangeKind{cascade.Opened, cascade.Grown, cascade.Grown}) {
+		t.Errorf("once, and again when it has doubled: %v", kinds)
+	}
+}
+
+// Signals are reasons for a root and for its class (cascade 3.4.1).
+func TestSignals(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.Pool("pool-d", []string{"1", "2"})
+	b.chain("w")
+	b.Signal(b.now, cascade.Signal{Kind: cascade.Slow, Pool: "pool-d", Address: "1", Active: true})
+	b.Signal(b.now, cascade.Signal{Kind: cascade.Full, Resource: "memory", Active: true})
+	b.fails("w", "cd", cascade.Exhausted)
+	for _, id := range []string{"bc", "ab"} {
+		b.after(time.Millisecond).fails("w", id, cascade.Failed)
+	}
+	if f := b.one(); f.Class != cascade.Infrastructure || !slices.Contains(f.Root.Reasons, cascade.IsSlow) || !slices.Contains(f.Root.Reasons, cascade.IsExhausted) {
+		t.Errorf("%+v", f)
+	}
+}
+
+// A finding ends when nothing has been added to it for Quiet. What comes then is another one.
+func TestClosing(t *testing.T) {
+	b := newBench(t, cascade.Settings{Quiet: time.Minute})
+	b.chain("w")
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.fails("w", id, cascade.Failed)
+	}
+	b.after(59 * time.Second)
+	b.note(b.Advance(b.now))
+	if f := b.one(); !f.Closed.IsZero() {
+		t.Error("too early")
+	}
+	b.after(time.Second)
+	b.note(b.Advance(b.now))
+	first := b.one()
+	if first.Closed != b.now || b.changes[len(b.changes)-1].Kind != cascade.Closed {
+		t.Errorf("%+v", b.changes)
+	}
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.after(time.Millisecond).fails("w", id, cascade.Failed)
+	}
+	if all := b.Findings(); len(all) != 2 || all[0].ID == first.ID {
+		t.Errorf("%+v", all)
+	}
+}
+
+// The same events lead to the same findings.
+func TestDeterministic(t *testing.T) {
+	for _, seed := range []uint64{15, 45, 55, 98} {
+		a, b := replay(t, trace(seed)), replay(t, trace(seed))
+		x, _ := json.Marshal(alertsOf(a))
+		y, _ := json.Marshal(alertsOf(b))
+		if string(x) != string(y) {
+			t.Errorf("seed %d: %s\n%s", seed, x, y)
+		}
+	}
+}
+
+func alertsOf(all []*alerted) (alerts []cascade.Finding) {
+	for _, a := range all {
+		alerts = append(alerts, a.alerts...)
+	}
+	return alerts
+}
+
+// Memory is shared among agents: those that hold the most lose their oldest nodes, in their quietest
+// workflows, and nobody else does.
+func TestForgetting(t *testing.T) {
+	b := newBench(t, cascade.Settings{Nodes: 1000})
+	b.chain("victim")
+	for i := range 5000 {
+		b.task(fmt.Sprint("flood", i), fmt.Sprint(i), "stranger")
+		b.task("victim", fmt.Sprint("x", i), "member", "a")
+		b.says("victim", fmt.Sprint("x", i), "member")
+	}
+	if s := b.Stats(); s.Nodes > 1000 || s.Forgotten == 0 {
+		t.Errorf("%+v", s)
+	}
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.after(time.Millisecond).fails("victim", id, cascade.Failed)
+	}
+	if f := b.one(); f.Root.Node != "cd" || f.Affected != 4 {
+		t.Errorf("%+v", f)
+	}
+	if err := b.Faults(); err != nil {
+		t.Error(err)
+	}
+
+	b = newBench(t, cascade.Settings{Nodes: 1000})
+	b.task("quiet", "q", "a")
+	b.task("busy", "old", "a")
+	for i := range 3000 {
+		b.task("busy", fmt.Sprint(i), "a", "old")
+	}
+	b.task("quiet", "child", "z", "q")
+	b.task("busy", "last", "z", "2999")
+	if s := b.Stats(); s.Workflows != 2 || s.Nodes > 1000 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// Nothing of hostile shape does harm: cycles, themselves as parents, long names, unknown nodes, many parents.
+func TestHostileShapes(t *testing.T) {
+	b := newBench(t, cascade.Settings{Nodes: 1000})
+	for range 2 {
+		b.task("w", "a", "a", "b", "a")
+		b.task("w", "b", "b", "a", "b")
+		b.task("w", "c", "c", "a", "b", "c")
+	}
+	for _, id := range []string{"a", "b", "c", "nobody"} {
+		b.says("w", id, id, "error-a", "error-b", "error-c", "error-"+id)
+		b.fails("w", id, cascade.Dependency)
+	}
+	var many []string
+	for i := range 1000 {
+		many = append(many, fmt.Sprint("p", i))
+		b.task("w", many[i], "p")
+	}
+	b.task("w", "wide", "w", many...)
+	b.task("w", strings.Repeat("x", 300), "w")
+	b.task("w", "long", strings.Repeat("x", 2000))
+	b.fails("w", "wide", cascade.Failed)
+	if err := b.Faults(); err != nil {
+		t.Error(err)
+	}
+	if s := b.Stats(); s.Nodes > 1000 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// big fills a detector with workflows in which calls fail as seldom, and spread as far, at any size.
+func big(t testing.TB, nodes int) (d *cascade.Detector, event func()) {
+	t.Helper()
+	set, err := cascade.Settings{Nodes: nodes}.Check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d = cascade.New(set)
+	r := rand.New(rand.NewPCG(1, uint64(nodes)))
+	now, n := start, 0
+	var recent []string
+	event = func() {
+		n++
+		now = now.Add(10 * time.Millisecond)
+		wf := fmt.Sprintf("workflow-%08d-0000-4000-8000-000000000000", n/200)
+		id := fmt.Sprintf("call-%08d-0000-4000-8000-000000000000", n)
+		if n%200 == 0 {
+			recent = recent[:0]
+		}
+		node := cascade.Node{ID: id, Aliases: []string{id + "s"}, Workflow: wf, Agent: fmt.Sprint("agent-", r.IntN(100))}
+		if len(recent) > 0 {
+			node.Parents = []string{recent[r.IntN(len(recent))], recent[len(recent)-1]}
+		}
+		to := fmt.Sprint("service-", r.IntN(50))
+		node.Upstream = cascade.Upstream{Pool: to, Agent: to}
+		d.Node(now, node)
+		recent = append(recent, id)
+		if r.IntN(50) == 0 {
+			for _, id := range recent[max(len(recent)-r.IntN(5), 0):] {
+				d.Fail(now, cascade.Failure{Workflow: wf, Node: id, Error: "e" + id, Address: "1"})
+			}
+		} else {
+			d.Succeed(now, cascade.Success{Workflow: wf, Node: id, Address: "1"})
+		}
+		d.Advance(now)
+	}
+	for range nodes + nodes/4 {
+		event()
+	}
+	return d, event
+}
+
+// 100,000 nodes take 64 MB at most, and an event does not cost more than with 1,000. The cost is counted in
+// steps, not in time.
+func TestHundredThousandNodes(t *testing.T) {
+	cost := func(d *cascade.Detector, event func()) (mean float64, most int64) {
+		before := d.Work()
+		for range 5000 {
+			at := d.Work()
+			event()
+			most = max(most, d.Work()-at)
+		}
+		return float64(d.Work()-before) / 5000, most
+	}
+	small, most := cost(big(t, 1000))
+	var d *cascade.Detector
+	var event func()
+	used := heap(func() { d, event = big(t, 100_000) })
+	large, mostLarge := cost(d, event)
+	t.Logf("steps of an event: %.1f, at most %d, at 1,000 nodes; %.1f, at most %d, at %d nodes in %.1f MB", small, most, large, mostLarge, d.Stats().Nodes, used)
+	if large > 2*small || mostLarge > 5000 {
+		t.Error("an event costs more with more nodes")
+	}
+	if used > 64 || d.Stats().Nodes < 99_000 {
+		t.Error("too much memory for a node")
+	}
+	runtime.KeepAlive(event)
+}
+
+// heap is how many MB the heap has grown by.
+func heap(by func()) float64 {
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	by()
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	return float64(int64(after.HeapAlloc)-int64(before.HeapAlloc)) / 1e6
+}
+
+// Where all nodes have failed there are fewer, so that the memory is bounded all the same.
+func TestAllHaveFailed(t *testing.T) {
+	b := newBench(t, cascade.Settings{Nodes: 20_000})
+	used := heap(func() {
+		for i := range 30_000 {
+			id, wf := fmt.Sprintf("call-%08d-0000-4000-8000-000000000000", i), fmt.Sprint("workflow-", i/50)
+			b.Node(b.now, cascade.Node{
+				ID: id, Aliases: []string{id + "s"}, Workflow: wf, Agent: fmt.Sprint("agent-", i%1000), Parents: []string{fmt.Sprintf("call-%08d-0000-4000-8000-000000000000", i-1)},
+				Upstream: cascade.Upstream{Pool: fmt.Sprint("pool-", i%100)},
+			})
+			b.Fail(b.now, cascade.Failure{Workflow: wf, Node: id, Error: "error-" + id, Kind: cascade.Kind(i % 8), Causes: []string{"unknown-" + id}})
+		}
+	})
+	t.Logf("%+v: %.1f MB", b.Stats(), used)
+	if used > 20 {
+		t.Error("too much")
+	}
+	if err := b.Faults(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Events may come from any goroutine, in any order.
+func TestConcurrent(t *testing.T) {
+	b := newBench(t, cascade.Settings{Nodes: 1000})
+	var wg sync.WaitGroup
+	for g := range 8 {
+		wg.Go(func() {
+			r := rand.New(rand.NewPCG(uint64(g), 1))
+			for range 2000 {
+				random(b.Detector, r.IntN, start.Add(time.Duration(r.IntN(1e9))))
+			}
+		})
+	}
+	wg.Wait()
+	if err := b.Faults(); err != nil {
+		t.Error(err)
+	}
+}
+
+// random feeds one event that pick chooses.
+func random(d *cascade.Detector, pick func(int) int, now time.Time) {
+	names := []string{"a", "b", "c", "d", "e", "f", "g", ""}
+	wf, id, agent := fmt.Sprint("w", pick(3)), fmt.Sprint(pick(40)), names[pick(8)]
+	var others []string
+	for range pick(4) {
+		others = append(others, fmt.Sprint(pick(40)))
+	}
+	switch pick(12) {
+	case 0, 1, 2, 3:
+		d.Node(now, cascade.Node{ID: id, Workflow: wf, Parents: others, Agent: agent, Aliases: others[:len(others)/2], Upstream: cascade.Upstream{Pool: names[pick(8)], Agent: names[pick(8)]}})
+	case 4, 5, 6, 7:
+		for i, o := range others {
+			others[i] = "e" + o
+		}
+		by := ""
+		if pick(2) == 0 {
+			by = agent
+		}
+		d.Fail(now, cascade.Failure{Workflow: wf, Node: id, Error: "e" + id, Kind: cascade.Kind(pick(8)), Causes: others, By: by, Address: names[pick(8)]})
+	case 8:
+		d.Succeed(now, cascade.Success{Workflow: wf, Node: id, By: names[pick(8)], Address: names[pick(8)]})
+	case 9:
+		d.Breaker(now, cascade.Breaker{Downstream: names[pick(8)], Pool: names[pick(8)], Address: id, By: names[pick(8)], Workflow: wf, Open: pick(3) > 0})
+	case 10:
+		d.Signal(now, cascade.Signal{Kind: cascade.SignalKind(pick(2)), Pool: names[pick(8)], Address: id, Active: pick(2) == 0})
+		d.Pool(names[pick(8)], others)
+	default:
+		d.Advance(now)
+		for _, f := range d.Findings() {
+			d.Finding(f.ID)
+		}
+	}
+}
+
+// No order of events breaks what must always hold.
+func FuzzEvents(f *testing.F) {
+	f.Add([]byte("0123456789abcdefghijklmnopqrstuvwxyz"))
+	for seed := range uint64(20) {
+		r := rand.New(rand.NewPCG(seed, 2))
+		events := make([]byte, 4000)
+		for i := range events {
+			events[i] = byte(r.Uint32())
+		}
+		f.Add(events)
+	}
+	f.Fuzz(func(t *testing.T, events []byte) {
+		set := cascade.Settings{Nodes: 60, Agents: 2, Window: 5 * time.Second, Breakers: 2, Quiet: 4 * time.Second}
+		d := cascade.New(set)
+		now := start
+		pick := func(n int) int {
+			if len(events) == 0 {
+				return 0
+			}
+			v := int(events[0])
+			events = events[1:]
+			return v % n
+		}
+		for i := 0; len(events) > 0; i++ {
+			now = now.Add(time.Duration(pick(40)-4) * 50 * time.Millisecond)
+			random(d, pick, now)
+			if i%8 == 0 {
+				if err := d.Faults(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if err := d.Faults(); err != nil {
+			t.Fatal(err)
+		}
+		if s := d.Stats(); s.Nodes > set.Nodes {
+			t.Fatalf("%+v", s)
+		}
+	})
+}
+
+func TestSettings(t *testing.T) {
+	for option, s := range map[string]cascade.Settings{
+		"nodes": {Nodes: 10}, "agents": {Agents: 1}, "window": {Window: time.Millisecond}, "breakers": {Breakers: 1}, "quiet": {Quiet: -1},
+	} {
+		if _, err := s.Check(); err == nil || !strings.HasPrefix(err.Error(), option+" is ") {
+			t.Errorf("%s: %v", option, err)
+		}
+	}
+	b := newBench(t, cascade.Settings{Nodes: 2000})
+	for i := range 1900 {
+		b.task("w", fmt.Sprint(i), "a")
+	}
+	set, _ := cascade.Settings{Nodes: 1000}.Check()
+	b.Configure(set)
+	if s := b.Stats(); s.Nodes > 1000 {
+		t.Errorf("%+v", s)
+	}
+	for text, kind := range map[string]cascade.Kind{
+		"timeout": cascade.Timeout, "constraint_violation": cascade.Rejected, "resource_exhausted": cascade.Exhausted,
+		"upstream_cascade": cascade.Dependency, "action_failed": cascade.Failed, "": cascade.Failed,
+	} {
+		if cascade.ParseKind(text) != kind {
+			t.Errorf("%q is %d", text, cascade.ParseKind(text))
+		}
+	}
+}
+
+func BenchmarkEvent(b *testing.B) {
+	for _, nodes := range []int{1000, 100_000} {
+		b.Run(fmt.Sprint(nodes), func(b *testing.B) {
+			_, event := big(b, nodes)
+			b.ReportAllocs()
+			for b.Loop() {
+				event()
+			}
+		})
+	}
+}

@@ -1,0 +1,194 @@
+package cascade
+
+import (
+	"cmp"
+	"fmt"
+	"math/bits"
+	"sync"
+	"time"
+)
+
+// LatencySettings are the limits of a Latency. Zero values stand for the defaults.
+type LatencySettings struct {
+	// Factor is how many times its baseline the p99 must be, over 1; by default 3 (cascade 3.4.1).
+	Factor float64
+	// Samples is the fewest calls in the window that say anything, from 20; by default 200.
+	Samples int
+	// Floor is the lowest p99 that counts, from 0; by default 250 ms, none if negative.
+	Floor time.Duration
+	// Window is the shortest time that one p99 is about, from 1 s; by default 30 s. It lasts until there
+	// are Samples calls, but for at most ten times as long.
+	Window time.Duration
+}
+
+// Check fills in the defaults and checks the ranges. The error names the option that is out of its
+// range.
+func (s LatencySettings) Check() (LatencySettings, error) {
+	s.Factor = cmp.Or(s.Factor, 3)
+	s.Samples = cmp.Or(s.Samples, 200)
+	s.Floor = cmp.Or(s.Floor, 250*time.Millisecond)
+	s.Window = cmp.Or(s.Window, 30*time.Second)
+	switch {
+	case !(s.Factor > 1 && s.Factor <= 1000):
+		return s, fmt.Errorf("factor is %v; it must be over 1 and at most 1000", s.Factor)
+	case s.Samples < 20 || s.Samples > 1_000_000:
+		return s, fmt.Errorf("samples is %d; it must be from 20 to 1000000", s.Samples)
+	case s.Floor > time.Hour:
+		return s, fmt.Errorf("floor is %s; it must be at most 1h", s.Floor)
+	case s.Window < time.Second || s.Window > time.Hour:
+		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", s.Window)
+	}
+	s.Floor = max(s.Floor, 0)
+	return s, nil
+}
+
+// Turn is what one call has changed.
+type Turn uint8
+
+const (
+	// Steady is no change.
+	Steady Turn = iota
+	// Spiked is the begin of a spike.
+	Spiked
+	// Returned is its end.
+	Returned
+)
+
+// LatencyState is what a Latency knows, to be kept over a restart.
+type LatencyState struct {
+	// Baseline is the moving average of the p99; 0 if unknown.
+	Baseline time.Duration `json:"baseline"`
+	// Spiking says that the p99 is above it, since Since.
+	Spiking bool      `json:"spiking,omitempty"`
+	Since   time.Time `json:"since,omitzero"`
+}
+
+const (
+	octave    = 8 // steps in which latencies double
+	steps     = 40 * octave
+	smoothing = 0.2 // share of a window in the baseline
+	fewest    = 5   // slow calls that make a spike
+	// A level that lasts for so long is no spike any more.
+	accepted = time.Hour
+)
+
+// histogram counts calls by their latency, in steps of an eighth of an octave of microseconds.
+type histogram struct {
+	counts [steps]uint32
+	total  int
+}
+
+func step(d time.Duration) int {
+	us := uint64(max(d/time.Microsecond, 1))
+	n := bits.Len64(us) - 1 // us is from 2^n
+	return min(n*octave+int((us<<3>>n)&(octave-1)), steps-1)
+}
+
+// p99 is the upper end of the step in which it lies.
+func (h *histogram) p99() time.Duration {
+	left := h.total / 100
+	for i := steps - 1; i >= 0; i-- {
+		if left -= int(h.counts[i]); left < 0 {
+			return time.Duration((uint64(octave+i%octave+1) << (i / octave)) >> 3 * uint64(time.Microsecond))
+		}
+	}
+	return 0
+}
+
+// Latency finds sudden increases in the latency of one upstream address: a p99 above Factor times its
+// moving average, which stands still meanwhile. A slow drift raises the average, and is no spike. Its
+// methods may be called from any goroutine, and allocate nothing.
+type Latency struct {
+	mu          sync.Mutex
+	set         LatencySettings
+	state       LatencyState
+	now, before histogram
+	over        int // calls above the limit in both
+	begun       time.Time
+}
+
+// NewLatency makes a Latency that goes on from a saved state. The settings must be those that Check
+// returned.
+func NewLatency(s LatencySettings, saved LatencyState) *Latency {
+	return &Latency{set: s, state: saved}
+}
+
+func (l *Latency) limit() time.Duration {
+	return max(time.Duration(l.set.Factor*float64(l.state.Baseline)), l.set.Floor)
+}
+
+// Observe counts a call that has ended, or that is known to have taken so long already.
+func (l *Latency) Observe(now time.Time, took time.Duration) Turn {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.begun.IsZero() || now.Before(l.begun) {
+		l.begun = now
+	}
+	turn := Steady
+	if age := now.Sub(l.begun); age >= l.set.Window && l.now.total >= l.set.Samples || age >= 10*l.set.Window {
+		turn = l.close(now)
+	}
+	i := step(took)
+	l.now.counts[i]++
+	l.now.total++
+	if l.state.Baseline == 0 || i <= step(l.limit()) {
+		return turn
+	}
+	l.over++
+	n := l.now.total + l.before.total
+	if l.state.Spiking || n < l.set.Samples || l.over < fewest || 100*l.over <= n {
+		return turn
+	}
+	l.state.Spiking, l.state.Since = true, now
+	return Spiked
+}
+
+// close ends a window. A spike ends where the p99 is nearer to the baseline than to the limit.
+func (l *Latency) close(now time.Time) Turn {
+	turn := Steady
+	p99, enough := l.now.p99(), l.now.total >= l.set.Samples
+	switch {
+	case !l.state.Spiking && enough && l.state.Baseline == 0:
+		l.state.Baseline = p99
+	case !l.state.Spiking && enough:
+		l.state.Baseline += time.Duration(smoothing * float64(p99-l.state.Baseline))
+	case l.state.Spiking && l.now.total >= l.set.Samples/10 && l.now.total > 0:
+		high := time.Duration((1 + l.set.Factor) / 2 * float64(l.state.Baseline))
+		back := p99 <= max(high, l.set.Floor)
+		if lasts := now.Sub(l.state.Since) >= accepted; back || lasts && enough {
+			if !back {
+				l.state.Baseline = p99
+			}
+			l.state.Spiking, l.state.Since = false, time.Time{}
+			turn = Returned
+		}
+	}
+	l.before = l.now
+	l.now = histogram{}
+	l.over = 0
+	for _, c := range l.before.counts[step(l.limit())+1:] {
+		l.over += int(c)
+	}
+	l.begun = now
+	return turn
+}
+
+// State returns what is known.
+func (l *Latency) State() LatencyState {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.state
+}
+
+// P99 is the p99 of the last calls; 0 if there are fewer than Samples.
+func (l *Latency) P99() time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.now.total < l.set.Samples {
+		if l.before.total < l.set.Samples {
+			return 0
+		}
+		return l.before.p99()
+	}
+	return l.now.p99()
+}

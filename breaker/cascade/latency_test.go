@@ -1,0 +1,156 @@
+package cascade_test
+
+import (
+	"encoding/json"
+	"math"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+)
+
+// upstream makes latencies of an upstream, and counts the turns.
+type upstream struct {
+	*cascade.Latency
+	*rand.Rand
+	now               time.Time
+	spiked, returned  int
+	spikedAt, turnsAt time.Time
+}
+
+func newUpstream(t *testing.T, saved cascade.LatencyState) *upstream {
+	t.Helper()
+	set, err := cascade.LatencySettings{}.Check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &upstream{Latency: cascade.NewLatency(set, saved), Rand: rand.New(rand.NewPCG(3, 4)), now: start}
+}
+
+// serve answers calls for some time, 20 a second, with the given median.
+func (u *upstream) serve(long, median time.Duration) {
+	for end := u.now.Add(long); u.now.Before(end); u.now = u.now.Add(50 * time.Millisecond) {
+		switch u.Observe(u.now, time.Duration(float64(median)*math.Exp(u.NormFloat64()*0.4))) {
+		case cascade.Spiked:
+			u.spiked++
+			u.spikedAt = u.now
+		case cascade.Returned:
+			u.returned++
+			u.turnsAt = u.now
+		}
+	}
+}
+
+// cascade 3.4.1: a sudden increase over three times the baseline is found within seconds, the baseline stands
+// still meanwhile, and its end is found.
+func TestLatencySpike(t *testing.T) {
+	u := newUpstream(t, cascade.LatencyState{})
+	u.serve(10*time.Minute, 200*time.Millisecond)
+	if u.spiked != 0 || u.State().Baseline < 300*time.Millisecond || u.State().Baseline > time.Second || u.P99() == 0 {
+		t.Fatalf("%+v %d", u.State(), u.spiked)
+	}
+	before := u.now
+	u.serve(5*time.Second, 2*time.Second)
+	baseline := u.State().Baseline
+	u.serve(20*time.Minute, 2*time.Second)
+	if u.spiked != 1 || u.spikedAt.Sub(before) > 5*time.Second || u.State().Baseline != baseline || u.returned != 0 {
+		t.Fatalf("%+v %d %s", u.State(), u.spiked, u.spikedAt.Sub(before))
+	}
+	before = u.now
+	u.serve(10*time.Minute, 200*time.Millisecond)
+	if u.returned != 1 || u.turnsAt.Sub(before) > 2*time.Minute || u.State().Spiking || u.spiked != 1 {
+		t.Fatalf("%+v %d", u.State(), u.returned)
+	}
+}
+
+// A slow drift is learned, a level that lasts for an hour too, and few slow calls, or all of few calls, say
+// nothing.
+func TestLatencyWithoutSpike(t *testing.T) {
+	u := newUpstream(t, cascade.LatencyState{})
+	for median := 200 * time.Millisecond; median < 2*time.Second; median += median / 50 {
+		u.serve(time.Minute, median)
+	}
+	if u.spiked != 0 || u.State().Baseline < 2*time.Second {
+		t.Errorf("drift: %+v %d", u.State(), u.spiked)
+	}
+	u.serve(2*time.Hour, 20*time.Second)
+	if u.spiked != 1 || u.returned != 1 || u.State().Baseline < 20*time.Second {
+		t.Errorf("new level: %+v %d %d", u.State(), u.spiked, u.returned)
+	}
+
+	u = newUpstream(t, cascade.LatencyState{Baseline: 400 * time.Millisecond})
+	for range 100 {
+		if u.Observe(u.now, time.Minute) != cascade.Steady {
+			t.Error("100 calls are too few")
+		}
+	}
+	u = newUpstream(t, cascade.LatencyState{Baseline: 400 * time.Millisecond})
+	u.serve(20*time.Second, 200*time.Millisecond)
+	for range 4 {
+		if u.Observe(u.now, time.Minute) != cascade.Steady {
+			t.Error("four calls are too few")
+		}
+	}
+
+	u = newUpstream(t, cascade.LatencyState{})
+	u.serve(5*time.Minute, time.Millisecond)
+	u.serve(5*time.Minute, 10*time.Millisecond)
+	if u.spiked != 0 {
+		t.Error("below the floor")
+	}
+}
+
+// What is known survives a restart, also that a spike lasts. A clock that steps back does no harm.
+func TestLatencyIsKept(t *testing.T) {
+	u := newUpstream(t, cascade.LatencyState{})
+	u.serve(10*time.Minute, 200*time.Millisecond)
+	u.serve(time.Minute, 2*time.Second)
+	text, err := json.Marshal(u.State())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var saved cascade.LatencyState
+	if err := json.Unmarshal(text, &saved); err != nil {
+		t.Fatal(err)
+	}
+	again := newUpstream(t, saved)
+	again.now = u.now
+	again.serve(5*time.Minute, 2*time.Second)
+	if s := again.State(); !s.Spiking || s.Baseline != u.State().Baseline || again.spiked != 0 {
+		t.Errorf("%+v", s)
+	}
+	again.now = start
+	again.serve(5*time.Minute, 200*time.Millisecond)
+	if again.returned != 1 {
+		t.Errorf("%+v", again.State())
+	}
+}
+
+func TestLatencyAllocatesNothing(t *testing.T) {
+	u := newUpstream(t, cascade.LatencyState{Baseline: time.Second})
+	if n := testing.AllocsPerRun(5000, func() {
+		u.now = u.now.Add(20 * time.Millisecond)
+		u.Observe(u.now, 900*time.Millisecond)
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+	for option, s := range map[string]cascade.LatencySettings{
+		"factor": {Factor: 1}, "samples": {Samples: 3}, "floor": {Floor: 2 * time.Hour}, "window": {Window: time.Millisecond},
+	} {
+		if _, err := s.Check(); err == nil || err.Error()[:len(option)] != option {
+			t.Errorf("%s: %v", option, err)
+		}
+	}
+}
+
+func BenchmarkLatency(b *testing.B) {
+	set, _ := cascade.LatencySettings{}.Check()
+	l := cascade.NewLatency(set, cascade.LatencyState{Baseline: time.Second})
+	now := start
+	b.ReportAllocs()
+	for b.Loop() {
+		now = now.Add(time.Millisecond)
+		l.Observe(now, 900*time.Millisecond)
+	}
+}
