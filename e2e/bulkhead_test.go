@@ -354,6 +354,11 @@ func TestBulkheadQuotas(t *testing.T) {
 			t.Fatal("so many calls take less than a millisecond")
 		}
 	}
+
+	g.reload(fmt.Sprintf("metrics /metrics\nagent_proxy %s {\n name shared\n}", u.addr))
+	if n := g.bulkhead("permits"); n != 32768 {
+		t.Errorf("a guard that says nothing of a bulkhead has %d permits, want the default", n)
+	}
 }
 
 // Agents whose calls have failed and who all come back at once send a fifth of them again. Whoever is

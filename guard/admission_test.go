@@ -80,6 +80,23 @@ func TestBulkheadFull(t *testing.T) {
 	})
 }
 
+// Calls without a workflow share one lot, whoever makes them.
+func TestBulkheadWithoutAWorkflow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBed(t, slowly)
+		p := b.withBulkhead(bulkhead.Settings{Total: 10, PerWorkflow: 1, Queue: -1})
+		other := b.of("", "2")
+		other.Header.Set("Authorization", "Bearer other")
+		var all sync.WaitGroup
+		all.Go(func() { b.do(b.of("", "1"), "200 executed charge 1") })
+		synctest.Wait()
+		b.do(other, "429 refused")
+		all.Go(func() { b.do(b.of("w", "3"), "200 executed charge 2") })
+		all.Wait()
+		b.returned(p)
+	})
+}
+
 // cascade 3.3.3: the backlog of one workflow does not keep another one waiting.
 func TestBulkheadQueuesApart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -162,6 +179,19 @@ func TestBulkheadPermitsComeBack(t *testing.T) {
 			w.Header().Set("Content-Length", "100")
 			_, _ = w.Write([]byte("half"))
 		},
+		"a stream of hours": func(w http.ResponseWriter, r *http.Request) {
+			for range 3 * 60 {
+				_, _ = io.WriteString(w, "more\n")
+				<-time.After(time.Minute)
+			}
+			if b := r.Context().Value(bedKey{}).(*bed); b.config.Bulkhead.Status().InUse != 1 {
+				b.Error("a stream of hours holds no permit")
+			}
+		},
+		"cancelled": func(_ http.ResponseWriter, r *http.Request) {
+			r.Context().Value(leaving{}).(context.CancelFunc)()
+			<-time.After(time.Hour)
+		},
 		"refusal":      func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(429) },
 		"server error": func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(500) },
 		"the disk fails": func(w http.ResponseWriter, r *http.Request) {
@@ -176,7 +206,8 @@ func TestBulkheadPermitsComeBack(t *testing.T) {
 					p := b.withBulkhead(bulkhead.Settings{Total: 1})
 					for i := range 3 {
 						r := b.of("w", fmt.Sprint(i))
-						r = r.WithContext(context.WithValue(r.Context(), bedKey{}, b))
+						ctx, leave := context.WithCancel(context.WithValue(r.Context(), bedKey{}, b))
+						r = r.WithContext(context.WithValue(ctx, leaving{}, leave))
 						r.Method = method
 						func() {
 							defer func() { _ = recover() }()
@@ -184,6 +215,7 @@ func TestBulkheadPermitsComeBack(t *testing.T) {
 						}()
 						synctest.Wait()
 						b.returned(p)
+						leave()
 					}
 					if p.Status().Counts.Granted == 0 {
 						t.Error("no call had a permit")

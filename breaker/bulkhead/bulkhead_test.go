@@ -141,6 +141,54 @@ func TestFloodLeavesOthersAlone(t *testing.T) {
 	})
 }
 
+// Everything at once: a workflow of a thousand callers, one of a single caller, and all four classes, at eight
+// permits. docs/performance.md has the table.
+func TestFairness(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const call, during = 100 * time.Millisecond, 1000 * time.Second
+		p := newPool(t, bulkhead.Settings{Total: 8, Wait: time.Hour})
+		loads := map[string]*load{}
+		var all []*load
+		for _, l := range []*load{
+			{workflow: "flood", callers: 1000}, {workflow: "single", callers: 1},
+			{workflow: "critical", class: bulkhead.Critical, callers: 1}, {workflow: "high", class: bulkhead.High, callers: 20},
+			{workflow: "low", class: bulkhead.Low, callers: 20},
+		} {
+			l.hold = call
+			loads[l.workflow] = l
+			all = append(all, l)
+		}
+		share(t, p, during, all...)
+		total, permits := 0.0, map[string]float64{}
+		for name, l := range loads {
+			permits[name] = float64(l.calls.Load()) * call.Seconds() / during.Seconds()
+			total += permits[name]
+		}
+		if total < 7.9 {
+			t.Errorf("%.2f of 8 permits were in use, though calls waited all the time", total)
+		}
+		// Whoever has one call at a time is never kept waiting by the others' backlogs.
+		for _, name := range []string{"single", "critical"} {
+			if longest := time.Duration(loads[name].longest.Load()); longest > call || permits[name] < 0.5 {
+				t.Errorf("%s waited up to %s and used %.2f permits, want at most the time of one call, and half of them", name, longest, permits[name])
+			}
+		}
+		// Each of the others has its whole base share of one permit, and the higher class what is left.
+		for _, name := range []string{"flood", "high", "low"} {
+			if permits[name] < 0.9 {
+				t.Errorf("%s used %.2f permits, want its base share of one", name, permits[name])
+			}
+		}
+		if permits["high"] < permits["flood"] || permits["flood"] < permits["low"] {
+			t.Errorf("the classes used %v permits, want the higher one at least as many", permits)
+		}
+		// The class low is served all the time: its calls wait for one another, not for the others.
+		if longest := time.Duration(loads["low"].longest.Load()); longest > 2*20*call {
+			t.Errorf("a call of class low waited %s", longest)
+		}
+	})
+}
+
 // ATD, "Fair-Share Scheduling", 1: by the time used, not by the number of calls or callers.
 func TestEqualShares(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
