@@ -120,6 +120,7 @@ import (
 //	in_doubt_as   problem | tool_result
 //	on_leave      continue | cancel
 //	priority      low | normal | high | critical | <placeholder>
+//	depends_on    <uri> <identity> <downstreams...>
 //	approve       [off | <role>] [{
 //		quorum <number>
 //		within <duration>
@@ -555,6 +556,7 @@ func policyOptions() options[*Policy] {
 			}
 			return checkPriority(p.Priority)
 		}},
+		"depends_on": {usage: "depends_on <uri> <identity> <downstreams...>", parse: parseDependency},
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }
 

@@ -111,6 +111,12 @@ type Policy struct {
 	// a token of the caller says (`atd.resource_priority`) comes first. Default: `normal`.
 	Priority string `json:"priority,omitempty"`
 
+	// What the calls need behind their upstream: while a breaker of another gateway is open for an agent
+	// that they need, they are refused here (503 `circuit-open`), and neither reach the upstream nor use
+	// their key up. Where the breakers are not known, the calls go on. It needs an `identity`. Default:
+	// only the upstream's own breaker counts.
+	DependsOn *Dependency `json:"depends_on,omitempty"`
+
 	// Asks people before a call is sent. Until they have approved it, it gets 409
 	// `approval-required` and its key stays free; afterwards the same call under the same id is
 	// sent. Default: nobody is asked.
@@ -356,6 +362,7 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.InDoubtAs, base.InDoubtAs)
 	inherit(&p.OnLeave, base.OnLeave)
 	inherit(&p.Priority, base.Priority)
+	inherit(&p.DependsOn, base.DependsOn)
 	inherit(&p.Approve, base.Approve)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)

@@ -229,6 +229,10 @@ type Action struct {
 	// Priority is the class in which they wait for the Bulkhead, unless a token says another one: its
 	// name, or text with placeholders. Default: that of the Config.
 	Priority string
+	// Dependency returns the error with which the breaker of something behind the upstream refuses what
+	// the calls need, and its public name; nil if it would not, or if that is unknown (cascade 3.3.2).
+	// It must not wait. Nil: nothing is known of what is behind the upstream.
+	Dependency func() (open *breaker.OpenError, name string)
 	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
 	// impossible.
 	Irreversible bool

@@ -3,6 +3,7 @@ package proxy
 import (
 	"bytes"
 	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -24,9 +25,9 @@ import (
 // InBand matches answers that are failures although their status is good. Exactly one of JSON,
 // Header and SSEError is set.
 type InBand struct {
-	// A JSON pointer into the answer's body: the answer failed if there is a value other than null.
-	// Bodies over 64 KiB, and those with a Content-Encoding, are not read. A probe's answer is then
-	// judged at its end.
+	// A JSON pointer into the answer's body: the answer failed if there is a value other than null, and
+	// so did a 2xx whose body is no JSON although its Content-Type says so. Bodies over 64 KiB, and
+	// those with a Content-Encoding, are not read. A probe's answer is then judged at its end.
 	JSON string `json:"json,omitempty"`
 
 	// A header or trailer field: the answer failed if it has one.
@@ -153,7 +154,7 @@ func (l bodyKinds) inspector(c *Circuits, res *http.Response) inspector {
 	case l.events && kind == "text/event-stream":
 		return new(eventStream)
 	case l.json && (kind == "application/json" || strings.HasSuffix(kind, "+json")) && res.ContentLength <= maxInspected:
-		return &jsonBody{circuits: c}
+		return &jsonBody{circuits: c, good: res.StatusCode < http.StatusMultipleChoices && res.StatusCode != http.StatusPartialContent}
 	}
 	return nil
 }
@@ -164,6 +165,7 @@ const maxInspected = 64 << 10
 // jsonBody inspects a JSON body, at its end.
 type jsonBody struct {
 	circuits *Circuits
+	good     bool // by its status it is a success, and whole
 	body     []byte
 	long     bool
 }
@@ -180,7 +182,19 @@ func (d *jsonBody) feed(p []byte) (fault string, good bool) {
 	return "", false
 }
 
-func (d *jsonBody) end() string { return d.circuits.bodyFault(d.body) }
+// end finds the fault in the body. A good answer that is not the JSON that it says it is is one, too; it
+// may be several values.
+func (d *jsonBody) end() string {
+	values := json.NewDecoder(bytes.NewReader(d.body))
+	for d.good {
+		if err := values.Decode(new(json.RawMessage)); err == io.EOF {
+			break
+		} else if err != nil {
+			return "no JSON"
+		}
+	}
+	return d.circuits.bodyFault(d.body)
+}
 
 // messageAnswer inspects the answer to a message of JSON-RPC, beside another inspector, which may be
 // nil. Alone it lets a probe be judged at the end of its answer.

@@ -464,8 +464,8 @@ func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) 
 	}
 }
 
-// ReadRequest makes a token with which an agent is asked for what it has of a workflow. It names no
-// checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be
+// ReadRequest makes a token with which an agent is asked for what it has of a workflow, or, without
+// one, for its breakers. It names no checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be
 // done.
 func (b *EventBuilder) ReadRequest(ctx context.Context, workflow, audience string) (string, error) {
 	return b.unrecorded(ctx, workflow, audience, ect.EventRollbackRequest, ect.Hash{})

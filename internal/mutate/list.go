@@ -136,4 +136,14 @@ var mutations = []mutation{
 		old: "!a.given || a.Key == a.own || v.named != nil {", now: "!a.given || a.Key == a.own || v.named != nil || a.Evidence != \"\" {",
 		breaks: "a new key that was recognised is a new key again", tests: []string{"TestNewKeysThatAreAdvisory"},
 	},
+	{
+		id: "C-3.3.2-c", file: "guard/refusals.go",
+		old: "if open == nil && x.action.Dependency != nil {", now: "if false {",
+		breaks: "breakers behind the upstream are not asked for", tests: []string{"TestProcessDependsOn"},
+	},
+	{
+		id: "C-3.1.2-c", file: "caddymodule/proxy/answer.go",
+		old: "			return \"no JSON\"", now: "			break",
+		breaks: "an agent that answers nonsense is believed", tests: []string{"TestProcessContain"},
+	},
 }

@@ -1,0 +1,247 @@
+//go:build unix
+
+package e2e
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+// chained is a chain of agents with a gateway before each. Two workflows share the first agent, which
+// calls the failing one for the first workflow, and the healthy one for the second.
+//
+//	gateway 0 -> second -> gateway 1 -> failing -> gateway 2 -> tool
+//	                                 \> healthy /
+type chained struct {
+	t                              *testing.T
+	sites                          [3]*procSite
+	second, failing, healthy, tool *upstream
+	wid                            string
+
+	fault atomic.Pointer[string] // of the failing agent
+	held  atomic.Int32           // calls at the failing agent
+
+	mu      sync.Mutex
+	effects map[string]int // of the tool, by key
+}
+
+const chainGood = `{"ok":true}`
+
+// newChained makes the agents and the places of the gateways. options are those of the failing agent.
+func newChained(t *testing.T, options string) *chained {
+	t.Helper()
+	c := &chained{t: t, second: newUpstream(t), failing: newUpstream(t), healthy: newUpstream(t), tool: newUpstream(t), wid: uuid.NewString(), effects: map[string]int{}}
+	c.fails("")
+	for i := range c.sites {
+		c.sites[i] = procNewSite(t, "")
+		c.sites[i].app = fmt.Sprintf("identity %s {\n public_url http://%s\n }\n", starIdentity(i), c.sites[i].addr)
+		c.sites[i].store = "badger " + c.sites[i].path("data")
+	}
+	c.sites[0].upstream, c.sites[2].upstream = c.second.addr, c.tool.addr
+	// What the second agent fails for others is no failure of its own.
+	c.sites[0].guard = "breaker {\n failure 500 503 504\n}\nbulkhead {\n total 4\n per_workflow 2\n}\n"
+	c.sites[1].app += fmt.Sprintf("trust jwks_url http://%s/.well-known/cascade/jwks %s\n", c.sites[0].addr, starIdentity(0))
+	raw := fmt.Sprintf("agent_proxy /healthy %s {\n name healthy\n}\nagent_proxy %s {\n%s}", c.healthy.addr, c.failing.addr, options)
+	(&star{sites: c.sites[:]}).before(1, raw)
+	c.sites[1].raw = strings.Replace(c.sites[1].raw, "agent_guard_endpoints\n", "", 1)
+	for _, path := range []string{"/failing", "/healthy"} {
+		c.second.on(path, c.passes(c.sites[1]))
+		c.healthy.on(path, c.passes(c.sites[2]))
+		c.tool.on(path, func(w http.ResponseWriter, a *arrival) {
+			c.mu.Lock()
+			c.effects[a.Header.Get("Idempotency-Key")]++
+			c.mu.Unlock()
+			c.says(w, http.StatusOK, chainGood)
+		})
+	}
+	passes := c.passes(c.sites[2])
+	c.failing.on("/failing", func(w http.ResponseWriter, a *arrival) {
+		c.held.Add(1)
+		defer c.held.Add(-1)
+		fault := *c.fault.Load()
+		if fault == "" {
+			passes(w, a)
+			return
+		}
+		passes(unread{http.Header{}}, a) // it has its effect, and then does not say so
+		switch fault {
+		case "fails":
+			c.says(w, http.StatusInternalServerError, `{}`)
+		case "leaks": // what it has begun it never ends
+			w.Header().Set("Content-Type", "application/json")
+			_, _ = io.WriteString(w, `{"ok":`)
+			_ = http.NewResponseController(w).Flush()
+			<-a.Context().Done()
+		case "hangs":
+			<-a.Context().Done()
+		case "nonsense":
+			c.says(w, http.StatusOK, []string{`<html>It works!</html>`, `{"error":"internal"}`, `{"ok":tr`}[a.n%3])
+		}
+	})
+	return c
+}
+
+// unread is an answer that nobody gets.
+type unread struct{ header http.Header }
+
+func (u unread) Header() http.Header         { return u.header }
+func (u unread) Write(p []byte) (int, error) { return len(p), nil }
+func (u unread) WriteHeader(int)             {}
+
+func (c *chained) fails(how string) { c.fault.Store(&how) }
+
+func (c *chained) says(w http.ResponseWriter, status int, body string) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_, _ = io.WriteString(w, body)
+}
+
+// passes is an agent that calls the next one under the same key. What fails there it answers with 502,
+// and with the name of the gateway's problem.
+func (c *chained) passes(next *procSite) func(http.ResponseWriter, *arrival) {
+	g := next.gateway(c.t)
+	return func(w http.ResponseWriter, a *arrival) {
+		header := map[string]string{"Workflow-Id": a.Header.Get("Workflow-Id"), "Authorization": "Bearer agent"}
+		res, err := g.send(request{path: a.URL.Path, id: a.Header.Get("Idempotency-Key"), header: header})
+		if err != nil {
+			c.says(w, http.StatusBadGateway, `{}`)
+			return
+		}
+		defer res.Body.Close()
+		if body, err := io.ReadAll(res.Body); err == nil && res.StatusCode == http.StatusOK && string(body) == chainGood {
+			c.says(w, http.StatusOK, chainGood)
+			return
+		}
+		c.says(w, http.StatusBadGateway, fmt.Sprintf(`{"problem":%q}`, res.Header.Get("Execution-Problem")))
+	}
+}
+
+// call makes a call of one of the workflows.
+func (c *chained) call(path, id string) reply {
+	c.t.Helper()
+	wid := c.wid
+	if path == "/healthy" {
+		wid = "neighbour-" + wid
+	}
+	return c.sites[0].gateway(c.t).call(request{path: path, id: id, header: map[string]string{"Workflow-Id": wid, "Authorization": "Bearer first"}})
+}
+
+// neighbour makes a call that needs no failing agent.
+func (c *chained) neighbour(when string) {
+	c.t.Helper()
+	if got := c.call("/healthy", uuid.NewString()); got.status != http.StatusOK || got.body != chainGood {
+		c.t.Errorf("%s the neighbour gets %d %v %s", when, got.status, got.header, got.body)
+	}
+}
+
+// Issue of containment, over the wire: whatever an agent does wrong, its gateway refuses it after a few
+// calls, and lets go of what it holds. A workflow beside it goes on, no effect comes twice, the ledger
+// says what happened, and all works again by itself.
+func TestProcessContain(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newChained(t, "deadline 150ms\nbreaker {\n consecutive 3\n cooldown 100ms 100ms\n probe_prefer off\n in_band json /error\n}\n")
+	for _, site := range c.sites {
+		site.start(t)
+	}
+	good := func(when string) {
+		t.Helper()
+		eventually(t, when, func() bool { return c.call("/failing", uuid.NewString()).body == chainGood })
+	}
+	good("the chain works")
+	for _, fault := range []string{"fails", "hangs", "leaks", "nonsense"} {
+		c.fails(fault)
+		before, first := c.failing.arrivals("/failing"), uuid.NewString()
+		id := first
+		eventually(t, "the agent is refused that "+fault, func() bool {
+			got := c.call("/failing", id)
+			if got.body == chainGood {
+				t.Errorf("an agent that %s is believed", fault)
+			}
+			id = uuid.NewString()
+			c.neighbour("beside an agent that " + fault)
+			return strings.Contains(got.body, "circuit-open")
+		})
+		if n := c.failing.arrivals("/failing") - before; n < 3 || n > 6 {
+			t.Errorf("an agent that %s got %d calls", fault, n)
+		}
+		c.call("/failing", first) // a retry
+		eventually(t, "nothing is held by the agent that "+fault, func() bool { return c.held.Load() == 0 })
+		c.fails("")
+		good("the agent works again that " + fault)
+	}
+	c.mu.Lock()
+	for id, n := range c.effects {
+		if n != 1 {
+			t.Errorf("the effect of %s came %d times", id, n)
+		}
+	}
+	c.mu.Unlock()
+	recorded := map[ect.Event]int{}
+	c.sites[1].exported(t, func(token *ect.Unverified) { recorded[token.Event()]++ })
+	if recorded[ect.EventError] < 4 || recorded[ect.EventCircuitOpen] < 4 || recorded[ect.EventCircuitClose] < 4 {
+		t.Errorf("the ledger has %v", recorded)
+	}
+}
+
+// C-3.3.2-c: a gateway refuses calls that need an agent whose breaker is open at the next gateway,
+// before they are recorded or sent. Others go on, and so do these when the breaker is closed.
+func TestProcessDependsOn(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	const agent = "spiffe://example.com/agent/failing"
+	c := newChained(t, "")
+	c.sites[1].raw = strings.Replace(c.sites[1].raw, c.failing.addr+" {\n", fmt.Sprintf("%s {\nbreaker {\n downstream %[1]s %s\n}\n", c.failing.addr, agent), 1)
+	c.sites[0].guard += fmt.Sprintf("action failing {\n match path /failing\n depends_on http://%s/.well-known/cascade/circuits %s %s\n}\n", c.sites[1].addr, starIdentity(1), agent)
+	c.sites[2].start(t)
+	next := c.sites[1].start(t)
+	c.sites[0].start(t)
+	mode := func(mode string) {
+		t.Helper()
+		status, text, err := next.admin("POST", "/agent_guard/circuits/mode", "application/json", fmt.Sprintf(`{"upstream":%q,"mode":%q}`, c.failing.addr, mode))
+		if err != nil || status != http.StatusOK {
+			t.Fatal(status, text, err)
+		}
+	}
+	if got := c.call("/failing", "before"); got.body != chainGood {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	mode("forced_open")
+	var refused string
+	var got reply
+	eventually(t, "the first gateway refuses", func() bool {
+		refused = uuid.NewString()
+		got = c.call("/failing", refused)
+		return got.status == http.StatusServiceUnavailable
+	})
+	got.problem(t, http.StatusServiceUnavailable, "circuit-open")
+	if !strings.Contains(got.body, agent) || strings.Contains(got.body, c.failing.addr) {
+		t.Errorf("it says %s", got.body)
+	}
+	arrived := c.second.arrivals("/failing")
+	c.neighbour("while the first gateway refuses")
+	if got := c.call("/failing", "before"); got.body != chainGood {
+		t.Errorf("a retry of what is recorded gets %d %s", got.status, got.body)
+	}
+	if n := c.second.arrivals("/failing"); n != arrived {
+		t.Errorf("%d calls have passed", n-arrived)
+	}
+	mode("forced_closed")
+	eventually(t, "the same call goes on", func() bool { return c.call("/failing", refused).body == chainGood })
+	opened := 0
+	c.sites[0].exported(t, func(token *ect.Unverified) {
+		if token.Event() == ect.EventCircuitOpen {
+			opened++
+		}
+	})
+	if opened == 0 {
+		t.Error("the ledger does not say that the workflow was refused")
+	}
+}
