@@ -13,6 +13,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/agent-guard/caddy-agent-guard/bench/contain"
 	"github.com/agent-guard/caddy-agent-guard/bench/gateway"
 	"github.com/agent-guard/caddy-agent-guard/bench/peer"
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
@@ -25,6 +26,7 @@ var roles = proc.Roles{
 	gateway.Role:  gateway.Run,
 	upstream.Role: upstream.Run,
 	peer.Role:     peer.Run,
+	contain.Role:  contain.Run,
 
 	records.FillRole: records.Fill,
 	records.OpenRole: records.Open,
@@ -41,6 +43,7 @@ var commands = []command{
 	{"compare", "two commits in one run: compare [<flags>] OLD NEW (about five minutes)", runCompare},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
 	{"rollback", "a thousand calls undone by one gateway, and by three (about five minutes)", runRollback},
+	{"contain", "a chain of agents of which one fails, with and without the guard (about four minutes)", runContain},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
 

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/bench/contain"
 	"github.com/agent-guard/caddy-agent-guard/bench/proc"
 	"github.com/agent-guard/caddy-agent-guard/bench/soak"
 	"github.com/agent-guard/caddy-agent-guard/bench/table"
@@ -56,6 +57,10 @@ func TestCommandLine(t *testing.T) {
 		{"store -json -markdown", 2, "not both"},
 		{"rollback -checkpoints 1", 1, "checkpoints: at least 2"},
 		{"rollback -json -markdown", 2, "not both"},
+		{"contain -faults sleeps", 1, `faults: no "sleeps"`},
+		{"contain -fault 1ms", 1, "fault: from 100ms"},
+		{"contain -neighbour 0", 1, "from 1 to 200"},
+		{"contain -json -markdown", 2, "not both"},
 		{"soak -for 1ms", 1, "for: at least 1s"},
 		{"soak -clients 0", 1, "clients: at least 1"},
 		{"soak -rate -1", 1, "rate: not negative"},
@@ -195,6 +200,37 @@ func TestRollback(t *testing.T) {
 	} {
 		if figures[name] <= 0 {
 			t.Errorf("%q was not measured: %v", name, figures)
+		}
+	}
+}
+
+// A chain of agents of which one fails, for too short a time to say much: it is measured in each chain,
+// with the guard it is refused and nothing is done twice, and the ledgers say so.
+func TestContain(t *testing.T) {
+	status, out, log := bench(t, "contain", "-faults", "fails", "-before", "1s", "-fault", "3s", "-after", "1s", "-dir", t.TempDir(), "-json")
+	var report contain.Report
+	if err := json.Unmarshal([]byte(out), &report); status != 0 || err != nil || len(report.Trials) != 3 {
+		t.Fatalf("exit status %d, %v, %d trials\n%s\n%s", status, err, len(report.Trials), out, log)
+	}
+	for _, trial := range report.Trials {
+		if trial.Usual.Good == 0 || trial.Failing.Made == 0 || trial.Reached == 0 || trial.Held == 0 || trial.Items == 0 {
+			t.Errorf("%s was not measured: %+v", trial.Chain, trial)
+		}
+		guarded := trial.Chain != contain.Bare
+		if guarded != (trial.Contained != nil) || guarded && (trial.Repeated > 0 || trial.Informed["error"] == 0 || trial.Informed["circuit_breaker_open"] == 0) {
+			t.Errorf("%s does not contain it: %+v", trial.Chain, trial)
+		}
+	}
+	var text, markdown bytes.Buffer
+	if err := report.Text(&text); err != nil {
+		t.Fatal(err)
+	}
+	if err := report.Markdown(&markdown); err != nil {
+		t.Fatal(err)
+	}
+	for _, form := range []string{text.String(), markdown.String()} {
+		if !strings.Contains(form, "fails: bare") || !strings.Contains(form, "effects that came twice") {
+			t.Errorf("got\n%s", form)
 		}
 	}
 }

@@ -142,5 +142,5 @@ func (c *Comparison) Text(w io.Writer) error {
 func (c *Comparison) Markdown(w io.Writer) error {
 	fmt.Fprintln(w, strings.Join(c.preface(), " "))
 	fmt.Fprintln(w)
-	return markdown(w, c.cells())
+	return Markdown(w, c.cells())
 }

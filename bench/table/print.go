@@ -31,7 +31,7 @@ func (r *Report) Text(w io.Writer) error {
 func (r *Report) Markdown(w io.Writer) error {
 	fmt.Fprintln(w, strings.Join(r.preface(), " "))
 	fmt.Fprintln(w)
-	if err := markdown(w, r.cells()); err != nil {
+	if err := Markdown(w, r.cells()); err != nil {
 		return err
 	}
 	fmt.Fprint(w, "\n| figure | value | bar | |\n|---|---|---|---|\n")
@@ -41,8 +41,8 @@ func (r *Report) Markdown(w io.Writer) error {
 	return nil
 }
 
-// markdown prints a table whose first row are its titles.
-func markdown(w io.Writer, rows [][]string) error {
+// Markdown prints a table for a document, whose first row are its titles.
+func Markdown(w io.Writer, rows [][]string) error {
 	for i, cells := range rows {
 		line := "| " + strings.Join(cells, " | ") + " |\n"
 		if i == 0 {
