@@ -6,8 +6,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net/http"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -29,6 +31,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 )
 
@@ -87,16 +90,23 @@ type App struct {
 	// Where escalations are sent, the cases that only a person can decide. Default: to the log.
 	HITL *HITL `json:"hitl,omitempty"`
 
+	// Files with plans of workflows (`application/atd-workflow+json`). A workflow whose
+	// `workflow_start` names the `wf_id` of one is shown with its plan: the state of each node, which
+	// of them can begin, and what holds the others. Nothing is enforced. The files are read at load.
+	// Needs an `identity`. Default: none.
+	PlanFiles []string `json:"plans,omitempty"`
+
 	// The places in the Caddyfile of options that are checked only at load, so that errors can name
 	// them: values like `Caddyfile:12`, for the members `store`, `keys`, `identity.key_file`,
-	// `trust.N` (the Nth source of keys, if it is a file), `hitl.rules`, `hitl.webhook` and
-	// `hitl.webhook.secret.N`. Default: errors name no place.
+	// `trust.N` (the Nth source of keys, if it is a file), `hitl.rules`, `hitl.webhook`,
+	// `hitl.webhook.secret.N` and `plans.N`. Default: errors name no place.
 	WrittenAt map[string]string `json:"written_at,omitempty"`
 
 	ctx    caddy.Context
 	logger *zap.Logger
 	spec   engineSpec
 
+	plans     map[string]*plan.Descriptor
 	guards    guards
 	events    *caddyevents.App
 	pending   pendingEvents
@@ -191,6 +201,9 @@ func (a *App) provision(ctx caddy.Context) error {
 		return err
 	}
 	a.spec.ledger = a.Identity != nil
+	if err := a.readPlans(); err != nil {
+		return err
+	}
 	if a.Rollback != nil {
 		if err := a.Rollback.provision(); err != nil {
 			return fmt.Errorf("agent_guard: rollback: %w", err)
@@ -253,6 +266,45 @@ func (a *App) provisionKeys() (err error) {
 		return err
 	}
 	return nil
+}
+
+// readPlans reads the plans of workflows.
+func (a *App) readPlans() error {
+	if len(a.PlanFiles) > 0 && a.Identity == nil {
+		return &wrong{"plans.1", errors.New("agent_guard: plan: it needs an identity; without one nothing of workflows is recorded")}
+	}
+	a.plans = make(map[string]*plan.Descriptor, len(a.PlanFiles))
+	for i, name := range a.PlanFiles {
+		d, err := readPlan(name)
+		if err == nil && a.plans[d.WorkflowID] != nil {
+			err = fmt.Errorf("wf_id: %q is the name of an earlier plan; give each its own", d.WorkflowID)
+		}
+		if err != nil {
+			return &wrong{fmt.Sprintf("plans.%d", i+1), fmt.Errorf("agent_guard: plan: %s: %w", name, err)}
+		}
+		a.plans[d.WorkflowID] = d
+		for _, w := range d.Warnings {
+			a.logger.Warn("plan of a workflow", zap.String("file", name), zap.Stringer("warning", w))
+		}
+	}
+	return nil
+}
+
+func readPlan(name string) (*plan.Descriptor, error) {
+	file, err := caddy.NewReplacer().ReplaceOrErr(name, true, true)
+	if err != nil {
+		return nil, err
+	}
+	f, err := os.Open(file)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	text, err := io.ReadAll(io.LimitReader(f, plan.MaxSize+1)) // Parse refuses one that is longer
+	if err != nil {
+		return nil, err
+	}
+	return plan.Parse(text)
 }
 
 func (a *App) provisionTokens() error {

@@ -86,6 +86,7 @@ func init() {
 //			page <url>
 //			rules <file>
 //		}
+//		plan <file>
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	d.Next() // the option's name
@@ -126,6 +127,15 @@ func appOptions() options[*App] {
 		"identity": {usage: "identity <uri> { ... }", parse: parseIdentity},
 		"trust":    {usage: "trust jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }", several: true, parse: parseTrust},
 		"rollback": {usage: "rollback { ... }", parse: parseRollback},
+		"plan": {usage: "plan <file>", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+			var file string
+			if err := parseWord(d, &file); err != nil {
+				return err
+			}
+			a.PlanFiles = append(a.PlanFiles, file)
+			a.writtenAt(fmt.Sprintf("plans.%d", len(a.PlanFiles)), d.Token())
+			return nil
+		}},
 	}
 }
 

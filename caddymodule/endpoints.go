@@ -98,6 +98,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	}
 	g.Ledger = policy.graph(e)
 	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.escalations.store.Reaching
+	g.Ledger.Plans = h.app.plans
 	if c := e.rollbacks.coordinator(); c != nil {
 		o := h.app.rollbackOptions()
 		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{

@@ -31,6 +31,7 @@ var inCaddyfile = map[string]string{
 	"App.store":                       "`store <name> ...`",
 	"App.key_file":                    "`keys file <path>`",
 	"App.key":                         "`keys value <placeholder>`",
+	"App.plans":                       "`plan <file>`",
 	"Bulkhead.off":                    "`bulkhead off`",
 	"Bulkhead.total":                  "`bulkhead { total ... }`",
 	"Bulkhead.per_workflow":           "`bulkhead { per_workflow ... }`",

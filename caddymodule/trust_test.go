@@ -1,12 +1,16 @@
 package caddymodule
 
 import (
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
 // Level L3 needs a ledger with every parent in it: what takes that away is refused, and
@@ -27,6 +31,37 @@ func TestLevel3Needs(t *testing.T) {
 	}
 	holds(trust.provision("ES256", zap.NewNop()), "min_level L3", "allow_partial")
 	holds((&App{Trust: &trust}).provisionTokens(), "min_level: L3", "identity", "ledger")
+}
+
+// Plans are read at load, whole; errors name the file and what is wrong with it, warnings are logged.
+func TestPlansAtLoad(t *testing.T) {
+	dir := t.TempDir()
+	file := func(name, text string) string {
+		t.Helper()
+		name = filepath.Join(dir, name)
+		if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return name
+	}
+	one := file("one.json", `{"wf_id": "w", "nodes": [{"id": "a", "label": "x"}, {"id": "b", "label": "x"}]}`)
+	again := file("again.json", `{"wf_id": "w", "nodes": [{"id": "c"}]}`)
+	circle := file("circle.json", `{"wf_id": "c", "nodes": [{"id": "a"}, {"id": "b"}], "edges": [{"from": "a", "to": "b"}, {"from": "b", "to": "a"}]}`)
+	for want, files := range map[string][]string{
+		"": {one}, `again.json: wf_id: "w" is the name of an earlier plan`: {one, again}, "circle.json: a: lies on a cycle: a -> b -> a": {circle},
+		"it has more than 8388608 bytes": {file("large.json", strings.Repeat(" ", plan.MaxSize+1))},
+		"placeholder":                    {"{env.AGENT_GUARD_TEST_UNSET}/plan.json"},
+	} {
+		core, logs := observer.New(zapcore.WarnLevel)
+		app := &App{Identity: new(Identity), PlanFiles: files, logger: zap.New(core)}
+		err := app.readPlans()
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: %v", files, err)
+		}
+		if want == "" && (app.plans["w"] == nil || logs.Len() != 1) {
+			t.Errorf("%v, %d warnings", app.plans, logs.Len())
+		}
+	}
 }
 
 // A token with more parents than the ledger takes could be verified and never recorded:

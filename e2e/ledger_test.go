@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 	"time"
@@ -107,6 +109,41 @@ func TestWorkflowStates(t *testing.T) {
 	}
 	if fmt.Sprint(events) != fmt.Sprint(map[string]int{"": 3, "checkpoint": 3, "error": 2, "completed": 2, "in_doubt": 1}) {
 		t.Errorf("%v", events)
+	}
+}
+
+// A-node-states-b, A-topological-order-d: a plan of the configuration is shown in the page of a workflow
+// whose start names it, and a call before its turn is forwarded as ever: nothing is enforced.
+func TestPlanIsShown(t *testing.T) {
+	upstream, a := newUpstream(t), newAgent(t, "a")
+	file := filepath.Join(t.TempDir(), "plan.json")
+	if err := os.WriteFile(file, []byte(`{"wf_id": "the flow", "nodes": [{"id": "hold"}, {"id": "book", "label": "book_flight"}, {"id": "pay"}, {"id": "mail"}],
+		"edges": [{"from": "hold", "to": "book"}, {"from": "book", "to": "pay"}, {"from": "pay", "to": "mail"}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	g := launch(t, setup{app: trusting(t, a) + "\nplan " + file, site: "agent_proxy " + upstream.addr, badger: true})
+	wid := uuid.NewString()
+	start := a.issue(eventOf("workflow_start", ect.Cascade, wid, nil))
+	first := with(a.issue(ect.Claims{Workflow: wid, Action: "reserve", Ext: new(ect.ExtBuilder).Text("atd.node", "hold")}), request{path: "/hold"})
+	first.header[ect.FieldName] = start.Raw() + ", " + first.header[ect.FieldName]
+	for _, r := range []request{first, with(a.issue(ect.Claims{Workflow: wid, Action: "pay"}), request{path: "/pay"})} {
+		if got := g.call(r); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	g.settledView(a, wid, 7)
+	shown := document[struct {
+		Plan struct {
+			WFID  string `json:"wf_id"`
+			Nodes []struct {
+				ID, State string
+				Ready     bool
+				Holds     []struct{ Node, State string }
+			}
+		}
+	}](t, g.get(a, "workflows/"+wid)).Plan
+	if got := fmt.Sprint(shown); got != "{the flow [{hold done false []} {book pending true []} {pay done false []} {mail pending true []}]}" {
+		t.Error(got)
 	}
 }
 

@@ -200,9 +200,6 @@ func waysToUndo(config, adapter string) (map[string]bool, error) {
 // maxPlanned is how many tokens of one workflow are compared with a plan.
 const maxPlanned = 100_000
 
-// nodeMember names the node of a plan that a call is, in the extensions of its token.
-const nodeMember = "atd.node"
-
 // progressFlags are the flags of `workflows progress`.
 type progressFlags struct {
 	*options
@@ -211,31 +208,10 @@ type progressFlags struct {
 	gateways []string
 }
 
-// progressDocument says where a workflow is in its plan.
+// progressDocument is where a workflow is in its plan.
 type progressDocument struct {
-	PlanID   string         `json:"wf_id"`
-	Version  string         `json:"version"`
-	Workflow string         `json:"workflow"`
-	Nodes    []progressNode `json:"nodes"`
-	// Others are the ids of the tasks that are no node of the plan.
-	Others []string `json:"others"`
-}
-
-type progressNode struct {
-	ID     string          `json:"id"`
-	Level  int             `json:"level"`
-	State  workflow.State  `json:"state"`
-	Detail workflow.Detail `json:"detail,omitempty"`
-	Tasks  []string        `json:"tasks"`
-	Ready  bool            `json:"ready"`
-	Holds  []progressHold  `json:"holds"`
-}
-
-type progressHold struct {
-	Node   string          `json:"node"`
-	State  workflow.State  `json:"state"`
-	Detail workflow.Detail `json:"detail,omitempty"`
-	Final  bool            `json:"final"`
+	Workflow string `json:"workflow"`
+	*plan.Progress
 }
 
 func workflowsProgress(o *options) *cobra.Command {
@@ -285,27 +261,11 @@ func (p *progressFlags) run(cmd *cobra.Command, file, export string) error {
 		}
 	}
 	g := workflow.New(evidence.RecordsOf(entries, func(e *ledger.Entry) bool { return slices.Contains(p.gateways, e.Issuer) }))
-	found := d.Progress(g, func(n *workflow.Node) (int, bool) {
-		named, _ := evidence.Extension(at[n.ID]).Text(nodeMember)
-		if !n.IsTask() && named == "" {
-			return 0, false // a checkpoint's own action says nothing of the call
-		}
-		place, err := d.Which(named, n.Action)
-		return place, err == nil
+	found := d.Progress(g, func(id string) string {
+		name, _ := evidence.Extension(at[id]).Text(evidence.MemberNode)
+		return name
 	})
-	doc := progressDocument{PlanID: d.WorkflowID, Version: d.Version(), Workflow: entries[0].Workflow, Others: append([]string{}, found.Others...)}
-	for _, id := range slices.Concat(d.Levels()...) {
-		place, _ := d.Find(id)
-		s := &found.Nodes[place]
-		node := progressNode{
-			ID: id, Level: d.Nodes[place].Level, State: s.State, Detail: s.Detail, Ready: s.Ready,
-			Tasks: append([]string{}, s.Tasks...), Holds: []progressHold{},
-		}
-		for _, h := range s.Holds {
-			node.Holds = append(node.Holds, progressHold{d.Nodes[h.Node].ID, h.State, h.Detail, h.Final})
-		}
-		doc.Nodes = append(doc.Nodes, node)
-	}
+	doc := progressDocument{entries[0].Workflow, found}
 	return p.print(cmd, doc, func(time.Time) string { return describeProgress(&doc) })
 }
 
@@ -348,7 +308,9 @@ func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry
 
 func describeProgress(doc *progressDocument) string {
 	rows := [][]string{{"LEVEL", "NODE", "STATE", "TASKS", "WAITS FOR"}}
-	for _, n := range doc.Nodes {
+	nodes := slices.Clone(doc.Nodes)
+	slices.SortStableFunc(nodes, func(a, b plan.Status) int { return a.Level - b.Level })
+	for _, n := range nodes {
 		state, waits := inWords(string(n.State), string(n.Detail)), ""
 		if n.Ready {
 			waits = "nothing: it can begin"

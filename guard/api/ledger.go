@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
 // defaultMaxNodes is the number of entries of a workflow that one request reads.
@@ -63,6 +64,8 @@ type LedgerOptions struct {
 	Coordinators []string
 	// Reaching are the escalations of a workflow that participants are told of. Nil is none.
 	Reaching func(ctx context.Context, workflow string) ([]hitl.Escalation, error)
+	// Plans are those of the configuration, by their wf_id.
+	Plans map[string]*plan.Descriptor
 	// Waits ends all waiting for the ledger when the gateway shuts down. Nil is never.
 	Waits context.Context
 	// MaxNodes is the largest number of entries of a workflow that one request reads;

@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -44,6 +45,10 @@ type workflowDocument struct {
 	Unordered []string       `json:"unordered,omitempty"`
 	Nodes     []nodeDocument `json:"nodes"` // in topological order
 	Edges     []edgeDocument `json:"edges"`
+
+	// Plan is where the workflow is in the plan that its start names, if the gateway has that. It is
+	// left out if not all of the workflow was read, or may be: the rest could change it (P6).
+	Plan *plan.Progress `json:"plan,omitempty"`
 }
 
 // holdDocument says what keeps new calls of the workflow from beginning at its participants.
@@ -94,13 +99,19 @@ type source struct {
 	log    string
 	index  int64
 	at     time.Time
-	status int64 // of the upstream's answer; 0 is none
+	status int64  // of the upstream's answer; 0 is none
+	node   string // of a plan, as the token names it
+	plan   string // that a workflow_start names
 }
 
 func (s *Ledger) sourceOf(e *ledger.Entry) source {
 	from := source{log: e.Log, index: e.Index, at: e.Recorded}
 	if s.own(e) {
 		from.status, _ = evidence.Extension(e).Int(evidence.MemberStatus)
+	}
+	if len(s.Plans) > 0 {
+		from.node, _ = evidence.Extension(e).Text(evidence.MemberNode)
+		from.plan, _ = evidence.Extension(e).Text(ect.MemberWorkflowName)
 	}
 	return from
 }
@@ -171,8 +182,13 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, foun
 	}); err != nil {
 		return doc, false, err
 	}
+	all := len(records)
 	records, sources = inOrder(records, sources, &part)
-	return describe(wid, records, sources, more || !whole, time.Now()), true, nil
+	var follows *plan.Descriptor
+	if len(records) == all {
+		follows = q.planOf(records, sources)
+	}
+	return describe(wid, records, sources, follows, more || !whole, time.Now()), true, nil
 }
 
 // WorkflowTokens is a page of the tokens of a workflow. Its members are an API.
@@ -245,6 +261,16 @@ func (q *ledgerRequest) workflowTokens() error {
 	return q.writeJSON(http.StatusOK, doc)
 }
 
+// planOf returns the plan that a workflow's first start names; nil without.
+func (s *Ledger) planOf(records []workflow.Record, sources []source) *plan.Descriptor {
+	for i := range records {
+		if records[i].Event == ect.EventWorkflowStart {
+			return s.Plans[sources[i].plan]
+		}
+	}
+	return nil
+}
+
 // inOrder merges the records of several nodes of a fleet into one order, as far as the
 // reader may see them.
 func inOrder(records []workflow.Record, sources []source, part *evidence.Participation) (r []workflow.Record, s []source) {
@@ -261,7 +287,7 @@ func inOrder(records []workflow.Record, sources []source, part *evidence.Partici
 	return r, s
 }
 
-func describe(id string, records []workflow.Record, sources []source, truncated bool, now time.Time) workflowDocument {
+func describe(id string, records []workflow.Record, sources []source, follows *plan.Descriptor, truncated bool, now time.Time) workflowDocument {
 	g := workflow.New(records)
 	at := make(map[string]source, len(records))
 	for i, r := range records {
@@ -278,6 +304,9 @@ func describe(id string, records []workflow.Record, sources []source, truncated 
 		doc.Status, doc.Stated, doc.Tasks = s.Status, s.Stated, s.Tasks
 		points := g.RecoveryPoints(now)
 		doc.RecoveryPoints = points[:min(len(points), maxRecoveryPoints)]
+		if follows != nil {
+			doc.Plan = follows.Progress(g, func(id string) string { return at[id].node })
+		}
 	}
 	for _, n := range g.Nodes() {
 		doc.Nodes = append(doc.Nodes, describeNode(id, &n, at[n.ID], truncated))

@@ -17,6 +17,7 @@ import (
 	. "github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -204,6 +205,47 @@ func TestTruncatedWorkflow(t *testing.T) {
 		if n.State != "" {
 			t.Errorf("%+v", n)
 		}
+	}
+}
+
+// A-node-states-b, A-topological-order-d: a workflow whose start names a plan is shown with it, from the
+// records alone: to who may see all of it, and only if all was read (P3, P6).
+func TestWorkflowShowsItsPlan(t *testing.T) {
+	d, err := plan.Parse([]byte(`{"wf_id": "trip", "nodes": [{"id": "hold", "label": "hold_budget"}, {"id": "pay"}, {"id": "mail"}], "edges": [{"from": "hold", "to": "pay"}, {"from": "pay", "to": "mail"}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := newGate(t, func(o *LedgerOptions) { o.Plans, o.MaxNodes = map[string]*plan.Descriptor{"trip": d}, 8 })
+	read := func(who evidence.Reader) *plan.Progress {
+		t.Helper()
+		var doc struct{ Plan *plan.Progress }
+		g.get("workflows/"+flow, who).read(200, &doc)
+		return doc.Plan
+	}
+	named := func(name string) *ect.ExtBuilder { return ext().Text(ect.MemberWorkflowName, name) }
+	task := g.add(alice, flow, "act", ext().Text("atd.node", "hold"))
+	if p := read(asAlice); p != nil {
+		t.Errorf("without a start: %+v", p)
+	}
+	g.add(alice, flow, "workflow_start", named("trip"), task)
+	g.add(alice, flow, "workflow_start", named("other"), task) // the first one counts
+	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
+	g.add(gateway, flow, "act", ofCall("completed", caller), task, ckpt)
+	g.add(alice, flow, "look_around", nil, task)
+	p := read(asAlice)
+	if p == nil || p.PlanID != "trip" || p.Version != d.Version() || len(p.Others) != 1 ||
+		fmt.Sprintf("%s %s %v %v", p.Nodes[0].State, p.Nodes[1].State, p.Nodes[1].Ready, p.Nodes[2].Ready) != "done pending true false" || p.Nodes[2].Holds[0].Node != "pay" {
+		t.Errorf("%+v", p)
+	}
+	// Bob sees the part that follows from his own node, so nothing of the plan.
+	g.add(bob, flow, "pay", nil)
+	if p := read(evidence.Reader{Issuer: bob}); p != nil {
+		t.Errorf("a part of the workflow: %+v", p)
+	}
+	g.add(alice, flow, "act", nil, task)
+	g.add(alice, flow, "act", nil, task)
+	if p := read(asAlice); p != nil {
+		t.Errorf("a part was read: %+v", p)
 	}
 }
 

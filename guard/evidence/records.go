@@ -31,6 +31,9 @@ func IsUnproven(e *ledger.Entry) bool { return e.Issuer == "" }
 // unproven replaces the event of an unproven token, so that the token changes no state.
 const unproven ect.Event = "unproven"
 
+// MemberNode names the node of a plan that a call is, in the extensions of its token.
+const MemberNode ect.Member = "atd.node"
+
 // RecordOf converts an entry for its workflow's graph. own says that the gateway issued it.
 func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	r := workflow.Record{

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
 )
@@ -44,6 +45,8 @@ type Descriptor struct {
 	index  map[string]int   // id -> place in Nodes
 	labels map[string][]int // label -> places
 	order  []int            // the places in topological order
+
+	version func() string // is computed once
 }
 
 // Node is a task.
@@ -146,6 +149,10 @@ func Parse(text []byte) (*Descriptor, error) {
 		return nil, r.err()
 	}
 	d.warn()
+	d.version = sync.OnceValue(func() string {
+		sum := sha256.Sum256(d.Canonical())
+		return base64.RawURLEncoding.EncodeToString(sum[:])
+	})
 	return d, nil
 }
 
@@ -173,10 +180,7 @@ func (d *Descriptor) Levels() [][]string {
 
 // Version names what the plan means: the SHA-256 of its canonical form, in base64url. White space and
 // the order of members, nodes and edges make no other version.
-func (d *Descriptor) Version() string {
-	sum := sha256.Sum256(d.Canonical())
-	return base64.RawURLEncoding.EncodeToString(sum[:])
-}
+func (d *Descriptor) Version() string { return d.version() }
 
 // Canonical is the one text of what the plan means: compact JSON, members by name, nodes by id, edges
 // by their ends, and without what is as it is by default. All hints stand in resource_hints.

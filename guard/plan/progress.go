@@ -30,54 +30,66 @@ func (d *Descriptor) Which(named, action string) (place int, err error) {
 	return same[0], nil
 }
 
+// Progress says where a workflow is in its plan, as documents show it. Nothing of it is stored: it
+// follows from the graph of what is recorded (ATD, "Node States").
+type Progress struct {
+	PlanID  string `json:"wf_id"`
+	Version string `json:"version"`
+	// Nodes are those of the plan, in its order.
+	Nodes []Status `json:"nodes"`
+	// Others are the ids of the tasks that are no node of the plan.
+	Others []string `json:"others"`
+}
+
 // Status is how far a node has come.
 type Status struct {
+	ID    string `json:"id"`
+	Label string `json:"label,omitempty"`
+	Level int    `json:"level"`
+	// After are the ids of the nodes that come directly before it.
+	After []string `json:"after"`
 	// State is pending without a call, else that of its calls together: an earlier call that was rolled
 	// back, or not executed, does not count beside another; of the others the worst counts. So a call
 	// in doubt is not done, whatever else succeeded (P6).
-	State workflow.State
+	State workflow.State `json:"state"`
 	// Detail refines State, as it does for a call.
-	Detail workflow.Detail
+	Detail workflow.Detail `json:"detail,omitempty"`
 	// Tasks are the ids of its calls, in the graph's order.
-	Tasks []string
+	Tasks []string `json:"tasks"`
 	// Ready says that it can begin: nothing of it was executed, and all before it are done.
-	Ready bool
+	Ready bool `json:"ready"`
 	// Holds are the nodes before it that are not done. It is empty for a node that has begun.
-	Holds []Hold
+	Holds []Hold `json:"holds"`
 }
 
 // Hold is a node that another one waits for.
 type Hold struct {
-	// Node is its place in the plan.
-	Node int
+	Node string `json:"node"` // its id
 	// State and Detail are its own. One that is done holds only while its rollback is asked for, or
 	// was not completed.
-	State  workflow.State
-	Detail workflow.Detail
+	State  workflow.State  `json:"state"`
+	Detail workflow.Detail `json:"detail,omitempty"`
 	// Final says that waiting does not help: it has failed or was rolled back, or cannot begin itself.
-	Final bool
+	Final bool `json:"final"`
 }
 
-// Progress says where a workflow is in its plan. Nothing of it is stored: it follows from the graph of
-// what is recorded (ATD, "Node States").
-type Progress struct {
-	// Nodes are those of the plan.
-	Nodes []Status
-	// Others are the ids of the tasks that are no node of the plan.
-	Others []string
-}
-
-// Progress derives the states of all nodes from the workflow's graph. which finds the place of the
-// node that a task is, or a checkpoint that stands for one; ok is false for none.
-func (d *Descriptor) Progress(g *workflow.Graph, which func(n *workflow.Node) (place int, ok bool)) *Progress {
-	p := &Progress{Nodes: make([]Status, len(d.Nodes))}
+// Progress derives the states of all nodes from the workflow's graph. named returns the id of the node
+// that the token with an id names, or nothing. A checkpoint that stands for a call without a token is
+// no node without it: its own action says nothing of the call.
+func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *Progress {
+	p := &Progress{PlanID: d.WorkflowID, Version: d.Version(), Nodes: make([]Status, len(d.Nodes)), Others: []string{}}
 	for i := range p.Nodes {
-		p.Nodes[i].State = workflow.Pending
+		n := &d.Nodes[i]
+		p.Nodes[i] = Status{ID: n.ID, Label: n.Label, Level: n.Level, After: []string{}, State: workflow.Pending, Tasks: []string{}, Holds: []Hold{}}
+		for _, j := range n.Before {
+			p.Nodes[i].After = append(p.Nodes[i].After, d.Nodes[j].ID)
+		}
 	}
 	for _, t := range g.Tasks() {
 		n := g.At(t)
-		place, ok := which(n)
-		if !ok {
+		name := named(n.ID)
+		place, err := d.Which(name, n.Action)
+		if err != nil || name == "" && !n.IsTask() {
 			p.Others = append(p.Others, n.ID)
 			continue
 		}
@@ -102,7 +114,7 @@ func (d *Descriptor) Progress(g *workflow.Graph, which func(n *workflow.Node) (p
 
 // holds finds what node i waits for. lost are the nodes that can never begin.
 func (d *Descriptor) holds(i int, all []Status, lost []bool) []Hold {
-	var holds []Hold
+	holds := []Hold{}
 	for _, j := range d.Nodes[i].Before {
 		s := &all[j]
 		if s.State == workflow.Done && s.Detail == "" {
@@ -110,7 +122,7 @@ func (d *Descriptor) holds(i int, all []Status, lost []bool) []Hold {
 		}
 		final := lost[j] || s.State == workflow.RolledBack ||
 			s.State == workflow.Failed && s.Detail != workflow.DetailInDoubt && s.Detail != workflow.DetailReleased
-		holds = append(holds, Hold{Node: j, State: s.State, Detail: s.Detail, Final: final})
+		holds = append(holds, Hold{Node: s.ID, State: s.State, Detail: s.Detail, Final: final})
 	}
 	return holds
 }

@@ -40,7 +40,7 @@ var layers = []layer{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "ect", "internal/durable",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/api!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/evidence!", "guard/drawing!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/drawing!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/evidence!", "guard/api!", "guard/protocol!", "ect", "breaker",
