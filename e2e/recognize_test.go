@@ -298,6 +298,7 @@ func TestRecognizedAsStated(t *testing.T) {
 		{"X-Stainless-Retry-Count", "0", "1"},
 		{"Amz-Sdk-Request", "attempt=1; max=3", "attempt=2; max=3"},
 		{"Grpc-Previous-Rpc-Attempts", "", "1"},
+		{"X-Stainless-Retry-Count", "none", "100000000000000000000"}, // more than a number of ours
 	} {
 		path := fmt.Sprint("/", i)
 		one, retry := equal(path, row.name, row.first), equal(path, row.name, row.retry)

@@ -593,13 +593,11 @@ func retryCount(h http.Header, fields []string) int {
 			if number == "" || strings.Trim(number, "0123456789") != "" { // the error of Atoi would be allocated
 				continue
 			}
-			n, err := strconv.Atoi(number)
+			n, _ := strconv.Atoi(number) // the greatest int where it is greater
 			if attempts {
 				n--
 			}
-			if err == nil && n < 1<<16 {
-				most = max(most, n)
-			}
+			most = max(most, n)
 		}
 	}
 	return most
