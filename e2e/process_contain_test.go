@@ -128,11 +128,15 @@ func (c *chained) passes(next *procSite) func(http.ResponseWriter, *arrival) {
 // call makes a call of one of the workflows.
 func (c *chained) call(path, id string) reply {
 	c.t.Helper()
+	return c.sites[0].gateway(c.t).call(c.calling(path, id))
+}
+
+func (c *chained) calling(path, id string) request {
 	wid := c.wid
 	if path == "/healthy" {
 		wid = "neighbour-" + wid
 	}
-	return c.sites[0].gateway(c.t).call(request{path: path, id: id, header: map[string]string{"Workflow-Id": wid, "Authorization": "Bearer first"}})
+	return request{path: path, id: id, header: map[string]string{"Workflow-Id": wid, "Authorization": "Bearer first"}}
 }
 
 // neighbour makes a call that needs no failing agent.
@@ -177,6 +181,27 @@ func TestProcessContain(t *testing.T) {
 		eventually(t, "nothing is held by the agent that "+fault, func() bool { return c.held.Load() == 0 })
 		c.fails("")
 		good("the agent works again that " + fault)
+	}
+	// What holds all that its workflow may hold of an agent (C-3.3.3-b) leaves the rest of it to others.
+	hold := newGate(t)
+	c.second.on("/held", func(w http.ResponseWriter, a *arrival) {
+		hold.pass()
+		c.says(w, http.StatusOK, chainGood)
+	})
+	var held []*pending
+	for range 3 {
+		held = append(held, c.sites[0].gateway(t).begin(c.calling("/held", uuid.NewString())))
+	}
+	eventually(t, "the workflow holds its part", func() bool { return c.second.arrivals("/held") >= 2 })
+	c.neighbour("beside a workflow that holds its part")
+	if n := c.second.arrivals("/held"); n != 2 {
+		t.Errorf("a workflow holds %d places of an agent", n)
+	}
+	hold.open()
+	for _, p := range held {
+		if got := p.answer(); got.body != chainGood {
+			t.Errorf("a call that has waited gets %d %s", got.status, got.body)
+		}
 	}
 	c.mu.Lock()
 	for id, n := range c.effects {

@@ -3,6 +3,7 @@ package contain
 import (
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -33,6 +34,9 @@ func (r *Report) preface() string {
 		r.Go, m.OS, m.Arch, m.Cores, m.CPU, m.FileSystem, o.Failing, o.Neighbour, o.Before, o.Fault, o.After)
 }
 
+// cascades is the name of a row that only gateways have which detect them.
+const cascades = "cascades named in the ledgers"
+
 // cells are a row of titles, and one of each value, with a column for each trial.
 func (r *Report) cells() [][]string {
 	rows := [][]string{{""}}
@@ -56,9 +60,12 @@ func (r *Report) cells() [][]string {
 		{"works again after the fault, by itself", func(t *Trial) string { return seconds(t.Recovered) }},
 		{"errors in the ledgers", func(t *Trial) string { return t.events("error") }},
 		{"openings and rejections in the ledgers", func(t *Trial) string { return t.events("circuit_breaker_open") }},
-		{"cascades named in the ledgers", func(t *Trial) string { return t.events("cascade_detected") }},
+		{cascades, func(t *Trial) string { return t.events("cascade_detected") }},
 		{"questions to people", func(t *Trial) string { return t.people() }},
 	} {
+		if v.name == cascades && !slices.ContainsFunc(r.Trials, func(t Trial) bool { return t.Informed["cascade_detected"] > 0 }) {
+			continue // nothing is on that detects them
+		}
 		row := []string{v.name}
 		for i := range r.Trials {
 			row = append(row, v.of(&r.Trials[i]))
