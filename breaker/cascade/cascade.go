@@ -296,8 +296,8 @@ func (d *Detector) Fail(now time.Time, f Failure) []Change {
 	d.graph.touch(h)
 	own := f.By == ""
 	called, well := d.called(i)
-	if !own && (f.By != h.agent.name || well || h.reports.many(t, d.set.Window, maxReports)) {
-		return nil // hearsay, too much, or against what the gateway saw
+	if !own && (f.By != h.agent.name || well) {
+		return nil // hearsay, or against what the gateway saw
 	}
 	x := v.fail
 	first := x == nil || x.over
@@ -377,7 +377,9 @@ func (d *Detector) Succeed(now time.Time, s Success) []Change {
 	for e := v.parents; e != none && first; e = d.graph.edges[e].nextParent {
 		d.work++
 		p := &d.graph.nodes[d.graph.edges[e].parent]
-		p.ok.add(t)
+		if v.pool != nil {
+			p.ok.add(t)
+		}
 		if own && v.pool != nil && p.pool != nil && p.state == succeeded {
 			p.pool.fed.add(t)
 		}
@@ -407,13 +409,19 @@ func (d *Detector) Breaker(now time.Time, b Breaker) []Change {
 	}
 	if b.By != "" {
 		h := d.graph.holding(b.Workflow, b.By)
-		if h == nil || b.Open && h.agent.breakers.many(t, d.set.Window, maxBreakers) {
+		if h == nil {
 			return nil
 		}
-	} else {
-		if p := d.pool(b.Pool); p != nil {
-			p.at(b.Address).open = b.Open
+		if a := h.agent; b.Open {
+			if t-a.reported > int64(d.set.Window) {
+				a.reported, a.breakers = t, 0
+			}
+			if a.breakers++; a.breakers > maxBreakers {
+				return nil
+			}
 		}
+	} else if p := d.pool(b.Pool); p != nil {
+		p.at(b.Address).open = b.Open
 	}
 	d.cluster(t, &b)
 	return d.take()

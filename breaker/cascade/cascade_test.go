@@ -184,6 +184,13 @@ func TestIndependentFailures(t *testing.T) {
 	b.none("hours apart")
 
 	b = newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.fails("w", "ab", cascade.Timeout)
+	b.after(time.Hour).fails("w", "bc", cascade.Timeout)
+	b.after(time.Hour).fails("w", "cd", cascade.Timeout)
+	b.none("hours apart, the callers first")
+
+	b = newBench(t, cascade.Settings{})
 	b.task("w", "a", "a")
 	for i := range 200 {
 		b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
@@ -292,6 +299,56 @@ func TestStrangersAndLiars(t *testing.T) {
 	}
 }
 
+// Reports of one agent among siblings neither make a coincidence a finding, nor hide what is none.
+func TestFloodAmongSiblings(t *testing.T) {
+	flood := func(b *bench, siblings, failures int) {
+		b.task("w", "a", "a")
+		b.call("w", "ax", "a", "x", "a")
+		for i := range siblings {
+			b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
+		}
+		for i := range failures {
+			for j := range 100 {
+				id := fmt.Sprint("lie", i, "-", j)
+				b.task("w", id, "x", "ax", "a")
+				b.says("w", id, "x")
+			}
+			b.after(time.Second).fails("w", fmt.Sprint("s", i), cascade.Failed)
+		}
+	}
+	b := newBench(t, cascade.Settings{})
+	flood(b, 200, 2)
+	b.none("2 of 200")
+	b = newBench(t, cascade.Settings{})
+	flood(b, 6, 4)
+	if f := b.one(); !slices.Contains(f.Parts[0].Failed, "x3") {
+		t.Errorf("%+v", f)
+	}
+}
+
+// P3: what agents report of calls to one service links no two workflows, and neither can anybody add to the
+// nodes of somebody else.
+func TestReportsStayInTheirWorkflow(t *testing.T) {
+	b := newBench(t, cascade.Settings{Agents: 2})
+	for i := range 9 {
+		w := fmt.Sprint("w", i)
+		b.call(w, "za", "z", fmt.Sprint("a", i))
+		b.call(w, "ad", fmt.Sprint("a", i), "d", "za")
+		b.says(w, "ad", fmt.Sprint("a", i))
+		b.opens("d", "", fmt.Sprint("a", i), w)
+	}
+	b.none("one report in each")
+
+	b = newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.task("w", "x", "x")
+	b.task("w", "x", "liar", "cd") // the id of somebody else's
+	b.fails("w", "cd", cascade.Failed)
+	b.after(time.Millisecond).fails("w", "bc", cascade.Failed)
+	b.after(time.Millisecond).fails("w", "x", cascade.Failed)
+	b.none("x has nothing to do with it")
+}
+
 // What an agent reports of its part of a call that the gateway saw end well counts for nothing.
 func TestTheGatewayKnowsBetter(t *testing.T) {
 	b := newBench(t, cascade.Settings{})
@@ -301,6 +358,28 @@ func TestTheGatewayKnowsBetter(t *testing.T) {
 	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd"}))
 	b.says("w", "b", "b", "error-c")
 	b.none("d has answered well")
+
+	b = newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd"}))
+	b.says("w", "d", "d")
+	b.says("w", "c", "c", "error-d")
+	b.says("w", "b", "b", "error-c")
+	b.none("d had answered well")
+}
+
+// Pools that cannot be reached at the same time have lost what they share, also where they are called in
+// different workflows.
+func TestLostTogether(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("v")
+	b.fails("v", "cd", cascade.Unreachable)
+	b.after(time.Millisecond).fails("v", "bc", cascade.Failed)
+	b.call("w", "ax", "a", "x")
+	b.after(15*time.Second).fails("w", "ax", cascade.Unreachable)
+	if f := b.one(); f.Class != cascade.Infrastructure || f.Pattern != cascade.BreadthFirst || len(f.Parts) != 2 {
+		t.Errorf("%+v", f)
+	}
 }
 
 // Agents that report only themselves are a cascade if they name each other.
@@ -343,6 +422,56 @@ func TestSeveralWorkflows(t *testing.T) {
 	}
 	if !slices.Equal(kinds, []cascade.ChangeKind{cascade.Opened, cascade.Grown, cascade.Grown}) {
 		t.Errorf("once, and again when it has doubled: %v", kinds)
+	}
+}
+
+// A second workflow that meets the same service later joins the finding that is open.
+func TestTheSameServiceAgain(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	for i := range 2 {
+		w := fmt.Sprint("w", i)
+		b.after(40 * time.Second)
+		b.chain(w)
+		for _, id := range []string{"cd", "bc", "ab"} {
+			b.fails(w, id, cascade.Failed)
+		}
+	}
+	if f := b.one(); len(f.Parts) != 2 {
+		t.Errorf("%+v", f)
+	}
+}
+
+// Callees that are given up have not failed: their caller has.
+func TestGivenUp(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.after(time.Second).fails("w", "cd", cascade.Canceled)
+	b.fails("w", "bc", cascade.Canceled)
+	b.fails("w", "ab", cascade.Timeout)
+	b.none("only b has failed")
+
+	b = newBench(t, cascade.Settings{})
+	b.chain("w")
+	b.after(time.Second).fails("w", "ab", cascade.Timeout)
+	b.fails("w", "bc", cascade.Canceled)
+	b.fails("w", "cd", cascade.Canceled)
+	b.none("only b has failed, and the others later")
+}
+
+// Calls that are refused for what they were given have their root in who gave it (cascade 3.1.1, semantic
+// failures).
+func TestWrongAnswers(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.task("w", "a", "a")
+	for i := range 3 {
+		given, used := fmt.Sprint("g", i), fmt.Sprint("u", i)
+		b.call("w", given, "a", "source", "a")
+		b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: given, Address: "1"}))
+		b.call("w", used, "a", fmt.Sprint("x", i), "a", given)
+		b.after(time.Second).fails("w", used, cascade.Rejected)
+	}
+	if f := b.one(); f.Root.Agent != "source" || f.Class != cascade.Service || !slices.Contains(f.Root.Reasons, cascade.WrongAnswers) {
+		t.Errorf("%+v", f)
 	}
 }
 

@@ -29,6 +29,13 @@ func (d *Detector) Faults() error {
 		if v.fail != nil && (v.fail.node != int32(i) || v.fail.group == nil) {
 			return fmt.Errorf("failure of %q is not its own", v.id)
 		}
+		if v.fail != nil && v.fail.group.finding == nil {
+			for _, m := range v.fail.group.members {
+				if m.node == none {
+					return fmt.Errorf("a forgotten failure is kept beside %q", v.id)
+				}
+			}
+		}
 	}
 	if live != len(g.nodes)-len(g.free) || cost != g.cost {
 		return fmt.Errorf("%d nodes cost %d, not %d", live, cost, g.cost)

@@ -69,7 +69,7 @@ type Root struct {
 // Part is what a cascade has in one workflow. A workflow may be shown its own only (P3).
 type Part struct {
 	Workflow string
-	// Errors are the ids of the first 64 errors.
+	// Errors are the ids of the first 64 errors, the oldest first.
 	Errors []string
 	// Failed are the agents that failed, sorted.
 	Failed []string
@@ -435,7 +435,7 @@ func (d *Detector) seek(f *finding, t int64) {
 	pools := map[*pool]bool{}
 	for _, h := range heads {
 		y := h.failure
-		if gap := y.at - x.at; y.pool == nil || !y.own || max(gap, -gap) > period {
+		if gap := y.at - x.at; y.pool == nil || !y.own || max(gap, -gap) > partition {
 			continue
 		}
 		pools[y.blamed()] = true
@@ -491,7 +491,9 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		l.blast.add(name)
 		all.add(name)
 	}
-	for _, x := range g.members {
+	members := slices.Clone(g.members)
+	slices.SortStableFunc(members, func(a, b *failure) int { return cmp.Compare(a.at, b.at) })
+	for _, x := range members {
 		l := parts[x.wf.id]
 		if l == nil || x.over || !x.sure {
 			continue

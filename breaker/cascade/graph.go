@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"container/heap"
 	"strings"
-	"time"
 )
 
 // graph holds the nodes in a slab, so that 100,000 of them cost the garbage collector little.
@@ -51,7 +50,8 @@ type agent struct {
 	cost        int
 	place       int      // in the heap
 	first, last *holding // the quietest first
-	breakers    limit
+	reported    int64    // when it began to report the breakers below
+	breakers    int
 }
 
 // holding is what an agent has in a workflow, the oldest first.
@@ -60,22 +60,6 @@ type holding struct {
 	workflow    *workflow
 	prev, next  *holding
 	first, last int32
-	reports     limit // of failures
-}
-
-// limit counts reports.
-type limit struct {
-	began int64
-	count int
-}
-
-// many counts one more, and says whether there were more than most since the window began.
-func (l *limit) many(t int64, window time.Duration, most int) bool {
-	if t-l.began > int64(window) {
-		l.began, l.count = t, 0
-	}
-	l.count++
-	return l.count > most
 }
 
 type state uint8
@@ -98,7 +82,7 @@ type node struct {
 	ok                recent
 	children, parents int32 // edges
 	prev, next        int32 // in the holding
-	births            int32
+	calls             int32 // that follow from it, also if they are forgotten
 	cost              int32
 	state             state
 	seen              bool // the gateway saw it end well
@@ -222,7 +206,9 @@ func (g *graph) link(parent, child int32) {
 		g.edges[p.children].prevChild = i
 	}
 	p.children, c.parents = i, i
-	p.births++
+	if c.pool != nil {
+		p.calls++
+	}
 	g.charge(child, costEdge)
 }
 

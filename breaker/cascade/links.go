@@ -74,8 +74,7 @@ const (
 	period      = int64(10 * time.Second)
 	slack       = int64(time.Second)      // reports of one moment may be so far apart
 	together    = int64(2 * time.Second)  // failures of one moment
-	maxReports  = 16                      // of failures by an agent in a workflow within Settings.Window
-	maxBreakers = 64                      // and of breakers by an agent in all
+	maxBreakers = 64                      // that an agent may report within Settings.Window
 	partition   = int64(20 * time.Second) // pools that cannot be reached within it have failed together
 	chance      = 1e-3                    // at which failures side by side are no coincidence
 	usual       = 0.03                    // rate of failures that is always assumed
@@ -581,9 +580,10 @@ func (d *Detector) waited(x *failure) int32 {
 	return deepest
 }
 
-// beside links failures of siblings, and of calls to one pool, if they are no coincidence.
+// beside links failures of siblings, and of calls to one pool, if they are no coincidence. Only what the
+// gateway saw is counted (P3).
 func (d *Detector) beside(x *failure) {
-	if x.kind == Canceled || x.cause != nil || !x.sure {
+	if !x.own || x.kind == Canceled || x.cause != nil {
 		return
 	}
 	g, t := &d.graph, d.now
@@ -605,19 +605,19 @@ func (d *Detector) beside(x *failure) {
 				rate = max(rate, y.pool.usual())
 			}
 		}
-		here := p.ok.count(t)
-		if len(parties.list) >= d.set.Agents && unlikely(p.kids.fails.count(t), int(p.births-p.ok.total)+here, rate) {
+		n := int(p.calls-p.ok.total) + p.ok.count(t)
+		if len(parties.list) >= d.set.Agents && unlikely(p.kids.fails.count(t), n, rate) {
 			for _, y := range same {
 				g := d.union(x, y)
 				g.broad, g.wide = true, true
 			}
 		}
 	}
-	if x.own && x.kind == Rejected {
+	if x.kind == Rejected {
 		d.spoilt(x)
 	}
 	p := x.blamed()
-	if p == nil || !x.own || x.kind == Rejected || x.kind == Refused {
+	if p == nil || x.kind == Rejected || x.kind == Refused {
 		return
 	}
 	if x.kind == Unreachable {

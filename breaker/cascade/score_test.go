@@ -223,8 +223,7 @@ func (w *world) score(t *testing.T, verbose bool) score {
 	return s
 }
 
-// The score is that of seeds which nobody looked at while the detector was made; that was done with the seeds
-// from 1,000 and from 20,000.
+// The detector was made with the seeds from 1,000 and from 20,000, and not with those of the score.
 const (
 	scored = 50_000
 	traces = 300
