@@ -317,7 +317,8 @@ type watch struct {
 	mu          sync.Mutex
 	counted     time.Time
 	doubts      *doubtReport       // nil if they could not be counted
-	escalations []escalationReport // counted with doubts
+	escalations []escalationReport // counted with doubts, as unconfirmed is
+	unconfirmed map[string]int     // nil if they could not be counted
 	counting    chan struct{}      // closed when the current count ends; nil without one
 }
 
@@ -326,7 +327,7 @@ type watch struct {
 func (e *engine) snapshot() *storeSnapshot {
 	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.executions.BodyMemory().Used()}
 	e.watch.mu.Lock()
-	now.Escalations = e.watch.escalations
+	now.Escalations, now.Unconfirmed = e.watch.escalations, e.watch.unconfirmed
 	e.watch.mu.Unlock()
 	if reporter, ok := e.opener.(StoreReporter); ok {
 		report := reporter.ReportStore(e.store)
@@ -359,9 +360,15 @@ func (e *engine) doubts() *doubtReport {
 		go func() {
 			defer close(done)
 			found, escalations := e.countDoubts(), e.countEscalations()
+			within, cancel := context.WithTimeout(context.Background(), stateWithin)
+			defer cancel()
+			unconfirmed, err := e.escalations.store.Unconfirmed(within)
+			if err != nil {
+				unconfirmed = nil // they could not be counted
+			}
 			w.mu.Lock()
 			defer w.mu.Unlock()
-			w.doubts, w.escalations, w.counted, w.counting = found, escalations, time.Now(), nil
+			w.doubts, w.escalations, w.unconfirmed, w.counted, w.counting = found, escalations, unconfirmed, time.Now(), nil
 		}()
 	}
 	w.mu.Unlock()

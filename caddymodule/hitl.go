@@ -482,8 +482,11 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		case <-begun:
 			var reaching sync.WaitGroup
 			reaching.Go(func() {
-				x.store.Reach(running, newUndoSender(e).informHold, func(err error) {
-					e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
+				x.store.Reach(running, hitl.Outreach{
+					Inform: newUndoSender(e).informHold, Find: e.passOn, OnAnswer: e.heldAt,
+					OnError: func(err error) {
+						e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
+					},
 				})
 			})
 			dispatcher.Run(running)

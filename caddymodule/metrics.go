@@ -71,6 +71,9 @@ type storeSnapshot struct {
 	Ledger *ledgerReport
 	// Escalations is empty if they could not be counted.
 	Escalations []escalationReport
+	// Unconfirmed is of how many escalations each participant has not confirmed what holds; nil if they
+	// could not be counted.
+	Unconfirmed map[string]int
 	// Circuits are the breakers of the process.
 	Circuits []circuitReport
 	// Rollbacks is nil if rollbacks are not available.
@@ -309,6 +312,9 @@ func (s sink) snapshot(now *storeSnapshot) {
 	for _, r := range now.Escalations {
 		s.gauge(escalations, float64(r.N), r.Level, r.State)
 	}
+	for participant, n := range now.Unconfirmed {
+		s.gauge(holdsUnconfirmed, float64(n), participant)
+	}
 	for _, c := range now.Circuits {
 		s.gauge(circuitState, float64(c.State), c.Upstream, c.Class)
 		s.gauge(circuitErrors, c.ErrorRate, c.Upstream, c.Class)
@@ -426,6 +432,7 @@ var (
 	rollbacksWaiting = family("rollbacks_waiting", gauge, "Errors because of which a rollback is to be asked for, or people, once it is their turn.")
 	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "Age of the oldest unfinished rollback; 0 without one.")
 	escalations      = family("escalations", gauge, "Escalations that are kept, by level and state; counted up to 100000.", "level", "state")
+	holdsUnconfirmed = family("holds_unconfirmed", gauge, "Escalations of which a participant has not confirmed what holds the workflow, by participant.", "participant")
 	deliveries       = family("escalation_deliveries_total", counter, "Attempts to deliver an escalation, by result.", "result")
 
 	eventsDropped = family("events_dropped_total", counter, "Events that were dropped because handlers of events were too slow.")
@@ -446,7 +453,7 @@ var families = []*Family{
 	bulkheadHeld, bulkheadRetries, bulkheadMemory, bulkheadSpooled, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
-	escalations, deliveries,
+	escalations, holdsUnconfirmed, deliveries,
 	eventsDropped, info,
 }
 

@@ -26,9 +26,10 @@ func healthy() *storeSnapshot {
 		Escalations: []escalationReport{
 			{Level: "approval", State: "open", N: 2}, {Level: "stop", State: "notified"},
 		},
-		Circuits:  []circuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
-		Rollbacks: &rollbackReport{Running: 2, OldestAge: 30 * time.Second, Waiting: 5},
-		Ledger:    &ledgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
+		Unconfirmed: map[string]int{"spiffe://example.com/b": 2},
+		Circuits:    []circuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
+		Rollbacks:   &rollbackReport{Running: 2, OldestAge: 30 * time.Second, Waiting: 5},
+		Ledger:      &ledgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
 	}
 }
 
@@ -237,7 +238,8 @@ func TestSnapshots(t *testing.T) {
 			`agent_guard_circuit_state{class="",upstream="10.0.0.7:9001"}`: 2, `agent_guard_circuit_error_ratio{class="",upstream="10.0.0.7:9001"}`: 0.5,
 			`agent_guard_circuit_openings_total{class="",upstream="10.0.0.7:9001"}`: 1, `agent_guard_circuit_rejected_total{class="",upstream="10.0.0.7:9001"}`: 7,
 			`agent_guard_escalations{level="approval",state="open"}`: 2, `agent_guard_escalations{level="stop",state="notified"}`: 0,
-			"agent_guard_rollbacks_running{}": 2, "agent_guard_rollbacks_waiting{}": 5, "agent_guard_rollback_oldest_age_seconds{}": 30,
+			`agent_guard_holds_unconfirmed{participant="spiffe://example.com/b"}`: 2,
+			"agent_guard_rollbacks_running{}":                                     2, "agent_guard_rollbacks_waiting{}": 5, "agent_guard_rollback_oldest_age_seconds{}": 30,
 			"agent_guard_ledger_entries{}": 5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
 			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
 		}},

@@ -62,6 +62,12 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 			}
 			return 0
 		},
+		Reservation: func() time.Duration {
+			if a := e.activeConfigs.latest(); a != nil {
+				return time.Duration(a.rollbackOptions().Reservation)
+			}
+			return 0
+		},
 		Keep: keep, Logger: slogOf(e.logger.Named("rollback")),
 	})
 	if err != nil {
@@ -148,8 +154,10 @@ type Rollback struct {
 	// can change it with `Prefer: wait=N`. Default: 10s.
 	Wait caddy.Duration `json:"wait,omitempty"`
 
-	// How long the other gateways and agents of a rollback are asked in the first phase, again and
-	// again, before they count as `unreachable`; at most 1m. Default: 10s.
+	// How long another gateway or agent that is asked in the first phase of a rollback, again and again,
+	// may be silent before it counts as `unreachable`; at most 1m. Each answer for a part of the rollback
+	// begins the time anew, and parts that wait for their turn do not count. All together are asked for
+	// no longer than `reservation`, or this time if that is longer. Default: 10s.
 	PrepareTimeout caddy.Duration `json:"prepare_timeout,omitempty"`
 
 	// How long a prepared rollback is reserved, at most 10m: for so long no call begins that would

@@ -81,6 +81,8 @@ func procStage(batch []store.Write) string {
 	switch {
 	case slices.ContainsFunc(batch, func(w store.Write) bool { return string(w.Key) == "mmarks" }):
 		return "marks"
+	case slices.ContainsFunc(batch, func(w store.Write) bool { return strings.HasPrefix(string(w.Key), "hr") && !w.Delete }):
+		return "hold" // participants have to hear of it
 	case first.Key[0] == 'm':
 		return "christening"
 	case first.Key[0] == 'r':

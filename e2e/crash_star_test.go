@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 
@@ -283,6 +284,46 @@ func TestCrashAtEveryCommitOfAParticipant(t *testing.T) {
 			c.settled()
 			t.Logf("%d kills: %v", kills, c.tally)
 		})
+	}
+}
+
+// ATD "Interaction with HITL": SIGKILL right before and right after the commit that pauses a workflow, or
+// resumes it, before anything of it is sent to the participant: it hears of it all the same.
+func TestCrashBetweenHoldAndDelivery(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStarCrash(t)
+	for _, point := range []string{"before hold", "after hold"} {
+		s := c.sites[0].gateway(t).saga(c.a)
+		root, doc := s.do(charge(1)), "/docs/"+uuid.NewString()
+		s.do(put(doc, `{"n":2}`), root.checkpoint)
+		c.lab.write(doc, `{"n":3}`) // which is not undone
+		killed := func(do func()) {
+			reached, ended := c.stages[0].arm(point), make(chan struct{})
+			go func() { defer close(ended); do() }()
+			waitWithin(t, procBound, reached, point)
+			c.running[0].kill()
+			<-ended
+			c.revive(0)
+		}
+		asked := rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+		killed(func() {
+			if res, err := s.g.client.Do(s.g.build(s.asking(asked))); err == nil {
+				read(res)
+			}
+		})
+		s.finished(asked.ID).want(t, "partial", "escalated")
+		eventually(t, "it is paused", func() bool { return c.tried(1, s.wid).status == http.StatusConflict })
+		eventually(t, "that is confirmed", func() bool { return strings.Contains(fmt.Sprint(s.holds().Holds), "held held") })
+		id, gateway := s.holds().Holds[0].Escalation, c.running[0]
+		killed(func() {
+			_, _, _ = gateway.admin("POST", "/agent_guard/escalations/"+id+"/decision", "application/json", `{"decision":"approve","operator":"ann"}`)
+		})
+		if s.holds().Holds[0].State == "held" {
+			c.sites[0].decides(t, "approve", id)
+		} else if point == "before hold" {
+			t.Error("a decision counts that was not committed")
+		}
+		eventually(t, "it is resumed", func() bool { return c.tried(1, s.wid).status == http.StatusCreated })
 	}
 }
 

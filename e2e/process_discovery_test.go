@@ -95,7 +95,7 @@ func TestProcessDiscovery(t *testing.T) {
 }
 
 // A participant that does not answer may have more to undo: the rollback cannot be prepared whole, and
-// is never completed (P6). Asked again when it answers, it is.
+// is never completed (P6). Its workflow is paused there when it is back. Asked again, the rest is undone.
 func TestProcessDiscoveryUnreachable(t *testing.T) {
 	t.Parallel() // its gateways are processes
 	c := newAskingStar(t)
@@ -117,6 +117,7 @@ func TestProcessDiscoveryUnreachable(t *testing.T) {
 	c.lab.wantCharge(root.id(t), "refunded")
 	c.lab.wantDoc("/docs/x", `{"n":2}`)
 	c.start(2)
+	eventually(t, "it is paused there, too", func() bool { return c.tried(2, s.wid).status == http.StatusConflict })
 	asked.ID = rollbackID(2)
 	eventually(t, "it is asked again", func() bool {
 		r := s.asking(asked)

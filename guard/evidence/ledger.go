@@ -151,7 +151,7 @@ func (rec *Recorder) target(ctx context.Context, id string) (*ledger.Entry, erro
 		return nil, err
 	}
 	if len(all) >= ledger.MaxFound {
-		return nil, fmt.Errorf("rollbacks: the id %.80q stands in %d workflows or more", id, ledger.MaxFound)
+		return nil, &rollback.TooManyError{What: "namesakes of the checkpoint in other workflows", Count: len(all), Limit: ledger.MaxFound - 1}
 	}
 	var found *ledger.Entry
 	for i := range all {

@@ -44,9 +44,53 @@ const (
 // String is the word used in documents.
 func (h Hold) String() string { return [...]string{"", "held", "lifted"}[h%3] }
 
+// Relay is what an escalation passes on for the coordinator of another gateway, whose words count for
+// its participants, and not what is decided here.
+type Relay struct {
+	// Hold is what the coordinator has said last; zero is that it holds nothing for another gateway.
+	Hold Hold
+	// Unknown says that its Participants are yet to be found.
+	Unknown bool
+	// Reached are the identities that hear of it already, those that it has come by among them, and Hops
+	// is how many those are. Nobody of them is told once more.
+	Reached []string
+	Hops    int // see Reached
+}
+
+const (
+	// maxHops is how many gateways in a row pass a hold on.
+	maxHops = 8
+	// maxReached bounds the names of a Relay, in bytes. A hold that has reached more is not passed on.
+	maxReached = 8 << 10
+)
+
+// bounded is the Relay, or one that nobody passes on any further.
+func (r Relay) bounded() Relay {
+	size := 0
+	for _, name := range r.Reached {
+		size += len(name)
+	}
+	if r.Hops >= maxHops || size > maxReached {
+		return Relay{Hold: r.Hold, Hops: maxHops}
+	}
+	return r
+}
+
+// RelayBy is what a participant hears of who has heard of an escalation from the gateway by and those
+// before it.
+func (e *Escalation) RelayBy(by string) Relay {
+	r := Relay{Reached: append(slices.Clone(e.Relay.Reached), by), Hops: e.Relay.Hops + 1}
+	for i := range e.Participants {
+		r.Reached = append(r.Reached, e.Participants[i].Agent)
+	}
+	return r.bounded()
+}
+
 // Hold is what its participants are told; zero is nothing yet.
 func (e *Escalation) Hold() Hold {
 	switch {
+	case e.Relay.Hold != 0:
+		return e.Relay.Hold
 	case e.Held, e.Notice && e.Final:
 		return Holding
 	case e.Status == Approved, e.Status == Withdrawn:
@@ -58,11 +102,15 @@ func (e *Escalation) Hold() Hold {
 // settled reports whether a participant needs to hear nothing more.
 func (p *Participant) settled(now Hold) bool { return now == 0 || p.Refused || p.Confirmed >= now }
 
-// unsettled reports whether some participant has not confirmed what holds now.
+// unsettled reports whether some participant has not confirmed what holds now, or is yet to be found.
 func (e *Escalation) unsettled() bool {
 	hold := e.Hold()
-	return slices.ContainsFunc(e.Participants, func(p Participant) bool { return !p.settled(hold) })
+	return e.seeks() || slices.ContainsFunc(e.Participants, func(p Participant) bool { return !p.settled(hold) })
 }
+
+// seeks reports whether its participants are to be found: nobody needs to hear that it is lifted who has
+// not heard of it.
+func (e *Escalation) seeks() bool { return e.Relay.Unknown && e.Relay.Hold == Holding }
 
 const (
 	// maxParticipants bounds those of one escalation, so that it fits its record and its commit.
@@ -124,15 +172,22 @@ func decodeParticipant(b []byte) (p Participant, err error) {
 // each other.
 func (d *Store) Lift(ctx context.Context, o Opening) (Escalation, error) {
 	o.Notice, o.Lifted = true, true
+	if o.Relay.Hold != 0 {
+		o.Relay.Hold = Lifted
+	}
 	e, err := d.Open(ctx, o)
-	if err != nil || !e.Held {
+	if err != nil || !e.Held && e.Relay.Hold != Holding {
 		return e, err
 	}
 	return d.change(ctx, e.ID, func(e *Escalation, now time.Time) (*Escalation, error) {
-		if !e.Held {
+		if !e.Held && e.Relay.Hold != Holding {
 			return nil, nil
 		}
-		return e.ended(Withdrawn, now), nil
+		next := e.ended(Withdrawn, now) // also where people here have let it go on: now those behind hear of it
+		if next.Relay.Hold != 0 {
+			next.Relay.Hold = Lifted
+		}
+		return next, nil
 	})
 }
 
@@ -141,6 +196,38 @@ func (d *Store) Lift(ctx context.Context, o Opening) (Escalation, error) {
 func (d *Store) Reaching(ctx context.Context, workflow string) ([]Escalation, error) {
 	page, err := d.List(ctx, Filter{Workflow: workflow}, "", listChunk)
 	return slices.DeleteFunc(page.Escalations, func(e Escalation) bool { return len(e.Participants) == 0 }), err
+}
+
+// maxUnconfirmed bounds the escalations that Unconfirmed looks at.
+const maxUnconfirmed = 1000
+
+// Unconfirmed is of how many escalations each participant, by its identity, has not confirmed what holds,
+// among the first 1,000 that somebody has not confirmed; the empty identity is of those that are yet to be
+// found. Who does not know holds is not counted.
+func (d *Store) Unconfirmed(ctx context.Context) (map[string]int, error) {
+	counts := map[string]int{"": 0}
+	r := store.Prefix([]byte{space, kindReach})
+	r.Limit = maxUnconfirmed
+	for entry, err := range d.store.Scan(ctx, r) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		e, _, err := d.read(ctx, uuid.UUID(entry.Key[2:]))
+		switch {
+		case errors.Is(err, ErrNotFound), errors.Is(err, ErrUnreadable):
+			continue
+		case err != nil:
+			return nil, err
+		case e.seeks():
+			counts[""]++
+		}
+		for i, hold := 0, e.Hold(); i < len(e.Participants); i++ {
+			if p := &e.Participants[i]; !p.settled(hold) {
+				counts[p.Agent]++
+			}
+		}
+	}
+	return counts, nil
 }
 
 // RefusedHold is the error of a participant that has answered and does not do what it is told.
@@ -154,14 +241,29 @@ type RefusedHold struct {
 // Error implements error.
 func (e *RefusedHold) Error() string { return "hitl: the participant refuses: " + e.Reason }
 
+// Outreach is how participants are reached. All but Find and OnAnswer are required.
+type Outreach struct {
+	// Inform tells a participant what holds. It is called concurrently, at least once for each change,
+	// also after a restart; its errors are recorded as a word, *RefusedHold by its own.
+	Inform func(ctx context.Context, p *Participant, e *Escalation) error
+	// Find finds those to whom an escalation with a Relay is passed on. After an error it is called
+	// again. Nil finds nobody.
+	Find func(ctx context.Context, e *Escalation) ([]Participant, error)
+	// OnAnswer gets a participant whose record has changed, with its escalation. It is called
+	// concurrently.
+	OnAnswer func(p Participant, e Escalation)
+	// OnError gets errors of the store and of Find.
+	OnError func(error)
+}
+
 // Reach tells participants what holds, each until it has confirmed that, until ctx is done or the
-// store is closed. inform is called concurrently, at least once for each change, also after a restart;
-// its errors are recorded as a word, *RefusedHold by its own. onError gets errors of the store.
+// store is closed.
 //
 // What is told is read from the record each time, and is one of two states of which the second is
 // final: neither a repetition nor another order changes what comes of it, so no attempt needs a lease.
-func (d *Store) Reach(ctx context.Context, inform func(ctx context.Context, p *Participant, e *Escalation) error, onError func(error)) {
-	r := &reach{Store: d, inform: inform, tries: map[target]*try{}, ended: make(chan struct{}, 1), slots: make(chan struct{}, maxReaching)}
+func (d *Store) Reach(ctx context.Context, o Outreach) {
+	r := &reach{Store: d, o: o, tries: map[target]*try{}, ended: make(chan struct{}, 1), slots: make(chan struct{}, maxReaching)}
+	onError := o.OnError
 	var running sync.WaitGroup
 	defer running.Wait()
 	for ctx.Err() == nil {
@@ -187,7 +289,7 @@ func (d *Store) Reach(ctx context.Context, inform func(ctx context.Context, p *P
 	}
 }
 
-// target is a participant of an escalation.
+// target is a participant of an escalation; without an agent it stands for those yet to be found.
 type target struct {
 	id    uuid.UUID
 	agent string
@@ -203,7 +305,7 @@ type try struct {
 
 type reach struct {
 	*Store
-	inform func(ctx context.Context, p *Participant, e *Escalation) error
+	o Outreach
 
 	mu    sync.Mutex
 	tries map[target]*try
@@ -229,6 +331,10 @@ func (r *reach) round(ctx context.Context, running *sync.WaitGroup) (time.Durati
 		case err != nil:
 			return 0, err
 		}
+		if e.seeks() {
+			wait = min(wait, r.begin(ctx, running, target{id: id}, func() error { return r.find(ctx, id, e) }))
+			continue
+		}
 		hold := e.Hold()
 		for i := range e.Participants {
 			p := &e.Participants[i]
@@ -236,48 +342,90 @@ func (r *reach) round(ctx context.Context, running *sync.WaitGroup) (time.Durati
 				continue
 			}
 			at := target{id, p.Agent, p.URI}
-			r.mu.Lock()
-			t := r.tries[at]
-			if t == nil {
-				t = new(try)
-				r.tries[at] = t
-			}
-			left := time.Until(t.next)
-			begins := !t.running && left <= 0
-			t.running = t.running || begins
-			if !t.running {
-				wait = min(wait, left)
-			}
-			r.mu.Unlock()
-			if begins {
-				running.Go(func() { r.attempt(ctx, at, t, p, e) })
-			}
+			wait = min(wait, r.begin(ctx, running, at, func() error { return r.attempt(ctx, at, p, e) }))
 		}
 	}
 	return wait, nil
 }
 
-func (r *reach) attempt(ctx context.Context, at target, t *try, p *Participant, e *Escalation) {
-	r.slots <- struct{}{}
-	defer func() { <-r.slots }()
-	err := r.inform(ctx, p, e)
+// begin begins an attempt at a target if it is due, and returns the time until the next one is.
+func (r *reach) begin(ctx context.Context, running *sync.WaitGroup, at target, attempt func() error) time.Duration {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	t := r.tries[at]
+	if t == nil {
+		t = new(try)
+		r.tries[at] = t
+	}
+	left := time.Until(t.next)
+	switch {
+	case t.running:
+		return longestPause
+	case left > 0:
+		return left
+	}
+	t.running = true
+	running.Go(func() {
+		r.slots <- struct{}{}
+		defer func() { <-r.slots }()
+		err := attempt()
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		t.running = false
+		if err == nil {
+			delete(r.tries, at) // there may be news already
+		} else {
+			t.failed++
+			t.next = time.Now().Add(min(time.Second<<min(t.failed-1, 10), longestPause))
+		}
+		select {
+		case r.ended <- struct{}{}:
+		default:
+		}
+	})
+	return longestPause
+}
+
+func (r *reach) attempt(ctx context.Context, at target, p *Participant, e *Escalation) error {
+	err := r.o.Inform(ctx, p, e)
 	recording, done := context.WithTimeout(context.WithoutCancel(ctx), recordPatience)
 	defer done()
 	if err == nil || ctx.Err() == nil {
 		err = errors.Join(err, r.heard(recording, at, e.Hold(), err)) // what is not recorded is told once more
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	t.running = false
-	if err == nil {
-		delete(r.tries, at) // there may be news already
-	} else {
-		t.failed++
-		t.next = time.Now().Add(min(time.Second<<min(t.failed-1, 10), longestPause))
+	return err
+}
+
+// find records to whom an escalation is passed on. A kill before that commit finds them again.
+func (r *reach) find(ctx context.Context, id uuid.UUID, e *Escalation) (err error) {
+	var found []Participant
+	if r.o.Find != nil {
+		if found, err = r.o.Find(ctx, e); err != nil {
+			if ctx.Err() == nil {
+				r.o.OnError(err)
+			}
+			return err
+		}
 	}
-	select {
-	case r.ended <- struct{}{}:
-	default:
+	found = slices.DeleteFunc(found, func(p Participant) bool { return slices.Contains(e.Relay.Reached, p.Agent) })
+	if len(found) > maxParticipants {
+		r.o.OnError(fmt.Errorf("hitl: escalation %s reaches %d participants, more than %d; the others are not told", e.ID, len(found), maxParticipants))
+		found = found[:maxParticipants]
+	}
+	for {
+		old, version, err := r.read(ctx, id)
+		if errors.Is(err, ErrNotFound) || err == nil && !old.seeks() {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		next := *old
+		next.Relay.Unknown, next.Participants = false, found
+		_, err = r.store.Commit(ctx, r.put(id, old, &next, store.VersionIs(version))...)
+		if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
+			return err
+		}
 	}
 }
 
@@ -319,8 +467,12 @@ func (r *reach) heard(ctx context.Context, at target, said Hold, failure error) 
 		}
 		_, err = r.store.Commit(ctx, r.put(at.id, old, &e, store.VersionIs(version))...)
 		var lost *store.Conflict
-		if !errors.As(err, &lost) {
-			return err
+		if errors.As(err, &lost) {
+			continue
 		}
+		if err == nil && r.o.OnAnswer != nil {
+			r.o.OnAnswer(*p, e)
+		}
+		return err
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 	"time"
 
 	"github.com/google/uuid"
@@ -287,6 +288,48 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 	return s.state, o, nil
 }
 
+// Involved are the participants that take part in the undo of the calls that a workflow has made here,
+// also of those that are on their way: it waits for those that have been admitted. Later ones find what
+// holds the workflow, if that was committed before. whole is false where not all of it can be read.
+func (c *Coordinator) Involved(ctx context.Context, workflow string) (all []hitl.Participant, whole bool, err error) {
+	entered, err := c.locks.lock(ctx, "", workflow, true)
+	if err != nil {
+		return nil, false, err
+	}
+	c.locks.unlock(entered)
+	view, err := c.o.Ledger.Graph(ctx, Query{Workflow: workflow, Scope: FullWorkflow})
+	if errors.Is(err, checkpoint.ErrTampered) || errors.As(err, new(*TooManyError)) {
+		return nil, false, nil
+	}
+	if err != nil {
+		return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	var p plannedSteps
+	for i := range view.Graph.Len() {
+		n := view.Graph.At(i)
+		if !n.IsCheckpoint() || n.Group {
+			continue
+		}
+		cp, err := c.verified(ctx, n.ID)
+		if err != nil {
+			return nil, false, err
+		}
+		opened := (*checkpoint.Checkpoint)(nil)
+		if cp.Own {
+			opened, err = c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
+		} else if cp.ID != "" {
+			opened, err = c.foreign(&cp)
+		}
+		switch {
+		case errors.Is(err, checkpoint.ErrStore), errors.Is(err, ErrStore):
+			return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
+		case err == nil && opened != nil:
+			p.inform(informedOf(opened))
+		}
+	}
+	return p.participants(new(head)), len(p.Participants) < maxInformed, nil
+}
+
 // foreignGuard stands in the place of the guard of a call, for checkpoints that others have made. No
 // guard has this name.
 const foreignGuard = "(participants)"
@@ -314,15 +357,18 @@ func (c *Coordinator) foreign(cp *Checkpoint) (*checkpoint.Checkpoint, error) {
 
 // outlookOf is what the records of a call say of its undo: its outcome may leave it to a person.
 func outlookOf(opened *checkpoint.Checkpoint) outlook {
+	o := outlook{by: informedOf(opened)}
 	switch cause, is := irreversible(opened); {
 	case cause == checkpoint.ReasonChanged:
-		return outlook{obstacle: string(ReasonChanged)}
+		o.obstacle = string(ReasonChanged)
 	case is:
-		return outlook{obstacle: string(ReasonIrreversible), cause: string(cause)}
-	case LacksValues(opened):
-		return outlook{obstacle: string(ReasonUnfilled)}
+		o.obstacle, o.cause = string(ReasonIrreversible), string(cause)
+	case LacksValues(opened): // of a participant too whose answer was lost: it may have a part all the same
+		o.obstacle = string(ReasonUnfilled)
+	default:
+		o.way = opened.Snapshot.Way.String()
 	}
-	return outlook{way: opened.Snapshot.Way.String(), by: informedOf(opened)}
+	return o
 }
 
 // current reports whether a plan made now would be the same. If so, the draft counts as made now.
@@ -807,6 +853,17 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 
 // acceptanceWrites adds the records of a new rollback besides its head.
 func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
+	if len(d.Unreached) > 0 && c.o.Configured != nil {
+		all, err := c.o.Configured()
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		for _, p := range all { // who has not said what he has may go on with it: what holds the workflow reaches him
+			if slices.ContainsFunc(d.Unreached, func(o Obstacle) bool { return o.Agent == p.Agent }) {
+				d.inform(informed{p.Agent, p.URI})
+			}
+		}
+	}
 	pieces, err := c.planWrites(kindPlan, n, &d.plannedSteps, time.Time{})
 	if err != nil {
 		return err

@@ -59,15 +59,17 @@ func Open(o Options) (*Coordinator, error) {
 	if o.Parallel <= 0 {
 		o.Parallel = defaultParallel
 	}
-	configured := o.PrepareTimeout
-	o.PrepareTimeout = func() time.Duration {
-		if configured != nil {
-			if d := configured(); d > 0 {
-				return d
+	orElse := func(configured func() time.Duration, otherwise time.Duration) func() time.Duration {
+		return func() time.Duration {
+			if configured != nil {
+				if d := configured(); d > 0 {
+					return d
+				}
 			}
+			return otherwise
 		}
-		return DefaultPrepareTimeout
 	}
+	o.PrepareTimeout, o.Reservation = orElse(o.PrepareTimeout, DefaultPrepareTimeout), orElse(o.Reservation, DefaultReservation)
 	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{}, quit: make(chan struct{})}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)

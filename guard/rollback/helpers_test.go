@@ -128,18 +128,22 @@ func (w *world) apply(key, checkpoint string) rollback.Result {
 
 // undoer journals before it sends and after, as the real one does.
 type undoer struct {
-	st       store.Store
-	world    *world
-	asked    chan string // gets each checkpoint that is to be undone; may be nil
-	seen     func(rollback.Task)
-	asks     func(rollback.Task) // before a participant is asked; may be nil
-	releases chan string         // gets each checkpoint that is released; may be nil
-	block    bool                // sends nothing until ctx ends or the rollback is due
+	st    store.Store
+	world *world
+	asked chan string // gets each checkpoint that is to be undone; may be nil
+	seen  func(rollback.Task)
+	// asks is called when a participant is asked, which answers unless ctx has ended; may be nil.
+	asks     func(ctx context.Context, t rollback.Task)
+	releases chan string // gets each checkpoint that is released; may be nil
+	block    bool        // sends nothing until ctx ends or the rollback is due
 }
 
-func (u *undoer) Prepare(_ context.Context, t rollback.Task) (string, error) {
+func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
 	if u.asks != nil {
-		u.asks(t)
+		u.asks(ctx, t)
+	}
+	if ctx.Err() != nil {
+		return "unreachable", nil
 	}
 	u.world.mu.Lock()
 	defer u.world.mu.Unlock()
@@ -207,6 +211,8 @@ type ledger struct {
 	versionErr   error
 	records      atomic.Int64
 	tamper       map[string]bool
+	broken       map[string]error // the errors of tokens
+	graphErr     error
 	tokenReads   atomic.Int64
 	reads        atomic.Int64 // of nodes
 	pending      atomic.Int64
@@ -224,7 +230,7 @@ func (l *ledger) Checkpoint(_ context.Context, id string) (rollback.Checkpoint, 
 	case l.tamper[id]:
 		return cp, checkpoint.ErrTampered
 	}
-	return cp, nil
+	return cp, l.broken[id]
 }
 
 func (l *ledger) Graph(_ context.Context, q rollback.Query) (rollback.View, error) {
@@ -233,6 +239,9 @@ func (l *ledger) Graph(_ context.Context, q rollback.Query) (rollback.View, erro
 	l.reads.Add(1)
 	if _, known := l.tokens[q.Target]; !known {
 		return rollback.View{}, rollback.ErrUnknown
+	}
+	if l.graphErr != nil {
+		return rollback.View{}, l.graphErr
 	}
 	return rollback.View{
 		Graph: graphOf("w", l.nodes...).Graph, More: l.more && q.Scope == rollback.Single, Version: l.version(),

@@ -166,7 +166,8 @@ func (c *Coordinator) Waiting() int {
 }
 
 // handleFailure asks for the rollback until it was accepted, waits for its end, and then leaves. It
-// leaves too where another rollback takes precedence: that one may wait for people.
+// leaves too where another rollback takes precedence, which may wait for people, and where the ledger
+// holds it up for longer than others that wait: it goes behind them.
 func (c *Coordinator) handleFailure(key []byte) {
 	for pause := firstPause; !c.ending(); pause = min(2*pause, longPause) {
 		wait, err := c.askBecauseOf(c.hard, key)
@@ -188,6 +189,10 @@ func (c *Coordinator) handleFailure(key []byte) {
 		select {
 		case <-time.After(pause):
 		case <-c.quit:
+		}
+		if pause == longPause && c.Waiting() > 0 {
+			c.takeUp(key)
+			return
 		}
 	}
 }
@@ -242,6 +247,8 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 	}
 	rolls, err := c.counts(ctx, &f)
 	switch {
+	case refusedForGood(err) != "":
+		return "", c.leave(ctx, &f, done, refusedForGood(err))
 	case err != nil:
 		return "", err
 	case !rolls && f.Asks != "":
@@ -305,16 +312,21 @@ func refusedForGood(err error) string {
 
 // counts reports whether an error rolls its call back: the outcome of a call does unless it asks
 // people, an agent's error only of whom the call concerns (P3). An error that counts for nothing asks
-// nobody either.
+// nobody either. Where refusedForGood knows the error, nobody will ever find out.
 func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err error) {
 	if f.Reporter == "" {
 		return f.Asks == "", nil
 	}
 	asks := f.Asks
 	f.Asks = ""
-	cp, tampered, err := c.token(ctx, f.Checkpoint)
-	if err != nil || tampered || !cp.Own {
-		return false, err
+	cp, err := c.o.Ledger.Checkpoint(ctx, f.Checkpoint)
+	switch {
+	case errors.Is(err, ErrUnknown): // it may name anything
+		return false, nil
+	case err != nil:
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	case !cp.Own:
+		return false, nil
 	}
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
 	switch {
@@ -327,7 +339,7 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err e
 	if !concerned {
 		view, err := c.o.Ledger.Graph(ctx, Query{Target: cp.ID, Scope: SubDAG, By: f.Reporter, Lineage: f.Lineage})
 		switch {
-		case errors.Is(err, ErrUnknown), errors.Is(err, checkpoint.ErrTampered):
+		case errors.Is(err, ErrUnknown):
 			return false, nil
 		case err != nil:
 			return false, fmt.Errorf("%w: %w", ErrStore, err)
@@ -413,7 +425,7 @@ func (c *Coordinator) handOver(ctx context.Context, b *store.Batch) error {
 // leave leaves a failure to a person: nobody who fails is left without either (A-error-signaling-f).
 func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, why string) error {
 	cp, _, err := c.token(ctx, f.Checkpoint)
-	if err != nil {
+	if err != nil && refusedForGood(err) == "" {
 		return err
 	}
 	b := new(store.Batch)

@@ -278,6 +278,72 @@ func TestErrorsOfAgentsThatCount(t *testing.T) {
 	}
 }
 
+// A-error-signaling-f: of an agent's error that cannot be looked at any more, since what is recorded of
+// the call is damaged or too much, people decide, once. Of a call that nobody knows they hear nothing.
+func TestErrorOfAnAgentOverADamagedLedger(t *testing.T) {
+	for name, test := range map[string]struct {
+		damage func(l *ledger)
+		asks   int
+	}{
+		"its checkpoint":                {func(l *ledger) { l.tamper["c1"] = true }, 1},
+		"what it depends on":            {func(l *ledger) { l.graphErr = checkpoint.ErrTampered }, 1},
+		"too large":                     {func(l *ledger) { l.graphErr = &rollback.TooManyError{What: "nodes", Count: 2, Limit: 1} }, 1},
+		"its checkpoint, and too large": {func(l *ledger) { l.broken = map[string]error{"c1": &rollback.TooManyError{What: "workflows"}} }, 1},
+		"not known":                     {func(l *ledger) { delete(l.tokens, "c1") }, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := failed(t)
+				test.damage(r.ledger)
+				r.start()
+				for range 2 {
+					if err := r.fails(rollback.Failure{Checkpoint: "c1", Error: "e", Reporter: agent, Lineage: rollback.Ancestor, Asks: hitl.CauseFailed}); err != nil {
+						t.Fatal(err)
+					}
+					r.wantNoRollback("c1")
+				}
+				if all := r.opened(); len(all) != test.asks || r.failures() != 0 || test.asks > 0 && all[0].Cause != hitl.CauseError {
+					t.Errorf("%d records, %+v", r.failures(), all)
+				}
+			})
+		})
+	}
+}
+
+// What the ledger holds up, for whatever reason and for however long, takes no turn of others.
+func TestErrorsThatAreHeldUpTakeNoTurns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := failed(t)
+		r.start()
+		r.ledger.broken = map[string]error{}
+		var all []rollback.Failure
+		for i := range rollback.MaxFailures {
+			id := fmt.Sprint("held", i)
+			r.ledger.tokens[id], r.ledger.broken[id] = r.ledger.tokens["c1"], errors.New("a part of the ledger cannot be read")
+			all = append(all, rollback.Failure{Checkpoint: id, Error: "e", Reporter: agent})
+		}
+		if err := r.fails(all...); err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		if err := r.fails(rollback.Failure{Checkpoint: "c2", Error: "error-2"}); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Minute)
+		page, err := r.List(ctx, "", 10)
+		if err != nil || len(page.Rollbacks) != 1 || page.Rollbacks[0].Status != rollback.Completed || r.failures() != rollback.MaxFailures {
+			t.Errorf("%+v, %v: %d are recorded", page, err, r.failures())
+		}
+		r.ledger.mu.Lock()
+		r.ledger.broken = nil
+		r.ledger.mu.Unlock()
+		time.Sleep(time.Minute)
+		if r.failures() != 0 {
+			t.Errorf("%d are left", r.failures())
+		}
+	})
+}
+
 // Where every call fails a bounded number of rollbacks runs at once, and the others follow.
 func TestErrorsWaitForTheirTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -1,12 +1,14 @@
 package rollback_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -234,23 +236,56 @@ func TestParticipantUnreachable(t *testing.T) {
 	})
 }
 
-// Parts whose turn has not come when the time for the first phase is over are unreachable: the store
-// is not at fault, and the others are prepared.
-func TestParticipantsWithoutATurn(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		r := newRig(t)
-		r.made("1", checkpoint.Restore, execution.Completed)
-		const parallel = 8
-		for i := range parallel + 1 {
-			r.made(fmt.Sprint(i+2), checkpoint.Delegate, execution.Completed, "1")
-		}
-		r.start()
-		r.undoer.asks = func(task rollback.Task) { time.Sleep(time.Until(task.Due) + time.Second) }
-		p, err := r.Prepare(ctx, request("c1", rollback.SubDAG))
-		if err != nil || len(p.Obstacles) != 1 || p.Obstacles[0].Reason != "unreachable" || r.world.prepared != parallel {
-			t.Errorf("%+v, %v: %d were asked", p, err, r.world.prepared)
-		}
-	})
+// C-4.3.2-e: prepare_timeout is the silence of a participant. Parts that wait for their turn are no sign
+// of it, while it answers others; all of them together are bounded by the time of a reservation. Who is
+// silent is not asked for his other parts.
+func TestPrepareTimeoutIsSilence(t *testing.T) {
+	const parallel, parts = 8, 80
+	for name, test := range map[string]struct {
+		answers         time.Duration // what each takes; 0 is none
+		prepared, asked int
+		over            time.Duration
+	}{
+		"slow":    {5 * time.Second, parts, parts, 50 * time.Second},
+		"silent":  {0, 0, parallel, rollback.DefaultPrepareTimeout},
+		"endless": {9 * time.Second, 6 * parallel, 7 * parallel, rollback.DefaultReservation},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Restore, execution.Completed)
+				for i := range parts {
+					r.made(fmt.Sprint(i+2), checkpoint.Delegate, execution.Completed, "1")
+				}
+				r.start()
+				var asked atomic.Int64
+				r.undoer.asks = func(ctx context.Context, _ rollback.Task) {
+					asked.Add(1)
+					answer := (<-chan time.Time)(nil)
+					if test.answers > 0 {
+						answer = time.After(test.answers)
+					}
+					select {
+					case <-answer:
+					case <-ctx.Done():
+					}
+				}
+				began := time.Now()
+				p, err := r.Prepare(ctx, request("c1", rollback.SubDAG))
+				if err != nil || len(p.Obstacles) != parts-test.prepared || r.world.prepared != test.prepared || int(asked.Load()) != test.asked {
+					t.Errorf("%v: %d obstacles, %d prepared, %d asked", err, len(p.Obstacles), r.world.prepared, asked.Load())
+				}
+				for _, o := range p.Obstacles {
+					if o.Reason != "unreachable" {
+						t.Errorf("%+v", o)
+					}
+				}
+				if took := time.Since(began); took != test.over {
+					t.Errorf("it took %v, not %v", took, test.over)
+				}
+			})
+		})
+	}
 }
 
 // ADR 0086: who takes part in a part of a rollback is asked for parts of the whole, and each
@@ -296,7 +331,11 @@ func TestPrepareTimeout(t *testing.T) {
 		r := newRig(t)
 		r.made("1", checkpoint.Delegate, execution.Completed)
 		var asked []time.Duration
-		r.undoer.asks = func(t rollback.Task) { asked = append(asked, time.Until(t.Due)) }
+		r.undoer.asks = func(ctx context.Context, _ rollback.Task) {
+			began := time.Now()
+			<-ctx.Done()
+			asked = append(asked, time.Since(began))
+		}
 		for _, r.prepareTimeout = range []time.Duration{0, 3 * time.Second} {
 			if _, err := r.Prepare(ctx, request("c1", rollback.SubDAG)); err != nil {
 				t.Fatal(err)
@@ -761,7 +800,7 @@ func TestParticipantsAreToldThePrecedence(t *testing.T) {
 		r.made("1", checkpoint.Delegate, execution.Completed)
 		var seen []rollback.Precedence
 		note := func(t rollback.Task) { seen = append(seen, t.Precedence) }
-		r.undoer.asks = func(t rollback.Task) { note(t); time.Sleep(time.Second) }
+		r.undoer.asks = func(_ context.Context, t rollback.Task) { note(t); time.Sleep(time.Second) }
 		r.undoer.seen = note
 		r.start()
 		q := request("c1", rollback.SubDAG)

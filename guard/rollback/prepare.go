@@ -14,7 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// DefaultPrepareTimeout is how long participants are asked in the first phase by default.
+// DefaultPrepareTimeout is how long a participant may be silent in the first phase by default.
 const DefaultPrepareTimeout = 10 * time.Second
 
 // DefaultReservation is how long a prepared rollback is reserved by default.
@@ -564,11 +564,16 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 		release.cancel()
 		<-release.over
 	}
-	due := time.Now().Add(c.o.PrepareTimeout())
+	// What is prepared first is not reserved for longer than that.
+	silence := c.o.PrepareTimeout()
+	due := time.Now().Add(max(silence, c.o.Reservation()))
+	all, over := context.WithDeadline(ctx, due)
+	defer over()
+	q := &questions{ctx: all, due: due, silence: silence, to: map[informed]*waiting{}}
 	var (
 		mu    sync.Mutex
 		wg    sync.WaitGroup
-		all   []Obstacle
+		found []Obstacle
 		first error
 		slots = make(chan struct{}, c.o.Parallel)
 	)
@@ -588,37 +593,83 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 				defer wg.Done()
 				slots <- struct{}{}
 				defer func() { <-slots }()
-				obstacle, err := c.askParticipant(ctx, d, cp, due, dry, precedence)
+				obstacle, err := c.askParticipant(ctx, d, cp, q, dry, precedence)
 				mu.Lock()
 				defer mu.Unlock()
 				if err != nil && first == nil {
 					first = err
 				}
 				if obstacle != "" {
-					all = append(all, Obstacle{Checkpoint: cp.ID, Agent: cp.Agent, Reason: obstacle})
+					found = append(found, Obstacle{Checkpoint: cp.ID, Agent: cp.Agent, Reason: obstacle})
 				}
 			}()
 		}
 	}
 	wg.Wait()
-	return all, first
+	return found, first
 }
 
-func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, due time.Time, dry bool, precedence Precedence) (string, error) {
+// questions are those of one prepare. Who is asked and does not answer for a time is silent; a part that
+// waits for its turn says nothing of anybody.
+type questions struct {
+	ctx     context.Context // of all of them together, until due
+	due     time.Time
+	silence time.Duration
+	mu      sync.Mutex
+	to      map[informed]*waiting
+}
+
+// waiting is a participant that is asked for some parts.
+type waiting struct {
+	ctx    context.Context // ends when it is silent
+	open   int             // parts that it has not answered
+	silent *time.Timer     // runs while there are some
+}
+
+// begin asks a participant for one more part. The context ends when it has been silent for too long; end
+// must be called once, and says whether it has answered.
+func (q *questions) begin(who informed) (_ context.Context, end func(answered bool)) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	w := q.to[who]
+	if w == nil {
+		of, cancel := context.WithCancel(q.ctx)
+		w = &waiting{ctx: of, silent: time.AfterFunc(q.silence, cancel)}
+		q.to[who] = w
+	}
+	if w.open++; w.open == 1 && w.ctx.Err() == nil {
+		w.silent.Reset(q.silence)
+	}
+	return w.ctx, func(answered bool) {
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		switch w.open--; {
+		case w.ctx.Err() != nil:
+		case w.open == 0:
+			w.silent.Stop()
+		case answered:
+			w.silent.Reset(q.silence)
+		}
+	}
+}
+
+func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool, precedence Precedence) (string, error) {
 	s, err := c.asking(ctx, cp)
 	switch {
 	case errors.Is(err, ErrStore):
 		return "", err
 	case err != nil || s.opened == nil || s.state != Ran:
 		return "", nil // the step finds it out
-	case !time.Now().Before(due): // before its turn came
+	}
+	asking, end := q.begin(informedOf(s.opened))
+	if asking.Err() != nil {
+		end(false)
 		return string(ReasonUnreachable), nil
 	}
-	ctx, cancel := context.WithDeadline(ctx, due)
-	defer cancel()
-	obstacle, err := c.o.Undoer.Prepare(ctx, Task{
-		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: due, Quit: c.quit, Dry: dry, Precedence: precedence, Foreign: s.foreign,
+	obstacle, err := c.o.Undoer.Prepare(asking, Task{
+		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: precedence, Foreign: s.foreign,
 	})
+	end(err == nil && obstacle != string(ReasonUnreachable))
 	if errors.Is(err, ErrQuit) {
 		err = ErrStopping
 	}

@@ -308,9 +308,11 @@ type Options struct {
 	Configured func() ([]hitl.Participant, error)
 	// Parallel is how many steps of a level run at once; 0 is 8.
 	Parallel int
-	// PrepareTimeout is how long participants are asked in the first phase before they count as
-	// unreachable, as it is configured now; nil, and zero, is DefaultPrepareTimeout.
-	PrepareTimeout func() time.Duration
+	// PrepareTimeout is how long a participant that is asked in the first phase may be silent before it
+	// counts as unreachable, as it is configured now; nil, and zero, is DefaultPrepareTimeout.
+	// Reservation bounds the whole phase, if it is longer: how long what is prepared is reserved; nil,
+	// and zero, is DefaultReservation.
+	PrepareTimeout, Reservation func() time.Duration
 	// Logger gets what no answer and no record says; nil is none.
 	Logger *slog.Logger
 }
