@@ -184,6 +184,11 @@ func TestProcessParticipants(t *testing.T) {
 
 	done := document[rollbackDoc](t, s.g.call(s.executing(asked, first.PlanHash)))
 	done.want(t, "completed")
+	for i, at := range []int{1, 2, 1} { // what each step says of who has done it
+		if done.Steps[i].Via != starIdentity(at) {
+			t.Errorf("step %d: %+v", i, done.Steps[i])
+		}
+	}
 	c.lab.wantCharge(root.id(t), "refunded")
 	c.lab.wantCharge(leaf.id(t), "refunded")
 	c.lab.wantDoc("/docs/x", `{"n":1}`)
@@ -191,7 +196,7 @@ func TestProcessParticipants(t *testing.T) {
 	// P6: a participant says only what it has done itself. What the coordinator undoes has no step
 	// there, and no token.
 	for _, part := range c.parts(1) {
-		if part.Status != "completed" || len(part.Steps) != 1 || len(part.Elsewhere) != 1 {
+		if part.Status != "completed" || len(part.Steps) != 1 || len(part.Elsewhere) != 1 || part.Steps[0].Via != "" {
 			t.Errorf("%+v", part)
 		}
 		if state := behind.view().state(part.Elsewhere[0]); state == "rolled_back" || state == "none" {

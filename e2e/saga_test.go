@@ -130,7 +130,7 @@ type rollbackDoc struct {
 type rollbackStep struct {
 	Checkpoint                            string `json:"checkpoint_id"`
 	Action, State, Status, Effect, Reason string
-	Critical                              string
+	Critical, Via                         string
 	Review                                bool
 	Level, Attempts                       int
 }

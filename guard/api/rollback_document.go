@@ -121,6 +121,8 @@ type StepDocument struct {
 	CheckpointID string `json:"checkpoint_id"`
 	// Agent is the identity that made the call.
 	Agent string `json:"agent,omitempty"`
+	// Via is the other gateway, or agent, that is asked to undo it; missing where this gateway does.
+	Via string `json:"via,omitempty"`
 	// Level counts from 0; all steps of a level finish before the next level begins.
 	Level int `json:"level"`
 	// Action is undo, cancel, wait, escalate, gather or none.
@@ -342,7 +344,7 @@ func Describe(r *rollback.Rollback, id string) *Document {
 
 func describeStep(s *rollback.Step) StepDocument {
 	return StepDocument{
-		CheckpointID: s.Checkpoint, Agent: s.Agent, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
+		CheckpointID: s.Checkpoint, Agent: s.Agent, Via: s.Via, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
 		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, Critical: s.Critical, Review: s.Review, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
 		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Begun: s.Begun.UTC(), Ended: s.Ended.UTC(),
 	}

@@ -186,6 +186,12 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 			d.Agents = append(d.Agents, of.token.Agent)
 			level[i].setOutlook(of.outlook)
 			d.inform(of.by)
+			if of.by.Agent != "" {
+				if d.Via == nil {
+					d.Via = map[string]string{}
+				}
+				d.Via[level[i].Checkpoint] = of.by.Agent
+			}
 		}
 	}
 	d.Steps = len(d.Agents)

@@ -206,6 +206,8 @@ func some(sum [32]byte) []byte {
 type plannedSteps struct {
 	Plan   *Plan    `json:"plan"`
 	Agents []string `json:"agents"`
+	// Via are the participants that undo steps, by checkpoint.
+	Via map[string]string `json:"via,omitempty"`
 	// Unprepared are the checkpoints whose participants could not prepare, with the reason. They
 	// are not asked to execute.
 	Unprepared map[string]string `json:"unprepared,omitempty"`
@@ -291,7 +293,7 @@ func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
 	for i, level := range p.Plan.Levels {
 		var places []int
 		for _, s := range level {
-			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier, Critical: s.Critical, Review: s.Review}
+			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier, Critical: s.Critical, Review: s.Review, Via: p.Via[s.Checkpoint]}
 			if len(steps) < len(p.Agents) {
 				step.Agent = p.Agents[len(steps)]
 			}

@@ -206,6 +206,9 @@ type Step struct {
 	// Agent is the identity behind the checkpoint's call: the issuer of the token that led to it,
 	// else the gateway.
 	Agent string
+	// Via is the identity of the other gateway, or agent, that is asked to undo it; empty where this
+	// gateway undoes it.
+	Via string
 	// Level is the place in the plan.
 	Level int
 	// What is what the plan says.
