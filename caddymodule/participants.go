@@ -54,7 +54,7 @@ func (s *undoSender) discover(ctx context.Context, workflow string) (fresh bool,
 		}
 		asked[p] = true
 		wg.Go(func() {
-			found, obstacle, failed := s.discoverAt(ctx, policy, &p, evidence.WorkflowID(workflow))
+			found, obstacle, failed := s.discoverAt(ctx, policy, &p, evidence.WorkflowID(workflow), time.Duration(o.PrepareTimeout))
 			mu.Lock()
 			defer mu.Unlock()
 			fresh = fresh || found
@@ -73,12 +73,12 @@ func (s *undoSender) discover(ctx context.Context, workflow string) (fresh bool,
 // discoverAt asks one participant. Its tokens are taken as they verify under its identity, with their
 // places in the graph: nothing else that it says counts. A checkpoint that does not verify is an
 // obstacle.
-func (s *undoSender) discoverAt(ctx context.Context, policy *tokenPolicy, p *Participant, workflow string) (fresh bool, o rollback.Obstacle, err error) {
+func (s *undoSender) discoverAt(ctx context.Context, policy *tokenPolicy, p *Participant, workflow string, silence time.Duration) (fresh bool, o rollback.Obstacle, err error) {
 	verifier, err := policy.records(p.Identity)
 	if err != nil {
 		return false, o, err
 	}
-	raws, reason := s.tokensAt(ctx, policy, p, workflow)
+	raws, reason := s.tokensAt(ctx, policy, p, workflow, silence)
 	if reason != "" {
 		return false, rollback.Obstacle{Reason: string(reason)}, nil
 	}
@@ -104,43 +104,61 @@ func (s *undoSender) discoverAt(ctx context.Context, policy *tokenPolicy, p *Par
 	return fresh, o, nil
 }
 
-// tokensAt reads the tokens that a participant has of a workflow, again and again until ctx ends.
-// reason says why it does not tell. One without this path, as an agent that speaks the draft, tells
+// tokensAt reads the tokens that a participant has of a workflow, until ctx ends or it is silent for too
+// long. reason says why it does not tell. One without this path, as an agent that speaks the draft, tells
 // of nothing.
-func (s *undoSender) tokensAt(ctx context.Context, policy *tokenPolicy, p *Participant, workflow string) (raws []string, reason rollback.Reason) {
+func (s *undoSender) tokensAt(ctx context.Context, policy *tokenPolicy, p *Participant, workflow string, silence time.Duration) (raws []string, reason rollback.Reason) {
 	at, err := parseWhole(p.URI)
 	if err != nil {
 		return nil, rollback.ReasonForeign
 	}
-	after, pause := "", firstLook
-	for {
-		page, status, err := s.tokensPage(ctx, policy, p, at, workflow, after)
-		switch {
-		case err == nil && status == http.StatusOK:
-			raws, pause = append(raws, page.Tokens...), firstLook
-			if len(raws) > rollback.MaxNodes || page.Next != "" && page.Next == after {
-				return nil, rollback.ReasonRefused
-			}
-			if after = page.Next; after == "" {
-				return raws, ""
-			}
-			continue
-		case status == http.StatusNotFound, status == http.StatusMethodNotAllowed, status == http.StatusNotImplemented:
-			return nil, ""
-		case status == http.StatusUnauthorized, status == http.StatusForbidden:
-			return nil, rollback.ReasonUnauthorized
-		case status != 0 && status < 500 && status != http.StatusTooManyRequests:
-			return nil, rollback.ReasonRefused
-		}
-		select {
-		case <-ctx.Done():
-			s.e.logger.Warn("a participant does not say what it has of a workflow", zap.String("participant", p.Identity),
-				zap.String("workflow", workflow), zap.Int("status", status), zap.Error(err))
-			return nil, rollback.ReasonUnreachable
-		case <-time.After(pause):
-		}
-		pause = min(2*pause, longestLook)
+	raws, reason, status, err := readPages(ctx, silence, func(ctx context.Context, after string) (api.WorkflowTokens, int, error) {
+		return s.tokensPage(ctx, policy, p, at, workflow, after)
+	})
+	if reason == rollback.ReasonUnreachable {
+		s.e.logger.Warn("a participant does not say what it has of a workflow", zap.String("participant", p.Identity),
+			zap.String("workflow", workflow), zap.Int("status", status), zap.Error(err))
 	}
+	return raws, reason
+}
+
+// readPages reads all pages, each again and again until it has come. Each begins the time anew that may
+// pass in silence. status and err are those of the last attempt.
+func readPages(ctx context.Context, silence time.Duration, read func(ctx context.Context, after string) (api.WorkflowTokens, int, error)) (raws []string, reason rollback.Reason, status int, err error) {
+	for after, more := "", true; more; more = after != "" {
+		page := api.WorkflowTokens{}
+		waits, cancel := context.WithTimeout(ctx, silence)
+		for pause := firstLook; reason == ""; pause = min(2*pause, longestLook) {
+			page, status, err = read(waits, after)
+			switch {
+			case err == nil && status == http.StatusOK:
+			case status == http.StatusNotFound, status == http.StatusMethodNotAllowed, status == http.StatusNotImplemented:
+				cancel()
+				return nil, "", status, err
+			case status == http.StatusUnauthorized, status == http.StatusForbidden:
+				reason = rollback.ReasonUnauthorized
+			case status != 0 && status < 500 && status != http.StatusTooManyRequests:
+				reason = rollback.ReasonRefused
+			default:
+				select {
+				case <-waits.Done():
+					reason = rollback.ReasonUnreachable
+				case <-time.After(pause):
+				}
+				continue
+			}
+			break
+		}
+		cancel()
+		if reason != "" {
+			return nil, reason, status, err
+		}
+		if raws = append(raws, page.Tokens...); len(raws) > rollback.MaxNodes || page.Next != "" && page.Next == after {
+			return nil, rollback.ReasonRefused, status, err
+		}
+		after = page.Next
+	}
+	return raws, "", status, err
 }
 
 // tokensPage reads one page. status is 0 without an answer.
@@ -264,7 +282,7 @@ func (e *engine) participants() (all []hitl.Participant, err error) {
 	return all, nil
 }
 
-// holdTime bounds one attempt to tell a participant what holds a workflow.
+// holdTime bounds one attempt to tell a participant what holds a workflow, and one to find those behind.
 const holdTime = 20 * time.Second
 
 // passOn finds those behind this gateway to whom it passes on what holds a workflow: who takes part in
@@ -275,6 +293,8 @@ func (e *engine) passOn(ctx context.Context, esc *hitl.Escalation) ([]hitl.Parti
 	if c == nil {
 		return nil, errNotOpen
 	}
+	ctx, cancel := context.WithTimeout(ctx, holdTime)
+	defer cancel()
 	all, whole, err := c.Involved(ctx, evidence.WorkflowID(esc.Workflow))
 	if err != nil || whole && !esc.Final {
 		return all, err

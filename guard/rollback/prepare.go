@@ -157,7 +157,7 @@ func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error
 	if err != nil || c.o.Discover == nil || r.Scope == Single || r.PartOf != "" || d.Workflow == "" {
 		return d, err
 	}
-	within, cancel := context.WithTimeout(ctx, c.o.PrepareTimeout())
+	within, cancel := context.WithTimeout(ctx, max(c.o.PrepareTimeout(), c.o.Reservation()))
 	fresh, unreached, err := c.o.Discover(within, d.Workflow)
 	cancel()
 	if err != nil {

@@ -302,8 +302,8 @@ type Options struct {
 	// and the checkpoint's rollback_uri; empty where nobody is to be asked. An error says nothing,
 	// and it is called again. Nil asks nobody.
 	Participants func(issuer, rollbackURI string) (uri string, err error)
-	// Discover asks the configured participants for what they have of a workflow, for PrepareTimeout
-	// at most, and records what the ledger lacks; fresh says that it did. unreached are those of which
+	// Discover asks the configured participants for what they have of a workflow, each until it is silent
+	// for PrepareTimeout, and records what the ledger lacks; fresh says that it did. unreached are those of which
 	// nobody knows what they have, with the reason. Nil asks nobody.
 	Discover func(ctx context.Context, workflow string) (fresh bool, unreached []Obstacle, err error)
 	// Configured are all participants that the configuration names: they hear when the whole workflow
