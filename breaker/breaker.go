@@ -65,6 +65,7 @@ type Breaker struct {
 	period     *period   // in CLOSED
 	outage     outage
 	probe      probe
+	lane       *lane       // shared with others; nil for none
 	timer      *time.Timer // the window's next step, the cooldown's end, the lease's end
 	stopped    bool        // dropped from its registry: the state does not change any more
 	events     []event     // not yet delivered to the hook
@@ -203,6 +204,15 @@ func (b *Breaker) SetMode(mode Mode) {
 	b.publish()
 }
 
+// Trip opens a closed breaker for a cooldown, as if it had exceeded a limit. It reports whether it did: not
+// one that is open or half-open, or that an operator keeps closed.
+func (b *Breaker) Trip(reason Reason) bool {
+	b.mu.Lock()
+	defer b.unlock()
+	p := b.period
+	return p != nil && b.trip(p, reason, p.counts(p.window.Load()))
+}
+
 // unlock unlocks the mutex and then delivers queued events to the hook.
 func (b *Breaker) unlock() {
 	deliver := len(b.events) > 0 && !b.delivering
@@ -274,6 +284,7 @@ const (
 	ProbeFailed   Reason = "probe_failed"  // HALF_OPEN to OPEN
 	ProbeTimedOut Reason = "probe_timeout" // HALF_OPEN to OPEN: the lease ran out
 	ByOperator    Reason = "operator_mode" // SetMode
+	ByCascade     Reason = "cascade"       // Trip: what failed behind it spreads
 	StricterView  Reason = "stricter_view" // only of refusals: a View
 )
 
@@ -426,7 +437,7 @@ func (b *Breaker) open(reason Reason, cooldown time.Duration, retryAfter, now ti
 	o.until, o.lasts = now.Add(lasts), lasts
 	o.total += lasts
 	b.period = nil
-	b.probe.holder = 0
+	b.endLease(o.until)
 	b.arm(lasts)
 	b.enter(Open, reason, now)
 }
@@ -441,7 +452,7 @@ func (b *Breaker) forceOpen(now time.Time) {
 	}
 	b.outage.until = time.Time{}
 	b.period = nil
-	b.probe.holder = 0
+	b.endLease(time.Time{})
 	if b.state != Open {
 		b.enter(Open, ByOperator, now)
 	}
@@ -457,7 +468,7 @@ func (b *Breaker) halfOpen(reason Reason, now time.Time) {
 // reopening.
 func (b *Breaker) close(reason Reason, now time.Time) {
 	b.outage.until = time.Time{}
-	b.probe.holder = 0
+	b.endLease(time.Time{})
 	b.period = &period{owner: b, begun: now, slept: now, generation: b.generation + 1}
 	b.enter(Closed, reason, now)
 	b.outage = outage{cooldown: b.outage.cooldown}

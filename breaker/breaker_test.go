@@ -628,3 +628,32 @@ func BenchmarkClock(b *testing.B) {
 	}
 	_ = t
 }
+
+// Trip is a trip like any other: calls are refused for a cooldown, and a probe closes the breaker again. An
+// operator's word is stronger.
+func TestTrip(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		hook := &recorder{}
+		b := newBreaker(t, breaker.Settings{}, hook)
+		calls(t, b, 3, ok)
+		if !b.Trip(breaker.ByCascade) {
+			t.Fatal("it was not opened")
+		}
+		if b.Trip(breaker.ByCascade) {
+			t.Error("it was opened twice")
+		}
+		ev := hook.last(t)
+		equal(t, "reason", ev.Reason, breaker.ByCascade)
+		equal(t, "calls", ev.Calls, 3)
+		refused(t, b, breaker.Op{Safe: true})
+		pass(30 * time.Second)
+		acquire(t, b).Done(ok)
+		want(t, b, breaker.Closed)
+
+		b.SetMode(breaker.ForcedClosed)
+		if b.Trip(breaker.ByCascade) {
+			t.Error("it was opened against the operator's word")
+		}
+		acquire(t, b).Done(ok)
+	})
+}

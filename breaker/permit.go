@@ -2,6 +2,7 @@ package breaker
 
 import (
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -134,6 +135,49 @@ const (
 	awaitsNobody                  // the answer has begun: neutral
 )
 
+// lane is shared by breakers that stand before one downstream: one of them probes at a time, and after a
+// failed probe none does until the cooldown of its breaker is over (ATD, "Coordinated Circuit Breaking").
+type lane struct {
+	mu     sync.Mutex
+	holder *Breaker
+	until  time.Time // end of the cooldown after the last failed probe
+}
+
+// enter lets b probe; if not, it returns when it may. The time is zero while another one probes.
+func (l *lane) enter(b *Breaker, now time.Time) (until time.Time, ok bool) {
+	if l == nil {
+		return time.Time{}, true
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.holder != nil && l.holder != b:
+		return time.Time{}, false
+	case now.Before(l.until):
+		return l.until, false
+	}
+	l.holder = b
+	return time.Time{}, true
+}
+
+// leave ends the probe of b, if it has one. until is the end of its cooldown if that failed.
+func (l *lane) leave(b *Breaker, until time.Time) {
+	if l == nil {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.holder == b {
+		l.holder, l.until = nil, until
+	}
+}
+
+// endLease ends the probe. until is the end of the cooldown if it failed. The mutex is held.
+func (b *Breaker) endLease(until time.Time) {
+	b.probe.holder = 0
+	b.lane.leave(b, until)
+}
+
 // Lease is that of a probe. It may be copied, and used from any goroutine. Methods do nothing on the
 // zero value and after the lease has ended.
 type Lease struct {
@@ -176,6 +220,9 @@ func (l Lease) change(do func(*Breaker)) {
 func (b *Breaker) grant(op Op, now time.Time) (Permit, *OpenError) {
 	if refusal := b.unsuited(op, now); refusal != nil {
 		return Permit{}, refusal
+	}
+	if until, ok := b.lane.enter(b, now); !ok {
+		return Permit{}, b.refuse(until)
 	}
 	rules := b.rules.Load()
 	b.probe.leases++
@@ -247,7 +294,7 @@ func (b *Breaker) judgeProbe(lease uint64, o Outcome) *period {
 
 // freeProbe admits the next suitable call as the probe. The mutex is held.
 func (b *Breaker) freeProbe() {
-	b.probe.holder = 0
+	b.endLease(time.Time{})
 	b.publish()
 }
 

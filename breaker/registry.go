@@ -89,6 +89,30 @@ func (r *Registry) Drop(match func(Key) bool) {
 	r.breakers.Store(&next)
 }
 
+// ShareProbes has the breakers of these keys probe as one, until ProbeAlone: one at a time, and after a
+// failed probe none of them before the cooldown of its breaker is over. Probes that are under way go on.
+// Keys without a breaker are ignored.
+func (r *Registry) ShareProbes(keys ...Key) { r.setLane(new(lane), keys) }
+
+// ProbeAlone ends ShareProbes for these keys.
+func (r *Registry) ProbeAlone(keys ...Key) { r.setLane(nil, keys) }
+
+func (r *Registry) setLane(l *lane, keys []Key) {
+	for _, key := range keys {
+		b := r.Find(key)
+		if b == nil {
+			continue
+		}
+		b.mu.Lock()
+		b.lane.leave(b, time.Time{})
+		b.lane = l
+		if b.probe.holder != 0 {
+			b.lane.enter(b, time.Now())
+		}
+		b.unlock()
+	}
+}
+
 // Status returns the status of every breaker, sorted by key.
 func (r *Registry) Status() []Status {
 	all := make([]Status, 0, len(*r.breakers.Load()))
@@ -201,6 +225,7 @@ func (b *Breaker) stop() {
 // end is stop, with the mutex held.
 func (b *Breaker) end() {
 	b.stopped = true
+	b.lane.leave(b, time.Time{})
 	b.events = nil
 	if b.timer != nil {
 		b.timer.Stop()

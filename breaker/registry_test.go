@@ -259,3 +259,75 @@ func TestRegistryAtOnce(t *testing.T) {
 		equal(t, "breakers", len(r.Status()), 8)
 	})
 }
+
+// A-coordinated-circuit-breaking-c: while people look at what is behind several breakers, one of them
+// probes in place of all; what it finds out is what the others wait for.
+func TestSharedProbes(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		r := breaker.NewRegistry(0, nil)
+		rules := mustRules(t, breaker.Settings{Cooldown: 10 * time.Second})
+		var all []*breaker.Breaker
+		var keys []breaker.Key
+		for i := range 3 {
+			keys = append(keys, key(i))
+			all = append(all, r.Get(key(i), rules))
+			trip(t, all[i])
+		}
+		r.ShareProbes(append(keys, key(9))...)
+		pass(10 * time.Second)
+		safe := breaker.Op{Safe: true}
+
+		probe := acquire(t, all[1])
+		if open := refused(t, all[0], safe); !open.Until.IsZero() {
+			t.Errorf("another one may probe at %v while one does", open.Until)
+		}
+		refused(t, all[2], safe)
+		probe.Done(failed)
+		want(t, all[1], breaker.Open)
+		for _, b := range all { // 20 s from now on, for all of them
+			if left := time.Until(refused(t, b, safe).Until); left != 20*time.Second {
+				t.Errorf("the next probe is due in %v", left)
+			}
+		}
+		pass(20 * time.Second)
+		probe = acquire(t, all[0])
+		refused(t, all[1], safe)
+		probe.Done(neutral) // it says nothing, and leaves the probe to the others
+		probe = acquire(t, all[2])
+		probe.Done(ok)
+		want(t, all[2], breaker.Closed)
+
+		probe = acquire(t, all[0])
+		refused(t, all[1], safe)
+		r.ProbeAlone(keys...)
+		acquire(t, all[1]).Done(ok)
+		probe.Done(ok)
+		want(t, all[0], breaker.Closed)
+		want(t, all[1], breaker.Closed)
+	})
+}
+
+// A breaker that is forgotten while it probes, or whose probe hangs, does not keep the others waiting.
+func TestSharedProbeIsNotLost(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		r := breaker.NewRegistry(0, nil)
+		rules := mustRules(t, breaker.Settings{Cooldown: 10 * time.Second, ProbeLease: 5 * time.Second})
+		a, b := r.Get(key(0), rules), r.Get(key(1), rules)
+		trip(t, a)
+		trip(t, b)
+		pass(10 * time.Second)
+		hangs := acquire(t, a) // it was under way before they were put together
+		r.ShareProbes(key(0), key(1))
+		refused(t, b, breaker.Op{Safe: true})
+		pass(5 * time.Second) // the lease is over: a opens again
+		want(t, a, breaker.Open)
+		refused(t, b, breaker.Op{Safe: true})
+		pass(20 * time.Second)
+		hangs.Done(ok)
+		acquire(t, a)
+		refused(t, b, breaker.Op{Safe: true})
+		r.Drop(func(k breaker.Key) bool { return k == key(0) })
+		acquire(t, b).Done(ok)
+		want(t, b, breaker.Closed)
+	})
+}

@@ -44,6 +44,8 @@ type Options struct {
 	HeadFile string
 	// Logger gets the sequencer's errors; nil is none.
 	Logger *slog.Logger
+	// Placed is ledger.Options.Placed; it may be nil.
+	Placed func(events []ledger.Event)
 }
 
 // Evidence is the ledger of one store, with caches of the latest tokens. It is safe for
@@ -93,7 +95,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	e.log, err = ledger.Open(ctx, ledger.Options{
 		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
 		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Signature: o.Ring.Signature, Verifies: o.Ring.Verifies,
-		Logger: o.Logger, Known: known, Links: e.indexIDs,
+		Logger: o.Logger, Known: known, Links: e.indexIDs, Placed: o.Placed,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
