@@ -89,15 +89,14 @@ func (r *Registry) Drop(match func(Key) bool) {
 	r.breakers.Store(&next)
 }
 
-// ShareProbes has the breakers of these keys probe as one, until ProbeAlone: one at a time, and after a
-// failed probe none of them before the cooldown of its breaker is over. Probes that are under way go on.
+// ShareProbes has the breakers of these keys probe as one, or each for itself again: one at a time, and after
+// a failed probe none of them before the cooldown of its breaker is over. Probes that are under way go on.
 // Keys without a breaker are ignored.
-func (r *Registry) ShareProbes(keys ...Key) { r.setLane(new(lane), keys) }
-
-// ProbeAlone ends ShareProbes for these keys.
-func (r *Registry) ProbeAlone(keys ...Key) { r.setLane(nil, keys) }
-
-func (r *Registry) setLane(l *lane, keys []Key) {
+func (r *Registry) ShareProbes(share bool, keys ...Key) {
+	var l *lane
+	if share {
+		l = new(lane)
+	}
 	for _, key := range keys {
 		b := r.Find(key)
 		if b == nil {

@@ -273,7 +273,7 @@ func TestSharedProbes(t *testing.T) {
 			all = append(all, r.Get(key(i), rules))
 			trip(t, all[i])
 		}
-		r.ShareProbes(append(keys, key(9))...)
+		r.ShareProbes(true, append(keys, key(9))...)
 		pass(10 * time.Second)
 		safe := breaker.Op{Safe: true}
 
@@ -299,7 +299,7 @@ func TestSharedProbes(t *testing.T) {
 
 		probe = acquire(t, all[0])
 		refused(t, all[1], safe)
-		r.ProbeAlone(keys...)
+		r.ShareProbes(false, keys...)
 		acquire(t, all[1]).Done(ok)
 		probe.Done(ok)
 		want(t, all[0], breaker.Closed)
@@ -317,7 +317,7 @@ func TestSharedProbeIsNotLost(t *testing.T) {
 		trip(t, b)
 		pass(10 * time.Second)
 		hangs := acquire(t, a) // it was under way before they were put together
-		r.ShareProbes(key(0), key(1))
+		r.ShareProbes(true, key(0), key(1))
 		refused(t, b, breaker.Op{Safe: true})
 		pass(5 * time.Second) // the lease is over: a opens again
 		want(t, a, breaker.Open)

@@ -96,10 +96,14 @@ type App struct {
 	// Needs an `identity`. Default: none.
 	PlanFiles []string `json:"plans,omitempty"`
 
+	// When a failure that spreads from one agent to others is a cascade, and what happens then.
+	// Default: see its members.
+	OnCascade *OnCascade `json:"on_cascade,omitempty"`
+
 	// The places in the Caddyfile of options that are checked only at load, so that errors can name
 	// them: values like `Caddyfile:12`, for the members `store`, `keys`, `identity.key_file`,
 	// `trust.N` (the Nth source of keys, if it is a file), `hitl.rules`, `hitl.webhook`,
-	// `hitl.webhook.secret.N` and `plans.N`. Default: errors name no place.
+	// `hitl.webhook.secret.N`, `plans.N` and `on_cascade`. Default: errors name no place.
 	WrittenAt map[string]string `json:"written_at,omitempty"`
 
 	ctx    caddy.Context
@@ -220,6 +224,9 @@ func (a *App) provision(ctx caddy.Context) error {
 		if err := a.HITL.provision(gateway); err != nil {
 			return fmt.Errorf("agent_guard: hitl: %w", err)
 		}
+	}
+	if _, err := a.OnCascade.settings(); err != nil {
+		return &wrong{"on_cascade", fmt.Errorf("agent_guard: on_cascade: %w", err)}
 	}
 	events, err := ctx.App("events")
 	if err != nil {
@@ -432,6 +439,7 @@ func (a *App) engine() (*engine, error) {
 	a.held = e
 	e.activeConfigs.join(a)
 	e.recorder.begin()
+	e.cascades.begin()
 	e.escalations.adopt(a.HITL)
 	e.reportRecovered()
 	a.opened.Store(true)
@@ -502,6 +510,7 @@ const (
 	eventIdentityRotated = "agent_guard.identity_rotated"
 	eventCircuit         = "agent_guard.circuit_changed"
 	eventCircuitGivesUp  = "agent_guard.circuit_permanently_open"
+	eventCascade         = "agent_guard.cascade_detected"
 
 	eventRollbackStarted  = "agent_guard.rollback_started"
 	eventRollbackFinished = "agent_guard.rollback_finished"

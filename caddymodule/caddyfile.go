@@ -87,6 +87,15 @@ func init() {
 //			rules <file>
 //		}
 //		plan <file>
+//		on_cascade alert | pause | open {
+//			agents   <number>
+//			escalate <number>
+//			breakers <number>
+//			window   <duration>
+//			quiet    <duration>
+//			latency  <factor>
+//			full     <share>
+//		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	d.Next() // the option's name
@@ -136,6 +145,7 @@ func appOptions() options[*App] {
 			a.writtenAt(fmt.Sprintf("plans.%d", len(a.PlanFiles)), d.Token())
 			return nil
 		}},
+		"on_cascade": {usage: "on_cascade alert | pause | open { ... }", parse: parseOnCascade},
 	}
 }
 

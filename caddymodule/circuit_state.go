@@ -9,6 +9,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -34,7 +35,6 @@ const (
 // startCircuits restores the states that the last process stored, and listens to changes
 // from now on.
 func (e *engine) startCircuits(ctx context.Context) {
-	e.circuits = proxy.Join()
 	e.startCircuitRecorder()
 	e.circuits.Listen(circuitHook{e})
 	var gone []store.Write
@@ -174,6 +174,34 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 	h.e.escalateCircuit(ev)
 }
 
+// Failed implements proxy.Hook. The upstream is known before the outcome of the call is recorded.
+func (h circuitHook) Failed(upstream, checkpoint string) {
+	w := h.e.cascades
+	w.later(func(context.Context) []cascade.Change {
+		if _, known := w.failed[checkpoint]; !known {
+			if len(w.order) >= maxFailedCalls {
+				delete(w.failed, w.order[0])
+				w.order = w.order[1:]
+			}
+			w.order = append(w.order, checkpoint)
+		}
+		w.failed[checkpoint] = upstream
+		return nil
+	})
+}
+
+// Slow implements proxy.Hook.
+func (h circuitHook) Slow(upstream string, is bool) {
+	w := h.e.cascades
+	w.later(func(context.Context) []cascade.Change {
+		h.e.logger.Info("the latency of an upstream has changed", zap.String("upstream", upstream), zap.Bool("spike", is))
+		for _, guard := range w.at().guards[upstream] {
+			w.detector.Signal(time.Now(), cascade.Signal{Kind: cascade.Slow, Pool: guard, Address: upstream, Active: is})
+		}
+		return nil
+	})
+}
+
 // Dropped implements proxy.Hook. It deletes the stored states too, including modes set by
 // operators: otherwise the upstream could come back much later in a forgotten state. The
 // end of the last configuration drops nothing.
@@ -289,6 +317,8 @@ func (t *circuitRecorder) later(record func(context.Context)) bool {
 // recordCircuit records one change (cascade 3.2.4). The parent of an opening is the error
 // that caused it; the parent of later changes is the opening.
 func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
+	id, workflow := "", ""
+	defer func() { e.cascades.circuit(ev, id, workflow) }()
 	policy := e.latestPolicy()
 	if policy == nil {
 		return
@@ -323,11 +353,12 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		}
 		return
 	}
-	id, err := e.recordOpening(ctx, policy, now, &c, ev, last)
+	opening, err := e.recordOpening(ctx, policy, now, &c, ev, last)
 	if err != nil {
 		e.circuitUnrecorded(ev.Key, ev.To, err)
 		return
 	}
+	id, workflow = opening, c.Workflow
 	if len(e.recorder.opened) >= maxCircuits {
 		clear(e.recorder.opened) // drops those of forgotten breakers; the others have their references
 	}
@@ -341,7 +372,7 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 // recordOpening records an opening in the workflow of the call whose failure caused it, and
 // returns its id. The previous opening is a parent too if it is in the same workflow.
 func (e *engine) recordOpening(ctx context.Context, policy *tokenPolicy, now time.Time, c *evidence.Circuit, ev breaker.Event, last string) (string, error) {
-	if ev.Reason == breaker.ByOperator {
+	if ev.Reason == breaker.ByOperator || ev.Reason == breaker.ByCascade {
 		return e.recordDraft(ctx, policy.TokenPolicy, now, c) // no call failed
 	}
 	failure, drafts, err := policy.failureOf(ctx, now, c, ev)

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -89,6 +90,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 			return who, err
 		},
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
+		Cascades: cascadesFor(h, e, policy),
 		Escalations: &api.Escalations{Store: e.escalations.store, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
 			return h.escalationReader(e, policy, r, body)
 		}, Coordinator: func(r *http.Request, body []byte) (string, string, error) { return h.holder(policy, r, body) }},
@@ -155,7 +157,7 @@ func (a *App) health() (state string, ready bool) {
 }
 
 // Endpoints answers the well-known paths that do not belong to one guarded route, on a site of
-// their own: below /.well-known/cascade/ `health`, `circuits`, `escalations` and the pages of `problems`, and with
+// their own: below /.well-known/cascade/ `health`, `circuits`, `cascades`, `escalations` and the pages of `problems`, and with
 // an `identity` `jwks`, `ledger`, `workflows`, `checkpoints`, `errors` and `rollback`, also under
 // the paths of ATD and AERR. It identifies callers like an `agent_guard` without options. The paths
 // of a route are answered by its `agent_guard` handler.
@@ -173,7 +175,7 @@ func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 
 // Provision finds the app, if there is one.
 func (e *Endpoints) Provision(ctx caddy.Context) error {
-	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints"}
+	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints", proxy: new(atomic.Pointer[proxy.Transport])}
 	e.h.setDefaults()
 	e.h.realm = "\x00endpoints" // no guard has this name, so its users are nobody's
 	e.h.credentials = guard.Canonical(e.h.Credentials)
@@ -736,6 +738,10 @@ func (b storeView) Circuits() []proxy.Circuit {
 	}
 	return all
 }
+
+func (b storeView) Cascades() []api.Cascade { return b.e.cascades.cascadeList() }
+
+func (b storeView) Cascade(id string) *api.Cascade { return b.e.cascades.describe(id) }
 
 func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
 	if !b.e.circuits.SetMode(key, mode) {

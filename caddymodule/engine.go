@@ -42,6 +42,7 @@ type engine struct {
 	ledger    ledgerHandle
 	rollbacks rollbackService
 	circuits  *proxy.Member
+	cascades  *cascadeWatch
 	recorder  circuitRecorder // records changes of breakers
 	keeping   [16]sync.Mutex  // serialise storing the state of each breaker
 	forCalls  guard.Engine    // the engine in the form that package guard needs
@@ -158,6 +159,8 @@ func (e *engine) Destruct() error {
 	stopping, cancel := context.WithTimeout(context.Background(), rollbackGrace)
 	e.stopRollbacks(stopping) // first: rollbacks use everything below
 	cancel()
+	e.cascades.stop() // it opens escalations, too
+	<-e.cascades.ended
 	e.escalations.end() // after the rollbacks, which open escalations
 	e.cut()
 	e.circuits.Leave()
@@ -227,6 +230,11 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
 	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
+	e.circuits = proxy.Join()
+	if err := e.startCascades(ctx); err != nil { // before breakers report to it
+		e.circuits.Leave()
+		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
+	}
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	return e, nil
@@ -334,6 +342,7 @@ func (e *engine) snapshot() *storeSnapshot {
 		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
 	}
 	now.Ledger, now.Circuits, now.Rollbacks = e.ledger.report(), e.circuitReport(), e.rollbackReport()
+	now.Cascades = e.cascades.report()
 	return now
 }
 
@@ -545,6 +554,9 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	}
 	if err := e.keepCircuits(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the states of the circuit breakers stay under an older key", zap.Error(err))
+	}
+	if err := e.cascades.kept.reseal(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("what is stored of cascades stays under an older key", zap.Error(err))
 	}
 	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the escalations stay under an older key", zap.Error(err))

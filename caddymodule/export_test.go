@@ -25,6 +25,7 @@ func OptionNames() map[string][]string {
 		"hitl":                 names(hitlOptions()),
 		"who decides":          names(roleOptions()),
 		"a webhook":            names(webhookOptions()),
+		"on_cascade":           names(cascadeOptions()),
 		"agent_guard":          names(guardOptions()),
 		"an action":            names(actionOptions()),
 		"a probe":              names(probeOptions()),

@@ -12,6 +12,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
@@ -76,6 +77,8 @@ type storeSnapshot struct {
 	Unconfirmed map[string]int
 	// Circuits are the breakers of the process.
 	Circuits []circuitReport
+	// Cascades is nil until the store is open.
+	Cascades *cascadeReport
 	// Rollbacks is nil if rollbacks are not available.
 	Rollbacks *rollbackReport
 }
@@ -98,6 +101,19 @@ type circuitReport struct {
 	ErrorRate float64
 	// Openings and Rejected are counts since the process began.
 	Openings, Rejected uint64
+}
+
+type cascadeReport struct {
+	// Open is the number of cascades that have not ended.
+	Open int
+	// Found counts them by pattern, and Dropped the events that were not looked at, since the store was
+	// opened.
+	Found   map[string]uint64
+	Dropped uint64 // see Found
+	// Exhausted has 1 or 0 for each resource, by guard and name.
+	Exhausted map[[2]string]float64
+	// Latencies are the p99 of each upstream and what is usual, by address.
+	Latencies map[string]proxy.LatencyReport
 }
 
 type ledgerReport struct {
@@ -321,6 +337,24 @@ func (s sink) snapshot(now *storeSnapshot) {
 		s.count(circuitOpenings, c.Openings, c.Upstream, c.Class)
 		s.count(circuitRejected, c.Rejected, c.Upstream, c.Class)
 	}
+	if c := now.Cascades; c != nil {
+		s.gauge(cascadesOpen, float64(c.Open))
+		for pattern, n := range c.Found {
+			s.count(cascades, n, pattern)
+		}
+		s.count(cascadeDropped, c.Dropped)
+		for of, is := range c.Exhausted {
+			s.gauge(exhausted, is, of[0], of[1])
+		}
+		for upstream, l := range c.Latencies {
+			if l.P99 > 0 {
+				s.gauge(latencyP99, l.P99.Seconds(), upstream)
+			}
+			if l.Baseline > 0 {
+				s.gauge(latencyBaseline, l.Baseline.Seconds(), upstream)
+			}
+		}
+	}
 	if r := now.Rollbacks; r != nil {
 		s.gauge(rollbacksRunning, float64(r.Running))
 		s.gauge(rollbackOldest, r.OldestAge.Seconds())
@@ -406,6 +440,13 @@ var (
 	circuitOpenings = family("circuit_openings_total", counter, "Openings of the breaker since the process began.", "upstream", "class")
 	circuitRejected = family("circuit_rejected_total", counter, "Calls that the breaker refused since the process began.", "upstream", "class")
 
+	cascades        = family("cascades_total", counter, "Failures that spread, by pattern, since the store was opened.", "pattern")
+	cascadesOpen    = family("cascades_open", gauge, "Failures that spread, and have not ended.")
+	cascadeDropped  = family("cascade_events_dropped_total", counter, "Events that were not looked at for cascades, since the store was opened.")
+	exhausted       = family("exhausted", gauge, "1 while a resource is used up, of a guard or of the gateway; else 0.", "guard", "resource")
+	latencyP99      = family("upstream_latency_seconds", gauge, "Time after which 99 of 100 good answers of an upstream began, lately.", "upstream")
+	latencyBaseline = family("upstream_latency_usual_seconds", gauge, "What is usual for upstream_latency_seconds.", "upstream")
+
 	bulkheadPermits   = family("bulkhead_permits", gauge, "Calls that may be at the upstream at a time.", "guard")
 	bulkheadInUse     = family("bulkhead_in_use", gauge, "Calls that hold a permit of the bulkhead.", "guard")
 	bulkheadWaiting   = family("bulkhead_waiting", gauge, "Calls that wait for a permit of the bulkhead.", "guard")
@@ -451,6 +492,8 @@ var families = []*Family{
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
 	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft,
 	bulkheadHeld, bulkheadRetries, bulkheadMemory, bulkheadSpooled, bulkheadRefused,
+	cascades, cascadesOpen, cascadeDropped, exhausted, latencyP99, latencyBaseline,
+	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
 	escalations, holdsUnconfirmed, deliveries,
@@ -508,6 +551,9 @@ type storeCounts struct {
 	dropped   atomic.Uint64
 	rollbacks rollbackCounts
 
+	commits    atomic.Uint64
+	commitTime atomic.Int64 // nanoseconds
+
 	deliveries [2]atomic.Uint64 // of escalations: failed, accepted
 }
 
@@ -527,6 +573,8 @@ func newStoreCounts() *storeCounts {
 
 // Committed implements StoreObserver.
 func (s *storeCounts) Committed(batches int, took time.Duration) {
+	s.commits.Add(1)
+	s.commitTime.Add(int64(took))
 	s.latency.Observe(took.Seconds())
 	s.group.Observe(float64(batches))
 }

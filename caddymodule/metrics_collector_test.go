@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -30,6 +31,10 @@ func healthy() *storeSnapshot {
 		Circuits:    []circuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
 		Rollbacks:   &rollbackReport{Running: 2, OldestAge: 30 * time.Second, Waiting: 5},
 		Ledger:      &ledgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
+		Cascades: &cascadeReport{
+			Open: 2, Found: map[string]uint64{"clustering": 4}, Dropped: 6, Exhausted: map[[2]string]float64{{"pay", "queue"}: 1},
+			Latencies: map[string]proxy.LatencyReport{"10.0.0.7:9001": {P99: time.Second, Baseline: 500 * time.Millisecond}},
+		},
 	}
 }
 
@@ -240,7 +245,11 @@ func TestSnapshots(t *testing.T) {
 			`agent_guard_escalations{level="approval",state="open"}`: 2, `agent_guard_escalations{level="stop",state="notified"}`: 0,
 			`agent_guard_holds_unconfirmed{participant="spiffe://example.com/b"}`: 2,
 			"agent_guard_rollbacks_running{}":                                     2, "agent_guard_rollbacks_waiting{}": 5, "agent_guard_rollback_oldest_age_seconds{}": 30,
-			"agent_guard_ledger_entries{}": 5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
+			`agent_guard_cascades_open{}`: 2, `agent_guard_cascades_total{pattern="clustering"}`: 4,
+			`agent_guard_exhausted{guard="pay",resource="queue"}`:                  1,
+			`agent_guard_upstream_latency_seconds{upstream="10.0.0.7:9001"}`:       1,
+			`agent_guard_upstream_latency_usual_seconds{upstream="10.0.0.7:9001"}`: 0.5,
+			"agent_guard_ledger_entries{}":                                         5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
 			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
 		}},
 		"not open": {nil, map[string]float64{"agent_guard_store_healthy{}": 0}},

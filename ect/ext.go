@@ -75,6 +75,10 @@ const (
 	MemberWorkflowName    Member = "cascade.wf_id"
 	MemberTerminalStatus  Member = "cascade.terminal_status"
 	MemberElapsed         Member = "cascade.elapsed_s"
+	MemberPattern         Member = "cascade.pattern"
+	MemberAffectedAgents  Member = "cascade.affected_agents"
+	MemberRootCause       Member = "cascade.root_cause_ect"
+	MemberBlastRadius     Member = "cascade.blast_radius"
 )
 
 // kind is the JSON type of a member's value.
@@ -106,7 +110,7 @@ var eventTable = [...]struct {
 	{event: EventRollbackStart, needs: []Member{MemberRollbackID, MemberCheckpointID, MemberScope, MemberReason}},
 	{event: EventRollbackComplete, atd: "atd:rollback_result", aerr: "aerr:rollback_complete", also: "aerr:rollback_escalated", needs: []Member{MemberStatus}},
 	{event: EventCompensate},
-	{event: EventCascadeDetected, needs: []Member{"cascade.pattern", "cascade.affected_agents", "cascade.root_cause_ect", "cascade.blast_radius"}},
+	{event: EventCascadeDetected, needs: []Member{MemberPattern, MemberAffectedAgents, MemberRootCause, MemberBlastRadius}},
 	{event: EventWorkflowStart, atd: "atd:workflow_start", needs: []Member{MemberWorkflowName, MemberDescription}, ours: true},
 	{event: EventWorkflowComplete, atd: "atd:workflow_complete", needs: []Member{MemberWorkflowName, MemberTerminalStatus}, ours: true},
 }
@@ -134,10 +138,10 @@ var memberTable = [...]struct {
 	{member: MemberScope},
 	{member: MemberStatus, atd: "atd.status", aerr: "aerr.status"},
 	{member: MemberReason, atd: "atd.reason"},
-	{member: "cascade.pattern"},
-	{member: "cascade.affected_agents", kind: numberKind},
-	{member: "cascade.root_cause_ect"},
-	{member: "cascade.blast_radius", kind: listKind, cut: true},
+	{member: MemberPattern},
+	{member: MemberAffectedAgents, kind: numberKind},
+	{member: MemberRootCause},
+	{member: MemberBlastRadius, kind: listKind, cut: true},
 	{member: MemberCascaded, kind: listKind, atd: "atd.cascaded", aerr: "aerr.cascaded", cut: true},
 	{member: MemberFailedAgents, kind: listKind, cut: true},
 	{member: MemberStateBefore, aerr: "aerr.state_hash_before"},

@@ -370,7 +370,9 @@ func (d *Detector) Succeed(now time.Time, s Success) []Change {
 	v.state = succeeded
 	v.seen = v.seen || own
 	if own && v.pool != nil {
-		v.pool.at(s.Address).answered = t
+		if s.Address != "" {
+			v.pool.at(s.Address).answered = t
+		}
 		v.pool.oks.add(t)
 		v.pool.learn(0)
 	}
@@ -397,6 +399,24 @@ func (d *Detector) Succeed(now time.Time, s Success) []Change {
 		d.retract(i)
 	}
 	return d.take()
+}
+
+// Answered records n good answers of an address, of calls whose nodes are not known: what fails beside them is
+// judged against their number.
+func (d *Detector) Answered(now time.Time, name, address string, n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	p := d.pool(name)
+	if p == nil || n <= 0 {
+		return
+	}
+	p.at(address).answered = t
+	p.oks.add(t)
+	p.oks.now += int32(min(n-1, 1<<24))
+	for range min(n, 2048) {
+		p.learn(0)
+	}
 }
 
 // Breaker records the opening or closing of a breaker.

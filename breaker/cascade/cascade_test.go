@@ -835,3 +835,28 @@ func BenchmarkEvent(b *testing.B) {
 		})
 	}
 }
+
+// An address that has answered is not down, also if the calls are not known one by one.
+func TestAnswersWithoutNodes(t *testing.T) {
+	for _, c := range []struct {
+		answers int
+		want    cascade.Class
+	}{{0, cascade.Service}, {3, cascade.Agent}} {
+		set, err := cascade.Settings{}.Check()
+		if err != nil {
+			t.Fatal(err)
+		}
+		d, now := cascade.New(set), time.Unix(1_800_000_000, 0)
+		d.Node(now, cascade.Node{ID: "call", Workflow: "w", Agent: "caller", Upstream: cascade.Upstream{Pool: "x"}})
+		d.Fail(now, cascade.Failure{Workflow: "w", Node: "call", Address: "x:1"})
+		now = now.Add(time.Second)
+		d.Answered(now, "x", "x:1", c.answers)
+		var found []cascade.Change
+		for i := range 3 {
+			found = append(found, d.Breaker(now, cascade.Breaker{Downstream: "x", Pool: "x", Address: fmt.Sprint("y:", i), Open: true})...)
+		}
+		if len(found) != 1 || found[0].Finding.Class != c.want {
+			t.Errorf("after %d answers: %+v, want the class %s", c.answers, found, c.want)
+		}
+	}
+}

@@ -81,6 +81,10 @@ type Store interface {
 	RotateIdentity(stolen bool) error
 	// Circuits returns the circuit breakers of this process, sorted by upstream; never nil.
 	Circuits() []proxy.Circuit
+	// Cascades returns the cascades that are kept, the newest first, and Cascade one with its whole blast
+	// radius, nil if there is none.
+	Cascades() []api.Cascade
+	Cascade(id string) *api.Cascade // see Cascades
 	// SetCircuitMode sets and stores the mode that an operator chose for a breaker. It
 	// returns false if there is no such breaker.
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
@@ -117,6 +121,10 @@ var routes = []api.Route[handler]{
 	{Path: "identity/rotate", Method: http.MethodPost, To: plain(rotateIdentity)},
 	{Path: "circuits", Method: http.MethodGet, To: plain(listCircuits)},
 	{Path: "circuits/mode", Method: http.MethodPost, To: plain(setCircuitMode)},
+	{Path: "cascades", Method: http.MethodGet, To: plain(func(_ *http.Request, st Store) (any, error) {
+		return api.CascadeList{Cascades: append([]api.Cascade{}, st.Cascades()...)}, nil
+	})},
+	{Path: "cascades/{id}", Method: http.MethodGet, To: showCascade},
 	{Path: "rollback", Method: http.MethodPost, To: coordinated(startRollback)},
 	{Path: "rollback/{id}", Method: http.MethodGet, To: coordinated(showRollback)},
 	{Path: "rollbacks", Method: http.MethodGet, To: coordinated(listRollbacks)},

@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -50,6 +51,7 @@ type opened struct {
 	identity    *admin.Identity
 	stolen      []bool // of each rotation of the identity
 	circuits    []proxy.Circuit
+	cascades    []api.Cascade
 	escalations *hitl.Store
 	unkept      error // with which a mode is not recorded
 	rollback    admin.Rollbacks
@@ -91,6 +93,17 @@ func (o *opened) Trial(checkpoint string) (admin.Trial, bool) {
 func (o *opened) Rollbacks() admin.Rollbacks { return o.rollback }
 
 func (o *opened) Circuits() []proxy.Circuit { return o.circuits }
+
+func (o *opened) Cascades() []api.Cascade { return o.cascades }
+
+func (o *opened) Cascade(id string) *api.Cascade {
+	for i := range o.cascades {
+		if o.cascades[i].ID == id {
+			return &o.cascades[i]
+		}
+	}
+	return nil
+}
 
 func (o *opened) SetCircuitMode(_ context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
 	for i := range o.circuits {

@@ -161,6 +161,11 @@ func TestGoldenAnswers(t *testing.T) {
 	}
 	o.circuits = []proxy.Circuit{{Upstream: "a:1", State: "closed", Mode: "auto"}, {Upstream: "b:1", Class: "write", State: "open", Mode: "auto"}}
 	g.ask("GET", "circuits", "")
+	g.ask("GET", "cascades", "")
+	o.cascades = []api.Cascade{{ID: "0123", State: "open", Pattern: "depth_first", Class: "agent", Failed: 3, Affected: 4, Workflows: []api.CascadePart{}}}
+	g.ask("GET", "cascades", "")
+	g.ask("GET", "cascades/0123", "")
+	g.ask("GET", "cascades/4567", "")
 	for _, body := range []string{
 		``, `{"mode": "observe"}`, `{"upstream": "a:1"}`, `{"upstream": "a:1", "mode": "observe", "clas": "write"}`, `{"upstream": "a:1", "mode": "observe"} {}`,
 		`{"upstream": "c:1", "mode": "observe"}`, `{"upstream": "c:1", "class": "read", "mode": "observe"}`, `{"upstream": "b:1", "class": "write", "mode": "forced_open"}`,

@@ -355,6 +355,17 @@ func listCircuits(_ *http.Request, st Store) (any, error) {
 	return proxy.Document{Circuits: st.Circuits()}, nil
 }
 
+func showCascade(_ *http.Request, st Store, p *params) (any, error) {
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	c := st.Cascade(p.name)
+	if c == nil {
+		return nil, refuse(http.StatusNotFound, "no cascade has the id %.80q; cascades lists them", p.name)
+	}
+	return c, nil
+}
+
 // setCircuitMode answers POST circuits/mode with the resulting breakers.
 func setCircuitMode(r *http.Request, st Store) (any, error) {
 	var d CircuitMode

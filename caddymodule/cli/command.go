@@ -22,10 +22,10 @@ const long = `Shows the records of a running server's agent guard, settles calls
 rolls calls back; checks plans of workflows, makes and reads tokens, and
 verifies the ledger.
 
-executions, store, keys, identity, circuits, rollback, rollbacks, escalations,
-and head, export and check of ledger ask the server's admin endpoint: that of
---address, else the one in --config, else Caddy's default, which the environment
-variable CADDY_ADMIN changes. Unix sockets are written
+executions, store, keys, identity, circuits, cascades, rollback, rollbacks,
+escalations, and head, export and check of ledger ask the server's admin
+endpoint: that of --address, else the one in --config, else Caddy's default,
+which the environment variable CADDY_ADMIN changes. Unix sockets are written
 unix//run/caddy/admin.sock. ect, workflows, and verify and list of ledger, work
 on files without a server.
 
@@ -44,7 +44,7 @@ func Command() caddycmd.Command {
 			f.VarP(&word{&o.output, []string{outputTable, outputJSON}}, "output", "o", "Form of the output: table or json")
 			o.output = outputTable // set here, so that the help does not show it as a default
 			complete(cmd, "output", outputTable, outputJSON)
-			group(cmd, executionCommands(&o), storeCommands(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o),
+			group(cmd, executionCommands(&o), storeCommands(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o), cascadeCommands(&o),
 				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), workflowCommands(&o), tokenCommands(&o), ledgerCommands(&o))
 		},
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
@@ -325,6 +326,83 @@ func describeCircuits(doc *proxy.Document, now time.Time) string {
 		})
 	}
 	return tableOf([]string{"UPSTREAM", "CLASS", "STATE", "MODE", "ERRORS", "CALLS", "NEXT PROBE", "CAUSE"}, rows)
+}
+
+func cascadeCommands(o *options) *cobra.Command {
+	return o.server(group(&cobra.Command{
+		Use:   "cascades",
+		Short: "Shows failures that spread from one agent to others",
+		Long: `Shows failures that spread from one agent to others, with where they began, as
+far as is known.`,
+	}, &cobra.Command{
+		Use:     "list",
+		Short:   "Lists the cascades, the newest first",
+		Long:    `Lists the cascades, the newest first. FAILED and AFFECTED count agents.`,
+		Example: "  caddy agent-guard cascades list",
+		Args:    noArgs,
+		RunE:    showing(o, question{path: "cascades"}, describeCascades),
+	}, &cobra.Command{
+		Use:     "show ID",
+		Short:   "Shows one cascade",
+		Long:    `Shows one cascade, with the agents that it affects in each workflow.`,
+		Example: "  caddy agent-guard cascades show 44a2fed48ded0166e0fe086ddc3db15c",
+		Args:    oneArg("ID; `cascades list` shows them"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			_, err := show(cmd, o, question{path: "cascades/" + url.PathEscape(args[0])}, describeCascade)
+			return err
+		},
+	}))
+}
+
+func describeCascades(doc *api.CascadeList, now time.Time) string {
+	if len(doc.Cascades) == 0 {
+		return "No failure has spread.\n"
+	}
+	var rows [][]string
+	for i := range doc.Cascades {
+		c := &doc.Cascades[i]
+		root := ""
+		if c.Root != nil {
+			root = cmp.Or(c.Root.Agent, c.Root.Upstream)
+		}
+		rows = append(rows, []string{
+			printable(c.ID), printable(c.State), printable(c.Pattern), printable(c.Class), strconv.Itoa(c.Failed), strconv.Itoa(c.Affected),
+			strconv.Itoa(len(c.Workflows)), dash(moment(c.Last, now)), dash(printable(root)),
+		})
+	}
+	return tableOf([]string{"CASCADE", "STATE", "PATTERN", "CLASS", "FAILED", "AFFECTED", "WORKFLOWS", "LAST FAILURE", "ROOT"}, rows)
+}
+
+func describeCascade(c *api.Cascade, now time.Time) string {
+	s := sheet{width: 20}
+	s.line("cascade", printable(c.ID))
+	s.line("state", printable(c.State))
+	s.line("pattern", printable(c.Pattern))
+	s.line("class", printable(c.Class))
+	s.line("began", dash(moment(c.Began, now)))
+	s.line("last failure", dash(moment(c.Last, now)))
+	if r := c.Root; r != nil {
+		s.line("root", printable(cmp.Or(r.Agent, r.Upstream)))
+		s.line("root upstream", printable(r.Upstream))
+		s.line("root workflow", printable(r.Workflow))
+		s.line("root error", printable(r.Error))
+		s.line("because", printable(strings.Join(r.Reasons, ", ")))
+	}
+	s.line("downstream", printable(c.Downstream))
+	s.line("breakers", printable(strings.Join(c.Breakers, ", ")))
+	s.line("opened", printable(strings.Join(c.Opened, ", ")))
+	s.line("escalation", printable(c.Escalation))
+	s.line("failed", strconv.Itoa(c.Failed))
+	s.line("affected", strconv.Itoa(c.Affected))
+	for i := range c.Workflows {
+		p := &c.Workflows[i]
+		s.line("workflow", printable(p.Workflow))
+		s.line("  alerts", printable(strings.Join(p.Alerts, ", ")))
+		s.line("  escalation", printable(p.Escalation))
+		s.line("  failed", printable(strings.Join(p.Failed, ", ")))
+		s.line("  blast radius", printable(strings.Join(p.BlastRadius, ", ")))
+	}
+	return s.b.String()
 }
 
 func escalationCommands(o *options) *cobra.Command {

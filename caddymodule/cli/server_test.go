@@ -251,3 +251,40 @@ func TestEscalationsAreDecided(t *testing.T) {
 	}
 	refuses(t, "give one ID", "escalations", "approve")
 }
+
+func someCascades() *api.CascadeList {
+	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
+	return &api.CascadeList{Cascades: []api.Cascade{
+		{
+			ID: "44a2fed48ded0166e0fe086ddc3db15c", State: "open", Pattern: "depth_first", Class: "agent", Failed: 3, Affected: 4, Began: at, Last: at.Add(time.Second),
+			Root: &api.CascadeRoot{Workflow: "w", Error: "e", Agent: "spiffe://example.com/agent/d", Guard: "d", Upstream: "10.0.0.7:9001", Reasons: []string{"earliest", "named_by_errors"}},
+			Workflows: []api.CascadePart{{
+				Workflow: "w", Alerts: []string{"alert"}, Errors: []string{"e"}, Failed: []string{"evil\x1b[2J"}, BlastRadius: []string{"a", "evil\x1b[2J"}, Escalation: "esc",
+			}},
+		},
+		{ID: "0123", State: "closed", Pattern: "clustering", Class: "service", Downstream: "10.0.0.8:9001", Breakers: []string{"10.0.0.8:9001"}, OneProbe: true, Began: at, Last: at},
+	}}
+}
+
+// Section "CLI": how cascades are shown, and what is asked of the server.
+func TestGoldenCascades(t *testing.T) {
+	now := time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC)
+	golden(t, "cascades_list", describeCascades(someCascades(), now))
+	golden(t, "cascades_show", describeCascade(&someCascades().Cascades[0], now))
+	if out := describeCascades(&api.CascadeList{}, now); out != "No failure has spread.\n" {
+		t.Errorf("%q", out)
+	}
+	server := newAdminServer(t, func(r *http.Request) any {
+		if strings.HasSuffix(r.URL.Path, "/cascades") {
+			return someCascades()
+		}
+		return someCascades().Cascades[1]
+	})
+	for args, want := range map[string]string{"cascades list": "GET /agent_guard/cascades ", "cascades show 0123": "GET /agent_guard/cascades/0123 "} {
+		out, _, err := server.run(t, strings.Fields(args)...)
+		if err != nil || strings.Join(server.asked, "\n") != want || !strings.Contains(out, "0123") {
+			t.Errorf("%s asks %s: %v\n%s", args, server.asked, err, out)
+		}
+	}
+	refuses(t, "give one ID", "cascades", "show")
+}

@@ -31,7 +31,9 @@ type call struct {
 	watch  *Watch // nil if the request is not guarded
 	permit breaker.Permit
 	began  time.Time
-	upload *upload // of a request whose body comes from the client
+	// upstream is its address.
+	upstream string
+	upload   *upload // of a request whose body comes from the client
 	// callerDeadline says that the deadline is the caller's own.
 	callerDeadline bool
 	// identity is who must answer a verified probe; else empty.
@@ -114,7 +116,7 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		return res, nil
 	}
 	if res.Body == http.NoBody {
-		c.permit.Answered(c.latency())
+		c.begunWell()
 		c.settle(breaker.Outcome{Class: breaker.Success})
 		return res, nil
 	}
@@ -248,14 +250,17 @@ func (c *call) settle(o breaker.Outcome) {
 	if o.Class != breaker.Success && o.Class != breaker.Neutral {
 		e := guard.EvidenceOf(c.ctx)
 		o.Evidence = e.String()
+		if m := c.t.circuits.pool.listener(); m != nil && e.Checkpoint != "" {
+			m.hook.Failed(c.upstream, e.Checkpoint)
+		}
 	}
 	c.permit.Done(o)
 }
 
-// latency returns how long the upstream has taken so far, without the time for sending the
+// latency returns how long the upstream has taken until now, without the time for sending the
 // call.
-func (c *call) latency() time.Duration {
-	all := time.Since(c.began)
+func (c *call) latency(now time.Time) time.Duration {
+	all := now.Sub(c.began)
 	switch {
 	case c.upload == nil:
 		return all
@@ -268,7 +273,12 @@ func (c *call) latency() time.Duration {
 // begunWell notes that the beginning of the answer is good.
 func (c *call) begunWell() {
 	c.judged.Store(true)
-	c.permit.Answered(c.latency())
+	now := time.Now()
+	took := c.latency(now)
+	c.permit.Answered(took)
+	if took > 0 {
+		c.t.circuits.pool.observe(c.upstream, now, took)
+	}
 }
 
 // ended judges the call by the end of its answer.

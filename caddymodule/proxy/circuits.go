@@ -3,6 +3,7 @@ package proxy
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"net/http"
 	"slices"
 	"strconv"
@@ -139,8 +140,9 @@ func (c *Circuits) known(upstream string) bool { return slices.Contains(c.upstre
 
 // pool has the process's breakers, as long as a transport or member uses them.
 type pool struct {
-	registry *breaker.Registry
-	forces   atomic.Int64 // number of forced modes, and of transports that force one
+	registry  *breaker.Registry
+	latencies latencies
+	forces    atomic.Int64 // number of forced modes, and of transports that force one
 
 	// mu is never held during calls of a breaker or the registry: they call the hook or
 	// leadsTo, which lock mu.
@@ -214,6 +216,11 @@ func (p *pool) forget() {
 		gone = append(gone, key)
 		return true
 	})
+	p.latencies.mu.Lock()
+	watched := p.latencies.all()
+	maps.DeleteFunc(watched, func(upstream string, _ *answers) bool { return !p.leadsTo(breaker.Key{Upstream: upstream}) })
+	p.latencies.of.Store(&watched)
+	p.latencies.mu.Unlock()
 	p.mu.Lock()
 	for _, key := range gone {
 		p.force(key, breaker.Auto)
@@ -343,6 +350,11 @@ type Member struct {
 // Hook receives the events of the process's breakers.
 type Hook interface {
 	breaker.Hook
+	// Failed says at which upstream the call with a checkpoint has failed. It must not wait.
+	Failed(upstream, checkpoint string)
+	// Slow says that the latency of an upstream has risen far above what is usual, or is back. It must
+	// not wait.
+	Slow(upstream string, is bool)
 	// Dropped receives the last states of the breakers that are forgotten because no
 	// transport has their upstreams any more. A new transport may bring one back at any
 	// moment: look up the breakers that exist.

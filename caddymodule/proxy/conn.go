@@ -18,6 +18,16 @@ type conn struct {
 	peek    peek   // of Conn
 	attempt atomic.Pointer[Attempt]
 	unused  atomic.Bool // by the current attempt
+	open    *atomic.Int64
+	closed  atomic.Bool
+}
+
+// Close counts the connection as closed.
+func (c *conn) Close() error {
+	if !c.closed.Swap(true) {
+		c.open.Add(-1)
+	}
+	return c.Conn.Close()
 }
 
 var (

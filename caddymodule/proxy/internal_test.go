@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptrace"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -41,7 +42,7 @@ func TestClosedConnectionIsNotWrittenTo(t *testing.T) {
 
 			stale := 0
 			dial := func(context.Context, string, string) (net.Conn, error) { return client, nil }
-			dialled, err := countWrites(dial, func() { stale++ }, false)(t.Context(), network, l.Addr().String())
+			dialled, err := countWrites(dial, func() { stale++ }, false, new(atomic.Int64))(t.Context(), network, l.Addr().String())
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -84,6 +84,8 @@ type Transport struct {
 	inBand   bodyKinds
 	verify   AnswerVerifier // verifies probes' answers; nil without trust
 
+	connections *atomic.Int64 // open ones of guarded requests
+
 	guarded *http.Transport
 	idle    int // most idle connections of guarded requests to one upstream
 	http3   bool
@@ -114,6 +116,7 @@ func (t *Transport) Provision(ctx caddy.Context) error {
 	}
 	t.http3 = slices.Contains(t.Versions, "3")
 	t.h2c = slices.Contains(t.Versions, "h2c")
+	t.connections = new(atomic.Int64)
 	guarded, err := t.twin()
 	if err != nil {
 		return err
@@ -336,6 +339,19 @@ func (t *Transport) LeadsTo(upstream string) bool {
 	return t.circuits != nil && t.circuits.known(upstream)
 }
 
+// Upstreams are the addresses of the static upstreams, if all are static and known; how many connections for
+// guarded requests are open to them, and how many may be: 0 is any number.
+func (t *Transport) Upstreams() (addresses []string, open, limit int64) {
+	if t.circuits == nil {
+		return nil, 0, 0
+	}
+	if !t.circuits.open {
+		addresses = t.circuits.upstreams
+	}
+	limit = int64(t.MaxConnsPerHost) * int64(max(len(addresses), 1))
+	return addresses, t.connections.Load(), limit
+}
+
 // refusedError is a breaker's refusal. reverse_proxy and Proof treat it like a failed
 // connection.
 type refusedError struct {
@@ -373,7 +389,7 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 	if ctx.Err() != nil {
 		return nil, ctx.Err() // the context ended before sending
 	}
-	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now()}
+	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now(), upstream: upstream}
 	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch)}
 	op.View, _ = caddyhttp.GetVar(ctx, guard.ViewVar).(*breaker.View) // what the caller's tokens ask of breakers
 	if patience, ok := guard.PatienceOf(ctx); ok {
@@ -401,7 +417,7 @@ func (t *Transport) twin() (*http.Transport, error) {
 	rt.MaxIdleConnsPerHost = t.idle
 	// If one kept connection was closed, those of the same age will be too.
 	stale := func() { t.guarded.CloseIdleConnections() }
-	dial := countWrites(t.Transport.DialContext, stale, slices.Contains(t.Versions, "h2c"))
+	dial := countWrites(t.Transport.DialContext, stale, slices.Contains(t.Versions, "h2c"), t.connections)
 	rt.DialContext = dial
 	if t.Transport.DialTLSContext != nil {
 		// Caddy's function dials the TCP connection itself, below TLS, where it cannot be
@@ -432,13 +448,14 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 
 // countWrites wraps the connections of dial. A transport uses cleartext HTTP/2 always or
 // never, so h2c is known here.
-func countWrites(dial dialFunc, stale func(), h2c bool) dialFunc {
+func countWrites(dial dialFunc, stale func(), h2c bool, open *atomic.Int64) dialFunc {
 	return func(ctx context.Context, network, addr string) (net.Conn, error) {
 		c, err := dial(ctx, network, addr)
 		if err != nil {
 			return nil, err
 		}
-		counts := &conn{Conn: c, h2c: h2c, stale: stale}
+		counts := &conn{Conn: c, h2c: h2c, stale: stale, open: open}
+		open.Add(1)
 		counts.peek.begin(c)
 		return counts, nil
 	}

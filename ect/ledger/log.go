@@ -193,10 +193,10 @@ type Options struct {
 	// Links returns the ids in the event's workflow under which Following finds it, such
 	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
 	Links func(e *Event) []string
-	// Placed gets the events of each move once they are in the tree, also those that an earlier
-	// process recorded, on the sequencer's goroutine: it must not wait. An event may be missing if
-	// another process has moved it, or the result of a commit is unknown. Nil is nobody.
-	Placed func(events []Event)
+	// Placed gets each event once it is in the tree, also those that an earlier process recorded, on
+	// the sequencer's goroutine: it must not wait, nor keep the event without a copy. Events may be
+	// missing that another process has moved, or whose commit has an unknown result. Nil is nobody.
+	Placed func(e *Event, recorded time.Time)
 	// Known are earlier heads that were kept outside the store. Open returns ErrTampered
 	// if the log does not extend them.
 	Known []Head

@@ -682,12 +682,10 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 	if err == nil {
 		m.now.Store(after)
 		m.queue.moved(own, len(found)-len(own))
-		if m.options.Placed != nil {
-			events := make([]Event, len(found))
-			for i := range found {
-				events[i] = found[i].event.Event
+		for i := range found {
+			if m.options.Placed != nil {
+				m.options.Placed(&found[i].event.Event, now)
 			}
-			m.options.Placed(events)
 		}
 		return len(found), nil
 	}

@@ -73,6 +73,8 @@ const (
 	endpointCircuits
 	endpointExecutions
 	endpointProblems
+	endpointCascades
+	endpointCascade
 	endpointEscalations
 	endpointEscalation
 	endpointDecision
@@ -98,6 +100,9 @@ var routes = []Route[resource]{
 	{WellKnown + "circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
 	{"/.well-known/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
 	{"/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
+
+	{CascadesPath, http.MethodGet, resource{endpoint: endpointCascades}},
+	{CascadesPath + "/{id}", http.MethodGet, resource{endpoint: endpointCascade}},
 
 	{WellKnown + "ledger/head", http.MethodGet, resource{endpoint: endpointHead}},
 	{WellKnown + "ledger/proof", http.MethodGet, resource{endpoint: endpointProof}},

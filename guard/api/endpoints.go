@@ -58,6 +58,8 @@ type Gateway struct {
 	Escalations *Escalations
 	// Circuits describes the circuit breakers that the caller may see.
 	Circuits func(r *http.Request) (any, error)
+	// Cascades are the failures that spread.
+	Cascades *Cascades
 	// Waits ends all waiting when the gateway shuts down.
 	Waits context.Context
 }
@@ -154,6 +156,8 @@ func (e *Endpoints) ask(a responder, to route) error {
 		}
 		Respond(a.w, http.StatusOK, "application/json", "no-store", indented(doc))
 		return nil
+	case to.endpoint == endpointCascades, to.endpoint == endpointCascade:
+		return g.cascades(a, to)
 	case to.endpoint >= endpointEscalations:
 		return g.Escalations.serve(a, to)
 	case to.rollback():

@@ -16,6 +16,8 @@ type participation struct {
 	who   evidence.Reader
 	links evidence.Links
 	mine  []string
+	// alerts are the parents of alerts about cascades.
+	alerts map[string][]string
 }
 
 // add adds an entry. It never returns true, which would end the reading early.
@@ -26,7 +28,14 @@ func (p *participation) add(e *ledger.Entry) bool {
 	if p.links == nil {
 		p.links = make(evidence.Links)
 	}
-	if !evidence.IsUnproven(e) { // an unproven token could name any parents
+	switch {
+	case evidence.IsUnproven(e): // it could name any parents
+	case isAlert(e) && p.own(e):
+		if p.alerts == nil {
+			p.alerts = make(map[string][]string)
+		}
+		p.alerts[e.ID] = e.Parents
+	default:
 		p.links.Add(e.ID, e.Parents, p.reported(e))
 	}
 	return false
@@ -39,7 +48,15 @@ func (p *participation) takesPart(e *ledger.Entry) bool {
 	return p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who)
 }
 
-func (p *participation) of() evidence.Participation { return p.links.From(p.mine) }
+func (p *participation) of() evidence.Participation {
+	part := p.links.From(p.mine)
+	for id, parents := range p.alerts {
+		if len(parents) > 0 && !slices.ContainsFunc(parents, func(parent string) bool { return !part.Has(parent) }) {
+			part.Add(id)
+		}
+	}
+	return part
+}
 
 // participationOf collects what a reader may see of the first MaxNodes entries of a
 // workflow.
@@ -58,6 +75,9 @@ func (s *Ledger) participationOf(ctx context.Context, wid string, who evidence.R
 func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who evidence.Reader) (bool, error) {
 	if s.issued(e, who) || s.called(e, who) {
 		return true, nil
+	}
+	if isAlert(e) {
+		return s.mayReadAll(ctx, e.Workflow, e.Parents, who)
 	}
 	return s.partOf(ctx, e.Workflow, who).has(e.ID)
 }
@@ -381,10 +401,10 @@ func (c *issuerPart) read(ctx context.Context) (*search, error) {
 	return c.part, nil
 }
 
-// reported reports whether an entry is an agent's report on others.
+// reported reports whether an entry is an agent's report on others, or an alert.
 func (s *Ledger) reported(e *ledger.Entry) bool {
 	event, _ := ect.ParseEvent(e.Action)
-	return evidence.IsReport(event) && !s.own(e)
+	return evidence.IsReport(event) && !s.own(e) || isAlert(e)
 }
 
 // caughtUp waits until all events that were recorded before are in the tree, so that lists

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 	"time"
@@ -85,7 +86,9 @@ type nodeDocument struct {
 	Expires      time.Time `json:"expires,omitzero"`
 	Guards       []string  `json:"guards,omitempty"`
 	Missing      []string  `json:"missing_parents,omitempty"`
-	Entry        string    `json:"entry"`
+	// Cascade is the path of the cascade that an alert is about.
+	Cascade string `json:"cascade,omitempty"`
+	Entry   string `json:"entry"`
 }
 
 type edgeDocument struct {
@@ -102,12 +105,15 @@ type source struct {
 	status int64  // of the upstream's answer; 0 is none
 	node   string // of a plan, as the token names it
 	plan   string // that a workflow_start names
+	alert  string // the cascade that it is about
 }
 
 func (s *Ledger) sourceOf(e *ledger.Entry) source {
 	from := source{log: e.Log, index: e.Index, at: e.Recorded}
 	if s.own(e) {
-		from.status, _ = evidence.Extension(e).Int(evidence.MemberStatus)
+		ext := evidence.Extension(e)
+		from.status, _ = ext.Int(evidence.MemberStatus)
+		from.alert, _ = ext.Text(evidence.MemberAlert)
 	}
 	if len(s.Plans) > 0 {
 		from.node, _ = evidence.Extension(e).Text(evidence.MemberNode)
@@ -326,6 +332,9 @@ func describeNode(id string, n *workflow.Node, from source, truncated bool) node
 	}
 	if !truncated {
 		doc.State, doc.Detail = n.State, n.Detail
+	}
+	if from.alert != "" {
+		doc.Cascade = CascadesPath + "/" + url.PathEscape(from.alert)
 	}
 	if n.Event == ect.EventCheckpoint {
 		doc.Reversible, doc.Expires = &n.Reversible, n.Expires.UTC()

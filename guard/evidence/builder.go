@@ -37,6 +37,10 @@ const (
 	// MemberAttempt marks the error of an upstream or a rollback that says nothing about
 	// the outcome of its call.
 	memberAttempt ect.Member = "agent_guard.attempt"
+	// memberClass says what has failed, in the token of a cascade.
+	memberClass ect.Member = "agent_guard.failure_class"
+	// MemberAlert is the id of a cascade, in its tokens.
+	MemberAlert ect.Member = "agent_guard.cascade"
 	// memberBy says who settled a call in doubt: an operator or a probe.
 	memberBy ect.Member = "agent_guard.settled_by"
 )
@@ -251,7 +255,9 @@ func extensionOf(event *ledger.Event) ect.Ext {
 	if event.Unsigned {
 		return ect.Ext{}
 	}
-	return Extension(&ledger.Entry{Event: *event})
+	e := ledger.Entry{Event: *event}
+	e.Parsed = nil
+	return Extension(&e)
 }
 
 // isDerived reports whether an id may be one that asUUID has made.
@@ -415,6 +421,48 @@ func (b *EventBuilder) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
 			Number(ect.MemberCooldown, c.Cooldown.Seconds())
 	}
 	return b.issuer.Draft(now, ect.Claims{Audience: []string{b.Identity()}, Workflow: c.Workflow, Action: string(c.Event), Parents: c.Parents, Ext: ext})
+}
+
+// Cascade is a failure that spreads from one agent to others (cascade 3.4.3).
+type Cascade struct {
+	// Workflow is the one in which it was found; empty for breakers of no workflow.
+	Workflow string
+	// Parents are the ids of the errors and openings that show it.
+	Parents []string
+	// Pattern is depth_first, breadth_first or clustering, and Class what has failed: agent, service or
+	// infrastructure (cascade 3.1.1).
+	Pattern, Class string
+	// Root is the id of the token in which it began, and Description says why that one.
+	Root, Description string
+	// Cascade is its id for people, and Round how often it was recorded before.
+	Cascade string
+	Round   int // see Cascade
+	// Agents is how many agents are affected, Reach their identities: as many as fit are written.
+	Agents int
+	Reach  []string // see Agents
+	// Downstream is the upstream behind it, if one is known.
+	Downstream string
+}
+
+// Cascade drafts the alert (cascade Figure 6). The same alert has the same id, so that it is recorded once.
+func (b *EventBuilder) Cascade(now time.Time, c *Cascade) (*ect.Draft, error) {
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberPattern, c.Pattern).
+		Int(ect.MemberAffectedAgents, int64(c.Agents)).
+		Text(ect.MemberRootCause, c.Root).
+		Texts(ect.MemberBlastRadius, c.Reach).
+		Text(memberClass, c.Class).
+		Text(MemberAlert, c.Cascade)
+	if c.Description != "" {
+		ext.Text(ect.MemberDescription, c.Description)
+	}
+	if c.Downstream != "" {
+		ext.Text(ect.MemberDownstreamAgent, c.Downstream)
+	}
+	return b.issuer.Draft(now, ect.Claims{
+		Audience: []string{b.Identity()}, ID: b.e.secretID("cascade", c.Cascade+" "+c.Workflow+" "+strconv.Itoa(c.Round)), Workflow: c.Workflow, Action: string(ect.EventCascadeDetected),
+		Parents: c.Parents[:min(len(c.Parents), ect.MaxParents)], Ext: ext,
+	})
 }
 
 // Attempt is a failure of an upstream that no outcome reports: its call is not guarded, or

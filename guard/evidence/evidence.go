@@ -45,7 +45,7 @@ type Options struct {
 	// Logger gets the sequencer's errors; nil is none.
 	Logger *slog.Logger
 	// Placed is ledger.Options.Placed; it may be nil.
-	Placed func(events []ledger.Event)
+	Placed func(e *ledger.Event, recorded time.Time)
 }
 
 // Evidence is the ledger of one store, with caches of the latest tokens. It is safe for

@@ -685,10 +685,10 @@ func (p *neighbourhood) issuedBy(e *ledger.Entry, by string) bool {
 	return e.Issuer == by || p.own(e) && callerName(CallerOf(e)) == by
 }
 
-// reportsEntry reports whether an entry is an agent's report.
+// reportsEntry is reportsRecord for an entry.
 func reportsEntry(e *ledger.Entry, own bool) bool {
 	event, _ := ect.ParseEvent(e.Action)
-	return !own && IsReport(event)
+	return reportsRecord(&workflow.Record{Event: event, Own: own})
 }
 
 func (p *neighbourhood) isTask(e *ledger.Entry) bool {

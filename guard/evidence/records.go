@@ -147,7 +147,7 @@ func MarkStrangers(records []workflow.Record, audience func(id string) ([]string
 	}
 	for i := range records {
 		r := &records[i]
-		if !reportsRecord(r) {
+		if !reportsRecord(r) || r.Own {
 			continue
 		}
 		for _, id := range append(slices.Clone(r.Parents), r.CheckpointID) {
@@ -182,14 +182,18 @@ func MarkStrangers(records []workflow.Record, audience func(id string) ([]string
 // compensations are actions and no reports.
 func IsReport(event ect.Event) bool {
 	switch event {
-	case ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventWorkflowComplete:
+	case ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventWorkflowComplete,
+		ect.EventCascadeDetected:
 		return true
 	}
 	return false
 }
 
-// reportsRecord reports whether a record is an agent's report.
-func reportsRecord(r *workflow.Record) bool { return !r.Own && IsReport(r.Event) }
+// reportsRecord reports whether a record is an agent's report, or says of cascades what it follows from:
+// the failures in it need not be of one part of the workflow.
+func reportsRecord(r *workflow.Record) bool {
+	return IsReport(r.Event) && (!r.Own || r.Event == ect.EventCascadeDetected)
+}
 
 // Links maps each id to those linked to it, in both directions. A report is linked to its
 // followers only, so that it does not connect separate parts of a workflow.
@@ -255,12 +259,18 @@ type Participation struct {
 // Has reports whether an id is in it.
 func (s *Participation) Has(id string) bool { return s.ids[id] }
 
+// Add adds an id.
+func (s *Participation) Add(id string) { s.ids[id] = true }
+
 // Empty reports whether it has no ids.
 func (s *Participation) Empty() bool { return len(s.ids) == 0 }
 
 // Extension returns the extension members of an entry's token, or of the draft that could
 // not be signed. Entries were verified, or made here, before they were recorded.
 func Extension(e *ledger.Entry) ect.Ext {
+	if e.Parsed != nil {
+		return extensionOf(&e.Event) // it is being recorded
+	}
 	if c, err := recordedClaims(e); err == nil {
 		return c.Ext()
 	}

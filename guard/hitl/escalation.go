@@ -83,6 +83,8 @@ const (
 	CauseReach Cause = "many_agents"
 	// CauseCritical: a rollback is about to undo a critical node (ATD, HITL case 3), or cannot.
 	CauseCritical Cause = "critical_node"
+	// CauseShared: several breakers have opened on one downstream (ATD, "Coordinated Circuit Breaking").
+	CauseShared Cause = "shared_dependency"
 	// CauseUnserved: a critical call finds no place at its upstream (ATD, "Unsatisfiable Resource
 	// Hints").
 	CauseUnserved Cause = "resource_exhausted"
@@ -95,7 +97,7 @@ func Causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
 		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseFailed, CauseReach, CauseCritical,
-		CauseUnserved, CauseOther,
+		CauseShared, CauseUnserved, CauseOther,
 	}
 }
 

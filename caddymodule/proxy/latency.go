@@ -1,0 +1,178 @@
+package proxy
+
+import (
+	"maps"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+)
+
+// maxLatencies bounds the upstreams whose latencies are watched. Those of an address that the
+// configuration does not name come and go.
+const maxLatencies = 1024
+
+// latencies are those of the process's upstreams, by address (cascade 3.4.1).
+type latencies struct {
+	of atomic.Pointer[map[string]*answers] // replaced as a whole, so that reading takes no lock
+
+	mu    sync.Mutex // held while it is replaced; guards the rest
+	set   cascade.LatencySettings
+	saved map[string]cascade.LatencyState // of the last process, until a call is answered
+}
+
+// answers are the good answers of an upstream: how long they took to begin, and how many they were.
+type answers struct {
+	*cascade.Latency
+	n atomic.Uint64
+}
+
+// observe takes the latency of an answer.
+func (p *pool) observe(upstream string, now time.Time, took time.Duration) {
+	l := p.latencies.get(upstream)
+	if l == nil {
+		return
+	}
+	l.n.Add(1)
+	if turn := l.Observe(now, took); turn != cascade.Steady {
+		if m := p.listener(); m != nil {
+			m.hook.Slow(upstream, turn == cascade.Spiked)
+		}
+	}
+}
+
+func (s *latencies) get(upstream string) *answers {
+	if all := s.of.Load(); all != nil {
+		if l := (*all)[upstream]; l != nil {
+			return l
+		}
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	next := s.all()
+	if l := next[upstream]; l != nil {
+		return l
+	}
+	if len(next) >= maxLatencies {
+		return nil
+	}
+	l := &answers{Latency: cascade.NewLatency(s.set, s.saved[upstream])}
+	delete(s.saved, upstream)
+	next[upstream] = l
+	s.of.Store(&next)
+	return l
+}
+
+// all is a copy of those that are there. mu is held.
+func (s *latencies) all() map[string]*answers {
+	next := map[string]*answers{}
+	if all := s.of.Load(); all != nil {
+		maps.Copy(next, *all)
+	}
+	return next
+}
+
+// WatchLatency sets the limits of latencies. What is known of them stays.
+func (m *Member) WatchLatency(set cascade.LatencySettings) {
+	s := &m.pool.latencies
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.set == set {
+		return
+	}
+	s.set = set
+	next := s.all()
+	for upstream, l := range next {
+		next[upstream] = &answers{Latency: cascade.NewLatency(set, l.State())}
+	}
+	s.of.Store(&next)
+}
+
+// LatencyReport is the latency of an upstream; zero where it is unknown.
+type LatencyReport struct {
+	// P99 is that of the present window, Baseline what is usual.
+	P99, Baseline time.Duration
+}
+
+// LatencyReports returns the latencies of the upstreams, by address.
+func (m *Member) LatencyReports() map[string]LatencyReport {
+	all := map[string]LatencyReport{}
+	if of := m.pool.latencies.of.Load(); of != nil {
+		for upstream, l := range *of {
+			all[upstream] = LatencyReport{l.P99(), l.State().Baseline}
+		}
+	}
+	return all
+}
+
+// Latencies returns what has to be known of latencies after a restart, by address.
+func (m *Member) Latencies() map[string]cascade.LatencyState {
+	s := &m.pool.latencies
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	states := maps.Clone(s.saved)
+	if states == nil {
+		states = map[string]cascade.LatencyState{}
+	}
+	for upstream, l := range s.all() {
+		states[upstream] = l.State()
+	}
+	return states
+}
+
+// Answered returns how many good answers each upstream has begun, by address.
+func (m *Member) Answered() map[string]uint64 {
+	all := map[string]uint64{}
+	if of := m.pool.latencies.of.Load(); of != nil {
+		for upstream, l := range *of {
+			all[upstream] = l.n.Load()
+		}
+	}
+	return all
+}
+
+// RestoreLatency sets what the last process knew of an upstream, unless a call was answered before. It
+// returns false if no transport has the upstream.
+func (m *Member) RestoreLatency(upstream string, state cascade.LatencyState) bool {
+	if !m.pool.leadsTo(breaker.Key{Upstream: upstream}) {
+		return false
+	}
+	s := &m.pool.latencies
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.saved == nil {
+		s.saved = map[string]cascade.LatencyState{}
+	}
+	if len(s.saved) < maxLatencies && s.all()[upstream] == nil {
+		s.saved[upstream] = state
+	}
+	return true
+}
+
+// keysOf are the keys of the breakers that stand before a downstream: an identity, or an address.
+func (m *Member) keysOf(downstream string) (keys []breaker.Key) {
+	for _, s := range m.pool.registry.Status() {
+		if s.Key.Class != UndoClass && (s.Key.Upstream == downstream || m.Downstream(s.Key.Upstream) == downstream) {
+			keys = append(keys, s.Key)
+		}
+	}
+	return keys
+}
+
+// ShareProbes has the breakers before a downstream probe as one, or each for itself again
+// (breaker.Registry.ShareProbes).
+func (m *Member) ShareProbes(downstream string, share bool) {
+	m.pool.registry.ShareProbes(share, m.keysOf(downstream)...)
+}
+
+// Trip opens the closed breakers before a downstream for a cooldown, and returns their upstreams.
+func (m *Member) Trip(downstream string) (opened []string) {
+	for _, key := range m.keysOf(downstream) {
+		if b := m.pool.registry.Find(key); b != nil && b.Trip(breaker.ByCascade) {
+			opened = append(opened, key.Upstream)
+		}
+	}
+	return opened
+}

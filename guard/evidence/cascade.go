@@ -1,0 +1,376 @@
+package evidence
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// CascadeFeed gives a detector what the ledger records (cascade 3.4.2). It reads a workflow when the
+// first failure in it is recorded, and follows it from then on: the calls of healthy workflows cost
+// nothing (ADR 0102). Wants may be called from any goroutine, the rest from one at a time.
+type CascadeFeed struct {
+	// Detector gets the events.
+	Detector *cascade.Detector
+	// Recorder returns that of the latest configuration; false if that has no identity.
+	Recorder func() (Recorder, bool)
+	// Pool is the name of the guard whose calls change a target, as their checkpoints name it.
+	Pool func(target string) string
+	// Address is the upstream that the failed call with a checkpoint was sent to; empty if unknown.
+	Address func(checkpoint string) string
+
+	// held are the agents' tokens that may have come with a call: their checkpoint follows at once.
+	held []ledger.Entry
+
+	mu      sync.RWMutex
+	watched map[string]time.Time // workflows, with their last failure
+}
+
+const (
+	// maxWatched bounds the workflows that are followed; those that have not failed for longest go first.
+	maxWatched = 4096
+	// watchTime is how long a workflow is followed after its last failure.
+	watchTime = 10 * time.Minute
+	// maxRead is how many entries of a workflow are read when it is first followed.
+	maxRead = 5000
+	// maxRise is how many ancestors of a failure are read where the workflow has more entries.
+	maxRise = 256
+	// recently is how old an outcome may be to count as one of now.
+	recently = time.Minute
+)
+
+// Wants reports whether an event is to be given to Take: a failure, or any of a workflow that is followed.
+func (f *CascadeFeed) Wants(e *ledger.Event) bool {
+	if e.Workflow == "" || e.Issuer == "" { // unproven tokens show nothing (P3)
+		return false
+	}
+	switch event, _ := ect.ParseEvent(e.Action); event {
+	case ect.EventError, ect.EventCircuitOpen:
+		return true
+	}
+	f.mu.RLock()
+	_, watched := f.watched[e.Workflow]
+	f.mu.RUnlock()
+	return watched
+}
+
+// Take gives the detector an event that is in the tree since now, and returns what it changes.
+func (f *CascadeFeed) Take(ctx context.Context, now time.Time, e *ledger.Event) ([]cascade.Change, error) {
+	rec, ok := f.Recorder()
+	if !ok {
+		return nil, nil
+	}
+	entry := &ledger.Entry{Event: *e, Recorded: now}
+	own := rec.own(entry)
+	event, is := readEvent(e.Action, own)
+	if len(f.held) > 0 && (f.held[0].Workflow != e.Workflow || is && !(own && isCheckpoint(entry))) {
+		f.Flush(now)
+	}
+	fails := event == ect.EventError || event == ect.EventCircuitOpen && !own
+	if fails {
+		if err := f.follow(ctx, &rec, now, e); err != nil {
+			return nil, err
+		}
+	}
+	switch {
+	case event == ect.EventError && own:
+		return f.failed(ctx, &rec, now, entry)
+	case event == ect.EventError:
+		return f.reported(now, entry), nil
+	case (event == ect.EventCircuitOpen || event == ect.EventCircuitClose) && !own:
+		downstream, _ := Extension(entry).Text(ect.MemberDownstreamAgent)
+		return f.Detector.Breaker(now, cascade.Breaker{
+			Downstream: downstream, By: e.Issuer, Workflow: e.Workflow, Event: e.ID, Open: event == ect.EventCircuitOpen,
+		}), nil
+	case is && event != ect.EventCheckpoint:
+		return nil, nil
+	}
+	by, err := rec.callersOf(ctx, []ledger.Entry{*entry})
+	if err != nil {
+		return nil, err
+	}
+	f.action(&rec, now, entry, own, by)
+	return f.succeeded(now, entry, own), nil
+}
+
+// failed gives the detector an error of the gateway itself: a call that has failed, or one that was refused
+// before anything was recorded of it.
+func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, now time.Time, e *ledger.Entry) ([]cascade.Change, error) {
+	ext := Extension(e)
+	failure := cascade.Failure{Workflow: e.Workflow, Node: NamedCheckpoint(ext), Error: e.ID, Kind: kindOf(ext)}
+	failure.Causes, _ = ext.Texts(ect.MemberUpstreamErrors)
+	attempt, _ := ext.Bool(memberAttempt)
+	switch {
+	case failure.Node == "" && attempt: // there is no call
+		by, err := rec.callersOf(ctx, []ledger.Entry{*e})
+		if err != nil {
+			return nil, err
+		}
+		downstream, _ := ext.Text(ect.MemberDownstreamAgent)
+		f.Detector.Node(now, cascade.Node{
+			ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: by[e.ID], Upstream: cascade.Upstream{Agent: downstream},
+		})
+		failure.Node = e.ID
+	case failure.Node == "" || attempt:
+		return nil, nil // the outcome of the call counts
+	}
+	failure.Address = f.Address(failure.Node)
+	return f.Detector.Fail(now, failure), nil
+}
+
+// reported gives the detector an agent's error. Its participation was checked before it was recorded.
+func (f *CascadeFeed) reported(now time.Time, e *ledger.Entry) (changes []cascade.Change) {
+	ext := Extension(e)
+	if severity, _ := ext.Text(ect.MemberSeverity); !Severe(severity) {
+		return nil
+	}
+	failure := cascade.Failure{Workflow: e.Workflow, Error: e.ID, Kind: kindOf(ext), By: e.Issuer}
+	failure.Causes, _ = ext.Texts(ect.MemberUpstreamErrors)
+	nodes := e.Parents
+	if id := NamedCheckpoint(ext); id != "" && !slices.Contains(nodes, id) {
+		nodes = append(slices.Clone(nodes), id)
+	}
+	for _, failure.Node = range nodes {
+		changes = append(changes, f.Detector.Fail(now, failure)...)
+	}
+	return changes
+}
+
+// kindOf is how a call or an action failed, by its error. The gateway's own have the cause at the end of
+// their description.
+func kindOf(ext ect.Ext) cascade.Kind {
+	text, _ := ext.Text(ect.MemberDescription)
+	errorType, _ := ext.Text(ect.MemberErrorType)
+	switch _, cause, _ := strings.Cut(text[strings.LastIndex(text, ":")+1:], " "); {
+	case errorType == "circuit_open":
+		return cascade.Refused
+	case execution.Cause(cause) == execution.CauseNotSent:
+		return cascade.Unreachable
+	case execution.Cause(cause) == execution.CauseLeft:
+		return cascade.Canceled
+	}
+	return cascade.ParseKind(errorType)
+}
+
+// maxHeld is how many tokens of one call are held.
+const maxHeld = 2 * ect.MaxParents
+
+// action gives the detector an action, or holds it. by has who is behind the gateway's own. A call and the
+// token that it was made with are one action: calls that follow from one token are beside each other.
+func (f *CascadeFeed) action(rec *Recorder, now time.Time, e *ledger.Entry, own bool, by map[string]string) {
+	if !own && !isCheckpoint(e) {
+		if len(f.held) >= maxHeld {
+			f.Flush(now)
+		}
+		f.held = append(f.held, *e)
+		return
+	}
+	n := cascade.Node{ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: e.Issuer}
+	if own {
+		n.Agent = by[e.ID]
+	}
+	held := f.held
+	f.held = nil
+	for i := range held {
+		t := &held[i]
+		if own && isCheckpoint(e) && t.Workflow == e.Workflow && t.Issuer == n.Agent && slices.Contains(e.Parents, t.ID) && len(n.Aliases) < 2 {
+			n.Aliases = append(n.Aliases, t.ID)
+			n.Parents = slices.Concat(n.Parents, t.Parents)
+			continue
+		}
+		f.task(now, t)
+	}
+	if own && isCheckpoint(e) {
+		target, _ := Extension(e).Text(ect.MemberTarget)
+		n.Aliases = append(n.Aliases, rec.Evidence.Outcomes(e)...)
+		n.Upstream.Pool = f.Pool(target)
+		for _, name := range AudienceOf(e) {
+			if name != e.Issuer {
+				n.Upstream.Agent = name
+			}
+		}
+	}
+	f.Detector.Node(now, n)
+}
+
+// task gives the detector an agent's action.
+func (f *CascadeFeed) task(now time.Time, e *ledger.Entry) {
+	f.Detector.Node(now, cascade.Node{ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: e.Issuer})
+}
+
+// Flush gives the detector what is held. Call it about every second.
+func (f *CascadeFeed) Flush(now time.Time) {
+	for i := range f.held {
+		f.task(now, &f.held[i])
+	}
+	f.held = nil
+}
+
+// succeeded gives the detector the good outcome of a call.
+func (f *CascadeFeed) succeeded(now time.Time, e *ledger.Entry, own bool) []cascade.Change {
+	if !own || isCheckpoint(e) {
+		return nil
+	}
+	ext := Extension(e)
+	outcome, _ := ext.Text(memberOutcome)
+	status, _ := ext.Int(MemberStatus)
+	cause, _ := ext.Text(memberCause)
+	by, _ := ext.Text(memberBy)
+	o := Outcome{Verdict: execution.Completed, Cause: execution.Cause(cause), Status: int(status), By: by}
+	if workflow.Outcome(outcome) != workflow.Completed || o.failed() {
+		return nil
+	}
+	return f.Detector.Succeed(now, cascade.Success{Workflow: e.Workflow, Node: e.ID})
+}
+
+// follow begins to follow the workflow of a failure, and reads what is recorded of it.
+func (f *CascadeFeed) follow(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Event) error {
+	f.mu.Lock()
+	if f.watched == nil {
+		f.watched = map[string]time.Time{}
+	}
+	last, watched := f.watched[failure.Workflow]
+	if !watched && len(f.watched) >= maxWatched {
+		oldest := ""
+		for wid, at := range f.watched {
+			if oldest == "" || at.Before(f.watched[oldest]) {
+				oldest = wid
+			}
+		}
+		delete(f.watched, oldest)
+	}
+	if last.Before(now) {
+		f.watched[failure.Workflow] = now
+	}
+	f.mu.Unlock()
+	if watched {
+		return nil
+	}
+	err := f.read(ctx, rec, now, failure)
+	f.Flush(now)
+	if err != nil {
+		f.mu.Lock()
+		delete(f.watched, failure.Workflow) // the next failure reads it
+		f.mu.Unlock()
+		return err
+	}
+	return nil
+}
+
+// read gives the detector what is recorded of a workflow. Of one with more than maxRead entries, it reads
+// what led to the failure beside the first ones.
+func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Event) error {
+	read := 0
+	for next := ledger.Cursor(""); ; {
+		page, err := rec.Evidence.Log().List(ctx, failure.Workflow, next, ledger.MaxPage)
+		if err != nil {
+			return err
+		}
+		if err := f.learn(ctx, rec, now, page.Entries); err != nil {
+			return err
+		}
+		read += len(page.Entries)
+		if next = page.Next; next == "" || read >= maxRead {
+			if next == "" {
+				return nil
+			}
+			break
+		}
+	}
+	var above []ledger.Entry
+	known := map[string]bool{}
+	for todo := slices.Clone(failure.Parents); len(todo) > 0 && len(known) < maxRise; todo = todo[1:] {
+		if known[todo[0]] {
+			continue
+		}
+		known[todo[0]] = true
+		e, err := rec.lookup(ctx, failure.Workflow, todo[0])
+		if err != nil {
+			return err
+		}
+		if e != nil && !IsUnproven(e) {
+			above = append(above, *e)
+			todo = append(todo, e.Parents...)
+		}
+	}
+	slices.Reverse(above)
+	return f.learn(ctx, rec, now, above)
+}
+
+// learn gives the detector actions that were recorded before, in their order.
+func (f *CascadeFeed) learn(ctx context.Context, rec *Recorder, now time.Time, entries []ledger.Entry) error {
+	by, err := rec.callersOf(ctx, entries)
+	if err != nil {
+		return err
+	}
+	for i := range entries {
+		e := &entries[i]
+		own := rec.own(e)
+		if event, is := readEvent(e.Action, own); IsUnproven(e) || is && event != ect.EventCheckpoint {
+			f.Flush(now)
+			continue
+		}
+		f.action(rec, now, e, own, by)
+		if now.Sub(e.Recorded) < recently {
+			f.succeeded(now, e, own)
+		}
+	}
+	return nil
+}
+
+// Forget ends the following of workflows that have not failed for a while.
+func (f *CascadeFeed) Forget(now time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for wid, last := range f.watched {
+		if now.Sub(last) > watchTime {
+			delete(f.watched, wid)
+		}
+	}
+}
+
+// Rebuild takes the failures that were recorded since then, as after a restart. It reads at most so many
+// entries, from the newest on; whole says that these were all.
+func (f *CascadeFeed) Rebuild(ctx context.Context, since time.Time, most int) (changes []cascade.Change, whole bool, err error) {
+	rec, ok := f.Recorder()
+	if !ok {
+		return nil, true, nil
+	}
+	log := rec.Evidence.Log()
+	var failures []ledger.Entry
+	size := log.Head().Size
+	index := size - 1
+	for ; index >= 0 && size-index <= int64(most); index-- {
+		e, err := log.Entry(ctx, index)
+		if errors.Is(err, ledger.ErrPruned) {
+			continue
+		}
+		if err != nil {
+			return nil, false, err
+		}
+		if e.Recorded.Before(since) {
+			index = -1
+			break
+		}
+		if f.Wants(&e.Event) {
+			failures = append(failures, e)
+		}
+	}
+	for i := range slices.Backward(failures) {
+		more, err := f.Take(ctx, failures[i].Recorded, &failures[i].Event)
+		if err != nil {
+			return changes, false, err
+		}
+		changes = append(changes, more...)
+	}
+	return changes, index < 0, nil
+}
