@@ -426,6 +426,7 @@ func TestParticipantsAreReleased(t *testing.T) {
 					got = append(got, id)
 				}
 				slices.Sort(got)
+				got = slices.Compact(got) // a plan that has changed is given up where it is found and by who asked, which says nothing new
 				if !slices.Equal(got, test.want) {
 					t.Errorf("%q, want %q", got, test.want)
 				}
