@@ -100,6 +100,9 @@ func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 		delete(documented, m[1])
 	}
 	for name := range documented {
+		if strings.HasPrefix(name, "agent_guard_upstream_latency_") {
+			continue // unknown before 200 answers
+		}
 		t.Errorf("%s is not served", name)
 	}
 	for sample, want := range map[string]string{
