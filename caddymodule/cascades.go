@@ -114,11 +114,7 @@ func parseOnCascade(d *caddyfile.Dispenser, a *App) error {
 	if d.NextArg() {
 		return errSyntax
 	}
-	err := cascadeOptions().readBlock(d, "on_cascade", a.OnCascade, at)
-	if err == nil {
-		_, err = a.OnCascade.settings()
-	}
-	return err
+	return cascadeOptions().readBlock(d, "on_cascade", a.OnCascade, at)
 }
 
 func cascadeOptions() options[*OnCascade] {
@@ -148,7 +144,7 @@ func cascadeOptions() options[*OnCascade] {
 			return nil
 		}
 	}
-	return options[*OnCascade]{
+	all := options[*OnCascade]{
 		"agents":   {usage: "agents <number>", parse: number(func(o *OnCascade) *int { return &o.Agents })},
 		"escalate": {usage: "escalate <number>", parse: number(func(o *OnCascade) *int { return &o.Escalate })},
 		"breakers": {usage: "breakers <number>", parse: number(func(o *OnCascade) *int { return &o.Breakers })},
@@ -157,6 +153,18 @@ func cascadeOptions() options[*OnCascade] {
 		"latency":  {usage: "latency <factor>", parse: share(func(o *OnCascade) *float64 { return &o.Latency })},
 		"full":     {usage: "full <share>", parse: share(func(o *OnCascade) *float64 { return &o.Full })},
 	}
+	for name, opt := range all { // each is checked at its own line
+		parse := opt.parse
+		opt.parse = func(d *caddyfile.Dispenser, o *OnCascade) error {
+			err := parse(d, o)
+			if err == nil {
+				_, err = o.settings()
+			}
+			return err
+		}
+		all[name] = opt
+	}
+	return all
 }
 
 const (
@@ -298,6 +306,11 @@ func (w *cascadeWatch) run(ctx context.Context) {
 	defer tick.Stop()
 	stored := time.Now()
 	w.inspect()
+	for _, r := range w.kept.list() { // the last process had them share, and they were restored without
+		if r.Doc.State == "open" && r.Doc.OneProbe {
+			w.e.circuits.ShareProbes(r.Doc.Downstream, true)
+		}
+	}
 	w.rebuild(ctx)
 	for {
 		select {
@@ -925,6 +938,9 @@ func (k *cascadeRecords) closeQuiet(ctx context.Context, before time.Time, d *ca
 		if err != nil {
 			continue // the next look tries again
 		}
+		if r.Doc.OneProbe {
+			k.e.circuits.ShareProbes(r.Doc.Downstream, false)
+		}
 		k.refresh(ctx, r.Doc.ID)
 	}
 }
@@ -942,22 +958,20 @@ func (k *cascadeRecords) list() (all []*cascadeRecord) {
 	return all
 }
 
-// reseal stores all records again, under the newest key.
+// reseal seals all that is stored anew, under the newest key. That includes the latencies of upstreams that
+// no transport has now.
 func (k *cascadeRecords) reseal(ctx context.Context) error {
-	for _, r := range k.list() {
-		w, err := k.write(r)
-		if err == nil {
-			_, err = k.e.store.Commit(ctx, w)
-		}
-		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
-			err = nil // the other commit has sealed it anew
-		}
-		if err != nil {
-			return err
-		}
-		k.refresh(ctx, r.Doc.ID)
+	r := store.NewResealer(k.e.store, k.e.ring)
+	if err := r.Walk(ctx, []byte{spaceCascade}, store.MaxBatch, r.Reseal); err != nil {
+		return err
 	}
-	return k.storeLatencies(ctx, k.e.circuits.Latencies())
+	for _, kept := range k.list() { // their versions have changed
+		k.refresh(ctx, kept.Doc.ID)
+	}
+	if r.Damaged > 0 {
+		return fmt.Errorf("%d values cannot be read", r.Damaged)
+	}
+	return nil
 }
 
 // describe returns one cascade with its whole blast radius; nil if it is unknown.

@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/google/uuid"
@@ -234,3 +235,33 @@ func TestCascadeAndStrangers(t *testing.T) {
 type cascadeView struct{ Nodes []cascadeNode }
 
 type cascadeNode struct{ JTI, Event, Cascade string }
+
+// C-3.4.1-a, C-3.4.1-e: permits that are used up are a metric, and a reason for the root of what fails
+// meanwhile.
+func TestCascadeOfAnExhaustedPool(t *testing.T) {
+	lab := newCascadeLab(t, "on_cascade alert {\n full 0.5\n}")
+	site := strings.Replace(lab.site, "name d\n", "name d\n bulkhead {\n total 4\n per_workflow 4\n }\n", 1)
+	load(t, lab.config(site))
+	a, wid := lab.agents["a"], uuid.NewString()
+	const metric = `agent_guard_exhausted{guard="d",resource="permits"}`
+	eventually(t, "the guard has permits", func() bool { return lab.samples("/metrics")[metric] == "0" })
+	hold := lab.u.line("/d/held")
+	release := sync.OnceFunc(func() { close(hold.next) })
+	t.Cleanup(release)
+	var held []*pending
+	for range 2 {
+		held = append(held, lab.begin(with(lab.agents["b"].issue(ect.Claims{Workflow: uuid.NewString()}), request{path: "/d/held"})))
+	}
+	eventually(t, "half of the permits are exhausted", func() bool { return lab.samples("/metrics")[metric] == "1" })
+	lab.u.on("/d", status(http.StatusTooManyRequests, ""))
+	lab.act("a", wid, "/b")
+	found := lab.cascades(a, wid, 1)[0]
+	if found.Root == nil || found.Root.Guard != "d" || !slices.Contains(found.Root.Reasons, "exhausted") {
+		t.Errorf("%+v %+v", found, found.Root)
+	}
+	release()
+	for _, p := range held {
+		p.answer()
+	}
+	eventually(t, "nothing is exhausted", func() bool { return lab.samples("/metrics")[metric] == "0" })
+}
