@@ -56,6 +56,10 @@ type Breaker struct {
 	rules    atomic.Pointer[Rules]
 	rejected atomic.Uint64
 
+	// safe is when a preferred call last asked: 1 + the bucket of the period; 0 for none in the window. It
+	// stays while there is no period. What asked before the next one counts for its first bucket.
+	safe atomic.Uint32
+
 	mu         sync.Mutex
 	state      State
 	mode       Mode
@@ -112,12 +116,14 @@ type Op struct {
 // on every exit path. Acquire never waits for another call.
 func (b *Breaker) Acquire(op Op) (Permit, error) {
 	if p := b.live.Load(); p != nil {
+		b.noteSafe(op, p.at.Load())
 		if op.View != nil {
 			return p.admitIn(op)
 		}
 		return p.admit(op), nil
 	}
 	if refusal := b.refusal.Load(); refusal != nil {
+		b.noteSafe(op, 0)
 		b.rejected.Add(1)
 		return Permit{}, refusal
 	}
@@ -132,9 +138,11 @@ func (b *Breaker) decide(op Op) (Permit, error) {
 	if b.state == Closed {
 		p := b.period
 		b.wake(p, now)
+		b.noteSafe(op, p.at.Load())
 		b.unlock()
 		return p.admitIn(op)
 	}
+	b.noteSafe(op, 0)
 	permit, refusal := b.grant(op, now)
 	observing := b.inForce() == Observe
 	b.unlock()
@@ -146,6 +154,13 @@ func (b *Breaker) decide(op Op) (Permit, error) {
 		return Permit{}, nil
 	}
 	return Permit{}, refusal
+}
+
+// noteSafe records that a call asks in that bucket, if it is a preferred one.
+func (b *Breaker) noteSafe(op Op, bucket uint32) {
+	if op.preferred() && b.safe.Load() != bucket+1 {
+		b.safe.Store(bucket + 1)
+	}
 }
 
 // Key returns the breaker's name.
@@ -472,6 +487,10 @@ func (b *Breaker) close(reason Reason, now time.Time) {
 	b.period = &period{owner: b, begun: now, slept: now, generation: b.generation + 1}
 	b.enter(Closed, reason, now)
 	b.outage = outage{cooldown: b.outage.cooldown}
+	if b.safe.Load() != 0 {
+		b.safe.Store(1)
+		b.wake(b.period, now) // or it would not be forgotten after a window
+	}
 }
 
 // Hook receives the events of breakers. It is called without locks held, for each breaker in order

@@ -37,6 +37,9 @@ type model struct {
 	leaseEnds       time.Time
 	paced, alive    bool // the lease that is out
 
+	safe     bool // whether a preferred call has asked, in the window or since
+	safeStep int  // when it did, in CLOSED
+
 	calls []*modelCall
 }
 
@@ -157,15 +160,23 @@ func (m *model) exceeded() bool {
 }
 
 func (m *model) enter(state breaker.State) {
+	m.forgetSafe()
 	m.state, m.since, m.until = state, m.now, time.Time{}
 	m.generation++
 	m.probe = nil
 }
 
+// forgetSafe forgets that a safe call asked once a window has passed. Outside of CLOSED there is none.
+func (m *model) forgetSafe() {
+	if m.state == breaker.Closed && m.safeStep <= m.step()-60 {
+		m.safe = false
+	}
+}
+
 func (m *model) close() {
 	m.enter(breaker.Closed)
 	m.base, m.outcomes, m.streak, m.retryAfter = m.now, nil, 0, time.Time{}
-	m.total, m.failedProbes = 0, 0
+	m.total, m.failedProbes, m.safeStep = 0, 0, 0
 }
 
 func (m *model) open(cooldown time.Duration, retryAfter time.Time) {
@@ -245,6 +256,15 @@ func (m *model) pass(d time.Duration) {
 // acquire reports whether the call is let through.
 func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 	call := &modelCall{}
+	preferred := op.Safe && !op.ClientPaced
+	m.forgetSafe()
+	if preferred {
+		m.safe, m.safeStep = true, m.step()
+	}
+	wait := m.set.ProbeWait
+	if !m.safe && wait <= m.set.Window {
+		wait = 0
+	}
 	switch {
 	case m.state == breaker.Closed && m.refuses(v):
 		return nil, false
@@ -257,7 +277,7 @@ func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 		if patience > 0 {
 			call.due = m.step() + patienceSteps(patience, m.set.Window/60) + 1
 		}
-	case m.state == breaker.HalfOpen && m.probe == nil && (op.Safe && !op.ClientPaced || m.now.Sub(m.since) >= m.set.ProbeWait):
+	case m.state == breaker.HalfOpen && m.probe == nil && (preferred || m.now.Sub(m.since) >= wait):
 		m.probe, m.leaseEnds = call, m.now.Add(m.set.ProbeLease)
 		m.paced, m.alive = op.ClientPaced, false
 	case m.mode != breaker.Observe:
@@ -349,6 +369,7 @@ func (m *model) setMode(mode breaker.Mode) {
 func (m *model) restart() {
 	m.calls, m.probe, m.permanent = nil, nil, 0
 	m.opened = modelCounts{calls: m.opened.calls + m.opened.overdue, failures: m.opened.failures + m.opened.overdue}
+	m.safe = m.state != breaker.Closed
 	if m.state == breaker.Closed {
 		m.base, m.outcomes, m.streak, m.retryAfter = m.now, nil, 0, time.Time{}
 	}
@@ -397,16 +418,17 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 		Window: pick(rnd, 60*time.Second, 10*time.Second), MinVolume: pick(rnd, 3, 10),
 		Consecutive: pick(rnd, 0, 4), SlowCall: pick(rnd, 0, time.Second), Threshold: pick(rnd, 0.5, 0.25),
 		Patience: pick(rnd, 0, 7*time.Second), Healthy: 3 * time.Minute, ProbeLease: 20 * time.Second,
+		ProbeWait: pick(rnd, 0, 0, 20*time.Second, -1),
 	})
 	hook := &recorder{}
 	b := breaker.New(upstream, rules, hook)
 	m := &model{set: rules.Settings(), now: time.Now(), since: time.Now(), base: time.Now(), generation: 1}
-	health := 0.5
+	health, reads := 0.5, pick(rnd, 0, 0.01, 0.5)
 	for i := range 600 {
 		var did string
 		switch n := rnd.IntN(100); {
 		case n < 45:
-			op := breaker.Op{Safe: rnd.IntN(2) == 0, ClientPaced: rnd.IntN(3) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
+			op := breaker.Op{Safe: rnd.Float64() < reads, ClientPaced: rnd.IntN(3) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
 			view := randomView(t, rnd)
 			op.View = view.view
 			did = fmt.Sprintf("acquire %+v", op)
@@ -456,7 +478,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			b.SetMode(mode)
 			m.setMode(mode)
 		case rnd.IntN(3) > 0:
-			health = pick(rnd, 0.1, 0.5, 0.9)
+			health, reads = pick(rnd, 0.1, 0.5, 0.9), pick(rnd, 0, 0.01, 0.5)
 		default:
 			did = "restart"
 			hook = &recorder{} // the old breaker lives on, and tells the old one

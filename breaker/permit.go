@@ -246,8 +246,14 @@ func (b *Breaker) unsuited(op Op, now time.Time) *OpenError {
 	if b.state == Open || b.probe.holder != 0 {
 		return b.refuse(b.outage.until)
 	}
-	// Unsafe calls are probes only if no safe one came.
-	if safeUntil := b.since.Add(b.rules.Load().set.ProbeWait); !op.preferred() && now.Before(safeUntil) {
+	if op.preferred() {
+		return nil
+	}
+	// Unsafe calls are probes only if no safe one came, or none is to be expected: a window without one says
+	// so of a wait that is no longer (ADR 0022).
+	set := &b.rules.Load().set
+	expected := b.safe.Load() != 0 || set.ProbeWait > set.Window
+	if safeUntil := b.since.Add(set.ProbeWait); expected && now.Before(safeUntil) {
 		return b.refuse(safeUntil)
 	}
 	return nil
@@ -366,6 +372,7 @@ func (b *Breaker) Refusal() *OpenError { return b.refusal.Load() }
 // that of a view, and of a HALF_OPEN breaker that waits for a safe call as the probe.
 func (b *Breaker) RefusalOf(op Op) *OpenError {
 	if refusal := b.refusal.Load(); refusal != nil {
+		b.noteSafe(op, 0) // it does not come to Acquire
 		return refusal
 	}
 	if p := b.live.Load(); p != nil {

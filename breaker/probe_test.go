@@ -144,6 +144,136 @@ func TestSafeProbeIsPreferred(t *testing.T) {
 	})
 }
 
+// Where only unsafe calls come, nothing safe is waited for: neither before the opening nor since then has one
+// asked (ADR 0022).
+func TestNoSafeCallIsAwaited(t *testing.T) {
+	unsafe := func(t *testing.T, b *breaker.Breaker, n int, o breaker.Outcome) {
+		t.Helper()
+		for range n {
+			p, err := b.Acquire(breaker.Op{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			p.Done(o)
+		}
+	}
+	fail := func(t *testing.T, b *breaker.Breaker) {
+		t.Helper()
+		for n := 0; n < 10 && b.Status().State == breaker.Closed; n++ {
+			unsafe(t, b, 1, failed)
+		}
+		want(t, b, breaker.Open)
+	}
+	paced := breaker.Op{Safe: true, ClientPaced: true}
+	for name, test := range map[string]struct {
+		set     breaker.Settings
+		before  func(t *testing.T, b *breaker.Breaker, pass func(time.Duration))
+		opened  func(t *testing.T, b *breaker.Breaker)
+		awaited bool
+	}{
+		"none ever":         {},
+		"one that was sent": {before: func(t *testing.T, b *breaker.Breaker, _ func(time.Duration)) { calls(t, b, 1, ok) }, awaited: true},
+		"one that has not ended": {before: func(t *testing.T, b *breaker.Breaker, pass func(time.Duration)) {
+			acquire(t, b)
+			pass(50 * time.Second)
+		}, awaited: true},
+		"one of another window": {before: func(t *testing.T, b *breaker.Breaker, pass func(time.Duration)) {
+			calls(t, b, 1, ok)
+			pass(time.Minute)
+		}},
+		"one that has not ended since another window": {before: func(t *testing.T, b *breaker.Breaker, pass func(time.Duration)) {
+			acquire(t, b)
+			pass(time.Minute)
+		}},
+		"one whose client is slow": {before: func(t *testing.T, b *breaker.Breaker, _ func(time.Duration)) {
+			p, _ := b.Acquire(paced)
+			p.Done(ok)
+		}},
+		"one that was refused": {opened: func(t *testing.T, b *breaker.Breaker) {
+			refused(t, b, breaker.Op{Safe: true})
+		}, awaited: true},
+		"one that was refused before it asked": {opened: func(t *testing.T, b *breaker.Breaker) {
+			if b.RefusalOf(breaker.Op{Safe: true}) == nil {
+				t.Error("it is not refused")
+			}
+		}, awaited: true},
+		"one that an observing breaker let through": {set: breaker.Settings{Observe: true}, opened: func(t *testing.T, b *breaker.Breaker) {
+			calls(t, b, 1, neutral)
+			b.SetRules(mustRules(t, breaker.Settings{}))
+		}, awaited: true},
+		"a wait longer than the window": {set: breaker.Settings{ProbeWait: 2 * time.Minute}, awaited: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T, pass func(time.Duration)) {
+				b := newBreaker(t, test.set, nil)
+				if test.before != nil {
+					test.before(t, b, pass)
+				}
+				fail(t, b)
+				if test.opened != nil {
+					test.opened(t, b)
+				}
+				pass(30 * time.Second)
+				want(t, b, breaker.HalfOpen)
+				equal(t, "refusal is foreseen", b.RefusalOf(breaker.Op{}) != nil, test.awaited)
+				if test.awaited {
+					refused(t, b, breaker.Op{})
+					return
+				}
+				unsafe(t, b, 1, failed) // the probe
+				want(t, b, breaker.Open)
+				pass(time.Minute)
+				unsafe(t, b, 1, ok)
+				want(t, b, breaker.Closed)
+			})
+		})
+	}
+	awaits := func(t *testing.T, b *breaker.Breaker, pass func(time.Duration), awaited bool) {
+		t.Helper()
+		fail(t, b)
+		pass(30 * time.Second)
+		want(t, b, breaker.HalfOpen)
+		equal(t, "safe call is awaited", b.RefusalOf(breaker.Op{}) != nil, awaited)
+	}
+	for name, closed := range map[string]func(*testing.T, *breaker.Breaker){
+		"a call":      func(t *testing.T, b *breaker.Breaker) { calls(t, b, 1, ok) },
+		"a stream":    func(t *testing.T, b *breaker.Breaker) { acquire(t, b).Answered(time.Millisecond) },
+		"an operator": func(t *testing.T, b *breaker.Breaker) { b.SetMode(breaker.ForcedClosed); b.SetMode(breaker.Auto) },
+	} {
+		t.Run("of an outage that ended by "+name, func(t *testing.T) {
+			bubble(t, func(t *testing.T, pass func(time.Duration)) {
+				b := newBreaker(t, breaker.Settings{}, nil)
+				unsafe(t, b, 1, ok)
+				pass(10 * time.Second)
+				calls(t, b, 1, ok)
+				awaits(t, b, pass, true)
+				closed(t, b)
+				pass(59 * time.Second)
+				awaits(t, b, pass, true)
+				pass(5 * time.Second)
+				unsafe(t, b, 1, ok)
+				pass(59 * time.Second)
+				awaits(t, b, pass, true)
+				closed(t, b)
+				pass(time.Minute)
+				awaits(t, b, pass, false)
+			})
+		})
+	}
+	t.Run("of another process", func(t *testing.T) {
+		bubble(t, func(t *testing.T, pass func(time.Duration)) {
+			b := newBreaker(t, breaker.Settings{}, nil)
+			b = restart(t, b, breaker.Settings{}, nil)
+			awaits(t, b, pass, false)
+			b = restart(t, b, breaker.Settings{}, nil)
+			refused(t, b, breaker.Op{})
+			pass(5 * time.Second)
+			unsafe(t, b, 1, ok)
+			want(t, b, breaker.Closed)
+		})
+	})
+}
+
 // A result belongs to the generation of its permit.
 func TestLateResultsNeverMoveTheState(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {

@@ -46,7 +46,8 @@ type Settings struct {
 	// ProbeLease is how long a probe may go without an answer; by default 30 s.
 	ProbeLease time.Duration
 	// ProbeWait is how long, in HALF_OPEN, only safe calls are admitted as the probe; by default
-	// 5 s, none if negative.
+	// 5 s, none if negative. If it is at most Window, and no safe call has asked in the window before
+	// the opening or since then, any call is admitted at once.
 	ProbeWait time.Duration
 	// Observe makes mode Auto behave as mode Observe: the breaker refuses nobody.
 	Observe bool

@@ -198,6 +198,9 @@ func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 	default:
 		b.period = nil
 	}
+	if b.period == nil {
+		b.safe.Store(1) // it is not known which calls came before
+	}
 	b.publish()
 	return b, nil
 }

@@ -159,17 +159,18 @@ func (p *period) pass(now time.Time, rules *Rules) int64 {
 }
 
 // advance moves the ring to the bucket of now and marks overdue calls. It reports whether the window is
-// empty and no call waits.
+// empty, also of safe calls that asked, and no call waits.
 func (p *period) advance(now time.Time, rules *Rules) (idle bool) {
 	steps := p.pass(now, rules)
 	for range min(steps, buckets) {
 		next := (p.at.Load() + 1) % buckets
 		p.window.Add(-p.ring[next].calls.Swap(0))
 		p.extra.Add(-p.ring[next].extra.Swap(0))
+		p.owner.safe.CompareAndSwap(next+1, 0)
 		p.at.Store(next)
 	}
 	waiting := p.queue.advance(steps)
-	return !waiting && p.window.Load() == 0 && p.extra.Load() == 0
+	return !waiting && p.window.Load() == 0 && p.extra.Load() == 0 && p.owner.safe.Load() == 0
 }
 
 type counts struct {

@@ -132,6 +132,9 @@ func TestRefusalOfUnsuitedProbes(t *testing.T) {
 	if r := two.Refusal("POST", nil); r == nil || r.Key.Upstream != "b:1" {
 		t.Errorf("%+v", r)
 	}
+	if r := c.Refusal("GET", nil); r == nil { // so that another one is expected
+		t.Error("GET is not refused while the breaker is forced open")
+	}
 	c.Breaker("a:1", "POST").SetMode(breaker.Auto)
 	if r := c.Refusal("POST", nil); r == nil || r.State != breaker.HalfOpen || r.RetryAfter() == 0 {
 		t.Errorf("POST: %+v", r)

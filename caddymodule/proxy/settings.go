@@ -84,8 +84,10 @@ type Settings struct {
 	// false.
 	ByOperation bool `json:"by_operation,omitempty"`
 
-	// How long a half-open breaker waits for a call with a safe method before it takes another one
-	// as its probe; negative for no wait. Default: 5s.
+	// How long a half-open breaker waits for a call with a safe method and without a body before it
+	// takes another one as its probe; negative for no wait. If that is at most `window`, and no such
+	// call has come in the window before the breaker opened or since then, the first call is the
+	// probe. Default: 5s.
 	ProbePrefer caddy.Duration `json:"probe_prefer,omitempty"`
 
 	// How long a probe may go without an answer. Default: 30s.
