@@ -21,7 +21,7 @@ func (s *spikes) Failed(string, string)         {}
 // C-3.4.1-c, C-3.4.1-d: answers that are slow against what the last process knew of the upstream are a
 // spike, which is reported once, as is its end.
 func TestSpikesAreReported(t *testing.T) {
-	c, err := Open(Settings{}, []string{"a:1"}, false)
+	c, err := Open(Settings{}, []string{"a:1", "b:1"}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,12 +39,13 @@ func TestSpikesAreReported(t *testing.T) {
 	}
 	m.RestoreLatency("a:1", cascade.LatencyState{Baseline: 100 * time.Millisecond})
 	now := time.Unix(1_800_000_000, 0)
-	answer := func(n int, took time.Duration) {
+	answers := func(upstream string, n int, took time.Duration) {
 		for range n {
 			now = now.Add(100 * time.Millisecond)
-			m.pool.observe("a:1", now, took)
+			m.pool.observe(upstream, now, took)
 		}
 	}
+	answer := func(n int, took time.Duration) { answers("a:1", n, took) }
 	answer(200, 110*time.Millisecond)
 	answer(400, 290*time.Millisecond) // below three times the baseline
 	if len(s.heard) != 0 {
@@ -61,5 +62,13 @@ func TestSpikesAreReported(t *testing.T) {
 	}
 	if n := m.Answered()["a:1"]; n != 2000 {
 		t.Errorf("%d answers are counted", n)
+	}
+
+	// What the last process knew counts for the first answers, which would be what is usual otherwise.
+	s.heard = nil
+	m.RestoreLatency("b:1", cascade.LatencyState{Baseline: 100 * time.Millisecond})
+	answers("b:1", 250, 2*time.Second)
+	if !slices.Equal(s.heard, []bool{true}) {
+		t.Errorf("of a spike right after a restart: %v", s.heard)
 	}
 }
