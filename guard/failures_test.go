@@ -3,6 +3,7 @@ package guard_test
 import (
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -28,6 +29,9 @@ func (b *saga) recorded() (done func() (failures, others int)) {
 	count := func(batch []store.Write) error {
 		mu.Lock()
 		defer mu.Unlock()
+		if !slices.ContainsFunc(batch, func(w store.Write) bool { return w.Key[0] != 'l' }) {
+			return nil // the ledger moves what is recorded, in its own time
+		}
 		for _, w := range batch {
 			if strings.HasPrefix(string(w.Key), failureSpace) && !w.Delete {
 				failures++
