@@ -260,11 +260,19 @@ func (b *batch) copy(text io.ReadCloser) {
 	}
 }
 
+// shows is the status that the answer stands for (ADR 0070).
+func (p *part) shows() int {
+	if p.internal {
+		return http.StatusInternalServerError
+	}
+	return p.status
+}
+
 // Answering implements answering for the end of the answer.
 func (b *batch) Answering(int, bool) {
 	for _, p := range b.last {
 		if p.attempt != nil && p.informs() {
-			p.attempt.Answering(p.status, false)
+			p.attempt.Answering(p.shows(), false)
 		}
 	}
 }
@@ -317,7 +325,7 @@ func (b *batch) event(p *part, text io.ReadCloser, response bool) {
 	}
 	counts := response && p.attempt != nil && p.informs()
 	if counts {
-		p.attempt.Answering(p.status, false) // before the write, which a client may answer with its next call
+		p.attempt.Answering(p.shows(), false) // before the write, which a client may answer with its next call
 		defer func() {
 			if b.out.gone || b.torn {
 				p.attempt.Unanswered()
@@ -356,6 +364,7 @@ type part struct {
 
 	header   http.Header
 	status   int
+	internal bool // the response is the internal error of JSON-RPC
 	answer   *protocol.Answer
 	events   bool         // the answer is a stream
 	coded    bool         // it cannot be read
@@ -488,8 +497,9 @@ func (p *part) piece(text []byte) {
 }
 
 // message gives a whole message on. What is no response is for clients that read events.
-func (p *part) message(id []byte, _ bool) {
+func (p *part) message(id []byte, _, internal bool) {
 	response := id != nil && (string(id) != "null" || string(p.asked.ID) == "null")
+	p.internal = p.internal || response && internal
 	text := p.text
 	if p.events {
 		p.text = nil

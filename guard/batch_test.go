@@ -56,6 +56,13 @@ func batch(accept string, tools ...string) *http.Request {
 	return r
 }
 
+// one makes one such call.
+func one(tool string) *http.Request {
+	r := batch(arrays)
+	r.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":%q}}`, tool)))
+	return r
+}
+
 const (
 	arrays = "application/json"
 	events = "application/json, text/event-stream"
@@ -451,4 +458,43 @@ func batchOfASlowClient(t *testing.T, stream bool) {
 	if all := w.Body.String(); strings.Count(all, "event: message") != 2 {
 		t.Errorf("%d bytes have come", len(all))
 	}
+}
+
+// ADR 0070: with settle async, too, -32603 is evidence before the outcome is recorded.
+func TestInternalErrorsAreEvidenceAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := batching(t, func(_ int64, id, _ string, w http.ResponseWriter) {
+			_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"error":{"code":-32603,"message":"Internal"}}`, id)
+		})
+		b.config.Actions = []*guard.Action{{Name: "default", Async: true}}
+		b.start()
+		b.disk.takes = time.Second
+		for range 2 {
+			w := httptest.NewRecorder()
+			b.serve(w, one("pay"))
+			if !strings.Contains(w.Body.String(), "-32603") {
+				t.Error(w.Body)
+			}
+		}
+		b.was(1)
+		time.Sleep(time.Minute) // for the marks of what was answered
+	})
+}
+
+// ADR 0070: -32603 is evidence from its event on, before the outcome is recorded.
+func TestBatchAnswersAreEvidenceAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := batching(t, func(_ int64, id, _ string, w http.ResponseWriter) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, _ = fmt.Fprintf(w, "data: {\"jsonrpc\":\"2.0\",\"id\":%s,\"error\":{\"code\":-32603,\"message\":\"Internal\"}}\n\n", id)
+		})
+		b.disk.takes = time.Second
+		go b.serve(httptest.NewRecorder(), batch(events, "pay", "mail"))
+		time.Sleep(1500 * time.Millisecond) // the claims are recorded, the outcomes are not
+		if got := b.answers(batch(events, "pay", "mail")); !strings.Contains(got[0], "-32603") || !strings.Contains(got[1], "-32603") {
+			t.Error(got)
+		}
+		b.was(2)
+		time.Sleep(time.Minute) // for the marks of what was answered
+	})
 }

@@ -943,6 +943,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	if outcome.Whole {
 		showed(x, f.rec.Status(), f.rec.Header())
 	}
+	if outcome.Internal { // ADR 0070: evidence from its end on, before it is recorded
+		x.w.shows = http.StatusInternalServerError
+	}
 	if x.action.Async && outcome.Whole {
 		x.observe(outcome, f.rec.Header())
 		ended = true

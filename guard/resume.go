@@ -341,7 +341,7 @@ func (l *resumer) part(p []byte) {
 }
 
 // message ends a message. ADR 0070: the client is answered from before the write of its event.
-func (l *resumer) message(id []byte, progress bool) {
+func (l *resumer) message(id []byte, progress, internal bool) {
 	text := l.text
 	l.text, l.unread = nil, false
 	if text == nil {
@@ -358,8 +358,12 @@ func (l *resumer) message(id []byte, progress bool) {
 		_ = text.Close()
 		return
 	}
+	status := http.StatusOK
+	if internal {
+		status = http.StatusInternalServerError
+	}
 	if attempt := c.call.call.Attempt; attempt != nil && l.gone.Err() == nil {
-		attempt.Answering(http.StatusOK, true)
+		attempt.Answering(status, true)
 	}
 	l.fresh = append(l.fresh, c)
 }

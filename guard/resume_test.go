@@ -417,6 +417,18 @@ func TestResumedStreamsAreEvidence(t *testing.T) {
 			s.call("ada", "4", "")
 			s.was(2)
 		},
+		"an error like a 500, before it is recorded": func(s *resuming) {
+			s.call("ada", "3", "")
+			s.get("ada")
+			s.disk.takes = time.Second
+			s.sends("data: {\"jsonrpc\":\"2.0\",\"id\":3,\"error\":{\"code\":-32603,\"message\":\"Internal\"}}\n\n")
+			retry := s.begin(s.pay("ada", "4", ""))
+			<-time.After(time.Minute)
+			if body := retry.Body.String(); retry.Header().Get("Execution-Recognized") == "" || !strings.Contains(body, `"id":4`) || !strings.Contains(body, "-32603") {
+				s.Errorf("%v %s", retry.Header(), body)
+			}
+			s.was(1)
+		},
 		"the answer is flushed at the end": func(s *resuming) {
 			s.buffers = true
 			s.call("ada", "3", "")

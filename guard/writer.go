@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"compress/gzip"
 	"errors"
 	"io"
@@ -51,6 +52,7 @@ type Writer struct {
 	ended  bool // the end was sent
 	gone   bool
 	goesOn bool // the end of the answer is none of the call: it is to come on another stream
+	shows  int  // the status that the answer stands for, where it is another one
 
 	message *protocol.Message // without a key, that is answered over JSON-RPC; nil for others
 	reply   *protocol.Reply   // makes what is played an answer to another request; nil repeats it as it was
@@ -168,11 +170,10 @@ func (w *Writer) send(p []byte, flush bool) {
 	if w.answer != nil {
 		_, _ = w.answer.Write(p) // never fails
 		if said := w.answer.End(); said.Meaning != protocol.Unanswered {
-			status := w.status
 			if said.Internal() {
-				status = http.StatusInternalServerError
+				w.shows = http.StatusInternalServerError
 			}
-			w.attempt.Answering(status, false) // before the write
+			w.attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write
 			w.answer, w.final = nil, true
 		}
 	}
@@ -239,7 +240,7 @@ func (w *Writer) finish(p []byte) {
 	w.ended = true
 	heard := w.attempt != nil && !w.reached && !w.goesOn
 	if heard {
-		w.attempt.Answering(w.status, false) // before the write, which a client may answer with its next call
+		w.attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write, which a client may answer with its next call
 	}
 	if w.held || w.whole {
 		w.held, w.whole, w.sent = false, false, true

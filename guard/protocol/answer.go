@@ -78,10 +78,10 @@ const (
 type Answer struct {
 	// Part gets the text of each message of a stream of events, as it comes. Message is called at the
 	// end of each, with the id of the request that it answers as it stands there, nil where it is not
-	// certainly a response; progress says that it is news of a running request. Both or neither must
-	// be set, before the first Write.
+	// certainly a response; progress says that it is news of a running request, internal that it is the
+	// internal error (Outcome.Internal). Both or neither must be set, before the first Write.
 	Part    func(text []byte)
-	Message func(id []byte, progress bool)
+	Message func(id []byte, progress, internal bool)
 	// REST says that each text is a result of A2A without JSON-RPC around it, or the body of another
 	// status, which says nothing here. It is set before the first Write.
 	REST bool
@@ -298,7 +298,7 @@ func (a *Answer) finish() {
 		if !m.response || m.request || m.result == m.erred || m.erred && !m.failed || !a.whole() {
 			m.name = nil
 		}
-		a.Message(m.name, m.method == "notifications/progress")
+		a.Message(m.name, m.method == "notifications/progress", m.code == "-32603")
 	}
 	a.scan = scanner{open: a.scan.open[:0]}
 	if !m.response || m.request {
