@@ -587,7 +587,8 @@ func retryCount(h http.Header, fields []string) int {
 		if len(lines) == 0 {
 			continue
 		}
-		for part := range strings.SplitSeq(lines[0], ";") {
+		for part, rest, more := "", lines[0], true; more; {
+			part, rest, more = strings.Cut(rest, ";")
 			part = strings.TrimSpace(part)
 			number, attempts := strings.CutPrefix(part, "attempt=")
 			if number == "" || strings.Trim(number, "0123456789") != "" { // the error of Atoi would be allocated

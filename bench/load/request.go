@@ -17,7 +17,8 @@ type Request struct {
 	Method, Path string
 	// Body is sent with Content-Type application/json, if there is one.
 	Body []byte
-	// Own gives each connection a body of its own: its number takes the place of the last four n.
+	// Own gives each connection a body of its own, in which its number takes the place of the last four
+	// n, and a key of its own where Key is one of NewKey: its number stands in digits that are 0 in all others.
 	Own bool
 	// Header are further lines of the header, each with its end.
 	Header string
@@ -53,6 +54,9 @@ func ToolCall(n int) Request {
 
 // KeyLength is that of a UUID, because some take nothing else.
 const KeyLength = 36
+
+// ownDigits is where the number of a connection stands in its key, in three digits.
+const ownDigits = len("00000000-0000-4000-8")
 
 var (
 	keyPrefix = func() string {
@@ -106,6 +110,9 @@ func (r Request) wire(host string, number int) wire {
 	}
 	if len(r.Body) > 0 {
 		fmt.Fprintf(&b, "Content-Type: application/json\r\nContent-Length: %d\r\n", len(r.Body))
+	}
+	if r.Own && len(r.Key) == KeyLength {
+		r.Key = fmt.Sprintf("%s%03x%s", r.Key[:ownDigits], number, r.Key[ownDigits+3:])
 	}
 	at := 0
 	if r.Keys != nil {

@@ -11,16 +11,17 @@ import (
 type kind uint8
 
 const (
-	get         kind = iota + 1 // changes nothing, so it passes through
-	post                        // each a call of its own
-	replay                      // the same call again and again
-	replays                     // calls that were made before, each as often as any other
-	signed                      // each a call of its own, with a token that names it
-	message                     // a message of MCP that changes nothing, so it is read and passes
-	recognized                  // retries without a key, which say that they are: a call for each connection
-	failed                      // equal calls without a key that were answered 500: a call for each connection
-	failedKeyed                 // retries of one such call with its key
-	streamed                    // calls of a tool, each of its own, answered by a stream of events
+	get             kind = iota + 1 // changes nothing, so it passes through
+	post                            // each a call of its own
+	replay                          // the same call again and again
+	replays                         // calls that were made before, each as often as any other
+	signed                          // each a call of its own, with a token that names it
+	message                         // a message of MCP that changes nothing, so it is read and passes
+	recognized                      // retries without a key, which say that they are: a call for each connection
+	failed                          // equal calls without a key that were answered 500: a call for each connection
+	failedKeyed                     // the same with a key: that of its call, for each connection
+	recognizedKeyed                 // what recognized repeats, with the key of its call
+	streamed                        // calls of a tool, each of its own, answered by a stream of events
 )
 
 // row is one line of the table: a subject, and what it is compared with.
@@ -87,7 +88,7 @@ var rows = []row{
 	{name: "first event of a tool call", kind: streamed, conns: 1, subject: speaking, reference: bare, first: 2},
 	{name: "first event of a tool call", kind: streamed, conns: 16, subject: speaking, reference: bare, first: 2},
 	{name: "retry recognised by its 500, against one with a key", kind: failed, conns: 64, subject: lenient, reference: lenient, against: failedKeyed, work: 1.1},
-	{name: "retry recognised by what it says, against one with a key", kind: recognized, conns: 64, subject: guarded, reference: guarded, against: replay, work: 1.1},
+	{name: "retry recognised by what it says, against one with a key", kind: recognized, conns: 64, subject: guarded, reference: guarded, against: recognizedKeyed, work: 1.1},
 	{name: "POST, outcome awaited", kind: post, conns: 1, subject: guarded, reference: bare, bar: 0.40},
 	{name: "POST, outcome awaited", kind: post, conns: 16, subject: guarded, reference: bare, bar: 0.50},
 	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.5, work: guardWork, syncs: true},
@@ -133,7 +134,11 @@ func (k kind) request(recorded string, keys int) load.Request {
 		return request
 	case failedKeyed:
 		request := load.Payment(requestSize)
-		request.Path, request.Key = "/v1/fails", load.NewKey()
+		request.Path, request.Own, request.Key = "/v1/fails", true, load.NewKey()
+		return request
+	case recognizedKeyed:
+		request := load.Payment(requestSize)
+		request.Own, request.Key = true, load.NewKey()
 		return request
 	case streamed:
 		request := load.ToolCall(requestSize)

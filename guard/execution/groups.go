@@ -60,6 +60,7 @@ const (
 	classRefused                   // its retry runs
 	classEvident                   // nobody waits, and there is evidence
 	classAnswered                  // nobody waits, and there is none
+	classes                        // how many there are
 )
 
 func (k *known) classify() class {
@@ -112,8 +113,9 @@ func (k *known) over(now time.Time) bool {
 
 // group is what is known of equal calls.
 type group struct {
-	listed    []*known // by class, count and age: each look-up is a binary search
-	read      uint64   // the clock's epoch in which the rows of the store were listed; 0 if they were not
+	listed    []*known     // by class, count and age: each look-up is a binary search
+	number    [classes]int // of each class
+	read      uint64       // the clock's epoch in which the rows of the store were listed; 0 if they were not
 	gap       gap
 	unwatched *Attempt   // the youngest one that waits, whose leave nobody has asked for yet
 	waiting   []*Attempt // new calls that wait for the news that another one's client has left
@@ -176,17 +178,14 @@ func (g *group) place(k *known) int {
 
 func (g *group) insert(k *known) {
 	k.class = k.classify()
+	g.number[k.class]++
 	g.listed = slices.Insert(g.listed, g.place(k), k)
 }
 
 func (g *group) cut(k *known) {
+	g.number[k.class]--
 	i := g.place(k)
 	g.listed = slices.Delete(g.listed, i, i+1)
-}
-
-func (g *group) has(c class) bool {
-	i := g.end(c, mostCount)
-	return i > 0 && g.listed[i-1].class == c
 }
 
 const (
@@ -309,7 +308,9 @@ func (s *groupShard) tidy(hash groupHash, g *group) {
 func (g *group) move(k *known, change func()) {
 	if len(g.listed) == 1 { // most calls have no equal
 		change()
+		g.number[k.class]--
 		k.class = k.classify()
+		g.number[k.class]++
 		return
 	}
 	g.cut(k)
@@ -328,7 +329,7 @@ func (k *known) changed() {
 // pass wakes the call that has waited for the longest time, where it need not wait: an equal one can
 // be taken, or none is left to wait for. Whoever is woken passes on what is left.
 func (g *group) pass() {
-	if len(g.waiting) == 0 || g.has(classWaited) && !g.has(classEvident) && !g.has(classInDoubt) && !g.has(classAskedInDoubt) {
+	if of := &g.number; len(g.waiting) == 0 || of[classWaited] > 0 && of[classEvident]+of[classInDoubt]+of[classAskedInDoubt] == 0 {
 		return
 	}
 	a := g.waiting[0]
@@ -352,6 +353,9 @@ func (t *groups) youngest(s *groupShard, g *group, c class, most int, now time.T
 // highest returns the youngest execution of those of a class with the highest count that is not above
 // most; nil without one. What is too old is removed.
 func (t *groups) highest(s *groupShard, g *group, c class, most int, now time.Time) *known {
+	if g.number[c] == 0 { // as most classes: few calls have an equal
+		return nil
+	}
 	for i := g.end(c, most); i > 0 && g.listed[i-1].class == c; i-- {
 		k := g.listed[i-1]
 		if !k.over(now) {

@@ -316,7 +316,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	if g = s.of[a.group]; g == nil { // or has lost what was too old
 		g = s.group(a.group)
 	}
-	if k == nil && g.has(classWaited) && (a.until.IsZero() || now.Before(a.until)) {
+	if k == nil && g.number[classWaited] > 0 && (a.until.IsZero() || now.Before(a.until)) {
 		if a.until.IsZero() {
 			a.until, a.woken = now.Add(retryWait), make(chan struct{}, 1)
 		}
