@@ -134,7 +134,7 @@ func (g *Guard) resolve(ctx context.Context, found Recorded, r Resolution, answe
 	}
 	defer g.writers.enter().leave()
 	r.At, r.Cause, r.Action = record.Settled, found.Record.Cause, found.Record.Action
-	name := resolvedKey(found.Key, r.At)
+	name := appendTime(append(append(make([]byte, 0, 1+keySize+8), spaceResolved), found.Key[:]...), r.At)
 	noted := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}
 	if !r.Applied {
 		record, tail = nil, nil
@@ -160,11 +160,6 @@ func (g *Guard) Resolutions(ctx context.Context, key Key) ([]Resolution, error) 
 		all = append(all, r)
 	}
 	return all, nil
-}
-
-func resolvedKey(key Key, at time.Time) []byte {
-	b := append(make([]byte, 0, 1+keySize+8), spaceResolved)
-	return appendTime(append(b, key[:]...), at)
 }
 
 // The tags of a resolution's fields, under the rules of a record's.
