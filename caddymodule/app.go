@@ -90,11 +90,13 @@ type App struct {
 	// Where escalations are sent, the cases that only a person can decide. Default: to the log.
 	HITL *HITL `json:"hitl,omitempty"`
 
-	// Files with plans of workflows (`application/atd-workflow+json`). A workflow whose
-	// `workflow_start` names the `wf_id` of one is shown with its plan: the state of each node, which
-	// of them can begin, and what holds the others. Nothing is enforced. The files are read at load.
-	// Needs an `identity`. Default: none.
+	// Files with plans of workflows (`application/atd-workflow+json`). A workflow follows one if its
+	// first call has a token `workflow_start` that names the plan's `wf_id`, or follows from one, and
+	// stays with the plan as it is then. The files are read at load. Needs an `identity`. Default: none.
 	PlanFiles []string `json:"plans,omitempty"`
+	// What happens to calls that their workflow's plan does not provide for: `enforced` refuses them,
+	// `observed` records them. It also counts for plans that were put for a workflow. Default: `enforced`.
+	PlanMode string `json:"plan_mode,omitempty"`
 
 	// When a failure that spreads from one agent to others is a cascade, and what happens then.
 	// Default: see its members.
@@ -103,7 +105,7 @@ type App struct {
 	// The places in the Caddyfile of options that are checked only at load, so that errors can name
 	// them: values like `Caddyfile:12`, for the members `store`, `keys`, `identity.key_file`,
 	// `trust.N` (the Nth source of keys, if it is a file), `hitl.rules`, `hitl.webhook`,
-	// `hitl.webhook.secret.N`, `plans.N` and `on_cascade`. Default: errors name no place.
+	// `hitl.webhook.secret.N`, `plans.N`, `plan_mode` and `on_cascade`. Default: errors name no place.
 	WrittenAt map[string]string `json:"written_at,omitempty"`
 
 	ctx    caddy.Context
@@ -275,10 +277,23 @@ func (a *App) provisionKeys() (err error) {
 	return nil
 }
 
+// The values of plan_mode.
+const (
+	planEnforced = "enforced"
+	planObserved = "observed"
+)
+
 // readPlans reads the plans of workflows.
 func (a *App) readPlans() error {
 	if len(a.PlanFiles) > 0 && a.Identity == nil {
 		return &wrong{"plans.1", errors.New("agent_guard: plan: it needs an identity; without one nothing of workflows is recorded")}
+	}
+	switch a.PlanMode {
+	case "":
+		a.PlanMode = planEnforced
+	case planEnforced, planObserved:
+	default:
+		return &wrong{"plan_mode", fmt.Errorf("agent_guard: plan_mode: %q is no mode; write enforced or observed", a.PlanMode)}
 	}
 	a.plans = make(map[string]*plan.Descriptor, len(a.PlanFiles))
 	for i, name := range a.PlanFiles {
@@ -295,6 +310,19 @@ func (a *App) readPlans() error {
 		}
 	}
 	return nil
+}
+
+// canUndo reports whether a way to undo an action is configured, and whether there is such an action. Of
+// several with one name all have to have one.
+func (a *App) canUndo(action string) (reversible, known bool) {
+	for _, h := range a.guards.list() {
+		for i := range h.actions {
+			if a := h.actions[i]; a.Name == action {
+				reversible, known = (reversible || !known) && a.undo != nil && a.undo.undoes(), true
+			}
+		}
+	}
+	return reversible, known
 }
 
 func readPlan(name string) (*plan.Descriptor, error) {
@@ -360,6 +388,11 @@ func (a *App) Start() error {
 			h.pool.Configure(settings)
 		}
 	}
+	for _, d := range a.plans {
+		for _, w := range d.CheckUndo(a.canUndo) {
+			a.logger.Warn("plan of a workflow", zap.String("wf_id", d.WorkflowID), zap.Stringer("warning", w))
+		}
+	}
 	e, err := a.engine()
 	if err == nil {
 		e.startRollbacks(context.Background())
@@ -417,6 +450,8 @@ func (a *App) engine() (*engine, error) {
 			_ = e.release() // closing the store logs its own errors
 			return nil, err
 		}
+		policy.Plans = guard.Plans{Files: a.plans, Observed: a.PlanMode == planObserved}
+		e.plans.Configure(time.Duration(a.Identity.Retain))
 		a.policy.Store(policy)
 		if err := e.openRollbacks(a.rollbackRetain()); err != nil {
 			e.ledger.leave(a.Identity)

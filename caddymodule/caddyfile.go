@@ -87,6 +87,7 @@ func init() {
 //			rules <file>
 //		}
 //		plan <file>
+//		plan_mode enforced | observed
 //		on_cascade alert | pause | open {
 //			agents   <number>
 //			escalate <number>
@@ -143,6 +144,13 @@ func appOptions() options[*App] {
 			}
 			a.PlanFiles = append(a.PlanFiles, file)
 			a.writtenAt(fmt.Sprintf("plans.%d", len(a.PlanFiles)), d.Token())
+			return nil
+		}},
+		"plan_mode": {usage: "plan_mode enforced | observed", parse: func(d *caddyfile.Dispenser, a *App) error {
+			if err := parseWord(d, &a.PlanMode); err != nil {
+				return err
+			}
+			a.writtenAt("plan_mode", d.Token())
 			return nil
 		}},
 		"on_cascade": {usage: "on_cascade alert | pause | open { ... }", parse: parseOnCascade},

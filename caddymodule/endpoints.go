@@ -29,6 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
@@ -92,7 +93,8 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
 		Cascades: cascadesFor(h, e, policy),
 		Escalations: &api.Escalations{Store: e.escalations.store, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
-			return h.escalationReader(e, policy, r, body)
+			who, _, err := h.escalationReader(e, policy, r, body)
+			return who, err
 		}, Coordinator: func(r *http.Request, body []byte) (string, string, error) { return h.holder(policy, r, body) }},
 	}
 	if policy == nil {
@@ -100,7 +102,11 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	}
 	g.Ledger = policy.graph(e)
 	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.escalations.store.Reaching
-	g.Ledger.Plans = h.app.plans
+	g.Ledger.Plans, g.Ledger.Assigned, g.Ledger.CanUndo = h.app.plans, e.plans, h.app.canUndo
+	g.Ledger.MayPut = func(r *http.Request, body []byte) (*api.MayPut, error) {
+		who, token, err := h.escalationReader(e, policy, r, body)
+		return &api.MayPut{EscalationReader: who, Token: token}, err
+	}
 	if c := e.rollbacks.coordinator(); c != nil {
 		o := h.app.rollbackOptions()
 		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{
@@ -516,11 +522,11 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 	return &policyBreaker{*p, mount + api.BasePath + api.CircuitOpen.Slug, h.fallback != nil}
 }
 
-// asker identifies who asks, in the same way as callers. Tokens of a POST are content and
+// asker identifies who asks, in the same way as callers. Tokens of a POST and a PUT are content and
 // do not identify it.
 func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
 	var tokens guard.Tokens
-	if r.Method != http.MethodPost {
+	if r.Method != http.MethodPost && r.Method != http.MethodPut {
 		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, nil, false); err != nil {
 			return who, "", err
 		}
@@ -727,6 +733,19 @@ func (b storeView) RotateIdentity(stolen bool) error {
 }
 
 func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
+
+func (b storeView) Plans() *plan.Store { return b.e.plans }
+
+func (b storeView) PutPlan(ctx context.Context, text []byte, p plan.Putting) (api.PlanDocument, error) {
+	a := b.e.activeConfigs.latest()
+	if a == nil || a.policy.Load() == nil {
+		return api.PlanDocument{}, caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("the running configuration has no identity: nothing of workflows is recorded, and no plan holds")}
+	}
+	graph := a.policy.Load().graph(b.e)
+	graph.Assigned, graph.CanUndo = b.e.plans, a.canUndo
+	doc, _, err := graph.PutPlan(ctx, text, p)
+	return doc, err
+}
 
 func (b storeView) Circuits() []proxy.Circuit {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)

@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -50,6 +51,7 @@ type engine struct {
 	places    places          // upstreams of undos
 
 	escalations escalating
+	plans       *plan.Store // of workflows
 
 	opener        StoreOpener  // opened the store
 	counts        *storeCounts // held until the engine is closed
@@ -225,8 +227,16 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
+	e.plans = plan.NewStore(st, ring)
+	unreadable, err := e.plans.Load(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
+	}
+	if unreadable > 0 {
+		e.logger.Error("plans of workflows cannot be read; calls of those workflows are refused", zap.Int("unreadable", unreadable))
+	}
 	e.forCalls = guard.Engine{
-		Store: st, Executions: g, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
+		Store: st, Executions: g, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Plans: e.plans, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
 	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
@@ -557,6 +567,9 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	}
 	if err := e.cascades.kept.reseal(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("what is stored of cascades stays under an older key", zap.Error(err))
+	}
+	if err := e.plans.Reseal(ctx); err != nil && ctx.Err() == nil {
+		e.logger.Warn("plans of workflows stay under an older key", zap.Error(err))
 	}
 	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the escalations stay under an older key", zap.Error(err))

@@ -272,8 +272,8 @@ func (h *Handler) rolesOf(r *http.Request, name string, token *ect.Token) (roles
 }
 
 // escalationReader identifies who reads or decides escalations. body is that of a decision, to which
-// a token has to be bound; nil where nothing is decided.
-func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Request, body []byte) (*api.EscalationReader, error) {
+// a token has to be bound; nil where nothing is decided. token is the caller's own, or nil.
+func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Request, body []byte) (who *api.EscalationReader, token *ect.Token, err error) {
 	tokens, err := h.handler.VerifyTokens(policy.forCalls(), r, nil, false)
 	if err == nil && tokens.Late != nil {
 		err = guard.RefusedToken(tokens.Late)
@@ -282,26 +282,25 @@ func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Reque
 		err = policy.forCalls().Spend(host{h}, &tokens, r)
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	who := new(api.EscalationReader)
-	var token *ect.Token
+	who = new(api.EscalationReader)
 	if tokens.Issuer() != "" {
 		token = tokens.Own[0]
 		if body != nil {
 			if len(tokens.Own) > 1 || token.InputHash() != ect.Sum(body) {
-				return nil, &ect.Error{Code: ect.CodeInputHash}
+				return nil, nil, &ect.Error{Code: ect.CodeInputHash}
 			}
 			who.Signed = body
 		}
 	}
 	caller, err := h.handler.CallerOf(e.executions, r, tokens.Issuer())
 	if err != nil || !guard.VerifiedHere(caller) {
-		return who, err
+		return who, token, err
 	}
 	who.Name = h.handler.OperatorName(r, caller)
 	who.Roles = h.rolesOf(r, who.Name, token)
-	return who, nil
+	return who, token, nil
 }
 
 // close releases what provision has opened.

@@ -362,6 +362,10 @@ func (x *Call) fingerprint() (execution.Fingerprint, error) {
 	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
 		return execution.Fingerprint{}, err
 	}
+	node, err := statedNode(x.r)
+	if err != nil {
+		return execution.Fingerprint{}, err
+	}
 	config := x.h.fingerprints
 	if x.message != nil {
 		config.Exclude = append(x.h.Protocol.Exclude(x.message), config.Exclude...)
@@ -374,6 +378,7 @@ func (x *Call) fingerprint() (execution.Fingerprint, error) {
 		RawQuery:        target.RawQuery,
 		ContentType:     x.r.Header.Get("Content-Type"),
 		ContentEncoding: x.r.Header.Get("Content-Encoding"),
+		Node:            node,
 		Body:            x.body,
 		Size:            x.body.Size(),
 	})
@@ -693,6 +698,11 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 		return nil, err
 	}
 	leave()
+	if x.evidence.planned = (planned{}); x.evidence.call.Workflow != "" {
+		if err := findNode(x); err != nil {
+			return nil, err
+		}
+	}
 	if err := x.circuitsOpen(); err != nil {
 		return nil, err
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -27,6 +28,8 @@ type Engine struct {
 	// Escalations are the questions to people, which keep calls from beginning. OpenEngine reads
 	// them, so that each process over a store asks the same.
 	Escalations *hitl.Store
+	// Plans are the plans of workflows. OpenEngine reads which workflows have one.
+	Plans *plan.Store
 	// Circuits records in workflows what breakers refuse; nil without breakers.
 	Circuits Circuits
 	// Uncut ends when running executions are cut off, Waits when callers no longer wait for
@@ -74,8 +77,12 @@ func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, 
 	if _, err := escalations.Load(ctx); err != nil {
 		return nil, err
 	}
+	plans := plan.NewStore(st, ring)
+	if _, err := plans.Load(ctx); err != nil {
+		return nil, err
+	}
 	return &Engine{
-		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring), Escalations: escalations,
+		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring), Escalations: escalations, Plans: plans,
 		Uncut: context.Background(), Waits: context.Background(), Logger: slog.New(slog.DiscardHandler),
 	}, nil
 }

@@ -620,6 +620,7 @@ const (
 	HeaderExecutionParent = "Execution-Parent"
 	HeaderExecutionStatus = "Execution-Status"
 	HeaderWorkflowID      = "Workflow-Id"
+	HeaderWorkflowNode    = "Workflow-Node"
 	HeaderReplayed        = "Idempotent-Replayed"
 	// HeaderRollback names the rollback of which a request is an undo.
 	HeaderRollback = "Execution-Rollback"

@@ -164,7 +164,7 @@ func proofOf(h *Handler, r *http.Request, get bool) proof {
 				continue
 			}
 		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
-			headerIdempotencyKey, HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, ect.FieldName:
+			headerIdempotencyKey, HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName:
 			continue
 		}
 		if !strings.HasPrefix(name, "Mcp-") {

@@ -45,6 +45,8 @@ type callEvidence struct {
 	// handed says that an enclosing guard uses the tokens for the same request.
 	handed bool
 	call   evidence.Call
+	// planned is what the plan of the workflow says of the call.
+	planned planned
 	// forwarded is the checkpoint as a token, for upstreams with an identity.
 	forwarded *ect.Token
 	// failed is the recorded error of the call as a token, for its caller.
@@ -76,6 +78,9 @@ func (x *Call) begin() error {
 		Critical: x.action.Critical, Severity: x.action.Severity,
 	}
 	s.call.Issuer = s.tokens.Issuer()
+	if s.call.Node, _ = s.tokens.node(); s.call.Node == "" {
+		s.call.Node, _ = statedNode(x.r) // prepare has checked it
+	}
 	if x.h.UpstreamIdentity != "" {
 		s.call.Audience = []string{x.h.UpstreamIdentity}
 	}
@@ -188,6 +193,12 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	s.bind(batch, expires)
 	if link != nil {
 		batch.Add(*link)
+	}
+	if s.planned.assigned != nil {
+		if err := beginPlan(ctx, x, batch); err != nil {
+			_ = batch.Done(err) // this error says why
+			return nil, err
+		}
 	}
 	return batch, nil
 }
@@ -777,6 +788,9 @@ func LedgerFailed(why error) *api.Problem {
 func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
 	ctx, cancel := context.WithTimeout(r.Context(), ProofTime)
 	defer cancel()
+	if err := t.follow(ctx, p.All); err != nil {
+		return err
+	}
 	var err error
 	if use.once {
 		if err = t.Evidence.RecordTokens(ctx, p.All, nil, use.Use); err == nil {

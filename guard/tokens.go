@@ -35,6 +35,8 @@ type TokenPolicy struct {
 	// Rule is the escalation that the deployment's rules want for an agent's error; it reports false
 	// for none. Nil has no rules.
 	Rule func(failure *ect.Token) (o hitl.Opening, fits bool)
+	// Plans are the plans of workflows that the configuration knows.
+	Plans Plans
 }
 
 // SettledBy returns the evidence that an execution in doubt was settled, for the commit of that

@@ -211,7 +211,7 @@ func isMedia(r *http.Request, name string) bool {
 }
 
 // ourFields are the request header fields that this guard or a later one reads.
-var ourFields = [...]string{HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, ect.FieldName, "Idempotency-Key"}
+var ourFields = [...]string{HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName, "Idempotency-Key"}
 
 // endToEnd lists the fields that keepEndToEnd protects: ours, and those that the execution
 // id is read from.

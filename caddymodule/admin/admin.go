@@ -30,6 +30,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -97,6 +98,10 @@ type Store interface {
 	Checkpoints() *checkpoint.Store
 	// Escalations returns the store of escalations.
 	Escalations() *hitl.Store
+	// Plans returns the store of workflows' plans.
+	Plans() *plan.Store
+	// PutPlan takes the text of a plan of a workflow.
+	PutPlan(ctx context.Context, text []byte, p plan.Putting) (api.PlanDocument, error)
 	// Release ends the use of the store.
 	Release()
 }
@@ -132,6 +137,8 @@ var routes = []api.Route[handler]{
 	{Path: "escalations/{id}", Method: http.MethodGet, To: showEscalation},
 	{Path: "escalations/{id}/decision", Method: http.MethodPost, To: decideEscalation},
 	{Path: "escalations/{id}/ask", Method: http.MethodPost, To: askEscalation},
+	{Path: "plans", Method: http.MethodGet, To: plain(listPlans)},
+	{Path: "plans/{id}", Method: http.MethodPost, To: putPlan},
 	{Path: "ledger/head", Method: http.MethodGet, To: plain(ledgerHead)},
 	{Path: "ledger/export", Method: http.MethodGet, To: plain(ledgerExport)},
 	{Path: "ledger/verify", Method: http.MethodGet, To: plain(ledgerVerify)},
@@ -278,7 +285,7 @@ func refusal(err error, otherwise int, packages []string) error {
 	return refuse(cmp.Or(api.OperatorStatus(err), otherwise), "%s", text)
 }
 
-var corePackages, rollbackPackages = []string{"guard", "ledger", "hitl"}, []string{"rollback", "plan", "checkpoint"}
+var corePackages, rollbackPackages = []string{"guard", "ledger", "hitl", "plan"}, []string{"rollback", "plan", "checkpoint"}
 
 var _ caddy.AdminHandler = (*API)(nil)
 

@@ -24,6 +24,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -56,6 +57,7 @@ type opened struct {
 	unkept      error // with which a mode is not recorded
 	rollback    admin.Rollbacks
 	checkpoints *checkpoint.Store
+	plans       *plan.Store
 	trials      map[string]admin.Trial
 
 	mu       sync.Mutex
@@ -73,6 +75,19 @@ func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
 }
 
 func (o *opened) Escalations() *hitl.Store { return o.escalations }
+
+func (o *opened) Plans() *plan.Store { return o.plans }
+
+func (o *opened) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc api.PlanDocument, err error) {
+	if p.Plan, err = plan.Parse(text); err != nil {
+		return doc, err
+	}
+	a, _, err := o.plans.Put(ctx, p)
+	if err != nil {
+		return doc, err
+	}
+	return api.DescribePlan(a), nil
+}
 
 func (o *opened) Ledger() *admin.Ledger { return o.ledger }
 
@@ -167,7 +182,7 @@ func (r *rig) open(path string) *opened {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	o := &opened{rig: r, path: path, guard: g, store: st, escalations: hitl.NewStore(st, ring, 0), checkpoints: checkpoint.New(st, ring)}
+	o := &opened{rig: r, path: path, guard: g, store: st, escalations: hitl.NewStore(st, ring, 0), checkpoints: checkpoint.New(st, ring), plans: plan.NewStore(st, ring)}
 	r.stores[path] = o
 	r.t.Cleanup(func() {
 		if o.held != 0 {

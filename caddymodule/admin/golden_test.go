@@ -194,6 +194,17 @@ func TestGoldenAnswers(t *testing.T) {
 		g.ask("GET", "escalations"+query, "")
 	}
 
+	// Plans.
+	for _, body := range []string{
+		``, `{}`, `{"operator": "ann", "plan": 7, "more": 1}`, `{"operator": "ann", "plan": {"wf_id": "trip", "nodes": []}}`,
+		`{"operator": "ann", "plan": {"wf_id": "trip", "nodes": [{"id": "a"}]}}`, `{"operator": "ann", "plan": {"wf_id": "trip", "nodes": [{"id": "b"}]}}`,
+		`{"operator": "bob", "replaces": "*", "plan": {"wf_id": "trip", "nodes": [{"id": "b", "label": "x"}, {"id": "c", "label": "x"}]}}`,
+	} {
+		g.ask("POST", "plans/trip-7", body)
+	}
+	g.ask("GET", "plans", "")
+	g.ask("GET", "plans?x=y", "")
+
 	// Rollbacks.
 	d := &coordinator{}
 	o.rollback = d

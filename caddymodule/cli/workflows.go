@@ -2,9 +2,11 @@ package cli
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -13,7 +15,9 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
@@ -22,11 +26,11 @@ import (
 func workflowCommands(o *options) *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "workflows",
-		Short: "Checks plans of workflows, and compares them with what was recorded",
+		Short: "Checks plans of workflows, gives them to a server, and compares them with what was recorded",
 		Long: `Checks plans of workflows: descriptors of the type
-` + plan.MediaType + `. It works on files, without a server. A server does
-not take plans yet: nothing at run time follows from one.`,
-	}, workflowsValidate(o), workflowsProgress(o), &cobra.Command{
+` + plan.MediaType + `. put and list ask a running server; the others work
+on files.`,
+	}, workflowsPut(o), workflowsList(o), workflowsValidate(o), workflowsProgress(o), &cobra.Command{
 		Use:   "schema",
 		Short: "Prints the JSON schema of plans",
 		Long: `Prints the JSON schema of plans, for editors. ` + "`workflows validate`" + ` also finds
@@ -37,6 +41,101 @@ what a schema cannot say: equal ids, edges without ends, and cycles.`,
 			return err
 		},
 	})
+}
+
+func workflowsPut(o *options) *cobra.Command {
+	var put admin.PlanPut
+	cmd := &cobra.Command{
+		Use:   "put WORKFLOW FILE",
+		Short: "Gives a workflow its plan",
+		Long: `Gives a workflow its plan. The plan holds from then on, for calls that were not
+made yet; those that were made and do not fit are named. Another plan is replaced
+only if --replaces names its version, or is *, and only before the first call
+under it: a workflow stays with the plan with which it has begun.
+
+WORKFLOW is the id that tokens have, or the name that Workflow-Id has. FILE may
+be -, the standard input.`,
+		Example: `  caddy agent-guard workflows put 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10 trip.json`,
+		Args: func(_ *cobra.Command, args []string) error {
+			if len(args) != 2 {
+				return fmt.Errorf("give a workflow and one file with its plan; there are %d", len(args))
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if put.Operator = cmp.Or(put.Operator, currentUser()); put.Operator == "" {
+				return errors.New("who puts it? neither --operator nor $USER says")
+			}
+			text, err := readAtMost(cmd.InOrStdin(), args[1], plan.MaxSize)
+			if err != nil {
+				return err
+			}
+			d, err := plan.Parse(text)
+			if wrong := (*plan.Error)(nil); errors.As(err, &wrong) {
+				return refusePlan(cmd, o, args[1], wrong)
+			}
+			put.Plan = d.Canonical() // not every reader of JSON reads the text as it was checked
+			_, err = show(cmd, o, question{path: "plans/" + url.PathEscape(args[0]), body: &put}, describePut)
+			return err
+		},
+	}
+	stringFlag(cmd, &put.Replaces, "replaces", "The version that it replaces, or * for any (default: there is none)")
+	stringFlag(cmd, &put.Operator, "operator", "Who puts it (default: $USER)")
+	return o.server(cmd)
+}
+
+func describePut(doc *api.PlanDocument, now time.Time) string {
+	s := sheet{width: 9}
+	s.line("workflow", printable(doc.Workflow))
+	s.line("plan", printable(doc.PlanID))
+	s.line("version", printable(doc.Version))
+	s.line("replaced", printable(strings.Join(doc.Earlier, " ")))
+	s.line("put by", printable(doc.By))
+	s.line("put", moment(doc.Put, now))
+	s.line("begun", moment(doc.Begun, now))
+	s.line("expires", moment(doc.Expires, now))
+	for _, w := range doc.Warnings {
+		s.line("warning", printable(w.String()))
+	}
+	for _, m := range doc.Misfits {
+		s.line("no fit", printable(cmp.Or(m.Node, m.Task)+": "+m.Text))
+	}
+	if doc.Unread {
+		s.line("no fit", "there are more calls than were read")
+	}
+	return s.b.String()
+}
+
+func workflowsList(o *options) *cobra.Command {
+	return o.server(&cobra.Command{
+		Use:   "list",
+		Short: "Lists the workflows that have a plan, the latest plan first",
+		Long: `Lists the workflows that have a plan, the latest plan first. A plan of an agent
+without a coordinator's authority is offered until the agent makes the workflow's
+first call.`,
+		Example: "  caddy agent-guard workflows list",
+		Args:    noArgs,
+		RunE:    showing(o, question{path: "plans"}, describePlans),
+	})
+}
+
+func describePlans(doc *admin.Plans, now time.Time) string {
+	if len(doc.Plans) == 0 {
+		return "No workflow has a plan.\n"
+	}
+	var rows [][]string
+	for i := range doc.Plans {
+		p := &doc.Plans[i]
+		state := "waits for its first call"
+		switch {
+		case !p.InForce:
+			state = "offered"
+		case !p.Begun.IsZero():
+			state = "begun " + moment(p.Begun, now)
+		}
+		rows = append(rows, []string{printable(p.Workflow), printable(p.Version), state, moment(p.Put, now), printable(cut(p.By, 40)), moment(p.Expires, now)})
+	}
+	return tableOf([]string{"WORKFLOW", "VERSION", "STATE", "PUT", "BY", "EXPIRES"}, rows)
 }
 
 func workflowsValidate(o *options) *cobra.Command {

@@ -31,6 +31,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -73,6 +74,7 @@ const (
 	endpointCircuits
 	endpointExecutions
 	endpointProblems
+	endpointPlanSchema
 	endpointCascades
 	endpointCascade
 	endpointEscalations
@@ -94,6 +96,7 @@ var routes = []Route[resource]{
 	{WellKnown + "policy", http.MethodGet, resource{endpoint: endpointPolicy}},
 	{WellKnown + "jwks", http.MethodGet, resource{endpoint: endpointKeys}},
 	{WellKnown + "health", http.MethodGet, resource{endpoint: endpointHealth}},
+	{PlanSchemaPath, http.MethodGet, resource{endpoint: endpointPlanSchema}},
 	{BasePath + "{slug...}", http.MethodGet, resource{endpoint: endpointProblems}},
 	{ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
 
@@ -109,7 +112,7 @@ var routes = []Route[resource]{
 	{WellKnown + "ledger/consistency", http.MethodGet, resource{endpoint: endpointConsistency}},
 	{entriesPath, http.MethodGet, resource{endpoint: endpointEntries}},
 	{entriesPath + "/{index}", http.MethodGet, resource{endpoint: endpointEntry}},
-	{WellKnown + "workflows/{id}", http.MethodGet, resource{endpoint: endpointWorkflow}},
+	{WellKnown + "workflows/{id}", http.MethodGet + ", " + http.MethodPut, resource{endpoint: endpointWorkflow}},
 	{WellKnown + "workflows/{id}/tokens", http.MethodGet, resource{endpoint: endpointWorkflowTokens}},
 	{WellKnown + "workflows/{id}/holds", http.MethodPost, resource{endpoint: endpointHold}},
 	{WellKnown + "checkpoints/{id}", http.MethodGet, resource{endpoint: endpointCheckpoint}},
@@ -135,7 +138,7 @@ type Route[T any] struct {
 	// Path is compared segment by segment after percent-decoding. {name} matches any
 	// segment that is not empty, {name...} at the end the rest of the path.
 	Path string
-	// Method is GET, which includes HEAD, or POST.
+	// Method is GET, which includes HEAD, or POST, or several with a comma and a space between them.
 	Method string
 	// To is the resource or the handler.
 	To T
@@ -180,7 +183,10 @@ func matchPath(pattern, path string) (name string, ok bool) {
 
 // Allows reports whether the route accepts an HTTP method.
 func (to *Route[T]) Allows(method string) bool {
-	return method == to.Method || method == http.MethodHead && to.Method == http.MethodGet
+	if method == http.MethodHead {
+		method = http.MethodGet
+	}
+	return slices.Contains(strings.Split(to.Method, ", "), method)
 }
 
 // route is a parsed path.
@@ -219,8 +225,8 @@ func (t route) allowed(w http.ResponseWriter, r *http.Request) bool {
 		return true
 	}
 	allow := t.row.Method
-	if allow == http.MethodGet {
-		allow += ", " + http.MethodHead
+	if rest, gets := strings.CutPrefix(allow, http.MethodGet); gets {
+		allow = http.MethodGet + ", " + http.MethodHead + rest
 	}
 	w.Header().Set("Allow", allow)
 	w.WriteHeader(http.StatusMethodNotAllowed)
@@ -391,7 +397,20 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	var planned *rollback.PlanChangedError
 	var large *rollback.TooManyError
 	var cycle *rollback.CycleError
+	var wrong *plan.Error
 	switch {
+	case errors.As(err, &wrong):
+		p := NewProblem(planInvalid, fmt.Sprintf("It has %d problems, such as this one: %s.", len(wrong.Problems)+wrong.More, wrong.Problems[0]))
+		p.Problems, p.More = wrong.Problems, wrong.More
+		return p
+	case errors.Is(err, plan.ErrExists):
+		return NewProblem(planExists, "Name the version that is replaced in If-Match.")
+	case errors.Is(err, plan.ErrChanged):
+		return NewProblem(planReplaced, "Read it, and decide anew.")
+	case errors.Is(err, plan.ErrBegun):
+		return NewProblem(planInForce, "The workflow stays with the version under which its first call began.")
+	case errors.Is(err, plan.ErrFull):
+		return NewProblem(QuotaExceeded, "As many plans are kept as may be.")
 	case errors.Is(err, rollback.ErrNotInWorkflow):
 		return unknownPart()
 	case errors.Is(err, rollback.ErrUnnamed):
@@ -454,7 +473,7 @@ func OperatorStatus(err error) int {
 		return http.StatusForbidden
 	case is(execution.ErrNotInDoubt, execution.ErrTaken, hitl.ErrDecided, hitl.ErrFinal, hitl.ErrExpired, hitl.ErrHash, hitl.ErrNotHeld):
 		return http.StatusConflict
-	case is(execution.ErrStore, hitl.ErrStore, store.ErrClosed, store.ErrUnhealthy):
+	case is(execution.ErrStore, hitl.ErrStore, plan.ErrStore, store.ErrClosed, store.ErrUnhealthy):
 		return http.StatusServiceUnavailable
 	}
 	return problemOf(err, new(Problem)).kind.Status

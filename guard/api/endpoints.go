@@ -10,6 +10,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
 // Endpoints answers the gateway's own paths of one guarded route, or of a site without a
@@ -90,7 +91,7 @@ func (e *Endpoints) Serve(w http.ResponseWriter, r *http.Request) bool {
 
 func (e *Endpoints) has(at endpoint) bool {
 	switch at {
-	case endpointProblems:
+	case endpointProblems, endpointPlanSchema:
 		return true
 	case endpointPolicy, endpointExecutions:
 		return e.Policy != nil
@@ -104,6 +105,8 @@ func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
 	case endpointProblems:
 		slug, _ := url.PathUnescape(to.name) // EscapedPath is correctly encoded
 		servePage(w, r, slug)
+	case endpointPlanSchema:
+		Respond(a.w, http.StatusOK, "application/schema+json", "public, max-age=300", plan.Schema())
 	case endpointPolicy:
 		Respond(a.w, http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
 	case endpointHealth:

@@ -66,6 +66,13 @@ type LedgerOptions struct {
 	Reaching func(ctx context.Context, workflow string) ([]hitl.Escalation, error)
 	// Plans are those of the configuration, by their wf_id.
 	Plans map[string]*plan.Descriptor
+	// Assigned are the plans of workflows; nil takes none. MayPut identifies who wants to put one: body
+	// is the plan, to which a token has to be bound, or nil for who only asks. The error is a *Problem or an
+	// *ect.Error. CanUndo says whether an action can be undone, and whether there is such an action; nil
+	// knows none.
+	Assigned *plan.Store
+	MayPut   func(r *http.Request, body []byte) (*MayPut, error) // see Assigned
+	CanUndo  func(action string) (reversible, known bool)        // see Assigned
 	// Waits ends all waiting for the ledger when the gateway shuts down. Nil is never.
 	Waits context.Context
 	// MaxNodes is the largest number of entries of a workflow that one request reads;
@@ -111,6 +118,9 @@ type ledgerRequest struct {
 func (q *ledgerRequest) answer() error {
 	if q.endpoint == endpointErrors {
 		return q.takeErrors()
+	}
+	if q.r.Method == http.MethodPut {
+		return q.putPlan()
 	}
 	if q.who.Anonymous {
 		return NewProblem(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")

@@ -309,7 +309,7 @@ func TestPathsAndMethods(t *testing.T) {
 	}
 	for path, allow := range map[string]string{
 		"ledger/head": "GET, HEAD", "ledger/entries/1": "GET, HEAD", "ledger/entries": "GET, HEAD", "ledger/proof": "GET, HEAD",
-		"ledger/consistency": "GET, HEAD", "workflows/x": "GET, HEAD", "errors": "POST",
+		"ledger/consistency": "GET, HEAD", "workflows/x": "GET, HEAD, PUT", "errors": "POST",
 	} {
 		for _, method := range []string{"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"} {
 			if strings.Contains(allow, method) {

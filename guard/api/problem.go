@@ -10,6 +10,8 @@ import (
 	"strings"
 	texttemplate "text/template"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
 // BasePath + slug is the type URI of a problem, and the path of the page that explains it.
@@ -48,6 +50,9 @@ type Problem struct {
 	// ErrorECT is the id of the error token of the failure (circuits document). The token
 	// itself is in Execution-Context. It may be empty.
 	ErrorECT string
+	// Problems are what is wrong with a plan, by node; More is how many further ones there are.
+	Problems []plan.Problem
+	More     int // see Problems
 	// EscalationID is the id of the escalation that a person has to decide; it may be empty.
 	EscalationID string
 	// Doubtful says that the call was executed, or may have been, so that no new key is
@@ -109,8 +114,11 @@ type document struct {
 	PlanHash    string   `json:"plan_hash,omitempty"`
 	Dependants  []string `json:"dependants,omitempty"`
 	ErrorECT    string   `json:"error_ect,omitempty"`
-	Escalation  string   `json:"escalation_id,omitempty"`
-	Error       sdkBody  `json:"error"`
+
+	Problems   []plan.Problem `json:"problems,omitempty"`
+	More       int            `json:"more,omitempty"`
+	Escalation string         `json:"escalation_id,omitempty"`
+	Error      sdkBody        `json:"error"`
 }
 
 // sdkBody is the member that SDKs read. stripe-node takes an answer without it for a
@@ -151,7 +159,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	doc := document{
 		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: p.safeNewKey(),
-		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, PlanHash: p.PlanHash, Dependants: p.Dependants, ErrorECT: p.ErrorECT, Escalation: p.EscalationID,
+		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, PlanHash: p.PlanHash, Dependants: p.Dependants, ErrorECT: p.ErrorECT, Escalation: p.EscalationID, Problems: p.Problems, More: p.More,
 		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
 	if p.StatusURL != "" {
@@ -302,6 +310,8 @@ func (k Kind) GRPCCode() int {
 		return grpcAborted // another attempt would be a new one
 	case StreamRefused.Slug:
 		return grpcUnimplemented
+	case NodeUnknown.Slug, NodeAmbiguous.Slug, planInvalid.Slug:
+		return grpcInvalidArgument
 	}
 	switch k.Status {
 	case http.StatusBadRequest:
@@ -418,9 +428,65 @@ var (
 	}
 	WorkflowIDInvalid = Kind{
 		Slug: "workflow-id-invalid", Status: http.StatusBadRequest,
-		Title:    "The id of the workflow is malformed",
-		meaning:  "The header Workflow-Id is too long, has characters that are not visible ASCII, such as a space, or stands on more than one line. The call was not forwarded.",
-		caller:   "Send one Workflow-Id line with 1 to 255 visible ASCII characters, or leave it away. Keep the execution id.",
+		Title:    "The id of the workflow, or of its node, is malformed",
+		meaning:  "The header Workflow-Id or Workflow-Node is too long, has characters that are not visible ASCII, such as a space, or stands on more than one line. The call was not forwarded.",
+		caller:   "Send one Workflow-Id line with 1 to 255 visible ASCII characters, one Workflow-Node line with 1 to 128, or leave them away. Keep the execution id.",
+		operator: "Nothing needs to be done.",
+	}
+	NodeUnknown = Kind{
+		Slug: "node-unknown", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
+		Title:    "The call is no node of the plan of its workflow",
+		meaning:  "The workflow has a plan, and the call is none of its nodes: neither by `atd.node` in its token, nor by the header Workflow-Node, nor by what it does. Nothing was recorded or forwarded.",
+		caller:   "Name the node that the call is, in `atd.node` of the token's extensions or in Workflow-Node. If the plan has none for it, the call is not part of the workflow.",
+		operator: "`GET` of the workflow shows its plan. `plan_mode observed` in the global options records such calls in place of refusing them.",
+	}
+	NodeAmbiguous = Kind{
+		Slug: "node-ambiguous", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
+		Title:    "The call could be several nodes of the plan of its workflow",
+		meaning:  "Several nodes of the workflow's plan have the label that the call's action is, and the call does not say which one it is. Nothing was recorded or forwarded.",
+		caller:   "Name the node in `atd.node` of the token's extensions, or in the header Workflow-Node.",
+		operator: "Give the nodes labels of their own, where their calls cannot name them.",
+	}
+	planInvalid = Kind{
+		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity,
+		Title:    "The plan of the workflow is wrong",
+		meaning:  "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
+		caller:   "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
+		operator: "Nothing needs to be done.",
+	}
+	planRefused = Kind{
+		Slug: "plan-refused", Status: http.StatusForbidden,
+		Title:    "The caller may not put a plan for this workflow",
+		meaning:  "A plan is put by a coordinator, by an operator, or by the agent that begins the workflow, before its first call and with a token of the workflow. Nothing was changed.",
+		caller:   "Put the plan before the first call, with a token that names the workflow and has the hash of the body; or let a coordinator do it.",
+		operator: "`coordinators` in the `rollback` block and `operators` in the route name who else may. `caddy agent-guard workflows put` does it from the server.",
+	}
+	planExists = Kind{
+		Slug: "plan-exists", Status: http.StatusPreconditionRequired,
+		Title:    "The workflow has another plan already",
+		meaning:  "Who changes a plan has to say which version it replaces, so that no other change is lost. Nothing was changed.",
+		caller:   "Read the plan, and send its ETag in If-Match.",
+		operator: "Nothing needs to be done.",
+	}
+	planReplaced = Kind{
+		Slug: "plan-replaced", Status: http.StatusPreconditionFailed,
+		Title:    "The plan of the workflow is not the expected one",
+		meaning:  "If-Match names another version than the workflow's plan has, or If-None-Match expects none. Somebody else has changed it, or it has expired. Nothing was changed.",
+		caller:   "Read the plan, and decide anew.",
+		operator: "Nothing needs to be done.",
+	}
+	planInForce = Kind{
+		Slug: "plan-in-force", Status: http.StatusConflict,
+		Title:    "The workflow has begun under another plan",
+		meaning:  "A workflow stays with the version of its plan under which its first call was claimed. Nothing was changed.",
+		caller:   "Begin another workflow for another plan.",
+		operator: "`caddy agent-guard workflows list` shows which plans are in force.",
+	}
+	mediaTypeUnsupported = Kind{
+		Slug: "media-type-unsupported", Status: http.StatusUnsupportedMediaType,
+		Title:    "The body is of another media type",
+		meaning:  "The endpoint takes the media types that the field Accept of this answer names. Nothing was changed.",
+		caller:   "Send the body with one of these types in Content-Type.",
 		operator: "Nothing needs to be done.",
 	}
 	BatchMixed = Kind{
@@ -612,7 +678,7 @@ var (
 // Kinds lists all kinds, in the order in which they are documented.
 func Kinds() []Kind {
 	return append([]Kind{
-		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
+		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, NodeUnknown, NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
 		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown,
 		parameterInvalid,

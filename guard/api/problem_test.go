@@ -138,6 +138,7 @@ func TestSafeNewKey(t *testing.T) {
 		"execution-id-missing": "there is no old key", "execution-id-invalid": "no call has run under such a key",
 		"rolled-back":    "the effect was undone",
 		"quota-exceeded": "found free", "bulkhead-full": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
+		"node-unknown": "found free", "node-ambiguous": "found free",
 		"not-in-workflow": "a rollback", "coordinator-required": "a rollback", "rollback-conflict": "a rollback", "rollback-mismatch": "a rollback",
 		"cannot-prepare": "a rollback", "plan-changed": "a rollback", "depended-on": "a rollback", "checkpoint-unknown": "a rollback", "checkpoint-expired": "a rollback", "checkpoint-tampered": "a rollback",
 	}
@@ -147,6 +148,7 @@ func TestSafeNewKey(t *testing.T) {
 		"caller-unstable", "workflow-id-invalid", "batch-mixed", "fingerprint-mismatch", "in-progress", "in-doubt", "result-expired", "result-unavailable", "store-unavailable",
 		"shutting-down", "circuit-open", "body-too-large", "body-timeout", "stream-refused", "authentication-required", "execution-unknown", "ect-invalid",
 		"ect-unavailable", "entry-unknown", "entry-pruned", "workflow-unknown", "parameter-invalid", "escalation-unknown", "decision-refused", "decision-void",
+		"plan-invalid", "plan-refused", "plan-exists", "plan-replaced", "plan-in-force", "media-type-unsupported",
 	}
 	for _, k := range Kinds() {
 		if k.SafeNewKey != (safe[k.Slug] != "") || k.SafeNewKey == slices.Contains(unsafe, k.Slug) {
@@ -175,6 +177,7 @@ func TestSafeNewKey(t *testing.T) {
 func TestGRPCStatuses(t *testing.T) {
 	codes := map[string]string{
 		"execution-id-missing": "3", "execution-id-invalid": "3", "workflow-id-invalid": "3", "batch-mixed": "3", "caller-unstable": "3", "parameter-invalid": "3",
+		"node-unknown": "3", "node-ambiguous": "3", "plan-invalid": "3", "plan-refused": "7", "plan-exists": "9", "plan-replaced": "9", "plan-in-force": "9", "media-type-unsupported": "9",
 		"authentication-required": "16",
 		"ect-invalid":             "7", "not-in-workflow": "7", "coordinator-required": "7", "workflow-stopped": "7",
 		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5", "escalation-unknown": "5", "decision-refused": "7", "decision-void": "9",

@@ -115,7 +115,7 @@ func (s *Ledger) sourceOf(e *ledger.Entry) source {
 		from.status, _ = ext.Int(evidence.MemberStatus)
 		from.alert, _ = ext.Text(evidence.MemberAlert)
 	}
-	if len(s.Plans) > 0 {
+	if len(s.Plans) > 0 || s.Assigned != nil {
 		from.node, _ = evidence.Extension(e).Text(evidence.MemberNode)
 		from.plan, _ = evidence.Extension(e).Text(ect.MemberWorkflowName)
 	}
@@ -127,6 +127,10 @@ func (q *ledgerRequest) workflow() error {
 	name, err := segment(q.name, "workflow id")
 	if err != nil {
 		return err
+	}
+	q.w.Header().Set("Vary", "Accept")
+	if q.Assigned != nil && preferred(q.r, "application/json", plan.MediaType) == plan.MediaType {
+		return q.plan(name)
 	}
 	// A client that saw the end of a call can rely on finding its record.
 	whole, err := q.caughtUp(q.r.Context())
@@ -192,7 +196,9 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, foun
 	records, sources = inOrder(records, sources, &part)
 	var follows *plan.Descriptor
 	if len(records) == all {
-		follows = q.planOf(records, sources)
+		if follows, err = q.planOf(wid, records, sources); err != nil {
+			return doc, false, err
+		}
 	}
 	return describe(wid, records, sources, follows, more || !whole, time.Now()), true, nil
 }
@@ -267,14 +273,38 @@ func (q *ledgerRequest) workflowTokens() error {
 	return q.writeJSON(http.StatusOK, doc)
 }
 
-// planOf returns the plan that a workflow's first start names; nil without.
-func (s *Ledger) planOf(records []workflow.Record, sources []source) *plan.Descriptor {
-	for i := range records {
-		if records[i].Event == ect.EventWorkflowStart {
-			return s.Plans[sources[i].plan]
+// planOf returns the plan that a workflow has, or else that its first start names; nil without.
+func (q *ledgerRequest) planOf(wid string, records []workflow.Record, sources []source) (*plan.Descriptor, error) {
+	if q.Assigned != nil {
+		if a, err := q.Assigned.Of(q.r.Context(), wid); a != nil || err != nil {
+			return planIn(a), err
 		}
 	}
-	return nil
+	for i := range records {
+		if records[i].Event == ect.EventWorkflowStart {
+			return q.Plans[sources[i].plan], nil
+		}
+	}
+	return nil, nil
+}
+
+func planIn(a *plan.Assigned) *plan.Descriptor {
+	if a == nil {
+		return nil
+	}
+	return a.Plan
+}
+
+// Begun reports whether a guarded call of a workflow is recorded, or may be.
+func (s *Ledger) Begun(ctx context.Context, wid string) (bool, error) {
+	whole, err := s.caughtUp(ctx)
+	if err != nil || !whole {
+		return true, err
+	}
+	return s.each(ctx, wid, func(e *ledger.Entry) bool {
+		event, _ := ect.ParseEvent(e.Action)
+		return event == ect.EventCheckpoint && s.own(e)
+	})
 }
 
 // inOrder merges the records of several nodes of a fleet into one order, as far as the

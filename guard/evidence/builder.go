@@ -105,6 +105,17 @@ type Call struct {
 	// Issuer is the identity that the caller's own tokens prove; empty for none. It is in
 	// the audience of the error of a failed call.
 	Issuer string
+	// Node is the id of the plan's node that the call is; empty if that is not known.
+	Node string
+}
+
+// extension begins the extensions of a call's token.
+func (c *Call) extension() *ect.ExtBuilder {
+	ext := new(ect.ExtBuilder)
+	if c.Node != "" {
+		ext.Text(MemberNode, c.Node)
+	}
+	return ext
 }
 
 // WorkflowID is the UUID of a workflow's name: a UUID stays as it is, a trace id becomes the
@@ -151,7 +162,7 @@ func actionName(action string) string {
 // Checkpoint drafts the token that announces a call (cascade 4.2.1). Record it before the
 // call is forwarded.
 func (b *EventBuilder) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
-	ext := new(ect.ExtBuilder).
+	ext := c.extension().
 		Bool(ect.MemberReversible, c.Reversible).
 		Text(ect.MemberRollbackURI, c.RollbackURI).
 		Text(ect.MemberTarget, c.Target).
@@ -275,7 +286,7 @@ func (b *EventBuilder) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft
 	if o.By != "" {
 		id = b.e.SettledID(o.Checkpoint)
 	}
-	ext := new(ect.ExtBuilder).
+	ext := c.extension().
 		Text(memberOutcome, o.Verdict.String()).
 		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
 		Text(memberExecution, c.Key.String())
@@ -311,7 +322,7 @@ func (b *EventBuilder) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft
 // RetryOutcome drafts the outcome of a call once more, as a follower of the tokens of a
 // retry.
 func (b *EventBuilder) RetryOutcome(now time.Time, c *Call, o *Outcome) (*ect.Draft, error) {
-	ext := new(ect.ExtBuilder).
+	ext := c.extension().
 		Text(memberOutcome, o.Verdict.String()).
 		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
 		Text(memberExecution, c.Key.String()).
@@ -560,6 +571,7 @@ func (e *Evidence) CallOf(ctx context.Context, key execution.Key, r *execution.R
 		}
 		if err == nil {
 			c.Workflow, c.Parents = workflow, entry.Parents
+			c.Node, _ = Extension(&entry).Text(MemberNode)
 			break
 		}
 	}

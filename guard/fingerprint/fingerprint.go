@@ -1,8 +1,8 @@
 // Package fingerprint compares requests by a hash of their meaning: a key that is reused for
 // another request is detected (422), and a retry that is only encoded differently is recognised.
 //
-// A fingerprint covers method, host, path, query, media type, content coding and body; never
-// header fields, which differ from attempt to attempt. JSON bodies are compared by value, in the
+// A fingerprint covers method, host, path, query, media type, content coding and body, and the node of a
+// plan that the request names; no other header fields, which differ from attempt to attempt. JSON bodies are compared by value, in the
 // sense of RFC 8785 but with exact numbers; multipart bodies by their parts; everything else byte
 // by byte.
 package fingerprint
@@ -24,6 +24,9 @@ import (
 // domain separates these sums from all others. Sums are stored for as long as keys: a change that
 // gives a request another sum needs another domain, and code that still knows this one.
 const domain = "agent-guard/fingerprint/v1"
+
+// domainNode is that of sums of requests that name the node that they are.
+const domainNode = "agent-guard/fingerprint/v1/node"
 
 // The mode in which a body was read. It is part of the sum, so that bodies of
 // different modes are never equal.
@@ -53,6 +56,9 @@ type Request struct {
 	// ContentType is taken without its parameters, but for the boundary of multipart bodies.
 	ContentType     string
 	ContentEncoding string
+
+	// Node is the node of its workflow's plan that the request names; empty if it names none.
+	Node string
 
 	// Body is read from 0 to Size, in bytes. One that has a method Bytes() ([]byte, bool), as
 	// *spool.Spool does, is not copied. May be nil if Size is 0.
@@ -97,7 +103,14 @@ func (c *Config) Sum(req Request) (Sum, error) {
 		coding = ""
 	}
 	s.head = s.head[:0]
-	for _, f := range [...]string{domain, req.Method, strings.ToLower(req.Host), req.Path, req.RawQuery, media, coding} {
+	fields := [...]string{domain, req.Method, strings.ToLower(req.Host), req.Path, req.RawQuery, media, coding, req.Node}
+	named := fields[:]
+	if req.Node == "" {
+		named = named[:len(named)-1]
+	} else {
+		named[0] = domainNode
+	}
+	for _, f := range named {
 		s.head = binary.AppendUvarint(s.head, uint64(len(f)))
 		s.head = append(s.head, f...)
 	}

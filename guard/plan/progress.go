@@ -74,8 +74,9 @@ type Hold struct {
 }
 
 // Progress derives the states of all nodes from the workflow's graph. named returns the id of the node
-// that the token with an id names, or nothing. A checkpoint that stands for a call without a token is
-// no node without it: its own action says nothing of the call.
+// that the token with an id names, or nothing: of a task its own, or else that of the gateway's
+// checkpoint for it. A checkpoint that stands for a call without a token is no node without it: its own
+// action says nothing of the call.
 func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *Progress {
 	p := &Progress{PlanID: d.WorkflowID, Version: d.Version(), Nodes: make([]Status, len(d.Nodes)), Others: []string{}}
 	for i := range p.Nodes {
@@ -85,9 +86,20 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 			p.Nodes[i].After = append(p.Nodes[i].After, d.Nodes[j].ID)
 		}
 	}
+	guarded := make(map[string]string) // by task
+	for _, n := range g.Nodes() {
+		if !n.Own || len(n.Guards) == 0 {
+			continue
+		}
+		if name := named(n.ID); name != "" {
+			for _, task := range n.Guards {
+				guarded[task] = name
+			}
+		}
+	}
 	for _, t := range g.Tasks() {
 		n := g.At(t)
-		name := named(n.ID)
+		name := cmp.Or(named(n.ID), guarded[n.ID])
 		place, err := d.Which(name, n.Action)
 		if err != nil || name == "" && !n.IsTask() {
 			p.Others = append(p.Others, n.ID)

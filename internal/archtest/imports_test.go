@@ -28,7 +28,7 @@ var layers = []layer{
 	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/protocol!", may: []string{"guard/fingerprint!"}},
 	{part: "guard/drawing!", bare: true},
-	{part: "guard/plan!", may: []string{"guard/workflow!", "breaker", "internal/strictjson"}, tests: []string{"ect"}, bare: true},
+	{part: "guard/plan!", may: []string{"guard/workflow!", "guard/store!", "breaker", "internal/strictjson"}, tests: []string{"ect", "guard"}, bare: true},
 	{part: "guard/store!"},
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
@@ -43,7 +43,7 @@ var layers = []layer{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/drawing!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/evidence!", "guard/api!", "guard/protocol!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/api!", "guard/protocol!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.

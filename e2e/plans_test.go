@@ -1,0 +1,365 @@
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+)
+
+const (
+	planType = "application/atd-workflow+json"
+	tripPlan = `{"wf_id": "the flow", "nodes": [{"id": "hold", "label": "hold_budget", "reversible": true}, {"id": "mail-1", "label": "mail"}, {"id": "mail-2", "label": "mail"}, {"id": "pay"}],
+		"edges": [{"from": "hold", "to": "pay"}]}`
+)
+
+// plannedGateway is a gateway with the agents a, who begins workflows, b, who is a stranger, and c, a coordinator.
+type plannedGateway struct {
+	*gateway
+	t        *testing.T
+	upstream *upstream
+	a, b, c  *agent
+}
+
+const plannedSite = ` {
+	action hold_budget {
+		match path /hold
+	}
+	action mail {
+		match path /mail
+	}
+	action pay {
+		match path /pay
+	}
+}`
+
+func newPlannedGateway(t *testing.T, options string) *plannedGateway {
+	t.Helper()
+	p := &plannedGateway{t: t, upstream: newUpstream(t), a: newAgent(t, "a"), b: newAgent(t, "b"), c: newAgent(t, "c")}
+	p.gateway = launch(t, setup{
+		app:  trusting(t, p.a, p.b, p.c) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}\n" + options,
+		site: "agent_proxy " + p.upstream.addr + plannedSite, badger: true,
+	})
+	return p
+}
+
+// put sends a plan, with a token that is bound to it.
+func (p *plannedGateway) put(by *agent, wid, text string, header map[string]string) reply {
+	p.t.Helper()
+	r := request{method: http.MethodPut, path: "/.well-known/cascade/workflows/" + wid, body: text, header: map[string]string{"Content-Type": planType}}
+	for name, value := range header {
+		r.header[name] = value
+	}
+	if by != nil {
+		r = with(by.issue(ect.Claims{Workflow: wid, Action: "plan", Input: ect.Sum([]byte(text))}), r)
+	}
+	return p.call(r)
+}
+
+// plan reads the plan of a workflow.
+func (p *plannedGateway) plan(by *agent, wid, query string) reply {
+	p.t.Helper()
+	return p.call(with(by.issue(ect.Claims{Action: "look"}), request{
+		method: http.MethodGet, path: "/.well-known/cascade/workflows/" + wid + query, header: map[string]string{"Accept": planType},
+	}))
+}
+
+// act makes a call in a workflow.
+func (p *plannedGateway) act(by *agent, wid, action, path string, header map[string]string) reply {
+	p.t.Helper()
+	r := request{path: path, header: map[string]string{}}
+	for name, value := range header {
+		r.header[name] = value
+	}
+	return p.call(with(by.issue(ect.Claims{Workflow: wid, Action: action}), r))
+}
+
+// shownPlan is a plan in the page of a workflow.
+type shownPlan struct {
+	Version string
+	Nodes   []struct{ ID, State string }
+	Others  []string
+}
+
+func (p *plannedGateway) shown(wid string) shownPlan {
+	p.t.Helper()
+	return document[struct{ Plan shownPlan }](p.t, p.get(p.a, "workflows/"+wid)).Plan
+}
+
+// A-optional-a, A-optional-c, A-media-type-a, A-topological-order-f: a plan is put and read, with its
+// version as its ETag; what is wrong with one is said whole, and changes nothing.
+func TestPlanIsPut(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	wid := uuid.NewString()
+	if got := p.put(nil, wid, tripPlan, nil); got.status != http.StatusUnauthorized {
+		t.Errorf("nobody: %d %s", got.status, got.body)
+	}
+	got := p.put(p.a, wid, tripPlan, map[string]string{"Content-Type": "text/plain"})
+	if got.problem(t, http.StatusUnsupportedMediaType, "media-type-unsupported"); !strings.Contains(got.header.Get("Accept"), planType) {
+		t.Errorf("Accept: %q", got.header.Get("Accept"))
+	}
+	wrong := document422(t, p.put(p.a, wid, `{"wf_id": "w", "nodes": [{"id": "a"}, {"id": "b", "hitl_required": "yes"}], "edges": [{"from": "a", "to": "b"}, {"from": "b", "to": "a"}, {"from": "a", "to": "a"}, {"from": "a", "to": "x"}]}`, nil))
+	if text := fmt.Sprint(wrong); !strings.Contains(text, "{b hitl_required ") || !strings.Contains(text, "edges[3]") {
+		t.Errorf("%v", wrong)
+	}
+	wrong = document422(t, p.put(p.a, wid, `{"wf_id": "w", "nodes": [{"id": "a"}, {"id": "b"}], "edges": [{"from": "a", "to": "b"}, {"from": "b", "to": "a"}]}`, nil))
+	if len(wrong) != 1 || fmt.Sprint(wrong[0].Cycle) != "[a b]" {
+		t.Errorf("a cycle: %v", wrong)
+	}
+	r := request{method: http.MethodPut, path: "/.well-known/cascade/workflows/" + wid, body: tripPlan, header: map[string]string{"Content-Type": planType}}
+	p.call(with(p.a.issue(ect.Claims{Workflow: wid, Input: ect.Sum([]byte("another"))}), r)).refusedFor(t, http.StatusForbidden, "inp_hash")
+	p.call(with(p.a.issue(ect.Claims{Workflow: uuid.NewString(), Input: ect.Sum([]byte(tripPlan))}), r)).refusedFor(t, http.StatusForbidden, "wid")
+	if got := p.plan(p.a, wid, ""); got.status != http.StatusNotFound {
+		t.Errorf("nothing was put yet: %d %s", got.status, got.body)
+	}
+
+	got = p.put(p.c, wid, tripPlan, map[string]string{"Content-Type": "application/json; charset=utf-8"})
+	first := got.header.Get("ETag")
+	doc := document[struct {
+		Version  string
+		InForce  bool `json:"in_force"`
+		Warnings []struct{ Node, Problem string }
+	}](t, got)
+	// mail is shared by two nodes, and nothing undoes hold_budget (A-optional-e).
+	if got.status != http.StatusCreated || first != `"`+doc.Version+`"` || !doc.InForce || len(doc.Warnings) != 2 || doc.Warnings[1].Node != "hold" {
+		t.Errorf("%d %s %s", got.status, first, got.body)
+	}
+	if got := p.put(p.c, wid, tripPlan, nil); got.status != http.StatusOK || got.header.Get("ETag") != first {
+		t.Errorf("the same once more: %d %s", got.status, got.body)
+	}
+	other := strings.Replace(tripPlan, `"reversible": true`, `"reversible": false`, 1)
+	p.put(p.c, wid, other, nil).problem(t, http.StatusPreconditionRequired, "plan-exists")
+	p.put(p.c, wid, other, map[string]string{"If-Match": `"another"`}).problem(t, http.StatusPreconditionFailed, "plan-replaced")
+	p.put(p.c, wid, other, map[string]string{"If-None-Match": "*"}).problem(t, http.StatusPreconditionFailed, "plan-replaced")
+	got = p.put(p.c, wid, other, map[string]string{"If-Match": `"another", ` + first})
+	second := got.header.Get("ETag")
+	if got.status != http.StatusOK || second == first {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	now, before := p.plan(p.c, wid, ""), p.plan(p.c, wid, "?version="+strings.Trim(first, `"`))
+	if now.status != 200 || now.header.Get("ETag") != second || now.header.Get("Content-Type") != planType || !strings.Contains(now.body, `"reversible":false`) ||
+		before.status != 200 || before.header.Get("ETag") != first || strings.Contains(before.body, `"reversible":false`) {
+		t.Errorf("%d %v %s\n%d %v %s", now.status, now.header, now.body, before.status, before.header, before.body)
+	}
+	// P3: for a stranger it is as if there were none.
+	none, foreign := p.plan(p.b, uuid.NewString(), ""), p.plan(p.b, wid, "")
+	if none.status != http.StatusNotFound || foreign.status != none.status || foreign.body != none.body {
+		t.Errorf("%d %s, %d %s", none.status, none.body, foreign.status, foreign.body)
+	}
+	schema := p.call(request{method: http.MethodGet, path: "/.well-known/cascade/atd-workflow.schema.json"})
+	if schema.status != 200 || schema.header.Get("Content-Type") != "application/schema+json" || !strings.Contains(schema.body, "hitl_required") {
+		t.Errorf("%d %s", schema.status, schema.body)
+	}
+}
+
+type planProblem struct {
+	Node, Member, Problem string
+	Cycle                 []string
+}
+
+func document422(t *testing.T, r reply) []planProblem {
+	t.Helper()
+	r.problem(t, http.StatusUnprocessableEntity, "plan-invalid")
+	r.status = http.StatusOK
+	return document[struct{ Problems []planProblem }](t, r).Problems
+}
+
+// A-optional-b: a call is the node that its token names, or else its header, or else what it does. One
+// that is none, or could be several, is not forwarded, and its key stays free.
+func TestWhichNodeACallIs(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	wid := uuid.NewString()
+	if got := p.put(p.c, wid, tripPlan, nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	key := func(id string, header map[string]string) map[string]string {
+		all := map[string]string{"Idempotency-Key": id}
+		for name, value := range header {
+			all[name] = value
+		}
+		return all
+	}
+	p.act(p.a, wid, "other", "/other", key("k1", nil)).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	p.act(p.a, wid, "hold_budget", "/hold", key("k1", map[string]string{"Workflow-Node": "gone"})).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	p.act(p.a, wid, "mail", "/mail", key("k1", nil)).problem(t, http.StatusUnprocessableEntity, "node-ambiguous")
+	p.act(p.a, wid, "hold_budget", "/hold", key("k1", map[string]string{"Workflow-Node": "no node"})).problem(t, http.StatusBadRequest, "workflow-id-invalid")
+	if n := p.upstream.total(); n != 0 {
+		t.Errorf("%d calls were forwarded", n)
+	}
+	mail := key("k1", map[string]string{"Workflow-Node": "mail-2"})
+	first := p.act(p.a, wid, "mail", "/mail", mail)
+	if first.status != http.StatusCreated || first.header.Get("Execution-Status") != "executed" {
+		t.Fatalf("the key is not free: %d %s", first.status, first.body)
+	}
+	if sent := p.upstream.last("/mail").Header.Get("Workflow-Node"); sent != "mail-2" {
+		t.Errorf("the next gateway is told %q", sent)
+	}
+	// A retry is the same node; under the same key another node is another call (P1).
+	if again := p.act(p.a, wid, "mail", "/mail", mail); again.header.Get("Execution-Status") != "replayed" {
+		t.Errorf("%d %v", again.status, again.header)
+	}
+	p.act(p.a, wid, "mail", "/mail", key("k1", map[string]string{"Workflow-Node": "mail-1"})).problem(t, http.StatusUnprocessableEntity, "fingerprint-mismatch")
+	// Without a key, a call for another node is no retry of the first, though nothing else differs.
+	for _, node := range []string{"mail-1", "mail-2"} {
+		if got := p.act(p.a, wid, "mail", "/mail", map[string]string{"Workflow-Node": node}); got.header.Get("Execution-Status") != "executed" {
+			t.Errorf("%s: %d %v", node, got.status, got.header)
+		}
+	}
+	token := p.a.issue(ect.Claims{Workflow: wid, Action: "mail", Ext: new(ect.ExtBuilder).Text("atd.node", "hold")})
+	if got := p.call(with(token, request{path: "/mail", header: map[string]string{"Workflow-Node": "pay"}})); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := fmt.Sprint(p.shown(wid).Nodes); got != "[{hold done} {mail-1 done} {mail-2 done} {pay pending}]" {
+		t.Error(got)
+	}
+	// The workflow stays with the plan that it has begun with.
+	p.put(p.c, wid, strings.Replace(tripPlan, "mail-2", "mail-3", 1), map[string]string{"If-Match": "*"}).problem(t, http.StatusConflict, "plan-in-force")
+}
+
+// Calls without tokens are the node that Workflow-Node names, or that is called like their action, and the
+// gateway's own tokens say which: also while they run.
+func TestNodesOfCallsWithoutTokens(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	begun, done := make(chan struct{}), make(chan struct{})
+	p.upstream.on("/pay", func(w http.ResponseWriter, _ *arrival) {
+		close(begun)
+		<-done
+		w.WriteHeader(http.StatusCreated)
+	})
+	// Without a wid of its own a coordinator's token is good for the workflows of callers without tokens.
+	got := p.call(with(p.c.issue(ect.Claims{Action: "plan", Input: ect.Sum([]byte(tripPlan))}), request{
+		method: http.MethodPut, path: "/.well-known/cascade/workflows/nightly", body: tripPlan, header: map[string]string{"Content-Type": planType},
+	}))
+	wid := document[struct{ Wid string }](t, got).Wid
+	call := func(path, node string) reply {
+		return p.call(request{path: path, header: map[string]string{"X-Api-Key": "ada", "Workflow-Id": "nightly", "Workflow-Node": node}})
+	}
+	if got := call("/hold", ""); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := call("/mail", "mail-2"); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	call("/mail", "").problem(t, http.StatusUnprocessableEntity, "node-ambiguous")
+	running := make(chan reply)
+	go func() { running <- call("/pay", "") }()
+	<-begun
+	page := func() string {
+		r := request{method: http.MethodGet, path: "/.well-known/cascade/workflows/nightly", header: map[string]string{"X-Api-Key": "ada"}}
+		return fmt.Sprint(document[struct{ Plan shownPlan }](t, p.call(r)).Plan.Nodes)
+	}
+	// ada sees her own calls only; a plan is shown to who sees all.
+	if got := page(); got != "[{hold done} {mail-1 pending} {mail-2 done} {pay running}]" {
+		t.Errorf("%s: %s", wid, got)
+	}
+	close(done)
+	if got := <-running; got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := page(); got != "[{hold done} {mail-1 pending} {mail-2 done} {pay done}]" {
+		t.Error(got)
+	}
+}
+
+// Who may put a plan (P3): the agent that begins the workflow, before its first call, in a way that shows
+// nothing to strangers and binds nobody else's workflow; afterwards coordinators only, who hear what does
+// not fit.
+func TestWhoMayPutAPlan(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	mine, theirs := uuid.NewString(), uuid.NewString()
+	if got := p.put(p.a, mine, tripPlan, nil); got.status != http.StatusCreated || !strings.Contains(got.body, `"in_force": false`) {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	if got := p.plan(p.a, mine, ""); got.status != http.StatusOK {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	// b begins another workflow; a offers a plan for it, and for one that nobody has.
+	if got := p.act(p.b, theirs, "other", "/other", nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	used, free := p.put(p.a, theirs, tripPlan, nil), p.put(p.a, uuid.NewString(), tripPlan, nil)
+	if used.status != free.status || used.status != http.StatusCreated {
+		t.Errorf("a sees that the workflow is there: %d %s, %d %s", used.status, used.body, free.status, free.body)
+	}
+	if got := p.act(p.b, theirs, "other", "/other", nil); got.status != http.StatusCreated {
+		t.Errorf("a's plan binds b: %d %s", got.status, got.body)
+	}
+	// Nor does it bind where a joins in later.
+	if got := p.act(p.a, theirs, "else", "/else", nil); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := p.act(p.b, theirs, "other", "/other", nil); got.status != http.StatusCreated {
+		t.Errorf("a's plan binds b: %d %s", got.status, got.body)
+	}
+	p.put(p.b, theirs, tripPlan, nil).problem(t, http.StatusForbidden, "plan-refused")
+
+	// a's own is in force from its first call on, for everybody.
+	p.act(p.a, mine, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	if got := p.act(p.a, mine, "hold_budget", "/hold", nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	p.act(p.b, mine, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+
+	// A plan that comes late says what it does not fit, and holds for what comes.
+	got := p.put(p.c, theirs, tripPlan, nil)
+	doc := document[struct {
+		Misfits []struct{ Task, Problem string }
+	}](t, got)
+	if got.status != http.StatusCreated || len(doc.Misfits) != 4 {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	p.act(p.b, theirs, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+}
+
+// A plan of the configuration holds for a workflow whose first call comes with a start that names it: also
+// after a reload without it. plan_mode observed forwards what is no node.
+func TestPlanOfTheConfiguration(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "plan.json")
+	if err := os.WriteFile(file, []byte(tripPlan), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p := newPlannedGateway(t, "plan "+file)
+	wid, other := uuid.NewString(), uuid.NewString()
+	begin := func(wid, action string) reply {
+		start := p.a.issue(eventOf("workflow_start", ect.Cascade, wid, nil))
+		r := with(p.a.issue(ect.Claims{Workflow: wid, Action: action, Parents: []string{start.ID()}}), request{path: "/x"})
+		r.header[ect.FieldName] = start.Raw() + ", " + r.header[ect.FieldName]
+		return p.call(r)
+	}
+	begin(wid, "other").problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	if got := begin(wid, "hold_budget"); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	p.act(p.a, wid, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	// A start that comes later than the first call is another agent's word about a workflow under way.
+	if got := p.act(p.b, other, "other", "/other", nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	if got := begin(other, "else"); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+
+	version := p.shown(wid).Version
+	reload := func(options string) {
+		t.Helper()
+		if err := loadConfig(strings.Replace(p.config("agent_proxy "+p.upstream.addr+plannedSite), "plan "+file, options, 1)); err != nil {
+			t.Fatal(err)
+		}
+		replaced(t)
+	}
+	reload("")
+	p.act(p.a, wid, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	reload("plan_mode observed")
+	if got := p.act(p.a, wid, "other", "/other", nil); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if shown := p.shown(wid); shown.Version != version || len(shown.Others) != 1 || shown.Nodes[0].State != "done" {
+		t.Errorf("%+v", shown)
+	}
+}

@@ -1,0 +1,79 @@
+//go:build unix
+
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"strings"
+	"testing"
+)
+
+// An operator gives a workflow its plan; the plan, and what is known of its nodes, outlive a kill in the
+// middle of a call. The call is in doubt then, and the ledger knows its node from the checkpoint alone.
+func TestProcessPlanOutlivesAKill(t *testing.T) {
+	t.Parallel()
+	upstream := newUpstream(t)
+	arrived, gone := make(chan struct{}), make(chan struct{})
+	t.Cleanup(func() { close(gone) })
+	upstream.on("/pay", func(http.ResponseWriter, *arrival) {
+		close(arrived)
+		<-gone
+	})
+	site := procNewSite(t, upstream.addr)
+	site.app = "identity " + gatewayIdentity
+	site.guard = "action hold_budget {\n match path /hold\n }\n action pay {\n match path /pay\n }"
+	g := site.start(t)
+	file := site.path("trip.json")
+	if err := os.WriteFile(file, []byte(tripPlan), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if got := site.operate(t, "workflows", "list").says(t); got != "No workflow has a plan.\n" {
+		t.Error(got)
+	}
+	if got := site.operate(t, "workflows", "put", "nightly", file).says(t); !strings.Contains(got, "put by     operator:ada\n") || !strings.Contains(got, "warning    hold reversible") {
+		t.Error(got)
+	}
+	other := site.path("other.json")
+	if err := os.WriteFile(other, []byte(strings.Replace(tripPlan, "mail-2", "mail-3", 1)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	site.operate(t, "workflows", "put", "nightly", other).fails(t, "name the version")
+	if err := os.WriteFile(site.path("wrong.json"), []byte(`{"wf_id": "w", "nodes": [{"id": "a"}], "edges": [{"from": "a", "to": "a"}]}`), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	site.operate(t, "workflows", "put", "nightly", site.path("wrong.json")).fails(t, "is no plan", "a")
+
+	client := site.gateway(t)
+	named := func(method, path string) request {
+		return request{method: method, path: path, id: "key-of-" + path, header: map[string]string{"Workflow-Id": "nightly", "X-Api-Key": "ada"}}
+	}
+	call := func(method, path string) reply {
+		t.Helper()
+		return client.call(named(method, path))
+	}
+	if got := call("POST", "/hold"); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if res, err := client.send(named("POST", "/pay")); err == nil {
+			_ = res.Body.Close()
+		}
+	}()
+	<-arrived
+	g.kill()
+	<-ended
+	site.start(t)
+	call("POST", "/other").problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	eventually(t, "the states after the kill", func() bool {
+		doc := document[struct{ Plan shownPlan }](t, call("GET", "/.well-known/cascade/workflows/nightly"))
+		return fmt.Sprint(doc.Plan.Nodes, doc.Plan.Others) == "[{hold done} {mail-1 pending} {mail-2 pending} {pay failed}] []"
+	})
+	site.operate(t, "workflows", "put", "nightly", other, "--replaces", "*").fails(t, "begun under another plan")
+	if got := site.operate(t, "workflows", "list").says(t); !strings.Contains(got, "begun ") || strings.Count(got, "\n") != 2 {
+		t.Error(got)
+	}
+}

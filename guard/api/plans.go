@@ -1,0 +1,316 @@
+package api
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"mime"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// PlanSchemaPath is where the JSON schema of plans is published.
+const PlanSchemaPath = WellKnown + "atd-workflow.schema.json"
+
+// PlanDocument is the answer to a plan that was put. Its members are an API.
+type PlanDocument struct {
+	// Workflow is the workflow's id in the ledger, PlanID the plan's own name.
+	Workflow string `json:"wid"`
+	PlanID   string `json:"wf_id,omitempty"` // see Workflow; it is left out in lists
+	// Version is the plan's, Earlier are those that it has replaced, the latest last.
+	Version string   `json:"version"`
+	Earlier []string `json:"earlier,omitempty"` // see Version
+	// By is who put it, Put when. Begun is when the first call under it was claimed.
+	By      string    `json:"by"`
+	Put     time.Time `json:"put"`            // see By
+	Begun   time.Time `json:"begun,omitzero"` // see By
+	Expires time.Time `json:"expires"`
+	// InForce says that it binds every call of the workflow. The plan of an agent without the authority
+	// of a coordinator does from the agent's first call on, if that is the workflow's first.
+	InForce bool `json:"in_force"`
+	// Warnings are what is probably not meant.
+	Warnings []plan.Problem `json:"warnings,omitempty"`
+	// Misfits are the calls that were made before, and that the plan does not fit; Unread says that there
+	// are more than were read.
+	Misfits []Misfit `json:"misfits,omitempty"`
+	Unread  bool     `json:"unread,omitempty"` // see Misfits
+}
+
+// Misfit is a call that does not fit a plan.
+type Misfit struct {
+	// Task is the id of its token, Node that of its node in the plan; empty if it is none.
+	Task string `json:"task,omitempty"`
+	Node string `json:"node,omitempty"` // see Task
+	// Text says what does not fit.
+	Text string `json:"problem"`
+}
+
+// DescribePlan returns the document of an assignment.
+func DescribePlan(a *plan.Assigned) PlanDocument {
+	doc := PlanDocument{
+		Workflow: a.Workflow, Version: a.Version, Earlier: a.Earlier, By: a.By, Put: a.Put.UTC(), Expires: a.Expires.UTC(), InForce: a.Issuer == "",
+	}
+	if !a.Begun.IsZero() {
+		doc.Begun = a.Begun.UTC()
+	}
+	if a.Plan != nil {
+		doc.PlanID, doc.Warnings = a.Plan.WorkflowID, slices.Clone(a.Plan.Warnings)
+	}
+	return doc
+}
+
+// MayPut is who wants to put a plan.
+type MayPut struct {
+	*EscalationReader
+	// Token is the caller's own token, with the hash of the body; nil without one.
+	Token *ect.Token
+}
+
+// authority reports whether who puts a plan may do so for any workflow.
+func (q *ledgerRequest) authority(who *MayPut) bool {
+	return slices.Contains(who.Roles, hitl.DefaultRole) || who.Token != nil && slices.Contains(q.Coordinators, who.Token.Author())
+}
+
+// putPlan takes a plan for a workflow (A-optional-a, A-media-type-a).
+func (q *ledgerRequest) putPlan() error {
+	name, err := segment(q.name, "workflow id")
+	if err != nil {
+		return err
+	}
+	if q.Assigned == nil || q.MayPut == nil {
+		return NewProblem(planRefused, "This gateway takes no plans.")
+	}
+	if got, _, err := mime.ParseMediaType(q.r.Header.Get("Content-Type")); err != nil || got != plan.MediaType && got != "application/json" {
+		q.w.Header().Set("Accept", plan.MediaType+", application/json")
+		return NewProblem(mediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
+	}
+	body, err := io.ReadAll(io.LimitReader(q.r.Body, plan.MaxSize+1))
+	if err != nil {
+		return badParameter("The body could not be read to its end.")
+	}
+	if len(body) > plan.MaxSize {
+		return NewProblem(BodyTooLarge, "A plan has at most 8 MiB.")
+	}
+	who, err := q.MayPut(q.r, body)
+	if err != nil {
+		return err
+	}
+	if who.Name == "" && who.Token == nil {
+		return NewProblem(AuthenticationRequired, "A plan is put with a token, or by an operator.")
+	}
+	wid := evidence.WorkflowID(name)
+	if t := who.Token; t != nil && t.Workflow() != "" && evidence.WorkflowID(t.Workflow()) != wid {
+		return &ect.Error{Code: ect.CodeWorkflow} // a token is good for its own workflow only
+	}
+	p := plan.Putting{Workflow: wid, By: who.Name}
+	all := q.authority(who)
+	if !all {
+		if who.Token == nil || who.Token.Author() == "" || who.Token.Workflow() == "" {
+			return NewProblem(planRefused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
+		}
+		p.Issuer, p.By = who.Token.Author(), who.Token.Author()
+		// The rest learns nothing of the workflow (P3).
+		part, err := q.participationOf(q.r.Context(), wid, evidence.Reader{Issuer: p.Issuer})
+		if err != nil {
+			return err
+		}
+		if !part.Empty() {
+			if begun, err := q.Begun(q.r.Context(), wid); err != nil {
+				return err
+			} else if begun {
+				return NewProblem(planRefused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
+			}
+		}
+	}
+	if p.Replaces, p.Fresh, err = preconditions(q.r.Header); err != nil {
+		return err
+	}
+	doc, created, err := q.PutPlan(q.r.Context(), body, p)
+	if err != nil {
+		return err
+	}
+	q.w.Header().Add("Link", "<"+PlanSchemaPath+`>; rel="describedby"`)
+	q.w.Header().Set("ETag", `"`+doc.Version+`"`)
+	switch {
+	case created:
+		return q.writeJSON(http.StatusCreated, doc)
+	case len(doc.Warnings) == 0 && len(doc.Misfits) == 0 && !doc.Unread:
+		protect(q.w.Header())
+		q.w.WriteHeader(http.StatusNoContent)
+		return nil
+	}
+	return q.writeJSON(http.StatusOK, doc)
+}
+
+// PutPlan takes the text of a plan. created says that the workflow had none. The errors are those of
+// plan.Parse and plan.Store, a *Problem, or one of the ledger.
+func (s *Ledger) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc PlanDocument, created bool, err error) {
+	if p.Plan, err = plan.Parse(text); err != nil {
+		return doc, false, err
+	}
+	if len(p.Plan.Canonical()) > plan.MaxSize {
+		return doc, false, NewProblem(BodyTooLarge, "A plan has at most 8 MiB, also in its canonical form.")
+	}
+	a, created, err := s.Assigned.Put(ctx, p)
+	if err != nil {
+		return doc, false, err
+	}
+	doc = DescribePlan(a)
+	if s.CanUndo != nil {
+		doc.Warnings = append(doc.Warnings, a.Plan.CheckUndo(s.CanUndo)...)
+	}
+	if p.Issuer == "" {
+		doc.Misfits, doc.Unread, err = s.misfits(ctx, a.Workflow, a.Plan)
+	}
+	return doc, created, err
+}
+
+// preconditions are the versions of If-Match, and whether If-None-Match says that there must be none
+// (RFC 9110, section 13.1).
+func preconditions(h http.Header) (replaces []string, fresh bool, err error) {
+	for tag := range strings.SplitSeq(strings.Join(h["If-Match"], ","), ",") {
+		switch tag = strings.TrimSpace(tag); {
+		case tag == "":
+		case tag == "*":
+			replaces = append(replaces, tag)
+		case len(tag) > 2 && tag[0] == '"' && tag[len(tag)-1] == '"':
+			replaces = append(replaces, tag[1:len(tag)-1])
+		default:
+			return nil, false, badParameter(`If-Match is no list of versions in quotes, such as "oYpIfPNN", nor *.`)
+		}
+	}
+	switch none := strings.TrimSpace(strings.Join(h["If-None-Match"], ",")); none {
+	case "":
+	case "*":
+		fresh = true
+	default:
+		return nil, false, badParameter("If-None-Match is not *: only that says something about a change.")
+	}
+	return replaces, fresh, nil
+}
+
+// misfits are the calls of a workflow that a plan does not fit: what it has no node for, and what began
+// before what comes before it was done.
+func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (found []Misfit, unread bool, err error) {
+	whole, err := s.caughtUp(ctx)
+	if err != nil {
+		return nil, false, err
+	}
+	var records []workflow.Record
+	nodes := make(map[string]string)
+	more, err := s.each(ctx, wid, func(e *ledger.Entry) bool {
+		records = append(records, s.recordOf(e))
+		if _, twice := nodes[e.ID]; !twice {
+			nodes[e.ID] = s.sourceOf(e).node
+		}
+		return false
+	})
+	more = more || !whole
+	if err != nil || len(records) == 0 {
+		return nil, more, err
+	}
+	p := d.Progress(workflow.New(records), func(id string) string { return nodes[id] })
+	for _, id := range p.Others {
+		found = append(found, Misfit{Task: id, Text: "it is no node of the plan"})
+	}
+	state := make(map[string]*plan.Status, len(p.Nodes))
+	for i := range p.Nodes {
+		state[p.Nodes[i].ID] = &p.Nodes[i]
+	}
+	for i := range p.Nodes {
+		n := &p.Nodes[i]
+		if len(n.Tasks) == 0 {
+			continue
+		}
+		for _, id := range n.After {
+			if before := state[id]; before.State != workflow.Done {
+				found = append(found, Misfit{Node: n.ID, Text: fmt.Sprintf("it has begun, and %s, which comes before it, is %s", id, before.State)})
+			}
+		}
+	}
+	return found[:min(len(found), maxMisfits)], more || len(found) > maxMisfits, nil
+}
+
+// maxMisfits is how many misfits an answer names.
+const maxMisfits = 100
+
+// plan answers with the plan of a workflow, to who may see all of it, to coordinators and operators, and
+// to who has put it.
+func (q *ledgerRequest) plan(name string) error {
+	params, err := parseParams(q.r.URL, "version")
+	if err != nil {
+		return err
+	}
+	ctx := q.r.Context()
+	for _, wid := range workflowIDs(name) {
+		a, err := q.seePlan(wid)
+		if err != nil {
+			return err
+		}
+		if a == nil {
+			continue
+		}
+		d := a.Plan
+		if version := params.values.Get("version"); version != "" {
+			if d, err = q.Assigned.Version(ctx, a, version); err != nil {
+				return err
+			}
+		}
+		if d == nil {
+			break
+		}
+		q.w.Header().Add("Link", "<"+PlanSchemaPath+`>; rel="describedby"`)
+		tag := `"` + d.Version() + `"`
+		q.w.Header().Set("ETag", tag)
+		if q.r.Header.Get("If-None-Match") == tag {
+			protect(q.w.Header())
+			q.w.WriteHeader(http.StatusNotModified)
+			return nil
+		}
+		q.write(http.StatusOK, plan.MediaType, d.Canonical())
+		return nil
+	}
+	return unknownWorkflow()
+}
+
+// seePlan is the plan of a workflow that the reader may see; nil if there is none (P3).
+func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
+	ctx := q.r.Context()
+	a, err := q.Assigned.Offered(ctx, wid, q.who.Issuer)
+	if a != nil || err != nil {
+		return a, err
+	}
+	if a, err = q.Assigned.Of(ctx, wid); a == nil || err != nil {
+		return nil, err
+	}
+	if q.who.Issuer != "" && (slices.Contains(q.Coordinators, q.who.Issuer) || a.By == q.who.Issuer) {
+		return a, nil
+	}
+	if q.who.Issuer == "" && !q.who.Anonymous && !q.who.Credential {
+		who, err := q.MayPut(q.r, nil)
+		if err != nil {
+			return nil, err
+		}
+		if q.authority(who) {
+			return a, nil
+		}
+	}
+	whole, err := q.caughtUp(ctx)
+	if err != nil {
+		return nil, err
+	}
+	doc, found, err := q.read(wid, whole)
+	if err != nil || !found || doc.Plan == nil {
+		return nil, err
+	}
+	return a, nil
+}

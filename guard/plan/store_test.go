@@ -1,0 +1,513 @@
+package plan_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	. "github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+var ctx = context.Background()
+
+// rig is a store of plans whose process can end before, or after, its Nth commit.
+type rig struct {
+	store.Store
+	t    *testing.T
+	ring *seal.Ring
+	now  time.Time
+
+	mu      sync.Mutex
+	left    int // commits until the process ends; negative is never
+	unknown bool
+}
+
+func newRig(t *testing.T) (*rig, *Store) {
+	f := &rig{t: t, ring: seal.Generate(), now: time.Date(2026, 11, 26, 5, 0, 0, 0, time.UTC), left: -1}
+	f.Store = memory.New(memory.Options{Now: func() time.Time { return f.now }})
+	return f, f.open()
+}
+
+// open is the store of the next process.
+func (f *rig) open() *Store {
+	f.t.Helper()
+	s := NewStore(f, f.ring)
+	if n, err := s.Load(ctx); n != 0 || err != nil {
+		f.t.Fatal(n, err)
+	}
+	return s
+}
+
+var errEnded = errors.New("the process has ended")
+
+func (f *rig) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.left == 0 {
+		return 0, errEnded
+	}
+	if f.left > 0 {
+		f.left--
+	}
+	v, err := f.Store.Commit(ctx, batch...)
+	if f.unknown && err == nil {
+		err = store.ErrUnknown
+	}
+	return v, err
+}
+
+// trip is a plan whose description makes its version.
+func trip(t *testing.T, description string) *Descriptor {
+	t.Helper()
+	return parse(t, `{"wf_id": "trip", "description": "`+description+`", "nodes": [{"id": "hold"}, {"id": "pay"}], "edges": [{"from": "hold", "to": "pay"}]}`)
+}
+
+// begin claims the first call under the workflow's plan.
+func begin(t *testing.T, s *Store, f *rig, a *Assigned) {
+	t.Helper()
+	b, err := s.Begin(ctx, a)
+	if err == nil {
+		err = b.Commit(ctx, f)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A-optional-c: versions are kept, a change names what it replaces, and a workflow stays on the version
+// that it began with, over a restart too.
+func TestVersionsOfAWorkflow(t *testing.T) {
+	f, s := newRig(t)
+	first, second, third := trip(t, "first"), trip(t, "second"), trip(t, "third")
+	put := func(d *Descriptor, replaces ...string) (bool, error) {
+		_, created, err := s.Put(ctx, Putting{Workflow: "w", By: "ann", Plan: d, Replaces: replaces})
+		return created, err
+	}
+	of := func() *Assigned {
+		t.Helper()
+		a, err := s.Of(ctx, "w")
+		if a == nil || err != nil {
+			t.Fatal(a, err)
+		}
+		return a
+	}
+	if a, err := s.Of(ctx, "w"); a != nil || err != nil {
+		t.Fatal(a, err)
+	}
+	if _, err := put(first, first.Version()); !errors.Is(err, ErrChanged) {
+		t.Errorf("there is none to replace: %v", err)
+	}
+	if created, err := put(first); !created || err != nil {
+		t.Fatal(created, err)
+	}
+	for name, want := range map[string]error{"": ErrExists, third.Version(): ErrChanged} {
+		replaces := []string{name}
+		if name == "" {
+			replaces = nil
+		}
+		if _, err := put(second, replaces...); !errors.Is(err, want) {
+			t.Errorf("replacing %q: %v, want %v", name, err, want)
+		}
+	}
+	if created, err := put(first); created || err != nil {
+		t.Errorf("the same once more: %v %v", created, err)
+	}
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: second, Fresh: true}); !errors.Is(err, ErrChanged) {
+		t.Errorf("there must be none: %v", err)
+	}
+	if created, err := put(second, "x", first.Version()); created || err != nil {
+		t.Fatal(created, err)
+	}
+	s = f.open()
+	a := of()
+	if a.Version != second.Version() || a.Plan.Description != "second" || fmt.Sprint(a.Earlier) != fmt.Sprint([]string{first.Version()}) || !a.Begun.IsZero() || a.By != "ann" {
+		t.Errorf("%+v", a)
+	}
+	if d, err := s.Version(ctx, a, first.Version()); err != nil || d.Description != "first" {
+		t.Errorf("the earlier one: %+v %v", d, err)
+	}
+	if d, err := s.Version(ctx, a, third.Version()); d != nil || err != nil {
+		t.Errorf("one that there never was: %+v %v", d, err)
+	}
+	begin(t, s, f, a)
+	if b, err := s.Begin(ctx, of()); b != nil || err != nil {
+		t.Errorf("a second call has nothing to write: %v %v", b, err)
+	}
+	for _, now := range []*Store{s, f.open()} {
+		s = now
+		if _, err := put(third, second.Version()); !errors.Is(err, ErrBegun) {
+			t.Errorf("it has begun: %v", err)
+		}
+		if a := of(); a.Version != second.Version() || a.Begun.IsZero() {
+			t.Errorf("%+v", a)
+		}
+	}
+}
+
+// A call that was admitted under a plan which somebody has replaced since has to look again, and a plan
+// cannot be replaced once a call begins under it: one of the two comes first.
+func TestPutAndFirstCallRace(t *testing.T) {
+	begun, replaced := 0, 0
+	for i := range 200 {
+		f, s := newRig(t)
+		first, second := trip(t, "first"), trip(t, "second")
+		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: first}); err != nil {
+			t.Fatal(err)
+		}
+		a, err := s.Of(ctx, "w")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var both sync.WaitGroup
+		var claim, change error
+		both.Go(func() {
+			b, err := s.Begin(ctx, a)
+			if claim = err; err == nil {
+				claim = b.Commit(ctx, f)
+			}
+		})
+		both.Go(func() {
+			_, _, change = s.Put(ctx, Putting{Workflow: "w", Plan: second, Replaces: []string{first.Version()}})
+		})
+		both.Wait()
+		want := first.Version()
+		switch {
+		case claim == nil && errors.Is(change, ErrBegun):
+			begun++
+		case change == nil && errors.Is(claim, ErrChanged):
+			replaced, want = replaced+1, second.Version()
+		default:
+			t.Fatalf("round %d: the claim %v, the change %v", i, claim, change)
+		}
+		for _, s := range []*Store{s, f.open()} {
+			if a, err := s.Of(ctx, "w"); err != nil || a.Version != want || a.Begun.IsZero() == (claim == nil) {
+				t.Fatalf("round %d: %+v %v", i, a, err)
+			}
+		}
+	}
+	t.Logf("%d times the call came first, %d times the change", begun, replaced)
+}
+
+// P5: a process that ends between the commits of a change leaves the plan of before, whole, or the new
+// one; and so does the commit of a first call.
+func TestCrashBetweenCommits(t *testing.T) {
+	large := parse(t, `{"wf_id": "large", "description": "`+strings.Repeat("d", 4000)+`", "nodes": [`+manyNodes(4000)+`]}`)
+	if len(large.Canonical()) < 600<<10 {
+		t.Fatal("it is one piece only")
+	}
+	for left := range 3 {
+		f, s := newRig(t)
+		first := trip(t, "first")
+		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: first}); err != nil {
+			t.Fatal(err)
+		}
+		f.left = left
+		_, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: large, Replaces: []string{"*"}})
+		if (err == nil) != (left == 2) {
+			t.Fatalf("after %d commits: %v", left, err)
+		}
+		f.left = -1
+		want := first
+		if err == nil {
+			want = large
+		}
+		for i, s := range []*Store{s, f.open()} {
+			a, err := s.Of(ctx, "w")
+			if err != nil || a.Version != want.Version() || !bytes.Equal(a.Plan.Canonical(), want.Canonical()) {
+				t.Errorf("after %d commits, process %d: %v %v", left, i, a.Version, err)
+			}
+		}
+		s = f.open()
+		a, err := s.Of(ctx, "w")
+		if err != nil {
+			t.Fatal(err)
+		}
+		f.left = 0
+		b, err := s.Begin(ctx, a)
+		if err == nil {
+			err = b.Commit(ctx, f)
+		}
+		if !errors.Is(err, errEnded) {
+			t.Fatal(err)
+		}
+		f.left = -1
+		if a, err := f.open().Of(ctx, "w"); err != nil || !a.Begun.IsZero() {
+			t.Errorf("%+v %v", a, err)
+		}
+	}
+}
+
+func manyNodes(n int) string {
+	var all []string
+	for i := range n {
+		all = append(all, fmt.Sprintf(`{"id": "n%d", "label": "%s"}`, i, strings.Repeat("l", 150)))
+	}
+	return strings.Join(all, ",")
+}
+
+// P4: whether a commit came about that the store cannot say is asked of the store, and not guessed.
+func TestUnknownCommit(t *testing.T) {
+	f, s := newRig(t)
+	f.unknown = true
+	d := trip(t, "first")
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: d}); !errors.Is(err, store.ErrUnknown) {
+		t.Fatal(err) // of its pieces
+	}
+	f.unknown = false
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: d}); err != nil {
+		t.Fatal(err)
+	}
+	a, err := s.Of(ctx, "w")
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.unknown = true
+	b, err := s.Begin(ctx, a)
+	if err == nil {
+		err = b.Commit(ctx, f)
+	}
+	if !errors.Is(err, store.ErrUnknown) {
+		t.Fatal(err)
+	}
+	f.unknown = false
+	if a, err = s.Of(ctx, "w"); err != nil || a.Begun.IsZero() {
+		t.Errorf("%+v %v", a, err)
+	}
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: trip(t, "second"), Replaces: []string{"*"}}); !errors.Is(err, ErrBegun) {
+		t.Errorf("it has begun: %v", err)
+	}
+}
+
+// P3: what an agent offers binds nobody, does not show whether others have a plan, and is in force from
+// the agent's own first call on.
+func TestOfferedPlans(t *testing.T) {
+	f, s := newRig(t)
+	mine, theirs := trip(t, "mine"), trip(t, "theirs")
+	if _, created, err := s.Put(ctx, Putting{Workflow: "w", By: "ann", Plan: theirs}); !created || err != nil {
+		t.Fatal(err)
+	}
+	offer := func(s *Store, workflow string, d *Descriptor, replaces ...string) (bool, error) {
+		_, created, err := s.Put(ctx, Putting{Workflow: workflow, Issuer: "agent", By: "agent", Plan: d, Replaces: replaces})
+		return created, err
+	}
+	for _, workflow := range []string{"w", "free"} {
+		if created, err := offer(s, workflow, mine); !created || err != nil {
+			t.Errorf("%s: %v %v", workflow, created, err)
+		}
+	}
+	if a, err := s.Of(ctx, "w"); err != nil || a.Version != theirs.Version() {
+		t.Errorf("%+v %v", a, err)
+	}
+	if a, err := s.Of(ctx, "free"); a != nil || err != nil {
+		t.Errorf("%+v %v", a, err)
+	}
+	if a, err := s.Offered(ctx, "free", "another"); a != nil || err != nil {
+		t.Errorf("%+v %v", a, err)
+	}
+	s = f.open()
+	a, err := s.Offered(ctx, "free", "agent")
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin(t, s, f, a)
+	for _, s := range []*Store{s, f.open()} {
+		a, err := s.Of(ctx, "free")
+		if err != nil || a == nil || a.Version != mine.Version() || a.Begun.IsZero() || a.Issuer != "" {
+			t.Fatalf("%+v %v", a, err)
+		}
+		if a, err := s.Offered(ctx, "free", "agent"); a != nil || err != nil {
+			t.Errorf("it is still offered: %+v %v", a, err)
+		}
+		if _, err := offer(s, "free", theirs, "*"); !errors.Is(err, ErrBegun) {
+			t.Errorf("it has begun: %v", err)
+		}
+		all, err := s.List(ctx)
+		if err != nil || len(all) != 3 {
+			t.Errorf("%+v %v", all, err)
+		}
+	}
+	// One whose plan a coordinator has replaced meanwhile looks again.
+	if created, err := offer(s, "late", mine); !created || err != nil {
+		t.Fatal(err)
+	}
+	if a, err = s.Offered(ctx, "late", "agent"); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := s.Put(ctx, Putting{Workflow: "late", By: "ann", Plan: theirs}); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := s.Begin(ctx, a); !errors.Is(err, ErrChanged) {
+		t.Errorf("%v %v", b, err)
+	}
+}
+
+// Plans go when nothing of their workflow was called for long, and not before: calls keep them.
+func TestPlansExpire(t *testing.T) {
+	const keep = 10 * 24 * time.Hour
+	f, s := newRig(t)
+	s.Configure(keep)
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: trip(t, "first")}); err != nil {
+		t.Fatal(err)
+	}
+	for day := range 40 {
+		f.now = f.now.Add(24 * time.Hour)
+		if day%8 == 0 {
+			s = f.open() // also what a restart knows
+			s.Configure(keep)
+		}
+		a, err := s.Of(ctx, "w")
+		if a == nil || err != nil {
+			t.Fatalf("day %d: %v %v", day, a, err)
+		}
+		if b, err := s.Begin(ctx, a); err != nil || b.Commit(ctx, f) != nil {
+			t.Fatalf("day %d: %v", day, err)
+		}
+	}
+	f.now = f.now.Add(keep + time.Second)
+	for _, s := range []*Store{s, f.open()} {
+		if a, err := s.Of(ctx, "w"); a != nil || err != nil {
+			t.Errorf("%+v %v", a, err)
+		}
+		if all, err := s.List(ctx); len(all) != 0 || err != nil {
+			t.Errorf("%+v %v", all, err)
+		}
+	}
+	f.now = f.now.Add(keep)
+	for entry, err := range f.Scan(ctx, store.Range{}) {
+		t.Errorf("%q is left, %v", entry.Key[:2], err)
+	}
+}
+
+// One agent cannot fill the store with plans.
+func TestPlansOfOneIssuerAreBounded(t *testing.T) {
+	f, s := newRig(t)
+	d := trip(t, "first")
+	offer := func(i int) error {
+		_, _, err := s.Put(ctx, Putting{Workflow: fmt.Sprint("w", i), Issuer: "agent", By: "agent", Plan: d})
+		return err
+	}
+	n := 0
+	for ; n < 5000; n++ {
+		if err := offer(n); err != nil {
+			if !errors.Is(err, ErrFull) {
+				t.Fatal(err)
+			}
+			break
+		}
+	}
+	if n != 1000 {
+		t.Errorf("%d plans", n)
+	}
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", By: "ann", Plan: d}); err != nil {
+		t.Errorf("a coordinator has room: %v", err)
+	}
+	f.now = f.now.Add(DefaultKeep)
+	if err := offer(n); err != nil {
+		t.Errorf("those of before are gone: %v", err)
+	}
+}
+
+// Nor by changing one again and again.
+func TestChangesOfOneIssuerAreBounded(t *testing.T) {
+	_, s := newRig(t)
+	padding := strings.Repeat("x", 4000)
+	n := 0
+	for ; n < 200; n++ {
+		d := parse(t, fmt.Sprintf(`{"wf_id": "w%d", "description": "%s", "nodes": [%s]}`, n, padding, manyNodes(5000)))
+		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Issuer: "agent", By: "agent", Plan: d, Replaces: []string{"*"}[:min(n, 1)]}); errors.Is(err, ErrFull) {
+			break
+		} else if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n < 10 || n > 90 {
+		t.Errorf("%d versions of 0.9 MB", n)
+	}
+}
+
+// P4: a plan that cannot be read is not taken for none.
+func TestDamagedPlans(t *testing.T) {
+	for _, kind := range []byte{'h', 'p'} {
+		f, s := newRig(t)
+		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: trip(t, "first")}); err != nil {
+			t.Fatal(err)
+		}
+		for entry, err := range f.Scan(ctx, store.Prefix([]byte{'g', kind})) {
+			if err != nil {
+				t.Fatal(err)
+			}
+			entry.Value[len(entry.Value)-1] ^= 1
+			if _, err := f.Commit(ctx, store.Write{Key: entry.Key, Value: entry.Value, Expires: entry.Expires, Bulk: kind == 'p'}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		s = NewStore(f, f.ring)
+		if n, err := s.Load(ctx); err != nil || (n == 1) != (kind == 'h') {
+			t.Errorf("%c: %d %v", kind, n, err)
+		}
+		if a, err := s.Of(ctx, "w"); !errors.Is(err, ErrUnreadable) {
+			t.Errorf("%c: %+v %v", kind, a, err)
+		}
+		if a, err := s.Of(ctx, "another"); a != nil || err != nil {
+			t.Errorf("%c: %+v %v", kind, a, err)
+		}
+	}
+}
+
+// Everything of a plan is sealed anew with the newest key.
+func TestPlansAreSealedAnew(t *testing.T) {
+	f, s := newRig(t)
+	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: trip(t, "first")}); err != nil {
+		t.Fatal(err)
+	}
+	next, err := f.ring.Rotated()
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.ring = next
+	s = f.open()
+	if err := s.Reseal(ctx); err != nil {
+		t.Fatal(err)
+	}
+	ids, n := next.KeyIDs(), 0
+	for entry, err := range f.Scan(ctx, store.Range{}) {
+		if n++; err != nil || next.KeyOf(entry.Value) != ids[len(ids)-1] || entry.Expires.IsZero() {
+			t.Errorf("%q %v", entry.Key[:2], err)
+		}
+	}
+	if a, err := f.open().Of(ctx, "w"); n != 2 || err != nil || a == nil {
+		t.Errorf("%d entries, %+v %v", n, a, err)
+	}
+}
+
+// A workflow without a plan costs a look into a map, however many others have one.
+func BenchmarkNoPlan(b *testing.B) {
+	s := NewStore(memory.New(memory.Options{}), seal.Generate())
+	d, err := Parse([]byte(`{"wf_id": "w", "nodes": [{"id": "a"}]}`))
+	if err != nil {
+		b.Fatal(err)
+	}
+	for i := range 10_000 {
+		if _, _, err := s.Put(ctx, Putting{Workflow: fmt.Sprint("w", i), Plan: d}); err != nil {
+			b.Fatal(err)
+		}
+	}
+	for name, workflow := range map[string]string{"without": "another", "with": "w77"} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := s.Of(ctx, workflow); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
