@@ -3,6 +3,7 @@ package guard
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -260,19 +261,11 @@ func (b *batch) copy(text io.ReadCloser) {
 	}
 }
 
-// shows is the status that the answer stands for (ADR 0070).
-func (p *part) shows() int {
-	if p.internal {
-		return http.StatusInternalServerError
-	}
-	return p.status
-}
-
 // Answering implements answering for the end of the answer.
 func (b *batch) Answering(int, bool) {
 	for _, p := range b.last {
 		if p.attempt != nil && p.informs() {
-			p.attempt.Answering(p.shows(), false)
+			p.attempt.Answering(cmp.Or(p.shows, p.status), false)
 		}
 	}
 }
@@ -325,7 +318,7 @@ func (b *batch) event(p *part, text io.ReadCloser, response bool) {
 	}
 	counts := response && p.attempt != nil && p.informs()
 	if counts {
-		p.attempt.Answering(p.shows(), false) // before the write, which a client may answer with its next call
+		p.attempt.Answering(cmp.Or(p.shows, p.status), false) // before the write, which a client may answer with its next call
 		defer func() {
 			if b.out.gone || b.torn {
 				p.attempt.Unanswered()
@@ -361,10 +354,11 @@ type part struct {
 	asked   *protocol.Message
 	call    *Call              // that the message was, once it is over; nil where it was passed
 	attempt *execution.Attempt // of the call; may be nil
+	of      *Call              // that attempt is of; nil without
 
 	header   http.Header
 	status   int
-	internal bool // the response is the internal error of JSON-RPC
+	shows    int // the status that the response stands for; 0 without one
 	answer   *protocol.Answer
 	events   bool         // the answer is a stream
 	coded    bool         // it cannot be read
@@ -497,9 +491,11 @@ func (p *part) piece(text []byte) {
 }
 
 // message gives a whole message on. What is no response is for clients that read events.
-func (p *part) message(id []byte, _, internal bool) {
+func (p *part) message(id []byte, _ bool, said protocol.Outcome) {
 	response := id != nil && (string(id) != "null" || string(p.asked.ID) == "null")
-	p.internal = p.internal || response && internal
+	if response && p.of != nil {
+		p.shows = shows(p.of, p.status, said)
+	}
 	text := p.text
 	if p.events {
 		p.text = nil

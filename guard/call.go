@@ -553,7 +553,7 @@ func (x *Call) attach(flight *execution.Flight) (step, error) {
 	x.action.Counts.Attached()
 	status := "attached"
 	if follower.Doubtful() { // head has the rest of what its owner gets
-		status = StatusInDoubt
+		status, x.w.shows = StatusInDoubt, http.StatusInternalServerError
 	}
 	x.w.reply = replyTo(x, true)
 	err = Play(&x.w, x.r, Source{
@@ -953,8 +953,8 @@ func (x *Call) execute(e *execution.Execution) error {
 	if outcome.Whole {
 		showed(x, f.rec.Status(), f.rec.Header())
 	}
-	if outcome.Internal { // ADR 0070: evidence from its end on, before it is recorded
-		x.w.shows = http.StatusInternalServerError
+	if outcome.Internal || outcome.Verdict == execution.InDoubt { // ADR 0070: evidence from its end on, before it is recorded
+		f.rec.shows = http.StatusInternalServerError
 	}
 	if x.action.Async && outcome.Whole {
 		x.observe(outcome, f.rec.Header())

@@ -559,10 +559,10 @@ func (x *Call) recognize(c *execution.Call) error {
 	}
 	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
 	if x.part != nil {
-		x.part.attempt, x.w.attempt = a, x.part
+		x.part.attempt, x.part.of, x.w.attempt = a, x, x.part
 	}
 	if x.message != nil && !x.message.REST {
-		x.w.message = x.message
+		x.w.call = x
 	}
 	if a.Evidence != "" {
 		x.found = true // it must not run again unguarded

@@ -532,10 +532,34 @@ func messageKey(x *Call) (string, error) {
 
 // understand judges a whole answer by what it says, where HTTP says no more than that it came.
 func understand(x *Call, o execution.Outcome) execution.Outcome {
-	if x.heard == nil || !o.Whole || o.Verdict == execution.InDoubt || !understood(x) {
+	if x.heard == nil {
 		return o
 	}
-	said := protocol.Judge(x.message, o.Status, x.heard.End())
+	return meant(x, o, x.heard.End())
+}
+
+// shows is the status that an answer stands for which says this. Where clients retry it, or nobody knows
+// what came of the call, that is evidence from the end of the answer on, before it is recorded (ADR 0070).
+func shows(x *Call, status int, said protocol.Outcome) int {
+	o := execution.Outcome{Verdict: execution.Completed, Status: status, Whole: true}
+	if said.Meaning == protocol.Unanswered { // more comes
+		return status
+	}
+	if x.headerCause != "" {
+		o.Verdict = execution.InDoubt
+	}
+	if o = x.stillInDoubt(meant(x, o, said)); o.Internal || o.Verdict == execution.InDoubt {
+		return http.StatusInternalServerError
+	}
+	return status
+}
+
+// meant is the outcome by what the answer says.
+func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcome {
+	if !o.Whole || o.Verdict == execution.InDoubt || !understood(x) {
+		return o
+	}
+	said = protocol.Judge(x.message, o.Status, said)
 	o.Internal = said.Meaning == protocol.Failed && said.Internal()
 	switch said.Meaning {
 	case protocol.Executed:

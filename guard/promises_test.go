@@ -106,13 +106,15 @@ func (b *bed) post(credential string) *http.Request {
 }
 
 // serve makes a call as net/http does, which an answer without its end aborts.
-func (b *bed) serve(w http.ResponseWriter, r *http.Request) {
+func (b *bed) serve(w http.ResponseWriter, r *http.Request) { serve(b.guard, w, r) }
+
+func serve(h http.Handler, w http.ResponseWriter, r *http.Request) {
 	defer func() {
 		if p := recover(); p != nil && p != http.ErrAbortHandler {
 			panic(p)
 		}
 	}()
-	b.guard.ServeHTTP(w, r)
+	h.ServeHTTP(w, r)
 }
 
 // do makes a call and compares status, Execution-Status and body with "200 executed body".

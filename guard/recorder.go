@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"io"
 	"maps"
@@ -69,6 +70,7 @@ type Recorder struct {
 	neighbour   string      // the Execution-Status of another guard behind this one
 	checkpoint  string      // and its Execution-Checkpoint
 	judged      http.Header // what Sink.Judge gave
+	shows       int         // the status that the answer stands for, where it is another one (Writer.shows)
 }
 
 // NewRecorder returns a recorder on w. marks are header fields that the answer always carries.
@@ -260,6 +262,7 @@ func (r *Recorder) Release(ctx context.Context) (whole bool) {
 		return false
 	}
 	h := r.w.Header()
+	r.w.shows = cmp.Or(r.w.shows, r.shows)
 	if !r.w.sent {
 		fill(h, r.header) // which may have changed since
 	}

@@ -87,22 +87,22 @@ func (u *usedIDs) again(session requestName, id string) bool {
 }
 
 // resumed hands an answer to the one call of a session that it belongs to. It returns nil where none
-// fits, or more than one, or where it may be that of an earlier call with the same id. A call that waits for it is settled at once, which ends waits for.
-func (l *clients) resumed(session requestName, way proof, id []byte, text *spool.Spool, ends *sync.WaitGroup) *client {
+// fits, or more than one, or where it may be that of an earlier call with the same id. A call that waits for
+// it is settled at once, which ends waits for.
+func (l *clients) resumed(session requestName, way proof, id []byte, text *spool.Spool, ends *sync.WaitGroup) (c *client, waits bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	var c *client
 	for _, other := range l.sessions[session] {
 		if !other.sent || other.name.id != protocol.SameID(id) || other.call.h.Protocol.Guesses() && proofOf(other.call.h, other.call.r, true) != way {
 			continue
 		}
 		if c != nil {
-			return nil
+			return nil, false
 		}
 		c = other
 	}
 	if c == nil || c.reused || c.answer != nil { // that is the same once more
-		return nil
+		return nil, false
 	}
 	c.answer = &resumption{text: text, written: make(chan struct{}), settled: func() {}}
 	if c.comes != nil {
@@ -110,7 +110,7 @@ func (l *clients) resumed(session requestName, way proof, id []byte, text *spool
 		c.answer.settled = ends.Done
 		close(c.comes)
 	}
-	return c
+	return c, c.comes != nil
 }
 
 // running reports that calls of a session are running. With progress one of them is at work: an error
@@ -341,7 +341,7 @@ func (l *resumer) part(p []byte) {
 }
 
 // message ends a message. ADR 0070: the client is answered from before the write of its event.
-func (l *resumer) message(id []byte, progress, internal bool) {
+func (l *resumer) message(id []byte, progress bool, said protocol.Outcome) {
 	text := l.text
 	l.text, l.unread = nil, false
 	if text == nil {
@@ -351,18 +351,21 @@ func (l *resumer) message(id []byte, progress, internal bool) {
 		l.clients.running(l.session, true)
 	}
 	var c *client
+	waits := false
 	if id != nil {
-		c = l.clients.resumed(l.session, l.way, id, text, &l.ends)
+		c, waits = l.clients.resumed(l.session, l.way, id, text, &l.ends)
 	}
 	if c == nil {
 		_ = text.Close()
 		return
 	}
-	status := http.StatusOK
-	if internal {
-		status = http.StatusInternalServerError
-	}
 	if attempt := c.call.call.Attempt; attempt != nil && l.gone.Err() == nil {
+		status := http.StatusOK
+		if waits {
+			status = shows(c.call, status, said)
+		} else if said.Internal() { // the stream of the POST goes on
+			status = http.StatusInternalServerError
+		}
 		attempt.Answering(status, true)
 	}
 	l.fresh = append(l.fresh, c)

@@ -54,8 +54,8 @@ type Writer struct {
 	goesOn bool // the end of the answer is none of the call: it is to come on another stream
 	shows  int  // the status that the answer stands for, where it is another one
 
-	message *protocol.Message // without a key, that is answered over JSON-RPC; nil for others
-	reply   *protocol.Reply   // makes what is played an answer to another request; nil repeats it as it was
+	call  *Call           // without a key, that is answered over JSON-RPC; nil for others
+	reply *protocol.Reply // makes what is played an answer to another request; nil repeats it as it was
 }
 
 // answering is what hears that a client is about to be answered, and that it was not: an
@@ -104,9 +104,9 @@ func (w *Writer) WriteHeader(status int) {
 		return
 	}
 	w.sent = true
-	if h := w.Header(); w.message != nil && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
+	if h := w.Header(); w.call != nil && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
 		// Whoever has read the final answer may call again before the stream has ended (ADR 0070).
-		w.answer = protocol.NewAnswer(w.message.Protocol, h.Get("Content-Type"), nil)
+		w.answer = protocol.NewAnswer(w.call.message.Protocol, h.Get("Content-Type"), nil)
 	}
 	w.w.WriteHeader(status)
 }
@@ -124,7 +124,7 @@ func (w *Writer) takeBack(header []headerLines) {
 	for _, l := range header {
 		h[l.name] = l.values
 	}
-	w.status, w.kept, w.held, w.whole, w.left, w.last = 0, false, false, false, -1, nil
+	w.status, w.shows, w.kept, w.held, w.whole, w.left, w.last = 0, 0, false, false, false, -1, nil
 }
 
 // Write sends p, but for the last byte of a body of known length. It never fails.
@@ -170,10 +170,8 @@ func (w *Writer) send(p []byte, flush bool) {
 	if w.answer != nil {
 		_, _ = w.answer.Write(p) // never fails
 		if said := w.answer.End(); said.Meaning != protocol.Unanswered {
-			if said.Internal() {
-				w.shows = http.StatusInternalServerError
-			}
-			w.attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write
+			w.shows = cmp.Or(w.shows, shows(w.call, w.status, said))
+			w.attempt.Answering(w.shows, false) // before the write
 			w.answer, w.final = nil, true
 		}
 	}

@@ -78,10 +78,10 @@ const (
 type Answer struct {
 	// Part gets the text of each message of a stream of events, as it comes. Message is called at the
 	// end of each, with the id of the request that it answers as it stands there, nil where it is not
-	// certainly a response; progress says that it is news of a running request, internal that it is the
-	// internal error (Outcome.Internal). Both or neither must be set, before the first Write.
+	// certainly a response; progress says that it is news of a running request, said is the outcome with it.
+	// Both or neither must be set, before the first Write.
 	Part    func(text []byte)
-	Message func(id []byte, progress, internal bool)
+	Message func(id []byte, progress bool, said Outcome)
 	// REST says that each text is a result of A2A without JSON-RPC around it, or the body of another
 	// status, which says nothing here. It is set before the first Write.
 	REST bool
@@ -294,13 +294,18 @@ func (a *Answer) finish() {
 	m := a.m
 	a.m, a.reads, a.wrapped = answered{}, false, false
 	ignored := a.asked != nil && !a.answers(&m)
-	if a.Message != nil {
-		if !m.response || m.request || m.result == m.erred || m.erred && !m.failed || !a.whole() {
-			m.name = nil
-		}
-		a.Message(m.name, m.method == "notifications/progress", m.code == "-32603")
+	if !m.response || m.request || m.result == m.erred || m.erred && !m.failed || !a.whole() {
+		m.name = nil
 	}
 	a.scan = scanner{open: a.scan.open[:0]}
+	a.take(&m, ignored)
+	if a.Message != nil {
+		a.Message(m.name, m.method == "notifications/progress", a.out)
+	}
+}
+
+// take has the outcome follow from a message.
+func (a *Answer) take(m *answered, ignored bool) {
 	if !m.response || m.request {
 		a.begun = a.begun || m.method == "notifications/progress"
 		return
@@ -318,7 +323,7 @@ func (a *Answer) finish() {
 		if a.out.Code == ProblemCode {
 			a.out.Status, _ = strconv.Atoi(m.status)
 		}
-		a.out.Meaning = meaningOf(a.protocol, a.out.Code, &m)
+		a.out.Meaning = meaningOf(a.protocol, a.out.Code, m)
 		a.out.Step = a.protocol == MCP && a.out.Code == codeNeedsURL
 		if a.begun && a.out.Meaning == NotExecuted && !a.out.Step {
 			a.out.Meaning = Failed

@@ -358,7 +358,7 @@ func each(a *protocol.Answer) *[]string {
 	var all []string
 	text := ""
 	a.Part = func(part []byte) { text += string(part) }
-	a.Message = func(id []byte, progress, _ bool) {
+	a.Message = func(id []byte, progress bool, _ protocol.Outcome) {
 		all, text = append(all, fmt.Sprintf("%s %t %s", id, progress, text)), ""
 	}
 	return &all

@@ -1,0 +1,374 @@
+package guard_test
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// How the answer to a call without a key ends, for an equal call that comes after it.
+type ending int
+
+const (
+	done    ending = iota // an equal call is meant
+	failed                // clients retry it, and get it again
+	doubted               // nobody knows, and equal calls are refused for the window
+	refused               // it was not executed, and its retry runs
+)
+
+// way is one way in which calls are made and answered.
+type way struct {
+	ending
+	early  bool // the client has the answer before the outcome is recorded
+	calls  int  // of a request; 0 is one
+	action guard.Action
+	rules  protocol.Protocol // empty: no message is read
+	make   func(id int) *http.Request
+	answer func(w http.ResponseWriter, id string)
+	get    string // what a GET stream of the session brings, for an id
+}
+
+// The times of a call, after it was made. Every commit takes a second, and the upstream ten.
+const (
+	claimedAt  = 1 * time.Second
+	answeredAt = 11 * time.Second
+	recordedAt = 12 * time.Second
+)
+
+// moments are when an equal call comes.
+var moments = map[string]time.Duration{
+	"before the claim is durable":  claimedAt / 2,
+	"while it runs":                5 * time.Second,
+	"before the record":            answeredAt + 500*time.Millisecond,
+	"between the record and marks": recordedAt + 500*time.Millisecond,
+	"later":                        30 * time.Second,
+}
+
+// plain makes a call without a message.
+func plain(int) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/charges", strings.NewReader("amount=10"))
+	r.Header.Set("Authorization", "Bearer ada")
+	return r
+}
+
+// tool makes a call of a tool in a session.
+func tool(id int) *http.Request {
+	r := httptest.NewRequest(http.MethodPost, "/mcp", strings.NewReader(fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":"pay"}}`, id)))
+	r.Header.Set("Content-Type", "application/json")
+	r.Header.Set("Accept", events)
+	r.Header.Set("Authorization", "Bearer ada")
+	r.Header.Set("Mcp-Session-Id", "s")
+	return r
+}
+
+// two makes a batch of two calls, whose answer comes as accept says.
+func two(accept string) func(id int) *http.Request {
+	return func(id int) *http.Request {
+		r := tool(id)
+		r.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(`[{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":"pay"}},{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":"mail"}}]`, id, id+1)))
+		r.Header.Set("Accept", accept)
+		return r
+	}
+}
+
+// task makes a call of an agent of A2A that has no messageId.
+func task(method string) func(id int) *http.Request {
+	return func(id int) *http.Request {
+		r := tool(id)
+		r.Header.Del("Mcp-Session-Id")
+		r.Header.Set("A2A-Version", "1.0")
+		r.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(`{"jsonrpc":"2.0","id":%d,"method":%q,"params":{"message":{"role":"ROLE_USER","parts":[{"text":"pay"}]}}}`, id, method)))
+		return r
+	}
+}
+
+// status answers with a status and a body, whose length is announced.
+func status(code int, body string) func(http.ResponseWriter, string) {
+	return func(w http.ResponseWriter, _ string) {
+		w.Header().Set("Content-Length", fmt.Sprint(len(body)))
+		w.WriteHeader(code)
+		_, _ = io.WriteString(w, body)
+	}
+}
+
+// document answers with a response as JSON, and streamed as an event. rest is what stands behind the id.
+func document(rest string) func(http.ResponseWriter, string) {
+	return func(w http.ResponseWriter, id string) {
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,%s}`, id, rest)
+	}
+}
+
+func streamed(rest string) func(http.ResponseWriter, string) {
+	return func(w http.ResponseWriter, id string) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = fmt.Fprintf(w, "data: {\"jsonrpc\":\"2.0\",\"id\":%s,%s}\n\n", id, rest)
+		_ = http.NewResponseController(w).Flush() // a recorder flushes
+	}
+}
+
+const (
+	result      = `"result":{"content":[]}`
+	toolError   = `"result":{"isError":true,"content":[]}`
+	internal    = `"error":{"code":-32603,"message":"m"}`
+	serverError = `"error":{"code":-32000,"message":"m"}`
+	unknownTool = `"error":{"code":-32601,"message":"m"}`
+	otherGuard  = `"error":{"code":-32090,"message":"m","data":{"type":"https://g/.well-known/cascade/problems/in-doubt","status":409}}`
+	finished    = `"result":{"task":{"id":"t","contextId":"c","status":{"state":"TASK_STATE_COMPLETED"}}}`
+)
+
+var (
+	async  = guard.Action{Async: true}
+	strict = guard.Action{Rules: execution.Rules{Preset: execution.PresetStrict}}
+	// asDoubt has a status leave calls in doubt that no client retries.
+	asDoubt = func(code int, async bool) guard.Action {
+		return guard.Action{Async: async, Rules: execution.Rules{Status: map[int]execution.Verdict{code: execution.InDoubt}}}
+	}
+)
+
+var ways = map[string]way{
+	"200":                       {ending: done, make: plain, answer: status(200, "charge")},
+	"200, without a length":     {ending: done, make: plain, answer: func(w http.ResponseWriter, _ string) { _, _ = io.WriteString(w, "charge"); w.(http.Flusher).Flush() }},
+	"200, larger than kept":     {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"200, async":                {ending: done, early: true, make: plain, answer: status(200, "charge"), action: async},
+	"204":                       {ending: done, make: plain, answer: status(204, "")},
+	"304":                       {ending: done, make: plain, answer: status(304, "")},
+	"200 in doubt":              {ending: doubted, make: plain, answer: status(200, "charge"), action: asDoubt(200, false)},
+	"200 in doubt, async":       {ending: doubted, early: true, make: plain, answer: status(200, "charge"), action: asDoubt(200, true)},
+	"400":                       {ending: done, make: plain, answer: status(400, "bad")},
+	"409":                       {ending: done, make: plain, answer: status(409, "bad")},
+	"499, async":                {ending: doubted, early: true, make: plain, answer: status(499, "bad"), action: async},
+	"500":                       {ending: failed, make: plain, answer: status(500, "bad")},
+	"500, async":                {ending: failed, early: true, make: plain, answer: status(500, "bad"), action: async},
+	"500, larger than kept":     {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"502":                       {ending: doubted, make: plain, answer: status(502, "bad")},
+	"502, async":                {ending: doubted, early: true, make: plain, answer: status(502, "bad"), action: async},
+	"529":                       {ending: refused, make: plain, answer: status(529, "busy")},
+	"529, async":                {ending: refused, early: true, make: plain, answer: status(529, "busy"), action: async},
+	"the connection is lost":    {ending: doubted, make: plain, answer: func(http.ResponseWriter, string) { panic(http.ErrAbortHandler) }},
+	"MCP":                       {ending: done, rules: protocol.MCP, make: tool, answer: document(result)},
+	"MCP, async":                {ending: done, early: true, rules: protocol.MCP, make: tool, answer: document(result), action: async},
+	"MCP, isError":              {ending: done, rules: protocol.MCP, make: tool, answer: document(toolError)},
+	"MCP, -32603":               {ending: failed, rules: protocol.MCP, make: tool, answer: document(internal)},
+	"MCP, -32603, async":        {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: document(internal), action: async},
+	"MCP, -32000":               {ending: done, rules: protocol.MCP, make: tool, answer: document(serverError)},
+	"MCP, -32000, strict":       {ending: doubted, rules: protocol.MCP, make: tool, answer: document(serverError), action: strict},
+	"MCP, -32601":               {ending: refused, rules: protocol.MCP, make: tool, answer: document(unknownTool)},
+	"MCP, in doubt behind":      {ending: doubted, rules: protocol.MCP, make: tool, answer: document(otherGuard)},
+	"MCP, 404":                  {ending: refused, rules: protocol.MCP, make: tool, answer: status(404, "gone")},
+	"events":                    {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result)},
+	"events, isError":           {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(toolError)},
+	"events, async":             {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: async},
+	"events, -32603":            {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: streamed(internal)},
+	"events, -32000":            {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError)},
+	"events, -32000, strict":    {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError), action: strict},
+	"events, -32601":            {ending: refused, early: true, rules: protocol.MCP, make: tool, answer: streamed(unknownTool)},
+	"events, in doubt behind":   {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(otherGuard)},
+	"events, 200 in doubt":      {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: asDoubt(200, false)},
+	"events, guessed":           {ending: done, early: true, rules: protocol.Auto, make: tool, answer: streamed(result)},
+	"array":                     {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result)},
+	"array, async":              {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result), action: async},
+	"array, -32603":             {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal)},
+	"array, -32603, async":      {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal), action: async},
+	"array, in doubt, async":    {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
+	"array, 500":                {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: status(500, "bad")},
+	"array of events":           {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: streamed(result)},
+	"batch":                     {ending: done, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result)},
+	"batch, async":              {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result), action: async},
+	"batch, -32603":             {ending: failed, calls: 2, rules: protocol.MCP, make: two(events), answer: document(internal)},
+	"batch, in doubt":           {ending: doubted, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: strict},
+	"batch, in doubt, async":    {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
+	"batch of events":           {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(result)},
+	"batch of events, -32603":   {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(internal)},
+	"batch of events, in doubt": {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(serverError), action: strict},
+	"resumed":                   {ending: done, early: true, rules: protocol.MCP, make: tool, get: result},
+	"resumed, -32603":           {ending: failed, early: true, rules: protocol.MCP, make: tool, get: internal},
+	"resumed, -32000":           {ending: done, early: true, rules: protocol.MCP, make: tool, get: serverError},
+	"resumed, in doubt":         {ending: doubted, early: true, rules: protocol.MCP, make: tool, get: serverError, action: strict},
+	"resumed, -32601":           {ending: refused, early: true, rules: protocol.MCP, make: tool, get: unknownTool},
+	"A2A":                       {ending: done, rules: protocol.A2A, make: task("SendMessage"), answer: document(finished)},
+	"A2A, -32603":               {ending: failed, rules: protocol.A2A, make: task("SendMessage"), answer: document(internal)},
+	"A2A events":                {ending: done, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(finished)},
+	"A2A events, -32603":        {ending: failed, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal)},
+	"A2A events, -32004":        {ending: refused, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(`"error":{"code":-32004,"message":"m"}`)},
+	"A2A events, doubt":         {ending: doubted, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal), action: strict},
+}
+
+// fates are what becomes of the first client at the moment at which the equal call comes.
+var fates = []string{"waits", "leaves", "cancels", "is killed"}
+
+// retries are how the equal call comes.
+var retries = map[string]func(r *http.Request, n int){
+	"equal":   func(*http.Request, int) {},
+	"stated":  func(r *http.Request, n int) { r.Header.Set("X-Stainless-Retry-Count", fmt.Sprint(n)) },
+	"new key": func(r *http.Request, n int) { r.Header.Set("Idempotency-Key", fmt.Sprint("key-", n)) },
+}
+
+// P1 without a key, or with a new one that is advisory: a table of the ways in which an answer ends and of the
+// moments at which an equal call comes: how often the upstream is called. Each is answered with its own id, a
+// further call some minutes later runs as what it is, and nothing stays open.
+func TestRetriesAtEveryMoment(t *testing.T) {
+	for name, w := range ways {
+		for moment, at := range moments {
+			for _, fate := range fates {
+				for kind, retry := range retries {
+					if w.calls > 1 && kind == "new key" || w.rules != protocol.MCP && fate == "cancels" {
+						continue // which makes a batch one call; what only MCP has
+					}
+					t.Run(strings.Join([]string{name, moment, fate, kind}, "/"), func(t *testing.T) {
+						synctest.Test(t, func(t *testing.T) { w.try(t, at, fate, kind, retry) })
+					})
+				}
+			}
+		}
+	}
+}
+
+// expect is how often each call runs where an equal one comes at a time: least and most. doubt says that it is
+// in doubt then.
+func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, doubt bool) {
+	handed := recordedAt
+	if w.early && (fate != "cancels" || w.action.Async || w.get != "") { // else the client says that it has no answer
+		handed = answeredAt
+	}
+	stated := kind == "stated"
+	switch {
+	case fate == "is killed" && at < claimedAt:
+		return 1, 1, w.ending == doubted // it was not forwarded the first time
+	case fate == "is killed" && at < recordedAt:
+		return 1, 1, true
+	case fate == "is killed" && at < recordedAt+2*time.Second && w.ending != refused:
+		return 1, 1, w.ending == doubted // a crash is evidence
+	case at < handed && fate == "waits" && !stated && (w.get == "" || at < claimedAt):
+		return 2, 2, w.ending == doubted // both are meant
+	case w.ending == refused && answeredAt < at && at < recordedAt:
+		return 1, 2, false // it may get the same refusal
+	case at < handed:
+		return 1, 1, w.ending == doubted
+	case w.ending == done && !stated:
+		return 2, 2, false
+	case w.ending == refused:
+		return 2, 2, false
+	}
+	return 1, 1, w.ending == doubted
+}
+
+func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(*http.Request, int)) {
+	b := &bed{T: t, disk: &disk{Store: memory.New(memory.Options{}), takes: time.Second}, ring: seal.Generate()}
+	opened := make(chan struct{})
+	b.config.Next = http.HandlerFunc(func(to http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet {
+			to.Header().Set("Content-Type", "text/event-stream")
+			_ = http.NewResponseController(to).Flush() // a recorder flushes
+			close(opened)
+			<-time.After(answeredAt)
+			for id := 10; id < 40; id += 10 {
+				_, _ = fmt.Fprintf(to, "data: {\"jsonrpc\":\"2.0\",\"id\":%d,%s}\n\n", id, w.get)
+				_ = http.NewResponseController(to).Flush() // as above
+				<-time.After(100 * time.Second)
+			}
+			return
+		}
+		var m struct {
+			ID     json.RawMessage
+			Method string
+		}
+		if w.rules != "" {
+			if err := json.NewDecoder(r.Body).Decode(&m); err != nil {
+				t.Error(err)
+			}
+		}
+		if m.Method == "notifications/cancelled" {
+			to.WriteHeader(http.StatusAccepted)
+			return
+		}
+		b.calls.Add(1)
+		if w.get != "" {
+			to.Header().Set("Content-Type", "text/event-stream")
+			_, _ = io.WriteString(to, "id: 1\ndata: \n\n")
+			return
+		}
+		<-time.After(answeredAt - claimedAt)
+		w.answer(to, string(m.ID))
+	})
+	action := w.action
+	action.Name, action.Default, action.AdvisoryKeys = "default", true, true
+	b.config.Actions = []*guard.Action{&action}
+	b.config.MissingID = guard.MissingRecognize
+	if w.rules != "" {
+		b.config.Protocol = &protocol.Rules{Protocol: w.rules}
+	}
+	b.start()
+	if w.get != "" {
+		get := httptest.NewRequest(http.MethodGet, "/mcp", nil)
+		get.Header.Set("Authorization", "Bearer ada")
+		get.Header.Set("Mcp-Session-Id", "s")
+		go serve(b.guard, httptest.NewRecorder(), get)
+		<-opened
+	}
+	call := func(h *guard.Handler, id int, ctx context.Context) *httptest.ResponseRecorder {
+		r := w.make(id).WithContext(ctx)
+		if retry(r, id/10-1); id == 30 && kind == "stated" {
+			r.Header.Del("X-Stainless-Retry-Count")
+		}
+		to := httptest.NewRecorder()
+		serve(h, to, r)
+		return to
+	}
+	ctx, leave := context.WithCancel(t.Context())
+	defer leave()
+	go call(b.guard, 10, ctx)
+	<-time.After(at)
+	switch fate {
+	case "leaves":
+		leave()
+	case "cancels":
+		for id := 10; id < 10+max(w.calls, 1); id++ {
+			notice := tool(0)
+			notice.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(cancelled, fmt.Sprint(id))))
+			b.serve(httptest.NewRecorder(), notice)
+		}
+	case "is killed":
+		b.disk.broken.Store(true)
+		b.disk = &disk{Store: b.disk.Store, takes: time.Second}
+		b.start()
+	}
+	answer := call(b.guard, 20, t.Context())
+	n := int64(max(w.calls, 1))
+	least, most, doubt := w.expect(at, fate, kind)
+	if b.calls.Load() < least*n || b.calls.Load() > most*n {
+		t.Errorf("the upstream was called %d times for %d calls, want %d to %d for each: %d %v %.200s", b.calls.Load(), n, least, most, answer.Code, answer.Header(), answer.Body)
+	}
+	if body := answer.Body.String(); w.rules != "" && strings.Contains(body, "jsonrpc") && (!strings.Contains(body, `"id":20`) || n == 2 && !strings.Contains(body, `"id":21`) || strings.Contains(body, `"id":10`)) {
+		t.Errorf("answered with another id: %s", body)
+	}
+	<-time.After(5 * time.Minute)
+	b.calls.Store(0)
+	if last := call(b.guard, 30, t.Context()); w.get == "" || fate != "is killed" { // else nobody has heard what the GET has brought
+		want := n
+		if doubt || w.ending == failed || answer.Header().Get("Execution-Problem") == "result-unavailable" { // a 409 of ours
+			want = 0
+		}
+		b.was(want)
+		if t.Failed() {
+			t.Logf("the last one: %d %v %.200s", last.Code, last.Header(), last.Body)
+		}
+	}
+	<-time.After(time.Hour)
+	if open := b.engine.Executions.Drain(t.Context()); open != 0 {
+		t.Errorf("%d executions are open", open)
+	}
+}
