@@ -144,6 +144,9 @@ func VersionIs(v Version) Condition { return Condition{kind: conditionVersion, v
 // None reports that c is no condition, so that a store need not read.
 func (c Condition) None() bool { return c.kind == conditionAny }
 
+// Version is the version that c asks for; 0 for another condition, or none.
+func (c Condition) Version() Version { return c.version }
+
 // Holds reports whether c accepts found, the living entry under the key or nil.
 func (c Condition) Holds(found *Entry) bool {
 	switch c.kind {
@@ -168,6 +171,8 @@ var (
 	// ErrUnknown: it is unknown whether the batch was written. Treat its entries as unknown,
 	// never as not recorded.
 	ErrUnknown = errors.New("store: outcome of the commit unknown")
+	// ErrUnavailable: the store cannot be reached now, and nothing was written. It may pass by itself.
+	ErrUnavailable = errors.New("store: not available")
 	// ErrFull: there is no room for the batch now, and nothing of it was written.
 	ErrFull = errors.New("store: no room")
 	// ErrDamaged: the entry exists, its value is missing or altered.

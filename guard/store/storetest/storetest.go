@@ -49,6 +49,13 @@ func Exercise(t *testing.T, open Opener) {
 	}
 }
 
+// Concurrent runs the part of the contract that is about concurrent callers, for several stores
+// over one place: the opener returns one that hands each call to any of them.
+func Concurrent(t *testing.T, open Opener) {
+	t.Run("Concurrency", func(t *testing.T) { exerciseConcurrency(t, open) })
+	t.Run("Linearizability", func(t *testing.T) { exerciseLinearizability(t, open) })
+}
+
 // clock is a clock that only the test moves. It starts in the past, so that a
 // store that looks at the machine's clock anywhere is found out.
 type clock struct {

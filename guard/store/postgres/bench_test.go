@@ -1,0 +1,95 @@
+//go:build unix
+
+package postgres_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
+	"github.com/agent-guard/caddy-agent-guard/internal/pgserver"
+)
+
+// BenchmarkClaims compares claims of concurrent callers, as the store groups them, with one
+// transaction for each on a pool of up to 64 connections. The server syncs to the disk.
+func BenchmarkClaims(b *testing.B) {
+	durable, err := pgserver.Start("fsync=on", "synchronous_commit=on")
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() {
+		if err := durable.Remove(); err != nil {
+			b.Error(err)
+		}
+	}()
+	value := bytes.Repeat([]byte("r"), 500)
+	for _, callers := range []int{1, 16, 64, 256} {
+		b.Run(fmt.Sprintf("%d/grouped", callers), func(b *testing.B) {
+			var seen groups
+			s, err := postgres.Open(b.Context(), postgres.Options{DSN: durable.DSN(), Schema: newSchema(), Lease: time.Minute, Observer: &seen})
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer func() {
+				if err := s.Close(); err != nil {
+					b.Error(err)
+				}
+			}()
+			claims(b, callers, func(n int64) error {
+				_, err := s.Commit(context.Background(), store.Write{Key: fmt.Appendf(nil, "x%032d", n), Value: value, If: store.Absent()})
+				return err
+			})
+			b.ReportMetric(float64(b.N)/float64(len(seen.seen)), "claims/commit")
+		})
+		b.Run(fmt.Sprintf("%d/single", callers), func(b *testing.B) {
+			pool, err := pgxpool.New(b.Context(), durable.DSN()+fmt.Sprintf(" pool_max_conns=%d", min(callers, 64)))
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer pool.Close()
+			table := newSchema()
+			if _, err := pool.Exec(b.Context(), "create table "+table+" (key bytea primary key, value bytea not null, version bigint not null, expires bigint not null)"); err != nil {
+				b.Fatal(err)
+			}
+			claims(b, callers, func(n int64) error {
+				tag, err := pool.Exec(context.Background(), "insert into "+table+" values ($1, $2, 1, 9223372036854775807) on conflict do nothing", fmt.Appendf(nil, "x%032d", n), value)
+				if err == nil && tag.RowsAffected() != 1 {
+					err = errors.New("a claim was lost")
+				}
+				return err
+			})
+		})
+	}
+}
+
+func claims(b *testing.B, callers int, claim func(n int64) error) {
+	var next atomic.Int64
+	var all sync.WaitGroup
+	b.ResetTimer()
+	for range callers {
+		all.Go(func() {
+			for {
+				n := next.Add(1)
+				if n > int64(b.N) {
+					return
+				}
+				if err := claim(n); err != nil {
+					b.Errorf("claim %d: %v", n, err)
+					return
+				}
+			}
+		})
+	}
+	all.Wait()
+	b.StopTimer()
+	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "claims/s")
+}

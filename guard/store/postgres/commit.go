@@ -1,0 +1,627 @@
+package postgres
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// Bounds of a group of commits: one transaction, one round trip.
+const (
+	maxGroup      = 512      // batches
+	maxGroupBytes = 16 << 20 // keys and values, unless one batch is larger
+	maxSteps      = 32       // statements: batches with keys in common come one after the other
+)
+
+// Commit implements store.Store. It returns after the server has made the batch durable (P2).
+func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Version, error) {
+	if err := store.Check(writes); err != nil {
+		return 0, err
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, err
+	}
+	if err := s.usable(); err != nil {
+		return 0, err
+	}
+	b := newBatch(writes)
+	q := &s.queue
+	q.mu.Lock()
+	if q.closed {
+		q.mu.Unlock()
+		return 0, store.ErrClosed
+	}
+	q.waiting = append(q.waiting, b)
+	if n := len(q.waiting); n == 1 || n >= q.expected {
+		q.signal()
+	}
+	q.mu.Unlock()
+	late := time.NewTimer(s.limit())
+	defer late.Stop()
+	select {
+	case <-b.done:
+	case <-late.C:
+		switch {
+		case b.status.CompareAndSwap(batchQueued, batchLeft):
+			return 0, unavailable("no answer in time, and nothing was written")
+		case b.status.CompareAndSwap(batchSent, batchLeft):
+			return 0, store.ErrUnknown
+		}
+		<-b.done // it was answered at this moment
+	}
+	return b.version, b.err
+}
+
+// The life of a batch. Once the caller has left, nobody answers it.
+const (
+	batchQueued int32 = iota
+	batchSent         // the server may have it
+	batchDone
+	batchLeft
+)
+
+// batch is one Commit on its way. Its keys and values are copies: the caller may leave before the
+// server has answered.
+type batch struct {
+	writes []store.Write
+	size   int
+	status atomic.Int32
+	step   int // of its group
+
+	done    chan struct{} // closed when version and err are set
+	version store.Version
+	err     error
+}
+
+func newBatch(writes []store.Write) *batch {
+	b := &batch{writes: slices.Clone(writes), done: make(chan struct{})}
+	for i := range writes {
+		b.size += len(writes[i].Key) + len(writes[i].Value)
+	}
+	memory := make([]byte, 0, b.size)
+	keep := func(from []byte) []byte {
+		memory = append(memory, from...)
+		return memory[len(memory)-len(from) : len(memory) : len(memory)]
+	}
+	for i := range b.writes {
+		w := &b.writes[i]
+		w.Key = keep(w.Key)
+		if w.Delete {
+			w.Value = nil
+		}
+		w.Value = keep(w.Value)
+	}
+	return b
+}
+
+// answer gives the caller the result, unless it has left.
+func (b *batch) answer(version store.Version, err error) {
+	if b.status.CompareAndSwap(batchSent, batchDone) || b.status.CompareAndSwap(batchQueued, batchDone) {
+		b.version, b.err = version, err
+		close(b.done)
+	}
+}
+
+func answerAll(all []*batch, err error) {
+	for _, b := range all {
+		b.answer(0, err)
+	}
+}
+
+// queue has the batches that wait for the committer.
+type queue struct {
+	mu      sync.Mutex
+	waiting []*batch
+	closed  bool
+	wake    chan struct{} // a batch waits, expected ones do, or the queue was closed
+
+	// expected is the recent number of concurrent commits, and took the time of the last group:
+	// callers that were answered come again at once, and in one group with those that waited they
+	// need one sync of the server instead of two.
+	expected int
+	took     time.Duration
+}
+
+// What a group waits for more commits: not at all with few callers.
+const (
+	fewCallers  = 4
+	longestWait = time.Millisecond
+)
+
+// gather waits until as many batches wait as recently came at a time, for a fraction of the time
+// that a group takes.
+func (q *queue) gather() {
+	q.mu.Lock()
+	enough := q.closed || q.expected < fewCallers
+	wait := min(q.took/4, longestWait)
+	q.mu.Unlock()
+	if enough {
+		return
+	}
+	late := time.NewTimer(wait)
+	defer late.Stop()
+	for {
+		q.mu.Lock()
+		enough = q.closed || len(q.waiting) >= min(q.expected, maxGroup)
+		q.mu.Unlock()
+		if enough {
+			return
+		}
+		select {
+		case <-q.wake:
+		case <-late.C:
+			return
+		}
+	}
+}
+
+func (q *queue) close() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.closed = true
+	q.signal()
+}
+
+func (q *queue) signal() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// take waits for batches, and returns those that fit into one transaction; none when the queue is
+// closed and empty.
+func (q *queue) take() []*batch {
+	for {
+		q.mu.Lock()
+		some, closed := len(q.waiting) > 0, q.closed
+		q.mu.Unlock()
+		if some {
+			q.gather()
+			q.mu.Lock()
+			group := q.fitting()
+			q.mu.Unlock()
+			if len(group) > 0 {
+				return group
+			}
+			continue // their callers have left
+		}
+		if closed {
+			return nil
+		}
+		<-q.wake
+	}
+}
+
+// fitting takes batches from the front, and gives each its step. Batches whose callers have left
+// are dropped.
+func (q *queue) fitting() (group []*batch) {
+	steps := make(map[string]int) // after which a key can be written again
+	size, taken := 0, 0
+	for _, b := range q.waiting {
+		b.step = 0
+		for i := range b.writes {
+			b.step = max(b.step, steps[string(b.writes[i].Key)])
+		}
+		size += b.size
+		if len(group) > 0 && (len(group) == maxGroup || size > maxGroupBytes || b.step >= maxSteps) {
+			break
+		}
+		taken++
+		if !b.status.CompareAndSwap(batchQueued, batchSent) {
+			continue
+		}
+		for i := range b.writes {
+			steps[string(b.writes[i].Key)] = b.step + 1
+		}
+		group = append(group, b)
+	}
+	q.waiting = slices.Delete(q.waiting, 0, taken)
+	return group
+}
+
+// committer writes one group after the other, on a connection of its own. What it knows of the
+// server's tables is only what it was answered.
+type committer struct {
+	*Store
+	writer [16]byte  // of this opening, random
+	conn   *pgx.Conn // nil without one
+	warned atomic.Bool
+
+	next    int64    // the number of the next step; none was used twice
+	settled [2]int64 // the numbers of the last group, whose rows are of no use any more
+	open    *group   // sent, and its verdict is not known yet
+}
+
+// group is a transaction: steps of batches without a key in common.
+type group struct {
+	steps []*step
+	from  int64 // the number of its first step
+}
+
+type step struct {
+	batches []*batch
+	verdict []verdict
+}
+
+// verdict is the server's on a batch.
+type verdict struct {
+	batch   int
+	place   int // of the first write whose condition did not hold; -1 is none
+	version int64
+	value   []byte
+	expires int64
+}
+
+// fenced is the batch of a verdict that is on the whole step: the lease is another's.
+const fenced = -1
+
+func (c *committer) run() {
+	for {
+		all := c.queue.take()
+		if len(all) == 0 {
+			break
+		}
+		n, begun := len(all), time.Now()
+		c.commit(all)
+		q := &c.queue
+		q.mu.Lock()
+		now := n + len(q.waiting)
+		// Quick to rise, so that a burst takes effect at once.
+		q.expected, q.took = max(now, q.expected-max(1, (q.expected-now)/4)), time.Since(begun)
+		q.mu.Unlock()
+	}
+	c.drop()
+}
+
+// commit answers all batches, within the time that a statement has and a little more.
+func (c *committer) commit(all []*batch) {
+	begun := time.Now()
+	ctx, cancel := context.WithTimeout(context.Background(), c.options.StatementTimeout+margin)
+	defer cancel()
+	for sent := false; len(all) > 0; sent = c.open != nil {
+		if c.lost.Load() {
+			answerAll(all, store.ErrUnhealthy)
+			return
+		}
+		if err := c.ready(ctx); err != nil {
+			if sent { // and their verdict is not found out
+				err = store.ErrUnknown
+			}
+			answerAll(all, err)
+			return
+		}
+		if all = undecided(all); len(all) == 0 { // by what ready found out
+			return
+		}
+		g := c.group(all)
+		c.open = g
+		err := c.send(ctx, g)
+		if err != nil && !fatal(err) {
+			if _, ended := c.conn.Exec(ctx, "rollback"); ended != nil {
+				err = ended // the connection is lost
+			}
+		}
+		switch {
+		case err == nil:
+			c.settle(g, true, begun)
+		case fatal(err):
+			c.drop() // the verdict is asked for on a new connection
+		case again(err) && ctx.Err() == nil:
+			c.settle(g, false, begun)
+		default:
+			c.settle(g, false, begun)
+			answerAll(all, translate(err))
+		}
+		all = undecided(all)
+	}
+}
+
+// undecided are the batches whose callers still wait.
+func undecided(all []*batch) []*batch {
+	return slices.DeleteFunc(all, func(b *batch) bool { return b.status.Load() != batchSent })
+}
+
+// ready returns with a connection and no open group. It tries again for as long as ctx lasts while
+// there is one, since only its verdict helps its callers; else a database that cannot be reached is
+// reported at once.
+func (c *committer) ready(ctx context.Context) error {
+	for {
+		err := c.reach(ctx)
+		if err == nil && c.open != nil {
+			if err = c.findOut(ctx); err != nil {
+				c.drop()
+			}
+		}
+		if err == nil {
+			return nil
+		}
+		if c.open == nil || ctx.Err() != nil {
+			return translate(err)
+		}
+		select {
+		case <-time.After(retryEvery):
+		case <-ctx.Done():
+		}
+	}
+}
+
+func (c *committer) reach(ctx context.Context) error {
+	if c.conn != nil && !c.conn.IsClosed() {
+		return nil
+	}
+	conf := c.conf.Load().Copy()
+	conf.OnNotice = func(_ *pgconn.PgConn, n *pgconn.Notice) {
+		if n.SeverityUnlocalized == "WARNING" {
+			c.warned.Store(true)
+		}
+	}
+	conn, err := pgx.ConnectConfig(ctx, conf)
+	if err != nil {
+		return err
+	}
+	// P2: an acknowledged commit is on the disk, whatever the database's default. remote_apply is
+	// more than that.
+	if _, err := conn.Exec(ctx, "select set_config('synchronous_commit', case when current_setting('synchronous_commit') = 'remote_apply' then 'remote_apply' else 'on' end, false)"); err != nil {
+		closeConn(conn)
+		return err
+	}
+	c.conn = conn
+	return nil
+}
+
+func (c *committer) drop() {
+	if c.conn != nil {
+		closeConn(c.conn)
+		c.conn = nil
+	}
+}
+
+// group makes a transaction of batches that were taken together, or are left of them.
+func (c *committer) group(all []*batch) *group {
+	g := &group{from: c.next}
+	slices.SortStableFunc(all, func(a, b *batch) int { return a.step - b.step })
+	for i, b := range all {
+		if i == 0 || b.step != all[i-1].step {
+			g.steps = append(g.steps, new(step))
+		}
+		last := g.steps[len(g.steps)-1]
+		last.batches = append(last.batches, b)
+	}
+	c.next += int64(len(g.steps))
+	return g
+}
+
+// errWarned: the server acknowledged the commit with a warning, such as that it did not wait for a
+// synchronous standby.
+var errWarned = errors.New("the commit was acknowledged with a warning")
+
+// send has the server carry out the group in one round trip. Without an error it is durable.
+func (c *committer) send(ctx context.Context, g *group) error {
+	var out pgx.Batch
+	out.Queue("begin isolation level read committed read write")
+	out.Queue(c.sql.order)
+	for i, s := range g.steps {
+		out.Queue(c.sql.apply, c.arguments(g.from+int64(i), s)...)
+	}
+	out.Queue("commit")
+	c.warned.Store(false)
+	answers := c.conn.SendBatch(ctx, &out)
+	err := g.read(answers)
+	if closing := answers.Close(); err == nil {
+		err = closing // also that of the commit
+	}
+	if err == nil && c.warned.Load() {
+		err = errWarned
+	}
+	return err
+}
+
+func (g *group) read(answers pgx.BatchResults) error {
+	for range 2 { // begin, and the lock
+		if _, err := answers.Exec(); err != nil {
+			return err
+		}
+	}
+	for _, s := range g.steps {
+		rows, err := answers.Query()
+		if err != nil {
+			return err
+		}
+		if s.verdict, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (v verdict, err error) {
+			err = row.Scan(&v.batch, &v.place, &v.version, &v.value, &v.expires)
+			return v, err
+		}); err != nil {
+			return err
+		}
+	}
+	done, err := answers.Exec()
+	if err == nil && done.String() != "COMMIT" {
+		err = fmt.Errorf("the commit ended with %s", done)
+	}
+	return err
+}
+
+// What applySQL takes for a write's condition, besides a version.
+const (
+	wantAny   int64 = -1
+	wantNever int64 = -2 // a version that no store here gives
+)
+
+// arguments are those of applySQL for a step.
+func (c *committer) arguments(number int64, s *step) []any {
+	n := 0
+	for _, b := range s.batches {
+		n += len(b.writes)
+	}
+	batches, places := make([]int32, 0, n), make([]int32, 0, n)
+	keys, values := make([][]byte, 0, n), make([][]byte, 0, n)
+	expiries, wants, gone := make([]int64, 0, n), make([]int64, 0, n), make([]bool, 0, n)
+	for i, b := range s.batches {
+		for j := range b.writes {
+			w := &b.writes[j]
+			expires, want := never, int64(w.If.Version()) // 0 asks for absence
+			if !w.Expires.IsZero() {
+				expires = w.Expires.UnixMicro()
+			}
+			switch {
+			case w.If.None():
+				want = wantAny
+			case want < 0:
+				want = wantNever
+			}
+			batches, places = append(batches, int32(i)), append(places, int32(j))
+			keys, values = append(keys, w.Key), append(values, w.Value)
+			expiries, wants, gone = append(expiries, expires), append(wants, want), append(gone, w.Delete)
+		}
+	}
+	var epoch *int64
+	if c.options.Lease > 0 {
+		epoch = &c.lease.epoch
+	}
+	return []any{batches, c.now(), places, keys, values, expiries, wants, gone, epoch, c.writer, number, c.settled[0], c.settled[1]}
+}
+
+// applySQL carries out a step: batches without a key in common. It runs behind the lock of
+// statements.order, as a statement of its own, so that it sees all earlier commits. "offset 0" makes
+// the planner look each key up: it may take a full table for an empty one.
+const applySQL = `
+with w as materialized (
+	select * from unnest($1::int[], $3::int[], $4::bytea[], $5::bytea[], $6::bigint[], $7::bigint[], $8::bool[])
+		as w (batch, place, key, value, expires, want, gone)
+), fence as materialized (
+	select count(*) = 0 as lost from {schema}.lease where one and epoch = coalesce($9::bigint, epoch)
+), losers as materialized (
+	select distinct on (w.batch) w.batch, w.place, e.version, e.value, e.expires
+	from w left join lateral (
+		select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > ` + given + ` offset 0
+	) e on true
+	where w.want <> -1 and coalesce(e.version, 0) <> w.want
+	order by w.batch, w.place
+), winners as materialized (
+	select b.batch, nextval('{schema}.versions') as version
+	from (select distinct w.batch from w cross join fence
+		where not fence.lost and not exists (select from losers where losers.batch = w.batch)) b
+), puts as (
+	insert into {schema}.entries (key, value, version, expires)
+	select w.key, w.value, winners.version, w.expires from w join winners on winners.batch = w.batch where not w.gone
+	on conflict (key) do update set value = excluded.value, version = excluded.version, expires = excluded.expires
+), deletes as (
+	delete from {schema}.entries where key = any(array(
+		select w.key from w join winners on winners.batch = w.batch where w.gone))
+), note as (
+	insert into {schema}.commits (writer, seq, at, winners, versions)
+	select $10::uuid, $11::bigint, ` + clock + `,
+		coalesce(array_agg(batch order by batch), '{}'), coalesce(array_agg(version order by batch), '{}') from winners
+), tidy as (
+	delete from {schema}.commits where writer = $10::uuid and seq >= $12::bigint and seq < $13::bigint
+)
+select batch, -1 as place, version, null::bytea as value, 0::bigint as expires from winners
+union all
+select batch, place, coalesce(version, 0), value, coalesce(expires, 0) from losers
+union all
+select -1, -1, 0, null, 0 from fence where lost`
+
+// settle ends the open group: written with its verdicts, or not written at all.
+func (c *committer) settle(g *group, written bool, begun time.Time) {
+	c.open = nil
+	if !written {
+		return // a note that calls it off stays there, for the transaction may still come
+	}
+	c.settled = [2]int64{g.from, g.from + int64(len(g.steps))}
+	winners := 0
+	for _, s := range g.steps {
+		for _, v := range s.verdict {
+			if v.batch == fenced {
+				c.lose()
+				answerAll(s.batches, store.ErrUnhealthy)
+				continue
+			}
+			if v.place < 0 {
+				winners++
+				for i := range s.batches[v.batch].writes {
+					c.watches.Wake(s.batches[v.batch].writes[i].Key)
+				}
+			}
+		}
+	}
+	if winners > 0 && c.options.Observer != nil {
+		c.options.Observer.Committed(winners, time.Since(begun))
+	}
+	for _, s := range g.steps {
+		for _, v := range s.verdict {
+			if v.batch != fenced {
+				v.answer(s.batches[v.batch])
+			}
+		}
+	}
+}
+
+func (v *verdict) answer(b *batch) {
+	if v.place < 0 {
+		b.answer(store.Version(v.version), nil)
+		return
+	}
+	lost := &store.Conflict{Index: v.place, Key: bytes.Clone(b.writes[v.place].Key)}
+	if v.version != 0 {
+		lost.Found = &store.Entry{
+			Key: bytes.Clone(lost.Key), Value: v.value, Version: store.Version(v.version), Expires: timeOf(v.expires),
+		}
+	}
+	b.answer(0, lost)
+}
+
+// findOut settles the open group on a new connection. Either its transaction has left its note
+// there, or calling it off makes sure that it never will: both write the same row. The answer to
+// the call is synced behind everything that was written before, and so proves that it is durable.
+func (c *committer) findOut(ctx context.Context) error {
+	g := c.open
+	var written bool
+	c.warned.Store(false)
+	if err := c.conn.QueryRow(ctx, c.sql.callOff, c.writer, g.from).Scan(&written); err != nil {
+		return err
+	}
+	if c.warned.Load() {
+		return errWarned
+	}
+	if written {
+		if err := c.readWinners(ctx, g); err != nil {
+			return err
+		}
+	}
+	c.settle(g, written, time.Now())
+	return nil
+}
+
+// readWinners reads which batches of the group were written. The others run again, since what they
+// lost to was not answered.
+func (c *committer) readWinners(ctx context.Context, g *group) error {
+	rows, err := c.conn.Query(ctx, c.sql.winners, c.writer, g.from, g.from+int64(len(g.steps)))
+	if err != nil {
+		return err
+	}
+	for _, s := range g.steps {
+		s.verdict = nil
+	}
+	var seq int64
+	var winners []int32
+	var versions []int64
+	_, err = pgx.ForEachRow(rows, []any{&seq, &winners, &versions}, func() error {
+		s := g.steps[seq-g.from]
+		for i, batch := range winners {
+			s.verdict = append(s.verdict, verdict{batch: int(batch), place: -1, version: versions[i]})
+		}
+		return nil
+	})
+	return err
+}
