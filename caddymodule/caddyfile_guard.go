@@ -121,6 +121,8 @@ import (
 //	on_leave      continue | cancel
 //	priority      low | normal | high | critical | <placeholder>
 //	depends_on    <uri> <identity> <downstreams...>
+//	order         plan | par
+//	order_wait    <duration>
 //	approve       [off | <role>] [{
 //		quorum <number>
 //		within <duration>
@@ -557,6 +559,12 @@ func policyOptions() options[*Policy] {
 			return checkPriority(p.Priority)
 		}},
 		"depends_on": {usage: "depends_on <uri> <identity> <downstreams...>", parse: parseDependency},
+		"order": {usage: "order plan | par", parse: func(d dispenser, p *Policy) error {
+			return parseChoice(d, &p.Order, orderPlan, orderPar)
+		}},
+		"order_wait": {usage: "order_wait <duration>", parse: func(d dispenser, p *Policy) error {
+			return parseDuration(d, &p.OrderWait)
+		}},
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }
 

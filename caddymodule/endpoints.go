@@ -279,8 +279,12 @@ type policyAction struct {
 	InDoubtAs string `json:"in_doubt_as,omitempty"`
 	// OnLeave is set where a call is cancelled when nobody waits for its answer.
 	OnLeave string `json:"on_leave,omitempty"`
-	Keys    string `json:"keys"`
-	Settle  string `json:"settle"`
+	// Order is set where what tokens name as parents has to be done.
+	Order string `json:"order,omitempty"`
+	// OrderWait is how long a call waits for what comes before it; left out where it does not.
+	OrderWait float64 `json:"order_wait_s,omitempty"`
+	Keys      string  `json:"keys"`
+	Settle    string  `json:"settle"`
 	// OnError is set where a failed call is rolled back.
 	OnError string `json:"on_error,omitempty"`
 	// Critical and Severity are set where the configuration states them.
@@ -407,7 +411,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Actions = append(doc.Actions, policyAction{
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys, Settle: a.Settle,
-			Critical: a.Critical, Severity: a.Severity,
+			Critical: a.Critical, Severity: a.Severity, OrderWait: seconds(a.OrderWait),
 		})
 		if a.OnUnknown == onUnknownResend {
 			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)
@@ -420,6 +424,9 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		}
 		if a.OnLeave == leaveCancel {
 			doc.Actions[len(doc.Actions)-1].OnLeave = a.OnLeave
+		}
+		if a.Order == orderPar {
+			doc.Actions[len(doc.Actions)-1].Order = a.Order
 		}
 		if h.app.Identity != nil {
 			published := &doc.Actions[len(doc.Actions)-1]

@@ -117,6 +117,16 @@ type Policy struct {
 	// only the upstream's own breaker counts.
 	DependsOn *Dependency `json:"depends_on,omitempty"`
 
+	// What orders the calls of a workflow: `plan` is its plan alone, `par` also what their own tokens name
+	// as parents. A call whose parent is a call that is not done is refused (409 `dependency-not-done`)
+	// before anything is recorded, and for good where the parent has failed or was undone. It needs an
+	// `identity` and `trust`. Default: `plan`.
+	Order string `json:"order,omitempty"`
+
+	// How long a call waits for what comes before it, instead of being refused at once; no longer than its
+	// caller says that it waits itself. Default: not at all.
+	OrderWait caddy.Duration `json:"order_wait,omitempty"`
+
 	// Asks people before a call is sent. Until they have approved it, it gets 409
 	// `approval-required` and its key stays free; afterwards the same call under the same id is
 	// sent. Default: nobody is asked.
@@ -325,6 +335,9 @@ const (
 
 	leaveContinue = "continue"
 	leaveCancel   = "cancel"
+
+	orderPlan = "plan"
+	orderPar  = "par"
 )
 
 // defaults are the defaults of a handler's policy.
@@ -363,6 +376,8 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.OnLeave, base.OnLeave)
 	inherit(&p.Priority, base.Priority)
 	inherit(&p.DependsOn, base.DependsOn)
+	inherit(&p.Order, base.Order)
+	inherit(&p.OrderWait, base.OrderWait)
 	inherit(&p.Approve, base.Approve)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
@@ -399,7 +414,7 @@ func (p *Policy) validate() error {
 	for _, d := range []struct {
 		name  string
 		value caddy.Duration
-	}{{"deadline", p.Deadline}, {"stream_idle", p.StreamIdle}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}, {"resend_for", p.ResendFor}} {
+	}{{"deadline", p.Deadline}, {"stream_idle", p.StreamIdle}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}, {"resend_for", p.ResendFor}, {"order_wait", p.OrderWait}} {
 		if err := checkDuration(d.value); err != nil {
 			return wrong(err, d.name)
 		}
@@ -426,8 +441,9 @@ func (p *Policy) validate() error {
 		{"in_doubt_as", p.InDoubtAs, []string{doubtProblem, doubtToolResult}},
 		{"on_leave", p.OnLeave, []string{leaveContinue, leaveCancel}},
 		{"grpc", p.GRPC, []string{grpcUnary}},
+		{"order", p.Order, []string{orderPlan, orderPar}},
 	} {
-		if word.value == "" && (word.name == "grpc" || word.name == "in_doubt_as" || word.name == "on_leave") {
+		if word.value == "" && slices.Contains([]string{"grpc", "in_doubt_as", "on_leave", "order"}, word.name) {
 			continue
 		}
 		if err := oneOf(word.value, word.known...); err != nil {

@@ -703,6 +703,11 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 			return nil, err
 		}
 	}
+	if x.action.ParOrder {
+		if err := ordered(x, false); err != nil {
+			return nil, err
+		}
+	}
 	if err := x.circuitsOpen(); err != nil {
 		return nil, err
 	}
@@ -723,7 +728,13 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 	if x.call.Deadline = x.part.within(x.call.Deadline); x.call.Deadline <= 0 {
 		return nil, &StatusError{Status: http.StatusGatewayTimeout, Err: errNoTime}
 	}
-	return x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
+	leave, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
+	if err == nil && x.action.ParOrder {
+		if err = ordered(x, true); err != nil {
+			leave()
+		}
+	}
+	return leave, err
 }
 
 // enter admits a call that would claim (step 4): not where people hold its workflow or a rollback

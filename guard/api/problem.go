@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // BasePath + slug is the type URI of a problem, and the path of the page that explains it.
@@ -61,11 +62,30 @@ type Problem struct {
 	// RetryHelps says that a retry of the same call may succeed, although its kind says
 	// otherwise.
 	RetryHelps bool
+	// Final says that no retry of the same call helps, although its kind says otherwise.
+	Final bool
+	// Dependencies are what the call has to wait for, some of them where there are many.
+	Dependencies []Dependency
 	// RetryAfter is when a retry may succeed, sent in whole seconds, at least 1; zero is
 	// not sent.
 	RetryAfter time.Duration
 	// Cause is logged and never sent to the caller.
 	Cause error
+}
+
+// Dependency is what a call has to wait for. Its members are an API.
+type Dependency struct {
+	// Node is the id of a node of the workflow's plan; empty where the caller's token names what it
+	// depends on.
+	Node string `json:"node,omitempty"`
+	// Task is the id of the recorded token of what it depends on, Action its exec_act.
+	Task   string `json:"jti,omitempty"`
+	Action string `json:"exec_act,omitempty"` // see Task
+	// State and Detail are those of the workflow's document.
+	State  workflow.State  `json:"state"`
+	Detail workflow.Detail `json:"detail,omitempty"` // see State
+	// Final says that it will never be done.
+	Final bool `json:"final"`
 }
 
 // NewProblem returns a problem of kind k.
@@ -100,20 +120,21 @@ func (p *Problem) Unwrap() error { return p.Cause }
 
 // document is the JSON of a problem. Its members are an API.
 type document struct {
-	Type        string   `json:"type"`
-	Title       string   `json:"title"`
-	Status      int      `json:"status"`
-	Detail      string   `json:"detail,omitempty"`
-	Reason      string   `json:"reason,omitempty"`
-	ErrorType   string   `json:"error_type,omitempty"` // the type in AERR's registry; error.type has the type that SDKs know
-	ExecutionID string   `json:"execution_id,omitempty"`
-	State       string   `json:"state,omitempty"`
-	SafeNewKey  bool     `json:"safe_new_key"`
-	StatusURL   string   `json:"status_url,omitempty"`
-	Conflicting string   `json:"conflicting_rollback_id,omitempty"`
-	PlanHash    string   `json:"plan_hash,omitempty"`
-	Dependants  []string `json:"dependants,omitempty"`
-	ErrorECT    string   `json:"error_ect,omitempty"`
+	Type         string       `json:"type"`
+	Title        string       `json:"title"`
+	Status       int          `json:"status"`
+	Detail       string       `json:"detail,omitempty"`
+	Reason       string       `json:"reason,omitempty"`
+	ErrorType    string       `json:"error_type,omitempty"` // the type in AERR's registry; error.type has the type that SDKs know
+	ExecutionID  string       `json:"execution_id,omitempty"`
+	State        string       `json:"state,omitempty"`
+	SafeNewKey   bool         `json:"safe_new_key"`
+	StatusURL    string       `json:"status_url,omitempty"`
+	Conflicting  string       `json:"conflicting_rollback_id,omitempty"`
+	PlanHash     string       `json:"plan_hash,omitempty"`
+	Dependants   []string     `json:"dependants,omitempty"`
+	Dependencies []Dependency `json:"dependencies,omitempty"`
+	ErrorECT     string       `json:"error_ect,omitempty"`
 
 	Problems   []plan.Problem `json:"problems,omitempty"`
 	More       int            `json:"more,omitempty"`
@@ -149,7 +170,7 @@ func (p *Problem) retrySeconds() int64 {
 	return max(1, int64((p.RetryAfter+time.Second-1)/time.Second))
 }
 
-func (p *Problem) retries() bool { return p.kind.retry || p.RetryHelps }
+func (p *Problem) retries() bool { return p.kind.retry && !p.Final || p.RetryHelps }
 
 func (p *Problem) safeNewKey() bool { return p.kind.SafeNewKey && !p.Doubtful }
 
@@ -159,7 +180,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	doc := document{
 		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
 		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: p.safeNewKey(),
-		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, PlanHash: p.PlanHash, Dependants: p.Dependants, ErrorECT: p.ErrorECT, Escalation: p.EscalationID, Problems: p.Problems, More: p.More,
+		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, PlanHash: p.PlanHash, Dependants: p.Dependants, Dependencies: p.Dependencies, ErrorECT: p.ErrorECT, Escalation: p.EscalationID, Problems: p.Problems, More: p.More,
 		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
 	if p.StatusURL != "" {
@@ -294,7 +315,7 @@ func NothingSent(h http.Header, id string) bool {
 		}
 	}
 	switch h.Get(headerProblem) {
-	case WorkflowPaused.Slug, ApprovalRequired.Slug:
+	case WorkflowPaused.Slug, ApprovalRequired.Slug, DependencyNotDone.Slug:
 		return h.Get(headerSafeNewKey) == "true"
 	}
 	return false
@@ -341,8 +362,11 @@ func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
 	h.Set("Content-Type", strings.TrimSpace(contentType))
 	h.Set("Cache-Control", "no-store")
 	code := k.GRPCCode()
-	if p.RetryHelps {
+	switch {
+	case p.RetryHelps:
 		code = grpcUnavailable
+	case p.Final:
+		code = grpcFailedPrecondition
 	}
 	h.Set("Grpc-Status", strconv.Itoa(code))
 	h.Set("Grpc-Message", grpcMessage(strings.TrimSpace(k.Title+". "+p.Detail)))
@@ -562,6 +586,14 @@ var (
 		caller:   "Send the same call again after Retry-After.",
 		operator: "Look which workflow holds the permits (`agent_guard_bulkhead_*`). `bulkhead` in the route has the limits.",
 	}
+	DependencyNotDone = Kind{
+		Slug: "dependency-not-done", Status: http.StatusConflict, SafeNewKey: true,
+		Title: "What the call depends on is not done",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "The plan of the workflow has something come before this call, or the call's own token names it as its parent, and it is not done: it has not begun, runs, is in doubt, has failed, was undone or is about to be. `dependencies` names it with its state. Nothing was recorded or forwarded. With the `reason` final it will never be done, since it has failed or was undone, or cannot begin itself.",
+		caller:   "Send the same call again after Retry-After. Where `reason` is final no retry helps: the work has to be planned anew.",
+		operator: "The workflow's document shows what holds each node. A call in doubt is settled with `caddy agent-guard executions resolve`. `order_wait` has calls wait for a while; `order` says whether the parents that tokens name count.",
+	}
 	SnapshotFailed = Kind{
 		Slug: "snapshot-failed", Status: http.StatusServiceUnavailable, SafeNewKey: true,
 		Title: "What the call would change cannot be read now",
@@ -679,7 +711,7 @@ var (
 func Kinds() []Kind {
 	return append([]Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, NodeUnknown, NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, DependencyNotDone, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
 		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown,
 		parameterInvalid,
 	}, rollbackKinds()...)

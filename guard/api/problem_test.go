@@ -17,7 +17,7 @@ import (
 // Terminal ones carry what stops the SDKs' retries; retryable ones a string where
 // stripe-go wants a number, so that it retries what it cannot read.
 func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
-	retryable := map[string]bool{"body-timeout": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "circuit-open": true}
+	retryable := map[string]bool{"body-timeout": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "dependency-not-done": true, "circuit-open": true}
 	for _, k := range Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
 			p := NewProblem(k, "some detail")
@@ -137,7 +137,7 @@ func TestSafeNewKey(t *testing.T) {
 	safe := map[string]string{
 		"execution-id-missing": "there is no old key", "execution-id-invalid": "no call has run under such a key",
 		"rolled-back":    "the effect was undone",
-		"quota-exceeded": "found free", "bulkhead-full": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
+		"quota-exceeded": "found free", "bulkhead-full": "found free", "dependency-not-done": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
 		"node-unknown": "found free", "node-ambiguous": "found free",
 		"not-in-workflow": "a rollback", "coordinator-required": "a rollback", "rollback-conflict": "a rollback", "rollback-mismatch": "a rollback",
 		"cannot-prepare": "a rollback", "plan-changed": "a rollback", "depended-on": "a rollback", "checkpoint-unknown": "a rollback", "checkpoint-expired": "a rollback", "checkpoint-tampered": "a rollback",
@@ -173,6 +173,24 @@ func TestSafeNewKey(t *testing.T) {
 	}
 }
 
+// What will never be done refuses for good: no client retries, whatever it reads.
+func TestFinalProblem(t *testing.T) {
+	p := NewProblem(DependencyNotDone, "")
+	p.Final, p.Reason = true, "final"
+	p.Dependencies = []Dependency{{Node: "hold", State: "failed", Final: true}}
+	w := httptest.NewRecorder()
+	p.Write(w)
+	if h := w.Header(); h.Get("Retry-After") != "" || h.Get("X-Should-Retry") != "false" || h.Get("Stripe-Should-Retry") != "false" ||
+		strings.Contains(w.Body.String(), `"status":"409"`) || !strings.Contains(w.Body.String(), `"dependencies":[{"node":"hold","state":"failed","final":true}]`) {
+		t.Errorf("%v %s", h, w.Body)
+	}
+	w = httptest.NewRecorder()
+	p.WriteGRPC(w, "application/grpc")
+	if h := w.Header(); h.Get("Grpc-Status") != "9" || h.Get("Grpc-Retry-Pushback-Ms") != "-1" {
+		t.Errorf("%v", h)
+	}
+}
+
 // The status of gRPC of every kind, and what a client that is configured to retry makes of it.
 func TestGRPCStatuses(t *testing.T) {
 	codes := map[string]string{
@@ -185,7 +203,7 @@ func TestGRPCStatuses(t *testing.T) {
 		"body-too-large": "8", "quota-exceeded": "8", "bulkhead-full": "8",
 		"in-doubt": "9", "cannot-prepare": "9", "plan-changed": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",
 		"rolled-back": "10", "rollback-conflict": "10", "stream-refused": "12",
-		"in-progress": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
+		"in-progress": "14", "dependency-not-done": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
 		"circuit-open": "14", "ect-unavailable": "14", "body-timeout": "14",
 	}
 	for _, k := range Kinds() {

@@ -62,6 +62,7 @@ type Evidence struct {
 	recent *recent[ect.Node]   // recorded or looked up
 	seen   *recent[*ect.Token] // presented, and not recorded
 	uses   *uses
+	live   liveWorkflows
 	names  names
 	later  laterKeys
 	// unsigned says that unproven tokens are accepted, so that they have to be looked up
@@ -88,7 +89,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	}
 	e := &Evidence{
 		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
-		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: &uses{most: maxUses, m: map[string][]used{}},
+		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: &uses{most: maxUses, m: map[string][]used{}}, live: liveWorkflows{most: maxLive},
 	}
 	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"
 	e.later.under, e.later.called = []byte{spaceNames, 's'}, "the keys of what is not signed yet"
@@ -243,6 +244,7 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 				e.recent.add(scope{n.Workflow, n.ID}, n)
 			}
 		}
+		e.live.recorded(events, err)
 		return err
 	})
 	return b, nil

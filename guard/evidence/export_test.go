@@ -30,3 +30,9 @@ func (e *Evidence) WorkflowCompleteID(id string) string { return e.workflowCompl
 func (e *Evidence) RequestID(rollback, checkpoint string, now time.Time) string {
 	return e.requestID(&Request{Rollback: rollback, Checkpoint: checkpoint}, now)
 }
+
+// LimitLive bounds the records of live workflows.
+func (e *Evidence) LimitLive(most int) { e.live.most = most }
+
+// LiveRecords is how many records live workflows have.
+func (e *Evidence) LiveRecords() int { return e.live.records }

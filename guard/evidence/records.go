@@ -59,6 +59,9 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	} else if r.IsTask() {
 		r.Priority = priorityOf(ext)
 	}
+	if !IsUnproven(e) {
+		r.Node = text(MemberNode)
+	}
 	r.CheckpointID = NamedCheckpoint(ext)
 	r.Severity = text(ect.MemberSeverity)
 	r.Status = text(ect.MemberStatus)

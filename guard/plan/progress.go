@@ -30,6 +30,13 @@ func (d *Descriptor) Which(named, action string) (place int, err error) {
 	return same[0], nil
 }
 
+// place finds the node of a recorded task. A checkpoint that stands for a call without a token is no node
+// unless it names one: its own action says nothing of the call.
+func (d *Descriptor) place(named, action string, task bool) (place int, ok bool) {
+	place, err := d.Which(named, action)
+	return place, err == nil && (named != "" || task)
+}
+
 // Progress says where a workflow is in its plan, as documents show it. Nothing of it is stored: it
 // follows from the graph of what is recorded (ATD, "Node States").
 type Progress struct {
@@ -74,9 +81,8 @@ type Hold struct {
 }
 
 // Progress derives the states of all nodes from the workflow's graph. named returns the id of the node
-// that the token with an id names, or nothing: of a task its own, or else that of the gateway's
-// checkpoint for it. A checkpoint that stands for a call without a token is no node without it: its own
-// action says nothing of the call.
+// that the token with an id names, or nothing: of a task its own, or else that of the gateway's checkpoint
+// for it.
 func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *Progress {
 	p := &Progress{PlanID: d.WorkflowID, Version: d.Version(), Nodes: make([]Status, len(d.Nodes)), Others: []string{}}
 	for i := range p.Nodes {
@@ -99,9 +105,8 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 	}
 	for _, t := range g.Tasks() {
 		n := g.At(t)
-		name := cmp.Or(named(n.ID), guarded[n.ID])
-		place, err := d.Which(name, n.Action)
-		if err != nil || name == "" && !n.IsTask() {
+		place, ok := d.place(cmp.Or(named(n.ID), guarded[n.ID]), n.Action, n.IsTask())
+		if !ok {
 			p.Others = append(p.Others, n.ID)
 			continue
 		}
@@ -114,35 +119,27 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 	lost := make([]bool, len(d.Nodes))
 	for _, i := range d.order {
 		s := &p.Nodes[i]
-		if s.begun() {
+		if begun(s.State, s.Detail) {
 			continue
 		}
-		s.Holds = d.holds(i, p.Nodes, lost)
+		for _, j := range d.Nodes[i].Before {
+			if b := &p.Nodes[j]; holds(b.State, b.Detail) {
+				s.Holds = append(s.Holds, Hold{Node: b.ID, State: b.State, Detail: b.Detail, Final: lost[j] || workflow.Final(b.State, b.Detail)})
+			}
+		}
 		s.Ready = len(s.Holds) == 0
 		lost[i] = slices.ContainsFunc(s.Holds, func(h Hold) bool { return h.Final })
 	}
 	return p
 }
 
-// holds finds what node i waits for. lost are the nodes that can never begin.
-func (d *Descriptor) holds(i int, all []Status, lost []bool) []Hold {
-	holds := []Hold{}
-	for _, j := range d.Nodes[i].Before {
-		s := &all[j]
-		if s.State == workflow.Done && s.Detail == "" {
-			continue
-		}
-		final := lost[j] || s.State == workflow.RolledBack ||
-			s.State == workflow.Failed && s.Detail != workflow.DetailInDoubt && s.Detail != workflow.DetailReleased
-		holds = append(holds, Hold{Node: s.ID, State: s.State, Detail: s.Detail, Final: final})
-	}
-	return holds
+// begun reports whether something of a node was executed, or may have been.
+func begun(s workflow.State, d workflow.Detail) bool {
+	return s != workflow.Pending && !(s == workflow.Failed && d == workflow.DetailReleased)
 }
 
-// begun reports whether something of the node was executed, or may have been.
-func (s *Status) begun() bool {
-	return s.State != workflow.Pending && !(s.State == workflow.Failed && s.Detail == workflow.DetailReleased)
-}
+// holds reports whether what comes after a node has to wait.
+func holds(s workflow.State, d workflow.Detail) bool { return s != workflow.Done || d != "" }
 
 // weight orders the states of several calls of a node: the heaviest is the node's.
 func weight(s workflow.State, d workflow.Detail) int {

@@ -70,10 +70,13 @@ type world struct {
 	plan    *Descriptor
 	calls   []*call
 	records []workflow.Record
+	live    *Live // gets the records one by one, and of some several at once
+	has     int   // how many of the records live has
 }
 
 func (w *world) record(c *call, r workflow.Record) string {
 	c.writes++
+	r.Node = w.plan.Nodes[c.node].ID
 	r.ID, r.Own, r.Issuer = cmp.Or(r.ID, fmt.Sprint(c.name, "/", c.writes)), r.Issuer == "", cmp.Or(r.Issuer, "gateway")
 	w.records = append(w.records, r)
 	return r.ID
@@ -103,7 +106,11 @@ func (w *world) step() string {
 		w.claim(c)
 		return "begin " + c.name
 	}
-	c := w.calls[w.IntN(len(w.calls))]
+	return w.happens(w.calls[w.IntN(len(w.calls))])
+}
+
+// happens lets something happen to a call.
+func (w *world) happens(c *call) string {
 	switch {
 	case c.undo == "completed" || c.undo == "escalated":
 		return "nothing"
@@ -183,6 +190,12 @@ func (w *world) check(t *testing.T) {
 		name, _, _ := strings.Cut(id, "/")
 		return w.plan.Nodes[byTask[name]].ID
 	})
+	if w.live == nil {
+		w.live = NewLive()
+	}
+	w.live.Follow(w.plan)
+	w.live.Add(w.records[w.has:]...)
+	w.has = len(w.records)
 	if len(p.Others) > 0 {
 		t.Fatalf("no node of the plan: %v", p.Others)
 	}
@@ -203,8 +216,15 @@ func (w *world) check(t *testing.T) {
 		if got.Ready != (!begun && len(holds) == 0) || len(got.Holds) != len(holds) {
 			t.Fatalf("node %d: ready %v, held by %v; want %v", i, got.Ready, got.Holds, holds)
 		}
+		live := w.live.Holds(i, func(string) bool { return false })
+		if same := func(a, b Hold) bool { return a.Node == b.Node && a.State == b.State && a.Final == b.Final }; !begun && !slices.EqualFunc(live, got.Holds, same) {
+			t.Fatalf("node %d: live it is held by %v, want %v", i, live, got.Holds)
+		}
 		for k, h := range got.Holds {
 			before := &p.Nodes[holds[k]]
+			if _, details, _ := w.model(holds[k]); !slices.Contains(details, live[k].Detail) {
+				t.Fatalf("node %d: live it is held by %+v, want %q", i, live[k], details)
+			}
 			if h.Node != before.ID || h.State != before.State || h.Detail != before.Detail || h.Final != w.final(holds[k]) {
 				t.Fatalf("node %d is held by %+v, want node %d (for good: %v)", i, h, holds[k], w.final(holds[k]))
 			}

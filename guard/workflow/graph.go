@@ -88,6 +88,8 @@ type Record struct {
 	Expires time.Time
 	// Escalated says that a person was informed. It counts for a task and its errors.
 	Escalated bool
+	// Node is the node of a plan that the token names; empty for none.
+	Node string
 }
 
 // IsTask reports whether it is an action, not an event about one.
@@ -151,6 +153,8 @@ type Node struct {
 	State State
 	// Detail refines the state, if possible.
 	Detail Detail
+	// Called says that the gateway has recorded a call for it.
+	Called bool
 	// Worst is the highest severity among the errors that refer to it.
 	Worst string
 	// CriticalError is the id of an agent's critical error that refers to it; empty without one.

@@ -45,6 +45,7 @@ func derive(g *Graph) {
 		if g.nodes[i].IsCheckpoint() {
 			g.nodes[i].State, g.nodes[i].Detail = d.checkpoint(i)
 		}
+		g.nodes[i].Called = d.history[i].settled >= 0 || d.history[i].claimed >= 0
 	}
 }
 

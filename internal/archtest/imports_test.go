@@ -37,7 +37,7 @@ var layers = []layer{
 	{part: "guard/checkpoint!", may: append([]string{"guard/execution!"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard/rollback", may: append([]string{"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/workflow!", "guard/protocol!"}, leaves...), tests: []string{"guard", "ect!", "internal"}},
 	{part: "guard/evidence!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "ect", "breaker", "internal/durable",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "ect", "breaker", "internal/durable",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/api!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/drawing!", "ect", "breaker",

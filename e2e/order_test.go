@@ -1,0 +1,71 @@
+package e2e
+
+import (
+	"encoding/json"
+	"net/http"
+	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+)
+
+// A-topological-order-b, -c: with `order par` a call whose token names a call that runs is refused, and nothing of
+// it is recorded. One that waits gets through when that is done, and what does not depend on it is not held up.
+func TestOrderByParents(t *testing.T) {
+	upstream, a, hold := newUpstream(t), newAgent(t, "a"), newGate(t)
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + upstream.addr + " {\n order par\n action patient {\n match path /patient\n order_wait 1m\n }\n}"})
+	upstream.on("/slow", func(w http.ResponseWriter, _ *arrival) { hold.pass() })
+	upstream.on("/fails", status(http.StatusUnprocessableEntity, ""))
+	wid := uuid.NewString()
+	in := func(parents ...string) *ect.Token { return a.issue(ect.Claims{Workflow: wid, Parents: parents}) }
+	first := in()
+	running := g.begin(with(first, request{path: "/slow"}))
+	wait(t, hold.arrived, "the first call")
+
+	type problem struct {
+		Reason       string
+		Dependencies []api.Dependency
+	}
+	read := func(got reply) (doc problem) {
+		t.Helper()
+		got.problem(t, http.StatusConflict, "dependency-not-done")
+		if err := json.Unmarshal([]byte(got.body), &doc); err != nil {
+			t.Fatal(err)
+		}
+		return doc
+	}
+	second := in(first.ID())
+	for range 2 {
+		got := g.call(with(second, request{path: "/pay"}))
+		doc := read(got)
+		if got.header.Get("Retry-After") == "" || len(doc.Dependencies) != 1 || doc.Dependencies[0].Task != first.ID() || doc.Dependencies[0].State != "running" {
+			t.Fatalf("%d %v %s", got.status, got.header, got.body)
+		}
+	}
+	if got := g.call(with(in(), request{path: "/pay"})); got.status != http.StatusCreated {
+		t.Errorf("beside it: %d %s", got.status, got.body)
+	}
+	patient := g.begin(with(in(first.ID()), request{path: "/patient"}))
+	eventually(t, "a call waits for its parent", func() bool { return waiting("guard.ordered") > 0 })
+	upstream.arrived("/patient", 0)
+	hold.open()
+	if got := running.answer(); got.status != http.StatusOK {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	if got := patient.answer(); got.status != http.StatusCreated {
+		t.Errorf("who waited: %d %s", got.status, got.body)
+	}
+	g.call(with(second, request{path: "/pay"})).want(t, http.StatusCreated, "arrival 2", "executed")
+	g.call(with(second, request{path: "/pay"})).want(t, http.StatusCreated, "arrival 2", "replayed")
+
+	failed := in()
+	g.call(with(failed, request{path: "/fails"}))
+	got := g.call(with(in(failed.ID()), request{path: "/pay"}))
+	got.terminal(t, http.StatusConflict, "dependency-not-done")
+	if doc := read(got); doc.Reason != "final" || !doc.Dependencies[0].Final || doc.Dependencies[0].State != "failed" {
+		t.Errorf("%s", got.body)
+	}
+	upstream.arrived("/pay", 2)
+}

@@ -1,0 +1,234 @@
+package evidence_test
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	. "github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+func keyOf(name string) (k execution.Key) {
+	copy(k[:], name)
+	return k
+}
+
+// waitsFor says what a token waits for that names these ids as its parents.
+func (b *rollbackBench) waitsFor(wid string, parents ...string) string {
+	b.t.Helper()
+	text := ""
+	if _, err := b.evidence.Live(b.t.Context(), b.recorder.EventBuilder, wid, func(l *plan.Live) bool {
+		for _, t := range l.Holding(parents) {
+			text += string(t.State) + " " + string(t.Detail)
+		}
+		return false
+	}); err != nil {
+		b.t.Fatal(err)
+	}
+	return text
+}
+
+// calls records the checkpoint of a call, and returns how to record its outcome.
+func (b *rollbackBench) calls(wid, parent string) func(verdict execution.Verdict) {
+	b.t.Helper()
+	c := &Call{Key: keyOf(parent), Action: "act", Workflow: wid, Parents: []string{parent}, TTL: time.Hour, Reversible: true}
+	now := time.Now()
+	draft, err := b.recorder.EventBuilder.Checkpoint(now, c)
+	if err == nil {
+		err = b.evidence.Append(b.t.Context(), now, nil, draft)
+	}
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return func(verdict execution.Verdict) {
+		drafts, err := b.recorder.EventBuilder.Outcome(now, c, &Outcome{Checkpoint: draft.ID(), Verdict: verdict, Status: 200})
+		if err == nil {
+			err = b.evidence.Append(b.t.Context(), now, nil, drafts...)
+		}
+		if err != nil {
+			b.t.Error(err)
+		}
+	}
+}
+
+// The states follow the ledger: whoever sees a commit end finds it counted, at once and after a restart, whether
+// events are signed later or at once.
+func TestLiveFollowsTheLedger(t *testing.T) {
+	for _, later := range []bool{true, false} {
+		b := newRollbackBench(t)
+		if err := b.evidence.SignWhenShown(t.Context(), later, b.ring); err != nil {
+			t.Fatal(err)
+		}
+		wid := uuid.NewString()
+		want := func(id, state string) {
+			t.Helper()
+			if got := b.waitsFor(wid, id); got != state {
+				t.Fatalf("%s: %q, want %q (signed later: %v)", id, got, state, later)
+			}
+		}
+		one, two := b.token(alice, ect.Claims{Workflow: wid}), b.token(alice, ect.Claims{Workflow: wid})
+		want(one.ID(), "") // no call
+		settle := b.calls(wid, one.ID())
+		want(one.ID(), "running ")
+		doubt := b.calls(wid, two.ID())
+		settle(execution.Completed)
+		want(one.ID(), "")
+		doubt(execution.InDoubt)
+		want(two.ID(), "failed in_doubt")
+		if err := b.evidence.Close(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		b.open()
+		want(one.ID(), "")
+		want(two.ID(), "failed in_doubt")
+	}
+}
+
+// Beside calls that end, every reader finds what has ended before it began to read: also who reads the workflow
+// from the ledger meanwhile.
+func TestLiveBesideCommits(t *testing.T) {
+	b := newRollbackBench(t)
+	wid := uuid.NewString()
+	var all sync.WaitGroup
+	for range 16 {
+		token := b.token(alice, ect.Claims{Workflow: wid})
+		settle := b.calls(wid, token.ID())
+		all.Go(func() {
+			settle(execution.Completed)
+			if got := b.waitsFor(wid, token.ID()); got != "" {
+				t.Errorf("%q after the outcome was recorded", got)
+			}
+		})
+	}
+	all.Wait()
+}
+
+// Who waits is woken by a change, and a workflow whose latest event nobody knows to be recorded is read again.
+func TestLiveChanges(t *testing.T) {
+	b := newRollbackBench(t)
+	wid := uuid.NewString()
+	token := b.token(alice, ect.Claims{Workflow: wid})
+	settle := b.calls(wid, token.ID())
+	watch := func() <-chan struct{} {
+		t.Helper()
+		changed, err := b.evidence.Live(t.Context(), b.recorder.EventBuilder, wid, func(l *plan.Live) bool { return len(l.Holding([]string{token.ID()})) > 0 })
+		if err != nil {
+			t.Fatal(err)
+		}
+		return changed
+	}
+	changed := watch()
+	select {
+	case <-changed:
+		t.Error("nothing has changed")
+	default:
+	}
+	settle(execution.Completed)
+	if <-changed; watch() != nil {
+		t.Error("who has nothing to wait for gets a channel")
+	}
+
+	token = b.token(alice, ect.Claims{Workflow: wid})
+	_ = b.calls(wid, token.ID())
+	changed = watch()
+	draft, err := b.recorder.EventBuilder.Checkpoint(time.Now(), &Call{Action: "act", Workflow: wid, TTL: time.Hour})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, failure := range []error{store.ErrUnknown, errors.New("disk full")} {
+		batch, err := b.evidence.NewBatch(time.Now(), nil, draft)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = batch.Done(failure)
+		select {
+		case <-changed:
+			if failure != store.ErrUnknown {
+				t.Error("nothing was recorded")
+			}
+			changed = watch()
+		default:
+			if failure == store.ErrUnknown {
+				t.Error("something may have changed")
+			}
+		}
+	}
+}
+
+// P4: a workflow that was not read whole has no states: while an event of the ledger does not open, and where there
+// are more records than there is room for.
+func TestLiveNeedsAllOfTheWorkflow(t *testing.T) {
+	b := newBench(t)
+	wid := uuid.NewString()
+	ask := func() (read bool, err error) {
+		_, err = b.evidence.Live(t.Context(), b.builder, wid, func(*plan.Live) bool {
+			read = true
+			return false
+		})
+		return read, err
+	}
+	b.evidence.LimitLive(4)
+	for n := range 3 {
+		b.recordCall(t, call(wid), Outcome{Verdict: execution.Completed, Status: 200})
+		if read, err := ask(); read != (n < 2) || n == 2 && !errors.As(err, new(*rollback.TooManyError)) {
+			t.Errorf("of %d calls: %v, %v", n+1, read, err)
+		}
+	}
+	b.evidence.LimitLive(100)
+	if read, err := ask(); !read || err != nil {
+		t.Errorf("%v, %v", read, err)
+	}
+
+	draft, err := b.builder.Checkpoint(time.Now(), call(wid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	batch, err := b.evidence.NewBatch(time.Now(), nil, draft)
+	if err != nil {
+		t.Fatal(err)
+	}
+	writes := batch.Writes()
+	event := writes[1].Value
+	event[len(event)-1] ^= 1
+	if _, err := b.store.Commit(t.Context(), writes...); err != nil {
+		t.Fatal(err)
+	}
+	b.close(t)
+	b.open(t)
+	for range 2 {
+		if read, err := ask(); read || err == nil {
+			t.Errorf("with a damaged event: %v, %v", read, err)
+		}
+	}
+}
+
+// The workflows that nobody has asked for the longest make room for others, and are read again.
+func TestLiveMakesRoom(t *testing.T) {
+	b := newRollbackBench(t)
+	b.evidence.LimitLive(6)
+	var tokens []*ect.Token
+	for range 5 {
+		token := b.token(alice, ect.Claims{Workflow: uuid.NewString()})
+		tokens = append(tokens, token)
+		b.calls(token.Workflow(), token.ID())
+	}
+	for range 3 {
+		for _, token := range tokens {
+			if got := b.waitsFor(token.Workflow(), token.ID()); got != "running " {
+				t.Fatalf("%q", got)
+			}
+			if n := b.evidence.LiveRecords(); n > 6 {
+				t.Fatalf("%d records", n)
+			}
+		}
+	}
+}

@@ -1,0 +1,112 @@
+package guard
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+)
+
+// A workflow's tasks begin in topological order (ATD, "Topological Order"; ADR 0115): a call waits until
+// what it depends on is done, or is refused. What it depends on are the parents that its own tokens name,
+// where the action's Order says so. All states are those of the ledger as it is now (guard/evidence/live.go).
+
+// maxDependencies is how many dependencies a problem names.
+const maxDependencies = 20
+
+// ordered refuses a call that must not begin before something else is done. It waits for that as long as
+// the call may, unless the call is about to be claimed: then a rollback of its workflow waits for it.
+func ordered(x *Call, claims bool) error {
+	parents := orderedBy(x)
+	if len(parents) == 0 {
+		return nil
+	}
+	begun := time.Now()
+	until := begun
+	if !claims {
+		until = begun.Add(x.part.within(x.action.OrderWait))
+	}
+	_, said := callersTime(x.r.Header, x.h.DeadlineHeader)
+	if limit := begun.Add(x.call.Deadline); said && limit.Before(until) {
+		until = limit
+	}
+	timer := time.NewTimer(time.Until(until))
+	defer timer.Stop()
+	for over := !begun.Before(until); ; {
+		p, changed, err := dependencies(x, parents)
+		if err != nil {
+			return x.storeFailed(err)
+		}
+		if p == nil {
+			if said {
+				x.call.Deadline -= time.Since(begun)
+			}
+			return nil
+		}
+		if p.Final || over {
+			return p
+		}
+		select {
+		case <-changed:
+		case <-timer.C:
+			over = true // what has changed until now counts
+		case <-x.engine.Waits.Done():
+			over = true
+		case <-x.r.Context().Done():
+			return x.gone()
+		}
+	}
+}
+
+// orderedBy are the parents of the call that have to be done. Undos are ordered by their rollback.
+func orderedBy(x *Call) (parents []string) {
+	s := &x.evidence
+	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || IsUndo(x.r.Context()) {
+		return nil
+	}
+	for _, t := range s.tokens.Own {
+		for _, id := range t.Parents() {
+			parents = append(parents, id, ect.UnprovenID(id))
+		}
+	}
+	return parents
+}
+
+// dependencies is the problem of a call with something before it that is not done; nil without. changed is
+// closed when that may have changed.
+func dependencies(x *Call, parents []string) (p *api.Problem, changed <-chan struct{}, err error) {
+	s := &x.evidence
+	var found []api.Dependency
+	changed, err = s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
+		for _, t := range l.Holding(parents) {
+			found = append(found, api.Dependency{
+				Task: t.ID, Action: t.Action, State: t.State, Detail: t.Detail, Final: t.Final(),
+			})
+		}
+		return len(found) > 0
+	})
+	if err != nil || len(found) == 0 {
+		return nil, nil, err
+	}
+	final := func(d api.Dependency) bool { return d.Final }
+	p = x.problem(api.DependencyNotDone, "", 0)
+	p.Final = slices.ContainsFunc(found, final)
+	p.Detail = fmt.Sprintf("Of what it depends on %d are not done. Nothing was forwarded.", len(found))
+	if p.Final {
+		p.Reason = "final"
+		slices.SortStableFunc(found, func(a, b api.Dependency) int {
+			switch {
+			case a.Final == b.Final:
+				return 0
+			case a.Final:
+				return -1
+			}
+			return 1
+		})
+	}
+	p.Dependencies = found[:min(len(found), maxDependencies)]
+	return p, changed, nil
+}

@@ -1,0 +1,210 @@
+package workflow_test
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	. "github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// same holds that a Live has the tasks of the graph of the same records, in their states.
+func same(t *testing.T, all []Record, l *Live, tasks map[*Calls][]Task) {
+	t.Helper()
+	for _, c := range l.Changes() {
+		if tasks[c] = c.Tasks; len(c.Tasks) == 0 {
+			delete(tasks, c)
+		}
+	}
+	g, got := New(all), map[string]Task{}
+	for _, of := range tasks {
+		for _, task := range of {
+			if _, twice := got[task.ID]; twice {
+				t.Fatalf("%s stands twice", task.ID)
+			}
+			got[task.ID] = task
+		}
+	}
+	for _, i := range g.Tasks() {
+		n := g.At(i)
+		task, there := got[n.ID]
+		if !there && n.IsCheckpoint() && !n.Own && n.Node == "" {
+			continue // it is no node of any plan
+		}
+		delete(got, n.ID)
+		if !there || task.State != n.State || task.Detail != n.Detail || task.Called != n.Called || task.Event != n.Event {
+			t.Fatalf("%s is %s %s (called: %v); it is there: %v, as %+v\n%+v", n.ID, n.State, n.Detail, n.Called, there, task, all)
+		}
+	}
+	if len(got) > 0 {
+		t.Fatalf("no tasks: %v\n%+v", got, all)
+	}
+	together := 0
+	for _, c := range l.All() {
+		together += len(c.Tasks)
+	}
+	for _, of := range tasks {
+		together -= len(of)
+	}
+	if together != 0 {
+		t.Fatalf("All has %d tasks more", together)
+	}
+}
+
+// FuzzLive: whatever comes in whatever order, the states are those that the whole graph has.
+func FuzzLive(f *testing.F) {
+	f.Add([]byte{0, 0, 0, 0, 255, 255, 0x23, 0, 0, 0, 1, 255, 0x20, 0x10, 0, 0, 1, 2})
+	f.Add([]byte{3, 0, 0, 0, 255, 255, 0, 0, 0, 0, 1, 255, 8, 0, 2, 0, 1, 255})
+	f.Fuzz(func(t *testing.T, data []byte) {
+		l, tasks := NewLive(), map[*Calls][]Task{}
+		all := records(data)
+		for i, r := range all {
+			l.Add(r)
+			l.Add(r) // twice is once
+			if i%3 == 0 || i == len(all)-1 {
+				same(t, all[:i+1], l, tasks)
+			}
+		}
+	})
+}
+
+func TestLiveOfRandomRecords(t *testing.T) {
+	r := rand.New(rand.NewPCG(17, 3))
+	for range 300 {
+		data := make([]byte, 6*(1+r.IntN(14)))
+		for i := range data {
+			data[i] = byte(r.Uint32())
+		}
+		// Parents that exist, more often than chance has it, and events of the gateway.
+		for i := 0; i+6 <= len(data); i += 6 {
+			if data[i+4] = byte(1 + r.IntN(5)); r.IntN(3) == 0 {
+				data[i] = 0x20 | byte(r.IntN(12))
+			}
+		}
+		l, tasks := NewLive(), map[*Calls][]Task{}
+		all := records(data)
+		for i, record := range all {
+			l.Add(record)
+			same(t, all[:i+1], l, tasks)
+		}
+	}
+}
+
+// called are the records of a call as the gateway makes them: the agent's token, the checkpoint, and the
+// outcome, if it has one, with an error where that is no success.
+func called(name, node string, outcome Outcome, parents ...string) []Record {
+	all := []Record{
+		{ID: name, Parents: parents, Action: "act", Issuer: "agent", Node: node},
+		{ID: name + "/c", Parents: []string{name}, Event: ect.EventCheckpoint, Own: true, Issuer: gateway, Execution: name, Node: node, Reversible: true},
+	}
+	if outcome == "" {
+		return all
+	}
+	all = append(all, Record{ID: name + "/s", Parents: []string{name, name + "/c"}, Action: "act", Own: true, Issuer: gateway, Execution: name, Outcome: outcome})
+	if outcome != Completed {
+		all = append(all, Record{ID: name + "/e", Parents: []string{name + "/s", name}, Event: ect.EventError, Own: true, Issuer: gateway, CheckpointID: name + "/c", Severity: "error"})
+	}
+	return all
+}
+
+// A-topological-order-b: of what a token names as a parent the calls hold it that are not done. What is no
+// call does not, unless it has failed. A checkpoint or an error counts by its own action.
+func TestHolding(t *testing.T) {
+	own := func(r Record) Record {
+		r.Own, r.Issuer = true, gateway
+		return r
+	}
+	agents := func(r Record) Record {
+		r.Issuer = "agent"
+		return r
+	}
+	base := slices.Concat(
+		called("done", "", Completed), called("runs", "", ""), called("doubt", "", InDoubt), called("free", "", Released),
+		called("undone", "", Completed), called("asked", "", Completed), called("broken", "", Completed),
+		[]Record{
+			agents(Record{ID: "thought"}), agents(Record{ID: "wrong"}),
+			agents(Record{ID: "wrong/e", Event: ect.EventError, Parents: []string{"wrong"}, Severity: "error"}),
+			own(Record{ID: "u1", Event: ect.EventRollbackStart, CheckpointID: "undone/c"}),
+			own(Record{ID: "u2", Event: ect.EventRollbackComplete, CheckpointID: "undone/c", Status: "completed"}),
+			own(Record{ID: "a1", Event: ect.EventRollbackStart, CheckpointID: "asked/c"}),
+			agents(Record{ID: "broken/x", Event: ect.EventError, Parents: []string{"broken"}, Severity: "error"}),
+			agents(Record{ID: "start", Event: ect.EventWorkflowStart}),
+			agents(Record{ID: "before", Event: ect.EventCheckpoint, Parents: []string{"runs"}}),
+			agents(Record{ID: "first", Event: ect.EventCheckpoint}),
+		})
+	for _, more := range []struct {
+		name string
+		all  []Record
+	}{{"few", nil}, {"all", []Record{ // makes New get all of them
+		agents(Record{ID: "k", Event: ect.EventCheckpoint}), agents(Record{ID: "k/e", Event: ect.EventError, Parents: []string{"k"}}),
+	}}} {
+		l := NewLive()
+		for _, r := range slices.Concat(base, more.all) {
+			l.Add(r)
+		}
+		l.Changes()
+		for parent, want := range map[string]string{
+			"done": "", "done/c": "", "done/s": "", "start": "", "unknown": "", "thought": "", "first": "", "k": "",
+			"runs": "runs running ", "runs/c": "runs/c running ", "before": "runs running ",
+			"doubt": "doubt failed in_doubt", "doubt/e": "doubt/s failed in_doubt", "free": "free failed released", "free/s": "free/s failed released",
+			"undone": "undone rolled_back ", "undone/c": "undone/c rolled_back ", "asked": "asked done rollback_requested",
+			"broken": "broken failed ", "broken/x": "broken failed ", "wrong": "wrong failed ", "wrong/e": "wrong failed ",
+		} {
+			got := ""
+			for _, task := range l.Holding([]string{parent, "done"}) {
+				got += task.ID + " " + string(task.State) + " " + string(task.Detail)
+			}
+			if got != want {
+				t.Errorf("%s: after %s waits for %q, want %q", more.name, parent, got, want)
+			}
+		}
+		// Asking about what nobody knows yet changes nothing.
+		l.Holding([]string{"later"})
+		for _, r := range called("later", "", Completed) {
+			l.Add(r)
+		}
+		if l.Changes(); len(l.Holding([]string{"later"})) > 0 || more.all == nil && len(l.All()) < 5 {
+			t.Errorf("%s: %v in %d", more.name, l.Holding([]string{"later"}), len(l.All()))
+		}
+	}
+}
+
+// A task has the checkpoints that the gateway has made for it, also those of earlier attempts, and the node
+// that they name.
+func TestTaskOfLive(t *testing.T) {
+	l := NewLive()
+	for _, r := range called("x", "", Released) {
+		l.Add(r)
+	}
+	l.Add(Record{ID: "x/c2", Parents: []string{"x"}, Event: ect.EventCheckpoint, Own: true, Issuer: gateway, Execution: "x", Node: "pay"})
+	for _, c := range l.Changes() {
+		if len(c.Tasks) == 0 {
+			continue
+		}
+		if got := c.Tasks[0]; len(c.Tasks) > 1 || got.ID != "x" || got.State != Running || got.Node != "pay" || !slices.Equal(got.Checkpoints, []string{"x/c", "x/c2"}) {
+			t.Errorf("%+v", c.Tasks)
+		}
+	}
+}
+
+// BenchmarkLive adds the records of one call to a workflow that has 10,000.
+func BenchmarkLive(b *testing.B) {
+	l := NewLive()
+	n := 0
+	add := func() {
+		n++
+		name := string(rune('a'+n%26)) + string(rune(n))
+		for _, r := range called(name, "node", Completed) {
+			l.Add(r)
+			l.Changes()
+		}
+	}
+	for range 10_000 {
+		add()
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		add()
+	}
+}
