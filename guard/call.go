@@ -961,13 +961,13 @@ func (x *Call) execute(e *execution.Execution) error {
 		outcome.Task = x.heard.End().Task
 	}
 	x.noted.outcome = outcome.Verdict
-	if outcome.Whole {
+	if outcome.Whole && !f.cut() {
 		showed(x, f.rec.Status(), f.rec.Header())
 	}
 	if outcome.Internal || outcome.Verdict == execution.InDoubt { // ADR 0070: evidence from its end on, before it is recorded
 		f.rec.shows = http.StatusInternalServerError
 	}
-	if x.action.Async && outcome.Whole {
+	if x.action.Async && outcome.Whole && !f.cut() {
 		x.observe(outcome, f.rec.Header())
 		ended = true
 		if outcome.Verdict == execution.InDoubt {
@@ -1060,6 +1060,9 @@ func (x *Call) request(ctx context.Context) *http.Request {
 func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec
 	switch {
+	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && understood(x) &&
+		isEvents(rec.Header().Get("Content-Type")) && x.heard.End().Meaning != protocol.Unanswered:
+		// What was cut off behind the final answer of a stream says no more of the call.
 	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
 		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseTruncated), Status: rec.Status()}
 	case f.failed() && f.NotSent:
@@ -1152,7 +1155,7 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 		x.abortIfSent(f)
 		f.rec.Reset()
 		return x.inDoubtAnswer(execution.CauseUnrecorded)
-	case o.Whole:
+	case o.Whole && !f.cut():
 		x.showFailure(f.rec.Header())
 		return x.releaseEnd(f)
 	}
@@ -1182,13 +1185,16 @@ func (x *Call) releaseEnd(f *forwarding) error {
 	return nil
 }
 
-// drain sends the client what has arrived of an answer without an end.
+// drain sends the client what has arrived of an answer without an end. Its connection must be aborted then.
 func (x *Call) drain(f *forwarding) {
 	if f.rec.Apart() {
 		x.engine.readers.enter()
 		defer x.engine.readers.leave()
 	}
 	f.rec.Drain(x.engine.Waits)
+	if x.w.final { // what was not flushed may not reach the client
+		x.w.attempt.Unanswered()
+	}
 }
 
 func (x *Call) abortIfSent(f *forwarding) {

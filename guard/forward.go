@@ -28,6 +28,11 @@ type forwarding struct {
 
 func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() }
 
+// cut reports that the answer has no end.
+func (f *forwarding) cut() bool {
+	return f.Panicked == http.ErrAbortHandler || f.Panicked == nil && f.Err != nil
+}
+
 // callSink feeds an execution from a Recorder, and what its undo needs.
 type callSink struct {
 	e *execution.Execution

@@ -120,6 +120,14 @@ func streamed(rest string) func(http.ResponseWriter, string) {
 	}
 }
 
+// cutBehind breaks off behind the event.
+func cutBehind(rest string) func(http.ResponseWriter, string) {
+	return func(w http.ResponseWriter, id string) {
+		streamed(rest)(w, id)
+		panic(http.ErrAbortHandler)
+	}
+}
+
 const (
 	result      = `"result":{"content":[]}`
 	toolError   = `"result":{"isError":true,"content":[]}`
@@ -140,71 +148,73 @@ var (
 )
 
 var ways = map[string]way{
-	"200":                       {ending: done, make: plain, answer: status(200, "charge")},
-	"200, without a length":     {ending: done, make: plain, answer: func(w http.ResponseWriter, _ string) { _, _ = io.WriteString(w, "charge"); w.(http.Flusher).Flush() }},
-	"200, larger than kept":     {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
-	"200, async":                {ending: done, early: true, make: plain, answer: status(200, "charge"), action: async},
-	"204":                       {ending: done, make: plain, answer: status(204, "")},
-	"304":                       {ending: done, make: plain, answer: status(304, "")},
-	"200 in doubt":              {ending: doubted, make: plain, answer: status(200, "charge"), action: asDoubt(200, false)},
-	"200 in doubt, async":       {ending: doubted, early: true, make: plain, answer: status(200, "charge"), action: asDoubt(200, true)},
-	"400":                       {ending: done, make: plain, answer: status(400, "bad")},
-	"409":                       {ending: done, make: plain, answer: status(409, "bad")},
-	"499, async":                {ending: doubted, early: true, make: plain, answer: status(499, "bad"), action: async},
-	"500":                       {ending: failed, make: plain, answer: status(500, "bad")},
-	"500, async":                {ending: failed, early: true, make: plain, answer: status(500, "bad"), action: async},
-	"500, larger than kept":     {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
-	"502":                       {ending: doubted, make: plain, answer: status(502, "bad")},
-	"502, async":                {ending: doubted, early: true, make: plain, answer: status(502, "bad"), action: async},
-	"529":                       {ending: refused, make: plain, answer: status(529, "busy")},
-	"529, async":                {ending: refused, early: true, make: plain, answer: status(529, "busy"), action: async},
-	"the connection is lost":    {ending: doubted, make: plain, answer: func(http.ResponseWriter, string) { panic(http.ErrAbortHandler) }},
-	"MCP":                       {ending: done, rules: protocol.MCP, make: tool, answer: document(result)},
-	"MCP, async":                {ending: done, early: true, rules: protocol.MCP, make: tool, answer: document(result), action: async},
-	"MCP, isError":              {ending: done, rules: protocol.MCP, make: tool, answer: document(toolError)},
-	"MCP, -32603":               {ending: failed, rules: protocol.MCP, make: tool, answer: document(internal)},
-	"MCP, -32603, async":        {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: document(internal), action: async},
-	"MCP, -32000":               {ending: done, rules: protocol.MCP, make: tool, answer: document(serverError)},
-	"MCP, -32000, strict":       {ending: doubted, rules: protocol.MCP, make: tool, answer: document(serverError), action: strict},
-	"MCP, -32601":               {ending: refused, rules: protocol.MCP, make: tool, answer: document(unknownTool)},
-	"MCP, in doubt behind":      {ending: doubted, rules: protocol.MCP, make: tool, answer: document(otherGuard)},
-	"MCP, 404":                  {ending: refused, rules: protocol.MCP, make: tool, answer: status(404, "gone")},
-	"events":                    {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result)},
-	"events, isError":           {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(toolError)},
-	"events, async":             {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: async},
-	"events, -32603":            {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: streamed(internal)},
-	"events, -32000":            {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError)},
-	"events, -32000, strict":    {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError), action: strict},
-	"events, -32601":            {ending: refused, early: true, rules: protocol.MCP, make: tool, answer: streamed(unknownTool)},
-	"events, in doubt behind":   {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(otherGuard)},
-	"events, 200 in doubt":      {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: asDoubt(200, false)},
-	"events, guessed":           {ending: done, early: true, rules: protocol.Auto, make: tool, answer: streamed(result)},
-	"array":                     {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result)},
-	"array, async":              {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result), action: async},
-	"array, -32603":             {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal)},
-	"array, -32603, async":      {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal), action: async},
-	"array, in doubt, async":    {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
-	"array, 500":                {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: status(500, "bad")},
-	"array of events":           {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: streamed(result)},
-	"batch":                     {ending: done, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result)},
-	"batch, async":              {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result), action: async},
-	"batch, -32603":             {ending: failed, calls: 2, rules: protocol.MCP, make: two(events), answer: document(internal)},
-	"batch, in doubt":           {ending: doubted, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: strict},
-	"batch, in doubt, async":    {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
-	"batch of events":           {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(result)},
-	"batch of events, -32603":   {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(internal)},
-	"batch of events, in doubt": {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(serverError), action: strict},
-	"resumed":                   {ending: done, early: true, rules: protocol.MCP, make: tool, get: result},
-	"resumed, -32603":           {ending: failed, early: true, rules: protocol.MCP, make: tool, get: internal},
-	"resumed, -32000":           {ending: done, early: true, rules: protocol.MCP, make: tool, get: serverError},
-	"resumed, in doubt":         {ending: doubted, early: true, rules: protocol.MCP, make: tool, get: serverError, action: strict},
-	"resumed, -32601":           {ending: refused, early: true, rules: protocol.MCP, make: tool, get: unknownTool},
-	"A2A":                       {ending: done, rules: protocol.A2A, make: task("SendMessage"), answer: document(finished)},
-	"A2A, -32603":               {ending: failed, rules: protocol.A2A, make: task("SendMessage"), answer: document(internal)},
-	"A2A events":                {ending: done, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(finished)},
-	"A2A events, -32603":        {ending: failed, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal)},
-	"A2A events, -32004":        {ending: refused, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(`"error":{"code":-32004,"message":"m"}`)},
-	"A2A events, doubt":         {ending: doubted, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal), action: strict},
+	"200":                         {ending: done, make: plain, answer: status(200, "charge")},
+	"200, without a length":       {ending: done, make: plain, answer: func(w http.ResponseWriter, _ string) { _, _ = io.WriteString(w, "charge"); w.(http.Flusher).Flush() }},
+	"200, larger than kept":       {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"200, async":                  {ending: done, early: true, make: plain, answer: status(200, "charge"), action: async},
+	"204":                         {ending: done, make: plain, answer: status(204, "")},
+	"304":                         {ending: done, make: plain, answer: status(304, "")},
+	"200 in doubt":                {ending: doubted, make: plain, answer: status(200, "charge"), action: asDoubt(200, false)},
+	"200 in doubt, async":         {ending: doubted, early: true, make: plain, answer: status(200, "charge"), action: asDoubt(200, true)},
+	"400":                         {ending: done, make: plain, answer: status(400, "bad")},
+	"409":                         {ending: done, make: plain, answer: status(409, "bad")},
+	"499, async":                  {ending: doubted, early: true, make: plain, answer: status(499, "bad"), action: async},
+	"500":                         {ending: failed, make: plain, answer: status(500, "bad")},
+	"500, async":                  {ending: failed, early: true, make: plain, answer: status(500, "bad"), action: async},
+	"500, larger than kept":       {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"502":                         {ending: doubted, make: plain, answer: status(502, "bad")},
+	"502, async":                  {ending: doubted, early: true, make: plain, answer: status(502, "bad"), action: async},
+	"529":                         {ending: refused, make: plain, answer: status(529, "busy")},
+	"529, async":                  {ending: refused, early: true, make: plain, answer: status(529, "busy"), action: async},
+	"the connection is lost":      {ending: doubted, make: plain, answer: func(http.ResponseWriter, string) { panic(http.ErrAbortHandler) }},
+	"MCP":                         {ending: done, rules: protocol.MCP, make: tool, answer: document(result)},
+	"MCP, async":                  {ending: done, early: true, rules: protocol.MCP, make: tool, answer: document(result), action: async},
+	"MCP, isError":                {ending: done, rules: protocol.MCP, make: tool, answer: document(toolError)},
+	"MCP, -32603":                 {ending: failed, rules: protocol.MCP, make: tool, answer: document(internal)},
+	"MCP, -32603, async":          {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: document(internal), action: async},
+	"MCP, -32000":                 {ending: done, rules: protocol.MCP, make: tool, answer: document(serverError)},
+	"MCP, -32000, strict":         {ending: doubted, rules: protocol.MCP, make: tool, answer: document(serverError), action: strict},
+	"MCP, -32601":                 {ending: refused, rules: protocol.MCP, make: tool, answer: document(unknownTool)},
+	"MCP, in doubt behind":        {ending: doubted, rules: protocol.MCP, make: tool, answer: document(otherGuard)},
+	"MCP, 404":                    {ending: refused, rules: protocol.MCP, make: tool, answer: status(404, "gone")},
+	"events":                      {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result)},
+	"events, isError":             {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(toolError)},
+	"events, async":               {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: async},
+	"events, -32603":              {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: streamed(internal)},
+	"events, -32000":              {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError)},
+	"events, -32000, strict":      {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError), action: strict},
+	"events, -32601":              {ending: refused, early: true, rules: protocol.MCP, make: tool, answer: streamed(unknownTool)},
+	"events, in doubt behind":     {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(otherGuard)},
+	"events, 200 in doubt":        {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: asDoubt(200, false)},
+	"events, cut behind":          {ending: done, early: true, rules: protocol.MCP, make: tool, answer: cutBehind(result)},
+	"batch of events, cut behind": {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: cutBehind(internal)},
+	"events, guessed":             {ending: done, early: true, rules: protocol.Auto, make: tool, answer: streamed(result)},
+	"array":                       {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result)},
+	"array, async":                {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result), action: async},
+	"array, -32603":               {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal)},
+	"array, -32603, async":        {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal), action: async},
+	"array, in doubt, async":      {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
+	"array, 500":                  {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: status(500, "bad")},
+	"array of events":             {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: streamed(result)},
+	"batch":                       {ending: done, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result)},
+	"batch, async":                {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result), action: async},
+	"batch, -32603":               {ending: failed, calls: 2, rules: protocol.MCP, make: two(events), answer: document(internal)},
+	"batch, in doubt":             {ending: doubted, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: strict},
+	"batch, in doubt, async":      {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
+	"batch of events":             {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(result)},
+	"batch of events, -32603":     {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(internal)},
+	"batch of events, in doubt":   {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(serverError), action: strict},
+	"resumed":                     {ending: done, early: true, rules: protocol.MCP, make: tool, get: result},
+	"resumed, -32603":             {ending: failed, early: true, rules: protocol.MCP, make: tool, get: internal},
+	"resumed, -32000":             {ending: done, early: true, rules: protocol.MCP, make: tool, get: serverError},
+	"resumed, in doubt":           {ending: doubted, early: true, rules: protocol.MCP, make: tool, get: serverError, action: strict},
+	"resumed, -32601":             {ending: refused, early: true, rules: protocol.MCP, make: tool, get: unknownTool},
+	"A2A":                         {ending: done, rules: protocol.A2A, make: task("SendMessage"), answer: document(finished)},
+	"A2A, -32603":                 {ending: failed, rules: protocol.A2A, make: task("SendMessage"), answer: document(internal)},
+	"A2A events":                  {ending: done, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(finished)},
+	"A2A events, -32603":          {ending: failed, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal)},
+	"A2A events, -32004":          {ending: refused, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(`"error":{"code":-32004,"message":"m"}`)},
+	"A2A events, doubt":           {ending: doubted, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal), action: strict},
 }
 
 // fates are what becomes of the first client at the moment at which the equal call comes.
@@ -370,5 +380,78 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 	<-time.After(time.Hour)
 	if open := b.engine.Executions.Drain(t.Context()); open != 0 {
 		t.Errorf("%d executions are open", open)
+	}
+}
+
+// unflushed answers with an event that may not leave the gateway.
+func unflushed(w http.ResponseWriter, id string) {
+	w.Header().Set("Content-Type", "text/event-stream")
+	_, _ = fmt.Fprintf(w, "data: {\"jsonrpc\":\"2.0\",\"id\":%s,%s}\n\n", id, result)
+}
+
+// A stream that is cut behind its final answer has answered its client (*Handed over*), and says what came of
+// the call (P6), whoever has cut it. One that is cut before it leaves the call in doubt.
+func TestStreamsThatAreCutBehindTheirAnswer(t *testing.T) {
+	for by, action := range map[string]guard.Action{
+		"the server": {}, "the deadline": {Deadline: time.Minute}, "a pause": {StreamIdle: time.Minute}, "its client, who has read it": {CancelOnLeave: true},
+	} {
+		for what, c := range map[string]struct {
+			answer      func(http.ResponseWriter, string)
+			want, keyed string // what an equal call gets, without a key and with one
+		}{
+			"a result":              {streamed(result), "200 executed", "200 replayed"},
+			"an internal error":     {streamed(internal), "200 replayed", "200 replayed"},
+			"a refusal":             {streamed(unknownTool), "200 executed", "200 executed"},
+			"a result, not flushed": {unflushed, "200 replayed", "200 replayed"},
+			"news of its work":      {streamed(`"method":"notifications/progress","params":{"progressToken":"p"}`), "200 in_doubt", "200 in_doubt"},
+			"half of a response":    {streamed(`"result":`), "200 in_doubt", "200 in_doubt"},
+		} {
+			for _, async := range []bool{false, true} {
+				key := ""
+				send := func() *http.Request {
+					r := tool(1)
+					if key != "" {
+						r.Header.Set("Idempotency-Key", key)
+					}
+					return r
+				}
+				test := func(t *testing.T) {
+					synctest.Test(t, func(t *testing.T) {
+						ctx, leave := context.WithCancel(t.Context())
+						defer leave()
+						b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+							c.answer(w, "1")
+							if by == "its client, who has read it" {
+								synctest.Wait()
+								leave()
+							}
+							if by != "the server" {
+								<-r.Context().Done()
+							}
+							panic(http.ErrAbortHandler) // as a proxy does
+						})
+						action.Name, action.Default, action.Async = "default", true, async
+						b.config.Actions = []*guard.Action{&action}
+						b.config.MissingID, b.config.Protocol = guard.MissingRecognize, &protocol.Rules{Protocol: protocol.MCP}
+						b.start()
+						b.serve(httptest.NewRecorder(), send().WithContext(ctx))
+						synctest.Wait()
+						retry := httptest.NewRecorder()
+						again, leaveAgain := context.WithTimeout(t.Context(), 5*time.Second)
+						defer leaveAgain()
+						b.serve(retry, send().WithContext(again))
+						want := map[bool]string{true: c.want, false: c.keyed}[key == ""]
+						if got := fmt.Sprint(retry.Code, " ", retry.Header().Get("Execution-Status")); got != want {
+							t.Errorf("got %s, want %s: %s", got, want, retry.Body)
+						}
+						b.was(map[bool]int64{true: 2, false: 1}[strings.HasSuffix(want, "executed")])
+						<-time.After(time.Hour)
+					})
+				}
+				t.Run(fmt.Sprint(by, "/", what, "/", async), test)
+				key = "k"
+				t.Run(fmt.Sprint(by, "/", what, "/", async, "/with a key"), test)
+			}
+		}
 	}
 }
