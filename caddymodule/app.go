@@ -838,7 +838,7 @@ func (a *App) rollbackPolicy(mount string) *policyRollback {
 	}
 	o := a.rollbackOptions()
 	return &policyRollback{
-		Request: mount + api.RollbackPath, Prepare: mount + api.PreparePath, Status: mount + api.RollbackPath + "/{rollback_id}{?wait}",
+		Request: mount + api.RollbackPath, Prepare: mount + api.PreparePath, Status: mount + api.RollbackPath + "/{rollback_id}{?checkpoint_id,wait}",
 		ATD: mount + api.ATDRollbackPath, AERR: mount + api.AERRRollbackPath,
 		Lineage: o.Lineage, Rate: o.Rate, Wait: time.Duration(o.Wait).Seconds(), MaxWait: api.LongestWait.Seconds(),
 		Reservation: time.Duration(o.Reservation).Seconds(),

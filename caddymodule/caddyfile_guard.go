@@ -152,7 +152,7 @@ import (
 //			header <field> <value>
 //		}
 //	}
-//	delegate <uri> [<identity>]
+//	delegate <uri> <identity> | unsigned
 //	irreversible
 //
 // <evidence> is a list of statuses on the line, or a block of
@@ -761,15 +761,19 @@ func waysOptions() options[*Ways] {
 			}
 			return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
 		}},
-		"delegate": {usage: "delegate <uri> [<identity>]", parse: func(d *caddyfile.Dispenser, w *Ways) error {
-			args := d.RemainingArgs()
-			switch len(args) {
-			case 1:
-				w.Delegate = args[0]
-			case 2:
-				w.Delegate, w.DelegateTo = args[0], args[1]
-			default:
+		"delegate": {usage: "delegate <uri> <identity> | unsigned", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+			if !d.Args(&w.Delegate) {
 				return errSyntax
+			}
+			for _, arg := range d.RemainingArgs() {
+				switch {
+				case arg == "unsigned":
+					w.DelegateUnsigned = true
+				case w.DelegateTo == "":
+					w.DelegateTo = arg
+				default:
+					return errSyntax
+				}
 			}
 			return nil
 		}},

@@ -46,6 +46,7 @@ var inCaddyfile = map[string]string{
 	"Bulkhead.time":                   "`bulkhead { time ... }`",
 	"Bulkhead.memory":                 "`bulkhead { memory ... }`",
 	"Ways.delegate_to":                "`delegate <uri> <identity>`",
+	"Ways.delegate_unsigned":          "`delegate <uri> unsigned`",
 	"Participant.uri":                 "`participants <uri> <identity>`",
 	"Participant.identity":            "`participants <uri> <identity>`",
 	"Dependency.uri":                  "`depends_on <uri> ...`",

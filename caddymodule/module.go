@@ -895,7 +895,7 @@ func (h *Handler) provisionUndo(a *Action) error {
 		return nil
 	}
 	if a.Ways.DelegateTo != "" && h.app.Trust == nil {
-		return errors.New("delegate: the answers of a named agent count only if they verify; add `trust` with its keys to the global options, or leave the identity away")
+		return errors.New("delegate: the answers of a named agent count only if they verify; add `trust` with its keys to the global options, or write `unsigned` in the place of the identity")
 	}
 	if option, own := a.ownRequests(); own && h.upstream == nil {
 		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)

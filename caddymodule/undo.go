@@ -329,10 +329,13 @@ func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, targe
 		return nil, err
 	}
 	answer, err := s.send(ctx, o, header)
-	if err == nil {
-		answer.Proven = completedBy(ctx, policy.Verifier, answer.Header.Get(ect.FieldName), &asking)
+	if err != nil {
+		return nil, err
 	}
-	return answer, err
+	if answer.Proven, err = provenResult(ctx, policy, answer.Header.Values(ect.FieldName), &asking); err != nil {
+		return nil, &rollback.SendError{Err: fmt.Errorf("undo: the result of the agent cannot be verified now: %w", err)}
+	}
+	return answer, nil
 }
 
 func (s *undoSender) askingHeader(ctx context.Context, policy *tokenPolicy, o *rollback.Outgoing, asking *evidence.Request) (http.Header, error) {
@@ -418,24 +421,57 @@ func checkParticipant(token *ect.Token, target *url.URL, p *rollback.Participant
 	return nil
 }
 
-// completedBy reports whether a token is the participant's own word that it has completed what it
-// was asked for, for this gateway.
-func completedBy(ctx context.Context, v *ect.Verifier, raw string, asked *evidence.Request) bool {
-	if raw == "" {
-		return false
+// provenResult reports whether the first token of an answer is the participant's own word about what it
+// was asked for, for this gateway, and follows from the request: its parents name that, or nodes of the
+// participant's that come along and follow from it. An error says nothing: it is asked again.
+func provenResult(ctx context.Context, policy *tokenPolicy, lines []string, asked *evidence.Request) (bool, error) {
+	raws, err := ect.ParseFields(lines)
+	if err != nil || len(raws) == 0 {
+		return false, nil
 	}
-	token, err := v.VerifyStored(ctx, raw)
-	if err != nil || token.Level() < ect.L2 {
-		return false
+	result, err := ofParticipant(ctx, policy, raws[0], asked)
+	if result == nil || err != nil {
+		return false, err
 	}
 	said := func(m ect.Member) string {
-		text, _ := token.Ext().Text(m)
+		text, _ := result.Ext().Text(m)
 		return text
 	}
-	id, err := api.ParseID(said(ect.MemberRollbackID))
-	return err == nil && id == asked.Rollback && token.Issuer() == asked.Audience && token.Event() == ect.EventRollbackComplete &&
-		token.Workflow() == asked.Workflow && evidence.Canonical(said(ect.MemberCheckpointID)) == evidence.Canonical(asked.Checkpoint) &&
-		said(ect.MemberStatus) == string(rollback.Completed)
+	if id, err := api.ParseID(said(ect.MemberRollbackID)); err != nil || id != asked.Rollback || result.Event() != ect.EventRollbackComplete ||
+		evidence.Canonical(said(ect.MemberCheckpointID)) != evidence.Canonical(asked.Checkpoint) {
+		return false, nil
+	}
+	parents := map[string][]string{} // of the nodes that come along
+	for _, raw := range raws[1:] {
+		node, err := ofParticipant(ctx, policy, raw, asked)
+		if err != nil {
+			return false, err
+		}
+		if node != nil {
+			parents[evidence.Canonical(node.ID())] = node.Parents()
+		}
+	}
+	for todo := result.Parents(); len(todo) > 0; {
+		id := evidence.Canonical(todo[0])
+		if is, err := policy.Events.Asked(ctx, asked, id); is || err != nil {
+			return is, err
+		}
+		todo = append(todo[1:len(todo):len(todo)], parents[id]...)
+		delete(parents, id)
+	}
+	return false, nil
+}
+
+// ofParticipant verifies a token of an answer; nil is one that is not the participant's, of the workflow.
+func ofParticipant(ctx context.Context, policy *tokenPolicy, raw string, asked *evidence.Request) (*ect.Token, error) {
+	token, err := policy.Verifier.VerifyStored(ctx, raw)
+	if errors.Is(err, ect.ErrUnavailable) {
+		return nil, err
+	}
+	if err != nil || token.Level() < ect.L2 || token.Issuer() != asked.Audience || token.Workflow() != asked.Workflow {
+		return nil, nil
+	}
+	return token, nil
 }
 
 var errNoAsker = errors.New("without `identity` in the global options there is no token by which an agent knows who asks")

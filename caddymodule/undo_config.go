@@ -175,10 +175,8 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 		if err := checkDelegate(w.Delegate); err != nil {
 			return nil, &Error{"delegate", err}
 		}
-		if w.DelegateTo != "" {
-			if err := checkIdentity(w.DelegateTo); err != nil {
-				return nil, &Error{"delegate_to", err}
-			}
+		if err := w.checkSigned(); err != nil {
+			return nil, err
 		}
 		if t.recorded() {
 			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
@@ -420,9 +418,13 @@ type Ways struct {
 	// The identity of the agent behind `delegate`, if it is another such gateway, or takes part in
 	// the two phases of a rollback in the same way: it is then asked to prepare and to execute the
 	// rollback of the checkpoint that its answer to the call has named, and its answers count only
-	// if it has signed them. Needs `trust` with its keys. Default: none; the agent is asked to undo
-	// the call by the checkpoint of this gateway.
+	// if it has signed them. Needs `trust` with its keys. `delegate` needs this or
+	// `delegate_unsigned`.
 	DelegateTo string `json:"delegate_to,omitempty"`
+
+	// The agent behind `delegate` is asked to undo the call by the checkpoint of this gateway, and
+	// what it answers counts without a signature. Not with `delegate_to`. Default: false.
+	DelegateUnsigned bool `json:"delegate_unsigned,omitempty"`
 
 	// Declares that nothing undoes the calls: a rollback needs a person. Default: false, which
 	// means the same if no way is set.
@@ -499,9 +501,29 @@ func (w *Ways) check() error {
 			given = append(given, option)
 		}
 	}
+	if w.Delegate == "" && (w.DelegateTo != "" || w.DelegateUnsigned) {
+		return undoingWrong("delegate", "its URI is missing; say where the agent is asked")
+	}
 	slices.Sort(given)
 	if len(given) > 1 && !slices.Equal(given, []string{"compensate", "restore"}) {
 		return undoingWrong(given[len(given)-1], "it goes not with %s; give one way to undo the calls, or restore and compensate", given[0])
+	}
+	return nil
+}
+
+// checkSigned holds that the configuration says whose answers count: P6, those of nobody would be
+// of unknown effect, all of them.
+func (w *Ways) checkSigned() error {
+	switch {
+	case w.DelegateTo == "" && !w.DelegateUnsigned:
+		return undoingWrong("delegate", "nothing says whose answers count; write the identity of the agent that signs them behind the URI, or `unsigned` if they count without a signature")
+	case w.DelegateTo != "" && w.DelegateUnsigned:
+		return undoingWrong("delegate", "it has an identity and `unsigned`, and its answers count either with that signature or without one; leave one of them away")
+	case w.DelegateTo == "":
+		return nil
+	}
+	if err := checkIdentity(w.DelegateTo); err != nil {
+		return &Error{"delegate", err}
 	}
 	return nil
 }

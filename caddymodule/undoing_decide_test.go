@@ -55,7 +55,7 @@ func TestDecide(t *testing.T) {
 		"compensated":              {caddymodule.Ways{Compensate: refund}, "POST", `{"amount":1}`, false, checkpoint.Compensate, ""},
 		"a value is absent":        {caddymodule.Ways{Compensate: refund}, "POST", `{"sum":1}`, false, checkpoint.Irreversible, checkpoint.ReasonAbsent},
 		"a value is no scalar":     {caddymodule.Ways{Compensate: refund}, "POST", `{"amount":[1]}`, false, checkpoint.Irreversible, checkpoint.ReasonAbsent},
-		"delegated":                {caddymodule.Ways{Delegate: "https://a.example.com/rollback"}, "POST", "", false, checkpoint.Delegate, ""},
+		"delegated":                {caddymodule.Ways{Delegate: "https://a.example.com/rollback", DelegateUnsigned: true}, "POST", "", false, checkpoint.Delegate, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := compile(t, c.ways)

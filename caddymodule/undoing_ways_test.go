@@ -42,3 +42,26 @@ func TestFieldsOfTheGuardAreRefused(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// P6: a delegate says whose answers count: an identity, or nobody's. The configuration says which, or is
+// refused.
+func TestWhoseAnswersOfADelegateCount(t *testing.T) {
+	const uri, agent = "https://agent.example.com/rollback", "spiffe://example.com/agent"
+	for _, c := range []struct {
+		ways caddymodule.Ways
+		says string
+	}{
+		{caddymodule.Ways{Delegate: uri, DelegateTo: agent}, ""},
+		{caddymodule.Ways{Delegate: uri, DelegateUnsigned: true}, ""},
+		{caddymodule.Ways{Delegate: uri}, "delegate: nothing says whose answers count"},
+		{caddymodule.Ways{Delegate: uri, DelegateTo: agent, DelegateUnsigned: true}, "delegate: it has an identity and `unsigned`"},
+		{caddymodule.Ways{DelegateTo: agent}, "delegate: its URI is missing"},
+		{caddymodule.Ways{Irreversible: true, DelegateUnsigned: true}, "delegate: its URI is missing"},
+		{caddymodule.Ways{Delegate: uri, DelegateTo: "no identity"}, "delegate: "},
+	} {
+		_, err := caddymodule.Compile(&c.ways, &caddymodule.Defaults, "tools", nil)
+		if (err == nil) != (c.says == "") || err != nil && !strings.HasPrefix(err.Error(), c.says) {
+			t.Errorf("%+v: %v", c.ways, err)
+		}
+	}
+}

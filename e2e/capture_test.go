@@ -81,7 +81,7 @@ func TestCheckpointsOfEachWay(t *testing.T) {
 		}
 		action ask {
 			match path /ask
-			delegate https://agent.example.com/rollback
+			delegate https://agent.example.com/rollback unsigned
 		}
 		action mail {
 			match path /mail

@@ -350,7 +350,7 @@ func TestBriefEveryRequestHasAResult(t *testing.T) {
 	r := s.asking(rollbackBody{ID: rollbackID(2), Checkpoint: step.checkpoint})
 	r.header["Prefer"] = "respond-async"
 	got := g.call(r)
-	if got.status != http.StatusAccepted || got.header.Get("Location") != "/.well-known/cascade/rollback/"+strings.TrimPrefix(rollbackID(2), "urn:uuid:") || got.header.Get("Retry-After") == "" {
+	if got.status != http.StatusAccepted || got.header.Get("Location") != "/.well-known/cascade/rollback/"+strings.TrimPrefix(rollbackID(2), "urn:uuid:")+"?checkpoint_id="+step.checkpoint || got.header.Get("Retry-After") == "" {
 		t.Errorf("%d %v %s", got.status, got.header, got.body)
 	}
 	hold.open()

@@ -144,11 +144,12 @@ func TestCascade441TokensOfARollback(t *testing.T) {
 
 	steps, whole := map[string]*ect.Unverified{}, (*ect.Unverified)(nil)
 	for _, u := range s.events(nodes, ect.EventRollbackComplete) {
-		follows(t, u, start.ID())
 		if u.ID() == doc.Tokens.Complete {
+			follows(t, u, start.ID(), asking.ID())
 			whole = u
 			continue
 		}
+		follows(t, u, start.ID())
 		of, _ := u.Ext().Text(ect.MemberCheckpointID)
 		steps[of] = u
 	}

@@ -280,7 +280,7 @@ func TestAERRRequests(t *testing.T) {
 		if again.status != http.StatusOK || verdict(t, again) != verdict(t, first) {
 			t.Errorf("%s: again %s, first %s", more, again.body, first.body)
 		}
-		ask(s, id, next.checkpoint, more+`,"reason":"why"`, cause).problem(t, http.StatusUnprocessableEntity, "rollback-mismatch")
+		ask(s, id, root.checkpoint, more+`,"reason":"another"`, cause).problem(t, http.StatusUnprocessableEntity, "rollback-mismatch")
 		if got := len(lab.all("POST /refunds", "")); got != refunds {
 			t.Errorf("%s: %d refunds, before %d", more, got, refunds)
 		}

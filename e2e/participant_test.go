@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -26,12 +27,15 @@ type participant struct {
 	calls       []string          // their ids, in the order of the calls
 	undone      map[string]int
 	prepared    int
+	prepares    string                 // the id of the last token that asked for that
 	away        bool                   // to prepare
 	parent      func(id string) string // of the checkpoint for a call; nil is the call's
 	name        func(id string) string // of the checkpoint in the answer; nil is its own
 	rollbackURI string
 	said        map[ect.Member]string      // in a completion, in the place of the truth
 	complete    func(c *ect.Claims) *agent // who signs a completion, after a change; nil is nobody
+	along       func() []string            // tokens that come with a completion; nil is none
+	body        string                     // of the answer to execute; empty says that it is completed
 	answers     []int                      // to execute, before it does anything
 	results     map[string]string          // of rollbacks that it has done: their tokens
 	// before answers in its place, if it reports so; path is that below the well-known one.
@@ -79,6 +83,7 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(map[string]string{"token": p.made[strings.TrimPrefix(path, "checkpoints/")]})
 	case path == "rollback/prepare":
 		p.prepared++
+		p.prepares = body.Token.ID()
 		if p.away {
 			w.WriteHeader(http.StatusServiceUnavailable)
 			return
@@ -90,8 +95,11 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case path == "rollback":
 		if raw := p.result(body); raw != "" {
 			w.Header().Set(ect.FieldName, raw)
+			if p.along != nil {
+				w.Header()[ect.FieldName] = append(w.Header()[ect.FieldName], p.along()...)
+			}
 		}
-		_, _ = fmt.Fprint(w, `{"status":"completed"}`)
+		_, _ = fmt.Fprint(w, cmp.Or(p.body, `{"status":"completed"}`))
 	default: // a call
 		id, parent := uuid.NewString(), ""
 		for raw := range strings.SplitSeq(strings.Join(r.Header.Values(ect.FieldName), ","), ",") {
@@ -149,9 +157,23 @@ func (p *participant) completion(asked participantAsked) string {
 	return by.issue(c).Raw()
 }
 
-// A participant counts as having done its part only if it has signed that itself, for this
-// rollback, checkpoint, workflow and gateway; and it is asked only for the checkpoint that it has
-// made for the call (P6).
+// start lets a completion follow from a rollback_start of by that comes along, as in Figure 12, and that
+// from the request; from another node if one is given.
+func (p *participant) start(by *agent, from string) {
+	var started *ect.Token
+	p.complete = func(c *ect.Claims) *agent {
+		started = by.issue(ect.Claims{
+			Audience: []string{gatewayIdentity}, Workflow: c.Workflow, Action: "rollback_start", Parents: []string{cmp.Or(from, c.Parents[0])},
+		})
+		c.Parents = []string{started.ID()}
+		return p.as
+	}
+	p.along = func() []string { return []string{started.Raw()} }
+}
+
+// A participant counts as having done its part only if it has signed that itself, for this rollback,
+// request, checkpoint, workflow and gateway, whatever else it answers; and it is asked only for the
+// checkpoint that it has made for the call (P6).
 func TestParticipantsAreNotBelieved(t *testing.T) {
 	stranger := newAgent(t, "stranger")
 	for name, c := range map[string]struct {
@@ -171,6 +193,22 @@ func TestParticipantsAreNotBelieved(t *testing.T) {
 		}, "escalated", "unexpected", true},
 		"of another workflow": {func(p *participant) {
 			p.complete = func(c *ect.Claims) *agent { c.Workflow = uuid.NewString(); return p.as }
+		}, "escalated", "unexpected", true},
+		"of another request": {func(p *participant) {
+			p.complete = func(c *ect.Claims) *agent { c.Parents = []string{p.prepares}; return p.as } // that to prepare
+		}, "escalated", "unexpected", true},
+		"of nobody's request": {func(p *participant) {
+			p.complete = func(c *ect.Claims) *agent { c.Parents = []string{uuid.NewString()}; return p.as }
+		}, "escalated", "unexpected", true},
+		"that follows from nothing": {func(p *participant) {
+			p.complete = func(c *ect.Claims) *agent { c.Parents = nil; return p.as }
+		}, "escalated", "unexpected", true},
+		"through its own start":               {func(p *participant) { p.start(p.as, "") }, "completed", "", true},
+		"through another's start":             {func(p *participant) { p.start(stranger, "") }, "escalated", "unexpected", true},
+		"through a start of another request":  {func(p *participant) { p.start(p.as, uuid.NewString()) }, "escalated", "unexpected", true},
+		"done in the token, failed beside it": {func(p *participant) { p.body = `{"status":"failed"}` }, "completed", "", true},
+		"failed, and no signature": {func(p *participant) {
+			p.body, p.complete = `{"status":"failed"}`, func(*ect.Claims) *agent { return nil }
 		}, "escalated", "unexpected", true},
 		"410":                                {func(p *participant) { p.answers = []int{410} }, "escalated", "unexpected", false},
 		"a checkpoint of another call":       {func(p *participant) { p.parent = func(string) string { return uuid.NewString() } }, "escalated", "foreign", false},

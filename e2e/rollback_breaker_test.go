@@ -62,7 +62,7 @@ func TestRollbackBreakerOfWholeURLs(t *testing.T) {
 		operators issuer:spiffe://example.com/agent/ops
 		action delegated {
 			match path /delegated
-			delegate http://%[2]s/undo
+			delegate http://%[2]s/undo unsigned
 		}
 		action compensated {
 			match path /compensated

@@ -15,7 +15,7 @@ func TestRollbackDelegates(t *testing.T) {
 	g := launch(t, setup{app: trusting(t, a), site: fmt.Sprintf(`agent_proxy %s {
 		action monitor {
 			match path /agents/monitor
-			delegate http://%[1]s/agents/monitor/rollback
+			delegate http://%[1]s/agents/monitor/rollback unsigned
 		}
 	}`, lab.addr)})
 	for name, c := range map[string]struct {

@@ -270,7 +270,7 @@ func TestP5RollbackOverARestart(t *testing.T) {
 	asking := a.issue(f.request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, checkpoint)
 	accepted := g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "respond-async"}}))
-	if accepted.status != http.StatusAccepted || accepted.header.Get("Location") != api.RollbackURL(id) {
+	if accepted.status != http.StatusAccepted || accepted.header.Get("Location") != api.RollbackURL(id)+"?checkpoint_id="+checkpoint {
 		t.Fatalf("%d %v %s", accepted.status, accepted.header, accepted.body)
 	}
 	stop(t)

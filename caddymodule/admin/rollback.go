@@ -169,7 +169,16 @@ func showRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 			found = later
 		}
 	}
-	return api.Describe(found, id), nil
+	return rollbackDocument(found, id), nil
+}
+
+// rollbackDocument is the document of a rollback with the id by which operators name it.
+func rollbackDocument(r *rollback.Rollback, id string) *api.Document {
+	doc := api.Describe(r, id)
+	if r.Named != "" {
+		doc.KeptAs = r.ID
+	}
+	return doc
 }
 
 func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
@@ -183,7 +192,7 @@ func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
 	}
 	page := RollbackPage{Rollbacks: make([]*api.Document, 0, len(found.Rollbacks)), Unreadable: found.Unreadable, Next: found.Next}
 	for _, one := range found.Rollbacks {
-		page.Rollbacks = append(page.Rollbacks, api.Describe(one, one.ID))
+		page.Rollbacks = append(page.Rollbacks, rollbackDocument(one, one.ID))
 	}
 	return page, nil
 }

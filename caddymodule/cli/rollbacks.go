@@ -1,6 +1,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -252,7 +253,7 @@ func describeRollbacks(page *admin.RollbackPage, now time.Time) string {
 			by = "operator " + doc.Operator
 		}
 		rows = append(rows, []string{
-			plainID(doc.RollbackID), printable(doc.State), dash(printable(string(doc.Status))), printable(string(doc.Scope)),
+			plainID(cmp.Or(doc.KeptAs, doc.RollbackID)), printable(doc.State), dash(printable(string(doc.Status))), printable(string(doc.Scope)),
 			printable(doc.CheckpointID), dash(moment(doc.Asked, now)), dash(printable(by)), cut(printable(doc.Reason), 40),
 		})
 	}
@@ -272,7 +273,10 @@ func describeRollback(doc *api.Document, now time.Time) string {
 	if doc.TimedOut {
 		state += ", not in time"
 	}
-	s.line("rollback", plainID(doc.RollbackID))
+	s.line("rollback", plainID(cmp.Or(doc.KeptAs, doc.RollbackID)))
+	if doc.KeptAs != "" {
+		s.line("asked as", plainID(doc.RollbackID))
+	}
 	s.line("state", state)
 	s.line("effect", printable(doc.Effect))
 	s.line("checkpoint", printable(doc.CheckpointID))

@@ -421,8 +421,16 @@ type fake struct {
 	readers   map[string]map[string]bool // who is linked to which id
 	reserved  map[string]*rollback.Prepared
 	released  int
-	obstacles []rollback.Obstacle // of what is prepared
-	refusal   error               // of what is prepared
+	obstacles []rollback.Obstacle                // of what is prepared
+	refusal   error                              // of what is prepared
+	kept      func(id, checkpoint string) string // what Resolve says; nil is the id
+}
+
+func (f *fake) Resolve(_ context.Context, id, checkpoint string) (string, error) {
+	if f.kept == nil {
+		return id, nil
+	}
+	return f.kept(id, checkpoint), nil
 }
 
 func newFake() *fake {
@@ -468,7 +476,7 @@ func (f *fake) Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepa
 		return nil, err
 	}
 	p := &rollback.Prepared{Obstacles: f.obstacles, Refusal: f.refusal, Rollback: &rollback.Rollback{
-		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: rollback.Reserved, Asked: time.Now(),
+		ID: r.ID, Named: r.Named, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: rollback.Reserved, Asked: time.Now(),
 		Plan:  &rollback.Plan{Workflow: flow, Target: r.Checkpoint, Scope: r.Scope},
 		Steps: []rollback.Step{{Checkpoint: point, Agent: alice, What: rollback.Undo}, {Checkpoint: "other", Agent: mallory, What: rollback.Undo}},
 	}}
@@ -571,7 +579,7 @@ func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Wr
 	delete(f.reserved, r.ID)
 	f.accepted[r.ID], f.asDrafted = r, d == f.drafted
 	made := &rollback.Rollback{
-		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
+		ID: r.ID, Named: r.Named, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
 		Requester: r.By, State: rollback.Executing, Asked: time.Now(), Start: "start-" + r.ID,
 	}
 	f.done[r.ID] = made

@@ -804,7 +804,7 @@ var (
 	rollbackMismatch = Kind{
 		Slug: "rollback-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
 		Title:    "The rollback id was used for another rollback",
-		meaning:  "A rollback with this id is recorded, and its checkpoint, scope, reason, urgency or requester are others than this request's. Nothing was begun.",
+		meaning:  "A rollback of this checkpoint with this id is recorded, and its scope, reason, urgency or requester are others than this request's. Nothing was begun.",
 		caller:   "If this is meant as another rollback, ask for it under a new id. If it is a repetition, send exactly what was sent before.",
 		operator: "Nothing needs to be done.",
 	}

@@ -1,12 +1,14 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"log/slog"
 	"net/http"
+	"net/url"
 	"slices"
 	"sync"
 	"time"
@@ -51,6 +53,8 @@ type Coordinator interface {
 	// Prepared returns a rollback that is reserved, or was accepted after it was prepared; else
 	// rollback.ErrUnknown.
 	Prepared(ctx context.Context, id string) (*rollback.Prepared, error)
+	// Resolve returns the id under which the rollback of a checkpoint is kept that is asked for under id.
+	Resolve(ctx context.Context, id, checkpoint string) (string, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
 	// Wait returns a rollback once it is finished. With the error of ctx it returns the
@@ -195,6 +199,11 @@ func (q *rollbackRequest) show() error {
 	if err != nil {
 		return err
 	}
+	if of := q.r.URL.Query().Get("checkpoint_id"); of != "" { // one of several under this id
+		if id, err = q.Coordinator.Resolve(q.r.Context(), id, evidence.Canonical(of)); err != nil {
+			return err
+		}
+	}
 	patience, err := q.patience(0)
 	if err != nil {
 		return err
@@ -256,7 +265,8 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 		}
 	}
 	if r.State != rollback.Finished {
-		q.w.Header().Set("Location", RollbackURL(id))
+		// P3: with the checkpoint always, or it would say whether somebody else uses the id.
+		q.w.Header().Set("Location", RollbackURL(cmp.Or(r.Named, id))+"?"+url.Values{"checkpoint_id": {r.Checkpoint}}.Encode())
 		q.w.Header().Set("Retry-After", retryAfter)
 		return q.writeRollback(http.StatusAccepted, Describe(r, id))
 	}
@@ -320,7 +330,7 @@ func (q *rollbackRequest) ask() error {
 	if err != nil {
 		return err
 	}
-	return q.await(r, wanted.ID, patience, q.dialect, who.Token.ID())
+	return q.await(r, r.ID, patience, q.dialect, who.Token.ID())
 }
 
 // Asks are the events whose tokens request a rollback: with them an agent has signed that
@@ -360,17 +370,22 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	if err := bind(said, t, q.dialect); err != nil {
 		return wanted, err
 	}
-	wanted.ID, wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.id, said.checkpoint, said.reason, said.urgency
+	wanted.Checkpoint, wanted.Reason, wanted.Urgency = said.checkpoint, said.reason, said.urgency
+	if err := q.resolve(&wanted, said.id); err != nil {
+		return wanted, err
+	}
 	wanted.KeepDependants = said.keep != nil && *said.keep
 	wanted.Planned, wanted.PartOf, q.dry, q.release = said.planned, said.partOf, said.dry, said.release
-	if wanted.Coordinator && wanted.PartOf != "" {
+	if wanted.Coordinator && (wanted.PartOf != "" || wanted.Named != "") {
 		q.counted = counted{issuer: true, workflow: true} // at the coordinator, as one rollback
+	}
+	if wanted.Coordinator && wanted.PartOf != "" {
 		wanted.Precedence = said.precedence
 	}
 	if said.scope == "" && said.cascade == nil && q.endpoint == endpointAskRollback {
 		// Figure 10 has no scope: it is that of the rollback that was prepared, which the same
 		// requester has signed.
-		prepared, err := q.Coordinator.Prepared(q.r.Context(), said.id)
+		prepared, err := q.Coordinator.Prepared(q.r.Context(), wanted.ID)
 		switch {
 		case err == nil && prepared.Rollback.Checkpoint == said.checkpoint:
 			said.scope = string(prepared.Rollback.Scope)
@@ -391,6 +406,23 @@ func (q *rollbackRequest) request(who *Asker, body []byte) (rollback.Request, er
 	named, err := q.names(t, said.checkpoint)
 	wanted.Unnamed = !named
 	return wanted, err
+}
+
+// resolve sets the id of a request: an id and a checkpoint together name one rollback (cascade 4.3.4).
+func (q *rollbackRequest) resolve(wanted *rollback.Request, id string) (err error) {
+	wanted.Named = ""
+	if wanted.ID, err = q.Coordinator.Resolve(q.r.Context(), id, wanted.Checkpoint); wanted.ID != id {
+		wanted.Named = id
+	}
+	return err
+}
+
+// overtaken reports whether the id of a request has been taken meanwhile for another checkpoint. The
+// request then has one of its own.
+func (q *rollbackRequest) overtaken(wanted *rollback.Request) (bool, error) {
+	before := wanted.ID
+	err := q.resolve(wanted, cmp.Or(wanted.Named, wanted.ID))
+	return err == nil && wanted.ID != before, err
 }
 
 // names reports whether a token itself says which checkpoint is meant: in its extension
@@ -452,6 +484,12 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 		p, err := q.Coordinator.Prepare(ctx, wanted)
 		switch {
 		case errors.Is(err, rollback.ErrMismatch):
+			if again, err := q.overtaken(&wanted); again || err != nil {
+				if err != nil {
+					return err
+				}
+				continue
+			}
 			return q.mismatch(ctx, who.Token, wanted.ID, err)
 		case err != nil:
 			return err
@@ -465,6 +503,9 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 		}
 		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
 			continue // another request has used the token meanwhile
+		}
+		if errors.Is(err, rollback.ErrMismatch) {
+			continue // another request has used the id meanwhile
 		}
 		if err != nil {
 			return err
@@ -529,7 +570,7 @@ func (q *rollbackRequest) endReservation(who *Asker, wanted rollback.Request) er
 		case err != nil:
 			return err
 		}
-		return q.writeJSON(http.StatusOK, &ReleasedDocument{urn(wanted.ID), wanted.Checkpoint, statusReleased})
+		return q.writeJSON(http.StatusOK, &ReleasedDocument{urn(cmp.Or(wanted.Named, wanted.ID)), wanted.Checkpoint, statusReleased})
 	}
 }
 
@@ -613,6 +654,12 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 			return r, nil
 		}
 		if errors.Is(err, rollback.ErrMismatch) {
+			if again, err := q.overtaken(&wanted); again || err != nil {
+				if err != nil {
+					return nil, err
+				}
+				continue
+			}
 			return nil, q.mismatch(ctx, who.Token, wanted.ID, err)
 		}
 		var lost *store.Conflict
@@ -751,7 +798,7 @@ func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (t
 // useOf returns what the token of a request is used for: this phase and content, on any path.
 func useOf(phase string, r *rollback.Request) evidence.Use {
 	sum := sha256.New()
-	parts := []string{phase, r.ID, r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
+	parts := []string{phase, cmp.Or(r.Named, r.ID), r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
 	if r.KeepDependants {
 		parts = append(parts, "keep dependants")
 	}

@@ -35,6 +35,9 @@ const (
 type Document struct {
 	// RollbackID is the id as a URN (urn:uuid:).
 	RollbackID string `json:"rollback_id"`
+	// KeptAs is the id by which operators name it, where RollbackID names the rollback of another
+	// checkpoint too. Sent to operators only.
+	KeptAs string `json:"kept_as,omitempty"`
 	// CheckpointID is the checkpoint or group that is rolled back.
 	CheckpointID string `json:"checkpoint_id"`
 	// Workflow is the workflow of the checkpoint.
@@ -297,7 +300,7 @@ type TokensDocument struct {
 // Describe makes the document of a rollback that was requested under an id.
 func Describe(r *rollback.Rollback, id string) *Document {
 	doc := &Document{
-		RollbackID: urn(id), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
+		RollbackID: urn(cmp.Or(r.Named, id)), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
 		Reason: r.Reason, Urgency: r.Urgency, Requester: r.Requester, Operator: r.Operator,
 		State: string(r.State), Status: r.Status, Effect: effect(r.Unknown, r.Mixed),
 		Prepared: r.Prepared.UTC(), Asked: r.Asked.UTC(), Due: r.Due.UTC(), Finished: r.Finished.UTC(), TimedOut: r.TimedOut,

@@ -266,6 +266,78 @@ func TestCascade61PartsAreNotCounted(t *testing.T) {
 	s.post(PreparePath, part(5), issued(t, alice, claims(flow))).refused(429, "quota-exceeded", "")
 }
 
+// Cascade 4.3.4: of two checkpoints that are asked for at once under one id, the later one has a rollback
+// of its own, under that id for whoever asks: in the document, for the release, for its token, and at
+// its URL.
+func TestCascade434IDOfSeveralCheckpoints(t *testing.T) {
+	const own = "11b1c2d3-e4f5-4789-abcd-ef0123456789"
+	for phase, path := range map[string]string{"prepare": PreparePath, "execute": RollbackPath} {
+		t.Run(phase, func(t *testing.T) {
+			s := newSite(t)
+			first := true
+			s.kept = func(id, checkpoint string) string {
+				if checkpoint != point || id != askedID {
+					t.Errorf("%s of %s", id, checkpoint)
+				}
+				if first { // the other one is recorded right after this
+					first = false
+					return id
+				}
+				return own
+			}
+			s.accepted[askedID] = rollback.Request{ID: askedID, Checkpoint: "other", By: alice}
+			s.reserved[askedID] = &rollback.Prepared{Rollback: &rollback.Rollback{ID: askedID, Checkpoint: "other", Requester: alice, State: rollback.Reserved}}
+			token := issued(t, alice, claims(flow))
+			asked := func(more string) string {
+				return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q%s}`, askedID, point, more)
+			}
+			var doc struct {
+				ID string `json:"rollback_id"`
+			}
+			got := s.post(path, asked(""), token)
+			got.read(http.StatusOK, &doc)
+			if doc.ID != "urn:uuid:"+askedID || s.accepted[askedID].Checkpoint != "other" {
+				t.Errorf("%+v", doc)
+			}
+			same(t, "the same token", got, s.post(path, asked(""), token))
+			if phase == "prepare" {
+				if s.reserved[own] == nil || s.reserved[own].Rollback.Named != askedID {
+					t.Errorf("%+v", s.reserved)
+				}
+				s.post(PreparePath, asked(`, "phase": "release"`), issued(t, alice, claims(flow))).read(http.StatusOK, &doc)
+				if doc.ID != "urn:uuid:"+askedID || s.released != 1 {
+					t.Errorf("%+v, %d released", doc, s.released)
+				}
+				return
+			}
+			if r := s.accepted[own]; r.Named != askedID || r.Checkpoint != point {
+				t.Errorf("%+v", r)
+			}
+			shown := s.get(RollbackURL(askedID)+"?checkpoint_id="+point, evidence.Reader{Issuer: alice})
+			if shown.Code != http.StatusOK || shown.Body.String() != got.Body.String() {
+				t.Errorf("%d %s", shown.Code, shown.Body)
+			}
+		})
+	}
+}
+
+// C-6.1-d: further checkpoints under one id of a coordinator are counted as one rollback.
+func TestCascade61OneIDIsCountedOnce(t *testing.T) {
+	s := newSite(t, func(o *RollbackOptions) { o.Rate = 2 })
+	n := 0
+	s.kept = func(id, _ string) string {
+		if n++; n == 1 {
+			return id
+		}
+		return fmt.Sprintf("%d1b1c2d3-e4f5-4789-abcd-ef0123456789", n%10)
+	}
+	for range 3 {
+		s.post(RollbackPath, body(askedID, point, ""), issued(t, coordinator, claims(flow))).document(http.StatusOK)
+	}
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
+	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).refused(429, "quota-exceeded", "")
+}
+
 // C-6.1-c, P3: a checkpoint that is unknown, of another workflow, or of others in the same
 // one: the same answer, and nothing is recorded.
 func TestP3UnknownAndForeignAreOne(t *testing.T) {
@@ -494,7 +566,7 @@ func TestWorkThatOutlastsTheAnswer(t *testing.T) {
 				t.Errorf("%q %q: took %v, want %v", c.prefer, c.query, took, c.want)
 			}
 			doc := got.document(http.StatusAccepted)
-			if got.Header().Get("Location") != RollbackURL(askedID) || got.Header().Get("Retry-After") == "" || doc.State != "executing" || doc.Status != "" {
+			if got.Header().Get("Location") != RollbackURL(askedID)+"?checkpoint_id="+point || got.Header().Get("Retry-After") == "" || doc.State != "executing" || doc.Status != "" {
 				t.Errorf("%v %+v", got.Header(), doc)
 			}
 		})

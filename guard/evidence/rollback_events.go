@@ -77,7 +77,7 @@ func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent
 		Audience: b.rollbackAudience(r), ID: b.e.rollbackStartID(r.ID), Workflow: r.Workflow,
 		Action: string(ect.EventRollbackStart), Parents: []string{parent},
 		Ext: new(ect.ExtBuilder).
-			Text(ect.MemberRollbackID, rollbackURN(r.ID)).
+			Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 			Text(ect.MemberCheckpointID, r.Checkpoint).
 			Text(ect.MemberScope, string(r.Scope)).
 			Text(ect.MemberReason, printable(r.Reason, maxReason)),
@@ -101,7 +101,7 @@ func (b *EventBuilder) Compensate(now time.Time, r *rollback.Rollback, s *rollba
 
 func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Step, event ect.Event, parents []string) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).
-		Text(ect.MemberRollbackID, rollbackURN(r.ID)).
+		Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 		Text(ect.MemberCheckpointID, s.Checkpoint).
 		Text(ect.MemberStatus, string(s.Status))
 	stateHashes(ext, s.Before, s.After)
@@ -122,7 +122,7 @@ func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Ste
 // are too long for a token are truncated: each step has its own event.
 func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).
-		Text(ect.MemberRollbackID, rollbackURN(r.ID)).
+		Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 		Text(ect.MemberCheckpointID, r.Checkpoint).
 		Text(ect.MemberStatus, string(r.Status))
 	stateHashes(ext, r.Before, r.After)
@@ -132,9 +132,13 @@ func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*e
 		ext.Texts(ect.MemberFailedAgents, failed)
 	}
 	addEffect(ext, r.Unknown, r.Mixed)
+	parents := startOf(r, r.Checkpoint)
+	if r.Token != "" && r.Start != "" { // by which its requester knows it: the start may follow from an error
+		parents = append(parents, r.Token)
+	}
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.rollbackCompleteID(r.ID), Workflow: r.Workflow,
-		Action: string(ect.EventRollbackComplete), Parents: decided(r, startOf(r, r.Checkpoint)), Output: hashOf(r.After), Ext: ext,
+		Action: string(ect.EventRollbackComplete), Parents: decided(r, parents), Output: hashOf(r.After), Ext: ext,
 	})
 }
 
@@ -163,7 +167,7 @@ func (b *EventBuilder) RollbackResult(now time.Time, r *rollback.Rollback, reque
 		if r.Status == rollback.Escalated {
 			action = "aerr:rollback_escalated"
 		}
-		ext.Text(ect.MemberRollbackID, rollbackURN(r.ID))
+		ext.Text(ect.MemberRollbackID, rollbackURN(r.AskedAs()))
 	} else {
 		ext.Text(ect.MemberCheckpointID, r.Checkpoint)
 	}
@@ -327,7 +331,7 @@ func (b *EventBuilder) workflowComplete(now time.Time, r *rollback.Rollback, beg
 	}
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.workflowCompleteID(r.ID), Workflow: r.Workflow,
-		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: ext.Text(ect.MemberRollbackID, rollbackURN(r.ID)),
+		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: ext.Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())),
 	})
 }
 
@@ -462,6 +466,23 @@ func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) 
 			return "", err
 		}
 	}
+}
+
+// Asked reports whether id is that of a token with which an agent was asked for r: the first one, or
+// that of a retry.
+func (b *EventBuilder) Asked(ctx context.Context, r *Request, id string) (bool, error) {
+	if id = Canonical(id); id == "" || len(id) > ledger.MaxName {
+		return false, nil
+	}
+	raw, err := b.recordedRequest(ctx, r.Workflow, id)
+	if errors.Is(err, ledger.ErrPruned) {
+		return false, nil
+	}
+	if err != nil || raw == "" {
+		return false, err
+	}
+	token, err := ect.ParseInsecure(raw) // the gateway's own, or another one under another id
+	return err == nil && b.e.requestID(r, token.IssuedAt()) == id, nil
 }
 
 // ReadRequest makes a token with which an agent is asked for what it has of a workflow, or, without

@@ -112,10 +112,17 @@ func TestCascade441RollbackComplete(t *testing.T) {
 		}
 		wantFigure(t, d.Payload(), figure(c.members))
 	}
-	// A completed one without a state or others.
-	r = finished(workflow, checkpoint, start)
-	r.Steps, r.Before, r.After = r.Steps[2:], [32]byte{}, [32]byte{}
+	// It follows from the request too, by which its requester knows it.
+	r.Token = uuid.NewString()
 	d, err := b.builder.RollbackComplete(time.Now(), r)
+	if err != nil || fmt.Sprint(d.Parents()) != fmt.Sprint([]string{start, r.Token}) {
+		t.Errorf("%v, %v", d.Parents(), err)
+	}
+	// A completed one without a state or others, of one of several checkpoints under one id.
+	r = finished(workflow, checkpoint, start)
+	r.ID, r.Named = uuid.NewString(), rollbackID
+	r.Steps, r.Before, r.After = r.Steps[2:], [32]byte{}, [32]byte{}
+	d, err = b.builder.RollbackComplete(time.Now(), r)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -373,5 +380,19 @@ func TestP5RequestIsAlwaysFresh(t *testing.T) {
 	}
 	if len(seen) != 12 {
 		t.Errorf("%d tokens in two hours", len(seen))
+	}
+	// A completion may follow from each of them, and from the request for nothing else.
+	other, later, phase := *r, *r, *r
+	other.Rollback, later.Checkpoint, phase.Phase = "r2", uuid.NewString(), "prepare"
+	for id := range seen {
+		for _, c := range []struct {
+			asked *evidence.Request
+			id    string
+			want  bool
+		}{{r, strings.ToUpper(id), true}, {&other, id, false}, {&later, id, false}, {&phase, id, false}, {r, r.Checkpoint, false}, {r, "", false}, {r, strings.Repeat("x", 1000), false}} {
+			if got, err := b.builder.Asked(t.Context(), c.asked, c.id); got != c.want || err != nil {
+				t.Errorf("%s of %+v: %t, %v", c.id, c.asked, got, err)
+			}
+		}
 	}
 }

@@ -124,7 +124,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	d := &draft{head: head{
 		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: cp.Workflow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now, PartOf: r.PartOf, Precedence: r.Precedence,
+		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now, PartOf: r.PartOf, Named: r.Named, Precedence: r.Precedence,
 	}}
 	if r.Operator == "" {
 		d.Requester = r.By
@@ -743,7 +743,7 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 			continue
 		case newcomerRefused:
 			if !joined { // else the one that it gives way to decides
-				return nil, &ConflictError{Winner: there.ID}
+				return nil, &ConflictError{Winner: there.ID, kept: r.id}
 			}
 		case earlierJoins: // those beyond the bound go on to their end instead
 			if !joined && len(joins) < maxJoins {

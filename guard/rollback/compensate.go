@@ -367,17 +367,38 @@ func delegateSays(a *Answer) note {
 	}
 	// An unverified token can make it worse, never better.
 	var signed report
-	if token(a.Header.Get(fieldToken), &signed) {
+	if token(firstToken(a), &signed) {
 		says.hear(&signed)
 	}
 	if document.ECT != "" && token(document.ECT, &signed) {
 		says.hear(&signed)
 	}
-	if says.doubt && says.worst == done {
-		says.worst = unexpected // it contradicts itself
+	return says.note(a.Status)
+}
+
+// signedResult reads the token of a participant that is proven, and nothing else of its answer.
+func signedResult(a *Answer) note {
+	var signed report
+	says := saying{worst: unexpected}
+	if token(firstToken(a), &signed) {
+		says.worst = ""
+		says.hear(&signed)
 	}
-	n := noted(says.worst, a.Status)
-	n.unknown = n.unknown || says.doubt
+	return says.note(http.StatusOK) // by its status the answer says nothing
+}
+
+// firstToken is the first token in the header of an answer.
+func firstToken(a *Answer) string {
+	first, _, _ := strings.Cut(a.Header.Get(fieldToken), ",")
+	return strings.TrimSpace(first)
+}
+
+func (s *saying) note(status int) note {
+	if s.worst == "" || s.doubt && s.worst == done {
+		s.worst = unexpected // it says nothing, or contradicts itself
+	}
+	n := noted(s.worst, status)
+	n.unknown = n.unknown || s.doubt
 	return n
 }
 

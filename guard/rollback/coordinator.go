@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -240,6 +242,44 @@ func (c *Coordinator) retry(r *run, what string, do func(ctx context.Context) er
 			return errShutdown
 		}
 	}
+}
+
+// Resolve returns the id under which a rollback of a checkpoint is kept here that is asked for under
+// id: the two together name it (cascade 4.3.4). That is id for the first checkpoint, and for each
+// further one an id that is made of both and that nobody can guess. It may be another one once what
+// was kept has ended.
+func (c *Coordinator) Resolve(ctx context.Context, id, checkpoint string) (string, error) {
+	first, err := c.keptFor(ctx, id)
+	if err != nil || first == checkpoint {
+		return id, err
+	}
+	sum := store.Index(c.o.Sealer, "rollback of a further checkpoint", id, checkpoint)
+	further := uuid.UUID(sum[:16])
+	further[6], further[8] = further[6]&0x0f|0x80, further[8]&0x3f|0x80 // RFC 9562, version 8
+	if first == "" {
+		if there, err := c.keptFor(ctx, further.String()); err != nil || there == "" {
+			return id, err
+		}
+	}
+	return further.String(), nil
+}
+
+// keptFor is the checkpoint of the rollback with an id, accepted or reserved; empty without one.
+func (c *Coordinator) keptFor(ctx context.Context, id string) (string, error) {
+	h, _, err := c.readHead(ctx, c.name(id))
+	if errors.Is(err, ErrUnknown) {
+		var v *reservation
+		if v, err = c.reservation(ctx, c.name(id)); err == nil {
+			h = &v.head
+		}
+	}
+	switch {
+	case errors.Is(err, ErrUnknown):
+		return "", nil
+	case err != nil:
+		return "", err
+	}
+	return h.Checkpoint, nil
 }
 
 // Get returns a rollback, or ErrUnknown. One that gave way to a wider one has its result.

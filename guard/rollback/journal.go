@@ -2,6 +2,7 @@ package rollback
 
 import (
 	"bytes"
+	"cmp"
 	"compress/flate"
 	"context"
 	"crypto/sha256"
@@ -50,8 +51,9 @@ type head struct {
 	// Behind are the rollbacks that come first, Absorbed those that give way to this one.
 	Behind   []string `json:"behind,omitempty"`
 	Absorbed []string `json:"absorbed,omitempty"`
-	// PartOf is as in Request.
+	// PartOf and Named are as in Request.
 	PartOf string `json:"part_of,omitempty"`
+	Named  string `json:"named,omitempty"`
 	// Precedence is that of the whole, and what participants were told of it; zero is its own.
 	Precedence Precedence `json:"precedence,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
@@ -95,10 +97,20 @@ type terms struct {
 	Coordinator bool    `json:"coordinator,omitempty"`
 }
 
-// sameWhole reports whether two rollbacks are parts of one at another gateway.
+// partOf is the rollback of which whoever is asked for a part of this one is asked for a part; empty if
+// it is this one.
+func (h *head) partOf() string { return cmp.Or(h.PartOf, h.Named) }
+
+// sameWhole reports whether two rollbacks are parts of one: at another gateway, or of several
+// checkpoints under one id. Whoever else uses that id has a rollback of his own.
 func (h *head) sameWhole(other *head) bool {
-	return h.PartOf != "" && h.PartOf == other.PartOf &&
-		(h.Requester == other.Requester || h.Precedence.ID != "" && h.Precedence == other.Precedence)
+	switch {
+	case cmp.Or(h.partOf(), h.ID) != cmp.Or(other.partOf(), other.ID), (h.PartOf != "") != (other.PartOf != ""):
+		return false
+	case h.PartOf != "" && h.Precedence.ID != "" && h.Precedence == other.Precedence:
+		return true
+	}
+	return h.Requester == other.Requester && h.Operator == other.Operator
 }
 
 // precedence decides conflicts with others, here and at the participants.
@@ -106,7 +118,7 @@ func (h *head) precedence() Precedence {
 	if h.Precedence.ID != "" {
 		return h.Precedence
 	}
-	return Precedence{ID: h.ID, Scope: h.Scope, Asked: h.Asked}
+	return Precedence{ID: cmp.Or(h.Named, h.ID), Scope: h.Scope, Asked: h.Asked}
 }
 
 // open reports whether it still takes steps.
@@ -118,10 +130,10 @@ func (h *head) stops() bool { return h.Scope == FullWorkflow && h.Workflow != ""
 // rollback is the public form of the head, without plan and steps.
 func (h *head) rollback() *Rollback {
 	r := &Rollback{
-		ID: h.ID, Checkpoint: h.Checkpoint, Workflow: h.Workflow, Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,
+		ID: h.ID, Named: h.Named, Checkpoint: h.Checkpoint, Workflow: h.Workflow, Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,
 		Requester: h.Requester, Operator: h.Operator, State: h.State, Status: h.Status,
 		Asked: h.Asked, Due: h.Due, Finished: h.Finished, TimedOut: h.TimedOut, Prepared: h.Prepared, Unknown: h.Unknown, Mixed: h.Mixed,
-		Joined: h.Joined, Start: h.Start, Complete: h.Complete, Escalations: h.Escalations,
+		Joined: h.Joined, Token: h.Token, Start: h.Start, Complete: h.Complete, Escalations: h.Escalations,
 	}
 	copy(r.Before[:], h.Before)
 	copy(r.After[:], h.After)

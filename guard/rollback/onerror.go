@@ -278,7 +278,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 		}
 		return "", nil
 	case errors.As(err, &conflict):
-		return conflict.Winner, nil
+		return cmp.Or(conflict.kept, conflict.Winner), nil
 	case errors.Is(err, ErrStopping):
 		return "", nil // the next start goes on
 	}

@@ -112,12 +112,16 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 	})
 }
 
-// proven reads the answers of a participant: it has done its part only if it has signed that (P6).
+// proven reads the answers of a participant: what came of its part is what it has signed, whatever else
+// it answers, and not known where it has signed nothing (P6).
 func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 	if !j.participant() {
 		return read
 	}
 	return func(a *Answer) note {
+		if a.Proven {
+			return signedResult(a)
+		}
 		n := read(a)
 		var problem struct {
 			Type   string `json:"type"`
@@ -127,7 +131,7 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 			strings.HasSuffix(problem.Type, "/rollback-conflict") && problem.Winner != "" {
 			return note{reading: busy} // cascade 4.3.4: another one is there first, and nothing was begun
 		}
-		if n.reading == done && !a.Proven { // 410 too: what it does not know it has not undone
+		if n.reading == done || a.Status/100 == 2 && n.reading != pending { // 410 too: what it does not know it has not undone
 			n = noted(unexpected, a.Status)
 		}
 		return n

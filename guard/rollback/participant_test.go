@@ -2,6 +2,7 @@ package rollback_test
 
 import (
 	"context"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -200,6 +201,118 @@ func TestPartLeavesTheRequestersOwn(t *testing.T) {
 	wantEnd(t, r.run(part("a2")), rollback.Partial, "c3=completed a2=escalated(foreign)")
 }
 
+// pair is a request for a checkpoint under an id, as Resolve keeps it.
+func (r *rig) pair(id, target string, scope rollback.Scope) rollback.Request {
+	r.t.Helper()
+	q := request(target, scope)
+	kept, err := r.Resolve(ctx, id, target)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	if q.ID = kept; kept != id {
+		q.Named = id
+	}
+	return q
+}
+
+// Cascade 4.3.4, P5: an id and a checkpoint together name a rollback. Further checkpoints under one id
+// are parts of one: they do not conflict, and one that contains others is executed as it was prepared.
+// The same pair is the same rollback, in another life too.
+func TestSeveralCheckpointsUnderOneID(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.made("9", checkpoint.Restore, execution.Completed)
+	r.start()
+	const id = "00000000-0000-4000-8000-000000000001"
+	pairs := map[string]rollback.Request{}
+	for _, target := range []string{"c1", "c2", "c9"} {
+		q := r.pair(id, target, rollback.SubDAG)
+		if p := r.prepare(q); !p.Ready() || p.Until.IsZero() || p.Rollback.AskedAs() != id {
+			t.Fatalf("%s: %+v", target, p)
+		}
+		pairs[target] = q
+	}
+	for target, q := range pairs {
+		if again := r.pair(id, target, rollback.SubDAG); again.ID != q.ID || (q.ID == id) != (target == "c1") {
+			t.Errorf("%s is kept as %s, then %s", target, q.ID, again.ID)
+		}
+	}
+	wantEnd(t, r.run(pairs["c2"]), rollback.Completed, "c2=completed")
+	wantEnd(t, r.run(pairs["c1"]), rollback.Completed, "c2=completed c1=completed")
+	r.restart()
+	wantEnd(t, r.run(pairs["c9"]), rollback.Completed, "c9=completed")
+	for target, q := range pairs {
+		if again := r.pair(id, target, rollback.SubDAG); again.ID != q.ID || again.Named != q.Named {
+			t.Errorf("%s is kept as %s, then %s", target, q.ID, again.ID)
+		}
+		if done := r.run(q); done.Status != rollback.Completed || done.Checkpoint != target || done.AskedAs() != id {
+			t.Errorf("%+v", done)
+		}
+		q.Reason = "something else"
+		if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrMismatch) {
+			t.Errorf("another content: %v", err)
+		}
+	}
+	for id, keys := range r.world.effects {
+		if len(keys) != 1 {
+			t.Errorf("%s was undone %d times", id, len(keys))
+		}
+	}
+}
+
+// Of two checkpoints under one id that overlap the second waits for the first. Whoever else uses that id
+// asks for a rollback of his own, which conflicts as ever, and is named by the id.
+func TestOneIDOfTwoRequesters(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.start()
+	hold := make(chan struct{})
+	r.world.hold["c2"] = hold
+	const id = "00000000-0000-4000-8000-000000000001"
+	r.execute(r.pair(id, "c1", rollback.SubDAG))
+	second := r.pair(id, "c2", rollback.SubDAG)
+	r.execute(second)
+	other := r.pair(id, "2", rollback.Single)
+	other.Checkpoint, other.By, other.Coordinator = "c2", "spiffe://example.com/other", true
+	conflict := (*rollback.ConflictError)(nil)
+	if _, err := r.Execute(ctx, other); !errors.As(err, &conflict) || conflict.Winner != id {
+		t.Errorf("%v", err)
+	}
+	close(hold)
+	wantEnd(t, r.wait(id), rollback.Completed, "c2=completed c1=completed")
+	wantEnd(t, r.wait(second.ID), rollback.Completed, "c2=completed")
+	if keys := r.world.effects["c2"]; len(keys) != 1 {
+		t.Errorf("c2 was undone %d times", len(keys))
+	}
+}
+
+// What has changed otherwise than by another part of the same rollback is another plan: here somebody
+// else has undone a call.
+func TestReservedPlanThatAnotherHasChanged(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.made("2", checkpoint.Restore, execution.Completed, "1")
+	r.start()
+	first := request("c2", rollback.Single)
+	r.world.answers["c2"] = rollback.Result{Reason: rollback.ReasonRefused}
+	wantEnd(t, r.run(first), rollback.Failed, "c2=failed(refused)")
+	q := request("c1", rollback.SubDAG)
+	r.prepare(q)
+	m, err := r.checkpoints.Mark(ctx, "c2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.checkpoints.Advance(ctx, "c2", m, checkpoint.Step{To: checkpoint.Undone, Rollback: first.ID}); err != nil {
+		t.Fatal(err)
+	}
+	var changed *rollback.PlanChangedError
+	if _, err := r.Execute(ctx, q); !errors.As(err, &changed) {
+		t.Errorf("%v", err)
+	}
+}
+
 // A part whose plan has changed otherwise is refused as ever.
 func TestPartThatChanged(t *testing.T) {
 	r := newRig(t)
@@ -284,6 +397,56 @@ func TestPrepareTimeoutIsSilence(t *testing.T) {
 					t.Errorf("it took %v, not %v", took, test.over)
 				}
 			})
+		})
+	}
+}
+
+// signedAs is the header of an answer with a token of a result.
+func signedAs(status, effect string) http.Header {
+	claims := fmt.Sprintf(`{"exec_act":"rollback_complete","ext":{"cascade.status":%q,"agent_guard.effect":%q}}`, status, effect)
+	return http.Header{"Execution-Context": {"h." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".s, another.token.s"}}
+}
+
+// P6: what a participant has signed counts, whatever the rest of its answer says; what nobody has signed
+// is of unknown effect, success and failure alike.
+func TestParticipantsWordIsItsToken(t *testing.T) {
+	for _, c := range []struct {
+		proven         bool
+		status         int
+		signed, effect string
+		body           string
+		done, unknown  bool
+		reason         rollback.Reason
+	}{
+		{true, 200, "completed", "", `{"status":"completed"}`, true, false, ""},
+		{true, 200, "completed", "", `{"status":"failed"}`, true, false, ""},
+		{true, 409, "completed", "", `{"status":"failed"}`, true, false, ""},
+		{true, 200, "failed", "", `{"status":"completed"}`, false, false, rollback.ReasonRefused},
+		{true, 200, "escalated", "", `{"status":"completed"}`, false, false, rollback.ReasonEscalated},
+		{true, 200, "partial", "", `{"status":"completed"}`, false, true, rollback.ReasonPartial},
+		{true, 200, "completed", "unknown", `{"status":"completed"}`, false, true, rollback.ReasonUnexpected},
+		{true, 200, "", "", `{"status":"completed"}`, false, true, rollback.ReasonUnexpected},
+		{false, 200, "completed", "", `{"status":"completed"}`, false, true, rollback.ReasonUnexpected},
+		{false, 200, "failed", "", `{"status":"failed"}`, false, true, rollback.ReasonUnexpected},
+		{false, 200, "escalated", "", `{"status":"escalated"}`, false, true, rollback.ReasonUnexpected},
+		{false, 410, "", "", "", false, true, rollback.ReasonUnexpected},
+		{false, 409, "", "", `{"status":"failed"}`, false, false, rollback.ReasonRefused},
+		{false, 403, "", "", "", false, false, rollback.ReasonUnauthorized},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			r := undoNewRig(t)
+			one := task(checkpoint.Delegate, rollback.Spec{Guard: "g", Delegate: "https://b.example/rollback", Agent: "spiffe://b"})
+			one.Checkpoint.Result = &checkpoint.Result{Status: 200}
+			one.Checkpoint.Result.Answer, _ = rollback.NamedCheckpoint("b1")
+			one.Due = time.Now().Add(time.Minute)
+			r.answer = func(*rollback.Outgoing) (*rollback.Answer, error) {
+				return &rollback.Answer{Status: c.status, Header: signedAs(c.signed, c.effect), Body: []byte(c.body), Proven: c.proven}, nil
+			}
+			for range 2 { // the second time from the record
+				if got, err := r.Undo(ctx, one); err != nil || got.Done != c.done || got.Unknown != c.unknown || got.Reason != c.reason {
+					t.Errorf("%+v: %+v, %v", c, got, err)
+				}
+			}
 		})
 	}
 }
@@ -852,7 +1015,7 @@ func TestConflictAtAParticipant(t *testing.T) {
 			if tries++; tries < 3 {
 				return &rollback.Answer{Status: 409, Header: http.Header{}, Body: []byte(`{"type":"/.well-known/cascade/problems/rollback-conflict","conflicting_rollback_id":"urn:uuid:` + winner + `"}`)}, nil
 			}
-			return &rollback.Answer{Status: 200, Header: http.Header{}, Body: []byte(`{"status":"completed"}`), Proven: true}, nil
+			return &rollback.Answer{Status: 200, Header: signedAs("completed", ""), Proven: true}, nil
 		}
 		if got, err := r.Undo(ctx, one); err != nil || !got.Done || got.Unknown || tries != 3 {
 			t.Errorf("%+v, %v: %d tries", got, err, tries)

@@ -105,7 +105,7 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	}
 	d, err := plan(ctx, &r)
 	asked := &Rollback{
-		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
+		ID: r.ID, Named: r.Named, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
 		Requester: r.By, Operator: r.Operator, State: Reserved,
 	}
 	refused, depended, conflict := (*refusal)(nil), (*DependedOnError)(nil), (*ConflictError)(nil)
@@ -434,7 +434,12 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		h.own, mine = own, own.precedence()
 		h.end(c, own)
 	}
-	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash) || h.own.shrunk(d)
+	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash)
+	if !prepared {
+		if prepared, err = c.shrunk(ctx, h.own, d); err != nil {
+			return h, err
+		}
+	}
 	if !prepared || r.Planned != [32]byte{} && !bytes.Equal(r.Planned[:], d.Hash) {
 		if h.own != nil {
 			// Where another commit was first, it has ended already.
@@ -461,7 +466,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		switch {
 		case d.sameWhole(&other.head), !overlap(other.planned.Plan, d.Plan):
 		case comparePrecedence(other.precedence(), mine) <= 0:
-			return h, &ConflictError{Winner: other.precedence().ID}
+			return h, &ConflictError{Winner: other.precedence().ID, kept: other.ID}
 		default:
 			h.end(c, other)
 			h.others = append(h.others, other)
@@ -500,23 +505,44 @@ func (c *Coordinator) ended(h *held) {
 
 // shrunk reports whether the plan is the reserved one, but for what other parts of the same
 // rollback have undone meanwhile.
-func (v *reservation) shrunk(d *draft) bool {
+func (c *Coordinator) shrunk(ctx context.Context, v *reservation, d *draft) (bool, error) {
 	if !v.sameWhole(&d.head) || len(v.planned.Plan.Levels) != len(d.Plan.Levels) {
-		return false
+		return false, nil
 	}
 	left := *v.planned.Plan
 	left.Levels, left.Dependants = nil, d.Plan.Dependants
 	for i, level := range v.planned.Plan.Levels {
 		level = slices.Clone(level)
 		for n := range level {
-			if now := d.Plan.Levels[i]; n < len(now) && now[n].What == Nothing && now[n].Checkpoint == level[n].Checkpoint {
-				level[n] = now[n]
+			now := d.Plan.Levels[i]
+			if n >= len(now) || now[n].What != Nothing || now[n].Checkpoint != level[n].Checkpoint {
+				continue
 			}
+			if v.PartOf == "" && level[n].What != Nothing { // nobody has said that there are other parts
+				by, err := c.undoneBy(ctx, now[n].Checkpoint)
+				if err != nil || by == nil || !v.sameWhole(by) {
+					return false, err
+				}
+			}
+			level[n] = now[n]
 		}
 		left.Levels = append(left.Levels, level)
 	}
 	hash := left.Hash()
-	return bytes.Equal(hash[:], d.Hash)
+	return bytes.Equal(hash[:], d.Hash), nil
+}
+
+// undoneBy is the rollback that has undone a checkpoint; nil where that is not known.
+func (c *Coordinator) undoneBy(ctx context.Context, id string) (*head, error) {
+	m, _, err := c.mark(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	h, _, err := c.readHead(ctx, c.name(m.Rollback))
+	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
+		return nil, nil
+	}
+	return h, err
 }
 
 // restoreReservation restores the lock of a reservation that outlasts a restart.
@@ -667,7 +693,7 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 		return string(ReasonUnreachable), nil
 	}
 	obstacle, err := c.o.Undoer.Prepare(asking, Task{
-		Rollback: d.ID, PartOf: d.PartOf, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: precedence, Foreign: s.foreign,
+		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: precedence, Foreign: s.foreign,
 	})
 	end(err == nil && obstacle != string(ReasonUnreachable))
 	if errors.Is(err, ErrQuit) {
@@ -816,7 +842,7 @@ func (c *Coordinator) release(h *head, p *Plan, which func(s *PlanStep) bool) {
 	ctx, cancel := context.WithDeadline(c.hard, due)
 	r := &releasing{cancel, make(chan struct{})}
 	c.releases[h.ID] = r
-	id, partOf, reason := h.ID, h.PartOf, h.Reason
+	id, partOf, reason := h.ID, h.partOf(), h.Reason
 	c.wg.Add(1)
 	go func() {
 		defer c.wg.Done()

@@ -111,6 +111,7 @@
 package rollback
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -152,6 +153,8 @@ const (
 // Rollback is the record of a rollback.
 type Rollback struct {
 	ID, Checkpoint, Workflow string
+	// Named is as in Request.
+	Named string
 	// Scope is the applied one.
 	Scope           Scope
 	Reason, Urgency string
@@ -177,6 +180,8 @@ type Rollback struct {
 	Unknown, Mixed bool
 	// Joined is the id of the wider rollback whose result this one has; empty without one.
 	Joined string
+	// Token is the id of the token that has asked for it; empty without.
+	Token string
 	// Start and Complete are the ids of its tokens; empty without.
 	Start, Complete string
 	// Before and After are hashes of the state before and after, SHA-256 with a salt of the
@@ -189,6 +194,9 @@ type Rollback struct {
 	// Decisions are the ids of the tokens of the decisions on it; empty without.
 	Decisions []string
 }
+
+// AskedAs is the id under which it was asked for.
+func (b *Rollback) AskedAs() string { return cmp.Or(b.Named, b.ID) }
 
 // StepState is the state of a step.
 type StepState string
@@ -251,6 +259,10 @@ type Request struct {
 	// ID is the rollback's id, a UUID in its canonical form (without `urn:uuid:`). The same id
 	// with the same content is the same rollback while it is kept (P5).
 	ID string
+	// Named is the id under which it was asked for where ID, by Coordinator.Resolve, is another one:
+	// the rollback of a further checkpoint was asked for under it. Those are parts of one rollback, and
+	// do not conflict with each other. Empty where it is ID.
+	Named string
 	// Checkpoint is the id of the checkpoint or group to go back to.
 	Checkpoint string
 	// Scope is how far to go.
@@ -466,8 +478,10 @@ func (e *PlanChangedError) Error() string {
 // ConflictError refuses a rollback that overlaps with another one, which takes
 // precedence (cascade 4.3.4).
 type ConflictError struct {
-	// Winner is the id of the other one.
+	// Winner is the id of the other one, or of the whole that it is a part of.
 	Winner string
+
+	kept string // the id of the other one here; empty where it is at a participant
 }
 
 // Error implements error.

@@ -66,7 +66,7 @@ func (s *signal) is() bool {
 
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.PartOf, precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached, informs: p.participants(h),
+		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached, informs: p.participants(h),
 		stepped: make(chan struct{}), joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
@@ -505,7 +505,7 @@ func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
 	h := r.head
 	r.mu.Unlock()
 	d, err := c.draft(ctx, &Request{
-		ID: h.ID, Checkpoint: h.Checkpoint, Scope: h.Scope, PartOf: h.PartOf, By: h.Requester, Operator: h.Operator,
+		ID: h.ID, Checkpoint: h.Checkpoint, Scope: h.Scope, PartOf: h.PartOf, Named: h.Named, By: h.Requester, Operator: h.Operator,
 		KeepDependants: h.Terms.Keep, Lineage: h.Terms.Lineage, Coordinator: h.Terms.Coordinator,
 	})
 	if errors.Is(err, ErrStore) {

@@ -64,7 +64,8 @@ type Spec struct {
 	Delegate string `json:"delegate,omitempty"`
 	// Agent is the identity behind Delegate, which takes part in both phases: it is asked for the
 	// checkpoint that its answer to the call has named, and its answers count only if it has
-	// signed them. Empty is an agent that is asked for the call's own checkpoint.
+	// signed them. Empty is an agent that is asked for the call's own checkpoint, and whose line says
+	// `unsigned`.
 	Agent string `json:"agent,omitempty"`
 	// OnLost is Resend or Escalate, for compensate and delegate; empty is Resend. Escalate means
 	// that the undo is not idempotent, so that nothing in doubt is sent again.
@@ -277,7 +278,8 @@ type Answer struct {
 	Body []byte
 	// Cut says that the body was longer.
 	Cut bool
-	// Proven says that the participant has signed that it has completed what it was asked for.
+	// Proven says that the first token of the answer is the participant's own, about what it was asked
+	// for, and says how that has ended.
 	Proven bool
 }
 

@@ -297,7 +297,7 @@ func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, fo
 	case errors.Is(err, ErrUnknown):
 		return "", true, nil
 	case err == nil:
-		return h.PartOf, false, nil
+		return h.partOf(), false, nil
 	case errors.Is(err, errUnreadable):
 		return "", false, nil
 	default:

@@ -98,7 +98,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "E-idempotency-a", file: "guard/api/rollback.go",
-		old: "	wanted.ID, wanted.Checkpoint,", now: "	if q.dialect == ect.AERR {\n		said.id = t.ID()\n	}\n	wanted.ID, wanted.Checkpoint,",
+		old: "	wanted.Checkpoint, wanted.Reason,", now: "	if q.dialect == ect.AERR {\n		said.id = t.ID()\n	}\n	wanted.Checkpoint, wanted.Reason,",
 		breaks: "on AERR's path each token is a rollback of its own", tests: []string{"TestAERRRequests"},
 	},
 	{
