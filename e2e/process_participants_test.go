@@ -407,6 +407,38 @@ func TestProcessParticipantsCrash(t *testing.T) {
 	}
 }
 
+// C-4.3.1-a: whoever has the store of a coordinator that has died is the coordinator: a process with
+// another address, elsewhere. It goes on where that has stopped, its participants take it for the same
+// one, and nothing is undone twice.
+func TestProcessCoordinatorElsewhere(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := newStar(t, "")
+	s := c.saga
+	root := s.do(charge(1))
+	s.do(charge(2), root.checkpoint)
+	hold := newGate(t)
+	c.lab.on("POST /refunds", 1, restWaits(hold))
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	s.begun(asked)
+	wait(t, hold.arrived, "the refund")
+	was, now := c.sites[0], procNewSite(t, c.lab.addr)
+	c.running[0].kill()
+	moved := []string{was.addr, now.addr, was.admin, now.admin}
+	for _, name := range []string{"data", "data.key", "identity"} {
+		if err := os.Rename(was.path(name), now.path(name)); err != nil {
+			t.Fatal(err)
+		}
+		moved = append(moved, was.path(name), now.path(name))
+	}
+	now.raw = strings.NewReplacer(moved...).Replace(was.raw)
+	c.sites[0] = now
+	c.start(0)
+	s.g = now.gateway(t)
+	hold.open()
+	s.finished(asked.ID).want(t, "completed")
+	c.lab.wantEffects("charged ch_1", "charged ch_2", "refunded ch_2", "refunded ch_1")
+}
+
 // Who has prepared releases it, and the participants are told: what they hold back goes on long
 // before their reservations end, the same prepare is judged anew, and the rollback can be carried
 // out afterwards.
