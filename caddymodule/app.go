@@ -21,7 +21,6 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/modules/caddyevents"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/zap"
 
@@ -33,6 +32,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 func init() {
@@ -130,7 +130,10 @@ type App struct {
 	knownPassages []passage // of the configuration to upstreams
 
 	openingMu sync.Mutex
-	opening   *opening // the running attempt to open the store; nil without one
+	opening   *opening              // the running attempt to open the store; nil without one
+	unreached atomic.Pointer[error] // why the store is not open; reachStore tries again
+	started   bool                  // Start was called; guarded by mu
+	follow    sync.Once             // what Start does with the open store
 	policy    atomic.Pointer[tokenPolicy]
 }
 
@@ -185,7 +188,11 @@ func (a *App) provision(ctx caddy.Context) error {
 	}
 	a.spec = engineSpec{opener: opener, path: path, pooled: path, logger: a.logger}
 	if err := a.provisionKeys(); err != nil {
-		return &wrong{"keys", fmt.Errorf("agent_guard: keys: %w", err)}
+		at := "keys"
+		if a.Key == "" && a.KeyFile == "" {
+			at = "store" // it follows from that
+		}
+		return &wrong{at, fmt.Errorf("agent_guard: keys: %w", err)}
 	}
 	if err := checkDuration(a.Drain); err != nil {
 		return fmt.Errorf("agent_guard: drain: %w", err)
@@ -265,6 +272,8 @@ func (a *App) provisionKeys() (err error) {
 		if err != nil {
 			return fmt.Errorf("file %q: %w", a.KeyFile, err)
 		}
+	case !filepath.IsAbs(a.spec.path):
+		return errors.New("a store that is no directory has no place for a key file beside it; name one with `keys file <path>`, or give the ring with `keys value <placeholder>`")
 	default:
 		a.spec.keyFile = a.spec.path + ".key"
 	}
@@ -361,17 +370,16 @@ func (a *App) provisionTokens() error {
 	return nil
 }
 
-// Start opens the store, if no configuration before this one has it open.
+// Start opens the store, if no configuration before this one has it open. A database that cannot be
+// reached fails no start: guarded calls get 503 until it can.
 func (a *App) Start() error {
-	var visits []visit
 	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
 		for name, server := range app.(*caddyhttp.App).Servers {
 			if err := checkResends(server); err != nil {
 				return fmt.Errorf("agent_guard: server %s: %w", name, err)
 			}
 		}
-		var bare map[*reverseproxy.Handler]bareProxy
-		visits, bare = visitsOf(app.(*caddyhttp.App))
+		visits, bare := visitsOf(app.(*caddyhttp.App))
 		if err := checkChains(visits); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
@@ -393,13 +401,30 @@ func (a *App) Start() error {
 			a.logger.Warn("plan of a workflow", zap.String("wf_id", d.WorkflowID), zap.Stringer("warning", w))
 		}
 	}
+	a.mu.Lock()
+	a.started = true
+	a.mu.Unlock()
 	e, err := a.engine()
-	if err == nil {
-		e.startRollbacks(context.Background())
-		warnAnonymous(visits, &e.warned)
-		a.watchPlaces(e)
+	switch {
+	case err == nil:
+		a.useOpened(e)
+	case errors.Is(err, store.ErrUnavailable):
+		a.logger.Error("the store cannot be reached; guarded calls get 503 until it can", zap.Error(err))
+		return nil
 	}
 	return a.place(err)
+}
+
+// useOpened does what follows the start with an open store, once.
+func (a *App) useOpened(e *engine) {
+	a.follow.Do(func() {
+		e.startRollbacks(context.Background())
+		if app, err := a.ctx.AppIfConfigured("http"); err == nil {
+			visits, _ := visitsOf(app.(*caddyhttp.App))
+			warnAnonymous(visits, &e.warned)
+		}
+		a.watchPlaces(e)
+	})
 }
 
 // Stop does nothing. On a reload running executions go on, each with its reference to the
@@ -430,17 +455,79 @@ func (a *App) Cleanup() error {
 }
 
 // engine returns the open engine, opening it on first use: Caddy starts apps in no
-// particular order, so a request may come before Start.
+// particular order, so a request may come before Start. It does not wait for a store that could not
+// be reached: reachStore tries again.
 func (a *App) engine() (*engine, error) {
+	if why := a.unreached.Load(); why != nil {
+		return nil, *why
+	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if why := a.unreached.Load(); why != nil {
+		return nil, *why
+	}
+	e, err := a.openEngine()
+	return e, a.noted(err)
+}
+
+// noted returns err. If the store cannot be reached, it is tried again in the background from here
+// on. mu is held.
+func (a *App) noted(err error) error {
+	if errors.Is(err, store.ErrUnavailable) && !a.ended {
+		a.unreached.Store(&err)
+		go a.reachStore()
+	}
+	return err
+}
+
+// reachEvery is how often a store is tried that could not be reached.
+const reachEvery = time.Second
+
+// reachStore opens a store that could not be reached. It ends when the store is open, when it is
+// refused for another reason, which only another configuration can help, or with the configuration.
+func (a *App) reachStore() {
+	tick := time.NewTicker(reachEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+		case <-a.ctx.Done():
+			return
+		}
+		a.mu.Lock()
+		e, err := a.openEngine()
+		started := a.started
+		if err == nil {
+			a.unreached.Store(nil)
+		} else {
+			a.unreached.Store(&err)
+		}
+		a.mu.Unlock()
+		switch {
+		case err == nil:
+			a.logger.Info("the store is reached; guarded calls are taken again")
+			if started { // else Start does it
+				a.useOpened(e)
+			}
+			return
+		case errors.Is(err, errEnded):
+			return
+		case !errors.Is(err, store.ErrUnavailable):
+			a.logger.Error("the store is reached, and refused; guarded calls get 503 until another configuration is loaded", zap.Error(a.place(err)))
+			return
+		}
+	}
+}
+
+// openEngine opens the engine, unless it is open. mu is held.
+func (a *App) openEngine() (*engine, error) {
 	if a.held != nil {
 		return a.held, nil
 	}
 	if a.ended {
 		return nil, errEnded // nothing would release it
 	}
-	e, err := a.acquire()
+	e, err := a.acquireOpen()
 	if err != nil {
 		return nil, err
 	}
@@ -486,6 +573,22 @@ var errEnded = errors.New("agent_guard: the configuration has ended")
 // acquire returns the engine with a reference of its own for one guarded request,
 // which may outlive its configuration.
 func (a *App) acquire() (*engine, error) {
+	if why := a.unreached.Load(); why != nil {
+		return nil, *why
+	}
+	if a.opened.Load() {
+		return a.acquireOpen()
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if why := a.unreached.Load(); why != nil { // the call before this one has waited for it
+		return nil, *why
+	}
+	e, err := a.acquireOpen()
+	return e, a.noted(err)
+}
+
+func (a *App) acquireOpen() (*engine, error) {
 	e, err := engines.acquire(a.spec, a.accepted.Load())
 	if err == nil {
 		a.accepted.Store(true)

@@ -22,6 +22,7 @@ func OptionNames() map[string][]string {
 		"trust":                names(trustOptions()),
 		"rollback":             names(rollbackOptions()),
 		"store badger":         names(badgerOptions()),
+		"store postgres":       names(postgresOptions()),
 		"hitl":                 names(hitlOptions()),
 		"who decides":          names(roleOptions()),
 		"a webhook":            names(webhookOptions()),

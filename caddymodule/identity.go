@@ -120,6 +120,9 @@ func (i *Identity) provision(store string) error {
 
 // provisionKeys finds the identity's keys, and checks them if they exist already.
 func (i *Identity) provisionKeys(store string) error {
+	if i.KeyFile == "" && !filepath.IsAbs(store) {
+		return errors.New("a store that is no directory has no place for a key file beside it; name one with `key_file <path>` in the identity")
+	}
 	if i.KeyFile == "" {
 		i.KeyFile = store + ".identity"
 	} else {

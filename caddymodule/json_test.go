@@ -139,7 +139,7 @@ Durations are strings such as ` + "`\"30s\"`" + ` or nanoseconds, sizes are byte
 
 `)
 	for _, id := range []string{
-		"agent_guard", "agent_guard.stores.badger", "http.handlers.agent_guard",
+		"agent_guard", "agent_guard.stores.badger", "agent_guard.stores.postgres", "http.handlers.agent_guard",
 		"http.handlers.agent_guard_endpoints", "http.reverse_proxy.transport.agent_guard",
 	} {
 		info, err := caddy.GetModule(id)

@@ -200,7 +200,7 @@ func TestManualListsEveryOption(t *testing.T) {
 // The comments that explain the syntax have a line for every option.
 func TestSyntaxCommentsListEveryOption(t *testing.T) {
 	var comments strings.Builder
-	for _, file := range []string{"caddyfile.go", "caddyfile_guard.go", "store.go", "trust.go"} {
+	for _, file := range []string{"caddyfile.go", "caddyfile_guard.go", "store.go", "postgres.go", "trust.go"} {
 		text, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)

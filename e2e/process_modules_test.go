@@ -17,7 +17,7 @@ func TestProcessModules(t *testing.T) {
 	}
 	modules := strings.Fields(string(out))
 	for _, want := range []string{
-		"admin.api.agent_guard", "agent_guard", "agent_guard.stores.badger", "http.handlers.agent_guard", "http.reverse_proxy.transport.agent_guard",
+		"admin.api.agent_guard", "agent_guard", "agent_guard.stores.badger", "agent_guard.stores.postgres", "http.handlers.agent_guard", "http.reverse_proxy.transport.agent_guard",
 	} {
 		if !slices.Contains(modules, want) {
 			t.Errorf("no module %s", want)

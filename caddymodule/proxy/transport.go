@@ -35,6 +35,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 func init() {
@@ -293,7 +294,11 @@ func (s *recordedStates) await(ctx context.Context) error {
 	case err != nil:
 		return err
 	case is && !guard.IsWithoutState(ctx):
-		if err := keeps.AwaitCircuits(ctx); err != nil {
+		err := keeps.AwaitCircuits(ctx)
+		if errors.Is(err, store.ErrUnavailable) { // guarded calls do not come so far
+			return nil // the next request tries again
+		}
+		if err != nil {
 			return err
 		}
 	case is:

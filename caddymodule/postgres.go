@@ -1,0 +1,179 @@
+package caddymodule
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
+)
+
+func init() {
+	caddy.RegisterModule(PostgresStore{})
+}
+
+// PostgresStore keeps executions in a schema of a PostgreSQL database, used by one gateway at a
+// time. The keys must be given, with `keys file` or `keys value`, and with an `identity` its
+// `key_file`. If the database cannot be reached, guarded calls get 503 `store-unavailable`, also
+// from the start on, and are taken again as soon as it can.
+type PostgresStore struct {
+	// Where the database is and who logs in, as PostgreSQL's own clients take it:
+	// `postgres://user:password@host:5432/database?sslmode=verify-full`. Usually a placeholder like
+	// `{env.AGENT_GUARD_DSN}`. Placeholders are replaced once, at load; one without a value is an
+	// error. No error and no log shows it. The connection must be a session of its own: no pooler in
+	// transaction mode.
+	DSN string `json:"dsn,omitempty"`
+
+	// The schema of the database that holds the store's tables, a plain name in lower case. It is
+	// created, and holds nothing else. Default: `agent_guard`.
+	Schema string `json:"schema,omitempty"`
+
+	// The largest number of connections for reading, from 2 to 1000. Commits and the lease have one
+	// each besides. Default: 10.
+	PoolSize int `json:"pool_size,omitempty"`
+
+	// How long the database may work on one statement, from 100ms to 7s. A call that the database
+	// does not serve is refused at most two seconds later. Default: 5s.
+	StatementTimeout caddy.Duration `json:"statement_timeout,omitempty"`
+
+	// How long a gateway that does not respond keeps the store to itself, by the database's clock:
+	// at least 2s and twice `statement_timeout`, at most 1h. A gateway that ends gives it back at
+	// once, and one whose process is gone loses it within two seconds. Default: 15s.
+	Lease caddy.Duration `json:"lease,omitempty"`
+
+	observer postgres.Observer
+	dsn      string // with its placeholders replaced
+}
+
+// CaddyModule returns the Caddy module information.
+func (PostgresStore) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "agent_guard.stores.postgres", New: func() caddy.Module { return new(PostgresStore) }}
+}
+
+// UnmarshalCaddyfile reads
+//
+//	postgres {
+//		dsn               <dsn>
+//		schema            <name>
+//		pool_size         <number>
+//		statement_timeout <duration>
+//		lease             <duration>
+//	}
+func (p *PostgresStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+	d.Next() // the store's name
+	at := originOf(d)
+	if d.NextArg() { // it is not shown: it may be a password
+		return errors.New("store postgres takes no argument, but a block with dsn in it")
+	}
+	return postgresOptions().readBlock(d, "store postgres", p, at)
+}
+
+func postgresOptions() options[*PostgresStore] {
+	return options[*PostgresStore]{
+		"dsn": {usage: "dsn <dsn>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+			words := d.RemainingArgs()
+			if len(words) > 1 { // they are not shown
+				return errors.New("it has spaces; put it in quotes, or in a variable like {env.AGENT_GUARD_DSN}")
+			}
+			if len(words) == 0 {
+				return errSyntax
+			}
+			p.DSN = words[0]
+			return nil
+		}},
+		"schema": {usage: "schema <name>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+			return parseWord(d, &p.Schema)
+		}},
+		"pool_size": {usage: "pool_size <number>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+			return parseCount(d, &p.PoolSize)
+		}},
+		"statement_timeout": {usage: "statement_timeout <duration>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+			return parseDuration(d, &p.StatementTimeout)
+		}},
+		"lease": {usage: "lease <duration>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+			return parseDuration(d, &p.Lease)
+		}},
+	}
+}
+
+// Provision replaces the placeholders.
+func (p *PostgresStore) Provision(caddy.Context) (err error) {
+	if p.dsn, err = caddy.NewReplacer().ReplaceOrErr(p.DSN, true, true); err != nil {
+		return errors.New("postgres: dsn: a placeholder in it has no value (it is not shown here)") // the replacer's error may show a part of a password
+	}
+	return nil
+}
+
+func (p *PostgresStore) options() postgres.Options {
+	o := postgres.Options{
+		DSN: p.dsn, Schema: p.Schema, PoolSize: p.PoolSize, StatementTimeout: time.Duration(p.StatementTimeout),
+		Lease: time.Duration(p.Lease), Observer: p.observer,
+	}
+	if o.Lease == 0 {
+		o.Lease = max(postgres.DefaultLease, 2*o.StatementTimeout)
+	}
+	return o
+}
+
+// StorePath names the store by its schema and a hash of the place of its database. It does not
+// connect.
+func (p *PostgresStore) StorePath() (string, error) {
+	name, err := postgres.Check(p.options())
+	if err != nil {
+		return "", fmt.Errorf("postgres: %w", err)
+	}
+	return name, nil
+}
+
+// openTime bounds an attempt to open a store.
+const openTime = 8 * time.Second
+
+// OpenStore connects to the database.
+func (p *PostgresStore) OpenStore(logger *zap.Logger) (store.Store, error) {
+	o := p.options()
+	o.Logger = slogOf(logger.Named("postgres"))
+	ctx, cancel := context.WithTimeout(context.Background(), openTime)
+	defer cancel()
+	st, err := postgres.Open(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	return st, nil
+}
+
+// AdjustStore uses the DSN of this configuration for new connections: its password may be another.
+func (p *PostgresStore) AdjustStore(st store.Store) {
+	if open, ok := st.(*postgres.Store); ok {
+		_ = open.SetDSN(p.dsn) // it is the same database, or the store would have another path
+	}
+}
+
+// ObserveStore implements ObservedOpener.
+func (p *PostgresStore) ObserveStore(o StoreObserver) { p.observer = o }
+
+// ReportStore implements StoreReporter.
+func (p *PostgresStore) ReportStore(st store.Store) StoreReport {
+	s, ok := st.(*postgres.Store)
+	if !ok {
+		return StoreReport{}
+	}
+	return StoreReport{Bytes: map[string]uint64{"tables": uint64(s.Stats().Bytes)}}
+}
+
+// ReportDisk implements StoreReporter. The database's disk is not known here.
+func (p *PostgresStore) ReportDisk(store.Store) *DiskReport { return nil }
+
+var (
+	_ StoreOpener           = (*PostgresStore)(nil)
+	_ StoreAdjuster         = (*PostgresStore)(nil)
+	_ ObservedOpener        = (*PostgresStore)(nil)
+	_ StoreReporter         = (*PostgresStore)(nil)
+	_ caddy.Provisioner     = (*PostgresStore)(nil)
+	_ caddyfile.Unmarshaler = (*PostgresStore)(nil)
+)

@@ -1,0 +1,146 @@
+//go:build unix
+
+package e2e
+
+import (
+	"errors"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/pgserver"
+)
+
+// postgresSite is a gateway's site with its store in the server's database, and false where there
+// is no PostgreSQL.
+func postgresSite(t *testing.T, upstream *procUpstream) (*procSite, *pgserver.Server, bool) {
+	t.Helper()
+	server, err := pgserver.Start()
+	if errors.Is(err, pgserver.ErrMissing) {
+		t.Log(err)
+		return nil, nil, false
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := server.Remove(); err != nil {
+			t.Error(err)
+		}
+	})
+	return withPostgres(procNewSite(t, upstream.addr), server.DSN()), server, true
+}
+
+func withPostgres(site *procSite, dsn string) *procSite {
+	site.store = "postgres {\n\t\t\tdsn {env.TEST_DSN}\n\t\t\tstatement_timeout 1s\n\t\t\tlease 10s\n\t\t}"
+	site.app = "keys file " + site.path("keys")
+	site.env = append(site.env, "TEST_DSN="+dsn)
+	return site
+}
+
+// unavailable reports that the call was refused since the store is not available, in the time that
+// is promised (P4).
+func unavailable(t *testing.T, gateway *procGateway, c procCall) bool {
+	t.Helper()
+	begun := time.Now()
+	a := gateway.post(t, c)
+	if took := time.Since(begun); took > 10*time.Second {
+		t.Errorf("the call was answered after %v", took)
+	}
+	return a.status == http.StatusServiceUnavailable && a.problem() == "store-unavailable"
+}
+
+// P1, P2, P4 on PostgreSQL: a call runs once over a kill of the gateway and of the database, is in
+// doubt if it ran while the gateway was killed, and is refused while the database is away; the
+// gateway recovers without a restart.
+func TestProcessPostgres(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	site, server, there := postgresSite(t, upstream)
+	if !there {
+		return
+	}
+	gateway := site.start(t)
+	first := gateway.post(t, procCall{id: "one"})
+	if !first.executed() {
+		t.Fatalf("the first call: %d %s", first.status, first.body)
+	}
+	hold := upstream.hold(t, "open")
+	gateway.begin(t.Context(), procDial(), procCall{id: "open"})
+	waitWithin(t, procBound, hold.arrived, "the call arrives")
+	gateway.kill()
+	hold.open()
+
+	gateway = site.start(t)
+	eventuallyWithin(t, procBound, "the next gateway takes the store over", func() bool {
+		return !unavailable(t, gateway, procCall{id: "one"})
+	})
+	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
+	wantProcDoubt(t, gateway.post(t, procCall{id: "open"}))
+
+	if err := server.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if !unavailable(t, gateway, procCall{id: "two"}) {
+		t.Error("a call without a database was not refused")
+	}
+	if n := upstream.arrivals("two"); n != 0 {
+		t.Errorf("it reached the upstream %d times", n)
+	}
+	if err := server.Run(); err != nil {
+		t.Fatal(err)
+	}
+	eventuallyWithin(t, procBound, "the gateway recovers", func() bool { return !unavailable(t, gateway, procCall{id: "two"}) })
+	if n := upstream.arrivals("two"); n != 1 || !gateway.post(t, procCall{id: "two"}).replayed() {
+		t.Errorf("the call that was refused has run %d times, and is no replay", n)
+	}
+	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
+
+	// One gateway at a time: another one comes up, takes no call, and takes over when this one ends.
+	other := withPostgres(procNewSite(t, upstream.addr), server.DSN())
+	other.app = site.app
+	next := other.start(t)
+	if !unavailable(t, next, procCall{id: "three"}) {
+		t.Error("two gateways have one store")
+	}
+	wantProcSays(t, next.log.String(), "another gateway", "One gateway at a time")
+	gateway.end(t)
+	eventuallyWithin(t, procBound, "the next gateway takes over", func() bool { return !unavailable(t, next, procCall{id: "three"}) })
+	if a := next.post(t, procCall{id: "one"}); a.problem() != "fingerprint-mismatch" { // another host, so another call
+		t.Errorf("what the first gateway recorded: %d %s", a.status, a.body)
+	}
+	next.end(t)
+
+	// The database is missing at the start.
+	if err := server.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	last := site.start(t)
+	if !unavailable(t, last, procCall{id: "one"}) {
+		t.Error("a call without a database was not refused")
+	}
+	read, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+site.addr+"/read", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	read.Header.Set("Idempotency-Key", "read")
+	resp, err := http.DefaultClient.Do(read)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	if resp.StatusCode >= 300 {
+		t.Errorf("a read without a database: %d", resp.StatusCode)
+	}
+	if err := server.Run(); err != nil {
+		t.Fatal(err)
+	}
+	eventuallyWithin(t, procBound, "the gateway opens its store", func() bool { return !unavailable(t, last, procCall{id: "one"}) })
+	wantProcReplay(t, first, last.post(t, procCall{id: "one"}))
+	for _, g := range []*procGateway{gateway, next, last} {
+		if strings.Contains(g.log.String(), "user=postgres") {
+			t.Error("the DSN is in the log")
+		}
+	}
+}
