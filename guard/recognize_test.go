@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -130,6 +131,49 @@ func TestRetriesWithoutAKeyByOutcome(t *testing.T) {
 		b.do(b.keyless(""), "200 executed ")
 		b.was(5)
 	})
+}
+
+// Three equal calls that are in doubt, and whose retries come at once, are three: a probe settles each of them.
+func TestRetriesOfDoubtsThatAProbeSettles(t *testing.T) {
+	for _, answer := range []int{200, 404} {
+		synctest.Test(t, func(t *testing.T) {
+			b := recognizing(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
+				<-time.After(10 * time.Second)
+				if n <= 3 {
+					w.WriteHeader(http.StatusBadGateway)
+				}
+				_, _ = fmt.Fprint(w, "charge ", n)
+			})
+			action := probing(true, func() int {
+				<-time.After(time.Second)
+				return answer
+			})
+			action.Name, action.Default = "default", true
+			b.config.Actions = []*guard.Action{&action}
+			b.start()
+			three := func() (ids map[string]bool) {
+				ids = map[string]bool{}
+				var all sync.WaitGroup
+				var mu sync.Mutex
+				for range 3 {
+					all.Go(func() {
+						w := httptest.NewRecorder()
+						b.serve(w, b.keyless(""))
+						mu.Lock()
+						defer mu.Unlock()
+						ids[w.Header().Get("Execution-Id")] = true
+					})
+				}
+				all.Wait()
+				return ids
+			}
+			first := three()
+			if again := three(); len(first) != 3 || !maps.Equal(again, first) {
+				t.Errorf("%v, and their retries %v", first, again)
+			}
+			b.was(map[int]int64{200: 3, 404: 6}[answer])
+		})
+	}
 }
 
 // P1 with a new key for each attempt: it is looked up by the same evidence where keys are advisory,

@@ -368,7 +368,8 @@ func (t *groups) highest(s *groupShard, g *group, c class, most int, now time.Ti
 
 // match ranks how well an execution fits a retry.
 const (
-	matchClear  = 1 << iota // it is not in doubt
+	matchAlone  = 1 << iota // it is in doubt, and nobody asks for it
+	matchClear              // it is not in doubt
 	matchReason             // there is evidence, or it is the youngest and was refused
 	matchCount              // it has the number before that of the call
 )
@@ -392,7 +393,7 @@ func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time
 		if consider(t.youngest(s, g, classEvident, mostCount, now), matchClear|matchReason); best != nil {
 			return best
 		}
-		consider(t.youngest(s, g, classInDoubt, mostCount, now), matchReason)
+		consider(t.youngest(s, g, classInDoubt, mostCount, now), matchReason|matchAlone)
 		consider(t.youngest(s, g, classAskedInDoubt, mostCount, now), matchReason)
 		return best
 	}
@@ -403,7 +404,7 @@ func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time
 		free        bool
 	}{
 		{classEvident, matchClear | matchReason, mostCount, true},
-		{classInDoubt, matchReason, mostCount, true},
+		{classInDoubt, matchReason | matchAlone, mostCount, true},
 		{classAskedInDoubt, matchReason, mostCount, false},
 		{classAnswered, matchClear, mostCount, true},
 		{classWaited, matchClear, count - 1, false},

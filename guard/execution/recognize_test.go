@@ -344,6 +344,22 @@ func TestRecognize(t *testing.T) {
 			<-time.After(testWindow - 1)
 			b.call(0).is(a, EvidenceInDoubt).End()
 		},
+		"three in doubt": func(b *alike) { // each may be settled by a probe of its own
+			three := []*one{b.call(0), b.call(0), b.call(0)}
+			for _, o := range three {
+				o.settle(InDoubt, 502).End()
+			}
+			taken := map[string]bool{}
+			for range three {
+				taken[b.call(0).ID] = true
+			}
+			if len(taken) != len(three) {
+				b.Errorf("three retries were recognised as %v", taken)
+			}
+			if o := b.call(0); o.Evidence != EvidenceInDoubt {
+				b.Errorf("a fourth one was recognised by %q", o.Evidence)
+			}
+		},
 		"in doubt, later": func(b *alike) {
 			b.call(0).settle(InDoubt, 502).End()
 			<-time.After(testWindow)
@@ -973,12 +989,14 @@ func fits(all []*known, count int, now time.Time) (best *known) {
 		}
 		r := 0
 		if count > 0 && k.count == count-1 {
-			r += 4
+			r += 8
 		}
 		if e != "" || k.refused() && (youngest == nil || k.younger(youngest)) {
-			r += 2
+			r += 4
 		}
 		if k.state != StateInDoubt {
+			r += 2
+		} else if k.holder == nil || !k.holder.waits() {
 			r++
 		}
 		if r > rank || r == rank && k.younger(best) {
