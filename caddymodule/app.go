@@ -554,6 +554,7 @@ func (a *App) openEngine() (*engine, error) {
 	}
 	e.drain.Store(int64(a.Drain))
 	e.executions.BodyMemory().SetLimit(a.BodyMemory)
+	e.executions.LimitWorkflows(a.Quota.WorkflowStoredBytes)
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {
 		adjuster.AdjustStore(e.store)
 	}

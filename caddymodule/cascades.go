@@ -170,8 +170,6 @@ func cascadeOptions() options[*OnCascade] {
 const (
 	// maxCascadeInput is how many events may wait for the detector; further ones are dropped and counted.
 	maxCascadeInput = 8192
-	// maxFailedCalls is how many failed calls are remembered with their upstreams.
-	maxFailedCalls = 8192
 	// maxRebuilt is how many entries of the ledger are read at the start.
 	maxRebuilt = 20_000
 	// cascadeTick is how often what lasts is looked at.
@@ -185,15 +183,15 @@ const (
 // cascadeWatch finds failures that spread, on its own goroutine: nothing that it does delays a call. It
 // lives as long as the engine, over reloads.
 type cascadeWatch struct {
-	e        *engine
-	detector *cascade.Detector
-	feed     *evidence.CascadeFeed
-	input    chan func(ctx context.Context) []cascade.Change
-	kept     *cascadeRecords
-	dropped  atomic.Uint64
-	found    [3]atomic.Uint64 // by pattern
-	topology atomic.Pointer[topology]
-	full     atomic.Pointer[map[cascade.Signal]bool]
+	e          *engine
+	detector   *cascade.Detector
+	feed       *evidence.CascadeFeed
+	input      chan func(ctx context.Context) []cascade.Change
+	kept       *cascadeRecords
+	dropped    atomic.Uint64
+	found      [3]atomic.Uint64 // by pattern
+	topology   atomic.Pointer[topology]
+	exhaustion cascade.Exhaustion
 
 	begin func() // starts the work
 	stop  context.CancelFunc
@@ -201,12 +199,8 @@ type cascadeWatch struct {
 
 	// Only the goroutine uses these.
 	settings cascadeSettings
-	failed   map[string]string // upstreams of failed calls, by checkpoint
-	order    []string          // the checkpoints, the oldest first
 	pending  map[string]cascade.Change
 	answered map[string]uint64 // good answers, by upstream
-	refused  map[string]uint64 // calls that found a queue full, by guard
-	commits  commitTimes
 }
 
 // topology is what the guards of the latest configuration lead to.
@@ -224,12 +218,12 @@ func (e *engine) startCascades(ctx context.Context) error {
 	}
 	w := &cascadeWatch{
 		e: e, detector: cascade.New(settings.detector), input: make(chan func(context.Context) []cascade.Change, maxCascadeInput),
-		settings: settings, failed: map[string]string{}, pending: map[string]cascade.Change{}, answered: map[string]uint64{}, refused: map[string]uint64{},
+		settings: settings, pending: map[string]cascade.Change{}, answered: map[string]uint64{},
 		ended: make(chan struct{}),
 	}
 	w.feed = &evidence.CascadeFeed{
-		Detector: w.detector, Address: func(checkpoint string) string { return w.failed[checkpoint] },
-		Pool: func(target string) string { return cmp.Or(w.at().targets[target], target) },
+		Detector: w.detector,
+		Pool:     func(target string) string { return cmp.Or(w.at().targets[target], target) },
 		Recorder: func() (evidence.Recorder, bool) {
 			policy := e.latestPolicy()
 			if policy == nil {
@@ -402,7 +396,7 @@ func (w *cascadeWatch) inspect() {
 		}
 	}
 	w.answered = answered
-	w.signal(now, w.exhausted(a))
+	w.exhausted(now, w.readings(a))
 }
 
 func topologyOf(a *App) *topology {
@@ -661,11 +655,11 @@ func (w *cascadeWatch) follow(ctx context.Context, r *cascadeRecord, f *cascade.
 
 var cascadePatterns = []cascade.Pattern{cascade.DepthFirst, cascade.BreadthFirst, cascade.Clustering}
 
-// spaceCascade begins the store's keys of what is known of cascades, all sealed:
+// What is known of cascades is in the store under evidence.SpaceCascade, all sealed:
 //
 //	f c name    a cascade
 //	f l name    the latency of an upstream
-const spaceCascade = 'f'
+const spaceCascade = evidence.SpaceCascade
 
 const (
 	// maxCascades is how many cascades are kept, and cascadeMemory for how long after the last change.
@@ -740,26 +734,42 @@ type cascadeRecords struct {
 // openCascadeRecords reads what the last process has stored.
 func openCascadeRecords(ctx context.Context, e *engine) (*cascadeRecords, error) {
 	k := &cascadeRecords{e: e, all: map[string]*cascadeRecord{}}
-	for entry, err := range e.store.Scan(ctx, store.Prefix([]byte{spaceCascade})) {
-		if err != nil {
-			return nil, err
-		}
-		plain, err := e.ring.Open(nil, entry.Value, entry.Key)
-		if err == nil && entry.Key[1] == 'l' {
-			var saved latencyRecord
-			if err = json.Unmarshal(plain, &saved); err == nil {
-				e.circuits.RestoreLatency(saved.Upstream, saved.State)
+	read := func(kind byte, use func(plain []byte, version store.Version) error) error {
+		for entry, err := range e.store.Scan(ctx, store.Prefix([]byte{spaceCascade, kind})) {
+			if err != nil {
+				return err
 			}
-		} else if err == nil {
-			r := new(cascadeRecord)
-			if err = json.Unmarshal(plain, r); err == nil {
-				r.version = entry.Version
-				k.all[r.Doc.ID] = r
+			plain, err := e.ring.Open(nil, entry.Value, entry.Key)
+			if err == nil {
+				err = use(plain, entry.Version)
+			}
+			if err != nil {
+				e.logger.Warn("what is stored of cascades cannot be read", zap.Error(err))
 			}
 		}
-		if err != nil {
-			e.logger.Warn("what is stored of cascades cannot be read", zap.Error(err))
+		return nil
+	}
+	err := read('c', func(plain []byte, version store.Version) error {
+		r := &cascadeRecord{version: version}
+		if err := json.Unmarshal(plain, r); err != nil {
+			return err
 		}
+		k.all[r.Doc.ID] = r
+		return nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	err = read('l', func(plain []byte, _ store.Version) error {
+		var saved latencyRecord
+		err := json.Unmarshal(plain, &saved)
+		if err == nil {
+			e.circuits.RestoreLatency(saved.Upstream, saved.State)
+		}
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
 	return k, nil
 }

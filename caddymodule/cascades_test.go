@@ -7,6 +7,7 @@ import (
 	"runtime/debug"
 	"runtime/metrics"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -80,11 +81,12 @@ func TestSignalsAreReasons(t *testing.T) {
 		used := []metrics.Sample{{Name: "/memory/classes/total:bytes"}}
 		metrics.Read(used)
 		debug.SetMemoryLimit(int64(used[0].Value.Uint64()) * 100)
-		if full := w.exhausted(app); len(full) != 0 {
+		w.exhausted(time.Now(), w.readings(app))
+		if full := w.exhaustion.Exhausted(); len(full) != 0 {
 			t.Errorf("far from the limit: %v", full)
 		}
 		debug.SetMemoryLimit(int64(used[0].Value.Uint64()) * 5 / 4)
-		w.signal(time.Now(), w.exhausted(app))
+		w.exhausted(time.Now(), w.readings(app))
 		if n := w.report().Exhausted[memory]; n != 1 {
 			t.Errorf("near the limit the metric is %v", n)
 		}
@@ -103,10 +105,49 @@ func TestSignalsAreReasons(t *testing.T) {
 		t.Errorf("%+v", all)
 	}
 	debug.SetMemoryLimit(limit)
-	watching(e, func(context.Context) []cascade.Change { w.signal(time.Now(), w.exhausted(app)); return nil })
+	watching(e, func(context.Context) []cascade.Change { w.exhausted(time.Now(), w.readings(app)); return nil })
 	if n := w.report().Exhausted[memory]; n != 0 {
 		t.Errorf("without a limit the metric is %v", n)
 	}
+}
+
+// someDisk opens a memory store whose disk is what a test says.
+type someDisk struct {
+	storeModule
+	at atomic.Pointer[DiskReport]
+}
+
+func (d *someDisk) ReportDisk(store.Store) *DiskReport { return d.at.Load() }
+
+// C-3.4.1-e: the disk, and how long commits take, are read where the store is.
+func TestStoreSignals(t *testing.T) {
+	app, disk := validApp(t, t.TempDir(), ""), new(someDisk)
+	app.spec.opener = disk
+	t.Cleanup(func() { cleanUp(t, app) })
+	if err := app.Start(); err != nil {
+		t.Fatal(err)
+	}
+	e := app.held
+	w := e.cascades
+	after := func(watermark Watermark, commits time.Duration, full float64) {
+		t.Helper()
+		watching(e, func(context.Context) []cascade.Change {
+			w.exhausted(time.Now(), w.readings(app))
+			disk.at.Store(&DiskReport{Watermark: watermark})
+			e.counts.commits.Add(1000)
+			e.counts.commitTime.Add(int64(1000 * commits))
+			w.exhausted(time.Now(), w.readings(app))
+			for _, name := range []string{"disk", "store"} {
+				if n := w.report().Exhausted[[2]string{"", name}]; n != full {
+					t.Errorf("watermark %d and commits of %s: the metric of %s is %v", watermark, commits, name, n)
+				}
+			}
+			return nil
+		})
+	}
+	after(DiskEnough, time.Millisecond, 0)
+	after(DiskLow, 600*time.Millisecond, 1)
+	after(DiskEnough, time.Millisecond, 0)
 }
 
 // Nothing waits for the watch: what does not fit into its queue is dropped and counted.
@@ -120,7 +161,7 @@ func TestCascadeEventsAreDropped(t *testing.T) {
 	for range maxCascadeInput + 3 { // a queue that blocks hangs here
 		w.placed(&event, time.Now())
 	}
-	circuitHook{e}.Failed("a:1", "checkpoint")
+	circuitHook{e}.Slow("a:1", true)
 	healthy := ledger.Event{ID: "2", Workflow: "other", Action: "pay", Issuer: event.Issuer}
 	w.placed(&healthy, time.Now())
 	if n := w.report().Dropped; n != 4 {

@@ -174,22 +174,6 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 	h.e.escalateCircuit(ev)
 }
 
-// Failed implements proxy.Hook. The upstream is known before the outcome of the call is recorded.
-func (h circuitHook) Failed(upstream, checkpoint string) {
-	w := h.e.cascades
-	w.later(func(context.Context) []cascade.Change {
-		if _, known := w.failed[checkpoint]; !known {
-			if len(w.order) >= maxFailedCalls {
-				delete(w.failed, w.order[0])
-				w.order = w.order[1:]
-			}
-			w.order = append(w.order, checkpoint)
-		}
-		w.failed[checkpoint] = upstream
-		return nil
-	})
-}
-
 // Slow implements proxy.Hook.
 func (h circuitHook) Slow(upstream string, is bool) {
 	w := h.e.cascades

@@ -329,10 +329,11 @@ type policyTokens struct {
 	Errors   string `json:"errors"`
 }
 
-// policyQuota is what one caller may have at a time; a missing member is no limit.
+// policyQuota is what one caller may have at a time, and one workflow; a missing member is no limit.
 type policyQuota struct {
-	Open  int   `json:"open_executions,omitempty"`
-	Bytes int64 `json:"stored_bytes,omitempty"`
+	Open     int   `json:"open_executions,omitempty"`
+	Bytes    int64 `json:"stored_bytes,omitempty"`
+	Workflow int64 `json:"workflow_stored_bytes,omitempty"`
 	// Checkpoints are limits for a workflow and a caller, with an identity only.
 	Checkpoints *policyCheckpoints `json:"checkpoints,omitempty"`
 }
@@ -391,11 +392,11 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	}
 	if q := h.app.Quota; h.app.Identity != nil {
 		t := q.ofCheckpoints()
-		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes, &policyCheckpoints{
+		doc.Quota = &policyQuota{q.OpenExecutions, q.StoredBytes, q.WorkflowStoredBytes, &policyCheckpoints{
 			t.Workflow.Count, t.Workflow.Bytes, t.Rate, t.Caller.Count, t.Caller.Bytes,
 		}}
-	} else if q.ofCaller() != (execution.Quota{}) {
-		doc.Quota = &policyQuota{Open: q.OpenExecutions, Bytes: q.StoredBytes}
+	} else if q.ofCaller() != (execution.Quota{}) || q.WorkflowStoredBytes > 0 {
+		doc.Quota = &policyQuota{Open: q.OpenExecutions, Bytes: q.StoredBytes, Workflow: q.WorkflowStoredBytes}
 	}
 	doc.Breaker, doc.Rollback = h.breakerPolicy(prefix), h.app.rollbackPolicy(prefix)
 	if h.MissingID == missingDerive {
@@ -690,7 +691,9 @@ func (b storeView) Quota() *admin.Quota {
 	if a == nil || a.Quota == (Quota{}) {
 		return nil
 	}
-	return &admin.Quota{OpenExecutions: a.Quota.OpenExecutions, StoredBytes: a.Quota.StoredBytes}
+	return &admin.Quota{
+		OpenExecutions: a.Quota.OpenExecutions, StoredBytes: a.Quota.StoredBytes, WorkflowStoredBytes: a.Quota.WorkflowStoredBytes,
+	}
 }
 
 func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {

@@ -12,58 +12,31 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
 )
 
-// slowStore is how long the store's commits must take on average, over a look, to count as exhausted.
-const slowStore = 500 * time.Millisecond
-
-// commitTimes are how many commits a store has made, and how long they took together.
-type commitTimes struct {
-	n    uint64
-	took time.Duration
-}
-
-// exhausted returns the resources that are used up now (cascade 3.4.1).
-func (w *cascadeWatch) exhausted(a *App) map[cascade.Signal]bool {
-	now := map[cascade.Signal]bool{}
-	full := func(guard, resource string) {
-		now[cascade.Signal{Kind: cascade.Full, Pool: guard, Resource: resource}] = true
-	}
-	refused := map[string]uint64{}
+// readings are how much of each resource is used now (cascade 3.4.1).
+func (w *cascadeWatch) readings(a *App) (all []cascade.Reading) {
 	for _, h := range a.guards.list() {
 		if h.pool != nil {
 			s := h.pool.Status()
-			if float64(s.InUse) >= w.settings.full*float64(s.Settings.Total) {
-				full(h.Name, "permits")
-			}
-			refused[h.Name] = s.Counts.Refused[bulkhead.QueueFull]
-			if before, known := w.refused[h.Name]; known && refused[h.Name] > before {
-				full(h.Name, "queue")
-			}
+			all = append(all,
+				cascade.Reading{Pool: h.Name, Resource: "permits", Used: float64(s.InUse), Limit: float64(s.Settings.Total)},
+				cascade.Reading{Pool: h.Name, Resource: "queue", Refused: s.Counts.Refused[bulkhead.QueueFull]})
 		}
 		if p := h.proxy.Load(); p != nil {
-			if _, open, limit := p.Upstreams(); limit > 0 && float64(open) >= w.settings.full*float64(limit) {
-				full(h.Name, "connections")
-			}
+			_, open, limit := p.Upstreams()
+			all = append(all, cascade.Reading{Pool: h.Name, Resource: "connections", Used: float64(open), Limit: float64(limit)})
 		}
 	}
-	w.refused = refused
 	if limit := debug.SetMemoryLimit(-1); limit > 0 && limit != math.MaxInt64 { // GOMEMLIMIT
 		used := []metrics.Sample{{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}}
 		metrics.Read(used)
-		if float64(used[0].Value.Uint64()-used[1].Value.Uint64()) >= w.settings.full*float64(limit) {
-			full("", "memory")
-		}
+		all = append(all, cascade.Reading{Resource: "memory", Used: float64(used[0].Value.Uint64() - used[1].Value.Uint64()), Limit: float64(limit)})
 	}
 	if reporter, ok := w.e.opener.(StoreReporter); ok {
-		if disk := reporter.ReportDisk(w.e.store); disk != nil && disk.Watermark != DiskEnough {
-			full("", "disk")
-		}
+		disk := reporter.ReportDisk(w.e.store)
+		all = append(all, cascade.Reading{Resource: "disk", Full: disk != nil && disk.Watermark != DiskEnough})
 	}
-	commits := commitTimes{w.e.counts.commits.Load(), time.Duration(w.e.counts.commitTime.Load())}
-	if n := commits.n - w.commits.n; n > 0 && (commits.took-w.commits.took)/time.Duration(n) >= slowStore {
-		full("", "store")
-	}
-	w.commits = commits
-	return now
+	counts := w.e.counts
+	return append(all, cascade.Reading{Resource: "store", Ops: counts.commits.Load(), Took: time.Duration(counts.commitTime.Load())})
 }
 
 // resources are the names of what belongs to no guard.
@@ -86,32 +59,20 @@ func (w *cascadeWatch) report() *cascadeReport {
 			r.Exhausted[[2]string{guard, name}] = 0
 		}
 	}
-	if full := w.full.Load(); full != nil {
-		for s := range *full {
-			r.Exhausted[[2]string{s.Pool, s.Resource}] = 1
-		}
+	for _, s := range w.exhaustion.Exhausted() {
+		r.Exhausted[[2]string{s.Pool, s.Resource}] = 1
 	}
 	return r
 }
 
-// signal gives the detector what has begun and ended since the last look.
-func (w *cascadeWatch) signal(now time.Time, full map[cascade.Signal]bool) {
-	before := map[cascade.Signal]bool{}
-	if last := w.full.Load(); last != nil {
-		before = *last
-	}
-	w.full.Store(&full)
-	for s := range full {
-		if !before[s] {
+// exhausted gives the detector what has been exhausted since the readings before, and what is not any more.
+func (w *cascadeWatch) exhausted(now time.Time, readings []cascade.Reading) {
+	for _, s := range w.exhaustion.Update(w.settings.full, readings) {
+		if s.Active {
 			w.e.logger.Warn("a resource is exhausted", zap.String("resource", s.Resource), zap.String("guard", s.Pool))
-			s.Active = true
-			w.detector.Signal(now, s)
-		}
-	}
-	for s := range before {
-		if !full[s] {
+		} else {
 			w.e.logger.Info("a resource is no longer exhausted", zap.String("resource", s.Resource), zap.String("guard", s.Pool))
-			w.detector.Signal(now, s)
 		}
+		w.detector.Signal(now, s)
 	}
 }

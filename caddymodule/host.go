@@ -90,7 +90,7 @@ func (u *handlerUpstream) Forward(w http.ResponseWriter, r *http.Request) (f gua
 	f.Panicked, f.Err = handOn(u.next, w, r)
 	_ = r.Body.Close() // no transport has closed it if no connection was made
 	proof := u.watch.Proof(f.Err, proxy.Retries(u.armed))
-	f.NotSent, f.Again = proof.NotSent(), proof.Again
+	f.NotSent, f.Again, f.FailedAt = proof.NotSent(), proof.Again, u.watch.FailedAt()
 	u.watch.Release()
 	return f
 }

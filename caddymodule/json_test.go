@@ -107,6 +107,7 @@ var inCaddyfile = map[string]string{
 	"InBand.header":                   "`in_band header <field> ...`",
 	"InBand.value":                    "`in_band ... <value>`",
 	"InBand.sse_error":                "`in_band sse_error`",
+	"Quota.workflow_stored_bytes":     "`stored_bytes workflow <size>`",
 	"Quota.workflow_checkpoints":      "`checkpoints workflow <number>`",
 	"Quota.workflow_checkpoint_bytes": "`checkpoint_bytes workflow <size>`",
 	"Quota.workflow_checkpoint_rate":  "`checkpoint_rate <number>`",

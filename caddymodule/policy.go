@@ -580,9 +580,9 @@ func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
 	return pointers, nil
 }
 
-// Quota limits what one caller may hold in the store at a time. Above a limit its new calls get 429
-// `quota-exceeded`, and nothing is recorded or forwarded; its retries are still answered, and other
-// callers are not affected.
+// Quota limits what one caller, and one workflow, may hold in the store at a time. Above a limit its new
+// calls get 429 `quota-exceeded`, and nothing is recorded or forwarded; its retries are still answered, and
+// others are not affected.
 type Quota struct {
 	// The most executions of a caller that are running or in doubt. Default: no limit.
 	OpenExecutions int `json:"open_executions,omitempty"`
@@ -590,6 +590,12 @@ type Quota struct {
 	// The most bytes of records and answers of a caller. It is checked before a call runs, so the
 	// answers of running calls may exceed it. Default: no limit.
 	StoredBytes int64 `json:"stored_bytes,omitempty"`
+
+	// The most bytes of records and answers of one workflow, from 1 MiB. It is never exceeded: a running
+	// call counts for its record and for an answer of 64 KiB, or as large as those before it up to a quarter of
+	// the limit, and an answer that finds no room is not kept, like one over `max_result`. A workflow that no token proves has a limit for each of its callers. Only
+	// calls count that begin while there is a limit. Default: no limit.
+	WorkflowStoredBytes int64 `json:"workflow_stored_bytes,omitempty"`
 
 	// The most unexpired checkpoints of one workflow; -1 for no limit. Default: 10000.
 	WorkflowCheckpoints int `json:"workflow_checkpoints,omitempty"`
@@ -612,6 +618,8 @@ const (
 	defaultCheckpoints    = 10_000
 	defaultCheckpointRate = 6_000
 	unbounded             = -1
+	// leastWorkflowBytes is enough for some calls that run at a time.
+	leastWorkflowBytes = 1 << 20
 )
 
 func (q Quota) validate() error {
@@ -620,6 +628,9 @@ func (q Quota) validate() error {
 	}
 	if q.StoredBytes < 0 {
 		return fmt.Errorf("stored_bytes: %d bytes is negative; it must be positive", q.StoredBytes)
+	}
+	if n := q.WorkflowStoredBytes; n < 0 || n > 0 && n < leastWorkflowBytes {
+		return fmt.Errorf("workflow_stored_bytes: %d bytes is too little; it must be at least 1MiB, since each running call counts for 64 KiB and more", n)
 	}
 	for name, v := range map[string]int{"workflow_checkpoints": q.WorkflowCheckpoints, "workflow_checkpoint_rate": q.WorkflowCheckpointRate} {
 		if v < unbounded {
@@ -672,9 +683,7 @@ func quotaOptions() options[*Quota] {
 		"open_executions": {usage: "open_executions <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseCount(d, &q.OpenExecutions)
 		}},
-		"stored_bytes": {usage: "stored_bytes <size>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
-			return parseSize(d, &q.StoredBytes)
-		}},
+		"stored_bytes": {several: true, usage: "stored_bytes [workflow | caller] <size>", parse: parseStoredBytes},
 		"checkpoints": {several: true, usage: "checkpoints workflow | caller <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpoints, &q.CallerCheckpoints, func(d *caddyfile.Dispenser, into *int) error {
 				if into == &q.WorkflowCheckpoints {
@@ -690,6 +699,23 @@ func quotaOptions() options[*Quota] {
 			return parseCountOrOff(d, &q.WorkflowCheckpointRate)
 		}},
 	}
+}
+
+// parseStoredBytes parses a limit of bytes and whose it is: a caller's, where that is not said.
+func parseStoredBytes(d *caddyfile.Dispenser, q *Quota) error {
+	switch {
+	case d.CountRemainingArgs() != 1:
+		if err := parseScope(d, &q.WorkflowStoredBytes, &q.StoredBytes, parseSize); err != nil {
+			return err
+		}
+	case q.StoredBytes != 0:
+		return errors.New("that of a caller is given twice")
+	default:
+		if err := parseSize(d, &q.StoredBytes); err != nil {
+			return err
+		}
+	}
+	return q.validate()
 }
 
 // parseScope parses a limit and whose it is. Each may occur once.

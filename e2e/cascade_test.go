@@ -1,17 +1,22 @@
 package e2e
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
 // cascadeLab is a gateway before agents that call each other through it: b calls c, c calls d, and d fails
@@ -236,23 +241,38 @@ type cascadeView struct{ Nodes []cascadeNode }
 
 type cascadeNode struct{ JTI, Event, Cascade string }
 
-// C-3.4.1-a, C-3.4.1-e: permits that are used up are a metric, and a reason for the root of what fails
-// meanwhile.
+// C-3.4.1-a, C-3.4.1-e: permits, places to wait and connections that are used up are metrics, and a reason for the
+// root of what fails meanwhile.
 func TestCascadeOfAnExhaustedPool(t *testing.T) {
 	lab := newCascadeLab(t, "on_cascade alert {\n full 0.5\n}")
-	site := strings.Replace(lab.site, "name d\n", "name d\n bulkhead {\n total 4\n per_workflow 4\n }\n", 1)
+	site := strings.Replace(lab.site, "name d\n", "name d\n bulkhead {\n total 4\n per_workflow 2\n queue off\n }\n transport agent_guard {\n max_conns_per_host 4\n }\n", 1)
 	load(t, lab.config(site))
 	a, wid := lab.agents["a"], uuid.NewString()
-	const metric = `agent_guard_exhausted{guard="d",resource="permits"}`
-	eventually(t, "the guard has permits", func() bool { return lab.samples("/metrics")[metric] == "0" })
+	is := func(resource, n string) {
+		t.Helper()
+		metric := fmt.Sprintf(`agent_guard_exhausted{guard="d",resource=%q}`, resource)
+		eventually(t, resource+" is "+n, func() bool { return lab.samples("/metrics")[metric] == n })
+	}
+	for _, resource := range []string{"permits", "queue", "connections"} {
+		is(resource, "0")
+	}
 	hold := lab.u.line("/d/held")
 	release := sync.OnceFunc(func() { close(hold.next) })
 	t.Cleanup(release)
 	var held []*pending
-	for range 2 {
-		held = append(held, lab.begin(with(lab.agents["b"].issue(ect.Claims{Workflow: uuid.NewString()}), request{path: "/d/held"})))
+	busy := uuid.NewString()
+	call := func() request {
+		return with(lab.agents["b"].issue(ect.Claims{Workflow: busy}), request{path: "/d/held"})
 	}
-	eventually(t, "half of the permits are exhausted", func() bool { return lab.samples("/metrics")[metric] == "1" })
+	for range 2 {
+		held = append(held, lab.begin(call()))
+	}
+	is("permits", "1") // half of them
+	is("connections", "1")
+	eventually(t, "calls find no place to wait", func() bool {
+		lab.call(call()).problem(t, http.StatusTooManyRequests, "bulkhead-full")
+		return lab.samples("/metrics")[`agent_guard_exhausted{guard="d",resource="queue"}`] == "1"
+	})
 	lab.u.on("/d", status(http.StatusTooManyRequests, ""))
 	lab.act("a", wid, "/b")
 	found := lab.cascades(a, wid, 1)[0]
@@ -263,5 +283,63 @@ func TestCascadeOfAnExhaustedPool(t *testing.T) {
 	for _, p := range held {
 		p.answer()
 	}
-	eventually(t, "nothing is exhausted", func() bool { return lab.samples("/metrics")[metric] == "0" })
+	is("permits", "0")
+}
+
+// C-3.4.1-c, C-3.4.1-d: answers that are slow against what an earlier process has learned of the upstream are a reason
+// for the root of what fails meanwhile.
+func TestCascadeOfASlowUpstream(t *testing.T) {
+	lab := newCascadeLab(t, "on_cascade alert")
+	stop(t)
+	keepLatency(t, lab.gateway, lab.u.addr, 20*time.Millisecond)
+	load(t, lab.config(lab.site))
+	ask := func(path string) *pending { return lab.begin(request{method: "GET", path: path}) }
+	for range 200 { // fewer say nothing
+		if got := ask("/d/usual").answer(); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	lab.u.on("/d/slow", func(w http.ResponseWriter, _ *arrival) {
+		<-time.After(300 * time.Millisecond) // three times the usual, and more than 250 ms
+		w.WriteHeader(http.StatusCreated)
+	})
+	var slow []*pending
+	for range 10 {
+		slow = append(slow, ask("/d/slow"))
+	}
+	for _, p := range slow {
+		p.answer()
+	}
+	lab.u.on("/d", status(http.StatusInternalServerError, ""))
+	wid := uuid.NewString()
+	lab.act("a", wid, "/b")
+	found := lab.cascades(lab.agents["a"], wid, 1)[0]
+	if found.Root == nil || found.Root.Upstream != lab.u.addr || !slices.Contains(found.Root.Reasons, "slow") {
+		t.Errorf("%+v %+v", found, found.Root)
+	}
+	if n := lab.samples("/metrics")[fmt.Sprintf("agent_guard_upstream_latency_usual_seconds{upstream=%q}", lab.u.addr)]; n != "0.02" {
+		t.Errorf("the baseline is %q", n)
+	}
+}
+
+// keepLatency stores what is usual of an upstream, as a process does that has seen it for long enough.
+func keepLatency(t *testing.T, g *gateway, upstream string, usual time.Duration) {
+	t.Helper()
+	_, rest, _ := strings.Cut(g.config(""), "store badger ")
+	dir, _, _ := strings.Cut(rest, "\n")
+	ring, err := seal.Load(dir + ".key")
+	if err != nil {
+		t.Fatal(err)
+	}
+	st, err := badger.Open(dir, badger.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	name := ring.Index("cascade", "l", upstream)
+	key := append([]byte("fl"), name[:16]...)
+	plain := fmt.Sprintf(`{"upstream":%q,"state":{"baseline":%d}}`, upstream, usual)
+	_, err = st.Commit(t.Context(), store.Write{Key: key, Value: ring.Seal(nil, []byte(plain), key), Expires: time.Now().Add(time.Hour)})
+	if err := errors.Join(err, st.Close()); err != nil {
+		t.Fatal(err)
+	}
 }

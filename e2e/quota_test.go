@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"maps"
 	"net/http"
 	"strconv"
 	"strings"
@@ -99,4 +100,35 @@ func TestQuotaBoundsStoredBytes(t *testing.T) {
 	}
 	g.call(request{path: "/large", id: "0", header: ann}).want(t, 200, strings.Repeat("x", 300<<10), "replayed")
 	g.call(request{path: "/other", id: "0", header: bob}).want(t, 201, "arrival 1", "executed")
+}
+
+// C-3.3.3-d: what the calls of one workflow store is bounded, whoever makes them, and other workflows do not notice.
+// An answer that finds no room is not kept; its key is.
+func TestQuotaBoundsWhatAWorkflowStores(t *testing.T) {
+	u := newUpstream(t)
+	g := launch(t, setup{app: "quota {\n stored_bytes workflow 1MiB\n}", site: "agent_proxy " + u.addr + " {\n retain_result 1h\n}"})
+	u.on("/large", status(200, strings.Repeat("x", 300<<10)))
+	in := func(workflow string, i int) request {
+		header := maps.Clone(ann)
+		header["Workflow-Id"] = workflow
+		return request{path: "/large", id: fmt.Sprint(workflow, i), header: header}
+	}
+	n := 0
+	for ; ; n++ {
+		got := g.call(in("w-1", n))
+		if got.status == 200 {
+			continue
+		}
+		doc := got.retryable(t, 429, "quota-exceeded")
+		if after, err := strconv.Atoi(got.header.Get("Retry-After")); err != nil || after > 3600+600 || after < 3500 || !strings.Contains(doc.Detail, "at most 1048576") {
+			t.Errorf("%v %+v", got.header, doc)
+		}
+		break
+	}
+	u.arrived("/large", n)
+	if n < 3 || n > 5 {
+		t.Errorf("%d answers of 300 KiB fit into 1 MiB", n)
+	}
+	g.call(in("w-1", 0)).want(t, 200, strings.Repeat("x", 300<<10), "replayed")
+	g.call(in("w-2", 0)).want(t, 200, strings.Repeat("x", 300<<10), "executed")
 }

@@ -403,6 +403,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		Host:        strings.ToLower(x.r.Host),
 		Action:      x.action.Name,
 		Workflow:    work,
+		Proven:      work != "" && tokens.proven() == work,
 		Deadline:    x.deadline(),
 		KeepResult:  policy.RetainResult,
 		KeepKey:     policy.RetainKey,
@@ -951,6 +952,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.capture.participant = f.rec.Checkpoint()
 	byHTTP := x.judge(&f)
 	outcome := x.stillInDoubt(understand(x, byHTTP))
+	outcome.Upstream = f.FailedAt
 	if kept, err := keepOpen(x, e, &f, byHTTP, outcome); kept {
 		return err
 	}

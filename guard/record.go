@@ -370,8 +370,9 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 	reported := x.keepUpstreamErrors(ctx, now, answer)
 	came.UpstreamErrors = reported.ids
 	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
+	failed := len(drafts) > 1
 	var signed []*ect.Token
-	if err == nil && len(drafts) > 1 && x.hears() && !(x.action.Async && o.Whole) {
+	if err == nil && failed && x.hears() && !(x.action.Async && o.Whole) {
 		signed, err = s.policy.signAll(drafts)
 		drafts = nil
 	}
@@ -380,6 +381,9 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 		if batch, err = s.policy.Evidence.NewBatch(x.recordUntil(now), signed, drafts...); err == nil {
 			if len(signed) > 0 {
 				s.failed = signed[len(signed)-1]
+			}
+			if failed && o.Upstream != "" {
+				batch.Add(s.policy.Evidence.FailedAt(x.call.Checkpoint, o.Upstream, now))
 			}
 			if o.Verdict != execution.InDoubt { // whose key does not expire either
 				for _, t := range s.held {

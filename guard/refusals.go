@@ -179,6 +179,9 @@ func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
 	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
 		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
 	}
+	if over.Workflow > 0 {
+		detail = fmt.Sprintf("The workflow has %d bytes of records and answers stored, with what its running calls may need, at most %d.", over.Bytes, over.Workflow)
+	}
 	full := over.Quota.Open > 0 && over.Doubts >= over.Quota.Open
 	if full {
 		detail += " All of them are in doubt: an operator or a probe makes room, a retry does not."

@@ -49,6 +49,8 @@ type Forwarded struct {
 	// Again says that no byte was sent because a kept connection had died, so that another
 	// attempt is safe and likely to succeed.
 	Again bool
+	// FailedAt is the address of the upstream that failed, as far as it is known; else empty.
+	FailedAt string
 }
 
 // StatusError is an error with the status to answer with, for which the guard has no problem.

@@ -166,12 +166,14 @@ const (
 	TakesNothing = "nothing"
 )
 
-// Quota has the limits of one caller in a store; zero is no limit.
+// Quota has the limits of one caller in a store, and of one workflow; zero is no limit.
 type Quota struct {
 	// OpenExecutions is the largest number of executions that are running or in doubt.
 	OpenExecutions int `json:"open_executions,omitempty"`
 	// StoredBytes is the largest size of records and answers, in bytes.
 	StoredBytes int64 `json:"stored_bytes,omitempty"`
+	// WorkflowStoredBytes is the largest size of those of a workflow, in bytes.
+	WorkflowStoredBytes int64 `json:"workflow_stored_bytes,omitempty"`
 }
 
 // shortage returns the problem of a store that does not accept everything.

@@ -100,6 +100,9 @@ func describeQuota(q *admin.Quota) string {
 	if q != nil && q.StoredBytes > 0 {
 		bounds = append(bounds, size(uint64(q.StoredBytes))+" stored")
 	}
+	if q != nil && q.WorkflowStoredBytes > 0 {
+		bounds = append(bounds, size(uint64(q.WorkflowStoredBytes))+" stored of a workflow")
+	}
 	return strings.Join(bounds, ", ")
 }
 

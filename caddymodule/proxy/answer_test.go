@@ -136,7 +136,6 @@ type changes chan breaker.Event
 func (c changes) Transition(e breaker.Event)    { c <- e }
 func (changes) PermanentlyOpen(e breaker.Event) {}
 func (changes) Dropped([]breaker.Status)        {}
-func (changes) Failed(string, string)           {}
 func (changes) Slow(string, bool)               {}
 
 // hear receives every change until the end of the test.

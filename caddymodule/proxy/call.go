@@ -248,10 +248,9 @@ func (c *call) Read(p []byte) (int, error) {
 // settle reports the outcome to the breaker, with the caller's reference to it.
 func (c *call) settle(o breaker.Outcome) {
 	if o.Class != breaker.Success && o.Class != breaker.Neutral {
-		e := guard.EvidenceOf(c.ctx)
-		o.Evidence = e.String()
-		if m := c.t.circuits.pool.listener(); m != nil && e.Checkpoint != "" {
-			m.hook.Failed(c.upstream, e.Checkpoint)
+		o.Evidence = guard.EvidenceOf(c.ctx).String()
+		if c.watch != nil {
+			c.watch.failed.Store(&c.upstream)
 		}
 	}
 	c.permit.Done(o)

@@ -350,8 +350,6 @@ type Member struct {
 // Hook receives the events of the process's breakers.
 type Hook interface {
 	breaker.Hook
-	// Failed says at which upstream the call with a checkpoint has failed. It must not wait.
-	Failed(upstream, checkpoint string)
 	// Slow says that the latency of an upstream has risen far above what is usual, or is back. It must
 	// not wait.
 	Slow(upstream string, is bool)

@@ -163,7 +163,6 @@ func (l *listener) Transition(e breaker.Event) {
 	l.states = append(l.states, s.State)
 }
 func (l *listener) PermanentlyOpen(e breaker.Event) { l.ended = append(l.ended, e) }
-func (l *listener) Failed(string, string)           {}
 func (l *listener) Slow(string, bool)               {}
 func (l *listener) Dropped(gone []breaker.Status)   { l.gone = append(l.gone, gone...) }
 

@@ -24,6 +24,7 @@ type Watch struct {
 	trace  httptrace.ClientTrace
 	cancel context.CancelFunc
 	fields atomic.Bool // a header field was written; keeps the hook cheap
+	failed atomic.Pointer[string]
 
 	mu      sync.Mutex
 	blown   bool     // bytes may have been sent, or the forward has ended
@@ -95,6 +96,15 @@ func (w *Watch) Release() {
 // failed, and a second one was about to begin.
 func (w *Watch) cutOff(ctx context.Context) bool {
 	return ctx.Err() != nil && w.parent.Err() == nil
+}
+
+// FailedAt is the address of the upstream at which the last attempt of our transport failed, in the eyes of its
+// breaker; empty for none.
+func (w *Watch) FailedAt() string {
+	if at := w.failed.Load(); at != nil {
+		return *at
+	}
+	return ""
 }
 
 // Unframed reports whether our transport saw that the response body ends with the
@@ -211,6 +221,7 @@ func (w *Watch) Attempt() *Attempt {
 	}
 	w.attempt.watch = w
 	w.inside = true
+	w.failed.Store(nil)
 	return w.attempt
 }
 

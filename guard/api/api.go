@@ -471,7 +471,7 @@ func OperatorStatus(err error) int {
 		return http.StatusBadRequest
 	case is(hitl.ErrOwn, hitl.ErrRole):
 		return http.StatusForbidden
-	case is(execution.ErrNotInDoubt, execution.ErrTaken, hitl.ErrDecided, hitl.ErrFinal, hitl.ErrExpired, hitl.ErrHash, hitl.ErrNotHeld):
+	case errors.As(err, new(*execution.QuotaError)), is(execution.ErrNotInDoubt, execution.ErrTaken, hitl.ErrDecided, hitl.ErrFinal, hitl.ErrExpired, hitl.ErrHash, hitl.ErrNotHeld):
 		return http.StatusConflict
 	case is(execution.ErrStore, hitl.ErrStore, plan.ErrStore, store.ErrClosed, store.ErrUnhealthy):
 		return http.StatusServiceUnavailable

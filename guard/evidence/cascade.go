@@ -12,6 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -25,8 +26,6 @@ type CascadeFeed struct {
 	Recorder func() (Recorder, bool)
 	// Pool is the name of the guard whose calls change a target, as their checkpoints name it.
 	Pool func(target string) string
-	// Address is the upstream that the failed call with a checkpoint was sent to; empty if unknown.
-	Address func(checkpoint string) string
 
 	// held are the agents' tokens that may have come with a call: their checkpoint follows at once.
 	held []ledger.Entry
@@ -123,8 +122,49 @@ func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, now time.Time, 
 	case failure.Node == "" || attempt:
 		return nil, nil // the outcome of the call counts
 	}
-	failure.Address = f.Address(failure.Node)
+	var err error
+	if failure.Address, err = rec.Evidence.failedAt(ctx, failure.Node); err != nil {
+		return nil, err
+	}
 	return f.Detector.Fail(now, failure), nil
+}
+
+// SpaceCascade begins the store's keys of what is known of cascades, all sealed: package caddymodule has cascades
+// and latencies there, and
+//
+//	f u checkpoint    the upstream at which the call has failed (FailedAt)
+const SpaceCascade = 'f'
+
+// failedTime is how long the upstream of a failure is known: as long as a cascade may go on without another one.
+const failedTime = 24 * time.Hour
+
+func (e *Evidence) failedKey(checkpoint string) []byte {
+	name := e.sealer.Index("failed at", checkpoint)
+	return append([]byte{SpaceCascade, 'u'}, name[:16]...)
+}
+
+// FailedAt is the write that says at which upstream the call with a checkpoint has failed, for the detection of
+// cascades, also by a later process. It belongs into the commit of the call's outcome.
+func (e *Evidence) FailedAt(checkpoint, upstream string, now time.Time) store.Write {
+	key := e.failedKey(checkpoint)
+	return store.Write{Key: key, Value: e.sealer.Seal(nil, []byte(upstream), key), Expires: now.Add(failedTime)}
+}
+
+// failedAt is what FailedAt has written; empty if that is unknown, or cannot be read any more.
+func (e *Evidence) failedAt(ctx context.Context, checkpoint string) (string, error) {
+	key := e.failedKey(checkpoint)
+	entry, err := e.store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) || errors.Is(err, store.ErrDamaged) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	upstream, err := e.sealer.Open(nil, entry.Value, key)
+	if err != nil {
+		return "", nil
+	}
+	return string(upstream), nil
 }
 
 // reported gives the detector an agent's error. Its participation was checked before it was recorded.

@@ -55,6 +55,8 @@ type Call struct {
 	Host     string
 	Action   string
 	Workflow string
+	// Proven says that a token proves the workflow; see LimitWorkflows.
+	Proven bool
 	// Checkpoint is the id of the token that announces the call; it may be empty.
 	Checkpoint string
 	// Sent is a hash of the upstream's own key and the bytes sent with it; zero where it is not

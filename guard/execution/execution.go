@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"sort"
 	"strings"
 	"sync"
 	"time"
@@ -23,6 +24,7 @@ type Execution struct {
 	record  Record
 	version store.Version
 	usage   *usage // nil where its caller has no quota
+	holding holding
 	keeper  *keeper
 	attempt *Attempt // nil for a call whose key is its caller's word
 }
@@ -58,6 +60,9 @@ type Outcome struct {
 	Internal bool
 	// Task is the id of the task that an answer in doubt names; empty without one.
 	Task string
+	// Upstream is the address of the upstream that failed; empty if none did, or it is unknown. It is not part
+	// of the record.
+	Upstream string
 	// Whole says that the recorded answer is complete. Followers get all of it, also if the key
 	// is released or in doubt.
 	Whole bool
@@ -77,6 +82,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		orphan := e.record
 		orphan.State = StateInDoubt // as the next life of this node will record it
 		settled(e.usage, &orphan)
+		e.holding.end(false, e.record.unrecorded(e.keeper))
 	case o.Whole:
 		ending = endedAnswered
 	case o.Verdict == Released:
@@ -89,6 +95,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		e.attempt.settled(&o, e.record.Settled, e.record.KeepKey, err == nil)
 	}
 	err = done(err, batches)
+	e.holding.end(true, nil)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
@@ -116,6 +123,9 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	}
 	e.record.Settled = now
 	if o.Verdict == Released {
+		if batches, err = e.discard(ctx, pieces.stored, batches); err != nil {
+			return err
+		}
 		batch := g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)
 		if r := &e.record; e.attempt != nil {
 			batch = append(batch, store.Write{Key: appendRowKey(nil, r.Group, e.flight.key),
@@ -130,6 +140,9 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 		if record.State = StateInDoubt; len(o.Task) <= maxRecordedText { // a part of it names another one
 			record.Task = o.Task
 		}
+		if batches, err = e.discard(ctx, pieces.stored, batches); err != nil {
+			return err
+		}
 		return e.keep(ctx, &record, nil, batches)
 	}
 	record.State = StateCompleted
@@ -142,16 +155,81 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	if tail = pieces.rest((*buf)[:0], &e.flight.recording, &record, until); tail != nil {
 		*buf = tail
 	}
-	err = e.keep(ctx, &record, tail, batches)
-	if err == nil || tail == nil || errors.Is(err, store.ErrUnknown) {
-		return err
-	}
-	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
-		return err
+	if r := &record.Result; r.Kept && e.holding.room(r.Size+int64(len(r.Inline))) {
+		err = e.keep(ctx, &record, tail, batches)
+		if err == nil || tail == nil || errors.Is(err, store.ErrUnknown) {
+			return err
+		}
+		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
+			return err
+		}
 	}
 	// The answer did not fit; the key must be kept all the same (P1).
 	record.Result = storedResult{}
+	if batches, err = e.discard(ctx, pieces.stored, batches); err != nil {
+		return err
+	}
 	return e.keep(ctx, &record, nil, batches)
+}
+
+// discard deletes the first n pieces of an answer that is not kept: with batches, but for those that one commit
+// has no room for. The last ones go first, since a crash leaves what discarded finds.
+func (e *Execution) discard(ctx context.Context, n int, batches []*store.Batch) ([]*store.Batch, error) {
+	writes, err := e.g.discarded(ctx, e.flight.key, e.record.Claim, n)
+	if len(writes) == 0 || err != nil {
+		return batches, err
+	}
+	return append(slices.Clip(batches), store.NewBatch(writes...)), nil
+}
+
+// unrecorded is a record whose outcome is not recorded, as it is read until this process ends, with the pieces
+// that are left.
+func (r *Record) unrecorded(k *keeper) *Record {
+	left := *r
+	left.Cause, left.Settled = CauseUnrecorded, time.Time{}
+	if k != nil {
+		left.Result = storedResult{Size: int64(k.pieces.stored) * pieceSize, Expires: r.piecesUntil()}
+	}
+	return &left
+}
+
+// atOnce is how many pieces are deleted in one commit.
+const atOnce = store.MaxBatch / 2
+
+// discarded are the deletions of the first pieces of an answer. It has deleted those behind them.
+func (g *Guard) discarded(ctx context.Context, key Key, claim [16]byte, n int) ([]store.Write, error) {
+	for {
+		var writes []store.Write
+		from := max(n-1, 0) / atOnce * atOnce
+		for i := from; i < n; i++ {
+			writes = append(writes, store.Write{Key: pieceKey(key, claim, firstPiece+i), Delete: true})
+		}
+		if from == 0 {
+			return writes, nil
+		}
+		if _, err := g.store.Commit(ctx, writes...); err != nil {
+			return nil, err
+		}
+		n = from
+	}
+}
+
+// piecesOf is how many pieces of an answer a process has left behind.
+func (g *Guard) piecesOf(ctx context.Context, key Key, claim [16]byte) (int, error) {
+	var err error
+	there := func(n int) bool {
+		_, missing := g.store.Get(ctx, pieceKey(key, claim, firstPiece+n))
+		if missing != nil && !errors.Is(missing, store.ErrNotFound) && !errors.Is(missing, store.ErrDamaged) {
+			err = missing
+		}
+		return !errors.Is(missing, store.ErrNotFound)
+	}
+	most := 1
+	for there(most-1) && err == nil {
+		most *= 2
+	}
+	n := sort.Search(most-1, func(n int) bool { return !there(n) })
+	return n, err
 }
 
 // keep records the settled execution, with its answer where tail is not nil.
@@ -166,6 +244,7 @@ func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batch
 	_, err := e.g.store.Commit(ctx, batch...)
 	if err == nil {
 		settled(e.usage, record)
+		e.holding.end(true, record)
 	}
 	return err
 }
@@ -379,7 +458,7 @@ func (k *keeper) run() {
 }
 
 func (k *keeper) store() error {
-	if k.e.flight.recording.lost() {
+	if k.e.flight.recording.lost() || !k.e.holding.room(int64(k.pieces.stored+1)*pieceSize) {
 		return errNotKept
 	}
 	buf := make([]byte, pieceSize)

@@ -34,12 +34,21 @@ type Guard struct {
 	running gate
 	writers *writers
 	quotas  quotas
+	lots    lots
 	bodies  *spool.Budget
 }
 
 // BodyMemory bounds the memory that the bodies of all requests and answers share. It begins with
 // DefaultBodyMemory.
 func (g *Guard) BodyMemory() *spool.Budget { return g.bodies }
+
+// LimitWorkflows bounds the bytes of records and answers that the calls of one workflow may have in the
+// store, before they are sealed; 0 is no limit. It counts the calls that were claimed under a limit, and
+// holds at once. A call that finds no room for its record and an answer, of 64 KiB or as large as those before it
+// up to a quarter of the limit, is refused with a QuotaError; an answer that finds none is not kept, like one over
+// the ResultCap. A call in doubt can always
+// be settled and run again.
+func (g *Guard) LimitWorkflows(bytes int64) { g.lots.most.Store(bytes) }
 
 // DefaultBodyMemory is the default of BodyMemory, in bytes.
 const DefaultBodyMemory = 128 << 20
@@ -68,6 +77,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 		writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory),
 	}
 	g.quotas.store, g.quotas.usages.Window = st, usageWindow
+	g.lots.records, g.lots.store, g.lots.usages.Window = &g.records, st, usageWindow
 	g.writers.current.Store(new(gate))
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
@@ -352,10 +362,29 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		record.First = found.Record.began()
 		condition = store.VersionIs(found.version)
 	}
+	record.Lot = g.lots.of(c, flight.caller)
+	again := found.Record != nil && found.Record.Lot == record.Lot
+	if e.holding, err = g.lots.hold(ctx, nil, record, c.ResultCap, again, now); err != nil {
+		g.quotas.leave(usage)
+		return nil, err
+	}
+	doubt, err := g.lots.hold(ctx, found.Record, nil, 0, true, now)
+	if err != nil {
+		e.holding.end(false, nil)
+		g.quotas.leave(usage)
+		return nil, err
+	}
 	room := rooms.Get().(*room)
 	defer room.free()
 	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...))
 	e.version, err = g.store.Commit(ctx, room.writes...)
+	if left := (*Record)(nil); err != nil {
+		if errors.Is(err, store.ErrUnknown) { // it may be there
+			left = record.unrecorded(nil)
+		}
+		e.holding.end(false, left)
+	}
+	doubt.end(err == nil, nil)
 	if err != nil {
 		g.quotas.leave(usage)
 		var lost *store.Conflict
@@ -555,7 +584,14 @@ func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 	}
 	doubt := *record
 	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
-	_, err = g.store.Commit(ctx, g.put(key, record, &doubt, store.VersionIs(version))...)
+	pieces, err := g.piecesOf(ctx, key, record.Claim)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	gone, err := g.discarded(ctx, key, record.Claim, pieces)
+	if err == nil {
+		_, err = g.store.Commit(ctx, append(g.put(key, record, &doubt, store.VersionIs(version)), gone...)...)
+	}
 	if errors.Is(err, store.ErrFull) {
 		// A record without an owner counts as in doubt (status). A full disk must not stop
 		// everything else (P4).

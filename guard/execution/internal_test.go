@@ -327,6 +327,7 @@ func fullRecord() Record {
 	}
 	r.Claim[0], r.Fingerprint[1], r.Caller[2] = 1, 2, 3
 	r.Sent[4] = 5
+	r.Lot[6] = 8
 	r.Group[5], r.Window, r.Count, r.Internal = 6, time.Minute, 7, true
 	return r
 }
@@ -617,7 +618,7 @@ func (r *Recording) SetReadAhead(bytes int64) { r.window = max(r.limit, bytes) }
 // What stands in stores of earlier builds stays as it is, byte for byte.
 func TestStoredBytes(t *testing.T) {
 	full := fullRecord()
-	full.Task, full.Internal = "", false // which earlier builds did not have
+	full.Task, full.Internal, full.Lot = "", false, lotHash{} // which earlier builds did not have
 	head := Head{Status: 201, Size: 300, Header: map[string][]string{"A": {"", "b"}}, Trailer: map[string][]string{"Gone": nil}}
 	resolution := Resolution{At: full.Created, Applied: true, Operator: "o", Reason: "r", Cause: CauseLost, Action: "a"}
 	keyed := full
@@ -648,7 +649,7 @@ func TestEarlierRecord(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := fullRecord()
-	want.Result.ByKey, want.Group, want.Window, want.Count, want.Internal, want.Task = false, groupHash{}, 0, 0, false, ""
+	want.Result.ByKey, want.Group, want.Window, want.Count, want.Internal, want.Task, want.Lot = false, groupHash{}, 0, 0, false, "", lotHash{}
 	got, err := decodeRecord(b)
 	if err != nil {
 		t.Fatal(err)

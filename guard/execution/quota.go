@@ -3,6 +3,7 @@ package execution
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -27,12 +28,18 @@ type QuotaError struct {
 	Doubts int
 	Bytes  int64
 	Quota  Quota
+	// Workflow is the limit of LimitWorkflows, where that refuses: then Bytes are those of the workflow,
+	// with what its running calls may need. Else it is 0.
+	Workflow int64
 	// Retry is the earliest time at which expiry alone frees room; zero if open executions must
 	// end first.
 	Retry time.Time
 }
 
 func (e *QuotaError) Error() string {
+	if e.Workflow > 0 {
+		return fmt.Sprintf("guard: the workflow has %d bytes stored, at most %d, and no room for more", e.Bytes, e.Workflow)
+	}
 	if e.Quota.Open > 0 && e.Open >= e.Quota.Open {
 		return fmt.Sprintf("guard: the caller has %d open executions, at most %d", e.Open, e.Quota.Open)
 	}
@@ -168,6 +175,7 @@ type account struct {
 	record        int64 // bytes, before it is sealed; they expire with the entry
 	result        int64 // bytes of the answer beside it
 	resultExpires time.Time
+	lot           lotHash // in the index of workflows only
 }
 
 func accountOf(r *Record, record int) account {
@@ -186,9 +194,14 @@ func (a account) add(u *usage, expires time.Time) {
 	if a.state == StateInDoubt {
 		u.State.doubts++
 	}
-	u.Add(1, a.record, a.created, expires)
+	addAccount(u, 1, a, expires)
+}
+
+// addAccount counts an account n times, 1 or -1.
+func addAccount[S any](u *store.Usage[S], n int, a account, expires time.Time) {
+	u.Add(n, int64(n)*a.record, a.created, expires)
 	if a.result > 0 {
-		u.Add(1, a.result, a.created, a.resultExpires)
+		u.Add(n, int64(n)*a.result, a.created, a.resultExpires)
 	}
 }
 
@@ -199,10 +212,11 @@ const (
 	tagAccountRecord
 	tagAccountResult
 	tagAccountResultExpires
+	tagAccountLot
 )
 
 // accountSize is the largest size of an encoded account.
-const accountSize = 48
+const accountSize = 48 + 2 + len(lotHash{})
 
 func (a account) appendTo(b []byte) []byte {
 	e := store.Encoder{B: b}
@@ -211,6 +225,9 @@ func (a account) appendTo(b []byte) []byte {
 	e.Int(tagAccountRecord, a.record)
 	e.Int(tagAccountResult, a.result)
 	e.Time(tagAccountResultExpires, a.resultExpires)
+	if a.lot != (lotHash{}) {
+		e.Bytes(tagAccountLot, a.lot[:])
+	}
 	return e.B
 }
 
@@ -229,7 +246,168 @@ func decodeAccount(b []byte) (account, error) {
 			a.result = d.Int()
 		case tagAccountResultExpires:
 			a.resultExpires = d.Time()
+		case tagAccountLot:
+			d.Fill(a.lot[:])
 		}
 	}
 	return a, d.Err
+}
+
+// lotHash names the calls that share a limit of LimitWorkflows: those of a workflow that a token proves, or
+// of a workflow and one caller, since who only knows its name must not use up what others need (P3). Zero
+// is no limit.
+type lotHash [16]byte
+
+// lot counts what the calls of one lotHash have stored.
+type lot = store.Usage[unstored]
+
+// unstored is what is reserved of a lot besides what it has stored, and how large its answers are lately, in bytes.
+type unstored struct{ reserved, answers int64 }
+
+// lots bound what workflows store. What a change may need is reserved before its commit, so that the limit
+// holds whatever races.
+type lots struct {
+	records *records
+	store   store.Store
+	most    atomic.Int64
+	usages  store.Usages[lotHash, unstored]
+}
+
+const (
+	// growth is more than the outcome of a call, or its settlement, adds to its record besides an answer.
+	growth = 512
+	// usualAnswer is the least that a running call reserves for its answer, unless its ResultCap is smaller. If
+	// answers of the workflow were larger it is more, up to a part of the limit. What a still larger one needs is
+	// reserved as it comes.
+	usualAnswer = 64 << 10
+	usualPart   = 4
+)
+
+func (l *lots) of(c *Call, caller CallerHash) lotHash {
+	switch {
+	case c.Workflow == "" || l.most.Load() <= 0:
+		return lotHash{}
+	case c.Proven:
+		caller = CallerHash{}
+	}
+	sum := store.Index(l.records.sealer, "stored bytes", c.Workflow, string(caller[:]))
+	return lotHash(sum[:16])
+}
+
+// charged is what a record counts for. One that is not settled has room for what becomes of it.
+func charged(r *Record) account {
+	a := accountOf(r, r.size())
+	if r.State == StateInDoubt || r.State.open() {
+		a.record += growth
+	}
+	return a
+}
+
+// holding is what a change of a record has reserved. The zero value is that of one without a limit.
+type holding struct {
+	lots          *lots
+	lot           *lot
+	old           *Record // that is replaced; nil for none
+	bytes, answer int64   // reserved in all, and for the answer of a running call
+}
+
+// hold reserves what next needs more than old, and at most answer bytes for the answer of a running call. Either
+// record may be nil; both have one lot. If there is no room the error is a QuotaError, or with force nothing
+// is reserved for the answer.
+func (l *lots) hold(ctx context.Context, old, next *Record, answer int64, force bool, now time.Time) (h holding, err error) {
+	r := next
+	if r == nil {
+		r = old
+	}
+	if r == nil || r.Lot == (lotHash{}) {
+		return h, nil
+	}
+	u := l.usages.Enter(r.Lot)
+	u.Lock()
+	defer u.Unlock()
+	if !u.Counted {
+		if err := l.count(ctx, u, r); err != nil {
+			l.usages.Leave(u)
+			return h, err
+		}
+	}
+	most := l.most.Load()
+	answer = min(answer, max(usualAnswer, min(u.State.answers, most/usualPart)))
+	retry, need, record := u.Expire(now), answer, int64(0)
+	if next != nil {
+		a := charged(next)
+		record = a.record
+		need += a.record + a.result
+	}
+	if old != nil {
+		a := charged(old)
+		need = max(need-a.record-a.result, 0)
+	}
+	if most > 0 && need > 0 && u.Bytes+u.State.reserved+need > most {
+		if !force {
+			l.usages.Leave(u)
+			return h, &QuotaError{Bytes: u.Bytes + u.State.reserved, Workflow: most, Retry: retry}
+		}
+		if answer, need = 0, record; old != nil {
+			need = 0 // a record grows by less than what it was charged for
+		}
+	}
+	u.State.reserved += need
+	return holding{l, u, old, need, answer}, nil
+}
+
+func (l *lots) count(ctx context.Context, u *lot, r *Record) error {
+	err := u.Count(ctx, l.store, l.records.workflowPrefix(r.Workflow), func(entry store.Entry) error {
+		a, err := decodeAccount(entry.Value)
+		if err == nil && a.lot == r.Lot {
+			if a.state == StateInDoubt {
+				a.record += growth
+			}
+			addAccount(u, 1, a, entry.Expires)
+		}
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+// room reserves so many bytes for an answer in all, or reports false.
+func (h *holding) room(answer int64) bool {
+	u := h.lot
+	if u == nil {
+		return true
+	}
+	u.Lock()
+	defer u.Unlock()
+	u.State.answers = max(u.State.answers, answer)
+	more := answer - h.answer
+	if most := h.lots.most.Load(); more <= 0 || most > 0 && u.Bytes+u.State.reserved+more > most {
+		return more <= 0
+	}
+	u.State.reserved += more
+	h.bytes, h.answer = h.bytes+more, answer
+	return true
+}
+
+// end counts the record that is left instead of the old one, nil for none. Without a commit, left is nil
+// and the old one stays.
+func (h *holding) end(committed bool, left *Record) {
+	u := h.lot
+	if u == nil {
+		return
+	}
+	h.lot = nil
+	u.Lock()
+	u.State.reserved -= h.bytes
+	u.State.answers -= u.State.answers / 16
+	if committed && h.old != nil {
+		addAccount(u, -1, charged(h.old), h.old.expires())
+	}
+	if left != nil {
+		addAccount(u, 1, charged(left), left.expires())
+	}
+	u.Unlock()
+	h.lots.usages.Leave(u)
 }

@@ -90,6 +90,7 @@ type Record struct {
 	Window   time.Duration
 	Count    int
 	Internal bool // see Outcome.Internal
+	Lot      lotHash
 }
 
 // storedResult says where the answer of a completed execution is kept.
@@ -208,6 +209,7 @@ const (
 	tagCount
 	tagTask
 	tagInternal
+	tagLot
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -250,6 +252,9 @@ func (r *Record) encode(dst []byte) []byte {
 		e.Int(tagWindow, int64(r.Window))
 		e.Int(tagCount, int64(r.Count))
 		e.Bool(tagInternal, r.Internal)
+	}
+	if r.Lot != (lotHash{}) {
+		e.Bytes(tagLot, r.Lot[:])
 	}
 	return e.B
 }
@@ -341,6 +346,8 @@ func (r *Record) decode(b []byte) error {
 			r.Internal = d.Int() != 0
 		case tagCount:
 			r.Count = int(d.Int())
+		case tagLot:
+			d.Fill(r.Lot[:])
 		}
 	}
 	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
@@ -357,7 +364,8 @@ func (r *Record) decode(b []byte) error {
 //	s state created key           index: executions by state and age
 //	c caller id key               index: a caller's settled executions by id; the value
 //	                              is an account of them
-//	w workflow created key        index: a workflow's settled executions by age
+//	w workflow created key        index: a workflow's settled executions by age; under a limit of
+//	                              LimitWorkflows the value is an account of them
 //	n group key                   index: equal calls that retries are recognised among, for their
 //	                              window; the value marks those not answered, or released
 //	a key                         the execution that an advisory key was recognised for
@@ -533,9 +541,13 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 		if new != nil {
 			after, memory = cutOff(memory, l.appendIndexKey(memory, by, new, key))
 		}
-		valued := after != nil && by == spaceCaller
+		valued := after != nil && (by == spaceCaller || by == spaceWorkflow && new.Lot != lotHash{})
 		if valued {
-			account, memory = cutOff(memory, accountOf(new, size).appendTo(memory))
+			a := accountOf(new, size)
+			if by == spaceWorkflow {
+				a.lot = new.Lot
+			}
+			account, memory = cutOff(memory, a.appendTo(memory))
 		}
 		same := before != nil && string(before) == string(after)
 		if before != nil && !same {
@@ -573,9 +585,9 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 	return batch
 }
 
-// indexMemory is enough for the sealing of a record, its key, its five index entries' and the
-// account.
-const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + accountSize
+// indexMemory is enough for the sealing of a record, its key, its five index entries' and the two
+// accounts.
+const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + 2*accountSize
 
 // cutOff returns what was appended to memory, nil if nothing was, and all of it.
 func cutOff(memory, appended []byte) (cut, all []byte) {

@@ -20,7 +20,7 @@ func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Hea
 		return done(err, batches)
 	}
 	err = g.commitApplied(ctx, key, found, record, tail, batches)
-	if tail != nil && errors.Is(err, ErrStore) {
+	if full := errors.As(err, new(*QuotaError)); full || tail != nil && errors.Is(err, ErrStore) {
 		// The answer did not fit; that the call was executed must be kept.
 		record.Result = storedResult{}
 		err = g.commitApplied(ctx, key, found, record, nil, batches)
@@ -55,8 +55,23 @@ func (g *Guard) appliedRecord(ctx context.Context, found Finding, answer *Head, 
 	return &record, tail, nil
 }
 
-func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) error {
+// holdSettled is hold for a record that replaces a settled one, without a running call.
+func (g *Guard) holdSettled(ctx context.Context, old, next *Record, force bool) (holding, error) {
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return holding{}, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return g.lots.hold(ctx, old, next, 0, force, now)
+}
+
+// commitApplied settles a doubt. A QuotaError says that the workflow has no room for the answer in record.
+func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) (err error) {
 	defer g.writers.enter().leave()
+	held, err := g.holdSettled(ctx, found.Record, record, record == nil || !record.Result.Kept)
+	if err != nil {
+		return err
+	}
+	defer func() { held.end(err == nil, record) }()
 	room := new(room)
 	batch := g.putIn(room, key, found.Record, record, store.VersionIs(found.version), batches...)
 	if tail != nil {
@@ -111,7 +126,8 @@ var (
 // result is not available. The decision is recorded in the same commit, which carries the batches
 // of other packages and always ends them.
 //
-// ErrTaken means that the execution changed since it was looked up.
+// ErrTaken means that the execution changed since it was looked up, a QuotaError that its workflow has no
+// room for the answer.
 func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, batches ...*store.Batch) error {
 	return done(g.resolve(ctx, found, r, answer, body, batches), batches)
 }
@@ -275,13 +291,18 @@ func (g *Guard) block(ctx context.Context, u *Undoing, now time.Time, extra []st
 	return g.commitUndone(ctx, u.Key, &Finding{Status: Free}, &tomb, extra)
 }
 
-func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next *Record, extra []store.Write) error {
+func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next *Record, extra []store.Write) (err error) {
 	defer g.writers.enter().leave()
 	condition := store.Absent()
 	if found.Record != nil {
 		condition = store.VersionIs(found.version)
 	}
-	_, err := g.store.Commit(ctx, append(g.put(key, found.Record, next, condition), extra...)...)
+	held, err := g.holdSettled(ctx, found.Record, next, true)
+	if err != nil {
+		return err
+	}
+	defer func() { held.end(err == nil, next) }()
+	_, err = g.store.Commit(ctx, append(g.put(key, found.Record, next, condition), extra...)...)
 	var lost *store.Conflict
 	switch {
 	case err == nil && found.Status == Doubtful:

@@ -1,0 +1,85 @@
+package evidence_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+)
+
+// C-3.1.1-b: the next process knows at which upstream each call has failed. So it finds that all addresses of a
+// service do, also where they failed before it began.
+func TestFailuresOfBeforeARestart(t *testing.T) {
+	b := newBench(t)
+	workflow := uuid.NewString()
+	to := func(agent string, parents ...string) *evidence.Call {
+		c := call(workflow, parents...)
+		c.Target, c.Audience = agent, []string{"spiffe://example.com/agent/" + agent}
+		return c
+	}
+	begin := func(c *evidence.Call) string {
+		draft, err := b.builder.Checkpoint(time.Now(), c)
+		if err == nil {
+			err = b.evidence.Append(t.Context(), time.Now().Add(time.Hour), nil, draft)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return draft.ID()
+	}
+	last := ""
+	fail := func(c *evidence.Call, checkpoint, upstream string) {
+		drafts, err := b.builder.Outcome(time.Now(), c, &evidence.Outcome{
+			Checkpoint: checkpoint, Verdict: execution.Completed, Cause: execution.CauseStatus, Status: 500,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		batch, err := b.evidence.NewBatch(time.Now().Add(time.Hour), nil, drafts...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if upstream != "" {
+			batch.Add(b.evidence.FailedAt(checkpoint, upstream, time.Now()))
+		}
+		if err := batch.Commit(t.Context(), b.store); err != nil {
+			t.Fatal(err)
+		}
+		last = drafts[len(drafts)-1].ID()
+	}
+	first := to("first")
+	outer := begin(first)
+	second := to("second", outer)
+	one, two := begin(second), begin(second)
+	fail(second, one, "10.0.0.1:80")
+	fail(second, two, "10.0.0.2:80")
+	fail(first, outer, "10.0.0.9:80")
+	b.entry(t, workflow, last)
+	b.close(t)
+
+	b.open(t)
+	settings, err := cascade.Settings{Agents: 2}.Check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := cascade.New(settings)
+	d.Pool("second", []string{"10.0.0.1:80", "10.0.0.2:80"})
+	feed := &evidence.CascadeFeed{
+		Detector: d, Pool: func(target string) string { return target },
+		Recorder: func() (evidence.Recorder, bool) {
+			return evidence.Recorder{Evidence: b.evidence, EventBuilder: b.builder}, true
+		},
+	}
+	if _, whole, err := feed.Rebuild(t.Context(), time.Now().Add(-time.Minute), 1000); err != nil || !whole {
+		t.Fatal(whole, err)
+	}
+	found := d.Findings()
+	if len(found) != 1 || found[0].Class != cascade.Service || found[0].Root.Pool != "second" ||
+		found[0].Root.Address != "10.0.0.1:80" && found[0].Root.Address != "10.0.0.2:80" {
+		t.Errorf("%+v", found)
+	}
+}
