@@ -3,6 +3,7 @@ package e2e
 import (
 	"encoding/json"
 	"net/http"
+	"slices"
 	"testing"
 
 	"github.com/google/uuid"
@@ -68,4 +69,44 @@ func TestOrderByParents(t *testing.T) {
 		t.Errorf("%s", got.body)
 	}
 	upstream.arrived("/pay", 2)
+}
+
+// A-topological-order-a, -c: a plan that was put orders the calls of its workflow, with tokens and without; what
+// holds a node is named with its state, and nodes that do not depend on each other run side by side.
+func TestOrderByPlan(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	wid, hold := uuid.NewString(), newGate(t)
+	const two = `{"wf_id": "the flow", "nodes": [{"id": "hold", "label": "hold_budget"}, {"id": "mail"}, {"id": "pay"}], "edges": [{"from": "hold", "to": "pay"}, {"from": "mail", "to": "pay"}]}`
+	if got := p.put(p.c, wid, two, nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	held := func(got reply, want ...string) {
+		t.Helper()
+		got.problem(t, http.StatusConflict, "dependency-not-done")
+		var doc struct{ Dependencies []api.Dependency }
+		if err := json.Unmarshal([]byte(got.body), &doc); err != nil || got.header.Get("Retry-After") == "" {
+			t.Fatalf("%v %v", err, got.header)
+		}
+		var nodes []string
+		for _, d := range doc.Dependencies {
+			nodes = append(nodes, d.Node+" "+string(d.State))
+		}
+		if !slices.Equal(nodes, want) {
+			t.Errorf("held by %q, want %q", nodes, want)
+		}
+	}
+	held(p.act(p.a, wid, "pay", "/pay", nil), "hold pending", "mail pending")
+	p.upstream.on("/mail", func(http.ResponseWriter, *arrival) { hold.pass() })
+	mail := p.begin(with(p.a.issue(ect.Claims{Workflow: wid, Action: "mail"}), request{path: "/mail"}))
+	wait(t, hold.arrived, "the mail")
+	if got := p.act(p.a, wid, "hold_budget", "/hold", nil); got.status != http.StatusCreated {
+		t.Errorf("side by side: %d %s", got.status, got.body)
+	}
+	held(p.act(p.a, wid, "pay", "/pay", nil), "mail running")
+	hold.open()
+	mail.answer()
+	if got := p.act(p.a, wid, "pay", "/pay", nil); got.status != http.StatusCreated {
+		t.Errorf("at last: %d %s", got.status, got.body)
+	}
+	p.upstream.arrived("/pay", 1)
 }

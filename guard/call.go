@@ -704,7 +704,7 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 			return nil, err
 		}
 	}
-	if x.action.ParOrder {
+	if x.action.ParOrder || x.evidence.planned.plan != nil {
 		if err := ordered(x, false); err != nil {
 			return nil, err
 		}
@@ -730,7 +730,7 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 		return nil, &StatusError{Status: http.StatusGatewayTimeout, Err: errNoTime}
 	}
 	leave, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
-	if err == nil && x.action.ParOrder {
+	if err == nil && (x.action.ParOrder || x.evidence.planned.plan != nil) {
 		if err = ordered(x, true); err != nil {
 			leave()
 		}

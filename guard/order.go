@@ -11,8 +11,9 @@ import (
 )
 
 // A workflow's tasks begin in topological order (ATD, "Topological Order"; ADR 0115): a call waits until
-// what it depends on is done, or is refused. What it depends on are the parents that its own tokens name,
-// where the action's Order says so. All states are those of the ledger as it is now (guard/evidence/live.go).
+// what it depends on is done, or is refused. What it depends on are the nodes directly before its own in the
+// workflow's plan, and, where the action's Order says so, the parents that its own tokens name. All states are
+// those of the ledger as it is now (guard/evidence/live.go).
 
 // maxDependencies is how many dependencies a problem names.
 const maxDependencies = 20
@@ -21,7 +22,7 @@ const maxDependencies = 20
 // the call may, unless the call is about to be claimed: then a rollback of its workflow waits for it.
 func ordered(x *Call, claims bool) error {
 	parents := orderedBy(x)
-	if len(parents) == 0 {
+	if len(parents) == 0 && nodeOf(x) == nil {
 		return nil
 	}
 	begun := time.Now()
@@ -61,7 +62,32 @@ func ordered(x *Call, claims bool) error {
 	}
 }
 
-// orderedBy are the parents of the call that have to be done. Undos are ordered by their rollback.
+// nodeOf is the node of its workflow's plan that the call is, where that binds it; else nil. Undos are ordered
+// by their rollback.
+func nodeOf(x *Call) *plan.Node {
+	p := &x.evidence.planned
+	if p.plan == nil || p.node < 0 || p.observed || IsUndo(x.r.Context()) {
+		return nil
+	}
+	return &p.plan.Nodes[p.node]
+}
+
+// before are the calls of the nodes directly before the call's own, and their checkpoints: while a rollback
+// undoes one of them, the call must not begin, whether its tokens name it or not.
+func before(x *Call) (ids []string, err error) {
+	n, s := nodeOf(x), &x.evidence
+	if n == nil {
+		return nil, nil
+	}
+	_, err = s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
+		l.Follow(s.planned.plan)
+		ids = l.Before(n.ID)
+		return false
+	})
+	return ids, err
+}
+
+// orderedBy are the parents of the call that have to be done.
 func orderedBy(x *Call) (parents []string) {
 	s := &x.evidence
 	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || IsUndo(x.r.Context()) {
@@ -80,7 +106,16 @@ func orderedBy(x *Call) (parents []string) {
 func dependencies(x *Call, parents []string) (p *api.Problem, changed <-chan struct{}, err error) {
 	s := &x.evidence
 	var found []api.Dependency
+	follows := func(id string) bool {
+		return slices.Contains(s.call.Parents, id) || slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
+	}
 	changed, err = s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
+		if n := nodeOf(x); n != nil {
+			l.Follow(s.planned.plan)
+			for _, h := range l.Holds(n.ID, follows) {
+				found = append(found, api.Dependency{Node: h.Node, State: h.State, Detail: h.Detail, Final: h.Final})
+			}
+		}
 		for _, t := range l.Holding(parents) {
 			found = append(found, api.Dependency{
 				Task: t.ID, Action: t.Action, State: t.State, Detail: t.Detail, Final: t.Final(),

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -16,6 +18,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // inOrder runs a test of calls that the parents in their tokens order, and that wait for so long. Calls to
@@ -208,5 +212,174 @@ func TestParOrderOfMany(t *testing.T) {
 			t.Errorf("it took %v", took)
 		}
 		b.was(51)
+	})
+}
+
+const trip = `{"wf_id": "trip", "nodes": [{"id": "hold"}, {"id": "flight"}, {"id": "hotel"}, {"id": "charge"}],
+	"edges": [{"from": "hold", "to": "flight"}, {"from": "hold", "to": "hotel"}, {"from": "flight", "to": "charge"}, {"from": "hotel", "to": "charge"}]}`
+
+// follows gives a workflow a plan.
+func (b *trust) follows(wid, text string) {
+	b.Helper()
+	d, err := plan.Parse([]byte(text))
+	b.check(err)
+	_, _, err = b.engine.Plans.Put(b.Context(), plan.Putting{Workflow: wid, By: "operator", Plan: d})
+	b.check(err)
+}
+
+// node makes a call of a node, which its token's action names. The parents are tokens that it follows from.
+func (b *trust) node(wid, node, path string, parents ...string) *httptest.ResponseRecorder {
+	b.Helper()
+	return b.send("POST "+path, "", "", b.token(b.agents["a"], ect.Claims{Workflow: wid, Action: node, Parents: parents}).Raw())
+}
+
+// holds compares a refusal by the plan: what the node waits for, with its state, and for good or not.
+func (b *trust) holds(w *httptest.ResponseRecorder, final bool, want ...string) {
+	b.Helper()
+	var doc struct {
+		Type, Reason string
+		Dependencies []api.Dependency
+	}
+	b.check(json.Unmarshal(w.Body.Bytes(), &doc))
+	var got []string
+	for _, d := range doc.Dependencies {
+		got = append(got, strings.TrimSpace(d.Node+" "+string(d.State)+" "+string(d.Detail)))
+	}
+	if w.Code != http.StatusConflict || doc.Type != api.BasePath+"dependency-not-done" || !slices.Equal(got, want) || (doc.Reason == "final") != final || (w.Header().Get("Retry-After") == "") != final {
+		b.Fatalf("%d %s, want %q (for good: %v)", w.Code, w.Body, want, final)
+	}
+}
+
+// ran holds that a call was executed.
+func (b *trust) ran(w *httptest.ResponseRecorder) {
+	b.Helper()
+	if status := w.Header().Get("Execution-Status"); status != "executed" || w.Code >= 300 {
+		b.Fatalf("%d %s: %s", w.Code, status, w.Body)
+	}
+}
+
+// A-topological-order-a, -b, -c: where a workflow has a plan, a call of a node is refused until all before it are
+// done, whatever its tokens say, and nodes that do not depend on each other run side by side. So it is after a
+// restart; and other workflows are not concerned.
+func TestPlanOrder(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		b.answer = func(_ http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == "/slow" {
+				<-time.After(3 * time.Second)
+			}
+		}
+		wid := uuid.NewString()
+		b.follows(wid, trip)
+		b.holds(b.node(wid, "charge", "/x"), false, "flight pending", "hotel pending")
+		b.holds(b.node(wid, "flight", "/x"), false, "hold pending")
+		b.ran(b.node(uuid.NewString(), "charge", "/x"))
+		b.was(1)
+		b.ran(b.node(wid, "hold", "/x"))
+		var all sync.WaitGroup
+		begun := time.Now()
+		for _, node := range []string{"flight", "hotel"} {
+			all.Go(func() { b.ran(b.node(wid, node, "/slow")) })
+		}
+		synctest.Wait()
+		b.holds(b.node(wid, "charge", "/x"), false, "flight running", "hotel running")
+		all.Wait()
+		if took := time.Since(begun).Round(time.Second); took != 3*time.Second {
+			t.Errorf("side by side they took %v", took)
+		}
+		b.check(b.evidence.Close(b.Context()))
+		b.begin()
+		b.ran(b.node(wid, "charge", "/x"))
+		b.was(5)
+	})
+}
+
+// P6: a node in doubt is not done; when somebody has found out, what comes after it goes on. One that has failed
+// holds all that comes after it for good, and what comes after that.
+func TestPlanOrderAfterFailures(t *testing.T) {
+	inOrder(t, 0, func(b *trust) {
+		wid := uuid.NewString()
+		b.follows(wid, trip)
+		b.ran(b.node(wid, "hold", "/x"))
+		if w := b.node(wid, "flight", "/doubt"); w.Header().Get("Execution-Status") != "in_doubt" {
+			b.Fatalf("%d %v", w.Code, w.Header())
+		}
+		b.ran(b.node(wid, "hotel", "/x"))
+		b.holds(b.node(wid, "charge", "/x"), false, "flight failed in_doubt")
+
+		wid = uuid.NewString()
+		b.follows(wid, trip)
+		if w := b.node(wid, "hold", "/fails"); w.Code != http.StatusUnprocessableEntity {
+			b.Fatalf("%d %s", w.Code, w.Body)
+		}
+		b.holds(b.node(wid, "hotel", "/x"), true, "hold failed")
+		b.holds(b.node(wid, "charge", "/x"), true, "flight pending", "hotel pending")
+		b.was(4)
+	})
+}
+
+// Where plans are observed, or a call only waits, the plan refuses nothing.
+func TestPlanOrderObservedAndWaiting(t *testing.T) {
+	inOrder(t, time.Minute, func(b *trust) {
+		wid := uuid.NewString()
+		b.follows(wid, trip)
+		var all sync.WaitGroup
+		begun := time.Now()
+		for _, node := range []string{"charge", "hotel", "flight", "hold"} {
+			all.Go(func() { b.ran(b.node(wid, node, "/slow")) })
+		}
+		all.Wait()
+		if took := time.Since(begun).Round(time.Second); took != 9*time.Second {
+			t.Errorf("they took %v", took)
+		}
+		b.begin().Plans.Observed = true
+		wid = uuid.NewString()
+		b.follows(wid, trip)
+		b.ran(b.node(wid, "charge", "/x"))
+	})
+}
+
+// P5: while a rollback undoes what a node of the plan follows from, no call of the node begins, though no token of
+// it names that; and when it is undone, the node waits for good.
+func TestPlanOrderBesideARollback(t *testing.T) {
+	undoing(t, func(b *saga) {
+		b.follows(b.wid, `{"wf_id": "w", "nodes": [{"id": "a"}, {"id": "b"}, {"id": "c"}], "edges": [{"from": "a", "to": "b"}, {"from": "b", "to": "c"}]}`)
+		act := func(node, route, body string, after ...string) step {
+			return b.attempt(b.token(b.agents["a"], ect.Claims{Workflow: b.wid, Action: node, Parents: after}), route, body)
+		}
+		first := act("a", "POST /charges", "{}")
+		if second := act("b", "PUT /plain/y", "new", first.checkpoint); second.Code != http.StatusCreated {
+			b.Fatalf("%d %s", second.Code, second.Body)
+		}
+		id, hold := uuid.NewString(), newGate()
+		b.on("DELETE /plain/y", b.waits(hold))
+		b.check(b.begun(id, first, rollback.SubDAG))
+		<-hold.arrived // of b the ledger says nothing yet
+		if c := act("c", "POST /mail", ""); c.Code != http.StatusConflict || !strings.Contains(c.Body.String(), "workflow-paused") {
+			b.Errorf("%d %s", c.Code, c.Body)
+		}
+		close(hold.open)
+		b.ended(id, "completed")
+		b.holds(act("c", "POST /mail", "").ResponseRecorder, true, "b rolled_back")
+		b.had("charged ch_1", "/plain/y is new", "deleted /plain/y", "refunded ch_1")
+	})
+}
+
+// P5: a rollback that begins and ends while a call is about to be claimed keeps it out as well.
+func TestPlanOrderUntilTheClaim(t *testing.T) {
+	undoing(t, func(b *saga) {
+		b.follows(b.wid, `{"wf_id": "w", "nodes": [{"id": "a"}, {"id": "b"}], "edges": [{"from": "a", "to": "b"}]}`)
+		act := func(node, route, body string) step {
+			return b.attempt(b.token(b.agents["a"], ect.Claims{Workflow: b.wid, Action: node}), route, body)
+		}
+		first := act("a", "POST /charges", "{}")
+		hold := newGate()
+		b.on("GET /docs/x", b.waits(hold)) // the state before the call
+		late := make(chan step)
+		go func() { late <- act("b", "PUT /docs/x", "v1") }()
+		<-hold.arrived
+		b.back("completed", first)
+		close(hold.open)
+		b.holds((<-late).ResponseRecorder, true, "a rolled_back")
+		b.had("charged ch_1", "refunded ch_1")
 	})
 }

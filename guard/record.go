@@ -991,6 +991,12 @@ func (x *Call) ancestors(workflow string, found execution.Finding) iter.Seq2[str
 			todo = append(todo, t.ID())
 			todo = append(todo, t.Parents()...)
 		}
+		planned, err := before(x)
+		if err != nil {
+			yield("", err)
+			return
+		}
+		todo = append(todo, planned...)
 		graph, known := s.policy.Evidence.Graph(workflow), map[string]bool{}
 		for len(todo) > 0 {
 			id := todo[0]

@@ -49,7 +49,7 @@ func (l *Live) Add(records ...workflow.Record) {
 
 // Follow sets the plan that the questions are about. It costs nothing where it is the same as before.
 func (l *Live) Follow(d *Descriptor) {
-	if l.plan == d {
+	if l.plan == d || l.plan != nil && l.plan.Version() == d.Version() {
 		return
 	}
 	l.plan, l.lost = d, nil
@@ -125,10 +125,11 @@ func (n *liveNode) together(done func(id string) bool) (state workflow.State, de
 	return state, detail
 }
 
-// Holds are the nodes that keep node i from beginning: a call of it has to wait for them, or not to begin
+// Holds are the nodes that keep a node of the plan from beginning: a call of it has to wait for them, or not to begin
 // at all where one of them is final. follows reports whether the call's tokens name an id as a parent,
 // which says of a task that is no call of the gateway's that it is done (ATD, "Node States").
-func (l *Live) Holds(i int, follows func(id string) bool) []Hold {
+func (l *Live) Holds(node string, follows func(id string) bool) []Hold {
+	i := l.plan.index[node] // plans of one version may have it in other places
 	if l.nodes[i].waits == 0 {
 		return nil
 	}
@@ -164,10 +165,10 @@ func (l *Live) lose() {
 	}
 }
 
-// Before are the ids of the calls of all nodes directly before node i, and of their checkpoints.
-func (l *Live) Before(i int) []string {
+// Before are the ids of the calls of all nodes directly before a node, and of their checkpoints.
+func (l *Live) Before(node string) []string {
 	var ids []string
-	for _, j := range l.plan.Nodes[i].Before {
+	for _, j := range l.plan.Nodes[l.plan.index[node]].Before {
 		for _, t := range l.nodes[j].tasks {
 			ids = append(append(ids, t.ID), t.Checkpoints...)
 		}

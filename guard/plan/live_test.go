@@ -21,7 +21,7 @@ func (w *world) arrives(t *testing.T, i int) (admitted bool) {
 	w.live.Follow(w.plan)
 	w.live.Add(w.records[w.has:]...)
 	w.has = len(w.records)
-	got := w.live.Holds(i, func(string) bool { return false })
+	got := w.live.Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
 	var want []string
 	for _, j := range w.plan.Nodes[i].Before {
 		if w.done(j) {
@@ -96,7 +96,7 @@ func TestLiveTaskOfAnAgent(t *testing.T) {
 	l := NewLive()
 	l.Follow(d)
 	holds := func(named string) string {
-		return fmt.Sprint(l.Holds(1, func(id string) bool { return id == named }))
+		return fmt.Sprint(l.Holds("pay", func(id string) bool { return id == named }))
 	}
 	if got := holds("1"); got != "[{think pending  false}]" {
 		t.Error(got)
@@ -109,12 +109,12 @@ func TestLiveTaskOfAnAgent(t *testing.T) {
 	if got := holds("1"); got != "[{think running  false}]" {
 		t.Error(got)
 	}
-	if got := l.Before(1); !slices.Equal(got, []string{"1", "c"}) {
+	if got := l.Before("pay"); !slices.Equal(got, []string{"1", "c"}) {
 		t.Error(got)
 	}
 	// A plan that takes the place of another one has states of its own.
 	l.Follow(parse(t, `{"wf_id": "v", "nodes": [{"id": "pay"}, {"id": "think"}], "edges": [{"from": "pay", "to": "think"}]}`))
-	if got := fmt.Sprint(l.Holds(0, nil), l.Holds(1, nil)); got != "[] [{pay pending  false}]" {
+	if got := fmt.Sprint(l.Holds("pay", nil), l.Holds("think", nil)); got != "[] [{pay pending  false}]" {
 		t.Error(got)
 	}
 }
@@ -136,7 +136,7 @@ func BenchmarkAdmission(b *testing.B) {
 	n := 0
 	b.ReportAllocs()
 	for b.Loop() {
-		if held := l.Holds(order[n%MaxNodes], nil); held != nil {
+		if held := l.Holds(w.plan.Nodes[order[n%MaxNodes]].ID, nil); held != nil {
 			b.Fatal(held)
 		}
 		n++
@@ -158,7 +158,7 @@ func BenchmarkAdmissionAndRecords(b *testing.B) {
 			l.Follow(w.plan)
 			b.StartTimer()
 		}
-		if held := l.Holds(order[n], nil); held != nil {
+		if held := l.Holds(w.plan.Nodes[order[n]].ID, nil); held != nil {
 			b.Fatal(held)
 		}
 		c := &call{node: order[n], name: fmt.Sprint("x", n)}

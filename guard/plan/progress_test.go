@@ -216,7 +216,7 @@ func (w *world) check(t *testing.T) {
 		if got.Ready != (!begun && len(holds) == 0) || len(got.Holds) != len(holds) {
 			t.Fatalf("node %d: ready %v, held by %v; want %v", i, got.Ready, got.Holds, holds)
 		}
-		live := w.live.Holds(i, func(string) bool { return false })
+		live := w.live.Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
 		if same := func(a, b Hold) bool { return a.Node == b.Node && a.State == b.State && a.Final == b.Final }; !begun && !slices.EqualFunc(live, got.Holds, same) {
 			t.Fatalf("node %d: live it is held by %v, want %v", i, live, got.Holds)
 		}
