@@ -98,6 +98,11 @@ type App struct {
 	// `observed` records them. It also counts for plans that were put for a workflow. Default: `enforced`.
 	PlanMode string `json:"plan_mode,omitempty"`
 
+	// After how long without a call or another record a workflow without a plan has ended, from 1s to 720h;
+	// its end is recorded as `workflow_complete`. One in which a call runs, is in doubt or is being undone
+	// goes on. Needs an `identity`. Default: such a workflow ends only where somebody says so.
+	WorkflowIdle caddy.Duration `json:"workflow_idle,omitempty"`
+
 	// When a failure that spreads from one agent to others is a cascade, and what happens then.
 	// Default: see its members.
 	OnCascade *OnCascade `json:"on_cascade,omitempty"`
@@ -105,7 +110,8 @@ type App struct {
 	// The places in the Caddyfile of options that are checked only at load, so that errors can name
 	// them: values like `Caddyfile:12`, for the members `store`, `keys`, `identity.key_file`,
 	// `trust.N` (the Nth source of keys, if it is a file), `hitl.rules`, `hitl.webhook`,
-	// `hitl.webhook.secret.N`, `plans.N`, `plan_mode` and `on_cascade`. Default: errors name no place.
+	// `hitl.webhook.secret.N`, `plans.N`, `plan_mode`, `workflow_idle` and `on_cascade`. Default: errors name no
+	// place.
 	WrittenAt map[string]string `json:"written_at,omitempty"`
 
 	ctx    caddy.Context
@@ -216,6 +222,12 @@ func (a *App) provision(ctx caddy.Context) error {
 	a.spec.ledger = a.Identity != nil
 	if err := a.readPlans(); err != nil {
 		return err
+	}
+	if err := checkIdle(a.WorkflowIdle); err != nil {
+		return fmt.Errorf("agent_guard: workflow_idle: %w", err)
+	}
+	if a.WorkflowIdle != 0 && a.Identity == nil {
+		return &wrong{"workflow_idle", errors.New("agent_guard: workflow_idle: it needs an identity; without one nothing of workflows is recorded")}
 	}
 	if a.Rollback != nil {
 		if err := a.Rollback.provision(); err != nil {
@@ -539,6 +551,7 @@ func (a *App) openEngine() (*engine, error) {
 		}
 		policy.Plans = guard.Plans{Files: a.plans, Observed: a.PlanMode == planObserved}
 		e.plans.Configure(time.Duration(a.Identity.Retain))
+		policy.AwaitEnds = a.WorkflowIdle > 0
 		a.policy.Store(policy)
 		if err := e.openRollbacks(a.rollbackRetain()); err != nil {
 			e.ledger.leave(a.Identity)
@@ -563,6 +576,7 @@ func (a *App) openEngine() (*engine, error) {
 	e.activeConfigs.join(a)
 	e.recorder.begin()
 	e.cascades.begin()
+	e.boundaries.begin()
 	e.escalations.adopt(a.HITL)
 	e.reportRecovered()
 	a.opened.Store(true)
@@ -650,6 +664,8 @@ const (
 	eventCircuit         = "agent_guard.circuit_changed"
 	eventCircuitGivesUp  = "agent_guard.circuit_permanently_open"
 	eventCascade         = "agent_guard.cascade_detected"
+	eventWorkflowStarted = guard.EventWorkflowStarted
+	eventWorkflowEnded   = "agent_guard.workflow_ended"
 
 	eventRollbackStarted  = "agent_guard.rollback_started"
 	eventRollbackFinished = "agent_guard.rollback_finished"

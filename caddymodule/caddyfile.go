@@ -88,6 +88,7 @@ func init() {
 //		}
 //		plan <file>
 //		plan_mode enforced | observed
+//		workflow_idle <duration>
 //		on_cascade alert | pause | open {
 //			agents   <number>
 //			escalate <number>
@@ -152,6 +153,13 @@ func appOptions() options[*App] {
 			}
 			a.writtenAt("plan_mode", d.Token())
 			return nil
+		}},
+		"workflow_idle": {usage: "workflow_idle <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
+			if err := parseDuration(d, &a.WorkflowIdle); err != nil {
+				return err
+			}
+			a.writtenAt("workflow_idle", d.Token())
+			return checkIdle(a.WorkflowIdle)
 		}},
 		"on_cascade": {usage: "on_cascade alert | pause | open { ... }", parse: parseOnCascade},
 	}

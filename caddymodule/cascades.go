@@ -264,6 +264,12 @@ func (w *cascadeWatch) later(do func(ctx context.Context) []cascade.Change) {
 }
 
 // placed takes an event of the ledger, on the sequencer's goroutine.
+func (e *engine) placed(ev *ledger.Event, recorded time.Time) {
+	e.cascades.placed(ev, recorded)
+	e.boundaries.placed(ev)
+	e.followers.Changed(ev.Workflow)
+}
+
 func (w *cascadeWatch) placed(e *ledger.Event, recorded time.Time) {
 	if !w.feed.Wants(e) {
 		return

@@ -102,7 +102,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	}
 	g.Ledger = policy.graph(e)
 	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.escalations.store.Reaching
-	g.Ledger.Plans, g.Ledger.Assigned, g.Ledger.CanUndo = h.app.plans, e.plans, h.app.canUndo
+	g.Ledger.Plans, g.Ledger.CanUndo, g.Ledger.Ends = h.app.plans, h.app.canUndo, h.app.ctx
 	g.Ledger.MayPut = func(r *http.Request, body []byte) (*api.MayPut, error) {
 		who, token, err := h.escalationReader(e, policy, r, body)
 		return &api.MayPut{EscalationReader: who, Token: token}, err
@@ -771,6 +771,17 @@ func (b storeView) Circuits() []proxy.Circuit {
 func (b storeView) Cascades() []api.Cascade { return b.e.cascades.cascadeList() }
 
 func (b storeView) Cascade(id string) *api.Cascade { return b.e.cascades.describe(id) }
+
+func (b storeView) Workflows() *api.Ledger {
+	latest := b.e.activeConfigs.latest()
+	policy := b.e.latestPolicy()
+	if policy == nil {
+		return nil
+	}
+	all := policy.graph(b.e)
+	all.Plans, all.Ends, all.Reaching = latest.plans, latest.ctx, b.e.escalations.store.Reaching
+	return all
+}
 
 func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
 	if !b.e.circuits.SetMode(key, mode) {

@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
@@ -37,18 +38,20 @@ type engine struct {
 	checkpoints *checkpoint.Store
 	ring        *seal.Ring
 
-	keying    sync.Mutex    // held while the ring changes; guards configs
-	configs   []*engineSpec // active ones, the latest last
-	resealing resealing
-	ledger    ledgerHandle
-	rollbacks rollbackService
-	circuits  *proxy.Member
-	cascades  *cascadeWatch
-	recorder  circuitRecorder // records changes of breakers
-	keeping   [16]sync.Mutex  // serialise storing the state of each breaker
-	forCalls  guard.Engine    // the engine in the form that package guard needs
-	giveBack  func()          // release, for calls
-	places    places          // upstreams of undos
+	keying     sync.Mutex    // held while the ring changes; guards configs
+	configs    []*engineSpec // active ones, the latest last
+	resealing  resealing
+	ledger     ledgerHandle
+	rollbacks  rollbackService
+	circuits   *proxy.Member
+	cascades   *cascadeWatch
+	boundaries *boundaryWatch
+	followers  api.Followers
+	recorder   circuitRecorder // records changes of breakers
+	keeping    [16]sync.Mutex  // serialise storing the state of each breaker
+	forCalls   guard.Engine    // the engine in the form that package guard needs
+	giveBack   func()          // release, for calls
+	places     places          // upstreams of undos
 
 	escalations escalating
 	plans       *plan.Store // of workflows
@@ -163,6 +166,8 @@ func (e *engine) Destruct() error {
 	cancel()
 	e.cascades.stop() // it opens escalations, too
 	<-e.cascades.ended
+	e.boundaries.stop()
+	<-e.boundaries.ended
 	e.escalations.end() // after the rollbacks, which open escalations
 	e.cut()
 	e.circuits.Leave()
@@ -245,6 +250,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		e.circuits.Leave()
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
+	startBoundaries(e)
 	e.startCircuits(ctx)
 	e.startResealing(ctx)
 	return e, nil

@@ -64,6 +64,9 @@ func (a *App) emitCall(name string, data func() map[string]any) {
 
 // emitCall emits an event of a call to the latest configuration, if there is one.
 func (e *engine) emitCall(name string, data func() map[string]any) bool {
+	if name == eventWorkflowStarted {
+		e.counts.workflowsBegun.Add(1)
+	}
 	latest := e.activeConfigs.latest()
 	if latest != nil {
 		latest.emitCall(name, data)

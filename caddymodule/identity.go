@@ -376,7 +376,7 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 	}
 	ev, err := evidence.Open(ctx, evidence.Options{
 		Store: e.store, Sealer: e.ring, Node: e.executions.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
-		Placed: e.cascades.placed,
+		Placed: e.placed,
 	})
 	if errors.Is(err, ledger.ErrTampered) {
 		err = fmt.Errorf("%w: %s holds a ledger that is not as it was written, or an older copy of it; "+

@@ -32,6 +32,7 @@ var inCaddyfile = map[string]string{
 	"App.key_file":                    "`keys file <path>`",
 	"App.key":                         "`keys value <placeholder>`",
 	"App.plans":                       "`plan <file>`",
+	"App.workflow_idle":               "`workflow_idle <duration>`",
 	"Bulkhead.off":                    "`bulkhead off`",
 	"Bulkhead.total":                  "`bulkhead { total ... }`",
 	"Bulkhead.per_workflow":           "`bulkhead { per_workflow ... }`",

@@ -228,6 +228,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for i, status := range stepStatuses {
 		out.count(rollbackSteps, c.set.rollbacks.steps[i].Load(), status)
 	}
+	out.count(workflowsBegun, c.set.workflowsBegun.Load())
+	for i, status := range workflowStatuses {
+		out.count(workflowsEnded, c.set.workflowsEnded[i].Load(), status)
+	}
 	c.set.latency.Collect(ch)
 	c.set.group.Collect(ch)
 	for i, result := range deliveryNames {
@@ -467,6 +471,9 @@ var (
 	ledgerUnsigned = family("ledger_unsigned_total", counter, "Events that went into the ledger without a token, since the store was opened.")
 	ledgerRetries  = family("ledger_retries_total", counter, "Moves into the ledger's tree that failed and were tried again, since the store was opened.")
 
+	workflowsBegun = family("workflows_begun_total", counter, "Workflows whose start the gateway has recorded, since the process began.")
+	workflowsEnded = family("workflows_ended_total", counter, "Workflows whose end the gateway has recorded, by status, since the process began.", "status")
+
 	rollbacks        = family("rollbacks_total", counter, "Rollbacks that are finished, by status.", "status")
 	rollbackSteps    = family("rollback_steps_total", counter, "Ended steps of rollbacks, by status.", "status")
 	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
@@ -495,6 +502,7 @@ var families = []*Family{
 	cascades, cascadesOpen, cascadeDropped, exhausted, latencyP99, latencyBaseline,
 	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
+	workflowsBegun, workflowsEnded,
 	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
 	escalations, holdsUnconfirmed, deliveries,
 	eventsDropped, info,
@@ -524,6 +532,8 @@ type rollbackCounts struct {
 	steps    [5]atomic.Uint64
 }
 
+var workflowStatuses = []string{"success", "partial", "failed", "rolled_back", "escalated"}
+
 // Rollback counts a finished rollback.
 func (s *storeCounts) Rollback(status string) {
 	if i := slices.Index(rollbackStatuses, status); i >= 0 {
@@ -550,6 +560,9 @@ type storeCounts struct {
 	recovered atomic.Uint64
 	dropped   atomic.Uint64
 	rollbacks rollbackCounts
+
+	workflowsBegun atomic.Uint64
+	workflowsEnded [5]atomic.Uint64 // by status
 
 	commits    atomic.Uint64
 	commitTime atomic.Int64 // nanoseconds

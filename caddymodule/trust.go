@@ -457,7 +457,18 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Refused:  t.RefusedErrors,
-		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits,
+		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits, Followers: &e.followers, Assigned: e.plans,
+		OpenSince: t.Evidence.OpenSince, Complete: func(ctx context.Context, end *api.End, stated *ect.Token) (string, error) {
+			return endWorkflow(ctx, e, t, end, stated, endedByRequest)
+		},
+		AwaitEnd: func(ctx context.Context, workflow string) error {
+			now, err := e.store.Now(ctx)
+			if err == nil {
+				_, err = e.store.Commit(ctx, t.Evidence.Opened(now, workflow))
+			}
+			e.boundaries.follow(workflow)
+			return err
+		},
 		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
 	})
 }

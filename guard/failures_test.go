@@ -171,6 +171,7 @@ func TestFailuresCostOtherCallsNothing(t *testing.T) {
 			b.disk.before.Store(nil) // what the coordinator does comes afterwards
 			return done()
 		}
+		writes(200, true) // begins the workflow
 		for _, status := range []int{200, 422} {
 			without, with := [2]int{}, [2]int{}
 			without[0], without[1] = writes(status, false)

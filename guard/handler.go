@@ -338,10 +338,12 @@ type Host interface {
 
 // The events of calls.
 const (
-	EventInDoubt  = "agent_guard.execution_in_doubt"
-	EventResolved = "agent_guard.execution_resolved"
-	EventMismatch = "agent_guard.fingerprint_mismatch"
-	EventFailOpen = "agent_guard.fail_open"
+	EventInDoubt = "agent_guard.execution_in_doubt"
+	// EventWorkflowStarted: the first call of a workflow is recorded.
+	EventWorkflowStarted = "agent_guard.workflow_started"
+	EventResolved        = "agent_guard.execution_resolved"
+	EventMismatch        = "agent_guard.fingerprint_mismatch"
+	EventFailOpen        = "agent_guard.fail_open"
 
 	EventRecognized = "agent_guard.call_recognized"
 	EventCancelled  = "agent_guard.call_cancelled"

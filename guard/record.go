@@ -44,6 +44,8 @@ type callEvidence struct {
 	kept bool
 	// handed says that an enclosing guard uses the tokens for the same request.
 	handed bool
+	// begins says that the call is the first of its workflow.
+	begins bool
 	call   evidence.Call
 	// planned is what the plan of the workflow says of the call.
 	planned planned
@@ -175,6 +177,9 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 		}
 		drafts = append(drafts, settled...)
 	}
+	if drafts, err = beginWorkflow(ctx, x, now, drafts); err != nil {
+		return nil, x.storeFailed(err)
+	}
 	var link *store.Write
 	expires := x.kept(now)
 	if s.call.Workflow != "" {
@@ -199,6 +204,9 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 			_ = batch.Done(err) // this error says why
 			return nil, err
 		}
+	}
+	if s.planned.plan != nil || s.policy.AwaitEnds && inWorkflow(x) {
+		batch.Add(s.policy.Evidence.Opened(now, s.call.Workflow))
 	}
 	return batch, nil
 }
@@ -293,6 +301,9 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 		return err
 	}
 	if err == nil {
+		if x.evidence.begins {
+			x.emit(EventWorkflowStarted, nil)
+		}
 		x.evidence.kept = true
 		x.evidence.recorded = slices.Concat(x.evidence.recorded, x.evidence.ancestors, x.evidence.tokens.All)
 		for _, t := range x.evidence.tokens.Own {
@@ -608,7 +619,7 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 
 // maxAncestors bounds the tokens that are recorded because of others, so that all events
 // fit into one commit.
-const maxAncestors = ledger.MaxEvents - MaxTokens - 2
+const maxAncestors = ledger.MaxEvents - MaxTokens - 3
 
 // unrecorded are the tokens that the ledger lacks, parents first.
 func (s *callEvidence) unrecorded() []*ect.Token {
@@ -711,6 +722,11 @@ func (x *Call) lostTo(lost *store.Conflict) error {
 	defer cancel()
 	for {
 		learned, err := x.reviewTokens()
+		if err == nil && !learned && x.evidence.begins { // another first call of the workflow may have come before
+			var begins bool
+			begins, err = x.evidence.policy.Events.Begins(ctx, x.evidence.call.Workflow)
+			learned = !begins
+		}
 		if err != nil || learned {
 			return err
 		}

@@ -32,6 +32,8 @@ type TokenPolicy struct {
 	LedgerFirst bool
 	// RollbackURI is where rollbacks are asked for.
 	RollbackURI string
+	// AwaitEnds says that the gateway records the ends of workflows by itself.
+	AwaitEnds bool
 	// Rule is the escalation that the deployment's rules want for an agent's error; it reports false
 	// for none. Nil has no rules.
 	Rule func(failure *ect.Token) (o hitl.Opening, fits bool)

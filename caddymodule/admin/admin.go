@@ -86,6 +86,8 @@ type Store interface {
 	// radius, nil if there is none.
 	Cascades() []api.Cascade
 	Cascade(id string) *api.Cascade // see Cascades
+	// Workflows answers with what is recorded of workflows; nil if nothing is.
+	Workflows() *api.Ledger
 	// SetCircuitMode sets and stores the mode that an operator chose for a breaker. It
 	// returns false if there is no such breaker.
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
@@ -130,6 +132,16 @@ var routes = []api.Route[handler]{
 		return api.CascadeList{Cascades: append([]api.Cascade{}, st.Cascades()...)}, nil
 	})},
 	{Path: "cascades/{id}", Method: http.MethodGet, To: showCascade},
+	{Path: "workflows/{id}", Method: http.MethodGet, To: func(r *http.Request, st Store, p *params) (any, error) {
+		if err := p.done(); err != nil {
+			return nil, err
+		}
+		all := st.Workflows()
+		if all == nil {
+			return nil, refuse(http.StatusNotFound, "the gateway over the store %s has no identity, and records no workflows: configure `identity`", st.Path())
+		}
+		return shown(func(w http.ResponseWriter) error { return all.ShowOperator(w, r, p.name) }), nil
+	}},
 	{Path: "rollback", Method: http.MethodPost, To: coordinated(startRollback)},
 	{Path: "rollback/{id}", Method: http.MethodGet, To: coordinated(showRollback)},
 	{Path: "rollbacks", Method: http.MethodGet, To: coordinated(listRollbacks)},
@@ -165,6 +177,9 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 // It reads the query from params, so that unknown parameters are refused.
 type handler func(r *http.Request, st Store, p *params) (any, error)
 
+// shown is an answer that writes itself, in a form that the request accepts. With an error it has written nothing.
+type shown func(w http.ResponseWriter) error
+
 // plain makes a handler of a function that takes no parameters.
 func plain(serve func(r *http.Request, st Store) (any, error)) handler {
 	return func(r *http.Request, st Store, p *params) (any, error) {
@@ -196,6 +211,13 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 	}
 	defer st.Release()
 	answer, err := to.To(r, st, p)
+	if show, ok := answer.(shown); ok && err == nil {
+		w.Header().Set(Mark, "1")
+		if err = show(w); err == nil {
+			return nil
+		}
+		w.Header().Del(Mark)
+	}
 	stream, streams := answer.(stream)
 	if err == nil && streams {
 		err = stream.serve(w)

@@ -111,6 +111,8 @@ func (o *opened) Circuits() []proxy.Circuit { return o.circuits }
 
 func (o *opened) Cascades() []api.Cascade { return o.cascades }
 
+func (o *opened) Workflows() *api.Ledger { return nil }
+
 func (o *opened) Cascade(id string) *api.Cascade {
 	for i := range o.cascades {
 		if o.cascades[i].ID == id {

@@ -49,6 +49,8 @@ type question struct {
 	query url.Values
 	body  any
 	slow  bool // without a time limit
+	// accept is the form of the answer, JSON if empty; last is the id of the event behind which a stream goes on.
+	accept, last string
 }
 
 // filters makes a query of alternating names and values. Empty values are left out.
@@ -197,6 +199,12 @@ func (c *client) send(ctx context.Context, q question) (*http.Response, error) {
 	req.GetBody = nil // Go must not send a decision twice
 	if body != nil {
 		req.Header.Set("Content-Type", "application/json")
+	}
+	if q.accept != "" {
+		req.Header.Set("Accept", q.accept)
+	}
+	if q.last != "" {
+		req.Header.Set("Last-Event-ID", q.last)
 	}
 	if !c.unix { // origins are not enforced on unix sockets
 		req.Header.Set("Origin", c.origin)

@@ -28,9 +28,9 @@ func workflowCommands(o *options) *cobra.Command {
 		Use:   "workflows",
 		Short: "Checks plans of workflows, gives them to a server, and compares them with what was recorded",
 		Long: `Checks plans of workflows: descriptors of the type
-` + plan.MediaType + `. put and list ask a running server; the others work
+` + plan.MediaType + `. put, list and show ask a running server; the others work
 on files.`,
-	}, workflowsPut(o), workflowsList(o), workflowsValidate(o), workflowsProgress(o), &cobra.Command{
+	}, workflowsPut(o), workflowsList(o), workflowsShow(o), workflowsValidate(o), workflowsProgress(o), &cobra.Command{
 		Use:   "schema",
 		Short: "Prints the JSON schema of plans",
 		Long: `Prints the JSON schema of plans, for editors. ` + "`workflows validate`" + ` also finds
@@ -365,7 +365,13 @@ func (p *progressFlags) run(cmd *cobra.Command, file, export string) error {
 		return name
 	})
 	doc := progressDocument{entries[0].Workflow, found}
-	return p.print(cmd, doc, func(time.Time) string { return describeProgress(&doc) })
+	return p.print(cmd, doc, func(time.Time) string {
+		text := fmt.Sprintf("%s in %s, version %s: %s\n\n%s", printable(doc.Workflow), printable(doc.PlanID), doc.Version, inWords(string(found.Status), ""), progressTable(doc.Nodes))
+		if n := len(doc.Others); n > 0 {
+			text += fmt.Sprintf("\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(doc.Others, " "), 200)))
+		}
+		return text
+	})
 }
 
 // entries reads what a valid export has of the workflow.
@@ -405,9 +411,10 @@ func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry
 	return entries, nil
 }
 
-func describeProgress(doc *progressDocument) string {
+// progressTable has a line for each node of a plan.
+func progressTable(nodes []plan.Status) string {
 	rows := [][]string{{"LEVEL", "NODE", "STATE", "TASKS", "WAITS FOR"}}
-	nodes := slices.Clone(doc.Nodes)
+	nodes = slices.Clone(nodes)
 	slices.SortStableFunc(nodes, func(a, b plan.Status) int { return a.Level - b.Level })
 	for _, n := range nodes {
 		state, waits := inWords(string(n.State), string(n.Detail)), ""
@@ -424,11 +431,7 @@ func describeProgress(doc *progressDocument) string {
 		}
 		rows = append(rows, []string{strconv.Itoa(n.Level), n.ID, state, strconv.Itoa(len(n.Tasks)), dash(cut(waits, 80))})
 	}
-	text := fmt.Sprintf("%s in %s, version %s\n\n%s", printable(doc.Workflow), printable(doc.PlanID), doc.Version, new(table).page(rows))
-	if n := len(doc.Others); n > 0 {
-		text += fmt.Sprintf("\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(doc.Others, " "), 200)))
-	}
-	return text
+	return new(table).page(rows)
 }
 
 func inWords(state, detail string) string {

@@ -28,6 +28,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/drawing"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -64,6 +65,7 @@ const (
 	endpointWorkflow
 	endpointErrors
 	endpointWorkflowTokens
+	endpointCompleteWorkflow
 	endpointCheckpoint
 	endpointAskRollback
 	endpointPrepareRollback
@@ -114,6 +116,7 @@ var routes = []Route[resource]{
 	{entriesPath + "/{index}", http.MethodGet, resource{endpoint: endpointEntry}},
 	{WellKnown + "workflows/{id}", http.MethodGet + ", " + http.MethodPut, resource{endpoint: endpointWorkflow}},
 	{WellKnown + "workflows/{id}/tokens", http.MethodGet, resource{endpoint: endpointWorkflowTokens}},
+	{WellKnown + "workflows/{id}/complete", http.MethodPost, resource{endpoint: endpointCompleteWorkflow}},
 	{WellKnown + "workflows/{id}/holds", http.MethodPost, resource{endpoint: endpointHold}},
 	{WellKnown + "checkpoints/{id}", http.MethodGet, resource{endpoint: endpointCheckpoint}},
 	{WellKnown + "errors", http.MethodPost, resource{endpoint: endpointErrors}},
@@ -262,10 +265,11 @@ func (a *responder) writeJSON(status int, doc any) error {
 	return nil
 }
 
-// The media types of pictures.
+// The media types of pictures, and of a stream of changes.
 const (
-	mediaDOT = "text/vnd.graphviz"
-	mediaSVG = "image/svg+xml"
+	mediaDOT    = "text/vnd.graphviz"
+	mediaSVG    = "image/svg+xml"
+	mediaEvents = "text/event-stream"
 )
 
 // writeRollback answers with a rollback, also as a picture where a GET prefers that.
@@ -274,17 +278,25 @@ func (a *responder) writeRollback(status int, doc *Document) error {
 		return a.writeJSON(status, doc)
 	}
 	a.w.Header().Set("Vary", "Accept")
-	switch preferred(a.r, "application/json", mediaDOT, mediaSVG) {
+	if a.writePicture(status, preferred(a.r, "application/json", mediaDOT, mediaSVG), doc.Drawing) {
+		return nil
+	}
+	return a.writeJSON(status, doc)
+}
+
+// writePicture answers with a picture, if the form is one.
+func (a *responder) writePicture(status int, form string, draw func() *drawing.Drawing) bool {
+	switch form {
 	case mediaDOT:
-		a.write(status, mediaDOT+"; charset=utf-8", doc.Drawing().DOT())
+		a.write(status, mediaDOT+"; charset=utf-8", draw().DOT())
 	case mediaSVG:
 		// Opened by itself in a browser it is a document of the site's origin.
 		a.w.Header().Set("Content-Security-Policy", "default-src 'none'; sandbox")
-		a.write(status, mediaSVG, doc.Drawing().SVG())
+		a.write(status, mediaSVG, draw().SVG())
 	default:
-		return a.writeJSON(status, doc)
+		return false
 	}
-	return nil
+	return true
 }
 
 // maxRanges bounds the members of Accept that are read.

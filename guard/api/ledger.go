@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // defaultMaxNodes is the number of entries of a workflow that one request reads.
@@ -64,6 +65,15 @@ type LedgerOptions struct {
 	Coordinators []string
 	// Reaching are the escalations of a workflow that participants are told of. Nil is none.
 	Reaching func(ctx context.Context, workflow string) ([]hitl.Escalation, error)
+	// Complete records the end of a workflow, with the token in which an agent states it, or nil, and
+	// returns the id of the gateway's token. The error is ErrEndedMeanwhile if something was recorded in
+	// the workflow since, or ledger.ErrDuplicate if the agent's token is recorded. Required.
+	Complete func(ctx context.Context, end *End, stated *ect.Token) (id string, err error)
+	// OpenSince is the version of the note that the end of a workflow is awaited, zero without one.
+	// Required for Complete.
+	OpenSince func(ctx context.Context, workflow string) (store.Version, error)
+	// AwaitEnd notes that the end of a workflow is awaited, since it has a plan. Nil does nothing.
+	AwaitEnd func(ctx context.Context, workflow string) error
 	// Plans are those of the configuration, by their wf_id.
 	Plans map[string]*plan.Descriptor
 	// Assigned are the plans of workflows; nil takes none. MayPut identifies who wants to put one: body
@@ -73,6 +83,10 @@ type LedgerOptions struct {
 	Assigned *plan.Store
 	MayPut   func(r *http.Request, body []byte) (*MayPut, error) // see Assigned
 	CanUndo  func(action string) (reversible, known bool)        // see Assigned
+	// Followers wakes who follows workflows; without it nobody can. Ends ends their streams with the
+	// configuration; nil is never.
+	Followers *Followers
+	Ends      context.Context // see Followers
 	// Waits ends all waiting for the ledger when the gateway shuts down. Nil is never.
 	Waits context.Context
 	// MaxNodes is the largest number of entries of a workflow that one request reads;
@@ -116,8 +130,11 @@ type ledgerRequest struct {
 }
 
 func (q *ledgerRequest) answer() error {
-	if q.endpoint == endpointErrors {
+	switch q.endpoint {
+	case endpointErrors:
 		return q.takeErrors()
+	case endpointCompleteWorkflow:
+		return q.complete()
 	}
 	if q.r.Method == http.MethodPut {
 		return q.putPlan()

@@ -45,7 +45,7 @@ func (p *participation) add(e *ledger.Entry) bool {
 func (p *participation) takesPart(e *ledger.Entry) bool {
 	event, _ := ect.ParseEvent(e.Action)
 	// Reporting an error does not make the reporter a participant of the workflow.
-	return p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who)
+	return p.who.Operator || p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who)
 }
 
 func (p *participation) of() evidence.Participation {
@@ -65,7 +65,7 @@ func (s *Ledger) participationOf(ctx context.Context, wid string, who evidence.R
 		return evidence.Participation{}, nil
 	}
 	p := participation{Ledger: s, who: who}
-	more, err := s.each(ctx, wid, p.add)
+	more, err := s.each(ctx, wid, s.MaxNodes, p.add)
 	part := p.of()
 	part.Truncated = more
 	return part, err
@@ -241,11 +241,11 @@ func (s *search) get(id string) (*ledger.Entry, error) {
 	return s.read[id], nil
 }
 
-// each calls visit with the entries of a workflow in order, at most MaxNodes, until it
+// each calls visit with the entries of a workflow in order, at most so many, until it
 // returns true. more says that there are further entries.
-func (s *Ledger) each(ctx context.Context, wid string, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
+func (s *Ledger) each(ctx context.Context, wid string, most int, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
 	var next ledger.Cursor
-	for left := s.MaxNodes; ; {
+	for left := most; ; {
 		page, err := s.Log.List(ctx, wid, next, min(left, ledger.MaxPage))
 		if err != nil {
 			return false, err

@@ -160,7 +160,16 @@ func (s *Ledger) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc 
 	if len(p.Plan.Canonical()) > plan.MaxSize {
 		return doc, false, NewProblem(BodyTooLarge, "A plan has at most 8 MiB, also in its canonical form.")
 	}
+	awaited := p.Issuer == "" && s.AwaitEnd != nil // it is in force at once, and its calls may have been made
+	if awaited {                                   // before, so that a crash leaves no plan whose end nobody awaits
+		if err := s.AwaitEnd(ctx, p.Workflow); err != nil {
+			return doc, false, err
+		}
+	}
 	a, created, err := s.Assigned.Put(ctx, p)
+	if err == nil && awaited {
+		err = s.AwaitEnd(ctx, p.Workflow) // it has its plan now
+	}
 	if err != nil {
 		return doc, false, err
 	}
@@ -207,7 +216,7 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 	}
 	var records []workflow.Record
 	nodes := make(map[string]string)
-	more, err := s.each(ctx, wid, func(e *ledger.Entry) bool {
+	more, err := s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
 		records = append(records, s.recordOf(e))
 		if _, twice := nodes[e.ID]; !twice {
 			nodes[e.ID] = s.sourceOf(e).node

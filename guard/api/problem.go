@@ -690,6 +690,21 @@ var (
 		caller:   "Ask with the identity that took part in the workflow.",
 		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
 	}
+	workflowRunning = Kind{
+		Slug: "workflow-running", Status: http.StatusConflict,
+		Title: "The workflow has not ended",
+		retry: true, retryAfter: 2 * time.Second,
+		meaning:  "The end of a workflow is recorded when nothing of it runs, is in doubt, or is being undone. Nothing was recorded.",
+		caller:   "Wait for the workflow's calls, and ask again after Retry-After. The workflow's page shows what is open.",
+		operator: "A call in doubt is settled with `caddy agent-guard executions resolve`.",
+	}
+	initiatorRequired = Kind{
+		Slug: "initiator-required", Status: http.StatusForbidden,
+		Title:    "Only who has begun the workflow says that it has ended",
+		meaning:  "The end of a workflow is said by who made its first call or sent its workflow_start, or by a coordinator. The identity that asks takes part in the workflow, and is neither. Nothing was recorded.",
+		caller:   "Let the initiator ask.",
+		operator: "`coordinators` in the `rollback` block names who may for all workflows.",
+	}
 	ECTUnavailable = Kind{
 		Slug: "ect-unavailable", Status: http.StatusServiceUnavailable,
 		Title: "The Execution Context Token cannot be verified now",
@@ -712,7 +727,7 @@ func Kinds() []Kind {
 	return append([]Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, NodeUnknown, NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, DependencyNotDone, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
-		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown,
+		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown, workflowRunning, initiatorRequired,
 		parameterInvalid,
 	}, rollbackKinds()...)
 }

@@ -17,7 +17,7 @@ import (
 // Terminal ones carry what stops the SDKs' retries; retryable ones a string where
 // stripe-go wants a number, so that it retries what it cannot read.
 func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
-	retryable := map[string]bool{"body-timeout": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "dependency-not-done": true, "circuit-open": true}
+	retryable := map[string]bool{"body-timeout": true, "workflow-running": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "dependency-not-done": true, "circuit-open": true}
 	for _, k := range Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
 			p := NewProblem(k, "some detail")
@@ -147,7 +147,7 @@ func TestSafeNewKey(t *testing.T) {
 	unsafe := []string{
 		"caller-unstable", "workflow-id-invalid", "batch-mixed", "fingerprint-mismatch", "in-progress", "in-doubt", "result-expired", "result-unavailable", "store-unavailable",
 		"shutting-down", "circuit-open", "body-too-large", "body-timeout", "stream-refused", "authentication-required", "execution-unknown", "ect-invalid",
-		"ect-unavailable", "entry-unknown", "entry-pruned", "workflow-unknown", "parameter-invalid", "escalation-unknown", "decision-refused", "decision-void",
+		"ect-unavailable", "entry-unknown", "entry-pruned", "workflow-unknown", "workflow-running", "initiator-required", "parameter-invalid", "escalation-unknown", "decision-refused", "decision-void",
 		"plan-invalid", "plan-refused", "plan-exists", "plan-replaced", "plan-in-force", "media-type-unsupported",
 	}
 	for _, k := range Kinds() {
@@ -197,13 +197,13 @@ func TestGRPCStatuses(t *testing.T) {
 		"execution-id-missing": "3", "execution-id-invalid": "3", "workflow-id-invalid": "3", "batch-mixed": "3", "caller-unstable": "3", "parameter-invalid": "3",
 		"node-unknown": "3", "node-ambiguous": "3", "plan-invalid": "3", "plan-refused": "7", "plan-exists": "9", "plan-replaced": "9", "plan-in-force": "9", "media-type-unsupported": "9",
 		"authentication-required": "16",
-		"ect-invalid":             "7", "not-in-workflow": "7", "coordinator-required": "7", "workflow-stopped": "7",
+		"ect-invalid":             "7", "not-in-workflow": "7", "coordinator-required": "7", "workflow-stopped": "7", "initiator-required": "7",
 		"execution-unknown": "5", "entry-unknown": "5", "workflow-unknown": "5", "checkpoint-unknown": "5", "escalation-unknown": "5", "decision-refused": "7", "decision-void": "9",
 		"fingerprint-mismatch": "6", "rollback-mismatch": "6", "result-expired": "6", "result-unavailable": "6",
 		"body-too-large": "8", "quota-exceeded": "8", "bulkhead-full": "8",
 		"in-doubt": "9", "cannot-prepare": "9", "plan-changed": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",
 		"rolled-back": "10", "rollback-conflict": "10", "stream-refused": "12",
-		"in-progress": "14", "dependency-not-done": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
+		"in-progress": "14", "workflow-running": "14", "dependency-not-done": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
 		"circuit-open": "14", "ect-unavailable": "14", "body-timeout": "14",
 	}
 	for _, k := range Kinds() {

@@ -25,27 +25,34 @@ import (
 // maxRecoveryPoints is the largest number of recovery points in a document.
 const maxRecoveryPoints = 16
 
-// workflowDocument describes a workflow by its tokens. Its members are an API.
-type workflowDocument struct {
-	Workflow string `json:"wid"`
+// Workflow describes a workflow by its tokens. Its members are an API.
+type Workflow struct {
+	// ID is the workflow's id in tokens.
+	ID string `json:"wid"`
 	// Status and the nodes' states are left out if not all of the workflow was read: the
 	// rest could change them (P6).
-	Status    workflow.Status `json:"status,omitempty"`
-	Stated    string          `json:"stated_status,omitempty"`
-	Truncated bool            `json:"truncated,omitempty"`
+	Status workflow.Status `json:"status,omitempty"`
+	// Stated is the terminal status in the last workflow_complete.
+	Stated string `json:"stated_status,omitempty"`
+	// Truncated says that not all of it was read.
+	Truncated bool `json:"truncated,omitempty"`
 
 	// Holds are the escalations that participants of the workflow are told of.
 	Holds []holdDocument `json:"holds,omitempty"`
 
+	// Tasks counts the tasks by state.
 	Tasks map[workflow.State]int `json:"tasks,omitempty"`
 	// RecoveryPoints are the checkpoints that can be rolled back, the most recent first.
 	RecoveryPoints []string `json:"recovery_points,omitempty"`
 
-	Roots     []string       `json:"roots"`
-	Leaves    []string       `json:"leaves"`
-	Unordered []string       `json:"unordered,omitempty"`
-	Nodes     []nodeDocument `json:"nodes"` // in topological order
-	Edges     []edgeDocument `json:"edges"`
+	// Roots and Leaves are the ids of tokens that follow from none, and that none follows from. Unordered are
+	// those on a cycle, or behind one.
+	Roots     []string `json:"roots"`
+	Leaves    []string `json:"leaves"`              // see Roots
+	Unordered []string `json:"unordered,omitempty"` // see Roots
+	// Nodes are the tokens in topological order, and Edges what leads from one to another.
+	Nodes []nodeDocument `json:"nodes"`
+	Edges []edgeDocument `json:"edges"` // see Nodes
 
 	// Plan is where the workflow is in the plan that its start names, if the gateway has that. It is
 	// left out if not all of the workflow was read, or may be: the rest could change it (P6).
@@ -129,7 +136,8 @@ func (q *ledgerRequest) workflow() error {
 		return err
 	}
 	q.w.Header().Set("Vary", "Accept")
-	if q.Assigned != nil && preferred(q.r, "application/json", plan.MediaType) == plan.MediaType {
+	form := preferred(q.r, "application/json", mediaDOT, mediaSVG, mediaEvents, plan.MediaType)
+	if form == plan.MediaType && q.Assigned != nil {
 		return q.plan(name)
 	}
 	// A client that saw the end of a call can rely on finding its record.
@@ -142,14 +150,35 @@ func (q *ledgerRequest) workflow() error {
 		if err != nil {
 			return err
 		}
-		if found {
-			if doc.Holds, err = q.holds(wid); err != nil {
-				return err
-			}
-			return q.writeJSON(http.StatusOK, doc)
+		if !found {
+			continue
 		}
+		if doc.Holds, err = q.holds(wid); err != nil {
+			return err
+		}
+		if form == mediaEvents && q.Followers != nil && q.r.Method != http.MethodHead {
+			return q.follow(&doc)
+		}
+		if q.writePicture(http.StatusOK, form, doc.Drawing) {
+			return nil
+		}
+		return q.writeJSON(http.StatusOK, doc)
 	}
 	return unknownWorkflow()
+}
+
+// ShowOperator answers an operator with a workflow, whole, in the form that the request accepts. The error is a
+// *Problem that was not sent yet, or that of the request's context.
+func (s *Ledger) ShowOperator(w http.ResponseWriter, r *http.Request, name string) error {
+	q := &ledgerRequest{
+		Ledger: s, responder: responder{w, r}, who: evidence.Reader{Operator: true},
+		route: route{name: url.PathEscape(name)},
+	}
+	err := q.problem(q.workflow())
+	if p := (*Problem)(nil); errors.As(err, &p) && p.kind.Slug == WorkflowUnknown.Slug {
+		return NewProblem(WorkflowUnknown, "Nothing is recorded of a workflow with this id, or this name.")
+	}
+	return err
 }
 
 func (q *ledgerRequest) holds(wid string) (all []holdDocument, err error) {
@@ -168,39 +197,61 @@ func unknownWorkflow() *Problem {
 	return NewProblem(WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
-// read reads what the reader may see of a workflow. doc is marked as incomplete if some
-// recorded events cannot be read.
-func (q *ledgerRequest) read(wid string, whole bool) (doc workflowDocument, found bool, err error) {
-	var records []workflow.Record
-	var sources []source
-	p := participation{Ledger: q.Ledger, who: q.who}
-	more, err := q.each(q.r.Context(), wid, func(e *ledger.Entry) bool {
+// view is what a reader may see of a workflow.
+type view struct {
+	records []workflow.Record
+	sources []source
+	part    evidence.Participation
+	// whole says that the reader sees all that was read, and more that there is more than was read.
+	whole, more bool
+	ends        int // how many of its ends the gateway has recorded, seen or not
+}
+
+// view reads at most so many entries of a workflow.
+func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most int) (v view, err error) {
+	p := participation{Ledger: s, who: who}
+	v.more, err = s.each(ctx, wid, most, func(e *ledger.Entry) bool {
 		p.add(e)
-		records, sources = append(records, q.recordOf(e)), append(sources, q.sourceOf(e))
+		r := s.recordOf(e)
+		if r.Own && r.Event == ect.EventWorkflowComplete {
+			v.ends++
+		}
+		v.records, v.sources = append(v.records, r), append(v.sources, s.sourceOf(e))
 		return false
 	})
-	part := p.of()
-	if err != nil || part.Empty() {
-		return doc, false, err
+	v.part = p.of()
+	if err != nil || v.part.Empty() {
+		return v, err
 	}
-	if err := evidence.MarkStrangers(records, func(id string) ([]string, error) {
-		e, err := q.Log.Lookup(q.r.Context(), wid, id)
+	if err := evidence.MarkStrangers(v.records, func(id string) ([]string, error) {
+		e, err := s.Log.Lookup(ctx, wid, id)
 		if errors.Is(err, ledger.ErrPruned) {
 			return nil, nil // pruned meanwhile
 		}
 		return evidence.AudienceOf(&e), err
 	}); err != nil {
+		return v, err
+	}
+	all := len(v.records)
+	v.records, v.sources = inOrder(v.records, v.sources, &v.part)
+	v.whole = len(v.records) == all
+	return v, nil
+}
+
+// read reads what the reader may see of a workflow. doc is marked as incomplete if some
+// recorded events cannot be read.
+func (q *ledgerRequest) read(wid string, whole bool) (doc Workflow, found bool, err error) {
+	v, err := q.view(q.r.Context(), wid, q.who, q.MaxNodes)
+	if err != nil || v.part.Empty() {
 		return doc, false, err
 	}
-	all := len(records)
-	records, sources = inOrder(records, sources, &part)
 	var follows *plan.Descriptor
-	if len(records) == all {
-		if follows, err = q.planOf(wid, records, sources); err != nil {
+	if v.whole {
+		if follows, err = q.planOf(q.r.Context(), wid, v.records, v.sources); err != nil {
 			return doc, false, err
 		}
 	}
-	return describe(wid, records, sources, follows, more || !whole, time.Now()), true, nil
+	return describe(wid, v.records, v.sources, follows, v.more || !whole, time.Now()), true, nil
 }
 
 // WorkflowTokens is a page of the tokens of a workflow. Its members are an API.
@@ -274,15 +325,15 @@ func (q *ledgerRequest) workflowTokens() error {
 }
 
 // planOf returns the plan that a workflow has, or else that its first start names; nil without.
-func (q *ledgerRequest) planOf(wid string, records []workflow.Record, sources []source) (*plan.Descriptor, error) {
-	if q.Assigned != nil {
-		if a, err := q.Assigned.Of(q.r.Context(), wid); a != nil || err != nil {
+func (s *Ledger) planOf(ctx context.Context, wid string, records []workflow.Record, sources []source) (*plan.Descriptor, error) {
+	if s.Assigned != nil {
+		if a, err := s.Assigned.Of(ctx, wid); a != nil || err != nil {
 			return planIn(a), err
 		}
 	}
 	for i := range records {
 		if records[i].Event == ect.EventWorkflowStart {
-			return q.Plans[sources[i].plan], nil
+			return s.Plans[sources[i].plan], nil
 		}
 	}
 	return nil, nil
@@ -301,7 +352,7 @@ func (s *Ledger) Begun(ctx context.Context, wid string) (bool, error) {
 	if err != nil || !whole {
 		return true, err
 	}
-	return s.each(ctx, wid, func(e *ledger.Entry) bool {
+	return s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
 		event, _ := ect.ParseEvent(e.Action)
 		return event == ect.EventCheckpoint && s.own(e)
 	})
@@ -323,16 +374,10 @@ func inOrder(records []workflow.Record, sources []source, part *evidence.Partici
 	return r, s
 }
 
-func describe(id string, records []workflow.Record, sources []source, follows *plan.Descriptor, truncated bool, now time.Time) workflowDocument {
-	g := workflow.New(records)
-	at := make(map[string]source, len(records))
-	for i, r := range records {
-		if _, twice := at[r.ID]; !twice {
-			at[r.ID] = sources[i]
-		}
-	}
-	doc := workflowDocument{
-		Workflow: id, Truncated: truncated, Roots: g.Roots(), Leaves: g.Leaves(), Unordered: g.Unordered(),
+func describe(id string, records []workflow.Record, sources []source, follows *plan.Descriptor, truncated bool, now time.Time) Workflow {
+	g, at := workflow.New(records), sourcesByID(records, sources)
+	doc := Workflow{
+		ID: id, Truncated: truncated, Roots: g.Roots(), Leaves: g.Leaves(), Unordered: g.Unordered(),
 		Nodes: []nodeDocument{}, Edges: []edgeDocument{},
 	}
 	if !truncated {
@@ -342,6 +387,12 @@ func describe(id string, records []workflow.Record, sources []source, follows *p
 		doc.RecoveryPoints = points[:min(len(points), maxRecoveryPoints)]
 		if follows != nil {
 			doc.Plan = follows.Progress(g, func(id string) string { return at[id].node })
+			if g.Ended() == workflow.ByGateway { // perhaps its initiator has given it up
+				doc.Plan.Status = doc.Plan.Abandoned
+			}
+			if doc.Tasks[workflow.Escalated] == 0 { // else a person decides, whatever goes on
+				doc.Status = doc.Plan.Status
+			}
 		}
 	}
 	for _, n := range g.Nodes() {
@@ -351,6 +402,17 @@ func describe(id string, records []workflow.Record, sources []source, follows *p
 		doc.Edges = append(doc.Edges, edgeDocument(e))
 	}
 	return doc
+}
+
+// sourcesByID are the sources by the ids of their records, of which the first counts.
+func sourcesByID(records []workflow.Record, sources []source) map[string]source {
+	at := make(map[string]source, len(records))
+	for i, r := range records {
+		if _, twice := at[r.ID]; !twice {
+			at[r.ID] = sources[i]
+		}
+	}
+	return at
 }
 
 func describeNode(id string, n *workflow.Node, from source, truncated bool) nodeDocument {
@@ -610,7 +672,7 @@ func (s *Ledger) Downstreams(ctx context.Context, name string, who evidence.Read
 	for _, wid := range workflowIDs(name) {
 		p, opened := participation{Ledger: s, who: who}, map[string]string{} // by token id
 		read := 0
-		if _, err = s.each(ctx, wid, func(e *ledger.Entry) bool {
+		if _, err = s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
 			read++
 			p.add(e)
 			if event, _ := ect.ParseEvent(e.Action); event == ect.EventCircuitOpen && s.own(e) {

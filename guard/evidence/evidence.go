@@ -61,6 +61,7 @@ type Evidence struct {
 	key    string
 	recent *recent[ect.Node]   // recorded or looked up
 	seen   *recent[*ect.Token] // presented, and not recorded
+	begun  *recent[struct{}]   // workflows that have a start, or an earlier call
 	uses   *uses
 	live   liveWorkflows
 	names  names
@@ -89,7 +90,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	}
 	e := &Evidence{
 		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
-		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), uses: &uses{most: maxUses, m: map[string][]used{}}, live: liveWorkflows{most: maxLive},
+		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), begun: newRecent[struct{}](), uses: &uses{most: maxUses, m: map[string][]used{}}, live: liveWorkflows{most: maxLive},
 	}
 	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"
 	e.later.under, e.later.called = []byte{spaceNames, 's'}, "the keys of what is not signed yet"
@@ -242,6 +243,11 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 		if err == nil {
 			for _, n := range nodes {
 				e.recent.add(scope{n.Workflow, n.ID}, n)
+			}
+			for i := range events {
+				if entry := (ledger.Entry{Event: events[i]}); beginsWorkflow(&entry) {
+					e.begun.add(scope{entry.Workflow, ""}, struct{}{})
+				}
 			}
 		}
 		e.live.recorded(events, err)
@@ -560,7 +566,8 @@ func (e *Evidence) Reseal(ctx context.Context) error {
 	e.later.mu.Unlock()
 	e.names.mu.Lock()
 	defer e.names.mu.Unlock()
-	return errors.Join(err, e.names.reseal(ctx, e, newest))
+	r := store.NewResealer(e.store, e.sealer)
+	return errors.Join(err, e.names.reseal(ctx, e, newest), r.Walk(ctx, []byte{spaceOpen}, store.MaxBatch, r.Reseal))
 }
 
 // MissingKeys lists the keys that the gateway has signed with and the ring lacks: their

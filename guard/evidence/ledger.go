@@ -587,34 +587,17 @@ func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 			if err != nil || r.Scope != rollback.FullWorkflow || r.Workflow == "" {
 				return nil, []*ect.Draft{d}, err
 			}
-			began, err := rec.workflowStart(ctx, r.Workflow)
+			page, err := rec.Evidence.Log().List(ctx, r.Workflow, "", ledger.MaxPage) // a workflow may be larger than any plan
 			if err != nil {
 				return nil, nil, err
 			}
-			end, err := rec.EventBuilder.workflowComplete(now, r, began)
+			began := WorkflowEnd{Workflow: r.Workflow}
+			for i := range page.Entries {
+				began.Add(&page.Entries[i])
+			}
+			end, err := rec.EventBuilder.workflowComplete(now, r, &began)
 			return nil, []*ect.Draft{d, end}, err
 		})
-}
-
-// workflowStart finds the recorded start of a workflow, else its first entry. Only the first
-// page is read: a workflow may be larger than any plan.
-func (rec *Recorder) workflowStart(ctx context.Context, wid string) (began workflowStart, err error) {
-	page, err := rec.Evidence.Log().List(ctx, wid, "", ledger.MaxPage)
-	if err != nil {
-		return began, err
-	}
-	for i := range page.Entries {
-		e := &page.Entries[i]
-		if began.at.IsZero() || e.Time.Before(began.at) {
-			began.at = e.Time
-		}
-		if event, _ := ect.ParseEvent(e.Action); event != ect.EventWorkflowStart || began.id != "" {
-			continue
-		}
-		began.id = e.ID
-		began.name, _ = Extension(e).Text(ect.MemberWorkflowName)
-	}
-	return began, nil
 }
 
 // Erred records an error of a rollback, once for each checkpoint and type.

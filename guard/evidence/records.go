@@ -22,6 +22,8 @@ type Reader struct {
 	// Credential readers have a credential that the gateway did not verify. They may read
 	// the workflows and checkpoints of their own calls only (ADR 0024).
 	Credential bool
+	// Operator readers see all of every workflow.
+	Operator bool
 }
 
 // IsUnproven reports whether the issuer of an entry's token is not proven (level L1): the

@@ -301,40 +301,6 @@ func printable(text string, most int) string {
 	}, text)
 }
 
-// workflowStart is how a workflow began: the id of its workflow_start and the wf_id in it,
-// empty if there is none, and the time, zero if unknown.
-type workflowStart struct {
-	id, name string
-	at       time.Time
-}
-
-// workflowCompleteID is the id of the event that a rollback has ended its workflow.
-func (e *Evidence) workflowCompleteID(id string) string { return e.secretID("workflow complete", id) }
-
-// workflowComplete drafts that a rollback of the whole workflow has ended it (cascade 4.1.3,
-// ATD "Workflow Boundary ECTs"). It follows from the workflow's start, if that is recorded,
-// and from the rollback's result.
-func (b *EventBuilder) workflowComplete(now time.Time, r *rollback.Rollback, began workflowStart) (*ect.Draft, error) {
-	terminal := string(r.Status) // never more than the rollback achieved (P6)
-	if r.Status == rollback.Completed {
-		terminal = "rolled_back"
-	}
-	parents := []string{b.e.rollbackCompleteID(r.ID)}
-	if began.id != "" {
-		parents = append([]string{began.id}, parents...)
-	}
-	ext := new(ect.ExtBuilder).
-		Text(ect.MemberWorkflowName, printable(cmp.Or(began.name, r.Workflow), maxReason)).
-		Text(ect.MemberTerminalStatus, terminal)
-	if !began.at.IsZero() {
-		ext.Int(ect.MemberElapsed, max(0, int64(now.Sub(began.at)/time.Second)))
-	}
-	return b.issuer.Draft(now, ect.Claims{
-		Audience: b.rollbackAudience(r), ID: b.e.workflowCompleteID(r.ID), Workflow: r.Workflow,
-		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: ext.Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())),
-	})
-}
-
 // The events about escalations, for which the drafts have no names (ATD "Interaction with HITL").
 // Only the gateway's own tokens are read as these: an agent's action may be called the same.
 const (

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"slices"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -42,6 +43,11 @@ func (d *Descriptor) place(named, action string, task bool) (place int, ok bool)
 type Progress struct {
 	PlanID  string `json:"wf_id"`
 	Version string `json:"version"`
+	// Status is running, or how the workflow has ended: all leaves are done, or nothing can go on.
+	Status workflow.Status `json:"status"`
+	// Abandoned is how it has ended if nothing more comes, whatever the plan says; running while something is
+	// open.
+	Abandoned workflow.Status `json:"-"`
 	// Nodes are those of the plan, in its order.
 	Nodes []Status `json:"nodes"`
 	// Others are the ids of the tasks that are no node of the plan.
@@ -63,6 +69,10 @@ type Status struct {
 	Detail workflow.Detail `json:"detail,omitempty"`
 	// Tasks are the ids of its calls, in the graph's order.
 	Tasks []string `json:"tasks"`
+	// Begun is when the first of them began, and Ended when the last one ended; neither is there while it is
+	// not known.
+	Begun time.Time `json:"begun,omitzero"`
+	Ended time.Time `json:"ended,omitzero"` // see Begun
 	// Ready says that it can begin: nothing of it was executed, and all before it are done.
 	Ready bool `json:"ready"`
 	// Holds are the nodes before it that are not done. It is empty for a node that has begun.
@@ -103,11 +113,14 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 			}
 		}
 	}
+	var ending workflow.Ending
+	times := g.Times()
 	for _, t := range g.Tasks() {
 		n := g.At(t)
 		place, ok := d.place(cmp.Or(named(n.ID), guarded[n.ID]), n.Action, n.IsTask())
 		if !ok {
 			p.Others = append(p.Others, n.ID)
+			ending.Add(n.State, n.Detail)
 			continue
 		}
 		s := &p.Nodes[place]
@@ -115,10 +128,21 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 			s.State, s.Detail = n.State, n.Detail
 		}
 		s.Tasks = append(s.Tasks, n.ID)
+		at := times[t]
+		if s.Begun.IsZero() || at.Begun.Before(s.Begun) {
+			s.Begun = at.Begun
+		}
+		if len(s.Tasks) == 1 || at.Ended.IsZero() || !s.Ended.IsZero() && at.Ended.After(s.Ended) {
+			s.Ended = at.Ended
+		}
+		ending.Await(n.State, n.Detail)
 	}
-	lost := make([]bool, len(d.Nodes))
+	lost, stuck := make([]bool, len(d.Nodes)), make([]bool, len(d.Nodes))
 	for _, i := range d.order {
 		s := &p.Nodes[i]
+		if s.State == workflow.Running {
+			s.Ended = time.Time{}
+		}
 		if begun(s.State, s.Detail) {
 			continue
 		}
@@ -129,6 +153,26 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 		}
 		s.Ready = len(s.Holds) == 0
 		lost[i] = slices.ContainsFunc(s.Holds, func(h Hold) bool { return h.Final })
+		stuck[i] = lost[i] || slices.ContainsFunc(d.Nodes[i].Before, func(j int) bool {
+			s := &p.Nodes[j] // where it waits for people, what comes after it does too
+			return stuck[j] || s.State == workflow.Escalated || s.State == workflow.Done && (s.Detail == workflow.RollbackFailed || s.Detail == workflow.CompensationRequired)
+		})
+	}
+	over := !slices.ContainsFunc(d.order, func(i int) bool { // ATD, "Workflow Boundary ECTs": all leaves are done
+		return len(d.Nodes[i].After) == 0 && (p.Nodes[i].State != workflow.Done || p.Nodes[i].Detail != "")
+	})
+	waits := false
+	for i := range p.Nodes {
+		if s := &p.Nodes[i]; begun(s.State, s.Detail) {
+			ending.Add(s.State, s.Detail)
+			continue
+		}
+		ending.Miss()
+		waits = waits || !over && !stuck[i] // it may still come
+	}
+	p.Abandoned = ending.Status()
+	if p.Status = p.Abandoned; waits {
+		p.Status = workflow.StatusRunning
 	}
 	return p
 }

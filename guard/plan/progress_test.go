@@ -233,6 +233,54 @@ func (w *world) check(t *testing.T) {
 	if tasks != len(w.calls) {
 		t.Fatalf("%d tasks of %d calls", tasks, len(w.calls))
 	}
+	if want := w.ending(); p.Status != want {
+		t.Fatalf("the workflow is %q, want %q", p.Status, want)
+	}
+}
+
+// stuck says of node i, which was not begun, whether it begins only if somebody decides, or never.
+func (w *world) stuck(i int) bool {
+	return w.final(i) || slices.ContainsFunc(w.plan.Nodes[i].Before, func(j int) bool {
+		state, details, begun := w.model(j)
+		undecided := details[0] == workflow.RollbackFailed || details[0] == workflow.CompensationRequired
+		return begun && (state == workflow.Escalated || state == workflow.Done && undecided) || !begun && w.stuck(j)
+	})
+}
+
+// ending is how the workflow has ended, by ATD's words: when all leaves are done, or nothing goes on.
+func (w *world) ending() workflow.Status {
+	over := true
+	for i := range w.plan.Nodes {
+		inner := slices.ContainsFunc(w.plan.Nodes, func(n Node) bool { return slices.Contains(n.Before, i) })
+		over = over && (inner || w.done(i))
+	}
+	for _, c := range w.calls {
+		if s, d := c.state(); s == workflow.Running || d == workflow.DetailInDoubt || d == workflow.RollbackRequested {
+			return workflow.StatusRunning
+		}
+	}
+	n := map[string]int{}
+	for i := range w.plan.Nodes {
+		switch state, _, begun := w.model(i); {
+		case !begun && (over || w.stuck(i)):
+			n["missing"]++
+		case !begun:
+			return workflow.StatusRunning
+		default:
+			n[string(state)]++
+		}
+	}
+	switch lost := n["failed"] + n["rolled_back"] + n["missing"]; {
+	case n["escalated"] > 0:
+		return "escalated"
+	case lost == 0:
+		return "success"
+	case n["done"] > 0:
+		return "partial"
+	case n["failed"] > 0 || n["rolled_back"] == 0:
+		return "failed"
+	}
+	return "rolled_back"
 }
 
 // A-topological-order-a, -b, A-node-states: whatever happens in whatever order, with crashes, doubts

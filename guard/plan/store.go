@@ -193,6 +193,13 @@ func (s *Store) Offered(ctx context.Context, workflow, issuer string) (*Assigned
 	return s.find(ctx, workflow, issuer)
 }
 
+// Has reports whether a workflow may have a plan, or one that is offered. It costs a look into a map.
+func (s *Store) Has(workflow string) bool {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.all[workflow] != nil
+}
+
 // Offers reports whether somebody may have offered a plan for a workflow.
 func (s *Store) Offers(workflow string) bool {
 	s.mu.RLock()

@@ -496,14 +496,14 @@ type Status string
 
 // The states of a workflow.
 const (
-	// statusRunning: nothing has begun, something runs, or something failed that can
+	// StatusRunning: nothing has begun, something runs or is in doubt, or something failed that can
 	// still be undone.
-	statusRunning Status = "running"
+	StatusRunning Status = "running"
 	// statusSuccess: everything that is recorded is done.
 	statusSuccess Status = "success"
-	// statusPartial: some of it is done, and some was undone.
+	// statusPartial: some of it is done, and some was undone or has failed.
 	statusPartial Status = "partial"
-	// statusFailed: something failed and there is no way back.
+	// statusFailed: something failed and there is no way back, and nothing is done.
 	statusFailed Status = "failed"
 	// statusRolledBack: everything was undone.
 	statusRolledBack Status = "rolled_back"
@@ -524,10 +524,11 @@ type Summary struct {
 	Tasks map[State]int
 }
 
-// Summary counts.
+// Summary counts. What failed and could be undone leaves a workflow running until its end is recorded.
 func (g *Graph) Summary() Summary {
-	s := Summary{Status: statusRunning, Tasks: make(map[State]int)}
-	total, lost, last := 0, false, -1
+	s := Summary{Status: StatusRunning, Tasks: make(map[State]int)}
+	lost, last := false, -1
+	var ending Ending
 	for i := range g.nodes {
 		node := &g.nodes[i]
 		if node.Event == ect.EventWorkflowComplete && !node.Stranger && g.seq[i] > last {
@@ -535,26 +536,143 @@ func (g *Graph) Summary() Summary {
 		}
 	}
 	for _, i := range g.Tasks() {
-		total++
-		s.Tasks[g.nodes[i].State]++
-		lost = lost || g.nodes[i].State == Failed && !g.reversible(i)
+		state := g.nodes[i].State
+		s.Tasks[state]++
+		ending.Add(state, g.nodes[i].Detail)
+		lost = lost || state == Failed && !g.reversible(i)
 	}
-	n := s.Tasks
+	n, status := s.Tasks, ending.Status()
 	switch {
 	case n[Escalated] > 0:
 		s.Status = statusEscalated
-	case lost:
+	case status == StatusRunning && lost:
 		s.Status = statusFailed
-	case total == 0 || n[Running]+n[Pending]+n[Failed] > 0:
-	case n[RolledBack] == total:
-		s.Status = statusRolledBack
-	case n[RolledBack] > 0:
-		s.Status = statusPartial
-	default:
-		s.Status = statusSuccess
+	case n[Failed] == 0 || lost || g.Ended() == ByGateway:
+		s.Status = status
 	}
 	return s
 }
+
+// Span is when a task began and when its outcome was recorded; zero where that is not known.
+type Span struct{ Begun, Ended time.Time }
+
+// Times are the spans of all nodes that are tasks, by their places: from the first of a task's tokens and its
+// checkpoints to the last settlement of its call.
+func (g *Graph) Times() []Span {
+	all := make([]Span, len(g.nodes))
+	begin := func(i int, at time.Time) {
+		if b := &all[i].Begun; b.IsZero() || !at.IsZero() && at.Before(*b) {
+			*b = at.UTC()
+		}
+	}
+	end := func(i int, at time.Time) {
+		if e := &all[i].Ended; at.After(*e) {
+			*e = at.UTC()
+		}
+	}
+	for i := range g.nodes {
+		node := &g.nodes[i]
+		if begin(i, node.Time); node.IsCheckpoint() {
+			for _, t := range g.guards[i] {
+				begin(t, node.Time)
+			}
+		}
+		if !node.settlement() {
+			continue
+		}
+		end(i, node.Time)
+		for _, id := range node.Settles {
+			end(g.index[id], node.Time)
+		}
+	}
+	return all
+}
+
+// Ending finds how a workflow has ended, from the states of its parts: its tasks, or the nodes of its
+// plan. The zero value has none.
+type Ending struct {
+	open, missing bool
+	n             map[State]int
+}
+
+// Add adds a part. One that runs, is in doubt or is being undone is open: it may still become anything. One
+// that was not executed is missing.
+func (e *Ending) Add(s State, d Detail) {
+	if d == DetailReleased {
+		e.Miss()
+		return
+	}
+	if e.n == nil {
+		e.n = make(map[State]int)
+	}
+	e.n[s]++
+	e.Await(s, d)
+}
+
+// Await adds what does not count as a part of its own, and is waited for while it is open.
+func (e *Ending) Await(s State, d Detail) {
+	e.open = e.open || s == Running || s == Pending || d == DetailInDoubt || d == RollbackRequested
+}
+
+// Miss adds a part that was never begun, and never will be.
+func (e *Ending) Miss() { e.missing = true }
+
+// Status is running while a part is open, or without any. Else it is how the workflow has ended: never more
+// than all its parts together are (P6).
+func (e *Ending) Status() Status {
+	n := e.n
+	switch all := n[Failed] == 0 && n[RolledBack] == 0 && !e.missing; {
+	case e.open, len(n) == 0 && !e.missing:
+		return StatusRunning
+	case n[Escalated] > 0:
+		return statusEscalated
+	case all:
+		return statusSuccess
+	case n[Done] > 0:
+		return statusPartial
+	case n[Failed] == 0 && n[RolledBack] > 0:
+		return statusRolledBack
+	}
+	return statusFailed
+}
+
+// EndedBy says who has recorded the end of a workflow.
+type EndedBy uint8
+
+// Who has recorded it.
+const (
+	ByNobody EndedBy = iota
+	ByAgent          // and not the gateway
+	ByGateway
+)
+
+// Ended says whether the end of the workflow is recorded, and stands: nothing was recorded since that could
+// change a state.
+func (g *Graph) Ended() (by EndedBy) {
+	ended, changed := map[EndedBy]int{ByAgent: -1, ByGateway: -1}, -1
+	for i := range g.nodes {
+		node := &g.nodes[i]
+		switch {
+		case node.Stranger:
+		case node.Event == ect.EventWorkflowComplete && node.Own:
+			ended[ByGateway] = max(ended[ByGateway], g.seq[i])
+		case node.Event == ect.EventWorkflowComplete:
+			ended[ByAgent] = max(ended[ByAgent], g.seq[i])
+		case slices.Contains(changing, node.Event) && !(node.Own && node.Attempt):
+			changed = max(changed, g.seq[i])
+		}
+	}
+	switch {
+	case ended[ByGateway] > changed:
+		return ByGateway
+	case ended[ByAgent] > changed:
+		return ByAgent
+	}
+	return ByNobody
+}
+
+// changing are the events that can change the state of a task.
+var changing = []ect.Event{"", ect.EventCheckpoint, ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventCompensate}
 
 // Tasks are the places of the tasks, in topological order. A guarded call is one task, however many
 // tokens record it, and a checkpoint without a task stands for one.

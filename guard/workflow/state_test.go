@@ -305,6 +305,13 @@ func TestSummary(t *testing.T) {
 		"escalated":                {[]Record{task("T"), ckpt("C", "T"), undone("a", "R", "C", "escalated"), task("U")}, "escalated map[escalated:1 running:1]"},
 		"what is said is a claim":  {[]Record{task("T"), ckpt("C", "T"), failure("E", "", "T"), finish}, "running map[failed:1] success"},
 		"the last statement":       {[]Record{finish, by("a", Record{ID: "Y", Event: ect.EventWorkflowComplete, Status: "failed"})}, "running map[] failed"},
+		"failed, and others done":  {[]Record{claim("D"), settled("N", Completed, "D"), irreversible(ckpt("C", "T")), task("T"), failure("E", "C", "T")}, "partial map[done:1 failed:1]"},
+		"ended, with a way back":   {[]Record{claim("D"), settled("N", Completed, "D"), task("T"), ckpt("C", "T"), failure("E", "C", "T"), by(gateway, finish)}, "partial map[done:1 failed:1] success"},
+		"ended, all failed":        {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), by(gateway, finish)}, "failed map[failed:1] success"},
+		"ended, and goes on":       {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), by(gateway, finish), claim("D")}, "running map[failed:1 running:1] success"},
+		"ended while it runs":      {[]Record{task("T"), by(gateway, finish)}, "running map[running:1] success"},
+		"ended in doubt":           {[]Record{claim("C"), settled("N", InDoubt, "C"), by(gateway, finish)}, "running map[failed:1] success"},
+		"ended while it is undone": {[]Record{task("T"), ckpt("C", "T"), failure("E", "C", "T"), start("S", "C", "E"), by(gateway, finish)}, "running map[failed:1] success"},
 		"a group is no task":       {[]Record{task("T"), ckpt("C", "T"), ckpt("G", "C")}, "running map[running:1]"},
 		"an announced one is none": {[]Record{task("T"), ckpt("C", "T"), task("U", "C"), claim("D", "U")}, "running map[done:1 running:1]"},
 	} {
@@ -314,6 +321,36 @@ func TestSummary(t *testing.T) {
 				t.Errorf("%s, want %s", got, c.want)
 			}
 		})
+	}
+}
+
+// The end of a workflow stands until something is recorded that could change a state.
+func TestEndStands(t *testing.T) {
+	end := Record{ID: "Z", Event: ect.EventWorkflowComplete, Status: "success"}
+	for name, c := range map[string]struct {
+		records []Record
+		want    EndedBy
+	}{
+		"nobody's":                  {[]Record{task("T")}, ByNobody},
+		"the gateway's":             {[]Record{task("T"), by(gateway, end)}, ByGateway},
+		"an agent's":                {[]Record{task("T"), by("a", end)}, ByAgent},
+		"a stranger's":              {[]Record{task("T"), stranger(end)}, ByNobody},
+		"both":                      {[]Record{task("T"), by("a", end), by(gateway, Record{ID: "Y", Event: ect.EventWorkflowComplete})}, ByGateway},
+		"the agent's came later":    {[]Record{task("T"), by(gateway, end), task("U"), by("a", Record{ID: "Y", Event: ect.EventWorkflowComplete})}, ByAgent},
+		"a task came":               {[]Record{by(gateway, end), task("T")}, ByNobody},
+		"a checkpoint":              {[]Record{task("T"), by(gateway, end), claim("C", "T")}, ByNobody},
+		"an error":                  {[]Record{task("T"), by(gateway, end), failure("E", "", "T")}, ByNobody},
+		"an error of a stranger":    {[]Record{task("T"), by(gateway, end), stranger(failure("E", "", "T"))}, ByGateway},
+		"an error of an attempt":    {[]Record{task("T"), by(gateway, end), by(gateway, Record{ID: "E", Event: ect.EventError, Attempt: true})}, ByGateway},
+		"a rollback":                {[]Record{task("T"), ckpt("C", "T"), by(gateway, end), start("S", "C")}, ByNobody},
+		"a result":                  {[]Record{task("T"), ckpt("C", "T"), by(gateway, end), undone("a", "R", "C", "completed")}, ByNobody},
+		"a compensation":            {[]Record{task("T"), by(gateway, end), by("a", Record{ID: "K", Event: ect.EventCompensate})}, ByNobody},
+		"a breaker has opened":      {[]Record{task("T"), by(gateway, end), by("a", Record{ID: "B", Event: ect.EventCircuitOpen})}, ByGateway},
+		"a start came, without use": {[]Record{task("T"), by(gateway, end), by("a", Record{ID: "S", Event: ect.EventWorkflowStart})}, ByGateway},
+	} {
+		if got := New(c.records).Ended(); got != c.want {
+			t.Errorf("%s: %d, want %d", name, got, c.want)
+		}
 	}
 }
 

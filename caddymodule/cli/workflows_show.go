@@ -1,0 +1,170 @@
+package cli
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+)
+
+// workflowFlags are the flags of `workflows show`.
+type workflowFlags struct {
+	*options
+	tree, watch bool
+}
+
+func workflowsShow(o *options) *cobra.Command {
+	f := workflowFlags{options: o}
+	cmd := &cobra.Command{
+		Use:   "show ID",
+		Short: "Shows where a workflow is",
+		Long: `Shows what a running server has recorded of a workflow: where it is in its plan,
+or without one its tokens. ID is the workflow's UUID, or its caller's name. With
+--tree it shows what follows from what as a tree. With --watch it shows the
+workflow again with every change, until its plan is over, or until Ctrl-C.`,
+		Example: `  caddy agent-guard workflows show 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10 --tree --watch`,
+		Args:    oneArg("ID of a workflow"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			q := question{path: "workflows/" + url.PathEscape(args[0])}
+			if f.watch {
+				return f.follow(cmd, q)
+			}
+			_, err := show(cmd, o, q, f.describe)
+			return err
+		},
+		ValidArgsFunction: cobra.NoFileCompletions,
+	}
+	cmd.Flags().BoolVar(&f.tree, "tree", false, "Show it as a tree")
+	cmd.Flags().BoolVar(&f.watch, "watch", false, "Show it again with every change")
+	return o.server(cmd)
+}
+
+func (f *workflowFlags) describe(doc *api.Workflow, now time.Time) string {
+	if f.tree {
+		return doc.Drawing().Tree()
+	}
+	return describeWorkflow(doc, now)
+}
+
+// follow shows the workflow with every change. A stream that ends is taken up again: the server ends it after a
+// while, and with each load of its configuration.
+func (f *workflowFlags) follow(cmd *cobra.Command, q question) error {
+	c, err := f.client()
+	if err != nil {
+		return err
+	}
+	q.slow, q.accept = true, "text/event-stream"
+	doc, shown := new(api.Workflow), false
+	for {
+		over, err := c.events(cmd.Context(), &q, func(name string, data []byte) (bool, error) {
+			change := new(api.Workflow)
+			if err := json.Unmarshal(data, change); err != nil {
+				return false, fmt.Errorf("%s answers something else than the agent guard does: %w", c.address, err)
+			}
+			if name == "change" {
+				doc.Apply(change)
+			} else {
+				doc = change
+			}
+			if shown && !f.json() {
+				fmt.Fprintln(cmd.OutOrStdout())
+			}
+			shown = true
+			err := f.print(cmd, doc, func(now time.Time) string { return f.describe(doc, now) })
+			return doc.Plan != nil && doc.Plan.Status != workflow.StatusRunning, err
+		})
+		if over || err != nil || cmd.Context().Err() != nil {
+			return err
+		}
+		select {
+		case <-time.After(time.Second):
+		case <-cmd.Context().Done():
+			return nil
+		}
+	}
+}
+
+// maxEvent bounds an event of a stream, in bytes.
+const maxEvent = 16 << 20
+
+// events reads a stream until take says that this is enough, or the stream ends. The next one goes on behind the
+// last event.
+func (c *client) events(ctx context.Context, q *question, take func(name string, data []byte) (enough bool, err error)) (bool, error) {
+	resp, err := c.send(ctx, *q)
+	if err != nil {
+		return false, err
+	}
+	defer resp.Body.Close()
+	var text []byte
+	if resp.StatusCode != http.StatusOK {
+		if text, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer)); err != nil {
+			return false, fmt.Errorf("reading the answer of %s: %w", c.address, err)
+		}
+	}
+	if err := c.check(resp, text); err != nil {
+		return false, err
+	}
+	lines := bufio.NewScanner(resp.Body)
+	lines.Buffer(nil, maxEvent)
+	name, data := "", ""
+	for lines.Scan() {
+		field, value, _ := strings.Cut(lines.Text(), ":")
+		value = strings.TrimPrefix(value, " ")
+		switch field {
+		case "event":
+			name = value
+		case "id":
+			q.last = value
+		case "data":
+			data = value
+		}
+		if lines.Text() != "" || data == "" {
+			continue
+		}
+		if enough, err := take(name, []byte(data)); enough || err != nil {
+			return enough, err
+		}
+		name, data = "", ""
+	}
+	if errors.Is(lines.Err(), bufio.ErrTooLong) {
+		return false, fmt.Errorf("an event of %s has more than %d bytes", c.address, maxEvent)
+	}
+	return false, nil // it ended, or broke off
+}
+
+// describeWorkflow shows a workflow line by line, and its plan or its tokens as a table.
+func describeWorkflow(doc *api.Workflow, now time.Time) string {
+	s := sheet{width: 8}
+	s.line("workflow", printable(doc.ID))
+	s.line("status", cmp.Or(inWords(string(doc.Status), ""), "not all of it was read"))
+	s.line("stated", inWords(printable(doc.Stated), ""))
+	if p := doc.Plan; p != nil {
+		s.line("plan", printable(p.PlanID)+", version "+printable(p.Version))
+		s.b.WriteString("\n" + progressTable(p.Nodes))
+		if n := len(p.Others); n > 0 {
+			fmt.Fprintf(&s.b, "\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(p.Others, " "), 200)))
+		}
+		return s.b.String()
+	}
+	rows := [][]string{{"TOKEN", "ACTION", "STATE", "ISSUER", "TIME"}}
+	for i := range doc.Nodes {
+		n := &doc.Nodes[i]
+		rows = append(rows, []string{
+			printable(n.ID), printable(cut(n.Action, 40)), dash(inWords(string(n.State), string(n.Detail))), dash(printable(cut(n.Issuer, 60))), dash(moment(n.Time, now)),
+		})
+	}
+	s.b.WriteString("\n" + new(table).page(rows))
+	return s.b.String()
+}
