@@ -829,9 +829,10 @@ func (x *Call) approved() error {
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	refused := x.problem(api.ApprovalDenied, "A person has denied this call.", 0)
+	refused, keep := x.problem(api.ApprovalDenied, "A person has denied this call.", 0), time.Duration(0)
 	switch {
 	case e.Status == hitl.Pending:
+		keep = 2 * cmp.Or(a.Within, approvalTime) // to decide, and to use the approval
 		refused = x.problem(api.ApprovalRequired, "The call waits until a person has approved it. Nothing was forwarded.", 0)
 		refused.RetryAfter = decisionRetry
 	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(cmp.Or(a.Within, approvalTime), x.call.KeepKey))):
@@ -843,6 +844,9 @@ func (x *Call) approved() error {
 		refused.Detail = "The call was approved, and not made in time."
 	case e.Status == hitl.Expired:
 		refused.Detail = "Nobody has approved the call in time."
+	}
+	if attempt := x.call.Attempt; attempt != nil {
+		attempt.Asked(keep)
 	}
 	refused.EscalationID = e.ID
 	return refused

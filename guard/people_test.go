@@ -5,9 +5,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"iter"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -230,4 +232,119 @@ func BenchmarkCallBesideEscalations(b *testing.B) {
 			}
 		})
 	}
+}
+
+// A call without a key that people are asked about is the same call when it comes again: it is asked about once,
+// runs once under the id that was approved, and an equal call after it is another question.
+func TestApprovalsWithoutAKey(t *testing.T) {
+	for _, count := range []string{"", "1"} {
+		synctest.Test(t, func(t *testing.T) {
+			b := recognizing(t, charge)
+			b.config.Actions = []*guard.Action{{Name: "default", Default: true, Approval: &guard.Approval{Within: time.Hour}}}
+			b.start()
+			call := func(count string) (id, escalation string) {
+				w := httptest.NewRecorder()
+				b.serve(w, b.keyless(count))
+				if w.Code == http.StatusOK {
+					return w.Header().Get("Execution-Id"), w.Body.String()
+				}
+				var doc struct {
+					Escalation string `json:"escalation_id"`
+				}
+				if err := json.Unmarshal(w.Body.Bytes(), &doc); err != nil || doc.Escalation == "" {
+					t.Fatalf("%d %s: %v", w.Code, w.Body, err)
+				}
+				return w.Header().Get("Execution-Id"), doc.Escalation
+			}
+			decide := func(escalation string, approve bool) {
+				t.Helper()
+				e, err := b.engine.Escalations.Get(t.Context(), escalation)
+				if err == nil {
+					_, err = b.engine.Escalations.Decide(t.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: approve, Hash: e.Proposal.Hash, Reason: "seen"})
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			id, asked := call("")
+			for range 5 {
+				time.Sleep(9 * time.Minute)
+				if again, same := call(count); again != id || same != asked {
+					t.Errorf("asked anew: %s %s, after %s %s", again, same, id, asked)
+				}
+			}
+			b.was(0)
+			decide(asked, true)
+			time.Sleep(59 * time.Minute)
+			if ran, answer := call(count); ran != id || answer != "charge 1" {
+				t.Errorf("%s: %s", ran, answer)
+			}
+			second, another := call("")
+			if second == id || another == asked || another == "charge 1" {
+				t.Errorf("an equal call after it is %s: %s", second, another)
+			}
+			decide(another, false)
+			if again, same := call(""); again != second || same != another {
+				t.Errorf("the denied one is %s: %s", again, same)
+			}
+			time.Sleep(10 * time.Minute)
+			if third, fresh := call(""); third == second || fresh == another {
+				t.Errorf("after the window: %s: %s", third, fresh)
+			}
+			b.was(1)
+			time.Sleep(time.Hour)
+		})
+	}
+}
+
+// Equal calls without a key that are all meant are a question each, and each runs once when it was approved.
+func TestApprovalsOfEqualCallsWithoutAKey(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := recognizing(t, charge)
+		b.config.Actions = []*guard.Action{{Name: "default", Default: true, Approval: &guard.Approval{}}}
+		b.start()
+		b.disk.takes = time.Second // so that all three are there at once
+		three := func(escalations map[string]bool) (ids map[string]int) {
+			ids = map[string]int{}
+			var all sync.WaitGroup
+			var mu sync.Mutex
+			for range 3 {
+				all.Go(func() {
+					w := httptest.NewRecorder()
+					b.serve(w, b.keyless(""))
+					var doc struct {
+						Escalation string `json:"escalation_id"`
+					}
+					_ = json.Unmarshal(w.Body.Bytes(), &doc) // else it has run
+					mu.Lock()
+					defer mu.Unlock()
+					escalations[doc.Escalation], ids[w.Header().Get("Execution-Id")] = true, w.Code
+				})
+			}
+			all.Wait()
+			return ids
+		}
+		asked := map[string]bool{}
+		first := three(asked)
+		if second := three(asked); len(first) != 3 || len(asked) != 3 || !maps.Equal(second, first) {
+			t.Fatalf("%v, then %v: %v", first, second, asked)
+		}
+		for id := range asked {
+			e, err := b.engine.Escalations.Get(t.Context(), id)
+			if err == nil {
+				_, err = b.engine.Escalations.Decide(t.Context(), id, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"})
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		b.was(0)
+		for id, status := range three(map[string]bool{}) {
+			if status != http.StatusOK || first[id] == 0 {
+				t.Errorf("%s: %d, after %v", id, status, first)
+			}
+		}
+		b.was(3)
+		time.Sleep(time.Hour)
+	})
 }

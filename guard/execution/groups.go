@@ -43,6 +43,7 @@ type known struct {
 	aliases    []Key     // that stand for it, and do not expire yet
 	forgotten  bool      // its row is to be deleted
 	learned    bool      // its caller has got the answer by another request since the last attempt
+	asked      bool      // it was not claimed, since people are asked first (ADR 0122)
 
 	in      *group // nil where it is not in the table
 	class   class
@@ -58,6 +59,7 @@ const (
 	classAskedInDoubt              // in doubt, and its client waits to learn that
 	classInDoubt                   // in doubt, and nobody waits
 	classRefused                   // its retry runs
+	classPending                   // the same, under its id, since people are asked about that
 	classEvident                   // nobody waits, and there is evidence
 	classAnswered                  // nobody waits, and there is none
 	classes                        // how many there are
@@ -68,6 +70,8 @@ func (k *known) classify() class {
 	switch {
 	case k.taken:
 		return classTaken
+	case k.refused() && k.asked:
+		return classPending
 	case k.refused():
 		return classRefused
 	case k.state == StateInDoubt && waits:
@@ -329,7 +333,7 @@ func (k *known) changed() {
 // pass wakes the call that has waited for the longest time, where it need not wait: an equal one can
 // be taken, or none is left to wait for. Whoever is woken passes on what is left.
 func (g *group) pass() {
-	if of := &g.number; len(g.waiting) == 0 || of[classWaited] > 0 && of[classEvident]+of[classInDoubt]+of[classAskedInDoubt] == 0 {
+	if of := &g.number; len(g.waiting) == 0 || of[classWaited] > 0 && of[classEvident]+of[classInDoubt]+of[classAskedInDoubt]+of[classPending] == 0 {
 		return
 	}
 	a := g.waiting[0]
@@ -378,6 +382,10 @@ const (
 // call too. With gaps it may be one that was forgotten, which is in no group.
 func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time.Time) (best *known) {
 	count, rank := a.count, 0
+	var pending *known
+	if !a.given && g.number[classPending] > 0 {
+		pending = t.pending(s, g, now)
+	}
 	consider := func(k *known, match int) {
 		if k == nil {
 			return
@@ -395,6 +403,9 @@ func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time
 		}
 		consider(t.youngest(s, g, classInDoubt, mostCount, now), matchReason|matchAlone)
 		consider(t.youngest(s, g, classAskedInDoubt, mostCount, now), matchReason)
+		if best == nil {
+			best = pending
+		}
 		return best
 	}
 	var free *known // the youngest that may have been executed, and that nobody waits for
@@ -433,7 +444,7 @@ func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time
 			}
 		}
 	}
-	for _, k := range [...]*known{t.highest(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now)} {
+	for _, k := range [...]*known{t.highest(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now), pending} {
 		match := matchClear
 		if k != nil && (free == nil || k.younger(free)) {
 			match |= matchReason
@@ -441,6 +452,23 @@ func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time
 		consider(k, match)
 	}
 	return best
+}
+
+// pending returns the call that people are asked about whose last attempt is the oldest, so that the next one
+// takes another; nil without one. What is too old is removed.
+func (t *groups) pending(s *groupShard, g *group, now time.Time) *known {
+	for {
+		var oldest *known
+		for _, k := range g.listed[g.end(classPending-1, mostCount):g.end(classPending, mostCount)] {
+			if oldest == nil || oldest.younger(k) {
+				oldest = k
+			}
+		}
+		if oldest == nil || !oldest.over(now) {
+			return oldest
+		}
+		t.remove(s, oldest)
+	}
 }
 
 // answered returns the answered execution that fits a call best which says that it is a retry; nil without

@@ -39,6 +39,8 @@ func (t *groups) note(s *groupShard, k *known) {
 // wanted is the mark that the row of an execution should have.
 func (k *known) wanted() byte {
 	switch {
+	case k.asked:
+		return k.mark
 	case k.released:
 		return markReleased
 	case k.state != StateCompleted || k.runner != nil:

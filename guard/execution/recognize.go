@@ -328,7 +328,9 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		k = nil
 	}
 	if k == nil {
-		if a.ID, a.Key = q.Scope.ID, a.own; !a.given {
+		if a.ID, a.Key = q.Scope.ID, a.own; !a.given && a.refused != nil && a.refused.asked {
+			a.ID, a.Key = a.refused.id, a.refused.key
+		} else if !a.given {
 			q.Scope.ID = q.NewID()
 			a.ID, a.Key = q.Scope.ID, t.g.Key(q.Scope)
 		}
@@ -534,6 +536,17 @@ func (a *Attempt) Unanswered() {
 	a.known.changed()
 }
 
+// Asked notes that people are asked about the call, which is not claimed then: for that long after its end, or
+// for its window, an equal call without a key takes its id (ADR 0122). A given key names the call itself.
+func (a *Attempt) Asked(keep time.Duration) {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	if k := a.known; !a.given && k.holder == a && k.state == 0 && k.in != nil {
+		k.asked, k.window = true, max(k.window, keep)
+	}
+}
+
 // End ends the attempt. What it ran must be settled before.
 func (a *Attempt) End() {
 	s := a.at.shard(a.group)
@@ -550,7 +563,12 @@ func (a *Attempt) End() {
 		a.at.released(s, k, !a.answered)
 	}
 	if r := a.refused; r != nil { // a was refused before it could run
-		a.refused, r.taken = nil, false
+		a.refused = nil
+		if k.asked && k.in != nil && k.key == r.key { // the same once more
+			a.at.remove(s, r)
+			return
+		}
+		r.taken = false
 		r.changed()
 		if r.in != nil {
 			s.keys[member{r.group, r.key}] = r
@@ -565,8 +583,11 @@ func (t *groups) released(s *groupShard, k *known, unanswered bool) {
 		k.ended = time.Now()
 	}
 	if k.state == 0 && !k.released { // it was never claimed
-		t.remove(s, k)
-		return
+		if !k.asked {
+			t.remove(s, k)
+			return
+		}
+		k.released = true
 	}
 	k.changed()
 	t.note(s, k)
