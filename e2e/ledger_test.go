@@ -118,7 +118,7 @@ func TestWorkflowStates(t *testing.T) {
 }
 
 // A-node-states-b, A-topological-order-d: a plan of the configuration is shown in the page of a workflow
-// whose start names it, and a call before its turn is forwarded as ever: nothing is enforced.
+// whose start names it. Where plans are observed, a call before its turn is forwarded as ever.
 func TestPlanIsShown(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
 	file := filepath.Join(t.TempDir(), "plan.json")
@@ -126,7 +126,7 @@ func TestPlanIsShown(t *testing.T) {
 		"edges": [{"from": "hold", "to": "book"}, {"from": "book", "to": "pay"}, {"from": "pay", "to": "mail"}]}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	g := launch(t, setup{app: trusting(t, a) + "\nplan " + file, site: "agent_proxy " + upstream.addr, badger: true})
+	g := launch(t, setup{app: trusting(t, a) + "\nplan_mode observed\nplan " + file, site: "agent_proxy " + upstream.addr, badger: true})
 	wid := uuid.NewString()
 	start := a.issue(eventOf("workflow_start", ect.Cascade, wid, nil))
 	first := with(a.issue(ect.Claims{Workflow: wid, Action: "reserve", Ext: new(ect.ExtBuilder).Text("atd.node", "hold")}), request{path: "/hold"})
