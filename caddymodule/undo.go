@@ -316,7 +316,7 @@ func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, targe
 	}
 	p := o.Participant
 	asking := evidence.Request{
-		Rollback: p.Rollback, Checkpoint: p.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow), Audience: p.Agent, Reason: o.Reason,
+		Rollback: p.Rollback, Checkpoint: p.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow), Audience: p.Agent, PartOf: p.PartOf, Reason: o.Reason,
 	}
 	if o.Method != http.MethodGet && len(p.Of) > 0 { // else its token came with a request, and was verified
 		if err := s.examine(ctx, policy, target, o, asking); err != nil {

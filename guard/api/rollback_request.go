@@ -255,12 +255,18 @@ func bind(a *asked, t *ect.Token, dialect ect.Vocabulary) error {
 	id, checkpoint := in.text(ect.MemberRollbackID), in.text(ect.MemberCheckpointID)
 	scope, reason := in.text(ect.MemberScope), in.text(ect.MemberReason)
 	cascade, keep := in.truth(ect.MemberCascade), in.truth(evidence.MemberKeepDependants)
+	partOf := in.text(evidence.MemberPartOf)
 	if in.err != nil {
 		return in.err
 	}
 	if id != "" && dialect != ect.ATD { // in ATD the token itself identifies the rollback
 		if named, err := ParseID(id); err != nil || named != a.id {
 			return in.contradicts(ect.MemberRollbackID, "rollback_id")
+		}
+	}
+	if partOf != "" {
+		if whole, err := ParseID(partOf); err != nil || a.partOf != "" && whole != a.partOf {
+			return in.contradicts(evidence.MemberPartOf, "part_of")
 		}
 	}
 	if checkpoint != "" && evidence.Canonical(checkpoint) != a.checkpoint {

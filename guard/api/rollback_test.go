@@ -683,6 +683,10 @@ func TestCascade61TheTokenBindsTheBody(t *testing.T) {
 		"no reason":                 {ext().Text(ect.MemberReason, ""), `, "reason": "why"`, "", rollback.Single},
 		"another reason":            {ext().Text(ect.MemberReason, "why"), `, "reason": "for nothing"`, "reason", ""},
 		"a long reason":             {ext().Text(ect.MemberReason, strings.Repeat("x", 513)), "", "reason", ""},
+		"the whole":                 {ext().Text(evidence.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + strings.ToUpper(other) + `"`, "", rollback.Single},
+		"the whole alone":           {ext().Text(evidence.MemberPartOf, "urn:uuid:"+other), "", "", rollback.Single},
+		"another whole":             {ext().Text(evidence.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + askedID + `"`, "part_of", ""},
+		"no whole":                  {ext().Text(evidence.MemberPartOf, "x"), "", "part_of", ""},
 		"in ATD's words":            {ext().Text("atd.checkpoint_id", other), "", "checkpoint_id", ""},
 	} {
 		t.Run(what, func(t *testing.T) {

@@ -23,6 +23,9 @@ import (
 const (
 	// MemberKeepDependants asks to keep completed actions that depend on what is undone.
 	MemberKeepDependants ect.Member = "agent_guard.keep_dependants"
+	// MemberPartOf is the id of the rollback that was asked for first, in a request for a part of it: by
+	// that the tokens of all participants belong to it.
+	MemberPartOf ect.Member = "agent_guard.part_of"
 	// MemberEffect is mixed where only some effects were undone, and unknown where one is not
 	// known; it is absent otherwise (P6).
 	memberEffect ect.Member = "agent_guard.effect"
@@ -376,6 +379,8 @@ type Request struct {
 	Workflow string
 	// Audience is the identity of that agent.
 	Audience string
+	// PartOf is the id of the rollback of which this one is a part; empty without.
+	PartOf string
 	// Reason is that of the rollback; it may be empty.
 	Reason string
 	// Phase names what is asked for where an agent is asked for several things, each with a token
@@ -500,13 +505,16 @@ func (b *EventBuilder) request(now time.Time, r *Request, id string) (*ect.Token
 	if len(reason) > maxReason {
 		reason = strings.ToValidUTF8(reason[:maxReason], "")
 	}
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberRollbackID, rollbackURN(r.Rollback)).
+		Text(ect.MemberCheckpointID, r.Checkpoint).
+		Text(ect.MemberReason, cmp.Or(reason, "rollback")).
+		Bool(ect.MemberCascade, true)
+	if r.PartOf != "" {
+		ext.Text(MemberPartOf, rollbackURN(r.PartOf))
+	}
 	return b.issuer.Issue(now, ect.Claims{
 		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxAge,
-		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint},
-		Ext: new(ect.ExtBuilder).
-			Text(ect.MemberRollbackID, rollbackURN(r.Rollback)).
-			Text(ect.MemberCheckpointID, r.Checkpoint).
-			Text(ect.MemberReason, cmp.Or(reason, "rollback")).
-			Bool(ect.MemberCascade, true),
+		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint}, Ext: ext,
 	})
 }

@@ -381,6 +381,14 @@ func TestP5RequestIsAlwaysFresh(t *testing.T) {
 	if len(seen) != 12 {
 		t.Errorf("%d tokens in two hours", len(seen))
 	}
+	part := evidence.Request{Rollback: "r3", Checkpoint: r.Checkpoint, Workflow: r.Workflow, Audience: r.Audience, PartOf: rollbackID}
+	raw, err := b.builder.Request(t.Context(), &part)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if of, err := ect.ParseInsecure(raw); err != nil || !strings.Contains(of.Ext().JSON(), `"agent_guard.part_of":"urn:uuid:`+rollbackID+`"`) {
+		t.Errorf("a request for a part: %s, %v", raw, err)
+	}
 	// A completion may follow from each of them, and from the request for nothing else.
 	other, later, phase := *r, *r, *r
 	other.Rollback, later.Checkpoint, phase.Phase = "r2", uuid.NewString(), "prepare"

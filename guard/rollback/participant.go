@@ -23,6 +23,8 @@ type Participant struct {
 	// Rollback is the id of its part of the rollback. It is made of the id of the whole and of the
 	// checkpoint, since to some agents one id is one checkpoint (cascade 4.3.4).
 	Rollback string
+	// PartOf is the id of the whole.
+	PartOf string
 	// Phase is what it is asked for; requests of one phase have one token.
 	Phase Phase
 }
@@ -69,7 +71,7 @@ func (j *job) asked(phase Phase) *Participant {
 	}
 	part := uuid.NewSHA1(uuid.NameSpaceURL, []byte("urn:uuid:"+j.task.whole()+"#"+id))
 	return &Participant{
-		Agent: j.spec.Agent, Checkpoint: id, Of: of, Rollback: part.String(), Phase: phase,
+		Agent: j.spec.Agent, Checkpoint: id, Of: of, Rollback: part.String(), PartOf: j.task.whole(), Phase: phase,
 	}
 }
 
@@ -98,7 +100,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		// So that all participants decide between this rollback and others in the same way.
 		Precedence *Precedence `json:"precedence,omitempty"`
 		Reason     string      `json:"reason,omitempty"`
-	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + j.task.whole(), decides, j.task.Reason})
+	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + p.PartOf, decides, j.task.Reason})
 	if err != nil {
 		return nil, requestError{ReasonUnfilled}
 	}

@@ -465,7 +465,9 @@ func TestParticipantBehindParticipant(t *testing.T) {
 			if err := json.Unmarshal(o.Body, &body); err != nil {
 				t.Fatal(err)
 			}
-			id, of = body.ID, body.PartOf
+			if id, of = body.ID, body.PartOf; of != "urn:uuid:"+o.Participant.PartOf {
+				t.Errorf("a part of %s in the body, of %s in the token", of, o.Participant.PartOf)
+			}
 			return &rollback.Answer{Status: 200, Body: []byte(`{"status":"prepared"}`)}, nil
 		}
 		one := task(checkpoint.Delegate, rollback.Spec{Guard: "g", Delegate: "https://b.example/rollback", Agent: "spiffe://b"})
