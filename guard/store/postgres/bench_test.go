@@ -93,3 +93,41 @@ func claims(b *testing.B, callers int, claim func(n int64) error) {
 	b.StopTimer()
 	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "claims/s")
 }
+
+// BenchmarkLargeValue compares 1 MiB in one row with the same in rows of 256 and 64 KiB, written and
+// read.
+func BenchmarkLargeValue(b *testing.B) {
+	s, err := postgres.Open(b.Context(), postgres.Options{DSN: server.DSN(), Schema: newSchema()})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() {
+		if err := s.Close(); err != nil {
+			b.Error(err)
+		}
+	}()
+	value := make([]byte, store.MaxBulk)
+	for i := range value {
+		value[i] = byte(i * i >> 3)
+	}
+	for _, rows := range []int{1, 4, 16} {
+		b.Run(fmt.Sprintf("%d", rows), func(b *testing.B) {
+			b.SetBytes(store.MaxBulk)
+			for n := range b.N {
+				var batch []store.Write
+				size := len(value) / rows
+				for i := range rows {
+					batch = append(batch, store.Write{Key: fmt.Appendf(nil, "r%d-%d-%d", rows, n, i), Value: value[i*size : (i+1)*size], Bulk: true, Expires: time.Now().Add(time.Hour)})
+				}
+				if _, err := s.Commit(b.Context(), batch...); err != nil {
+					b.Fatal(err)
+				}
+				for _, w := range batch {
+					if _, err := s.Get(b.Context(), w.Key); err != nil {
+						b.Fatal(err)
+					}
+				}
+			}
+		})
+	}
+}

@@ -477,6 +477,99 @@ func TestServerStopsAndComesBack(t *testing.T) {
 	}
 }
 
+// P1, P2: a network that cuts connections at random, before a request, behind it, or between two,
+// loses nothing that was acknowledged, and writes nothing twice.
+func TestConnectionsCutAtRandom(t *testing.T) {
+	p, err := pgserver.NewProxy(server)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	s := open(t, postgres.Options{DSN: p.DSN(), Lease: 10 * time.Second})
+	var cuts atomic.Int64
+	p.Judge(func(b []byte) pgserver.Fate {
+		if !bytes.Contains(b, []byte("claim")) || rand.IntN(3) > 0 {
+			return pgserver.Pass
+		}
+		cuts.Add(1)
+		return []pgserver.Fate{pgserver.CutBefore, pgserver.CutAfter}[rand.IntN(2)]
+	})
+	const callers, claims = 8, 20
+	var all sync.WaitGroup
+	for caller := range callers {
+		all.Go(func() {
+			for i := range claims {
+				key := fmt.Sprintf("%d-%d", caller, i)
+				v, err := s.Commit(context.Background(), claim(key, "claim"), put("last", key))
+				for errors.Is(err, store.ErrUnavailable) { // nothing was written
+					v, err = s.Commit(context.Background(), claim(key, "claim"), put("last", key))
+				}
+				if errors.Is(err, store.ErrUnknown) {
+					continue
+				}
+				if err != nil {
+					t.Errorf("the only claim of %s: %v", key, err)
+					continue
+				}
+				if e, err := s.Get(context.Background(), []byte(key)); err != nil || e.Version != v {
+					t.Errorf("%s was acknowledged as version %d, and is %d, %v", key, v, e.Version, err)
+				}
+			}
+		})
+	}
+	all.Wait()
+	if cuts.Load() < 5 {
+		t.Errorf("%d connections were cut", cuts.Load())
+	}
+}
+
+// A server that takes everything and answers nothing holds nobody up for long, and what it was
+// asked for counts as unknown, or as not written.
+func TestServerHangs(t *testing.T) {
+	p, err := pgserver.NewProxy(server)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	s := open(t, postgres.Options{DSN: p.DSN(), StatementTimeout: 100 * time.Millisecond})
+	if _, err := s.Commit(t.Context(), put("key", "1")); err != nil {
+		t.Fatal(err)
+	}
+	p.Judge(func([]byte) pgserver.Fate { return pgserver.Hold })
+	begun := time.Now()
+	var all sync.WaitGroup
+	for i := range 6 {
+		all.Go(func() {
+			var err error
+			switch i % 3 {
+			case 0:
+				_, err = s.Commit(context.Background(), put("key", "2"))
+			case 1:
+				_, err = s.Get(context.Background(), []byte("key"))
+			case 2:
+				for _, err = range s.Scan(context.Background(), store.Range{}) {
+				}
+			}
+			if !errors.Is(err, store.ErrUnavailable) && !(i%3 == 0 && errors.Is(err, store.ErrUnknown)) {
+				t.Errorf("call %d: %v", i, err)
+			}
+		})
+	}
+	all.Wait()
+	if took := time.Since(begun); took > 10*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	p.Judge(func([]byte) pgserver.Fate { return pgserver.Pass })
+	p.Release()
+	await(t, func() bool {
+		_, err := s.Commit(context.Background(), put("key", "3"))
+		return err == nil
+	})
+	if got := value(t, s, "key"); got != "3" {
+		t.Errorf("%q is stored", got)
+	}
+}
+
 func await(t *testing.T, what func() bool) {
 	t.Helper()
 	for late := time.Now().Add(patience); !what(); {
