@@ -218,7 +218,7 @@ var ways = map[string]way{
 }
 
 // fates are what becomes of the first client at the moment at which the equal call comes.
-var fates = []string{"waits", "leaves", "cancels", "is killed"}
+var fates = []string{"waits", "waits, and a new configuration comes", "leaves", "cancels", "is killed"}
 
 // retries are how the equal call comes.
 var retries = map[string]func(r *http.Request, n int){
@@ -262,7 +262,7 @@ func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, do
 		return 1, 1, true
 	case fate == "is killed" && at < recordedAt+2*time.Second && w.ending != refused:
 		return 1, 1, w.ending == doubted // a crash is evidence
-	case at < handed && fate == "waits" && !stated && (w.get == "" || at < claimedAt):
+	case at < handed && strings.HasPrefix(fate, "waits") && !stated && (w.get == "" || at < claimedAt):
 		return 2, 2, w.ending == doubted // both are meant
 	case w.ending == refused && answeredAt < at && at < recordedAt:
 		return 1, 2, false // it may get the same refusal
@@ -345,6 +345,12 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 	switch fate {
 	case "leaves":
 		leave()
+	case "waits, and a new configuration comes":
+		b.config.Open = b.engine.Open
+		var err error
+		if b.guard, err = guard.New(b.config); err != nil {
+			t.Fatal(err)
+		}
 	case "cancels":
 		for id := 10; id < 10+max(w.calls, 1); id++ {
 			notice := tool(0)

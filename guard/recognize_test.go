@@ -544,16 +544,26 @@ func (torn) FlushError() error { return errors.New("connection reset by peer") }
 // *Handed over*: a write that only fails once it is flushed has answered nobody, of an answer as it
 // comes and of a recorded one.
 func TestAnswersThatCannotBeFlushed(t *testing.T) {
-	b := recognizing(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("Content-Length", "8")
-		_, _ = fmt.Fprint(w, "charge ", n)
-	})
-	for range 3 {
-		b.guard.ServeHTTP(torn{httptest.NewRecorder()}, b.keyless(""))
-		b.was(1)
+	for status, want := range map[int][]string{
+		200: {"200 replayed charge 1", "200 executed charge 2"},
+		204: {"204 replayed ", "204 executed "}, // of which the header is the end
+	} {
+		b := recognizing(t, func(n int64, w http.ResponseWriter, _ *http.Request) {
+			if status == http.StatusNoContent {
+				w.WriteHeader(status)
+				return
+			}
+			w.Header().Set("Content-Length", "8")
+			_, _ = fmt.Fprint(w, "charge ", n)
+		})
+		for range 3 {
+			b.guard.ServeHTTP(torn{httptest.NewRecorder()}, b.keyless(""))
+			b.was(1)
+		}
+		for _, next := range want {
+			b.do(b.keyless(""), next)
+		}
 	}
-	b.do(b.keyless(""), "200 replayed charge 1")
-	b.do(b.keyless(""), "200 executed charge 2")
 }
 
 // The same of the final event of a stream that stays open.

@@ -240,11 +240,12 @@ func (w *Writer) finish(p []byte) {
 	if heard {
 		w.attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write, which a client may answer with its next call
 	}
+	all := w.held || w.left == 0
 	if w.held || w.whole {
 		w.held, w.whole, w.sent = false, false, true
 		w.w.WriteHeader(w.status)
 	}
-	w.send(p, heard && w.http1 && w.left == 0) // else the server writes the end later
+	w.send(p, heard && w.http1 && all) // else the server writes the end later
 	if heard && w.gone {
 		w.attempt.Unanswered()
 	}
