@@ -199,7 +199,10 @@ func (w *boundaryWatch) end(ctx context.Context, idle time.Duration) {
 		o.unread = false
 		on, err := w.endOne(ctx, wid, o, idle)
 		o.next = time.Now().Add(max(readEvery, 10*time.Since(now)))
-		switch {
+		switch final := (*api.Problem)(nil); {
+		case errors.As(err, &final): // it is too large, and grows
+			w.e.logger.Warn("the end of a workflow is not recorded", zap.String("workflow", wid), zap.String("reason", final.Detail))
+			delete(w.open, wid)
 		case err != nil && ctx.Err() == nil:
 			w.e.logger.Warn("whether a workflow has ended cannot be recorded; it is tried again", zap.String("workflow", wid), zap.Error(err))
 			o.unread, o.next = true, time.Now().Add(retryEnd)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"time"
@@ -41,8 +42,6 @@ type End struct {
 // maxEnding is how many entries of a workflow are read to find out whether it has ended.
 const maxEnding = 100_000
 
-var errTooLarge = errors.New("the workflow has too many entries for its end to be recognised")
-
 // End reads where a workflow is. found is false if nothing of it is recorded, or if it cannot be read
 // whole.
 func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err error) {
@@ -62,7 +61,7 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 	case err != nil || v.part.Empty():
 		return end, false, err
 	case v.more:
-		return end, false, errTooLarge
+		return end, false, NewProblem(workflowRunning, fmt.Sprintf("It has more than %d tokens, and its end is not recorded.", maxEnding))
 	}
 	records, sources := v.records, v.sources
 	end.Since = since
