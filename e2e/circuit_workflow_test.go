@@ -41,7 +41,7 @@ func (g *gateway) failThird(u *upstream) {
 // limit and the upstream are told to who is verified here; the limit is empty for others.
 func (r reply) refusedByItself(t *testing.T, upstream, limit string) {
 	t.Helper()
-	const refuses = " refuses this caller, and no other, as its tokens ask for a stricter limit"
+	const refuses = " refuses this caller, and no other, as its tokens or its plan ask for a stricter limit"
 	doc := r.retryable(t, 503, "circuit-open")
 	ok := doc.Detail == "The circuit breaker of the upstream"+refuses+"."
 	if limit != "" {

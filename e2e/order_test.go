@@ -2,8 +2,10 @@ package e2e
 
 import (
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/google/uuid"
@@ -109,4 +111,48 @@ func TestOrderByPlan(t *testing.T) {
 		t.Errorf("at last: %d %s", got.status, got.body)
 	}
 	p.upstream.arrived("/pay", 1)
+}
+
+// A-resource-claim-format-a, A-checkpoint-placement-policy-f, A-circuit-breaker-policy-configuration-a: of a node's needs the
+// upstream gets all, its timeout is the call's, and its breaker limits refuse its calls and no others. A GET that
+// names its node has a checkpoint.
+func TestNeedsOfANode(t *testing.T) {
+	u, a, c, hold := newUpstream(t), newAgent(t, "a"), newAgent(t, "c"), newGate(t)
+	p := &plannedGateway{t: t, upstream: u, a: a, c: c}
+	p.gateway = launch(t, setup{
+		app:  trusting(t, a, c) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}",
+		site: "agent_proxy " + u.addr + " {\n" + longWindow + "}\n}", badger: true,
+	})
+	wid := uuid.NewString()
+	const needs = `{"wf_id": "w", "nodes": [{"id": "look", "resource_hints": {"priority": "high", "cpu": "0.5", "timeout_s": 600}},
+		{"id": "slow", "resource_hints": {"timeout_s": 1}}, {"id": "strict", "constraints": {"atd.circuit_threshold": 0.2}}, {"id": "other"}]}`
+	if got := p.put(c, wid, needs, nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	wrong := document422(t, p.put(c, uuid.NewString(), strings.Replace(needs, `"high"`, `"urgent"`, 1), nil))
+	if text := fmt.Sprint(wrong); !strings.Contains(text, "look resource_hints.priority") {
+		t.Errorf("%s", text)
+	}
+	look := with(a.issue(ect.Claims{Workflow: wid, Action: "look"}), request{method: http.MethodGet, path: "/report", header: headers{"Workflow-Node": "look", "Resource-Hints": "cpu=\"64\""}})
+	if got := p.call(look); got.header.Get("Execution-Checkpoint") == "" || got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("%d %v", got.status, got.header)
+	}
+	if got := u.last("/report").Header.Get("Resource-Hints"); got != `priority=high, timeout_s=600, cpu="0.5"` {
+		t.Errorf("hints %q", got)
+	}
+	u.on("/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
+	if got := p.act(a, wid, "slow", "/slow", nil); got.header.Get("Execution-Status") != "in_doubt" {
+		t.Errorf("%d %v %s", got.status, got.header, got.body)
+	}
+	hold.open()
+
+	u.on("/down", status(500, ""))
+	for n := range 20 {
+		p.call(request{method: "GET", path: map[bool]string{true: "/down", false: "/up"}[n%3 == 0]})
+	}
+	p.act(a, wid, "strict", "/strict", nil).refusedByItself(t, u.addr, "20%")
+	if got := p.act(a, wid, "other", "/other", nil); got.status != http.StatusCreated {
+		t.Errorf("another node: %d %s", got.status, got.body)
+	}
+	u.arrived("/strict", 0)
 }

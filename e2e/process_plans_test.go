@@ -77,3 +77,41 @@ func TestProcessPlanOutlivesAKill(t *testing.T) {
 		t.Error(got)
 	}
 }
+
+// A-optional-declarative-workflow-format-d: a call of a node with an approval gate waits for people, on disk, once
+// what comes before it is done. It takes no key before, and is sent once afterwards.
+func TestProcessNodeWaitsForApproval(t *testing.T) {
+	t.Parallel()
+	upstream := newUpstream(t)
+	site := procNewSite(t, upstream.addr)
+	site.app = "identity " + gatewayIdentity
+	site.guard = "action hold_budget {\n match path /hold\n }\n action pay {\n match path /pay\n }"
+	g := site.start(t)
+	file := site.path("gate.json")
+	if err := os.WriteFile(file, []byte(`{"wf_id": "w", "nodes": [{"id": "hold_budget"}, {"id": "pay", "hitl_required": true}], "edges": [{"from": "hold_budget", "to": "pay"}]}`), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	site.operate(t, "workflows", "put", "nightly", file).says(t)
+	client := site.gateway(t)
+	call := func(path string) reply {
+		t.Helper()
+		return client.call(request{path: path, id: "key-of-" + path, header: map[string]string{"Workflow-Id": "nightly", "X-Api-Key": "ada"}})
+	}
+	call("/pay").problem(t, http.StatusConflict, "dependency-not-done")
+	if got := call("/hold"); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	asked := call("/pay")
+	asked.problem(t, http.StatusConflict, "approval-required")
+	g.kill()
+	site.start(t)
+	if again := call("/pay"); again.escalation(t) != asked.escalation(t) {
+		t.Errorf("%d %s", again.status, again.body)
+	}
+	upstream.arrived("/pay", 0)
+	site.decides(t, "approve", asked.escalation(t))
+	if got := call("/pay"); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	upstream.arrived("/pay", 1)
+}

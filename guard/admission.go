@@ -112,6 +112,11 @@ func permitted(x *Call, found execution.Finding) error {
 		Key:    retryKey(x.call.Key),
 		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header, h.RetryHeaders) > 0,
 	}
+	if n := nodeOf(x); n != nil {
+		if class, ok := bulkhead.ParseClass(n.Hints.Priority); ok {
+			c.Class = class
+		}
+	}
 	c.Unserved = func() { unserved(x, c.Class) }
 	begun := time.Time{}
 	if _, said := callersTime(x.r.Header, h.DeadlineHeader); said {

@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
@@ -708,12 +709,13 @@ func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
 		if err := ordered(x, false); err != nil {
 			return nil, err
 		}
+		constrainNode(x)
 	}
 	if err := x.circuitsOpen(); err != nil {
 		return nil, err
 	}
-	if x.action.Approval != nil {
-		if err := x.approved(); err != nil {
+	if a := approvalOf(x); a != nil {
+		if err := x.approved(a); err != nil {
 			return nil, err
 		}
 	}
@@ -808,11 +810,11 @@ const (
 	maxShownBody = 4 << 10
 )
 
-// approved refuses a call whose action asks people first, until they have approved this very
+// approved refuses a call for which people are asked first, until they have approved this very
 // request. The approval is good for the request and its execution id, and for the time to decide
 // once more, but for no longer than its key is kept: so a key that is free has not run since.
-func (x *Call) approved() error {
-	all, a, ctx := x.engine.Escalations, x.action.Approval, x.r.Context()
+func (x *Call) approved(a *Approval) error {
+	all, ctx := x.engine.Escalations, x.r.Context()
 	sum := sha256.New()
 	for _, part := range [][]byte{x.call.Key[:], x.call.Fingerprint[:], []byte(x.earlier), []byte(x.before)} { // another attempt is asked for anew
 		_, _ = sum.Write(part) // never fails
@@ -820,7 +822,7 @@ func (x *Call) approved() error {
 	hash := "sha-256:" + hex.EncodeToString(sum.Sum(nil))
 	e, err := all.Find(ctx, "call "+hash)
 	if errors.Is(err, hitl.ErrNotFound) {
-		e, err = x.askPeople(hash)
+		e, err = x.askPeople(a, hash)
 	}
 	if err != nil {
 		return x.storeFailed(err)
@@ -853,9 +855,11 @@ func (x *Call) approved() error {
 }
 
 // askPeople opens the escalation of a call that waits for an approval.
-func (x *Call) askPeople(hash string) (hitl.Escalation, error) {
-	a, ctx := x.action.Approval, x.r.Context()
-	caller := x.call.Scope.Caller
+func (x *Call) askPeople(a *Approval, hash string) (hitl.Escalation, error) {
+	ctx, caller, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
+	if n := nodeOf(x); n != nil {
+		what += ", the node " + strconv.Quote(n.ID) + " of its workflow's plan,"
+	}
 	requester := cmp.Or(x.h.OperatorName(x.r, caller), caller)
 	full, err := x.engine.Escalations.Waits(ctx, requester, maxWaiting)
 	if err != nil {
@@ -884,7 +888,7 @@ func (x *Call) askPeople(hash string) (hitl.Escalation, error) {
 	}
 	return x.engine.Escalations.Open(ctx, hitl.Opening{
 		Key: "call " + hash, Level: hitl.Approval, Cause: hitl.CauseCall, Workflow: workflow, Caller: named, Requester: requester,
-		Summary:  "A call of the action " + strconv.Quote(x.action.Name) + " waits for an approval.",
+		Summary:  what + " waits for an approval.",
 		Links:    hitl.Links{Checkpoint: x.before},
 		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: shown.String(), Hash: hash},
 		Role:     a.Role, Quorum: a.Quorum, Within: cmp.Or(a.Within, approvalTime),
@@ -1045,6 +1049,9 @@ func (x *Call) request(ctx context.Context) *http.Request {
 			message = x.evidence.tokens.sendOn(x.evidence.policy, r.Header, x.h.UpstreamIdentity, x.evidence.forwarded.Parents())
 		}
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
+	}
+	if n := nodeOf(x); n != nil && n.Hints != (plan.Hints{}) {
+		r.Header.Set(headerResourceHints, n.Hints.String())
 	}
 	x.part.announce(r.Header)
 	NarrowEncoding(r.Header)

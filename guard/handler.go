@@ -631,6 +631,8 @@ const (
 	// HeaderRollback names the rollback of which a request is an undo.
 	HeaderRollback = "Execution-Rollback"
 
+	// headerResourceHints has what the plan says that a call needs, for the upstream.
+	headerResourceHints       = "Resource-Hints"
 	headerExecutionRecognized = "Execution-Recognized"
 	headerExecutionCheckpoint = "Execution-Checkpoint"
 )

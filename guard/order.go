@@ -2,11 +2,14 @@ package guard
 
 import (
 	"fmt"
+	"net/http"
 	"slices"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
@@ -70,6 +73,55 @@ func nodeOf(x *Call) *plan.Node {
 		return nil
 	}
 	return &p.plan.Nodes[p.node]
+}
+
+// approvalOf says who has to approve the call before it is sent: as its action says, else the plan; nil where
+// nobody is asked (A-optional-declarative-workflow-format-d).
+func approvalOf(x *Call) *Approval {
+	if n := nodeOf(x); x.action.Approval == nil && n != nil && n.HITLRequired {
+		return &Approval{}
+	}
+	return x.action.Approval
+}
+
+// constrainNode applies what the plan says of the call's time and of the breakers of its upstreams, where that is
+// stricter than what is configured (A-circuit-breaker-policy-configuration-a).
+func constrainNode(x *Call) {
+	n := nodeOf(x)
+	if n == nil {
+		return
+	}
+	if n.Hints.TimeoutS > 0 {
+		x.call.Deadline = min(x.call.Deadline, time.Duration(n.Hints.TimeoutS)*time.Second)
+	}
+	if n.CircuitThreshold == 0 && n.CircuitWindowS == 0 {
+		return
+	}
+	window := time.Duration(min(n.CircuitWindowS, time.Hour.Seconds()) * float64(time.Second)) // no breaker has a longer one
+	if asked, err := breaker.NewView(n.CircuitThreshold, window); err == nil {                 // the plan was checked
+		x.h.Host.SetVar(x.r, ViewVar, asked.And(x.h.view(x.r)))
+	}
+}
+
+// namesNode reports whether a request says which node of a plan it is. Then it is guarded, whatever its method: a
+// task that is not recorded is never done, and its checkpoint would be missing
+// (A-checkpoint-placement-policy-f). What is not verified can only have itself guarded.
+func namesNode(h *Handler, r *http.Request) bool {
+	if r.Header.Get(HeaderWorkflowNode) == "" && len(r.Header[ect.FieldName]) == 0 {
+		return false
+	}
+	if policy, err := h.Tokens(); err == nil && policy == nil {
+		return false // nothing is recorded of it
+	}
+	raws, _ := ect.ParseFields(r.Header[ect.FieldName]) // else it is refused later
+	return r.Header.Get(HeaderWorkflowNode) != "" || slices.ContainsFunc(raws, func(raw string) bool {
+		t, err := ect.ParseInsecure(raw)
+		if err != nil {
+			return false
+		}
+		node, _ := t.Ext().Text(evidence.MemberNode)
+		return node != ""
+	})
 }
 
 // before are the calls of the nodes directly before the call's own, and their checkpoints: while a rollback

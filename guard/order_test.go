@@ -15,9 +15,12 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
@@ -381,5 +384,116 @@ func TestPlanOrderUntilTheClaim(t *testing.T) {
 		close(hold.open)
 		b.holds((<-late).ResponseRecorder, true, "a rolled_back")
 		b.had("charged ch_1", "refunded ch_1")
+	})
+}
+
+// A-resource-claim-format-a, A-checkpoint-placement-policy-f: what a plan says of a node is applied to its calls: the
+// time that they may take, and the header with what they need. A request that names its node is guarded, whatever
+// its method, since it would never be done otherwise.
+func TestNodesHaveTheirNeeds(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		var hints []string
+		b.answer = func(_ http.ResponseWriter, r *http.Request) {
+			hints = append(hints, r.Header.Get("Resource-Hints"))
+			select {
+			case <-time.After(10 * time.Second):
+			case <-r.Context().Done():
+			}
+		}
+		wid := uuid.NewString()
+		b.follows(wid, `{"wf_id": "w", "nodes": [{"id": "a", "resource_hints": {"priority": "high", "timeout_s": 4, "cpu": "0.5", "memory_mb": 4096}},
+			{"id": "b", "constraints": {"atd.resource_gpu": "2", "atd.resource_network_mbps": 100, "atd.resource_timeout_s": 900}}, {"id": "c"}]}`)
+		for _, c := range []struct {
+			node, status string
+			takes        time.Duration
+		}{{"a", "in_doubt", 4 * time.Second}, {"b", "executed", 10 * time.Second}, {"c", "executed", 10 * time.Second}} {
+			begun := time.Now()
+			w := b.node(wid, c.node, "/x")
+			if took := time.Since(begun).Round(time.Second); took != c.takes || w.Header().Get("Execution-Status") != c.status {
+				t.Errorf("%s took %v: %d %v %s", c.node, took, w.Code, w.Header(), w.Body)
+			}
+		}
+		if want := []string{`priority=high, timeout_s=4, cpu="0.5", memory_mb=4096`, `timeout_s=900, gpu="2", network_mbps=100`, ""}; !slices.Equal(hints, want) {
+			t.Errorf("%q, want %q", hints, want)
+		}
+
+		wid = uuid.NewString()
+		b.follows(wid, `{"wf_id": "w", "nodes": [{"id": "look"}, {"id": "pay"}], "edges": [{"from": "look", "to": "pay"}]}`)
+		b.holds(b.node(wid, "pay", "/x"), false, "look pending")
+		look := func(c ect.Claims) *httptest.ResponseRecorder {
+			b.Helper()
+			c.Workflow = wid
+			return b.send("GET /balance", "", "", b.token(b.agents["a"], c).Raw())
+		}
+		if w := look(ect.Claims{Action: "look"}); w.Code != http.StatusOK || w.Header().Get("Execution-Status") != "" {
+			t.Errorf("%d %v", w.Code, w.Header())
+		}
+		b.holds(b.node(wid, "pay", "/x"), false, "look pending")
+		b.ran(look(ect.Claims{Action: "read", Ext: new(ect.ExtBuilder).Text(evidence.MemberNode, "look")}))
+		b.ran(b.node(wid, "pay", "/x"))
+	})
+}
+
+// A-optional-declarative-workflow-format-d: before a call of a node with hitl_required is sent a person is asked, once it
+// could begin. The same call goes through when that is approved, and another one is another question.
+func TestNodeIsApproved(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		wid := uuid.NewString()
+		b.follows(wid, `{"wf_id": "w", "nodes": [{"id": "hold"}, {"id": "charge", "hitl_required": true}], "edges": [{"from": "hold", "to": "charge"}]}`)
+		b.holds(b.node(wid, "charge", "/x"), false, "hold pending")
+		b.ran(b.node(wid, "hold", "/x"))
+		asked := func(w *httptest.ResponseRecorder) hitl.Escalation {
+			b.Helper()
+			var doc struct {
+				Type string
+				ID   string `json:"escalation_id"`
+			}
+			b.check(json.Unmarshal(w.Body.Bytes(), &doc))
+			if w.Code != http.StatusConflict || doc.Type != api.BasePath+"approval-required" {
+				b.Fatalf("%d %s", w.Code, w.Body)
+			}
+			e, err := b.engine.Escalations.Get(b.Context(), doc.ID)
+			b.check(err)
+			return e
+		}
+		token := b.token(b.agents["a"], ect.Claims{Workflow: wid, Action: "charge"}).Raw()
+		e := asked(b.send("POST /x", "", "", token))
+		if again := asked(b.send("POST /x", "", "", token)); again.ID != e.ID || !strings.Contains(e.Summary, `the node "charge" of its workflow's plan`) {
+			t.Errorf("%s and %s: %s", e.ID, again.ID, e.Summary)
+		}
+		b.was(1)
+		_, err := b.engine.Escalations.Decide(b.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"})
+		b.check(err)
+		b.ran(b.send("POST /x", "", "", token))
+		if other := asked(b.node(wid, "charge", "/x")); other.ID == e.ID {
+			t.Error("one approval is good for two calls")
+		}
+		b.was(2)
+	})
+}
+
+// A-priority-levels-b: a call waits for the bulkhead in the class that the plan gives its node, whatever its own
+// token claims.
+func TestNodesWaitInTheirClass(t *testing.T) {
+	trusting(t, ect.L2, func(b *trust) {
+		b.withBulkhead(bulkhead.Settings{Total: 1, PerWorkflow: 1, Wait: time.Hour})
+		b.begin()
+		var came []string
+		b.answer = func(_ http.ResponseWriter, r *http.Request) {
+			came = append(came, r.URL.Path)
+			<-time.After(3 * time.Second)
+		}
+		wid := uuid.NewString()
+		b.follows(wid, `{"wf_id": "w", "nodes": [{"id": "first"}, {"id": "low", "resource_hints": {"priority": "low"}}, {"id": "none"}, {"id": "critical", "resource_hints": {"priority": "critical"}}]}`)
+		var all sync.WaitGroup
+		for _, node := range []string{"first", "low", "none", "critical"} {
+			token := b.token(b.agents["a"], ect.Claims{Workflow: wid, Action: node, Ext: new(ect.ExtBuilder).Text("atd.resource_priority", "high")})
+			all.Go(func() { b.ran(b.send("POST /"+node, "", "", token.Raw())) })
+			synctest.Wait()
+		}
+		all.Wait()
+		if want := []string{"/first", "/critical", "/none", "/low"}; !slices.Equal(came, want) {
+			t.Errorf("%q, want %q", came, want)
+		}
 	})
 }

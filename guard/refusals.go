@@ -274,7 +274,7 @@ func circuitOpen(open *breaker.OpenError, identity string, verified bool) *api.P
 	detail := "The circuit breaker of " + name + " is open"
 	switch {
 	case open.View != nil: // open for this caller only
-		detail = "The circuit breaker of " + name + " refuses this caller, and no other, as its tokens ask for a stricter limit"
+		detail = "The circuit breaker of " + name + " refuses this caller, and no other, as its tokens or its plan ask for a stricter limit"
 	case open.State == breaker.HalfOpen:
 		detail = "The circuit breaker of " + name + " is half-open, and lets one call through at a time"
 	}

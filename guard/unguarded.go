@@ -43,6 +43,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 	// with a reload that adds such a handler, a retry still finds its record (P1).
 	if sent, _ := h.Host.Original(r); safeMethod(r.Method) && safeMethod(sent) {
 		declared, err := h.Consequential.matches(r)
+		declared = declared || namesNode(h, r)
 		switch {
 		case err != nil:
 			return nil, classPass, err

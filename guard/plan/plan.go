@@ -86,6 +86,30 @@ type Hints struct {
 	NetworkMbps int64
 }
 
+// String is the value of a header field with the hints: a dictionary (RFC 9651), in which their names are
+// those of resource_hints. It is empty without hints.
+func (h *Hints) String() string {
+	var all []string
+	add := func(name, value string) {
+		if value != "" && value != "0" {
+			all = append(all, name+"="+value)
+		}
+	}
+	quoted := func(value string) string {
+		if value == "" {
+			return ""
+		}
+		return strconv.Quote(value)
+	}
+	add("priority", h.Priority)
+	add("timeout_s", strconv.FormatInt(h.TimeoutS, 10))
+	add("cpu", quoted(h.CPU))
+	add("memory_mb", strconv.FormatInt(h.MemoryMB, 10))
+	add("gpu", quoted(h.GPU))
+	add("network_mbps", strconv.FormatInt(h.NetworkMbps, 10))
+	return strings.Join(all, ", ")
+}
+
 // Constraint is a member of a node's constraints that is not ATD's. It is kept, and means nothing here.
 type Constraint struct {
 	Name  string
