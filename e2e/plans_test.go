@@ -25,9 +25,11 @@ type plannedGateway struct {
 	t        *testing.T
 	upstream *upstream
 	a, b, c  *agent
+	d        *agent // an operator
 }
 
 const plannedSite = ` {
+	operators issuer:spiffe://example.com/agent/d
 	action hold_budget {
 		match path /hold
 	}
@@ -41,9 +43,9 @@ const plannedSite = ` {
 
 func newPlannedGateway(t *testing.T, options string) *plannedGateway {
 	t.Helper()
-	p := &plannedGateway{t: t, upstream: newUpstream(t), a: newAgent(t, "a"), b: newAgent(t, "b"), c: newAgent(t, "c")}
+	p := &plannedGateway{t: t, upstream: newUpstream(t), a: newAgent(t, "a"), b: newAgent(t, "b"), c: newAgent(t, "c"), d: newAgent(t, "d")}
 	p.gateway = launch(t, setup{
-		app:  trusting(t, p.a, p.b, p.c) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}\n" + options,
+		app:  trusting(t, p.a, p.b, p.c, p.d) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}\n" + options,
 		site: "agent_proxy " + p.upstream.addr + plannedSite, badger: true,
 	})
 	return p
@@ -247,6 +249,14 @@ func TestNodesOfCallsWithoutTokens(t *testing.T) {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 	call("/mail", "").problem(t, http.StatusUnprocessableEntity, "node-ambiguous")
+	// A retry without a key is recognised as one for its own node only.
+	for node, want := range map[string]string{"mail-2": "replayed", "mail-1": "executed"} {
+		if got := p.call(request{path: "/mail", header: map[string]string{
+			"X-Api-Key": "ada", "Workflow-Id": "nightly", "Workflow-Node": node, "X-Stainless-Retry-Count": "1",
+		}}); got.header.Get("Execution-Status") != want {
+			t.Errorf("a retry of %s: %d %v", node, got.status, got.header)
+		}
+	}
 	running := make(chan reply)
 	go func() { running <- call("/pay", "") }()
 	<-begun
@@ -255,14 +265,14 @@ func TestNodesOfCallsWithoutTokens(t *testing.T) {
 		return fmt.Sprint(document[struct{ Plan shownPlan }](t, p.call(r)).Plan.Nodes)
 	}
 	// ada sees her own calls only; a plan is shown to who sees all.
-	if got := page(); got != "[{hold done} {mail-1 pending} {mail-2 done} {pay running}]" {
+	if got := page(); got != "[{hold done} {mail-1 done} {mail-2 done} {pay running}]" {
 		t.Errorf("%s: %s", wid, got)
 	}
 	close(done)
 	if got := <-running; got.status != http.StatusCreated {
 		t.Errorf("%d %s", got.status, got.body)
 	}
-	if got := page(); got != "[{hold done} {mail-1 pending} {mail-2 done} {pay done}]" {
+	if got := page(); got != "[{hold done} {mail-1 done} {mail-2 done} {pay done}]" {
 		t.Error(got)
 	}
 }
@@ -306,12 +316,26 @@ func TestWhoMayPutAPlan(t *testing.T) {
 	}
 	p.act(p.b, mine, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
 
-	// A plan that comes late says what it does not fit, and holds for what comes.
+	// An operator of the site may as well, at once.
+	elsewhere := uuid.NewString()
+	if got := p.put(p.d, elsewhere, tripPlan, nil); got.status != http.StatusCreated || !strings.Contains(got.body, `"in_force": true`) {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+
+	// A plan that comes late says what it does not fit, and holds for what comes. Retries of calls of
+	// before are answered as ever (P1).
+	before := map[string]string{"Idempotency-Key": "before"}
+	if got := p.act(p.b, theirs, "other", "/other", before); got.header.Get("Execution-Status") != "executed" {
+		t.Errorf("%d %s", got.status, got.body)
+	}
 	got := p.put(p.c, theirs, tripPlan, nil)
 	doc := document[struct {
 		Misfits []struct{ Task, Problem string }
 	}](t, got)
-	if got.status != http.StatusCreated || len(doc.Misfits) != 4 {
+	if got.status != http.StatusCreated || len(doc.Misfits) != 5 {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := p.act(p.b, theirs, "other", "/other", before); got.header.Get("Execution-Status") != "replayed" {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 	p.act(p.b, theirs, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
@@ -362,4 +386,52 @@ func TestPlanOfTheConfiguration(t *testing.T) {
 	if shown := p.shown(wid); shown.Version != version || len(shown.Others) != 1 || shown.Nodes[0].State != "done" {
 		t.Errorf("%+v", shown)
 	}
+}
+
+// A change of a plan and the workflow's first call race: the call runs under the plan of before, which then
+// stays, or not at all, since it is no node of the new one. Then many first calls at once run under one plan.
+func TestPlansAndFirstCallsRace(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	renamed := strings.Replace(strings.ReplaceAll(tripPlan, `"hold"`, `"keep"`), "hold_budget", "keep_budget", 1)
+	calls := 0
+	for range 12 {
+		wid := uuid.NewString()
+		if got := p.put(p.c, wid, tripPlan, nil); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		changed := make(chan reply, 1)
+		go func() { changed <- p.put(p.c, wid, renamed, map[string]string{"If-Match": "*"}) }()
+		called := p.act(p.a, wid, "hold_budget", "/hold", nil)
+		change := <-changed
+		switch {
+		case called.status == http.StatusCreated && change.status == http.StatusConflict:
+			calls++
+			p.act(p.a, wid, "keep_budget", "/hold", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+		case called.status == http.StatusUnprocessableEntity && change.status == http.StatusOK:
+			if got := p.act(p.a, wid, "keep_budget", "/hold", nil); got.status != http.StatusCreated {
+				t.Errorf("%d %s", got.status, got.body)
+			} else {
+				calls++
+			}
+		default:
+			t.Fatalf("%d %s and %d %s", called.status, called.body, change.status, change.body)
+		}
+	}
+	p.upstream.arrived("/hold", calls)
+
+	wid := uuid.NewString()
+	if got := p.put(p.c, wid, tripPlan, nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	answers := make(chan reply)
+	for range 20 {
+		r := with(p.a.issue(ect.Claims{Workflow: wid, Action: "hold_budget"}), request{path: "/hold"})
+		go func() { answers <- p.call(r) }()
+	}
+	for range 20 {
+		if got := <-answers; got.status != http.StatusCreated {
+			t.Errorf("%d %s", got.status, got.body)
+		}
+	}
+	p.upstream.arrived("/hold", calls+20)
 }

@@ -418,18 +418,18 @@ func TestPlansOfOneIssuerAreBounded(t *testing.T) {
 // Nor by changing one again and again.
 func TestChangesOfOneIssuerAreBounded(t *testing.T) {
 	_, s := newRig(t)
-	padding := strings.Repeat("x", 4000)
+	large := strings.Repeat("x", 7<<20)
 	n := 0
-	for ; n < 200; n++ {
-		d := parse(t, fmt.Sprintf(`{"wf_id": "w%d", "description": "%s", "nodes": [%s]}`, n, padding, manyNodes(5000)))
+	for ; n < 20; n++ {
+		d := parse(t, fmt.Sprintf(`{"wf_id": "w%d", "nodes": [{"id": "a", "constraints": {"x": "%s"}}]}`, n, large))
 		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Issuer: "agent", By: "agent", Plan: d, Replaces: []string{"*"}[:min(n, 1)]}); errors.Is(err, ErrFull) {
 			break
 		} else if err != nil {
 			t.Fatal(err)
 		}
 	}
-	if n < 10 || n > 90 {
-		t.Errorf("%d versions of 0.9 MB", n)
+	if n != 9 {
+		t.Errorf("%d versions of 7 MiB", n)
 	}
 }
 
