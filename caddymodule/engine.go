@@ -563,8 +563,14 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	if c := e.rollbacks.coordinator(); err == nil && c != nil {
 		_, err = c.Reseal(ctx)
 	}
+	if err == nil {
+		if err = e.plans.Reseal(ctx); errors.Is(err, plan.ErrUnreadable) { // they are lost already
+			e.logger.Error("some plans of workflows are damaged, and are left as they are", zap.Error(err))
+			err = nil
+		}
+	}
 	if err != nil && ctx.Err() == nil {
-		e.logger.Warn("re-sealing the ledger, the checkpoints and the rollbacks failed", zap.Error(err))
+		e.logger.Warn("re-sealing the ledger, the checkpoints, the rollbacks and the plans of workflows failed", zap.Error(err))
 		e.resealing.last.Store(&admin.Resealing{Key: ids[len(ids)-1], Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
@@ -573,9 +579,6 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	}
 	if err := e.cascades.kept.reseal(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("what is stored of cascades stays under an older key", zap.Error(err))
-	}
-	if err := e.plans.Reseal(ctx); err != nil && ctx.Err() == nil {
-		e.logger.Warn("plans of workflows stay under an older key", zap.Error(err))
 	}
 	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the escalations stay under an older key", zap.Error(err))

@@ -117,6 +117,7 @@ func TestPlanIsPut(t *testing.T) {
 	r := request{method: http.MethodPut, path: "/.well-known/cascade/workflows/" + wid, body: tripPlan, header: map[string]string{"Content-Type": planType}}
 	p.call(with(p.a.issue(ect.Claims{Workflow: wid, Input: ect.Sum([]byte("another"))}), r)).refusedFor(t, http.StatusForbidden, "inp_hash")
 	p.call(with(p.a.issue(ect.Claims{Workflow: uuid.NewString(), Input: ect.Sum([]byte(tripPlan))}), r)).refusedFor(t, http.StatusForbidden, "wid")
+	p.put(p.c, wid, strings.Repeat(" ", 8<<20+1), nil).problem(t, http.StatusRequestEntityTooLarge, "body-too-large")
 	if got := p.plan(p.a, wid, ""); got.status != http.StatusNotFound {
 		t.Errorf("nothing was put yet: %d %s", got.status, got.body)
 	}
@@ -148,6 +149,11 @@ func TestPlanIsPut(t *testing.T) {
 	if now.status != 200 || now.header.Get("ETag") != second || now.header.Get("Content-Type") != planType || !strings.Contains(now.body, `"reversible":false`) ||
 		before.status != 200 || before.header.Get("ETag") != first || strings.Contains(before.body, `"reversible":false`) {
 		t.Errorf("%d %v %s\n%d %v %s", now.status, now.header, now.body, before.status, before.header, before.body)
+	}
+	same := p.call(with(p.c.issue(ect.Claims{Action: "look"}), request{method: http.MethodGet, path: "/.well-known/cascade/workflows/" + wid,
+		header: map[string]string{"Accept": planType, "If-None-Match": second}}))
+	if same.status != http.StatusNotModified || same.header.Get("ETag") != second || same.body != "" {
+		t.Errorf("%d %v %s", same.status, same.header, same.body)
 	}
 	// P3: for a stranger it is as if there were none.
 	none, foreign := p.plan(p.b, uuid.NewString(), ""), p.plan(p.b, wid, "")
@@ -219,6 +225,13 @@ func TestWhichNodeACallIs(t *testing.T) {
 	}
 	if got := fmt.Sprint(p.shown(wid).Nodes); got != "[{hold done} {mail-1 done} {mail-2 done} {pay pending}]" {
 		t.Error(got)
+	}
+	// Who sees all of the workflow sees its plan, too; who has no part in it sees none (P3).
+	if got := p.plan(p.a, wid, ""); got.status != http.StatusOK {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	if got := p.plan(p.b, wid, ""); got.status != http.StatusNotFound {
+		t.Errorf("%d %s", got.status, got.body)
 	}
 	// The workflow stays with the plan that it has begun with.
 	p.put(p.c, wid, strings.Replace(tripPlan, "mail-2", "mail-3", 1), map[string]string{"If-Match": "*"}).problem(t, http.StatusConflict, "plan-in-force")
@@ -434,4 +447,25 @@ func TestPlansAndFirstCallsRace(t *testing.T) {
 		}
 	}
 	p.upstream.arrived("/hold", calls+20)
+}
+
+// At level L3 a start can be in the ledger before the first call, which does not bring it again.
+func TestPlanOfARecordedStart(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "plan.json")
+	if err := os.WriteFile(file, []byte(tripPlan), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p := newPlannedGateway(t, "plan "+file+level3)
+	wid := uuid.NewString()
+	start := p.a.issue(eventOf("workflow_start", ect.Cascade, wid, nil))
+	if got := p.call(with(start, request{method: http.MethodGet, path: "/look"})); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	call := func(action string) reply {
+		return p.call(with(p.a.issue(ect.Claims{Workflow: wid, Action: action, Parents: []string{start.ID()}}), request{path: "/x"}))
+	}
+	call("other").problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	if got := call("hold_budget"); got.status != http.StatusCreated {
+		t.Errorf("%d %s", got.status, got.body)
+	}
 }

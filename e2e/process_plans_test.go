@@ -22,12 +22,15 @@ func TestProcessPlanOutlivesAKill(t *testing.T) {
 		<-gone
 	})
 	site := procNewSite(t, upstream.addr)
-	site.app = "identity " + gatewayIdentity
-	site.guard = "action hold_budget {\n match path /hold\n }\n action pay {\n match path /pay\n }"
-	g := site.start(t)
 	file := site.path("trip.json")
 	if err := os.WriteFile(file, []byte(tripPlan), 0o644); err != nil {
 		t.Fatal(err)
+	}
+	site.app = "identity " + gatewayIdentity + "\nplan " + file
+	site.guard = "action hold_budget {\n match path /hold\n }\n action pay {\n match path /pay\n }"
+	g := site.start(t)
+	if !strings.Contains(g.log.String(), "nothing undoes the action") { // A-optional-e, at load
+		t.Errorf("no warning:\n%s", g.log.tail(6000))
 	}
 	if got := site.operate(t, "workflows", "list").says(t); got != "No workflow has a plan.\n" {
 		t.Error(got)

@@ -296,7 +296,9 @@ func TestOrphansAreRecordedOnce(t *testing.T) {
 	b := newBench(t)
 	workflow := uuid.NewString()
 	token := b.token(t, ect.Claims{Workflow: workflow})
-	checkpoint, err := b.builder.Checkpoint(time.Now(), call(workflow, token.ID()))
+	of := call(workflow, token.ID())
+	of.Node = "pay" // which the checkpoint alone says after a crash
+	checkpoint, err := b.builder.Checkpoint(time.Now(), of)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -314,6 +316,9 @@ func TestOrphansAreRecordedOnce(t *testing.T) {
 		}
 		node := b.entry(t, workflow, b.evidence.NodeID(checkpoint.ID()))
 		if fmt.Sprint(node.Parents()) != fmt.Sprint([]string{token.ID(), checkpoint.ID()}) {
+			t.Errorf("%s", node.Payload())
+		}
+		if of, _ := node.Ext().Text(evidence.MemberNode); of != "pay" {
 			t.Errorf("%s", node.Payload())
 		}
 		b.close(t)
