@@ -51,8 +51,8 @@ func newStar(t *testing.T, options string, stages ...*procStages) *star {
 	return c.begin()
 }
 
-// layStar makes the sites of three gateways, each before the restLab, and starts none.
-func layStar(t *testing.T) *star {
+// layStar makes the sites of three gateways, each before the restLab, and starts none. They trust the agents.
+func layStar(t *testing.T, agents ...*agent) *star {
 	t.Helper()
 	const n = 3
 	c := &star{t: t, a: newAgent(t, "a"), lab: newRestLab(t)}
@@ -71,7 +71,9 @@ func layStar(t *testing.T) *star {
 		}
 		all.Keys = append(all.Keys, one.Keys...)
 	}
-	add(c.a.ring, c.a.issuer.Identity())
+	for _, a := range append(agents, c.a) {
+		add(a.ring, a.issuer.Identity())
+	}
 	for i := range n {
 		site := procNewSite(t, c.lab.addr)
 		ring, err := ect.CreateRing(site.path("identity"), ect.ES256)

@@ -83,6 +83,9 @@ func (x *Call) begin() error {
 	if s.call.Node, _ = s.tokens.node(); s.call.Node == "" {
 		s.call.Node, _ = statedNode(x.r) // prepare has checked it
 	}
+	if own := s.tokens.Own; len(own) > 0 {
+		s.call.Hearers = own[0].Audience()
+	}
 	if x.h.UpstreamIdentity != "" {
 		s.call.Audience = []string{x.h.UpstreamIdentity}
 	}
@@ -426,7 +429,15 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 	}
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
-	for _, t := range x.upstreamErrors(ctx, answer) {
+	own, passed := x.upstreamErrors(ctx, answer)
+	for _, t := range slices.Backward(passed) { // causes first; people are asked because of what the called agent says itself
+		if err := x.evidence.policy.Evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t}); err == nil {
+			reported.ids = append(reported.ids, t.ID())
+		} else if !errors.Is(err, ledger.ErrDuplicate) {
+			x.h.Logger.Warn("an error that was passed along could not be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
+		}
+	}
+	for _, t := range own {
 		fits, err := keepReported(ctx, x, x.recordUntil(now), t)
 		if err == nil {
 			reported.ids = append(reported.ids, t.ID())
@@ -475,20 +486,20 @@ func keepReported(ctx context.Context, x *Call, until time.Time, t *ect.Token) (
 const upstreamErrorTime = 5 * time.Second
 
 // upstreamErrors are the errors that the upstream reports with its answer (ATD "Error Signaling",
-// upstream_errors). Unverifiable and known ones are left out.
-func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.Token {
+// upstream_errors), and those that it passes along: in this workflow and for this gateway, each named by an error
+// of somebody else that leads to one of its own (ADR 0112). Unverifiable and known ones are left out.
+func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) (own, passed []*ect.Token) {
 	s := &x.evidence
 	if s.policy.Verifier == nil {
-		return nil
+		return nil, nil
 	}
 	raws, err := ect.ParseFields(answer[ect.FieldName])
 	if err != nil || len(raws) > MaxTokens {
-		return nil
+		return nil, nil
 	}
-	var errs []*ect.Token
-	graph := func(*ect.Token) ect.DAG { return s.policy.Evidence.Graph(s.call.Workflow) }
+	var others []*ect.Token
 	for _, raw := range raws {
-		t, err := s.policy.Verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now(), DAG: graph})
+		t, err := s.policy.Verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now()})
 		if err == nil && (!t.Proven() || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow) {
 			continue // it is no error of this workflow
 		}
@@ -496,17 +507,43 @@ func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) []*ect.To
 			err = checkEvent(t, false)
 		}
 		if err == nil {
-			err = s.policy.graphOnly().CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
+			var known evidence.TokenStatus
+			if known, err = s.policy.Evidence.LedgerStatus(ctx, t); err == nil && known != evidence.Unused {
+				continue
+			}
 		}
 		if err != nil {
 			x.h.Logger.Debug("an error that an upstream reported is left out", slog.Any("key", x.call.Key), slog.Any("error", err))
 			continue
 		}
-		if known, err := s.policy.Evidence.LedgerStatus(ctx, t); err == nil && known == evidence.Unused {
-			errs = append(errs, t)
+		if err := x.reportsItself(ctx, t); err != nil {
+			x.h.Logger.Debug("an error that an upstream reported is not its own", slog.Any("key", x.call.Key), slog.Any("error", err))
+			others = append(others, t)
+			continue
 		}
+		own = append(own, t)
 	}
-	return errs
+	for at, named := 0, slices.Clone(own); at < len(named); at++ {
+		ids, _ := named[at].Ext().Texts(ect.MemberUpstreamErrors)
+		others = slices.DeleteFunc(others, func(t *ect.Token) bool {
+			is := slices.Contains(ids, t.ID()) && t.Issuer() != named[at].Issuer()
+			if is {
+				passed, named = append(passed, t), append(named, t)
+			}
+			return is
+		})
+	}
+	return own, passed
+}
+
+// reportsItself checks that the issuer of an error that came with the answer takes part in what it names.
+func (x *Call) reportsItself(ctx context.Context, t *ect.Token) error {
+	s := &x.evidence
+	graph := func(*ect.Token) ect.DAG { return s.policy.Evidence.Graph(s.call.Workflow) }
+	if _, err := s.policy.Verifier.Verify(ctx, t.Raw(), ect.Presentation{Now: time.Now(), DAG: graph}); err != nil {
+		return err
+	}
+	return s.policy.graphOnly().CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
 }
 
 // calledWith are the ids of the caller's own tokens and of the call's checkpoint.

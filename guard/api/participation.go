@@ -37,8 +37,18 @@ func (p *participation) add(e *ledger.Entry) bool {
 		p.alerts[e.ID] = e.Parents
 	default:
 		p.links.Add(e.ID, e.Parents, p.reported(e))
+		p.links[e.ID] = append(p.links[e.ID], p.led(e)...)
 	}
 	return false
+}
+
+// led are the errors that led to one of the gateway's own: whoever takes part in the call got them with its answer.
+func (s *Ledger) led(e *ledger.Entry) []string {
+	if event, _ := ect.ParseEvent(e.Action); event != ect.EventError || !s.own(e) {
+		return nil
+	}
+	ids, _ := evidence.Extension(e).Texts(ect.MemberUpstreamErrors)
+	return ids
 }
 
 // takesPart reports whether the reader itself took part in an entry.
@@ -184,7 +194,7 @@ func (s *search) parents(id string) (mine bool, ids []string, err error) {
 // children returns ids that follow from an id, except agents' reports on others.
 func (s *search) children(id string, from ledger.Cursor) (ids []string, next ledger.Cursor, err error) {
 	follows := func(e *ledger.Entry) bool {
-		return !evidence.IsUnproven(e) && !s.reported(e) && slices.Contains(e.Parents, id)
+		return !evidence.IsUnproven(e) && !s.reported(e) && slices.Contains(slices.Concat(e.Parents, s.led(e)), id)
 	}
 	if from == "" {
 		for _, n := range s.along {

@@ -103,8 +103,9 @@ type Call struct {
 	// Audience are further verifiers of the checkpoint.
 	Audience []string
 	// Issuer is the identity that the caller's own tokens prove; empty for none. It is in
-	// the audience of the error of a failed call.
-	Issuer string
+	// the audience of the error of a failed call, and so are Hearers: those for whom it has issued them.
+	Issuer  string
+	Hearers []string // See Issuer.
 	// Node is the id of the plan's node that the call is; empty if that is not known.
 	Node string
 }
@@ -243,8 +244,11 @@ func (e *Evidence) indexIDs(event *ledger.Event) []string {
 	if n := len(event.Parents); n > 0 && isDerived(event.ID) {
 		for _, p := range []string{event.Parents[n-1], event.Parents[0]} { // the checkpoint, or the node of the outcome
 			switch event.ID {
-			case e.NodeID(p), e.SettledID(p), e.failureID(p):
+			case e.NodeID(p), e.SettledID(p):
 				return nil
+			case e.failureID(p): // what was passed along follows from nothing else (ADR 0112)
+				named, _ := extensionOf(event).Texts(ect.MemberUpstreamErrors)
+				return named
 			}
 		}
 	}
@@ -350,23 +354,32 @@ func (b *EventBuilder) failure(now time.Time, c *Call, o *Outcome, node string) 
 		Text(ect.MemberDescription, c.Action+": "+string(o.Cause)).
 		Text(ect.MemberCheckpointID, o.Checkpoint).
 		Texts(ect.MemberUpstreamErrors, o.UpstreamErrors)
+	if len(c.Audience) > 0 { // the upstream
+		ext.Text(ect.MemberDownstreamAgent, c.Audience[0])
+	}
 	// The parents are the tokens of the failed action: the gateway's node and the caller's.
 	parents := append(make([]string, 0, len(c.Parents)+1), node)
 	if len(c.Parents) < ect.MaxParents {
 		parents = append(parents, c.Parents...)
 	}
 	return b.issuer.Draft(now, ect.Claims{
-		Audience: b.errorAudience(c.Issuer), ID: b.e.failureID(node), Workflow: c.Workflow,
+		Audience: b.errorAudience(c.Issuer, c.Hearers...), ID: b.e.failureID(node), Workflow: c.Workflow,
 		Action: string(ect.EventError), Parents: parents, Ext: ext,
 	})
 }
 
-// errorAudience returns the verifiers of an error that the caller may read.
-func (b *EventBuilder) errorAudience(caller string) []string {
-	if caller == "" || caller == b.Identity() {
-		return []string{b.Identity()}
+// maxHearers bounds the audience of an error.
+const maxHearers = 16
+
+// errorAudience returns the verifiers of an error that the caller may read, and pass along to others.
+func (b *EventBuilder) errorAudience(caller string, hearers ...string) []string {
+	all := []string{b.Identity()}
+	for _, name := range append([]string{caller}, hearers...) {
+		if name != "" && len(all) < maxHearers && !slices.Contains(all, name) {
+			all = append(all, name)
+		}
 	}
-	return []string{b.Identity(), caller}
+	return all
 }
 
 // classify gives the severity and type of a failure (ATD "Error Signaling"). Calls in doubt

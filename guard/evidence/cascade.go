@@ -84,7 +84,7 @@ func (f *CascadeFeed) Take(ctx context.Context, now time.Time, e *ledger.Event) 
 	case event == ect.EventError && own:
 		return f.failed(ctx, &rec, now, entry)
 	case event == ect.EventError:
-		return f.reported(now, entry), nil
+		return f.reported(ctx, &rec, now, entry)
 	case (event == ect.EventCircuitOpen || event == ect.EventCircuitClose) && !own:
 		downstream, _ := Extension(entry).Text(ect.MemberDownstreamAgent)
 		return f.Detector.Breaker(now, cascade.Breaker{
@@ -167,11 +167,13 @@ func (e *Evidence) failedAt(ctx context.Context, checkpoint string) (string, err
 	return string(upstream), nil
 }
 
-// reported gives the detector an agent's error. Its participation was checked before it was recorded.
-func (f *CascadeFeed) reported(now time.Time, e *ledger.Entry) (changes []cascade.Change) {
+// reported gives the detector an agent's error. Its participation was checked before it was recorded. One that
+// others have passed along from behind a call, and that follows from nothing recorded here, is a node of its own:
+// what it says has failed (ADR 0112).
+func (f *CascadeFeed) reported(ctx context.Context, rec *Recorder, now time.Time, e *ledger.Entry) (changes []cascade.Change, err error) {
 	ext := Extension(e)
 	if severity, _ := ext.Text(ect.MemberSeverity); !Severe(severity) {
-		return nil
+		return nil, nil
 	}
 	failure := cascade.Failure{Workflow: e.Workflow, Error: e.ID, Kind: kindOf(ext), By: e.Issuer}
 	failure.Causes, _ = ext.Texts(ect.MemberUpstreamErrors)
@@ -179,10 +181,45 @@ func (f *CascadeFeed) reported(now time.Time, e *ledger.Entry) (changes []cascad
 	if id := NamedCheckpoint(ext); id != "" && !slices.Contains(nodes, id) {
 		nodes = append(slices.Clone(nodes), id)
 	}
+	known := false
+	for _, id := range nodes {
+		n, err := rec.lookup(ctx, e.Workflow, id)
+		if err != nil {
+			return nil, err
+		}
+		known = known || n != nil
+	}
+	if !known {
+		if failure.By, err = f.failedBehind(ctx, rec, e, failure.Causes); err != nil {
+			return nil, err
+		}
+		f.Detector.Node(now, cascade.Node{ID: e.ID, Workflow: e.Workflow, Agent: failure.By})
+		nodes = []string{e.ID}
+	}
 	for _, failure.Node = range nodes {
 		changes = append(changes, f.Detector.Fail(now, failure)...)
 	}
-	return changes
+	return changes, nil
+}
+
+// failedBehind is who has failed by an error that was passed along: its issuer. A gateway's error about a call names
+// the error of the agent that it called, and is about the same failure. So who is not honest adds nobody but
+// himself.
+func (f *CascadeFeed) failedBehind(ctx context.Context, rec *Recorder, e *ledger.Entry, causes []string) (string, error) {
+	downstream, _ := Extension(e).Text(ect.MemberDownstreamAgent)
+	for _, id := range causes {
+		if downstream == "" {
+			break
+		}
+		cause, err := rec.lookup(ctx, e.Workflow, id)
+		if err != nil {
+			return "", err
+		}
+		if cause != nil && cause.Issuer == downstream {
+			return downstream, nil
+		}
+	}
+	return e.Issuer, nil
 }
 
 // kindOf is how a call or an action failed, by its error. The gateway's own have the cause at the end of
