@@ -631,6 +631,43 @@ func TestLease(t *testing.T) {
 	}
 }
 
+// A lease is renewed by the session that holds it, and if that is lost by a new one, which holds it
+// as well.
+func TestLeaseIsRenewed(t *testing.T) {
+	schema := newSchema()
+	s := open(t, postgres.Options{Schema: schema, Lease: 2 * time.Second, StatementTimeout: time.Second})
+	conn := database(t)
+	ends := func() (expires int64) {
+		if err := conn.QueryRow(t.Context(), "select expires from "+schema+".lease").Scan(&expires); err != nil {
+			t.Fatal(err)
+		}
+		return expires
+	}
+	// The other tests' stores are closed: one session has an advisory lock.
+	holder := func() (pid int) {
+		err := conn.QueryRow(t.Context(), "select coalesce(max(pid), 0) from pg_locks where locktype = 'advisory'").Scan(&pid)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return pid
+	}
+	first := holder()
+	for range 2 {
+		before := ends()
+		await(t, func() bool { return ends() > before })
+	}
+	if again := holder(); first == 0 || again != first {
+		t.Errorf("the lease went from session %d to %d while nothing was lost", first, again)
+	}
+	exec(t, conn, "select pg_terminate_backend($1)", first)
+	await(t, func() bool { again := holder(); return again != 0 && again != first })
+	before := ends()
+	await(t, func() bool { return ends() > before })
+	if _, err := s.Commit(t.Context(), put("key", "1")); err != nil {
+		t.Errorf("a commit after the session of the lease was lost: %v", err)
+	}
+}
+
 // A holder that does not renew its lease, though its session lives, loses it when it ends by the
 // server's clock.
 func TestLeaseEndsByTheServersClock(t *testing.T) {
