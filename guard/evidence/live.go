@@ -16,7 +16,7 @@ import (
 
 const (
 	// maxLive bounds the records of all live workflows. A record takes about 1 kB.
-	maxLive = 200_000
+	maxLive = 100_000
 	// loadTime bounds the reading of a workflow.
 	loadTime = 30 * time.Second
 )
