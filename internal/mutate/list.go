@@ -146,4 +146,19 @@ var mutations = []mutation{
 		old: "			return \"no JSON\"", now: "			break",
 		breaks: "an agent that answers nonsense is believed", tests: []string{"TestProcessContain"},
 	},
+	{
+		id: "C-3.3.3-d", file: "guard/execution/quota.go", dir: "guard/execution",
+		old: "	u.State.reserved += need\n", now: "	_ = need\n",
+		breaks: "calls of a workflow that begin at once find the same room", tests: []string{"TestWorkflowRoomIsTakenOnce", "TestWorkflowsStoreNoMoreAtOnce"},
+	},
+	{
+		id: "C-3.4.1-e", file: "breaker/cascade/exhaustion.go", dir: "breaker/cascade",
+		old: "r.Refused > before.Refused", now: "r.Refused >= before.Refused",
+		breaks: "a queue that nobody found full counts as exhausted", tests: []string{"TestExhaustion"},
+	},
+	{
+		id: "C-3.1.1-b", file: "guard/evidence/cascade.go", dir: "guard/evidence",
+		old: "	return string(upstream), nil\n", now: "	_ = upstream\n	return \"\", nil\n",
+		breaks: "the next process does not know where calls have failed", tests: []string{"TestFailuresOfBeforeARestart"},
+	},
 }
