@@ -426,6 +426,10 @@ func actionOptions() options[*Action] {
 			}
 			return checkDescription(a.Description)
 		}},
+		"consequential": {usage: "consequential", parse: func(_ *caddyfile.Dispenser, a *Action) error {
+			a.Consequential = true
+			return nil
+		}},
 		"on_error": {usage: "on_error rollback | escalate", parse: func(d *caddyfile.Dispenser, a *Action) error {
 			return parseChoice(d, &a.OnError, errorRollback, errorEscalate)
 		}},

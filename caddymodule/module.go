@@ -426,6 +426,9 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 		if err := h.provisionPolicy(a); err != nil {
 			return fmt.Errorf("action %s: %w", a.Name, err)
 		}
+		if a.Consequential {
+			h.consequentialSets = append(slices.Clip(h.consequentialSets), a.matchers...)
+		}
 	}
 	h.actions = append(slices.Clip(h.Actions), fallback)
 	var err error
@@ -553,6 +556,9 @@ func (h *Handler) provisionPolicy(a *Action) error {
 		return err
 	}
 	if err := a.checkSeverity(); err != nil {
+		return err
+	}
+	if err := a.checkConsequential(); err != nil {
 		return err
 	}
 	a.rules = execution.Rules{Preset: a.Preset}
@@ -871,6 +877,9 @@ func (h *Handler) checkPolicies() error {
 		}
 		if err == nil {
 			err = a.checkSeverity()
+		}
+		if err == nil {
+			err = a.checkConsequential()
 		}
 		if err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)

@@ -222,6 +222,15 @@ func (a *Action) checkOnError() error {
 	return nil
 }
 
+// checkConsequential: without matchers every request would be guarded. Whether a request calls a tool is
+// known only of those that are guarded already.
+func (a *Action) checkConsequential() error {
+	if a.Consequential && (len(a.MatcherSetsRaw)+len(a.matchers) == 0 || len(a.Tools)+len(a.Arguments) > 0) {
+		return &invalid{[]string{"consequential"}, errors.New("it needs `match` with matchers of requests, and no `match tool` or `match argument`; for tools there is `consequential tool` of the guard")}
+	}
+	return nil
+}
+
 // severities are those of the drafts (ATD and AERR, "Error ECT").
 var severities = []string{"info", "warning", "error", workflow.Critical}
 
@@ -286,6 +295,11 @@ type Action struct {
 	// What the calls do, in a sentence for people. It stands in their checkpoints
 	// (`cascade.description`), so it must not contain secrets. Default: the action's name.
 	Description string `json:"description,omitempty"`
+
+	// Guards the calls that `match` takes also with a safe method, so that they have a checkpoint: for
+	// what cannot be verified without external state, like the start of a measurement by GET. Needs
+	// `match`, and neither `tools` nor `arguments`. Default: false.
+	Consequential bool `json:"consequential,omitempty"`
 
 	// What becomes of a call that has failed: completed with a 5xx or -32603, with any error status
 	// if the upstream's own error came along, or named by the error of an agent whom it concerns.

@@ -563,7 +563,8 @@ func resends(proxy *reverseproxy.Handler, guard *Handler) bool {
 		return false
 	}
 	// Without matchers, only GET is retried after its connection was made.
-	return len(lb.RetryMatch)+len(lb.RetryMatchRaw) > 0 || len(guard.consequentialSets)+len(guard.ConsequentialRaw) > 0
+	return len(lb.RetryMatch)+len(lb.RetryMatchRaw) > 0 || len(guard.consequentialSets)+len(guard.ConsequentialRaw) > 0 ||
+		slices.ContainsFunc(guard.Actions, func(a *Action) bool { return a != nil && a.Consequential })
 }
 
 // unguardedErrorRoutes lists the servers whose error routes forward guarded calls without a

@@ -78,6 +78,13 @@ func TestConfiguredClasses(t *testing.T) {
 		}
 		exempt path /free/*
 		consequential path /fire /do/*
+		action measure {
+			match path /measure/*
+			consequential
+		}
+		action look {
+			match path /look /measure/*
+		}
 	}`, u.addr)
 	for i, row := range []struct {
 		method, path string
@@ -85,6 +92,7 @@ func TestConfiguredClasses(t *testing.T) {
 	}{
 		{"POST", "/search", false}, {"PUT", "/search", true}, {"POST", "/free/x", false}, {"POST", "/other", true},
 		{"GET", "/fire", true}, {"GET", "/do/it", true}, {"GET", "/look", false}, {"HEAD", "/do/that", true},
+		{"GET", "/measure/now", true}, {"POST", "/measure/it", true}, {"GET", "/measures", false},
 	} {
 		r := request{method: row.method, path: row.path, id: fmt.Sprint("k", i)}
 		before := u.arrivals(r.path)

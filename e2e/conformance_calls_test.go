@@ -49,7 +49,7 @@ func TestConformanceDefaults(t *testing.T) {
 // has a checkpoint that is stored before the call leaves; what changes nothing has none.
 func TestGuardedMethodsHaveCheckpoints(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n consequential path /fire\n }"})
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n consequential path /fire\n action measure {\n match path /measure\n consequential\n }\n }"})
 	stored := func() (n int) {
 		for _, err := range g.store.memory.Scan(context.Background(), store.Prefix([]byte("kb"))) {
 			if err != nil {
@@ -61,7 +61,7 @@ func TestGuardedMethodsHaveCheckpoints(t *testing.T) {
 	}
 	var before int
 	var there bool
-	for _, path := range []string{"/device", "/fire"} {
+	for _, path := range []string{"/device", "/fire", "/measure"} {
 		u.on(path, func(w http.ResponseWriter, _ *arrival) {
 			there = stored() > before
 			w.WriteHeader(http.StatusOK)
@@ -72,7 +72,7 @@ func TestGuardedMethodsHaveCheckpoints(t *testing.T) {
 		has          bool
 	}{
 		{"POST", "/device", true}, {"PUT", "/device", true}, {"PATCH", "/device", true}, {"DELETE", "/device", true},
-		{"MKCOL", "/device", true}, {"LOCK", "/device", true}, {"X-ANY", "/device", true}, {"GET", "/fire", true},
+		{"MKCOL", "/device", true}, {"LOCK", "/device", true}, {"X-ANY", "/device", true}, {"GET", "/fire", true}, {"GET", "/measure", true},
 		{"GET", "/device", false}, {"HEAD", "/device", false}, {"OPTIONS", "/device", false},
 	} {
 		before, there = stored(), false
