@@ -164,9 +164,10 @@ func TestProcessContain(t *testing.T) {
 	for _, fault := range []string{"fails", "hangs", "leaks", "nonsense"} {
 		c.fails(fault)
 		before, first := c.failing.arrivals("/failing"), uuid.NewString()
-		id := first
+		id, calls := first, 0
 		eventually(t, "the agent is refused that "+fault, func() bool {
 			got := c.call("/failing", id)
+			calls++
 			if got.body == chainGood {
 				t.Errorf("an agent that %s is believed", fault)
 			}
@@ -174,8 +175,8 @@ func TestProcessContain(t *testing.T) {
 			c.neighbour("beside an agent that " + fault)
 			return strings.Contains(got.body, "circuit-open")
 		})
-		if n := c.failing.arrivals("/failing") - before; n < 3 || n > 6 {
-			t.Errorf("an agent that %s got %d calls", fault, n)
+		if n := c.failing.arrivals("/failing") - before; n < 3 || n >= calls { // more than 3 where a cooldown has ended meanwhile
+			t.Errorf("an agent that %s got %d of %d calls", fault, n, calls)
 		}
 		c.call("/failing", first) // a retry
 		eventually(t, "nothing is held by the agent that "+fault, func() bool { return c.held.Load() == 0 })

@@ -168,7 +168,7 @@ func (t *liveWorkflows) recorded(events []ledger.Event, err error) {
 			continue
 		}
 		entry := &ledger.Entry{Event: events[i]}
-		entry.Unsigned = false // Parsed has the extensions
+		entry.Unsigned = false // in an Entry it says that the signature was refused; this one is to be signed
 		w.mu.Lock()
 		n := 0
 		if w.live == nil {
