@@ -2,11 +2,14 @@ package e2e
 
 import (
 	"fmt"
+	"io"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 
@@ -352,6 +355,36 @@ func TestWhoMayPutAPlan(t *testing.T) {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 	p.act(p.b, theirs, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+
+	// Nor does it fit what was done in another order.
+	late := uuid.NewString()
+	p.act(p.b, late, "pay", "/pay", nil)
+	<-time.After(1100 * time.Millisecond) // tokens have whole seconds
+	p.act(p.b, late, "hold_budget", "/hold", nil)
+	if got := p.put(p.c, late, tripPlan, nil); !strings.Contains(got.body, "it began before hold was done, which comes before it") {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// Who sends a plan is known only when all of it is there, so a few are received at a time.
+func TestPlansAreReceivedAFewAtATime(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	var senders []net.Conn
+	for range 16 {
+		conn := p.dial()
+		if _, err := io.WriteString(conn, "PUT /.well-known/cascade/workflows/slow HTTP/1.1\r\nHost: "+p.addr+"\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"); err != nil {
+			t.Fatal(err)
+		}
+		senders = append(senders, conn)
+	}
+	wid := uuid.NewString()
+	eventually(t, "all places are taken", func() bool {
+		return p.put(p.c, wid, tripPlan, nil).status == http.StatusTooManyRequests
+	})
+	for _, conn := range senders {
+		_ = conn.Close()
+	}
+	eventually(t, "there is a place again", func() bool { return p.put(p.c, wid, tripPlan, nil).status < 300 })
 }
 
 // A plan of the configuration holds for a workflow whose first call comes with a start that names it: also

@@ -42,16 +42,15 @@ type End struct {
 // maxEnding is how many entries of a workflow are read to find out whether it has ended.
 const maxEnding = 100_000
 
-// End reads where a workflow is. found is false if nothing of it is recorded, or if it cannot be read
-// whole.
+// End reads where a workflow is. found is false if nothing of it is recorded. ledger.ErrWaiting says that
+// something was recorded that cannot be read.
 func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err error) {
 	since, err := s.OpenSince(ctx, wid)
 	if err != nil {
 		return end, false, err
 	}
-	whole, err := s.caughtUp(ctx)
-	if err != nil || !whole {
-		return end, false, err
+	if whole, err := s.caughtUp(ctx); err != nil || !whole {
+		return end, false, cmp.Or(err, ledger.ErrWaiting)
 	}
 	if end, err = s.beginning(ctx, wid); err != nil || end.Start == "" {
 		return end, false, err

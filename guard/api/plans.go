@@ -80,6 +80,9 @@ func (q *ledgerRequest) authority(who *MayPut) bool {
 	return slices.Contains(who.Roles, hitl.DefaultRole) || who.Token != nil && slices.Contains(q.Coordinators, who.Token.Author())
 }
 
+// receiveTime is how long the text of a plan may take to come.
+const receiveTime = time.Minute
+
 // putPlan takes a plan for a workflow (A-optional-a, A-media-type-a).
 func (q *ledgerRequest) putPlan() error {
 	name, err := segment(q.name, "workflow id")
@@ -93,7 +96,15 @@ func (q *ledgerRequest) putPlan() error {
 		q.w.Header().Set("Accept", plan.MediaType+", application/json")
 		return NewProblem(mediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
 	}
+	done := q.Assigned.Receive()
+	if done == nil {
+		return NewProblem(QuotaExceeded, "As many plans are being received as may be at a time. Send it again in a moment.")
+	}
+	defer done()
+	control := http.NewResponseController(q.w)
+	_ = control.SetReadDeadline(time.Now().Add(receiveTime)) // where the server has one, else its own holds
 	body, err := io.ReadAll(io.LimitReader(q.r.Body, plan.MaxSize+1))
+	_ = control.SetReadDeadline(time.Time{}) // as above
 	if err != nil {
 		return badParameter("The body could not be read to its end.")
 	}
@@ -241,8 +252,11 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 			continue
 		}
 		for _, id := range n.After {
-			if before := state[id]; before.State != workflow.Done {
+			switch before := state[id]; {
+			case before.State != workflow.Done:
 				found = append(found, Misfit{Node: n.ID, Text: fmt.Sprintf("it has begun, and %s, which comes before it, is %s", id, before.State)})
+			case before.Ended.After(n.Begun):
+				found = append(found, Misfit{Node: n.ID, Text: fmt.Sprintf("it began before %s was done, which comes before it", id)})
 			}
 		}
 	}

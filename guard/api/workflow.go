@@ -1,6 +1,7 @@
 package api
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
@@ -346,11 +347,11 @@ func planIn(a *plan.Assigned) *plan.Descriptor {
 	return a.Plan
 }
 
-// Begun reports whether a guarded call of a workflow is recorded, or may be.
+// Begun reports whether a guarded call of a workflow is recorded. ledger.ErrWaiting says that one may be
+// (P4).
 func (s *Ledger) Begun(ctx context.Context, wid string) (bool, error) {
-	whole, err := s.caughtUp(ctx)
-	if err != nil || !whole {
-		return true, err
+	if whole, err := s.caughtUp(ctx); err != nil || !whole {
+		return false, cmp.Or(err, ledger.ErrWaiting)
 	}
 	return s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
 		event, _ := ect.ParseEvent(e.Action)

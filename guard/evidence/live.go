@@ -73,13 +73,18 @@ func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read 
 			w.mu.Unlock()
 			continue
 		}
+		before := w.live.Len()
 		if read(w.live) {
 			if w.changed == nil {
 				w.changed = make(chan struct{})
 			}
 			changed = w.changed
 		}
+		now := w.live.Len()
 		w.mu.Unlock()
+		if now > before { // it follows a plan
+			e.live.count(w, now)
+		}
 		return changed, nil
 	}
 }

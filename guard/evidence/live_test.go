@@ -3,6 +3,8 @@ package evidence_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -229,6 +231,28 @@ func TestLiveMakesRoom(t *testing.T) {
 			if n := b.evidence.LiveRecords(); n > 6 {
 				t.Fatalf("%d records", n)
 			}
+		}
+	}
+}
+
+// What a workflow's plan takes counts too: many workflows with long plans and few calls have a bound.
+func TestLiveCountsThePlans(t *testing.T) {
+	b := newBench(t)
+	b.evidence.LimitLive(120)
+	nodes := make([]string, 800)
+	for i := range nodes {
+		nodes[i] = fmt.Sprintf(`{"id": "n%d"}`, i)
+	}
+	d, err := plan.Parse([]byte(`{"wf_id": "long", "nodes": [` + strings.Join(nodes, ", ") + `]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 5 {
+		if _, err := b.evidence.Live(t.Context(), b.builder, uuid.NewString(), func(l *plan.Live) bool { l.Follow(d); return false }); err != nil {
+			t.Fatal(err)
+		}
+		if n := b.evidence.LiveRecords(); n < 50 || n > 120 {
+			t.Fatalf("as much as %d records", n)
 		}
 	}
 }

@@ -23,8 +23,6 @@ const (
 	circuitThreshold  = "atd.circuit_threshold"
 	circuitWindow     = "atd.circuit_window_s"
 
-	normal = "normal" // ATD, "Priority Levels"
-
 	maxID          = 128
 	maxText        = 256
 	maxDescription = 4096

@@ -267,9 +267,7 @@ func (n *Node) append(b []byte) []byte {
 func (h *Hints) append(b []byte) []byte {
 	b = appendText(appendText(append(b, '{'), "cpu", h.CPU), "gpu", h.GPU)
 	b = appendWhole(appendWhole(b, "memory_mb", h.MemoryMB), "network_mbps", h.NetworkMbps)
-	if h.Priority != normal {
-		b = appendText(b, "priority", h.Priority)
-	}
+	b = appendText(b, "priority", h.Priority) // normal too: it comes before what a token says
 	return append(appendWhole(b, "timeout_s", h.TimeoutS), '}')
 }
 

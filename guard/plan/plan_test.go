@@ -264,17 +264,17 @@ func TestCheckUndo(t *testing.T) {
 func TestVersions(t *testing.T) {
 	d := parse(t, figure)
 	const canonical = `{"description":"BGP peer failover with validation","edges":[{"from":"n1","to":"n2"},{"from":"n2","to":"n3"}],"nodes":[` +
-		`{"id":"n1","label":"validate-config","resource_hints":{"timeout_s":30},"reversible":true},` +
+		`{"id":"n1","label":"validate-config","resource_hints":{"priority":"normal","timeout_s":30},"reversible":true},` +
 		`{"hitl_required":true,"id":"n2","label":"update-bgp-peer","resource_hints":{"priority":"critical","timeout_s":120},"reversible":true},` +
 		`{"constraints":{"atd.circuit_threshold":0.5,"atd.circuit_window_s":60,"max_runtime":{"kind":"wall","s":9e0}},"id":"n3","label":"verify-session",` +
 		`"resource_hints":{"cpu":"2","gpu":"0","memory_mb":4096,"network_mbps":100,"priority":"high","timeout_s":60},"reversible":false}],"wf_id":"bgp-failover-v2"}`
 	if got := string(d.Canonical()); got != canonical {
 		t.Errorf("got\n%s\nwant\n%s", got, canonical)
 	}
-	if got := d.Version(); got != "dT2j5RGgFsGR9-5azJ8bU4z7_GASgmsJoT_7GEeIgR8" {
+	if got := d.Version(); got != "QBc2EcJ_c846j5luN1Thj6vnvwjQb_pFRFwM84j8B4c" {
 		t.Errorf("version %s", got)
 	}
-	same := withNodes(3, `"hitl_required": false, "resource_hints": {"priority": "normal"}, "constraints": {"x": [1.0]}`, edges("n0", "n1", "n0", "n2"))
+	same := withNodes(3, `"hitl_required": false, "resource_hints": {}, "constraints": {"x": [1.0]}`, edges("n0", "n1", "n0", "n2"))
 	other := `{"edges": [{"to": "n2", "from": "n0"}, {"to": "n1", "from": "n0"}], "nodes": [{"id": "n2"}, {"id": "n\u0031"}, {"constraints": {"x": [1]}, "id": "n0"}], "wf_id": "w", "description": ""}`
 	if a, b := parse(t, same), parse(t, other); a.Version() != b.Version() {
 		t.Errorf("%s and %s", a.Canonical(), b.Canonical())
@@ -286,6 +286,7 @@ func TestVersions(t *testing.T) {
 		withNodes(1, `"constraints": {"x": [1]}`, ""), withNodes(1, `"constraints": {"x": ["1"]}`, ""), withNodes(1, `"resource_hints": {"cpu": "1"}`, ""),
 		withNodes(1, `"resource_hints": {"gpu": "1"}`, ""), withNodes(1, `"resource_hints": {"timeout_s": 1}`, ""), withNodes(1, `"resource_hints": {"memory_mb": 1}`, ""),
 		withNodes(1, `"resource_hints": {"network_mbps": 1}`, ""), withNodes(1, `"resource_hints": {"priority": "low"}`, ""),
+		withNodes(1, `"resource_hints": {"priority": "normal"}`, ""), withNodes(1, "", ""), // it comes before what a token says
 		withNodes(1, `"constraints": {"atd.circuit_threshold": 0.25}`, ""), withNodes(1, `"constraints": {"atd.circuit_window_s": 9}`, ""),
 		`{"wf_id": "v", "nodes": [{"id": "n0"}]}`, `{"wf_id": "w", "description": "d", "nodes": [{"id": "n0"}]}`,
 	} {

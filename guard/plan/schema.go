@@ -28,7 +28,7 @@ func Schema() []byte {
 	slices.Reverse(priorities)
 	amount := object{"type": "string", "pattern": decimal.String()}
 	hints := object{
-		"priority":     object{"enum": priorities, "default": normal},
+		"priority":     object{"enum": priorities},
 		"timeout_s":    whole(1, maxTimeoutS),
 		"memory_mb":    whole(0, maxWhole),
 		"network_mbps": whole(0, maxWhole),

@@ -43,6 +43,8 @@ const (
 	maxEarlier = 16
 	// maxParsed is how many bytes of texts are held in memory as descriptors.
 	maxParsed = 64 << 20
+	// maxReceived is how many texts are received at a time: who sends them is known only afterwards.
+	maxReceived = 16
 	// textPiece is the size of a piece of a text, in bytes.
 	textPiece = 256 << 10
 )
@@ -83,6 +85,7 @@ type Store struct {
 
 	// gates keep changes of one workflow's plan apart, also that by the commit of its first call.
 	gates  [256]chan struct{}
+	places chan struct{} // for texts that are received
 	seed   maphash.Seed
 	seal   sync.Mutex // held while pieces are written
 	mu     sync.RWMutex
@@ -112,7 +115,7 @@ type text struct {
 func NewStore(st store.Store, sealer store.Sealer) *Store {
 	s := &Store{
 		store: st, sealer: sealer, seed: maphash.MakeSeed(), all: map[string]*plans{},
-		broken: map[workflowHash]bool{}, texts: map[string]*text{},
+		broken: map[workflowHash]bool{}, texts: map[string]*text{}, places: make(chan struct{}, maxReceived),
 	}
 	for i := range s.gates {
 		s.gates[i] = make(chan struct{}, 1)
@@ -345,6 +348,17 @@ func (s *Store) enter(ctx context.Context, workflow string) (leave func(), err e
 		return func() { <-gate }, nil
 	case <-ctx.Done():
 		return nil, ctx.Err()
+	}
+}
+
+// Receive takes one of the places for texts that are received, which done returns. It is nil where all are
+// taken.
+func (s *Store) Receive() (done func()) {
+	select {
+	case s.places <- struct{}{}:
+		return func() { <-s.places }
+	default:
+		return nil
 	}
 }
 
