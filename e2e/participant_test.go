@@ -82,7 +82,9 @@ func (p *participant) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case strings.HasPrefix(path, "checkpoints/"):
 		_ = json.NewEncoder(w).Encode(map[string]string{"token": p.made[strings.TrimPrefix(path, "checkpoints/")]})
 	case path == "rollback/prepare":
-		p.prepared++
+		if body.Phase != "release" { // that may come right after
+			p.prepared++
+		}
 		p.prepares = body.Token.ID()
 		if p.away {
 			w.WriteHeader(http.StatusServiceUnavailable)

@@ -339,6 +339,9 @@ func TestGroupCommit(t *testing.T) {
 			}
 			_, errs[i] = s.Commit(context.Background(), claim(key, "1"), put(fmt.Sprint("beside", i), "1"))
 		})
+		if i == 0 {
+			awaitGroup(t) // of this one alone, so that all others wait for the next one
+		}
 	}
 	awaitWaiting(t, s, callers)
 	release()
@@ -367,6 +370,18 @@ func lockLease(t *testing.T, _ store.Store) (release func()) {
 	exec(t, conn, "begin")
 	exec(t, conn, "select from "+schemaOf()+".lease for update")
 	return func() { exec(t, conn, "rollback") }
+}
+
+// awaitGroup returns when a group of commits waits for the lock of lockLease.
+func awaitGroup(t *testing.T) {
+	t.Helper()
+	conn, waits := database(t), 0
+	for late := time.Now().Add(patience); waits == 0; {
+		err := conn.QueryRow(t.Context(), "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query like 'select epoch from %' || $1 || '%for update'", schemaOf()).Scan(&waits)
+		if err != nil || time.Now().After(late) {
+			t.Fatalf("no group waits: %v", err)
+		}
+	}
 }
 
 // awaitWaiting returns when n commits have been queued: all goroutines are in Commit, and one group
