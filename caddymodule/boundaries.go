@@ -203,6 +203,8 @@ func (w *boundaryWatch) end(ctx context.Context, idle time.Duration) {
 		case errors.As(err, &final): // it is too large, and grows
 			w.e.logger.Warn("the end of a workflow is not recorded", zap.String("workflow", wid), zap.String("reason", final.Detail))
 			delete(w.open, wid)
+		case errors.Is(err, ledger.ErrWaiting): // which the ledger reports, once for all of them
+			o.unread, o.next = true, time.Now().Add(retryEnd)
 		case err != nil && ctx.Err() == nil:
 			w.e.logger.Warn("whether a workflow has ended cannot be recorded; it is tried again", zap.String("workflow", wid), zap.Error(err))
 			o.unread, o.next = true, time.Now().Add(retryEnd)
