@@ -1,8 +1,10 @@
 package api_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -20,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
@@ -605,4 +608,29 @@ func TestStatesOfARollback(t *testing.T) {
 	want("asked for again", "rolled_back ", "rolled_back ", "done rollback_requested", "escalated compensation_required")
 	g.append(must(g.builder.RollbackStep(now, &again, &again.Steps[0])), must(g.builder.RollbackComplete(now, &again)))
 	want("undone", "rolled_back ", "rolled_back ", "rolled_back ", "escalated compensation_required")
+}
+
+// P4: while an event cannot be read, nobody can say that a workflow has no calls, nor how it ended.
+func TestUnreadableEvents(t *testing.T) {
+	g := newGate(t, func(o *LedgerOptions) { o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil } })
+	g.add(alice, flow, "act", nil)
+	hold(t, g)
+	for found, err := range g.store.Scan(t.Context(), store.Prefix([]byte("lo"))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		key, value := bytes.Clone(found.Key), bytes.Clone(found.Value)
+		key[len(key)-1], value[len(value)-1] = key[len(key)-1]^1, value[len(value)-1]^1
+		if _, err := g.store.Commit(t.Context(), store.Write{Key: key, Value: value}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	g.release()
+	g.Log = g.open(origin)
+	if begun, err := g.Begun(t.Context(), "another"); !errors.Is(err, ledger.ErrWaiting) {
+		t.Errorf("begun: %v, %v", begun, err)
+	}
+	if _, found, err := g.End(t.Context(), flow); !errors.Is(err, ledger.ErrWaiting) {
+		t.Errorf("ended: %v, %v", found, err)
+	}
 }
