@@ -612,7 +612,9 @@ func TestStatesOfARollback(t *testing.T) {
 
 // P4: while an event cannot be read, nobody can say that a workflow has no calls, nor how it ended.
 func TestUnreadableEvents(t *testing.T) {
-	g := newGate(t, func(o *LedgerOptions) { o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil } })
+	g := newGate(t, func(o *LedgerOptions) {
+		o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil }
+	})
 	g.add(alice, flow, "act", nil)
 	hold(t, g)
 	for found, err := range g.store.Scan(t.Context(), store.Prefix([]byte("lo"))) {
