@@ -73,6 +73,7 @@ type Breaker struct {
 	timer      *time.Timer // the window's next step, the cooldown's end, the lease's end
 	stopped    bool        // dropped from its registry: the state does not change any more
 	events     []event     // not yet delivered to the hook
+	reported   bool        // whoever has the mutex has queued one
 	delivering bool        // a goroutine is delivering them
 }
 
@@ -228,9 +229,11 @@ func (b *Breaker) Trip(reason Reason) bool {
 	return p != nil && b.trip(p, reason, p.counts(p.window.Load()))
 }
 
-// unlock unlocks the mutex and then delivers queued events to the hook.
+// unlock unlocks the mutex and then delivers the events to the hook that were queued under it. Those of others are
+// theirs to deliver: their calls wait for the hook.
 func (b *Breaker) unlock() {
-	deliver := len(b.events) > 0 && !b.delivering
+	deliver := b.reported && !b.delivering
+	b.reported = false
 	b.mu.Unlock()
 	if deliver {
 		b.deliver()
@@ -290,17 +293,19 @@ type Reason string
 
 // The reasons. If several apply, it is the first in this order.
 const (
-	ErrorRate     Reason = "error_rate"    // more failures than the threshold
-	Consecutive   Reason = "consecutive"   // that many failures in a row
-	SlowCalls     Reason = "slow_calls"    // more slow answers than their threshold
-	OverdueCalls  Reason = "overdue_calls" // more than the threshold, with calls that hang
-	CooldownOver  Reason = "cooldown_over" // OPEN to HALF_OPEN
-	ProbePassed   Reason = "probe_passed"  // HALF_OPEN to CLOSED
-	ProbeFailed   Reason = "probe_failed"  // HALF_OPEN to OPEN
-	ProbeTimedOut Reason = "probe_timeout" // HALF_OPEN to OPEN: the lease ran out
-	ByOperator    Reason = "operator_mode" // SetMode
-	ByCascade     Reason = "cascade"       // Trip: what failed behind it spreads
-	StricterView  Reason = "stricter_view" // only of refusals: a View
+	ErrorRate     Reason = "error_rate"        // more failures than the threshold
+	Consecutive   Reason = "consecutive"       // that many failures in a row
+	SlowCalls     Reason = "slow_calls"        // more slow answers than their threshold
+	OverdueCalls  Reason = "overdue_calls"     // more than the threshold, with calls that hang
+	CooldownOver  Reason = "cooldown_over"     // OPEN to HALF_OPEN
+	ProbePassed   Reason = "probe_passed"      // HALF_OPEN to CLOSED
+	ProbeFailed   Reason = "probe_failed"      // HALF_OPEN to OPEN
+	ProbeTimedOut Reason = "probe_timeout"     // HALF_OPEN to OPEN: the lease ran out
+	ByOperator    Reason = "operator_mode"     // SetMode
+	ByCascade     Reason = "cascade"           // Trip: what failed behind it spreads
+	StricterView  Reason = "stricter_view"     // only of refusals: a View
+	PeerPassed    Reason = "peer_probe_passed" // to CLOSED: Follow
+	PeerFailed    Reason = "peer_probe_failed" // HALF_OPEN to OPEN: Follow
 )
 
 func nameOf(names []string, i int) string {
@@ -545,7 +550,7 @@ type event struct {
 // report queues an event for unlock. The mutex is held.
 func (b *Breaker) report(e event) {
 	if b.hook != nil && !b.stopped {
-		b.events = append(b.events, e)
+		b.events, b.reported = append(b.events, e), true
 	}
 }
 
@@ -573,7 +578,7 @@ func (b *Breaker) deliver() {
 	b.delivering = true
 	// Events are delivered even after a hook has panicked.
 	defer func() {
-		b.delivering = false
+		b.delivering, b.reported = false, len(b.events) > 0
 		b.mu.Unlock()
 	}()
 	for len(b.events) > 0 {

@@ -88,3 +88,37 @@ func TestTimesAreMonotonic(t *testing.T) {
 	}
 	monotonic("end of the lease", b.probe.ends)
 }
+
+// In the moment between a change and its delivery nobody else delivers it: the call that has changed the breaker waits
+// for the hook, and the hook may wait for who stores a snapshot.
+func TestOthersDeliverNothing(t *testing.T) {
+	rules, err := NewRules(Settings{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := new(counting)
+	b := New(Key{}, rules, h)
+	begun, err := b.Acquire(Op{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.mu.Lock()
+	b.forceOpen(time.Now())
+	b.reported = false // as unlock does
+	b.mu.Unlock()
+	s := b.Snapshot()
+	b.Status()
+	begun.Done(Outcome{Class: Success})
+	if _, err := b.Acquire(Op{}); s.State != Open || err == nil || *h != 0 {
+		t.Errorf("%v, %v, and %d calls of the hook", s.State, err, *h)
+	}
+	if b.deliver(); *h != 1 {
+		t.Errorf("%d calls of the hook", *h)
+	}
+}
+
+// counting is a hook that counts transitions.
+type counting int
+
+func (c *counting) Transition(Event)      { *c++ }
+func (c *counting) PermanentlyOpen(Event) {}

@@ -103,6 +103,22 @@ func (p *Permit) Lease() Lease {
 	return Lease{owner: p.owner, id: p.lease}
 }
 
+// Yield gives a probe back that another process is to send, and returns the refusal of its call. until is when
+// the next one may be sent; zero if that is unknown. In mode Observe it refuses nothing, and the permit counts
+// nothing.
+func (p *Permit) Yield(until time.Time) *OpenError {
+	b := p.owner
+	p.Done(Outcome{})
+	*p = Permit{}
+	b.rejected.Add(1)
+	b.mu.Lock()
+	defer b.unlock()
+	if b.inForce() == Observe {
+		return nil
+	}
+	return b.refuse(until)
+}
+
 func (p *Permit) stopWaiting() {
 	if p.waits != nil {
 		p.period.queue.leave(p.waits)
@@ -319,6 +335,51 @@ func (b *Breaker) reopen(reason Reason, o Outcome, now time.Time) {
 	if b.outage.failedProbes == rules.set.GiveUp {
 		b.report(event{kind: permanent, Event: b.describe(HalfOpen, now)})
 	}
+}
+
+// PeerProbe is the result of a probe that another process has sent to the same upstream.
+type PeerProbe struct {
+	// Outage is that of this breaker (Snapshot.Outage) when the probe was sent.
+	Outage uint64
+	Passed bool
+	// Of a probe that failed: the cooldown that follows from it, before jitter, and what remains of it; how
+	// many have failed in a row, and why.
+	Cooldown, Left time.Duration
+	FailedProbes   int
+	Cause          string
+}
+
+// Follow does what the result of another process's probe asks for (ATD, "Coordinated Circuit Breaking"): it
+// closes the breaker, or keeps it open for as long as the other one's. It reports whether it did. It leaves alone
+// a breaker that has closed since, that is forced open, or that has a probe of its own under way, and does
+// nothing once the cooldown is over.
+func (b *Breaker) Follow(p PeerProbe) bool {
+	b.mu.Lock()
+	defer b.unlock()
+	o := &b.outage
+	if b.stopped || b.state == Closed || b.mode == ForcedOpen || o.began != p.Outage || b.probe.holder != 0 || !p.Passed && p.Left <= 0 {
+		return false
+	}
+	now := time.Now()
+	if p.Passed {
+		b.close(PeerPassed, now)
+		return true
+	}
+	set := &b.rules.Load().set
+	left := now.Add(min(p.Left, max(set.MaxCooldown, set.MaxRetryAfter)))
+	o.last = failureRecord{p.Cause, ""}
+	o.failedProbes = max(o.failedProbes, p.FailedProbes)
+	o.cooldown = min(max(o.cooldown, p.Cooldown), set.MaxCooldown)
+	switch {
+	case b.state == HalfOpen:
+		b.open(PeerFailed, o.cooldown, left, now)
+	case left.After(o.until):
+		o.total += left.Sub(o.until)
+		o.until, o.lasts = left, left.Sub(b.since)
+		b.arm(left.Sub(now))
+		b.publish()
+	}
+	return true
 }
 
 // OpenError refuses a call: nothing of it was sent. It is shared by calls; do not change it.

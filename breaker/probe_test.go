@@ -483,3 +483,72 @@ func TestLeaseThatIsOver(t *testing.T) {
 		want(t, b, breaker.Open)
 	})
 }
+
+// ATD, "Coordinated Circuit Breaking": a breaker does what the probe of another process says, if that is about its
+// present outage, and nothing of its own is stronger: a probe under way, or an operator.
+func TestFollow(t *testing.T) {
+	passed := func(b *breaker.Breaker) breaker.PeerProbe {
+		return breaker.PeerProbe{Outage: b.Snapshot().Outage, Passed: true}
+	}
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		hook := &recorder{}
+		b := newBreaker(t, breaker.Settings{GiveUp: 2}, hook)
+		trip(t, b)
+		longer := breaker.PeerProbe{Outage: b.Snapshot().Outage, Cooldown: 2 * time.Minute, Left: 90 * time.Second, FailedProbes: 2, Cause: "status 504"}
+		equal(t, "followed while open", b.Follow(longer), true)
+		equal(t, "open for", b.Status().CooldownRemaining, 90*time.Second)
+		equal(t, "the last transition", hook.last(t).Reason, breaker.ErrorRate)
+		pass(90 * time.Second)
+		want(t, b, breaker.HalfOpen)
+		longer.Left = 0
+		equal(t, "followed when that is over", b.Follow(longer), false)
+		longer.Left = 3 * time.Minute
+		equal(t, "followed while half-open", b.Follow(longer), true)
+		want(t, b, breaker.Open)
+		equal(t, "reason", hook.last(t).Reason, breaker.PeerFailed)
+		equal(t, "open for", b.Status().CooldownRemaining, 3*time.Minute)
+		equal(t, "failed probes", b.Status().FailedProbes, 2)
+		hook.mu.Lock()
+		equal(t, "given up by who has not probed", len(hook.permanent), 0)
+		hook.mu.Unlock()
+
+		other := passed(b)
+		other.Outage--
+		equal(t, "followed in another outage", b.Follow(other), false)
+		equal(t, "followed", b.Follow(passed(b)), true)
+		want(t, b, breaker.Closed)
+		equal(t, "reason", hook.last(t).Reason, breaker.PeerPassed)
+		equal(t, "followed while closed", b.Follow(passed(b)), false)
+	})
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{}, nil, pass)
+		probe := acquire(t, b)
+		equal(t, "followed while it probes", b.Follow(passed(b)), false)
+		probe.Done(failed)
+		want(t, b, breaker.Open)
+		b.SetMode(breaker.ForcedOpen)
+		equal(t, "followed while it is forced open", b.Follow(passed(b)), false)
+	})
+}
+
+// A probe that another process is to send goes back, and its call is refused; not in mode observe.
+func TestYield(t *testing.T) {
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		b := halfOpen(t, breaker.Settings{}, nil, pass)
+		until := time.Now().Add(time.Minute)
+		open := acquire(t, b).Yield(until)
+		if open == nil || !open.Until.Equal(until) || open.State != breaker.HalfOpen {
+			t.Errorf("%+v", open)
+		}
+		equal(t, "rejected", b.Status().Rejected, 1)
+		equal(t, "the next call is a probe", acquire(t, b).Probe(), true)
+
+		b = halfOpen(t, breaker.Settings{Observe: true}, nil, pass)
+		permit := acquire(t, b)
+		if open := permit.Yield(until); open != nil {
+			t.Errorf("an observing breaker refuses: %v", open)
+		}
+		permit.Done(failed)
+		want(t, b, breaker.HalfOpen)
+	})
+}

@@ -149,10 +149,11 @@ func (s Snapshot) check() error {
 	return nil
 }
 
-// Snapshot returns the state for Registry.Restore.
+// Snapshot returns the state for Registry.Restore. It never calls the hook, which may be waiting for who stores what
+// it returns.
 func (b *Breaker) Snapshot() Snapshot {
 	b.mu.Lock()
-	defer b.unlock()
+	defer b.mu.Unlock()
 	o := &b.outage
 	return Snapshot{
 		Version: snapshotVersion, Upstream: b.key.Upstream, Class: b.key.Class,

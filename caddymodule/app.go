@@ -67,10 +67,11 @@ type App struct {
 	// during this time. Calls that still run afterwards are cut off and in doubt. Default: 30s.
 	Drain caddy.Duration `json:"drain,omitempty"`
 
-	// Memory for the bodies of all running requests and responses together, in bytes. Each body
-	// keeps its first 4 KiB in memory, and up to 1 MiB while there is room; the rest goes to an
-	// unlinked temporary file, encrypted with a key that exists only in memory. So clients that
-	// stop in the middle of an upload occupy disk, not memory. Default: 128 MiB.
+	// Memory for the bodies of all running requests and responses of this process together, in bytes:
+	// of several gateways on a database each has its own. Each body keeps its first 4 KiB in memory, and
+	// up to 1 MiB while there is room; the rest goes to an unlinked temporary file, encrypted with a key
+	// that exists only in memory. So clients that stop in the middle of an upload occupy disk, not memory.
+	// Default: 128 MiB.
 	BodyMemory int64 `json:"body_memory,omitempty"`
 
 	// What one caller may hold in the store at a time. Default: see its members.
@@ -98,7 +99,8 @@ type App struct {
 	// `observed` records them. It also counts for plans that were put for a workflow. Default: `enforced`.
 	PlanMode string `json:"plan_mode,omitempty"`
 
-	// After how long without a call or another record a workflow without a plan has ended, from 1s to 720h;
+	// After how long without a call or another record a workflow without a plan, or with one that is only
+	// observed, has ended, from 1s to 720h;
 	// its end is recorded as `workflow_complete`. One in which a call runs, is in doubt or is being undone
 	// goes on. Needs an `identity`. Default: such a workflow ends only where somebody says so.
 	WorkflowIdle caddy.Duration `json:"workflow_idle,omitempty"`
@@ -132,6 +134,8 @@ type App struct {
 	opened   atomic.Bool // held is or was set
 	ended    bool        // Cleanup was called
 
+	agreedOnce    sync.Once
+	agreed        map[string]string // see agreement; nil before
 	passagesOnce  sync.Once
 	knownPassages []passage // of the configuration to upstreams
 
@@ -139,7 +143,7 @@ type App struct {
 	opening   *opening              // the running attempt to open the store; nil without one
 	unreached atomic.Pointer[error] // why the store is not open; reachStore tries again
 	started   bool                  // Start was called; guarded by mu
-	follow    sync.Once             // what Start does with the open store
+	followed  *engine               // with which useOpened did what follows the start; guarded by mu
 	policy    atomic.Pointer[tokenPolicy]
 }
 
@@ -421,22 +425,27 @@ func (a *App) Start() error {
 	case err == nil:
 		a.useOpened(e)
 	case errors.Is(err, store.ErrUnavailable):
-		a.logger.Error("the store cannot be reached; guarded calls get 503 until it can", zap.Error(err))
+		a.logger.Error("the store cannot be opened yet; guarded calls get 503 until it can", zap.Error(err))
 		return nil
 	}
 	return a.place(err)
 }
 
-// useOpened does what follows the start with an open store, once.
+// useOpened does what follows the start with an open store, once for each.
 func (a *App) useOpened(e *engine) {
-	a.follow.Do(func() {
-		e.startRollbacks(context.Background())
-		if app, err := a.ctx.AppIfConfigured("http"); err == nil {
-			visits, _ := visitsOf(app.(*caddyhttp.App))
-			warnAnonymous(visits, &e.warned)
-		}
-		a.watchPlaces(e)
-	})
+	a.mu.Lock()
+	before := a.followed
+	a.followed = e
+	a.mu.Unlock()
+	if before == e {
+		return
+	}
+	e.startRollbacks(context.Background())
+	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
+		visits, _ := visitsOf(app.(*caddyhttp.App))
+		warnAnonymous(visits, &e.warned)
+	}
+	a.watchPlaces(e)
 }
 
 // Stop does nothing. On a reload running executions go on, each with its reference to the
@@ -453,17 +462,36 @@ func (a *App) Cleanup() error {
 	}
 	a.HITL.close()
 	a.ended = true
-	if a.held == nil {
+	return a.releaseHeld()
+}
+
+// releaseHeld releases the configuration's reference, if there is one. mu is held.
+func (a *App) releaseHeld() error {
+	held := a.held
+	if held == nil {
 		return nil
 	}
-	held := a.held
 	a.held = nil
 	held.leave(&a.spec)
 	if a.Identity != nil {
 		held.ledger.leave(a.Identity)
 	}
 	held.activeConfigs.leave(a)
+	held.nodes.describe()
 	return held.release()
+}
+
+// openAnew releases an engine that has lost its store, and opens another one as soon as it can.
+func (a *App) openAnew(e *engine) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.held != e {
+		return // it has ended
+	}
+	why := errLost
+	a.unreached.Store(&why)
+	_ = a.releaseHeld() // closing the store logs its own errors
+	go a.reachStore()
 }
 
 // engine returns the open engine, opening it on first use: Caddy starts apps in no
@@ -517,7 +545,7 @@ func (a *App) reachStore() {
 		a.mu.Unlock()
 		switch {
 		case err == nil:
-			a.logger.Info("the store is reached; guarded calls are taken again")
+			a.logger.Info("the store is open; guarded calls are taken")
 			if started { // else Start does it
 				a.useOpened(e)
 			}
@@ -574,12 +602,16 @@ func (a *App) openEngine() (*engine, error) {
 	e.join(&a.spec)
 	a.held = e
 	e.activeConfigs.join(a)
+	e.nodes.describe()
 	e.recorder.begin()
-	e.cascades.begin()
+	e.cascades.Start()
 	e.boundaries.begin()
 	e.escalations.adopt(a.HITL)
 	e.reportRecovered()
 	a.opened.Store(true)
+	if e.lost.Load() { // before it was joined
+		go a.openAnew(e)
+	}
 	return e, nil
 }
 
@@ -797,6 +829,12 @@ func (u *activeConfigs) latest() *App {
 		return nil
 	}
 	return u.apps[len(u.apps)-1]
+}
+
+func (u *activeConfigs) all() []*App {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	return slices.Clone(u.apps)
 }
 
 // lives reports whether any configuration is active. During a reload the new one is.

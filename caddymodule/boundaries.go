@@ -1,7 +1,10 @@
 package caddymodule
 
 import (
+	"container/heap"
 	"context"
+	"crypto/sha256"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"slices"
@@ -35,6 +38,9 @@ const (
 	readEvery = 100 * time.Millisecond
 	// retryEnd is when one that could not be read is read again.
 	retryEnd = 5 * time.Second
+	// nextTurn is how much later each further gateway of a fleet looks at a workflow. That an end is recorded once does
+	// not depend on it.
+	nextTurn = 5 * time.Second
 )
 
 // Who says that a workflow has ended.
@@ -42,6 +48,7 @@ const (
 	endedByPlan    = "plan"
 	endedByIdle    = "idle"
 	endedByRequest = "request"
+	endedByChange  = "change" // an error or a rollback has changed how it has ended
 )
 
 func checkIdle(idle caddy.Duration) error {
@@ -64,18 +71,54 @@ type boundaryWatch struct {
 	wake  chan struct{}
 
 	mu      sync.Mutex
-	changed map[string]bool // workflows in which something was recorded
+	changed map[string]bool // workflows in which something was recorded; true where that changes an end
 	dropped atomic.Bool     // a workflow is not followed
 
-	open map[string]*openWorkflow // only the goroutine uses it
+	// Only the goroutine uses these: those that are followed, those of them that are to be read at some time, the
+	// first one first, and the idle time that this was found with.
+	open map[string]*openWorkflow
+	due  dueWorkflows
+	with time.Duration
+
+	shared  store.Shared // nil where one gateway has the store; only the goroutine uses these, too
+	node    string
+	members []store.Member // as they were last looked at
 }
 
 // openWorkflow is a workflow whose end is awaited.
 type openWorkflow struct {
+	wid     string
 	last    time.Time // when something was recorded
 	unread  bool      // something was recorded since it was read
+	changed bool      // something that changes an end, if one is recorded
+	over    bool      // nobody waits for its end any more; it is known so that it is not read too often
 	planned bool      // it may have a plan, which says when it ends
+	either  bool      // that plan is only observed: it ends by time, too
 	next    time.Time // it is not read before
+	due     time.Time // when it is to be read
+	place   int       // among those that are to be read; -1 if it is none
+}
+
+// dueWorkflows is a heap of workflows by the time when they are to be read.
+type dueWorkflows []*openWorkflow
+
+func (d dueWorkflows) Len() int           { return len(d) }
+func (d dueWorkflows) Less(i, j int) bool { return d[i].due.Before(d[j].due) }
+func (d dueWorkflows) Swap(i, j int) {
+	d[i], d[j] = d[j], d[i]
+	d[i].place, d[j].place = i, j
+}
+
+func (d *dueWorkflows) Push(o any) {
+	o.(*openWorkflow).place = len(*d)
+	*d = append(*d, o.(*openWorkflow))
+}
+
+func (d *dueWorkflows) Pop() any {
+	last := len(*d) - 1
+	o := (*d)[last]
+	(*d)[last], *d, o.place = nil, (*d)[:last], -1
+	return o
 }
 
 // startBoundaries makes the watch. It begins with the first configuration.
@@ -83,6 +126,9 @@ func startBoundaries(e *engine) {
 	w := &boundaryWatch{
 		e: e, ended: make(chan struct{}), wake: make(chan struct{}, 1), changed: map[string]bool{},
 		open: map[string]*openWorkflow{},
+	}
+	if shared, is := e.store.(store.Shared); is {
+		w.shared, w.node = shared, shared.Self().Node
 	}
 	e.boundaries = w
 	running, stop := context.WithCancel(context.Background())
@@ -99,18 +145,36 @@ func startBoundaries(e *engine) {
 	}()
 }
 
-// placed takes an event of the ledger, on the sequencer's goroutine.
+// placed takes an event of the ledger, of this or another gateway, and does not wait.
 func (w *boundaryWatch) placed(e *ledger.Event) {
-	if e.Workflow != "" && (w.idle() > 0 || w.e.plans.Has(e.Workflow)) {
-		w.follow(e.Workflow)
+	if e.Workflow == "" {
+		return
+	}
+	changes := w.changesEnds(e)
+	if changes || w.idle() > 0 || w.e.plans.Has(e.Workflow) {
+		w.follow(e.Workflow, changes)
 	}
 }
 
+// changesEnds reports whether an event is one by which a workflow that has ended has another end, though no task
+// has come: a rollback's result, or an error that an agent has reported. The gateway's own errors come with calls
+// and rollbacks.
+func (w *boundaryWatch) changesEnds(e *ledger.Event) bool {
+	switch event, _ := ect.ParseEvent(e.Action); event {
+	case ect.EventRollbackComplete:
+		return true
+	case ect.EventError:
+		policy := w.e.latestPolicy()
+		return policy != nil && !policy.Events.Own(&ledger.Entry{Event: *e})
+	}
+	return false
+}
+
 // follow has a workflow looked at. It never waits.
-func (w *boundaryWatch) follow(wid string) {
+func (w *boundaryWatch) follow(wid string, changes bool) {
 	w.mu.Lock()
-	if w.changed[wid] || len(w.changed) < maxOpen {
-		w.changed[wid] = true
+	if known, has := w.changed[wid]; has || len(w.changed) < maxOpen {
+		w.changed[wid] = known || changes
 	} else {
 		w.dropped.Store(true)
 	}
@@ -132,17 +196,56 @@ func (w *boundaryWatch) idle() time.Duration {
 func (w *boundaryWatch) run(ctx context.Context) {
 	tick := time.NewTicker(openTick)
 	defer tick.Stop()
+	left := w.whoIsThere(ctx)
 	for resumed := false; ; {
 		resumed = resumed || w.resume(ctx)
 		select {
 		case <-w.wake:
 		case <-tick.C:
+		case <-left:
+			left, resumed = w.whoIsThere(ctx), false
 		case <-ctx.Done():
 			return
 		}
 		w.take()
 		w.end(ctx, w.idle())
 	}
+}
+
+// whoIsThere reads which gateways share the store. The channel is closed when one has left; it is nil where there are
+// no others, and for a gateway that has left itself.
+func (w *boundaryWatch) whoIsThere(ctx context.Context) (left <-chan struct{}) {
+	if w.shared == nil {
+		return nil
+	}
+	left = w.shared.Left()
+	if out, err := w.shared.Gone(ctx, w.shared.Self().Boot); out && err == nil {
+		return nil
+	}
+	members, err := w.shared.Members(ctx)
+	if err == nil {
+		w.members = members
+	}
+	return left
+}
+
+// turn is how much later than the first this gateway looks at a workflow: the others have their turns at other
+// workflows.
+func (w *boundaryWatch) turn(wid string) time.Duration {
+	if w.shared == nil {
+		return 0
+	}
+	hash := func(node string) uint64 {
+		sum := sha256.Sum256([]byte(node + "\x00" + wid))
+		return binary.BigEndian.Uint64(sum[:])
+	}
+	own, before := hash(w.node), 0
+	for i := range w.members {
+		if node := w.members[i].Node; node != w.node && hash(node) < own {
+			before++
+		}
+	}
+	return time.Duration(before) * nextTurn
 }
 
 // resume follows the workflows whose ends were awaited when the last process ended.
@@ -155,9 +258,13 @@ func (w *boundaryWatch) resume(ctx context.Context) bool {
 	if err != nil && ctx.Err() == nil {
 		w.e.logger.Warn("the workflows that have not ended cannot be read; those are followed in which something happens", zap.Error(err))
 	}
-	for _, wid := range open {
-		if planned := w.e.plans.Has(wid); w.open[wid] == nil && (planned || w.idle() > 0) {
-			w.open[wid] = &openWorkflow{unread: true, planned: planned} // its entries say when something happened
+	for wid, changed := range open {
+		if planned := w.e.plans.Has(wid); w.open[wid] == nil && (changed || planned || w.idle() > 0) {
+			o := &openWorkflow{ // its entries say when something happened
+				wid: wid, unread: true, changed: changed, planned: planned, place: -1, next: time.Now().Add(w.turn(wid)),
+			}
+			w.open[wid] = o
+			w.schedule(o)
 		}
 	}
 	return err == nil || errors.Is(err, ledger.ErrTampered)
@@ -169,48 +276,84 @@ func (w *boundaryWatch) take() {
 	changed := w.changed
 	w.changed = make(map[string]bool)
 	w.mu.Unlock()
-	for wid := range changed {
+	for wid, changes := range changed {
 		o := w.open[wid]
 		if o == nil && len(w.open) >= maxOpen {
 			w.dropped.Store(true)
 			continue
 		}
 		if o == nil {
-			o = new(openWorkflow)
+			o = &openWorkflow{wid: wid, place: -1}
 			w.open[wid] = o
 		}
-		o.last, o.unread, o.planned = time.Now(), true, w.e.plans.Has(wid)
+		o.last, o.unread, o.changed, o.over, o.planned = time.Now(), true, o.changed || changes, false, w.e.plans.Has(wid)
+		w.schedule(o)
 	}
 	if w.dropped.Swap(false) {
 		w.e.logger.Warn("some workflows are not followed until their ends: there are too many at a time", zap.Int("most", maxOpen))
 	}
 }
 
+// schedule finds out when a workflow is to be read. It costs no look at the others.
+func (w *boundaryWatch) schedule(o *openWorkflow) {
+	turn := w.turn(o.wid)
+	switch {
+	case o.over, (o.planned || o.changed) && o.unread:
+		if o.due = o.next; turn > 0 && o.due.Before(o.last.Add(turn)) {
+			o.due = o.last.Add(turn)
+		}
+	case (!o.planned || o.either) && w.with > 0:
+		if o.due = o.last.Add(w.with + turn); o.due.Before(o.next) {
+			o.due = o.next
+		}
+	default:
+		if o.place >= 0 {
+			heap.Remove(&w.due, o.place)
+		}
+		return
+	}
+	if o.place >= 0 {
+		heap.Fix(&w.due, o.place)
+	} else {
+		heap.Push(&w.due, o)
+	}
+}
+
 // end looks at the workflows that may have ended.
 func (w *boundaryWatch) end(ctx context.Context, idle time.Duration) {
-	for wid, o := range w.open {
-		now := time.Now()
-		if ctx.Err() != nil {
+	if idle != w.with {
+		w.with = idle
+		for _, o := range w.open {
+			w.schedule(o)
+		}
+	}
+	for len(w.due) > 0 && ctx.Err() == nil {
+		o, now := w.due[0], time.Now()
+		if now.Before(o.due) {
 			return
 		}
-		if due := o.planned && o.unread || !o.planned && idle > 0 && now.Sub(o.last) >= idle; !due || now.Before(o.next) {
+		if o.over {
+			heap.Remove(&w.due, o.place)
+			delete(w.open, o.wid)
 			continue
 		}
 		o.unread = false
-		on, err := w.endOne(ctx, wid, o, idle)
+		on, err := w.endOne(ctx, o.wid, o, idle)
 		o.next = time.Now().Add(max(readEvery, 10*time.Since(now)))
 		switch final := (*api.Problem)(nil); {
 		case errors.As(err, &final): // it is too large, and grows
-			w.e.logger.Warn("the end of a workflow is not recorded", zap.String("workflow", wid), zap.String("reason", final.Detail))
-			delete(w.open, wid)
+			w.e.logger.Warn("the end of a workflow is not recorded", zap.String("workflow", o.wid), zap.String("reason", final.Detail))
+			on = false
 		case errors.Is(err, ledger.ErrWaiting): // which the ledger reports, once for all of them
-			o.unread, o.next = true, time.Now().Add(retryEnd)
-		case err != nil && ctx.Err() == nil:
-			w.e.logger.Warn("whether a workflow has ended cannot be recorded; it is tried again", zap.String("workflow", wid), zap.Error(err))
-			o.unread, o.next = true, time.Now().Add(retryEnd)
-		case err == nil && !on:
-			delete(w.open, wid)
+			on, o.unread, o.next = true, true, time.Now().Add(retryEnd)
+		case err != nil:
+			if ctx.Err() == nil {
+				w.e.logger.Warn("whether a workflow has ended cannot be recorded; it is tried again", zap.String("workflow", o.wid), zap.Error(err))
+			}
+			on, o.unread, o.next = true, true, time.Now().Add(retryEnd)
 		}
+		o.over = !on
+		w.schedule(o)
 	}
 }
 
@@ -223,6 +366,9 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	}
 	ctx, cancel := context.WithTimeout(ctx, endTime)
 	defer cancel()
+	if since, err := policy.Evidence.OpenSince(ctx, wid); err != nil || since == 0 { // nobody waits for its end
+		return false, err
+	}
 	end, found, err := all.End(ctx, wid)
 	if err != nil || !found || end.Since == 0 { // nobody waits for its end
 		return false, err
@@ -231,8 +377,11 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	if err != nil {
 		return false, err
 	}
-	o.planned = end.Planned
+	o.planned, o.either = end.Planned, policy.Plans.Observed
 	quiet, by := now.Sub(end.Last), endedByIdle
+	if end.Planned && o.either && idle > 0 && end.Status == workflow.StatusRunning { // nothing has to be as planned
+		end.Planned, end.Status = false, end.Abandoned
+	}
 	if o.last.IsZero() {
 		o.last = time.Now().Add(-quiet)
 	}
@@ -240,14 +389,19 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	case end.Recorded == workflow.ByGateway, end.Recorded == workflow.ByAgent && !end.Planned: // somebody has said so
 		_, err = w.e.store.Commit(ctx, policy.Evidence.Closed(wid, end.Since))
 	case end.Status == workflow.StatusRunning: // what is open is recorded when it ends
-		if !end.Planned {
+		if !end.Planned { // nor a plan that is only observed
 			o.last = time.Now()
 		}
-		return end.Planned || idle > 0, nil
+		o.changed = end.Amended
+		return end.Planned || end.Amended || idle > 0, nil
+	case end.Amended:
+		_, err = endWorkflow(ctx, w.e, policy, &end, nil, endedByChange)
 	case !end.Planned && idle == 0: // nobody ends it
-		return false, nil
+		if o.changed { // nor is there an end that would be another one now
+			_, err = w.e.store.Commit(ctx, policy.Evidence.Closed(wid, end.Since))
+		}
 	case !end.Planned && quiet < idle:
-		o.last = time.Now().Add(-quiet)
+		o.last, o.changed = time.Now().Add(-quiet), false
 		return true, nil
 	default:
 		if end.Planned {
@@ -258,6 +412,9 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) || errors.Is(err, api.ErrEndedMeanwhile) {
 		o.unread = true
 		return true, nil
+	}
+	if err == nil {
+		o.changed = false
 	}
 	return false, err
 }

@@ -24,7 +24,8 @@ type Bulkhead struct {
 	// Turns it off: nothing is bounded. Default: false.
 	Off bool `json:"off,omitempty"`
 
-	// Calls at the upstream at a time. Default: 32768.
+	// Calls at the upstream at a time. This and all other limits here are of each gateway: of several that share a
+	// store, each allows so much; divide by their number what the upstream can take. Default: 32768.
 	Total int `json:"total,omitempty"`
 
 	// Calls of one workflow at the upstream at a time. Default: 16384.

@@ -9,7 +9,6 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -18,54 +17,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// spaceCircuit begins the store's keys of breakers:
-//
-//	b name    the state of a breaker, sealed
-const spaceCircuit = 'b'
-
-const (
-	// circuitPatience is how long the call that changed a breaker's state waits for the
-	// store.
-	circuitPatience = 5 * time.Second
-	// circuitMemory is how long the state of a closed breaker is kept: longer than the time
-	// within which a new opening continues with the last cooldown.
-	circuitMemory = time.Hour
-)
-
-// startCircuits restores the states that the last process stored, and listens to changes
-// from now on.
-func (e *engine) startCircuits(ctx context.Context) {
-	e.startCircuitRecorder()
-	e.circuits.Listen(circuitHook{e})
-	var gone []store.Write
-	for entry, err := range e.store.Scan(ctx, store.Prefix([]byte{spaceCircuit})) {
-		var kept bool
-		if err == nil {
-			kept, err = e.restoreCircuit(entry)
-		}
-		switch {
-		case err != nil:
-			// It may be a mode set by an operator, under a key that is missing now or in a
-			// newer format. The error names the upstream if it is known.
-			e.logger.Warn("the state of a circuit breaker cannot be read; it is left as it is until the breaker changes its state",
-				zap.Error(err))
-		case !kept:
-			gone = append(gone, store.Write{Key: entry.Key, Delete: true})
-		}
-	}
-	for len(gone) > 0 {
-		n := min(len(gone), store.MaxBatch)
-		if _, err := e.store.Commit(ctx, gone[:n]...); err != nil {
-			e.logger.Warn("the states of circuit breakers that are gone cannot be deleted", zap.Error(err))
-			break
-		}
-		gone = gone[n:]
-	}
-	// Store what opened before the store was open.
-	if err := e.keepCircuits(ctx); err != nil {
-		e.logger.Warn("the states of circuit breakers cannot be recorded", zap.Error(err))
-	}
-}
+// circuitPatience is how long the call that changed a breaker's state waits for the store.
+const circuitPatience = 5 * time.Second
 
 // circuitStart is how long a request waits at startup for the states of the breakers.
 const circuitStart = 10 * time.Second
@@ -74,72 +27,6 @@ const circuitStart = 10 * time.Second
 type opening struct {
 	done chan struct{}
 	err  error // set before done is closed
-}
-
-// restoreCircuit returns false if the configuration has no such upstream.
-func (e *engine) restoreCircuit(entry store.Entry) (bool, error) {
-	plain, err := e.ring.Open(nil, entry.Value, entry.Key)
-	if err != nil {
-		return false, err
-	}
-	s, err := breaker.DecodeSnapshot(plain)
-	if err != nil {
-		return false, err
-	}
-	kept, err := e.circuits.Restore(s)
-	if kept && s.State != breaker.Closed {
-		e.logger.Warn("a circuit breaker was not closed when the last process ended",
-			zap.String("upstream", s.Upstream), zap.String("class", s.Class), zap.Stringer("state", s.State),
-			zap.Time("until", s.Until), zap.String("cause", s.Cause))
-	}
-	return kept, err
-}
-
-// keepCircuit stores the state of a breaker, unless it equals that of a new breaker.
-func (e *engine) keepCircuit(ctx context.Context, key breaker.Key) error {
-	name := e.ring.Index("circuit", key.Upstream, key.Class)
-	// The newest state must be stored last.
-	turn := &e.keeping[int(name[0])%len(e.keeping)]
-	turn.Lock()
-	defer turn.Unlock()
-	w := store.Write{Key: append([]byte{spaceCircuit}, name[:16]...), Delete: true}
-	if s, ok := e.circuits.Snapshot(key); ok {
-		plain, err := s.Encode()
-		if err != nil {
-			return err
-		}
-		w.Delete, w.Value = false, e.ring.Seal(nil, plain, w.Key)
-		if s.State == breaker.Closed && s.Mode == breaker.Auto {
-			w.Expires = s.At.Add(circuitMemory)
-		}
-	}
-	_, err := e.store.Commit(ctx, w)
-	return err
-}
-
-// keepCircuits stores the states of all breakers, sealed with the newest key. If a state
-// changes meanwhile it is stored again, since this commit may have come after that of the
-// change.
-func (e *engine) keepCircuits(ctx context.Context) error {
-	before := map[breaker.Key]uint64{}
-	for settled := false; !settled; {
-		settled = true
-		for _, s := range e.circuits.Status() {
-			if before[s.Key] == s.Generation {
-				continue
-			}
-			before[s.Key], settled = s.Generation, false
-			// Skip new breakers: nothing is stored of them, except a state that could not
-			// be read, which stays.
-			if _, known := e.circuits.Snapshot(s.Key); !known && s.State == breaker.Closed && s.Mode == breaker.Auto {
-				continue
-			}
-			if err := e.keepCircuit(ctx, s.Key); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
 }
 
 // circuitHook receives the events of the breakers while an engine is open, for each breaker
@@ -161,7 +48,7 @@ func (h circuitHook) Transition(ev breaker.Event) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), circuitPatience)
 	defer cancel()
-	if err := h.e.keepCircuit(ctx, ev.Key); err != nil && !errors.Is(err, store.ErrClosed) {
+	if err := h.e.breakers.Transition(ctx, ev); err != nil && !errors.Is(err, store.ErrClosed) {
 		h.e.logger.Warn("the state of a circuit breaker cannot be recorded; a restart will forget it",
 			zap.Stringer("upstream", ev.Key), zap.Error(err))
 	}
@@ -174,17 +61,14 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 	h.e.escalateCircuit(ev)
 }
 
-// Slow implements proxy.Hook.
-func (h circuitHook) Slow(upstream string, is bool) {
-	w := h.e.cascades
-	w.later(func(context.Context) []cascade.Change {
-		h.e.logger.Info("the latency of an upstream has changed", zap.String("upstream", upstream), zap.Bool("spike", is))
-		for _, guard := range w.at().guards[upstream] {
-			w.detector.Signal(time.Now(), cascade.Signal{Kind: cascade.Slow, Pool: guard, Address: upstream, Active: is})
-		}
-		return nil
-	})
+// Probe implements proxy.Hook.
+func (h circuitHook) Probe(ctx context.Context, key breaker.Key, lasts time.Duration) (release func(), until time.Time, ok bool) {
+	p, until, ok := h.e.breakers.Probe(ctx, key, lasts)
+	return p.Release, until, ok
 }
+
+// Slow implements proxy.Hook.
+func (h circuitHook) Slow(upstream string, is bool) { h.e.cascades.Slow(upstream, is) }
 
 // Dropped implements proxy.Hook. It deletes the stored states too, including modes set by
 // operators: otherwise the upstream could come back much later in a forgotten state. The
@@ -202,8 +86,8 @@ func (h circuitHook) Dropped(gone []breaker.Status) {
 		}
 		h.e.logger.Log(level, "a circuit breaker is forgotten: no configuration leads to its upstream any more",
 			zap.String("upstream", s.Key.Upstream), zap.String("class", s.Key.Class), zap.Stringer("state", s.State), zap.Stringer("mode", s.Mode))
-		// keepCircuit stores the current state: by now there may be a new breaker.
-		if err := h.e.keepCircuit(ctx, s.Key); err != nil && !errors.Is(err, store.ErrClosed) {
+		// Keep stores the current state: by now there may be a new breaker.
+		if err := h.e.breakers.Keep(ctx, s.Key, true); err != nil && !errors.Is(err, store.ErrClosed) {
 			h.e.logger.Warn("the state of a circuit breaker that is gone cannot be deleted; the next opening of the store does it",
 				zap.Stringer("upstream", s.Key), zap.Error(err))
 		}
@@ -302,7 +186,7 @@ func (t *circuitRecorder) later(record func(context.Context)) bool {
 // that caused it; the parent of later changes is the opening.
 func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 	id, workflow := "", ""
-	defer func() { e.cascades.circuit(ev, id, workflow) }()
+	defer func() { e.cascades.Circuit(ev, id, workflow) }()
 	policy := e.latestPolicy()
 	if policy == nil {
 		return
@@ -322,7 +206,7 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 	if last == "" {
 		last = ev.Reference
 	}
-	if ev.To != breaker.Open {
+	if ev.To != breaker.Open || ev.Reason == breaker.PeerFailed { // the error is of another node's probe
 		if ev.To == breaker.Closed {
 			delete(e.recorder.opened, ev.Key)
 		}
@@ -348,7 +232,7 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 	}
 	e.recorder.opened[ev.Key] = id
 	e.circuits.Keep(ev, id)
-	if err := e.keepCircuit(ctx, ev.Key); err != nil { // with the new reference
+	if err := e.breakers.Keep(ctx, ev.Key, false); err != nil { // with the new reference
 		e.circuitUnrecorded(ev.Key, ev.To, err)
 	}
 }
@@ -418,6 +302,34 @@ func describeCircuit(ctx context.Context, circuits *proxy.Member, policy *tokenP
 	c := circuits.Describe(s)
 	c.LastFailure = policy.lastFailure(ctx, s)
 	return c
+}
+
+// describeCircuits describes the breakers of this process, and with fleet those of the other nodes of the
+// store too.
+func (e *engine) describeCircuits(ctx context.Context, policy *tokenPolicy, fleet bool) ([]proxy.Circuit, error) {
+	all := []proxy.Circuit{}
+	var keys []breaker.Key
+	for _, s := range e.circuits.Status() {
+		c := describeCircuit(ctx, e.circuits, policy, &s)
+		if fleet {
+			c.Node = e.breakers.Node
+		}
+		all, keys = append(all, c), append(keys, s.Key)
+	}
+	if !fleet {
+		return all, nil
+	}
+	others, err := e.breakers.Others(ctx, keys)
+	if err != nil {
+		return nil, err
+	}
+	for i := range others {
+		o := &others[i]
+		c := describeCircuit(ctx, e.circuits, policy, &o.Status)
+		c.Node, c.Age = o.Node, int64(o.Age/time.Second)
+		all = append(all, c)
+	}
+	return all, nil
 }
 
 // rejectionRecorder records rejections for package guard.

@@ -31,6 +31,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -103,8 +104,8 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	g.Ledger = policy.graph(e)
 	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.escalations.store.Reaching
 	g.Ledger.Plans, g.Ledger.CanUndo, g.Ledger.Ends = h.app.plans, h.app.canUndo, h.app.ctx
-	g.Ledger.MayPut = func(r *http.Request, body []byte) (*api.MayPut, error) {
-		who, token, err := h.escalationReader(e, policy, r, body)
+	g.Ledger.MayPut = func(r *http.Request, puts bool) (*api.MayPut, error) {
+		who, token, err := h.readerOf(e, policy, r, puts)
 		return &api.MayPut{EscalationReader: who, Token: token}, err
 	}
 	if c := e.rollbacks.coordinator(); c != nil {
@@ -505,15 +506,20 @@ func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Reques
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), stateWithin)
 	defer cancel()
+	scope := r.URL.Query().Get("scope")
+	if scope != "" && scope != proxy.ScopeNode && scope != proxy.ScopeFleet {
+		return nil, api.NewProblem(api.ParameterInvalid, "The scope must be node or fleet.")
+	}
 	only, view := r.URL.Query().Get("state"), policy.forCalls().Asked(r.URL.Query().Get("wid"), who.Issuer)
 	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
-	for _, s := range e.circuits.Status() {
-		if c := describeCircuit(ctx, e.circuits, policy, &s); may(&c) && (only == "" || strings.EqualFold(only, c.State)) {
+	all, err := e.describeCircuits(ctx, policy, scope == proxy.ScopeFleet)
+	for i := range all {
+		if c := &all[i]; may(c) && (only == "" || strings.EqualFold(only, c.State)) {
 			c.SetView(view)
-			doc.Circuits = append(doc.Circuits, c)
+			doc.Circuits = append(doc.Circuits, *c)
 		}
 	}
-	return doc, nil
+	return doc, err
 }
 
 // breakerPolicy describes the breakers of the proxy behind the guard; nil if there are none
@@ -708,7 +714,7 @@ func (b storeView) Ledger() *admin.Ledger {
 	if opened == nil {
 		return nil
 	}
-	return &admin.Ledger{Log: opened.Log(), Key: opened.HeadKey()}
+	return &admin.Ledger{Log: opened.Log(), Key: opened.HeadKeyOf}
 }
 
 func (b storeView) Rollbacks() admin.Rollbacks {
@@ -724,12 +730,20 @@ func (b storeView) Trial(checkpoint string) (admin.Trial, bool) {
 	return b.e.rollbacks.trials.of(checkpoint)
 }
 
-func (b storeView) RotateKeys(ctx context.Context) error {
-	_, err := b.e.rotateKeys(ctx)
+func (b storeView) RotateKeys(ctx context.Context) (made uint32, ring string, err error) {
+	made, err = b.e.rotateKeys(ctx)
 	if errors.Is(err, errKeyGiven) {
-		return caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+		next, err := b.e.ring.Rotated()
+		if err != nil {
+			return 0, "", err
+		}
+		text, err := next.MarshalText()
+		return 0, string(text), err
 	}
-	return err
+	if errors.Is(err, execution.ErrKeyElsewhere) || errors.Is(err, seal.ErrBusy) {
+		err = caddy.APIError{HTTPStatus: http.StatusConflict, Err: err}
+	}
+	return made, "", err
 }
 
 func (b storeView) Identity() *admin.Identity { return b.e.ledger.status() }
@@ -757,20 +771,15 @@ func (b storeView) PutPlan(ctx context.Context, text []byte, p plan.Putting) (ap
 	return doc, err
 }
 
-func (b storeView) Circuits() []proxy.Circuit {
-	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
+func (b storeView) Circuits(ctx context.Context, fleet bool) ([]proxy.Circuit, error) {
+	ctx, cancel := context.WithTimeout(ctx, stateWithin)
 	defer cancel()
-	policy := b.e.latestPolicy()
-	all := []proxy.Circuit{}
-	for _, s := range b.e.circuits.Status() {
-		all = append(all, describeCircuit(ctx, b.e.circuits, policy, &s))
-	}
-	return all
+	return b.e.describeCircuits(ctx, b.e.latestPolicy(), fleet)
 }
 
-func (b storeView) Cascades() []api.Cascade { return b.e.cascades.cascadeList() }
+func (b storeView) Cascades() []api.Cascade { return b.e.cascades.List() }
 
-func (b storeView) Cascade(id string) *api.Cascade { return b.e.cascades.describe(id) }
+func (b storeView) Cascade(id string) *api.Cascade { return b.e.cascades.Get(id) }
 
 func (b storeView) Workflows() *api.Ledger {
 	latest := b.e.activeConfigs.latest()
@@ -788,33 +797,55 @@ func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode bre
 		return false, nil
 	}
 	b.e.logger.Warn("an operator has set the mode of a circuit breaker", zap.Stringer("upstream", key), zap.Stringer("mode", mode))
-	return true, b.e.keepCircuit(ctx, key) // not every mode changes the state, which would store it
+	return true, b.e.breakers.Keep(ctx, key, false) // not every mode changes the state, which would store it
 }
 
 // counting is a store with statistics.
 type counting interface{ Stats() badger.Stats }
 
 func (b storeView) Report() *admin.Report {
-	st, ok := b.e.store.(counting)
-	if !ok {
-		return nil
-	}
-	s := st.Stats()
-	r := &admin.Report{
-		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
-		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
-		Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
-	}
-	if s.Commits > 0 {
-		r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
-	}
-	reporter, ok := b.e.opener.(StoreReporter)
-	if !ok {
+	reporter, reports := b.e.opener.(StoreReporter)
+	if st, ok := b.e.store.(counting); ok {
+		s := st.Stats()
+		r := &admin.Report{
+			Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
+			Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
+			Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
+		}
+		if s.Commits > 0 {
+			r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
+		}
+		if !reports {
+			return r
+		}
+		r.Size = reporter.ReportStore(b.e.store).Bytes
+		if disk := reporter.ReportDisk(b.e.store); disk != nil {
+			r.Disk = &admin.Disk{Free: disk.Free, MinFree: s.MinFree, Takes: takes(disk.Watermark)}
+		}
 		return r
 	}
-	r.Size = reporter.ReportStore(b.e.store).Bytes
-	if disk := reporter.ReportDisk(b.e.store); disk != nil {
-		r.Disk = &admin.Disk{Free: disk.Free, MinFree: s.MinFree, Takes: takes(disk.Watermark)}
+	if !reports {
+		return nil
+	}
+	report := reporter.ReportStore(b.e.store)
+	d := report.Database
+	if d == nil {
+		return nil
+	}
+	r := &admin.Report{
+		Commits: b.e.counts.commits.Load(), Batches: b.e.counts.batches.Load(), Size: report.Bytes,
+		Database: &admin.Database{
+			LeaseLeft: d.LeaseLeft.Seconds(), Connections: d.Connections, Waits: d.Waits, Waited: d.Waited.Seconds(),
+			Known: d.Asked, Living: d.Living, Dead: d.Dead, Vacuumed: d.Vacuumed.UTC(), OldestTransaction: d.OldestTransaction.Seconds(),
+			Standbys: d.Standbys,
+		},
+	}
+	if d.Lag >= 0 {
+		lag := d.Lag.Seconds()
+		r.Database.Lag = &lag
+	}
+	if r.Commits > 0 {
+		r.RecordsPerSync = float64(r.Batches) / float64(r.Commits)
 	}
 	return r
 }

@@ -22,7 +22,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/cascades"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -42,13 +44,14 @@ type engine struct {
 	configs    []*engineSpec // active ones, the latest last
 	resealing  resealing
 	ledger     ledgerHandle
+	nodes      nodes
 	rollbacks  rollbackService
 	circuits   *proxy.Member
-	cascades   *cascadeWatch
+	breakers   *circuits.Keeper // their states in the store
+	cascades   *cascades.Watch
 	boundaries *boundaryWatch
 	followers  api.Followers
 	recorder   circuitRecorder // records changes of breakers
-	keeping    [16]sync.Mutex  // serialise storing the state of each breaker
 	forCalls   guard.Engine    // the engine in the form that package guard needs
 	giveBack   func()          // release, for calls
 	places     places          // upstreams of undos
@@ -68,6 +71,7 @@ type engine struct {
 	exiting  sync.Once
 	uncut    context.Context // parent of all executions; cancelled by cut
 	cut      context.CancelFunc
+	lost     atomic.Bool     // another gateway has removed this one from the store
 	waits    context.Context // ends the waiting of callers for outcomes; cancelled after the drain of an exit
 	endWaits context.CancelFunc
 }
@@ -119,10 +123,43 @@ func (p *enginePool) hold(spec engineSpec) (_ *engine, opened bool, err error) {
 	if err != nil {
 		return nil, false, err
 	}
+	e := value.(*engine)
+	if e.lost.Load() {
+		_, _ = p.pool.Delete(spec.pooled) // closing the store logs its own errors
+		return nil, false, errLost
+	}
 	if !loaded {
 		p.warnOfOthers(spec)
 	}
-	return value.(*engine), !loaded, nil
+	return e, !loaded, nil
+}
+
+// errLost is why the store of a lost engine is not there. It is opened again when the last call of that
+// engine has ended.
+var errLost = fmt.Errorf("agent_guard: another gateway has removed this one from the store, since it did not respond; it opens it again: %w", store.ErrUnavailable)
+
+// awaitLoss gives the engine up when another gateway has removed this one from its store: nothing that it remembers
+// holds any more. Its executions end as at an exit, and its configurations open another engine.
+func (e *engine) awaitLoss(lost <-chan struct{}) {
+	select {
+	case <-lost:
+	case <-e.watch.stop:
+		return
+	}
+	e.lost.Store(true)
+	apps := e.activeConfigs.all()
+	for _, a := range apps {
+		a.mu.Lock()
+		if a.held == e { // else it has ended
+			why := errLost
+			a.unreached.Store(&why)
+		}
+		a.mu.Unlock()
+	}
+	e.exit()
+	for _, a := range apps {
+		a.openAnew(e)
+	}
 }
 
 // warnOfOthers warns if a configuration has another store than the previous one: the calls
@@ -164,13 +201,13 @@ func (e *engine) Destruct() error {
 	stopping, cancel := context.WithTimeout(context.Background(), rollbackGrace)
 	e.stopRollbacks(stopping) // first: rollbacks use everything below
 	cancel()
-	e.cascades.stop() // it opens escalations, too
-	<-e.cascades.ended
+	e.cascades.Close() // it opens escalations, too
 	e.boundaries.stop()
 	<-e.boundaries.ended
 	e.escalations.end() // after the rollbacks, which open escalations
 	e.cut()
 	e.circuits.Leave()
+	e.breakers.Close()
 	e.recorder.end()
 	e.resealing.end()
 	e.endWaits()
@@ -222,13 +259,20 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		path: spec.path, store: st, executions: g, checkpoints: checkpoint.New(st, ring), ring: ring,
 		opener: spec.opener, counts: counts, logger: spec.logger,
 	}
-	e.ledger.engine = e
+	e.ledger.engine, e.nodes.engine = e, e
 	e.ledger.coming.Store(spec.ledger)
 	counts.Recovered(recovered)
 	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
 	e.waits, e.endWaits = context.WithCancel(context.Background())
+	g.OnRecovery(func(left execution.Recovery) {
+		counts.Recovered(left)
+		e.emit(eventRecovered, map[string]any{"in_doubt": left.InDoubt})
+		spec.logger.Warn("executions were open when another gateway left the store",
+			zap.Int("in_doubt", left.InDoubt), zap.Int("unrecorded", left.Unrecorded))
+		go e.ledger.recordLeft()
+	})
 	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
@@ -244,6 +288,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		Store: st, Executions: g, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Plans: e.plans, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
 		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
 	}
+	e.forCalls.Writes.Follow(st, ring, g)
 	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
 	e.circuits = proxy.Join()
 	if err := e.startCascades(ctx); err != nil { // before breakers report to it
@@ -251,8 +296,20 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
 	startBoundaries(e)
-	e.startCircuits(ctx)
+	e.startCircuitRecorder()
+	e.breakers = circuits.New(circuits.Options{
+		Store: st, Sealer: ring, Log: slogOf(e.logger), Elsewhere: e.cascades.CircuitAt,
+		Breakers: circuits.Breakers{Snapshot: e.circuits.Snapshot, Restore: e.circuits.Restore, Status: e.circuits.Status, Follow: e.circuits.Follow},
+	})
+	e.circuits.Listen(circuitHook{e}) // before they are restored, so that no change is missed
+	e.breakers.Restore(ctx)
+	e.breakers.Follow()
 	e.startResealing(ctx)
+	e.nodes.start()
+	g.Keys().OnSeal(e.keyChanged)
+	if st, ok := st.(interface{ Lost() <-chan struct{} }); ok {
+		go e.awaitLoss(st.Lost())
+	}
 	return e, nil
 }
 
@@ -358,7 +415,7 @@ func (e *engine) snapshot() *storeSnapshot {
 		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
 	}
 	now.Ledger, now.Circuits, now.Rollbacks = e.ledger.report(), e.circuitReport(), e.rollbackReport()
-	now.Cascades = e.cascades.report()
+	now.Cascades, now.Nodes = e.cascadeReport(), e.nodes.last.Load()
 	return now
 }
 
@@ -505,16 +562,36 @@ type resealing struct {
 func (e *engine) startResealing(ctx context.Context) {
 	job := &e.resealing
 	job.wake, job.ended = make(chan struct{}, 1), make(chan struct{})
-	if uses, err := e.executions.KeysInUse(ctx); err == nil {
-		ids := e.ring.KeyIDs()
+	if uses, err := e.executions.Keys().InUse(ctx); err == nil {
 		for _, use := range uses {
-			if use.ID < ids[len(ids)-1] && use.Until.IsZero() {
+			if use.ID < e.sealingKey() && use.Until.IsZero() {
 				e.reseal()
 			}
 		}
 	}
 	ctx, job.stop = context.WithCancel(context.Background())
 	go e.keepResealed(ctx)
+}
+
+// sealingKey is the id of the key that seals.
+func (e *engine) sealingKey() uint32 {
+	ids := e.ring.KeyIDs()
+	return ids[len(ids)-1]
+}
+
+// keyChanged waits for what is sealed with older keys, once the gateways on a store have agreed that another
+// one seals.
+func (e *engine) keyChanged(ctx context.Context, id uint32) error {
+	e.logger.Info("all gateways on the store have the sealing key, and seal with it", zap.Uint32("key", id))
+	if err := e.checkpoints.AwaitWriters(ctx); err != nil {
+		return err
+	}
+	if c := e.rollbacks.coordinator(); c != nil {
+		c.AwaitWriters()
+	}
+	e.nodes.describe()
+	e.reseal()
+	return nil
 }
 
 // reseal requests a pass; it follows the running one.
@@ -548,11 +625,38 @@ func (e *engine) keepResealed(ctx context.Context) {
 	}
 }
 
-// resealOnce makes one pass. It returns false if a retry may succeed.
-func (e *engine) resealOnce(ctx context.Context) bool {
-	ids := e.ring.KeyIDs()
-	e.logger.Info("re-sealing started", zap.Uint32("key", ids[len(ids)-1]))
-	err := e.ledger.reseal(ctx)
+// resealOnce makes one pass. It returns false if a retry may succeed. Of several gateways on a store one makes it,
+// once all of them seal with the key.
+func (e *engine) resealOnce(ctx context.Context) (ended bool) {
+	key := e.sealingKey()
+	stopped := func(what string, err error) bool {
+		if ctx.Err() != nil {
+			return true
+		}
+		e.logger.Warn(what, zap.Error(err))
+		e.resealing.last.Store(&admin.Resealing{Key: key, Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
+		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+	}
+	if err := e.executions.Keys().Await(ctx, key); err != nil {
+		return stopped("what seals at the other gateways on the store is not known, and nothing is sealed anew", err)
+	}
+	before, done, err := e.executions.Keys().Turn(ctx)
+	if err != nil {
+		return stopped("re-sealing cannot begin", err)
+	}
+	sealed := before.Key
+	defer func() {
+		if err := done(context.WithoutCancel(ctx), sealed); err != nil && ctx.Err() == nil {
+			e.logger.Warn("that re-sealing has ended could not be recorded", zap.Error(err))
+			ended = errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+		}
+	}()
+	if before.Key >= key {
+		e.resealing.last.Store(&admin.Resealing{Key: before.Key, Node: before.Node, Left: []admin.KeyLeft{}, Finished: before.Ended, Done: true})
+		return true
+	}
+	e.logger.Info("re-sealing started", zap.Uint32("key", key))
+	err = e.ledger.reseal(ctx)
 	if errors.Is(err, errSealedLedger) && !e.joined() {
 		e.ledger.unsealed.Store(true) // the configuration that opens the ledger requests it again
 		return true
@@ -569,23 +673,19 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 			err = nil
 		}
 	}
-	if err != nil && ctx.Err() == nil {
-		e.logger.Warn("re-sealing the ledger, the checkpoints, the rollbacks and the plans of workflows failed", zap.Error(err))
-		e.resealing.last.Store(&admin.Resealing{Key: ids[len(ids)-1], Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
-		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+	if err != nil {
+		return stopped("re-sealing the ledger, the checkpoints, the rollbacks and the plans of workflows failed", err)
 	}
-	if err := e.keepCircuits(ctx); err != nil && ctx.Err() == nil {
+	if err := e.breakers.Reseal(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("the states of the circuit breakers stay under an older key", zap.Error(err))
 	}
-	if err := e.cascades.kept.reseal(ctx); err != nil && ctx.Err() == nil {
+	if err := e.cascades.Reseal(ctx); err != nil && ctx.Err() == nil {
 		e.logger.Warn("what is stored of cascades stays under an older key", zap.Error(err))
 	}
-	if err := e.resealEscalations(ctx); err != nil && ctx.Err() == nil {
-		e.logger.Warn("the escalations stay under an older key", zap.Error(err))
-		e.resealing.last.Store(&admin.Resealing{Key: ids[len(ids)-1], Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
-		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
+	if err := e.resealEscalations(ctx); err != nil {
+		return stopped("the escalations stay under an older key", err)
 	}
-	p, err := e.executions.Reseal(ctx, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
+	p, err := e.executions.Reseal(ctx, key, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
 	status := newResealStatus(p)
 	fields := []zap.Field{
 		zap.Uint32("key", p.Key), zap.Int("seen", p.Seen), zap.Int("resealed", p.Resealed), zap.Int("damaged", p.Damaged),
@@ -594,7 +694,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 		fields = append(fields, zap.Any("left", status.Left))
 	}
 	if err == nil {
-		status.Done = true
+		sealed, status.Done = key, true
 		e.resealing.last.Store(status)
 		e.logger.Info("re-sealing finished", append(fields, zap.Duration("took", p.Finished.Sub(p.Started)))...)
 		return true
@@ -649,7 +749,7 @@ func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state 
 
 // errKeyGiven: the key is a value in the configuration, so a new one cannot be written.
 var errKeyGiven = errors.New("the key is given as a value, which the gateway cannot change: " +
-	"add a new sealing key to the ring there, and load the configuration again")
+	"put the ring with another sealing key there, and load the configuration again")
 
 // slogOf returns a slog.Logger with the logger's name and, like Caddy's own, without stack
 // traces.
@@ -727,7 +827,7 @@ func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
 	if err != nil {
 		return err
 	}
-	changed, err := e.ring.Adopt(other, needed, e.noteKey(ctx))
+	changed, err := e.ring.Adopt(other, needed, func(uint32) error { return e.holdKeys(ctx, other.KeyIDs()...) })
 	var missing *seal.MissingError
 	switch {
 	case errors.As(err, &missing):
@@ -739,9 +839,30 @@ func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
 	}
 	if changed {
 		e.logger.Info("sealing keys taken over from the configuration", zap.Uint32s("keys", e.ring.KeyIDs()))
-		e.reseal()
+		e.nodes.describe()
+		e.settleKeys(ctx)
 	}
 	return nil
+}
+
+// settleKeys seals with the newest key that all gateways on the store have, and requests a pass of re-sealing: in a
+// shared store keyChanged does.
+func (e *engine) settleKeys(ctx context.Context) {
+	if _, shared := e.store.(store.Shared); !shared {
+		e.reseal()
+		return
+	}
+	_, err := e.executions.Keys().Settle(ctx)
+	if err == nil {
+		var waiting []execution.KeyWait
+		waiting, err = e.executions.Keys().Waiting(ctx)
+		for _, w := range waiting {
+			e.logger.Warn("a sealing key does not seal yet: other gateways on the store lack it", zap.Uint32("key", w.ID), zap.Strings("nodes", w.Lacking))
+		}
+	}
+	if err != nil { // it is tried again
+		e.logger.Warn("whether all gateways on the store have the newest sealing key is not known yet", zap.Error(err))
+	}
 }
 
 // join makes spec the latest configuration of the engine, whose key file rotations write.
@@ -794,7 +915,7 @@ func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, 
 	if len(lacks) == 0 {
 		return nil, nil // avoids reading a store that may not respond
 	}
-	uses, err := e.executions.KeysInUse(ctx)
+	uses, err := e.executions.Keys().InUse(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -803,28 +924,44 @@ func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, 
 	}), nil
 }
 
-// noteKey returns a function that records in the store that a key is about to be used.
-func (e *engine) noteKey(ctx context.Context) func(uint32) error {
-	return func(id uint32) error { return e.executions.UseKey(ctx, id) }
+// holdKeys records in the store which keys the ring has, before it does.
+func (e *engine) holdKeys(ctx context.Context, ids ...uint32) error {
+	err := e.executions.Keys().Hold(ctx, ids...)
+	if errors.Is(err, execution.ErrMissingKey) || errors.Is(err, execution.ErrOtherKey) {
+		err = fmt.Errorf("%w: %w", seal.ErrRefused, err)
+	}
+	return err
 }
 
-// rotateKeys adds a sealing key to the key file, uses it, and requests a pass of
-// re-sealing. The caller holds a reference to the engine. The error is errKeyGiven if there
-// is no key file.
+// rotateKeys adds a sealing key to the key file, uses it once all gateways on the store have it, and requests a
+// pass of re-sealing. While an earlier one waits for that it makes none, and returns 0. The caller holds a reference
+// to the engine. The error is errKeyGiven if there is no key file.
 func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
 	e.keying.Lock()
 	defer e.keying.Unlock()
+	keys := e.executions.Keys()
+	if waiting, err := keys.Waiting(ctx); err != nil || len(waiting) > 0 {
+		return 0, err
+	}
 	file := e.keyFile()
 	if file == "" {
 		return 0, errKeyGiven
 	}
-	id, err := e.ring.Rotate(file, e.noteKey(ctx))
+	if err := keys.BeginRotation(ctx); err != nil {
+		return 0, err
+	}
+	before := e.ring.KeyIDs()
+	id, err := e.ring.Rotate(file, func(id uint32) error { return e.holdKeys(ctx, append(before, id)...) })
 	if err != nil {
+		if _, shared := e.store.(store.Shared); shared {
+			_ = e.holdKeys(context.WithoutCancel(ctx), before...) // else others make no key until this gateway does, or is gone
+		}
 		return 0, err
 	}
 	e.logger.Info("sealing key rotated", zap.Uint32("key", id))
 	e.emit(eventKeysRotated, nil)
-	e.reseal()
+	e.nodes.describe()
+	e.settleKeys(ctx)
 	return id, nil
 }
 
@@ -832,7 +969,11 @@ func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
 func (e *engine) keyStatus(ctx context.Context) (*admin.KeyStatus, error) {
 	// Read before the keys: if the pass is reported as done, the keys must show its result.
 	resealing := e.resealing.last.Load()
-	uses, err := e.executions.KeysInUse(ctx)
+	uses, err := e.executions.Keys().InUse(ctx)
+	if err != nil {
+		return nil, err
+	}
+	waiting, err := e.executions.Keys().Waiting(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -844,7 +985,10 @@ func (e *engine) keyStatus(ctx context.Context) (*admin.KeyStatus, error) {
 		status.Source = "value"
 	}
 	for _, key := range e.ring.Keys() {
-		row := admin.Key{ID: key.ID, Created: key.Created, Newest: key.Newest}
+		row := admin.Key{ID: key.ID, Created: key.Created, Newest: key.Seals}
+		if i := slices.IndexFunc(waiting, func(w execution.KeyWait) bool { return w.ID == key.ID }); i >= 0 {
+			row.Lacking = waiting[i].Lacking
+		}
 		if i := slices.IndexFunc(uses, func(use execution.KeyUse) bool { return use.ID == key.ID }); i >= 0 {
 			row.InUse, row.Until = true, uses[i].Until
 		}

@@ -274,11 +274,25 @@ func (h *Handler) rolesOf(r *http.Request, name string, token *ect.Token) (roles
 // escalationReader identifies who reads or decides escalations. body is that of a decision, to which
 // a token has to be bound; nil where nothing is decided. token is the caller's own, or nil.
 func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Request, body []byte) (who *api.EscalationReader, token *ect.Token, err error) {
+	who, token, err = h.readerOf(e, policy, r, body != nil)
+	if err != nil || token == nil || body == nil {
+		return who, token, err
+	}
+	if token.InputHash() != ect.Sum(body) {
+		return nil, nil, &ect.Error{Code: ect.CodeInputHash}
+	}
+	who.Signed = body
+	return who, token, nil
+}
+
+// readerOf is escalationReader by the header alone. A token that has to be bound to the body says so, and is not
+// used up: its hash is still to be compared.
+func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, bound bool) (who *api.EscalationReader, token *ect.Token, err error) {
 	tokens, err := h.handler.VerifyTokens(policy.forCalls(), r, nil, false)
 	if err == nil && tokens.Late != nil {
 		err = guard.RefusedToken(tokens.Late)
 	}
-	if err == nil && body == nil {
+	if err == nil && !bound {
 		err = policy.forCalls().Spend(host{h}, &tokens, r)
 	}
 	if err != nil {
@@ -287,11 +301,8 @@ func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Reque
 	who = new(api.EscalationReader)
 	if tokens.Issuer() != "" {
 		token = tokens.Own[0]
-		if body != nil {
-			if len(tokens.Own) > 1 || token.InputHash() != ect.Sum(body) {
-				return nil, nil, &ect.Error{Code: ect.CodeInputHash}
-			}
-			who.Signed = body
+		if bound && (len(tokens.Own) > 1 || token.InputHash().IsZero()) {
+			return nil, nil, &ect.Error{Code: ect.CodeInputHash}
 		}
 	}
 	caller, err := h.handler.CallerOf(e.executions, r, tokens.Issuer())

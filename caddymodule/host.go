@@ -54,22 +54,22 @@ func (host) Upstream(next guard.Next) guard.Upstream { return &handlerUpstream{n
 
 func (host) Exiting() bool { return caddy.Exiting() }
 
-func (c host) Emit(name string, data func() map[string]any) { c.h.app.emitCall(name, data) }
+func (c host) Emit(e guard.Event) { c.h.app.emitCall(e) }
 
-func (a *App) emitCall(name string, data func() map[string]any) {
-	if a.events.ShouldEmit(name) {
-		a.emit(name, data())
+func (a *App) emitCall(e guard.Event) {
+	if a.events.ShouldEmit(e.Name) { // else its data is not made
+		a.emit(e.Name, e.Data())
 	}
 }
 
 // emitCall emits an event of a call to the latest configuration, if there is one.
-func (e *engine) emitCall(name string, data func() map[string]any) bool {
-	if name == eventWorkflowStarted {
+func (e *engine) emitCall(event guard.Event) bool {
+	if event.Name == eventWorkflowStarted {
 		e.counts.workflowsBegun.Add(1)
 	}
 	latest := e.activeConfigs.latest()
 	if latest != nil {
-		latest.emitCall(name, data)
+		latest.emitCall(event)
 	}
 	return latest != nil
 }

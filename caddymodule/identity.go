@@ -345,6 +345,7 @@ type ledgerHandle struct {
 	// unsealed says that re-sealing was not possible, because no configuration held the
 	// engine.
 	unsealed atomic.Bool
+	left     atomic.Bool // executions that another gateway has left were settled here
 }
 
 // acquire returns the open ledger, opening it for the first configuration with an identity.
@@ -366,11 +367,11 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 		return ev, nil
 	}
 	e := l.engine
-	exists, err := evidence.Exists(ctx, e.store)
+	signed, err := evidence.Signed(ctx, e.store, e.ring)
 	if err != nil {
 		return nil, err
 	}
-	ring, err := i.loadRing(!exists, logger)
+	ring, err := i.loadRing(!signed, logger)
 	if err != nil {
 		return nil, err
 	}
@@ -395,6 +396,9 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 		zap.Int64("entries", ev.Log().Head().Size))
 	l.open.Store(ev)
 	l.join(i)
+	if l.left.Load() { // while the ledger was being opened
+		go l.recordLeft()
+	}
 	var pruning context.Context
 	pruning, l.stop = context.WithCancel(context.Background())
 	l.replaced = make(chan struct{}, 1)
@@ -578,6 +582,24 @@ func (l *ledgerHandle) recordOrphans(ctx context.Context, ev *evidence.Evidence,
 	defer cancel()
 	if err := l.recordEachOrphan(ctx, ev, i); err != nil {
 		l.engine.logger.Error("the executions that the last process has left in doubt cannot all be recorded in the ledger; the next start goes on",
+			zap.Error(err))
+	}
+}
+
+// recordLeft is recordOrphans for what a gateway that has left the store had open, which this one has settled. Several
+// gateways may do so at once: each execution is recorded once. Where this one ends before, the next start records it.
+func (l *ledgerHandle) recordLeft() {
+	l.left.Store(true)
+	ctx, cancel := context.WithTimeout(l.engine.waits, orphansTime)
+	defer cancel()
+	l.mu.Lock()
+	ev, i := l.open.Load(), l.latest()
+	l.mu.Unlock()
+	if ev == nil || i == nil {
+		return // no identity, or the ledger is being opened
+	}
+	if err := l.recordEachOrphan(ctx, ev, i); err != nil && l.engine.waits.Err() == nil {
+		l.engine.logger.Error("the executions that another gateway has left in doubt cannot all be recorded in the ledger; the next start goes on",
 			zap.Error(err))
 	}
 }

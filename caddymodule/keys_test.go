@@ -1,11 +1,13 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -13,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
@@ -20,6 +23,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // patience bounds every wait. No test comes near it unless something is broken.
@@ -282,6 +287,13 @@ func TestReloadWithAnotherValue(t *testing.T) {
 	if _, err := first.held.rotateKeys(t.Context()); !errors.Is(err, errKeyGiven) {
 		t.Errorf("rotating a value: %v", err)
 	}
+	made, text, err := storeView{first.held}.RotateKeys(t.Context())
+	if err != nil || made != 0 || len(first.held.ring.KeyIDs()) != 1 {
+		t.Errorf("made %d, %v", made, err)
+	}
+	if printed, err := seal.Parse([]byte(text)); err != nil || fmt.Sprint(printed.KeyIDs()) != "[1 2]" || printed.Check(1) != first.held.ring.Check(1) {
+		t.Errorf("the ring that is printed: %v", err)
+	}
 	second := started(t, dir, place(rings[1]))
 	if second.held != first.held {
 		t.Fatal("the store was opened anew")
@@ -419,6 +431,98 @@ func TestTheIndexKeyDoesNotChange(t *testing.T) {
 	}
 	if _, err := os.Stat(nowhere); err == nil {
 		t.Error("a new ring was made beside an open store")
+	}
+}
+
+// joins opens a memory store as one of several gateways.
+type joins struct {
+	storeModule
+	memory *memory.Store
+	node   string
+}
+
+func (j *joins) OpenStore(*zap.Logger) (store.Store, error) { return j.memory.Join(j.node), nil }
+
+// member is an app of a gateway that shares a store. Its own files are in dir.
+func member(t *testing.T, st *memory.Store, node, dir string) *App {
+	t.Helper()
+	app := validApp(t, dir, "")
+	app.spec.opener = &joins{memory: st, node: node}
+	t.Cleanup(func() { cleanUp(t, app) })
+	return app
+}
+
+// ADR 0136: over two gateways a key seals once both have it; it says who lacks it; one of them seals the rest anew; and
+// who comes back without it is refused.
+func TestRotationOverTwoGateways(t *testing.T) {
+	st := memory.New(memory.Options{})
+	at := map[string]string{"a": t.TempDir(), "b": t.TempDir()}
+	file := func(node string) string { return filepath.Join(at[node], "store.key") }
+	if _, err := seal.Create(file("a")); err != nil {
+		t.Fatal(err)
+	}
+	hand := func() []byte { // the file from a to b
+		t.Helper()
+		before, _ := os.ReadFile(file("b"))
+		text, err := os.ReadFile(file("a"))
+		if err == nil {
+			err = os.WriteFile(file("b"), text, 0o600)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return before
+	}
+	hand()
+	a, b := member(t, st, "a", at["a"]), member(t, st, "b", at["b"])
+	for _, app := range []*App{a, b} {
+		if err := app.Start(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	record(t, a, "of a")
+	if id := rotateKeys(t, a.held); id != 2 {
+		t.Fatalf("rotated to %d", id)
+	}
+	record(t, a, "of a, later")
+	record(t, b, "of b")
+	replays(t, b, "of a", "of a, later", "of b")
+	status, err := a.held.keyStatus(t.Context())
+	if err != nil || !status.Keys[0].Newest || status.Keys[1].Newest || fmt.Sprint(status.Keys[1].Lacking) != "[b]" {
+		t.Errorf("%+v, %v", status, err)
+	}
+	if made, _, err := (storeView{a.held}).RotateKeys(t.Context()); made != 0 || err != nil {
+		t.Errorf("another one was made: %d, %v", made, err)
+	}
+	var refused caddy.APIError
+	if _, _, err := (storeView{b.held}).RotateKeys(t.Context()); !errors.As(err, &refused) || refused.HTTPStatus != http.StatusConflict {
+		t.Errorf("at b, which lacks the newest: %v", err)
+	}
+	older := hand()
+	reloaded := member(t, st, "b", at["b"])
+	if err := reloaded.Start(); err != nil || reloaded.held != b.held {
+		t.Fatalf("reload: %v", err)
+	}
+	by := map[string]bool{}
+	for node, app := range map[string]*App{"a": a, "b": reloaded} {
+		status := resealed(t, app.held, 2)
+		by[cmp.Or(status.Resealing.Node, node)] = true
+		if !status.Keys[1].Newest || len(status.Keys[1].Lacking) != 0 {
+			t.Errorf("%s: %+v", node, status.Keys)
+		}
+		replays(t, app, "of a", "of a, later", "of b")
+	}
+	if len(by) != 1 {
+		t.Errorf("it was sealed anew by %v", by)
+	}
+	cleanUp(t, b)
+	cleanUp(t, reloaded)
+	if err := os.WriteFile(file("b"), older, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	back := member(t, st, "b", at["b"])
+	if err := back.Start(); err == nil || !strings.Contains(err.Error(), "sealing key 2") {
+		t.Errorf("with the older ring: %v", err)
 	}
 }
 

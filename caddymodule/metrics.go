@@ -68,6 +68,8 @@ type storeSnapshot struct {
 	Report *StoreReport
 	// Disk is nil if the store does not know it.
 	Disk *DiskReport
+	// Nodes is nil where one gateway has the store, and while the others are not known.
+	Nodes *nodeReport
 	// Ledger is nil if no configuration has an identity.
 	Ledger *ledgerReport
 	// Escalations is empty if they could not be counted.
@@ -301,6 +303,30 @@ func (s sink) bulkhead(guard string, now bulkhead.Status) {
 	}
 }
 
+// database exposes the state of a store's database, if it has one.
+func (s sink) database(d *DatabaseReport) {
+	if d == nil {
+		return
+	}
+	s.gauge(databaseLease, d.LeaseLeft.Seconds())
+	s.count(nodesRemoved, d.Removed)
+	for state, n := range d.Connections {
+		s.gauge(databaseConnections, float64(n), state)
+	}
+	s.count(databaseWaits, d.Waits)
+	s.send(databaseWaited, prometheus.CounterValue, d.Waited.Seconds(), nil)
+	if !d.Asked {
+		return
+	}
+	s.gauge(databaseRows, float64(d.Living), "living")
+	s.gauge(databaseRows, float64(d.Dead), "dead")
+	s.gauge(databaseOldest, d.OldestTransaction.Seconds())
+	s.gauge(databaseStandbys, float64(d.Standbys))
+	if d.Lag >= 0 {
+		s.gauge(databaseLag, d.Lag.Seconds())
+	}
+}
+
 // snapshot exposes the state of the store. Unknown values are left out: zeros would mean
 // that all is well.
 func (s sink) snapshot(now *storeSnapshot) {
@@ -324,10 +350,17 @@ func (s sink) snapshot(now *storeSnapshot) {
 			s.gauge(storeBytes, float64(bytes), part)
 		}
 		s.count(storeRefused, now.Report.Refused)
+		s.database(now.Report.Database)
 	}
 	if disk := now.Disk; disk != nil {
 		s.gauge(storeFree, float64(disk.Free))
 		s.gauge(storeWatermark, float64(disk.Watermark))
+	}
+	if n := now.Nodes; n != nil {
+		s.gauge(nodeInfo, 1, n.Name)
+		s.gauge(nodesOpen, float64(n.Members))
+		s.gauge(nodesDiffering, float64(n.Differing))
+		s.gauge(nodesSeen, n.SeenAge.Seconds())
 	}
 	for _, r := range now.Escalations {
 		s.gauge(escalations, float64(r.N), r.Level, r.State)
@@ -344,7 +377,7 @@ func (s sink) snapshot(now *storeSnapshot) {
 	if c := now.Cascades; c != nil {
 		s.gauge(cascadesOpen, float64(c.Open))
 		for pattern, n := range c.Found {
-			s.count(cascades, n, pattern)
+			s.count(cascadesFound, n, pattern)
 		}
 		s.count(cascadeDropped, c.Dropped)
 		for of, is := range c.Exhausted {
@@ -436,15 +469,31 @@ var (
 	storeFree      = family("store_free_bytes", gauge, "Free bytes on the disk of the store.")
 	storeWatermark = family("store_watermark", gauge, "0 if the disk has enough space, 1 if nothing new begins, 2 if nothing is recorded.")
 	storeRefused   = family("store_refused_total", counter, "Commits that were refused for lack of disk space.")
-	commitSeconds  = &Family{Name: nameCommitSeconds, Type: histogram, Help: helpCommitSeconds}
-	commitBatches  = &Family{Name: nameCommitBatches, Type: histogram, Help: helpCommitBatches}
+
+	databaseLease       = family("database_lease_seconds", gauge, "Seconds until the lease on the database ends unless it is renewed; negative once it has ended.")
+	databaseConnections = family("database_connections", gauge, "Connections to the database for reading, by state: in_use, idle, and max, of how many there may be.", "state")
+	databaseWaits       = family("database_waits_total", counter, "Reads that waited for a connection to the database, since the store was opened.")
+	databaseWaited      = family("database_wait_seconds_total", counter, "Time that reads waited for a connection to the database.")
+	databaseRows        = family("database_rows", gauge, "Rows of the store's entries, as the database estimates them: living, and dead ones that are not vacuumed yet.", "state")
+	databaseOldest      = family("database_oldest_transaction_seconds", gauge, "Age of the oldest transaction in the database that the role may see.")
+	databaseStandbys    = family("database_standbys", gauge, "Standbys that are connected to the primary.")
+	databaseLag         = family("database_standby_lag_seconds", gauge, "How far the last standby is behind; absent where the role may not see it.")
+
+	nodeInfo       = family("node_info", gauge, "Always 1; its label is the name of this gateway among those that share the store.", "node")
+	nodesOpen      = family("nodes", gauge, "Gateways that have the store open, with this one.")
+	nodesDiffering = family("nodes_differing", gauge, "Other gateways over the store whose configuration differs from that of this one.")
+	nodesSeen      = family("nodes_seen_age_seconds", gauge, "How long ago that gateway was heard of which has been silent the longest, by the database's clock.")
+	nodesRemoved   = family("nodes_removed_total", counter, "Gateways that this one has removed from the store, since they did not respond; since the store was opened.")
+
+	commitSeconds = &Family{Name: nameCommitSeconds, Type: histogram, Help: helpCommitSeconds}
+	commitBatches = &Family{Name: nameCommitBatches, Type: histogram, Help: helpCommitBatches}
 
 	circuitState    = family("circuit_state", gauge, "State of the circuit breaker of an upstream: 0 closed, 1 half-open, 2 open.", "upstream", "class")
 	circuitErrors   = family("circuit_error_ratio", gauge, "Share of failures in the breaker's window.", "upstream", "class")
 	circuitOpenings = family("circuit_openings_total", counter, "Openings of the breaker since the process began.", "upstream", "class")
 	circuitRejected = family("circuit_rejected_total", counter, "Calls that the breaker refused since the process began.", "upstream", "class")
 
-	cascades        = family("cascades_total", counter, "Failures that spread, by pattern, since the store was opened.", "pattern")
+	cascadesFound   = family("cascades_total", counter, "Failures that spread, by pattern, since the store was opened.", "pattern")
 	cascadesOpen    = family("cascades_open", gauge, "Failures that spread, and have not ended.")
 	cascadeDropped  = family("cascade_events_dropped_total", counter, "Events that were not looked at for cascades, since the store was opened.")
 	exhausted       = family("exhausted", gauge, "1 while a resource is used up, of a guard or of the gateway; else 0.", "guard", "resource")
@@ -496,10 +545,12 @@ var families = []*Family{
 	executions, running, metricsReplays, attaches, recognized, cancels, problems, failOpen, probes, unguarded, tokens,
 	inDoubt, inDoubtOldest, recovered,
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
+	nodeInfo, nodesOpen, nodesDiffering, nodesSeen, nodesRemoved,
+	databaseLease, databaseConnections, databaseWaits, databaseWaited, databaseRows, databaseOldest, databaseStandbys, databaseLag,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
 	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft,
 	bulkheadHeld, bulkheadRetries, bulkheadMemory, bulkheadSpooled, bulkheadRefused,
-	cascades, cascadesOpen, cascadeDropped, exhausted, latencyP99, latencyBaseline,
+	cascadesFound, cascadesOpen, cascadeDropped, exhausted, latencyP99, latencyBaseline,
 	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	workflowsBegun, workflowsEnded,
@@ -565,6 +616,7 @@ type storeCounts struct {
 	workflowsEnded [5]atomic.Uint64 // by status
 
 	commits    atomic.Uint64
+	batches    atomic.Uint64
 	commitTime atomic.Int64 // nanoseconds
 
 	deliveries [2]atomic.Uint64 // of escalations: failed, accepted
@@ -587,6 +639,7 @@ func newStoreCounts() *storeCounts {
 // Committed implements StoreObserver.
 func (s *storeCounts) Committed(batches int, took time.Duration) {
 	s.commits.Add(1)
+	s.batches.Add(uint64(batches))
 	s.commitTime.Add(int64(took))
 	s.latency.Observe(took.Seconds())
 	s.group.Observe(float64(batches))

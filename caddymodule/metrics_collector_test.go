@@ -22,14 +22,18 @@ func healthy() *storeSnapshot {
 	return &storeSnapshot{
 		Opened: time.Unix(1_700_000_000, 0), Healthy: true,
 		Doubts: &doubtReport{N: 3, OldestAge: 90 * time.Second},
-		Report: &StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4},
-		Disk:   &DiskReport{Free: 1 << 30, Watermark: DiskLow},
+		Report: &StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4, Database: &DatabaseReport{
+			LeaseLeft: 9 * time.Second, Removed: 6, Connections: map[string]int{"in_use": 3}, Waits: 2, Waited: 1500 * time.Millisecond,
+			Asked: true, Living: 8, Dead: 5, OldestTransaction: 4 * time.Second, Standbys: 1, Lag: 250 * time.Millisecond,
+		}},
+		Disk: &DiskReport{Free: 1 << 30, Watermark: DiskLow},
 		Escalations: []escalationReport{
 			{Level: "approval", State: "open", N: 2}, {Level: "stop", State: "notified"},
 		},
 		Unconfirmed: map[string]int{"spiffe://example.com/b": 2},
 		Circuits:    []circuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
 		Rollbacks:   &rollbackReport{Running: 2, OldestAge: 30 * time.Second, Waiting: 5},
+		Nodes:       &nodeReport{Name: "a", Members: 3, Differing: 1, SeenAge: 2 * time.Second},
 		Ledger:      &ledgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
 		Cascades: &cascadeReport{
 			Open: 2, Found: map[string]uint64{"clustering": 4}, Dropped: 6, Exhausted: map[[2]string]float64{{"pay", "queue"}: 1},
@@ -224,7 +228,7 @@ func TestSnapshots(t *testing.T) {
 		c := newCollector(newStoreCounts(), "v1", "badger", func() *storeSnapshot { return now })
 		all := series(t, registered(t, c))
 		for name := range all {
-			if strings.Contains(name, "recovered") || strings.Contains(name, "commit") || strings.Contains(name, "dropped") || strings.HasSuffix(strings.Split(name, "{")[0], "rollbacks_total") || strings.Contains(name, "rollback_steps") || strings.Contains(name, "workflows_") || strings.Contains(name, "deliveries") || strings.Contains(name, "info") {
+			if strings.Contains(name, "recovered") || strings.Contains(name, "commit") || strings.Contains(name, "dropped") || strings.HasSuffix(strings.Split(name, "{")[0], "rollbacks_total") || strings.Contains(name, "rollback_steps") || strings.Contains(name, "workflows_") || strings.Contains(name, "deliveries") || strings.HasPrefix(name, "agent_guard_info") {
 				delete(all, name)
 			}
 		}
@@ -251,6 +255,20 @@ func TestSnapshots(t *testing.T) {
 			`agent_guard_upstream_latency_usual_seconds{upstream="10.0.0.7:9001"}`: 0.5,
 			"agent_guard_ledger_entries{}":                                         5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
 			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
+			"agent_guard_database_lease_seconds{}": 9, `agent_guard_database_connections{state="in_use"}`: 3,
+			"agent_guard_database_waits_total{}": 2, "agent_guard_database_wait_seconds_total{}": 1.5,
+			`agent_guard_database_rows{state="living"}`: 8, `agent_guard_database_rows{state="dead"}`: 5,
+			"agent_guard_database_oldest_transaction_seconds{}": 4, "agent_guard_database_standbys{}": 1,
+			"agent_guard_database_standby_lag_seconds{}": 0.25,
+			`agent_guard_node_info{node="a"}`:            1, "agent_guard_nodes{}": 3, "agent_guard_nodes_differing{}": 1,
+			"agent_guard_nodes_seen_age_seconds{}": 2, "agent_guard_nodes_removed_total{}": 6,
+		}},
+		"a database that was not asked yet": {&storeSnapshot{
+			Opened: opened, Report: &StoreReport{Database: &DatabaseReport{LeaseLeft: -time.Second, Standbys: 1, Lag: -1}},
+		}, map[string]float64{
+			"agent_guard_store_healthy{}": 0, "agent_guard_body_memory_bytes{}": 0, "agent_guard_store_opened_timestamp_seconds{}": 1_700_000_000.5,
+			"agent_guard_store_refused_total{}": 0, "agent_guard_database_lease_seconds{}": -1, "agent_guard_nodes_removed_total{}": 0,
+			"agent_guard_database_waits_total{}": 0, "agent_guard_database_wait_seconds_total{}": 0,
 		}},
 		"not open": {nil, map[string]float64{"agent_guard_store_healthy{}": 0}},
 		"closed itself": {&storeSnapshot{Opened: opened}, map[string]float64{

@@ -74,7 +74,7 @@ var (
 
 // known are the words of PromQL that the documents use; another one is a typing error.
 var known = []string{
-	"sum", "max", "min", "rate", "increase", "histogram_quantile", "time", "label_values",
+	"sum", "max", "min", "max_over_time", "rate", "increase", "histogram_quantile", "time", "label_values",
 	"by", "on", "group_left", "and", "unless", "or", "m", "h", "s",
 }
 

@@ -596,7 +596,8 @@ func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
 
 // Quota limits what one caller, and one workflow, may hold in the store at a time. Above a limit its new
 // calls get 429 `quota-exceeded`, and nothing is recorded or forwarded; its retries are still answered, and
-// others are not affected.
+// others are not affected. Of several gateways that share a PostgreSQL store all together stay within each limit, but for
+// the rate, which is of each gateway.
 type Quota struct {
 	// The most executions of a caller that are running or in doubt. Default: no limit.
 	OpenExecutions int `json:"open_executions,omitempty"`
@@ -617,7 +618,8 @@ type Quota struct {
 	// The most bytes of the checkpoints of one workflow. Default: no limit.
 	WorkflowCheckpointBytes int64 `json:"workflow_checkpoint_bytes,omitempty"`
 
-	// The most checkpoints that a workflow may create per minute; -1 for no limit. Default: 6000.
+	// The most checkpoints that a workflow may create per minute; -1 for no limit. It is of each gateway: of several that
+	// share a store, each allows so many. Default: 6000.
 	WorkflowCheckpointRate int `json:"workflow_checkpoint_rate,omitempty"`
 
 	// The most unexpired checkpoints of the calls of one caller. Default: no limit.

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"strings"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -18,17 +20,24 @@ func init() {
 	caddy.RegisterModule(PostgresStore{})
 }
 
-// PostgresStore keeps executions in a schema of a PostgreSQL database, used by one gateway at a
-// time. The keys must be given, with `keys file` or `keys value`, and with an `identity` its
-// `key_file`. If the database cannot be reached, guarded calls get 503 `store-unavailable`, also
-// from the start on, and are taken again as soon as it can.
+// PostgresStore keeps executions in a schema of a PostgreSQL database, which several gateways may
+// use at the same time, each under a name of its own. The keys must be given, with `keys file` or
+// `keys value`, and with an `identity` its `key_file`. If the database cannot be reached, guarded
+// calls get 503 `store-unavailable`, also from the start on, and are taken again as soon as it can.
 type PostgresStore struct {
 	// Where the database is and who logs in, as PostgreSQL's own clients take it:
 	// `postgres://user:password@host:5432/database?sslmode=verify-full`. Usually a placeholder like
 	// `{env.AGENT_GUARD_DSN}`. Placeholders are replaced once, at load; one without a value is an
-	// error. No error and no log shows it. The connection must be a session of its own: no pooler in
-	// transaction mode.
+	// error. No error and no log shows it. Behind a pooler in transaction mode it needs
+	// `default_query_exec_mode=cache_describe`.
 	DSN string `json:"dsn,omitempty"`
+
+	// The gateway's name among those that use the schema: 1 to 64 letters, digits, dots, underscores and
+	// dashes. Its log in the ledger is named after it, so it stays the same over restarts. A second
+	// gateway with the same name waits until the first is gone. Placeholders are replaced once, at load;
+	// one without a value is an error. A change takes effect when the process is started again. Default:
+	// the name of the host.
+	Node string `json:"node,omitempty"`
 
 	// The schema of the database that holds the store's tables, a plain name in lower case. It is
 	// created, and holds nothing else. Default: `agent_guard`.
@@ -42,13 +51,16 @@ type PostgresStore struct {
 	// does not serve is refused at most two seconds later. Default: 5s.
 	StatementTimeout caddy.Duration `json:"statement_timeout,omitempty"`
 
-	// How long a gateway that does not respond keeps the store to itself, by the database's clock:
-	// at least 2s and twice `statement_timeout`, at most 1h. A gateway that ends gives it back at
-	// once, and one whose process is gone loses it within two seconds. Default: 15s.
+	// How long a gateway that does not respond still counts as one that runs its calls, by the
+	// database's clock: at least 2s and twice `statement_timeout`, at most 1h. Then the others remove
+	// it, and its calls are in doubt. One that ends leaves at once, and one whose process is gone is
+	// removed within two seconds. Default: 15s.
 	Lease caddy.Duration `json:"lease,omitempty"`
 
 	observer postgres.Observer
+	logger   *zap.Logger
 	dsn      string // with its placeholders replaced
+	node     string // the gateway's name
 }
 
 // CaddyModule returns the Caddy module information.
@@ -60,6 +72,7 @@ func (PostgresStore) CaddyModule() caddy.ModuleInfo {
 //
 //	postgres {
 //		dsn               <dsn>
+//		node              <name>
 //		schema            <name>
 //		pool_size         <number>
 //		statement_timeout <duration>
@@ -87,6 +100,9 @@ func postgresOptions() options[*PostgresStore] {
 			p.DSN = words[0]
 			return nil
 		}},
+		"node": {usage: "node <name>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+			return parseWord(d, &p.Node)
+		}},
 		"schema": {usage: "schema <name>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
 			return parseWord(d, &p.Schema)
 		}},
@@ -103,16 +119,27 @@ func postgresOptions() options[*PostgresStore] {
 }
 
 // Provision replaces the placeholders.
-func (p *PostgresStore) Provision(caddy.Context) (err error) {
-	if p.dsn, err = caddy.NewReplacer().ReplaceOrErr(p.DSN, true, true); err != nil {
+func (p *PostgresStore) Provision(ctx caddy.Context) (err error) {
+	p.logger = ctx.Logger()
+	repl := caddy.NewReplacer()
+	if p.dsn, err = repl.ReplaceOrErr(p.DSN, true, true); err != nil {
 		return errors.New("postgres: dsn: a placeholder in it has no value (it is not shown here)") // the replacer's error may show a part of a password
+	}
+	if p.Node == "" {
+		if p.node, err = os.Hostname(); err != nil {
+			return fmt.Errorf("postgres: node: the host has no name that can be read (%w); name the gateway with `node <name>`", err)
+		}
+		return nil
+	}
+	if p.node, err = repl.ReplaceOrErr(p.Node, true, true); err != nil {
+		return fmt.Errorf("postgres: node: %w", err)
 	}
 	return nil
 }
 
 func (p *PostgresStore) options() postgres.Options {
 	o := postgres.Options{
-		DSN: p.dsn, Schema: p.Schema, PoolSize: p.PoolSize, StatementTimeout: time.Duration(p.StatementTimeout),
+		DSN: p.dsn, Node: p.node, Schema: p.Schema, PoolSize: p.PoolSize, StatementTimeout: time.Duration(p.StatementTimeout),
 		Lease: time.Duration(p.Lease), Observer: p.observer,
 	}
 	if o.Lease == 0 {
@@ -126,6 +153,9 @@ func (p *PostgresStore) options() postgres.Options {
 func (p *PostgresStore) StorePath() (string, error) {
 	name, err := postgres.Check(p.options())
 	if err != nil {
+		if p.Node == "" && strings.HasPrefix(err.Error(), "node: ") {
+			err = fmt.Errorf("%w; it is the name of the host, so give another with `node <name>`", err)
+		}
 		return "", fmt.Errorf("postgres: %w", err)
 	}
 	return name, nil
@@ -134,13 +164,13 @@ func (p *PostgresStore) StorePath() (string, error) {
 // openTime bounds an attempt to open a store.
 const openTime = 8 * time.Second
 
-// OpenStore connects to the database.
+// OpenStore connects to the database, and becomes one of the gateways that use the schema.
 func (p *PostgresStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 	o := p.options()
 	o.Logger = slogOf(logger.Named("postgres"))
 	ctx, cancel := context.WithTimeout(context.Background(), openTime)
 	defer cancel()
-	st, err := postgres.Open(ctx, o)
+	st, err := postgres.Join(ctx, o)
 	if err != nil {
 		return nil, err
 	}
@@ -149,8 +179,13 @@ func (p *PostgresStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 
 // AdjustStore uses the DSN of this configuration for new connections: its password may be another.
 func (p *PostgresStore) AdjustStore(st store.Store) {
-	if open, ok := st.(*postgres.Store); ok {
-		_ = open.SetDSN(p.dsn) // it is the same database, or the store would have another path
+	open, ok := st.(postgres.Member)
+	if !ok {
+		return
+	}
+	_ = open.SetDSN(p.dsn) // it is the same database, or the store would have another path
+	if has := open.Self().Node; has != p.node {
+		p.logger.Warn("the gateway keeps its name in the store until the process is started again", zap.String("node", has), zap.String("configured", p.node))
 	}
 }
 
@@ -159,11 +194,26 @@ func (p *PostgresStore) ObserveStore(o StoreObserver) { p.observer = o }
 
 // ReportStore implements StoreReporter.
 func (p *PostgresStore) ReportStore(st store.Store) StoreReport {
-	s, ok := st.(*postgres.Store)
+	s, ok := st.(postgres.Member)
 	if !ok {
 		return StoreReport{}
 	}
-	return StoreReport{Bytes: map[string]uint64{"tables": uint64(s.Stats().Bytes)}}
+	stats := s.Stats()
+	server, pool := &stats.Server, &stats.Pool
+	report := StoreReport{Database: &DatabaseReport{
+		LeaseLeft:   time.Until(stats.LeaseEnds),
+		Removed:     stats.Removed,
+		Connections: map[string]int{"in_use": pool.InUse, "idle": pool.Open - pool.InUse, "max": pool.Most},
+		Waits:       pool.Waits, Waited: pool.Waited,
+		Asked: !server.Asked.IsZero(), Living: server.Living, Dead: server.Dead, Vacuumed: server.Vacuumed,
+		OldestTransaction: server.OldestTransaction, Standbys: server.Standbys, Lag: server.Lag,
+	}}
+	if report.Database.Asked {
+		report.Bytes = map[string]uint64{
+			"rows": uint64(server.Rows), "large": uint64(server.Large), "indexes": uint64(server.Indexes), "others": uint64(server.Others),
+		}
+	}
+	return report
 }
 
 // ReportDisk implements StoreReporter. The database's disk is not known here.

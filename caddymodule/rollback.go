@@ -147,7 +147,8 @@ type Rollback struct {
 
 	// How many new rollbacks one issuer may ask for per minute, and how many may be asked for per
 	// minute in one workflow. Above it the answer is 429 `quota-exceeded`; repeated requests are
-	// still answered, and operators are not counted. Default: 60.
+	// still answered, and operators are not counted. It is of each gateway: of several that share a store, each allows
+	// so many. Default: 60.
 	Rate int `json:"rate,omitempty"`
 
 	// How long an answer waits for the end of its rollback before it is 202, at most 30s; a request

@@ -65,6 +65,33 @@ type StoreReport struct {
 	Bytes map[string]uint64
 	// Refused counts the commits that were refused for lack of disk space.
 	Refused uint64
+	// Database describes the server of a store in a database; nil for others.
+	Database *DatabaseReport
+}
+
+// DatabaseReport describes the database of a store, as far as its role may see.
+type DatabaseReport struct {
+	// LeaseLeft is how long the lease lasts unless it is renewed: negative once it has ended.
+	LeaseLeft time.Duration
+	// Removed counts the gateways that this one has removed, since they did not respond.
+	Removed uint64
+	// Connections are those for reading, by state: in_use, idle, and max, of how many there may be.
+	Connections map[string]int
+	// Waits counts the reads that waited for a connection, and Waited is how long they did.
+	Waits  uint64
+	Waited time.Duration
+	// Asked says that the server has been asked for what follows, within the last minutes.
+	Asked bool
+	// Living and Dead are rows: those that are kept, and those that are not vacuumed yet.
+	Living, Dead int64
+	// Vacuumed is when they were last vacuumed; zero if that is not known.
+	Vacuumed time.Time
+	// OldestTransaction is how long the oldest transaction in the database has been open.
+	OldestTransaction time.Duration
+	// Standbys is the number of connected standbys, and Lag how far the last of them is behind; negative if
+	// the role may not see it.
+	Standbys int
+	Lag      time.Duration
 }
 
 // DiskReport describes the disk of a store.

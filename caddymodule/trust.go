@@ -454,7 +454,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 // graph returns the endpoint for the recorded workflows.
 func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{
-		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKey(), Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
+		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKeyOf, Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Refused:  t.RefusedErrors,
 		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits, Followers: &e.followers, Assigned: e.plans,
@@ -466,7 +466,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 			if err == nil {
 				_, err = e.store.Commit(ctx, t.Evidence.Opened(now, workflow))
 			}
-			e.boundaries.follow(workflow)
+			e.boundaries.follow(workflow, false)
 			return err
 		},
 		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
@@ -515,6 +515,9 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	for _, token := range tokens {
 		batch.Add(t.Evidence.UseWrite(token, errorUse, time.Time{}))
 	}
+	if err := t.changeEnds(ctx, now, tokens, batch); err != nil {
+		return batch.Done(err)
+	}
 	if err := t.rollBackFor(e, tokens, batch); err != nil {
 		return batch.Done(err)
 	}
@@ -540,6 +543,29 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 		e.logger.Info("agents have reported errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
 	}
 	return err
+}
+
+// changeEnds notes in the commit of agents' errors that the workflows that have ended may have other ends now.
+func (t *tokenPolicy) changeEnds(ctx context.Context, now time.Time, tokens []*ect.Token, batch *store.Batch) error {
+	seen := map[string]bool{"": true}
+	for _, token := range tokens {
+		wid := token.Workflow()
+		if seen[wid] || !token.Proven() {
+			continue
+		}
+		seen[wid] = true
+		has := t.AwaitEnds
+		if !has {
+			var err error
+			if has, err = t.Evidence.HasEnd(ctx, wid); err != nil {
+				return err
+			}
+		}
+		if has {
+			batch.Add(t.Evidence.Changed(now, wid))
+		}
+	}
+	return nil
 }
 
 // rollBackFor asks, in the commit of agents' errors, for the rollbacks of the calls that these
@@ -649,6 +675,9 @@ func (t *tokenPolicy) proves(ctx context.Context, raw, issuer string, earliest t
 	}
 	if err == nil && status != evidence.Unused {
 		err = &ect.Error{Code: ect.CodeReplayed}
+	}
+	if err == nil && t.Evidence.Fleet() {
+		err = t.Evidence.Spend(ctx, []*ect.Token{token}, use)
 	}
 	return err
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // boundaries are a workflow's page and the gateway's tokens of its start and its ends, once so many nodes are
@@ -220,6 +221,95 @@ func TestIdleWorkflowEnds(t *testing.T) {
 		if v, _, ends := g.boundaries(func() reply { return g.get(a, "workflows/"+wid) }, nodes); len(ends) != n+1 || v.Status != "success" || v.Stated != "success" {
 			t.Errorf("%s, stated %q, ends %v", v.Status, v.Stated, ends)
 		}
+	}
+}
+
+// A plan that is only observed does not keep a workflow from its end by time, and ends it once it is done.
+func TestIdleWorkflowEndsBesideAPlan(t *testing.T) {
+	p := newPlannedGateway(t, "workflow_idle 1s\nplan_mode observed")
+	observed, over := uuid.NewString(), uuid.NewString()
+	for _, wid := range []string{observed, over} {
+		if got := p.put(p.a, wid, `{"wf_id": "w", "nodes": [{"id": "pay"}]}`, nil); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	p.act(p.a, observed, "other", "/other", nil)
+	p.act(p.a, over, "pay", "/pay", nil)
+	for wid, want := range map[string]workflow.Status{observed: "partial", over: "success"} {
+		var v api.Workflow
+		eventually(t, "the end is recorded", func() bool {
+			v = document[api.Workflow](t, p.get(p.a, "workflows/"+wid))
+			return v.Stated != ""
+		})
+		if v.Status != want || v.Stated != string(want) || v.Plan == nil {
+			t.Errorf("%s, stated %s, %+v", v.Status, v.Stated, v.Plan)
+		}
+	}
+}
+
+// ATD "Workflow Boundary ECTs": a rollback or an error after the end of a workflow gives it another end, with or without
+// a plan, and nobody has to ask for it; but not to one that nobody has ended.
+func TestEndAfterARollback(t *testing.T) {
+	a := newAgent(t, "a")
+	_, g := launchLab(t, sagaActions, a)
+	ends := map[string][]string{} // known ids, by workflow
+	ended := func(s *saga, want string) {
+		t.Helper()
+		var all []string
+		eventually(t, "the end is recorded", func() bool {
+			_, _, all = g.boundaries(func() reply { return g.get(a, "workflows/"+s.wid) }, 1)
+			return len(all) > len(ends[s.wid])
+		})
+		fresh := slices.DeleteFunc(slices.Clone(all), func(id string) bool { return slices.Contains(ends[s.wid], id) })
+		if len(fresh) != 1 {
+			t.Fatalf("the ends %v", fresh)
+		}
+		says(t, g.entry(a, s.wid, fresh[0]), map[ect.Member]string{ect.MemberTerminalStatus: quoted(want)})
+		ends[s.wid] = all
+	}
+	completed := func(s *saga) {
+		t.Helper()
+		said := a.issue(eventOf("workflow_complete", ect.Cascade, s.wid, nil))
+		if got := g.complete(s.wid, map[string]string{ect.FieldName: said.Raw()}); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		ended(s, "success")
+	}
+	open := g.saga(a) // nobody says that it has ended
+	open.back(rollbackBody{Checkpoint: open.do(charge(9)).checkpoint}).want(t, "completed")
+
+	s := g.saga(a)
+	first := s.do(charge(1))
+	second := s.do(charge(2), first.checkpoint)
+	completed(s)
+	again := rollbackBody{ID: rollbackID(1), Checkpoint: second.checkpoint}
+	s.back(again).want(t, "completed")
+	ended(s, "partial")
+	s.back(again).want(t, "completed") // the same once more is no further end
+	s.back(rollbackBody{Checkpoint: first.checkpoint}).want(t, "completed")
+	ended(s, "rolled_back")
+
+	s = g.saga(a)
+	sent := s.do(request{path: "/mail"})
+	completed(s)
+	failed := a.issue(ect.Claims{Workflow: s.wid, Action: "error", Vocabulary: ect.AERR, Parents: []string{sent.checkpoint}, Ext: new(ect.ExtBuilder).
+		Text(ect.MemberSeverity, "warning").Text(ect.MemberErrorType, "action_failed").Text(ect.MemberCheckpointID, sent.checkpoint)})
+	if got := g.call(with(failed, request{path: "/.well-known/cascade/errors", reader: nothing{}})); got.status >= 300 {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	ended(s, "failed")
+
+	s = g.saga(a)
+	p := &plannedGateway{gateway: g, t: t}
+	if got := p.put(a, s.wid, `{"wf_id": "one", "nodes": [{"id": "charge_card"}]}`, nil); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	only := s.do(charge(3))
+	ended(s, "success")
+	s.back(rollbackBody{Checkpoint: only.checkpoint}).want(t, "completed")
+	ended(s, "rolled_back")
+	if _, _, all := g.boundaries(func() reply { return g.get(a, "workflows/"+open.wid) }, 4); len(all) != 0 {
+		t.Errorf("nobody has ended it: %v", all)
 	}
 }
 

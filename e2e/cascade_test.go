@@ -128,6 +128,55 @@ func TestCascadeInDepth(t *testing.T) {
 	}
 }
 
+// C-3.1.2-b: three services change one system, which their checkpoints name. After a wrong write calls of several
+// agents fail at all three: the system is the root, and the last write to it is named.
+func TestCascadeOfSharedState(t *testing.T) {
+	lab := newCascadeLab(t, "")
+	site := strings.ReplaceAll(lab.site, "default_undo irreversible", "default_undo irreversible\n target store")
+	load(t, lab.config(site))
+	a, wid := lab.agents["a"], uuid.NewString()
+	for _, name := range []string{"b", "c", "d"} {
+		lab.u.on("/"+name+"/write", status(http.StatusCreated, ""))
+		lab.u.on("/"+name+"/read", status(http.StatusInternalServerError, ""))
+	}
+	began := a.issue(ect.Claims{Workflow: wid})
+	wrong := lab.call(with(began, request{path: "/b/write"}))
+	for i, name := range []string{"b", "c", "d"} {
+		lab.act([]string{"a", "b", "c"}[i], wid, "/"+name+"/read", began.ID())
+	}
+	found := lab.cascades(a, wid, 1)[0]
+	if r := found.Root; r == nil || r.Target != "store" || r.LastWrite != wrong.header.Get("Execution-Checkpoint") || r.Agent != "" || r.Guard != "" ||
+		!slices.Contains(r.Reasons, "shared_state") || found.Class != "infrastructure" || found.Failed != 3 {
+		t.Fatalf("%+v %+v", found, found.Root)
+	}
+}
+
+// P3: the last write to what several agents change is not shown to who has no part in that write, even where it is
+// of the same workflow.
+func TestLastWriteOfAStranger(t *testing.T) {
+	stranger := newAgent(t, "stranger")
+	lab := newCascadeLab(t, "", stranger)
+	lab.agents["stranger"] = stranger
+	load(t, lab.config(strings.ReplaceAll(lab.site, "default_undo irreversible", "default_undo irreversible\n target store")))
+	a, wid := lab.agents["a"], uuid.NewString()
+	began := a.issue(ect.Claims{Workflow: wid})
+	for _, name := range []string{"b", "c", "d"} {
+		lab.u.on("/"+name+"/began", status(http.StatusCreated, ""))
+		lab.u.on("/"+name+"/write", status(http.StatusCreated, ""))
+		lab.u.on("/"+name+"/read", status(http.StatusInternalServerError, ""))
+	}
+	lab.call(with(began, request{path: "/b/began"}))
+	if got := lab.act("stranger", wid, "/b/write"); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	for i, name := range []string{"b", "c", "d"} {
+		lab.act([]string{"a", "b", "c"}[i], wid, "/"+name+"/read", began.ID())
+	}
+	if r := lab.cascades(a, wid, 1)[0].Root; r == nil || r.Target != "store" || r.LastWrite != "" {
+		t.Errorf("%+v", r)
+	}
+}
+
 // C-3.4.2-d and `on_cascade pause`: calls side by side that fail at once are a cascade, and the workflow is
 // paused until a person resumes it. Another workflow goes on.
 func TestCascadeInBreadthPauses(t *testing.T) {

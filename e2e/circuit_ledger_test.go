@@ -124,7 +124,7 @@ func TestRejectionsAreToldOnce(t *testing.T) {
 	// They are told in their order: what was told of the first workflow stands there
 	// when the second has its own.
 	for _, wid := range []string{later, storm} {
-		view := g.settledView(a, wid, 4)
+		view := g.settledView(a, wid, 5) // two of the call, two of its refusals, and the token
 		var rejections, linked int
 		for _, n := range view.Nodes {
 			if n.Event == "circuit_breaker_open" {
@@ -165,9 +165,9 @@ func TestMadeUpWorkflowsDoNotHideRejections(t *testing.T) {
 	}
 	next := a.issue(ect.Claims{Workflow: wid, Parents: []string{first.ID()}})
 	g.call(with(next, request{path: "/works"})).refusedSaying(t, "The circuit breaker of "+u.addr+" is open: status 503.")
-	// Token, checkpoint and node of the first call, and the rejection of the second.
+	// Token, checkpoint and node of the first call; two of the refusal of the second, whose token is nowhere.
 	events := 0
-	view := g.settledView(a, wid, 4)
+	view := g.settledView(a, wid, 5)
 	for _, n := range view.Nodes {
 		if n.Event == "circuit_breaker_open" {
 			events++

@@ -199,7 +199,7 @@ func TestWorkflowThresholdIsToldOnce(t *testing.T) {
 		g.call(with(next, request{path: "/a"})).refusedByItself(t, u.addr, "20%")
 	}
 	rejections := 0
-	for _, n := range g.settledView(a, wid, 4).Nodes {
+	for _, n := range g.settledView(a, wid, 5).Nodes { // two of the call, two of its refusals, and the token
 		if n.Event == "circuit_breaker_open" {
 			rejections++
 		}

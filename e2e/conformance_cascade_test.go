@@ -211,8 +211,7 @@ func TestCascade442StatusWords(t *testing.T) {
 		},
 	} {
 		t.Run(want, func(t *testing.T) {
-			s := g.saga(a)
-			s.t = t
+			s := g.saga(a).in(t)
 			doc := s.back(rollbackBody{Checkpoint: prepare(s), Cascade: want == "partial"})
 			if doc.Status != want {
 				t.Errorf("%+v", doc)
@@ -255,8 +254,7 @@ func TestCascade413ScopeOnTheWire(t *testing.T) {
 		"the whole, without its word":    {`,"scope":"full_workflow"`, true, "", 403, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := g.saga(a)
-			s.t = t
+			s := g.saga(a).in(t)
 			root := s.do(charge(1))
 			next := s.do(charge(2), root.checkpoint)
 			ext := new(ect.ExtBuilder).Text(ect.MemberReason, "").Bool(ect.MemberCascade, c.cascade)

@@ -184,8 +184,7 @@ func TestOlderResultTokens(t *testing.T) {
 		"AERR, a person's":     {ect.AERR, request{}, true, "aerr:rollback_escalated", "escalated", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := g.saga(a)
-			s.t = t
+			s := g.saga(a).in(t)
 			lab.write("/docs/x", `{"n":1}`)
 			var root sagaStep
 			if c.escalated {

@@ -24,7 +24,7 @@ const (
 type crashRun struct {
 	t        *testing.T
 	upstream *procUpstream
-	site     *procSite
+	sites    []*procSite // on one store, any of which may be asked
 	random   *rand.Rand
 
 	mu       sync.Mutex
@@ -45,13 +45,9 @@ func TestCrashAtRandomMoments(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed) // kills hit where the scheduler lets them: it repeats the plan only
 	upstream := procNewUpstream(t)
-	run := &crashRun{
-		t: t, upstream: upstream, site: procNewSite(t, upstream.addr), random: rand.New(rand.NewPCG(seed, 0)),
-		calls: map[string]procCall{}, answered: map[string][32]byte{}, settled: map[string]bool{},
-		checkpoints: map[string]string{},
-	}
-	run.site.app = "identity spiffe://example.com/gateway"
-	gateway := run.site.start(t)
+	run := newCrashRun(t, upstream, seed, procNewSite(t, upstream.addr))
+	run.sites[0].app = "identity spiffe://example.com/gateway"
+	gateway := run.sites[0].start(t)
 	for round := range rounds {
 		first := len(run.calls)
 		run.load(gateway, round)
@@ -78,6 +74,17 @@ func TestCrashAtRandomMoments(t *testing.T) {
 	t.Logf("%d kills, %d calls answered, none lost, none executed twice; open at a kill: %d in doubt, %d recorded, %d had not run",
 		rounds, len(run.answered), run.tally.doubtful, run.tally.replayed, run.tally.ran)
 }
+
+func newCrashRun(t *testing.T, upstream *procUpstream, seed uint64, sites ...*procSite) *crashRun {
+	return &crashRun{
+		t: t, upstream: upstream, sites: sites, random: rand.New(rand.NewPCG(seed, 0)),
+		calls: map[string]procCall{}, answered: map[string][32]byte{}, settled: map[string]bool{},
+		checkpoints: map[string]string{},
+	}
+}
+
+// any is the address of one of the gateways.
+func (r *crashRun) any() string { return r.sites[rand.IntN(len(r.sites))].addr }
 
 // crashRounds is how many kills are asked for; plain tests do a few.
 func crashRounds(t *testing.T, plain int) int {
@@ -124,7 +131,7 @@ func (r *crashRun) load(gateway *procGateway, round int) {
 			for {
 				c := crashCall(fmt.Sprintf("round-%d-%d", round, number.Add(1)))
 				twin := r.twin(ctx, gateway, client, c)
-				a, err := procPost(ctx, client, r.site.addr, c)
+				a, err := procPost(ctx, client, r.any(), c)
 				if second := <-twin; err != nil && second.err == nil {
 					a, err = second.answer, nil // one of them saw the end
 				}
@@ -192,18 +199,18 @@ func (r *crashRun) note(c procCall, a procAnswer, err error) {
 // restart starts the gateway again; now and then it is killed in its start first.
 func (r *crashRun) restart() *procGateway {
 	if r.random.IntN(4) == 0 {
-		g := r.site.launch(r.t)
+		g := r.sites[0].launch(r.t)
 		// What a start says, a line at a time, is as good a clock as any.
 		waitWithin(r.t, procBound, g.log.line(1+r.random.IntN(10)), "a line of its log")
 		g.kill()
 	}
-	return r.site.start(r.t)
+	return r.sites[0].start(r.t)
 }
 
 // retry repeats what was open at the kill until it is settled.
 func (r *crashRun) retry() {
 	r.each(r.open, func(client *http.Client, c procCall) error {
-		a, err := procDefinite(r.t.Context(), client, r.site.addr, c)
+		a, err := procDefinite(r.t.Context(), client, r.any(), c)
 		if err != nil {
 			return err
 		}
@@ -233,7 +240,7 @@ func (r *crashRun) verifyAll() {
 		ids = append(ids, id)
 	}
 	r.each(ids, func(client *http.Client, c procCall) error {
-		a, err := procPost(r.t.Context(), client, r.site.addr, c)
+		a, err := procPost(r.t.Context(), client, r.any(), c)
 		if err != nil {
 			return err
 		}

@@ -83,6 +83,8 @@ func procStage(batch []store.Write) string {
 		return "marks"
 	case slices.ContainsFunc(batch, func(w store.Write) bool { return strings.HasPrefix(string(w.Key), "hr") && !w.Delete }):
 		return "hold" // participants have to hear of it
+	case slices.ContainsFunc(batch, func(w store.Write) bool { return w.Key[0] == 'y' && w.Delete }):
+		return "workflow end"
 	case first.Key[0] == 'm':
 		return "christening"
 	case first.Key[0] == 'r':

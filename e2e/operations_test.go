@@ -160,6 +160,7 @@ func TestOperationsRun(t *testing.T) {
 	block("rollbacks", "", "wrong price list", "operator ada")
 	block("undos", "", "undo", "(undo)")
 	block("running", "")
+	block("nodes", "", "DIFFERS", " *")
 	block("stats", "", "health", "records per sync")
 	block("escalations", "")
 	block("rotate", "", "2    seals")

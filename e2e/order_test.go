@@ -12,6 +12,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
 // A-topological-order-b, -c: with `order par` a call whose token names a call that runs is refused, and nothing of
@@ -113,6 +114,84 @@ func TestOrderByPlan(t *testing.T) {
 	p.upstream.arrived("/pay", 1)
 }
 
+// A-topological-order-b, A-node-states-d: what has failed or was rolled back refuses for good, a call in doubt until it
+// is settled, and with `order_wait` a call waits until what comes before it is done.
+func TestOrderByPlanAfterFailures(t *testing.T) {
+	u, a, c := newUpstream(t), newAgent(t, "a"), newAgent(t, "c")
+	p := &plannedGateway{t: t, upstream: u, a: a, c: c}
+	p.gateway = launch(t, setup{
+		app: trusting(t, a, c) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}",
+		site: "agent_proxy " + u.addr + " {\n action hold {\n match path /hold/*\n compensate POST /undo\n }\n" +
+			"action later {\n match path /later\n order_wait 1m\n }\n}", badger: true,
+	})
+	u.on("/hold/fails", status(http.StatusUnprocessableEntity, ""))
+	u.on("/hold/doubt", status(http.StatusBadGateway, ""))
+	const steps = `{"wf_id": "w", "nodes": [{"id": "hold"}, {"id": "pay"}, {"id": "later"}, {"id": "last"}],
+		"edges": [{"from": "hold", "to": "pay"}, {"from": "hold", "to": "later"}, {"from": "pay", "to": "last"}]}`
+	begin := func() string {
+		wid := uuid.NewString()
+		if got := p.put(c, wid, steps, nil); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		return wid
+	}
+	held := func(wid, node, want string) {
+		t.Helper()
+		got := p.act(a, wid, node, "/"+node, nil)
+		got.problem(t, http.StatusConflict, "dependency-not-done")
+		doc := document409(t, got)
+		d := doc.Dependencies[0]
+		retry := map[bool]string{true: "later", false: "never"}[got.header.Get("Retry-After") != ""]
+		if now := strings.TrimSpace(fmt.Sprintf("%s %s %s %v %s %s", d.Node, d.State, d.Detail, d.Final, retry, doc.Reason)); now != want {
+			t.Errorf("%s is held: %q, want %q", node, now, want)
+		}
+	}
+	failed := begin()
+	p.act(a, failed, "hold", "/hold/fails", nil)
+	for _, node := range []string{"pay", "later"} { // waiting would be in vain
+		held(failed, node, "hold failed  true never final")
+	}
+	held(failed, "last", "pay pending  true never final")
+
+	doubt := begin()
+	p.act(a, doubt, "hold", "/hold/doubt", nil)
+	held(doubt, "pay", "hold failed in_doubt false later")
+
+	undone := begin()
+	s := p.saga(a)
+	s.wid = undone
+	step := p.act(a, undone, "hold", "/hold/x", nil)
+	s.back(rollbackBody{Checkpoint: step.header.Get("Execution-Checkpoint"), Scope: "single"}).want(t, "completed")
+	held(undone, "pay", "hold rolled_back  true never final")
+
+	waiting, hold := begin(), newGate(t)
+	u.on("/hold/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
+	first := p.begin(with(a.issue(ect.Claims{Workflow: waiting, Action: "hold"}), request{path: "/hold/slow"}))
+	wait(t, hold.arrived, "the first node")
+	later := p.begin(with(a.issue(ect.Claims{Workflow: waiting, Action: "later"}), request{path: "/later"}))
+	held(waiting, "pay", "hold running  false later")
+	u.arrived("/later", 0)
+	hold.open()
+	first.answer()
+	if got := later.answer(); got.status != http.StatusCreated {
+		t.Errorf("at last: %d %s", got.status, got.body)
+	}
+	u.arrived("/later", 1)
+	u.arrived("/pay", 0)
+}
+
+// document409 is what a refusal says of what holds a call.
+func document409(t *testing.T, got reply) (doc struct {
+	Reason       string
+	Dependencies []api.Dependency
+}) {
+	t.Helper()
+	if err := json.Unmarshal([]byte(got.body), &doc); err != nil || len(doc.Dependencies) == 0 {
+		t.Fatalf("%v %s", err, got.body)
+	}
+	return doc
+}
+
 // A-resource-claim-format-a, A-checkpoint-placement-policy-f, A-circuit-breaker-policy-configuration-a: of a node's needs the
 // upstream gets all, its timeout is the call's, and its breaker limits refuse its calls and no others. A GET that
 // names its node has a checkpoint.
@@ -139,6 +218,18 @@ func TestNeedsOfANode(t *testing.T) {
 	}
 	if got := u.last("/report").Header.Get("Resource-Hints"); got != `priority=high, timeout_s=600, cpu="0.5"` {
 		t.Errorf("hints %q", got)
+	}
+	shown := document[struct {
+		Plan struct {
+			Nodes []struct {
+				ID        string
+				Hints     plan.Hints `json:"resource_hints"`
+				Threshold float64    `json:"atd.circuit_threshold"`
+			}
+		}
+	}](t, p.get(a, "workflows/"+wid)).Plan.Nodes
+	if len(shown) != 4 || shown[0].Hints != (plan.Hints{Priority: "high", TimeoutS: 600, CPU: "0.5"}) || shown[1].Hints.TimeoutS != 1 || shown[2].Threshold != 0.2 {
+		t.Errorf("%+v", shown)
 	}
 	u.on("/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
 	if got := p.act(a, wid, "slow", "/slow", nil); got.header.Get("Execution-Status") != "in_doubt" {

@@ -194,8 +194,7 @@ func TestParticipantFaults(t *testing.T) {
 	for name, c := range all {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel() // they share a gateway, and wait
-			p, call, s := participants[name], calls[name], g.saga(a)
-			s.t = t
+			p, call, s := participants[name], calls[name], g.saga(a).in(t)
 			first := s.do(call)
 			second := s.do(call, first.checkpoint)
 			c.faults.of(p)

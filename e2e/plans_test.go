@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"bufio"
 	"fmt"
 	"io"
 	"net"
@@ -41,6 +42,10 @@ const plannedSite = ` {
 	}
 	action pay {
 		match path /pay
+	}
+	action doc {
+		match path /docs/*
+		restore
 	}
 }`
 
@@ -280,7 +285,6 @@ func TestNodesOfCallsWithoutTokens(t *testing.T) {
 		r := request{method: http.MethodGet, path: "/.well-known/cascade/workflows/nightly", header: map[string]string{"X-Api-Key": "ada"}}
 		return fmt.Sprint(document[struct{ Plan shownPlan }](t, p.call(r)).Plan.Nodes)
 	}
-	// ada sees her own calls only; a plan is shown to who sees all.
 	if got := page(); got != "[{hold done} {mail-1 done} {mail-2 done} {pay running}]" {
 		t.Errorf("%s: %s", wid, got)
 	}
@@ -316,21 +320,26 @@ func TestWhoMayPutAPlan(t *testing.T) {
 	if got := p.act(p.b, theirs, "other", "/other", nil); got.status != http.StatusCreated {
 		t.Errorf("a's plan binds b: %d %s", got.status, got.body)
 	}
-	// Nor does it bind where a joins in later.
-	if got := p.act(p.a, theirs, "else", "/else", nil); got.status != http.StatusCreated {
-		t.Errorf("%d %s", got.status, got.body)
+	// It binds a's own calls alone, and none where a joins in later.
+	p.act(p.a, theirs, "else", "/else", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	joined := p.b.issue(ect.Claims{Workflow: theirs, Action: "other"})
+	for _, token := range []*ect.Token{joined, p.a.issue(ect.Claims{Workflow: theirs, Action: "else", Parents: []string{joined.ID()}})} {
+		if got := p.call(with(token, request{path: "/other"})); got.status != http.StatusCreated {
+			t.Errorf("%d %s", got.status, got.body)
+		}
 	}
 	if got := p.act(p.b, theirs, "other", "/other", nil); got.status != http.StatusCreated {
 		t.Errorf("a's plan binds b: %d %s", got.status, got.body)
 	}
 	p.put(p.b, theirs, tripPlan, nil).problem(t, http.StatusForbidden, "plan-refused")
 
-	// a's own is in force from its first call on, for everybody.
+	// a's own is in force from its first call on, for who takes part in that.
 	p.act(p.a, mine, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
-	if got := p.act(p.a, mine, "hold_budget", "/hold", nil); got.status != http.StatusCreated {
+	first := p.a.issue(ect.Claims{Workflow: mine, Action: "hold_budget"})
+	if got := p.call(with(first, request{path: "/hold"})); got.status != http.StatusCreated {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	p.act(p.b, mine, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	p.call(with(p.b.issue(ect.Claims{Workflow: mine, Action: "other", Parents: []string{first.ID()}}), request{path: "/other"})).problem(t, http.StatusUnprocessableEntity, "node-unknown")
 
 	// An operator of the site may as well, at once.
 	elsewhere := uuid.NewString()
@@ -348,7 +357,7 @@ func TestWhoMayPutAPlan(t *testing.T) {
 	doc := document[struct {
 		Misfits []struct{ Task, Problem string }
 	}](t, got)
-	if got.status != http.StatusCreated || len(doc.Misfits) != 5 {
+	if got.status != http.StatusCreated || len(doc.Misfits) != 6 {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 	if got := p.act(p.b, theirs, "other", "/other", before); got.header.Get("Execution-Status") != "replayed" {
@@ -356,31 +365,82 @@ func TestWhoMayPutAPlan(t *testing.T) {
 	}
 	p.act(p.b, theirs, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
 
+	// It holds for calls, too, that are being prepared while it is put.
+	busy := uuid.NewString()
+	p.upstream.on("/docs/x", func(w http.ResponseWriter, a *arrival) {
+		if a.Method == http.MethodGet { // the gateway keeps what it is to restore
+			if got := p.put(p.c, busy, tripPlan, nil); got.status != http.StatusCreated {
+				t.Errorf("%d %s", got.status, got.body)
+			}
+		}
+	})
+	p.call(with(p.b.issue(ect.Claims{Workflow: busy, Action: "other"}), request{method: http.MethodPut, path: "/docs/x", body: "1"})).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	p.upstream.arrived("/docs/x", 1)
+
 	// Nor does it fit what was done in another order.
 	late := uuid.NewString()
-	p.act(p.b, late, "pay", "/pay", nil)
-	<-time.After(1100 * time.Millisecond) // tokens have whole seconds
+	early, err := p.b.issuer.Issue(time.Now().Add(-2*time.Second), ect.Claims{Audience: []string{gatewayIdentity}, Workflow: late, Action: "pay"}) // tokens have whole seconds
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.call(with(early, request{path: "/pay"}))
 	p.act(p.b, late, "hold_budget", "/hold", nil)
 	if got := p.put(p.c, late, tripPlan, nil); !strings.Contains(got.body, "it began before hold was done, which comes before it") {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 }
 
-// Who sends a plan is known only when all of it is there, so a few are received at a time.
+// Who may not put a plan is refused by the header, before anything of the body has come; of who may a few are received
+// at a time.
 func TestPlansAreReceivedAFewAtATime(t *testing.T) {
 	p := newPlannedGateway(t, "")
-	var senders []net.Conn
-	for range 16 {
-		conn := p.dial()
-		if _, err := io.WriteString(conn, "PUT /.well-known/cascade/workflows/slow HTTP/1.1\r\nHost: "+p.addr+"\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"); err != nil {
+	begin := func(by *agent, c ect.Claims) net.Conn {
+		conn, token := p.dial(), ""
+		if by != nil {
+			token = ect.FieldName + ": " + by.issue(c).Raw() + "\r\n"
+		}
+		if _, err := io.WriteString(conn, "PUT /.well-known/cascade/workflows/slow HTTP/1.1\r\nHost: "+p.addr+"\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n"+token+"\r\n"); err != nil {
 			t.Fatal(err)
 		}
-		senders = append(senders, conn)
+		return conn
+	}
+	bound := ect.Sum([]byte("a plan"))
+	for name, c := range map[string]struct {
+		by     *agent
+		claims ect.Claims
+		want   string
+	}{
+		"nobody":            {nil, ect.Claims{}, "401"},
+		"a token without":   {p.b, ect.Claims{Action: "plan", Input: bound}, "403"},
+		"of another":        {p.b, ect.Claims{Action: "plan", Workflow: uuid.NewString(), Input: bound}, "403"},
+		"bound to no body":  {p.c, ect.Claims{Action: "plan"}, "403"},
+		"nobody with names": {newAgent(t, "e"), ect.Claims{Action: "plan", Input: bound}, "403"},
+	} {
+		conn := begin(c.by, c.claims)
+		_ = conn.SetReadDeadline(time.Now().Add(patience))
+		line, err := bufio.NewReader(conn).ReadString('\n')
+		if err != nil || !strings.Contains(line, c.want) {
+			t.Errorf("%s: %q %v", name, line, err)
+		}
+		_ = conn.Close()
+	}
+	var senders []net.Conn
+	for range 4 {
+		senders = append(senders, begin(p.c, ect.Claims{Action: "plan", Input: bound}))
 	}
 	wid := uuid.NewString()
-	eventually(t, "all places are taken", func() bool {
-		return p.put(p.c, wid, tripPlan, nil).status == http.StatusTooManyRequests
+	eventually(t, "all places of c are taken", func() bool {
+		if p.put(p.c, wid, tripPlan, nil).status == http.StatusTooManyRequests {
+			return true
+		}
+		senders = append(senders, begin(p.c, ect.Claims{Action: "plan", Input: bound})) // this may have had the place of one of them
+		return false
 	})
+	for _, by := range []*agent{p.a, p.d} { // which keeps nobody else from it
+		if got := p.put(by, uuid.NewString(), tripPlan, nil); got.status != http.StatusCreated {
+			t.Errorf("%d %s", got.status, got.body)
+		}
+	}
 	for _, conn := range senders {
 		_ = conn.Close()
 	}
@@ -396,9 +456,9 @@ func TestPlanOfTheConfiguration(t *testing.T) {
 	}
 	p := newPlannedGateway(t, "plan "+file)
 	wid, other := uuid.NewString(), uuid.NewString()
-	begin := func(wid, action string) reply {
+	begin := func(wid, action string, after ...string) reply {
 		start := p.a.issue(eventOf("workflow_start", ect.Cascade, wid, nil))
-		r := with(p.a.issue(ect.Claims{Workflow: wid, Action: action, Parents: []string{start.ID()}}), request{path: "/x"})
+		r := with(p.a.issue(ect.Claims{Workflow: wid, Action: action, Parents: append(after, start.ID())}), request{path: "/x"})
 		r.header[ect.FieldName] = start.Raw() + ", " + r.header[ect.FieldName]
 		return p.call(r)
 	}
@@ -407,11 +467,14 @@ func TestPlanOfTheConfiguration(t *testing.T) {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	p.act(p.a, wid, "other", "/other", nil).problem(t, http.StatusUnprocessableEntity, "node-unknown")
-	// A start that comes later than the first call is another agent's word about a workflow under way.
-	if got := p.act(p.b, other, "other", "/other", nil); got.status != http.StatusCreated {
+	// A start that comes later than the first call is another agent's word about what is under way. Where nothing
+	// links the two, it begins something of its own.
+	first := p.b.issue(ect.Claims{Workflow: other, Action: "other"})
+	if got := p.call(with(first, request{path: "/other"})); got.status != http.StatusCreated {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	if got := begin(other, "else"); got.status != http.StatusCreated {
+	begin(other, "else").problem(t, http.StatusUnprocessableEntity, "node-unknown")
+	if got := begin(other, "else", first.ID()); got.status != http.StatusCreated {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 
@@ -482,7 +545,8 @@ func TestPlansAndFirstCallsRace(t *testing.T) {
 	p.upstream.arrived("/hold", calls+20)
 }
 
-// At level L3 a start can be in the ledger before the first call, which does not bring it again.
+// At level L3 a start can be in the ledger before the first call, which does not bring it again, and which another
+// agent can make.
 func TestPlanOfARecordedStart(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "plan.json")
 	if err := os.WriteFile(file, []byte(tripPlan), 0o600); err != nil {
@@ -494,11 +558,139 @@ func TestPlanOfARecordedStart(t *testing.T) {
 	if got := p.call(with(start, request{method: http.MethodGet, path: "/look"})); got.status != http.StatusCreated {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
-	call := func(action string) reply {
-		return p.call(with(p.a.issue(ect.Claims{Workflow: wid, Action: action, Parents: []string{start.ID()}}), request{path: "/x"}))
+	call := func(by *agent, action string, after ...string) reply {
+		return p.call(with(by.issue(ect.Claims{Workflow: wid, Action: action, Parents: after}), request{path: "/x"}))
 	}
-	call("other").problem(t, http.StatusUnprocessableEntity, "node-unknown")
-	if got := call("hold_budget"); got.status != http.StatusCreated {
+	if got := call(p.c, "other"); got.status != http.StatusCreated { // nothing links it to the start
 		t.Errorf("%d %s", got.status, got.body)
+	}
+	between := p.b.issue(ect.Claims{Workflow: wid, Action: "think", Parents: []string{start.ID()}})
+	if got := p.call(with(between, request{method: http.MethodGet, path: "/look"})); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	for _, after := range []string{start.ID(), between.ID()} {
+		call(p.a, "other", after).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+		call(p.b, "other", after).problem(t, http.StatusUnprocessableEntity, "node-unknown")
+		if got := call(p.b, "hold_budget", after); got.status != http.StatusCreated {
+			t.Errorf("%d %s", got.status, got.body)
+		}
+	}
+	if got := p.shown(wid); len(got.Nodes) != 4 || got.Nodes[0].State != "done" {
+		t.Errorf("%+v", got)
+	}
+}
+
+// P3: who uses the name of a workflow that needs no proof is bound by the plan that an operator has put for it, and
+// has states of its own in it: calls of strangers let nothing begin, fail nothing, are seen by nobody, and take
+// nothing away from what others see.
+func TestStrangersUnderAPlansName(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	p.upstream.on("/hold", func(w http.ResponseWriter, r *arrival) {
+		if r.Header.Get("X-Api-Key") == "mallory" {
+			w.WriteHeader(http.StatusUnprocessableEntity)
+		}
+	})
+	if got := p.call(with(p.d.issue(ect.Claims{Action: "plan", Input: ect.Sum([]byte(tripPlan))}), request{
+		method: http.MethodPut, path: "/.well-known/cascade/workflows/nightly", body: tripPlan, header: map[string]string{"Content-Type": planType},
+	})); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	call := func(who, path string) reply {
+		return p.call(request{path: path, header: map[string]string{"X-Api-Key": who, "Workflow-Id": "nightly"}})
+	}
+	held := func(who, state string) {
+		t.Helper()
+		got := call(who, "/pay")
+		if got.problem(t, http.StatusConflict, "dependency-not-done"); !strings.Contains(got.body, `"node":"hold","state":"`+state+`"`) {
+			t.Errorf("%s: %s", who, got.body)
+		}
+	}
+	page := func(who, accept string) reply {
+		return p.call(request{method: http.MethodGet, path: "/.well-known/cascade/workflows/nightly", header: map[string]string{"X-Api-Key": who, "Accept": accept}})
+	}
+	nodes := func(who string) string {
+		return fmt.Sprint(document[struct{ Plan shownPlan }](t, page(who, "")).Plan.Nodes)
+	}
+	if got := call("eve", "/hold"); got.status >= 300 {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	held("ada", "pending")
+	call("mallory", "/hold")
+	held("mallory", "failed")
+	held("ada", "pending")
+	if got := call("ada", "/hold"); got.status >= 300 {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	if got := call("eve", "/mail-1"); got.status != http.StatusUnprocessableEntity {
+		t.Errorf("who uses the name is bound: %d %s", got.status, got.body)
+	}
+	if got := call("ada", "/pay"); got.status >= 300 {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	for who, want := range map[string]string{
+		"ada": "[{hold done} {mail-1 pending} {mail-2 pending} {pay done}]", "eve": "[{hold done} {mail-1 pending} {mail-2 pending} {pay pending}]",
+		"mallory": "[{hold failed} {mail-1 pending} {mail-2 pending} {pay pending}]",
+	} {
+		if got := nodes(who); got != want {
+			t.Errorf("%s sees %s, want %s", who, got, want)
+		}
+		if got := page(who, planType); got.status != http.StatusOK || !strings.Contains(got.body, "hold_budget") {
+			t.Errorf("%s: %d %s", who, got.status, got.body)
+		}
+	}
+	if got := page("nobody", planType); got.status != http.StatusNotFound {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// P3: agents that tokens link are in one plan, whoever made which call; one that only names the workflow is not. It is
+// bound where a coordinator has put the plan, and not where an agent has, and none of its calls counts for others.
+func TestPartsOfAPlannedWorkflow(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	act := func(by *agent, wid, action string, after ...string) (*ect.Token, reply) {
+		token := by.issue(ect.Claims{Workflow: wid, Action: action, Parents: after})
+		return token, p.call(with(token, request{path: "/x"}))
+	}
+	held := func(_ *ect.Token, got reply) {
+		t.Helper()
+		if got.problem(t, http.StatusConflict, "dependency-not-done"); !strings.Contains(got.body, `"node":"hold","state":"pending"`) {
+			t.Error(got.body)
+		}
+	}
+	ran := func(token *ect.Token, got reply) *ect.Token {
+		t.Helper()
+		if got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		return token
+	}
+	for _, by := range []*agent{p.a, p.c} { // a's own plan, and a coordinator's
+		wid := uuid.NewString()
+		if got := p.put(by, wid, tripPlan, nil); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		if by == p.c { // the stranger comes first, which changes nothing
+			ran(act(p.b, wid, "hold_budget"))
+		}
+		held(act(p.a, wid, "pay"))
+		start := ran(act(p.a, wid, "mail-1"))
+		if by == p.a {
+			ran(act(p.b, wid, "other"))
+			ran(act(p.b, wid, "hold_budget"))
+		}
+		if _, got := act(p.b, wid, "nothing"); (got.status == http.StatusCreated) != (by == p.a) {
+			t.Errorf("b: %d %s", got.status, got.body)
+		}
+		held(act(p.a, wid, "pay", start.ID()))
+		held(act(p.d, wid, "pay", start.ID()))
+		hold := ran(act(p.d, wid, "hold_budget", start.ID()))
+		ran(act(p.a, wid, "pay"))
+		if got := fmt.Sprint(p.shown(wid).Nodes); got != "[{hold done} {mail-1 done} {mail-2 pending} {pay done}]" {
+			t.Error(got)
+		}
+		// Who joins is in the same plan, and its calls count.
+		if _, got := act(p.b, wid, "nothing", hold.ID()); got.status != http.StatusUnprocessableEntity {
+			t.Errorf("%d %s", got.status, got.body)
+		}
 	}
 }

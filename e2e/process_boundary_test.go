@@ -7,10 +7,12 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
 // ATD "Workflow Boundary ECTs": the start and the end of a workflow are recorded once each, however often the
@@ -60,6 +62,112 @@ func TestCrashBetweenBoundaries(t *testing.T) {
 		if starts[wid] != 1 || ends[wid] != 1 {
 			t.Errorf("%s: %d starts and %d ends", wid, starts[wid], ends[wid])
 		}
+	}
+}
+
+// A workflow with a plan begins once and ends once, though the gateway is killed before and after the commit of its
+// end, and behind that of its first call.
+func TestCrashAroundTheEndOfAPlan(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream, stages := procNewUpstream(t), procNewStages(t)
+	site := procNewSite(t, upstream.addr)
+	site.app = "identity " + gatewayIdentity
+	site.store = "staged " + site.path("data") + " " + stages.url
+	gateway := site.start(t)
+	for _, name := range []string{"ends", "begins", "last"} {
+		status, text, err := gateway.admin("POST", "/agent_guard/plans/"+name, "application/json", `{"operator": "ada", "plan": {"wf_id": "one", "nodes": [{"id": "default"}]}}`)
+		if err != nil || status != http.StatusOK {
+			t.Fatalf("%d %s %v", status, text, err)
+		}
+	}
+	call := func(name string) procCall {
+		return procCall{id: "call-" + name, header: map[string]string{"X-Api-Key": "ada", "Workflow-Id": name}}
+	}
+	killed := func(reached <-chan struct{}) {
+		t.Helper()
+		waitWithin(t, procBound, reached, "the commit")
+		gateway.kill()
+		gateway = site.launch(t)
+	}
+	started := func() {
+		t.Helper()
+		if !gateway.ready(t) {
+			t.Fatalf("the gateway did not start:\n%s", gateway.log.tail(6000))
+		}
+	}
+	reached := stages.arm("before workflow end")
+	if a := gateway.post(t, call("ends")); !a.executed() {
+		t.Fatalf("%v", a)
+	}
+	waitWithin(t, procBound, reached, "its end")
+	again := stages.arm("after workflow end") // of the next process
+	killed(reached)
+	killed(again)
+	started()
+	reached = stages.arm("after claim")
+	lost := gateway.begin(t.Context(), procDial(), call("begins"))
+	killed(reached)
+	waitWithin(t, procBound, lost, "the call ends")
+	started()
+	wantProcDoubt(t, gateway.post(t, call("begins"))) // so its plan goes on
+	if a := gateway.post(t, call("last")); !a.executed() {
+		t.Fatalf("%v", a)
+	}
+	var starts, ends map[string]int
+	eventuallyWithin(t, procBound, "the end of the last workflow", func() bool {
+		starts, ends = map[string]int{}, map[string]int{}
+		site.exported(t, func(token *ect.Unverified) {
+			switch token.Event() {
+			case ect.EventWorkflowStart:
+				starts[token.Workflow()]++
+			case ect.EventWorkflowComplete:
+				ends[token.Workflow()]++
+			}
+		})
+		return ends[evidence.WorkflowID("last")] > 0
+	})
+	for name, want := range map[string]int{"ends": 1, "begins": 0, "last": 1} {
+		if wid := evidence.WorkflowID(name); starts[wid] != 1 || ends[wid] != want {
+			t.Errorf("%s: %d starts and %d ends", name, starts[wid], ends[wid])
+		}
+	}
+}
+
+// A kill between the result of a rollback and the workflow's end that follows from it loses nothing: the next start
+// records that end, whether there is a plan or an idle time, or neither.
+func TestCrashBetweenARollbackAndTheEnd(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, stages := newRestLab(t), procNewStages(t)
+	site := procNewSite(t, lab.addr)
+	site.app, site.guard = "identity "+gatewayIdentity, sagaActions
+	site.store = "staged " + site.path("data") + " " + stages.url
+	gateway := site.start(t)
+	g, header := site.gateway(t), headers{"Authorization": "Bearer " + procCredential, "Workflow-Id": "once"}
+	charged := charge(1)
+	charged.header = header
+	checkpoint := g.call(charged).header.Get("Execution-Checkpoint")
+	if got := g.complete("once", header); got.status != http.StatusCreated {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	reached := stages.arm("before workflow end")
+	site.operate(t, "rollback", checkpoint, "--reason", "ordered twice").says(t)
+	waitWithin(t, procBound, reached, "the end after the rollback")
+	gateway.kill()
+	site.start(t)
+	var ends []string
+	eventuallyWithin(t, procBound, "the end after the rollback", func() bool {
+		ends = nil
+		site.exported(t, func(token *ect.Unverified) {
+			if token.Event() == ect.EventWorkflowComplete {
+				status, _ := token.Ext().Text(ect.MemberTerminalStatus)
+				ends = append(ends, status)
+			}
+		})
+		return len(ends) > 1
+	})
+	slices.Sort(ends)
+	if strings.Join(ends, " ") != "rolled_back success" {
+		t.Errorf("the ends are %v", ends)
 	}
 }
 

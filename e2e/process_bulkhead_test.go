@@ -26,7 +26,7 @@ func TestProcessCallsThatFindNoPlace(t *testing.T) {
 	site.app = trusting(t, a)
 	site.guard = "bulkhead {\n total 1\n wait 10ms\n}"
 	gateway := site.start(t)
-	critical, normal := site.gateway(t).saga(a), site.gateway(t).saga(a)
+	critical, normal, reading := site.gateway(t).saga(a), site.gateway(t).saga(a), site.gateway(t).saga(a)
 	wait := func(s *saga, class, id string) {
 		t.Helper()
 		token := a.issue(ect.Claims{Workflow: s.wid, Ext: new(ect.ExtBuilder).Text("atd.resource_priority", class)})
@@ -45,6 +45,10 @@ func TestProcessCallsThatFindNoPlace(t *testing.T) {
 		for i := range 3 {
 			wait(critical, "critical", fmt.Sprint(round, "-critical-", i))
 			wait(normal, "normal", fmt.Sprint(round, "-normal-", i))
+			token := a.issue(ect.Claims{Workflow: reading.wid, Ext: new(ect.ExtBuilder).Text("atd.resource_priority", "critical")})
+			if got := reading.g.call(with(token, request{method: "GET", path: "/read"})); got.status != 429 {
+				t.Errorf("a request that is not guarded: %d %s", got.status, got.body)
+			}
 		}
 		if round == 0 {
 			gateway.kill()
@@ -54,9 +58,11 @@ func TestProcessCallsThatFindNoPlace(t *testing.T) {
 	}
 	says(critical, "error")
 	says(normal, "warning")
+	says(reading, "error") // though nothing else is recorded of it
 	list := site.operate(t, "escalations", "list", "-o", "json").says(t)
-	if strings.Count(list, `"resource_exhausted"`) != 1 || !strings.Contains(list, critical.wid) {
+	if strings.Count(list, `"resource_exhausted"`) != 2 || !strings.Contains(list, critical.wid) || !strings.Contains(list, reading.wid) {
 		t.Errorf("people are asked %s", list)
 	}
 	u.arrived("/pay", 0)
+	u.arrived("/read", 0)
 }

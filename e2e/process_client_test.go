@@ -41,6 +41,7 @@ type procCall struct {
 	id     string
 	path   string // default: /v1/charges
 	body   string // default: made of the id
+	host   string // default: that of the gateway
 	header map[string]string
 }
 
@@ -127,6 +128,9 @@ func procSend(ctx context.Context, client *http.Client, addr string, c procCall)
 	req.Header.Set("Authorization", "Bearer "+procCredential)
 	if c.id != "" {
 		req.Header.Set("Idempotency-Key", c.id)
+	}
+	if c.host != "" {
+		req.Host = c.host
 	}
 	for name, value := range c.header {
 		req.Header.Set(name, value)

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/pgserver"
 )
 
 const (
@@ -200,6 +202,15 @@ func TestProcessFullDisk(t *testing.T) {
 	wantProcFull(t, gateway, upstream, known, "full")
 	filler.remove()
 	wantProcRoom(t, gateway, "recovered")
+	wantProcKnown(t, gateway, upstream, answers)
+	gateway.end(t)
+	wantProcReplay(t, known, site.start(t).post(t, procCall{id: "known"}))
+}
+
+// wantProcKnown checks what became of calls while the disk became full: what was answered is replayed, what
+// was refused has not run, and nothing has run twice.
+func wantProcKnown(t *testing.T, gateway *procGateway, upstream *procUpstream, answers map[string]procAnswer) {
+	t.Helper()
 	client := procDial()
 	defer client.CloseIdleConnections()
 	replays, bare, doubts := 0, 0, 0
@@ -210,7 +221,7 @@ func TestProcessFullDisk(t *testing.T) {
 			}
 			continue
 		}
-		a, err := procDefinite(t.Context(), client, site.addr, procCall{id: id})
+		a, err := procDefinite(t.Context(), client, gateway.site.addr, procCall{id: id})
 		switch {
 		case err != nil:
 			t.Fatal(err)
@@ -229,8 +240,6 @@ func TestProcessFullDisk(t *testing.T) {
 		}
 	}
 	t.Logf("%d calls while the disk became full: %d replayed, %d without their results, %d in doubt", len(answers), replays, bare, doubts)
-	gateway.end(t)
-	wantProcReplay(t, known, site.start(t).post(t, procCall{id: "known"}))
 }
 
 // procFillUnderLoad fills the disk to the last byte while clients call, and keeps it
@@ -281,4 +290,46 @@ func procFillUnderLoad(t *testing.T, gateway *procGateway, filler *procFiller) m
 	stop()
 	clients.Wait()
 	return answers
+}
+
+// P4 on PostgreSQL: while the database's disk is full, nothing is forwarded that could not be recorded,
+// nothing runs twice, nothing that was answered is lost, and all of it is over once there is space, without
+// a restart of anything.
+func TestProcessPostgresFullDisk(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	disk, here := procSmallDisk(t)
+	if !here {
+		return
+	}
+	upstream := procNewUpstream(t)
+	site, server, there := postgresSite(t, upstream)
+	if !there {
+		return
+	}
+	space := filepath.Join(disk, "space")
+	if err := os.Mkdir(space, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(disk, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := pgserver.Give(space); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := server.SQL("create tablespace small location '" + space + "'"); err != nil {
+		t.Fatal(err)
+	}
+	site.env = append(site.env, "TEST_DSN="+server.DSN()+" default_tablespace=small")
+	gateway := site.start(t)
+	known := gateway.post(t, procCall{id: "known"})
+	if !known.executed() {
+		t.Fatalf("the first call: %v", known)
+	}
+	filler := &procFiller{t: t, name: filepath.Join(disk, "filler")}
+	answers := procFillUnderLoad(t, gateway, filler)
+	wantProcFull(t, gateway, upstream, known, "full")
+	filler.remove()
+	wantProcRoom(t, gateway, "recovered")
+	wantProcKnown(t, gateway, upstream, answers)
+	gateway.end(t)
 }

@@ -55,6 +55,7 @@ type procSite struct {
 	t    *testing.T // whose end is the end of its gateways
 	dir  string     // data, key, configuration and log
 	addr string     // of the guarded site
+	host string     // its name, where that is not the address
 	// admin is the address of the admin endpoint. A socket in the file system is not
 	// for tests that reload: Caddy (2.11) duplicates it, which makes it blocking for a
 	// moment, and an Accept that falls into that moment holds up the next reload.
@@ -96,6 +97,10 @@ func (s *procSite) config() string {
 	if st == "" {
 		st = "badger " + s.path("data")
 	}
+	name := s.addr
+	if s.host != "" {
+		name = s.host + s.addr[strings.LastIndexByte(s.addr, ':'):]
+	}
 	return fmt.Sprintf(`{
 	admin %s
 	persist_config off
@@ -114,7 +119,7 @@ http://%s {
 		%s
 	}
 }
-`, s.admin, s.global, st, s.app, s.addr, s.upstream, s.guard)
+`, s.admin, s.global, st, s.app, name, s.upstream, s.guard)
 }
 
 // command is this binary in a role.

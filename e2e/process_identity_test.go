@@ -69,7 +69,7 @@ func (g *procGateway) jwks(t *testing.T) (string, []string) {
 // included, and returns how many those were.
 func (s *procSite) wantSigned(t *testing.T, jwks string) int {
 	t.Helper()
-	s.ledger(t) // waits for the sequencer, and leaves the export
+	ledgersOf(t, s) // waits for the sequencer, and leaves the export
 	head := procDocument[struct{ Key string }](t, s.operate(t, "ledger", "head", "-o", "json").says(t))
 	keys := s.path("gateway-keys.json")
 	if err := os.WriteFile(keys, []byte(jwks), 0o600); err != nil {

@@ -8,6 +8,9 @@ import (
 	"os"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 )
 
 // An operator gives a workflow its plan; the plan, and what is known of its nodes, outlive a kill in the
@@ -117,4 +120,88 @@ func TestProcessNodeWaitsForApproval(t *testing.T) {
 		t.Errorf("%d %s", got.status, got.body)
 	}
 	upstream.arrived("/pay", 1)
+}
+
+// ADR 0139: two gateways on one database give one answer about a workflow with a plan. A plan that was put at one binds the
+// calls at the other; what is done at one lets the next node begin at the other; a stream at one shows what happens at the
+// other; their pages are the same; and though one is killed, the workflow has one start and one end.
+func TestProcessPostgresFleetPlan(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := newUpstream(t)
+	one, server, there := postgresSite(t, &procUpstream{addr: upstream.addr})
+	if !there {
+		return
+	}
+	two := withPostgres(procNewSite(t, upstream.addr), server.DSN())
+	two.store = strings.Replace(one.store, "node one", "node two", 1)
+	for _, site := range []*procSite{one, two} {
+		site.guard = "action hold {\n match path /hold\n }\n action pay {\n match path /pay\n }\n action mail {\n match path /mail\n }"
+		site.app = "keys file " + one.path("keys") + "\nidentity " + gatewayIdentity + " {\n key_file " + site.path("identity") + "\n}"
+	}
+	a := one.start(t)
+	two.start(t)
+	const page = "/.well-known/cascade/workflows/nightly"
+	named := func(method, path string) request {
+		return request{method: method, path: path, id: "key-of-" + path, host: one.addr, header: map[string]string{"Workflow-Id": "nightly", "X-Api-Key": "ada"}}
+	}
+	call := func(site *procSite, method, path string) reply {
+		t.Helper()
+		return site.gateway(t).call(named(method, path))
+	}
+	ran := func(got reply) {
+		t.Helper()
+		if got.header.Get("Execution-Status") != "executed" {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	const text = `{"operator": "ada", "plan": {"wf_id": "trip", "nodes": [{"id": "hold"}, {"id": "pay"}, {"id": "mail"}], "edges": [{"from": "hold", "to": "pay"}, {"from": "pay", "to": "mail"}]}}`
+	if status, text, err := a.admin("POST", "/agent_guard/plans/nightly", "application/json", text); err != nil || status != http.StatusOK {
+		t.Fatalf("%d %s %v", status, text, err)
+	}
+	call(two, "POST", "/pay").problem(t, http.StatusConflict, "dependency-not-done")
+	ran(call(one, "POST", "/hold"))
+
+	follow := named("GET", page)
+	stream := two.gateway(t).follow(follow, "text/event-stream", "")
+	_, _, doc := stream.next()
+	states := func() string {
+		var all []string
+		for _, n := range doc.Plan.Nodes {
+			all = append(all, n.ID+" "+string(n.State))
+		}
+		return strings.Join(all, ", ")
+	}
+	if got := states(); got != "hold done, mail pending, pay pending" {
+		t.Errorf("at the other gateway: %s", got)
+	}
+	ran(call(one, "POST", "/pay"))
+	for states() != "hold done, mail pending, pay done" {
+		switch name, _, change := stream.next(); name {
+		case "change":
+			doc.Apply(change)
+		case "workflow":
+			doc = change
+		}
+	}
+	if first, second := call(one, "GET", page), call(two, "GET", page); first.status != http.StatusOK || first.body != second.body {
+		t.Errorf("the page is\n%s\nand at the other gateway\n%s", first.body, second.body)
+	}
+
+	a.kill()
+	ran(call(two, "POST", "/mail"))
+	count := func(event ect.Event) (n int) {
+		for _, node := range document[api.Workflow](t, call(two, "GET", page)).Nodes {
+			if node.Event == event {
+				n++
+			}
+		}
+		return n
+	}
+	eventually(t, "its end", func() bool { return count(ect.EventWorkflowComplete) > 0 })
+	one.start(t)
+	ran(call(one, "POST", "/mail?again"))
+	eventually(t, "its next end", func() bool { return count(ect.EventWorkflowComplete) > 1 })
+	if starts, ends := count(ect.EventWorkflowStart), count(ect.EventWorkflowComplete); starts != 1 || ends != 2 {
+		t.Errorf("%d starts and %d ends", starts, ends)
+	}
 }

@@ -3,7 +3,6 @@
 package e2e
 
 import (
-	"errors"
 	"net/http"
 	"strings"
 	"testing"
@@ -16,24 +15,16 @@ import (
 // is no PostgreSQL.
 func postgresSite(t *testing.T, upstream *procUpstream) (*procSite, *pgserver.Server, bool) {
 	t.Helper()
-	server, err := pgserver.Start()
-	if errors.Is(err, pgserver.ErrMissing) {
-		t.Log(err)
+	server := pgserver.Test(t)
+	if server == nil {
 		return nil, nil, false
 	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := server.Remove(); err != nil {
-			t.Error(err)
-		}
-	})
 	return withPostgres(procNewSite(t, upstream.addr), server.DSN()), server, true
 }
 
+// withPostgres gives the site its store there. Its node is "one".
 func withPostgres(site *procSite, dsn string) *procSite {
-	site.store = "postgres {\n\t\t\tdsn {env.TEST_DSN}\n\t\t\tstatement_timeout 1s\n\t\t\tlease 10s\n\t\t}"
+	site.store = "postgres {\n\t\t\tdsn {env.TEST_DSN}\n\t\t\tnode one\n\t\t\tstatement_timeout 1s\n\t\t\tlease 10s\n\t\t}"
 	site.app = "keys file " + site.path("keys")
 	site.env = append(site.env, "TEST_DSN="+dsn)
 	return site
@@ -66,6 +57,19 @@ func TestProcessPostgres(t *testing.T) {
 	if !first.executed() {
 		t.Fatalf("the first call: %d %s", first.status, first.body)
 	}
+	eventuallyWithin(t, procBound, "the database's statistics", func() bool {
+		return strings.Contains(site.operate(t, "store", "stats").says(t), "oldest transaction")
+	})
+	wantProcSays(t, site.operate(t, "store", "stats").says(t), "size ", "indexes ", "dead rows ", "standbys              0\n", "lease                 ends in ",
+		"at most 10 for reading", "waits ", "commits ")
+	named := site.store
+	site.store = strings.Replace(named, "node one", "node other", 1)
+	gateway.reload(t)
+	if !gateway.log.says("keeps its name in the store until the process is started again") {
+		t.Error("a reload with another name says nothing")
+	}
+	wantProcSays(t, site.operate(t, "nodes").says(t), "one *")
+	site.store = named
 	hold := upstream.hold(t, "open")
 	gateway.begin(t.Context(), procDial(), procCall{id: "open"})
 	waitWithin(t, procBound, hold.arrived, "the call arrives")
@@ -97,14 +101,14 @@ func TestProcessPostgres(t *testing.T) {
 	}
 	wantProcReplay(t, first, gateway.post(t, procCall{id: "one"}))
 
-	// One gateway at a time: another one comes up, takes no call, and takes over when this one ends.
+	// A second gateway of the same name comes up, takes no call, says what to do, and takes over when the first ends.
 	other := withPostgres(procNewSite(t, upstream.addr), server.DSN())
 	other.app = site.app
 	next := other.start(t)
 	if !unavailable(t, next, procCall{id: "three"}) {
-		t.Error("two gateways have one store")
+		t.Error("two gateways have one name")
 	}
-	wantProcSays(t, next.log.String(), "another gateway", "One gateway at a time")
+	wantProcSays(t, next.log.String(), "another gateway", `has the name \"one\"`, "the option `node` of `store postgres`")
 	gateway.end(t)
 	eventuallyWithin(t, procBound, "the next gateway takes over", func() bool { return !unavailable(t, next, procCall{id: "three"}) })
 	if a := next.post(t, procCall{id: "one"}); a.problem() != "fingerprint-mismatch" { // another host, so another call

@@ -48,7 +48,7 @@ func TestProcessRenamesTheIdentity(t *testing.T) {
 	in := map[string]string{"Workflow-Id": wid}
 	first := gateway.post(t, procCall{id: "one", header: in})
 	id := first.header.Get("Execution-Checkpoint")
-	site.ledger(t)
+	ledgersOf(t, site)
 	before := map[string]string{}
 	for _, path := range []string{"workflows/" + wid, "checkpoints/" + id} {
 		status, body := gateway.read(t, path)

@@ -41,7 +41,7 @@ func (g *procGateway) tokenOf(t *testing.T, checkpoint string) (token string) {
 // how many signatures stand beside their entries.
 func (s *procSite) exportedTokens(t *testing.T) (tokens map[string]string, leaves map[string][]byte, beside int) {
 	t.Helper()
-	s.ledger(t) // waits for the sequencer, and leaves the export
+	ledgersOf(t, s) // waits for the sequencer, and leaves the export
 	text, err := os.ReadFile(s.path("ledger.export"))
 	if err != nil {
 		t.Fatal(err)

@@ -34,8 +34,7 @@ func TestRollbackDelegates(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			before := lab.effectsOn("undone", "/agents/monitor")
-			s := g.saga(a)
-			s.t = t
+			s := g.saga(a).in(t)
 			step := s.do(request{path: "/agents/monitor"})
 			lab.on("POST /agents/monitor/rollback", 1, c.script)
 			doc := s.back(rollbackBody{Checkpoint: step.checkpoint, Reason: "wrong peer"})

@@ -17,8 +17,7 @@ func TestRollbackOfAReplacedAnswer(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			lab, g := launchLab(t, compensated+options, a)
-			s := g.saga(a)
-			s.t = t
+			s := g.saga(a).in(t)
 			step := s.try(request{path: "/charges", body: `{"id":"ch_1","amount":7}`})
 			if step.status/100 != 4 {
 				t.Fatalf("%d %s", step.status, step.body)

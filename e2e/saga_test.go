@@ -45,6 +45,13 @@ func (g *gateway) saga(a *agent) *saga {
 	return &saga{g.t, g, a, uuid.NewString()}
 }
 
+// in is the saga in a subtest, which fails where something of it does.
+func (s *saga) in(t *testing.T) *saga {
+	g := *s.g
+	g.t = t
+	return &saga{t, &g, s.a, s.wid}
+}
+
 // lab runs a gateway before a restLab, with these actions.
 func launchLab(t *testing.T, actions string, agents ...*agent) (*restLab, *gateway) {
 	t.Helper()

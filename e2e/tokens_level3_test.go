@@ -3,6 +3,7 @@ package e2e
 import (
 	"encoding/base64"
 	"net/http"
+	"net/url"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -28,11 +29,13 @@ func (g *gateway) proves(a *agent, token *ect.Token) {
 		return
 	}
 	entry := document[struct {
+		Log     string
 		Token   string
 		Leaf    []byte
 		Receipt *ledger.Receipt
 	}](g.t, got)
-	head := document[struct{ Origin, Key string }](g.t, g.get(a, "ledger/head"))
+	log := "log=" + url.QueryEscape(entry.Log) // that of another gateway, where several share a store
+	head := document[struct{ Origin, Key string }](g.t, g.get(a, "ledger/head?"+log))
 	key, err := note.NewVerifier(head.Key)
 	if err != nil {
 		g.t.Error(err)
@@ -45,7 +48,7 @@ func (g *gateway) proves(a *agent, token *ect.Token) {
 	if _, err := entry.Receipt.Check(entry.Leaf, head.Origin, note.VerifierList(key)); err != nil {
 		g.t.Error(err)
 	}
-	if got := g.get(a, "ledger/proof?index="+strconv.FormatInt(entry.Receipt.Index, 10)); got.status != http.StatusOK {
+	if got := g.get(a, "ledger/proof?index="+strconv.FormatInt(entry.Receipt.Index, 10)+"&"+log); got.status != http.StatusOK {
 		g.t.Errorf("the inclusion proof: %d %s", got.status, got.body)
 	}
 }
@@ -65,7 +68,7 @@ func isMove(batch []store.Write) bool {
 // sees a request once its token can be proven, and not while the sequencer is held up.
 func TestLevel3ProvesBeforeForwarding(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	g := launch(t, setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	wid := uuid.NewString()
 	parent := a.issue(ect.Claims{Workflow: wid, Action: "plan"})
 	token := a.issue(ect.Claims{Workflow: wid, Parents: []string{parent.ID()}})
@@ -130,7 +133,7 @@ func TestLevel3ProvesBeforeForwarding(t *testing.T) {
 // where the caller has sent none. What the upstream tells of may name it as a parent.
 func TestLevel3ForwardedCheckpoint(t *testing.T) {
 	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{app: trusting(t, a, b) + level3, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
+	g := launch(t, setup{outbox: true, app: trusting(t, a, b) + level3, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
 	hold := newGate(t)
 	var moved atomic.Bool
 	wid := uuid.NewString()
@@ -174,7 +177,7 @@ func TestLevel3ForwardedCheckpoint(t *testing.T) {
 // there, is refused, whatever the method.
 func TestLevel3Refuses(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	g := launch(t, setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	unsigned := base64.RawURLEncoding.EncodeToString([]byte(a.issue(ect.Claims{}).Payload()))
 	orphan := a.issue(ect.Claims{Parents: []string{uuid.NewString()}}).Raw()
 	for _, method := range []string{"POST", "GET"} {
@@ -192,7 +195,7 @@ func TestLevel3Refuses(t *testing.T) {
 // the request goes on, and what it was used for is known after a restart.
 func TestLevel3RecordsSafeRequests(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	s := setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr}
+	s := setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr}
 	g := launch(t, s)
 	wid := uuid.NewString()
 	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
@@ -232,7 +235,7 @@ func TestLevel3RecordsSafeRequests(t *testing.T) {
 // ECT level L3: what an agent tells of is answered once it can be proven.
 func TestLevel3ErrorsOfAgents(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	g := launch(t, setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
 	g.call(with(token, request{path: "/pay"}))
 	failure := a.issue(ect.Claims{

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
 	"io"
 	"net"
@@ -89,7 +90,7 @@ func (u *procUpstream) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if _, err := io.ReadAll(r.Body); err != nil {
 		return // not a whole request: nothing is done
 	}
-	id := r.Header.Get("Idempotency-Key")
+	id := cmp.Or(r.Header.Get(procName), r.Header.Get("Idempotency-Key"))
 	effect, script, seen := u.execute(id)
 	if seen != nil {
 		seen(effect)
@@ -122,6 +123,7 @@ const (
 	procSize    = "X-Answer-Size"    // bytes that follow the effect's number
 	procStatus  = "X-Answer-Status"  // default 201
 	procChunked = "X-Answer-Chunked" // without Content-Length
+	procName    = "X-Call-Name"      // the id in the ledger, of calls that the gateway gives one
 )
 
 func procAnswerAsAsked(w http.ResponseWriter, r *http.Request, effect int) {

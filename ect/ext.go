@@ -214,6 +214,20 @@ func memberRow(name string, event Event) (int, bool) {
 	return i, ok
 }
 
+// isRow reports whether memberRow finds a row by a name.
+func isRow(name string, row int, event Event) bool {
+	r := &memberTable[row]
+	switch {
+	case name == string(r.member):
+		return true
+	case name == "":
+		return false
+	case name == closingCooldown:
+		return row == closingRow && event == EventCircuitClose || row == cooldownRow && event != EventCircuitClose
+	}
+	return name == r.atd || name == r.aerr
+}
+
 // Event is the name of e in the vocabulary.
 func (v Vocabulary) Event(e Event) string {
 	if i, ok := eventRows[string(e)]; ok && eventTable[i].event == e {
@@ -281,27 +295,55 @@ const (
 type Ext struct {
 	raw   string
 	event Event
+	read  []ExtValue // what Read has found; else nil
+}
+
+// ExtValue is a member as it stands in a token: its name, and the JSON of its value.
+type ExtValue struct{ name, value string }
+
+// Read reads all members at once, into room. Who asks for several saves as many passes over the text.
+func (e Ext) Read(room []ExtValue) Ext {
+	if e.raw == "" || e.read != nil {
+		return e
+	}
+	e.each(func(name, value string) { room = append(room, ExtValue{name, value}) })
+	e.read = room
+	return e
+}
+
+// each visits the members.
+func (e Ext) each(visit func(name, value string)) {
+	s := strictjson.Scanner{JSON: e.raw}
+	s.Document(func(name string) bool {
+		value, _, ok := s.Raw()
+		if ok {
+			visit(name, value)
+		}
+		return ok
+	})
 }
 
 // JSON is the whole object as received, empty if there is none.
 func (e Ext) JSON() string { return e.raw }
 
 // Raw is the JSON of a member's value.
-func (e Ext) Raw(m Member) (string, bool) {
+func (e Ext) Raw(m Member) (value string, found bool) {
 	if e.raw == "" {
 		return "", false
 	}
 	row, known := memberRow(string(m), e.event)
-	var value string
-	found := false
-	s := strictjson.Scanner{JSON: e.raw}
-	s.Document(func(name string) bool {
-		text, _, ok := s.Raw()
-		if r, is := memberRow(name, e.event); ok && !found && (name == string(m) || known && is && r == row) {
+	take := func(name, text string) {
+		if !found && (name == string(m) || known && isRow(name, row, e.event)) {
 			value, found = text, true
 		}
-		return ok
-	})
+	}
+	if e.read == nil {
+		e.each(take)
+		return value, found
+	}
+	for i := range e.read {
+		take(e.read[i].name, e.read[i].value)
+	}
 	return value, found
 }
 

@@ -177,6 +177,33 @@ func TestCooldown(t *testing.T) {
 	}
 }
 
+// A member is found by each of its names, and by no other, whether it is looked for alone or all are read at once.
+func TestMemberByItsNames(t *testing.T) {
+	verify := judge(t, nil)
+	names := []string{"cascade.total_cooldown_s", "com.example.x", "atd.node", "cascade.node", "agent_guard.x"}
+	for _, name := range table2 {
+		for _, v := range []ect.Vocabulary{ect.Cascade, ect.ATD, ect.AERR} {
+			if as := v.Member(ect.Member(name)); !slices.Contains(names, as) {
+				names = append(names, as)
+			}
+		}
+	}
+	for _, action := range []string{"circuit_breaker_open", "circuit_breaker_close", "act"} {
+		event, _ := ect.ParseEvent(action)
+		for _, written := range names {
+			ext := must(verify(with(map[string]any{"exec_act": action, "ext": map[string]any{"com.example.first": 1, written: 2}})))(t).Ext()
+			for _, asked := range names {
+				want := ect.ParseMember(written, event) == ect.ParseMember(asked, event)
+				for how, x := range map[string]ect.Ext{"alone": ext, "all": ext.Read(nil)} {
+					if value, found := x.Raw(ect.Member(asked)); found != want || found && value != "2" {
+						t.Errorf("%s in %s, asked for as %s (%s): %s %v, want %v", written, action, asked, how, value, found, want)
+					}
+				}
+			}
+		}
+	}
+}
+
 // TestTwoNamesOneMember: a member under the names of two vocabularies has one value.
 func TestTwoNamesOneMember(t *testing.T) {
 	verify := judge(t, nil)

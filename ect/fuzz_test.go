@@ -58,6 +58,12 @@ func FuzzPayload(f *testing.F) {
 		token.Lacks()
 		token.Ext().Texts("cascade.blast_radius")
 		token.Ext().Outcomes(ect.MemberCascaded)
+		for _, m := range []ect.Member{ect.MemberTTL, ect.MemberCascaded, "a", "a\u00e9", "none"} {
+			value, there := token.Ext().Raw(m)
+			if again, also := token.Ext().Read(nil).Raw(m); again != value || also != there {
+				t.Fatalf("%s is %q %v, and %q %v where all is read at once", m, value, there, again, also)
+			}
+		}
 	})
 }
 

@@ -246,7 +246,7 @@ func (r *Ring) Verifies(header, payload, signature []byte) (holds, known bool) {
 	enc := base64.RawURLEncoding
 	signed := append(enc.AppendEncode(nil, header), '.')
 	signed = enc.AppendEncode(signed, payload)
-	for _, k := range r.keys.Load().byID[HeaderKeyID(header)] {
+	for _, k := range r.find(HeaderKeyID(header)) {
 		known = true
 		if k.algorithm.verify(k.public, signed, signature) {
 			return true, true
@@ -278,6 +278,7 @@ func (i *Issuer) Issue(now time.Time, claims Claims) (*Token, error) {
 type Ring struct {
 	keys     atomic.Pointer[ringKeys]
 	changing sync.Mutex // held while keys are replaced
+	peers    atomic.Pointer[peerKeys]
 }
 
 // ringKeys is the immutable state of a Ring.
@@ -439,10 +440,12 @@ func (r *Ring) List() []RingKey {
 
 // PublicSet is the JSON Web Key Set for verifiers: the signing key, and replaced ones
 // until their last token has expired, each with owner as "sub" and the former names that
-// it has signed under. At the zero time it has all keys but the revoked, for records.
+// it has signed under, and so those of SetPeers. At the zero time it has all keys but the revoked,
+// for records.
 func (r *Ring) PublicSet(now time.Time, owner string, former ...Former) ([]byte, error) {
 	var published []ringKey
-	for _, k := range r.keys.Load().all {
+	own := r.keys.Load()
+	for _, k := range slices.Concat(own.all, r.peers.Load().without(own)) {
 		if k.revoked || !k.notAfter.IsZero() && now.After(k.notAfter) {
 			continue
 		}
@@ -469,17 +472,115 @@ type ringSource struct {
 	former []Former
 }
 
-func (s ringSource) Keys(_ context.Context, kid string) ([]*Key, error) {
-	found := s.ring.keys.Load().byID[kid]
-	if found == nil {
-		return nil, nil
+// Keys implements Source. The error says that a peer's keys could not be asked for.
+func (s ringSource) Keys(ctx context.Context, kid string) ([]*Key, error) {
+	if keys, all := s.keysAtHand(kid); all {
+		return keys, nil
 	}
-	k, err := found[0].withFormer(s.former)
-	if err != nil {
-		return nil, err
+	if err := s.ring.peers.Load().ask(ctx); err != nil {
+		return nil, fmt.Errorf("%w: the keys of other nodes: %w", ErrUnavailable, err)
 	}
-	k.owner = s.owner
-	return []*Key{&k}, nil
+	keys, _ := s.keysAtHand(kid)
+	return keys, nil
+}
+
+// keysAtHand implements slowSource.
+func (s ringSource) keysAtHand(kid string) (keys []*Key, all bool) {
+	for _, found := range s.ring.find(kid) {
+		k, err := found.withFormer(s.former)
+		if err != nil {
+			continue // NewIssuer and RecordName take no such name
+		}
+		k.owner = s.owner
+		keys = append(keys, &k)
+	}
+	p := s.ring.peers.Load()
+	return keys, len(keys) > 0 || p == nil || p.ask == nil
+}
+
+// Peer has the public keys of another node of a fleet, which signs under the same names.
+type Peer struct {
+	// Keys are those that Publish gave there.
+	Keys []byte
+	// Until is when none of them is accepted for new tokens any more; zero while the node is there.
+	Until time.Time
+}
+
+// peerKeys is what a Ring knows of the other nodes. Nil is nothing.
+type peerKeys struct {
+	all  []ringKey
+	byID map[string][]*Key
+	ask  func(context.Context) error // calls SetPeers with what is known now; may be nil
+}
+
+// without are the keys that a ring does not have itself.
+func (p *peerKeys) without(own *ringKeys) []ringKey {
+	if p == nil {
+		return nil
+	}
+	return slices.DeleteFunc(slices.Clone(p.all), func(k ringKey) bool { return own.byID[k.id] != nil })
+}
+
+// Publish is the text of all public keys of the ring, replaced and revoked ones too, for the rings of
+// other nodes: see SetPeers.
+func (r *Ring) Publish() ([]byte, error) { return marshalKeys(r.keys.Load().all, "", false) }
+
+// SetPeers sets the keys of the other nodes of a fleet, which verify what those have signed. They sign
+// nothing here. ask, if not nil, is called for a key that nobody is known to have, before its token is
+// refused; it calls SetPeers with what is known by then. The error says which set cannot be read, and then
+// nothing has changed.
+func (r *Ring) SetPeers(peers []Peer, ask func(context.Context) error) error {
+	next := &peerKeys{byID: make(map[string][]*Key), ask: ask}
+	for i := range peers {
+		keys, err := privateKeys(peers[i].Keys)
+		if err != nil {
+			return fmt.Errorf("ect: the keys of another node: %w", err)
+		}
+		for _, k := range keys {
+			if until := peers[i].Until; !until.IsZero() && (k.notAfter.IsZero() || k.notAfter.After(until)) {
+				k.notAfter = until
+			}
+			k.private = nil
+			same := slices.IndexFunc(next.all, func(other ringKey) bool { return other.id == k.id && samePublic(&other.Key, &k.Key) })
+			if same < 0 {
+				next.all = append(next.all, k)
+			} else if k.revoked { // two nodes share it, and one knows more
+				next.all[same].revoked = true
+			}
+		}
+	}
+	for i := range next.all {
+		k := &next.all[i].Key
+		if len(next.byID[k.id]) < maxSameName {
+			next.byID[k.id] = append(next.byID[k.id], k)
+		}
+	}
+	r.peers.Store(next)
+	return nil
+}
+
+// find finds a key of the ring, or those of other nodes with that name.
+func (r *Ring) find(kid string) []*Key {
+	if own := r.keys.Load().byID[kid]; own != nil {
+		return own
+	}
+	if p := r.peers.Load(); p != nil {
+		return p.byID[kid]
+	}
+	return nil
+}
+
+// Known reports whether a key of that name is one of the ring or of another node, and whether its
+// signatures count no more.
+func (r *Ring) Known(kid string) (known, revoked bool) {
+	found := r.find(kid)
+	return len(found) > 0, slices.ContainsFunc(found, func(k *Key) bool { return k.revoked })
+}
+
+// OfPeer reports whether another node has a key of that name.
+func (r *Ring) OfPeer(kid string) bool {
+	p := r.peers.Load()
+	return p != nil && len(p.byID[kid]) > 0
 }
 
 // rotated returns the keys with a fresh one that signs. Those before it verify new tokens
@@ -523,7 +624,7 @@ func (r *Ring) Signed(t *Token, former []Former) bool {
 	}
 	return slices.ContainsFunc(former, func(f Former) bool {
 		return f.Name == t.Issuer() && f.names(key.id) &&
-			slices.ContainsFunc(r.keys.Load().byID[key.id], func(own *Key) bool { return samePublic(own, key) })
+			slices.ContainsFunc(r.find(key.id), func(own *Key) bool { return samePublic(own, key) })
 	})
 }
 

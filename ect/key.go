@@ -75,6 +75,14 @@ type Source interface {
 	Keys(ctx context.Context, kid string) ([]*Key, error)
 }
 
+// slowSource is a Source that may have to wait for a key.
+type slowSource interface {
+	// keysAtHand returns the keys of that name that need no waiting; all is false if Keys may have more.
+	// All sources are asked for these first: a server that does not answer must not delay other
+	// issuers (P4).
+	keysAtHand(kid string) (keys []*Key, all bool)
+}
+
 // keyHistory is a Source that remembers replaced keys: records outlive their keys.
 type keyHistory interface {
 	// replaced returns the replaced keys of that name, but no revoked ones.

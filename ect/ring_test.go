@@ -2,6 +2,7 @@ package ect_test
 
 import (
 	"bytes"
+	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -509,5 +510,74 @@ func TestSignatureMadeLater(t *testing.T) {
 				t.Error("a stolen key keeps its private part")
 			}
 		}
+	}
+}
+
+// A ring knows the keys of other nodes under its own names: they verify, are published until their end, and
+// sign nothing here. What nobody is known to have is asked for, and only then.
+func TestPeersOfARing(t *testing.T) {
+	own, other, late := must(ect.GenerateRing(ect.ES256))(t), must(ect.GenerateRing(ect.EdDSA))(t), must(ect.GenerateRing(ect.ES256))(t)
+	peers := func(rings ...*ect.Ring) (all []ect.Peer) {
+		for _, r := range rings {
+			all = append(all, ect.Peer{Keys: must(r.Publish())(t)})
+		}
+		return all
+	}
+	if text := must(other.Publish())(t); bytes.Contains(text, []byte(`"d"`)) {
+		t.Fatalf("published: %s", text)
+	}
+	asked := 0
+	var ask func(context.Context) error
+	ask = func(context.Context) error {
+		asked++
+		return own.SetPeers(peers(other, late), ask)
+	}
+	if err := own.SetPeers(peers(other), ask); err != nil {
+		t.Fatal(err)
+	}
+	owner := must(ect.ParseOwner(clinical))(t)
+	v := must(ect.NewVerifier(ect.Policy{Audience: []string{gateway}, Sources: []ect.Source{own.Source(owner)}, Algorithms: ect.Algorithms()}))(t)
+	for _, ring := range []*ect.Ring{own, other} {
+		if _, err := v.Verify(t.Context(), issue(t, ring).Raw(), ect.Presentation{Now: at}); err != nil || asked != 0 {
+			t.Errorf("%v, asked %d times", err, asked)
+		}
+	}
+	if _, err := v.Verify(t.Context(), issue(t, late).Raw(), ect.Presentation{Now: at}); err != nil || asked != 1 {
+		t.Errorf("a key that came later: %v, asked %d times", err, asked)
+	}
+	stranger := must(ect.GenerateRing(ect.ES256))(t)
+	wantCode(t, refusal(t, v, issue(t, stranger).Raw()), ect.CodeKeyID)
+	if asked != 2 {
+		t.Errorf("asked %d times", asked)
+	}
+	if got := published(t, own, at).Len(); got != 3 {
+		t.Errorf("%d keys published", got)
+	}
+	header, _ := other.Header(ect.Draft00)
+	if _, err := own.Signature(header, []byte("{}")); !errors.Is(err, ect.ErrUnavailable) {
+		t.Errorf("signed with a key of another node: %v", err)
+	}
+
+	// The end of a node that is gone; a key that two nodes share, and one of them has revoked.
+	kid := other.List()[0].ID
+	gone := []ect.Peer{{Keys: must(other.Publish())(t), Until: at.Add(time.Hour)}}
+	if err := own.SetPeers(gone, nil); err != nil {
+		t.Fatal(err)
+	}
+	for after, want := range map[time.Duration]int{0: 2, 2 * time.Hour: 1} {
+		if got := published(t, own, at.Add(after)).Len(); got != want {
+			t.Errorf("%d keys published after %s", got, after)
+		}
+	}
+	revoked := bytes.Replace(gone[0].Keys, []byte(`"kid"`), []byte(`"revoked": true, "kid"`), 1)
+	if err := own.SetPeers([]ect.Peer{gone[0], {Keys: revoked}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if known, no := own.Known(kid); !known || !no || !own.OfPeer(kid) {
+		t.Errorf("%t %t", known, no)
+	}
+	wantCode(t, refusal(t, v, issue(t, other).Raw()), ect.CodeKeyRevoked)
+	if err := own.SetPeers([]ect.Peer{{Keys: []byte("no keys")}}, nil); err == nil || !own.OfPeer(kid) {
+		t.Errorf("what cannot be read: %v", err)
 	}
 }

@@ -284,12 +284,12 @@ func (s *URLSource) Keys(ctx context.Context, kid string) ([]*Key, error) {
 	}
 }
 
-// keysAtHand returns the keys of that name that need no waiting. All sources are asked for
-// these first: a server that does not answer must not delay other issuers (P4).
-func (s *URLSource) keysAtHand(kid string) []*Key {
+// keysAtHand implements slowSource.
+func (s *URLSource) keysAtHand(kid string) (keys []*Key, all bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.cached(time.Now(), kid)
+	keys = s.cached(time.Now(), kid)
+	return keys, len(keys) > 0
 }
 
 // cached returns keys at hand, and refreshes old ones in the background. mu is held.

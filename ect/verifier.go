@@ -348,8 +348,9 @@ func (v *Verifier) findKey(ctx context.Context, o *keySearch) error {
 	var failed error
 	for _, source := range v.p.Sources {
 		var keys []*Key
-		if remote, ok := source.(*URLSource); ok {
-			if keys = remote.keysAtHand(o.kid); len(keys) == 0 {
+		if remote, ok := source.(slowSource); ok {
+			var all bool
+			if keys, all = remote.keysAtHand(o.kid); !all {
 				lacking = append(lacking, source)
 			}
 		} else {

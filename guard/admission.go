@@ -169,6 +169,8 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	if left, said := callersTime(r.Header, h.DeadlineHeader); said {
 		c.Deadline = time.Now().Add(left)
 	}
+	class := c.Class
+	c.Unserved = func() { unservedUnguarded(h, r, tokens, stated, class) }
 	err = h.Bulkhead.Acquire(r.Context(), &c, &permit)
 	if r.Context().Err() != nil {
 		permit.Release()
@@ -223,6 +225,25 @@ func unserved(x *Call, class bulkhead.Class) {
 	if err := recordUnserved(ctx, x, class); err != nil && x.r.Context().Err() == nil {
 		x.h.Logger.Error("that calls wait for the bulkhead cannot be recorded", slog.String("guard", x.h.Name), slog.Any("error", err))
 	}
+}
+
+// unservedUnguarded is unserved for a request that is not guarded. A workflow that it only states counts if its
+// caller is verified (P3).
+func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated string, class bulkhead.Class) {
+	x := &Call{h: h, r: r, action: h.Actions[len(h.Actions)-1], evidence: callEvidence{tokens: *tokens}}
+	if engine, release, err := h.Open(); err == nil { // else there is only the event
+		defer release()
+		x.engine, x.executions = engine, engine.Executions
+		x.call.Scope.Caller = cmp.Or(h.named(r, tokens.Issuer()), Anonymous)
+		wid := tokens.proven()
+		if wid == "" && VerifiedHere(x.call.Scope.Caller) {
+			wid = stated
+		}
+		if policy, err := h.Tokens(); err == nil {
+			x.evidence.policy, x.evidence.call = policy, evidence.Call{Workflow: wid, Caller: x.executions.Caller(x.call.Scope.Caller)}
+		}
+	}
+	unserved(x, class)
 }
 
 func recordUnserved(ctx context.Context, x *Call, class bulkhead.Class) error {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -46,6 +47,43 @@ func (b *bed) returned(p *bulkhead.Pool) {
 	b.Helper()
 	if s := p.Status(); s.InUse != 0 || s.Waiting != 0 {
 		b.Errorf("in the end %d permits are held, and %d calls wait", s.InUse, s.Waiting)
+	}
+}
+
+// ADR 0137: of gateways that share a store each has a bulkhead of its own, with all of its limits; what callers may have
+// open is bounded for all of them together.
+func TestBulkheadsOfAFleet(t *testing.T) {
+	for name, c := range map[string]struct {
+		settings bulkhead.Settings
+		quota    execution.Quota
+		each     int
+		all      int64
+	}{
+		"rate":            {bulkhead.Settings{Rate: 2}, execution.Quota{}, 2, 4},
+		"per_workflow":    {bulkhead.Settings{PerWorkflow: 3, Queue: -1}, execution.Quota{}, 3, 6},
+		"open_executions": {bulkhead.Settings{}, execution.Quota{Open: 3}, 3, 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				b := newBed(t, slowly)
+				b.config.Quota = c.quota
+				var all sync.WaitGroup
+				for _, node := range []string{"one", "two"} {
+					checked, err := c.settings.Check()
+					if err != nil {
+						t.Fatal(err)
+					}
+					b.config.Bulkhead = bulkhead.New(checked)
+					n := b.node(b.disk.Join(node))
+					for i := range c.each + 1 {
+						all.Go(func() { n.guard.ServeHTTP(httptest.NewRecorder(), n.of("w", fmt.Sprint(node, i))) })
+						synctest.Wait()
+					}
+				}
+				all.Wait()
+				b.was(c.all)
+			})
+		})
 	}
 }
 
@@ -332,8 +370,8 @@ func TestBulkheadUnserved(t *testing.T) {
 		p := b.withBulkhead(bulkhead.Settings{Total: 1, Wait: time.Hour})
 		var events []string
 		begun := time.Now()
-		b.engine.Emit = func(name string, data func() map[string]any) bool {
-			events = append(events, fmt.Sprint(name, " ", data()["class"], " ", time.Since(begun)))
+		b.engine.Emit = func(e guard.Event) bool {
+			events = append(events, fmt.Sprint(e.Name, " ", e.Data()["class"], " ", time.Since(begun)))
 			return true
 		}
 		var all sync.WaitGroup
@@ -343,6 +381,19 @@ func TestBulkheadUnserved(t *testing.T) {
 		all.Wait()
 		if got := fmt.Sprint(events); got != "[agent_guard.call_unserved normal 1m0s]" {
 			t.Errorf("events %s", got)
+		}
+		// So is a request that is not guarded.
+		events, begun = nil, time.Now()
+		all.Go(func() { b.do(b.of("w", "3"), "200 executed charge 3") })
+		synctest.Wait()
+		all.Go(func() {
+			r := b.of("v", "")
+			r.Method = http.MethodGet
+			b.do(r, "200  charge 4")
+		})
+		all.Wait()
+		if got := fmt.Sprint(events); got != "[agent_guard.call_unserved normal 1m0s]" {
+			t.Errorf("events of a request that is not guarded: %s", got)
 		}
 		b.returned(p)
 	})

@@ -42,12 +42,20 @@ type reader struct {
 	*httptest.ResponseRecorder
 	gone  bool // it saw no end
 	leave func()
+	first time.Time // when its first byte came
+}
+
+func (r *reader) Write(p []byte) (int, error) {
+	if len(p) > 0 && r.first.IsZero() {
+		r.first = time.Now()
+	}
+	return r.ResponseRecorder.Write(p)
 }
 
 // begin makes the call "k" in the background.
 func (b *bed) begin(all *sync.WaitGroup) *reader {
 	ctx, leave := context.WithCancel(b.Context())
-	r := &reader{httptest.NewRecorder(), true, leave}
+	r := &reader{ResponseRecorder: httptest.NewRecorder(), gone: true, leave: leave}
 	all.Go(func() {
 		defer func() {
 			if p := recover(); p != nil && p != http.ErrAbortHandler {

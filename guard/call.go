@@ -29,6 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Serve guards r and forwards it to next (docs/request.md). Calls that change nothing take its
@@ -178,11 +179,11 @@ func (x *Call) run() error {
 		if err != nil || then == stepDone {
 			return err
 		}
-		leave, err := x.admit(found) // 4
+		in, err := x.admit(found) // 4
 		if err != nil {
 			return err
 		}
-		run, err := x.claim(found, leave) // 5
+		run, err := x.claim(found, in) // 5
 		if errors.Is(err, execution.ErrTaken) {
 			x.permit.Release()
 			x.found = true
@@ -282,7 +283,7 @@ func (x *Call) close() {
 	}
 	x.giveTokensBack()
 	x.probed()
-	x.window.close()
+	x.window.Close()
 	if x.body != nil {
 		_ = x.body.Close()
 	}
@@ -473,10 +474,8 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 		x.emit(EventMismatch, nil)
 		return stepDone, x.problem(api.FingerprintMismatch,
 			"The host, the query, the media type or the body differ from the call that this id was first used for.", x.state)
-	case execution.RunningHere:
-		return x.attach(found.Flight)
-	case execution.RunningElsewhere:
-		return stepDone, x.problem(api.InProgress, "It runs on another node.", execution.StateSending)
+	case execution.RunningHere, execution.RunningElsewhere:
+		return x.attach(found)
 	case execution.Replayable:
 		return stepDone, x.replay(found)
 	case execution.ResultExpired:
@@ -521,14 +520,17 @@ func (x *Call) replay(found execution.Finding) error {
 	return x.played(err)
 }
 
-// attach follows an execution that is running in this process.
-func (x *Call) attach(flight *execution.Flight) (step, error) {
+// attach follows an execution that is running, here or on another node.
+func (x *Call) attach(found execution.Finding) (step, error) {
 	if x.r.Header.Get(HeaderExecutionParent) == x.call.Scope.ID {
 		x.h.Logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
 			slog.Any("key", x.call.Key), slog.String("guard", x.h.Name))
 		return stepDone, x.problem(api.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
 	}
-	follower := flight.Follow()
+	flight, follower := x.executions.Follow(x.call.Key, found)
+	if flight == nil {
+		return stepDone, x.problem(api.InProgress, "It runs on another node.", execution.StateSending)
+	}
 	if follower == nil {
 		select {
 		case <-flight.Done():
@@ -675,80 +677,85 @@ func (x *Call) probed() {
 	}
 }
 
+// admission is a call that may begin, if its claim finds that nothing holds it up since.
+type admission struct {
+	*rollback.Admission
+	people store.Fence // what people hold
+}
+
 // admit refuses a call that must not begin now, before anything is recorded, and prepares its
-// claim. leave must be called when the claim's commit has ended. A refused call may have been
+// claim. The admission must be left when the claim's commit has ended. A refused call may have been
 // executed before.
-func (x *Call) admit(found execution.Finding) (leave func(), err error) {
+func (x *Call) admit(found execution.Finding) (in admission, err error) {
 	if err := x.evidence.tokens.inTime(); err != nil {
-		return nil, err // nothing new begins with them
+		return in, err // nothing new begins with them
 	}
 	x.earlier, x.before = "", ""
 	if found.Status == execution.Doubtful && x.probing == nil { // which has not denied it
 		x.earlier, x.before = found.Record.Cause, found.Record.Checkpoint
 	}
-	leave, err = x.admitted(found)
+	in, err = x.admitted(found)
 	if err != nil {
 		x.probed()
-		return nil, x.refusedInDoubt(err)
+		return in, x.refusedInDoubt(err)
 	}
-	return leave, nil
+	return in, nil
 }
 
-func (x *Call) admitted(found execution.Finding) (leave func(), err error) {
-	leave, err = x.enter(found) // nothing is read for a call that is refused here
+func (x *Call) admitted(found execution.Finding) (in admission, err error) {
+	in, err = x.enter(found) // nothing is read for a call that is refused here
 	if err != nil {
-		return nil, err
+		return in, err
 	}
-	leave()
+	in.Leave()
 	if x.evidence.planned = (planned{}); x.evidence.call.Workflow != "" {
 		if err := findNode(x); err != nil {
-			return nil, err
+			return in, err
 		}
 	}
 	if x.action.ParOrder || x.evidence.planned.plan != nil {
 		if err := ordered(x, false); err != nil {
-			return nil, err
+			return in, err
 		}
 		constrainNode(x)
 	}
 	if err := x.circuitsOpen(); err != nil {
-		return nil, err
+		return in, err
 	}
 	if a := approvalOf(x); a != nil {
 		if err := x.approved(a); err != nil {
-			return nil, err
+			return in, err
 		}
 	}
 	if err := permitted(x, found); err != nil {
-		return nil, err
+		return in, err
 	}
 	if err := x.planUndo(found); err != nil {
-		return nil, err
+		return in, err
 	}
 	if err := x.ledgerAdmits(x.r.Context()); err != nil {
-		return nil, err
+		return in, err
 	}
 	if x.call.Deadline = x.part.within(x.call.Deadline); x.call.Deadline <= 0 {
-		return nil, &StatusError{Status: http.StatusGatewayTimeout, Err: errNoTime}
+		return in, &StatusError{Status: http.StatusGatewayTimeout, Err: errNoTime}
 	}
-	leave, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
+	in, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 	if err == nil && (x.action.ParOrder || x.evidence.planned.plan != nil) {
 		if err = ordered(x, true); err != nil {
-			leave()
+			in.Leave()
 		}
 	}
-	return leave, err
+	return in, err
 }
 
 // enter admits a call that would claim (step 4): not where people hold its workflow or a rollback
-// has ended it, nor where it follows from what is being undone. leave is called when the claim's
+// has ended it, nor where it follows from what is being undone. The admission is left when the claim's
 // commit has ended.
-func (x *Call) enter(found execution.Finding) (leave func(), err error) {
+func (x *Call) enter(found execution.Finding) (in admission, err error) {
 	workflow := x.evidence.call.Workflow
 	if x.evidence.policy == nil { // this configuration has no identity, and another one had
 		workflow = evidence.WorkflowID(x.call.Workflow)
 	}
-	leave = func() {}
 	var c *rollback.Coordinator
 	if find := x.engine.Coordinator; find != nil {
 		c = find()
@@ -758,31 +765,32 @@ func (x *Call) enter(found execution.Finding) (leave func(), err error) {
 		if scope == "" && found.Record != nil && found.Record.Checkpoint != "" {
 			root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
 			if err != nil {
-				return nil, x.storeFailed(err)
+				return in, x.storeFailed(err)
 			}
 			scope = rollback.AttemptsScope(root)
 		}
-		leave, err = c.Enter(x.r.Context(), scope, x.ancestors(scope, found))
+		in.Admission, err = c.Enter(x.r.Context(), scope, x.ancestors(scope, found))
 		blocked := (*rollback.BlockedError)(nil)
 		switch {
 		case err == nil:
 		case !errors.As(err, &blocked):
-			return nil, x.storeFailed(err)
+			return in, x.storeFailed(err)
 		case blocked.Stopped: // for good, whatever people say
-			return nil, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
+			return in, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
 		default:
-			return nil, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+			return in, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
 		}
 	}
 	if x.engine.Escalations == nil || workflow == "" {
-		return leave, nil
+		return in, nil
 	}
-	e, err := x.engine.Escalations.Blocks(x.r.Context(), workflow)
+	e, passed, err := x.engine.Escalations.Blocks(x.r.Context(), workflow)
 	if e != nil || err != nil {
-		leave()
-		return nil, x.heldBy(e, err)
+		in.Leave()
+		return in, x.heldBy(e, err)
 	}
-	return leave, nil
+	in.people = passed
+	return in, nil
 }
 
 // heldBy refuses a call whose workflow an escalation holds, or may hold (P4).
@@ -897,12 +905,16 @@ func (x *Call) askPeople(a *Approval, hash string) (hitl.Escalation, error) {
 
 // claim makes this call the owner of its key, in one commit with its checkpoint (P2). After
 // execution.ErrTaken look the key up again.
-func (x *Call) claim(found execution.Finding, leave func()) (run *execution.Execution, err error) {
-	defer leave()
+func (x *Call) claim(found execution.Finding, in admission) (run *execution.Execution, err error) {
+	defer in.Leave()
 	defer x.probed()
 	batch, err := x.recordCall(found)
 	if err == nil {
-		run, err = x.executions.Claim(x.r.Context(), &x.call, found, batch, x.capture.pending)
+		bound := store.Bind(batch, in.Fence(), in.people, x.evidence.planned.fence)
+		run, err = x.executions.Claim(x.r.Context(), &x.call, found, bound, x.capture.pending, written(x, false))
+		if errors.Is(err, store.ErrFenced) {
+			err = execution.ErrTaken // as after another call's: look again
+		}
 		err = x.callRecorded(batch, x.snapshotEnded(err))
 	} else {
 		x.call.Checkpoint = "" // it was not recorded
@@ -1106,9 +1118,12 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 	ctx := context.Background()
 	result := x.undoable(ctx, o, answer)
 	batch := x.outcomeEvents(ctx, o, answer)
-	err := e.Settle(ctx, o, batch, result)
+	err := e.Settle(ctx, o, batch, result, written(x, true))
 	if err != nil {
 		x.evidence.failed = nil // it was not recorded
+		if late := e.Late(); late != nil {
+			go settleLate(x.h, late, x.executions.Boot())
+		}
 	}
 	return err
 }

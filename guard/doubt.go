@@ -7,10 +7,12 @@ import (
 	"log/slog"
 	"net/http"
 	"sync"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 func (x *Call) inDoubt(cause execution.Cause) error {
@@ -140,6 +142,56 @@ func (x *Call) ask(p *Probe, task string) (*InternalAnswer, error) {
 
 func (x *Call) resolved(v execution.Verdict) {
 	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": "probe"})
+}
+
+const (
+	// lateEvery is how often it is looked whether this gateway is a member of its store again.
+	lateEvery = time.Second
+	// lateTime is how long that is waited for.
+	lateTime = time.Hour
+)
+
+// settleLate settles the doubt that a call has left since this gateway, as the member with a boot, was removed from
+// the shared store before the outcome was recorded: an answer is evidence, also then. Its client has got the doubt.
+// The engine of the call is given up meanwhile, so only the end of the process ends it.
+func settleLate(h *Handler, late *execution.Late, boot string) {
+	for range lateTime / lateEvery {
+		<-time.After(lateEvery)
+		if h.Host.Exiting() {
+			return
+		}
+		e, release, err := h.Open()
+		if err != nil {
+			continue
+		}
+		over := e.Executions.Boot() != boot && settledLate(h, e, late)
+		release()
+		if over {
+			return
+		}
+	}
+}
+
+// settledLate reports that there is nothing more to be tried.
+func settledLate(h *Handler, e *Engine, late *execution.Late) bool {
+	ctx := context.Background()
+	policy, err := h.Tokens()
+	if err != nil {
+		return false
+	}
+	applied, err := e.Executions.SettleLate(ctx, late, func(r *execution.Record, applied bool) *store.Batch {
+		return policy.SettledBy(ctx, late.Key(), r, applied, "owner")
+	})
+	switch {
+	case errors.Is(err, execution.ErrTaken):
+		return true
+	case err != nil:
+		h.Logger.Warn("the outcome of a call that was in doubt cannot be recorded yet", slog.Any("key", late.Key()), slog.Any("error", err))
+		return false
+	}
+	h.Logger.Info("the outcome of a call that was in doubt is recorded: it came while this gateway was no member of its store",
+		slog.Any("key", late.Key()), slog.Bool("executed", applied))
+	return true
 }
 
 // prober runs one probe per key at a time; others wait for its result.

@@ -37,12 +37,12 @@ type Engine struct {
 	Uncut, Waits context.Context
 	// Stopping reports that nothing new may begin. It may be nil.
 	Stopping func() bool
-	// Emit emits an event of a call; false means that nobody subscribes to it. It may be nil.
-	Emit func(name string, data func() map[string]any) bool
+	// Emit emits an event of a call; false means that the host has to. It may be nil.
+	Emit func(Event) bool
 	// Logger takes what operators should know.
 	Logger *slog.Logger
 
-	// Writes tracks concurrent writes of guarded calls.
+	// Writes tracks concurrent writes of guarded calls; see WriteTracker.Follow.
 	Writes WriteTracker
 
 	running     runningCalls
@@ -81,10 +81,12 @@ func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, 
 	if _, err := plans.Load(ctx); err != nil {
 		return nil, err
 	}
-	return &Engine{
+	e := &Engine{
 		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring), Escalations: escalations, Plans: plans,
 		Uncut: context.Background(), Waits: context.Background(), Logger: slog.New(slog.DiscardHandler),
-	}, nil
+	}
+	e.Writes.Follow(st, ring, executions)
+	return e, nil
 }
 
 // Open is Config.Open for an engine that outlives its handlers.

@@ -409,19 +409,25 @@ type alarms struct{ pool sync.Pool }
 
 type alarm struct {
 	*time.Timer
-	to interface{ ring() }
+	to   interface{ ring() }
+	rung sync.WaitGroup // ring has returned, or never will be called
 }
 
 func (p *alarms) start(d time.Duration, to interface{ ring() }) *alarm {
 	if p != nil {
 		if a, ok := p.pool.Get().(*alarm); ok {
 			a.to = to
+			a.rung.Add(1)
 			a.Reset(d)
 			return a
 		}
 	}
 	a := &alarm{to: to}
-	a.Timer = time.AfterFunc(d, func() { a.to.ring() })
+	a.rung.Add(1)
+	a.Timer = time.AfterFunc(d, func() {
+		defer a.rung.Done()
+		a.to.ring()
+	})
 	return a
 }
 
@@ -431,6 +437,7 @@ func (p *alarms) stop(a *alarm) bool {
 	if !a.Stop() {
 		return false
 	}
+	a.rung.Done()
 	if p != nil {
 		a.to = nil
 		p.pool.Put(a)

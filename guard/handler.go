@@ -330,8 +330,8 @@ type Host interface {
 	Show(r *http.Request, c *Call)
 	// Trace adds the outcome to the trace of the request.
 	Trace(r *http.Request, c *Call)
-	// Emit emits an event. data is called only if somebody subscribes.
-	Emit(name string, data func() map[string]any)
+	// Emit emits an event.
+	Emit(Event)
 	// Exiting reports that the process is shutting down.
 	Exiting() bool
 }
@@ -573,7 +573,7 @@ func (plainHost) Show(*http.Request, *Call) {}
 
 func (plainHost) Trace(*http.Request, *Call) {}
 
-func (plainHost) Emit(string, func() map[string]any) {}
+func (plainHost) Emit(Event) {}
 
 func (plainHost) Exiting() bool { return false }
 

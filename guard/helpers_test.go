@@ -5,6 +5,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -49,6 +50,23 @@ func (h testHost) Expand(r *http.Request, text string) (string, bool) {
 		b.WriteString(value)
 		text = after
 	}
+}
+
+// EndingHost is a host whose process may be Over.
+type EndingHost struct {
+	Host
+	Over *atomic.Bool
+}
+
+// Exiting implements Host.
+func (h EndingHost) Exiting() bool { return h.Over.Load() }
+
+// Ending is a host that ends when over is set; nil is net/http.
+func Ending(h Host, over *atomic.Bool) Host {
+	if h == nil {
+		h = plainHost{}
+	}
+	return EndingHost{h, over}
 }
 
 // StatusHost is net/http with an upstream whose statuses it knows.

@@ -408,8 +408,8 @@ func (h *Handler) needsTokens(r *http.Request, m *protocol.Message) bool {
 	return h.RequireECT || len(r.Header[ect.FieldName]) > 0
 }
 
-// verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3
-// records them before the request goes on.
+// verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3, and a fleet,
+// record them before the request goes on.
 func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	// Tokens that another guard has verified would count as used twice.
 	if !h.needsTokens(r, m) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
@@ -419,7 +419,7 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if err != nil {
 		return StoreClosed(err)
 	}
-	if policy.LedgerFirst { // it writes, and the store must not close meanwhile
+	if policy.records() { // it writes, and the store must not close meanwhile
 		_, release, err := h.Open()
 		if err != nil {
 			return StoreClosed(err)
@@ -436,7 +436,7 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if err := policy.Spend(h.Host, &p, r); err != nil {
 		return err
 	}
-	if !policy.LedgerFirst {
+	if !policy.records() {
 		policy.Evidence.Seen(p.All)
 	}
 	h.Host.SetVar(r, tokensVerified, &p)

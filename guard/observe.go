@@ -2,6 +2,7 @@ package guard
 
 import (
 	"encoding/hex"
+	"maps"
 	"slices"
 	"strconv"
 	"sync"
@@ -234,22 +235,33 @@ func (x *Call) note(status, slug string) {
 	}
 }
 
-func (x *Call) emit(name string, more map[string]any) {
-	data := func() map[string]any {
-		data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
-		if x.identified() {
-			data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
-		}
-		if name == EventRecognized { // not given, as most calls need no map
-			data["evidence"] = string(x.call.Attempt.Evidence)
-		}
-		for k, v := range more {
-			data[k] = v
-		}
-		return data
+// Event is an event of a call. It is a value, so that one that nobody subscribes to costs next to
+// nothing.
+type Event struct {
+	Name string
+	call *Call
+	more map[string]any
+}
+
+// Data returns what subscribers get, by the names in docs/observability.md. It is called during the
+// call's Emit.
+func (e Event) Data() map[string]any {
+	x := e.call
+	data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
+	if x.identified() {
+		data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
 	}
-	if x.engine == nil || x.engine.Emit == nil || !x.engine.Emit(name, data) {
-		x.h.Host.Emit(name, data)
+	if e.Name == EventRecognized { // not given, as most calls need no map
+		data["evidence"] = string(x.call.Attempt.Evidence)
+	}
+	maps.Copy(data, e.more)
+	return data
+}
+
+func (x *Call) emit(name string, more map[string]any) {
+	e := Event{Name: name, call: x, more: more}
+	if x.engine == nil || x.engine.Emit == nil || !x.engine.Emit(e) {
+		x.h.Host.Emit(e)
 	}
 }
 

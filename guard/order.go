@@ -131,18 +131,39 @@ func before(x *Call) (ids []string, err error) {
 	if n == nil {
 		return nil, nil
 	}
-	_, err = s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
-		l.Follow(s.planned.plan)
-		ids = l.Before(n.ID)
+	_, err = readPart(x, func(_ *plan.Live, p *plan.Part) bool {
+		p.Follow(s.planned.plan)
+		ids = p.Before(n.ID)
 		return false
 	})
 	return ids, err
 }
 
+// readPart calls read with the states of the workflow, and with what the call takes part in. See evidence.Live.
+func readPart(x *Call, read func(l *plan.Live, p *plan.Part) bool) (changed <-chan struct{}, err error) {
+	s := &x.evidence
+	who, named := s.call.Names(), s.named()
+	return s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
+		return read(l, l.Part(who, named))
+	})
+}
+
+// named are the ids that link the call to what others have done: those of the tokens that led to it, and of their
+// parents. Tokens that are not proven link nothing.
+func (s *callEvidence) named() []string {
+	ids := slices.Clone(s.call.Parents)
+	for _, t := range slices.Concat(s.tokens.All, s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)) {
+		if t.Proven() {
+			ids = append(append(ids, t.ID()), t.Parents()...)
+		}
+	}
+	return ids
+}
+
 // orderedBy are the parents of the call that have to be done.
 func orderedBy(x *Call) (parents []string) {
 	s := &x.evidence
-	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || IsUndo(x.r.Context()) {
+	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || IsUndo(x.r.Context()) || s.planned.undoes {
 		return nil
 	}
 	for _, t := range s.tokens.Own {
@@ -161,10 +182,10 @@ func dependencies(x *Call, parents []string) (p *api.Problem, changed <-chan str
 	follows := func(id string) bool {
 		return slices.Contains(s.call.Parents, id) || slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
 	}
-	changed, err = s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
+	changed, err = readPart(x, func(l *plan.Live, p *plan.Part) bool {
 		if n := nodeOf(x); n != nil {
-			l.Follow(s.planned.plan)
-			for _, h := range l.Holds(n.ID, follows) {
+			p.Follow(s.planned.plan)
+			for _, h := range p.Holds(n.ID, follows) {
 				found = append(found, api.Dependency{Node: h.Node, State: h.State, Detail: h.Detail, Final: h.Final})
 			}
 		}

@@ -111,6 +111,13 @@ func TestParOrderAfterFailures(t *testing.T) {
 			b.check(b.evidence.Close(context.Background()))
 			b.begin()
 		}
+		// What undoes a failed call waits for nothing (ADR 0125).
+		undone := b.in(wid)
+		w := b.send("POST /fails", "", "", undone.Raw())
+		undo := b.token(b.agents["a"], ect.Claims{Workflow: wid, Action: "rollback_start", Parents: []string{undone.ID()}, Ext: new(ect.ExtBuilder).
+			Text(ect.MemberRollbackID, "urn:uuid:"+uuid.NewString()).Text(ect.MemberCheckpointID, w.Header().Get("Execution-Checkpoint")).
+			Text(ect.MemberScope, "single").Text(ect.MemberReason, "it has failed")})
+		b.want(b.uses("POST /refund", "", "", undo.Raw()), "200 executed")
 		// What is no call of the gateway's is done, as the token says that follows from it.
 		look := b.in(wid)
 		b.want(b.uses("GET /balance", "", "", look.Raw()), "200")
@@ -384,6 +391,49 @@ func TestPlanOrderUntilTheClaim(t *testing.T) {
 		close(hold.open)
 		b.holds((<-late).ResponseRecorder, true, "a rolled_back")
 		b.had("charged ch_1", "refunded ch_1")
+	})
+}
+
+// Of two first calls that one start has led to, one brings a plan and the other none: whichever comes to its claim
+// later looks again, so that no call of a plan's part runs outside of it, and no plan begins behind a call.
+func TestFirstCallsRaceForAPlan(t *testing.T) {
+	undoing(t, func(b *saga) {
+		d, err := plan.Parse([]byte(`{"wf_id": "w", "nodes": [{"id": "a"}]}`))
+		b.check(err)
+		for _, late := range []string{"a", "b"} { // a has offered a plan, b makes a call that is no node of it
+			wid := uuid.NewString()
+			_, _, err := b.engine.Plans.Put(b.Context(), plan.Putting{Workflow: wid, Issuer: b.agents["a"].Identity(), By: "a", Plan: d})
+			b.check(err)
+			start := b.token(b.agents["b"], ect.Claims{Workflow: wid, Action: "workflow_start", Ext: new(ect.ExtBuilder).Text(ect.MemberWorkflowName, "x").Text(ect.MemberDescription, "y")})
+			b.check(b.evidence.Append(b.Context(), time.Now(), []*ect.Token{start}))
+			call := func(agent, action, path string) step {
+				token := b.token(b.agents[agent], ect.Claims{Workflow: wid, Action: action, Parents: []string{start.ID()}})
+				return b.attempt(token, "PUT "+path, "v1")
+			}
+			calls := map[string]func(path string) step{
+				"a": func(path string) step { return call("a", "a", path) },
+				"b": func(path string) step { return call("b", "other", path) },
+			}
+			early := map[string]string{"a": "b", "b": "a"}[late]
+			hold := newGate()
+			b.on("GET /docs/"+late+wid, b.waits(hold)) // the state before the call
+			second := make(chan step)
+			go func() { second <- calls[late]("/docs/" + late + wid) }()
+			<-hold.arrived
+			if s := calls[early]("/docs/" + early + wid); s.Code != http.StatusCreated {
+				b.Fatalf("the first: %d %s", s.Code, s.Body)
+			}
+			close(hold.open)
+			s := <-second
+			switch begun, err := b.engine.Plans.Offered(b.Context(), wid, b.agents["a"].Identity()); {
+			case err != nil:
+				b.Error(err)
+			case late == "b" && (s.Code != http.StatusUnprocessableEntity || begun.Begun.IsZero()):
+				b.Errorf("behind a call under a plan: %d %s", s.Code, s.Body)
+			case late == "a" && (s.Code != http.StatusCreated || !begun.Begun.IsZero()):
+				b.Errorf("behind a call without a plan: %d %s, %+v", s.Code, s.Body, begun)
+			}
+		}
 	})
 }
 

@@ -31,6 +31,8 @@ type planned struct {
 	node     int              // its place in plan.Nodes; -1 if the call is none, where plans are observed
 	observed bool             // nothing is refused because of the plan
 	assigned *plan.Assigned
+	undoes   bool // the call undoes an earlier one: neither a node nor an order holds it
+	fence    store.Fence
 }
 
 // maxNode is the longest id of a node, in bytes.
@@ -70,6 +72,14 @@ func (p *Tokens) node() (named, action string) {
 // call that is none, or could be several, is refused (A-optional-b).
 func findNode(x *Call) error {
 	s := &x.evidence
+	undoes, err := undoes(x)
+	if err != nil {
+		return x.storeFailed(err)
+	}
+	s.planned.undoes = undoes
+	if s.planned.fence, err = x.engine.Plans.Fence(x.r.Context(), s.call.Workflow); err != nil {
+		return x.storeFailed(err)
+	}
 	a, err := planOf(x)
 	if err != nil { // nothing is known of what it may do (P4)
 		return x.storeFailed(err)
@@ -82,9 +92,11 @@ func findNode(x *Call) error {
 		named = stated
 	}
 	action = cmp.Or(action, x.action.Name)
-	s.planned = planned{a.Plan, -1, s.policy.Plans.Observed, a}
+	s.planned = planned{a.Plan, -1, s.policy.Plans.Observed, a, undoes, s.planned.fence}
 	node, err := a.Plan.Which(named, action)
 	switch {
+	case undoes: // it is no task of the plan
+		return nil
 	case err == nil:
 		s.planned.node, s.call.Node = node, a.Plan.Nodes[node].ID
 		return nil
@@ -98,17 +110,59 @@ func findNode(x *Call) error {
 	return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", shortened(action, maxNode)), 0)
 }
 
-// planOf finds the plan of the call's workflow: the one in force, or else the one that the call brings
-// into force, if it is the workflow's first.
+// undoes reports whether a call undoes an earlier one of its workflow here, by its caller's word: the caller's own
+// token asks for that, or says that it has begun, and names the checkpoint of such a call, in which its issuer
+// has a part (CheckReports). What is still to be done must not hold up what is to be undone (ADR 0125).
+func undoes(x *Call) (bool, error) {
+	s := &x.evidence
+	for _, t := range s.tokens.Own {
+		if !t.Proven() || !slices.Contains([]ect.Event{ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventCompensate}, t.Event()) {
+			continue
+		}
+		for _, id := range append([]string{evidence.NamedCheckpoint(t.Ext())}, t.Parents()...) {
+			if is, err := s.policy.Events.Guards(x.r.Context(), s.call.Workflow, id); is || err != nil {
+				return is, err
+			}
+		}
+	}
+	return false, nil
+}
+
+// takesPart says of a call's checkpoint whether it is in what this call takes part in (P3).
+func takesPart(x *Call) func(call string) (bool, error) {
+	return func(call string) (has bool, err error) {
+		_, err = readPart(x, func(_ *plan.Live, p *plan.Part) bool { has = p.Has(call); return false })
+		return has, err
+	}
+}
+
+// called reports whether something was called before in what the call takes part in.
+func called(x *Call) (before bool, err error) {
+	_, err = readPart(x, func(_ *plan.Live, p *plan.Part) bool { before = p.Called(); return false })
+	return before, err
+}
+
+// planOf finds the plan that binds the call: the one of what it takes part in, or of the workflow, or else the one
+// that the call brings into force, if nothing was called before in what it takes part in.
 func planOf(x *Call) (a *plan.Assigned, err error) {
 	s, plans, ctx := &x.evidence, x.engine.Plans, x.r.Context()
-	if a, err = plans.Of(ctx, s.call.Workflow); a != nil || err != nil || len(s.tokens.All) == 0 {
+	a, err = plans.Of(ctx, s.call.Workflow, takesPart(x))
+	if a != nil || err != nil || len(s.tokens.All) == 0 {
 		return a, err
 	}
-	if len(s.policy.Plans.Files) == 0 && !plans.Offers(s.call.Workflow) {
+	offers := plans.Offers(s.call.Workflow)
+	if len(s.policy.Plans.Files) == 0 && !offers {
 		return nil, nil
 	}
 	issuers, follows := s.initiators()
+	if offers { // also by those whose tokens were recorded before
+		if _, err := readPart(x, func(l *plan.Live, _ *plan.Part) bool {
+			issuers = append(issuers, l.Issuers(s.named(), maxAncestors)...)
+			return false
+		}); err != nil {
+			return nil, err
+		}
+	}
 	var offered *plan.Assigned
 	for _, issuer := range issuers {
 		if offered, err = plans.Offered(ctx, s.call.Workflow, issuer); err != nil {
@@ -119,17 +173,19 @@ func planOf(x *Call) (a *plan.Assigned, err error) {
 		}
 	}
 	switch {
+	case offered != nil && !offered.Begun.IsZero():
+		return offered, nil
 	case offered != nil:
 	case follows != nil:
-		offered = &plan.Assigned{Workflow: s.call.Workflow, By: "plan " + follows.WorkflowID, Version: follows.Version(), Size: int64(len(follows.Canonical())), Plan: follows}
+		offered = follows
 	default:
 		return nil, nil
 	}
-	// What a participant wants binds the others only from the workflow's first call on (P3).
-	if a, err = plans.Settle(ctx, s.call.Workflow); a != nil || err != nil {
+	// What a participant wants binds the others only from their first call on.
+	if a, err = plans.Settle(ctx, s.call.Workflow, takesPart(x)); a != nil || err != nil {
 		return a, err
 	}
-	if begun, err := s.policy.graphOnly().Begun(ctx, s.call.Workflow); begun || err != nil {
+	if late, err := called(x); late || err != nil {
 		return nil, err
 	}
 	return offered, nil
@@ -137,7 +193,7 @@ func planOf(x *Call) (a *plan.Assigned, err error) {
 
 // initiators are the issuers of the tokens that led to the call, the caller first, and the plan of the
 // configuration that a workflow_start among these tokens names; nil without one.
-func (s *callEvidence) initiators() (issuers []string, follows *plan.Descriptor) {
+func (s *callEvidence) initiators() (issuers []string, follows *plan.Assigned) {
 	for _, t := range slices.Concat(s.tokens.Own, s.tokens.All, s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)) {
 		if !t.Proven() || evidence.WorkflowID(t.Workflow()) != s.call.Workflow || s.policy.Events.Issued(t) {
 			continue
@@ -147,7 +203,11 @@ func (s *callEvidence) initiators() (issuers []string, follows *plan.Descriptor)
 		}
 		if t.Event() == ect.EventWorkflowStart && follows == nil {
 			name, _ := t.Ext().Text(ect.MemberWorkflowName)
-			follows = s.policy.Plans.Files[name]
+			if d := s.policy.Plans.Files[name]; d != nil {
+				follows = &plan.Assigned{
+					Workflow: s.call.Workflow, Issuer: t.Issuer(), By: "plan " + d.WorkflowID, Version: d.Version(), Size: int64(len(d.Canonical())), Plan: d,
+				}
+			}
 		}
 	}
 	return issuers, follows
@@ -177,18 +237,53 @@ func (t *TokenPolicy) follow(ctx context.Context, tokens []*ect.Token) error {
 	return nil
 }
 
-// beginPlan adds to the commit of a claim that the workflow stays with its plan. After
-// execution.ErrTaken look the call up again.
+// beginPlan adds to the commit of a claim that who takes part in the call stays with its plan. Without one, no plan
+// begins beside a call that may be the first. After execution.ErrTaken look the call up again.
 func beginPlan(ctx context.Context, x *Call, claim *store.Batch) error {
-	b, err := x.engine.Plans.Begin(ctx, x.evidence.planned.assigned)
+	s, plans := &x.evidence, x.engine.Plans
+	var b *store.Batch
+	var err error
+	switch {
+	case s.planned.assigned != nil:
+		b, err = plans.Begin(ctx, s.planned.assigned, x.call.Checkpoint, func() (bool, error) { return called(x) })
+	case s.call.Workflow == "":
+	case len(s.tokens.All) > 0 && (plans.Offers(s.call.Workflow) || len(s.policy.Plans.Files) > 0):
+		b, err = besidePlans(ctx, x)
+	case plans.Has(s.call.Workflow): // since it was admitted, which may have taken long
+		var a *plan.Assigned
+		if a, err = plans.Of(ctx, s.call.Workflow, takesPart(x)); a != nil {
+			err = plan.ErrChanged
+		}
+	}
 	switch {
 	case errors.Is(err, plan.ErrChanged):
 		return execution.ErrTaken
-	case errors.Is(err, plan.ErrFull):
-		return x.problem(api.QuotaExceeded, "As many workflows have a plan as may. Nothing was forwarded.", 0)
 	case err != nil:
 		return x.storeFailed(err)
 	}
 	claim.Join(b)
 	return nil
+}
+
+// besidePlans is for the claim of a call without a plan: none begins beside it, if it may be the first. Behind an
+// earlier call none begins, but one may have begun since the call was admitted.
+func besidePlans(ctx context.Context, x *Call) (*store.Batch, error) {
+	s, plans := &x.evidence, x.engine.Plans
+	offers := plans.Offers(s.call.Workflow)
+	first, err := s.policy.Events.Begins(ctx, s.call.Workflow)
+	if err == nil && !first && offers {
+		first, err = called(x)
+		first = !first
+	}
+	switch {
+	case err != nil:
+		return nil, err
+	case first:
+		return plans.Beside(ctx, s.call.Workflow, takesPart(x))
+	case offers:
+		if a, err := plans.Of(ctx, s.call.Workflow, takesPart(x)); a != nil || err != nil {
+			return nil, cmp.Or(err, plan.ErrChanged)
+		}
+	}
+	return nil, nil
 }

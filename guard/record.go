@@ -77,7 +77,7 @@ func (x *Call) begin() error {
 		Key: x.call.Key, Caller: x.executions.Caller(x.call.Scope.Caller), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
 		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.RollbackURI, TTL: x.action.Terms.TTL,
-		Critical: x.action.Critical, Severity: x.action.Severity,
+		Critical: x.action.Critical, Severity: x.action.Severity, Guard: x.h.Name,
 	}
 	s.call.Issuer = s.tokens.Issuer()
 	if s.call.Node, _ = s.tokens.node(); s.call.Node == "" {
@@ -104,7 +104,7 @@ func (x *Call) join() error {
 		return nil
 	}
 	named := s.call.Workflow
-	if s.policy.Verifier != nil {
+	if s.policy.Verifier != nil || x.r.Header.Get(HeaderRollback) != "" { // what undoes is no task of the workflow (ADR 0125)
 		named = evidence.NamedWorkflowID(x.call.Workflow)
 	}
 	if parent := x.r.Header.Get(HeaderExecutionParent); parent != "" {
@@ -202,11 +202,9 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	if link != nil {
 		batch.Add(*link)
 	}
-	if s.planned.assigned != nil {
-		if err := beginPlan(ctx, x, batch); err != nil {
-			_ = batch.Done(err) // this error says why
-			return nil, err
-		}
+	if err := beginPlan(ctx, x, batch); err != nil {
+		_ = batch.Done(err) // this error says why
+		return nil, err
 	}
 	if s.planned.plan != nil || s.policy.AwaitEnds && inWorkflow(x) {
 		batch.Add(s.policy.Evidence.Opened(now, s.call.Workflow))
@@ -383,6 +381,9 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
 	reported := x.keepUpstreamErrors(ctx, now, answer)
 	came.UpstreamErrors = reported.ids
+	if o.Verdict == execution.Completed && !came.Failed() {
+		s.policy.Evidence.Answered(&s.call)
+	}
 	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
 	failed := len(drafts) > 1
 	var signed []*ect.Token
@@ -840,7 +841,7 @@ func LedgerFailed(why error) *api.Problem {
 }
 
 // enter records the tokens of an unguarded request and their use, before anybody relies on them
-// (level L3). A use that no retry repeats is recorded last, right before the request: otherwise
+// (level L3), or another node is asked with them. A use that no retry repeats is recorded last, right before the request: otherwise
 // the advised retry after a 503 would be refused, though nothing was sent (P4).
 func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
 	ctx, cancel := context.WithTimeout(r.Context(), ProofTime)
@@ -849,10 +850,12 @@ func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
 		return err
 	}
 	var err error
-	if use.once {
+	if use.once && t.LedgerFirst {
 		if err = t.Evidence.RecordTokens(ctx, p.All, nil, use.Use); err == nil {
 			err = t.Evidence.Spend(ctx, p.Own, use.Use)
 		}
+	} else if !t.LedgerFirst {
+		err = t.Evidence.ShareTokens(ctx, p.All, p.Own, use.Use)
 	} else {
 		err = t.Evidence.RecordTokens(ctx, p.All, p.Own, use.Use)
 	}

@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
 func TestTargets(t *testing.T) {
@@ -13,31 +14,31 @@ func TestTargets(t *testing.T) {
 		t.Errorf("%q, %q, %q", a, b, other)
 	}
 	// Alone, one after the other, and beside another target.
-	first := all.Open(a)
-	elsewhere := all.Open(checkpoint.TargetOf("u", "/docs/b"))
+	first := all.Open(a, execution.Key{})
+	elsewhere := all.Open(checkpoint.TargetOf("u", "/docs/b"), execution.Key{})
 	all.Write(a, first)()
-	if first.close() || elsewhere.close() || first.close() {
+	if first.end() || elsewhere.end() || first.end() {
 		t.Error("nobody else has written there")
 	}
 	// A call that only looks disturbs nobody; whoever writes disturbs all others.
-	first, second := all.Open(a), all.Open(b)
+	first, second := all.Open(a, execution.Key{}), all.Open(b, execution.Key{})
 	over := all.Write(a, first)
-	third := all.Open(a)
+	third := all.Open(a, execution.Key{})
 	over()
-	if first.close() || !second.close() || !third.close() {
+	if first.end() || !second.end() || !third.end() {
 		t.Error("a write was not told to those beside it, or to its own call")
 	}
 	// Two that write at the same time disturb each other, also one without a window.
-	first = all.Open(a)
+	first = all.Open(a, execution.Key{})
 	over = all.Write(a, first)
 	all.Write(a, nil)()
 	over()
-	second = all.Open(a)
+	second = all.Open(a, execution.Key{})
 	over = all.Write(a, nil)
 	over2 := all.Write(a, second)
 	over()
 	over2()
-	if !first.close() || !second.close() || (*WriteWindow)(nil).close() {
+	if !first.end() || !second.end() || (*WriteWindow)(nil).end() {
 		t.Error("writes at the same time went unnoticed")
 	}
 	if len(all.all) != 0 {

@@ -283,6 +283,10 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 	return nil
 }
 
+// records reports whether the tokens of requests that are not guarded are recorded: at level L3, and where
+// another node has to know that they were used, and them as parents (ADR 0132).
+func (t *TokenPolicy) records() bool { return t.LedgerFirst || t.Evidence.Fleet() }
+
 // Spend uses up the tokens of a request that is not guarded. Without a body the same tokens
 // may come again with the same request, and with no other; with a body, never. On an error
 // nothing is used up.
@@ -295,12 +299,12 @@ func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
 	}
 	use := safeUseOf(r, host)
 	taken, err := t.take(r.Context(), p.Own, use.Use)
-	if err == nil && t.LedgerFirst {
+	if err == nil && t.records() {
 		if err = t.enter(r, p, use); err == nil {
 			taken = p.Own // the store knows
 		}
 	}
-	if err != nil || t.LedgerFirst {
+	if err != nil || t.records() {
 		for _, token := range taken {
 			t.Evidence.Forget(token, use.Use)
 		}
@@ -313,7 +317,7 @@ func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
 func (t *TokenPolicy) take(ctx context.Context, own []*ect.Token, use evidence.Use) (taken []*ect.Token, err error) {
 	for _, token := range own {
 		status, err := t.Evidence.Take(token, use, time.Now())
-		if err != nil && !t.LedgerFirst { // else the store remembers
+		if err != nil && !t.records() { // else the store remembers
 			return taken, RefusedToken(err)
 		}
 		if status == evidence.Unused {

@@ -66,6 +66,7 @@ func trusting(t *testing.T, level ect.Level, test func(b *trust)) {
 			b.check(err)
 		}
 		b.config.Exempt = func(r *http.Request) (bool, error) { return r.URL.Path == "/search", nil }
+		b.disk.outbox = level == ect.L3
 		b.begin()
 		test(b)
 	})
@@ -81,7 +82,16 @@ func (b *trust) check(err error) {
 // begin is start with a ledger, and returns the policy by which it records.
 func (b *trust) begin() *guard.TokenPolicy {
 	b.Helper()
-	ev, err := evidence.Open(b.Context(), evidence.Options{Store: b.disk, Sealer: b.bed.ring, Node: "node", Ring: b.ring})
+	policy := b.policy(b.disk)
+	b.start()
+	policy.Engine = b.engine
+	return policy
+}
+
+// policy is a ledger over a store, and the policy by which it records, which the next guard has.
+func (b *trust) policy(st store.Store) *guard.TokenPolicy {
+	b.Helper()
+	ev, err := evidence.Open(b.Context(), evidence.Options{Store: st, Sealer: b.bed.ring, Node: "node", Ring: b.ring})
 	b.check(err)
 	b.evidence = ev
 	b.Cleanup(func() { _ = ev.Close(context.Background()) })
@@ -98,8 +108,6 @@ func (b *trust) begin() *guard.TokenPolicy {
 		ev.AcceptUnsigned()
 	}
 	b.config.Tokens, b.config.Verifies = func() (*guard.TokenPolicy, error) { return policy, nil }, true
-	b.start()
-	policy.Engine = b.engine
 	return policy
 }
 
@@ -603,6 +611,32 @@ func TestTokenAttaches(t *testing.T) {
 		}
 		b.want(b.uses("POST /slow", "other", "", token), usedBefore)
 		all.Wait()
+		b.was(1)
+	})
+}
+
+// ECT level L3, P4: where a token is in the tree with its commit, nothing waits; and if that commit fails, nothing goes on
+// and the token is good for the next try.
+func TestLevel3InTheCommit(t *testing.T) {
+	trusting(t, ect.L3, func(b *trust) {
+		b.disk.outbox = false
+		b.begin()
+		fails := func(batch []store.Write) error {
+			if slices.ContainsFunc(batch, func(w store.Write) bool { return w.Place != nil }) {
+				return errors.New("no space left on device")
+			}
+			return nil
+		}
+		b.disk.before.Store(&fails)
+		token := b.token(b.agents["a"], ect.Claims{Workflow: uuid.NewString()}).Raw()
+		b.want(b.uses("POST /search", "", "{}", token), "503 refused ledger_unavailable")
+		b.was(0)
+		b.disk.before.Store(nil)
+		begun := time.Now()
+		b.want(b.uses("POST /search", "", "{}", token), "200")
+		if waited := time.Since(begun); waited > 2*b.disk.takes {
+			t.Errorf("it waited %s", waited)
+		}
 		b.was(1)
 	})
 }

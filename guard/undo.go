@@ -50,7 +50,7 @@ type capture struct {
 // in vain.
 func (x *Call) planUndo(found execution.Finding) error {
 	x.capture = capture{}
-	x.window.close()
+	x.window.Close()
 	x.window = nil
 	if x.evidence.policy == nil {
 		return nil
@@ -64,7 +64,7 @@ func (x *Call) planUndo(found execution.Finding) error {
 		return nil
 	}
 	if plan.Restores(x.r.Method) {
-		x.window = x.engine.Writes.Open(x.place())
+		x.window = x.engine.Writes.Open(x.place(), x.call.Key)
 		err := x.imageBefore(plan, found)
 		if x.r.Context().Err() != nil {
 			return x.gone()
@@ -327,7 +327,7 @@ func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, ch
 	x.engine.detach(&limit, x.r.Context(), x.action.Terms.SnapshotTimeout)
 	defer limit.stop()
 	image, err := x.readImage(WithUndo(&limit), x.capture.images) // past a breaker that has opened meanwhile
-	if x.window.close() {
+	if x.window.end() {
 		err = errDisturbed
 	} else if err == nil {
 		err = x.agrees(status, header, image)
@@ -451,7 +451,7 @@ func mediaType(field string) string {
 // target, for its rollback and further attempts.
 func (x *Call) othersBeside(ctx context.Context) *store.Batch {
 	c := &x.capture
-	if c.decision.Way != checkpoint.Restore || !x.window.close() {
+	if c.decision.Way != checkpoint.Restore || !x.window.end() {
 		return nil
 	}
 	p, err := x.engine.Checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged}, int(x.action.Terms.MaxImage))
@@ -464,22 +464,26 @@ func (x *Call) othersBeside(ctx context.Context) *store.Batch {
 
 // WriteTracker tracks which guarded calls change the same target at the same time, so that none
 // takes another's write for its own or for the state before it (P6). It sees calls through the
-// restoring guards of this process; other writes are found by entity tags, or not at all.
+// restoring guards of this process, and of all that share its store; other writes are found by entity tags, or not at
+// all.
 type WriteTracker struct {
-	mu  sync.Mutex
-	all map[string]*trackedTarget
+	mu    sync.Mutex
+	all   map[string]*trackedTarget
+	fleet *fleetWrites // nil where one gateway has the store
 }
 
 // trackedTarget is a target while calls change it.
 type trackedTarget struct {
 	windows map[*WriteWindow]bool
 	writing int
+	prefix  string // of its entries; empty where one gateway has the store
 }
 
 // WriteWindow lasts from the read before a call, or an undo, to the read after it.
 type WriteWindow struct {
 	of   *WriteTracker
 	name string
+	own  execution.Key // that of the call which is made, or undone
 
 	// Guarded by of.mu.
 	disturbed bool // somebody else has written in it
@@ -505,18 +509,34 @@ func (t *WriteTracker) left(name string) {
 	}
 }
 
-// Open begins a window. It must be closed.
-func (t *WriteTracker) Open(name string) *WriteWindow {
+// Open begins a window of the call with the key own, or of its undo. It must be closed. Where other gateways cannot be
+// asked who writes there it is disturbed.
+func (t *WriteTracker) Open(name string, own execution.Key) *WriteWindow {
+	err := t.fleet.catchUp()
+	w := t.open(name, own)
+	if err != nil || t.fleet.writing(name, own) {
+		w.disturb()
+	}
+	return w
+}
+
+func (t *WriteTracker) open(name string, own execution.Key) *WriteWindow {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	at := t.at(name)
-	w := &WriteWindow{of: t, name: name, disturbed: at.writing > 0}
+	if at.prefix == "" && t.fleet != nil {
+		at.prefix = string(t.fleet.prefix(name))
+	}
+	w := &WriteWindow{of: t, name: name, own: own, disturbed: at.writing > 0}
 	at.windows[w] = true
 	return w
 }
 
-// Disturbed implements rollback.WriteWindow.
+// Disturbed implements rollback.WriteWindow. It knows of all writes that have begun before the call, at all gateways.
 func (w *WriteWindow) Disturbed() bool {
+	if err := w.of.fleet.catchUp(); err != nil {
+		w.disturb()
+	}
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
 	return w.disturbed
@@ -530,12 +550,9 @@ func (w *WriteWindow) disturb() {
 }
 
 // Close implements rollback.WriteWindow.
-func (w *WriteWindow) Close() { w.close() }
-
-// close ends a window, and reports whether it was disturbed. A nil window was not.
-func (w *WriteWindow) close() bool {
+func (w *WriteWindow) Close() {
 	if w == nil {
-		return false
+		return
 	}
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
@@ -544,7 +561,15 @@ func (w *WriteWindow) close() bool {
 		delete(w.of.all[w.name].windows, w)
 		w.of.left(w.name)
 	}
-	return w.disturbed
+}
+
+// end ends a window, and reports whether it was disturbed. A nil window was not.
+func (w *WriteWindow) end() bool {
+	if w == nil {
+		return false
+	}
+	defer w.Close()
+	return w.Disturbed()
 }
 
 // Write marks the beginning of a write to a target, by a call with that window or none. over must
@@ -568,14 +593,22 @@ func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
 	}
 }
 
-// WriteUndo is Write for an undo, whose window may be nil. P6: it refuses the write if somebody else
+// WriteUndo is Write for an undo of the call undone, whose window may be nil. P6: it refuses the write if somebody else
 // has written since the undo's read, with a *rollback.SendError.
-func (t *WriteTracker) WriteUndo(name string, window rollback.WriteWindow) (over func(), err error) {
+func (t *WriteTracker) WriteUndo(name string, undone execution.Key, window rollback.WriteWindow) (over func(), err error) {
 	own, _ := window.(*WriteWindow)
 	if own != nil && own.name != name { // a new read goes where the write goes
 		return nil, unsentUndo("", "the configuration leads to another upstream than when the target was looked at")
 	}
-	over = t.Write(name, own)
+	announced, err := t.fleet.announceUndo(name, undone)
+	if err != nil {
+		return nil, unsentUndo("", "it cannot be recorded that the target is written: "+err.Error())
+	}
+	written := t.Write(name, own)
+	over = func() {
+		written()
+		announced()
+	}
 	if own != nil && own.Disturbed() {
 		over()
 		return nil, unsentUndo(rollback.ReasonChanged, "another call has changed the target since it was looked at")

@@ -300,7 +300,7 @@ func (b *saga) Send(ctx context.Context, o *rollback.Outgoing) (*rollback.Answer
 		if b.sending != nil {
 			b.sending()
 		}
-		over, err := b.engine.Writes.WriteUndo(checkpoint.TargetOf("", o.URL), o.Window)
+		over, err := b.engine.Writes.WriteUndo(checkpoint.TargetOf("", o.URL), o.Execution, o.Window)
 		if err != nil {
 			return nil, err
 		}
@@ -316,7 +316,7 @@ func (b *saga) Send(ctx context.Context, o *rollback.Outgoing) (*rollback.Answer
 
 // Watch implements rollback.Watcher.
 func (b *saga) Watch(o *rollback.Outgoing) rollback.WriteWindow {
-	return b.engine.Writes.Open(checkpoint.TargetOf("", o.URL))
+	return b.engine.Writes.Open(checkpoint.TargetOf("", o.URL), o.Execution)
 }
 
 // other is another workflow of the agent.

@@ -190,7 +190,8 @@ func (w *Writer) send(p []byte, flush bool) {
 		}
 	}
 	if !w.alarms.stop(a) {
-		w.ring() // it may not have come to it yet, and the end must not go out without p's
+		a.rung.Wait() // writers of handlers do not take two deadlines at a time, nor one when the handler has returned
+		w.ring()      // a handler's writer may have set another one since, and the end must not go out without p's
 		w.gone = true
 	}
 	if err != nil {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -271,6 +272,34 @@ func TestStallingClientsAreGivenUp(t *testing.T) {
 			})
 		})
 	}
+}
+
+// slowDeadline is a stalled client whose deadline takes a while to be set.
+type slowDeadline struct {
+	stalled
+	setting, twice atomic.Bool
+}
+
+func (s *slowDeadline) SetWriteDeadline(t time.Time) error {
+	if s.setting.Swap(true) {
+		s.twice.Store(true)
+	}
+	defer s.setting.Store(false)
+	defer func() { <-time.After(time.Second) }()
+	return s.stalled.SetWriteDeadline(t)
+}
+
+// The writers of handlers are not made for two goroutines: the one whose write was overdue waits until the deadline
+// that has ended it is set.
+func TestDeadlinesOfAStallAreSetOneByOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		to := &slowDeadline{stalled: stalled{header: http.Header{}, deadline: make(chan struct{})}}
+		w := guard.NewWriter(to, post())
+		_, _ = w.Write([]byte("x"))
+		if to.setting.Load() || to.twice.Load() {
+			t.Error("a deadline was set while another one was")
+		}
+	})
 }
 
 // P7: silence of the upstream is not the client's stalling, and sets no deadline.

@@ -183,10 +183,10 @@ const (
 
 // What the gateways say of an agent, in proportion to what it can do: the second agent has 16 workers.
 const (
-	breakers = "breaker {\n window 10s\n cooldown 1s 4s\n probe_prefer off\n in_band json /error\n}\n"
+	breakers = "breaker {\n window 10s\n cooldown 1s 4s\n in_band json /error\n}\n"
 	// strict is for an agent that serves one purpose, and from which an answer within half a second is
 	// expected.
-	strict   = "breaker {\n window 10s\n cooldown 1s 4s\n probe_prefer off\n in_band json /error\n consecutive 5\n slow 500ms\n downstream %s " + failingAgent + "\n}\n"
+	strict   = "breaker {\n window 10s\n cooldown 1s 4s\n in_band json /error\n consecutive 5\n slow 500ms\n downstream %s " + failingAgent + "\n}\n"
 	bulkhead = "bulkhead {\n total 16\n per_workflow 8\n wait 1s\n}\n"
 )
 

@@ -5,6 +5,7 @@ package gateway
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -42,6 +43,8 @@ type Gateway struct {
 	Site string
 	// Store has the guard's store in Dir; without it there is no guard.
 	Store bool
+	// Shared is the store in the place of one in Dir, as the Caddyfile has it.
+	Shared string
 	// Window is the bulk window of the store; 0 is the default.
 	Window time.Duration
 	// Options are further options of the guard's app, one a line.
@@ -87,7 +90,8 @@ func (g *Gateway) admin() string { return filepath.Join(g.Dir, "admin") }
 func (g *Gateway) caddyfile() string {
 	app := ""
 	if g.Store {
-		app = fmt.Sprintf("agent_guard {\n\t\tstore bench %s %s\n%s\n\t}", g.StorePath(), g.Window, g.Options)
+		store := cmp.Or(g.Shared, fmt.Sprintf("bench %s %s", g.StorePath(), g.Window))
+		app = fmt.Sprintf("agent_guard {\n\t\tstore %s\n%s\n\t}", store, g.Options)
 	}
 	_, port, _ := net.SplitHostPort(g.Addr)
 	return fmt.Sprintf(`{

@@ -39,26 +39,67 @@ func UsageOf(pid int) (Usage, error) {
 	return u, err
 }
 
+// Fields of /proc/PID/stat, behind the name.
+const (
+	statParent = 1
+	statUser   = 11
+	statSystem = 12
+	// Of children that have ended.
+	statChildrenUser   = 13
+	statChildrenSystem = 14
+)
+
+// stat reads numbers of /proc/PID/stat.
+func stat(pid int, wanted ...int) ([]int64, error) {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return nil, err
+	}
+	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:])) // the name may have spaces
+	numbers := make([]int64, len(wanted))
+	for i, at := range wanted {
+		if at >= len(fields) {
+			return nil, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(fields))
+		}
+		if numbers[i], err = strconv.ParseInt(fields[at], 10, 64); err != nil {
+			return nil, err
+		}
+	}
+	return numbers, nil
+}
+
+const tick = 10 * time.Millisecond // on every system that Go runs on
+
 // work is the processor time of all threads, the system's part included.
 func work(pid int) (time.Duration, error) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	n, err := stat(pid, statUser, statSystem)
 	if err != nil {
 		return 0, err
 	}
-	const utime, stime = 11, 12 // behind the name, which may have spaces
-	fields := strings.Fields(string(text[bytes.LastIndexByte(text, ')')+1:]))
-	if len(fields) <= stime {
-		return 0, fmt.Errorf("/proc/%d/stat has %d fields", pid, len(fields))
+	return time.Duration(n[0]+n[1]) * tick, nil
+}
+
+// FamilyWork is the processor time of a process and of its children, also of those that have ended.
+func FamilyWork(pid int) (time.Duration, error) {
+	own, err := stat(pid, statUser, statSystem, statChildrenUser, statChildrenSystem)
+	if err != nil {
+		return 0, err
 	}
-	ticks := int64(0)
-	for _, field := range []string{fields[utime], fields[stime]} {
-		n, err := strconv.ParseInt(field, 10, 64)
+	sum := own[0] + own[1] + own[2] + own[3]
+	all, err := os.ReadDir("/proc")
+	if err != nil {
+		return 0, err
+	}
+	for _, entry := range all {
+		child, err := strconv.Atoi(entry.Name())
 		if err != nil {
-			return 0, err
+			continue
 		}
-		ticks += n
+		if n, err := stat(child, statParent, statUser, statSystem); err == nil && n[0] == int64(pid) { // else it has ended
+			sum += n[1] + n[2]
+		}
 	}
-	return time.Duration(ticks) * 10 * time.Millisecond, nil // on every system that Go runs on
+	return time.Duration(sum) * tick, nil
 }
 
 // written is what the process had written to disks, -1 where the system keeps that to

@@ -54,6 +54,7 @@ const (
 	static   place = "respond"
 	guarded  place = "agent_proxy"
 	async    place = "agent_proxy, settle async"
+	unshared place = "agent_proxy, bulkhead off"
 	lenient  place = "agent_proxy, breaker off"
 	noop     place = "no-op handler"
 	naive    place = "naive map"
@@ -94,6 +95,7 @@ var rows = []row{
 	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.5, work: guardWork, syncs: true},
 	{name: "POST, outcome awaited", kind: post, conns: 256, subject: guarded, reference: bare, bar: 0.70},
 	{name: "POST, outcome not awaited", kind: post, conns: 64, subject: async, reference: bare},
+	{name: "POST, against one without a bulkhead", kind: post, conns: 64, subject: guarded, reference: unshared, work: 1.02},
 	{name: "POST, with ledger", kind: post, conns: 64, subject: ledgered, reference: bare, bar: 0.50, work: ledgerWork},
 	{name: "POST, with ledger, ES256 token verified", kind: signed, conns: 64, subject: trusting, reference: bare, bar: 0.36, work: tokenWork},
 	{name: "POST, with ledger, EdDSA token verified", kind: signed, conns: 64, subject: trustEd, reference: bare, bar: 0.40, work: tokenWork},

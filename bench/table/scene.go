@@ -108,6 +108,7 @@ var sites = map[place]site{
 	static:   {text: "header Content-Type application/json\n\trespond `%[2]s`"},
 	guarded:  {text: "agent_proxy %[1]s", guarded: true},
 	lenient:  {text: "agent_proxy %[1]s {\n\t\tbreaker off\n\t}", guarded: true},
+	unshared: {text: "agent_proxy %[1]s {\n\t\tbulkhead off\n\t}", guarded: true},
 	async:    {text: "agent_proxy %[1]s {\n\t\tsettle async\n\t}", guarded: true},
 	speaking: {text: "agent_proxy %[1]s {\n\t\tprotocol mcp\n\t}", guarded: true},
 	ledgered: {text: "agent_proxy %[1]s", guarded: true, ledger: true, algorithm: ect.ES256},

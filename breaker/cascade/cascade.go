@@ -7,6 +7,9 @@
 //
 // What the gateway saw itself counts everywhere. What an agent reports counts for its own nodes, in
 // workflows in which it has some, and never against what the gateway saw (P3).
+//
+// Events of several logs may come late, twice, and in another order than they happened in: each is judged by its
+// own time, and a node waits for the parents that are not known yet.
 package cascade
 
 import (
@@ -66,13 +69,16 @@ type Node struct {
 	Aliases []string
 	// Workflow is the wid.
 	Workflow string
-	// Parents are the tokens that it follows from (par). Those that the workflow does not have are
-	// ignored.
+	// Parents are the tokens that it follows from (par). Those that the workflow does not have yet count
+	// once it has them.
 	Parents []string
 	// Agent is the verified identity whose action it is. The memory of the node is charged to it.
 	Agent string
 	// Upstream is whom a call is sent to; zero for a task.
 	Upstream Upstream
+	// Target is the system that a call changes (cascade.target), where that is not just its Upstream: several
+	// agents may write it (cascade 3.1.2). Longer ones than 1,024 bytes are ignored.
+	Target string
 }
 
 // Upstream is a service.
@@ -160,6 +166,8 @@ type Breaker struct {
 	// Event is the jti of circuit_breaker_open; it may be empty.
 	Event string
 	Open  bool
+	// Targets are the systems that all calls to the Pool change, of breakers of gateways.
+	Targets []string
 }
 
 // SignalKind is what a Signal is about.
@@ -195,7 +203,7 @@ const (
 )
 
 // Detector finds cascades. Its methods may be called from any goroutine. The times of events may step
-// back: the newest one counts.
+// back: nodes and failures have their own, for the rest the newest one counts.
 type Detector struct {
 	mu  sync.Mutex
 	set Settings
@@ -205,7 +213,7 @@ type Detector struct {
 	errors      map[key]*failure
 	awaited     map[key][]*failure // named causes that are not known yet
 	pools       map[string]*pool
-	clusters    map[string]*cluster
+	clusters    map[downstream]*cluster
 	full        map[Signal]bool
 	open        []*finding
 	unreachable []*failure // the last of each pool
@@ -222,9 +230,9 @@ type Detector struct {
 // New makes a detector. The settings must be those that Check returned.
 func New(s Settings) *Detector {
 	return &Detector{
-		set: s, now: never, swept: never, graph: graph{ids: map[key]int32{}, workflows: map[string]*workflow{}, agents: map[string]*agent{}},
+		set: s, now: never, swept: never, graph: graph{ids: map[key]int32{}, waiting: map[key][]int32{}, workflows: map[string]*workflow{}, agents: map[string]*agent{}, targets: map[string]*target{}},
 		errors: map[key]*failure{}, awaited: map[key][]*failure{},
-		pools: map[string]*pool{}, clusters: map[string]*cluster{}, full: map[Signal]bool{},
+		pools: map[string]*pool{}, clusters: map[downstream]*cluster{}, full: map[Signal]bool{},
 	}
 }
 
@@ -251,34 +259,54 @@ func (d *Detector) Pool(name string, addresses []string) {
 }
 
 // Node records that a node has appeared. What is known of it stays; further parents and aliases are
-// added.
-func (d *Detector) Node(now time.Time, n Node) {
+// added. It returns what that changes in the findings: failures that were known before may follow from it.
+func (d *Detector) Node(now time.Time, n Node) []Change {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := d.clock(now)
 	if n.ID == "" || len(n.ID) > maxID || len(n.Agent) > 1024 || len(n.Workflow) > maxID {
-		return
+		return nil
 	}
 	parents := n.Parents[:min(len(n.Parents), maxParents)]
-	d.forget(1, costNode+len(n.ID)+maxAliases*(costAlias+maxID)+len(parents)*costEdge)
+	d.forget(1, costNode+costTarget+len(n.ID)+maxAliases*(costAlias+maxID)+len(parents)*(costAwaited+maxID))
 	i := d.graph.find(n.Workflow, n.ID)
+	var names []string // by which others may wait for it
 	if i == none {
-		i = d.graph.add(t, &n)
+		i = d.graph.add(now.UnixNano(), &n)
+		names = append(names, n.ID)
 		v := &d.graph.nodes[i]
 		if v.pool = d.pool(cmp.Or(n.Upstream.Pool, n.Upstream.Agent)); v.pool != nil {
 			v.pool.agent = cmp.Or(v.pool.agent, strings.Clone(n.Upstream.Agent))
 			v.pool.callers.add(v.hold.agent.name)
 		}
 	} else if d.graph.nodes[i].hold.agent.name != n.Agent {
-		return // the id of somebody else's
+		return nil // the id of somebody else's
 	}
-	d.graph.alias(i, n.Aliases)
+	names = append(names, d.graph.alias(i, n.Aliases)...)
 	for _, id := range parents {
 		d.work++
-		if p := d.graph.find(n.Workflow, id); p != none && p != i {
-			d.graph.link(p, i)
+		switch p := d.graph.find(n.Workflow, id); {
+		case p == none:
+			d.graph.await(i, id)
+		case p != i:
+			d.link(p, i, t)
 		}
 	}
+	for _, id := range names {
+		for _, c := range d.graph.arrived(d.graph.nodes[i].hold.workflow, id) {
+			if c != i {
+				d.link(i, c, t)
+			}
+		}
+	}
+	return d.take()
+}
+
+// Knows reports whether a node has appeared, under this id or as an alias.
+func (d *Detector) Knows(workflow, id string) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.graph.find(workflow, id) != none
 }
 
 // Fail records that a node has failed. It returns what that changes in the findings.
@@ -299,18 +327,22 @@ func (d *Detector) Fail(now time.Time, f Failure) []Change {
 	if !own && (f.By != h.agent.name || well) {
 		return nil // hearsay, or against what the gateway saw
 	}
-	x := v.fail
+	at, x := now.UnixNano(), v.fail
 	first := x == nil || x.over
+	switch {
+	case first && x != nil && x.err != "" && x.err == f.Error && at <= x.at:
+		return nil // that is over
+	case first && v.state == succeeded && v.ended > at && (v.seen || !own), first && d.retried(i, at, own):
+		return nil // so is this, and it comes late
+	}
 	if first {
 		if x != nil {
 			d.drop(x)
 		} else {
 			d.graph.charge(i, costFailure)
 		}
-		x = &failure{node: i, at: t, kind: f.Kind, wf: h.workflow, id: v.id, agent: h.agent.name, party: h.agent.name, pool: v.pool, started: v.started, sure: own || called}
-		if j := d.waited(x); j != none {
-			x.waits, x.waitsFor = d.graph.nodes[j].pool, d.graph.nodes[j].id
-		}
+		x = &failure{node: i, at: at, kind: f.Kind, wf: h.workflow, id: v.id, agent: h.agent.name, party: h.agent.name, pool: v.pool, target: v.target, started: v.started, sure: own || called}
+		d.waited(x)
 		v.fail, v.state = x, failed
 	}
 	seen := own && !x.own // now for the first time
@@ -319,7 +351,7 @@ func (d *Detector) Fail(now time.Time, f Failure) []Change {
 	}
 	switch {
 	case first:
-		(&group{began: t, last: t}).join(x)
+		(&group{began: at, last: t}).join(x)
 	case seen && x.sure:
 		x.group.party(x)
 	case seen:
@@ -337,6 +369,9 @@ func (d *Detector) Fail(now time.Time, f Failure) []Change {
 			d.explain(y, x, declared)
 		}
 		delete(d.awaited, k)
+	}
+	if first {
+		d.awaitedAs(x, v)
 	}
 	d.named(x, f.Causes)
 	if first || seen {
@@ -359,15 +394,18 @@ func (d *Detector) Succeed(now time.Time, s Success) []Change {
 	}
 	v := &d.graph.nodes[i]
 	d.graph.touch(v.hold)
-	own := s.By == ""
+	own, at := s.By == "", now.UnixNano()
 	if !own && (s.By != v.hold.agent.name || v.pool != nil || v.fail != nil && v.fail.own) {
 		return nil
 	}
-	if v.fail != nil {
-		v.fail.over = true
+	if x := v.fail; x != nil && !x.over {
+		if x.at > at {
+			return nil // it has failed since then
+		}
+		x.over = true
 	}
 	first := v.state != succeeded
-	v.state = succeeded
+	v.state, v.ended = succeeded, max(v.ended, at)
 	v.seen = v.seen || own
 	if own && v.pool != nil {
 		if s.Address != "" {
@@ -375,25 +413,16 @@ func (d *Detector) Succeed(now time.Time, s Success) []Change {
 		}
 		v.pool.oks.add(t)
 		v.pool.learn(0)
+		if v.target != nil && first {
+			r := v.target
+			r.oks.add(t)
+			copy(r.writes[:], r.writes[1:])
+			r.writes[len(r.writes)-1] = write{v.hold.workflow, v.id, at}
+			slices.SortStableFunc(r.writes[:], func(a, b write) int { return cmp.Compare(a.at, b.at) })
+		}
 	}
 	for e := v.parents; e != none && first; e = d.graph.edges[e].nextParent {
-		d.work++
-		p := &d.graph.nodes[d.graph.edges[e].parent]
-		if v.pool != nil {
-			p.ok.add(t)
-		}
-		if own && v.pool != nil && p.pool != nil && p.state == succeeded {
-			p.pool.fed.add(t)
-		}
-		if p.kids == nil {
-			continue
-		}
-		// A retry has succeeded: what it replaces caused nothing.
-		for _, x := range p.kids.recent {
-			if x != nil && x.party == v.party() && x.agent == v.hold.agent.name && (own || !x.own) {
-				x.over = true
-			}
-		}
+		d.went(d.graph.edges[e].parent, v, t)
 	}
 	if own && v.pool != nil {
 		d.retract(i)
@@ -412,10 +441,26 @@ func (d *Detector) Answered(now time.Time, name, address string, n int) {
 		return
 	}
 	p.at(address).answered = t
-	p.oks.add(t)
-	p.oks.now += int32(min(n-1, 1<<24))
+	p.oks.addMany(t, min(n, 1<<24))
 	for range min(n, 2048) {
 		p.learn(0)
+	}
+}
+
+// AnsweredAbout records n good answers to calls that change a target, as Answered does. An empty target is any.
+func (d *Detector) AnsweredAbout(now time.Time, target string, n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	t := d.clock(now)
+	n = min(n, 1<<24)
+	if r := d.graph.targets[target]; r != nil {
+		r.oks.addMany(t, n)
+	}
+	if target == "" {
+		for _, r := range d.graph.targets {
+			d.work++
+			r.oks.addMany(t, n)
+		}
 	}
 }
 
@@ -441,9 +486,14 @@ func (d *Detector) Breaker(now time.Time, b Breaker) []Change {
 			}
 		}
 	} else if p := d.pool(b.Pool); p != nil {
-		p.at(b.Address).open = b.Open
+		p.at(b.Address).opens(b.Holder, b.Open)
 	}
-	d.cluster(t, &b)
+	d.cluster(t, downstream{name: b.Downstream}, &b)
+	if b.By == "" && b.Pool != "" {
+		for _, name := range b.Targets {
+			d.cluster(t, downstream{name: name, target: true}, &b)
+		}
+	}
 	return d.take()
 }
 

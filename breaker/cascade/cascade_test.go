@@ -517,6 +517,99 @@ func TestClosing(t *testing.T) {
 	}
 }
 
+// The lists of a finding that is kept are cut. Those of the change that says so, which others have, are not.
+func TestClosedIsNotChangedInPlace(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.fails("w", id, cascade.Failed)
+	}
+	for i := range 1010 {
+		b.task("w", fmt.Sprint("late", i), fmt.Sprint("agent", i), "cd")
+	}
+	b.after(time.Hour).note(b.Advance(b.now))
+	change, kept := b.changes[len(b.changes)-1].Finding.Parts[0], b.one().Parts[0]
+	if len(change.BlastRadius) != 1014 || change.Cut || len(kept.BlastRadius) != 1000 || !kept.Cut {
+		t.Errorf("%d, cut: %v; %d, cut: %v", len(change.BlastRadius), change.Cut, len(kept.BlastRadius), kept.Cut)
+	}
+}
+
+// A retry that was made elsewhere, and is known before what it replaces, shows that that has caused nothing; so does the
+// good end of a call that is known before its failure.
+func TestKnownBeforeItIsRetried(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("retried")
+	b.chain("well")
+	b.call("retried", "again", "c", "d", "c")
+	later := b.now.Add(time.Second)
+	b.note(b.Succeed(later, cascade.Success{Workflow: "retried", Node: "again", Address: "1"}))
+	b.note(b.Succeed(later, cascade.Success{Workflow: "well", Node: "bc", Address: "1"}))
+	for _, wf := range []string{"retried", "well"} {
+		for _, id := range []string{"cd", "bc", "ab"} {
+			b.fails(wf, id, cascade.Failed)
+		}
+	}
+	b.none("one of the three has not failed in the end")
+	b.after(2*time.Second).fails("retried", "cd", cascade.Failed)
+	if f := b.one(); f.Failed != 3 {
+		t.Errorf("it has failed since then: %+v", f)
+	}
+}
+
+// What timed out has waited for a call that is known later, and from whose answer nothing is known.
+func TestWaitedForWhatComesLate(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	ended := b.now.Add(5 * time.Second)
+	for i, id := range []string{"ab", "bc"} {
+		b.call("w", id, string(id[0]), string(id[1]), []string{"", "ab"}[i])
+		b.note(b.Fail(ended.Add(time.Duration(i)), cascade.Failure{Workflow: "w", Node: id, Kind: cascade.Timeout, Address: "1"}))
+	}
+	b.none("two agents")
+	b.call("w", "cd", "c", "d", "bc")
+	b.note(b.Fail(ended.Add(2*time.Second), cascade.Failure{Workflow: "w", Node: "cd", Kind: cascade.Timeout, Address: "1"}))
+	if f := b.one(); f.Root.Agent != "d" {
+		t.Errorf("%+v", f)
+	}
+	b.note(b.Node(b.now, cascade.Node{ID: "de", Workflow: "w", Agent: "d", Parents: []string{"cd"}, Upstream: cascade.Upstream{Pool: "pool-e", Agent: "e"}}))
+	if f := b.changes[len(b.changes)-1]; f.Kind != cascade.Rerooted || f.Finding.Root.Agent != "e" || !slices.Contains(f.Finding.Root.Reasons, cascade.StillWaits) {
+		t.Errorf("%+v", f)
+	}
+}
+
+// A caller's failure that is heard first has the cause that it would have had: the last failure below it, and not all.
+func TestTheLastBelowIsTheCause(t *testing.T) {
+	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {3, 2, 0, 1}} {
+		b := newBench(t, cascade.Settings{})
+		b.call("w", "a", "user", "a")
+		for i := range 200 {
+			b.call("w", fmt.Sprint(i), "a", fmt.Sprint("x", i), "a")
+		}
+		for _, i := range order {
+			b.now = start.Add(time.Duration(i) * 4 * time.Second)
+			if i == 3 {
+				b.now = b.now.Add(-3 * time.Second)
+			}
+			b.fails("w", []string{"0", "50", "100", "a"}[i], cascade.Failed)
+		}
+		b.none(fmt.Sprint("a has failed because of one of them: ", order))
+	}
+}
+
+// What is heard again when its cascade has ended is no other one.
+func TestHeardAgainWhenItHasEnded(t *testing.T) {
+	b := newBench(t, cascade.Settings{})
+	b.chain("w")
+	for range 2 {
+		for _, id := range []string{"cd", "bc", "ab"} {
+			b.fails("w", id, cascade.Failed)
+		}
+		b.note(b.Advance(b.now.Add(time.Hour)))
+	}
+	if f := b.one(); f.Closed.IsZero() {
+		t.Errorf("%+v", f)
+	}
+}
+
 // The same events lead to the same findings.
 func TestDeterministic(t *testing.T) {
 	for _, seed := range []uint64{15, 45, 55, 98} {
@@ -731,7 +824,7 @@ func random(d *cascade.Detector, pick func(int) int, now time.Time) {
 	}
 	switch pick(12) {
 	case 0, 1, 2, 3:
-		d.Node(now, cascade.Node{ID: id, Workflow: wf, Parents: others, Agent: agent, Aliases: others[:len(others)/2], Upstream: cascade.Upstream{Pool: names[pick(8)], Agent: names[pick(8)]}})
+		d.Node(now, cascade.Node{ID: id, Workflow: wf, Parents: others, Agent: agent, Aliases: others[:len(others)/2], Upstream: cascade.Upstream{Pool: names[pick(8)], Agent: names[pick(8)]}, Target: names[pick(8)]})
 	case 4, 5, 6, 7:
 		for i, o := range others {
 			others[i] = "e" + o
@@ -744,7 +837,8 @@ func random(d *cascade.Detector, pick func(int) int, now time.Time) {
 	case 8:
 		d.Succeed(now, cascade.Success{Workflow: wf, Node: id, By: names[pick(8)], Address: names[pick(8)]})
 	case 9:
-		d.Breaker(now, cascade.Breaker{Downstream: names[pick(8)], Pool: names[pick(8)], Address: id, By: names[pick(8)], Workflow: wf, Open: pick(3) > 0})
+		d.Breaker(now, cascade.Breaker{Downstream: names[pick(8)], Pool: names[pick(8)], Address: id, By: names[pick(8)], Workflow: wf, Open: pick(3) > 0, Targets: names[:pick(3)]})
+		d.AnsweredAbout(now, names[pick(8)], pick(3))
 	case 10:
 		d.Signal(now, cascade.Signal{Kind: cascade.SignalKind(pick(2)), Pool: names[pick(8)], Address: id, Active: pick(2) == 0})
 		d.Pool(names[pick(8)], others)

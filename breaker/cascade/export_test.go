@@ -1,6 +1,9 @@
 package cascade
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Work counts the steps that the events have taken.
 func (d *Detector) Work() int64 { return d.work }
@@ -36,6 +39,37 @@ func (d *Detector) Faults() error {
 				}
 			}
 		}
+	}
+	waits := 0
+	for i := range g.nodes {
+		for _, id := range g.nodes[i].awaits {
+			k := key{g.nodes[i].hold.workflow, id}
+			if waits++; g.find(k.workflow.id, id) != none || !slices.Contains(g.waiting[k], int32(i)) {
+				return fmt.Errorf("node %q waits for %q in vain", g.nodes[i].id, id)
+			}
+		}
+	}
+	for k, all := range g.waiting {
+		if waits -= len(all); len(all) == 0 {
+			return fmt.Errorf("nobody waits for %q", k.id)
+		}
+	}
+	if waits != 0 {
+		return fmt.Errorf("%d wait too much", -waits)
+	}
+	targets := map[*target]int{}
+	for i := range g.nodes {
+		if r := g.nodes[i].target; r != nil {
+			targets[r]++
+		}
+	}
+	for name, r := range g.targets {
+		if r.name != name || r.nodes != targets[r] || r.nodes == 0 {
+			return fmt.Errorf("target %q counts %d nodes of %d", name, r.nodes, targets[r])
+		}
+	}
+	if len(targets) != len(g.targets) {
+		return fmt.Errorf("%d targets of nodes, %d are known", len(targets), len(g.targets))
 	}
 	if live != len(g.nodes)-len(g.free) || cost != g.cost {
 		return fmt.Errorf("%d nodes cost %d, not %d", live, cost, g.cost)

@@ -51,6 +51,7 @@ const (
 	AllAddresses Reason = "all_addresses"   // all addresses of its pool fail
 	Siblings     Reason = "siblings"        // others failed beside it
 	WrongAnswers Reason = "wrong_answers"   // what follows from its answers is refused
+	SharedState  Reason = "shared_state"    // calls of several agents that change the same target failed
 )
 
 // Root is the candidate for the root of a cascade.
@@ -63,7 +64,11 @@ type Root struct {
 	Agent string
 	// Pool and Address are those of a call.
 	Pool, Address string
-	Reasons       []Reason
+	// Target is the system that the failed calls change, where that is what they have in common (cascade
+	// 3.1.2); Pool is then set if they go to one service. LastWrite is the node of the last call that had changed
+	// it in the Workflow before, if it is known and the system answers.
+	Target, LastWrite string
+	Reasons           []Reason
 }
 
 // Part is what a cascade has in one workflow. A workflow may be shown its own only (P3).
@@ -92,12 +97,12 @@ type Finding struct {
 	// Failed and Affected are how many agents have failed, and are in the blast radius: at most 1,024 each
 	// are counted.
 	Failed, Affected int
-	// Downstream is what the Breakers are open on, if there are any. Each is its address, the agent
-	// that reported it, or the holder and the address.
+	// Downstream is what the Breakers are open on, if there are any; the target if these are of several
+	// services that change one. Each is its address, the agent that reported it, or the holder and the address.
 	Downstream string
 	Breakers   []string
 	// OneProbe says that one probe should replace those of the breakers (ATD, "Coordinated Circuit
-	// Breaking").
+	// Breaking"): not of those of several services.
 	OneProbe bool
 	// Into is the finding that it was merged into.
 	Into string
@@ -162,7 +167,6 @@ func (d *Detector) judge(g *group, t int64) {
 			d.adopt(other, g, t)
 			f = other
 		} else {
-			f.pattern = d.pattern(g)
 			f.id = identify(f.pattern, f.root.Workflow, f.root.Node, g.began)
 			g.finding = f
 			d.begin(f)
@@ -174,12 +178,12 @@ func (d *Detector) judge(g *group, t int64) {
 		d.announce(f, Grown)
 		return
 	}
-	if g.size <= f.considered || g.size > 32 && g.size < f.considered*5/4 {
+	if g.size <= f.considered && !g.news || g.size > 32 && g.size < f.considered*5/4 {
 		return
 	}
-	before, class := f.root, f.class
+	before, class, pattern := f.root, f.class, f.pattern
 	d.seek(f, t)
-	if (f.root.Agent != before.Agent || f.root.Pool != before.Pool || f.class != class) && f.reroots < maxReroots {
+	if (f.root.Agent != before.Agent || f.root.Pool != before.Pool || f.root.Target != before.Target || f.class != class || f.pattern != pattern) && f.reroots < maxReroots {
 		f.reroots++
 		d.announce(f, Rerooted)
 	}
@@ -225,6 +229,9 @@ func (d *Detector) same(f *finding, t int64) *finding {
 		if own && f.root.Pool != "" && f.root.Pool == o.root.Pool && (within || o.from != nil && o.from.own || o.cluster != nil && o.cluster.own > 0) {
 			return o
 		}
+		if own && f.root.Target != "" && f.root.Target == o.root.Target && (o.from == nil || o.from.own) {
+			return o
+		}
 		if within && own && o.from != nil && o.from.own && silent(f.from) && silent(o.from) && max(f.from.at-o.from.at, o.from.at-f.from.at) <= period {
 			return o
 		}
@@ -244,9 +251,19 @@ func (d *Detector) merge(into, f *finding) {
 	end := d.show(f, alertWalk)
 	end.Into, end.Closed = into.id, moment(d.now)
 	d.keep(end)
-	if into.cluster == nil && f.cluster != nil {
+	if into.cluster == nil {
 		into.cluster = f.cluster
-		into.cluster.finding = into
+	}
+	d.settle(f, into)
+}
+
+// settle has the breakers that belong to a finding belong to another one, or to none.
+func (d *Detector) settle(f, into *finding) {
+	for _, c := range d.clusters {
+		d.work++
+		if c.finding == f {
+			c.finding = into
+		}
 	}
 }
 
@@ -254,9 +271,7 @@ func (d *Detector) finish(f *finding, t int64) {
 	d.open = slices.Delete(d.open, slices.Index(d.open, f), slices.Index(d.open, f)+1)
 	end := d.show(f, alertWalk)
 	end.Closed = moment(t)
-	if f.cluster != nil {
-		f.cluster.finding = nil
-	}
+	d.settle(f, nil)
 	// Its failures begin anew: what they say again is another cascade.
 	for _, x := range f.group.members {
 		x.over, x.place = true, -1
@@ -274,6 +289,7 @@ func (d *Detector) finish(f *finding, t int64) {
 // keep keeps a closed finding.
 func (d *Detector) keep(end Finding) {
 	d.changes = append(d.changes, Change{Closed, end})
+	end.Parts = slices.Clone(end.Parts) // those of the change stay whole
 	for i := range end.Parts {
 		p := &end.Parts[i]
 		if n := maxShown / len(end.Parts); len(p.BlastRadius) > n {
@@ -354,23 +370,31 @@ func (d *Detector) heads(g *group) []*head {
 // taken together. Signals of the address and of the pool count as one more agent each.
 func (d *Detector) seek(f *finding, t int64) {
 	g := f.group
-	f.considered = g.size
+	f.considered, g.news = g.size, false
+	if f.pattern != Clustering {
+		f.pattern = d.pattern(g)
+	}
 	heads := d.heads(g)
 	if len(heads) == 0 {
 		return
 	}
 	window := int64(d.set.Window)
-	byPool := map[*pool]*names{}
+	byPool, byTarget := map[*pool]*names{}, map[*target]*names{}
 	for _, h := range heads {
-		p := h.failure.blamed()
-		if p == nil || !h.failure.own {
+		x := h.failure
+		p := x.blamed()
+		if p == nil || !x.own {
 			continue
 		}
 		if byPool[p] == nil {
 			byPool[p] = new(names)
 		}
+		if byTarget[x.target] == nil {
+			byTarget[x.target] = new(names)
+		}
 		for _, n := range h.parties.list {
 			byPool[p].add(n)
+			byTarget[x.target].add(n)
 		}
 	}
 	var best *head
@@ -380,10 +404,13 @@ func (d *Detector) seek(f *finding, t int64) {
 		s := len(h.parties.list)
 		if p := x.blamed(); p != nil && x.own {
 			s = len(byPool[p].list)
+			if x.target != nil {
+				s = max(s, len(byTarget[x.target].list))
+			}
 		}
 		if x.pool != nil && x.own {
 			if a := x.pool.addresses[x.address]; a != nil {
-				if a.open {
+				if len(a.open) > 0 {
 					s++
 				}
 				if a.slow {
@@ -391,7 +418,7 @@ func (d *Detector) seek(f *finding, t int64) {
 				}
 			}
 		}
-		if best == nil || s > score || s == score && x.at < best.failure.at {
+		if best == nil || s > score || s == score && cmp.Or(cmp.Compare(x.at, best.failure.at), cmp.Compare(x.id, best.failure.id)) < 0 {
 			best, score = h, s
 		}
 	}
@@ -414,7 +441,7 @@ func (d *Detector) seek(f *finding, t int64) {
 	f.class = Agent
 	if x.pool != nil && x.own {
 		if a := x.pool.addresses[x.address]; a != nil {
-			if a.open {
+			if len(a.open) > 0 {
 				r.Reasons = append(r.Reasons, BreakerOpen)
 			}
 			if a.slow {
@@ -448,6 +475,7 @@ func (d *Detector) seek(f *finding, t int64) {
 			Workflow: x.wf.id, Node: x.givenBy, Error: x.givenBy, Agent: x.given.agent, Pool: x.given.name,
 			Reasons: append(f.root.Reasons, WrongAnswers),
 		}
+	case d.common(f, heads, t):
 	case len(pools) > 1 && g.wide:
 		f.class = Infrastructure
 		f.root.Reasons = append(f.root.Reasons, Siblings)
@@ -461,6 +489,57 @@ func (d *Detector) seek(f *finding, t int64) {
 			f.root.Error, f.root.Address = cmp.Or(y.err, x.waitsFor), y.address
 		}
 	}
+}
+
+// common makes the target the root of a finding if that is what its failures have in common: they are of several
+// services, or of several agents at one service that fails nowhere else.
+func (d *Detector) common(f *finding, heads []*head, t int64) bool {
+	x := f.from
+	if x.target == nil || !x.own || x.waits != nil {
+		return false
+	}
+	var agents names
+	pools, others := map[*pool]bool{}, map[*pool]bool{}
+	first := x.at
+	for _, h := range heads {
+		y := h.failure
+		p := y.blamed()
+		if p == nil || !y.own {
+			continue
+		}
+		if y.target != x.target {
+			others[p] = true
+			continue
+		}
+		agents.add(y.agent)
+		pools[p] = true
+		first = min(first, y.at)
+	}
+	for p := range pools {
+		if others[p] { // it fails elsewhere, too
+			return false
+		}
+	}
+	one := len(pools) == 1
+	if len(agents.list) < 2 || one && x.blamed().unwell(t) {
+		return false
+	}
+	r := &f.root
+	r.Target, r.Address = x.target.name, ""
+	r.Reasons = append(slices.DeleteFunc(r.Reasons, func(r Reason) bool { return r == AllAddresses }), SharedState)
+	f.class = Service
+	if !one {
+		f.class = Infrastructure
+		r.Agent, r.Pool = "", ""
+	}
+	if !silent(x) {
+		for _, w := range x.target.writes {
+			if w.workflow == x.wf && w.at <= first {
+				r.LastWrite = w.node
+			}
+		}
+	}
+	return true
 }
 
 // exhausted reports whether a resource of a pool is, or of the gateway.
@@ -492,7 +571,7 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		all.add(name)
 	}
 	members := slices.Clone(g.members)
-	slices.SortStableFunc(members, func(a, b *failure) int { return cmp.Compare(a.at, b.at) })
+	slices.SortStableFunc(members, func(a, b *failure) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.id, b.id)) })
 	for _, x := range members {
 		l := parts[x.wf.id]
 		if l == nil || x.over || !x.sure {
@@ -539,7 +618,7 @@ func (d *Detector) show(f *finding, limit int) Finding {
 	slices.SortFunc(out.Parts, func(a, b Part) int { return strings.Compare(a.Workflow, b.Workflow) })
 	out.Affected = max(len(all.list), out.Failed)
 	if c := f.cluster; c != nil {
-		out.Downstream, out.OneProbe = c.downstream, true
+		out.Downstream, out.OneProbe = c.downstream.name, !c.downstream.target
 		out.Breakers = c.names()
 	}
 	return out
@@ -577,26 +656,33 @@ func (d *Detector) Finding(id string) (Finding, bool) {
 	return Finding{}, false
 }
 
+// downstream is an agent, or an address, or a target that several services change.
+type downstream struct {
+	name   string
+	target bool
+}
+
 // cluster are the open breakers on one downstream.
 type cluster struct {
-	downstream string
+	downstream downstream
 	opens      map[opening]opened
 	own        int // of them those of gateways
 	finding    *finding
 }
 
-// opening is whose breaker it is: that of an agent in a workflow, or of a gateway for an address.
+// opening is whose breaker it is: that of an agent in a workflow, or of a gateway for an address; for a target
+// that of a service, whose addresses are one.
 type opening struct{ workflow, by, holder, address string }
 
 type opened struct {
-	at    int64
-	event string
+	at             int64
+	event, address string
 }
 
 func (c *cluster) names() []string {
 	var all []string
-	for o := range c.opens {
-		name := strings.TrimPrefix(o.holder+" "+o.address, " ")
+	for o, at := range c.opens {
+		name := strings.TrimPrefix(o.holder+" "+at.address, " ")
 		all = append(all, cmp.Or(o.by, name))
 	}
 	slices.Sort(all)
@@ -605,8 +691,11 @@ func (c *cluster) names() []string {
 
 // cluster counts the breakers on one downstream: those of gateways, and those that agents of one
 // workflow report.
-func (d *Detector) cluster(t int64, b *Breaker) {
+func (d *Detector) cluster(t int64, of downstream, b *Breaker) {
 	o := opening{holder: b.Holder, address: b.Address}
+	if of.target {
+		o.address = b.Pool
+	}
 	if b.By != "" {
 		o = opening{workflow: b.Workflow, by: b.By}
 	}
@@ -617,11 +706,14 @@ func (d *Detector) cluster(t int64, b *Breaker) {
 			name = p.name
 		}
 	}
+	if of.target {
+		name = ""
+	}
 	known := d.pools[name]
 	if b.By != "" && known != nil && !known.callers.has(b.By) {
 		return // it has not called that downstream
 	}
-	c := d.clusters[b.Downstream]
+	c := d.clusters[of]
 	if !b.Open {
 		if c != nil {
 			d.remove(c, o)
@@ -635,7 +727,7 @@ func (d *Detector) cluster(t int64, b *Breaker) {
 		if len(d.clusters) >= maxNames && !d.sweep(t, b.By == "") {
 			return
 		}
-		c = &cluster{downstream: strings.Clone(b.Downstream), opens: map[opening]opened{}}
+		c = &cluster{downstream: downstream{strings.Clone(of.name), of.target}, opens: map[opening]opened{}}
 		d.clusters[c.downstream] = c
 	}
 	if _, there := c.opens[o]; !there {
@@ -648,7 +740,7 @@ func (d *Detector) cluster(t int64, b *Breaker) {
 			c.own++
 		}
 	}
-	c.opens[o] = opened{t, strings.Clone(b.Event)}
+	c.opens[o] = opened{t, strings.Clone(b.Event), strings.Clone(b.Address)}
 	own := 0
 	reported := map[string]int{b.Workflow: 0}
 	first, event := t, b.Event
@@ -684,8 +776,15 @@ func (d *Detector) cluster(t int64, b *Breaker) {
 		return
 	}
 	for _, f := range d.open {
-		if name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || own >= d.set.Breakers && f.from != nil && f.from.own) {
-			f.cluster, c.finding = c, f
+		joins := name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || own >= d.set.Breakers && f.from != nil && f.from.own)
+		if of.target { // they have opened because of its failures, or are those that it is about
+			joins = f.root.Target == of.name || f.from != nil && f.from.own && c.opens[opening{address: f.root.Pool}].at != 0 || f.cluster != nil && f.cluster.within(c)
+		}
+		if joins {
+			c.finding = f
+			if f.cluster == nil {
+				f.cluster = c
+			}
 			f.group.last = t
 			d.announce(f, Grown)
 			return
@@ -694,14 +793,30 @@ func (d *Detector) cluster(t int64, b *Breaker) {
 	g := &group{began: first, last: t}
 	g.workflows.add(workflow)
 	f := &finding{
-		id: identify(Clustering, workflow, c.downstream, first), pattern: Clustering, class: Service, group: g, cluster: c,
-		root: Root{Workflow: workflow, Error: event, Agent: c.downstream, Pool: name, Reasons: []Reason{BreakerOpen}},
+		id: identify(Clustering, workflow, of.name, first), pattern: Clustering, class: Service, group: g, cluster: c,
+		root: Root{Workflow: workflow, Error: event, Agent: of.name, Pool: name, Reasons: []Reason{BreakerOpen}},
+	}
+	if of.target {
+		f.class = Infrastructure
+		f.root.Agent, f.root.Target, f.root.Reasons = "", c.downstream.name, append(f.root.Reasons, SharedState)
 	}
 	if known != nil && !known.down(t, int64(d.set.Window)) {
 		f.class = Agent
 	}
 	g.finding, c.finding = f, f
 	d.begin(f)
+}
+
+// within reports whether one of the breakers is of a service of the target's cluster.
+func (c *cluster) within(of *cluster) bool {
+	for _, at := range c.opens {
+		for _, other := range of.opens {
+			if at.address == other.address {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func (d *Detector) remove(c *cluster, o opening) {

@@ -3,6 +3,7 @@ package cascade
 import (
 	"cmp"
 	"container/heap"
+	"slices"
 	"strings"
 )
 
@@ -13,8 +14,10 @@ type graph struct {
 	edges     []edge
 	freeEdges []int32
 	ids       map[key]int32
+	waiting   map[key][]int32 // for a parent that is not known yet
 	workflows map[string]*workflow
 	agents    map[string]*agent
+	targets   map[string]*target
 	heap      accounts
 	cost      int // of all nodes
 }
@@ -31,6 +34,7 @@ const (
 	costNotices = 80
 	costKids    = 200
 	costAwaited = 150
+	costTarget  = 400
 )
 
 // key names something in a workflow: ids of others cannot be taken.
@@ -75,10 +79,12 @@ type node struct {
 	aliases           []string
 	hold              *holding
 	pool              *pool
+	target            *target
 	fail              *failure
 	kids              *family
 	under             *[4]notice // failures below, the newest last
-	started           int64
+	started, ended    int64      // ended is of the latest good end
+	awaits            []string   // parents that are not known yet
 	ok                recent
 	children, parents int32 // edges
 	prev, next        int32 // in the holding
@@ -160,7 +166,40 @@ func (g *graph) add(now int64, n *Node) int32 {
 	h.last = i
 	g.ids[key{w, id}] = i
 	g.charge(i, costNode+len(id))
+	g.changes(i, n.Target)
 	return i
+}
+
+// target is a system that calls change, of one service or of several (cascade 3.1.2). It is kept while one of
+// their nodes is, and each of these is charged with it: it outlives the first.
+type target struct {
+	name   string
+	nodes  int
+	kin    family
+	oks    recent
+	writes [4]write // the newest last
+}
+
+// write is a call that has changed a target.
+type write struct {
+	workflow *workflow
+	node     string
+	at       int64
+}
+
+// changes notes which target the call of a node changes.
+func (g *graph) changes(i int32, name string) {
+	if name == "" || len(name) > 1024 {
+		return
+	}
+	r := g.targets[name]
+	if r == nil {
+		r = &target{name: strings.Clone(name)}
+		g.targets[r.name] = r
+	}
+	g.charge(i, costTarget)
+	r.nodes++
+	g.nodes[i].target = r
 }
 
 // charge adds to the cost of a node.
@@ -172,7 +211,8 @@ func (g *graph) charge(i int32, cost int) {
 	heap.Fix(&g.heap, a.place)
 }
 
-func (g *graph) alias(i int32, ids []string) {
+// alias gives a node further names, and returns those that are new.
+func (g *graph) alias(i int32, ids []string) (added []string) {
 	w := g.nodes[i].hold.workflow
 	for _, id := range ids {
 		k := key{w, id}
@@ -183,15 +223,47 @@ func (g *graph) alias(i int32, ids []string) {
 		g.ids[k] = i
 		g.nodes[i].aliases = append(g.nodes[i].aliases, k.id)
 		g.charge(i, costAlias+len(id))
+		added = append(added, k.id)
 	}
+	return added
 }
 
-// link adds an edge, unless it is there.
-func (g *graph) link(parent, child int32) {
+// maxWaiting is how many nodes wait for one parent; further ones do without it.
+const maxWaiting = 256
+
+// await notes that a node follows from one that is not known yet.
+func (g *graph) await(i int32, id string) {
+	v := &g.nodes[i]
+	k := key{v.hold.workflow, id}
+	waiting := g.waiting[k]
+	if id == "" || len(id) > maxID || len(v.awaits) >= maxParents || len(waiting) >= maxWaiting || slices.Contains(v.awaits, id) {
+		return
+	}
+	k.id = strings.Clone(id)
+	g.waiting[k] = append(waiting, i)
+	v.awaits = append(v.awaits, k.id)
+	g.charge(i, costAwaited+len(id))
+}
+
+// arrived ends the waiting for a node, and returns who has waited.
+func (g *graph) arrived(w *workflow, id string) []int32 {
+	k := key{w, id}
+	waited := g.waiting[k]
+	delete(g.waiting, k)
+	for _, i := range waited {
+		v := &g.nodes[i]
+		v.awaits = slices.DeleteFunc(v.awaits, func(o string) bool { return o == id })
+		g.charge(i, -costAwaited-len(id))
+	}
+	return waited
+}
+
+// link adds an edge, and reports whether it was not there.
+func (g *graph) link(parent, child int32) bool {
 	n := 0
 	for e := g.nodes[child].parents; e != none; e = g.edges[e].nextParent {
 		if n++; g.edges[e].parent == parent || n >= maxParents {
-			return
+			return false
 		}
 	}
 	i := int32(len(g.edges))
@@ -210,6 +282,7 @@ func (g *graph) link(parent, child int32) {
 		p.calls++
 	}
 	g.charge(child, costEdge)
+	return true
 }
 
 func (g *graph) parent(p, child int32) bool {
@@ -241,9 +314,22 @@ func (g *graph) remove(i int32) {
 		g.unchild(e)
 	}
 	w, h := v.hold.workflow, v.hold
+	for _, id := range v.awaits {
+		k := key{w, id}
+		if left := slices.DeleteFunc(g.waiting[k], func(o int32) bool { return o == i }); len(left) > 0 {
+			g.waiting[k] = left
+		} else {
+			delete(g.waiting, k)
+		}
+	}
 	delete(g.ids, key{w, v.id})
 	for _, id := range v.aliases {
 		delete(g.ids, key{w, id})
+	}
+	if r := v.target; r != nil {
+		if r.nodes--; r.nodes == 0 {
+			delete(g.targets, r.name)
+		}
 	}
 	g.charge(i, -int(v.cost))
 	if v.prev == none {

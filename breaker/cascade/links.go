@@ -13,6 +13,7 @@ type failure struct {
 	node     int32 // none when that was forgotten
 	wf       *workflow
 	pool     *pool
+	target   *target
 	group    *group
 	cause    *failure
 	id, err  string
@@ -60,6 +61,7 @@ type group struct {
 	workflows   names
 	broad       bool // linked side by side, not only as cause and effect
 	wide        bool // several pools failed together
+	news        bool // a cause has changed since the root was sought
 	began, last int64
 	finding     *finding
 }
@@ -119,7 +121,7 @@ func (g *group) join(x *failure) {
 	}
 	g.party(x)
 	g.workflows.add(x.wf.id)
-	g.began, g.last = min(g.began, x.at), max(g.last, x.at)
+	g.began = min(g.began, x.at)
 }
 
 // leave takes a failure out of the members of its group. Who failed is counted anew if few remain: one
@@ -173,6 +175,11 @@ func (r *recent) add(t int64) {
 	r.total++
 }
 
+func (r *recent) addMany(t int64, n int) {
+	r.turn(t)
+	r.now += int32(n)
+}
+
 func (r *recent) count(t int64) int {
 	r.turn(t)
 	return int(r.now + r.before)
@@ -185,12 +192,12 @@ type family struct {
 	fails  recent
 }
 
-// add adds a failure and returns those before it that are of the same time.
+// add adds a failure and returns the others that are of the same time.
 func (f *family) add(x *failure, t int64) []*failure {
 	f.fails.add(t)
 	var same []*failure
 	for _, y := range f.recent {
-		if y != nil && y != x && !y.over && y.cause == nil && t-y.at <= period {
+		if y != nil && y != x && !y.over && y.cause == nil && max(x.at-y.at, y.at-x.at) <= period {
 			same = append(same, y)
 		}
 	}
@@ -214,7 +221,20 @@ type pool struct {
 
 type address struct {
 	failed, answered int64
-	open, slow       bool
+	open             map[string]bool // holders of open breakers
+	slow             bool
+}
+
+// opens notes the breaker of a holder.
+func (a *address) opens(holder string, open bool) {
+	switch {
+	case !open:
+		delete(a.open, holder)
+	case a.open == nil:
+		a.open = map[string]bool{strings.Clone(holder): true}
+	case len(a.open) < maxMembers:
+		a.open[strings.Clone(holder)] = true
+	}
 }
 
 func (p *pool) at(name string) *address {
@@ -238,11 +258,17 @@ func (p *pool) down(t, window int64) bool {
 		return false
 	}
 	for _, a := range p.addresses {
-		if !a.open && !a.slow && (a.failed <= a.answered || t-a.failed > window) {
+		if len(a.open) == 0 && !a.slow && (a.failed <= a.answered || t-a.failed > window) {
 			return false
 		}
 	}
 	return true
+}
+
+// unwell reports whether more of its calls fail than is usual.
+func (p *pool) unwell(t int64) bool {
+	fails := p.kin.fails.count(t)
+	return unlikely(fails, fails+p.oks.count(t), p.usual())
 }
 
 // unlikely reports whether k or more failures of n are no coincidence at the given rate: the tail of the
@@ -344,7 +370,7 @@ func (d *Detector) explain(x, y *failure, how link) {
 	}
 	d.work += int64(steps)
 	if better {
-		x.cause, x.how = y, how
+		x.cause, x.how, x.group.news = y, how, true
 	}
 	d.union(x, y)
 }
@@ -385,7 +411,7 @@ func (d *Detector) union(x, y *failure) *group {
 		}
 	}
 	a.size += b.size
-	a.broad, a.wide = a.broad || b.broad, a.wide || b.wide
+	a.broad, a.wide, a.news = a.broad || b.broad, a.wide || b.wide, a.news || b.news
 	a.began, a.last = min(a.began, b.began), max(a.last, b.last)
 	for _, p := range b.parties.list {
 		a.parties.add(p)
@@ -408,14 +434,12 @@ func (d *Detector) named(x *failure, causes []string) {
 	for _, id := range causes[:min(len(causes), maxCauses)] {
 		d.work++
 		k := key{x.wf, id}
-		y := d.errors[k]
-		if y == nil {
-			if i, there := d.graph.ids[k]; there {
-				y = d.graph.nodes[i].fail
-			}
+		if y := d.errors[k]; y != nil {
+			d.explain(x, y, declared)
+			continue
 		}
-		if y != nil {
-			if y.at <= x.at+period {
+		if i, there := d.graph.ids[k]; there && d.graph.nodes[i].fail != nil {
+			if y := d.graph.nodes[i].fail; y.at <= x.at+period {
 				d.explain(x, y, declared)
 			}
 			continue
@@ -431,7 +455,135 @@ func (d *Detector) named(x *failure, causes []string) {
 	}
 }
 
-// above looks for failed ancestors, and leaves a notice at those that have not failed yet. A node that
+// awaitedAs links a failure with those that have named its node before it was known to fail.
+func (d *Detector) awaitedAs(x *failure, v *node) {
+	for _, id := range append([]string{v.id}, v.aliases...) {
+		k := key{x.wf, id}
+		for _, y := range d.awaited[k] {
+			if d.work++; x.at <= y.at+period {
+				d.explain(y, x, declared)
+			}
+		}
+		delete(d.awaited, k)
+	}
+}
+
+// link adds an edge. What is known of the child by then counts for the parent, as if that had been known first.
+func (d *Detector) link(p, c int32, t int64) {
+	if !d.graph.link(p, c) {
+		return
+	}
+	u, v := &d.graph.nodes[p], &d.graph.nodes[c]
+	if v.state == succeeded {
+		d.went(p, v, t)
+	}
+	var late []*failure
+	if x := v.fail; x != nil && !x.over {
+		called, well := d.called(c)
+		switch {
+		case !x.own && well, d.retried(c, x.at, x.own):
+			x.over = true
+			if x.group.finding == nil {
+				x.group.leave(x)
+			}
+		default:
+			if called {
+				d.attest(x)
+			}
+			d.siblings(x, p)
+			if x.own && x.kind == Rejected && x.cause == nil {
+				d.spoilt(x, u)
+			}
+			late = append(late, x)
+		}
+	}
+	if v.under != nil {
+		for _, n := range v.under {
+			if y := n.failure; y != nil && y.node != none && !y.over {
+				late = append(late, y)
+			}
+		}
+	}
+	for _, x := range late {
+		d.above(x)
+	}
+	if v.started < t {
+		late = append(late, d.waiters(p)...)
+	}
+	for _, x := range late {
+		d.judge(x.group, t)
+	}
+}
+
+// went counts a good end at a parent. One that was a retry shows that what it replaces has caused nothing.
+func (d *Detector) went(parent int32, v *node, t int64) {
+	d.work++
+	p := &d.graph.nodes[parent]
+	if v.pool != nil {
+		p.ok.add(t)
+	}
+	if v.seen && v.pool != nil && p.pool != nil && p.state == succeeded {
+		p.pool.fed.add(t)
+	}
+	if p.kids == nil {
+		return
+	}
+	for _, x := range p.kids.recent {
+		if x != nil && x.at <= v.ended && x.party == v.party() && x.agent == v.hold.agent.name && (v.seen || !x.own) {
+			x.over = true
+		}
+	}
+}
+
+// retried reports whether a later retry of what a node has failed in has gone well: it is known first if it
+// was made elsewhere.
+func (d *Detector) retried(i int32, at int64, own bool) bool {
+	g := &d.graph
+	v := &g.nodes[i]
+	party := v.hold.agent.name
+	if own {
+		party = v.party()
+	}
+	for e := v.parents; e != none; e = g.edges[e].nextParent {
+		steps := 0
+		for c := g.nodes[g.edges[e].parent].children; c != none && steps < visits; c = g.edges[c].nextChild {
+			steps++
+			o := &g.nodes[g.edges[c].child]
+			if o.state == succeeded && o.ended > at && (o.seen || !own) && o.hold.agent == v.hold.agent && o.party() == party {
+				return true
+			}
+		}
+		d.work += int64(steps)
+	}
+	return false
+}
+
+// waiters finds anew what those have waited for that timed out above a node, or at it, and returns those for which
+// that is something else now.
+func (d *Detector) waiters(i int32) (changed []*failure) {
+	g := &d.graph
+	queue := make([]int32, 1, visits)
+	queue[0] = i
+	for at := 0; at < len(queue); at++ {
+		u := &g.nodes[queue[at]]
+		if x := u.fail; x != nil && x.kind == Timeout && !x.over {
+			before := x.waits
+			if d.waited(x); x.waits != before {
+				x.group.news = true
+				changed = append(changed, x)
+			}
+		}
+		for e := u.parents; e != none && len(queue) < visits; e = g.edges[e].nextParent {
+			d.work++
+			if p := g.edges[e].parent; !slices.Contains(queue, p) {
+				queue = append(queue, p)
+			}
+		}
+	}
+	return changed
+}
+
+// above looks for failed ancestors, and leaves a notice at all, for those that fail later. A node that
 // ended well has passed nothing on.
 func (d *Detector) above(x *failure) {
 	type step struct {
@@ -455,8 +607,12 @@ func (d *Detector) above(x *failure) {
 			if x.kind != Canceled {
 				d.leave(i, notice{x, s.node})
 			}
-			if u.fail != nil && !u.fail.over {
-				d.relate(u.fail, x)
+			switch y := u.fail; {
+			case y == nil || y.over:
+			case y.at > x.at:
+				d.below(y) // it was known first, but has failed later
+			default:
+				d.relate(y, x)
 			}
 			if s.hops+1 < hops {
 				queue = append(queue, step{i, s.hops + 1})
@@ -465,7 +621,8 @@ func (d *Detector) above(x *failure) {
 	}
 }
 
-// leave leaves a notice at a node: one of the reports of each agent, so that they do not push out others.
+// leave leaves a notice at a node: one of the reports of each agent, so that they do not push out others. The
+// newest failures stay.
 func (d *Detector) leave(i int32, n notice) {
 	u := &d.graph.nodes[i]
 	if u.under == nil {
@@ -481,9 +638,15 @@ func (d *Detector) leave(i int32, n notice) {
 		place = slices.IndexFunc(u.under[:], func(o notice) bool { return o.failure == nil || o.failure.node == none })
 	}
 	if place < 0 {
-		place = slices.IndexFunc(u.under[:], func(o notice) bool { return !o.failure.own })
+		for i := range u.under {
+			if y := u.under[i].failure; place < 0 || u.under[place].failure.own && !y.own || u.under[place].failure.own == y.own && y.at < u.under[place].failure.at {
+				place = i
+			}
+		}
 	}
-	place = max(place, 0)
+	if y := u.under[place].failure; y != nil && y.node != none && y.at > x.at && y.own == x.own {
+		return
+	}
 	copy(u.under[place:], u.under[place+1:])
 	u.under[len(u.under)-1] = n
 }
@@ -552,14 +715,14 @@ func (x *failure) blamed() *pool {
 	return cmp.Or(x.waits, x.pool)
 }
 
-// waited follows what a node waited for down to the call that had no answer yet: none if it was its own
-// work. The call must have taken half of the time.
-func (d *Detector) waited(x *failure) int32 {
+// waited follows what a node that timed out waited for down to the call that had no answer then: none if it was
+// its own work. The call must have taken half of the time.
+func (d *Detector) waited(x *failure) {
 	g := &d.graph
 	deepest := none
 	at, steps := x.node, 0
 	if x.kind != Timeout {
-		return none
+		return
 	}
 	for at != none && steps < visits {
 		next := none
@@ -567,7 +730,8 @@ func (d *Detector) waited(x *failure) int32 {
 			steps++
 			c := g.edges[e].child
 			v := &g.nodes[c]
-			open := v.state == running || v.fail != nil && v.fail.kind == Canceled && v.fail.at >= x.at-slack
+			open := v.state == running || v.state == succeeded && v.ended > x.at ||
+				v.fail != nil && (v.fail.at > x.at || v.fail.kind == Canceled && v.fail.at >= x.at-slack)
 			if open && 4*(x.at-v.started) >= x.at-g.nodes[at].started && (v.pool != nil || v.children != none) {
 				next = c
 			}
@@ -577,7 +741,9 @@ func (d *Detector) waited(x *failure) int32 {
 		}
 	}
 	d.work += int64(steps)
-	return deepest
+	if x.waits = nil; deepest != none {
+		x.waits, x.waitsFor = g.nodes[deepest].pool, g.nodes[deepest].id
+	}
 }
 
 // beside links failures of siblings, and of calls to one pool, if they are no coincidence. Only what the
@@ -588,33 +754,10 @@ func (d *Detector) beside(x *failure) {
 	}
 	g, t := &d.graph, d.now
 	for e := g.nodes[x.node].parents; e != none; e = g.edges[e].nextParent {
-		d.work++
-		i := g.edges[e].parent
-		p := &g.nodes[i]
-		if p.kids == nil {
-			p.kids = new(family)
-			g.charge(i, costKids)
-		}
-		same := p.kids.add(x, t)
-		rate := usual
-		var parties names
-		parties.add(x.party)
-		for _, y := range same {
-			parties.add(y.party)
-			if y.pool != nil {
-				rate = max(rate, y.pool.usual())
-			}
-		}
-		n := int(p.calls-p.ok.total) + p.ok.count(t)
-		if len(parties.list) >= d.set.Agents && unlikely(p.kids.fails.count(t), n, rate) {
-			for _, y := range same {
-				g := d.union(x, y)
-				g.broad, g.wide = true, true
-			}
-		}
+		d.siblings(x, g.edges[e].parent)
 	}
-	if x.kind == Rejected {
-		d.spoilt(x)
+	for e := g.nodes[x.node].parents; e != none && x.kind == Rejected; e = g.edges[e].nextParent {
+		d.spoilt(x, &g.nodes[g.edges[e].parent])
 	}
 	p := x.blamed()
 	if p == nil || x.kind == Rejected || x.kind == Refused {
@@ -623,9 +766,61 @@ func (d *Detector) beside(x *failure) {
 	if x.kind == Unreachable {
 		d.lost(x)
 	}
+	if x.target != nil {
+		d.shared(x)
+	}
 	same := p.kin.add(x, t)
-	fails := p.kin.fails.count(t)
-	if unlikely(fails, fails+p.oks.count(t), p.usual()) {
+	if p.unwell(t) {
+		for _, y := range same {
+			d.union(x, y).broad = true
+		}
+	}
+}
+
+// siblings links the failures of one parent.
+func (d *Detector) siblings(x *failure, parent int32) {
+	d.work++
+	if !x.own || x.kind == Canceled || x.cause != nil {
+		return
+	}
+	p := &d.graph.nodes[parent]
+	if p.kids == nil {
+		p.kids = new(family)
+		d.graph.charge(parent, costKids)
+	}
+	same := p.kids.add(x, d.now)
+	rate := usual
+	var parties names
+	parties.add(x.party)
+	for _, y := range same {
+		parties.add(y.party)
+		if y.pool != nil {
+			rate = max(rate, y.pool.usual())
+		}
+	}
+	n := int(p.calls-p.ok.total) + p.ok.count(d.now)
+	if len(parties.list) >= d.set.Agents && unlikely(p.kids.fails.count(d.now), n, rate) {
+		for _, y := range same {
+			g := d.union(x, y)
+			g.broad, g.wide = true, true
+		}
+	}
+}
+
+// shared links failures of calls of several agents that change one target, of one service or of several, if they
+// are no coincidence (cascade 3.1.2, shared state).
+func (d *Detector) shared(x *failure) {
+	r := x.target
+	same := r.kin.add(x, d.now)
+	fails, rate := r.kin.fails.count(d.now), usual
+	var agents names
+	for _, y := range append(same, x) {
+		agents.add(y.agent)
+		if p := y.blamed(); p != nil {
+			rate = max(rate, p.usual())
+		}
+	}
+	if len(agents.list) > 1 && unlikely(fails, fails+r.oks.count(d.now), rate) {
 		for _, y := range same {
 			d.union(x, y).broad = true
 		}
@@ -634,31 +829,27 @@ func (d *Detector) beside(x *failure) {
 
 // spoilt links calls that were refused for what they were given, if they follow from answers of one pool
 // and that is no coincidence: its answers are wrong (cascade 3.1.1, semantic failures).
-func (d *Detector) spoilt(x *failure) {
-	g := &d.graph
-	for e := g.nodes[x.node].parents; e != none; e = g.edges[e].nextParent {
-		d.work++
-		p := &g.nodes[g.edges[e].parent]
-		if p.pool == nil || p.state != succeeded {
-			continue
+func (d *Detector) spoilt(x *failure, p *node) {
+	d.work++
+	if p.pool == nil || p.state != succeeded {
+		return
+	}
+	x.given, x.givenBy = p.pool, p.id
+	same := p.pool.followers.add(x, d.now)
+	fails := p.pool.followers.fails.count(d.now)
+	if unlikely(fails, fails+p.pool.fed.count(d.now), usual) {
+		for _, y := range same {
+			y.spoilt = true
+			d.union(x, y).broad = true
 		}
-		x.given, x.givenBy = p.pool, p.id
-		same := p.pool.followers.add(x, d.now)
-		fails := p.pool.followers.fails.count(d.now)
-		if unlikely(fails, fails+p.pool.fed.count(d.now), usual) {
-			for _, y := range same {
-				y.spoilt = true
-				d.union(x, y).broad = true
-			}
-			x.spoilt = true
-		}
+		x.spoilt = true
 	}
 }
 
 // lost links the failures of pools that cannot be reached at the same time: what they share has failed.
 func (d *Detector) lost(x *failure) {
 	d.unreachable = slices.DeleteFunc(d.unreachable, func(y *failure) bool {
-		return y.pool == x.pool || y.over || y.cause != nil || d.now-y.at > partition
+		return y.pool == x.pool || y.over || y.cause != nil || x.at-y.at > partition
 	})
 	if len(d.unreachable) < visits {
 		d.unreachable = append(d.unreachable, x)
@@ -667,7 +858,9 @@ func (d *Detector) lost(x *failure) {
 		return
 	}
 	for _, y := range d.unreachable {
-		g := d.union(x, y)
-		g.broad, g.wide = true, true
+		if y.at-x.at <= partition {
+			g := d.union(x, y)
+			g.broad, g.wide = true, true
+		}
 	}
 }

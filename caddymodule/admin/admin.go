@@ -61,6 +61,8 @@ type Store interface {
 	Now(ctx context.Context) (time.Time, error)
 	// Report returns the state of the store; nil if the store does not report it.
 	Report() *Report
+	// Nodes returns the gateways that have the store open, by name.
+	Nodes(ctx context.Context) ([]Node, error)
 	// Quota returns the limits of one caller; nil without limits.
 	Quota() *Quota
 	// Evidence returns the evidence of a decision for its commit; nil if none is recorded.
@@ -71,17 +73,18 @@ type Store interface {
 	Keys(ctx context.Context) (*KeyStatus, error)
 	// Ledger returns the store's ledger; nil if there is none.
 	Ledger() *Ledger
-	// RotateKeys makes a new sealing key. The error is a caddy.APIError if the
-	// configuration does not allow it.
-	RotateKeys(ctx context.Context) error
+	// RotateKeys makes a new sealing key and returns its id; 0 while an earlier one waits for other gateways. If
+	// the ring is given as a value, it returns the text of a ring with another key instead, and changes nothing.
+	RotateKeys(ctx context.Context) (made uint32, ring string, err error)
 	// Identity returns the gateway's identity in tokens, with its keys; nil if the latest
 	// configuration has none.
 	Identity() *Identity
 	// RotateIdentity makes a new signing key. With stolen, no earlier key is published any
 	// more. The error is a caddy.APIError if the key file does not allow it.
 	RotateIdentity(stolen bool) error
-	// Circuits returns the circuit breakers of this process, sorted by upstream; never nil.
-	Circuits() []proxy.Circuit
+	// Circuits returns the circuit breakers of this process, sorted by upstream, and with fleet behind
+	// them those of the other nodes that use the store; never nil without an error.
+	Circuits(ctx context.Context, fleet bool) ([]proxy.Circuit, error)
 	// Cascades returns the cascades that are kept, the newest first, and Cascade one with its whole blast
 	// radius, nil if there is none.
 	Cascades() []api.Cascade
@@ -122,11 +125,12 @@ var routes = []api.Route[handler]{
 	{Path: "executions/{key}", Method: http.MethodGet, To: showExecution},
 	{Path: "executions/{key}/resolve", Method: http.MethodPost, To: resolveExecution},
 	{Path: "store", Method: http.MethodGet, To: plain(showStore)},
+	{Path: "nodes", Method: http.MethodGet, To: plain(listNodes)},
 	{Path: "keys", Method: http.MethodGet, To: plain(showKeys)},
 	{Path: "keys/rotate", Method: http.MethodPost, To: plain(rotateKeys)},
 	{Path: "identity", Method: http.MethodGet, To: plain(showIdentity)},
 	{Path: "identity/rotate", Method: http.MethodPost, To: plain(rotateIdentity)},
-	{Path: "circuits", Method: http.MethodGet, To: plain(listCircuits)},
+	{Path: "circuits", Method: http.MethodGet, To: listCircuits},
 	{Path: "circuits/mode", Method: http.MethodPost, To: plain(setCircuitMode)},
 	{Path: "cascades", Method: http.MethodGet, To: plain(func(_ *http.Request, st Store) (any, error) {
 		return api.CascadeList{Cascades: append([]api.Cascade{}, st.Cascades()...)}, nil
@@ -151,9 +155,9 @@ var routes = []api.Route[handler]{
 	{Path: "escalations/{id}/ask", Method: http.MethodPost, To: askEscalation},
 	{Path: "plans", Method: http.MethodGet, To: plain(listPlans)},
 	{Path: "plans/{id}", Method: http.MethodPost, To: putPlan},
-	{Path: "ledger/head", Method: http.MethodGet, To: plain(ledgerHead)},
-	{Path: "ledger/export", Method: http.MethodGet, To: plain(ledgerExport)},
-	{Path: "ledger/verify", Method: http.MethodGet, To: plain(ledgerVerify)},
+	{Path: "ledger/head", Method: http.MethodGet, To: ledgerHead},
+	{Path: "ledger/export", Method: http.MethodGet, To: ledgerExport},
+	{Path: "ledger/verify", Method: http.MethodGet, To: ledgerVerify},
 }
 
 // ServeHTTP implements caddy.AdminHandler.

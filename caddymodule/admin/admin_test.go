@@ -48,6 +48,7 @@ type opened struct {
 	store       store.Store
 	ledger      *admin.Ledger
 	rotated     int
+	newRing     string
 	rotation    error
 	identity    *admin.Identity
 	stolen      []bool // of each rotation of the identity
@@ -59,6 +60,7 @@ type opened struct {
 	checkpoints *checkpoint.Store
 	plans       *plan.Store
 	trials      map[string]admin.Trial
+	nodes       []admin.Node
 
 	mu       sync.Mutex
 	held     int
@@ -72,6 +74,11 @@ func (o *opened) Quota() *admin.Quota                        { return &admin.Quo
 func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }
 func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
 	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
+}
+
+func (o *opened) Nodes(ctx context.Context) ([]admin.Node, error) {
+	_, err := o.store.Now(ctx)
+	return o.nodes, err
 }
 
 func (o *opened) Escalations() *hitl.Store { return o.escalations }
@@ -91,9 +98,9 @@ func (o *opened) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc 
 
 func (o *opened) Ledger() *admin.Ledger { return o.ledger }
 
-func (o *opened) RotateKeys(context.Context) error {
+func (o *opened) RotateKeys(context.Context) (uint32, string, error) {
 	o.rotated++
-	return o.rotation
+	return uint32(o.rotated), o.newRing, o.rotation
 }
 
 func (o *opened) Identity() *admin.Identity { return o.identity }
@@ -107,7 +114,12 @@ func (o *opened) Trial(checkpoint string) (admin.Trial, bool) {
 
 func (o *opened) Rollbacks() admin.Rollbacks { return o.rollback }
 
-func (o *opened) Circuits() []proxy.Circuit { return o.circuits }
+func (o *opened) Circuits(_ context.Context, fleet bool) ([]proxy.Circuit, error) {
+	if fleet {
+		return append(slices.Clone(o.circuits), proxy.Circuit{Upstream: "a:1", State: "open", Mode: "auto", Node: "other", Age: 7}), nil
+	}
+	return o.circuits, nil
+}
 
 func (o *opened) Cascades() []api.Cascade { return o.cascades }
 
@@ -388,7 +400,7 @@ type unhealthy struct{ store.Store }
 
 func (unhealthy) Now(context.Context) (time.Time, error) { return time.Time{}, store.ErrUnhealthy }
 
-// Section "Admin API": keys are listed and rotated; a key that is no file cannot be.
+// Section "Admin API": keys are listed and rotated; a ring that is a value is printed.
 func TestKeys(t *testing.T) {
 	r, o := newRig(t)
 	var status admin.KeyStatus
@@ -396,15 +408,19 @@ func TestKeys(t *testing.T) {
 		t.Errorf("%+v", status)
 	}
 	w, refused := r.ask("POST", "keys/rotate", "")
-	if refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &status) != nil || len(status.Keys) != 2 {
+	if refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &status) != nil || len(status.Keys) != 2 || status.Made != 1 || status.Ring != "" {
 		t.Errorf("%v %s", refused, w.Body)
 	}
-	o.rotation = caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("it is a value")}
-	r.refuses("POST", "keys/rotate", "", http.StatusConflict, "it is a value")
+	o.newRing = "a ring"
+	if w, refused := r.ask("POST", "keys/rotate", ""); refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &status) != nil || status.Ring != "a ring" {
+		t.Errorf("%v %s", refused, w.Body)
+	}
+	o.rotation = caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("another gateway has made a key")}
+	r.refuses("POST", "keys/rotate", "", http.StatusConflict, "another gateway has made a key")
 	o.rotation = errors.New("read-only file system")
 	r.refuses("POST", "keys/rotate", "", http.StatusInternalServerError, "read-only file system")
 	r.refuses("POST", "keys/rotate?twice=1", "", http.StatusBadRequest, `"twice" is no parameter`)
-	if o.rotated != 3 {
+	if o.rotated != 4 {
 		t.Errorf("rotated %d times", o.rotated)
 	}
 }

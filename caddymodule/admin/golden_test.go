@@ -88,14 +88,14 @@ func TestGoldenAnswers(t *testing.T) {
 		g.ask("GET", target, "")
 	}
 	for _, c := range [][2]string{
-		{"POST", "executions"}, {"PUT", "executions/a%2Fb"}, {"GET", "executions/abcd/resolve"}, {"DELETE", "store"}, {"POST", "keys"}, {"GET", "keys/rotate"},
+		{"POST", "executions"}, {"PUT", "executions/a%2Fb"}, {"GET", "executions/abcd/resolve"}, {"DELETE", "store"}, {"POST", "nodes"}, {"POST", "keys"}, {"GET", "keys/rotate"},
 		{"PATCH", "identity"}, {"HEAD", "identity/rotate"}, {"POST", "circuits"}, {"GET", "circuits/mode"}, {"GET", "rollback"}, {"POST", "rollback/" + rollbackID},
 		{"POST", "rollbacks"}, {"POST", "escalations"}, {"POST", "ledger/head"}, {"POST", "ledger/export"}, {"POST", "ledger/verify"},
 	} {
 		g.ask(c[0], c[1], "")
 	}
 	for _, target := range []string{
-		"executions", "executions/abcd", "store", "keys", "identity", "circuits", "rollbacks", "escalations", "ledger/head", "ledger/export", "ledger/verify",
+		"executions", "executions/abcd", "store", "nodes", "keys", "identity", "circuits", "rollbacks", "escalations", "ledger/head", "ledger/export", "ledger/verify",
 	} {
 		g.ask("GET", target+"?colour=red", "")
 		g.ask("GET", target+"?store=%zz", "")
@@ -149,7 +149,12 @@ func TestGoldenAnswers(t *testing.T) {
 	g.ask("POST", "executions/runs/resolve", `{"decision": "not_applied", "operator": "ann", "reason": "seen"}`)
 	o.settle(running, execution.Outcome{Verdict: execution.Released})
 
-	// The keys, the identity, the breakers, the ledger.
+	// The nodes, the keys, the identity, the breakers, the ledger.
+	o.nodes = []admin.Node{
+		{Node: "a", Boot: "one", This: true, Version: "v1", Joined: r.now, Seen: r.now, Open: 2, LogSize: 7, SealingKeys: []uint32{1, 2}, Differs: []string{}},
+		{Node: "b", Boot: "two", Version: "v2", Joined: r.now, Seen: r.now, SeenAge: 1.5, SealingKeys: []uint32{1}, Differs: []string{"guard pay: retain_key", "quota"}},
+	}
+	g.ask("GET", "nodes", "")
 	g.ask("POST", "keys/rotate", "")
 	o.identity = &admin.Identity{
 		Name: "spiffe://example.com/gateway", File: "/data/one.identity", Algorithm: "ES256",
@@ -161,6 +166,8 @@ func TestGoldenAnswers(t *testing.T) {
 	}
 	o.circuits = []proxy.Circuit{{Upstream: "a:1", State: "closed", Mode: "auto"}, {Upstream: "b:1", Class: "write", State: "open", Mode: "auto"}}
 	g.ask("GET", "circuits", "")
+	g.ask("GET", "circuits?scope=fleet", "")
+	g.ask("GET", "circuits?scope=all", "")
 	g.ask("GET", "cascades", "")
 	o.cascades = []api.Cascade{{ID: "0123", State: "open", Pattern: "depth_first", Class: "agent", Failed: 3, Affected: 4, Workflows: []api.CascadePart{}}}
 	g.ask("GET", "cascades", "")
@@ -254,7 +261,7 @@ func TestGoldenAnswers(t *testing.T) {
 	if err := o.store.Close(); err != nil {
 		t.Fatal(err)
 	}
-	for _, target := range []string{"executions", "executions/abcd", "executions/order%2F7", "store", "escalations", "escalations?workflow=trip-7"} {
+	for _, target := range []string{"executions", "executions/abcd", "executions/order%2F7", "store", "nodes", "escalations", "escalations?workflow=trip-7"} {
 		g.ask("GET", target, "")
 	}
 	r.open("/data/two")

@@ -144,6 +144,36 @@ type Report struct {
 	Disk *Disk `json:"disk,omitempty"`
 	// Refused is the number of batches refused because the disk was nearly full.
 	Refused uint64 `json:"refused_disk_full"`
+	// Database describes the database of a store that is in one: of the above, Commits, Batches,
+	// RecordsPerSync and Size are then known. Absent for others.
+	Database *Database `json:"database,omitempty"`
+}
+
+// Database describes a store's database, as far as its role may see. Its members are an API.
+type Database struct {
+	// LeaseLeft is how many seconds the lease lasts unless it is renewed; negative once it has ended.
+	LeaseLeft float64 `json:"lease_left"`
+	// Connections are those for reading, by state: in_use, idle, and max, of how many there may be.
+	Connections map[string]int `json:"connections"`
+	// Waits is the number of reads that waited for a connection.
+	Waits uint64 `json:"waits"`
+	// Waited is how many seconds they did, together.
+	Waited float64 `json:"waited"`
+	// Known says that the server has been asked for what follows, a minute ago at most.
+	Known bool `json:"known"`
+	// Living is the number of rows that are kept, as the server estimates it.
+	Living int64 `json:"living_rows"`
+	// Dead is the number of rows that were deleted or replaced, and are not vacuumed yet.
+	Dead int64 `json:"dead_rows"`
+	// Vacuumed is when they were last vacuumed; absent if that is not known.
+	Vacuumed time.Time `json:"vacuumed,omitzero"`
+	// OldestTransaction is how many seconds the oldest transaction in the database has been open: nothing
+	// that was deleted since then is vacuumed.
+	OldestTransaction float64 `json:"oldest_transaction"`
+	// Standbys is the number of connected standbys.
+	Standbys int `json:"standbys"`
+	// Lag is how many seconds the last of them is behind; absent if the role may not see it.
+	Lag *float64 `json:"standby_lag,omitempty"`
 }
 
 // Disk is the free space of a store's disk.
@@ -188,16 +218,63 @@ func (r *Report) shortage() string {
 	}
 }
 
+// NodeList is the answer of GET nodes. Its members are an API.
+type NodeList struct {
+	// Nodes are the gateways that have the store open, by name.
+	Nodes []Node `json:"nodes"`
+}
+
+// Node is a gateway that has the store open. What others say of themselves is as old as their last heartbeat. Its
+// members are an API.
+type Node struct {
+	// Node is its name, which stays over restarts.
+	Node string `json:"node"`
+	// Boot is the id of its process.
+	Boot string `json:"boot"`
+	// This says that it is the gateway that answers.
+	This bool `json:"this"`
+	// Version is that of the plugin.
+	Version string `json:"version"`
+	// Joined is when it opened the store, by the store's clock.
+	Joined time.Time `json:"joined"`
+	// Seen is when it was last heard of, by the store's clock.
+	Seen time.Time `json:"seen"`
+	// SeenAge is the time since Seen, in seconds, by the same clock.
+	SeenAge float64 `json:"seen_age"`
+	// Open is the number of executions that it runs.
+	Open int `json:"open_executions"`
+	// LogSize is the number of entries in the tree of its log; 0 without an identity.
+	LogSize int64 `json:"log_entries"`
+	// SealingKeys are the ids of the sealing keys that it has.
+	SealingKeys []uint32 `json:"sealing_keys"`
+	// Differs are the options in which its configuration differs from that of the gateway that answers, of those
+	// that have to be the same at all.
+	Differs []string `json:"differs"`
+}
+
+func listNodes(r *http.Request, st Store) (any, error) {
+	all, err := st.Nodes(r.Context())
+	if err != nil {
+		return nil, unavailable(err)
+	}
+	return NodeList{Nodes: all}, nil
+}
+
 // KeyStatus describes the key ring without its keys. Its members are an API.
 type KeyStatus struct {
 	// Source is "file", or "value" if the key is in the configuration.
 	Source string `json:"source"`
 	// File is the path of the key file.
 	File string `json:"file,omitempty"`
-	// Keys are the sealing keys, the newest last.
+	// Keys are the sealing keys by their numbers.
 	Keys []Key `json:"keys"`
 	// Resealing is the last re-sealing since the store was opened.
 	Resealing *Resealing `json:"resealing,omitempty"`
+	// Made is the id of the key that keys/rotate has made; absent if it made none.
+	Made uint32 `json:"made,omitempty"`
+	// Ring is, in an answer of keys/rotate, the whole ring with another sealing key and all its secrets, if the ring
+	// is given as a value: nothing was changed. It has to be put where the value is kept, of all gateways on the store.
+	Ring string `json:"ring,omitempty"`
 }
 
 // Key is one sealing key.
@@ -212,12 +289,16 @@ type Key struct {
 	InUse bool `json:"in_use"`
 	// Until is when the last of these values expires, if known.
 	Until time.Time `json:"until,omitzero"`
+	// Lacking are the other gateways on the store that do not have the key yet: it seals once all have it.
+	Lacking []string `json:"lacking,omitempty"`
 }
 
 // Resealing is the progress of a pass.
 type Resealing struct {
 	// Key is the new sealing key of the values.
 	Key uint32 `json:"key"`
+	// Node is the gateway that has made the pass; absent if it was this one.
+	Node string `json:"node,omitempty"`
 	// Seen is the number of values read.
 	Seen int `json:"seen"`
 	// Resealed is the number of values that were sealed anew.
@@ -254,10 +335,15 @@ func showKeys(r *http.Request, st Store) (any, error) {
 
 // rotateKeys answers POST keys/rotate with the resulting keys.
 func rotateKeys(r *http.Request, st Store) (any, error) {
-	if err := st.RotateKeys(r.Context()); err != nil {
+	made, ring, err := st.RotateKeys(r.Context())
+	if err != nil {
 		return nil, err
 	}
-	return st.Keys(r.Context())
+	status, err := st.Keys(r.Context())
+	if err == nil {
+		status.Made, status.Ring = made, ring
+	}
+	return status, err
 }
 
 // Identity is the gateway's identity in tokens, with its public keys. Its members are an
@@ -353,8 +439,24 @@ func (d *CircuitMode) read(from io.Reader) error {
 	return nil
 }
 
-func listCircuits(_ *http.Request, st Store) (any, error) {
-	return proxy.Document{Circuits: st.Circuits()}, nil
+// listCircuits answers GET circuits: with scope=fleet for all nodes that use the store.
+func listCircuits(r *http.Request, st Store, p *params) (any, error) {
+	scope := p.one("scope")
+	if scope != "" && scope != proxy.ScopeNode && scope != proxy.ScopeFleet {
+		p.fail("scope", fmt.Errorf("%q is unknown; use node or fleet", scope))
+	}
+	if err := p.done(); err != nil {
+		return nil, err
+	}
+	return circuitsOf(r, st, scope == proxy.ScopeFleet)
+}
+
+func circuitsOf(r *http.Request, st Store, fleet bool) (any, error) {
+	all, err := st.Circuits(r.Context(), fleet)
+	if err != nil {
+		return nil, unavailable(err)
+	}
+	return proxy.Document{Circuits: all}, nil
 }
 
 func showCascade(_ *http.Request, st Store, p *params) (any, error) {
@@ -386,15 +488,16 @@ func setCircuitMode(r *http.Request, st Store) (any, error) {
 		return nil, refuse(http.StatusNotFound,
 			"the upstream %q has no circuit breaker%s: one begins with the first call; circuits lists them", d.Upstream, class)
 	}
-	return proxy.Document{Circuits: st.Circuits()}, nil
+	return circuitsOf(r, st, false)
 }
 
 // Ledger is the ledger of a store.
 type Ledger struct {
 	// Log is the log, open as long as the store is in use; nil while it is being opened.
 	Log *ledger.Log
-	// Key is the public key of the log's heads, in the format of note.NewVerifier.
-	Key string
+	// Key is the public key of the heads of a log of the store, by its origin, in the format of
+	// note.NewVerifier.
+	Key func(origin string) string
 }
 
 // LedgerHead is the head of a log. Its members are an API.
@@ -418,6 +521,11 @@ type LedgerHead struct {
 	Damaged int64 `json:"damaged"`
 	// Retries is the number of moves into the tree that failed and were retried.
 	Retries int64 `json:"retries"`
+	// Altered says that no head of the log verifies.
+	Altered bool `json:"altered,omitempty"`
+	// Logs are the heads of the other logs of the store: each node of a fleet has one. Of these only the
+	// number of waiting events is known besides. It is empty where one log is asked for.
+	Logs []LedgerHead `json:"logs,omitempty"`
 }
 
 // LedgerBacklog has the events that wait for the sequencer.
@@ -467,52 +575,104 @@ type LedgerFault struct {
 	What string `json:"what"`
 }
 
-func ledgerOf(st Store) (*Ledger, error) {
-	if l := st.Ledger(); l != nil && l.Log != nil {
-		return l, nil
-	} else if l != nil {
-		return nil, refuse(http.StatusServiceUnavailable, "the ledger of the store %s is being opened: ask again in a moment", st.Path())
+// ledgerOf is the store's ledger, and the log in it that the request names: by default the gateway's own.
+func ledgerOf(r *http.Request, st Store, p *params) (l *Ledger, log *ledger.Log, named bool, err error) {
+	origin := p.one("log")
+	if err := p.done(); err != nil {
+		return nil, nil, false, err
 	}
-	return nil, refuse(http.StatusNotFound,
-		"the store %s has no ledger: configure `identity`, in whose name the gateway signs what it decides", st.Path())
+	l = st.Ledger()
+	switch {
+	case l == nil:
+		return nil, nil, false, refuse(http.StatusNotFound,
+			"the store %s has no ledger: configure `identity`, in whose name the gateway signs what it decides", st.Path())
+	case l.Log == nil:
+		return nil, nil, false, refuse(http.StatusServiceUnavailable, "the ledger of the store %s is being opened: ask again in a moment", st.Path())
+	case origin == "":
+		return l, l.Log, false, nil
+	}
+	log, err = l.Log.In(r.Context(), origin)
+	if errors.Is(err, ledger.ErrNotFound) {
+		return nil, nil, false, refuse(http.StatusNotFound, "the store has no log %s: `ledger head` lists all", origin)
+	}
+	if err != nil {
+		return nil, nil, false, unavailable(err)
+	}
+	return l, log, true, nil
 }
 
-func ledgerHead(_ *http.Request, st Store) (any, error) {
-	l, err := ledgerOf(st)
+func ledgerHead(r *http.Request, st Store, p *params) (any, error) {
+	l, log, named, err := ledgerOf(r, st, p)
 	if err != nil {
 		return nil, err
 	}
-	stats, head := l.Log.Stats(), l.Log.Head()
-	return LedgerHead{
-		Origin: head.Origin, Size: head.Size, Root: head.Root.String(), Key: l.Key, Note: string(head.Note),
-		Backlog: LedgerBacklog{Entries: stats.Backlog.Entries, Age: int64(stats.Backlog.Age / time.Second)},
-		Refused: stats.Refused, Damaged: stats.Damaged, Retries: stats.Retries,
-	}, nil
+	head, err := l.head(r.Context(), log)
+	if err != nil || named {
+		return head, err
+	}
+	origins, err := log.Logs(r.Context())
+	if err != nil {
+		return nil, unavailable(err)
+	}
+	for _, origin := range origins {
+		if origin == log.Origin() {
+			continue
+		}
+		other, err := log.In(r.Context(), origin)
+		theirs := LedgerHead{Origin: origin, Altered: true}
+		if err == nil {
+			theirs, err = l.head(r.Context(), other)
+		}
+		if err != nil && !errors.Is(err, ledger.ErrTampered) && !errors.Is(err, ledger.ErrNotFound) {
+			return nil, unavailable(err)
+		}
+		head.Logs = append(head.Logs, theirs)
+	}
+	return head, nil
 }
 
-func ledgerExport(r *http.Request, st Store) (any, error) {
-	l, err := ledgerOf(st)
+// head describes a log.
+func (l *Ledger) head(ctx context.Context, log *ledger.Log) (LedgerHead, error) {
+	stats, head := log.Stats(), log.Head()
+	doc := LedgerHead{
+		Origin: head.Origin, Size: head.Size, Root: head.Root.String(), Key: l.Key(head.Origin), Note: string(head.Note),
+		Backlog: LedgerBacklog{Entries: stats.Backlog.Entries, Age: int64(stats.Backlog.Age / time.Second)},
+		Refused: stats.Refused, Damaged: stats.Damaged, Retries: stats.Retries,
+	}
+	if log == l.Log {
+		return doc, nil
+	}
+	waiting, err := log.Waiting(ctx)
+	if err != nil {
+		return doc, unavailable(err)
+	}
+	doc.Backlog.Entries = waiting
+	return doc, nil
+}
+
+func ledgerExport(r *http.Request, st Store, p *params) (any, error) {
+	_, log, _, err := ledgerOf(r, st, p)
 	if err != nil {
 		return nil, err
 	}
 	return stream(func(to io.Writer) error {
-		_, err := l.Log.Export(r.Context(), to)
+		_, err := log.Export(r.Context(), to)
 		return err
 	}), nil
 }
 
 // ledgerVerify answers GET ledger/verify. It reads the whole log, which may take long.
-func ledgerVerify(r *http.Request, st Store) (any, error) {
-	l, err := ledgerOf(st)
+func ledgerVerify(r *http.Request, st Store, p *params) (any, error) {
+	_, log, _, err := ledgerOf(r, st, p)
 	if err != nil {
 		return nil, err
 	}
-	found, err := l.Log.Verify(r.Context())
+	found, err := log.Verify(r.Context())
 	if err != nil {
 		return nil, unavailable(err)
 	}
 	report := LedgerReport{
-		Origin: l.Log.Origin(), Size: found.Head.Size, Root: found.Head.Root.String(),
+		Origin: log.Origin(), Size: found.Head.Size, Root: found.Head.Root.String(),
 		Entries: found.Entries, Pruned: found.Pruned, Waiting: found.Waiting,
 		Faults: make([]LedgerFault, 0, len(found.Faults)), Count: found.Count,
 	}

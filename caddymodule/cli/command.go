@@ -1,6 +1,6 @@
 // Package cli is the command `caddy agent-guard`. Operators use it, from a terminal or a
 // script, with the admin API of a running server. Tokens and exports of the ledger it reads
-// from files. It never opens a store: only the server does.
+// from files. It opens a store only to copy it, alone; else only the server does.
 package cli
 
 import (
@@ -19,15 +19,15 @@ import (
 )
 
 const long = `Shows the records of a running server's agent guard, settles calls in doubt, and
-rolls calls back; checks plans of workflows, makes and reads tokens, and
-verifies the ledger.
+rolls calls back; checks plans of workflows, makes and reads tokens, verifies
+the ledger, and copies a store.
 
-executions, store, keys, identity, circuits, cascades, rollback, rollbacks,
-escalations, and head, export and check of ledger ask the server's admin
-endpoint: that of --address, else the one in --config, else Caddy's default,
-which the environment variable CADDY_ADMIN changes. Unix sockets are written
-unix//run/caddy/admin.sock. ect, workflows, and verify and list of ledger, work
-on files without a server.
+executions, store stats, nodes, keys, identity, circuits, cascades, rollback,
+rollbacks, escalations, and head, export and check of ledger ask the server's
+admin endpoint: that of --address, else the one in --config, else Caddy's
+default, which the environment variable CADDY_ADMIN changes. Unix sockets are
+written unix//run/caddy/admin.sock. ect, workflows, store copy, and verify and
+list of ledger, work without a server.
 
 With --output json they print one document; those that ask the server print the
 answer of the admin API. They exit with 0, or with 1 and a message on stderr.`
@@ -44,7 +44,7 @@ func Command() caddycmd.Command {
 			f.VarP(&word{&o.output, []string{outputTable, outputJSON}}, "output", "o", "Form of the output: table or json")
 			o.output = outputTable // set here, so that the help does not show it as a default
 			complete(cmd, "output", outputTable, outputJSON)
-			group(cmd, executionCommands(&o), storeCommands(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o), cascadeCommands(&o),
+			group(cmd, executionCommands(&o), storeCommands(&o), nodesCommand(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o), cascadeCommands(&o),
 				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), workflowCommands(&o), tokenCommands(&o), ledgerCommands(&o))
 		},
 	}

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -44,6 +45,7 @@ type proofFlags struct {
 	origin string
 	keys   []string
 	heads  []string // files
+	named  bool     // origin was given
 }
 
 func (e *proofFlags) flags(cmd *cobra.Command) {
@@ -63,7 +65,7 @@ func (e *proofFlags) read() (note.Verifiers, []ledger.Head, error) {
 		}
 		keys = append(keys, key)
 	}
-	if e.origin == "" {
+	if e.named = e.origin != ""; !e.named {
 		e.origin = keys[0].Name() // the gateway's keys are called like their log
 	}
 	verifiers := note.VerifierList(keys...)
@@ -73,7 +75,11 @@ func (e *proofFlags) read() (note.Verifiers, []ledger.Head, error) {
 		if err != nil {
 			return nil, nil, fmt.Errorf("--head: %w", err)
 		}
-		head, err := ledger.ParseHead(text, e.origin, verifiers)
+		origin, _, _ := strings.Cut(string(text), "\n")
+		if e.named || !slices.ContainsFunc(keys, func(k note.Verifier) bool { return k.Name() == origin }) {
+			origin = e.origin
+		}
+		head, err := ledger.ParseHead(text, origin, verifiers)
 		if err != nil {
 			return nil, nil, fmt.Errorf("--head: %s: %s", file, plain(err))
 		}
@@ -135,26 +141,37 @@ func inputName(file string) string {
 	return file
 }
 
+// logFlag is the flag that chooses a log of the server's store.
+func logFlag(cmd *cobra.Command, to *string) {
+	stringFlag(cmd, to, "log", "Name of the log, as 'ledger head' lists them; that of the node that is asked if empty")
+}
+
 func ledgerHead(o *options) *cobra.Command {
 	var only bool
+	var log string
 	cmd := &cobra.Command{
 		Use:   "head",
 		Short: "Shows the signed head of a server's ledger, its key, and the backlog",
 		Long: `Shows the signed head of a server's ledger, the public key that verifies exports
-and receipts, and the events that are not in the ledger's tree yet.
+and receipts, and the events that are not in the ledger's tree yet. A store with
+several nodes has a log for each: those of the others are listed, too.
 
 Keep the head elsewhere from time to time: the log must have grown out of it
 ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 		Example: `  caddy agent-guard ledger head
   caddy agent-guard ledger head --note > head-2026-11.txt`,
 		Args: noArgs,
-		RunE: showing(o, question{path: "ledger/head"}, func(head *admin.LedgerHead, _ time.Time) string {
-			if only {
-				return head.Note
-			}
-			return describeHead(head)
-		}),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := show(cmd, o, question{path: "ledger/head", query: filters("log", log)}, func(head *admin.LedgerHead, _ time.Time) string {
+				if only {
+					return head.Note
+				}
+				return describeHead(head)
+			})
+			return err
+		},
 	}
+	logFlag(cmd, &log)
 	cmd.Flags().BoolVar(&only, "note", false, "Print the signed head alone, to keep it")
 	return o.server(cmd)
 }
@@ -173,21 +190,41 @@ func describeHead(head *admin.LedgerHead) string {
 	s.line("refused", head.Refused)
 	s.line("damaged", head.Damaged)
 	s.line("retries", head.Retries)
-	return s.b.String()
+	text := s.b.String()
+	for i := range head.Logs {
+		other := &head.Logs[i]
+		s := sheet{width: 7}
+		s.line("log", printable(other.Origin))
+		if other.Altered {
+			s.line("head", "does not verify: the log was altered")
+		} else {
+			s.line("key", printable(other.Key))
+			s.line("size", other.Size)
+			s.line("root", printable(other.Root))
+			s.line("waiting", other.Backlog.Entries)
+		}
+		text += "\n" + s.b.String()
+	}
+	return text
 }
 
 func ledgerExport(o *options) *cobra.Command {
-	var out string
+	var out, log string
 	cmd := &cobra.Command{
 		Use:   "export",
 		Short: "Exports a server's ledger, for `ledger verify`",
 		Long: `Exports a server's ledger with its newest signed head, which proves it. The
 export has every token: who called what, and when. With --out it is written into
-a new file that nobody else can read (0600).`,
-		Example: `  caddy agent-guard ledger export --out ledger.export`,
-		Args:    noArgs,
-		RunE:    func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out) },
+a new file that nobody else can read (0600).
+
+A store with several nodes has a log for each; --log all writes the exports of all,
+one behind the other, and ` + "`ledger verify`" + ` takes them so.`,
+		Example: `  caddy agent-guard ledger export --out ledger.export
+  caddy agent-guard ledger export --log all --out fleet.export`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out, log) },
 	}
+	logFlag(cmd, &log)
 	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not exist; - is the standard output, also on a terminal")
 	return o.server(cmd)
 }
@@ -201,17 +238,38 @@ func onTerminal(out io.Writer) bool {
 	return ok && term.IsTerminal(int(f.Fd()))
 }
 
-func (o *options) export(cmd *cobra.Command, out string) error {
+// allLogs stands for all logs of a store.
+const allLogs = "all"
+
+func (o *options) export(cmd *cobra.Command, out, log string) error {
 	c, err := o.client()
 	if err != nil {
 		return err
 	}
-	q := question{path: "ledger/export", slow: true}
+	origins := []string{log}
+	if log == allLogs {
+		var head admin.LedgerHead
+		if _, err := c.ask(cmd.Context(), question{path: "ledger/head"}, &head); err != nil {
+			return err
+		}
+		origins[0] = head.Origin
+		for i := range head.Logs {
+			origins = append(origins, head.Logs[i].Origin)
+		}
+	}
+	write := func(to io.Writer) error {
+		for _, origin := range origins {
+			if err := c.copy(cmd.Context(), question{path: "ledger/export", query: filters("log", origin), slow: true}, to); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
 	if out == "" && isTerminal(cmd.OutOrStdout()) {
 		return errors.New("whoever sees the export can read every token in it: give --out FILE, or --out - for the terminal")
 	}
 	if out == "" || out == "-" {
-		return c.copy(cmd.Context(), q, cmd.OutOrStdout())
+		return write(cmd.OutOrStdout())
 	}
 	// A new file that nobody else can read.
 	f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
@@ -221,14 +279,15 @@ func (o *options) export(cmd *cobra.Command, out string) error {
 	if err != nil {
 		return fmt.Errorf("--out: %w", err)
 	}
-	if err := errors.Join(c.copy(cmd.Context(), q, f), f.Sync(), f.Close()); err != nil {
+	if err := errors.Join(write(f), f.Sync(), f.Close()); err != nil {
 		return errors.Join(err, os.Remove(out))
 	}
 	return nil
 }
 
 func ledgerCheck(o *options) *cobra.Command {
-	return o.server(&cobra.Command{
+	var log string
+	cmd := &cobra.Command{
 		Use:   "check",
 		Short: "Makes a server verify its whole ledger, and shows the faults",
 		Long: `Makes a server compare its whole ledger with its signed head: every entry, every
@@ -240,13 +299,15 @@ too: ` + "`ledger verify`" + `, elsewhere and with a head that was kept, does wi
 		Example: `  caddy agent-guard ledger check`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			report, err := show(cmd, o, question{path: "ledger/verify", slow: true}, describeCheck)
+			report, err := show(cmd, o, question{path: "ledger/verify", query: filters("log", log), slow: true}, describeCheck)
 			if err == nil && report.Count > 0 {
 				err = fmt.Errorf("the ledger is not as it was written: %d faults", report.Count)
 			}
 			return err
 		},
-	})
+	}
+	logFlag(cmd, &log)
+	return o.server(cmd)
 }
 
 // describePruned says how many entries were pruned and who vouched for it.
@@ -309,6 +370,9 @@ With --jwks, a file of public keys like the one that the gateway publishes at
 /.well-known/cascade/jwks, the signatures of the tokens are verified too. Tokens
 under other keys, such as those of agents, are only counted.
 
+A file with the exports of several logs, as ` + "`ledger export --log all`" + ` writes it, is
+verified whole: give the key of each log. One that is missing in FILE is an error.
+
 It exits with 1 and names the first invalid entry, if there is one, and with 2 if
 FILE is no export.`,
 		Example: `  caddy agent-guard ledger verify ledger.export \
@@ -343,22 +407,113 @@ func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
 	if err != nil {
 		return err
 	}
-	var doc proved
-	if v.jwks != "" {
-		if doc.Signatures, err = newSignatures(v.jwks); err != nil {
-			return err
-		}
-	}
 	from, err := openInput(cmd.InOrStdin(), file)
 	if err != nil {
 		return err
 	}
 	defer from.Close()
-	export := bufio.NewReader(from)
+	export := bufio.NewReaderSize(from, ledger.MaxHead*2)
 	if err := checkBeginning(export, file); err != nil {
 		return err
 	}
-	found, err := ledger.VerifyExport(export, v.origin, keys, func(e ledger.Entry) error {
+	var all []proved
+	for more := true; more; {
+		if origin := originOf(export); !v.named && v.signs(origin) {
+			v.origin = origin
+		}
+		section := &oneExport{from: export}
+		doc, err := v.one(cmd, file, section, keys, known)
+		if err != nil {
+			return err
+		}
+		next, err := export.Peek(len(exportTitle))
+		if err != nil && !errors.Is(err, io.EOF) {
+			return err
+		}
+		if more = len(next) > 0; more && string(next) != exportTitle {
+			return fmt.Errorf("%s DOES NOT HOLD: something follows the end", inputName(file))
+		}
+		if slices.ContainsFunc(all, func(p proved) bool { return p.Origin == doc.Origin }) {
+			return fmt.Errorf("%s DOES NOT HOLD: it has the log %s twice", inputName(file), printable(doc.Origin))
+		}
+		all = append(all, doc)
+	}
+	for _, text := range v.keys {
+		key, _ := note.NewVerifier(text) // read has checked it
+		if !v.named && !slices.ContainsFunc(all, func(p proved) bool { return p.Origin == key.Name() }) {
+			return fmt.Errorf("%s DOES NOT HOLD: the log %s is missing, whose key is given", inputName(file), printable(key.Name()))
+		}
+	}
+	if len(all) > 1 {
+		return v.print(cmd, all, func(now time.Time) string {
+			text := inputName(file) + " holds, with the exports of " + strconv.Itoa(len(all)) + " logs.\n"
+			for i := range all {
+				text += "\n" + all[i].describe(now)
+			}
+			return text
+		})
+	}
+	return v.print(cmd, all[0], func(now time.Time) string {
+		return inputName(file) + " holds.\n\n" + all[0].describe(now)
+	})
+}
+
+// signs reports whether one of the given keys is that of a log.
+func (v *verifyFlags) signs(origin string) bool {
+	return slices.ContainsFunc(v.keys, func(text string) bool {
+		key, err := note.NewVerifier(text)
+		return err == nil && key.Name() == origin
+	})
+}
+
+// originOf is the log of the next export, as its head says; empty if there is no head.
+func originOf(export *bufio.Reader) string {
+	start, _ := export.Peek(export.Size())
+	_, rest, _ := bytes.Cut(start, []byte("\n"))
+	head, _, _ := bytes.Cut(rest, []byte("\n"))
+	text, err := base64.StdEncoding.DecodeString(strings.TrimPrefix(string(head), "head "))
+	if err != nil {
+		return ""
+	}
+	origin, _, _ := strings.Cut(string(text), "\n")
+	return origin
+}
+
+// oneExport reads one of several exports in a file: up to the line with its number of entries.
+type oneExport struct {
+	from  *bufio.Reader
+	line  []byte // what is left of the line that was read
+	begun bool   // the line goes on
+	over  bool
+}
+
+// Read implements io.Reader.
+func (r *oneExport) Read(p []byte) (int, error) {
+	if len(r.line) == 0 {
+		if r.over {
+			return 0, io.EOF
+		}
+		line, err := r.from.ReadSlice('\n')
+		if err != nil && !errors.Is(err, bufio.ErrBufferFull) && len(line) == 0 {
+			return 0, err
+		}
+		r.over = !r.begun && err == nil && bytes.HasPrefix(line, []byte("end "))
+		r.line, r.begun = line, err != nil
+	}
+	n := copy(p, r.line)
+	r.line = r.line[n:]
+	return n, nil
+}
+
+// one verifies one export.
+func (v *verifyFlags) one(cmd *cobra.Command, file string, from io.Reader, keys note.Verifiers, known []ledger.Head) (doc proved, err error) {
+	if v.jwks != "" {
+		if doc.Signatures, err = newSignatures(v.jwks); err != nil {
+			return doc, err
+		}
+	}
+	known = slices.DeleteFunc(slices.Clone(known), func(h ledger.Head) bool { return h.Origin != v.origin })
+	found, err := ledger.VerifyExport(from, v.origin, keys, func(e ledger.Entry) error {
 		doc.Newest = e.Recorded
 		if doc.Signatures == nil {
 			return nil
@@ -369,17 +524,17 @@ func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
 		return nil
 	}, known...)
 	if err != nil {
-		return verifyError(file, err)
+		return doc, verifyError(file, err)
 	}
 	doc.Holds, doc.Origin, doc.Size, doc.Root = true, found.Head.Origin, found.Head.Size, found.Head.Root.String()
 	doc.Entries, doc.Pruned, doc.Heads = found.Entries, found.Pruned, len(known)
 	for _, by := range found.Vouchers {
 		doc.Vouchers = append(doc.Vouchers, admin.LedgerVoucher(by))
 	}
-	return v.print(cmd, doc, func(now time.Time) string { return describeProved(&doc, inputName(file), now) })
+	return doc, nil
 }
 
-func describeProved(doc *proved, file string, now time.Time) string {
+func (doc *proved) describe(now time.Time) string {
 	s := sheet{width: 7}
 	s.line("log", printable(doc.Origin))
 	s.line("size", doc.Size)
@@ -395,7 +550,7 @@ func describeProved(doc *proved, file string, now time.Time) string {
 	if doc.Signatures != nil {
 		s.line("tokens", doc.Signatures.describe())
 	}
-	return file + " holds.\n\n" + s.b.String()
+	return s.b.String()
 }
 
 // signatures verifies the tokens of entries.

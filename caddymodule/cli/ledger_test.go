@@ -13,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -25,6 +26,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
@@ -71,7 +73,7 @@ func newLogbook(t *testing.T) *logbook {
 		t.Fatal(err)
 	}
 	log.Start()
-	b := &logbook{t: t, ledger: admin.Ledger{Log: log, Key: public}}
+	b := &logbook{t: t, ledger: admin.Ledger{Log: log, Key: func(string) string { return public }}}
 	server := httptest.NewServer(b)
 	b.address = server.Listener.Addr().String()
 	t.Cleanup(func() {
@@ -94,6 +96,130 @@ func (b *logbook) record(events ...ledger.Event) {
 		}
 		if _, err := b.ledger.Log.Wait(b.t.Context(), e.Workflow, e.ID); err != nil {
 			b.t.Fatal(err)
+		}
+	}
+}
+
+// Each node of a fleet has a log: one is chosen by its name, or all are exported into one file, which is
+// verified whole, and in which none may be missing.
+func TestLedgerOfAFleet(t *testing.T) {
+	st, sealer := memory.New(memory.Options{}), seal.Generate()
+	keys, signers := map[string]string{}, map[string]note.Signer{}
+	names := []string{"agent-guard/a", "agent-guard/b", "agent-guard/c"}
+	for _, name := range names {
+		private, public, err := note.GenerateKey(rand.Reader, name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if signers[name], err = note.NewSigner(private); err != nil {
+			t.Fatal(err)
+		}
+		keys[name] = public
+	}
+	keysOf := func(name string) (note.Verifiers, error) {
+		key, err := note.NewVerifier(keys[name])
+		return note.VerifierList(key), err
+	}
+	signer, jwks := issuerOf(t, gateway)
+	var b *logbook
+	for n, name := range slices.Backward(names) {
+		of, err := keysOf(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		log, err := ledger.Open(t.Context(), ledger.Options{
+			Store: st, Sealer: sealer, Origin: name, HeadSigner: signers[name], HeadKeys: of, KeysOf: keysOf,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		log.Start()
+		b = &logbook{t: t, ledger: admin.Ledger{Log: log, Key: func(name string) string { return keys[name] }}}
+		for range n + 1 {
+			b.record(event(t, signer, "charge"))
+		}
+		if n == 2 { // what stays behind is seen
+			if err := log.Close(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			late, err := ledger.Open(t.Context(), ledger.Options{
+				Store: struct{ store.Store }{st}, Sealer: sealer, Origin: name, HeadSigner: signers[name], HeadKeys: of,
+			})
+			if err == nil {
+				err = late.Append(t.Context(), []ledger.Event{event(t, signer, "late")})
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			continue
+		}
+		t.Cleanup(func() { _ = log.Close(context.Background()) })
+	}
+	server := httptest.NewServer(b) // of a
+	t.Cleanup(server.Close)
+	b.address = server.Listener.Addr().String()
+
+	head := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address)
+	if head.Origin != names[0] || head.Size != 1 || len(head.Logs) != 2 || head.Logs[0].Origin != names[1] || head.Logs[0].Size != 2 ||
+		head.Logs[1].Size != 3 || head.Logs[1].Backlog.Entries != 1 || head.Logs[1].Key != keys[names[2]] {
+		t.Fatalf("%+v", head)
+	}
+	if shown := says(t, "ledger", "head", "--address", b.address); !strings.Contains(shown, "\nlog      "+names[2]+"\n") || !strings.Contains(shown, "\nwaiting  1\n") {
+		t.Errorf("%s", shown)
+	}
+	one := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address, "--log", names[2])
+	if one.Origin != names[2] || one.Size != 3 || len(one.Logs) != 0 {
+		t.Errorf("%+v", one)
+	}
+	if out := says(t, "ledger", "check", "--address", b.address, "--log", names[1]); !strings.Contains(out, "entries  2\n") {
+		t.Errorf("%s", out)
+	}
+	refuses(t, "has no log nobody", "ledger", "check", "--address", b.address, "--log", "nobody")
+	kept := put(t, "head-b", says(t, "ledger", "head", "--note", "--log", names[1], "--address", b.address))
+
+	args := func(file string, of ...string) []string {
+		all := []string{"ledger", "verify", file}
+		for _, name := range of {
+			all = append(all, "--key", keys[name])
+		}
+		return all
+	}
+	export := func(log string) string {
+		file := filepath.Join(t.TempDir(), "export")
+		says(t, "ledger", "export", "--address", b.address, "--log", log, "--out", file)
+		return file
+	}
+	single := export(names[1])
+	if doc := document[proved](t, args(single, names[1])...); doc.Origin != names[1] || doc.Entries != 2 {
+		t.Errorf("%+v", doc)
+	}
+	whole := export("all")
+	docs := document[[]proved](t, append(args(whole, names...), "--head", kept, "--jwks", jwks)...)
+	if len(docs) != 3 || docs[0].Entries != 1 || docs[1].Entries != 2 || docs[1].Heads != 1 || docs[2].Entries != 3 || docs[2].Signatures.Verified != 3 {
+		t.Errorf("%+v", docs)
+	}
+	if said := says(t, args(whole, names...)...); !strings.HasPrefix(said, whole+" holds, with the exports of 3 logs.\n") || strings.Count(said, "\nlog ") != 3 {
+		t.Errorf("%s", said)
+	}
+	refuses(t, "the log "+names[1]+" is missing, whose key is given", args(export(names[0]), names[:2]...)...)
+	refuses(t, "DOES NOT HOLD", args(whole, names[:2]...)...) // no key for the third
+	text, err := os.ReadFile(whole)
+	if err != nil {
+		t.Fatal(err)
+	}
+	title := []byte(exportTitle)
+	second := bytes.Index(text[1:], title) + 1
+	third := bytes.LastIndex(text, title)
+	for what, changed := range map[string][]byte{
+		"altered":               bytes.Replace(text, text[second+60:second+70], []byte("AAAAAAAAAA"), 1),
+		"one twice":             append(bytes.Clone(text), text[third:]...),
+		"cut":                   text[:len(text)-3],
+		"cut in second":         append(bytes.Clone(text[:third-30]), text[third:]...),
+		"one left out":          append(bytes.Clone(text[:second]), text[third:]...),
+		"something else behind": append(bytes.Clone(text), "more"...),
+	} {
+		if _, _, err := runWith(t, "", args(put(t, "changed", string(changed)), names...)...); err == nil || !strings.Contains(err.Error(), "DOES NOT HOLD") {
+			t.Errorf("%s: %v", what, err)
 		}
 	}
 }
@@ -130,7 +256,7 @@ func event(t *testing.T, issuer *ect.Issuer, action string) ledger.Event {
 
 // evidenceArgs are the flags that an export is verified with.
 func (b *logbook) evidenceArgs(command, file string, more ...string) []string {
-	return append([]string{"ledger", command, file, "--origin", origin, "--key", b.ledger.Key}, more...)
+	return append([]string{"ledger", command, file, "--origin", origin, "--key", b.ledger.Key(origin)}, more...)
 }
 
 // export exports into a file.
@@ -226,7 +352,7 @@ func TestLedgerVerifyTampered(t *testing.T) {
 			refuses(t, c.words, append(b.evidenceArgs(command, file, c.more...), "-o", "json")...)
 		}
 	}
-	refuses(t, "DOES NOT HOLD", "ledger", "verify", put(t, "whole", string(whole)), "--origin", origin, "--key", other.ledger.Key)
+	refuses(t, "DOES NOT HOLD", "ledger", "verify", put(t, "whole", string(whole)), "--origin", origin, "--key", other.ledger.Key(origin))
 	for i := range len(whole) / 64 {
 		altered := bytes.Clone(whole)
 		altered[i*64] ^= 1
@@ -249,7 +375,7 @@ func TestLedgerVerifyPruned(t *testing.T) {
 		t.Fatalf("%d pruned: %v", n, err)
 	}
 	file := b.export()
-	key := strings.Join(strings.SplitN(b.ledger.Key, "+", 3)[:2], "+")
+	key := strings.Join(strings.SplitN(b.ledger.Key(origin), "+", 3)[:2], "+")
 	doc := document[proved](t, b.evidenceArgs("verify", file)...)
 	if doc.Entries != 256 || doc.Pruned != 2 || len(doc.Vouchers) != 1 || doc.Vouchers[0] != (admin.LedgerVoucher{Key: key, Entries: 2}) {
 		t.Errorf("%+v", doc)

@@ -23,11 +23,12 @@ import (
 )
 
 func storeCommands(o *options) *cobra.Command {
-	return o.server(group(&cobra.Command{
+	return group(&cobra.Command{
 		Use:   "store",
-		Short: "Shows the state of the store",
-		Long:  "Shows the state of the store of the executions.",
-	}, &cobra.Command{
+		Short: "Shows the state of the store, and copies a store",
+		Long: `Shows the state of the store of the executions; copies one, from Badger to
+PostgreSQL or back.`,
+	}, o.server(&cobra.Command{
 		Use:   "stats",
 		Short: "Shows the store's health, content and activity",
 		Long: `Shows the store's health, how many executions it holds in which state, and
@@ -37,10 +38,10 @@ counted up to 10,000.`,
   caddy agent-guard store stats --output json`,
 		Args: noArgs,
 		RunE: showing(o, question{path: "store"}, describeStore),
-	}))
+	}), storeCopy(o))
 }
 
-func describeStore(st *admin.StoreStatus, _ time.Time) string {
+func describeStore(st *admin.StoreStatus, now time.Time) string {
 	s := sheet{width: 20}
 	s.line("store", printable(st.Path))
 	s.line("health", st.Health)
@@ -62,6 +63,10 @@ func describeStore(st *admin.StoreStatus, _ time.Time) string {
 		sizes += "; at most " + size(uint64(r.MaxSize))
 	}
 	s.line("size", sizes)
+	if r.Database != nil {
+		s.database(r, now)
+		return s.b.String()
+	}
 	s.line("dead", size(uint64(max(r.Dead, 0))))
 	s.line("reclaimed", size(r.Reclaimed))
 	if r.Disk != nil {
@@ -79,6 +84,64 @@ func describeStore(st *admin.StoreStatus, _ time.Time) string {
 	s.line("segments dropped", r.Dropped)
 	s.line("refused, disk full", r.Refused)
 	return s.b.String()
+}
+
+func nodesCommand(o *options) *cobra.Command {
+	return o.server(&cobra.Command{
+		Use:   "nodes",
+		Short: "Lists the gateways that share the store",
+		Long: `Lists the gateways that have the store open, as they have described themselves
+with their last heartbeat. SEEN is by the store's clock. LOG counts entries of
+the node's log in the ledger. DIFFERS has the options that are not as at the
+server that is asked (*), of those that must be the same at all. An embedded
+store has one node.`,
+		Example: "  caddy agent-guard nodes",
+		Args:    noArgs,
+		RunE:    showing(o, question{path: "nodes"}, describeNodes),
+	})
+}
+
+func describeNodes(doc *admin.NodeList, _ time.Time) string {
+	var rows [][]string
+	for i := range doc.Nodes {
+		n := &doc.Nodes[i]
+		name := printable(n.Node)
+		if n.This {
+			name += " *"
+		}
+		var keys []string
+		for _, id := range n.SealingKeys {
+			keys = append(keys, strconv.FormatUint(uint64(id), 10))
+		}
+		rows = append(rows, []string{
+			name, printable(n.Version), ago(int64(n.SeenAge)) + " ago", strconv.Itoa(n.Open), strconv.FormatInt(n.LogSize, 10),
+			dash(strings.Join(keys, ", ")), dash(printable(strings.Join(n.Differs, ", "))),
+		})
+	}
+	return tableOf([]string{"NODE", "VERSION", "SEEN", "OPEN", "LOG", "KEYS", "DIFFERS"}, rows)
+}
+
+// database describes a store that is in a database.
+func (s *sheet) database(r *admin.Report, now time.Time) {
+	d := r.Database
+	seconds := func(n float64) string { return strconv.FormatFloat(n, 'f', 1, 64) + "s" }
+	if d.Known {
+		s.line("rows", d.Living)
+		s.line("dead rows", d.Dead)
+		s.line("vacuumed", cmp.Or(moment(d.Vacuumed, now), "not known"))
+		s.line("oldest transaction", seconds(d.OldestTransaction))
+		standbys := strconv.Itoa(d.Standbys)
+		if d.Standbys > 0 && d.Lag != nil {
+			standbys += ", " + seconds(*d.Lag) + " behind"
+		}
+		s.line("standbys", standbys)
+	}
+	s.line("lease", "ends in "+seconds(d.LeaseLeft)+" unless it is renewed")
+	s.line("connections", fmt.Sprintf("%d in use, %d idle, at most %d for reading", d.Connections["in_use"], d.Connections["idle"], d.Connections["max"]))
+	s.line("waits", fmt.Sprintf("%d for a connection, %s together", d.Waits, seconds(d.Waited)))
+	s.line("commits", r.Commits)
+	s.line("records per sync", strconv.FormatFloat(r.RecordsPerSync, 'f', 1, 64))
+	s.line("batches", r.Batches)
 }
 
 func describeCount(c admin.Count) string {
@@ -152,31 +215,65 @@ values in the store need it.`,
 now on. Records under older keys are sealed anew in the background; answers
 under them expire. Calls go on meanwhile, and retries find their executions.
 
+Where several gateways use the store, the new key seals once all of them have
+it. The command says which of them lack it: copy the key file to each, and load
+its configuration again (caddy reload --force). Until then it makes no other.
+
+A ring that is given as a value is printed with another key in it, and with all
+its secrets; nothing is changed.
+
 Make a new copy of the key file afterwards: older copies lack the key.`,
 		Example: "  caddy agent-guard keys rotate",
 		Args:    noArgs,
-		RunE: noting("Copy the key file anew: older copies cannot open what is sealed from now on.",
-			showing(o, question{path: "keys/rotate", body: struct{}{}}, describeKeys)),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			status, err := show(cmd, o, question{path: "keys/rotate", body: struct{}{}}, describeKeys)
+			if err == nil {
+				fmt.Fprintln(cmd.ErrOrStderr(), adviseRotation(status))
+			}
+			return err
+		},
 	}))
 }
 
+// adviseRotation says what is to be done after keys rotate.
+func adviseRotation(status *admin.KeyStatus) string {
+	switch {
+	case status.Ring != "":
+		return "The ring is given as a value, and was not changed. This is it with another key, and with all its secrets: put it where the value " +
+			"is kept, for every gateway on the store, and load their configurations again."
+	case status.Made == 0:
+		return "No key was made: the one of before does not seal yet. Copy the key file to the gateways that lack it, and load their configurations again."
+	case slices.ContainsFunc(status.Keys, func(k admin.Key) bool { return len(k.Lacking) > 0 }):
+		return "Copy the key file to the gateways that lack the key, and load their configurations again. Copy it to your backup, too: older copies " +
+			"cannot open what will be sealed."
+	}
+	return "Copy the key file anew: older copies cannot open what is sealed from now on."
+}
+
 func describeKeys(status *admin.KeyStatus, now time.Time) string {
+	if status.Ring != "" { // of keys rotate, for a file
+		return status.Ring
+	}
 	source := "given as a value"
 	if status.Source == "file" {
 		source = "in " + printable(status.File)
 	}
 	var rows [][]string
+	var lacking string
 	for _, key := range status.Keys {
 		use := "unused"
 		switch {
 		case key.Newest:
 			use = "seals"
+		case len(key.Lacking) > 0:
+			use = "waits"
+			lacking += fmt.Sprintf("Key %d seals once all gateways on the store have it. It is missing at: %s.\n", key.ID, printable(strings.Join(key.Lacking, ", ")))
 		case key.InUse:
 			use = "opens"
 		}
 		rows = append(rows, []string{strconv.FormatUint(uint64(key.ID), 10), use, dash(moment(key.Created, now)), dash(moment(key.Until, now))})
 	}
-	text := "The key ring is " + source + ".\n" + tableOf([]string{"KEY", "USE", "CREATED", "NEEDED UNTIL"}, rows)
+	text := "The key ring is " + source + ".\n" + tableOf([]string{"KEY", "USE", "CREATED", "NEEDED UNTIL"}, rows) + lacking
 	if status.Resealing != nil {
 		text += describeResealing(status.Resealing, now) + "\n"
 	}
@@ -190,6 +287,9 @@ func describeResealing(r *admin.Resealing, now time.Time) string {
 		state = "stopped, and will be tried again: " + printable(r.Error)
 	case r.Done:
 		state = "done, " + moment(r.Finished, now)
+	}
+	if r.Node != "" {
+		return fmt.Sprintf("Re-sealing to key %d: %s, by %s.", r.Key, state, printable(r.Node))
 	}
 	text := fmt.Sprintf("Re-sealing to key %d: %s; %d values seen, %d sealed anew, %d damaged.", r.Key, state, r.Seen, r.Resealed, r.Damaged)
 	for _, left := range r.Left {
@@ -262,19 +362,33 @@ func describeIdentity(status *admin.Identity, now time.Time) string {
 var modeWords = names([]breaker.Mode{breaker.Auto, breaker.Observe, breaker.ForcedOpen, breaker.ForcedClosed})
 
 func circuitCommands(o *options) *cobra.Command {
+	fleet := false
+	list := &cobra.Command{
+		Use:   "list",
+		Short: "Lists the circuit breakers",
+		Long: `Lists the circuit breakers, by upstream. ERRORS and CALLS are of the window;
+of a breaker that is open, and of other nodes, of when it opened. --fleet lists
+those of all nodes that use the store, with how long ago a node has stored its
+state.`,
+		Example: `  caddy agent-guard circuits list
+  caddy agent-guard circuits list --fleet`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			q := question{path: "circuits"}
+			if fleet {
+				q.query = filters("scope", proxy.ScopeFleet)
+			}
+			_, err := show(cmd, o, q, describeCircuits)
+			return err
+		},
+	}
+	list.Flags().BoolVar(&fleet, "fleet", false, "those of all nodes that use the store")
 	return o.server(group(&cobra.Command{
 		Use:   "circuits",
 		Short: "Shows the circuit breakers of a server's upstreams, and sets their modes",
 		Long: `Shows the circuit breakers of a server's upstreams, and sets their modes. An
 upstream has a breaker from its first call on.`,
-	}, &cobra.Command{
-		Use:     "list",
-		Short:   "Lists the circuit breakers",
-		Long:    `Lists the circuit breakers, by upstream. ERRORS and CALLS are of the window.`,
-		Example: "  caddy agent-guard circuits list",
-		Args:    noArgs,
-		RunE:    showing(o, question{path: "circuits"}, describeCircuits),
-	}, circuitSet(o)))
+	}, list, circuitSet(o)))
 }
 
 func circuitSet(o *options) *cobra.Command {
@@ -319,16 +433,29 @@ func describeCircuits(doc *proxy.Document, now time.Time) string {
 	if len(doc.Circuits) == 0 {
 		return "No upstream has been called yet.\n"
 	}
+	head := []string{"UPSTREAM", "CLASS", "STATE", "MODE", "ERRORS", "CALLS", "NEXT PROBE", "CAUSE"}
+	fleet := slices.ContainsFunc(doc.Circuits, func(c proxy.Circuit) bool { return c.Node != "" })
+	if fleet {
+		head = append([]string{"NODE"}, append(head, "STORED")...)
+	}
 	var rows [][]string
 	for i := range doc.Circuits {
 		c := &doc.Circuits[i]
-		rows = append(rows, []string{
+		row := []string{
 			printable(c.Upstream), dash(printable(c.Class)), printable(c.State), printable(c.Mode),
 			strconv.FormatFloat(math.Round(1000*c.ErrorRate)/10, 'f', -1, 64) + "%", strconv.Itoa(c.Calls),
 			dash(moment(c.NextProbe, now)), dash(printable(c.LastCause)),
-		})
+		}
+		if fleet {
+			stored := ""
+			if c.Age > 0 {
+				stored = moment(now.Add(-time.Duration(c.Age)*time.Second), now)
+			}
+			row = append([]string{printable(c.Node)}, append(row, dash(stored))...)
+		}
+		rows = append(rows, row)
 	}
-	return tableOf([]string{"UPSTREAM", "CLASS", "STATE", "MODE", "ERRORS", "CALLS", "NEXT PROBE", "CAUSE"}, rows)
+	return tableOf(head, rows)
 }
 
 func cascadeCommands(o *options) *cobra.Command {
@@ -366,7 +493,7 @@ func describeCascades(doc *api.CascadeList, now time.Time) string {
 		c := &doc.Cascades[i]
 		root := ""
 		if c.Root != nil {
-			root = cmp.Or(c.Root.Agent, c.Root.Upstream)
+			root = cmp.Or(c.Root.Target, c.Root.Agent, c.Root.Upstream)
 		}
 		rows = append(rows, []string{
 			printable(c.ID), printable(c.State), printable(c.Pattern), printable(c.Class), strconv.Itoa(c.Failed), strconv.Itoa(c.Affected),
@@ -385,10 +512,11 @@ func describeCascade(c *api.Cascade, now time.Time) string {
 	s.line("began", dash(moment(c.Began, now)))
 	s.line("last failure", dash(moment(c.Last, now)))
 	if r := c.Root; r != nil {
-		s.line("root", printable(cmp.Or(r.Agent, r.Upstream)))
+		s.line("root", printable(cmp.Or(r.Target, r.Agent, r.Upstream)))
 		s.line("root upstream", printable(r.Upstream))
 		s.line("root workflow", printable(r.Workflow))
 		s.line("root error", printable(r.Error))
+		s.line("last write", printable(r.LastWrite))
 		s.line("because", printable(strings.Join(r.Reasons, ", ")))
 	}
 	s.line("downstream", printable(c.Downstream))

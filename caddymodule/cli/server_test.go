@@ -26,6 +26,11 @@ func someCircuits() *proxy.Document {
 func TestGoldenCircuits(t *testing.T) {
 	now := time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC)
 	golden(t, "circuits_list", describeCircuits(someCircuits(), now))
+	fleet := someCircuits()
+	for i := range fleet.Circuits {
+		fleet.Circuits[i].Node, fleet.Circuits[i].Age = []string{"a", "a", "b"}[i], []int64{0, 0, 90}[i]
+	}
+	golden(t, "circuits_fleet", describeCircuits(fleet, now))
 	if out := describeCircuits(&proxy.Document{}, now); out != "No upstream has been called yet.\n" {
 		t.Errorf("%q", out)
 	}
@@ -36,6 +41,7 @@ func TestCircuitsAsk(t *testing.T) {
 	server := newAdminServer(t, func(*http.Request) any { return someCircuits() })
 	for args, want := range map[string]string{
 		"circuits list":                            "GET /agent_guard/circuits ",
+		"circuits list --fleet":                    "GET /agent_guard/circuits?scope=fleet ",
 		"circuits set a:1 forced_open":             `POST /agent_guard/circuits/mode {"upstream":"a:1","mode":"forced_open"}`,
 		"circuits set a:1 auto --class read":       `POST /agent_guard/circuits/mode {"upstream":"a:1","class":"read","mode":"auto"}`,
 		"circuits set a:1 observe --store /data/1": `POST /agent_guard/circuits/mode?store=%2Fdata%2F1 {"upstream":"a:1","mode":"observe"}`,
@@ -54,6 +60,24 @@ func TestCircuitsAsk(t *testing.T) {
 	refuses(t, "give UPSTREAM and MODE", "circuits", "set", "a:1")
 	if server.asked != nil {
 		t.Errorf("asked %s", server.asked)
+	}
+}
+
+// Section "CLI": how the gateways over a store are shown, and what is asked of the server.
+func TestNodes(t *testing.T) {
+	doc := &admin.NodeList{Nodes: []admin.Node{
+		{Node: "one", This: true, Version: "v1.2.3", SeenAge: 0.2, Open: 12, LogSize: 40321, SealingKeys: []uint32{1, 2}, Differs: []string{}},
+		{Node: "two", Version: "v1.2.3", SeenAge: 4.9, SealingKeys: []uint32{1}, Differs: []string{"guard pay: retain_key", "quota.open_executions"}},
+		{Node: "evil\x1b[2J", SeenAge: 75},
+	}}
+	golden(t, "nodes", describeNodes(doc, time.Time{}))
+	server := newAdminServer(t, func(*http.Request) any { return doc })
+	out, _, err := server.run(t, "nodes")
+	if want := "GET /agent_guard/nodes "; err != nil || strings.Join(server.asked, "\n") != want || !strings.HasPrefix(out, "NODE ") {
+		t.Errorf("it asks %s: %v\n%s", server.asked, err, out)
+	}
+	if got := document[admin.NodeList](t, "nodes", "--address", server.address); len(got.Nodes) != 3 || got.Nodes[0].LogSize != 40321 {
+		t.Errorf("%+v", got)
 	}
 }
 
@@ -208,6 +232,25 @@ Key 2 still has 1 records and 2 parts of answers.
 			t.Errorf("got %q, want %q", got, want)
 		}
 	}
+	if got, want := describeResealing(&admin.Resealing{Key: 3, Node: "b", Done: true, Finished: now.Add(-time.Second)}, now),
+		"Re-sealing to key 3: done, 2026-11-20T13:59:59Z (1s ago), by b."; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	status.Resealing, status.Keys[1].Newest, status.Keys[2] = nil, true, admin.Key{ID: 3, Lacking: []string{"b", "c"}}
+	if out := describeKeys(status, now); !strings.Contains(out, "3    waits   -                                -\nKey 3 seals once all gateways on the store have it. It is missing at: b, c.\n") {
+		t.Errorf("got\n%s", out)
+	}
+	status.Made = 3
+	for want, of := range map[string]*admin.KeyStatus{
+		"Copy the key file to the gateways that lack": status, "No key was made": {}, "Copy the key file anew": {Made: 2}, "with all its secrets": {Ring: "{}"},
+	} {
+		if got := adviseRotation(of); !strings.HasPrefix(got, want) && (of.Ring == "" || !strings.Contains(got, want)) {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	if out := describeKeys(&admin.KeyStatus{Ring: "{}\n"}, now); out != "{}\n" { // for a file
+		t.Errorf("got %q", out)
+	}
 	if out := describeKeys(&admin.KeyStatus{Source: "value"}, now); !strings.Contains(out, "given as a value") {
 		t.Error(out)
 	}
@@ -287,4 +330,36 @@ func TestGoldenCascades(t *testing.T) {
 		}
 	}
 	refuses(t, "give one ID", "cascades", "show")
+}
+
+// On PostgreSQL the lines about the disk give way to those about the database.
+func TestStoreStatsOfADatabase(t *testing.T) {
+	lag := 1.25
+	report := &admin.Report{
+		Commits: 10, Batches: 25, RecordsPerSync: 2.5, Size: map[string]uint64{"rows": 2048, "indexes": 1024},
+		Database: &admin.Database{
+			LeaseLeft: 9.96, Connections: map[string]int{"in_use": 1, "idle": 2, "max": 10}, Waits: 4, Waited: 0.5,
+			Known: true, Living: 7, Dead: 3, OldestTransaction: 60, Standbys: 2, Lag: &lag,
+		},
+	}
+	got := describeStore(&admin.StoreStatus{Path: "postgres:agent_guard@1", Health: "ok", Node: "n", Boot: "b", Store: report}, time.Now())
+	for _, line := range []string{
+		"size                  3.0 KiB: indexes 1.0 KiB, rows 2.0 KiB", "rows                  7", "dead rows             3", "vacuumed              not known",
+		"oldest transaction    60.0s", "standbys              2, 1.2s behind", "lease                 ends in 10.0s unless it is renewed",
+		"connections           1 in use, 2 idle, at most 10 for reading", "waits                 4 for a connection, 0.5s together",
+		"commits               10", "records per sync      2.5", "batches               25",
+	} {
+		if !strings.Contains(got, line+"\n") {
+			t.Errorf("%q is not in\n%s", line, got)
+		}
+	}
+	for _, word := range []string{"bodies", "segments", "reclaimed"} {
+		if strings.Contains(got, word) {
+			t.Errorf("%q is said of a database:\n%s", word, got)
+		}
+	}
+	report.Database.Known, report.Database.Lag = false, nil
+	if got := describeStore(&admin.StoreStatus{Store: report}, time.Now()); strings.Contains(got, "dead rows") || !strings.Contains(got, "lease ") {
+		t.Errorf("of a database that was not asked yet:\n%s", got)
+	}
 }

@@ -126,7 +126,7 @@ func TestProgressFromALedger(t *testing.T) {
 	}
 	file := put(t, "trip.json", blocks(t, "workflows.md", "json")[0])
 	progress := func(export string, more ...string) []string {
-		return append([]string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key, "--workflow", someWID, "--gateway", gateway}, more...)
+		return append([]string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key(origin), "--workflow", someWID, "--gateway", gateway}, more...)
 	}
 
 	// The gateway's own record of a call without tokens is done.
@@ -155,7 +155,7 @@ func TestProgressFromALedger(t *testing.T) {
 	if doc := document[progressDocument](t, progress(export, "--gateway", "spiffe://example.com/other")...); !doc.Nodes[3].Ready {
 		t.Errorf("%+v", doc)
 	}
-	others := []string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key, "--workflow", someWID, "--gateway", "spiffe://example.com/other"}
+	others := []string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key(origin), "--workflow", someWID, "--gateway", "spiffe://example.com/other"}
 	if doc := document[progressDocument](t, others...); doc.Nodes[1].State != "running" || doc.Nodes[3].Ready {
 		t.Errorf("%+v", doc)
 	}
@@ -172,5 +172,5 @@ func TestProgressFromALedger(t *testing.T) {
 	refuses(t, "DOES NOT HOLD", progress(put(t, "altered", string(text[:len(text)-40])))...)
 	refuses(t, "has nothing of the workflow nobody", progress(export, "--workflow", "nobody")...)
 	refuses(t, "give a file with a plan and one with an export; there are 1", "workflows", "progress", file)
-	refuses(t, `required flag(s) "gateway"`, "workflows", "progress", file, export, "--key", b.ledger.Key, "--workflow", "w")
+	refuses(t, `required flag(s) "gateway"`, "workflows", "progress", file, export, "--key", b.ledger.Key(origin), "--workflow", "w")
 }

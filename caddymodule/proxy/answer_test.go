@@ -1,6 +1,7 @@
 package proxy_test
 
 import (
+	"context"
 	"encoding/base64"
 	"encoding/binary"
 	"fmt"
@@ -137,6 +138,9 @@ func (c changes) Transition(e breaker.Event)    { c <- e }
 func (changes) PermanentlyOpen(e breaker.Event) {}
 func (changes) Dropped([]breaker.Status)        {}
 func (changes) Slow(string, bool)               {}
+func (changes) Probe(context.Context, breaker.Key, time.Duration) (func(), time.Time, bool) {
+	return nil, time.Time{}, true
+}
 
 // hear receives every change until the end of the test.
 func hear(t *testing.T) changes {

@@ -26,11 +26,12 @@ import (
 // call is a request that a breaker has let through. It becomes the body of the answer,
 // because only its end shows the outcome of the call, and then settles the permit.
 type call struct {
-	t      *Transport
-	ctx    context.Context
-	watch  *Watch // nil if the request is not guarded
-	permit breaker.Permit
-	began  time.Time
+	t       *Transport
+	ctx     context.Context
+	watch   *Watch // nil if the request is not guarded
+	permit  breaker.Permit
+	release func() // gives the lease of a probe back that is for all processes; nil for none
+	began   time.Time
 	// upstream is its address.
 	upstream string
 	upload   *upload // of a request whose body comes from the client
@@ -254,6 +255,9 @@ func (c *call) settle(o breaker.Outcome) {
 		}
 	}
 	c.permit.Done(o)
+	if c.release != nil {
+		c.release()
+	}
 }
 
 // latency returns how long the upstream has taken until now, without the time for sending the

@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"net/http"
@@ -150,6 +151,7 @@ type pool struct {
 	users     []*Circuits // never changed, only replaced
 	listeners []*Member   // the latest last
 	forced    map[breaker.Key]breaker.Mode
+	shared    map[string]bool      // downstreams whose breakers probe as one because of a cascade
 	undoUsed  map[string]time.Time // addresses of UndoClass with their last use
 }
 
@@ -160,7 +162,7 @@ const poolKey = "agent_guard.circuits"
 
 func holdPool() *pool {
 	value, _, err := pools.LoadOrNew(poolKey, func() (caddy.Destructor, error) {
-		p := &pool{forced: map[breaker.Key]breaker.Mode{}, undoUsed: map[string]time.Time{}}
+		p := &pool{forced: map[breaker.Key]breaker.Mode{}, shared: map[string]bool{}, undoUsed: map[string]time.Time{}}
 		p.registry = breaker.NewRegistry(0, p)
 		return p, nil
 	})
@@ -287,6 +289,26 @@ func (p *pool) wanted(upstream string) breaker.Mode {
 	return who.set.Mode
 }
 
+// sharesProbes reports whether the breakers of all processes before an upstream send one probe: as the
+// latest transport says that knows the upstream, or because of a cascade.
+func (p *pool) sharesProbes(key breaker.Key) bool {
+	if key.Class == UndoClass {
+		return false
+	}
+	downstream := cmp.Or(p.identity(key.Upstream), key.Upstream)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.shared[downstream] {
+		return true
+	}
+	for _, user := range slices.Backward(p.users) {
+		if user.known(key.Upstream) {
+			return user.set.ProbeScope == ScopeFleet
+		}
+	}
+	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.open && u.set.ProbeScope == ScopeFleet })
+}
+
 // count counts the forced modes: enforce is needed only if there are some. p.mu is held.
 func (p *pool) count() {
 	n := len(p.forced)
@@ -350,6 +372,10 @@ type Member struct {
 // Hook receives the events of the process's breakers.
 type Hook interface {
 	breaker.Hook
+	// Probe asks whether a breaker that shares its probes with other processes may send one, for
+	// as long as lasts. release is to be called when its call has ended. If it is false, until is
+	// when to ask again; zero if that is unknown.
+	Probe(ctx context.Context, key breaker.Key, lasts time.Duration) (release func(), until time.Time, ok bool)
 	// Slow says that the latency of an upstream has risen far above what is usual, or is back. It must
 	// not wait.
 	Slow(upstream string, is bool)
@@ -397,6 +423,12 @@ func (m *Member) Keep(e breaker.Event, reference string) {
 	}
 }
 
+// Follow does what the probe of another process says (breaker.Breaker.Follow), if the breaker shares its probes.
+func (m *Member) Follow(key breaker.Key, p breaker.PeerProbe) bool {
+	b := m.pool.registry.Find(key)
+	return b != nil && m.pool.sharesProbes(key) && b.Follow(p)
+}
+
 // SetMode sets the mode that an operator chose for a breaker. It returns false if there is
 // no such breaker.
 func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
@@ -407,18 +439,19 @@ func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
 	return b != nil
 }
 
-// Snapshot returns the state of a breaker that must survive the process. It returns false
-// if a new breaker would be in the same state, or if the configuration forces the mode.
-func (m *Member) Snapshot(key breaker.Key) (breaker.Snapshot, bool) {
+// Snapshot returns the state of a breaker that must survive the process. keep is false if a
+// new breaker would be in the same state, or if the configuration forces the mode; there is
+// false if it is forgotten, which at the end of a process all are.
+func (m *Member) Snapshot(key breaker.Key) (s breaker.Snapshot, keep, there bool) {
 	m.pool.mu.Lock()
 	_, forced := m.pool.forced[key]
 	m.pool.mu.Unlock()
 	b := m.pool.registry.Find(key)
-	if b == nil || forced {
-		return breaker.Snapshot{}, false
+	if b == nil {
+		return s, false, false
 	}
-	s := b.Snapshot()
-	return s, !s.Blank()
+	s = b.Snapshot()
+	return s, !forced && !s.Blank(), true
 }
 
 // Restore continues a breaker in the state of an earlier process. It returns false if no
@@ -602,6 +635,13 @@ type Circuit struct {
 	Opened string `json:"open_ect,omitempty"`
 	// Rejected is the number of calls refused since the process began.
 	Rejected uint64 `json:"rejected"`
+
+	// Node is whose breaker it is, if those of all nodes are asked for (`scope=fleet`). Of other
+	// nodes the counts are those of the opening, and the settings are not known.
+	Node string `json:"node,omitempty"`
+	// Age is how many seconds ago another node has stored this state, which it does with each
+	// change; 0 if it was closed all the time.
+	Age int64 `json:"age_s,omitempty"`
 
 	// WorkflowThreshold is the stricter threshold of the requested workflow, if it has
 	// asked for one within the settings' bounds.

@@ -1,6 +1,7 @@
 package proxy_test
 
 import (
+	"context"
 	"fmt"
 	"slices"
 	"testing"
@@ -159,12 +160,15 @@ type listener struct {
 
 func (l *listener) Transition(e breaker.Event) {
 	l.heard = append(l.heard, e)
-	s, _ := l.m.Snapshot(e.Key)
+	s, _, _ := l.m.Snapshot(e.Key)
 	l.states = append(l.states, s.State)
 }
 func (l *listener) PermanentlyOpen(e breaker.Event) { l.ended = append(l.ended, e) }
 func (l *listener) Slow(string, bool)               {}
-func (l *listener) Dropped(gone []breaker.Status)   { l.gone = append(l.gone, gone...) }
+func (l *listener) Probe(context.Context, breaker.Key, time.Duration) (func(), time.Time, bool) {
+	return nil, time.Time{}, true
+}
+func (l *listener) Dropped(gone []breaker.Status) { l.gone = append(l.gone, gone...) }
 
 // What a configuration leaves behind is told as it stood, once nothing else leads there.
 func TestDropped(t *testing.T) {
@@ -185,7 +189,7 @@ func TestDropped(t *testing.T) {
 	if len(hear.gone) != 1 || hear.gone[0].Key.Upstream != "b:1" || hear.gone[0].State != breaker.Open {
 		t.Errorf("dropped: %+v", hear.gone)
 	}
-	if _, there := hear.m.Snapshot(breaker.Key{Upstream: "b:1"}); there {
+	if _, there, _ := hear.m.Snapshot(breaker.Key{Upstream: "b:1"}); there {
 		t.Error("what was dropped has a snapshot")
 	}
 }
@@ -203,7 +207,7 @@ func TestMembers(t *testing.T) {
 		t.Errorf("heard: %v and %v", first.heard, second.heard)
 	}
 	second.m.Keep(second.heard[0], "token")
-	if s, ok := second.m.Snapshot(breaker.Key{Upstream: "a:1"}); !ok || s.Reference != "token" {
+	if s, ok, _ := second.m.Snapshot(breaker.Key{Upstream: "a:1"}); !ok || s.Reference != "token" {
 		t.Errorf("%+v", s)
 	}
 	second.m.Leave()
@@ -229,7 +233,7 @@ func TestRestore(t *testing.T) {
 	old := proxy.Join()
 	trip(t, before.Breaker("a:1", "POST"))
 	key := breaker.Key{Upstream: "a:1"}
-	s, ok := old.Snapshot(key)
+	s, ok, _ := old.Snapshot(key)
 	if !ok {
 		t.Fatal("an open breaker has no snapshot")
 	}
@@ -272,7 +276,7 @@ func TestForcedModeIsNotKept(t *testing.T) {
 	m := proxy.Join()
 	defer m.Leave()
 	b := c.Breaker("a:1", "GET")
-	if s, ok := m.Snapshot(b.Key()); ok {
+	if s, ok, _ := m.Snapshot(b.Key()); ok {
 		t.Errorf("kept %+v", s)
 	}
 }
@@ -317,7 +321,7 @@ func TestOwn(t *testing.T) {
 				synctest.Wait() // the timer that ends the cooldown fires at the same instant
 			}
 		}
-		s, ok := m.Snapshot(breaker.Key{Upstream: "a:1", Class: proxy.UndoClass})
+		s, ok, _ := m.Snapshot(breaker.Key{Upstream: "a:1", Class: proxy.UndoClass})
 		m.Leave()
 		if !ok {
 			t.Fatal("nothing of it is kept")

@@ -162,8 +162,15 @@ func (m *Member) keysOf(downstream string) (keys []breaker.Key) {
 }
 
 // ShareProbes has the breakers before a downstream probe as one, or each for itself again
-// (breaker.Registry.ShareProbes).
+// (breaker.Registry.ShareProbes), with those of other processes too.
 func (m *Member) ShareProbes(downstream string, share bool) {
+	m.pool.mu.Lock()
+	if share {
+		m.pool.shared[downstream] = true
+	} else {
+		delete(m.pool.shared, downstream)
+	}
+	m.pool.mu.Unlock()
 	m.pool.registry.ShareProbes(share, m.keysOf(downstream)...)
 }
 

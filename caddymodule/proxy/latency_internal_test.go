@@ -1,6 +1,7 @@
 package proxy
 
 import (
+	"context"
 	"slices"
 	"testing"
 	"time"
@@ -16,6 +17,9 @@ func (s *spikes) Slow(_ string, is bool)        { s.heard = append(s.heard, is) 
 func (s *spikes) Transition(breaker.Event)      {}
 func (s *spikes) PermanentlyOpen(breaker.Event) {}
 func (s *spikes) Dropped([]breaker.Status)      {}
+func (s *spikes) Probe(context.Context, breaker.Key, time.Duration) (func(), time.Time, bool) {
+	return nil, time.Time{}, true
+}
 
 // C-3.4.1-c, C-3.4.1-d: answers that are slow against what the last process knew of the upstream are a
 // spike, which is reported once, as is its end.

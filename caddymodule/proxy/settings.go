@@ -93,6 +93,13 @@ type Settings struct {
 	// How long a probe may go without an answer. Default: 30s.
 	ProbeTimeout caddy.Duration `json:"probe_timeout,omitempty"`
 
+	// Where several gateways share a store: `node` has each of them send its own probe; with `fleet`
+	// one of those whose breakers for an upstream are open sends a probe for all that have this
+	// option, and its result closes them, or keeps them open for as long as that one's. If it is gone
+	// before the result, another one probes; while the store cannot be reached, each does. Default:
+	// `node`.
+	ProbeScope string `json:"probe_scope,omitempty"`
+
 	// `auto`; `observe` changes state and refuses nothing; `forced_open` refuses every call,
 	// `forced_closed` none. Default: `auto`.
 	Mode breaker.Mode `json:"mode,omitempty"`
@@ -122,6 +129,12 @@ type Settings struct {
 	WrittenAt string `json:"written_at,omitempty"`
 }
 
+// The values of Settings.ProbeScope.
+const (
+	ScopeNode  = "node"
+	ScopeFleet = "fleet" // see ScopeNode
+)
+
 type checkedSettings struct {
 	rules      *breaker.Rules
 	statuses   []int
@@ -146,6 +159,9 @@ func (s *Settings) checkAll() (*checkedSettings, error) {
 // check checks each option by itself.
 func (s *Settings) check() (*checkedSettings, error) {
 	c := &checkedSettings{statuses: s.FailureStatus, downstream: map[string]string{}}
+	if s.ProbeScope != "" && s.ProbeScope != ScopeNode && s.ProbeScope != ScopeFleet {
+		return nil, fmt.Errorf("probe_scope: %q is unknown; use node or fleet", s.ProbeScope)
+	}
 	if s.Mode > breaker.ForcedClosed {
 		return nil, fmt.Errorf("mode: %v; use auto, observe, forced_open or forced_closed", s.Mode)
 	}
@@ -228,6 +244,7 @@ func (c *Circuits) failedStatus(status int) bool {
 //		by_operation
 //		probe_prefer  off|<duration>
 //		probe_timeout <duration>
+//		probe_scope   node|fleet
 //		mode          auto|observe|forced_open|forced_closed
 //		failure       <statuses...>
 //		in_band       json <pointer> [<value>]
@@ -340,6 +357,7 @@ var breakerOptions = map[string]breakerOption{
 		}
 		return parseDuration(a[0], &s.ProbePrefer)
 	}},
+	"probe_scope": {usage: "node|fleet", least: 1, most: 1, parse: func(s *Settings, a []string) error { s.ProbeScope = a[0]; return nil }},
 	"mode": {usage: "auto|observe|forced_open|forced_closed", least: 1, most: 1, parse: func(s *Settings, a []string) error {
 		if err := s.Mode.UnmarshalText([]byte(a[0])); err != nil {
 			return fmt.Errorf("%q is unknown; use auto, observe, forced_open or forced_closed", a[0])

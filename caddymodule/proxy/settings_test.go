@@ -38,6 +38,7 @@ func TestCaddyfile(t *testing.T) {
 		by_operation
 		probe_prefer off
 		probe_timeout 20s
+		probe_scope fleet
 		mode observe
 		failure 5xx 408
 		in_band json /error/type overloaded*
@@ -55,7 +56,7 @@ func TestCaddyfile(t *testing.T) {
 	}
 	const want = `{"window":30000000000,"threshold":0.4,"min_volume":20,"consecutive":5,"slow_call":2000000000,` +
 		`"slow_threshold":0.8,"patience":90000000000,"cooldown":10000000000,"max_cooldown":120000000000,"jitter":0.1,` +
-		`"workflow_threshold":0.05,"by_operation":true,"probe_prefer":-1,"probe_timeout":20000000000,"mode":"observe","failure_status":[5,408],` +
+		`"workflow_threshold":0.05,"by_operation":true,"probe_prefer":-1,"probe_timeout":20000000000,"probe_scope":"fleet","mode":"observe","failure_status":[5,408],` +
 		`"in_band":[{"json":"/error/type","value":"overloaded*"},{"header":"X-Failed"},{"sse_error":true}],` +
 		`"downstream":{"localhost:9001":"spiffe://example.com/a","unix//run/b.sock":"spiffe://example.com/b"},"verify_probe":true,"written_at":"Testfile:2"}`
 	if string(got) != want {

@@ -403,8 +403,21 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 		op.Patience = max(deadline.Sub(c.began), 1)
 	}
 	var err error
-	if c.permit, err = t.circuits.Breaker(upstream, req.Method).Acquire(op); err != nil {
+	b := t.circuits.Breaker(upstream, req.Method)
+	if c.permit, err = b.Acquire(op); err != nil {
 		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError), t: t}
+	}
+	if p := t.circuits.pool; c.permit.Probe() && p.sharesProbes(b.Key()) {
+		if m := p.listener(); m != nil {
+			// The time for sending is not in the lease of the breaker.
+			release, until, ok := m.hook.Probe(ctx, b.Key(), 2*t.circuits.checked.rules.Settings().ProbeLease)
+			if !ok {
+				if open := c.permit.Yield(until); open != nil {
+					return nil, &refusedError{dial: reverseproxy.NewDialError(open), open: open, t: t}
+				}
+			}
+			c.release = release
+		}
 	}
 	if c.permit.Probe() && t.circuits.set.VerifyProbe {
 		c.identity = t.circuits.checked.downstream[upstream]

@@ -52,9 +52,18 @@ func (s clearSealer) Index(d string, parts ...string) [32]byte { return s.Ring.I
 
 var testRing = seal.Generate()
 
+// unsequenced is a store without sequences: everything goes by the outbox.
+type unsequenced struct{ store.Store }
+
+// sequenced lets a log put events into the tree in the commit that records them.
+func sequenced(o Options) Options {
+	o.Store = o.Store.(unsequenced).Store
+	return o
+}
+
 func testOptions(st store.Store) Options {
 	return Options{
-		Store: st, Sealer: testRing, Origin: testOrigin, HeadSigner: testSigner, HeadKeys: testKeys,
+		Store: unsequenced{st}, Sealer: testRing, Origin: testOrigin, HeadSigner: testSigner, HeadKeys: testKeys,
 		Sign: makeToken, BatchDelay: -1,
 	}
 }
@@ -281,4 +290,11 @@ func must[T any](v T, err error) func(testing.TB) T {
 		}
 		return v
 	}
+}
+
+// encodeLeaf appends e as the entry at index.
+func (e *Event) encodeLeaf(b []byte, index int64, recorded time.Time) []byte {
+	x := extension{after: &state{tree: &tree{merkleState: merkleState{size: index}}, recorded: recorded}}
+	x.encode(e.encodeFields(store.Encoder{}))
+	return append(b, x.leaf...)
 }

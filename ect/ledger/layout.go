@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"iter"
 	"slices"
-	"time"
 
 	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
@@ -73,12 +72,15 @@ type logStore struct {
 	links  func(e *Event) []string
 	holds  func(header, payload, signature []byte) (holds, known bool)
 	none   [idHash]byte // the hash of no workflow
+
+	sequencing bool // events can be put into the tree in the commit that records them
 }
 
 func newLogStore(o *Options) *logStore {
 	s := &logStore{
 		store: o.Store, sealer: o.Sealer, origin: o.Origin, keys: o.HeadKeys,
 		id: logOf(o.Sealer, o.Origin), links: o.Links, holds: o.Verifies,
+		sequencing: store.Sequences(o.Store) && !o.Shared,
 	}
 	s.none = s.hashOf("ledger workflow", "")
 	return s
@@ -210,6 +212,16 @@ func (s *logStore) linkKeysIn(workflow [idHash]byte, e *Event, index int64) [][]
 		keys = append(keys, binary.BigEndian.AppendUint64(key, uint64(index)))
 	}
 	return keys
+}
+
+// IDPrefix begins the store's keys of ids, of which one is written with each event. Each ends with the
+// WorkflowHash of the event's workflow.
+func IDPrefix() []byte { return []byte{space, spaceID} }
+
+// WorkflowHash is what the store's keys of ids have of a workflow.
+func (l *Log) WorkflowHash(workflow string) [8]byte {
+	n := l.namesOf(workflow, "")
+	return [workflowHash]byte(n.workflow[:])
 }
 
 func indexIn(key []byte) int64 {
@@ -456,14 +468,6 @@ const (
 // encode appends e as a waiting event.
 func (e *Event) encode(b []byte) []byte {
 	return e.encodeFields(store.Encoder{B: append(b, encodingVersion)})
-}
-
-// encodeLeaf appends e as the entry at index.
-func (e *Event) encodeLeaf(b []byte, index int64, recorded time.Time) []byte {
-	to := store.Encoder{B: append(b, encodingVersion)}
-	to.Int(tagIndex, index)
-	to.Time(tagRecorded, recorded)
-	return e.encodeFields(to)
 }
 
 func (e *Event) encodeFields(to store.Encoder) []byte {

@@ -1,12 +1,12 @@
 // Package ledger is an append-only log of events: a Merkle tree (RFC 6962) over a
 // store.Store, whose heads are signed notes.
 //
-// An event is recorded in two steps. [Log.Record] makes writes for the commit of the state
-// change that the event describes, so that both are durable or neither. They put the event
-// into the outbox. The sequencer then moves events from the outbox into the tree in their
-// order, and signs those that were recorded unsigned. Each move is one commit that is
-// conditional on the head: after a crash it happened completely or not at all, and of two
-// processes on one log the loser reloads the tree and continues.
+// [Log.Record] makes writes for the commit of the state change that an event describes, so that both are durable or
+// neither. Where the store is a store.Sequencing, the event is in the tree with that commit, under a head that is
+// signed once for a group of commits. Elsewhere, and if its token has to be signed first, it goes into the outbox. The
+// sequencer then moves events from the outbox into the tree in their order, and signs those that were recorded
+// unsigned. Each move is one commit that is conditional on the head: after a crash it happened completely or not at
+// all, and of two processes on one log the loser reloads the tree and continues.
 //
 // A [Receipt] (index, inclusion proof, signed head) and consistency proofs between two
 // heads can be checked with the public keys alone. [Log.Verify] reads the whole log and
@@ -193,10 +193,16 @@ type Options struct {
 	// Links returns the ids in the event's workflow under which Following finds it, such
 	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
 	Links func(e *Event) []string
-	// Placed gets each event once it is in the tree, also those that an earlier process recorded, on
-	// the sequencer's goroutine: it must not wait, nor keep the event without a copy. Events may be
+	// Placed gets each event once it is in the tree, also those that an earlier process recorded, in the order of the
+	// tree and on the sequencer's goroutine: it must not wait, nor keep the event without a copy. Events may be
 	// missing that another process has moved, or whose commit has an unknown result. Nil is nobody.
 	Placed func(e *Event, recorded time.Time)
+	// KeysOf returns the public keys of the heads of another log of the store, by its origin, so that
+	// it can be read and verified here: see In. If nil, its heads are not verified.
+	KeysOf func(origin string) (note.Verifiers, error)
+	// Shared says that other processes record in other logs of the store at the same time: Flush waits
+	// for their events, too.
+	Shared bool
 	// Known are earlier heads that were kept outside the store. Open returns ErrTampered
 	// if the log does not extend them.
 	Known []Head
@@ -235,10 +241,12 @@ type Log struct {
 	signer   note.Signer
 	boot     [8]byte
 	queue    *queue
+	places   placements
 	now      atomic.Pointer[state] // the newest that this process has read or written
 	pruning  sync.Mutex            // excludes pruning, exporting, verifying and re-sealing
 	reported map[int64]bool        // entries that cannot be pruned; guarded by pruning
 	origins  sync.Map              // logID -> string, of the other logs of the store
+	others   sync.Map              // origin -> *Log, of the other logs of the store
 
 	refused, damaged, retries atomic.Int64
 
@@ -292,6 +300,8 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 	}
 	l.queue = newQueue(last+1, o.MaxBacklog, o.MaxAge)
 	l.queue.setInherited(waiting)
+	l.places.log = l
+	l.places.sequence.Assemble = l.places.assemble
 	return l, nil
 }
 
@@ -416,17 +426,22 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	for i := range events {
 		kept[i].Event = events[i]
 	}
-	first, err := l.queue.open(kept)
+	direct := l.sequencing && !slices.ContainsFunc(events, func(e Event) bool { return e.Unsigned })
+	first, direct, err := l.queue.open(kept, direct)
 	if err != nil {
 		return nil, err
 	}
-	writes, err := l.outboxWrites(kept, first)
+	writes, placed, err := l.recordWrites(kept, first, direct)
 	if err != nil {
 		l.queue.committed(first, n, err)
 		return nil, err
 	}
 	b := store.NewBatch(writes...)
 	b.OnDone(func(err error) error {
+		if err == nil && len(placed) > 0 && placed[0].placed { // they are in the tree together, or none is
+			l.queue.placed(first, n, l.options.Placed != nil)
+			return nil
+		}
 		l.queue.committed(first, n, err)
 		if store.Lost(err, writes) { // the failed condition is of an event, not of another write
 			return fmt.Errorf("%w: %w", ErrDuplicate, err)
@@ -442,15 +457,15 @@ type hashedEvent struct {
 	names names
 }
 
-// outboxWrites makes the writes that record events; first is the ticket of the first. The
-// error is ErrDuplicate if two events have the same id.
-func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, error) {
+// recordWrites makes the writes that record events: with direct in the tree, else in the outbox. first is the ticket
+// of the first. The error is ErrDuplicate if two events have the same id.
+func (l *Log) recordWrites(events []hashedEvent, first uint64, direct bool) (_ []store.Write, placed []*placement, _ error) {
 	writes := make([]store.Write, 0, 4*len(events))
 	// add adds a write, and reports false if an earlier one conflicts with it.
 	add := func(w store.Write) bool {
 		for i := range writes {
 			if there := &writes[i]; bytes.Equal(there.Key, w.Key) {
-				return there.Delete == w.Delete && len(there.Value)+len(w.Value) == 0
+				return there.Delete == w.Delete && len(there.Value)+len(w.Value) == 0 && there.Place == nil && w.Place == nil
 			}
 		}
 		writes = append(writes, w)
@@ -462,18 +477,24 @@ func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, e
 		e, t := &events[i].Event, ticket{first + uint64(i), l.boot}
 		events[i].names = l.namesOf(e.Workflow, e.ID)
 		n := &events[i].names
-		work[0] = e.encode(work[0][:0])
-		plain := work[0]
-		if !e.Unsigned && e.Header == nil {
-			work[1] = pack(work[1][:0], plain, e.Payload)
-			plain = work[1]
+		var unique bool
+		if direct {
+			w, one := l.places.place(&events[i], t.number)
+			placed, unique = append(placed, one), add(w)
+		} else {
+			work[0] = e.encode(work[0][:0])
+			plain := work[0]
+			if !e.Unsigned && e.Header == nil {
+				work[1] = pack(work[1][:0], plain, e.Payload)
+				plain = work[1]
+			}
+			memory := arena{b: make([]byte, 0, idKeySize+locationSize+outboxKeySize+len(plain)+sealedMore)}
+			id := memory.cut(n.appendID(memory.b, spaceID))
+			where := location{log: l.id, waiting: true, ticket: t}
+			unique = add(store.Write{Key: id, If: store.Absent(), Value: memory.cut(where.encode(memory.b))})
+			key := memory.cut(l.outboxKey(memory.b, t))
+			writes = append(writes, store.Write{Key: key, Value: memory.cut(l.sealer.Seal(memory.b, plain, key))})
 		}
-		memory := arena{b: make([]byte, 0, idKeySize+locationSize+outboxKeySize+len(plain)+sealedMore)}
-		id := memory.cut(n.appendID(memory.b, spaceID))
-		where := location{log: l.id, waiting: true, ticket: t}
-		unique := add(store.Write{Key: id, If: store.Absent(), Value: memory.cut(where.encode(memory.b))})
-		key := memory.cut(l.outboxKey(memory.b, t))
-		writes = append(writes, store.Write{Key: key, Value: memory.cut(l.sealer.Seal(memory.b, plain, key))})
 		// An id must not be used both with and without a workflow: the key of the other use
 		// must be absent. The gateway generates the ids of its own events, so they are new.
 		switch {
@@ -486,10 +507,10 @@ func (l *Log) outboxWrites(events []hashedEvent, first uint64) ([]store.Write, e
 				add(store.Write{Key: n.appendGiven(nil), Expires: e.KeepUntil})
 		}
 		if !unique {
-			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
+			return nil, nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
 		}
 	}
-	return writes, nil
+	return writes, placed, nil
 }
 
 // scratch holds buffers for encoding.
@@ -508,8 +529,8 @@ func (a *arena) cut(b []byte) []byte {
 	return b[from:len(b):len(b)]
 }
 
-// Append commits events together with more writes and returns when they are durable. The
-// sequencer adds them to the tree later: see Wait. The errors are those of Record and of
+// Append commits events together with more writes and returns when they are durable. Those in the outbox get into the
+// tree later: see Wait. The errors are those of Record and of
 // the store.
 func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) error {
 	b, err := l.Record(events...)
@@ -518,6 +539,83 @@ func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) e
 	}
 	b.Add(more...)
 	return b.Commit(ctx, l.store)
+}
+
+// In returns a log of the store by its origin, as it stands now: this one, or one that another process
+// writes, of which a Log to read is returned. That one records, prunes and re-seals nothing. The error is
+// ErrNotFound, or ErrTampered if its head does not verify, or does not extend what was read of it before.
+func (l *Log) In(ctx context.Context, origin string) (*Log, error) {
+	if origin == l.options.Origin {
+		return l, nil
+	}
+	if l.options.KeysOf == nil {
+		return nil, ErrNotFound
+	}
+	if found, ok := l.others.Load(origin); ok {
+		other := found.(*Log)
+		for {
+			s := other.now.Load()
+			next, err := other.advance(ctx, s)
+			if err != nil {
+				return nil, err
+			}
+			if other.now.CompareAndSwap(s, next) {
+				return other, nil
+			}
+		}
+	}
+	o := l.options
+	o.Origin, o.HeadSigner, o.Sign, o.Known, o.Placed = origin, nil, nil, nil, nil
+	if err := o.complete(); err != nil { // whoever asks may name anything
+		return nil, ErrNotFound
+	}
+	if there, err := Exists(ctx, l.store, l.sealer, origin); err != nil || !there {
+		return nil, cmp.Or(err, ErrNotFound)
+	}
+	var err error
+	if o.HeadKeys, err = l.options.KeysOf(origin); err != nil {
+		return nil, err
+	}
+	other := &Log{logStore: newLogStore(&o), options: o, queue: newQueue(1, o.MaxBacklog, o.MaxAge), stopped: l.stopped}
+	other.queue.close(ErrClosed)
+	s, err := other.load(ctx)
+	if err != nil {
+		return nil, err
+	}
+	other.now.Store(s)
+	found, _ := l.others.LoadOrStore(origin, other)
+	return found.(*Log), nil
+}
+
+// Logs are the origins of all logs of the store, in order. Those whose heads cannot be read are left out.
+func (l *Log) Logs(ctx context.Context) (all []string, err error) {
+	for found, err := range l.store.Scan(ctx, store.Prefix([]byte{space, spaceHead})) {
+		if err != nil {
+			return nil, err
+		}
+		head, err := parseHeadText(noteText(found.Value))
+		if err != nil || !bytes.Equal(found.Key, logKey(spaceHead, logOf(l.sealer, head.Origin), 0)) {
+			continue
+		}
+		all = append(all, head.Origin)
+	}
+	slices.Sort(all)
+	return all, nil
+}
+
+// Exists reports whether a store has the log of that origin.
+func Exists(ctx context.Context, st store.Store, sealer store.Sealer, origin string) (bool, error) {
+	_, err := st.Get(ctx, logKey(spaceHead, logOf(sealer, origin), 0))
+	if errors.Is(err, store.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// Waiting counts the events in the outbox of the log, whoever has recorded them.
+func (l *Log) Waiting(ctx context.Context) (int, error) {
+	_, waiting, err := l.countWaiting(ctx)
+	return waiting, err
 }
 
 // Origin is the log's name.

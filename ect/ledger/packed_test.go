@@ -272,14 +272,14 @@ func TestBuffersOfAMove(t *testing.T) {
 		for rest := true; rest; {
 			rest = must(m.move(t.Context()))(t)
 		}
-		for _, w := range m.batch {
+		for _, w := range m.x.batch {
 			if w.Key != nil || w.Value != nil {
 				t.Fatalf("%q is kept", w.Key)
 			}
 		}
 	}
-	if cap(m.memory) > maxKept || cap(m.leaf) > maxKept || cap(m.packed) > maxKept {
-		t.Errorf("%d, %d and %d bytes are kept", cap(m.memory), cap(m.leaf), cap(m.packed))
+	if cap(m.x.memory.b) > maxKept || cap(m.x.leaf) > maxKept || cap(m.x.packed) > maxKept {
+		t.Errorf("%d, %d and %d bytes are kept", cap(m.x.memory.b), cap(m.x.leaf), cap(m.x.packed))
 	}
 	mustVerify(t, l)
 }

@@ -64,14 +64,24 @@ func (l *Log) absent(ctx context.Context, log logID, index int64) error {
 	return fmt.Errorf("%w: entry %d is missing", ErrTampered, index)
 }
 
-// marksOf reads the marks of a tile of any log of the store. The marks of other logs are not
-// verified here, because other keys sign them; Verify on their own nodes does that.
+// marksOf reads the marks of a tile of any log of the store. Those of other logs are verified if their
+// keys are known.
 func (l *Log) marksOf(ctx context.Context, log logID, n int64) (marks, error) {
 	if log == l.id {
 		return l.pruned(ctx, n)
 	}
 	on := *l.logStore
 	on.id = log
+	if l.options.KeysOf != nil {
+		var err error
+		if on.origin, err = l.originOf(ctx, log); err != nil {
+			return marks{}, err
+		}
+		if on.keys, err = l.options.KeysOf(on.origin); err != nil {
+			return marks{}, err
+		}
+		return on.pruned(ctx, n)
+	}
 	stored, err := on.storedMarks(ctx, n)
 	if err != nil || stored.version == 0 {
 		return marks{}, err
@@ -117,11 +127,7 @@ func (l *Log) current(ctx context.Context, size int64) (*state, error) {
 	if now := l.now.Load(); size <= now.size {
 		return now, nil
 	}
-	found, err := l.load(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return found, found.contains(ctx, l.logStore, &s.head)
+	return l.advance(ctx, s)
 }
 
 // Lookup finds an event of a workflow by its id, in any log of the store. The error is

@@ -1,10 +1,13 @@
 package ledger
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
+	"slices"
 	"sync"
 	"time"
 
@@ -29,9 +32,57 @@ func (l *Log) Ready() bool {
 }
 
 // Flush waits until all events that this process has recorded, and those that earlier
-// processes left, are in the tree, so that List and Find return them. Events of other nodes
-// are not waited for. The error is ErrWaiting if some events cannot be decrypted.
-func (l *Log) Flush(ctx context.Context) error { return l.flush(ctx, false) }
+// processes left, are in the tree, so that List and Find return them; with Options.Shared also what
+// the store has for other logs. The error is ErrWaiting if some events cannot be decrypted.
+func (l *Log) Flush(ctx context.Context) error {
+	others, err := l.elsewhere(ctx)
+	if err == nil {
+		err = l.flush(ctx, false)
+	}
+	for i := 0; i < len(others) && err == nil; i++ {
+		err = l.awaitMoved(ctx, others[i])
+	}
+	return err
+}
+
+// elsewhere are the keys of the events that wait for other logs.
+func (l *Log) elsewhere(ctx context.Context) (keys [][]byte, err error) {
+	if !l.options.Shared {
+		return nil, nil
+	}
+	own := logKey(spaceOutbox, l.id, 0)
+	for found, err := range l.scan(ctx, store.Prefix(own[:2])) {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
+			return nil, err
+		}
+		if !bytes.HasPrefix(found.Key, own) {
+			keys = append(keys, bytes.Clone(found.Key))
+		}
+	}
+	return keys, nil
+}
+
+// awaitMoved waits until a waiting event of another log is in its tree.
+func (l *Log) awaitMoved(ctx context.Context, key []byte) error {
+	for {
+		changed, cancel := l.store.Watch(key)
+		_, err := l.store.Get(ctx, key)
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
+			cancel()
+			if errors.Is(err, store.ErrNotFound) {
+				return nil
+			}
+			return err
+		}
+		select {
+		case <-changed:
+			cancel()
+		case <-ctx.Done():
+			cancel()
+			return ctx.Err()
+		}
+	}
+}
 
 // flush is Flush; with open it also waits for the commits that are under way.
 func (l *Log) flush(ctx context.Context, open bool) error {
@@ -86,6 +137,7 @@ type queue struct {
 	unsure    bool   // another process may have moved landed events, or results are unknown
 	ended     error
 	changed   chan struct{} // closed and replaced when less waits, or at the end
+	awaited   bool          // somebody has changed
 }
 
 type queuedEvent struct {
@@ -104,13 +156,15 @@ func newQueue(first uint64, entries int, age time.Duration) *queue {
 }
 
 // open gives the next tickets to events and returns the first. The events must not change
-// afterwards, but for their names until their commit.
-func (q *queue) open(events []hashedEvent) (first uint64, err error) {
+// afterwards, but for their names until their commit. direct says that they need not wait for the sequencer: what
+// they can follow from is in the tree, where wanted.
+func (q *queue) open(events []hashedEvent, wanted bool) (first uint64, direct bool, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.ended != nil {
-		return 0, q.ended
+		return 0, false, q.ended
 	}
+	direct = wanted && q.waiting == 0 && q.inherited == 0 && !q.unsure
 	first = q.first + uint64(len(q.tickets))
 	for i := range events {
 		q.tickets = append(q.tickets, queuedEvent{overtaken: q.overtaken, event: &events[i]})
@@ -118,7 +172,22 @@ func (q *queue) open(events []hashedEvent) (first uint64, err error) {
 			q.set(q.first, ticketDone)
 		}
 	}
-	return first, nil
+	return first, direct, nil
+}
+
+// placed notes that n events from first are in the tree with their commit. With wake the sequencer has to say so.
+func (q *queue) placed(first uint64, n int, wake bool) {
+	q.mu.Lock()
+	for number := first; number < first+uint64(n); number++ {
+		q.set(number, ticketDone)
+	}
+	if q.awaited {
+		q.notify()
+	}
+	q.mu.Unlock()
+	if wake {
+		q.signal()
+	}
 }
 
 // committed sets the result of the commit of n tickets from first: nil, ErrUnknown, or
@@ -277,13 +346,14 @@ func (q *queue) moved(own []uint64, foreign int) {
 func (q *queue) changes() <-chan struct{} {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	q.awaited = true
 	return q.changed
 }
 
 // notify wakes everybody who waits for a change. mu is held.
 func (q *queue) notify() {
 	close(q.changed)
-	q.changed = make(chan struct{})
+	q.changed, q.awaited = make(chan struct{}), false
 }
 
 func (q *queue) backlog() Backlog {
@@ -321,6 +391,7 @@ func (q *queue) wait(ctx context.Context, holds func() bool, strict bool) error 
 	for {
 		q.mu.Lock()
 		held, changed, ended := holds(), q.changed, q.ended
+		q.awaited = true
 		q.mu.Unlock()
 		switch {
 		case held && (ended == nil || !strict):
@@ -406,10 +477,8 @@ type sequencer struct {
 	*Log
 	rescan     bool            // the next move reads the outbox
 	unreadable map[ticket]bool // found by the scans since rescan was set
-
-	// Buffers of a move, kept for the next one.
-	leaf, packed, memory []byte
-	batch                []store.Write
+	x          extension
+	fields     []byte
 }
 
 type waiting struct {
@@ -424,7 +493,10 @@ func (l *Log) run(ctx context.Context) {
 	defer sweep.Stop()
 	m := sequencer{Log: l, rescan: true}
 	pause := time.Duration(0)
+	defer l.places.announce(math.MaxInt64)
 	for {
+		l.places.announce(math.MaxInt64)
+		closed := l.queue.closed() // before the look
 		rest, err := m.move(ctx)
 		switch {
 		case ctx.Err() != nil:
@@ -449,8 +521,8 @@ func (l *Log) run(ctx context.Context) {
 			continue
 		}
 		if l.queue.closed() {
-			if m.rescan {
-				return // the last scan found nothing
+			if closed && m.rescan {
+				return // the last scan, of after the close, found nothing
 			}
 			m.rescan = true
 			continue
@@ -470,6 +542,9 @@ func (l *Log) run(ctx context.Context) {
 func (l *Log) gather(ctx context.Context) {
 	if l.options.BatchDelay <= 0 {
 		return
+	}
+	if l.queue.backlog().Entries == 0 {
+		return // what is in the tree already is to be announced
 	}
 	enough := time.After(l.options.BatchDelay)
 	for !l.queue.closed() && l.queue.backlog().Entries < maxMoved {
@@ -504,6 +579,19 @@ func (m *sequencer) move(ctx context.Context) (rest bool, err error) {
 
 // moveAll moves the first events of the outbox.
 func (m *sequencer) moveAll(ctx context.Context) (rest bool, err error) {
+	// Another process may have moved everything: then no commit of this one is lost, which would show it. The
+	// head is read before the outbox, or what that process moves in between would be moved twice.
+	before := m.now.Load()
+	now, err := m.advance(ctx, before)
+	if err != nil {
+		return false, err
+	}
+	if now != before {
+		if !m.now.CompareAndSwap(before, now) {
+			return true, nil // a commit of this process was faster
+		}
+		m.queue.overtake()
+	}
 	scan := m.queue.beginScan()
 	if m.unreadable == nil {
 		m.unreadable = make(map[ticket]bool)
@@ -514,6 +602,11 @@ func (m *sequencer) moveAll(ctx context.Context) (rest bool, err error) {
 	}
 	if end {
 		m.scanned(scan, found)
+	}
+	if len(found) == 0 {
+		if _, version, err := m.storedHead(ctx); err != nil || version != now.version {
+			return err == nil, err // moved by another process since the head was read: once more
+		}
 	}
 	n := 0
 	if len(found) > 0 {
@@ -616,71 +709,46 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 	if err != nil {
 		return 0, err
 	}
-	before := m.now.Load()
-	if now = now.Round(0); now.Before(before.recorded) {
-		now = before.recorded
+	before, x := m.now.Load(), &m.x
+	x.begin(m.logStore, before, now)
+	if m.sequencing {
+		for level := range x.after.edge {
+			x.after.edge[level] = slices.Clip(x.after.edge[level]) // commits of this process append to the same array
+		}
 	}
-	after := &state{tree: before.clone(), recorded: now}
-	batch := append(m.batch[:0], store.Write{})
-	memory := arena{b: m.memory[:0]}
 	room := maxMovedBytes
-	var tiles []tile
-	var linked []store.Write
 	var own []uint64
+	var gone []store.Write
 	for i := range found {
 		w := &found[i]
-		e, n, index := &w.event.Event, &w.event.names, after.size
-		m.leaf = e.encodeLeaf(m.leaf[:0], index, now)
-		links := m.linkKeysIn(n.workflow, e, index)
-		room -= len(m.leaf) + sealedOverhead + len(links)*linkOverhead
-		if room < 0 || i > 0 && len(batch)+len(linked)+movedWrites+len(links) > store.MaxBatch-treeWrites {
+		e := &w.event.Event
+		fields := e.encodeFields(store.Encoder{B: m.fields[:0]})
+		m.fields = fields
+		x.encode(fields)
+		links := m.linkKeysIn(w.event.names.workflow, e, 0)
+		room -= len(x.leaf) + sealedOverhead + len(links)*linkOverhead
+		if room < 0 || i > 0 && len(x.batch)-1+len(x.links)+len(gone)+movedWrites+len(links) > store.MaxBatch-treeWrites {
 			found = found[:i]
 			break
 		}
-		for _, key := range links {
-			linked = append(linked, store.Write{Key: key})
-		}
-		hash := tlog.RecordHash(m.leaf)
-		tiles = after.add(hash, tiles)
-		plain := m.leaf
-		if e.Header == nil {
-			m.packed = pack(m.packed[:0], m.leaf, e.Payload)
-			plain = m.packed
-		}
-		key := memory.cut(appendEntryKey(memory.b, m.id, index))
-		where := location{log: m.id, index: index, check: checkOf(hash)}
-		batch = append(batch, store.Write{Key: key, Value: memory.cut(m.sealer.Seal(memory.b, plain, key)), Bulk: true})
-		id := memory.cut(n.appendID(memory.b, spaceID))
-		batch = append(batch, store.Write{Key: id, Value: memory.cut(where.encode(memory.b))})
-		if i == 0 {
-			// Anything beyond the end of the tree is forged.
-			batch[entryWrite].If = store.Absent()
-		}
-		if e.Workflow != "" {
-			batch = append(batch, store.Write{Key: memory.cut(n.appendWorkflow(memory.b, m.id, index))})
-		}
-		batch = append(batch, store.Write{Key: memory.cut(m.outboxKey(memory.b, w.ticket)), Delete: true})
+		x.add(&w.event, links)
+		gone = append(gone, store.Write{Key: x.memory.cut(m.outboxKey(x.memory.b, w.ticket)), Delete: true})
 		if w.ticket.boot == m.boot {
 			own = append(own, w.ticket.number)
 		}
 	}
-	m.memory = memory.b
-	batch = append(batch, linked...)
-	for _, t := range tiles {
-		batch = append(batch, store.Write{Key: m.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
-	}
-	if after.head, err = m.sign(after.tree); err != nil {
+	after := x.after
+	batch, err := x.sign(m.Log, gone...)
+	if err != nil {
 		return 0, err
 	}
-	batch[0] = store.Write{Key: m.headKey(), Value: after.head.Note, If: store.VersionIs(before.version)}
+	batch[0].If = store.VersionIs(before.version)
+	batch[entryWrite].If = store.Absent() // anything beyond the end of the tree is forged
 	after.version, err = m.store.Commit(ctx, batch...)
-	clear(batch)
-	m.batch = batch
-	if cap(m.memory) > maxKept {
-		m.memory = nil
-	}
+	x.end()
 	if err == nil {
 		m.now.Store(after)
+		m.places.announce(before.size)
 		m.queue.moved(own, len(found)-len(own))
 		for i := range found {
 			if m.options.Placed != nil {
@@ -692,17 +760,15 @@ func (m *sequencer) commit(ctx context.Context, found []waiting) (n int, err err
 	return 0, m.failed(ctx, before, err)
 }
 
-const entryWrite = 1
-
-// maxKept bounds a buffer that is kept for the next move.
-const maxKept = 512 << 10
-
 // failed handles a failed commit. If another process has extended the tree, this one
 // continues from there, provided that the new tree extends the known one.
 func (m *sequencer) failed(ctx context.Context, before *state, failure error) error {
 	lost := (*store.Conflict)(nil)
 	if !errors.As(failure, &lost) && !errors.Is(failure, store.ErrUnknown) {
 		return failure
+	}
+	if lost != nil && m.now.Load() != before {
+		return nil // to a commit of this process, and the next move goes on from there
 	}
 	found, err := m.load(ctx)
 	if err != nil {
@@ -717,8 +783,9 @@ func (m *sequencer) failed(ctx context.Context, before *state, failure error) er
 	if found.version == before.version {
 		return failure // the commit did not land
 	}
-	m.now.Store(found)
-	m.queue.overtake()
+	if m.now.CompareAndSwap(before, found) {
+		m.queue.overtake()
+	}
 	m.rescan = true
 	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -214,6 +215,54 @@ func (s *gated) Commit(ctx context.Context, batch ...store.Write) (store.Version
 		}
 	}
 	return s.Store.Commit(ctx, batch...)
+}
+
+// lateScan is a store whose scans of the outbox, once they have read, wait until the gate is open. Without one none
+// waits.
+type lateScan struct {
+	store.Store
+	open chan struct{}
+}
+
+func (s *lateScan) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	if s.open == nil || r.From[1] != spaceOutbox {
+		return s.Store.Scan(ctx, r)
+	}
+	return func(yield func(store.Entry, error) bool) {
+		var read []store.Entry
+		for e := range s.Store.Scan(ctx, r) {
+			read = append(read, e)
+		}
+		<-s.open
+		for _, e := range read {
+			if !yield(e, nil) {
+				return
+			}
+		}
+	}
+}
+
+// TestCloseMovesEverything: what was recorded before the close is in the tree after it, also where the sequencer was
+// just looking at an outbox that had nothing yet.
+func TestCloseMovesEverything(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		late := &lateScan{Store: memory.New(memory.Options{})}
+		l := mustOpen(t, testOptions(late))
+		late.open = make(chan struct{})
+		l.Start()
+		synctest.Wait()
+		appendEvents(t, l, 0, 3)
+		closed := make(chan error)
+		go func() { closed <- l.Close(t.Context()) }()
+		synctest.Wait()
+		close(late.open)
+		if err := <-closed; err != nil {
+			t.Fatal(err)
+		}
+		if n := l.Head().Size; n != 3 {
+			t.Errorf("%d events are in the tree, not 3", n)
+		}
+	})
 }
 
 // TestBacklogBounds: with as many events waiting as allowed, or one that waits too
@@ -491,7 +540,7 @@ func TestAbandonedTickets(t *testing.T) {
 		l.Start()
 		p := must(l.Record(testEvent(0)))(t)
 		for range maxOpen + 10 {
-			if _, err := l.queue.open(make([]hashedEvent, 1)); err != nil {
+			if _, _, err := l.queue.open(make([]hashedEvent, 1), false); err != nil {
 				t.Fatal(err)
 			}
 		}

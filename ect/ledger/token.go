@@ -27,7 +27,7 @@ func joinToken(header, payload, signature []byte) []byte {
 
 // Token returns the token of an entry: its payload, or with a Header the token made of it,
 // the same bytes each time. An entry of another log of the store has one only if its
-// signature is stored. The error is ErrNoToken, also for an Unsigned entry, ErrTampered if
+// signature is stored, or its key is known here. The error is ErrNoToken, also for an Unsigned entry, ErrTampered if
 // the entry is not what the log holds, or one of the store.
 func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
 	if e.Unsigned {
@@ -35,6 +35,13 @@ func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
 	}
 	if e.Header == nil {
 		return e.Payload, nil
+	}
+	if e.Log != l.origin && l.options.KeysOf != nil {
+		other, err := l.In(ctx, e.Log)
+		if err != nil {
+			return nil, err
+		}
+		return other.Token(ctx, e)
 	}
 	if e.Log != l.origin {
 		signature, err := l.storedSignature(ctx, logOf(l.sealer, e.Log), e)

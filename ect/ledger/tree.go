@@ -253,6 +253,43 @@ func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 	return found, nil
 }
 
+// maxAdvance is by how many entries a state is extended; beyond that the edge of the tree takes fewer
+// reads.
+const maxAdvance = 2 * tileWidth
+
+// advance returns the state of the newest head, which must extend a known state. The error is ErrTampered,
+// or one of the store.
+func (s *logStore) advance(ctx context.Context, from *state) (*state, error) {
+	head, version, err := s.storedHead(ctx)
+	if err != nil || version == from.version {
+		return from, err
+	}
+	if added := head.Size - from.size; version != 0 && added >= 0 && added <= maxAdvance {
+		next := &state{tree: from.clone(), head: head, version: version, recorded: from.recorded}
+		for level := range next.edge {
+			next.edge[level] = slices.Clip(next.edge[level]) // others may append to the same array
+		}
+		r := s.entries(from.size, 0)
+		r.To = s.entryKey(head.Size)
+		for found, err := range s.store.Scan(ctx, r) {
+			e, err := s.scanned(found, err)
+			if err != nil || e.Index != next.size {
+				break // load says what is wrong, or the entry was pruned
+			}
+			next.add(tlog.RecordHash(e.Leaf), nil)
+			next.recorded = e.Recorded
+		}
+		if next.size == head.Size && next.root() == head.Root {
+			return next, nil
+		}
+	}
+	found, err := s.load(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return found, found.contains(ctx, s, &from.head)
+}
+
 // nothingAbove checks that no entry is stored beyond the end of the tree.
 func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 	for e, err := range s.store.Scan(ctx, s.entries(size, 1)) {

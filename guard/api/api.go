@@ -380,7 +380,7 @@ func unknownPart() *Problem {
 	return NewProblem(notInWorkflow, "Nothing of it is known for the identity that asks.")
 }
 
-func badParameter(detail string) error { return NewProblem(parameterInvalid, detail) }
+func badParameter(detail string) error { return NewProblem(ParameterInvalid, detail) }
 
 func refused(code ect.Code) error { return &ect.Error{Code: code} }
 
@@ -461,7 +461,7 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	case errors.As(err, &scope):
 		return NewProblem(coordinatorRequired, "The scope full_workflow needs the authority of a coordinator.")
 	case errors.Is(err, rollback.ErrInvalid):
-		return NewProblem(parameterInvalid, "The request for a rollback breaks a rule.")
+		return NewProblem(ParameterInvalid, "The request for a rollback breaks a rule.")
 	case errors.Is(err, rollback.ErrStopping):
 		return NewProblem(ShuttingDown, "Nothing was begun.")
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -23,13 +24,16 @@ type End struct {
 	evidence.WorkflowEnd
 	// Initiator is who began it.
 	Initiator evidence.Reader
-	// Planned says that a plan says when it ends, which Status follows. Without one nothing more comes only
-	// where somebody says so, or by time.
+	// Planned says that a plan in force says when it ends, which Status follows. Without one nothing more comes
+	// only where somebody says so, or by time.
 	Planned bool
 	// Abandoned is how it has ended if nothing more comes, also against its plan.
 	Abandoned workflow.Status
 	// Recorded says whose end of it is recorded and stands.
 	Recorded workflow.EndedBy
+	// Amended says that an end is recorded, and since then only errors and rollbacks: nothing more comes, and
+	// Status is Abandoned.
+	Amended bool
 	// Last is when something was recorded of it last.
 	Last time.Time
 	// Token is the id of the recorded end; empty without one.
@@ -39,7 +43,8 @@ type End struct {
 	Since store.Version
 }
 
-// maxEnding is how many entries of a workflow are read to find out whether it has ended.
+// maxEnding is how many entries of a workflow are read to find out whether it has ended, or where it is in its
+// plan.
 const maxEnding = 100_000
 
 // End reads where a workflow is. found is false if nothing of it is recorded. ledger.ErrWaiting says that
@@ -73,9 +78,15 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 			end.Token = records[i].ID
 		}
 	}
-	follows, err := s.planOf(ctx, wid, records, sources)
-	if err != nil {
-		return end, false, err
+	var follows *plan.Descriptor // one that a start names and that is not in force keeps nothing from its end
+	if s.Assigned != nil {
+		a, err := s.Assigned.Of(ctx, wid, has(&v.part))
+		if err != nil {
+			return end, false, err
+		}
+		if a != nil {
+			follows = a.Plan
+		}
 	}
 	g := workflow.New(records)
 	end.Recorded, end.Planned = g.Ended(), follows != nil
@@ -83,8 +94,12 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 		at := sourcesByID(records, sources)
 		p := follows.Progress(g, func(id string) string { return at[id].node })
 		end.Status, end.Abandoned = p.Status, p.Abandoned
+		if end.Amended = g.Amended() == workflow.ByGateway; end.Amended { // an agent's says nothing of its plan
+			end.Status = end.Abandoned
+		}
 		return end, true, nil
 	}
+	end.Amended = g.Amended() != workflow.ByNobody
 	var ending workflow.Ending
 	for _, i := range g.Tasks() {
 		ending.Add(g.At(i).State, g.At(i).Detail)

@@ -31,7 +31,7 @@ type Cascade struct {
 	Affected int `json:"affected_agents"` // see Failed
 	// Workflows are what it has in each workflow that the reader may see.
 	Workflows []CascadePart `json:"workflows"`
-	// Downstream is what breakers are open on, and Breakers which ones.
+	// Downstream is what breakers are open on, an agent or a target that several change, and Breakers which ones.
 	Downstream string   `json:"downstream_agent,omitempty"`
 	Breakers   []string `json:"breakers,omitempty"` // see Downstream
 	// OneProbe says that one of the gateway's breakers probes in place of all.
@@ -59,6 +59,10 @@ type CascadeRoot struct {
 	// Guard and Upstream are those of a call.
 	Guard    string `json:"guard,omitempty"`
 	Upstream string `json:"upstream,omitempty"` // see Guard
+	// Target is the system that the failed calls change, where that is what they have in common, and LastWrite
+	// the token of the last call of this workflow that had changed it before.
+	Target    string `json:"target,omitempty"`
+	LastWrite string `json:"last_write,omitempty"` // see Target
 	// Reasons say why it is the candidate, in fixed words.
 	Reasons []string `json:"reasons"`
 }
@@ -176,7 +180,17 @@ func (g *Gateway) visible(ctx context.Context, c *Cascade, who evidence.Reader, 
 			failed[name] = true
 		}
 		if c.Root != nil && c.Root.Workflow == p.Workflow {
-			seen.Root = c.Root
+			root := *c.Root
+			if root.LastWrite != "" { // a call of somebody else in the workflow
+				var err error
+				if may, err = g.Ledger.mayReadAll(ctx, p.Workflow, []string{root.LastWrite}, who); err != nil {
+					return nil, err
+				}
+				if !may {
+					root.LastWrite = ""
+				}
+			}
+			seen.Root = &root
 		}
 	}
 	behind := slices.ContainsFunc(c.Breakers, leads)

@@ -319,16 +319,11 @@ func (q *executionsRequest) serveOutput() error {
 // the meantime, so that the caller must look it up again.
 func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) {
 	switch e.Status {
-	case execution.RunningHere:
+	case execution.RunningHere, execution.RunningElsewhere:
 		if q.patience.Err() != nil {
 			return false, q.problem(InProgress, "It has not answered yet.", execution.StateSending)
 		}
 		return q.follow(e)
-	case execution.RunningElsewhere:
-		if q.patience.Err() != nil {
-			return false, q.problem(InProgress, "It runs on another node.", execution.StateSending)
-		}
-		return true, q.await(e.Key)
 	case execution.Replayable:
 		return false, q.replay(e)
 	case execution.ResultExpired:
@@ -378,14 +373,17 @@ func (q *executionsRequest) replay(e *execution.Recorded) error {
 	return q.unavailable()
 }
 
-// follow streams the answer of an execution that runs in this process. The wait is for its
+// follow streams the answer of an execution that runs, here or on another node. The wait is for its
 // first byte. If the answer breaks off before anything was sent, again is true and the
 // caller answers with what is recorded then.
 func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error) {
-	follower := e.Flight.Follow()
+	flight, follower := q.Executions.Follow(e.Key, e.Finding)
+	if flight == nil {
+		return true, q.await(e.Key)
+	}
 	if follower == nil {
 		select {
-		case <-e.Flight.Done():
+		case <-flight.Done():
 			return true, nil
 		default:
 			return false, q.problem(ResultUnavailable,

@@ -33,7 +33,7 @@ func FuzzQuestion(f *testing.F) {
 		}
 		read := func(err error) bool {
 			var p *Problem
-			if err != nil && (!errors.As(err, &p) || p.Kind() != parameterInvalid) {
+			if err != nil && (!errors.As(err, &p) || p.Kind() != ParameterInvalid) {
 				t.Errorf("%q: %v", target, err)
 			}
 			return err == nil

@@ -83,7 +83,7 @@ func newGate(t *testing.T, change ...func(*LedgerOptions)) *gate {
 	g.store.Store = memory.New(memory.Options{})
 	g.logs = ledger.Options{
 		Store: &g.store, Sealer: seal.Generate(), Origin: origin,
-		HeadSigner: signer, HeadKeys: g.keys, BatchDelay: -1, Sign: refuser{g.released}.Sign,
+		HeadSigner: signer, HeadKeys: g.keys, KeysOf: func(string) (note.Verifiers, error) { return g.keys, nil }, BatchDelay: -1, Sign: refuser{g.released}.Sign,
 		Links: func(e *ledger.Event) []string {
 			if _, derived := g.derived.Load(e.ID); derived {
 				return nil
@@ -112,7 +112,7 @@ func newGate(t *testing.T, change ...func(*LedgerOptions)) *gate {
 		t.Fatal(err)
 	}
 	o := LedgerOptions{
-		Log: g.log, HeadKey: public, Identities: []string{gateway},
+		Log: g.log, HeadKey: func(string) string { return public }, Identities: []string{gateway},
 		Verify: func(r *http.Request, raws []string) ([]*ect.Token, error) {
 			g.verified++
 			return policy.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now()})

@@ -32,8 +32,9 @@ type LedgerOptions struct {
 	// Outcomes returns the ids of the outcomes of a call for an entry of the gateway. Nil
 	// is none.
 	Outcomes func(e *ledger.Entry) []string
-	// HeadKey is the public key of the ledger's heads, in the format of note.NewVerifier.
-	HeadKey string
+	// HeadKey is the public key of the heads of a log of the store, by its origin, in the format of
+	// note.NewVerifier; empty where it is unknown. If nil, none is known.
+	HeadKey func(origin string) string
 	// Identities are the issuers of the gateway's own tokens.
 	Identities []string
 	// Own reports whether the gateway issued an entry, under an earlier identity too; if
@@ -76,13 +77,13 @@ type LedgerOptions struct {
 	AwaitEnd func(ctx context.Context, workflow string) error
 	// Plans are those of the configuration, by their wf_id.
 	Plans map[string]*plan.Descriptor
-	// Assigned are the plans of workflows; nil takes none. MayPut identifies who wants to put one: body
-	// is the plan, to which a token has to be bound, or nil for who only asks. The error is a *Problem or an
-	// *ect.Error. CanUndo says whether an action can be undone, and whether there is such an action; nil
+	// Assigned are the plans of workflows; nil takes none. MayPut identifies who wants to put one, or only
+	// asks, by the header of the request: who puts one has a token with the hash of a body, which the caller
+	// compares, or none. The error is a *Problem or an *ect.Error. CanUndo says whether an action can be undone, and whether there is such an action; nil
 	// knows none.
 	Assigned *plan.Store
-	MayPut   func(r *http.Request, body []byte) (*MayPut, error) // see Assigned
-	CanUndo  func(action string) (reversible, known bool)        // see Assigned
+	MayPut   func(r *http.Request, puts bool) (*MayPut, error) // see Assigned
+	CanUndo  func(action string) (reversible, known bool)      // see Assigned
 	// Followers wakes who follows workflows; without it nobody can. Ends ends their streams with the
 	// configuration; nil is never.
 	Followers *Followers
@@ -92,6 +93,9 @@ type LedgerOptions struct {
 	// MaxNodes is the largest number of entries of a workflow that one request reads;
 	// ect.MaxAncestors if zero.
 	MaxNodes int
+	// MaxPlanned is the same for a workflow with a plan, of which a document still has MaxNodes tokens at
+	// most; 100,000 if zero.
+	MaxPlanned int
 }
 
 // Ledger answers requests about the ledger and its workflows. It is safe for concurrent use
@@ -104,6 +108,9 @@ type Ledger struct {
 func NewLedger(o LedgerOptions) *Ledger {
 	if o.MaxNodes == 0 {
 		o.MaxNodes = defaultMaxNodes
+	}
+	if o.MaxPlanned == 0 {
+		o.MaxPlanned = maxEnding
 	}
 	if o.Waits == nil {
 		o.Waits = context.Background()
@@ -205,7 +212,7 @@ func (q *ledgerRequest) problem(err error) error {
 	return problemOf(err, otherwise)
 }
 
-// headDocument is the newest signed head. Its members are an API.
+// headDocument is the newest signed head of a log. Its members are an API.
 type headDocument struct {
 	Origin string    `json:"origin"`
 	Size   int64     `json:"size"`
@@ -214,17 +221,78 @@ type headDocument struct {
 	Key string `json:"key,omitempty"`
 	// Note is the signed note, which is authoritative for the other members.
 	Note string `json:"note"`
+	// Altered says that no head of this log verifies: it has no other members then.
+	Altered bool `json:"altered,omitempty"`
+	// Logs are the heads of the other logs of the store: each node of a fleet has one. It is empty for a log
+	// that the request names.
+	Logs []headDocument `json:"logs,omitempty"`
 }
 
-// head answers with the newest head: as JSON, or as the signed note itself.
+// head answers with the newest head, as JSON or as the signed note itself: that of this node's log, with
+// those of the others, or that of the log that the request names.
 func (q *ledgerRequest) head() error {
-	head := q.Log.Head()
+	p, err := parseParams(q.r.URL, "log")
+	if err != nil {
+		return err
+	}
+	log, named, err := q.log(p)
+	if err != nil {
+		return err
+	}
+	head := log.Head()
 	q.w.Header().Set("Vary", "Accept")
 	if preferred(q.r, "application/json", "text/plain") == "text/plain" {
 		q.write(http.StatusOK, "text/plain; charset=utf-8", head.Note)
 		return nil
 	}
-	return q.writeJSON(http.StatusOK, headDocument{head.Origin, head.Size, head.Root, q.HeadKey, string(head.Note)})
+	doc := q.headDocument(&head)
+	if named {
+		return q.writeJSON(http.StatusOK, doc)
+	}
+	origins, err := log.Logs(q.r.Context())
+	if err != nil {
+		return err
+	}
+	for _, origin := range origins {
+		if origin == head.Origin {
+			continue
+		}
+		other, err := log.In(q.r.Context(), origin)
+		if errors.Is(err, ledger.ErrNotFound) {
+			continue // nothing of it can be verified here
+		}
+		if errors.Is(err, ledger.ErrTampered) {
+			doc.Logs = append(doc.Logs, headDocument{Origin: origin, Altered: true})
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		theirs := other.Head()
+		doc.Logs = append(doc.Logs, q.headDocument(&theirs))
+	}
+	return q.writeJSON(http.StatusOK, doc)
+}
+
+func (s *Ledger) headDocument(head *ledger.Head) headDocument {
+	doc := headDocument{Origin: head.Origin, Size: head.Size, Root: head.Root, Note: string(head.Note)}
+	if s.HeadKey != nil {
+		doc.Key = s.HeadKey(head.Origin)
+	}
+	return doc
+}
+
+// log is the log that a request names by the parameter log, or else this node's.
+func (q *ledgerRequest) log(p params) (log *ledger.Log, named bool, err error) {
+	origin, named, err := p.name("log")
+	if err != nil || !named {
+		return q.Log, false, err
+	}
+	log, err = q.Log.In(q.r.Context(), origin)
+	if errors.Is(err, ledger.ErrNotFound) {
+		err = badParameter("There is no such log: ledger/head lists all.")
+	}
+	return log, true, err
 }
 
 // proofDocument is an inclusion proof. Its members are an API.
@@ -238,7 +306,11 @@ type proofDocument struct {
 // proof answers with the inclusion proof of the entry at an index, in the tree of a size or
 // the newest.
 func (q *ledgerRequest) proof() error {
-	p, err := parseParams(q.r.URL, "index", "size")
+	p, err := parseParams(q.r.URL, "index", "size", "log")
+	if err != nil {
+		return err
+	}
+	log, _, err := q.log(p)
 	if err != nil {
 		return err
 	}
@@ -246,15 +318,15 @@ func (q *ledgerRequest) proof() error {
 	if err != nil {
 		return err
 	}
-	size, err := q.size(p, "size")
+	size, err := sizeOf(log, p, "size")
 	if err != nil {
 		return err
 	}
-	proof, err := q.Log.Prove(q.r.Context(), index, size)
+	proof, err := log.Prove(q.r.Context(), index, size)
 	if err != nil {
-		return q.beyond(err)
+		return beyond(log, err)
 	}
-	return q.writeJSON(http.StatusOK, proofDocument{q.Log.Origin(), index, size, append(tlog.RecordProof{}, proof...)})
+	return q.writeJSON(http.StatusOK, proofDocument{log.Origin(), index, size, append(tlog.RecordProof{}, proof...)})
 }
 
 // consistencyDocument is a consistency proof. Its members are an API.
@@ -268,7 +340,11 @@ type consistencyDocument struct {
 // consistency answers with the proof that the tree of size new, by default the newest,
 // extends the tree of size old.
 func (q *ledgerRequest) consistency() error {
-	p, err := parseParams(q.r.URL, "old", "new")
+	p, err := parseParams(q.r.URL, "old", "new", "log")
+	if err != nil {
+		return err
+	}
+	log, _, err := q.log(p)
 	if err != nil {
 		return err
 	}
@@ -276,34 +352,34 @@ func (q *ledgerRequest) consistency() error {
 	if err != nil {
 		return err
 	}
-	newer, err := q.size(p, "new")
+	newer, err := sizeOf(log, p, "new")
 	if err != nil {
 		return err
 	}
 	if older > newer {
 		return badParameter("old is larger than new.")
 	}
-	proof, err := q.Log.ProveConsistency(q.r.Context(), older, newer)
+	proof, err := log.ProveConsistency(q.r.Context(), older, newer)
 	if err != nil {
-		return q.beyond(err)
+		return beyond(log, err)
 	}
-	return q.writeJSON(http.StatusOK, consistencyDocument{q.Log.Origin(), older, newer, append(tlog.TreeProof{}, proof...)})
+	return q.writeJSON(http.StatusOK, consistencyDocument{log.Origin(), older, newer, append(tlog.TreeProof{}, proof...)})
 }
 
-// size reads the size of a tree from a parameter; by default that of the newest head.
-func (q *ledgerRequest) size(p params, name string) (int64, error) {
+// sizeOf reads the size of a log's tree from a parameter; by default that of the newest head.
+func sizeOf(log *ledger.Log, p params, name string) (int64, error) {
 	size, there, err := p.number(name)
 	if !there {
-		size = q.Log.Head().Size
+		size = log.Head().Size
 	}
 	return size, err
 }
 
 // beyond makes the problem for a size that the tree does not have. Every reader may know
 // the tree's size.
-func (q *ledgerRequest) beyond(err error) error {
+func beyond(log *ledger.Log, err error) error {
 	if errors.Is(err, ledger.ErrNotFound) {
-		return NewProblem(entryUnknown, fmt.Sprintf("The tree has %d entries.", q.Log.Head().Size))
+		return NewProblem(entryUnknown, fmt.Sprintf("The tree has %d entries.", log.Head().Size))
 	}
 	return err
 }
@@ -328,7 +404,7 @@ type entryDocument struct {
 	Token  string `json:"token,omitempty"`
 	// Leaf has the exact bytes that Receipt proves.
 	Leaf []byte `json:"leaf"`
-	// Receipt is empty for an entry of another node's log; that node returns it.
+	// Receipt is under the newest head of Log. It is empty for a log whose key is not known here.
 	Receipt *ledger.Receipt `json:"receipt,omitempty"`
 }
 
@@ -354,14 +430,22 @@ func notThere(err error) error {
 	return err
 }
 
-// entry answers with the entry at an index of this node's log.
+// entry answers with the entry at an index of this node's log, or of the one that the request names.
 func (q *ledgerRequest) entry() error {
+	p, err := parseParams(q.r.URL, "log")
+	if err != nil {
+		return err
+	}
+	log, _, err := q.log(p)
+	if err != nil {
+		return err
+	}
 	index, ok := parseNumber(q.name)
 	if !ok {
 		return badParameter("The index is not a whole number from 0 on, without a sign or leading zeros.")
 	}
 	ctx := q.r.Context()
-	e, err := q.Log.Entry(ctx, index)
+	e, err := log.Entry(ctx, index)
 	if err != nil {
 		return notThere(err)
 	}
@@ -507,12 +591,14 @@ func (q *ledgerRequest) writeEntry(e *ledger.Entry) error {
 		Level: levelOf(token), Leaf: e.Leaf, Token: token,
 	}
 	doc.Signed = doc.Level != "" && doc.Level != "L1"
-	if e.Log == q.Log.Origin() {
-		receipt, err := q.Log.Receipt(q.r.Context(), e.Index)
-		if err != nil {
-			return err
-		}
+	log, err := q.Log.In(q.r.Context(), e.Log)
+	if err == nil {
+		var receipt ledger.Receipt
+		receipt, err = log.Receipt(q.r.Context(), e.Index)
 		doc.Receipt = &receipt
+	}
+	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
+		return err
 	}
 	return q.writeJSON(http.StatusOK, doc)
 }

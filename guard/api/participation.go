@@ -8,13 +8,14 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // participation collects what a reader takes part in, entry by entry.
 type participation struct {
 	*Ledger
 	who   evidence.Reader
-	links evidence.Links
+	links *workflow.Links // nil before the first entry
 	mine  []string
 	// alerts are the parents of alerts about cascades.
 	alerts map[string][]string
@@ -26,7 +27,7 @@ func (p *participation) add(e *ledger.Entry) bool {
 		p.mine = append(p.mine, e.ID)
 	}
 	if p.links == nil {
-		p.links = make(evidence.Links)
+		p.links = workflow.NewLinks()
 	}
 	switch {
 	case evidence.IsUnproven(e): // it could name any parents
@@ -37,7 +38,7 @@ func (p *participation) add(e *ledger.Entry) bool {
 		p.alerts[e.ID] = e.Parents
 	default:
 		p.links.Add(e.ID, e.Parents, p.reported(e))
-		p.links[e.ID] = append(p.links[e.ID], p.led(e)...)
+		p.links.Lead(e.ID, p.led(e))
 	}
 	return false
 }
@@ -59,7 +60,7 @@ func (p *participation) takesPart(e *ledger.Entry) bool {
 }
 
 func (p *participation) of() evidence.Participation {
-	part := p.links.From(p.mine)
+	part := evidence.PartOf(p.links, p.mine)
 	for id, parents := range p.alerts {
 		if len(parents) > 0 && !slices.ContainsFunc(parents, func(parent string) bool { return !part.Has(parent) }) {
 			part.Add(id)
@@ -422,6 +423,9 @@ func (s *Ledger) reported(e *ledger.Entry) bool {
 func (s *Ledger) caughtUp(ctx context.Context) (whole bool, err error) {
 	waits, cancel := until(ctx, s.Waits, reachTime)
 	defer cancel()
+	if err := s.Assigned.CatchUp(waits); err != nil { // what other gateways know of plans
+		return false, err
+	}
 	err = s.Log.Flush(waits)
 	if errors.Is(err, ledger.ErrWaiting) {
 		return false, nil

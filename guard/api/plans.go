@@ -34,8 +34,8 @@ type PlanDocument struct {
 	Put     time.Time `json:"put"`            // see By
 	Begun   time.Time `json:"begun,omitzero"` // see By
 	Expires time.Time `json:"expires"`
-	// InForce says that it binds every call of the workflow. The plan of an agent without the authority
-	// of a coordinator does from the agent's first call on, if that is the workflow's first.
+	// InForce says that it binds calls: all of the workflow, or, if an agent without the authority of a coordinator
+	// has put it, those that take part in the first call that it has led to.
 	InForce bool `json:"in_force"`
 	// Warnings are what is probably not meant.
 	Warnings []plan.Problem `json:"warnings,omitempty"`
@@ -57,7 +57,7 @@ type Misfit struct {
 // DescribePlan returns the document of an assignment.
 func DescribePlan(a *plan.Assigned) PlanDocument {
 	doc := PlanDocument{
-		Workflow: a.Workflow, Version: a.Version, Earlier: a.Earlier, By: a.By, Put: a.Put.UTC(), Expires: a.Expires.UTC(), InForce: a.Issuer == "",
+		Workflow: a.Workflow, Version: a.Version, Earlier: a.Earlier, By: a.By, Put: a.Put.UTC(), Expires: a.Expires.UTC(), InForce: a.Issuer == "" || !a.Begun.IsZero(),
 	}
 	if !a.Begun.IsZero() {
 		doc.Begun = a.Begun.UTC()
@@ -71,7 +71,7 @@ func DescribePlan(a *plan.Assigned) PlanDocument {
 // MayPut is who wants to put a plan.
 type MayPut struct {
 	*EscalationReader
-	// Token is the caller's own token, with the hash of the body; nil without one.
+	// Token is the caller's own token, with the hash of a body; nil without one.
 	Token *ect.Token
 }
 
@@ -96,54 +96,24 @@ func (q *ledgerRequest) putPlan() error {
 		q.w.Header().Set("Accept", plan.MediaType+", application/json")
 		return NewProblem(mediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
 	}
-	done := q.Assigned.Receive()
-	if done == nil {
-		return NewProblem(QuotaExceeded, "As many plans are being received as may be at a time. Send it again in a moment.")
-	}
-	defer done()
-	control := http.NewResponseController(q.w)
-	_ = control.SetReadDeadline(time.Now().Add(receiveTime)) // where the server has one, else its own holds
-	body, err := io.ReadAll(io.LimitReader(q.r.Body, plan.MaxSize+1))
-	_ = control.SetReadDeadline(time.Time{}) // as above
+	// Nothing of the body is read for who may not put a plan anyway.
+	p, token, err := q.putting(name)
 	if err != nil {
-		return badParameter("The body could not be read to its end.")
+		if q.r.ProtoMajor == 1 {
+			q.w.Header().Set("Connection", "close") // nor before the answer
+		}
+		return err
 	}
-	if len(body) > plan.MaxSize {
-		return NewProblem(BodyTooLarge, "A plan has at most 8 MiB.")
+	sender := p.By
+	if token != nil {
+		sender = token.Author()
 	}
-	who, err := q.MayPut(q.r, body)
+	body, err := q.receive(sender)
 	if err != nil {
 		return err
 	}
-	if who.Name == "" && who.Token == nil {
-		return NewProblem(AuthenticationRequired, "A plan is put with a token, or by an operator.")
-	}
-	wid := evidence.WorkflowID(name)
-	if t := who.Token; t != nil && t.Workflow() != "" && evidence.WorkflowID(t.Workflow()) != wid {
-		return &ect.Error{Code: ect.CodeWorkflow} // a token is good for its own workflow only
-	}
-	p := plan.Putting{Workflow: wid, By: who.Name}
-	all := q.authority(who)
-	if !all {
-		if who.Token == nil || who.Token.Author() == "" || who.Token.Workflow() == "" {
-			return NewProblem(planRefused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
-		}
-		p.Issuer, p.By = who.Token.Author(), who.Token.Author()
-		// The rest learns nothing of the workflow (P3).
-		part, err := q.participationOf(q.r.Context(), wid, evidence.Reader{Issuer: p.Issuer})
-		if err != nil {
-			return err
-		}
-		if !part.Empty() {
-			if begun, err := q.Begun(q.r.Context(), wid); err != nil {
-				return err
-			} else if begun {
-				return NewProblem(planRefused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
-			}
-		}
-	}
-	if p.Replaces, p.Fresh, err = preconditions(q.r.Header); err != nil {
-		return err
+	if token != nil && token.InputHash() != ect.Sum(body) {
+		return &ect.Error{Code: ect.CodeInputHash}
 	}
 	doc, created, err := q.PutPlan(q.r.Context(), body, p)
 	if err != nil {
@@ -160,6 +130,56 @@ func (q *ledgerRequest) putPlan() error {
 		return nil
 	}
 	return q.writeJSON(http.StatusOK, doc)
+}
+
+// putting finds out who puts a plan for which workflow, by the header alone, and whether they may.
+func (q *ledgerRequest) putting(name string) (p plan.Putting, t *ect.Token, err error) {
+	who, err := q.MayPut(q.r, true)
+	if err != nil {
+		return p, nil, err
+	}
+	if who.Name == "" && who.Token == nil {
+		return p, nil, NewProblem(AuthenticationRequired, "A plan is put with a token, or by an operator.")
+	}
+	t = who.Token
+	p = plan.Putting{Workflow: evidence.WorkflowID(name), By: who.Name}
+	if t != nil && t.Workflow() != "" && evidence.WorkflowID(t.Workflow()) != p.Workflow {
+		return p, nil, &ect.Error{Code: ect.CodeWorkflow} // a token is good for its own workflow only
+	}
+	if p.Replaces, p.Fresh, err = preconditions(q.r.Header); err != nil || q.authority(who) {
+		return p, t, err
+	}
+	if t == nil || t.Author() == "" || t.Workflow() == "" {
+		return p, nil, NewProblem(planRefused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
+	}
+	p.Issuer, p.By = t.Author(), t.Author()
+	// The rest learns nothing of the workflow (P3).
+	if begun, err := q.begun(q.r.Context(), p.Workflow, evidence.Reader{Issuer: p.Issuer}); err != nil {
+		return p, nil, err
+	} else if begun {
+		return p, nil, NewProblem(planRefused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
+	}
+	return p, t, nil
+}
+
+// receive reads the text of a plan. A slow sender keeps nobody else from it.
+func (q *ledgerRequest) receive(sender string) ([]byte, error) {
+	done := q.Assigned.Receive(sender)
+	if done == nil {
+		return nil, NewProblem(QuotaExceeded, "As many plans are being received as may be at a time. Send it again in a moment.")
+	}
+	defer done()
+	control := http.NewResponseController(q.w)
+	_ = control.SetReadDeadline(time.Now().Add(receiveTime)) // where the server has one, else its own holds
+	body, err := io.ReadAll(io.LimitReader(q.r.Body, plan.MaxSize+1))
+	_ = control.SetReadDeadline(time.Time{}) // as above
+	if err != nil {
+		return nil, badParameter("The body could not be read to its end.")
+	}
+	if len(body) > plan.MaxSize {
+		return nil, NewProblem(BodyTooLarge, "A plan has at most 8 MiB.")
+	}
+	return body, nil
 }
 
 // PutPlan takes the text of a plan. created says that the workflow had none. The errors are those of
@@ -189,7 +209,13 @@ func (s *Ledger) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc 
 		doc.Warnings = append(doc.Warnings, a.Plan.CheckUndo(s.CanUndo)...)
 	}
 	if p.Issuer == "" {
-		doc.Misfits, doc.Unread, err = s.misfits(ctx, a.Workflow, a.Plan)
+		if doc.Misfits, doc.Unread, err = s.misfits(ctx, a.Workflow, a.Plan); err != nil {
+			return doc, created, err
+		}
+		var others int
+		if others, err = s.Assigned.Others(ctx, a); others > 0 {
+			doc.Misfits = append(doc.Misfits, Misfit{Text: fmt.Sprintf("%d parts of the workflow have begun under plans of their agents, and stay with them", others)})
+		}
 	}
 	return doc, created, err
 }
@@ -225,9 +251,14 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 	if err != nil {
 		return nil, false, err
 	}
+	done, err := s.Assigned.ReadLarge(ctx)
+	if err != nil {
+		return nil, false, err
+	}
+	defer done()
 	var records []workflow.Record
 	nodes := make(map[string]string)
-	more, err := s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
+	more, err := s.each(ctx, wid, s.MaxPlanned, func(e *ledger.Entry) bool {
 		records = append(records, s.recordOf(e))
 		if _, twice := nodes[e.ID]; !twice {
 			nodes[e.ID] = s.sourceOf(e).node
@@ -305,35 +336,50 @@ func (q *ledgerRequest) plan(name string) error {
 	return unknownWorkflow()
 }
 
-// seePlan is the plan of a workflow that the reader may see; nil if there is none (P3).
+// seePlan is the plan of a workflow that the reader may see; nil if there is none (P3): one that it has put, or that
+// binds its calls. Coordinators and operators see that of the workflow's initiator.
 func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
 	ctx := q.r.Context()
+	if err := q.Assigned.CatchUp(ctx); err != nil {
+		return nil, err
+	}
+	if !q.Assigned.Has(wid) {
+		return nil, nil
+	}
 	a, err := q.Assigned.Offered(ctx, wid, q.who.Issuer)
 	if a != nil || err != nil {
 		return a, err
 	}
-	if a, err = q.Assigned.Of(ctx, wid); a == nil || err != nil {
-		return nil, err
+	if a, err = q.Assigned.Of(ctx, wid, nil); err != nil || a != nil && q.who.Issuer != "" && a.By == q.who.Issuer {
+		return a, err
 	}
-	if q.who.Issuer != "" && (slices.Contains(q.Coordinators, q.who.Issuer) || a.By == q.who.Issuer) {
-		return a, nil
-	}
+	all := q.who.Issuer != "" && slices.Contains(q.Coordinators, q.who.Issuer)
 	if q.who.Issuer == "" && !q.who.Anonymous && !q.who.Credential {
-		who, err := q.MayPut(q.r, nil)
+		who, err := q.MayPut(q.r, false)
 		if err != nil {
 			return nil, err
 		}
-		if q.authority(who) {
-			return a, nil
+		all = q.authority(who)
+	}
+	if whole, err := q.caughtUp(ctx); err != nil || !whole && !all {
+		return nil, err
+	}
+	who := q.who
+	if all {
+		end, err := q.beginning(ctx, wid)
+		if err != nil || end.Start == "" {
+			return a, err
 		}
+		who = end.Initiator
 	}
-	whole, err := q.caughtUp(ctx)
-	if err != nil {
+	part, err := q.participationOf(ctx, wid, who)
+	if err != nil || part.Empty() && !all {
 		return nil, err
 	}
-	doc, found, err := q.read(wid, whole)
-	if err != nil || !found || doc.Plan == nil {
-		return nil, err
-	}
-	return a, nil
+	return q.Assigned.Of(ctx, wid, has(&part))
+}
+
+// has says of a call whether it is in a part.
+func has(part *evidence.Participation) func(call string) (bool, error) {
+	return func(call string) (bool, error) { return part.Has(call), nil }
 }

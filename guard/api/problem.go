@@ -713,7 +713,7 @@ var (
 		caller:   "Send the same call with the same token again after Retry-After.",
 		operator: "The gateway's log says what is missing: a `jwks_url` that does not answer, the store, or memory for the tokens of requests that change nothing. `min_level L3` asks for a place in the ledger: look at its backlog, and at what its sequencer logs.",
 	}
-	parameterInvalid = Kind{
+	ParameterInvalid = Kind{
 		Slug: "parameter-invalid", Status: http.StatusBadRequest,
 		Title:    "The question is malformed",
 		meaning:  "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
@@ -728,7 +728,7 @@ func Kinds() []Kind {
 		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, NodeUnknown, NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
 		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, DependencyNotDone, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
 		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown, workflowRunning, initiatorRequired,
-		parameterInvalid,
+		ParameterInvalid,
 	}, rollbackKinds()...)
 }
 

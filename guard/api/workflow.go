@@ -37,6 +37,9 @@ type Workflow struct {
 	Stated string `json:"stated_status,omitempty"`
 	// Truncated says that not all of it was read.
 	Truncated bool `json:"truncated,omitempty"`
+	// LeftOut is how many more tokens were read than stand in Nodes. Roots, Leaves, Unordered and Edges
+	// are those among Nodes.
+	LeftOut int `json:"left_out,omitempty"`
 
 	// Holds are the escalations that participants of the workflow are told of.
 	Holds []holdDocument `json:"holds,omitempty"`
@@ -55,8 +58,8 @@ type Workflow struct {
 	Nodes []nodeDocument `json:"nodes"`
 	Edges []edgeDocument `json:"edges"` // see Nodes
 
-	// Plan is where the workflow is in the plan that its start names, if the gateway has that. It is
-	// left out if not all of the workflow was read, or may be: the rest could change it (P6).
+	// Plan is where what the reader takes part in is in the plan that binds its calls, or that its start names, if
+	// the gateway has that (P3).
 	Plan *plan.Progress `json:"plan,omitempty"`
 }
 
@@ -203,9 +206,8 @@ type view struct {
 	records []workflow.Record
 	sources []source
 	part    evidence.Participation
-	// whole says that the reader sees all that was read, and more that there is more than was read.
-	whole, more bool
-	ends        int // how many of its ends the gateway has recorded, seen or not
+	more    bool // there is more than was read
+	ends    int  // how many of its ends the gateway has recorded, seen or not
 }
 
 // view reads at most so many entries of a workflow.
@@ -233,26 +235,49 @@ func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most
 	}); err != nil {
 		return v, err
 	}
-	all := len(v.records)
 	v.records, v.sources = inOrder(v.records, v.sources, &v.part)
-	v.whole = len(v.records) == all
 	return v, nil
+}
+
+// views reads at most so many entries of a workflow: what the reader may see, and of that what its plan is about. For
+// an operator that is what its initiator takes part in, since strangers who use its name are no part of its plan.
+func (q *ledgerRequest) views(wid string, most int) (v, planned *view, err error) {
+	ctx := q.r.Context()
+	all, err := q.view(ctx, wid, q.who, most)
+	if err != nil || !q.who.Operator || len(q.Plans) == 0 && (q.Assigned == nil || !q.Assigned.Has(wid)) {
+		return &all, &all, err
+	}
+	end, err := q.beginning(ctx, wid)
+	if err != nil {
+		return &all, nil, err
+	}
+	part, err := q.view(ctx, wid, end.Initiator, most)
+	return &all, &part, err
 }
 
 // read reads what the reader may see of a workflow. doc is marked as incomplete if some
 // recorded events cannot be read.
 func (q *ledgerRequest) read(wid string, whole bool) (doc Workflow, found bool, err error) {
-	v, err := q.view(q.r.Context(), wid, q.who, q.MaxNodes)
+	ctx := q.r.Context()
+	v, planned, err := q.views(wid, q.MaxNodes)
 	if err != nil || v.part.Empty() {
 		return doc, false, err
 	}
-	var follows *plan.Descriptor
-	if v.whole {
-		if follows, err = q.planOf(q.r.Context(), wid, v.records, v.sources); err != nil {
+	follows, err := q.planOf(ctx, wid, planned)
+	if err != nil {
+		return doc, false, err
+	}
+	if follows != nil && v.more && whole { // the states of its nodes follow from all records
+		done, err := q.Assigned.ReadLarge(ctx)
+		if err != nil {
+			return doc, false, err
+		}
+		defer done()
+		if v, planned, err = q.views(wid, q.MaxPlanned); err != nil {
 			return doc, false, err
 		}
 	}
-	return describe(wid, v.records, v.sources, follows, v.more || !whole, time.Now()), true, nil
+	return describe(wid, v, planned, follows, v.more || !whole, q.MaxNodes, time.Now()), true, nil
 }
 
 // WorkflowTokens is a page of the tokens of a workflow. Its members are an API.
@@ -325,37 +350,37 @@ func (q *ledgerRequest) workflowTokens() error {
 	return q.writeJSON(http.StatusOK, doc)
 }
 
-// planOf returns the plan that a workflow has, or else that its first start names; nil without.
-func (s *Ledger) planOf(ctx context.Context, wid string, records []workflow.Record, sources []source) (*plan.Descriptor, error) {
+// planOf returns the plan that binds calls in a part of a workflow, or else that the first start in it names; nil
+// without.
+func (s *Ledger) planOf(ctx context.Context, wid string, v *view) (*plan.Descriptor, error) {
 	if s.Assigned != nil {
-		if a, err := s.Assigned.Of(ctx, wid); a != nil || err != nil {
-			return planIn(a), err
+		if a, err := s.Assigned.Of(ctx, wid, has(&v.part)); err != nil {
+			return nil, err
+		} else if a != nil {
+			return a.Plan, nil
 		}
 	}
-	for i := range records {
-		if records[i].Event == ect.EventWorkflowStart {
-			return s.Plans[sources[i].plan], nil
+	for i := range v.records {
+		if v.records[i].Event == ect.EventWorkflowStart {
+			return s.Plans[v.sources[i].plan], nil
 		}
 	}
 	return nil, nil
 }
 
-func planIn(a *plan.Assigned) *plan.Descriptor {
-	if a == nil {
-		return nil
-	}
-	return a.Plan
-}
-
-// Begun reports whether a guarded call of a workflow is recorded. ledger.ErrWaiting says that one may be
-// (P4).
-func (s *Ledger) Begun(ctx context.Context, wid string) (bool, error) {
+// begun reports whether a guarded call is recorded in what somebody takes part in. ledger.ErrWaiting says that one may
+// be (P4).
+func (s *Ledger) begun(ctx context.Context, wid string, who evidence.Reader) (bool, error) {
 	if whole, err := s.caughtUp(ctx); err != nil || !whole {
 		return false, cmp.Or(err, ledger.ErrWaiting)
 	}
+	part, err := s.participationOf(ctx, wid, who)
+	if err != nil || part.Empty() {
+		return false, err
+	}
 	return s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
 		event, _ := ect.ParseEvent(e.Action)
-		return event == ect.EventCheckpoint && s.own(e)
+		return event == ect.EventCheckpoint && s.own(e) && part.Has(e.ID)
 	})
 }
 
@@ -375,33 +400,51 @@ func inOrder(records []workflow.Record, sources []source, part *evidence.Partici
 	return r, s
 }
 
-func describe(id string, records []workflow.Record, sources []source, follows *plan.Descriptor, truncated bool, now time.Time) Workflow {
-	g, at := workflow.New(records), sourcesByID(records, sources)
-	doc := Workflow{
-		ID: id, Truncated: truncated, Roots: g.Roots(), Leaves: g.Leaves(), Unordered: g.Unordered(),
-		Nodes: []nodeDocument{}, Edges: []edgeDocument{},
-	}
+// describe makes the document of a workflow, with at most so many of its tokens. Of planned its plan is about.
+func describe(id string, v, planned *view, follows *plan.Descriptor, truncated bool, most int, now time.Time) Workflow {
+	g, at := workflow.New(v.records), sourcesByID(v.records, v.sources)
+	doc := Workflow{ID: id, Truncated: truncated, Nodes: []nodeDocument{}, Edges: []edgeDocument{}}
 	if !truncated {
 		s := g.Summary()
 		doc.Status, doc.Stated, doc.Tasks = s.Status, s.Stated, s.Tasks
 		points := g.RecoveryPoints(now)
 		doc.RecoveryPoints = points[:min(len(points), maxRecoveryPoints)]
-		if follows != nil {
-			doc.Plan = follows.Progress(g, func(id string) string { return at[id].node })
-			if g.Ended() == workflow.ByGateway { // perhaps its initiator has given it up
-				doc.Plan.Status = doc.Plan.Abandoned
-			}
-			if doc.Tasks[workflow.Escalated] == 0 { // else a person decides, whatever goes on
-				doc.Status = doc.Plan.Status
-			}
+	}
+	switch {
+	case follows == nil:
+	case truncated:
+		doc.Plan = follows.Outline()
+	default:
+		g, at := g, at
+		if planned != v {
+			g, at = workflow.New(planned.records), sourcesByID(planned.records, planned.sources)
+		}
+		doc.Plan = follows.Progress(g, func(id string) string { return at[id].node })
+		if g.Ended() == workflow.ByGateway { // perhaps its initiator has given it up
+			doc.Plan.Status = doc.Plan.Abandoned
+		}
+		if doc.Tasks[workflow.Escalated] == 0 { // else a person decides, whatever goes on
+			doc.Status = doc.Plan.Status
 		}
 	}
-	for _, n := range g.Nodes() {
-		doc.Nodes = append(doc.Nodes, describeNode(id, &n, at[n.ID], truncated))
+	doc.LeftOut = max(0, g.Len()-most)
+	listed := func(id string) bool {
+		i, there := g.Index(id)
+		return there && i < most
+	}
+	for i := range min(g.Len(), most) {
+		n := g.At(i)
+		doc.Nodes = append(doc.Nodes, describeNode(id, n, at[n.ID], truncated))
 	}
 	for _, e := range g.Edges() {
-		doc.Edges = append(doc.Edges, edgeDocument(e))
+		if listed(e.From) && listed(e.To) {
+			doc.Edges = append(doc.Edges, edgeDocument(e))
+		}
 	}
+	cut := func(ids []string) []string {
+		return slices.DeleteFunc(ids, func(id string) bool { return !listed(id) })
+	}
+	doc.Roots, doc.Leaves, doc.Unordered = cut(g.Roots()), cut(g.Leaves()), cut(g.Unordered())
 	return doc
 }
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -212,16 +213,25 @@ func TestTruncatedWorkflow(t *testing.T) {
 }
 
 // A-node-states-b, A-topological-order-d: a workflow whose start names a plan is shown with it, from the
-// records alone: to who may see all of it, and only if all was read (P3, P6).
+// records alone, to who takes part in that (P3), with what it says of its nodes (A-resource-claim-format-a).
+// States are there only if all was read (P6): also where its tokens are too many to be listed.
 func TestWorkflowShowsItsPlan(t *testing.T) {
-	d, err := plan.Parse([]byte(`{"wf_id": "trip", "nodes": [{"id": "hold", "label": "hold_budget"}, {"id": "pay"}, {"id": "mail"}], "edges": [{"from": "hold", "to": "pay"}, {"from": "pay", "to": "mail"}]}`))
+	d, err := plan.Parse([]byte(`{"wf_id": "trip", "nodes": [{"id": "hold", "label": "hold_budget", "reversible": true, "resource_hints": {"priority": "high", "cpu": "0.5"}}, {"id": "pay", "hitl_required": true}, {"id": "mail"}], "edges": [{"from": "hold", "to": "pay"}, {"from": "pay", "to": "mail"}]}`))
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := newGate(t, func(o *LedgerOptions) { o.Plans, o.MaxNodes = map[string]*plan.Descriptor{"trip": d}, 8 })
+	g := newGate(t, func(o *LedgerOptions) {
+		o.Plans, o.MaxNodes, o.MaxPlanned = map[string]*plan.Descriptor{"trip": d}, 4, 10
+	})
+	type page struct {
+		workflowDoc
+		LeftOut int `json:"left_out"`
+		Plan    *plan.Progress
+	}
+	var doc page
 	read := func(who evidence.Reader) *plan.Progress {
 		t.Helper()
-		var doc struct{ Plan *plan.Progress }
+		doc = page{}
 		g.get("workflows/"+flow, who).read(200, &doc)
 		return doc.Plan
 	}
@@ -240,15 +250,38 @@ func TestWorkflowShowsItsPlan(t *testing.T) {
 		fmt.Sprintf("%s %s %v %v", p.Nodes[0].State, p.Nodes[1].State, p.Nodes[1].Ready, p.Nodes[2].Ready) != "done pending true false" || p.Nodes[2].Holds[0].Node != "pay" {
 		t.Errorf("%+v", p)
 	}
-	// Bob sees the part that follows from his own node, so nothing of the plan.
-	g.add(bob, flow, "pay", nil)
-	if p := read(evidence.Reader{Issuer: bob}); p != nil {
-		t.Errorf("a part of the workflow: %+v", p)
+	if doc.Truncated || doc.LeftOut != 2 || len(doc.Nodes) != 4 || doc.Status != "running" || doc.Nodes[0].State != "done" {
+		t.Errorf("%+v", doc)
 	}
-	g.add(alice, flow, "act", nil, task)
-	g.add(alice, flow, "act", nil, task)
-	if p := read(asAlice); p != nil {
-		t.Errorf("a part was read: %+v", p)
+	for _, e := range doc.Edges { // they have both ends
+		if !slices.ContainsFunc(doc.Nodes, func(n nodeDoc) bool { return n.JTI == e.From }) || !slices.ContainsFunc(doc.Nodes, func(n nodeDoc) bool { return n.JTI == e.To }) {
+			t.Errorf("%+v", e)
+		}
+	}
+	said := func(p *plan.Progress) string {
+		return fmt.Sprintf("%v %v %+v %v", *p.Nodes[0].Reversible, p.Nodes[1].HITLRequired, *p.Nodes[0].Hints, p.Nodes[2].Hints)
+	}
+	if got := said(p); got != `true true {Priority:high TimeoutS:0 CPU:0.5 MemoryMB:0 GPU: NetworkMbps:0} <nil>` {
+		t.Error(got)
+	}
+	// A stranger who uses the name changes nothing of it, and sees nothing: operators see both, and the initiator's plan.
+	g.add(bob, flow, "pay", nil)
+	g.add(bob, flow, "look", nil)
+	for name, who := range map[string]evidence.Reader{"alice": asAlice, "an operator": {Operator: true}} {
+		p := read(who)
+		if p == nil || fmt.Sprintf("%s %s %v %d", p.Nodes[0].State, p.Nodes[1].State, p.Nodes[1].Ready, len(p.Others)) != "done pending true 1" || doc.Truncated {
+			t.Errorf("%s: %+v", name, p)
+		}
+		if want := map[string]int{"alice": 2, "an operator": 4}[name]; doc.LeftOut != want {
+			t.Errorf("%s: %d tokens are left out, want %d", name, doc.LeftOut, want)
+		}
+	}
+	for range 4 {
+		g.add(alice, flow, "act", nil, task)
+	}
+	p = read(evidence.Reader{Operator: true})
+	if p == nil || !p.Truncated || p.Status != "" || p.Nodes[0].State != "" || p.Nodes[1].Ready || len(p.Nodes[1].After) != 1 || said(p) != said(d.Outline()) || !doc.Truncated || len(doc.Nodes) != 4 {
+		t.Errorf("a part was read: %+v", doc)
 	}
 }
 
@@ -320,7 +353,7 @@ func TestWorkflowInOtherVocabularies(t *testing.T) {
 }
 
 // The nodes of a fleet have a log each: a workflow is read over all of them in the
-// order of recording, and a receipt is to be had from the node that wrote the entry.
+// order of recording, and every node has heads, entries and proofs of each log.
 func TestWorkflowOverTwoLogs(t *testing.T) {
 	g := newGate(t)
 	other := g.open("a.gateway.example/ledger")
@@ -341,8 +374,65 @@ func TestWorkflowOverTwoLogs(t *testing.T) {
 	}
 	var entry entryDoc
 	g.get("ledger/entries?jti="+last.ID(), asAlice).read(200, &entry)
-	if entry.Receipt != nil || entry.Log != "a.gateway.example/ledger" || entry.Token != last.Raw() {
+	if entry.Log != "a.gateway.example/ledger" || entry.Token != last.Raw() {
 		t.Errorf("%+v", entry)
+	}
+	if head, err := entry.Receipt.Check(entry.Leaf, "a.gateway.example/ledger", g.keys); err != nil || head.Size != 1 {
+		t.Errorf("%+v %v", head, err)
+	}
+
+	// Without a name a request is about the log of the node that is asked; an index counts in its log.
+	const named = "log=a.gateway.example%2Fledger"
+	type headDoc struct {
+		Origin, Key, Note string
+		Size              int64
+		Altered           bool
+		Logs              []headDoc
+	}
+	var head, theirs headDoc
+	g.get("ledger/head", asAlice).read(200, &head)
+	if head.Origin != origin || head.Size != 3 || len(head.Logs) != 1 || head.Logs[0].Origin != "a.gateway.example/ledger" || head.Logs[0].Size != 1 {
+		t.Errorf("%+v", head)
+	}
+	g.get("ledger/head?"+named, asAlice).read(200, &theirs)
+	if !reflect.DeepEqual(theirs, head.Logs[0]) || theirs.Key == "" {
+		t.Errorf("%+v", theirs)
+	}
+	if _, err := ledger.ParseHead([]byte(theirs.Note), theirs.Origin, g.keys); err != nil {
+		t.Error(err)
+	}
+	for path, want := range map[string]string{"ledger/entries/0": task.ID(), "ledger/entries/0?" + named: last.ID()} {
+		g.get(path, asAlice).read(200, &entry)
+		if entry.JTI != want {
+			t.Errorf("%s: %s", path, entry.JTI)
+		}
+	}
+	g.get("ledger/entries/1?"+named, asAlice).refused(404, "entry-unknown", "")
+	g.get("ledger/proof?index=0&"+named, asAlice).read(200, &head)
+	g.get("ledger/consistency?old=1&"+named, asAlice).read(200, &head)
+	g.get("ledger/proof?index=1&"+named, asAlice).refused(404, "entry-unknown", "")
+	for _, path := range []string{"ledger/head", "ledger/entries/0", "ledger/proof?index=0", "ledger/consistency?old=1"} {
+		separator := map[bool]string{true: "&", false: "?"}[strings.Contains(path, "?")]
+		g.get(path+separator+"log=nobody", asAlice).refused(400, "parameter-invalid", "")
+		g.get(path+separator+"log=", asAlice).refused(400, "parameter-invalid", "")
+	}
+
+	// A log that was altered does not hide the others.
+	for found, err := range g.store.Scan(t.Context(), store.Prefix([]byte("lh"))) {
+		if err != nil {
+			t.Fatal(err)
+		}
+		if bytes.HasPrefix(found.Value, []byte("a.gateway")) {
+			note := bytes.Replace(found.Value, []byte("\n1\n"), []byte("\n2\n"), 1)
+			if _, err := g.store.Commit(t.Context(), store.Write{Key: found.Key, Value: note}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	head = headDoc{}
+	g.get("ledger/head", asAlice).read(200, &head)
+	if head.Origin != origin || len(head.Logs) != 1 || !head.Logs[0].Altered || head.Logs[0].Size != 0 {
+		t.Errorf("%+v", head)
 	}
 }
 
@@ -398,7 +488,7 @@ func newRecorder(t *testing.T) *recorder {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := newGate(t, func(o *LedgerOptions) { o.Log, o.HeadKey = recorded.Log(), recorded.HeadKey() })
+	g := newGate(t, func(o *LedgerOptions) { o.Log, o.HeadKey = recorded.Log(), recorded.HeadKeyOf })
 	g.log = recorded.Log()
 	return &recorder{g, recorded, builder}
 }
@@ -610,7 +700,7 @@ func TestStatesOfARollback(t *testing.T) {
 	want("undone", "rolled_back ", "rolled_back ", "rolled_back ", "escalated compensation_required")
 }
 
-// P4: while an event cannot be read, nobody can say that a workflow has no calls, nor how it ended.
+// P4: while an event cannot be read, nobody can say how a workflow has ended.
 func TestUnreadableEvents(t *testing.T) {
 	g := newGate(t, func(o *LedgerOptions) {
 		o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil }
@@ -629,10 +719,30 @@ func TestUnreadableEvents(t *testing.T) {
 	}
 	g.release()
 	g.Log = g.open(origin)
-	if begun, err := g.Begun(t.Context(), "another"); !errors.Is(err, ledger.ErrWaiting) {
-		t.Errorf("begun: %v, %v", begun, err)
-	}
 	if _, found, err := g.End(t.Context(), flow); !errors.Is(err, ledger.ErrWaiting) {
 		t.Errorf("ended: %v, %v", found, err)
+	}
+}
+
+// A plan that the workflow's start names, and that is not in force, does not keep it from its end.
+func TestPlanThatIsOnlyShownIsNoEnd(t *testing.T) {
+	d, err := plan.Parse([]byte(`{"wf_id": "trip", "nodes": [{"id": "never"}]}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := newGate(t, func(o *LedgerOptions) {
+		o.Plans = map[string]*plan.Descriptor{"trip": d}
+		o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil }
+	})
+	task := g.add(alice, flow, "act", nil)
+	g.add(alice, flow, "workflow_start", ext().Text(ect.MemberWorkflowName, "trip"), task)
+	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
+	g.add(gateway, flow, "act", ofCall("completed", caller), task, ckpt)
+	var doc struct{ Plan *plan.Progress }
+	if g.get("workflows/"+flow, asAlice).read(200, &doc); doc.Plan == nil {
+		t.Fatal("it is not shown")
+	}
+	if end, found, err := g.End(t.Context(), flow); end.Planned || end.Status != "success" || !found || err != nil {
+		t.Errorf("%+v, %v, %v", end, found, err)
 	}
 }

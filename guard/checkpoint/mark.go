@@ -138,6 +138,12 @@ func (v *Store) markOf(ctx context.Context, n name) (Mark, error) {
 	return m, nil
 }
 
+// Watch returns a channel that is closed when the mark of a checkpoint may have changed, at any gateway over the
+// store. cancel frees it.
+func (v *Store) Watch(id string) (changed <-chan struct{}, cancel func()) {
+	return v.store.Watch(keyOf(kindMark, v.name(id)))
+}
+
 // Step is a change of a Mark.
 type Step struct {
 	To State

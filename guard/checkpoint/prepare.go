@@ -142,7 +142,7 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 		key := append(v.place(t.Place).prefix(), h.name[:]...)
 		p.Add(store.Write{Key: key, Value: []byte{0}, Expires: s.Expires})
 	}
-	p.Add(h.accounts(h.charge)...)
+	p.Add(h.accounts(v, h.charge)...)
 	p.Add(held.notes()...)
 	h.part.inline = nil // only where it stands is needed from now on
 	return p, nil
@@ -196,11 +196,11 @@ func (m *Message) rest() int {
 }
 
 // accounts are the index entries by which quotas are counted.
-func (h *Handle) accounts(bytes int64) []store.Write {
+func (h *Handle) accounts(v *Store, bytes int64) []store.Write {
 	writes := make([]store.Write, 0, len(h.scopes))
 	for _, s := range h.scopes {
 		writes = append(writes, store.Write{
-			Key: s.account(h.name), Value: account{created: h.created, bytes: bytes}.encode(), Expires: h.expires,
+			Key: s.account(h.name), Value: account{created: h.created, bytes: bytes, boot: v.boot()}.encode(), Expires: h.expires,
 		})
 	}
 	return writes

@@ -87,6 +87,8 @@ type marks struct {
 	loaded bool      // noted is known
 	noted  time.Time // until when the store says that the index may hold something
 	ready  time.Time // when the bucket of the rate is full again
+
+	allowance store.Allowance // where several gateways share the store
 }
 
 type usage = store.Usage[marks]
@@ -171,6 +173,14 @@ func (v *Store) take(ctx context.Context, u *usage, s scope, h *Handle, b bounds
 		taken.interval = time.Minute / time.Duration(b.rate)
 		ready = later(ready, now).Add(taken.interval)
 	}
+	if v.caps != nil && (b.Count > 0 || b.Bytes > 0) {
+		if over, err := v.raise(ctx, u, s, h, b, now); over != nil || err != nil {
+			if err == nil {
+				err = over
+			}
+			return room{}, err
+		}
+	}
 	switch {
 	case b.Count > 0 && u.N >= b.Count:
 		return room{}, &QuotaError{Of: b.of, Over: OverCount, Most: int64(b.Count), Retry: retry}
@@ -194,6 +204,72 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
+// raise has this member have one more checkpoint of a scope, within the limit of all members. over says that it may
+// not.
+func (v *Store) raise(ctx context.Context, u *usage, s scope, h *Handle, b bounds, now time.Time) (over *QuotaError, err error) {
+	stands, need := int64(0), store.Amount{N: 1, Bytes: h.charge}
+	full, err := v.caps.Admit(ctx, &u.State.allowance, now, &store.CapRequest{
+		Key: s.key(kindCaps), Limit: store.Amount{N: b.Count, Bytes: b.Bytes}, Need: need,
+		Mine: func() store.Amount { return store.Amount{N: u.N, Bytes: u.Bytes} },
+		Count: func(add func(string, store.Amount)) error {
+			stands = 0
+			for entry, err := range v.store.Scan(ctx, store.Prefix(s.prefix())) {
+				if err != nil {
+					return err
+				}
+				a, err := decodeAccount(entry.Value)
+				if err != nil {
+					return err
+				}
+				stands += a.bytes
+				add(a.boot, store.Amount{N: 1, Bytes: a.bytes})
+			}
+			return nil
+		},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if full == nil {
+		return nil, nil
+	}
+	over = &QuotaError{Of: b.of, Over: OverCount, Most: int64(b.Count), Retry: now.Add(fullTime)}
+	if b.Count <= 0 || b.Bytes > 0 && stands+need.Bytes > b.Bytes {
+		over.Over, over.Most = OverBytes, b.Bytes
+	}
+	return over, nil
+}
+
+// fullTime is when a call that found no room at any gateway may come again: others may give back what they do not use.
+const fullTime = time.Second
+
+// capsChanged gives back what this member does not use of a scope, if another one has found nothing left.
+func (v *Store) capsChanged(key []byte) {
+	if len(key) != len(scope{}.key(kindCaps)) { // any of them: who needs it asks again
+		return
+	}
+	s := scope{kind: key[2], hash: [16]byte(key[3:])}
+	go func() {
+		ctx := context.Background()
+		if asked, err := v.caps.Asked(ctx, key); err != nil || !asked {
+			return
+		}
+		u := v.usages.Enter(s) // also of one that was forgotten, whose cap stands
+		defer v.usages.Leave(u)
+		u.Lock()
+		defer u.Unlock()
+		_ = v.caps.GiveBack(ctx, &u.State.allowance, key, store.Amount{N: u.N, Bytes: u.Bytes})
+	}()
+}
+
+// boot is what this member's checkpoints are counted by; empty where one gateway has the store.
+func (v *Store) boot() string {
+	if v.caps == nil {
+		return ""
+	}
+	return v.caps.Boot()
+}
+
 // count reads once what a scope has. It first reads whether the index may hold anything: for most
 // workflows it does not, and a scan would cost much more.
 func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
@@ -210,7 +286,7 @@ func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 	var made []time.Time
 	err := u.Count(ctx, v.store, s.prefix(), func(entry store.Entry) error {
 		a, err := decodeAccount(entry.Value)
-		if err == nil {
+		if err == nil && (v.caps == nil || a.boot == v.caps.Boot()) { // alone it has what members have made, too
 			u.Add(1, a.bytes, a.created, entry.Expires)
 			made = append(made, a.created)
 		}
@@ -233,17 +309,20 @@ func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 type account struct {
 	created time.Time
 	bytes   int64
+	boot    string // of the member of a shared store that has made it; empty otherwise
 }
 
 const (
 	tagAccountCreated = 1 + iota
 	tagAccountBytes
+	tagAccountBoot
 )
 
 func (a account) encode() []byte {
 	e := store.Encoder{B: make([]byte, 0, 24)}
 	e.Time(tagAccountCreated, a.created)
 	e.Int(tagAccountBytes, a.bytes)
+	e.String(tagAccountBoot, a.boot)
 	return e.B
 }
 
@@ -256,6 +335,8 @@ func decodeAccount(b []byte) (account, error) {
 			a.created = d.Time()
 		case tagAccountBytes:
 			a.bytes = d.Int()
+		case tagAccountBoot:
+			a.boot = string(d.Field)
 		}
 	}
 	return a, d.Err

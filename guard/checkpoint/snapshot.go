@@ -443,7 +443,7 @@ func (v *Store) Record(ctx context.Context, h Handle, r Result, maxImage int) (*
 	p.sum = at.sum
 	p.Add(v.head(h.name, kindResult, at, store.Condition{}, h.expires))
 	if at.pieces > 0 { // a small one was charged with the snapshot
-		p.Add(h.accounts(h.charge + int64(len(plain)))...)
+		p.Add(h.accounts(v, h.charge+int64(len(plain)))...)
 		p.OnDone(func(err error) error {
 			if err == nil {
 				v.charge(h, 0, int64(len(plain)))

@@ -34,12 +34,17 @@ type Store struct {
 	store   store.Store
 	sealer  store.Sealer
 	usages  store.Usages[scope, marks]
+	caps    *store.Caps // nil where one gateway has the store
 	writers writers
 }
 
 // New returns the checkpoints in st, sealed by sealer.
 func New(st store.Store, sealer store.Sealer) *Store {
-	return &Store{store: st, sealer: sealer, usages: store.Usages[scope, marks]{Window: time.Second}}
+	v := &Store{store: st, sealer: sealer, usages: store.Usages[scope, marks]{Window: time.Second}, caps: store.NewCaps(st)}
+	if shared, is := st.(store.Shared); is {
+		shared.Follow([]byte{spaceCheckpoint, kindCaps}, v.capsChanged)
+	}
+	return v
 }
 
 // Errors of Store.
@@ -113,6 +118,7 @@ func (v *Store) batch(lost error, ended func(error)) *store.Batch {
 //	k o caller name           index: the same of a caller's
 //	k t place name            index: the checkpoints whose undo goes to one place
 //	k n w|o hash              says that the index may hold something under the hash
+//	k q w|o hash              which member of a shared store may have how many of them
 const spaceCheckpoint = 'k'
 
 // The kinds of keys, behind spaceCheckpoint.
@@ -127,6 +133,7 @@ const (
 	kindCaller     = 'o'
 	kindNote       = 'n'
 	kindPlace      = 't'
+	kindCaps       = 'q'
 )
 
 // name is the keyed hash of a checkpoint's id.
@@ -161,8 +168,10 @@ func (s scope) prefix() []byte {
 
 func (s scope) account(n name) []byte { return append(s.prefix(), n[:]...) }
 
-func (s scope) note() []byte {
-	return append(append(make([]byte, 0, 3+len(s.hash)), spaceCheckpoint, kindNote, s.kind), s.hash[:]...)
+func (s scope) note() []byte { return s.key(kindNote) }
+
+func (s scope) key(kind byte) []byte {
+	return append(append(make([]byte, 0, 3+len(s.hash)), spaceCheckpoint, kind, s.kind), s.hash[:]...)
 }
 
 // errEncoding: a sealed record opened but cannot be decoded: a newer build or a bug wrote it.
@@ -428,6 +437,9 @@ type Resealed struct {
 	Damaged int
 }
 
+// AwaitWriters waits until everything is committed, or given up, that was sealed before.
+func (v *Store) AwaitWriters(ctx context.Context) error { return v.writers.wait(ctx) }
+
 // Reseal seals anew, with the newest key, what was sealed with an older one: snapshots,
 // results, their pieces, credentials, marks and versions. Hashes do not change, since they are of
 // the plain bytes. Afterwards no checkpoint needs an older key.
@@ -440,7 +452,7 @@ func (v *Store) Reseal(ctx context.Context) (Resealed, error) {
 	done := func(err error) (Resealed, error) {
 		return Resealed{Seen: r.Seen, Resealed: r.Resealed, Damaged: r.Damaged}, err
 	}
-	if err := v.writers.wait(ctx); err != nil {
+	if err := v.AwaitWriters(ctx); err != nil {
 		return done(err)
 	}
 	for _, kind := range []byte{kindSnapshot, kindResult, kindCredential, kindMark, kindVersion} {

@@ -6,7 +6,9 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -22,6 +24,11 @@ import (
 
 // memberNodeCount is how many nodes the plan of a workflow has.
 const memberNodeCount ect.Member = "cascade.node_count"
+
+// endID is the id of an end of a workflow that has ended so often before.
+func (e *Evidence) endID(wid string, round int) string {
+	return e.secretID("workflow end", wid+" "+strconv.Itoa(round))
+}
 
 // startID is the id of the gateway's workflow_start: one for a workflow.
 func (e *Evidence) startID(wid string) string { return e.secretID("workflow start", wid) }
@@ -46,19 +53,48 @@ func (b *EventBuilder) Begins(ctx context.Context, wid string) (bool, error) {
 }
 
 // hasBegun looks at the first entries of a workflow. What waits for its place in the tree was recorded
-// by this process a moment ago, and is known, or by another node: then both may record a start.
+// by this process a moment ago, and is known, or by another node.
 func (b *EventBuilder) hasBegun(ctx context.Context, wid string) (bool, error) {
+	var waiting []ledger.Entry
+	var err error
+	if b.e.Fleet() {
+		if waiting, err = b.e.log.Outbox(ctx, wid); err != nil {
+			return false, err
+		}
+	}
 	page, err := b.e.log.List(ctx, wid, "", ledger.MaxPage)
 	if err != nil {
 		return false, err
 	}
-	for i := range page.Entries {
-		e := &page.Entries[i]
+	all := append(waiting, page.Entries...)
+	for i := range all {
+		e := &all[i]
 		if beginsWorkflow(e) || b.Own(e) && isCheckpoint(e) {
 			return true, nil
 		}
 	}
 	return page.Next != "", nil
+}
+
+// Guards reports whether an id is that of a checkpoint of a workflow for a call of this gateway: its own, or one
+// that another made, and from which one of its own follows.
+func (b *EventBuilder) Guards(ctx context.Context, wid, id string) (bool, error) {
+	if id == "" || len(id) > ledger.MaxName {
+		return false, nil
+	}
+	e, err := b.e.log.Lookup(ctx, wid, id)
+	switch {
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned), errors.Is(err, ledger.ErrWaiting):
+		return false, nil
+	case err != nil:
+		return false, err
+	case !isCheckpoint(&e) || IsUnproven(&e):
+		return false, nil
+	case b.Own(&e):
+		return true, nil
+	}
+	page, err := b.e.log.Following(ctx, wid, id, "", ledger.MaxPage)
+	return slices.ContainsFunc(page.Entries, func(e ledger.Entry) bool { return b.Own(&e) && isCheckpoint(&e) }), err
 }
 
 func beginsWorkflow(e *ledger.Entry) bool {
@@ -111,7 +147,7 @@ func (b *EventBuilder) WorkflowEnd(now time.Time, w *WorkflowEnd) (*ect.Draft, e
 		parents = []string{w.Start}
 	}
 	return b.issuer.Draft(now, ect.Claims{
-		Audience: []string{b.Identity()}, ID: b.e.secretID("workflow end", w.Workflow+" "+strconv.Itoa(w.Round)), Workflow: w.Workflow,
+		Audience: []string{b.Identity()}, ID: b.e.endID(w.Workflow, w.Round), Workflow: w.Workflow,
 		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: w.ext(now),
 	})
 }
@@ -156,8 +192,11 @@ func (w *WorkflowEnd) Add(e *ledger.Entry) {
 }
 
 // spaceOpen begins the store's keys of workflows whose ends are waited for: a keyed hash of the id. The
-// value is the id, sealed.
-const spaceOpen = 'y'
+// value is the id, sealed, with changedMark behind it where Changed has written it.
+const (
+	spaceOpen   = 'y'
+	changedMark = "\x00"
+)
 
 // openTime is how long after its last call the end of a workflow is waited for.
 const openTime = 90 * 24 * time.Hour
@@ -169,9 +208,25 @@ func (e *Evidence) openKey(wid string) []byte {
 
 // Opened returns the write that notes that the end of a workflow is waited for. Each claim of a call
 // writes it again, so that nobody can record the end of a workflow in which a call has just begun.
-func (e *Evidence) Opened(now time.Time, wid string) store.Write {
+func (e *Evidence) Opened(now time.Time, wid string) store.Write { return e.noteOpen(now, wid, wid) }
+
+// Changed is Opened for the commit of a rollback's result or of an error: if the workflow has ended, it has another
+// end now, whether anybody waits for one or not.
+func (e *Evidence) Changed(now time.Time, wid string) store.Write {
+	return e.noteOpen(now, wid, wid+changedMark)
+}
+
+func (e *Evidence) noteOpen(now time.Time, wid, value string) store.Write {
 	key := e.openKey(wid)
-	return store.Write{Key: key, Value: e.sealer.Seal(nil, []byte(wid), key), Expires: now.Add(openTime)}
+	return store.Write{Key: key, Value: e.sealer.Seal(nil, []byte(value), key), Expires: now.Add(openTime)}
+}
+
+// HasEnd reports whether the gateway waits for the end of a workflow, or has recorded one.
+func (e *Evidence) HasEnd(ctx context.Context, wid string) (bool, error) {
+	if since, err := e.OpenSince(ctx, wid); err != nil || since != 0 {
+		return since != 0, err
+	}
+	return e.isRecorded(ctx, wid, e.endID(wid, 0)) // this end and the note's removal were one commit
 }
 
 // OpenSince is the version of that note; zero if the end is not waited for.
@@ -192,8 +247,9 @@ func (e *Evidence) Closed(wid string, since store.Version) store.Write {
 	return w
 }
 
-// OpenWorkflows are the workflows whose ends are waited for, at most so many.
-func (e *Evidence) OpenWorkflows(ctx context.Context, most int) (all []string, err error) {
+// OpenWorkflows are the workflows whose ends are waited for, at most so many, and whether the note of one is Changed's.
+func (e *Evidence) OpenWorkflows(ctx context.Context, most int) (all map[string]bool, err error) {
+	all = map[string]bool{}
 	r := store.Prefix([]byte{spaceOpen})
 	r.Limit = most
 	for found, err := range e.store.Scan(ctx, r) {
@@ -204,7 +260,8 @@ func (e *Evidence) OpenWorkflows(ctx context.Context, most int) (all []string, e
 		if err != nil {
 			return all, fmt.Errorf("evidence: an open workflow: %w: %w", ledger.ErrTampered, err)
 		}
-		all = append(all, string(wid))
+		id, changed := strings.CutSuffix(string(wid), changedMark)
+		all[id] = changed
 	}
 	return all, nil
 }

@@ -2,7 +2,7 @@ package evidence_test
 
 import (
 	"errors"
-	"fmt"
+	"maps"
 	"slices"
 	"testing"
 	"time"
@@ -146,9 +146,21 @@ func TestNoEndBesideANewCall(t *testing.T) {
 	}
 	b.close(t)
 	b.open(t)
-	if open, err := b.evidence.OpenWorkflows(t.Context(), 10); fmt.Sprint(open) != fmt.Sprint([]string{wid}) || err != nil {
-		t.Errorf("%v, %v", open, err)
+	open := func(want map[string]bool) {
+		t.Helper()
+		if open, err := b.evidence.OpenWorkflows(t.Context(), 10); !maps.Equal(open, want) || err != nil {
+			t.Errorf("%v, %v", open, err)
+		}
 	}
+	open(map[string]bool{wid: false})
+	read = since()
+	if err := commit(b.evidence.Changed(now, wid)); err != nil { // by an error or a rollback
+		t.Fatal(err)
+	}
+	if err := commit(b.evidence.Closed(wid, read)); !errors.As(err, &conflict) {
+		t.Errorf("something has failed since: %v", err)
+	}
+	open(map[string]bool{wid: true})
 	if err := commit(b.evidence.Closed(wid, since())); err != nil || since() != 0 {
 		t.Errorf("%v", err)
 	}

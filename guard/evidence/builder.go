@@ -30,6 +30,8 @@ const (
 	memberCaller ect.Member = "agent_guard.caller"
 	// MemberExecution is the short form of the execution key.
 	memberExecution ect.Member = "agent_guard.execution"
+	// memberGuard is the name of the guard, in a checkpoint whose target is another.
+	memberGuard ect.Member = "agent_guard.guard"
 	// memberCritical marks a checkpoint whose action is configured as critical.
 	memberCritical ect.Member = "agent_guard.critical"
 	// memberRetry marks an outcome that is recorded for the tokens of a retry.
@@ -108,6 +110,13 @@ type Call struct {
 	Hearers []string // See Issuer.
 	// Node is the id of the plan's node that the call is; empty if that is not known.
 	Node string
+	// Guard is the name of the guard that makes the call.
+	Guard string
+}
+
+// Names are those under which the ledger has what the caller takes part in, as plan.Live asks for them.
+func (c *Call) Names() []string {
+	return slices.DeleteFunc([]string{c.Issuer, callerName(c.Caller)}, func(name string) bool { return name == "" })
 }
 
 // extension begins the extensions of a call's token.
@@ -171,6 +180,9 @@ func (b *EventBuilder) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
 		Int(ect.MemberTTL, int64(c.TTL/time.Second)).
 		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
 		Text(memberExecution, c.Key.String())
+	if c.Guard != "" && c.Guard != c.Target {
+		ext.Text(memberGuard, c.Guard)
+	}
 	if c.Critical {
 		ext.Bool(memberCritical, true)
 	}
@@ -464,8 +476,9 @@ type Cascade struct {
 	// Agents is how many agents are affected, Reach their identities: as many as fit are written.
 	Agents int
 	Reach  []string // see Agents
-	// Downstream is the upstream behind it, if one is known.
-	Downstream string
+	// Downstream is the upstream behind it, if one is known, and Target the system that the calls which have
+	// failed change, if that is what they have in common.
+	Downstream, Target string
 }
 
 // Cascade drafts the alert (cascade Figure 6). The same alert has the same id, so that it is recorded once.
@@ -482,6 +495,9 @@ func (b *EventBuilder) Cascade(now time.Time, c *Cascade) (*ect.Draft, error) {
 	}
 	if c.Downstream != "" {
 		ext.Text(ect.MemberDownstreamAgent, c.Downstream)
+	}
+	if c.Target != "" {
+		ext.Text(ect.MemberTarget, c.Target)
 	}
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: []string{b.Identity()}, ID: b.e.secretID("cascade", c.Cascade+" "+c.Workflow+" "+strconv.Itoa(c.Round)), Workflow: c.Workflow, Action: string(ect.EventCascadeDetected),
@@ -609,7 +625,11 @@ func (e *Evidence) RecordOrphan(ctx context.Context, b *EventBuilder, key execut
 	if err != nil {
 		return err
 	}
-	return e.Append(ctx, now.Add(r.KeepResult), nil, drafts...)
+	err = e.Append(ctx, now.Add(r.KeepResult), nil, drafts...)
+	if errors.Is(err, ledger.ErrDuplicate) {
+		return nil // another node was first
+	}
+	return err
 }
 
 // Former are the gateway's earlier names, with the keys that it used under each.

@@ -76,6 +76,7 @@ func TestTokensOfCircuits(t *testing.T) {
 // the gateway from starting.
 func TestOrphanBehindADamagedEvent(t *testing.T) {
 	b := newBench(t)
+	b.waiting(t)
 	workflow := uuid.NewString()
 	checkpoint, err := b.builder.Checkpoint(time.Now(), call(workflow))
 	if err != nil {

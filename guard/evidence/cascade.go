@@ -3,6 +3,7 @@ package evidence
 import (
 	"context"
 	"errors"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -24,11 +25,11 @@ type CascadeFeed struct {
 	Detector *cascade.Detector
 	// Recorder returns that of the latest configuration; false if that has no identity.
 	Recorder func() (Recorder, bool)
-	// Pool is the name of the guard whose calls change a target, as their checkpoints name it.
+	// Pool is the name of the guard whose calls change a target, for checkpoints that do not name their guard.
 	Pool func(target string) string
 
-	// held are the agents' tokens that may have come with a call: their checkpoint follows at once.
-	held []ledger.Entry
+	// held are the agents' tokens that may have come with a call, by the log: their checkpoint follows there at once.
+	held map[string][]ledger.Entry
 
 	mu      sync.RWMutex
 	watched map[string]time.Time // workflows, with their last failure
@@ -62,48 +63,69 @@ func (f *CascadeFeed) Wants(e *ledger.Event) bool {
 	return watched
 }
 
-// Take gives the detector an event that is in the tree since now, and returns what it changes.
-func (f *CascadeFeed) Take(ctx context.Context, now time.Time, e *ledger.Event) ([]cascade.Change, error) {
+// Take gives the detector an entry that is in the tree of one of the logs, and returns what it changes. Those of
+// each log come in their order; a call and what it follows from may be in several.
+func (f *CascadeFeed) Take(ctx context.Context, e *ledger.Entry) (changes []cascade.Change, err error) {
 	rec, ok := f.Recorder()
 	if !ok {
 		return nil, nil
 	}
-	entry := &ledger.Entry{Event: *e, Recorded: now}
-	own := rec.own(entry)
+	own := rec.own(e)
 	event, is := readEvent(e.Action, own)
-	if len(f.held) > 0 && (f.held[0].Workflow != e.Workflow || is && !(own && isCheckpoint(entry))) {
-		f.Flush(now)
+	if held := f.held[e.Log]; len(held) > 0 && (held[0].Workflow != e.Workflow || is && !(own && isCheckpoint(e))) {
+		changes = f.release(e.Log)
 	}
-	fails := event == ect.EventError || event == ect.EventCircuitOpen && !own
-	if fails {
-		if err := f.follow(ctx, &rec, now, e); err != nil {
-			return nil, err
+	more, err := f.take(ctx, &rec, e, own, event, is)
+	return append(changes, more...), err
+}
+
+func (f *CascadeFeed) take(ctx context.Context, rec *Recorder, e *ledger.Entry, own bool, event ect.Event, is bool) (changes []cascade.Change, err error) {
+	if event == ect.EventError || event == ect.EventCircuitOpen && !own {
+		if changes, err = f.follow(ctx, rec, e); err != nil {
+			return changes, err
 		}
 	}
+	var more []cascade.Change
 	switch {
 	case event == ect.EventError && own:
-		return f.failed(ctx, &rec, now, entry)
+		more, err = f.failed(ctx, rec, e)
 	case event == ect.EventError:
-		return f.reported(ctx, &rec, now, entry)
+		more, err = f.reported(ctx, rec, e)
 	case (event == ect.EventCircuitOpen || event == ect.EventCircuitClose) && !own:
-		downstream, _ := Extension(entry).Text(ect.MemberDownstreamAgent)
-		return f.Detector.Breaker(now, cascade.Breaker{
+		downstream, _ := Extension(e).Text(ect.MemberDownstreamAgent)
+		more = f.Detector.Breaker(e.Recorded, cascade.Breaker{
 			Downstream: downstream, By: e.Issuer, Workflow: e.Workflow, Event: e.ID, Open: event == ect.EventCircuitOpen,
-		}), nil
+		})
 	case is && event != ect.EventCheckpoint:
+	default:
+		var by map[string]string
+		if by, err = rec.callersOf(ctx, []ledger.Entry{*e}); err == nil {
+			more = append(f.action(rec, e, own, by), f.succeeded(e, own)...)
+		}
+	}
+	return append(changes, more...), err
+}
+
+// know has the detector know a node that something is said of. It may not, where the log that has the node is read
+// later than the one that says so.
+func (f *CascadeFeed) know(ctx context.Context, rec *Recorder, workflow, id string) (changes []cascade.Change, err error) {
+	if f.Detector.Knows(workflow, id) {
 		return nil, nil
 	}
-	by, err := rec.callersOf(ctx, []ledger.Entry{*entry})
-	if err != nil {
-		return nil, err
+	if changes = f.Flush(); f.Detector.Knows(workflow, id) {
+		return changes, nil
 	}
-	f.action(&rec, now, entry, own, by)
-	return f.succeeded(now, entry, own), nil
+	e, err := rec.lookup(ctx, workflow, id)
+	if err != nil || e == nil || e.Workflow != workflow {
+		return changes, err
+	}
+	more, err := f.learn(ctx, rec, e.Recorded, []ledger.Entry{*e})
+	return slices.Concat(changes, more, f.Flush()), err
 }
 
 // failed gives the detector an error of the gateway itself: a call that has failed, or one that was refused
 // before anything was recorded of it.
-func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, now time.Time, e *ledger.Entry) ([]cascade.Change, error) {
+func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, e *ledger.Entry) (changes []cascade.Change, err error) {
 	ext := Extension(e)
 	failure := cascade.Failure{Workflow: e.Workflow, Node: NamedCheckpoint(ext), Error: e.ID, Kind: kindOf(ext)}
 	failure.Causes, _ = ext.Texts(ect.MemberUpstreamErrors)
@@ -115,18 +137,21 @@ func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, now time.Time, 
 			return nil, err
 		}
 		downstream, _ := ext.Text(ect.MemberDownstreamAgent)
-		f.Detector.Node(now, cascade.Node{
+		changes = f.Detector.Node(e.Recorded, cascade.Node{
 			ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: by[e.ID], Upstream: cascade.Upstream{Agent: downstream},
 		})
 		failure.Node = e.ID
 	case failure.Node == "" || attempt:
 		return nil, nil // the outcome of the call counts
+	default:
+		if changes, err = f.know(ctx, rec, e.Workflow, failure.Node); err != nil {
+			return changes, err
+		}
 	}
-	var err error
 	if failure.Address, err = rec.Evidence.failedAt(ctx, failure.Node); err != nil {
-		return nil, err
+		return changes, err
 	}
-	return f.Detector.Fail(now, failure), nil
+	return append(changes, f.Detector.Fail(e.Recorded, failure)...), nil
 }
 
 // SpaceCascade begins the store's keys of what is known of cascades, all sealed: package caddymodule has cascades
@@ -167,10 +192,56 @@ func (e *Evidence) failedAt(ctx context.Context, checkpoint string) (string, err
 	return string(upstream), nil
 }
 
+// answered counts the good answers of calls by what they change, as far as that is another name than the
+// guard's: calls of healthy workflows are not looked at one by one.
+type answered struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+// maxAbout is how many targets are told apart between two looks; calls of further ones count for all.
+const maxAbout = 4096
+
+// Answered counts a call that was answered well, by its target.
+func (e *Evidence) Answered(c *Call) {
+	if c.Guard == "" || c.Guard == c.Target {
+		return
+	}
+	a := &e.about
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.n == nil {
+		a.n = map[string]int{}
+	}
+	name := c.Target
+	if _, there := a.n[name]; !there && len(a.n) >= maxAbout {
+		name = ""
+	}
+	a.n[name]++
+}
+
+// Count gives the detector how many calls have been answered well since the last time, by their target, and
+// returns it.
+func (f *CascadeFeed) Count(now time.Time) map[string]int {
+	rec, ok := f.Recorder()
+	if !ok {
+		return nil
+	}
+	a := &rec.Evidence.about
+	a.mu.Lock()
+	counts := a.n
+	a.n = nil
+	a.mu.Unlock()
+	for name, n := range counts {
+		f.Detector.AnsweredAbout(now, name, n)
+	}
+	return counts
+}
+
 // reported gives the detector an agent's error. Its participation was checked before it was recorded. One that
 // others have passed along from behind a call, and that follows from nothing recorded here, is a node of its own:
 // what it says has failed (ADR 0112).
-func (f *CascadeFeed) reported(ctx context.Context, rec *Recorder, now time.Time, e *ledger.Entry) (changes []cascade.Change, err error) {
+func (f *CascadeFeed) reported(ctx context.Context, rec *Recorder, e *ledger.Entry) (changes []cascade.Change, err error) {
 	ext := Extension(e)
 	if severity, _ := ext.Text(ect.MemberSeverity); !Severe(severity) {
 		return nil, nil
@@ -193,11 +264,15 @@ func (f *CascadeFeed) reported(ctx context.Context, rec *Recorder, now time.Time
 		if failure.By, err = f.failedBehind(ctx, rec, e, failure.Causes); err != nil {
 			return nil, err
 		}
-		f.Detector.Node(now, cascade.Node{ID: e.ID, Workflow: e.Workflow, Agent: failure.By})
+		changes = f.Detector.Node(e.Recorded, cascade.Node{ID: e.ID, Workflow: e.Workflow, Agent: failure.By})
 		nodes = []string{e.ID}
 	}
 	for _, failure.Node = range nodes {
-		changes = append(changes, f.Detector.Fail(now, failure)...)
+		more, err := f.know(ctx, rec, e.Workflow, failure.Node)
+		if changes = append(changes, more...); err != nil {
+			return changes, err
+		}
+		changes = append(changes, f.Detector.Fail(e.Recorded, failure)...)
 	}
 	return changes, nil
 }
@@ -243,20 +318,23 @@ const maxHeld = 2 * ect.MaxParents
 
 // action gives the detector an action, or holds it. by has who is behind the gateway's own. A call and the
 // token that it was made with are one action: calls that follow from one token are beside each other.
-func (f *CascadeFeed) action(rec *Recorder, now time.Time, e *ledger.Entry, own bool, by map[string]string) {
+func (f *CascadeFeed) action(rec *Recorder, e *ledger.Entry, own bool, by map[string]string) (changes []cascade.Change) {
+	held := f.held[e.Log]
 	if !own && !isCheckpoint(e) {
-		if len(f.held) >= maxHeld {
-			f.Flush(now)
+		if len(held) >= maxHeld {
+			changes, held = f.release(e.Log), nil
 		}
-		f.held = append(f.held, *e)
-		return
+		if f.held == nil {
+			f.held = map[string][]ledger.Entry{}
+		}
+		f.held[e.Log] = append(held, *e)
+		return changes
 	}
 	n := cascade.Node{ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: e.Issuer}
 	if own {
 		n.Agent = by[e.ID]
 	}
-	held := f.held
-	f.held = nil
+	delete(f.held, e.Log)
 	for i := range held {
 		t := &held[i]
 		if own && isCheckpoint(e) && t.Workflow == e.Workflow && t.Issuer == n.Agent && slices.Contains(e.Parents, t.ID) && len(n.Aliases) < 2 {
@@ -264,36 +342,51 @@ func (f *CascadeFeed) action(rec *Recorder, now time.Time, e *ledger.Entry, own 
 			n.Parents = slices.Concat(n.Parents, t.Parents)
 			continue
 		}
-		f.task(now, t)
+		changes = append(changes, f.task(t)...)
 	}
 	if own && isCheckpoint(e) {
 		target, _ := Extension(e).Text(ect.MemberTarget)
 		n.Aliases = append(n.Aliases, rec.Evidence.Outcomes(e)...)
-		n.Upstream.Pool = f.Pool(target)
+		if n.Upstream.Pool, _ = Extension(e).Text(memberGuard); n.Upstream.Pool == "" {
+			n.Upstream.Pool = f.Pool(target)
+		}
+		if target != n.Upstream.Pool {
+			n.Target = target
+		}
 		for _, name := range AudienceOf(e) {
 			if name != e.Issuer {
 				n.Upstream.Agent = name
 			}
 		}
 	}
-	f.Detector.Node(now, n)
+	return append(changes, f.Detector.Node(e.Recorded, n)...)
 }
 
 // task gives the detector an agent's action.
-func (f *CascadeFeed) task(now time.Time, e *ledger.Entry) {
-	f.Detector.Node(now, cascade.Node{ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: e.Issuer})
+func (f *CascadeFeed) task(e *ledger.Entry) []cascade.Change {
+	return f.Detector.Node(e.Recorded, cascade.Node{ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: e.Issuer})
 }
 
-// Flush gives the detector what is held. Call it about every second.
-func (f *CascadeFeed) Flush(now time.Time) {
-	for i := range f.held {
-		f.task(now, &f.held[i])
+// Flush gives the detector what is held, and returns what that changes. Call it about every second.
+func (f *CascadeFeed) Flush() (changes []cascade.Change) {
+	for _, log := range slices.Sorted(maps.Keys(f.held)) {
+		changes = append(changes, f.release(log)...)
 	}
-	f.held = nil
+	return changes
+}
+
+// release gives the detector what is held of one log.
+func (f *CascadeFeed) release(log string) (changes []cascade.Change) {
+	held := f.held[log]
+	delete(f.held, log)
+	for i := range held {
+		changes = append(changes, f.task(&held[i])...)
+	}
+	return changes
 }
 
 // succeeded gives the detector the good outcome of a call.
-func (f *CascadeFeed) succeeded(now time.Time, e *ledger.Entry, own bool) []cascade.Change {
+func (f *CascadeFeed) succeeded(e *ledger.Entry, own bool) []cascade.Change {
 	if !own || isCheckpoint(e) {
 		return nil
 	}
@@ -306,11 +399,12 @@ func (f *CascadeFeed) succeeded(now time.Time, e *ledger.Entry, own bool) []casc
 	if workflow.Outcome(outcome) != workflow.Completed || o.failed() {
 		return nil
 	}
-	return f.Detector.Succeed(now, cascade.Success{Workflow: e.Workflow, Node: e.ID})
+	return f.Detector.Succeed(e.Recorded, cascade.Success{Workflow: e.Workflow, Node: e.ID})
 }
 
 // follow begins to follow the workflow of a failure, and reads what is recorded of it.
-func (f *CascadeFeed) follow(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Event) error {
+func (f *CascadeFeed) follow(ctx context.Context, rec *Recorder, failure *ledger.Entry) ([]cascade.Change, error) {
+	now := failure.Recorded
 	f.mu.Lock()
 	if f.watched == nil {
 		f.watched = map[string]time.Time{}
@@ -330,35 +424,35 @@ func (f *CascadeFeed) follow(ctx context.Context, rec *Recorder, now time.Time, 
 	}
 	f.mu.Unlock()
 	if watched {
-		return nil
+		return nil, nil
 	}
-	err := f.read(ctx, rec, now, failure)
-	f.Flush(now)
+	changes, err := f.read(ctx, rec, now, failure)
+	changes = append(changes, f.Flush()...)
 	if err != nil {
 		f.mu.Lock()
 		delete(f.watched, failure.Workflow) // the next failure reads it
 		f.mu.Unlock()
-		return err
 	}
-	return nil
+	return changes, err
 }
 
 // read gives the detector what is recorded of a workflow. Of one with more than maxRead entries, it reads
 // what led to the failure beside the first ones.
-func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Event) error {
+func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Entry) (changes []cascade.Change, err error) {
 	read := 0
 	for next := ledger.Cursor(""); ; {
 		page, err := rec.Evidence.Log().List(ctx, failure.Workflow, next, ledger.MaxPage)
 		if err != nil {
-			return err
+			return changes, err
 		}
-		if err := f.learn(ctx, rec, now, page.Entries); err != nil {
-			return err
+		more, err := f.learn(ctx, rec, now, page.Entries)
+		if changes = append(changes, more...); err != nil {
+			return changes, err
 		}
 		read += len(page.Entries)
 		if next = page.Next; next == "" || read >= maxRead {
 			if next == "" {
-				return nil
+				return changes, nil
 			}
 			break
 		}
@@ -372,7 +466,7 @@ func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, fa
 		known[todo[0]] = true
 		e, err := rec.lookup(ctx, failure.Workflow, todo[0])
 		if err != nil {
-			return err
+			return changes, err
 		}
 		if e != nil && !IsUnproven(e) {
 			above = append(above, *e)
@@ -380,28 +474,29 @@ func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, fa
 		}
 	}
 	slices.Reverse(above)
-	return f.learn(ctx, rec, now, above)
+	more, err := f.learn(ctx, rec, now, above)
+	return append(changes, more...), err
 }
 
-// learn gives the detector actions that were recorded before, in their order.
-func (f *CascadeFeed) learn(ctx context.Context, rec *Recorder, now time.Time, entries []ledger.Entry) error {
+// learn gives the detector actions that are recorded, those of each log in their order.
+func (f *CascadeFeed) learn(ctx context.Context, rec *Recorder, now time.Time, entries []ledger.Entry) (changes []cascade.Change, err error) {
 	by, err := rec.callersOf(ctx, entries)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	for i := range entries {
 		e := &entries[i]
 		own := rec.own(e)
 		if event, is := readEvent(e.Action, own); IsUnproven(e) || is && event != ect.EventCheckpoint {
-			f.Flush(now)
+			changes = append(changes, f.release(e.Log)...)
 			continue
 		}
-		f.action(rec, now, e, own, by)
+		changes = append(changes, f.action(rec, e, own, by)...)
 		if now.Sub(e.Recorded) < recently {
-			f.succeeded(now, e, own)
+			changes = append(changes, f.succeeded(e, own)...)
 		}
 	}
-	return nil
+	return changes, nil
 }
 
 // Forget ends the following of workflows that have not failed for a while.
@@ -416,38 +511,68 @@ func (f *CascadeFeed) Forget(now time.Time) {
 }
 
 // Rebuild takes the failures that were recorded since then, as after a restart. It reads at most so many
-// entries, from the newest on; whole says that these were all.
+// entries of each log, from the newest on; whole says that these were all.
 func (f *CascadeFeed) Rebuild(ctx context.Context, since time.Time, most int) (changes []cascade.Change, whole bool, err error) {
 	rec, ok := f.Recorder()
 	if !ok {
 		return nil, true, nil
 	}
-	log := rec.Evidence.Log()
-	var failures []ledger.Entry
-	size := log.Head().Size
-	index := size - 1
-	for ; index >= 0 && size-index <= int64(most); index-- {
-		e, err := log.Entry(ctx, index)
-		if errors.Is(err, ledger.ErrPruned) {
-			continue
-		}
-		if err != nil {
+	logs := []*ledger.Log{rec.Evidence.Log()}
+	if rec.Evidence.Fleet() {
+		if logs, err = logsOf(ctx, logs[0]); err != nil {
 			return nil, false, err
 		}
-		if e.Recorded.Before(since) {
-			index = -1
-			break
-		}
-		if f.Wants(&e.Event) {
-			failures = append(failures, e)
-		}
 	}
+	whole = true
+	var failures []ledger.Entry
+	for _, log := range logs {
+		size := log.Head().Size
+		index := size - 1
+		for ; index >= 0 && size-index <= int64(most); index-- {
+			e, err := log.Entry(ctx, index)
+			if errors.Is(err, ledger.ErrPruned) {
+				continue
+			}
+			if err != nil {
+				return nil, false, err
+			}
+			if e.Recorded.Before(since) {
+				index = -1
+				break
+			}
+			if f.Wants(&e.Event) {
+				failures = append(failures, e)
+			}
+		}
+		whole = whole && index < 0
+	}
+	slices.SortStableFunc(failures, func(a, b ledger.Entry) int { return b.Recorded.Compare(a.Recorded) })
 	for i := range slices.Backward(failures) {
-		more, err := f.Take(ctx, failures[i].Recorded, &failures[i].Event)
+		more, err := f.Take(ctx, &failures[i])
 		if err != nil {
 			return changes, false, err
 		}
 		changes = append(changes, more...)
 	}
-	return changes, index < 0, nil
+	return changes, whole, nil
+}
+
+// logsOf are the logs of all nodes that can be read. What is wrong with others is said elsewhere.
+func logsOf(ctx context.Context, own *ledger.Log) ([]*ledger.Log, error) {
+	origins, err := own.Logs(ctx)
+	if err != nil {
+		return nil, err
+	}
+	logs := []*ledger.Log{own}
+	for _, origin := range origins {
+		if origin == own.Origin() {
+			continue
+		}
+		if log, err := own.In(ctx, origin); err == nil {
+			logs = append(logs, log)
+		} else if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+	}
+	return logs, nil
 }

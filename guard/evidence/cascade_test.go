@@ -1,6 +1,7 @@
 package evidence_test
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
@@ -81,5 +82,51 @@ func TestFailuresOfBeforeARestart(t *testing.T) {
 	if len(found) != 1 || found[0].Class != cascade.Service || found[0].Root.Pool != "second" ||
 		found[0].Root.Address != "10.0.0.1:80" && found[0].Root.Address != "10.0.0.2:80" {
 		t.Errorf("%+v", found)
+	}
+}
+
+// cascade 3.1.2: how many calls to a target went well is counted by its name, and where there are too many names,
+// for all of them. So a popular target is not broken by some failures, whatever else is called.
+func TestAnswersAreCountedByTarget(t *testing.T) {
+	b := newBench(t)
+	settings, err := cascade.Settings{}.Check()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, answer := range map[string]func(i int) evidence.Call{
+		"none":           nil,
+		"store":          func(int) evidence.Call { return evidence.Call{Guard: "stock", Target: "store"} },
+		"another":        func(int) evidence.Call { return evidence.Call{Guard: "stock", Target: "another"} },
+		"of one guard":   func(int) evidence.Call { return evidence.Call{Guard: "store", Target: "store"} },
+		"many and store": func(i int) evidence.Call { return evidence.Call{Guard: "stock", Target: fmt.Sprint(i)} },
+	} {
+		d := cascade.New(settings)
+		feed := &evidence.CascadeFeed{
+			Detector: d,
+			Recorder: func() (evidence.Recorder, bool) {
+				return evidence.Recorder{Evidence: b.evidence, EventBuilder: b.builder}, true
+			},
+		}
+		now := time.Now()
+		for i, to := range []string{"stock", "orders", "prices"} {
+			d.Node(now, cascade.Node{
+				ID: to, Workflow: "w", Agent: fmt.Sprint("agent-", i), Upstream: cascade.Upstream{Pool: to, Agent: to}, Target: "store",
+			})
+		}
+		for i := range 5000 {
+			if answer != nil {
+				c := answer(i)
+				b.evidence.Answered(&c)
+			}
+		}
+		feed.Count(now)
+		feed.Count(now) // once each
+		for _, to := range []string{"stock", "orders", "prices"} {
+			d.Fail(now, cascade.Failure{Workflow: "w", Node: to, Error: "error " + to, Address: to})
+		}
+		found := len(d.Findings())
+		if want := map[string]int{"none": 1, "another": 1, "of one guard": 1}[name]; found != want {
+			t.Errorf("%s: %d findings, want %d", name, found, want)
+		}
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"log/slog"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -36,7 +37,8 @@ type Options struct {
 	Store store.Store
 	// Sealer is the guard's own.
 	Sealer store.Sealer
-	// Node is the gateway's permanent name, from which the origin of its log is made.
+	// Node is the gateway's permanent name, from which the origin of its log is made; that of the member
+	// where the store is store.Shared.
 	Node string
 	// Ring holds the keys that tokens are signed with.
 	Ring *ect.Ring
@@ -44,8 +46,10 @@ type Options struct {
 	HeadFile string
 	// Logger gets the sequencer's errors; nil is none.
 	Logger *slog.Logger
-	// Placed is ledger.Options.Placed; it may be nil.
-	Placed func(e *ledger.Event, recorded time.Time)
+	// Placed gets each event once it is in the tree of its log, with the log's origin, those of other nodes too: of each
+	// log in order, from when the ledger was opened. It is called by several goroutines, must not wait, nor keep the event without a
+	// copy. Nil is nobody.
+	Placed func(log string, e *ledger.Event, recorded time.Time)
 }
 
 // Evidence is the ledger of one store, with caches of the latest tokens. It is safe for
@@ -65,7 +69,11 @@ type Evidence struct {
 	uses   *uses
 	live   liveWorkflows
 	names  names
+	about  answered
 	later  laterKeys
+	fleet  fleet
+	logger *slog.Logger
+	placed func(log string, e *ledger.Event, recorded time.Time)
 	// unsigned says that unproven tokens are accepted, so that they have to be looked up
 	// too.
 	unsigned atomic.Bool
@@ -74,39 +82,51 @@ type Evidence struct {
 // Open opens or creates the ledger in the store. ledger.ErrTampered says that stored data
 // was altered.
 func Open(ctx context.Context, o Options) (*Evidence, error) {
-	origin := "agent-guard/" + o.Node
-	head, err := newHeadKey(o.Sealer, origin)
-	if err != nil {
-		return nil, err
+	shared, _ := o.Store.(store.Shared)
+	if shared != nil {
+		o.Node = shared.Self().Node
 	}
-	// A draft states its own issuer.
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "urn:agent-guard:sequencer", Ring: o.Ring})
-	if err != nil {
-		return nil, err
-	}
-	known, err := readHead(o.HeadFile, origin, head)
-	if err != nil {
-		return nil, err
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	e := &Evidence{
-		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, key: head.text,
+		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, logger: o.Logger, placed: o.Placed,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), begun: newRecent[struct{}](), uses: &uses{most: maxUses, m: map[string][]used{}}, live: liveWorkflows{most: maxLive},
 	}
+	e.fleet.store, e.fleet.node, e.live.fleet = shared, o.Node, shared != nil
 	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"
 	e.later.under, e.later.called = []byte{spaceNames, 's'}, "the keys of what is not signed yet"
-	e.log, err = ledger.Open(ctx, ledger.Options{
-		Store: o.Store, Sealer: o.Sealer, Origin: origin, HeadSigner: head,
-		HeadKeys: note.VerifierList(head.Verifier), Sign: signWith(issuer), Signature: o.Ring.Signature, Verifies: o.Ring.Verifies,
-		Logger: o.Logger, Known: known, Links: e.indexIDs, Placed: o.Placed,
-	})
+	origin := originPrefix + o.Node
+	options, err := e.logOptions(origin)
 	if err != nil {
+		return nil, err
+	}
+	known, err := readHead(o.HeadFile, o.Sealer)
+	switch {
+	case err != nil:
+		return nil, err
+	case known == nil:
+	case known.Origin != origin:
+		if err := e.extends(ctx, known); err != nil {
+			return nil, err
+		}
+	default:
+		options.Known = []ledger.Head{*known}
+	}
+	e.key, options.Shared = options.HeadSigner.(*headKey).text, shared != nil
+	if e.log, err = ledger.Open(ctx, options); err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
 	if err := errors.Join(e.names.read(ctx, e), e.later.read(ctx, e)); err != nil {
 		return nil, err
 	}
+	if shared != nil {
+		if err := e.beginFleet(ctx); err != nil {
+			return nil, err
+		}
+	}
 	e.log.Start()
-	if err := e.WriteHead(); err != nil && o.Logger != nil {
+	if err := e.WriteHead(); err != nil {
 		o.Logger.Warn("the head of the ledger cannot be written beside the identity's key: an older copy of the store would go unnoticed",
 			slog.Any("error", err))
 	}
@@ -124,6 +144,7 @@ func (e *Evidence) HeadKey() string { return e.key }
 
 // Close lets the sequencer finish until ctx ends; the rest is resumed after a restart.
 func (e *Evidence) Close(ctx context.Context) error {
+	e.endFleet()
 	return errors.Join(e.log.Close(ctx), e.WriteHead())
 }
 
@@ -170,18 +191,26 @@ func signWith(issuer *ect.Issuer) func(context.Context, ledger.Event) ([]byte, e
 }
 
 // Prune deletes entries older than retain that need not be kept longer, and returns their
-// number.
+// number: in the log of this node, and in those of nodes that are gone.
 func (e *Evidence) Prune(ctx context.Context, retain time.Duration) (int, error) {
 	now, err := e.store.Now(ctx)
 	if err != nil {
 		return 0, err
 	}
-	return e.log.Prune(ctx, now.Add(-retain))
+	pruned, err := e.log.Prune(ctx, now.Add(-retain))
+	return pruned, errors.Join(err, e.eachLeft(ctx, func(log *ledger.Log) error {
+		n, err := log.Prune(ctx, now.Add(-retain))
+		pruned += n
+		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
+			return nil // another node prunes it
+		}
+		return err
+	}))
 }
 
-// readHead reads the copy of the head. A log that does not extend it was altered, or is an
-// older copy. A missing file is no error.
-func readHead(file, origin string, key *headKey) ([]ledger.Head, error) {
+// readHead reads the copy of the head of a log of the store, usually that of this node. A log that does not extend it
+// was altered, or is an older copy. Without a file it is nil.
+func readHead(file string, sealer store.Sealer) (*ledger.Head, error) {
 	if file == "" {
 		return nil, nil
 	}
@@ -192,11 +221,36 @@ func readHead(file, origin string, key *headKey) ([]ledger.Head, error) {
 	if err != nil {
 		return nil, fmt.Errorf("evidence: the head of the ledger: %w", err)
 	}
+	origin, _, _ := strings.Cut(string(text), "\n")
+	key, err := newHeadKey(sealer, origin)
+	if err != nil {
+		return nil, fmt.Errorf("evidence: %s is no head of this store's ledger: %w", file, err)
+	}
 	head, err := ledger.ParseHead(text, origin, note.VerifierList(key.Verifier))
 	if err != nil {
 		return nil, fmt.Errorf("evidence: %s is no head of this store's ledger: %w", file, err)
 	}
-	return []ledger.Head{head}, nil
+	return &head, nil
+}
+
+// extends checks that the log of a head that this gateway has kept, under another name of its node, extends it.
+func (e *Evidence) extends(ctx context.Context, known *ledger.Head) error {
+	there, err := ledger.Exists(ctx, e.store, e.sealer, known.Origin)
+	if err == nil && !there {
+		err = fmt.Errorf("evidence: the log %s, whose head %s has, is not there: %w", known.Origin, e.headFile, ledger.ErrTampered)
+	}
+	if err != nil {
+		return err
+	}
+	o, err := e.logOptions(known.Origin)
+	if err != nil {
+		return err
+	}
+	o.Known = []ledger.Head{*known}
+	if _, err = ledger.Open(ctx, o); err != nil {
+		return fmt.Errorf("evidence: the log %s, which this gateway has written before: %w", known.Origin, err)
+	}
+	return nil
 }
 
 // WriteHead replaces the copy of the head if the log has grown.
@@ -352,14 +406,15 @@ func (l *sealedList[T]) read(ctx context.Context, e *Evidence) error {
 	if err != nil {
 		return err
 	}
+	var all []T // others hold the slices of the list before
 	text, err := e.sealer.Open(nil, found.Value, l.under)
 	if err == nil {
-		err = json.Unmarshal(text, &l.all)
+		err = json.Unmarshal(text, &all)
 	}
 	if err != nil {
 		return fmt.Errorf("evidence: %s: %w: %w", l.called, ledger.ErrTampered, err)
 	}
-	l.version, l.key = found.Version, e.sealer.KeyOf(found.Value)
+	l.all, l.version, l.key = all, found.Version, e.sealer.KeyOf(found.Value)
 	return nil
 }
 
@@ -382,36 +437,60 @@ func (l *sealedList[T]) write(ctx context.Context, e *Evidence, all []T) error {
 	return nil
 }
 
+// update replaces the list by what change makes of it, which is nil where nothing has to change. What
+// another node has written meanwhile is read, and changed in turn.
+func (l *sealedList[T]) update(ctx context.Context, e *Evidence, change func(all []T) []T) error {
+	for {
+		next := change(slices.Clone(l.all))
+		if next == nil {
+			return nil
+		}
+		err := l.write(ctx, e, next)
+		if lost := (*store.Conflict)(nil); e.fleet.store == nil || !errors.As(err, &lost) {
+			return err
+		}
+		if err := errors.Join(store.AwaitGroup(ctx), l.read(ctx, e)); err != nil {
+			return err
+		}
+	}
+}
+
 // reseal writes the list again unless it is sealed under the newest key.
 func (l *sealedList[T]) reseal(ctx context.Context, e *Evidence, newest uint32) error {
-	if l.version == 0 || l.key == newest {
-		return nil
-	}
-	return l.write(ctx, e, l.all)
+	return l.update(ctx, e, func(all []T) []T {
+		if l.version == 0 || l.key == newest {
+			return nil
+		}
+		return slices.Concat([]T{}, all)
+	})
 }
 
 // RecordName records that the gateway signs under a name with the newest key of the ring.
 // Call it before anything is signed under that name or with that key.
 func (e *Evidence) RecordName(ctx context.Context, name string, ring *ect.Ring) error {
+	if err := e.publish(ctx, ring); err != nil {
+		return err
+	}
 	keys := ring.List()
 	signs := keys[len(keys)-1].ID
 	e.names.mu.Lock()
 	defer e.names.mu.Unlock()
-	next := slices.Clone(e.names.all)
-	now := ect.Former{Name: name}
-	if i := slices.IndexFunc(next, func(f ect.Former) bool { return f.Name == name }); i >= 0 {
-		if slices.Contains(next[i].Keys, signs) && i == len(next)-1 {
-			return nil
+	return e.names.update(ctx, e, func(next []ect.Former) []ect.Former {
+		now := ect.Former{Name: name}
+		if i := slices.IndexFunc(next, func(f ect.Former) bool { return f.Name == name }); i >= 0 {
+			if slices.Contains(next[i].Keys, signs) && i == len(next)-1 {
+				return nil
+			}
+			now = next[i]
+			next = slices.Delete(next, i, i+1)
 		}
-		now = next[i]
-		next = slices.Delete(next, i, i+1)
-	}
-	if !slices.Contains(now.Keys, signs) {
-		now.Keys = append(slices.Clone(now.Keys), signs)
-	}
-	now.Keys = now.Keys[max(0, len(now.Keys)-maxNameKeys):]
-	next = append(next, now)
-	return e.names.write(ctx, e, next[max(0, len(next)-maxNames):])
+		if !slices.Contains(now.Keys, signs) {
+			now.Keys = append(slices.Clone(now.Keys), signs)
+		}
+		now.Keys = now.Keys[max(0, len(now.Keys)-maxNameKeys):]
+		next = append(next, now)
+		return next[max(0, len(next)-maxNames):]
+	})
 }
 
 // laterKeys are the keys under which events are recorded with the header of their token, to
@@ -450,28 +529,33 @@ const maxLater = 256
 // SignWhenShown says whether events are signed when their tokens are asked for, from now on
 // and with the newest key of the ring, or by the sequencer. Keys that it was not called with
 // sign in the sequencer. The key that it was called with before is forgotten if nothing was
-// recorded under it. While the ring changes, nobody may call ForgetSigned.
+// recorded under it. While the ring changes, nobody may call ForgetSigned. Where other nodes show the
+// token, which do not have the key, the sequencer always signs.
 func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) error {
+	on = on && e.fleet.store == nil
 	k := &e.later
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	_, kid := ring.Header(ect.Draft00)
 	k.on, k.signs = on, kid
-	next := slices.Clone(k.all)
-	if k.noted != "" && k.noted != kid && !k.chosen.Load() {
-		next = slices.DeleteFunc(next, func(noted string) bool { return noted == k.noted })
-	}
 	if on {
 		k.walked = slices.DeleteFunc(k.walked, func(walked string) bool { return walked == kid })
 	}
-	note := on && !slices.Contains(next, kid) && len(next) < maxLater
-	if note {
-		next = append(next, kid)
-	}
-	if slices.Equal(next, k.all) {
-		return nil
-	}
-	if err := e.later.write(ctx, e, next); err != nil {
+	note, same := false, false
+	err := k.update(ctx, e, func(all []string) []string {
+		next := slices.Clone(all)
+		if k.noted != "" && k.noted != kid && !k.chosen.Load() {
+			next = slices.DeleteFunc(next, func(noted string) bool { return noted == k.noted })
+		}
+		if note = on && !slices.Contains(next, kid) && len(next) < maxLater; note {
+			next = append(next, kid)
+		}
+		if same = slices.Equal(next, all); same {
+			return nil
+		}
+		return slices.Concat([]string{}, next)
+	})
+	if err != nil || same {
 		return err
 	}
 	k.noted = ""
@@ -481,11 +565,15 @@ func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) e
 	return nil
 }
 
-// KeysToSign are the keys under which events may be recorded that have no signature.
+// KeysToSign are the keys under which events may be recorded that have no signature, without those of
+// other nodes.
 func (e *Evidence) KeysToSign() []string {
+	own := e.ring.List()
 	e.later.mu.RLock()
 	defer e.later.mu.RUnlock()
-	return slices.Clone(e.later.all)
+	return slices.DeleteFunc(slices.Clone(e.later.all), func(kid string) bool {
+		return e.ring.OfPeer(kid) && !slices.ContainsFunc(own, func(k ect.RingKey) bool { return k.ID == kid })
+	})
 }
 
 // SignReplaced makes and stores the signatures of what was recorded under replaced keys of
@@ -509,7 +597,13 @@ func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
 	if len(walk) == 0 {
 		return 0, nil
 	}
-	stored, err = e.log.StoreSignatures(ctx, func(header []byte) bool { return slices.Contains(walk, ect.HeaderKeyID(header)) })
+	of := func(header []byte) bool { return slices.Contains(walk, ect.HeaderKeyID(header)) }
+	stored, err = e.log.StoreSignatures(ctx, of)
+	err = errors.Join(err, e.eachLeft(ctx, func(log *ledger.Log) error { // an earlier name of this node, perhaps
+		n, err := log.StoreSignatures(ctx, of)
+		stored += n
+		return err
+	}))
 	if err != nil {
 		e.later.mu.Lock()
 		e.later.walked = nil
@@ -549,16 +643,22 @@ func (e *Evidence) ForgetSigned(ctx context.Context) (done []string, err error) 
 func (e *Evidence) ForgetKeys(ctx context.Context, kids ...string) error {
 	e.later.mu.Lock()
 	defer e.later.mu.Unlock()
-	left := slices.DeleteFunc(slices.Clone(e.later.all), func(kid string) bool { return slices.Contains(kids, kid) })
-	if len(left) == len(e.later.all) {
-		return nil
-	}
-	return e.later.write(ctx, e, left)
+	return e.later.update(ctx, e, func(all []string) []string {
+		left := slices.DeleteFunc(slices.Clone(all), func(kid string) bool { return slices.Contains(kids, kid) })
+		if len(left) == len(all) {
+			return nil
+		}
+		return left
+	})
 }
 
 // Reseal seals with the newest key what older ones have sealed.
 func (e *Evidence) Reseal(ctx context.Context) error {
 	_, err := e.log.Reseal(ctx)
+	err = errors.Join(err, e.eachLeft(ctx, func(log *ledger.Log) error {
+		_, err := log.Reseal(ctx)
+		return err
+	}))
 	ids := e.sealer.KeyIDs()
 	newest := ids[len(ids)-1]
 	e.later.mu.Lock()
@@ -567,7 +667,8 @@ func (e *Evidence) Reseal(ctx context.Context) error {
 	e.names.mu.Lock()
 	defer e.names.mu.Unlock()
 	r := store.NewResealer(e.store, e.sealer)
-	return errors.Join(err, e.names.reseal(ctx, e, newest), r.Walk(ctx, []byte{spaceOpen}, store.MaxBatch, r.Reseal))
+	return errors.Join(err, e.names.reseal(ctx, e, newest), r.Walk(ctx, []byte{spaceOpen}, store.MaxBatch, r.Reseal),
+		r.Walk(ctx, []byte{spacePeers}, store.MaxBatch, r.Reseal))
 }
 
 // MissingKeys lists the keys that the gateway has signed with and the ring lacks: their
@@ -582,7 +683,7 @@ func (e *Evidence) MissingKeys(ring *ect.Ring) []string {
 	var lacks []string
 	for _, f := range e.names.all {
 		for _, id := range f.Keys {
-			if !slices.Contains(have, id) && !slices.Contains(lacks, id) {
+			if !e.ring.OfPeer(id) && !slices.Contains(have, id) && !slices.Contains(lacks, id) {
 				lacks = append(lacks, id)
 			}
 		}
@@ -609,6 +710,15 @@ func Exists(ctx context.Context, st store.Store) (bool, error) {
 		return err == nil, err
 	}
 	return false, nil
+}
+
+// Signed reports whether the store may hold tokens of this gateway, of a fleet of this node: then its key
+// file must be there.
+func Signed(ctx context.Context, st store.Store, sealer store.Sealer) (bool, error) {
+	if shared, ok := st.(store.Shared); ok {
+		return ledger.Exists(ctx, st, sealer, originPrefix+shared.Self().Node)
+	}
+	return Exists(ctx, st)
 }
 
 // spaceLedger begins all keys of the ledger (package ect/ledger).

@@ -77,6 +77,14 @@ func (b *bench) open(t *testing.T) {
 	b.evidence = opened
 }
 
+// waiting begins another life, on a store without sequences: what is recorded waits for the sequencer of the ledger.
+func (b *bench) waiting(t *testing.T) {
+	t.Helper()
+	b.close(t)
+	b.store = struct{ store.Store }{b.store}
+	b.open(t)
+}
+
 // close ends it.
 func (b *bench) close(t *testing.T) {
 	t.Helper()

@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 )
 
@@ -36,3 +37,17 @@ func (e *Evidence) LimitLive(most int) { e.live.most = most }
 
 // LiveRecords is how many records live workflows have.
 func (e *Evidence) LiveRecords() int { return e.live.records }
+
+// EventsOf are the events of drafts.
+func EventsOf(drafts ...*ect.Draft) (events []ledger.Event) {
+	for _, d := range drafts {
+		events = append(events, ledger.Event{
+			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: d.Parents(), Time: d.IssuedAt(),
+			Payload: []byte(d.Payload()), Header: []byte("{}"), Parsed: d,
+		})
+	}
+	return events
+}
+
+// LiveRecorded adds events to what follows the ledger, as their commit does.
+func (e *Evidence) LiveRecorded(events []ledger.Event) { e.live.recorded(events, nil) }

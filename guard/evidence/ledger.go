@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // ErrNoIdentity says that the gateway has no identity, and so neither reads nor writes a
@@ -296,11 +297,10 @@ func (r role) excuses(err error) bool {
 // in the key file and not revoked (ADR 0064).
 func (rec *Recorder) signed(ctx context.Context, e *ledger.Entry, proven bool) (claims, error) {
 	if e.Header != nil && proven {
-		kid, keys := ect.HeaderKeyID(e.Header), rec.Evidence.Ring().List()
-		switch i := slices.IndexFunc(keys, func(k ect.RingKey) bool { return k.ID == kid }); {
-		case i < 0:
+		switch known, revoked := rec.Evidence.Ring().Known(ect.HeaderKeyID(e.Header)); {
+		case !known:
 			return nil, &ect.Error{Code: ect.CodeKeyID}
-		case keys[i].Revoked:
+		case revoked:
 			return nil, &ect.Error{Code: ect.CodeKeyRevoked}
 		}
 		return recordedClaims(e)
@@ -329,27 +329,25 @@ func (rec *Recorder) ownVerifier() (*ect.Verifier, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := ect.Policy{Audience: rec.EventBuilder.Names(), Sources: []ect.Source{source}}
-	for _, k := range rec.Evidence.Ring().List() {
-		if !slices.Contains(p.Algorithms, k.Algorithm) {
-			p.Algorithms = append(p.Algorithms, k.Algorithm)
-		}
-	}
-	return ect.NewVerifier(p)
+	return ect.NewVerifier(ect.Policy{
+		Audience: rec.EventBuilder.Names(), Sources: []ect.Source{source}, Algorithms: ect.Algorithms(),
+	})
 }
 
-// proven verifies that an entry is in this node's tree. It is false for entries of other
-// nodes' logs, whose heads cannot be verified here.
+// proven verifies that an entry is in the tree of its log, whichever node's that is.
 func (rec *Recorder) proven(ctx context.Context, e *ledger.Entry) (bool, error) {
-	log := rec.Evidence.Log()
-	if e.Log != log.Origin() {
-		return false, nil
-	}
-	head, err := note.NewVerifier(rec.Evidence.HeadKey())
+	head, err := note.NewVerifier(rec.Evidence.HeadKeyOf(e.Log))
 	if err != nil {
 		return false, err
 	}
-	receipt, err := log.Receipt(ctx, e.Index)
+	log, err := rec.Evidence.Log().In(ctx, e.Log)
+	if errors.Is(err, ledger.ErrNotFound) {
+		err = fmt.Errorf("%w: the log %s is gone", ledger.ErrTampered, e.Log)
+	}
+	var receipt ledger.Receipt
+	if err == nil {
+		receipt, err = log.Receipt(ctx, e.Index)
+	}
 	if err == nil {
 		_, err = receipt.Check(e.Leaf, e.Log, note.VerifierList(head))
 	}
@@ -579,13 +577,20 @@ func (l *RollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 }
 
 // Completed records the result of a rollback, and the end of the workflow if the rollback
-// was of the whole workflow (cascade 4.1.3, ATD "Workflow Boundary ECTs").
+// was of the whole workflow (cascade 4.1.3, ATD "Workflow Boundary ECTs"). After that of a part the workflow may
+// have another end, which is noted in the same commit.
 func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
-	return l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackCompleteID(r.ID) },
+	var changed *store.Write
+	t, err := l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackCompleteID(r.ID) },
 		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
 			d, err := rec.EventBuilder.RollbackComplete(now, r)
-			if err != nil || r.Scope != rollback.FullWorkflow || r.Workflow == "" {
+			if err != nil || r.Workflow == "" {
 				return nil, []*ect.Draft{d}, err
+			}
+			if r.Scope != rollback.FullWorkflow {
+				w := rec.Evidence.Changed(now, r.Workflow)
+				changed = &w
+				return nil, []*ect.Draft{d}, nil
 			}
 			page, err := rec.Evidence.Log().List(ctx, r.Workflow, "", ledger.MaxPage) // a workflow may be larger than any plan
 			if err != nil {
@@ -598,6 +603,10 @@ func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 			end, err := rec.EventBuilder.workflowComplete(now, r, &began)
 			return nil, []*ect.Draft{d, end}, err
 		})
+	if err == nil && changed != nil {
+		t.Batch.Add(*changed)
+	}
+	return t, err
 }
 
 // Erred records an error of a rollback, once for each checkpoint and type.

@@ -798,3 +798,36 @@ func TestCascade413WorkflowComplete(t *testing.T) {
 		}
 	}
 }
+
+// ATD "Workflow Boundary ECTs": the commit of a rollback's result notes that a workflow that has ended has another end
+// now, once, and whoever waits for it; a rollback of the whole workflow records that end itself.
+func TestResultOfARollbackChangesTheEnd(t *testing.T) {
+	b, ctx, workflow := newRollbackBench(t), t.Context(), uuid.NewString()
+	c := b.checkpoint(gateway, workflow, "x1")
+	noted := func(r *rollback.Rollback) bool {
+		t.Helper()
+		batch, err := b.ledger.Completed(ctx, r)
+		if err == nil && batch.Batch != nil {
+			err = b.commit(batch, err)
+		}
+		open, failed := b.evidence.OpenWorkflows(ctx, 10)
+		if err != nil || failed != nil {
+			t.Fatal(err, failed)
+		}
+		since, err := b.evidence.OpenSince(ctx, workflow)
+		if err == nil {
+			_, err = b.store.Commit(ctx, b.evidence.Closed(workflow, since))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		return open[workflow] && len(open) == 1
+	}
+	part := &rollback.Rollback{ID: uuid.NewString(), Checkpoint: c.ID(), Workflow: workflow, Scope: rollback.Single, Status: rollback.Completed}
+	if !noted(part) || noted(part) {
+		t.Error("the result of a part is not noted, or twice")
+	}
+	if noted(&rollback.Rollback{ID: uuid.NewString(), Checkpoint: c.ID(), Workflow: workflow, Scope: rollback.FullWorkflow, Status: rollback.Completed}) {
+		t.Error("the workflow has ended with its rollback, and its end is awaited")
+	}
+}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -170,6 +169,7 @@ func TestLiveChanges(t *testing.T) {
 // are more records than there is room for.
 func TestLiveNeedsAllOfTheWorkflow(t *testing.T) {
 	b := newBench(t)
+	b.waiting(t)
 	wid := uuid.NewString()
 	ask := func() (read bool, err error) {
 		_, err = b.evidence.Live(t.Context(), b.builder, wid, func(*plan.Live) bool {
@@ -235,24 +235,60 @@ func TestLiveMakesRoom(t *testing.T) {
 	}
 }
 
-// What a workflow's plan takes counts too: many workflows with long plans and few calls have a bound.
-func TestLiveCountsThePlans(t *testing.T) {
-	b := newBench(t)
-	b.evidence.LimitLive(120)
-	nodes := make([]string, 800)
-	for i := range nodes {
-		nodes[i] = fmt.Sprintf(`{"id": "n%d"}`, i)
+// What everybody takes part in counts too: a workflow that many use has a bound, and what is dropped of it is found
+// again.
+func TestLiveCountsTheParts(t *testing.T) {
+	b := newRollbackBench(t)
+	wid := uuid.NewString()
+	first := b.token(alice, ect.Claims{Workflow: wid})
+	b.calls(wid, first.ID())
+	for range 40 {
+		b.calls(wid, b.token(alice, ect.Claims{Workflow: wid, Parents: []string{first.ID()}}).ID())
 	}
-	d, err := plan.Parse([]byte(`{"wf_id": "long", "nodes": [` + strings.Join(nodes, ", ") + `]}`))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for range 5 {
-		if _, err := b.evidence.Live(t.Context(), b.builder, uuid.NewString(), func(l *plan.Live) bool { l.Follow(d); return false }); err != nil {
+	before := 0
+	for i := range 200 {
+		if _, err := b.evidence.Live(t.Context(), b.recorder.EventBuilder, wid, func(l *plan.Live) bool {
+			if p := l.Part([]string{fmt.Sprint("agent ", i)}, []string{first.ID()}); !p.Called() {
+				t.Error("nothing was called")
+			}
+			return false
+		}); err != nil {
 			t.Fatal(err)
 		}
-		if n := b.evidence.LiveRecords(); n < 50 || n > 120 {
-			t.Fatalf("as much as %d records", n)
+		if n := b.evidence.LiveRecords(); i == 0 {
+			before = n
+		} else if i == 20 && n <= before || n > 20*before {
+			t.Fatalf("as much as %d records for %d parts, and %d for one", n, i+1, before)
 		}
+	}
+}
+
+// P3: what is recorded of others in a workflow is no part of it for somebody whom no token or call links to them.
+func TestLivePartsAreThoseOfTheLedger(t *testing.T) {
+	b := newRollbackBench(t)
+	wid := uuid.NewString()
+	has := func(issuer string, id string) (has bool) {
+		t.Helper()
+		if _, err := b.evidence.Live(t.Context(), b.recorder.EventBuilder, wid, func(l *plan.Live) bool {
+			has = l.Part((&Call{Issuer: issuer}).Names(), nil).Has(id)
+			return false
+		}); err != nil {
+			t.Fatal(err)
+		}
+		return has
+	}
+	mine, theirs := b.token(alice, ect.Claims{Workflow: wid}), b.token(bob, ect.Claims{Workflow: wid})
+	for range 2 {
+		if !has(alice, mine.ID()) || has(alice, theirs.ID()) || has(bob, mine.ID()) || !has(bob, theirs.ID()) {
+			t.Error("they take part in each other's")
+		}
+		if err := b.evidence.Close(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		b.open()
+	}
+	b.token(alice, ect.Claims{Workflow: wid, Parents: []string{mine.ID(), theirs.ID()}})
+	if !has(alice, theirs.ID()) || !has(bob, mine.ID()) {
+		t.Error("a token has linked them")
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -38,6 +39,17 @@ const MemberNode ect.Member = "atd.node"
 
 // RecordOf converts an entry for its workflow's graph. own says that the gateway issued it.
 func RecordOf(e *ledger.Entry, own bool) workflow.Record {
+	room := extRooms.Get().(*extRoom)
+	defer extRooms.Put(room)
+	return recordOf(e, own, Extension(e).Read(room[:0]))
+}
+
+// extRoom is room for the members of most tokens.
+type extRoom [12]ect.ExtValue
+
+var extRooms = sync.Pool{New: func() any { return new(extRoom) }}
+
+func recordOf(e *ledger.Entry, own bool, ext ect.Ext) workflow.Record {
 	r := workflow.Record{
 		ID: e.ID, Parents: e.Parents, Action: e.Action, Issuer: e.Issuer, Time: e.Time, Own: own,
 	}
@@ -46,7 +58,6 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 		r.Event = unproven
 		return r
 	}
-	ext := Extension(e)
 	text := func(m ect.Member) string {
 		v, _ := ext.Text(m)
 		return v
@@ -131,7 +142,7 @@ func recordsNear(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workf
 // are in ledgers of earlier versions, or came unsigned. audience returns the aud of the
 // token with an id.
 func MarkStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
-	p := participations{links: make(Links), mine: make(map[string][]string), found: make(map[string]Participation)}
+	p := participations{links: workflow.NewLinks(), mine: make(map[string][]string), found: make(map[string]Participation)}
 	issuers := make(map[string]string, len(records))
 	answers := make(map[string]*workflow.Record) // by an error that came with one
 	for i := range records {
@@ -200,29 +211,16 @@ func reportsRecord(r *workflow.Record) bool {
 	return IsReport(r.Event) && (!r.Own || r.Event == ect.EventCascadeDetected)
 }
 
-// Links maps each id to those linked to it, in both directions. A report is linked to its
-// followers only, so that it does not connect separate parts of a workflow.
-type Links map[string][]string
-
-// Add links an id with its parents. report says that it is an agent's report.
-func (l Links) Add(id string, parents []string, report bool) {
-	for _, parent := range parents {
-		l[parent] = append(l[parent], id)
-		if !report {
-			l[id] = append(l[id], parent)
-		}
-	}
-}
-
-// From returns the ids that can be reached from ids.
-func (l Links) From(ids []string) Participation {
+// PartOf is what is linked to these ids.
+func PartOf(links *workflow.Links, ids []string) Participation {
 	s := Participation{ids: make(map[string]bool)}
-	for todo := slices.Clone(ids); len(todo) > 0; {
-		id := todo[len(todo)-1]
-		todo = todo[:len(todo)-1]
-		if !s.ids[id] {
-			s.ids[id] = true
-			todo = append(todo, l[id]...)
+	var met workflow.Places
+	for _, id := range ids {
+		s.Add(id)
+		if place, known := links.Place(id); known {
+			for _, linked := range links.Reach(&met, place) {
+				s.Add(links.ID(linked))
+			}
 		}
 	}
 	return s
@@ -230,7 +228,7 @@ func (l Links) From(ids []string) Participation {
 
 // participations compute the participation of each issuer in a workflow.
 type participations struct {
-	links Links
+	links *workflow.Links
 	mine  map[string][]string // by issuer
 	found map[string]Participation
 }
@@ -246,7 +244,7 @@ func (p *participations) add(id, issuer string, parents []string, report bool) {
 func (p *participations) of(issuer string) Participation {
 	s, known := p.found[issuer]
 	if !known {
-		s = p.links.From(p.mine[issuer])
+		s = PartOf(p.links, p.mine[issuer])
 		p.found[issuer] = s
 	}
 	return s
@@ -292,10 +290,15 @@ func recordedClaims(e *ledger.Entry) (claims, error) {
 }
 
 // CallerOf is the keyed hash of the caller in one of the gateway's entries; zero if absent.
-func CallerOf(e *ledger.Entry) (caller [16]byte) {
-	text, _ := Extension(e).Text(memberCaller)
-	if hash, err := hex.DecodeString(text); err == nil && len(hash) == len(caller) {
-		copy(caller[:], hash)
+func CallerOf(e *ledger.Entry) (caller [16]byte) { return callerIn(Extension(e)) }
+
+func callerIn(ext ect.Ext) (caller [16]byte) {
+	text, _ := ext.Text(memberCaller)
+	var hash [len(caller)]byte
+	if len(text) == hex.EncodedLen(len(hash)) {
+		if _, err := hex.Decode(hash[:], []byte(text)); err == nil {
+			caller = hash
+		}
 	}
 	return caller
 }

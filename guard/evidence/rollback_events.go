@@ -52,7 +52,7 @@ func callerName(caller execution.CallerHash) string {
 	if caller == (execution.CallerHash{}) {
 		return ""
 	}
-	return callerPrefix + hex.EncodeToString(caller[:])
+	return string(hex.AppendEncode(append(make([]byte, 0, 64), callerPrefix...), caller[:]))
 }
 
 // rollbackStartID is the id of the event that a rollback was accepted. The ids of a rollback's

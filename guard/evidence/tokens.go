@@ -186,30 +186,36 @@ func (e *Evidence) Forget(t *ect.Token, use Use) {
 	e.uses.drop(t.NodeID(), func(v *used) bool { return v.status(t, use) == Same })
 }
 
-// RecordTokens records the tokens of a request that makes no other commit, and the use of
-// those in own, in one commit. It returns once all are in the tree under a signed head (level
-// L3). Tokens that are recorded already are left out. Tokens that are not in own can still be
-// used once: see Spend.
-//
-// An *ect.Error says that a token was used for something else; after any other error nothing
-// is known.
+// RecordTokens is ShareTokens, and returns once all are in the tree under a signed head (level L3). It
+// waits while the ledger is far behind.
 func (e *Evidence) RecordTokens(ctx context.Context, all, own []*ect.Token, use Use) error {
 	if err := e.log.Admit(ctx); err != nil {
 		return err
 	}
+	if err := e.ShareTokens(ctx, all, own, use); err != nil {
+		return err
+	}
+	return e.WaitProven(ctx, all)
+}
+
+// ShareTokens records the tokens of a request that makes no other commit, and the use of
+// those in own, in one commit. Tokens that are recorded already are left out. Tokens that are not in own
+// can still be used once: see Spend.
+//
+// An *ect.Error says that a token was used for something else; after any other error nothing
+// is known.
+func (e *Evidence) ShareTokens(ctx context.Context, all, own []*ect.Token, use Use) error {
 	for {
 		missing, unbound, err := e.unrecorded(ctx, all, own, use)
-		if err != nil {
+		if err != nil || len(missing)+len(unbound) == 0 {
 			return err
 		}
-		if len(missing)+len(unbound) == 0 {
-			return e.WaitProven(ctx, all)
-		}
 		err = e.commitTokens(ctx, missing, unbound, use)
-		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
-			err = e.awaitConflicting(ctx, lost.Key) // then retry
+		lost := (*store.Conflict)(nil)
+		if !errors.As(err, &lost) {
+			return err
 		}
-		if err != nil {
+		if err := e.awaitConflicting(ctx, lost.Key); err != nil { // then retry
 			return err
 		}
 	}
@@ -369,7 +375,10 @@ func (e *Evidence) Seen(tokens []*ect.Token) {
 // Unrecorded returns the nearest ancestors of tokens that were passed to Seen and are not
 // known to be recorded, at most limit, parents first.
 func (e *Evidence) Unrecorded(tokens []*ect.Token, limit int) []*ect.Token {
-	known := make(map[scope]bool, len(tokens)+limit)
+	if len(tokens) == 0 {
+		return nil
+	}
+	known := make(map[scope]bool, len(tokens))
 	for _, t := range tokens {
 		known[scope{t.Workflow(), t.NodeID()}] = true
 	}

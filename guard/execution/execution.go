@@ -11,6 +11,7 @@ import (
 	"sort"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
@@ -27,6 +28,7 @@ type Execution struct {
 	holding holding
 	keeper  *keeper
 	attempt *Attempt // nil for a call whose key is its caller's word
+	late    *Late    // the outcome, where this member was removed before it was recorded
 }
 
 // Recording takes the answer as it arrives.
@@ -78,11 +80,14 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 	ending := EndedInDoubt
 	switch {
 	case err != nil:
+		if errors.Is(err, store.ErrUnhealthy) && e.g.members.store != nil && o.Verdict != InDoubt {
+			e.late = e.outcome(&o)
+		}
 		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
 		orphan := e.record
 		orphan.State = StateInDoubt // as the next life of this node will record it
-		settled(e.usage, &orphan)
-		e.holding.end(false, e.record.unrecorded(e.keeper))
+		e.g.quotas.unrecorded(e.usage, e.flight.key, &orphan)
+		e.holding.end(false, e.flight.key, e.record.unrecorded(e.keeper))
 	case o.Whole:
 		ending = endedAnswered
 	case o.Verdict == Released:
@@ -95,12 +100,28 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		e.attempt.settled(&o, e.record.Settled, e.record.KeepKey, err == nil)
 	}
 	err = done(err, batches)
-	e.holding.end(true, nil)
+	e.holding.end(true, e.flight.key, nil)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
 	return err
 }
+
+// outcome is what SettleLate needs of an outcome, while the recording is there.
+func (e *Execution) outcome(o *Outcome) *Late {
+	l := &Late{key: e.flight.key, claim: e.record.Claim, applied: o.Verdict == Completed}
+	if head, whole := e.flight.recording.complete(); l.applied && whole && head.Size <= pieceSize {
+		body := make([]byte, head.Size)
+		if n, _ := e.flight.recording.readAt(body, 0); n == len(body) {
+			l.head, l.body = head, body
+		}
+	}
+	return l
+}
+
+// Late is the outcome of an execution that could not be recorded, since its member had been removed from the
+// shared store; nil for any other. It is valid after Settle. See Guard.SettleLate.
+func (e *Execution) Late() *Late { return e.late }
 
 func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batch) error {
 	g := e.g
@@ -145,6 +166,9 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 		}
 		return e.keep(ctx, &record, nil, batches)
 	}
+	if away(pieces.err) {
+		return pieces.err
+	}
 	record.State = StateCompleted
 	buf := scratch.Get().(*[]byte)
 	defer freeScratch(buf)
@@ -155,12 +179,14 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	if tail = pieces.rest((*buf)[:0], &e.flight.recording, &record, until); tail != nil {
 		*buf = tail
 	}
-	if r := &record.Result; r.Kept && e.holding.room(r.Size+int64(len(r.Inline))) {
-		err = e.keep(ctx, &record, tail, batches)
-		if err == nil || tail == nil || errors.Is(err, store.ErrUnknown) {
-			return err
+	if r := &record.Result; r.Kept {
+		if err = e.holding.room(r.Size + int64(len(r.Inline))); err == nil {
+			err = e.keep(ctx, &record, tail, batches)
+			if conflict := (*store.Conflict)(nil); err == nil || tail == nil || errors.As(err, &conflict) {
+				return err
+			}
 		}
-		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
+		if away(err) {
 			return err
 		}
 	}
@@ -170,6 +196,12 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 		return err
 	}
 	return e.keep(ctx, &record, nil, batches)
+}
+
+// away reports that a commit has failed for a reason which has nothing to do with what it writes: an answer that clients
+// have seen must not be given up for that (P7).
+func away(err error) bool {
+	return errors.Is(err, store.ErrUnavailable) || errors.Is(err, store.ErrUnknown)
 }
 
 // discard deletes the first n pieces of an answer that is not kept: with batches, but for those that one commit
@@ -244,7 +276,7 @@ func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batch
 	_, err := e.g.store.Commit(ctx, batch...)
 	if err == nil {
 		settled(e.usage, record)
-		e.holding.end(true, record)
+		e.holding.end(true, e.flight.key, record)
 	}
 	return err
 }
@@ -274,8 +306,9 @@ type Flight struct {
 	checkpoint  string
 	recording   Recording
 	done        chan struct{}
-	ending      Ending    // valid once done is closed
-	owner       Execution // what its owner holds, in one piece of memory with it
+	exported    atomic.Bool // to other members
+	ending      Ending      // valid once done is closed
+	owner       Execution   // what its owner holds, in one piece of memory with it
 }
 
 // Follow reads the flight's answer from its beginning; nil if it is too large for new followers.
@@ -365,6 +398,10 @@ func (g *Guard) Await(ctx context.Context, key Key) error {
 func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error) {
 	changed, cancel := g.store.Watch(recordKey(key)) // before the look, so that no change is slept through
 	defer cancel()
+	var left <-chan struct{}
+	if g.members.store != nil {
+		left = g.members.store.Left()
+	}
 	found, err := g.Get(ctx, key)
 	switch {
 	case errors.Is(err, ErrUnknown):
@@ -378,6 +415,8 @@ func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error)
 	}
 	select {
 	case <-changed:
+		return false, nil
+	case <-left:
 		return false, nil
 	case <-ctx.Done():
 		return false, ctx.Err()
@@ -404,7 +443,7 @@ var errNotKept = errors.New("guard: the answer is not kept")
 // pieces is what was stored of a body so far.
 type pieces struct {
 	stored int
-	failed bool
+	err    error // of the next one; what is only away is tried again
 }
 
 // keeper stores the full pieces of a growing body in order.
@@ -439,27 +478,32 @@ func (k *keeper) finish() pieces {
 
 func (k *keeper) run() {
 	defer close(k.done)
-	for {
-		for !k.pieces.failed && k.e.flight.recording.Size() >= int64(k.pieces.stored+1)*pieceSize {
-			if err := k.store(); err != nil {
-				k.pieces.failed = true
+	for last := false; ; {
+		for p := &k.pieces; p.err == nil || away(p.err); {
+			if k.e.flight.recording.Size() < int64(p.stored+1)*pieceSize {
+				break
 			}
+			if p.err = k.store(); p.err != nil {
+				break
+			}
+		}
+		if last {
+			return
 		}
 		select {
 		case <-k.wake:
 		case <-k.stop:
-			select {
-			case <-k.wake:
-			default:
-				return
-			}
+			last = true
 		}
 	}
 }
 
 func (k *keeper) store() error {
-	if k.e.flight.recording.lost() || !k.e.holding.room(int64(k.pieces.stored+1)*pieceSize) {
+	if k.e.flight.recording.lost() {
 		return errNotKept
+	}
+	if err := k.e.holding.room(int64(k.pieces.stored+1) * pieceSize); err != nil {
+		return err
 	}
 	buf := make([]byte, pieceSize)
 	if n, err := k.e.flight.recording.readAt(buf, int64(k.pieces.stored)*pieceSize); n < len(buf) {
@@ -488,7 +532,7 @@ func (r *Record) piecesUntil() time.Time { return r.Deadline.Add(r.KeepResult + 
 // since the answer is not whole, or too large.
 func (p *pieces) rest(tail []byte, rec *Recording, r *Record, until time.Time) []byte {
 	head, whole := rec.complete()
-	if !whole || p.failed {
+	if !whole || p.err != nil {
 		return nil
 	}
 	size := int(head.Size - int64(p.stored)*pieceSize)

@@ -1,11 +1,16 @@
 package execution
 
 import (
+	"bytes"
+	"encoding/binary"
+	"hash/maphash"
 	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // The table of the executions that retries may be recognised as (ADR 0070, ADR 0091). What is done for
@@ -13,6 +18,52 @@ import (
 
 // groupHash is the keyed hash of what equal calls of one caller have in common.
 type groupHash [16]byte
+
+// hashes remembers the hashes of the groups that were asked for last. A retry comes soon after its call, and a keyed
+// hash costs as much as the rest of its decision. It depends on nothing but the name of the group, which is compared
+// whole: no group is taken for another one (P3).
+type hashes struct {
+	seed  maphash.Seed
+	slots [mostHashes]struct {
+		sync.Mutex
+		name []byte
+		hash groupHash
+	}
+}
+
+const (
+	mostHashes = 1 << 10
+	// mostName bounds the memory of a name, in bytes.
+	mostName = 512
+)
+
+// of returns the hash of the group of a call.
+func (h *hashes) of(sealer store.Sealer, q *Question) groupHash {
+	parts := [...]string{q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer}
+	size := len(q.Fingerprint)
+	for _, part := range parts {
+		size += binary.MaxVarintLen64 + len(part)
+	}
+	compute := func() groupHash {
+		sum := store.Index(sealer, "group", q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Fingerprint[:]))
+		return groupHash(sum[:])
+	}
+	if size > mostName {
+		return compute()
+	}
+	var memory [mostName]byte
+	name := append(memory[:0], q.Fingerprint[:]...)
+	for _, part := range parts {
+		name = append(binary.AppendUvarint(name, uint64(len(part))), part...)
+	}
+	s := &h.slots[maphash.Bytes(h.seed, name)%mostHashes]
+	s.Lock()
+	defer s.Unlock()
+	if !bytes.Equal(s.name, name) {
+		s.name, s.hash = append(s.name[:0], name...), compute()
+	}
+	return s.hash
+}
 
 // known is an execution that a retry may be recognised as.
 type known struct {
@@ -45,6 +96,11 @@ type known struct {
 	learned    bool      // its caller has got the answer by another request since the last attempt
 	asked      bool      // it was not claimed, since people are asked first (ADR 0122)
 
+	foreign bool   // another member runs it or has run it
+	boot    string // of the member that has said so
+	away    bool   // a client waits for its answer at another member
+	held    bool   // a retry of this member has taken it, which has an entry: its marks go there
+
 	in      *group // nil where it is not in the table
 	class   class
 	resting bool // in the queue of its shard
@@ -66,7 +122,7 @@ const (
 )
 
 func (k *known) classify() class {
-	waits := k.holder != nil && k.holder.waits()
+	waits := k.away || k.holder != nil && k.holder.waits()
 	switch {
 	case k.taken:
 		return classTaken
@@ -213,10 +269,11 @@ type groups struct {
 	n        atomic.Int64
 	room     int // for answered executions, of each shard
 	most     int // that are read of a group for a call that says that it is a retry
-	order    atomic.Uint64
+	hashes   hashes
 	earlier  earlier // read-only
 	clock    clock
 	crashes  []crash // of earlier processes
+	alone    bool    // a gateway may have had the store alone; read-only
 	armed    atomic.Bool
 	flushing sync.Mutex
 	closed   bool
@@ -230,6 +287,7 @@ type groupShard struct {
 	removals [64]uint64        // by group
 	pending  []*known          // whose marks may have to change, or that are being settled
 	resting  []*known          // answered executions, in the order in which they are forgotten
+	order    uint64            // how many attempts have begun
 	gap      gap               // of all groups that are not in the table
 	absent   group             // stands for one of those
 	missing  [mostGap]known    // stand for what a gap describes, while one is chosen
@@ -263,7 +321,8 @@ func (s *groupShard) group(hash groupHash) *group {
 // add lists k in its group.
 func (t *groups) add(s *groupShard, k *known) {
 	if k.order == 0 {
-		k.order = t.order.Add(1)
+		s.order++
+		k.order = s.order
 	}
 	k.in = s.group(k.group)
 	k.in.insert(k)
@@ -279,16 +338,21 @@ func (t *groups) remove(s *groupShard, k *known) {
 	if g == nil {
 		return
 	}
-	g.cut(k)
+	t.drop(s, k)
+	*s.removed(k.group)++
+	g.pass()
+	s.tidy(k.group, g)
+}
+
+// drop takes k from its group, of which nothing else changes.
+func (t *groups) drop(s *groupShard, k *known) {
+	k.in.cut(k)
 	k.in = nil
 	if m := (member{k.group, k.key}); s.keys[m] == k { // else the same key has run again
 		delete(s.keys, m)
 	}
 	s.unalias(k)
 	t.n.Add(-1)
-	*s.removed(k.group)++
-	g.pass()
-	s.tidy(k.group, g)
 }
 
 // unalias removes the keys that stand for k.
@@ -484,7 +548,7 @@ func (t *groups) answered(s *groupShard, g *group, count int, now time.Time) *kn
 // unlisted reports that the store may have rows of the group g, of this hash, from before memory had
 // everything.
 func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.Duration, now time.Time) bool {
-	if now.Sub(s.since) >= window {
+	if now.Sub(s.since) >= window || t.shared() { // which are asked
 		return false
 	}
 	epoch := t.clock.epoch.Load()

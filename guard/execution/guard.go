@@ -29,12 +29,16 @@ import (
 type Guard struct {
 	records
 	store   store.Store
+	fresh   bool // the store was empty when it was opened
+	members members
+	keys    Keys
 	flights flights
 	groups  groups
 	running gate
 	writers *writers
 	quotas  quotas
 	lots    lots
+	caps    *store.Caps // nil where one gateway has the store
 	bodies  *spool.Budget
 }
 
@@ -70,14 +74,21 @@ var (
 // Open opens the executions in st: it checks that sealer belongs to the store and settles the
 // executions that an earlier process left open (Recovery). A process may open one Guard per
 // store.
+//
+// If st is a store.Shared, it settles those of all members that are gone, and again whenever one has left.
+// Close ends that.
 func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Recovery, error) {
 	boot := newClaim()
 	g := &Guard{
 		records: records{sealer: sealer, boot: hex.EncodeToString(boot[:])}, store: st,
 		writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory),
 	}
-	g.quotas.store, g.quotas.usages.Window = st, usageWindow
-	g.lots.records, g.lots.store, g.lots.usages.Window = &g.records, st, usageWindow
+	g.members.g, g.keys = g, Keys{g: g, wake: make(chan struct{}, 1)}
+	if g.members.store, _ = st.(store.Shared); g.members.store != nil {
+		g.boot, g.shared, g.caps = g.members.store.Self().Boot, true, store.NewCaps(st)
+	}
+	g.quotas.g, g.quotas.usages.Window = g, usageWindow
+	g.lots.g, g.lots.usages.Window = g, usageWindow
 	g.writers.current.Store(new(gate))
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
@@ -85,17 +96,36 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	if err := g.groups.open(ctx, g); err != nil {
 		return nil, Recovery{}, err
 	}
-	recovery, err := g.recover(ctx)
+	recovery, err := g.members.recover(ctx)
 	if err != nil {
 		return nil, Recovery{}, fmt.Errorf("recovering executions: %w", err)
 	}
 	g.groups.survey(ctx)
+	g.members.start()
 	return g, recovery, nil
+}
+
+// OnRecovery has report called, from one goroutine, when executions of a member were settled that has left the
+// shared store. On any other store it never is.
+func (g *Guard) OnRecovery(report func(Recovery)) {
+	g.members.mu.Lock()
+	defer g.members.mu.Unlock()
+	g.members.report = report
 }
 
 // Drain refuses new executions and waits for the running ones until ctx ends. It returns how many
 // still run: if the process ends now, they are found in doubt.
 func (g *Guard) Drain(ctx context.Context) int { return g.running.drain(ctx) }
+
+// Running is the number of executions that this process runs.
+func (g *Guard) Running() int {
+	g.running.mu.Lock()
+	defer g.running.mu.Unlock()
+	return g.running.n
+}
+
+// Keys are the sealing keys of the store.
+func (g *Guard) Keys() *Keys { return &g.keys }
 
 // Node is the name of this gateway, kept with its store.
 func (g *Guard) Node() string { return g.node }
@@ -218,14 +248,33 @@ func (g *Guard) found(ctx context.Context, record *Record, fp Fingerprint) (Find
 	found := Finding{Record: record}
 	if record.Fingerprint != fp && !record.blocked() {
 		found.Status, found.other = Mismatch, record.State
-		if record.State == StateSending && record.Node == g.node { // as status says
-			found.other = StateInDoubt
+		if record.State == StateSending {
+			orphan, err := g.members.orphaned(ctx, record)
+			if err != nil {
+				return found, err
+			}
+			if orphan { // as status says
+				found.other = StateInDoubt
+			}
 		}
 		return found, nil
 	}
 	var err error
 	found.Status, err = g.status(ctx, record)
 	return found, err
+}
+
+// Follow follows an execution that was found running, here or at another member of a shared store. The flight is nil
+// where it cannot be followed from here. The follower is nil if its answer is too large for new followers, or it has
+// ended meanwhile; else it must be closed.
+func (g *Guard) Follow(key Key, found Finding) (*Flight, *Follower) {
+	switch {
+	case found.Status == RunningHere:
+		return found.Flight, found.Flight.Follow()
+	case g.members.store == nil:
+		return nil, nil
+	}
+	return g.members.follow(key, found.Record)
 }
 
 func (g *Guard) load(ctx context.Context, key Key) (*Record, store.Version, error) {
@@ -287,11 +336,14 @@ func (g *Guard) status(ctx context.Context, r *Record) (Status, error) {
 		}
 		return Replayable, nil
 	default:
-		if r.Node == g.node { // its owner is gone, its outcome was not recorded
-			r.Cause = CauseUnrecorded
-			return Doubtful, nil
+		orphan, err := g.members.orphaned(ctx, r)
+		if err != nil || !orphan {
+			return RunningElsewhere, err
 		}
-		return RunningElsewhere, nil
+		if r.Cause = CauseUnrecorded; g.members.store != nil && r.Boot != g.boot { // nobody has recorded it yet
+			r.Cause = CauseDied
+		}
+		return Doubtful, nil
 	}
 }
 
@@ -350,7 +402,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	usage, err := g.quotas.admit(ctx, flight.caller, c.Quota, now, found.Record != nil)
+	usage, err := g.quotas.admit(ctx, flight.caller, c.Quota, now, found.Record)
 	if err != nil {
 		return nil, err
 	}
@@ -365,28 +417,29 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	record.Lot = g.lots.of(c, flight.caller)
 	again := found.Record != nil && found.Record.Lot == record.Lot
 	if e.holding, err = g.lots.hold(ctx, nil, record, c.ResultCap, again, now); err != nil {
-		g.quotas.leave(usage)
+		g.quotas.unclaimed(usage)
 		return nil, err
 	}
 	doubt, err := g.lots.hold(ctx, found.Record, nil, 0, true, now)
 	if err != nil {
-		e.holding.end(false, nil)
-		g.quotas.leave(usage)
+		e.holding.end(false, c.Key, nil)
+		g.quotas.unclaimed(usage)
 		return nil, err
 	}
 	room := rooms.Get().(*room)
 	defer room.free()
-	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...))
+	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...), now, record.Deadline)
 	e.version, err = g.store.Commit(ctx, room.writes...)
 	if left := (*Record)(nil); err != nil {
 		if errors.Is(err, store.ErrUnknown) { // it may be there
 			left = record.unrecorded(nil)
+			g.quotas.unrecorded(usage, c.Key, left)
 		}
-		e.holding.end(false, left)
+		e.holding.end(false, c.Key, left)
 	}
-	doubt.end(err == nil, nil)
+	doubt.end(err == nil, c.Key, nil)
 	if err != nil {
-		g.quotas.leave(usage)
+		g.quotas.unclaimed(usage)
 		var lost *store.Conflict
 		switch {
 		case !errors.As(err, &lost):
@@ -397,7 +450,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		return nil, lost
 	}
 	if found.Record != nil {
-		g.quotas.resolved(found.Record, nil)
+		g.quotas.resolved(c.Key, found.Record, nil)
 	}
 	if c.Attempt != nil {
 		c.Attempt.runs(time.Time{})
@@ -482,20 +535,23 @@ func Fresh(ctx context.Context, st store.Store) (bool, error) {
 // identify checks the store's key and layout and reads the node's id, or writes them into a fresh
 // store.
 func (g *Guard) identify(ctx context.Context) error {
-	check := metaKey("key")
-	entry, err := g.store.Get(ctx, check)
+	layout, err := g.store.Get(ctx, metaKey("layout"))
 	if errors.Is(err, store.ErrNotFound) {
 		return g.initialise(ctx)
 	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	layout, err := g.store.Get(ctx, metaKey("layout"))
+	if err := checkLayout(layout); err != nil {
+		return err
+	}
+	check := metaKey("key")
+	entry, err := g.store.Get(ctx, check)
+	if errors.Is(err, store.ErrNotFound) {
+		return fmt.Errorf("%w: it holds data without a key check", ErrLayout)
+	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	if string(layout.Value) != layoutVersion {
-		return fmt.Errorf("%w: layout %q, this build knows %q", ErrLayout, layout.Value, layoutVersion)
 	}
 	if id := g.sealer.KeyOf(entry.Value); !slices.Contains(g.sealer.KeyIDs(), id) {
 		return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, id)
@@ -504,8 +560,12 @@ func (g *Guard) identify(ctx context.Context) error {
 	if err != nil || string(plain) != g.keyCheck() {
 		return ErrWrongKey
 	}
-	if err := g.checkKeys(ctx); err != nil {
+	if err := g.keys.open(ctx); err != nil {
 		return err
+	}
+	if g.members.store != nil {
+		g.node = g.members.store.Self().Node
+		return nil
 	}
 	node, err := g.store.Get(ctx, metaKey("node"))
 	if err != nil {
@@ -527,6 +587,9 @@ func (g *Guard) initialise(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
+	if _, there := g.store.Get(ctx, metaKey("key")); !fresh && there == nil {
+		return g.identify(ctx) // another member was first
+	}
 	if !fresh {
 		return fmt.Errorf("%w: it holds data without a key check", ErrLayout)
 	}
@@ -539,71 +602,28 @@ func (g *Guard) initialise(ctx context.Context) error {
 		store.Write{Key: metaKey("node"), If: store.Absent(), Value: []byte(g.node)},
 		store.Write{Key: metaKey(keysName), If: store.Absent(), Value: encodeUses([]KeyUse{{ID: ids[len(ids)-1]}})},
 	)
+	if lost := (*store.Conflict)(nil); errors.As(err, &lost) && g.members.store != nil {
+		return g.identify(ctx) // another member was first
+	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	g.fresh = true
+	if g.members.store != nil {
+		g.node = g.members.store.Self().Node
+		return g.keys.open(ctx)
 	}
 	return nil
 }
 
-// Recovery counts the executions that an earlier process of this node left open.
+// Recovery counts the executions that an earlier process of this node left open, or in a shared store a member
+// that is gone.
 type Recovery struct {
 	// InDoubt: it may have been sent when the process died.
 	InDoubt int
 	// Unrecorded: it may have been sent, and the store had no room to record that. It is in doubt
 	// all the same; the next opening records it.
 	Unrecorded int
-}
-
-// recover settles the open records of earlier processes of this node. It runs once, when the
-// store is opened: a reload is not a new process.
-func (g *Guard) recover(ctx context.Context) (Recovery, error) {
-	var done Recovery
-	var keys []Key
-	for entry, err := range g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
-		if err != nil {
-			return done, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		keys = append(keys, keyIn(entry.Key))
-	}
-	for _, key := range keys {
-		if err := g.recoverOne(ctx, key, &done); err != nil {
-			return done, err
-		}
-	}
-	return done, nil
-}
-
-func (g *Guard) recoverOne(ctx context.Context, key Key, done *Recovery) error {
-	record, version, err := g.load(ctx, key)
-	if err != nil || record == nil || !record.State.open() || record.Node != g.node || record.Boot == g.boot {
-		return err
-	}
-	now, err := g.store.Now(ctx)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	doubt := *record
-	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
-	pieces, err := g.piecesOf(ctx, key, record.Claim)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	gone, err := g.discarded(ctx, key, record.Claim, pieces)
-	if err == nil {
-		_, err = g.store.Commit(ctx, append(g.put(key, record, &doubt, store.VersionIs(version)), gone...)...)
-	}
-	if errors.Is(err, store.ErrFull) {
-		// A record without an owner counts as in doubt (status). A full disk must not stop
-		// everything else (P4).
-		done.Unrecorded++
-		g.groups.recovered(key, record)
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	done.InDoubt++
-	return nil
 }
 
 // scratch has buffers for encoding records before they are sealed.

@@ -540,6 +540,58 @@ func TestAppliedWithoutRoomForTheAnswer(t *testing.T) {
 	r.status(c, execution.ResultUnavailable)
 }
 
+// P1, P7: what has nothing to do with the answer does not cost it. A store that is away for a moment leaves a doubt, which
+// evidence settles with its answer later; a call whose client has seen the answer is never one without a result.
+func TestAnswerIsKeptWhereTheStoreWasAway(t *testing.T) {
+	const answer, piece = false, true
+	for _, away := range []error{store.ErrUnavailable, store.ErrUnknown} {
+		for _, c := range []struct {
+			size  int
+			of    bool
+			times int
+			want  execution.Status
+		}{
+			{100, answer, 1, execution.Doubtful},
+			{3000, answer, 1, execution.Doubtful},
+			{300 << 10, answer, 1, execution.Doubtful},
+			{300 << 10, piece, 1, execution.Replayable}, // it is stored before the end
+			{300 << 10, piece, 1000, execution.Doubtful},
+		} {
+			r, f := newFailing(t)
+			call := r.call("a")
+			e := r.claim(call)
+			fails := func(times int) func([]store.Write) error {
+				var done atomic.Int64
+				return func(batch []store.Write) error {
+					if (batch[0].Key[0] == 'r') != c.of || done.Add(1) > int64(times) {
+						return nil
+					}
+					return away
+				}
+			}
+			f.fail = fails(c.times)
+			if err := e.Settle(ctx, answered(e, make([]byte, c.size))); errors.Is(err, execution.ErrUnrecorded) != (c.want == execution.Doubtful) {
+				t.Errorf("%v, %+v: %v", away, c, err)
+			}
+			found := r.find(call)
+			if found.Status != c.want {
+				t.Errorf("%v, %+v: status %d", away, c, found.Status)
+			}
+			if found.Status != execution.Doubtful {
+				continue
+			}
+			c.of = answer
+			f.fail = fails(1)
+			for _, want := range []error{away, nil} {
+				if err := r.Applied(ctx, call.Key, found, &execution.Head{Status: 200}, make([]byte, 4000)); !errors.Is(err, want) {
+					t.Errorf("%v, %+v: %v", away, c, err)
+				}
+			}
+			r.status(call, execution.Replayable)
+		}
+	}
+}
+
 // A result that is missing or altered is reported, and never a reason to run again.
 func TestDamagedResultIsUnavailable(t *testing.T) {
 	for _, size := range []int{1000, 600 << 10} {

@@ -120,10 +120,10 @@ func modelRotate(t *testing.T, g *Guard, ring *seal.Ring) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
-	if _, err := ring.Adopt(next, nil, func(id uint32) error { return g.UseKey(ctx, id) }); err != nil {
+	if _, err := ring.Adopt(next, nil, func(id uint32) error { return g.Keys().Hold(ctx, id) }); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := g.Reseal(ctx, nil); err != nil && !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := g.Reseal(ctx, 0, nil); err != nil && !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatal(err)
 	}
 }
@@ -311,7 +311,7 @@ func TestResealLeavesOtherNodesRunning(t *testing.T) {
 			t.Errorf("the record of node %s is under key %d, want %d", r.Node, keys[len(keys)-1], want)
 		}
 	}
-	uses, err := g.KeysInUse(ctx)
+	uses, err := g.Keys().InUse(ctx)
 	if err != nil || len(keys) != 2 || len(uses) != 2 || !uses[0].Until.IsZero() {
 		t.Errorf("%d records; in use %+v, %v", len(keys), uses, err)
 	}
@@ -321,7 +321,7 @@ func fullRecord() Record {
 	at := time.Unix(1_800_000_000, 123).UTC()
 	r := Record{
 		State: StateCompleted, ID: "id", Origin: OriginMinted, Guard: "g", Action: "a", Host: "h", Method: "POST", Path: "/p",
-		Workflow: "w", Checkpoint: "k", Node: "n", Boot: "b", Created: at, First: at.Add(-1), Deadline: at.Add(1), Settled: at.Add(2), Cause: CauseStatus,
+		Workflow: "w", Checkpoint: "k", Node: "n", Boot: "b", Counts: "another", Created: at, First: at.Add(-1), Deadline: at.Add(1), Settled: at.Add(2), Cause: CauseStatus,
 		Status: 201, Task: "t", KeepResult: time.Hour, KeepKey: 2 * time.Hour,
 		Result: storedResult{Kept: true, Inline: []byte("inline"), Pieces: 3, ByKey: true, Size: 4, Expires: at.Add(3)},
 	}
@@ -618,7 +618,7 @@ func (r *Recording) SetReadAhead(bytes int64) { r.window = max(r.limit, bytes) }
 // What stands in stores of earlier builds stays as it is, byte for byte.
 func TestStoredBytes(t *testing.T) {
 	full := fullRecord()
-	full.Task, full.Internal, full.Lot = "", false, lotHash{} // which earlier builds did not have
+	full.Task, full.Internal, full.Lot, full.Counts = "", false, lotHash{}, "" // which earlier builds did not have
 	head := Head{Status: 201, Size: 300, Header: map[string][]string{"A": {"", "b"}}, Trailer: map[string][]string{"Gone": nil}}
 	resolution := Resolution{At: full.Created, Applied: true, Operator: "o", Reason: "r", Cause: CauseLost, Action: "a"}
 	keyed := full
@@ -649,7 +649,7 @@ func TestEarlierRecord(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := fullRecord()
-	want.Result.ByKey, want.Group, want.Window, want.Count, want.Internal, want.Task, want.Lot = false, groupHash{}, 0, 0, false, "", lotHash{}
+	want.Result.ByKey, want.Group, want.Window, want.Count, want.Internal, want.Task, want.Lot, want.Counts = false, groupHash{}, 0, 0, false, "", lotHash{}, ""
 	got, err := decodeRecord(b)
 	if err != nil {
 		t.Fatal(err)

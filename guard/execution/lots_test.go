@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -35,12 +36,16 @@ type kept struct {
 }
 
 func (m *measured) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	return m.commit(ctx, m.Store, batch)
+}
+
+func (m *measured) commit(ctx context.Context, st store.Store, batch []store.Write) (store.Version, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.full {
 		return 0, store.ErrFull
 	}
-	v, err := m.Store.Commit(ctx, batch...)
+	v, err := st.Commit(ctx, batch...)
 	if err != nil {
 		return v, err
 	}
@@ -192,6 +197,277 @@ func storesAtRandom(t *testing.T, m *measured, g *Guard, rnd *rand.Rand, pass fu
 		}
 	}
 	return refused
+}
+
+// measuredMember is a gateway that shares the store with others.
+type measuredMember struct {
+	*memory.Member
+	m       *measured
+	g       *Guard
+	running map[string]*Execution
+	away    atomic.Int64 // if positive, the store says its time once less often, and then is away
+}
+
+func (d *measuredMember) Now(ctx context.Context) (time.Time, error) {
+	if d.away.Load() > 0 && d.away.Add(-1) == 0 {
+		return time.Time{}, store.ErrUnavailable
+	}
+	return d.Member.Now(ctx)
+}
+
+func (d *measuredMember) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	return d.m.commit(ctx, d.Member, batch)
+}
+
+func (m *measured) join(name string) *measuredMember {
+	m.t.Helper()
+	d := &measuredMember{Member: m.Store.(*memory.Store).Join(name), m: m, running: map[string]*Execution{}}
+	g, _, err := Open(context.Background(), d, m.ring)
+	if err != nil {
+		m.t.Fatal(err)
+	}
+	m.t.Cleanup(func() { _ = g.Close(context.Background()) }) // one that was removed cannot write
+	g.LimitWorkflows(m.most)
+	d.g = g
+	return d
+}
+
+// ADR 0137: what the calls of a workflow have stored is never more than the limit at all gateways together, whatever
+// becomes of the calls and of the gateways; and when it has expired there is room again, at each of them.
+func TestFleetWorkflowsStoreNoMoreThanTheyMay(t *testing.T) {
+	var refused int
+	var most int64
+	for seed := range uint64(8) {
+		synctest.Test(t, func(t *testing.T) {
+			m := &measured{Store: memory.New(memory.Options{}), t: t, ring: seal.Generate(), most: 2 << 20, has: map[string]kept{}}
+			nodes := []*measuredMember{m.join("a"), m.join("b"), m.join("c")}
+			refused += storesOverNodes(t, m, nodes, rand.New(rand.NewPCG(seed, 7)))
+			m.mu.Lock() // members go on in the background
+			defer m.mu.Unlock()
+			most = max(most, m.seen)
+		})
+		synctest.Test(t, func(t *testing.T) {
+			m := &measured{Store: memory.New(memory.Options{}), t: t, ring: seal.Generate(), most: 2 << 20, has: map[string]kept{}}
+			m.fillsUp([]*measuredMember{m.join("a"), m.join("b"), m.join("c")}, rand.New(rand.NewPCG(seed, 8)))
+		})
+	}
+	if refused < 100 || most < 1<<20 {
+		t.Errorf("%d refused, %d bytes at most: the limit was not reached", refused, most)
+	}
+}
+
+func storesOverNodes(t *testing.T, m *measured, nodes []*measuredMember, rnd *rand.Rand) (refused int) {
+	ctx := context.Background()
+	sizes := []int{0, 100, 3_000, 40_000, 60_000, 90_000, 200_000, 300_000, 700_000, 1_500_000}
+	for i := range 300 {
+		n := rnd.IntN(len(nodes))
+		d := nodes[n]
+		id := fmt.Sprint(rnd.IntN(100))
+		c := ofWorkflow(d.g, "a", id, true)
+		found, err := d.g.LookUp(ctx, c.Key, c.Fingerprint)
+		if err != nil {
+			t.Fatal(err)
+		}
+		size := sizes[rnd.IntN(len(sizes))]
+		e := d.running[id]
+		switch op := rnd.IntN(12); {
+		case op == 0 && i%4 == 0:
+			<-time.After(time.Duration(rnd.Int64N(int64(90 * time.Minute))))
+		case op == 1 && i%5 == 0:
+			for _, e := range d.running { // which would wait for more
+				if e.keeper != nil {
+					e.keeper.finish()
+				}
+			}
+			d.Remove()
+			nodes[n] = m.join(fmt.Sprint("later ", i))
+		case op == 2:
+			err := d.g.Undone(ctx, Undoing{Key: c.Key, Caller: d.g.Caller("a"), ID: id})
+			if err != nil && !errors.Is(err, ErrRunning) {
+				t.Fatal(err)
+			}
+		case op == 3 && found.Status == Doubtful:
+			if err := d.g.Applied(ctx, c.Key, found, &Head{Status: 200}, make([]byte, min(size, pieceSize))); err != nil {
+				t.Fatal(err)
+			}
+		case e != nil:
+			delete(d.running, id)
+			switch {
+			case op < 6:
+				ends(t, e, size, Outcome{Verdict: InDoubt, Cause: CauseLost})
+			case op < 8:
+				ends(t, e, size, Outcome{Verdict: Released})
+			default:
+				ends(t, e, size, wholeAnswer)
+			}
+		case found.Status == Free || found.Status == Doubtful:
+			if e = claimed(t, d.g, c); e != nil {
+				d.running[id] = e
+			} else if refused++; found.Status == Doubtful {
+				t.Fatal("a doubt is not run again")
+			}
+		}
+		if t.Failed() {
+			t.Fatalf("after %d changes", i)
+		}
+	}
+	for _, d := range nodes {
+		for _, e := range d.running {
+			ends(t, e, 0, Outcome{Verdict: Released})
+		}
+	}
+	<-time.After(4 * time.Hour)
+	for i, d := range nodes {
+		for tries := 0; claimed(t, d.g, ofWorkflow(d.g, "a", fmt.Sprint("last ", i), true)) == nil; tries++ {
+			if tries > 20 {
+				t.Fatal("what the workflow had stored has expired, and it finds no room")
+			}
+			<-time.After(2 * time.Second)
+		}
+	}
+	return refused
+}
+
+// fillsUp has members store as much as they may, and again after each event that leaves them more room or less. It is
+// never too much, and never much less: the next call of any of them has no room.
+func (m *measured) fillsUp(nodes []*measuredMember, rnd *rand.Rand) {
+	id := 0
+	claim := func(d *measuredMember) (*Call, *Execution) {
+		id++
+		c := ofWorkflow(d.g, "a", fmt.Sprint("fill ", id), true)
+		return c, claimed(m.t, d.g, c)
+	}
+	surely := func(d *measuredMember) (*Call, *Execution) {
+		for range 10 {
+			if c, e := claim(d); e != nil {
+				return c, e
+			}
+			<-time.After(2 * time.Second) // what others do not use is given back
+		}
+		m.t.Fatal("no room")
+		return nil, nil
+	}
+	full := func(when string) {
+		m.t.Helper()
+		for _, n := range []int{1, 2, 0} { // the first one last: it uses what it has set aside, and need not ask
+			for {
+				_, e := claim(nodes[n])
+				if e == nil {
+					break
+				}
+				ends(m.t, e, 1+rnd.IntN(usualAnswer), wholeAnswer)
+			}
+		}
+		for refused := 0; refused < 5; {
+			some := false
+			for _, d := range nodes {
+				if _, e := claim(d); e != nil {
+					ends(m.t, e, 1+rnd.IntN(usualAnswer), wholeAnswer)
+					some = true
+				}
+			}
+			if refused++; some {
+				refused = 0
+			}
+			<-time.After(2 * time.Second) // what members do not use is given back
+		}
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		if n := m.stored(); n < m.most-usualAnswer-8<<10 {
+			m.t.Errorf("%s: %d bytes are stored, and there is no room for more; at most %d", when, n, m.most)
+		}
+	}
+	outcome := func(d *measuredMember, size int, o Outcome) *Call {
+		c, e := surely(d)
+		ends(m.t, e, size, o)
+		return c
+	}
+	full("at first")
+
+	<-time.After(time.Hour + 3*usageWindow) // the answers have expired, and the keys have not
+	doubts := make([]*Call, 12)
+	for i := range doubts {
+		doubts[i] = outcome(nodes[0], 0, Outcome{Verdict: InDoubt, Cause: CauseLost})
+	}
+	for i, c := range doubts { // each is settled at another member, and counts there
+		d := nodes[1+i%2]
+		found, err := d.g.LookUp(context.Background(), c.Key, c.Fingerprint)
+		if err == nil {
+			err = d.g.Applied(context.Background(), c.Key, found, &Head{Status: 200}, make([]byte, 60_000))
+		}
+		if err != nil {
+			m.t.Fatal(err)
+		}
+	}
+	full("with doubts that others have settled")
+
+	<-time.After(time.Hour + 3*usageWindow)
+	for range 8 {
+		outcome(nodes[0], 60_000, wholeAnswer)
+	}
+	c, e := surely(nodes[2]) // an answer whose outcome cannot be recorded, and its pieces are stored
+	e.Recording().Start(200, nil)
+	e.Write(make([]byte, 2*pieceSize))
+	synctest.Wait()
+	m.refuse(true)
+	if err := e.Settle(context.Background(), wholeAnswer); !errors.Is(err, ErrUnrecorded) {
+		m.t.Fatal(err)
+	}
+	m.refuse(false)
+	full("with an outcome that is not recorded")
+	found, err := nodes[2].g.LookUp(context.Background(), c.Key, c.Fingerprint)
+	if err == nil {
+		err = nodes[2].g.Applied(context.Background(), c.Key, found, nil, nil)
+	}
+	if err != nil {
+		m.t.Fatal(err)
+	}
+
+	<-time.After(2*time.Hour + 3*usageWindow) // also the pieces
+	_, e = surely(nodes[0])                   // an answer under way, of which pieces are stored
+	e.Recording().Start(200, nil)
+	e.Write(make([]byte, 2*pieceSize))
+	e.keeper.finish()
+	nodes[0].Remove()
+	nodes[0] = m.join(fmt.Sprint("after ", id))
+	full("where a member has gone")
+}
+
+func (m *measured) refuse(all bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.full = all
+}
+
+// P7: where a member cannot ask how much room there is, the answer that its client has seen is not given up: the call is in
+// doubt.
+func TestRoomForAnAnswerWhereTheStoreIsAway(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := &measured{Store: memory.New(memory.Options{}), t: t, ring: seal.Generate(), most: 2 << 20, has: map[string]kept{}}
+		d := m.join("a")
+		for n := 1; ; n++ {
+			c := ofWorkflow(d.g, "a", fmt.Sprint(n), true)
+			e := claimed(t, d.g, c)
+			e.Recording().Start(200, nil)
+			e.Write(make([]byte, 3000))
+			d.away.Store(int64(n))
+			err := e.Settle(t.Context(), wholeAnswer)
+			asked := d.away.Swap(0) == 0
+			want := Doubtful
+			if !asked {
+				want = Replayable
+			}
+			if found, lookUp := d.g.LookUp(t.Context(), c.Key, c.Fingerprint); lookUp != nil || found.Status != want || (err == nil) == asked {
+				t.Errorf("away at the question %d: %v, status %d, %v", n, err, found.Status, lookUp)
+			}
+			if !asked {
+				if n < 3 {
+					t.Error("it is not asked how much room there is")
+				}
+				break
+			}
+		}
+	})
 }
 
 // The same with many at once: none of them finds room that another one has taken.

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"math"
 	"slices"
 	"sync"
@@ -31,6 +32,12 @@ func (t *groups) note(s *groupShard, k *known) {
 		t.pend(s, k)
 		return
 	}
+	if k.foreign {
+		if k.in != nil && k.holder == nil && k.runner == nil {
+			t.remove(s, k)
+		}
+		return
+	}
 	if k.in != nil && k.rests() {
 		t.rest(s, k)
 	}
@@ -40,6 +47,14 @@ func (t *groups) note(s *groupShard, k *known) {
 func (k *known) wanted() byte {
 	switch {
 	case k.asked:
+		return k.mark
+	case k.held && k.holder != nil && !k.holder.answered:
+		return markHeld
+	case k.held && k.holder == nil && k.unanswered:
+		return markUnanswered
+	case k.held:
+		return markAnswered
+	case k.foreign:
 		return k.mark
 	case k.released:
 		return markReleased
@@ -62,7 +77,7 @@ func (t *groups) pend(s *groupShard, k *known) {
 }
 
 func (t *groups) arm() {
-	if !t.armed.Swap(true) {
+	if !t.armed.Load() && !t.armed.Swap(true) {
 		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background()) })
 	}
 }
@@ -119,7 +134,7 @@ func (t *groups) flush(ctx context.Context) error {
 			case k.forgotten:
 				write(store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
 			case mark != k.mark:
-				write(k.row(mark, now))
+				write(k.row(t.g.boot, mark, now))
 				marks[len(marks)-1] = mark
 			case done:
 				t.note(s, k)
@@ -139,7 +154,11 @@ func (t *groups) flush(ctx context.Context) error {
 		for _, c := range t.crashes {
 			value = appendTime(appendTime(value, c.from), c.to)
 		}
-		_, err = t.g.store.Commit(ctx, append(batch, store.Write{Key: metaKey(marksName), Value: value})...)
+		marks := store.Write{Key: metaKey(marksName), Value: value}
+		if t.shared() {
+			marks = t.marksWritten(upTo, 0)
+		}
+		_, err = t.g.store.Commit(ctx, append(batch, marks)...)
 	}
 	if err != nil {
 		for _, k := range open {
@@ -172,10 +191,17 @@ func (t *groups) marked(all []*known, marks []byte) {
 // Close writes what is still to be noted of calls without a key. It is called once, before the store
 // is closed.
 func (g *Guard) Close(ctx context.Context) error {
+	g.members.stop()
 	err := g.groups.flush(ctx)
 	g.groups.flushing.Lock()
 	defer g.groups.flushing.Unlock()
 	g.groups.closed = true
+	if g.members.store != nil && err == nil {
+		now, lost := g.store.Now(ctx)
+		if err = lost; err == nil {
+			_, err = g.store.Commit(ctx, g.groups.marksWritten(now, 1))
+		}
+	}
 	return err
 }
 
@@ -193,13 +219,16 @@ const markEvery = time.Second
 
 // open reads up to when earlier processes have written their marks.
 func (t *groups) open(ctx context.Context, g *Guard) error {
-	t.g, t.room, t.most = g, mostResting, mostRead
+	t.g, t.room, t.most, t.hashes.seed = g, mostResting, mostRead, maphash.MakeSeed()
 	t.clock.start, t.clock.ahead = time.Now(), math.MinInt64/2
 	t.clock.epoch.Store(1)
 	t.clock.check(ctx, g.store)
+	if g.members.store != nil { // each has an entry of its own
+		return t.openShared(ctx)
+	}
 	entry, err := g.store.Get(ctx, metaKey(marksName))
 	if errors.Is(err, store.ErrNotFound) {
-		if g.node == "node-"+g.boot {
+		if g.fresh {
 			return nil // the store is new, so memory has everything
 		}
 		// Nothing was marked yet, so that nothing is known.
@@ -225,6 +254,24 @@ func (t *groups) open(ctx context.Context, g *Guard) error {
 	t.crashes = append(crashes, crash{upTo, now})
 	if n := len(t.crashes) - mostCrashes; n > 0 {
 		t.crashes = t.crashes[n:]
+	}
+	return nil
+}
+
+// openShared finds out whether a gateway may have left rows that had the store alone: no member says that it knows
+// of them.
+func (t *groups) openShared(ctx context.Context) error {
+	_, err := t.g.store.Get(ctx, metaKey(marksName))
+	if t.alone = err == nil; errors.Is(err, store.ErrNotFound) {
+		t.alone, err = !t.g.fresh, nil // its marks come a moment after its rows
+		marks := store.Prefix([]byte{spaceLive, kindMarks})
+		marks.Limit = 1
+		for _, err = range t.g.store.Scan(ctx, marks) {
+			t.alone = false
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	return nil
 }
@@ -362,8 +409,11 @@ func appendRow(b []byte, mark byte, count int, settled time.Time) []byte {
 	return appendTime(binary.AppendUvarint(append(b, mark), uint64(count)), settled)
 }
 
-// row is written where the mark of an execution changes.
-func (k *known) row(mark byte, now time.Time) store.Write {
+// row is written where the mark of an execution changes, by the member with this boot.
+func (k *known) row(boot string, mark byte, now time.Time) store.Write {
+	if k.held {
+		return heldBy(boot, k.group, k.key, mark, now.Add(k.window+groupKept+time.Hour))
+	}
 	if k.settled.IsZero() { // the store had no clock then
 		k.settled = now
 	}
@@ -417,7 +467,7 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 			return true
 		}
 		k.id = record.ID
-		t.describe(k, record)
+		err = t.describe(ctx, k, record)
 		return false
 	})
 	if more && err == nil && !slices.ContainsFunc(all, func(k *known) bool { return !k.over(here) }) {
@@ -427,8 +477,8 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 }
 
 // describe completes what a row says by the record.
-func (t *groups) describe(k *known, record *Record) {
-	k.state, k.expires = StateCompleted, record.expires()
+func (t *groups) describe(ctx context.Context, k *known, record *Record) error {
+	k.state, k.expires, k.boot = StateCompleted, record.expires(), record.Boot
 	if record.State == StateInDoubt || record.State.open() {
 		k.state = StateInDoubt
 	}
@@ -436,10 +486,23 @@ func (t *groups) describe(k *known, record *Record) {
 	if !k.expires.IsZero() {
 		k.window = min(k.window, record.KeepKey)
 	}
-	k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(t.crashes, func(c crash) bool {
+	crashes := t.crashes
+	if k.mark == markNone && record.Boot != t.g.boot && t.shared() {
+		gone, err := t.g.members.left(ctx, record.Boot)
+		if err != nil {
+			return err
+		}
+		if gone {
+			if crashes, err = t.unwritten(ctx, record.Boot, k.settled); err != nil {
+				return err
+			}
+		}
+	}
+	k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(crashes, func(c crash) bool {
 		return !k.settled.Before(c.from) && !k.settled.After(c.to)
 	})
 	k.unanswered = k.mark == markUnanswered || k.crashed
+	return nil
 }
 
 func decodeRow(entry store.Entry) (*known, error) {

@@ -68,6 +68,7 @@ type Attempt struct {
 	count    int
 	known    *known
 	refused  *known // the refusal that it is the retry of; nil without one
+	was      *known // what its execution was before it was taken, in a shared store
 	gone     context.Context
 	unwatch  func() bool // ends the wait for the leave of its client; nil where nobody has asked for it
 	answered bool
@@ -111,6 +112,8 @@ type view struct {
 	named    *known        // by the call's key
 	alias    store.Version // of what the key stood for
 
+	others *others // what is known elsewhere; nil for nothing
+
 	asked  bool // the store
 	most   int  // of what memory does not have
 	epoch  uint64
@@ -133,16 +136,15 @@ const (
 // stands for another execution is durable then. The error is ErrStore, or that of ctx.
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
-	sum := store.Index(g.sealer, "group", q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Fingerprint[:]))
 	a := &Attempt{
-		at: t, given: q.Given, group: groupHash(sum[:]), window: q.Window, count: min(q.Count, mostCount), gone: q.Gone,
+		at: t, given: q.Given, group: t.hashes.of(g.sealer, &q), window: q.Window, count: min(q.Count, mostCount), gone: q.Gone,
 	}
 	if q.Given {
 		a.own = g.Key(q.Scope)
 	}
 	var v view
 	next := viewAnew
-	if !q.Given { // then memory may say all
+	if !q.Given && g.members.store == nil { // then memory may say all
 		next = t.decide(a, &q, &v)
 	}
 	for ; ; next = t.decide(a, &q, &v) {
@@ -162,10 +164,22 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 				a.End()
 				return nil, v.unread
 			}
-			if !a.given || a.Key == a.own || v.named != nil {
+			if g.members.store != nil && a.Evidence != "" && a.known.state != StateInDoubt {
+				err = t.take(ctx, a, v.others)
+			}
+			if lost := (*store.Conflict)(nil); errors.As(err, &lost) { // another node was faster
+				t.giveUp(a)
+				a.Evidence = ""
+				err = t.view(ctx, a, &q, &v)
+				break
+			}
+			if err == nil && (!a.given || a.Key == a.own || v.named != nil) {
 				return a, nil
 			}
-			if err = t.stand(ctx, a, &v); err == nil {
+			if err == nil {
+				err = t.stand(ctx, a, &v)
+			}
+			if err == nil {
 				return a, nil
 			}
 			a.End()
@@ -190,6 +204,12 @@ func (t *groups) view(ctx context.Context, a *Attempt, q *Question, v *view) err
 	s.Unlock()
 	if young {
 		t.clock.check(ctx, t.g.store)
+	}
+	if t.shared() {
+		var err error
+		if v.others, err = t.elsewhere(ctx, a.group, a.window); err != nil {
+			return err
+		}
 	}
 	if !a.given {
 		return nil
@@ -240,9 +260,17 @@ func (t *groups) named(ctx context.Context, a *Attempt, id string, fp Fingerprin
 	} else if !errors.Is(err, store.ErrNotFound) {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	t.describe(k, record)
-	if record.State.open() && t.g.flights.find(k.key) != nil {
-		k.state = StateSending
+	if err := t.describe(ctx, k, record); err != nil {
+		return err
+	}
+	if record.State.open() {
+		orphan, err := t.g.members.orphaned(ctx, record)
+		if err != nil {
+			return err
+		}
+		if t.g.flights.find(k.key) != nil || !orphan {
+			k.state = StateSending
+		}
 	}
 	return nil
 }
@@ -276,6 +304,12 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	if !v.timed && now.Sub(s.since) < a.window || (v.asked || a.given) && *s.removed(a.group) != v.removals {
 		return viewAnew
 	}
+	if v.others != nil {
+		defer t.dismiss(s, a.group)
+		if t.enlist(s, a.group, v.others) {
+			return viewAnew
+		}
+	}
 	g := s.of[a.group]
 	if g != nil {
 		g.watch()
@@ -301,7 +335,10 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	}
 	k := t.choose(s, g, a, v.unread == nil, now)
 	missing := k != nil && k.in == nil
-	unlisted := !v.asked && t.unlisted(s, s.of[a.group], a.group, a.window, now)
+	if len(g.listed) == 0 { // or what was too old is removed, and the group with it
+		g = s.of[a.group]
+	}
+	unlisted := !v.asked && t.unlisted(s, g, a.group, a.window, now)
 	if unlisted || missing && !v.asked {
 		if v.removals, v.most = *s.removed(a.group), t.most; unlisted {
 			v.most = math.MaxInt
@@ -309,11 +346,14 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		return askStore
 	}
 	if missing { // among so many answered ones that another stands for it: what else is known does not
-		if k = t.answered(s, g, a.count, now); k == nil {
+		if g != nil {
+			k = t.answered(s, g, a.count, now)
+		}
+		if k == nil {
 			return viewAnew // other calls were faster
 		}
 	}
-	if g = s.of[a.group]; g == nil { // or has lost what was too old
+	if g == nil {
 		g = s.group(a.group)
 	}
 	if k == nil && g.number[classWaited] > 0 && (a.until.IsZero() || now.Before(a.until)) {
@@ -365,7 +405,7 @@ func (t *groups) list(s *groupShard, group groupHash, v *view) *group {
 		g.read, g.gap = v.epoch, gap{}
 	}
 	for _, k := range v.stored {
-		if s.keys[member{group, k.key}] == nil {
+		if s.keys[member{group, k.key}] == nil && (!t.shared() || k.boot == t.g.boot) {
 			t.add(s, k)
 		}
 	}
@@ -408,9 +448,14 @@ func (a *Attempt) standsFor(s *groupShard, named *known) *known {
 
 // hold has the attempt wait for the answer of k.
 func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) {
+	s.order++
 	change := func() {
-		k.count, k.began, k.order = max(k.count, a.count), now, t.order.Add(1)
+		k.count, k.began, k.order = max(k.count, a.count), now, s.order
 		k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
+	}
+	if t.shared() {
+		was := *k
+		a.was = &was
 	}
 	a.known = k
 	if k.in != nil {
@@ -459,7 +504,7 @@ func (a *Attempt) runs(settling time.Time) {
 		k.holder = a
 		a.at.add(s, k)
 	}
-	k.runner, k.state, k.released, k.settling = a, StateSending, false, settling
+	k.runner, k.state, k.released, k.settling, k.foreign = a, StateSending, false, settling, false
 	k.changed()
 	if a.refused != nil {
 		a.at.remove(s, a.refused)
@@ -471,8 +516,17 @@ func (a *Attempt) runs(settling time.Time) {
 }
 
 // claims completes the batch of the attempt's claim: what it is the retry of is not taken again.
-func (a *Attempt) claims(batch []store.Write) []store.Write {
-	if a == nil || a.refused == nil {
+func (a *Attempt) claims(batch []store.Write, now, until time.Time) []store.Write {
+	if a == nil {
+		return batch
+	}
+	if a.at.shared() {
+		batch = append(batch, a.at.knows(a.group, until.Add(a.window+groupKept)))
+		if a.refused != nil && a.refused.key != a.Key {
+			batch = append(batch, heldBy(a.at.g.boot, a.group, a.refused.key, markAnswered, now.Add(a.window+groupKept)))
+		}
+	}
+	if a.refused == nil {
 		return batch
 	}
 	return append(batch, store.Write{Key: appendRowKey(nil, a.group, a.refused.key), Delete: true})

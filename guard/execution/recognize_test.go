@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -1367,5 +1369,40 @@ func TestManyEqualCalls(t *testing.T) {
 				t.Errorf("a call asks for the clients of its equals %.1f times among 50, %.1f times among 800", few, many)
 			}
 		})
+	}
+}
+
+// indexing counts the keyed hashes that are computed.
+type indexing struct {
+	store.Sealer
+	n int
+}
+
+func (s *indexing) Index(domain string, parts ...string) [32]byte {
+	s.n++
+	return s.Sealer.Index(domain, parts...)
+}
+
+// P3: the hash of a group that is remembered is that of its whole name, whatever other groups have its place. One that
+// was asked for a moment ago is not computed again.
+func TestHashesOfGroups(t *testing.T) {
+	sealer := &indexing{Sealer: seal.Generate()}
+	h := hashes{seed: maphash.MakeSeed()}
+	random := rand.New(rand.NewPCG(1, 1))
+	words := []string{"", "a", "aa", "b", "\x01a", strings.Repeat("a", 150)}
+	word := func() string { return words[random.IntN(len(words))] }
+	for range 20_000 {
+		q := Question{
+			Scope: Scope{Caller: word(), Guard: word(), Method: word(), Path: word()}, Peer: word(), Fingerprint: Fingerprint{31: byte(random.IntN(3))},
+		}
+		sum := sealer.Index("group", q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Fingerprint[:]))
+		if got := h.of(sealer, &q); got != groupHash(sum[:]) {
+			t.Fatalf("the hash of %+v is that of another group", q)
+		}
+		computed := sealer.n
+		short := len(q.Scope.Caller)+len(q.Scope.Guard)+len(q.Scope.Method)+len(q.Scope.Path)+len(q.Peer) < 400
+		if got := h.of(sealer, &q); got != groupHash(sum[:]) || short && sealer.n != computed {
+			t.Fatalf("the hash of %+v is another one, or was computed again", q)
+		}
 	}
 }

@@ -74,6 +74,7 @@ type Record struct {
 	Workflow    string
 	Checkpoint  string // the id of the token that announced it; empty without one
 	Node, Boot  string
+	Counts      string // the member of a shared store that it counts for, where that is not Boot's
 	Created     time.Time
 	First       time.Time // when the first of its attempts was claimed; zero where Created is that
 	Sent        [32]byte  // see Call.Sent
@@ -140,6 +141,7 @@ type records struct {
 	sealer store.Sealer
 	node   string
 	boot   string
+	shared bool // several gateways have the store
 }
 
 func (l *records) newRecord(c *Call, caller CallerHash, now time.Time) Record {
@@ -210,6 +212,7 @@ const (
 	tagTask
 	tagInternal
 	tagLot
+	tagCounts
 )
 
 func (r *Record) encode(dst []byte) []byte {
@@ -256,6 +259,7 @@ func (r *Record) encode(dst []byte) []byte {
 	if r.Lot != (lotHash{}) {
 		e.Bytes(tagLot, r.Lot[:])
 	}
+	e.String(tagCounts, r.Counts)
 	return e.B
 }
 
@@ -348,6 +352,8 @@ func (r *Record) decode(b []byte) error {
 			r.Count = int(d.Int())
 		case tagLot:
 			d.Fill(r.Lot[:])
+		case tagCounts:
+			r.Counts = string(d.Field)
 		}
 	}
 	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
@@ -372,6 +378,8 @@ func (r *Record) decode(b []byte) error {
 //	r key                         the head of an answer, with what a replay needs of the record
 //	r key claim piece             the full pieces before it, from 1 on; 0 was the head
 //	o key at                      what an operator has resolved, sealed
+//	v i key, v p key claim part   who follows an execution of another member, and what comes of its answer
+//	v c kind holder               what each member may have of a quota
 //	l ...                         the ledger's (package ect/ledger)
 //	b name                        the state of a circuit breaker, sealed (package caddymodule)
 //	j ... p ...                   tokens that were used, and checkpoints of executions
@@ -392,6 +400,7 @@ const (
 	spaceAlias    = 'a'
 	spaceResult   = 'r'
 	spaceResolved = 'o'
+	spaceLive     = 'v'
 )
 
 const keySize = len(Key{})
@@ -546,6 +555,9 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 			a := accountOf(new, size)
 			if by == spaceWorkflow {
 				a.lot = new.Lot
+			}
+			if l.shared {
+				a.boot = new.countsFor()
 			}
 			account, memory = cutOff(memory, a.appendTo(memory))
 		}

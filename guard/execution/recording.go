@@ -232,6 +232,14 @@ func (r *Recording) readAt(p []byte, off int64) (int, error) {
 	return body.ReadAt(p, off-base)
 }
 
+// fail cuts followers, since bytes are missing.
+func (r *Recording) fail() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.failed = true
+	r.wake()
+}
+
 func (r *Recording) wake() {
 	if r.changed != nil {
 		close(r.changed)
@@ -271,6 +279,7 @@ type Follower struct {
 	off    int64 // changed under the recording's mu
 	cut    bool  // it was too slow; guarded by the recording's mu
 	closed bool
+	left   func() // is called when it is closed; nil for nobody
 }
 
 // follow returns nil if the recording is too large to be followed from its beginning.
@@ -300,6 +309,9 @@ func (f *Follower) Close() {
 	f.r.progress()
 	f.r.mu.Unlock()
 	f.r.drop()
+	if f.left != nil {
+		f.left()
+	}
 }
 
 // wait blocks until ready reports true under the lock, or ctx ends.
@@ -324,12 +336,12 @@ func (f *Follower) wait(ctx context.Context, ready func() bool) error {
 }
 
 // Head waits for the answer's first byte: its status and header. ErrNoAnswer means that the
-// execution ended before, or that its key was released unsent.
+// execution ended before, that its key was released unsent, or that the answer cannot be followed.
 func (f *Follower) Head(ctx context.Context) (*Head, error) {
 	var head *Head
 	err := f.wait(ctx, func() bool {
 		head = f.r.head
-		return head != nil || f.r.ending != 0
+		return head != nil || f.r.ending != 0 || f.r.failed
 	})
 	switch {
 	case err != nil:

@@ -1,9 +1,7 @@
 package execution
 
 import (
-	"cmp"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -14,139 +12,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
-
-// ErrMissingKey: the ring lacks a sealing key that values in the store need.
-var ErrMissingKey = errors.New("guard: the key ring lacks a sealing key under which values stand in this store: " +
-	"put it back into the ring; without it what it sealed is unreadable")
-
-// KeyUse is a sealing key under which values may be stored.
-type KeyUse struct {
-	ID uint32
-	// Until is when the last of them expires; zero if that is unknown, or never.
-	Until time.Time
-}
-
-// The store notes which sealing keys it needs, so that a ring without one of them is refused
-// before anything is lost: each key before its first use, with the time from which it is not
-// needed any more once everything else is re-sealed.
-const keysName = "keys"
-
-const keyUseSize = 4 + 8
-
-func encodeUses(uses []KeyUse) []byte {
-	var b []byte
-	for _, use := range uses {
-		b = binary.BigEndian.AppendUint32(b, use.ID)
-		var until int64
-		if !use.Until.IsZero() {
-			until = use.Until.UnixNano()
-		}
-		b = binary.BigEndian.AppendUint64(b, uint64(until))
-	}
-	return b
-}
-
-func decodeUses(b []byte) ([]KeyUse, error) {
-	if len(b)%keyUseSize != 0 {
-		return nil, errEncoding
-	}
-	var uses []KeyUse
-	for row := range slices.Chunk(b, keyUseSize) {
-		use := KeyUse{ID: binary.BigEndian.Uint32(row)}
-		if until := int64(binary.BigEndian.Uint64(row[4:])); until != 0 {
-			use.Until = time.Unix(0, until)
-		}
-		uses = append(uses, use)
-	}
-	return uses, nil
-}
-
-// KeysInUse lists the sealing keys that the store needs, by id, the newest included.
-func (g *Guard) KeysInUse(ctx context.Context) ([]KeyUse, error) {
-	uses, _, err := g.keyUses(ctx)
-	if err != nil {
-		return nil, err
-	}
-	now, err := g.store.Now(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return slices.DeleteFunc(uses, func(use KeyUse) bool {
-		return !use.Until.IsZero() && !now.Before(use.Until)
-	}), nil
-}
-
-// keyUses reads the note, and the condition for replacing it.
-func (g *Guard) keyUses(ctx context.Context) ([]KeyUse, store.Condition, error) {
-	entry, err := g.store.Get(ctx, metaKey(keysName))
-	if errors.Is(err, store.ErrNotFound) {
-		// Written before there was a note: any key may have been used.
-		var uses []KeyUse
-		for _, id := range g.sealer.KeyIDs() {
-			uses = append(uses, KeyUse{ID: id})
-		}
-		return uses, store.Absent(), nil
-	}
-	if err != nil {
-		return nil, store.Condition{}, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	uses, err := decodeUses(entry.Value)
-	if err != nil {
-		return nil, store.Condition{}, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return uses, store.VersionIs(entry.Version), nil
-}
-
-// changeUses applies change to the stored key uses, and retries if others change them too.
-func (g *Guard) changeUses(ctx context.Context, change func([]KeyUse) []KeyUse) error {
-	for {
-		uses, unchanged, err := g.keyUses(ctx)
-		if err != nil {
-			return err
-		}
-		next := encodeUses(change(slices.Clone(uses)))
-		if string(next) == string(encodeUses(uses)) && !unchanged.Holds(nil) {
-			return nil
-		}
-		_, err = g.store.Commit(ctx, store.Write{Key: metaKey(keysName), If: unchanged, Value: next})
-		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
-			continue
-		}
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return nil
-	}
-}
-
-// UseKey notes durably that values may be sealed with a key from now on. Call it before a new
-// newest key seals its first value.
-func (g *Guard) UseKey(ctx context.Context, id uint32) error {
-	return g.changeUses(ctx, func(uses []KeyUse) []KeyUse { return with(uses, KeyUse{ID: id}) })
-}
-
-// with is the list with this entry for its key.
-func with(uses []KeyUse, new KeyUse) []KeyUse {
-	uses = slices.DeleteFunc(uses, func(use KeyUse) bool { return use.ID == new.ID })
-	uses = append(uses, new)
-	slices.SortFunc(uses, func(a, b KeyUse) int { return cmp.Compare(a.ID, b.ID) })
-	return uses
-}
-
-// checkKeys refuses a sealer without a key that the store needs, and notes its newest as used.
-func (g *Guard) checkKeys(ctx context.Context) error {
-	uses, err := g.KeysInUse(ctx)
-	if err != nil {
-		return err
-	}
-	held := g.sealer.KeyIDs()
-	for _, use := range uses {
-		if !slices.Contains(held, use.ID) {
-			return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, use.ID)
-		}
-	}
-	return g.UseKey(ctx, held[len(held)-1])
-}
 
 // writers counts the commits under way with sealed values, so that re-sealing can wait for those
 // sealed with an older key. Enter before sealing for the store, leave after the commit.
@@ -190,7 +55,7 @@ const (
 
 // ResealProgress is the progress of a Reseal.
 type ResealProgress struct {
-	// Key is the sealing key under which values are sealed anew.
+	// Key is the sealing key under which, or a newer one, values are sealed anew.
 	Key uint32
 	// Seen counts the values read.
 	Seen int
@@ -206,7 +71,7 @@ type ResealProgress struct {
 
 // KeyLeft is what a Reseal leaves under an older key.
 type KeyLeft struct {
-	// Records are damaged, or belong to executions that run on other nodes.
+	// Records are damaged, or belong to executions of another node that used the store before.
 	Records int
 	// Results are pieces of answers, which are left to expire.
 	Results int
@@ -218,16 +83,22 @@ type KeyLeft struct {
 
 // Reseal seals anew, with the newest key, what was sealed with an older one: all records, what
 // operators have resolved, and the key check. Pieces of answers are left to expire and are
-// counted. At the end the store notes which older keys it still needs (KeysInUse). It calls
+// counted. At the end the store notes which older keys it still needs (Keys.InUse). It calls
 // report, if any, after each step.
 //
 // It runs beside the traffic, whose commits win; a running execution's record is sealed anew by
 // its own outcome, for which Reseal waits. It may be stopped at any moment: the next one passes
 // quickly over what was done.
-func (g *Guard) Reseal(ctx context.Context, report func(ResealProgress)) (ResealProgress, error) {
+//
+// Keys older than key are given up but for what is counted: all that others seal has to be under key, or a newer
+// one, by now. 0 is the key that seals. In a shared store it comes after Keys.Await.
+func (g *Guard) Reseal(ctx context.Context, key uint32, report func(ResealProgress)) (ResealProgress, error) {
 	r := &resealer{
-		g: g, Resealer: store.NewResealer(g.store, g.sealer), report: report,
-		started: time.Now(), remains: map[uint32]KeyLeft{},
+		g: g, ctx: ctx, Resealer: store.NewResealer(g.store, g.sealer), report: report,
+		key: key, started: time.Now(), remains: map[uint32]KeyLeft{},
+	}
+	if key == 0 {
+		r.key = r.Newest()
 	}
 	r.Take = r.take
 	r.Enter = func() func() { return g.writers.enter().leave }
@@ -257,16 +128,18 @@ func (g *Guard) Reseal(ctx context.Context, report func(ResealProgress)) (Reseal
 type resealer struct {
 	*store.Resealer
 	g       *Guard
+	ctx     context.Context // of the Reseal
 	report  func(ResealProgress)
+	key     uint32 // older ones are given up
 	started time.Time
 	remains map[uint32]KeyLeft // under older keys
-	running []Key              // whose executions must end first
+	running []Key              // whose executions must end first, here or elsewhere
 	unread  bool               // a value could not be read, so that its key is not known
 }
 
 func (r *resealer) progress() ResealProgress {
 	return ResealProgress{
-		Key: r.Newest(), Seen: r.Seen, Resealed: r.Resealed, Damaged: r.Damaged,
+		Key: r.key, Seen: r.Seen, Resealed: r.Resealed, Damaged: r.Damaged,
 		Left: maps.Clone(r.remains), Started: r.started,
 	}
 }
@@ -278,8 +151,9 @@ func (r *resealer) run(ctx context.Context) error {
 		return err
 	}
 	steps := []func(context.Context) error{
-		r.keyCheck, r.walk(spaceRecord, resealPage, r.Reseal), r.walk(spaceResolved, resealPage, r.Reseal),
-		r.awaitRunning, r.walk(spaceResult, countPage, r.countResults), r.note,
+		r.keyCheck, r.walk(resealPage, r.Reseal, spaceRecord), r.walk(resealPage, r.Reseal, spaceResolved),
+		r.awaitRunning, r.walk(countPage, r.countResults, spaceResult), r.walk(countPage, r.countResults, spaceLive, kindPart),
+		r.walk(countPage, r.countResults, spaceLive, kindSays), r.note,
 	}
 	for _, step := range steps {
 		if err := step(ctx); err != nil {
@@ -290,10 +164,10 @@ func (r *resealer) run(ctx context.Context) error {
 	return nil
 }
 
-// walk is the step that calls do for the values under older keys in a space.
-func (r *resealer) walk(space byte, page int, do func(context.Context, ...store.Entry) error) func(context.Context) error {
+// walk is the step that calls do for the values under older keys whose keys begin so.
+func (r *resealer) walk(page int, do func(context.Context, ...store.Entry) error, prefix ...byte) func(context.Context) error {
 	return func(ctx context.Context) error {
-		err := r.Walk(ctx, []byte{space}, page, func(ctx context.Context, older ...store.Entry) error {
+		err := r.Walk(ctx, prefix, page, func(ctx context.Context, older ...store.Entry) error {
 			err := do(ctx, older...)
 			if err == nil {
 				r.report(r.progress())
@@ -359,11 +233,12 @@ func (r *resealer) take(entry store.Entry, plain []byte) bool {
 		return true
 	}
 	key := Key(entry.Key[1:])
+	orphan, err := r.g.members.orphaned(r.ctx, record)
 	switch {
-	case record.Node != r.g.node:
+	case err != nil, !orphan && r.g.members.store == nil:
 		r.left(entry, KeyLeft{Records: 1})
 		return false
-	case r.g.flights.find(key) != nil:
+	case !orphan, r.g.flights.find(key) != nil:
 		// Its outcome is conditional on the current version, and must not lose to this. Without a
 		// flight no process has that version any more.
 		r.running = append(r.running, key)
@@ -378,11 +253,17 @@ func (r *resealer) awaitRunning(ctx context.Context) error {
 	for len(r.running) > 0 {
 		key := r.running[0]
 		r.running = r.running[1:]
-		if flight := r.g.flights.find(key); flight != nil {
+		flight := r.g.flights.find(key)
+		switch {
+		case flight != nil:
 			select {
 			case <-flight.Done():
 			case <-ctx.Done():
 				return ctx.Err()
+			}
+		case r.g.members.store != nil: // it may run elsewhere
+			if err := r.g.Await(ctx, key); err != nil {
+				return err
 			}
 		}
 		if err := r.resealKey(ctx, recordKey(key)); err != nil && !errors.Is(err, store.ErrNotFound) {
@@ -406,11 +287,13 @@ func (r *resealer) note(ctx context.Context) error {
 	if r.unread {
 		return nil
 	}
-	return r.g.changeUses(ctx, func(uses []KeyUse) []KeyUse {
-		uses = slices.DeleteFunc(uses, func(use KeyUse) bool { return use.ID < r.Newest() })
+	return r.g.keys.change(ctx, func(s *keyState) error {
+		s.uses = slices.DeleteFunc(s.uses, func(use KeyUse) bool { return use.ID < r.key })
 		for id, left := range r.remains {
-			uses = with(uses, KeyUse{ID: id, Until: left.Until})
+			if id < r.key {
+				s.uses = with(s.uses, KeyUse{ID: id, Until: left.Until})
+			}
 		}
-		return uses
+		return nil
 	})
 }

@@ -26,14 +26,14 @@ func (r *rig) rotate() {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	if _, err := r.ring.Adopt(next, nil, func(id uint32) error { return r.UseKey(ctx, id) }); err != nil {
+	if _, err := r.ring.Adopt(next, nil, func(id uint32) error { return r.Keys().Hold(ctx, id) }); err != nil {
 		r.t.Fatal(err)
 	}
 }
 
 func (r *rig) reseal() execution.ResealProgress {
 	r.t.Helper()
-	p, err := r.Reseal(ctx, nil)
+	p, err := r.Reseal(ctx, 0, nil)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -58,7 +58,7 @@ func (r *rig) under(space string) map[uint32]int {
 
 func (r *rig) inUse() []execution.KeyUse {
 	r.t.Helper()
-	uses, err := r.KeysInUse(ctx)
+	uses, err := r.Keys().InUse(ctx)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -152,7 +152,7 @@ func TestP1RetryAfterRotationReplays(t *testing.T) {
 		check("after the rotation")
 		r.wantInUse(1, 2)
 		steps, between := 0, 0
-		p, err := r.Reseal(ctx, func(p execution.ResealProgress) {
+		p, err := r.Reseal(ctx, 0, func(p execution.ResealProgress) {
 			steps++
 			if n := r.under("x")[1]; n > 0 && n < len(all) {
 				between++
@@ -280,7 +280,7 @@ func TestResealWaitsForCommitsUnderWay(t *testing.T) {
 		cut, cancel := context.WithCancel(ctx)
 		go func() {
 			// One that gives up leaves the next to wait for the same.
-			if _, err := r.Reseal(cut, nil); !errors.Is(err, context.Canceled) {
+			if _, err := r.Reseal(cut, 0, nil); !errors.Is(err, context.Canceled) {
 				t.Errorf("a pass that was stopped: %v", err)
 			}
 			done <- r.reseal()
@@ -372,7 +372,7 @@ func TestResealGoesOnWhereItWasStopped(t *testing.T) {
 			return nil
 		}
 		before := r.under("x")[1]
-		p, err := r.Reseal(cut, nil)
+		p, err := r.Reseal(cut, 0, nil)
 		cancel()
 		if err == nil || !p.Finished.IsZero() || p.Resealed == 0 || p.Resealed >= records {
 			t.Errorf("%s: %+v, %v", name, p, err)
@@ -473,7 +473,7 @@ func TestKeyIsNotedBeforeItIsUsed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	note := func(id uint32) error { return r.UseKey(ctx, id) }
+	note := func(id uint32) error { return r.Keys().Hold(ctx, id) }
 	if _, err := r.ring.Adopt(next, nil, note); !errors.Is(err, execution.ErrStore) {
 		t.Errorf("Adopt: %v", err)
 	}

@@ -20,7 +20,7 @@ func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Hea
 		return done(err, batches)
 	}
 	err = g.commitApplied(ctx, key, found, record, tail, batches)
-	if full := errors.As(err, new(*QuotaError)); full || tail != nil && errors.Is(err, ErrStore) {
+	if full := errors.As(err, new(*QuotaError)); full || tail != nil && errors.Is(err, ErrStore) && !away(err) {
 		// The answer did not fit; that the call was executed must be kept.
 		record.Result = storedResult{}
 		err = g.commitApplied(ctx, key, found, record, nil, batches)
@@ -67,11 +67,14 @@ func (g *Guard) holdSettled(ctx context.Context, old, next *Record, force bool) 
 // commitApplied settles a doubt. A QuotaError says that the workflow has no room for the answer in record.
 func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) (err error) {
 	defer g.writers.enter().leave()
+	if record != nil {
+		countHere(g, record)
+	}
 	held, err := g.holdSettled(ctx, found.Record, record, record == nil || !record.Result.Kept)
 	if err != nil {
 		return err
 	}
-	defer func() { held.end(err == nil, record) }()
+	defer func() { held.replaced(err, key, record) }()
 	room := new(room)
 	batch := g.putIn(room, key, found.Record, record, store.VersionIs(found.version), batches...)
 	if tail != nil {
@@ -84,8 +87,44 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	g.groups.resolved(key, record)
-	g.quotas.resolved(found.Record, record)
+	g.quotas.resolved(key, found.Record, record)
 	return nil
+}
+
+// Late is an outcome that came after its member was removed from a shared store. An answer is evidence, also then.
+type Late struct {
+	key     Key
+	claim   [16]byte
+	applied bool
+	head    *Head // of the answer; nil where it is not kept
+	body    []byte
+}
+
+// Key is that of the execution.
+func (l *Late) Key() Key { return l.key }
+
+// SettleLate settles the doubt that an outcome's removed member has left, through the member that the gateway is
+// now, and reports whether the call was executed. with makes the batch that the commit carries; it may be nil.
+//
+// ErrTaken means that somebody has settled it before, or that it runs again: nothing was recorded then.
+func (g *Guard) SettleLate(ctx context.Context, l *Late, with func(r *Record, applied bool) *store.Batch) (applied bool, err error) {
+	found, err := g.Get(ctx, l.key)
+	switch {
+	case errors.Is(err, ErrUnknown):
+		return false, ErrTaken
+	case err != nil:
+		return false, err
+	case found.Status != Doubtful || found.Record.Claim != l.claim:
+		return false, ErrTaken
+	}
+	var batch *store.Batch
+	if with != nil {
+		batch = with(found.Record, l.applied)
+	}
+	if l.applied {
+		return true, g.Applied(ctx, l.key, found.Finding, l.head, l.body, batch)
+	}
+	return false, done(g.commitApplied(ctx, l.key, found.Finding, nil, nil, []*store.Batch{batch}), []*store.Batch{batch})
 }
 
 // Resolution is an operator's decision about an execution in doubt.
@@ -297,17 +336,18 @@ func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next 
 	if found.Record != nil {
 		condition = store.VersionIs(found.version)
 	}
+	countHere(g, next)
 	held, err := g.holdSettled(ctx, found.Record, next, true)
 	if err != nil {
 		return err
 	}
-	defer func() { held.end(err == nil, next) }()
+	defer func() { held.replaced(err, key, next) }()
 	_, err = g.store.Commit(ctx, append(g.put(key, found.Record, next, condition), extra...)...)
 	var lost *store.Conflict
 	switch {
 	case err == nil && found.Status == Doubtful:
 		g.groups.resolved(key, next)
-		g.quotas.resolved(found.Record, next)
+		g.quotas.resolved(key, found.Record, next)
 		return nil
 	case err == nil:
 		g.quotas.rolledBack(found.Record, next)

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -334,6 +335,24 @@ func (d *Store) Withdraw(ctx context.Context, id string) (Escalation, error) {
 	})
 }
 
+// Widen adds to a pending escalation what has turned out to belong to the same failure, and has it delivered
+// again; approvals of the question before do not count. About each subject, a word of its text, it is once. The
+// errors are those of Withdraw.
+func (d *Store) Widen(ctx context.Context, id, subject, text string) (Escalation, error) {
+	return d.change(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) {
+		switch {
+		case e.Status != Pending:
+			return nil, fmt.Errorf("%w: %s", ErrDecided, e.Status)
+		case strings.Contains(e.Summary, subject):
+			return nil, nil
+		}
+		next := *e
+		next.Summary, next.Changed, next.Round = shorten(text+" "+e.Summary, maxSummary), now, e.Round+1
+		next.State, next.Delivery = Open, Delivery{Next: now}
+		return &next, nil
+	})
+}
+
 // AskAgain makes an escalation pending again that was denied or has expired, and still holds its
 // workflow. It then proposes to resume the workflow, and by cannot approve. within is the time to
 // decide; zero is without end.
@@ -399,9 +418,8 @@ func (d *Store) commit(ctx context.Context, id uuid.UUID, old, next *Escalation,
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	d.holds.settle(next)
+	d.fences.Forget(d.fenceKey(next.Workflow))
 	d.mu.Lock()
-	close(d.decisions)
-	d.decisions = make(chan struct{})
 	if next.due() && !old.due() || next.unsettled() { // another role is to be notified, or participants
 		close(d.news)
 		d.news = make(chan struct{})
@@ -422,31 +440,47 @@ func (d *Store) OnDecided(f func(Escalation)) {
 	d.onDecided = f
 }
 
-// Wait returns the escalation once it is not pending any more. With the error of ctx it returns
-// it as it is.
+// Wait returns the escalation once it is not pending any more, whichever gateway over the store has decided it.
+// With the error of ctx it returns it as it is.
 func (d *Store) Wait(ctx context.Context, id string) (Escalation, error) {
+	parsed, err := parseID(id)
+	if err != nil {
+		return Escalation{}, err
+	}
 	for {
-		d.mu.Lock()
-		news := d.decisions
-		d.mu.Unlock()
-		e, err := d.Get(ctx, id)
+		e, err := d.waitOnce(ctx, parsed)
 		if err != nil || e.Status != Pending {
 			return e, err
 		}
-		timer := time.NewTimer(waitPoll) // another node may decide, and deadlines pass
-		select {
-		case <-news:
-		case <-timer.C:
-		case <-ctx.Done():
-			timer.Stop()
-			return e, ctx.Err()
-		}
-		timer.Stop()
 	}
 }
 
-// waitPoll is how often Wait reads the store when it hears nothing.
-const waitPoll = 5 * time.Second
+// waitOnce waits for a change, if it is pending.
+func (d *Store) waitOnce(ctx context.Context, id uuid.UUID) (Escalation, error) {
+	changed, cancel := d.store.Watch(recordKey(id))
+	defer cancel()
+	e, err := d.Get(ctx, id.String())
+	if err != nil || e.Status != Pending {
+		return e, err
+	}
+	var late <-chan time.Time
+	if !e.Deadline.IsZero() {
+		now, err := d.now(ctx)
+		if err != nil {
+			return e, err
+		}
+		timer := time.NewTimer(max(e.Deadline.Sub(now), time.Millisecond))
+		defer timer.Stop()
+		late = timer.C
+	}
+	select {
+	case <-changed:
+	case <-late:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	return e, err
+}
 
 // expireDue ends what nobody has decided in time, up to a page, and returns the time until the next
 // deadline.
@@ -490,9 +524,59 @@ func (d *Store) expireDue(ctx context.Context) (wait time.Duration, err error) {
 // the store.
 type holds struct {
 	mu        sync.RWMutex
-	workflows map[string]map[string]struct{} // ids by workflow
+	workflows map[string]map[string]struct{} // ids by workflow; not where gateways share the store
 	waiting   map[string]map[string]struct{} // ids of what waits by requester
 	damaged   map[workflowHash]struct{}      // workflows whose records cannot be read
+	changed   map[uuid.UUID]struct{}         // at other gateways, and not read yet
+	reload    bool                           // any of them may have
+}
+
+// change notes that another gateway has changed the index entry of what holds or waits; nil is any of them.
+func (h *holds) change(key []byte) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.changed) >= maxChanged || len(key) != 2+len(uuid.UUID{}) {
+		h.changed, h.reload = nil, true
+		return
+	}
+	if h.changed == nil {
+		h.changed = map[uuid.UUID]struct{}{}
+	}
+	h.changed[uuid.UUID(key[2:])] = struct{}{}
+}
+
+// maxChanged is how many of them are remembered.
+const maxChanged = 10_000
+
+// catchUp reads what has changed at other gateways.
+func (d *Store) catchUp(ctx context.Context) error {
+	h := &d.holds
+	h.mu.Lock()
+	changed, reload := h.changed, h.reload
+	h.changed, h.reload = nil, false
+	h.mu.Unlock()
+	err := error(nil)
+	if reload {
+		_, err = d.Load(ctx)
+	}
+	for id := range changed {
+		if err != nil {
+			break
+		}
+		var e *Escalation
+		switch e, _, err = d.read(ctx, id); {
+		case errors.Is(err, ErrNotFound), errors.Is(err, ErrUnreadable):
+			err = nil
+		case err == nil:
+			h.note(e)
+		}
+	}
+	if err != nil { // it is read again
+		h.mu.Lock()
+		h.changed, h.reload = nil, true
+		h.mu.Unlock()
+	}
+	return err
 }
 
 func (h *holds) note(e *Escalation) {
@@ -575,9 +659,13 @@ func (d *Store) Load(ctx context.Context) (unreadable int, err error) {
 }
 
 // Blocks returns the escalation that keeps new calls of a workflow from beginning, the highest
-// level first; nil if there is none. The errors are ErrStore and ErrUnreadable: then no call may
-// begin.
-func (d *Store) Blocks(ctx context.Context, workflow string) (*Escalation, error) {
+// level first; nil if there is none, with what the claim's commit is bound to (store.Bind): nothing has begun to
+// hold the workflow since. The errors are ErrStore and ErrUnreadable: then no call may begin.
+func (d *Store) Blocks(ctx context.Context, workflow string) (*Escalation, store.Fence, error) {
+	if d.fences != nil {
+		return d.heldAnywhere(ctx, workflow)
+	}
+	none := store.Fence{}
 	d.holds.mu.RLock()
 	ids := slices.Collect(maps.Keys(d.holds.workflows[workflow]))
 	damaged := false
@@ -587,11 +675,40 @@ func (d *Store) Blocks(ctx context.Context, workflow string) (*Escalation, error
 	d.holds.mu.RUnlock()
 	switch {
 	case damaged:
-		return nil, fmt.Errorf("%w, and holds this workflow", ErrUnreadable)
+		return nil, none, fmt.Errorf("%w, and holds this workflow", ErrUnreadable)
 	case len(ids) == 0:
-		return nil, nil
+		return nil, none, nil
 	}
-	return d.highest(ctx, ids)
+	e, err := d.highest(ctx, ids)
+	return e, none, err
+}
+
+// heldAnywhere is Blocks where several gateways share the store, which it reads unless it knows that nothing has
+// changed.
+func (d *Store) heldAnywhere(ctx context.Context, workflow string) (*Escalation, store.Fence, error) {
+	key := d.fenceKey(workflow)
+	if at, open := d.fences.Open(key); open {
+		return nil, at, nil
+	}
+	at, err := d.fences.Read(ctx, key)
+	var ids []string
+	for entry, failed := range d.store.Scan(ctx, store.Prefix(d.workflowPrefix(workflow))) {
+		if err = cmp.Or(err, failed); err != nil {
+			break
+		}
+		if v := entry.Value; len(v) < 4 || v[3] != 0 { // an earlier build did not say
+			_, id := placeIn(entry.Key)
+			ids = append(ids, id.String())
+		}
+	}
+	if err != nil {
+		return nil, at, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	e, err := d.highest(ctx, ids)
+	if e == nil && err == nil {
+		d.fences.Pass(at)
+	}
+	return e, at, err
 }
 
 // highest is the escalation of the highest level that still holds its workflow.
@@ -613,6 +730,9 @@ func (d *Store) highest(ctx context.Context, ids []string) (*Escalation, error) 
 // Waits reports whether at least so many escalations wait for a decision because of a requester, such
 // as its calls.
 func (d *Store) Waits(ctx context.Context, requester string, most int) (bool, error) {
+	if err := d.catchUp(ctx); err != nil {
+		return false, err
+	}
 	d.holds.mu.RLock()
 	ids := slices.Collect(maps.Keys(d.holds.waiting[requester]))
 	d.holds.mu.RUnlock()

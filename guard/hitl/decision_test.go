@@ -33,7 +33,7 @@ func vote(by string, approve bool) hitl.Vote {
 
 func blocks(t *testing.T, d *hitl.Store, workflow string) string {
 	t.Helper()
-	e, err := d.Blocks(t.Context(), workflow)
+	e, _, err := d.Blocks(t.Context(), workflow)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -389,13 +389,13 @@ func TestP4HoldIsUnknown(t *testing.T) {
 	d := hitl.NewStore(f, p.ring, 0)
 	open(t, d, held("k", "w"))
 	f.failing.Store(true)
-	if _, err := d.Blocks(t.Context(), "w"); !errors.Is(err, hitl.ErrStore) {
+	if _, _, err := d.Blocks(t.Context(), "w"); !errors.Is(err, hitl.ErrStore) {
 		t.Error(err)
 	}
 	if _, err := d.Load(t.Context()); !errors.Is(err, hitl.ErrStore) {
 		t.Error(err)
 	}
-	if e, err := d.Blocks(t.Context(), "untouched"); e != nil || err != nil {
+	if e, _, err := d.Blocks(t.Context(), "untouched"); e != nil || err != nil {
 		t.Error("the store is read for a workflow that nothing holds:", e, err)
 	}
 }
@@ -413,10 +413,10 @@ func TestDamagedRecordsHold(t *testing.T) {
 		t.Errorf("%d cannot be read, %v", n, err)
 	}
 	for name, d := range map[string]*hitl.Store{"the process that opened it": d, "a later one": again} {
-		if e, err := d.Blocks(t.Context(), "w"); e != nil || !errors.Is(err, hitl.ErrUnreadable) {
+		if e, _, err := d.Blocks(t.Context(), "w"); e != nil || !errors.Is(err, hitl.ErrUnreadable) {
 			t.Errorf("%s: the workflow is held by %v, %v", name, e, err)
 		}
-		if e, err := d.Blocks(t.Context(), "untouched"); e != nil || err != nil {
+		if e, _, err := d.Blocks(t.Context(), "untouched"); e != nil || err != nil {
 			t.Errorf("%s: another workflow is held by %v, %v", name, e, err)
 		}
 	}
@@ -623,10 +623,49 @@ func BenchmarkBlocks(b *testing.B) {
 			}
 			b.ReportAllocs()
 			for b.Loop() {
-				if e, err := d.Blocks(b.Context(), "untouched"); e != nil || err != nil {
+				if e, _, err := d.Blocks(b.Context(), "untouched"); e != nil || err != nil {
 					b.Fatal(e, err)
 				}
 			}
 		})
 	}
+}
+
+// ADR 0127: what turns out to belong to a pending question is added to it once, and it is delivered again. Those
+// who approved the smaller question have not approved the larger one; what was decided stays so.
+func TestQuestionsAreWidened(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPlace()
+		d, r := p.escalations(), &receiver{}
+		defer run(t, d, r, hitl.DispatcherOptions{})()
+		o := opening("k")
+		o.Summary, o.Quorum = "A call has failed.", 2
+		e := open(t, d, o)
+		synctest.Wait()
+		vote := func(by string) (hitl.Escalation, error) {
+			return d.Decide(t.Context(), e.ID, hitl.Vote{By: by, Every: true, Approve: true})
+		}
+		if _, err := vote("ann"); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			got, err := d.Widen(t.Context(), e.ID, "c1", "It spreads: cascade c1.")
+			if err != nil || got.Round != 1 || got.Summary != "It spreads: cascade c1. A call has failed." || got.Cause != e.Cause {
+				t.Fatalf("%+v %v", got, err)
+			}
+			synctest.Wait()
+		}
+		if n := len(r.attempts(e.ID)); n != 2 {
+			t.Errorf("delivered %d times", n)
+		}
+		if got, err := vote("bob"); err != nil || got.Status != hitl.Pending {
+			t.Errorf("one has approved what it is now: %+v %v", got, err)
+		}
+		if got, err := vote("ann"); err != nil || got.Status != hitl.Approved {
+			t.Errorf("%+v %v", got, err)
+		}
+		if _, err := d.Widen(t.Context(), e.ID, "c2", "It spreads: cascade c2."); !errors.Is(err, hitl.ErrDecided) {
+			t.Errorf("what was decided: %v", err)
+		}
+	})
 }

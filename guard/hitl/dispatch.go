@@ -80,13 +80,14 @@ const (
 //
 // Several dispatchers may share a store, also on several nodes: one delivers an escalation at a
 // time. Before an attempt it commits a lease, by the store's clock, for twice the longest
-// attempt. If it dies, another one takes over when the lease ends, and the message may be sent
-// twice.
+// attempt. If it dies, another one takes over when the lease ends, or once its member is gone, and the message
+// may be sent twice.
 type Dispatcher struct {
 	escalations *Store
 	notifier    Notifier
 	o           DispatcherOptions
 	ended       chan struct{} // an attempt has, and its next one is due sooner than its lease was
+	gone        bool          // a member may be, and have left an attempt
 }
 
 // NewDispatcher makes the dispatcher of a store. Call Run once.
@@ -110,18 +111,31 @@ func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
 	if o.OnError == nil {
 		o.OnError = func(error) {}
 	}
-	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1)}
+	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1), gone: true}
 }
 
-// Run delivers what is due, until ctx is done or the store is closed. Running attempts end with
+// Run delivers what is due, until ctx is done, the store is closed, or this member is gone. Running attempts end with
 // ctx, and their leases are released before it returns.
 func (c *Dispatcher) Run(ctx context.Context) {
 	var attempts sync.WaitGroup
 	defer attempts.Wait()
 	slots := make(chan struct{}, c.o.Concurrent)
+	left := c.escalations.left()
 	for ctx.Err() == nil {
 		news := c.escalations.changed() // before the look, so that nothing is slept through
-		wait, err := c.round(ctx, slots, &attempts)
+		select {
+		case <-left:
+			if c.escalations.removed(ctx) {
+				return
+			}
+			left, c.gone = c.escalations.left(), true
+		default:
+		}
+		err := c.succeed(ctx)
+		wait := time.Duration(0)
+		if err == nil {
+			wait, err = c.round(ctx, slots, &attempts)
+		}
 		if errors.Is(err, store.ErrClosed) {
 			return
 		}
@@ -138,12 +152,70 @@ func (c *Dispatcher) Run(ctx context.Context) {
 		timer := time.NewTimer(wait)
 		select {
 		case <-news:
+		case <-left:
 		case <-c.ended:
 		case <-timer.C:
 		case <-ctx.Done():
 		}
 		timer.Stop()
 	}
+}
+
+// left returns a channel that is closed when a member is gone; nil where one gateway has the store.
+func (d *Store) left() <-chan struct{} {
+	if d.shared == nil {
+		return nil
+	}
+	return d.shared.Left()
+}
+
+// removed reports whether this member is gone: it writes nothing more, and others do what it has left.
+func (d *Store) removed(ctx context.Context) bool {
+	gone, err := d.shared.Gone(ctx, d.shared.Self().Boot)
+	return gone && err == nil
+}
+
+// succeed makes due what members were about to deliver that are gone.
+func (c *Dispatcher) succeed(ctx context.Context) error {
+	d := c.escalations
+	if d.shared == nil || !c.gone {
+		return nil
+	}
+	now, err := d.now(ctx)
+	if err != nil {
+		return err
+	}
+	for entry, err := range d.store.Scan(ctx, store.Prefix([]byte{space, kindUndelivered})) {
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		at, id := placeIn(entry.Key)
+		if !at.After(now) {
+			continue // due as it is
+		}
+		old, version, err := d.read(ctx, id)
+		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrUnreadable) || err == nil && (!old.due() || old.Delivery.Boot == "") {
+			continue
+		}
+		gone := false
+		if err == nil {
+			gone, err = d.shared.Gone(ctx, old.Delivery.Boot)
+		}
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if !gone {
+			continue
+		}
+		e := *old
+		e.Delivery.Next, e.Delivery.Boot = now, ""
+		_, err = d.store.Commit(ctx, d.put(id, old, &e, store.VersionIs(version))...)
+		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another one was first
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+	c.gone = false
+	return nil
 }
 
 func (c *Dispatcher) pause(ctx context.Context) {
@@ -271,6 +343,9 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
 	e := *old
 	e.Delivery.Attempts++
 	e.Delivery.Next = now.Add(2 * c.o.Attempt)
+	if c.escalations.shared != nil {
+		e.Delivery.Boot = c.escalations.shared.Self().Boot
+	}
 	version, err = c.escalations.store.Commit(ctx, c.escalations.put(id, old, &e, store.VersionIs(version))...)
 	var lost *store.Conflict
 	if errors.As(err, &lost) {
@@ -310,6 +385,7 @@ func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bo
 			return nil, err
 		}
 		e := *old
+		e.Delivery.Boot = ""
 		if cut {
 			e.Delivery.Next = now
 		} else {

@@ -267,6 +267,9 @@ type Delivery struct {
 	// Next is when the next attempt is due; zero if none is. During an attempt it is when another
 	// dispatcher may take over, because this one must have died.
 	Next time.Time
+	// Boot is that of the member of a shared store that makes an attempt; empty otherwise. Once it is gone,
+	// another one takes over at once.
+	Boot string
 }
 
 // errEncoding: it opened but cannot be decoded: a bug, since newer builds only add fields.
@@ -337,6 +340,7 @@ const (
 	tagRelayUnknown
 	tagReached
 	tagHops
+	tagBoot
 )
 
 // The tags of a decision's fields.
@@ -421,6 +425,7 @@ func (e *Escalation) encode(b []byte) []byte {
 		to.String(tagReached, name)
 	}
 	to.Int(tagHops, int64(e.Relay.Hops))
+	to.String(tagBoot, e.Delivery.Boot)
 	return append(to.B, e.unknown...)
 }
 
@@ -516,6 +521,8 @@ func decode(b []byte) (*Escalation, error) {
 			e.Relay.Reached = append(e.Relay.Reached, string(d.Field))
 		case tagHops:
 			e.Relay.Hops = int(d.Int())
+		case tagBoot:
+			e.Delivery.Boot = string(d.Field)
 		default:
 			e.unknown = append(e.unknown, d.Raw...)
 		}
@@ -542,8 +549,9 @@ func small(d *store.Decoder) uint8 {
 // levels and states are plain.
 //
 //	h e id                        the escalation, sealed
-//	h t opened id                 index: all by age; the value is level, state and status
+//	h t opened id                 index: all by age; the value is level, state, status, and whether it holds
 //	h w workflow opened id        index: a workflow's by age; the same value
+//	h v workflow                  changes whenever something begins to hold the workflow, where gateways share the store
 //	h u level due id              index: those to be delivered
 //	h b id                        index: what holds a workflow, with its hash, or counts for its requester
 //	h d deadline id               index: the pending ones that expire
@@ -557,6 +565,7 @@ const (
 	kindHold        = 'b'
 	kindDeadline    = 'd'
 	kindReach       = 'r'
+	kindFence       = 'v'
 )
 
 // idOf is the id of an occasion's escalation: a UUID of version 8 (RFC 9562), whose bits the
@@ -583,6 +592,11 @@ func ageKey(opened time.Time, id uuid.UUID) []byte {
 func (d *Store) workflowPrefix(workflow string) []byte {
 	hash := d.hashOf(workflow)
 	return append([]byte{space, kindWorkflow}, hash[:]...)
+}
+
+func (d *Store) fenceKey(workflow string) []byte {
+	hash := d.hashOf(workflow)
+	return append([]byte{space, kindFence}, hash[:]...)
 }
 
 // workflowHash is the keyed hash of a workflow's name.
@@ -622,7 +636,10 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 	batch := make([]store.Write, 1, 8)
 	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
 	if old == nil || old.State != new.State || old.Status != new.Status || !old.Changed.Equal(new.Changed) {
-		value := []byte{byte(new.Level), byte(new.State), byte(new.Status)}
+		value := []byte{byte(new.Level), byte(new.State), byte(new.Status), 0}
+		if new.Held {
+			value[3] = 1
+		}
 		batch = append(batch, store.Write{Key: ageKey(new.Opened, id), Value: value, Expires: expires})
 		if new.Workflow != "" {
 			of := appendPlace(d.workflowPrefix(new.Workflow), new.Opened, id)
@@ -642,6 +659,9 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 			hold.Value = hash[:]
 		}
 		batch = append(batch, hold)
+	}
+	if new.Held && (old == nil || !old.Held) && d.fences != nil {
+		batch = append(batch, store.Write{Key: d.fenceKey(new.Workflow), Expires: new.Changed.Add(time.Duration(d.keep.Load()))})
 	}
 	if now, before := new.unsettled(), old != nil && old.unsettled(); now != before {
 		batch = append(batch, store.Write{Key: append([]byte{space, kindReach}, id[:]...), Delete: before})

@@ -267,7 +267,7 @@ func (d *Store) Reach(ctx context.Context, o Outreach) {
 	var running sync.WaitGroup
 	defer running.Wait()
 	for ctx.Err() == nil {
-		news := d.changed() // before the look
+		news, left := d.changed(), d.left() // before the look
 		wait, err := r.round(ctx, &running)
 		if errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy) {
 			return
@@ -281,6 +281,11 @@ func (d *Store) Reach(ctx context.Context, o Outreach) {
 		timer := time.NewTimer(wait)
 		select {
 		case <-news:
+		case <-left:
+			if d.removed(ctx) {
+				timer.Stop()
+				return
+			}
 		case <-r.ended:
 		case <-timer.C:
 		case <-ctx.Done():
@@ -342,7 +347,7 @@ func (r *reach) round(ctx context.Context, running *sync.WaitGroup) (time.Durati
 				continue
 			}
 			at := target{id, p.Agent, p.URI}
-			wait = min(wait, r.begin(ctx, running, at, func() error { return r.attempt(ctx, at, p, e) }))
+			wait = min(wait, r.begin(ctx, running, at, func() error { return r.attempt(ctx, at) }))
 		}
 	}
 	return wait, nil
@@ -386,8 +391,16 @@ func (r *reach) begin(ctx context.Context, running *sync.WaitGroup, at target, a
 	return longestPause
 }
 
-func (r *reach) attempt(ctx context.Context, at target, p *Participant, e *Escalation) error {
-	err := r.o.Inform(ctx, p, e)
+func (r *reach) attempt(ctx context.Context, at target) error {
+	e, _, err := r.read(ctx, at.id) // the look that found it may be older than what an attempt has recorded
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(e.Participants, func(p Participant) bool { return p.Agent == at.agent && p.URI == at.uri })
+	if i < 0 || e.Participants[i].settled(e.Hold()) {
+		return nil
+	}
+	err = r.o.Inform(ctx, &e.Participants[i], e)
 	recording, done := context.WithTimeout(context.WithoutCancel(ctx), recordPatience)
 	defer done()
 	if err == nil || ctx.Err() == nil {

@@ -1,9 +1,11 @@
 package hitl_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"sync"
 	"testing"
@@ -131,13 +133,83 @@ func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
 	})
 }
 
+// staleReads lets the first read behind the next look at what participants have to hear wait for go, with what it has
+// read.
+type staleReads struct {
+	store.Store
+	mu    sync.Mutex
+	armed chan struct{} // go, for the next look
+	next  chan struct{} // go, for the next read
+}
+
+func (s *staleReads) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.mu.Lock()
+	if s.armed != nil && bytes.HasPrefix(r.From, []byte("hr")) {
+		s.armed, s.next = nil, s.armed
+	}
+	s.mu.Unlock()
+	return s.Store.Scan(ctx, r)
+}
+
+func (s *staleReads) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	found, err := s.Store.Get(ctx, key)
+	s.mu.Lock()
+	held := s.next
+	s.next = nil
+	s.mu.Unlock()
+	if held != nil {
+		<-held
+	}
+	return found, err
+}
+
+// A participant that confirms while its record is being looked at hears nothing twice.
+func TestParticipantIsNotToldWhatItHasJustConfirmed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		st := &staleReads{Store: memory.New(memory.Options{})}
+		d := hitl.NewStore(st, seal.Generate(), 0)
+		confirms, heard := make(chan struct{}), 0
+		running, stop := context.WithCancel(t.Context())
+		over := make(chan struct{})
+		go func() {
+			defer close(over)
+			d.Reach(running, hitl.Outreach{OnError: func(err error) { t.Error(err) }, Inform: func(context.Context, *hitl.Participant, *hitl.Escalation) error {
+				heard++
+				<-confirms
+				return nil
+			}})
+		}()
+		open := func(key string, p ...hitl.Participant) {
+			t.Helper()
+			if _, err := d.Open(t.Context(), hitl.Opening{Key: key, Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: "w", Participants: p}); err != nil {
+				t.Fatal(err)
+			}
+			synctest.Wait()
+		}
+		open("k", hitl.Participant{Agent: "a", URI: "u"})
+		read := make(chan struct{})
+		st.mu.Lock()
+		st.armed = read
+		st.mu.Unlock()
+		open("another one") // has all of them looked at
+		close(confirms)
+		synctest.Wait()
+		close(read)
+		synctest.Wait()
+		if stop(); heard != 1 {
+			t.Errorf("it has heard it %d times", heard)
+		}
+		<-over
+	})
+}
+
 // A participant's hold: repeated and late messages change nothing, whatever people have said meanwhile,
 // and nobody is asked about what is final.
 func TestLiftedIsForGood(t *testing.T) {
 	d := hitl.NewStore(memory.New(memory.Options{}), seal.Generate(), 0)
 	o := hitl.Opening{Key: "k", Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: "w"}
 	blocks := func() bool {
-		e, err := d.Blocks(t.Context(), "w")
+		e, _, err := d.Blocks(t.Context(), "w")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -265,7 +337,7 @@ func TestHoldsArePassedOn(t *testing.T) {
 		if _, err := d.Decide(t.Context(), e.ID, hitl.Vote{By: "ann", Every: true, Approve: true}); err != nil {
 			t.Fatal(err)
 		}
-		if found, err := d.Blocks(t.Context(), "w"); found != nil || err != nil {
+		if found, _, err := d.Blocks(t.Context(), "w"); found != nil || err != nil {
 			t.Fatalf("%+v, %v", found, err)
 		}
 		time.Sleep(3 * keep)

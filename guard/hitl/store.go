@@ -42,10 +42,13 @@ type Store struct {
 	unreachable atomic.Pointer[Unreachable]
 
 	holds holds
+	// shared and fences are nil where one gateway has the store. The fence of a workflow changes whenever
+	// something begins to hold it.
+	shared store.Shared
+	fences *store.Fences
 
 	mu        sync.Mutex
 	news      chan struct{} // closed when something was opened here
-	decisions chan struct{} // closed when something was decided here
 	onOpened  func(Escalation)
 	onDecided func(Escalation)
 	evidence  Evidence
@@ -57,7 +60,12 @@ type Store struct {
 func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
 	nobody := func(Escalation) {}
 	d := &Store{
-		store: st, sealer: sealer, news: make(chan struct{}), decisions: make(chan struct{}), onOpened: nobody, onDecided: nobody,
+		store: st, sealer: sealer, news: make(chan struct{}), onOpened: nobody, onDecided: nobody,
+		fences: store.FollowFences(st, []byte{space, kindFence}),
+	}
+	if shared, is := st.(store.Shared); is {
+		d.shared = shared
+		shared.Follow([]byte{space, kindHold}, d.holds.change)
 	}
 	d.Configure(keep, nil)
 	return d
@@ -156,6 +164,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 	p.Join(evidence)
 	p.OnDone(func(err error) error {
 		if err == nil || errors.Is(err, store.ErrUnknown) { // it may have landed
+			d.fences.Forget(d.fenceKey(e.Workflow))
 			d.mu.Lock()
 			close(d.news)
 			d.news = make(chan struct{})

@@ -237,7 +237,7 @@ func (n *WebhookNotifier) Notify(ctx context.Context, e Escalation) error {
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("User-Agent", "caddy-agent-guard")
 	id := e.ID
-	if e.Round > 0 { // another message: another role is asked
+	if e.Round > 0 { // another message: another role is asked, or more
 		id += "-" + strconv.Itoa(e.Round)
 	}
 	req.Header.Set("webhook-id", id)

@@ -2,6 +2,12 @@ package plan
 
 import "github.com/agent-guard/caddy-agent-guard/internal/strictjson"
 
+// Know has the store know so many workflows in memory.
+func (s *Store) Know(most int) { s.most = most }
+
+// Known is how many it knows.
+func (s *Store) Known() int { return len(s.all) }
+
 // Work is how many steps with nodes and edges a text takes.
 func Work(text []byte) int {
 	r := &reader{Scanner: strictjson.Scanner{JSON: string(text)}, plan: &Descriptor{}}

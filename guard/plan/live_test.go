@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -15,13 +16,10 @@ import (
 // definitions say of all that has happened.
 func (w *world) arrives(t *testing.T, i int) (admitted bool) {
 	t.Helper()
-	if w.live == nil || w.IntN(20) == 0 { // the gateway has crashed, or has had no room for the workflow
-		w.live, w.has = NewLive(), 0
+	if w.IntN(20) == 0 { // the gateway has crashed, or has had no room for the workflow
+		w.live = nil
 	}
-	w.live.Follow(w.plan)
-	w.live.Add(w.records[w.has:]...)
-	w.has = len(w.records)
-	got := w.live.Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
+	got := w.part().Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
 	var want []string
 	for _, j := range w.plan.Nodes[i].Before {
 		if w.done(j) {
@@ -51,8 +49,9 @@ func (w *world) arrives(t *testing.T, i int) (admitted bool) {
 func TestOrderIsThatOfTheModel(t *testing.T) {
 	for seed := range uint64(60) {
 		r := rand.New(rand.NewPCG(seed, 19))
-		w := &world{Rand: r, plan: parse(t, string(random(r, 1+r.IntN(12), 1+r.IntN(3))))}
+		w := shared(r, parse(t, string(random(r, 1+r.IntN(12), 1+r.IntN(3)))))
 		for range 60 {
+			w.stranger.step()
 			if w.IntN(2) == 0 {
 				w.arrives(t, w.IntN(len(w.plan.Nodes)))
 				continue
@@ -94,14 +93,18 @@ func TestOrderIsThatOfTheModel(t *testing.T) {
 func TestLiveTaskOfAnAgent(t *testing.T) {
 	d := parse(t, `{"wf_id": "w", "nodes": [{"id": "think"}, {"id": "pay"}], "edges": [{"from": "think", "to": "pay"}]}`)
 	l := NewLive()
-	l.Follow(d)
+	part := func(d *Descriptor) *Part {
+		p := l.Part([]string{"agent"}, nil)
+		p.Follow(d)
+		return p
+	}
 	holds := func(named string) string {
-		return fmt.Sprint(l.Holds("pay", func(id string) bool { return id == named }))
+		return fmt.Sprint(part(d).Holds("pay", func(id string) bool { return id == named }))
 	}
 	if got := holds("1"); got != "[{think pending  false}]" {
 		t.Error(got)
 	}
-	l.Add(workflow.Record{ID: "1", Action: "think", Issuer: "agent"})
+	l.Add(workflow.Record{ID: "1", Action: "think", Issuer: "agent", By: "agent"})
 	if got := holds("1") + holds("2"); got != "[][{think running  false}]" {
 		t.Error(got)
 	}
@@ -109,13 +112,137 @@ func TestLiveTaskOfAnAgent(t *testing.T) {
 	if got := holds("1"); got != "[{think running  false}]" {
 		t.Error(got)
 	}
-	if got := l.Before("pay"); !slices.Equal(got, []string{"1", "c"}) {
+	if got := part(d).Before("pay"); !slices.Equal(got, []string{"1", "c"}) {
 		t.Error(got)
 	}
 	// A plan that takes the place of another one has states of its own.
-	l.Follow(parse(t, `{"wf_id": "v", "nodes": [{"id": "pay"}, {"id": "think"}], "edges": [{"from": "pay", "to": "think"}]}`))
-	if got := fmt.Sprint(l.Holds("pay", nil), l.Holds("think", nil)); got != "[] [{pay pending  false}]" {
+	d = parse(t, `{"wf_id": "v", "nodes": [{"id": "pay"}, {"id": "think"}], "edges": [{"from": "pay", "to": "think"}]}`)
+	if got := fmt.Sprint(part(d).Holds("pay", nil), part(d).Holds("think", nil)); got != "[] [{pay pending  false}]" {
 		t.Error(got)
+	}
+}
+
+// P3: of a workflow each sees what is linked to its own, and nothing else counts. Who joins by a token sees what that
+// follows from; parts that somebody links are one from then on, and what reports on one joins nothing to it.
+func TestPartsOfAWorkflow(t *testing.T) {
+	d := parse(t, `{"wf_id": "w", "nodes": [{"id": "a"}, {"id": "b"}, {"id": "c"}], "edges": [{"from": "a", "to": "c"}, {"from": "b", "to": "c"}]}`)
+	l := NewLive()
+	call := func(id, by, node string, parents ...string) {
+		l.Add(workflow.Record{ID: id, By: by, Event: ect.EventCheckpoint, Own: true, Issuer: "gateway", Parents: parents, Execution: "of " + id, Node: node},
+			workflow.Record{ID: id + "/1", By: by, Own: true, Issuer: "gateway", Parents: append(parents, id), Execution: "of " + id, Node: node, Action: node, Outcome: workflow.Completed})
+	}
+	want := func(who string, holds string, called bool, named ...string) {
+		t.Helper()
+		p := l.Part([]string{who}, named)
+		p.Follow(d)
+		var got []string
+		for _, h := range p.Holds("c", nil) {
+			got = append(got, h.Node+" "+string(h.State))
+		}
+		if fmt.Sprint(got) != holds || p.Called() != called {
+			t.Errorf("%s %v: %v, called %v; want %s, %v", who, named, got, p.Called(), holds, called)
+		}
+	}
+	none := "[a pending b pending]"
+	want("ada", none, false)
+	want("bob", none, false, "1")
+	call("1", "ada", "a")
+	want("ada", "[b pending]", true)
+	want("bob", none, false)
+	want("bob", "[b pending]", true, "1")
+	want("bob", none, false, "of another workflow")
+	want("bob", none, false) // to have asked is no part
+	call("2", "bob", "b", "0")
+	want("bob", "[a pending]", true)
+	want("ada", "[b pending]", true)
+	want("cyd", "[]", true, "1", "2")
+
+	// A report is seen by whom it is about, and shows its issuer nothing.
+	l.Add(workflow.Record{ID: "e", Event: ect.EventError, Issuer: "cyd", Parents: []string{"1"}, Stranger: true, Report: true})
+	want("cyd", none, false)
+	want("cyd", none, false, "e")
+	// Links of parents that come later, and of what comes with an error of the gateway.
+	l.Add(workflow.Record{ID: "0", Issuer: "dan", By: "dan", Action: "think"})
+	want("dan", "[a pending]", true)
+	call("3", "cyd", "", "1/1", "2/1")
+	for _, who := range []string{"ada", "bob", "cyd", "dan"} {
+		want(who, "[]", true)
+	}
+	if l.Part([]string{"ada"}, nil).Has("of another workflow") || !l.Part([]string{"dan"}, nil).Has("1") {
+		t.Error("what dan takes part in is not all")
+	}
+
+	// As many are kept as have room, and those that went are found again.
+	for i := range 100 {
+		want(fmt.Sprint("stranger ", i), none, false)
+	}
+	want("ada", "[]", true)
+
+	// What a call links changes nothing of what was there, and yet it is in the part.
+	l = NewLive()
+	call("1", "ada", "a")
+	call("2", "bob", "b")
+	want("ada", "[b pending]", true)
+	want("bob", "[a pending]", true)
+	call("3", "cyd", "", "1/1", "2/1")
+	want("ada", "[]", true)
+	want("bob", "[]", true)
+}
+
+// What a call costs does not grow with the plan, nor with the calls before it.
+func TestCostOfACallDoesNotGrowWithThePlan(t *testing.T) {
+	cost := func(nodes int) (each float64) {
+		text := &strings.Builder{}
+		text.WriteString(`{"wf_id": "w", "nodes": [{"id": "n0"}`)
+		for i := 1; i < nodes; i++ {
+			fmt.Fprintf(text, `, {"id": "n%d"}`, i)
+		}
+		text.WriteString(`], "edges": [{"from": "n0", "to": "n1"}`)
+		for i := 2; i < nodes; i++ {
+			fmt.Fprintf(text, `, {"from": "n%d", "to": "n%d"}`, i-2, i)
+		}
+		d := parse(t, text.String()+"]}")
+		l, n := NewLive(), 0
+		holds := func(i int) []Hold {
+			p := l.Part([]string{"ada"}, nil)
+			p.Follow(d)
+			return p.Holds(d.Nodes[i].ID, nil)
+		}
+		call := func() {
+			id, node := fmt.Sprint(n), d.Nodes[n].ID
+			if held := holds(n); held != nil {
+				t.Fatal(node, held)
+			}
+			l.Add(workflow.Record{ID: id, By: "ada", Event: ect.EventCheckpoint, Own: true, Issuer: "gateway", Execution: "of " + id, Node: node})
+			if held := holds(nodes - 1); len(held) != 1 {
+				t.Fatal(held)
+			}
+			l.Add(workflow.Record{ID: id + "/1", By: "ada", Own: true, Issuer: "gateway", Parents: []string{id}, Execution: "of " + id, Node: node, Outcome: workflow.Completed})
+			n++
+		}
+		for range nodes/2 - 20 {
+			call()
+		}
+		return testing.AllocsPerRun(10, call)
+	}
+	if few, many := cost(100), cost(MaxNodes); many > few+3 { // what grows is copied at times
+		t.Errorf("%v allocations, and %v among %d nodes", few, many, MaxNodes)
+	}
+}
+
+// The agents whose tokens have led to a call, the nearest first: not the gateway, and nobody who is not proven.
+func TestIssuersOfWhatLedToACall(t *testing.T) {
+	l := NewLive()
+	l.Add(workflow.Record{ID: "1", Issuer: "a"}, workflow.Record{ID: "2", Issuer: "b", Parents: []string{"1"}}, workflow.Record{ID: "c", Own: true, Issuer: "gateway", Parents: []string{"2"}},
+		workflow.Record{ID: "3", Parents: []string{"2"}}, workflow.Record{ID: "4", Issuer: "d", Parents: []string{"c"}}, workflow.Record{ID: "5", Issuer: "b", Parents: []string{"4"}})
+	for _, c := range []struct {
+		named []string
+		most  int
+		want  []string
+	}{{[]string{"5"}, 9, []string{"b", "d", "a"}}, {[]string{"c", "none"}, 9, []string{"b", "a"}}, {[]string{"5"}, 2, []string{"b", "d"}}, {nil, 9, nil}} {
+		if got := l.Issuers(c.named, c.most); !slices.Equal(got, c.want) {
+			t.Errorf("%q: %q, want %q", c.named, got, c.want)
+		}
 	}
 }
 
@@ -123,9 +250,8 @@ func TestLiveTaskOfAnAgent(t *testing.T) {
 // so that most nodes wait for two others.
 func BenchmarkAdmission(b *testing.B) {
 	r := rand.New(rand.NewPCG(3, 3))
-	w := &world{Rand: r, plan: parse(b, string(random(r, MaxNodes, 2)))}
+	w := &world{Rand: r, plan: parse(b, string(random(r, MaxNodes, 2))), name: "x"}
 	l := NewLive()
-	l.Follow(w.plan)
 	order := w.plan.Order()
 	for _, i := range order {
 		c := &call{node: i, name: fmt.Sprint("x", i)}
@@ -133,10 +259,12 @@ func BenchmarkAdmission(b *testing.B) {
 		w.settle(c, workflow.Completed)
 	}
 	l.Add(w.records...)
-	n := 0
+	n, who, named := 0, []string{"x"}, []string{w.records[0].ID}
 	b.ReportAllocs()
 	for b.Loop() {
-		if held := l.Holds(w.plan.Nodes[order[n%MaxNodes]].ID, nil); held != nil {
+		p := l.Part(who, named)
+		p.Follow(w.plan)
+		if held := p.Holds(w.plan.Nodes[order[n%MaxNodes]].ID, nil); held != nil {
 			b.Fatal(held)
 		}
 		n++
@@ -147,18 +275,18 @@ func BenchmarkAdmission(b *testing.B) {
 // of its outcome.
 func BenchmarkAdmissionAndRecords(b *testing.B) {
 	r := rand.New(rand.NewPCG(3, 3))
-	w := &world{Rand: r, plan: parse(b, string(random(r, MaxNodes, 2)))}
-	l, order, n := NewLive(), w.plan.Order(), 0
-	l.Follow(w.plan)
+	w := &world{Rand: r, plan: parse(b, string(random(r, MaxNodes, 2))), name: "x"}
+	l, order, n, who := NewLive(), w.plan.Order(), 0, []string{"x"}
 	b.ReportAllocs()
 	for b.Loop() {
 		if n == MaxNodes {
 			b.StopTimer()
 			l, n, w.records = NewLive(), 0, nil
-			l.Follow(w.plan)
 			b.StartTimer()
 		}
-		if held := l.Holds(w.plan.Nodes[order[n]].ID, nil); held != nil {
+		p := l.Part(who, nil)
+		p.Follow(w.plan)
+		if held := p.Holds(w.plan.Nodes[order[n]].ID, nil); held != nil {
 			b.Fatal(held)
 		}
 		c := &call{node: order[n], name: fmt.Sprint("x", n)}

@@ -95,6 +95,7 @@ func (r *reader) syntax() Problem {
 }
 
 func (r *reader) document() bool {
+	objects := strings.Count(r.JSON, "{") // no less than there are nodes or edges
 	ok := r.Document(func(name string) (ok bool) {
 		switch name {
 		case "wf_id":
@@ -102,14 +103,18 @@ func (r *reader) document() bool {
 		case "description":
 			r.plan.Description, ok = r.text(name, maxDescription)
 		case "nodes":
+			r.plan.Nodes = make([]Node, 0, min(objects, MaxNodes))
+			member := func(name string) bool { return r.node(&r.plan.Nodes[len(r.plan.Nodes)-1], name) }
 			ok = r.elements(name, MaxNodes, func() bool {
 				r.plan.Nodes = append(r.plan.Nodes, Node{})
-				return r.object("", func(name string) bool { return r.node(&r.plan.Nodes[len(r.plan.Nodes)-1], name) })
+				return r.object("", member)
 			})
 		case "edges":
+			r.edges = make([][2]string, 0, min(objects, MaxEdges))
+			member := func(name string) bool { return r.edge(&r.edges[len(r.edges)-1], name) }
 			ok = r.elements(name, MaxEdges, func() bool {
 				r.edges = append(r.edges, [2]string{})
-				return r.object("", func(name string) bool { return r.edge(&r.edges[len(r.edges)-1], name) })
+				return r.object("", member)
 			})
 		default:
 			ok = r.unknown(name, "wf_id, description, nodes, edges")
@@ -163,7 +168,7 @@ func (r *reader) object(member string, each func(name string) bool) bool {
 func (r *reader) node(n *Node, name string) (ok bool) {
 	switch name {
 	case "id":
-		if n.ID, ok = r.text(name, maxID); strings.ContainsFunc(n.ID, func(c rune) bool { return c < '!' || c > '~' }) {
+		if n.ID, ok = r.text(name, maxID); !visible(n.ID) {
 			r.note(name, "is %q; use visible ASCII characters, since header fields name nodes", cut(n.ID))
 		}
 	case "label":
@@ -171,17 +176,21 @@ func (r *reader) node(n *Node, name string) (ok bool) {
 	case "reversible":
 		var v bool
 		if v, ok = r.boolean(name); ok {
-			n.Reversible = &v
+			n.Reversible = &answers[0]
+			if v {
+				n.Reversible = &answers[1]
+			}
 		}
 	case "hitl_required":
 		n.HITLRequired, ok = r.boolean(name)
 	case memberHints:
 		var h Hints
 		ok = r.object(name, func(hint string) bool {
-			if !slices.Contains(hintNames, hint) {
+			i := slices.Index(hintNames, hint)
+			if i < 0 {
 				return r.unknown(name+"."+hint, strings.Join(hintNames, ", ")+"; times are in seconds, sizes in MB")
 			}
-			return r.hint(&h, name+"."+hint, hint)
+			return r.hint(&h, hintMembers[i], hint)
 		})
 		r.merge(n, h)
 	case memberConstraints:
@@ -194,8 +203,16 @@ func (r *reader) node(n *Node, name string) (ok bool) {
 	return ok
 }
 
+// answers are what a Reversible points to, the same for all nodes.
+var answers = [2]bool{false, true}
+
 // hintNames are the members of resource_hints. In constraints they have a prefix.
 var hintNames = []string{"priority", "timeout_s", "cpu", "memory_mb", "gpu", "network_mbps"}
+
+// hintMembers are the same as problems name them.
+var hintMembers = []string{
+	memberHints + ".priority", memberHints + ".timeout_s", memberHints + ".cpu", memberHints + ".memory_mb", memberHints + ".gpu", memberHints + ".network_mbps",
+}
 
 func (r *reader) hint(h *Hints, member, name string) (ok bool) {
 	switch name {
@@ -305,13 +322,23 @@ func (r *reader) text(member string, most int) (string, bool) {
 	}
 	v, ok := r.Text()
 	switch {
-	case !ok:
+	case !ok, len(v) <= most && visible(v): // most of them
 	case utf8.RuneCountInString(v) > most:
 		r.note(member, "has more than %d characters", most)
 	case strings.ContainsFunc(v, unicode.IsControl):
 		r.note(member, "has control characters")
 	}
 	return v, ok
+}
+
+// visible reports whether a text has only visible ASCII characters.
+func visible(v string) bool {
+	for i := range len(v) {
+		if v[i] < '!' || v[i] > '~' {
+			return false
+		}
+	}
+	return true
 }
 
 func (r *reader) boolean(member string) (bool, bool) {
@@ -397,11 +424,11 @@ func (r *reader) connect() {
 		}
 		r.add(finding{problem, "nodes", i})
 	}
-	seen := make(map[[2]int]bool, len(r.edges))
+	ends := r.ends()
+	twice := r.twice(ends)
 	for i, e := range r.edges {
 		r.work++
-		from, hasFrom := d.index[e[0]]
-		to, hasTo := d.index[e[1]]
+		from, to := ends[i].from, ends[i].to
 		problem := Problem{}
 		switch {
 		case e[0] == "" && r.noted("edges", i, "from"), e[1] == "" && r.noted("edges", i, "to"):
@@ -410,24 +437,90 @@ func (r *reader) connect() {
 			problem.Member, problem.Text = "from", "is missing or empty; name the node that comes before"
 		case e[1] == "":
 			problem.Member, problem.Text = "to", "is missing or empty; name the node that comes after"
-		case !hasFrom:
+		case from < 0:
 			problem.Member, problem.Text = "from", fmt.Sprintf("there is no node %q", cut(e[0]))
-		case !hasTo:
+		case to < 0:
 			problem.Member, problem.Text = "to", fmt.Sprintf("there is no node %q", cut(e[1]))
 		case from == to:
 			problem.Text = fmt.Sprintf("leads from %s to itself", e[0])
-		case seen[[2]int{from, to}]:
+		case twice[i]:
 			problem.Text = fmt.Sprintf("%s -> %s stands twice", e[0], e[1])
 		default:
-			seen[[2]int{from, to}] = true
+			d.Edges++
 			d.Nodes[from].After = append(d.Nodes[from].After, to)
 			d.Nodes[to].Before = append(d.Nodes[to].Before, from)
 			continue
 		}
 		r.add(finding{problem, "edges", i})
 	}
-	d.Edges = len(seen)
 	r.sort()
+}
+
+// ends are the places of the nodes that an edge joins; -1 where there is no such node.
+type ends struct{ from, to int }
+
+func (e ends) known() bool { return e.from >= 0 && e.to >= 0 && e.from != e.to }
+
+// ends finds the nodes of all edges, and makes room for these at the nodes.
+func (r *reader) ends() []ends {
+	d, all := r.plan, make([]ends, len(r.edges))
+	after, before := make([]int, len(d.Nodes)), make([]int, len(d.Nodes))
+	find := func(id string) int {
+		if place, ok := d.index[id]; ok {
+			return place
+		}
+		return -1
+	}
+	n := 0
+	for i, e := range r.edges {
+		if all[i] = (ends{find(e[0]), find(e[1])}); all[i].known() {
+			after[all[i].from]++
+			before[all[i].to]++
+			n++
+		}
+	}
+	room := make([]int, 2*n)
+	take := func(n int) (part []int) {
+		part, room = room[:0:n], room[n:]
+		return part
+	}
+	for i := range d.Nodes {
+		if after[i] > 0 {
+			d.Nodes[i].After = take(after[i])
+		}
+		if before[i] > 0 {
+			d.Nodes[i].Before = take(before[i])
+		}
+	}
+	return all
+}
+
+// twice says of each edge whether an earlier one joins the same nodes. It looks at the edges of one node after the
+// other.
+func (r *reader) twice(all []ends) []bool {
+	first := make([]int, len(r.plan.Nodes)+1) // where the edges of each node begin in by
+	for _, e := range all {
+		if e.known() {
+			first[e.from+1]++
+		}
+	}
+	for i := range r.plan.Nodes {
+		first[i+1] += first[i]
+	}
+	by, next := make([]int, first[len(r.plan.Nodes)]), slices.Clone(first)
+	for i, e := range all {
+		if e.known() {
+			by[next[e.from]] = i
+			next[e.from]++
+		}
+	}
+	twice, met := make([]bool, len(all)), make([]int, len(r.plan.Nodes)) // met by the edges of a node, its place and 1
+	for _, i := range by {
+		e := all[i]
+		twice[i] = met[e.to] == e.from+1
+		met[e.to] = e.from + 1
+	}
+	return twice
 }
 
 // sort orders the nodes, and names a cycle of every knot of nodes that follow from one another

@@ -42,12 +42,15 @@ type Descriptor struct {
 	// Warnings are what is legal, and probably not meant.
 	Warnings []Problem
 
-	index  map[string]int   // id -> place in Nodes
-	labels map[string][]int // label -> places
-	order  []int            // the places in topological order
+	index  map[string]int      // id -> place in Nodes
+	labels map[string]labelled // by label
+	order  []int               // the places in topological order
 
 	version func() string // is computed once
 }
+
+// labelled are the nodes with one label: how many, and the places of the first two.
+type labelled struct{ n, first, second int }
 
 // Node is a task.
 type Node struct {
@@ -78,12 +81,12 @@ type Node struct {
 // Hints are ATD's resource hints (ATD, "Resource Claim Format"). Zero values are needs that the plan
 // does not name.
 type Hints struct {
-	Priority    string // critical, high, normal or low
-	TimeoutS    int64  // whole seconds, up to a year
-	CPU         string // a number of processors, like 2 or 0.5
-	MemoryMB    int64
-	GPU         string // a number of them
-	NetworkMbps int64
+	Priority    string `json:"priority,omitempty"`  // critical, high, normal or low
+	TimeoutS    int64  `json:"timeout_s,omitempty"` // whole seconds, up to a year
+	CPU         string `json:"cpu,omitempty"`       // a number of processors, like 2 or 0.5
+	MemoryMB    int64  `json:"memory_mb,omitempty"`
+	GPU         string `json:"gpu,omitempty"` // a number of them
+	NetworkMbps int64  `json:"network_mbps,omitempty"`
 }
 
 // String is the value of a header field with the hints: a dictionary (RFC 9651), in which their names are
@@ -209,7 +212,7 @@ func (d *Descriptor) Version() string { return d.version() }
 // Canonical is the one text of what the plan means: compact JSON, members by name, nodes by id, edges
 // by their ends, and without what is as it is by default. All hints stand in resource_hints.
 func (d *Descriptor) Canonical() []byte {
-	b := []byte{'{'}
+	b := append(make([]byte, 0, 256+128*len(d.Nodes)+64*d.Edges), '{')
 	b = appendText(b, "description", d.Description)
 	b = append(appendName(b, "edges"), '[')
 	byID := make([]int, len(d.Nodes))
@@ -217,14 +220,19 @@ func (d *Descriptor) Canonical() []byte {
 		byID[i] = i
 	}
 	slices.SortFunc(byID, func(i, j int) int { return strings.Compare(d.Nodes[i].ID, d.Nodes[j].ID) })
+	rank := make([]int, len(d.Nodes)) // of each place
+	for k, i := range byID {
+		rank[i] = k
+	}
+	var after []int // ranks
 	for _, i := range byID {
-		after := make([]string, len(d.Nodes[i].After))
-		for k, j := range d.Nodes[i].After {
-			after[k] = d.Nodes[j].ID
+		after = after[:0]
+		for _, j := range d.Nodes[i].After {
+			after = append(after, rank[j])
 		}
 		slices.Sort(after)
-		for _, to := range after {
-			b = append(appendText(appendText(append(comma(b), '{'), "from", d.Nodes[i].ID), "to", to), '}')
+		for _, k := range after {
+			b = append(appendText(appendText(append(comma(b), '{'), "from", d.Nodes[i].ID), "to", d.Nodes[byID[k]].ID), '}')
 		}
 	}
 	b = append(appendName(append(b, ']'), "nodes"), '[')
@@ -255,8 +263,8 @@ func (n *Node) append(b []byte) []byte {
 		b = append(appendName(b, "hitl_required"), "true"...)
 	}
 	b = appendText(appendText(b, "id", n.ID), "label", n.Label)
-	if hints := n.Hints.append(nil); len(hints) > len("{}") {
-		b = append(appendName(b, memberHints), hints...)
+	if n.Hints != (Hints{}) {
+		b = n.Hints.append(appendName(b, memberHints))
 	}
 	if n.Reversible != nil {
 		b = strconv.AppendBool(appendName(b, "reversible"), *n.Reversible)
@@ -299,16 +307,22 @@ func appendWhole(b []byte, name string, value int64) []byte {
 
 // warn indexes the labels, and finds those by which a call does not name one node.
 func (d *Descriptor) warn() {
-	d.labels = make(map[string][]int, len(d.Nodes))
+	d.labels = make(map[string]labelled, len(d.Nodes))
 	var shared []string
 	for i := range d.Nodes {
 		label := d.Nodes[i].Label
 		if label == "" {
 			continue
 		}
-		if d.labels[label] = append(d.labels[label], i); len(d.labels[label]) == 2 {
+		l := d.labels[label]
+		switch l.n++; l.n {
+		case 1:
+			l.first = i
+		case 2:
+			l.second = i
 			shared = append(shared, label)
 		}
+		d.labels[label] = l
 		if other, ok := d.index[label]; ok && other != i {
 			d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[i].ID, Member: "label",
 				Text: fmt.Sprintf("%q is also the id of a node, and means that one", label)})
@@ -318,9 +332,9 @@ func (d *Descriptor) warn() {
 		if _, ok := d.index[label]; ok {
 			continue
 		}
-		nodes := d.labels[label]
-		d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[nodes[0]].ID, Member: "label",
-			Text: fmt.Sprintf("%q is the label of %d nodes, such as %s: their calls have to name the node", label, len(nodes), d.Nodes[nodes[1]].ID)})
+		l := d.labels[label]
+		d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[l.first].ID, Member: "label",
+			Text: fmt.Sprintf("%q is the label of %d nodes, such as %s: their calls have to name the node", label, l.n, d.Nodes[l.second].ID)})
 	}
 }
 

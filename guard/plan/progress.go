@@ -23,12 +23,12 @@ func (d *Descriptor) Which(named, action string) (place int, err error) {
 	}
 	same := d.labels[action]
 	switch {
-	case named != "" || len(same) == 0:
+	case named != "" || same.n == 0:
 		return 0, ErrUnknownNode
-	case len(same) > 1:
+	case same.n > 1:
 		return 0, ErrAmbiguousNode
 	}
-	return same[0], nil
+	return same.first, nil
 }
 
 // place finds the node of a recorded task. A checkpoint that stands for a call without a token is no node
@@ -43,8 +43,11 @@ func (d *Descriptor) place(named, action string, task bool) (place int, ok bool)
 type Progress struct {
 	PlanID  string `json:"wf_id"`
 	Version string `json:"version"`
+	// Truncated says that not all of the workflow was read: status and states are left out, since the rest
+	// could change every one (P6).
+	Truncated bool `json:"truncated,omitempty"`
 	// Status is running, or how the workflow has ended: all leaves are done, or nothing can go on.
-	Status workflow.Status `json:"status"`
+	Status workflow.Status `json:"status,omitempty"`
 	// Abandoned is how it has ended if nothing more comes, whatever the plan says; running while something is
 	// open.
 	Abandoned workflow.Status `json:"-"`
@@ -61,10 +64,16 @@ type Status struct {
 	Level int    `json:"level"`
 	// After are the ids of the nodes that come directly before it.
 	After []string `json:"after"`
+	// Reversible, HITLRequired, Hints, CircuitThreshold and CircuitWindowS are what the plan says of it.
+	Reversible       *bool   `json:"reversible,omitempty"`
+	HITLRequired     bool    `json:"hitl_required,omitempty"`         // see Reversible
+	Hints            *Hints  `json:"resource_hints,omitempty"`        // see Reversible
+	CircuitThreshold float64 `json:"atd.circuit_threshold,omitempty"` // see Reversible
+	CircuitWindowS   float64 `json:"atd.circuit_window_s,omitempty"`  // see Reversible
 	// State is pending without a call, else that of its calls together: an earlier call that was rolled
 	// back, or not executed, does not count beside another; of the others the worst counts. So a call
 	// in doubt is not done, whatever else succeeded (P6).
-	State workflow.State `json:"state"`
+	State workflow.State `json:"state,omitempty"`
 	// Detail refines State, as it does for a call.
 	Detail workflow.Detail `json:"detail,omitempty"`
 	// Tasks are the ids of its calls, in the graph's order.
@@ -90,17 +99,34 @@ type Hold struct {
 	Final bool `json:"final"`
 }
 
+// Outline is the plan as progress shows it of a workflow that was not read whole: without any states.
+func (d *Descriptor) Outline() *Progress {
+	p := &Progress{PlanID: d.WorkflowID, Version: d.Version(), Truncated: true, Nodes: make([]Status, len(d.Nodes)), Others: []string{}}
+	for i := range p.Nodes {
+		n := &d.Nodes[i]
+		s := Status{
+			ID: n.ID, Label: n.Label, Level: n.Level, After: []string{}, Tasks: []string{}, Holds: []Hold{},
+			Reversible: n.Reversible, HITLRequired: n.HITLRequired, CircuitThreshold: n.CircuitThreshold, CircuitWindowS: n.CircuitWindowS,
+		}
+		if n.Hints != (Hints{}) {
+			s.Hints = &n.Hints
+		}
+		for _, j := range n.Before {
+			s.After = append(s.After, d.Nodes[j].ID)
+		}
+		p.Nodes[i] = s
+	}
+	return p
+}
+
 // Progress derives the states of all nodes from the workflow's graph. named returns the id of the node
 // that the token with an id names, or nothing: of a task its own, or else that of the gateway's checkpoint
 // for it.
 func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *Progress {
-	p := &Progress{PlanID: d.WorkflowID, Version: d.Version(), Nodes: make([]Status, len(d.Nodes)), Others: []string{}}
+	p := d.Outline()
+	p.Truncated = false
 	for i := range p.Nodes {
-		n := &d.Nodes[i]
-		p.Nodes[i] = Status{ID: n.ID, Label: n.Label, Level: n.Level, After: []string{}, State: workflow.Pending, Tasks: []string{}, Holds: []Hold{}}
-		for _, j := range n.Before {
-			p.Nodes[i].After = append(p.Nodes[i].After, d.Nodes[j].ID)
-		}
+		p.Nodes[i].State = workflow.Pending
 	}
 	guarded := make(map[string]string) // by task
 	for _, n := range g.Nodes() {

@@ -72,12 +72,43 @@ type world struct {
 	records []workflow.Record
 	live    *Live // gets the records one by one, and of some several at once
 	has     int   // how many of the records live has
+	// stranger uses the same name for calls of its own, also of the plan's nodes (P3).
+	stranger *world
+	name     string // of whoever calls
+}
+
+// shared is a world beside which a stranger acts.
+func shared(r *rand.Rand, d *Descriptor) *world {
+	return &world{Rand: r, plan: d, name: "x", stranger: &world{Rand: r, plan: d, name: "y"}}
+}
+
+// part is what the caller takes part in, by the live states of now.
+func (w *world) part() *Part {
+	if w.live == nil {
+		w.live, w.has, w.stranger.has = NewLive(), 0, 0
+	}
+	for _, w2 := range []*world{w, w.stranger} {
+		w.live.Add(w2.records[w2.has:]...)
+		w2.has = len(w2.records)
+	}
+	for _, w2 := range []*world{w.stranger, w} {
+		p := w.live.Part([]string{w2.name}, nil)
+		p.Follow(w.plan)
+		if w2 == w {
+			return p
+		}
+	}
+	return nil
 }
 
 func (w *world) record(c *call, r workflow.Record) string {
 	c.writes++
 	r.Node = w.plan.Nodes[c.node].ID
 	r.ID, r.Own, r.Issuer = cmp.Or(r.ID, fmt.Sprint(c.name, "/", c.writes)), r.Issuer == "", cmp.Or(r.Issuer, "gateway")
+	if r.Own {
+		r.By = w.name
+	}
+	r.Report = !r.Own
 	w.records = append(w.records, r)
 	return r.ID
 }
@@ -101,7 +132,7 @@ func (w *world) settle(c *call, outcome workflow.Outcome) {
 func (w *world) step() string {
 	if len(w.calls) == 0 || w.IntN(3) == 0 {
 		// Also calls that the plan does not allow yet: it may be observed only, or come later.
-		c := &call{node: w.IntN(len(w.plan.Nodes)), name: fmt.Sprint("x", len(w.calls))}
+		c := &call{node: w.IntN(len(w.plan.Nodes)), name: fmt.Sprint(w.name, len(w.calls))}
 		w.calls = append(w.calls, c)
 		w.claim(c)
 		return "begin " + c.name
@@ -190,12 +221,7 @@ func (w *world) check(t *testing.T) {
 		name, _, _ := strings.Cut(id, "/")
 		return w.plan.Nodes[byTask[name]].ID
 	})
-	if w.live == nil {
-		w.live = NewLive()
-	}
-	w.live.Follow(w.plan)
-	w.live.Add(w.records[w.has:]...)
-	w.has = len(w.records)
+	part := w.part()
 	if len(p.Others) > 0 {
 		t.Fatalf("no node of the plan: %v", p.Others)
 	}
@@ -216,7 +242,7 @@ func (w *world) check(t *testing.T) {
 		if got.Ready != (!begun && len(holds) == 0) || len(got.Holds) != len(holds) {
 			t.Fatalf("node %d: ready %v, held by %v; want %v", i, got.Ready, got.Holds, holds)
 		}
-		live := w.live.Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
+		live := part.Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
 		if same := func(a, b Hold) bool { return a.Node == b.Node && a.State == b.State && a.Final == b.Final }; !begun && !slices.EqualFunc(live, got.Holds, same) {
 			t.Fatalf("node %d: live it is held by %v, want %v", i, live, got.Holds)
 		}
@@ -288,10 +314,11 @@ func (w *world) ending() workflow.Status {
 func TestProgressIsThatOfTheModel(t *testing.T) {
 	for seed := range uint64(150) {
 		r := rand.New(rand.NewPCG(seed, 17))
-		w := &world{Rand: r, plan: parse(t, string(random(r, 1+r.IntN(9), 1+r.IntN(2))))}
+		w := shared(r, parse(t, string(random(r, 1+r.IntN(9), 1+r.IntN(2)))))
 		var steps []string
 		w.check(t)
 		for range 40 {
+			w.stranger.step()
 			steps = append(steps, w.step())
 			if w.check(t); t.Failed() {
 				t.Fatalf("seed %d after %q", seed, steps)
@@ -305,7 +332,7 @@ func TestProgressIsThatOfTheModel(t *testing.T) {
 func TestReadySetReachesEverything(t *testing.T) {
 	for seed := range uint64(50) {
 		r := rand.New(rand.NewPCG(seed, 18))
-		w := &world{Rand: r, plan: parse(t, string(random(r, 2+r.IntN(20), 1+r.IntN(3))))}
+		w := shared(r, parse(t, string(random(r, 2+r.IntN(20), 1+r.IntN(3)))))
 		done := map[int]bool{}
 		for len(done) < len(w.plan.Nodes) {
 			byTask := map[string]int{}
@@ -327,7 +354,7 @@ func TestReadySetReachesEverything(t *testing.T) {
 				}
 			}
 			for _, i := range ready {
-				c := &call{node: i, name: fmt.Sprint("x", len(w.calls))}
+				c := &call{node: i, name: fmt.Sprint(w.name, len(w.calls))}
 				w.calls = append(w.calls, c)
 				w.claim(c)
 				w.settle(c, workflow.Completed)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -33,18 +34,21 @@ var (
 const (
 	// DefaultKeep is how long a plan is kept after it was put, and after the workflow's latest call.
 	DefaultKeep = 90 * 24 * time.Hour
-	// maxAssigned is how many workflows may have a plan.
-	maxAssigned = 100_000
-	// maxPut is how many plans one issuer may offer at a time, and maxPutBytes the size of all that it has
-	// put and that are kept.
+	// maxKnown is how many workflows with a plan are known in memory; of others the store is asked.
+	maxKnown = 100_000
+	// maxOffers is how many plans may be offered at a time, maxPut how many by one issuer, and maxPutBytes the
+	// size of those, and of those that have come into force in the last countedFor.
+	maxOffers   = 100_000
 	maxPut      = 1000
 	maxPutBytes = 64 << 20
+	countedFor  = 24 * time.Hour
 	// maxEarlier is how many versions are kept that were replaced.
 	maxEarlier = 16
 	// maxParsed is how many bytes of texts are held in memory as descriptors.
 	maxParsed = 64 << 20
-	// maxReceived is how many texts are received at a time: who sends them is known only afterwards.
-	maxReceived = 16
+	// maxReceived is how many texts are received at a time, and maxReceivedBy how many of those who puts one sends.
+	maxReceived   = 16
+	maxReceivedBy = 4
 	// textPiece is the size of a piece of a text, in bytes.
 	textPiece = 256 << 10
 )
@@ -53,8 +57,8 @@ const (
 type Assigned struct {
 	// Workflow is the workflow's id in the ledger.
 	Workflow string
-	// Issuer has put a plan that is in force only from the issuer's own first call on, if that is the
-	// workflow's first (P3). It is empty for a plan in force.
+	// Issuer has put the plan without authority over the workflow: it is in force from the first call on that
+	// the issuer has led to, for who takes part in that (P3). It is empty where the plan binds all calls.
 	Issuer string
 	// By is who put it, as the gateway knows them, or the name of the workflow_start's plan.
 	By string
@@ -65,6 +69,8 @@ type Assigned struct {
 	// Put is when it was put, and Begun when the first call under it was claimed: from then on the
 	// workflow stays with it. Begun is zero before. Expires is when it is forgotten.
 	Put, Begun, Expires time.Time
+	// First is the checkpoint of that first call.
+	First string
 	// Earlier are the versions that it has replaced, the latest last, at most 16.
 	Earlier []string
 	// Plan is the plan itself; nil in lists.
@@ -74,34 +80,79 @@ type Assigned struct {
 }
 
 // Store keeps the plans of workflows. It is safe for concurrent use by one process: which workflows have
-// a plan is in memory too, so that the others cost a look into a map.
+// a plan is in memory too, so that the others cost a look into a map. Only of more than maxKnown the store is
+// asked, once for each workflow that has none.
+//
+// Where several gateways share the store, the plans of a workflow are read again when another one has changed them
+// (ADR 0139). Each change rewrites the fence of its workflow, on the condition that nobody else has since the plans
+// were read; and the claim of a call is bound to the fence that was read before its plan (Fence).
 //
 // A plan's text is written first, in pieces under its version, and then the record that names it. A
 // crash between them leaves what was, and pieces that expire.
 type Store struct {
 	store  store.Store
 	sealer store.Sealer
-	keep   atomic.Int64 // nanoseconds
+	shared store.Shared  // nil where one gateway has the store
+	fences *store.Fences // nil as above
+	keep   atomic.Int64  // nanoseconds
 
 	// gates keep changes of one workflow's plan apart, also that by the commit of its first call.
 	gates  [256]chan struct{}
-	places chan struct{} // for texts that are received
+	large  chan struct{} // held while a large workflow is read
 	seed   maphash.Seed
 	seal   sync.Mutex // held while pieces are written
 	mu     sync.RWMutex
 	all    map[string]*plans
+	most   int                   // how many of them
+	more   bool                  // the store has further ones in force
+	absent map[string]bool       // workflows of which it has none
+	heard  map[workflowHash]bool // workflows whose plans another gateway has changed since they were read
+	missed bool                  // of some, which is not known
+	noted  int64                 // counts the changes of all
 	broken map[workflowHash]bool // workflows whose record cannot be read
+	places map[string]int        // the texts that are received, by who puts them
 	texts  map[string]*text      // by version
 	parsed int64                 // bytes of the texts that are there as descriptors
 	used   int64                 // counts the uses of texts
 }
 
-// plans are those of one workflow.
+// plans are those of one workflow. They never change.
 type plans struct {
-	force   *Assigned
-	offered map[string]*Assigned // by issuer
-	unsure  bool                 // a commit has ended without saying how: the store knows
+	by     map[string]*Assigned // by issuer; that with authority has none
+	unsure map[string]bool      // by issuer: a commit has ended without saying how, and the store knows
 }
+
+// with are the plans with one more, or another one of its issuer.
+func (p *plans) with(a *Assigned, unsure bool) *plans {
+	next := &plans{by: map[string]*Assigned{}, unsure: map[string]bool{}}
+	if p != nil {
+		maps.Copy(next.by, p.by)
+		maps.Copy(next.unsure, p.unsure)
+	}
+	delete(next.unsure, a.Issuer)
+	if !unsure {
+		next.by[a.Issuer] = a
+		return next
+	}
+	next.unsure[a.Issuer] = true
+	if next.by[a.Issuer] == nil {
+		next.by[a.Issuer] = a
+	}
+	return next
+}
+
+// offers reports whether one of them is not in force yet.
+func (p *plans) offers() bool {
+	for _, a := range p.by {
+		if !a.inForce() {
+			return true
+		}
+	}
+	return len(p.unsure) > 0
+}
+
+// inForce reports whether calls are bound.
+func (a *Assigned) inForce() bool { return a.Issuer == "" || !a.Begun.IsZero() }
 
 // text is what is known of a version.
 type text struct {
@@ -114,14 +165,61 @@ type text struct {
 // NewStore makes the store of plans over st. Call Load before the first call.
 func NewStore(st store.Store, sealer store.Sealer) *Store {
 	s := &Store{
-		store: st, sealer: sealer, seed: maphash.MakeSeed(), all: map[string]*plans{},
-		broken: map[workflowHash]bool{}, texts: map[string]*text{}, places: make(chan struct{}, maxReceived),
+		store: st, sealer: sealer, seed: maphash.MakeSeed(), all: map[string]*plans{}, most: maxKnown, absent: map[string]bool{},
+		broken: map[workflowHash]bool{}, texts: map[string]*text{}, places: map[string]int{},
+		large: make(chan struct{}, 1),
 	}
 	for i := range s.gates {
 		s.gates[i] = make(chan struct{}, 1)
 	}
 	s.Configure(DefaultKeep)
+	if shared, is := st.(store.Shared); is {
+		s.shared, s.heard = shared, map[workflowHash]bool{}
+		s.fences = store.FollowFences(shared, []byte{space, kindFence})
+		shared.Follow([]byte{space, kindFence}, s.changedElsewhere)
+	}
 	return s
+}
+
+// changedElsewhere takes note that another gateway has changed the plans of the workflow in the key of a fence; of
+// any without a key.
+func (s *Store) changedElsewhere(key []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.noted++
+	if len(key) > 0 && len(s.heard) < s.most {
+		s.heard[workflowIn(key)] = true
+		return
+	}
+	clear(s.heard)
+	clear(s.absent)
+	s.more, s.missed = true, true // those that memory does not know are looked up
+}
+
+// CatchUp returns when the changes that other gateways have made before are known.
+func (s *Store) CatchUp(ctx context.Context) error {
+	if s == nil || s.shared == nil {
+		return nil
+	}
+	if err := s.shared.CatchUp(ctx); err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return nil
+}
+
+// Fence is what the claim of a call of a workflow is bound to (store.Bind) whose plan is asked for after this: then
+// the plans have not changed in between, at any gateway. The errors are those of Of.
+func (s *Store) Fence(ctx context.Context, workflow string) (at store.Fence, err error) {
+	if s.fences == nil {
+		return at, nil
+	}
+	if s.Has(workflow) { // what a plan refuses is not claimed: it has to be the plan of now
+		if err := s.CatchUp(ctx); err != nil {
+			return at, err
+		}
+	}
+	_, at, err = s.recorded(ctx, workflow)
+	return at, err
 }
 
 // Configure changes how long plans are kept after they were put, and after the latest call under them.
@@ -130,65 +228,161 @@ func (s *Store) Configure(keep time.Duration) { s.keep.Store(int64(keep)) }
 // Load reads which workflows have a plan. If it fails, no call may begin. Calls of workflows whose record
 // cannot be read fail with ErrUnreadable; unreadable counts those records.
 func (s *Store) Load(ctx context.Context) (unreadable int, err error) {
+	var workflow workflowHash
+	var p *plans
+	keep := func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		switch {
+		case p == nil:
+		case len(s.all) >= s.most && !p.offers():
+			s.more = true
+		default:
+			for _, a := range p.by {
+				if s.all[a.Workflow] == nil { // else it was read later
+					s.set(a.Workflow, p)
+					s.fences.Forget(s.fenceKey(a.Workflow))
+				}
+				break
+			}
+		}
+		p = nil
+	}
+	err = s.each(ctx, func(key []byte, a *Assigned) bool {
+		if of := workflowIn(key); of != workflow { // those of one workflow follow each other
+			keep()
+			workflow = of
+		}
+		if a == nil {
+			unreadable++
+			s.mu.Lock()
+			s.broken[workflow] = true // perhaps it had begun
+			s.mu.Unlock()
+			return true
+		}
+		p = p.with(a, false)
+		return true
+	})
+	keep()
+	return unreadable, err
+}
+
+// each visits the records of the store until visit returns false, with nil for one that cannot be read.
+func (s *Store) each(ctx context.Context, visit func(key []byte, a *Assigned) (more bool)) error {
 	at := store.Prefix([]byte{space, kindHead})
-	for more := true; more; {
-		more = false
+	for ended := true; ended; {
+		ended = false
 		for entry, err := range s.store.Scan(ctx, at) {
 			if err != nil && !errors.Is(err, store.ErrDamaged) {
-				return unreadable, fmt.Errorf("%w: %w", ErrStore, err)
+				return fmt.Errorf("%w: %w", ErrStore, err)
 			}
 			at.From = append(slices.Clone(entry.Key), 0)
 			a, bad := s.decode(&entry)
-			if err != nil || bad != nil {
-				more = err != nil // it has ended the scan
-				unreadable++
-				if workflow, issuer := hashesIn(entry.Key); issuer == s.issuerHash("") {
-					s.broken[workflow] = true
-				}
-				continue
+			if ended = err != nil; ended || bad != nil { // a damaged entry ends the scan
+				a = nil
 			}
-			s.note(a)
+			if !visit(entry.Key, a) {
+				return nil
+			}
 		}
 	}
-	return unreadable, nil
+	return nil
 }
 
-// note keeps what is known of an assignment in memory.
-func (s *Store) note(a *Assigned) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	p := s.all[a.Workflow]
-	if p == nil {
-		p = &plans{}
-		s.all[a.Workflow] = p
+// set keeps the plans of a workflow in memory. mu is held.
+func (s *Store) set(workflow string, p *plans) {
+	delete(s.absent, workflow)
+	if s.all[workflow] == nil {
+		s.makeRoom()
 	}
-	p.unsure = false
-	if a.Issuer == "" {
-		p.force = a
-	} else {
-		if p.offered == nil {
-			p.offered = map[string]*Assigned{}
+	s.all[workflow] = p
+	for _, a := range p.by {
+		t := s.texts[a.Version]
+		if t == nil {
+			t = &text{size: a.Size}
+			s.texts[a.Version] = t
 		}
-		p.offered[a.Issuer] = a
-	}
-	t := s.texts[a.Version]
-	if t == nil {
-		t = &text{size: a.Size}
-		s.texts[a.Version] = t
-	}
-	if a.kept.After(t.until) {
-		t.until = a.kept
+		if a.kept.After(t.until) {
+			t.until = a.kept
+		}
 	}
 }
 
-// Of returns the plan that is in force for a workflow; nil if there is none. The errors are ErrStore and
-// ErrUnreadable: then no call may begin.
-func (s *Store) Of(ctx context.Context, workflow string) (*Assigned, error) {
-	return s.find(ctx, workflow, "")
+// makeRoom forgets some plans that are in force, which the store has, for one more workflow. It is called with mu
+// held.
+func (s *Store) makeRoom() {
+	for workflow, p := range s.all {
+		if len(s.all) < s.most {
+			return
+		}
+		if !p.offers() {
+			delete(s.all, workflow)
+			s.more = true
+		}
+	}
 }
 
-// Offered returns the plan that an issuer has put for a workflow, and that is not in force; nil if there
-// is none. The errors are those of Of.
+// Of returns the plan that binds somebody in a workflow; nil if none does. Who takes part in the first call of a plan
+// stays with that; of several with the one that began first. Others are bound by the plan that somebody with
+// authority has put. takesPart says of a call's checkpoint whether it is in the part; nil is no part. The errors are
+// its own, and ErrStore and ErrUnreadable: then no call may begin.
+func (s *Store) Of(ctx context.Context, workflow string, takesPart func(call string) (bool, error)) (*Assigned, error) {
+	var first *Assigned
+	p, _, err := s.recorded(ctx, workflow)
+	if err != nil {
+		return nil, err
+	}
+	for _, issuer := range p.issuers() {
+		a, err := s.known(ctx, p, workflow, issuer)
+		if err != nil {
+			return nil, err
+		}
+		if takesPart == nil || a == nil || a.Begun.IsZero() || first != nil && first.Begun.Before(a.Begun) {
+			continue
+		}
+		if has, err := takesPart(a.First); err != nil {
+			return nil, err
+		} else if has {
+			first = a
+		}
+	}
+	if first == nil {
+		if first, err = s.known(ctx, p, workflow, ""); first == nil || err != nil {
+			return nil, err
+		}
+	}
+	return s.whole(ctx, first)
+}
+
+// issuers are those who have put a plan without authority, in a fixed order.
+func (p *plans) issuers() []string {
+	if p == nil || len(p.by) == 1 && p.by[""] != nil { // as a rule
+		return nil
+	}
+	all := slices.Sorted(maps.Keys(p.by))
+	return slices.DeleteFunc(all, func(issuer string) bool { return issuer == "" })
+}
+
+// Others is how many plans of agents have begun in the workflow of a plan that binds the others.
+func (s *Store) Others(ctx context.Context, a *Assigned) (n int, err error) {
+	p, _, err := s.recorded(ctx, a.Workflow)
+	if err != nil {
+		return 0, err
+	}
+	for _, issuer := range p.issuers() {
+		other, err := s.known(ctx, p, a.Workflow, issuer)
+		if err != nil {
+			return 0, err
+		}
+		if other != nil && !other.Begun.IsZero() && other.Version != a.Version {
+			n++
+		}
+	}
+	return n, nil
+}
+
+// Offered returns the plan that an issuer has put for a workflow without authority; nil if there is none. The errors
+// are those of Of.
 func (s *Store) Offered(ctx context.Context, workflow, issuer string) (*Assigned, error) {
 	if issuer == "" {
 		return nil, nil
@@ -197,10 +391,17 @@ func (s *Store) Offered(ctx context.Context, workflow, issuer string) (*Assigned
 }
 
 // Has reports whether a workflow may have a plan, or one that is offered. It costs a look into a map.
+//
+// In a fleet it is behind the changes that other gateways have just made, which Fence and CatchUp are not.
 func (s *Store) Has(workflow string) bool {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
-	return s.all[workflow] != nil
+	return s.all[workflow] != nil || s.more && !s.absent[workflow] || s.changed(workflow)
+}
+
+// changed reports whether another gateway has changed the plans of a workflow since they were read. mu is held.
+func (s *Store) changed(workflow string) bool {
+	return len(s.heard) > 0 && s.heard[s.workflowHash(workflow)]
 }
 
 // Offers reports whether somebody may have offered a plan for a workflow.
@@ -208,14 +409,23 @@ func (s *Store) Offers(workflow string) bool {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	p := s.all[workflow]
-	return p != nil && (p.unsure || len(p.offered) > 0)
+	return len(p.issuers()) > 0 || p == nil && s.more && !s.absent[workflow] || s.changed(workflow)
 }
 
 func (s *Store) find(ctx context.Context, workflow, issuer string) (*Assigned, error) {
-	a, err := s.known(ctx, workflow, issuer)
+	p, _, err := s.recorded(ctx, workflow)
+	if err != nil {
+		return nil, err
+	}
+	a, err := s.known(ctx, p, workflow, issuer)
 	if a == nil || err != nil {
 		return nil, err
 	}
+	return s.whole(ctx, a)
+}
+
+// whole is an assignment with its plan.
+func (s *Store) whole(ctx context.Context, a *Assigned) (*Assigned, error) {
 	d, err := s.read(ctx, a.Version)
 	if err != nil {
 		return nil, err
@@ -225,30 +435,94 @@ func (s *Store) find(ctx context.Context, workflow, issuer string) (*Assigned, e
 	return &whole, nil
 }
 
-// known is find without the plan itself.
-func (s *Store) known(ctx context.Context, workflow, issuer string) (*Assigned, error) {
+// recorded are the plans of a workflow, nil for none: in the store where memory does not know them. In a fleet they
+// are so as long as the fence has not changed.
+func (s *Store) recorded(ctx context.Context, workflow string) (p *plans, at store.Fence, err error) {
+	known := true
 	s.mu.RLock()
-	p, broken := s.all[workflow], len(s.broken) > 0
-	var a *Assigned
-	unsure := false
-	if p != nil {
-		a, unsure = p.force, p.unsure
-		if issuer != "" {
-			a = p.offered[issuer]
-		}
+	if s.fences != nil {
+		at, known = s.fences.Open(s.fenceKey(workflow))
 	}
+	p, broken := s.all[workflow], len(s.broken) > 0
+	known = known && (p != nil || !s.more || s.absent[workflow]) && !s.changed(workflow)
 	s.mu.RUnlock()
-	if broken && issuer == "" {
+	if broken {
 		s.mu.RLock()
 		broken = s.broken[s.workflowHash(workflow)]
 		s.mu.RUnlock()
 		if broken {
-			return nil, ErrUnreadable
+			return nil, at, ErrUnreadable
 		}
 	}
-	if unsure {
+	if !known {
+		p, at, err = s.readPlans(ctx, workflow)
+	}
+	return p, at, err
+}
+
+// readPlans reads the plans of a workflow, and before them its fence.
+func (s *Store) readPlans(ctx context.Context, workflow string) (p *plans, at store.Fence, err error) {
+	s.mu.RLock()
+	noted := s.noted
+	s.mu.RUnlock()
+	if s.fences != nil {
+		if at, err = s.fences.Read(ctx, s.fenceKey(workflow)); err != nil {
+			return nil, at, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+	hash := s.workflowHash(workflow)
+	for entry, err := range s.store.Scan(ctx, store.Prefix(append([]byte{space, kindHead}, hash[:]...))) {
+		if err != nil && !errors.Is(err, store.ErrDamaged) {
+			return nil, at, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		a, bad := s.decode(&entry)
+		if err != nil || bad != nil {
+			return nil, at, fmt.Errorf("%w: %w", ErrUnreadable, errors.Join(err, bad))
+		}
+		p = p.with(a, false)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.noted != noted { // what was read may be out of date
+		return p, at, nil
+	}
+	delete(s.heard, hash)
+	switch {
+	case p != nil:
+		s.set(workflow, p)
+	case len(s.absent) >= s.most:
+		clear(s.absent)
+		fallthrough
+	default:
+		delete(s.all, workflow)
+		s.absent[workflow] = true
+	}
+	if s.fences != nil {
+		s.fences.Pass(at) // with mu held: memory is what it was behind this fence
+	}
+	return p, at, nil
+}
+
+// change is a batch that changes the plans of a workflow, on the condition that nobody else has since its fence was
+// read; then the error of the commit is store.ErrFenced.
+func (s *Store) change(workflow string, at store.Fence, expires time.Time, writes ...store.Write) *store.Batch {
+	b := store.NewBatch(writes...)
+	if s.fences != nil {
+		b.Add(store.Write{Key: s.fenceKey(workflow), Expires: expires})
+		b = store.Bind(b, at)
+	}
+	return b
+}
+
+// known is one of the plans of a workflow, without the plan itself; nil where there is none.
+func (s *Store) known(ctx context.Context, p *plans, workflow, issuer string) (*Assigned, error) {
+	if p == nil {
+		return nil, nil
+	}
+	if p.unsure[issuer] {
 		return s.ask(ctx, workflow, issuer)
 	}
+	a := p.by[issuer]
 	if a == nil {
 		return nil, nil
 	}
@@ -305,12 +579,13 @@ func (s *Store) read(ctx context.Context, version string) (*Descriptor, error) {
 	if err != nil || d.Version() != version {
 		return nil, fmt.Errorf("%w: version %s", ErrUnreadable, version)
 	}
-	s.hold(d, int64(len(whole)))
+	s.hold(d, int64(len(whole)), time.Time{})
 	return d, nil
 }
 
-// hold keeps a plan in memory. Those that were not used for longest make room.
-func (s *Store) hold(d *Descriptor, size int64) {
+// hold keeps a plan in memory, whose pieces are kept at least until a time. Those that were not used for longest make
+// room.
+func (s *Store) hold(d *Descriptor, size int64, until time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	t := s.texts[d.Version()]
@@ -320,6 +595,9 @@ func (s *Store) hold(d *Descriptor, size int64) {
 	}
 	s.used++
 	t.size, t.used = size, s.used
+	if until.After(t.until) {
+		t.until = until
+	}
 	if t.plan != nil {
 		return
 	}
@@ -351,35 +629,93 @@ func (s *Store) enter(ctx context.Context, workflow string) (leave func(), err e
 	}
 }
 
-// Receive takes one of the places for texts that are received, which done returns. It is nil where all are
-// taken.
-func (s *Store) Receive() (done func()) {
-	select {
-	case s.places <- struct{}{}:
-		return func() { <-s.places }
-	default:
+// Receive takes one of the 16 places for texts that are received, of which 4 are for those that one puts. done returns
+// it, once. It is nil where there is no place.
+func (s *Store) Receive(by string) (done func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := 0
+	for _, n := range s.places {
+		all += n
+	}
+	if all >= maxReceived || s.places[by] >= maxReceivedBy {
 		return nil
+	}
+	s.places[by]++
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.places[by]--; s.places[by] == 0 {
+			delete(s.places, by)
+		}
+	}
+}
+
+// ReadLarge waits until nobody else reads a large workflow for its plan: its records take about a kilobyte of
+// memory each. done ends the turn. Nobody waits without a store.
+func (s *Store) ReadLarge(ctx context.Context) (done func(), err error) {
+	if s == nil {
+		return func() {}, nil
+	}
+	select {
+	case s.large <- struct{}{}:
+		return func() { <-s.large }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
 	}
 }
 
 // Settle waits until the commit of a first call of the workflow that is under way has ended, and returns
-// the plan that is in force then; nil if there is none.
-func (s *Store) Settle(ctx context.Context, workflow string) (*Assigned, error) {
+// what Of does then.
+func (s *Store) Settle(ctx context.Context, workflow string, takesPart func(call string) (bool, error)) (*Assigned, error) {
 	leave, err := s.enter(ctx, workflow)
 	if err != nil {
 		return nil, err
 	}
 	leave()
-	return s.Of(ctx, workflow)
+	return s.Of(ctx, workflow, takesPart)
 }
 
-// Begin returns the writes by which a call begins under a plan, for the commit of its claim: from then on
-// the workflow stays with it. a is what Of or Offered has returned, or a plan of the configuration that
-// the workflow has named. The batch is nil if nothing is to be written. ErrChanged says that the
-// workflow's plan is another one by now: look again.
+// Beside returns a batch for the commit of a call's claim that no plan binds: until it has ended, none begins in
+// the workflow. It is ErrChanged where one does that binds the call: look again.
+func (s *Store) Beside(ctx context.Context, workflow string, takesPart func(call string) (bool, error)) (*store.Batch, error) {
+	leave, err := s.enter(ctx, workflow)
+	if err != nil {
+		return nil, err
+	}
+	at, err := s.Fence(ctx, workflow)
+	var a *Assigned
+	var expires time.Time
+	if err == nil {
+		a, err = s.Of(ctx, workflow, takesPart)
+	}
+	if a != nil {
+		err = ErrChanged
+	}
+	if err == nil && s.fences != nil {
+		expires, err = s.store.Now(ctx)
+		expires = expires.Add(time.Duration(s.keep.Load()))
+	}
+	if err != nil {
+		leave()
+		return nil, err
+	}
+	b := s.change(workflow, at, expires)
+	b.OnDone(func(err error) error {
+		leave()
+		return err
+	})
+	return b, nil
+}
+
+// Begin returns the writes by which the call with a checkpoint begins under a plan, for the commit of its claim:
+// from then on those who take part in it stay with the plan. a is what Of or Offered has returned, or a plan of the
+// configuration that the workflow has named. called says whether something that the call takes part in was called
+// before: then no plan begins that nobody with authority has put. The batch is nil if nothing is to be written.
+// ErrChanged says that the plan is another one by now: look again.
 //
-// Other changes of the workflow's plan wait until the batch has ended.
-func (s *Store) Begin(ctx context.Context, a *Assigned) (_ *store.Batch, err error) {
+// Other changes of the workflow's plans wait until the batch has ended.
+func (s *Store) Begin(ctx context.Context, a *Assigned, call string, called func() (bool, error)) (_ *store.Batch, err error) {
 	now, err := s.store.Now(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
@@ -398,86 +734,93 @@ func (s *Store) Begin(ctx context.Context, a *Assigned) (_ *store.Batch, err err
 			leave()
 		}
 	}()
-	current, err := s.known(ctx, a.Workflow, "")
+	p, at, err := s.recorded(ctx, a.Workflow)
 	if err != nil {
 		return nil, err
 	}
-	fresh := current == nil
+	current, err := s.known(ctx, p, a.Workflow, a.Issuer)
+	if err != nil {
+		return nil, err
+	}
+	begun := *a
 	switch {
-	case fresh && !a.inForce():
-	case fresh || current.Version != a.Version:
+	case current == nil && a.Expires.IsZero(): // a plan of the configuration
+	case current == nil || current.Version != a.Version:
 		return nil, ErrChanged
 	case !current.Begun.IsZero() && current.Expires.Sub(now) > keep/2:
 		return nil, nil // by another call meanwhile
+	default:
+		begun = *current
+		begun.Plan = a.Plan
 	}
-	s.mu.RLock()
-	many := len(s.all) >= maxAssigned
-	s.mu.RUnlock()
-	if fresh && a.Expires.IsZero() && many && s.full(now, "", true, 0) {
-		return nil, ErrFull
+	if a.Issuer != "" && begun.Begun.IsZero() {
+		force, err := s.known(ctx, p, a.Workflow, "")
+		if err != nil {
+			return nil, err
+		}
+		late, err := called()
+		if err != nil {
+			return nil, err
+		}
+		if late || force != nil {
+			return nil, ErrChanged
+		}
 	}
-	begun := *a
-	begun.Issuer, begun.Expires = "", now.Add(keep)
+	begun.Expires = now.Add(keep)
 	if begun.Begun.IsZero() {
-		begun.Begun = now
+		begun.Begun, begun.First = now, call
 	}
 	if begun.kept, err = s.keepText(ctx, a.Plan, begun.Expires); err != nil {
 		return nil, err
 	}
-	b := store.NewBatch(s.write(&begun))
-	if a.Issuer != "" {
-		b.Add(store.Write{Key: s.headKey(a.Workflow, a.Issuer), Delete: true})
-	}
+	b := s.change(a.Workflow, at, begun.Expires, s.write(&begun))
 	b.OnDone(func(err error) error {
 		defer leave()
-		s.committed(&begun, a.Issuer, err)
+		s.committed(p, &begun, err)
 		return err
 	})
 	ended = true
 	return b, nil
 }
 
-// inForce reports whether the assignment is recorded as the workflow's.
-func (a *Assigned) inForce() bool { return a.Issuer == "" && !a.Expires.IsZero() }
-
-// committed notes the end of a commit. former is the issuer whose plan is in force from now on.
-func (s *Store) committed(a *Assigned, former string, err error) {
+// committed notes the end of a commit in a workflow that had these plans.
+func (s *Store) committed(p *plans, a *Assigned, err error) {
+	unsure := errors.Is(err, store.ErrUnknown)
+	if err != nil && !unsure {
+		return
+	}
 	kept := *a
 	kept.Plan = nil
-	switch {
-	case err == nil:
-		s.note(&kept)
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if former != a.Issuer {
-			delete(s.all[a.Workflow].offered, former)
-		}
-	case errors.Is(err, store.ErrUnknown):
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if s.all[a.Workflow] == nil {
-			s.all[a.Workflow] = &plans{}
-		}
-		s.all[a.Workflow].unsure = true
-	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.noted++
+	s.fences.Forget(s.fenceKey(a.Workflow))
+	s.set(a.Workflow, p.with(&kept, unsure))
 }
 
 // keepText keeps the text of a plan at least until a time, and returns until when it is kept. Most times
 // there is nothing to write.
 func (s *Store) keepText(ctx context.Context, d *Descriptor, until time.Time) (time.Time, error) {
 	version := d.Version()
+	prefix := s.pieces(version)
 	s.mu.RLock()
-	kept := time.Time{}
-	if t := s.texts[version]; t != nil {
+	t, kept := s.texts[version], time.Time{}
+	if t != nil {
 		kept = t.until
 	}
 	s.mu.RUnlock()
+	if t == nil { // workflows that memory does not know may have it
+		first, err := s.store.Get(ctx, pieceKey(prefix, 0))
+		if err != nil && !errors.Is(err, store.ErrNotFound) && !errors.Is(err, store.ErrDamaged) {
+			return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		kept = first.Expires
+	}
 	if !kept.Before(until) {
 		return kept, nil
 	}
 	whole := d.Canonical()
 	kept = until.Add(time.Duration(s.keep.Load()) / 2)
-	prefix := s.pieces(version)
 	var batch []store.Write
 	for i, rest := 0, whole; len(rest) > 0; i++ {
 		n := min(len(rest), textPiece)
@@ -491,12 +834,12 @@ func (s *Store) keepText(ctx context.Context, d *Descriptor, until time.Time) (t
 	if err != nil {
 		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	s.hold(d, int64(len(whole)))
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if t := s.texts[version]; kept.After(t.until) {
-		t.until = kept
+	if s.fences != nil { // the others have its nodes in the order of the canonical text
+		if d, err = Parse(whole); err != nil {
+			return time.Time{}, fmt.Errorf("%w: %w", ErrUnreadable, err)
+		}
 	}
+	s.hold(d, int64(len(whole)), kept)
 	return kept, nil
 }
 
@@ -514,18 +857,32 @@ type Putting struct {
 
 // Put assigns a plan. created says that the workflow had none. The errors are ErrExists, ErrChanged,
 // ErrBegun, ErrFull, ErrStore and ErrUnreadable, and that of ctx.
-func (s *Store) Put(ctx context.Context, p Putting) (_ *Assigned, created bool, err error) {
+func (s *Store) Put(ctx context.Context, p Putting) (a *Assigned, created bool, err error) {
 	leave, err := s.enter(ctx, p.Workflow)
 	if err != nil {
 		return nil, false, err
 	}
 	defer leave()
-	current, err := s.known(ctx, p.Workflow, p.Issuer)
-	if err == nil && current == nil && p.Issuer != "" { // it may be in force by now
-		if force, failed := s.known(ctx, p.Workflow, ""); failed != nil || force != nil && force.By == p.By {
-			current, err = force, failed
+	for {
+		a, created, err = s.put(ctx, p)
+		if !errors.Is(err, store.ErrFenced) {
+			return a, created, err
+		}
+		if err := store.AwaitGroup(ctx); err != nil { // another gateway was first
+			return nil, false, err
 		}
 	}
+}
+
+func (s *Store) put(ctx context.Context, p Putting) (_ *Assigned, created bool, err error) {
+	if err := s.CatchUp(ctx); err != nil { // a refusal says what is so now
+		return nil, false, err
+	}
+	all, at, err := s.recorded(ctx, p.Workflow)
+	if err != nil {
+		return nil, false, err
+	}
+	current, err := s.known(ctx, all, p.Workflow, p.Issuer)
 	if err != nil {
 		return nil, false, err
 	}
@@ -548,6 +905,11 @@ func (s *Store) Put(ctx context.Context, p Putting) (_ *Assigned, created bool, 
 	if err != nil {
 		return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
+	if p.Issuer != "" {
+		if err := s.readChanged(ctx); err != nil {
+			return nil, false, err
+		}
+	}
 	size := int64(len(p.Plan.Canonical()))
 	if s.full(now, p.Issuer, current == nil, size) {
 		return nil, false, ErrFull
@@ -564,51 +926,90 @@ func (s *Store) Put(ctx context.Context, p Putting) (_ *Assigned, created bool, 
 	if a.kept, err = s.keepText(ctx, p.Plan, a.Expires); err != nil {
 		return nil, false, err
 	}
-	_, err = s.store.Commit(ctx, s.write(a))
-	s.committed(a, a.Issuer, err)
-	if err != nil {
+	b := s.change(p.Workflow, at, a.Expires, s.write(a))
+	b.OnDone(func(err error) error {
+		s.committed(all, a, err)
+		return err
+	})
+	if err := b.Commit(ctx, s.store); err != nil {
 		return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	return a, current == nil, nil
 }
 
-// full reports whether there is no room for one more plan, or a further version of one. It forgets what
-// has expired. Workflows of an issuer that have the same plan count once.
+// readChanged reads the plans that other gateways have changed, so that full counts them.
+func (s *Store) readChanged(ctx context.Context) error {
+	s.mu.Lock()
+	missed, heard := s.missed, slices.Collect(maps.Keys(s.heard))
+	s.missed = false
+	s.mu.Unlock()
+	if missed {
+		if _, err := s.Load(ctx); err != nil {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.missed = true
+			return err
+		}
+	}
+	for _, hash := range heard {
+		workflow := ""
+		for entry, err := range s.store.Scan(ctx, store.Prefix(append([]byte{space, kindHead}, hash[:]...))) {
+			if a, bad := s.decode(&entry); err == nil && bad == nil {
+				workflow = a.Workflow
+				break
+			}
+			if err != nil && !errors.Is(err, store.ErrDamaged) {
+				return fmt.Errorf("%w: %w", ErrStore, err)
+			}
+		}
+		if workflow == "" { // they have expired, or cannot be read, which its calls find
+			continue
+		}
+		if _, _, err := s.readPlans(ctx, workflow); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// full reports whether there is no room for one more offer of an issuer, or a further version of one. It
+// forgets what has expired. Workflows of an issuer that have the same plan count once.
 func (s *Store) full(now time.Time, issuer string, fresh bool, size int64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	n, mine := 0, 0
 	living, sizes := map[string]bool{}, map[string]int64{}
 	count := func(a *Assigned) {
-		n++
 		living[a.Version] = true
-		if issuer != "" && a.By == issuer {
+		if issuer != "" && a.By == issuer && (a.Begun.IsZero() || now.Sub(a.Begun) < countedFor) {
 			sizes[a.Version] = a.Size
 			size += a.Replaced
 		}
 	}
 	for workflow, p := range s.all {
-		if p.force != nil && !now.Before(p.force.Expires) {
-			p.force = nil
-		}
-		if p.force != nil {
-			count(p.force)
-		}
-		for by, a := range p.offered {
-			if !now.Before(a.Expires) {
-				delete(p.offered, by)
+		left := &plans{by: map[string]*Assigned{}, unsure: p.unsure}
+		for by, a := range p.by {
+			if !now.Before(a.Expires) && !p.unsure[by] {
 				continue
 			}
-			if count(a); by == issuer {
-				mine++
+			left.by[by] = a
+			count(a)
+			if !a.inForce() {
+				n++
+				if by == issuer {
+					mine++
+				}
 			}
 		}
-		if p.force == nil && len(p.offered) == 0 && !p.unsure {
+		switch {
+		case len(left.by) == 0:
 			delete(s.all, workflow)
+		case len(left.by) < len(p.by):
+			s.all[workflow] = left
 		}
 	}
 	for version, t := range s.texts {
-		if !living[version] && !now.Before(t.until) {
+		if !living[version] {
 			if t.plan != nil {
 				s.parsed -= t.size
 			}
@@ -618,7 +1019,7 @@ func (s *Store) full(now time.Time, issuer string, fresh bool, size int64) bool 
 	for _, of := range sizes {
 		size += of
 	}
-	return fresh && n >= maxAssigned || issuer != "" && (fresh && mine >= maxPut || size > maxPutBytes)
+	return issuer != "" && (fresh && (n >= maxOffers || mine >= maxPut) || size > maxPutBytes)
 }
 
 // Version returns a version of a workflow's plan: that of a, or one that it has replaced; nil if it has
@@ -630,25 +1031,16 @@ func (s *Store) Version(ctx context.Context, a *Assigned, version string) (*Desc
 	return s.read(ctx, version)
 }
 
-// List returns the plans of all workflows, the latest first, without the plans themselves.
+// List returns the plans of workflows, the latest first and at most 100,000, without the plans themselves.
 func (s *Store) List(ctx context.Context) ([]Assigned, error) {
-	now, err := s.store.Now(ctx)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	s.mu.RLock()
-	defer s.mu.RUnlock()
 	all := []Assigned{}
-	add := func(a *Assigned) {
-		if a != nil && now.Before(a.Expires) {
+	if err := s.each(ctx, func(_ []byte, a *Assigned) bool {
+		if a != nil { // Load has reported the others
 			all = append(all, *a)
 		}
-	}
-	for _, p := range s.all {
-		add(p.force)
-		for _, a := range p.offered {
-			add(a)
-		}
+		return len(all) < maxKnown
+	}); err != nil {
+		return nil, err
 	}
 	slices.SortFunc(all, func(a, b Assigned) int {
 		return cmp.Or(b.Put.Compare(a.Put), cmp.Compare(a.Workflow, b.Workflow), cmp.Compare(a.Issuer, b.Issuer))
@@ -695,12 +1087,14 @@ func (s *Store) Reseal(ctx context.Context) error {
 // The layout of the store:
 //
 //	g h workflow issuer  the record of an assignment, sealed
+//	g f workflow         in a fleet: its fence, rewritten with each change of its plans; no value
 //	g p version piece    bulk: a piece of a text, sealed
 //
 // Workflow, issuer and version are keyed hashes.
 const (
 	space     = 'g'
 	kindHead  = 'h'
+	kindFence = 'f'
 	kindPiece = 'p'
 )
 
@@ -722,12 +1116,15 @@ func (s *Store) headKey(workflow, issuer string) []byte {
 	return append(append([]byte{space, kindHead}, w[:]...), i[:]...)
 }
 
-func hashesIn(key []byte) (workflow, issuer workflowHash) {
-	if len(key) == 2+len(workflow)+len(issuer) {
-		copy(workflow[:], key[2:])
-		copy(issuer[:], key[2+len(workflow):])
-	}
-	return workflow, issuer
+func (s *Store) fenceKey(workflow string) []byte {
+	hash := s.workflowHash(workflow)
+	return append([]byte{space, kindFence}, hash[:]...)
+}
+
+// workflowIn is the hash of the workflow in the key of a record, or of a fence.
+func workflowIn(key []byte) (workflow workflowHash) {
+	copy(workflow[:], key[min(2, len(key)):])
+	return workflow
 }
 
 // pieces is what the keys of a version's pieces begin with.
@@ -750,6 +1147,7 @@ const (
 	tagKept
 	tagEarlier
 	tagReplaced
+	tagFirst
 )
 
 func (s *Store) write(a *Assigned) store.Write {
@@ -762,6 +1160,7 @@ func (s *Store) write(a *Assigned) store.Write {
 	e.Int(tagReplaced, a.Replaced)
 	e.Time(tagPut, a.Put)
 	e.Time(tagBegun, a.Begun)
+	e.String(tagFirst, a.First)
 	e.Time(tagKept, a.kept)
 	for _, version := range a.Earlier {
 		e.String(tagEarlier, version)
@@ -795,6 +1194,8 @@ func (s *Store) decode(entry *store.Entry) (*Assigned, error) {
 			a.Put = d.Time()
 		case tagBegun:
 			a.Begun = d.Time()
+		case tagFirst:
+			a.First = string(d.Field)
 		case tagKept:
 			a.kept = d.Time()
 		case tagEarlier:

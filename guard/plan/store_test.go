@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -70,10 +71,15 @@ func trip(t *testing.T, description string) *Descriptor {
 	return parse(t, `{"wf_id": "trip", "description": "`+description+`", "nodes": [{"id": "hold"}, {"id": "pay"}], "edges": [{"from": "hold", "to": "pay"}]}`)
 }
 
+// inAll takes part in everything, and no says that nothing was called before.
+func inAll(string) (bool, error) { return true, nil }
+
+func no() (bool, error) { return false, nil }
+
 // begin claims the first call under the workflow's plan.
 func begin(t *testing.T, s *Store, f *rig, a *Assigned) {
 	t.Helper()
-	b, err := s.Begin(ctx, a)
+	b, err := s.Begin(ctx, a, "call", no)
 	if err == nil {
 		err = b.Commit(ctx, f)
 	}
@@ -93,13 +99,13 @@ func TestVersionsOfAWorkflow(t *testing.T) {
 	}
 	of := func() *Assigned {
 		t.Helper()
-		a, err := s.Of(ctx, "w")
+		a, err := s.Of(ctx, "w", inAll)
 		if a == nil || err != nil {
 			t.Fatal(a, err)
 		}
 		return a
 	}
-	if a, err := s.Of(ctx, "w"); a != nil || err != nil {
+	if a, err := s.Of(ctx, "w", inAll); a != nil || err != nil {
 		t.Fatal(a, err)
 	}
 	if _, err := put(first, first.Version()); !errors.Is(err, ErrChanged) {
@@ -138,7 +144,7 @@ func TestVersionsOfAWorkflow(t *testing.T) {
 		t.Errorf("one that there never was: %+v %v", d, err)
 	}
 	begin(t, s, f, a)
-	if b, err := s.Begin(ctx, of()); b != nil || err != nil {
+	if b, err := s.Begin(ctx, of(), "call", no); b != nil || err != nil {
 		t.Errorf("a second call has nothing to write: %v %v", b, err)
 	}
 	for _, now := range []*Store{s, f.open()} {
@@ -162,14 +168,14 @@ func TestPutAndFirstCallRace(t *testing.T) {
 		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: first}); err != nil {
 			t.Fatal(err)
 		}
-		a, err := s.Of(ctx, "w")
+		a, err := s.Of(ctx, "w", inAll)
 		if err != nil {
 			t.Fatal(err)
 		}
 		var both sync.WaitGroup
 		var claim, change error
 		both.Go(func() {
-			b, err := s.Begin(ctx, a)
+			b, err := s.Begin(ctx, a, "call", no)
 			if claim = err; err == nil {
 				claim = b.Commit(ctx, f)
 			}
@@ -188,7 +194,7 @@ func TestPutAndFirstCallRace(t *testing.T) {
 			t.Fatalf("round %d: the claim %v, the change %v", i, claim, change)
 		}
 		for _, s := range []*Store{s, f.open()} {
-			if a, err := s.Of(ctx, "w"); err != nil || a.Version != want || a.Begun.IsZero() == (claim == nil) {
+			if a, err := s.Of(ctx, "w", inAll); err != nil || a.Version != want || a.Begun.IsZero() == (claim == nil) {
 				t.Fatalf("round %d: %+v %v", i, a, err)
 			}
 		}
@@ -220,18 +226,18 @@ func TestCrashBetweenCommits(t *testing.T) {
 			want = large
 		}
 		for i, s := range []*Store{s, f.open()} {
-			a, err := s.Of(ctx, "w")
+			a, err := s.Of(ctx, "w", inAll)
 			if err != nil || a.Version != want.Version() || !bytes.Equal(a.Plan.Canonical(), want.Canonical()) {
 				t.Errorf("after %d commits, process %d: %v %v", left, i, a.Version, err)
 			}
 		}
 		s = f.open()
-		a, err := s.Of(ctx, "w")
+		a, err := s.Of(ctx, "w", inAll)
 		if err != nil {
 			t.Fatal(err)
 		}
 		f.left = 0
-		b, err := s.Begin(ctx, a)
+		b, err := s.Begin(ctx, a, "call", no)
 		if err == nil {
 			err = b.Commit(ctx, f)
 		}
@@ -239,7 +245,7 @@ func TestCrashBetweenCommits(t *testing.T) {
 			t.Fatal(err)
 		}
 		f.left = -1
-		if a, err := f.open().Of(ctx, "w"); err != nil || !a.Begun.IsZero() {
+		if a, err := f.open().Of(ctx, "w", inAll); err != nil || !a.Begun.IsZero() {
 			t.Errorf("%+v %v", a, err)
 		}
 	}
@@ -265,12 +271,12 @@ func TestUnknownCommit(t *testing.T) {
 	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: d}); err != nil {
 		t.Fatal(err)
 	}
-	a, err := s.Of(ctx, "w")
+	a, err := s.Of(ctx, "w", inAll)
 	if err != nil {
 		t.Fatal(err)
 	}
 	f.unknown = true
-	b, err := s.Begin(ctx, a)
+	b, err := s.Begin(ctx, a, "call", no)
 	if err == nil {
 		err = b.Commit(ctx, f)
 	}
@@ -278,7 +284,7 @@ func TestUnknownCommit(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.unknown = false
-	if a, err = s.Of(ctx, "w"); err != nil || a.Begun.IsZero() {
+	if a, err = s.Of(ctx, "w", inAll); err != nil || a.Begun.IsZero() {
 		t.Errorf("%+v %v", a, err)
 	}
 	if _, _, err := s.Put(ctx, Putting{Workflow: "w", Plan: trip(t, "second"), Replaces: []string{"*"}}); !errors.Is(err, ErrBegun) {
@@ -287,7 +293,7 @@ func TestUnknownCommit(t *testing.T) {
 }
 
 // P3: what an agent offers binds nobody, does not show whether others have a plan, and is in force from
-// the agent's own first call on.
+// the first call on that the agent has led to, for who takes part in that.
 func TestOfferedPlans(t *testing.T) {
 	f, s := newRig(t)
 	mine, theirs := trip(t, "mine"), trip(t, "theirs")
@@ -303,11 +309,14 @@ func TestOfferedPlans(t *testing.T) {
 			t.Errorf("%s: %v %v", workflow, created, err)
 		}
 	}
-	if a, err := s.Of(ctx, "w"); err != nil || a.Version != theirs.Version() {
+	if a, err := s.Of(ctx, "w", inAll); err != nil || a.Version != theirs.Version() {
 		t.Errorf("%+v %v", a, err)
 	}
-	if a, err := s.Of(ctx, "free"); a != nil || err != nil {
+	if a, err := s.Of(ctx, "free", inAll); a != nil || err != nil {
 		t.Errorf("%+v %v", a, err)
+	}
+	takesPartIn := func(first string) func(string) (bool, error) {
+		return func(call string) (bool, error) { return call == first, nil }
 	}
 	if a, err := s.Offered(ctx, "free", "another"); a != nil || err != nil {
 		t.Errorf("%+v %v", a, err)
@@ -319,12 +328,18 @@ func TestOfferedPlans(t *testing.T) {
 	}
 	begin(t, s, f, a)
 	for _, s := range []*Store{s, f.open()} {
-		a, err := s.Of(ctx, "free")
-		if err != nil || a == nil || a.Version != mine.Version() || a.Begun.IsZero() || a.Issuer != "" {
+		a, err := s.Of(ctx, "free", takesPartIn("call"))
+		if err != nil || a == nil || a.Version != mine.Version() || a.Begun.IsZero() || a.First != "call" {
 			t.Fatalf("%+v %v", a, err)
 		}
-		if a, err := s.Offered(ctx, "free", "agent"); a != nil || err != nil {
-			t.Errorf("it is still offered: %+v %v", a, err)
+		for _, part := range []func(string) (bool, error){nil, takesPartIn("another")} {
+			if a, err := s.Of(ctx, "free", part); a != nil || err != nil {
+				t.Errorf("it binds strangers: %+v %v", a, err)
+			}
+		}
+		unknown := func(string) (bool, error) { return false, errEnded }
+		if a, err := s.Of(ctx, "free", unknown); a != nil || !errors.Is(err, errEnded) {
+			t.Errorf("whether it binds is not known: %+v %v", a, err)
 		}
 		if _, err := offer(s, "free", theirs, "*"); !errors.Is(err, ErrBegun) {
 			t.Errorf("it has begun: %v", err)
@@ -333,6 +348,47 @@ func TestOfferedPlans(t *testing.T) {
 		if err != nil || len(all) != 3 {
 			t.Errorf("%+v %v", all, err)
 		}
+	}
+	// A later call keeps it, and changes neither when it began nor with which call.
+	f.now = f.now.Add(DefaultKeep * 2 / 3)
+	if a, err = s.Of(ctx, "free", inAll); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := s.Begin(ctx, a, "later", no); err != nil || b.Commit(ctx, f) != nil {
+		t.Fatal(b, err)
+	}
+	if later, err := s.Of(ctx, "free", inAll); err != nil || later.First != "call" || !later.Begun.Equal(a.Begun) || !later.Expires.After(a.Expires) {
+		t.Errorf("%+v %v", later, err)
+	}
+	// Others who use the name are bound by what a coordinator puts, and those who have begun stay with theirs.
+	whole, created, err := s.Put(ctx, Putting{Workflow: "free", By: "ann", Plan: theirs})
+	if err != nil || !created {
+		t.Fatal(err)
+	}
+	if n, err := s.Others(ctx, whole); n != 1 || err != nil {
+		t.Errorf("%d others, %v", n, err)
+	}
+	for first, want := range map[string]*Descriptor{"call": mine, "another": theirs} {
+		if a, err := s.Of(ctx, "free", takesPartIn(first)); err != nil || a.Version != want.Version() {
+			t.Errorf("%s: %+v %v", first, a, err)
+		}
+	}
+	// Of two that parts of the workflow have begun with, the first counts where the parts are linked.
+	if _, _, err := s.Put(ctx, Putting{Workflow: "both", Issuer: "z", By: "z", Plan: mine}); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := s.Put(ctx, Putting{Workflow: "both", Issuer: "a", By: "a", Plan: theirs}); err != nil {
+		t.Fatal(err)
+	}
+	for _, issuer := range []string{"z", "a"} {
+		if a, err = s.Offered(ctx, "both", issuer); err != nil {
+			t.Fatal(err)
+		}
+		begin(t, s, f, a)
+		f.now = f.now.Add(time.Minute)
+	}
+	if a, err := s.Of(ctx, "both", inAll); err != nil || a.Version != mine.Version() {
+		t.Errorf("%+v %v", a, err)
 	}
 	// One whose plan a coordinator has replaced meanwhile looks again.
 	if created, err := offer(s, "late", mine); !created || err != nil {
@@ -344,9 +400,51 @@ func TestOfferedPlans(t *testing.T) {
 	if _, _, err := s.Put(ctx, Putting{Workflow: "late", By: "ann", Plan: theirs}); err != nil {
 		t.Fatal(err)
 	}
-	if b, err := s.Begin(ctx, a); !errors.Is(err, ErrChanged) {
+	if b, err := s.Begin(ctx, a, "call", no); !errors.Is(err, ErrChanged) {
 		t.Errorf("%v %v", b, err)
 	}
+}
+
+// Of two first calls at once, of which one brings a plan and the other none: the plan begins where nothing was
+// called before, in the commit of the claim, or the other call looks again.
+func TestPlanAndCallWithoutOneRace(t *testing.T) {
+	began, without := 0, 0
+	for i := range 200 {
+		f, s := newRig(t)
+		if _, _, err := s.Put(ctx, Putting{Workflow: "w", Issuer: "agent", By: "agent", Plan: trip(t, "mine")}); err != nil {
+			t.Fatal(err)
+		}
+		a, err := s.Offered(ctx, "w", "agent")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var called atomic.Bool
+		var both sync.WaitGroup
+		var first, other error
+		both.Go(func() {
+			var b *store.Batch
+			if b, first = s.Begin(ctx, a, "call", func() (bool, error) { return called.Load(), nil }); first == nil {
+				first = b.Commit(ctx, f)
+			}
+		})
+		both.Go(func() {
+			b, err := s.Beside(ctx, "w", inAll)
+			if other = err; err == nil {
+				called.Store(true)
+				other = b.Commit(ctx, f)
+			}
+		})
+		both.Wait()
+		switch {
+		case first == nil && errors.Is(other, ErrChanged):
+			began++
+		case other == nil && errors.Is(first, ErrChanged):
+			without++
+		default:
+			t.Fatalf("round %d: %v, %v", i, first, other)
+		}
+	}
+	t.Logf("%d times the plan began, %d times the call without one came first", began, without)
 }
 
 // Plans go when nothing of their workflow was called for long, and not before: calls keep them.
@@ -363,17 +461,17 @@ func TestPlansExpire(t *testing.T) {
 			s = f.open() // also what a restart knows
 			s.Configure(keep)
 		}
-		a, err := s.Of(ctx, "w")
+		a, err := s.Of(ctx, "w", inAll)
 		if a == nil || err != nil {
 			t.Fatalf("day %d: %v %v", day, a, err)
 		}
-		if b, err := s.Begin(ctx, a); err != nil || b.Commit(ctx, f) != nil {
+		if b, err := s.Begin(ctx, a, "call", no); err != nil || b.Commit(ctx, f) != nil {
 			t.Fatalf("day %d: %v", day, err)
 		}
 	}
 	f.now = f.now.Add(keep + time.Second)
 	for _, s := range []*Store{s, f.open()} {
-		if a, err := s.Of(ctx, "w"); a != nil || err != nil {
+		if a, err := s.Of(ctx, "w", inAll); a != nil || err != nil {
 			t.Errorf("%+v %v", a, err)
 		}
 		if all, err := s.List(ctx); len(all) != 0 || err != nil {
@@ -383,6 +481,106 @@ func TestPlansExpire(t *testing.T) {
 	f.now = f.now.Add(keep)
 	for entry, err := range f.Scan(ctx, store.Range{}) {
 		t.Errorf("%q is left, %v", entry.Key[:2], err)
+	}
+}
+
+// Many workflows have a plan, and few are in memory: each keeps its own, over restarts, and none is invented.
+func TestManyPlannedWorkflows(t *testing.T) {
+	f, s := newRig(t)
+	s.Know(10)
+	first, second := trip(t, "first"), trip(t, "second")
+	of := func(i int) *Descriptor { return []*Descriptor{first, second}[i%2] }
+	name := func(i int) string { return fmt.Sprint("w", i) }
+	issuer := func(i int) string { return []string{"", "", "", "agent"}[i%4] } // every fourth is an agent's
+	for i := range 40 {
+		if s.Has(name(i)) {
+			if a, err := s.Of(ctx, name(i), inAll); a != nil || err != nil || s.Has(name(i)) {
+				t.Fatalf("%d has none: %+v %v", i, a, err)
+			}
+		}
+		if issuer(i) != "" { // a file of the configuration, as guard has it
+			begin(t, s, f, &Assigned{Workflow: name(i), Issuer: "agent", By: "file", Version: of(i).Version(), Plan: of(i)})
+			continue
+		}
+		if _, created, err := s.Put(ctx, Putting{Workflow: name(i), By: "ann", Plan: of(i)}); !created || err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	for round := range 3 {
+		for i := range 40 {
+			a, err := s.Of(ctx, name(i), inAll)
+			if err != nil || a == nil || a.Version != of(i).Version() || !s.Has(name(i)) {
+				t.Fatalf("round %d, %d: %+v %v", round, i, a, err)
+			}
+			if _, _, err := s.Put(ctx, Putting{Workflow: name(i), Issuer: issuer(i), By: "ann", Plan: of(i + 1)}); !errors.Is(err, ErrExists) && !errors.Is(err, ErrBegun) {
+				t.Errorf("round %d, %d: %v", round, i, err)
+			}
+			if a, err := s.Of(ctx, name(i)+" of others", inAll); a != nil || err != nil {
+				t.Errorf("%+v %v", a, err)
+			}
+		}
+		if n := s.Known(); n > 10 {
+			t.Errorf("%d are known", n)
+		}
+		if all, err := s.List(ctx); len(all) != 40 || err != nil {
+			t.Errorf("%d are listed, %v", len(all), err)
+		}
+		s = NewStore(f, f.ring)
+		s.Know(10)
+		if _, err := s.Load(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// A plan that is put while those of others are counted keeps its text.
+func TestPlansArePutBesideEachOther(t *testing.T) {
+	_, s := newRig(t)
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			for n := range 100 {
+				workflow := fmt.Sprint(i, "-", n)
+				if _, _, err := s.Put(ctx, Putting{Workflow: workflow, Issuer: "issuer:" + fmt.Sprint(i), By: "issuer:" + fmt.Sprint(i), Plan: trip(t, workflow)}); err != nil {
+					t.Error(err)
+					return
+				}
+			}
+		})
+	}
+	all.Wait()
+	for i := range 8 {
+		for n := range 100 {
+			workflow := fmt.Sprint(i, "-", n)
+			if a, err := s.Offered(ctx, workflow, "issuer:"+fmt.Sprint(i)); err != nil || a == nil || a.Plan.Description != workflow {
+				t.Errorf("%s: %+v %v", workflow, a, err)
+			}
+		}
+	}
+}
+
+// What has begun counts for its issuer for a day.
+func TestPlansInForceGiveTheirRoomBack(t *testing.T) {
+	f, s := newRig(t)
+	large := strings.Repeat("x", 7<<20)
+	put := func(i int) error {
+		d := parse(t, fmt.Sprintf(`{"wf_id": "w%d", "nodes": [{"id": "a", "constraints": {"x": "%s"}}]}`, i, large))
+		a, _, err := s.Put(ctx, Putting{Workflow: fmt.Sprint("w", i), Issuer: "agent", By: "agent", Plan: d})
+		if err == nil {
+			begin(t, s, f, a)
+		}
+		return err
+	}
+	n := 0
+	for ; n < 20 && put(n) == nil; n++ {
+	}
+	f.now = f.now.Add(24*time.Hour - time.Second)
+	if err := put(n); n != 9 || !errors.Is(err, ErrFull) {
+		t.Errorf("%d plans of 7 MiB, then %v", n, err)
+	}
+	f.now = f.now.Add(time.Second)
+	if err := put(n); err != nil {
+		t.Error(err)
 	}
 }
 
@@ -412,6 +610,30 @@ func TestPlansOfOneIssuerAreBounded(t *testing.T) {
 	f.now = f.now.Add(DefaultKeep)
 	if err := offer(n); err != nil {
 		t.Errorf("those of before are gone: %v", err)
+	}
+}
+
+// Who sends several plans slowly keeps nobody else from putting one; all of them together are bounded.
+func TestPlacesForPlansThatAreReceived(t *testing.T) {
+	_, s := newRig(t)
+	var dones []func()
+	taken := func(by string) (n int) {
+		for done := s.Receive(by); done != nil; done = s.Receive(by) {
+			dones = append(dones, done)
+			n++
+		}
+		return n
+	}
+	for by, want := range []int{4, 4, 4, 4, 0} {
+		if got := taken(fmt.Sprint(by)); got != want {
+			t.Errorf("%d has %d places, want %d", by, got, want)
+		}
+	}
+	for _, done := range dones[:6] {
+		done()
+	}
+	if first, fifth := taken("0"), taken("4"); first != 4 || fifth != 2 {
+		t.Errorf("of six places again one takes %d, and another %d", first, fifth)
 	}
 }
 
@@ -453,10 +675,10 @@ func TestDamagedPlans(t *testing.T) {
 		if n, err := s.Load(ctx); err != nil || (n == 1) != (kind == 'h') {
 			t.Errorf("%c: %d %v", kind, n, err)
 		}
-		if a, err := s.Of(ctx, "w"); !errors.Is(err, ErrUnreadable) {
+		if a, err := s.Of(ctx, "w", inAll); !errors.Is(err, ErrUnreadable) {
 			t.Errorf("%c: %+v %v", kind, a, err)
 		}
-		if a, err := s.Of(ctx, "another"); a != nil || err != nil {
+		if a, err := s.Of(ctx, "another", inAll); a != nil || err != nil {
 			t.Errorf("%c: %+v %v", kind, a, err)
 		}
 	}
@@ -483,7 +705,7 @@ func TestPlansAreSealedAnew(t *testing.T) {
 			t.Errorf("%q %v", entry.Key[:2], err)
 		}
 	}
-	if a, err := f.open().Of(ctx, "w"); n != 2 || err != nil || a == nil {
+	if a, err := f.open().Of(ctx, "w", inAll); n != 2 || err != nil || a == nil {
 		t.Errorf("%d entries, %+v %v", n, a, err)
 	}
 }
@@ -504,7 +726,7 @@ func BenchmarkNoPlan(b *testing.B) {
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if _, err := s.Of(ctx, workflow); err != nil {
+				if _, err := s.Of(ctx, workflow, inAll); err != nil {
 					b.Fatal(err)
 				}
 			}

@@ -303,6 +303,11 @@ func (c *Coordinator) Involved(ctx context.Context, workflow string) (all []hitl
 		return nil, false, err
 	}
 	c.locks.unlock(entered)
+	if c.fleet != nil { // what the others have claimed
+		if err := c.fleet.shared.CatchUp(ctx); err != nil {
+			return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
 	view, err := c.o.Ledger.Graph(ctx, Query{Workflow: workflow, Scope: FullWorkflow})
 	if errors.Is(err, checkpoint.ErrTampered) || errors.As(err, new(*TooManyError)) {
 		return nil, false, nil
@@ -582,7 +587,14 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 		c.giveUp(ctx, d, nil)
 		return nil, err
 	}
+	over, err := c.fleet.announce(ctx, d.Workflow, scope)
+	if err != nil {
+		c.locks.unlock(lock)
+		c.giveUp(ctx, d, nil)
+		return nil, err
+	}
 	accepted, err := c.decide(ctx, &r, d, lock, extra)
+	over()
 	if err != nil {
 		c.giveUp(ctx, d, nil)
 	}
@@ -603,7 +615,7 @@ func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request, plan
 func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (*Rollback, error) {
 	keep := false
 	defer func() {
-		if keep {
+		if keep && c.fleet == nil { // else it is read from the store
 			c.locks.decide(lock)
 		} else {
 			c.locks.unlock(lock)
@@ -801,6 +813,9 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		}
 	}
 	d.State = Executing
+	if c.fleet != nil {
+		d.Boot = c.fleet.boot
+	}
 	fence.Expires = d.Due.Add(c.o.Keep)
 	b := new(store.Batch)
 	n := c.name(d.ID)
@@ -891,10 +906,10 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 	b.Add(
 		store.Write{Key: ageKey(d.Asked, n)},
 		store.Write{Key: keyOf(kindOpen, n)},
-		store.Write{Key: c.workflowKey(d.Workflow, n)},
+		store.Write{Key: c.workflowKey(kindWorkflow, d.Workflow, n)},
 	)
 	if d.stops() {
-		b.Add(store.Write{Key: keyOf(kindStop, n)})
+		b.Add(store.Write{Key: c.workflowKey(kindStop, d.Workflow, n)})
 		if to := d.participants(&d.head); len(to) > 0 { // here the lock stops it
 			if _, err := c.escalate(ctx, b, hitl.Opening{
 				Key: "rollback terminates " + d.ID, Level: hitl.Stop, Cause: hitl.CauseOther, Workflow: d.Workflow,

@@ -29,9 +29,12 @@ type Coordinator struct {
 	accepting sync.Mutex
 	// locks block calls that follow from what is undone.
 	locks workflowLocks
+	// fleet is nil where one gateway has the store.
+	fleet *fleet
 
 	mu       sync.Mutex
 	runs     map[name]*run // those that are not finished, as far as they were met
+	removals uint64        // counts those that were taken out of runs
 	started  bool
 	stopping bool
 	failures [][]byte              // keys of recorded failures that wait for their turn
@@ -77,18 +80,40 @@ func Open(o Options) (*Coordinator, error) {
 		c.log = slog.New(slog.DiscardHandler)
 	}
 	c.hard, c.cut = context.WithCancel(context.Background())
+	c.fleet = newFleet(c)
 	return c, nil
 }
 
-// Start resumes every unfinished rollback. It returns once they were found; calling it again is
-// harmless.
+// Start resumes every unfinished rollback, but for those that another gateway carries out. It returns
+// once they were found; calling it again is harmless.
 func (c *Coordinator) Start(ctx context.Context) error {
 	c.mu.Lock()
-	if c.stopping {
-		c.mu.Unlock()
+	stopping, started := c.stopping, c.started
+	c.mu.Unlock()
+	if stopping {
 		return ErrStopping
 	}
-	c.mu.Unlock()
+	var left <-chan struct{}
+	if c.fleet != nil {
+		left = c.fleet.shared.Left() // before the look
+	}
+	if err := c.resume(ctx); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if left != nil && !started && !c.stopping {
+		c.wg.Add(1)
+		go func() {
+			defer c.wg.Done()
+			c.fleet.succeed(left)
+		}()
+	}
+	return nil
+}
+
+// resume takes up what nobody carries out.
+func (c *Coordinator) resume(ctx context.Context) error {
 	var names []name
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kindOpen})) {
 		if err != nil {
@@ -107,10 +132,18 @@ func (c *Coordinator) Start(ctx context.Context) error {
 		case err != nil:
 			return err
 		default:
-			c.enlist(r) // finished ones too, whose records have no expiry yet
+			if c.fleet != nil {
+				if mine, _, err := c.fleet.take(ctx, r); err != nil {
+					return err
+				} else if !mine {
+					continue
+				}
+			}
+			c.enlist(r, 0) // finished ones too, whose records have no expiry yet
 		}
 	}
 	c.mu.Lock()
+	first := !c.started
 	c.started = true
 	for _, r := range c.runs {
 		c.launch(r)
@@ -121,33 +154,60 @@ func (c *Coordinator) Start(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrStore, err)
 		}
+		if c.fleet != nil {
+			mine, err := c.fleet.takeFailure(ctx, entry, first)
+			if err != nil {
+				return err
+			}
+			if !mine {
+				continue
+			}
+		}
 		failures = append(failures, entry.Key)
 	}
 	c.takeUp(failures...)
 	return nil
 }
 
-// adopt returns the running rollback, from the store if it is not known yet.
+// adopt returns the running rollback, from the store if it is not known yet. Unless another gateway carries
+// it out, it runs here from then on.
 func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
-	if r := c.known(n); r != nil {
-		return r, nil
+	for {
+		c.mu.Lock()
+		r, removals := c.runs[n], c.removals
+		c.mu.Unlock()
+		if r != nil {
+			return r, nil
+		}
+		r, err := c.load(ctx, n)
+		if err != nil || r.done.is() {
+			return r, err
+		}
+		if c.fleet != nil {
+			mine, fresh, err := c.fleet.take(ctx, r)
+			if err != nil || !mine && fresh {
+				return r, err
+			}
+			if !fresh {
+				continue
+			}
+		}
+		if r := c.enlist(r, removals); r != nil {
+			return r, nil
+		}
 	}
-	r, err := c.load(ctx, n)
-	if err != nil {
-		return nil, err
-	}
-	if r.done.is() {
-		return r, nil
-	}
-	return c.enlist(r), nil
 }
 
-// enlist registers a rollback, unless it is known, and runs it; it returns the known one.
-func (c *Coordinator) enlist(r *run) *run {
+// enlist registers a rollback, unless it is known, and runs it; it returns the known one. removals is
+// Coordinator.removals before it was read: it is nil where that has changed, since it may have ended since.
+func (c *Coordinator) enlist(r *run, removals uint64) *run {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if other := c.runs[r.name]; other != nil {
 		return other
+	}
+	if removals != c.removals && !r.done.is() {
+		return nil
 	}
 	c.runs[r.name] = r
 	c.launch(r) // nobody else does where the answer to its acceptance was lost
@@ -363,14 +423,48 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 				return nil, err
 			}
 		}
+		over, cancel := (<-chan struct{})(r.done.c), func() {}
+		if c.known(r.name) != r { // another gateway does, or did
+			if over, cancel, err = c.under(ctx, r.name); err != nil {
+				return nil, err
+			}
+			if over == nil {
+				continue
+			}
+		}
 		select {
-		case <-r.done.c:
+		case <-over:
 		case <-ctx.Done():
-			return c.unfinished(ctx, id, ctx.Err())
+			err = ctx.Err()
 		case <-c.quit:
-			return c.unfinished(ctx, id, ErrStopping)
+			err = ErrStopping
+		}
+		cancel()
+		if err != nil {
+			return c.unfinished(ctx, id, err)
 		}
 	}
+}
+
+// under returns a channel that is closed when a rollback may have ended, or may be carried out by somebody else;
+// nil if it takes no more steps. cancel frees it.
+func (c *Coordinator) under(ctx context.Context, n name) (ended <-chan struct{}, cancel func(), err error) {
+	if r := c.known(n); r != nil || c.fleet == nil {
+		if r == nil || r.halted.is() {
+			return nil, func() {}, nil
+		}
+		return r.halted.c, func() {}, nil
+	}
+	ended, cancel = c.o.Store.Watch(keyOf(kindHead, n))
+	h, _, err := c.readHead(ctx, n)
+	if err == nil && h.open() {
+		return ended, cancel, nil
+	}
+	cancel()
+	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
+		err = nil
+	}
+	return nil, func() {}, err
 }
 
 // unfinished is the current state of the rollback, with an error.

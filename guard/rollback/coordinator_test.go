@@ -531,7 +531,7 @@ func TestP8JournalIsSealedAndResealed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.ring.Adopt(next, nil, func(id uint32) error { return r.guard.UseKey(ctx, id) }); err != nil {
+	if _, err := r.ring.Adopt(next, nil, func(id uint32) error { return r.guard.Keys().Hold(ctx, id) }); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := r.Reseal(ctx); err != nil || n == 0 {

@@ -195,6 +195,7 @@ func (r *rig) unexpired() int {
 		}
 		if entry.Expires.IsZero() {
 			n++
+			r.t.Logf("%q stands for ever", entry.Key)
 		}
 	}
 	return n

@@ -43,8 +43,9 @@ type mortal struct {
 	commits int
 	dies    int // at this commit; negative is never
 	lands   bool
-	deaf    atomic.Bool  // does not answer reads
-	rotten  atomic.Value // the key of a damaged value, a string
+	deaf    atomic.Bool                      // does not answer reads
+	rotten  atomic.Value                     // the key of a damaged value, a string
+	read    atomic.Pointer[func(key []byte)] // after a Get
 	dead    chan struct{}
 }
 
@@ -68,7 +69,11 @@ func (m *mortal) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	if m.rotten.Load() == string(key) {
 		return store.Entry{}, fmt.Errorf("reading: %w", store.ErrDamaged)
 	}
-	return m.Store.Get(ctx, key)
+	entry, err := m.Store.Get(ctx, key)
+	if read := m.read.Load(); read != nil {
+		(*read)(key)
+	}
+	return entry, err
 }
 
 func (m *mortal) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
@@ -87,6 +92,20 @@ func (m *mortal) Commit(ctx context.Context, batch ...store.Write) (store.Versio
 	}
 	m.commits++
 	return m.Store.Commit(ctx, batch...)
+}
+
+// mortalMember is a member of a shared store that dies like that.
+type mortalMember struct {
+	store.Shared
+	m *mortal
+}
+
+func (m *mortalMember) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	return m.m.Get(ctx, key)
+}
+
+func (m *mortalMember) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	return m.m.Commit(ctx, batch...)
 }
 
 // world is what stands outside, and outlasts the gateway. It takes an undo once under
@@ -298,14 +317,17 @@ type rig struct {
 	world  *world
 	ledger *ledger
 
+	node            string         // of a member; empty where one gateway has the store
+	member          *memory.Member // of this life; nil without
 	st              *mortal
 	guard           *execution.Guard
 	checkpoints     *checkpoint.Store
 	escalationStore *hitl.Store
 	undoer          *undoer
 	prepareTimeout  time.Duration
-	spec            []byte // of the calls that are made; may be nil
-	onError         bool   // errors roll the calls that are made back
+	spec            []byte      // of the calls that are made; may be nil
+	onError         bool        // errors roll the calls that are made back
+	fence           store.Fence // of the admission whose claim is made next
 	participants    func(issuer, rollbackURI string) (string, error)
 	discover        func(workflow string) (fresh bool, unreached []rollback.Obstacle, err error)
 	*rollback.Coordinator
@@ -325,15 +347,21 @@ func newRig(t testing.TB) *rig {
 func (r *rig) open() {
 	r.t.Helper()
 	r.st = alive(r.mem)
+	st := store.Store(r.st)
+	if r.node != "" {
+		r.member = r.mem.Join(r.node)
+		r.st = alive(r.member)
+		st = &mortalMember{r.member, r.st}
+	}
 	var err error
-	if r.guard, _, err = execution.Open(ctx, r.st, r.ring); err != nil {
+	if r.guard, _, err = execution.Open(ctx, st, r.ring); err != nil {
 		r.t.Fatal(err)
 	}
-	r.checkpoints = checkpoint.New(r.st, r.ring)
-	r.escalationStore = hitl.NewStore(r.st, r.ring, 0)
+	r.checkpoints = checkpoint.New(st, r.ring)
+	r.escalationStore = hitl.NewStore(st, r.ring, 0)
 	r.undoer = &undoer{st: r.st, world: r.world}
 	r.Coordinator, err = rollback.Open(rollback.Options{
-		Store: r.st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
+		Store: st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
 		PrepareTimeout: func() time.Duration { return r.prepareTimeout },
 		Participants: func(issuer, uri string) (string, error) {
 			if r.participants == nil {
@@ -351,8 +379,11 @@ func (r *rig) open() {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	c := r.Coordinator
-	r.t.Cleanup(func() { stop(c) })
+	c, g := r.Coordinator, r.guard
+	r.t.Cleanup(func() {
+		stop(c)
+		_ = g.Close(ctx) // the store may be dead
+	})
 }
 
 func (r *rig) start() {

@@ -63,10 +63,14 @@ type head struct {
 	Terms     *terms     `json:"terms,omitempty"`
 	// Prepared is when it was prepared; zero where it was not.
 	Prepared time.Time `json:"prepared,omitzero"`
+	// Boot is that of the member that carries it out; empty where one gateway has the store.
+	Boot string `json:"boot,omitempty"`
 	// Steps and Pieces count the separate records; Hash is that of the plan.
 	Steps  int    `json:"steps"`
 	Pieces int    `json:"pieces"`
 	Hash   []byte `json:"hash"`
+
+	expires time.Time // of the record; zero until the rollback, and all that it belongs to, are over
 }
 
 // question is what people are asked before a rollback goes on.
@@ -327,7 +331,9 @@ func (c *Coordinator) headWrite(n name, h *head, condition store.Condition) (sto
 	if err != nil {
 		return store.Write{}, err
 	}
-	return c.sealed(keyOf(kindHead, n), plain, condition), nil
+	w := c.sealed(keyOf(kindHead, n), plain, condition)
+	w.Expires = h.expires // no change of what is over keeps it for longer
+	return w, nil
 }
 
 func (c *Coordinator) stepWrite(n name, i int, s *Step) (store.Write, error) {
@@ -383,6 +389,7 @@ func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Versio
 	if err := json.Unmarshal(plain, h); err != nil {
 		return nil, 0, unreadable(err)
 	}
+	h.expires = entry.Expires
 	return h, entry.Version, nil
 }
 
@@ -464,8 +471,10 @@ func (c *Coordinator) readStep(r *run, entry store.Entry) error {
 //	u a asked name       index: all by age
 //	u o name             index: those that are not finished, or whose records have no expiry yet
 //	u w workflow name    index: those of a workflow that are not finished
-//	u x name             index: those that have stopped their workflow
-//	u v workflow         changes whenever a rollback of the workflow is accepted, or reserved
+//	u x workflow name    index: those that have stopped their workflow; of an earlier build without the workflow
+//	u v workflow         changes whenever a rollback of the workflow is accepted, or reserved; where several
+//	                     gateways share the store, also before that is decided, and after
+//	u d workflow nonce   a decision about that, with the boot of the member that makes it
 //	u r name             a reservation, sealed
 //	u q name piece       a piece of its plan, sealed
 //	u y workflow name    index: the reservations of a workflow
@@ -480,6 +489,7 @@ const (
 	kindWorkflow = 'w'
 	kindStop     = 'x'
 	kindFence    = 'v'
+	kindDeciding = 'd'
 	kindFailure  = 'e'
 
 	kindReserved         = 'r'
@@ -519,8 +529,8 @@ func (c *Coordinator) workflowPrefix(kind byte, workflow string) []byte {
 	return append(append(make([]byte, 0, 2+16+len(name{})), space, kind), hash[:16]...)
 }
 
-func (c *Coordinator) workflowKey(workflow string, n name) []byte {
-	return append(c.workflowPrefix(kindWorkflow, workflow), n[:]...)
+func (c *Coordinator) workflowKey(kind byte, workflow string, n name) []byte {
+	return append(c.workflowPrefix(kind, workflow), n[:]...)
 }
 
 func (c *Coordinator) fenceKey(workflow string) []byte {
@@ -537,16 +547,20 @@ func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4
 // resealPage is how many records are read in one snapshot.
 const resealPage = 128
 
+// AwaitWriters waits until everything is committed, or given up, that was sealed before.
+func (c *Coordinator) AwaitWriters() {
+	c.sealing.Lock()
+	//lint:ignore SA2001 to have waited is all
+	c.sealing.Unlock()
+}
+
 // Reseal seals anew, with the newest key, what is sealed with older ones, and returns how many
 // records. It runs beside the traffic, whose commits win, may be stopped anywhere and starts
 // over; it must precede execution.Guard.Reseal. Values that do not open are left and reported as
 // ErrUnreadable: then the older keys must not be given up.
 func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(c.o.Store, c.o.Sealer)
-	// Everybody who sealed before this has committed after it.
-	c.sealing.Lock()
-	//lint:ignore SA2001 to have waited is all
-	c.sealing.Unlock()
+	c.AwaitWriters()
 	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindFailure, kindReserved, kindReservedPlan} {
 		if err := r.Walk(ctx, []byte{space, kind}, resealPage, r.Reseal); err != nil {
 			return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
@@ -587,6 +601,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *head) error {
 		}
 		c.mu.Lock()
 		delete(c.runs, n)
+		c.removals++
 		c.mu.Unlock()
 	}
 	return c.expire(ctx, n, h, expires)
@@ -596,6 +611,11 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *head) error {
 // one may have expired in part, the head last.
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	h, _, err := c.readHead(ctx, n)
+	if c.fleet != nil && err == nil {
+		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.boot {
+			return err
+		}
+	}
 	switch {
 	case errors.Is(err, ErrUnknown):
 		if _, err = c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true}); err != nil {
@@ -619,7 +639,7 @@ func (c *Coordinator) expire(ctx context.Context, n name, h *head, at time.Time)
 		keys = append(keys, c.tokenKey(h.Token))
 	}
 	if h.stops() {
-		keys = append(keys, keyOf(kindStop, n))
+		keys = append(keys, c.workflowKey(kindStop, h.Workflow, n), keyOf(kindStop, n))
 	}
 	ranges := []store.Range{store.Prefix(keyOf(kindPlan, n)), store.Prefix(keyOf(kindStep, n))}
 	for _, key := range append(keys, keyOf(kindHead, n)) {

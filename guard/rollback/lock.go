@@ -36,7 +36,7 @@ func (e *BlockedError) Error() string {
 type workflowLocks struct {
 	mu         sync.Mutex
 	byWorkflow map[string][]*workflowLock // by workflow, or AttemptsScope
-	admitted   map[*admission]struct{}    // calls between their admission and their claim
+	admitted   map[*Admission]struct{}    // calls between their admission and their claim
 }
 
 // workflowLock blocks the calls that one rollback keeps from beginning.
@@ -52,13 +52,31 @@ type workflowLock struct {
 	until        time.Time       // of a reservation and one that stops: when it expires; zero is not yet known
 }
 
-// admission is a call between its admission and its claim.
-type admission struct {
+// Admission is a call between its admission and its claim. Nil is one that no rollback can hold up.
+type Admission struct {
+	locks    *workflowLocks
 	workflow string
 	left     chan struct{} // closed when it has left; nil while nobody waits
+
+	fence store.Fence
 }
 
-// Enter admits a call of a workflow that follows from parents. leave must be called when its
+// Leave ends the admission. Calling it twice is harmless.
+func (a *Admission) Leave() {
+	if a != nil {
+		a.locks.leave(a)
+	}
+}
+
+// Fence is what the claim's commit is bound to (store.Bind): no rollback has come in between at another gateway.
+func (a *Admission) Fence() store.Fence {
+	if a == nil {
+		return store.Fence{}
+	}
+	return a.fence
+}
+
+// Enter admits a call of a workflow that follows from parents. Admission.Leave must be called when its
 // claim's commit has ended: a rollback requested meanwhile waits for that, so that its plan has
 // the call. The error is a *BlockedError, or that of ctx, since a call waits while a rollback of
 // its workflow is being decided. parents is read only if the workflow has a rollback; an error in
@@ -67,30 +85,40 @@ type admission struct {
 // Only calls that would claim are admitted; recorded ones are answered. Of a call without a
 // workflow only further attempts can be blocked: workflow is their AttemptsScope, and empty for a
 // first attempt.
-func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (leave func(), err error) {
+func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (*Admission, error) {
 	if workflow == "" {
-		return func() {}, nil
+		return nil, nil
 	}
-	l := &c.locks
 	for {
 		// Register first, then read the locks: a later lock waits for this call.
-		v, locks := l.enter(workflow)
-		leave = func() { l.leave(v) }
-		if len(locks) == 0 {
-			return leave, nil
-		}
+		a, locks := c.locks.enter(workflow)
+		held := new(heldUp)
 		wait, err := blocked(locks, parents)
 		if wait == nil && err == nil {
-			return leave, nil
+			if c.fleet == nil {
+				return a, nil
+			}
+			held, err = c.fleet.admit(ctx, a, parents)
+			if held == nil && err == nil {
+				return a, nil
+			}
 		}
-		leave()
+		a.Leave()
 		if err != nil {
 			return nil, err
 		}
 		select {
 		case <-wait:
+		case <-held.changed:
+		case <-held.left:
 		case <-ctx.Done():
-			return nil, ctx.Err()
+			err = ctx.Err()
+		}
+		if held.cancel != nil {
+			held.cancel()
+		}
+		if err != nil {
+			return nil, err
 		}
 	}
 }
@@ -144,12 +172,12 @@ func blocked(locks []*workflowLock, parents iter.Seq2[string, error]) (wait <-ch
 	return nil, nil
 }
 
-func (l *workflowLocks) enter(workflow string) (*admission, []*workflowLock) {
-	v := &admission{workflow: workflow}
+func (l *workflowLocks) enter(workflow string) (*Admission, []*workflowLock) {
+	v := &Admission{locks: l, workflow: workflow}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.admitted == nil {
-		l.admitted = map[*admission]struct{}{}
+		l.admitted = map[*Admission]struct{}{}
 	}
 	l.admitted[v] = struct{}{}
 	if len(l.byWorkflow) == 0 {
@@ -159,7 +187,7 @@ func (l *workflowLocks) enter(workflow string) (*admission, []*workflowLock) {
 	return v, slices.Clone(l.byWorkflow[workflow])
 }
 
-func (l *workflowLocks) leave(v *admission) {
+func (l *workflowLocks) leave(v *Admission) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	delete(l.admitted, v)
@@ -331,6 +359,9 @@ func (l *workflowLocks) remove(workflow string, which func(*workflowLock) bool) 
 // Load restores the locks of unfinished rollbacks and terminated workflows, before the first call
 // and Start. If it fails no call may begin: it could follow from what is being undone.
 func (c *Coordinator) Load(ctx context.Context) error {
+	if c.fleet != nil {
+		return c.fleet.nameStops(ctx) // the others are read with each call that may meet them
+	}
 	for _, kind := range []byte{kindStop, kindOpen, kindReserved} {
 		for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kind})) {
 			switch {

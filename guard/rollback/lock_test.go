@@ -30,11 +30,11 @@ func ids(all ...string) iter.Seq2[string, error] {
 // enters reports who keeps a call from beginning, if anybody does.
 func (r *rig) enters(workflow string, parents ...string) *rollback.BlockedError {
 	r.t.Helper()
-	leave, err := r.Enter(ctx, workflow, ids(parents...))
+	admitted, err := r.Enter(ctx, workflow, ids(parents...))
 	blocked := (*rollback.BlockedError)(nil)
 	switch {
 	case err == nil:
-		leave()
+		admitted.Leave()
 	case !errors.As(err, &blocked):
 		r.t.Error(err)
 	}
@@ -109,7 +109,7 @@ func TestCallThatIsInsideIsInThePlan(t *testing.T) {
 		r.made("9", checkpoint.Restore, execution.Completed)
 		r.start()
 		r.world.hold["c1"] = make(chan struct{})
-		leave, err := r.Enter(ctx, "w", ids("c1"))
+		admitted, err := r.Enter(ctx, "w", ids("c1"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -129,7 +129,7 @@ func TestCallThatIsInsideIsInThePlan(t *testing.T) {
 			t.Fatal("calls of the workflow did not wait, or others did")
 		}
 		r.made("2", checkpoint.Restore, execution.Completed, "1")
-		leave()
+		admitted.Leave()
 		synctest.Wait()
 		if err != nil || len(accepted.Steps) != 2 || accepted.Steps[0].Checkpoint != "c2" {
 			t.Fatalf("%+v, %v", accepted, err)
@@ -168,7 +168,7 @@ func TestRefusedRollbackBarsNothing(t *testing.T) {
 		}
 		free("one whose extra write lost")
 
-		leave, err := r.Enter(ctx, "w", ids())
+		admitted, err := r.Enter(ctx, "w", ids())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -190,7 +190,7 @@ func TestRefusedRollbackBarsNothing(t *testing.T) {
 		var blocked *rollback.BlockedError
 		go func() { blocked = r.enters("w", "c1") }()
 		synctest.Wait()
-		leave()
+		admitted.Leave()
 		synctest.Wait()
 		if blocked != nil || !errors.As(err, &lost) {
 			t.Errorf("%v, %v", blocked, err)
@@ -260,10 +260,10 @@ func TestUnknownParentsAreNoAdmission(t *testing.T) {
 	r.made("1", checkpoint.Restore, execution.Completed)
 	r.start()
 	failing := func(yield func(string, error) bool) { yield("", errDead) }
-	if leave, err := r.Enter(ctx, "w", failing); err != nil {
+	if admitted, err := r.Enter(ctx, "w", failing); err != nil {
 		t.Errorf("without a rollback it is not asked for: %v", err)
 	} else {
-		leave()
+		admitted.Leave()
 	}
 	hold := make(chan struct{})
 	defer close(hold)
@@ -297,7 +297,7 @@ func TestNothingBeginsBehindAPlan(t *testing.T) {
 			go func() {
 				defer wg.Done()
 				for n, parent := 0, "0"; n < 100; n++ {
-					leave, err := r.Enter(ctx, "w", ids(parent))
+					admitted, err := r.Enter(ctx, "w", ids(parent))
 					if blocked := (*rollback.BlockedError)(nil); errors.As(err, &blocked) {
 						return
 					}
@@ -309,7 +309,7 @@ func TestNothingBeginsBehindAPlan(t *testing.T) {
 					r.ledger.mu.Lock()
 					r.made(id, checkpoint.Restore, execution.Completed, parent)
 					r.ledger.mu.Unlock()
-					leave()
+					admitted.Leave()
 					parent = id
 					begun <- struct{}{}
 				}
@@ -334,12 +334,12 @@ func BenchmarkEnter(b *testing.B) {
 	r := newRig(b)
 	b.RunParallel(func(pb *testing.PB) {
 		for pb.Next() {
-			leave, err := r.Enter(ctx, "w", ids())
+			admitted, err := r.Enter(ctx, "w", ids())
 			if err != nil {
 				b.Error(err)
 				return
 			}
-			leave()
+			admitted.Leave()
 		}
 	})
 }

@@ -81,7 +81,7 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 	})
 	for i := range all {
 		f := &all[i]
-		plain, err := json.Marshal(f)
+		plain, err := c.recordedFailure(f)
 		if err != nil {
 			return nil, b.Done(err)
 		}
@@ -89,6 +89,14 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 		b.Add(c.sealed(keys[i], plain, store.Condition{}))
 	}
 	return b, nil
+}
+
+func (c *Coordinator) recordedFailure(f *Failure) ([]byte, error) {
+	record := failureRecord{Failure: *f}
+	if c.fleet != nil {
+		record.Boot = c.fleet.boot
+	}
+	return json.Marshal(record)
 }
 
 // failureKey is the key of the record of a failure.
@@ -99,7 +107,7 @@ func (c *Coordinator) failureKey(about ...string) []byte {
 // Refused records a refused error with what it has Named, and has it looked at. Where as many of its
 // Reporter's as may wait do, it is dropped.
 func (c *Coordinator) Refused(ctx context.Context, f Failure) error {
-	plain, err := json.Marshal(f)
+	plain, err := c.recordedFailure(&f)
 	if err != nil {
 		return err
 	}
@@ -443,9 +451,10 @@ func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, w
 // maxFailed is how many escalations because of one caller's failed calls may be pending.
 const maxFailed = 16
 
-// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f), and one
-// where it reaches many agents. There is one for a workflow and cause that nobody has decided, and only
-// so many because of one caller: agents try again, and an upstream that is down fails every call.
+// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f), or the one
+// because it reaches many agents: a call that cannot be undone has both, since only the first may have an
+// end (ADR 0127). There is one for a workflow and cause that nobody has decided, and only so many because
+// of one caller: agents try again, and an upstream that is down fails every call.
 func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Write) error {
 	reach := c.reach(ctx, f)
 	c.counting.Lock()
@@ -468,10 +477,34 @@ func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Writ
 	if f.Asks == hitl.CauseIrreversible {
 		o.Summary = "A call that cannot be undone has failed, or its answer carries an error. Further ones of the workflow open nothing until this is decided."
 	}
-	if err := c.escalateAnew(ctx, b, o); err != nil {
+	spreads, err := c.askedOfSpread(ctx, f.Workflow)
+	if err == nil && !(f.Asks == hitl.CauseFailed && (reach != "" || len(spreads) > 0)) {
+		err = c.escalateAnew(ctx, b, o)
+	}
+	if err != nil {
 		return b.Done(err)
 	}
-	return c.handOver(ctx, b)
+	if err := c.handOver(ctx, b); err != nil || reach == "" {
+		return err
+	}
+	for _, id := range spreads { // what holds the workflow stands for them
+		if _, err := c.o.Escalations.Withdraw(ctx, id); err != nil && !errors.Is(err, hitl.ErrDecided) {
+			c.log.Warn("a question that another one stands for cannot be withdrawn", "escalation", id, "error", err)
+		}
+	}
+	return nil
+}
+
+// askedOfSpread are the pending escalations that ask about a failure which spreads in a workflow, and hold
+// nothing: a call of it that fails is a part of their question (ADR 0127).
+func (c *Coordinator) askedOfSpread(ctx context.Context, workflow string) (ids []string, err error) {
+	page, err := c.o.Escalations.List(ctx, hitl.Filter{Workflow: workflow, Status: hitl.Pending}, "", maxFailed)
+	for _, e := range page.Escalations {
+		if e.Cause == hitl.CauseReach && !e.Held {
+			ids = append(ids, e.ID)
+		}
+	}
+	return ids, err
 }
 
 // escalateAnew opens an escalation for its workflow, unless an earlier one with the key is pending or

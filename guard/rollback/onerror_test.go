@@ -423,7 +423,7 @@ func TestP8ErrorsAreSealedAndResealed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.ring.Adopt(next, nil, func(id uint32) error { return r.guard.UseKey(ctx, id) }); err != nil {
+		if _, err := r.ring.Adopt(next, nil, func(id uint32) error { return r.guard.Keys().Hold(ctx, id) }); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := r.Reseal(ctx); err != nil {
@@ -665,6 +665,9 @@ func TestErrorThatReachesManyAgents(t *testing.T) {
 				r.failsWith(f)
 			}
 			var reach []hitl.Escalation
+			if all := r.opened(); len(all) != 1 {
+				t.Errorf("%d agents: %d escalations for one failure", agents, len(all))
+			}
 			for _, e := range r.opened() {
 				if e.Cause == hitl.CauseReach {
 					reach = append(reach, e)
@@ -689,6 +692,42 @@ func TestErrorThatReachesManyAgents(t *testing.T) {
 			}
 		})
 	}
+}
+
+// One failure is one question (ADR 0127): while people are asked about a failure that spreads in a workflow,
+// its calls that fail ask nothing of their own, but those that cannot be undone. What holds the workflow takes
+// the place of that question.
+func TestFailureOfASpreadingOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("0", checkpoint.Restore, execution.Completed)
+		r.start()
+		spreads := func(workflow string) {
+			if _, err := r.escalationStore.Open(ctx, hitl.Opening{
+				Key: "cascade " + workflow, Level: hitl.Approval, Cause: hitl.CauseReach, Workflow: workflow, Summary: "A failure spreads.",
+			}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		spreads("w")
+		irreversible := asking("3", "w", "user:bob")
+		irreversible.Asks = hitl.CauseIrreversible
+		r.failsWith(asking("1", "w", "user:bob"), asking("2", "w", "user:bob"), asking("4", "v", "user:bob"), irreversible)
+		synctest.Wait()
+		if got := r.escalations(); got[hitl.CauseReach] != 1 || got[hitl.CauseFailed] != 1 || got[hitl.CauseIrreversible] != 1 {
+			t.Errorf("%v, of which the failed call is that of another workflow", got)
+		}
+		spreads("u")
+		for i := range 5 {
+			r.ledger.nodes = append(r.ledger.nodes, Node{ID: fmt.Sprint("of ", i), Kind: ActionNode, Parents: []string{"c0"}, By: fmt.Sprint("agent-", i), Done: true})
+		}
+		r.failsWith(asking("0", "u", "user:bob"))
+		synctest.Wait()
+		page, err := r.escalationStore.List(ctx, hitl.Filter{Workflow: "u", Status: hitl.Pending}, "", 10)
+		if err != nil || len(page.Escalations) != 1 || !page.Escalations[0].Held {
+			t.Errorf("%+v %v", page.Escalations, err)
+		}
+	})
 }
 
 // behind makes calls of so many agents, one after the other.
@@ -743,7 +782,7 @@ func TestRollbackOfManyAgents(t *testing.T) {
 				if got := r.escalations(); fmt.Sprint(got) != fmt.Sprint(test.want) && len(got)+len(test.want) > 0 {
 					t.Errorf("%v, want %v", got, test.want)
 				}
-				held, err := r.escalationStore.Blocks(ctx, "w")
+				held, _, err := r.escalationStore.Blocks(ctx, "w")
 				if err != nil || (held != nil && held.Cause == hitl.CauseReach) != (test.want[hitl.CauseReach] > 0) {
 					t.Errorf("held by %+v, %v", held, err)
 				}
@@ -755,7 +794,7 @@ func TestRollbackOfManyAgents(t *testing.T) {
 				}
 				r.approves(*held) // and that is it
 				r.restart()
-				if held, err := r.escalationStore.Blocks(ctx, "w"); held != nil || err != nil || r.escalations()[hitl.CauseReach] != 1 {
+				if held, _, err := r.escalationStore.Blocks(ctx, "w"); held != nil || err != nil || r.escalations()[hitl.CauseReach] != 1 {
 					t.Errorf("%+v, %v, %v", held, err, r.escalations())
 				}
 			})

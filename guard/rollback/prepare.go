@@ -273,8 +273,14 @@ func (c *Coordinator) reserveLocked(ctx context.Context, p *Prepared, last time.
 	if err != nil {
 		return nil, err
 	}
+	over, err := c.fleet.announce(ctx, p.draft.Workflow, scope)
+	if err != nil {
+		c.locks.unlock(lock)
+		return nil, err
+	}
 	done, keep, err := c.reserveBehind(ctx, p, last, lock, extra)
-	if keep {
+	over()
+	if keep && c.fleet == nil { // else it is read from the store
 		c.locks.hold(lock, last)
 	} else {
 		c.locks.unlock(lock)

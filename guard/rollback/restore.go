@@ -460,7 +460,7 @@ type WriteWindow interface {
 func (j *job) watch() {
 	if w, is := j.o.Sender.(Watcher); is && j.window == nil && !j.overwrites() {
 		look := ImageRequest(&j.call.Request)
-		look.Guard, look.Action, look.Spec = j.spec.Guard, j.call.Action, j.spec
+		look.Guard, look.Action, look.Spec, look.Execution = j.spec.Guard, j.call.Action, j.spec, j.call.Execution
 		j.window = w.Watch(look)
 	}
 }

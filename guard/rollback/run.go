@@ -36,13 +36,11 @@ type run struct {
 	head    head
 	version store.Version
 	steps   []Step
-	stepped chan struct{} // closed, and made anew, where a step has ended
-
-	joined signal // it gives way after its level
-	asks   signal // it has asked people
-	due    signal // its time is over
-	halted signal // it takes no more steps
-	done   signal // it is finished, or has given way
+	joined  signal // it gives way after its level
+	asks    signal // it has asked people
+	due     signal // its time is over
+	halted  signal // it takes no more steps
+	done    signal // it is finished, or has given way
 }
 
 // signal is a channel that is closed once.
@@ -67,7 +65,7 @@ func (s *signal) is() bool {
 func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
 	r := &run{
 		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached, informs: p.participants(h),
-		stepped: make(chan struct{}), joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
 	r.steps, r.levels = p.steps()
 	r.index = make(map[string]int, len(r.steps))
@@ -151,17 +149,6 @@ func (r *run) setStep(i int, s *Step) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.steps[i] = *s
-	if s.State == StepDone {
-		close(r.stepped)
-		r.stepped = make(chan struct{})
-	}
-}
-
-// nextEnd is closed when the next step ends.
-func (r *run) nextEnd() <-chan struct{} {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.stepped
 }
 
 // contender is the rollback in conflicts with others. mu is held.
@@ -209,6 +196,7 @@ func (c *Coordinator) drive(r *run) {
 		if r.done.is() && c.settleDown(r) == nil {
 			c.mu.Lock()
 			delete(c.runs, r.name)
+			c.removals++
 			c.mu.Unlock()
 		}
 	}()
@@ -229,6 +217,13 @@ func (c *Coordinator) drive(r *run) {
 		defer c.wg.Done()
 		c.watch(r, due, ended)
 	}()
+	if c.fleet != nil {
+		c.wg.Add(1)
+		go func() {
+			defer c.wg.Done()
+			c.fleet.follow(r, ended)
+		}()
+	}
 	if c.waitBehind(r, behind) != nil {
 		return
 	}
@@ -277,16 +272,32 @@ func (c *Coordinator) releaseRest(r *run) {
 
 func (c *Coordinator) waitBehind(r *run, behind []string) error {
 	for _, id := range behind {
-		other := c.known(c.name(id))
-		if other == nil {
-			continue // finished
-		}
-		select {
-		case <-other.halted.c:
-		case <-r.joined.c:
-			return nil
-		case <-c.quit:
-			return errShutdown
+		for over := false; !over; {
+			var ended <-chan struct{}
+			cancel := func() {}
+			if err := c.retry(r, "another rollback", func(ctx context.Context) (err error) {
+				ended, cancel, err = c.under(ctx, c.name(id))
+				return err
+			}); err != nil {
+				return err
+			}
+			if over = ended == nil; over {
+				break // finished
+			}
+			joined := false
+			select {
+			case <-ended:
+			case <-r.joined.c:
+				joined = true
+			case <-c.quit:
+			}
+			cancel()
+			switch {
+			case joined:
+				return nil
+			case c.ending():
+				return errShutdown
+			}
 		}
 	}
 	return nil
@@ -605,7 +616,7 @@ func (c *Coordinator) halt(ctx context.Context, r *run) error {
 	}
 	return c.change(ctx, r, func(h *head, b *store.Batch) error {
 		h.Halted = true
-		b.Add(store.Write{Key: c.workflowKey(h.Workflow, r.name), Delete: true})
+		b.Add(store.Write{Key: c.workflowKey(kindWorkflow, h.Workflow, r.name), Delete: true})
 		return nil
 	})
 }
@@ -824,7 +835,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 			return fmt.Errorf("%w: %w", ErrStore, err)
 		}
 		h.Complete = record(b, t)
-		b.Add(store.Write{Key: c.workflowKey(h.Workflow, r.name), Delete: true})
+		b.Add(store.Write{Key: c.workflowKey(kindWorkflow, h.Workflow, r.name), Delete: true})
 		return nil
 	})
 }

@@ -15,6 +15,7 @@ import (
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
@@ -259,6 +260,8 @@ type Outgoing struct {
 	// Rollback, Checkpoint and Workflow are the ids of the undone call: of one with several
 	// attempts the first checkpoint, so that all tries of its undo name the same.
 	Rollback, Checkpoint, Workflow string
+	// Execution is the undone call's key.
+	Execution execution.Key
 	// Step is the checkpoint of the rollback's step.
 	Step string
 	// Reason is the rollback's reason, for delegates.

@@ -497,24 +497,26 @@ func (c *Coordinator) arrange(ctx context.Context, r *run) error {
 // other one may in turn wait for another step of this one.
 func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (stepOutcome, error) {
 	again := fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
+	moved, forget := c.o.Checkpoints.Watch(id)
+	defer forget()
 	for {
-		other := c.known(c.name(m.Rollback))
-		gone := other == nil || other.halted.is()
-		var stepped <-chan struct{}
-		if !gone {
-			stepped = other.nextEnd()
+		ended, cancel, err := c.under(ctx, c.name(m.Rollback))
+		if err != nil {
+			return stepOutcome{}, err
 		}
+		defer cancel()
 		if now, _, err := c.mark(ctx, id); err != nil || now != m {
 			return stepOutcome{}, again
 		}
-		if gone {
+		if ended == nil {
 			e := failed(reasonBusy)
 			e.Unknown = true
 			return e, nil
 		}
 		select {
-		case <-stepped:
-		case <-other.halted.c:
+		case <-moved:
+			return stepOutcome{}, again
+		case <-ended:
 		case <-r.due.c:
 			return escalated(string(ReasonTimeout)), nil
 		case <-c.quit:

@@ -353,6 +353,7 @@ func (j *job) completeRequest(ctx context.Context, o Outgoing) (*Outgoing, error
 	}
 	o.Guard, o.Action, o.Spec = j.spec.Guard, j.call.Action, j.spec
 	o.Rollback, o.Checkpoint, o.Workflow = j.task.Rollback, j.call.Root(), j.call.Workflow
+	o.Execution = j.call.Execution
 	o.Reason, o.Step = j.task.Reason, cmp.Or(j.task.Step, j.call.ID)
 	if !strings.HasPrefix(o.URL, "/") {
 		return &o, nil // the call's credentials are for its upstream only

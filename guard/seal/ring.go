@@ -3,7 +3,8 @@
 // A Ring holds two kinds of keys. The index key turns callers and execution ids
 // into the store's keys; it is made with the store and never changes, so that a
 // retry finds its execution for as long as that is kept. Sealing keys encrypt
-// values: the newest one seals, all of them open. They rotate while the ring is in use.
+// values: the newest one seals, or the one that was chosen (Use), and all of them open.
+// They rotate while the ring is in use.
 package seal
 
 import (
@@ -16,6 +17,7 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/binary"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -42,6 +44,8 @@ type Ring struct {
 // keySet is immutable; a rotation replaces it.
 type keySet struct {
 	newest  uint32
+	seals   uint32 // the newest, unless it was chosen
+	chosen  bool   // by Use
 	sealing map[uint32]*sealingKey
 }
 
@@ -78,6 +82,9 @@ func newKey(raw [keySize]byte, created time.Time) *sealingKey {
 
 func newRing(index [keySize]byte, keys *keySet) *Ring {
 	r := &Ring{index: index}
+	if !keys.chosen {
+		keys.seals = keys.newest
+	}
 	r.keys.Store(keys)
 	r.macs.New = func() any { return &macState{mac: hmac.New(sha256.New, r.index[:]), in: make([]byte, 0, 512)} }
 	return r
@@ -89,22 +96,58 @@ type Key struct {
 	ID uint32
 	// Created is when it was made; zero if unknown.
 	Created time.Time
-	// Newest marks the one that seals.
-	Newest bool
+	// Seals marks the one that seals.
+	Seals bool
 }
 
-// Keys lists the sealing keys, the newest last.
+// Keys lists the sealing keys by their ids.
 func (r *Ring) Keys() []Key {
 	keys := r.keys.Load()
 	var all []Key
 	for _, id := range slices.Sorted(maps.Keys(keys.sealing)) {
-		all = append(all, Key{ID: id, Created: keys.sealing[id].created, Newest: id == keys.newest})
+		all = append(all, Key{ID: id, Created: keys.sealing[id].created, Seals: id == keys.seals})
 	}
 	return all
 }
 
-// KeyIDs lists the ids of the sealing keys, the newest last.
-func (r *Ring) KeyIDs() []uint32 { return slices.Sorted(maps.Keys(r.keys.Load().sealing)) }
+// KeyIDs lists the ids of the sealing keys, the one that seals last.
+func (r *Ring) KeyIDs() []uint32 {
+	keys := r.keys.Load()
+	ids := slices.Sorted(maps.Keys(keys.sealing))
+	at := slices.Index(ids, keys.seals)
+	return append(slices.Delete(ids, at, at+1), keys.seals)
+}
+
+// Check is the same for two keys only if they are one; empty for an id that the ring does not have. It
+// reveals nothing of the key.
+func (r *Ring) Check(id uint32) string {
+	key := r.keys.Load().sealing[id]
+	if key == nil {
+		return ""
+	}
+	check, err := hkdf.Key(sha256.New, key.raw[:], nil, "agent-guard check", 16)
+	if err != nil {
+		panic("seal: " + err.Error()) // the length is a constant that HKDF allows
+	}
+	return hex.EncodeToString(check)
+}
+
+// Use makes a key seal from now on, and keeps those that come later from doing so until they are used as
+// well. An older key than the one that was used last changes nothing. It returns false if the ring does not
+// have the key.
+func (r *Ring) Use(id uint32) bool {
+	r.changing.Lock()
+	defer r.changing.Unlock()
+	keys := *r.keys.Load()
+	if keys.sealing[id] == nil {
+		return false
+	}
+	if !keys.chosen || id > keys.seals {
+		keys.seals, keys.chosen = id, true
+		r.keys.Store(&keys)
+	}
+	return true
+}
 
 // KeyOf is the id of the key under which a value is sealed; 0, which no key has, for
 // what is too short to be one.
@@ -122,8 +165,8 @@ const overhead = 4 + nonceSize + tagSize
 // The value opens under the same name only.
 func (r *Ring) Seal(dst, plaintext, name []byte) []byte {
 	keys := r.keys.Load()
-	dst = binary.BigEndian.AppendUint32(dst, keys.newest)
-	return keys.sealing[keys.newest].aead.seal(dst, plaintext, name)
+	dst = binary.BigEndian.AppendUint32(dst, keys.seals)
+	return keys.sealing[keys.seals].aead.seal(dst, plaintext, name)
 }
 
 // Open appends the plaintext to dst. With sealed[:0] it is opened where it stands, which saves

@@ -50,6 +50,8 @@ func Create(path string) (*Ring, error) {
 // The file is replaced atomically. Once it is durable, before is called with the id; r
 // seals with the new key only after before has returned nil. A crash or an error leaves
 // either the old file or one with an additional key that is not used yet.
+//
+// If the key that seals was chosen (Use), the new one only opens, from before that call on.
 func (r *Ring) Rotate(path string, before func(newest uint32) error) (uint32, error) {
 	r.changing.Lock()
 	defer r.changing.Unlock()
@@ -65,6 +67,9 @@ func (r *Ring) Rotate(path string, before func(newest uint32) error) (uint32, er
 	}
 	if err != nil {
 		return 0, fmt.Errorf("key file %s: %w", path, err)
+	}
+	if next.chosen {
+		r.keys.Store(next)
 	}
 	if err := before(next.newest); err != nil {
 		return 0, err
@@ -117,10 +122,16 @@ func (r *Ring) Rotated() (*Ring, error) {
 	return newRing(r.index, next), nil
 }
 
+// ErrRefused: the keys of another ring are not to be used.
+var ErrRefused = errors.New("seal: the key ring is refused")
+
 // Adopt replaces the sealing keys of r by those of other, the ring as it was read again.
-// other must have r's newest key and those in needed, else the error is a *MissingError.
+// other must have the key that seals and those in needed, else the error is a *MissingError.
 // If the newest key changes, before is called with its id: r seals with it only after
 // before has returned nil. Adopt reports whether anything changed.
+//
+// If the key that seals was chosen (Use), it stays, and before is called whenever the keys change: r then
+// opens with those of both rings, and goes on so if before fails with another error than ErrRefused.
 func (r *Ring) Adopt(other *Ring, needed []uint32, before func(newest uint32) error) (bool, error) {
 	if r.index != other.index {
 		return false, ErrIndex
@@ -132,7 +143,7 @@ func (r *Ring) Adopt(other *Ring, needed []uint32, before func(newest uint32) er
 		return false, err
 	}
 	var missing MissingError
-	for _, id := range append(slices.Clone(needed), ours.newest) {
+	for _, id := range append(slices.Clone(needed), ours.seals) {
 		if theirs.sealing[id] == nil {
 			missing.IDs = append(missing.IDs, id)
 		}
@@ -142,13 +153,24 @@ func (r *Ring) Adopt(other *Ring, needed []uint32, before func(newest uint32) er
 		missing.IDs = slices.Compact(missing.IDs)
 		return false, &missing
 	}
-	if ours.newest != theirs.newest {
+	same := func(*sealingKey, *sealingKey) bool { return true } // they agree
+	changed := !maps.EqualFunc(ours.sealing, theirs.sealing, same)
+	if ours.chosen && changed {
+		r.keys.Store(ours.union(theirs))
+	}
+	if changed && (ours.chosen || ours.newest != theirs.newest) {
 		if err := before(theirs.newest); err != nil {
+			if errors.Is(err, ErrRefused) {
+				r.keys.Store(ours)
+			}
 			return false, err
 		}
 	}
-	changed := !slices.Equal(r.KeyIDs(), other.KeyIDs())
-	r.keys.Store(theirs)
+	next := *theirs
+	if next.seals, next.chosen = theirs.newest, ours.chosen; ours.chosen {
+		next.seals = ours.seals
+	}
+	r.keys.Store(&next)
 	return changed, nil
 }
 
@@ -166,9 +188,13 @@ func (k *keySet) agree(other *keySet) error {
 
 // union is all keys of both sets, which must agree.
 func (k *keySet) union(other *keySet) *keySet {
-	all := &keySet{newest: max(k.newest, other.newest), sealing: maps.Clone(k.sealing)}
+	all := *k
+	all.newest, all.sealing = max(k.newest, other.newest), maps.Clone(k.sealing)
+	if !all.chosen {
+		all.seals = all.newest
+	}
 	maps.Copy(all.sealing, other.sealing)
-	return all
+	return &all
 }
 
 // rotated is the set with one more key.
@@ -176,7 +202,11 @@ func (k *keySet) rotated() (*keySet, error) {
 	if k.newest == math.MaxUint32 {
 		return nil, errors.New("seal: the numbers of sealing keys are used up")
 	}
-	next := &keySet{newest: k.newest + 1, sealing: maps.Clone(k.sealing)}
+	next := *k
+	next.newest, next.sealing = k.newest+1, maps.Clone(k.sealing)
+	if !next.chosen {
+		next.seals = next.newest
+	}
 	next.sealing[next.newest] = freshKey()
-	return next, nil
+	return &next, nil
 }

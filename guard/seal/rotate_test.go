@@ -107,7 +107,7 @@ func TestKeysShowNoKey(t *testing.T) {
 	rotate(t, ring, path)
 	for _, r := range []*seal.Ring{ring, load(t, path)} {
 		keys := r.Keys()
-		if len(keys) != 2 || keys[0].ID != 1 || keys[0].Newest || keys[1].ID != 2 || !keys[1].Newest {
+		if len(keys) != 2 || keys[0].ID != 1 || keys[0].Seals || keys[1].ID != 2 || !keys[1].Seals {
 			t.Fatalf("keys %+v", keys)
 		}
 		for _, k := range keys {
@@ -416,6 +416,69 @@ func TestAdopt(t *testing.T) {
 	}
 	if got := ring.KeyIDs(); !slices.Equal(got, []uint32{2}) {
 		t.Errorf("keys %v after an announcement that failed", got)
+	}
+}
+
+// Once a key was chosen, later ones only open until they are chosen too: from before others hear of them, and
+// whatever becomes of that.
+func TestUseChoosesTheKeyThatSeals(t *testing.T) {
+	ring, path := created(t)
+	if !ring.Use(1) || ring.Use(9) {
+		t.Fatal("Use")
+	}
+	theirs := load(t, path)
+	rotate(t, theirs, path)
+	under2 := sealed(theirs)
+	down := errors.New("the store is down")
+	seals := func(want uint32, ids ...uint32) {
+		t.Helper()
+		if got := ring.KeyOf(sealed(ring)); got != want || !slices.Equal(ring.KeyIDs(), ids) {
+			t.Errorf("it seals with %d of %v; want %d of %v", got, ring.KeyIDs(), want, ids)
+		}
+	}
+	calls := 0
+	hear := func(err error) func(uint32) error {
+		return func(uint32) error {
+			calls++
+			opens(t, ring, under2)
+			seals(1, 2, 1)
+			return err
+		}
+	}
+	if _, err := ring.Adopt(theirs, nil, hear(fmt.Errorf("%w: %w", seal.ErrRefused, down))); !errors.Is(err, down) {
+		t.Error(err)
+	}
+	seals(1, 1)
+	if _, err := ring.Adopt(theirs, nil, hear(down)); !errors.Is(err, down) { // they may count on it
+		t.Error(err)
+	}
+	seals(1, 2, 1)
+	if changed, err := ring.Adopt(theirs, nil, hear(nil)); err != nil || changed || calls != 2 {
+		t.Errorf("%t %v, %d calls", changed, err, calls)
+	}
+	seals(1, 2, 1)
+	if id := rotate(t, ring, path); id != 3 {
+		t.Errorf("rotated to %d", id)
+	}
+	seals(1, 2, 3, 1)
+	if !ring.Use(2) {
+		t.Error("Use")
+	}
+	seals(2, 1, 3, 2)
+	if !ring.Use(1) { // it stays
+		t.Error("Use")
+	}
+	seals(2, 1, 3, 2)
+	if changed, err := ring.Adopt(theirs, nil, func(uint32) error { return nil }); err != nil || !changed {
+		t.Errorf("a key that does not seal is given up: %t %v", changed, err)
+	}
+	seals(2, 1, 2)
+	if ring.Check(2) != theirs.Check(2) || ring.Check(2) == ring.Check(1) || ring.Check(3) != "" || len(ring.Check(1)) != 32 {
+		t.Errorf("checks %q and %q", ring.Check(1), ring.Check(2))
+	}
+	text, err := ring.MarshalText()
+	if err != nil || load(t, path).KeyIDs()[2] != 3 || strings.Contains(string(text), ring.Check(1)) {
+		t.Error(err)
 	}
 }
 

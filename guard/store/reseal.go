@@ -20,6 +20,10 @@ type Sealer interface {
 	KeyIDs() []uint32
 	// KeyOf is the id of the key under which a value is sealed.
 	KeyOf(sealed []byte) uint32
+	// Check is the same for two keys only if they are one; empty for an id that KeyIDs does not list.
+	Check(id uint32) string
+	// Use makes a key seal from now on, and later ones only once they are used; false if there is no such key.
+	Use(id uint32) bool
 }
 
 // lists have room for the parts of an index.
@@ -61,7 +65,7 @@ type Resealer struct {
 // resealBatch bounds the values that one commit seals anew.
 const resealBatch = 64
 
-// NewResealer returns a Resealer to the current newest key of sealer.
+// NewResealer returns a Resealer to the key that seals now.
 func NewResealer(st Store, sealer Sealer) *Resealer {
 	ids := sealer.KeyIDs()
 	return &Resealer{store: st, sealer: sealer, newest: ids[len(ids)-1]}

@@ -49,8 +49,8 @@ type Store interface {
 	Scan(ctx context.Context, r Range) iter.Seq2[Entry, error]
 
 	// Commit makes all writes of batch durable, or none. It returns the version that all of them
-	// carry. If a condition does not hold, the error is a *Conflict with the first such write and
-	// the current entry. After its return the batch, with its keys and values, is the caller's.
+	// carry, but for checks. If a condition does not hold, the error is a *Conflict with the first such
+	// write and the current entry. After its return the batch, with its keys and values, is the caller's.
 	//
 	// ctx counts only until the batch is queued: from there on the batch may land. ErrUnknown
 	// means that the store does not know whether it did (a failed sync, a lost connection); any
@@ -111,7 +111,11 @@ type Write struct {
 	// Delete removes the entry; Value, Expires and Bulk are then unused. Deleting a missing entry
 	// succeeds unless If forbids it.
 	Delete bool
-	Value  []byte
+	// Check makes the write a condition on its key and nothing else: the entry stays as it is, with
+	// its version, and no watch wakes. It needs an If, and takes no value, expiry or Delete. A batch
+	// has at least one write that is no check.
+	Check bool
+	Value []byte
 	// Expires is when the entry stops being found; zero is never. A past time is allowed, and the
 	// entry then counts as expired.
 	Expires time.Time
@@ -119,6 +123,59 @@ type Write struct {
 	// as a whole. One with an Expires may be large, must have no condition, and is durable before
 	// the other writes of its batch. One without is held to the limits of an ordinary value.
 	Bulk bool
+	// Place, if not nil, asks for a place in a sequence. What is written then depends on the order of the
+	// commits, and the sequence makes it; this write itself is a condition on its key, as Check is. Only a
+	// store that is Sequencing takes it.
+	Place *Place
+}
+
+// Place is what a batch adds to a sequence.
+type Place struct {
+	In   *Sequence
+	Item any
+	// Size bounds the keys and values that the sequence makes of it, in bytes, from 1 to MaxBulk. It counts as
+	// that of an ordinary value.
+	Size int
+}
+
+// Sequence makes writes of which the order of all commits decides what they are, such as the entries of a log.
+type Sequence struct {
+	// Assemble gets the places of the batches that are about to be committed together, in the order of their
+	// commits, and returns the writes to commit with them, without conditions. Their keys are the sequence's own and
+	// those of the writes with the places; they come behind all batches, with a version of their own.
+	// now is the store's time, and current the version of a key, 0 for no living entry, with what the batches are
+	// about to write. Bulk values among the writes have no expiry.
+	//
+	// done, if it is not nil, is called with how that commit has ended: with the version of the writes, or with an
+	// error as Commit returns it. It is called before any of the batches returns, and before the next Assemble. Until
+	// then the writes stay as they are.
+	//
+	// Both are called where all commits pass through, one at a time: they neither wait nor use the store.
+	Assemble func(places []*Place, now time.Time, current func(key []byte) (Version, error)) (writes []Write, done func(Version, error))
+}
+
+// Sequencing is a Store that may take writes with a Place: one of which all commits pass through one place in this
+// process. Others refuse them with ErrInvalid.
+type Sequencing interface {
+	Store
+	// Sequences reports whether this store does.
+	Sequences() bool
+}
+
+// Sequences reports whether a store takes writes with a Place.
+func Sequences(st Store) bool {
+	s, is := st.(Sequencing)
+	return is && s.Sequences()
+}
+
+// RefusePlaces returns an ErrInvalid if a batch asks for a place in a sequence, for stores that are not Sequencing.
+func RefusePlaces(batch []Write) error {
+	for i := range batch {
+		if batch[i].Place != nil {
+			return fmt.Errorf("%w: write %d: a place in a sequence, which this store does not have", ErrInvalid, i)
+		}
+	}
+	return nil
 }
 
 // Condition is a write's condition on the entry of its key. An expired entry counts as absent.
@@ -297,7 +354,7 @@ func Check(batch []Write) error {
 	case len(batch) > MaxBatch:
 		return fmt.Errorf("%w: %d writes, at most %d", ErrInvalid, len(batch), MaxBatch)
 	}
-	size := 0
+	size, checks := 0, 0
 	var seen map[uint64]int // where comparing all with all would take long
 	if len(batch) > fewWrites {
 		seen = make(map[uint64]int, len(batch))
@@ -306,6 +363,12 @@ func Check(batch []Write) error {
 		if err := batch[i].check(); err != nil {
 			return fmt.Errorf("%w: write %d: %s", ErrInvalid, i, err)
 		}
+		if batch[i].Check {
+			checks++
+		}
+		if p := batch[i].Place; p != nil {
+			size += p.Size
+		}
 		size += len(batch[i].Key)
 		if !batch[i].Delete && !batch[i].Large() {
 			size += len(batch[i].Value)
@@ -313,6 +376,9 @@ func Check(batch []Write) error {
 		if j := before(batch[:i], batch[i].Key, seen); j >= 0 {
 			return fmt.Errorf("%w: writes %d and %d have the same key", ErrInvalid, j, i)
 		}
+	}
+	if checks == len(batch) {
+		return fmt.Errorf("%w: %d checks and no write beside them", ErrInvalid, checks)
 	}
 	if size > MaxBatchBytes {
 		return fmt.Errorf("%w: %d bytes of keys and values, at most %d", ErrInvalid, size, MaxBatchBytes)
@@ -353,6 +419,14 @@ func (w *Write) check() error {
 		return errors.New("empty key")
 	case len(w.Key) > MaxKey:
 		return fmt.Errorf("key of %d bytes, at most %d", len(w.Key), MaxKey)
+	case w.Check && w.If.None():
+		return errors.New("a check without a condition")
+	case w.Check && (w.Delete || w.Bulk || len(w.Value) > 0 || !w.Expires.IsZero()):
+		return errors.New("a check that writes or deletes")
+	case w.Place != nil && (w.Delete || w.Check || w.Bulk || len(w.Value) > 0 || !w.Expires.IsZero()):
+		return errors.New("a place in a sequence, and something else beside it")
+	case w.Place != nil && (w.Place.In == nil || w.Place.Size < 1 || w.Place.Size > MaxBulk):
+		return fmt.Errorf("a place in no sequence, or of %d bytes, from 1 to %d", w.Place.Size, MaxBulk)
 	case w.Delete:
 		return nil
 	case w.Large() && !w.If.None():

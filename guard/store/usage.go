@@ -97,12 +97,12 @@ func (u *Usage[S]) Expire(now time.Time) (next time.Time) {
 	return time.Unix(0, u.soonest)
 }
 
-// Count lets add read the entries under a prefix, and add those that count. It runs once, under
-// the lock, so that concurrent callers wait for it. It goes on when ctx ends: otherwise a client
+// Count lets add read the entries under a prefix, and add those that count, instead of what was counted before. It
+// runs under the lock, so that concurrent callers wait for it. It goes on when ctx ends: otherwise a client
 // that leaves could make the next one begin anew. The error is that of the store or of add;
 // nothing is then counted.
 func (u *Usage[S]) Count(ctx context.Context, st Store, prefix []byte, add func(Entry) error) error {
-	u.Counted = true
+	u.Counted, u.N, u.Bytes, u.expiry, u.soonest = true, 0, 0, nil, 0
 	for entry, err := range st.Scan(context.WithoutCancel(ctx), Prefix(prefix)) {
 		if err == nil {
 			err = add(entry)
@@ -153,6 +153,19 @@ func (u *Usages[K, S]) Leave(entered *Usage[S]) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	entered.users--
+}
+
+// Entered returns the holders that somebody has entered.
+func (u *Usages[K, S]) Entered() []K {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	var all []K
+	for holder, found := range u.m {
+		if found.users > 0 {
+			all = append(all, holder)
+		}
+	}
+	return all
 }
 
 // forget drops the holders that nobody has entered, with mu held.

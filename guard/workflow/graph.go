@@ -235,19 +235,25 @@ func New(records []Record) *Graph {
 	for i := range records {
 		nodes[i].Record = records[i]
 	}
+	g := withStates(nodes)
+	g.follow()
+	return g
+}
+
+// withStates is New without the edges of consequences: states do not depend on them. It keeps nodes.
+func withStates(nodes []Node) *Graph {
 	g := newGraph(nodes)
 	g.build(g.contains)
 	g.guard()
 	g.note()
 	derive(g)
-	g.follow()
 	return g
 }
 
 // FromNodes makes the graph of nodes with known states, groups and guards, in the order of
 // recording. Guards that are no tasks of the graph do not count.
 func FromNodes(nodes []Node) *Graph {
-	g := newGraph(nodes)
+	g := newGraph(slices.Clone(nodes))
 	g.build(func(i int) bool { return g.nodes[i].Group })
 	g.guards = make([][]int, len(g.nodes))
 	for i := range g.nodes {
@@ -264,13 +270,17 @@ func FromNodes(nodes []Node) *Graph {
 	return g
 }
 
-// newGraph takes the first node of each id.
+// newGraph takes the first node of each id. It keeps nodes.
 func newGraph(nodes []Node) *Graph {
-	g := &Graph{index: make(map[string]int, len(nodes))}
+	g := &Graph{nodes: nodes[:0], index: make(map[string]int, len(nodes))}
 	for i := range nodes {
-		if _, twice := g.index[nodes[i].ID]; !twice {
-			g.index[nodes[i].ID] = len(g.nodes)
-			g.nodes = append(g.nodes, nodes[i])
+		if _, twice := g.index[nodes[i].ID]; twice {
+			continue
+		}
+		at := len(g.nodes)
+		g.index[nodes[i].ID] = at
+		if g.nodes = g.nodes[:at+1]; at < i {
+			g.nodes[at] = nodes[i]
 		}
 	}
 	return g
@@ -280,8 +290,10 @@ func newGraph(nodes []Node) *Graph {
 func (g *Graph) build(group func(i int) bool) {
 	g.seq = from(0, len(g.nodes))
 	g.link(group)
-	g.reorder(g.sort())
-	g.link(group)
+	if order := g.sort(); !slices.IsSorted(order) { // as a rule they were recorded in order
+		g.reorder(order)
+		g.link(group)
+	}
 }
 
 // link finds the neighbours of every node.
@@ -291,14 +303,20 @@ func (g *Graph) link(group func(i int) bool) {
 	for i := range g.nodes {
 		node := &g.nodes[i]
 		node.Missing = nil
-		seen := make(map[int]bool, len(node.Parents))
+		var seen map[int]bool
+		if len(node.Parents) > 8 { // of a few it takes longer to make the map
+			seen = make(map[int]bool, len(node.Parents))
+		}
 		for _, id := range node.Parents {
 			p, ok := g.index[id]
 			switch {
 			case !ok:
 				node.Missing = append(node.Missing, id)
-			case p != i && !seen[p]:
-				seen[p] = true
+			case p == i, seen[p], seen == nil && slices.Contains(g.parents[i], p):
+			default:
+				if seen != nil {
+					seen[p] = true
+				}
 				g.parents[i] = append(g.parents[i], p)
 			}
 		}

@@ -1,6 +1,7 @@
 package workflow_test
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -12,11 +13,7 @@ import (
 // same holds that a Live has the tasks of the graph of the same records, in their states.
 func same(t *testing.T, all []Record, l *Live, tasks map[*Calls][]Task) {
 	t.Helper()
-	for _, c := range l.Changes() {
-		if tasks[c] = c.Tasks; len(c.Tasks) == 0 {
-			delete(tasks, c)
-		}
-	}
+	changes(l, tasks)
 	g, got := New(all), map[string]Task{}
 	for _, of := range tasks {
 		for _, task := range of {
@@ -40,6 +37,20 @@ func same(t *testing.T, all []Record, l *Live, tasks map[*Calls][]Task) {
 	if len(got) > 0 {
 		t.Fatalf("no tasks: %v\n%+v", got, all)
 	}
+	for i := range g.Len() { // also what is part of a task
+		n := g.At(i)
+		if !n.IsTask() && !(n.IsCheckpoint() && n.Own) {
+			continue
+		}
+		waits := n.State != Done || n.Detail != ""
+		if n.State == Running || n.State == Pending {
+			waits = n.Called
+		}
+		held := l.Holding([]string{n.ID})
+		if len(held) > 0 != waits || waits && (held[0].State != n.State || held[0].Detail != n.Detail) {
+			t.Fatalf("%s is %s %s (called: %v), and %+v holds\n%+v", n.ID, n.State, n.Detail, n.Called, held, all)
+		}
+	}
 	together := 0
 	for _, c := range l.All() {
 		together += len(c.Tasks)
@@ -52,6 +63,15 @@ func same(t *testing.T, all []Record, l *Live, tasks map[*Calls][]Task) {
 	}
 }
 
+// changes keeps tasks as those of a Live are.
+func changes(l *Live, tasks map[*Calls][]Task) {
+	for _, c := range l.Changes() {
+		if tasks[c] = c.Tasks; len(c.Tasks) == 0 {
+			delete(tasks, c)
+		}
+	}
+}
+
 // FuzzLive: whatever comes in whatever order, the states are those that the whole graph has.
 func FuzzLive(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 0, 255, 255, 0x23, 0, 0, 0, 1, 255, 0x20, 0x10, 0, 0, 1, 2})
@@ -60,8 +80,8 @@ func FuzzLive(f *testing.F) {
 		l, tasks := NewLive(), map[*Calls][]Task{}
 		all := records(data)
 		for i, r := range all {
-			l.Add(r)
-			l.Add(r) // twice is once
+			l.Add(&r)
+			l.Add(&r) // twice is once
 			if i%3 == 0 || i == len(all)-1 {
 				same(t, all[:i+1], l, tasks)
 			}
@@ -85,8 +105,50 @@ func TestLiveOfRandomRecords(t *testing.T) {
 		l, tasks := NewLive(), map[*Calls][]Task{}
 		all := records(data)
 		for i, record := range all {
-			l.Add(record)
+			l.Add(&record)
 			same(t, all[:i+1], l, tasks)
+		}
+	}
+}
+
+// Calls of which nothing but tokens, checkpoints and outcomes is recorded have the states that the whole graph has, also
+// where those of an earlier call of their shape are taken.
+func TestLiveOfPlainCalls(t *testing.T) {
+	for seed := range uint64(6) {
+		r := rand.New(rand.NewPCG(seed, 7))
+		l, tasks, all := NewLive(), map[*Calls][]Task{}, []Record(nil)
+		for n := range 300 {
+			from := len(all)
+			for k := range 1 + r.IntN(4) {
+				id := fmt.Sprint(n, "/", k)
+				record := Record{ID: id, Issuer: "agent", Action: "act", Node: []string{"", id}[r.IntN(2)]}
+				switch r.IntN(3) {
+				case 0:
+					record.Own, record.Event, record.Reversible = true, ect.EventCheckpoint, r.IntN(2) == 0
+				case 1:
+					record.Own, record.Outcome = true, []Outcome{Completed, InDoubt, Released, "other"}[r.IntN(4)]
+				}
+				if record.Own {
+					record.Issuer, record.Execution = gateway, []string{"", fmt.Sprint(n), fmt.Sprint(n, "b")}[r.IntN(3)]
+				}
+				record.Escalated = r.IntN(20) == 0
+				for i := from; i < len(all); i++ {
+					if r.IntN(2) == 0 {
+						record.Parents = append(record.Parents, all[i].ID)
+					}
+				}
+				if len(all) > 0 && r.IntN(8) == 0 {
+					record.Parents = append(record.Parents, all[r.IntN(len(all))].ID)
+				}
+				all = append(all, record)
+				l.Add(&record)
+				if r.IntN(3) == 0 {
+					changes(l, tasks)
+				}
+			}
+			if n%20 == 19 {
+				same(t, all, l, tasks)
+			}
 		}
 	}
 }
@@ -141,7 +203,7 @@ func TestHolding(t *testing.T) {
 	}}} {
 		l := NewLive()
 		for _, r := range slices.Concat(base, more.all) {
-			l.Add(r)
+			l.Add(&r)
 		}
 		l.Changes()
 		for parent, want := range map[string]string{
@@ -162,7 +224,7 @@ func TestHolding(t *testing.T) {
 		// Asking about what nobody knows yet changes nothing.
 		l.Holding([]string{"later"})
 		for _, r := range called("later", "", Completed) {
-			l.Add(r)
+			l.Add(&r)
 		}
 		if l.Changes(); len(l.Holding([]string{"later"})) > 0 || more.all == nil && len(l.All()) < 5 {
 			t.Errorf("%s: %v in %d", more.name, l.Holding([]string{"later"}), len(l.All()))
@@ -175,9 +237,9 @@ func TestHolding(t *testing.T) {
 func TestTaskOfLive(t *testing.T) {
 	l := NewLive()
 	for _, r := range called("x", "", Released) {
-		l.Add(r)
+		l.Add(&r)
 	}
-	l.Add(Record{ID: "x/c2", Parents: []string{"x"}, Event: ect.EventCheckpoint, Own: true, Issuer: gateway, Execution: "x", Node: "pay"})
+	l.Add(&Record{ID: "x/c2", Parents: []string{"x"}, Event: ect.EventCheckpoint, Own: true, Issuer: gateway, Execution: "x", Node: "pay"})
 	for _, c := range l.Changes() {
 		if len(c.Tasks) == 0 {
 			continue
@@ -196,7 +258,7 @@ func BenchmarkLive(b *testing.B) {
 		n++
 		name := string(rune('a'+n%26)) + string(rune(n))
 		for _, r := range called(name, "node", Completed) {
-			l.Add(r)
+			l.Add(&r)
 			l.Changes()
 		}
 	}

@@ -648,7 +648,19 @@ const (
 
 // Ended says whether the end of the workflow is recorded, and stands: nothing was recorded since that could
 // change a state.
-func (g *Graph) Ended() (by EndedBy) {
+func (g *Graph) Ended() (by EndedBy) { return g.endedBefore(changing) }
+
+// Amended says who has recorded an end that does not stand, though no task has come since: only errors and rollbacks.
+// What it says holds, that nothing more comes, and how the workflow has ended is another matter now.
+func (g *Graph) Amended() (by EndedBy) {
+	if g.Ended() != ByNobody {
+		return ByNobody
+	}
+	return g.endedBefore([]ect.Event{"", ect.EventCheckpoint})
+}
+
+// endedBefore says who has recorded an end behind all such events.
+func (g *Graph) endedBefore(events []ect.Event) (by EndedBy) {
 	ended, changed := map[EndedBy]int{ByAgent: -1, ByGateway: -1}, -1
 	for i := range g.nodes {
 		node := &g.nodes[i]
@@ -658,7 +670,7 @@ func (g *Graph) Ended() (by EndedBy) {
 			ended[ByGateway] = max(ended[ByGateway], g.seq[i])
 		case node.Event == ect.EventWorkflowComplete:
 			ended[ByAgent] = max(ended[ByAgent], g.seq[i])
-		case slices.Contains(changing, node.Event) && !(node.Own && node.Attempt):
+		case slices.Contains(events, node.Event) && !(node.Own && node.Attempt):
 			changed = max(changed, g.seq[i])
 		}
 	}

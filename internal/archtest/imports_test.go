@@ -42,6 +42,8 @@ var layers = []layer{
 	{part: "guard/api!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/drawing!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
+	{part: "guard/circuits!", may: append([]string{"breaker"}, leaves...), tests: []string{"guard", "internal"}},
+	{part: "guard/cascades!", may: append([]string{"guard/hitl!", "guard/evidence!", "guard/api!", "ect", "breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/api!", "guard/protocol!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},

@@ -127,13 +127,18 @@ var mutations = []mutation{
 		breaks: "agents whose part is done are not in the blast radius", tests: []string{"TestCascade441TokensOfARollback"},
 	},
 	{
-		id: "A-coordinated-circuit-breaking-a", file: "caddymodule/circuit_state.go",
-		old: "e.ring.Index(\"circuit\", key.Upstream, key.Class)", now: "e.ring.Index(\"circuit\", key.Class)",
+		id: "A-coordinated-circuit-breaking-a", file: "guard/circuits/circuits.go",
+		old: "k.o.Sealer.Index(\"circuit\", key.Upstream, key.Class)", now: "k.o.Sealer.Index(\"circuit\", key.Class)",
 		breaks: "breakers are recorded in one place", tests: []string{"TestCircuitsAreApartOverARestart"},
 	},
 	{
+		id: "A-coordinated-circuit-breaking-b", file: "guard/circuits/circuits.go",
+		old: "name = append(name, node[:lenNode]...)", now: "name = append(name, node[len(node)-lenNode+8:]...)",
+		breaks: "nodes overwrite each other's breakers", tests: []string{"TestProcessFleetCircuits"},
+	},
+	{
 		id: "G-three-layer-model-a", file: "guard/execution/recognize.go",
-		old: "!a.given || a.Key == a.own || v.named != nil {", now: "!a.given || a.Key == a.own || v.named != nil || a.Evidence != \"\" {",
+		old: "(!a.given || a.Key == a.own || v.named != nil) {", now: "(!a.given || a.Key == a.own || v.named != nil || a.Evidence != \"\") {",
 		breaks: "a new key that was recognised is a new key again", tests: []string{"TestNewKeysThatAreAdvisory"},
 	},
 	{
@@ -160,5 +165,140 @@ var mutations = []mutation{
 		id: "C-3.1.1-b", file: "guard/evidence/cascade.go", dir: "guard/evidence",
 		old: "	return string(upstream), nil\n", now: "	_ = upstream\n	return \"\", nil\n",
 		breaks: "the next process does not know where calls have failed", tests: []string{"TestFailuresOfBeforeARestart"},
+	},
+	{
+		id: "C-3.3.3-b", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "if p.inUse < p.set.Total && l.inUse < p.set.PerWorkflow {", now: "if p.inUse < p.set.Total {",
+		breaks: "a workflow takes the whole pool", tests: []string{"TestPerWorkflow"},
+	},
+	{
+		id: "C-3.3.3-c", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\tcase w.granted:\n\t\tp.drop(l, w.came, p.now())\n", now: "\tcase w.granted:\n",
+		breaks: "who leaves with its permit takes it along", tests: []string{"TestPermitOfWhoHasLeft"},
+	},
+	{
+		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\tl.used += now - t.begun\n\tl.bytes -= t.bytes\n", now: "\tl.used += now - t.begun\n",
+		breaks: "bytes of calls that have ended count on", tests: []string{"TestBytes"},
+	},
+	{
+		id: "C-3.3.3-c", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\t\t\treturn p.giveUp(c, w, context.Cause(ctx)) // nobody waits for the answer", now: "\t\t\treturn nil",
+		breaks: "a call whose client has left is sent", tests: []string{"TestPermitOfWhoHasLeft"},
+	},
+	{
+		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\tl.due = due\n\treturn again, nil", now: "\treturn again, nil",
+		breaks: "the rate of a workflow has no limit", tests: []string{"TestRate"},
+	},
+	{
+		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "float64(l.inUse)-float64(set.Time)/float64(set.TimeWindow)", now: "-float64(set.Time)/float64(set.TimeWindow)",
+		breaks: "a call that runs uses no time", tests: []string{"TestTime"},
+	},
+	{
+		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "bytes > 0 && p.set.Memory > 0 && l.memory+bytes > p.set.Memory", now: "false",
+		breaks: "bodies of a workflow take all memory", tests: []string{"TestMemory"},
+	},
+	{
+		id: "A-fair-share-scheduling-b", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\t\tcase l.inUse*p.active < p.set.Total:\n\t\t\tr.stage = 3\n", now: "",
+		breaks: "no workflow has a base share", tests: []string{"TestEqualShares", "TestFairness"},
+	},
+	{
+		id: "A-fair-share-scheduling-b", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\t\tl.used = max(l.used, p.virtual)\n", now: "",
+		breaks: "who was away has saved up a claim", tests: []string{"TestWhoWasAwayHasNoClaim"},
+	},
+	{
+		id: "A-fair-share-scheduling-c", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "cmp.Compare(r.stage, best.stage), cmp.Compare(best.class, r.class),", now: "cmp.Compare(r.stage, best.stage),",
+		breaks: "what is left does not go to the higher class", tests: []string{"TestWhatIsLeftGoesToTheHigherClass"},
+	},
+	{
+		id: "A-fair-share-scheduling-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\tif c.Class == Low {\n\t\twait = max(wait, p.set.Starve)\n\t}\n", now: "",
+		breaks: "low waits no longer than others", tests: []string{"TestWaitsEnd", "TestLowIsServedInTime"},
+	},
+	{
+		id: "A-fair-share-scheduling-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\t\t\tr = rank{stage: 1, came: w.came}", now: "\t\t\tr = rank{stage: 4, came: w.came}",
+		breaks: "nobody is served because it starves", tests: []string{"TestLowIsServedInTime"},
+	},
+	{
+		id: "A-unsatisfiable-resource-hints-b", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\t\t\tr.stage = 2\n", now: "\t\t\tr.stage = 4\n",
+		breaks: "critical waits behind others", tests: []string{"TestOrder"},
+	},
+	{
+		id: "A-unsatisfiable-resource-hints-c", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
+		old: "\t\tcase <-unserved.C:\n\t\t\treport()", now: "\t\tcase <-unserved.C:",
+		breaks: "nobody hears of a critical call that waits", tests: []string{"TestWaitsEnd"},
+	},
+	{
+		id: "C-3.1.2-d", file: "breaker/bulkhead/retries.go", dir: "breaker/bulkhead",
+		old: "\ts.retries[0]++\n\treturn r, 0\n", now: "\treturn r, 0\n",
+		breaks: "retries use up no budget", tests: []string{"TestRetryBudget"},
+	},
+	{
+		id: "C-3.1.2-d", file: "breaker/bulkhead/retries.go", dir: "breaker/bulkhead",
+		old: "\tif r := p.again[key]; r != nil && r.lot == l {", now: "\tif r := p.again[key]; false && r != nil && r.lot == l {",
+		breaks: "retries with one key each take a place", tests: []string{"TestOneKeyIsOneRetry"},
+	},
+	{
+		id: "C-3.4.2-b", file: "breaker/cascade/findings.go", dir: "breaker/cascade",
+		old: "\tif own+most < d.set.Breakers || c.finding != nil {", now: "\tif own+len(reported) < d.set.Breakers || c.finding != nil {",
+		breaks: "reports of workflows are added up", tests: []string{"TestReportsStayInTheirWorkflow"},
+	},
+	{
+		id: "C-3.4.2-c", file: "breaker/cascade/links.go", dir: "breaker/cascade",
+		old: "\tcase v.at <= u.at+slack:\n\t\td.explain(u, v, placed) // a callee failed\n", now: "\tcase v.at <= u.at+slack:\n\t\td.explain(v, u, placed)\n",
+		breaks: "the caller is blamed for the callee", tests: []string{"TestDepthFirst"},
+	},
+	{
+		id: "C-3.4.2-d", file: "breaker/cascade/links.go", dir: "breaker/cascade",
+		old: "\treturn tail < chance\n", now: "\treturn tail < 1\n",
+		breaks: "failures side by side are never chance", tests: []string{"TestIndependentFailures"},
+	},
+	{
+		id: "C-3.4.2-d", file: "breaker/cascade/links.go", dir: "breaker/cascade",
+		old: "\tif !x.own || x.kind == Canceled || x.cause != nil {\n\t\treturn\n\t}\n\tg, t", now: "\tif x.kind == Canceled || x.cause != nil {\n\t\treturn\n\t}\n\tg, t",
+		breaks: "what agents say counts side by side", tests: []string{"TestFloodAmongSiblings"},
+	},
+	{
+		id: "C-3.4.2-a", file: "breaker/cascade/cascade.go", dir: "breaker/cascade",
+		old: "\tif !own && (f.By != h.agent.name || well) {", now: "\tif !own && well {",
+		breaks: "agents report failures of others", tests: []string{"TestStrangersAndLiars"},
+	},
+	{
+		id: "C-3.4.2-a", file: "breaker/cascade/graph.go", dir: "breaker/cascade",
+		old: "\t\ti := g.heap[0].first.first\n", now: "\t\ti := g.heap[len(g.heap)-1].first.first\n",
+		breaks: "whoever has the least loses its nodes", tests: []string{"TestForgetting"},
+	},
+	{
+		id: "C-3.1.2-b", file: "breaker/cascade/links.go", dir: "breaker/cascade",
+		old: "\tif len(agents.list) > 1 && unlikely(fails, fails+r.oks.count(d.now), rate) {", now: "\tif unlikely(fails, fails+r.oks.count(d.now), rate) {",
+		breaks: "one agent makes a target fail for others", tests: []string{"TestTargetsOfOneAgent"},
+	},
+	{
+		id: "C-3.1.2-b", file: "breaker/cascade/findings.go", dir: "breaker/cascade",
+		old: "\t\tif others[p] { // it fails elsewhere, too", now: "\t\tif others[p] && p == nil {",
+		breaks: "a target is blamed for services that fail without it", tests: []string{"TestTargetsOfOneAgent"},
+	},
+	{
+		id: "C-3.1.2-b", file: "guard/evidence/cascade.go", dir: "guard/evidence",
+		old: "\tif c.Guard == \"\" || c.Guard == c.Target {\n\t\treturn\n\t}\n\ta := &e.about", now: "\tif c.Guard != \"\" {\n\t\treturn\n\t}\n\ta := &e.about",
+		breaks: "no answer about a target is counted", tests: []string{"TestAnswersAreCountedByTarget"},
+	},
+	{
+		id: "C-3.4.1-d", file: "breaker/cascade/latency.go", dir: "breaker/cascade",
+		old: "\tcase !l.state.Spiking && enough:\n\t\tl.state.Baseline += ", now: "\tcase l.state.Baseline > 0 && enough:\n\t\tl.state.Baseline += ",
+		breaks: "a spike raises the baseline", tests: []string{"TestLatencySpike"},
+	},
+	{
+		id: "C-3.4.3-d", file: "guard/cascades/watch.go", dir: "guard/cascades",
+		old: "\t\tif asked != \"\" {\n\t\t\tpart.Escalation = asked\n", now: "\t\tif asked != \"\" && part == nil {\n\t\t\tpart.Escalation = asked\n",
+		breaks: "a failure that spreads is asked about twice", tests: []string{"TestOneQuestionForAFailureThatSpreads"},
 	},
 }

@@ -17,6 +17,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"testing"
 	"time"
 )
 
@@ -45,6 +46,63 @@ type Server struct {
 // it is off, since only a machine's stop would show the difference. The error is ErrMissing where
 // the tests go on without.
 func Start(settings ...string) (*Server, error) {
+	return start((*Server).make, settings)
+}
+
+// Test is a server for one test, which removes it; nil where none is installed and the tests go on without.
+func Test(t testing.TB, settings ...string) *Server {
+	t.Helper()
+	s, err := Start(settings...)
+	if errors.Is(err, ErrMissing) {
+		t.Log(err)
+		return nil
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Remove(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// Standby makes a standby of the server, which must run, and returns when it answers. It is asked for
+// the commits of s if s has the setting synchronous_standby_names=*.
+func (s *Server) Standby(settings ...string) (*Server, error) {
+	return start(func(standby *Server) error {
+		if err := Give(standby.dir); err != nil {
+			return err
+		}
+		backup := standby.command("pg_basebackup", "-D", standby.data(), "-h", s.dir, "-U", "postgres", "-R", "-X", "stream", "-c", "fast", "--no-sync")
+		if out, err := backup.CombinedOutput(); err != nil {
+			return fmt.Errorf("pg_basebackup: %w: %s", err, out)
+		}
+		return nil
+	}, settings)
+}
+
+// Promote makes a standby a primary, and returns when it takes writes.
+func (s *Server) Promote() error {
+	promote := s.command("pg_ctl", "promote", "-D", s.data(), "-w", "-t", "60")
+	if out, err := promote.CombinedOutput(); err != nil {
+		return fmt.Errorf("pg_ctl promote: %w: %s", err, out)
+	}
+	return nil
+}
+
+// Pid is the id of the server's first process, whose children the others are.
+func (s *Server) Pid() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cmd.Process.Pid
+}
+
+// Dir is where the server's files and its socket are.
+func (s *Server) Dir() string { return s.dir }
+
+func start(make func(*Server) error, settings []string) (*Server, error) {
 	found, err := filepath.Glob("/usr/lib/postgresql/*/bin/initdb")
 	if err != nil {
 		return nil, err
@@ -63,7 +121,7 @@ func Start(settings ...string) (*Server, error) {
 	s := &Server{dir: dir, bin: filepath.Dir(found[len(found)-1]), settings: append([]string{
 		"fsync=off", "shared_buffers=32MB", "max_connections=80", "listen_addresses=", "unix_socket_directories=" + dir,
 	}, settings...)}
-	if err := s.make(); err != nil {
+	if err := make(s); err != nil {
 		_ = os.RemoveAll(dir)
 		return nil, err
 	}
@@ -75,10 +133,8 @@ func Start(settings ...string) (*Server, error) {
 }
 
 func (s *Server) make() error {
-	if os.Getuid() == 0 {
-		if err := os.Chown(s.dir, nobody, nobody); err != nil {
-			return err
-		}
+	if err := Give(s.dir); err != nil {
+		return err
 	}
 	initdb := s.command("initdb", "-D", s.data(), "-U", "postgres", "--auth=trust", "--no-sync", "--no-instructions", "--encoding=UTF8", "--locale=C")
 	if out, err := initdb.CombinedOutput(); err != nil {
@@ -91,13 +147,28 @@ func (s *Server) make() error {
 // PostgreSQL refuses.
 const nobody = 65534
 
+// Give makes a directory the servers' own.
+func Give(dir string) error {
+	if os.Getuid() != 0 || !mapped(nobody) {
+		return nil
+	}
+	return os.Chown(dir, nobody, nobody)
+}
+
 func (s *Server) command(name string, args ...string) *exec.Cmd {
-	cmd := exec.Command(filepath.Join(s.bin, name), args...)
+	if !filepath.IsAbs(name) {
+		name = filepath.Join(s.bin, name)
+	}
+	cmd := exec.Command(name, args...)
 	cmd.Dir = s.dir
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "LC_ALL=C", "TZ=UTC", "HOME=" + s.dir}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	if os.Getuid() == 0 {
+	switch {
+	case os.Getuid() != 0:
+	case mapped(nobody):
 		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: nobody, Gid: nobody}
+	default:
+		asNobody(cmd.SysProcAttr)
 	}
 	return cmd
 }
@@ -195,3 +266,13 @@ func (s *Server) signal(sig syscall.Signal) error {
 
 // Remove ends the server and removes its files.
 func (s *Server) Remove() error { return errors.Join(s.Kill(), os.RemoveAll(s.dir)) }
+
+// SQL runs statements, and returns what they answer, as psql prints it without titles.
+func (s *Server) SQL(statements string) (string, error) {
+	psql := s.command("psql", "-h", s.dir, "-U", "postgres", "-d", "postgres", "-v", "ON_ERROR_STOP=1", "-qtA", "-c", statements)
+	out, err := psql.CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("psql: %w: %s", err, out)
+	}
+	return strings.TrimSpace(string(out)), nil
+}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -138,6 +139,7 @@ type batch struct {
 	bulk   int // bytes of bulk values that go to their files first
 	inline int // bytes of the others
 	size   int // of its changes in a frame, and about their size in memory
+	placed int // of that, what sequences will make at most
 
 	// The result, set before the send to done.
 	done    chan struct{}
@@ -156,6 +158,8 @@ type staged struct {
 	key   string // with the byte in front
 	value []byte // header and value; nil deletes
 	apart bool   // value is a pointer, to be filled in
+	check bool   // a condition alone: it is not in the log, and changes nothing
+	place bool   // it is not in the log either: its sequence makes what is
 }
 
 const (
@@ -177,10 +181,14 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 	for i := range writes {
 		w := &writes[i]
 		keys += 1 + len(w.Key)
-		if w.Delete {
+		if w.Delete || w.Check {
 			continue
 		}
 		total += headerSize
+		if w.Place != nil {
+			b.placed += w.Place.Size
+			b.size += w.Place.Size
+		}
 		if w.Large() && len(w.Value) >= maxInline {
 			total += pointerSize
 		} else {
@@ -202,12 +210,12 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 	}
 	for i := range writes {
 		w := &writes[i]
-		s := staged{key: name[:1+len(w.Key)]}
+		s := staged{key: name[:1+len(w.Key)], check: w.Check, place: w.Place != nil}
 		name = name[1+len(w.Key):]
 		// A write that has already expired is a deletion: its bulk file may have been swept.
 		gone := w.Delete || !w.Expires.IsZero() && !now.Before(w.Expires)
 		switch {
-		case gone:
+		case gone, w.Check:
 		case w.Large() && len(w.Value) >= maxInline:
 			s.value, s.apart = take(headerSize+pointerSize), true
 			putHeader(s.value, w.Expires, flagBulk)
@@ -222,7 +230,9 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 			putHeader(s.value, w.Expires, 0)
 			copy(s.value[headerSize:], w.Value)
 		}
-		b.size += len(s.key) + len(s.value) + entryOverhead
+		if !w.Check {
+			b.size += len(s.key) + len(s.value) + entryOverhead
+		}
 		b.staged = append(b.staged, s)
 	}
 	return b
@@ -256,6 +266,7 @@ type committer struct {
 	frame   []byte
 	name    []byte // of a key
 	pending map[string][]byte
+	places  []*store.Place
 }
 
 func (c *committer) run() {
@@ -320,8 +331,10 @@ func (c *committer) commitGroup(all []*batch) {
 	if len(g.winners) == 0 {
 		return
 	}
+	c.assemble(g)
 	frame := c.encode(g)
 	if err := c.log.ensureSpace(len(frame)+frameAlign, c.failed); err != nil {
+		g.done(notWritten(err))
 		finish(append(g.winners, g.dependent...), notWritten(err))
 		return
 	}
@@ -331,6 +344,7 @@ func (c *committer) commitGroup(all []*batch) {
 	if err != nil {
 		c.fail(err)
 		// The frame may be on disk or not, and the conflicts depend on it.
+		g.done(store.ErrUnknown)
 		finish(append(g.winners, g.dependent...), store.ErrUnknown)
 		return
 	}
@@ -360,12 +374,80 @@ func (c *committer) encode(g *group) []byte {
 		c.frame = nil // do not keep the memory of one large group
 	}
 	b := beginFrame(c.frame)
-	for _, w := range g.winners {
+	for w := range g.all {
 		for i := range w.staged {
-			b = appendChange(b, w.staged[i].key, w.staged[i].value)
+			if !w.staged[i].check && !w.staged[i].place {
+				b = appendChange(b, w.staged[i].key, w.staged[i].value)
+			}
 		}
 	}
 	return b
+}
+
+// assemble has the sequences make what the group adds to them.
+func (c *committer) assemble(g *group) {
+	if len(g.places) == 0 {
+		return
+	}
+	for now := c.options.Now(); len(g.places) > 0; {
+		in, rest := g.places[0].In, g.places[:0:0]
+		c.places = c.places[:0]
+		for _, p := range g.places {
+			if p.In == in {
+				c.places = append(c.places, p)
+			} else {
+				rest = append(rest, p)
+			}
+		}
+		g.places = rest
+		writes, done := in.Assemble(c.places, now, func(key []byte) (store.Version, error) { return c.current(g, key) })
+		clear(c.places)
+		made := newBatch(writes, now)
+		c.stage(g, made)
+		g.made = append(g.made, made)
+		g.ended = append(g.ended, func(err error) {
+			if done != nil {
+				done(made.version, err)
+			}
+			made.release()
+		})
+	}
+	for _, b := range g.winners {
+		for i := range b.staged {
+			// Of a key under which nothing was made, what stood there still stands.
+			if w := &b.staged[i]; w.place && len(g.pending[w.key]) == headerSize && &g.pending[w.key][0] == &w.value[0] {
+				delete(g.pending, w.key)
+			}
+		}
+	}
+	for _, b := range g.dependent { // shown what stands where it has lost to a place
+		for _, made := range g.made {
+			i := slices.IndexFunc(made.staged, func(s staged) bool { return s.key == b.staged[b.failed].key })
+			if i >= 0 && len(b.found) == headerSize {
+				b.found = made.staged[i].value
+			}
+		}
+	}
+}
+
+// current is the version of the living entry under a key, 0 for none.
+func (c *committer) current(g *group, key []byte) (store.Version, error) {
+	c.name = append(append(c.name[:0], userSpace), key...)
+	raw, ok := g.pending[string(c.name)]
+	if !ok {
+		c.reading.RLock()
+		found, err := c.find(c.name)
+		c.reading.RUnlock()
+		if err != nil {
+			return 0, err
+		}
+		raw = found.raw
+	}
+	entry, living, err := livingEntry(raw, c.options.Now())
+	if !living || err != nil {
+		return 0, err
+	}
+	return entry.Version, nil
 }
 
 // appendBulk makes the group's large bulk values durable before the frame that points to
@@ -419,17 +501,23 @@ func (c *committer) appendBulk(all []*batch) ([]*batch, error) {
 func (c *committer) publish(g *group) {
 	c.overlay.publish(g.pending, c.log.seq, c.next-1)
 	c.queue.countInFlight(len(g.winners) + len(g.dependent))
-	for _, b := range g.winners {
-		c.counters.batches.Add(1)
-		c.counters.writes.Add(uint64(len(b.staged)))
-		c.counters.bytes.Add(uint64(b.size - b.inline))
+	c.counters.batches.Add(uint64(len(g.winners)))
+	for b := range g.all {
+		c.counters.bytes.Add(uint64(b.size - b.inline - b.placed))
+		writes := len(b.staged)
 		for i := range b.writes {
+			if b.staged[i].check || b.staged[i].place {
+				writes--
+				continue
+			}
 			if w := &b.writes[i]; w.Bulk && b.staged[i].value != nil {
 				c.counters.bulkBytes.Add(uint64(len(w.Value)))
 			}
 			c.watches.Wake(b.writes[i].Key)
 		}
+		c.counters.writes.Add(uint64(writes))
 	}
+	g.done(nil)
 	finish(g.winners, nil)
 	finish(g.dependent, nil)
 }
@@ -445,6 +533,30 @@ type group struct {
 	winners   []*batch
 	dependent []*batch // conflicts with a winner of this group
 	pending   map[string][]byte
+	places    []*store.Place // of the winners, until they are assembled
+	made      []*batch       // what sequences have made of them
+	ended     []func(err error)
+}
+
+// all yields what the frame has: the winners, and what sequences have made of their places.
+func (g *group) all(yield func(b *batch) bool) {
+	for _, b := range g.winners {
+		if !yield(b) {
+			return
+		}
+	}
+	for _, b := range g.made {
+		if !yield(b) {
+			return
+		}
+	}
+}
+
+// done says to the sequences how the commit has ended.
+func (g *group) done(err error) {
+	for _, ended := range g.ended {
+		ended(err)
+	}
 }
 
 // maxPending is the number of keys up to which a group's map is used again.
@@ -539,6 +651,12 @@ func (c *committer) stage(g *group, b *batch) {
 	c.next++
 	for i := range b.staged {
 		w := &b.staged[i]
+		if w.check {
+			continue
+		}
+		if w.place {
+			g.places = append(g.places, b.writes[i].Place)
+		}
 		if w.value != nil {
 			binary.BigEndian.PutUint64(w.value[1:], uint64(b.version))
 		}

@@ -84,16 +84,18 @@ func TestBatchesOfAGroupSeeEachOther(t *testing.T) {
 	old := mustCommit(t, s, put("b", "old"))
 	h := hold(t, s, d)
 	var all sync.WaitGroup
-	results := make([]error, 6)
+	results := make([]error, 8)
 	h.queue(t, results, 0, &all, insert("a", "first"), put("b", "new"))
 	h.queue(t, results, 1, &all, insert("a", "second"))
 	h.queue(t, results, 2, &all, store.Write{Key: []byte("b"), Value: []byte("x"), If: store.VersionIs(old)})
 	h.queue(t, results, 3, &all, store.Write{Key: []byte("a"), Delete: true})
 	h.queue(t, results, 4, &all, insert("a", "third"))
 	h.queue(t, results, 5, &all, insert("a", "fourth"))
+	h.queue(t, results, 6, &all, put("c", "1"), store.Write{Key: []byte("a"), If: store.Absent(), Check: true})
+	h.queue(t, results, 7, &all, insert("c", "2"), store.Write{Key: []byte("d"), If: store.Absent(), Check: true})
 	h.let(nil)
 	all.Wait()
-	for i, won := range []bool{true, false, false, true, true, false} {
+	for i, won := range []bool{true, false, false, true, true, false, false, true} {
 		var lost *store.Conflict
 		switch {
 		case won && results[i] != nil:

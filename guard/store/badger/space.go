@@ -179,7 +179,8 @@ func updatesInPlace(writes []store.Write) bool {
 			return false
 		}
 	}
-	return !writes[0].If.Holds(nil) // only VersionIs refuses a key without an entry
+	first := slices.IndexFunc(writes, func(w store.Write) bool { return !w.Check })
+	return !writes[first].If.Holds(nil) // only VersionIs refuses a key without an entry
 }
 
 // Space is the disk space of a store by part, in bytes: allocated blocks, not lengths of

@@ -77,6 +77,9 @@ func TestMaxSize(t *testing.T) {
 	if got := s.Stats(); got.Room != RoomLow || got.Full != 2 || got.MaxSize == 0 {
 		t.Errorf("%+v", got)
 	}
+	checked := store.Write{Key: []byte("a"), If: store.VersionIs(running), Check: true}
+	_, err = s.Commit(t.Context(), checked, insert("c", "1"))
+	wantErr(t, "a claim behind a check", err, errQuota)
 	mustCommit(t, s, store.Write{Key: []byte("a"), Value: []byte("done"), If: store.VersionIs(running)})
 	wantValue(t, s, "a", "done")
 

@@ -64,6 +64,34 @@ func TestLogIsReplayed(t *testing.T) {
 	}
 }
 
+// A check is not in the log: a replay leaves its entry as it is.
+func TestChecksAreNotReplayed(t *testing.T) {
+	s := reopenWith(t, t.TempDir(), Options{}, osDisk{})
+	v := mustCommit(t, s, put("checked", "1"))
+	mustCommit(t, s, put("a", "1"), store.Write{Key: []byte("checked"), If: store.VersionIs(v), Check: true},
+		store.Write{Key: []byte("absent"), If: store.Absent(), Check: true})
+	dir := crashed(t, s.dir)
+	content, seed, err := readLog(filepath.Join(dir, "wal"), 1)
+	must(t, err)
+	var last frame
+	_, err = framesIn(content, seed, func(_ int, f frame) error {
+		last = f
+		return nil
+	})
+	must(t, err)
+	if bytes.Contains(last.changes, []byte("checked")) || bytes.Contains(last.changes, []byte("absent")) {
+		t.Errorf("the frame is %q", last.changes)
+	}
+	s = reopenWith(t, dir, Options{}, osDisk{})
+	if e, err := s.Get(t.Context(), []byte("checked")); err != nil || e.Version != v || string(e.Value) != "1" {
+		t.Errorf("after a crash: %q, version %d, %v; want version %d", e.Value, e.Version, err, v)
+	}
+	wantValue(t, s, "a", "1")
+	if _, err := s.Get(t.Context(), []byte("absent")); !errors.Is(err, store.ErrNotFound) {
+		t.Errorf("what was checked to be absent: %v", err)
+	}
+}
+
 // The last frame may be torn, since it may not have been acknowledged.
 func TestTornFrame(t *testing.T) {
 	const n = 5

@@ -30,6 +30,7 @@ type Store struct {
 	entries []store.Entry // by key, expired ones included until they are overwritten
 	version store.Version
 	closed  bool
+	fleet   fleet
 }
 
 var _ store.Store = (*Store)(nil)
@@ -72,10 +73,15 @@ func (s *Store) Commit(ctx context.Context, batch ...store.Write) (store.Version
 		return 0, err
 	}
 	for i := range batch {
-		s.watches.Wake(batch[i].Key)
+		if !batch[i].Check {
+			s.watches.Wake(batch[i].Key)
+		}
 	}
 	return version, nil
 }
+
+// Sequences implements store.Sequencing.
+func (s *Store) Sequences() bool { return true }
 
 func (s *Store) apply(batch []store.Write) (store.Version, error) {
 	s.mu.Lock()
@@ -100,10 +106,46 @@ func (s *Store) apply(batch []store.Write) (store.Version, error) {
 		return 0, lost
 	}
 	s.version++
+	version := s.version
 	for i := range batch {
-		s.put(&batch[i])
+		if !batch[i].Check && batch[i].Place == nil {
+			s.put(&batch[i])
+		}
 	}
-	return s.version, nil
+	s.assemble(batch)
+	return version, nil
+}
+
+// assemble has the sequences make what the batch adds to them.
+func (s *Store) assemble(batch []store.Write) {
+	var seen []*store.Sequence
+	for i := range batch {
+		if batch[i].Place == nil || slices.Contains(seen, batch[i].Place.In) {
+			continue
+		}
+		in := batch[i].Place.In
+		seen = append(seen, in)
+		var places []*store.Place
+		for j := range batch[i:] {
+			if p := batch[i+j].Place; p != nil && p.In == in {
+				places = append(places, p)
+			}
+		}
+		writes, done := in.Assemble(places, s.now(), func(key []byte) (store.Version, error) {
+			if found := s.living(key, s.now()); found != nil {
+				return found.Version, nil
+			}
+			return 0, nil
+		})
+		s.version++
+		for i := range writes {
+			s.put(&writes[i])
+			s.watches.Wake(writes[i].Key) // whoever reads then waits for mu
+		}
+		if done != nil {
+			done(s.version, nil)
+		}
+	}
 }
 
 func (s *Store) put(w *store.Write) {

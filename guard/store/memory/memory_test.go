@@ -17,6 +17,16 @@ func TestContract(t *testing.T) {
 	})
 }
 
+func TestMembers(t *testing.T) {
+	storetest.Members(t, func(_ *testing.T, now func() time.Time) storetest.Fleet {
+		st := memory.New(memory.Options{Now: now})
+		return storetest.Fleet{
+			Join:   func(node string) store.Shared { return st.Join(node) },
+			Remove: func(m store.Shared) { m.(*memory.Member).Remove() },
+		}
+	})
+}
+
 func TestInsideABubble(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := memory.New(memory.Options{})
@@ -53,6 +63,10 @@ func (n numbered) Seal(dst, plaintext, _ []byte) []byte {
 }
 
 func (numbered) Open(dst, sealed, _ []byte) ([]byte, error) { return append(dst, sealed[1:]...), nil }
+
+func (numbered) Check(uint32) string { return "" }
+
+func (numbered) Use(uint32) bool { return false }
 
 func (numbered) Index(string, ...string) [32]byte { return [32]byte{} }
 

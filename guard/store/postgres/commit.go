@@ -25,7 +25,7 @@ const (
 
 // Commit implements store.Store. It returns after the server has made the batch durable (P2).
 func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Version, error) {
-	if err := store.Check(writes); err != nil {
+	if err := errors.Join(store.Check(writes), store.RefusePlaces(writes)); err != nil {
 		return 0, err
 	}
 	if err := ctx.Err(); err != nil {
@@ -206,12 +206,19 @@ func (q *queue) take() []*batch {
 // fitting takes batches from the front, and gives each its step. Batches whose callers have left
 // are dropped.
 func (q *queue) fitting() (group []*batch) {
-	steps := make(map[string]int) // after which a key can be written again
+	// The first step in which a key can be read, or written, so that the batches of a group have one
+	// order: a step's statement reads everything before it writes.
+	type steps struct{ read, write int }
+	first := make(map[string]steps)
 	size, taken := 0, 0
 	for _, b := range q.waiting {
 		b.step = 0
 		for i := range b.writes {
-			b.step = max(b.step, steps[string(b.writes[i].Key)])
+			if at := first[string(b.writes[i].Key)]; b.writes[i].Check {
+				b.step = max(b.step, at.read)
+			} else {
+				b.step = max(b.step, at.read, at.write)
+			}
 		}
 		size += b.size
 		if len(group) > 0 && (len(group) == maxGroup || size > maxGroupBytes || b.step >= maxSteps) {
@@ -222,7 +229,13 @@ func (q *queue) fitting() (group []*batch) {
 			continue
 		}
 		for i := range b.writes {
-			steps[string(b.writes[i].Key)] = b.step + 1
+			key := string(b.writes[i].Key)
+			if b.writes[i].Check {
+				at := first[key]
+				first[key] = steps{at.read, max(at.write, b.step)}
+			} else {
+				first[key] = steps{b.step + 1, b.step + 1}
+			}
 		}
 		group = append(group, b)
 	}
@@ -263,7 +276,7 @@ type verdict struct {
 	expires int64
 }
 
-// fenced is the batch of a verdict that is on the whole step: the lease is another's.
+// fenced is the batch of a verdict that is on the whole step: this member was removed.
 const fenced = -1
 
 func (c *committer) run() {
@@ -291,7 +304,7 @@ func (c *committer) commit(all []*batch) {
 	defer cancel()
 	for sent := false; len(all) > 0; sent = c.open != nil {
 		if c.lost.Load() {
-			answerAll(all, store.ErrUnhealthy)
+			answerAll(all, errRemoved)
 			return
 		}
 		if err := c.ready(ctx); err != nil {
@@ -317,8 +330,9 @@ func (c *committer) commit(all []*batch) {
 			c.settle(g, true, begun)
 		case fatal(err):
 			c.drop() // the verdict is asked for on a new connection
-		case again(err) && ctx.Err() == nil:
+		case again(err) && time.Since(begun) < c.options.StatementTimeout+margin-lastTry:
 			c.settle(g, false, begun)
+			<-time.After(againAfter)
 		default:
 			c.settle(g, false, begun)
 			answerAll(all, translate(err))
@@ -402,6 +416,13 @@ func (c *committer) group(all []*batch) *group {
 	return g
 }
 
+// A transaction that failed for others' sake is tried again after a pause, until so little time is left
+// that a further attempt might be cut off, and its verdict unknown.
+const (
+	againAfter = 5 * time.Millisecond
+	lastTry    = 250 * time.Millisecond
+)
+
 // errWarned: the server acknowledged the commit with a warning, such as that it did not wait for a
 // synchronous standby.
 var errWarned = errors.New("the commit was acknowledged with a warning")
@@ -458,6 +479,13 @@ const (
 	wantNever int64 = -2 // a version that no store here gives
 )
 
+// And for what a write does.
+const (
+	kindPut int32 = iota
+	kindDelete
+	kindCheck
+)
+
 // arguments are those of applySQL for a step.
 func (c *committer) arguments(number int64, s *step) []any {
 	n := 0
@@ -466,11 +494,11 @@ func (c *committer) arguments(number int64, s *step) []any {
 	}
 	batches, places := make([]int32, 0, n), make([]int32, 0, n)
 	keys, values := make([][]byte, 0, n), make([][]byte, 0, n)
-	expiries, wants, gone := make([]int64, 0, n), make([]int64, 0, n), make([]bool, 0, n)
+	expiries, wants, kinds := make([]int64, 0, n), make([]int64, 0, n), make([]int32, 0, n)
 	for i, b := range s.batches {
 		for j := range b.writes {
 			w := &b.writes[j]
-			expires, want := never, int64(w.If.Version()) // 0 asks for absence
+			expires, want, kind := never, int64(w.If.Version()), kindPut // 0 asks for absence
 			if !w.Expires.IsZero() {
 				expires = w.Expires.UnixMicro()
 			}
@@ -480,16 +508,23 @@ func (c *committer) arguments(number int64, s *step) []any {
 			case want < 0:
 				want = wantNever
 			}
+			switch {
+			case w.Check:
+				kind = kindCheck
+			case w.Delete:
+				kind = kindDelete
+			}
 			batches, places = append(batches, int32(i)), append(places, int32(j))
 			keys, values = append(keys, w.Key), append(values, w.Value)
-			expiries, wants, gone = append(expiries, expires), append(wants, want), append(gone, w.Delete)
+			expiries, wants, kinds = append(expiries, expires), append(wants, want), append(kinds, kind)
 		}
 	}
-	var epoch *int64
-	if c.options.Lease > 0 {
-		epoch = &c.lease.epoch
+	var boot *string
+	var epoch int64
+	if m := c.member; m != nil {
+		boot, epoch = &m.self.Boot, m.epoch
 	}
-	return []any{batches, c.now(), places, keys, values, expiries, wants, gone, epoch, c.writer, number, c.settled[0], c.settled[1]}
+	return []any{batches, c.now(), places, keys, values, expiries, wants, kinds, boot, c.writer, number, c.settled[0], c.settled[1], epoch}
 }
 
 // applySQL carries out a step: batches without a key in common. It runs behind the lock of
@@ -497,10 +532,12 @@ func (c *committer) arguments(number int64, s *step) []any {
 // the planner look each key up: it may take a full table for an empty one.
 const applySQL = `
 with w as materialized (
-	select * from unnest($1::int[], $3::int[], $4::bytea[], $5::bytea[], $6::bigint[], $7::bigint[], $8::bool[])
-		as w (batch, place, key, value, expires, want, gone)
+	select * from unnest($1::int[], $3::int[], $4::bytea[], $5::bytea[], $6::bigint[], $7::bigint[], $8::int[])
+		as w (batch, place, key, value, expires, want, kind)
 ), fence as materialized (
-	select count(*) = 0 as lost from {schema}.lease where one and epoch = coalesce($9::bigint, epoch)
+	select $9::text is not null and not exists (
+		select from {schema}.members m where m.boot = $9::text and exists (select from {schema}.lease where one and epoch = $14::bigint)
+	) as lost
 ), losers as materialized (
 	select distinct on (w.batch) w.batch, w.place, e.version, e.value, e.expires
 	from w left join lateral (
@@ -514,11 +551,19 @@ with w as materialized (
 		where not fence.lost and not exists (select from losers where losers.batch = w.batch)) b
 ), puts as (
 	insert into {schema}.entries (key, value, version, expires)
-	select w.key, w.value, winners.version, w.expires from w join winners on winners.batch = w.batch where not w.gone
+	select w.key, w.value, winners.version, w.expires from w join winners on winners.batch = w.batch where w.kind = 0
 	on conflict (key) do update set value = excluded.value, version = excluded.version, expires = excluded.expires
 ), deletes as (
 	delete from {schema}.entries where key = any(array(
-		select w.key from w join winners on winners.batch = w.batch where w.gone))
+		select w.key from w join winners on winners.batch = w.batch where w.kind = 1))
+), feed as (
+	insert into {schema}.feed (seq, boot, at, gone, keys)
+	select nextval('{schema}.feed_seq'), coalesce($9::text, ''), ` + clock + `, false,
+		case when count(*) <= ` + feedKeys + ` then array_agg(w.key) end
+	from w join winners on winners.batch = w.batch
+	where w.kind < 2 and (select exists (select from {schema}.members where boot <> coalesce($9::text, '')))
+	having count(*) > 0
+	returning pg_notify('{channel}', '')
 ), note as (
 	insert into {schema}.commits (writer, seq, at, winners, versions)
 	select $10::uuid, $11::bigint, ` + clock + `,
@@ -544,13 +589,15 @@ func (c *committer) settle(g *group, written bool, begun time.Time) {
 		for _, v := range s.verdict {
 			if v.batch == fenced {
 				c.lose()
-				answerAll(s.batches, store.ErrUnhealthy)
+				answerAll(s.batches, errRemoved)
 				continue
 			}
 			if v.place < 0 {
 				winners++
 				for i := range s.batches[v.batch].writes {
-					c.watches.Wake(s.batches[v.batch].writes[i].Key)
+					if w := &s.batches[v.batch].writes[i]; !w.Check {
+						c.watches.Wake(w.Key)
+					}
 				}
 			}
 		}

@@ -1,8 +1,46 @@
 package postgres
 
+import "reflect"
+
 // Waiting is the number of commits that wait for the committer.
 func (s *Store) Waiting() int {
 	s.queue.mu.Lock()
 	defer s.queue.mu.Unlock()
 	return len(s.queue.waiting)
+}
+
+// PruneFeed deletes what all members have read.
+func (s *Store) PruneFeed() { s.pruneFeed(0) }
+
+// LockKey is the key of an advisory lock of a schema.
+func LockKey(schema, name, of string) int64 {
+	return (&Store{options: Options{Schema: schema}}).lockKey(name, of)
+}
+
+// Migrations are the texts of the migrations, with the schema's name in them.
+func Migrations(schema string) (all []string) {
+	files, err := migrations.ReadDir("migrations")
+	if err != nil {
+		panic(err)
+	}
+	q := newStatements(schema, "")
+	for _, file := range files {
+		text, err := migrations.ReadFile("migrations/" + file.Name())
+		if err != nil {
+			panic(err)
+		}
+		all = append(all, q.in(string(text)))
+	}
+	return all
+}
+
+// Prepared are the statements of a schema that are put together once.
+func Prepared(schema, channel string) (all []string) {
+	q := reflect.ValueOf(newStatements(schema, channel))
+	for i := range q.NumField() {
+		if q.Type().Field(i).Name != "schema" {
+			all = append(all, q.Field(i).String())
+		}
+	}
+	return all
 }

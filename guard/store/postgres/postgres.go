@@ -1,10 +1,11 @@
-// Package postgres is the store on a PostgreSQL server, for a gateway whose records must survive
-// its machine.
+// Package postgres is the store on a PostgreSQL server, for gateways whose records must survive
+// their machine, and for several gateways at once.
 //
 // Concurrent commits go to the server as one transaction in one round trip, each with its own
 // verdict. The server's clock judges expiries. If the connection is lost during a commit, its
 // verdict is read by a number that was written in the same transaction, before anything else is
-// written. A lease lets one gateway write at a time; the transaction of every commit checks it.
+// written. A gateway is a member, with a lease; the transaction of every commit checks that it was not
+// removed.
 package postgres
 
 import (
@@ -40,6 +41,9 @@ type Options struct {
 	DSN string
 	// Schema holds the store's tables; it is created. Default: DefaultSchema.
 	Schema string
+	// Node is the gateway's name among those that share the store; see Join. It has 1 to 64 letters, digits,
+	// dots, underscores and dashes, a letter or digit first.
+	Node string
 	// PoolSize is the largest number of connections for reading. Commits and the lease have one
 	// each besides. Default: DefaultPoolSize.
 	PoolSize int
@@ -47,8 +51,9 @@ type Options struct {
 	// MaxStatementTimeout. Every method fails at most two seconds later. Default:
 	// DefaultStatementTimeout.
 	StatementTimeout time.Duration
-	// Lease is how long a gateway that does not respond keeps the store. Zero is no lease: several
-	// stores may then write, and a Watch sees only the writes of its own.
+	// Lease is how long a gateway that does not respond stays a member, and with Open keeps the store to
+	// itself. For Open zero is no lease: several stores may then write, and a Watch sees only the writes
+	// of its own. Default of Join: DefaultLease, or twice StatementTimeout if that is longer.
 	Lease time.Duration
 	// Now is the clock for expiries, for tests; nil is the server's clock.
 	Now func() time.Time
@@ -100,7 +105,10 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-var schemaForm = regexp.MustCompile(`^[a-z_][a-z0-9_]{0,62}$`)
+var (
+	schemaForm = regexp.MustCompile(`^[a-z_][a-z0-9_]{0,62}$`)
+	nodeForm   = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$`)
+)
 
 // Check returns what is wrong with the options, or a name for the store that they lead to: the
 // same for the same host, port, database and schema, and without any of them but the schema. It
@@ -110,6 +118,8 @@ func Check(o Options) (name string, err error) {
 	switch {
 	case !schemaForm.MatchString(o.Schema) || strings.HasPrefix(o.Schema, "pg_"):
 		return "", fmt.Errorf("schema: %q is no plain name; use lower-case letters, digits and underscores, and no pg_ in front", o.Schema)
+	case o.Node != "" && !nodeForm.MatchString(o.Node):
+		return "", fmt.Errorf("node: %.80q is no name of a gateway; use 1 to 64 letters, digits, dots, underscores and dashes, a letter or digit first", o.Node)
 	case o.PoolSize < 2 || o.PoolSize > 1000:
 		return "", fmt.Errorf("pool_size: %d connections; it must be between 2 and 1000", o.PoolSize)
 	case o.StatementTimeout < 100*time.Millisecond || o.StatementTimeout > MaxStatementTimeout:
@@ -150,7 +160,6 @@ func (o Options) parse() (*pgxpool.Config, error) {
 	if c.ConnConfig.ValidateConnect == nil { // a replica may be behind: it would call a taken key free
 		c.ConnConfig.ValidateConnect = pgconn.ValidateConnectTargetSessionAttrsReadWrite
 	}
-	c.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeCacheStatement
 	for name, value := range map[string]string{
 		"statement_timeout":                   strconv.FormatInt(o.StatementTimeout.Milliseconds(), 10),
 		"idle_in_transaction_session_timeout": strconv.FormatInt(idleTime.Milliseconds(), 10),
@@ -172,21 +181,24 @@ func (o Options) parse() (*pgxpool.Config, error) {
 
 // Store is a store in a schema of a PostgreSQL database. Make one with Open.
 type Store struct {
-	options Options
-	sql     statements
-	conf    atomic.Pointer[pgx.ConnConfig] // of new connections
-	pool    *pgxpool.Pool
-	long    chan struct{} // one place for each scan that holds a connection
-	watches *store.Watchers
-	queue   queue
-	lease   lease
-	clock   atomic.Pointer[instant]
-	size    atomic.Int64 // of the tables, in bytes, when last asked
+	options   Options
+	sql       statements
+	conf      atomic.Pointer[pgx.ConnConfig] // of new connections
+	pool      *pgxpool.Pool
+	long      chan struct{} // one place for each scan that holds a connection
+	watches   *store.Watchers
+	queue     queue
+	member    *membership // nil without a lease
+	clock     atomic.Pointer[instant]
+	server    atomic.Pointer[ServerStats] // when last asked
+	leaseEnds atomic.Pointer[time.Time]   // see Stats
+	removed   atomic.Uint64               // see Stats
 
 	life       context.Context // ends reads; cancelled by Close
 	end        context.CancelFunc
 	closed     atomic.Bool
-	lost       atomic.Bool // another gateway has the lease
+	lost       atomic.Bool   // this member was removed
+	taken      chan struct{} // closed then
 	committing sync.WaitGroup
 	background sync.WaitGroup
 }
@@ -199,11 +211,18 @@ type instant struct {
 	at     time.Time
 }
 
-// Open connects to the database, brings the schema to this version, and takes the lease, if there
-// is one. An error that is store.ErrUnavailable may pass by itself: the server does not answer, or
-// another gateway has the lease. Others need a person: the schema is of a newer version, or holds
-// something else.
+// Open connects to the database, brings the schema to this version, and with a lease takes the store for
+// this process alone. An error that is store.ErrUnavailable may pass by itself: the server does not
+// answer, or another gateway uses the store. Others need a person: the schema is of a newer version, or
+// holds something else.
 func Open(ctx context.Context, o Options) (*Store, error) {
+	if o.Node != "" {
+		return nil, errors.New("postgres: node: Open has the store to itself; a gateway with a name joins")
+	}
+	return open(ctx, o)
+}
+
+func open(ctx context.Context, o Options) (*Store, error) {
 	o = o.withDefaults()
 	if _, err := Check(o); err != nil {
 		return nil, fmt.Errorf("postgres: %w", err)
@@ -212,11 +231,17 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("postgres: %w", err)
 	}
-	s := &Store{options: o, sql: newStatements(o.Schema), watches: store.NewWatchers()}
+	s := &Store{options: o, watches: store.NewWatchers(), taken: make(chan struct{})}
+	s.sql = newStatements(o.Schema, s.channel())
 	s.conf.Store(c.ConnConfig)
 	s.queue.wake = make(chan struct{}, 1)
 	s.long = make(chan struct{}, max(1, o.PoolSize/2))
-	conn, err := s.connect(ctx)
+	connect := s.connect
+	if o.Lease > 0 {
+		s.member = &membership{Store: s}
+		connect = s.member.connect
+	}
+	conn, err := connect(ctx)
 	if err != nil {
 		return nil, translate(err)
 	}
@@ -236,8 +261,8 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 	writer := &committer{Store: s}
 	_, _ = rand.Read(writer.writer[:]) // never fails
 	s.committing.Go(writer.run)
-	if o.Lease > 0 {
-		s.background.Go(func() { s.keepLease(conn) })
+	if s.member != nil {
+		s.background.Go(s.member.keep)
 	} else {
 		closeConn(conn)
 	}
@@ -245,7 +270,7 @@ func Open(ctx context.Context, o Options) (*Store, error) {
 	return s, nil
 }
 
-// prepare makes the schema ready on a connection, and takes the lease for it.
+// prepare makes the schema ready on a connection, and joins.
 func (s *Store) prepare(ctx context.Context, conn *pgx.Conn) error {
 	if err := s.migrate(ctx, conn); err != nil {
 		return err
@@ -257,10 +282,10 @@ func (s *Store) prepare(ctx context.Context, conn *pgx.Conn) error {
 	if fsync == "off" { // P2
 		s.options.Logger.Warn("the database runs with fsync = off: what was recorded is lost if its machine stops, and runs again")
 	}
-	if s.options.Lease == 0 {
+	if s.member == nil {
 		return nil
 	}
-	return s.takeLease(ctx, conn)
+	return s.member.join(ctx, conn)
 }
 
 // SetDSN changes how new connections are made, such as the password. It must lead to the same
@@ -303,19 +328,35 @@ func (s *Store) usable() error {
 	case s.closed.Load():
 		return store.ErrClosed
 	case s.lost.Load():
-		return store.ErrUnhealthy
+		return errRemoved
 	}
 	return nil
 }
 
-// lose closes the store after another gateway has taken the lease: what this process remembers of
-// the store is out of date.
+// removedError is a store.ErrUnhealthy that needs no restart.
+type removedError struct{}
+
+func (removedError) Error() string {
+	return "postgres: this gateway was removed from the store, since it did not respond; it opens the store again by itself"
+}
+
+func (removedError) Is(target error) bool { return target == store.ErrUnhealthy }
+
+var errRemoved = removedError{}
+
+// lose closes the store after this member was removed: what this process remembers of the store is out
+// of date.
 func (s *Store) lose() {
 	if !s.lost.Swap(true) {
-		s.options.Logger.Error("another gateway has taken the store over; this one records nothing more, and needs a restart")
+		s.options.Logger.Error("another gateway has found this one gone, and removed it from the store; this one records nothing more until it has opened the store again")
 		s.watches.WakeAll()
+		close(s.taken)
 	}
 }
+
+// Lost returns a channel that is closed when another gateway has removed this one from the store. What
+// this process remembers of it is out of date from then on, and every call fails. It may be opened again.
+func (s *Store) Lost() <-chan struct{} { return s.taken }
 
 // read runs f, which only reads. If a connection is lost, f runs again on another.
 func (s *Store) read(ctx context.Context, f func(ctx context.Context) error) error {
@@ -378,7 +419,7 @@ func timeOf(expires int64) time.Time {
 	return time.UnixMicro(expires)
 }
 
-// Watch implements store.Store. It sees the commits of this store.
+// Watch implements store.Store. It sees the commits of this store, and those of a Member the commits of all.
 func (s *Store) Watch(key []byte) (changed <-chan struct{}, cancel func()) {
 	changed, cancel = s.watches.Watch(key)
 	if s.usable() != nil { // after the watch was made, so that it misses no end of the store
@@ -411,7 +452,7 @@ func (s *Store) Now(ctx context.Context) (time.Time, error) {
 	return time.UnixMicro(now), nil
 }
 
-// Close implements store.Store. It gives the lease back.
+// Close implements store.Store. The membership ends.
 func (s *Store) Close() error {
 	if s.closed.Swap(true) {
 		return store.ErrClosed
@@ -424,16 +465,6 @@ func (s *Store) Close() error {
 	s.pool.Close()
 	return nil
 }
-
-// Stats describe an open store.
-type Stats struct {
-	// Bytes is the size of the store's tables and indexes, as the server counted them within the
-	// last minute; 0 if not yet.
-	Bytes int64
-}
-
-// Stats returns the store's statistics. It does not wait.
-func (s *Store) Stats() Stats { return Stats{Bytes: s.size.Load()} }
 
 const (
 	page      = 256     // entries that a scan reads at a time
@@ -598,21 +629,34 @@ func (s *Store) migrate(ctx context.Context, conn *pgx.Conn) error {
 	if err != nil {
 		return err
 	}
+	// A process that is stopped while it has the lock keeps it: no gateway may wait for it that needs no migration.
+	var now int
+	err = conn.QueryRow(ctx, s.sql.in("select coalesce(max(version), 0) from {schema}.migrations")).Scan(&now)
+	if err == nil && now == len(files) {
+		return nil
+	}
 	tx, err := conn.Begin(ctx)
 	if err != nil {
 		return translate(err)
 	}
 	defer func() { _ = tx.Rollback(ctx) }() // does nothing after the commit
-	if _, err := tx.Exec(ctx, "select pg_advisory_xact_lock($1)", s.lockKey("migrations", 0)); err != nil {
+	if _, err := tx.Exec(ctx, "select pg_advisory_xact_lock($1)", s.lockKey("migrations", "0")); err != nil {
 		return translate(err)
 	}
 	at, err := s.schemaVersion(ctx, tx)
 	if err != nil {
 		return err
 	}
-	if at > len(files) {
-		return fmt.Errorf("postgres: the schema %s is of version %d, and this build knows up to %d; run the build that wrote it, or a newer one",
-			s.options.Schema, at, len(files))
+	if at > len(files) { // whether a build of now can use it, only a newer one knows
+		oldest := at
+		err := tx.QueryRow(ctx, s.sql.in("select max(coalesce(oldest, version)) from {schema}.migrations where version > $1"), len(files)).Scan(&oldest)
+		if err != nil {
+			return translate(err)
+		}
+		if oldest > len(files) {
+			return fmt.Errorf("postgres: the schema %s is of version %d, for builds that know %d, and this build knows up to %d; run the build that wrote it, or a newer one",
+				s.options.Schema, at, oldest, len(files))
+		}
 	}
 	for i := at; i < len(files); i++ {
 		text, err := migrations.ReadFile("migrations/" + files[i].Name())
@@ -674,26 +718,40 @@ type statements struct {
 	schema  string
 	get     string
 	order   string
+	free    string
 	apply   string
 	callOff string
 	winners string
 	sweep   string
+	feed    string
+	prune   string
 }
 
 // in puts the schema into text.
 func (q *statements) in(text string) string { return strings.ReplaceAll(text, "{schema}", q.schema) }
 
-func newStatements(schema string) statements {
+func newStatements(schema, channel string) statements {
 	q := statements{schema: pgx.Identifier{schema}.Sanitize()}
 	q.get = q.in("select value, version, expires from {schema}.entries where key = $1 and expires > " + given)
 	q.order = q.in("select epoch from {schema}.lease where one for update")
-	q.apply = q.in(applySQL)
+	// Whoever waits for a row's lock has one that is not granted.
+	q.free = "select pg_terminate_backend(a.pid) from pg_stat_activity a where a.pid <> pg_backend_pid() and a.usename = current_user " +
+		"and a.xact_start < pg_catalog.clock_timestamp() - make_interval(secs => $1) and a.pid in (select l.pid from pg_locks l " +
+		"where l.granted and l.locktype = 'relation' and l.mode in ('RowShareLock', 'RowExclusiveLock') and l.relation = '" +
+		strings.ReplaceAll(q.in("{schema}.lease"), "'", "''") + "'::regclass and l.database = (select oid from pg_database where datname = current_database())) " +
+		"and not exists (select from pg_locks w where w.pid = a.pid and not w.granted)"
+	q.apply = strings.ReplaceAll(q.in(applySQL), "{channel}", channel)
 	q.callOff = q.in(`insert into {schema}.commits (writer, seq, at) values ($1, $2, ` + clock + `)
 		on conflict (writer, seq) do update set at = excluded.at returning winners is not null`)
 	q.winners = q.in("select seq, winners, versions from {schema}.commits where writer = $1 and seq >= $2 and seq < $3")
 	q.sweep = q.in(`delete from {schema}.entries where key = any(array(
 		select key from {schema}.entries where expires < 9223372036854775807 and expires <= ` + given + `
 		order by expires limit $1 for update skip locked))`)
+	q.feed = q.in("select seq, boot, gone, boot <> $2 and keys is null, case when boot <> $2 then keys end from {schema}.feed where seq >= $1 order by seq limit " + strconv.Itoa(feedRows))
+	q.prune = q.in(`delete from {schema}.feed where seq = any(array(
+		select seq from {schema}.feed where seq >= $1 and seq < (select max(seq) from {schema}.feed)
+			and (seq < (select min(read) from {schema}.members) or at < ` + clock + ` - $2)
+		order by seq limit $3 for update skip locked)) returning seq`)
 	return q
 }
 
@@ -712,8 +770,10 @@ const tidySQL = "delete from {schema}.commits where at < " + clock + " - 24 * 36
 func (s *Store) sweepLoop() {
 	tick := time.NewTicker(sweepEvery)
 	defer tick.Stop()
+	read := int64(0) // up to where the feed was deleted
 	for n := 0; ; n++ {
 		if s.usable() == nil {
+			read = s.pruneFeed(read)
 			for deleted := int64(sweepBatch); deleted == sweepBatch; {
 				ctx, cancel := context.WithTimeout(s.life, s.limit())
 				tag, _ := s.pool.Exec(ctx, s.sql.sweep, sweepBatch, s.now())
@@ -721,7 +781,10 @@ func (s *Store) sweepLoop() {
 				deleted = tag.RowsAffected()
 			}
 			if n%tidyEvery == 0 {
-				s.tidy()
+				ctx, cancel := context.WithTimeout(s.life, s.limit())
+				_, _ = s.pool.Exec(ctx, s.sql.in(tidySQL))
+				_ = s.askServer(ctx)
+				cancel()
 			}
 		}
 		select {
@@ -732,17 +795,23 @@ func (s *Store) sweepLoop() {
 	}
 }
 
-// tidy deletes old notes, and asks for the size of the tables.
-func (s *Store) tidy() {
-	ctx, cancel := context.WithTimeout(s.life, s.limit())
-	defer cancel()
-	if _, err := s.pool.Exec(ctx, s.sql.in(tidySQL)); err != nil {
-		return
-	}
-	var size int64
-	err := s.pool.QueryRow(ctx, "select coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname = $1 and c.relkind = 'r'",
-		s.options.Schema).Scan(&size)
-	if err == nil {
-		s.size.Store(size)
+// pruneFeed deletes rows of the feed from one on that all members have read, or that are old, and returns
+// where to go on: behind those that were deleted, which the server passes over slowly.
+func (s *Store) pruneFeed(from int64) int64 {
+	for {
+		ctx, cancel := context.WithTimeout(s.life, s.limit())
+		rows, err := s.pool.Query(ctx, s.sql.prune, from, feedKept.Microseconds(), sweepBatch)
+		var gone []int64
+		if err == nil {
+			gone, err = pgx.CollectRows(rows, pgx.RowTo[int64])
+		}
+		cancel()
+		if err != nil || len(gone) == 0 {
+			return from
+		}
+		from = slices.Max(gone) + 1
+		if len(gone) < sweepBatch {
+			return from
+		}
 	}
 }

@@ -19,9 +19,11 @@ import (
 type ignoresConditions struct{ store.Store }
 
 func (s ignoresConditions) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
-	changed := append([]store.Write(nil), batch...)
-	for i := range changed {
-		changed[i].If = store.Condition{}
+	var changed []store.Write
+	for _, w := range batch {
+		if w.If = (store.Condition{}); !w.Check {
+			changed = append(changed, w)
+		}
 	}
 	return s.Store.Commit(ctx, changed...)
 }

@@ -175,6 +175,36 @@ func exerciseCommit(t *testing.T, open Opener) {
 		}
 	})
 
+	t.Run("Check", func(t *testing.T) { // a condition alone
+		b := newBench(t, open)
+		v := b.put("a", "1")
+		changed, cancel := b.Watch([]byte("a"))
+		defer cancel()
+		w := b.commit(put("b", "1"), check("a", store.VersionIs(v)), check("c", store.Absent()))
+		if e := b.is("a", "1"); e.Version != v || w == v {
+			t.Errorf("version %d after a check, want %d; that of the batch is %d", e.Version, v, w)
+		}
+		b.absent("c")
+		b.scans(store.Range{}, "a", "b")
+		select {
+		case <-changed:
+			t.Error("a check woke a watch")
+		default:
+		}
+		lost := b.conflict(put("b", "2"), put("d", "1"), check("a", store.VersionIs(v+1)), check("c", store.Absent()))
+		if lost.Index != 2 || string(lost.Key) != "a" || lost.Found == nil || string(lost.Found.Value) != "1" || lost.Found.Version != v {
+			t.Errorf("conflict %+v, want write 2 and its entry", lost)
+		}
+		if lost := b.conflict(check("a", store.Absent()), put("d", "1")); lost.Index != 0 {
+			t.Errorf("conflict at write %d, want 0", lost.Index)
+		}
+		b.is("b", "1")
+		b.absent("d")
+		b.commit(put("b", "2"), check("a", store.VersionIs(v)))
+		b.commit(remove("a"), check("b", store.VersionIs(b.is("b", "2").Version)))
+		b.conflict(put("b", "3"), check("a", store.VersionIs(v)))
+	})
+
 	t.Run("SameValueNewVersion", func(t *testing.T) {
 		b := newBench(t, open)
 		if v1, v2 := b.put("a", "1"), b.put("a", "1"); v1 == v2 {

@@ -96,6 +96,7 @@ type (
 	change struct {
 		key    int
 		remove bool
+		check  bool
 		value  string
 		want   store.Version // wantAny, wantAbsent or a version
 	}
@@ -146,6 +147,9 @@ func (c *client) choose(step int) request {
 		if c.random.IntN(4) == 0 {
 			w.remove, w.value = true, ""
 		}
+		if i > 0 && w.want != wantAny && c.random.IntN(3) == 0 {
+			w.check, w.remove, w.value = true, false, ""
+		}
 		r.batch = append(r.batch, w)
 	}
 	return r
@@ -193,7 +197,7 @@ func (c *client) scan(ctx context.Context) (a answer, err error) {
 func (c *client) commit(ctx context.Context, batch []change) (answer, error) {
 	writes := make([]store.Write, len(batch))
 	for i, w := range batch {
-		writes[i] = store.Write{Key: []byte(historyKeys[w.key]), Value: []byte(w.value), Delete: w.remove}
+		writes[i] = store.Write{Key: []byte(historyKeys[w.key]), Value: []byte(w.value), Delete: w.remove, Check: w.check}
 		switch w.want {
 		case wantAny:
 		case wantAbsent:
@@ -214,9 +218,12 @@ func (c *client) commit(ctx context.Context, batch []change) (answer, error) {
 		return a, nil
 	}
 	for _, w := range batch {
-		c.seen[w.key] = v
-		if w.remove {
+		switch {
+		case w.check:
+		case w.remove:
 			c.seen[w.key] = wantAbsent
+		default:
+			c.seen[w.key] = v
 		}
 	}
 	return answer{version: v, lost: -1}, err

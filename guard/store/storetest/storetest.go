@@ -40,6 +40,7 @@ func Exercise(t *testing.T, open Opener) {
 		{"Watch", exerciseWatch},
 		{"Expiry", exerciseExpiry},
 		{"Bulk", exerciseBulk},
+		{"Sequences", exerciseSequences},
 		{"Limits", exerciseLimits},
 		{"Close", exerciseClose},
 		{"Concurrency", exerciseConcurrency},
@@ -191,6 +192,10 @@ func replace(key, value string, v store.Version) store.Write {
 	return store.Write{Key: []byte(key), Value: []byte(value), If: store.VersionIs(v)}
 }
 
+func check(key string, c store.Condition) store.Write {
+	return store.Write{Key: []byte(key), If: c, Check: true}
+}
+
 func remove(key string) store.Write {
 	return store.Write{Key: []byte(key), Delete: true}
 }
@@ -234,12 +239,14 @@ func step(cells [len(historyKeys)]cell, batch []change, out answer) (bool, [len(
 		return false, cells
 	}
 	for _, w := range batch {
-		if cells[w.key].version == out.version {
+		if !w.check && cells[w.key].version == out.version {
 			return false, cells
 		}
-		if w.remove {
+		switch {
+		case w.check:
+		case w.remove:
 			cells[w.key] = cell{}
-		} else {
+		default:
 			cells[w.key] = cell{out.version, w.value}
 		}
 	}
@@ -271,8 +278,8 @@ func Reopen(t *testing.T, place Place) {
 		b, again := setup(t)
 		body := random(300_000)
 		expires := b.Now().Add(time.Hour)
-		b.commit(put("a", "1"), put("b", "2"), put("gone", "3"))
-		b.commit(remove("gone"), put("b", "22"),
+		v := b.commit(put("a", "1"), put("b", "2"), put("gone", "3"))
+		b.commit(remove("gone"), put("b", "22"), check("a", store.VersionIs(v)), check("never", store.Absent()),
 			store.Write{Key: []byte("body"), Value: body, Expires: expires, Bulk: true},
 			store.Write{Key: []byte("soon"), Value: []byte("5"), Expires: expires})
 		before := b.scan(store.Range{})
@@ -448,6 +455,13 @@ func exerciseLimits(t *testing.T, open Opener) {
 			"large bulk for ever":   {{Key: []byte("a"), Value: make([]byte, store.MaxValue+1), Bulk: true}},
 			"bulk with a condition": {{Key: []byte("a"), Bulk: true, Expires: soon, If: store.Absent()}},
 			"same key twice":        {put("a", "1"), remove("a")},
+			"written and checked":   {put("a", "1"), check("a", store.Absent())},
+			"checks alone":          {check("a", store.Absent()), check("b", store.Absent())},
+			"no condition to check": {put("a", "1"), {Key: []byte("b"), Check: true}},
+			"check with a value":    {put("a", "1"), {Key: []byte("b"), Check: true, If: store.Absent(), Value: []byte("1")}},
+			"check that expires":    {put("a", "1"), {Key: []byte("b"), Check: true, If: store.Absent(), Expires: soon}},
+			"check that deletes":    {put("a", "1"), {Key: []byte("b"), Check: true, If: store.Absent(), Delete: true}},
+			"check of bulk":         {put("a", "1"), {Key: []byte("b"), Check: true, If: store.Absent(), Bulk: true}},
 			"too many writes":       many(store.MaxBatch+1, 1),
 			"too many bytes":        many(store.MaxBatchBytes/store.MaxValue+1, store.MaxValue),
 			"too many bytes of bulk": func() []store.Write {

@@ -1,0 +1,147 @@
+package ledger
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// HeadPrefix begins the store's keys of the heads of all logs. A log's head is written whenever entries are
+// added to its tree.
+func HeadPrefix() []byte { return []byte{space, spaceHead} }
+
+// Recorded returns the event under a key that begins with IDPrefix, of any log of the store, also while it
+// waits for its place in the tree. The error is ErrNotFound, ErrPruned, ErrTampered, or ErrWaiting for one
+// that waits and does not open.
+func (l *Log) Recorded(ctx context.Context, key []byte) (Entry, error) {
+	for before := (location{}); ; {
+		found, err := l.store.Get(ctx, key)
+		if errors.Is(err, store.ErrNotFound) {
+			return Entry{}, ErrNotFound
+		}
+		if err != nil {
+			return Entry{}, err
+		}
+		at, ok := decodeLocation(found.Value)
+		switch {
+		case !ok:
+			return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
+		case !at.waiting:
+			return l.entry(ctx, at.log, at.index)
+		case at == before:
+			return Entry{}, fmt.Errorf("%w: an event that waits is missing", ErrTampered)
+		}
+		before = at
+		in := *l.logStore
+		in.id = at.log
+		waits, err := l.store.Get(ctx, in.outboxKey(nil, at.ticket))
+		if errors.Is(err, store.ErrNotFound) {
+			continue // it has been moved into the tree
+		}
+		if err != nil {
+			return Entry{}, err
+		}
+		return l.openWaiting(&waits)
+	}
+}
+
+// Outbox returns the events of a workflow that wait for their places in the tree of any log of the store. The
+// error is ErrWaiting if something waits that does not open.
+func (l *Log) Outbox(ctx context.Context, workflow string) (all []Entry, err error) {
+	for found, err := range l.store.Scan(ctx, store.Prefix([]byte{space, spaceOutbox})) {
+		if err != nil {
+			return nil, err
+		}
+		e, err := l.openWaiting(&found)
+		if err != nil {
+			return nil, err
+		}
+		if e.Workflow == workflow {
+			all = append(all, e)
+		}
+	}
+	return all, nil
+}
+
+func (l *Log) openWaiting(found *store.Entry) (Entry, error) {
+	e, err := l.open(found.Key, found.Value)
+	if err != nil {
+		return e, fmt.Errorf("%w: it does not open: %w", ErrWaiting, err)
+	}
+	return e, nil
+}
+
+// Others reads what is added to the other logs of a store. It is for one goroutine at a time.
+type Others struct {
+	log  *Log
+	next map[logID]int64
+}
+
+// Others begins behind the entries that the other logs have now.
+func (l *Log) Others(ctx context.Context) (*Others, error) {
+	o := &Others{l, map[logID]int64{}}
+	return o, o.heads(ctx, func(log logID, head Head) error {
+		o.next[log] = head.Size
+		return nil
+	})
+}
+
+// Read calls visit with each entry that was added since Others or the last Read, those of one log in their
+// order. Entries that were pruned since, or altered, are left out. visit must not wait. After an error the next
+// Read goes on behind what was visited.
+func (o *Others) Read(ctx context.Context, visit func(e *Entry)) error {
+	return o.heads(ctx, func(log logID, head Head) error {
+		if o.next[log] >= head.Size {
+			return nil
+		}
+		r := store.Range{From: entryKey(log, o.next[log]), To: entryKey(log, head.Size)}
+		for found, err := range o.log.scan(ctx, r) {
+			e, err := o.log.scanned(found, err)
+			if err != nil && !errors.Is(err, ErrTampered) { // which a verification reports
+				return err
+			}
+			if err == nil {
+				e.Log = head.Origin
+				visit(&e)
+			}
+			o.next[log] = indexIn(found.Key) + 1
+		}
+		o.next[log] = head.Size
+		return nil
+	})
+}
+
+// heads visits the heads of the other logs. Those that do not verify are left out.
+func (o *Others) heads(ctx context.Context, visit func(log logID, head Head) error) error {
+	var notes [][]byte
+	for found, err := range o.log.store.Scan(ctx, store.Prefix(HeadPrefix())) {
+		if err != nil {
+			return err
+		}
+		if !bytes.Equal(found.Key, o.log.headKey()) {
+			notes = append(notes, bytes.Clone(found.Value))
+		}
+	}
+	for _, note := range notes {
+		head, err := parseHeadText(noteText(note))
+		if err != nil {
+			continue
+		}
+		if o.log.options.KeysOf != nil {
+			keys, err := o.log.options.KeysOf(head.Origin)
+			if err == nil {
+				_, err = ParseHead(note, head.Origin, keys)
+			}
+			if err != nil {
+				continue
+			}
+		}
+		if err := visit(logOf(o.log.sealer, head.Origin), head); err != nil {
+			return err
+		}
+	}
+	return nil
+}

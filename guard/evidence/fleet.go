@@ -1,0 +1,452 @@
+package evidence
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/mod/sumdb/note"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// How the nodes of a fleet, the members of one store, agree on evidence (ADR 0132): each has a log and
+// signing keys of its own, whose public parts it stores for the others. What a node leaves behind that is
+// gone, the others bring to its end.
+
+// originPrefix and the name of a node are the origin of its log.
+const originPrefix = "agent-guard/"
+
+const (
+	// tendEvery is how often a node looks after what others have left, besides when one leaves.
+	tendEvery = time.Minute
+	// takeInTime bounds moving what one node has left in its outbox; the rest is for the next time.
+	takeInTime = time.Minute
+	// hearAgain is when what other nodes have recorded is read again, where that has failed.
+	hearAgain = time.Second
+	// keepPeer is how long the keys of a node that is gone verify new tokens: the longest life of one.
+	keepPeer = ect.MaxLife + time.Minute
+)
+
+// fleet is what a node does for and with the others. Its store is nil where there are none.
+type fleet struct {
+	store   store.Shared
+	node    string
+	changed chan struct{}   // buffers one signal: keys or names were written
+	added   chan struct{}   // buffers one signal: another log has more entries
+	follows []func()        // their cancels
+	stop    func()          // ends tend and hear
+	running sync.WaitGroup  // of these
+	taking  sync.Mutex      // held while what others have left is moved
+	warned  map[string]bool // origins of logs whose rest could not be moved; guarded by taking
+
+	hearing sync.Mutex
+	hears   bool     // what others record is passed on; guarded by hearing
+	waiting []func() // who waits until it has been; guarded by hearing
+
+	publishing sync.Mutex
+	published  []byte // the text that is stored of the own keys; guarded by publishing
+	reading    sync.Mutex
+}
+
+// Fleet reports whether other nodes may use the store at the same time.
+func (e *Evidence) Fleet() bool { return e.fleet.store != nil }
+
+// beginFleet reads what other nodes have stored, and follows it.
+func (e *Evidence) beginFleet(ctx context.Context) error {
+	f := &e.fleet
+	tending, stop := context.WithCancel(context.Background())
+	f.stop = stop
+	f.changed, f.added, f.warned = make(chan struct{}, 1), make(chan struct{}, 1), make(map[string]bool)
+	changed := func(key []byte) {
+		if len(key) > len(e.later.under) && key[0] == spaceNames {
+			return // one of execution's: so it is with most calls without a key
+		}
+		signal(f.changed)
+	}
+	f.follows = append(f.follows, f.store.Follow([]byte{spaceNames}, changed), f.store.Follow([]byte{spacePeers}, changed),
+		f.store.Follow(ledger.HeadPrefix(), func([]byte) { signal(f.added) }),
+		f.store.Follow(ledger.IDPrefix(), e.live.recordedElsewhere))
+	others, err := e.log.Others(ctx)
+	if err == nil {
+		err = e.publish(ctx, e.ring)
+	}
+	if err == nil {
+		err = e.readPeers(ctx)
+	}
+	f.running.Go(func() { e.tend(tending) })
+	if e.placed != nil && err == nil {
+		f.hears = true
+		f.running.Go(func() { e.hear(tending, others) })
+	}
+	if err != nil {
+		e.endFleet()
+	}
+	return err
+}
+
+// signal leaves a signal, if there is none yet.
+func signal(to chan struct{}) {
+	select {
+	case to <- struct{}{}:
+	default:
+	}
+}
+
+// hear passes on what the other logs get, until ctx ends: whoever is to know what is recorded needs that of all
+// nodes.
+func (e *Evidence) hear(ctx context.Context, others *ledger.Others) {
+	f := &e.fleet
+	for warned := false; ; {
+		f.hearing.Lock()
+		waiting := f.waiting
+		f.waiting = nil
+		f.hearing.Unlock()
+		err := others.Read(ctx, func(entry *ledger.Entry) { e.placed(entry.Log, &entry.Event, entry.Recorded) })
+		var again <-chan time.Time
+		if err != nil {
+			again = time.After(hearAgain)
+			f.hearing.Lock()
+			f.waiting = append(waiting, f.waiting...)
+			f.hearing.Unlock()
+			waiting = nil
+		}
+		for _, do := range waiting {
+			do()
+		}
+		if err != nil && !warned && ctx.Err() == nil {
+			e.logger.Warn("what other nodes have recorded cannot be read; it is tried again", slog.Any("error", err))
+		}
+		warned = err != nil
+		select {
+		case <-f.added:
+		case <-again:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// Heard calls do once Options.Placed has got what other nodes had in their logs when it was called: at once where there
+// are none. do must not wait, and is not called any more once the ledger is closed.
+func (e *Evidence) Heard(do func()) {
+	f := &e.fleet
+	f.hearing.Lock()
+	hears := f.hears
+	if hears {
+		f.waiting = append(f.waiting, do)
+	}
+	f.hearing.Unlock()
+	if !hears {
+		do()
+		return
+	}
+	signal(f.added)
+}
+
+// tend brings to its end what nodes that are gone have left, until ctx ends.
+func (e *Evidence) tend(ctx context.Context) {
+	f := &e.fleet
+	again := time.NewTicker(tendEvery)
+	defer again.Stop()
+	for {
+		left := f.store.Left() // before the look, so that no leaving is missed
+		if err := errors.Join(e.takeIn(ctx), e.retirePeers(ctx)); err != nil && ctx.Err() == nil {
+			e.logger.Warn("what another node has left in the ledger stays there for now", slog.Any("error", err))
+		}
+		select {
+		case <-left:
+			if out, err := f.store.Gone(ctx, f.store.Self().Boot); out && err == nil {
+				return // the others look after what this node has left
+			}
+		case <-again.C:
+		case <-f.changed:
+			if err := e.readShared(ctx); err != nil && ctx.Err() == nil {
+				e.logger.Error("the keys or names of other nodes cannot be read", slog.Any("error", err))
+			}
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// endFleet stops following.
+func (e *Evidence) endFleet() {
+	if e.fleet.stop == nil {
+		return
+	}
+	e.fleet.stop()
+	e.fleet.running.Wait()
+	for _, cancel := range e.fleet.follows {
+		cancel()
+	}
+}
+
+// left are the origins of the logs whose nodes have no member; none where the store has no members.
+func (e *Evidence) left(ctx context.Context) ([]string, error) {
+	if e.fleet.store == nil {
+		return nil, nil
+	}
+	all, err := e.log.Logs(ctx)
+	if err != nil {
+		return nil, err
+	}
+	members, err := e.fleet.store.Members(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(all, func(origin string) bool {
+		return origin == e.log.Origin() || slices.ContainsFunc(members, func(m store.Member) bool { return origin == originPrefix+m.Node })
+	}), nil
+}
+
+// eachLeft calls do with the log of each node that is gone, open but not started. Should the node come
+// back, or another member do the same: every commit is on the condition of the head, or of what it
+// removes.
+func (e *Evidence) eachLeft(ctx context.Context, do func(log *ledger.Log) error) error {
+	all, err := e.left(ctx)
+	for _, origin := range all {
+		log, opening := e.openLeft(ctx, origin)
+		if opening == nil {
+			opening = do(log)
+		}
+		err = errors.Join(err, opening)
+	}
+	return err
+}
+
+func (e *Evidence) openLeft(ctx context.Context, origin string) (*ledger.Log, error) {
+	o, err := e.logOptions(origin)
+	if err != nil {
+		return nil, err
+	}
+	o.Placed = nil // hear reads it as that of any other node
+	log, err := ledger.Open(ctx, o)
+	if err != nil {
+		return nil, fmt.Errorf("evidence: the log %s, whose node is gone: %w", origin, err)
+	}
+	return log, nil
+}
+
+// takeIn moves what nodes that are gone have left in their outboxes into their trees. Drafts are signed
+// with a key of this node.
+func (e *Evidence) takeIn(ctx context.Context) error {
+	e.fleet.taking.Lock()
+	defer e.fleet.taking.Unlock()
+	all, err := e.left(ctx)
+	if err != nil {
+		return err
+	}
+	var failed error
+	for _, origin := range all {
+		theirs, err := e.log.In(ctx, origin)
+		waits := 0
+		if err == nil {
+			waits, err = theirs.Waiting(ctx)
+		}
+		if err == nil && waits > 0 {
+			err = e.takeInLog(ctx, origin)
+		}
+		if err == nil {
+			delete(e.fleet.warned, origin)
+		} else if !e.fleet.warned[origin] {
+			e.fleet.warned[origin] = true
+			failed = errors.Join(failed, fmt.Errorf("the log %s: %w", origin, err))
+		}
+	}
+	return failed
+}
+
+func (e *Evidence) takeInLog(ctx context.Context, origin string) error {
+	log, err := e.openLeft(ctx, origin)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, takeInTime)
+	defer cancel()
+	log.Start()
+	err = errors.Join(log.Flush(ctx), log.Close(ctx))
+	signal(e.fleet.added)
+	return err
+}
+
+// spacePeers begins the store's keys of the public keys of each node: a keyed hash of its name. The value
+// is a peer, sealed.
+const spacePeers = 'i'
+
+// peer is what a node stores of its signing keys for the others.
+type peer struct {
+	Node string          `json:"node"`
+	Keys json.RawMessage `json:"keys"` // ect.Ring.Publish
+	// Until is when they are accepted no more, written by another node once this one is gone.
+	Until time.Time `json:"until,omitzero"`
+}
+
+func (e *Evidence) peerKey(node string) []byte {
+	hash := store.Index(e.sealer, "peer", node)
+	return append([]byte{spacePeers}, hash[:hashed]...)
+}
+
+// publish stores the public keys of this node, before anything is signed with one of them.
+func (e *Evidence) publish(ctx context.Context, ring *ect.Ring) error {
+	if e.fleet.store == nil {
+		return nil
+	}
+	text, err := ring.Publish()
+	if err != nil {
+		return err
+	}
+	e.fleet.publishing.Lock()
+	defer e.fleet.publishing.Unlock()
+	if bytes.Equal(text, e.fleet.published) {
+		return nil
+	}
+	if _, err := e.store.Commit(ctx, e.peerWrite(&peer{Node: e.fleet.node, Keys: text})); err != nil {
+		return fmt.Errorf("evidence: storing the public keys: %w", err)
+	}
+	e.fleet.published = text
+	return nil
+}
+
+func (e *Evidence) peerWrite(p *peer) store.Write {
+	text, _ := json.Marshal(p) // strings, JSON and a time
+	key := e.peerKey(p.Node)
+	return store.Write{Key: key, Value: e.sealer.Seal(nil, text, key)}
+}
+
+// peers are what all nodes have stored, with the versions of it.
+func (e *Evidence) peers(ctx context.Context) (all []peer, versions []store.Version, err error) {
+	for found, err := range e.store.Scan(ctx, store.Prefix([]byte{spacePeers})) {
+		if err != nil {
+			return nil, nil, err
+		}
+		var p peer
+		text, err := e.sealer.Open(nil, found.Value, found.Key)
+		if err == nil {
+			err = json.Unmarshal(text, &p)
+		}
+		if err == nil && !bytes.Equal(found.Key, e.peerKey(p.Node)) {
+			err = errors.New("they stand under another node")
+		}
+		if err != nil {
+			return nil, nil, fmt.Errorf("evidence: the public keys of a node: %w: %w", ledger.ErrTampered, err)
+		}
+		all, versions = append(all, p), append(versions, found.Version)
+	}
+	return all, versions, nil
+}
+
+// readPeers gives the keys of the other nodes to the ring.
+func (e *Evidence) readPeers(ctx context.Context) error {
+	e.fleet.reading.Lock() // so that what was read last is what is set last
+	defer e.fleet.reading.Unlock()
+	all, _, err := e.peers(ctx)
+	if err != nil {
+		return err
+	}
+	var keys []ect.Peer
+	for i := range all {
+		if all[i].Node != e.fleet.node {
+			keys = append(keys, ect.Peer{Keys: all[i].Keys, Until: all[i].Until})
+		}
+	}
+	return e.ring.SetPeers(keys, e.readPeers)
+}
+
+// retirePeers notes of nodes that are gone when their keys are accepted no more. A node that comes back
+// stores its keys anew.
+func (e *Evidence) retirePeers(ctx context.Context) error {
+	all, versions, err := e.peers(ctx)
+	if err != nil {
+		return err
+	}
+	members, err := e.fleet.store.Members(ctx) // after the keys: who has stored them is a member until it is gone
+	if err != nil {
+		return err
+	}
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	retired := false
+	for i := range all {
+		p := &all[i]
+		if !p.Until.IsZero() || slices.ContainsFunc(members, func(m store.Member) bool { return m.Node == p.Node }) {
+			continue
+		}
+		p.Until = now.Add(keepPeer).UTC().Truncate(time.Second)
+		w := e.peerWrite(p)
+		w.If = store.VersionIs(versions[i])
+		_, err := e.store.Commit(ctx, w)
+		if lost := (*store.Conflict)(nil); err != nil && !errors.As(err, &lost) { // it is back, or another node was first
+			return err
+		}
+		retired = true
+	}
+	if !retired {
+		return nil
+	}
+	return e.readPeers(ctx)
+}
+
+// readShared reads again what another node has written.
+func (e *Evidence) readShared(ctx context.Context) error {
+	e.names.mu.Lock()
+	err := e.names.read(ctx, e)
+	e.names.mu.Unlock()
+	e.later.mu.Lock()
+	err = errors.Join(err, e.later.read(ctx, e))
+	e.later.mu.Unlock()
+	return errors.Join(err, e.readPeers(ctx))
+}
+
+// logOptions are those of the log of a node, this one or another.
+func (e *Evidence) logOptions(origin string) (ledger.Options, error) {
+	head, err := newHeadKey(e.sealer, origin)
+	if err != nil {
+		return ledger.Options{}, err
+	}
+	// A draft states its own issuer.
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "urn:agent-guard:sequencer", Ring: e.ring})
+	if err != nil {
+		return ledger.Options{}, err
+	}
+	var placed func(e *ledger.Event, recorded time.Time)
+	if e.placed != nil {
+		placed = func(ev *ledger.Event, recorded time.Time) { e.placed(origin, ev, recorded) }
+	}
+	return ledger.Options{
+		Store: e.store, Sealer: e.sealer, Origin: origin, HeadSigner: head, HeadKeys: note.VerifierList(head.Verifier),
+		KeysOf: func(origin string) (note.Verifiers, error) {
+			head, err := newHeadKey(e.sealer, origin)
+			if err != nil {
+				return nil, err
+			}
+			return note.VerifierList(head.Verifier), nil
+		},
+		Sign: signWith(issuer), Signature: e.ring.Signature, Verifies: e.ring.Verifies,
+		Logger: e.logger, Links: e.indexIDs, Placed: placed,
+	}, nil
+}
+
+// HeadKeyOf is the public key of the heads of a log of the store, in the form of signed notes; empty for
+// what is the name of none.
+func (e *Evidence) HeadKeyOf(origin string) string {
+	if !strings.HasPrefix(origin, originPrefix) {
+		return ""
+	}
+	head, err := newHeadKey(e.sealer, origin)
+	if err != nil {
+		return ""
+	}
+	return head.text
+}

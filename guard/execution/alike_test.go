@@ -1,0 +1,251 @@
+package execution
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
+)
+
+// twin is a member whose calls equal those of the others.
+type twin struct {
+	*alike
+	member *memory.Member
+}
+
+// twins runs a test with two of them.
+func twins(t *testing.T, test func(a, b *twin)) {
+	synctest.Test(t, func(t *testing.T) {
+		mem, ring := memory.New(memory.Options{}), seal.Generate()
+		test(joinTwin(t, mem, ring, "a"), joinTwin(t, mem, ring, "b"))
+	})
+}
+
+func joinTwin(t *testing.T, mem *memory.Store, ring *seal.Ring, name string) *twin {
+	t.Helper()
+	n := &twin{&alike{T: t, mem: mem, ring: ring, n: 1000 * int(name[0])}, mem.Join(name)}
+	g, _, err := Open(context.Background(), lateAnswers{n.member}, ring)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.g = g
+	t.Cleanup(func() { _ = g.Close(context.Background()) }) // one that was removed cannot write
+	return n
+}
+
+// lateAnswers is a store in which what members say of each other's questions comes a moment after it was found out.
+type lateAnswers struct{ *memory.Member }
+
+func (l lateAnswers) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if batch[0].Key[0] == spaceLive && batch[0].Key[1] == kindSays {
+		<-time.After(time.Millisecond)
+	}
+	return l.Member.Commit(ctx, batch...)
+}
+
+// die ends a member without order.
+func (n *twin) die() { n.member.Remove() }
+
+// attached waits like a client of a retry whose execution runs: it gets the answer with this status.
+func (o *one) attached(status int) *one {
+	o.Answering(status, false)
+	o.End()
+	return o
+}
+
+// P1: what a retry finds by evidence does not depend on the node that it comes to, nor does what is meant anew.
+func TestRetriesAtAnotherNode(t *testing.T) {
+	for name, test := range map[string]func(a, b *twin){
+		"answered: the next is meant": func(a, b *twin) {
+			a.call(0).settle(Completed, 200).answer(200)
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			a.call(0).is(nil, "")
+		},
+		"answered a moment ago, and its mark is not written": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200)
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			first.answer(200)
+			b.call(0).is(nil, "")
+		},
+		"its client has left": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).lost()
+			b.call(0).is(first, EvidenceUnanswered).attached(200)
+			a.call(0).is(nil, "")
+		},
+		"its client leaves while it runs": func(a, b *twin) {
+			first := a.call(0)
+			first.leave()
+			retry := b.call(0).is(first, EvidenceUnanswered)
+			first.settle(Completed, 200).answer(200)
+			retry.attached(200)
+			a.call(0).is(nil, "")
+			b.call(0).is(nil, "")
+		},
+		"its client waits, and leaves after its retry has come": func(a, b *twin) {
+			first := a.call(0)
+			time.AfterFunc(10*time.Millisecond, first.leave)
+			b.call(0).is(first, EvidenceUnanswered)
+		},
+		"its client waits": func(a, b *twin) {
+			first := a.call(0)
+			second := b.call(0).is(nil, "")
+			first.settle(Completed, 200).answer(200)
+			second.settle(Completed, 200).answer(200)
+		},
+		"in doubt": func(a, b *twin) {
+			first := a.call(0).settle(InDoubt, 0).answer(500)
+			b.call(0).is(first, EvidenceInDoubt)
+		},
+		"a status that clients retry": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 500).answer(500)
+			b.call(0).is(first, EvidenceAnswer)
+		},
+		"refused: the next runs": func(a, b *twin) {
+			a.call(0).settle(Released, 429).answer(429)
+			second := b.call(0).is(nil, "").settle(Completed, 200).lost()
+			a.call(0).is(second, EvidenceUnanswered)
+		},
+		"it says that it is a retry": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).answer(200)
+			b.call(1).is(first, EvidenceStated)
+		},
+		"a retry at another node has left, too": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).lost()
+			b.call(0).is(first, EvidenceUnanswered).lost()
+			a.call(0).is(first, EvidenceUnanswered).attached(200)
+			b.call(0).is(nil, "")
+		},
+		"a retry at another node waits": func(a, b *twin) {
+			first := a.call(0)
+			first.leave()
+			retry := b.call(0).is(first, EvidenceUnanswered)
+			a.call(0).is(nil, "")
+			retry.leave()
+			a.call(0).is(first, EvidenceUnanswered)
+		},
+		"after the window": func(a, b *twin) {
+			a.call(0).settle(Completed, 200).lost()
+			<-time.After(testWindow + time.Second)
+			b.call(0).is(nil, "")
+		},
+	} {
+		t.Run(name, func(t *testing.T) { twins(t, test) })
+	}
+}
+
+// A crash of a node is evidence for what it ran, and for what had ended in the last second or two; an end in order is
+// not. What its marks say holds.
+func TestRetriesOfAGoneNode(t *testing.T) {
+	for name, test := range map[string]func(a, b *twin){
+		"it ran": func(a, b *twin) {
+			first := a.call(0)
+			a.die()
+			b.call(0).is(first, EvidenceInDoubt)
+		},
+		"it was answered just now": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).answer(200)
+			a.die()
+			b.call(0).is(first, EvidenceUnanswered).attached(200)
+			b.call(0).is(nil, "")
+		},
+		"it was answered a while ago": func(a, b *twin) {
+			a.call(0).settle(Completed, 200).answer(200)
+			<-time.After(3 * time.Second)
+			a.die()
+			b.call(0).is(nil, "")
+		},
+		"it was not answered a while ago": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).lost()
+			<-time.After(3 * time.Second)
+			a.die()
+			b.call(0).is(first, EvidenceUnanswered)
+		},
+		"it has ended in order": func(a, b *twin) {
+			a.call(0).settle(Completed, 200).answer(200)
+			if err := a.g.Close(context.Background()); err != nil {
+				t.Fatal(err)
+			}
+			a.die()
+			b.call(0).is(nil, "")
+		},
+		"it had taken another node's": func(a, b *twin) {
+			first := b.call(0).settle(Completed, 200).lost()
+			a.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			a.die()
+			b.call(0).is(first, EvidenceUnanswered)
+		},
+	} {
+		t.Run(name, func(t *testing.T) { twins(t, test) })
+	}
+}
+
+// P1: of equal retries that come to all nodes at once, each takes another execution, and those that are too many are
+// new calls.
+func TestRetriesAtAllNodesAtOnce(t *testing.T) {
+	twins(t, func(a, b *twin) {
+		const earlier, retries = 3, 8
+		var before []*one
+		for i := range earlier {
+			before = append(before, []*twin{a, b}[i%2].call(0).is(nil, ""))
+		}
+		for _, o := range before {
+			o.settle(Completed, 200).lost()
+		}
+		var all sync.WaitGroup
+		var fresh atomic.Int64
+		var of sync.Map
+		for i := range retries {
+			n := []*twin{a, b}[i%2]
+			id := fmt.Sprint("retry ", i)
+			all.Go(func() {
+				o := n.make(id, false, 0)
+				if o.Evidence == "" {
+					fresh.Add(1)
+				} else if other, taken := of.LoadOrStore(o.ID, id); taken {
+					t.Errorf("%s is taken by %v and by %s", o.ID, other, id)
+				}
+			})
+		}
+		all.Wait()
+		if fresh.Load() != retries-earlier {
+			t.Errorf("%d of %d are new, of %d earlier calls", fresh.Load(), retries, earlier)
+		}
+	})
+}
+
+// P1: what a gateway that had the store alone has left says the same to the first member: a call that was answered is
+// none that a retry means, and one whose end it could not write is.
+func TestRetriesAfterAGatewayThatWasAlone(t *testing.T) {
+	for _, orderly := range []bool{true, false} {
+		synctest.Test(t, func(t *testing.T) {
+			mem, ring := memory.New(memory.Options{}), seal.Generate()
+			alone := &alike{T: t, mem: mem, ring: ring}
+			alone.start()
+			alone.call(0).settle(Completed, 200).answer(200)
+			<-time.After(2 * markEvery) // its mark is written
+			var left *one
+			if orderly {
+				if err := alone.g.Close(context.Background()); err != nil {
+					t.Fatal(err)
+				}
+			} else {
+				left = alone.call(0).is(nil, "").settle(Completed, 200) // and the process is killed
+				defer func() { _ = alone.g.Close(context.Background()) }()
+			}
+			a := joinTwin(t, mem, ring, "a")
+			if again := a.call(0); orderly {
+				again.is(nil, "").settle(Completed, 200).answer(200)
+			} else {
+				again.is(left, EvidenceUnanswered).attached(200)
+			}
+		})
+	}
+}

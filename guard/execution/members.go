@@ -1,0 +1,182 @@
+package execution
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// What a node knows of the others that use its store (ADR 0131).
+
+// members are the gateways that use the store.
+type members struct {
+	g      *Guard
+	store  store.Shared // nil where one gateway has the store
+	gone   sync.Map     // the boots that are known to be gone: that stays so
+	swept  sync.Map     // those of them that have left nothing open any more
+	stop   func()       // ends what start began
+	report func(Recovery)
+	mu     sync.Mutex // guards report
+
+	mirrors mirrors
+}
+
+// recoverAgain is when a recovery that has failed is tried again.
+const recoverAgain = time.Second
+
+// start settles what members leave open from now on.
+func (m *members) start() {
+	m.stop = func() {}
+	if m.store == nil {
+		return
+	}
+	g := m.g
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	keeping := make(chan struct{})
+	go func() {
+		defer close(keeping)
+		g.keys.keep(ctx)
+	}()
+	unfollow := m.store.Follow([]byte{spaceLive, kindInterest}, func(key []byte) { m.interested(ctx, key) })
+	unasked := m.store.Follow([]byte{spaceLive, kindAsk}, func(question []byte) { go g.groups.say(ctx, question) })
+	uncapped := m.store.Follow([]byte{spaceLive, kindCap}, func(key []byte) { go capChanged(ctx, g, key) })
+	m.stop = func() {
+		unfollow()
+		unasked()
+		uncapped()
+		cancel()
+		<-ended
+		<-keeping
+	}
+	go func() {
+		defer close(ended)
+		renewal := time.NewTicker(renewTime)
+		defer renewal.Stop()
+		for ctx.Err() == nil {
+			left := m.store.Left() // before the look, so that nobody leaves unnoticed
+			recovered, err := m.recover(ctx)
+			if recovered != (Recovery{}) {
+				m.mu.Lock()
+				if m.report != nil {
+					m.report(recovered)
+				}
+				m.mu.Unlock()
+			}
+			if out, _ := m.store.Gone(ctx, m.g.boot); out || errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy) {
+				return // this member: the others settle what it has left
+			}
+			var again <-chan time.Time
+			if err != nil {
+				again = time.After(recoverAgain)
+			}
+			select {
+			case <-left:
+			case <-again:
+			case <-renewal.C:
+				renewCaps(ctx, g)
+			case <-ctx.Done():
+			}
+		}
+	}()
+}
+
+// sweep settles what a member that is gone has left open, once. unrecorded says that the store had no room for that.
+func (m *members) sweep(ctx context.Context, boot string) (unrecorded int, err error) {
+	if _, swept := m.swept.Load(boot); swept {
+		return 0, nil
+	}
+	r, err := m.recover(ctx)
+	if err == nil && r.Unrecorded == 0 {
+		m.swept.Store(boot, nil)
+	}
+	return r.Unrecorded, err
+}
+
+// orphaned reports that an open record has no owner that could record its outcome under it. Whoever asks has
+// found no flight of it here.
+func (m *members) orphaned(ctx context.Context, r *Record) (bool, error) {
+	switch {
+	case m.store == nil:
+		return r.Node == m.g.node, nil
+	case r.Boot == m.g.boot:
+		return true, nil
+	}
+	if _, known := m.gone.Load(r.Boot); known {
+		return true, nil
+	}
+	gone, err := m.store.Gone(ctx, r.Boot)
+	if err != nil {
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if gone {
+		m.gone.Store(r.Boot, nil)
+	}
+	return gone, nil
+}
+
+// recover settles the open records of earlier processes of this node, and of members that are gone. It runs when
+// the store is opened (a reload is not a new process), and when a member has left. Several members may do so at
+// once: each record is settled by one of them.
+func (m *members) recover(ctx context.Context) (Recovery, error) {
+	g := m.g
+	var done Recovery
+	var keys []Key
+	for entry, err := range g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
+		if err != nil {
+			return done, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		keys = append(keys, keyIn(entry.Key)) // also of one that is just being run again here, whose claim may fail
+	}
+	for _, key := range keys {
+		if err := m.recoverOne(ctx, key, &done); err != nil {
+			return done, err
+		}
+	}
+	return done, nil
+}
+
+func (m *members) recoverOne(ctx context.Context, key Key, done *Recovery) error {
+	g := m.g
+	record, version, err := g.load(ctx, key)
+	if err != nil || record == nil || !record.State.open() || record.Boot == g.boot {
+		return err
+	}
+	if orphan, err := m.orphaned(ctx, record); err != nil || !orphan {
+		return err
+	}
+	defer g.writers.enter().leave()
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	doubt := *record
+	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
+	pieces, err := g.piecesOf(ctx, key, record.Claim)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	gone, err := g.discarded(ctx, key, record.Claim, pieces)
+	if err == nil {
+		_, err = g.store.Commit(ctx, append(g.put(key, record, &doubt, store.VersionIs(version)), gone...)...)
+	}
+	lost := (*store.Conflict)(nil)
+	switch {
+	case err == nil:
+		done.InDoubt++
+		return nil
+	case errors.As(err, &lost) && m.store != nil:
+		return nil // another member was first, or it runs again
+	case errors.Is(err, store.ErrFull):
+		// A record without an owner counts as in doubt (status). A full disk must not stop
+		// everything else (P4).
+		done.Unrecorded++
+		g.groups.recovered(key, record)
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ErrStore, err)
+}

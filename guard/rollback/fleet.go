@@ -1,0 +1,436 @@
+package rollback
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"iter"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+)
+
+// fleet is what the coordinators of several gateways over one store agree on (ADR 0133). It is nil where one
+// gateway has the store.
+//
+// One member carries a rollback out: the one whose boot its head names. Once that is gone another one writes
+// its own there. What keeps calls from beginning is read from the store: a claim is made on the condition that
+// the fence of its workflow has not changed since.
+type fleet struct {
+	*Coordinator
+	shared store.Shared
+	boot   string
+	fences *store.Fences
+
+	mu    sync.Mutex
+	plans map[name]*workflowLock // of accepted rollbacks, which do not change
+}
+
+// maxPlans is how many locks of rollbacks at other members are remembered.
+const maxPlans = 256
+
+func newFleet(c *Coordinator) *fleet {
+	shared, is := c.o.Store.(store.Shared)
+	if !is {
+		return nil
+	}
+	return &fleet{
+		Coordinator: c, shared: shared, boot: shared.Self().Boot,
+		fences: store.FollowFences(shared, []byte{space, kindFence}), plans: map[name]*workflowLock{},
+	}
+}
+
+// gone reports whether nothing more is written by the member with a boot. A record without one is of a
+// gateway that had the store alone.
+func (f *fleet) gone(ctx context.Context, boot string) (bool, error) {
+	if boot == "" || boot == f.boot {
+		return boot == "", nil
+	}
+	gone, err := f.shared.Gone(ctx, boot)
+	if err != nil {
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return gone, nil
+}
+
+// take makes this member the one that carries a rollback out, if the one that did is gone. mine reports whether
+// it is this member; unless fresh, the steps may have changed since the rollback was read.
+func (f *fleet) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
+	for fresh = true; ; fresh = false {
+		r.mu.Lock()
+		boot := r.head.Boot
+		r.mu.Unlock()
+		if boot == f.boot {
+			return true, fresh, nil
+		}
+		if gone, err := f.gone(ctx, boot); err != nil || !gone {
+			return false, fresh, err
+		}
+		err := f.change(ctx, r, func(h *head, _ *store.Batch) error {
+			h.Boot = f.boot
+			return nil
+		})
+		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another member was first, or it was sealed anew
+			return false, fresh, err
+		}
+	}
+}
+
+// succeed takes over what members leave unfinished that are gone, until the coordinator stops.
+func (f *fleet) succeed(left <-chan struct{}) {
+	for pause := firstPause; ; {
+		select {
+		case <-left:
+		case <-f.quit:
+			return
+		}
+		left = f.shared.Left()
+		if out, err := f.shared.Gone(f.hard, f.boot); out && err == nil {
+			return // the others take over what this member has left
+		}
+		err := f.resume(f.hard)
+		if err == nil {
+			pause = firstPause
+		} else {
+			f.log.Warn("what members that are gone have left unfinished waits for the store", "error", err)
+			again := make(chan struct{})
+			close(again)
+			left = again
+		}
+		select {
+		case <-time.After(pause):
+		case <-f.quit:
+			return
+		}
+		if err != nil {
+			pause = min(2*pause, longPause)
+		}
+	}
+}
+
+// failureRecord is a Failure as it is recorded.
+type failureRecord struct {
+	Failure
+	// Boot is that of the member that asks for its rollback; empty where one gateway has the store.
+	Boot string `json:"boot,omitempty"`
+}
+
+// takeFailure makes this member the one that asks for the rollback of a recorded failure, if the one that did
+// is gone. first says that nothing was taken up yet by this member, whose own it takes then, too.
+func (f *fleet) takeFailure(ctx context.Context, entry store.Entry, first bool) (mine bool, err error) {
+	var v failureRecord
+	plain, err := f.open(entry)
+	if err == nil {
+		err = json.Unmarshal(plain, &v)
+	}
+	if err != nil {
+		return first, nil // which is said once
+	}
+	if v.Boot == f.boot {
+		return first, nil
+	}
+	if gone, err := f.gone(ctx, v.Boot); err != nil || !gone {
+		return false, err
+	}
+	f.sealing.RLock()
+	defer f.sealing.RUnlock()
+	v.Boot = f.boot
+	if plain, err = json.Marshal(v); err != nil {
+		return false, err
+	}
+	_, err = f.o.Store.Commit(ctx, f.sealed(entry.Key, plain, store.VersionIs(entry.Version)))
+	if errors.As(err, new(*store.Conflict)) {
+		return false, nil // another member was first
+	}
+	if err != nil {
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return true, nil
+}
+
+// follow keeps the head of a rollback that is carried out here as others change it, until it has ended.
+func (f *fleet) follow(r *run, ended <-chan struct{}) {
+	for {
+		changed, cancel := f.o.Store.Watch(keyOf(kindHead, r.name))
+		r.mu.Lock()
+		h, version, err := f.readHead(f.hard, r.name)
+		if err == nil && version != r.version {
+			r.head, r.version = *h, version
+			f.headChanged(r)
+		}
+		r.mu.Unlock()
+		var again <-chan time.Time
+		if err != nil { // what has changed is not known
+			changed, again = nil, time.After(longPause)
+		}
+		select {
+		case <-changed:
+		case <-again:
+		case <-ended:
+		case <-r.halted.c:
+		case <-f.quit:
+		}
+		cancel()
+		select {
+		case <-ended:
+			return
+		default:
+		}
+		if r.halted.is() || f.ending() {
+			return
+		}
+	}
+}
+
+// The decision about a rollback at one member, and the claims at all of them: the decision is announced first,
+// which changes the fence. From then on no claim is made that was admitted before, new calls of the workflow wait,
+// and the plan has what was claimed. The acceptance changes the fence too, and the end of the decision.
+
+// announce has the calls of a workflow wait at all members, and returns when everything that they have claimed
+// before is known here. over ends that.
+func (f *fleet) announce(ctx context.Context, workflow, scope string) (over func(), err error) {
+	if f == nil {
+		return func() {}, nil
+	}
+	now, err := f.now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	fence := store.Write{Key: f.fenceKey(workflow), Expires: now.Add(f.o.Keep)}
+	nonce := uuid.New()
+	decision := store.Write{Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.boot), Expires: fence.Expires}
+	over = func() {
+		decision := store.Write{Key: decision.Key, Delete: true}
+		f.goOnUntil("the end of a decision", func(ctx context.Context) error {
+			_, err := f.o.Store.Commit(ctx, decision, fence)
+			f.fences.Forget(fence.Key)
+			return err
+		})
+	}
+	_, err = f.o.Store.Commit(ctx, decision, fence)
+	f.fences.Forget(fence.Key)
+	if err == nil {
+		err = f.shared.CatchUp(ctx)
+	} else if !errors.Is(err, store.ErrUnknown) {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if err != nil {
+		over()
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return over, nil
+}
+
+// goOnUntil does something at once, and where that fails again and again in the background: calls wait for it.
+// With the member's end they wait no longer.
+func (f *fleet) goOnUntil(what string, do func(ctx context.Context) error) {
+	if do(f.hard) == nil {
+		return
+	}
+	f.Coordinator.mu.Lock()
+	defer f.Coordinator.mu.Unlock()
+	if f.stopping {
+		return
+	}
+	f.wg.Add(1)
+	go func() {
+		defer f.wg.Done()
+		for pause := firstPause; ; pause = min(2*pause, longPause) {
+			select {
+			case <-time.After(pause):
+			case <-f.quit:
+				return
+			}
+			err := do(f.hard)
+			if err == nil {
+				return
+			}
+			f.log.Warn("calls wait for the store", "what", what, "error", err)
+		}
+	}()
+}
+
+// heldUp is what a call waits for while a member decides about a rollback of its workflow.
+type heldUp struct {
+	changed, left <-chan struct{}
+	cancel        func()
+}
+
+// admit looks whether the rollbacks at all members let a call begin. held is not nil where that is being decided.
+func (f *fleet) admit(ctx context.Context, a *Admission, parents iter.Seq2[string, error]) (held *heldUp, err error) {
+	workflow, attempts := a.workflow, strings.HasPrefix(a.workflow, attemptsPrefix)
+	if attempts {
+		workflow = ""
+	}
+	key := f.fenceKey(workflow)
+	if !attempts {
+		if at, open := f.fences.Open(key); open {
+			a.fence = at
+			return nil, nil
+		}
+	}
+	held = &heldUp{left: f.shared.Left()}
+	held.changed, held.cancel = f.o.Store.Watch(key)
+	at, err := f.fences.Read(ctx, key)
+	deciding := false
+	if err == nil {
+		deciding, err = f.deciding(ctx, a.workflow)
+	}
+	if deciding {
+		out := false
+		if out, err = f.shared.Gone(ctx, f.boot); !out && err == nil {
+			return held, nil
+		}
+		if out { // nothing that it admits could be claimed
+			err = store.ErrUnhealthy
+		}
+	}
+	held.cancel()
+	var locks []*workflowLock
+	if err == nil {
+		locks, err = f.locksOf(ctx, workflow, a.workflow)
+	}
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	case len(locks) > 0:
+		if _, err := blocked(locks, parents); err != nil {
+			return nil, err
+		}
+	case !attempts:
+		f.fences.Pass(at)
+	}
+	a.fence = at
+	return nil, nil
+}
+
+// deciding reports whether a member decides about a rollback. One that is gone does not.
+func (f *fleet) deciding(ctx context.Context, scope string) (bool, error) {
+	for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kindDeciding, scope))) {
+		if err != nil {
+			return false, err
+		}
+		boot := string(entry.Value)
+		if gone, err := f.gone(ctx, boot); err != nil || !gone {
+			return err == nil, err
+		}
+	}
+	return false, nil
+}
+
+// locksOf are what keeps calls of a workflow, or the attempts of a call without one, from beginning.
+func (f *fleet) locksOf(ctx context.Context, workflow, scope string) (locks []*workflowLock, err error) {
+	for _, kind := range []byte{kindStop, kindWorkflow, kindReservedWorkflow} {
+		var names []name
+		for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kind, workflow))) {
+			if err != nil {
+				return nil, err
+			}
+			names = append(names, nameIn(entry.Key))
+		}
+		for _, n := range names {
+			w, err := f.lockOf(ctx, kind, n, scope)
+			if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
+				continue // it is over, or nobody carries it out
+			}
+			if err != nil {
+				return nil, err
+			}
+			if w.workflow == scope {
+				locks = append(locks, w)
+			}
+		}
+	}
+	return locks, nil
+}
+
+// lockOf is what a rollback or a reservation keeps from beginning. ErrUnknown is nothing.
+func (f *fleet) lockOf(ctx context.Context, kind byte, n name, scope string) (*workflowLock, error) {
+	if kind == kindReservedWorkflow {
+		v, err := f.reservation(ctx, n)
+		if err != nil {
+			return nil, err
+		}
+		return f.lockBy(ctx, &v.head, v.planned.Plan, true)
+	}
+	f.mu.Lock()
+	w := f.plans[n]
+	f.mu.Unlock()
+	if w != nil && kind == kindWorkflow {
+		return w, nil // its index says that it is not finished
+	}
+	h, _, err := f.readHead(ctx, n)
+	if err != nil {
+		return nil, err
+	}
+	if kind == kindStop {
+		w := newWorkflowLock(h.ID, scope)
+		w.stops = true
+		w.decide()
+		return w, nil
+	}
+	if !h.open() {
+		return nil, ErrUnknown
+	}
+	planned, err := f.readPlan(ctx, kindPlan, n, h)
+	if err != nil {
+		return nil, err
+	}
+	if w, err = f.lockBy(ctx, h, planned.Plan, false); err != nil {
+		return nil, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.plans) >= maxPlans {
+		clear(f.plans)
+	}
+	f.plans[n] = w
+	return w, nil
+}
+
+func (f *fleet) lockBy(ctx context.Context, h *head, p *Plan, reserved bool) (*workflowLock, error) {
+	scope, err := f.scope(ctx, h.Workflow, h.Checkpoint)
+	if err != nil {
+		return nil, err
+	}
+	w := newWorkflowLock(h.ID, scope)
+	w.reserved = reserved
+	w.blockPlan(h.Scope, p)
+	w.decide()
+	return w, nil
+}
+
+// nameStops gives the entries of an earlier build, and of a store that was copied, the workflow that is stopped.
+func (f *fleet) nameStops(ctx context.Context) error {
+	var old []store.Entry
+	for entry, err := range f.o.Store.Scan(ctx, store.Prefix([]byte{space, kindStop})) {
+		if err != nil {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if len(entry.Key) == len(keyOf(kindStop, name{})) {
+			old = append(old, entry)
+		}
+	}
+	for _, entry := range old {
+		n := nameIn(entry.Key)
+		h, _, err := f.readHead(ctx, n)
+		if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		_, err = f.o.Store.Commit(ctx,
+			store.Write{Key: f.workflowKey(kindStop, h.Workflow, n), Expires: entry.Expires},
+			store.Write{Key: entry.Key, If: store.VersionIs(entry.Version), Delete: true})
+		if err != nil && !errors.As(err, new(*store.Conflict)) {
+			return fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+	return nil
+}

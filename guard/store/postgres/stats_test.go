@@ -1,0 +1,73 @@
+//go:build unix
+
+package postgres_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
+)
+
+// The statistics say how large the tables are, what waits to be vacuumed and what holds that up, and how
+// many reads have waited for a connection.
+func TestStats(t *testing.T) {
+	o := postgres.Options{Schema: newSchema(), PoolSize: 2}
+	s := open(t, o)
+	var batch []store.Write
+	for i := range 500 {
+		batch = append(batch, store.Write{Key: fmt.Appendf(nil, "key%d", i), Value: make([]byte, 3000)})
+	}
+	if _, err := s.Commit(t.Context(), batch...); err != nil {
+		t.Fatal(err)
+	}
+	// What it can still see is not vacuumed.
+	other := database(t)
+	exec(t, other, "begin isolation level repeatable read")
+	exec(t, other, "select from "+o.Schema+".entries limit 1")
+	for i := range batch {
+		batch[i] = store.Write{Key: batch[i].Key, Delete: i%2 == 0, Value: []byte("short")}
+	}
+	if _, err := s.Commit(t.Context(), batch...); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	conn := database(t)
+	await(t, func() bool { // the sessions report what they did when they end
+		var dead int
+		err := conn.QueryRow(t.Context(), "select n_dead_tup from pg_stat_user_tables where schemaname = $1 and relname = 'entries'", o.Schema).Scan(&dead)
+		return err == nil && dead >= 500
+	})
+	s = open(t, o) // it asks at once, and then every minute
+	await(t, func() bool { return !s.Stats().Server.Asked.IsZero() })
+	got := s.Stats().Server
+	if got.Living <= 0 || got.Dead < 500 || got.Rows <= 0 || got.Large < 500*3000 || got.Indexes <= 0 || got.Others <= 0 {
+		t.Errorf("of 500 entries, all replaced or deleted: %+v", got)
+	}
+	if got.OldestTransaction <= 0 || got.Standbys != 0 || got.Lag != 0 {
+		t.Errorf("beside an open transaction: %+v", got)
+	}
+
+	exec(t, other, "rollback")
+	reading, stop := context.WithCancel(t.Context())
+	defer stop()
+	var readers sync.WaitGroup
+	for range 8 {
+		readers.Go(func() {
+			for reading.Err() == nil {
+				_ = value(t, s, "key1")
+			}
+		})
+	}
+	await(t, func() bool { p := s.Stats().Pool; return p.Waits >= 2 && p.Waited > 0 && p.InUse > 0 })
+	stop()
+	readers.Wait()
+	if got := s.Stats().Pool; got.Most != 2 || got.Open < 1 || got.Open > 2 || got.InUse != 0 {
+		t.Errorf("the pool: %+v", got)
+	}
+}
