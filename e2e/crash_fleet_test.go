@@ -120,7 +120,31 @@ func (f *fleetCrash) event() {
 func (f *fleetCrash) await(events int) {
 	f.t.Helper()
 	for range events {
-		waitWithin(f.t, procBound, f.events, "an effect or an answer")
+		select {
+		case <-f.events:
+		case <-time.After(procBound):
+			f.stuck()
+			f.t.Fatal("no effect or answer came")
+		}
+	}
+}
+
+// stuck logs what the database and the gateways are busy with.
+func (f *fleetCrash) stuck() {
+	activity, err := f.server.SQL("select a.pid, a.application_name, a.state, a.wait_event_type, a.wait_event, now() - a.state_change, pg_blocking_pids(a.pid), left(a.query, 120) " +
+		"from pg_stat_activity a where a.backend_type = 'client backend' order by a.state_change")
+	f.t.Logf("the database: %v\n%s", err, activity)
+	members, err := f.server.SQL("select * from agent_guard.members")
+	f.t.Logf("members: %v\n%s", err, members)
+	for _, n := range f.nodes {
+		if g := n.take(); g != nil && g.alive() {
+			_ = g.cmd.Process.Signal(syscall.SIGCONT)
+			_ = g.cmd.Process.Signal(syscall.SIGQUIT) // it says what its goroutines do
+			<-g.dead
+			f.t.Logf("%s:\n%s", n.name, g.log.tail(200_000))
+		} else {
+			f.t.Logf("%s: nobody has it, or it is being killed", n.name)
+		}
 	}
 }
 

@@ -4,12 +4,15 @@ package e2e
 
 import (
 	"bytes"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 )
+
+var procStack = regexp.MustCompile(`,"stacktrace":"[^"]*"`)
 
 // procLog collects what a process says, and tells when it has said something.
 type procLog struct {
@@ -82,8 +85,9 @@ func (l *procLog) String() string {
 	return l.text.String()
 }
 
+// tail is the end of what the process has said, without the stacks of its lines.
 func (l *procLog) tail(n int) string {
-	text := l.String()
+	text := procStack.ReplaceAllString(l.String(), "")
 	return text[max(0, len(text)-n):]
 }
 
