@@ -11,6 +11,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"regexp"
 	"strings"
 )
 
@@ -26,7 +27,7 @@ type event struct {
 type log struct {
 	output                  map[string]*strings.Builder // by package and test
 	passed, failed, skipped int
-	skips                   []string
+	skips, fails            []string
 }
 
 func main() {
@@ -40,6 +41,9 @@ func main() {
 		if err != nil {
 			break
 		}
+	}
+	for _, fail := range l.fails {
+		fmt.Println(fail)
 	}
 	fmt.Printf("%d passed, %d failed, %d skipped\n", l.passed, l.failed, l.skipped)
 	for _, name := range l.skips {
@@ -109,9 +113,25 @@ func (l *log) end(e event, name string) {
 		l.skips = append(l.skips, name)
 	case "fail":
 		l.failed++
+		l.fails = append(l.fails, "failed: "+name)
 		if said := l.output[name]; said != nil {
 			fmt.Print(said)
+			l.fails = append(l.fails, messages(said.String())...)
 		}
 	}
 	delete(l.output, name)
+}
+
+var message = regexp.MustCompile(`^\s+\w+\.go:\d+: `)
+
+// messages are the beginnings of what a test has reported or logged, once more for the end, since logs of
+// processes can be long.
+func messages(said string) (all []string) {
+	for line := range strings.Lines(said) {
+		if message.MatchString(line) && len(all) < 30 {
+			line = strings.TrimRight(line, "\n")
+			all = append(all, line[:min(len(line), 300)])
+		}
+	}
+	return all
 }

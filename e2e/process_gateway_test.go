@@ -175,7 +175,7 @@ func (s *procSite) launch(t *testing.T) *procGateway {
 	}()
 	s.t.Cleanup(func() {
 		if s.t.Failed() && g.alive() {
-			s.t.Logf("log of the gateway:\n%s", g.log.tail(6000))
+			s.t.Logf("log of the gateway:\n%s", g.log.tail(3000))
 		}
 		g.kill()
 		if strings.Contains(g.log.String(), "DATA RACE") {
