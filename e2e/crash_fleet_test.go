@@ -116,15 +116,22 @@ func (f *fleetCrash) event() {
 	}
 }
 
-// await waits for so many effects and answers, or more.
+// await waits for so many effects and answers, or more, or until the test has failed: clients call no more then.
 func (f *fleetCrash) await(events int) {
 	f.t.Helper()
+	look := time.NewTicker(100 * time.Millisecond)
+	defer look.Stop()
 	for range events {
-		select {
-		case <-f.events:
-		case <-time.After(procBound):
-			f.stuck()
-			f.t.Fatal("no effect or answer came")
+		late := time.After(procBound)
+		for came := false; !came && !f.t.Failed(); {
+			select {
+			case <-f.events:
+				came = true
+			case <-look.C:
+			case <-late:
+				f.stuck()
+				f.t.Fatal("no effect or answer came")
+			}
 		}
 	}
 }

@@ -270,9 +270,11 @@ func (s *Server) Remove() error { return errors.Join(s.Kill(), os.RemoveAll(s.di
 // SQL runs statements, and returns what they answer, as psql prints it without titles.
 func (s *Server) SQL(statements string) (string, error) {
 	psql := s.command("psql", "-h", s.dir, "-U", "postgres", "-d", "postgres", "-v", "ON_ERROR_STOP=1", "-qtA", "-c", statements)
-	out, err := psql.CombinedOutput()
+	var said bytes.Buffer // apart from the answer: a server that ends says so, too, where psql has all that it asked for
+	psql.Stderr = &said
+	out, err := psql.Output()
 	if err != nil {
-		return "", fmt.Errorf("psql: %w: %s", err, out)
+		return "", fmt.Errorf("psql: %w: %s%s", err, out, said.Bytes())
 	}
 	return strings.TrimSpace(string(out)), nil
 }
