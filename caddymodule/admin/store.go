@@ -639,14 +639,14 @@ func (l *Ledger) head(ctx context.Context, log *ledger.Log) (LedgerHead, error) 
 		Backlog: LedgerBacklog{Entries: stats.Backlog.Entries, Age: int64(stats.Backlog.Age / time.Second)},
 		Refused: stats.Refused, Damaged: stats.Damaged, Retries: stats.Retries,
 	}
-	if log == l.Log {
-		return doc, nil
-	}
+	// Counted where it waits: of a commit whose result was unknown the log learns later that it has landed.
 	waiting, err := log.Waiting(ctx)
-	if err != nil {
+	switch {
+	case err == nil:
+		doc.Backlog.Entries = waiting
+	case log != l.Log:
 		return doc, unavailable(err)
 	}
-	doc.Backlog.Entries = waiting
 	return doc, nil
 }
 
