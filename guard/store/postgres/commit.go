@@ -251,33 +251,39 @@ type committer struct {
 	conn   *pgx.Conn // nil without one
 	warned atomic.Bool
 
-	next    int64    // the number of the next step; none was used twice
-	settled [2]int64 // the numbers of the last group, whose rows are of no use any more
-	open    *group   // sent, and its verdict is not known yet
+	next    int64  // the number of the next step; none was used twice
+	settled int64  // groups with lower numbers are settled, and their notes of no use any more
+	tidied  int64  // up to where they were deleted
+	open    *group // sent, and its verdict is not known yet
 }
+
+// tidyAfter is how many notes are deleted at a time.
+const tidyAfter = 64
 
 // group is a transaction: steps of batches without a key in common.
 type group struct {
 	steps []*step
 	from  int64 // the number of its first step
+	tidy  bool  // it deletes the notes of settled groups
 }
 
 type step struct {
 	batches []*batch
-	verdict []verdict
+
+	// The server's verdict.
+	removed  bool    // on all of it: this member was removed
+	versions []int64 // of the batches that were written, 0 of others; empty without a verdict
+	losers   []loser
 }
 
-// verdict is the server's on a batch.
-type verdict struct {
+// loser is a batch of which a condition did not hold.
+type loser struct {
 	batch   int
-	place   int // of the first write whose condition did not hold; -1 is none
+	place   int // of the first write with such a condition
 	version int64
 	value   []byte
 	expires int64
 }
-
-// fenced is the batch of a verdict that is on the whole step: this member was removed.
-const fenced = -1
 
 func (c *committer) run() {
 	for {
@@ -403,7 +409,7 @@ func (c *committer) drop() {
 
 // group makes a transaction of batches that were taken together, or are left of them.
 func (c *committer) group(all []*batch) *group {
-	g := &group{from: c.next}
+	g := &group{from: c.next, tidy: c.settled-c.tidied >= tidyAfter}
 	slices.SortStableFunc(all, func(a, b *batch) int { return a.step - b.step })
 	for i, b := range all {
 		if i == 0 || b.step != all[i-1].step {
@@ -433,7 +439,14 @@ func (c *committer) send(ctx context.Context, g *group) error {
 	out.Queue("begin isolation level read committed read write")
 	out.Queue(c.sql.order)
 	for i, s := range g.steps {
-		out.Queue(c.sql.apply, c.arguments(g.from+int64(i), s)...)
+		text := c.sql.apply
+		if len(s.batches) == 1 {
+			text = c.sql.applyOne
+		}
+		out.Queue(text, c.arguments(g.from+int64(i), s)...)
+	}
+	if g.tidy {
+		out.Queue(c.sql.tidy, c.writer, c.tidied, c.settled)
 	}
 	out.Queue("commit")
 	c.warned.Store(false)
@@ -459,10 +472,12 @@ func (g *group) read(answers pgx.BatchResults) error {
 		if err != nil {
 			return err
 		}
-		if s.verdict, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (v verdict, err error) {
-			err = row.Scan(&v.batch, &v.place, &v.version, &v.value, &v.expires)
-			return v, err
-		}); err != nil {
+		if err := s.read(rows); err != nil {
+			return err
+		}
+	}
+	if g.tidy {
+		if _, err := answers.Exec(); err != nil {
 			return err
 		}
 	}
@@ -470,6 +485,29 @@ func (g *group) read(answers pgx.BatchResults) error {
 	if err == nil && done.String() != "COMMIT" {
 		err = fmt.Errorf("the commit ended with %s", done)
 	}
+	return err
+}
+
+// read reads the answer to applySQL.
+func (s *step) read(rows pgx.Rows) error {
+	s.removed, s.versions, s.losers = false, nil, nil
+	first := make([]int, len(s.batches)) // the place of each batch's first write, from 1
+	place := 1
+	for i, b := range s.batches {
+		first[i] = place
+		place += len(b.writes)
+	}
+	var l loser
+	var versions []int64
+	_, err := pgx.ForEachRow(rows, []any{&l.batch, &l.place, &l.version, &l.value, &l.expires, &versions}, func() error {
+		if l.batch < 0 {
+			s.versions, s.removed = versions, versions == nil
+			return nil
+		}
+		l.place -= first[l.batch]
+		s.losers = append(s.losers, l)
+		return nil
+	})
 	return err
 }
 
@@ -492,9 +530,9 @@ func (c *committer) arguments(number int64, s *step) []any {
 	for _, b := range s.batches {
 		n += len(b.writes)
 	}
-	batches, places := make([]int32, 0, n), make([]int32, 0, n)
+	batches, kinds := make([]int32, 0, n), make([]int32, 0, n)
 	keys, values := make([][]byte, 0, n), make([][]byte, 0, n)
-	expiries, wants, kinds := make([]int64, 0, n), make([]int64, 0, n), make([]int32, 0, n)
+	expiries, wants := make([]int64, 0, n), make([]int64, 0, n)
 	for i, b := range s.batches {
 		for j := range b.writes {
 			w := &b.writes[j]
@@ -514,9 +552,9 @@ func (c *committer) arguments(number int64, s *step) []any {
 			case w.Delete:
 				kind = kindDelete
 			}
-			batches, places = append(batches, int32(i)), append(places, int32(j))
 			keys, values = append(keys, w.Key), append(values, w.Value)
-			expiries, wants, kinds = append(expiries, expires), append(wants, want), append(kinds, kind)
+			expiries, wants = append(expiries, expires), append(wants, want)
+			batches, kinds = append(batches, int32(i)), append(kinds, kind)
 		}
 	}
 	var boot *string
@@ -524,58 +562,83 @@ func (c *committer) arguments(number int64, s *step) []any {
 	if m := c.member; m != nil {
 		boot, epoch = &m.self.Boot, m.epoch
 	}
-	return []any{batches, c.now(), places, keys, values, expiries, wants, kinds, boot, c.writer, number, c.settled[0], c.settled[1], epoch}
+	all := []any{keys, c.now(), values, expiries, wants, kinds, boot, c.writer, number, epoch}
+	if len(s.batches) > 1 {
+		all = append(all, batches)
+	}
+	return all
 }
 
 // applySQL carries out a step: batches without a key in common. It runs behind the lock of
 // statements.order, as a statement of its own, so that it sees all earlier commits. "offset 0" makes
-// the planner look each key up: it may take a full table for an empty one.
+// the planner look each key up: it may take a full table for an empty one. It also takes any array for
+// a short one, and a join of two arrays row by row is what a large group must not pay for: so the
+// versions of the batches are an array with one place for each, 0 for those that lost.
+//
+// One row has these versions, NULL where this member was removed. The others are the losers.
 const applySQL = `
 with w as materialized (
-	select * from unnest($1::int[], $3::int[], $4::bytea[], $5::bytea[], $6::bigint[], $7::bigint[], $8::int[])
-		as w (batch, place, key, value, expires, want, kind)
-), fence as materialized (
-	select $9::text is not null and not exists (
-		select from {schema}.members m where m.boot = $9::text and exists (select from {schema}.lease where one and epoch = $14::bigint)
-	) as lost
+	select * from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[], $11::int[]) with ordinality
+		as w (key, value, expires, want, kind, batch, place)
 ), losers as materialized (
 	select distinct on (w.batch) w.batch, w.place, e.version, e.value, e.expires
-	from w left join lateral (
-		select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > ` + given + ` offset 0
-	) e on true
+	from w left join lateral ` + foundSQL + ` on true
 	where w.want <> -1 and coalesce(e.version, 0) <> w.want
 	order by w.batch, w.place
-), winners as materialized (
-	select b.batch, nextval('{schema}.versions') as version
-	from (select distinct w.batch from w cross join fence
-		where not fence.lost and not exists (select from losers where losers.batch = w.batch)) b
-), puts as (
+), won as materialized (
+	select case when ` + fencedSQL + ` then null else (
+		select array_agg(case when losers.batch is null then nextval('{schema}.versions') else 0 end order by b.batch)
+		from (select distinct batch from w) b left join losers on losers.batch = b.batch
+	) end as versions
+)` + writeSQL
+
+// applyOneSQL is applySQL for a step of one batch, which is what a lone caller has: half the work.
+const applyOneSQL = `
+with w as materialized (
+	select *, 0 as batch from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[]) with ordinality
+		as w (key, value, expires, want, kind, place)
+), losers as materialized (
+	select w.batch, w.place, e.version, e.value, e.expires
+	from w left join lateral ` + foundSQL + ` on true
+	where w.want <> -1 and coalesce(e.version, 0) <> w.want
+	order by w.place limit 1
+), won as materialized (
+	select case when ` + fencedSQL + ` then null
+		when exists (select from losers) then array[0::bigint]
+		else array[nextval('{schema}.versions')] end as versions
+)` + writeSQL
+
+// What both have in common.
+const (
+	foundSQL = `(
+		select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > ` + given + ` offset 0
+	) e`
+	fencedSQL = `$7::text is not null and not exists (
+		select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+	)`
+	writeSQL = `, puts as (
 	insert into {schema}.entries (key, value, version, expires)
-	select w.key, w.value, winners.version, w.expires from w join winners on winners.batch = w.batch where w.kind = 0
+	select w.key, w.value, won.versions[w.batch + 1], w.expires from won cross join w where w.kind = 0 and won.versions[w.batch + 1] > 0
 	on conflict (key) do update set value = excluded.value, version = excluded.version, expires = excluded.expires
 ), deletes as (
 	delete from {schema}.entries where key = any(array(
-		select w.key from w join winners on winners.batch = w.batch where w.kind = 1))
+		select w.key from won cross join w where w.kind = 1 and won.versions[w.batch + 1] > 0))
 ), feed as (
 	insert into {schema}.feed (seq, boot, at, gone, keys)
-	select nextval('{schema}.feed_seq'), coalesce($9::text, ''), ` + clock + `, false,
+	select nextval('{schema}.feed_seq'), coalesce($7::text, ''), ` + clock + `, false,
 		case when count(*) <= ` + feedKeys + ` then array_agg(w.key) end
-	from w join winners on winners.batch = w.batch
-	where w.kind < 2 and (select exists (select from {schema}.members where boot <> coalesce($9::text, '')))
+	from won cross join w
+	where w.kind < 2 and won.versions[w.batch + 1] > 0 and (select exists (select from {schema}.members where boot <> coalesce($7::text, '')))
 	having count(*) > 0
 	returning pg_notify('{channel}', '')
 ), note as (
 	insert into {schema}.commits (writer, seq, at, winners, versions)
-	select $10::uuid, $11::bigint, ` + clock + `,
-		coalesce(array_agg(batch order by batch), '{}'), coalesce(array_agg(version order by batch), '{}') from winners
-), tidy as (
-	delete from {schema}.commits where writer = $10::uuid and seq >= $12::bigint and seq < $13::bigint
+	select $8::uuid, $9::bigint, ` + clock + `, '{}', won.versions from won
 )
-select batch, -1 as place, version, null::bytea as value, 0::bigint as expires from winners
+select -1 as batch, 0::bigint as place, 0::bigint as version, null::bytea as value, 0::bigint as expires, versions from won
 union all
-select batch, place, coalesce(version, 0), value, coalesce(expires, 0) from losers
-union all
-select -1, -1, 0, null, 0 from fence where lost`
+select batch, place, coalesce(version, 0), value, coalesce(expires, 0), null from losers`
+)
 
 // settle ends the open group: written with its verdicts, or not written at all.
 func (c *committer) settle(g *group, written bool, begun time.Time) {
@@ -583,21 +646,24 @@ func (c *committer) settle(g *group, written bool, begun time.Time) {
 	if !written {
 		return // a note that calls it off stays there, for the transaction may still come
 	}
-	c.settled = [2]int64{g.from, g.from + int64(len(g.steps))}
+	if g.tidy {
+		c.tidied = c.settled
+	}
+	c.settled = g.from + int64(len(g.steps))
 	winners := 0
 	for _, s := range g.steps {
-		for _, v := range s.verdict {
-			if v.batch == fenced {
-				c.lose()
-				answerAll(s.batches, errRemoved)
+		if s.removed {
+			c.lose()
+			answerAll(s.batches, errRemoved)
+		}
+		for i, version := range s.versions {
+			if version == 0 {
 				continue
 			}
-			if v.place < 0 {
-				winners++
-				for i := range s.batches[v.batch].writes {
-					if w := &s.batches[v.batch].writes[i]; !w.Check {
-						c.watches.Wake(w.Key)
-					}
+			winners++
+			for j := range s.batches[i].writes {
+				if w := &s.batches[i].writes[j]; !w.Check {
+					c.watches.Wake(w.Key)
 				}
 			}
 		}
@@ -606,23 +672,22 @@ func (c *committer) settle(g *group, written bool, begun time.Time) {
 		c.options.Observer.Committed(winners, time.Since(begun))
 	}
 	for _, s := range g.steps {
-		for _, v := range s.verdict {
-			if v.batch != fenced {
-				v.answer(s.batches[v.batch])
+		for i, version := range s.versions {
+			if version != 0 {
+				s.batches[i].answer(store.Version(version), nil)
 			}
+		}
+		for i := range s.losers {
+			s.losers[i].answer(s.batches[s.losers[i].batch])
 		}
 	}
 }
 
-func (v *verdict) answer(b *batch) {
-	if v.place < 0 {
-		b.answer(store.Version(v.version), nil)
-		return
-	}
-	lost := &store.Conflict{Index: v.place, Key: bytes.Clone(b.writes[v.place].Key)}
-	if v.version != 0 {
+func (l *loser) answer(b *batch) {
+	lost := &store.Conflict{Index: l.place, Key: bytes.Clone(b.writes[l.place].Key)}
+	if l.version != 0 {
 		lost.Found = &store.Entry{
-			Key: bytes.Clone(lost.Key), Value: v.value, Version: store.Version(v.version), Expires: timeOf(v.expires),
+			Key: bytes.Clone(lost.Key), Value: l.value, Version: store.Version(l.version), Expires: timeOf(l.expires),
 		}
 	}
 	b.answer(0, lost)
@@ -658,16 +723,13 @@ func (c *committer) readWinners(ctx context.Context, g *group) error {
 		return err
 	}
 	for _, s := range g.steps {
-		s.verdict = nil
+		s.removed, s.versions, s.losers = false, nil, nil
 	}
 	var seq int64
-	var winners []int32
 	var versions []int64
-	_, err = pgx.ForEachRow(rows, []any{&seq, &winners, &versions}, func() error {
+	_, err = pgx.ForEachRow(rows, []any{&seq, &versions}, func() error {
 		s := g.steps[seq-g.from]
-		for i, batch := range winners {
-			s.verdict = append(s.verdict, verdict{batch: int(batch), place: -1, version: versions[i]})
-		}
+		s.versions, s.removed = versions, versions == nil
 		return nil
 	})
 	return err

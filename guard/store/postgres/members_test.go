@@ -112,6 +112,22 @@ func testMembers(t *testing.T, dsn string) {
 	})
 }
 
+// awaitSessions returns when the server has the sessions of n members: it notices a while after a connection was cut
+// that one is gone.
+func awaitSessions(t *testing.T, schema string, n int) {
+	t.Helper()
+	conn := database(t)
+	await(t, func() bool {
+		has := -1
+		err := conn.QueryRow(t.Context(), "select count(*) from "+schema+".members m where exists (select from pg_locks l where "+
+			"l.locktype = 'advisory' and l.objsubid = 1 and (l.classid::bigint << 32 | l.objid::bigint) = m.lock)").Scan(&has)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return has == n
+	})
+}
+
 // A name has one member at a time: another process with it waits, joins at once when the first has
 // closed, and soon when its sessions are gone; the first then writes nothing more.
 func TestOneMemberOfANode(t *testing.T) {
@@ -132,6 +148,7 @@ func TestOneMemberOfANode(t *testing.T) {
 	}
 	p.Judge(func([]byte) pgserver.Fate { return pgserver.CutBefore })
 	p.Cut()
+	awaitSessions(t, schema, 1) // that of the other
 	second := join(t, again)
 	awaitGone(t, other, first.Self().Boot)
 	if _, err := second.Commit(t.Context(), put("key", "second")); err != nil {

@@ -715,16 +715,18 @@ const (
 
 // statements are the store's, with its schema in them.
 type statements struct {
-	schema  string
-	get     string
-	order   string
-	free    string
-	apply   string
-	callOff string
-	winners string
-	sweep   string
-	feed    string
-	prune   string
+	schema   string
+	get      string
+	order    string
+	free     string
+	apply    string
+	applyOne string
+	tidy     string
+	callOff  string
+	winners  string
+	sweep    string
+	feed     string
+	prune    string
 }
 
 // in puts the schema into text.
@@ -741,9 +743,12 @@ func newStatements(schema, channel string) statements {
 		strings.ReplaceAll(q.in("{schema}.lease"), "'", "''") + "'::regclass and l.database = (select oid from pg_database where datname = current_database())) " +
 		"and not exists (select from pg_locks w where w.pid = a.pid and not w.granted)"
 	q.apply = strings.ReplaceAll(q.in(applySQL), "{channel}", channel)
+	q.applyOne = strings.ReplaceAll(q.in(applyOneSQL), "{channel}", channel)
+	// Not those that call a group off: its transaction may still come.
+	q.tidy = q.in("delete from {schema}.commits where writer = $1 and seq >= $2 and seq < $3 and winners is not null")
 	q.callOff = q.in(`insert into {schema}.commits (writer, seq, at) values ($1, $2, ` + clock + `)
 		on conflict (writer, seq) do update set at = excluded.at returning winners is not null`)
-	q.winners = q.in("select seq, winners, versions from {schema}.commits where writer = $1 and seq >= $2 and seq < $3")
+	q.winners = q.in("select seq, versions from {schema}.commits where writer = $1 and seq >= $2 and seq < $3")
 	q.sweep = q.in(`delete from {schema}.entries where key = any(array(
 		select key from {schema}.entries where expires < 9223372036854775807 and expires <= ` + given + `
 		order by expires limit $1 for update skip locked))`)

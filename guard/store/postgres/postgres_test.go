@@ -662,6 +662,7 @@ func TestLease(t *testing.T) {
 	// The first is cut off, as by a network that does not come back.
 	p.Judge(func([]byte) pgserver.Fate { return pgserver.CutBefore })
 	p.Cut()
+	awaitSessions(t, schema, 0)
 	taken := open(t, second)
 	if got := value(t, taken, "key"); got != "first" {
 		t.Errorf("%q was taken over", got)

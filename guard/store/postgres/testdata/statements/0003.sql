@@ -1,11 +1,7 @@
 
 with w as materialized (
- select * from unnest($1::int[], $3::int[], $4::bytea[], $5::bytea[], $6::bigint[], $7::bigint[], $8::int[])
-  as w (batch, place, key, value, expires, want, kind)
-), fence as materialized (
- select $9::text is not null and not exists (
-  select from {schema}.members m where m.boot = $9::text and exists (select from {schema}.lease where one and epoch = $14::bigint)
- ) as lost
+ select * from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[], $11::int[]) with ordinality
+  as w (key, value, expires, want, kind, batch, place)
 ), losers as materialized (
  select distinct on (w.batch) w.batch, w.place, e.version, e.value, e.expires
  from w left join lateral (
@@ -13,39 +9,79 @@ with w as materialized (
  ) e on true
  where w.want <> -1 and coalesce(e.version, 0) <> w.want
  order by w.batch, w.place
-), winners as materialized (
- select b.batch, nextval('{schema}.versions') as version
- from (select distinct w.batch from w cross join fence
-  where not fence.lost and not exists (select from losers where losers.batch = w.batch)) b
+), won as materialized (
+ select case when $7::text is not null and not exists (
+  select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+ ) then null else (
+  select array_agg(case when losers.batch is null then nextval('{schema}.versions') else 0 end order by b.batch)
+  from (select distinct batch from w) b left join losers on losers.batch = b.batch
+ ) end as versions
 ), puts as (
  insert into {schema}.entries (key, value, version, expires)
- select w.key, w.value, winners.version, w.expires from w join winners on winners.batch = w.batch where w.kind = 0
+ select w.key, w.value, won.versions[w.batch + 1], w.expires from won cross join w where w.kind = 0 and won.versions[w.batch + 1] > 0
  on conflict (key) do update set value = excluded.value, version = excluded.version, expires = excluded.expires
 ), deletes as (
  delete from {schema}.entries where key = any(array(
-  select w.key from w join winners on winners.batch = w.batch where w.kind = 1))
+  select w.key from won cross join w where w.kind = 1 and won.versions[w.batch + 1] > 0))
 ), feed as (
  insert into {schema}.feed (seq, boot, at, gone, keys)
- select nextval('{schema}.feed_seq'), coalesce($9::text, ''), (extract(epoch from clock_timestamp()) * 1000000)::bigint, false,
+ select nextval('{schema}.feed_seq'), coalesce($7::text, ''), (extract(epoch from clock_timestamp()) * 1000000)::bigint, false,
   case when count(*) <= 8192 then array_agg(w.key) end
- from w join winners on winners.batch = w.batch
- where w.kind < 2 and (select exists (select from {schema}.members where boot <> coalesce($9::text, '')))
+ from won cross join w
+ where w.kind < 2 and won.versions[w.batch + 1] > 0 and (select exists (select from {schema}.members where boot <> coalesce($7::text, '')))
  having count(*) > 0
  returning pg_notify('{channel}', '')
 ), note as (
  insert into {schema}.commits (writer, seq, at, winners, versions)
- select $10::uuid, $11::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint,
-  coalesce(array_agg(batch order by batch), '{}'), coalesce(array_agg(version order by batch), '{}') from winners
-), tidy as (
- delete from {schema}.commits where writer = $10::uuid and seq >= $12::bigint and seq < $13::bigint
+ select $8::uuid, $9::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint, '{}', won.versions from won
 )
-select batch, -1 as place, version, null::bytea as value, 0::bigint as expires from winners
+select -1 as batch, 0::bigint as place, 0::bigint as version, null::bytea as value, 0::bigint as expires, versions from won
 union all
-select batch, place, coalesce(version, 0), value, coalesce(expires, 0) from losers
+select batch, place, coalesce(version, 0), value, coalesce(expires, 0), null from losers
+;
+
+with w as materialized (
+ select *, 0 as batch from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[]) with ordinality
+  as w (key, value, expires, want, kind, place)
+), losers as materialized (
+ select w.batch, w.place, e.version, e.value, e.expires
+ from w left join lateral (
+  select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint) offset 0
+ ) e on true
+ where w.want <> -1 and coalesce(e.version, 0) <> w.want
+ order by w.place limit 1
+), won as materialized (
+ select case when $7::text is not null and not exists (
+  select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+ ) then null
+  when exists (select from losers) then array[0::bigint]
+  else array[nextval('{schema}.versions')] end as versions
+), puts as (
+ insert into {schema}.entries (key, value, version, expires)
+ select w.key, w.value, won.versions[w.batch + 1], w.expires from won cross join w where w.kind = 0 and won.versions[w.batch + 1] > 0
+ on conflict (key) do update set value = excluded.value, version = excluded.version, expires = excluded.expires
+), deletes as (
+ delete from {schema}.entries where key = any(array(
+  select w.key from won cross join w where w.kind = 1 and won.versions[w.batch + 1] > 0))
+), feed as (
+ insert into {schema}.feed (seq, boot, at, gone, keys)
+ select nextval('{schema}.feed_seq'), coalesce($7::text, ''), (extract(epoch from clock_timestamp()) * 1000000)::bigint, false,
+  case when count(*) <= 8192 then array_agg(w.key) end
+ from won cross join w
+ where w.kind < 2 and won.versions[w.batch + 1] > 0 and (select exists (select from {schema}.members where boot <> coalesce($7::text, '')))
+ having count(*) > 0
+ returning pg_notify('{channel}', '')
+), note as (
+ insert into {schema}.commits (writer, seq, at, winners, versions)
+ select $8::uuid, $9::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint, '{}', won.versions from won
+)
+select -1 as batch, 0::bigint as place, 0::bigint as version, null::bytea as value, 0::bigint as expires, versions from won
 union all
-select -1, -1, 0, null, 0 from fence where lost
+select batch, place, coalesce(version, 0), value, coalesce(expires, 0), null from losers
 ;
 delete from {schema}.commits where at < (extract(epoch from clock_timestamp()) * 1000000)::bigint - 24 * 3600 * 1000000::bigint
+;
+delete from {schema}.commits where writer = $1 and seq >= $2 and seq < $3 and winners is not null
 ;
 delete from {schema}.entries where key = any(array(
   select key from {schema}.entries where expires < 9223372036854775807 and expires <= coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
@@ -92,7 +128,7 @@ select pg_terminate_backend(a.pid) from pg_stat_activity a where a.pid <> pg_bac
 ;
 select seq, boot, gone, boot <> $2 and keys is null, case when boot <> $2 then keys end from {schema}.feed where seq >= $1 order by seq limit 64
 ;
-select seq, winners, versions from {schema}.commits where writer = $1 and seq >= $2 and seq < $3
+select seq, versions from {schema}.commits where writer = $1 and seq >= $2 and seq < $3
 ;
 select value, version, expires from {schema}.entries where key = $1 and expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
 ;

@@ -1,0 +1,140 @@
+package postgres_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
+)
+
+// Each batch of a group gets its own verdict: where it lost, and to what.
+func TestVerdictsOfAGroup(t *testing.T) {
+	s := open(t, postgres.Options{})
+	first, err := s.Commit(t.Context(), put("taken", "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	release := lockLease(t, s)
+	const callers = 40
+	versions, errs := make([]store.Version, callers), make([]error, callers)
+	var all sync.WaitGroup
+	for i := range callers {
+		all.Go(func() {
+			var writes []store.Write
+			for j := range i % 7 {
+				writes = append(writes, put(fmt.Sprint("key ", i, " ", j), "1"))
+			}
+			if i%3 == 0 {
+				writes = append(writes, store.Write{Key: []byte("taken"), If: store.Absent(), Check: true})
+			}
+			writes = append(writes, put(fmt.Sprint("key ", i), "1"))
+			versions[i], errs[i] = s.Commit(context.Background(), writes...)
+		})
+		if i == 0 {
+			awaitGroup(t)
+		}
+	}
+	awaitWaiting(t, s, callers)
+	release()
+	all.Wait()
+	seen := make(map[store.Version]int)
+	for i, err := range errs {
+		e, found := s.Get(t.Context(), []byte(fmt.Sprint("key ", i)))
+		if i%3 == 0 {
+			var lost *store.Conflict
+			if !errors.As(err, &lost) || lost.Index != i%7 || lost.Found == nil || string(lost.Found.Value) != "0" || lost.Found.Version != first {
+				t.Errorf("batch %d: %#v, want to lose at %d", i, err, i%7)
+			}
+			if !errors.Is(found, store.ErrNotFound) {
+				t.Errorf("batch %d has lost, and wrote: %v", i, found)
+			}
+			continue
+		}
+		if err != nil || found != nil || e.Version != versions[i] {
+			t.Errorf("batch %d: version %d, %v; stored is %d, %v", i, versions[i], err, e.Version, found)
+		}
+		if other, twice := seen[versions[i]]; twice {
+			t.Errorf("batches %d and %d have one version", other, i)
+		}
+		seen[versions[i]] = i
+	}
+}
+
+// The planner takes the batches of a group for ten, however many there are. A join of them row by row would cost the
+// square of their number: with 256 of them it took most of the time.
+func TestNoStatementJoinsBatchesRowByRow(t *testing.T) {
+	s := open(t, postgres.Options{})
+	if _, err := s.Commit(t.Context(), put("key", "1")); err != nil {
+		t.Fatal(err)
+	}
+	conn, looked := database(t), 0
+	exec(t, conn, "set plan_cache_mode = force_generic_plan")
+	exec(t, conn, "set enable_seqscan = off")
+	for i, text := range postgres.Prepared(schemaOf(), "channel") {
+		if !strings.Contains(text, "unnest") {
+			continue
+		}
+		looked++
+		name := fmt.Sprint("statement_", i)
+		d, err := conn.Prepare(t.Context(), name, text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		rows, err := conn.Query(t.Context(), "explain (costs off) execute "+name+" ("+strings.TrimSuffix(strings.Repeat("null, ", len(d.ParamOIDs)), ", ")+")")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var plan []string
+		for rows.Next() {
+			var line string
+			if err := rows.Scan(&line); err != nil {
+				t.Fatal(err)
+			}
+			plan = append(plan, line)
+		}
+		if rows.Err() != nil || len(plan) < 10 {
+			t.Fatalf("%d lines of a plan: %v", len(plan), rows.Err())
+		}
+		for _, line := range plan {
+			if strings.Contains(line, "Join Filter") && strings.Contains(line, "batch = ") {
+				t.Errorf("%s\n%s", line, strings.Join(plan, "\n"))
+			}
+		}
+	}
+	if looked != 2 {
+		t.Errorf("%d statements", looked)
+	}
+}
+
+// Notes of groups whose verdicts are known are deleted, many at a time. One that calls a group off stays: the
+// group's transaction may still come.
+func TestNotesAreDeleted(t *testing.T) {
+	s := open(t, postgres.Options{})
+	conn := database(t)
+	notes := func(where string) (n int) {
+		t.Helper()
+		if err := conn.QueryRow(t.Context(), "select count(*) from "+schemaOf()+".commits where "+where).Scan(&n); err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	for n := range 300 {
+		if _, err := s.Commit(t.Context(), put(fmt.Sprint("key ", n), "1")); err != nil {
+			t.Fatal(err)
+		}
+		if n == 9 {
+			exec(t, conn, "update "+schemaOf()+".commits set winners = null, versions = null where seq = 5")
+		}
+		if there := notes("winners is not null"); there > 65 {
+			t.Fatalf("%d notes after %d commits", there, n+1)
+		}
+	}
+	if notes("winners is null") != 1 {
+		t.Error("the note that calls a group off was deleted")
+	}
+}
