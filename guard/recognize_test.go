@@ -200,7 +200,7 @@ func TestNewKeysThatAreAdvisory(t *testing.T) {
 			b.Errorf("%s %v", w.Body, h)
 		}
 		b.do(keyed("c"), "200 executed charge 3")
-		<-time.After(2 * time.Second)
+		<-time.After(5 * time.Second)
 		b.start()
 		b.do(keyed("b"), "200 replayed charge 1")
 		b.do(keyed("a"), "200 replayed charge 1")

@@ -140,7 +140,7 @@ func TestRetriesAtAnotherNode(t *testing.T) {
 	}
 }
 
-// A crash of a node is evidence for what it ran, and for what had ended in the last second or two; an end in order is
+// A crash of a node is evidence for what it ran, and for what had ended in the two seconds before; an end in order is
 // not. What its marks say holds.
 func TestRetriesOfAGoneNode(t *testing.T) {
 	for name, test := range map[string]func(a, b *twin){
@@ -155,9 +155,15 @@ func TestRetriesOfAGoneNode(t *testing.T) {
 			b.call(0).is(first, EvidenceUnanswered).attached(200)
 			b.call(0).is(nil, "")
 		},
+		"it was answered two seconds ago": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).answer(200)
+			<-time.After(crashEvidence - time.Millisecond)
+			a.die()
+			b.call(0).is(first, EvidenceUnanswered)
+		},
 		"it was answered a while ago": func(a, b *twin) {
 			a.call(0).settle(Completed, 200).answer(200)
-			<-time.After(3 * time.Second)
+			<-time.After(crashEvidence + markEvery + time.Millisecond)
 			a.die()
 			b.call(0).is(nil, "")
 		},

@@ -277,6 +277,9 @@ type groups struct {
 	armed    atomic.Bool
 	flushing sync.Mutex
 	closed   bool
+	opened   time.Time // by the store's clock, as is ended
+	ended    time.Time // nothing whose marks were looked at has ended later
+	follows  bool      // another writing of the marks is to follow
 }
 
 type groupShard struct {

@@ -78,22 +78,43 @@ func (t *groups) pend(s *groupShard, k *known) {
 
 func (t *groups) arm() {
 	if !t.armed.Load() && !t.armed.Swap(true) {
-		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background()) })
+		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background(), false) })
 	}
+}
+
+// again has the marks written once more, once nobody else does.
+func (t *groups) again() {
+	if !t.flushing.TryLock() {
+		time.AfterFunc(markEvery, t.again)
+		return
+	}
+	defer t.flushing.Unlock()
+	if t.armed.Load() && !t.closed {
+		time.AfterFunc(markEvery, t.again)
+		return
+	}
+	t.follows = false
+	_ = t.write(context.Background(), false)
 }
 
 // clientsRetry reports whether clients retry a call that is answered with this status. 409 is left
 // out: ours leaves the attempt unanswered.
 func clientsRetry(status int) bool { return status == 408 || status == 429 || status >= 500 }
 
-// flush writes the marks that have changed, and that all marks are written up to now.
-func (t *groups) flush(ctx context.Context) error {
+// flush writes the marks that have changed, and up to when a crash is no evidence: up to now where it is the last
+// one of a process that ends in order.
+func (t *groups) flush(ctx context.Context, last bool) error {
 	t.flushing.Lock()
 	defer t.flushing.Unlock()
+	t.armed.Store(false)
+	return t.write(ctx, last)
+}
+
+// write is flush, with flushing held.
+func (t *groups) write(ctx context.Context, last bool) error {
 	if t.closed {
 		return nil
 	}
-	t.armed.Store(false)
 	upTo, err := t.g.store.Now(ctx)
 	if err != nil {
 		if !errors.Is(err, store.ErrClosed) {
@@ -112,6 +133,11 @@ func (t *groups) flush(ctx context.Context) error {
 		s.pending = nil
 		for _, k := range pending {
 			k.pending = false
+			for _, at := range []time.Time{now, k.settled} {
+				if at.After(t.ended) {
+					t.ended = at
+				}
+			}
 			if !k.settling.IsZero() {
 				if k.settling.Before(upTo) {
 					upTo = k.settling
@@ -149,6 +175,11 @@ func (t *groups) flush(ctx context.Context) error {
 			batch, open, marks = batch[n:], open[n:], marks[n:]
 		}
 	}
+	if since := upTo.Add(-crashEvidence); !last && since.After(t.opened) {
+		upTo = since
+	} else if !last && t.opened.Before(upTo) {
+		upTo = t.opened // what is older is of earlier processes
+	}
 	if err == nil {
 		value := appendTime(nil, upTo)
 		for _, c := range t.crashes {
@@ -172,6 +203,10 @@ func (t *groups) flush(ctx context.Context) error {
 		}
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
+	if !last && !t.follows && t.ended.After(upTo) { // until the store says that it was long enough ago
+		t.follows = true
+		time.AfterFunc(crashEvidence, t.again)
+	}
 	t.marked(open, marks)
 	t.shrink()
 	return nil
@@ -192,7 +227,7 @@ func (t *groups) marked(all []*known, marks []byte) {
 // is closed.
 func (g *Guard) Close(ctx context.Context) error {
 	g.members.stop()
-	err := g.groups.flush(ctx)
+	err := g.groups.flush(ctx, true)
 	g.groups.flushing.Lock()
 	defer g.groups.flushing.Unlock()
 	g.groups.closed = true
@@ -205,17 +240,20 @@ func (g *Guard) Close(ctx context.Context) error {
 	return err
 }
 
-// marksName is the name of the entry that says up to when marks are written.
+// marksName is the name of the entry that says up to when a crash is no evidence.
 const marksName = "marks"
 
-// crash is the time between the last writing of marks by a process and the start of the next one.
+// crash is the time from two seconds before the last writing of marks by a process, or from the end of one that
+// ended in order, to the start of the next one.
 type crash struct{ from, to time.Time }
 
 // mostCrashes bounds the crashes that are remembered.
 const mostCrashes = 64
 
-// markEvery is how late marks may be written.
-const markEvery = time.Second
+const (
+	markEvery     = time.Second     // how late marks may be written
+	crashEvidence = 2 * time.Second // for what ended so long before a crash, it is evidence
+)
 
 // open reads up to when earlier processes have written their marks.
 func (t *groups) open(ctx context.Context, g *Guard) error {
@@ -223,6 +261,11 @@ func (t *groups) open(ctx context.Context, g *Guard) error {
 	t.clock.start, t.clock.ahead = time.Now(), math.MinInt64/2
 	t.clock.epoch.Store(1)
 	t.clock.check(ctx, g.store)
+	now, err := g.store.Now(ctx)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	t.opened = now
 	if g.members.store != nil { // each has an entry of its own
 		return t.openShared(ctx)
 	}
@@ -239,10 +282,6 @@ func (t *groups) open(ctx context.Context, g *Guard) error {
 	}
 	for i := range t.shards {
 		t.shards[i].since = t.clock.start
-	}
-	now, err := g.store.Now(ctx)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	upTo, crashes, err := decodeMarks(entry.Value)
 	if err != nil {

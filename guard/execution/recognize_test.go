@@ -92,7 +92,10 @@ type one struct {
 	run   *Execution // nil for a retry that found the execution
 }
 
-const testWindow = 10 * time.Minute
+const (
+	testWindow = 10 * time.Minute
+	longBefore = crashEvidence + 2*markEvery // a crash, which is no evidence for it then
+)
 
 // call makes a call, and claims it where it has to run.
 func (b *alike) call(count int) *one {
@@ -429,7 +432,7 @@ func TestRecognize(t *testing.T) {
 		},
 		"killed after an answer": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			late := b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			b.kill()
 			<-time.After(time.Second)
@@ -501,7 +504,7 @@ func TestRecognize(t *testing.T) {
 			r := b.call(0).is(a, EvidenceInDoubt)
 			r.Completed()
 			r.answer(200)
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			b.call(0).is(nil, "")
 		},
@@ -540,7 +543,7 @@ func TestRecognize(t *testing.T) {
 				b.Fatal(err)
 			}
 			v.asked = true // of the store, before it was forgotten
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			t.n.Add(mostKnown)
 			t.shrink()
 			if next := t.decide(other, &q, &v); next != viewAnew {
@@ -561,7 +564,7 @@ func TestRecognize(t *testing.T) {
 		"the clock was set back": func(b *alike) {
 			b.fast.Store(int64(time.Hour))
 			a := b.call(0).settle(Completed, 200).answer(200)
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			late := b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			b.fast.Store(0)
 			b.kill()
@@ -573,7 +576,7 @@ func TestRecognize(t *testing.T) {
 			late := b.call(0).settle(Completed, 200).answer(200)
 			b.kill()
 			b.call(7) // makes it write its marks
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			if o := b.call(0); o.Evidence == "" {
 				b.Errorf("%s is new, after %s", o.ID, late.ID)
@@ -658,12 +661,12 @@ func TestRecognizeNewKeys(t *testing.T) {
 		},
 		"answered under its key after a restart": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			<-time.After(1)
 			repeats(b.keyed("a"), a).answer(200)
 			b.keyed("b").is(nil, "").settle(Completed, 200).answer(200)
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			b.keyed("c").is(nil, "")
 		},
@@ -709,7 +712,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 		"killed after it was recognised": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
 			b.keyed("b").is(a, EvidenceUnanswered).answer(200)
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			<-time.After(testWindow)
 			b.keyed("b").is(a, EvidenceKey)
@@ -754,7 +757,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 			r := b.keyed("d").is(running, EvidenceUnanswered)
 			running.settle(Completed, 200)
 			r.answer(200)
-			<-time.After(2 * time.Second)
+			<-time.After(2 * markEvery)
 			for _, id := range []string{"b", "d"} {
 				scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
 				entry, err := b.mem.Get(context.Background(), aliasKey(b.g.Key(scope)))
@@ -790,10 +793,10 @@ func TestReader(t *testing.T) {
 		},
 		"over a restart": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			a.reader(context.Background()).Answering(200, false)
-			<-time.After(2 * time.Second)
+			<-time.After(longBefore)
 			b.kill()
 			b.call(0).is(nil, "")
 		},
@@ -873,7 +876,7 @@ func TestRecognizeAfterManyRefusals(t *testing.T) {
 		for range 10 * mostRefused {
 			b.call(0).settle(Released, 529).answer(529)
 		}
-		<-time.After(2 * time.Second)
+		<-time.After(longBefore)
 		rows := 0
 		for _, err := range b.mem.Scan(context.Background(), store.Prefix([]byte{spaceGroup})) {
 			if rows++; err != nil {
@@ -885,6 +888,65 @@ func TestRecognizeAfterManyRefusals(t *testing.T) {
 		}
 		b.call(1).is(nil, "").settle(Completed, 200).answer(200) // of the youngest
 	})
+}
+
+// A crash is evidence for what had ended in the two seconds before it, whatever marks were written meanwhile, and
+// for what ended before them it is none. An end in order is none for anything.
+func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
+	for name, test := range map[string]func(b *alike){
+		"two seconds before": func(b *alike) {
+			first := b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(crashEvidence - time.Millisecond)
+			b.kill()
+			b.call(0).is(first, EvidenceUnanswered).answer(200)
+			b.call(0).is(nil, "")
+		},
+		"marks of another call were written in between": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(markEvery - time.Millisecond)
+			first := b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(2 * time.Millisecond)
+			b.kill()
+			b.call(0).is(first, EvidenceUnanswered)
+		},
+		"longer before": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(crashEvidence + markEvery + time.Millisecond)
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			<-time.After(crashEvidence + 2*markEvery + time.Millisecond)
+			b.kill()
+			b.call(0).is(nil, "")
+		},
+		"an end in order": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(time.Millisecond)
+			b.stop()
+			b.call(0).is(nil, "")
+		},
+		"an end in order, and a crash after it": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(time.Millisecond)
+			b.stop()
+			<-time.After(time.Millisecond)
+			lost := b.call(0).is(nil, "").settle(Completed, 200).lost()
+			<-time.After(markEvery + time.Millisecond) // and marks are written
+			b.kill()
+			b.call(0).is(lost, EvidenceUnanswered).answer(200)
+			b.call(0).is(nil, "")
+		},
+		"two crashes": func(b *alike) {
+			first := b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(crashEvidence - time.Millisecond)
+			b.kill()
+			<-time.After(time.Millisecond)
+			b.kill()
+			b.call(0).is(first, EvidenceUnanswered)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { test(newAlike(t)) })
+		})
+	}
 }
 
 // A model of recognition: callers with intended calls, all equal, that are answered, lose their
@@ -961,7 +1023,7 @@ func TestRecognitionModel(t *testing.T) {
 					}
 					running = nil
 					for id := range unlearned {
-						unlearned[id] = true // or it was, in the last second
+						unlearned[id] = true // or it was, in the last seconds
 					}
 					b.kill()
 				}
@@ -1166,7 +1228,7 @@ func TestRetriesOfManyAnsweredCalls(t *testing.T) {
 			<-time.After(time.Millisecond)
 		}
 		lost := b.call(0).settle(Completed, 200).lost()
-		<-time.After(2 * time.Second)
+		<-time.After(longBefore)
 		taken := map[string]bool{lost.ID: true, refused.ID: true} // by others
 		retry := func(count int) {
 			t.Helper()
@@ -1203,7 +1265,7 @@ func TestRetriesBehindRowsWithoutRecords(t *testing.T) {
 			all = append(all, b.call(0).settle(Completed, 200).answer(200))
 			<-time.After(time.Millisecond)
 		}
-		<-time.After(2 * time.Second)
+		<-time.After(longBefore)
 		for _, o := range all[1:11] {
 			if _, err := b.mem.Commit(context.Background(), store.Write{Key: recordKey(o.Key), Delete: true}); err != nil {
 				t.Fatal(err)
@@ -1240,7 +1302,7 @@ func TestRetriesTakeFromEachOther(t *testing.T) {
 			b.call(0).settle(Completed, 200).answer(200)
 			<-time.After(time.Millisecond)
 		}
-		<-time.After(2 * time.Second)
+		<-time.After(longBefore)
 		b.call(1)
 		var first, second *one
 		b.reads.before = func() {
@@ -1268,7 +1330,7 @@ func TestScansOfTheStore(t *testing.T) {
 		expect("a new store", "/", 0, 0)
 		first := b.call(0).settle(Completed, 200).answer(200)
 		expect("a retry that says so", "/", 1, 0)
-		<-time.After(2 * time.Second)
+		<-time.After(longBefore)
 		b.kill()
 		expect("another group after a restart", "/other", 0, 0)
 		expect("a retry of another group", "/other", 1, 0)
@@ -1290,7 +1352,7 @@ func TestScansAfterTheClockWasSetBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newAlike(t)
 		a := b.call(0).settle(Completed, 200).lost()
-		<-time.After(2 * time.Second)
+		<-time.After(longBefore)
 		b.fast.Store(int64(time.Hour))
 		b.kill()
 		b.recognize("/", 0) // and nothing is there
