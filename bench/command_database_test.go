@@ -4,6 +4,8 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
+	"math"
 	"strings"
 	"testing"
 
@@ -25,6 +27,11 @@ func TestDatabaseCommandLines(t *testing.T) {
 		{"gateways -nodes two", 2, "is no number"},
 		{"gateways -nodes 0", 1, "nodes: 0; from 1"},
 		{"gateways -nodes 4 -conns 3", 1, "at least one for each of 4"},
+		{"gateways -nodes 4 -conns 3 -clients -1", 1, "clients: -1; from 0"},
+		{"gateways -gateway-cpu 0.09", 1, "gateway-cpu: a share of 0.09 processors; from 0.1"},
+		{"gateways -gateway-cpu NaN", 1, "gateway-cpu: a share of NaN"},
+		{"gateways -database-cpu -1", 1, "database-cpu: a share of -1"},
+		{"gateways -database-cpu 2000", 1, "to 1024"},
 		{"gateways -rounds 0", 1, "rounds: at least 1"},
 		{"gateways -round 1ms", 1, "round: at least 50ms"},
 		{"bloat -executions 0", 1, "executions: at least 1"},
@@ -81,6 +88,37 @@ func TestGateways(t *testing.T) {
 	}
 	if len(g.Rows) != 2 || g.Rows[0].Ratio.Median != 1 {
 		t.Errorf("%+v", g.Rows)
+	}
+}
+
+// With quotas each fleet has as many clients more, and it is known how much of them was used; no group stays. Where
+// quotas cannot be set, the command says so before it begins.
+func TestGatewaysWithQuotas(t *testing.T) {
+	args := []string{"gateways", "-nodes", "1,2", "-clients", "2", "-gateway-cpu", "1.5", "-database-cpu", "1.5", "-rounds", "1", "-round", "200ms"}
+	q, err := proc.NewQuota("try", 1)
+	if err != nil {
+		status, _, log := bench(t, args...)
+		if !errors.Is(err, proc.ErrNoQuota) || status != 1 || !strings.Contains(log, "gateway-cpu: "+proc.ErrNoQuota.Error()) {
+			t.Errorf("%v; exit status %d, and %q", err, status, log)
+		}
+		return
+	}
+	if err := q.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	var g database.Gateways
+	if measured(t, &g, args...) {
+		for i, r := range g.Rows {
+			if r.Rate.Median <= 0 || r.Clients != 2 || r.GatewayUsed.Median <= 0 || r.DatabaseUsed.Median <= 0 {
+				t.Errorf("%+v", r)
+			}
+			if want := r.Ratio.Median / float64(i+1); math.Abs(r.Linear.Median-want) > 1e-9 {
+				t.Errorf("%d gateways call %v times as many, which is %v of linear", r.Nodes, r.Ratio.Median, r.Linear.Median)
+			}
+		}
+	}
+	if left := proc.Quotas(); len(left) != 0 {
+		t.Errorf("groups stay: %q", left)
 	}
 }
 

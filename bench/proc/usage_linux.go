@@ -86,20 +86,59 @@ func FamilyWork(pid int) (time.Duration, error) {
 		return 0, err
 	}
 	sum := own[0] + own[1] + own[2] + own[3]
-	all, err := os.ReadDir("/proc")
+	children, err := childrenOf(pid)
 	if err != nil {
 		return 0, err
+	}
+	for _, child := range children {
+		if n, err := stat(child, statUser, statSystem); err == nil { // else it has ended
+			sum += n[0] + n[1]
+		}
+	}
+	return time.Duration(sum) * tick, nil
+}
+
+// MachineWork is the processor time that everybody has used since the machine was started.
+func MachineWork() (time.Duration, error) {
+	text, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return 0, err
+	}
+	line, _, _ := strings.Cut(string(text), "\n")
+	fields := strings.Fields(line) // cpu user nice system idle iowait irq softirq steal ...
+	if len(fields) < 9 {
+		return 0, fmt.Errorf("/proc/stat has %d fields", len(fields))
+	}
+	var sum time.Duration
+	for i, field := range fields[1:9] {
+		if i == 3 || i == 4 { // idle, and idle while a disk works
+			continue
+		}
+		n, err := strconv.ParseInt(field, 10, 64)
+		if err != nil {
+			return 0, err
+		}
+		sum += time.Duration(n) * tick
+	}
+	return sum, nil
+}
+
+// childrenOf are the processes whose parent this one is, at this moment.
+func childrenOf(pid int) (children []int, err error) {
+	all, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
 	}
 	for _, entry := range all {
 		child, err := strconv.Atoi(entry.Name())
 		if err != nil {
 			continue
 		}
-		if n, err := stat(child, statParent, statUser, statSystem); err == nil && n[0] == int64(pid) { // else it has ended
-			sum += n[1] + n[2]
+		if n, err := stat(child, statParent); err == nil && n[0] == int64(pid) { // else it has ended
+			children = append(children, child)
 		}
 	}
-	return time.Duration(sum) * tick, nil
+	return children, nil
 }
 
 // written is what the process had written to disks, -1 where the system keeps that to
