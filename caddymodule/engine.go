@@ -267,6 +267,12 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.uncut, e.cut = context.WithCancel(context.Background())
 	e.waits, e.endWaits = context.WithCancel(context.Background())
 	g.OnRecovery(func(left execution.Recovery) {
+		if left.Own { // which were counted as in doubt when they ended
+			spec.logger.Warn("calls are recorded as in doubt, since what became of them could not be recorded in time",
+				zap.Int("in_doubt", left.InDoubt), zap.Int("unrecorded", left.Unrecorded))
+			go e.ledger.recordLeft()
+			return
+		}
 		counts.Recovered(left)
 		e.emit(eventRecovered, map[string]any{"in_doubt": left.InDoubt})
 		spec.logger.Warn("executions were open when another gateway left the store",

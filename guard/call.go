@@ -239,6 +239,7 @@ type Call struct {
 	doubtful    bool            // it was forwarded, and is in doubt
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
 	heldUp      bool            // the next gateway has, before it sent anything (ADR 0099)
+	late        lateOutcome     // if its outcome cannot be recorded in time
 	found       bool            // an execution of this id was met
 	client      client          // that waits for its answer
 	goesOn      bool            // without a request
@@ -1117,13 +1118,14 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 	defer x.engine.running.end(x.call.Checkpoint)
 	ctx := context.Background()
 	result := x.undoable(ctx, o, answer)
-	batch := x.outcomeEvents(ctx, o, answer)
-	err := e.Settle(ctx, o, batch, result, written(x, true))
+	batch := x.outcomeEvents(ctx, o, answer, false)
+	x.late.x, x.late.outcome = x, o
+	if errs := answer[ect.FieldName]; len(errs) > 0 { // the rest is the recorder's
+		x.late.answer = http.Header{ect.FieldName: errs}
+	}
+	err := e.SettleLater(ctx, o, &x.late, batch, result, written(x, true))
 	if err != nil {
 		x.evidence.failed = nil // it was not recorded
-		if late := e.Late(); late != nil {
-			go settleLate(x.h, late, x.executions.Boot())
-		}
 	}
 	return err
 }

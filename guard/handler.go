@@ -363,6 +363,7 @@ type Handler struct {
 	restores     bool                  // an action of it restores
 	byMessage    bool                  // an action of it is chosen by its messages
 	probes       prober
+	moved        movedOutcomes
 	failures     throttle // calls that were forwarded for want of a store
 	alarms       alarms
 	tools        protocol.Tools // of the servers behind it, as announced

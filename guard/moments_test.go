@@ -365,6 +365,8 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 		}
 	case "is killed":
 		b.disk.broken.Store(true)
+		dead := b.engine.Executions
+		defer func() { _ = dead.Close(context.Background()) }() // it writes nothing, and does not try to any more
 		b.disk = &disk{Store: b.disk.Store, takes: time.Second}
 		b.start()
 	}

@@ -368,8 +368,9 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 }
 
 // outcomeEvents makes the evidence of an outcome. If that fails the outcome is recorded all the
-// same; missing evidence is found at the next start, or not at all.
-func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header) *store.Batch {
+// same; missing evidence is found at the next start, or not at all. With late it is that of an outcome which could
+// not be recorded with the first: the call's client is not there any more, and other goroutines use the call.
+func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header, late bool) *store.Batch {
 	s := &x.evidence
 	if s.policy == nil {
 		return nil
@@ -379,15 +380,18 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 		return nil // then nothing is recorded either
 	}
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
-	reported := x.keepUpstreamErrors(ctx, now, answer)
-	came.UpstreamErrors = reported.ids
-	if o.Verdict == execution.Completed && !came.Failed() {
+	reported, before := x.keepUpstreamErrors(ctx, now, answer), x.late.reported
+	if len(before.ids) > 0 { // for a commit that has failed
+		reported = reportedErrors{append(slices.Clip(before.ids), reported.ids...), cmp.Or(before.severe, reported.severe), before.critical || reported.critical}
+	}
+	x.late.reported, came.UpstreamErrors = reported, reported.ids
+	if o.Verdict == execution.Completed && !came.Failed() && !late {
 		s.policy.Evidence.Answered(&s.call)
 	}
 	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
 	failed := len(drafts) > 1
 	var signed []*ect.Token
-	if err == nil && failed && x.hears() && !(x.action.Async && o.Whole) {
+	if err == nil && failed && x.hears() && !(x.action.Async && o.Whole) && !late {
 		signed, err = s.policy.signAll(drafts)
 		drafts = nil
 	}

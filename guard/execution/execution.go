@@ -28,7 +28,9 @@ type Execution struct {
 	holding holding
 	keeper  *keeper
 	attempt *Attempt // nil for a call whose key is its caller's word
-	late    *Late    // the outcome, where this member was removed before it was recorded
+	later   Later    // nil where an outcome that could not be recorded is a doubt
+	// recorded gets the record with the outcome; nil where nobody asks.
+	recorded *Record
 }
 
 // Recording takes the answer as it arrives.
@@ -74,20 +76,19 @@ type Outcome struct {
 // packages and ends them. It is called once.
 //
 // ErrUnrecorded means that the record was not written: the execution is in doubt and must be
-// reported so.
+// reported so. It is recorded as such as soon as the store takes that.
 func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Batch) error {
 	err := e.settle(ctx, o, batches)
-	ending := EndedInDoubt
+	ending, later := EndedInDoubt, func() {}
 	switch {
 	case err != nil:
-		if errors.Is(err, store.ErrUnhealthy) && e.g.members.store != nil && o.Verdict != InDoubt {
-			e.late = e.outcome(&o)
-		}
-		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
+		left := e.record.unrecorded(e.keeper)
 		orphan := e.record
-		orphan.State = StateInDoubt // as the next life of this node will record it
+		orphan.State = StateInDoubt // as it will be recorded if its outcome is not
 		e.g.quotas.unrecorded(e.usage, e.flight.key, &orphan)
-		e.holding.end(false, e.flight.key, e.record.unrecorded(e.keeper))
+		e.holding.end(false, e.flight.key, left)
+		later = e.g.late.keep(e, &o, left, err)
+		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
 	case o.Whole:
 		ending = endedAnswered
 	case o.Verdict == Released:
@@ -104,24 +105,15 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
+	later()
 	return err
 }
 
-// outcome is what SettleLate needs of an outcome, while the recording is there.
-func (e *Execution) outcome(o *Outcome) *Late {
-	l := &Late{key: e.flight.key, claim: e.record.Claim, applied: o.Verdict == Completed}
-	if head, whole := e.flight.recording.complete(); l.applied && whole && head.Size <= pieceSize {
-		body := make([]byte, head.Size)
-		if n, _ := e.flight.recording.readAt(body, 0); n == len(body) {
-			l.head, l.body = head, body
-		}
-	}
-	return l
+// SettleLater is Settle for an owner who has the outcome recorded later if the store does not take it now.
+func (e *Execution) SettleLater(ctx context.Context, o Outcome, later Later, batches ...*store.Batch) error {
+	e.later = later
+	return e.Settle(ctx, o, batches...)
 }
-
-// Late is the outcome of an execution that could not be recorded, since its member had been removed from the
-// shared store; nil for any other. It is valid after Settle. See Guard.SettleLate.
-func (e *Execution) Late() *Late { return e.late }
 
 func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batch) error {
 	g := e.g
@@ -148,7 +140,7 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 			return err
 		}
 		batch := g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)
-		if r := &e.record; e.attempt != nil {
+		if r := &e.record; r.Group != (groupHash{}) {
 			batch = append(batch, store.Write{Key: appendRowKey(nil, r.Group, e.flight.key),
 				Value: appendRow(nil, markReleased, r.Count, now), Expires: now.Add(r.Window)})
 		}
@@ -277,6 +269,9 @@ func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batch
 	if err == nil {
 		settled(e.usage, record)
 		e.holding.end(true, e.flight.key, record)
+		if e.recorded != nil {
+			*e.recorded = *record
+		}
 	}
 	return err
 }
@@ -452,6 +447,7 @@ type keeper struct {
 	wake   chan struct{}
 	stop   chan struct{}
 	done   chan struct{}
+	over   bool // it has finished once
 	pieces pieces
 }
 
@@ -469,24 +465,22 @@ func (k *keeper) grown() {
 	}
 }
 
-// finish stores the remaining full pieces and returns the account.
+// finish stores the remaining full pieces and returns the account. A second call goes on where the store was away.
 func (k *keeper) finish() pieces {
+	if k.over {
+		k.full()
+		return k.pieces
+	}
 	close(k.stop)
 	<-k.done
+	k.over = true
 	return k.pieces
 }
 
 func (k *keeper) run() {
 	defer close(k.done)
 	for last := false; ; {
-		for p := &k.pieces; p.err == nil || away(p.err); {
-			if k.e.flight.recording.Size() < int64(p.stored+1)*pieceSize {
-				break
-			}
-			if p.err = k.store(); p.err != nil {
-				break
-			}
-		}
+		k.full()
 		if last {
 			return
 		}
@@ -494,6 +488,18 @@ func (k *keeper) run() {
 		case <-k.wake:
 		case <-k.stop:
 			last = true
+		}
+	}
+}
+
+// full stores the full pieces that are not stored yet.
+func (k *keeper) full() {
+	for p := &k.pieces; p.err == nil || away(p.err); {
+		if k.e.flight.recording.Size() < int64(p.stored+1)*pieceSize {
+			return
+		}
+		if p.err = k.store(); p.err != nil {
+			return
 		}
 	}
 }

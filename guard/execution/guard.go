@@ -31,6 +31,7 @@ type Guard struct {
 	store   store.Store
 	fresh   bool // the store was empty when it was opened
 	members members
+	late    lates
 	keys    Keys
 	flights flights
 	groups  groups
@@ -82,8 +83,10 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	g := &Guard{
 		records: records{sealer: sealer, boot: hex.EncodeToString(boot[:])}, store: st,
 		writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory),
+		late: lates{waiting: map[Key]*Late{}, trying: make(chan struct{}, 1)},
 	}
-	g.members.g, g.keys = g, Keys{g: g, wake: make(chan struct{}, 1)}
+	g.late.ctx, g.late.cancel = context.WithCancel(context.Background())
+	g.members.g, g.late.g, g.keys = g, g, Keys{g: g, wake: make(chan struct{}, 1)}
 	if g.members.store, _ = st.(store.Shared); g.members.store != nil {
 		g.boot, g.shared, g.caps = g.members.store.Self().Boot, true, store.NewCaps(st)
 	}
@@ -105,8 +108,8 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	return g, recovery, nil
 }
 
-// OnRecovery has report called, from one goroutine, when executions of a member were settled that has left the
-// shared store. On any other store it never is.
+// OnRecovery has report called, by one goroutine at a time, when executions of a member were settled that has left the
+// shared store, and when those of this process were whose outcome could not be recorded.
 func (g *Guard) OnRecovery(report func(Recovery)) {
 	g.members.mu.Lock()
 	defer g.members.mu.Unlock()
@@ -229,6 +232,9 @@ func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay bool
 			// twice without a flight: its outcome was never recorded.
 			orphan = version
 			continue
+		}
+		if orphan == version && g.late.await(ctx, key) {
+			continue // it is now, or somebody else has settled it
 		}
 		found, err := g.found(ctx, record, fp)
 		found.version = version
@@ -391,6 +397,9 @@ func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*st
 	if err != nil {
 		g.flights.end(flight, endedUnsent)
 		g.running.leave()
+		if errors.Is(err, store.ErrUnknown) { // it may be there, and is nobody's
+			g.late.lose()
+		}
 		return nil, err
 	}
 	return e, nil
@@ -624,6 +633,8 @@ type Recovery struct {
 	// Unrecorded: it may have been sent, and the store had no room to record that. It is in doubt
 	// all the same; the next opening records it.
 	Unrecorded int
+	// Own says that this process runs on: what it had to record of their outcomes it could not, and does not have any more.
+	Own bool
 }
 
 // scratch has buffers for encoding records before they are sealed.

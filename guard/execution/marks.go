@@ -227,6 +227,7 @@ func (t *groups) marked(all []*known, marks []byte) {
 // is closed.
 func (g *Guard) Close(ctx context.Context) error {
 	g.members.stop()
+	g.late.end()
 	err := g.groups.flush(ctx, true)
 	g.groups.flushing.Lock()
 	defer g.groups.flushing.Unlock()
@@ -388,6 +389,16 @@ func (c *clock) check(ctx context.Context, st store.Store) {
 // recovered notes a doubt of an earlier process that the store had no room for.
 func (t *groups) recovered(key Key, r *Record) {
 	t.found(key, r, known{state: StateInDoubt, unrecorded: true})
+}
+
+// recorded notes that a doubt is recorded which was known here only.
+func (t *groups) recorded(key Key, r *Record) {
+	s := t.shard(r.Group)
+	s.Lock()
+	defer s.Unlock()
+	if k := s.keys[member{r.Group, key}]; k != nil && k.state == StateInDoubt {
+		k.unrecorded = false
+	}
 }
 
 // resolved notes that a doubt was settled whose window may be over: its row has been written anew, as

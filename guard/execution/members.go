@@ -61,11 +61,7 @@ func (m *members) start() {
 			left := m.store.Left() // before the look, so that nobody leaves unnoticed
 			recovered, err := m.recover(ctx)
 			if recovered != (Recovery{}) {
-				m.mu.Lock()
-				if m.report != nil {
-					m.report(recovered)
-				}
-				m.mu.Unlock()
+				m.reports(recovered)
 			}
 			if out, _ := m.store.Gone(ctx, m.g.boot); out || errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy) {
 				return // this member: the others settle what it has left
@@ -123,14 +119,10 @@ func (m *members) orphaned(ctx context.Context, r *Record) (bool, error) {
 // the store is opened (a reload is not a new process), and when a member has left. Several members may do so at
 // once: each record is settled by one of them.
 func (m *members) recover(ctx context.Context) (Recovery, error) {
-	g := m.g
 	var done Recovery
-	var keys []Key
-	for entry, err := range g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
-		if err != nil {
-			return done, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		keys = append(keys, keyIn(entry.Key)) // also of one that is just being run again here, whose claim may fail
+	keys, err := m.openKeys(ctx)
+	if err != nil {
+		return done, err
 	}
 	for _, key := range keys {
 		if err := m.recoverOne(ctx, key, &done); err != nil {
@@ -138,6 +130,25 @@ func (m *members) recover(ctx context.Context) (Recovery, error) {
 		}
 	}
 	return done, nil
+}
+
+// openKeys are those of the open records.
+func (m *members) openKeys(ctx context.Context) (keys []Key, err error) {
+	for entry, err := range m.g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		keys = append(keys, keyIn(entry.Key)) // also of one that is just being run again here, whose claim may fail
+	}
+	return keys, nil
+}
+
+func (m *members) reports(r Recovery) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.report != nil {
+		m.report(r)
+	}
 }
 
 func (m *members) recoverOne(ctx context.Context, key Key, done *Recovery) error {
@@ -149,27 +160,50 @@ func (m *members) recoverOne(ctx context.Context, key Key, done *Recovery) error
 	if orphan, err := m.orphaned(ctx, record); err != nil || !orphan {
 		return err
 	}
+	return m.doubt(ctx, key, record, version, CauseDied, done)
+}
+
+// doubt records that an open execution is in doubt.
+func (m *members) doubt(ctx context.Context, key Key, record *Record, version store.Version, cause Cause, done *Recovery) error {
+	g := m.g
 	defer g.writers.enter().leave()
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	doubt := *record
-	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, CauseDied, now
+	doubt.State, doubt.Cause, doubt.Settled = StateInDoubt, cause, now
 	pieces, err := g.piecesOf(ctx, key, record.Claim)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	var held holding
+	if done.Own {
+		left := record.unrecorded(nil)
+		if pieces > 0 {
+			left.Result = storedResult{Size: int64(pieces) * pieceSize, Expires: record.piecesUntil()}
+		}
+		if held, err = g.holdSettled(ctx, left, &doubt, true); err != nil {
+			return err
+		}
 	}
 	gone, err := g.discarded(ctx, key, record.Claim, pieces)
 	if err == nil {
 		_, err = g.store.Commit(ctx, append(g.put(key, record, &doubt, store.VersionIs(version)), gone...)...)
 	}
+	held.replaced(err, key, &doubt)
 	lost := (*store.Conflict)(nil)
 	switch {
 	case err == nil:
+		if done.Own {
+			orphan := *record
+			orphan.State = StateInDoubt // as it was counted
+			g.quotas.resolved(key, &orphan, &doubt)
+			g.groups.recorded(key, &doubt)
+		}
 		done.InDoubt++
 		return nil
-	case errors.As(err, &lost) && m.store != nil:
+	case errors.As(err, &lost) && (m.store != nil || done.Own):
 		return nil // another member was first, or it runs again
 	case errors.Is(err, store.ErrFull):
 		// A record without an owner counts as in doubt (status). A full disk must not stop

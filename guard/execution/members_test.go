@@ -53,6 +53,7 @@ func (f *fleet) open(m *memory.Member, st store.Store) *node {
 	}
 	n := &node{&rig{t: f.t, mem: f.mem, ring: f.ring, Guard: g}, m, opened, execution.Recovery{}}
 	g.OnRecovery(func(r execution.Recovery) {
+		n.recovered.Own = r.Own
 		n.recovered.InDoubt += r.InDoubt
 		n.recovered.Unrecorded += r.Unrecorded
 	})

@@ -737,6 +737,11 @@ func (h *holding) end(committed bool, key Key, left *Record) {
 	if committed && h.old != nil && alone {
 		addAccount(u, -1, charged(h.old), h.old.expires())
 	}
+	if _, was := u.State.lost[key]; was && committed { // the index has it now
+		if delete(u.State.lost, key); len(u.State.lost) == 0 {
+			defer h.lots.usages.Leave(u)
+		}
+	}
 	switch {
 	case left != nil && !committed && !alone:
 		a := charged(left)

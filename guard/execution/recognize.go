@@ -537,6 +537,28 @@ func (a *Attempt) settled(o *Outcome, at time.Time, keep time.Duration, recorded
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
+	a.ends(s, o, at, keep, recorded)
+}
+
+// settledLate notes that the outcome of an execution is recorded after all which counted as in doubt, unless it runs
+// again.
+func (a *Attempt) settledLate(o *Outcome, at time.Time, keep time.Duration) {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	k := a.known
+	if k.runner != nil || k.state != StateInDoubt {
+		return
+	}
+	if k.in == nil && s.keys[member{k.group, k.key}] == nil { // it was forgotten; its row is new
+		k.ended = time.Now()
+		a.at.add(s, k)
+	}
+	a.ends(s, o, at, keep, true)
+}
+
+// ends is settled, with the shard locked.
+func (a *Attempt) ends(s *groupShard, o *Outcome, at time.Time, keep time.Duration, recorded bool) {
 	k := a.known
 	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
 	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew

@@ -91,20 +91,8 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 	return nil
 }
 
-// Late is an outcome that came after its member was removed from a shared store. An answer is evidence, also then.
-type Late struct {
-	key     Key
-	claim   [16]byte
-	applied bool
-	head    *Head // of the answer; nil where it is not kept
-	body    []byte
-}
-
-// Key is that of the execution.
-func (l *Late) Key() Key { return l.key }
-
-// SettleLate settles the doubt that an outcome's removed member has left, through the member that the gateway is
-// now, and reports whether the call was executed. with makes the batch that the commit carries; it may be nil.
+// SettleLate settles the doubt that an outcome's guard has left which could not record it (Later.Moved), through the
+// one that is open now, and reports whether the call was executed. with makes the batch that the commit carries; it may be nil.
 //
 // ErrTaken means that somebody has settled it before, or that it runs again: nothing was recorded then.
 func (g *Guard) SettleLate(ctx context.Context, l *Late, with func(r *Record, applied bool) *store.Batch) (applied bool, err error) {
