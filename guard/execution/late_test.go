@@ -537,3 +537,33 @@ func TestQuotaOfOutcomesThatWait(t *testing.T) {
 		})
 	}
 }
+
+// The same at a gateway that has its store alone.
+func TestQuotaOfAnOutcomeThatWaitsAtOneGateway(t *testing.T) {
+	for _, why := range []error{store.ErrUnavailable, store.ErrFull} {
+		synctest.Test(t, func(t *testing.T) {
+			r, f := newFailing(t)
+			defer func() { _ = r.Close(ctx) }()
+			call := func(id string) *execution.Call {
+				c := r.call(id)
+				c.Quota = execution.Quota{Open: 1}
+				return c
+			}
+			e := r.claim(call("a"))
+			f.fail = func([]store.Write) error { return why }
+			if err := e.SettleLater(ctx, answered(e, []byte("late")), &owner{name: "a"}); !errors.Is(err, execution.ErrUnrecorded) {
+				t.Fatal(err)
+			}
+			f.fail = nil
+			if _, err := r.Claim(ctx, call("b"), execution.Finding{}); !errors.As(err, new(*execution.QuotaError)) {
+				t.Errorf("while it waits: %v", err)
+			}
+			<-time.After(2 * time.Second)
+			e, err := r.Claim(ctx, call("b"), execution.Finding{})
+			if err != nil {
+				t.Fatalf("once it is recorded: %v", err)
+			}
+			r.settle(e, answered(e, nil))
+		})
+	}
+}
