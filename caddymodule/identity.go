@@ -620,6 +620,9 @@ func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Eviden
 			if found.Record == nil || found.Record.Checkpoint == "" {
 				continue
 			}
+			if found.Record.State != execution.StateInDoubt && found.Record.Boot == l.engine.executions.Boot() {
+				continue // its outcome may come yet (ADR 0147)
+			}
 			if err := ev.RecordOrphan(ctx, events, found.Key, found.Record); err != nil {
 				return err
 			}

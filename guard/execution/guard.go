@@ -198,12 +198,12 @@ func (f *Finding) State() State {
 // LookUp looks a call up: first among the running executions of this process, then in the store.
 // Its error is ErrStore: nothing is known.
 func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, error) {
-	return g.lookUp(ctx, key, fp, true)
+	return g.lookUp(ctx, key, fp, true, true)
 }
 
 // lookUp is LookUp. With replay it reads the answer first, which has what a replay needs of the
-// record and is deleted where the record changes: then a replay is one read.
-func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay bool) (Finding, error) {
+// record and is deleted where the record changes: then a replay is one read. With waits it waits for an outcome that waits.
+func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay, waits bool) (Finding, error) {
 	var orphan store.Version
 	for {
 		if f := g.flights.find(key); f != nil {
@@ -233,7 +233,7 @@ func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay bool
 			orphan = version
 			continue
 		}
-		if orphan == version && g.late.await(ctx, key) {
+		if orphan == version && waits && g.late.await(ctx, key) {
 			continue // it is now, or somebody else has settled it
 		}
 		found, err := g.found(ctx, record, fp)

@@ -110,9 +110,13 @@ func (t *lates) keep(e *Execution, o *Outcome, left *Record, err error) (begin f
 		l.size = recording.Size()
 		l.holds = true
 	}
+	recording.mu.Lock()
+	recording.holders++ // before others see it, who may give it up
+	recording.mu.Unlock()
 	t.mu.Lock()
 	if t.ended || len(t.waiting) >= mostLate || t.bytes+l.bytes > mostLateBytes {
 		t.mu.Unlock()
+		recording.drop()
 		return t.lose
 	}
 	if l.holds = l.holds && t.bytes+l.bytes+l.size <= mostLateBytes; l.holds {
@@ -124,11 +128,8 @@ func (t *lates) keep(e *Execution, o *Outcome, left *Record, err error) (begin f
 	t.waiting[l.key] = l
 	t.bytes += l.bytes
 	t.mu.Unlock()
-	if l.holds {
-		recording.mu.Lock()
-		recording.holders++
-		recording.mu.Unlock()
-	} else {
+	if !l.holds {
+		recording.drop()
 		recording.fail() // it is not read any more
 	}
 	return func() {

@@ -313,6 +313,26 @@ func TestRetryFindsAnOutcomeThatWaits(t *testing.T) {
 	})
 }
 
+// A listing does not wait for outcomes that wait: a store that is full can be read, and has many of them.
+func TestListingOfOutcomesThatWait(t *testing.T) {
+	lateFleet(t, func(t *testing.T, a, _ *node, st *leaving) {
+		for i := range 3 {
+			o := &owner{name: fmt.Sprint(i)}
+			a.loses(a.call(o.name), st, store.ErrFull, false, o, execution.Completed, []byte("late"))
+			st.set(nil, false)
+		}
+		st.set(store.ErrFull, false)
+		begun := time.Now()
+		page, err := a.List(ctx, execution.Filter{States: []execution.State{execution.StateInDoubt}}, "", 10)
+		if err != nil || len(page.Executions) != 3 {
+			t.Errorf("%d are listed, %v", len(page.Executions), err)
+		}
+		if waited := time.Since(begun); waited != 0 {
+			t.Errorf("it waited for %v", waited)
+		}
+	})
+}
+
 // What cannot be recorded with what it carries is recorded without.
 func TestOutcomeWhoseEvidenceIsThereAlready(t *testing.T) {
 	lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
