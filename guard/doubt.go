@@ -157,7 +157,10 @@ type lateOutcome struct {
 // Size implements execution.Later.
 func (l *lateOutcome) Size() int64 {
 	c := &l.x.capture
-	size := callSize + len(c.answer)
+	size := callSize + len(c.answer) + len(c.source.Request.Body)
+	if l.x.message != nil {
+		size += len(l.x.message.Body)
+	}
 	if c.image != nil {
 		size += len(c.image.Body)
 	}
