@@ -102,12 +102,14 @@ func (t *groups) again() {
 func clientsRetry(status int) bool { return status == 408 || status == 429 || status >= 500 }
 
 // flush writes the marks that have changed, and up to when a crash is no evidence: up to now where it is the last
-// one of a process that ends in order.
+// one of a process that ends in order, behind which none may come.
 func (t *groups) flush(ctx context.Context, last bool) error {
 	t.flushing.Lock()
 	defer t.flushing.Unlock()
 	t.armed.Store(false)
-	return t.write(ctx, last)
+	err := t.write(ctx, last)
+	t.closed = t.closed || last
+	return err
 }
 
 // write is flush, with flushing held.
@@ -175,9 +177,11 @@ func (t *groups) write(ctx context.Context, last bool) error {
 			batch, open, marks = batch[n:], open[n:], marks[n:]
 		}
 	}
-	if since := upTo.Add(-crashEvidence); !last && since.After(t.opened) {
+	switch since := upTo.Add(-crashEvidence); {
+	case last:
+	case since.After(t.opened), upTo.Before(t.opened): // then the clock was set back
 		upTo = since
-	} else if !last && t.opened.Before(upTo) {
+	default:
 		upTo = t.opened // what is older is of earlier processes
 	}
 	if err == nil {
@@ -192,6 +196,9 @@ func (t *groups) write(ctx context.Context, last bool) error {
 		_, err = t.g.store.Commit(ctx, append(batch, marks)...)
 	}
 	if err != nil {
+		if !errors.Is(err, store.ErrClosed) {
+			t.arm() // also where it was the row alone
+		}
 		for _, k := range open {
 			if errors.Is(err, store.ErrClosed) {
 				break
@@ -233,9 +240,6 @@ func (g *Guard) Close(ctx context.Context) error {
 	g.members.stop()
 	g.late.end()
 	err := g.groups.flush(ctx, true)
-	g.groups.flushing.Lock()
-	defer g.groups.flushing.Unlock()
-	g.groups.closed = true
 	if g.members.store != nil && err == nil {
 		now, lost := g.store.Now(ctx)
 		if err = lost; err == nil {

@@ -942,6 +942,43 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			b.kill()
 			b.call(0).is(first, EvidenceUnanswered)
 		},
+		"the clock was set back since the start": func(b *alike) {
+			b.fast.Store(int64(time.Hour))
+			b.stop()
+			b.fast.Store(0)
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(markEvery - time.Millisecond)
+			first := b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(2 * time.Millisecond)
+			b.kill()
+			b.call(0).is(first, EvidenceUnanswered)
+		},
+		"longer before, and a moment of it without the store": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(markEvery + time.Millisecond)
+			with := func(st store.Store) {
+				b.g.groups.flushing.Lock()
+				defer b.g.groups.flushing.Unlock()
+				b.g.store = st
+			}
+			with(full{b.reads})
+			<-time.After(crashEvidence)
+			with(b.reads)
+			<-time.After(crashEvidence + 2*markEvery)
+			b.kill()
+			b.call(0).is(nil, "")
+		},
+		"an end in order, while marks were to be written": func(b *alike) {
+			b.call(0).settle(Completed, 200).answer(200)
+			<-time.After(time.Millisecond)
+			for _, last := range []bool{true, false} {
+				if err := b.g.groups.flush(context.Background(), last); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.start()
+			b.call(0).is(nil, "")
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) { test(newAlike(t)) })
