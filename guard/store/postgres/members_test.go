@@ -242,11 +242,11 @@ func TestMemberIsStoppedInACommit(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			// What is left of the process: its row, and its transaction.
-			exec(t, conn, `insert into `+schema+`.members (boot, node, holder, lock, session, joined, seen, expires, read, about)
-				values ('stopped', 'a', 'a test', 1, false, 0, 0, 0, 0, '{}')`)
+			// What is left of the process: its transaction, and its row, which may be removed from now on.
 			exec(t, stopped, "begin")
 			exec(t, stopped, "select from "+schema+".lease where one for update")
+			exec(t, conn, `insert into `+schema+`.members (boot, node, holder, lock, session, joined, seen, expires, read, about)
+				values ('stopped', 'a', 'a test', 1, false, 0, 0, 0, 0, '{}')`)
 			if node == "a" {
 				await(t, func() (joined bool) {
 					m, err := postgres.Join(t.Context(), o)
