@@ -275,7 +275,7 @@ type groups struct {
 	crashes  []crash // of earlier processes
 	alone    bool    // a gateway may have had the store alone; read-only
 	armed    atomic.Bool
-	flushing sync.Mutex
+	flushing turn
 	closed   bool
 	opened   time.Time // by the store's clock, as is ended
 	ended    time.Time // nothing whose marks were looked at has ended later

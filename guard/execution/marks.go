@@ -82,13 +82,27 @@ func (t *groups) arm() {
 	}
 }
 
+// turn is for one at a time. It is a channel, since who waits for it waits for a commit, which a clock of tests sees.
+type turn chan struct{}
+
+func (t turn) tryEnter() bool {
+	select {
+	case t <- struct{}{}:
+		return true
+	default:
+		return false
+	}
+}
+
+func (t turn) leave() { <-t }
+
 // again has the marks written once more, once nobody else does.
 func (t *groups) again() {
-	if !t.flushing.TryLock() {
+	if !t.flushing.tryEnter() {
 		time.AfterFunc(markEvery, t.again)
 		return
 	}
-	defer t.flushing.Unlock()
+	defer t.flushing.leave()
 	if t.armed.Load() && !t.closed {
 		time.AfterFunc(markEvery, t.again)
 		return
@@ -104,8 +118,8 @@ func clientsRetry(status int) bool { return status == 408 || status == 429 || st
 // flush writes the marks that have changed, and up to when a crash is no evidence: up to now where it is the last
 // one of a process that ends in order, behind which none may come.
 func (t *groups) flush(ctx context.Context, last bool) error {
-	t.flushing.Lock()
-	defer t.flushing.Unlock()
+	t.flushing <- struct{}{}
+	defer t.flushing.leave()
 	t.armed.Store(false)
 	err := t.write(ctx, last)
 	t.closed = t.closed || last
@@ -266,6 +280,7 @@ const (
 
 // open reads up to when earlier processes have written their marks.
 func (t *groups) open(ctx context.Context, g *Guard) error {
+	t.flushing = make(turn, 1)
 	t.g, t.room, t.most, t.hashes.seed = g, mostResting, mostRead, maphash.MakeSeed()
 	t.clock.start, t.clock.ahead = time.Now(), math.MinInt64/2
 	t.clock.epoch.Store(1)

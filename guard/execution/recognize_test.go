@@ -68,9 +68,9 @@ func (full) Commit(context.Context, ...store.Write) (store.Version, error) {
 
 // kill ends the process: nothing is written any more. Another one begins.
 func (b *alike) kill() {
-	b.g.groups.flushing.Lock()
+	b.g.groups.flushing <- struct{}{}
 	b.g.groups.closed = true
-	b.g.groups.flushing.Unlock()
+	b.g.groups.flushing.leave()
 	b.start()
 }
 
@@ -957,8 +957,8 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			b.call(0).settle(Completed, 200).answer(200)
 			<-time.After(markEvery + time.Millisecond)
 			with := func(st store.Store) {
-				b.g.groups.flushing.Lock()
-				defer b.g.groups.flushing.Unlock()
+				b.g.groups.flushing <- struct{}{}
+				defer b.g.groups.flushing.leave()
 				b.g.store = st
 			}
 			with(full{b.reads})

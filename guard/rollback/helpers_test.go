@@ -624,6 +624,7 @@ type undoRig struct {
 	options rollback.UndoerOptions
 
 	mu    sync.Mutex
+	nth   int // of its lives
 	steps int // until the process dies; negative is never
 	dead  bool
 	life  context.Context
@@ -656,15 +657,22 @@ func bubble(t *testing.T, test func(t *testing.T, r *undoRig)) {
 // restart begins another life, which dies after so many steps.
 func (r *undoRig) restart(steps int) {
 	r.t.Helper()
+	r.mu.Lock()
+	r.nth++
+	life := r.nth
 	r.steps, r.dead = -1, false
 	r.life, r.die = context.WithCancel(context.Background())
+	r.mu.Unlock()
 	r.t.Cleanup(r.die)
-	st := &undoMortal{Store: r.mem, step: r.step}
+	// What the life before has left running finds its store dead.
+	st := &undoMortal{Store: r.mem, step: func() bool { return r.stepOf(life) }}
 	g, _, err := execution.Open(context.Background(), st, r.ring)
 	if err != nil {
 		r.t.Fatal(err)
 	}
+	r.mu.Lock()
 	r.steps = steps
+	r.mu.Unlock()
 	r.guard, r.checkpoints = g, checkpoint.New(st, r.ring)
 	o := r.options
 	o.Guard, o.Checkpoints, o.Sender = g, r.checkpoints, r
@@ -675,7 +683,24 @@ func (r *undoRig) restart(steps int) {
 
 func (r *undoRig) step() bool {
 	r.mu.Lock()
+	life := r.nth
+	r.mu.Unlock()
+	return r.stepOf(life)
+}
+
+// died reports that the process of now is dead.
+func (r *undoRig) died() bool {
+	r.mu.Lock()
 	defer r.mu.Unlock()
+	return r.dead
+}
+
+func (r *undoRig) stepOf(life int) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if life != r.nth {
+		return true
+	}
 	if r.steps == 0 {
 		r.dead = true
 		r.die()

@@ -467,10 +467,10 @@ func (r *undoRig) undone(t rollback.Task, steps ...int) rollback.Result {
 		if err == nil && got.Version != (checkpoint.Version{}) {
 			err = r.keeps(got.Version)
 		}
-		if err == nil && !r.dead {
+		if err == nil && !r.died() {
 			return got
 		}
-		if !r.dead {
+		if !r.died() {
 			r.t.Fatal(err)
 		}
 		r.crashes++

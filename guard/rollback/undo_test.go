@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/http"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -46,10 +47,10 @@ func (r *undoRig) lives(t rollback.Task, steps ...int) rollback.Result {
 	for _, n := range steps {
 		r.restart(n)
 		got, err := r.Undo(r.life, t)
-		if err == nil && !r.dead {
+		if err == nil && !r.died() {
 			return got
 		}
-		if !r.dead {
+		if !r.died() {
 			r.t.Fatal(err)
 		}
 		r.crashes++
@@ -203,7 +204,7 @@ func randomHistory(t *testing.T, r *undoRig, rnd *rand.Rand) {
 	for range 6 {
 		r.restart([]int{-1, rnd.IntN(12)}[rnd.IntN(2)])
 		got, err := r.Undo(r.life, task)
-		if r.dead {
+		if r.died() {
 			continue
 		}
 		if err != nil {
@@ -275,7 +276,9 @@ func TestErrorsSayNothingOfTheUndo(t *testing.T) {
 	bubble(t, func(t *testing.T, r *undoRig) {
 		p := new(participant)
 		r.answer = p.serve
+		r.mu.Lock()
 		r.steps = 0 // P4: nothing is sent without a claim
+		r.mu.Unlock()
 		if _, err := r.Undo(context.Background(), task(checkpoint.Compensate, rollback.Spec{})); !errors.Is(err, execution.ErrStore) || p.calls > 0 {
 			t.Errorf("%v, called %d times", err, p.calls)
 		}
@@ -811,12 +814,12 @@ func TestP6ForgottenDoubt(t *testing.T) {
 // silent is a store that does not say what became of a commit.
 type silent struct {
 	store.Store
-	mute *bool
+	mute *atomic.Bool
 }
 
 func (u silent) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	version, err := u.Store.Commit(ctx, batch...)
-	if *u.mute {
+	if u.mute.Load() {
 		return 0, store.ErrUnknown
 	}
 	return version, err
@@ -825,21 +828,21 @@ func (u silent) Commit(ctx context.Context, batch ...store.Write) (store.Version
 // An answer that the store has taken is not kept beside it, also where only the answer to that was lost.
 func TestUnconfirmedAnswerIsNotKept(t *testing.T) {
 	bubble(t, func(t *testing.T, r *undoRig) {
-		mute := false
+		var mute atomic.Bool
 		g, _, err := execution.Open(context.Background(), silent{r.mem, &mute}, r.ring)
 		if err != nil {
 			t.Fatal(err)
 		}
 		u := rollback.NewUndoer(rollback.UndoerOptions{Guard: g, Checkpoints: r.checkpoints, Sender: r})
 		r.answer = func(*rollback.Outgoing) (*rollback.Answer, error) {
-			mute = true
+			mute.Store(true)
 			return &rollback.Answer{Status: 200}, nil
 		}
 		task := task(checkpoint.Compensate, rollback.Spec{})
 		if _, err := u.Undo(context.Background(), task); err == nil || u.Unkept() != 1 {
 			t.Fatalf("%v, with %d kept", err, u.Unkept())
 		}
-		mute = false
+		mute.Store(false)
 		r.pass(time.Minute)
 		if got, err := u.Undo(context.Background(), task); err != nil || !got.Done || u.Unkept() != 0 {
 			t.Errorf("%+v, %v, with %d kept", got, err, u.Unkept())
