@@ -210,7 +210,7 @@ func (t *groups) write(ctx context.Context, last bool) error {
 		_, err = t.g.store.Commit(ctx, append(batch, marks)...)
 	}
 	if err != nil {
-		if !errors.Is(err, store.ErrClosed) {
+		if passing(err) {
 			t.arm() // also where it was the row alone
 		}
 		for _, k := range open {
