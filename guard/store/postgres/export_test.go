@@ -1,12 +1,24 @@
 package postgres
 
-import "reflect"
+import (
+	"reflect"
+	"time"
+)
 
 // Waiting is the number of commits that wait for the committer.
 func (s *Store) Waiting() int {
 	s.queue.mu.Lock()
 	defer s.queue.mu.Unlock()
 	return len(s.queue.waiting)
+}
+
+// Busy reports that so much is written that the member is not notified of it.
+func (s *Store) Busy() bool { return s.member.busy.Load() }
+
+// AgeClock makes the server's time as it is known one that was read so long ago.
+func (s *Store) AgeClock(by time.Duration) {
+	now := time.Now()
+	s.clock.Store(&instant{server: now.Add(-by), at: now.Add(-by)})
 }
 
 // PruneFeed deletes what all members have read.

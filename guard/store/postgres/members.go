@@ -60,10 +60,14 @@ type membership struct {
 	conn     *pgx.Conn        // nil without one
 	session  bool             // conn has the lock
 	notified bool             // something was notified since the last poll
+	due      time.Time        // the feed is not read before, unless CatchUp asks
+	load     float64          // how many rows a reading of the feed has found, on average
+	listens  bool             // the server notifies conn, unless busy
 	others   bool             // there were other members at the last look
 	renewed  time.Time        // the lease
 	free     map[string]int64 // the lease's end of members whose lock was free at the last look, by boot
 
+	busy  atomic.Bool  // so much is written that nobody has to say so: the feed is read whenever it is due
 	read  atomic.Int64 // how far the feed was reported
 	asked atomic.Int64 // how many times CatchUp was called
 	wait  atomic.Pointer[context.CancelFunc]
@@ -101,6 +105,13 @@ const (
 	lookEvery = time.Second
 	// pollEvery is how often the feed is read where no notification comes, while there are others.
 	pollEvery = 100 * time.Millisecond
+	// readEvery is the shortest time from one reading of the feed to the next, unless CatchUp asks for one, and the
+	// pause is at least restFactor times as long as the last reading took, up to pollEvery. Every commit notifies all
+	// others: without a pause a commit of a large fleet would cost as many readings as there are gateways.
+	readEvery, restFactor = 10 * time.Millisecond, 4
+	// A member that finds more rows than busyAbove in a reading, on average, reads the feed whenever it is due, and
+	// until it finds less than one it is not notified: a notification costs the server about as much as a reading.
+	busyAbove = 2
 	// reconnectEvery is how often a lost session is replaced: several times in lookEvery.
 	reconnectEvery = 200 * time.Millisecond
 	// feedRows is how many rows of the feed are read at a time, and feedKeys the most keys of one.
@@ -287,7 +298,30 @@ func (m *membership) listen(ctx context.Context, conn *pgx.Conn) error {
 	if err == nil && own {
 		_, err = conn.Exec(ctx, "listen "+m.channel())
 	}
+	m.listens = own
+	m.load = 0
+	m.busy.Store(false)
 	return err
+}
+
+// weigh decides by the rows of a reading whether this member has to be notified of the next.
+func (m *membership) weigh(ctx context.Context, rows int) error {
+	m.load = (9*m.load + float64(rows)) / 10
+	busy, change := m.busy.Load(), "unlisten "
+	switch {
+	case busy && m.load < 1:
+		change = "listen "
+		m.notified = true // what was written before the server listens is read once more
+	case busy || m.load <= busyAbove:
+		return nil
+	}
+	if m.listens {
+		if _, err := m.conn.Exec(ctx, change+m.channel()); err != nil {
+			return err
+		}
+	}
+	m.busy.Store(!busy)
+	return nil
 }
 
 // takeLock takes the advisory lock for the session of conn. false is a session that the server still
@@ -354,7 +388,10 @@ func (m *membership) keep() {
 
 // idle waits until something is notified, CatchUp is called, or for at most this long.
 func (m *membership) idle(most time.Duration) {
-	if m.others && m.self.Node != "" {
+	switch {
+	case m.busy.Load():
+		most = min(most, time.Until(m.due))
+	case m.others && m.self.Node != "":
 		most = min(most, pollEvery)
 	}
 	ctx, cancel := context.WithTimeout(m.life, most)
@@ -363,8 +400,16 @@ func (m *membership) idle(most time.Duration) {
 	m.mu.Lock()
 	caught := m.caught
 	m.mu.Unlock()
-	if !m.notified && m.asked.Load() == caught { // in this order: CatchUp asks, and then ends the wait
+	if m.asked.Load() != caught { // in this order: CatchUp asks, and then ends the wait
+		return
+	}
+	if !m.notified {
 		_ = m.conn.PgConn().WaitForNotification(ctx) // a lost session is noticed by what comes next
+	}
+	// What is notified meanwhile is read here, or it would be taken for something that the next reading misses.
+	rest, done := context.WithDeadline(ctx, m.due)
+	defer done()
+	for rest.Err() == nil && m.conn.PgConn().WaitForNotification(rest) == nil {
 	}
 }
 
@@ -536,14 +581,14 @@ type entry struct {
 
 // poll reports what is new in the feed.
 func (m *membership) poll(ctx context.Context) error {
-	asked := m.asked.Load()
+	asked, begun, rows := m.asked.Load(), time.Now(), 0
 	for more := true; more && !m.lost.Load(); {
 		m.notified = false
-		rows, err := m.conn.Query(ctx, m.sql.feed, m.read.Load(), m.self.Boot)
+		found, err := m.conn.Query(ctx, m.sql.feed, m.read.Load(), m.self.Boot)
 		if err != nil {
 			return err
 		}
-		entries, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (e entry, err error) {
+		entries, err := pgx.CollectRows(found, func(row pgx.CollectableRow) (e entry, err error) {
 			err = row.Scan(&e.seq, &e.boot, &e.gone, &e.all, &e.keys)
 			return e, err
 		})
@@ -551,14 +596,16 @@ func (m *membership) poll(ctx context.Context) error {
 			return err
 		}
 		more = len(entries) == feedRows
+		rows += max(len(entries), 1) - 1 // the first was known
 		m.report(entries)
 	}
+	m.due = time.Now().Add(min(max(readEvery, restFactor*time.Since(begun)), pollEvery))
 	m.mu.Lock()
 	m.caught = max(m.caught, asked)
 	close(m.reached)
 	m.reached = make(chan struct{})
 	m.mu.Unlock()
-	return nil
+	return m.weigh(ctx, rows)
 }
 
 // report hands entries on. The first is the last one of before, or something was missed.

@@ -564,6 +564,83 @@ func TestFeedIsSmall(t *testing.T) {
 	}
 }
 
+// Every commit notifies the others, and they still read the feed only now and then: a commit must not cost as many
+// readings as there are members. Who reads it all the time anyhow is not notified, until less is written.
+func TestFeedIsReadNowAndThen(t *testing.T) {
+	schema := newSchema()
+	p, err := pgserver.NewProxy(server)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	a := join(t, postgres.Options{Schema: schema, Node: "a", Lease: time.Hour})
+	b := join(t, postgres.Options{DSN: p.DSN(), Schema: schema, Node: "b", Lease: time.Hour})
+	boot := []byte(b.Self().Boot)
+	var seen sync.Map
+	b.Follow([]byte("key"), func(key []byte) { seen.Store(string(key), true) })
+	awaitSeen := func(key string) {
+		t.Helper()
+		await(t, func() bool {
+			_, there := seen.Load(key)
+			return there
+		})
+	}
+	var readings atomic.Int64
+	var listens atomic.Value
+	listens.Store("listen")
+	p.Judge(func(text []byte) pgserver.Fate {
+		switch {
+		case bytes.Contains(text, []byte("unlisten agent_guard")):
+			listens.Store("unlisten")
+		case bytes.Contains(text, []byte("listen agent_guard")):
+			listens.Store("listen")
+		case bytes.Contains(text, boot):
+			readings.Add(1)
+		}
+		return pgserver.Pass
+	})
+	const commits = 300
+	begun := time.Now()
+	for i := range commits {
+		if _, err := a.Commit(t.Context(), put(fmt.Sprint("key", i), "1")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	awaitSeen(fmt.Sprint("key", commits-1))
+	n, took := readings.Load(), time.Since(begun)
+	if most := int64(took/(10*time.Millisecond) + 3*(took/time.Second) + 5); n > most { // a look, each second, is 3 at most
+		t.Errorf("the feed was read %d times in %v for %d commits, want %d at most", n, took, commits, most)
+	}
+
+	// Many rows at a time, whatever the speed of this machine.
+	conn := database(t)
+	many := func() {
+		exec(t, conn, "begin")
+		exec(t, conn, "select from "+schema+".lease where one for update")
+		exec(t, conn, "insert into "+schema+".feed select nextval('"+schema+".feed_seq'), 'c', 0, false, array['other'::bytea] from generate_series(1, 60)")
+		exec(t, conn, "commit")
+	}
+	await(t, func() bool {
+		many()
+		return b.Busy()
+	})
+	if listens.Load() != "unlisten" {
+		t.Error("it is notified of each commit while it reads all the time")
+	}
+	if _, err := a.Commit(t.Context(), put("key while it is busy", "1")); err != nil {
+		t.Fatal(err)
+	}
+	awaitSeen("key while it is busy")
+	await(t, func() bool { return !b.Busy() })
+	if listens.Load() != "listen" {
+		t.Error("nothing notifies it")
+	}
+	if _, err := a.Commit(t.Context(), put("key after that", "1")); err != nil {
+		t.Fatal(err)
+	}
+	awaitSeen("key after that")
+}
+
 // A member that is far behind reports that anything may have changed; one whose database was set back
 // writes nothing more.
 func TestFeedIsLost(t *testing.T) {

@@ -83,7 +83,7 @@ const (
 	connectTime = 3 * time.Second        // for a new connection, unless the DSN has a shorter connect_timeout
 	margin      = time.Second            // between the server's time limit and ours, and between ours and the caller's
 	idleTime    = time.Minute            // after which the server ends a scan whose reader has stopped
-	clockTime   = time.Second            // how long the server's time is counted on from here
+	clockTime   = time.Second            // how long the server's time is counted on from here, and twice that while somebody asks
 	attempts    = 3                      // to read, if connections are lost
 	never       = int64(math.MaxInt64)   // an expiry, in the tables
 	retryEvery  = 100 * time.Millisecond // between two attempts to connect
@@ -190,6 +190,7 @@ type Store struct {
 	queue     queue
 	member    *membership // nil without a lease
 	clock     atomic.Pointer[instant]
+	asking    atomic.Bool                 // somebody asks for the server's time
 	server    atomic.Pointer[ServerStats] // when last asked
 	leaseEnds atomic.Pointer[time.Time]   // see Stats
 	removed   atomic.Uint64               // see Stats
@@ -428,13 +429,20 @@ func (s *Store) Watch(key []byte) (changed <-chan struct{}, cancel func()) {
 	return changed, cancel
 }
 
-// Now implements store.Store. It is the server's time, counted on from here for at most a second.
+// Now implements store.Store. It is the server's time, counted on from here for a second, and for another one while
+// somebody asks: else all callers of that moment would ask.
 func (s *Store) Now(ctx context.Context) (time.Time, error) {
 	if s.options.Now != nil {
 		return s.options.Now(), s.usable()
 	}
 	if known := s.clock.Load(); known != nil && s.usable() == nil {
-		if since := time.Since(known.at); since < clockTime {
+		since := time.Since(known.at)
+		if since < clockTime {
+			return known.server.Add(since), nil
+		}
+		if s.asking.CompareAndSwap(false, true) {
+			defer s.asking.Store(false)
+		} else if since < 2*clockTime {
 			return known.server.Add(since), nil
 		}
 	}
@@ -749,8 +757,10 @@ func newStatements(schema, channel string) statements {
 	q.callOff = q.in(`insert into {schema}.commits (writer, seq, at) values ($1, $2, ` + clock + `)
 		on conflict (writer, seq) do update set at = excluded.at returning winners is not null`)
 	q.winners = q.in("select seq, versions from {schema}.commits where writer = $1 and seq >= $2 and seq < $3")
+	// The time is a subselect, so that the index is read up to it. A condition with a volatile function in it is asked of
+	// each row, which reads all of them.
 	q.sweep = q.in(`delete from {schema}.entries where key = any(array(
-		select key from {schema}.entries where expires < 9223372036854775807 and expires <= ` + given + `
+		select key from {schema}.entries where expires < 9223372036854775807 and expires <= (select ` + given + `)
 		order by expires limit $1 for update skip locked))`)
 	q.feed = q.in("select seq, boot, gone, boot <> $2 and keys is null, case when boot <> $2 then keys end from {schema}.feed where seq >= $1 order by seq limit " + strconv.Itoa(feedRows))
 	q.prune = q.in(`delete from {schema}.feed where seq = any(array(

@@ -185,6 +185,48 @@ func TestServersClock(t *testing.T) {
 	}
 }
 
+// One caller asks for the server's time when it is old, and the others go on with the one they know.
+func TestOneAsksForTheTime(t *testing.T) {
+	p, err := pgserver.NewProxy(server)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	s := open(t, postgres.Options{DSN: p.DSN()})
+	if _, err := s.Now(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	var once sync.Once
+	held, asked := make(chan struct{}), make(chan error, 1)
+	p.Judge(func([]byte) pgserver.Fate {
+		once.Do(func() { close(held) })
+		return pgserver.Hold
+	})
+	s.AgeClock(1500 * time.Millisecond)
+	go func() {
+		_, err := s.Now(context.Background())
+		asked <- err
+	}()
+	<-held
+	for n := 0; ; n++ {
+		s.AgeClock(1500 * time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		_, err := s.Now(ctx)
+		cancel()
+		if err == nil {
+			break
+		}
+		if n == 9 { // it takes a machine that stands still for half a second to fail once
+			t.Fatalf("all ask for the time: %v", err)
+		}
+	}
+	p.Judge(func([]byte) pgserver.Fate { return pgserver.Pass })
+	p.Release()
+	if err := <-asked; err != nil {
+		t.Error(err)
+	}
+}
+
 // P1: a commit whose connection is lost behind the request is found to have landed, and not tried
 // again; one that is lost before it is written once.
 func TestConnectionLostAtCommit(t *testing.T) {
@@ -827,6 +869,49 @@ func TestSweep(t *testing.T) {
 		return n
 	}
 	await(t, func() bool { return left() == 2 })
+}
+
+// A sweep reads what has expired, and not what has not: with a full store, that would be all of it, every ten
+// seconds, by each gateway.
+func TestSweepReadsWhatHasExpiredAlone(t *testing.T) {
+	s := open(t, postgres.Options{})
+	for i := range 4 {
+		var batch []store.Write
+		for j := range store.MaxBatch {
+			w := put(fmt.Sprintf("%d-%d", i, j), "1")
+			w.Expires = time.Now().Add(time.Hour)
+			batch = append(batch, w)
+		}
+		if _, err := s.Commit(t.Context(), batch...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	conn, looked := database(t), 0
+	exec(t, conn, "set plan_cache_mode = force_generic_plan")
+	exec(t, conn, "set enable_seqscan = off")
+	for _, text := range postgres.Prepared(schemaOf(), "channel") {
+		if !strings.Contains(text, "order by expires limit") {
+			continue
+		}
+		looked++
+		if _, err := conn.Prepare(t.Context(), "sweep", text); err != nil {
+			t.Fatal(err)
+		}
+		rows, err := conn.Query(t.Context(), "explain (analyze, costs off, timing off) execute sweep (1000, null)")
+		if err != nil {
+			t.Fatal(err)
+		}
+		plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		if err != nil || len(plan) < 5 {
+			t.Fatalf("%d lines of a plan: %v", len(plan), err)
+		}
+		if whole := strings.Join(plan, "\n"); strings.Contains(whole, "Removed by Filter") {
+			t.Errorf("it reads what has not expired:\n%s", whole)
+		}
+	}
+	if looked != 1 {
+		t.Errorf("%d statements sweep", looked)
+	}
 }
 
 // Nothing of the DSN is in an error or in the log.

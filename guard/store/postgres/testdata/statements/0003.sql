@@ -84,7 +84,7 @@ delete from {schema}.commits where at < (extract(epoch from clock_timestamp()) *
 delete from {schema}.commits where writer = $1 and seq >= $2 and seq < $3 and winners is not null
 ;
 delete from {schema}.entries where key = any(array(
-  select key from {schema}.entries where expires < 9223372036854775807 and expires <= coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
+  select key from {schema}.entries where expires < 9223372036854775807 and expires <= (select coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint))
   order by expires limit $1 for update skip locked))
 ;
 delete from {schema}.feed where seq = any(array(
