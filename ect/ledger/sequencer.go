@@ -582,7 +582,11 @@ func (m *sequencer) moveAll(ctx context.Context) (rest bool, err error) {
 	// Another process may have moved everything: then no commit of this one is lost, which would show it. The
 	// head is read before the outbox, or what that process moves in between would be moved twice.
 	before := m.now.Load()
-	now, err := m.advance(ctx, before)
+	now := before
+	same, err := m.unmoved(ctx, before)
+	if err == nil && !same {
+		now, err = m.advance(ctx, before)
+	}
 	if err != nil {
 		return false, err
 	}
@@ -604,7 +608,7 @@ func (m *sequencer) moveAll(ctx context.Context) (rest bool, err error) {
 		m.scanned(scan, found)
 	}
 	if len(found) == 0 {
-		if _, version, err := m.storedHead(ctx); err != nil || version != now.version {
+		if same, err := m.unmoved(ctx, now); err != nil || !same {
 			return err == nil, err // moved by another process since the head was read: once more
 		}
 	}

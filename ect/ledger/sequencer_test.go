@@ -12,6 +12,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/mod/sumdb/note"
+
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -648,6 +650,86 @@ func TestMovedByOthers(t *testing.T) {
 	a.queue.endScan(scan, nil, 0)
 	if got := a.queue.backlog().Entries; got != 1 {
 		t.Errorf("%d wait instead of 1", got)
+	}
+}
+
+// otherHead is a store that gives other bytes as a head, under the version of the true one.
+type otherHead struct {
+	store.Store
+	key   []byte
+	bytes atomic.Pointer[[]byte] // nil is the true head
+}
+
+func (s *otherHead) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	e, err := s.Store.Get(ctx, key)
+	if other := s.bytes.Load(); other != nil && bytes.Equal(key, s.key) {
+		e.Value = *other
+	}
+	return e, err
+}
+
+// countedKeys counts the signatures that are verified.
+type countedKeys struct {
+	note.Verifiers
+	verified *atomic.Int64
+}
+
+type countedKey struct {
+	note.Verifier
+	verified *atomic.Int64
+}
+
+func (k countedKeys) Verifier(name string, hash uint32) (note.Verifier, error) {
+	v, err := k.Verifiers.Verifier(name, hash)
+	return countedKey{v, k.verified}, err
+}
+
+func (k countedKey) Verify(msg, sig []byte) bool {
+	k.verified.Add(1)
+	return k.Verifier.Verify(msg, sig)
+}
+
+// TestSweepsOfTheSameHead: a log to which nothing comes verifies no signature again, and its next sweep finds a head
+// that is another one, whatever its version.
+func TestSweepsOfTheSameHead(t *testing.T) {
+	for name, other := range map[string]func(older, head []byte) []byte{
+		"an altered head": func(_, head []byte) []byte {
+			altered := bytes.Clone(head)
+			altered[len(altered)-10] ^= 1
+			return altered
+		},
+		"an older head": func(older, _ []byte) []byte { return older },
+		"an empty head": func(_, _ []byte) []byte { return nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				st := &otherHead{Store: memory.New(memory.Options{})}
+				o := testOptions(st)
+				verified := new(atomic.Int64)
+				o.HeadKeys = countedKeys{o.HeadKeys, verified}
+				l := mustStart(t, o)
+				st.key = l.headKey()
+				appendEvents(t, l, 0, 3)
+				synctest.Wait()
+				older := l.Head().Note
+				appendEvents(t, l, 3, 5)
+				time.Sleep(2 * sweepEvery)
+				if got := l.Head().Size; got != 5 {
+					t.Fatalf("%d events are in the tree", got)
+				}
+				verified.Store(0)
+				time.Sleep(time.Hour)
+				if got := verified.Load(); got != 0 {
+					t.Errorf("%d signatures verified in an hour in which nothing came", got)
+				}
+				head := other(older, l.Head().Note)
+				st.bytes.Store(&head)
+				time.Sleep(2 * sweepEvery)
+				if err := l.Admit(t.Context()); !errors.Is(err, ErrTampered) {
+					t.Errorf("it goes on: %v", err)
+				}
+			})
+		})
 	}
 }
 
