@@ -391,8 +391,10 @@ func (c *committer) reach(ctx context.Context) error {
 		return err
 	}
 	// P2: an acknowledged commit is on the disk, whatever the database's default. remote_apply is
-	// more than that.
-	if _, err := conn.Exec(ctx, "select set_config('synchronous_commit', case when current_setting('synchronous_commit') = 'remote_apply' then 'remote_apply' else 'on' end, false)"); err != nil {
+	// more than that. And a key is looked up in the index alone: where the table was small when the statement was
+	// planned, the planner may take a bitmap, which costs more for each key.
+	if _, err := conn.Exec(ctx, `select set_config('synchronous_commit', case when current_setting('synchronous_commit') = 'remote_apply' then 'remote_apply' else 'on' end, false),
+		(select set_config(name, 'off', false) from pg_settings where name = 'enable_bitmapscan')`); err != nil {
 		closeConn(conn)
 		return err
 	}
@@ -564,7 +566,7 @@ func (c *committer) arguments(number int64, s *step) []any {
 	}
 	all := []any{keys, c.now(), values, expiries, wants, kinds, boot, c.writer, number, epoch}
 	if len(s.batches) > 1 {
-		all = append(all, batches)
+		all = append(all, batches, len(s.batches))
 	}
 	return all
 }
@@ -587,8 +589,8 @@ with w as materialized (
 	order by w.batch, w.place
 ), won as materialized (
 	select case when ` + fencedSQL + ` then null else (
-		select array_agg(case when losers.batch is null then nextval('{schema}.versions') else 0 end order by b.batch)
-		from (select distinct batch from w) b left join losers on losers.batch = b.batch
+		select array_agg(case when b.batch in (select batch from losers) then 0 else nextval('{schema}.versions') end order by b.batch)
+		from generate_series(0, $12::int - 1) b (batch)
 	) end as versions
 )` + writeSQL
 

@@ -13,8 +13,8 @@ with w as materialized (
  select case when $7::text is not null and not exists (
   select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
  ) then null else (
-  select array_agg(case when losers.batch is null then nextval('{schema}.versions') else 0 end order by b.batch)
-  from (select distinct batch from w) b left join losers on losers.batch = b.batch
+  select array_agg(case when b.batch in (select batch from losers) then 0 else nextval('{schema}.versions') end order by b.batch)
+  from generate_series(0, $12::int - 1) b (batch)
  ) end as versions
 ), puts as (
  insert into {schema}.entries (key, value, version, expires)
