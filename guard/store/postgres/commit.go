@@ -255,6 +255,7 @@ type committer struct {
 	settled int64  // groups with lower numbers are settled, and their notes of no use any more
 	tidied  int64  // up to where they were deleted
 	open    *group // sent, and its verdict is not known yet
+	late    bool   // a group had no answer in time
 }
 
 // tidyAfter is how many notes are deleted at a time.
@@ -293,6 +294,10 @@ func (c *committer) run() {
 		}
 		n, begun := len(all), time.Now()
 		c.commit(all)
+		if c.late {
+			c.late = false
+			c.free()
+		}
 		q := &c.queue
 		q.mu.Lock()
 		now := n + len(q.waiting)
@@ -326,6 +331,7 @@ func (c *committer) commit(all []*batch) {
 		g := c.group(all)
 		c.open = g
 		err := c.send(ctx, g)
+		c.late = late(err)
 		if err != nil && !fatal(err) {
 			if _, ended := c.conn.Exec(ctx, "rollback"); ended != nil {
 				err = ended // the connection is lost
@@ -344,6 +350,15 @@ func (c *committer) commit(all []*batch) {
 			answerAll(all, translate(err))
 		}
 		all = undecided(all)
+	}
+}
+
+// free is freeOrder for commits to come.
+func (c *committer) free() {
+	ctx, cancel := context.WithTimeout(context.Background(), margin)
+	defer cancel()
+	if c.reach(ctx) == nil {
+		c.freeOrder(ctx, c.conn)
 	}
 }
 

@@ -108,3 +108,10 @@ func again(err error) bool {
 	refused := (*pgconn.PgError)(nil)
 	return errors.As(err, &refused) && (refused.Code == stateSerialization || refused.Code == stateDeadlock)
 }
+
+// late reports that a statement was ended for the time that it took, as where it waits for a lock.
+func late(err error) bool {
+	refused := (*pgconn.PgError)(nil)
+	return errors.Is(err, context.DeadlineExceeded) ||
+		errors.As(err, &refused) && (refused.Code == stateCanceled || refused.Code == stateLockTimeout)
+}

@@ -543,14 +543,41 @@ func (m *membership) removeGone(ctx context.Context, gone map[string]int64) erro
 	return err
 }
 
-// freeOrder ends sessions that have the lock which puts all commits in order for longer than any statement may
-// take: of a process that was stopped, or a machine that is gone, in the middle of a transaction. Nobody else
-// could write, and nobody could remove it. A living one finds out what became of its commit, and repeats it. A
-// database that has no such views is left to its own time limits.
-func (m *membership) freeOrder(ctx context.Context, conn *pgx.Conn) {
-	tag, err := conn.Exec(ctx, m.sql.free, m.options.StatementTimeout.Seconds())
+// The row of the table lease puts all commits in order: whoever has its lock keeps everybody else from writing. Who
+// joins, removes a member or leaves needs several round trips for that, and a commit one, whose bytes may come in
+// parts. A process that is stopped meanwhile, or a machine that is gone, keeps the lock, for ever as far as the server
+// is concerned. Two things take it away. The server ends sessions by itself that are idle in such a transaction
+// (stillTime). And whoever finds itself held up ends what waits for its client in the middle of one: that is needed
+// where the rest of a request has not come, or an answer is not read, which for the server is no idle session; and
+// behind a pooler, which gives sessions their settings.
+
+// freeSQL ends the sessions of this role which have that lock and do nothing but wait for their client, and have for
+// $1 seconds. One that works goes on, however slow it is: the server bounds each of its statements. In the middle of a
+// request it is not known when a session began to wait, but only when its last statement did, which may have waited for
+// the lock for as long. Whoever waits for the lock now has the table's already, and waits for no client.
+const freeSQL = `select pg_terminate_backend(a.pid) from pg_stat_activity a
+where a.pid <> pg_backend_pid() and a.usename = current_user
+	and (a.state like 'idle in transaction%' or a.wait_event_type = 'Client')
+	and a.state_change < pg_catalog.clock_timestamp() - make_interval(secs => case when a.state = 'active' then 2 else 1 end * $1::float8)
+	and a.pid in (select l.pid from pg_locks l where l.granted and l.locktype = 'relation'
+		and l.mode in ('RowShareLock', 'RowExclusiveLock') and l.relation = '{schema}.lease'::regclass
+		and l.database = (select oid from pg_database where datname = current_database()))`
+
+const (
+	// stillTime is after which the server ends a session by itself whose client is silent in the middle of a
+	// transaction, unless it is a scan's.
+	stillTime = DefaultStatementTimeout
+	// leastStill is for how long a client may be silent at least: a busy machine is none that is gone.
+	leastStill = 2 * time.Second
+)
+
+// freeOrder ends sessions that hold up all commits while nobody works in them. That is safe at any time: their
+// transactions are undone, and a living owner finds that out, and repeats them. A database that has no such views is
+// left to its own time limits.
+func (s *Store) freeOrder(ctx context.Context, conn *pgx.Conn) {
+	tag, err := conn.Exec(ctx, s.sql.free, max(s.options.StatementTimeout, leastStill).Seconds())
 	if err == nil && tag.RowsAffected() > 0 {
-		m.options.Logger.Warn("ended sessions of the database that held up all commits", "sessions", tag.RowsAffected())
+		s.options.Logger.Warn("ended sessions of the database that held up all commits", "sessions", tag.RowsAffected())
 	}
 }
 

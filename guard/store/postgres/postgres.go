@@ -162,7 +162,7 @@ func (o Options) parse() (*pgxpool.Config, error) {
 	}
 	for name, value := range map[string]string{
 		"statement_timeout":                   strconv.FormatInt(o.StatementTimeout.Milliseconds(), 10),
-		"idle_in_transaction_session_timeout": strconv.FormatInt(idleTime.Milliseconds(), 10),
+		"idle_in_transaction_session_timeout": strconv.FormatInt(stillTime.Milliseconds(), 10), // but of scans
 		"default_transaction_isolation":       "read committed",
 		"default_transaction_read_only":       "off",
 		// Plans must not depend on how full the tables were when they were last analysed, and each
@@ -252,6 +252,7 @@ func open(ctx context.Context, o Options) (*Store, error) {
 	}
 	c.BeforeConnect = func(_ context.Context, cc *pgx.ConnConfig) error {
 		*cc = *s.conf.Load().Copy()
+		cc.RuntimeParams["idle_in_transaction_session_timeout"] = strconv.FormatInt(idleTime.Milliseconds(), 10)
 		return nil
 	}
 	if s.pool, err = pgxpool.NewWithConfig(context.Background(), c); err != nil {
@@ -744,12 +745,7 @@ func newStatements(schema, channel string) statements {
 	q := statements{schema: pgx.Identifier{schema}.Sanitize()}
 	q.get = q.in("select value, version, expires from {schema}.entries where key = $1 and expires > " + given)
 	q.order = q.in("select epoch from {schema}.lease where one for update")
-	// Whoever waits for a row's lock has one that is not granted.
-	q.free = "select pg_terminate_backend(a.pid) from pg_stat_activity a where a.pid <> pg_backend_pid() and a.usename = current_user " +
-		"and a.xact_start < pg_catalog.clock_timestamp() - make_interval(secs => $1) and a.pid in (select l.pid from pg_locks l " +
-		"where l.granted and l.locktype = 'relation' and l.mode in ('RowShareLock', 'RowExclusiveLock') and l.relation = '" +
-		strings.ReplaceAll(q.in("{schema}.lease"), "'", "''") + "'::regclass and l.database = (select oid from pg_database where datname = current_database())) " +
-		"and not exists (select from pg_locks w where w.pid = a.pid and not w.granted)"
+	q.free = q.in(freeSQL)
 	q.apply = strings.ReplaceAll(q.in(applySQL), "{channel}", channel)
 	q.applyOne = strings.ReplaceAll(q.in(applyOneSQL), "{channel}", channel)
 	// Not those that call a group off: its transaction may still come.

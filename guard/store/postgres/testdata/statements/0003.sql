@@ -124,7 +124,13 @@ select node, boot, joined, seen, about from {schema}.members order by node, boot
 ;
 select not exists (select from {schema}.members where boot = $1)
 ;
-select pg_terminate_backend(a.pid) from pg_stat_activity a where a.pid <> pg_backend_pid() and a.usename = current_user and a.xact_start < pg_catalog.clock_timestamp() - make_interval(secs => $1) and a.pid in (select l.pid from pg_locks l where l.granted and l.locktype = 'relation' and l.mode in ('RowShareLock', 'RowExclusiveLock') and l.relation = '{schema}.lease'::regclass and l.database = (select oid from pg_database where datname = current_database())) and not exists (select from pg_locks w where w.pid = a.pid and not w.granted)
+select pg_terminate_backend(a.pid) from pg_stat_activity a
+where a.pid <> pg_backend_pid() and a.usename = current_user
+ and (a.state like 'idle in transaction%' or a.wait_event_type = 'Client')
+ and a.state_change < pg_catalog.clock_timestamp() - make_interval(secs => case when a.state = 'active' then 2 else 1 end * $1::float8)
+ and a.pid in (select l.pid from pg_locks l where l.granted and l.locktype = 'relation'
+  and l.mode in ('RowShareLock', 'RowExclusiveLock') and l.relation = '{schema}.lease'::regclass
+  and l.database = (select oid from pg_database where datname = current_database()))
 ;
 select seq, boot, gone, boot <> $2 and keys is null, case when boot <> $2 then keys end from {schema}.feed where seq >= $1 order by seq limit 64
 ;
