@@ -402,7 +402,11 @@ func (m *model) compare(t *testing.T, b *breaker.Breaker, hook *recorder) {
 
 // TestModel compares the breaker with the model over random histories, after each step.
 func TestModel(t *testing.T) {
-	for seed := range uint64(100) {
+	seeds := uint64(100)
+	if raced {
+		seeds = 10
+	}
+	for seed := range seeds {
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			bubble(t, func(t *testing.T, pass func(time.Duration)) {
 				runModel(t, rand.New(rand.NewPCG(seed, 1)), pass)

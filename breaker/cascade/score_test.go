@@ -235,6 +235,9 @@ func TestScore(t *testing.T) {
 	var total score
 	by := map[string]*score{}
 	for seed := range uint64(traces) {
+		if raced && seed == 20 {
+			return // too few for a score
+		}
 		w := trace(scored + seed)
 		s := w.score(t, false)
 		total.add(s)

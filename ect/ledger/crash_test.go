@@ -20,8 +20,11 @@ import (
 // order, and continues.
 func TestCrashAtEveryCommit(t *testing.T) {
 	for _, landed := range []bool{false, true} {
-		commits := 0
-		for n := 1; ; n++ {
+		commits, step := 0, 1
+		if raced {
+			step = 5
+		}
+		for n := 1; ; n += step {
 			mem := memory.New(memory.Options{})
 			life := &crashing{Store: mem, left: n, landed: landed}
 			acked, tried := crashLife(life)

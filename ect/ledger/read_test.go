@@ -254,8 +254,11 @@ func TestPruneKeeps(t *testing.T) {
 	if n, err := l.Prune(t.Context(), now.Add(-time.Hour)); err != nil || n != 0 {
 		t.Errorf("%d young ones pruned: %v", n, err)
 	}
-	total := 0
-	for range 100 {
+	total, looks := 0, 100
+	if raced {
+		looks = 20
+	}
+	for range looks {
 		n := must(l.Prune(t.Context(), now))(t)
 		total += n
 		for index, until := range kept {
@@ -263,7 +266,7 @@ func TestPruneKeeps(t *testing.T) {
 				t.Fatalf("entry %d must be kept until %s, now is %s: %v", index, until, now, err)
 			}
 		}
-		now = now.Add(10 * time.Minute)
+		now = now.Add(1000 * time.Minute / time.Duration(looks))
 	}
 	r := mustVerify(t, l)
 	if total != 3*tileWidth || r.Pruned != int64(total) || r.Entries != 0 {

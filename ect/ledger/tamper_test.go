@@ -115,7 +115,9 @@ func TestTamperEveryByte(t *testing.T) {
 			}
 			check := func(what string, index int64) {
 				t.Helper()
-				flips++
+				if flips++; raced && flips%10 != 0 {
+					return
+				}
 				r, err := verifyStored(t, o)
 				if err != nil {
 					t.Fatalf("%s: %v", what, err)
