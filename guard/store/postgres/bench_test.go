@@ -44,7 +44,7 @@ func BenchmarkClaims(b *testing.B) {
 					b.Error(err)
 				}
 			}()
-			claims(b, callers, func(n int64) error {
+			concurrently(b, callers, "claims/s", func(n int64) error {
 				_, err := s.Commit(context.Background(), store.Write{Key: fmt.Appendf(nil, "x%032d", n), Value: value, If: store.Absent()})
 				return err
 			})
@@ -60,7 +60,7 @@ func BenchmarkClaims(b *testing.B) {
 			if _, err := pool.Exec(b.Context(), "create table "+table+" (key bytea primary key, value bytea not null, version bigint not null, expires bigint not null)"); err != nil {
 				b.Fatal(err)
 			}
-			claims(b, callers, func(n int64) error {
+			concurrently(b, callers, "claims/s", func(n int64) error {
 				tag, err := pool.Exec(context.Background(), "insert into "+table+" values ($1, $2, 1, 9223372036854775807) on conflict do nothing", fmt.Appendf(nil, "x%032d", n), value)
 				if err == nil && tag.RowsAffected() != 1 {
 					err = errors.New("a claim was lost")
@@ -71,7 +71,46 @@ func BenchmarkClaims(b *testing.B) {
 	}
 }
 
-func claims(b *testing.B, callers int, claim func(n int64) error) {
+// BenchmarkGets compares reads of single keys by concurrent callers, as the store groups them, with one statement
+// for each on the same pool. Every second key is absent.
+func BenchmarkGets(b *testing.B) {
+	for _, callers := range []int{1, 16, 64} {
+		for name, atOnce := range map[string]int{"grouped": 0, "single": callers} {
+			b.Run(fmt.Sprintf("%d/%s", callers, name), func(b *testing.B) {
+				s, err := postgres.Open(b.Context(), postgres.Options{DSN: server.DSN(), Schema: newSchema()})
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer func() {
+					if err := s.Close(); err != nil {
+						b.Error(err)
+					}
+				}()
+				if atOnce > 0 {
+					s.GroupReads(atOnce, time.Minute)
+				}
+				const keys = 1000
+				var batch []store.Write
+				for n := range keys {
+					batch = append(batch, store.Write{Key: fmt.Appendf(nil, "x%032d", 2*n), Value: make([]byte, 1000)})
+				}
+				if _, err := s.Commit(b.Context(), batch...); err != nil {
+					b.Fatal(err)
+				}
+				concurrently(b, callers, "gets/s", func(n int64) error {
+					_, err := s.Get(context.Background(), fmt.Appendf(nil, "x%032d", n*7919%(2*keys)))
+					if errors.Is(err, store.ErrNotFound) {
+						err = nil
+					}
+					return err
+				})
+			})
+		}
+	}
+}
+
+// concurrently calls f with one number after the other.
+func concurrently(b *testing.B, callers int, unit string, f func(n int64) error) {
 	var next atomic.Int64
 	var all sync.WaitGroup
 	b.ResetTimer()
@@ -82,8 +121,8 @@ func claims(b *testing.B, callers int, claim func(n int64) error) {
 				if n > int64(b.N) {
 					return
 				}
-				if err := claim(n); err != nil {
-					b.Errorf("claim %d: %v", n, err)
+				if err := f(n); err != nil {
+					b.Errorf("%d: %v", n, err)
 					return
 				}
 			}
@@ -91,7 +130,7 @@ func claims(b *testing.B, callers int, claim func(n int64) error) {
 	}
 	all.Wait()
 	b.StopTimer()
-	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "claims/s")
+	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), unit)
 }
 
 // BenchmarkLargeValue compares 1 MiB in one row with the same in rows of 256 and 64 KiB, written and

@@ -21,6 +21,36 @@ func (s *Store) AgeClock(by time.Duration) {
 	s.clock.Store(&instant{server: now.Add(-by), at: now.Add(-by)})
 }
 
+// GroupReads has Gets wait while so many statements are under way that take no longer than slow.
+func (s *Store) GroupReads(atOnce int, slow time.Duration) {
+	s.reads.mu.Lock()
+	defer s.reads.mu.Unlock()
+	s.reads.atOnce, s.reads.slow = atOnce, slow
+}
+
+// HoldReads has all Gets wait, and release lets them go.
+func (s *Store) HoldReads() (release func()) {
+	s.reads.mu.Lock()
+	defer s.reads.mu.Unlock()
+	held := s.reads.atOnce
+	s.reads.running += held
+	return func() {
+		for range held {
+			s.handOn()
+		}
+	}
+}
+
+// Reads are the statements of Gets that are under way and count, and the Gets that wait.
+func (s *Store) Reads() (running, waiting int) {
+	s.reads.mu.Lock()
+	defer s.reads.mu.Unlock()
+	return s.reads.running, len(s.reads.waiting)
+}
+
+// Lose is what happens when another member has removed this one.
+func (s *Store) Lose() { s.lose() }
+
 // PruneFeed deletes what all members have read.
 func (s *Store) PruneFeed() { s.pruneFeed(0) }
 

@@ -188,6 +188,7 @@ type Store struct {
 	long      chan struct{} // one place for each scan that holds a connection
 	watches   *store.Watchers
 	queue     queue
+	reads     reads
 	member    *membership // nil without a lease
 	clock     atomic.Pointer[instant]
 	asking    atomic.Bool                 // somebody asks for the server's time
@@ -236,6 +237,7 @@ func open(ctx context.Context, o Options) (*Store, error) {
 	s.sql = newStatements(o.Schema, s.channel())
 	s.conf.Store(c.ConnConfig)
 	s.queue.wake = make(chan struct{}, 1)
+	s.reads.atOnce, s.reads.slow = readsAtOnce, slowRead
 	s.long = make(chan struct{}, max(1, o.PoolSize/2))
 	connect := s.connect
 	if o.Lease > 0 {
@@ -362,13 +364,18 @@ func (s *Store) Lost() <-chan struct{} { return s.taken }
 
 // read runs f, which only reads. If a connection is lost, f runs again on another.
 func (s *Store) read(ctx context.Context, f func(ctx context.Context) error) error {
+	return s.readUntil(ctx, time.Now().Add(s.limit()), f)
+}
+
+// readUntil is read until end at the latest.
+func (s *Store) readUntil(ctx context.Context, end time.Time, f func(ctx context.Context) error) error {
 	if err := s.usable(); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	limited, cancel := context.WithTimeout(ctx, s.limit())
+	limited, cancel := context.WithDeadline(ctx, end)
 	defer cancel()
 	defer context.AfterFunc(s.life, cancel)()
 	for n := 1; ; n++ {
@@ -395,23 +402,6 @@ func (s *Store) now() *int64 {
 	}
 	now := s.options.Now().UnixMicro()
 	return &now
-}
-
-// Get implements store.Store.
-func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
-	e := store.Entry{Key: key}
-	var version, expires int64
-	err := s.read(ctx, func(ctx context.Context) error {
-		return s.pool.QueryRow(ctx, s.sql.get, key, s.now()).Scan(&e.Value, &version, &expires)
-	})
-	if errors.Is(err, pgx.ErrNoRows) {
-		return store.Entry{}, store.ErrNotFound
-	}
-	if err != nil {
-		return store.Entry{}, err
-	}
-	e.Version, e.Expires = store.Version(version), timeOf(expires)
-	return e, nil
 }
 
 func timeOf(expires int64) time.Time {
@@ -467,9 +457,11 @@ func (s *Store) Close() error {
 		return store.ErrClosed
 	}
 	s.queue.close()
+	s.reads.close()
 	s.committing.Wait()
 	s.end()
 	s.background.Wait()
+	s.reads.groups.Wait()
 	s.watches.WakeAll()
 	s.pool.Close()
 	return nil
@@ -726,6 +718,7 @@ const (
 type statements struct {
 	schema   string
 	get      string
+	gets     string
 	order    string
 	free     string
 	apply    string
@@ -744,6 +737,8 @@ func (q *statements) in(text string) string { return strings.ReplaceAll(text, "{
 func newStatements(schema, channel string) statements {
 	q := statements{schema: pgx.Identifier{schema}.Sanitize()}
 	q.get = q.in("select value, version, expires from {schema}.entries where key = $1 and expires > " + given)
+	q.gets = q.in("select key, case when octet_length(value) <= " + strconv.Itoa(maxTogether) + " then value end, version, expires from {schema}.entries " +
+		"where key = any($1::bytea[]) and expires > " + given)
 	q.order = q.in("select epoch from {schema}.lease where one for update")
 	q.free = q.in(freeSQL)
 	q.apply = strings.ReplaceAll(q.in(applySQL), "{channel}", channel)

@@ -112,6 +112,8 @@ select epoch from {schema}.lease where one for update
 ;
 select epoch, holder, expires, (extract(epoch from clock_timestamp()) * 1000000)::bigint from {schema}.lease where one for update
 ;
+select key, case when octet_length(value) <= 16384 then value end, version, expires from {schema}.entries where key = any($1::bytea[]) and expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
+;
 select key, value, version, expires from {schema}.entries where key >= $1 and expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint) and key < $3 order by key desc limit 2
 ;
 select key, value, version, expires from {schema}.entries where key >= $1 and expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint) and key < $3 order by key limit 256
