@@ -44,6 +44,7 @@ type mortal struct {
 	dies    int // at this commit; negative is never
 	lands   bool
 	deaf    atomic.Bool                      // does not answer reads
+	refuses atomic.Bool                      // takes no commits
 	rotten  atomic.Value                     // the key of a damaged value, a string
 	read    atomic.Pointer[func(key []byte)] // after a Get
 	dead    chan struct{}
@@ -81,6 +82,9 @@ func (m *mortal) Commit(ctx context.Context, batch ...store.Write) (store.Versio
 	defer m.mu.Unlock()
 	if m.gone() {
 		return 0, errDead
+	}
+	if m.refuses.Load() {
+		return 0, store.ErrUnavailable
 	}
 	if m.commits == m.dies {
 		defer close(m.dead) // what lands has landed before the next life reads
