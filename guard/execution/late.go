@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -60,6 +61,8 @@ type Late struct {
 	size  int64   // of the answer, of them
 	holds bool    // the recording
 	done  chan struct{}
+	// replaced says that the call has run again meanwhile, and that outcome waits, too.
+	replaced bool
 
 	mu   sync.Mutex // held while it is being recorded
 	over bool
@@ -124,7 +127,9 @@ func (t *lates) keep(e *Execution, o *Outcome, left *Record, err error) (begin f
 	} else {
 		l.size = 0
 	}
-	before := t.waiting[l.key]
+	if before := t.waiting[l.key]; before != nil { // which finds that when it is tried
+		before.replaced = true
+	}
 	t.waiting[l.key] = l
 	t.bytes += l.bytes
 	t.mu.Unlock()
@@ -133,14 +138,6 @@ func (t *lates) keep(e *Execution, o *Outcome, left *Record, err error) (begin f
 		recording.fail() // it is not read any more
 	}
 	return func() {
-		if before != nil { // that of an earlier attempt, which this one has replaced
-			before.mu.Lock()
-			if !before.over {
-				before.finish()
-				before.later.Over(ErrTaken)
-			}
-			before.mu.Unlock()
-		}
 		t.mu.Lock()
 		t.order = append(t.order, l)
 		t.mu.Unlock()
@@ -177,9 +174,20 @@ func (t *lates) of(key Key) *Late {
 	return t.waiting[key]
 }
 
+// wanted is of for somebody who waits for it: it is the next that is tried.
+func (t *lates) wanted(key Key) *Late {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	l := t.waiting[key]
+	if i := slices.Index(t.order, l); i > 0 {
+		t.order = slices.Insert(slices.Delete(t.order, i, i+1), 0, l)
+	}
+	return l
+}
+
 // await waits a little for the outcome of a call that is looked up, and reports that it has come.
 func (t *lates) await(ctx context.Context, key Key) bool {
-	l := t.of(key)
+	l := t.wanted(key)
 	if l == nil {
 		return false
 	}
@@ -209,13 +217,13 @@ func (t *lates) end() {
 func (t *lates) move() {
 	t.mu.Lock()
 	t.ended = true
-	all := t.waiting
+	all := append(slices.Collect(maps.Values(t.waiting)), t.order...) // some are in both
 	t.waiting, t.order = map[Key]*Late{}, nil
 	t.mu.Unlock()
 	for _, l := range all {
 		l.mu.Lock()
 		if !l.over {
-			if l.o.Verdict == InDoubt {
+			if l.o.Verdict == InDoubt || l.replaced {
 				l.finish() // whoever finds the execution open records that
 			} else {
 				next := l.e.outcome(&l.o)

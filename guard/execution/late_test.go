@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -24,7 +25,16 @@ type leaving struct {
 	why   error // what its commits get; nil where they are taken
 	lands bool  // they are written all the same
 	held  [][]store.Write
-	asked int // since it is away
+	asked int    // since it is away
+	large []byte // a value that finds no room
+}
+
+// refuse takes all commits but those with such a value.
+func (l *leaving) refuse(large []byte) {
+	l.set(nil, false)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.large = large
 }
 
 func (l *leaving) set(why error, lands bool) {
@@ -45,6 +55,9 @@ func (l *leaving) failure() error {
 func (l *leaving) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	l.mu.Lock()
 	why, lands := l.why, l.lands
+	if l.large != nil && slices.ContainsFunc(batch, func(w store.Write) bool { return bytes.Equal(w.Value, l.large) }) {
+		why = store.ErrFull
+	}
 	l.asked++
 	if why != nil && !lands {
 		var kept []store.Write
@@ -86,20 +99,21 @@ func (l *leaving) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry
 
 // owner is the owner of an execution whose outcome carries a write of its own.
 type owner struct {
-	mu    sync.Mutex
-	name  string
-	size  int64
-	again int
-	over  []error
-	moved []*execution.Late
-	hook  func()
+	mu      sync.Mutex
+	name    string
+	carries []byte
+	size    int64
+	again   int
+	over    []error
+	moved   []*execution.Late
+	hook    func()
 }
 
 func (o *owner) key() []byte { return []byte("z" + o.name) }
 
 // batch is what the commit of the outcome carries, at most once.
 func (o *owner) batch() *store.Batch {
-	return store.NewBatch(store.Write{Key: o.key(), If: store.Absent()})
+	return store.NewBatch(store.Write{Key: o.key(), Value: o.carries, If: store.Absent()})
 }
 
 func (o *owner) Size() int64 { return o.size }
@@ -309,6 +323,81 @@ func TestRetryFindsAnOutcomeThatWaits(t *testing.T) {
 		a.status(call, execution.Replayable)
 		if waited := time.Since(begun); waited != 0 {
 			t.Errorf("it waited for %v", waited)
+		}
+	})
+}
+
+// What somebody waits for is tried before what has waited for longer, and may not be taken yet.
+func TestRetryIsBeforeOtherOutcomesThatWait(t *testing.T) {
+	lateFleet(t, func(t *testing.T, a, _ *node, st *leaving) {
+		open, large := map[string]*execution.Execution{}, bytes.Repeat([]byte("large"), 100)
+		for i := range 5 {
+			open[fmt.Sprint(i)] = a.claim(a.call(fmt.Sprint(i)))
+		}
+		open["wanted"] = a.claim(a.call("wanted"))
+		st.set(store.ErrUnavailable, false)
+		for i := range 5 {
+			name := fmt.Sprint(i)
+			if err := open[name].SettleLater(ctx, answered(open[name], nil), &owner{name: name, carries: large}); !errors.Is(err, execution.ErrUnrecorded) {
+				t.Fatal(err)
+			}
+		}
+		if err := open["wanted"].SettleLater(ctx, answered(open["wanted"], []byte("late")), &owner{name: "wanted"}); !errors.Is(err, execution.ErrUnrecorded) {
+			t.Fatal(err)
+		}
+		<-time.After(away + 500*time.Millisecond) // between two rounds
+		st.refuse(large)
+		begun := time.Now()
+		a.status(a.call("wanted"), execution.Replayable)
+		if waited := time.Since(begun); waited != 0 {
+			t.Errorf("it waited for %v", waited)
+		}
+	})
+}
+
+// A call whose outcome waits, too, does not wait for that of its earlier attempt, which is tried at this moment.
+func TestOutcomeDoesNotWaitForThatOfAnEarlierAttempt(t *testing.T) {
+	lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
+		call, first, second := a.call("a"), &owner{name: "a"}, &owner{name: "b"}
+		a.loses(call, st, store.ErrUnavailable, false, first, execution.Completed, []byte("first"))
+		trying, hang := make(chan struct{}), make(chan struct{})
+		var once sync.Once
+		first.hook = func() { // from here on its commit takes long
+			once.Do(func() {
+				close(trying)
+				<-hang
+			})
+		}
+		st.set(nil, false)
+		<-trying
+		found := a.status(call, execution.Doubtful)
+		e, err := a.Claim(ctx, call, found)
+		if err != nil {
+			t.Fatal(err)
+		}
+		st.set(store.ErrUnavailable, false)
+		begun := time.Now()
+		go func() {
+			<-time.After(7 * time.Second)
+			close(hang)
+		}()
+		if err := e.SettleLater(ctx, answered(e, []byte("second")), second); !errors.Is(err, execution.ErrUnrecorded) {
+			t.Fatal(err)
+		}
+		if waited := time.Since(begun); waited != 0 {
+			t.Errorf("it waited for %v", waited)
+		}
+		<-time.After(away)
+		st.set(nil, false)
+		<-time.After(2 * time.Second)
+		if got := string(b.body(call)); got != "second" {
+			t.Errorf("the record has %q", got)
+		}
+		if got := first.ended(); got != fmt.Sprintf("%v 0", []error{execution.ErrTaken}) {
+			t.Errorf("the owner of the first heard %s", got)
+		}
+		if got := second.ended(); got != "[<nil>] 0" {
+			t.Errorf("the owner of the second heard %s", got)
 		}
 	})
 }
