@@ -23,6 +23,13 @@ const (
 	maxSteps      = 32       // statements: batches with keys in common come one after the other
 )
 
+// timers are for callers that wait. They do not run while they are here.
+var timers = sync.Pool{New: func() any {
+	timer := time.NewTimer(time.Hour)
+	timer.Stop()
+	return timer
+}}
+
 // Commit implements store.Store. It returns after the server has made the batch durable (P2).
 func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Version, error) {
 	if err := errors.Join(store.Check(writes), store.RefusePlaces(writes)); err != nil {
@@ -46,8 +53,12 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 		q.signal()
 	}
 	q.mu.Unlock()
-	late := time.NewTimer(s.limit())
-	defer late.Stop()
+	late := timers.Get().(*time.Timer)
+	late.Reset(s.limit())
+	defer func() {
+		late.Stop()
+		timers.Put(late)
+	}()
 	select {
 	case <-b.done:
 	case <-late.C:
@@ -228,6 +239,10 @@ func (q *queue) fitting() (group []*batch) {
 		if !b.status.CompareAndSwap(batchQueued, batchSent) {
 			continue
 		}
+		group = append(group, b)
+		if taken == len(q.waiting) {
+			break // nobody asks for its keys
+		}
 		for i := range b.writes {
 			key := string(b.writes[i].Key)
 			if b.writes[i].Check {
@@ -237,7 +252,6 @@ func (q *queue) fitting() (group []*batch) {
 				first[key] = steps{b.step + 1, b.step + 1}
 			}
 		}
-		group = append(group, b)
 	}
 	q.waiting = slices.Delete(q.waiting, 0, taken)
 	return group
@@ -413,6 +427,7 @@ func (c *committer) reach(ctx context.Context) error {
 		closeConn(conn)
 		return err
 	}
+	conn.TypeMap().RegisterType(byteaArray)
 	c.conn = conn
 	return nil
 }
