@@ -699,7 +699,10 @@ func TestLimits(t *testing.T) {
 // A plan follows each link a fixed number of times, whatever the graph looks like: 10^5
 // nodes are a question of memory alone.
 func TestLinear(t *testing.T) {
-	const n = 100_000
+	n := 100_000
+	if raced {
+		n = 10_000
+	}
 	r := rand.New(rand.NewPCG(1, 2))
 	shapes := map[string]func(i int) Node{
 		"chain": func(i int) Node { return ckpt(fmt.Sprint(i), fmt.Sprint(i-1)) },
