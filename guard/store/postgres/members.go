@@ -512,6 +512,9 @@ func (m *membership) checkMembers(ctx context.Context) error {
 	if err != nil || len(gone) == 0 {
 		return err
 	}
+	if err := m.renew(ctx); err != nil { // a removal may wait for as long as a commit, and this lease must not end meanwhile
+		return err
+	}
 	return m.removeGone(ctx, gone)
 }
 

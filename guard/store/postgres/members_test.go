@@ -268,6 +268,44 @@ func TestMemberIsStoppedInACommit(t *testing.T) {
 	}
 }
 
+// Whoever removes a member may wait for the order of commits as long as a commit does, and renews its own lease before.
+func TestRenewedBeforeItRemoves(t *testing.T) {
+	schema := newSchema()
+	p, err := pgserver.NewProxy(server)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	m := join(t, postgres.Options{DSN: p.DSN(), Schema: schema, Node: "a", Lease: time.Hour})
+	var renewed atomic.Int64
+	removes := make(chan int64, 1)
+	p.Judge(func(text []byte) pgserver.Fate {
+		if bytes.Contains(text, []byte("of this test")) { // what it says of itself goes with the lease
+			renewed.Add(1)
+		}
+		if bytes.Contains(text, []byte("select epoch from")) {
+			select {
+			case removes <- renewed.Load():
+			default:
+			}
+		}
+		return pgserver.Pass
+	})
+	m.Describe(store.About{Version: "of this test"})
+	await(t, func() bool { return renewed.Load() > 0 })
+	before := renewed.Load()
+	exec(t, database(t), "insert into "+schema+".members (boot, node, holder, lock, session, joined, seen, expires, read, about) "+
+		"values ('gone', 'gone', 'a test', 1, false, 0, 0, 0, 0, '{}')")
+	select {
+	case n := <-removes:
+		if n <= before {
+			t.Error("its lease is as old as when it looked")
+		}
+	case <-time.After(patience):
+		t.Fatal("nobody removes it")
+	}
+}
+
 // A member whose session is gone at two looks stays if it has renewed its lease in between: it has had
 // another session.
 func TestMemberThatRenewsStays(t *testing.T) {
