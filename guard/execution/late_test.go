@@ -476,6 +476,7 @@ func TestOutcomesThatWaitAreBounded(t *testing.T) {
 			if n, _, err := b.Doubts(ctx); n != more || err != nil {
 				t.Errorf("%d doubts, %v", n, err)
 			}
+			synctest.Wait() // or what was told is still being written
 			if a.recovered.InDoubt != more || !a.recovered.Own {
 				t.Errorf("told as %+v", a.recovered)
 			}
