@@ -21,7 +21,7 @@ race: ## Run all tests under the race detector
 lint: ## gofmt, go vet, staticcheck, go mod tidy -diff
 	.ci/run format vet lint tidy
 
-fuzz-short: ## Run every fuzz target for AGENT_GUARD_FUZZ_TIME (5s)
+fuzz-short: ## Run every fuzz target for AGENT_GUARD_FUZZ_TIME (3s)
 	.ci/run fuzz
 
 crash: ## Kill the gateway AGENT_GUARD_CRASH_ROUNDS (100) times under load
