@@ -77,33 +77,12 @@ func TestNoStatementJoinsBatchesRowByRow(t *testing.T) {
 		t.Fatal(err)
 	}
 	conn, looked := database(t), 0
-	exec(t, conn, "set plan_cache_mode = force_generic_plan")
-	exec(t, conn, "set enable_seqscan = off")
-	for i, text := range postgres.Prepared(schemaOf(), "channel") {
+	for _, text := range postgres.Prepared(schemaOf(), "channel") {
 		if !strings.Contains(text, "unnest") {
 			continue
 		}
 		looked++
-		name := fmt.Sprint("statement_", i)
-		d, err := conn.Prepare(t.Context(), name, text)
-		if err != nil {
-			t.Fatal(err)
-		}
-		rows, err := conn.Query(t.Context(), "explain (costs off, verbose) execute "+name+" ("+strings.TrimSuffix(strings.Repeat("null, ", len(d.ParamOIDs)), ", ")+")")
-		if err != nil {
-			t.Fatal(err)
-		}
-		var plan []string
-		for rows.Next() {
-			var line string
-			if err := rows.Scan(&line); err != nil {
-				t.Fatal(err)
-			}
-			plan = append(plan, line)
-		}
-		if rows.Err() != nil || len(plan) < 10 {
-			t.Fatalf("%d lines of a plan: %v", len(plan), rows.Err())
-		}
+		plan := planOf(t, conn, text, "costs off, verbose")
 		for _, line := range plan {
 			if strings.Contains(line, "Join Filter") && strings.Contains(line, "batch = ") ||
 				strings.Contains(line, "SubPlan") && strings.Contains(line, "batch") && !strings.Contains(line, "hashed SubPlan") {

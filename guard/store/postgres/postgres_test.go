@@ -868,6 +868,32 @@ func TestSweep(t *testing.T) {
 	await(t, func() bool { return left() == 2 })
 }
 
+// planOf is the server's plan of a statement whose parameters it does not know; those that are not given are NULL.
+func planOf(t *testing.T, conn *pgx.Conn, text, how string, given ...string) []string {
+	t.Helper()
+	exec(t, conn, "set plan_cache_mode = force_generic_plan")
+	exec(t, conn, "set enable_seqscan = off")
+	d, err := conn.Prepare(t.Context(), "of a plan", text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for len(given) < len(d.ParamOIDs) {
+		given = append(given, "null")
+	}
+	rows, err := conn.Query(t.Context(), "explain ("+how+") execute \"of a plan\" ("+strings.Join(given, ", ")+")")
+	if err != nil {
+		t.Fatal(err)
+	}
+	plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
+	if err != nil || len(plan) < 2 {
+		t.Fatalf("%d lines of a plan: %v", len(plan), err)
+	}
+	if err := conn.Deallocate(t.Context(), "of a plan"); err != nil {
+		t.Fatal(err)
+	}
+	return plan
+}
+
 // A sweep reads what has expired, and not what has not: with a full store, that would be all of it, every ten
 // seconds, by each gateway.
 func TestSweepReadsWhatHasExpiredAlone(t *testing.T) {
@@ -884,24 +910,12 @@ func TestSweepReadsWhatHasExpiredAlone(t *testing.T) {
 		}
 	}
 	conn, looked := database(t), 0
-	exec(t, conn, "set plan_cache_mode = force_generic_plan")
-	exec(t, conn, "set enable_seqscan = off")
 	for _, text := range postgres.Prepared(schemaOf(), "channel") {
 		if !strings.Contains(text, "order by expires limit") {
 			continue
 		}
 		looked++
-		if _, err := conn.Prepare(t.Context(), "sweep", text); err != nil {
-			t.Fatal(err)
-		}
-		rows, err := conn.Query(t.Context(), "explain (analyze, costs off, timing off) execute sweep (1000, null)")
-		if err != nil {
-			t.Fatal(err)
-		}
-		plan, err := pgx.CollectRows(rows, pgx.RowTo[string])
-		if err != nil || len(plan) < 5 {
-			t.Fatalf("%d lines of a plan: %v", len(plan), err)
-		}
+		plan := planOf(t, conn, text, "analyze, costs off, timing off", "1000")
 		if whole := strings.Join(plan, "\n"); strings.Contains(whole, "Removed by Filter") {
 			t.Errorf("it reads what has not expired:\n%s", whole)
 		}
