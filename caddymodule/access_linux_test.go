@@ -47,6 +47,10 @@ func TestPermissionsOfTheStoreAreChecked(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	link := filepath.Join(dir, "link")
+	if err := os.Symlink(filepath.Join(dir, "nothing"), link); err != nil {
+		t.Fatal(err)
+	}
 	key := filepath.Join(dir, "key")
 	if err := os.WriteFile(key, nil, 0o200); err != nil {
 		t.Fatal(err)
@@ -57,6 +61,8 @@ func TestPermissionsOfTheStoreAreChecked(t *testing.T) {
 	}{
 		"a directory":           {func() error { return checkDirectory(filepath.Join(dir, "closed")) }, []string{"this process may not write in ", "/closed (permission denied); give the user"}},
 		"in a closed directory": {func() error { return checkDirectory(filepath.Join(dir, "closed", "a", "b")) }, []string{"/closed/a/b cannot be made: this process may not write in ", "/closed (permission denied)"}},
+		"a link to nothing":     {func() error { return checkDirectory(link) }, []string{"/link is a link to a directory that does not exist; make that directory"}},
+		"below such a link":     {func() error { return checkDirectory(filepath.Join(link, "a")) }, []string{"/link is a link to a directory that does not exist"}},
 		"an open directory":     {func() error { return checkDirectory(filepath.Join(dir, "open")) }, nil},
 		"in an open directory":  {func() error { return checkDirectory(filepath.Join(dir, "open", "a", "b")) }, nil},
 		"a key":                 {func() error { return checkKeyFile(key) }, []string{"this process may not read the file " + key + " (permission denied); give the user"}},

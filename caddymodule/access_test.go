@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,6 +15,7 @@ func TestProvisionRefusesAStoreThatCannotBeMade(t *testing.T) {
 		dir, at string
 		want    []string // nil is accepted
 	}{
+		"other files":   {"", "store/README", []string{"badger: path: ", "the directory holds other files and no store"}},
 		"a file":        {"", "store", []string{"badger: path: ", "/store is not a directory; name a path"}},
 		"below a file":  {"file/a", "file", []string{"badger: path: the directory ", "/file/a/store cannot be made: ", "/file is not a directory"}},
 		"not there yet": {"a/b", "", nil},
@@ -21,7 +23,8 @@ func TestProvisionRefusesAStoreThatCannotBeMade(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			if c.at != "" {
-				if err := os.WriteFile(filepath.Join(dir, c.at), nil, 0o600); err != nil {
+				at := filepath.Join(dir, c.at)
+				if err := cmp.Or(os.MkdirAll(filepath.Dir(at), 0o700), os.WriteFile(at, nil, 0o600)); err != nil {
 					t.Fatal(err)
 				}
 			}

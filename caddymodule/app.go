@@ -399,7 +399,10 @@ func (a *App) Start() error {
 		if err := checkChains(visits); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
+		noteBalancing(visits)
+		noteChanges(visits)
 		warnBare(a.logger, bare)
+		a.warnRoles()
 		joinProxies(app.(*caddyhttp.App))
 		for _, server := range unguardedErrorRoutes(app.(*caddyhttp.App)) {
 			a.logger.Warn("reverse_proxy in handle_errors is not guarded: a call that was released there runs again with each retry; "+
@@ -571,6 +574,10 @@ func (a *App) openEngine() (*engine, error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := a.checkNaming(e); err != nil {
+		_ = e.release() // closing the store logs its own errors
+		return nil, err
+	}
 	if a.Identity != nil {
 		policy, err := openTokenPolicy(context.Background(), e, a.Identity, a.Trust, a.ctx.Slogger())
 		if err != nil {
@@ -613,6 +620,27 @@ func (a *App) openEngine() (*engine, error) {
 		go a.openAnew(e)
 	}
 	return e, nil
+}
+
+// checkNaming refuses a configuration that changes how callers or tenants are named while the store holds keys of
+// theirs (P1).
+func (a *App) checkNaming(e *engine) error {
+	for _, h := range a.guards.list() {
+		if h.FreeKeys {
+			a.logger.Warn("`free_keys` lets a change of what names callers or tenants free the keys of a guard; remove it after the load", zap.String("guard", h.Name))
+			continue
+		}
+		_, _, err := e.executions.CheckNaming(context.Background(), h.Name, &h.naming, false)
+		if errors.Is(err, execution.ErrStore) { // checked again before the first claim; a reload must not need the store
+			a.logger.Warn("what names the callers of a guard cannot be compared with its keys in the store yet",
+				zap.String("guard", h.Name), zap.Error(err))
+			continue
+		}
+		if err != nil {
+			return withPlace(fmt.Errorf("agent_guard: %w", err), h.WrittenAt)
+		}
+	}
+	return nil
 }
 
 var errEnded = errors.New("agent_guard: the configuration has ended")
@@ -665,6 +693,7 @@ type guards struct {
 	mu      sync.Mutex
 	all     []*Handler
 	checked []*caddyhttp.Server // by checkReached
+	sites   []*Roles            // of guards and of agent_guard_endpoints: who has which role there
 }
 
 func (g *guards) list() []*Handler {
@@ -950,8 +979,7 @@ func (a *App) verifyAnswer(ctx context.Context, header http.Header, issuer strin
 	if err != nil {
 		return err
 	}
-	skew := cmp.Or(time.Duration(a.Trust.Skew), ect.Skew)
-	earliest := since.Truncate(time.Second).Add(-skew) // tokens have whole seconds
+	earliest := since.Truncate(time.Second).Add(-ect.Skew) // tokens have whole seconds
 	var refused error = &ect.Error{Code: ect.CodeMissing}
 	for _, raw := range raws[:min(len(raws), guard.MaxTokens)] {
 		if refused = policy.proves(ctx, raw, issuer, earliest); refused == nil {

@@ -434,10 +434,14 @@ func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.E
 		switch status, err := policy.Evidence.LedgerStatus(ctx, stated); {
 		case err != nil:
 			return "", err
-		case status == evidence.Other:
+		case status == evidence.Other || policy.shown([]*ect.Token{stated}):
 			return "", &ect.Error{Code: ect.CodeReplayed}
 		case status == evidence.Unused:
 			tokens = append(tokens, stated)
+		default: // what came with a call, and others can read, ends nothing
+			if status, err := policy.Evidence.UseStatus(ctx, stated, errorUse); err != nil || status != evidence.Same {
+				return "", errors.Join(err, &ect.Error{Code: ect.CodeReplayed})
+			}
 		}
 	}
 	batch, err := policy.Evidence.NewBatch(now, tokens, draft)

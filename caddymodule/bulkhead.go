@@ -35,49 +35,25 @@ type Bulkhead struct {
 	Queue int `json:"queue,omitempty"`
 
 	// How long a call waits for a permit, at most 1h. A call that would miss its deadline is refused at
-	// once. Default: 30s.
+	// once, after 16 calls have shown how long they take. Calls of class `low` wait up to 300 s, after which nobody
+	// is preferred to them. Default: 30s.
 	Wait caddy.Duration `json:"wait,omitempty"`
-
-	// How long a workflow's calls of one class wait at most while others are preferred, at most 1h. Calls
-	// of class `low` wait that long, if it is longer than `wait`. Default: 300s.
-	Starve caddy.Duration `json:"starve,omitempty"`
 
 	// Calls of one workflow in a second, on average and at once. Above it they get 429
 	// `quota-exceeded`. Default: no limit.
 	Rate int `json:"rate,omitempty"`
 
-	// Bytes of request bodies that one workflow may have under way, where their length is known. A
-	// single call may have more. Above it they get 429 `quota-exceeded`. Default: no limit.
-	Bytes int64 `json:"bytes,omitempty"`
-
-	// Memory for the bodies of one workflow's guarded requests and their answers, in bytes, within
-	// `body_memory`. As there, the first 4 KiB of each body do not count, and what finds no room goes to a
-	// temporary file. Default: no limit.
-	Memory int64 `json:"memory,omitempty"`
-
-	// For how long the calls of one workflow together may keep the upstream busy in each `time_window`, on
-	// average and at once, from their admission until their answers have ended. Calls that have begun go
-	// on. Above it new ones get 429 `quota-exceeded`. Default: no limit.
-	Time caddy.Duration `json:"time,omitempty"`
-
-	// The window of `time`, from 1s to 24h. Default: 1m.
-	TimeWindow caddy.Duration `json:"time_window,omitempty"`
-
 	// Retries that one workflow may send, in percent of its first calls, over 10 s; -1 for any number. A
-	// retry is a call that would be sent again, or that says so in one of the `retry_headers`. Above it
-	// retries get 429 `quota-exceeded`, and their keys stay free. Default: 20.
+	// retry is a call that would be sent again, or that says so in one of the `retry_headers`. Ten a second may
+	// be sent in any case. Above both retries get 429 `quota-exceeded`, and their keys stay free. Default: 20.
 	Retries int `json:"retries,omitempty"`
-
-	// Retries in a second that one workflow may send in any case, over 10 s; -1 for none. Default: 10.
-	RetryFloor int `json:"retry_floor,omitempty"`
 }
 
 // settings returns the limits, with the defaults.
 func (b *Bulkhead) settings() (bulkhead.Settings, error) {
 	return bulkhead.Settings{
-		Total: b.Total, PerWorkflow: b.PerWorkflow, Queue: b.Queue, Wait: time.Duration(b.Wait), Starve: time.Duration(b.Starve),
-		Rate: b.Rate, Bytes: b.Bytes, Memory: b.Memory, Time: time.Duration(b.Time), TimeWindow: time.Duration(b.TimeWindow),
-		Retries: b.Retries, RetryFloor: b.RetryFloor,
+		Total: b.Total, PerWorkflow: b.PerWorkflow, Queue: b.Queue, Wait: time.Duration(b.Wait),
+		Rate: b.Rate, Retries: b.Retries,
 	}.Check()
 }
 
@@ -118,7 +94,7 @@ func parseBulkhead(d *caddyfile.Dispenser, h *Handler) error {
 		return err
 	}
 	if len(at) == 1 {
-		return errors.New("it says nothing; give total, per_workflow, queue, wait, starve, rate, bytes, memory, time, time_window, retries or retry_floor, or `off`")
+		return errors.New("it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
 	}
 	return h.Bulkhead.validate()
 }
@@ -129,20 +105,10 @@ func bulkheadOptions() options[*Bulkhead] {
 		"per_workflow": {usage: "per_workflow <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
 			return parseCount(d, &b.PerWorkflow)
 		}},
-		"queue":  {usage: "queue <number> | off", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCountOrOff(d, &b.Queue) }},
-		"wait":   {usage: "wait <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Wait) }},
-		"starve": {usage: "starve <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Starve) }},
-		"rate":   {usage: "rate <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Rate) }},
-		"bytes":  {usage: "bytes <size>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseSize(d, &b.Bytes) }},
-		"memory": {usage: "memory <size>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseSize(d, &b.Memory) }},
-		"time":   {usage: "time <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Time) }},
-		"time_window": {usage: "time_window <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
-			return parseDuration(d, &b.TimeWindow)
-		}},
+		"queue":   {usage: "queue <number> | off", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCountOrOff(d, &b.Queue) }},
+		"wait":    {usage: "wait <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Wait) }},
+		"rate":    {usage: "rate <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Rate) }},
 		"retries": {usage: "retries <percent>% | off", parse: parseRetries},
-		"retry_floor": {usage: "retry_floor <number> | off", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
-			return parseCountOrOff(d, &b.RetryFloor)
-		}},
 	}
 }
 

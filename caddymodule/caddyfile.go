@@ -66,7 +66,7 @@ func init() {
 //			lineage         ancestor | workflow
 //			coordinators    <issuers...>
 //			participants    <uri> <identity>
-//			partial         allow | never
+//			partial         never | allow
 //			rate            <number>
 //			wait            <duration>
 //			prepare_timeout <duration>

@@ -23,8 +23,10 @@ import (
 //
 //	agent_guard {
 //		name                <name> [shared]
-//		caller              <placeholder>
-//		credentials         <fields...>
+//		caller              <placeholder> | cookie <names...>
+//		credentials         [-]<fields...>
+//		tenant              [-]<fields...>
+//		free_keys
 //		require_ect
 //		operators           <callers...>
 //		role                <role> <callers...>
@@ -34,9 +36,9 @@ import (
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>
 //		missing_id          require | mint | derive [<window>] | recognize {
 //			window       <duration>
+//			error_window <duration>
 //			retry_header <fields...>
 //		}
-//		inherit
 //		protocol            none | auto | mcp | a2a | jsonrpc
 //		consequential       <matchers> | tool <names...>
 //		exempt              <matchers> | tool <names...>
@@ -46,16 +48,12 @@ import (
 //			per_workflow <number>
 //			queue        <number> | off
 //			wait         <duration>
-//			starve       <duration>
 //			rate         <number>
-//			bytes        <size>
-//			memory       <size>
-//			time         <duration>
-//			time_window  <duration>
 //			retries      <percent>% | off
-//			retry_floor  <number> | off
 //		}
 //		fingerprint_exclude <json pointers...>
+//		compare             <fields...>
+//		ignore              <fields...>
 //		max_body            <size>
 //		attach_wait         <duration>
 //		idle_timeout        <duration> | off
@@ -80,8 +78,8 @@ import (
 //		}
 //	}
 //
-// execution_id, consequential, exempt, fingerprint_exclude, outcome, action and match may
-// appear several times. Sources of the id are tried in order; a call is consequential, exempt
+// execution_id, consequential, exempt, fingerprint_exclude, compare, ignore, outcome, action and match
+// may appear several times. Sources of the id are tried in order; a call is consequential, exempt
 // or belongs to an action if any of the lines matches. Lines of match with tool are one
 // condition beside those with matchers, and each with argument is a further one. Values replace
 // the default.
@@ -113,9 +111,7 @@ import (
 //		timeout     <duration>
 //	}
 //	keys          trusted | advisory
-//	settle        awaited | async
 //	target        <text>
-//	unframed      doubt | complete
 //	grpc          unary
 //	in_doubt_as   problem | tool_result
 //	on_leave      continue | cancel
@@ -130,10 +126,8 @@ import (
 //	checkpoint_ttl    <duration>
 //	undo_auth         config | recorded
 //	on_snapshot_error refuse | irreversible
-//	snapshot_timeout  <duration>
 //	on_lost           resend | escalate
 //	on_changed        escalate | overwrite
-//	max_image         <size>
 //
 // <way> is how calls are undone: one of these, or restore together with compensate for calls
 // that cannot be restored.
@@ -193,11 +187,15 @@ func guardOptions() options[*Handler] {
 			}
 			return checkGuardName(h.Name)
 		}},
-		"caller": {usage: "caller <placeholder>", parse: func(d dispenser, h *Handler) error {
+		"caller": {usage: "caller <placeholder> | cookie <names...>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWord(d, &h.Caller); err != nil {
 				return err
 			}
-			return checkPlaceholder(h.Caller)
+			if h.Caller != "cookie" {
+				return checkPlaceholder(h.Caller)
+			}
+			h.Caller = ""
+			return parseWords(d, &h.CallerCookies)
 		}},
 		"deadline_header": {usage: "deadline_header <field>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWord(d, &h.DeadlineHeader); err != nil {
@@ -221,11 +219,21 @@ func guardOptions() options[*Handler] {
 			}
 			return checkIdentity(h.UpstreamIdentity)
 		}},
-		"credentials": {usage: "credentials <fields...>", parse: func(d dispenser, h *Handler) error {
+		"credentials": {usage: "credentials [-]<fields...>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWords(d, &h.Credentials); err != nil {
 				return err
 			}
-			return checkFields(h.Credentials)
+			return checkChanged(h.Credentials)
+		}},
+		"tenant": {usage: "tenant [-]<fields...>", parse: func(d dispenser, h *Handler) error {
+			if err := parseWords(d, &h.Tenant); err != nil {
+				return err
+			}
+			return checkChanged(h.Tenant)
+		}},
+		"free_keys": {usage: "free_keys", parse: func(_ dispenser, h *Handler) error {
+			h.FreeKeys = true
+			return nil
 		}},
 		"execution_id": {several: true, parse: parseExecutionID,
 			usage: "execution_id header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
@@ -233,10 +241,6 @@ func guardOptions() options[*Handler] {
 			return parseChoice(d, &h.Protocol, protocols...)
 		}},
 		"missing_id": {usage: "missing_id require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID},
-		"inherit": {usage: "inherit", parse: func(_ dispenser, h *Handler) error {
-			h.Inherit = true
-			return nil
-		}},
 		"consequential": {several: true, usage: "consequential <matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ConsequentialTools, &h.ConsequentialRaw)
 		}},
@@ -253,6 +257,18 @@ func guardOptions() options[*Handler] {
 			}
 			_, err := parsePointers(h.FingerprintExclude)
 			return err
+		}},
+		"compare": {several: true, usage: "compare <fields...>", parse: func(d dispenser, h *Handler) error {
+			if err := parseWords(d, &h.Compare); err != nil {
+				return err
+			}
+			return checkCompared(h.Compare, h.Ignore, h.named())
+		}},
+		"ignore": {several: true, usage: "ignore <fields...>", parse: func(d dispenser, h *Handler) error {
+			if err := parseWords(d, &h.Ignore); err != nil {
+				return err
+			}
+			return checkCompared(h.Ignore, h.Compare, h.named())
 		}},
 		"max_body": {usage: "max_body <size>", parse: func(d dispenser, h *Handler) error {
 			return parseSize(d, &h.MaxBody)
@@ -362,6 +378,9 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 		return options[*Handler]{
 			"window": {usage: "window <duration>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
 				return parseDuration(d, &h.RecognizeWindow)
+			}},
+			"error_window": {usage: "error_window <duration>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+				return parseDuration(d, &h.ErrorWindow)
 			}},
 			"retry_header": {usage: "retry_header <fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
 				if err := parseWords(d, &h.RetryHeaders); err != nil {
@@ -541,12 +560,6 @@ func policyOptions() options[*Policy] {
 		"keys": {usage: "keys trusted | advisory", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.Keys, keysTrusted, keysAdvisory)
 		}},
-		"settle": {usage: "settle awaited | async", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.Settle, settleAwaited, settleAsync)
-		}},
-		"unframed": {usage: "unframed doubt | complete", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.Unframed, unframedDoubt, unframedComplete)
-		}},
 		"grpc": {usage: "grpc unary", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.GRPC, grpcUnary)
 		}},
@@ -725,12 +738,6 @@ func termsOptions() options[*Terms] {
 	opts := options[*Terms]{
 		"checkpoint_ttl": {usage: "checkpoint_ttl <duration>", parse: func(d dispenser, t *Terms) error {
 			return parseDuration(d, &t.CheckpointTTL)
-		}},
-		"snapshot_timeout": {usage: "snapshot_timeout <duration>", parse: func(d dispenser, t *Terms) error {
-			return parseDuration(d, &t.SnapshotTimeout)
-		}},
-		"max_image": {usage: "max_image <size>", parse: func(d dispenser, t *Terms) error {
-			return parseSize(d, &t.MaxImage)
 		}},
 	}
 	for name, into := range map[string]func(*Terms) *string{

@@ -13,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
@@ -28,6 +29,7 @@ type before struct {
 	auths    []*caddyauth.Authentication // one that every request passes replaces the earlier ones
 	always   bool                        // every request passes one of auths
 	changers []caddyhttp.MiddlewareHandler
+	copiers  []*headers.Handler // behind a proxy that has asked about the request, as in forward_auth
 	guards   []*Handler
 }
 
@@ -36,6 +38,7 @@ func (b before) join(other before) before {
 		auths:    union(b.auths, other.auths),
 		always:   b.always && other.always,
 		changers: union(b.changers, other.changers),
+		copiers:  union(b.copiers, other.copiers),
 		guards:   union(b.guards, other.guards),
 	}
 }
@@ -58,6 +61,10 @@ type visit struct {
 	place  string
 	site   caddyhttp.RouteList
 	before before
+	// answered reports that a handler behind the guard may answer, on this route or another one.
+	answered bool
+	sends    string // the method with which requests are sent on behind it, whatever theirs; empty if it is theirs
+	caught   bool   // error routes take the errors of the guard
 }
 
 // chains finds the routes to the guards of a configuration.
@@ -66,9 +73,12 @@ type chains struct {
 	name   string
 	place  string
 	site   caddyhttp.RouteList
-	depth  int // of named routes
+	depth  int  // of named routes
+	caught bool // error routes take the errors of what is read
 	visits []visit
 	bare   map[*reverseproxy.Handler]bareProxy
+	// answered has the guards behind which a handler may answer.
+	answered map[*Handler]bool
 	// read has the handlers of routes that are not loaded, decoded once for all routes to
 	// them.
 	read map[*json.RawMessage][]caddyhttp.MiddlewareHandler
@@ -107,10 +117,14 @@ func visitsOf(app *caddyhttp.App) ([]visit, map[*reverseproxy.Handler]bareProxy)
 }
 
 func visitsIn(server *caddyhttp.Server, name string, bare map[*reverseproxy.Handler]bareProxy) []visit {
-	c := chains{server: server, name: name, bare: bare, read: map[*json.RawMessage][]caddyhttp.MiddlewareHandler{}}
+	c := chains{server: server, name: name, bare: bare, answered: map[*Handler]bool{},
+		read: map[*json.RawMessage][]caddyhttp.MiddlewareHandler{}, caught: server.Errors != nil && len(server.Errors.Routes) > 0}
 	c.sites(server.Routes, "/routes")
-	if server.Errors != nil {
+	if c.caught = false; server.Errors != nil {
 		c.sites(server.Errors.Routes, "/errors/routes")
+	}
+	for i := range c.visits {
+		c.visits[i].answered = c.answered[c.visits[i].guard]
 	}
 	return c.visits
 }
@@ -185,14 +199,20 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 	for _, handler := range c.handlersOf(route) {
 		switch h := handler.(type) {
 		case *Handler:
-			c.visits = append(c.visits, visit{h, c.server, c.name, c.place, c.site, b})
+			c.visits = append(c.visits, visit{guard: h, server: c.server, name: c.name, place: c.place, site: c.site, before: b, caught: c.caught})
 			b.guards = union(b.guards, []*Handler{h})
 		case *caddyauth.Authentication:
 			b.auths, b.always = []*caddyauth.Authentication{h}, true
+		case *rewrite.Rewrite:
+			b.changers = union(b.changers, []caddyhttp.MiddlewareHandler{h})
+			c.sendsAs(h, b)
 		case *headers.Handler, *requestbody.RequestBody:
 			b.changers = union(b.changers, []caddyhttp.MiddlewareHandler{h})
 		case *caddyhttp.Subroute:
+			outer := c.caught
+			c.caught = outer || h.Errors != nil
 			after := c.routes(h.Routes, b, false)
+			c.caught = outer
 			if h.Errors != nil {
 				c.routes(h.Errors.Routes, b.join(after), false)
 			}
@@ -202,13 +222,61 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 				c.depth++
 				b = c.routes(caddyhttp.RouteList{*named}, b, false)
 				c.depth--
+			} else {
+				c.answer(b)
 			}
 		case *reverseproxy.Handler:
 			ends = true
 			c.proxy(h, b)
+			c.sendsAs(h.Rewrite, b)
+			for _, response := range h.HandleResponse {
+				b.copiers = union(b.copiers, copiersIn(response.Routes))
+				ends = false
+			}
+		}
+		switch nameOf(handler) {
+		case "agent_guard", "agent_guard_endpoints", "subroute", "invoke", "authentication", "rewrite":
+		default:
+			if !passesOn(handler) { // handlers of other modules may answer
+				c.answer(b)
+			}
 		}
 	}
 	return b, ends
+}
+
+// answer records that a handler may answer calls that passed b.
+func (c *chains) answer(b before) {
+	for _, guard := range b.guards {
+		c.answered[guard] = true
+	}
+}
+
+// copiersIn are the handlers in routes that change header fields.
+func copiersIn(routes caddyhttp.RouteList) (all []*headers.Handler) {
+	for i := range routes {
+		for _, handler := range handlersOf(&routes[i]) {
+			switch h := handler.(type) {
+			case *headers.Handler:
+				all = append(all, h)
+			case *caddyhttp.Subroute:
+				all = append(all, copiersIn(h.Routes)...)
+			}
+		}
+	}
+	return all
+}
+
+// sendsAs notes for the last guard that requests get another method behind it.
+func (c *chains) sendsAs(r *rewrite.Rewrite, b before) {
+	if r == nil || len(b.guards) == 0 || guard.SafeMethod(strings.ToUpper(r.Method)) {
+		return
+	}
+	for i := range c.visits {
+		if c.visits[i].guard == b.guards[len(b.guards)-1] {
+			c.visits[i].sends = strings.ToUpper(r.Method)
+		}
+	}
 }
 
 // proxy records a proxy without breakers behind a guard, unless it does not forward the
@@ -284,6 +352,10 @@ func checkChains(visits []visit) error {
 
 // check checks one route to a guard.
 func (v *visit) check() error {
+	if !v.answered {
+		return fmt.Errorf("%s: nothing answers behind the guard %q: every call would be recorded as in doubt. "+
+			"Write agent_proxy UPSTREAM in place of agent_guard, or put a handler that answers behind it, such as reverse_proxy", v.place, v.guard.Name)
+	}
 	kinds := map[string]bool{}
 	for _, auth := range v.before.auths {
 		if text, known := v.text().authentication(auth); known {
@@ -294,6 +366,16 @@ func (v *visit) check() error {
 		return fmt.Errorf("%s: requests come to the guard %q through %d authentications, in which one user name can be several users: "+
 			"give each of them a guard of its own, or, if they know the same users, write `name %s shared`",
 			v.place, v.guard.Name, len(kinds), quotedWord(v.guard.Name))
+	}
+	if v.sends != "" {
+		return fmt.Errorf("%s: behind the guard %q requests are sent with the method %s, also a GET that the guard has let pass: it would have its effect with each retry. "+
+			"Write `method %s` before the guard, outside of the proxy's block: then what leaves is what the guard decides by", v.place, v.guard.Name, v.sends, v.sends)
+	}
+	for _, copier := range v.before.copiers {
+		if field := v.guard.keyChangedBy(copier); field != "" {
+			return fmt.Errorf("%s: %s is set from the answer of a proxy before the guard %q, which reads the execution id from it: with another answer a retry would run again. "+
+				"Leave it out of `copy_headers`, or of the headers in `handle_response`", v.place, field, v.guard.Name)
+		}
 	}
 	for _, changer := range v.before.changers {
 		if what, instead := v.guard.changedBy(changer); what != "" {
@@ -314,20 +396,74 @@ func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead 
 		}
 		return "request_body replaces the body", "it behind the guard, in a route with agent_guard before it"
 	}
+	if r, ok := handler.(*rewrite.Rewrite); ok {
+		return h.keyRewritten(r), "a placeholder of what the client has sent, such as {http.request.orig_uri.path}, or the rewriting behind the guard"
+	}
 	changes, ok := handler.(*headers.Handler)
 	if !ok || changes.Request == nil {
 		return "", ""
 	}
-	fields := append([]string{"Host", "Content-Type", "Content-Encoding", "Cookie"}, h.credentials...)
-	if h.Inherit {
-		fields = append(fields, guard.HeaderExecutionParent)
+	if field := h.keyChangedBy(changes); field != "" {
+		return "request_header changes " + field, "`header_up " + field + " ...` in the proxy's block instead, and tell callers apart with `caller`"
 	}
-	for _, field := range fields {
+	for _, field := range []string{"Host", "Content-Type", "Content-Encoding", "Cookie"} {
 		if setsField(changes.Request, field) {
 			return "request_header changes " + field, "`header_up " + field + " ...` in the proxy's block instead"
 		}
 	}
+	for _, name := range changedFields(changes.Request) {
+		field := http.CanonicalHeaderKey(name)
+		what, instead = "request_header changes "+field, "`header_up "+field+" ...` in the proxy's block instead"
+		switch class := h.fields.Class(field); {
+		case strings.Contains(field, "*"): // it may be any
+			return "request_header removes " + field, "`header_up " + field + "` in the proxy's block instead, or each name by itself"
+		case class == fingerprint.Credential:
+			return what, instead + ", or, if it names no caller, `credentials -" + field + "` in the guard's"
+		case class == fingerprint.Tenant:
+			return what, instead + ", or, if it names no customer, `tenant -" + field + "` in the guard's"
+		case class == fingerprint.Operand:
+			return what, instead
+		}
+	}
 	return "", ""
+}
+
+// keyChangedBy is the header field with the execution id that a handler changes; empty without one (P1: the id
+// counts as it was sent).
+func (h *Handler) keyChangedBy(changes *headers.Handler) string {
+	if changes.Request == nil {
+		return ""
+	}
+	var sources []guard.IDSource
+	for _, s := range h.ExecutionID {
+		sources = append(sources, guard.IDSource(s))
+	}
+	fields := guard.KeyFieldsOf(sources)
+	if len(sources) == 0 { // besides those of which nothing but a name is known
+		for _, name := range changedFields(changes.Request) {
+			if name = http.CanonicalHeaderKey(name); guard.IsKey(name) {
+				fields = append(fields, name)
+			}
+		}
+	}
+	i := slices.IndexFunc(fields, func(field string) bool { return setsField(changes.Request, http.CanonicalHeaderKey(field)) })
+	if i < 0 {
+		return ""
+	}
+	return fields[i]
+}
+
+// keyRewritten says that a handler changes the part of the URI with the execution id; empty if it does not.
+func (h *Handler) keyRewritten(r *rewrite.Rewrite) string {
+	query := r.Query != nil || strings.Contains(r.URI, "?")
+	path := r.URI != "" || r.StripPathPrefix != "" || r.StripPathSuffix != "" || len(r.URISubstring)+len(r.PathRegexp) > 0
+	for _, s := range h.ExecutionID {
+		_, part, reads := strings.Cut(s.Placeholder, "{http.request.uri")
+		if reads && (query && !strings.HasPrefix(part, ".path") || path && !strings.HasPrefix(part, ".query")) {
+			return "a rewrite changes the URI, from which `execution_id placeholder " + s.Placeholder + "` reads,"
+		}
+	}
+	return ""
 }
 
 // setsField reports whether ops may change a header field.
@@ -495,7 +631,7 @@ const (
 func warnAnonymous(visits []visit, warned *sync.Map) {
 	for i := range visits {
 		h := visits[i].guard
-		if h.Caller != "" || h.RequireECT || visits[i].before.always {
+		if h.Caller != "" || len(h.CallerCookies) > 0 || h.RequireECT || visits[i].before.always {
 			continue
 		}
 		if _, before := warned.LoadOrStore(h.Name, true); before {
@@ -552,6 +688,71 @@ func joinIn(routes caddyhttp.RouteList) {
 	}
 }
 
+// changedFields are the names of the fields that ops change, sorted.
+func changedFields(ops *headers.HeaderOps) []string {
+	names := slices.AppendSeq(slices.Clone(ops.Delete), maps.Keys(ops.Add))
+	names = slices.AppendSeq(slices.AppendSeq(names, maps.Keys(ops.Set)), maps.Keys(ops.Replace))
+	slices.Sort(names)
+	return names
+}
+
+// noteChanges gives each guard the names of the fields that handlers before it change.
+func noteChanges(visits []visit) {
+	changed := map[*Handler][]string{}
+	for i := range visits {
+		for _, changer := range visits[i].before.changers {
+			if h, ok := changer.(*headers.Handler); ok && h.Request != nil {
+				changed[visits[i].guard] = append(changed[visits[i].guard], changedFields(h.Request)...)
+			}
+		}
+	}
+	for guard, names := range changed {
+		guard.handler.ChangedBefore(names)
+	}
+}
+
+// noteBalancing gives each guard the names of the cookies by which proxies of its server choose an upstream.
+func noteBalancing(visits []visit) {
+	for i := range visits {
+		if visits[i].caught {
+			visits[i].guard.errorRoutes.Store(true)
+		}
+		names := append([]string{"lb"}, visits[i].guard.balancingCookies()...)
+		for _, route := range visits[i].server.NamedRoutes {
+			names = balancingIn(names, caddyhttp.RouteList{*route})
+		}
+		names = balancingIn(names, visits[i].server.Routes)
+		visits[i].guard.balancing.Store(&names)
+	}
+}
+
+func balancingIn(names []string, routes caddyhttp.RouteList) []string {
+	for _, route := range routes {
+		for _, handler := range route.Handlers {
+			switch h := handler.(type) {
+			case *caddyhttp.Subroute:
+				names = balancingIn(names, h.Routes)
+			case *reverseproxy.Handler:
+				if h.LoadBalancing == nil {
+					continue
+				}
+				if cookie, ok := h.LoadBalancing.SelectionPolicy.(*reverseproxy.CookieHashSelection); ok {
+					names = append(names, cookie.Name)
+				}
+			}
+		}
+	}
+	return names
+}
+
+// balancingCookies are the cookies by which the proxies behind the guard choose an upstream. They name no caller.
+func (h *Handler) balancingCookies() []string {
+	if h.balancing == nil || h.balancing.Load() == nil {
+		return nil
+	}
+	return *h.balancing.Load()
+}
+
 // takesAll reports whether every request takes the route.
 func takesAll(route *caddyhttp.Route) bool {
 	return len(route.MatcherSets) == 0 && route.Group == ""
@@ -561,17 +762,24 @@ func takesAll(route *caddyhttp.Route) bool {
 // breakers may treat the two methods differently.
 func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" }
 
+// nameOf returns the name of a handler's module; "" if it is none.
+func nameOf(handler caddyhttp.MiddlewareHandler) string {
+	switch h := handler.(type) {
+	case unloaded:
+		return h.name
+	case caddy.Module:
+		return h.CaddyModule().ID.Name()
+	}
+	return ""
+}
+
 // passesOn reports whether a handler passes every call on, and changes nothing that matters
 // for breakers.
 func passesOn(handler caddyhttp.MiddlewareHandler) bool {
 	if r, ok := handler.(*rewrite.Rewrite); ok {
 		return !changesMethod(r)
 	}
-	module, ok := handler.(caddy.Module)
-	if !ok {
-		return false
-	}
-	switch module.CaddyModule().ID.Name() {
+	switch nameOf(handler) {
 	case "headers", "vars", "map", "request_body", "encode", "tracing", "log_append":
 		return true
 	}

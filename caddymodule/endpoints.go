@@ -28,6 +28,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -185,7 +186,9 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints", proxy: new(atomic.Pointer[proxy.Transport])}
 	e.h.setDefaults()
 	e.h.realm = "\x00endpoints" // no guard has this name, so its users are nobody's
-	e.h.credentials = guard.Canonical(e.h.Credentials)
+	if err := e.h.classify(); err != nil {
+		return err
+	}
 	e.h.Roles = e.Roles
 	if err := e.Roles.check(); err != nil {
 		return err
@@ -198,6 +201,10 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 		return err
 	}
 	e.h.app = app.(*App)
+	guards := &e.h.app.guards
+	guards.mu.Lock()
+	guards.sites = append(guards.sites, &e.Roles)
+	guards.mu.Unlock()
 	return e.h.provisionActions(ctx)
 }
 
@@ -248,6 +255,9 @@ type policyDocument struct {
 
 type policyID struct {
 	Sources []IDSource `json:"sources"`
+	// Pattern is a regular expression (RE2) of the names of further header fields. Where it is there, all places
+	// count alike.
+	Pattern string `json:"header_pattern,omitempty"`
 	// Token says that the id of a verified token is used if no source has one.
 	Token   bool    `json:"token_id,omitempty"`
 	Format  string  `json:"format"`
@@ -285,7 +295,6 @@ type policyAction struct {
 	// OrderWait is how long a call waits for what comes before it; left out where it does not.
 	OrderWait float64 `json:"order_wait_s,omitempty"`
 	Keys      string  `json:"keys"`
-	Settle    string  `json:"settle"`
 	// OnError is set where a failed call is rolled back.
 	OnError string `json:"on_error,omitempty"`
 	// Critical and Severity are set where the configuration states them.
@@ -367,7 +376,8 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		},
 		Methods: "all but GET, HEAD, OPTIONS, TRACE, CONNECT, QUERY, SEARCH, PROPFIND and REPORT, unless configured otherwise",
 		Fingerprint: policyCompared{
-			Covers:   "method, host, path, query and body; JSON bodies by value, multipart bodies by part, others by byte; of the header only the media type and Content-Encoding",
+			Covers: "method, host, path, query and body; JSON bodies by value, multipart bodies by part, others by byte; of the header the media type, " +
+				"Content-Encoding and fields that say what is to be done, such as Destination, Content-Range and If-Match; without a key all but those that differ between attempts",
 			Excluded: h.FingerprintExclude,
 		},
 		MaxBody:    h.MaxBody,
@@ -382,6 +392,15 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
 		DocumentedBy: prefix + api.BasePath,
+	}
+	if len(h.ExecutionID) == 0 {
+		doc.ExecutionID.Pattern = guard.KeyPattern
+		for _, name := range guard.KeyFields {
+			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, IDSource{Header: name})
+		}
+		for _, name := range guard.KeyMembers {
+			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, IDSource{JSON: "/" + name})
+		}
 	}
 	if i, t := h.app.Identity, h.app.Trust; t != nil {
 		doc.ExecutionID.Token = true
@@ -412,7 +431,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	for _, a := range h.actions {
 		doc.Actions = append(doc.Actions, policyAction{
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
-			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys, Settle: a.Settle,
+			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
 			Critical: a.Critical, Severity: a.Severity, OrderWait: seconds(a.OrderWait),
 		})
 		if a.OnUnknown == onUnknownResend {
@@ -544,7 +563,7 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, nil, false); err != nil {
 			return who, "", err
 		}
-		if err := policy.forCalls().Spend(host{h}, &tokens, r); err != nil {
+		if err := policy.forCalls().SpendRead(host{h}, &tokens, r); err != nil {
 			return who, "", err
 		}
 	}
@@ -553,14 +572,14 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 	}
 	return evidence.Reader{
 		Issuer: tokens.Issuer(), Caller: e.executions.Caller(caller),
-		Anonymous: caller == guard.Anonymous, Credential: caller != guard.Anonymous && !guard.VerifiedHere(caller),
+		Anonymous: guard.Unnamed(caller), Credential: !guard.Unnamed(caller) && !guard.VerifiedHere(caller),
 	}, caller, nil
 }
 
 // challenge names a way to authenticate. No scheme is registered for API keys; this is the
 // usual name.
 func (h *Handler) challenge() string {
-	if slices.Contains(h.credentials, "Authorization") {
+	if h.fields.Class("Authorization") == fingerprint.Credential {
 		return `Bearer realm="executions"`
 	}
 	return `ApiKey realm="executions"`
@@ -596,7 +615,7 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 		if err != nil {
 			return nil, err
 		}
-		if caller == guard.Anonymous {
+		if guard.Unnamed(caller) {
 			return nil, api.NewProblem(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
 		}
 		return nil, &ect.Error{Code: ect.CodeMissing}
@@ -655,6 +674,22 @@ func (p *enginePool) View(path string) (admin.Store, bool) {
 	return storeView{e}, e != nil
 }
 
+// Unopened returns why the store of the running configuration could not be reached.
+func (p *enginePool) Unopened() (path string, why error) {
+	app, err := caddy.ActiveContext().AppIfConfigured("agent_guard")
+	if err != nil {
+		return "", nil // none is configured
+	}
+	a, ok := app.(*App)
+	if !ok {
+		return "", nil
+	}
+	if reason := a.unreached.Load(); reason != nil {
+		why = *reason
+	}
+	return a.spec.path, why
+}
+
 // storeView implements admin.Store for an engine.
 type storeView struct{ e *engine }
 
@@ -668,12 +703,12 @@ func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.stor
 // errors.
 func (b storeView) Release() { _ = b.e.release() }
 
-func (b storeView) Evidence(ctx context.Context, key execution.Key, found *execution.Record, d execution.Resolution) *store.Batch {
+func (b storeView) Evidence(ctx context.Context, key execution.Key, r *execution.Record, t execution.Resolution) *store.Batch {
 	var policy *tokenPolicy
 	if a := b.e.activeConfigs.latest(); a != nil {
 		policy = a.policy.Load()
 	}
-	return policy.forCalls().SettledBy(ctx, key, found, d.Applied, "operator")
+	return policy.forCalls().SettledBy(ctx, key, r, t.Applied, t.By)
 }
 
 func (b storeView) Resolved(key execution.Key, found *execution.Record, decision execution.Resolution) {

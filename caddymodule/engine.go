@@ -406,8 +406,9 @@ type watch struct {
 	counted     time.Time
 	doubts      *doubtReport       // nil if they could not be counted
 	escalations []escalationReport // counted with doubts, as unconfirmed is
-	unconfirmed map[string]int     // nil if they could not be counted
-	counting    chan struct{}      // closed when the current count ends; nil without one
+	waiting     map[string]time.Duration
+	unconfirmed map[string]int // nil if they could not be counted
+	counting    chan struct{}  // closed when the current count ends; nil without one
 }
 
 // snapshot returns the state of the engine. Its doubts may be some seconds old, since
@@ -415,7 +416,7 @@ type watch struct {
 func (e *engine) snapshot() *storeSnapshot {
 	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.executions.BodyMemory().Used()}
 	e.watch.mu.Lock()
-	now.Escalations, now.Unconfirmed = e.watch.escalations, e.watch.unconfirmed
+	now.Escalations, now.Waiting, now.Unconfirmed = e.watch.escalations, e.watch.waiting, e.watch.unconfirmed
 	e.watch.mu.Unlock()
 	if reporter, ok := e.opener.(StoreReporter); ok {
 		report := reporter.ReportStore(e.store)
@@ -448,7 +449,8 @@ func (e *engine) doubts() *doubtReport {
 		w.counting = done
 		go func() {
 			defer close(done)
-			found, escalations := e.countDoubts(), e.countEscalations()
+			found := e.countDoubts()
+			escalations, waiting := e.countEscalations()
 			within, cancel := context.WithTimeout(context.Background(), stateWithin)
 			defer cancel()
 			unconfirmed, err := e.escalations.store.Unconfirmed(within)
@@ -458,6 +460,7 @@ func (e *engine) doubts() *doubtReport {
 			w.mu.Lock()
 			defer w.mu.Unlock()
 			w.doubts, w.escalations, w.unconfirmed, w.counted, w.counting = found, escalations, unconfirmed, time.Now(), nil
+			w.waiting = waiting
 		}()
 	}
 	w.mu.Unlock()
@@ -809,12 +812,18 @@ func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring,
 	if err != nil {
 		return nil, err
 	}
-	if !fresh {
-		return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
-			"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
-			"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
+	if fresh {
+		if ring, err = seal.Create(spec.keyFile); !errors.Is(err, fs.ErrExist) {
+			return ring, err
+		}
 	}
-	return seal.Create(spec.keyFile)
+	// Another gateway of a new fleet may have made the file since it was read, and have used the store.
+	if ring, err = readRing(spec); fresh || !errors.Is(err, fs.ErrNotExist) {
+		return ring, err
+	}
+	return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
+		"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
+		"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
 }
 
 // adoptKeys adopts the sealing keys of a configuration. It refuses a ring that lacks a key

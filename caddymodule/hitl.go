@@ -3,8 +3,10 @@ package caddymodule
 import (
 	"cmp"
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/http"
 	"net/url"
 	"os"
@@ -222,6 +224,34 @@ func (o *Roles) check() error {
 	return nil
 }
 
+// warnRoles warns of approvals by a role that the configuration gives to nobody: only the admin API
+// can give them. Tokens and users can bring roles that no configuration names.
+func (a *App) warnRoles() {
+	a.guards.mu.Lock()
+	defer a.guards.mu.Unlock()
+	if a.HITL != nil && len(a.HITL.RoleIssuers) > 0 {
+		return
+	}
+	given := map[string]bool{"": true, hitl.DefaultRole: true}
+	for _, site := range a.guards.sites {
+		if site.RolesFrom != "" {
+			return
+		}
+		for role := range site.Roles {
+			given[role] = true
+		}
+	}
+	for _, h := range a.guards.all {
+		for _, action := range h.actions {
+			if ask := action.Approve; ask != nil && !given[ask.Role] {
+				given[ask.Role] = true // one warning a role
+				h.logger.Warn("nobody has the role that has to approve calls, so only the admin API can approve them; give it to callers with `role`",
+					slog.String("guard", h.Name), slog.String("action", action.Name), slog.String("role", ask.Role))
+			}
+		}
+	}
+}
+
 // roleOptions are the options of a guard and of agent_guard_endpoints that say who decides.
 func roleOptions() options[*Roles] {
 	return options[*Roles]{
@@ -281,7 +311,11 @@ func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Reque
 	if token.InputHash() != ect.Sum(body) {
 		return nil, nil, &ect.Error{Code: ect.CodeInputHash}
 	}
-	who.Signed = body
+	if err := policy.forCalls().Bind(r.Context(), []*ect.Token{token}, api.UseAt("decision", "", body)); err != nil {
+		return nil, nil, err
+	}
+	digest := token.Digest()
+	who.Signed, who.Token = body, hex.EncodeToString(digest[:])
 	return who, token, nil
 }
 
@@ -293,7 +327,7 @@ func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, boun
 		err = guard.RefusedToken(tokens.Late)
 	}
 	if err == nil && !bound {
-		err = policy.forCalls().Spend(host{h}, &tokens, r)
+		err = policy.forCalls().SpendRead(host{h}, &tokens, r)
 	}
 	if err != nil {
 		return nil, nil, err
@@ -746,18 +780,26 @@ func (e *engine) resealEscalations(ctx context.Context) error {
 }
 
 // countEscalations counts the escalations for metrics; nil if that fails.
-func (e *engine) countEscalations() []escalationReport {
+func (e *engine) countEscalations() ([]escalationReport, map[string]time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
 	counts, err := e.escalations.store.Count(ctx)
-	if err != nil {
-		return nil
+	now, late := e.store.Now(ctx)
+	if err != nil || late != nil {
+		return nil, nil
 	}
 	var all []escalationReport
+	waiting := map[string]time.Duration{}
 	for l := hitl.Pause; l <= hitl.Stop; l++ {
 		for _, s := range hitl.States() {
-			all = append(all, escalationReport{Level: l.String(), State: s.String(), N: counts[l][s]})
+			for status, n := range counts.N[l][s] {
+				all = append(all, escalationReport{Level: l.String(), State: s.String(), Status: status.String(), N: n})
+			}
+		}
+		waiting[l.String()] = 0
+		if oldest := counts.Oldest[l]; !oldest.IsZero() {
+			waiting[l.String()] = max(0, now.Sub(oldest))
 		}
 	}
-	return all
+	return all, waiting
 }

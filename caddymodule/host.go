@@ -2,9 +2,12 @@ package caddymodule
 
 import (
 	"context"
+	"errors"
+	"net"
 	"net/http"
 	"net/url"
 	"strings"
+	"syscall"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -50,9 +53,29 @@ func (host) Note(r *http.Request, name, value string) { replacer(r).Set(placehol
 
 func (host) Incremental(h http.Header) bool { return caddyhttp.IsIncremental(h) }
 
-func (host) Upstream(next guard.Next) guard.Upstream { return &handlerUpstream{next: next} }
+func (c host) Upstream(next guard.Next) guard.Upstream {
+	return &handlerUpstream{next: next, errorRoutes: c.h.errorRoutes != nil && c.h.errorRoutes.Load()}
+}
 
 func (host) Exiting() bool { return caddy.Exiting() }
+
+// connKey is the context key of the connection of a request.
+type connKey struct{}
+
+// Received implements guard.Host. A client that has closed its connection altogether answers what is written to it
+// with a reset.
+func (host) Received(r *http.Request) bool {
+	conn := r.Context().Value(connKey{})
+	for {
+		inner, ok := conn.(interface{ NetConn() net.Conn })
+		if !ok {
+			break
+		}
+		conn = inner.NetConn()
+	}
+	socket, ok := conn.(syscall.Conn)
+	return ok && acknowledged(socket)
+}
 
 func (c host) Emit(e guard.Event) { c.h.app.emitCall(e) }
 
@@ -81,6 +104,8 @@ type handlerUpstream struct {
 	repl  *caddy.Replacer
 	armed context.Context
 	watch *proxy.Watch
+
+	errorRoutes bool // errors are for the error routes of the server
 }
 
 func (u *handlerUpstream) Begin(ctx context.Context) context.Context {
@@ -95,6 +120,15 @@ func (u *handlerUpstream) Forward(w http.ResponseWriter, r *http.Request) (f gua
 	proof := u.watch.Proof(f.Err, proxy.Retries(u.armed))
 	f.NotSent, f.Again, f.FailedAt = proof.NotSent(), proof.Again, u.watch.FailedAt()
 	u.watch.Release()
+	if !u.errorRoutes && f.NotSent {
+		f.Status = http.StatusBadGateway
+		if coded := (caddyhttp.HandlerError{}); errors.As(f.Err, &coded) {
+			f.Status = coded.StatusCode
+		}
+		if f.Status < http.StatusInternalServerError { // 499: the client has left
+			f.Status = 0
+		}
+	}
 	return f
 }
 
@@ -161,30 +195,6 @@ func asAsked(r *http.Request) *http.Request {
 	return r
 }
 
-// Message implements guard.Host. What earlier handlers have set for r holds for the message too.
-func (host) Message(r *http.Request, w http.ResponseWriter) (own *http.Request, done func()) {
-	outer := r.Context()
-	ctx, span := oteltrace.SpanFromContext(outer).TracerProvider().Tracer("agent_guard").Start(outer, "agent_guard.message")
-	own = r.Clone(ctx)
-	sent, rewritten := outer.Value(caddyhttp.OriginalRequestCtxKey).(http.Request)
-	if rewritten && sent.URL != nil { // which PrepareRequest keeps as the original
-		target := *sent.URL
-		own.Method, own.URL, own.RequestURI = sent.Method, &target, sent.RequestURI
-	}
-	repl, known := caddy.NewReplacer(), replacer(r)
-	server, _ := outer.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
-	own = caddyhttp.PrepareRequest(own, repl, w, server)
-	target := *r.URL
-	own.Method, own.URL, own.RequestURI = r.Method, &target, r.RequestURI
-	vars, _ := outer.Value(caddyhttp.VarsCtxKey).(map[string]any)
-	for name, value := range vars {
-		caddyhttp.SetVar(own.Context(), name, value)
-	}
-	showCalls(own.Context(), repl)
-	repl.Map(known.Get)
-	return own, func() { span.End() }
-}
-
 // Begin makes the placeholders of the call available. Values are computed on demand.
 func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
 	ctx := r.Context()
@@ -196,13 +206,7 @@ func (host) Begin(r *http.Request, c *guard.Call) (outer *guard.Call) {
 		}
 		return before
 	}
-	showCalls(ctx, replacer(r))
-	return nil
-}
-
-// showCalls has the placeholders of calls show the current one of ctx.
-func showCalls(ctx context.Context, repl *caddy.Replacer) {
-	repl.Map(func(name string) (any, bool) {
+	replacer(r).Map(func(name string) (any, bool) {
 		name, ours := strings.CutPrefix(name, placeholderSpace)
 		c, begun := caddyhttp.GetVar(ctx, currentCall).(*guard.Call)
 		if !ours || !begun {
@@ -210,6 +214,7 @@ func showCalls(ctx context.Context, repl *caddy.Replacer) {
 		}
 		return c.Value(name)
 	})
+	return nil
 }
 
 func (host) Show(r *http.Request, c *guard.Call) { caddyhttp.SetVar(r.Context(), currentCall, c) }

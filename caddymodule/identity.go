@@ -188,12 +188,18 @@ func (i *Identity) readRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) 
 	if !errors.Is(err, fs.ErrNotExist) {
 		return ring, err
 	}
-	if !fresh {
-		return nil, fmt.Errorf("the key file %s is missing, and the ledger holds tokens that were signed with it: put it back from "+
-			"your backup, or correct its path; if it is lost for good, make another with `caddy agent-guard ect keygen`, "+
-			"knowing that earlier tokens can then not be verified any more", i.KeyFile)
+	if fresh {
+		if ring, err = ect.CreateRing(i.KeyFile, i.algorithm); !errors.Is(err, fs.ErrExist) {
+			return ring, err
+		}
 	}
-	return ect.CreateRing(i.KeyFile, i.algorithm)
+	// Another gateway may have made the file since it was read, and have signed with it.
+	if ring, err = ect.LoadRing(i.KeyFile); fresh || !errors.Is(err, fs.ErrNotExist) {
+		return ring, err
+	}
+	return nil, fmt.Errorf("the key file %s is missing, and the ledger holds tokens that were signed with it: put it back from "+
+		"your backup, or correct its path; if it is lost for good, make another with `keygen` of examples/ect, "+
+		"knowing that earlier tokens can then not be verified any more", i.KeyFile)
 }
 
 // recordName records the name and key that sign tokens from now on. It warns of missing

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"iter"
+	"log/slog"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -21,6 +23,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -586,4 +589,66 @@ func TestRotationIsLogged(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantNoSecret(t, string(text), fmt.Sprintf("%+v", logs.All()))
+}
+
+// usedMeanwhile is a store that another gateway has used, after it made the key file, by the time it is looked at.
+type usedMeanwhile struct {
+	store.Store
+	use func(store.Store)
+}
+
+func (s usedMeanwhile) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.use(s.Store)
+	return s.Store.Scan(ctx, r)
+}
+
+// P1: gateways of a new fleet that share a missing key file start at the same moment: all use the one that is made, also
+// those that find the store used by then.
+func TestKeyFileOfGatewaysThatStartTogether(t *testing.T) {
+	spec := engineSpec{keyFile: filepath.Join(t.TempDir(), "keys"), logger: zap.NewNop()}
+	identity := Identity{KeyFile: filepath.Join(t.TempDir(), "identity"), algorithm: ect.ES256}
+	const gateways = 16
+	var checks, signers [gateways]string
+	var all sync.WaitGroup
+	for i := range gateways {
+		all.Go(func() {
+			ring, err := loadRing(t.Context(), memory.New(memory.Options{}), spec)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			checks[i] = ring.Check(1)
+			signing, err := identity.loadRing(true, slog.New(slog.DiscardHandler))
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			signers[i] = signing.List()[0].ID
+		})
+	}
+	all.Wait()
+	for i := range gateways {
+		if checks[i] != checks[0] || signers[i] != signers[0] {
+			t.Errorf("gateway %d has the keys %s and %s, another %s and %s", i, checks[i], signers[i], checks[0], signers[0])
+		}
+	}
+
+	spec.keyFile = filepath.Join(t.TempDir(), "keys")
+	var theirs *seal.Ring
+	used := usedMeanwhile{memory.New(memory.Options{}), func(st store.Store) {
+		if theirs != nil {
+			return
+		}
+		var err error
+		if theirs, err = loadRing(t.Context(), st, spec); err == nil {
+			_, err = st.Commit(t.Context(), store.Write{Key: []byte("used")})
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}}
+	ring, err := loadRing(t.Context(), used, spec)
+	if err != nil || ring.Check(1) != theirs.Check(1) {
+		t.Errorf("a store that was used meanwhile: %v", err)
+	}
 }

@@ -74,6 +74,8 @@ type storeSnapshot struct {
 	Ledger *ledgerReport
 	// Escalations is empty if they could not be counted.
 	Escalations []escalationReport
+	// Waiting is the age of the oldest pending escalation of each level; 0 without one.
+	Waiting map[string]time.Duration
 	// Unconfirmed is of how many escalations each participant has not confirmed what holds; nil if they
 	// could not be counted.
 	Unconfirmed map[string]int
@@ -85,10 +87,10 @@ type storeSnapshot struct {
 	Rollbacks *rollbackReport
 }
 
-// escalationReport is the number of escalations of one level in one state.
+// escalationReport is the number of escalations of one level, in one state of their delivery, with one status.
 type escalationReport struct {
-	// Level and State are fixed words.
-	Level, State string
+	// Level, State and Status are fixed words.
+	Level, State, Status string
 	// N is their number.
 	N int
 }
@@ -216,6 +218,11 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		for result, n := range verified {
 			out.count(tokens, n, name, result)
 		}
+		calls, added := g.Times()
+		for status, r := range calls {
+			out.times(callSeconds, r, name, status)
+		}
+		out.times(overhead, added, name)
 	}
 	for _, a := range actions {
 		out.action(a.Report())
@@ -260,6 +267,14 @@ func (s sink) count(f *Family, n uint64, labels ...string) {
 	s.send(f, prometheus.CounterValue, float64(n), labels)
 }
 
+func (s sink) times(f *Family, r guard.TimesReport, labels ...string) {
+	m, err := prometheus.NewConstHistogram(f.desc, r.Count, r.Sum, r.Buckets, labels...)
+	if err != nil { // as in send
+		m = prometheus.NewInvalidMetric(f.desc, err)
+	}
+	s <- m
+}
+
 func (s sink) gauge(f *Family, v float64, labels ...string) {
 	s.send(f, prometheus.GaugeValue, v, labels)
 }
@@ -296,8 +311,6 @@ func (s sink) bulkhead(guard string, now bulkhead.Status) {
 	s.count(bulkheadLeft, now.Counts.Left, guard)
 	s.send(bulkheadHeld, prometheus.CounterValue, now.Counts.Held.Seconds(), []string{guard})
 	s.count(bulkheadRetries, now.Counts.Retries, guard)
-	s.gauge(bulkheadMemory, float64(now.Memory), guard)
-	s.count(bulkheadSpooled, now.Counts.Spooled, guard)
 	for reason, n := range now.Counts.Refused {
 		s.count(bulkheadRefused, n, guard, bulkhead.Reason(reason).String())
 	}
@@ -363,7 +376,10 @@ func (s sink) snapshot(now *storeSnapshot) {
 		s.gauge(nodesSeen, n.SeenAge.Seconds())
 	}
 	for _, r := range now.Escalations {
-		s.gauge(escalations, float64(r.N), r.Level, r.State)
+		s.gauge(escalations, float64(r.N), r.Level, r.State, r.Status)
+	}
+	for level, age := range now.Waiting {
+		s.gauge(escalationOldest, age.Seconds(), level)
 	}
 	for participant, n := range now.Unconfirmed {
 		s.gauge(holdsUnconfirmed, float64(n), participant)
@@ -455,6 +471,9 @@ var (
 	probes         = family("probes_total", counter, "Status probes, by result.", "guard", "action", "result")
 	unguarded      = family("unguarded_total", counter, "Calls that are not guarded and were passed through.", "guard", "reason")
 
+	callSeconds = family("call_duration_seconds", histogram, "Time of guarded calls, until the end of their answers, by what became of them.", "guard", "status")
+	overhead    = family("overhead_duration_seconds", histogram, "Time that the guard has added to executed calls: all until the outcome is recorded, without reading the request and the upstream's part.", "guard")
+
 	tokens = family("tokens_total", counter, "Requests with Execution Context Tokens, by result of the verification.", "guard", "result")
 
 	inDoubt       = family("in_doubt", gauge, "Executions that are in doubt now; counted up to 100000.")
@@ -510,8 +529,6 @@ var (
 	bulkheadLeft      = family("bulkhead_left_total", counter, "Calls whose clients left while they waited for a permit of the bulkhead.", "guard")
 	bulkheadHeld      = family("bulkhead_held_seconds_total", counter, "Time for which calls held permits of the bulkhead that they have returned.", "guard")
 	bulkheadRetries   = family("bulkhead_retries_total", counter, "Retries that were sent within the retry budgets of their workflows.", "guard")
-	bulkheadMemory    = family("bulkhead_memory_bytes", gauge, "Memory of bodies that counts against the memory of a workflow, beyond the first 4 KiB of each.", "guard")
-	bulkheadSpooled   = family("bulkhead_spooled_total", counter, "Bodies that went to a file because their workflow had no memory left.", "guard")
 	bulkheadRefused   = family("bulkhead_refused_total", counter, "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
 
 	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
@@ -528,7 +545,8 @@ var (
 	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
 	rollbacksWaiting = family("rollbacks_waiting", gauge, "Errors because of which a rollback is to be asked for, or people, once it is their turn.")
 	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "Age of the oldest unfinished rollback; 0 without one.")
-	escalations      = family("escalations", gauge, "Escalations that are kept, by level and state; counted up to 100000.", "level", "state")
+	escalations      = family("escalations", gauge, "Escalations that are kept, by level, state of the delivery, and status of the decision; counted up to 100000.", "level", "state", "status")
+	escalationOldest = family("escalation_oldest_age_seconds", gauge, "Age of the oldest escalation that nobody has decided; 0 without one.", "level")
 	holdsUnconfirmed = family("holds_unconfirmed", gauge, "Escalations of which a participant has not confirmed what holds the workflow, by participant.", "participant")
 	deliveries       = family("escalation_deliveries_total", counter, "Attempts to deliver an escalation, by result.", "result")
 
@@ -542,20 +560,20 @@ func Families() []*Family {
 }
 
 var families = []*Family{
-	executions, running, metricsReplays, attaches, recognized, cancels, problems, failOpen, probes, unguarded, tokens,
+	executions, running, metricsReplays, attaches, recognized, cancels, problems, failOpen, probes, unguarded, callSeconds, overhead, tokens,
 	inDoubt, inDoubtOldest, recovered,
 	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
 	nodeInfo, nodesOpen, nodesDiffering, nodesSeen, nodesRemoved,
 	databaseLease, databaseConnections, databaseWaits, databaseWaited, databaseRows, databaseOldest, databaseStandbys, databaseLag,
 	circuitState, circuitErrors, circuitOpenings, circuitRejected,
 	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft,
-	bulkheadHeld, bulkheadRetries, bulkheadMemory, bulkheadSpooled, bulkheadRefused,
+	bulkheadHeld, bulkheadRetries, bulkheadRefused,
 	cascadesFound, cascadesOpen, cascadeDropped, exhausted, latencyP99, latencyBaseline,
 	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
 	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
 	workflowsBegun, workflowsEnded,
 	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
-	escalations, holdsUnconfirmed, deliveries,
+	escalations, escalationOldest, holdsUnconfirmed, deliveries,
 	eventsDropped, info,
 }
 

@@ -60,7 +60,9 @@ type Handler struct {
 	Shared bool `json:"shared,omitempty"`
 
 	// Where callers put the execution id, in order; the first place that has one counts. Default:
-	// the header `Idempotency-Key`, then `Execution-Id`.
+	// every header field whose name speaks of idempotency (see docs/http.md), `PayPal-Request-Id`,
+	// `Execution-Id`, and the members `idempotency_key` and `idempotencyKey` of a JSON body; two of
+	// these that differ are refused. A list replaces the default.
 	ExecutionID []IDSource `json:"execution_id,omitempty"`
 
 	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
@@ -75,28 +77,44 @@ type Handler struct {
 	// How long `recognize` finds a call after its end, or after its client has left. Default: 10m.
 	RecognizeWindow caddy.Duration `json:"recognize_window,omitempty"`
 
+	// How long after its end a whole answer that clients retry (408, 429, 5xx) is evidence that an
+	// equal call is a retry. It is as long as clients retry: afterwards an equal call is a new one.
+	// Default: 60s.
+	ErrorWindow caddy.Duration `json:"error_window,omitempty"`
+
 	// Request header fields in which a call says that it is a retry, for `recognize`: with a number
 	// from 1 on, or with `attempt=N` from 2 on. Default: `X-Stainless-Retry-Count`,
 	// `Amz-Sdk-Request`, `Grpc-Previous-Rpc-Attempts`.
 	RetryHeaders []string `json:"retry_headers,omitempty"`
 
-	// Gives a call without an id that names its parent in `Execution-Parent` an id derived from
-	// parent, action and request, so that a retry of a nested call is recognised. It comes before
-	// `missing_id`. Default: false.
-	Inherit bool `json:"inherit,omitempty"`
-
 	// The caller, as text with placeholders like `{http.auth.user.tenant}`. Without this option,
 	// and where one of its placeholders has no value, the caller is the first of these that exists:
 	// the issuer of a verified token, the subject of a verified client certificate,
-	// `{http.auth.user.id}`, a hash of the credential fields, a hash of the cookies, a hash of
+	// `{http.auth.user.id}`, a hash of the `caller_cookies`, a hash of the credential fields, a hash of
 	// `Mcp-Session-Id` (not with `protocol` `none`), `anonymous`. A caller never gets the result of
 	// another.
 	Caller string `json:"caller,omitempty"`
 
-	// The header fields that are credentials, in any order. An `Authorization` whose scheme is
-	// neither Basic nor Bearer is refused (400 `caller-unstable`) unless one of the better
-	// identities above applies. Default: `Authorization`, `X-Api-Key`, `Api-Key`.
+	// The cookies whose values name the caller. Cookies change by themselves, so no other cookie does: a
+	// call with a key whose only credential is such cookies is refused (400 `caller-unstable`), and one
+	// without a key is a new call. Default: none.
+	CallerCookies []string `json:"caller_cookies,omitempty"`
+
+	// Header fields that are credentials beside those that look like one by their name
+	// ([same-call.md](same-call.md)); with a `-` in front, such that are none. An `Authorization` or
+	// `Proxy-Authorization` whose scheme is neither Basic nor Bearer is refused (400 `caller-unstable`)
+	// unless one of the better identities above applies. Default: none.
 	Credentials []string `json:"credentials,omitempty"`
+
+	// Header fields that say for whom a call is, beside those of [same-call.md](same-call.md) such as
+	// `Stripe-Account`; with a `-` in front, such that do not. A key counts for one caller and one such
+	// customer. Default: none.
+	Tenant []string `json:"tenant,omitempty"`
+
+	// Allows `caller`, `caller_cookies`, `credentials` and `tenant` to differ from what the keys of this
+	// guard in the store were recorded under, which is otherwise refused at load: retries of those calls
+	// run again. Remove it after the load. Default: false.
+	FreeKeys bool `json:"free_keys,omitempty"`
 
 	// Calls with a safe method that are guarded nevertheless. Default: none.
 	ConsequentialRaw caddyhttp.RawMatcherSets `json:"consequential,omitempty" caddy:"namespace=http.matchers"`
@@ -107,8 +125,7 @@ type Handler struct {
 	// The protocol of the upstream: `mcp`, `a2a`, `jsonrpc`, `auto` (found out by header, body and
 	// answers) or `none`. With one, messages are read: those that change nothing pass, and the guard's
 	// own errors are errors of JSON-RPC. With `auto` a body that is no message stays what it is, and
-	// messages pass only once their server has shown that it speaks MCP. Of a batch each call counts for
-	// itself; with `auto` one of generic JSON-RPC is one call. Default: `auto`.
+	// messages pass only once their server has shown that it speaks MCP. Default: `auto`.
 	Protocol string `json:"protocol,omitempty"`
 
 	// The members of a message's `_meta` that name the effect, in order, after those of
@@ -129,6 +146,14 @@ type Handler struct {
 	// JSON pointers to members of the request body that differ between the attempts of one call,
 	// and are ignored when two attempts are compared. Default: none.
 	FingerprintExclude []string `json:"fingerprint_exclude,omitempty"`
+
+	// Further header fields that say what a call does: one that differs makes another call, with a key (422
+	// `fingerprint-mismatch`) and without. A `*` at the end of a name matches any suffix. Default: those of docs/same-call.md only.
+	Compare []string `json:"compare,omitempty"`
+
+	// Header fields that differ between the attempts of one call, and are never compared, besides those of
+	// docs/same-call.md. A `*` at the end of a name matches any suffix. Default: none.
+	Ignore []string `json:"ignore,omitempty"`
 
 	// The largest request body, in bytes. Guarded requests are read completely before they are
 	// forwarded; above 1 MiB the body is kept in an encrypted temporary file. Default: 32 MiB.
@@ -212,8 +237,9 @@ type Handler struct {
 
 	app               *App
 	logger            *slog.Logger
-	actions           []*Action // the configured actions and the default one
-	credentials       []string  // configured or default ones, canonical and sorted
+	actions           []*Action          // the configured actions and the default one
+	fields            *fingerprint.Table // what each header field is
+	naming            execution.Naming   // by what keys are named
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
 	excluded          []fingerprint.Pointer // FingerprintExclude
@@ -222,6 +248,8 @@ type Handler struct {
 	fallback          caddyhttp.Handler
 	proxy             *atomic.Pointer[proxy.Transport] // the transport behind the guard, if known
 	oneServer         *atomic.Bool                     // equal requests always go to the same upstream
+	errorRoutes       *atomic.Bool                     // the server, or a subroute around the guard, has error routes
+	balancing         *atomic.Pointer[[]string]        // the cookies by which the proxies behind it choose an upstream
 	realm             string                           // the namespace of user names
 	pool              *bulkhead.Pool                   // of Bulkhead; nil if it is off
 	handler           *guard.Handler                   // made from this configuration
@@ -263,7 +291,7 @@ func (h *Handler) Provision(ctx caddy.Context) error {
 
 func (h *Handler) provision(ctx caddy.Context) error {
 	h.logger = ctx.Slogger()
-	h.proxy, h.oneServer = new(atomic.Pointer[proxy.Transport]), new(atomic.Bool)
+	h.proxy, h.oneServer, h.balancing, h.errorRoutes = new(atomic.Pointer[proxy.Transport]), new(atomic.Bool), new(atomic.Pointer[[]string]), new(atomic.Bool)
 	app, err := ctx.App("agent_guard")
 	if err != nil {
 		return err
@@ -317,6 +345,17 @@ func (h *Handler) provision(ctx caddy.Context) error {
 		h.logger.Warn("fail_open: while the store is unavailable, calls are forwarded unguarded and their retries run again",
 			slog.String("guard", h.Name))
 	}
+	everything := func(set caddyhttp.MatcherSet) bool {
+		if len(set) != 1 {
+			return false
+		}
+		paths, _ := set[0].(*caddyhttp.MatchPath)
+		return paths != nil && (slices.Contains(*paths, "*") || slices.Contains(*paths, "/*"))
+	}
+	if slices.ContainsFunc(h.exemptSets, everything) {
+		h.logger.Warn("`exempt` takes every path, so all calls pass unguarded but those that `consequential` names; name the paths that change nothing",
+			slog.String("guard", h.Name))
+	}
 	return h.app.guards.add(h)
 }
 
@@ -340,17 +379,10 @@ func (h *Handler) setDefaults() {
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
 	inherit(&h.RecognizeWindow, caddy.Duration(10*time.Minute))
+	inherit(&h.ErrorWindow, caddy.Duration(time.Minute))
 	inherit(&h.MaxBody, 32<<20)
 	inherit(&h.IdleTimeout, caddy.Duration(10*time.Minute))
 	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
-	// An empty list means the default: without credential fields all callers would be the same
-	// (P3).
-	if len(h.ExecutionID) == 0 {
-		h.ExecutionID = []IDSource{{Header: "Idempotency-Key"}, {Header: guard.HeaderExecutionID}}
-	}
-	if len(h.Credentials) == 0 {
-		h.Credentials = []string{"Authorization", "X-Api-Key", "Api-Key"}
-	}
 	h.Policy.inherit(&defaults)
 }
 
@@ -363,10 +395,9 @@ func (h *Handler) provisionIDs() error {
 	if err := checkFields([]string{h.DeadlineHeader}); err != nil {
 		return fmt.Errorf("deadline_header: %w", err)
 	}
-	if err := checkFields(h.Credentials); err != nil {
-		return fmt.Errorf("credentials: %w", err)
+	if err := h.classify(); err != nil {
+		return err
 	}
-	h.credentials = guard.Canonical(h.Credentials)
 	if err := checkOperators(h.Operators); err != nil {
 		return fmt.Errorf("operators: %w", err)
 	}
@@ -384,6 +415,46 @@ func (h *Handler) provisionIDs() error {
 		return fmt.Errorf("fingerprint_exclude: %w", err)
 	}
 	return nil
+}
+
+// classify finds out what each header field is for this guard, and checks what names callers and tenants.
+func (h *Handler) classify() (err error) {
+	if err := checkChanged(h.Credentials); err != nil {
+		return fmt.Errorf("credentials: %w", err)
+	}
+	if err := checkChanged(h.Tenant); err != nil {
+		return fmt.Errorf("tenant: %w", err)
+	}
+	for i, name := range h.CallerCookies {
+		if checkFields([]string{name}) != nil || slices.Contains(h.CallerCookies[:i], name) { // both are tokens of RFC 9110
+			return fmt.Errorf("caller_cookies: %q is no name of a cookie, or is written twice", name)
+		}
+	}
+	if h.Caller != "" && len(h.CallerCookies) > 0 {
+		return errors.New("caller: a placeholder and cookies both name the caller; write one of them")
+	}
+	c := guard.Config{Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant}
+	if h.fields, h.naming, err = c.Fields(); err != nil {
+		return err
+	}
+	if err := checkCompared(h.Compare, nil, h.fields); err != nil {
+		return fmt.Errorf("compare: %w", err)
+	}
+	if err := checkCompared(h.Ignore, h.Compare, h.fields); err != nil {
+		return fmt.Errorf("ignore: %w", err)
+	}
+	h.fields.Set(fingerprint.Operand, h.Compare...)
+	h.fields.Set(fingerprint.Volatile, h.Ignore...)
+	return nil
+}
+
+// named is the table of header fields as `credentials` and `tenant` make it, as far as they were read.
+func (h *Handler) named() *fingerprint.Table {
+	c := guard.Config{Credentials: h.Credentials, Tenant: h.Tenant}
+	if fields, _, err := c.Fields(); err == nil {
+		return fields
+	}
+	return fingerprint.NewTable()
 }
 
 // provisionMatchers loads the matchers in the named field of host.
@@ -423,7 +494,7 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 		if err := provisionMatchers(ctx, a, "MatcherSetsRaw", a.MatcherSetsRaw, &a.matchers); err != nil {
 			return fmt.Errorf("action %s: match: %w", a.Name, err)
 		}
-		if err := h.provisionPolicy(a); err != nil {
+		if err := cmp.Or(a.checkReached(h.Actions[:i]), h.provisionPolicy(a)); err != nil {
 			return fmt.Errorf("action %s: %w", a.Name, err)
 		}
 		if a.Consequential {
@@ -445,10 +516,10 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 			return policy.forCalls(), err
 		},
 		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow),
-		RecognizeWindow: time.Duration(h.RecognizeWindow), RetryHeaders: guard.Canonical(h.RetryHeaders), Inherit: h.Inherit,
-		Caller: h.Caller, Credentials: h.credentials,
+		RecognizeWindow: time.Duration(h.RecognizeWindow), ErrorWindow: time.Duration(h.ErrorWindow), RetryHeaders: guard.Canonical(h.RetryHeaders),
+		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
-		FingerprintExclude: h.excluded, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
+		FingerprintExclude: h.excluded, Compare: h.Compare, Ignore: h.Ignore, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
 		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout), DeadlineHeader: h.DeadlineHeader,
 		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
@@ -462,6 +533,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 	if h.oneServer != nil {
 		c.OneServer = h.oneServer.Load
 	}
+	c.BalancingCookies = h.balancingCookies
 	for _, s := range h.ExecutionID {
 		c.ExecutionID = append(c.ExecutionID, guard.IDSource(s))
 	}
@@ -491,7 +563,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
-		AdvisoryKeys: a.Keys == keysAdvisory, Async: a.Settle == settleAsync, AcceptUnframed: a.Unframed == unframedComplete, Unary: a.GRPC == grpcUnary,
+		AdvisoryKeys: a.Keys == keysAdvisory, Unary: a.GRPC == grpcUnary,
 		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, ParOrder: a.Order == orderPar, OrderWait: time.Duration(a.OrderWait), Dependency: a.DependsOn.forCalls(), Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
@@ -618,6 +690,9 @@ func (h *Handler) validate() error {
 	}
 	if err := checkDuration(h.RecognizeWindow); err != nil {
 		return fmt.Errorf("recognize_window: %w", err)
+	}
+	if err := checkDuration(h.ErrorWindow); err != nil {
+		return fmt.Errorf("error_window: %w", err)
 	}
 	if err := checkRetryHeaders(h.RetryHeaders); err != nil {
 		return fmt.Errorf("retry_headers: %w", err)
@@ -786,6 +861,10 @@ func (g *guards) add(h *Handler) error {
 		}
 		number++
 		if other.Shared && h.Shared {
+			if h.naming != other.naming {
+				return fmt.Errorf("%s: the guards that share the name %q have one namespace of callers; give them the same `caller`, `credentials` and `tenant`",
+					h.position.text, h.Name)
+			}
 			if h.Bulkhead != other.Bulkhead {
 				return fmt.Errorf("%s: bulkhead: the guards that share the name %q have one bulkhead; give them the same limits", h.position.text, h.Name)
 			}
@@ -798,7 +877,7 @@ func (g *guards) add(h *Handler) error {
 		}
 		return fmt.Errorf("%s: name: %w", h.position.text, sameName(h.Name, other.position.text, number))
 	}
-	g.all = append(g.all, h)
+	g.all, g.sites = append(g.all, h), append(g.sites, &h.Roles)
 	return nil
 }
 
@@ -845,6 +924,9 @@ func withoutPlaces(v any) any {
 }
 
 func (h *Handler) checkPolicies() error {
+	if err := h.classify(); err != nil {
+		return place(err, h.origin)
+	}
 	base := h.Policy
 	base.inherit(&defaults)
 	whole := base.completed()
@@ -856,11 +938,11 @@ func (h *Handler) checkPolicies() error {
 		return place(err, h.origin)
 	}
 	if h.DefaultUndo != nil {
-		if _, err := Compile(h.DefaultUndo, &base.Terms, h.Name, h.Credentials); err != nil {
+		if _, err := Compile(h.DefaultUndo, &base.Terms, h.Name, h.fields); err != nil {
 			return placeUndo(err, "default_undo", h.origin)
 		}
 	}
-	for _, a := range h.Actions {
+	for i, a := range h.Actions {
 		policy := a.Policy
 		policy.inherit(&base)
 		policy = policy.completed()
@@ -869,7 +951,7 @@ func (h *Handler) checkPolicies() error {
 			err = (&Action{Policy: policy, Tools: a.Tools, Arguments: a.Arguments}).checkMessages(h)
 		}
 		if err == nil {
-			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.Credentials)
+			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.fields)
 			err = undoError(err)
 		}
 		if err == nil {
@@ -879,7 +961,7 @@ func (h *Handler) checkPolicies() error {
 			err = a.checkSeverity()
 		}
 		if err == nil {
-			err = a.checkConsequential()
+			err = cmp.Or(a.checkConsequential(), a.checkReached(h.Actions[:i]))
 		}
 		if err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
@@ -893,7 +975,7 @@ func (h *Handler) provisionUndo(a *Action) error {
 	if err := checkDescription(a.Description); err != nil {
 		return fmt.Errorf("description: %w", err)
 	}
-	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.credentials)
+	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.fields)
 	if err != nil {
 		return err
 	}
@@ -918,7 +1000,7 @@ func (h *Handler) provisionUndo(a *Action) error {
 			slog.String("guard", h.Name), slog.String("action", a.Name), slog.Any("error", err))
 	}
 	spec := &plan.forCalls.Spec
-	spec.Reach, spec.Unframed, spec.Fields = h.reach, a.Unframed == unframedComplete, plan.config
+	spec.Reach, spec.Fields = h.reach, plan.config
 	if a.undo = plan; plan != nil && h.readsMessages() {
 		plan.forCalls.Spec.Protocol = protocol.Protocol(h.Protocol)
 	}

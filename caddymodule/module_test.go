@@ -43,8 +43,6 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"retain_key of action":      {withHandler(action(`"retain_key": "1h"`)), `action pay: retain_key: 1h0m0s is shorter than retain_result, which is 24h0m0s; a result cannot outlive its key`},
 		"max_result":                {withHandler(`"max_result": -1`), `max_result: -1 bytes is negative; it must be positive`},
 		"preset":                    {withHandler(`"preset": "paypal"`), `preset: "paypal" is unknown; use default, stripe, acp or strict`},
-		"settle":                    {withHandler(action(`"settle": "never"`)), `action pay: settle: "never" is unknown; use awaited or async`},
-		"unframed":                  {withHandler(`"unframed": "maybe"`), `unframed: "maybe" is unknown; use doubt or complete`},
 		"grpc":                      {withHandler(`"grpc": "stream"`), `grpc: "stream" is unknown; use unary`},
 		"on_unknown":                {withHandler(`"on_unknown": "ask"`), `on_unknown: "ask" is unknown; use block, probe, resend or retry`},
 		"outcome":                   {withHandler(`"outcomes": [{"outcome": "maybe", "match": {"status_code": [404]}}]`), `outcomes: rule 1: "maybe" is no outcome; use completed, released or in_doubt`},
@@ -67,13 +65,15 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"execution_id's constant":   {withHandler(`"execution_id": [{"placeholder": "id"}]`), `execution_id: source 1: "id" has no placeholder and is the same for every request`},
 		"fingerprint_exclude":       {withHandler(`"fingerprint_exclude": ["time"]`), `fingerprint_exclude: JSON pointer "time" must be empty or begin with '/'`},
 		"fingerprint_exclude of it": {withHandler(`"fingerprint_exclude": [""]`), `fingerprint_exclude: an empty JSON pointer is the whole body; name a member of it`},
+		"compare of the caller":     {withHandler(`"compare": ["x-api-key"]`), `compare: X-Api-Key names the caller, and a caller's calls are compared with his own only; leave it out`},
+		"compare and ignore":        {withHandler(`"compare": ["X-A"], "ignore": ["x-a"]`), `ignore: X-A stands both in ` + "`compare` and in `ignore`" + `; leave it out of one of them`},
 		"exempt of everything":      {withHandler(`"exempt": [{"path": ["/a"]}, {}]`), `exempt: matcher set 2 is empty and would match every call; name a matcher, or leave the set out`},
 		"unknown matcher":           {withHandler(`"consequential": [{"nosuch": {}}]`), `unknown module: http.matchers.nosuch`},
 		"match of nothing":          {withHandler(action(`"match": [{}]`)), `action pay: match: matcher set 1 is empty and would match every call; name a matcher, or leave the set out`},
 		"bad matcher":               {withHandler(action(`"match": [{"path_regexp": {"pattern": "["}}]`)), `action pay: match: `},
 		"action without name":       {withHandler(`"actions": [{}]`), `actions: action 1: an action has no name; give it one`},
 		"action called default":     {withHandler(`"actions": [{"name": "default"}]`), `actions: action 1: "default" is the name of what no action matches; choose another`},
-		"actions of one name":       {withHandler(`"actions": [{"name": "a"}, {"name": "b"}, {"name": "a"}]`), `actions: action 3: two actions are called "a"; give each a name of its own`},
+		"actions of one name":       {withHandler(`"actions": [{"name": "a", "tools": ["a"]}, {"name": "b", "tools": ["b"]}, {"name": "a"}]`), `actions: action 3: two actions are called "a"; give each a name of its own`},
 		"no action":                 {withHandler(`"actions": [null]`), `actions: action 1 is null; leave it out`},
 		"unknown upstream":          {withHandler(`"upstream": [{"handler": "nosuch"}]`), `upstream: `},
 		"probe of a task":           {withHandler(`"protocol": "jsonrpc", ` + probe(`"task": true`)), "on_unknown: tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`"},
@@ -123,7 +123,7 @@ func TestProvisionOpensNothing(t *testing.T) {
 		"an app": withApp(""),
 		"a store of its own": fmt.Sprintf(`{"apps": {"agent_guard": {"store": {"module": "badger", "path": %q}, "key_file": %q}}}`,
 			filepath.Join(home, "store"), filepath.Join(home, "key")),
-		"an error after the app": withHandler(`"settle": "never"`),
+		"an error after the app": withHandler(`"preset": "never"`),
 	} {
 		t.Run(name, func(t *testing.T) {
 			if err := provision(t, config); (err != nil) != strings.Contains(name, "error") {
@@ -162,12 +162,12 @@ func TestDefaults(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			want := `{"name":"default","execution_id":[{"header":"Idempotency-Key"},{"header":"Execution-Id"}],"missing_id":"recognize",` +
-				`"derive_window":60000000000,"recognize_window":600000000000,"credentials":["Authorization","X-Api-Key","Api-Key"],"protocol":"auto","max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
+			want := `{"name":"default","missing_id":"recognize",` +
+				`"derive_window":60000000000,"recognize_window":600000000000,"error_window":60000000000,"protocol":"auto","max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
 				`"deadline_header":"Request-Timeout","unguarded_streams":"pass","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
-				`"resend_for":82800000000000,"keys":"trusted","settle":"awaited","unframed":"doubt",` +
-				`"undo_auth":"config","on_snapshot_error":"refuse","snapshot_timeout":10000000000,"on_lost":"resend","on_changed":"escalate",` +
-				`"checkpoint_ttl":86400000000000,"max_image":1048576}`
+				`"resend_for":82800000000000,"keys":"trusted",` +
+				`"undo_auth":"config","on_snapshot_error":"refuse","on_lost":"resend","on_changed":"escalate",` +
+				`"checkpoint_ttl":86400000000000}`
 			if string(got) != want {
 				t.Errorf("got  %s\nwant %s", got, want)
 			}

@@ -12,13 +12,13 @@ import (
 func TestProvisionRefusesTwoGuardsOfOneName(t *testing.T) {
 	guard := func(options string) string { return `{"handler": "agent_guard"` + options + `}` }
 	nested := func(handler string) string {
-		return `{"handler": "subroute", "routes": [{"handle": [{"handler": "vars", "a": "b"}]}, {"handle": [` + handler + `]}]}`
+		return `{"handler": "subroute", "routes": [{"handle": [{"handler": "vars", "a": "b"}]}, {"handle": [` + handler + `, {"handler": "static_response"}]}]}`
 	}
 	server := func(listen string, handlers ...string) string {
 		var routes []string
 		for i, h := range handlers {
 			host := `{"host": ["` + string(rune('a'+i)) + `.example"]}`
-			routes = append(routes, `{"match": [`+host+`], "handle": [`+h+`]}`)
+			routes = append(routes, `{"match": [`+host+`], "handle": [`+h+`, {"handler": "static_response"}]}`)
 		}
 		return `{"listen": ["` + listen + `"], "automatic_https": {"disable": true}, "routes": [` + strings.Join(routes, ",") + `]}`
 	}
@@ -39,7 +39,7 @@ func TestProvisionRefusesTwoGuardsOfOneName(t *testing.T) {
 			"Write `name default-2`", "`name default shared` in both"}},
 		"the same in one route": {config(server(":8080", guard("")+","+guard(""))), []string{`is called "default" too`}},
 		"one of them shares":    {config(server(":8080", guard(`, "shared": true`), guard(""))), []string{`is called "default" too`}},
-		"other servers":         {config(server(":8080", guard(`, "name": "a", "inherit": true`)), server(":8081", guard(`, "name": "a"`))), []string{`is called "a" too`}},
+		"other servers":         {config(server(":8080", guard(`, "name": "a", "fail_open": true`)), server(":8081", guard(`, "name": "a"`))), []string{`is called "a" too`}},
 		"both share":            {config(server(":8080", guard(`, "shared": true`), guard(`, "shared": true`))), nil},
 		"two names":             {config(server(":8080", guard(""), guard(`, "name": "b"`))), nil},
 		"one site twice":        {config(server(":8080", guard("")), server(":8081", guard(""))), nil},

@@ -112,9 +112,14 @@ func (s *undoSender) tokensAt(ctx context.Context, policy *tokenPolicy, p *Parti
 	if err != nil {
 		return nil, rollback.ReasonForeign
 	}
-	raws, reason, status, err := readPages(ctx, silence, func(ctx context.Context, after string) (api.WorkflowTokens, int, error) {
-		return s.tokensPage(ctx, policy, p, at, workflow, after)
+	said := rollback.ReasonRefused
+	raws, reason, status, err := readPages(ctx, silence, func(ctx context.Context, after string) (page api.WorkflowTokens, status int, err error) {
+		page, status, said, err = s.tokensPage(ctx, policy, p, at, workflow, after)
+		return page, status, err
 	})
+	if reason == rollback.ReasonRefused {
+		reason = said
+	}
 	if reason == rollback.ReasonUnreachable {
 		s.e.logger.Warn("a participant does not say what it has of a workflow", zap.String("participant", p.Identity),
 			zap.String("workflow", workflow), zap.Int("status", status), zap.Error(err))
@@ -161,11 +166,12 @@ func readPages(ctx context.Context, silence time.Duration, read func(ctx context
 	return raws, "", status, err
 }
 
-// tokensPage reads one page. status is 0 without an answer.
-func (s *undoSender) tokensPage(ctx context.Context, policy *tokenPolicy, p *Participant, at *url.URL, workflow, after string) (page api.WorkflowTokens, status int, err error) {
+// tokensPage reads one page. status is 0 without an answer; said is why it is refused, if it is.
+func (s *undoSender) tokensPage(ctx context.Context, policy *tokenPolicy, p *Participant, at *url.URL, workflow, after string) (page api.WorkflowTokens, status int, said rollback.Reason, err error) {
+	said = rollback.ReasonRefused
 	raw, err := policy.Events.ReadRequest(ctx, workflow, p.Identity)
 	if err != nil {
-		return page, 0, err
+		return page, 0, said, err
 	}
 	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: api.WellKnown + "workflows/" + workflow + "/tokens"}
 	if after != "" {
@@ -176,15 +182,15 @@ func (s *undoSender) tokensPage(ctx context.Context, policy *tokenPolicy, p *Par
 	header.Set(ect.FieldName, raw)
 	answer, err := s.whole(ctx, look, func() (*rollback.Answer, error) { return s.send(ctx, look, header) })
 	if err != nil {
-		return page, 0, err
+		return page, 0, said, err
 	}
 	if answer.Status != http.StatusOK {
-		return page, answer.Status, nil
+		return page, answer.Status, rollback.PeerReason(answer), nil
 	}
 	if err := json.Unmarshal(answer.Body, &page); err != nil || answer.Cut {
-		return page, http.StatusNotAcceptable, errors.New("the answer cannot be read")
+		return page, http.StatusNotAcceptable, said, errors.New("the answer cannot be read")
 	}
-	return page, answer.Status, nil
+	return page, answer.Status, said, nil
 }
 
 // shown is a token that a participant shows, with its bytes.
@@ -371,7 +377,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 	case answer.Status == http.StatusUnauthorized, answer.Status == http.StatusForbidden:
 		return &hitl.RefusedHold{Reason: string(rollback.ReasonUnauthorized)}
 	case answer.Status < 500 && answer.Status != http.StatusTooManyRequests:
-		return &hitl.RefusedHold{Reason: string(rollback.ReasonRefused)}
+		return &hitl.RefusedHold{Reason: string(rollback.PeerReason(answer))}
 	}
 	return fmt.Errorf("status %d", answer.Status)
 }
@@ -402,5 +408,5 @@ func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (ide
 	case token.InputHash() != ect.Sum(body):
 		return "", "", &ect.Error{Code: ect.CodeInputHash}
 	}
-	return token.Issuer(), token.Workflow(), nil
+	return token.Issuer(), token.Workflow(), policy.Bind(r.Context(), tokens.Own, api.UseAt("hold", "", body))
 }

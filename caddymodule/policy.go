@@ -75,19 +75,10 @@ type Policy struct {
 	// recognize` asks for, and its key names that execution from then on. Default: `trusted`.
 	Keys string `json:"keys,omitempty"`
 
-	// `awaited` sends the end of the answer after the outcome is on disk, so that whoever saw the
-	// end can rely on the record. `async` sends it at once; after a crash the call may be in doubt
-	// although its caller saw the answer. Default: `awaited`.
-	Settle string `json:"settle,omitempty"`
-
 	// The system that the calls change, as their checkpoints name it (`cascade.target`);
 	// placeholders are filled. It stands in signed tokens that others read, so it must not contain
 	// secrets. Default: the guard's name.
 	Target string `json:"target,omitempty"`
-
-	// How an answer is read that ends with its connection, without a length, so that a truncated
-	// one cannot be recognised: `doubt` or `complete`. Default: `doubt`.
-	Unframed string `json:"unframed,omitempty"`
 
 	// `unary` guards calls of the content type application/grpc*, which otherwise pass unguarded,
 	// and reads grpc-status instead of the HTTP status: 16, 7 and 8 are released; 14, 4, 2, 13 and
@@ -231,6 +222,17 @@ func (a *Action) checkConsequential() error {
 	return nil
 }
 
+// checkReached refuses an action that no call can belong to, since one of those before it takes every call.
+func (a *Action) checkReached(before []*Action) error {
+	for _, b := range before {
+		if b != nil && len(b.MatcherSetsRaw)+len(b.matchers)+len(b.Tools)+len(b.Arguments) == 0 {
+			return fmt.Errorf("no call belongs to it: the action %s before it has no `match` and takes every call; put %s last, or give it a `match`",
+				b.Name, b.Name)
+		}
+	}
+	return nil
+}
+
 // severities are those of the drafts (ATD and AERR, "Error ECT").
 var severities = []string{"info", "warning", "error", workflow.Critical}
 
@@ -333,12 +335,6 @@ const (
 	keysTrusted  = "trusted"
 	keysAdvisory = "advisory"
 
-	settleAwaited = "awaited"
-	settleAsync   = "async"
-
-	unframedDoubt    = "doubt"
-	unframedComplete = "complete"
-
 	grpcUnary = "unary"
 
 	doubtProblem    = "problem"
@@ -363,8 +359,6 @@ var defaults = Policy{
 	Preset:       execution.PresetDefault,
 	ResendFor:    caddy.Duration(23 * time.Hour), // Stripe keeps keys for a day at least
 	Keys:         keysTrusted,
-	Settle:       settleAwaited,
-	Unframed:     unframedDoubt,
 	Terms:        Defaults,
 }
 
@@ -383,8 +377,6 @@ func (p *Policy) inherit(base *Policy) {
 	}
 	inherit(&p.ResendFor, base.ResendFor)
 	inherit(&p.Keys, base.Keys)
-	inherit(&p.Settle, base.Settle)
-	inherit(&p.Unframed, base.Unframed)
 	inherit(&p.GRPC, base.GRPC)
 	inherit(&p.InDoubtAs, base.InDoubtAs)
 	inherit(&p.OnLeave, base.OnLeave)
@@ -396,11 +388,9 @@ func (p *Policy) inherit(base *Policy) {
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
 	inherit(&p.OnSnapshotError, base.OnSnapshotError)
-	inherit(&p.SnapshotTimeout, base.SnapshotTimeout)
 	inherit(&p.OnLost, base.OnLost)
 	inherit(&p.OnChanged, base.OnChanged)
 	inherit(&p.CheckpointTTL, base.CheckpointTTL)
-	inherit(&p.MaxImage, base.MaxImage)
 }
 
 func inherit[T comparable](v *T, base T) {
@@ -450,8 +440,6 @@ func (p *Policy) validate() error {
 		{"preset", string(p.Preset), presets()},
 		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry}},
 		{"keys", p.Keys, []string{keysTrusted, keysAdvisory}},
-		{"settle", p.Settle, []string{settleAwaited, settleAsync}},
-		{"unframed", p.Unframed, []string{unframedDoubt, unframedComplete}},
 		{"in_doubt_as", p.InDoubtAs, []string{doubtProblem, doubtToolResult}},
 		{"on_leave", p.OnLeave, []string{leaveContinue, leaveCancel}},
 		{"grpc", p.GRPC, []string{grpcUnary}},
@@ -562,6 +550,38 @@ func checkFields(names []string) error {
 	for _, name := range names {
 		if !httpguts.ValidHeaderFieldName(name) {
 			return fmt.Errorf("%q is no name of a header field", name)
+		}
+	}
+	return nil
+}
+
+// checkCompared checks the fields of `compare` or `ignore`; others are those of the other one.
+func checkCompared(names, others []string, fields *fingerprint.Table) error {
+	if err := checkFields(names); err != nil {
+		return err
+	}
+	for _, name := range names {
+		field := http.CanonicalHeaderKey(name)
+		switch fields.Class(field) {
+		case fingerprint.Credential:
+			return fmt.Errorf("%s names the caller, and a caller's calls are compared with his own only; leave it out, or write `credentials -%s` too", field, field)
+		case fingerprint.Tenant:
+			return fmt.Errorf("%s names who the call is for, and is part of its key; leave it out, or write `tenant -%s` too", field, field)
+		case fingerprint.Elsewhere:
+			return fmt.Errorf("%s is always read, though not compared by its value; leave it out", field)
+		}
+		if slices.ContainsFunc(others, func(other string) bool { return strings.EqualFold(other, name) }) {
+			return fmt.Errorf("%s stands both in `compare` and in `ignore`; leave it out of one of them", field)
+		}
+	}
+	return nil
+}
+
+// checkChanged checks fields that may have a "-" in front.
+func checkChanged(names []string) error {
+	for _, name := range names {
+		if err := checkFields([]string{strings.TrimPrefix(name, "-")}); err != nil {
+			return err
 		}
 	}
 	return nil

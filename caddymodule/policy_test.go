@@ -19,13 +19,13 @@ func TestInherit(t *testing.T) {
 	}
 	handler := Policy{
 		Deadline: 1, RetainResult: 2, RetainKey: 3, MaxResult: 4, Preset: execution.PresetStripe, OnUnknown: onUnknownProbe, ResendFor: 8, Probe: probe,
-		Keys: keysAdvisory, Settle: settleAsync, Unframed: unframedComplete, GRPC: grpcUnary, InDoubtAs: doubtToolResult, OnLeave: leaveCancel, Outcomes: []OutcomeRule{rule(404)},
-		Terms: Terms{UndoAuth: "recorded", OnSnapshotError: "irreversible", SnapshotTimeout: 5, OnLost: "escalate", OnChanged: "overwrite", CheckpointTTL: 6, MaxImage: 7},
+		Keys: keysAdvisory, GRPC: grpcUnary, InDoubtAs: doubtToolResult, OnLeave: leaveCancel, Outcomes: []OutcomeRule{rule(404)},
+		Terms: Terms{UndoAuth: "recorded", OnSnapshotError: "irreversible", OnLost: "escalate", OnChanged: "overwrite", CheckpointTTL: 6},
 	}
 	own := Policy{
 		Deadline: 10, RetainResult: 20, RetainKey: 30, MaxResult: 40, Preset: execution.PresetACP, OnUnknown: onUnknownProbe, ResendFor: 80, Probe: other,
-		Keys: keysTrusted, Settle: settleAwaited, Unframed: unframedDoubt, GRPC: "", Outcomes: []OutcomeRule{rule(409)},
-		Terms: Terms{UndoAuth: "config", OnSnapshotError: "refuse", SnapshotTimeout: 50, OnLost: "resend", OnChanged: "escalate", CheckpointTTL: 60, MaxImage: 70},
+		Keys: keysTrusted, GRPC: "", Outcomes: []OutcomeRule{rule(409)},
+		Terms: Terms{UndoAuth: "config", OnSnapshotError: "refuse", OnLost: "resend", OnChanged: "escalate", CheckpointTTL: 60},
 	}
 	both := own
 	both.InDoubtAs, both.OnLeave = doubtToolResult, leaveCancel
@@ -39,7 +39,7 @@ func TestInherit(t *testing.T) {
 	}{
 		{"nothing said", Policy{}, Policy{}, Policy{
 			Deadline: caddy.Duration(5 * time.Minute), RetainResult: caddy.Duration(24 * time.Hour), RetainKey: caddy.Duration(720 * time.Hour),
-			MaxResult: 8 << 20, Preset: execution.PresetDefault, ResendFor: caddy.Duration(23 * time.Hour), Keys: keysTrusted, Settle: settleAwaited, Unframed: unframedDoubt, Terms: Defaults,
+			MaxResult: 8 << 20, Preset: execution.PresetDefault, ResendFor: caddy.Duration(23 * time.Hour), Keys: keysTrusted, Terms: Defaults,
 		}},
 		{"the handler's", Policy{}, handler, handler},
 		{"the action's", own, handler, both},

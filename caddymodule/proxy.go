@@ -81,6 +81,10 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	route := caddyhttp.Route{HandlersRaw: []json.RawMessage{
 		caddyconfig.JSONModuleObject(guard, "handler", "agent_guard", nil), proxyRaw,
 	}}
+	if h.IsNamedRoute() { // Caddy keeps only the first handler of a named route's only directive
+		both := caddyhttp.Subroute{Routes: caddyhttp.RouteList{route}}
+		route.HandlersRaw = []json.RawMessage{caddyconfig.JSONModuleObject(both, "handler", "subroute", nil)}
+	}
 	if matchers != nil {
 		route.MatcherSetsRaw = []caddy.ModuleMap{matchers}
 	}

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -21,10 +22,10 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/requestbody"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
@@ -358,6 +359,9 @@ func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error
 	if checked {
 		return nil
 	}
+	server.RegisterConnContext(func(ctx context.Context, conn net.Conn) context.Context { // once for all of its guards
+		return context.WithValue(ctx, connKey{}, conn)
+	})
 	place := "apps/http/servers/?"
 	if loaded, err := ctx.App("http"); err == nil {
 		place = "apps/http/servers/" + serverName(loaded.(*caddyhttp.App), server)
@@ -428,8 +432,14 @@ func answeredIn(route *caddyhttp.Route, at, by string) (string, error) {
 	return by, nil
 }
 
-// handlersOf returns the handlers of a route that this file knows. Those not loaded yet are
-// decoded, not provisioned.
+// unloaded is a handler that is not loaded yet and of which only the name matters.
+type unloaded struct {
+	caddyhttp.MiddlewareHandler
+	name string // module name below http.handlers
+}
+
+// handlersOf returns the handlers of a route. Those not loaded yet are decoded, not
+// provisioned: the kinds that this file reads, and unloaded for the others.
 func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 	if route.HandlersRaw == nil {
 		return route.Handlers
@@ -450,6 +460,8 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 			handler = new(headers.Handler)
 		case "request_body":
 			handler = new(requestbody.RequestBody)
+		case "rewrite":
+			handler = new(rewrite.Rewrite)
 		case "invoke":
 			handler = new(caddyhttp.Invoke)
 		case "agent_guard":
@@ -465,6 +477,7 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 		case "file_server":
 			handler = new(fileserver.FileServer)
 		default:
+			all = append(all, unloaded{name: of.Handler})
 			continue
 		}
 		if json.Unmarshal(raw, handler) != nil {
@@ -472,7 +485,9 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 		}
 		if h, ok := handler.(*Handler); ok {
 			h.setDefaults()
-			h.credentials = guard.Canonical(h.Credentials)
+			if h.classify() != nil {
+				continue // loading reports the error
+			}
 		}
 		all = append(all, handler)
 	}
@@ -661,10 +676,13 @@ func (p *places) check(ctx context.Context, checkpoints *checkpoint.Store, a *Ap
 			return countErr
 		}
 		if count > 0 {
+			fields := []zap.Field{zap.Int("checkpoints", count), zap.String("guard", spec.Guard),
+				zap.Strings("upstreams", spec.Reach.Addresses), zap.Error(err)}
+			if !last.IsZero() { // checkpoints may be kept without an end
+				fields = append(fields, zap.Time("until", last))
+			}
 			a.logger.Warn("nothing in this configuration leads to the upstream of calls that can still be undone; "+
-				"rollbacks of them will escalate with no-upstream until a configuration leads there again",
-				zap.Int("checkpoints", count), zap.String("guard", spec.Guard), zap.Strings("upstreams", spec.Reach.Addresses),
-				zap.Time("until", last), zap.Error(err))
+				"rollbacks of them will escalate with no-upstream until a configuration leads there again", fields...)
 		}
 	}
 	return nil

@@ -56,6 +56,10 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
+		Whole: func() bool {
+			a := e.activeConfigs.latest()
+			return a == nil || a.rollbackOptions().Partial == partialNever
+		},
 		PrepareTimeout: func() time.Duration {
 			if a := e.activeConfigs.latest(); a != nil {
 				return time.Duration(a.rollbackOptions().PrepareTimeout)
@@ -140,9 +144,9 @@ type Rollback struct {
 	// others are left to people. It needs `trust`. Default: none.
 	Participants []Participant `json:"participants,omitempty"`
 
-	// What is done where a part cannot be undone. With `allow`, the rest is undone, unless what
-	// cannot be undone is critical; with `never`, nothing is. Then a person is asked whether the rest
-	// is undone all the same. Default: `allow`.
+	// What is done where a part cannot be undone. With `never`, nothing is, and a person is asked whether
+	// the rest is undone all the same; with `allow`, the rest is undone, unless what cannot be undone is
+	// critical. It also counts for rollbacks because of an error (`on_error`). Default: `never`.
 	Partial string `json:"partial,omitempty"`
 
 	// How many new rollbacks one issuer may ask for per minute, and how many may be asked for per
@@ -212,7 +216,7 @@ const defaultRollbackRetain = 30 * 24 * time.Hour
 // provision checks the options and sets defaults. The zero value is valid.
 func (o *Rollback) provision() error {
 	inherit(&o.Lineage, string(rollback.Ancestor))
-	inherit(&o.Partial, partialAllow)
+	inherit(&o.Partial, partialNever)
 	inherit(&o.Rate, api.DefaultRate)
 	inherit(&o.Wait, caddy.Duration(api.DefaultWait))
 	inherit(&o.PrepareTimeout, caddy.Duration(rollback.DefaultPrepareTimeout))
@@ -257,7 +261,7 @@ const (
 	partialNever = "never"
 )
 
-var partials = []string{partialAllow, partialNever}
+var partials = []string{partialNever, partialAllow}
 
 var lineages = []string{string(rollback.Ancestor), string(rollback.Workflow)}
 
@@ -283,7 +287,7 @@ const longestReservation = 10 * time.Minute
 //		lineage         ancestor | workflow
 //		coordinators    <issuers...>
 //		participants    <uri> <identity>
-//		partial         allow | never
+//		partial         never | allow
 //		rate            <number>
 //		wait            <duration>
 //		prepare_timeout <duration>
@@ -334,7 +338,7 @@ func rollbackOptions() options[*Rollback] {
 			o.Participants = append(o.Participants, p)
 			return nil
 		}},
-		"partial": {usage: "partial allow | never", parse: func(d dispenser, o *Rollback) error {
+		"partial": {usage: "partial never | allow", parse: func(d dispenser, o *Rollback) error {
 			return parseChoice(d, &o.Partial, partials...)
 		}},
 		"rate": {usage: "rate <number>", parse: func(d dispenser, o *Rollback) error { return parseCount(d, &o.Rate) }},
@@ -410,20 +414,20 @@ type rollbackTokens struct {
 	keep   time.Duration // how long a rollback is kept
 }
 
-// Recorded implements api.Tokens. Requests that change nothing do not record the use of
-// their tokens, and upstreams see these tokens: such a token cannot request a rollback.
+// Recorded implements api.Tokens. A token that stands in the ledger for something else, such as a
+// parent that came along with a call, cannot request a rollback.
 func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
-	status, err := t.policy.Evidence.UseStatus(ctx, token, use)
+	status, err := t.policy.Evidence.ActStatus(ctx, token, use)
 	if err == nil && status == evidence.Unused && t.policy.Evidence.Taken(token, use, time.Now()) == evidence.Other {
 		status = evidence.Other
 	}
 	return status, err
 }
 
-func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
+func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect.Token, use evidence.Use) error {
 	ctx, cancel := context.WithTimeout(ctx, guard.ProofTime)
 	defer cancel()
-	err := t.policy.Evidence.RecordTokens(ctx, all, nil, evidence.Use{})
+	err := t.policy.Evidence.RecordTokens(ctx, all, []*ect.Token{token}, use)
 	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
 		return err
 	}
@@ -435,34 +439,29 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token) error {
 	return guard.LedgerFailed(err)
 }
 
-// Bound implements api.Tokens. It is kept as long as the rollback, so that the same token
+// Acted implements api.Tokens. It is kept as long as the rollback, so that the same token
 // finds it and cannot request another.
-func (t *rollbackTokens) Bound(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
+func (t *rollbackTokens) Acted(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
 	now, err := t.e.store.Now(ctx)
-	return t.policy.Evidence.UseWrite(token, use, now.Add(t.keep)), err
+	if err != nil {
+		return store.Write{}, err
+	}
+	return t.policy.Evidence.ActedWrite(ctx, token, use, now.Add(t.keep))
 }
 
-func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidence.Use) error {
-	for {
-		status, err := t.policy.Evidence.UseStatus(ctx, token, use)
-		switch {
-		case err != nil || status == evidence.Same:
-			return err
-		case status == evidence.Other:
-			return &ect.Error{Code: ect.CodeReplayed}
-		}
-		bound, err := t.Bound(ctx, token, use)
-		if err != nil {
-			return err
-		}
-		_, err = t.e.store.Commit(ctx, bound)
-		if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
-			return err
-		}
-		if err := store.AwaitGroup(ctx); err != nil {
-			return err
-		}
+func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidence.Use, acted bool) error {
+	err := t.policy.Evidence.Spend(ctx, []*ect.Token{token}, use)
+	if err != nil || !acted {
+		return err
 	}
+	if status, err := t.policy.Evidence.UseStatus(ctx, token, use); err != nil || status == evidence.Acted {
+		return err
+	}
+	w, err := t.Acted(ctx, token, use)
+	if err == nil {
+		_, err = t.e.store.Commit(ctx, w)
+	}
+	return err
 }
 
 // recorded returns the entry under an id; found is false if there is none, or if its

@@ -208,10 +208,13 @@ func (b *BadgerStore) checkPath() error {
 	return nil
 }
 
-// checkDirectory returns why a directory at path cannot be created or written.
+// checkDirectory returns why a store cannot be created or opened in the directory path.
 func checkDirectory(path string) error {
 	for dir := path; ; dir = filepath.Dir(dir) {
 		info, err := os.Stat(dir)
+		if _, link := os.Readlink(dir); link == nil && errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("%s is a link to a directory that does not exist; make that directory, or name another one", dir)
+		}
 		if (errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR)) && dir != filepath.Dir(dir) {
 			continue
 		}
@@ -219,7 +222,10 @@ func checkDirectory(path string) error {
 		case err == nil && !info.IsDir():
 			err = fmt.Errorf("%s is not a directory; name a path that is one, or at which one can be made", dir)
 		case err == nil:
-			if err = mayWriteIn(dir); err == nil {
+			if err = mayWriteIn(dir); err == nil && dir == path {
+				return badger.CheckDir(path)
+			}
+			if err == nil {
 				return nil
 			}
 			err = fmt.Errorf("this process may not write in %s (%w); give the user that runs Caddy the right to, or name another directory", dir, err)

@@ -21,7 +21,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -52,30 +51,12 @@ type Trust struct {
 	// probes are not recorded. `L3` cannot be combined with `allow_partial`. Default: `L2`.
 	MinLevel string `json:"min_level,omitempty"`
 
-	// The largest difference between clocks. Default: 30s.
-	Skew caddy.Duration `json:"skew,omitempty"`
-
-	// The largest age of a token when it is presented. Default: 15m.
-	MaxAge caddy.Duration `json:"max_age,omitempty"`
-
-	// The longest time between `iat` and `exp`. Default: any.
-	MaxLife caddy.Duration `json:"max_life,omitempty"`
-
-	// The most parents that a token may have, at most 100. Default: 100.
-	MaxParents int `json:"max_parents,omitempty"`
-
-	// The most ancestors that a token may have. Default: 10000.
-	MaxAncestors int `json:"max_ancestors,omitempty"`
-
 	// Accepts tokens with parents that the ledger does not hold, such as those of
 	// another domain. Default: false.
 	AllowPartial bool `json:"allow_partial,omitempty"`
 
 	// Accepts parents from another workflow. Default: false.
 	CrossWorkflow bool `json:"cross_workflow,omitempty"`
-
-	// Reads a token without `par` as one that has no parents. Default: false.
-	LenientParents bool `json:"lenient_parents,omitempty"`
 
 	sources []ect.Source
 	origin  origin // of a Caddyfile's options, the last of each
@@ -128,13 +109,10 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 	return err
 }
 
-// checkFor finds contradictions to the ledger and to own, the gateway's signing algorithm.
+// checkFor finds contradictions to own, the gateway's signing algorithm.
 func (t *Trust) checkFor(own string) error {
 	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
 		return &invalid{[]string{"algorithms"}, fmt.Errorf("%s is missing, with which the gateway itself signs: its tokens come back as parents", own)}
-	}
-	if t.MaxParents > ledger.MaxParents {
-		return &invalid{[]string{"max_parents"}, fmt.Errorf("%d; the ledger takes tokens with at most %d", t.MaxParents, ledger.MaxParents)}
 	}
 	return nil
 }
@@ -205,7 +183,7 @@ func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
 		return nil, err
 	}
 	if source.Set().Len() == 0 {
-		return nil, fmt.Errorf("keys in %s: the set is empty; put the public key of an agent into it, as `caddy agent-guard ect keygen --public` does", path)
+		return nil, fmt.Errorf("keys in %s: the set is empty; put the public key of an agent into it", path)
 	}
 	warnSkipped(logger, place, source.Set())
 	return source, nil
@@ -223,9 +201,7 @@ func warnSkipped(logger *zap.Logger, place string, set *ect.Set) {
 func (t *Trust) verifier(identity string, former, own []string, sources ...ect.Source) (*ect.Verifier, error) {
 	policy := ect.Policy{
 		Audience: append([]string{identity}, t.Audience...), Former: former, Sources: sources,
-		Skew: time.Duration(t.Skew), MaxAge: time.Duration(t.MaxAge), MaxLife: time.Duration(t.MaxLife),
-		MaxParents: t.MaxParents, MaxAncestors: t.MaxAncestors,
-		AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow, LenientParents: t.LenientParents,
+		AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow,
 	}
 	for _, name := range t.algorithms(own) {
 		algorithm, err := ect.ParseAlgorithm(name)
@@ -268,14 +244,8 @@ func (t *Trust) minLevel() ect.Level {
 //		audience      <names...>
 //		algorithms    <ES256 | ES384 | EdDSA>...
 //		min_level     L1 | L2 | L3
-//		skew          <duration>
-//		max_age       <duration>
-//		max_life      <duration>
-//		max_parents   <number>
-//		max_ancestors <number>
 //		allow_partial
 //		cross_workflow
-//		lenient_parents
 //	}
 //
 // Several lines add to each other.
@@ -336,16 +306,6 @@ func trustOptions() options[*App] {
 			return a.parseKeySource(d, kind, d.Token())
 		}}
 	}
-	duration := func(name string, into func(*Trust) *caddy.Duration) option[*Trust] {
-		return option[*Trust]{usage: name + " <duration>", parse: func(d dispenser, t *Trust) error {
-			return parseDuration(d, into(t))
-		}}
-	}
-	count := func(name string, into func(*Trust) *int) option[*Trust] {
-		return option[*Trust]{usage: name + " <number>", parse: func(d dispenser, t *Trust) error {
-			return parseCount(d, into(t))
-		}}
-	}
 	flag := func(name string, into func(*Trust) *bool) option[*Trust] {
 		return option[*Trust]{usage: name, parse: func(_ dispenser, t *Trust) error {
 			*into(t) = true
@@ -373,14 +333,8 @@ func trustOptions() options[*App] {
 		"min_level": {usage: "min_level L1 | L2 | L3", parse: func(d dispenser, t *Trust) error {
 			return parseChoice(d, &t.MinLevel, levelNames...)
 		}},
-		"skew":            duration("skew", func(t *Trust) *caddy.Duration { return &t.Skew }),
-		"max_age":         duration("max_age", func(t *Trust) *caddy.Duration { return &t.MaxAge }),
-		"max_life":        duration("max_life", func(t *Trust) *caddy.Duration { return &t.MaxLife }),
-		"max_parents":     count("max_parents", func(t *Trust) *int { return &t.MaxParents }),
-		"max_ancestors":   count("max_ancestors", func(t *Trust) *int { return &t.MaxAncestors }),
-		"allow_partial":   flag("allow_partial", func(t *Trust) *bool { return &t.AllowPartial }),
-		"cross_workflow":  flag("cross_workflow", func(t *Trust) *bool { return &t.CrossWorkflow }),
-		"lenient_parents": flag("lenient_parents", func(t *Trust) *bool { return &t.LenientParents }),
+		"allow_partial":  flag("allow_partial", func(t *Trust) *bool { return &t.AllowPartial }),
+		"cross_workflow": flag("cross_workflow", func(t *Trust) *bool { return &t.CrossWorkflow }),
 	}))
 }
 
@@ -456,6 +410,9 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 	return api.NewLedger(api.LedgerOptions{
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKeyOf, Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
+		Bind: func(ctx context.Context, token *ect.Token, use evidence.Use) error {
+			return t.Bind(ctx, []*ect.Token{token}, use)
+		},
 		Refused:  t.RefusedErrors,
 		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits, Followers: &e.followers, Assigned: e.plans,
 		OpenSince: t.Evidence.OpenSince, Complete: func(ctx context.Context, end *api.End, stated *ect.Token) (string, error) {
@@ -504,6 +461,9 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	if err := t.Evidence.Log().Admit(admitted); err != nil {
 		return err
 	}
+	if t.shown(tokens) {
+		return &ect.Error{Code: ect.CodeReplayed}
+	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
 		return err
@@ -543,6 +503,11 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 		e.logger.Info("agents have reported errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
 	}
 	return err
+}
+
+// shown reports whether one of the tokens was presented with a request that only memory remembers.
+func (t *tokenPolicy) shown(tokens []*ect.Token) bool {
+	return slices.ContainsFunc(tokens, func(token *ect.Token) bool { return t.Evidence.Taken(token, errorUse, time.Now()) == evidence.Other })
 }
 
 // changeEnds notes in the commit of agents' errors that the workflows that have ended may have other ends now.

@@ -64,18 +64,6 @@ func TestPlansAtLoad(t *testing.T) {
 	}
 }
 
-// A token with more parents than the ledger takes could be verified and never recorded:
-// each of its calls would get 503.
-func TestMaxParentsIsWhatTheLedgerTakes(t *testing.T) {
-	for most, ok := range map[int]bool{100: true, 101: false} {
-		trust := Trust{Keys: []KeySource{{URL: "http://localhost:1/jwks"}}, MaxParents: most}
-		err := trust.provision("ES256", zap.NewNop())
-		if (err == nil) != ok || err != nil && !strings.Contains(err.Error(), "max_parents") {
-			t.Errorf("max_parents %d: %v", most, err)
-		}
-	}
-}
-
 // Level L1 takes what anybody can have written: whoever configures that is told.
 func TestLevel1Warns(t *testing.T) {
 	for level, warnings := range map[string]int{"L1": 1, "l1": 1, "": 0, "L2": 0} {

@@ -90,7 +90,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 	if err != nil {
 		return nil, unsent(rollback.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
-	if !proxy.Safe(o.Method) {
+	if !guard.SafeMethod(o.Method) {
 		over, err := s.e.forCalls.Writes.WriteUndo(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()), o.Execution, o.Window)
 		if err != nil {
 			return nil, err
@@ -109,7 +109,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 	case err != nil:
 	case answer.replaced:
 		err = errReplaced
-	case answer.unframed && (o.Spec == nil || !o.Spec.Unframed):
+	case answer.unframed:
 		err = answer.maybeCut(o.Method)
 	}
 	return answer.ofUndo(err)
@@ -134,13 +134,13 @@ func undoHeader(o *rollback.Outgoing, configured http.Header) http.Header {
 		}
 	}
 	// The current state must not come from a cache.
-	if !proxy.Safe(o.Method) && header.Get("Idempotency-Key") == "" {
+	if !guard.SafeMethod(o.Method) && header.Get("Idempotency-Key") == "" {
 		header.Set("Idempotency-Key", o.Rollback+":"+o.Checkpoint)
 	}
 	if o.Workflow != "" {
 		header.Set(guard.HeaderWorkflowID, o.Workflow)
 	}
-	if !proxy.Safe(o.Method) {
+	if !guard.SafeMethod(o.Method) {
 		header.Set(guard.HeaderRollback, "urn:uuid:"+o.Rollback) // its failure rolls nothing back
 	}
 	if header.Get("User-Agent") == "" {
@@ -184,7 +184,7 @@ func (a *internalAnswer) ofUndo(err error) (*rollback.Answer, error) {
 // the request changed something, the status suffices and the body is marked. A read of the
 // current state must not use an incomplete body.
 func (a *internalAnswer) maybeCut(method string) error {
-	if proxy.Safe(method) {
+	if guard.SafeMethod(method) {
 		return errCutShort
 	}
 	a.cut = true
@@ -221,7 +221,7 @@ func (s *undoSender) whole(ctx context.Context, o *rollback.Outgoing, send func(
 	if err != nil {
 		return nil, unsent(rollback.ReasonNoUpstream, err)
 	}
-	op := breaker.Op{Safe: proxy.Safe(o.Method)}
+	op := breaker.Op{Safe: guard.SafeMethod(o.Method)}
 	if deadline, ok := ctx.Deadline(); ok {
 		op.Patience = max(time.Until(deadline), 1)
 	}
@@ -295,15 +295,17 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 	if o.Participant != nil {
 		return s.participant(ctx, policy, target, o)
 	}
-	raw, err := policy.Events.Request(ctx, &evidence.Request{
+	asking := evidence.Request{
 		Rollback: o.Rollback, Checkpoint: o.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow),
-		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason,
-	})
-	if err != nil {
-		return nil, unsent("", err)
+		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason, Phase: string(rollback.PhaseExecute),
 	}
-	header := undoHeader(o, nil)
-	header.Set(ect.FieldName, raw)
+	if o.Method == http.MethodGet || o.Spec != nil && o.URL != o.Spec.Delegate {
+		asking.Phase = evidence.PhaseStatus
+	}
+	header, err := s.askingHeader(ctx, policy, o, &asking)
+	if err != nil {
+		return nil, err
+	}
 	return s.send(ctx, o, header)
 }
 
@@ -324,7 +326,11 @@ func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, targe
 		}
 	}
 	asking.Phase = string(p.Phase)
-	header, err := s.askingHeader(ctx, policy, o, &asking)
+	one := asking
+	if o.Method == http.MethodGet {
+		one.Phase = evidence.PhaseStatus
+	}
+	header, err := s.askingHeader(ctx, policy, o, &one)
 	if err != nil {
 		return nil, err
 	}
@@ -332,14 +338,40 @@ func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, targe
 	if err != nil {
 		return nil, err
 	}
-	if answer.Proven, err = provenResult(ctx, policy, answer.Header.Values(ect.FieldName), &asking); err != nil {
+	chain, err := provenResult(ctx, policy, answer.Header.Values(ect.FieldName), &asking)
+	if err == nil && len(chain) > 0 {
+		answer.Proven = true
+		answer.Completion, err = recordResult(ctx, policy, chain)
+	}
+	if err != nil {
 		return nil, &rollback.SendError{Err: fmt.Errorf("undo: the result of the agent cannot be verified now: %w", err)}
 	}
 	return answer, nil
 }
 
+// recordResult records what a participant has signed, with the nodes that it follows from, and returns its
+// id: by that a third party can prove who has said that the checkpoint is undone. It is empty where the
+// ledger has something else under one of the ids.
+func recordResult(ctx context.Context, policy *tokenPolicy, chain []*ect.Token) (string, error) {
+	last := chain[len(chain)-1]
+	known, err := policy.Evidence.Known(ctx, last.Workflow(), []string{last.NodeID()}) // signed anew for a retry
+	if err != nil || len(known) > 0 {
+		return last.NodeID(), err
+	}
+	err = policy.Evidence.RecordTokens(ctx, chain, nil, evidence.Use{})
+	if errors.As(err, new(*ect.Error)) {
+		return "", nil
+	}
+	return last.NodeID(), err
+}
+
+// askingHeader makes the header of a request to an agent, with a token for that phase and body only.
 func (s *undoSender) askingHeader(ctx context.Context, policy *tokenPolicy, o *rollback.Outgoing, asking *evidence.Request) (http.Header, error) {
-	raw, err := policy.Events.Request(ctx, asking)
+	issue := policy.Events.Ask
+	if asking.Input = ect.Sum(o.Body); asking.Phase == string(rollback.PhaseExecute) {
+		issue = policy.Events.Request
+	}
+	raw, err := issue(ctx, asking)
 	if err != nil {
 		return nil, unsent("", err)
 	}
@@ -362,7 +394,7 @@ func (e *engine) participantAt(issuer, rollbackURI string) (string, error) {
 // examine reads the participant's checkpoint and verifies it. Of its errors nothing was sent that
 // changes anything.
 func (s *undoSender) examine(ctx context.Context, policy *tokenPolicy, target *url.URL, o *rollback.Outgoing, asking evidence.Request) error {
-	asking.Phase = "look"
+	asking.Phase = evidence.PhaseCheckpoint
 	at := url.URL{Scheme: target.Scheme, Host: target.Host, Path: api.WellKnown + "checkpoints/" + asking.Checkpoint}
 	look := &rollback.Outgoing{Method: http.MethodGet, URL: at.String(), Workflow: o.Workflow, Rollback: o.Rollback}
 	header, err := s.askingHeader(ctx, policy, look, &asking)
@@ -421,17 +453,17 @@ func checkParticipant(token *ect.Token, target *url.URL, p *rollback.Participant
 	return nil
 }
 
-// provenResult reports whether the first token of an answer is the participant's own word about what it
+// provenResult returns the first token of an answer, last, if that is the participant's own word about what it
 // was asked for, for this gateway, and follows from the request: its parents name that, or nodes of the
-// participant's that come along and follow from it. An error says nothing: it is asked again.
-func provenResult(ctx context.Context, policy *tokenPolicy, lines []string, asked *evidence.Request) (bool, error) {
+// participant's that come along and follow from it, which are returned too. An error says nothing: it is asked again.
+func provenResult(ctx context.Context, policy *tokenPolicy, lines []string, asked *evidence.Request) ([]*ect.Token, error) {
 	raws, err := ect.ParseFields(lines)
 	if err != nil || len(raws) == 0 {
-		return false, nil
+		return nil, nil
 	}
 	result, err := ofParticipant(ctx, policy, raws[0], asked)
 	if result == nil || err != nil {
-		return false, err
+		return nil, err
 	}
 	said := func(m ect.Member) string {
 		text, _ := result.Ext().Text(m)
@@ -439,27 +471,33 @@ func provenResult(ctx context.Context, policy *tokenPolicy, lines []string, aske
 	}
 	if id, err := api.ParseID(said(ect.MemberRollbackID)); err != nil || id != asked.Rollback || result.Event() != ect.EventRollbackComplete ||
 		evidence.Canonical(said(ect.MemberCheckpointID)) != evidence.Canonical(asked.Checkpoint) {
-		return false, nil
+		return nil, nil
 	}
-	parents := map[string][]string{} // of the nodes that come along
+	nodes := map[string]*ect.Token{} // that come along
 	for _, raw := range raws[1:] {
 		node, err := ofParticipant(ctx, policy, raw, asked)
 		if err != nil {
-			return false, err
+			return nil, err
 		}
 		if node != nil {
-			parents[evidence.Canonical(node.ID())] = node.Parents()
+			nodes[evidence.Canonical(node.ID())] = node
 		}
 	}
+	chain := []*ect.Token{result}
 	for todo := result.Parents(); len(todo) > 0; {
 		id := evidence.Canonical(todo[0])
 		if is, err := policy.Events.Asked(ctx, asked, id); is || err != nil {
-			return is, err
+			slices.Reverse(chain) // parents first
+			return chain, err
 		}
-		todo = append(todo[1:len(todo):len(todo)], parents[id]...)
-		delete(parents, id)
+		todo = todo[1:len(todo):len(todo)]
+		if node := nodes[id]; node != nil {
+			delete(nodes, id)
+			chain = append(chain, node)
+			todo = append(todo, node.Parents()...)
+		}
 	}
-	return false, nil
+	return nil, nil
 }
 
 // ofParticipant verifies a token of an answer; nil is one that is not the participant's, of the workflow.

@@ -17,6 +17,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
@@ -33,9 +34,6 @@ type Terms struct {
 	// and its checkpoint says that it cannot be undone). Default: `refuse`.
 	OnSnapshotError string `json:"on_snapshot_error,omitempty"`
 
-	// How long to wait for the state before the call, and for the state after it. Default: 10s.
-	SnapshotTimeout caddy.Duration `json:"snapshot_timeout,omitempty"`
-
 	// What happens if the answer to an undo is lost and no `status` can be asked: `resend` sends
 	// the undo again under the same Idempotency-Key, `escalate` leaves it to a person. Default:
 	// `resend`.
@@ -47,10 +45,6 @@ type Terms struct {
 
 	// How long a call can be undone, from 1s to 366d in whole seconds. Default: 24h.
 	CheckpointTTL caddy.Duration `json:"checkpoint_ttl,omitempty"`
-
-	// The largest body, in bytes, that is kept for an undo: of the state before and after, of the
-	// request, and of the answer. At most 16 MiB. Default: 1 MiB.
-	MaxImage int64 `json:"max_image,omitempty"`
 }
 
 // refuse is a value of Terms.OnSnapshotError, besides checkpoint.Irreversible.
@@ -58,9 +52,9 @@ const refuse = "refuse"
 
 // Defaults are the terms without any options.
 var Defaults = Terms{
-	UndoAuth: rollback.AuthConfig, OnSnapshotError: refuse, SnapshotTimeout: caddy.Duration(10 * time.Second),
+	UndoAuth: rollback.AuthConfig, OnSnapshotError: refuse,
 	OnLost: rollback.Resend, OnChanged: rollback.UndoEscalate,
-	CheckpointTTL: caddy.Duration(24 * time.Hour), MaxImage: checkpoint.DefaultMaxImage,
+	CheckpointTTL: caddy.Duration(24 * time.Hour),
 }
 
 // choices returns the options of Terms with fixed words, and their words.
@@ -75,10 +69,7 @@ func choices() map[string][]string {
 
 // forCalls returns the terms in the form that package guard needs.
 func (t *Terms) forCalls() guard.UndoTerms {
-	return guard.UndoTerms{
-		TTL: t.TTL(), MaxImage: t.MaxImage, SnapshotTimeout: time.Duration(t.SnapshotTimeout),
-		Recorded: t.recorded(), Refuses: t.refuses(),
-	}
+	return guard.UndoTerms{TTL: t.TTL(), Recorded: t.recorded(), Refuses: t.refuses()}
 }
 
 // TTL returns how long checkpoints are kept.
@@ -90,9 +81,6 @@ func (t *Terms) refuses() bool { return t.OnSnapshotError == refuse }
 // recorded reports whether the call's own credentials are kept for its undo.
 func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
 
-// longestSnapshot is the largest SnapshotTimeout: more than callers wait.
-const longestSnapshot = 10 * time.Minute
-
 // checkTerms checks complete terms. The error is an *Error.
 func (t *Terms) checkTerms() error {
 	choices := choices()
@@ -103,15 +91,11 @@ func (t *Terms) checkTerms() error {
 			return &Error{option, err}
 		}
 	}
-	switch ttl, timeout := t.TTL(), time.Duration(t.SnapshotTimeout); {
+	switch ttl := t.TTL(); {
 	case ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
 		return undoingWrong("checkpoint_ttl", "%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
 	case ttl%time.Second != 0: // tokens have whole seconds
 		return undoingWrong("checkpoint_ttl", "%v; it must be whole seconds", ttl)
-	case timeout <= 0 || timeout > longestSnapshot:
-		return undoingWrong("snapshot_timeout", "%v; it must be positive, and at most %v", timeout, longestSnapshot)
-	case t.MaxImage < 1 || t.MaxImage > checkpoint.MaxImage:
-		return undoingWrong("max_image", "%d bytes; it must be from 1 byte to %d MiB", t.MaxImage, checkpoint.MaxImage>>20)
 	}
 	return nil
 }
@@ -152,13 +136,10 @@ type Plan struct {
 	config map[string]map[string]string
 }
 
-// always are header fields that are credentials in every configuration.
-var always = []string{"Authorization", "Proxy-Authorization", "Cookie", "X-Api-Key", "Api-Key"}
-
 // Compile checks the ways and terms of an action, and parses its templates. Terms are
-// complete; name is the guard's; credentials are the header fields that identify its
+// complete; name is the guard's; fields say which header fields are credentials of its
 // callers, which templates cannot read. The error is an *Error.
-func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error) {
+func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
 	}
@@ -167,9 +148,10 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate, Agent: w.DelegateTo,
 	}}
 	p.forCalls.Header = func() (http.Header, error) { return p.Fields("") }
-	secret := slices.Clone(always)
-	for _, name := range credentials {
-		secret = append(secret, http.CanonicalHeaderKey(name))
+	ordinary := fingerprint.NewTable()
+	secret := func(field string) bool { // in every configuration, and in this one
+		return field == "Cookie" || ordinary.Class(field) == fingerprint.Credential ||
+			fields != nil && fields.Class(field) == fingerprint.Credential
 	}
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {
@@ -202,23 +184,19 @@ func Compile(w *Ways, t *Terms, name string, credentials []string) (*Plan, error
 	return p, nil
 }
 
-func (p *Plan) compileRestore(secret []string) error {
+func (p *Plan) compileRestore(secret func(field string) bool) error {
 	if err := p.ways.Restore.check(); err != nil {
 		return err
 	}
 	// All of them come from the configuration: a restore has no template.
-	all := slices.Clone(secret)
-	for name := range p.ways.Restore.Header {
-		all = append(all, http.CanonicalHeaderKey(name))
-	}
-	f, err := part(p.ways.Restore.Header, all)
+	f, err := part(p.ways.Restore.Header, func(string) bool { return true })
 	if err != nil {
 		return err
 	}
 	return p.add("", f.config, secret)
 }
 
-func (p *Plan) compileCompensation(secret []string) error {
+func (p *Plan) compileCompensation(secret func(field string) bool) error {
 	c := p.ways.Compensate
 	spec, config, err := c.spec(secret)
 	if err != nil {
@@ -249,7 +227,7 @@ func (p *Plan) compileCompensation(secret []string) error {
 }
 
 // parse parses a template, and adds the fields of the configuration that go with it.
-func (p *Plan) parse(spec template.Spec, config map[string]string, secret []string) (*template.Template, error) {
+func (p *Plan) parse(spec template.Spec, config map[string]string, secret func(field string) bool) (*template.Template, error) {
 	t, err := template.Parse(spec)
 	if err != nil {
 		return nil, plain(err)
@@ -259,7 +237,7 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret []stri
 		if name == headerToken {
 			return nil, fmt.Errorf("{request.header.%s} is the caller's token, which no template hands on; send a header of your own", name)
 		}
-		if slices.Contains(secret, name) {
+		if secret(name) {
 			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
 		}
 	}
@@ -270,12 +248,12 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret []stri
 }
 
 // add adds fields of the configuration for an origin.
-func (p *Plan) add(origin string, config map[string]string, secret []string) error {
+func (p *Plan) add(origin string, config map[string]string, secret func(field string) bool) error {
 	for name, value := range config {
 		if err := checkPlaceholders(value); err != nil {
 			return fmt.Errorf("header %s: %w", name, err)
 		}
-		if p.terms.recorded() && slices.Contains(secret, name) {
+		if p.terms.recorded() && secret(name) {
 			return fmt.Errorf("header %s: with undo_auth recorded the call's own credentials are sent; leave the field away, or set undo_auth config", name)
 		}
 		if p.config == nil {
@@ -567,7 +545,7 @@ type fields struct {
 
 // part separates fields: credentials, and those with a placeholder of the process, stay in
 // the configuration and are never stored (P8); the others belong to the template.
-func part(header map[string]string, credentials []string) (fields, error) {
+func part(header map[string]string, secret func(field string) bool) (fields, error) {
 	var f fields
 	seen := map[string]string{}
 	for _, name := range slices.Sorted(maps.Keys(header)) {
@@ -584,7 +562,7 @@ func part(header map[string]string, credentials []string) (fields, error) {
 			return f, fmt.Errorf("header %s: its value is empty; write one, or leave it away", name)
 		}
 		seen[canonical] = name
-		if !slices.Contains(credentials, canonical) && !ofProcess(value) {
+		if !secret(canonical) && !ofProcess(value) {
 			f.recorded = append(f.recorded, template.Field{Name: canonical, Value: value})
 			continue
 		}
@@ -632,14 +610,14 @@ func plain(err error) error {
 }
 
 // spec returns the template of a request, and its fields of the configuration.
-func (r *Request) spec(credentials []string) (template.Spec, map[string]string, error) {
-	f, err := part(r.Header, credentials)
+func (r *Request) spec(secret func(field string) bool) (template.Spec, map[string]string, error) {
+	f, err := part(r.Header, secret)
 	return template.Spec{Method: r.Method, URL: r.URL, Header: f.recorded}, f.config, err
 }
 
 // spec returns the template of a compensation, and its fields of the configuration.
-func (c *Compensation) spec(credentials []string) (template.Spec, map[string]string, error) {
-	spec, config, err := c.Request.spec(credentials)
+func (c *Compensation) spec(secret func(field string) bool) (template.Spec, map[string]string, error) {
+	spec, config, err := c.Request.spec(secret)
 	if err != nil {
 		return spec, nil, err
 	}

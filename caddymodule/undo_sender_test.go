@@ -45,7 +45,8 @@ func undoWayIn(t *testing.T, dir, upstream, transport, members string) (*App, *u
 				{"handler": "agent_guard", "name": "inner", "require_ect": false},
 				{"handler": "reverse_proxy", "transport": {"protocol": "agent_guard"%s}, "upstreams": [{"dial": %q}],
 				 "load_balancing": {"retries": 3, "retry_match": [{"method": ["POST", "PUT"]}]}}
-			]}
+			]},
+			{"handler": "static_response"}
 		]}]
 	}}}`, transport, upstream))
 	return app, newUndoSender(app.held)

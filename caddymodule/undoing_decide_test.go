@@ -7,13 +7,16 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
 func compile(t *testing.T, w caddymodule.Ways) *caddymodule.Plan {
 	t.Helper()
-	p, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", []string{"X-Tenant"})
+	fields := fingerprint.NewTable()
+	fields.Set(fingerprint.Credential, "X-Tenant")
+	p, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", fields)
 	if err != nil {
 		t.Fatal(err)
 	}

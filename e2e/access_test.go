@@ -20,7 +20,7 @@ func TestCredentialsAtTheLedger(t *testing.T) {
 	get := func(path string, header map[string]string) reply {
 		return g.call(request{method: "GET", path: "/.well-known/cascade/" + path, header: header})
 	}
-	for _, junk := range []map[string]string{{"Cookie": "x=1"}, {"Authorization": "Bearer junk"}, {"X-Api-Key": "junk"}} {
+	for _, junk := range []map[string]string{{"X-Auth-Token": "x"}, {"Authorization": "Bearer junk"}, {"X-Api-Key": "junk"}} {
 		for _, path := range []string{"ledger/head", "ledger/proof?index=0", "ledger/consistency?old=0", "ledger/entries/0", "ledger/entries?jti=" + uuid.NewString()} {
 			got := get(path, junk)
 			if got.terminal(t, 401, "authentication-required"); got.header.Get("WWW-Authenticate") == "" {

@@ -172,7 +172,7 @@ func TestReleaseByProofElectsOne(t *testing.T) {
 	for i, p := range calls {
 		got := p.answer()
 		if i == 0 {
-			if got.status != 502 || got.header.Get("Execution-Status") != "" {
+			if got.status != 502 || got.header.Get("Execution-Status") != "released" {
 				t.Errorf("the first got %d %v", got.status, got.header)
 			}
 			continue

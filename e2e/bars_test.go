@@ -70,7 +70,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 // the ledger is told (ATD "Workflow Boundary ECTs"). What was recorded is answered.
 func TestCascade413FullWorkflowStops(t *testing.T) {
 	lab, a := newRestLab(t), newAgent(t, "a")
-	app := trusting(t, a)
+	app := trusting(t, a) + undoesParts
 	g := launch(t, setup{app: app, site: lab.site()})
 	f := g.workflow()
 	_, checkpoint := f.does(a, "PUT", "/docs/a", "1")

@@ -153,28 +153,6 @@ func TestBulkheadServesByClass(t *testing.T) {
 	}
 }
 
-// ATD, "Fair-Share Scheduling", 3: who has waited too long comes before those that are preferred.
-func TestBulkheadServesTheStarved(t *testing.T) {
-	u := newUpstream(t)
-	l := u.line("/held")
-	g := launch(t, setup{site: shared(u, "total 1\nwait 10m\nstarve 1ms", "action batch {\n match header Kind batch\n priority low\n }")})
-	calls := []*pending{g.begin(ofWorkflow("first", "first"))}
-	eventually(t, "one is at work", func() bool { return l.arrived() == 1 })
-	for i, r := range []request{ofWorkflow("a", "low", "Kind", "batch"), ofWorkflow("b", "normal")} {
-		calls = append(calls, g.begin(r))
-		g.waiting(i + 1)
-	}
-	for range calls {
-		l.next <- struct{}{}
-	}
-	for _, p := range calls {
-		p.answer()
-	}
-	if got := strings.Join(l.came, " "); got != "first low normal" {
-		t.Errorf("they came in the order %s", got)
-	}
-}
-
 // Of two workflows with many and few calls, the one with few is next (ATD, "Fair-Share Scheduling").
 func TestBulkheadSharesFairly(t *testing.T) {
 	u := newUpstream(t)
@@ -284,28 +262,10 @@ func TestBulkheadPermitsComeBack(t *testing.T) {
 	free("a client that left the queue")
 }
 
-// What a workflow may make in a second, have under way and in memory, and how long it may keep the
-// upstream busy.
+// What a workflow may make in a second.
 func TestBulkheadQuotas(t *testing.T) {
-	u, hold := newUpstream(t), newGate(t)
-	u.on("/held", func(w http.ResponseWriter, a *arrival) {
-		hold.pass()
-		status(201, "done")(w, a)
-	})
-	g := launch(t, setup{site: shared(u, "bytes 1KiB", "")})
-	large := ofWorkflow("w", "1")
-	large.body = strings.Repeat("x", 1000)
-	first := g.begin(large)
-	wait(t, hold.arrived, "the first one")
-	second := ofWorkflow("w", "2")
-	second.body = large.body
-	if doc := g.call(second).retryable(t, 429, "quota-exceeded"); !*doc.SafeNewKey {
-		t.Errorf("%+v", doc)
-	}
-	hold.open()
-	first.answer().want(t, 201, "done", "executed")
-	g.call(second).want(t, 201, "done", "executed")
-	g.reload(shared(u, "rate 1", ""))
+	u := newUpstream(t)
+	g := launch(t, setup{site: shared(u, "rate 1", "")})
 	refused := 0
 	for i := range 20 {
 		r := ofWorkflow("quick", fmt.Sprint(i))
@@ -320,87 +280,8 @@ func TestBulkheadQuotas(t *testing.T) {
 	}
 	u.arrived("/quick", 20-refused)
 
-	g.reload(shared(u, "memory 64KiB", ""))
-	again := newGate(t)
-	u.on("/large", func(w http.ResponseWriter, a *arrival) {
-		again.pass()
-		status(201, strconv.Itoa(strings.Count(a.body, "x")))(w, a)
-	})
-	var calls []*pending
-	for i := range 2 {
-		r := ofWorkflow("w", fmt.Sprint("large", i))
-		r.path, r.body = "/large", strings.Repeat("x", 100_000)
-		calls = append(calls, g.begin(r))
-	}
-	eventually(t, "both are at the upstream", func() bool { return u.arrivals("/large") == 2 })
-	if bytes, spooled := g.bulkhead("memory_bytes"), g.bulkhead("spooled_total"); bytes != 64<<10 || spooled == 0 {
-		t.Errorf("bodies of 200 kB hold %d bytes of memory, and %d went to files", bytes, spooled)
-	}
-	again.open()
-	for _, p := range calls {
-		p.answer().want(t, 201, "100000", "executed")
-	}
-
-	g.reload(shared(u, "time 1ms\ntime_window 24h", ""))
-	for i := 0; ; i++ {
-		r := ofWorkflow("busy", fmt.Sprint("busy", i))
-		r.path = "/busy"
-		got := g.call(r)
-		if got.status == 429 && i > 0 {
-			got.retryable(t, 429, "quota-exceeded")
-			break
-		}
-		if got.want(t, 201, fmt.Sprint("arrival ", i+1), "executed"); i > 10_000 {
-			t.Fatal("so many calls take less than a millisecond")
-		}
-	}
-
 	g.reload(fmt.Sprintf("metrics /metrics\nagent_proxy %s {\n name shared\n}", u.addr))
 	if n := g.bulkhead("permits"); n != 32768 {
 		t.Errorf("a guard that says nothing of a bulkhead has %d permits, want the default", n)
-	}
-}
-
-// Agents whose calls have failed and who all come back at once send a fifth of them again. Whoever is
-// refused was not sent, and its key is free.
-func TestRetryBudget(t *testing.T) {
-	u := newUpstream(t)
-	u.on("/down", func(w http.ResponseWriter, a *arrival) { w.WriteHeader(429) })
-	g := launch(t, setup{site: shared(u, "retries 20%\nretry_floor off", ""), badger: true})
-	call := func(id string) reply {
-		r := ofWorkflow("w", id)
-		r.path = "/down"
-		return g.call(r)
-	}
-	for i := range 20 {
-		call(fmt.Sprint(i)).want(t, 429, "", "executed")
-	}
-	sent := 0
-	var refused []string
-	for i := range 20 {
-		got := call(fmt.Sprint(i))
-		if got.header.Get("Execution-Status") == "executed" {
-			sent++
-			continue
-		}
-		if doc := got.retryable(t, 429, "quota-exceeded"); !*doc.SafeNewKey || doc.ExecutionID != fmt.Sprint(i) || doc.State != "" {
-			t.Errorf("%+v", doc)
-		}
-		refused = append(refused, fmt.Sprint(i))
-	}
-	if sent != 4 {
-		t.Errorf("%d retries of 20 calls were sent, want 4", sent)
-	}
-	u.arrived("/down", 24)
-	u.on("/down", status(201, "done"))
-	g.reload(shared(u, "retries off", ""))
-	for _, id := range refused {
-		call(id).want(t, 201, "done", "executed")
-	}
-	for _, id := range refused {
-		call(id).want(t, 201, "done", "replayed")
-	}
-	if n := g.bulkhead("retries_total"); n != 4 {
-		t.Errorf("%d retries are counted, want 4", n)
 	}
 }

@@ -141,7 +141,7 @@ func TestSnapshotThatFails(t *testing.T) {
 		{"refused", restSays(http.StatusUnauthorized, "")},
 		{"broken", restSays(http.StatusInternalServerError, "")},
 		{"cut", restDrops},
-		{"large", restSays(http.StatusOK, strings.Repeat("x", 2000))},
+		{"large", restSays(http.StatusOK, strings.Repeat("x", 1<<20+1))},
 		{"partial", restSays(http.StatusPartialContent, "")},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -151,7 +151,6 @@ func TestSnapshotThatFails(t *testing.T) {
 				lab.on("GET "+path, times, c.get)
 			}
 			g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + lab.addr + ` {
-				max_image 1KiB
 				action strict {
 					match path /docs/strict
 					restore
@@ -217,7 +216,7 @@ func TestCheckpointsOfWhatDidNotRun(t *testing.T) {
 		}
 		_, _ = io.WriteString(w, "old")
 	})
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n default_undo restore\n settle async\n}"})
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n default_undo restore\n}"})
 	call := func(method, path string) checkpointView {
 		return g.checkpointOf(a, g.call(with(a.issue(ect.Claims{Workflow: uuid.NewString()}), request{method: method, path: path})))
 	}

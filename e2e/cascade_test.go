@@ -262,6 +262,71 @@ func TestCascadeOfBreakers(t *testing.T) {
 	}
 }
 
+// C-3.4.2-b, Figure 6: breakers of agents that open on one downstream are a cascade that names these agents, in its
+// token, on the workflow's page and for its initiator, with one root everywhere, also after a restart. It is one question.
+func TestCascadeOfReportedBreakers(t *testing.T) {
+	lab := newCascadeLab(t, "")
+	site := strings.Replace(lab.site, "agent_guard_endpoints\n", "agent_guard_endpoints {\n role operator issuer:spiffe://example.com/agent/a\n}\n", 1)
+	load(t, lab.config(site))
+	a, wid := lab.agents["a"], uuid.NewString()
+	began := a.issue(ect.Claims{Workflow: wid})
+	lab.call(with(began, request{path: "/d/began"}))
+	var opened []string
+	for _, name := range []string{"d", "b", "c"} {
+		by := lab.agents[name]
+		task := by.issue(ect.Claims{Workflow: wid, Parents: []string{began.ID()}})
+		if got := lab.call(with(task, request{path: "/d/work"})); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		report := by.issue(eventOf("circuit_breaker_open", ect.Cascade, wid, []string{task.ID()}))
+		next := with(by.issue(ect.Claims{Workflow: wid, Parents: []string{task.ID()}}), request{path: "/d/more"})
+		next.header[ect.FieldName] = report.Raw() + ", " + next.header[ect.FieldName]
+		if got := lab.call(next); got.status != http.StatusCreated {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+		opened = append(opened, report.ID())
+	}
+	const shared = "spiffe://example.com/b"
+	reach := []string{"spiffe://example.com/agent/b", "spiffe://example.com/agent/c", "spiffe://example.com/agent/d", shared}
+	seen := func(when string) api.Cascade {
+		t.Helper()
+		found := lab.cascades(a, wid, 1)[0]
+		if len(found.Workflows) != 1 || found.Pattern != "clustering" || found.Root == nil || found.Root.Error != opened[0] || found.Affected != 4 || found.Failed != 1 {
+			t.Fatalf("%s: %+v %+v", when, found, found.Root)
+		}
+		part := found.Workflows[0]
+		if !slices.Equal(part.Errors, opened) || !slices.Equal(part.BlastRadius, reach) || !slices.Equal(part.Failed, []string{shared}) || len(part.Alerts) != 1 {
+			t.Errorf("%s: %+v", when, part)
+		}
+		return found
+	}
+	found := seen("at first")
+	alert := lab.entry(a, wid, found.Workflows[0].Alerts[0])
+	agents, _ := alert.Ext().Int(ect.MemberAffectedAgents)
+	root, _ := alert.Ext().Text(ect.MemberRootCause)
+	named, _ := alert.Ext().Texts(ect.MemberBlastRadius)
+	if !slices.Equal(alert.Parents(), opened) || agents != 4 || root != opened[0] || !slices.Equal(named, reach) {
+		t.Errorf("%s", alert.Payload())
+	}
+	page := document[cascadeView](t, lab.get(a, "workflows/"+wid))
+	if !slices.ContainsFunc(page.Nodes, func(n cascadeNode) bool { return n.JTI == alert.ID() && n.Event == "cascade_detected" }) {
+		t.Errorf("it is not on the page: %+v", page)
+	}
+	asked := document[struct {
+		Escalations []struct{ Cause, Workflow string }
+	}](t, lab.get(a, "escalations?status=pending")).Escalations
+	if len(asked) != 1 || asked[0].Cause != "shared_dependency" || asked[0].Workflow != wid {
+		t.Errorf("asked %+v", asked)
+	}
+
+	stop(t)
+	load(t, lab.config(site))
+	eventually(t, "it is found again", func() bool { return lab.samples("/metrics")["agent_guard_cascades_open"] == "1" })
+	if again := seen("after a restart"); again.ID != found.ID {
+		t.Errorf("it is another one: %+v", again)
+	}
+}
+
 // C-6.2-b: what strangers report opens and hides nothing. A flood of errors about a workflow that is not
 // theirs is refused, and the cascade of that workflow is found all the same.
 func TestCascadeAndStrangers(t *testing.T) {

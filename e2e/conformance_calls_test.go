@@ -363,7 +363,7 @@ func TestBriefEveryRequestHasAResult(t *testing.T) {
 func TestAERRScenario(t *testing.T) {
 	a, b, c, d := newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "c"), newAgent(t, "d")
 	lab := newRestLab(t)
-	g := launch(t, setup{app: trusting(t, a, b, c, d), site: "agent_proxy " + lab.addr + " {\n" + sagaActions + "\n" + tripping + "\n}"})
+	g := launch(t, setup{app: trusting(t, a, b, c, d) + undoesParts, site: "agent_proxy " + lab.addr + " {\n" + sagaActions + "\n" + tripping + "\n}"})
 	lab.write("/docs/firewall", `{"open":[22]}`)
 	s := g.saga(a)
 	by := func(who *agent) *saga { return &saga{t, g, who, s.wid} }

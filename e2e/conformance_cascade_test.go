@@ -95,7 +95,7 @@ func TestCascade421TokensOfACall(t *testing.T) {
 // partial.
 func TestCascade441TokensOfARollback(t *testing.T) {
 	a, b, c := newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "c")
-	lab, g := launchLab(t, sagaActions, a, b, c)
+	lab, g := launchParts(t, sagaActions, a, b, c)
 	lab.write("/docs/x", `{"n":1}`)
 	s := g.saga(a)
 	by := func(other *agent) *saga { return &saga{t, g, other, s.wid} }
@@ -196,7 +196,7 @@ func TestCascade441TokensOfARollback(t *testing.T) {
 // token alike.
 func TestCascade442StatusWords(t *testing.T) {
 	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
+	lab, g := launchParts(t, sagaActions, a)
 	for want, prepare := range map[string]func(s *saga) string{
 		"completed": func(s *saga) string { return s.do(charge(1)).checkpoint },
 		"failed": func(s *saga) string {

@@ -167,7 +167,7 @@ func TestWorkflowBoundaries(t *testing.T) {
 // and says what came of it, in the words of the draft that was asked in.
 func TestOlderResultTokens(t *testing.T) {
 	a, b := newAgent(t, "a"), newAgent(t, "b")
-	lab, g := launchLab(t, sagaActions, a, b)
+	lab, g := launchParts(t, sagaActions, a, b)
 	for name, c := range map[string]struct {
 		vocabulary ect.Vocabulary
 		below      request // what another agent did because of it

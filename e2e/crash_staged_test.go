@@ -79,12 +79,15 @@ func (s procStagedCommits) Commit(ctx context.Context, batch ...store.Write) (st
 func procStage(batch []store.Write) string {
 	first := batch[0]
 	switch {
-	case slices.ContainsFunc(batch, func(w store.Write) bool { return string(w.Key) == "mmarks" }):
+	case slices.ContainsFunc(batch, func(w store.Write) bool { return strings.HasPrefix(string(w.Key), "vm") }):
 		return "marks"
 	case slices.ContainsFunc(batch, func(w store.Write) bool { return strings.HasPrefix(string(w.Key), "hr") && !w.Delete }):
 		return "hold" // participants have to hear of it
 	case slices.ContainsFunc(batch, func(w store.Write) bool { return w.Key[0] == 'y' && w.Delete }):
 		return "workflow end"
+	case slices.ContainsFunc(batch, func(w store.Write) bool { return w.Key[0] == 'j' && len(w.Value) == 64 }) &&
+		!slices.ContainsFunc(batch, func(w store.Write) bool { return w.Key[0] == 'x' }):
+		return "token" // it is bound, and has not acted
 	case first.Key[0] == 'm':
 		return "christening"
 	case first.Key[0] == 'r':

@@ -33,7 +33,7 @@ func newStarCrash(t *testing.T) *starCrash {
 	for range 3 {
 		c.stages = append(c.stages, procNewStages(t))
 	}
-	c.star = newStar(t, "rollback {\n prepare_timeout 2s\n wait 1s\n }", c.stages...)
+	c.star = newStar(t, "rollback {\n partial allow\n prepare_timeout 2s\n wait 1s\n }", c.stages...)
 	return c
 }
 
@@ -311,7 +311,7 @@ func TestCrashBetweenHoldAndDelivery(t *testing.T) {
 				read(res)
 			}
 		})
-		s.finished(asked.ID).want(t, "partial", "escalated")
+		s.finished(asked.ID).want(t, "partial", "changed-since")
 		eventually(t, "it is paused", func() bool { return c.tried(1, s.wid).status == http.StatusConflict })
 		eventually(t, "that is confirmed", func() bool { return strings.Contains(fmt.Sprint(s.holds().Holds), "held held") })
 		id, gateway := s.holds().Holds[0].Escalation, c.running[0]

@@ -26,7 +26,7 @@ type executionDoc struct {
 	Method     string    `json:"method"`
 	Path       string    `json:"path"`
 	Action     string    `json:"action"`
-	Workflow   string    `json:"workflow"`
+	Workflow   string    `json:"workflow_name"`
 	State      string    `json:"state"`
 	Cause      string    `json:"cause"`
 	Created    time.Time `json:"created"`
@@ -156,7 +156,7 @@ func TestExecutionStatus(t *testing.T) {
 		t.Fatal(err)
 	}
 	members = list[0]
-	for _, name := range []string{"key", "method", "path", "action", "workflow", "state", "created", "settled",
+	for _, name := range []string{"key", "method", "path", "action", "workflow_name", "state", "created", "settled",
 		"status", "result", "replayable", "safe_new_key", "output_url"} {
 		if _, ok := members[name]; !ok {
 			t.Errorf("no member %s in %s", name, body)

@@ -53,7 +53,7 @@ func TestForeignCheckpointsAreAskedForWhereNamed(t *testing.T) {
 			if c.as == "" {
 				c.as = p.as.issuer.Identity()
 			}
-			g := launch(t, setup{app: trusting(t, a, p.as, stranger) + fmt.Sprintf("\nrollback {\n participants %s %s\n }", c.uri, c.as), site: lab.site()})
+			g := launch(t, setup{app: trusting(t, a, p.as, stranger) + fmt.Sprintf("\nrollback {\n partial allow\n participants %s %s\n }", c.uri, c.as), site: lab.site()})
 			s := g.saga(a)
 			root, theirs, leaf := s.passesOn(p)
 			asked := rollbackBody{ID: "urn:uuid:" + uuid.NewString(), Checkpoint: root.checkpoint, Scope: "sub_dag"}
@@ -200,7 +200,7 @@ func TestWhatAParticipantTellsOfIsNotBelieved(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			a, p, lab := newAgent(t, "a"), newParticipant(t), newRestLab(t)
 			g := launch(t, setup{app: trusting(t, a, p.as, stranger) + fmt.Sprintf(
-				"\nrollback {\n prepare_timeout 2s\n participants %s %s\n }", p.rollbackURI, p.as.issuer.Identity()), site: lab.site()})
+				"\nrollback {\n partial allow\n prepare_timeout 2s\n participants %s %s\n }", p.rollbackURI, p.as.issuer.Identity()), site: lab.site()})
 			s := g.saga(a)
 			root := s.do(charge(1))
 			// It is for the participant alone, as agents make their tokens that know nothing of the gateway.

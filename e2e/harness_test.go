@@ -210,6 +210,7 @@ func freeAddress(t *testing.T) string {
 		}
 		t.Cleanup(func() { _ = kept.Close() })
 		_ = l.Close()
+		watchWire(t, l.Addr().String())
 		return l.Addr().String()
 	}
 	t.Fatal("no port is free")
@@ -251,7 +252,7 @@ func (g *gateway) newClient(config *tls.Config) *http.Client {
 	}
 	g.t.Cleanup(transport.CloseIdleConnections)
 	return &http.Client{
-		Transport: transport, Timeout: patience,
+		Transport: recorded{transport}, Timeout: patience,
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 }

@@ -11,7 +11,7 @@ import (
 // h2cClient speaks HTTP/2 without TLS.
 func (g *gateway) h2cClient() *http.Client {
 	client := g.newClient(nil)
-	transport := client.Transport.(*http.Transport)
+	transport := client.Transport.(recorded).Transport
 	transport.DisableKeepAlives = false
 	transport.Protocols = new(http.Protocols)
 	transport.Protocols.SetUnencryptedHTTP2(true)
@@ -21,7 +21,7 @@ func (g *gateway) h2cClient() *http.Client {
 // h2Client speaks HTTP/2 over TLS.
 func (g *gateway) h2Client(config *tls.Config) *http.Client {
 	client := g.newClient(config)
-	transport := client.Transport.(*http.Transport)
+	transport := client.Transport.(recorded).Transport
 	transport.DisableKeepAlives = false
 	transport.Protocols = new(http.Protocols)
 	transport.Protocols.SetHTTP2(true)

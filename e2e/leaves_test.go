@@ -39,6 +39,7 @@ func (leaves) ServeHTTP(w http.ResponseWriter, r *http.Request, next caddyhttp.H
 	if r.Header.Get(leaver) == "" {
 		return next.ServeHTTP(w, r)
 	}
+	r.Header.Del(leaver) // the retry has none
 	stop := context.AfterFunc(r.Context(), func() {
 		left.Add(1)
 		caddy.Log().Info(leftLog)

@@ -16,5 +16,11 @@ func TestMain(m *testing.M) {
 			panic(err)
 		}
 	}
-	os.Exit(m.Run())
+	code := m.Run()
+	if *recordWire {
+		if err := saveWire(); err != nil {
+			panic(err)
+		}
+	}
+	os.Exit(code)
 }

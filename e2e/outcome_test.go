@@ -177,35 +177,28 @@ func TestOutcomeOfNoStatus(t *testing.T) {
 }
 
 // Section "Sent or not": a body that is framed by nothing but the end of its
-// connection may be cut: in doubt, unless the route says `unframed complete`.
+// connection may be cut: in doubt.
 func TestOutcomeUnframed(t *testing.T) {
-	for _, row := range []struct {
-		option string
-		want   outcome
-	}{{"", inDoubt}, {"unframed complete", completed}} {
-		t.Run(row.option, func(t *testing.T) {
-			u := newUpstream(t)
-			g := start(t, "agent_proxy %s {\n%s\n}", u.addr, row.option)
-			for name, text := range map[string]string{
-				"1.0":   "HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nall of it",
-				"1.1":   "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it",
-				"empty": "HTTP/1.0 200 OK\r\n\r\n",
-			} {
-				r := request{path: "/" + name, id: "k"}
-				u.on(r.path, first(raw(text)))
-				got := g.call(r)
-				_, body, _ := strings.Cut(text, "\r\n\r\n")
-				got.want(t, 200, body, row.want.status())
-				g.check(u, r, got, row.want)
-			}
-			// A refusal says so in its status, however its body ends.
-			r := request{path: "/refused", id: "k"}
-			u.on(r.path, first(raw("HTTP/1.0 429 Too Many Requests\r\n\r\nlater")))
-			got := g.call(r)
-			got.want(t, 429, "later", "executed")
-			g.check(u, r, got, released)
-		})
+	u := newUpstream(t)
+	g := start(t, "agent_proxy %s", u.addr)
+	for name, text := range map[string]string{
+		"1.0":   "HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nall of it",
+		"1.1":   "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it",
+		"empty": "HTTP/1.0 200 OK\r\n\r\n",
+	} {
+		r := request{path: "/" + name, id: "k"}
+		u.on(r.path, first(raw(text)))
+		got := g.call(r)
+		_, body, _ := strings.Cut(text, "\r\n\r\n")
+		got.want(t, 200, body, "in_doubt")
+		g.check(u, r, got, inDoubt)
 	}
+	// A refusal says so in its status, however its body ends.
+	r := request{path: "/refused", id: "k"}
+	u.on(r.path, first(raw("HTTP/1.0 429 Too Many Requests\r\n\r\nlater")))
+	got := g.call(r)
+	got.want(t, 429, "later", "executed")
+	g.check(u, r, got, released)
 }
 
 // P1: a handler of somebody else's proves nothing, whatever it returns (trap 3).

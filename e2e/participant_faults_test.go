@@ -1,6 +1,7 @@
 package e2e
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -61,6 +62,36 @@ func TestPrepareUndoesNothingAtAnAgentOfTheDraft(t *testing.T) {
 	document[rollbackDoc](t, s.g.call(s.executing(asked, hash))).want(t, "completed")
 	if p.undid() != 1 {
 		t.Errorf("execute: the agent has undone %d", p.undid())
+	}
+}
+
+// A participant's own word for a refusal is shown, in the place of `refused` in prepare, and beside it in a step. It is
+// the type of its problem; nothing else that it says is.
+func TestPeersOwnReasonIsShown(t *testing.T) {
+	a, p := newAgent(t, "a"), newParticipant(t)
+	g := remotes(t, a, p, "", "")
+	for i, c := range []struct{ body, word string }{
+		{`{"type":"https://peer.example/problems/rollback-mismatch","status":422}`, "rollback-mismatch"},
+		{`{"type":"https://peer.example/problems/<b>-pay-me"}`, ""},
+		{`{}`, ""},
+	} {
+		s := g.saga(a)
+		step := s.do(request{path: "/remote"})
+		faults{
+			fmt.Sprint("rollback/prepare ", i+1): {faultSays(http.StatusUnprocessableEntity, c.body)},
+			fmt.Sprint("rollback ", i+1):         {faultSays(http.StatusConflict, c.body)},
+		}.of(p)
+		asked := rollbackBody{ID: rollbackID(i), Checkpoint: step.checkpoint, Scope: "single"}
+		if doc := s.prepare(asked, http.StatusConflict); len(doc.Agents) != 1 || doc.Agents[0].Reason != cmp.Or(c.word, "refused") {
+			t.Errorf("%s: %+v", c.body, doc.Agents)
+		}
+		s.back(asked).want(t, "failed", "refused")
+		shown := document[struct {
+			Steps []struct{ Reason, Cause string }
+		}](t, s.look(asked.ID))
+		if len(shown.Steps) != 1 || shown.Steps[0].Reason != "refused" || shown.Steps[0].Cause != c.word {
+			t.Errorf("%s: %+v", c.body, shown.Steps)
+		}
 	}
 }
 
@@ -190,7 +221,7 @@ func TestParticipantFaults(t *testing.T) {
 		participants[name], agents = p, append(agents, p.as)
 		site += fmt.Sprintf("@%s header X-Participant %[1]s\nhandle @%[1]s {\n%s\n}\n", n, p.remote("name remote-"+n, ""))
 	}
-	g := launch(t, setup{app: trusting(t, agents...), site: site + "agent_proxy 127.0.0.1:1"}) // whose guard answers for all
+	g := launch(t, setup{app: trusting(t, agents...) + undoesParts, site: site + "agent_proxy 127.0.0.1:1"}) // whose guard answers for all
 	for name, c := range all {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel() // they share a gateway, and wait

@@ -15,6 +15,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 )
 
 const (
@@ -379,14 +380,56 @@ func TestWhoMayPutAPlan(t *testing.T) {
 
 	// Nor does it fit what was done in another order.
 	late := uuid.NewString()
-	early, err := p.b.issuer.Issue(time.Now().Add(-2*time.Second), ect.Claims{Audience: []string{gatewayIdentity}, Workflow: late, Action: "pay"}) // tokens have whole seconds
+	p.act(p.b, late, "pay", "/pay", nil)
+	p.act(p.b, late, "hold_budget", "/hold", nil)
+	if got := p.put(p.c, late, tripPlan, nil); !strings.Contains(got.body, "it began before hold was done, which comes before it") {
+		t.Errorf("%d %s", got.status, got.body)
+	}
+	// That is the order of the ledger, whatever an agent's clock says.
+	ordered := uuid.NewString()
+	p.act(p.b, ordered, "hold_budget", "/hold", nil)
+	early, err := p.b.issuer.Issue(time.Now().Add(-10*time.Second), ect.Claims{Audience: []string{gatewayIdentity}, Workflow: ordered, Action: "pay"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	p.call(with(early, request{path: "/pay"}))
-	p.act(p.b, late, "hold_budget", "/hold", nil)
-	if got := p.put(p.c, late, tripPlan, nil); !strings.Contains(got.body, "it began before hold was done, which comes before it") {
+	if got := p.put(p.c, ordered, tripPlan, nil); got.status != http.StatusCreated || strings.Contains(got.body, "misfits") {
 		t.Errorf("%d %s", got.status, got.body)
+	}
+}
+
+// A-node-states-a: who has put a plan sees its page and follows it before the first call; others see no such workflow
+// (P3). To a coordinator that sees none of the calls it shows no states (P6).
+func TestPlanHasAPageBeforeItsFirstCall(t *testing.T) {
+	p := newPlannedGateway(t, "")
+	for name, by := range map[string]*agent{"initiator": p.a, "coordinator": p.c} {
+		wid := uuid.NewString()
+		if got := p.put(by, wid, tripPlan, nil); got.status != http.StatusCreated {
+			t.Fatalf("%s: %d %s", name, got.status, got.body)
+		}
+		page := document[api.Workflow](t, p.get(by, "workflows/"+wid))
+		if page.ID != wid || page.Plan == nil || len(page.Plan.Nodes) != 4 || page.Plan.Nodes[0].State != "pending" || len(page.Nodes) != 0 || page.Truncated {
+			t.Errorf("%s: %+v", name, page)
+		}
+		look := with(by.issue(ect.Claims{Action: "look"}), request{path: "/.well-known/cascade/workflows/" + wid})
+		s := p.follow(look, "text/event-stream", "")
+		if event, _, doc := s.next(); event != "workflow" || doc.Plan == nil {
+			t.Fatalf("%s: %s %+v", name, event, doc)
+		}
+		p.get(p.b, "workflows/"+wid).problem(t, http.StatusNotFound, "workflow-unknown")
+		if got := p.act(p.a, wid, "hold_budget", "/hold", nil); got.status != http.StatusCreated {
+			t.Fatalf("%s: %d %s", name, got.status, got.body)
+		}
+		event, _, doc := s.next()
+		for event == "" {
+			event, _, doc = s.next()
+		}
+		if by == p.c && !doc.Truncated {
+			t.Errorf("%s: %s %+v", name, event, doc)
+		}
+		if by == p.a && len(doc.Nodes) == 0 {
+			t.Errorf("%s: %s %+v", name, event, doc)
+		}
 	}
 }
 

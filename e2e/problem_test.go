@@ -165,7 +165,7 @@ func provoked(t *testing.T) map[string]reply {
 // Section "Errors" and trap 28: the form of every problem, and that SDKs retry what a
 // retry can cure and nothing else.
 func TestProblems(t *testing.T) {
-	retry := map[string]bool{"body-timeout": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true, "approval-required": true}
+	retry := map[string]bool{"body-timeout": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "circuit-open": true, "approval-required": true, "upstream-unreachable": true}
 	state := map[string]string{
 		"in-doubt": "in_doubt", "fingerprint-mismatch": "completed", "result-unavailable": "completed", "result-expired": "completed", "in-progress": "running",
 	}
@@ -173,9 +173,10 @@ func TestProblems(t *testing.T) {
 	// with those of the ledger.
 	elsewhere := map[string]bool{
 		"shutting-down": true, "rolled-back": true,
-		"bulkhead-full":       true,                       // bulkhead_test.go
-		"dependency-not-done": true,                       // order_test.go
-		"stream-refused":      true, "body-timeout": true, // TestUnguardedStreamsRefuse, TestBodyThatStandsStill
+		"bulkhead-full":        true,                       // bulkhead_test.go
+		"upstream-unreachable": true,                       // sent_test.go
+		"dependency-not-done":  true,                       // order_test.go
+		"stream-refused":       true, "body-timeout": true, // TestUnguardedStreamsRefuse, TestBodyThatStandsStill
 		"entry-pruned": true, "ect-unavailable": true, // packages graph and tokens
 		// Package api, and TestP5RollbackOfAPut, TestP3RollbackOfOthers, bars_test.go.
 		"workflow-stopped": true, "workflow-paused": true, "coordinator-required": true, "rollback-conflict": true, "rollback-mismatch": true, "cannot-prepare": true, "plan-changed": true, "depended-on": true,

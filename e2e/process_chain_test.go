@@ -3,8 +3,14 @@
 package e2e
 
 import (
+	"fmt"
 	"net/http"
+	"slices"
 	"testing"
+
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // newChain starts three gateways in a row: A before B before C before the restLab. Each knows its
@@ -93,4 +99,68 @@ func TestProcessChainCrash(t *testing.T) {
 	s.finished(asked.ID).want(t, "completed")
 	c.lab.wantCharge(root.id(t), "refunded")
 	c.lab.arrived("POST /refunds", 1)
+}
+
+// Cascade 4.3.4, the diamond: the first gateway and the second both ask the third for one checkpoint of one rollback. It
+// is one rollback there, undone once; each of the two gets a result that is about its own request. Somebody who may not
+// ask for the checkpoint does not get it, whatever id he brings (P3).
+func TestProcessDiamond(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := layStar(t)
+	c.a.also = []string{starIdentity(1), starIdentity(2)}
+	for i, site := range c.sites[:2] {
+		site.app += "rollback {\n coordinators " + starIdentity(0) + "\n"
+		for j := i + 1; j < len(c.sites); j++ {
+			site.app += fmt.Sprintf(" participants http://%s/.well-known/cascade/rollback %s\n", c.sites[j].addr, starIdentity(j))
+		}
+		site.app += "}"
+	}
+	c.sites[2].app += "rollback {\n coordinators " + starIdentity(0) + " " + starIdentity(1) + "\n }"
+	s := c.begin().saga
+	second := *s
+	second.g = c.sites[1].gateway(t)
+	for i, prepares := range []bool{true, false} {
+		root := s.do(charge(1))
+		below := c.direct(1, charge(2), root.checkpoint)
+		last := c.direct(2, charge(3), below.checkpoint)
+		for _, phase := range []string{"", "release"} { // so that the second one learns of the last call
+			second.prepare(rollbackBody{ID: rollbackID(i + 8), Checkpoint: below.checkpoint, Phase: phase, Scope: "sub_dag"}, http.StatusOK)
+		}
+		asked := rollbackBody{ID: rollbackID(i + 1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+		var done rollbackDoc
+		if prepares {
+			doc := s.prepare(asked, http.StatusOK)
+			done = document[rollbackDoc](t, s.g.call(s.executing(asked, doc.PlanHash)))
+		} else {
+			done = s.back(asked)
+		}
+		done.want(t, "completed")
+		if len(done.Steps) != 3 || done.Steps[0].Via != starIdentity(2) || done.Steps[1].Via != starIdentity(1) {
+			t.Errorf("%+v", done.Steps)
+		}
+		for _, charged := range []sagaStep{root, below, last} {
+			c.lab.wantCharge(charged.id(t), "refunded")
+		}
+		c.lab.arrived("POST /refunds", 3*(i+1))
+		if part := c.parts(1)[0]; len(part.Steps) != 2 || part.Steps[0].Checkpoint != last.checkpoint || part.Steps[0].Via != starIdentity(2) {
+			t.Errorf("%+v", part)
+		}
+		parts := c.parts(2)
+		if len(parts) != i+1 || parts[0].Status != "completed" || parts[0].Checkpoint != last.checkpoint || len(parts[0].Steps) != 1 {
+			t.Errorf("%+v", parts)
+		}
+		askers := map[string]int{}
+		c.sites[2].exported(t, func(token *ect.Unverified) {
+			if token.Action() == "rollback_request" && slices.Contains(token.Parents(), last.checkpoint) {
+				askers[token.Issuer()]++
+			}
+		})
+		if askers[starIdentity(0)] == 0 || askers[starIdentity(1)] == 0 {
+			t.Errorf("asked by %v", askers)
+		}
+		stranger := *s
+		stranger.g, stranger.wid = c.sites[2].gateway(t), uuid.NewString()
+		got := stranger.ask(rollbackBody{ID: parts[0].ID, Checkpoint: parts[0].Checkpoint, Scope: "sub_dag", Reason: "rollback"})
+		got.problem(t, http.StatusForbidden, "not-in-workflow")
+	}
 }

@@ -18,7 +18,7 @@ import (
 func procDial() *http.Client {
 	return &http.Client{
 		Timeout:   procBound,
-		Transport: &http.Transport{MaxIdleConnsPerHost: 64},
+		Transport: recorded{&http.Transport{MaxIdleConnsPerHost: 64}},
 	}
 }
 
@@ -33,7 +33,7 @@ func (s *procSite) gateway(t *testing.T) *gateway {
 func procDialH2() *http.Client {
 	protocols := new(http.Protocols)
 	protocols.SetUnencryptedHTTP2(true)
-	return &http.Client{Timeout: procBound, Transport: &http.Transport{Protocols: protocols}}
+	return &http.Client{Timeout: procBound, Transport: recorded{&http.Transport{Protocols: protocols}}}
 }
 
 // procCall is one guarded call of a client.

@@ -57,7 +57,7 @@ func TestProcessCriticalNodeWaits(t *testing.T) {
 		if text := site.operate(t, "escalations", "show", doc.Waits).says(t); !strings.Contains(text, doc.PlanHash) {
 			t.Errorf("the command does not show the plan's hash: %s", text)
 		}
-		site.operate(t, "escalations", verb, doc.Waits, "--operator", "ann", "--reason", "seen", "--hash", strings.Repeat("0", 64)).fails(t, "what is proposed now has")
+		site.operate(t, "escalations", verb, doc.Waits, "--operator", "ann", "--reason", "seen", "--hash", strings.Repeat("0", 64)).fails(t, "not that of what is proposed now")
 		site.decides(t, verb, doc.Waits)
 		site.operate(t, "escalations", verb, doc.Waits, "--operator", "bob", "--reason", "me too", "--hash", doc.PlanHash).fails(t, "decided already")
 		done := s.finished(b.ID)
@@ -130,6 +130,26 @@ func TestProcessPartialRollbackIsProposed(t *testing.T) {
 			lab.wantDoc(path, `{"n":2}`)
 		}
 	}
+}
+
+// C-4.3.2-h: `critical` at a gateway that takes part counts as it does here, by the checkpoint that it has
+// signed: people are asked before the rest is undone without it.
+func TestProcessCriticalAtAParticipant(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	c := layAskingStar(t)
+	c.sites[1].guard = criticalActions
+	s := c.begin().saga
+	c.lab.write("/docs/x", `{"n":1}`)
+	root := s.do(put("/docs/x", `{"n":2}`))
+	mail := c.direct(1, request{path: "/mail"}, root.checkpoint)
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	doc := s.prepare(asked, http.StatusConflict)
+	if len(doc.Steps) != 2 || doc.Steps[0].Checkpoint != mail.checkpoint || doc.Steps[0].Critical != "action" {
+		t.Errorf("%+v", doc.Steps)
+	}
+	c.sites[0].decides(t, "deny", s.waits(asked).Waits)
+	s.finished(asked.ID).want(t, "escalated", "irreversible", "denied")
+	c.lab.wantDoc("/docs/x", `{"n":2}`)
 }
 
 // A decision on a rollback has one result, whoever else decides at the same time, and whatever is

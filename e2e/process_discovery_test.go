@@ -13,7 +13,7 @@ import (
 
 // asksAll makes the first gateway of a star ask the others for what they have.
 func asksAll(sites ...*procSite) string {
-	text := "rollback {\n prepare_timeout 3s\n"
+	text := "rollback {\n partial allow\n prepare_timeout 3s\n"
 	for i, site := range sites {
 		if i > 0 {
 			text += fmt.Sprintf(" participants http://%s/.well-known/cascade/rollback %s\n", site.addr, starIdentity(i))
@@ -25,6 +25,11 @@ func asksAll(sites ...*procSite) string {
 // newAskingStar is a star whose first gateway names the others as participants.
 func newAskingStar(t *testing.T) *star {
 	t.Helper()
+	return layAskingStar(t).begin()
+}
+
+func layAskingStar(t *testing.T) *star {
+	t.Helper()
 	c := layStar(t)
 	for i := 1; i < len(c.sites); i++ {
 		c.a.also = append(c.a.also, starIdentity(i))
@@ -32,7 +37,7 @@ func newAskingStar(t *testing.T) *star {
 	}
 	c.sites[0].app += asksAll(c.sites...)
 	c.before(0, c.behind(1, "/charges /mail"), c.behind(2, "/docs/*"))
-	return c.begin()
+	return c
 }
 
 // direct makes a call at the gateway at a place, which the first one does not see: the agent's token

@@ -107,8 +107,12 @@ func TestProcessFailedCallsAreEscalated(t *testing.T) {
 	if linked != 1 {
 		t.Errorf("%d escalations follow from the error", linked)
 	}
-	// Once people have seen to it, the next failure is another question.
-	site.decides(t, "approve", site.asked(t, 2)[1].ID)
+	// That of the call that cannot be undone has taken the place of the first. Once people have seen to it, the next
+	// failure is another question.
+	if all := site.asked(t, 2); all[0].Status != "pending" || all[1].Status != "withdrawn" {
+		t.Errorf("one failure is several questions: %+v", all)
+	}
+	site.decides(t, "approve", site.asked(t, 2)[0].ID)
 	again, _ := s.fails(charge(1))
 	more, _ := s.fails(charge(1))
 	later := []string{before.checkpoint, again.checkpoint, more.checkpoint} // several are looked at at once
@@ -119,10 +123,10 @@ func TestProcessFailedCallsAreEscalated(t *testing.T) {
 	for range 20 {
 		g.saga(a).fails(charge(1))
 	}
-	site.asked(t, 16+1)
+	site.asked(t, 16+2)
 	other := g.saga(a)
 	other.fails(charge(1))
-	if all := site.asked(t, 16+1); slices.ContainsFunc(all, func(e asked) bool { return e.Workflow == other.wid || e.Held }) {
+	if all := site.asked(t, 16+2); slices.ContainsFunc(all, func(e asked) bool { return e.Workflow == other.wid || e.Held }) {
 		t.Errorf("%+v", all)
 	}
 }

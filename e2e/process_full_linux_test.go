@@ -292,19 +292,17 @@ func procFillUnderLoad(t *testing.T, gateway *procGateway, filler *procFiller) m
 	return answers
 }
 
-// P4 on PostgreSQL: while the database's disk is full, nothing is forwarded that could not be recorded,
-// nothing runs twice, nothing that was answered is lost, and all of it is over once there is space, without
-// a restart of anything.
-func TestProcessPostgresFullDisk(t *testing.T) {
-	t.Parallel() // its gateways are processes
+// postgresOnSmallDisk is a gateway's site with its store in a database whose tables lie on a small disk, and what fills
+// that. false means that there is nothing to do here.
+func postgresOnSmallDisk(t *testing.T, upstream *procUpstream) (*procSite, *procFiller, bool) {
+	t.Helper()
 	disk, here := procSmallDisk(t)
 	if !here {
-		return
+		return nil, nil, false
 	}
-	upstream := procNewUpstream(t)
 	site, server, there := postgresSite(t, upstream)
 	if !there {
-		return
+		return nil, nil, false
 	}
 	space := filepath.Join(disk, "space")
 	if err := os.Mkdir(space, 0o700); err != nil {
@@ -320,12 +318,91 @@ func TestProcessPostgresFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	site.env = append(site.env, "TEST_DSN="+server.DSN()+" default_tablespace=small")
+	return site, &procFiller{t: t, name: filepath.Join(disk, "filler")}, true
+}
+
+// P6, P7 on PostgreSQL, ADR 0147: the database's disk is full when calls end. Their clients are told that they are in
+// doubt, in an answer of its own where nothing of the call's has left; once there is room each retry gets the call's
+// answer, and nothing has run twice.
+func TestProcessPostgresFullDiskKeepsAnswers(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	site, filler, there := postgresOnSmallDisk(t, upstream)
+	if !there {
+		return
+	}
+	gateway := site.start(t)
+	var calls []procCall
+	for i := range 60 {
+		c := procCall{id: fmt.Sprint("open-", i)}
+		if size := []string{"", "1500", "300000"}[i%3]; size != "" {
+			c.header = map[string]string{procSize: size}
+		}
+		calls = append(calls, c)
+	}
+	client := procDial()
+	defer client.CloseIdleConnections()
+	holds, begun := make([]*gate, len(calls)), make([]<-chan procFuture, len(calls))
+	for i, c := range calls {
+		holds[i] = upstream.hold(t, c.id)
+		begun[i] = gateway.begin(t.Context(), client, c)
+		waitWithin(t, procBound, holds[i].arrived, "the call arrives")
+	}
+	procFillUnderLoad(t, gateway, filler)
+	for _, hold := range holds {
+		hold.open()
+	}
+	first, doubts := make([]procAnswer, len(calls)), 0
+	for i, c := range calls {
+		came := waitWithin(t, procBound, begun[i], "the end of a call")
+		switch first[i] = came.answer; {
+		case came.err != nil && i%3 == 2: // of a large one the client has most already
+		case came.err != nil:
+			t.Errorf("%s: %v", c.id, came.err)
+		case !first[i].executed():
+			doubts++
+			wantProcDoubt(t, first[i])
+		}
+	}
+	if doubts == 0 {
+		t.Error("the disk was not full enough")
+	}
+	filler.remove()
+	wantProcRoom(t, gateway, "recovered")
+	for i, c := range calls {
+		var last procAnswer
+		eventuallyWithin(t, procBound, c.id+" is settled", func() bool {
+			last = gateway.post(t, c)
+			return last.problem() != "in-doubt" && last.problem() != "store-unavailable"
+		})
+		if last.status != http.StatusCreated || !last.replayed() && last.execution() != "attached" || i%3 == 2 && len(last.body) < 300_000 {
+			t.Errorf("%s: %d bytes, %v", c.id, len(last.body), last)
+		}
+		if first[i].executed() {
+			wantProcReplay(t, first[i], last)
+		}
+		if n := upstream.arrivals(c.id); n != 1 {
+			t.Errorf("P1: %s was executed %d times", c.id, n)
+		}
+	}
+	t.Logf("%d of %d calls were in doubt while the disk was full", doubts, len(calls))
+}
+
+// P4 on PostgreSQL: while the databases disk is full, nothing is forwarded that could not be recorded,
+// nothing runs twice, nothing that was answered is lost, and all of it is over once there is space, without
+// a restart of anything.
+func TestProcessPostgresFullDisk(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	site, filler, there := postgresOnSmallDisk(t, upstream)
+	if !there {
+		return
+	}
 	gateway := site.start(t)
 	known := gateway.post(t, procCall{id: "known"})
 	if !known.executed() {
 		t.Fatalf("the first call: %v", known)
 	}
-	filler := &procFiller{t: t, name: filepath.Join(disk, "filler")}
 	answers := procFillUnderLoad(t, gateway, filler)
 	wantProcFull(t, gateway, upstream, known, "full")
 	filler.remove()

@@ -83,7 +83,9 @@ func procNewSite(t *testing.T, upstream string) *procSite {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return &procSite{t: t, dir: dir, addr: freeAddress(t), admin: freeAddress(t), upstream: upstream}
+	s := &procSite{t: t, dir: dir, addr: freeAddress(t), admin: freeAddress(t), upstream: upstream}
+	watchProcess(s.addr, s.admin)
+	return s
 }
 
 func (s *procSite) path(name string) string { return filepath.Join(s.dir, name) }
@@ -262,7 +264,7 @@ func (g *procGateway) admin(method, path, contentType, body string) (int, string
 			return new(net.Dialer).DialContext(ctx, "unix", socket)
 		}
 	}
-	client := &http.Client{Timeout: procBound, Transport: transport}
+	client := &http.Client{Timeout: procBound, Transport: recorded{transport}}
 	req, err := http.NewRequest(method, "http://"+host+path, strings.NewReader(body))
 	if err != nil {
 		return 0, "", err

@@ -63,7 +63,7 @@ func (c *star) tried(n int, wid string) reply {
 // has confirmed what. Other workflows go on.
 func TestProcessPauseReachesParticipants(t *testing.T) {
 	t.Parallel() // its gateways are processes
-	c := newStar(t, "rollback {\n prepare_timeout 2s\n }")
+	c := newStar(t, "rollback {\n partial allow\n prepare_timeout 2s\n }")
 	s := c.saga
 	c.lab.write("/docs/x", `{"n":1}`)
 	root := s.do(charge(1))
@@ -143,7 +143,7 @@ func TestProcessHoldsArePassedOn(t *testing.T) {
 	for i, site := range c.sites {
 		before, after := max(i-1, 0), min(i+1, 2)
 		c.a.also = append(c.a.also, starIdentity(i))
-		site.app += fmt.Sprintf("rollback {\n coordinators %s %s\n participants http://%s/.well-known/cascade/rollback %s\n }",
+		site.app += fmt.Sprintf("rollback {\n partial allow\n coordinators %s %s\n participants http://%s/.well-known/cascade/rollback %s\n }",
 			starIdentity(before), starIdentity(after), c.sites[before].addr, starIdentity(before))
 	}
 	c.before(0, c.behind(1, "/charges"), "@mail path /mail\nagent_proxy @mail "+c.lab.addr+" {"+sagaActions+"\n}")

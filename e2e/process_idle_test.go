@@ -93,7 +93,7 @@ func TestProcessUpstreamClosesIdleConnections(t *testing.T) {
 					done++
 				case f.answer.problem() == "in-doubt" && arrived <= 1 && !test.certain:
 					doubtful++
-				case f.answer.status == http.StatusBadGateway && f.answer.problem() == "" && arrived == 0 && !test.certain:
+				case f.answer.status == http.StatusBadGateway && f.answer.problem() == "upstream-unreachable" && arrived == 0 && !test.certain:
 					free++
 					// It says that nothing was sent, so the key is free.
 					if a := gateway.post(t, calls[n]); a.status != http.StatusCreated && a.problem() != "in-doubt" && a.status != http.StatusBadGateway {

@@ -91,6 +91,37 @@ func (l *procLog) tail(n int) string {
 	return text[max(0, len(text)-n):]
 }
 
+// Options that have no effect, as they are written, are logged when the configuration loads.
+func TestProcessWarnsOfOptionsWithoutEffect(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	const nobody, all = "nobody has the role that has to approve calls", "`exempt` takes every path"
+	for name, c := range map[string]struct{ guard, want string }{
+		"a role of nobody":      {"approve acountant", nobody},
+		"a role of users":       {"approve accountant\n roles_from {http.auth.user.roles}", ""},
+		"a role of a caller":    {"approve accountant\n role accountant user:alice", ""},
+		"the role of operators": {"approve", ""},
+		"every path is exempt":  {"exempt path /*", all},
+		"a path is exempt":      {"exempt path /search/*", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			site := procNewSite(t, upstream.addr)
+			site.guard = c.guard
+			gateway := site.start(t)
+			gateway.end(t)
+			for _, warning := range []string{nobody, all} {
+				want := 0
+				if warning == c.want {
+					want = 1
+				}
+				if got := strings.Count(gateway.log.String(), warning); got != want {
+					t.Errorf("%q is logged %d times, want %d", warning, got, want)
+				}
+			}
+		})
+	}
+}
+
 // The space of ids that callers without a credential share is warned of once, not with each
 // reload, and not where every request has to authenticate itself first.
 func TestProcessWarnsOfAnonymousOnce(t *testing.T) {

@@ -109,16 +109,22 @@ func TestProcessMetricsGoOnOverReloads(t *testing.T) {
 		t.Errorf("%s is not served", name)
 	}
 	for sample, want := range map[string]string{
-		"agent_guard_in_doubt":                                       `^1$`,
-		"agent_guard_store_healthy":                                  `^1$`,
-		"agent_guard_store_watermark":                                `^[01]$`,
-		"agent_guard_store_free_bytes":                               `^[1-9]`,
-		`agent_guard_store_bytes{part="lsm"}`:                        `^[1-9]`,
-		"agent_guard_store_commit_duration_seconds_count":            `^[1-9][0-9]+$`,
-		"agent_guard_store_commit_batches_sum":                       `^[1-9][0-9]+$`,
-		"agent_guard_store_opened_timestamp_seconds":                 `^[1-9]`,
-		`agent_guard_recovered_total{outcome="in_doubt"}`:            `^0$`,
-		`agent_guard_unguarded_total{guard="default",reason="safe"}`: `^0$`,
+		"agent_guard_in_doubt":                                                                 `^1$`,
+		"agent_guard_store_healthy":                                                            `^1$`,
+		"agent_guard_store_watermark":                                                          `^[01]$`,
+		"agent_guard_store_free_bytes":                                                         `^[1-9]`,
+		`agent_guard_store_bytes{part="lsm"}`:                                                  `^[1-9]`,
+		"agent_guard_store_commit_duration_seconds_count":                                      `^[1-9][0-9]+$`,
+		"agent_guard_store_commit_batches_sum":                                                 `^[1-9][0-9]+$`,
+		"agent_guard_store_opened_timestamp_seconds":                                           `^[1-9]`,
+		`agent_guard_recovered_total{outcome="in_doubt"}`:                                      `^0$`,
+		`agent_guard_unguarded_total{guard="default",reason="safe"}`:                           `^0$`,
+		`agent_guard_call_duration_seconds_count{guard="default",status="executed"}`:           `^5$`,
+		`agent_guard_call_duration_seconds_bucket{guard="default",status="executed",le="300"}`: `^5$`,
+		`agent_guard_call_duration_seconds_count{guard="default",status="replayed"}`:           `^5$`,
+		`agent_guard_overhead_duration_seconds_count{guard="default"}`:                         `^6$`, // with that in doubt
+		`agent_guard_overhead_duration_seconds_sum{guard="default"}`:                           `^0\.`,
+		`agent_guard_escalation_oldest_age_seconds{level="stop"}`:                              `^0$`,
 	} {
 		if got := parseSamples(text)[sample]; !regexp.MustCompile(want).MatchString(got) {
 			t.Errorf("%s is %q, want %s", sample, got, want)
@@ -299,7 +305,7 @@ http://%s {
 	logs += gateway.log.String()
 
 	slices.Sort(problems)
-	want := []string{"body-too-large", "caller-unstable", "execution-id-invalid", "fingerprint-mismatch", "in-doubt", "in-progress"}
+	want := []string{"body-too-large", "caller-unstable", "execution-id-invalid", "fingerprint-mismatch", "in-doubt", "in-progress", "upstream-unreachable"}
 	if !slices.Equal(problems, want) {
 		t.Errorf("the calls have met %v, want %v", problems, want)
 	}

@@ -206,6 +206,29 @@ func TestProcessParticipants(t *testing.T) {
 		}
 	}
 	c.lab.wantEffects("charged "+root.id(t), "changed /docs/x", "charged "+leaf.id(t), "refunded "+leaf.id(t), "changed /docs/x", "refunded "+root.id(t))
+	// What each of them has signed is in the coordinator's ledger, and the coordinator's own node of the step follows
+	// from it: a third party sees who says that it is undone.
+	signed, named := map[string]string{}, map[string]int{}
+	var own []*ect.Unverified
+	c.sites[0].exported(t, func(token *ect.Unverified) {
+		switch {
+		case token.Action() != "rollback_complete":
+		case token.Issuer() == gatewayIdentity:
+			own = append(own, token)
+		default:
+			signed[token.ID()] = token.Issuer()
+		}
+	})
+	for _, token := range own {
+		for _, parent := range token.Parents() {
+			if by := signed[parent]; by != "" {
+				named[by]++
+			}
+		}
+	}
+	if len(signed) != 3 || named[starIdentity(1)] != 2 || named[starIdentity(2)] != 1 {
+		t.Errorf("signed: %v, named: %v", signed, named)
+	}
 }
 
 // A token in `_meta` that is for the first gateway alone stays there, like one in the header; the second
@@ -296,7 +319,7 @@ func TestProcessRefusedByTheNextGateway(t *testing.T) {
 // without an approval.
 func TestProcessParticipantCannotPrepare(t *testing.T) {
 	t.Parallel() // its gateways are processes
-	c := newStar(t, "")
+	c := newStar(t, undoesParts)
 	s := c.saga
 	c.lab.write("/docs/x", `{"n":1}`)
 	root := s.do(put("/docs/x", `{"n":2}`))
@@ -326,10 +349,10 @@ func TestProcessParticipantCannotPrepare(t *testing.T) {
 	c.lab.wantDoc("/docs/y", `{"n":2}`)
 }
 
-// With `partial never` nothing is undone where a part cannot be, unless people approve that.
+// By default (`partial never`) nothing is undone where a part cannot be, unless people approve that.
 func TestProcessParticipantPartialNever(t *testing.T) {
 	t.Parallel() // its gateways are processes
-	c := newStar(t, "rollback {\n partial never\n }")
+	c := newStar(t, "")
 	s := c.saga
 	c.lab.write("/docs/x", `{"n":1}`)
 	root := s.do(put("/docs/x", `{"n":2}`))
@@ -344,7 +367,7 @@ func TestProcessParticipantPartialNever(t *testing.T) {
 // reserved ends by itself.
 func TestProcessParticipantDeadAtPrepare(t *testing.T) {
 	t.Parallel() // its gateways are processes
-	c := newStar(t, "")
+	c := newStar(t, undoesParts)
 	s := c.saga
 	c.lab.write("/docs/x", `{"n":1}`)
 	root := s.do(charge(1))

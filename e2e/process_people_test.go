@@ -103,8 +103,8 @@ func TestProcessApprovalBeforeTheCall(t *testing.T) {
 		t.Errorf("another body: %d %s", got.status, got.body)
 	}
 	lab.wantEffects()
-	site.operate(t, "escalations", "approve", id, "--operator", "ann").fails(t, "--hash")
-	site.operate(t, "escalations", "approve", id, "--operator", "ann", "--hash", "sha-256:0").fails(t, "what is proposed now has")
+	site.operate(t, "escalations", "approve", id, "--operator", "ann").fails(t, "nothing was changed") // nobody answers the question
+	site.operate(t, "escalations", "approve", id, "--operator", "ann", "--hash", "sha-256:0").fails(t, "not that of what is proposed now")
 	if got := site.decides(t, "approve", id); got.Status != "approved" || got.Decisions[0].By != "operator:ann" {
 		t.Errorf("%+v", got)
 	}
@@ -244,6 +244,35 @@ func TestProcessWorkflowsWaitForPeople(t *testing.T) {
 		site.decides(t, "approve", id)
 		s.do(charge(8))
 	}
+}
+
+// No proposal says more than its approval does: people who are asked about a rollback of the whole workflow that ends
+// partial are not asked to resume what it has ended.
+func TestProcessWholeWorkflowIsNotResumed(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	lab, a := newRestLab(t), newAgent(t, "a")
+	site := procNewSite(t, lab.addr)
+	site.app = trusting(t, a)
+	site.guard = sagaActions
+	site.start(t)
+	s := site.gateway(t).saga(a)
+	lab.write("/docs/x", `{"n":1}`)
+	first := s.do(put("/docs/x", `{"n":2}`))
+	s.do(charge(7), first.checkpoint)
+	lab.on("POST /refunds", -1, restSays(200, `{"status":"failed"}`))
+	s.back(rollbackBody{Checkpoint: first.checkpoint, Scope: "full_workflow", Reason: "a test"}).want(t, "partial", "refused")
+	list := procDocument[struct{ Escalations []escalationDoc }](t, site.operate(t, "escalations", "list", "-o", "json").says(t)).Escalations
+	at := slices.IndexFunc(list, func(e escalationDoc) bool { return e.Cause == "rollback_partial" })
+	if at < 0 || list[at].Held || list[at].Proposal.Kind != "" {
+		t.Fatalf("%+v", list)
+	}
+	if text := site.operate(t, "escalations", "show", list[at].ID).says(t); !strings.Contains(text, "An approval changes nothing") {
+		t.Errorf("%s", text)
+	}
+	for _, e := range list {
+		site.decides(t, "approve", e.ID)
+	}
+	s.try(charge(8)).problem(t, http.StatusForbidden, "workflow-stopped")
 }
 
 // P4: a workflow that people hold, or may hold, does not go on while the store cannot say so. Others
@@ -701,7 +730,7 @@ func TestProcessUnreachableHuman(t *testing.T) {
 		held               bool
 	}{
 		"deny":          {status: "expired", role: "operator"},
-		"pause":         {status: "expired", role: "operator", slug: "workflow-paused", held: true},
+		"pause":         {status: "pending", role: "operator", slug: "workflow-paused", held: true},
 		"escalate lead": {status: "pending", role: "lead"},
 	} {
 		lab, a := newRestLab(t), newAgent(t, "a")
@@ -729,14 +758,23 @@ func TestProcessUnreachableHuman(t *testing.T) {
 		var got escalationDoc
 		eventuallyWithin(t, procBound, option, func() bool {
 			got = show()
-			return got.Status == want.status && got.RequiredRole == want.role
+			return got.Status == want.status && got.RequiredRole == want.role && got.Held == want.held
 		})
-		if got.Held != want.held || len(got.Decisions) != 0 {
+		if len(got.Decisions) != 0 {
 			t.Errorf("%s: %+v", option, got)
 		}
 		if next := s.try(charge(8)); next.status < 300 == (want.slug != "") || want.slug != "" && next.slug() != want.slug {
 			t.Errorf("%s: %d %s", option, next.status, next.body)
 		}
+		if !want.held {
+			continue
+		}
+		// What holds the workflow is among the questions that wait for people, and says what an approval does.
+		if list := site.operate(t, "escalations", "list", "--status", "pending").says(t); !strings.Contains(list, got.ID) || got.Proposal.Kind != "resume" {
+			t.Errorf("%s: %s, %+v", option, list, got)
+		}
+		site.decides(t, "approve", got.ID)
+		s.do(charge(8))
 	}
 }
 

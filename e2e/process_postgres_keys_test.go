@@ -83,3 +83,49 @@ func TestProcessPostgresKeys(t *testing.T) {
 		t.Errorf("published once the other is gone: %v of %v; their tokens live", after, published)
 	}
 }
+
+// P1: the gateways of a new fleet start together, with one key file that nobody has made yet and a database that comes
+// later. Each takes calls by itself, and all have one record of them.
+func TestProcessPostgresKeyFileOfANewFleet(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	one, server, there := postgresSite(t, upstream)
+	if !there {
+		return
+	}
+	if err := server.Stop(); err != nil {
+		t.Fatal(err)
+	}
+	sites := []*procSite{one}
+	for _, name := range []string{"two", "three", "four"} {
+		site := withPostgres(procNewSite(t, upstream.addr), server.DSN())
+		site.store = strings.Replace(one.store, "node one", "node "+name, 1)
+		site.app = one.app
+		sites = append(sites, site)
+	}
+	var gateways []*procGateway
+	for _, site := range sites {
+		gateways = append(gateways, site.launch(t))
+	}
+	for _, g := range gateways {
+		if !g.ready(t) {
+			t.Fatalf("a gateway did not start: %v\n%s", g.err, g.log.tail(6000))
+		}
+	}
+	if err := server.Run(); err != nil {
+		t.Fatal(err)
+	}
+	var first procAnswer
+	for i, g := range gateways {
+		var last procAnswer
+		eventuallyWithin(t, procBound, sites[i].store+" takes calls", func() bool {
+			last = g.post(t, procCall{id: "first", host: one.addr})
+			return last.problem() != "store-unavailable" || g.log.says("is reached, and refused")
+		})
+		if i == 0 {
+			first = last
+		} else {
+			wantProcReplay(t, first, last)
+		}
+	}
+}

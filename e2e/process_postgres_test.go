@@ -5,6 +5,7 @@ package e2e
 import (
 	"net/http"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -124,6 +125,9 @@ func TestProcessPostgres(t *testing.T) {
 	if !unavailable(t, last, procCall{id: "one"}) {
 		t.Error("a call without a database was not refused")
 	}
+	if nodes := site.operate(t, "nodes"); nodes.code == 0 || !strings.Contains(nodes.err, "is not open, and is tried again") {
+		t.Errorf("nodes, without a database: %s%s", nodes.out, nodes.err)
+	}
 	read, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+site.addr+"/read", nil)
 	if err != nil {
 		t.Fatal(err)
@@ -147,4 +151,29 @@ func TestProcessPostgres(t *testing.T) {
 			t.Error("the DSN is in the log")
 		}
 	}
+}
+
+// P1, P3 on PostgreSQL: many clients that repeat one key at the same time share reads of its record, and each gets the
+// whole answer.
+func TestProcessPostgresRetriesTogether(t *testing.T) {
+	t.Parallel() // its gateways are processes
+	upstream := procNewUpstream(t)
+	site, _, there := postgresSite(t, upstream)
+	if !there {
+		return
+	}
+	gateway := site.start(t)
+	first := gateway.post(t, procCall{id: "one"})
+	var all sync.WaitGroup
+	for range 32 {
+		all.Go(func() {
+			for range 50 {
+				if a := gateway.post(t, procCall{id: "one"}); !a.replayed() || a.digest() != first.digest() {
+					t.Errorf("P1: not a replay: %v", a)
+					return
+				}
+			}
+		})
+	}
+	all.Wait()
 }

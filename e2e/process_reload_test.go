@@ -29,7 +29,7 @@ func TestProcessReloadsUnderLoad(t *testing.T) {
 	for worker := range 6 {
 		clients.Go(func() {
 			// Half of the clients keep their connections.
-			client := &http.Client{Timeout: procBound, Transport: &http.Transport{DisableKeepAlives: worker%2 == 0}}
+			client := &http.Client{Timeout: procBound, Transport: recorded{&http.Transport{DisableKeepAlives: worker%2 == 0}}}
 			defer client.CloseIdleConnections()
 			for n := 0; ctx.Err() == nil; n++ {
 				c := procCall{id: fmt.Sprintf("reload-%d-%d", worker, n)}

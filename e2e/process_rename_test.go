@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
 // read asks below /.well-known/cascade/ as the caller of all calls.
@@ -86,7 +88,9 @@ func TestProcessRenamesTheIdentity(t *testing.T) {
 
 	// Another ring in the place of the right one is told of.
 	other := site.path("other.key")
-	site.operate(t, "ect", "keygen", "--owner", "spiffe://example.com/gateway2", "--out", other).says(t)
+	if _, err := ect.CreateRing(other, ect.ES256); err != nil {
+		t.Fatal(err)
+	}
 	if err := os.Rename(other, site.path("data.identity")); err != nil {
 		t.Fatal(err)
 	}

@@ -47,5 +47,5 @@ func answers(t *testing.T, in *bufio.Reader, method string) reply {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return read(res)
+	return read(watchWire(t, "").watch(method, "", res))
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 )
 
 var readmeBlock = regexp.MustCompile("(?s)<!-- caddyfile: (\\w+) -->\n```\n(.*?)```")
@@ -45,8 +46,11 @@ func TestReadmeExamplesLoad(t *testing.T) {
 			t.Errorf("%v in\n%s", err, text)
 			continue
 		}
+		if formatted := string(caddyfile.Format([]byte(text))); formatted != text {
+			t.Errorf("formatted, it is\n%s, and not\n%s", formatted, text)
+		}
 		for _, w := range warnings {
-			if !strings.Contains(w.Message, "not formatted") {
+			if !strings.Contains(w.Message, "not formatted") { // of the lines around it
 				t.Errorf("%s in\n%s", w, text)
 			}
 		}

@@ -55,6 +55,9 @@ func TestRecipesAreListed(t *testing.T) {
 		if string(caddyfile.Format(text)) != string(text) {
 			t.Errorf("%s is not formatted: caddy fmt --overwrite", base)
 		}
+		if strings.Contains(string(text), "header_up Host") {
+			t.Errorf("%s sets Host, which Caddy does by itself for https, with a warning where it is said", base)
+		}
 		_, use, _ := strings.Cut(string(text), "Use: ")
 		use, _, _ = strings.Cut(use, "\n")
 		whole := fmt.Sprintf("{\n\tadmin off\n\tagent_guard {\n\t\tstore badger %s\n\t}\n}\nimport %s\nhttp://localhost:8080 {\n\t%s\n}\n", t.TempDir(), file, use)
@@ -260,6 +263,24 @@ func TestRecipeMail(t *testing.T) {
 	g.call(batch).inDoubt(t)
 	g.call(batch).inDoubt(t)
 	u.arrived("/emails/batch", 1)
+}
+
+// AWS names a call by a token in its body, and Google by a request id in the query or the body.
+func TestRecipesOfClouds(t *testing.T) {
+	u := newUpstream(t)
+	g := recipe(t, "aws", u.addr+" {http.request.header.X-Agent}")
+	signed := request{path: "/", body: `{"Name":"db","ClientRequestToken":"token-1"}`, header: map[string]string{
+		"Authorization": "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1, Signature=1", "X-Agent": "ada",
+	}}
+	g.call(signed).want(t, 201, "arrival 1", "executed")
+	signed.header["Authorization"] = "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1, Signature=2"
+	g.call(signed).want(t, 201, "arrival 1", "replayed")
+
+	g = recipe(t, "google", u.addr)
+	for _, r := range []request{bearer("/query?requestId=8e03978e", "", `{"name":"vm"}`), bearer("/body", "", `{"requestId":"8e03978e"}`)} {
+		g.call(r).want(t, 201, "arrival 1", "executed")
+		g.call(r).want(t, 201, "arrival 1", "replayed")
+	}
 }
 
 // An MCP server answers a tool call on its POST

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"strings"
 	"testing"
@@ -315,6 +316,17 @@ func TestRecognizedAsStated(t *testing.T) {
 	}
 }
 
+// A retry whose first attempt never came is none of an equal call whose own retry of that count was answered.
+func TestStatedRetryOfAnotherCall(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, recognizes, u.addr)
+	one, retry := equal("/pay", "X-Stainless-Retry-Count", "0"), equal("/pay", "X-Stainless-Retry-Count", "1")
+	g.call(one).want(t, 201, "arrival 1", "executed")
+	g.call(retry).want(t, 201, "arrival 1", "replayed")
+	g.call(retry).want(t, 201, "arrival 2", "executed") // that of another call, which never came
+	u.arrived("/pay", 2)
+}
+
 // P3: nobody gets the answer to another caller's call, whatever is known of that and whatever he
 // says of his own.
 func TestRecognizedIsTheCallersOwn(t *testing.T) {
@@ -350,7 +362,7 @@ func TestRecognizedIsTheCallersOwn(t *testing.T) {
 func TestNotRecognizedAfterAnyAnswer(t *testing.T) {
 	u := newUpstream(t)
 	g := start(t, recognizes, u.addr)
-	keeping := &http.Client{Transport: new(http.Transport), Timeout: patience}
+	keeping := &http.Client{Transport: recorded{new(http.Transport)}, Timeout: patience}
 	t.Cleanup(keeping.CloseIdleConnections)
 	large := strings.Repeat("large ", 100_000)
 	for version, client := range map[string]*http.Client{"h1": g.newClient(nil), "h1 kept": keeping, "h2c": g.h2cClient()} {
@@ -460,6 +472,60 @@ func TestNotRecognizedAfterTheAnswerWasRead(t *testing.T) {
 			}
 			got.want(t, 201, "arrival 2", "executed")
 			got.itsOwn(t)
+		})
+	}
+}
+
+// An error that was delivered is evidence for as long as clients retry, and no longer: then an equal call goes to the
+// upstream, which may be well again. One with the key of the call gets the record all the same.
+func TestErrorsAreEvidenceForAWhile(t *testing.T) {
+	u := newUpstream(t)
+	u.on("/poll", first(status(500, "ill")))
+	g := start(t, "e2e_leaves\nagent_proxy %s {\n breaker off\n missing_id recognize {\n error_window 20ms\n}\n}", u.addr)
+	one := g.call(equal("/poll"))
+	one.want(t, 500, "ill", "executed")
+	eventually(t, "an equal call is a new one", func() bool {
+		got := g.call(equal("/poll"))
+		return got.status == 201 && got.header.Get("Execution-Status") == "executed"
+	})
+	g.call(equal("/poll", "Idempotency-Key", one.header.Get("Execution-Id"))).want(t, 500, "ill", "replayed")
+}
+
+// A client that has closed its own direction of the connection, and has read its whole answer, was answered: its next
+// equal call is meant.
+func TestHalfClosedClientIsAnswered(t *testing.T) {
+	u := newUpstream(t)
+	g := start(t, recognizes, u.addr)
+	for name, answer := range map[string]func(http.ResponseWriter, int){
+		"length": func(w http.ResponseWriter, n int) { status(201, fmt.Sprint("arrival ", n))(w, nil) },
+		"chunked": func(w http.ResponseWriter, n int) {
+			w.WriteHeader(201)
+			_ = http.NewResponseController(w).Flush()
+			fmt.Fprint(w, "arrival ", n)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path, hold := "/"+name, newGate(t)
+			u.on(path, func(w http.ResponseWriter, a *arrival) {
+				hold.pass()
+				answer(w, a.n)
+			})
+			known := left.Load()
+			conn := g.dial()
+			write(t, conn, "POST "+path+" HTTP/1.1\r\nHost: "+g.addr+"\r\nAuthorization: Bearer ada\r\n"+leaver+": yes\r\n"+
+				"Content-Type: application/json\r\nContent-Length: 12\r\n\r\n{\"amount\":1}")
+			eventually(t, "the call has arrived", func() bool { return u.arrivals(path) == 1 })
+			if err := conn.(*net.TCPConn).CloseWrite(); err != nil {
+				t.Fatal(err)
+			}
+			eventually(t, "the gateway knows of the close", func() bool { return left.Load() == known+1 })
+			hold.open()
+			got, err := io.ReadAll(conn)
+			if err != nil || !strings.HasPrefix(string(got), "HTTP/1.1 201 ") || !strings.Contains(string(got), "arrival 1") {
+				t.Fatalf("%q, %v", got, err)
+			}
+			g.call(equal(path, leaver, "yes")).want(t, 201, "arrival 2", "executed")
+			u.arrived(path, 2)
 		})
 	}
 }

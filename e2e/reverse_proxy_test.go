@@ -219,7 +219,9 @@ func lasting() []proxied {
 			u.on("/x", first(func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(503) }))
 			return compared(g.call(request{method: http.MethodGet, path: "/x"}))
 		}},
-		{name: "no upstream at all", to: func(t *testing.T, u *upstream) string { return freeAddress(t) }, see: both("/x")},
+		{name: "no upstream at all", to: func(t *testing.T, u *upstream) string { return freeAddress(t) }, see: func(t *testing.T, g *gateway, u *upstream) string {
+			return compared(g.call(request{method: http.MethodGet, path: "/x"}))
+		}},
 		{name: "an address of placeholders", to: func(t *testing.T, u *upstream) string { return "{http.request.header.X-Dial}" }, see: func(t *testing.T, g *gateway, u *upstream) string {
 			dial := headers{"X-Dial": u.addr}
 			return compared(g.call(request{method: http.MethodGet, path: "/x", header: dial})) + compared(g.call(request{path: "/x", id: "k", header: dial}))
@@ -371,6 +373,10 @@ func TestReverseProxyDifferences(t *testing.T) {
 		{proxied{name: "a guarded call that asks to be forwarded as it comes", to: stream, see: func(t *testing.T, g *gateway, u *upstream) string {
 			return bothWays("Incremental", "?1")(t, g, u)[:4]
 		}}, "200 ", "501 ", "exempt path /stream", "the same, and here the client says so (RFC 10036)"},
+		{proxied{name: "a guarded call where no upstream is there", to: func(t *testing.T, u *upstream) string { return freeAddress(t) }, see: func(t *testing.T, g *gateway, u *upstream) string {
+			got := g.call(request{path: "/x", id: "k"})
+			return fmt.Sprintf("%d %q %q", got.status, got.header.Get("Content-Type"), got.header.Get("Execution-Status"))
+		}}, `502 "" ""`, `502 "application/problem+json" "released"`, "exempt path /x", "the client learns that nothing was executed, and that the same call may come again"},
 		{proxied{name: "a connection that is lost after the call was sent", see: func(t *testing.T, g *gateway, u *upstream) string {
 			u.on("/x", reset)
 			return post("/x")(t, g, u)

@@ -20,7 +20,8 @@ func TestRollbackDisturbed(t *testing.T) {
 	lab.write("/plain/x", "v0")
 	s, at := g.saga(a), newGate(t)
 	step := s.do(put("/plain/x", "A"))
-	lab.on("GET /plain/x", 1, late(at)) // of the undo
+	lab.on("GET /plain/x", 1, (*restCall).usual) // of the first phase
+	lab.on("GET /plain/x", 1, late(at))          // of the undo
 	s.begun(rollbackBody{ID: rollbackID(1), Checkpoint: step.checkpoint})
 	<-at.arrived
 	o := g.saga(a)

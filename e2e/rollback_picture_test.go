@@ -16,7 +16,7 @@ import (
 // as SVG, to the same readers.
 func TestRollbackAsAPicture(t *testing.T) {
 	lab, a, b, m := newRestLab(t), newAgent(t, "a"), newAgent(t, "b"), newAgent(t, "m")
-	g := launch(t, setup{app: trusting(t, a, b, m), site: lab.site(), badger: true})
+	g := launch(t, setup{app: trusting(t, a, b, m) + undoesParts, site: lab.site(), badger: true})
 	f := g.workflow()
 	root, first := f.does(a, "PUT", "/docs/a", "1")
 	charged, charge := f.does(b, "POST", "/charges", "{}", root.ID())

@@ -3,6 +3,7 @@ package e2e
 import (
 	"encoding/json"
 	"net/http"
+	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -154,18 +155,49 @@ func TestCascade432PlanChanged(t *testing.T) {
 	first := s.prepare(asked, http.StatusOK)
 	hold.open()
 	wait(t, under, "its answer")
-	got := g.call(s.executing(asked, first.PlanHash))
-	got.problem(t, http.StatusConflict, "plan-changed")
-	now := s.prepare(asked, http.StatusOK)
-	var changed struct {
-		PlanHash string `json:"plan_hash"`
-	}
-	if err := json.Unmarshal([]byte(got.body), &changed); err != nil || changed.PlanHash == first.PlanHash || changed.PlanHash != now.PlanHash {
-		t.Errorf("%s, then %s, then %s", first.PlanHash, changed.PlanHash, now.PlanHash)
+	var now preparedDoc
+	for _, hash := range []string{first.PlanHash, strings.Repeat("0", 64)} { // zeros are a hash like any other
+		got := g.call(s.executing(asked, hash))
+		got.problem(t, http.StatusConflict, "plan-changed")
+		now = s.prepare(asked, http.StatusOK)
+		var changed struct {
+			PlanHash string `json:"plan_hash"`
+		}
+		if err := json.Unmarshal([]byte(got.body), &changed); err != nil || changed.PlanHash == hash || changed.PlanHash != now.PlanHash {
+			t.Errorf("%s, then %s, then %s", hash, changed.PlanHash, now.PlanHash)
+		}
 	}
 	lab.arrived("POST /refunds", 0)
 	document[rollbackDoc](t, g.call(s.executing(asked, now.PlanHash))).want(t, "completed")
 	lab.arrived("POST /refunds", 2)
+}
+
+// C-4.3.2-d, -e: a resource that somebody has changed since the call is not prepared, neither by itself nor behind
+// other changes of the same rollback; nothing is undone before people have decided. Several changes of one resource
+// are prepared as long as the last one stands there.
+func TestCascade432ChangedSince(t *testing.T) {
+	a := newAgent(t, "a")
+	lab, g := launchLab(t, sagaActions, a)
+	s := g.saga(a)
+	lab.write("/docs/x", `{"n":1}`)
+	root := s.do(charge(1))
+	edit := s.do(put("/docs/x", `{"n":2}`), root.checkpoint)
+	s.do(put("/docs/x", `{"n":3}`), edit.checkpoint)
+	asked := rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
+	if doc := s.prepare(asked, http.StatusOK); doc.Status != "prepared" {
+		t.Errorf("%+v", doc)
+	}
+	asked.Phase = "release"
+	s.prepare(asked, http.StatusOK)
+	asked.Phase = ""
+	lab.write("/docs/x", `{"n":4}`)
+	doc := s.prepare(asked, http.StatusConflict)
+	if doc.Status != "cannot_prepare" || len(doc.Agents) != 1 || doc.Agents[0].Reason != "changed-since" {
+		t.Errorf("%+v", doc)
+	}
+	s.waits(asked)
+	lab.wantCharge(root.id(t), "open")
+	lab.wantDoc("/docs/x", `{"n":4}`)
 }
 
 // A reservation whose requester never comes back ends by itself.

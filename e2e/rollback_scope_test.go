@@ -149,7 +149,7 @@ func TestCascade411Barrier(t *testing.T) {
 // others are undone.
 func TestCascade421Irreversible(t *testing.T) {
 	a := newAgent(t, "a")
-	lab, g := launchLab(t, sagaActions, a)
+	lab, g := launchParts(t, sagaActions, a)
 	s := g.saga(a)
 	root := s.do(charge(1))
 	mail := s.do(request{path: "/mail"}, root.checkpoint)

@@ -59,6 +59,16 @@ func launchLab(t *testing.T, actions string, agents ...*agent) (*restLab, *gatew
 	return lab, launch(t, setup{app: trusting(t, agents...), site: "agent_proxy " + lab.addr + " {\n" + actions + "\n}"})
 }
 
+// undoesParts is the option with which a rollback undoes what can be undone.
+const undoesParts = "\nrollback {\n partial allow\n}\n"
+
+// launchParts is launchLab with undoesParts.
+func launchParts(t *testing.T, actions string, agents ...*agent) (*restLab, *gateway) {
+	t.Helper()
+	lab := newRestLab(t)
+	return lab, launch(t, setup{app: trusting(t, agents...) + undoesParts, site: "agent_proxy " + lab.addr + " {\n" + actions + "\n}"})
+}
+
 // sagaStep is a call of a saga.
 type sagaStep struct {
 	checkpoint string

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// P1: only a proof releases. An upstream that is not there is one: the retry runs
-// as soon as it is.
+// P1: only a proof releases. An upstream that is not there is one: the answer says so and advises a retry,
+// which runs as soon as the upstream is there.
 func TestOutcomeNotSent(t *testing.T) {
 	for _, directive := range []string{
 		"agent_proxy %s",
@@ -21,7 +21,8 @@ func TestOutcomeNotSent(t *testing.T) {
 		r := request{path: "/x", id: "k"}
 		for range 2 {
 			got := g.call(r)
-			if got.status != 502 || got.header.Get("Execution-Status") != "" {
+			got.retryable(t, 502, "upstream-unreachable")
+			if got.header.Get("Execution-Status") != "released" || got.header.Get("Execution-Id") != "k" {
 				t.Errorf("unreachable: %d %v", got.status, got.header)
 			}
 		}
@@ -41,6 +42,33 @@ func TestOutcomeNotSent(t *testing.T) {
 		if len(arrivals) != 1 {
 			t.Errorf("%d arrivals", len(arrivals))
 		}
+	}
+}
+
+// The answer to a call that was not sent is a problem in the form of its caller, with the proxy's own status.
+// Error routes get the error in its place.
+func TestFormsOfOutcomeNotSent(t *testing.T) {
+	addr := freeAddress(t)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n breaker off\n}", addr)
+	got := g.call(message(toolCall("7", "pay", ""), "Idempotency-Key", "k"))
+	if got.status != 200 || got.header.Get("Execution-Status") != "released" || got.header.Get("Retry-After") == "" ||
+		!strings.Contains(got.body, `"id":7`) || !strings.Contains(got.body, "problems/upstream-unreachable") {
+		t.Errorf("JSON-RPC: %d %v %s", got.status, got.header, got.body)
+	}
+	got = g.call(request{path: "/p.S/Pay", id: "g", header: headers{"Content-Type": "application/grpc-web+proto"}, body: "\x00\x00\x00\x00\x00"})
+	if got.status != 200 || got.header.Get("Grpc-Status") != "14" || got.header.Get("Execution-Status") != "released" ||
+		got.header.Get("Execution-Problem") != "upstream-unreachable" {
+		t.Errorf("gRPC-Web: %d %v %s", got.status, got.header, got.body)
+	}
+	g.reload("agent_proxy " + addr + " {\n breaker off\n lb_policy first\n fail_duration 1m\n}")
+	g.call(request{path: "/x", id: "m"})
+	if got = g.call(request{path: "/x", id: "m"}); got.header.Get("Execution-Status") != "released" {
+		t.Errorf("%d %v", got.status, got.header)
+	}
+	got.retryable(t, 503, "upstream-unreachable") // Caddy knows of no upstream that is up
+	g.reload("agent_proxy " + addr + "\nhandle_errors {\n respond \"sorry\" 502\n}")
+	if got := g.call(request{path: "/x", id: "e"}); got.status != 502 || got.body != "sorry" || got.header.Get("Execution-Status") != "" {
+		t.Errorf("error routes: %d %v %s", got.status, got.header, got.body)
 	}
 }
 

@@ -40,13 +40,18 @@ func newAgent(t *testing.T, name string) *agent {
 // issue makes a token for the gateway.
 func (a *agent) issue(c ect.Claims) *ect.Token {
 	a.t.Helper()
+	return a.issueAt(time.Now(), c)
+}
+
+func (a *agent) issueAt(at time.Time, c ect.Claims) *ect.Token {
+	a.t.Helper()
 	if len(c.Audience) == 0 {
 		c.Audience = append([]string{gatewayIdentity}, a.also...)
 	}
 	if c.Action == "" {
 		c.Action = "charge_card"
 	}
-	token, err := a.issuer.Issue(time.Now(), c)
+	token, err := a.issuer.Issue(at, c)
 	if err != nil {
 		a.t.Fatal(err)
 	}

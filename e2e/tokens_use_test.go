@@ -165,8 +165,9 @@ func TestOwnTokensAfterARename(t *testing.T) {
 func TestRetryUnderAnEndedKey(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
 	app := trusting(t, a)
-	g := launch(t, setup{app: app + "\n trust {\n skew 1s\n }", site: "agent_proxy " + upstream.addr, badger: true})
-	used, unused := a.issue(ect.Claims{}), a.issue(ect.Claims{})
+	g := launch(t, setup{app: app, site: "agent_proxy " + upstream.addr, badger: true})
+	past := time.Now().Add(2*time.Second - ect.Skew)
+	used, unused := a.issueAt(past, ect.Claims{}), a.issueAt(past, ect.Claims{})
 	first := g.call(with(used, request{path: "/pay"}))
 	if first.status != http.StatusCreated {
 		t.Fatalf("%d %s", first.status, first.body)

@@ -272,33 +272,24 @@ func readDate(s *strictjson.Scanner) (int64, bool) {
 	return v, true
 }
 
-// claimRules are the rules of step 12 that a configuration can loosen.
-type claimRules struct {
-	anyID      bool // ids need not be UUIDs
-	lenient    bool // a missing par is an empty one
-	maxParents int
-}
-
-// check takes steps 11, the claims are present, and 12, they have their form.
-func (c *claimSet) check(f claimRules) error {
+// check takes steps 11, the claims are present, and 12, they have their form. With anyID, ids need
+// not be UUIDs.
+func (c *claimSet) check(anyID bool) error {
 	switch {
 	case c.id == "":
 		return refuse(CodeID)
 	case !c.hasAction || c.isInvalid(CodeAction):
 		return refuse(CodeAction)
-	case c.isInvalid(CodeParents) || c.parents == nil && !f.lenient:
+	case c.isInvalid(CodeParents) || c.parents == nil:
 		return refuse(CodeParents)
-	case !f.canonical(&c.id):
+	case !canonical(&c.id, anyID):
 		return refuse(CodeID)
-	case c.hasWorkflow && !f.canonical(&c.workflow):
+	case c.hasWorkflow && !canonical(&c.workflow, anyID):
 		return refuse(CodeWorkflow)
 	case !validAction(c.action):
 		return refuse(CodeAction)
 	}
-	if c.parents == nil {
-		c.parents = []string{}
-	}
-	if err := c.checkParents(f); err != nil {
+	if err := c.checkParents(anyID); err != nil {
 		return err
 	}
 	switch {
@@ -313,22 +304,22 @@ func (c *claimSet) check(f claimRules) error {
 }
 
 // canonical checks an id and brings it into lower case.
-func (f claimRules) canonical(id *string) bool {
-	if canonical, ok := canonicalUUID(*id); ok {
-		*id = canonical
+func canonical(id *string, anyID bool) bool {
+	if lower, ok := canonicalUUID(*id); ok {
+		*id = lower
 		return true
 	}
-	return f.anyID && *id != "" && len(*id) <= maxAction && printable(*id)
+	return anyID && *id != "" && len(*id) <= maxAction && printable(*id)
 }
 
 // checkParents takes the part of step 14 that needs no graph.
-func (c *claimSet) checkParents(f claimRules) error {
-	if len(c.parents) > f.maxParents {
+func (c *claimSet) checkParents(anyID bool) error {
+	if len(c.parents) > MaxParents {
 		return refuse(CodeTooManyParents)
 	}
 	for i, id := range c.parents {
 		switch {
-		case !f.canonical(&id):
+		case !canonical(&id, anyID):
 			return refuse(CodeParents)
 		case id == c.id:
 			return refuse(CodeCycle)

@@ -51,14 +51,6 @@ func TestRequiredClaims(t *testing.T) {
 	}
 }
 
-// TestMissingParents: LenientParents reads them as none.
-func TestMissingParents(t *testing.T) {
-	token, err := judge(t, func(p *ect.Policy) { p.LenientParents = true })(with(map[string]any{"par": nil}))
-	if err != nil || token.Parents() == nil || len(token.Parents()) != 0 {
-		t.Errorf("%v, %v", token, err)
-	}
-}
-
 // TestSpellings: either is read; both must be equal.
 func TestSpellings(t *testing.T) {
 	verify := judge(t, nil)

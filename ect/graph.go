@@ -143,7 +143,7 @@ func (w *walker) check(ctx context.Context) error {
 	if err := w.ancestors(ctx, parents, true); err != nil {
 		return err
 	}
-	if w.count+w.known > w.v.p.MaxAncestors {
+	if w.count+w.known > MaxAncestors {
 		// Recorded counts count some ancestors twice; a full walk does not.
 		w.weakest, w.count, w.known = L3, 0, 0
 		if err := w.ancestors(ctx, parents, false); err != nil {
@@ -219,7 +219,7 @@ func inWorkflow(nodes []Node, id, workflow string) (found Node, ok bool) {
 
 func (w *walker) checkParent(parent Node) error {
 	// The draft has parent.iat < child.iat + skew, so that equality is too late.
-	if !parent.IssuedAt.Before(w.token.IssuedAt().Add(w.v.p.Skew)) {
+	if !parent.IssuedAt.Before(w.token.IssuedAt().Add(Skew)) {
 		return refuse(CodeParentLater)
 	}
 	if parent.Level < w.v.p.MinLevel {
@@ -234,7 +234,7 @@ func (w *walker) visit(n Node) error {
 	if _, again := w.seen[key]; again {
 		return nil
 	}
-	if w.count++; w.count > w.v.p.MaxAncestors {
+	if w.count++; w.count > MaxAncestors {
 		return refuse(CodeTooManyAncestors)
 	}
 	w.seen[key] = struct{}{}

@@ -150,20 +150,20 @@ func TestPartial(t *testing.T) {
 // TestAncestorLimit: reaching it is a refusal, with or without recorded counts.
 func TestAncestorLimit(t *testing.T) {
 	for _, remember := range []bool{false, true} {
-		f := newFamily(t, func(p *ect.Policy) { p.MaxAncestors = 5 })
-		for n := 1; n <= 6; n++ {
-			var parents []string
+		f := newFamily(t, nil)
+		for n := 1; n <= ect.MaxAncestors+1; n++ {
+			node := ect.Node{ID: id(n), Workflow: workflow, IssuedAt: at, Level: ect.L2}
 			if n > 1 {
-				parents = []string{id(n - 1)}
+				node.Parents = []string{id(n - 1)}
 			}
-			token := must(f.verify(map[string]any{"jti": id(n), "par": append([]string{}, parents...)}))(t)
-			node := token.Node()
-			if !remember {
-				node.Ancestors, node.Weakest = 0, 0
+			if remember {
+				node.Ancestors, node.Weakest = n-1, ect.L2
 			}
 			f.g.add(node)
 		}
-		_, err := f.verify(map[string]any{"par": []string{id(6)}})
+		_, err := f.verify(map[string]any{"par": []string{id(ect.MaxAncestors)}})
+		wantCode(t, err, "")
+		_, err = f.verify(map[string]any{"par": []string{id(ect.MaxAncestors + 1)}})
 		wantCode(t, err, ect.CodeTooManyAncestors)
 	}
 }
@@ -171,9 +171,9 @@ func TestAncestorLimit(t *testing.T) {
 // TestAncestorsCountedTwice: recorded counts overstate diamonds, so the walk itself enforces
 // the limit; where they are below it, the walk is short.
 func TestAncestorsCountedTwice(t *testing.T) {
-	f := newFamily(t, func(p *ect.Policy) { p.MaxAncestors = 40 })
+	f := newFamily(t, nil)
 	f.record(1)
-	for n := 2; n < 30; n += 3 {
+	for n := 2; n < 44; n += 3 { // each doubles the count: 14 make more than MaxAncestors
 		f.record(n, n-1)
 		f.record(n+1, n-1)
 		f.record(n+2, n, n+1)

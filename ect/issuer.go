@@ -114,7 +114,7 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 		spelling: i.o.Spelling, issuer: i.o.Identity, audience: claims.Audience,
 		issuedAt: now.Unix(), expires: now.Unix() + int64(life/time.Second),
 		id: claims.ID, workflow: claims.Workflow, action: claims.Action,
-		parents: slices.Clone(claims.Parents), input: claims.Input, output: claims.Output,
+		parents: append([]string{}, claims.Parents...), input: claims.Input, output: claims.Output,
 	}
 	if c.id == "" {
 		c.id = uuid.NewString()
@@ -131,7 +131,7 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 		}
 	}
 	set := claimSet{content: c, hasAction: true, hasWorkflow: c.workflow != ""}
-	if err := set.check(claimRules{lenient: true, maxParents: MaxParents}); err != nil {
+	if err := set.check(false); err != nil {
 		return nil, err
 	}
 	d := &Draft{content: set.content}
@@ -187,7 +187,7 @@ func ParseDraft(payload string) (*Draft, error) {
 	if err := set.decode(payload, Draft00); err != nil {
 		return nil, err
 	}
-	if err := set.check(claimRules{maxParents: MaxParents}); err != nil {
+	if err := set.check(false); err != nil {
 		return nil, err
 	}
 	return &Draft{content: set.content}, nil

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// The limits that hold where a Policy sets none.
+// The limits of a Verifier.
 const (
 	// MaxToken is the size of a token, in bytes.
 	MaxToken = 64 << 10
@@ -39,15 +39,8 @@ type Policy struct {
 	Algorithms []Algorithm
 	// MinLevel is the lowest level that passes; L2 if zero. L3 needs CallerAppends.
 	MinLevel Level
-	// Skew, MaxAge, MaxParents and MaxAncestors replace the constants of these names.
-	Skew, MaxAge             time.Duration
-	MaxParents, MaxAncestors int
-	// MaxLife is the longest time between iat and exp; zero is no limit.
-	MaxLife time.Duration
 	// AnyID accepts ids that are not UUIDs.
 	AnyID bool
-	// LenientParents reads a missing par as an empty one.
-	LenientParents bool
 	// AllowPartial accepts tokens whose parents cannot be found; see Lineage.Missing.
 	AllowPartial bool
 	// CrossWorkflow accepts parents of another workflow.
@@ -61,7 +54,6 @@ type Policy struct {
 type Verifier struct {
 	p       Policy
 	allowed algorithms
-	rules   claimRules
 }
 
 // NewVerifier checks the policy and fills in its defaults.
@@ -86,12 +78,7 @@ func NewVerifier(p Policy) (*Verifier, error) {
 	if err != nil {
 		return nil, err
 	}
-	p.Skew, p.MaxAge = cmp.Or(p.Skew, Skew), cmp.Or(p.MaxAge, MaxAge)
-	p.MaxParents, p.MaxAncestors = cmp.Or(p.MaxParents, MaxParents), cmp.Or(p.MaxAncestors, MaxAncestors)
-	if p.Skew < 0 || p.MaxAge < 0 || p.MaxLife < 0 || p.MaxParents < 0 || p.MaxAncestors < 0 {
-		return nil, errors.New("ect: a limit of the verifier is negative")
-	}
-	return &Verifier{p, allowed, claimRules{p.AnyID, p.LenientParents, p.MaxParents}}, nil
+	return &Verifier{p, allowed}, nil
 }
 
 // Presentation is how a token is presented.
@@ -212,7 +199,7 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	text := []byte(raw) // of which the first part is signed
 	o := keySearch{
 		alg: alg, kid: head.kid, spelling: head.spelling, text: text[:len(parts.signed):len(parts.signed)], signature: signature,
-		payload: string(payload), code: CodeKeyID, stored: p == nil, skew: v.p.Skew,
+		payload: string(payload), code: CodeKeyID, stored: p == nil,
 	}
 	if p != nil {
 		o.now = p.Now
@@ -294,32 +281,30 @@ func (v *Verifier) issuedToFormerName(o *keySearch) bool {
 
 // checkRest takes steps 9 to 12.
 func (v *Verifier) checkRest(c *claimSet, p *Presentation) error {
-	if err := v.checkTimes(c, p); err != nil {
+	if err := checkTimes(c, p); err != nil {
 		return err
 	}
-	return c.check(v.rules)
+	return c.check(v.p.AnyID)
 }
 
 // checkTimes takes steps 9 and 10. Records may be of any age, and of an earlier version
 // that accepted an exp before iat.
-func (v *Verifier) checkTimes(c *claimSet, p *Presentation) error {
+func checkTimes(c *claimSet, p *Presentation) error {
 	issued, expires := seconds(c.issuedAt), seconds(c.expires)
 	switch {
 	case c.expires == 0:
 		return refuse(CodeExpires)
-	case p != nil && p.Now.After(expires.Add(v.p.Skew)):
+	case p != nil && p.Now.After(expires.Add(Skew)):
 		return refuse(CodeExpired)
 	case c.issuedAt == 0:
 		return refuse(CodeIssuedAt)
-	case v.p.MaxLife > 0 && c.expires-c.issuedAt > int64(v.p.MaxLife/time.Second):
-		return refuse(CodeExpires)
 	case p == nil:
 		return nil
 	case c.expires < c.issuedAt:
 		return refuse(CodeExpires)
-	case p.Now.Sub(issued) > v.p.MaxAge:
+	case p.Now.Sub(issued) > MaxAge:
 		return refuse(CodeTooOld)
-	case issued.After(p.Now.Add(v.p.Skew)):
+	case issued.After(p.Now.Add(Skew)):
 		return refuse(CodeNotYet)
 	}
 	return nil
@@ -338,7 +323,6 @@ type keySearch struct {
 	code            Code // the refusal of the key that came furthest
 	stored          bool // the token is a record; else it is presented now
 	now             time.Time
-	skew            time.Duration
 }
 
 // findKey finds the key that fits: several owners may use one name. Keys at hand come
@@ -437,7 +421,7 @@ func (o *keySearch) try(key *Key) (bool, error) {
 		o.decoded = true
 	}
 	switch c := &o.claims; {
-	case c.issuedAt != 0 && !key.covers(seconds(c.issuedAt), 0), !o.stored && !key.covers(o.now, o.skew):
+	case c.issuedAt != 0 && !key.covers(seconds(c.issuedAt), 0), !o.stored && !key.covers(o.now, Skew):
 		return o.fail(CodeKeyRevoked)
 	case c.issuer == "" || !key.permits(c.issuer):
 		return o.fail(CodeIssuer)

@@ -18,9 +18,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 )
 
 // memberPriority is the class that a caller's token asks for (ATD, "Priority Levels").
@@ -41,7 +41,7 @@ func sharer(h *Handler, r *http.Request, issuer, proven, stated string) bulkhead
 	s := bulkhead.Sharer{Workflow: stated, Caller: h.named(r, issuer)}
 	if s.Caller == "" {
 		s.Caller = Anonymous
-		if shown := present(r.Header, h.Credentials); shown != "" {
+		if shown := h.fields.Join(r.Header, fingerprint.Credential); shown != "" {
 			s.Credential = maphash.String(credentials, shown)
 		}
 	}
@@ -71,32 +71,6 @@ func classOf(h *Handler, r *http.Request, configured string, tokens []*ect.Token
 	return c
 }
 
-// boundMemory has the bodies of the call share the memory of its workflow. One that was read before anybody
-// knew the workflow is read again.
-func boundMemory(x *Call) error {
-	if IsUndo(x.r.Context()) {
-		return nil
-	}
-	pool, tokens := x.h.Bulkhead, &x.evidence.tokens
-	stated, err := workflow(x.r, x.message, tokens)
-	if err != nil {
-		return err
-	}
-	s := sharer(x.h, x.r, tokens.Issuer(), tokens.proven(), stated)
-	x.call.Memory = x.executions.BodyMemory().Within(func(bytes int64) bool { return pool.Hold(s, bytes) })
-	if !x.read {
-		return nil
-	}
-	read, first := x.body, x.body.NewReader()
-	defer read.Close()
-	defer first.Close()
-	x.body = spool.New(spool.Options{Limit: x.h.MaxBody, Budget: x.call.Memory})
-	if _, err := x.body.ReadFrom(first); err != nil {
-		return x.unreadBody(err)
-	}
-	return nil
-}
-
 // permitted waits for a permit to send the call. Undos have their own lane: what a failed workflow
 // holds must not keep them waiting. found is what is recorded of the call.
 func permitted(x *Call, found execution.Finding) error {
@@ -108,7 +82,6 @@ func permitted(x *Call, found execution.Finding) error {
 	c := bulkhead.Call{
 		Sharer: sharer(h, x.r, tokens.Issuer(), tokens.proven(), x.call.Workflow),
 		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, VerifiedHere(caller)),
-		Bytes:  x.body.Size(),
 		Key:    retryKey(x.call.Key),
 		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header, h.RetryHeaders) > 0,
 	}
@@ -163,7 +136,6 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	c := bulkhead.Call{
 		Sharer: sharer(h, r, tokens.Issuer(), tokens.proven(), stated),
 		Class:  classOf(h, r, h.Priority, tokens.Own, tokens.Issuer() != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
-		Bytes:  max(r.ContentLength, 0),
 		Retry:  retryCount(r.Header, h.RetryHeaders) > 0,
 	}
 	if left, said := callersTime(r.Header, h.DeadlineHeader); said {
@@ -203,8 +175,6 @@ var noPermits = map[bulkhead.Reason]string{
 	bulkhead.WaitedTooLong: "The upstream was busy with other calls for as long as this one could wait. Nothing was forwarded.",
 	bulkhead.TooLate:       "The upstream is busy, and the call would not be in time. Nothing was forwarded.",
 	bulkhead.OverRate:      "The workflow makes more calls a second than it may. Nothing was forwarded.",
-	bulkhead.OverBytes:     "The workflow has more bytes of requests under way than it may. Nothing was forwarded.",
-	bulkhead.OverTime:      "The calls of the workflow have kept the upstream busy for longer than they may. Nothing was forwarded.",
 	bulkhead.OverRetries:   "The workflow sends more retries than it may for the calls that it makes. Nothing was forwarded.",
 }
 

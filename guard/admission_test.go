@@ -318,15 +318,10 @@ func (headerHost) Expand(r *http.Request, text string) (string, bool) {
 func TestBulkheadQuotas(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBed(t, slowly)
-		p := b.withBulkhead(bulkhead.Settings{Rate: 1, Bytes: 12})
+		p := b.withBulkhead(bulkhead.Settings{Rate: 1})
 		var all sync.WaitGroup
 		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
 		synctest.Wait()
-		w := httptest.NewRecorder()
-		b.serve(w, b.of("w", "2"))
-		if w.Code != 429 || !strings.Contains(w.Body.String(), `/problems/quota-exceeded"`) || !strings.Contains(w.Body.String(), `"reason":"over_bytes"`) {
-			t.Errorf("%d %s", w.Code, w.Body)
-		}
 		all.Wait()
 		all.Go(func() { b.do(b.of("w", "2"), "200 executed charge 2") })
 		all.Wait()
@@ -592,99 +587,6 @@ func TestRetryBudgetOfOneKey(t *testing.T) {
 		b.returned(p)
 		if n := p.Status().Counts.Retries; n != 1 {
 			t.Errorf("%d retries were sent, want 1", n)
-		}
-	})
-}
-
-// The calls of a workflow keep the upstream busy for as long as they may.
-func TestBulkheadTime(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		b := newBed(t, slowly)
-		p := b.withBulkhead(bulkhead.Settings{Time: 15 * time.Second})
-		b.do(b.of("w", "1"), "200 executed charge 1")
-		b.do(b.of("w", "2"), "200 executed charge 2") // begun with 10 of 15 s
-		w := httptest.NewRecorder()
-		b.serve(w, b.of("w", "3"))
-		if body := w.Body.String(); w.Code != 429 || !strings.Contains(body, `/problems/quota-exceeded"`) || !strings.Contains(body, `"reason":"over_time"`) {
-			t.Errorf("%d %s", w.Code, body)
-		}
-		b.do(b.of("w", "1"), "200 replayed charge 1")
-		b.do(b.of("v", "other"), "200 executed charge 3")
-		retry, err := time.ParseDuration(w.Header().Get("Retry-After") + "s")
-		if err != nil {
-			t.Fatal(err)
-		}
-		<-time.After(retry)
-		b.do(b.of("w", "3"), "200 executed charge 4")
-		b.returned(p)
-	})
-}
-
-// The bodies of a workflow's calls take the memory that it may have, and go to files beyond that.
-func TestBulkheadMemory(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		large := strings.Repeat("x", 200<<10)
-		hold := make(chan struct{})
-		b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
-			body, err := io.ReadAll(r.Body)
-			if err != nil || string(body) != large {
-				t.Errorf("%d bytes came, %v", len(body), err)
-			}
-			_, _ = io.WriteString(w, large)
-			<-hold
-		})
-		p := b.withBulkhead(bulkhead.Settings{Memory: 128 << 10})
-		call := func(workflow, id string) *http.Request {
-			r := b.of(workflow, id)
-			r.Body, r.ContentLength = io.NopCloser(strings.NewReader(large)), int64(len(large))
-			return r
-		}
-		var all sync.WaitGroup
-		for i := range 5 {
-			all.Go(func() { b.do(call("w", fmt.Sprint(i)), "200 executed "+large) })
-		}
-		all.Go(func() { b.do(call("v", "other"), "200 executed "+large) })
-		synctest.Wait()
-		if s := p.Status(); s.Memory != 256<<10 || s.Counts.Spooled == 0 {
-			t.Errorf("bodies of two workflows hold %d bytes, want 128 KiB each; %d were spooled", s.Memory, s.Counts.Spooled)
-		}
-		all.Go(func() { b.do(call("w", "0"), "200 attached "+large) }) // holds its body, too
-		synctest.Wait()
-		if n := b.engine.Executions.BodyMemory().Used(); n != 256<<10 {
-			t.Errorf("%d bytes are in use, want no more", n)
-		}
-		close(hold)
-		all.Wait()
-		b.do(call("w", "0"), "200 replayed "+large)
-		if n, all := p.Status().Memory, b.engine.Executions.BodyMemory().Used(); n != 0 || all != 0 {
-			t.Errorf("%d bytes stay in use, and %d of all", n, all)
-		}
-		b.returned(p)
-	})
-}
-
-// The body of an agent's message was read before anybody could know its workflow, and counts all the same.
-func TestBulkheadMemoryOfMessages(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		a := newAgents(t)
-		p := a.withBulkhead(bulkhead.Settings{Memory: 64 << 10})
-		call := func(id string) *http.Request {
-			return a.message("ada", `{"jsonrpc":"2.0","id":`+id+`,"method":"tools/call","params":{"name":"pay","arguments":{"note":"`+strings.Repeat("x", 100<<10)+`"}}}`)
-		}
-		first, second := a.begin(call("3")), a.begin(call("4"))
-		synctest.Wait()
-		if s, used := p.Status(), a.engine.Executions.BodyMemory().Used(); s.Memory != 64<<10 || used != s.Memory {
-			t.Errorf("bodies hold %d bytes of their workflow, and %d in all, want 64 KiB", s.Memory, used)
-		}
-		close(a.hold)
-		synctest.Wait()
-		for id, w := range map[string]*httptest.ResponseRecorder{"3": first, "4": second} {
-			if !strings.Contains(w.Body.String(), `"id":`+id+`,"result"`) {
-				t.Errorf("%s: %d %s", id, w.Code, w.Body)
-			}
-		}
-		if n := p.Status().Memory; n != 0 {
-			t.Errorf("%d bytes stay in use", n)
 		}
 	})
 }

@@ -11,7 +11,6 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
-	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -36,11 +35,6 @@ import (
 // first step only. An error means that r was not answered; a StatusError has the status to answer
 // with.
 func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error {
-	return h.serve(w, r, next, nil)
-}
-
-// serve is Serve; p is the part of a batch that w is, nil for any other request.
-func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next Next, p *part) error {
 	if IsOwn(r) {
 		return next.ServeHTTP(w, r)
 	}
@@ -65,8 +59,8 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next Next, p *pa
 		return h.pass(w, r, nil, next)
 	}
 	x := spareCalls.Get().(*Call)
-	x.h, x.r, x.action, x.part = h, r, action, p
-	if h.Protocol != nil && r.ContentLength <= maxMessage && h.Protocol.Reads(r) {
+	x.h, x.r, x.action, x.began = h, r, action, time.Now()
+	if h.Protocol != nil && (r.ContentLength <= maxMessage || !h.Protocol.Guesses()) && h.Protocol.Reads(r) {
 		_ = x.open() // else run says so
 		begins, text := false, []byte(nil)
 		err := x.readBody(func(start []byte) bool { begins = h.Protocol.Begins(r.URL.Path, start); return begins })
@@ -80,9 +74,6 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next Next, p *pa
 			}()
 			return h.passMessage(w, x, text, next)
 		}
-		if x.batch != nil {
-			return serveBatch(w, x, next)
-		}
 		if err != nil && !h.Protocol.Guesses() {
 			return h.unread(w, x, err)
 		}
@@ -90,11 +81,14 @@ func (h *Handler) serve(w http.ResponseWriter, r *http.Request, next Next, p *pa
 	}
 	x.upstream = h.Host.Upstream(next)
 	x.w.begin(w, r, &h.alarms)
-	x.w.shared = p != nil
+	x.w.host, x.w.request = h.Host, r
 	x.clock.alarms = &h.alarms
 	x.noted.outer = h.Host.Begin(r, x)
 	defer func() {
 		h.Host.Trace(r, x)
+		if i := slices.Index(countedStatuses[:], x.noted.status); i >= 0 {
+			h.Counts.calls[i].took(time.Since(x.began), callBounds[:])
+		}
 		x.noted.over = true
 		if x.noted.outer != nil { // else it stays, for the access log
 			h.Host.Show(r, x.noted.outer)
@@ -199,6 +193,9 @@ func (x *Call) run() error {
 // Call is one guarded call. Its exported methods may be called by the goroutine that serves it,
 // also after the call.
 type Call struct {
+	began time.Time
+	apart time.Duration // of the time since then, for the request's body and at the upstream
+
 	h      *Handler
 	w      Writer
 	r      *http.Request
@@ -213,15 +210,13 @@ type Call struct {
 	sink       callSink // what rec feeds
 	fields     [5]Field // of the answer; see marks
 	body       *spool.Spool
-	read       bool              // the request's body was read to its end
-	message    *protocol.Message // that the body is; nil for any other call
-	unreadable error             // why the body could not be read as a message
-	proves     proof             // that the server speaks the protocol, where nobody has configured it
-	shown      *bytes.Buffer     // what may show that; nil where nothing can
-	batch      *protocol.Request // that the body is, where each of its messages counts for itself; else nil
-	part       *part             // of a batch, that the call is; else nil
-	cancels    *protocol.Request // that the body is, where it cancels another one; else nil
-	heard      *protocol.Answer  // to the message; nil where only HTTP says what it means
+	read       bool               // the request's body was read to its end
+	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
+	unreadable error              // why the body could not be read as a message
+	proves     proof              // that the server speaks the protocol, where nobody has configured it
+	shown      *bytes.Buffer      // what may show that; nil where nothing can
+	cancels    []protocol.Message // of the body, where one cancels another request; else nil
+	heard      *protocol.Answer   // to the message; nil where only HTTP says what it means
 	call       execution.Call
 	wait       time.Time       // when a retry stops waiting for a running execution
 	probing    *probing        // the probe that this call makes
@@ -277,11 +272,7 @@ func (x *Call) open() error {
 
 func (x *Call) close() {
 	x.permit.Release()
-	if x.part != nil {
-		x.part.call = x // whose client waits for the batch
-	} else {
-		x.waitOver()
-	}
+	x.waitOver()
 	x.giveTokensBack()
 	x.probed()
 	x.window.Close()
@@ -314,12 +305,7 @@ func (x *Call) prepare() error {
 	if err != nil {
 		return err
 	}
-	if b := x.h.Bulkhead; b != nil && b.BoundsMemory() {
-		if err := boundMemory(x); err != nil {
-			return err
-		}
-	}
-	fp, err := x.fingerprint() // 2
+	fp, members, err := x.fingerprint() // 2
 	if err != nil {
 		return err
 	}
@@ -329,7 +315,7 @@ func (x *Call) prepare() error {
 		x.client.session = x.h.sessionOf(x.executions, x.r)
 		x.client.gone, x.client.leave = context.WithCancel(x.client.gone)
 	}
-	if x.call, err = x.describe(caller, fp); err != nil {
+	if x.call, err = x.describe(caller, fp, members); err != nil {
 		return err
 	}
 	if x.client.leave != nil || x.action.CancelOnLeave {
@@ -338,7 +324,7 @@ func (x *Call) prepare() error {
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		x.emit(EventRecognized, nil)
 	}
-	x.wait = time.Now().Add(x.part.within(x.h.AttachWait))
+	x.wait = time.Now().Add(x.h.AttachWait)
 	if err := x.begin(); err != nil {
 		return err
 	}
@@ -354,27 +340,29 @@ func (x *Call) identify() (caller string, err error) {
 	return x.h.CallerOf(x.executions, x.r, x.evidence.tokens.Issuer())
 }
 
-// fingerprint reads and hashes the request's body, and compares it with the hash in the tokens.
-func (x *Call) fingerprint() (execution.Fingerprint, error) {
+// fingerprint reads and hashes the request's body, and compares it with the hash in the tokens. members are those
+// that may name the call.
+func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Member, err error) {
 	if x.unreadable != nil {
-		return execution.Fingerprint{}, x.unreadable
+		return fp, nil, x.unreadable
 	}
 	if err := x.readBody(nil); err != nil {
-		return execution.Fingerprint{}, err
+		return fp, nil, err
 	}
 	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
-		return execution.Fingerprint{}, err
+		return fp, nil, err
 	}
 	node, err := statedNode(x.r)
 	if err != nil {
-		return execution.Fingerprint{}, err
+		return fp, nil, err
 	}
 	config := x.h.fingerprints
-	if x.message != nil {
+	if x.message != nil { // which has its own places for a key
 		config.Exclude = append(x.h.Protocol.Exclude(x.message), config.Exclude...)
+		config.Members = nil
 	}
 	method, target := x.h.Host.Original(x.r)
-	sum, err := config.Sum(fingerprint.Request{
+	sum, members, err := config.Read(fingerprint.Request{
 		Method:          method,
 		Host:            strings.ToLower(x.r.Host),
 		Path:            target.EscapedPath(),
@@ -382,17 +370,18 @@ func (x *Call) fingerprint() (execution.Fingerprint, error) {
 		ContentType:     x.r.Header.Get("Content-Type"),
 		ContentEncoding: x.r.Header.Get("Content-Encoding"),
 		Node:            node,
+		Header:          x.r.Header,
 		Body:            x.body,
 		Size:            x.body.Size(),
 	})
 	if err != nil {
-		return execution.Fingerprint{}, x.unkept(err)
+		return fp, nil, x.unkept(err)
 	}
-	return execution.Fingerprint(sum), nil
+	return execution.Fingerprint(sum), members, nil
 }
 
 // describe names the call: its workflow, its execution id and its key.
-func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call, error) {
+func (x *Call) describe(caller string, fp execution.Fingerprint, members []fingerprint.Member) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action
 	work, err := workflow(x.r, x.message, tokens)
 	if err != nil {
@@ -401,7 +390,9 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{
 		Fingerprint: fp,
-		Scope:       execution.Scope{Caller: caller, Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
+		Scope:       execution.Scope{Caller: caller, Tenant: x.h.fields.Join(x.r.Header, fingerprint.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
+		Naming:      &x.h.naming,
+		FreeKeys:    x.h.FreeKeys,
 		Origin:      execution.OriginGiven,
 		Host:        strings.ToLower(x.r.Host),
 		Action:      x.action.Name,
@@ -412,9 +403,11 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 		KeepKey:     policy.RetainKey,
 		ResultCap:   policy.MaxResult,
 		Quota:       x.h.Quota,
-		Memory:      x.call.Memory,
 	}
-	id, err := x.statedID()
+	id, err := x.statedID(members)
+	if m := x.message; err == nil && m != nil && m.Protocol == protocol.MCP {
+		id = m.StepOf(id)
+	}
 	if errors.Is(err, errNoID) {
 		id, err = messageKey(x)
 	}
@@ -426,11 +419,14 @@ func (x *Call) describe(caller string, fp execution.Fingerprint) (execution.Call
 	if errors.Is(err, errNoID) {
 		id, err = x.missingID(&c)
 	}
+	if err == nil && strings.HasPrefix(caller, changingCaller) {
+		err = x.refuseUnnamed(&c)
+	}
 	if err != nil {
 		return c, x.unkept(err)
 	}
 	c.Scope.ID = id
-	if evident || c.Origin == execution.OriginMinted && x.h.MissingID == MissingRecognize && !opens(x) {
+	if evident || id == "" {
 		if err := x.recognize(&c); err != nil {
 			return c, err
 		}
@@ -567,7 +563,39 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
 	}
+	if err != nil && x.sayDoubt(flight) {
+		return stepDone, nil
+	}
 	return stepDone, x.played(err)
+}
+
+// sayDoubt ends a stream of events that breaks off, with the problem as the response to the message of x, where the
+// call is in doubt: its client could not resume it, and would wait for a response until its own timeout.
+func (x *Call) sayDoubt(flight *execution.Flight) bool {
+	h := x.w.Header()
+	if x.w.reply == nil || x.message.ID == nil || x.w.left >= 0 || !isEvents(h.Get("Content-Type")) {
+		return false
+	}
+	select {
+	case <-flight.Done():
+	case <-x.r.Context().Done():
+		return false
+	}
+	if flight.Ending() != execution.EndedInDoubt {
+		return false
+	}
+	_, err := x.followedInVain(flight)
+	p := (*api.Problem)(nil)
+	if !errors.As(err, &p) {
+		return false
+	}
+	p.Known(x.state.String(), false)
+	p.Mount = x.h.Host.Mount(x.r)
+	x.note(StatusInDoubt, p.Kind().Slug)
+	body := messageProblem(&documentWriter{header: http.Header{}}, p, x.message, x.action.DoubtAsResult)
+	_, _ = fmt.Fprintf(&x.w, "\n\nevent: message\ndata: %s\n\n", body) // never fails
+	x.w.Release()
+	return true
 }
 
 // followedInVain goes on with a call that got no answer from the execution it followed. If that
@@ -736,9 +764,6 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 	}
 	if err := x.ledgerAdmits(x.r.Context()); err != nil {
 		return in, err
-	}
-	if x.call.Deadline = x.part.within(x.call.Deadline); x.call.Deadline <= 0 {
-		return in, &StatusError{Status: http.StatusGatewayTimeout, Err: errNoTime}
 	}
 	in, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 	if err == nil && (x.action.ParOrder || x.evidence.planned.plan != nil) {
@@ -974,7 +999,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	byHTTP := x.judge(&f)
 	outcome := x.stillInDoubt(understand(x, byHTTP))
 	outcome.Upstream = f.FailedAt
-	if kept, err := keepOpen(x, e, &f, byHTTP, outcome); kept {
+	if kept, err := keepOpen(x, e, &f, byHTTP, &outcome); kept {
 		return err
 	}
 	x.permit.Release() // the upstream has done its part
@@ -990,17 +1015,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	if outcome.Internal || outcome.Verdict == execution.InDoubt { // ADR 0070: evidence from its end on, before it is recorded
 		f.rec.shows = http.StatusInternalServerError
 	}
-	if x.action.Async && outcome.Whole && !f.cut() {
-		x.observe(outcome, f.rec.Header())
-		ended = true
-		if outcome.Verdict == execution.InDoubt {
-			x.doubted(outcome)
-		}
-		x.settleLater(e, outcome, f.rec.Header())
-		return x.releaseEnd(&f)
-	}
 	err := x.settle(e, outcome, f.rec.Header())
 	ended = true
+	x.h.Counts.added.took(time.Since(x.began)-x.apart, addedBounds[:])
 	x.countEnd(outcome, err)
 	if outcome.Verdict == execution.InDoubt {
 		x.doubted(outcome)
@@ -1023,7 +1040,9 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	rec.begin(&x.w, &x.sink, x.marks("executed", x.call.Checkpoint))
 	for again := false; ; again = true {
 		r := x.request(x.upstream.Begin(&x.clock))
+		sent := time.Now()
 		done := x.upstream.Forward(rec, r)
+		x.apart += time.Since(sent)
 		f := forwarding{rec: rec, Forwarded: done, overdue: x.clock.overdue(), unframed: x.upstream.Unframed()}
 		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed() || !f.Again {
 			return f
@@ -1066,7 +1085,6 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	if n := nodeOf(x); n != nil && n.Hints != (plan.Hints{}) {
 		r.Header.Set(headerResourceHints, n.Hints.String())
 	}
-	x.part.announce(r.Header)
 	NarrowEncoding(r.Header)
 	if x.capture.decision.ReadsAnswer() || x.message != nil {
 		r.Header.Set("Accept-Encoding", "identity")
@@ -1089,6 +1107,8 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && understood(x) &&
 		isEvents(rec.Header().Get("Content-Type")) && x.heard.End().Meaning != protocol.Unanswered:
 		// What was cut off behind the final answer of a stream says no more of the call.
+	case f.Panicked != nil && rec.Status() == 0:
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseNoAnswer)}
 	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
 		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseTruncated), Status: rec.Status()}
 	case f.failed() && f.NotSent:
@@ -1130,29 +1150,6 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 	return err
 }
 
-func (x *Call) settleLater(e *execution.Execution, outcome execution.Outcome, answer http.Header) {
-	release := x.release
-	x.release = nil
-	go func() {
-		defer release()
-		// P7: a panic ends nobody else's call; this one is in doubt, as in execute.
-		defer func() {
-			if p := recover(); p != nil {
-				x.h.Logger.Error("recording the outcome of an answered call panicked; it is in doubt",
-					slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
-				x.countEnd(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
-			}
-		}()
-		err := x.settle(e, outcome, answer)
-		x.countEnd(outcome, err)
-		if err != nil {
-			x.unrecorded()
-			x.h.Logger.Error("the outcome of an answered call could not be recorded; it is in doubt",
-				slog.Any("key", x.call.Key), slog.Any("error", err))
-		}
-	}()
-}
-
 // countEnd counts the end of the execution; one that could not be recorded is in doubt.
 func (x *Call) countEnd(o execution.Outcome, unrecorded error) {
 	if unrecorded != nil {
@@ -1182,14 +1179,18 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 		panic(f.Panicked)
 	case unrecorded != nil:
 		x.outcomeLost(unrecorded)
-		x.abortIfSent(f)
+		if x.w.Sent() {
+			x.abort(f)
+		}
 		f.rec.Reset()
 		return x.inDoubtAnswer(execution.CauseUnrecorded)
 	case o.Whole && !f.cut():
 		x.showFailure(f.rec.Header())
 		return x.releaseEnd(f)
 	}
-	x.abortIfSent(f)
+	if x.w.Sent() || f.rec.small != nil { // no handler that forwards shows the client an answer in place of a cut one
+		x.abort(f)
+	}
 	f.rec.Reset()
 	if o.Verdict == execution.Released {
 		x.w.Header().Del(HeaderExecutionStatus)
@@ -1198,7 +1199,7 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 			f.Err = &StatusError{Status: http.StatusBadGateway, Err: errNotSent}
 		}
 		x.showFailure(x.w.Header())
-		return refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
+		return x.notSent(f)
 	}
 	return x.inDoubtAnswer(o.Cause)
 }
@@ -1227,11 +1228,9 @@ func (x *Call) drain(f *forwarding) {
 	}
 }
 
-func (x *Call) abortIfSent(f *forwarding) {
-	if x.w.Sent() {
-		x.drain(f)
-		panic(http.ErrAbortHandler)
-	}
+func (x *Call) abort(f *forwarding) {
+	x.drain(f)
+	panic(http.ErrAbortHandler)
 }
 
 func (x *Call) inDoubtAnswer(cause execution.Cause) error {

@@ -84,8 +84,11 @@ func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 		}
 		// Others wait for this, whether or not the caller does.
 		ctx := context.WithoutCancel(x.r.Context())
-		batch := x.evidence.policy.SettledBy(ctx, x.call.Key, found.Record, true, "probe")
-		err := x.executions.Applied(ctx, x.call.Key, found, head, a.Body, batch)
+		batch := x.evidence.policy.SettledBy(ctx, x.call.Key, found.Record, true, execution.ByProbe)
+		of := execution.Recorded{Key: x.call.Key, Finding: found}
+		err := x.executions.SettleDoubt(ctx, of, execution.Resolution{
+			By: execution.ByProbe, Applied: true, Answer: head, Body: a.Body,
+		}, batch)
 		if err != nil && !errors.Is(err, execution.ErrTaken) {
 			return stepLookUp, x.storeFailed(err)
 		}
@@ -146,7 +149,7 @@ func (x *Call) resolved(v execution.Verdict) {
 }
 
 // lateOutcome is the outcome of a call, for the case that it can be recorded only later (ADR 0147). Its client has got
-// the doubt by then, or with `settle async` the answer.
+// the doubt by then.
 type lateOutcome struct {
 	x        *Call
 	outcome  execution.Outcome
@@ -159,7 +162,7 @@ func (l *lateOutcome) Size() int64 {
 	c := &l.x.capture
 	size := callSize + len(c.answer) + len(c.source.Request.Body)
 	if l.x.message != nil {
-		size += len(l.x.message.Body)
+		size += len(l.x.message.Whole)
 	}
 	if c.image != nil {
 		size += len(c.image.Body)
@@ -296,8 +299,8 @@ func settledLate(h *Handler, e *Engine, late *execution.Late) (over bool, err er
 	if err != nil {
 		return false, err
 	}
-	applied, err := e.Executions.SettleLate(ctx, late, func(r *execution.Record, applied bool) *store.Batch {
-		return policy.SettledBy(ctx, late.Key(), r, applied, "owner")
+	applied, err := e.Executions.SettleLate(ctx, late, func(r *execution.Record, how execution.Resolution) *store.Batch {
+		return policy.SettledBy(ctx, late.Key(), r, how.Applied, how.By)
 	})
 	switch {
 	case errors.Is(err, execution.ErrTaken):

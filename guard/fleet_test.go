@@ -246,7 +246,7 @@ func TestOutcomeOfARemovedOwner(t *testing.T) {
 					if err != nil || len(page.Executions) != 1 {
 						t.Fatalf("%+v, %v", page, err)
 					}
-					err = two.engine.Executions.Resolve(t.Context(), page.Executions[0], execution.Resolution{Applied: true, Operator: "eve", Reason: "seen"}, nil, nil)
+					err = two.engine.Executions.SettleDoubt(t.Context(), page.Executions[0], execution.Resolution{By: execution.ByOperator, Applied: true, Operator: "eve", Reason: "seen"})
 					if err != nil {
 						t.Fatal(err)
 					}

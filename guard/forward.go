@@ -45,8 +45,7 @@ func (r *callSink) Start(status int, header map[string][]string) {
 	}
 	r.x.heard = nil
 	if m, h := r.x.message, r.x.rec.Header(); m != nil && h.Get("Content-Encoding") == "" {
-		r.x.heard = protocol.NewAnswer(m.Protocol, h.Get("Content-Type"), nil)
-		r.x.heard.REST = m.REST
+		r.x.heard = m.Answer(h.Get("Content-Type"))
 	}
 	if r.x.shown != nil {
 		r.x.shown.Reset()
@@ -63,6 +62,10 @@ func (r *callSink) Write(p []byte, needed bool) bool {
 	r.x.captureBody(p)
 	if r.x.heard != nil {
 		_, _ = r.x.heard.Write(p) // never fails
+		c := &r.x.client
+		if c.session.session != "" && !c.resumable.Load() && isEvents(r.x.rec.Header().Get("Content-Type")) {
+			c.resumable.Store(r.x.heard.End().Resumable)
+		}
 	}
 	if s := r.x.shown; s != nil && s.Len() <= maxShown {
 		_, _ = s.Write(p) // never fails
@@ -107,7 +110,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 		}
 	}
 	// A refusal is clear from its status, however its body ends.
-	if unframed && o.Verdict == execution.Completed && !x.action.AcceptUnframed {
+	if unframed && o.Verdict == execution.Completed {
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseUnframed
 	}
 	return o
@@ -290,6 +293,7 @@ type clock struct {
 	at       time.Time     // when it is over
 	idle     time.Duration // the longest pause; 0 where there is a deadline, or no limit
 	begun    bool          // the answer has begun, and pauses count
+	left     bool          // it runs out because nobody waits for the answer
 	patience time.Duration // for how long readers may still be waited for
 }
 
@@ -307,13 +311,25 @@ var errPaused = errors.New("agent_guard: nothing has come for too long")
 // ring ends the request: its time is over.
 func (c *clock) ring() {
 	c.mu.Lock()
-	begun := c.begun
-	c.mu.Unlock()
-	if begun {
-		c.cancel(errPaused)
-		return
+	cause := context.DeadlineExceeded
+	if c.begun {
+		cause = errPaused
 	}
-	c.cancel(context.DeadlineExceeded)
+	if c.left {
+		cause = errLeft
+	}
+	c.mu.Unlock()
+	c.cancel(cause)
+}
+
+// leaves gives the request d from now at most, whatever comes: nobody waits for its answer.
+func (c *clock) leaves(d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.left, c.idle = true, 0
+	if time.Until(c.at) > d {
+		c.restart(d)
+	}
 }
 
 func (c *clock) overdue() bool {
@@ -346,7 +362,10 @@ func (c *clock) Deadline() (time.Time, bool) {
 func (c *clock) pausing(idle time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.idle, c.begun = max(idle, 0), true
+	if c.begun = true; c.left {
+		return
+	}
+	c.idle = max(idle, 0)
 	if idle > 0 {
 		c.restart(idle)
 		return
@@ -396,6 +415,9 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.patience -= time.Since(began)
+	if c.left {
+		left = min(left, cancelTime)
+	}
 	c.at = time.Now().Add(left)
 	if c.timer == nil {
 		return false // it was stopped meanwhile

@@ -15,12 +15,12 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -51,8 +51,9 @@ type Config struct {
 	// Host is the program that serves the requests. Default: net/http alone.
 	Host Host
 
-	// ExecutionID are the places where callers name the intended effect, in order. Default: the
-	// header fields Idempotency-Key and Execution-Id.
+	// ExecutionID are the places where callers name the intended effect, in order. Default: all
+	// header fields that IsKey names, and the members KeyMembers of a JSON body. Two of these that
+	// differ are refused.
 	ExecutionID []IDSource
 	// MissingID says how to handle a call without an id. Default: MissingRecognize.
 	MissingID MissingID
@@ -62,15 +63,24 @@ type Config struct {
 	// RetryHeaders are the fields in which a call says that it is a retry: a number from 1 on, or
 	// attempt=N from 2 on. Default: X-Stainless-Retry-Count, Amz-Sdk-Request,
 	// Grpc-Previous-Rpc-Attempts.
+	// ErrorWindow is how long after its end an answer that clients retry is evidence for it.
+	// Default: 60 s.
 	RecognizeWindow time.Duration
+	ErrorWindow     time.Duration
 	RetryHeaders    []string
-	// Inherit derives the id of a call without one from its Execution-Parent.
-	Inherit bool
 	// Caller is text with placeholders that names the caller. It needs a Host.
 	Caller string
-	// Credentials are the header fields that are credentials. Default: Authorization,
-	// X-Api-Key, Api-Key.
-	Credentials []string
+	// CallerCookies are cookies whose values name the caller. BalancingCookies are those that never do, since
+	// the Host itself chooses an upstream by them; nil is none.
+	CallerCookies    []string
+	BalancingCookies func() []string
+	// Credentials are header fields that are credentials beside those that look like one by their names, and
+	// with "-" in front fields that are none. Tenant is the same of fields that say for whom a call is. See
+	// fingerprint.Words.
+	Credentials, Tenant []string
+	// FreeKeys allows Caller, CallerCookies, Credentials and Tenant to differ from those under which the store
+	// holds keys of this Name. Retries of what was recorded under those run again.
+	FreeKeys bool
 
 	// Protocol reads the bodies of agents' protocols: messages that change nothing are not guarded.
 	// Nil reads none.
@@ -87,6 +97,9 @@ type Config struct {
 	RefuseStreams bool
 	// FingerprintExclude are members of JSON bodies that are left out of the fingerprint.
 	FingerprintExclude []fingerprint.Pointer
+	// Compare are further header fields that always count where two requests are compared, as fingerprint.Operand does.
+	// Ignore are such that never count. A "*" at the end of a name matches any suffix.
+	Compare, Ignore []string
 	// MaxBody is the size of the largest request body, in bytes. Default: 32 MiB.
 	MaxBody int64
 	// AttachWait is how long a retry waits for the first byte of a running execution.
@@ -212,10 +225,6 @@ type Action struct {
 	Rule  func(status int, header http.Header) (execution.Verdict, bool)
 	// AdvisoryKeys has a call with a new key looked up by the evidence of MissingRecognize.
 	AdvisoryKeys bool
-	// Async releases the end of a whole answer before its record is durable.
-	Async bool
-	// AcceptUnframed takes an answer for whole that ends with its connection.
-	AcceptUnframed bool
 	// Unary marks the gRPC calls of this action as unary.
 	Unary bool
 	// OnError rolls a call back that has failed, with what followed from it. Calls in doubt are left
@@ -280,10 +289,6 @@ type Approval struct {
 type UndoTerms struct {
 	// TTL is how long a call can be undone. Default: 24 h.
 	TTL time.Duration
-	// MaxImage is the size of the largest body kept for an undo, in bytes. Default: 1 MiB.
-	MaxImage int64
-	// SnapshotTimeout bounds the read of the target's state. Default: 10 s.
-	SnapshotTimeout time.Duration
 	// Recorded keeps the call's own credentials for its undo.
 	Recorded bool
 	// Refuses refuses a call if the state before it cannot be read.
@@ -319,10 +324,6 @@ type Host interface {
 	Incremental(h http.Header) bool
 	// Upstream makes next the upstream of one call.
 	Upstream(next Next) Upstream
-	// Message returns a request of its own for a message in the body of r, with its own header and
-	// variables, which begin as those of r. Its answer is written to w, and its body is set later. done
-	// is called when it is over. It may be called by many goroutines at once.
-	Message(r *http.Request, w http.ResponseWriter) (own *http.Request, done func())
 	// Begin shows logs and matchers a call. It returns the call of an enclosing guard that was
 	// shown before and is not Over.
 	Begin(r *http.Request, c *Call) (outer *Call)
@@ -332,6 +333,9 @@ type Host interface {
 	Trace(r *http.Request, c *Call)
 	// Emit emits an event.
 	Emit(Event)
+	// Received reports that a client which has closed its direction of the connection still reads the
+	// other one, and that its host has taken all that was written to it. It may wait for that.
+	Received(r *http.Request) bool
 	// Exiting reports that the process is shutting down.
 	Exiting() bool
 }
@@ -358,10 +362,14 @@ type config = Config
 type Handler struct {
 	config
 	fingerprints fingerprint.Config
-	pointers     []fingerprint.Pointer // of ExecutionID, by index
-	endToEnd     []string              // fields that are never hop-by-hop
-	restores     bool                  // an action of it restores
-	byMessage    bool                  // an action of it is chosen by its messages
+	whole        atomic.Pointer[fingerprint.Table] // what counts of a header without a key
+	fields       *fingerprint.Table                // what each header field is
+	naming       execution.Naming                  // by what keys are named, as far as it is configured
+	warnedNames  atomic.Bool                       // that callers have no name that stays
+	pointers     []fingerprint.Pointer             // of ExecutionID, by index
+	endToEnd     []string                          // fields that are never hop-by-hop
+	restores     bool                              // an action of it restores
+	byMessage    bool                              // an action of it is chosen by its messages
 	probes       prober
 	moved        movedOutcomes
 	failures     throttle // calls that were forwarded for want of a store
@@ -394,6 +402,7 @@ func New(c Config) (*Handler, error) {
 	initial(&c.MissingID, MissingRecognize)
 	initial(&c.DeriveWindow, time.Minute)
 	initial(&c.RecognizeWindow, 10*time.Minute)
+	initial(&c.ErrorWindow, time.Minute)
 	if len(c.RetryHeaders) == 0 {
 		c.RetryHeaders = []string{"X-Stainless-Retry-Count", "Amz-Sdk-Request", "Grpc-Previous-Rpc-Attempts"}
 	}
@@ -403,20 +412,23 @@ func New(c Config) (*Handler, error) {
 	initial(&c.Deadline, 5*time.Minute)
 	initial(&c.IdleTimeout, 10*time.Minute)
 	initial(&c.DeadlineHeader, "Request-Timeout")
-	if len(c.ExecutionID) == 0 {
-		c.ExecutionID = []IDSource{{Header: headerIdempotencyKey}, {Header: HeaderExecutionID}}
-	}
-	if len(c.Credentials) == 0 { // without any, all callers would be the same (P3)
-		c.Credentials = []string{"Authorization", "X-Api-Key", "Api-Key"}
-	}
-	c.Credentials = Canonical(c.Credentials)
 	if c.Counts == nil {
 		c.Counts = NewCounts(c.Name)
 	}
 	h := &Handler{
-		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude}, endToEnd: endToEnd(c.ExecutionID),
-		users: "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
+		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude},
+		endToEnd: append(slices.Clip(ourFields[:]), KeyFieldsOf(c.ExecutionID)...),
+		users:    "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
 	}
+	if len(c.ExecutionID) == 0 {
+		h.fingerprints.Members = KeyMembers[:]
+	}
+	var err error
+	if h.fields, h.naming, err = c.Fields(); err != nil {
+		return nil, fmt.Errorf("guard: %w", err)
+	}
+	h.fingerprints.Fields = h.fields
+	h.whole.Store(h.fields)
 	for i, s := range c.ExecutionID {
 		p, err := fingerprint.ParsePointer(s.JSON)
 		if err != nil {
@@ -437,6 +449,44 @@ func New(c Config) (*Handler, error) {
 		h.Actions = append(h.Actions, &own)
 	}
 	return h, nil
+}
+
+// Fields is the table of header fields of c, and Naming by what its callers and tenants are named beside its defaults.
+func (c *Config) Fields() (*fingerprint.Table, execution.Naming, error) {
+	t := fingerprint.NewTable()
+	credentials, err := t.Change(fingerprint.Credential, c.Credentials)
+	if err != nil {
+		return nil, execution.Naming{}, fmt.Errorf("credentials: %w", err)
+	}
+	tenant, err := t.Change(fingerprint.Tenant, c.Tenant)
+	if err != nil {
+		return nil, execution.Naming{}, fmt.Errorf("tenant: %w", err)
+	}
+	t.Set(fingerprint.Volatile, append(slices.Clip(c.RetryHeaders), c.DeadlineHeader)...)
+	t.Set(fingerprint.Operand, c.Compare...)
+	t.Set(fingerprint.Volatile, c.Ignore...)
+	for _, name := range KeyFieldsOf(c.ExecutionID) {
+		t.Set(fingerprint.Elsewhere, name)
+	}
+	cookies := slices.Sorted(slices.Values(c.CallerCookies))
+	return t, execution.Naming{
+		Caller: strings.Join(append(cookies, c.Caller), " "), Credentials: strings.Join(credentials, " "), Tenant: strings.Join(tenant, " "),
+	}, nil
+}
+
+// ChangedBefore names the fields that handlers before h set, add to or remove. Where a call has no key, those of no
+// class do not count: a reload that adds or removes such a handler must not run a retry again (P1).
+func (h *Handler) ChangedBefore(names []string) {
+	t, _, err := h.config.Fields()
+	if err != nil || len(names) == 0 { // New has returned the error
+		return
+	}
+	for _, name := range names {
+		if t.Class(http.CanonicalHeaderKey(name)) == fingerprint.Content {
+			t.Set(fingerprint.Elsewhere, name)
+		}
+	}
+	h.whole.Store(t)
 }
 
 // check refuses what would break a promise.
@@ -478,8 +528,6 @@ func (h *Handler) complete(a *Action) error {
 	initial(&a.ResendFor, 23*time.Hour)
 	initial(&a.Rules.Preset, execution.PresetDefault)
 	initial(&a.Terms.TTL, 24*time.Hour)
-	initial(&a.Terms.MaxImage, checkpoint.DefaultMaxImage)
-	initial(&a.Terms.SnapshotTimeout, 10*time.Second)
 	if a.Counts == nil {
 		a.Counts = h.Counts.Action(a.Name)
 	}
@@ -563,11 +611,6 @@ func (plainHost) Incremental(h http.Header) bool { return h.Get("Incremental") =
 
 func (plainHost) Upstream(next Next) Upstream { return &plainUpstream{next: next} }
 
-func (plainHost) Message(r *http.Request, _ http.ResponseWriter) (own *http.Request, done func()) {
-	vars, _ := r.Context().Value(varsKey{}).(map[string]any)
-	return r.Clone(context.WithValue(r.Context(), varsKey{}, maps.Clone(vars))), func() {}
-}
-
 func (plainHost) Begin(*http.Request, *Call) *Call { return nil }
 
 func (plainHost) Show(*http.Request, *Call) {}
@@ -575,6 +618,8 @@ func (plainHost) Show(*http.Request, *Call) {}
 func (plainHost) Trace(*http.Request, *Call) {}
 
 func (plainHost) Emit(Event) {}
+
+func (plainHost) Received(*http.Request) bool { return false }
 
 func (plainHost) Exiting() bool { return false }
 
@@ -645,7 +690,8 @@ const (
 	StatusRefused = "refused"
 	// StatusInDoubt marks every answer to a call that is in doubt.
 	StatusInDoubt = "in_doubt"
+	// StatusReleased marks the problem of a call that was not sent.
+	StatusReleased = "released"
 
 	statusUnguarded = "unguarded"
-	statusBatch     = "batch"
 )

@@ -13,16 +13,20 @@ import (
 func TestNewRefuses(t *testing.T) {
 	open := func() (*Engine, func(), error) { panic("nobody calls") }
 	for want, c := range map[string]Config{
-		"Open is missing":             {},
-		"there is no Host":            {Open: open, Caller: "{user}"},
-		"all calls would be one":      {Open: open, ExecutionID: []IDSource{{Placeholder: "{id}"}}},
-		"nothing verifies tokens":     {Open: open, RequireECT: true},
-		"source 1":                    {Open: open, ExecutionID: []IDSource{{JSON: "no pointer"}}},
-		"must match everything":       {Open: open, Actions: []*Action{{Name: "a", Match: paths("/")}}},
-		"action a: RetainKey":         {Open: open, Actions: []*Action{{Name: "a", RetainKey: 1}}},
-		"action a: a probe":           {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownProbe}}},
-		"action a: OnUnknownResend":   {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownResend}}},
-		"action a: an Undo that rest": {Open: open, Actions: []*Action{{Name: "a", Undo: &UndoPlan{Restore: true}}}},
+		"Open is missing":                   {},
+		"there is no Host":                  {Open: open, Caller: "{user}"},
+		"X-A is written with and without -": {Open: open, Credentials: []string{"X-A", "-X-A"}},
+		"-X-Api-Kay: the field counts":      {Open: open, Credentials: []string{"-X-Api-Kay"}},
+		"credentials: cookies change":       {Open: open, Credentials: []string{"cookie"}},
+		"tenant: -X-Shop":                   {Open: open, Tenant: []string{"-X-Shop"}},
+		"all calls would be one":            {Open: open, ExecutionID: []IDSource{{Placeholder: "{id}"}}},
+		"nothing verifies tokens":           {Open: open, RequireECT: true},
+		"source 1":                          {Open: open, ExecutionID: []IDSource{{JSON: "no pointer"}}},
+		"must match everything":             {Open: open, Actions: []*Action{{Name: "a", Match: paths("/")}}},
+		"action a: RetainKey":               {Open: open, Actions: []*Action{{Name: "a", RetainKey: 1}}},
+		"action a: a probe":                 {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownProbe}}},
+		"action a: OnUnknownResend":         {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownResend}}},
+		"action a: an Undo that rest":       {Open: open, Actions: []*Action{{Name: "a", Undo: &UndoPlan{Restore: true}}}},
 	} {
 		if _, err := New(c); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%v, want ...%s...", err, want)
@@ -30,16 +34,15 @@ func TestNewRefuses(t *testing.T) {
 	}
 }
 
-// P1, P3: however credentials are spelled, they are the same fields; and none means the
-// default. An action may stand in several configurations.
+// P1, P3: however credentials are spelled, they are the same fields. An action may stand in several configurations.
 func TestNewCompletes(t *testing.T) {
 	a := &Action{Name: "a", OnUnknown: OnUnknownResend, Rules: execution.Rules{Preset: execution.PresetStripe}}
-	one := newHandler(t, Config{Credentials: []string{"X-Api-Key", "authorization"}, Actions: []*Action{a}})
-	two := newHandler(t, Config{Credentials: []string{"Authorization", "x-api-key", "X-Api-Key"}, Actions: []*Action{a}})
-	if got := strings.Join(one.Credentials, " "); got != "Authorization X-Api-Key" || got != strings.Join(two.Credentials, " ") {
-		t.Errorf("%q and %q", one.Credentials, two.Credentials)
+	one := newHandler(t, Config{Credentials: []string{"X-Customer", "authorization", "-x-auth-token"}, Actions: []*Action{a}})
+	two := newHandler(t, Config{Credentials: []string{"-X-Auth-Token", "x-customer"}, Actions: []*Action{a}})
+	if want := (execution.Naming{Credentials: "-X-Auth-Token X-Customer"}); one.naming != want || two.naming != want {
+		t.Errorf("%q and %q", one.naming, two.naming)
 	}
-	if got := strings.Join(newHandler(t, Config{Credentials: []string{}}).Credentials, " "); got != "Api-Key Authorization X-Api-Key" {
+	if got := newHandler(t, Config{Credentials: []string{}}).naming; got != (execution.Naming{}) {
 		t.Errorf("%q", got)
 	}
 	if a.Counts != nil || one.Actions[0].Counts == two.Actions[0].Counts || one.Actions[0].ResendFor <= 0 {

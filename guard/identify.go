@@ -11,12 +11,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -39,20 +41,92 @@ func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, issuer string) (
 	if name := h.named(r, issuer); name != "" {
 		return name, nil
 	}
-	if credentials := present(r.Header, h.Credentials); credentials != "" {
-		if slices.Contains(h.Credentials, "Authorization") && unstable(r.Header["Authorization"]) {
-			return "", api.NewProblem(api.CallerUnstable,
-				"The Authorization scheme is neither Basic nor Bearer, and no `caller` is configured.")
+	if cookies := h.cookies(r.Header); cookies != "" {
+		return "cookie:" + keyed(g, cookies), nil
+	}
+	if credentials := h.fields.Join(r.Header, fingerprint.Credential); credentials != "" {
+		for _, name := range signable {
+			if unstable(r.Header[name]) && h.fields.Class(name) == fingerprint.Credential {
+				return "", api.NewProblem(api.CallerUnstable,
+					"The scheme of "+name+" is neither Basic nor Bearer, and no `caller` is configured.")
+			}
 		}
 		return "credential:" + keyed(g, credentials), nil
-	}
-	if cookies := present(r.Header, []string{"Cookie"}); cookies != "" {
-		return "cookie:" + keyed(g, cookies), nil
 	}
 	if session := r.Header.Get(protocol.HeaderSession); h.Protocol != nil && session != "" {
 		return "session:" + keyed(g, session), nil
 	}
+	if what := h.changing(r.Header); what != "" {
+		return changingCaller + keyed(g, what), nil
+	}
 	return Anonymous, nil
+}
+
+// signable are credentials that may change with every attempt, by their scheme.
+var signable = []string{"Authorization", "Proxy-Authorization"}
+
+// changingCaller begins the names of callers whose only credentials are cookies that the configuration does not name,
+// or signatures. Both change by themselves, so that they name nobody (P1).
+const changingCaller = "changing:"
+
+// Unnamed reports whether nothing that stays names a caller: its next attempt may have another name.
+func Unnamed(caller string) bool {
+	return caller == Anonymous || strings.HasPrefix(caller, changingCaller)
+}
+
+// changing joins the credentials of a request that change by themselves, but for the cookies with which Caddy
+// chooses an upstream; empty if there is none, or if the configuration says by which cookies callers are named.
+func (h *Handler) changing(header http.Header) string {
+	if signed := present(header, "Signature", "Signature-Input", "Dpop"); signed != "" {
+		return signed
+	}
+	if len(h.CallerCookies) > 0 || strings.Contains(h.Caller, "{http.request.cookie.") {
+		return ""
+	}
+	balancing := []string(nil)
+	if h.BalancingCookies != nil {
+		balancing = h.BalancingCookies()
+	}
+	for _, line := range header["Cookie"] {
+		for pair := range strings.SplitSeq(line, ";") {
+			name, _, _ := strings.Cut(strings.TrimSpace(pair), "=")
+			if name != "" && !slices.Contains(balancing, name) {
+				return present(header, "Cookie")
+			}
+		}
+	}
+	return ""
+}
+
+// cookies joins the values of the cookies that name a caller; empty without any.
+func (h *Handler) cookies(header http.Header) string {
+	if len(h.CallerCookies) == 0 || len(header["Cookie"]) == 0 {
+		return ""
+	}
+	named := http.Header{}
+	for _, c := range (&http.Request{Header: header}).Cookies() {
+		if slices.Contains(h.CallerCookies, c.Name) {
+			named[c.Name] = append(named[c.Name], c.Value)
+		}
+	}
+	return present(named, h.CallerCookies...)
+}
+
+// refuseUnnamed refuses a call that has a key, or gets one from its caller's name, if nothing that stays names its
+// caller: its retry would be another one's call, and run again (P1).
+func (x *Call) refuseUnnamed(c *execution.Call) error {
+	if x.h.warnedNames.CompareAndSwap(false, true) {
+		x.h.Logger.Warn("a caller has no credential but cookies or a signature, which change by themselves: its calls with a key are refused, and those without "+
+			"are never recognised as retries; write `caller cookie NAME` with the cookie of its session, or another `caller`", slog.String("guard", x.h.Name))
+	}
+	if c.Origin == execution.OriginMinted {
+		return nil
+	}
+	if len(x.r.Header["Cookie"]) == 0 {
+		return api.NewProblem(api.CallerUnstable, "Its only credential is a signature, and no `caller` is configured.")
+	}
+	return api.NewProblem(api.CallerUnstable, "Its only credential is cookies, and nothing says which of them name the caller. "+
+		"Whoever runs the gateway writes `caller cookie NAME` in the block of the guard.")
 }
 
 // named is the caller that the gateway itself knows, by the configuration, a token of this
@@ -133,7 +207,7 @@ func subject(cert *x509.Certificate) string {
 }
 
 // present joins the values of header fields. Different values never give the same string.
-func present(h http.Header, names []string) string {
+func present(h http.Header, names ...string) string {
 	var b strings.Builder
 	for _, name := range names {
 		for _, value := range h[name] {
@@ -408,8 +482,8 @@ func (h *Handler) needsTokens(r *http.Request, m *protocol.Message) bool {
 	return h.RequireECT || len(r.Header[ect.FieldName]) > 0
 }
 
-// verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3, and a fleet,
-// record them before the request goes on.
+// verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3, a fleet, and
+// tokens that could ask for a rollback have it recorded before the request goes on.
 func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	// Tokens that another guard has verified would count as used twice.
 	if !h.needsTokens(r, m) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
@@ -419,16 +493,16 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if err != nil {
 		return StoreClosed(err)
 	}
-	if policy.records() { // it writes, and the store must not close meanwhile
+	p, err := h.VerifyTokens(policy, r, m, h.RequireECT)
+	if err != nil {
+		return err
+	}
+	if policy.records() || len(p.asking()) > 0 { // it writes, and the store must not close meanwhile
 		_, release, err := h.Open()
 		if err != nil {
 			return StoreClosed(err)
 		}
 		defer release()
-	}
-	p, err := h.VerifyTokens(policy, r, m, h.RequireECT)
-	if err != nil {
-		return err
 	}
 	if err := h.checkUnguardedInput(&p, r); err != nil {
 		return err
@@ -474,7 +548,12 @@ func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 	})
 }
 
-func (x *Call) statedID() (string, error) {
+// statedID is the id that the caller gives the call, in a field, a placeholder, or the members that its body has;
+// errNoID without.
+func (x *Call) statedID(members []fingerprint.Member) (string, error) {
+	if len(x.h.ExecutionID) == 0 {
+		return namedKey(x.r.Header, members)
+	}
 	for i := range x.h.ExecutionID {
 		id, err := x.fromSource(&x.h.ExecutionID[i], i)
 		if errors.Is(err, errNoID) {
@@ -483,6 +562,76 @@ func (x *Call) statedID() (string, error) {
 		return id, err
 	}
 	return "", errNoID
+}
+
+// KeyPattern is the regular expression (RE2) of the names of header fields that hold a key by default, beside
+// KeyFields: those that speak of idempotency, and end in that word or in one for a key. Ids of requests, traces
+// and sessions are no keys: each attempt may have another one, or many calls the same.
+const KeyPattern = `(?i)idempoten(cy|ce|(cy|ce|t).*(key|id|token|nonce))$`
+
+// KeyFields are the fields with a key that were named otherwise, or before that pattern, and KeyMembers the members
+// of a JSON body.
+var (
+	KeyFields  = [...]string{headerIdempotencyKey, HeaderExecutionID, "Paypal-Request-Id"}
+	KeyMembers = [...]string{"idempotency_key", "idempotencyKey"}
+)
+
+// IsKey reports whether a header field with this name, in canonical form, holds a key by default.
+func IsKey(name string) bool {
+	_, rest, speaks := strings.Cut(name, "dempoten") // the letter before it may begin a word
+	if !speaks || name == headerIdempotencyKey {
+		return slices.Contains(KeyFields[:], name)
+	}
+	switch rest = strings.ToLower(rest); {
+	case !strings.HasPrefix(rest, "cy") && !strings.HasPrefix(rest, "ce") && !strings.HasPrefix(rest, "t"):
+		return false
+	case rest == "cy", rest == "ce":
+		return true
+	}
+	return strings.HasSuffix(rest, "key") || strings.HasSuffix(rest, "id") || strings.HasSuffix(rest, "token") || strings.HasSuffix(rest, "nonce")
+}
+
+// namedKey is the key that a call has in one of the places of the default, or in several that agree; errNoID without.
+func namedKey(h http.Header, members []fingerprint.Member) (string, error) {
+	const field, member = "the header field ", "the member of the body "
+	id, from, kind := "", "", ""
+	add := func(of, name, value string, err error) error {
+		switch {
+		case err != nil:
+			return invalidID(fmt.Errorf("%s%s: %w", of, name, err))
+		case from != "" && id != value:
+			one, other := min(kind+from, of+name), max(kind+from, of+name)
+			return api.NewProblem(api.ExecutionIDInvalid, "Different ids stand in "+one+" and in "+other+". Send one, or the same in both.")
+		}
+		id, from, kind = value, name, of
+		return nil
+	}
+	for name, lines := range h {
+		if len(lines) == 0 || !IsKey(name) {
+			continue
+		}
+		value, err := execution.ParseID(lines)
+		if err := add(field, name, value, err); err != nil {
+			return "", err
+		}
+	}
+	for i := range members {
+		m := &members[i]
+		if m.Value == "" && m.Err == nil { // it says that there is none
+			continue
+		}
+		err := m.Err
+		if err == nil {
+			err = execution.CheckID(m.Value)
+		}
+		if err := add(member, m.Name, m.Value, err); err != nil {
+			return "", err
+		}
+	}
+	if from == "" {
+		return "", errNoID
+	}
+	return id, nil
 }
 
 func (x *Call) fromSource(s *IDSource, index int) (string, error) {
@@ -518,10 +667,6 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 		c.Origin = execution.OriginMinted
 		return uuid.NewString(), nil
 	}
-	if parent := x.r.Header.Get(HeaderExecutionParent); x.h.Inherit && parent != "" {
-		c.Origin = execution.OriginDerived
-		return x.executions.Inherit(c.Scope, parent, x.action.Name, c.Fingerprint), nil
-	}
 	switch x.h.MissingID {
 	case MissingRequire:
 		field := headerIdempotencyKey
@@ -533,14 +678,22 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
 		c.KeepResult, c.KeepKey = x.h.DeriveWindow, x.h.DeriveWindow
-		return x.executions.Derive(c.Scope, c.Fingerprint), nil
+		return x.executions.Derive(c.Scope, x.whole(c)), nil
 	case MissingRecognize:
 		c.Origin = execution.OriginMinted
+		if strings.HasPrefix(c.Scope.Caller, changingCaller) {
+			return uuid.NewString(), nil
+		}
 		return "", nil // it is made for a new call only
 	default:
 		c.Origin = execution.OriginMinted
 		return uuid.NewString(), nil
 	}
+}
+
+// whole is the fingerprint of the call with all that counts without a key (docs/same-call.md).
+func (x *Call) whole(c *execution.Call) execution.Fingerprint {
+	return execution.Fingerprint(x.h.whole.Load().Whole(fingerprint.Sum(c.Fingerprint), x.r.Header))
 }
 
 // recognize looks for evidence that a call without a key, or with an advisory one, is a retry. It
@@ -551,16 +704,14 @@ func (x *Call) recognize(c *execution.Call) error {
 		peer = peerOf(x.r)
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
-		Scope: c.Scope, Fingerprint: c.Fingerprint, Peer: peer, Given: c.Origin == execution.OriginGiven, NewID: uuid.NewString, Count: retryCount(x.r.Header, x.h.RetryHeaders),
-		Window: x.h.RecognizeWindow, Gone: x.client.gone,
+		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: x.whole(c), Peer: peer, Given: c.Origin == execution.OriginGiven,
+		NewID: uuid.NewString, Count: retryCount(x.r.Header, x.h.RetryHeaders), Window: x.h.RecognizeWindow,
+		ErrorWindow: x.h.ErrorWindow, Gone: x.client.gone,
 	})
 	if err != nil {
 		return x.storeFailed(err)
 	}
 	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
-	if x.part != nil {
-		x.part.attempt, x.part.of, x.w.attempt = a, x, x.part
-	}
 	if x.message != nil && !x.message.REST {
 		x.w.call = x
 	}
@@ -632,8 +783,8 @@ func (x *Call) readBody(wanted func(start []byte) bool) error {
 	case x.r.ContentLength > limit:
 		return tooLarge(limit)
 	}
-	options := spool.Options{Limit: limit, Budget: x.call.Memory}
-	if x.executions != nil && options.Budget == nil { // nil for an unguarded request, which opens no engine
+	options := spool.Options{Limit: limit}
+	if x.executions != nil { // nil for an unguarded request, which opens no engine
 		options.Budget = x.executions.BodyMemory()
 	}
 	x.body = spool.New(options)
@@ -646,6 +797,7 @@ func (x *Call) readBody(wanted func(start []byte) bool) error {
 		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
 		return p
 	}
+	defer func(begun time.Time) { x.apart += time.Since(begun) }(time.Now())
 	from := io.Reader(x.r.Body)
 	if isGRPC(x.r) {
 		from = &oneMessage{Reader: from}
@@ -735,7 +887,7 @@ func (m *oneMessage) Read(p []byte) (int, error) {
 func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
 	media, _, _ := strings.Cut(x.r.Header.Get("Content-Type"), ";")
 	media = strings.ToLower(strings.TrimSpace(media))
-	if media != "application/json" && !strings.HasSuffix(media, "+json") {
+	if !fingerprint.IsJSON(media) {
 		return "", errNoID
 	}
 	id, found, err := fingerprint.Lookup(x.body, x.body.Size(), p)

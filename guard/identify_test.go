@@ -67,9 +67,16 @@ func TestCaller(t *testing.T) {
 		{"key", Config{}, request("POST", "/", "X-Api-Key", "a"), "", `credential:` + hash},
 		{"other key", Config{}, request("POST", "/", "Api-Key", "a"), "", `credential:` + hash},
 		{"configured key", Config{Credentials: []string{"X-Tenant-Key"}}, request("POST", "/", "X-Tenant-Key", "a"), "", `credential:` + hash},
-		{"cookie", Config{}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
-		{"a field that is none of the configured", Config{Credentials: []string{"X-Tenant-Key"}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
-		{"an unstable scheme in a field that does not count", Config{Credentials: []string{"X-Tenant-Key"}},
+		{"cookie", Config{}, request("POST", "/", "Cookie", "session=1"), "", `changing:` + hash},
+		{"named cookie", Config{CallerCookies: []string{"session"}}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
+		{"no named cookie", Config{CallerCookies: []string{"session"}}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
+		{"no cookie of a placeholder", Config{Caller: "{http.request.cookie.session}"}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
+		{"a balancing cookie", Config{BalancingCookies: func() []string { return []string{"lb"} }}, request("POST", "/", "Cookie", "lb=1"), "", `anonymous`},
+		{"a signature", Config{}, request("POST", "/", "Signature", "sig=:a:"), "", `changing:` + hash},
+		{"an empty credential", Config{}, request("POST", "/", "X-Api-Key", "", "Authorization", ""), "", `anonymous`},
+		{"a session beside cookies", Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}, request("POST", "/", "Cookie", "a=1", "Mcp-Session-Id", "s"), "", `session:` + hash},
+		{"a field that was taken out", Config{Credentials: []string{"-Authorization"}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
+		{"an unstable scheme in a field that does not count", Config{Credentials: []string{"X-Tenant-Key", "-Authorization"}},
 			request("POST", "/", "Authorization", "Signature a", "X-Tenant-Key", "k"), "", `credential:` + hash},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -104,6 +111,9 @@ func TestCallersAreToldApart(t *testing.T) {
 		"two keys":          {"X-Api-Key", "k", "X-Api-Key", "l"},
 		"one key with both": {"X-Api-Key", "kl"},
 		"two lines as one":  {"X-Api-Key", "k;X-Api-Key=1:l"},
+		"another field":     {"X-Shopify-Access-Token", "k"},
+		"two fields":        {"X-Api-Key", "k", "X-Auth-Token", "l"},
+		"swapped":           {"X-Api-Key", "l", "X-Auth-Token", "k"},
 		"cookie":            {"Cookie", "k"},
 		"the key's text":    {"Cookie", "X-Api-Key=1:k;"},
 	}
@@ -222,7 +232,7 @@ func FuzzTraceparent(f *testing.F) {
 func stated(t *testing.T, h Config, r *http.Request) (string, error) {
 	t.Helper()
 	x := &Call{h: newHandler(t, h), r: r}
-	return x.statedID()
+	return x.statedID(nil)
 }
 
 // An id in the body: a string or a number in a JSON body, and nothing that the
@@ -250,7 +260,7 @@ func TestIDInTheBody(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer x.close()
-			got, err := x.statedID()
+			got, err := x.statedID(nil)
 			var p *api.Problem
 			if c.slug != "" && (!errors.As(err, &p) || p.Kind().Slug != c.slug) || c.slug == "" && (err != nil || got != c.want) {
 				t.Errorf("%q, %v; want %q %s", got, err, c.want, c.slug)
@@ -272,7 +282,7 @@ func TestStatedID(t *testing.T) {
 	}{
 		{"the default", nil, []string{"Idempotency-Key", "a"}, "a", ""},
 		{"the other default", nil, []string{"Execution-Id", "b"}, "b", ""},
-		{"the order of the default", nil, []string{"Execution-Id", "b", "Idempotency-Key", "a"}, "a", ""},
+		{"two of the default", nil, []string{"Execution-Id", "b", "Idempotency-Key", "a"}, "", "execution-id-invalid"},
 		{"quoted", nil, []string{"Idempotency-Key", `"a"`}, "a", ""},
 		{"none", nil, nil, "", ""},
 		{"first", sources, []string{"X-Order", "o", "X-First", "f", "X-Last", "l"}, "f", ""},

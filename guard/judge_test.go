@@ -72,7 +72,7 @@ func TestOperatorsOutcomeOfMessages(t *testing.T) {
 
 // ADR 0147: what an outcome keeps that waits for the store counts with the texts that are kept for its evidence.
 func TestSizeOfAnOutcomeThatWaits(t *testing.T) {
-	x := &Call{message: &protocol.Message{Body: make([]byte, 1000)}}
+	x := &Call{message: &protocol.Message{Whole: make([]byte, 1000)}}
 	x.capture.source.Request.Body = make([]byte, 200)
 	x.capture.answer = make([]byte, 30)
 	plain := &lateOutcome{x: new(Call)}

@@ -14,24 +14,34 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
-// maxMessage is the longest body that is read as a message, in bytes. Longer ones are guarded by
-// the rules of HTTP.
+// maxMessage is the longest body that is read as a message, in bytes. Longer ones are refused, or where nobody has
+// named the protocol guarded by the rules of HTTP.
 const maxMessage = 4 << 20
 
 // message reads the body of x, which begins as one, as a message (ADR 0072), and finds the action that it belongs to.
-// harmless is the body of one that changes nothing, else nil. A batch that changes something is taken
-// apart, or guarded as a whole, by the rules of HTTP, where all that change something in it must belong to
-// one action.
+// harmless is the body of one that changes nothing, else nil. A batch with one message that may change something is
+// the call of that message. With more it is refused, unless they are generic JSON-RPC that nobody has announced: an
+// array that may be data, and is guarded by the rules of HTTP.
 func (h *Handler) message(x *Call) (harmless []byte, err error) {
-	if x.body.Size() > maxMessage {
+	if x.body.Size() > maxMessage && h.Protocol.Guesses() {
 		return nil, nil
+	}
+	if x.body.Size() > maxMessage { // P1: what it says, such as its key, is not known
+		x.message = &protocol.Message{Protocol: h.Protocol.Protocol}
+		if q, ok := h.Protocol.Parse(x.r.Header, x.r.URL.Path, []byte("{}")); ok {
+			x.message.REST = q[0].REST
+		}
+		return nil, api.NewProblem(api.BodyTooLarge, fmt.Sprintf("A message has at most %d bytes.", maxMessage))
 	}
 	body := make([]byte, x.body.Size()) // its own: the message outlives the call, where that is settled later
 	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
@@ -44,40 +54,36 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	if h.Protocol.Guesses() {
 		x.proves = proofOf(h, x.r, false)
 	}
-	if understood(x) {
-		harmless = body
-	}
-	if q.Batch && comesApart(x, &q) {
-		x.batch = &q
-		return nil, nil
-	}
-	var chosen *Action
-	for i := range q.Messages {
-		m := &q.Messages[i]
+	changing, announced := 0, !h.Protocol.Guesses() || h.byMessage
+	for i := range q {
+		m := &q[i]
 		if m.Cancels() != nil {
-			x.cancels = &q
+			x.cancels = q
 		}
-		if !h.changes(x, m) {
-			continue
+		if h.changes(x, m) {
+			changing, x.message, announced = changing+1, m, announced || m.Protocol != protocol.JSONRPC
 		}
-		if harmless = nil; !h.byMessage {
-			continue
-		}
-		action, err := h.action(x.r, m)
-		if err != nil {
+	}
+	switch {
+	case changing > 1 && announced:
+		x.message = nil
+		return nil, api.NewProblem(api.BatchMixed, fmt.Sprintf("Send each of the %d in a request of its own.", changing))
+	case changing > 1:
+		x.message = nil
+	case changing == 1 && h.byMessage:
+		if x.action, err = h.action(x.r, x.message); err != nil {
 			return nil, err
 		}
-		if chosen != nil && chosen != action {
-			return nil, api.NewProblem(api.BatchMixed, fmt.Sprintf("One belongs to the action %s, another to %s.", chosen.Name, action.Name))
-		}
-		chosen, x.action = action, action
+	case changing == 0 && understood(x):
+		harmless = body
 	}
-	if harmless != nil || !q.Batch {
-		x.message = &q.Messages[0]
-	}
-	if harmless != nil && q.Batch {
-		x.message.ID = nil // an error with one id answers no batch
-		x.message.Frees = !slices.ContainsFunc(q.Messages, func(m protocol.Message) bool { return !m.Frees })
+	switch {
+	case changing > 0:
+	case !q[0].Batch:
+		x.message = &q[0]
+	case harmless != nil: // an error with one id answers no batch
+		frees := !slices.ContainsFunc(q, func(m protocol.Message) bool { return !m.Frees })
+		x.message = &protocol.Message{Protocol: q[0].Protocol, Frees: frees}
 	}
 	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.Protocol.Guesses() && h.OneServer != nil && h.OneServer() {
 		x.shown = new(bytes.Buffer)
@@ -85,9 +91,10 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	return harmless, nil
 }
 
-// changes reports whether a message of x may change something.
+// changes reports whether a message of x may change something. What is learned of tools counts with a proof only: a
+// batch that comes again must be the same call (P1).
 func (h *Handler) changes(x *Call, m *protocol.Message) bool {
-	return h.Protocol.Changes(m, h.tools.ReadOnly(h.server(x.r), m.Tool))
+	return h.Protocol.Changes(m, understood(x) && h.tools.ReadOnly(h.server(x.r), m.Tool))
 }
 
 // A protocol that nobody has configured is what the caller says. So his messages count as such only
@@ -164,10 +171,10 @@ func proofOf(h *Handler, r *http.Request, get bool) proof {
 				continue
 			}
 		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
-			headerIdempotencyKey, HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName:
+			HeaderExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName:
 			continue
 		}
-		if !strings.HasPrefix(name, "Mcp-") {
+		if !strings.HasPrefix(name, "Mcp-") && !IsKey(name) {
 			names = append(names, name)
 		}
 	}
@@ -210,6 +217,8 @@ func showed(x *Call, status int, header http.Header) {
 	}
 	if x.message.Proves(header.Get("Content-Type"), x.shown.Bytes(), sent...) {
 		x.h.proofs.add(x.proves)
+		a := protocol.NewAnswer(protocol.MCP, header.Get("Content-Type"), x.h.learns(x.r))
+		_, _ = a.Write(x.shown.Bytes()) // never fails
 	}
 }
 
@@ -253,24 +262,20 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 	_ = x.body.Close()
 	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(text)), int64(len(text)), nil
 	r.Header.Del("Expect") // the body is here
-	if x.part != nil {
-		r.Header.Set("Accept-Encoding", "identity") // the answer is read
-		x.part.announce(r.Header)
-	}
 	var learn func(tool string, readOnly bool)
 	if m.Method == "tools/list" {
-		server := h.server(r)
-		learn = func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }
+		learn = h.learns(r)
 	}
 	if judges := h.Protocol.Guesses() && m.ID != nil; judges || learn != nil {
 		l := &listener{ResponseWriter: w, learn: learn}
 		w = l
 		defer func() {
-			media, read := l.Header().Get("Content-Type"), l.Header().Get("Content-Encoding") == ""
-			if !judges || r.Context().Err() != nil || l.status/100 != 2 || strings.HasPrefix(media, "text/event-stream") {
+			media, _, _ := strings.Cut(l.Header().Get("Content-Type"), ";")
+			media, read := strings.ToLower(strings.TrimSpace(media)), l.Header().Get("Content-Encoding") == ""
+			if !judges || r.Context().Err() != nil || l.status/100 != 2 || media == "text/event-stream" {
 				return // it may go on elsewhere, or says nothing of the server
 			}
-			if l.answer == nil || !strings.HasPrefix(media, "application/json") || read && l.answer.End().Meaning == protocol.Unanswered {
+			if l.answer == nil || !fingerprint.IsJSON(media) || read && l.answer.End().Meaning == protocol.Unanswered {
 				h.proofs.withdraw()
 			}
 		}()
@@ -280,6 +285,12 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 		r.Body = io.NopCloser(bytes.NewReader(text)) // for the site's error routes
 	}
 	return err
+}
+
+// learns returns what notes the tools of the server that r is sent to.
+func (h *Handler) learns(r *http.Request) func(tool string, readOnly bool) {
+	server := h.server(r)
+	return func(tool string, readOnly bool) { h.tools.Learn(server, tool, readOnly) }
 }
 
 // listener reads an answer that passes by, and the tools in it.
@@ -310,6 +321,9 @@ func (l *listener) Write(p []byte) (int, error) {
 
 func (l *listener) Unwrap() http.ResponseWriter { return l.ResponseWriter }
 
+// cancelTime is how long an answer is waited for once the upstream was told that nobody waits: most servers give none.
+const cancelTime = 5 * time.Second
+
 // mostClients bounds the clients that can say that they do not wait any more.
 const mostClients = 1 << 16
 
@@ -318,6 +332,7 @@ type clients struct {
 	mu       sync.Mutex
 	named    map[requestName][]*client   // by what notifications/cancelled name
 	sessions map[requestName][]*client   // those of named whose streams may be resumed
+	streams  map[requestName]int         // open GET streams of a session
 	of       map[execution.Key][]*client // by the execution whose answer they wait for
 	waiting  int                         // the costs of those whose requests have ended, in bytes
 	used     usedIDs
@@ -346,7 +361,9 @@ type client struct {
 	progressed bool          // a GET stream has shown that a call of the session is at work
 	comes      chan struct{} // closed when answer is there; nil while its request goes on
 	cost       int           // in clients.waiting
+	lapse      *time.Timer   // ends its wait without a GET stream of its session; nil while its request goes on
 	reused     bool          // its session has had its id before
+	resumable  atomic.Bool   // an event of its answer had an id, with which a GET may go on
 }
 
 func (h *Handler) requestName(r *http.Request, caller string, id []byte) requestName {
@@ -413,6 +430,9 @@ func (l *clients) remove(c *client) *resumption {
 	if c.stop != nil {
 		c.stop()
 	}
+	if c.lapse != nil {
+		c.lapse.Stop()
+	}
 	c.listed = false
 	l.waiting -= c.cost
 	unlist(l.named, c.name, c)
@@ -438,11 +458,12 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 		return nil, nil
 	}
 	for _, c := range all {
-		if c.call.call.Attempt != nil {
-			c.call.call.Attempt.Unanswered()
-		}
 		c.said = true
 		c.leave()
+		if a := c.call.call.Attempt; a != nil {
+			a.Unanswered()
+			a.WaitsElsewhere(c.gone) // which is over
+		}
 	}
 	for _, other := range l.of[all[0].key] {
 		switch {
@@ -454,6 +475,7 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 	}
 	if first != nil {
 		first.cancelled = true
+		first.call.clock.leaves(cancelTime)
 	}
 	return all[0], first
 }
@@ -474,8 +496,8 @@ func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	}
 	var texts [][]byte
 	changed := false
-	for i := range x.cancels.Messages {
-		m := &x.cancels.Messages[i]
+	for i := range x.cancels {
+		m := &x.cancels[i]
 		id, text := m.Cancels(), m.Body
 		if id != nil {
 			c, first := x.engine.clients.cancel(h.requestName(r, caller, id))
@@ -502,7 +524,7 @@ func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return nil
 	case changed:
 		body := bytes.Join(texts, []byte{','})
-		if x.cancels.Batch {
+		if x.cancels[0].Batch {
 			body = slices.Concat([]byte{'['}, body, []byte{']'})
 		}
 		r = r.WithContext(r.Context())
@@ -586,15 +608,24 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			if !stream {
 				x.h.proofs.withdraw()
 			}
-			o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
+			o.Verdict, o.Cause = execution.InDoubt, execution.CauseNoResponse // it is whole
+			if stream && said.Resumable {
+				o.Cause = execution.CauseElsewhere
+			}
 		}
 	}
 	return o
 }
 
-// replyTo is what a repeated answer takes from the message of x; nil for plain requests.
+// isEvents reports that a media type is that of a stream of events.
+func isEvents(text string) bool {
+	media, _, _ := strings.Cut(text, ";")
+	return strings.EqualFold(strings.TrimSpace(media), "text/event-stream")
+}
+
+// replyTo is what a repeated answer takes from the message of x; nil for plain requests and for batches.
 func replyTo(x *Call, live bool) *protocol.Reply {
-	if x.message == nil || x.message.REST {
+	if x.message == nil || x.message.REST || x.message.Batch {
 		return nil
 	}
 	r := x.message.Reply()

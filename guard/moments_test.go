@@ -29,11 +29,12 @@ const (
 	refused               // it was not executed, and its retry runs
 )
 
+const events = "application/json, text/event-stream"
+
 // way is one way in which calls are made and answered.
 type way struct {
 	ending
 	early  bool // the client has the answer before the outcome is recorded
-	calls  int  // of a request; 0 is one
 	action guard.Action
 	rules  protocol.Protocol // empty: no message is read
 	make   func(id int) *http.Request
@@ -72,16 +73,6 @@ func tool(id int) *http.Request {
 	r.Header.Set("Authorization", "Bearer ada")
 	r.Header.Set("Mcp-Session-Id", "s")
 	return r
-}
-
-// two makes a batch of two calls, whose answer comes as accept says.
-func two(accept string) func(id int) *http.Request {
-	return func(id int) *http.Request {
-		r := tool(id)
-		r.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(`[{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":"pay"}},{"jsonrpc":"2.0","id":%d,"method":"tools/call","params":{"name":"mail"}}]`, id, id+1)))
-		r.Header.Set("Accept", accept)
-		return r
-	}
 }
 
 // task makes a call of an agent of A2A that has no messageId.
@@ -139,82 +130,56 @@ const (
 )
 
 var (
-	async  = guard.Action{Async: true}
 	strict = guard.Action{Rules: execution.Rules{Preset: execution.PresetStrict}}
 	// asDoubt has a status leave calls in doubt that no client retries.
-	asDoubt = func(code int, async bool) guard.Action {
-		return guard.Action{Async: async, Rules: execution.Rules{Status: map[int]execution.Verdict{code: execution.InDoubt}}}
+	asDoubt = func(code int) guard.Action {
+		return guard.Action{Rules: execution.Rules{Status: map[int]execution.Verdict{code: execution.InDoubt}}}
 	}
 )
 
 var ways = map[string]way{
-	"200":                         {ending: done, make: plain, answer: status(200, "charge")},
-	"200, without a length":       {ending: done, make: plain, answer: func(w http.ResponseWriter, _ string) { _, _ = io.WriteString(w, "charge"); w.(http.Flusher).Flush() }},
-	"200, larger than kept":       {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
-	"200, async":                  {ending: done, early: true, make: plain, answer: status(200, "charge"), action: async},
-	"204":                         {ending: done, make: plain, answer: status(204, "")},
-	"304":                         {ending: done, make: plain, answer: status(304, "")},
-	"200 in doubt":                {ending: doubted, make: plain, answer: status(200, "charge"), action: asDoubt(200, false)},
-	"200 in doubt, async":         {ending: doubted, early: true, make: plain, answer: status(200, "charge"), action: asDoubt(200, true)},
-	"400":                         {ending: done, make: plain, answer: status(400, "bad")},
-	"409":                         {ending: done, make: plain, answer: status(409, "bad")},
-	"499, async":                  {ending: doubted, early: true, make: plain, answer: status(499, "bad"), action: async},
-	"500":                         {ending: failed, make: plain, answer: status(500, "bad")},
-	"500, async":                  {ending: failed, early: true, make: plain, answer: status(500, "bad"), action: async},
-	"500, larger than kept":       {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
-	"502":                         {ending: doubted, make: plain, answer: status(502, "bad")},
-	"502, async":                  {ending: doubted, early: true, make: plain, answer: status(502, "bad"), action: async},
-	"529":                         {ending: refused, make: plain, answer: status(529, "busy")},
-	"529, async":                  {ending: refused, early: true, make: plain, answer: status(529, "busy"), action: async},
-	"the connection is lost":      {ending: doubted, make: plain, answer: func(http.ResponseWriter, string) { panic(http.ErrAbortHandler) }},
-	"MCP":                         {ending: done, rules: protocol.MCP, make: tool, answer: document(result)},
-	"MCP, async":                  {ending: done, early: true, rules: protocol.MCP, make: tool, answer: document(result), action: async},
-	"MCP, isError":                {ending: done, rules: protocol.MCP, make: tool, answer: document(toolError)},
-	"MCP, -32603":                 {ending: failed, rules: protocol.MCP, make: tool, answer: document(internal)},
-	"MCP, -32603, async":          {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: document(internal), action: async},
-	"MCP, -32000":                 {ending: done, rules: protocol.MCP, make: tool, answer: document(serverError)},
-	"MCP, -32000, strict":         {ending: doubted, rules: protocol.MCP, make: tool, answer: document(serverError), action: strict},
-	"MCP, -32601":                 {ending: refused, rules: protocol.MCP, make: tool, answer: document(unknownTool)},
-	"MCP, in doubt behind":        {ending: doubted, rules: protocol.MCP, make: tool, answer: document(otherGuard)},
-	"MCP, 404":                    {ending: refused, rules: protocol.MCP, make: tool, answer: status(404, "gone")},
-	"events":                      {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result)},
-	"events, isError":             {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(toolError)},
-	"events, async":               {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: async},
-	"events, -32603":              {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: streamed(internal)},
-	"events, -32000":              {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError)},
-	"events, -32000, strict":      {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError), action: strict},
-	"events, -32601":              {ending: refused, early: true, rules: protocol.MCP, make: tool, answer: streamed(unknownTool)},
-	"events, in doubt behind":     {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(otherGuard)},
-	"events, 200 in doubt":        {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: asDoubt(200, false)},
-	"events, cut behind":          {ending: done, early: true, rules: protocol.MCP, make: tool, answer: cutBehind(result)},
-	"batch of events, cut behind": {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: cutBehind(internal)},
-	"events, guessed":             {ending: done, early: true, rules: protocol.Auto, make: tool, answer: streamed(result)},
-	"array":                       {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result)},
-	"array, async":                {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(result), action: async},
-	"array, -32603":               {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal)},
-	"array, -32603, async":        {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(internal), action: async},
-	"array, in doubt, async":      {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(arrays), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
-	"array, 500":                  {ending: failed, calls: 2, rules: protocol.MCP, make: two(arrays), answer: status(500, "bad")},
-	"array of events":             {ending: done, calls: 2, rules: protocol.MCP, make: two(arrays), answer: streamed(result)},
-	"batch":                       {ending: done, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result)},
-	"batch, async":                {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(result), action: async},
-	"batch, -32603":               {ending: failed, calls: 2, rules: protocol.MCP, make: two(events), answer: document(internal)},
-	"batch, in doubt":             {ending: doubted, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: strict},
-	"batch, in doubt, async":      {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: document(serverError), action: guard.Action{Async: true, Rules: strict.Rules}},
-	"batch of events":             {ending: done, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(result)},
-	"batch of events, -32603":     {ending: failed, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(internal)},
-	"batch of events, in doubt":   {ending: doubted, early: true, calls: 2, rules: protocol.MCP, make: two(events), answer: streamed(serverError), action: strict},
-	"resumed":                     {ending: done, early: true, rules: protocol.MCP, make: tool, get: result},
-	"resumed, -32603":             {ending: failed, early: true, rules: protocol.MCP, make: tool, get: internal},
-	"resumed, -32000":             {ending: done, early: true, rules: protocol.MCP, make: tool, get: serverError},
-	"resumed, in doubt":           {ending: doubted, early: true, rules: protocol.MCP, make: tool, get: serverError, action: strict},
-	"resumed, -32601":             {ending: refused, early: true, rules: protocol.MCP, make: tool, get: unknownTool},
-	"A2A":                         {ending: done, rules: protocol.A2A, make: task("SendMessage"), answer: document(finished)},
-	"A2A, -32603":                 {ending: failed, rules: protocol.A2A, make: task("SendMessage"), answer: document(internal)},
-	"A2A events":                  {ending: done, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(finished)},
-	"A2A events, -32603":          {ending: failed, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal)},
-	"A2A events, -32004":          {ending: refused, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(`"error":{"code":-32004,"message":"m"}`)},
-	"A2A events, doubt":           {ending: doubted, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal), action: strict},
+	"200":                     {ending: done, make: plain, answer: status(200, "charge")},
+	"200, without a length":   {ending: done, make: plain, answer: func(w http.ResponseWriter, _ string) { _, _ = io.WriteString(w, "charge"); w.(http.Flusher).Flush() }},
+	"200, larger than kept":   {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"204":                     {ending: done, make: plain, answer: status(204, "")},
+	"304":                     {ending: done, make: plain, answer: status(304, "")},
+	"200 in doubt":            {ending: doubted, make: plain, answer: status(200, "charge"), action: asDoubt(200)},
+	"400":                     {ending: done, make: plain, answer: status(400, "bad")},
+	"409":                     {ending: done, make: plain, answer: status(409, "bad")},
+	"500":                     {ending: failed, make: plain, answer: status(500, "bad")},
+	"500, larger than kept":   {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"502":                     {ending: doubted, make: plain, answer: status(502, "bad")},
+	"529":                     {ending: refused, make: plain, answer: status(529, "busy")},
+	"the connection is lost":  {ending: doubted, make: plain, answer: func(http.ResponseWriter, string) { panic(http.ErrAbortHandler) }},
+	"MCP":                     {ending: done, rules: protocol.MCP, make: tool, answer: document(result)},
+	"MCP, isError":            {ending: done, rules: protocol.MCP, make: tool, answer: document(toolError)},
+	"MCP, -32603":             {ending: failed, rules: protocol.MCP, make: tool, answer: document(internal)},
+	"MCP, -32000":             {ending: done, rules: protocol.MCP, make: tool, answer: document(serverError)},
+	"MCP, -32000, strict":     {ending: doubted, rules: protocol.MCP, make: tool, answer: document(serverError), action: strict},
+	"MCP, -32601":             {ending: refused, rules: protocol.MCP, make: tool, answer: document(unknownTool)},
+	"MCP, in doubt behind":    {ending: doubted, rules: protocol.MCP, make: tool, answer: document(otherGuard)},
+	"MCP, 404":                {ending: refused, rules: protocol.MCP, make: tool, answer: status(404, "gone")},
+	"events":                  {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(result)},
+	"events, isError":         {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(toolError)},
+	"events, -32603":          {ending: failed, early: true, rules: protocol.MCP, make: tool, answer: streamed(internal)},
+	"events, -32000":          {ending: done, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError)},
+	"events, -32000, strict":  {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(serverError), action: strict},
+	"events, -32601":          {ending: refused, early: true, rules: protocol.MCP, make: tool, answer: streamed(unknownTool)},
+	"events, in doubt behind": {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(otherGuard)},
+	"events, 200 in doubt":    {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: asDoubt(200)},
+	"events, cut behind":      {ending: done, early: true, rules: protocol.MCP, make: tool, answer: cutBehind(result)},
+	"events, guessed":         {ending: done, early: true, rules: protocol.Auto, make: tool, answer: streamed(result)},
+	"resumed":                 {ending: done, early: true, rules: protocol.MCP, make: tool, get: result},
+	"resumed, -32603":         {ending: failed, early: true, rules: protocol.MCP, make: tool, get: internal},
+	"resumed, -32000":         {ending: done, early: true, rules: protocol.MCP, make: tool, get: serverError},
+	"resumed, in doubt":       {ending: doubted, early: true, rules: protocol.MCP, make: tool, get: serverError, action: strict},
+	"resumed, -32601":         {ending: refused, early: true, rules: protocol.MCP, make: tool, get: unknownTool},
+	"A2A":                     {ending: done, rules: protocol.A2A, make: task("SendMessage"), answer: document(finished)},
+	"A2A, -32603":             {ending: failed, rules: protocol.A2A, make: task("SendMessage"), answer: document(internal)},
+	"A2A events":              {ending: done, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(finished)},
+	"A2A events, -32603":      {ending: failed, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal)},
+	"A2A events, -32004":      {ending: refused, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(`"error":{"code":-32004,"message":"m"}`)},
+	"A2A events, doubt":       {ending: doubted, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(internal), action: strict},
 }
 
 // fates are what becomes of the first client at the moment at which the equal call comes.
@@ -235,8 +200,8 @@ func TestRetriesAtEveryMoment(t *testing.T) {
 		for moment, at := range moments {
 			for _, fate := range fates {
 				for kind, retry := range retries {
-					if w.calls > 1 && kind == "new key" || w.rules != protocol.MCP && fate == "cancels" || strings.Contains(fate, "and") && kind != "equal" {
-						continue // which makes a batch one call; what only MCP has; what says no more
+					if w.rules != protocol.MCP && fate == "cancels" || strings.Contains(fate, "and") && kind != "equal" {
+						continue // what only MCP has; what says no more
 					}
 					t.Run(strings.Join([]string{name, moment, fate, kind}, "/"), func(t *testing.T) {
 						synctest.Test(t, func(t *testing.T) { w.try(t, at, fate, kind, retry) })
@@ -251,7 +216,7 @@ func TestRetriesAtEveryMoment(t *testing.T) {
 // in doubt then.
 func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, doubt bool) {
 	handed := recordedAt
-	if w.early && (fate != "cancels" || w.action.Async || w.get != "") { // else the client says that it has no answer
+	if w.early && (fate != "cancels" || w.get != "") { // else the client says that it has no answer
 		handed = answeredAt
 	}
 	stated := kind == "stated"
@@ -264,8 +229,12 @@ func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, do
 		return 1, 1, true
 	case fate == "is killed" && at < recordedAt+2*time.Second && w.ending != refused:
 		return 1, 1, w.ending == doubted // a crash is evidence
-	case at < handed && strings.HasPrefix(fate, "waits") && !stated && (w.get == "" || at < claimedAt):
+	case at < handed && strings.HasPrefix(fate, "waits") && !stated:
 		return 2, 2, w.ending == doubted // both are meant
+	case w.get != "" && claimedAt < at && at < handed && fate == "leaves" && !stated:
+		return 2, 2, w.ending == doubted // it waits on its GET stream
+	case w.get != "" && claimedAt < at && at < handed && fate == "cancels":
+		return 1, 1, true // the answer comes more than 5 s later
 	case w.ending == refused && answeredAt < at && at < recordedAt:
 		return 1, 2, false // it may get the same refusal
 	case at < handed:
@@ -358,11 +327,9 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 			t.Fatal(err)
 		}
 	case "cancels":
-		for id := 10; id < 10+max(w.calls, 1); id++ {
-			notice := tool(0)
-			notice.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(cancelled, fmt.Sprint(id))))
-			b.serve(httptest.NewRecorder(), notice)
-		}
+		notice := tool(0)
+		notice.Body = io.NopCloser(strings.NewReader(fmt.Sprintf(cancelled, "10")))
+		b.serve(httptest.NewRecorder(), notice)
 	case "is killed":
 		b.disk.broken.Store(true)
 		dead := b.engine.Executions
@@ -371,21 +338,27 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 		b.start()
 	}
 	answer := call(b.guard, 20, t.Context())
-	n := int64(max(w.calls, 1))
 	least, most, doubt := w.expect(at, fate, kind)
 	doubt = doubt || fate == fates[5]
-	if b.calls.Load() < least*n || b.calls.Load() > most*n {
-		t.Errorf("the upstream was called %d times for %d calls, want %d to %d for each: %d %v %.200s", b.calls.Load(), n, least, most, answer.Code, answer.Header(), answer.Body)
+	if b.calls.Load() < least || b.calls.Load() > most {
+		t.Errorf("the upstream was called %d times, want %d to %d: %d %v %.200s", b.calls.Load(), least, most, answer.Code, answer.Header(), answer.Body)
 	}
-	if body := answer.Body.String(); w.rules != "" && strings.Contains(body, "jsonrpc") && (!strings.Contains(body, `"id":20`) || n == 2 && !strings.Contains(body, `"id":21`) || strings.Contains(body, `"id":10`)) {
+	if body := answer.Body.String(); w.rules != "" && strings.Contains(body, "jsonrpc") && (!strings.Contains(body, `"id":20`) || strings.Contains(body, `"id":10`)) {
 		t.Errorf("answered with another id: %s", body)
 	}
-	<-time.After(5 * time.Minute)
+	pause := 5 * time.Minute
+	if w.ending == failed {
+		pause = 30 * time.Second // for as long as a delivered error is evidence
+	}
+	<-time.After(pause)
 	b.calls.Store(0)
 	if last := call(b.guard, 30, t.Context()); w.get == "" || fate != "is killed" { // else nobody has heard what the GET has brought
-		want := n
+		want := int64(1)
 		if doubt || w.ending == failed || answer.Header().Get("Execution-Problem") == "result-unavailable" { // a 409 of ours
 			want = 0
+		}
+		if w.get != "" && w.ending == failed && fate == "leaves" && at < claimedAt {
+			want = 1 // the second one was forwarded, and waits on its GET stream
 		}
 		b.was(want)
 		if t.Failed() {
@@ -421,52 +394,50 @@ func TestStreamsThatAreCutBehindTheirAnswer(t *testing.T) {
 			"news of its work":      {streamed(`"method":"notifications/progress","params":{"progressToken":"p"}`), "200 in_doubt", "200 in_doubt"},
 			"half of a response":    {streamed(`"result":`), "200 in_doubt", "200 in_doubt"},
 		} {
-			for _, async := range []bool{false, true} {
-				key := ""
-				send := func() *http.Request {
-					r := tool(1)
-					if key != "" {
-						r.Header.Set("Idempotency-Key", key)
-					}
-					return r
+			key := ""
+			send := func() *http.Request {
+				r := tool(1)
+				if key != "" {
+					r.Header.Set("Idempotency-Key", key)
 				}
-				test := func(t *testing.T) {
-					synctest.Test(t, func(t *testing.T) {
-						ctx, leave := context.WithCancel(t.Context())
-						defer leave()
-						b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
-							c.answer(w, "1")
-							if by == "its client, who has read it" {
-								synctest.Wait()
-								leave()
-							}
-							if by != "the server" {
-								<-r.Context().Done()
-							}
-							panic(http.ErrAbortHandler) // as a proxy does
-						})
-						action.Name, action.Default, action.Async = "default", true, async
-						b.config.Actions = []*guard.Action{&action}
-						b.config.MissingID, b.config.Protocol = guard.MissingRecognize, &protocol.Rules{Protocol: protocol.MCP}
-						b.start()
-						b.serve(httptest.NewRecorder(), send().WithContext(ctx))
-						synctest.Wait()
-						retry := httptest.NewRecorder()
-						again, leaveAgain := context.WithTimeout(t.Context(), 5*time.Second)
-						defer leaveAgain()
-						b.serve(retry, send().WithContext(again))
-						want := map[bool]string{true: c.want, false: c.keyed}[key == ""]
-						if got := fmt.Sprint(retry.Code, " ", retry.Header().Get("Execution-Status")); got != want {
-							t.Errorf("got %s, want %s: %s", got, want, retry.Body)
-						}
-						b.was(map[bool]int64{true: 2, false: 1}[strings.HasSuffix(want, "executed")])
-						<-time.After(time.Hour)
-					})
-				}
-				t.Run(fmt.Sprint(by, "/", what, "/", async), test)
-				key = "k"
-				t.Run(fmt.Sprint(by, "/", what, "/", async, "/with a key"), test)
+				return r
 			}
+			test := func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					ctx, leave := context.WithCancel(t.Context())
+					defer leave()
+					b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+						c.answer(w, "1")
+						if by == "its client, who has read it" {
+							synctest.Wait()
+							leave()
+						}
+						if by != "the server" {
+							<-r.Context().Done()
+						}
+						panic(http.ErrAbortHandler) // as a proxy does
+					})
+					action.Name, action.Default = "default", true
+					b.config.Actions = []*guard.Action{&action}
+					b.config.MissingID, b.config.Protocol = guard.MissingRecognize, &protocol.Rules{Protocol: protocol.MCP}
+					b.start()
+					b.serve(httptest.NewRecorder(), send().WithContext(ctx))
+					synctest.Wait()
+					retry := httptest.NewRecorder()
+					again, leaveAgain := context.WithTimeout(t.Context(), 5*time.Second)
+					defer leaveAgain()
+					b.serve(retry, send().WithContext(again))
+					want := map[bool]string{true: c.want, false: c.keyed}[key == ""]
+					if got := fmt.Sprint(retry.Code, " ", retry.Header().Get("Execution-Status")); got != want {
+						t.Errorf("got %s, want %s: %s", got, want, retry.Body)
+					}
+					b.was(map[bool]int64{true: 2, false: 1}[strings.HasSuffix(want, "executed")])
+					<-time.After(time.Hour)
+				})
+			}
+			t.Run(fmt.Sprint(by, "/", what), test)
+			key = "k"
+			t.Run(fmt.Sprint(by, "/", what, "/with a key"), test)
 		}
 	}
 }

@@ -160,9 +160,53 @@ func (a *ActionCounts) Report() ActionReport {
 	return r
 }
 
+// Upper bounds of the buckets of times.
+var (
+	callBounds  = [...]float64{.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 300} // seconds
+	addedBounds = [...]float64{.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 5}   // seconds
+)
+
+// countedStatuses are what became of a call, as its time is counted.
+var countedStatuses = [...]string{"executed", "replayed", "attached", StatusRefused, StatusInDoubt}
+
+// times counts durations in buckets. Counting is two atomic additions.
+type times struct {
+	sum     atomic.Int64 // nanoseconds
+	buckets [len(callBounds) + 1]atomic.Uint64
+}
+
+func (t *times) took(d time.Duration, bounds []float64) {
+	i := 0
+	for seconds := d.Seconds(); i < len(bounds) && seconds > bounds[i]; i++ {
+	}
+	t.buckets[i].Add(1)
+	t.sum.Add(int64(d))
+}
+
+// TimesReport is a histogram of times.
+type TimesReport struct {
+	// Count is the number of times, and Sum all of them together, in seconds.
+	Count uint64
+	Sum   float64
+	// Buckets has the number of times up to each bound, in seconds.
+	Buckets map[float64]uint64
+}
+
+func (t *times) report(bounds []float64) TimesReport {
+	r := TimesReport{Sum: time.Duration(t.sum.Load()).Seconds(), Buckets: make(map[float64]uint64, len(bounds))}
+	for i, bound := range bounds {
+		r.Count += t.buckets[i].Load()
+		r.Buckets[bound] = r.Count
+	}
+	r.Count += t.buckets[len(bounds)].Load()
+	return r
+}
+
 // Counts counts the requests of all guards of one name over one store.
 type Counts struct {
 	name      string
+	calls     [len(countedStatuses)]times // of guarded calls, by what became of them
+	added     times                       // by the guard, to each call that was executed
 	unguarded [unguardedReasons]atomic.Uint64
 	tokens    sync.Map // what came of verifying -> *atomic.Uint64
 
@@ -206,6 +250,17 @@ func (c *Counts) Action(name string) *ActionCounts {
 	a.problems = make([]atomic.Uint64, len(a.slugs))
 	c.actions = append(c.actions, a)
 	return a
+}
+
+// Times returns the times of guarded calls by their status, of those that there were, and those that the guard has added.
+func (c *Counts) Times() (calls map[string]TimesReport, added TimesReport) {
+	calls = map[string]TimesReport{}
+	for i, status := range countedStatuses {
+		if r := c.calls[i].report(callBounds[:]); r.Count > 0 || i == 0 {
+			calls[status] = r
+		}
+	}
+	return calls, c.added.report(addedBounds[:])
 }
 
 // Report returns the unguarded requests by reason and the verifications of tokens by result.

@@ -31,7 +31,7 @@ func ordered(x *Call, claims bool) error {
 	begun := time.Now()
 	until := begun
 	if !claims {
-		until = begun.Add(x.part.within(x.action.OrderWait))
+		until = begun.Add(x.action.OrderWait)
 	}
 	_, said := callersTime(x.r.Header, x.h.DeadlineHeader)
 	if limit := begun.Add(x.call.Deadline); said && limit.Before(until) {

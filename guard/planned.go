@@ -35,8 +35,11 @@ type planned struct {
 	fence    store.Fence
 }
 
-// maxNode is the longest id of a node, in bytes.
-const maxNode = 128
+// maxNode is the longest id of a node, and maxQuoted how much of a name a refusal quotes, both in bytes.
+const (
+	maxNode   = 128
+	maxQuoted = 64
+)
 
 // statedNode is the node that a request names in the header Workflow-Node; empty for none.
 func statedNode(r *http.Request) (string, error) {
@@ -103,11 +106,11 @@ func findNode(x *Call) error {
 	case s.planned.observed:
 		return nil
 	case errors.Is(err, plan.ErrAmbiguousNode):
-		return x.problem(api.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", shortened(action, maxNode)), 0)
+		return x.problem(api.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", shortened(action, maxQuoted)), 0)
 	case named != "":
-		return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", shortened(named, maxNode)), 0)
+		return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", shortened(named, maxQuoted)), 0)
 	}
-	return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", shortened(action, maxNode)), 0)
+	return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", shortened(action, maxQuoted)), 0)
 }
 
 // undoes reports whether a call undoes an earlier one of its workflow here, by its caller's word: the caller's own

@@ -581,24 +581,6 @@ func TestP7OnlyTheEndWaits(t *testing.T) {
 	})
 }
 
-// P7: with Async the end does not wait either.
-func TestP7TheEndOfAsyncAnswers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		b := newBed(t, charge)
-		b.config.Actions = []*guard.Action{{Name: "default", Async: true}}
-		b.start()
-		b.disk.takes = time.Second
-		began := time.Now()
-		b.do(b.post(""), "200 executed charge 1")
-		if took := time.Since(began); took != time.Second { // the claim
-			t.Errorf("the end came after %v", took)
-		}
-		<-time.After(time.Hour)
-		b.do(b.post(""), "200 replayed charge 1")
-		b.was(1)
-	})
-}
-
 // P7: a client that leaves loses nothing.
 func TestP7ClientLeaves(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

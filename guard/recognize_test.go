@@ -69,7 +69,7 @@ func TestRetriesWithoutAKey(t *testing.T) {
 				b.Errorf("%s %v", w.Body, w.Header())
 			}
 			r := b.keyless("")
-			r.Header.Set("Amz-Sdk-Request", "attempt=2; max=3")
+			r.Header.Set("Amz-Sdk-Request", "attempt=3; max=3")
 			b.do(r, "200 replayed charge 1")
 			r.Header.Set("Amz-Sdk-Request", "attempt=1; max=3")
 			b.do(r, "200 executed charge 2")

@@ -391,7 +391,7 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
 	failed := len(drafts) > 1
 	var signed []*ect.Token
-	if err == nil && failed && x.hears() && !(x.action.Async && o.Whole) && !late {
+	if err == nil && failed && x.hears() && !late {
 		signed, err = s.policy.signAll(drafts)
 		drafts = nil
 	}
@@ -652,6 +652,14 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 			return false, replayedToken()
 		}
 		if status == evidence.Same && !slices.Contains(s.recorded, t) {
+			if slices.Contains(own, t) && !slices.Contains(s.bound, t) {
+				switch status, err := s.policy.Evidence.ActStatus(ctx, t, s.use); {
+				case err != nil:
+					return false, x.storeFailed(err)
+				case status == evidence.Other:
+					return false, replayedToken()
+				}
+			}
 			s.recorded = append(s.recorded, t)
 			learned = true
 		}

@@ -59,9 +59,10 @@ type Recorder struct {
 	w      *Writer
 	pump   *pump // from the first write on that could wait for the client
 	sink   Sink
-	header http.Header // what the call makes of the client's header map
-	before http.Header // the client's as it was before, where it was changed and the answer may still be replaced
-	marks  []Field     // our own fields, which no upstream may set
+	header http.Header     // what the call makes of the client's header map
+	before http.Header     // the client's as it was before, where it was changed and the answer may still be replaced
+	marks  []Field         // our own fields, which no upstream may set
+	small  *[32 << 10]byte // the body, as far as it has come, of an answer that waits whole; nil for others
 
 	status      int
 	length      int64 // announced, or -1
@@ -124,6 +125,10 @@ func (r *Recorder) Reset() {
 	if r.before != nil {
 		fill(h, r.before)
 		r.before = nil
+	}
+	if r.small != nil {
+		buffers.Put(r.small)
+		r.small = nil
 	}
 	r.judged = nil
 	r.mark(h)
@@ -191,6 +196,9 @@ func (r *Recorder) WriteHeader(status int) {
 	r.sink.Start(status, difference(r.w.Header(), r.header))
 	if held, whole := r.w.holds(status, r.length); held || whole {
 		r.before = maps.Clone(r.w.Header())
+	} else if 0 < r.length && r.length <= waitingSize {
+		r.small = buffers.Get().(*[32 << 10]byte)
+		return
 	}
 	fill(r.w.Header(), r.header)
 	r.w.WriteHeader(status)
@@ -211,7 +219,15 @@ func (r *Recorder) Write(p []byte) (int, error) {
 	case r.w.held:
 		r.sink.Write(p, false)
 		return n, nil
-	case r.w.whole, r.pump == nil && r.size <= directSize && !r.w.shared:
+	case r.small != nil && r.size <= r.length:
+		copy(r.small[before:], p)
+		r.sink.Write(p, false)
+		return n, nil
+	case r.small != nil:
+		r.letGo(before)
+	}
+	switch {
+	case r.w.whole, r.pump == nil && r.size <= directSize:
 		r.sink.Write(p, false)
 		return r.w.Write(p)
 	case r.pump == nil:
@@ -232,11 +248,26 @@ func (r *Recorder) FlushError() error {
 	if r.interrupted || r.w.held || r.w.whole {
 		return nil
 	}
+	if r.small != nil {
+		r.letGo(r.size)
+	}
 	if r.pump == nil {
 		r.pump = newPump(r.w, r.sink, r.size)
 	}
 	r.pump.flushed()
 	return nil
+}
+
+// letGo sends an answer that waits whole, of which so many bytes have come.
+func (r *Recorder) letGo(size int64) {
+	body := r.small
+	r.small = nil
+	fill(r.w.Header(), r.header)
+	r.w.WriteHeader(r.status)
+	_, _ = r.w.Write(body[:size]) // never fails
+	if !r.w.gone {                // see pump.free
+		buffers.Put(body)
+	}
 }
 
 // Finish ends the recording of a whole answer: a handler that wrote nothing answered 200 without
@@ -263,7 +294,10 @@ func (r *Recorder) Release(ctx context.Context) (whole bool) {
 	}
 	h := r.w.Header()
 	r.w.shows = cmp.Or(r.w.shows, r.shows)
-	if !r.w.sent {
+	if r.small != nil {
+		r.w.kept = true // all of it can go
+		r.letGo(r.size)
+	} else if !r.w.sent {
 		fill(h, r.header) // which may have changed since
 	}
 	r.w.Release()
@@ -354,7 +388,8 @@ func neverReplayed(name string) bool {
 	switch name {
 	case "Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Proxy-Connection",
 		"Te", "Transfer-Encoding", "Upgrade",
-		"Date", "Set-Cookie", "Set-Cookie2", "Server-Timing":
+		"Date", "Age", "Set-Cookie", "Set-Cookie2", "Server-Timing",
+		"Authentication-Info", "Proxy-Authentication-Info", "Clear-Site-Data":
 		return true
 	}
 	return slices.Contains(ours[:], name) || strings.HasPrefix(name, http.TrailerPrefix)
@@ -366,6 +401,10 @@ func Replayable(h http.Header) map[string][]string { return difference(nil, h) }
 // directSize is the size up to which a body that nobody flushes is written without a goroutine:
 // net/http keeps it in memory, so that the write does not wait for the client.
 const directSize = 2 << 10
+
+// waitingSize is the size up to which an answer of known length that nobody flushes waits whole for its record, in
+// memory of the guard in place of that of net/http: where the outcome cannot be recorded, the client is told so.
+const waitingSize = 4 << 10
 
 // pump sends an answer at the client's pace, so that the upstream is read at its own (P7). Two
 // buffers of 32 KiB hold what the client is too slow for; the rest is read back from the

@@ -158,8 +158,50 @@ func TestBytesGoToTheClientAndIntoTheRecording(t *testing.T) {
 	if rec.sink.status != 200 || rec.sink.body != "abcdef" || rec.Status() != 200 {
 		t.Errorf("recorded %d %q", rec.sink.status, rec.sink.body)
 	}
-	if want := []string{"status 200", "write abc", "write de"}; !slices.Equal(to.log, want) {
+	if len(to.log) > 0 { // it waits whole
+		t.Errorf("the client has %q", to.log)
+	}
+	if want := []string{"status 200", "write abcdef"}; !rec.Release(t.Context()) || !slices.Equal(to.log, want) {
 		t.Errorf("the client has %q, want %q", to.log, want)
+	}
+}
+
+// P6, P7: a small answer of known length waits whole, so that it can be replaced while its outcome is not recorded. One
+// that is flushed, or too large, goes at once, but for its end.
+func TestSmallAnswersWaitWhole(t *testing.T) {
+	for name, c := range map[string]struct {
+		length string
+		flush  bool
+		sent   string // before its end
+	}{
+		"small":             {"6", false, ""},
+		"flushed":           {"6", true, "abcde"},
+		"too large":         {"5000", false, "abcdef"},
+		"of unknown length": {"", false, "abcdef"},
+	} {
+		to := newClient()
+		to.header.Set("Via", "1.1 Caddy")
+		rec := record(to, post())
+		if c.length != "" {
+			rec.Header().Set("Content-Length", c.length)
+		}
+		rec.Header().Set("X-Answer", "yes")
+		_, _ = rec.Write([]byte("abc"))
+		if c.flush {
+			rec.Flush()
+		}
+		_, _ = rec.Write([]byte("def"))
+		rec.Drain(t.Context())
+		if string(to.body) != c.sent || rec.sink.body != "abcdef" || (len(to.log) > 0) != (c.sent != "") {
+			t.Errorf("%s: the client has %q", name, to.log)
+		}
+		if c.sent != "" {
+			continue
+		}
+		rec.Reset()
+		if len(to.log) > 0 || to.header.Get("X-Answer") != "" || to.header.Get("Content-Length") != "" || to.header.Get("Via") == "" {
+			t.Errorf("%s: once it is replaced the client has %q %v", name, to.log, to.header)
+		}
 	}
 }
 

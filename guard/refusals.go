@@ -36,8 +36,11 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	x.pointToError(w.Header(), p)
 	p.Announce(w.Header())
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
-	if p.Kind() == api.InDoubt {
+	switch p.Kind() {
+	case api.InDoubt:
 		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
+	case api.UpstreamUnreachable:
+		w.Header().Set(HeaderExecutionStatus, StatusReleased)
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		w.Header().Set(headerExecutionRecognized, a.ID)
@@ -71,7 +74,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	}
 	p.Mount = x.h.Host.Mount(x.r)
 	// A sender who has named neither MCP nor A2A, and whose server nobody has named, may go by the status.
-	if m := x.message; m != nil && !m.REST && (m.Protocol != protocol.JSONRPC || !x.h.Protocol.Guesses()) {
+	if m := x.message; m != nil && !m.REST && !m.Batch && (m.Protocol != protocol.JSONRPC || !x.h.Protocol.Guesses()) {
 		writeMessage(w, p, x.message, x.action.DoubtAsResult)
 		return
 	}
@@ -81,16 +84,24 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 // writeMessage answers m with a problem. The status is 200: another one fails the transport of SDKs,
 // and nobody reads the problem. doubtAsResult has models read a doubt.
 func writeMessage(w http.ResponseWriter, p *api.Problem, m *protocol.Message, doubtAsResult bool) {
-	document := &documentWriter{header: w.Header()}
-	p.Write(document)
-	body := m.Error(p.Kind().Title+". "+p.Detail, document.body)
-	if doubtAsResult && m.Protocol == protocol.MCP && m.Tool != "" && p.Kind() == api.InDoubt && !p.RetryHelps {
-		body = m.ToolError(fmt.Sprintf(doubtForModels, p.Detail, p.ExecutionID), document.body)
-	}
+	body := messageProblem(&documentWriter{header: w.Header()}, p, m, doubtAsResult)
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
-	w.WriteHeader(http.StatusOK)
+	status := http.StatusOK
+	if p.Kind() == api.BodyTooLarge { // nobody knows whose it is
+		status = p.Kind().Status
+	}
+	w.WriteHeader(status)
 	_, _ = w.Write(body) // the client may be gone
+}
+
+// messageProblem is p as the response to m, whose header fields are in document.
+func messageProblem(document *documentWriter, p *api.Problem, m *protocol.Message, doubtAsResult bool) []byte {
+	p.Write(document)
+	if doubtAsResult && m.Protocol == protocol.MCP && m.Tool != "" && p.Kind() == api.InDoubt && !p.RetryHelps {
+		return m.ToolError(fmt.Sprintf(doubtForModels, p.Detail, p.ExecutionID), document.body)
+	}
+	return m.Error(p.Kind().Title+". "+p.Detail, document.body)
 }
 
 // doubtForModels is what a model reads of its call in doubt.
@@ -218,7 +229,7 @@ func (x *Call) pointToStatus(p *api.Problem) {
 	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoint == nil {
 		return
 	}
-	if x.call.Scope.Caller != Anonymous {
+	if !Unnamed(x.call.Scope.Caller) {
 		p.StatusURL = api.ExecutionPath(x.call.Scope.ID)
 	}
 }
@@ -244,6 +255,17 @@ func VerifiedHere(caller string) bool {
 		return true
 	}
 	return false
+}
+
+// notSent is the error or problem that answers a call which was not sent.
+func (x *Call) notSent(f *forwarding) error {
+	err := refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
+	if p := (*api.Problem)(nil); f.Status == 0 || errors.As(err, &p) {
+		return err
+	}
+	p := api.NewProblem(api.UpstreamUnreachable, "Nothing was sent, and nothing was executed.")
+	p.Status, p.Cause = f.Status, err
+	return p
 }
 
 // refusedByCircuit turns err into its problem where a breaker refused the last attempt, so that

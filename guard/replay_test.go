@@ -224,14 +224,11 @@ func TestGzipIsUnpackedForWhoDoesNotAcceptIt(t *testing.T) {
 	}
 }
 
-func TestABodyThatIsNoGzipIsNotPlayedAsWhole(t *testing.T) {
+func TestACutGzipIsNotPlayedAsWhole(t *testing.T) {
 	header := map[string][]string{"Content-Encoding": {"gzip"}}
-	for name, body := range map[string][]byte{"no gzip": []byte("something else"), "cut gzip": gzipped("hello")[:20]} {
-		t.Run(name, func(t *testing.T) {
-			if err := guard.Play(guard.NewWriter(newClient(), post()), post(), replayed(200, header, bytes.NewReader(body), nil)); err == nil {
-				t.Error("played to the end")
-			}
-		})
+	body := gzipped("hello")[:20]
+	if err := guard.Play(guard.NewWriter(newClient(), post()), post(), replayed(200, header, bytes.NewReader(body), nil)); err == nil {
+		t.Error("played to the end")
 	}
 }
 

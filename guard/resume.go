@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -29,6 +30,8 @@ const (
 	// and what its undo needs of that.
 	maxOpen  = 64 << 20
 	openCost = 16 << 10
+	// resumeTime is how long a call waits for its answer while no GET stream of its session is open.
+	resumeTime = time.Minute
 )
 
 // resumption is an answer that has come on a GET stream.
@@ -40,12 +43,12 @@ type resumption struct {
 
 // wait has a client stay listed after its request has ended, for an answer on a GET stream of its
 // session. It counts as waiting until it says that it does not. comes is closed when the answer is there;
-// it is nil where there is no room, or where the upstream was told that nobody waits.
-func (l *clients) wait(c *client, cost int) (comes <-chan struct{}) {
+// it is nil where there is no room, or where the upstream was told that nobody waits: left.
+func (l *clients) wait(c *client, cost int) (comes <-chan struct{}, left bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if c.cancelled || !slices.Contains(l.named[c.name], c) || l.waiting+cost > maxOpen {
-		return nil
+		return nil, c.cancelled
 	}
 	if c.stop != nil {
 		c.stop() // there is no request left to cancel
@@ -61,7 +64,43 @@ func (l *clients) wait(c *client, cost int) (comes <-chan struct{}) {
 	if c.answer != nil {
 		close(c.comes)
 	}
-	return c.comes
+	c.lapse = time.AfterFunc(resumeTime, func() { c.call.clock.leaves(0) })
+	if l.streams[c.session] > 0 {
+		c.lapse.Stop()
+	}
+	if a := c.call.call.Attempt; a != nil {
+		a.WaitsElsewhere(c.gone)
+	}
+	return c.comes, false
+}
+
+// streaming notes that one more GET stream of a session is open, or one less. Without any, its calls wait for
+// resumeTime at most. Those whose connections have broken wait again while a GET resumes a stream.
+func (l *clients) streaming(session requestName, more int, resumes context.Context) {
+	if session.session == "" {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.streams == nil {
+		l.streams = map[requestName]int{}
+	}
+	if l.streams[session] += more; l.streams[session] == 0 {
+		delete(l.streams, session)
+	}
+	for _, c := range l.sessions[session] {
+		left := c.comes == nil && !c.said && c.gone.Err() != nil
+		if a := c.call.call.Attempt; resumes != nil && a != nil && left && c.resumable.Load() {
+			a.WaitsElsewhere(resumes)
+		}
+		switch {
+		case c.lapse == nil:
+		case l.streams[session] > 0:
+			c.lapse.Stop()
+		default:
+			c.lapse.Reset(resumeTime)
+		}
+	}
 }
 
 // usedIDs remembers which ids the calls of sessions have had: 4,096 at least, as hashes.
@@ -126,14 +165,16 @@ func (l *clients) running(session requestName, progress bool) bool {
 
 // keepOpen has an execution go on whose answer may still come on a GET stream. The stream of its client,
 // who has to know that it may resume it, ends at once. byHTTP is the outcome without the answer, o what
-// it means that there is none. The client of a batch could not resume the stream of one message (ADR 0077).
-func keepOpen(x *Call, e *execution.Execution, f *forwarding, byHTTP, o execution.Outcome) (kept bool, err error) {
-	if x.part != nil || !o.Whole || o.Verdict != execution.InDoubt || o.Cause != execution.CauseTruncated ||
-		x.client.session.session == "" || !x.heard.End().Resumable {
+// it means that there is none.
+func keepOpen(x *Call, e *execution.Execution, f *forwarding, byHTTP execution.Outcome, o *execution.Outcome) (bool, error) {
+	if o.Verdict != execution.InDoubt || o.Cause != execution.CauseElsewhere || x.client.session.session == "" {
 		return false, nil
 	}
 	left := x.client.leave // ADR 0070: from here on its client does not wait for this request
-	comes := x.engine.clients.wait(&x.client, openCost+len(x.message.Body)+len(x.capture.source.Request.Body))
+	comes, gone := x.engine.clients.wait(&x.client, openCost+len(x.message.Whole)+len(x.capture.source.Request.Body))
+	if gone {
+		o.Cause = execution.CauseLeft
+	}
 	if comes == nil {
 		return false, nil
 	}
@@ -194,8 +235,11 @@ func settleResumed(x *Call, e *execution.Execution, byHTTP execution.Outcome, an
 // outcomeResumed judges and records the answer as if it had come in the stream of the POST.
 func outcomeResumed(x *Call, byHTTP execution.Outcome, answer *resumption) execution.Outcome {
 	o := execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted, Status: byHTTP.Status, Task: x.heard.End().Task}
-	if x.clock.overdue() {
-		o.Cause = execution.CauseTruncated
+	switch {
+	case context.Cause(x.clock.Context) == errLeft && x.client.said:
+		o.Cause = execution.CauseLeft
+	case x.clock.overdue(), context.Cause(x.clock.Context) == errLeft:
+		o.Cause = execution.CauseElsewhere
 	}
 	if answer == nil {
 		return o
@@ -208,7 +252,7 @@ func outcomeResumed(x *Call, byHTTP execution.Outcome, answer *resumption) execu
 	defer from.Close()
 	event := io.MultiReader(strings.NewReader("\nevent: message\ndata: "), from, strings.NewReader("\n\n"))
 	if _, err := io.Copy(sinkWriter{&x.sink}, event); err != nil {
-		o.Cause = execution.CauseTruncated
+		o.Cause = execution.CauseUnrecorded
 		return o
 	}
 	o = x.stillInDoubt(understand(x, byHTTP))
@@ -234,7 +278,8 @@ type resumer struct {
 	memory  *spool.Budget
 	session requestName
 	way     proof
-	gone    context.Context // ends when its client has left
+	gone    context.Context    // ends when its client has left
+	over    context.CancelFunc // of the wait of those who resume a stream by it; nil where it resumes none
 
 	begun  bool
 	answer *protocol.Answer // nil where it is no stream of events
@@ -272,7 +317,12 @@ func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *htt
 	if h.Protocol.Guesses() {
 		l.way = proofOf(h, r, true)
 	}
-	if r.Header.Get("Last-Event-Id") != "" && r.Header.Get("Accept-Encoding") != "" {
+	var resumes context.Context
+	if r.Header.Get("Last-Event-Id") != "" {
+		resumes, l.over = context.WithCancel(r.Context())
+	}
+	l.clients.streaming(l.session, 1, resumes)
+	if resumes != nil && r.Header.Get("Accept-Encoding") != "" {
 		r = r.WithContext(r.Context())
 		r.Header = r.Header.Clone()
 		r.Header.Set("Accept-Encoding", "identity")
@@ -389,6 +439,10 @@ func (l *resumer) close() {
 	}
 	if l.text != nil {
 		_ = l.text.Close()
+	}
+	l.clients.streaming(l.session, -1, nil)
+	if l.over != nil {
+		l.over()
 	}
 	l.ends.Wait()
 }

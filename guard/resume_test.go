@@ -195,7 +195,7 @@ func TestResumedStreams(t *testing.T) {
 			s.sends(response("3")) // of the first one once more, or of this one
 			s.open()
 			s.end()
-			s.doubt("answer_truncated")
+			s.doubt("continues_elsewhere")
 			s.calls.Add(-1) // the first one
 		},
 		"an id that another session has had": func(s *resuming) {
@@ -223,33 +223,52 @@ func TestResumedStreams(t *testing.T) {
 		"without the id of an event": func(s *resuming) {
 			s.priming = "retry: 500\ndata: \n\n"
 			s.call("ada", "3", "k")
-			s.doubt("answer_truncated")
+			s.doubt("no_response")
 		},
 		"with an id that is taken back": func(s *resuming) {
 			s.priming = primed + "id:\ndata: \n\n"
 			s.call("ada", "3", "k")
-			s.doubt("answer_truncated")
+			s.doubt("no_response")
 		},
 		"in the middle of an event": func(s *resuming) {
 			s.priming = primed + "data: {"
 			s.call("ada", "3", "k")
-			s.doubt("answer_truncated")
+			s.doubt("no_response")
 		},
 		"without a session": func(s *resuming) {
 			r := s.pay("ada", "3", "k")
 			r.Header.Del("Mcp-Session-Id")
 			s.serve(httptest.NewRecorder(), r)
-			s.doubt("answer_truncated")
+			s.doubt("continues_elsewhere")
 		},
 		"without an answer until its deadline": func(s *resuming) {
 			s.call("ada", "3", "k")
+			s.get("ada")
 			retry := s.begin(s.pay("ada", "4", "k"))
 			<-time.After(5*time.Minute - time.Second)
 			s.open()
 			<-time.After(time.Second)
 			synctest.Wait()
-			s.doubt("answer_truncated")
-			s.answered(retry, "attached ")
+			s.doubt("continues_elsewhere")
+			if body := retry.Body.String(); !strings.Contains(body, `"id":4,"error":{"code":-32090,`) || !strings.Contains(body, "in_doubt") {
+				s.Errorf("%q", body)
+			}
+		},
+		"without a GET for a minute": func(s *resuming) {
+			s.call("ada", "3", "k")
+			<-time.After(59 * time.Second)
+			s.open()
+			get := s.get("ada")
+			<-time.After(2 * time.Minute)
+			s.open()
+			s.sends("")
+			<-get.ended
+			s.get("eve")
+			<-time.After(59 * time.Second)
+			s.open()
+			<-time.After(time.Second)
+			synctest.Wait()
+			s.doubt("continues_elsewhere")
 		},
 		"on a GET that was there before": func(s *resuming) {
 			s.get("ada")
@@ -402,13 +421,59 @@ func TestResumedStreams(t *testing.T) {
 // answer was written to a GET stream of its session.
 func TestResumedStreamsAreEvidence(t *testing.T) {
 	for name, test := range map[string]func(s *resuming){
-		"a retry while nobody knows": func(s *resuming) {
+		"a call that is meant while the first one's client waits": func(s *resuming) {
 			s.call("ada", "3", "")
-			retry := s.begin(s.pay("ada", "4", ""))
+			s.call("ada", "4", "")
 			s.get("ada")
-			s.sends(response("3"))
-			s.answered(retry, "attached "+resumed("3", "4"))
+			s.call("ada", "5", "")
+			s.was(3)
+		},
+		"a call that is meant when the first one is in doubt": func(s *resuming) {
+			s.call("ada", "3", "")
+			<-time.After(time.Minute + time.Second)
+			s.call("ada", "4", "")
+			<-time.After(time.Minute + 10*time.Second)
+			s.start() // by what is stored
+			s.call("ada", "5", "")
+			s.was(3)
+		},
+		"a call that is meant when there is no room for the first one": func(s *resuming) {
+			for id := range 3 {
+				r := s.pay("ada", fmt.Sprint(id), "")
+				r.Header.Del("Mcp-Session-Id") // it is not kept open
+				s.serve(httptest.NewRecorder(), r)
+			}
+			s.was(3)
+		},
+		"its connection breaks, and it resumes": func(s *resuming) {
+			s.until = make(chan struct{})
+			r, leave := withLeave(s.pay("ada", "3", ""))
+			s.begin(r)
+			leave()
+			synctest.Wait()
+			get := s.get("ada", "Last-Event-Id", "1")
+			s.begin(s.pay("ada", "4", ""))
+			<-time.After(time.Second)
+			s.was(2)
+			s.sends("") // and breaks for good
+			<-get.ended
+			synctest.Wait()
+			s.begin(s.pay("ada", "5", ""))
+			<-time.After(time.Second)
+			s.was(2)
+			close(s.until)
+		},
+		"its connection breaks, it resumes, and says that it waits no more": func(s *resuming) {
+			s.until = make(chan struct{})
+			r, leave := withLeave(s.pay("ada", "3", ""))
+			s.begin(r)
+			leave()
+			s.get("ada", "Last-Event-Id", "1")
+			s.cancel("ada", "3", fmt.Sprintf(cancelled, "3"))
+			s.begin(s.pay("ada", "4", ""))
+			<-time.After(time.Second)
 			s.was(1)
+			close(s.until)
 		},
 		"a call that is meant after the answer": func(s *resuming) {
 			s.call("ada", "3", "")
@@ -473,8 +538,8 @@ func TestResumedStreamsAreEvidence(t *testing.T) {
 			s.was(1)
 		},
 		"its retry says that it waits no more": func(s *resuming) {
-			s.call("ada", "3", "")
-			s.begin(s.pay("ada", "4", ""))
+			s.call("ada", "3", "k")
+			s.begin(s.pay("ada", "4", "k"))
 			s.cancel("ada", "4", "") // the first has not said so
 			s.cancel("ada", "3", fmt.Sprintf(cancelled, "3"))
 			s.was(1)
@@ -485,7 +550,7 @@ func TestResumedStreamsAreEvidence(t *testing.T) {
 			s.cancel("ada", "3", fmt.Sprintf(cancelled, "3"))
 			close(s.until)
 			synctest.Wait()
-			s.doubt("answer_truncated")
+			s.doubt("client_left")
 			s.was(1)
 		},
 		"it has said so, and the upstream has not heard it": func(s *resuming) {

@@ -356,7 +356,7 @@ func TestRollbackRestoresTheType(t *testing.T) {
 			put := func(w http.ResponseWriter, r *http.Request) { stands = r.Header.Get(field); w.WriteHeader(204) }
 			get := func(w http.ResponseWriter, r *http.Request) { says(200, "same", field, stands)(w, r) }
 			b.on("PUT /docs/x", put, put)
-			b.on("GET /docs/x", get, get, get, get)
+			b.on("GET /docs/x", get, get, get, get, get)
 			token := b.token(b.agents["a"], ect.Claims{Workflow: b.wid})
 			b.back("completed", b.attempt(token, "PUT /docs/x", "same", field, "x/new"))
 			b.want(stands, "x/old")
@@ -418,12 +418,9 @@ func TestP6RollbackOfWhatIsNotShown(t *testing.T) {
 	})
 }
 
-// What came after a call is not taken for its work, also where its answer does not wait for its
-// record.
-func TestSettleAsyncTakesTheStateFirst(t *testing.T) {
+// What came after a call is not taken for its work.
+func TestTheStateIsTakenBeforeTheEnd(t *testing.T) {
 	undoing(t, func(b *saga) {
-		b.config.Actions[0].Async = true
-		b.begin()
 		b.write("/plain/x", "before")
 		b.on("GET /plain/x", b.act, func(w http.ResponseWriter, r *http.Request) { // the state after the call
 			<-time.After(2 * time.Second)

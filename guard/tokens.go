@@ -43,7 +43,9 @@ type TokenPolicy struct {
 
 // SettledBy returns the evidence that an execution in doubt was settled, for the commit of that
 // decision; nil where there is none.
-func (t *TokenPolicy) SettledBy(ctx context.Context, key execution.Key, r *execution.Record, applied bool, by string) *store.Batch {
+func (t *TokenPolicy) SettledBy(
+	ctx context.Context, key execution.Key, r *execution.Record, applied bool, by string,
+) *store.Batch {
 	if t == nil || r.Checkpoint == "" {
 		return nil
 	}
@@ -59,7 +61,9 @@ func (t *TokenPolicy) SettledBy(ctx context.Context, key execution.Key, r *execu
 }
 
 // settlement drafts the event of a settled doubt.
-func (t *TokenPolicy) settlement(ctx context.Context, key execution.Key, r *execution.Record, applied bool, by string) (time.Time, []*ect.Draft, error) {
+func (t *TokenPolicy) settlement(
+	ctx context.Context, key execution.Key, r *execution.Record, applied bool, by string,
+) (time.Time, []*ect.Draft, error) {
 	now, err := t.Engine.Store.Now(ctx)
 	if err != nil {
 		return now, nil, err
@@ -162,6 +166,9 @@ func (t *TokenPolicy) Sort(r *http.Request, p Tokens) (Tokens, error) {
 		parent := slices.ContainsFunc(all, func(other *ect.Token) bool { return slices.Contains(other.Parents(), token.ID()) })
 		if parent {
 			continue
+		}
+		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" && !api.FitsPhase(r, phase, token.Ext()) {
+			return Tokens{}, &ect.Error{Code: ect.CodeExt} // it is good for another endpoint
 		}
 		p.leaves = append(p.leaves, token.NodeID())
 		if t.Events.Issued(token) {
@@ -287,6 +294,53 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 // another node has to know that they were used, and them as parents (ADR 0132).
 func (t *TokenPolicy) records() bool { return t.LedgerFirst || t.Evidence.Fleet() }
 
+// asking are the caller's own tokens that could ask for a rollback. Upstreams see those of an unguarded
+// request too: its use is recorded in the store, so that they never do (C-6.1-a).
+func (p *Tokens) asking() (all []*ect.Token) {
+	for _, token := range p.Own {
+		if slices.Contains(api.Asks, token.Event()) {
+			all = append(all, token)
+		}
+	}
+	return all
+}
+
+// Bind binds the caller's own tokens in the store to a request that changes something, or that is shown
+// what only they may see. An error that is no refusal is a *api.Problem, and nothing is known then.
+func (t *TokenPolicy) Bind(ctx context.Context, own []*ect.Token, use evidence.Use) error {
+	for _, token := range own {
+		status, err := t.Evidence.ActStatus(ctx, token, use)
+		switch {
+		case err != nil:
+			return RefusedToken(err)
+		case status == evidence.Other, t.Evidence.Taken(token, use, time.Now()) == evidence.Other:
+			return replayedToken()
+		}
+	}
+	if err := t.Evidence.Spend(ctx, own, use); err != nil {
+		return RefusedToken(err)
+	}
+	return nil
+}
+
+// SpendRead is Spend for a request that reads at one of the gateway's own paths, as the token's issuer.
+func (t *TokenPolicy) SpendRead(host Host, p *Tokens, r *http.Request) error {
+	if len(p.All) == 0 {
+		return nil
+	}
+	use := safeUseOf(r, host).Use
+	for _, token := range p.Own {
+		status, err := t.Evidence.ActStatus(r.Context(), token, use)
+		switch {
+		case err != nil:
+			return RefusedToken(err)
+		case status == evidence.Other:
+			return replayedToken()
+		}
+	}
+	return t.Spend(host, p, r)
+}
+
 // Spend uses up the tokens of a request that is not guarded. Without a body the same tokens
 // may come again with the same request, and with no other; with a body, never. On an error
 // nothing is used up.
@@ -299,15 +353,22 @@ func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
 	}
 	use := safeUseOf(r, host)
 	taken, err := t.take(r.Context(), p.Own, use.Use)
-	if err == nil && t.records() {
+	known := taken // what memory has to forget: the store knows, or nothing was used
+	switch {
+	case err != nil:
+	case t.records():
 		if err = t.enter(r, p, use); err == nil {
-			taken = p.Own // the store knows
+			known = p.Own
 		}
+	case api.ReadsCheckpoint(r):
+		known, err = p.Own, t.Bind(r.Context(), p.Own, use.Use)
+	case len(p.asking()) > 0:
+		known, err = p.asking(), t.Bind(r.Context(), p.asking(), use.Use)
+	default:
+		known = nil
 	}
-	if err != nil || t.records() {
-		for _, token := range taken {
-			t.Evidence.Forget(token, use.Use)
-		}
+	for _, token := range known {
+		t.Evidence.Forget(token, use.Use)
 	}
 	return err
 }

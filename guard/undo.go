@@ -16,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/google/uuid"
 
@@ -23,6 +24,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -107,8 +109,11 @@ func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
 	switch {
 	case !plan.ReadsRequestBody() || x.capture.image != nil || encoded(x.r.Header):
 		return nil, false, nil
-	case x.body.Size() > x.action.Terms.MaxImage:
+	case x.body.Size() > checkpoint.MaxImage:
 		return nil, true, nil
+	}
+	if m := x.message; m != nil && m.Batch { // the others of it are not undone
+		return m.Body, false, nil
 	}
 	reader := x.body.NewReader()
 	defer reader.Close()
@@ -162,8 +167,7 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 		credentials = x.credentials()
 	}
 	terms := x.h.Checkpoints
-	terms.TTL, terms.MaxImage = x.action.Terms.TTL, int(x.action.Terms.MaxImage)
-	terms.Place = c.decision.Place
+	terms.TTL, terms.Place = x.action.Terms.TTL, c.decision.Place
 	p, err := x.engine.Checkpoints.Prepare(ctx, snapshot, credentials, terms)
 	if over := (*checkpoint.QuotaError)(nil); errors.As(err, &over) {
 		return x.overCheckpoints(over)
@@ -180,8 +184,8 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 
 func (x *Call) credentials() map[string][]string {
 	found := map[string][]string{}
-	for _, name := range append([]string{"Cookie"}, x.h.Credentials...) {
-		if values := x.r.Header[name]; len(values) > 0 {
+	for name, values := range x.r.Header {
+		if name == "Cookie" || x.h.fields.Class(name) == fingerprint.Credential {
 			found[name] = slices.Clone(values)
 		}
 	}
@@ -215,7 +219,7 @@ func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.He
 		return nil // only a person can undo it; this saves a write
 	}
 	x.observe(o, header)
-	p, err := x.engine.Checkpoints.Record(ctx, c.handle, *c.result, int(x.action.Terms.MaxImage))
+	p, err := x.engine.Checkpoints.Record(ctx, c.handle, *c.result)
 	if err != nil {
 		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
@@ -271,12 +275,15 @@ func (x *Call) captureBody(p []byte) {
 	if c.over || !c.decision.ReadsAnswer() {
 		return
 	}
-	if c.over = int64(len(c.answer)+len(p)) > x.action.Terms.MaxImage; c.over {
+	if c.over = len(c.answer)+len(p) > checkpoint.MaxImage; c.over {
 		c.answer = nil
 		return
 	}
 	c.answer = append(c.answer, p...)
 }
+
+// snapshotTime bounds each read of the target's state: before the call, and after it.
+const snapshotTime = 10 * time.Second
 
 func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
 	header, err := plan.header()
@@ -298,9 +305,9 @@ func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
 	}
 	request := &InternalRequest{
 		Method: look.Method, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery,
-		Host: x.r.Host, Remote: x.r.RemoteAddr, Header: header, MaxAnswer: x.action.Terms.MaxImage,
+		Host: x.r.Host, Remote: x.r.RemoteAddr, Header: header, MaxAnswer: checkpoint.MaxImage,
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), x.action.Terms.SnapshotTimeout)
+	ctx, cancel := context.WithTimeout(x.r.Context(), snapshotTime)
 	defer cancel()
 	image, err := x.readImage(ctx, request)
 	if err == nil && x.mayHaveRun() {
@@ -324,7 +331,7 @@ var errDisturbed = errors.New("another call has changed the target between the l
 // the state before, at most (P7).
 func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
 	var limit clock
-	x.engine.detach(&limit, x.r.Context(), x.action.Terms.SnapshotTimeout)
+	x.engine.detach(&limit, x.r.Context(), snapshotTime)
 	defer limit.stop()
 	image, err := x.readImage(WithUndo(&limit), x.capture.images) // past a breaker that has opened meanwhile
 	if x.window.end() {
@@ -390,7 +397,7 @@ func (x *Call) readImage(ctx context.Context, r *InternalRequest) (*checkpoint.I
 		return nil, fmt.Errorf("the answer %d to GET is not the upstream's", a.Status)
 	case image == nil:
 		return nil, fmt.Errorf("the answer %d to GET does not say what stands there; 200, 204, 404 and 410 do", a.Status)
-	case image.Exists && a.Unframed && !x.action.AcceptUnframed:
+	case image.Exists && a.Unframed:
 		return nil, errors.New("the answer to GET is framed by nothing but the end of its connection, so that a cut cannot be seen")
 	}
 	return image, nil
@@ -454,7 +461,7 @@ func (x *Call) othersBeside(ctx context.Context) *store.Batch {
 	if c.decision.Way != checkpoint.Restore || !x.window.end() {
 		return nil
 	}
-	p, err := x.engine.Checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged}, int(x.action.Terms.MaxImage))
+	p, err := x.engine.Checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged})
 	if err != nil {
 		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
@@ -675,7 +682,7 @@ func (p *UndoPlan) ReadsRequestBody() bool { return len(p.Needs.RequestBody) > 0
 func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Decision {
 	d := Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared, plan: p}
 	spec := rollback.Spec{
-		Guard: p.Spec.Guard, Reach: p.Spec.Reach, Fields: p.Spec.Fields, Unframed: p.Spec.Unframed,
+		Guard: p.Spec.Guard, Reach: p.Spec.Reach, Fields: p.Spec.Fields,
 		ExecutionID: src.ExecutionID, OnLost: p.Spec.OnLost, Auth: p.Spec.Auth,
 	}
 	switch {

@@ -41,7 +41,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 	}
 	// Both methods count, the one that was sent and the one that a handler like `method` has set:
 	// with a reload that adds such a handler, a retry still finds its record (P1).
-	if sent, _ := h.Host.Original(r); safeMethod(r.Method) && safeMethod(sent) {
+	if sent, _ := h.Host.Original(r); leavesUnguarded(r.Method) && leavesUnguarded(sent) {
 		declared, err := h.Consequential.matches(r)
 		declared = declared || namesNode(h, r)
 		switch {
@@ -111,12 +111,14 @@ func (h *Handler) passThrough(r *http.Request, why UnguardedReason) {
 	h.Host.Note(r, "status", statusUnguarded)
 }
 
-// safeMethod lists the methods that are registered as safe, case-sensitively: an upstream may read
-// `post` as POST. CONNECT makes tunnels, which cannot be guarded.
-func safeMethod(method string) bool {
+// leavesUnguarded reports whether calls of a method pass unguarded. CONNECT makes tunnels, which cannot be guarded.
+func leavesUnguarded(method string) bool { return method == http.MethodConnect || SafeMethod(method) }
+
+// SafeMethod lists the methods that are registered as safe, case-sensitively: an upstream may read
+// `post` as POST. The empty one is GET.
+func SafeMethod(method string) bool {
 	switch method {
-	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, http.MethodConnect,
-		"QUERY", "SEARCH", "PROPFIND", "REPORT":
+	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace, "QUERY", "SEARCH", "PROPFIND", "REPORT":
 		return true
 	}
 	return false
@@ -214,10 +216,12 @@ func isMedia(r *http.Request, name string) bool {
 // ourFields are the request header fields that this guard or a later one reads.
 var ourFields = [...]string{HeaderExecutionID, HeaderExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName, "Idempotency-Key"}
 
-// endToEnd lists the fields that keepEndToEnd protects: ours, and those that the execution
-// id is read from.
-func endToEnd(sources []IDSource) []string {
-	fields := slices.Clone(ourFields[:])
+// KeyFieldsOf are the header fields that the execution id is read from; without sources, KeyFields and the
+// best known of the others.
+func KeyFieldsOf(sources []IDSource) (fields []string) {
+	if len(sources) == 0 {
+		return append(KeyFields[:], "X-Idempotency-Key", "Idempotence-Key", "Cko-Idempotency-Key", "Request-Idempotency-Key")
+	}
 	for i := range sources {
 		source := &sources[i]
 		if source.Header != "" {
@@ -235,9 +239,17 @@ var headerPlaceholder = regexp.MustCompile(`\{(?:http\.request\.)?header\.([^{}]
 // keepEndToEnd removes the names of such fields from Connection. Otherwise a proxy would remove the
 // fields, and the upstream would run the call without its id (P1). Other options stay.
 func (h *Handler) keepEndToEnd(header http.Header) {
-	if len(header["Connection"]) == 0 || !slices.ContainsFunc(h.endToEnd, func(name string) bool {
-		return httpguts.HeaderValuesContainsToken(header["Connection"], name)
-	}) {
+	stays := func(option string) bool {
+		return slices.ContainsFunc(h.endToEnd, func(name string) bool { return strings.EqualFold(name, option) }) ||
+			len(h.ExecutionID) == 0 && len(option) > len("Keep-Alive") && IsKey(http.CanonicalHeaderKey(option))
+	}
+	found := false
+	for _, line := range header["Connection"] {
+		for option := range strings.SplitSeq(line, ",") {
+			found = found || stays(strings.TrimSpace(option))
+		}
+	}
+	if !found {
 		return
 	}
 	var kept []string
@@ -245,7 +257,7 @@ func (h *Handler) keepEndToEnd(header http.Header) {
 		var options []string
 		for option := range strings.SplitSeq(line, ",") {
 			option = strings.TrimSpace(option)
-			if option != "" && !slices.ContainsFunc(h.endToEnd, func(name string) bool { return strings.EqualFold(name, option) }) {
+			if option != "" && !stays(option) {
 				options = append(options, option)
 			}
 		}

@@ -46,6 +46,9 @@ type Forwarded struct {
 	Panicked any
 	// NotSent says that provably no byte of the request was sent.
 	NotSent bool
+	// Status is the status of the problem, 500 or above, that answers a call which was not sent. Zero
+	// hands Err to the next handler outside, for example to error routes.
+	Status int
 	// Again says that no byte was sent because a kept connection had died, so that another
 	// attempt is safe and likely to succeed.
 	Again bool

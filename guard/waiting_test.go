@@ -17,22 +17,26 @@ func TestWaitingCallsAreBounded(t *testing.T) {
 		l.add(c, execution.Key{})
 		return c
 	}
+	wait := func(c *client, cost int) <-chan struct{} {
+		comes, _ := l.wait(c, cost)
+		return comes
+	}
 	first, second := listed("1"), listed("2")
-	if l.wait(first, maxOpen) == nil {
+	if wait(first, maxOpen) == nil {
 		t.Error("there is room for the first")
 	}
-	if l.wait(second, 1) != nil {
+	if wait(second, 1) != nil {
 		t.Error("there is no room for a second")
 	}
 	l.remove(first)
-	if l.wait(second, 1) == nil {
+	if wait(second, 1) == nil {
 		t.Error("the first has gone")
 	}
 	l.remove(second)
 	for id := range mostClients {
 		l.named[requestName{id: fmt.Sprint(id)}] = nil
 	}
-	if l.wait(listed("3"), 1) != nil {
+	if wait(listed("3"), 1) != nil {
 		t.Error("who is not listed cannot be found")
 	}
 	if l.waiting != 0 || len(l.sessions) != 0 {

@@ -1,6 +1,8 @@
 package guard
 
 import (
+	"bufio"
+	"bytes"
 	"cmp"
 	"compress/gzip"
 	"errors"
@@ -32,12 +34,13 @@ type Writer struct {
 	w       http.ResponseWriter
 	head    bool // the request was HEAD
 	alarms  *alarms
-	shared  bool             // a write may wait for other answers, and its stalls are noticed elsewhere
 	attempt answering        // is told when the client is answered; may be nil
 	answer  *protocol.Answer // to a message, until its final answer has come; may be nil
 	final   bool             // that was written, and not flushed yet
 	reached bool             // it was flushed
 	http1   bool
+	host    Host          // says what a half-closed client has received; may be nil
+	request *http.Request // of the client; nil without host
 
 	failures int64 // failures with a body of at most this wait whole
 
@@ -59,7 +62,7 @@ type Writer struct {
 }
 
 // answering is what hears that a client is about to be answered, and that it was not: an
-// execution.Attempt, or the batch that it belongs to.
+// execution.Attempt or an execution.Reader.
 type answering interface {
 	Answering(status int, elsewhere bool)
 	Unanswered()
@@ -106,7 +109,7 @@ func (w *Writer) WriteHeader(status int) {
 	w.sent = true
 	if h := w.Header(); w.call != nil && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
 		// Whoever has read the final answer may call again before the stream has ended (ADR 0070).
-		w.answer = protocol.NewAnswer(w.call.message.Protocol, h.Get("Content-Type"), nil)
+		w.answer = w.call.message.Answer(h.Get("Content-Type"))
 	}
 	w.w.WriteHeader(status)
 }
@@ -175,11 +178,7 @@ func (w *Writer) send(p []byte, flush bool) {
 			w.answer, w.final = nil, true
 		}
 	}
-	longest := stallLimit
-	if w.shared {
-		longest = longestTime
-	}
-	a := w.alarms.start(longest, w)
+	a := w.alarms.start(stallLimit, w)
 	var err error
 	if len(p) > 0 {
 		_, err = w.w.Write(p)
@@ -246,9 +245,15 @@ func (w *Writer) finish(p []byte) {
 		w.held, w.whole, w.sent = false, false, true
 		w.w.WriteHeader(w.status)
 	}
-	w.send(p, heard && w.http1 && all) // else the server writes the end later
-	if heard && w.gone {
+	// A client that has closed its connection, or only its own direction. A caller over JSON-RPC may have said itself
+	// that it does not wait.
+	closed := heard && w.http1 && w.call == nil && w.host != nil && w.request.Context().Err() != nil
+	w.send(p, heard && w.http1 && (all || closed)) // else the server writes the end later
+	switch {
+	case heard && w.gone:
 		w.attempt.Unanswered()
+	case closed && w.host.Received(w.request):
+		w.attempt.Answering(cmp.Or(w.shows, w.status), true)
 	}
 }
 
@@ -380,10 +385,15 @@ func play(w *Writer, r *http.Request, src Source, marks []Field) error {
 	for i := range marks {
 		marks[i].set(h)
 	}
-	body := src.Body
+	body, unpacked := src.Body, false
 	if (unasked(h, r) || w.reply != nil && isGzip(h.Get("Content-Encoding"))) && bodyAllowed(src.Head.Status) {
-		plain(h)
-		body = &gunzip{from: body}
+		buffered := bufio.NewReader(body)
+		if unpacked = src.Live || startsGzip(buffered); unpacked {
+			plain(h)
+			body = &gunzip{from: buffered}
+		} else { // it is not what its header says, and is repeated as it came
+			body = buffered
+		}
 	}
 	if w.reply != nil {
 		for _, name := range protocol.Unrepeatable {
@@ -424,7 +434,7 @@ func play(w *Writer, r *http.Request, src Source, marks []Field) error {
 	}
 	w.Release()
 	trailer := src.Trailer()
-	if w.reply != nil {
+	if w.reply != nil || unpacked {
 		trailer = maps.Clone(trailer)
 		for _, name := range protocol.OfBody {
 			delete(trailer, name)
@@ -461,7 +471,9 @@ func unasked(h http.Header, r *http.Request) bool {
 // plain makes the header that of the decoded body.
 func plain(h http.Header) {
 	h.Del("Content-Encoding")
-	h.Del("Content-Length")
+	for _, name := range protocol.OfBody {
+		delete(h, name)
+	}
 	if tag := h.Get("Etag"); tag != "" && !strings.HasPrefix(tag, "W/") {
 		h.Set("Etag", "W/"+tag)
 	}
@@ -508,14 +520,27 @@ func isGzip(coding string) bool {
 	return strings.EqualFold(coding, "gzip") || strings.EqualFold(coding, "x-gzip")
 }
 
+// startsGzip reports that what comes begins as gzip does, or that nothing comes.
+func startsGzip(from *bufio.Reader) bool {
+	start, err := from.Peek(2)
+	return len(start) == 0 && errors.Is(err, io.EOF) || bytes.Equal(start, []byte{0x1f, 0x8b})
+}
+
 // gunzip decodes when it is first read, so that the header can go before a live
-// answer has its first byte.
+// answer has its first byte. A body that does not begin as gzip does stays as it is.
 type gunzip struct {
-	from io.Reader
+	from *bufio.Reader
 	z    *gzip.Reader
+	raw  bool
 }
 
 func (g *gunzip) Read(p []byte) (int, error) {
+	if g.z == nil && !g.raw {
+		g.raw = !startsGzip(g.from)
+	}
+	if g.raw {
+		return g.from.Read(p)
+	}
 	if g.z == nil {
 		z, err := gzip.NewReader(g.from)
 		if err != nil {

@@ -212,7 +212,7 @@ func measure(ctx context.Context, o Options, s *scene, r *row, programs []progra
 // prepare makes the calls that a row replays: all others are not executed.
 func (s *scene) prepare(ctx context.Context, r *row, subject *side) error {
 	switch r.kind {
-	case recognized, failed:
+	case failed:
 		once := subject.job
 		once.Limit, once.For, once.Line = once.Conns, time.Minute, ""
 		_, err := load.Run(ctx, once)

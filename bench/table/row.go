@@ -11,17 +11,15 @@ import (
 type kind uint8
 
 const (
-	get             kind = iota + 1 // changes nothing, so it passes through
-	post                            // each a call of its own
-	replay                          // the same call again and again
-	replays                         // calls that were made before, each as often as any other
-	signed                          // each a call of its own, with a token that names it
-	message                         // a message of MCP that changes nothing, so it is read and passes
-	recognized                      // retries without a key, which say that they are: a call for each connection
-	failed                          // equal calls without a key that were answered 500: a call for each connection
-	failedKeyed                     // the same with a key: that of its call, for each connection
-	recognizedKeyed                 // what recognized repeats, with the key of its call
-	streamed                        // calls of a tool, each of its own, answered by a stream of events
+	get         kind = iota + 1 // changes nothing, so it passes through
+	post                        // each a call of its own
+	replay                      // the same call again and again
+	replays                     // calls that were made before, each as often as any other
+	signed                      // each a call of its own, with a token that names it
+	message                     // a message of MCP that changes nothing, so it is read and passes
+	failed                      // equal calls without a key that were answered 500: a call for each connection
+	failedKeyed                 // the same with a key: that of its call, for each connection
+	streamed                    // calls of a tool, each of its own, answered by a stream of events
 )
 
 // row is one line of the table: a subject, and what it is compared with.
@@ -53,7 +51,6 @@ const (
 	bare     place = "reverse_proxy"
 	static   place = "respond"
 	guarded  place = "agent_proxy"
-	async    place = "agent_proxy, settle async"
 	unshared place = "agent_proxy, bulkhead off"
 	lenient  place = "agent_proxy, breaker off"
 	noop     place = "no-op handler"
@@ -89,12 +86,10 @@ var rows = []row{
 	{name: "first event of a tool call", kind: streamed, conns: 1, subject: speaking, reference: bare, first: 2},
 	{name: "first event of a tool call", kind: streamed, conns: 16, subject: speaking, reference: bare, first: 2},
 	{name: "retry recognised by its 500, against one with a key", kind: failed, conns: 64, subject: lenient, reference: lenient, against: failedKeyed, work: 1.1},
-	{name: "retry recognised by what it says, against one with a key", kind: recognized, conns: 64, subject: guarded, reference: guarded, against: recognizedKeyed, work: 1.1},
 	{name: "POST, outcome awaited", kind: post, conns: 1, subject: guarded, reference: bare, bar: 0.40},
 	{name: "POST, outcome awaited", kind: post, conns: 16, subject: guarded, reference: bare, bar: 0.50},
 	{name: "POST, outcome awaited", kind: post, conns: 64, subject: guarded, reference: bare, bar: 0.70, tail: 1.5, work: guardWork, syncs: true},
 	{name: "POST, outcome awaited", kind: post, conns: 256, subject: guarded, reference: bare, bar: 0.70},
-	{name: "POST, outcome not awaited", kind: post, conns: 64, subject: async, reference: bare},
 	{name: "POST, against one without a bulkhead", kind: post, conns: 64, subject: guarded, reference: unshared, work: 1.02},
 	{name: "POST, with ledger", kind: post, conns: 64, subject: ledgered, reference: bare, bar: 0.50, work: ledgerWork},
 	{name: "POST, with ledger, ES256 token verified", kind: signed, conns: 64, subject: trusting, reference: bare, bar: 0.36, work: tokenWork},
@@ -126,10 +121,6 @@ func (k kind) request(recorded string, keys int) load.Request {
 		return load.Request{Method: "GET", Path: "/v1/charges"}
 	case message:
 		return load.Message(requestSize)
-	case recognized:
-		request := load.Payment(requestSize)
-		request.Own, request.Header = true, "X-Stainless-Retry-Count: 1\r\n"
-		return request
 	case failed:
 		request := load.Payment(requestSize)
 		request.Path, request.Own = "/v1/fails", true
@@ -137,10 +128,6 @@ func (k kind) request(recorded string, keys int) load.Request {
 	case failedKeyed:
 		request := load.Payment(requestSize)
 		request.Path, request.Own, request.Key = "/v1/fails", true, load.NewKey()
-		return request
-	case recognizedKeyed:
-		request := load.Payment(requestSize)
-		request.Own, request.Key = true, load.NewKey()
 		return request
 	case streamed:
 		request := load.ToolCall(requestSize)
@@ -178,7 +165,7 @@ func (r *row) proof() string {
 	switch {
 	case r.kind == get || r.kind == message || !sites[r.subject].guarded:
 		return ""
-	case r.kind == replay || r.kind == replays || r.kind == recognized || r.kind == failed:
+	case r.kind == replay || r.kind == replays || r.kind == failed:
 		return "Execution-Status: replayed"
 	default:
 		return "Execution-Status: executed"

@@ -109,7 +109,6 @@ var sites = map[place]site{
 	guarded:  {text: "agent_proxy %[1]s", guarded: true},
 	lenient:  {text: "agent_proxy %[1]s {\n\t\tbreaker off\n\t}", guarded: true},
 	unshared: {text: "agent_proxy %[1]s {\n\t\tbulkhead off\n\t}", guarded: true},
-	async:    {text: "agent_proxy %[1]s {\n\t\tsettle async\n\t}", guarded: true},
 	speaking: {text: "agent_proxy %[1]s {\n\t\tprotocol mcp\n\t}", guarded: true},
 	ledgered: {text: "agent_proxy %[1]s", guarded: true, ledger: true, algorithm: ect.ES256},
 	trusting: {text: "agent_proxy %[1]s {\n\t\trequire_ect\n\t}", guarded: true, ledger: true, trust: true, algorithm: ect.ES256},

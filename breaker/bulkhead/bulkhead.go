@@ -19,7 +19,6 @@ import (
 	"fmt"
 	"math"
 	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -67,14 +66,6 @@ type Settings struct {
 	// Rate is how many calls of one workflow may begin in a second, on average and at once; 0 is
 	// any number.
 	Rate int
-	// Bytes is how many bytes of request bodies one workflow may have in calls that hold a permit or
-	// wait. A single call may have more. 0 is any number.
-	Bytes int64
-	// Memory is how many bytes Pool.Hold counts for one workflow; 0 is any number.
-	Memory int64
-	// Time is for how long the calls of one workflow together may hold permits in each TimeWindow, on
-	// average and at once; 0 is any time. TimeWindow is from 1 s to 24 h; by default 1 min.
-	Time, TimeWindow time.Duration
 	// Retries is how many retries one workflow may send for a hundred first calls, from 1 to 100, over the
 	// last 10 s; by default 20, any number if negative. RetryFloor is how many in a second it may send in
 	// any case; by default 10, none if negative.
@@ -89,7 +80,6 @@ func (s Settings) Check() (Settings, error) {
 	s.Queue = cmp.Or(s.Queue, 1024)
 	s.Wait = cmp.Or(s.Wait, 30*time.Second)
 	s.Starve = cmp.Or(s.Starve, 300*time.Second)
-	s.TimeWindow = cmp.Or(s.TimeWindow, time.Minute)
 	s.Retries = cmp.Or(s.Retries, 20)
 	s.RetryFloor = cmp.Or(s.RetryFloor, 10)
 	switch {
@@ -105,14 +95,6 @@ func (s Settings) Check() (Settings, error) {
 		return s, fmt.Errorf("starve is %s; it must be over 0 and at most 1h", s.Starve)
 	case s.Rate < 0 || s.Rate > maxPermits:
 		return s, fmt.Errorf("rate is %d; it must be from 1 to %d calls a second, or 0 for any number", s.Rate, maxPermits)
-	case s.Bytes < 0:
-		return s, fmt.Errorf("bytes is %d; it must be over 0, or 0 for any number", s.Bytes)
-	case s.Memory < 0:
-		return s, fmt.Errorf("memory is %d; it must be over 0, or 0 for any number", s.Memory)
-	case s.Time < 0 || s.Time > maxTime:
-		return s, fmt.Errorf("time is %s; it must be over 0 and at most %s, or 0 for any time", s.Time, maxTime)
-	case s.TimeWindow < time.Second || s.TimeWindow > 24*time.Hour:
-		return s, fmt.Errorf("time_window is %s; it must be from 1s to 24h", s.TimeWindow)
 	case s.Retries > 100:
 		return s, fmt.Errorf("retries is %d; it must be from 1 to 100 percent, or negative for any number", s.Retries)
 	case s.RetryFloor > maxPermits:
@@ -124,7 +106,6 @@ func (s Settings) Check() (Settings, error) {
 
 const (
 	maxPermits = 1_000_000
-	maxTime    = 1_000_000 * time.Hour
 	// maxWaiting bounds the workflows that wait at once: each release looks at all of them, and names
 	// of workflows cost their callers nothing.
 	maxWaiting = 1024
@@ -136,19 +117,17 @@ const (
 type Reason uint8
 
 // Why a call got no permit: its workflow's queue is full, it waited too long, it would miss its
-// deadline, or its workflow is over Settings.Rate, Bytes, Time or Retries.
+// deadline, or its workflow is over Settings.Rate or Retries.
 const (
 	QueueFull Reason = iota
 	WaitedTooLong
 	TooLate
 	OverRate
-	OverBytes
-	OverTime
 	OverRetries
 	reasons
 )
 
-var reasonNames = [reasons]string{"queue_full", "waited_too_long", "too_late", "over_rate", "over_bytes", "over_time", "over_retries"}
+var reasonNames = [reasons]string{"queue_full", "waited_too_long", "too_late", "over_rate", "over_retries"}
 
 func (r Reason) String() string { return reasonNames[r] }
 
@@ -178,8 +157,6 @@ type Sharer struct {
 type Call struct {
 	Sharer
 	Class Class
-	// Bytes is the size of the request's body; 0 where it is unknown.
-	Bytes int64
 	// Key is the same for a call and its retries, and no other; 0 where it is unknown.
 	Key uint64
 	// Retry says that an earlier attempt was sent, as Pool.Failed does.
@@ -197,8 +174,7 @@ const UnservedAfter = 60 * time.Second
 
 // Pool is a set of permits. Its methods may be called from any goroutine.
 type Pool struct {
-	start   time.Time
-	bounded atomic.Bool // Settings.Memory
+	start time.Time
 
 	mu      sync.Mutex
 	set     Settings
@@ -210,8 +186,7 @@ type Pool struct {
 	virtual int64   // the time used by the last lot that was preferred to others
 	held    float64 // average time for which a permit is held, in µs
 	samples int
-	memory  int64 // of bodies, of all lots
-	crowded int   // so many lots are looked through for those that can be forgotten
+	crowded int // so many lots are looked through for those that can be forgotten
 	failed  failures
 	again   map[uint64]*retry // by Call.Key, while none of them is known to be sent
 	counts  Counts
@@ -219,18 +194,14 @@ type Pool struct {
 
 // lot is what one workflow has of a pool.
 type lot struct {
-	inUse   int
-	queued  int
-	place   int     // in Pool.waiting, with a queue
-	bytes   int64   // held or waiting
-	used    int64   // µs for which permits were held, but for those that are held now
-	begun   int64   // sum of the times at which those began, in µs
-	due     int64   // when the rate's bucket is full again, in µs
-	memory  int64   // of bodies, in bytes
-	spent   float64 // of Settings.Time, in µs, at the time of spentAt
-	spentAt int64
-	sent    sent
-	queues  [len(classNames)]queue
+	inUse  int
+	queued int
+	place  int   // in Pool.waiting, with a queue
+	used   int64 // µs for which permits were held, but for those that are held now
+	begun  int64 // sum of the times at which those began, in µs
+	due    int64 // when the rate's bucket is full again, in µs
+	sent   sent
+	queues [len(classNames)]queue
 }
 
 // queue is a list of waiting calls, the first first.
@@ -252,25 +223,15 @@ type waiter struct {
 
 // New makes a pool. The settings must be those that Check returned.
 func New(s Settings) *Pool {
-	p := &Pool{start: time.Now(), set: s, lots: map[Sharer]*lot{}, again: map[uint64]*retry{}}
-	p.bounded.Store(s.Memory > 0)
-	return p
+	return &Pool{start: time.Now(), set: s, lots: map[Sharer]*lot{}, again: map[uint64]*retry{}}
 }
 
 // Configure changes the limits. Permits over new limits stay with their calls.
 func (p *Pool) Configure(s Settings) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	now := p.now()
-	for _, l := range p.lots {
-		l.spend(&p.set, now)
-		if l.spentAt = now; p.set.Time == 0 {
-			l.spent = 0
-		}
-	}
 	p.set = s
-	p.bounded.Store(s.Memory > 0)
-	p.serve(now)
+	p.serve(p.now())
 }
 
 func (p *Pool) now() int64 { return int64(time.Since(p.start) / time.Microsecond) }
@@ -280,7 +241,6 @@ type Permit struct {
 	pool  *Pool
 	lot   *lot
 	begun int64
-	bytes int64
 	retry *retry // nil for a first call
 }
 
@@ -294,9 +254,8 @@ func (t *Permit) Release() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now := p.now()
-	p.drop(l, t.begun, now)
+	p.drop(l, t.begun)
 	l.used += now - t.begun
-	l.bytes -= t.bytes
 	p.leave(t.retry)
 	p.counts.Held += time.Duration(now-t.begun) * time.Microsecond
 	p.samples++
@@ -319,9 +278,8 @@ func (p *Pool) Acquire(ctx context.Context, c *Call, t *Permit) error {
 	if p.inUse < p.set.Total && l.inUse < p.set.PerWorkflow { // then nobody waits who may have it; see serve
 		p.enter(l)
 		p.take(l, again, now)
-		l.bytes += c.Bytes
 		p.mu.Unlock()
-		*t = Permit{pool: p, lot: l, begun: now, bytes: c.Bytes, retry: again}
+		*t = Permit{pool: p, lot: l, begun: now, retry: again}
 		return nil
 	}
 	wait, err := p.mayWait(l, c)
@@ -333,12 +291,11 @@ func (p *Pool) Acquire(ctx context.Context, c *Call, t *Permit) error {
 	w := &waiter{lot: l, class: c.Class, came: now, retry: again, ready: make(chan struct{})}
 	p.enter(l)
 	p.push(w)
-	l.bytes += c.Bytes
 	p.mu.Unlock()
 	if err := p.await(ctx, c, w, wait); err != nil {
 		return err
 	}
-	*t = Permit{pool: p, lot: l, begun: w.came, bytes: c.Bytes, retry: again}
+	*t = Permit{pool: p, lot: l, begun: w.came, retry: again}
 	return nil
 }
 
@@ -386,11 +343,10 @@ func (p *Pool) giveUp(c *Call, w *waiter, gone error) error {
 	case w.granted && gone == nil:
 		return nil
 	case w.granted:
-		p.drop(l, w.came, p.now())
+		p.drop(l, w.came)
 	default:
 		p.remove(w)
 	}
-	l.bytes -= c.Bytes
 	p.leave(w.retry)
 	p.left(l)
 	p.serve(p.now())
@@ -427,23 +383,15 @@ func (p *Pool) lotOf(s Sharer, now int64) *lot {
 
 // idle reports whether the lot can be forgotten, so that nobody gets more or less by that.
 func (l *lot) idle(set *Settings, now int64) bool {
-	l.spend(set, now)
 	s := &l.sent
 	s.turn(now)
-	return l.inUse == 0 && l.queued == 0 && l.due <= now && l.memory == 0 && l.spent == 0 &&
+	return l.inUse == 0 && l.queued == 0 && l.due <= now &&
 		(set.Retries < 0 || s.retries == [2]int{} && (s.calls[0]+s.calls[1])*set.Retries < 100)
 }
 
 // quota refuses a call over its workflow's quotas, or counts it. A retry has a place in the budget.
 func (p *Pool) quota(l *lot, c *Call, now int64) (*retry, error) {
 	set := &p.set
-	if set.Bytes > 0 && l.bytes > 0 && l.bytes+c.Bytes > set.Bytes {
-		return nil, p.refuse(OverBytes, p.pace(l, c.Class))
-	}
-	if l.spend(set, now); set.Time > 0 && l.spent >= float64(set.Time/time.Microsecond) {
-		over := l.spent - float64(set.Time/time.Microsecond)
-		return nil, p.refuse(OverTime, time.Duration(math.Min(over*float64(set.TimeWindow)/float64(set.Time), 1e9))*time.Microsecond)
-	}
 	due := l.due
 	if set.Rate > 0 {
 		step := int64(time.Second/time.Microsecond) / int64(set.Rate)
@@ -524,7 +472,6 @@ func (p *Pool) left(l *lot) {
 
 // take gives l a permit, for a first call where again is nil.
 func (p *Pool) take(l *lot, again *retry, now int64) {
-	l.spend(&p.set, now)
 	if again == nil {
 		l.sent.turn(now)
 		l.sent.calls[0]++
@@ -536,39 +483,11 @@ func (p *Pool) take(l *lot, again *retry, now int64) {
 }
 
 // drop takes back a permit that began then.
-func (p *Pool) drop(l *lot, begun, now int64) {
-	l.spend(&p.set, now)
+func (p *Pool) drop(l *lot, begun int64) {
 	p.inUse--
 	l.inUse--
 	l.begun -= begun
 }
-
-// spend brings l.spent up to date: it grows with each permit held, and shrinks by Time in each window.
-func (l *lot) spend(set *Settings, now int64) {
-	if set.Time > 0 {
-		ran := float64(now - l.spentAt)
-		l.spent = math.Max(0, l.spent+ran*(float64(l.inUse)-float64(set.Time)/float64(set.TimeWindow)))
-		l.spentAt = now
-	}
-}
-
-// Hold counts bytes of memory that bodies of a workflow's calls hold, or reports false if they are more
-// than Settings.Memory. Negative ones give back.
-func (p *Pool) Hold(s Sharer, bytes int64) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	l := p.lotOf(s, p.now())
-	if bytes > 0 && p.set.Memory > 0 && l.memory+bytes > p.set.Memory {
-		p.counts.Spooled++
-		return false
-	}
-	l.memory += bytes
-	p.memory += bytes
-	return true
-}
-
-// BoundsMemory reports whether Hold has a limit.
-func (p *Pool) BoundsMemory() bool { return p.bounded.Load() }
 
 // serve gives free permits to those that wait.
 func (p *Pool) serve(now int64) {
@@ -691,10 +610,9 @@ type Counts struct {
 	Waited         time.Duration
 	// Left is how many calls ended while they waited.
 	Left uint64
-	// Held is for how long permits were held that were released, Retries how many retries were sent, and
-	// Spooled how often Settings.Memory was reached.
-	Held             time.Duration
-	Retries, Spooled uint64
+	// Held is for how long permits were held that were released, Retries how many retries were sent.
+	Held    time.Duration
+	Retries uint64
 	// Refused is how many calls got no permit, by Reason.
 	Refused [reasons]uint64
 }
@@ -705,16 +623,14 @@ type Status struct {
 	// InUse is how many permits are held, Waiting how many calls wait, Workflows how many workflows
 	// hold permits or wait.
 	InUse, Waiting, Workflows int
-	// Memory is how many bytes Pool.Hold has counted.
-	Memory int64
-	Counts Counts
+	Counts                    Counts
 }
 
 // Status returns the state of the pool.
 func (p *Pool) Status() Status {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	s := Status{Settings: p.set, InUse: p.inUse, Workflows: p.active, Memory: p.memory, Counts: p.counts}
+	s := Status{Settings: p.set, InUse: p.inUse, Workflows: p.active, Counts: p.counts}
 	for _, l := range p.waiting {
 		s.Waiting += l.queued
 	}

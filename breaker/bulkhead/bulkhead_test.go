@@ -453,27 +453,6 @@ func TestRate(t *testing.T) {
 	})
 }
 
-func TestBytes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Bytes: 100})
-		var large, small, none bulkhead.Permit
-		if err := p.Acquire(t.Context(), &bulkhead.Call{Sharer: of("a"), Bytes: 1000}, &large); err != nil {
-			t.Errorf("a single call over the limit: %v", err)
-		}
-		refused(t, p.Acquire(t.Context(), &bulkhead.Call{Sharer: of("a"), Bytes: 1}, &none), bulkhead.OverBytes)
-		if err := p.Acquire(t.Context(), &bulkhead.Call{Sharer: of("b"), Bytes: 100}, &small); err != nil {
-			t.Error(err)
-		}
-		large.Release()
-		if err := p.Acquire(t.Context(), &bulkhead.Call{Sharer: of("a"), Bytes: 100}, &large); err != nil {
-			t.Error(err)
-		}
-		large.Release()
-		small.Release()
-		empty(t, p)
-	})
-}
-
 func TestConfigure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPool(t, bulkhead.Settings{Total: 2})
@@ -500,7 +479,7 @@ func TestConfigure(t *testing.T) {
 func TestNoPermitIsLostOrInvented(t *testing.T) {
 	for seed := range uint64(20) {
 		synctest.Test(t, func(t *testing.T) {
-			p := newPool(t, bulkhead.Settings{Total: 5, PerWorkflow: 3, Queue: 6, Wait: 2 * time.Second, Starve: time.Second, Bytes: 50, Time: time.Hour, RetryFloor: 2})
+			p := newPool(t, bulkhead.Settings{Total: 5, PerWorkflow: 3, Queue: 6, Wait: 2 * time.Second, Starve: time.Second, RetryFloor: 2})
 			var inUse atomic.Int64
 			var of [4]atomic.Int64
 			var all sync.WaitGroup
@@ -531,7 +510,7 @@ func one(t *testing.T, p *bulkhead.Pool, random *rand.Rand, inUse *atomic.Int64,
 		ctx = limited
 	}
 	w := random.IntN(len(holds))
-	c := bulkhead.Call{Sharer: of(fmt.Sprint(w)), Class: bulkhead.Class(random.IntN(4)) + bulkhead.Low, Bytes: random.Int64N(20), Key: random.Uint64N(40)}
+	c := bulkhead.Call{Sharer: of(fmt.Sprint(w)), Class: bulkhead.Class(random.IntN(4)) + bulkhead.Low, Key: random.Uint64N(40)}
 	if random.IntN(3) == 0 {
 		c.Deadline = time.Now().Add(time.Duration(random.IntN(3000)) * time.Millisecond)
 	}
@@ -581,10 +560,6 @@ func TestCheckNamesTheOption(t *testing.T) {
 		{bulkhead.Settings{Wait: -1}, "wait is -1ns; it must be over 0 and at most 1h"},
 		{bulkhead.Settings{Starve: 2 * time.Hour}, "starve is 2h0m0s; it must be over 0 and at most 1h"},
 		{bulkhead.Settings{Rate: -1}, "rate is -1; it must be from 1 to 1000000 calls a second, or 0 for any number"},
-		{bulkhead.Settings{Bytes: -1}, "bytes is -1; it must be over 0, or 0 for any number"},
-		{bulkhead.Settings{Memory: -1}, "memory is -1; it must be over 0, or 0 for any number"},
-		{bulkhead.Settings{Time: -1}, "time is -1ns; it must be over 0 and at most 1000000h0m0s, or 0 for any time"},
-		{bulkhead.Settings{TimeWindow: 25 * time.Hour}, "time_window is 25h0m0s; it must be from 1s to 24h"},
 		{bulkhead.Settings{Retries: 101}, "retries is 101; it must be from 1 to 100 percent, or negative for any number"},
 		{bulkhead.Settings{RetryFloor: 2_000_000}, "retry_floor is 2000000; it must be from 1 to 1000000 retries a second, or negative for none"},
 	} {
@@ -617,8 +592,8 @@ func TestClassNames(t *testing.T) {
 
 // A call that finds a permit allocates nothing.
 func TestAdmissionAllocatesNothing(t *testing.T) {
-	p := newPool(t, bulkhead.Settings{Rate: 1_000_000, Bytes: 1 << 40, Time: time.Hour})
-	ctx, call := t.Context(), bulkhead.Call{Sharer: of("a"), Key: 1, Bytes: 10}
+	p := newPool(t, bulkhead.Settings{Rate: 1_000_000})
+	ctx, call := t.Context(), bulkhead.Call{Sharer: of("a"), Key: 1}
 	if n := testing.AllocsPerRun(1000, func() {
 		var permit bulkhead.Permit
 		if err := p.Acquire(ctx, &call, &permit); err != nil {

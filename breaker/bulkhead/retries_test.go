@@ -2,8 +2,6 @@ package bulkhead_test
 
 import (
 	"context"
-	"fmt"
-	"math/rand/v2"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -241,99 +239,4 @@ func TestBudgetsAreForgotten(t *testing.T) {
 			t.Error(err)
 		}
 	})
-}
-
-// The sum of what calls use of the upstream's time is bounded in each window, on average and at once.
-func TestTime(t *testing.T) {
-	random := rand.New(rand.NewPCG(1, 2))
-	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Time: 30 * time.Second, TimeWindow: time.Minute})
-		hold := func(workflow string, n int, d time.Duration) error {
-			permits := make([]bulkhead.Permit, n)
-			for i := range permits {
-				if err := p.Acquire(t.Context(), &bulkhead.Call{Sharer: of(workflow)}, &permits[i]); err != nil {
-					return err
-				}
-				defer permits[i].Release()
-			}
-			<-time.After(d)
-			return nil
-		}
-		if err := hold("a", 10, 6*time.Second); err != nil { // uses 60 s, of which 3 come back meanwhile
-			t.Fatal(err)
-		}
-		full := refused(t, hold("a", 1, time.Second), bulkhead.OverTime)
-		if full.RetryAfter != 54*time.Second {
-			t.Errorf("to come back in %s, want the time in which 27 s come back", full.RetryAfter)
-		}
-		if err := hold("b", 1, time.Second); err != nil {
-			t.Errorf("another workflow: %v", err)
-		}
-		<-time.After(21 * time.Second)
-		for range 1000 { // those who have used their time are not forgotten
-			acquire(t, p, fmt.Sprint(random.Uint64())).Release()
-		}
-		if bulkhead.Lots(p) > 200 {
-			t.Error("and neither are others")
-		}
-		refused(t, hold("a", 1, time.Second), bulkhead.OverTime)
-		<-time.After(full.RetryAfter - 22*time.Second + time.Millisecond)
-		begun, used := time.Now(), time.Duration(0)
-		for time.Since(begun) < 30*time.Minute { // all it may have
-			if hold("a", 4, time.Second) == nil {
-				used += 4 * time.Second
-			} else {
-				<-time.After(100 * time.Millisecond)
-			}
-		}
-		if used < 14*time.Minute || used > 16*time.Minute {
-			t.Errorf("in half an hour it used %s, want half of that", used)
-		}
-		if got := p.Status().Counts.Held; got != used+61*time.Second {
-			t.Errorf("permits were held for %s, want %s", got, used+61*time.Second)
-		}
-		// New limits hold for what comes; what was used without a limit does not count.
-		without, _ := bulkhead.Settings{}.Check()
-		with, _ := bulkhead.Settings{Time: time.Second}.Check()
-		p.Configure(without)
-		held := acquire(t, p, "a")
-		<-time.After(time.Hour)
-		p.Configure(with)
-		held.Release()
-		if err := hold("a", 1, 10*time.Second); err != nil {
-			t.Errorf("after the reload: %v", err)
-		}
-		refused(t, hold("a", 1, time.Second), bulkhead.OverTime)
-		empty(t, p)
-	})
-}
-
-func TestMemory(t *testing.T) {
-	p := newPool(t, bulkhead.Settings{Memory: 100})
-	if !p.BoundsMemory() || newPool(t, bulkhead.Settings{}).BoundsMemory() {
-		t.Error("memory is not bounded, or without a limit")
-	}
-	for i, want := range []bool{true, true, false, false} {
-		if got := p.Hold(of("a"), 50); got != want {
-			t.Errorf("%d: %v", i, got)
-		}
-	}
-	if !p.Hold(of("b"), 100) {
-		t.Error("another workflow has no memory")
-	}
-	for range 1000 { // those who hold memory are not forgotten
-		acquire(t, p, time.Now().String()).Release()
-	}
-	p.Hold(of("a"), -50)
-	if s := p.Status(); s.Memory != 150 || s.Counts.Spooled != 2 {
-		t.Errorf("%+v", s)
-	}
-	if !p.Hold(of("a"), 50) || p.Hold(of("a"), 1) {
-		t.Error("what was given back is not there, or more than that")
-	}
-	p.Hold(of("a"), -100)
-	p.Hold(of("b"), -100)
-	if s := p.Status(); s.Memory != 0 {
-		t.Errorf("%d bytes are left", s.Memory)
-	}
 }

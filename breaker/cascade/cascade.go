@@ -223,8 +223,9 @@ type Detector struct {
 	changes   []Change
 	forgotten int64
 	swept     int64
-	kept      int // failures without a node
-	opens     int // breakers in clusters
+	kept      int    // failures without a node
+	opens     int    // breakers in clusters
+	openings  uint64 // of breakers, since the start
 }
 
 // New makes a detector. The settings must be those that Check returned.
@@ -488,10 +489,10 @@ func (d *Detector) Breaker(now time.Time, b Breaker) []Change {
 	} else if p := d.pool(b.Pool); p != nil {
 		p.at(b.Address).opens(b.Holder, b.Open)
 	}
-	d.cluster(t, downstream{name: b.Downstream}, &b)
+	d.cluster(t, now.UnixNano(), downstream{name: b.Downstream}, &b)
 	if b.By == "" && b.Pool != "" {
 		for _, name := range b.Targets {
-			d.cluster(t, downstream{name: name, target: true}, &b)
+			d.cluster(t, now.UnixNano(), downstream{name: name, target: true}, &b)
 		}
 	}
 	return d.take()

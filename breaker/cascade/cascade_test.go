@@ -249,6 +249,40 @@ func TestClustering(t *testing.T) {
 	b.none("never three in a minute")
 }
 
+// C-3.4.2-b, Figure 6: a cluster names the agents whose breakers have opened, the downstream that has failed, and the
+// openings in the order of their own times, of which the first is the root; also where they are heard later.
+func TestClusterNamesAgents(t *testing.T) {
+	for _, later := range []time.Duration{0, 10 * time.Second} {
+		b := newBench(t, cascade.Settings{})
+		for _, name := range []string{"a", "b", "c"} {
+			b.task("w", name, name)
+		}
+		b.task("v", "v", "a")
+		b.note(b.Advance(b.now.Add(later)))
+		b.opens("d", "", "a", "v") // which is another workflow's, and not shown to this one (P3)
+		for _, name := range []string{"c", "a", "b"} {
+			b.opens("d", "", name, "w")
+		}
+		f := b.one()
+		if f.Pattern != cascade.Clustering || f.Root.Error != "open-c" || f.Root.Workflow != "w" || f.Failed != 1 || f.Affected != 4 || len(f.Parts) != 1 || !f.Began.Equal(b.now) {
+			t.Fatalf("%+v", f)
+		}
+		p := f.Parts[0]
+		if p.Workflow != "w" || !slices.Equal(p.Errors, []string{"open-c", "open-a", "open-b"}) || !slices.Equal(p.Failed, []string{"d"}) ||
+			!slices.Equal(p.BlastRadius, []string{"a", "b", "c", "d"}) {
+			t.Errorf("%+v", p)
+		}
+	}
+	// Breakers of gateways that calls of several workflows have opened: each has its own part.
+	b := newBench(t, cascade.Settings{})
+	for _, wf := range []string{"v", "w", "w"} {
+		b.after(time.Second).opens("d", fmt.Sprint("node-", b.now.Unix()), "", wf)
+	}
+	if f := b.one(); len(f.Parts) != 2 || f.Root.Workflow != "v" || len(f.Parts[0].Errors) != 1 || len(f.Parts[1].Errors) != 2 || f.Parts[0].Errors[0] != f.Root.Error {
+		t.Errorf("%+v", f)
+	}
+}
+
 // A cascade and the breakers that it opens are one finding.
 func TestClusterJoinsItsCascade(t *testing.T) {
 	b := newBench(t, cascade.Settings{})

@@ -148,9 +148,10 @@ type finding struct {
 	from       *failure // the root
 	group      *group
 	cluster    *cluster
-	alerted    int // agents
-	workflows  int // at the last alert
-	considered int // failures when the root was last sought
+	openings   []counted // of which it was found, the first first
+	alerted    int       // agents
+	workflows  int       // at the last alert
+	considered int       // failures when the root was last sought
 	reroots    int
 }
 
@@ -608,6 +609,20 @@ func (d *Detector) show(f *finding, limit int) Finding {
 			}
 		}
 	}
+	for _, o := range f.openings { // the downstream has failed, and calls of those who report it
+		l := parts[o.workflow]
+		if l == nil {
+			l = new(lists) // those of gateways may be of calls without a workflow
+		}
+		if o.event != "" && len(l.errors.list) < maxErrors {
+			l.errors.add(o.event)
+		}
+		affect(l, o.by)
+		if f.root.Target == "" {
+			l.failed.add(o.downstream)
+			affect(l, o.downstream)
+		}
+	}
 	for w, l := range parts {
 		slices.Sort(l.failed.list)
 		slices.Sort(l.blast.list)
@@ -616,6 +631,9 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		})
 	}
 	slices.SortFunc(out.Parts, func(a, b Part) int { return strings.Compare(a.Workflow, b.Workflow) })
+	if out.Failed == 0 && len(f.openings) > 0 && f.root.Target == "" {
+		out.Failed = 1
+	}
 	out.Affected = max(len(all.list), out.Failed)
 	if c := f.cluster; c != nil {
 		out.Downstream, out.OneProbe = c.downstream.name, !c.downstream.target
@@ -675,8 +693,27 @@ type cluster struct {
 type opening struct{ workflow, by, holder, address string }
 
 type opened struct {
-	at             int64
-	event, address string
+	at, own                  int64  // newest time of any event, and its own: after a restart they differ
+	seq                      uint64 // orders openings of one time
+	event, address, workflow string
+}
+
+// counted is an opening for which a finding was opened.
+type counted struct {
+	opened
+	by, downstream string
+}
+
+// counted returns the openings on a downstream within the window that count for a workflow: those of gateways, and
+// those that its agents report. The first comes first.
+func (c *cluster) counted(workflow string, since int64) (all []counted) {
+	for o, at := range c.opens {
+		if at.at >= since && (o.by == "" || o.workflow == workflow) {
+			all = append(all, counted{at, o.by, c.downstream.name})
+		}
+	}
+	slices.SortFunc(all, func(a, b counted) int { return cmp.Or(cmp.Compare(a.own, b.own), cmp.Compare(a.seq, b.seq)) })
+	return all
 }
 
 func (c *cluster) names() []string {
@@ -690,8 +727,8 @@ func (c *cluster) names() []string {
 }
 
 // cluster counts the breakers on one downstream: those of gateways, and those that agents of one
-// workflow report.
-func (d *Detector) cluster(t int64, of downstream, b *Breaker) {
+// workflow report. It has opened or closed at its own time, which may be before t, the newest of any event.
+func (d *Detector) cluster(t, own int64, of downstream, b *Breaker) {
 	o := opening{holder: b.Holder, address: b.Address}
 	if of.target {
 		o.address = b.Pool
@@ -740,10 +777,10 @@ func (d *Detector) cluster(t int64, of downstream, b *Breaker) {
 			c.own++
 		}
 	}
-	c.opens[o] = opened{t, strings.Clone(b.Event), strings.Clone(b.Address)}
-	own := 0
+	d.openings++
+	c.opens[o] = opened{t, own, d.openings, strings.Clone(b.Event), strings.Clone(b.Address), strings.Clone(b.Workflow)}
+	ours := 0
 	reported := map[string]int{b.Workflow: 0}
-	first, event := t, b.Event
 	for k, v := range c.opens {
 		d.work++
 		if t-v.at > int64(d.set.Window) {
@@ -753,12 +790,9 @@ func (d *Detector) cluster(t int64, of downstream, b *Breaker) {
 			continue
 		}
 		if k.by == "" {
-			own++
+			ours++
 		} else {
 			reported[k.workflow]++
-		}
-		if v.at < first {
-			first, event = v.at, v.event
 		}
 	}
 	workflow, most := b.Workflow, reported[b.Workflow]
@@ -769,14 +803,14 @@ func (d *Detector) cluster(t int64, of downstream, b *Breaker) {
 			}
 		}
 	}
-	if own+most < d.set.Breakers || c.finding != nil {
+	if ours+most < d.set.Breakers || c.finding != nil {
 		if f := c.finding; f != nil {
 			f.group.last = t
 		}
 		return
 	}
 	for _, f := range d.open {
-		joins := name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || own >= d.set.Breakers && f.from != nil && f.from.own)
+		joins := name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || ours >= d.set.Breakers && f.from != nil && f.from.own)
 		if of.target { // they have opened because of its failures, or are those that it is about
 			joins = f.root.Target == of.name || f.from != nil && f.from.own && c.opens[opening{address: f.root.Pool}].at != 0 || f.cluster != nil && f.cluster.within(c)
 		}
@@ -790,11 +824,16 @@ func (d *Detector) cluster(t int64, of downstream, b *Breaker) {
 			return
 		}
 	}
-	g := &group{began: first, last: t}
+	openings := c.counted(workflow, t-int64(d.set.Window))
+	first := openings[0]
+	g := &group{began: first.own, last: t}
 	g.workflows.add(workflow)
+	for _, o := range openings {
+		g.workflows.add(o.workflow)
+	}
 	f := &finding{
-		id: identify(Clustering, workflow, of.name, first), pattern: Clustering, class: Service, group: g, cluster: c,
-		root: Root{Workflow: workflow, Error: event, Agent: of.name, Pool: name, Reasons: []Reason{BreakerOpen}},
+		id: identify(Clustering, workflow, of.name, first.own), pattern: Clustering, class: Service, group: g, cluster: c, openings: openings,
+		root: Root{Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: of.name, Pool: name, Reasons: []Reason{BreakerOpen}},
 	}
 	if of.target {
 		f.class = Infrastructure

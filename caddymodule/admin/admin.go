@@ -49,6 +49,9 @@ type Stores interface {
 	// View keeps the store at path open until Release is called. It returns false if the
 	// store is not open.
 	View(path string) (Store, bool)
+	// Unopened returns the path of the running configuration's store, and why it is not open although it is to be; nil
+	// otherwise.
+	Unopened() (path string, why error)
 }
 
 // Store is an open store with the guard over it.
@@ -160,8 +163,21 @@ var routes = []api.Route[handler]{
 	{Path: "ledger/verify", Method: http.MethodGet, To: ledgerVerify},
 }
 
-// ServeHTTP implements caddy.AdminHandler.
+// ServeHTTP implements caddy.AdminHandler. It writes refusals of requests itself, as Caddy does:
+// Caddy logs a returned error as one of the server.
 func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
+	err := a.serve(w, r)
+	var refused caddy.APIError
+	if !errors.As(err, &refused) || refused.HTTPStatus < 400 || refused.HTTPStatus > 499 {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(refused.HTTPStatus)
+	refused.Message = cmp.Or(refused.Message, fmt.Sprint(refused.Err))
+	return json.NewEncoder(w).Encode(refused)
+}
+
+func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 	path := strings.TrimPrefix(r.URL.EscapedPath(), Prefix)
 	if to, name := api.Match(routes, path); to != nil {
 		return a.on(w, r, to, name)
@@ -251,6 +267,9 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 func (a *API) view(path string) (Store, error) {
 	open := a.stores.Paths()
 	slices.Sort(open)
+	if of, why := a.stores.Unopened(); why != nil && (path == of || path == "" && len(open) == 0) {
+		return nil, refuse(http.StatusServiceUnavailable, "the store %s is not open, and is tried again: %v", of, why)
+	}
 	if path == "" {
 		switch len(open) {
 		case 0:
@@ -407,19 +426,18 @@ func (p *params) states() (all []execution.State) {
 	return all
 }
 
-func (p *params) caller() *execution.CallerHash {
+// caller returns the first bytes of a caller's hash; nil matches any.
+func (p *params) caller() []byte {
 	text := p.one("caller")
 	if text == "" {
 		return nil
 	}
-	b, err := hex.DecodeString(text)
-	var hash execution.CallerHash
-	if err != nil || len(b) != len(hash) {
-		p.fail("caller", fmt.Errorf("%q is no caller's hash; a listing shows it, with %d digits", text, 2*len(hash)))
+	prefix, err := hex.DecodeString(text)
+	if n := len(execution.CallerHash{}); err != nil || len(prefix) < 4 || len(prefix) > n {
+		p.fail("caller", fmt.Errorf("%.64q is no caller's hash; give 8 to %d of its digits, an even number, as a listing shows them", text, 2*n))
 		return nil
 	}
-	copy(hash[:], b)
-	return &hash
+	return prefix
 }
 
 // checkpoint returns the id of a checkpoint; empty matches any.

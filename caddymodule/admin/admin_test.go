@@ -34,10 +34,11 @@ var ctx = context.Background()
 
 // rig is an API over stores that a test fills.
 type rig struct {
-	t      *testing.T
-	api    *admin.API
-	stores map[string]*opened
-	now    time.Time
+	unopened error // why the store of the configuration is not open
+	t        *testing.T
+	api      *admin.API
+	stores   map[string]*opened
+	now      time.Time
 }
 
 // opened is a store as the API views it.
@@ -172,6 +173,8 @@ func (o *opened) Resolved(_ execution.Key, _ *execution.Record, decision executi
 
 func (r *rig) Paths() []string { return slices.Collect(maps.Keys(r.stores)) }
 
+func (r *rig) Unopened() (string, error) { return "/data/away", r.unopened }
+
 func (r *rig) View(path string) (admin.Store, bool) {
 	st, ok := r.stores[path]
 	if ok {
@@ -261,6 +264,13 @@ func (r *rig) ask(method, target, body string) (*httptest.ResponseRecorder, cadd
 	r.t.Helper()
 	w := httptest.NewRecorder()
 	err := r.api.ServeHTTP(w, httptest.NewRequest(method, "/agent_guard/"+target, strings.NewReader(body)))
+	if w.Code >= 400 && err == nil { // written as Caddy does, and not logged as an error of the server
+		var said struct{ Error string }
+		if err := json.Unmarshal(w.Body.Bytes(), &said); err != nil || said.Error == "" || w.Code >= 500 {
+			r.t.Errorf("%s %s: %d %s", method, target, w.Code, w.Body)
+		}
+		return w, caddy.APIError{HTTPStatus: w.Code, Err: errors.New(said.Error)}
+	}
 	if err == nil {
 		if w.Code != http.StatusOK || w.Header().Get("Content-Type") == "" || w.Header().Get(admin.Mark) == "" || w.Header().Get("Cache-Control") != "no-store" {
 			r.t.Errorf("%s %s: %d, %v", method, target, w.Code, w.Header())
@@ -351,6 +361,11 @@ func TestStoresByName(t *testing.T) {
 	}
 	clear(r.stores)
 	r.refuses("GET", "store", "", http.StatusNotFound, "no store is open")
+	r.refuses("GET", "store?store=/data/one", "", http.StatusNotFound, "open: none")
+	r.unopened = errors.New("no answer in time")
+	for _, target := range []string{"nodes", "store?store=/data/away"} { // a database that is away is no missing configuration
+		r.refuses("GET", target, "", http.StatusServiceUnavailable, "the store /data/away is not open, and is tried again: no answer in time")
+	}
 	r.refuses("GET", "store?store=/data/one", "", http.StatusNotFound, "open: none")
 }
 

@@ -106,7 +106,7 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	switch {
 	case err == nil:
 		x = view(&found, now)
-		x.WorkflowID = workflowID(ctx, st, found.Record)
+		x.Workflow = workflowID(ctx, st, found.Record)
 	case !errors.Is(err, execution.ErrUnknown):
 		return nil, err
 	}
@@ -126,7 +126,7 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	return &x, nil
 }
 
-// workflowID returns the UUID of an execution's workflow, if the workflow's name is none.
+// workflowID returns the UUID of an execution's workflow; empty if the execution has no token.
 func workflowID(ctx context.Context, st Store, record *execution.Record) string {
 	if record.Checkpoint == "" {
 		return "" // no token contains it
@@ -134,9 +134,6 @@ func workflowID(ctx context.Context, st Store, record *execution.Record) string 
 	id := evidence.WorkflowID(record.Workflow)
 	if call, _, _, err := callOf(ctx, st, record.Checkpoint); err == nil && call.Workflow != "" {
 		id = call.Workflow
-	}
-	if id == record.Workflow {
-		return ""
 	}
 	return id
 }
@@ -183,11 +180,10 @@ type Execution struct {
 	Path string `json:"path,omitempty"`
 	// Caller is the keyed hash of the caller, in hexadecimal.
 	Caller string `json:"caller,omitempty"`
-	// Workflow is the caller's name of the workflow, if any.
+	// Workflow is the UUID of the workflow in tokens, rollbacks and escalations. Lists leave it out.
 	Workflow string `json:"workflow,omitempty"`
-	// WorkflowID is the UUID of the workflow in tokens, rollbacks and escalations, if its
-	// name is another one. Lists leave it out.
-	WorkflowID string `json:"workflow_id,omitempty"`
+	// WorkflowName is what the caller named the workflow, if anything.
+	WorkflowName string `json:"workflow_name,omitempty"`
 	// Checkpoint is the id of the call's checkpoint, with which it is rolled back; empty
 	// without an identity.
 	Checkpoint string `json:"checkpoint,omitempty"`
@@ -249,7 +245,7 @@ func view(r *execution.Recorded, now time.Time) Execution {
 		Key: r.Key.Hex(), State: r.State().String(), Detail: detail(r.Status),
 		ExecutionID: record.ID, Origin: origin(record.Origin), Guard: record.Guard, Action: record.Action,
 		Method: record.Method, Host: record.Host, Path: record.Path,
-		Caller: hex.EncodeToString(record.Caller[:]), Workflow: record.Workflow, Checkpoint: record.Checkpoint,
+		Caller: hex.EncodeToString(record.Caller[:]), WorkflowName: record.Workflow, Checkpoint: record.Checkpoint,
 		Created: record.Created.UTC(), Deadline: record.Deadline.UTC(), Settled: record.Settled.UTC(),
 		Age:   age(now, record.Created),
 		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
@@ -550,9 +546,12 @@ func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
 	if found.Status != execution.Doubtful {
 		return nil, refuse(http.StatusConflict, "the execution is not in doubt: it is %s", found.State())
 	}
-	decided := execution.Resolution{Applied: d.Decision == DecisionApplied, Operator: d.Operator, Reason: d.Reason}
+	decided := execution.Resolution{
+		By: execution.ByOperator, Applied: d.Decision == DecisionApplied, Answer: head, Body: body,
+		Operator: d.Operator, Reason: d.Reason,
+	}
 	evidence := st.Evidence(r.Context(), key, found.Record, decided)
-	if err := g.Resolve(r.Context(), found, decided, head, body, evidence); err != nil {
+	if err := g.SettleDoubt(r.Context(), found, decided, evidence); err != nil {
 		return nil, err
 	}
 	st.Resolved(key, found.Record, decided)

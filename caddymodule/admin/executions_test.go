@@ -91,7 +91,7 @@ func TestListRefuses(t *testing.T) {
 		"states=in_doubt":                   `"states" is no parameter here`,
 		"state=doubtful":                    `"doubtful" is no state; use running`,
 		"action=a&action=b":                 "action: it stands 2 times",
-		"caller=abcd":                       "no caller's hash; a listing shows it, with 32 digits",
+		"caller=abcd":                       "no caller's hash; give 8 to 32 of its digits",
 		"caller=" + strings.Repeat("z", 32): "no caller's hash",
 		"min_age=soon":                      `min_age: "soon" is no duration; write one like 10m, 4h or 2d`,
 		"max_age=-3m":                       "max_age: -3m is negative",
@@ -305,7 +305,7 @@ func TestFind(t *testing.T) {
 		}
 	}
 	var x admin.Execution
-	if r.get("executions/order%2F7", &x); x.Workflow != "trip-7" || x.WorkflowID != evidence.WorkflowID("trip-7") {
+	if r.get("executions/order%2F7", &x); x.WorkflowName != "trip-7" || x.Workflow != evidence.WorkflowID("trip-7") {
 		t.Errorf("%+v", x)
 	}
 	r.refuses("GET", "executions/twice", "", http.StatusBadRequest, "several executions have this id, such as ")

@@ -1,6 +1,5 @@
 // Package cli is the command `caddy agent-guard`. Operators use it, from a terminal or a
-// script, with the admin API of a running server. Tokens and exports of the ledger it reads
-// from files. It opens a store only to copy it, alone; else only the server does.
+// script, with the admin API of a running server. Exports of the ledger it reads from files. It opens a store only to copy it, alone; else only the server does.
 package cli
 
 import (
@@ -19,15 +18,15 @@ import (
 )
 
 const long = `Shows the records of a running server's agent guard, settles calls in doubt, and
-rolls calls back; checks plans of workflows, makes and reads tokens, verifies
-the ledger, and copies a store.
+rolls calls back; checks plans of workflows, verifies the ledger, and copies a
+store.
 
 executions, store stats, nodes, keys, identity, circuits, cascades, rollback,
 rollbacks, escalations, and head, export and check of ledger ask the server's
 admin endpoint: that of --address, else the one in --config, else Caddy's
 default, which the environment variable CADDY_ADMIN changes. Unix sockets are
-written unix//run/caddy/admin.sock. ect, workflows, store copy, and verify and
-list of ledger, work without a server.
+written unix//run/caddy/admin.sock. workflows, store copy, and verify and list of
+ledger, work without a server.
 
 With --output json they print one document; those that ask the server print the
 answer of the admin API. They exit with 0, or with 1 and a message on stderr.`
@@ -36,7 +35,7 @@ answer of the admin API. They exit with 0, or with 1 and a message on stderr.`
 func Command() caddycmd.Command {
 	return caddycmd.Command{
 		Name:  "agent-guard",
-		Short: "Shows records, settles calls in doubt, rolls back, makes and verifies tokens",
+		Short: "Shows records, settles calls in doubt, rolls back, verifies the ledger",
 		Long:  long,
 		CobraFunc: func(cmd *cobra.Command) {
 			var o options
@@ -45,7 +44,7 @@ func Command() caddycmd.Command {
 			o.output = outputTable // set here, so that the help does not show it as a default
 			complete(cmd, "output", outputTable, outputJSON)
 			group(cmd, executionCommands(&o), storeCommands(&o), nodesCommand(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o), cascadeCommands(&o),
-				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), workflowCommands(&o), tokenCommands(&o), ledgerCommands(&o))
+				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), workflowCommands(&o), ledgerCommands(&o))
 		},
 	}
 }

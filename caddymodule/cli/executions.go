@@ -81,7 +81,7 @@ Requests of rollbacks are listed too, with the action undo and the method
 	stringFlag(cmd, &l.guard, "guard", "Only those of the guard with this name")
 	stringFlag(cmd, &l.action, "action", "Only those of this action")
 	stringFlag(cmd, &l.method, "method", "Only those with this method", "POST", "PUT", "PATCH", "DELETE")
-	stringFlag(cmd, &l.caller, "caller", "Only those of the caller with this hash")
+	stringFlag(cmd, &l.caller, "caller", "Only those of the caller with this hash, or with these first digits of it")
 	stringFlag(cmd, &l.workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
 	stringFlag(cmd, &l.id, "id", "Only those with this id from their caller, usually in Idempotency-Key")
 	stringFlag(cmd, &l.checkpoint, "checkpoint", "Only the one of this checkpoint, a UUID as in Execution-Checkpoint")
@@ -177,7 +177,7 @@ func describeExecution(x *admin.Execution, now time.Time) string {
 	s.line("guard", printable(x.Guard))
 	s.line("action", printable(x.Action))
 	s.line("caller", x.Caller)
-	s.line("workflow", named(x.WorkflowID, x.Workflow))
+	s.line("workflow", named(x.Workflow, x.WorkflowName))
 	s.line("checkpoint", printable(x.Checkpoint))
 	s.line("node", x.Node)
 	s.line("created", moment(x.Created, now))
@@ -296,7 +296,8 @@ func (r *resolveFlags) run(cmd *cobra.Command, key string) error {
 			return err
 		}
 		key = x.Key // the decision is about what was shown
-		if err := confirm(cmd.InOrStdin(), cmd.ErrOrStderr(), &x); err != nil {
+		if err := confirm(cmd, describeExecution(&x, time.Now()), "If this call was executed after all, a retry executes it again.\n"+
+			"Is it certain that it was not?"); err != nil {
 			return err
 		}
 	}
@@ -318,11 +319,10 @@ func describeResolved(x *admin.Execution, _ time.Time) string {
 	return short(x.Key, 16) + ": " + outcome + "\n"
 }
 
-// confirm shows the execution and asks whether to go on.
-func confirm(in io.Reader, out io.Writer, x *admin.Execution) error {
-	fmt.Fprint(out, describeExecution(x, time.Now()))
-	fmt.Fprint(out, "\nIf this call was executed after all, a retry executes it again.\nIs it certain that it was not? Type yes: ")
-	answer, err := bufio.NewReader(in).ReadString('\n')
+// confirm shows what a command is about to decide and asks whether to go on.
+func confirm(cmd *cobra.Command, shown, question string) error {
+	fmt.Fprintf(cmd.ErrOrStderr(), "%s\n%s Type yes: ", shown, question)
+	answer, err := bufio.NewReader(cmd.InOrStdin()).ReadString('\n')
 	if err != nil && !errors.Is(err, io.EOF) {
 		return err
 	}

@@ -619,7 +619,7 @@ func (s *signatures) add(ctx context.Context, e *ledger.Entry) error {
 func (s *signatures) verify(ctx context.Context, raw string, seen *ect.Unverified) (*ect.Token, error) {
 	v, err := ect.NewVerifier(ect.Policy{
 		Audience: append(seen.Audience(), "nobody"), Sources: []ect.Source{s.keys}, Algorithms: ect.Algorithms(),
-		AnyID: true, LenientParents: true,
+		AnyID: true,
 	})
 	if err != nil {
 		return nil, err
@@ -662,7 +662,7 @@ func ledgerList(o *options) *cobra.Command {
 		Short: "Lists the entries of an export, after verifying it",
 		Long: `Verifies an export as ` + "`ledger verify`" + ` does, and then lists its entries in their
 order. Entries that were pruned have no content and are left out. With --output
-json an entry has its token, which ` + "`ect show`" + ` reads.
+json an entry has its token.
 
 The file is read twice, so that only verified entries are printed.`,
 		Example: `  caddy agent-guard ledger list ledger.export \
@@ -772,4 +772,22 @@ func entryRow(e *ledger.Entry) []string {
 		strconv.FormatInt(e.Index, 10), e.Recorded.UTC().Format(time.RFC3339), dash(printable(e.Action)),
 		dash(printable(e.Issuer)), dash(printable(e.Workflow)), printable(e.ID),
 	}
+}
+
+// plain is the text of an error without the names of our packages, which do not help operators.
+func plain(err error) string {
+	text := err.Error()
+	for _, name := range []string{"ect: ", "ledger: "} {
+		text = strings.ReplaceAll(strings.TrimPrefix(text, name), ": "+name, ": ")
+	}
+	return text
+}
+
+// trusted reads the file of public keys of --jwks.
+func trusted(file string) (ect.Source, error) {
+	source, err := ect.NewFileSource(ect.FileOptions{Path: file})
+	if err != nil {
+		return nil, fmt.Errorf("--jwks: %s", plain(err))
+	}
+	return source, nil
 }

@@ -42,6 +42,7 @@ type logbook struct {
 
 func (*logbook) Paths() []string                   { return []string{"/data"} }
 func (b *logbook) View(string) (admin.Store, bool) { return b, true }
+func (*logbook) Unopened() (string, error)         { return "", nil }
 func (*logbook) Release()                          {}
 func (b *logbook) Ledger() *admin.Ledger           { return &b.ledger }
 func (b *logbook) ServeHTTP(w http.ResponseWriter, r *http.Request) {
@@ -241,6 +242,16 @@ func issuerOf(t *testing.T, identity string) (*ect.Issuer, string) {
 	}
 	return issuer, put(t, "jwks.json", string(set))
 }
+
+const (
+	agentA  = "spiffe://example.com/agent/a"
+	gateway = "spiffe://example.com/gateway"
+	someID  = "550e8400-e29b-41d4-a716-446655440000"
+	someWID = "a0b1c2d3-e4f5-6789-abcd-ef0123456789"
+)
+
+// unsigned is a token of level L1.
+func unsigned(payload string) string { return base64.RawURLEncoding.EncodeToString([]byte(payload)) }
 
 // event is the ledger event of a fresh token.
 func event(t *testing.T, issuer *ect.Issuer, action string) ledger.Event {
@@ -555,7 +566,7 @@ func TestLedgerExportFails(t *testing.T) {
 	for words, handler := range map[string]http.HandlerFunc{
 		"it broke off": func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set(admin.Mark, "1")
-			_, _ = w.Write([]byte("agent-guard ledger export 1\n"))
+			_, _ = w.Write([]byte("agent-guard ledger export 2\n"))
 			_ = http.NewResponseController(w).Flush()
 			panic(http.ErrAbortHandler)
 		},

@@ -347,3 +347,9 @@ func stepRow(step *api.StepDocument, now time.Time) []string {
 		printable(step.CheckpointID), printable(step.Agent), status, number(step.HTTPStatus), number(step.Attempts), reason,
 	}
 }
+
+// isUUID reports whether an id is a UUID in its usual form.
+func isUUID(text string) bool {
+	id, err := uuid.Parse(text)
+	return err == nil && len(text) == len(id.String())
+}

@@ -596,13 +596,15 @@ what was decided.`,
 func (o *options) decisionCommand(word string) *cobra.Command {
 	vote := admin.EscalationVote{Decision: word}
 	var hash string
+	var yes bool
 	cmd := &cobra.Command{
-		Use:   "approve ID --hash HASH",
+		Use:   "approve ID",
 		Short: "Approves what an escalation proposes",
-		Long: `Approves what an escalation proposes, and nothing else. --hash is that of the
-request or the plan, as escalations show has it: if something else is proposed by
-now, the approval does not count. An escalation without a hash needs none. Who
-asked cannot approve.`,
+		Long: `Shows what an escalation proposes, asks, and approves it and nothing else. A
+script gives --hash, that of the request or the plan, as escalations show has it:
+if something else is proposed by now, the approval does not count. --yes approves
+what is proposed now, whatever it is. An escalation without a hash, such as one
+that resumes a workflow, is approved at once. Who asked cannot approve.`,
 		Example: `  caddy agent-guard escalations show 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11
   caddy agent-guard escalations approve 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11 \
       --hash sha-256:4b2f... --reason 'The amount is right'`,
@@ -622,13 +624,18 @@ asked cannot approve.`,
 				return err
 			}
 			if p := shown.Proposal; p != nil {
-				if vote.RequestHash, vote.PlanHash = hash, ""; p.RequestHash == "" {
-					vote.RequestHash, vote.PlanHash = "", hash
+				asked := cmp.Or(p.RequestHash, p.PlanHash)
+				if hash != "" && hash != asked {
+					return fmt.Errorf("--hash: it is not that of what is proposed now; look at that with `escalations show %s`", printable(args[0]))
 				}
-				if asked := cmp.Or(p.RequestHash, p.PlanHash); word == "deny" && hash == "" {
-					vote.RequestHash = asked // nothing is done, whatever is proposed
-				} else if asked != hash {
-					return fmt.Errorf("--hash: give that of what was shown; what is proposed now has %s", cmp.Or(asked, "none"))
+				if word == "approve" && hash == "" && asked != "" && !yes {
+					if err := confirm(cmd, describeEscalation(&shown, time.Now()), "Approve this?"); err != nil {
+						return err
+					}
+				}
+				vote.RequestHash, vote.PlanHash = asked, ""
+				if p.RequestHash == "" && word == "approve" {
+					vote.RequestHash, vote.PlanHash = "", asked
 				}
 			}
 			_, err = show(cmd, o, question{path: at + "/decision", body: &vote}, describeEscalation)
@@ -645,6 +652,9 @@ approved.`
 	}
 	stringFlag(cmd, &vote.Reason, "reason", "Why, in a sentence for people; a denial needs it")
 	stringFlag(cmd, &hash, "hash", "The hash of the request or the plan, as it was shown")
+	if word == "approve" {
+		cmd.Flags().BoolVar(&yes, "yes", false, "Do not ask")
+	}
 	stringFlag(cmd, &vote.Operator, "operator", "Who decides (default: $USER)")
 	return cmd
 }

@@ -278,6 +278,7 @@ func TestEscalationsAreDecided(t *testing.T) {
 	for args, want := range map[string]string{
 		"show e-1": get,
 		"approve e-1 --hash sha-256:1 --operator ann": get + "\n" + `POST /agent_guard/escalations/e-1/decision {"decision":"approve","request_hash":"sha-256:1","operator":"ann"}`,
+		"approve e-1 --yes --operator ann":            get + "\n" + `POST /agent_guard/escalations/e-1/decision {"decision":"approve","request_hash":"sha-256:1","operator":"ann"}`,
 		"deny e-1 --reason no --operator ann":         get + "\n" + `POST /agent_guard/escalations/e-1/decision {"decision":"deny","request_hash":"sha-256:1","operator":"ann","reason":"no"}`,
 		"ask e-1 --operator bob":                      `POST /agent_guard/escalations/e-1/ask {"operator":"bob"}`,
 	} {
@@ -286,10 +287,10 @@ func TestEscalationsAreDecided(t *testing.T) {
 			t.Errorf("%s asks %q: %v\n%s", args, server.asked, err, out)
 		}
 	}
-	for _, hash := range []string{"", "--hash sha-256:2"} {
-		_, _, err := server.run(t, strings.Fields("escalations approve e-1 --operator ann "+hash)...)
-		if err == nil || !strings.Contains(err.Error(), "what is proposed now has sha-256:1") || len(server.asked) != 1 {
-			t.Errorf("%q: %v, asked %q", hash, err, server.asked)
+	for flags, want := range map[string]string{"": "nothing was changed", "--hash sha-256:2": "look at that with `escalations show e-1`"} {
+		_, _, err := server.run(t, strings.Fields("escalations approve e-1 --operator ann "+flags)...)
+		if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "sha-256:1") || len(server.asked) != 1 {
+			t.Errorf("%q: %v, asked %q", flags, err, server.asked)
 		}
 	}
 	refuses(t, "give one ID", "escalations", "approve")

@@ -9,7 +9,6 @@ import (
 	"io"
 	"mime"
 	"net/http"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -153,7 +152,7 @@ func (l bodyKinds) inspector(c *Circuits, res *http.Response) inspector {
 		return nil
 	case l.events && kind == "text/event-stream":
 		return new(eventStream)
-	case l.json && (kind == "application/json" || strings.HasSuffix(kind, "+json")) && res.ContentLength <= maxInspected:
+	case l.json && fingerprint.IsJSON(kind) && res.ContentLength <= maxInspected:
 		return &jsonBody{circuits: c, good: res.StatusCode < http.StatusMultipleChoices && res.StatusCode != http.StatusPartialContent}
 	}
 	return nil
@@ -287,9 +286,6 @@ const (
 	grpcCancelled grpcCode = 1
 	// grpcDeadline: the deadline of the caller or of the upstream itself has passed.
 	grpcDeadline grpcCode = 4
-	// grpcUnimplemented: there is no such method. Upstreams usually answer that before they
-	// authenticate the caller.
-	grpcUnimplemented grpcCode = 12
 )
 
 // grpcUnknown replaces a malformed status, as in gRPC's own clients.
@@ -343,16 +339,6 @@ func (s grpcCode) String() string {
 		return fmt.Sprintf("grpc-status %d", uint32(s))
 	}
 	return fmt.Sprintf("grpc-status %d (%s)", uint32(s), grpcStatuses[s].name)
-}
-
-// failedGRPC reports whether a gRPC status is a failure by itself. UNIMPLEMENTED does not
-// fail as part of a class: anybody can call a method that does not exist, and must not open
-// the breaker for others.
-func (c *Circuits) failedGRPC(status grpcCode) bool {
-	if status == grpcUnimplemented {
-		return slices.Contains(c.checked.statuses, status.HTTP())
-	}
-	return c.failedStatus(status.HTTP())
 }
 
 // tunnel is an upgraded connection. A WebSocket is judged by its close frame (section 7.1);

@@ -135,7 +135,7 @@ func (c *call) answered(res *http.Response, err error) (*http.Response, error) {
 		if c.inspect == nil && !c.permit.Probe() {
 			c.begunWell()
 		}
-		c.inspect = &messageAnswer{c.inspect, c.t.circuits, protocol.NewAnswer(m.Protocol, res.Header.Get("Content-Type"), nil)}
+		c.inspect = &messageAnswer{c.inspect, c.t.circuits, m.Answer(res.Header.Get("Content-Type"))}
 	}
 	switch {
 	case c.inspect != nil:
@@ -195,7 +195,7 @@ func causeOf(err error) string {
 }
 
 // statusClientLeft is the status that proxies use if the client has disconnected. It says
-// nothing about the upstream, unless `failure` lists it.
+// nothing about the upstream.
 const statusClientLeft = 499
 
 // header judges an answer by its status and header. over says that this is final.
@@ -396,11 +396,10 @@ func (c *call) grpcStatus(res *http.Response, fields http.Header) (outcome break
 	if status == grpcDeadline && c.lateForCaller(res) {
 		return breaker.Outcome{}, true
 	}
-	if status.HTTP() == http.StatusTooManyRequests || c.t.circuits.failedGRPC(status) {
+	if status.HTTP() == http.StatusTooManyRequests || c.t.circuits.failedStatus(status.HTTP()) {
 		return c.failure(res, breaker.InBand, status.HTTP(), status.String()), true
 	}
-	// A cancelled call shows neither that the upstream works nor that it fails, unless
-	// `failure` says so.
+	// A cancelled call shows neither that the upstream works nor that it fails.
 	return breaker.Outcome{}, status == grpcCancelled
 }
 

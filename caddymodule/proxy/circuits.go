@@ -16,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // The classes of operations that by_operation separates.
@@ -91,7 +92,7 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 	key := breaker.Key{Upstream: upstream}
 	if c.set.ByOperation {
 		key.Class = writeClass
-		if Safe(method) {
+		if guard.SafeMethod(method) {
 			key.Class = readClass
 		}
 	}
@@ -110,7 +111,7 @@ func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError
 	}
 	var first *breaker.OpenError
 	for _, upstream := range c.upstreams {
-		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: Safe(method), View: view})
+		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: guard.SafeMethod(method), View: view})
 		if refusal == nil {
 			return nil
 		}
@@ -120,15 +121,6 @@ func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError
 		}
 	}
 	return first
-}
-
-// Safe reports whether a method changes nothing, so that its calls can be probes.
-func Safe(method string) bool {
-	switch method {
-	case "", http.MethodGet, http.MethodHead, http.MethodOptions, http.MethodTrace:
-		return true
-	}
-	return false
 }
 
 // leadsTo reports whether calls of this transport may go to the upstream.

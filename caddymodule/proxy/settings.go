@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
@@ -26,17 +27,16 @@ import (
 // `reverse_proxy` may try the next upstream, and the guard releases the key.
 //
 // Failures are: no connection, a connection that breaks, a timeout, the statuses of
-// `failure_status`, an answer that is cut off, and what `in_band` names. A 429 is not a failure,
-// but fails a probe. Callers that leave, refusals of the gateway itself, and the health checks of
-// `reverse_proxy` do not count.
+// `failure_status`, an answer that is cut off, and what `in_band` names. 4xx, 501 and 505 are never
+// failures, since any caller can provoke them; a 429 fails a probe. Callers that leave, refusals of
+// the gateway itself, and the health checks of `reverse_proxy` do not count.
 //
 // A gRPC answer is also judged by its `grpc-status`, in the header or trailer, like the HTTP status
 // with the same meaning: with `failure_status` 5, UNKNOWN (500), DEADLINE_EXCEEDED (504), INTERNAL
 // (500), UNAVAILABLE (503) and DATA_LOSS (500) are failures; RESOURCE_EXHAUSTED counts as 429.
-// UNIMPLEMENTED is a failure only if 501 itself is listed, since anybody can call a method that
-// does not exist. CANCELLED (499), and DEADLINE_EXCEEDED after the request's own `grpc-timeout`, do
-// not count. A probe is judged by its first message, or by the status if there is none. The status
-// of gRPC-Web is read from the header, not from the body.
+// CANCELLED (499), and DEADLINE_EXCEEDED after the request's own `grpc-timeout`, do not count. A
+// probe is judged by its first message, or by the status if there is none. The status of gRPC-Web is
+// read from the header, not from the body.
 type Settings struct {
 	// Turns the breakers of this transport off. Default: false.
 	Off bool `json:"off,omitempty"`
@@ -105,7 +105,7 @@ type Settings struct {
 	Mode breaker.Mode `json:"mode,omitempty"`
 
 	// The statuses that are failures: of HTTP, and of gRPC by the HTTP status that they map to. One
-	// digit is a class. Default: 5.
+	// digit is a class. Those of 4xx, 501 and 505 never count and are refused. Default: 5.
 	FailureStatus []int `json:"failure_status,omitempty"`
 
 	// Answers that are failures although their status is good: those that match any of these.
@@ -184,6 +184,10 @@ func (s *Settings) check() (*checkedSettings, error) {
 		if code < 2 || code > 599 || code > 5 && code < 200 {
 			return nil, fmt.Errorf("failure: %d is no final status; use 200 to 599, or a class from 2 to 5", code)
 		}
+		if code == 4 || provoked(code) {
+			word := map[bool]string{true: "4xx", false: strconv.Itoa(code)}[code == 4]
+			return nil, fmt.Errorf("failure: %s never counts, since any caller can provoke it; use other statuses of 5xx", word)
+		}
 	}
 	for i := range s.InBand {
 		rule, err := s.InBand[i].check()
@@ -223,9 +227,15 @@ var optionNames = strings.NewReplacer(
 	"ProbeLease", "probe_timeout", "ViewFloor", "workflow_threshold", "for no views", "to heed no workflow",
 )
 
+// provoked reports whether any caller can have an upstream answer with a status: one that refuses the request (4xx), its
+// method (501) or its version of HTTP (505). Such answers open no breaker for others.
+func provoked(status int) bool {
+	return status/100 == 4 || status == http.StatusNotImplemented || status == http.StatusHTTPVersionNotSupported
+}
+
 // failedStatus reports whether status is a failure by itself.
 func (c *Circuits) failedStatus(status int) bool {
-	return slices.Contains(c.checked.statuses, status) || slices.Contains(c.checked.statuses, status/100)
+	return !provoked(status) && (slices.Contains(c.checked.statuses, status) || slices.Contains(c.checked.statuses, status/100))
 }
 
 // UnmarshalCaddyfile reads

@@ -40,7 +40,7 @@ func TestCaddyfile(t *testing.T) {
 		probe_timeout 20s
 		probe_scope fleet
 		mode observe
-		failure 5xx 408
+		failure 5xx 202
 		in_band json /error/type overloaded*
 		in_band header X-Failed
 		in_band sse_error
@@ -56,7 +56,7 @@ func TestCaddyfile(t *testing.T) {
 	}
 	const want = `{"window":30000000000,"threshold":0.4,"min_volume":20,"consecutive":5,"slow_call":2000000000,` +
 		`"slow_threshold":0.8,"patience":90000000000,"cooldown":10000000000,"max_cooldown":120000000000,"jitter":0.1,` +
-		`"workflow_threshold":0.05,"by_operation":true,"probe_prefer":-1,"probe_timeout":20000000000,"probe_scope":"fleet","mode":"observe","failure_status":[5,408],` +
+		`"workflow_threshold":0.05,"by_operation":true,"probe_prefer":-1,"probe_timeout":20000000000,"probe_scope":"fleet","mode":"observe","failure_status":[5,202],` +
 		`"in_band":[{"json":"/error/type","value":"overloaded*"},{"header":"X-Failed"},{"sse_error":true}],` +
 		`"downstream":{"localhost:9001":"spiffe://example.com/a","unix//run/b.sock":"spiffe://example.com/b"},"verify_probe":true,"written_at":"Testfile:2"}`
 	if string(got) != want {
@@ -87,6 +87,10 @@ func TestCaddyfileErrors(t *testing.T) {
 		"mode open":                              `breaker: mode: "open" is unknown; use auto, observe, forced_open or forced_closed`,
 		"failure 5x":                             `"5x" is no final status; use 200 to 599, or a class from 2xx to 5xx`,
 		"failure 199":                            "failure: 199 is no final status; use 200 to 599, or a class from 2 to 5",
+		"failure 5xx\nfailure 404":               "breaker: failure stands twice, at Testfile:3",
+		"failure 5xx 501":                        "breaker: failure: 501 never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
+		"failure 404":                            "breaker: failure: 404 never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
+		"failure 4xx":                            "breaker: failure: 4xx never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
 		"in_band json error":                     `breaker: in_band: json "error"`,
 		"in_band header no:field":                `"no:field" is no name of a header field`,
 		"in_band sse_error x":                    "use json <pointer> [<value>], header <field> [<value>] or sse_error",
@@ -135,11 +139,11 @@ func TestValidate(t *testing.T) {
 
 // Which answers failed, by status, header and body.
 func TestFaults(t *testing.T) {
-	c := open(t, proxy.Settings{FailureStatus: []int{5, 408}, InBand: []proxy.InBand{
+	c := open(t, proxy.Settings{FailureStatus: []int{5, 202}, InBand: []proxy.InBand{
 		{Header: "X-Status", Value: "fail*"}, {Header: "X-Broken"},
 		{JSON: "/error"}, {JSON: "/state", Value: "*down"}, {JSON: "/code", Value: "*9*"},
 	}}, nil, true)
-	for status, want := range map[int]bool{200: false, 404: false, 408: true, 409: false, 500: true, 503: true} {
+	for status, want := range map[int]bool{200: false, 202: true, 404: false, 408: false, 409: false, 500: true, 501: false, 503: true, 505: false} {
 		if c.FailedStatus(status) != want {
 			t.Errorf("%d: failed is %v", status, !want)
 		}

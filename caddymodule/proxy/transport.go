@@ -395,7 +395,7 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 		return nil, ctx.Err() // the context ended before sending
 	}
 	c := &call{t: t, ctx: ctx, watch: watch, began: time.Now(), upstream: upstream}
-	op := breaker.Op{Safe: Safe(req.Method), ClientPaced: uploads(req, watch)}
+	op := breaker.Op{Safe: guard.SafeMethod(req.Method), ClientPaced: uploads(req, watch)}
 	op.View, _ = caddyhttp.GetVar(ctx, guard.ViewVar).(*breaker.View) // what the caller's tokens ask of breakers
 	if patience, ok := guard.PatienceOf(ctx); ok {
 		op.Patience, c.callerDeadline = patience, true

@@ -18,7 +18,7 @@ export function card(url) {
 	};
 }
 
-const backoff = 1000; // milliseconds until a program calls again
+export const backoff = 1000; // milliseconds until a program calls again
 
 // often makes a call as many times as it is meant, each time until it succeeds.
 async function often({ times, retries }, call) {
@@ -109,23 +109,19 @@ export const agents = {
 		log.push(await agent.getTask({ tenant: '', id: 'nothing', historyLength: undefined }, options).then(() => 'a task', (err) => err.constructor.name));
 		return { id: log.join('\n') };
 	},
-	// What comes of two payments in one batch with a read, of one of them in another batch, and alone.
+	// What comes of two payments in one batch, and of one of them alone.
 	async 'mcp-ts, batch'(task) {
 		const client = await mcp(task);
 		const said = {};
 		client.transport.onmessage = (message) => { said[message.id] = message.result ? text(message.result) : message.error?.message; };
-		const call = (id, name, key) => ({
-			jsonrpc: '2.0', id, method: 'tools/call', params: { name, arguments: { amount: task.amount }, ...key && { _meta: { 'idempotency-key': key } } },
+		const call = (id, key) => ({
+			jsonrpc: '2.0', id, method: 'tools/call', params: { name: 'pay', arguments: { amount: task.amount }, _meta: { 'idempotency-key': key } },
 		});
-		const send = async (...calls) => {
-			await client.transport.send(calls.length > 1 ? calls : calls[0]);
-			while (calls.some(({ id }) => said[id] === undefined)) await new Promise((resolve) => setTimeout(resolve, 5));
-		};
 		try {
-			await send(call(11, 'pay', 'a'), call(12, 'peek'), call(13, 'pay', 'b'));
-			await send(call(21, 'pay', 'c'), call(22, 'pay', 'a'));
-			await send(call(31, 'pay', 'c'));
-			return { id: [11, 22, 13, 21, 31, 12].map((id) => said[id]).join('\n') };
+			const refused = await client.transport.send([call(11, 'a'), call(12, 'b')]).then(() => 'sent', (err) => err.message);
+			await client.transport.send(call(21, 'a'));
+			while (said[21] === undefined) await new Promise((resolve) => setTimeout(resolve, 5));
+			return { id: refused + '\n' + said[21] };
 		} finally {
 			await client.close();
 		}
@@ -136,6 +132,21 @@ export const agents = {
 			const call = (name) => client.callTool({ name, arguments: { amount: task.amount } }).then(text, (err) => err.message);
 			return { id: await call('pay') + '\n' + await call('peek') };
 		} finally {
+			await client.close();
+		}
+	},
+	// What comes of a call that the program gives up while its server works, as the SDK does after a timeout,
+	// and of the same call again.
+	async 'mcp-ts, cancelled'(task) {
+		const client = await mcp(task);
+		const call = (signal, onprogress) => client.callTool({ name: 'stuck', arguments: { amount: task.amount } }, undefined, { signal, onprogress })
+			.then(text, (err) => `${err.code} ${err.data?.error?.code}`);
+		try {
+			const gives = new AbortController();
+			await call(gives.signal, () => gives.abort());
+			return { id: await call(undefined, () => {}) };
+		} finally {
+			await client.transport.terminateSession();
 			await client.close();
 		}
 	},

@@ -5,9 +5,11 @@ import Stripe from 'stripe';
 import OpenAI from 'openai';
 import Anthropic from '@anthropic-ai/sdk';
 import { agents } from './agents.mjs';
+import { files } from './files.mjs';
 
 const clients = {
 	...agents,
+	...files,
 	async stripe({ base, key, amount, retries }) {
 		const { hostname, port } = new URL(base);
 		const stripe = new Stripe('sk_test_1', { host: hostname, port, protocol: 'http', telemetry: false });

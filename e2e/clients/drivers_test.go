@@ -37,6 +37,8 @@ type task struct {
 	Times   int        `json:"times"`
 	Timeout int        `json:"timeout"`
 	Calls   []toolCall `json:"calls"`
+	// Of programs that copy, upload and push: what they do, one after the other.
+	Steps []string `json:"steps"`
 }
 
 // toolCall is a call of a tool, with how many notifications of its progress come.

@@ -118,6 +118,37 @@ http://:1005 {
 }
 `))
 
+// built is the gateway's binary, which is built once for all tests.
+var built struct {
+	sync.Once
+	dir string
+	out []byte
+	err error
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	_ = os.RemoveAll(built.dir)
+	os.Exit(code)
+}
+
+// caddy is the path of the gateway's binary.
+func caddy(t *testing.T) string {
+	t.Helper()
+	built.Do(func() {
+		if built.dir, built.err = os.MkdirTemp("", "clients-caddy"); built.err != nil {
+			return
+		}
+		build := exec.Command("go", "build", "-o", built.dir, "./cmd/caddy")
+		build.Dir = filepath.Join("..", "..")
+		built.out, built.err = build.CombinedOutput()
+	})
+	if built.err != nil {
+		t.Fatalf("building the gateway: %v\n%s", built.err, built.out)
+	}
+	return filepath.Join(built.dir, "caddy")
+}
+
 // gateway is Caddy with this module, as a process.
 type gateway struct {
 	dir string
@@ -131,12 +162,6 @@ func startGateway(t *testing.T, u *upstream) *gateway {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	binary := filepath.Join(dir, "caddy")
-	build := exec.Command("go", "build", "-o", binary, "./cmd/caddy")
-	build.Dir = filepath.Join("..", "..")
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("building the gateway: %v\n%s", err, out)
-	}
 	var config bytes.Buffer
 	if err := caddyfile.Execute(&config, map[string]string{
 		"Dir": dir, "HTTP": u.Listener.Addr().String(), "Plain": u.plain.Listener.Addr().String(),
@@ -148,7 +173,7 @@ func startGateway(t *testing.T, u *upstream) *gateway {
 		t.Fatal(err)
 	}
 	var log bytes.Buffer
-	process := exec.Command(binary, "run", "--config", file, "--adapter", "caddyfile")
+	process := exec.Command(caddy(t), "run", "--config", file, "--adapter", "caddyfile")
 	process.Env = append(os.Environ(), "XDG_DATA_HOME="+dir, "XDG_CONFIG_HOME="+dir)
 	process.Stdout, process.Stderr = &log, &log
 	if err := process.Start(); err != nil {

@@ -24,6 +24,13 @@ function tools() {
 		}
 		return text(`slow ${amount}`);
 	});
+	// It works until its client cancels the call. The SDK then sends no answer.
+	server.registerTool('stuck', { inputSchema: { amount: z.number() } }, async ({ amount }, { _meta, signal, sendNotification }) => {
+		const cancelled = new Promise((resolve) => signal.addEventListener('abort', resolve));
+		await sendNotification({ method: 'notifications/progress', params: { progressToken: _meta.progressToken, progress: 1, total: 2 } });
+		await cancelled;
+		return text(`stuck ${amount}`);
+	});
 	// It answers on a stream that its client has to resume.
 	server.registerTool('later', { inputSchema: { amount: z.number() } }, async ({ amount }, { closeSSEStream }) => {
 		const effect = `effect-${++effects} of ${amount}`;

@@ -16,8 +16,8 @@ import (
 
 // An export is text: a title, the signed head, one line for each entry in order, and the
 // number of entries. A signed note before the entries of a tile lists the pruned ones. An
-// entry whose leaf has the header and the payload of its token follows its signature; form 1
-// has none of those. Binary values are in standard base64 with padding.
+// entry whose leaf has the header and the payload of its token follows its signature. Binary
+// values are in standard base64 with padding.
 //
 //	agent-guard ledger export 2
 //	head BASE64 OF THE SIGNED NOTE
@@ -28,8 +28,7 @@ import (
 //	pruned BASE64 OF THE LEAF HASH
 //	end 2
 const (
-	exportTitle     = "agent-guard ledger export 1"
-	exportTitle2    = "agent-guard ledger export 2"
+	exportTitle     = "agent-guard ledger export 2"
 	exportHead      = "head "
 	exportEntry     = "entry "
 	exportSignature = "signature "
@@ -52,11 +51,8 @@ type exporter struct {
 }
 
 func (x *exporter) export() (Head, error) {
-	head, title := x.state.head, exportTitle
-	if x.options.Signature != nil {
-		title = exportTitle2
-	}
-	fmt.Fprintf(x.w, "%s\n", title)
+	head := x.state.head
+	fmt.Fprintf(x.w, "%s\n", exportTitle)
 	line(x.w, exportHead, head.Note)
 	r := x.entries(0, 0)
 	r.To = x.entryKey(head.Size)
@@ -195,7 +191,7 @@ func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func
 	if err != nil {
 		return Exported{}, err
 	}
-	if string(title) != exportTitle && string(title) != exportTitle2 {
+	if string(title) != exportTitle {
 		return Exported{}, fmt.Errorf("%w: not an export, or one of another version", ErrProof)
 	}
 	kind, value, err := r.next()
@@ -209,7 +205,7 @@ func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func
 	if x.Head, err = ParseHead(value, origin, keys); err != nil {
 		return Exported{}, err
 	}
-	t := exportVerifier{x: &x, visit: visit, origin: origin, keys: keys, first: string(title) == exportTitle}
+	t := exportVerifier{x: &x, visit: visit, origin: origin, keys: keys}
 	tree := &t.tree
 	for {
 		for i := range known {
@@ -240,7 +236,6 @@ type exportVerifier struct {
 	visit  func(Entry) error
 	origin string
 	keys   note.Verifiers
-	first  bool  // the export has form 1
 	marks  marks // of the tile of the next entry
 	noted  bool  // the previous line was the note of the tile
 
@@ -257,9 +252,6 @@ func (t *exportVerifier) take(kind string, value []byte) error {
 		return fmt.Errorf("%w: entry %d: a signature belongs to an entry", ErrProof, index)
 	}
 	if kind == exportSignature {
-		if t.first {
-			return fmt.Errorf("%w: entry %d: a signature in an export of form 1", ErrProof, index)
-		}
 		if len(value) == 0 || len(value) > maxSignature {
 			return fmt.Errorf("%w: entry %d: a signature of %d bytes", ErrProof, index, len(value))
 		}

@@ -172,7 +172,6 @@ func FuzzVerifyExport(f *testing.F) {
 		}
 		// Nothing but the log itself was ever signed; what it holds can only be left out.
 		whole := x.Pruned == 0
-		text = bytes.Replace(text, []byte(exportTitle2), []byte(exportTitle), 1) // of an entry that has no signature both are the same
 		if seen != int(x.Entries) || x.Entries+x.Pruned != 3 || whole != bytes.Equal(text, good) {
 			t.Errorf("forged: %q", text)
 		}

@@ -242,6 +242,39 @@ func HandlesRollback(r *http.Request) bool {
 	return ok && to.rollback()
 }
 
+// ReadsCheckpoint reports whether a request asks for a checkpoint, which only those who may roll it back
+// see.
+func ReadsCheckpoint(r *http.Request) bool {
+	to, ok := parseRoute(r.URL)
+	return ok && to.endpoint == endpointCheckpoint
+}
+
+// FitsPhase reports whether a token may be presented with a request that names its phase: what it was
+// made for is that endpoint, and that checkpoint. Which phase of a rollback the body asks for is
+// compared by Rollbacks.
+func FitsPhase(r *http.Request, phase string, ext ect.Ext) bool {
+	to, ok := parseRoute(r.URL)
+	if !ok {
+		return false
+	}
+	switch to.endpoint {
+	case endpointPrepareRollback:
+		return phase != string(rollback.PhaseExecute)
+	case endpointAskRollback:
+		return phase == string(rollback.PhaseExecute) || phase == string(rollback.PhaseDry)
+	case endpointRollback:
+		return phase == evidence.PhaseStatus
+	case endpointCheckpoint:
+		name, err := segment(to.name, "checkpoint")
+		return err == nil && phase == evidence.PhaseCheckpoint && name == evidence.NamedCheckpoint(ext)
+	case endpointWorkflowTokens, endpointCircuits:
+		return phase == evidence.PhaseRead
+	case endpointHold:
+		return phase == evidence.PhaseHold
+	}
+	return false
+}
+
 // RollbackURL returns the path at which a rollback is read.
 func RollbackURL(id string) string { return RollbackPath + "/" + url.PathEscape(id) }
 
@@ -412,7 +445,7 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	var wrong *plan.Error
 	switch {
 	case errors.As(err, &wrong):
-		p := NewProblem(planInvalid, fmt.Sprintf("It has %d problems, such as this one: %s.", len(wrong.Problems)+wrong.More, wrong.Problems[0]))
+		p := NewProblem(planInvalid, fmt.Sprintf("It has %d problems, which the member problems lists.", len(wrong.Problems)+wrong.More))
 		p.Problems, p.More = wrong.Problems, wrong.More
 		return p
 	case errors.Is(err, plan.ErrExists):

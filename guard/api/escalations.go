@@ -181,6 +181,8 @@ type EscalationReader struct {
 	Roles []string
 	// Signed is the body that the reader's token is bound to, and nil without a token in a POST.
 	Signed []byte
+	// Token is the hash of that token; empty without one in a POST.
+	Token string
 }
 
 // Escalations answers questions about escalations, and decides them. It is safe for concurrent use.
@@ -395,7 +397,7 @@ func refusedDecision(reason, detail string) *Problem {
 // count counts the decision, or says why it does not.
 func (q *escalationRequest) count(e *hitl.Escalation, d *wantedDecision) (hitl.Escalation, error) {
 	got, err := q.Store.Decide(q.r.Context(), e.ID, hitl.Vote{
-		By: q.who.Name, Roles: q.who.Roles, Approve: d.decision == decisionApprove, Hash: d.hash, Reason: d.reason,
+		By: q.who.Name, Roles: q.who.Roles, Approve: d.decision == decisionApprove, Hash: d.hash, Reason: d.reason, Token: q.who.Token,
 	})
 	void := func(reason, detail string) error {
 		p := NewProblem(decisionVoid, detail)

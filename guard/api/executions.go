@@ -237,7 +237,7 @@ type executionStatus struct {
 	Method   string `json:"method"`
 	Path     string `json:"path"`
 	Action   string `json:"action"`
-	Workflow string `json:"workflow,omitempty"`
+	Workflow string `json:"workflow_name,omitempty"` // as the caller named it
 	State    string `json:"state"`
 	// Cause is why the execution is in doubt.
 	Cause   string    `json:"cause,omitempty"`

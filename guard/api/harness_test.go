@@ -413,6 +413,7 @@ type fake struct {
 	result    func(*rollback.Rollback)   // what it ends with; nil never ends
 	bound     map[string]evidence.Use    // by workflow and id
 	digests   map[string][32]byte        // of those
+	acted     map[string]bool            // by name
 	entered   []string                   // ids
 	onExecute func(rollback.Request)     // before it is accepted
 	drafted   *rollback.Draft            // the last one
@@ -436,7 +437,7 @@ func (f *fake) Resolve(_ context.Context, id, checkpoint string) (string, error)
 func newFake() *fake {
 	return &fake{
 		accepted: map[string]rollback.Request{}, done: map[string]*rollback.Rollback{},
-		bound: map[string]evidence.Use{}, digests: map[string][32]byte{}, waited: make(chan struct{}, 100),
+		bound: map[string]evidence.Use{}, acted: map[string]bool{}, digests: map[string][32]byte{}, waited: make(chan struct{}, 100),
 		result:  func(r *rollback.Rollback) { r.Status = rollback.Completed },
 		readers: map[string]map[string]bool{alice: {point: true}}, reserved: map[string]*rollback.Prepared{},
 	}
@@ -536,10 +537,10 @@ func (f *fake) bindAll(writes []store.Write) error {
 		bindingsMu.Lock()
 		bound := bindings[string(w.Key)]
 		bindingsMu.Unlock()
-		if _, taken := f.bound[name(bound.token)]; taken {
+		if f.acted[name(bound.token)] || f.bound[name(bound.token)] != bound.use {
 			return fmt.Errorf("commit: %w", &store.Conflict{Key: w.Key})
 		}
-		f.bound[name(bound.token)], f.digests[name(bound.token)] = bound.use, bound.token.Digest()
+		f.acted[name(bound.token)] = true
 	}
 	return nil
 }
@@ -586,6 +587,8 @@ func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Wr
 	return made, ctx.Err()
 }
 
+func (f *fake) AskedWith(context.Context, string, string) (string, error) { return "", nil }
+
 func (f *fake) Get(_ context.Context, id string) (*rollback.Rollback, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -627,13 +630,18 @@ func (f *fake) Recorded(_ context.Context, t *ect.Token, use evidence.Use) (evid
 	switch {
 	case !ok:
 		return evidence.Unused, nil
-	case before == use && f.digests[name(t)] == t.Digest():
-		return evidence.Same, nil
+	case before != use || f.digests[name(t)] != t.Digest():
+		return evidence.Other, nil
+	case f.acted[name(t)]:
+		return evidence.Acted, nil
 	}
-	return evidence.Other, nil
+	return evidence.Same, nil
 }
 
-func (f *fake) Enter(_ context.Context, all []*ect.Token) error {
+func (f *fake) Enter(ctx context.Context, all []*ect.Token, t *ect.Token, use evidence.Use) error {
+	if err := f.Bind(ctx, t, use, false); err != nil {
+		return err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, t := range all {
@@ -644,7 +652,7 @@ func (f *fake) Enter(_ context.Context, all []*ect.Token) error {
 	return nil
 }
 
-func (f *fake) Bound(_ context.Context, t *ect.Token, use evidence.Use) (store.Write, error) {
+func (f *fake) Acted(_ context.Context, t *ect.Token, use evidence.Use) (store.Write, error) {
 	key := uuid.NewString()
 	bindingsMu.Lock()
 	defer bindingsMu.Unlock()
@@ -652,13 +660,13 @@ func (f *fake) Bound(_ context.Context, t *ect.Token, use evidence.Use) (store.W
 	return store.Write{Key: []byte(key)}, nil
 }
 
-func (f *fake) Bind(_ context.Context, t *ect.Token, use evidence.Use) error {
+func (f *fake) Bind(_ context.Context, t *ect.Token, use evidence.Use, acted bool) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if before, ok := f.bound[name(t)]; ok && before != use {
 		return &ect.Error{Code: ect.CodeReplayed}
 	}
-	f.bound[name(t)], f.digests[name(t)] = use, t.Digest()
+	f.bound[name(t)], f.digests[name(t)], f.acted[name(t)] = use, t.Digest(), f.acted[name(t)] || acted
 	return nil
 }
 

@@ -47,6 +47,8 @@ type LedgerOptions struct {
 	// workflow, and its Raw as payload. The error is ledger.ErrDuplicate if an id is taken.
 	// Required.
 	Record func(ctx context.Context, tokens []*ect.Token) error
+	// Bind binds the token of who puts a plan to that, durably. The error is a *Problem. Nil does nothing.
+	Bind func(ctx context.Context, t *ect.Token, use evidence.Use) error
 	// Refused takes the tokens of a request that was refused since what they name is not known here,
 	// or not to their issuer. It must behave the same whatever they name (P3). Nil does nothing.
 	Refused func(r *http.Request, raws []string) error

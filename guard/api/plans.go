@@ -115,6 +115,11 @@ func (q *ledgerRequest) putPlan() error {
 	if token != nil && token.InputHash() != ect.Sum(body) {
 		return &ect.Error{Code: ect.CodeInputHash}
 	}
+	if token != nil && q.Bind != nil {
+		if err := q.Bind(q.r.Context(), token, UseAt("plan", p.Workflow, body)); err != nil {
+			return err
+		}
+	}
 	doc, created, err := q.PutPlan(q.r.Context(), body, p)
 	if err != nil {
 		return err
@@ -198,6 +203,9 @@ func (s *Ledger) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc 
 		}
 	}
 	a, created, err := s.Assigned.Put(ctx, p)
+	if s.Followers != nil {
+		s.Followers.Changed(p.Workflow)
+	}
 	if err == nil && awaited {
 		err = s.AwaitEnd(ctx, p.Workflow) // it has its plan now
 	}
@@ -257,9 +265,10 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 	}
 	defer done()
 	var records []workflow.Record
+	var recorded []time.Time
 	nodes := make(map[string]string)
 	more, err := s.each(ctx, wid, s.MaxPlanned, func(e *ledger.Entry) bool {
-		records = append(records, s.recordOf(e))
+		records, recorded = append(records, s.recordOf(e)), append(recorded, e.Recorded)
 		if _, twice := nodes[e.ID]; !twice {
 			nodes[e.ID] = s.sourceOf(e).node
 		}
@@ -269,6 +278,7 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 	if err != nil || len(records) == 0 {
 		return nil, more, err
 	}
+	inLedgerOrder(records, recorded)
 	p := d.Progress(workflow.New(records), func(id string) string { return nodes[id] })
 	for _, id := range p.Others {
 		found = append(found, Misfit{Task: id, Text: "it is no node of the plan"})
@@ -292,6 +302,19 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 		}
 	}
 	return found[:min(len(found), maxMisfits)], more || len(found) > maxMisfits, nil
+}
+
+// inLedgerOrder gives records their places in the order of the ledger as times: those of tokens are whole seconds, of
+// several clocks. Those of several logs are ordered by when they were recorded.
+func inLedgerOrder(records []workflow.Record, recorded []time.Time) {
+	order := make([]int, len(records))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return recorded[a].Compare(recorded[b]) })
+	for place, i := range order {
+		records[i].Time = time.Unix(int64(place), 0)
+	}
 }
 
 // maxMisfits is how many misfits an answer names.
@@ -353,8 +376,8 @@ func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
 	if a, err = q.Assigned.Of(ctx, wid, nil); err != nil || a != nil && q.who.Issuer != "" && a.By == q.who.Issuer {
 		return a, err
 	}
-	all := q.who.Issuer != "" && slices.Contains(q.Coordinators, q.who.Issuer)
-	if q.who.Issuer == "" && !q.who.Anonymous && !q.who.Credential {
+	all := q.who.Operator || q.who.Issuer != "" && slices.Contains(q.Coordinators, q.who.Issuer)
+	if !all && q.who.Issuer == "" && !q.who.Anonymous && !q.who.Credential {
 		who, err := q.MayPut(q.r, false)
 		if err != nil {
 			return nil, err

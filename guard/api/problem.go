@@ -515,17 +515,17 @@ var (
 	}
 	BatchMixed = Kind{
 		Slug: "batch-mixed", Status: http.StatusBadRequest,
-		Title:    "The messages of the batch belong to different actions",
-		meaning:  "The batch is one call, by a header or a token of its caller or since its protocol is not configured, under the rules of one action. Its messages that change something belong to several. Nothing was forwarded.",
-		caller:   "Send the messages one by one.",
-		operator: "Actions are chosen by message with `match tool` and `match argument`. With `protocol mcp`, `a2a` or `jsonrpc` the calls of a batch have their own.",
+		Title:    "Several messages of the batch may change something",
+		meaning:  "A batch is one call, under the rules of the message in it that may change something. This one has several such messages. Nothing was forwarded.",
+		caller:   "Send each message that may change something in a request of its own.",
+		operator: "Nothing needs to be done.",
 	}
 	CallerUnstable = Kind{
 		Slug: "caller-unstable", Status: http.StatusBadRequest,
 		Title:    "The credentials change with every attempt",
-		meaning:  "The Authorization scheme signs each request anew, so the gateway cannot tell that a retry comes from the same caller, and must not show one caller's result to another.",
+		meaning:  "The Authorization scheme signs each request anew, or the call's only credential is a signature or cookies, which change by themselves. So the gateway cannot tell that a retry comes from the same caller, and must not show one caller's result to another. Nothing was forwarded.",
 		caller:   "Use a credential that stays the same over retries, or ask the operator to name the caller another way.",
-		operator: "Set `caller` to a placeholder that is the same for every attempt, for example the key id of the signature.",
+		operator: "Write `caller cookie NAME` with the name of the session's cookie, or set `caller` to a placeholder that is the same for every attempt, for example the key id of the signature.",
 	}
 	FingerprintMismatch = Kind{
 		Slug: "fingerprint-mismatch", Status: http.StatusUnprocessableEntity,
@@ -600,7 +600,7 @@ var (
 		retry: true, retryAfter: 2 * time.Second,
 		meaning:  "Calls of this kind are undone by putting back what stood there before, and the gateway could not read that from the upstream. Nothing was recorded or forwarded.",
 		caller:   "Send the same call again after Retry-After.",
-		operator: "The gateway's log says what came of the GET: the upstream refuses it (credentials for it go into `restore`, or `undo_auth recorded`), it took longer than `snapshot_timeout`, or the answer is larger than `max_image`. `on_snapshot_error irreversible` lets such calls through, and says in their checkpoints that they cannot be undone.",
+		operator: "The gateway's log says what came of the GET: the upstream refuses it (credentials for it go into `restore`, or `undo_auth recorded`), it took longer than 10 seconds, or the answer is larger than 1 MiB. `on_snapshot_error irreversible` lets such calls through, and says in their checkpoints that they cannot be undone.",
 	}
 	StoreUnavailable = Kind{
 		Slug: "store-unavailable", Status: http.StatusServiceUnavailable,
@@ -617,6 +617,14 @@ var (
 		meaning:  "The process finishes the calls that are running and starts no new ones. Nothing was forwarded.",
 		caller:   "Send the same call under the same id again after Retry-After.",
 		operator: "`drain` is how long the process waits for running calls.",
+	}
+	UpstreamUnreachable = Kind{
+		Slug: "upstream-unreachable", Status: http.StatusBadGateway, SafeNewKey: true,
+		Title: "The call could not be sent to the upstream",
+		retry: true, retryAfter: time.Second,
+		meaning:  "No connection to the upstream could be made, or it was closed before anything was sent. So the call was not executed, its id is free again, and Execution-Status says `released`. The status is that of the proxy: 502, or 503 where no upstream was available.",
+		caller:   "Send the same call under the same id again after Retry-After.",
+		operator: "The log names the upstream and the error. Error routes (`handle_errors`) of the server get the call in the place of this problem.",
 	}
 	CircuitOpen = Kind{
 		Slug: "circuit-open", Status: http.StatusServiceUnavailable, ErrorType: "circuit_open",
@@ -653,7 +661,7 @@ var (
 		Title:    "Only who took part may ask about it",
 		meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and what a workflow's tokens say to those who took part in it; never to callers without any.",
 		caller:   "Ask with the credential that the call was made with.",
-		operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or the fields of `credentials`. Calls without any of them can be looked up by an operator only.",
+		operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or a field that is a credential (docs/same-call.md). Cookies count only where `caller cookie` names them. Calls without any of them can be looked up by an operator only.",
 	}
 	executionUnknown = Kind{
 		Slug: "execution-unknown", Status: http.StatusNotFound,
@@ -726,7 +734,7 @@ var (
 func Kinds() []Kind {
 	return append([]Kind{
 		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, NodeUnknown, NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, DependencyNotDone, SnapshotFailed, StoreUnavailable, ShuttingDown, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
+		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, DependencyNotDone, SnapshotFailed, StoreUnavailable, ShuttingDown, UpstreamUnreachable, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
 		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown, workflowRunning, initiatorRequired,
 		ParameterInvalid,
 	}, rollbackKinds()...)

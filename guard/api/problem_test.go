@@ -17,7 +17,7 @@ import (
 // Terminal ones carry what stops the SDKs' retries; retryable ones a string where
 // stripe-go wants a number, so that it retries what it cannot read.
 func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
-	retryable := map[string]bool{"body-timeout": true, "workflow-running": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "dependency-not-done": true, "circuit-open": true}
+	retryable := map[string]bool{"body-timeout": true, "workflow-running": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "dependency-not-done": true, "circuit-open": true, "upstream-unreachable": true}
 	for _, k := range Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
 			p := NewProblem(k, "some detail")
@@ -138,7 +138,7 @@ func TestSafeNewKey(t *testing.T) {
 		"execution-id-missing": "there is no old key", "execution-id-invalid": "no call has run under such a key",
 		"rolled-back":    "the effect was undone",
 		"quota-exceeded": "found free", "bulkhead-full": "found free", "dependency-not-done": "found free", "snapshot-failed": "found free", "workflow-paused": "found free", "workflow-stopped": "found free", "approval-required": "found free", "approval-denied": "found free",
-		"node-unknown": "found free", "node-ambiguous": "found free",
+		"upstream-unreachable": "proven", "node-unknown": "found free", "node-ambiguous": "found free",
 		"not-in-workflow": "a rollback", "coordinator-required": "a rollback", "rollback-conflict": "a rollback", "rollback-mismatch": "a rollback",
 		"cannot-prepare": "a rollback", "plan-changed": "a rollback", "depended-on": "a rollback", "checkpoint-unknown": "a rollback", "checkpoint-expired": "a rollback", "checkpoint-tampered": "a rollback",
 	}
@@ -204,7 +204,7 @@ func TestGRPCStatuses(t *testing.T) {
 		"in-doubt": "9", "cannot-prepare": "9", "plan-changed": "9", "depended-on": "9", "checkpoint-tampered": "9", "checkpoint-expired": "9", "entry-pruned": "9",
 		"rolled-back": "10", "rollback-conflict": "10", "stream-refused": "12",
 		"in-progress": "14", "workflow-running": "14", "dependency-not-done": "14", "workflow-paused": "14", "approval-required": "14", "approval-denied": "7", "snapshot-failed": "14", "store-unavailable": "14", "shutting-down": "14",
-		"circuit-open": "14", "ect-unavailable": "14", "body-timeout": "14",
+		"circuit-open": "14", "upstream-unreachable": "14", "ect-unavailable": "14", "body-timeout": "14",
 	}
 	for _, k := range Kinds() {
 		p := NewProblem(k, "100% of \u00e9.")

@@ -4,8 +4,8 @@ import (
 	"cmp"
 	"context"
 	"crypto/sha256"
-	"encoding/binary"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"net/url"
@@ -55,6 +55,9 @@ type Coordinator interface {
 	Prepared(ctx context.Context, id string) (*rollback.Prepared, error)
 	// Resolve returns the id under which the rollback of a checkpoint is kept that is asked for under id.
 	Resolve(ctx context.Context, id, checkpoint string) (string, error)
+	// AskedWith returns the id of the token by which somebody else than the requester has asked for a rollback
+	// too; empty where he has not.
+	AskedWith(ctx context.Context, id, asker string) (string, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
 	// Wait returns a rollback once it is finished. With the error of ctx it returns the
@@ -66,14 +69,16 @@ type Coordinator interface {
 type Tokens interface {
 	// Recorded returns whether a token was used before, and for what.
 	Recorded(ctx context.Context, t *ect.Token, use evidence.Use) (evidence.TokenStatus, error)
-	// Enter records the tokens of a request that are not recorded yet, and waits until they
-	// are in the tree. The error is an *ect.Error if one is refused.
-	Enter(ctx context.Context, all []*ect.Token) error
-	// Bound returns the write that binds the requesting token to its use, on the condition
-	// that the token was not used before. It is part of the accepting commit.
-	Bound(ctx context.Context, t *ect.Token, use evidence.Use) (store.Write, error)
-	// Bind commits that write by itself, unless the token is bound already.
-	Bind(ctx context.Context, t *ect.Token, use evidence.Use) error
+	// Enter records the tokens of a request that are not recorded yet, in one commit with what the
+	// requesting one is bound to, and waits until they are in the tree. The error is an *ect.Error
+	// if one is refused.
+	Enter(ctx context.Context, all []*ect.Token, t *ect.Token, use evidence.Use) error
+	// Bind binds a requesting token by itself, and with acted records that what it asks for was
+	// done. The error is an *ect.Error if it is bound to something else.
+	Bind(ctx context.Context, t *ect.Token, use evidence.Use, acted bool) error
+	// Acted returns the write that what a bound token asks for was done, on the condition that it
+	// was not. It is part of the commit that does it.
+	Acted(ctx context.Context, t *ect.Token, use evidence.Use) (store.Write, error)
 	// Event returns the event recorded under an id of a workflow; it is empty for other
 	// actions. found is false if nothing is recorded.
 	Event(ctx context.Context, workflow, id string) (event ect.Event, found bool, err error)
@@ -186,6 +191,7 @@ type rollbackRequest struct {
 	counted counted
 	dry     bool // nothing is to be done
 	release bool // what is reserved is to be released
+	use     evidence.Use
 }
 
 // coordinator reports whether an identity is a configured rollback coordinator.
@@ -237,7 +243,7 @@ func (q *rollbackRequest) show() error {
 	if prepared != nil && r.State == rollback.Reserved {
 		return q.writeJSON(http.StatusOK, describePrepared(prepared, id))
 	}
-	return q.await(r, id, patience, ect.Cascade, "")
+	return q.await(r, id, patience, ect.Cascade, "", who.Issuer)
 }
 
 // maySee reports whether a reader takes part in what is rolled back.
@@ -248,8 +254,8 @@ func (q *rollbackRequest) maySee(r *rollback.Rollback, who evidence.Reader) (boo
 	return q.Tokens.Mine(q.r.Context(), r.Workflow, r.Checkpoint, who)
 }
 
-// await answers with the rollback once it is finished, or when patience is over.
-func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.Duration, dialect ect.Vocabulary, request string) error {
+// await answers asker with the rollback once it is finished, or when patience is over.
+func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.Duration, dialect ect.Vocabulary, request, asker string) error {
 	if r.State != rollback.Finished && patience > 0 {
 		ctx, cancel := until(q.r.Context(), q.Waits, patience)
 		later, err := q.Coordinator.Wait(ctx, id)
@@ -277,7 +283,7 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 	}
 	doc := Describe(r, id)
 	if r.Complete != "" {
-		raw, err := q.Tokens.Raw(ctx, r.Workflow, r.Complete)
+		raw, err := q.signed(ctx, r, id, asker)
 		if err != nil && q.r.Context().Err() == nil {
 			// The result is valid without the token, which reaches the ledger later.
 			q.Logger.Warn("the token of a finished rollback cannot be read", slog.String("rollback", id), slog.Any("error", err))
@@ -288,6 +294,23 @@ func (q *rollbackRequest) await(r *rollback.Rollback, id string, patience time.D
 		q.w.Header().Set(ect.FieldName, doc.ECT)
 	}
 	return q.writeRollback(http.StatusOK, doc)
+}
+
+// signed is the rollback_complete for asker. The recorded one names the token of the requester; who else has
+// asked for the same rollback gets one that names his own, and follows from the recorded one.
+func (q *rollbackRequest) signed(ctx context.Context, r *rollback.Rollback, id, asker string) (string, error) {
+	if asker != "" && asker != r.Requester {
+		token, err := q.Coordinator.AskedWith(ctx, id, asker)
+		if err != nil {
+			return "", err
+		}
+		if token != "" {
+			own := *r
+			own.Requester = asker
+			return q.Tokens.Result(ctx, &own, token, ect.Cascade)
+		}
+	}
+	return q.Tokens.Raw(ctx, r.Workflow, r.Complete)
 }
 
 // acceptTime bounds how long the gateway itself takes to accept a request, which reads its workflow.
@@ -317,6 +340,11 @@ func (q *rollbackRequest) ask() error {
 	if err != nil {
 		return err
 	}
+	phase, err := q.phase(who.Token)
+	if err != nil {
+		return err
+	}
+	q.use = UseAt(q.dialect.String()+" rollback", string(phase), body)
 	if who.Unseen {
 		return q.unseen(who.Token, wanted.Checkpoint)
 	}
@@ -330,7 +358,7 @@ func (q *rollbackRequest) ask() error {
 	if err != nil {
 		return err
 	}
-	return q.await(r, r.ID, patience, q.dialect, who.Token.ID())
+	return q.await(r, r.ID, patience, q.dialect, who.Token.ID(), who.Token.Issuer())
 }
 
 // Asks are the events whose tokens request a rollback: with them an agent has signed that
@@ -355,6 +383,30 @@ func (q *rollbackRequest) check(who *Asker, body []byte) error {
 		return refused(ect.CodeParents)
 	}
 	return t.CheckInput(ect.Sum(body))
+}
+
+// phase is what the request asks for. It is held to the phase that its token says, if it says one; such a
+// token says the body too, which was compared.
+func (q *rollbackRequest) phase(t *ect.Token) (rollback.Phase, error) {
+	phase := rollback.PhaseExecute
+	switch {
+	case q.release:
+		phase = rollback.PhaseRelease
+	case q.dry:
+		phase = rollback.PhaseDry
+	case q.endpoint == endpointPrepareRollback:
+		phase = rollback.PhasePrepare
+	}
+	signed, ok := t.Ext().Text(evidence.MemberPhase)
+	switch _, there := t.Ext().Raw(evidence.MemberPhase); {
+	case !there:
+		return phase, nil
+	case !ok || signed != string(phase):
+		return phase, refusedFor(ect.CodeExt, fmt.Sprintf("%s of the token is another phase than %s.", evidence.MemberPhase, phase))
+	case t.InputHash().IsZero():
+		return phase, refused(ect.CodeInputHash)
+	}
+	return phase, nil
 }
 
 // request makes the coordinator's request.
@@ -462,14 +514,13 @@ func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error)
 }
 
 // prepare answers with what the rollback would do (cascade 4.3.2, phase 1), and reserves it
-// unless it is a dry run. Nothing is recorded of a token whose request is refused, or changes
-// nothing; one that has prepared a rollback is good for nothing else.
+// unless it is a dry run. Nothing is recorded of a token whose request is refused. Any other one is
+// bound to this very request, also where it changes nothing.
 func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
 	defer cancel()
-	use := useOf("agent_guard prepare", &wanted)
 	for {
-		status, err := q.unused(ctx, who, use)
+		status, err := q.unused(ctx, who)
 		if err != nil {
 			return err
 		}
@@ -499,7 +550,9 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 			return rollback.ErrUnnamed
 		}
 		if p.Ready() && p.Until.IsZero() && p.Rollback.State == rollback.Reserved && !q.dry {
-			p, err = q.reserve(ctx, who, p, use, status)
+			p, err = q.reserve(ctx, who, p, status)
+		} else {
+			err = q.Tokens.Bind(ctx, who.Token, q.use, false)
 		}
 		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
 			continue // another request has used the token meanwhile
@@ -518,42 +571,47 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 	}
 }
 
-// reserve reserves what was prepared, with the use of its token.
-func (q *rollbackRequest) reserve(ctx context.Context, who *Asker, p *rollback.Prepared, use evidence.Use, status evidence.TokenStatus) (*rollback.Prepared, error) {
+// reserve reserves what was prepared. A token reserves once: it stands in the ledger, and whoever reads
+// it there must not hold calls back with it.
+func (q *rollbackRequest) reserve(ctx context.Context, who *Asker, p *rollback.Prepared, status evidence.TokenStatus) (*rollback.Prepared, error) {
+	switch {
+	case status == evidence.Acted:
+		return nil, refusedFor(ect.CodeReplayed, "What this token has reserved is not reserved any more; prepare with a new one.")
+	case who.Late != nil:
+		return nil, who.Late
+	}
 	if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil {
 		return nil, err
 	}
-	if err := q.Tokens.Enter(ctx, who.All); err != nil {
-		return nil, err
-	}
-	if status == evidence.Same { // its reservation has ended
-		return q.Coordinator.Reserve(ctx, p, q.Reservation)
-	}
-	bound, err := q.Tokens.Bound(ctx, who.Token, use)
+	acted, err := q.enter(ctx, who)
 	if err != nil {
 		return nil, err
 	}
-	return q.Coordinator.Reserve(ctx, p, q.Reservation, bound)
+	return q.Coordinator.Reserve(ctx, p, q.Reservation, acted)
+}
+
+// enter records the tokens of a request and what the requesting one is bound to, in one commit: at no
+// time can somebody read it who could use it for something else. It returns the write for what it asks
+// for.
+func (q *rollbackRequest) enter(ctx context.Context, who *Asker) (store.Write, error) {
+	if err := q.Tokens.Enter(ctx, who.All, who.Token, q.use); err != nil {
+		return store.Write{}, err
+	}
+	return q.Tokens.Acted(ctx, who.Token, q.use)
 }
 
 // endReservation ends what the same requester has reserved with the same request, and answers the
-// same where nothing is reserved any more. Nothing is recorded of a token that changes nothing; one
-// that has released a reservation is good for nothing else, and releases no later one.
+// same where nothing is reserved any more. A token that has asked for it releases no later reservation.
 func (q *rollbackRequest) endReservation(who *Asker, wanted rollback.Request) error {
 	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
 	defer cancel()
-	use := useOf("agent_guard release", &wanted)
 	for {
-		status, err := q.unused(ctx, who, use)
+		status, err := q.unused(ctx, who)
 		if err != nil {
 			return err
 		}
-		var bound []store.Write
-		if status == evidence.Unused {
-			if bound, err = q.beforeRelease(ctx, who, &wanted, use); err != nil {
-				return err
-			}
-			err = q.Coordinator.Release(ctx, wanted, bound...)
+		if status != evidence.Acted {
+			err = q.endOnce(ctx, who, wanted)
 		}
 		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
 			continue // another request has used the token meanwhile
@@ -574,34 +632,40 @@ func (q *rollbackRequest) endReservation(who *Asker, wanted rollback.Request) er
 	}
 }
 
-// beforeRelease is what comes before a release: a request for what is not reserved counts in the
-// rates, and one for what is brings the use of its token.
-func (q *rollbackRequest) beforeRelease(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use) ([]store.Write, error) {
+// endOnce ends a reservation with a token that has ended none. A request for what is not reserved counts
+// in the rates, and uses its token up as well.
+func (q *rollbackRequest) endOnce(ctx context.Context, who *Asker, wanted rollback.Request) error {
 	p, err := q.Coordinator.Prepared(ctx, wanted.ID)
 	reserved := err == nil && p.Rollback.State == rollback.Reserved
 	switch {
 	case err == nil:
 	case !errors.Is(err, rollback.ErrUnknown):
-		return nil, err
+		return err
 	default:
 		if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
-			return nil, err
+			return err
 		}
 	}
-	if err := q.inWorkflow(ctx, who.Token, wanted.Checkpoint); err != nil || !reserved {
-		return nil, err
+	if err := q.inWorkflow(ctx, who.Token, wanted.Checkpoint); err != nil {
+		return err
 	}
-	if err := q.Tokens.Enter(ctx, who.All); err != nil {
-		return nil, err
+	if reserved {
+		acted, err := q.enter(ctx, who)
+		if err != nil {
+			return err
+		}
+		return q.Coordinator.Release(ctx, wanted, acted)
 	}
-	write, err := q.Tokens.Bound(ctx, who.Token, use)
-	return []store.Write{write}, err
+	if err := q.Coordinator.Release(ctx, wanted); err != nil {
+		return err
+	}
+	return q.Tokens.Bind(ctx, who.Token, q.use, true)
 }
 
 // unused returns whether a token was used for the same before. It refuses a token that was used
 // for something else, and an expired one that was not used.
-func (q *rollbackRequest) unused(ctx context.Context, who *Asker, use evidence.Use) (evidence.TokenStatus, error) {
-	status, err := q.Tokens.Recorded(ctx, who.Token, use)
+func (q *rollbackRequest) unused(ctx context.Context, who *Asker) (evidence.TokenStatus, error) {
+	status, err := q.Tokens.Recorded(ctx, who.Token, q.use)
 	switch {
 	case err != nil:
 		return status, err
@@ -619,9 +683,8 @@ func (q *rollbackRequest) unused(ctx context.Context, who *Asker, use evidence.U
 func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback.Rollback, error) {
 	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
 	defer cancel()
-	use := useOf("agent_guard rollback", &wanted)
 	for {
-		status, err := q.unused(ctx, who, use)
+		status, err := q.unused(ctx, who)
 		if err != nil {
 			return nil, err
 		}
@@ -634,10 +697,12 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 		}
 		foreign := known != nil && known.Workflow != who.Token.Workflow()
 		switch {
-		case status == evidence.Same && known != nil:
+		case status == evidence.Acted && known != nil:
 			return known, nil
-		case status == evidence.Same:
+		case status == evidence.Acted:
 			return nil, refused(ect.CodeReplayed) // its rollback was deleted after its retention
+		case known == nil && who.Late != nil:
+			return nil, who.Late // it was bound, and nothing came of it
 		case known == nil || foreign:
 			if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
 				return nil, err
@@ -649,7 +714,7 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 		if foreign {
 			return nil, unknownPart()
 		}
-		r, err := q.execute(ctx, who, &wanted, use, known != nil)
+		r, err := q.execute(ctx, who, &wanted, known != nil)
 		if err == nil {
 			return r, nil
 		}
@@ -674,19 +739,19 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback
 }
 
 // execute asks the coordinator. A refusal is not a step of the workflow, so nothing is
-// recorded of it. An accepted rollback follows from its token: the token is recorded first,
-// and its use in the commit of the acceptance.
-func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollback.Request, use evidence.Use, known bool) (*rollback.Rollback, error) {
+// recorded of it. An accepted rollback follows from its token: the token is recorded first, bound to
+// this request, and that it has acted in the commit of the acceptance.
+func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollback.Request, known bool) (*rollback.Rollback, error) {
 	if known {
 		r, err := q.Coordinator.Accept(ctx, &rollback.Draft{Request: *wanted})
 		if err == nil && wanted.Unnamed && wanted.Error == "" {
 			err = rollback.ErrUnnamed
 		}
 		if err == nil {
-			err = q.Tokens.Enter(ctx, who.All)
+			err = q.Tokens.Enter(ctx, who.All, who.Token, q.use)
 		}
 		if err == nil {
-			err = q.Tokens.Bind(ctx, who.Token, use)
+			err = q.Tokens.Bind(ctx, who.Token, q.use, true)
 		}
 		return r, err
 	}
@@ -705,18 +770,15 @@ func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollb
 			return nil, err
 		}
 	}
-	if err := q.Tokens.Enter(ctx, who.All); err != nil {
-		return nil, err
-	}
-	bound, err := q.Tokens.Bound(ctx, who.Token, use)
+	acted, err := q.enter(ctx, who)
 	if err != nil {
 		return nil, err
 	}
-	r, err := q.Coordinator.Accept(ctx, draft, bound)
+	r, err := q.Coordinator.Accept(ctx, draft, acted)
 	if err != nil {
 		return nil, err
 	}
-	return r, q.Tokens.Bind(ctx, who.Token, use) // no-op unless another request accepted it first
+	return r, q.Tokens.Bind(ctx, who.Token, q.use, true) // no-op unless another request accepted it first
 }
 
 // mismatch names another rollback with the same id only to callers who may read it (P3).
@@ -795,19 +857,10 @@ func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (t
 	return p
 }
 
-// useOf returns what the token of a request is used for: this phase and content, on any path.
-func useOf(phase string, r *rollback.Request) evidence.Use {
-	sum := sha256.New()
-	parts := []string{phase, cmp.Or(r.Named, r.ID), r.Checkpoint, string(r.Scope), r.Reason, r.Urgency}
-	if r.KeepDependants {
-		parts = append(parts, "keep dependants")
-	}
-	for _, part := range parts {
-		// A hash never fails to write.
-		_, _ = sum.Write(binary.BigEndian.AppendUint64(nil, uint64(len(part))))
-		_, _ = sum.Write([]byte(part))
-	}
-	return evidence.Use(sum.Sum(nil))
+// UseAt returns what a token is used for at an endpoint: its phase, if it has several, and the body.
+func UseAt(endpoint, phase string, body []byte) evidence.Use {
+	of := ect.Sum(body)
+	return sha256.Sum256([]byte("agent_guard " + endpoint + "\x00" + phase + "\x00" + of.String()))
 }
 
 // maxBuckets bounds the memory of a Limit; each bucket takes about 200 bytes.

@@ -2,6 +2,7 @@ package api
 
 import (
 	"bytes"
+	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
 	"errors"
@@ -49,7 +50,7 @@ type asked struct {
 	cascade, keep                          *bool
 	dry                                    bool                // nothing is to be done
 	release                                bool                // what is reserved is to be released
-	planned                                [32]byte            // the hash of the plan; zero without one
+	planned                                string              // the hash of the plan, 32 bytes; empty without one
 	partOf                                 string              // the rollback at another gateway; empty without
 	precedence                             rollback.Precedence // of that; zero without
 }
@@ -112,12 +113,11 @@ func parseBody(body []byte, to resource) (*asked, error) {
 		return nil, badParameter(fmt.Sprintf("urgency is longer than %d bytes.", maxUrgency))
 	}
 	if hash != "" {
-		if len(hash) != hex.EncodedLen(len(a.planned)) {
-			return nil, badParameter(badHash)
+		sum, err := hex.DecodeString(hash)
+		if err != nil || len(sum) != sha256.Size {
+			return nil, badParameter("plan_hash is no SHA-256 in hexadecimal, as the prepared plan has it.")
 		}
-		if _, err := hex.Decode(a.planned[:], []byte(hash)); err != nil || a.planned == [32]byte{} { // which would be any plan
-			return nil, badParameter(badHash)
-		}
+		a.planned = string(sum)
 	}
 	if a.precedence, err = parsePrecedence(members["precedence"]); err != nil {
 		return nil, err
@@ -156,8 +156,6 @@ func parsePrecedence(raw json.RawMessage) (p rollback.Precedence, err error) {
 
 // phaseRelease ends a reservation.
 const phaseRelease = string(rollback.PhaseRelease)
-
-const badHash = "plan_hash is no SHA-256 in hexadecimal, as the prepared plan has it."
 
 // ParseScope parses the word for a scope. Without a word, cascade decides; without both,
 // the scope is single. Both together must not contradict each other.

@@ -260,8 +260,11 @@ func (q *ledgerRequest) views(wid string, most int) (v, planned *view, err error
 func (q *ledgerRequest) read(wid string, whole bool) (doc Workflow, found bool, err error) {
 	ctx := q.r.Context()
 	v, planned, err := q.views(wid, q.MaxNodes)
-	if err != nil || v.part.Empty() {
+	if err != nil {
 		return doc, false, err
+	}
+	if v.part.Empty() {
+		return q.readPlanned(wid, v, whole)
 	}
 	follows, err := q.planOf(ctx, wid, planned)
 	if err != nil {
@@ -278,6 +281,21 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc Workflow, found bool, 
 		}
 	}
 	return describe(wid, v, planned, follows, v.more || !whole, q.MaxNodes, time.Now()), true, nil
+}
+
+// readPlanned describes a workflow of which the reader sees nothing but its plan. Calls that he does not see may have
+// changed the states of its nodes.
+func (q *ledgerRequest) readPlanned(wid string, v *view, whole bool) (doc Workflow, found bool, err error) {
+	if q.Assigned == nil || !q.Assigned.Has(wid) {
+		return doc, false, nil
+	}
+	a, err := q.seePlan(wid)
+	if err != nil || a == nil || a.Plan == nil {
+		return doc, false, err
+	}
+	known := whole && !v.more && (len(v.records) == 0 || a.Issuer != "" && a.Begun.IsZero())
+	none := new(view)
+	return describe(wid, none, none, a.Plan, !known, q.MaxNodes, time.Now()), true, nil
 }
 
 // WorkflowTokens is a page of the tokens of a workflow. Its members are an API.

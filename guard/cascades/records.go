@@ -54,16 +54,22 @@ func (r *record) part(wid string) *api.CascadePart {
 	return nil
 }
 
-// describe fills in what a finding says.
+// describe fills in what a finding says. Of breakers that have opened on one downstream a later process may know less:
+// the root, and what was known of each workflow, stay as they were recorded.
 func (r *record) describe(f *cascade.Finding) {
 	d := &r.Doc
-	before := d.Workflows
+	before, root := d.Workflows, d.Root
+	stays := root != nil && d.Pattern == string(cascade.Clustering) && f.Pattern == cascade.Clustering && d.Downstream == f.Downstream
+	failed, affected := d.Failed, d.Affected
 	d.Pattern, d.Class, d.Failed, d.Affected = string(f.Pattern), string(f.Class), f.Failed, f.Affected
 	d.Downstream, d.Breakers, d.OneProbe, d.Into = f.Downstream, slices.Clone(f.Breakers), f.OneProbe, f.Into
 	d.Root = &api.CascadeRoot{
 		Workflow: f.Root.Workflow, Node: f.Root.Node, Error: f.Root.Error, Agent: f.Root.Agent, Guard: f.Root.Pool, Upstream: f.Root.Address,
 		Target: f.Root.Target, LastWrite: f.Root.LastWrite,
 		Reasons: reasons(f),
+	}
+	if stays {
+		d.Root, d.Failed, d.Affected = root, max(failed, f.Failed), max(affected, f.Affected)
 	}
 	if d.Began.IsZero() || f.Began.Before(d.Began) {
 		d.Began = f.Began.UTC()
@@ -78,9 +84,16 @@ func (r *record) describe(f *cascade.Finding) {
 			Workflow: p.Workflow, Alerts: []string{}, Errors: p.Errors, Failed: p.Failed, BlastRadius: p.BlastRadius, Truncated: p.Cut,
 		}
 		if i := slices.IndexFunc(before, func(o api.CascadePart) bool { return o.Workflow == p.Workflow }); i >= 0 {
-			part.Alerts, part.Escalation = before[i].Alerts, before[i].Escalation
+			if part.Alerts, part.Escalation = before[i].Alerts, before[i].Escalation; stays && len(before[i].Errors) > len(p.Errors) {
+				part = before[i]
+			}
 		}
 		d.Workflows = append(d.Workflows, part)
+	}
+	for i := range before {
+		if stays && r.part(before[i].Workflow) == nil {
+			d.Workflows = append(d.Workflows, before[i])
+		}
 	}
 }
 

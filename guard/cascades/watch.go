@@ -496,7 +496,8 @@ func reasons(f *cascade.Finding) (all []string) {
 // be paused, and one for what belongs to no single workflow (cascade 3.4.3, 3.3.2; ATD, "Coordinated Circuit
 // Breaking").
 func (w *Watch) ask(ctx context.Context, r *record, f *cascade.Finding, b *store.Batch) error {
-	about := hitl.Links{Upstream: f.Root.Address}
+	shared := w.sharedQuestion(r, f)
+	only := len(f.Parts) == 1 && f.Parts[0].Workflow != ""
 	var err error
 	for i := range f.Parts[:min(len(f.Parts), maxAlerted)] {
 		p := &f.Parts[i]
@@ -505,13 +506,18 @@ func (w *Watch) ask(ctx context.Context, r *record, f *cascade.Finding, b *store
 		if len(f.Parts) == 1 {
 			n = max(n, f.Affected)
 		}
-		if p.Workflow == "" || part == nil || w.settings.Do != Pause && n <= w.settings.Escalate {
+		if p.Workflow == "" || part == nil || w.settings.Do != Pause && n <= w.settings.Escalate && !(only && shared != nil) {
 			continue
 		}
 		o := hitl.Opening{
-			Key: "cascade " + r.Doc.ID + " " + p.Workflow, Level: hitl.Approval, Cause: hitl.CauseReach, Workflow: p.Workflow, Links: about,
+			Cause:   hitl.CauseReach,
 			Summary: fmt.Sprintf("A failure spreads: %d agents have failed, and %d are affected by it. It is cascade %s.", len(p.Failed), n, r.Doc.ID),
 		}
+		if only && shared != nil { // one failure of one workflow is one question to its people
+			o.Cause, o.Summary = shared.Cause, shared.Summary
+		}
+		o.Key, o.Level, o.Workflow = "cascade "+r.Doc.ID+" "+p.Workflow, hitl.Approval, p.Workflow
+		o.Links.Upstream = cmp.Or(f.Root.Address, o.Links.Upstream)
 		if len(p.Errors) > 0 {
 			o.Links.Error = p.Errors[0]
 		}
@@ -530,10 +536,19 @@ func (w *Watch) ask(ctx context.Context, r *record, f *cascade.Finding, b *store
 			return err
 		}
 	}
-	o := hitl.Opening{Key: "cascade " + r.Doc.ID, Level: hitl.Approval, Cause: hitl.CauseReach, Links: about}
+	if shared == nil || only {
+		return nil
+	}
+	r.Doc.Escalation, err = w.askOnce(ctx, *shared, r.Doc.Escalation, r.Tokens, b)
+	return err
+}
+
+// sharedQuestion is the question about what several breakers or workflows share; nil if nothing is.
+func (w *Watch) sharedQuestion(r *record, f *cascade.Finding) *hitl.Opening {
+	o := hitl.Opening{Key: "cascade " + r.Doc.ID, Level: hitl.Approval, Cause: hitl.CauseReach, Links: hitl.Links{Upstream: f.Root.Address}}
 	switch {
 	case f.OneProbe:
-		o.Cause, o.Links.Upstream = hitl.CauseShared, cmp.Or(about.Upstream, f.Downstream)
+		o.Cause, o.Links.Upstream = hitl.CauseShared, cmp.Or(f.Root.Address, f.Downstream)
 		o.Summary = fmt.Sprintf("%d circuit breakers have opened on %s. One of them probes in place of all. It is cascade %s.", len(f.Breakers), f.Downstream, r.Doc.ID)
 	case len(f.Breakers) > 0:
 		o.Cause = hitl.CauseShared
@@ -543,8 +558,7 @@ func (w *Watch) ask(ctx context.Context, r *record, f *cascade.Finding, b *store
 	default:
 		return nil
 	}
-	r.Doc.Escalation, err = w.askOnce(ctx, o, r.Doc.Escalation, r.Tokens, b)
-	return err
+	return &o
 }
 
 // askedOf returns the pending escalation that asks about a failure of the cascade already, if it holds what

@@ -27,7 +27,7 @@ func Example() {
 
 	after, _ := checkpoints.Record(ctx, before.Handle(), checkpoint.Result{
 		Status: 204, Image: &checkpoint.Image{Exists: true, Status: 200, ETag: `"2"`},
-	}, 0)
+	})
 	fmt.Println("settled:", after.Commit(ctx, st)) // in practice with the guard's outcome
 
 	c, err := checkpoints.Open(ctx, "ckpt-1", checkpoint.Want{Sum: before.Sum()})

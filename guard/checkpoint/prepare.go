@@ -13,10 +13,9 @@ import (
 
 // Bounds of what is kept.
 const (
-	// DefaultMaxImage is the default size of the largest body kept, in bytes, and MaxImage the
-	// largest that can be configured.
-	DefaultMaxImage = 1 << 20
-	MaxImage        = 16 << 20
+	// MaxImage is the size of the largest body kept of the request, of the answer and of each
+	// image, in bytes. A call that needs more cannot be undone, and its checkpoint says so.
+	MaxImage = 1 << 20
 	// MinTTL and MaxTTL bound the lifetime of a checkpoint.
 	MinTTL = time.Second
 	MaxTTL = 366 * 24 * time.Hour
@@ -34,10 +33,6 @@ const (
 type Terms struct {
 	// TTL is its least lifetime, from MinTTL to MaxTTL.
 	TTL time.Duration
-	// MaxImage is the largest body kept of the request, of the answer and of each image, in
-	// bytes; 0 is DefaultMaxImage. A call that needs more cannot be undone, and its checkpoint
-	// says so.
-	MaxImage int
 	// Workflow and Caller bound the checkpoints of one workflow and of one caller.
 	Workflow, Caller Quota
 	// Rate is how many checkpoints a workflow may make in a minute, all at once if it made none
@@ -48,19 +43,9 @@ type Terms struct {
 	Place string
 }
 
-func (t *Terms) maxImage() int {
-	if t.MaxImage == 0 {
-		return DefaultMaxImage
-	}
-	return t.MaxImage
-}
-
 func (t *Terms) check() error {
-	switch {
-	case t.TTL < MinTTL || t.TTL > MaxTTL:
+	if t.TTL < MinTTL || t.TTL > MaxTTL {
 		return fmt.Errorf("%w: a ttl of %v, from %v to %v", ErrInvalid, t.TTL, MinTTL, MaxTTL)
-	case t.MaxImage < 0 || t.MaxImage > MaxImage:
-		return fmt.Errorf("%w: bodies of %d bytes, at most %d", ErrInvalid, t.MaxImage, MaxImage)
 	}
 	return nil
 }
@@ -112,7 +97,7 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	s.Created, s.Expires = now, now.Add(t.TTL)
 	secret := encodeCredentials(credentials)
 	s.Credentials = len(secret)
-	s.fit(t.maxImage())
+	s.fit()
 	plain := s.encode()
 	p := &Pending{snapshot: &s, handle: Handle{
 		// It stays while a rollback that began in time may run, so that it can be resumed after a
@@ -154,13 +139,13 @@ func charge(s *Snapshot, plain []byte) int64 { return int64(len(plain) + s.Crede
 
 // fit makes s irreversible if its undo needs something too large, and drops what an irreversible
 // one does not need.
-func (s *Snapshot) fit(maxImage int) {
+func (s *Snapshot) fit() {
 	body, image := len(s.Request.Body), 0
 	if s.Image != nil {
 		image = len(s.Image.Body)
 	}
 	rest := s.Request.rest() + s.Image.rest()
-	if s.Reversible() && (max(body, image) > maxImage || rest > maxFields || len(s.Undo) > maxUndo || s.Credentials > maxCredentials) {
+	if s.Reversible() && (max(body, image) > MaxImage || rest > maxFields || len(s.Undo) > maxUndo || s.Credentials > maxCredentials) {
 		s.Way, s.Reason = Irreversible, ReasonTooLarge
 	}
 	if !s.Reversible() {

@@ -416,7 +416,7 @@ const (
 )
 
 // Record makes the writes that record a call's result in the outcome's commit. It replaces an
-// earlier result. maxImage is as in Terms.
+// earlier result.
 //
 // A large result is stored here already, in commits of its own, and only named in the outcome's:
 // a store that is nearly full takes outcomes but nothing large, and an outcome must not be lost
@@ -424,15 +424,11 @@ const (
 // can undo the call. ctx must outlive the client, like the outcome's.
 //
 // The batch must be ended.
-func (v *Store) Record(ctx context.Context, h Handle, r Result, maxImage int) (*Pending, error) {
-	t := Terms{TTL: MinTTL, MaxImage: maxImage}
-	if err := t.check(); err != nil {
-		return nil, err
-	}
+func (v *Store) Record(ctx context.Context, h Handle, r Result) (*Pending, error) {
 	if h.expires.IsZero() {
 		return nil, fmt.Errorf("%w: the handle of no checkpoint", ErrInvalid)
 	}
-	r.fit(t.maxImage())
+	r.fit()
 	p := &Pending{Batch: v.batch(nil, nil), handle: h} // before anything is sealed
 	plain := r.encode()
 	at := split(plain)
@@ -487,12 +483,12 @@ func (v *Store) Release(h Handle) *store.Batch {
 }
 
 // fit drops what is too large.
-func (r *Result) fit(maxImage int) {
+func (r *Result) fit() {
 	body, rest := len(r.Answer.Body), r.Answer.rest()+r.Image.rest()
 	if r.Image != nil {
 		body = max(body, len(r.Image.Body))
 	}
-	if body > maxImage || rest > maxFields {
+	if body > MaxImage || rest > maxFields {
 		*r = Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonTooLarge}
 	}
 }

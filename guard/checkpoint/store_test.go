@@ -151,7 +151,7 @@ func (r *rig) kept(s checkpoint.Snapshot) *checkpoint.Pending {
 
 func (r *rig) record(h checkpoint.Handle, res checkpoint.Result) *checkpoint.Pending {
 	r.t.Helper()
-	p, err := r.Record(ctx, h, res, 0)
+	p, err := r.Record(ctx, h, res)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -256,7 +256,7 @@ func TestP2ClaimAndCheckpointAreOneCommit(t *testing.T) {
 		r.restart() // the process dies before the outcome: the checkpoint stands
 		r.open("c", checkpoint.Want{Sum: p.Sum()})
 
-		done, err := r.Record(ctx, p.Handle(), result(400<<10), 0)
+		done, err := r.Record(ctx, p.Handle(), result(400<<10))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -316,9 +316,6 @@ func TestTooLargeIsIrreversible(t *testing.T) {
 		}
 	}
 	r := newRig(t)
-	if p := r.landed(r.prepare(full("b", 100), checkpoint.Terms{MaxImage: 99})); p.Snapshot().Reversible() {
-		t.Error("the configured size is not looked at")
-	}
 	p := r.kept(full("c", 1))
 	r.record(p.Handle(), result(1<<20+1))
 	if c := r.open("c", checkpoint.Want{Sum: p.Sum()}); c.Result.Reason != checkpoint.ReasonTooLarge || c.Result.Image != nil {
@@ -489,12 +486,12 @@ func TestWhatPrepareRefuses(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	for _, terms := range []checkpoint.Terms{{}, {TTL: checkpoint.MaxTTL + 1}, {TTL: ttl, MaxImage: -1}, {TTL: ttl, MaxImage: checkpoint.MaxImage + 1}} {
+	for _, terms := range []checkpoint.Terms{{}, {TTL: checkpoint.MaxTTL + 1}} {
 		if _, err := r.Prepare(ctx, full("c", 1), nil, terms); !errors.Is(err, checkpoint.ErrInvalid) {
 			t.Errorf("%+v: %v", terms, err)
 		}
 	}
-	if _, err := r.Record(ctx, checkpoint.Handle{}, result(1), 0); !errors.Is(err, checkpoint.ErrInvalid) {
+	if _, err := r.Record(ctx, checkpoint.Handle{}, result(1)); !errors.Is(err, checkpoint.ErrInvalid) {
 		t.Error(err)
 	}
 }

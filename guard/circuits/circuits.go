@@ -174,9 +174,12 @@ func (k *Keeper) Restore(ctx context.Context) {
 			gone = append(gone, store.Write{Key: entry.Key, Delete: true, If: store.VersionIs(entry.Version)})
 		}
 		if kept && r.State != breaker.Closed {
-			k.o.Log.Warn("a circuit breaker was not closed when the last process ended",
-				slog.String("upstream", r.Upstream), slog.String("class", r.Class), slog.String("state", r.State.String()),
-				slog.Time("until", r.Until), slog.String("cause", r.Cause))
+			fields := []any{slog.String("upstream", r.Upstream), slog.String("class", r.Class),
+				slog.String("state", r.State.String())}
+			if !r.Until.IsZero() { // it may be half-open
+				fields = append(fields, slog.Time("until", r.Until))
+			}
+			k.o.Log.Warn("a circuit breaker was not closed when the last process ended", append(fields, slog.String("cause", r.Cause))...)
 		}
 	}
 	read := k.states(ctx, []byte{Space}, func(entry store.Entry, r record) {

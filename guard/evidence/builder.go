@@ -688,7 +688,7 @@ func (b *EventBuilder) signed(entry *ledger.Entry) bool {
 	}
 	v, err := ect.NewVerifier(ect.Policy{
 		Audience: append(seen.Audience(), b.Identity()), Sources: []ect.Source{source}, Algorithms: ect.Algorithms(),
-		AnyID: true, LenientParents: true, AllowPartial: true,
+		AnyID: true, AllowPartial: true,
 	})
 	if err != nil {
 		return false

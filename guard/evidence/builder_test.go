@@ -146,8 +146,8 @@ func TestNodesOfACall(t *testing.T) {
 }
 
 // What the configuration says of an action is in the checkpoints of its calls, and what an agent's
-// token claims of its own action counts where ATD puts it. Who is not the gateway cannot mark anything
-// as configured.
+// token claims of its own action counts where ATD puts it. The configuration of another gateway is in the
+// checkpoints that it has signed; an action's own token marks nothing as configured.
 func TestCriticalTokens(t *testing.T) {
 	b := newBench(t)
 	workflow := uuid.NewString()
@@ -159,8 +159,9 @@ func TestCriticalTokens(t *testing.T) {
 	}{
 		"a priority": {ext: new(ect.ExtBuilder).Text("atd.resource_priority", "critical"), want: "false  critical"},
 		"a severity": {ext: new(ect.ExtBuilder).Text("atd.severity", "critical"), want: "false critical "},
-		"a mark":     {event: ect.EventCheckpoint, ext: new(ect.ExtBuilder).Bool("agent_guard.critical", true), want: "false  "},
+		"a mark":     {event: ect.EventCheckpoint, ext: new(ect.ExtBuilder).Bool("agent_guard.critical", true), want: "true  "},
 		"our mark":   {event: ect.EventCheckpoint, ext: new(ect.ExtBuilder).Bool("agent_guard.critical", true), own: true, want: "true  "},
+		"an action":  {ext: new(ect.ExtBuilder).Bool("agent_guard.critical", true), want: "false  "},
 	} {
 		c := ect.Claims{Workflow: workflow, Ext: test.ext, Action: string(test.event)}
 		if test.event == "" {

@@ -138,7 +138,7 @@ func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, e *ledger.Entry
 		}
 		downstream, _ := ext.Text(ect.MemberDownstreamAgent)
 		changes = f.Detector.Node(e.Recorded, cascade.Node{
-			ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: by[e.ID], Upstream: cascade.Upstream{Agent: downstream},
+			ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: callerOf(e, by), Upstream: cascade.Upstream{Agent: downstream},
 		})
 		failure.Node = e.ID
 	case failure.Node == "" || attempt:
@@ -316,6 +316,15 @@ func kindOf(ext ect.Ext) cascade.Kind {
 // maxHeld is how many tokens of one call are held.
 const maxHeld = 2 * ect.MaxParents
 
+// callerOf is who is behind a node of the gateway, by the callers of such nodes; empty if that is the gateway itself,
+// which is no agent.
+func callerOf(e *ledger.Entry, by map[string]string) string {
+	if by[e.ID] == e.Issuer {
+		return ""
+	}
+	return by[e.ID]
+}
+
 // action gives the detector an action, or holds it. by has who is behind the gateway's own. A call and the
 // token that it was made with are one action: calls that follow from one token are beside each other.
 func (f *CascadeFeed) action(rec *Recorder, e *ledger.Entry, own bool, by map[string]string) (changes []cascade.Change) {
@@ -332,7 +341,7 @@ func (f *CascadeFeed) action(rec *Recorder, e *ledger.Entry, own bool, by map[st
 	}
 	n := cascade.Node{ID: e.ID, Workflow: e.Workflow, Parents: e.Parents, Agent: e.Issuer}
 	if own {
-		n.Agent = by[e.ID]
+		n.Agent = callerOf(e, by)
 	}
 	delete(f.held, e.Log)
 	for i := range held {

@@ -28,8 +28,8 @@ func (e *Evidence) RollbackCompleteID(id string) string { return e.rollbackCompl
 
 func (e *Evidence) WorkflowCompleteID(id string) string { return e.workflowCompleteID(id) }
 
-func (e *Evidence) RequestID(rollback, checkpoint string, now time.Time) string {
-	return e.requestID(&Request{Rollback: rollback, Checkpoint: checkpoint}, now)
+func (e *Evidence) RequestID(rollback, checkpoint string, body ect.Hash, now time.Time) string {
+	return e.requestID(&Request{Rollback: rollback, Checkpoint: checkpoint, Phase: "execute", Input: body}, now)
 }
 
 // LimitLive bounds the records of live workflows.

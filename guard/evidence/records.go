@@ -68,12 +68,14 @@ func recordOf(e *ledger.Entry, own bool, ext ect.Ext) workflow.Record {
 		r.UpstreamErrors, _ = ext.Texts(ect.MemberUpstreamErrors)
 		_, listed := ext.Raw(ect.MemberCascaded)
 		r.Whole = listed && event == ect.EventRollbackComplete
-		r.Critical, _ = ext.Bool(memberCritical)
 	} else if r.IsTask() {
 		r.Priority = priorityOf(ext)
 	}
 	if !IsUnproven(e) {
 		r.Node = text(MemberNode)
+		if event == ect.EventCheckpoint { // a participant's too: it is in what it has signed
+			r.Critical, _ = ext.Bool(memberCritical)
+		}
 	}
 	r.CheckpointID = NamedCheckpoint(ext)
 	r.Severity = text(ect.MemberSeverity)

@@ -26,6 +26,9 @@ const (
 	// MemberPartOf is the id of the rollback that was asked for first, in a request for a part of it: by
 	// that the tokens of all participants belong to it.
 	MemberPartOf ect.Member = "agent_guard.part_of"
+	// MemberPhase is what a request asks for, so that its token is good for nothing else: a phase of a
+	// rollback, or one of those below. inp_hash of the token has the body.
+	MemberPhase ect.Member = "agent_guard.phase"
 	// MemberEffect is mixed where only some effects were undone, and unknown where one is not
 	// known; it is absent otherwise (P6).
 	memberEffect ect.Member = "agent_guard.effect"
@@ -37,6 +40,14 @@ const (
 const (
 	effectMixed   = "mixed"
 	effectUnknown = "unknown"
+)
+
+// The values of MemberPhase beside the phases of a rollback.
+const (
+	PhaseCheckpoint = "checkpoint" // reads the checkpoint that the token names
+	PhaseStatus     = "status"     // reads a rollback
+	PhaseRead       = "read"       // reads the tokens of a workflow, or the breakers
+	PhaseHold       = "hold"       // tells what holds a workflow
 )
 
 // maxReason leaves room in the extensions of a token.
@@ -87,9 +98,14 @@ func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent
 	})
 }
 
-// RollbackStep drafts the result of one checkpoint (cascade Figure 13).
+// RollbackStep drafts the result of one checkpoint (cascade Figure 13). It follows from what the participant
+// that has undone it has signed.
 func (b *EventBuilder) RollbackStep(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
-	return b.step(now, r, s, ect.EventRollbackComplete, startOf(r, s.Checkpoint))
+	parents := startOf(r, s.Checkpoint)
+	if s.Completion != "" {
+		parents = append(parents, s.Completion)
+	}
+	return b.step(now, r, s, ect.EventRollbackComplete, parents)
 }
 
 // Compensate drafts the result of a compensated checkpoint (cascade Figure 13). The
@@ -162,17 +178,22 @@ func (b *EventBuilder) RollbackError(now time.Time, r *rollback.Rollback, checkp
 }
 
 // RollbackResult signs the result of a rollback in an older vocabulary (ATD "Basic Rollback",
-// AERR "Rollback Response"). Its parent is request, the token that requested the rollback.
+// AERR "Rollback Response"), or for another requester than the first. Its parent is request, the token that
+// requested the rollback, and for another requester also RollbackComplete.
 // It is not recorded: the ledger has RollbackComplete.
 func (b *EventBuilder) RollbackResult(now time.Time, r *rollback.Rollback, request string, v ect.Vocabulary) (*ect.Token, error) {
-	action, ext := string(ect.EventRollbackComplete), new(ect.ExtBuilder)
-	if v == ect.AERR {
-		if r.Status == rollback.Escalated {
-			action = "aerr:rollback_escalated"
-		}
+	action, ext, parents := string(ect.EventRollbackComplete), new(ect.ExtBuilder), []string{request}
+	if v != ect.ATD {
 		ext.Text(ect.MemberRollbackID, rollbackURN(r.AskedAs()))
-	} else {
+	}
+	if v != ect.AERR {
 		ext.Text(ect.MemberCheckpointID, r.Checkpoint)
+	}
+	switch {
+	case v == ect.AERR && r.Status == rollback.Escalated:
+		action = "aerr:rollback_escalated"
+	case v == ect.Cascade:
+		parents = append(parents, r.Complete)
 	}
 	ext.Text(ect.MemberStatus, string(r.Status))
 	if v != ect.ATD { // ATD has no names for them
@@ -183,7 +204,7 @@ func (b *EventBuilder) RollbackResult(now time.Time, r *rollback.Rollback, reque
 	addEffect(ext, r.Unknown, r.Mixed)
 	return b.issuer.Issue(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.secretID("rollback result", r.ID+" "+v.String()+" "+request), Workflow: r.Workflow,
-		Action: action, Parents: []string{request}, Output: hashOf(r.After), Ext: ext, Vocabulary: v,
+		Action: action, Parents: parents, Output: hashOf(r.After), Ext: ext, Vocabulary: v,
 	})
 }
 
@@ -383,9 +404,9 @@ type Request struct {
 	PartOf string
 	// Reason is that of the rollback; it may be empty.
 	Reason string
-	// Phase names what is asked for where an agent is asked for several things, each with a token
-	// of its own; empty is the only one.
+	// Phase is what is asked for, and Input the hash of the request's body.
 	Phase string
+	Input ect.Hash // see Phase
 }
 
 // requestTime is how long the token of a request is used: verifiers refuse tokens older
@@ -397,15 +418,26 @@ const requestTime = 10 * time.Minute
 // rollback's id and the idempotency key.
 func (e *Evidence) requestID(r *Request, now time.Time) string {
 	span := now.Unix() / int64(requestTime/time.Second)
-	name := r.Rollback + " " + r.Checkpoint + " " + strconv.FormatInt(span, 10)
-	if r.Phase != "" {
-		name += " " + r.Phase
-	}
+	name := r.Rollback + " " + r.Checkpoint + " " + strconv.FormatInt(span, 10) + " " + r.Phase + " " + r.Input.String()
 	return e.secretID("rollback request", name)
 }
 
-// Request records the token of a request and returns it for the header field. A retry gets
-// the same bytes, after a restart too: agents that compare bytes, as this gateway does,
+// Ask makes the token of a request that undoes nothing. It is not recorded: it could be used by whoever
+// reads it before, or instead of, the request itself. Each attempt has one of its own.
+func (b *EventBuilder) Ask(ctx context.Context, r *Request) (string, error) {
+	now, err := b.e.store.Now(ctx)
+	if err != nil {
+		return "", err
+	}
+	token, err := b.request(now, r, "")
+	if err != nil {
+		return "", err
+	}
+	return token.Raw(), nil
+}
+
+// Request records the token of a request that undoes something, and returns it for the header field. A
+// retry gets the same bytes, after a restart too: agents that compare bytes, as this gateway does,
 // refuse any others under that id. A new token is made before the old one is too old for
 // verifiers.
 func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) {
@@ -453,30 +485,36 @@ func (b *EventBuilder) Asked(ctx context.Context, r *Request, id string) (bool, 
 		return false, err
 	}
 	token, err := ect.ParseInsecure(raw) // the gateway's own, or another one under another id
-	return err == nil && b.e.requestID(r, token.IssuedAt()) == id, nil
+	if err != nil {
+		return false, nil
+	}
+	earlier := *r
+	earlier.Input = token.InputHash() // an attempt may have had another body
+	return b.e.requestID(&earlier, token.IssuedAt()) == id, nil
 }
 
 // ReadRequest makes a token with which an agent is asked for what it has of a workflow, or, without
 // one, for its breakers. It names no checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be
 // done.
 func (b *EventBuilder) ReadRequest(ctx context.Context, workflow, audience string) (string, error) {
-	return b.unrecorded(ctx, workflow, audience, ect.EventRollbackRequest, ect.Hash{})
+	return b.unrecorded(ctx, workflow, audience, ect.EventRollbackRequest, PhaseRead, ect.Hash{})
 }
 
 // Hold makes a token with which a participant is told what holds a workflow, in a body with that hash.
 // It is not recorded: what it says is in the token of the escalation.
 func (b *EventBuilder) Hold(ctx context.Context, workflow, audience string, body []byte) (string, error) {
-	return b.unrecorded(ctx, workflow, audience, eventEscalation, ect.Sum(body))
+	return b.unrecorded(ctx, workflow, audience, eventEscalation, PhaseHold, ect.Sum(body))
 }
 
 // unrecorded makes a token for one agent.
-func (b *EventBuilder) unrecorded(ctx context.Context, workflow, audience string, action ect.Event, input ect.Hash) (string, error) {
+func (b *EventBuilder) unrecorded(ctx context.Context, workflow, audience string, action ect.Event, phase string, input ect.Hash) (string, error) {
 	now, err := b.e.store.Now(ctx)
 	if err != nil {
 		return "", err
 	}
 	token, err := b.issuer.Issue(now, ect.Claims{
 		Audience: []string{audience}, Workflow: workflow, Life: ect.MaxAge, Action: string(action), Input: input,
+		Ext: new(ect.ExtBuilder).Text(MemberPhase, phase),
 	})
 	if err != nil {
 		return "", err
@@ -514,7 +552,7 @@ func (b *EventBuilder) request(now time.Time, r *Request, id string) (*ect.Token
 		ext.Text(MemberPartOf, rollbackURN(r.PartOf))
 	}
 	return b.issuer.Issue(now, ect.Claims{
-		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxAge,
-		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint}, Ext: ext,
+		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxAge, Input: r.Input,
+		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint}, Ext: ext.Text(MemberPhase, r.Phase),
 	})
 }

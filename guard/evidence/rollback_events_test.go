@@ -302,7 +302,7 @@ func TestP5RequestIsOneToken(t *testing.T) {
 	ask := func(rollback string) string {
 		raw, err := b.builder.Request(t.Context(), &evidence.Request{
 			Rollback: rollback, Checkpoint: checkpoint, Workflow: workflow, Audience: "https://agent.example.com",
-			Reason: "the wrong list",
+			Reason: "the wrong list", Phase: "execute", Input: ect.Sum([]byte("body")),
 		})
 		if err != nil {
 			t.Error(err)
@@ -330,9 +330,10 @@ func TestP5RequestIsOneToken(t *testing.T) {
 	cascade, _ := token.Ext().Bool(ect.MemberCascade)
 	id, _ := token.Ext().Text(ect.MemberRollbackID)
 	reason, _ := token.Ext().Text(ect.MemberReason)
+	phase, _ := token.Ext().Text(evidence.MemberPhase)
 	if token.Event() != ect.EventRollbackRequest || len(token.Lacks()) > 0 || !cascade || token.Workflow() != workflow ||
-		token.ID() != b.evidence.RequestID("r1", checkpoint, token.IssuedAt()) || token.Expires().Sub(token.IssuedAt()) != ect.MaxAge ||
-		id != "urn:uuid:r1" || reason != "the wrong list" {
+		token.ID() != b.evidence.RequestID("r1", checkpoint, token.InputHash(), token.IssuedAt()) || token.Expires().Sub(token.IssuedAt()) != ect.MaxAge ||
+		id != "urn:uuid:r1" || reason != "the wrong list" || phase != "execute" || token.InputHash() != ect.Sum([]byte("body")) {
 		t.Errorf("%s", token.Payload())
 	}
 }

@@ -25,7 +25,7 @@ type Use [sha256.Size]byte
 
 const (
 	// spaceUsed begins the store's keys of used tokens: a keyed hash of workflow and id. The
-	// value is the hash of the token's bytes and its Use.
+	// value is the hash of the token's bytes and its Use, and one byte more once it has acted.
 	spaceUsed = 'j'
 	// spaceLink begins the store's keys of executions: a keyed hash of workflow and id. The
 	// value is the checkpoint and the caller.
@@ -66,6 +66,8 @@ const (
 	Unused TokenStatus = iota
 	// Same: the same bytes were used for the same Use: a retry.
 	Same
+	// Acted is Same where what the token asked for was done, see ActedWrite.
+	Acted
 	// Other: the id was used for another Use, or with other bytes.
 	Other
 )
@@ -86,10 +88,57 @@ func (e *Evidence) UseStatus(ctx context.Context, t *ect.Token, use Use) (TokenS
 	if err != nil {
 		return Unused, err
 	}
-	if len(item.Value) != 2*sha256.Size {
-		return Unused, fmt.Errorf("evidence: the record of a used token has %d bytes", len(item.Value))
+	return statusOf(&item, t, use)
+}
+
+func statusOf(item *store.Entry, t *ect.Token, use Use) (TokenStatus, error) {
+	const bound = 2 * sha256.Size
+	if n := len(item.Value); n != bound && n != bound+1 {
+		return Unused, fmt.Errorf("evidence: the record of a used token has %d bytes", n)
 	}
-	return used{digest: [32]byte(item.Value), use: Use(item.Value[sha256.Size:])}.status(t, use), nil
+	status := used{digest: [32]byte(item.Value), use: Use(item.Value[sha256.Size:bound])}.status(t, use)
+	if status == Same && len(item.Value) > bound {
+		status = Acted
+	}
+	return status, nil
+}
+
+// ActedWrite returns the write that records that what a bound token asked for was done, on the
+// condition that it was not: a token acts once. It is kept until then, or for as long as the token
+// is accepted. The error is an *ect.Error if the token is not bound to the use.
+func (e *Evidence) ActedWrite(ctx context.Context, t *ect.Token, u Use, until time.Time) (store.Write, error) {
+	item, err := e.store.Get(ctx, e.usedKey(t))
+	if err != nil {
+		return store.Write{}, err
+	}
+	status, err := statusOf(&item, t, u)
+	if err != nil {
+		return store.Write{}, err
+	}
+	if status == Other {
+		return store.Write{}, &ect.Error{Code: ect.CodeReplayed}
+	}
+	w := e.UseWrite(t, u, until)
+	w.Value, w.If = append(w.Value, 1), store.VersionIs(item.Version)
+	if status == Acted {
+		w.If = store.Absent() // and lose
+	}
+	return w, nil
+}
+
+// ActStatus is UseStatus for a request that acts, or that reads as the token's issuer. It is Other also
+// for a proven token that stands in the ledger and is bound to nothing, such as a parent that came along
+// with a call: whoever may read it there could present it.
+func (e *Evidence) ActStatus(ctx context.Context, t *ect.Token, use Use) (TokenStatus, error) {
+	recorded, err := e.LedgerStatus(ctx, t) // before its use, which is in the same commit
+	if err != nil {
+		return Unused, err
+	}
+	status, err := e.UseStatus(ctx, t, use)
+	if err == nil && status == Unused && recorded == Same && t.Proven() {
+		status = Other
+	}
+	return status, err
 }
 
 // maxUses bounds the uses in memory; each takes about 150 bytes.
@@ -273,16 +322,16 @@ func (e *Evidence) unrecorded(ctx context.Context, all, own []*ect.Token, use Us
 
 // commitTokens is the commit of RecordTokens and of Spend.
 func (e *Evidence) commitTokens(ctx context.Context, missing, unbound []*ect.Token, use Use) error {
+	now, err := e.store.Now(ctx)
+	if err != nil {
+		return err
+	}
 	uses := make([]store.Write, 0, len(unbound))
-	for _, t := range unbound {
-		uses = append(uses, e.UseWrite(t, use, time.Time{}))
+	for _, t := range unbound { // for a token's life also by the clock of the store, which may be another one
+		uses = append(uses, e.UseWrite(t, use, now.Add(t.Expires().Sub(t.IssuedAt())+clockMargin)))
 	}
 	if len(missing) == 0 {
 		_, err := e.store.Commit(ctx, uses...)
-		return err
-	}
-	now, err := e.store.Now(ctx)
-	if err != nil {
 		return err
 	}
 	batch, err := e.NewBatch(now, missing)

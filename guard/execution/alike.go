@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"time"
 
@@ -21,7 +20,7 @@ const (
 	kindGroup = 'g' // v g group 0 boot: a member knows calls of the group; v g group 1 key: who has taken that execution
 	kindAsk   = 'q' // v q group boot: a member asks what the others know of the group; the value is random
 	kindSays  = 'a' // v a group boot boot: what one member says to another one's question, sealed
-	kindMarks = 'm' // v m boot: up to when a member has written its marks
+	kindMarks = 'm' // v m boot: up to when a process has written its marks
 )
 
 const (
@@ -40,8 +39,6 @@ const (
 	groupKept = 10 * time.Minute
 	// marksKept is how long the marks of a member are known that is gone.
 	marksKept = 30 * 24 * time.Hour
-	// mostSaid bounds what a member says of one group.
-	mostSaid = 2000
 )
 
 func liveKey(kind byte, parts ...string) []byte {
@@ -78,8 +75,7 @@ func (t *groups) elsewhere(ctx context.Context, group groupHash, window time.Dur
 	m := &t.g.members
 	o := &others{taken: map[Key]taken{}}
 	var living []string
-	// Of a gateway that had the store alone, which none has had since this one opened it, nobody says what it knew.
-	rows := t.alone && time.Since(t.clock.start) < window && t.earlier.has(group, t.clock.epoch.Load())
+	rows := false
 	for entry, err := range m.store.Scan(ctx, store.Prefix(liveKey(kindGroup, string(group[:])))) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrStore, err)
@@ -135,7 +131,7 @@ func (t *groups) elsewhere(ctx context.Context, group groupHash, window time.Dur
 		}
 		return o, nil
 	}
-	stored, _, err := t.read(ctx, group, window, math.MaxInt)
+	stored, err := t.read(ctx, group, window)
 	if err != nil {
 		return nil, err
 	}
@@ -150,6 +146,9 @@ func (t *groups) elsewhere(ctx context.Context, group groupHash, window time.Dur
 
 // left reports whether a boot is gone.
 func (m *members) left(ctx context.Context, boot string) (bool, error) {
+	if m.store == nil {
+		return boot != m.g.boot, nil
+	}
 	return m.orphaned(ctx, &Record{Boot: boot})
 }
 
@@ -240,18 +239,14 @@ func (t *groups) said(group groupHash) []byte {
 	now := time.Now()
 	all := !s.shrunk || now.Sub(s.since) > 24*time.Hour
 	if g := s.of[group]; g != nil {
-		all = all && g.gap.ended.IsZero()
-		for i, k := range g.listed {
-			if i >= mostSaid {
-				all = false
-				break
-			}
+		all = all && g.forgot.IsZero()
+		for _, k := range g.listed {
 			if !k.foreign || k.holder != nil || k.pending {
 				e.Bytes(tagKnown, k.encode(now))
 			}
 		}
 	} else {
-		all = all && s.gap.ended.IsZero()
+		all = all && s.forgot.IsZero()
 	}
 	e.Bool(tagKnowsAll, all)
 	return e.B
@@ -281,6 +276,7 @@ const (
 	flagTaken
 	flagAsked
 	flagHeld
+	flagElsewhere
 )
 
 func (k *known) encode(now time.Time) []byte {
@@ -300,6 +296,7 @@ func (k *known) encode(now time.Time) []byte {
 		flagWaits: k.holder != nil && k.holder.waits(), flagReleased: k.released, flagRetriable: k.retriable,
 		flagUnanswered: k.holder == nil && k.unanswered || k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil,
 		flagInternal:   k.internal, flagLearned: k.learned, flagTaken: k.taken, flagAsked: k.asked, flagHeld: k.foreign || k.held,
+		flagElsewhere: k.elsewhere,
 	} {
 		if is {
 			flags |= flag
@@ -342,6 +339,7 @@ func decodeKnown(b []byte) (said []*known, all bool, err error) {
 					k.away, k.unanswered = flags&flagWaits != 0, flags&flagUnanswered != 0
 					k.released, k.retriable, k.internal = flags&flagReleased != 0, flags&flagRetriable != 0, flags&flagInternal != 0
 					k.learned, k.taken, k.asked, k.held = flags&flagLearned != 0, flags&flagTaken != 0, flags&flagAsked != 0, flags&flagHeld != 0
+					k.elsewhere = flags&flagElsewhere != 0
 				}
 			}
 			if one.Err != nil {
@@ -374,23 +372,19 @@ func (t *groups) enlist(s *groupShard, group groupHash, o *others) (again bool) 
 		if k == nil || by.boot == t.g.boot && (k.held || k.holder != nil) {
 			continue
 		}
-		change := func() {}
 		switch view := views[key]; {
 		case k.released:
-			change = func() { k.taken = true }
+			k.taken = true
 		case view != nil:
-			change = func() {
-				k.away, k.unanswered, k.learned, k.began, k.count = view.away, view.unanswered, view.learned, view.began, view.count
-				k.retriable, k.internal, k.ended = k.retriable || view.retriable, k.internal || view.internal, view.ended
-			}
+			k.away, k.unanswered, k.learned, k.began, k.count = view.away, view.unanswered, view.learned, view.began, view.count
+			k.retriable, k.internal, k.ended = k.retriable || view.retriable, k.internal || view.internal, view.ended
 		case by.mark == markHeld && !by.gone:
 			again = true // its attempt has ended meanwhile
 		case by.mark == markAnswered:
-			change = func() { k.away, k.unanswered, k.learned = false, false, true }
+			k.away, k.unanswered, k.learned = false, false, true
 		default:
-			change = func() { k.away, k.unanswered, k.learned = false, true, false }
+			k.away, k.unanswered, k.learned = false, true, false
 		}
-		k.in.move(k, change)
 	}
 	return again
 }
@@ -453,10 +447,8 @@ func (t *groups) giveUp(a *Attempt) {
 		k.in.unwatched = nil
 	}
 	if k.holder == a && k.in != nil {
-		k.in.move(k, func() {
-			k.holder, k.count, k.began, k.order = a.was.holder, a.was.count, a.was.began, a.was.order
-			k.unanswered, k.retriable, k.learned = a.was.unanswered, a.was.retriable, a.was.learned
-		})
+		k.holder, k.count, k.began, k.order = a.was.holder, a.was.count, a.was.began, a.was.order
+		k.unanswered, k.retriable, k.learned = a.was.unanswered, a.was.retriable, a.was.learned
 		t.note(s, k)
 	}
 }
@@ -471,39 +463,32 @@ func (t *groups) knows(group groupHash, until time.Time) store.Write {
 	return store.Write{Key: liveKey(kindGroup, string(group[:]), string([]byte{ofMember}), t.g.boot), Expires: until}
 }
 
-// unwritten are the times, up to one at which an execution has settled, of which a process that is gone has not
-// written its marks; none where it has ended in order. One that had the store alone has left them as the next one
-// would have read them.
-func (t *groups) unwritten(ctx context.Context, boot string, settled time.Time) ([]crash, error) {
+// unwritten reports that a process which is gone may not have written the mark of an execution that has settled then:
+// it has not ended in order, and its marks were last written before.
+func (t *groups) unwritten(ctx context.Context, boot string, settled time.Time) (bool, error) {
+	if gone, err := t.g.members.left(ctx, boot); err != nil || !gone {
+		return false, err
+	}
 	entry, err := t.g.store.Get(ctx, liveKey(kindMarks, boot))
 	switch {
 	case errors.Is(err, store.ErrNotFound):
+		return true, nil
 	case err != nil:
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
 	case len(entry.Value) != 9:
-		return nil, unreadable(errEncoding)
-	case entry.Value[8] != 0:
-		return nil, nil
-	default:
-		return []crash{{time.Unix(0, int64(binary.BigEndian.Uint64(entry.Value))), settled}}, nil
+		return false, unreadable(errEncoding)
 	}
-	entry, err = t.g.store.Get(ctx, metaKey(marksName))
-	if errors.Is(err, store.ErrNotFound) {
-		return []crash{{time.Time{}, settled}}, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	upTo, crashes, err := decodeMarks(entry.Value)
-	if err != nil {
-		return nil, unreadable(err)
-	}
-	return append(crashes, crash{upTo, settled}), nil
+	upTo := time.Unix(0, int64(binary.BigEndian.Uint64(entry.Value)))
+	return entry.Value[8] == 0 && !settled.Before(upTo), nil
 }
 
-// marksWritten is the entry that unwritten reads, of this member.
-func (t *groups) marksWritten(upTo time.Time, all byte) store.Write {
-	return store.Write{Key: liveKey(kindMarks, t.g.boot), Value: append(appendTime(nil, upTo), all), Expires: upTo.Add(marksKept)}
+// marksWritten is the entry that unwritten reads, of this process. last says that it ends in order.
+func (t *groups) marksWritten(upTo time.Time, last bool) store.Write {
+	value := append(appendTime(nil, upTo), 0)
+	if last {
+		value[8] = 1
+	}
+	return store.Write{Key: liveKey(kindMarks, t.g.boot), Value: value, Expires: upTo.Add(marksKept)}
 }
 
 // shared reports that other members use the store.

@@ -226,32 +226,3 @@ func TestRetriesAtAllNodesAtOnce(t *testing.T) {
 		}
 	})
 }
-
-// P1: what a gateway that had the store alone has left says the same to the first member: a call that was answered is
-// none that a retry means, and one whose end it could not write is.
-func TestRetriesAfterAGatewayThatWasAlone(t *testing.T) {
-	for _, orderly := range []bool{true, false} {
-		synctest.Test(t, func(t *testing.T) {
-			mem, ring := memory.New(memory.Options{}), seal.Generate()
-			alone := &alike{T: t, mem: mem, ring: ring}
-			alone.start()
-			alone.call(0).settle(Completed, 200).answer(200)
-			<-time.After(2 * markEvery) // its mark is written
-			var left *one
-			if orderly {
-				if err := alone.g.Close(context.Background()); err != nil {
-					t.Fatal(err)
-				}
-			} else {
-				left = alone.call(0).is(nil, "").settle(Completed, 200) // and the process is killed
-				defer func() { _ = alone.g.Close(context.Background()) }()
-			}
-			a := joinTwin(t, mem, ring, "a")
-			if again := a.call(0); orderly {
-				again.is(nil, "").settle(Completed, 200).answer(200)
-			} else {
-				again.is(left, EvidenceUnanswered).attached(200)
-			}
-		})
-	}
-}

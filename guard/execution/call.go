@@ -7,7 +7,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -29,9 +28,9 @@ type CallerHash [16]byte
 
 // Scope is what an execution key is derived from. Guard is the guard's configured name, not its
 // place or address; actions are not part of it, so that adding, renaming or removing them frees
-// no key.
+// no key. Tenant says for whom the call is: one caller may use an id once for each.
 type Scope struct {
-	Caller, Guard, Method, Path, ID string
+	Caller, Tenant, Guard, Method, Path, ID string
 }
 
 // Origin says where an execution id came from.
@@ -50,7 +49,11 @@ type Call struct {
 	Key         Key
 	Fingerprint Fingerprint
 	Scope       Scope
-	Origin      Origin
+	// Naming says how its guard names callers and tenants; nil for a call of the gateway's own. With FreeKeys it may
+	// differ from what other keys of the guard were made under.
+	Naming   *Naming
+	FreeKeys bool
+	Origin   Origin
 	// Host is recorded, not part of the key: a caller that looks an execution up must name it.
 	Host     string
 	Action   string
@@ -72,15 +75,13 @@ type Call struct {
 	ResultCap int64
 	// Quota is what the caller may hold at a time.
 	Quota Quota
-	// Memory bounds the memory for the answer; nil is Guard.BodyMemory.
-	Memory *spool.Budget
 	// Attempt is the call that may be a retry by evidence; nil for one whose key is its caller's word.
 	Attempt *Attempt
 }
 
 // Key derives the execution key of s.
 func (g *Guard) Key(s Scope) Key {
-	return store.Index(g.sealer, "execution", s.Caller, s.Guard, s.Method, s.Path, s.ID)
+	return store.Index(g.sealer, "execution", s.Caller, s.Tenant, s.Guard, s.Method, s.Path, s.ID)
 }
 
 // Caller derives the keyed hash of a caller's identity.
@@ -92,15 +93,8 @@ func (g *Guard) Caller(identity string) CallerHash {
 // Derive makes an execution id from a call's content, for callers that send none: the intent
 // nonce of the Execution Guard pattern. Equal calls get the same id.
 func (g *Guard) Derive(s Scope, fp Fingerprint) string {
-	sum := store.Index(g.sealer, "derived", s.Caller, s.Guard, s.Method, s.Path, string(fp[:]))
+	sum := store.Index(g.sealer, "derived", s.Caller, s.Tenant, s.Guard, s.Method, s.Path, string(fp[:]))
 	return "derived-" + hex.EncodeToString(sum[:16])
-}
-
-// Inherit makes the id of a nested call from its content and its parent execution, so that the
-// nested calls of a retried parent reach the same executions.
-func (g *Guard) Inherit(s Scope, parent, action string, fp Fingerprint) string {
-	sum := store.Index(g.sealer, "inherited", s.Caller, s.Guard, s.Method, s.Path, parent, action, string(fp[:]))
-	return "inherited-" + hex.EncodeToString(sum[:16])
 }
 
 // MaxID is the greatest length of an execution id in bytes, after unquoting.
@@ -355,17 +349,19 @@ type Cause string
 
 // The causes.
 const (
-	CauseStatus      Cause = "upstream_status"    // the action's rules read the answer so
-	CauseInBand      Cause = "in_band_error"      // a message reports a failure of its server, like a 500
-	CauseTool        Cause = "tool_error"         // a message reports that its tool or method has failed
-	CauseNotSent     Cause = "not_sent"           // proven: no byte left
-	CauseLost        Cause = "connection_lost"    // a byte was sent, no answer came
-	CauseTruncated   Cause = "answer_truncated"   // the answer's body ended early
-	CauseUnframed    Cause = "answer_unframed"    // the answer ended with its connection
-	CauseDeadline    Cause = "deadline"           // the action's deadline passed
-	CauseLeft        Cause = "client_left"        // nobody waited, and the action has it cancelled then
-	CauseInterrupted Cause = "interrupted"        // the forwarding was cut off from inside
-	CauseNoAnswer    Cause = "no_answer"          // what the upstream answered was not passed on
-	CauseUnrecorded  Cause = "outcome_unrecorded" // the store did not take the outcome
-	CauseDied        Cause = "gateway_died"       // its process ended before the outcome
+	CauseStatus      Cause = "upstream_status"     // the action's rules read the answer so
+	CauseInBand      Cause = "in_band_error"       // a message reports a failure of its server, like a 500
+	CauseTool        Cause = "tool_error"          // a message reports that its tool or method has failed
+	CauseNotSent     Cause = "not_sent"            // proven: no byte left
+	CauseLost        Cause = "connection_lost"     // a byte was sent, no answer came
+	CauseTruncated   Cause = "answer_truncated"    // the answer's body ended early
+	CauseNoResponse  Cause = "no_response"         // the answer to a message ended whole, without a response
+	CauseElsewhere   Cause = "continues_elsewhere" // the answer's stream ended before its answer, and may be resumed
+	CauseUnframed    Cause = "answer_unframed"     // the answer ended with its connection
+	CauseDeadline    Cause = "deadline"            // the action's deadline passed
+	CauseLeft        Cause = "client_left"         // nobody waited, and the action has it cancelled then
+	CauseInterrupted Cause = "interrupted"         // the forwarding was cut off from inside
+	CauseNoAnswer    Cause = "no_answer"           // what the upstream answered was not passed on
+	CauseUnrecorded  Cause = "outcome_unrecorded"  // the store did not take the outcome
+	CauseDied        Cause = "gateway_died"        // its process ended before the outcome
 )

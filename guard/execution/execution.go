@@ -111,6 +111,9 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 
 // SettleLater is Settle for an owner who has the outcome recorded later if the store does not take it now.
 func (e *Execution) SettleLater(ctx context.Context, o Outcome, later Later, batches ...*store.Batch) error {
+	if e.keeper != nil {
+		e.keeper.halt() // which reads it
+	}
 	e.later = later
 	return e.Settle(ctx, o, batches...)
 }
@@ -158,7 +161,7 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 		}
 		return e.keep(ctx, &record, nil, batches)
 	}
-	if away(pieces.err) {
+	if e.waits(pieces.err) {
 		return pieces.err
 	}
 	record.State = StateCompleted
@@ -178,11 +181,11 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 				return err
 			}
 		}
-		if away(err) {
+		if e.waits(err) {
 			return err
 		}
 	}
-	// The answer did not fit; the key must be kept all the same (P1).
+	// The answer does not fit; the key must be kept all the same (P1).
 	record.Result = storedResult{}
 	if batches, err = e.discard(ctx, pieces.stored, batches); err != nil {
 		return err
@@ -194,6 +197,14 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 // have seen must not be given up for that (P7).
 func away(err error) bool {
 	return errors.Is(err, store.ErrUnavailable) || errors.Is(err, store.ErrUnknown)
+}
+
+// waits reports that the outcome waits with its answer for a store that has failed with err. An embedded store that is
+// nearly full still takes outcomes without their answers; a database promises no such room, and an outcome that has
+// waited anyway does so until both fit.
+func (e *Execution) waits(err error) bool {
+	full := e.later != nil && (e.g.members.store != nil || e.recorded != nil)
+	return away(err) || full && errors.Is(err, store.ErrFull)
 }
 
 // discard deletes the first n pieces of an answer that is not kept: with batches, but for those that one commit
@@ -447,7 +458,7 @@ type keeper struct {
 	wake   chan struct{}
 	stop   chan struct{}
 	done   chan struct{}
-	over   bool // it has finished once
+	halted bool // the owner stores what is left
 	pieces pieces
 }
 
@@ -467,34 +478,35 @@ func (k *keeper) grown() {
 
 // finish stores the remaining full pieces and returns the account. A second call goes on where the store was away.
 func (k *keeper) finish() pieces {
-	if k.over {
-		k.full()
-		return k.pieces
-	}
-	close(k.stop)
-	<-k.done
-	k.over = true
+	k.halt()
+	k.full()
 	return k.pieces
+}
+
+// halt waits for the piece that is being stored. No other one is stored until finish.
+func (k *keeper) halt() {
+	if !k.halted {
+		close(k.stop)
+		<-k.done
+		k.halted = true
+	}
 }
 
 func (k *keeper) run() {
 	defer close(k.done)
-	for last := false; ; {
+	for {
 		k.full()
-		if last {
-			return
-		}
 		select {
 		case <-k.wake:
 		case <-k.stop:
-			last = true
+			return
 		}
 	}
 }
 
 // full stores the full pieces that are not stored yet.
 func (k *keeper) full() {
-	for p := &k.pieces; p.err == nil || away(p.err); {
+	for p := &k.pieces; p.err == nil || k.e.waits(p.err); {
 		if k.e.flight.recording.Size() < int64(p.stored+1)*pieceSize {
 			return
 		}

@@ -179,7 +179,7 @@ func (l *limited) acts(i int) {
 		case 0:
 			l.claims(i, id)
 		case 1:
-			_ = d.Resolve(ctx, all[0], execution.Resolution{Operator: "o", Reason: "r", Applied: l.random.IntN(2) == 0}, nil, nil)
+			_ = d.SettleDoubt(ctx, all[0], execution.Resolution{By: execution.ByOperator, Operator: "o", Reason: "r", Applied: l.random.IntN(2) == 0})
 		default:
 			_ = d.Undone(ctx, execution.Undoing{Key: c.Key, Caller: d.Caller("a"), ID: id})
 		}

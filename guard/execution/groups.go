@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/binary"
 	"hash/maphash"
-	"math"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -39,20 +38,20 @@ const (
 
 // of returns the hash of the group of a call.
 func (h *hashes) of(sealer store.Sealer, q *Question) groupHash {
-	parts := [...]string{q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer}
-	size := len(q.Fingerprint)
+	parts := [...]string{q.Scope.Caller, q.Scope.Tenant, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer}
+	size := len(q.Whole)
 	for _, part := range parts {
 		size += binary.MaxVarintLen64 + len(part)
 	}
 	compute := func() groupHash {
-		sum := store.Index(sealer, "group", q.Scope.Caller, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Fingerprint[:]))
+		sum := store.Index(sealer, "group", q.Scope.Caller, q.Scope.Tenant, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Whole[:]))
 		return groupHash(sum[:])
 	}
 	if size > mostName {
 		return compute()
 	}
 	var memory [mostName]byte
-	name := append(memory[:0], q.Fingerprint[:]...)
+	name := append(memory[:0], q.Whole[:]...)
 	for _, part := range parts {
 		name = append(binary.AppendUvarint(name, uint64(len(part))), part...)
 	}
@@ -85,6 +84,7 @@ type known struct {
 	ended      time.Time
 	taken      bool      // by the retry of the refused attempt
 	unrecorded bool      // that it is in doubt is known here only
+	elsewhere  bool      // it is in doubt, and its client may get the answer on another stream
 	settling   time.Time // by the store's clock; while its outcome is being recorded
 	settled    time.Time // by the store's clock
 	mark       byte      // in its row
@@ -101,46 +101,17 @@ type known struct {
 	away    bool   // a client waits for its answer at another member
 	held    bool   // a retry of this member has taken it, which has an entry: its marks go there
 
-	in      *group // nil where it is not in the table
-	class   class
-	resting bool // in the queue of its shard
+	in *group // nil where it is not in the table
 }
 
-// class is what an execution is for a retry.
-type class uint8
+// waits reports that a client waits for the answer.
+func (k *known) waits() bool { return k.away || k.holder != nil && k.holder.waits() }
 
-const (
-	classTaken        class = iota // a refusal that a retry has taken
-	classWaited                    // its client waits for the answer
-	classAskedInDoubt              // in doubt, and its client waits to learn that
-	classInDoubt                   // in doubt, and nobody waits
-	classRefused                   // its retry runs
-	classPending                   // the same, under its id, since people are asked about that
-	classEvident                   // nobody waits, and there is evidence
-	classAnswered                  // nobody waits, and there is none
-	classes                        // how many there are
-)
+// doubtful reports that the execution is in doubt, and that nobody may get its answer elsewhere.
+func (k *known) doubtful() bool { return k.state == StateInDoubt && !k.elsewhere }
 
-func (k *known) classify() class {
-	waits := k.away || k.holder != nil && k.holder.waits()
-	switch {
-	case k.taken:
-		return classTaken
-	case k.refused() && k.asked:
-		return classPending
-	case k.refused():
-		return classRefused
-	case k.state == StateInDoubt && waits:
-		return classAskedInDoubt
-	case k.state == StateInDoubt:
-		return classInDoubt
-	case waits:
-		return classWaited
-	case k.evidence() != "":
-		return classEvident
-	}
-	return classAnswered
-}
+// free reports that a call can be taken for a retry of the execution: some evidence says so, or it was refused.
+func (k *known) free() bool { return !k.taken && (k.evidence() != "" || k.refused()) }
 
 // refused reports that a retry runs as a new call. One that is attached still may run it itself.
 func (k *known) refused() bool { return k.released && (k.holder == nil || k.holder.answered) }
@@ -148,7 +119,7 @@ func (k *known) refused() bool { return k.released && (k.holder == nil || k.hold
 // evidence is what the execution has to say for a retry; empty without any.
 func (k *known) evidence() Evidence {
 	switch {
-	case k.refused():
+	case k.refused(), k.state == StateInDoubt && k.elsewhere: // who may still wait is no retry, wherever it waits
 		return ""
 	case k.state == StateInDoubt:
 		return EvidenceInDoubt
@@ -173,91 +144,33 @@ func (k *known) over(now time.Time) bool {
 
 // group is what is known of equal calls.
 type group struct {
-	listed    []*known     // by class, count and age: each look-up is a binary search
-	number    [classes]int // of each class
-	read      uint64       // the clock's epoch in which the rows of the store were listed; 0 if they were not
-	gap       gap
+	listed    []*known
+	read      bool       // whether the rows of the store were listed
+	forgot    time.Time  // the latest end of those that were forgotten, but have rows in the store; zero for none
 	unwatched *Attempt   // the youngest one that waits, whose leave nobody has asked for yet
 	waiting   []*Attempt // new calls that wait for the news that another one's client has left
 }
 
-// gap describes the answered executions that were forgotten, but have rows in the store.
-type gap struct {
-	ended time.Time          // of the last
-	began [mostGap]time.Time // the youngest with each count, the last one of all greater ones; zero: none
-}
-
-// mostGap is how many counts a gap tells apart. Few clients try more than three times.
-const mostGap = 3
-
-func (g *gap) add(other gap) {
-	if other.ended.After(g.ended) {
-		g.ended = other.ended
-	}
-	for count, began := range other.began {
-		if began.After(g.began[count]) {
-			g.began[count] = began
+// own is how many of the executions are of this gateway.
+func (g *group) own() (n int) {
+	for _, k := range g.listed {
+		if !k.foreign {
+			n++
 		}
 	}
+	return n
 }
 
-// gapOf describes an execution that is forgotten.
-func gapOf(k *known) gap {
-	g := gap{ended: k.ended}
-	g.began[min(k.count, mostGap-1)] = k.began
-	return g
-}
-
-// end is the place behind those of a class with at most this count.
-func (g *group) end(c class, count int) int {
-	from, to := 0, len(g.listed)
-	for from < to { // sort.Search would call a function for each step, several times for a retry
-		i := (from + to) / 2
-		if k := g.listed[i]; k.class > c || k.class == c && k.count > count {
-			to = i
-		} else {
-			from = i + 1
-		}
-	}
-	return from
-}
-
-// place is where k stands, or would.
-func (g *group) place(k *known) int {
-	from, to := g.end(k.class, k.count-1), g.end(k.class, k.count)
-	for from < to {
-		i := (from + to) / 2
-		if !k.younger(g.listed[i]) {
-			to = i
-		} else {
-			from = i + 1
-		}
-	}
-	return from
-}
-
-func (g *group) insert(k *known) {
-	k.class = k.classify()
-	g.number[k.class]++
-	g.listed = slices.Insert(g.listed, g.place(k), k)
-}
-
-func (g *group) cut(k *known) {
-	g.number[k.class]--
-	i := g.place(k)
-	g.listed = slices.Delete(g.listed, i, i+1)
+// waited reports that some client waits for an answer that is no doubt.
+func (g *group) waited() bool {
+	return slices.ContainsFunc(g.listed, func(k *known) bool { return k.waits() && !k.doubtful() && !k.refused() && !k.taken })
 }
 
 const (
 	// mostKnown bounds what is kept in memory; beyond it the store is scanned.
-	mostKnown = 1 << 16
-	// mostResting bounds the answered executions of a shard; beyond it the store is read for a call
-	// that says that it is a retry, unless it is that of one that is kept.
-	mostResting = 1 << 8
-	// mostRead bounds what is read of a group for such a call (ADR 0091).
-	mostRead = 1 << 8
-	// mostRefused bounds the refusals of one group.
-	mostRefused = 64
+	mostKnown = 1 << 15
+	// mostAlike bounds the executions of a group of equal calls. A call beyond it is new, and so is its retry.
+	mostAlike = 32
 	// mostCount bounds the number that a retry gives itself: a greater one counts as this.
 	mostCount = 63
 )
@@ -267,18 +180,13 @@ type groups struct {
 	g        *Guard
 	shards   [64]groupShard
 	n        atomic.Int64
-	room     int // for answered executions, of each shard
-	most     int // that are read of a group for a call that says that it is a retry
+	room     int64 // mostKnown, but in tests
 	hashes   hashes
 	earlier  earlier // read-only
-	clock    clock
-	crashes  []crash // of earlier processes
-	alone    bool    // a gateway may have had the store alone; read-only
 	armed    atomic.Bool
 	flushing turn
 	closed   bool
-	opened   time.Time // by the store's clock, as is ended
-	ended    time.Time // nothing whose marks were looked at has ended later
+	ended    time.Time // by the store's clock: nothing whose marks were looked at has ended later
 	follows  bool      // another writing of the marks is to follow
 }
 
@@ -289,11 +197,8 @@ type groupShard struct {
 	aliases  map[member]*known // by the keys that stand for them
 	removals [64]uint64        // by group
 	pending  []*known          // whose marks may have to change, or that are being settled
-	resting  []*known          // answered executions, in the order in which they are forgotten
 	order    uint64            // how many attempts have begun
-	gap      gap               // of all groups that are not in the table
-	absent   group             // stands for one of those
-	missing  [mostGap]known    // stand for what a gap describes, while one is chosen
+	forgot   time.Time         // that of all groups that are not in the table
 	since    time.Time         // memory has everything that ended later
 	shrunk   bool              // since is of this process's own forgetting
 }
@@ -315,25 +220,50 @@ func (s *groupShard) group(hash groupHash) *group {
 		if s.of == nil {
 			s.of, s.keys, s.aliases = map[groupHash]*group{}, map[member]*known{}, map[member]*known{}
 		}
-		g = &group{gap: s.gap}
+		g = &group{forgot: s.forgot}
 		s.of[hash] = g
 	}
 	return g
 }
 
-// add lists k in its group.
+// add lists k in its group, unless that has no room.
 func (t *groups) add(s *groupShard, k *known) {
 	if k.order == 0 {
 		s.order++
 		k.order = s.order
 	}
 	k.in = s.group(k.group)
-	k.in.insert(k)
+	k.in.listed = append(k.in.listed, k)
 	s.keys[member{k.group, k.key}] = k
 	for _, key := range k.aliases {
 		s.aliases[member{k.group, key}] = k
 	}
 	t.n.Add(1)
+	k.forgotten = false
+	if !k.foreign && k.in.own() > mostAlike {
+		t.makeRoom(s, k)
+	}
+}
+
+// makeRoom forgets one execution of the group of k, which was added last: one that was answered, else a refusal, else
+// k itself. Their rows are deleted.
+func (t *groups) makeRoom(s *groupShard, k *known) {
+	var oldest *known
+	for _, other := range k.in.listed {
+		idle := other.rests() || other.refused() && other.holder == nil && !other.taken
+		if idle && !other.foreign && (oldest == nil || other.rests() && !oldest.rests() ||
+			other.rests() == oldest.rests() && oldest.younger(other)) {
+			oldest = other
+		}
+	}
+	if oldest == nil {
+		t.drop(s, k)
+		return
+	}
+	oldest.forgotten = true
+	t.pend(s, oldest)
+	t.drop(s, oldest)
+	*s.removed(k.group)++
 }
 
 func (t *groups) remove(s *groupShard, k *known) {
@@ -349,7 +279,8 @@ func (t *groups) remove(s *groupShard, k *known) {
 
 // drop takes k from its group, of which nothing else changes.
 func (t *groups) drop(s *groupShard, k *known) {
-	k.in.cut(k)
+	i := slices.Index(k.in.listed, k)
+	k.in.listed = slices.Delete(k.in.listed, i, i+1)
 	k.in = nil
 	if m := (member{k.group, k.key}); s.keys[m] == k { // else the same key has run again
 		delete(s.keys, m)
@@ -370,37 +301,24 @@ func (s *groupShard) unalias(k *known) {
 // tidy removes a group that has nothing.
 func (s *groupShard) tidy(hash groupHash, g *group) {
 	if len(g.listed) == 0 && len(g.waiting) == 0 && s.of[hash] == g {
-		s.gap.add(g.gap)
+		if g.forgot.After(s.forgot) {
+			s.forgot = g.forgot
+		}
 		delete(s.of, hash)
 	}
 }
 
-// move lists k anew after a change of what its place depends on.
-func (g *group) move(k *known, change func()) {
-	if len(g.listed) == 1 { // most calls have no equal
-		change()
-		g.number[k.class]--
-		k.class = k.classify()
-		g.number[k.class]++
-		return
-	}
-	g.cut(k)
-	change()
-	g.insert(k)
-}
-
-// changed lists k anew where it has become something else for a retry.
+// changed has the calls that wait look at k again, which has become something else for a retry.
 func (k *known) changed() {
-	if g := k.in; g != nil && k.class != k.classify() {
-		g.move(k, func() {})
-		g.pass()
+	if k.in != nil {
+		k.in.pass()
 	}
 }
 
 // pass wakes the call that has waited for the longest time, where it need not wait: an equal one can
-// be taken, or none is left to wait for. Whoever is woken passes on what is left.
+// be taken, or none is left to wait for. A woken call passes on what it leaves.
 func (g *group) pass() {
-	if of := &g.number; len(g.waiting) == 0 || of[classWaited] > 0 && of[classEvident]+of[classInDoubt]+of[classAskedInDoubt]+of[classPending] == 0 {
+	if len(g.waiting) == 0 || g.waited() && !slices.ContainsFunc(g.listed, (*known).free) {
 		return
 	}
 	a := g.waiting[0]
@@ -411,30 +329,19 @@ func (g *group) pass() {
 	}
 }
 
-// youngest returns the youngest execution of a class whose count is not above most; nil without one.
-func (t *groups) youngest(s *groupShard, g *group, c class, most int, now time.Time) (best *known) {
-	for k := t.highest(s, g, c, most, now); k != nil; k = t.highest(s, g, c, k.count-1, now) {
-		if best == nil || k.younger(best) {
-			best = k
+// expire removes the executions of a group that are too old. An error that was delivered is no evidence any more once
+// clients do not retry it, errors after its end.
+func (t *groups) expire(s *groupShard, g *group, now time.Time, errors time.Duration) {
+	for i := len(g.listed) - 1; i >= 0; i-- {
+		k := g.listed[i]
+		switch {
+		case k.over(now):
+			t.remove(s, k)
+		case k.evidence() == EvidenceAnswer && k.runner == nil && !k.ended.IsZero() && now.Sub(k.ended) >= errors:
+			k.retriable, k.internal = false, false
+			t.note(s, k)
 		}
 	}
-	return best
-}
-
-// highest returns the youngest execution of those of a class with the highest count that is not above
-// most; nil without one. What is too old is removed.
-func (t *groups) highest(s *groupShard, g *group, c class, most int, now time.Time) *known {
-	if g.number[c] == 0 { // as most classes: few calls have an equal
-		return nil
-	}
-	for i := g.end(c, most); i > 0 && g.listed[i-1].class == c; i-- {
-		k := g.listed[i-1]
-		if !k.over(now) {
-			return k
-		}
-		t.remove(s, k)
-	}
-	return nil
 }
 
 // match ranks how well an execution fits a retry.
@@ -446,183 +353,120 @@ const (
 )
 
 // choose returns the execution that a call is a retry of; nil for a new call. A refused one makes it a new
-// call too. With gaps it may be one that was forgotten, which is in no group.
-func (t *groups) choose(s *groupShard, g *group, a *Attempt, gaps bool, now time.Time) (best *known) {
-	count, rank := a.count, 0
-	var pending *known
-	if !a.given && g.number[classPending] > 0 {
-		pending = t.pending(s, g, now)
-	}
-	consider := func(k *known, match int) {
-		if k == nil {
-			return
-		}
-		if count > 0 && k.count == count-1 {
-			match |= matchCount
-		}
-		if best == nil || match > rank || match == rank && k.younger(best) {
-			best, rank = k, match
+// call too.
+func (g *group) choose(a *Attempt) (best *known) {
+	// An answered execution whose own retry of this count was answered is not what the call repeats.
+	other := func(k *known) bool { return k.evidence() == "" && !k.refused() && k.count >= a.count }
+	var youngest *known // that may have been executed, and that nobody waits for
+	for _, k := range g.listed {
+		if !k.refused() && !k.waits() && !other(k) && (youngest == nil || k.younger(youngest)) {
+			youngest = k
 		}
 	}
-	if count == 0 {
-		if consider(t.youngest(s, g, classEvident, mostCount, now), matchClear|matchReason); best != nil {
-			return best
-		}
-		consider(t.youngest(s, g, classInDoubt, mostCount, now), matchReason|matchAlone)
-		consider(t.youngest(s, g, classAskedInDoubt, mostCount, now), matchReason)
-		if best == nil {
-			best = pending
-		}
-		return best
-	}
-	var free *known // the youngest that may have been executed, and that nobody waits for
-	for _, c := range [...]struct {
-		class
-		match, most int
-		free        bool
-	}{
-		{classEvident, matchClear | matchReason, mostCount, true},
-		{classInDoubt, matchReason | matchAlone, mostCount, true},
-		{classAskedInDoubt, matchReason, mostCount, false},
-		{classAnswered, matchClear, mostCount, true},
-		{classWaited, matchClear, count - 1, false},
-	} {
-		k := t.youngest(s, g, c.class, c.most, now)
-		if k == nil {
+	rank, pending := -1, g.pending()
+	for _, k := range g.listed {
+		reason := k.evidence() != ""
+		switch {
+		case k.taken || other(k):
+			continue
+		case k.asked && k.refused():
+			if k != pending || a.given {
+				continue
+			}
+		case a.count == 0 && !reason || k.waits() && !k.doubtful() && k.count >= a.count:
 			continue
 		}
-		if c.free && (free == nil || k.younger(free)) {
-			free = k
+		match := 0
+		if a.count > 0 && k.count == a.count-1 {
+			match |= matchCount
 		}
-		consider(k, c.match)
-		consider(t.highest(s, g, c.class, count-1, now), c.match)
-	}
-	if gaps && now.Sub(g.gap.ended) < a.window {
-		for i, began := range g.gap.began {
-			if k := &s.missing[i]; !began.IsZero() {
-				k.class, k.began, k.order, k.count = classAnswered, began, math.MaxUint64, i
-				if i == min(count, mostGap)-1 {
-					k.count = count - 1
-				}
-				if free == nil || k.younger(free) {
-					free = k
-				}
-				consider(k, matchClear)
-			}
-		}
-	}
-	for _, k := range [...]*known{t.highest(s, g, classRefused, count-1, now), t.youngest(s, g, classRefused, mostCount, now), pending} {
-		match := matchClear
-		if k != nil && (free == nil || k.younger(free)) {
+		if reason || a.count > 0 && k.refused() && (youngest == nil || k.younger(youngest)) {
 			match |= matchReason
 		}
-		consider(k, match)
+		if !k.doubtful() {
+			match |= matchClear
+		} else if !k.waits() {
+			match |= matchAlone
+		}
+		if match > rank || match == rank && k.younger(best) {
+			best, rank = k, match
+		}
 	}
 	return best
 }
 
 // pending returns the call that people are asked about whose last attempt is the oldest, so that the next one
-// takes another; nil without one. What is too old is removed.
-func (t *groups) pending(s *groupShard, g *group, now time.Time) *known {
-	for {
-		var oldest *known
-		for _, k := range g.listed[g.end(classPending-1, mostCount):g.end(classPending, mostCount)] {
-			if oldest == nil || oldest.younger(k) {
-				oldest = k
-			}
+// takes another; nil without one.
+func (g *group) pending() (oldest *known) {
+	for _, k := range g.listed {
+		if k.asked && k.refused() && !k.taken && (oldest == nil || oldest.younger(k)) {
+			oldest = k
 		}
-		if oldest == nil || !oldest.over(now) {
-			return oldest
-		}
-		t.remove(s, oldest)
 	}
+	return oldest
 }
 
-// answered returns the answered execution that fits a call best which says that it is a retry; nil without
-// one.
-func (t *groups) answered(s *groupShard, g *group, count int, now time.Time) *known {
-	k := t.highest(s, g, classAnswered, count-1, now)
-	if k != nil && k.count == count-1 {
-		return k
+// unlisted reports that the store may have rows of the group g, of this hash, that memory has not: from before it had
+// everything, or, where the call says that it is a retry, of answered executions that were forgotten.
+func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.Duration, count int, now time.Time) bool {
+	forgot := s.forgot
+	if g != nil {
+		forgot = g.forgot
 	}
-	return t.youngest(s, g, classAnswered, mostCount, now)
-}
-
-// unlisted reports that the store may have rows of the group g, of this hash, from before memory had
-// everything.
-func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.Duration, now time.Time) bool {
+	if count > 0 && now.Sub(forgot) < window {
+		return true
+	}
 	if now.Sub(s.since) >= window || t.shared() { // which are asked
 		return false
 	}
-	epoch := t.clock.epoch.Load()
-	return (g == nil || g.read != epoch) && (s.shrunk || t.earlier.has(hash, epoch))
-}
-
-// rest keeps an answered execution, as far as there is room.
-func (t *groups) rest(s *groupShard, k *known) {
-	if k.resting {
-		return
-	}
-	k.resting = true
-	for s.resting = append(s.resting, k); len(s.resting) > t.room; {
-		k := s.resting[0]
-		s.resting[0] = nil
-		s.resting = s.resting[1:]
-		k.resting = false
-		if k.in == nil || !k.rests() || k.pending {
-			continue // it comes back when it rests
-		}
-		k.in.gap.add(gapOf(k))
-		t.remove(s, k)
-	}
+	return (g == nil || !g.read) && (s.shrunk || t.earlier.has(hash))
 }
 
 // rests reports that the execution says nothing but that it was answered.
 func (k *known) rests() bool {
-	return k.holder == nil && k.runner == nil && k.class == classAnswered && k.state != 0
+	return k.holder == nil && k.runner == nil && k.state != 0 && !k.taken && !k.refused() && !k.doubtful() && k.evidence() == ""
 }
 
-// forget forgets the oldest refusal of a group that has no room for one more.
-func (t *groups) forget(s *groupShard, g *group) {
-	var oldest *known
-	first := g.end(classRefused-1, mostCount)
-	for i := first; i < len(g.listed) && g.listed[i].class == classRefused; i = g.end(classRefused, g.listed[i].count) {
-		if k := g.listed[i]; oldest == nil || oldest.younger(k) {
-			oldest = k
-		}
-	}
-	if oldest != nil && g.end(classRefused, mostCount)-first >= mostRefused && oldest.holder == nil {
-		oldest.forgotten = true
-		t.remove(s, oldest)
-		t.pend(s, oldest)
-	}
+// idle reports that nobody waits for the execution, and that the store knows of it what memory does.
+func (k *known) idle() bool {
+	return k.holder == nil && k.runner == nil && !k.pending && !k.taken && !k.unrecorded
 }
 
-// shrink forgets what is too old, and where there still is too much what the store knows as well.
+// shrink forgets what is too old, then what was answered, and where there still is too much what the store knows as well.
 func (t *groups) shrink() {
 	now := time.Now()
-	for _, all := range []bool{false, true} {
+	for _, forget := range []func(k *known) bool{
+		func(k *known) bool { return k.over(now) },
+		func(k *known) bool { return k.idle() && k.rests() },
+		(*known).idle,
+	} {
 		for i := range t.shards {
-			if t.n.Load() <= mostKnown {
+			if t.n.Load() <= t.room {
 				return
 			}
-			s := &t.shards[i]
-			s.Lock()
-			for _, g := range s.of {
-				for _, k := range slices.Clone(g.listed) {
-					idle := k.holder == nil && k.runner == nil && !k.pending && !k.taken && !k.unrecorded
-					if k.over(now) || all && idle {
-						t.remove(s, k)
-					}
+			t.shards[i].forget(t, forget, now)
+		}
+	}
+}
+
+// forget removes those executions of a shard for which the function says so.
+func (s *groupShard) forget(t *groups, forget func(k *known) bool, now time.Time) {
+	s.Lock()
+	defer s.Unlock()
+	for _, g := range s.of {
+		for _, k := range slices.Clone(g.listed) {
+			switch {
+			case !forget(k):
+				continue
+			case k.over(now):
+			case k.rests():
+				if k.ended.After(g.forgot) {
+					g.forgot = k.ended
 				}
-				if all {
-					g.read = 0
-				}
+			default:
+				g.read, s.since, s.shrunk = false, now, true
 			}
-			if all {
-				s.since, s.shrunk = now, true
-			}
-			s.Unlock()
+			t.remove(s, k)
 		}
 	}
 }

@@ -11,14 +11,16 @@
 package execution
 
 import (
-	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
@@ -36,6 +38,7 @@ type Guard struct {
 	flights flights
 	groups  groups
 	running gate
+	namings atomic.Pointer[map[string]Naming] // under which this process makes keys, by guard
 	writers *writers
 	quotas  quotas
 	lots    lots
@@ -93,12 +96,11 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	g.quotas.g, g.quotas.usages.Window = g, usageWindow
 	g.lots.g, g.lots.usages.Window = g, usageWindow
 	g.writers.current.Store(new(gate))
+	g.namings.Store(&map[string]Naming{})
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
 	}
-	if err := g.groups.open(ctx, g); err != nil {
-		return nil, Recovery{}, err
-	}
+	g.groups.open(g)
 	recovery, err := g.members.recover(ctx)
 	if err != nil {
 		return nil, Recovery{}, fmt.Errorf("recovering executions: %w", err)
@@ -371,8 +373,16 @@ func (g *Guard) Age(ctx context.Context, found Finding) (time.Duration, error) {
 // A *QuotaError means that the caller holds too much already.
 //
 // The owner must settle the execution, whatever happens.
-func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, batches ...*store.Batch) (*Execution, error) {
-	e, err := g.begin(ctx, c, found, batches)
+func (g *Guard) Claim(ctx context.Context, c *Call, found Finding, batches ...*store.Batch) (e *Execution, err error) {
+	if under, ok := (*g.namings.Load())[c.Scope.Guard]; c.Naming != nil && (!ok || under != *c.Naming) {
+		var naming *store.Batch
+		if naming, err = g.holdNaming(ctx, c); naming != nil {
+			batches = append(slices.Clip(batches), naming)
+		}
+	}
+	if err == nil {
+		e, err = g.begin(ctx, c, found, batches)
+	}
 	return e, done(err, batches)
 }
 
@@ -388,7 +398,7 @@ func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*st
 		return nil, ErrDraining
 	}
 	caller := g.Caller(c.Scope.Caller)
-	flight := g.flights.start(c, caller, cmp.Or(c.Memory, g.bodies))
+	flight := g.flights.start(c, caller, g.bodies)
 	if flight == nil {
 		g.running.leave()
 		return nil, ErrTaken
@@ -662,4 +672,119 @@ func (r *room) free() {
 	if cap(r.memory) <= maxScratch {
 		rooms.Put(r)
 	}
+}
+
+// Naming is how a guard's configuration names callers and tenants. Under another one retries name other keys, and
+// what the store holds runs again (P1).
+type Naming struct{ Caller, Credentials, Tenant string }
+
+// namingRefused refuses to name callers and tenants in another way than holds says, in options.
+func namingRefused(guard string, options []string, holds string) error {
+	return fmt.Errorf("the guard %q: `%s` differ from what its calls were recorded under, and %s: retries of those calls would run again. "+
+		"Put it back, give the guard another `name`, under which it begins anew, or write `free_keys` into its block if that is meant",
+		guard, strings.Join(options, "` and `"), holds)
+}
+
+// CheckNaming returns an error if a guard must not make keys under n, else the condition and the value with which n is
+// recorded in the place of what is; the value is nil if it is recorded. free allows it also if that frees keys. The error
+// wraps ErrStore if the store cannot be read.
+func (g *Guard) CheckNaming(ctx context.Context, guard string, n *Naming, free bool) (as store.Condition, value []byte, err error) {
+	const size = 16 // of the hash of an option
+	parts := [...]struct{ option, text string }{{"caller", n.Caller}, {"credentials", n.Credentials}, {"tenant", n.Tenant}}
+	for _, p := range parts {
+		sum := store.Index(g.sealer, "naming", guard, p.option, p.text)
+		value = append(value, sum[:size]...)
+	}
+	entry, err := g.store.Get(ctx, g.namingKey(guard))
+	if errors.Is(err, store.ErrNotFound) {
+		return store.Absent(), value, nil
+	}
+	if err != nil {
+		return as, nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	var options []string
+	for i, p := range parts {
+		if at := i * size; len(entry.Value) < at+size || !slices.Equal(entry.Value[at:at+size], value[at:at+size]) {
+			options = append(options, p.option)
+		}
+	}
+	if len(options) == 0 {
+		return as, nil, nil
+	}
+	as = store.VersionIs(entry.Version)
+	if free {
+		return as, value, nil
+	}
+	held, err := g.holdsKeys(ctx, guard)
+	if err != nil {
+		return as, nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if held {
+		return as, nil, namingRefused(guard, options, "the store holds keys of this guard")
+	}
+	if shared := g.members.store; shared != nil { // whoever else uses it may be about to make some
+		members, err := shared.Members(ctx)
+		if err != nil {
+			return as, nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if len(members) > 1 {
+			return as, nil, namingRefused(guard, options, "another gateway uses the store")
+		}
+	}
+	return as, value, nil
+}
+
+func (g *Guard) namingKey(guard string) []byte {
+	hash := store.Index(g.sealer, "guard", guard)
+	return metaKey("naming" + string(hash[:16]))
+}
+
+func (g *Guard) holdsKeys(ctx context.Context, guard string) (bool, error) {
+	for after := ""; ; {
+		page, err := g.List(ctx, Filter{Guard: shorten(guard, maxRecordedText)}, after, 1)
+		if err != nil || len(page.Executions) > 0 || page.Next == "" {
+			return len(page.Executions) > 0, err
+		}
+		after = page.Next
+	}
+}
+
+// holdNaming makes the writes by which the claim of a call records under what its guard makes keys, before this process
+// makes the first (P1); nil if it is recorded. That it was checked when the configuration was loaded is not enough: the
+// store was out of reach, or the keys are younger. If the commit loses against another gateway's, the call looks again.
+func (g *Guard) holdNaming(ctx context.Context, c *Call) (*store.Batch, error) {
+	as, value, err := g.CheckNaming(ctx, c.Scope.Guard, c.Naming, c.FreeKeys)
+	if err != nil {
+		return nil, err
+	}
+	hold := func() {
+		for {
+			before := g.namings.Load()
+			now := maps.Clone(*before)
+			now[c.Scope.Guard] = *c.Naming
+			if g.namings.CompareAndSwap(before, &now) {
+				return
+			}
+		}
+	}
+	if value == nil {
+		hold()
+		return nil, nil
+	}
+	key := g.namingKey(c.Scope.Guard)
+	if g.members.store == nil {
+		as = store.Condition{} // all claims of this process write the same, and none has to lose
+	}
+	batch := store.NewBatch(store.Write{Key: key, If: as, Value: value})
+	batch.OnDone(func(err error) error {
+		lost := (*store.Conflict)(nil)
+		switch {
+		case err == nil:
+			hold()
+		case errors.As(err, &lost) && slices.Equal(lost.Key, key):
+			return ErrTaken
+		}
+		return err
+	})
+	return batch, nil
 }

@@ -175,8 +175,9 @@ func TestP3KeysSeparateScopes(t *testing.T) {
 	seen := map[execution.Key]execution.Scope{}
 	for _, s := range []execution.Scope{
 		base,
-		{"C", "g", "POST", "/p", "i"}, {"c", "G", "POST", "/p", "i"}, {"c", "g", "PUT", "/p", "i"},
-		{"c", "g", "POST", "/P", "i"}, {"c", "g", "POST", "/p", "I"}, {"cg", "", "POST", "/p", "i"}, {"c", "gPOST", "", "/p", "i"},
+		{"C", "", "g", "POST", "/p", "i"}, {"c", "", "G", "POST", "/p", "i"}, {"c", "", "g", "PUT", "/p", "i"},
+		{"c", "", "g", "POST", "/P", "i"}, {"c", "", "g", "POST", "/p", "I"}, {"cg", "", "", "POST", "/p", "i"}, {"c", "", "gPOST", "", "/p", "i"},
+		{"c", "t", "g", "POST", "/p", "i"}, {"ct", "", "g", "POST", "/p", "i"},
 	} {
 		key := r.Key(s)
 		if other, ok := seen[key]; ok {
@@ -274,10 +275,10 @@ func TestAppliedSettlesDoubt(t *testing.T) {
 		c := r.call("a")
 		r.settle(r.claim(c), execution.Outcome{Verdict: execution.InDoubt})
 		found := r.status(c, execution.Doubtful)
-		if err := r.Applied(ctx, c.Key, found, answer, bytes.Repeat([]byte("x"), 1000)); err != nil {
+		if err := r.SettleDoubt(ctx, execution.Recorded{Key: c.Key, Finding: found}, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: answer, Body: bytes.Repeat([]byte("x"), 1000)}); err != nil {
 			t.Fatal(err)
 		}
-		if err := r.Applied(ctx, c.Key, found, answer, nil); !errors.Is(err, execution.ErrTaken) {
+		if err := r.SettleDoubt(ctx, execution.Recorded{Key: c.Key, Finding: found}, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: answer}); !errors.Is(err, execution.ErrTaken) {
 			t.Errorf("applied twice: %v", err)
 		}
 		if answer == nil {
@@ -367,9 +368,11 @@ func TestBatchesAreEndedWhateverHappens(t *testing.T) {
 	ended("claim of a recorded call", execution.ErrTaken, claim)
 	doubt := r.status(c, execution.Doubtful)
 	ended("resolution without an operator", execution.ErrResolution, func(b *store.Batch) error {
-		return r.Resolve(ctx, execution.Recorded{Key: c.Key, Finding: doubt}, execution.Resolution{}, nil, nil, b)
+		return r.SettleDoubt(ctx, execution.Recorded{Key: c.Key, Finding: doubt}, execution.Resolution{By: execution.ByOperator}, b)
 	})
-	applied := func(b *store.Batch) error { return r.Applied(ctx, c.Key, doubt, nil, nil, b) }
+	applied := func(b *store.Batch) error {
+		return r.SettleDoubt(ctx, execution.Recorded{Key: c.Key, Finding: doubt}, execution.Resolution{By: execution.ByProbe, Applied: true}, b)
+	}
 	ended("evidence", nil, applied)
 	ended("evidence again", execution.ErrTaken, applied)
 	r.Drain(ctx)
@@ -425,22 +428,20 @@ func TestDerivedIDsFollowWhatTheCallIs(t *testing.T) {
 	if a != r.Derive(s, execution.Fingerprint{1}) || a == r.Derive(s, execution.Fingerprint{2}) {
 		t.Error("a derived id must depend on the request and nothing else")
 	}
-	p := r.Inherit(s, "parent", "act", execution.Fingerprint{1})
-	if p != r.Inherit(s, "parent", "act", execution.Fingerprint{1}) || p == r.Inherit(s, "other", "act", execution.Fingerprint{1}) ||
-		p == r.Inherit(s, "parent", "other", execution.Fingerprint{1}) || p == a {
-		t.Error("an inherited id must depend on parent, action and request")
-	}
 }
 
 // failing is a store whose commits can be made to fail.
 type failing struct {
 	store.Store
-	fail func(batch []store.Write) error
+	fail atomic.Pointer[func(batch []store.Write) error]
 }
 
+// fails has commits fail with what fail returns; nil ends that.
+func (f *failing) fails(fail func(batch []store.Write) error) { f.fail.Store(&fail) }
+
 func (f *failing) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
-	if f.fail != nil {
-		if err := f.fail(batch); err != nil {
+	if fail := f.fail.Load(); fail != nil && *fail != nil {
+		if err := (*fail)(batch); err != nil {
 			return 0, err
 		}
 	}
@@ -464,11 +465,11 @@ var errDisk = errors.New("no space left on device")
 func TestP4ClaimFailsClosed(t *testing.T) {
 	r, f := newFailing(t)
 	c := r.call("a")
-	f.fail = func([]store.Write) error { return errDisk }
+	f.fails(func([]store.Write) error { return errDisk })
 	if _, err := r.Claim(ctx, c, execution.Finding{}); !errors.Is(err, execution.ErrStore) {
 		t.Errorf("claim: %v", err)
 	}
-	f.fail = nil
+	f.fails(nil)
 	r.status(c, execution.Free)
 	r.claim(c)
 }
@@ -483,7 +484,7 @@ func TestP1UnrecordedOutcomeIsDoubt(t *testing.T) {
 		follower := r.find(c).Flight.Follow()
 		o := answered(e, []byte("body"))
 		o.Verdict = verdict
-		f.fail = func([]store.Write) error { return store.ErrUnknown }
+		f.fails(func([]store.Write) error { return store.ErrUnknown })
 		if err := e.Settle(ctx, o); !errors.Is(err, execution.ErrUnrecorded) {
 			t.Errorf("%v: settle: %v", verdict, err)
 		}
@@ -493,7 +494,7 @@ func TestP1UnrecordedOutcomeIsDoubt(t *testing.T) {
 			t.Errorf("%v: a follower was shown an end that is not recorded: %v", verdict, err)
 		}
 		follower.Close()
-		f.fail = nil
+		f.fails(nil)
 		if found := r.status(c, execution.Doubtful); found.Record.Cause != execution.CauseUnrecorded {
 			t.Errorf("%v: the cause is %q", verdict, found.Record.Cause)
 		}
@@ -508,14 +509,14 @@ func TestP1KeyIsKeptWhereTheAnswerCannotBe(t *testing.T) {
 		r, f := newFailing(t)
 		c := r.call("a")
 		e := r.claim(c)
-		f.fail = func(batch []store.Write) error {
+		f.fails(func(batch []store.Write) error {
 			for _, w := range batch {
 				if w.Bulk {
 					return errDisk
 				}
 			}
 			return nil
-		}
+		})
 		r.settle(e, answered(e, make([]byte, size)))
 		r.status(c, execution.ResultUnavailable)
 	}
@@ -526,15 +527,15 @@ func TestAppliedWithoutRoomForTheAnswer(t *testing.T) {
 	r, f := newFailing(t)
 	c := r.call("a")
 	r.settle(r.claim(c), execution.Outcome{Verdict: execution.InDoubt})
-	f.fail = func(batch []store.Write) error {
+	f.fails(func(batch []store.Write) error {
 		for _, w := range batch {
 			if w.Bulk {
 				return errDisk
 			}
 		}
 		return nil
-	}
-	if err := r.Applied(ctx, c.Key, r.status(c, execution.Doubtful), &execution.Head{Status: 200}, make([]byte, 1000)); err != nil {
+	})
+	if err := r.SettleDoubt(ctx, execution.Recorded{Key: c.Key, Finding: r.status(c, execution.Doubtful)}, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: &execution.Head{Status: 200}, Body: make([]byte, 1000)}); err != nil {
 		t.Fatal(err)
 	}
 	r.status(c, execution.ResultUnavailable)
@@ -560,16 +561,16 @@ func TestAnswerIsKeptWhereTheStoreWasAway(t *testing.T) {
 			r, f := newFailing(t)
 			call := r.call("a")
 			e := r.claim(call)
-			fails := func(times int) func([]store.Write) error {
+			fails := func(of bool, times int) func([]store.Write) error {
 				var done atomic.Int64
 				return func(batch []store.Write) error {
-					if (batch[0].Key[0] == 'r') != c.of || done.Add(1) > int64(times) {
+					if (batch[0].Key[0] == 'r') != of || done.Add(1) > int64(times) {
 						return nil
 					}
 					return away
 				}
 			}
-			f.fail = fails(c.times)
+			f.fails(fails(c.of, c.times))
 			if err := e.Settle(ctx, answered(e, make([]byte, c.size))); errors.Is(err, execution.ErrUnrecorded) != (c.want == execution.Doubtful) {
 				t.Errorf("%v, %+v: %v", away, c, err)
 			}
@@ -580,10 +581,9 @@ func TestAnswerIsKeptWhereTheStoreWasAway(t *testing.T) {
 			if found.Status != execution.Doubtful {
 				continue
 			}
-			c.of = answer
-			f.fail = fails(1)
+			f.fails(fails(answer, 1))
 			for _, want := range []error{away, nil} {
-				if err := r.Applied(ctx, call.Key, found, &execution.Head{Status: 200}, make([]byte, 4000)); !errors.Is(err, want) {
+				if err := r.SettleDoubt(ctx, execution.Recorded{Key: call.Key, Finding: found}, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: &execution.Head{Status: 200}, Body: make([]byte, 4000)}); !errors.Is(err, want) {
 					t.Errorf("%v, %+v: %v", away, c, err)
 				}
 			}
@@ -794,7 +794,7 @@ func TestP4RecoveryOnAFullDisk(t *testing.T) {
 	r, full := newFailing(t)
 	c := r.call("a")
 	r.claim(c)
-	full.fail = func([]store.Write) error { return fmt.Errorf("disk: %w", store.ErrFull) }
+	full.fails(func([]store.Write) error { return fmt.Errorf("disk: %w", store.ErrFull) })
 	g, recovery, err := execution.Open(ctx, full, r.ring)
 	if err != nil || recovery != (execution.Recovery{Unrecorded: 1}) {
 		t.Fatalf("%+v, %v", recovery, err)
@@ -802,7 +802,7 @@ func TestP4RecoveryOnAFullDisk(t *testing.T) {
 	r.Guard = g
 	r.status(c, execution.Doubtful)
 
-	full.fail = nil
+	full.fails(nil)
 	if g, recovery, err = execution.Open(ctx, full, r.ring); err != nil || recovery != (execution.Recovery{InDoubt: 1}) {
 		t.Fatalf("with room again: %+v, %v", recovery, err)
 	}

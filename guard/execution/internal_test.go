@@ -731,30 +731,3 @@ func TestEarlierAnswerIsReplayed(t *testing.T) {
 		}
 	}
 }
-
-// A group knows how many executions it has of each class, whatever becomes of them.
-func TestGroupsCountTheirClasses(t *testing.T) {
-	random := rand.New(rand.NewPCG(1, 2))
-	g := &group{}
-	for step := range 5000 {
-		switch n := len(g.listed); {
-		case n == 0 || random.IntN(4) == 0 && n < 8:
-			k := &known{in: g, state: StateCompleted, order: uint64(step)}
-			g.insert(k)
-		case random.IntN(4) == 0:
-			g.cut(g.listed[random.IntN(n)])
-		default:
-			k := g.listed[random.IntN(n)]
-			g.move(k, func() {
-				k.unanswered, k.taken, k.released = random.IntN(2) == 0, random.IntN(4) == 0, random.IntN(4) == 0
-			})
-		}
-		var want [classes]int
-		for _, k := range g.listed {
-			want[k.class]++
-		}
-		if g.number != want {
-			t.Fatalf("after %d steps %v, want %v", step, g.number, want)
-		}
-	}
-}

@@ -109,7 +109,7 @@ func (t *lates) keep(e *Execution, o *Outcome, left *Record, err error) (begin f
 	}
 	l := &Late{key: e.flight.key, claim: e.record.Claim, e: *e, o: *o, later: e.later, left: left, bytes: e.later.Size(), done: make(chan struct{})}
 	recording := &e.flight.recording
-	if o.Verdict == Completed && !recording.lost() && !errors.Is(err, store.ErrFull) { // it did not fit then
+	if o.Verdict == Completed && !recording.lost() {
 		l.size = recording.Size()
 		l.holds = true
 	}

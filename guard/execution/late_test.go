@@ -216,9 +216,6 @@ func TestOutcomeIsRecordedWhenTheStoreIsBack(t *testing.T) {
 						}
 						st.set(nil, false)
 						<-time.After(2 * time.Second)
-						if name == "full" && verdict == execution.Completed {
-							want = execution.ResultUnavailable // it did not fit
-						}
 						for _, n := range []*node{a, b} {
 							found := n.status(call, want)
 							switch {
@@ -294,7 +291,7 @@ func TestOutcomeComesAfterItsExecutionWasSettled(t *testing.T) {
 		a.loses(call, st, store.ErrUnavailable, false, o, execution.Completed, []byte("late"))
 		o.hook = func() { // a probe is faster than the commit
 			head := &execution.Head{Status: 200}
-			if err := a.Applied(ctx, call.Key, a.status(call, execution.Doubtful), head, []byte("probed")); err != nil {
+			if err := a.SettleDoubt(ctx, execution.Recorded{Key: call.Key, Finding: a.status(call, execution.Doubtful)}, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: head, Body: []byte("probed")}); err != nil {
 				t.Error(err)
 			}
 		}
@@ -648,6 +645,28 @@ func TestQuotaOfOutcomesThatWait(t *testing.T) {
 	}
 }
 
+// The pieces of an answer are being stored when the call ends. The race detector sees where the two share something.
+func TestOutcomeThatWaitsBesideItsPieces(t *testing.T) {
+	r, f := newFailing(t)
+	defer func() { _ = r.Close(ctx) }()
+	f.fails(func(batch []store.Write) error {
+		if batch[0].Bulk {
+			return store.ErrFull
+		}
+		return nil
+	})
+	for i := range 50 {
+		e := r.claim(r.call(fmt.Sprint(i)))
+		e.Recording().Start(200, nil)
+		for range 4 {
+			e.Write(make([]byte, 256<<10))
+		}
+		if err := e.SettleLater(ctx, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true}, &owner{name: "a"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // The same at a gateway that has its store alone.
 func TestQuotaOfAnOutcomeThatWaitsAtOneGateway(t *testing.T) {
 	for _, why := range []error{store.ErrUnavailable, store.ErrFull} {
@@ -660,11 +679,11 @@ func TestQuotaOfAnOutcomeThatWaitsAtOneGateway(t *testing.T) {
 				return c
 			}
 			e := r.claim(call("a"))
-			f.fail = func([]store.Write) error { return why }
+			f.fails(func([]store.Write) error { return why })
 			if err := e.SettleLater(ctx, answered(e, []byte("late")), &owner{name: "a"}); !errors.Is(err, execution.ErrUnrecorded) {
 				t.Fatal(err)
 			}
-			f.fail = nil
+			f.fails(nil)
 			if _, err := r.Claim(ctx, call("b"), execution.Finding{}); !errors.As(err, new(*execution.QuotaError)) {
 				t.Errorf("while it waits: %v", err)
 			}

@@ -22,8 +22,8 @@ type Filter struct {
 	States []State
 	// Guard, Action and Method as they were recorded; empty is any.
 	Guard, Action, Method string
-	// Caller is the hash of the caller's identity; nil is any.
-	Caller *CallerHash
+	// Caller is the beginning of the hash of the caller's identity, at most 16 bytes; nil is any.
+	Caller []byte
 	// Workflow is the workflow's id; empty is any. OrWorkflows are its other ids; they count with
 	// Workflow only.
 	Workflow    string
@@ -158,7 +158,7 @@ func (f *Filter) passes(r *Recorded) bool {
 		(f.Guard == "" || f.Guard == record.Guard) &&
 		(f.Action == "" || f.Action == record.Action) &&
 		(f.Method == "" || f.Method == record.Method) &&
-		(f.Caller == nil || *f.Caller == record.Caller) &&
+		bytes.HasPrefix(record.Caller[:], f.Caller) &&
 		(f.NotMethod == "" || f.NotMethod != record.Method) &&
 		(f.ID == "" || shorten(f.ID, maxRecordedID) == record.ID) &&
 		(f.Checkpoint == "" || record.Announced(f.Checkpoint)) &&
@@ -188,10 +188,10 @@ func (g *Guard) positions(ctx context.Context, f *Filter, after position, n int)
 	top := &topmost{after: after, n: n}
 	var err error
 	switch {
-	case f.Caller != nil && f.ID != "":
-		err = g.ofCaller(ctx, g.idPrefix(*f.Caller, shorten(f.ID, maxRecordedID)), top)
+	case len(f.Caller) == len(CallerHash{}) && f.ID != "":
+		err = g.ofCaller(ctx, g.idPrefix(CallerHash(f.Caller), shorten(f.ID, maxRecordedID)), top)
 	case f.Caller != nil:
-		err = g.ofCaller(ctx, callerPrefix(*f.Caller), top)
+		err = g.ofCaller(ctx, append([]byte{spaceCaller}, f.Caller...), top)
 	case f.Workflow != "":
 		for _, id := range f.workflows() {
 			err = errors.Join(err, g.byAge(ctx, g.workflowPrefix(id), top))

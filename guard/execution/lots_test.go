@@ -169,7 +169,7 @@ func storesAtRandom(t *testing.T, m *measured, g *Guard, rnd *rand.Rand, pass fu
 				t.Fatal(err)
 			}
 		case op == 3 && found.Status == Doubtful:
-			if err := g.Applied(ctx, c.Key, found, &Head{Status: 200}, make([]byte, min(size, pieceSize))); err != nil {
+			if err := g.SettleDoubt(ctx, Recorded{Key: c.Key, Finding: found}, Resolution{By: ByProbe, Applied: true, Answer: &Head{Status: 200}, Body: make([]byte, min(size, pieceSize))}); err != nil {
 				t.Fatal(err)
 			}
 		case e != nil:
@@ -287,7 +287,7 @@ func storesOverNodes(t *testing.T, m *measured, nodes []*measuredMember, rnd *ra
 				t.Fatal(err)
 			}
 		case op == 3 && found.Status == Doubtful:
-			if err := d.g.Applied(ctx, c.Key, found, &Head{Status: 200}, make([]byte, min(size, pieceSize))); err != nil {
+			if err := d.g.SettleDoubt(ctx, Recorded{Key: c.Key, Finding: found}, Resolution{By: ByProbe, Applied: true, Answer: &Head{Status: 200}, Body: make([]byte, min(size, pieceSize))}); err != nil {
 				t.Fatal(err)
 			}
 		case e != nil:
@@ -393,7 +393,7 @@ func (m *measured) fillsUp(nodes []*measuredMember, rnd *rand.Rand) {
 		d := nodes[1+i%2]
 		found, err := d.g.LookUp(context.Background(), c.Key, c.Fingerprint)
 		if err == nil {
-			err = d.g.Applied(context.Background(), c.Key, found, &Head{Status: 200}, make([]byte, 60_000))
+			err = d.g.SettleDoubt(context.Background(), Recorded{Key: c.Key, Finding: found}, Resolution{By: ByProbe, Applied: true, Answer: &Head{Status: 200}, Body: make([]byte, 60_000)})
 		}
 		if err != nil {
 			m.t.Fatal(err)
@@ -417,7 +417,7 @@ func (m *measured) fillsUp(nodes []*measuredMember, rnd *rand.Rand) {
 	full("with an outcome that is not recorded")
 	found, err := nodes[2].g.LookUp(context.Background(), c.Key, c.Fingerprint)
 	if err == nil {
-		err = nodes[2].g.Applied(context.Background(), c.Key, found, nil, nil)
+		err = nodes[2].g.SettleDoubt(context.Background(), Recorded{Key: c.Key, Finding: found}, Resolution{By: ByProbe, Applied: true})
 	}
 	if err != nil {
 		m.t.Fatal(err)
@@ -574,11 +574,13 @@ func TestAnswersWithoutRoomAreNotKept(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		decided := Resolution{Applied: true, Operator: "o", Reason: "r"}
-		if err := g.Resolve(ctx, found, decided, &Head{Status: 200}, make([]byte, 230_000)); !errors.As(err, &over) {
+		decided := Resolution{By: ByOperator, Applied: true, Operator: "o", Reason: "r"}
+		with := decided
+		with.Answer, with.Body = &Head{Status: 200}, make([]byte, 230_000)
+		if err := g.SettleDoubt(ctx, found, with); !errors.As(err, &over) {
 			t.Fatalf("resolved with an answer that has no room: %v", err)
 		}
-		if err := g.Resolve(ctx, found, decided, nil, nil); err != nil {
+		if err := g.SettleDoubt(ctx, found, decided); err != nil {
 			t.Fatal(err)
 		}
 		g = m.open() // counted from the store

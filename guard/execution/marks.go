@@ -8,8 +8,6 @@ import (
 	"hash/maphash"
 	"math"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -28,18 +26,15 @@ const (
 
 // note has the mark of an execution written if it is to change.
 func (t *groups) note(s *groupShard, k *known) {
+	if k.forgotten {
+		return // its row is to be deleted
+	}
 	if k.wanted() != k.mark || k.state == StateCompleted && len(k.aliases) > 0 {
 		t.pend(s, k)
 		return
 	}
-	if k.foreign {
-		if k.in != nil && k.holder == nil && k.runner == nil {
-			t.remove(s, k)
-		}
-		return
-	}
-	if k.in != nil && k.rests() {
-		t.rest(s, k)
+	if k.foreign && k.in != nil && k.holder == nil && k.runner == nil {
+		t.remove(s, k)
 	}
 }
 
@@ -191,23 +186,11 @@ func (t *groups) write(ctx context.Context, last bool) error {
 			batch, open, marks = batch[n:], open[n:], marks[n:]
 		}
 	}
-	switch since := upTo.Add(-crashEvidence); {
-	case last:
-	case since.After(t.opened), upTo.Before(t.opened): // then the clock was set back
-		upTo = since
-	default:
-		upTo = t.opened // what is older is of earlier processes
+	if !last {
+		upTo = upTo.Add(-crashEvidence)
 	}
 	if err == nil {
-		value := appendTime(nil, upTo)
-		for _, c := range t.crashes {
-			value = appendTime(appendTime(value, c.from), c.to)
-		}
-		marks := store.Write{Key: metaKey(marksName), Value: value}
-		if t.shared() {
-			marks = t.marksWritten(upTo, 0)
-		}
-		_, err = t.g.store.Commit(ctx, append(batch, marks)...)
+		_, err = t.g.store.Commit(ctx, append(batch, t.marksWritten(upTo, last))...)
 	}
 	if err != nil {
 		if passing(err) {
@@ -253,97 +236,31 @@ func (g *Guard) EndLate() { g.late.end() }
 func (g *Guard) Close(ctx context.Context) error {
 	g.members.stop()
 	g.late.end()
-	err := g.groups.flush(ctx, true)
-	if g.members.store != nil && err == nil {
-		now, lost := g.store.Now(ctx)
-		if err = lost; err == nil {
-			_, err = g.store.Commit(ctx, g.groups.marksWritten(now, 1))
-		}
-	}
-	return err
+	return g.groups.flush(ctx, true)
 }
-
-// marksName is the name of the entry that says up to when a crash is no evidence.
-const marksName = "marks"
-
-// crash is the time from two seconds before the last writing of marks by a process, or from the end of one that
-// ended in order, to the start of the next one.
-type crash struct{ from, to time.Time }
-
-// mostCrashes bounds the crashes that are remembered.
-const mostCrashes = 64
 
 const (
 	markEvery     = time.Second     // how late marks may be written
 	crashEvidence = 2 * time.Second // for what ended so long before a crash, it is evidence
 )
 
-// open reads up to when earlier processes have written their marks.
-func (t *groups) open(ctx context.Context, g *Guard) error {
+// open begins a table over what earlier processes have left.
+func (t *groups) open(g *Guard) {
 	t.flushing = make(turn, 1)
-	t.g, t.room, t.most, t.hashes.seed = g, mostResting, mostRead, maphash.MakeSeed()
-	t.clock.start, t.clock.ahead = time.Now(), math.MinInt64/2
-	t.clock.epoch.Store(1)
-	t.clock.check(ctx, g.store)
-	now, err := g.store.Now(ctx)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+	t.g, t.room, t.hashes.seed = g, mostKnown, maphash.MakeSeed()
+	if t.shared() || g.fresh { // members are asked, and of a new store memory has everything
+		return
 	}
-	t.opened = now
-	if g.members.store != nil { // each has an entry of its own
-		return t.openShared(ctx)
-	}
-	entry, err := g.store.Get(ctx, metaKey(marksName))
-	if errors.Is(err, store.ErrNotFound) {
-		if g.fresh {
-			return nil // the store is new, so memory has everything
-		}
-		// Nothing was marked yet, so that nothing is known.
-		entry.Value, err = appendTime(nil, time.Unix(0, 0)), nil
-	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
+	now := time.Now()
 	for i := range t.shards {
-		t.shards[i].since = t.clock.start
+		t.shards[i].since = now
 	}
-	upTo, crashes, err := decodeMarks(entry.Value)
-	if err != nil {
-		return unreadable(err)
-	}
-	if now.Before(upTo) { // the clock was set back
-		now = upTo.Add(time.Minute)
-	}
-	t.crashes = append(crashes, crash{upTo, now})
-	if n := len(t.crashes) - mostCrashes; n > 0 {
-		t.crashes = t.crashes[n:]
-	}
-	return nil
-}
-
-// openShared finds out whether a gateway may have left rows that had the store alone: no member says that it knows
-// of them.
-func (t *groups) openShared(ctx context.Context) error {
-	_, err := t.g.store.Get(ctx, metaKey(marksName))
-	if t.alone = err == nil; errors.Is(err, store.ErrNotFound) {
-		t.alone, err = !t.g.fresh, nil // its marks come a moment after its rows
-		marks := store.Prefix([]byte{spaceLive, kindMarks})
-		marks.Limit = 1
-		for _, err = range t.g.store.Scan(ctx, marks) {
-			t.alone = false
-		}
-	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return nil
 }
 
 // earlier says of which groups an earlier process has left rows.
 type earlier struct {
 	groups []uint64 // the beginnings of their hashes, in order
 	upTo   uint64   // the last one that was looked at; above it any may have some
-	epoch  uint64   // of the clock
 }
 
 // mostEarlier bounds the rows that are looked at.
@@ -352,9 +269,9 @@ const mostEarlier = 1 << 16
 func beginning(group groupHash) uint64 { return binary.BigEndian.Uint64(group[:]) }
 
 // has reports that there may be rows of a group.
-func (e *earlier) has(group groupHash, epoch uint64) bool {
+func (e *earlier) has(group groupHash) bool {
 	at := beginning(group)
-	if e.epoch != epoch || at > e.upTo {
+	if at > e.upTo {
 		return true
 	}
 	_, found := slices.BinarySearch(e.groups, at)
@@ -366,7 +283,7 @@ func (e *earlier) has(group groupHash, epoch uint64) bool {
 func (t *groups) survey(ctx context.Context) {
 	r := store.Prefix([]byte{spaceGroup})
 	r.Limit = mostEarlier
-	e := earlier{epoch: t.clock.epoch.Load()}
+	var e earlier
 	n := 0
 	for entry, err := range t.g.store.Scan(ctx, r) {
 		if err != nil || len(entry.Key) != 1+len(groupHash{})+keySize {
@@ -382,31 +299,6 @@ func (t *groups) survey(ctx context.Context) {
 		e.upTo = math.MaxUint64
 	}
 	t.earlier = e
-}
-
-// clock notices that the store's clock was set back: what had expired may be there again.
-type clock struct {
-	start time.Time
-	epoch atomic.Uint64 // how often that was so, from 1 on
-	mu    sync.Mutex
-	ahead time.Duration // of the store's clock, at most so far
-}
-
-// check reads the clock. Where that fails nothing is known, and the store can be asked for nothing either.
-func (c *clock) check(ctx context.Context, st store.Store) {
-	now, err := st.Now(ctx)
-	if err != nil {
-		return
-	}
-	// Without the monotonic reading, which both may share.
-	ahead := now.Round(0).Sub(c.start.Round(0)) - time.Since(c.start)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if ahead < c.ahead-time.Second {
-		c.ahead = ahead
-		c.epoch.Add(1)
-	}
-	c.ahead = max(c.ahead, ahead)
 }
 
 // recovered notes a doubt of an earlier process that the store had no room for.
@@ -426,8 +318,8 @@ func (t *groups) recorded(key Key, r *Record) {
 
 // resolved notes that a doubt was settled whose window may be over: its row has been written anew, as
 // Guard.put marks it. Record is nil where the call was not executed.
-func (t *groups) resolved(key Key, r *Record) {
-	if r != nil {
+func (t *groups) resolved(key Key, doubt, r *Record) {
+	if r != nil && doubt.Cause != CauseElsewhere {
 		t.found(key, r, known{state: StateCompleted, mark: markUnanswered, unanswered: true, settled: r.Settled, expires: r.expires()})
 	}
 }
@@ -450,22 +342,6 @@ func (t *groups) found(key Key, r *Record, k known) {
 	k.key, k.id, k.group, k.window, k.count = key, r.ID, r.Group, r.Window, r.Count
 	k.began, k.ended = now, now
 	t.add(s, &k)
-}
-
-func decodeMarks(b []byte) (upTo time.Time, crashes []crash, err error) {
-	if len(b)%16 != 8 {
-		return upTo, nil, errEncoding
-	}
-	next := func() time.Time {
-		at := time.Unix(0, int64(binary.BigEndian.Uint64(b)))
-		b = b[8:]
-		return at
-	}
-	upTo = next()
-	for len(b) > 0 {
-		crashes = append(crashes, crash{next(), next()})
-	}
-	return upTo, crashes, nil
 }
 
 // rowSize is the size of the key and the value of a row.
@@ -500,31 +376,27 @@ func (k *known) row(boot string, mark byte, now time.Time) store.Write {
 	return w
 }
 
-// read returns what the store knows of a group and memory does not, and whether there is more than that: it
-// stops where it has so many executions, one of which at least is not too old.
-func (t *groups) read(ctx context.Context, group groupHash, window time.Duration, most int) (all []*known, more bool, err error) {
+// read returns what the store knows of a group and memory does not.
+func (t *groups) read(ctx context.Context, group groupHash, window time.Duration) (all []*known, err error) {
 	now, err := t.g.store.Now(ctx)
 	if err != nil {
-		return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	here := time.Now()
 	s := t.shard(group)
 	for entry, err := range t.g.store.Scan(ctx, store.Prefix(append([]byte{spaceGroup}, group[:]...))) {
 		if err != nil {
-			return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
 		}
 		k, err := decodeRow(entry)
 		if err != nil {
-			return nil, false, unreadable(err)
+			return nil, unreadable(err)
 		}
 		s.Lock()
 		listed := s.keys[member{group, k.key}] != nil
 		s.Unlock()
 		if listed {
 			continue
-		}
-		if more = len(all) >= most; more {
-			break
 		}
 		k.group, k.window = group, window
 		k.began = here.Add(k.settled.Sub(now))
@@ -543,10 +415,7 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 		err = t.describe(ctx, k, record)
 		return false
 	})
-	if more && err == nil && !slices.ContainsFunc(all, func(k *known) bool { return !k.over(here) }) {
-		return t.read(ctx, group, window, math.MaxInt)
-	}
-	return all, more, err
+	return all, err
 }
 
 // describe completes what a row says by the record.
@@ -555,25 +424,17 @@ func (t *groups) describe(ctx context.Context, k *known, record *Record) error {
 	if record.State == StateInDoubt || record.State.open() {
 		k.state = StateInDoubt
 	}
+	k.elsewhere = record.State == StateInDoubt && record.Cause == CauseElsewhere
 	k.retriable, k.internal = record.State == StateCompleted && clientsRetry(record.Status), record.Internal
 	if !k.expires.IsZero() {
 		k.window = min(k.window, record.KeepKey)
 	}
-	crashes := t.crashes
-	if k.mark == markNone && record.Boot != t.g.boot && t.shared() {
-		gone, err := t.g.members.left(ctx, record.Boot)
-		if err != nil {
+	if k.mark == markNone && record.Boot != t.g.boot {
+		var err error
+		if k.crashed, err = t.unwritten(ctx, record.Boot, k.settled); err != nil {
 			return err
 		}
-		if gone {
-			if crashes, err = t.unwritten(ctx, record.Boot, k.settled); err != nil {
-				return err
-			}
-		}
 	}
-	k.crashed = k.mark == markNone && record.Boot != t.g.boot && slices.ContainsFunc(crashes, func(c crash) bool {
-		return !k.settled.Before(c.from) && !k.settled.After(c.to)
-	})
 	k.unanswered = k.mark == markUnanswered || k.crashed
 	return nil
 }

@@ -371,9 +371,9 @@ func TestWhatAnotherMemberRuns(t *testing.T) {
 			}
 			return all
 		}
-		decided := execution.Resolution{Applied: true, Operator: "eve", Reason: "seen at the upstream"}
+		decided := execution.Resolution{By: execution.ByOperator, Applied: true, Operator: "eve", Reason: "seen at the upstream"}
 		for _, e := range seen(execution.StateSending) {
-			if err := b.Resolve(ctx, e, decided, nil, nil); !errors.Is(err, execution.ErrNotInDoubt) {
+			if err := b.SettleDoubt(ctx, e, decided); !errors.Is(err, execution.ErrNotInDoubt) {
 				t.Errorf("what runs is resolved: %v", err)
 			}
 			if err := b.Undone(ctx, execution.Undoing{Key: e.Key}); !errors.Is(err, execution.ErrRunning) {
@@ -383,7 +383,7 @@ func TestWhatAnotherMemberRuns(t *testing.T) {
 		a.member.Remove()
 		synctest.Wait()
 		all := seen(execution.StateInDoubt)
-		if err := b.Resolve(ctx, all[0], decided, nil, nil); err != nil {
+		if err := b.SettleDoubt(ctx, all[0], decided); err != nil {
 			t.Error(err)
 		}
 		if err := b.Undone(ctx, execution.Undoing{Key: all[1].Key}); err != nil {

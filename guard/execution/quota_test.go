@@ -60,7 +60,7 @@ func TestQuotaBoundsOpenExecutions(t *testing.T) {
 		if err != nil || len(found) != 1 {
 			t.Fatal(found, err)
 		}
-		if err := r.Resolve(ctx, found[0], execution.Resolution{Operator: "o", Reason: "r"}, nil, nil); err != nil {
+		if err := r.SettleDoubt(ctx, found[0], execution.Resolution{By: execution.ByOperator, Operator: "o", Reason: "r"}); err != nil {
 			t.Fatal(err)
 		}
 		r.claim(r.bounded("a", "8", q))
@@ -216,7 +216,7 @@ func TestTally(t *testing.T) {
 func TestTallyOfAnUnrecordedOutcome(t *testing.T) {
 	r, f := newFailing(t)
 	e := r.claim(r.call("a"))
-	f.fail = func([]store.Write) error { return errDisk }
+	f.fails(func([]store.Write) error { return errDisk })
 	if err := e.Settle(ctx, answered(e, nil)); !errors.Is(err, execution.ErrUnrecorded) {
 		t.Fatal(err)
 	}
@@ -235,7 +235,7 @@ func TestExpandFindsResolvedKeys(t *testing.T) {
 	r := newRig(t)
 	c, found := r.doubtful("a")
 	for _, reason := range []string{"first", "second"} {
-		if err := r.Resolve(ctx, found, execution.Resolution{Operator: "ada", Reason: reason}, nil, nil); err != nil {
+		if err := r.SettleDoubt(ctx, found, execution.Resolution{By: execution.ByOperator, Operator: "ada", Reason: reason}); err != nil {
 			t.Fatal(err)
 		}
 		r.status(c, execution.Free)

@@ -1,10 +1,10 @@
 package execution
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"time"
 
@@ -20,7 +20,9 @@ type Question struct {
 	// what it equals, and Peer tells callers without a credential apart.
 	Scope       Scope
 	Fingerprint Fingerprint
-	Peer        string
+	// Whole is the fingerprint with all that equal calls have in common where they have no key.
+	Whole Fingerprint
+	Peer  string
 	// Given says that the caller has named the effect by Scope.ID. It is not asked further where that
 	// is known. Otherwise NewID makes the id of a new call; it is called under a lock.
 	Given bool
@@ -30,6 +32,8 @@ type Question struct {
 	Count int
 	// Window is how long after its end an execution is recognised.
 	Window time.Duration
+	// ErrorWindow is how long after its end an answer that clients retry is evidence. Default: Window.
+	ErrorWindow time.Duration
 	// Gone ends when the client of the call leaves.
 	Gone context.Context
 }
@@ -65,6 +69,7 @@ type Attempt struct {
 	own      Key // that the caller has given
 	group    groupHash
 	window   time.Duration
+	errors   time.Duration // ErrorWindow
 	count    int
 	known    *known
 	refused  *known // the refusal that it is the retry of; nil without one
@@ -107,7 +112,6 @@ const retryWait = 30 * time.Millisecond
 // view is what is read of the store while the shard of a group is not locked. It is read again if something
 // was forgotten meanwhile.
 type view struct {
-	timed    bool // the store's clock was asked, or need not be
 	removals uint64
 	named    *known        // by the call's key
 	alias    store.Version // of what the key stood for
@@ -115,10 +119,7 @@ type view struct {
 	others *others // what is known elsewhere; nil for nothing
 
 	asked  bool // the store
-	most   int  // of what memory does not have
-	epoch  uint64
 	stored []*known
-	more   bool  // is there than was read
 	unread error // why the store could not say
 }
 
@@ -137,7 +138,7 @@ const (
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
 	a := &Attempt{
-		at: t, given: q.Given, group: t.hashes.of(g.sealer, &q), window: q.Window, count: min(q.Count, mostCount), gone: q.Gone,
+		at: t, given: q.Given, group: t.hashes.of(g.sealer, &q), window: q.Window, errors: cmp.Or(q.ErrorWindow, q.Window), count: min(q.Count, mostCount), gone: q.Gone,
 	}
 	if q.Given {
 		a.own = g.Key(q.Scope)
@@ -157,8 +158,8 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 		case viewAnew:
 			err = t.view(ctx, a, &q, &v)
 		case askStore:
-			v.asked, v.epoch = true, t.clock.epoch.Load()
-			v.stored, v.more, v.unread = t.read(ctx, a.group, a.window, v.most)
+			v.asked = true
+			v.stored, v.unread = t.read(ctx, a.group, a.window)
 		default:
 			if v.unread != nil && a.Evidence == "" { // what memory knows holds without the store
 				a.End()
@@ -199,12 +200,8 @@ func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 func (t *groups) view(ctx context.Context, a *Attempt, q *Question, v *view) error {
 	s := t.shard(a.group)
 	s.Lock()
-	*v = view{timed: true, removals: *s.removed(a.group)}
-	young := time.Since(s.since) < a.window
+	*v = view{removals: *s.removed(a.group)}
 	s.Unlock()
-	if young {
-		t.clock.check(ctx, t.g.store)
-	}
 	if t.shared() {
 		var err error
 		if v.others, err = t.elsewhere(ctx, a.group, a.window); err != nil {
@@ -301,7 +298,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	s.Lock()
 	defer s.Unlock()
 	now := time.Now()
-	if !v.timed && now.Sub(s.since) < a.window || (v.asked || a.given) && *s.removed(a.group) != v.removals {
+	if (v.asked || a.given) && *s.removed(a.group) != v.removals {
 		return viewAnew
 	}
 	if v.others != nil {
@@ -316,7 +313,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	}
 	if v.asked && v.unread == nil {
 		g = t.list(s, a.group, v)
-		defer t.settle(s, a.group, v)
+		defer func() { s.tidy(a.group, g) }()
 	}
 	if k := a.standsFor(s, v.named); k != nil {
 		if k != v.named || k.state != 0 {
@@ -329,34 +326,16 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		}
 		return decided
 	}
-	if g == nil {
-		g = &s.absent
-		g.gap = s.gap
-	}
-	k := t.choose(s, g, a, v.unread == nil, now)
-	missing := k != nil && k.in == nil
-	if len(g.listed) == 0 { // or what was too old is removed, and the group with it
-		g = s.of[a.group]
-	}
-	unlisted := !v.asked && t.unlisted(s, g, a.group, a.window, now)
-	if unlisted || missing && !v.asked {
-		if v.removals, v.most = *s.removed(a.group), t.most; unlisted {
-			v.most = math.MaxInt
-		}
+	if !v.asked && t.unlisted(s, g, a.group, a.window, a.count, now) {
+		v.removals = *s.removed(a.group)
 		return askStore
 	}
-	if missing { // among so many answered ones that another stands for it: what else is known does not
-		if g != nil {
-			k = t.answered(s, g, a.count, now)
-		}
-		if k == nil {
-			return viewAnew // other calls were faster
-		}
+	if g != nil {
+		t.expire(s, g, now, a.errors)
 	}
-	if g == nil {
-		g = s.group(a.group)
-	}
-	if k == nil && g.number[classWaited] > 0 && (a.until.IsZero() || now.Before(a.until)) {
+	g = s.group(a.group)
+	k := g.choose(a)
+	if k == nil && g.waited() && (a.until.IsZero() || now.Before(a.until)) {
 		if a.until.IsZero() {
 			a.until, a.woken = now.Add(retryWait), make(chan struct{}, 1)
 		}
@@ -401,27 +380,13 @@ func (a *Attempt) takes(k *known) {
 // list adds what the store knows of a group, where memory does not. It returns the group.
 func (t *groups) list(s *groupShard, group groupHash, v *view) *group {
 	g := s.group(group)
-	if !v.more {
-		g.read, g.gap = v.epoch, gap{}
-	}
+	g.read, g.forgot = true, time.Time{}
 	for _, k := range v.stored {
 		if s.keys[member{group, k.key}] == nil && (!t.shared() || k.boot == t.g.boot) {
 			t.add(s, k)
 		}
 	}
 	return g
-}
-
-// settle forgets what there is no room for, once it was decided by all that the store knows.
-func (t *groups) settle(s *groupShard, group groupHash, v *view) {
-	for _, k := range v.stored {
-		if k.in != nil && k.rests() {
-			t.rest(s, k)
-		}
-	}
-	if g := s.of[group]; g != nil {
-		s.tidy(group, g)
-	}
 }
 
 // standsFor returns the execution that the call's key is known to stand for; nil for a new key.
@@ -449,22 +414,19 @@ func (a *Attempt) standsFor(s *groupShard, named *known) *known {
 // hold has the attempt wait for the answer of k.
 func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) {
 	s.order++
-	change := func() {
-		k.count, k.began, k.order = max(k.count, a.count), now, s.order
-		k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
-	}
 	if t.shared() {
 		was := *k
 		a.was = &was
 	}
 	a.known = k
-	if k.in != nil {
-		k.in.move(k, change)
-	} else {
-		change()
+	k.count, k.began, k.order = max(k.count, a.count), now, s.order
+	k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
+	if k.in == nil {
 		t.add(s, k)
 	}
-	k.in.unwatched = a
+	if k.in != nil {
+		k.in.unwatched = a
+	}
 	t.note(s, k)
 }
 
@@ -562,7 +524,7 @@ func (a *Attempt) ends(s *groupShard, o *Outcome, at time.Time, keep time.Durati
 	k := a.known
 	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
 	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew
-	k.unrecorded, k.expires, k.internal = !recorded, at.Add(keep), o.Internal
+	k.unrecorded, k.expires, k.internal, k.elsewhere = !recorded, at.Add(keep), o.Internal, o.Cause == CauseElsewhere
 	switch o.Verdict {
 	case Completed:
 		k.window = min(k.window, keep) // a retry could not find more
@@ -570,10 +532,8 @@ func (a *Attempt) ends(s *groupShard, o *Outcome, at time.Time, keep time.Durati
 		k.state = StateInDoubt
 	case Released:
 		k.released, k.mark = true, markReleased
-		if k.in != nil {
-			a.at.forget(s, k.in)
-		}
 	}
+	k.forgotten = k.in == nil // its group has no room for it
 	k.changed()
 	a.at.pend(s, k)
 }
@@ -584,7 +544,10 @@ func (a *Attempt) Completed() {
 	s.Lock()
 	defer s.Unlock()
 	if k := a.known; k.runner == nil && k.state == StateInDoubt {
-		k.state, k.mark, k.unrecorded = StateCompleted, markUnanswered, false // as Guard.put has marked it
+		k.state, k.unrecorded = StateCompleted, false
+		if !k.elsewhere { // as Guard.put has marked it
+			k.mark = markUnanswered
+		}
 		k.changed()
 	}
 }
@@ -609,6 +572,18 @@ func (a *Attempt) Unanswered() {
 	s.Lock()
 	defer s.Unlock()
 	a.answered = false
+	a.known.changed()
+}
+
+// WaitsElsewhere notes that the client may get the answer on another stream than that of the call, until gone ends.
+func (a *Attempt) WaitsElsewhere(gone context.Context) {
+	s := a.at.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	if a.unwatch != nil {
+		a.unwatch()
+	}
+	a.gone, a.unwatch = gone, context.AfterFunc(gone, a.left)
 	a.known.changed()
 }
 
@@ -694,20 +669,19 @@ func (t *groups) listed(ctx context.Context, group groupHash, window time.Durati
 	for {
 		s := t.shard(group)
 		s.Lock()
-		v := view{removals: *s.removed(group), epoch: t.clock.epoch.Load()}
-		unlisted := t.unlisted(s, s.of[group], group, window, time.Now())
+		v := view{removals: *s.removed(group)}
+		unlisted := t.unlisted(s, s.of[group], group, window, 0, time.Now())
 		s.Unlock()
 		if !unlisted {
 			return nil
 		}
-		if v.stored, _, v.unread = t.read(ctx, group, window, math.MaxInt); v.unread != nil {
+		if v.stored, v.unread = t.read(ctx, group, window); v.unread != nil {
 			return v.unread
 		}
 		s.Lock()
 		current := *s.removed(group) == v.removals
 		if current {
-			t.list(s, group, &v)
-			t.settle(s, group, &v)
+			s.tidy(group, t.list(s, group, &v))
 		}
 		s.Unlock()
 		if current {

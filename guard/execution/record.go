@@ -365,7 +365,8 @@ func (r *Record) decode(b []byte) error {
 // The store's keys begin with a letter for the kind of the entry. Nothing of a
 // caller is readable in them: hashes are keyed, and only times are plain.
 //
-//	m name                        what the store is: layout, key check, node, keys in use
+//	m name                        what the store is: layout, key check, node, keys in use,
+//	                              and by a hash of a guard's name how it names callers
 //	x key                         the record of an execution
 //	s state created key           index: executions by state and age
 //	c caller id key               index: a caller's settled executions by id; the value
@@ -575,7 +576,8 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 		var name, value []byte
 		name, memory = cutOff(memory, appendRowKey(memory, new.Group, key))
 		mark := byte(markNone)
-		if old != nil && old.State == StateInDoubt { // whoever was told of the doubt has not learned more
+		if old != nil && old.State == StateInDoubt && old.Cause != CauseElsewhere {
+			// Who was told of the doubt has not learned more. Who waits elsewhere was not.
 			mark = markUnanswered
 		}
 		value, memory = cutOff(memory, appendRow(memory, mark, new.Count, new.Settled))

@@ -17,8 +17,8 @@ const readAhead = 64 << 20
 // from the beginning at their own pace (P7), as does the owner's client when it is slow.
 type Recording struct {
 	limit  int64
-	window int64 // how many bytes can be read back
-	pace   Pace
+	window int64                            // how many bytes can be read back
+	pace   func(ready <-chan struct{}) bool // see SetPace
 
 	mu        sync.Mutex
 	body      *spool.Spool
@@ -41,17 +41,14 @@ type Recording struct {
 	ending    Ending
 }
 
-// Pace waits until ready is closed, and reports whether it was. False means that the readers'
-// time is used up.
-type Pace func(ready <-chan struct{}) bool
-
 func (r *Recording) begin(limit int64, memory *spool.Budget) {
 	r.limit, r.memory, r.window, r.holders = limit, memory, max(limit, readAhead), 1
 }
 
 // SetPace sets how to wait for readers that would miss bytes, once the answer is too large to
-// keep. Slower ones are cut; without a pace at once. It must precede the owner's writes.
-func (r *Recording) SetPace(pace Pace) { r.pace = pace }
+// keep: pace waits until ready is closed, and reports whether it was. False means that the readers' time is used up:
+// slower ones are cut; without a pace at once. It must precede the owner's writes.
+func (r *Recording) SetPace(pace func(ready <-chan struct{}) bool) { r.pace = pace }
 
 // Start records the status and the header difference. Only the first call counts.
 func (r *Recording) Start(status int, header map[string][]string) {
@@ -65,7 +62,7 @@ func (r *Recording) Start(status int, header map[string][]string) {
 }
 
 // Write records the next bytes of the body. It never fails: a recording that cannot be kept is
-// dropped, and the answer continues. It waits for readers only as Pace allows.
+// dropped, and the answer continues. It waits for readers only as pace allows.
 func (r *Recording) Write(p []byte) { r.WriteFor(p, false) }
 
 // WriteFor is Write; needed says that the owner's client will read these bytes back. It reports
@@ -409,7 +406,7 @@ type ReadBack struct {
 }
 
 // ReadBack lets the client of the call itself read from off: bytes written as needed, and
-// others that are still in memory. Needed bytes are overwritten only as Pace allows.
+// others that are still in memory. Needed bytes are overwritten only as pace allows.
 func (r *Recording) ReadBack(off int64) *ReadBack {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -130,7 +130,7 @@ func TestP1RetryAfterRotationReplays(t *testing.T) {
 		r.settle(r.claim(decided), execution.Outcome{Verdict: execution.InDoubt})
 		found, err := r.Get(ctx, decided.Key)
 		if err == nil {
-			err = r.Resolve(ctx, found, execution.Resolution{Operator: "ada", Reason: "the bank says so"}, nil, nil)
+			err = r.SettleDoubt(ctx, found, execution.Resolution{By: execution.ByOperator, Operator: "ada", Reason: "the bank says so"})
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -260,13 +260,13 @@ func TestResealWaitsForCommitsUnderWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r, f := newFailing(t)
 		held, let := make(chan struct{}), make(chan struct{})
-		f.fail = func(batch []store.Write) error {
+		f.fails(func(batch []store.Write) error {
 			if batch[0].Key[0] == 'x' {
 				close(held)
 				<-let
 			}
 			return nil
-		}
+		})
 		c := r.call("a")
 		ended := make(chan struct{})
 		go func() {
@@ -293,7 +293,7 @@ func TestResealWaitsForCommitsUnderWay(t *testing.T) {
 			t.Errorf("done before the commit was: %+v", p)
 		default:
 		}
-		f.fail = nil
+		f.fails(nil)
 		close(let)
 		<-ended
 		<-done
@@ -361,7 +361,7 @@ func TestResealGoesOnWhereItWasStopped(t *testing.T) {
 	} {
 		cut, cancel := context.WithCancel(ctx)
 		commits := 0
-		f.fail = func(batch []store.Write) error {
+		f.fails(func(batch []store.Write) error {
 			// Room that a full disk keeps for outcomes is not taken.
 			if !batch[0].If.Holds(nil) {
 				t.Error("a batch begins with a change, as outcomes do")
@@ -370,7 +370,7 @@ func TestResealGoesOnWhereItWasStopped(t *testing.T) {
 				return stop(cancel)
 			}
 			return nil
-		}
+		})
 		before := r.under("x")[1]
 		p, err := r.Reseal(cut, 0, nil)
 		cancel()
@@ -382,7 +382,7 @@ func TestResealGoesOnWhereItWasStopped(t *testing.T) {
 		}
 		r.wantInUse(1, 2)
 	}
-	f.fail = nil
+	f.fails(nil)
 	left := r.under("x")[1]
 	if p := r.reseal(); p.Resealed != left {
 		t.Errorf("%d were left, %d were sealed anew", left, p.Resealed)
@@ -468,7 +468,7 @@ func TestKeysInUseWithoutANote(t *testing.T) {
 // A key that cannot be noted is not used: the store would not know that it needs it.
 func TestKeyIsNotedBeforeItIsUsed(t *testing.T) {
 	r, f := newFailing(t)
-	f.fail = func([]store.Write) error { return errDisk }
+	f.fails(func([]store.Write) error { return errDisk })
 	next, err := r.ring.Rotated()
 	if err != nil {
 		t.Fatal(err)
@@ -477,7 +477,7 @@ func TestKeyIsNotedBeforeItIsUsed(t *testing.T) {
 	if _, err := r.ring.Adopt(next, nil, note); !errors.Is(err, execution.ErrStore) {
 		t.Errorf("Adopt: %v", err)
 	}
-	f.fail = nil
+	f.fails(nil)
 	e := r.claim(r.call("a"))
 	r.settle(e, answered(e, nil))
 	if x := r.under("x"); x[1] != 1 {
@@ -498,12 +498,12 @@ func TestP1ResealLosesToWhatChangedMeanwhile(t *testing.T) {
 	}
 	found, lost := r.status(c, execution.Doubtful), r.status(gone, execution.Doubtful)
 	r.rotate()
-	f.fail = func(batch []store.Write) error {
+	f.fails(func(batch []store.Write) error {
 		if len(batch) < 3 || batch[1].Key[0] != 'x' {
 			return nil
 		}
-		f.fail = nil
-		if err := r.Applied(ctx, c.Key, found, &execution.Head{Status: 200}, []byte("proof")); err != nil {
+		f.fails(nil)
+		if err := r.SettleDoubt(ctx, execution.Recorded{Key: c.Key, Finding: found}, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: &execution.Head{Status: 200}, Body: []byte("proof")}); err != nil {
 			t.Error(err)
 		}
 		e, err := r.Claim(ctx, gone, lost)
@@ -512,7 +512,7 @@ func TestP1ResealLosesToWhatChangedMeanwhile(t *testing.T) {
 		}
 		r.settle(e, execution.Outcome{Verdict: execution.Released})
 		return nil
-	}
+	})
 	if p := r.reseal(); p.Resealed != 1 || len(p.Left) != 0 { // the key check
 		t.Errorf("progress %+v", p)
 	}

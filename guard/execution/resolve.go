@@ -4,28 +4,101 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Applied settles a doubtful execution with the evidence that it was executed. An answer becomes
-// the result; without one the result is unavailable. An answer's body over 256 KiB is not kept.
-// The commit carries the batches of other packages and always ends them.
-//
-// ErrTaken means that the execution is not in doubt any more: look it up again.
-func (g *Guard) Applied(ctx context.Context, key Key, found Finding, answer *Head, body []byte, batches ...*store.Batch) error {
-	record, tail, err := g.appliedRecord(ctx, found, answer, body)
-	if err != nil {
-		return done(err, batches)
+// Evidence settles a doubt: whoever has it gives a Resolution, and SettleDoubt is the one way to record it (P1).
+
+// Who may settle a doubt. Each may say that the call was executed, and give its answer.
+const (
+	// ByOperator may also say that the call was not executed. An answer that does not fit is refused.
+	ByOperator = "operator"
+	// ByProbe is a question to the upstream. Where it says that the call was not executed, the call is claimed anew.
+	ByProbe = "probe"
+	// byOwner is the gateway that ran the call, and could not record its outcome in time (SettleLate). It may also say
+	// that the call was not executed.
+	byOwner = "owner"
+)
+
+// Resolution says what has become of a call in doubt. That of an operator is recorded.
+type Resolution struct {
+	By string // one of the constants above
+	// Applied says that the call was executed. If not, its key is free again.
+	Applied bool
+	// Answer and Body are the answer, which is replayed from then on; nil where it is not known. At most 256 KiB of body
+	// are kept, and as much as the workflow's quota has room for. Without an answer, retries learn that the call was
+	// executed and its result is not available.
+	Answer *Head
+	Body   []byte
+	// Operator and Reason say which operator decided, on what evidence: required of one, 256 and 1,024 bytes at most.
+	Operator, Reason string
+	// At is when an operator's was recorded, Cause why the execution was in doubt, Action what it was; SettleDoubt sets
+	// them.
+	At     time.Time
+	Cause  Cause
+	Action string
+}
+
+func (t *Resolution) check(found *Finding) error {
+	operator := t.By == ByOperator
+	switch {
+	case found.Status != Doubtful:
+		return ErrNotInDoubt
+	case t.By == ByProbe && !t.Applied:
+		return fmt.Errorf("%w: after a probe that says so, the call is claimed", ErrResolution)
+	case operator && (t.Operator == "" || t.Reason == "" || len(t.Operator) > maxOperator || len(t.Reason) > maxReason):
+		return fmt.Errorf("%w, of at most %d and %d bytes", ErrResolution, maxOperator, maxReason)
+	case operator && len(t.Body) > pieceSize:
+		return ErrAnswerTooLarge
 	}
-	err = g.commitApplied(ctx, key, found, record, tail, batches)
-	if full := errors.As(err, new(*QuotaError)); full || tail != nil && errors.Is(err, ErrStore) && !away(err) {
+	return nil
+}
+
+// SettleDoubt settles an execution in doubt. An operator's resolution is recorded with it. The commit carries the
+// batches of other packages and always ends them.
+//
+// ErrTaken means that the execution changed since it was looked up. A QuotaError says to an operator that the workflow
+// has no room for the answer; others are recorded without it then.
+func (g *Guard) SettleDoubt(ctx context.Context, found Recorded, t Resolution, batches ...*store.Batch) error {
+	return done(g.settleDoubt(ctx, &found, &t, batches), batches)
+}
+
+func (g *Guard) settleDoubt(ctx context.Context, found *Recorded, t *Resolution, batches []*store.Batch) error {
+	if err := t.check(&found.Finding); err != nil {
+		return err
+	}
+	record, tail, err := g.appliedRecord(ctx, found.Finding, t.Answer, t.Body)
+	if err != nil {
+		return err
+	}
+	defer g.writers.enter().leave()
+	if t.By == ByOperator {
+		if t.Answer != nil && !record.Result.Kept {
+			return ErrAnswerTooLarge
+		}
+		batches = append(slices.Clip(batches), g.resolution(found, t, record.Settled))
+	}
+	if !t.Applied {
+		record, tail = nil, nil
+	}
+	err = g.commitApplied(ctx, found.Key, found.Finding, record, tail, batches)
+	full := errors.As(err, new(*QuotaError)) || tail != nil && errors.Is(err, ErrStore) && !away(err)
+	if full && t.By != ByOperator {
 		// The answer did not fit; that the call was executed must be kept.
 		record.Result = storedResult{}
-		err = g.commitApplied(ctx, key, found, record, nil, batches)
+		err = g.commitApplied(ctx, found.Key, found.Finding, record, nil, batches)
 	}
-	return done(err, batches)
+	return err
+}
+
+// resolution records an operator's resolution.
+func (g *Guard) resolution(found *Recorded, t *Resolution, at time.Time) *store.Batch {
+	t.At, t.Cause, t.Action = at, found.Record.Cause, found.Record.Action
+	name := appendTime(append(append(make([]byte, 0, 1+keySize+8), spaceResolved), found.Key[:]...), at)
+	return store.NewBatch(store.Write{Key: name, Value: g.sealer.Seal(nil, t.encode(nil), name), Expires: at.Add(keepResolutions)})
 }
 
 // appliedRecord returns the completed record of a doubtful execution, and the part of its
@@ -86,7 +159,7 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 		}
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	g.groups.resolved(key, record)
+	g.groups.resolved(key, found.Record, record)
 	g.quotas.resolved(key, found.Record, record)
 	return nil
 }
@@ -95,7 +168,7 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 // one that is open now, and reports whether the call was executed. with makes the batch that the commit carries; it may be nil.
 //
 // ErrTaken means that somebody has settled it before, or that it runs again: nothing was recorded then.
-func (g *Guard) SettleLate(ctx context.Context, l *Late, with func(r *Record, applied bool) *store.Batch) (applied bool, err error) {
+func (g *Guard) SettleLate(ctx context.Context, l *Late, with func(r *Record, how Resolution) *store.Batch) (applied bool, err error) {
 	found, err := g.Get(ctx, l.key)
 	switch {
 	case errors.Is(err, ErrUnknown):
@@ -105,28 +178,12 @@ func (g *Guard) SettleLate(ctx context.Context, l *Late, with func(r *Record, ap
 	case found.Status != Doubtful || found.Record.Claim != l.claim:
 		return false, ErrTaken
 	}
+	how := Resolution{By: byOwner, Applied: l.applied, Answer: l.head, Body: l.body}
 	var batch *store.Batch
 	if with != nil {
-		batch = with(found.Record, l.applied)
+		batch = with(found.Record, how)
 	}
-	if l.applied {
-		return true, g.Applied(ctx, l.key, found.Finding, l.head, l.body, batch)
-	}
-	return false, done(g.commitApplied(ctx, l.key, found.Finding, nil, nil, []*store.Batch{batch}), []*store.Batch{batch})
-}
-
-// Resolution is an operator's decision about an execution in doubt.
-type Resolution struct {
-	// At is when it was recorded; Resolve sets it.
-	At time.Time
-	// Applied says whether the call was executed. If not, its key is free again.
-	Applied bool
-	// Operator and Reason say who decided, on what evidence. Both are required; 256 and 1,024
-	// bytes at most.
-	Operator, Reason string
-	// Cause is why the execution was in doubt, Action what it was; Resolve sets them.
-	Cause  Cause
-	Action string
+	return l.applied, g.SettleDoubt(ctx, found, how, batch)
 }
 
 // Longest members of a Resolution, in bytes.
@@ -138,54 +195,17 @@ const (
 // keepResolutions is how long resolutions are kept, also of keys that are free again.
 const keepResolutions = 400 * 24 * time.Hour
 
-// Errors of Resolve.
+// Errors of SettleDoubt.
 var (
-	// ErrNotInDoubt: there is nothing to resolve.
+	// ErrNotInDoubt: there is nothing to settle.
 	ErrNotInDoubt = errors.New("guard: the execution is not in doubt")
-	// ErrResolution: the resolution is not complete.
+	// ErrResolution: an operator's resolution is not complete, or a probe says what only a claim records.
 	ErrResolution = errors.New("guard: a resolution needs an operator and a reason")
 	// ErrAnswerTooLarge: the given answer cannot be kept.
 	ErrAnswerTooLarge = errors.New("guard: the given answer's body is larger than 256 KiB")
 )
 
-// Resolve settles a doubtful execution as an operator decides (P1). If it was applied, a given
-// answer is replayed from now on; without one, retries learn that the call was executed and its
-// result is not available. The decision is recorded in the same commit, which carries the batches
-// of other packages and always ends them.
-//
-// ErrTaken means that the execution changed since it was looked up, a QuotaError that its workflow has no
-// room for the answer.
-func (g *Guard) Resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, batches ...*store.Batch) error {
-	return done(g.resolve(ctx, found, r, answer, body, batches), batches)
-}
-
-func (g *Guard) resolve(ctx context.Context, found Recorded, r Resolution, answer *Head, body []byte, batches []*store.Batch) error {
-	switch {
-	case found.Status != Doubtful:
-		return ErrNotInDoubt
-	case r.Operator == "" || r.Reason == "" || len(r.Operator) > maxOperator || len(r.Reason) > maxReason:
-		return fmt.Errorf("%w, of at most %d and %d bytes", ErrResolution, maxOperator, maxReason)
-	case len(body) > pieceSize:
-		return ErrAnswerTooLarge
-	}
-	record, tail, err := g.appliedRecord(ctx, found.Finding, answer, body)
-	if err != nil {
-		return err
-	}
-	if answer != nil && !record.Result.Kept {
-		return ErrAnswerTooLarge
-	}
-	defer g.writers.enter().leave()
-	r.At, r.Cause, r.Action = record.Settled, found.Record.Cause, found.Record.Action
-	name := appendTime(append(append(make([]byte, 0, 1+keySize+8), spaceResolved), found.Key[:]...), r.At)
-	noted := store.Write{Key: name, Value: g.sealer.Seal(nil, r.encode(nil), name), Expires: r.At.Add(keepResolutions)}
-	if !r.Applied {
-		record, tail = nil, nil
-	}
-	return g.commitApplied(ctx, found.Key, found.Finding, record, tail, append(batches, store.NewBatch(noted)))
-}
-
-// Resolutions lists the operators' decisions about the execution key, the oldest first.
+// Resolutions lists what operators have said of the execution key, the oldest first.
 func (g *Guard) Resolutions(ctx context.Context, key Key) ([]Resolution, error) {
 	var all []Resolution
 	for entry, err := range g.store.Scan(ctx, store.Prefix(append([]byte{spaceResolved}, key[:]...))) {
@@ -215,18 +235,19 @@ const (
 	tagResolvedAction
 )
 
-func (r *Resolution) encode(dst []byte) []byte {
+func (t *Resolution) encode(dst []byte) []byte {
 	e := store.Encoder{B: dst}
-	e.Time(tagResolvedAt, r.At)
-	e.Bool(tagResolvedApplied, r.Applied)
-	e.String(tagResolvedOperator, r.Operator)
-	e.String(tagResolvedReason, r.Reason)
-	e.String(tagResolvedCause, string(r.Cause))
-	e.String(tagResolvedAction, r.Action)
+	e.Time(tagResolvedAt, t.At)
+	e.Bool(tagResolvedApplied, t.Applied)
+	e.String(tagResolvedOperator, t.Operator)
+	e.String(tagResolvedReason, t.Reason)
+	e.String(tagResolvedCause, string(t.Cause))
+	e.String(tagResolvedAction, t.Action)
 	return e.B
 }
 
 func decodeResolution(b []byte) (r Resolution, err error) {
+	r.By = ByOperator
 	d := store.Decoder{B: b, Broken: errEncoding}
 	for d.Next() {
 		switch d.Tag {
@@ -334,7 +355,7 @@ func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next 
 	var lost *store.Conflict
 	switch {
 	case err == nil && found.Status == Doubtful:
-		g.groups.resolved(key, next)
+		g.groups.resolved(key, found.Record, next)
 		g.quotas.resolved(key, found.Record, next)
 		return nil
 	case err == nil:

@@ -29,9 +29,11 @@ func TestP1OperatorResolvesADoubt(t *testing.T) {
 		r := newRig(t)
 		applied, found := r.doubtful("applied")
 		head := &execution.Head{Status: 201, Header: map[string][]string{"Content-Type": {"application/json"}}}
-		decision := execution.Resolution{Applied: true, Operator: "ada@example.com", Reason: "charge ch_1 is there"}
+		decision := execution.Resolution{By: execution.ByOperator, Applied: true, Operator: "ada@example.com", Reason: "charge ch_1 is there"}
 		body := strings.Repeat("x", 3000)
-		if err := r.Resolve(ctx, found, decision, head, []byte(body)); err != nil {
+		with := decision
+		with.Answer, with.Body = head, []byte(body)
+		if err := r.SettleDoubt(ctx, found, with); err != nil {
 			t.Fatal(err)
 		}
 		result, err := r.Result(ctx, applied.Key, r.status(applied, execution.Replayable))
@@ -41,20 +43,20 @@ func TestP1OperatorResolvesADoubt(t *testing.T) {
 		if got, err := io.ReadAll(result.Body(ctx)); err != nil || string(got) != body || result.Head.Status != 201 {
 			t.Errorf("replays %d, %d bytes, %v", result.Head.Status, len(got), err)
 		}
-		if err := r.Resolve(ctx, found, decision, nil, nil); !errors.Is(err, execution.ErrTaken) {
+		if err := r.SettleDoubt(ctx, found, decision); !errors.Is(err, execution.ErrTaken) {
 			t.Errorf("resolved twice: %v", err)
 		}
 
 		without, found := r.doubtful("without a result")
-		if err := r.Resolve(ctx, found, decision, nil, nil); err != nil {
+		if err := r.SettleDoubt(ctx, found, decision); err != nil {
 			t.Fatal(err)
 		}
 		r.status(without, execution.ResultUnavailable)
 
 		free, found := r.doubtful("not applied")
 		time.Sleep(time.Hour)
-		decision = execution.Resolution{Operator: "bob", Reason: "no charge"}
-		if err := r.Resolve(ctx, found, decision, nil, nil); err != nil {
+		decision = execution.Resolution{By: execution.ByOperator, Operator: "bob", Reason: "no charge"}
+		if err := r.SettleDoubt(ctx, found, decision); err != nil {
 			t.Fatal(err)
 		}
 		r.status(free, execution.Free)
@@ -64,7 +66,7 @@ func TestP1OperatorResolvesADoubt(t *testing.T) {
 			t.Fatal(err)
 		}
 		decision.Reason = "again none"
-		if err := r.Resolve(ctx, found, decision, nil, nil); err != nil {
+		if err := r.SettleDoubt(ctx, found, decision); err != nil {
 			t.Fatal(err)
 		}
 
@@ -83,13 +85,14 @@ func TestP1OperatorResolvesADoubt(t *testing.T) {
 
 func TestResolveRefuses(t *testing.T) {
 	r := newRig(t)
-	good := execution.Resolution{Operator: "ada", Reason: "seen"}
+	good := execution.Resolution{By: execution.ByOperator, Operator: "ada", Reason: "seen"}
 	c, found := r.doubtful("a")
 	for name, bad := range map[string]execution.Resolution{
-		"no operator": {Reason: "seen"}, "no reason": {Operator: "ada"},
-		"long": {Operator: "ada", Reason: strings.Repeat("x", 1025)},
+		"no operator": {By: execution.ByOperator, Reason: "seen"}, "no reason": {By: execution.ByOperator, Operator: "ada"},
+		"long":                             {By: execution.ByOperator, Operator: "ada", Reason: strings.Repeat("x", 1025)},
+		"a probe that says it did not run": {By: execution.ByProbe},
 	} {
-		if err := r.Resolve(ctx, found, bad, nil, nil); !errors.Is(err, execution.ErrResolution) {
+		if err := r.SettleDoubt(ctx, found, bad); !errors.Is(err, execution.ErrResolution) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -102,7 +105,8 @@ func TestResolveRefuses(t *testing.T) {
 		"body":   {&execution.Head{Status: 200}, 256<<10 + 1},
 		"header": {&execution.Head{Status: 200, Header: map[string][]string{"X": {strings.Repeat("x", 1<<20)}}}, 0},
 	} {
-		if err := r.Resolve(ctx, found, yes, answer.head, make([]byte, answer.body)); !errors.Is(err, execution.ErrAnswerTooLarge) {
+		yes.Answer, yes.Body = answer.head, make([]byte, answer.body)
+		if err := r.SettleDoubt(ctx, found, yes); !errors.Is(err, execution.ErrAnswerTooLarge) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -115,10 +119,10 @@ func TestResolveRefuses(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := r.Resolve(ctx, look, good, nil, nil); !errors.Is(err, execution.ErrNotInDoubt) {
+	if err := r.SettleDoubt(ctx, look, good); !errors.Is(err, execution.ErrNotInDoubt) {
 		t.Errorf("a completed execution: %v", err)
 	}
-	if err := r.Resolve(ctx, found, good, nil, nil); err != nil {
+	if err := r.SettleDoubt(ctx, found, good); err != nil {
 		t.Error(err)
 	}
 }

@@ -46,6 +46,8 @@ const (
 type canon struct {
 	src     source
 	exclude []Pointer
+	members []string // to be found
+	found   []Member
 
 	buf   []byte      // encodings of the members and elements of open containers
 	offs  []uint32    // where the members of open objects begin in buf
@@ -57,7 +59,7 @@ type canon struct {
 // document encodes the whole document into buf. Not ok: it is not JSON in our
 // strict sense, or src.err is set.
 func (c *canon) document() (ok bool) {
-	c.buf, c.offs, c.live = c.buf[:0], c.offs[:0], c.live[:0]
+	c.buf, c.offs, c.live, c.found = c.buf[:0], c.offs[:0], c.live[:0], nil
 	whole := false
 	for i, p := range c.exclude {
 		c.live = append(c.live, int32(i))
@@ -152,11 +154,16 @@ func (c *canon) string() (ok bool) {
 		c.seal(start)
 		return true
 	}
+	return c.longString(start)
+}
+
+// longString goes on with a string whose text in buf is not all of it.
+func (c *canon) longString(start int) (ok bool) {
 	if c.text == nil {
 		c.text = sha256.New()
 	}
 	c.text.Reset()
-	for !done {
+	for done := false; !done; {
 		c.text.Write(c.buf[start+2:])
 		if c.buf, done, ok = c.src.text(c.buf[:start+2], flushAt); !ok {
 			return false
@@ -243,7 +250,7 @@ func (c *canon) object(depth int, live []int32) bool {
 		if len(live) > 0 {
 			below, drop = c.follow(live, depth, c.buf[begin:], -1)
 		}
-		if !c.value(depth+1, below) {
+		if !c.member(depth+1, below, c.buf[begin:]) {
 			return false
 		}
 		c.live = c.live[:mark]
@@ -268,6 +275,56 @@ func (c *canon) object(depth int, live []int32) bool {
 			return false
 		}
 	}
+}
+
+// member encodes the value of a member with this encoded name, and keeps it if it is to be found.
+func (c *canon) member(depth int, live []int32, name []byte) (ok bool) {
+	i := -1
+	if depth == 1 && len(c.members) > 0 {
+		i = slices.IndexFunc(c.members, func(wanted string) bool { return named(name, wanted) })
+	}
+	if i < 0 {
+		return c.value(depth, live)
+	}
+	m := Member{Name: c.members[i]}
+	switch c.src.space() {
+	case '"':
+		c.src.i++
+		start, done := c.open(tagString), false
+		if c.buf, done, ok = c.src.text(c.buf, maxValue+1); !ok {
+			return false
+		}
+		if done {
+			m.Value = string(c.buf[start+2:])
+			c.seal(start)
+		} else if m.Err = ErrValueTooLong; !c.longString(start) {
+			return false
+		}
+	case '{', '[', 't', 'f':
+		m.Err = ErrNotScalar
+		fallthrough
+	case 'n':
+		if !c.value(depth, live) {
+			return false
+		}
+	default:
+		tok, ok := c.src.number()
+		if !ok {
+			return false
+		}
+		m.Value = string(tok)
+		start := c.open(tagNumber)
+		c.buf = appendNumber(c.buf, tok)
+		c.seal(start)
+	}
+	for i := range c.found {
+		if c.found[i].Name == m.Name {
+			c.found[i].Err = ErrAmbiguous
+			return true
+		}
+	}
+	c.found = append(c.found, m)
+	return true
 }
 
 // sort brings the members, which begin at offs and fill buf from start on, into

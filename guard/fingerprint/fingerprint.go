@@ -1,10 +1,10 @@
 // Package fingerprint compares requests by a hash of their meaning: a key that is reused for
 // another request is detected (422), and a retry that is only encoded differently is recognised.
 //
-// A fingerprint covers method, host, path, query, media type, content coding and body, and the node of a
-// plan that the request names; no other header fields, which differ from attempt to attempt. JSON bodies are compared by value, in the
-// sense of RFC 8785 but with exact numbers; multipart bodies by their parts; everything else byte
-// by byte.
+// A fingerprint covers method, host, path, query, media type, content coding and body, the node of a plan that the
+// request names, and the header fields that say what is to be done (Operand). Whole adds the others that count without
+// a key. JSON bodies are compared by value, in the sense of RFC 8785 but with exact numbers; multipart bodies by their
+// parts; everything else byte by byte.
 package fingerprint
 
 import (
@@ -16,6 +16,7 @@ import (
 	"hash"
 	"io"
 	"mime"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
@@ -25,8 +26,12 @@ import (
 // gives a request another sum needs another domain, and code that still knows this one.
 const domain = "agent-guard/fingerprint/v1"
 
-// domainNode is that of sums of requests that name the node that they are.
-const domainNode = "agent-guard/fingerprint/v1/node"
+// The domains of sums of requests that name the node that they are, of those that have operands, and of whole ones.
+const (
+	domainNode     = "agent-guard/fingerprint/v1/node"
+	domainOperands = "agent-guard/fingerprint/v1/operands"
+	domainWhole    = "agent-guard/fingerprint/v1/whole"
+)
 
 // The mode in which a body was read. It is part of the sum, so that bodies of
 // different modes are never equal.
@@ -60,6 +65,9 @@ type Request struct {
 	// Node is the node of its workflow's plan that the request names; empty if it names none.
 	Node string
 
+	// Header has the operands, by the classes of Config.Fields. Names are canonical.
+	Header http.Header
+
 	// Body is read from 0 to Size, in bytes. One that has a method Bytes() ([]byte, bool), as
 	// *spool.Spool does, is not copied. May be nil if Size is 0.
 	Body io.ReaderAt
@@ -69,15 +77,30 @@ type Request struct {
 // Config says what is not compared. A nil *Config excludes nothing. It must not be
 // changed while it is in use.
 type Config struct {
+	// Fields are the classes of header fields. Nil has no operands.
+	Fields *Table
 	// Exclude are values of JSON bodies that do not affect the sum, whether present or absent. An
 	// excluded array element counts as removed. Other bodies are not affected.
 	Exclude []Pointer
+	// Members are the names of members of a JSON body that Read returns: of the body itself, not of
+	// values in it.
+	Members []string
+}
+
+// Member is a member of a JSON body.
+type Member struct {
+	Name string
+	// Value is its string, or its number as it is written; empty for null.
+	Value string
+	// Err is ErrNotScalar, ErrAmbiguous, or ErrValueTooLong; else nil.
+	Err error
 }
 
 // state is what one Sum needs; it is pooled.
 type state struct {
 	canon
 	head    []byte
+	names   []string // of header fields
 	fields  []partField
 	parts   hash.Hash // over all parts
 	content hash.Hash // of one part, or of a raw body
@@ -91,10 +114,19 @@ var states = sync.Pool{New: func() any {
 // body (io.ErrUnexpectedEOF if it is shorter than Size): a body that is not what
 // its content type says is compared byte by byte.
 func (c *Config) Sum(req Request) (Sum, error) {
+	sum, _, err := c.Read(req)
+	return sum, err
+}
+
+// Read is Sum. It returns the Members that the body has as well, from the same pass over it; a body that is no
+// JSON, by its media type or its bytes, has none.
+func (c *Config) Read(req Request) (Sum, []Member, error) {
 	s := states.Get().(*state)
 	defer s.free()
+	s.names = s.names[:0]
 	if c != nil {
-		s.exclude = c.Exclude
+		s.exclude, s.members = c.Exclude, c.Members
+		s.names = c.Fields.operands(s.names, req.Header)
 	}
 	media, _, _ := strings.Cut(req.ContentType, ";")
 	media = strings.ToLower(strings.Trim(media, " \t"))
@@ -105,19 +137,24 @@ func (c *Config) Sum(req Request) (Sum, error) {
 	s.head = s.head[:0]
 	fields := [...]string{domain, req.Method, strings.ToLower(req.Host), req.Path, req.RawQuery, media, coding, req.Node}
 	named := fields[:]
-	if req.Node == "" {
+	switch {
+	case len(s.names) > 0:
+		named[0] = domainOperands
+	case req.Node == "":
 		named = named[:len(named)-1]
-	} else {
+	default:
 		named[0] = domainNode
 	}
 	for _, f := range named {
-		s.head = binary.AppendUvarint(s.head, uint64(len(f)))
-		s.head = append(s.head, f...)
+		s.head = appendText(s.head, f)
+	}
+	if len(s.names) > 0 {
+		s.head = appendFields(s.head, s.names, req.Header)
 	}
 	if err := s.body(req, media, coding); err != nil {
-		return Sum{}, err
+		return Sum{}, nil, err
 	}
-	return sha256.Sum256(s.head), nil
+	return sha256.Sum256(s.head), s.found, nil
 }
 
 // body appends the mode and the encoding of the body in it.
@@ -129,12 +166,13 @@ func (s *state) body(req Request, media, coding string) error {
 	s.src.reset(req.Body, req.Size)
 	switch {
 	case coding != "":
-	case isJSON(media):
+	case IsJSON(media):
 		if s.document() {
 			s.head = append(s.head, modeJSON)
 			s.head = append(s.head, s.buf...)
 			return nil
 		}
+		s.found = nil
 	case strings.HasPrefix(media, "multipart/"):
 		if b, ok := boundary(req.ContentType); ok && s.multipart(b) {
 			s.head = append(s.head, modeMultipart)
@@ -162,16 +200,23 @@ func (s *state) body(req Request, media, coding string) error {
 // free gives s back without what belongs to the request.
 func (s *state) free() {
 	s.src.reset(nil, 0)
-	s.exclude = nil
+	s.exclude, s.members, s.found = nil, nil, nil
 	if cap(s.buf)+4*cap(s.offs)+cap(s.head)+4*cap(s.live) > maxKept {
 		s.buf, s.offs, s.head, s.live = nil, nil, nil, nil
 	}
 	clear(s.fields[:cap(s.fields)])
+	clear(s.names[:cap(s.names)])
 	states.Put(s)
 }
 
-func isJSON(media string) bool {
-	return media == "application/json" || (strings.HasSuffix(media, "+json") && strings.Contains(media, "/"))
+// IsJSON reports whether the body of a media type, in lower case and without parameters, is JSON: also by the two names
+// that JSON-RPC over HTTP has beside application/json.
+func IsJSON(media string) bool {
+	switch media {
+	case "application/json", "application/json-rpc", "application/jsonrequest":
+		return true
+	}
+	return strings.HasSuffix(media, "+json") && strings.Contains(media, "/")
 }
 
 // follow gives the exclusions that lead further, through the member with the given encoded name

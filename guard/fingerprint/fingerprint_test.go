@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"mime/multipart"
 	"net/textproto"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -893,6 +894,31 @@ func BenchmarkLookup(b *testing.B) {
 	for b.Loop() {
 		if v, ok, err := fingerprint.Lookup(body, int64(len(payment)), ptr); v != "1017" || !ok || err != nil {
 			b.Fatal(v, ok, err)
+		}
+	}
+}
+
+// The members that are asked for come from the pass that makes the sum, which they do not change.
+func TestRead(t *testing.T) {
+	config := fingerprint.Config{Members: []string{"key", "other"}}
+	long := strings.Repeat("x", 300)
+	for body, want := range map[string][]fingerprint.Member{
+		`{"a":{"key":"no"},"key":"k","list":[{"key":"no"}]}`: {{Name: "key", Value: "k"}},
+		`{"\u006bey":"\u006b","other":1.50}`:                 {{Name: "key", Value: "k"}, {Name: "other", Value: "1.50"}},
+		`{"key":"` + long + `"}`:                             {{Name: "key", Value: long}},
+		`{"key":"` + strings.Repeat(long, 300) + `"}`:        {{Name: "key", Err: fingerprint.ErrValueTooLong}},
+		`{"key":"a","key":"a"}`:                              {{Name: "key", Value: "a", Err: fingerprint.ErrAmbiguous}},
+		`{"key":null,"other":""}`:                            {{Name: "key"}, {Name: "other"}},
+		`{"key":[],"other":false}`:                           {{Name: "key", Err: fingerprint.ErrNotScalar}, {Name: "other", Err: fingerprint.ErrNotScalar}},
+		`{"key":"a"`:                                         nil,
+		`[{"key":"a"}]`:                                      nil,
+		`{"keys":"a","Key":"a"}`:                             nil,
+	} {
+		r := fingerprint.Request{ContentType: "application/json", Body: strings.NewReader(body), Size: int64(len(body))}
+		sum, found, err := config.Read(r)
+		plain, err2 := (&fingerprint.Config{}).Sum(r)
+		if err != nil || err2 != nil || sum != plain || !slices.Equal(found, want) {
+			t.Errorf("%.60s: %v, want %v; %v %v; equal sums: %v", body, found, want, err, err2, sum == plain)
 		}
 	}
 }

@@ -65,7 +65,7 @@ type ProposalKind string
 const (
 	// RunCall lets the call run that waits.
 	RunCall ProposalKind = "run-call"
-	// Resume lets new calls of the workflow begin again.
+	// Resume ends that the escalation holds the workflow.
 	Resume ProposalKind = "resume"
 	// PartialRollback undoes what can be undone.
 	PartialRollback ProposalKind = "partial-rollback"
@@ -103,7 +103,8 @@ const (
 	// UnreachableDeny: the escalation expires, which counts as a denial.
 	UnreachableDeny  UnreachableKind = "deny"
 	UnreachableAbort UnreachableKind = "abort" // see UnreachableDeny
-	// UnreachablePause: it expires, and its workflow is paused until somebody resumes it.
+	// UnreachablePause: its workflow is paused, and from then on it asks, without a deadline, whether to
+	// resume that. One that nobody may approve expires.
 	UnreachablePause UnreachableKind = "pause"
 	// UnreachableEscalate: another role is asked, once.
 	UnreachableEscalate UnreachableKind = "escalate"
@@ -157,6 +158,8 @@ type Decision struct {
 	At time.Time
 	// Round counts how often the question was asked before.
 	Round int
+	// Token is the hash of the token that decided; empty for a decision without one.
+	Token string
 }
 
 // Vote is a decision that somebody wants to make.
@@ -171,6 +174,8 @@ type Vote struct {
 	Hash string
 	// Reason is for people, and may be empty for an approval.
 	Reason string
+	// Token is the hash of the token that decides, which counts once, in whatever round; empty for none.
+	Token string
 }
 
 // The reasons why a vote does not count. Nothing is changed by it.
@@ -232,6 +237,8 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	switch {
 	case !v.Every && !slices.Contains(v.Roles, e.RequiredRole()):
 		return nil, fmt.Errorf("%w: %q is required", ErrRole, e.RequiredRole())
+	case v.Token != "" && slices.ContainsFunc(e.Decisions, func(d Decision) bool { return d.Token == v.Token }):
+		return nil, nil // a retry
 	case e.Status == Expired || e.overdue(now):
 		return nil, ErrExpired
 	case e.Status != Pending:
@@ -258,7 +265,7 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	next := *e
 	kept := e.Decisions[max(0, len(e.Decisions)+1-maxDecisions):]
 	next.Decisions = append(slices.Clone(kept), Decision{
-		By: by, Approve: v.Approve, Reason: shorten(v.Reason, maxSummary), At: now, Round: e.Round,
+		By: by, Approve: v.Approve, Reason: shorten(v.Reason, maxSummary), At: now, Round: e.Round, Token: v.Token,
 	})
 	next.Changed = now
 	switch {
@@ -272,14 +279,19 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 
 // unreached is the escalation after its time to decide is over.
 func (e *Escalation) unreached(now time.Time) *Escalation {
-	if e.Unreachable.Do != UnreachableEscalate {
+	pauses := e.Unreachable.Do == UnreachablePause && e.Workflow != ""
+	if e.Unreachable.Do != UnreachableEscalate && (!pauses || e.Final) {
 		next := e.ended(Expired, now)
-		next.Held = e.Held || e.Unreachable.Do == UnreachablePause && e.Workflow != ""
+		next.Held = e.Held || pauses
 		return next
 	}
 	next := *e
-	next.Changed, next.Round, next.Role = now, e.Round+1, e.Unreachable.Role
-	next.Deadline, next.Unreachable = now.Add(cmp.Or(e.Unreachable.Within, defaultWithin)), Unreachable{}
+	next.Changed, next.Round, next.Unreachable = now, e.Round+1, Unreachable{}
+	if pauses { // the question whether to resume takes the place of the one that nobody has answered
+		next.Held, next.Proposal, next.Deadline = true, resumption(), time.Time{}
+	} else {
+		next.Role, next.Deadline = e.Unreachable.Role, now.Add(cmp.Or(e.Unreachable.Within, defaultWithin))
+	}
 	next.State, next.Delivery = Open, Delivery{Next: now}
 	return &next
 }
@@ -314,13 +326,13 @@ func (e *Escalation) asked(by string, within time.Duration, now time.Time) (*Esc
 }
 
 func resumption() Proposal {
-	return Proposal{Kind: Resume, Text: "New calls of the workflow may begin again."}
+	return Proposal{Kind: Resume, Text: "This escalation no longer holds the workflow: its new calls may begin again, unless another one holds it or it has ended."}
 }
 
 // Decide counts a vote. The errors are ErrNotFound, ErrStore and ErrUnreadable, and those above
 // that say why the vote does not count; the escalation is returned with those. A vote that races
 // the deadline, or another vote, has one result: each change is committed on the condition that
-// nothing else has changed.
+// nothing else has changed. A token that has decided changes nothing again, and is no error.
 func (d *Store) Decide(ctx context.Context, id string, v Vote) (Escalation, error) {
 	return d.change(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) { return e.decided(&v, now) })
 }
@@ -388,7 +400,7 @@ func (d *Store) change(ctx context.Context, id string, make func(e *Escalation, 
 			return *e, refusal
 		}
 		switch err := d.commit(ctx, parsed, e, next, version); {
-		case err == nil && late && next.Status == Pending: // another role is asked, and may be who comes
+		case err == nil && late && next.Status == Pending && next.Proposal.Kind == e.Proposal.Kind: // another role is asked, and may be who comes
 		case err == nil:
 			return *next, refusal
 		case !errors.Is(err, errChanged):

@@ -92,6 +92,29 @@ func TestWhoMayDecide(t *testing.T) {
 	}
 }
 
+// P5: a token decides once. The same again, as after a lost answer, finds what it has decided, and does not
+// answer the question when it is asked again.
+func TestDecisionTokenCountsOnce(t *testing.T) {
+	d := newPlace().escalations()
+	e := open(t, d, held("k", "w"))
+	v := hitl.Vote{By: "issuer:ops", Every: true, Reason: "r", Token: "t"}
+	for range 2 {
+		if got, err := d.Decide(t.Context(), e.ID, v); err != nil || got.Status != hitl.Denied || len(got.Decisions) != 1 {
+			t.Fatalf("%+v, %v", got, err)
+		}
+	}
+	if _, err := d.AskAgain(t.Context(), e.ID, "user:bob", 0); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := d.Decide(t.Context(), e.ID, v); err != nil || got.Status != hitl.Pending || len(got.Decisions) != 1 {
+		t.Errorf("asked again: %+v, %v", got, err)
+	}
+	v.Token = "another"
+	if got, err := d.Decide(t.Context(), e.ID, v); err != nil || got.Status != hitl.Denied || len(got.Decisions) != 2 {
+		t.Errorf("another token: %+v, %v", got, err)
+	}
+}
+
 func TestQuorum(t *testing.T) {
 	d := newPlace().escalations()
 	o := ofCall("k")
@@ -225,8 +248,9 @@ func TestUnreachable(t *testing.T) {
 				t.Errorf("%+v", got)
 			}
 		}
-		if got := get(t, d, paused.ID); got.Status != hitl.Expired || blocks(t, d, "w-pause") != paused.ID {
-			t.Errorf("%+v", got)
+		if got := get(t, d, paused.ID); got.Status != hitl.Pending || got.Proposal.Kind != hitl.Resume || !got.Deadline.IsZero() || got.Round != 1 ||
+			len(r.attempts(paused.ID)) != 2 || blocks(t, d, "w-pause") != paused.ID {
+			t.Errorf("%+v, %d notifications", got, len(r.attempts(paused.ID)))
 		}
 		got := get(t, d, next.ID)
 		if got.Status != hitl.Pending || got.Role != "lead" || got.Round != 1 || got.State != hitl.Notified || len(r.attempts(next.ID)) != 2 || blocks(t, d, "w-escalate") != "" {
@@ -247,15 +271,19 @@ func TestUnreachable(t *testing.T) {
 		if blocks(t, d, "w-pause") != paused.ID {
 			t.Error("the pause is forgotten")
 		}
-		if _, err := d.AskAgain(t.Context(), paused.ID, "user:bob", 0); err != nil {
-			t.Error(err)
-		}
 		if got, err := d.Decide(t.Context(), paused.ID, hitl.Vote{By: "user:ann", Every: true, Approve: true}); err != nil || got.Held || blocks(t, d, "w-pause") != "" {
 			t.Errorf("%+v, %v", got, err)
 		}
 
+		// Who comes with the answer to the question before does not resume the workflow.
+		late := open(t, d, about("late pause", hitl.Unreachable{Do: hitl.UnreachablePause}))
+		time.Sleep(time.Hour)
+		if got, err := d.Decide(t.Context(), late.ID, hitl.Vote{By: "user:ann", Every: true, Approve: true}); !errors.Is(err, hitl.ErrExpired) || !got.Held {
+			t.Errorf("%+v, %v", got, err)
+		}
+
 		// Who is asked next may be the first who comes after the deadline.
-		late := open(t, d, about("late", hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead"}))
+		late = open(t, d, about("late", hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead"}))
 		time.Sleep(time.Hour)
 		if got, err := d.Decide(t.Context(), late.ID, hitl.Vote{By: "user:lea", Roles: []string{"lead"}, Approve: true}); err != nil || got.Status != hitl.Approved {
 			t.Errorf("%+v, %v", got, err)

@@ -170,7 +170,7 @@ type Opening struct {
 	// Unreachable says more.
 	Within      time.Duration
 	Unreachable Unreachable // see Within
-	// Final says that no approval counts.
+	// Final says that no approval counts, so that nothing is proposed by itself.
 	Final bool
 	// Requester is who asked, and cannot approve; cut at 2,048 bytes, and not sent to the notifier.
 	Requester string
@@ -350,6 +350,7 @@ const (
 	tagReason
 	tagAt
 	tagIn
+	tagWith
 )
 
 func decodeDecision(b []byte) (d Decision, err error) {
@@ -366,6 +367,8 @@ func decodeDecision(b []byte) (d Decision, err error) {
 			d.At = from.Time().UTC()
 		case tagIn:
 			d.Round = int(from.Int())
+		case tagWith:
+			d.Token = string(from.Field)
 		}
 	}
 	return d, from.Err
@@ -406,6 +409,7 @@ func (e *Escalation) encode(b []byte) []byte {
 		one.String(tagReason, d.Reason)
 		one.Time(tagAt, d.At)
 		one.Int(tagIn, int64(d.Round))
+		one.String(tagWith, d.Token)
 		store.Field(&to, tagDecision, one.B)
 	}
 	to.Int(tagRound, int64(e.Round))

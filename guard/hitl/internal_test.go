@@ -37,7 +37,7 @@ func full() Escalation {
 	}
 	e.Delivery.Boot = "m"
 	e.Relay = Relay{Hold: Lifted, Unknown: true, Reached: []string{"c", "d"}, Hops: 4}
-	e.Decisions = []Decision{{By: "a", Approve: true, Reason: "b", At: e.Opened.Add(4), Round: 1}, {By: "c", At: e.Opened.Add(5)}}
+	e.Decisions = []Decision{{By: "a", Approve: true, Reason: "b", At: e.Opened.Add(4), Round: 1, Token: "t3"}, {By: "c", At: e.Opened.Add(5)}}
 	return e
 }
 

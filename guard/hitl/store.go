@@ -146,7 +146,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 		o.Unreachable, o.Within = *u, cmp.Or(u.Within, defaultWithin)
 	}
 	e.Unreachable = o.Unreachable
-	if e.Held && o.Proposal.Kind == "" && !o.Notice {
+	if e.Held && o.Proposal.Kind == "" && !o.Notice && !o.Final {
 		e.Proposal = resumption()
 	}
 	e.Proposal.Text = shorten(e.Proposal.Text, maxProposal)
@@ -385,29 +385,38 @@ func (d *Store) appendTo(ctx context.Context, f *Filter, name []byte, page *Page
 // maxCount bounds the escalations that are counted, the newest.
 const maxCount = 100_000
 
-// Counts are the numbers of escalations by level and state.
-type Counts map[Level]map[State]int
+// Counts are the numbers of escalations, and the times of the oldest pending ones.
+type Counts struct {
+	// N are the numbers by level, state and status.
+	N map[Level]map[State]map[Status]int
+	// Oldest is when the oldest pending escalation of a level was opened; none of a level without one.
+	Oldest map[Level]time.Time
+}
 
 // Count counts all escalations, up to 100,000, the newest. It opens none.
 func (d *Store) Count(ctx context.Context) (Counts, error) {
-	counts := Counts{}
+	counts := Counts{N: map[Level]map[State]map[Status]int{}, Oldest: map[Level]time.Time{}}
 	for l := Pause; l <= Stop; l++ {
-		counts[l] = map[State]int{}
+		counts.N[l] = map[State]map[Status]int{}
 		for _, s := range States() {
-			counts[l][s] = 0
+			counts.N[l][s] = map[Status]int{Pending: 0}
 		}
 	}
 	r := store.Prefix([]byte{space, kindAge})
 	r.Reverse, r.Limit = true, maxCount
 	for entry, err := range d.store.Scan(ctx, r) {
 		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			return Counts{}, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		if len(entry.Value) < 2 {
+		v := entry.Value
+		if len(v) < 3 {
 			continue
 		}
-		if of, known := counts[Level(entry.Value[0])]; known {
-			of[State(entry.Value[1])]++
+		level, status := Level(v[0]), Status(v[2])
+		if of := counts.N[level][State(v[1])]; of != nil {
+			if of[status]++; status == Pending {
+				counts.Oldest[level], _ = placeIn(entry.Key)
+			}
 		}
 	}
 	return counts, nil

@@ -1,6 +1,7 @@
 package plan
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -71,27 +72,52 @@ func (r *reader) add(f finding) {
 func (r *reader) err() *Error {
 	e := &Error{More: r.more}
 	for _, f := range r.found {
-		switch {
-		case f.list == "nodes" && r.plan.Nodes[f.place].ID != "":
-			f.Node = r.plan.Nodes[f.place].ID
-		case f.list != "":
-			f.Node = fmt.Sprintf("%s[%d]", f.list, f.place)
-		}
+		f.Node = cmp.Or(f.Node, r.element(f.list, f.place))
 		e.Problems = append(e.Problems, f.Problem)
 	}
 	return e
 }
 
+// element names an element of a list, by its id if that is one.
+func (r *reader) element(list string, place int) string {
+	if list == "" || place < 0 {
+		return ""
+	}
+	if list == "nodes" {
+		if id := r.plan.Nodes[place].ID; id != "" && len(id) <= maxID && visible(id) {
+			return cut(id)
+		}
+	}
+	return fmt.Sprintf("%s[%d]", list, place)
+}
+
 // syntax is the problem of a text that is not read to its end.
 func (r *reader) syntax() Problem {
-	at, why := r.At, "a name stands twice in one object, a text is no valid Unicode, or it nests too deep"
+	at, p := r.At, Problem{}
 	var wrong *json.SyntaxError
-	if err := json.Unmarshal([]byte(r.JSON), new(any)); errors.As(err, &wrong) {
-		at, why = int(wrong.Offset), wrong.Error()
-	} else if r.Peek() != '{' && r.At == len(r.JSON)-len(strings.TrimLeft(r.JSON, " \t\r\n")) {
-		why = "it is no object"
+	switch err := json.Unmarshal([]byte(r.JSON), new(any)); {
+	case errors.As(err, &wrong):
+		at, p.Text = int(wrong.Offset), wrong.Error()
+	case r.Fault == strictjson.TwiceNamed:
+		p.Text = "the name stands twice in one object; write it once"
+	case r.Fault == strictjson.NotUnicode && r.Name == "":
+		p.Text = "a name is no valid Unicode; write UTF-8, and surrogates in pairs"
+	case r.Fault == strictjson.NotUnicode:
+		p.Text = "the text is no valid Unicode; write UTF-8, and surrogates in pairs"
+	case r.Fault == strictjson.TooDeep:
+		p.Text = fmt.Sprintf("the value nests too deep; at most %d levels are allowed", strictjson.MaxNesting)
+	default:
+		p.Text = "it is no object"
 	}
-	return Problem{Text: fmt.Sprintf("line %d: %s", 1+strings.Count(r.JSON[:min(at, len(r.JSON))], "\n"), why)}
+	if r.Fault != 0 && wrong == nil {
+		place := len(r.plan.Nodes) - 1
+		if r.list == "edges" {
+			place = len(r.edges) - 1
+		}
+		p.Node, p.Member = r.element(r.list, place), cut(r.Name)
+	}
+	p.Text = fmt.Sprintf("line %d: %s", 1+strings.Count(r.JSON[:min(at, len(r.JSON))], "\n"), p.Text)
+	return p
 }
 
 func (r *reader) document() bool {
@@ -151,7 +177,9 @@ func (r *reader) elements(name string, most int, element func() bool) bool {
 		}
 		return element()
 	})
-	r.list = ""
+	if ok { // else the problem is that of the element
+		r.list = ""
+	}
 	if n > most {
 		r.note(name, "there are %d; at most %d are allowed", n, most)
 	}
@@ -390,7 +418,7 @@ func (r *reader) amount(member string) (string, bool) {
 	return v, ok
 }
 
-// cut shortens what is shown of a text.
+// cut shortens what is shown of a text, to at most 64 characters.
 func cut(text string) string {
 	const most = 60
 	if len(text) <= most {
@@ -442,9 +470,9 @@ func (r *reader) connect() {
 		case to < 0:
 			problem.Member, problem.Text = "to", fmt.Sprintf("there is no node %q", cut(e[1]))
 		case from == to:
-			problem.Text = fmt.Sprintf("leads from %s to itself", e[0])
+			problem.Text = fmt.Sprintf("leads from %s to itself", cut(e[0]))
 		case twice[i]:
-			problem.Text = fmt.Sprintf("%s -> %s stands twice", e[0], e[1])
+			problem.Text = fmt.Sprintf("%s -> %s stands twice", cut(e[0]), cut(e[1]))
 		default:
 			d.Edges++
 			d.Nodes[from].After = append(d.Nodes[from].After, to)
@@ -595,9 +623,9 @@ func (r *reader) cycle(first int, knot []int) {
 	}
 	var ids []string
 	for i := last; i != first; i = from[i] {
-		ids = append(ids, nodes[i].ID)
+		ids = append(ids, cut(nodes[i].ID))
 	}
-	ids = append(ids, nodes[first].ID)
+	ids = append(ids, cut(nodes[first].ID))
 	slices.Reverse(ids)
 	shown := append(slices.Clone(ids), ids[0])
 	if left := len(shown) - 12; left > 0 {

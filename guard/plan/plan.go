@@ -325,7 +325,7 @@ func (d *Descriptor) warn() {
 		d.labels[label] = l
 		if other, ok := d.index[label]; ok && other != i {
 			d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[i].ID, Member: "label",
-				Text: fmt.Sprintf("%q is also the id of a node, and means that one", label)})
+				Text: fmt.Sprintf("%q is also the id of a node, and means that one", cut(label))})
 		}
 	}
 	for _, label := range shared {
@@ -334,7 +334,7 @@ func (d *Descriptor) warn() {
 		}
 		l := d.labels[label]
 		d.Warnings = append(d.Warnings, Problem{Node: d.Nodes[l.first].ID, Member: "label",
-			Text: fmt.Sprintf("%q is the label of %d nodes, such as %s: their calls have to name the node", label, l.n, d.Nodes[l.second].ID)})
+			Text: fmt.Sprintf("%q is the label of %d nodes, such as %s: their calls have to name the node", cut(label), l.n, cut(d.Nodes[l.second].ID))})
 	}
 }
 

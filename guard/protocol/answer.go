@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
 // Meaning says what an answer tells of its call.
@@ -82,13 +84,13 @@ type Answer struct {
 	// Both or neither must be set, before the first Write.
 	Part    func(text []byte)
 	Message func(id []byte, progress bool, said Outcome)
-	// REST says that each text is a result of A2A without JSON-RPC around it, or the body of another
-	// status, which says nothing here. It is set before the first Write.
-	REST bool
 
+	// Each text is a result of A2A without JSON-RPC around it, or the body of another status, which says nothing here.
+	rest     bool
 	protocol Protocol
 	learn    func(tool string, readOnly bool)
 	lines    lines // of a stream of events
+	mark     int   // bytes of a mark before JSON that have come
 	stream   bool
 	scan     scanner
 	value    []byte // the value being read, from path at
@@ -98,7 +100,7 @@ type Answer struct {
 	out      Outcome
 	begun    bool       // what came shows that something was executed
 	asked    *Message   // nil: any response is taken for the answer
-	wrapped  bool       // with REST: the beginning of a message was put before the text
+	wrapped  bool       // with rest: the beginning of a message was put before the text
 	rewrite  *rewriting // nil: the answer is read only
 }
 
@@ -128,6 +130,15 @@ func NewAnswer(p Protocol, contentType string, learn func(tool string, readOnly 
 	return &Answer{protocol: p, learn: learn, stream: isStream(contentType)}
 }
 
+// Answer follows the answer to m with this Content-Type: of a batch that to m alone.
+func (m *Message) Answer(contentType string) *Answer {
+	a := &Answer{protocol: m.Protocol, stream: isStream(contentType), rest: m.REST}
+	if m.Batch {
+		a.asked = m
+	}
+	return a
+}
+
 func isStream(contentType string) bool {
 	media, _, _ := strings.Cut(contentType, ";")
 	return strings.EqualFold(strings.TrimSpace(media), "text/event-stream")
@@ -135,13 +146,27 @@ func isStream(contentType string) bool {
 
 // Write reads the next part of the body. It never fails.
 func (a *Answer) Write(p []byte) (int, error) {
+	n := len(p)
 	if a.stream {
 		a.lines.split(a, p)
-	} else {
-		a.feed(p)
+		return n, nil
 	}
-	return len(p), nil
+	for ; a.mark < len(byteOrderMark) && len(p) > 0; p = p[1:] {
+		if p[0] != byteOrderMark[a.mark] {
+			a.feed([]byte(byteOrderMark[:a.mark])) // it is none
+			a.mark = len(byteOrderMark)
+			break
+		}
+		if a.mark++; a.mark == len(byteOrderMark) {
+			a.emit([]byte(byteOrderMark))
+		}
+	}
+	a.feed(p)
+	return n, nil
 }
+
+// byteOrderMark may stand before JSON, and is no part of it (RFC 8259, section 8.1).
+const byteOrderMark = "\ufeff"
 
 // End returns the outcome of the whole body. An event without its empty line does not count, as
 // its clients do not see it either.
@@ -156,11 +181,17 @@ func (a *Answer) End() Outcome {
 
 // feed scans JSON and passes it on.
 func (a *Answer) feed(p []byte) {
-	if a.REST && !a.wrapped && len(p) > 0 {
+	if a.rest && !a.wrapped && len(p) > 0 {
 		a.wrapped = true
 		a.feed([]byte(`{"result":`))
 	}
+	batch := a.asked != nil && a.asked.Batch
 	for len(p) > 0 {
+		if batch && len(a.scan.open) == 0 && a.scan.in == 0 { // between the messages of an array
+			if p = bytes.TrimLeft(p, " \t\r\n[],"); len(p) == 0 {
+				return
+			}
+		}
 		n, ev := a.scan.next(p)
 		if a.reads && len(a.value) <= maxScalar {
 			a.value = append(a.value, p[:n]...)
@@ -177,6 +208,9 @@ func (a *Answer) feed(p []byte) {
 			a.ended()
 		case ev == closed:
 			a.closed()
+			if batch && len(a.scan.open) == 0 {
+				a.finish()
+			}
 		}
 	}
 }
@@ -379,6 +413,7 @@ func Judge(m *Message, status int, o Outcome) Outcome {
 func (m *Message) Outcome(status int, contentType string, body []byte) Outcome {
 	a := NewAnswer(m.Protocol, contentType, nil)
 	a.asked = m
+	body = bytes.TrimPrefix(body, []byte(byteOrderMark))
 	if m.REST { // as JSON-RPC says the same; events of REST are not read
 		a.stream, body = false, slices.Concat([]byte(`{"result":`), body, []byte{'}'})
 	}
@@ -389,13 +424,17 @@ func (m *Message) Outcome(status int, contentType string, body []byte) Outcome {
 	return Judge(m, status, a.End())
 }
 
-// Final returns the text of the event that answers m in the whole body of a stream of events: of a
-// message that is not certainly one, of what is no stream, and of an answer in several steps nil.
+// Final returns the text that answers m in the whole body of a stream of events, or of the answer to a batch: of a
+// message that is not certainly one, of what is neither, and of an answer in several steps nil.
 func (m *Message) Final(contentType string, body []byte) []byte {
-	if !isStream(contentType) || m.REST || m.Outcome(http.StatusOK, contentType, body).Meaning != Executed {
+	stream := isStream(contentType)
+	if !stream && !m.Batch || m.REST || m.Outcome(http.StatusOK, contentType, body).Meaning != Executed {
 		return nil
 	}
-	body = bytes.TrimPrefix(body, []byte("\ufeff"))
+	body = bytes.TrimPrefix(body, []byte(byteOrderMark))
+	if !stream {
+		return m.among(body)
+	}
 	body = bytes.ReplaceAll(bytes.ReplaceAll(body, []byte("\r\n"), []byte{'\n'}), []byte{'\r'}, []byte{'\n'})
 	for event := range bytes.SplitSeq(body, []byte("\n\n")) {
 		var data []byte
@@ -404,11 +443,27 @@ func (m *Message) Final(contentType string, body []byte) []byte {
 				data = append(append(data, rest...), '\n')
 			}
 		}
-		if len(data) > 0 && m.Outcome(http.StatusOK, "", data).Meaning == Executed {
-			return bytes.TrimSpace(data)
+		if text := m.among(data); text != nil {
+			return text
 		}
 	}
 	return nil
+}
+
+// among returns the answer to m that a text is, or that is an element of it; nil without one.
+func (m *Message) among(text []byte) []byte {
+	if text = bytes.TrimSpace(text); m.Batch && json.Valid(text) && text[0] == '[' {
+		for element := range elements(text) {
+			if answer := m.among(element); answer != nil && element[0] == '{' {
+				return answer
+			}
+		}
+		return nil
+	}
+	if len(text) == 0 || m.Outcome(http.StatusOK, "", text).Meaning != Executed {
+		return nil
+	}
+	return text
 }
 
 // Proves reports whether the whole answer to m, with the status 200, shows that its server speaks MCP:
@@ -428,9 +483,10 @@ func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
 	o := m.Outcome(http.StatusOK, contentType, body)
 	if isStream(contentType) {
 		body = m.Final(contentType, body)
-	} else if media != "application/json" {
+	} else if !fingerprint.IsJSON(media) {
 		return false
 	}
+	body = bytes.TrimPrefix(body, []byte(byteOrderMark))
 	if o.Meaning != Executed || o.Code != 0 || !json.Valid(body) {
 		return false
 	}
@@ -468,7 +524,7 @@ func (a *Answer) answers(m *answered) bool {
 	case !a.whole():
 		return false
 	case m.failed:
-		return !m.result && m.code != "" && (m.id == id || m.id == "null" || m.id == "")
+		return !m.result && m.code != "" && (m.id == id || !a.asked.Batch && (m.id == "null" || m.id == ""))
 	}
 	return m.result && !m.erred && (m.object || a.protocol == JSONRPC) && m.id == id
 }
@@ -566,7 +622,7 @@ func (l *lines) begin(a *Answer, c byte) {
 	}
 	name := string(l.head)
 	if !l.later {
-		name = strings.TrimPrefix(name, "\ufeff")
+		name = strings.TrimPrefix(name, byteOrderMark)
 	}
 	switch l.later = true; strings.TrimSuffix(name, ":") {
 	case "data":
@@ -618,7 +674,7 @@ func (l *lines) end(a *Answer, c byte) {
 // asked the first client for. It holds no more than 64 KiB at a time beyond what it has read.
 func (r Reply) Reader(from io.Reader, contentType string) io.Reader {
 	stream := isStream(contentType)
-	if media, _, _ := mime.ParseMediaType(contentType); !stream && media != "application/json" && !strings.HasSuffix(media, "+json") && contentType != "" {
+	if media, _, _ := mime.ParseMediaType(contentType); !stream && !fingerprint.IsJSON(media) && contentType != "" {
 		return from
 	}
 	rewrite := rewriting{reply: r, stream: stream, from: -1, token: -1, id: -1}
@@ -644,6 +700,9 @@ func (r *replyReader) Read(p []byte) (int, error) {
 		_, _ = r.a.Write(r.buf[:n]) // never fails
 		if r.err != nil {
 			w.write(r.a.lines.head)
+			if r.a.mark < len(byteOrderMark) {
+				w.write([]byte(byteOrderMark[:r.a.mark]))
+			}
 			w.safe = len(w.out)
 		}
 	}

@@ -123,7 +123,7 @@ func TestOutcome(t *testing.T) {
 		if !ok {
 			t.Fatalf("%s is no message", body)
 		}
-		return &q.Messages[0]
+		return &q[0]
 	}
 	call := asked(protocol.MCP, "/mcp", `{"jsonrpc":"2.0","id":"a\u0031","method":"tools/call","params":{"name":"refund"}}`)
 	send := asked(protocol.A2A, "/", `{"jsonrpc":"2.0","id":1,"method":"message/send","params":{}}`)
@@ -187,7 +187,7 @@ func TestTaskAnswer(t *testing.T) {
 		if !ok {
 			t.Fatal(method)
 		}
-		return &q.Messages[0]
+		return &q[0]
 	}
 	const a2a, mcp = `{"id":"t","status":{"state":"working"}}`, `{"taskId":"t","status":"working"}`
 	for _, c := range []struct {
@@ -237,11 +237,11 @@ func TestFinal(t *testing.T) {
 		progress: "", "data: " + answer + "\n": "", "data: {\"id\":2,\"result\":{}}\n\n": "", "": "",
 		"data: {\"id\":1,\"error\":{\"code\":-32601}}\n\n": "",
 	} {
-		if got := string(q.Messages[0].Final(asStream, []byte(body))); got != want {
+		if got := string(q[0].Final(asStream, []byte(body))); got != want {
 			t.Errorf("%q: %q", body, got)
 		}
 	}
-	if got := q.Messages[0].Final(asJSON, []byte(answer)); got != nil {
+	if got := q[0].Final(asJSON, []byte(answer)); got != nil {
 		t.Errorf("JSON is no stream: %s", got)
 	}
 }
@@ -484,7 +484,7 @@ func TestProofs(t *testing.T) {
 		if !ok {
 			t.Fatalf("%s: no message", c.name)
 		}
-		if got := q.Messages[0].Proves(c.contentType, []byte(c.answer), c.sent); got != c.want {
+		if got := q[0].Proves(c.contentType, []byte(c.answer), c.sent); got != c.want {
 			t.Errorf("%s: %v", c.name, got)
 		}
 	}
@@ -510,8 +510,7 @@ func TestAnswersOverREST(t *testing.T) {
 			as = asJSON
 		}
 		for _, size := range []int{1, 1 << 10} {
-			a := protocol.NewAnswer(protocol.A2A, as, nil)
-			a.REST = true
+			a := (&protocol.Message{Protocol: protocol.A2A, REST: true}).Answer(as)
 			for text := body; text != ""; {
 				n := min(size, len(text))
 				_, _ = io.WriteString(a, text[:n])

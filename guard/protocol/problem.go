@@ -113,7 +113,7 @@ const taskID = `"task"`
 func (m *Message) TaskQuery(task string) (text []byte, header map[string]string) {
 	method, member := "tasks/get", "id"
 	switch {
-	case m.REST, m.Protocol == JSONRPC:
+	case m.REST, m.Batch, m.Protocol == JSONRPC:
 		return nil, nil
 	case m.Protocol == MCP:
 		if member = "taskId"; m.Version >= "2026-07-28" {

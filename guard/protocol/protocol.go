@@ -78,14 +78,7 @@ func (u *Rules) Reads(r *http.Request) bool {
 	if charset := parameters["charset"]; err != nil || charset != "" && !strings.EqualFold(charset, "utf-8") {
 		return false
 	}
-	return media == "application/json" || strings.HasSuffix(media, "+json")
-}
-
-// Request is what a body holds.
-type Request struct {
-	// Messages are those of the body, in its order. Batch says that the body is an array.
-	Messages []Message
-	Batch    bool
+	return fingerprint.IsJSON(media)
 }
 
 // Message is one message of a request.
@@ -95,8 +88,10 @@ type Message struct {
 	REST     bool
 	// Version is the revision that the header names, or empty.
 	Version string
-	// Body is the text of the message as it was sent.
-	Body []byte
+	// Batch says that it stands in an array, beside other messages.
+	Batch bool
+	// Body is the text of the message as it was sent, and Whole that of the body in which it stands.
+	Body, Whole []byte
 	// ID is the id as it was sent. It is nil for notifications, answers and REST.
 	ID []byte
 	// Method is empty for answers. REST has the names of A2A 1.0.
@@ -160,35 +155,31 @@ func (u *Rules) Begins(path string, text []byte) bool {
 	return true
 }
 
-// Parse reads the body of a request for path with this header. It reports whether the body is a
-// message, or a batch, of the protocol. The result refers to body.
-func (u *Rules) Parse(header http.Header, path string, body []byte) (Request, bool) {
+// Parse reads the body of a request for path with this header: a message of the protocol, or those of a batch in
+// their order. It reports whether the body is one. The result refers to body.
+func (u *Rules) Parse(header http.Header, path string, body []byte) ([]Message, bool) {
 	if u.Protocol == None || !json.Valid(body) || !utf8.Valid(body) { // readers differ in what they make of other bytes
-		return Request{}, false
+		return nil, false
 	}
 	body = bytes.Trim(body, " \t\r\n")
-	var q Request
 	if body[0] == '[' {
-		q.Batch = true
+		var all []Message
 		for element := range elements(body) {
 			m, ok := u.message(header, element)
 			if !ok {
-				return Request{}, false
+				return nil, false
 			}
-			m.meta, m.Trace = nil, "" // what one message says of itself is nothing that the others say
-			q.Messages = append(q.Messages, m)
+			m.Batch, m.Whole = true, body
+			all = append(all, m)
 		}
-		return q, len(q.Messages) > 0
+		return all, len(all) > 0
 	}
 	m, ok := u.message(header, body)
 	if !ok {
 		m, ok = u.rest(header, path, body)
 	}
-	if !ok {
-		return Request{}, false
-	}
-	q.Messages = []Message{m}
-	return q, true
+	m.Whole = body
+	return []Message{m}, ok
 }
 
 // envelope are the members of a JSON-RPC message.
@@ -415,7 +406,7 @@ func (u *Rules) Key(m *Message) (string, error) {
 				return "", ErrKeyType
 			}
 			if len(value) > 0 {
-				return tidy(string(value)) + m.step(), nil
+				return m.StepOf(tidy(string(value))), nil
 			}
 		}
 	}
@@ -457,6 +448,15 @@ func tidy(text string) string {
 	return "sha256:" + hex.EncodeToString(sum[:])
 }
 
+// StepOf is the key of the step that the message is of the call with this key: of the first one the key itself.
+func (m *Message) StepOf(key string) string {
+	step := m.step()
+	if step == "" {
+		return key
+	}
+	return tidy(key) + step
+}
+
 // step names the step that the message is of its call, by what the client answers to an
 // `input_required`. It is empty for the first.
 func (m *Message) step() string {
@@ -483,14 +483,25 @@ func orNull(value []byte) []byte {
 
 // Exclude returns what two attempts of the same call may differ in: the id, the members of
 // `_meta` (of generic JSON-RPC those that the guard reads), the trace context and the messageId of A2A. An argument counts, also one that is the
-// key: with a key from elsewhere it is content. m.Body has all that the fingerprint needs.
+// key: with a key from elsewhere it is content. All of a batch counts: its recorded answer keeps its ids.
 func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
+	if m.Batch {
+		return nil
+	}
 	var paths []string
 	switch {
-	case m.Protocol == A2A && m.REST:
-		paths = pathsREST
 	case m.Protocol == A2A:
-		paths = pathsA2A
+		prefix := "/params"
+		if paths = pathsA2A; m.REST {
+			paths, prefix = pathsREST, ""
+		}
+		message, _ := objectOf(m.params.get("message"))
+		if only(m.params.get("metadata"), traceNames) {
+			paths = append(paths, prefix+"/metadata")
+		}
+		if only(message.get("metadata"), traceNames) {
+			paths = append(paths, prefix+"/message/metadata")
+		}
 	case m.Protocol == MCP:
 		paths = pathsMCP
 	default:
@@ -498,6 +509,9 @@ func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 		paths = pathsJSONRPC
 		for _, name := range u.metaNames() {
 			paths = append(paths, "/params/_meta/"+strings.NewReplacer("~", "~0", "/", "~1").Replace(name))
+		}
+		if only(m.params.get("_meta"), slices.Concat(u.metaNames(), metaJSONRPC)) {
+			paths = append(paths, "/params/_meta")
 		}
 	}
 	pointers := make([]fingerprint.Pointer, 0, len(paths))
@@ -512,18 +526,31 @@ func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
 
 var (
 	pathsMCP     = []string{"/id", "/params/_meta"}
-	pathsJSONRPC = slices.Clip([]string{
-		"/id", "/params/_meta/progressToken", "/params/_meta/execution-context",
-		"/params/_meta/traceparent", "/params/_meta/tracestate", "/params/_meta/baggage",
-	})
-	pathsA2A  = append(traces("/params"), "/id", "/params/_meta", "/params/message/messageId")
-	pathsREST = append(traces(""), "/message/messageId")
+	pathsJSONRPC = func() []string {
+		paths := []string{"/id"}
+		for _, name := range metaJSONRPC {
+			paths = append(paths, "/params/_meta/"+name)
+		}
+		return slices.Clip(paths)
+	}()
+	pathsA2A  = slices.Clip(append(traces("/params"), "/id", "/params/_meta", "/params/message/messageId"))
+	pathsREST = slices.Clip(append(traces(""), "/message/messageId"))
+
+	traceNames  = []string{"traceparent", "tracestate", "baggage"}
+	metaJSONRPC = append([]string{"progressToken", "execution-context"}, traceNames...)
 )
+
+// only reports whether a text is an object without other members than these: one that an attempt adds, or leaves
+// out, as a whole.
+func only(text []byte, names []string) bool {
+	o, ok := objectOf(text)
+	return ok && !slices.ContainsFunc(o, func(m member) bool { return !slices.Contains(names, m.name) })
+}
 
 // traces are the places of a trace context in a request of A2A.
 func traces(prefix string) (paths []string) {
 	for _, of := range []string{"/metadata/", "/message/metadata/"} {
-		for _, name := range []string{"traceparent", "tracestate", "baggage"} {
+		for _, name := range traceNames {
 			paths = append(paths, prefix+of+name)
 		}
 	}
@@ -553,18 +580,18 @@ func (m *Message) Tokens() (tokens []string, ok bool) {
 	return tokens, true
 }
 
-// WithTokens returns the text of m with these tokens in the place of those in its `_meta`.
+// WithTokens returns the body of m with these tokens in the place of those in its `_meta`.
 func (m *Message) WithTokens(tokens []string) []byte {
 	old := m.meta.get("execution-context")
 	if old == nil {
-		return m.Body
+		return m.Whole
 	}
 	text, err := json.Marshal(append([]string{}, tokens...)) // never null
 	if err != nil {
 		panic("protocol: " + err.Error()) // its parts are text
 	}
-	from := cap(m.Body) - cap(old) // both reach to the end of the same array
-	return slices.Concat(m.Body[:from], text, m.Body[from+len(old):])
+	from := cap(m.Whole) - cap(old) // both reach to the end of the same array
+	return slices.Concat(m.Whole[:from], text, m.Whole[from+len(old):])
 }
 
 // Input is what a token in `_meta` hashes of its message: method and params without `_meta`, as an

@@ -28,10 +28,10 @@ var mcp = header("Mcp-Session-Id", "s1", "Mcp-Protocol-Version", "2025-11-25")
 func parse(t *testing.T, u *protocol.Rules, h http.Header, body string) protocol.Message {
 	t.Helper()
 	q, ok := u.Parse(h, "/mcp", []byte(body))
-	if !ok || len(q.Messages) != 1 || q.Batch {
+	if !ok || len(q) != 1 || q[0].Batch {
 		t.Fatalf("%s: %v, %+v", body, ok, q)
 	}
-	return q.Messages[0]
+	return q[0]
 }
 
 // Which protocol a message has, and whether it changes something (issue: classify by meaning).
@@ -97,7 +97,7 @@ func TestClassify(t *testing.T) {
 		if !ok {
 			continue
 		}
-		m := &q.Messages[0]
+		m := &q[0]
 		if m.Protocol != c.protocol || c.rules.Changes(m, false) != c.changes {
 			t.Errorf("%s: %s, changes %v", c.body, m.Protocol, c.rules.Changes(m, false))
 		}
@@ -166,20 +166,64 @@ func TestBatch(t *testing.T) {
 	var u protocol.Rules
 	q, ok := u.Parse(mcp, "/mcp", []byte(`[ {"jsonrpc":"2.0","id":9007199254740993,"method":"ping"} ,{"jsonrpc":"2.0","id":"\u0061","method":"tools/call","params":{"name":"pay"}},
 		{"jsonrpc":"2.0","method":"notifications/initialized"}]`))
-	if !ok || !q.Batch || len(q.Messages) != 3 {
+	if !ok || !q[0].Batch || len(q) != 3 {
 		t.Fatalf("%v, %+v", ok, q)
 	}
-	if id := string(q.Messages[0].ID); id != "9007199254740993" {
+	if id := string(q[0].ID); id != "9007199254740993" {
 		t.Errorf("the id is %s", id)
 	}
-	if id := string(q.Messages[1].ID); id != `"\u0061"` {
+	if id := string(q[1].ID); id != `"\u0061"` {
 		t.Errorf("the id is %s", id)
 	}
-	if u.Changes(&q.Messages[0], false) || !u.Changes(&q.Messages[1], false) || u.Changes(&q.Messages[2], false) {
+	if u.Changes(&q[0], false) || !u.Changes(&q[1], false) || u.Changes(&q[2], false) {
 		t.Error("the messages are not classified each on its own")
 	}
 	if _, ok := u.Parse(mcp, "/mcp", []byte(`[{"jsonrpc":"2.0","id":1,"method":"ping"},{"x":1}]`)); ok {
 		t.Error("a batch with something else in it is taken for one")
+	}
+
+	const before, after = `[{"jsonrpc":"2.0","id":1,"method":"ping"},{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"pay","_meta":{"execution-context":`, `}}}]`
+	q, ok = u.Parse(mcp, "/mcp", []byte(before+`"a"`+after))
+	if !ok || string(q[1].WithTokens([]string{"b"})) != before+`["b"]`+after {
+		t.Errorf("%v, %+v", ok, q)
+	}
+}
+
+// Of the answer to a batch that to its call counts, as an array, as an event, and as an event with an array.
+func TestAnswersToABatch(t *testing.T) {
+	var u protocol.Rules
+	q, ok := u.Parse(mcp, "/mcp", []byte(`[{"jsonrpc":"2.0","id":1,"method":"ping"},{"jsonrpc":"2.0","id":"two","method":"tools/call","params":{"name":"pay"}}]`))
+	if !ok {
+		t.Fatal("it is none")
+	}
+	m := &q[1]
+	const pong, refused = `{"jsonrpc":"2.0","id":1,"result":{}}`, `{"jsonrpc":"2.0","id":null,"error":{"code":-32600}}`
+	for text, want := range map[string]protocol.Meaning{
+		`{"jsonrpc":"2.0","id":"two","result":{"content":[{"text":"],["}]}}`:  protocol.Executed,
+		`{"jsonrpc":"2.0","id":"two","error":{"code":-32601,"message":"[{"}}`: protocol.NotExecuted,
+		`{"jsonrpc":"2.0","id":"two","error":{"code":-32603,"message":""}}`:   protocol.Failed,
+		`{"jsonrpc":"2.0","id":"three","result":{}}`:                          protocol.Unanswered,
+		refused: protocol.Unanswered, // nobody knows whose it is
+	} {
+		array := " [" + pong + " ,\n" + text + "," + pong + "] "
+		for body, as := range map[string]string{
+			array: asJSON, "data: " + pong + "\n\ndata: " + text + "\n\n": asStream, "data: " + strings.ReplaceAll(array, "\n", "\ndata: ") + "\n\n": asStream, text: asJSON,
+		} {
+			for _, size := range []int{1, 1 << 10} {
+				a := m.Answer(as)
+				for rest := body; rest != ""; {
+					n := min(size, len(rest))
+					_, _ = a.Write([]byte(rest[:n])) // never fails
+					rest = rest[n:]
+				}
+				if got := a.End(); got.Meaning != want {
+					t.Errorf("%s in pieces of %d: %v, want %v", body, size, got, want)
+				}
+			}
+			if got := string(m.Final(as, []byte(body))); got != text && want == protocol.Executed || want != protocol.Executed && got != "" {
+				t.Errorf("the answer in %s is %q", body, got)
+			}
+		}
 	}
 }
 
@@ -215,7 +259,7 @@ func TestREST(t *testing.T) {
 		if !ok {
 			continue
 		}
-		m := &q.Messages[0]
+		m := &q[0]
 		key, err := u.Key(m)
 		if !m.REST || m.Method != c.method || u.Changes(m, false) != c.changes || key != c.want || err != nil {
 			t.Errorf("%s: %+v, key %q, %v", c.path, m, key, err)
@@ -317,9 +361,17 @@ func TestFingerprint(t *testing.T) {
 				`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"a":1,"b":{}},"inputResponses":{}}}`},
 		},
 		{
-			one:   []string{`{"jsonrpc":"2.0","id":1,"method":"message/send","params":{"message":{"messageId":"1","parts":[{"text":"a"}],"metadata":{}}}}`},
-			same:  []string{`{"jsonrpc":"2.0","id":2,"method":"message/send","params":{"message":{"messageId":"2","parts":[{"text":"a"}],"metadata":{"traceparent":"00"}}}}`},
-			other: []string{`{"jsonrpc":"2.0","id":1,"method":"message/send","params":{"message":{"messageId":"1","parts":[{"text":"b"}],"metadata":{}}}}`},
+			one: []string{`{"jsonrpc":"2.0","id":1,"method":"message/send","params":{"message":{"messageId":"1","parts":[{"text":"a"}],"metadata":{}}}}`},
+			same: []string{`{"jsonrpc":"2.0","id":2,"method":"message/send","params":{"message":{"messageId":"2","parts":[{"text":"a"}],"metadata":{"traceparent":"00"}}}}`,
+				`{"jsonrpc":"2.0","id":2,"method":"message/send","params":{"message":{"messageId":"2","parts":[{"text":"a"}]}}}`,
+				`{"jsonrpc":"2.0","id":2,"method":"message/send","params":{"metadata":{"tracestate":"a","baggage":"b"},"message":{"messageId":"2","parts":[{"text":"a"}]}}}`},
+			other: []string{`{"jsonrpc":"2.0","id":1,"method":"message/send","params":{"message":{"messageId":"1","parts":[{"text":"b"}],"metadata":{}}}}`,
+				`{"jsonrpc":"2.0","id":1,"method":"message/send","params":{"message":{"messageId":"1","parts":[{"text":"a"}],"metadata":{"traceparent":"00","amount":1}}}}`},
+		},
+		{ // a `_meta` that only the guard reads is as none
+			one:   []string{`{"jsonrpc":"2.0","id":1,"method":"pay","params":{"a":1}}`},
+			same:  []string{`{"jsonrpc":"2.0","id":2,"method":"pay","params":{"a":1,"_meta":{"traceparent":"00","idempotency-key":"k"}}}`},
+			other: []string{`{"jsonrpc":"2.0","id":1,"method":"pay","params":{"a":1,"_meta":{"traceparent":"00","tenant":"a"}}}`},
 		},
 		{
 			one:   []string{`{"jsonrpc":"2.0","id":1,"method":"eth_send","params":[{"_meta":1}]}`},
@@ -489,11 +541,11 @@ func FuzzParse(f *testing.F) {
 		if !ok {
 			return
 		}
-		for i := range q.Messages {
-			m := &q.Messages[i]
-			// A batch is taken apart by what its messages are, which they have to be alone.
-			if alone, ok := u.Parse(nil, path, m.Body); q.Batch && (!ok || alone.Batch || alone.Messages[0].Name != m.Name ||
-				alone.Messages[0].Method != m.Method || alone.Messages[0].Protocol != m.Protocol || !bytes.Equal(alone.Messages[0].ID, m.ID)) {
+		for i := range q {
+			m := &q[i]
+			// The messages of a batch are what they are alone.
+			if alone, ok := u.Parse(nil, path, m.Body); q[0].Batch && (!ok || alone[0].Batch || alone[0].Name != m.Name ||
+				alone[0].Method != m.Method || alone[0].Protocol != m.Protocol || !bytes.Equal(alone[0].ID, m.ID)) {
 				t.Fatalf("%q alone is %+v, in %q %+v", m.Body, alone, body, m)
 			}
 			if !json.Valid(m.Body) || m.ID != nil && !json.Valid(m.ID) || !bytes.Contains(body, m.Body) {
@@ -539,10 +591,10 @@ func TestWithTokens(t *testing.T) {
 	for _, value := range []string{`"t1"`, `["t1" , "t2"]`, `[]`} {
 		body := []byte(before + value + after)
 		r, ok := (&protocol.Rules{Protocol: protocol.MCP}).Parse(header("Content-Type", "application/json"), "/mcp", body)
-		if !ok || len(r.Messages) != 1 {
+		if !ok || len(r) != 1 {
 			t.Fatal(value)
 		}
-		m := &r.Messages[0]
+		m := &r[0]
 		for want, tokens := range map[string][]string{`[]`: nil, `["t2"]`: {"t2"}} {
 			if got := string(m.WithTokens(tokens)); strings.TrimSpace(got) != strings.TrimSpace(before+want+after) {
 				t.Errorf("%s without all but %v: %s", value, tokens, got)

@@ -559,7 +559,7 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	if err := r.checkID(); err != nil {
 		return nil, err
 	}
-	if found, err := c.again(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
+	if found, err := c.acceptedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
 		return found, err
 	}
 	if c.ending() {
@@ -636,7 +636,7 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 	c.accepting.Lock()
 	defer c.accepting.Unlock()
 	for range maxTries {
-		if found, err := c.again(ctx, r); err == nil || !errors.Is(err, ErrUnknown) {
+		if found, err := c.acceptedAlready(ctx, r); err == nil || !errors.Is(err, ErrUnknown) {
 			return found, err
 		}
 		accepted, err := c.accept(ctx, r, d, extra)
@@ -680,8 +680,11 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 	if err != nil {
 		return nil, err
 	}
-	if !bytes.Equal(h.Content, r.content()) || r.Planned != [32]byte{} && !bytes.Equal(h.Hash, r.Planned[:]) {
+	if !bytes.Equal(h.Content, r.content()) || r.Planned != "" && r.Planned != string(h.Hash) {
 		return nil, ErrMismatch
+	}
+	if err := c.mayShare(ctx, r, h); err != nil {
+		return nil, err
 	}
 	if h.open() { // one whose acceptance landed and was not answered
 		if _, err := c.adopt(ctx, n); err != nil {
@@ -689,6 +692,53 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 		}
 	}
 	return c.Get(ctx, r.ID)
+}
+
+// mayShare decides whether a request may have the rollback of an earlier one: another requester must be
+// allowed to ask for the checkpoint himself. Two gateways of one rollback ask a third for the same part.
+func (c *Coordinator) mayShare(ctx context.Context, r *Request, first *head) error {
+	if first.askedBy(r) {
+		return nil
+	}
+	_, err := c.draft(ctx, r)
+	if errors.As(err, new(*refusal)) || errors.As(err, new(*DependedOnError)) { // of the plan, which the first one has
+		return nil
+	}
+	return err
+}
+
+// acceptedAlready is again for a request to execute. The token of another requester than the first is
+// recorded, since his own result names it.
+func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollback, error) {
+	found, err := c.again(ctx, r)
+	if err != nil || r.By == "" || r.By == found.Requester || r.Token == "" {
+		return found, err
+	}
+	c.sealing.RLock()
+	defer c.sealing.RUnlock()
+	w := c.sealed(c.askerKey(r.ID, r.By), []byte(r.Token), store.Condition{})
+	w.Expires = found.Due.Add(c.o.Keep)
+	if end := found.Finished.Add(c.o.Keep); w.Expires.Before(end) {
+		w.Expires = end
+	}
+	if _, err := c.o.Store.Commit(ctx, w); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return found, nil
+}
+
+// AskedWith returns the id of the token by which somebody else than the requester has asked for a rollback
+// too; empty where he has not.
+func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, error) {
+	entry, err := c.o.Store.Get(ctx, c.askerKey(id, asker))
+	if errors.Is(err, store.ErrNotFound) {
+		return "", nil
+	}
+	if err != nil {
+		return "", fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	token, err := c.open(entry)
+	return string(token), err
 }
 
 // refuse records a failed verification of the target, and returns its error.

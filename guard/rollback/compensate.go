@@ -157,8 +157,8 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 	if q, is := j.message(out); is {
 		session := to.Header.Get(protocol.HeaderSession)
 		read = func(a *Answer) note {
-			n := byMessage(a, &q)
-			if text, _ := q.Messages[0].TaskQuery(n.task); n.task != "" && text != nil {
+			n := byMessage(a, &q[0])
+			if text, _ := q[0].TaskQuery(n.task); n.task != "" && text != nil {
 				n.reading, n.location = pending, taskAt(session, n.task)
 			}
 			return n
@@ -179,7 +179,7 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 }
 
 // message reads an undo that is a message of the call's protocol.
-func (j *job) message(out *Outgoing) (q protocol.Request, is bool) {
+func (j *job) message(out *Outgoing) (q []protocol.Message, is bool) {
 	if j.spec.Protocol == "" || out == nil || j.delegated() {
 		return q, false
 	}
@@ -585,6 +585,8 @@ type note struct {
 	fresh bool
 	// task is the id of the task that goes on; empty without one.
 	task string
+	// completion is the id of a participant's signed result in the ledger; empty without one.
+	completion string
 	// wantsSession says that it was not executed, and may be in a new session.
 	wantsSession bool
 }
@@ -649,9 +651,8 @@ func byContract(a *Answer, delegated bool) note {
 
 // byMessage reads the answer to a compensation that is a message. P6: it is done only by a result that
 // answers it for certain.
-func byMessage(a *Answer, q *protocol.Request) note {
-	m := &q.Messages[0]
-	if q.Batch || m.ID == nil && !m.REST {
+func byMessage(a *Answer, m *protocol.Message) note {
+	if m.Batch || m.ID == nil && !m.REST {
 		return noted(unexpected, a.Status) // nothing says what came of each, or of it
 	}
 	var o protocol.Outcome
@@ -716,7 +717,7 @@ func (j *job) askingTask(ctx context.Context, session, task string) (*Outgoing, 
 	if !is {
 		return nil, nil, requestError{ReasonUnfilled}
 	}
-	m := &q.Messages[0]
+	m := &q[0]
 	text, header := m.TaskQuery(task)
 	out.Body = text
 	for name, value := range header {
@@ -860,12 +861,12 @@ func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read
 	hello := fmt.Sprintf(opening, cmp.Or(out.Header.Get(protocol.HeaderVersion), withSessions))
 	q, _ := (&protocol.Rules{Protocol: protocol.MCP}).Parse(own.Header, "/", []byte(hello)) // it is one
 	begun := send(http.MethodPost, hello, j.o.Timeout/2, func(a *Answer) note {
-		n := byMessage(a, &q)
+		n := byMessage(a, &q[0])
 		if n.reading == done {
 			if id := a.Header.Get(protocol.HeaderSession); id != "" {
 				own.Header.Set(protocol.HeaderSession, id)
 			}
-			if v := q.Messages[0].Outcome(a.Status, a.Header.Get("Content-Type"), a.Body).Version; v != "" {
+			if v := q[0].Outcome(a.Status, a.Header.Get("Content-Type"), a.Body).Version; v != "" {
 				own.Header.Set(protocol.HeaderVersion, v)
 			}
 		}

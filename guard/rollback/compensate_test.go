@@ -608,8 +608,8 @@ func TestOperatorSettlesTheDoubt(t *testing.T) {
 			if len(all) != 1 || all[0].Record.Action != "undo" || all[0].Record.Workflow != "w-1" {
 				t.Fatalf("%+v", all)
 			}
-			word := execution.Resolution{Applied: c.applied, Operator: "ada", Reason: "asked them"}
-			if err := r.guard.Resolve(ctx, all[0], word, c.answer, nil); err != nil {
+			word := execution.Resolution{By: execution.ByOperator, Applied: c.applied, Operator: "ada", Reason: "asked them", Answer: c.answer}
+			if err := r.guard.SettleDoubt(ctx, all[0], word); err != nil {
 				t.Fatal(err)
 			}
 			r.answers(200)

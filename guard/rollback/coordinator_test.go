@@ -454,7 +454,6 @@ func TestCascade434SameIDOtherContent(t *testing.T) {
 	for name, change := range map[string]func(*rollback.Request){
 		"checkpoint": func(q *rollback.Request) { q.Checkpoint = "c2" },
 		"scope":      func(q *rollback.Request) { q.Scope = rollback.SubDAG },
-		"requester":  func(q *rollback.Request) { q.By = "stranger" },
 		"id":         func(q *rollback.Request) { q.ID = request("c1", rollback.Single).ID },
 	} {
 		other := q
@@ -462,6 +461,11 @@ func TestCascade434SameIDOtherContent(t *testing.T) {
 		if _, err := r.Execute(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
 			t.Errorf("another %s: %v", name, err)
 		}
+	}
+	stranger := q
+	stranger.By = "stranger"
+	if _, err := r.Execute(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		t.Errorf("P3: %v", err)
 	}
 	retried := q
 	retried.Token, retried.Error = "a fresh token", ""
@@ -594,7 +598,7 @@ func (r *rig) retried(id string, between func(), ttls [2]time.Duration) {
 		cp = r.ledger.tokens[name]
 		cp.TTL, cp.Expires = ttls[n], node.Expires
 		r.ledger.tokens[name] = cp
-		p, err = r.checkpoints.Record(ctx, p.Handle(), checkpoint.Result{Status: 200}, 0)
+		p, err = r.checkpoints.Record(ctx, p.Handle(), checkpoint.Result{Status: 200})
 		if err != nil {
 			r.t.Fatal(err)
 		}

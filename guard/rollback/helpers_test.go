@@ -122,9 +122,10 @@ type world struct {
 	hold    map[string]chan struct{}
 	sends   int
 
-	prepared  int               // how often somebody was asked
-	winners   map[string]string // of a checkpoint: the rollback that takes precedence there
-	obstacles map[string]string // of a checkpoint: why it cannot be prepared
+	prepared  int                        // how often somebody was asked
+	winners   map[string]string          // of a checkpoint: the rollback that takes precedence there
+	obstacles map[string]string          // of a checkpoint: why it cannot be prepared
+	changed   map[string]rollback.Reason // of a checkpoint: why a restore would leave its target alone
 }
 
 func (w *world) apply(key, checkpoint string) rollback.Result {
@@ -176,6 +177,12 @@ func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
 		return "", &rollback.ConflictError{Winner: winner}
 	}
 	return u.world.obstacles[id], nil
+}
+
+func (u *undoer) Compare(_ context.Context, t rollback.Task) (rollback.Reason, error) {
+	u.world.mu.Lock()
+	defer u.world.mu.Unlock()
+	return u.world.changed[t.Checkpoint.Snapshot.Root()], nil
 }
 
 func (u *undoer) Release(ctx context.Context, t rollback.Task) error {
@@ -421,7 +428,7 @@ func (r *rig) known(id string, kind NodeKind, state rollback.NodeState, cp rollb
 	cp.Expires = r.now().Add(ttl)
 	r.ledger.tokens[id] = cp
 	r.ledger.nodes = append(r.ledger.nodes, Node{
-		ID: id, Kind: kind, Parents: cp.Parents, By: gateway, State: state, Reversible: cp.Reversible, Expires: cp.Expires, Guards: guards,
+		ID: id, Kind: kind, Parents: cp.Parents, By: gateway, Own: true, State: state, Reversible: cp.Reversible, Expires: cp.Expires, Guards: guards,
 	})
 }
 
@@ -471,7 +478,7 @@ func (r *rig) settle(id string, e *execution.Execution, h checkpoint.Handle, v e
 	b, state := r.checkpoints.Release(h), rollback.NeverRan
 	if v != execution.Released {
 		_ = b.Done(errors.New("not used"))
-		p, err := r.checkpoints.Record(ctx, h, checkpoint.Result{Status: 200}, 0)
+		p, err := r.checkpoints.Record(ctx, h, checkpoint.Result{Status: 200})
 		if err != nil {
 			r.t.Fatal(err)
 		}

@@ -125,6 +125,11 @@ func (h *head) precedence() Precedence {
 	return Precedence{ID: cmp.Or(h.Named, h.ID), Scope: h.Scope, Asked: h.Asked}
 }
 
+// askedBy reports whether a request is of who was the first to ask.
+func (h *head) askedBy(r *Request) bool {
+	return h.Operator == r.Operator && (r.Operator != "" || h.Requester == r.By)
+}
+
 // open reports whether it still takes steps.
 func (h *head) open() bool { return h.State == Executing && !h.Halted }
 
@@ -153,10 +158,10 @@ func (h *head) rollback() *Rollback {
 }
 
 // content is the hash of what makes two requests the same. The token is not part of it: a retry
-// may have another one.
+// may have another one. Neither is who asks: an id and a checkpoint are one rollback (ADR 0110).
 func (r *Request) content() []byte {
 	sum := sha256.New()
-	for _, text := range []string{r.Checkpoint, string(r.Scope), r.Reason, r.Urgency, r.By, r.Operator} {
+	for _, text := range []string{r.Checkpoint, string(r.Scope), r.Reason, r.Urgency} {
 		_, _ = sum.Write(binary.BigEndian.AppendUint64(nil, uint64(len(text)))) // never fails
 		_, _ = sum.Write([]byte(text))
 	}
@@ -183,12 +188,13 @@ type stepRecord struct {
 	Ended      time.Time `json:"ended,omitzero"`
 	Cause      string    `json:"cause,omitempty"`
 	Root       string    `json:"root,omitempty"`
+	Completion string    `json:"completion,omitempty"`
 }
 
 func (s *Step) encode() ([]byte, error) {
 	return json.Marshal(stepRecord{
 		s.State, s.Status, s.Cancelled, s.Unknown, s.Reason, s.HTTPStatus, s.Attempts,
-		some(s.Before), some(s.After), s.Token, s.Escalation, s.Begun, s.Ended, s.Cause, s.root,
+		some(s.Before), some(s.After), s.Token, s.Escalation, s.Begun, s.Ended, s.Cause, s.root, s.Completion,
 	})
 }
 
@@ -204,7 +210,7 @@ func (s *Step) decode(b []byte) error {
 	}
 	s.State, s.Status, s.Cancelled, s.Unknown, s.Reason = r.State, r.Status, r.Cancelled, r.Unknown, r.Reason
 	s.HTTPStatus, s.Attempts, s.Token, s.Escalation, s.Ended = r.HTTPStatus, r.Attempts, r.Token, r.Escalation, r.Ended
-	s.Begun, s.Cause, s.root = r.Begun, r.Cause, r.Root
+	s.Begun, s.Cause, s.root, s.Completion = r.Begun, r.Cause, r.Root, r.Completion
 	copy(s.Before[:], r.Before)
 	copy(s.After[:], r.After)
 	return nil
@@ -467,6 +473,7 @@ func (c *Coordinator) readStep(r *run, entry store.Entry) error {
 //	u p name piece       a piece of the plan, sealed
 //	u s name step        what came of a step, sealed; none stands of one that was not begun
 //	u t token            the rollback that a token asked for, sealed
+//	u k name asker       the token by which somebody else than the requester asked for it too, sealed
 //	u e failure          an error because of which a rollback is to be asked for, sealed
 //	u a asked name       index: all by age
 //	u o name             index: those that are not finished, or whose records have no expiry yet
@@ -484,6 +491,7 @@ const (
 	kindPlan     = 'p'
 	kindStep     = 's'
 	kindToken    = 't'
+	kindAsker    = 'k'
 	kindAge      = 'a'
 	kindOpen     = 'o'
 	kindWorkflow = 'w'
@@ -521,6 +529,11 @@ const placeSize = 8 + len(name{})
 
 func (c *Coordinator) tokenKey(jti string) []byte {
 	return keyOf(kindToken, store.Index(c.o.Sealer, "rollback token", jti))
+}
+
+func (c *Coordinator) askerKey(id, asker string) []byte {
+	hash := store.Index(c.o.Sealer, "rollback asker", asker)
+	return append(keyOf(kindAsker, c.name(id)), hash[:16]...)
 }
 
 // workflowPrefix begins the keys of a workflow in one of the indexes by workflow.
@@ -561,7 +574,7 @@ func (c *Coordinator) AwaitWriters() {
 func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(c.o.Store, c.o.Sealer)
 	c.AwaitWriters()
-	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindFailure, kindReserved, kindReservedPlan} {
+	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindAsker, kindFailure, kindReserved, kindReservedPlan} {
 		if err := r.Walk(ctx, []byte{space, kind}, resealPage, r.Reseal); err != nil {
 			return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
 		}

@@ -30,7 +30,7 @@ func (l *lateCall) batch(ctx context.Context) *store.Batch {
 	case execution.InDoubt:
 		return nil
 	}
-	p, err := l.r.checkpoints.Record(ctx, l.h, checkpoint.Result{Status: 200}, 0)
+	p, err := l.r.checkpoints.Record(ctx, l.h, checkpoint.Result{Status: 200})
 	if err != nil {
 		l.r.t.Error(err)
 		return nil

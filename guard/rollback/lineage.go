@@ -95,7 +95,7 @@ func follows(g *workflow.Graph, id, checkpoint string) bool {
 }
 
 // agentsBehind is how many agents are behind a checkpoint, of the actions that it was made for and of what follows
-// from them.
+// from them. The gateway itself is none: its records of a call are by who has called.
 func agentsBehind(g *workflow.Graph, checkpoint string) int {
 	target, known := checkpointIn(g, checkpoint)
 	if !known {
@@ -104,7 +104,7 @@ func agentsBehind(g *workflow.Graph, checkpoint string) int {
 	d, agents := planner{Graph: g}, map[string]bool{}
 	met := d.reach(d.withGuards(contained(g, target)))
 	for i := range g.Len() {
-		if n := g.At(i); met[g.End(i)] && n.TakesPart() && !n.Group && n.By != "" {
+		if n := g.At(i); met[g.End(i)] && n.TakesPart() && !n.Group && n.By != "" && !(n.Own && n.By == n.Issuer) {
 			agents[n.By] = true
 		}
 	}

@@ -268,7 +268,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 	}
 	r := Request{
 		ID: c.rollbackOf(f.Checkpoint), Checkpoint: f.Checkpoint, Scope: SubDAG, Reason: failureReason,
-		Error: f.Error, By: f.By, Coordinator: true,
+		Error: f.Error, By: f.By, Coordinator: true, Whole: c.o.Whole != nil && c.o.Whole(),
 	}
 	_, err = c.Execute(ctx, r)
 	var conflict *ConflictError
@@ -451,25 +451,14 @@ func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, w
 // maxFailed is how many escalations because of one caller's failed calls may be pending.
 const maxFailed = 16
 
-// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f), or the one
-// because it reaches many agents: a call that cannot be undone has both, since only the first may have an
-// end (ADR 0127). There is one for a workflow and cause that nobody has decided, and only so many because
-// of one caller: agents try again, and an upstream that is down fails every call.
+// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f). One failure is one question
+// (ADR 0127): a call that has failed opens nothing while people are asked about a failure of its workflow. A question
+// about a call that cannot be undone, or that reaches many agents, takes the place of lesser ones. Only so many are
+// opened because of one caller: agents try again, and an upstream that is down fails every call.
 func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Write) error {
-	reach := c.reach(ctx, f)
-	c.counting.Lock()
-	defer c.counting.Unlock()
-	b, links := store.NewBatch(done), hitl.Links{Checkpoint: f.Checkpoint, Error: f.Error}
-	if reach != "" {
-		if err := c.escalateAnew(ctx, b, hitl.Opening{
-			Key: "error reach", Level: hitl.Pause, Cause: hitl.CauseReach, Workflow: f.Workflow, Caller: f.Caller, Links: links,
-			Summary: "A call has failed, or its answer carries an error: " + reach,
-		}); err != nil {
-			return b.Done(err)
-		}
-	}
 	o := hitl.Opening{
-		Key: "failed call " + string(f.Asks), Level: hitl.Approval, Cause: f.Asks, Workflow: f.Workflow, Caller: f.Caller, Links: links,
+		Key: "failed call " + string(f.Asks), Level: hitl.Approval, Cause: f.Asks, Workflow: f.Workflow, Caller: f.Caller,
+		Links:   hitl.Links{Checkpoint: f.Checkpoint, Error: f.Error},
 		Summary: "A call has failed, or its answer carries an error, and it is not rolled back. Further ones of the workflow open nothing until this is decided.",
 		// The callers that nobody has verified are one: they could take any number of names.
 		Requester: "failed calls of " + cmp.Or(f.Caller, "others"),
@@ -477,34 +466,73 @@ func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Writ
 	if f.Asks == hitl.CauseIrreversible {
 		o.Summary = "A call that cannot be undone has failed, or its answer carries an error. Further ones of the workflow open nothing until this is decided."
 	}
-	spreads, err := c.askedOfSpread(ctx, f.Workflow)
-	if err == nil && !(f.Asks == hitl.CauseFailed && (reach != "" || len(spreads) > 0)) {
-		err = c.escalateAnew(ctx, b, o)
+	if reach := c.reach(ctx, f); reach != "" {
+		o.Key, o.Level, o.Requester = "error reach", hitl.Pause, ""
+		if f.Asks != hitl.CauseIrreversible { // else it may have an end (unreachable_human)
+			o.Cause, o.Summary = hitl.CauseReach, "A call has failed, or its answer carries an error:"
+		}
+		o.Summary += " " + reach
 	}
+	c.counting.Lock()
+	defer c.counting.Unlock()
+	asked, err := c.askedOfFailures(ctx, f.Workflow)
 	if err != nil {
-		return b.Done(err)
-	}
-	if err := c.handOver(ctx, b); err != nil || reach == "" {
 		return err
 	}
-	for _, id := range spreads { // what holds the workflow stands for them
-		if _, err := c.o.Escalations.Withdraw(ctx, id); err != nil && !errors.Is(err, hitl.ErrDecided) {
-			c.log.Warn("a question that another one stands for cannot be withdrawn", "escalation", id, "error", err)
+	b := store.NewBatch(done)
+	lesser := func(e *hitl.Escalation) bool {
+		return !e.Held && (o.Level == hitl.Pause || o.Cause == hitl.CauseIrreversible && e.Cause != hitl.CauseIrreversible)
+	}
+	covered := slices.ContainsFunc(asked, func(e hitl.Escalation) bool {
+		return o.Cause == hitl.CauseFailed || o.Level != hitl.Pause && e.Held && e.Cause == o.Cause
+	})
+	if !covered {
+		for i := range asked { // what it takes the place of
+			switch e := &asked[i]; {
+			case !lesser(e):
+			case e.Cause == hitl.CauseReach:
+				o.Summary += " " + e.Summary
+			case e.Cause == hitl.CauseIrreversible:
+				o.Cause = e.Cause
+			}
+		}
+		if err := c.escalateAnew(ctx, b, o); err != nil {
+			return b.Done(err)
+		}
+	}
+	if err := c.handOver(ctx, b); err != nil || covered {
+		return err
+	}
+	if asked, err = c.askedOfFailures(ctx, f.Workflow); err != nil {
+		return nil // both stay, which is harmless
+	}
+	if !slices.ContainsFunc(asked, func(e hitl.Escalation) bool { return e.Cause != hitl.CauseFailed && !lesser(&e) }) {
+		return nil // too many wait for it to be opened
+	}
+	for i := range asked { // also its own, where a failure that spreads was found meanwhile
+		e := &asked[i]
+		if e.Cause != hitl.CauseFailed && !lesser(e) {
+			continue
+		}
+		if _, err := c.o.Escalations.Withdraw(ctx, e.ID); err != nil && !errors.Is(err, hitl.ErrDecided) {
+			c.log.Warn("a question that another one stands for cannot be withdrawn", "escalation", e.ID, "error", err)
 		}
 	}
 	return nil
 }
 
-// askedOfSpread are the pending escalations that ask about a failure which spreads in a workflow, and hold
-// nothing: a call of it that fails is a part of their question (ADR 0127).
-func (c *Coordinator) askedOfSpread(ctx context.Context, workflow string) (ids []string, err error) {
+// askedOfFailures are the pending escalations about failed calls of a workflow, or about a failure that spreads in it.
+func (c *Coordinator) askedOfFailures(ctx context.Context, workflow string) (all []hitl.Escalation, err error) {
+	if workflow == "" {
+		return nil, nil
+	}
 	page, err := c.o.Escalations.List(ctx, hitl.Filter{Workflow: workflow, Status: hitl.Pending}, "", maxFailed)
 	for _, e := range page.Escalations {
-		if e.Cause == hitl.CauseReach && !e.Held {
-			ids = append(ids, e.ID)
+		if e.Links.Rollback == "" && (e.Cause == hitl.CauseReach || e.Cause == hitl.CauseFailed || e.Cause == hitl.CauseIrreversible) {
+			all = append(all, e)
 		}
 	}
-	return ids, err
+	return all, err
 }
 
 // escalateAnew opens an escalation for its workflow, unless an earlier one with the key is pending or

@@ -536,6 +536,10 @@ func TestFailureAsksPeople(t *testing.T) {
 		if all = r.opened(); len(all) != 3 {
 			t.Fatalf("%d escalations, want one for each cause and workflow", len(all))
 		}
+		pending := slices.DeleteFunc(slices.Clone(all), func(e hitl.Escalation) bool { return e.Status != hitl.Pending || e.Workflow != "w" })
+		if len(pending) != 1 || pending[0].Cause != hitl.CauseIrreversible { // one failure is one question (ADR 0127)
+			t.Errorf("pending: %+v", pending)
+		}
 		r.restart()
 		r.failsWith(asking("4", "w", "user:bob"))
 		if all = r.opened(); len(all) != 3 {
@@ -544,7 +548,7 @@ func TestFailureAsksPeople(t *testing.T) {
 		// Decided, it is another question.
 		for round := range 3 {
 			for _, e := range all {
-				if e.Status == hitl.Pending && e.Cause == hitl.CauseFailed && e.Workflow == "w" {
+				if e.Status == hitl.Pending && e.Workflow == "w" {
 					r.approves(e)
 				}
 			}
@@ -651,7 +655,8 @@ func TestErrorThatReachesManyAgents(t *testing.T) {
 			r.made("0", checkpoint.Restore, execution.Completed)
 			r.made("1", checkpoint.Restore, execution.Completed, "0")
 			after := "c1"
-			for i := 2; i < agents; i++ { // beside the agent that has called, and the gateway
+			r.ledger.nodes = append(r.ledger.nodes, Node{ID: "settled", Kind: ActionNode, Parents: []string{after}, By: gateway, Own: true, Done: true})
+			for i := 1; i < agents; i++ { // beside the agent that has called; the gateway is none
 				id := fmt.Sprint("of ", i)
 				r.ledger.nodes = append(r.ledger.nodes,
 					Node{ID: id, Kind: ActionNode, Parents: []string{after}, By: fmt.Sprint("agent-", i), Done: true},

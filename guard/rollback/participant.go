@@ -122,7 +122,9 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 	}
 	return func(a *Answer) note {
 		if a.Proven {
-			return signedResult(a)
+			n := signedResult(a)
+			n.completion, j.completion = a.Completion, a.Completion
+			return n
 		}
 		n := read(a)
 		var problem struct {
@@ -132,6 +134,9 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 		if a.Status == http.StatusConflict && json.Unmarshal(a.Body, &problem) == nil &&
 			strings.HasSuffix(problem.Type, "/rollback-conflict") && problem.Winner != "" {
 			return note{reading: busy} // cascade 4.3.4: another one is there first, and nothing was begun
+		}
+		if n.reading == refused {
+			j.peerReason = PeerReason(a)
 		}
 		if n.reading == done || a.Status/100 == 2 && n.reading != pending { // 410 too: what it does not know it has not undone
 			n = noted(unexpected, a.Status)
@@ -241,7 +246,7 @@ func prepared(a *Answer) (why, winner string) {
 		if id, err := uuid.Parse(doc.Winner); err == nil {
 			return reason, id.String()
 		}
-		if fixedWord(reason) {
+		if r := reading(reason); fixedWord(reason) && r != done && r != busy && r != lost && r != unsent {
 			return reason, ""
 		}
 		return string(ReasonRefused), ""
@@ -250,7 +255,23 @@ func prepared(a *Answer) (why, winner string) {
 	case a.Status == http.StatusTooManyRequests, a.Status >= 500, a.Status == http.StatusConflict && known:
 		return string(busy), "" // such as `workflow-paused`
 	}
-	return string(ReasonRefused), ""
+	return string(PeerReason(a)), ""
+}
+
+// PeerReason is why a participant refuses, by the type of the problem that it answers with, such as
+// rollback-mismatch; ReasonRefused where it says none.
+func PeerReason(a *Answer) Reason {
+	var problem struct {
+		Type string `json:"type"`
+	}
+	if json.Unmarshal(a.Body, &problem) != nil || !strings.Contains(problem.Type, "/") {
+		return ReasonRefused
+	}
+	word := problem.Type[strings.LastIndexByte(problem.Type, '/')+1:]
+	if !fixedWord(word) || !strings.Contains(word, "-") { // no word of this package
+		return ReasonRefused
+	}
+	return Reason(word)
 }
 
 // fixedWord reports whether a text may be shown as a reason. It is another's text.

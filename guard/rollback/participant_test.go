@@ -159,6 +159,48 @@ func TestPartsOfOneRollback(t *testing.T) {
 	})
 }
 
+// Cascade 4.3.4: two gateways of one rollback ask a third for the same part. It is one rollback, prepared and
+// executed once, and both get the same answer, also after a restart. Each must be allowed to ask.
+func TestOnePartOfTwoRequesters(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	r.start()
+	const whole = "00000000-0000-4000-8000-000000000001"
+	first := request("c1", rollback.SubDAG)
+	first.By, first.Coordinator, first.PartOf, first.Token = gateway, true, whole, "token of the first"
+	first.Precedence = rollback.Precedence{ID: whole, Scope: rollback.SubDAG, Asked: time.Now().UTC()}
+	second, stranger := first, first
+	second.By, second.Token = "spiffe://example.com/gateway/2", "token of the second"
+	stranger.By, stranger.Coordinator, stranger.Token = "spiffe://example.com/stranger", false, "token of a stranger"
+	prepared := r.prepare(first)
+	if again := r.prepare(second); !again.Ready() || !again.Until.Equal(prepared.Until) || hashOf(again) != hashOf(prepared) {
+		t.Errorf("%+v", again)
+	}
+	if _, err := r.Prepare(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		t.Errorf("P3: %v", err)
+	}
+	if err := r.Release(ctx, second); err != nil || r.enters("w", "1") == nil {
+		t.Errorf("the second one has released it: %v", err)
+	}
+	done := r.run(second)
+	wantEnd(t, done, rollback.Completed, "c1=completed")
+	r.restart()
+	if same := r.run(first); same.Complete != done.Complete || same.Requester != second.By {
+		t.Errorf("%+v", same)
+	}
+	if _, err := r.Execute(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		t.Errorf("P3: %v", err)
+	}
+	for asker, want := range map[string]string{first.By: first.Token, second.By: "", stranger.By: ""} {
+		if token, err := r.AskedWith(ctx, first.ID, asker); err != nil || token != want {
+			t.Errorf("%s has asked with %q, %v", asker, token, err)
+		}
+	}
+	if n := len(r.world.effects["c1"]); n != 1 {
+		t.Errorf("undone %d times", n)
+	}
+}
+
 // P6: of a part, the checkpoints of who asks for it are left to that gateway. Here nothing was undone
 // for them, and nothing says so: no step, no mark, no token. What would follow from them waits all
 // the same.
@@ -565,7 +607,7 @@ func TestParticipantsAreReleased(t *testing.T) {
 			wantEnd(r.t, r.wait(q.ID), rollback.Escalated, "c2=escalated(denied) c1=escalated(irreversible)")
 		}, []string{"c2"}},
 		"it is refused": {nil, func(r *rig, q rollback.Request) {
-			q.Planned[0] = 1
+			q.Planned = strings.Repeat("\x00", 32) // a hash as any other
 			if _, err := r.Execute(ctx, q); !errors.As(err, new(*rollback.PlanChangedError)) {
 				r.t.Fatal(err)
 			}

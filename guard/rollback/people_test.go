@@ -3,6 +3,10 @@ package rollback_test
 import (
 	"errors"
 	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -175,6 +179,127 @@ func TestCriticalNodesWaitForPeople(t *testing.T) {
 			})
 		})
 	}
+}
+
+// The table of proposals in docs/people.md, which has all kinds: no proposal says more than its approval does. A question
+// whose workflow a rollback has ended proposes nothing, since nobody can resume it.
+func TestProposalsSayWhatTheyDo(t *testing.T) {
+	part := func(t *testing.T) *rig {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.made("2", checkpoint.Irreversible, execution.Completed, "1")
+		return r
+	}
+	call := func(r *rig) { // one that asks people, in the workflow that a rollback is about to hold
+		r.world.answers["c1"] = rollback.Result{Reason: rollback.ReasonRefused, Status: 409}
+		o := hitl.Opening{Key: "call", Level: hitl.Approval, Cause: hitl.CauseCall, Workflow: "w", Requester: "user:bob", Within: time.Hour, Summary: "A call waits."}
+		o.Proposal = hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay unless", Hash: "sha-256:1"}
+		if _, err := r.escalationStore.Open(ctx, o); err != nil {
+			t.Error(err)
+		}
+	}
+	kinds := proposalKinds(t)
+	refused := func(r *rig) { r.world.answers["c1"] = rollback.Result{Reason: rollback.ReasonRefused, Status: 409} }
+	for name, test := range map[string]struct {
+		make     func(t *testing.T) *rig
+		spoil    func(r *rig)
+		scope    rollback.Scope
+		cause    hitl.Cause
+		proposal hitl.ProposalKind
+		before   rollback.Status // of the rollback before the approval; none is that it waits
+		after    rollback.Status
+		goesOn   bool // new calls begin after the approval
+	}{
+		"partial":                   {func(t *testing.T) *rig { return behind(t, 2) }, refused, rollback.SubDAG, hitl.CauseRollbackPartial, hitl.Resume, rollback.Partial, rollback.Partial, true},
+		"partial, whole":            {func(t *testing.T) *rig { return behind(t, 2) }, refused, rollback.FullWorkflow, hitl.CauseRollbackPartial, "", rollback.Partial, rollback.Partial, false},
+		"failed":                    {func(t *testing.T) *rig { return behind(t, 2) }, refused, rollback.Single, hitl.CauseRollbackFailed, hitl.Resume, rollback.Failed, rollback.Failed, true},
+		"many agents":               {func(t *testing.T) *rig { return behind(t, 4) }, nil, rollback.SubDAG, hitl.CauseReach, hitl.Resume, rollback.Completed, rollback.Completed, true},
+		"many agents, whole":        {func(t *testing.T) *rig { return behind(t, 4) }, nil, rollback.FullWorkflow, hitl.CauseReach, "", rollback.Completed, rollback.Completed, false},
+		"a part that can be undone": {part, nil, rollback.SubDAG, hitl.CauseRollbackPartial, hitl.PartialRollback, "", rollback.Partial, false},
+		"a call beside a hold":      {func(t *testing.T) *rig { return behind(t, 2) }, call, rollback.SubDAG, hitl.CauseCall, hitl.RunCall, rollback.Partial, rollback.Partial, false},
+		"before what is vital":      {func(t *testing.T) *rig { return chain(t) }, nil, rollback.SubDAG, hitl.CauseCritical, hitl.ContinueRollback, "", rollback.Completed, true},
+	} {
+		delete(kinds, string(test.proposal))
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := test.make(t)
+				if test.spoil != nil {
+					test.spoil(r)
+				}
+				r.start()
+				target := "c0"
+				if r.ledger.tokens["c0"].ID == "" || test.scope == rollback.Single {
+					target = "c1"
+				}
+				q := request(target, test.scope)
+				q.Whole = test.proposal == hitl.PartialRollback
+				r.execute(q)
+				if synctest.Wait(); test.before != "" {
+					if b := r.wait(q.ID); b.Status != test.before {
+						t.Fatalf("%+v", b)
+					}
+				}
+				all := r.opened()
+				at := slices.IndexFunc(all, func(e hitl.Escalation) bool { return e.Cause == test.cause && e.Proposal.Kind == test.proposal })
+				if at < 0 {
+					t.Fatalf("%+v", all)
+				}
+				for i := range all { // each says that it ends its own hold only
+					if all[i].Proposal.Kind == hitl.Resume && !strings.Contains(all[i].Proposal.Text, "unless") {
+						t.Errorf("%+v", all[i])
+					}
+					if i != at && all[i].Held && test.goesOn {
+						r.says(all[i], true)
+					}
+				}
+				r.says(all[at], true)
+				if end := r.wait(q.ID); end.Status != test.after {
+					t.Errorf("%+v", end)
+				}
+				held, _, err := r.escalationStore.Blocks(ctx, "w")
+				stopped := r.enters("w")
+				if err != nil || (held == nil && stopped == nil) != test.goesOn || held != nil && test.proposal == "" {
+					t.Errorf("held by %+v %v, stopped %+v", held, err, stopped)
+				}
+				stop(r.Coordinator)
+			})
+		})
+	}
+	for kind := range kinds {
+		t.Errorf("the table has no proposal of the kind %q", kind)
+	}
+}
+
+// proposalKinds are the kinds of proposals that the code declares. docs/people.md has a row for each.
+func proposalKinds(t *testing.T) map[string]bool {
+	t.Helper()
+	file, err := parser.ParseFile(token.NewFileSet(), "../hitl/decision.go", nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := os.ReadFile("../../docs/people.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	kinds := map[string]bool{"": true}
+	ast.Inspect(file, func(n ast.Node) bool {
+		spec, is := n.(*ast.ValueSpec)
+		if !is {
+			return true
+		}
+		if of, is := spec.Type.(*ast.Ident); !is || of.Name != "ProposalKind" {
+			return false
+		}
+		kind := strings.Trim(spec.Values[0].(*ast.BasicLit).Value, `"`)
+		if kinds[kind] = true; !strings.Contains(string(page), "| `"+kind+"` | ") {
+			t.Errorf("docs/people.md has no row for the proposal %q", kind)
+		}
+		return false
+	})
+	if len(kinds) < 5 {
+		t.Fatalf("%v", kinds)
+	}
+	return kinds
 }
 
 // Nobody is asked about what was asked for, about what cannot be undone anyhow, and about what has

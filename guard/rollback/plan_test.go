@@ -26,7 +26,7 @@ type Node struct {
 	Kind                   NodeKind
 	By, Execution          string
 	BeginsWorkflow, Report bool
-	Done, Reversible       bool
+	Done, Reversible, Own  bool      // Own: of the gateway itself
 	State                  NodeState // of a checkpoint or a group
 	Expires                time.Time
 
@@ -46,7 +46,7 @@ const (
 // known is the node as the graph has it.
 func (n *Node) known() workflow.Node {
 	k := workflow.Node{Record: workflow.Record{
-		ID: n.ID, Parents: n.Parents, By: n.By, Report: n.Report, Execution: n.Execution, Event: "other",
+		ID: n.ID, Parents: n.Parents, By: n.By, Report: n.Report, Execution: n.Execution, Event: "other", Own: n.Own, Issuer: n.By,
 		Critical: n.Critical, Severity: n.Severity, Priority: n.Priority,
 	}, CriticalError: n.Error}
 	switch n.Kind {

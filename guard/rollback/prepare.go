@@ -2,6 +2,7 @@ package rollback
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -68,16 +69,7 @@ type reservation struct {
 }
 
 // of reports whether a request is about what was reserved. A reason may be given later.
-func (v *reservation) of(r *Request) bool {
-	return v.Checkpoint == r.Checkpoint && v.Scope == r.Scope && v.Requester == v.requester(r) && v.Operator == r.Operator
-}
-
-func (*reservation) requester(r *Request) string {
-	if r.Operator != "" {
-		return ""
-	}
-	return r.By
-}
+func (v *reservation) of(r *Request) bool { return v.Checkpoint == r.Checkpoint && v.Scope == r.Scope }
 
 // prepared is the answer that a reservation stands for.
 func (v *reservation) prepared(r *Request) *Prepared {
@@ -136,6 +128,11 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	case err != nil:
 		return nil, err
 	}
+	changed, err := c.compare(ctx, d)
+	if err != nil {
+		return nil, err
+	}
+	p.Obstacles = append(p.Obstacles, changed...)
 	unprepared, err := c.askParticipants(ctx, d, true)
 	if errors.As(err, &conflict) {
 		p.Refusal = conflict
@@ -187,6 +184,9 @@ func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepare
 		return nil, err
 	case !v.of(r) || v.Keep != r.KeepDependants:
 		return nil, ErrMismatch
+	}
+	if err := c.mayShare(ctx, r, &v.head); err != nil {
+		return nil, err
 	}
 	return v.prepared(r), nil
 }
@@ -446,7 +446,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 			return h, err
 		}
 	}
-	if !prepared || r.Planned != [32]byte{} && !bytes.Equal(r.Planned[:], d.Hash) {
+	if !prepared || r.Planned != "" && r.Planned != string(d.Hash) {
 		if h.own != nil {
 			// Where another commit was first, it has ended already.
 			if _, err := c.o.Store.Commit(ctx, h.writes...); err != nil && !errors.Is(refusedBy(err, nil), errAgain) {
@@ -717,10 +717,84 @@ func (c *Coordinator) asking(ctx context.Context, cp *Checkpoint) (callSnapshot,
 	return callSnapshot{state: Ran, opened: theirs, foreign: true}, err
 }
 
+// compare looks at what the plan restores (C-4.3.2-d, -e): a state that somebody has changed since the call
+// would be left alone. Of several changes of one target, the one that is undone first stands there.
+func (c *Coordinator) compare(ctx context.Context, d *draft) (found []Obstacle, err error) {
+	type change struct {
+		step *PlanStep
+		made time.Time
+	}
+	seen, reasons := map[string]bool{}, map[string]Reason{}
+	var todo []string
+	for _, level := range d.Plan.Levels {
+		last := map[string]change{}
+		for i := range level {
+			s := &level[i]
+			if s.Way != checkpoint.Restore.String() || s.What != Undo && s.What != Wait {
+				continue
+			}
+			target, made, err := c.o.Checkpoints.Target(ctx, s.Checkpoint)
+			switch {
+			case errors.Is(err, checkpoint.ErrStore):
+				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			case err == nil && !seen[target] && (last[target].step == nil || made.After(last[target].made)): // as lanes orders them
+				last[target] = change{s, made}
+			}
+		}
+		for target, one := range last {
+			if seen[target] = true; one.step.What == Undo { // else the call has not ended
+				todo = append(todo, one.step.Checkpoint)
+			}
+		}
+	}
+	tokens := make(map[string]*Checkpoint, len(d.checkpoints))
+	for i := range d.checkpoints {
+		tokens[d.checkpoints[i].node.ID] = &d.checkpoints[i].token
+	}
+	within, cancel := context.WithTimeout(ctx, c.o.PrepareTimeout())
+	defer cancel()
+	var mu sync.Mutex
+	var failed error
+	c.inParallel(todo, func(id string) {
+		reason, err := c.compareOne(within, d, tokens[id])
+		mu.Lock()
+		defer mu.Unlock()
+		reasons[id] = reason
+		if err != nil && within.Err() == nil && failed == nil { // what is not read in time is found out by the step
+			failed = fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	})
+	for i, s := range slices.Concat(d.Plan.Levels...) {
+		if reason := reasons[s.Checkpoint]; reason != "" {
+			found = append(found, Obstacle{Checkpoint: s.Checkpoint, Agent: d.Agents[i], Reason: string(reason)})
+		}
+	}
+	return found, cmp.Or(failed, ctx.Err())
+}
+
+func (c *Coordinator) compareOne(ctx context.Context, d *draft, cp *Checkpoint) (Reason, error) {
+	s, err := c.callStatus(ctx, cp, "", Ran)
+	switch {
+	case errors.Is(err, ErrStore):
+		return "", err
+	case err != nil || s.opened == nil || s.state != Ran:
+		return "", nil
+	}
+	m, damaged, err := c.mark(ctx, s.opened.Snapshot.Root())
+	if err != nil || damaged || m.Doubt != "" || m.State == checkpoint.Undoing { // an undo may have changed it
+		return "", err
+	}
+	return c.o.Undoer.Compare(ctx, Task{Rollback: d.ID, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Quit: c.quit})
+}
+
 // firstPhase asks the participants of a rollback that was not prepared (C-4.3.2-g). Who cannot
 // prepare is not asked to execute.
 func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) error {
 	if _, err := c.reservation(ctx, c.name(r.ID)); !errors.Is(err, ErrUnknown) {
+		return err
+	}
+	changed, err := c.compare(ctx, d)
+	if err != nil {
 		return err
 	}
 	unprepared, err := c.askParticipants(ctx, d, false)
@@ -728,6 +802,7 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 		c.giveUp(ctx, d, nil)
 		return err
 	}
+	unprepared = append(unprepared, changed...)
 	d.Unprepared = nil
 	for _, o := range unprepared {
 		if d.Unprepared == nil {
@@ -752,9 +827,9 @@ func (d *draft) aborts(r *Request) bool {
 }
 
 // Release ends the reservation of a rollback at once, here and at its participants; extra is
-// written in the same commit. Only who has prepared it may ask, for what was prepared. Where nothing
-// is reserved, it changes nothing. The error is ErrAccepted if an execute was faster, which goes on,
-// and ErrMismatch for another's.
+// written in the same commit. Where nothing is reserved, or who asks is not the first to have prepared
+// it, it changes nothing. The error is ErrAccepted if an execute was faster, which goes on, and
+// ErrMismatch for another rollback.
 func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Write) error {
 	if err := r.check(); err != nil {
 		return err
@@ -767,7 +842,7 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 		h, _, err := c.readHead(ctx, n)
 		switch {
 		case err == nil && bytes.Equal(h.Content, r.content()):
-			return ErrAccepted
+			return cmp.Or(c.mayShare(ctx, &r, h), ErrAccepted)
 		case err == nil:
 			return ErrMismatch
 		case !errors.Is(err, ErrUnknown):
@@ -787,6 +862,8 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 			return ErrMismatch
 		case r.Unnamed && r.Error == "":
 			return ErrUnnamed
+		case !v.askedBy(&r): // the first one may still carry it out
+			return c.mayShare(ctx, &r, &v.head)
 		}
 		var ended held
 		ended.end(c, v) // on the condition that no execute has taken it

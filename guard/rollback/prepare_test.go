@@ -16,6 +16,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
+// hashOf is the hash of what was prepared, as Request.Planned.
+func hashOf(p *rollback.Prepared) string {
+	sum := p.Rollback.Plan.Hash()
+	return string(sum[:])
+}
+
 func (r *rig) prepare(q rollback.Request) *rollback.Prepared {
 	r.t.Helper()
 	p, err := r.Prepare(ctx, q)
@@ -94,10 +100,10 @@ func TestCascade432Prepare(t *testing.T) {
 		if second.Until.Equal(first.Until) || second.Rollback.Plan.Hash() == first.Rollback.Plan.Hash() {
 			t.Errorf("%+v", second)
 		}
-		q.Planned = second.Rollback.Plan.Hash()
+		q.Planned = hashOf(second)
 		done := r.run(q)
 		wantEnd(t, done, rollback.Completed, "c3=completed c2=completed c1=completed")
-		if !done.Prepared.Equal(second.Rollback.Asked) || done.Plan.Hash() != q.Planned {
+		if !done.Prepared.Equal(second.Rollback.Asked) || hashOf(&rollback.Prepared{Rollback: done}) != q.Planned {
 			t.Errorf("%+v", done)
 		}
 		if got := r.enters("w", "2"); got != nil {
@@ -106,7 +112,7 @@ func TestCascade432Prepare(t *testing.T) {
 		if p, err := r.Prepare(ctx, q); err != nil || !p.Ready() || p.Rollback.Status != rollback.Completed || !p.Until.IsZero() {
 			t.Errorf("prepared again: %+v, %v", p, err)
 		}
-		q.Planned = first.Rollback.Plan.Hash()
+		q.Planned = hashOf(first)
 		if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrMismatch) {
 			t.Errorf("the same id for another plan: %v", err)
 		}
@@ -242,7 +248,7 @@ func TestPlanChanged(t *testing.T) {
 	// Who names the plan of before gets nothing else, reserved or not.
 	for range 2 {
 		stale := q
-		stale.Planned = before
+		stale.Planned = string(before[:])
 		if _, err := r.Execute(ctx, stale); !errors.As(err, &changed) {
 			t.Errorf("%v", err)
 		}
@@ -250,7 +256,7 @@ func TestPlanChanged(t *testing.T) {
 	if r.world.sends != 0 {
 		t.Errorf("%d undos", r.world.sends)
 	}
-	q.Planned = changed.Hash
+	q.Planned = string(changed.Hash[:])
 	wantEnd(t, r.run(q), rollback.Completed, "c2=completed c1=completed")
 }
 
@@ -269,25 +275,68 @@ func TestPlanUnchanged(t *testing.T) {
 	})
 }
 
-// A reservation is for its requester, checkpoint and scope.
+// C-4.3.2-d, -e: prepare compares the present state where a restore would. What was changed since cannot be
+// prepared, and nothing is reserved; executed alone, the rest is undone, or nothing.
+func TestPrepareComparesThePresentState(t *testing.T) {
+	for _, whole := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", checkpoint.Restore, execution.Completed)
+			r.made("2", checkpoint.Restore, execution.Completed, "1")
+			r.start()
+			r.world.changed = map[string]rollback.Reason{"c2": rollback.ReasonChanged}
+			q := request("c1", rollback.SubDAG)
+			q.Whole = whole
+			p := r.prepare(q)
+			if p.Ready() || !p.Until.IsZero() || len(p.Obstacles) != 1 || p.Obstacles[0].Checkpoint != "c2" || p.Obstacles[0].Reason != "changed-since" {
+				t.Errorf("%+v", p)
+			}
+			r.execute(q)
+			status, want := rollback.Partial, "c2=escalated(changed-since) c1=completed"
+			if whole {
+				r.says(r.question(q.ID), false)
+				status, want = rollback.Escalated, "c2=escalated(changed-since) c1=escalated(denied)"
+			}
+			done := r.wait(q.ID)
+			wantEnd(t, done, status, want)
+			if done.Unknown || r.world.effects["c2"] != nil {
+				t.Errorf("%+v, %v", done, r.world.effects)
+			}
+			stop(r.Coordinator)
+		})
+	}
+}
+
+// A reservation is for its checkpoint and scope, and for all who may ask for it (ADR 0110).
 func TestReservationOfAnother(t *testing.T) {
 	r := newRig(t)
 	r.made("1", checkpoint.Restore, execution.Completed)
 	r.start()
 	q := request("c1", rollback.SubDAG)
-	r.prepare(q)
+	first := r.prepare(q)
 	for name, change := range map[string]func(q *rollback.Request){
-		"scope":     func(q *rollback.Request) { q.Scope = rollback.Single },
-		"requester": func(q *rollback.Request) { q.By, q.Coordinator = "spiffe://example.com/other", true },
-		"operator":  func(q *rollback.Request) { q.Operator = "ada" },
+		"scope":    func(q *rollback.Request) { q.Scope = rollback.Single },
+		"stranger": func(q *rollback.Request) { q.By = "spiffe://example.com/stranger" },
+	} {
+		other, want := q, rollback.ErrMismatch
+		if change(&other); name == "stranger" {
+			want = rollback.ErrNotInWorkflow // P3
+		}
+		if _, err := r.Prepare(ctx, other); !errors.Is(err, want) {
+			t.Errorf("prepare, %s: %v", name, err)
+		}
+		if _, err := r.Execute(ctx, other); !errors.Is(err, want) {
+			t.Errorf("execute, %s: %v", name, err)
+		}
+	}
+	for _, change := range []func(q *rollback.Request){
+		func(q *rollback.Request) { q.By, q.Coordinator = "spiffe://example.com/other", true },
+		func(q *rollback.Request) { q.Operator = "ada" },
 	} {
 		other := q
 		change(&other)
-		if _, err := r.Prepare(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
-			t.Errorf("prepare, %s: %v", name, err)
-		}
-		if _, err := r.Execute(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
-			t.Errorf("execute, %s: %v", name, err)
+		if p, err := r.Prepare(ctx, other); err != nil || !p.Until.Equal(first.Until) {
+			t.Errorf("%+v, %v", p, err)
 		}
 	}
 	reasoned := q
@@ -401,7 +450,7 @@ func TestCrashInBothPhases(t *testing.T) {
 					if !p.Ready() {
 						return p.Refusal
 					}
-					q.Planned = p.Rollback.Plan.Hash()
+					q.Planned = hashOf(p)
 					if _, err = c.Execute(ctx, q); err == nil {
 						_, err = c.Wait(ctx, q.ID)
 					}
@@ -485,7 +534,7 @@ func TestRelease(t *testing.T) {
 	} {
 		other := q
 		change(&other)
-		if err := r.Release(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
+		if err := r.Release(ctx, other); errors.Is(err, rollback.ErrMismatch) != (name == "scope") || name != "scope" && err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -412,22 +412,10 @@ func (s *targetState) shows(i *checkpoint.Image) bool { return s.image != nil &&
 func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 	pace := j.pace(j.o.First)
 	for {
-		out, err := j.completeRequest(ctx, *ImageRequest(&j.call.Request))
-		if err != nil {
-			return nil, note{}, err
-		}
-		var seen *targetState
-		n, _ := j.send(ctx, out, func(a *Answer) note {
-			if image := ImageOf(a); image != nil {
-				seen = &targetState{image}
-			} else if a.Cut && a.Status == http.StatusOK {
-				seen = &targetState{} // larger than any image that was kept
-			}
-			return note{reading: common(a.Status)}
-		})
+		seen, n, err := j.readTargetOnce(ctx)
 		switch {
-		case ctx.Err() != nil:
-			return nil, n, ctx.Err()
+		case err != nil:
+			return nil, n, err
 		case seen != nil:
 			return seen, n, nil
 		case n.reason != "", n.reading.final():
@@ -438,6 +426,60 @@ func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 			return nil, n, err
 		}
 	}
+}
+
+func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, err error) {
+	out, err := j.completeRequest(ctx, *ImageRequest(&j.call.Request))
+	if err != nil {
+		return nil, note{}, err
+	}
+	n, _ = j.send(ctx, out, func(a *Answer) note {
+		if image := ImageOf(a); image != nil {
+			seen = &targetState{image}
+		} else if a.Cut && a.Status == http.StatusOK {
+			seen = &targetState{} // larger than any image that was kept
+		}
+		return note{reading: common(a.Status)}
+	})
+	if ctx.Err() != nil {
+		return nil, n, ctx.Err()
+	}
+	return seen, n, nil
+}
+
+// Compare reads the present state of what a call has changed, once, and returns why a restore would leave
+// that alone. It is empty if it would not, if the state cannot be read now, and for other ways to undo a call.
+func (u *Undoer) Compare(ctx context.Context, t Task) (Reason, error) {
+	if err := t.check(); err != nil {
+		return "", err
+	}
+	j, err := u.newJob(t)
+	if err != nil || j.call.Way != checkpoint.Restore || j.call.Image == nil || j.overwrites() {
+		return "", nil
+	}
+	now, _, err := j.readTargetOnce(ctx)
+	if errors.As(err, new(requestError)) || now == nil || now.shows(j.call.Image) {
+		return "", nil
+	}
+	if err != nil {
+		return "", err
+	}
+	post := j.post()
+	switch {
+	case post == nil:
+		return ReasonNoPostImage, nil
+	case !now.shows(post):
+		return ReasonChanged, nil
+	}
+	left, seen := strong(post.ETag), strong(now.image.ETag)
+	if left == "" || seen == "" {
+		return "", nil
+	}
+	same, err := j.sameVersion(ctx, seen, left)
+	if err != nil || same {
+		return "", err
+	}
+	return ReasonChanged, nil
 }
 
 // Watcher is a Sender that notices other writers at the target of an undo. Without one, only

@@ -95,6 +95,54 @@ func TestCascade412Restore(t *testing.T) {
 	}
 }
 
+// C-4.3.2-d: a look before the undo says what the undo would find, and sends nothing that changes anything. It says
+// nothing where the target cannot be read now, or is to be overwritten.
+func TestCompareIsWhatARestoreFinds(t *testing.T) {
+	const old, made, other = "old", "new", "newer"
+	for name, c := range map[string]struct {
+		now          undoState
+		on           string
+		unread, lost bool
+		want         rollback.Reason
+	}{
+		"as the call has left it": {now: made},
+		"as before the call":      {now: old},
+		"changed since":           {now: other, want: rollback.ReasonChanged},
+		"removed since":           {now: nothing, want: rollback.ReasonChanged},
+		"it cannot be read":       {now: other, unread: true},
+		"its answer was lost":     {now: other, lost: true, want: rollback.ReasonNoPostImage},
+		"to be overwritten":       {now: other, on: rollback.Overwrite},
+	} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T, r *undoRig) {
+				u := &resource{}
+				r.answer = u.serve
+				task := restoring(u, old, made, rollback.Spec{Verify: true, OnChanged: c.on})
+				u.put(c.now)
+				if c.unread {
+					r.answer = func(*rollback.Outgoing) (*rollback.Answer, error) { return &rollback.Answer{Status: 503}, nil }
+				}
+				if c.lost {
+					task.Checkpoint.Result = nil
+				}
+				if got, err := r.Compare(ctx, task); err != nil || got != c.want || len(r.changing()) > 0 {
+					t.Errorf("%q, %v", got, err)
+				}
+			})
+		})
+	}
+	bubble(t, func(t *testing.T, r *undoRig) { // the same bytes, in another version
+		u := &resource{tags: true}
+		r.answer = u.serve
+		task := restoring(u, old, made, rollback.Spec{Verify: true})
+		u.put(other)
+		u.put(made)
+		if got, err := r.Compare(ctx, task); err != nil || got != rollback.ReasonChanged {
+			t.Errorf("%q, %v", got, err)
+		}
+	})
+}
+
 // What somebody has changed since is left alone, unless it is to be overwritten.
 func TestRestoreOfWhatWasChangedSince(t *testing.T) {
 	for _, c := range [][3]undoState{

@@ -231,7 +231,8 @@ type Step struct {
 	Unknown bool
 	// Reason is a fixed word for why it is not completed; empty if it is.
 	Reason string
-	// Cause is the checkpoint's fixed word for why the call is irreversible, if that is known.
+	// Cause is the checkpoint's fixed word for why the call is irreversible, if that is known, or the
+	// participant's for why it refuses.
 	Cause string
 	// HTTPStatus is the status of the last answer to the undo; 0 without one.
 	HTTPStatus int
@@ -239,8 +240,9 @@ type Step struct {
 	Attempts int
 	// Before and After are hashes of the state; zero without.
 	Before, After [32]byte
-	// Token is the id of the step's token; empty without one.
-	Token string
+	// Token is the id of the step's token; empty without one. Completion is that of the participant's signed
+	// result, from which it follows.
+	Token, Completion string
 	// Escalation is the id of the step's escalation; empty without one.
 	Escalation string
 	// Begun is when the step was journaled, zero if nothing was tried; Ended is when it was done.
@@ -272,9 +274,9 @@ type Request struct {
 	PartOf string
 	// Precedence is that of the rollback of which this one is a part; zero is its own.
 	Precedence Precedence
-	// Planned is the hash of the plan that is to be carried out, and no other; zero is any.
-	Planned [32]byte
-	// Whole says that nothing is to be undone where a part cannot be: `partial never`.
+	// Planned is the hash of the plan that is to be carried out, 32 bytes, and no other; empty is any.
+	Planned string
+	// Whole says that nothing is to be undone where a part cannot be, unless people approve: `partial never`.
 	Whole bool
 	// KeepDependants allows completed actions to stay that depend on what is undone; without it
 	// such a rollback is refused.
@@ -318,6 +320,8 @@ type Options struct {
 	// for PrepareTimeout, and records what the ledger lacks; fresh says that it did. unreached are those of which
 	// nobody knows what they have, with the reason. Nil asks nobody.
 	Discover func(ctx context.Context, workflow string) (fresh bool, unreached []Obstacle, err error)
+	// Whole says that a rollback because of an error is whole or not at all, as in Request; nil is false.
+	Whole func() bool
 	// Configured are all participants that the configuration names: they hear when the whole workflow
 	// is rolled back. Nil is none.
 	Configured func() ([]hitl.Participant, error)
@@ -340,6 +344,9 @@ type CallUndoer interface {
 	// Prepare asks whoever undoes the call whether it can, until the task is due. obstacle is a
 	// fixed word for why it cannot; empty if it can, or if nobody else is to be asked.
 	Prepare(ctx context.Context, t Task) (obstacle string, err error)
+	// Compare reads the present state of what a call has changed, and returns why a restore would leave
+	// that alone; empty if it would not, or if that is not known.
+	Compare(ctx context.Context, t Task) (Reason, error)
 	// Release tells whoever has prepared to undo the call that it is not asked to, until the task
 	// is due.
 	Release(ctx context.Context, t Task) error

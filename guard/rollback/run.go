@@ -823,6 +823,9 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 				o.Summary = fmt.Sprintf("The rollback is about calls of %d agents.", len(agents))
 			}
 		}
+		if h.stops() { // nobody can resume the workflow, here or at participants, so that nothing holds it or proposes that
+			o.Lifted, o.Participants = true, nil
+		}
 		if o.Key != "" {
 			id, err := c.escalate(ctx, b, o)
 			if err != nil {

@@ -49,8 +49,6 @@ type Spec struct {
 	// Fields are the configured header fields of the undo's requests by origin; that of the
 	// call's upstream is empty.
 	Fields map[string]map[string]string `json:"fields,omitempty"`
-	// Unframed accepts an answer as whole that ends with its connection.
-	Unframed bool `json:"unframed,omitempty"`
 	// ExecutionID is the call's execution id, for templates.
 	ExecutionID string `json:"execution_id,omitempty"`
 	// Compensate is the request of the way compensate.
@@ -284,10 +282,12 @@ type Answer struct {
 	// Proven says that the first token of the answer is the participant's own, about what it was asked
 	// for, and says how that has ended.
 	Proven bool
+	// Completion is the id of that token, recorded in the ledger; empty where it is not.
+	Completion string
 }
 
 // MaxAnswer is the largest body of an answer that a Sender reads, in bytes.
-const MaxAnswer = checkpoint.MaxImage
+const MaxAnswer = 16 << 20
 
 // Sender sends requests of an undo, past open breakers and full bulkheads. It sends each once,
 // and follows no redirection.

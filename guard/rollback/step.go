@@ -77,7 +77,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return escalated(string(ReasonTimeout)), nil
 		case r.refused[step.Checkpoint] != "" && step.State == StepPending:
 			e := escalated(r.refused[step.Checkpoint])
-			e.Unknown = r.reached(i)
+			e.Unknown = slices.Concat(r.plan.Levels...)[i].Way == checkpoint.Delegate.String() && r.reached(i)
 			return e, nil
 		case answer.Escalation != "" && step.State == StepPending && r.obstacle(i) == "":
 			e := escalated(answer.Answer)
@@ -653,7 +653,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome
 	step := r.step(i)
 	step.State, step.Status, step.Cancelled, step.Ended = StepDone, end.status, end.cancelled, now
 	step.Unknown, step.Reason, step.HTTPStatus, step.Attempts = end.Unknown, end.reason, end.Status, end.Attempts
-	step.Before, step.After, step.Cause = end.Before, end.After, string(end.Cause)
+	step.Before, step.After, step.Cause, step.Completion = end.Before, end.After, string(end.Cause), end.Completion
 
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()

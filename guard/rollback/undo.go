@@ -85,8 +85,11 @@ type Result struct {
 	Unknown bool
 	// Reason is a fixed word for why it is not done; empty if it is.
 	Reason Reason
-	// Cause is the checkpoint's cause of ReasonIrreversible; empty otherwise.
+	// Cause is the checkpoint's cause of ReasonIrreversible, and a participant's own word for ReasonRefused;
+	// empty otherwise.
 	Cause checkpoint.Reason
+	// Completion is the id of the participant's signed result in the ledger; empty without one.
+	Completion string
 	// Status is the status of the last answer to the undo; 0 without one.
 	Status int
 	// Attempts counts how often the undo was sent; of earlier processes what they recorded, at
@@ -246,6 +249,8 @@ type job struct {
 	before, after [32]byte
 	window        WriteWindow // of what is restored; nil where none is open
 	left          string      // the entity tag of what was put back; empty is none, or not known
+	completion    string      // the id of the participant's signed result in the ledger; empty without one
+	peerReason    Reason      // the participant's own word for a refusal in this life; empty without one
 }
 
 // No request has this method: nobody else can take the key of an undo.
@@ -320,11 +325,15 @@ func (j *job) idempotencyKey() string {
 
 // result is the result of an undo that is not done.
 func (j *job) result(why Reason) Result {
-	return Result{Unknown: j.doubt, Reason: why, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after}
+	r := Result{Unknown: j.doubt, Reason: why, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after, Completion: j.completion}
+	if why == ReasonRefused && j.peerReason != ReasonRefused {
+		r.Cause = checkpoint.Reason(j.peerReason)
+	}
+	return r
 }
 
 func (j *job) done() Result {
-	return Result{Done: true, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after}
+	return Result{Done: true, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after, Completion: j.completion}
 }
 
 // late is the result of an undo that cannot be tried again in time, or at all, after its last
@@ -645,6 +654,7 @@ const (
 	fieldUnknown  = "Undo-Unknown"
 	fieldBefore   = "Undo-Before"
 	fieldTag      = "Undo-Tag"
+	fieldComplete = "Undo-Completion"
 )
 
 // header is the recorded form of a final note.
@@ -665,6 +675,9 @@ func (n *note) header() map[string][]string {
 	if n.before != [32]byte{} {
 		h[fieldBefore] = []string{hex.EncodeToString(n.before[:])}
 	}
+	if n.completion != "" {
+		h[fieldComplete] = []string{n.completion}
+	}
 	return h
 }
 
@@ -676,6 +689,7 @@ func (n *note) read(h map[string][]string) bool {
 		return false
 	}
 	n.reading, n.location, n.unknown, n.tag = word, first(fieldLocation), first(fieldUnknown) != "", first(fieldTag)
+	n.completion = first(fieldComplete)
 	if attempts, err := strconv.Atoi(first(fieldAttempts)); err == nil {
 		n.attempts = attempts
 	}
@@ -716,7 +730,7 @@ func (j *job) settled(ctx context.Context, found execution.Finding, read func(*A
 
 func (j *job) take(n note) {
 	j.doubt, j.status = n.unknown, n.status
-	j.attempts = max(j.attempts, n.attempts)
+	j.attempts, j.completion = max(j.attempts, n.attempts), cmp.Or(n.completion, j.completion)
 	if n.before != [32]byte{} {
 		j.before = n.before
 	}
@@ -729,7 +743,8 @@ func (j *job) applied(ctx context.Context, found execution.Finding, n note) erro
 	}
 	n.attempts, n.before = j.attempts, j.before
 	head := &execution.Head{Status: n.status, Header: n.header()}
-	err := j.o.Guard.Applied(context.WithoutCancel(ctx), j.key, found, head, nil)
+	of := execution.Recorded{Key: j.key, Finding: found}
+	err := j.o.Guard.SettleDoubt(context.WithoutCancel(ctx), of, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: head})
 	if errors.Is(err, execution.ErrTaken) {
 		return nil // by another one who found it out; what is known stays so
 	}

@@ -797,8 +797,8 @@ func TestP6ForgottenDoubt(t *testing.T) {
 					if err != nil || len(page.Executions) != 1 {
 						t.Fatal(page, err)
 					}
-					word := execution.Resolution{Operator: "ada", Reason: "asked them"}
-					if err := r.guard.Resolve(context.Background(), page.Executions[0], word, nil, nil); err != nil {
+					word := execution.Resolution{By: execution.ByOperator, Operator: "ada", Reason: "asked them"}
+					if err := r.guard.SettleDoubt(context.Background(), page.Executions[0], word); err != nil {
 						t.Fatal(err)
 					}
 				}

@@ -472,11 +472,7 @@ var (
 // Budget bounds the memory of the bodies of many spools together. Each keeps its first
 // 4 KiB in any case; what does not fit beyond that goes into its file at once. A nil Budget
 // is no bound. It is safe for concurrent use.
-type Budget struct {
-	limit, used atomic.Int64
-	within      *Budget
-	hold        func(bytes int64) bool
-}
+type Budget struct{ limit, used atomic.Int64 }
 
 // NewBudget makes a budget of limit bytes.
 func NewBudget(limit int64) *Budget {
@@ -488,24 +484,12 @@ func NewBudget(limit int64) *Budget {
 // SetLimit changes the limit in bytes. Memory over it is released when its spool is closed.
 func (b *Budget) SetLimit(limit int64) { b.limit.Store(limit) }
 
-// Within makes a budget of those bytes of b that hold allows, for a part of its bodies. hold gets negative
-// numbers of bytes for what is given back.
-func (b *Budget) Within(hold func(bytes int64) bool) *Budget { return &Budget{within: b, hold: hold} }
-
 // Used is the number of bytes in use.
 func (b *Budget) Used() int64 { return b.used.Load() }
 
 // take takes a block, if there is room for one.
 func (b *Budget) take() bool {
-	switch {
-	case b == nil:
-		return true
-	case b.hold != nil && !b.hold(blockSize):
-		return false
-	case b.hold != nil && !b.within.take():
-		b.hold(-blockSize)
-		return false
-	case b.hold != nil:
+	if b == nil {
 		return true
 	}
 	if b.used.Add(blockSize) > b.limit.Load() {
@@ -516,12 +500,7 @@ func (b *Budget) take() bool {
 }
 
 func (b *Budget) give(blocks int) {
-	switch {
-	case b == nil || blocks == 0:
-	case b.hold != nil:
-		b.hold(-int64(blocks) * blockSize)
-		b.within.give(blocks)
-	default:
+	if b != nil && blocks > 0 {
 		b.used.Add(-int64(blocks) * blockSize)
 	}
 }

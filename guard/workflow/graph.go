@@ -72,7 +72,7 @@ type Record struct {
 	Severity string
 	// Priority is what an agent's token claims of its action: critical, high, normal or low.
 	Priority string
-	// Critical marks a checkpoint of the gateway whose action is configured as critical.
+	// Critical marks a checkpoint whose action is configured as critical, here or at the gateway that has signed it.
 	Critical bool
 	// Attempt marks the gateway's error of one attempt of a call, or of its rollback, which does
 	// not decide the call's outcome: its settlement does.

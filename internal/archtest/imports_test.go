@@ -56,6 +56,7 @@ var layers = []layer{
 	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},
 	{part: "e2e", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "e2e", "internal"}},
 	{part: "bench", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "bench", "internal"}},
+	{part: "examples", may: []string{"ect", "internal/durable"}},
 	{part: "internal", may: []string{"internal"}},
 }
 

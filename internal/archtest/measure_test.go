@@ -5,19 +5,21 @@ import (
 	"fmt"
 	"go/ast"
 	"go/token"
-	"go/types"
 	"maps"
-	"path"
+	"regexp"
 	"slices"
 	"strings"
+	"unicode/utf8"
 )
 
-// product are the Go files that the measures are about: no tests, and without bench,
-// which is a module of its own.
+// notProduct are the directories that the measures are not about: the tools of tests, and modules of their own.
+var notProduct = []string{"bench", "e2e", "examples", "internal/archtest", "internal/mutate", "internal/pgserver", "guard/store/storetest"}
+
+// product are the Go files that the measures are about.
 func (t *tree) product() []*goFile {
 	var files []*goFile
 	for i := range t.gos {
-		if f := &t.gos[i]; !f.test && !within(f.dir, "bench") && !within(f.dir, "e2e") {
+		if f := &t.gos[i]; !f.test && !within(f.dir, notProduct...) {
 			files = append(files, f)
 		}
 	}
@@ -31,30 +33,86 @@ type measured struct {
 	of    []string
 }
 
-// measures are the numbers that the budgets bound, by name.
+// measures are the numbers that have bars, by name.
 func (t *tree) measures() map[string]measured {
 	files := t.product()
-	packages := make(map[string]int)
-	lines, comments := 0, 0
+	lines, comments, wide := 0, 0, make(map[string]int)
 	for _, f := range files {
-		packages[f.dir]++
 		lines += f.lines
 		comments += t.commentLines(f)
+		for line := range strings.Lines(f.body) {
+			if utf8.RuneCountInString(line) > 120+1 { // and the end of the line
+				wide[f.path]++
+			}
+		}
 	}
-	all := t.words()
-	maps.Copy(all, t.stopMeasures())
+	all := t.stopMeasures()
+	maps.Copy(all, t.stateMeasures())
 	maps.Copy(all, map[string]measured{
-		"files":          {value: len(files)},
-		"packages":       {value: len(packages)},
 		"lines":          {value: lines},
-		"comments":       {value: (1000*comments + lines - 1) / lines},
+		"comments":       {value: (1000*comments + lines/2) / lines},
 		"exported":       exportedNames(files),
-		"receiver-files": receiverFiles(files),
-		"interfaces":     t.loneInterfaces(),
+		"function-lines": functionLines(files),
+		"wide-lines":     {sum(wide), largest(wide)},
+		"options":        t.options(),
 		"circles":        t.circles(),
-		"used-once":      usedOnce(files),
 	})
 	return all
+}
+
+// options counts the words of code in the first cells of the tables of options, each once.
+func (t *tree) options() measured {
+	words := make(map[string]bool)
+	for _, f := range t.texts {
+		if f.path != "docs/caddyfile.md" {
+			continue
+		}
+		for line := range strings.Lines(f.body) {
+			cell, _, _ := strings.Cut(strings.TrimPrefix(strings.ReplaceAll(line, `\|`, " "), "|"), "|")
+			if !strings.HasPrefix(line, "|") {
+				continue
+			}
+			for _, m := range optionWord.FindAllStringSubmatch(cell, -1) {
+				words[m[1]] = true
+			}
+		}
+	}
+	return measured{value: len(words)}
+}
+
+var optionWord = regexp.MustCompile("`([a-z_0-9]+)[ `]")
+
+// functionLines is the length of the longest function, without what composite literals of several lines hold: tables
+// are no code.
+func functionLines(files []*goFile) measured {
+	per, most := make(map[string]int), 0
+	for _, f := range files {
+		for _, decl := range f.ast.Decls {
+			fn, ok := decl.(*ast.FuncDecl)
+			if !ok || fn.Body == nil {
+				continue
+			}
+			n := f.span(fn)
+			ast.Inspect(fn.Body, func(at ast.Node) bool {
+				table, ok := at.(*ast.CompositeLit)
+				if ok {
+					n -= f.span(table) - 1
+				}
+				return !ok
+			})
+			per[f.path+" "+fn.Name.Name] = n
+			most = max(most, n)
+		}
+	}
+	return measured{most, largest(per)}
+}
+
+func sum(counted map[string]int) int {
+	total := 0
+	for _, n := range counted {
+		total += n
+	}
+	return total
 }
 
 // commentLines counts the lines of f that hold nothing but a comment.
@@ -103,154 +161,7 @@ func exportedNames(files []*goFile) measured {
 			}
 		}
 	}
-	total := 0
-	for _, n := range per {
-		total += n
-	}
-	return measured{total, largest(per)}
-}
-
-// receiverFiles is the largest number of files over which the methods of one type are
-// spread.
-func receiverFiles(files []*goFile) measured {
-	spread := make(map[string]map[string]bool)
-	for _, f := range files {
-		for _, decl := range f.ast.Decls {
-			fn, ok := decl.(*ast.FuncDecl)
-			if !ok || fn.Recv == nil {
-				continue
-			}
-			of := f.dir + "." + baseName(fn.Recv.List[0].Type)
-			if spread[of] == nil {
-				spread[of] = make(map[string]bool)
-			}
-			spread[of][f.path] = true
-		}
-	}
-	per := make(map[string]int)
-	most := 0
-	for of, in := range spread {
-		per[of] = len(in)
-		most = max(most, len(in))
-	}
-	return measured{most, largest(per)}
-}
-
-// usedOnce counts the functions and methods with a body of at most eight lines that one
-// place uses. Uses are counted by name, tests left out: within the package for what is not
-// exported, in the whole tree for what is. So a method that shares its name with another
-// counts as used more often, and the method of an interface as a use.
-func usedOnce(files []*goFile) measured {
-	const short = 8 + 2 // the lines of the head and of the last brace
-	inPackage, anywhere := make(map[string]int), make(map[string]int)
-	for _, f := range files {
-		ast.Inspect(f.ast, func(n ast.Node) bool {
-			if id, ok := n.(*ast.Ident); ok {
-				inPackage[f.dir+"."+id.Name]++
-				anywhere[id.Name]++
-			}
-			return true
-		})
-	}
-	per := make(map[string]int)
-	total := 0
-	for _, f := range files {
-		for _, decl := range f.ast.Decls {
-			fn, ok := decl.(*ast.FuncDecl)
-			if !ok || fn.Body == nil || f.span(fn) > short {
-				continue
-			}
-			uses := inPackage[f.dir+"."+fn.Name.Name]
-			if fn.Name.IsExported() {
-				uses = anywhere[fn.Name.Name]
-			}
-			if uses == 2 { // the declaration is the other
-				per[f.dir]++
-				total++
-			}
-		}
-	}
-	return measured{total, largest(per)}
-}
-
-// loneInterfaces counts the interfaces with methods that exactly one type of ours
-// implements, tests left out. The types of other people's modules are all taken for the
-// same unknown type: nothing is compiled for this.
-func (t *tree) loneInterfaces() measured {
-	c := checker{t: t, files: make(map[string][]*ast.File), done: make(map[string]*types.Package)}
-	for _, f := range t.product() {
-		c.files[f.dir] = append(c.files[f.dir], f.ast)
-	}
-	var interfaces []*types.TypeName
-	concrete := make(map[*types.TypeName]*types.MethodSet)
-	for _, dir := range slices.Sorted(maps.Keys(c.files)) {
-		pkg, err := c.Import(path.Join(t.module, dir))
-		if err != nil {
-			continue
-		}
-		for _, name := range pkg.Scope().Names() {
-			typ, ok := pkg.Scope().Lookup(name).(*types.TypeName)
-			if !ok || typ.IsAlias() {
-				continue
-			}
-			if inner, ok := typ.Type().Underlying().(*types.Interface); !ok {
-				concrete[typ] = types.NewMethodSet(types.NewPointer(typ.Type()))
-			} else if inner.IsMethodSet() && inner.NumMethods() > 0 {
-				interfaces = append(interfaces, typ)
-			}
-		}
-	}
-	var lone []string
-	for _, i := range interfaces {
-		var by []string
-		for typ, has := range concrete {
-			if implements(has, i.Type().Underlying().(*types.Interface)) {
-				by = append(by, typ.Name())
-			}
-		}
-		if len(by) == 1 {
-			lone = append(lone, fmt.Sprintf("%s.%s (%s)", i.Pkg().Name(), i.Name(), by[0]))
-		}
-	}
-	return measured{len(lone), lone}
-}
-
-// implements reports whether has holds the methods of i. (types.Implements says yes to
-// whatever embeds an unknown type.)
-func implements(has *types.MethodSet, i *types.Interface) bool {
-	for m := range i.Methods() {
-		found := has.Lookup(m.Pkg(), m.Name())
-		if found == nil || !types.Identical(found.Type(), m.Type()) {
-			return false
-		}
-	}
-	return true
-}
-
-// checker type-checks the declarations of the tree's own packages.
-type checker struct {
-	t     *tree
-	files map[string][]*ast.File
-	done  map[string]*types.Package
-}
-
-// Import implements types.Importer. Other people's packages are empty.
-func (c *checker) Import(imported string) (*types.Package, error) {
-	if pkg, ok := c.done[imported]; ok {
-		return pkg, nil
-	}
-	ours, ok := strings.CutPrefix(imported+"/", c.t.module+"/")
-	files := c.files[path.Clean(ours)]
-	if !ok || len(files) == 0 {
-		pkg := types.NewPackage(imported, path.Base(imported))
-		pkg.MarkComplete()
-		c.done[imported] = pkg
-		return pkg, nil
-	}
-	config := types.Config{Importer: c, IgnoreFuncBodies: true, Error: func(error) {}}
-	pkg, _ := config.Check(imported, c.t.fset, files, nil) // unknown names are expected
-	c.done[imported] = pkg
-	return pkg, nil
+	return measured{sum(per), largest(per)}
 }
 
 // circles counts the pairs of neighbouring directories, each with everything below it,

@@ -2,10 +2,10 @@ package archtest
 
 import (
 	"go/ast"
-	"maps"
 	"regexp"
 	"slices"
 	"strings"
+	"testing"
 	"unicode"
 )
 
@@ -65,8 +65,8 @@ var oldWords = []oldWord{
 // vocabularyFree are the files that have to name the old words.
 var vocabularyFree = []string{"internal/archtest", "CONTRIBUTING.md", "CHANGELOG.md"}
 
-// words counts the uses of the old words, by word.
-func (t *tree) words() map[string]measured {
+// words are the files with uses of the old words, by word, and how many.
+func (t *tree) words() map[string][]string {
 	text, code := make(map[string][]*oldWord), make(map[string][]*oldWord)
 	types, funcs := make(map[string][]*oldWord), make(map[string][]*oldWord)
 	for i := range oldWords {
@@ -120,15 +120,22 @@ func (t *tree) words() map[string]measured {
 			return true
 		})
 	}
-	all := make(map[string]measured)
-	for _, w := range oldWords {
-		total := 0
-		for n := range maps.Values(uses[w.name]) {
-			total += n
-		}
-		all["word/"+w.name] = measured{total, largest(uses[w.name])}
+	all := make(map[string][]string)
+	for name, in := range uses {
+		all[name] = largest(in)
 	}
 	return all
+}
+
+// TestWordsOutOfUse: the words of a private vocabulary do not come back (CONTRIBUTING, "Words").
+func TestWordsOutOfUse(t *testing.T) {
+	project, err := checkout()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for word, in := range project.words() {
+		t.Errorf("%s is out of use; it is in %s", word, strings.Join(in, ", "))
+	}
 }
 
 var testFunction = regexp.MustCompile(`^(Test|Fuzz|Benchmark|Example)[A-Z]`)

@@ -22,7 +22,8 @@ var ErrBusy = errors.New("somebody else changes the file at this moment; try aga
 const Private fs.FileMode = 0o600
 
 // Create writes a new file with mode Private, and its directory with 0700 where that is
-// missing. It never writes over a file that is there: that is an fs.ErrExist.
+// missing. It never writes over a file that is there: that is an fs.ErrExist, and the other
+// file is whole and durable if Create has made it.
 func Create(path string, text []byte) error {
 	dir := filepath.Dir(path)
 	if err := makeDir(dir); err != nil {
@@ -36,6 +37,9 @@ func Create(path string, text []byte) error {
 	// A link, unlike a rename, fails where the name is taken.
 	if err := os.Link(tmp, path); err != nil {
 		if errors.Is(err, fs.ErrExist) {
+			if err := syncDir(dir); err != nil { // P1: its maker may have died before that, and callers use the file
+				return err
+			}
 			return fs.ErrExist
 		}
 		return err

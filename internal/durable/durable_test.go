@@ -5,6 +5,9 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/internal/durable"
@@ -53,6 +56,37 @@ func TestCreate(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %v", name, info.Mode(), err, want)
 		}
 	}
+}
+
+// P1: of many who create one file a single one succeeds, and the others then find its whole content.
+func TestCreateAtTheSameMoment(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "new", "file")
+	var made atomic.Pointer[string]
+	var all sync.WaitGroup
+	texts := make([]string, 16)
+	for i := range texts {
+		all.Go(func() {
+			mine := strings.Repeat(string(rune('a'+i)), 100_000)
+			switch err := durable.Create(path, []byte(mine)); {
+			case err == nil && made.Swap(&mine) != nil:
+				t.Error("two have made the file")
+			case err != nil && !errors.Is(err, fs.ErrExist):
+				t.Error(err)
+			}
+			text, err := os.ReadFile(path)
+			if err != nil {
+				t.Error(err)
+			}
+			texts[i] = string(text)
+		})
+	}
+	all.Wait()
+	for _, text := range texts {
+		if text != *made.Load() {
+			t.Errorf("somebody has read %d bytes of %.1q", len(text), text)
+		}
+	}
+	says(t, path, *made.Load())
 }
 
 // TestSwap: what somebody else wrote stays.

@@ -118,7 +118,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "B-data-model-e", file: "guard/rollback/journal.go",
-		old: "string(r.Scope), r.Reason, r.Urgency, r.By, r.Operator}", now: "string(r.Scope), r.Reason, r.By, r.Operator}",
+		old: "string(r.Scope), r.Reason, r.Urgency} {", now: "string(r.Scope), r.Reason} {",
 		breaks: "another urgency is the same request", tests: []string{"TestBriefRollbackRequest"},
 	},
 	{
@@ -173,13 +173,8 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.3.3-c", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
-		old: "\tcase w.granted:\n\t\tp.drop(l, w.came, p.now())\n", now: "\tcase w.granted:\n",
+		old: "\tcase w.granted:\n\t\tp.drop(l, w.came)\n", now: "\tcase w.granted:\n",
 		breaks: "who leaves with its permit takes it along", tests: []string{"TestPermitOfWhoHasLeft"},
-	},
-	{
-		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
-		old: "\tl.used += now - t.begun\n\tl.bytes -= t.bytes\n", now: "\tl.used += now - t.begun\n",
-		breaks: "bytes of calls that have ended count on", tests: []string{"TestBytes"},
 	},
 	{
 		id: "C-3.3.3-c", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
@@ -190,16 +185,6 @@ var mutations = []mutation{
 		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
 		old: "\tl.due = due\n\treturn again, nil", now: "\treturn again, nil",
 		breaks: "the rate of a workflow has no limit", tests: []string{"TestRate"},
-	},
-	{
-		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
-		old: "float64(l.inUse)-float64(set.Time)/float64(set.TimeWindow)", now: "-float64(set.Time)/float64(set.TimeWindow)",
-		breaks: "a call that runs uses no time", tests: []string{"TestTime"},
-	},
-	{
-		id: "C-3.3.3-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
-		old: "bytes > 0 && p.set.Memory > 0 && l.memory+bytes > p.set.Memory", now: "false",
-		breaks: "bodies of a workflow take all memory", tests: []string{"TestMemory"},
 	},
 	{
 		id: "A-fair-share-scheduling-b", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
@@ -248,7 +233,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.4.2-b", file: "breaker/cascade/findings.go", dir: "breaker/cascade",
-		old: "\tif own+most < d.set.Breakers || c.finding != nil {", now: "\tif own+len(reported) < d.set.Breakers || c.finding != nil {",
+		old: "\tif ours+most < d.set.Breakers || c.finding != nil {", now: "\tif ours+len(reported) < d.set.Breakers || c.finding != nil {",
 		breaks: "reports of workflows are added up", tests: []string{"TestReportsStayInTheirWorkflow"},
 	},
 	{

@@ -11,15 +11,33 @@ import (
 	"unicode/utf8"
 )
 
-// maxNesting is how deep a value may nest, far above the limit of extensions of tokens.
-const maxNesting = 32
+// MaxNesting is how deep a value may nest, far above the limit of extensions of tokens.
+const MaxNesting = 32
 
 // Scanner reads a text from a place on. Each method consumes what it reads. Where one returns ok
 // false, At is where the text is none of what was expected.
 type Scanner struct {
 	JSON string // the text
 	At   int    // the place of the next byte
+
+	// Fault is why a text is refused that is JSON to other readers; zero if it is none. Name is the member that it is
+	// about, or in whose value it is; empty where a name itself is no valid Unicode.
+	Fault Fault
+	Name  string // see Fault; before a fault the innermost member that is being read
 }
+
+// Fault is what two readers may understand differently, or what takes too much of one.
+type Fault uint8
+
+// The faults.
+const (
+	// TwiceNamed: a name stands twice in one object.
+	TwiceNamed Fault = 1 + iota
+	// NotUnicode: a text is no valid UTF-8, or has a lone surrogate.
+	NotUnicode
+	// TooDeep: a value nests deeper than MaxNesting.
+	TooDeep
+)
 
 // Space consumes white space.
 func (s *Scanner) Space() {
@@ -69,10 +87,16 @@ func (s *Scanner) Members(member func(name string) bool) bool {
 		return true
 	}
 	var seen Names
-	for {
+	for outer := s.Name; ; {
 		s.Space()
+		s.Name = ""
 		name, ok := s.Text()
-		if !ok || !seen.Add(name) {
+		if !ok {
+			return false
+		}
+		s.Name = name
+		if !seen.Add(name) {
+			s.Fault = TwiceNamed
 			return false
 		}
 		s.Space()
@@ -85,6 +109,7 @@ func (s *Scanner) Members(member func(name string) bool) bool {
 		}
 		s.Space()
 		if s.take('}') {
+			s.Name = outer
 			return true
 		}
 		if !s.take(',') {
@@ -118,7 +143,7 @@ func (s *Scanner) Elements(element func() bool) bool {
 }
 
 // Value consumes any value. depth is 0 for a scalar, else one more than its deepest part.
-func (s *Scanner) Value() (depth int, ok bool) { return s.nested(maxNesting) }
+func (s *Scanner) Value() (depth int, ok bool) { return s.nested(MaxNesting) }
 
 func (s *Scanner) nested(room int) (depth int, ok bool) {
 	inner := 0
@@ -129,6 +154,7 @@ func (s *Scanner) nested(room int) (depth int, ok bool) {
 	}
 	switch c := s.Peek(); {
 	case (c == '{' || c == '[') && room == 0:
+		s.Fault = TooDeep
 		return 0, false
 	case c == '{':
 		ok = s.Members(func(string) bool { return child() })
@@ -206,7 +232,7 @@ func (s *Scanner) Text() (string, bool) {
 		case c == '"':
 			v := s.JSON[from:s.At]
 			s.At++
-			return v, ascii || utf8.ValidString(v)
+			return v, ascii || s.unicode(utf8.ValidString(v))
 		case c == '\\':
 			return s.unescape(s.JSON[from:s.At])
 		case c < ' ':
@@ -227,7 +253,7 @@ func (s *Scanner) unescape(begin string) (string, bool) {
 		s.At++
 		switch {
 		case c == '"':
-			return string(out), utf8.Valid(out)
+			return string(out), s.unicode(utf8.Valid(out))
 		case c < ' ':
 			return "", false
 		case c != '\\':
@@ -241,6 +267,14 @@ func (s *Scanner) unescape(begin string) (string, bool) {
 		}
 	}
 	return "", false
+}
+
+// unicode notes the fault of a text that is no valid Unicode.
+func (s *Scanner) unicode(valid bool) bool {
+	if !valid {
+		s.Fault = NotUnicode
+	}
+	return valid
 }
 
 // escape reads what follows a backslash.
@@ -262,11 +296,11 @@ func (s *Scanner) escape() (rune, bool) {
 		return r, ok
 	}
 	if !s.take('\\') || !s.take('u') {
-		return 0, false
+		return 0, s.unicode(false)
 	}
 	low, ok := s.hex4()
 	r = utf16.DecodeRune(r, low)
-	return r, ok && r != utf8.RuneError
+	return r, ok && s.unicode(r != utf8.RuneError)
 }
 
 func (s *Scanner) hex4() (rune, bool) {

@@ -203,10 +203,13 @@ func bodyKind(spec Spec) (kind, *ParseError) {
 	return k, nil
 }
 
-// isJSON reports whether a media type is application/json or has the suffix +json (RFC
-// 6839).
+// isJSON reports whether a media type is one of JSON, or has the suffix +json (RFC 6839).
 func isJSON(media string) bool {
-	return media == "application/json" || strings.HasSuffix(media, "+json")
+	switch media {
+	case "application/json", "application/json-rpc", "application/jsonrequest":
+		return true
+	}
+	return strings.HasSuffix(media, "+json")
 }
 
 func outsideASCII(r rune) bool { return r < ' ' || r > '~' }

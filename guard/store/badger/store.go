@@ -207,7 +207,7 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 	if err != nil {
 		return nil, fmt.Errorf("badger: directory of the store: %w", err)
 	}
-	if err := refuseForeign(dir); err != nil { // before a lock is left among them
+	if err := CheckDir(dir); err != nil { // before a lock is left among them
 		return nil, err
 	}
 	held, err := lock(dir)
@@ -271,9 +271,9 @@ func prepare(dir string, d disk) (string, error) {
 	}
 }
 
-// refuseForeign returns an error where dir holds other files and nothing of a store. A
+// CheckDir returns an error where dir, which exists, holds other files and nothing of a store. A
 // store that is just being created has only files with known names, so it passes.
-func refuseForeign(dir string) error {
+func CheckDir(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return fmt.Errorf("badger: directory of the store: %w", err)

@@ -207,8 +207,8 @@ func (s *Store) readGroup(group []*get) {
 				g := group[end]
 				g.entry = store.Entry{Value: value, Version: store.Version(version), Expires: timeOf(expires)}
 				g.large = value == nil
-				if end > at {
-					g.entry.Value = bytes.Clone(value) // each caller owns its own
+				if end+1 < len(group) && bytes.Equal(group[end+1].key, key) {
+					g.entry.Value = bytes.Clone(value) // each caller owns its own: only the last gets what was read
 				}
 				g.answer(nil)
 			}

@@ -4,9 +4,13 @@ package postgres_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"os"
+	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
@@ -73,5 +77,67 @@ func TestStats(t *testing.T) {
 	readers.Wait()
 	if got := s.Stats().Pool; got.Most != 2 || got.Open < 1 || got.Open > 2 || got.InUse != 0 {
 		t.Errorf("the pool: %+v", got)
+	}
+}
+
+// docs/fleet.md: gateways whose role owns nothing work with the grants that stand there, once a role that owns the schema
+// has made the tables. Without them they are refused, with what to do.
+func TestGrantsOfARoleWithoutOwnership(t *testing.T) {
+	schema := newSchema()
+	if err := open(t, postgres.Options{Schema: schema}).Close(); err != nil {
+		t.Fatal(err)
+	}
+	text, err := os.ReadFile("../../../docs/fleet.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, rest, found := strings.Cut(string(text), "```sql\n")
+	grants, _, ended := strings.Cut(rest, "```")
+	if !found || !ended {
+		t.Fatal("docs/fleet.md has no grants")
+	}
+	conn := database(t)
+	role := "gateway_" + schema
+	exec(t, conn, "create role "+role+" login")
+	o := postgres.Options{DSN: strings.Replace(server.DSN(), "user=postgres", "user="+role, 1), Schema: schema}
+	if s, err := postgres.Open(t.Context(), o); err == nil {
+		_ = s.Close()
+		t.Fatal("a role without rights opens the store")
+	} else if !strings.Contains(err.Error(), "the role may not do this") {
+		t.Error(err)
+	}
+	exec(t, conn, strings.NewReplacer("agent_guard", schema, "gateway", role).Replace(grants))
+
+	one, two := o, o
+	one.Node, two.Node = "one", "two"
+	a, b := join(t, one), join(t, two)
+	for i := range 20 {
+		key := fmt.Sprint("key", i)
+		if _, err := a.Commit(t.Context(), claim(key, "1"), store.Write{Key: []byte(key + "-bulk"), Value: make([]byte, 100_000), Bulk: true, Expires: time.Now().Add(time.Hour)}); err != nil {
+			t.Fatal(err)
+		}
+		lost := (*store.Conflict)(nil)
+		if _, err := b.Commit(t.Context(), claim(key, "2")); !errors.As(err, &lost) || value(t, b, key) != "1" {
+			t.Fatalf("%v, %q", err, value(t, b, key))
+		}
+		if _, err := b.Commit(t.Context(), store.Write{Key: []byte(key), Delete: true}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	changed, cancel := a.Watch([]byte("watched"))
+	defer cancel()
+	if _, err := b.Commit(t.Context(), put("watched", "yes")); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-changed:
+	case <-time.After(patience):
+		t.Error("a change by the other gateway is not heard of")
+	}
+	if members, err := a.Members(t.Context()); err != nil || len(members) != 2 {
+		t.Errorf("%d members, %v", len(members), err)
+	}
+	if err := b.Close(); err != nil {
+		t.Error(err)
 	}
 }

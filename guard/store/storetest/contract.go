@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -50,6 +51,52 @@ func exerciseGet(t *testing.T, open Opener) {
 		e := b.is("a", "1")
 		e.Key[0], e.Value[0] = 'x', 'x'
 		b.is("a", "1")
+	})
+
+	t.Run("ResultsOfManyBelongToEach", func(t *testing.T) { // P1, P3: a record is decrypted where it stands
+		b := newBench(t, open)
+		key, value := strings.Repeat("k", 40), strings.Repeat("v", 300)
+		b.commit(put(key, value), store.Write{Key: []byte("bulk"), Value: []byte(value), Bulk: true, Expires: b.Now().Add(time.Hour)})
+		mine := func(e *store.Entry, name string) bool {
+			if string(e.Key) != name || string(e.Value) != value {
+				return false
+			}
+			whole := e.Value[:cap(e.Value)] // an append writes there
+			for i := range whole {
+				whole[i] = 'x'
+			}
+			return true
+		}
+		var all sync.WaitGroup
+		for i := range 32 {
+			all.Go(func() {
+				name := []string{key, "bulk"}[i%2]
+				for range 25 {
+					e, err := b.Get(t.Context(), []byte(name))
+					if err != nil || !mine(&e, name) {
+						t.Errorf("get %q = %q: %s, %v", name, e.Key, brief(e.Value), err)
+						return
+					}
+					for e, err := range b.Scan(t.Context(), store.Range{}) {
+						if err != nil || !mine(&e, string(e.Key)) {
+							t.Errorf("scan has %q: %s, %v", e.Key, brief(e.Value), err)
+							return
+						}
+						clear(e.Key)
+					}
+					_, err = b.Commit(t.Context(), insert(name, "other"))
+					var lost *store.Conflict
+					if !errors.As(err, &lost) || lost.Found == nil || !mine(lost.Found, name) {
+						t.Errorf("the conflict under %q is %+v, %v", name, lost, err)
+						return
+					}
+					clear(lost.Found.Key)
+				}
+			})
+		}
+		all.Wait()
+		b.is(key, value)
+		b.is("bulk", value)
 	})
 
 	t.Run("ContextOver", func(t *testing.T) {
