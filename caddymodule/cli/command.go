@@ -1,5 +1,5 @@
 // Package cli is the command `caddy agent-guard`. Operators use it, from a terminal or a
-// script, with the admin API of a running server. Exports of the ledger it reads from files. It opens a store only to copy it, alone; else only the server does.
+// script, with the admin API of a running server. Exports of the ledger it reads from files. It opens a store only to export it or to import into it, alone; else only the server does.
 package cli
 
 import (
@@ -18,15 +18,15 @@ import (
 )
 
 const long = `Shows the records of a running server's agent guard, settles calls in doubt, and
-rolls calls back; checks plans of workflows, verifies the ledger, and copies a
-store.
+rolls calls back; checks plans of workflows, verifies the ledger, and exports and
+imports a store.
 
 executions, store stats, nodes, keys, identity, circuits, cascades, rollback,
 rollbacks, escalations, and head, export and check of ledger ask the server's
 admin endpoint: that of --address, else the one in --config, else Caddy's
 default, which the environment variable CADDY_ADMIN changes. Unix sockets are
-written unix//run/caddy/admin.sock. workflows, store copy, and verify and list of
-ledger, work without a server.
+written unix//run/caddy/admin.sock. workflows, export and import of store, and
+verify and list of ledger, work without a server.
 
 With --output json they print one document; those that ask the server print the
 answer of the admin API. They exit with 0, or with 1 and a message on stderr.`

@@ -25,9 +25,9 @@ import (
 func storeCommands(o *options) *cobra.Command {
 	return group(&cobra.Command{
 		Use:   "store",
-		Short: "Shows the state of the store, and copies a store",
-		Long: `Shows the state of the store of the executions; copies one, from Badger to
-PostgreSQL or back.`,
+		Short: "Shows the state of the store, exports and imports a store",
+		Long: `Shows the state of the store of the executions; exports one, and imports it into
+another, from Badger to PostgreSQL or back.`,
 	}, o.server(&cobra.Command{
 		Use:   "stats",
 		Short: "Shows the store's health, content and activity",
@@ -38,7 +38,7 @@ counted up to 10,000.`,
   caddy agent-guard store stats --output json`,
 		Args: noArgs,
 		RunE: showing(o, question{path: "store"}, describeStore),
-	}), storeCopy(o))
+	}), storeExport(o), storeImport(o))
 }
 
 func describeStore(st *admin.StoreStatus, now time.Time) string {

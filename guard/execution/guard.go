@@ -606,11 +606,11 @@ func (g *Guard) initialise(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	if _, there := g.store.Get(ctx, metaKey("key")); !fresh && there == nil {
+	if _, there := g.store.Get(ctx, metaKey("layout")); !fresh && there == nil {
 		return g.identify(ctx) // another member was first
 	}
 	if !fresh {
-		return fmt.Errorf("%w: it holds data without a key check", ErrLayout)
+		return fmt.Errorf("%w: it holds data without a layout", ErrLayout)
 	}
 	g.node = "node-" + g.boot
 	check := metaKey("key")

@@ -419,6 +419,16 @@ func TestOpenRefusesAnotherKeyRing(t *testing.T) {
 	if _, _, err := execution.Open(ctx, strange, seal.Generate()); !errors.Is(err, execution.ErrLayout) {
 		t.Errorf("a store of something else: %v", err)
 	}
+	lost, err := r.mem.Get(ctx, []byte("mlayout"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.mem.Commit(ctx, store.Write{Key: lost.Key, Delete: true}); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := execution.Open(ctx, r.mem, r.ring); !errors.Is(err, execution.ErrLayout) {
+		t.Errorf("a store whose layout is lost: %v", err)
+	}
 }
 
 func TestDerivedIDsFollowWhatTheCallIs(t *testing.T) {
