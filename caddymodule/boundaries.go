@@ -48,7 +48,6 @@ const (
 	endedByPlan    = "plan"
 	endedByIdle    = "idle"
 	endedByRequest = "request"
-	endedByChange  = "change" // an error or a rollback has changed how it has ended
 )
 
 func checkIdle(idle caddy.Duration) error {
@@ -71,7 +70,7 @@ type boundaryWatch struct {
 	wake  chan struct{}
 
 	mu      sync.Mutex
-	changed map[string]bool // workflows in which something was recorded; true where that changes an end
+	changed map[string]bool // workflows in which something was recorded
 	dropped atomic.Bool     // a workflow is not followed
 
 	// Only the goroutine uses these: those that are followed, those of them that are to be read at some time, the
@@ -90,7 +89,6 @@ type openWorkflow struct {
 	wid     string
 	last    time.Time // when something was recorded
 	unread  bool      // something was recorded since it was read
-	changed bool      // something that changes an end, if one is recorded
 	over    bool      // nobody waits for its end any more; it is known so that it is not read too often
 	planned bool      // it may have a plan, which says when it ends
 	either  bool      // that plan is only observed: it ends by time, too
@@ -150,31 +148,16 @@ func (w *boundaryWatch) placed(e *ledger.Event) {
 	if e.Workflow == "" {
 		return
 	}
-	changes := w.changesEnds(e)
-	if changes || w.idle() > 0 || w.e.plans.Has(e.Workflow) {
-		w.follow(e.Workflow, changes)
+	if w.idle() > 0 || w.e.plans.Has(e.Workflow) {
+		w.follow(e.Workflow)
 	}
-}
-
-// changesEnds reports whether an event is one by which a workflow that has ended has another end, though no task
-// has come: a rollback's result, or an error that an agent has reported. The gateway's own errors come with calls
-// and rollbacks.
-func (w *boundaryWatch) changesEnds(e *ledger.Event) bool {
-	switch event, _ := ect.ParseEvent(e.Action); event {
-	case ect.EventRollbackComplete:
-		return true
-	case ect.EventError:
-		policy := w.e.latestPolicy()
-		return policy != nil && !policy.Events.Own(&ledger.Entry{Event: *e})
-	}
-	return false
 }
 
 // follow has a workflow looked at. It never waits.
-func (w *boundaryWatch) follow(wid string, changes bool) {
+func (w *boundaryWatch) follow(wid string) {
 	w.mu.Lock()
-	if known, has := w.changed[wid]; has || len(w.changed) < maxOpen {
-		w.changed[wid] = known || changes
+	if w.changed[wid] || len(w.changed) < maxOpen {
+		w.changed[wid] = true
 	} else {
 		w.dropped.Store(true)
 	}
@@ -258,10 +241,10 @@ func (w *boundaryWatch) resume(ctx context.Context) bool {
 	if err != nil && ctx.Err() == nil {
 		w.e.logger.Warn("the workflows that have not ended cannot be read; those are followed in which something happens", zap.Error(err))
 	}
-	for wid, changed := range open {
-		if planned := w.e.plans.Has(wid); w.open[wid] == nil && (changed || planned || w.idle() > 0) {
+	for _, wid := range open {
+		if planned := w.e.plans.Has(wid); w.open[wid] == nil && (planned || w.idle() > 0) {
 			o := &openWorkflow{ // its entries say when something happened
-				wid: wid, unread: true, changed: changed, planned: planned, place: -1, next: time.Now().Add(w.turn(wid)),
+				wid: wid, unread: true, planned: planned, place: -1, next: time.Now().Add(w.turn(wid)),
 			}
 			w.open[wid] = o
 			w.schedule(o)
@@ -276,7 +259,7 @@ func (w *boundaryWatch) take() {
 	changed := w.changed
 	w.changed = make(map[string]bool)
 	w.mu.Unlock()
-	for wid, changes := range changed {
+	for wid := range changed {
 		o := w.open[wid]
 		if o == nil && len(w.open) >= maxOpen {
 			w.dropped.Store(true)
@@ -286,7 +269,7 @@ func (w *boundaryWatch) take() {
 			o = &openWorkflow{wid: wid, place: -1}
 			w.open[wid] = o
 		}
-		o.last, o.unread, o.changed, o.over, o.planned = time.Now(), true, o.changed || changes, false, w.e.plans.Has(wid)
+		o.last, o.unread, o.over, o.planned = time.Now(), true, false, w.e.plans.Has(wid)
 		w.schedule(o)
 	}
 	if w.dropped.Swap(false) {
@@ -298,7 +281,7 @@ func (w *boundaryWatch) take() {
 func (w *boundaryWatch) schedule(o *openWorkflow) {
 	turn := w.turn(o.wid)
 	switch {
-	case o.over, (o.planned || o.changed) && o.unread:
+	case o.over, o.planned && o.unread:
 		if o.due = o.next; turn > 0 && o.due.Before(o.last.Add(turn)) {
 			o.due = o.last.Add(turn)
 		}
@@ -392,16 +375,10 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 		if !end.Planned { // nor a plan that is only observed
 			o.last = time.Now()
 		}
-		o.changed = end.Amended
-		return end.Planned || end.Amended || idle > 0, nil
-	case end.Amended:
-		_, err = endWorkflow(ctx, w.e, policy, &end, nil, endedByChange)
+		return end.Planned || idle > 0, nil
 	case !end.Planned && idle == 0: // nobody ends it
-		if o.changed { // nor is there an end that would be another one now
-			_, err = w.e.store.Commit(ctx, policy.Evidence.Closed(wid, end.Since))
-		}
 	case !end.Planned && quiet < idle:
-		o.last, o.changed = time.Now().Add(-quiet), false
+		o.last = time.Now().Add(-quiet)
 		return true, nil
 	default:
 		if end.Planned {
@@ -412,9 +389,6 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) || errors.Is(err, api.ErrEndedMeanwhile) {
 		o.unread = true
 		return true, nil
-	}
-	if err == nil {
-		o.changed = false
 	}
 	return false, err
 }

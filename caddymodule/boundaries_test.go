@@ -23,7 +23,7 @@ func TestOpenWorkflowsAreFoundByWhenTheyAreDue(t *testing.T) {
 	}
 	for range 20_000 {
 		o := w.open[fmt.Sprint(r.IntN(1000))]
-		o.planned, o.unread, o.either, o.changed, o.over = r.IntN(2) == 0, r.IntN(2) == 0, r.IntN(4) == 0, r.IntN(4) == 0, r.IntN(8) == 0
+		o.planned, o.unread, o.either, o.over = r.IntN(2) == 0, r.IntN(2) == 0, r.IntN(4) == 0, r.IntN(8) == 0
 		o.last, o.next = now.Add(time.Duration(r.IntN(1000))*time.Second), now.Add(time.Duration(r.IntN(1000))*time.Second)
 		w.schedule(o)
 	}
@@ -31,7 +31,7 @@ func TestOpenWorkflowsAreFoundByWhenTheyAreDue(t *testing.T) {
 	for _, o := range w.open {
 		at, is := o.next, true
 		switch {
-		case o.over, (o.planned || o.changed) && o.unread:
+		case o.over, o.planned && o.unread:
 		case o.planned && !o.either:
 			is = false
 		case o.last.Add(time.Minute).After(o.next):

@@ -423,7 +423,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 			if err == nil {
 				_, err = e.store.Commit(ctx, t.Evidence.Opened(now, workflow))
 			}
-			e.boundaries.follow(workflow, false)
+			e.boundaries.follow(workflow)
 			return err
 		},
 		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
@@ -475,9 +475,6 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	for _, token := range tokens {
 		batch.Add(t.Evidence.UseWrite(token, errorUse, time.Time{}))
 	}
-	if err := t.changeEnds(ctx, now, tokens, batch); err != nil {
-		return batch.Done(err)
-	}
 	if err := t.rollBackFor(e, tokens, batch); err != nil {
 		return batch.Done(err)
 	}
@@ -508,29 +505,6 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 // shown reports whether one of the tokens was presented with a request that only memory remembers.
 func (t *tokenPolicy) shown(tokens []*ect.Token) bool {
 	return slices.ContainsFunc(tokens, func(token *ect.Token) bool { return t.Evidence.Taken(token, errorUse, time.Now()) == evidence.Other })
-}
-
-// changeEnds notes in the commit of agents' errors that the workflows that have ended may have other ends now.
-func (t *tokenPolicy) changeEnds(ctx context.Context, now time.Time, tokens []*ect.Token, batch *store.Batch) error {
-	seen := map[string]bool{"": true}
-	for _, token := range tokens {
-		wid := token.Workflow()
-		if seen[wid] || !token.Proven() {
-			continue
-		}
-		seen[wid] = true
-		has := t.AwaitEnds
-		if !has {
-			var err error
-			if has, err = t.Evidence.HasEnd(ctx, wid); err != nil {
-				return err
-			}
-		}
-		if has {
-			batch.Add(t.Evidence.Changed(now, wid))
-		}
-	}
-	return nil
 }
 
 // rollBackFor asks, in the commit of agents' errors, for the rollbacks of the calls that these

@@ -7,7 +7,6 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 
@@ -130,44 +129,6 @@ func TestCrashAroundTheEndOfAPlan(t *testing.T) {
 		if wid := evidence.WorkflowID(name); starts[wid] != 1 || ends[wid] != want {
 			t.Errorf("%s: %d starts and %d ends", name, starts[wid], ends[wid])
 		}
-	}
-}
-
-// A kill between the result of a rollback and the workflow's end that follows from it loses nothing: the next start
-// records that end, whether there is a plan or an idle time, or neither.
-func TestCrashBetweenARollbackAndTheEnd(t *testing.T) {
-	t.Parallel() // its gateways are processes
-	lab, stages := newRestLab(t), procNewStages(t)
-	site := procNewSite(t, lab.addr)
-	site.app, site.guard = "identity "+gatewayIdentity, sagaActions
-	site.store = "staged " + site.path("data") + " " + stages.url
-	gateway := site.start(t)
-	g, header := site.gateway(t), headers{"Authorization": "Bearer " + procCredential, "Workflow-Id": "once"}
-	charged := charge(1)
-	charged.header = header
-	checkpoint := g.call(charged).header.Get("Execution-Checkpoint")
-	if got := g.complete("once", header); got.status != http.StatusCreated {
-		t.Fatalf("%d %s", got.status, got.body)
-	}
-	reached := stages.arm("before workflow end")
-	site.operate(t, "rollback", checkpoint, "--reason", "ordered twice").says(t)
-	waitWithin(t, procBound, reached, "the end after the rollback")
-	gateway.kill()
-	site.start(t)
-	var ends []string
-	eventuallyWithin(t, procBound, "the end after the rollback", func() bool {
-		ends = nil
-		site.exported(t, func(token *ect.Unverified) {
-			if token.Event() == ect.EventWorkflowComplete {
-				status, _ := token.Ext().Text(ect.MemberTerminalStatus)
-				ends = append(ends, status)
-			}
-		})
-		return len(ends) > 1
-	})
-	slices.Sort(ends)
-	if strings.Join(ends, " ") != "rolled_back success" {
-		t.Errorf("the ends are %v", ends)
 	}
 }
 

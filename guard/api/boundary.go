@@ -20,7 +20,8 @@ import (
 // End says where a workflow is between its start and its end: as its initiator sees it, since others may
 // use its name for calls of their own (P3).
 type End struct {
-	// WorkflowEnd is the end to record now. Its Status is running while something is open.
+	// WorkflowEnd is the end to record now, or the one that the gateway has recorded last. Its Status is running
+	// while something is open and no end is recorded.
 	evidence.WorkflowEnd
 	// Initiator is who began it.
 	Initiator evidence.Reader
@@ -29,14 +30,11 @@ type End struct {
 	Planned bool
 	// Abandoned is how it has ended if nothing more comes, also against its plan.
 	Abandoned workflow.Status
-	// Recorded says whose end of it is recorded and stands.
+	// Recorded says whose end of it is recorded.
 	Recorded workflow.EndedBy
-	// Amended says that an end is recorded, and since then only errors and rollbacks: nothing more comes, and
-	// Status is Abandoned.
-	Amended bool
 	// Last is when something was recorded of it last.
 	Last time.Time
-	// Token is the id of the recorded end; empty without one.
+	// Token is the id of the end that the gateway has recorded; empty without one.
 	Token string
 	// Since is the version of the note that the end is awaited; zero if it is not. It was read first, so that
 	// no call has begun unseen if it has not changed.
@@ -67,15 +65,14 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 	case v.more:
 		return end, false, NewProblem(workflowRunning, fmt.Sprintf("It has more than %d tokens, and its end is not recorded.", maxEnding))
 	}
-	records, sources := v.records, v.sources
+	records, sources, recorded := v.records, v.sources, workflow.Status("")
 	end.Since = since
-	end.Round = v.ends
 	for i := range sources {
 		if sources[i].at.After(end.Last) {
 			end.Last = sources[i].at
 		}
-		if records[i].Event == ect.EventWorkflowComplete && !records[i].Stranger {
-			end.Token = records[i].ID
+		if r := &records[i]; r.Event == ect.EventWorkflowComplete && r.Own && !r.Stranger {
+			end.Token, recorded = r.ID, workflow.Status(r.Status)
 		}
 	}
 	var follows *plan.Descriptor // one that a start names and that is not in force keeps nothing from its end
@@ -94,18 +91,15 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 		at := sourcesByID(records, sources)
 		p := follows.Progress(g, func(id string) string { return at[id].node })
 		end.Status, end.Abandoned = p.Status, p.Abandoned
-		if end.Amended = g.Amended() == workflow.ByGateway; end.Amended { // an agent's says nothing of its plan
-			end.Status = end.Abandoned
+	} else {
+		var ending workflow.Ending
+		for _, i := range g.Tasks() {
+			ending.Add(g.At(i).State, g.At(i).Detail)
 		}
-		return end, true, nil
+		end.Status = ending.Status()
+		end.Abandoned = end.Status
 	}
-	end.Amended = g.Amended() != workflow.ByNobody
-	var ending workflow.Ending
-	for _, i := range g.Tasks() {
-		ending.Add(g.At(i).State, g.At(i).Detail)
-	}
-	end.Status = ending.Status()
-	end.Abandoned = end.Status
+	end.Status = cmp.Or(recorded, end.Status)
 	return end, true, nil
 }
 

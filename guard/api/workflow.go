@@ -207,7 +207,6 @@ type view struct {
 	sources []source
 	part    evidence.Participation
 	more    bool // there is more than was read
-	ends    int  // how many of its ends the gateway has recorded, seen or not
 }
 
 // view reads at most so many entries of a workflow.
@@ -216,9 +215,6 @@ func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most
 	v.more, err = s.each(ctx, wid, most, func(e *ledger.Entry) bool {
 		p.add(e)
 		r := s.recordOf(e)
-		if r.Own && r.Event == ect.EventWorkflowComplete {
-			v.ends++
-		}
 		v.records, v.sources = append(v.records, r), append(v.sources, s.sourceOf(e))
 		return false
 	})

@@ -7,8 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -25,10 +23,8 @@ import (
 // memberNodeCount is how many nodes the plan of a workflow has.
 const memberNodeCount ect.Member = "cascade.node_count"
 
-// endID is the id of an end of a workflow that has ended so often before.
-func (e *Evidence) endID(wid string, round int) string {
-	return e.secretID("workflow end", wid+" "+strconv.Itoa(round))
-}
+// endID is the id of the gateway's workflow_complete: one for a workflow, beside those of rollbacks.
+func (e *Evidence) endID(wid string) string { return e.secretID("workflow end", wid) }
 
 // startID is the id of the gateway's workflow_start: one for a workflow.
 func (e *Evidence) startID(wid string) string { return e.secretID("workflow start", wid) }
@@ -136,8 +132,6 @@ type WorkflowEnd struct {
 	Began       time.Time // see Start
 	// Status is success, partial, failed, rolled_back or escalated.
 	Status workflow.Status
-	// Round is how often the gateway has ended it before: what was recorded since has opened it again.
-	Round int
 }
 
 // WorkflowEnd drafts the end of a workflow (ATD Figure "Workflow Complete ECT").
@@ -147,7 +141,7 @@ func (b *EventBuilder) WorkflowEnd(now time.Time, w *WorkflowEnd) (*ect.Draft, e
 		parents = []string{w.Start}
 	}
 	return b.issuer.Draft(now, ect.Claims{
-		Audience: []string{b.Identity()}, ID: b.e.endID(w.Workflow, w.Round), Workflow: w.Workflow,
+		Audience: []string{b.Identity()}, ID: b.e.endID(w.Workflow), Workflow: w.Workflow,
 		Action: string(ect.EventWorkflowComplete), Parents: parents, Ext: w.ext(now),
 	})
 }
@@ -192,11 +186,8 @@ func (w *WorkflowEnd) Add(e *ledger.Entry) {
 }
 
 // spaceOpen begins the store's keys of workflows whose ends are waited for: a keyed hash of the id. The
-// value is the id, sealed, with changedMark behind it where Changed has written it.
-const (
-	spaceOpen   = 'y'
-	changedMark = "\x00"
-)
+// value is the id, sealed.
+const spaceOpen = 'y'
 
 // openTime is how long after its last call the end of a workflow is waited for.
 const openTime = 90 * 24 * time.Hour
@@ -208,25 +199,9 @@ func (e *Evidence) openKey(wid string) []byte {
 
 // Opened returns the write that notes that the end of a workflow is waited for. Each claim of a call
 // writes it again, so that nobody can record the end of a workflow in which a call has just begun.
-func (e *Evidence) Opened(now time.Time, wid string) store.Write { return e.noteOpen(now, wid, wid) }
-
-// Changed is Opened for the commit of a rollback's result or of an error: if the workflow has ended, it has another
-// end now, whether anybody waits for one or not.
-func (e *Evidence) Changed(now time.Time, wid string) store.Write {
-	return e.noteOpen(now, wid, wid+changedMark)
-}
-
-func (e *Evidence) noteOpen(now time.Time, wid, value string) store.Write {
+func (e *Evidence) Opened(now time.Time, wid string) store.Write {
 	key := e.openKey(wid)
-	return store.Write{Key: key, Value: e.sealer.Seal(nil, []byte(value), key), Expires: now.Add(openTime)}
-}
-
-// HasEnd reports whether the gateway waits for the end of a workflow, or has recorded one.
-func (e *Evidence) HasEnd(ctx context.Context, wid string) (bool, error) {
-	if since, err := e.OpenSince(ctx, wid); err != nil || since != 0 {
-		return since != 0, err
-	}
-	return e.isRecorded(ctx, wid, e.endID(wid, 0)) // this end and the note's removal were one commit
+	return store.Write{Key: key, Value: e.sealer.Seal(nil, []byte(wid), key), Expires: now.Add(openTime)}
 }
 
 // OpenSince is the version of that note; zero if the end is not waited for.
@@ -247,9 +222,8 @@ func (e *Evidence) Closed(wid string, since store.Version) store.Write {
 	return w
 }
 
-// OpenWorkflows are the workflows whose ends are waited for, at most so many, and whether the note of one is Changed's.
-func (e *Evidence) OpenWorkflows(ctx context.Context, most int) (all map[string]bool, err error) {
-	all = map[string]bool{}
+// OpenWorkflows are the workflows whose ends are waited for, at most so many.
+func (e *Evidence) OpenWorkflows(ctx context.Context, most int) (all []string, err error) {
 	r := store.Prefix([]byte{spaceOpen})
 	r.Limit = most
 	for found, err := range e.store.Scan(ctx, r) {
@@ -260,8 +234,7 @@ func (e *Evidence) OpenWorkflows(ctx context.Context, most int) (all map[string]
 		if err != nil {
 			return all, fmt.Errorf("evidence: an open workflow: %w: %w", ledger.ErrTampered, err)
 		}
-		id, changed := strings.CutSuffix(string(wid), changedMark)
-		all[id] = changed
+		all = append(all, string(wid))
 	}
 	return all, nil
 }

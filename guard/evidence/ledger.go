@@ -577,20 +577,23 @@ func (l *RollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 }
 
 // Completed records the result of a rollback, and the end of the workflow if the rollback
-// was of the whole workflow (cascade 4.1.3, ATD "Workflow Boundary ECTs"). After that of a part the workflow may
-// have another end, which is noted in the same commit.
+// was of the whole workflow (cascade 4.1.3, ATD "Workflow Boundary ECTs"). Where an end is awaited its note is rewritten, so that no
+// end is recorded that has not seen the result.
 func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
-	var changed *store.Write
+	var note *store.Write
 	t, err := l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackCompleteID(r.ID) },
 		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
 			d, err := rec.EventBuilder.RollbackComplete(now, r)
 			if err != nil || r.Workflow == "" {
 				return nil, []*ect.Draft{d}, err
 			}
-			if r.Scope != rollback.FullWorkflow {
-				w := rec.Evidence.Changed(now, r.Workflow)
-				changed = &w
-				return nil, []*ect.Draft{d}, nil
+			since, err := rec.Evidence.OpenSince(ctx, r.Workflow)
+			if err == nil && since != 0 {
+				w := rec.Evidence.Opened(now, r.Workflow)
+				note = &w
+			}
+			if err != nil || r.Scope != rollback.FullWorkflow {
+				return nil, []*ect.Draft{d}, err
 			}
 			page, err := rec.Evidence.Log().List(ctx, r.Workflow, "", ledger.MaxPage) // a workflow may be larger than any plan
 			if err != nil {
@@ -603,8 +606,8 @@ func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 			end, err := rec.EventBuilder.workflowComplete(now, r, &began)
 			return nil, []*ect.Draft{d, end}, err
 		})
-	if err == nil && changed != nil {
-		t.Batch.Add(*changed)
+	if err == nil && note != nil {
+		t.Batch.Add(*note)
 	}
 	return t, err
 }

@@ -646,45 +646,19 @@ const (
 	ByGateway
 )
 
-// Ended says whether the end of the workflow is recorded, and stands: nothing was recorded since that could
-// change a state.
-func (g *Graph) Ended() (by EndedBy) { return g.endedBefore(changing) }
-
-// Amended says who has recorded an end that does not stand, though no task has come since: only errors and rollbacks.
-// What it says holds, that nothing more comes, and how the workflow has ended is another matter now.
-func (g *Graph) Amended() (by EndedBy) {
-	if g.Ended() != ByNobody {
-		return ByNobody
-	}
-	return g.endedBefore([]ect.Event{"", ect.EventCheckpoint})
-}
-
-// endedBefore says who has recorded an end behind all such events.
-func (g *Graph) endedBefore(events []ect.Event) (by EndedBy) {
-	ended, changed := map[EndedBy]int{ByAgent: -1, ByGateway: -1}, -1
+// Ended says who has recorded the end of the workflow. Nothing that comes later takes it back.
+func (g *Graph) Ended() (by EndedBy) {
 	for i := range g.nodes {
-		node := &g.nodes[i]
-		switch {
-		case node.Stranger:
-		case node.Event == ect.EventWorkflowComplete && node.Own:
-			ended[ByGateway] = max(ended[ByGateway], g.seq[i])
-		case node.Event == ect.EventWorkflowComplete:
-			ended[ByAgent] = max(ended[ByAgent], g.seq[i])
-		case slices.Contains(events, node.Event) && !(node.Own && node.Attempt):
-			changed = max(changed, g.seq[i])
+		switch node := &g.nodes[i]; {
+		case node.Stranger || node.Event != ect.EventWorkflowComplete:
+		case node.Own:
+			return ByGateway
+		default:
+			by = ByAgent
 		}
 	}
-	switch {
-	case ended[ByGateway] > changed:
-		return ByGateway
-	case ended[ByAgent] > changed:
-		return ByAgent
-	}
-	return ByNobody
+	return by
 }
-
-// changing are the events that can change the state of a task.
-var changing = []ect.Event{"", ect.EventCheckpoint, ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventCompensate}
 
 // Tasks are the places of the tasks, in topological order. A guarded call is one task, however many
 // tokens record it, and a checkpoint without a task stands for one.
