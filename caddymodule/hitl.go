@@ -527,7 +527,7 @@ func (e *engine) startEscalations(ctx context.Context) error {
 			var reaching sync.WaitGroup
 			reaching.Go(func() {
 				x.store.Reach(running, hitl.Outreach{
-					Inform: newUndoSender(e).informHold, Find: e.passOn, OnAnswer: e.heldAt,
+					Inform: newUndoSender(e).informHold, OnAnswer: e.heldAt,
 					OnError: func(err error) {
 						e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
 					},

@@ -288,31 +288,8 @@ func (e *engine) participants() (all []hitl.Participant, err error) {
 	return all, nil
 }
 
-// holdTime bounds one attempt to tell a participant what holds a workflow, and one to find those behind.
+// holdTime bounds one attempt to tell a participant what holds a workflow.
 const holdTime = 20 * time.Second
-
-// passOn finds those behind this gateway to whom it passes on what holds a workflow: who takes part in
-// the undo of its calls here, and where the whole workflow was rolled back, or not all of it can be read,
-// all that are configured.
-func (e *engine) passOn(ctx context.Context, esc *hitl.Escalation) ([]hitl.Participant, error) {
-	c := e.rollbacks.coordinator()
-	if c == nil {
-		return nil, errNotOpen
-	}
-	ctx, cancel := context.WithTimeout(ctx, holdTime)
-	defer cancel()
-	all, whole, err := c.Involved(ctx, evidence.WorkflowID(esc.Workflow))
-	if err != nil || whole && !esc.Final {
-		return all, err
-	}
-	configured, err := e.participants()
-	for _, p := range configured {
-		if !slices.ContainsFunc(all, func(o hitl.Participant) bool { return o.Agent == p.Agent && o.URI == p.URI }) {
-			all = append(all, p)
-		}
-	}
-	return all, err
-}
 
 // heldAt says who has not confirmed what holds a workflow, and who has after all.
 func (e *engine) heldAt(p hitl.Participant, esc hitl.Escalation) {
@@ -346,10 +323,9 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 	if err != nil {
 		return err
 	}
-	relay := e.RelayBy(policy.Events.Identity())
 	body, err := json.Marshal(api.Hold{
 		EscalationID: e.ID, Opened: e.Opened, State: e.Hold().String(), Level: e.Level.String(), Cause: string(e.Cause), Final: e.Final,
-		RollbackID: e.Links.Rollback, Reached: relay.Reached, Hops: relay.Hops,
+		RollbackID: e.Links.Rollback,
 	})
 	if err != nil {
 		return err

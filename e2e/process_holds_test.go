@@ -133,48 +133,6 @@ func TestProcessStopReachesAll(t *testing.T) {
 	}
 }
 
-// ATD "Interaction with HITL" over a chain: the second gateway passes on to the third what the first
-// says, which knows nothing of the third; the later ones name the earlier ones, so that what is passed on
-// could come back without end. People at the second let that one go on, and no other. The resume goes the
-// same way, over a kill of the second and while the third is down.
-func TestProcessHoldsArePassedOn(t *testing.T) {
-	t.Parallel() // its gateways are processes
-	c := layStar(t)
-	for i, site := range c.sites {
-		before, after := max(i-1, 0), min(i+1, 2)
-		c.a.also = append(c.a.also, starIdentity(i))
-		site.app += fmt.Sprintf("rollback {\n partial allow\n coordinators %s %s\n participants http://%s/.well-known/cascade/rollback %s\n }",
-			starIdentity(before), starIdentity(after), c.sites[before].addr, starIdentity(before))
-	}
-	c.before(0, c.behind(1, "/charges"), "@mail path /mail\nagent_proxy @mail "+c.lab.addr+" {"+sagaActions+"\n}")
-	c.before(1, c.behind(2, "/charges"))
-	c.begin()
-	s := c.saga
-	root := s.do(charge(1))
-	s.do(request{path: "/mail"}, root.checkpoint)
-	s.back(rollbackBody{ID: rollbackID(1), Checkpoint: root.checkpoint, Scope: "sub_dag"}).want(t, "partial", "irreversible")
-	is := func(n, want int) func() bool { return func() bool { return c.tried(n, s.wid).status == want } }
-	eventually(t, "it is paused at the third", is(2, http.StatusConflict))
-	if got := c.tried(2, uuid.NewString()); got.status != http.StatusCreated {
-		t.Errorf("another workflow: %d %s", got.status, got.body)
-	}
-	held := s.holds().Holds
-	if len(held) != 1 {
-		t.Fatalf("it came back: %+v", held)
-	}
-	c.sites[1].decides(t, "approve", c.tried(1, s.wid).escalation(t))
-	if got := c.tried(2, s.wid); got.status != http.StatusConflict {
-		t.Errorf("who lets his own gateway go on resumes others: %d %s", got.status, got.body)
-	}
-	c.running[2].kill()
-	c.sites[0].decides(t, "approve", held[0].Escalation)
-	eventually(t, "the second has confirmed", func() bool { return strings.Contains(fmt.Sprint(s.holds().Holds), "lifted lifted") })
-	c.running[1].kill()
-	c.start(1)
-	c.start(2)
-	eventually(t, "it is resumed at the third", is(2, http.StatusCreated))
-}
-
 // A participant holds a workflow for the coordinators that it names alone. Messages that come again change
 // nothing, nor does an earlier one that comes late: what was lifted stays so, also where that came first.
 func TestProcessHoldsOfCoordinators(t *testing.T) {

@@ -438,15 +438,10 @@ type Hold struct {
 	Final bool `json:"final,omitempty"`
 	// RollbackID is the rollback that it is about.
 	RollbackID string `json:"rollback_id,omitempty"`
-	// Reached are the identities that hear of it from the sender or those before it, and Hops is how many
-	// gateways it has come by: who gets it passes it on to nobody of them.
-	Reached []string `json:"reached,omitempty"`
-	Hops    int      `json:"hops,omitempty"` // see Reached
 }
 
 // hold answers POST workflows/{id}/holds: the workflow is held here as long as it is at the coordinator
-// (ATD, "Interaction with HITL"), and passed on to those behind. The same message changes nothing, nor
-// does one that comes late.
+// (ATD, "Interaction with HITL"). The same message changes nothing, nor does one that comes late.
 func (q *escalationRequest) hold() error {
 	body, err := q.decisionBody("application/json")
 	if err != nil {
@@ -466,7 +461,6 @@ func (q *escalationRequest) hold() error {
 	o := hitl.Opening{
 		Key: fmt.Sprintf("hold %q %q %d", by, h.EscalationID, h.Opened.UnixNano()), Cause: hitl.CauseOther, Workflow: workflow,
 		Requester: "issuer:" + by, Final: h.Final, Notice: h.Final,
-		Relay: hitl.Relay{Hold: hitl.Holding, Unknown: true, Reached: append(h.Reached, by), Hops: max(h.Hops, 1)},
 	}
 	if slices.Contains(hitl.Causes(), hitl.Cause(h.Cause)) {
 		o.Cause = hitl.Cause(h.Cause)

@@ -178,8 +178,6 @@ type Opening struct {
 	// Participants are the gateways that hold the workflow, too, and hear when it is resumed; at most
 	// 64. Only Agent and URI of each count.
 	Participants []Participant
-	// Relay is what it passes on for another gateway, whose coordinator has said it.
-	Relay Relay
 	// Notice says that nobody is asked or notified: it was decided elsewhere. Lifted says that it does
 	// not hold its workflow here, or not any more.
 	Notice, Lifted bool
@@ -247,7 +245,6 @@ type Escalation struct {
 	// Participants are told what it holds, and Notice that nobody is asked: see Opening.
 	Participants []Participant
 	Notice       bool // see Participants
-	Relay        Relay
 	// Token is the id of the token that says that it was opened, Resolution that of the latest
 	// decision; empty where no ledger is kept.
 	Token, Resolution string
@@ -336,10 +333,6 @@ const (
 	tagNextWithin
 	tagParticipant
 	tagNotice
-	tagRelay
-	tagRelayUnknown
-	tagReached
-	tagHops
 	tagBoot
 )
 
@@ -423,12 +416,6 @@ func (e *Escalation) encode(b []byte) []byte {
 		store.Field(&to, tagParticipant, e.Participants[i].encode())
 	}
 	to.Bool(tagNotice, e.Notice)
-	to.Int(tagRelay, int64(e.Relay.Hold))
-	to.Bool(tagRelayUnknown, e.Relay.Unknown)
-	for _, name := range e.Relay.Reached {
-		to.String(tagReached, name)
-	}
-	to.Int(tagHops, int64(e.Relay.Hops))
 	to.String(tagBoot, e.Delivery.Boot)
 	return append(to.B, e.unknown...)
 }
@@ -517,14 +504,6 @@ func decode(b []byte) (*Escalation, error) {
 			e.Participants = append(e.Participants, p)
 		case tagNotice:
 			e.Notice = d.Int() != 0
-		case tagRelay:
-			e.Relay.Hold = Hold(small(&d))
-		case tagRelayUnknown:
-			e.Relay.Unknown = d.Int() != 0
-		case tagReached:
-			e.Relay.Reached = append(e.Relay.Reached, string(d.Field))
-		case tagHops:
-			e.Relay.Hops = int(d.Int())
 		case tagBoot:
 			e.Delivery.Boot = string(d.Field)
 		default:
@@ -627,7 +606,7 @@ func placeIn(name []byte) (time.Time, uuid.UUID) {
 // expires is when the record expires: never before its notification, nor while it holds a workflow,
 // proposes something, counts for its requester, has to reach participants, or is to be lifted for them.
 func (e *Escalation) expires(keep time.Duration) time.Time {
-	if e.unsettled() || e.Relay.Hold == Holding || e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
+	if e.unsettled() || e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
 		return time.Time{}
 	}
 	return e.Changed.Add(keep)

@@ -36,7 +36,6 @@ func full() Escalation {
 		{Agent: "p", URI: "u", Confirmed: Lifted, At: e.Opened.Add(6), Since: e.Opened.Add(7), Reason: "y", Refused: true}, {Agent: "o"},
 	}
 	e.Delivery.Boot = "m"
-	e.Relay = Relay{Hold: Lifted, Unknown: true, Reached: []string{"c", "d"}, Hops: 4}
 	e.Decisions = []Decision{{By: "a", Approve: true, Reason: "b", At: e.Opened.Add(4), Round: 1, Token: "t3"}, {By: "c", At: e.Opened.Add(5)}}
 	return e
 }

@@ -44,53 +44,9 @@ const (
 // String is the word used in documents.
 func (h Hold) String() string { return [...]string{"", "held", "lifted"}[h%3] }
 
-// Relay is what an escalation passes on for the coordinator of another gateway, whose words count for
-// its participants, and not what is decided here.
-type Relay struct {
-	// Hold is what the coordinator has said last; zero is that it holds nothing for another gateway.
-	Hold Hold
-	// Unknown says that its Participants are yet to be found.
-	Unknown bool
-	// Reached are the identities that hear of it already, those that it has come by among them, and Hops
-	// is how many those are. Nobody of them is told once more.
-	Reached []string
-	Hops    int // see Reached
-}
-
-const (
-	// maxHops is how many gateways in a row pass a hold on.
-	maxHops = 8
-	// maxReached bounds the names of a Relay, in bytes. A hold that has reached more is not passed on.
-	maxReached = 8 << 10
-)
-
-// bounded is the Relay, or one that nobody passes on any further.
-func (r Relay) bounded() Relay {
-	size := 0
-	for _, name := range r.Reached {
-		size += len(name)
-	}
-	if r.Hops >= maxHops || size > maxReached {
-		return Relay{Hold: r.Hold, Hops: maxHops}
-	}
-	return r
-}
-
-// RelayBy is what a participant hears of who has heard of an escalation from the gateway by and those
-// before it.
-func (e *Escalation) RelayBy(by string) Relay {
-	r := Relay{Reached: append(slices.Clone(e.Relay.Reached), by), Hops: e.Relay.Hops + 1}
-	for i := range e.Participants {
-		r.Reached = append(r.Reached, e.Participants[i].Agent)
-	}
-	return r.bounded()
-}
-
 // Hold is what its participants are told; zero is nothing yet.
 func (e *Escalation) Hold() Hold {
 	switch {
-	case e.Relay.Hold != 0:
-		return e.Relay.Hold
 	case e.Held, e.Notice && e.Final:
 		return Holding
 	case e.Status == Approved, e.Status == Withdrawn:
@@ -102,15 +58,11 @@ func (e *Escalation) Hold() Hold {
 // settled reports whether a participant needs to hear nothing more.
 func (p *Participant) settled(now Hold) bool { return now == 0 || p.Refused || p.Confirmed >= now }
 
-// unsettled reports whether some participant has not confirmed what holds now, or is yet to be found.
+// unsettled reports whether some participant has not confirmed what holds now.
 func (e *Escalation) unsettled() bool {
 	hold := e.Hold()
-	return e.seeks() || slices.ContainsFunc(e.Participants, func(p Participant) bool { return !p.settled(hold) })
+	return slices.ContainsFunc(e.Participants, func(p Participant) bool { return !p.settled(hold) })
 }
-
-// seeks reports whether its participants are to be found: nobody needs to hear that it is lifted who has
-// not heard of it.
-func (e *Escalation) seeks() bool { return e.Relay.Unknown && e.Relay.Hold == Holding }
 
 const (
 	// maxParticipants bounds those of one escalation, so that it fits its record and its commit.
@@ -172,22 +124,15 @@ func decodeParticipant(b []byte) (p Participant, err error) {
 // each other.
 func (d *Store) Lift(ctx context.Context, o Opening) (Escalation, error) {
 	o.Notice, o.Lifted = true, true
-	if o.Relay.Hold != 0 {
-		o.Relay.Hold = Lifted
-	}
 	e, err := d.Open(ctx, o)
-	if err != nil || !e.Held && e.Relay.Hold != Holding {
+	if err != nil || !e.Held {
 		return e, err
 	}
 	return d.change(ctx, e.ID, func(e *Escalation, now time.Time) (*Escalation, error) {
-		if !e.Held && e.Relay.Hold != Holding {
+		if !e.Held {
 			return nil, nil
 		}
-		next := e.ended(Withdrawn, now) // also where people here have let it go on: now those behind hear of it
-		if next.Relay.Hold != 0 {
-			next.Relay.Hold = Lifted
-		}
-		return next, nil
+		return e.ended(Withdrawn, now), nil
 	})
 }
 
@@ -202,10 +147,9 @@ func (d *Store) Reaching(ctx context.Context, workflow string) ([]Escalation, er
 const maxUnconfirmed = 1000
 
 // Unconfirmed is of how many escalations each participant, by its identity, has not confirmed what holds,
-// among the first 1,000 that somebody has not confirmed; the empty identity is of those that are yet to be
-// found. Who does not know holds is not counted.
+// among the first 1,000 that somebody has not confirmed. Who does not know holds is not counted.
 func (d *Store) Unconfirmed(ctx context.Context) (map[string]int, error) {
-	counts := map[string]int{"": 0}
+	counts := map[string]int{}
 	r := store.Prefix([]byte{space, kindReach})
 	r.Limit = maxUnconfirmed
 	for entry, err := range d.store.Scan(ctx, r) {
@@ -218,8 +162,6 @@ func (d *Store) Unconfirmed(ctx context.Context) (map[string]int, error) {
 			continue
 		case err != nil:
 			return nil, err
-		case e.seeks():
-			counts[""]++
 		}
 		for i, hold := 0, e.Hold(); i < len(e.Participants); i++ {
 			if p := &e.Participants[i]; !p.settled(hold) {
@@ -241,18 +183,15 @@ type RefusedHold struct {
 // Error implements error.
 func (e *RefusedHold) Error() string { return "hitl: the participant refuses: " + e.Reason }
 
-// Outreach is how participants are reached. All but Find and OnAnswer are required.
+// Outreach is how participants are reached. All but OnAnswer are required.
 type Outreach struct {
 	// Inform tells a participant what holds. It is called concurrently, at least once for each change,
 	// also after a restart; its errors are recorded as a word, *RefusedHold by its own.
 	Inform func(ctx context.Context, p *Participant, e *Escalation) error
-	// Find finds those to whom an escalation with a Relay is passed on. After an error it is called
-	// again. Nil finds nobody.
-	Find func(ctx context.Context, e *Escalation) ([]Participant, error)
 	// OnAnswer gets a participant whose record has changed, with its escalation. It is called
 	// concurrently.
 	OnAnswer func(p Participant, e Escalation)
-	// OnError gets errors of the store and of Find.
+	// OnError gets errors of the store.
 	OnError func(error)
 }
 
@@ -294,7 +233,7 @@ func (d *Store) Reach(ctx context.Context, o Outreach) {
 	}
 }
 
-// target is a participant of an escalation; without an agent it stands for those yet to be found.
+// target is a participant of an escalation.
 type target struct {
 	id    uuid.UUID
 	agent string
@@ -335,10 +274,6 @@ func (r *reach) round(ctx context.Context, running *sync.WaitGroup) (time.Durati
 			continue // a damaged record holds here, and says nothing of others
 		case err != nil:
 			return 0, err
-		}
-		if e.seeks() {
-			wait = min(wait, r.begin(ctx, running, target{id: id}, func() error { return r.find(ctx, id, e) }))
-			continue
 		}
 		hold := e.Hold()
 		for i := range e.Participants {
@@ -407,39 +342,6 @@ func (r *reach) attempt(ctx context.Context, at target) error {
 		err = errors.Join(err, r.heard(recording, at, e.Hold(), err)) // what is not recorded is told once more
 	}
 	return err
-}
-
-// find records to whom an escalation is passed on. A kill before that commit finds them again.
-func (r *reach) find(ctx context.Context, id uuid.UUID, e *Escalation) (err error) {
-	var found []Participant
-	if r.o.Find != nil {
-		if found, err = r.o.Find(ctx, e); err != nil {
-			if ctx.Err() == nil {
-				r.o.OnError(err)
-			}
-			return err
-		}
-	}
-	found = slices.DeleteFunc(found, func(p Participant) bool { return slices.Contains(e.Relay.Reached, p.Agent) })
-	if len(found) > maxParticipants {
-		r.o.OnError(fmt.Errorf("hitl: escalation %s reaches %d participants, more than %d; the others are not told", e.ID, len(found), maxParticipants))
-		found = found[:maxParticipants]
-	}
-	for {
-		old, version, err := r.read(ctx, id)
-		if errors.Is(err, ErrNotFound) || err == nil && !old.seeks() {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		next := *old
-		next.Relay.Unknown, next.Participants = false, found
-		_, err = r.store.Commit(ctx, r.put(id, old, &next, store.VersionIs(version))...)
-		if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
-			return err
-		}
-	}
 }
 
 // heard records what came of an attempt to tell a participant of a hold.

@@ -95,7 +95,7 @@ func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
 		if p[0].Confirmed != hitl.Holding || p[1].Confirmed != 0 || p[1].Since.IsZero() || p[1].Reason != "unreachable" || !p[2].Refused || p[2].Reason != "unsupported" {
 			t.Errorf("%+v", p)
 		}
-		if open, err := d.Unconfirmed(t.Context()); err != nil || len(open) != 2 || open["b"] != 1 || open[""] != 0 {
+		if open, err := d.Unconfirmed(t.Context()); err != nil || len(open) != 1 || open["b"] != 1 {
 			t.Errorf("%v, %v", open, err)
 		}
 		before := w.count("b held")
@@ -121,7 +121,7 @@ func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
 		if err != nil || slices.ContainsFunc(seen[0].Participants[:2], func(p hitl.Participant) bool { return p.Confirmed != hitl.Lifted || !p.Since.IsZero() }) {
 			t.Errorf("%+v, %v", seen, err)
 		}
-		if open, err := d.Unconfirmed(t.Context()); err != nil || len(open) != 1 || open[""] != 0 {
+		if open, err := d.Unconfirmed(t.Context()); err != nil || len(open) != 0 {
 			t.Errorf("%v, %v", open, err)
 		}
 		slices.Sort(w.news)
@@ -282,102 +282,4 @@ func TestParticipantsStandInTheSameCommit(t *testing.T) {
 	if _, err := d.Prepare(t.Context(), o); !errors.Is(err, hitl.ErrOpening) {
 		t.Errorf("%v", err)
 	}
-}
-
-// ATD "Interaction with HITL", in a row of gateways: what a coordinator has said is passed on to those
-// behind until it lifts it, whatever people decide here and however long it takes; to nobody who has heard
-// of it, and not without end.
-func TestHoldsArePassedOn(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		const keep = time.Hour
-		st, ring, w := memory.New(memory.Options{}), seal.Generate(), &listener{}
-		var unknown error = errors.New("the ledger is away")
-		var d *hitl.Store
-		run := func() (stop func()) {
-			d = hitl.NewStore(st, ring, keep)
-			running, cancel := context.WithCancel(t.Context())
-			over := make(chan struct{})
-			go func() {
-				defer close(over)
-				d.Reach(running, hitl.Outreach{Inform: w.hear, OnError: func(error) {}, Find: func(context.Context, *hitl.Escalation) ([]hitl.Participant, error) {
-					return []hitl.Participant{{Agent: "behind", URI: "u"}, {Agent: "coordinator", URI: "u"}}, unknown
-				}})
-			}()
-			return func() { cancel(); <-over }
-		}
-		opening := func(key string) hitl.Opening {
-			return hitl.Opening{
-				Key: key, Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: key,
-				Relay: hitl.Relay{Hold: hitl.Holding, Unknown: true, Reached: []string{"coordinator"}, Hops: 1},
-			}
-		}
-		heard := func(want ...string) {
-			t.Helper()
-			synctest.Wait()
-			w.mu.Lock()
-			defer w.mu.Unlock()
-			if !slices.Equal(w.heard, want) {
-				t.Fatalf("%q, not %q", w.heard, want)
-			}
-		}
-		stop := run()
-		e, err := d.Open(t.Context(), opening("w"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(time.Minute)
-		heard()
-		if open, err := d.Unconfirmed(t.Context()); err != nil || open[""] != 1 {
-			t.Errorf("%v, %v", open, err)
-		}
-		stop()
-		unknown = nil
-		stop = run() // killed before it was known to whom
-		heard("behind held")
-		if _, err := d.Decide(t.Context(), e.ID, hitl.Vote{By: "ann", Every: true, Approve: true}); err != nil {
-			t.Fatal(err)
-		}
-		if found, _, err := d.Blocks(t.Context(), "w"); found != nil || err != nil {
-			t.Fatalf("%+v, %v", found, err)
-		}
-		time.Sleep(3 * keep)
-		heard("behind held")
-		seen, err := d.Reaching(t.Context(), "w")
-		if err != nil || len(seen) != 1 || seen[0].Hold() != hitl.Holding {
-			t.Fatalf("%+v, %v", seen, err)
-		}
-		stop()
-		for range 2 {
-			if e, err := d.Lift(t.Context(), opening("w")); err != nil || e.Hold() != hitl.Lifted {
-				t.Fatalf("%+v, %v", e, err)
-			}
-		}
-		stop = run() // killed before it was passed on
-		heard("behind held", "behind lifted")
-		defer func() { stop() }()
-
-		far, wide := opening("far"), opening("wide")
-		far.Relay.Hops = 8
-		for range 300 {
-			wide.Relay.Reached = append(wide.Relay.Reached, "spiffe://example.com/gateway/of/them")
-		}
-		for _, o := range []hitl.Opening{far, wide} {
-			if e, err := d.Open(t.Context(), o); err != nil || !e.Held {
-				t.Fatalf("%+v, %v", e, err)
-			}
-		}
-		if e, err := d.Lift(t.Context(), opening("overtaken")); err != nil || e.Hold() != hitl.Lifted {
-			t.Fatalf("%+v, %v", e, err)
-		}
-		if e, err := d.Open(t.Context(), opening("overtaken")); err != nil || e.Held {
-			t.Fatalf("%+v, %v", e, err)
-		}
-		time.Sleep(time.Hour)
-		heard("behind held", "behind lifted")
-
-		next := seen[0].RelayBy("self")
-		if want := []string{"coordinator", "self", "behind"}; !slices.Equal(next.Reached, want) || next.Hops != 2 {
-			t.Errorf("%+v", next)
-		}
-	})
 }

@@ -134,7 +134,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 		},
 		State: Open, Opened: now, Changed: now, Delivery: Delivery{Next: now},
 		Status: Pending, Proposal: o.Proposal, Role: o.Role, Final: o.Final, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
-		Held: o.Level != Approval && o.Workflow != "" && !o.Lifted, Notice: o.Notice, Relay: o.Relay.bounded(),
+		Held: o.Level != Approval && o.Workflow != "" && !o.Lifted, Notice: o.Notice,
 	}
 	for _, p := range o.Participants {
 		e.Participants = append(e.Participants, Participant{Agent: shorten(p.Agent, maxText), URI: shorten(p.URI, maxText)})

@@ -294,53 +294,6 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 	return s.state, o, nil
 }
 
-// Involved are the participants that take part in the undo of the calls that a workflow has made here,
-// also of those that are on their way: it waits for those that have been admitted. Later ones find what
-// holds the workflow, if that was committed before. whole is false where not all of it can be read.
-func (c *Coordinator) Involved(ctx context.Context, workflow string) (all []hitl.Participant, whole bool, err error) {
-	entered, err := c.locks.lock(ctx, "", workflow, true)
-	if err != nil {
-		return nil, false, err
-	}
-	c.locks.unlock(entered)
-	if c.fleet != nil { // what the others have claimed
-		if err := c.fleet.shared.CatchUp(ctx); err != nil {
-			return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-	}
-	view, err := c.o.Ledger.Graph(ctx, Query{Workflow: workflow, Scope: FullWorkflow})
-	if errors.Is(err, checkpoint.ErrTampered) || errors.As(err, new(*TooManyError)) {
-		return nil, false, nil
-	}
-	if err != nil {
-		return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	var p plannedSteps
-	for i := range view.Graph.Len() {
-		n := view.Graph.At(i)
-		if !n.IsCheckpoint() || n.Group {
-			continue
-		}
-		cp, err := c.verified(ctx, n.ID)
-		if err != nil {
-			return nil, false, err
-		}
-		opened := (*checkpoint.Checkpoint)(nil)
-		if cp.Own {
-			opened, err = c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
-		} else if cp.ID != "" {
-			opened, err = c.foreign(&cp)
-		}
-		switch {
-		case errors.Is(err, checkpoint.ErrStore), errors.Is(err, ErrStore):
-			return nil, false, fmt.Errorf("%w: %w", ErrStore, err)
-		case err == nil && opened != nil:
-			p.inform(informedOf(opened))
-		}
-	}
-	return p.participants(new(head)), len(p.Participants) < maxInformed, nil
-}
-
 // foreignGuard stands in the place of the guard of a call, for checkpoints that others have made. No
 // guard has this name.
 const foreignGuard = "(participants)"
