@@ -118,7 +118,6 @@ import (
 //	priority      low | normal | high | critical | <placeholder>
 //	depends_on    <uri> <identity> <downstreams...>
 //	order         plan | par
-//	order_wait    <duration>
 //	approve       [off | <role>] [{
 //		quorum <number>
 //		within <duration>
@@ -578,9 +577,6 @@ func policyOptions() options[*Policy] {
 		"depends_on": {usage: "depends_on <uri> <identity> <downstreams...>", parse: parseDependency},
 		"order": {usage: "order plan | par", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.Order, orderPlan, orderPar)
-		}},
-		"order_wait": {usage: "order_wait <duration>", parse: func(d dispenser, p *Policy) error {
-			return parseDuration(d, &p.OrderWait)
 		}},
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }

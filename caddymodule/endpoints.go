@@ -292,9 +292,7 @@ type policyAction struct {
 	OnLeave string `json:"on_leave,omitempty"`
 	// Order is set where what tokens name as parents has to be done.
 	Order string `json:"order,omitempty"`
-	// OrderWait is how long a call waits for what comes before it; left out where it does not.
-	OrderWait float64 `json:"order_wait_s,omitempty"`
-	Keys      string  `json:"keys"`
+	Keys  string `json:"keys"`
 	// OnError is set where a failed call is rolled back.
 	OnError string `json:"on_error,omitempty"`
 	// Critical and Severity are set where the configuration states them.
@@ -432,7 +430,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Actions = append(doc.Actions, policyAction{
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
-			Critical: a.Critical, Severity: a.Severity, OrderWait: seconds(a.OrderWait),
+			Critical: a.Critical, Severity: a.Severity,
 		})
 		if a.OnUnknown == onUnknownResend {
 			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)

@@ -114,10 +114,6 @@ type Policy struct {
 	// `identity` and `trust`. Default: `plan`.
 	Order string `json:"order,omitempty"`
 
-	// How long a call waits for what comes before it, instead of being refused at once; no longer than its
-	// caller says that it waits itself. Default: not at all.
-	OrderWait caddy.Duration `json:"order_wait,omitempty"`
-
 	// Asks people before a call is sent. Until they have approved it, it gets 409
 	// `approval-required` and its key stays free; afterwards the same call under the same id is
 	// sent. Default: nobody is asked.
@@ -383,7 +379,6 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.Priority, base.Priority)
 	inherit(&p.DependsOn, base.DependsOn)
 	inherit(&p.Order, base.Order)
-	inherit(&p.OrderWait, base.OrderWait)
 	inherit(&p.Approve, base.Approve)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
 	inherit(&p.UndoAuth, base.UndoAuth)
@@ -418,7 +413,7 @@ func (p *Policy) validate() error {
 	for _, d := range []struct {
 		name  string
 		value caddy.Duration
-	}{{"deadline", p.Deadline}, {"stream_idle", p.StreamIdle}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}, {"resend_for", p.ResendFor}, {"order_wait", p.OrderWait}} {
+	}{{"deadline", p.Deadline}, {"stream_idle", p.StreamIdle}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}, {"resend_for", p.ResendFor}} {
 		if err := checkDuration(d.value); err != nil {
 			return wrong(err, d.name)
 		}

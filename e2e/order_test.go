@@ -16,10 +16,10 @@ import (
 )
 
 // A-topological-order-b, -c: with `order par` a call whose token names a call that runs is refused, and nothing of
-// it is recorded. One that waits gets through when that is done, and what does not depend on it is not held up.
+// it is recorded. It gets through when that is done, and what does not depend on it is not held up.
 func TestOrderByParents(t *testing.T) {
 	upstream, a, hold := newUpstream(t), newAgent(t, "a"), newGate(t)
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + upstream.addr + " {\n order par\n action patient {\n match path /patient\n order_wait 1m\n }\n}"})
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + upstream.addr + " {\n order par\n}"})
 	upstream.on("/slow", func(w http.ResponseWriter, _ *arrival) { hold.pass() })
 	upstream.on("/fails", status(http.StatusUnprocessableEntity, ""))
 	wid := uuid.NewString()
@@ -51,15 +51,9 @@ func TestOrderByParents(t *testing.T) {
 	if got := g.call(with(in(), request{path: "/pay"})); got.status != http.StatusCreated {
 		t.Errorf("beside it: %d %s", got.status, got.body)
 	}
-	patient := g.begin(with(in(first.ID()), request{path: "/patient"}))
-	eventually(t, "a call waits for its parent", func() bool { return waiting("guard.ordered") > 0 })
-	upstream.arrived("/patient", 0)
 	hold.open()
 	if got := running.answer(); got.status != http.StatusOK {
 		t.Fatalf("%d %s", got.status, got.body)
-	}
-	if got := patient.answer(); got.status != http.StatusCreated {
-		t.Errorf("who waited: %d %s", got.status, got.body)
 	}
 	g.call(with(second, request{path: "/pay"})).want(t, http.StatusCreated, "arrival 2", "executed")
 	g.call(with(second, request{path: "/pay"})).want(t, http.StatusCreated, "arrival 2", "replayed")
@@ -115,19 +109,18 @@ func TestOrderByPlan(t *testing.T) {
 }
 
 // A-topological-order-b, A-node-states-d: what has failed or was rolled back refuses for good, a call in doubt until it
-// is settled, and with `order_wait` a call waits until what comes before it is done.
+// is settled.
 func TestOrderByPlanAfterFailures(t *testing.T) {
 	u, a, c := newUpstream(t), newAgent(t, "a"), newAgent(t, "c")
 	p := &plannedGateway{t: t, upstream: u, a: a, c: c}
 	p.gateway = launch(t, setup{
-		app: trusting(t, a, c) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}",
-		site: "agent_proxy " + u.addr + " {\n action hold {\n match path /hold/*\n compensate POST /undo\n }\n" +
-			"action later {\n match path /later\n order_wait 1m\n }\n}", badger: true,
+		app:  trusting(t, a, c) + "\nrollback {\n coordinators spiffe://example.com/agent/c\n}",
+		site: "agent_proxy " + u.addr + " {\n action hold {\n match path /hold/*\n compensate POST /undo\n }\n}", badger: true,
 	})
 	u.on("/hold/fails", status(http.StatusUnprocessableEntity, ""))
 	u.on("/hold/doubt", status(http.StatusBadGateway, ""))
-	const steps = `{"wf_id": "w", "nodes": [{"id": "hold"}, {"id": "pay"}, {"id": "later"}, {"id": "last"}],
-		"edges": [{"from": "hold", "to": "pay"}, {"from": "hold", "to": "later"}, {"from": "pay", "to": "last"}]}`
+	const steps = `{"wf_id": "w", "nodes": [{"id": "hold"}, {"id": "pay"}, {"id": "last"}],
+		"edges": [{"from": "hold", "to": "pay"}, {"from": "pay", "to": "last"}]}`
 	begin := func() string {
 		wid := uuid.NewString()
 		if got := p.put(c, wid, steps, nil); got.status != http.StatusCreated {
@@ -148,9 +141,7 @@ func TestOrderByPlanAfterFailures(t *testing.T) {
 	}
 	failed := begin()
 	p.act(a, failed, "hold", "/hold/fails", nil)
-	for _, node := range []string{"pay", "later"} { // waiting would be in vain
-		held(failed, node, "hold failed  true never final")
-	}
+	held(failed, "pay", "hold failed  true never final")
 	held(failed, "last", "pay pending  true never final")
 
 	doubt := begin()
@@ -164,19 +155,6 @@ func TestOrderByPlanAfterFailures(t *testing.T) {
 	s.back(rollbackBody{Checkpoint: step.header.Get("Execution-Checkpoint"), Scope: "single"}).want(t, "completed")
 	held(undone, "pay", "hold rolled_back  true never final")
 
-	waiting, hold := begin(), newGate(t)
-	u.on("/hold/slow", func(http.ResponseWriter, *arrival) { hold.pass() })
-	first := p.begin(with(a.issue(ect.Claims{Workflow: waiting, Action: "hold"}), request{path: "/hold/slow"}))
-	wait(t, hold.arrived, "the first node")
-	later := p.begin(with(a.issue(ect.Claims{Workflow: waiting, Action: "later"}), request{path: "/later"}))
-	held(waiting, "pay", "hold running  false later")
-	u.arrived("/later", 0)
-	hold.open()
-	first.answer()
-	if got := later.answer(); got.status != http.StatusCreated {
-		t.Errorf("at last: %d %s", got.status, got.body)
-	}
-	u.arrived("/later", 1)
 	u.arrived("/pay", 0)
 }
 

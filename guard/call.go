@@ -743,7 +743,7 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 		}
 	}
 	if x.action.ParOrder || x.evidence.planned.plan != nil {
-		if err := ordered(x, false); err != nil {
+		if err := ordered(x); err != nil {
 			return in, err
 		}
 		constrainNode(x)
@@ -767,7 +767,7 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 	}
 	in, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 	if err == nil && (x.action.ParOrder || x.evidence.planned.plan != nil) {
-		if err = ordered(x, true); err != nil {
+		if err = ordered(x); err != nil {
 			in.Leave()
 		}
 	}

@@ -238,10 +238,9 @@ type Action struct {
 	// Priority is the class in which they wait for the Bulkhead, unless a token says another one: its
 	// name, or text with placeholders. Default: that of the Config.
 	Priority string
-	// ParOrder has a call whose token names parents wait for those of them that are calls and are not done
-	// (ATD, "Topological Order"), OrderWait for how long, instead of being refused at once.
-	ParOrder  bool
-	OrderWait time.Duration // see ParOrder
+	// ParOrder has a call refused whose token names parents that are calls and are not done (ATD,
+	// "Topological Order").
+	ParOrder bool
 	// Dependency returns the error with which the breaker of something behind the upstream refuses what
 	// the calls need, and its public name; nil if it would not, or if that is unknown (cascade 3.3.2).
 	// It must not wait. Nil: nothing is known of what is behind the upstream.

@@ -13,56 +13,62 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
 
-// A workflow's tasks begin in topological order (ATD, "Topological Order"; ADR 0115): a call waits until
-// what it depends on is done, or is refused. What it depends on are the nodes directly before its own in the
+// A workflow's tasks begin in topological order (ATD, "Topological Order"; ADR 0115): a call is refused until
+// what it depends on is done. What it depends on are the nodes directly before its own in the
 // workflow's plan, and, where the action's Order says so, the parents that its own tokens name. All states are
 // those of the ledger as it is now (guard/evidence/live.go).
 
 // maxDependencies is how many dependencies a problem names.
 const maxDependencies = 20
 
-// ordered refuses a call that must not begin before something else is done. It waits for that as long as
-// the call may, unless the call is about to be claimed: then a rollback of its workflow waits for it.
-func ordered(x *Call, claims bool) error {
+// ordered refuses a call that must not begin before something else is done.
+func ordered(x *Call) error {
 	parents := orderedBy(x)
 	if len(parents) == 0 && nodeOf(x) == nil {
 		return nil
 	}
-	begun := time.Now()
-	until := begun
-	if !claims {
-		until = begun.Add(x.action.OrderWait)
+	s := &x.evidence
+	var found []api.Dependency
+	follows := func(id string) bool {
+		return slices.Contains(s.call.Parents, id) || slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
 	}
-	_, said := callersTime(x.r.Header, x.h.DeadlineHeader)
-	if limit := begun.Add(x.call.Deadline); said && limit.Before(until) {
-		until = limit
-	}
-	timer := time.NewTimer(time.Until(until))
-	defer timer.Stop()
-	for over := !begun.Before(until); ; {
-		p, changed, err := dependencies(x, parents)
-		if err != nil {
-			return x.storeFailed(err)
-		}
-		if p == nil {
-			if said {
-				x.call.Deadline -= time.Since(begun)
+	err := readPart(x, func(l *plan.Live, p *plan.Part) {
+		if n := nodeOf(x); n != nil {
+			p.Follow(s.planned.plan)
+			for _, h := range p.Holds(n.ID, follows) {
+				found = append(found, api.Dependency{Node: h.Node, State: h.State, Detail: h.Detail, Final: h.Final})
 			}
-			return nil
 		}
-		if p.Final || over {
-			return p
+		for _, t := range l.Holding(parents) {
+			found = append(found, api.Dependency{
+				Task: t.ID, Action: t.Action, State: t.State, Detail: t.Detail, Final: t.Final(),
+			})
 		}
-		select {
-		case <-changed:
-		case <-timer.C:
-			over = true // what has changed until now counts
-		case <-x.engine.Waits.Done():
-			over = true
-		case <-x.r.Context().Done():
-			return x.gone()
-		}
+	})
+	if err != nil {
+		return x.storeFailed(err)
 	}
+	if len(found) == 0 {
+		return nil
+	}
+	final := func(d api.Dependency) bool { return d.Final }
+	p := x.problem(api.DependencyNotDone, "", 0)
+	p.Final = slices.ContainsFunc(found, final)
+	p.Detail = fmt.Sprintf("Of what it depends on %d are not done. Nothing was forwarded.", len(found))
+	if p.Final {
+		p.Reason = "final"
+		slices.SortStableFunc(found, func(a, b api.Dependency) int {
+			switch {
+			case a.Final == b.Final:
+				return 0
+			case a.Final:
+				return -1
+			}
+			return 1
+		})
+	}
+	p.Dependencies = found[:min(len(found), maxDependencies)]
+	return p
 }
 
 // nodeOf is the node of its workflow's plan that the call is, where that binds it; else nil. Undos are ordered
@@ -131,21 +137,18 @@ func before(x *Call) (ids []string, err error) {
 	if n == nil {
 		return nil, nil
 	}
-	_, err = readPart(x, func(_ *plan.Live, p *plan.Part) bool {
+	err = readPart(x, func(_ *plan.Live, p *plan.Part) {
 		p.Follow(s.planned.plan)
 		ids = p.Before(n.ID)
-		return false
 	})
 	return ids, err
 }
 
 // readPart calls read with the states of the workflow, and with what the call takes part in. See evidence.Live.
-func readPart(x *Call, read func(l *plan.Live, p *plan.Part) bool) (changed <-chan struct{}, err error) {
+func readPart(x *Call, read func(l *plan.Live, p *plan.Part)) error {
 	s := &x.evidence
 	who, named := s.call.Names(), s.named()
-	return s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) bool {
-		return read(l, l.Part(who, named))
-	})
+	return s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) { read(l, l.Part(who, named)) })
 }
 
 // named are the ids that link the call to what others have done: those of the tokens that led to it, and of their
@@ -172,49 +175,4 @@ func orderedBy(x *Call) (parents []string) {
 		}
 	}
 	return parents
-}
-
-// dependencies is the problem of a call with something before it that is not done; nil without. changed is
-// closed when that may have changed.
-func dependencies(x *Call, parents []string) (p *api.Problem, changed <-chan struct{}, err error) {
-	s := &x.evidence
-	var found []api.Dependency
-	follows := func(id string) bool {
-		return slices.Contains(s.call.Parents, id) || slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
-	}
-	changed, err = readPart(x, func(l *plan.Live, p *plan.Part) bool {
-		if n := nodeOf(x); n != nil {
-			p.Follow(s.planned.plan)
-			for _, h := range p.Holds(n.ID, follows) {
-				found = append(found, api.Dependency{Node: h.Node, State: h.State, Detail: h.Detail, Final: h.Final})
-			}
-		}
-		for _, t := range l.Holding(parents) {
-			found = append(found, api.Dependency{
-				Task: t.ID, Action: t.Action, State: t.State, Detail: t.Detail, Final: t.Final(),
-			})
-		}
-		return len(found) > 0
-	})
-	if err != nil || len(found) == 0 {
-		return nil, nil, err
-	}
-	final := func(d api.Dependency) bool { return d.Final }
-	p = x.problem(api.DependencyNotDone, "", 0)
-	p.Final = slices.ContainsFunc(found, final)
-	p.Detail = fmt.Sprintf("Of what it depends on %d are not done. Nothing was forwarded.", len(found))
-	if p.Final {
-		p.Reason = "final"
-		slices.SortStableFunc(found, func(a, b api.Dependency) int {
-			switch {
-			case a.Final == b.Final:
-				return 0
-			case a.Final:
-				return -1
-			}
-			return 1
-		})
-	}
-	p.Dependencies = found[:min(len(found), maxDependencies)]
-	return p, changed, nil
 }

@@ -3,7 +3,6 @@ package guard_test
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -25,12 +24,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// inOrder runs a test of calls that the parents in their tokens order, and that wait for so long. Calls to
-// /slow take three seconds.
-func inOrder(t *testing.T, wait time.Duration, test func(b *trust)) {
+// inOrder runs a test of calls that the parents in their tokens order. Calls to /slow take three
+// seconds.
+func inOrder(t *testing.T, test func(b *trust)) {
 	t.Helper()
 	trusting(t, ect.L2, func(b *trust) {
-		b.config.Actions = []*guard.Action{{Name: "default", Default: true, ParOrder: true, OrderWait: wait}}
+		b.config.Actions = []*guard.Action{{Name: "default", Default: true, ParOrder: true}}
 		b.begin()
 		b.answer = func(w http.ResponseWriter, r *http.Request) {
 			switch r.URL.Path {
@@ -74,7 +73,7 @@ func (b *trust) held(w *httptest.ResponseRecorder, of *ect.Token, state string, 
 // is recorded, and goes through when that is done. What does not depend on it is not held up, and what was
 // executed is replayed, whatever has become of its parents.
 func TestParOrder(t *testing.T) {
-	inOrder(t, 0, func(b *trust) {
+	inOrder(t, func(b *trust) {
 		wid := uuid.NewString()
 		first, beside := b.in(wid), b.in(wid)
 		second := b.in(wid, first.ID())
@@ -100,7 +99,7 @@ func TestParOrder(t *testing.T) {
 // P6: what is in doubt is not done, and what has failed never will be. So it is after a restart, and what
 // was not executed can be made again.
 func TestParOrderAfterFailures(t *testing.T) {
-	inOrder(t, 0, func(b *trust) {
+	inOrder(t, func(b *trust) {
 		wid := uuid.NewString()
 		failed, doubt := b.in(wid), b.in(wid)
 		b.want(b.uses("POST /fails", "", "", failed.Raw()), "422 executed")
@@ -125,65 +124,9 @@ func TestParOrderAfterFailures(t *testing.T) {
 	})
 }
 
-// A call waits for what it depends on where that is wished: no longer than its own caller, and not for what
-// will never be done.
-func TestParOrderWaits(t *testing.T) {
-	inOrder(t, time.Minute, func(b *trust) {
-		wid := uuid.NewString()
-		first := b.in(wid)
-		over := make(chan string, 2)
-		begun := time.Now()
-		go func() { over <- b.uses("POST /slow", "", "", first.Raw()) }()
-		synctest.Wait()
-		go func() { over <- b.uses("POST /pay", "", "", b.in(wid, first.ID()).Raw()) }()
-
-		waits := func(ctx context.Context, limit string) *httptest.ResponseRecorder {
-			r := httptest.NewRequestWithContext(ctx, http.MethodPost, "/pay", strings.NewReader(""))
-			r.Header.Set(ect.FieldName, b.in(wid, first.ID()).Raw())
-			r.Header.Set("Request-Timeout", limit)
-			w := httptest.NewRecorder()
-			b.serve(w, r)
-			return w
-		}
-		b.held(waits(b.Context(), "1"), first, "running", false)
-		if took := time.Since(begun); took > time.Second || took < 800*time.Millisecond {
-			t.Errorf("refused after %v", took)
-		}
-		gone, leave := context.WithCancel(b.Context())
-		left := make(chan int)
-		go func() { left <- waits(gone, "").Code }()
-		synctest.Wait()
-		leave()
-		if code := <-left; code != guard.StatusClientClosed {
-			t.Errorf("who has left gets %d", code)
-		}
-		b.want(<-over, "200 executed")
-		b.want(<-over, "200 executed")
-		if took := time.Since(begun).Round(time.Second); took != 3*time.Second {
-			t.Errorf("it took %v", took)
-		}
-		b.was(2)
-
-		failed := b.in(wid)
-		b.want(b.uses("POST /fails", "", "", failed.Raw()), "422 executed")
-		begun = time.Now()
-		b.held(b.send("POST /pay", "", "", b.in(wid, failed.ID()).Raw()), failed, "failed", true)
-		if took := time.Since(begun); took > time.Second {
-			t.Errorf("for what has failed it waited %v", took)
-		}
-		doubt := b.in(wid)
-		b.want(b.uses("POST /doubt", "", "", doubt.Raw()), "502 in_doubt")
-		begun = time.Now()
-		b.held(b.send("POST /pay", "", "", b.in(wid, doubt.ID()).Raw()), doubt, "failed in_doubt", false)
-		if took := time.Since(begun).Round(time.Second); took != time.Minute {
-			t.Errorf("for a doubt it waited %v", took)
-		}
-	})
-}
-
 // P4: where the ledger does not say what has become of the parents, nothing is forwarded.
 func TestParOrderFailsClosed(t *testing.T) {
-	inOrder(t, 0, func(b *trust) {
+	inOrder(t, func(b *trust) {
 		wid := uuid.NewString()
 		first := b.in(wid)
 		b.want(b.uses("POST /pay", "", "", first.Raw()), "200 executed")
@@ -197,31 +140,6 @@ func TestParOrderFailsClosed(t *testing.T) {
 		}
 		b.was(1)
 		b.want(b.uses("POST /pay", "k", "", second.Raw()), "200 executed")
-	})
-}
-
-// However many calls there are that follow from one, each is admitted once that is done, and none before.
-func TestParOrderOfMany(t *testing.T) {
-	inOrder(t, time.Minute, func(b *trust) {
-		wid := uuid.NewString()
-		first := b.in(wid)
-		over := make(chan string)
-		go func() { over <- b.uses("POST /slow", "", "", first.Raw()) }()
-		synctest.Wait()
-		begun := time.Now()
-		for i := range 50 {
-			token := b.in(wid, first.ID())
-			go func() { over <- b.uses("POST /pay", fmt.Sprint("k", i), "", token.Raw()) }()
-		}
-		synctest.Wait()
-		b.was(1)
-		for range 51 {
-			b.want(<-over, "200 executed")
-		}
-		if took := time.Since(begun); took > 4*time.Second {
-			t.Errorf("it took %v", took)
-		}
-		b.was(51)
 	})
 }
 
@@ -306,7 +224,7 @@ func TestPlanOrder(t *testing.T) {
 // P6: a node in doubt is not done; when somebody has found out, what comes after it goes on. One that has failed
 // holds all that comes after it for good, and what comes after that.
 func TestPlanOrderAfterFailures(t *testing.T) {
-	inOrder(t, 0, func(b *trust) {
+	inOrder(t, func(b *trust) {
 		wid := uuid.NewString()
 		b.follows(wid, trip)
 		b.ran(b.node(wid, "hold", "/x"))
@@ -327,22 +245,11 @@ func TestPlanOrderAfterFailures(t *testing.T) {
 	})
 }
 
-// Where plans are observed, or a call only waits, the plan refuses nothing.
-func TestPlanOrderObservedAndWaiting(t *testing.T) {
-	inOrder(t, time.Minute, func(b *trust) {
-		wid := uuid.NewString()
-		b.follows(wid, trip)
-		var all sync.WaitGroup
-		begun := time.Now()
-		for _, node := range []string{"charge", "hotel", "flight", "hold"} {
-			all.Go(func() { b.ran(b.node(wid, node, "/slow")) })
-		}
-		all.Wait()
-		if took := time.Since(begun).Round(time.Second); took != 9*time.Second {
-			t.Errorf("they took %v", took)
-		}
+// Where plans are observed, the plan refuses nothing.
+func TestPlanOrderObserved(t *testing.T) {
+	inOrder(t, func(b *trust) {
 		b.begin().Plans.Observed = true
-		wid = uuid.NewString()
+		wid := uuid.NewString()
 		b.follows(wid, trip)
 		b.ran(b.node(wid, "charge", "/x"))
 	})

@@ -134,14 +134,14 @@ func undoes(x *Call) (bool, error) {
 // takesPart says of a call's checkpoint whether it is in what this call takes part in (P3).
 func takesPart(x *Call) func(call string) (bool, error) {
 	return func(call string) (has bool, err error) {
-		_, err = readPart(x, func(_ *plan.Live, p *plan.Part) bool { has = p.Has(call); return false })
+		err = readPart(x, func(_ *plan.Live, p *plan.Part) { has = p.Has(call) })
 		return has, err
 	}
 }
 
 // called reports whether something was called before in what the call takes part in.
 func called(x *Call) (before bool, err error) {
-	_, err = readPart(x, func(_ *plan.Live, p *plan.Part) bool { before = p.Called(); return false })
+	err = readPart(x, func(_ *plan.Live, p *plan.Part) { before = p.Called() })
 	return before, err
 }
 
@@ -159,9 +159,8 @@ func planOf(x *Call) (a *plan.Assigned, err error) {
 	}
 	issuers, follows := s.initiators()
 	if offers { // also by those whose tokens were recorded before
-		if _, err := readPart(x, func(l *plan.Live, _ *plan.Part) bool {
+		if err := readPart(x, func(l *plan.Live, _ *plan.Part) {
 			issuers = append(issuers, l.Issuers(s.named(), maxAncestors)...)
-			return false
 		}); err != nil {
 			return nil, err
 		}

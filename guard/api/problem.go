@@ -592,7 +592,7 @@ var (
 		retry: true, retryAfter: 2 * time.Second,
 		meaning:  "The plan of the workflow has something come before this call, or the call's own token names it as its parent, and it is not done: it has not begun, runs, is in doubt, has failed, was undone or is about to be. `dependencies` names it with its state. Nothing was recorded or forwarded. With the `reason` final it will never be done, since it has failed or was undone, or cannot begin itself.",
 		caller:   "Send the same call again after Retry-After. Where `reason` is final no retry helps: the work has to be planned anew.",
-		operator: "The workflow's document shows what holds each node. A call in doubt is settled with `caddy agent-guard executions resolve`. `order_wait` has calls wait for a while; `order` says whether the parents that tokens name count.",
+		operator: "The workflow's document shows what holds each node. A call in doubt is settled with `caddy agent-guard executions resolve`. `order` says whether the parents that tokens name count.",
 	}
 	SnapshotFailed = Kind{
 		Slug: "snapshot-failed", Status: http.StatusServiceUnavailable, SafeNewKey: true,

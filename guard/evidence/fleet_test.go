@@ -650,38 +650,31 @@ func TestFleetLiveStates(t *testing.T) {
 	f := newFleet(t)
 	a, b := f.join("a", mustRing(t)), f.join("b", mustRing(t))
 	workflow, other := uuid.NewString(), uuid.NewString()
-	live := func(n *testNode, name string, follow bool) (size int, changed <-chan struct{}) {
+	live := func(n *testNode, name string) (size int) {
 		t.Helper()
-		changed, err := n.Live(t.Context(), n.builder, name, func(l *plan.Live) bool { size = l.Len(); return follow })
-		if err != nil {
+		if err := n.Live(t.Context(), n.builder, name, func(l *plan.Live) { size = l.Len() }); err != nil {
 			t.Fatal(err)
 		}
-		return size, changed
+		return size
 	}
 	b.record(workflow)
 	b.record(other)
-	size, changed := live(b, workflow, true)
-	if n, _ := live(b, other, false); size != 1 || n != 1 {
+	if size, n := live(b, workflow), live(b, other); size != 1 || n != 1 {
 		t.Fatalf("%d and %d records", size, n)
 	}
 	before := b.LiveRecords()
 	a.record(workflow)
-	select {
-	case <-changed:
-	case <-time.After(fleetPatience):
-		t.Fatal("who follows the workflow is not woken")
-	}
 	if got := b.LiveRecords(); got != before {
 		t.Errorf("%d of %d records are left", got, before)
 	}
-	if size, _ := live(b, workflow, false); size != 2 {
+	if size := live(b, workflow); size != 2 {
 		t.Errorf("%d records", size)
 	}
 	b.live.recordedElsewhere(nil) // anything may have been recorded
 	if got := b.LiveRecords(); got != 0 {
 		t.Errorf("%d records are left", got)
 	}
-	if size, _ := live(b, workflow, false); size != 2 {
+	if size := live(b, workflow); size != 2 {
 		t.Errorf("%d records", size)
 	}
 }
@@ -689,11 +682,10 @@ func TestFleetLiveStates(t *testing.T) {
 // waitsFor says what a token waits for at this node that names these ids as its parents.
 func (n *testNode) waitsFor(workflow string, ids ...string) (text string) {
 	n.t.Helper()
-	if _, err := n.Live(n.t.Context(), n.builder, workflow, func(l *plan.Live) bool {
+	if err := n.Live(n.t.Context(), n.builder, workflow, func(l *plan.Live) {
 		for _, task := range l.Holding(ids) {
 			text += string(task.State) + " " + string(task.Detail)
 		}
-		return false
 	}); err != nil {
 		n.t.Error(err)
 	}
@@ -754,7 +746,7 @@ func TestFleetLiveBesideCommits(t *testing.T) {
 	all.Wait()
 	for _, n := range nodes {
 		size := 0
-		if _, err := n.Live(t.Context(), n.builder, workflow, func(l *plan.Live) bool { size = l.Len(); return false }); err != nil || size != 2*8*4 {
+		if err := n.Live(t.Context(), n.builder, workflow, func(l *plan.Live) { size = l.Len() }); err != nil || size != 2*8*4 {
 			t.Errorf("%d records, %v", size, err)
 		}
 	}
@@ -783,8 +775,8 @@ func TestFleetLiveStatesOfAGoneNode(t *testing.T) {
 	if got := c.waitsFor(workflow, done) + c.waitsFor(workflow, running); got != "running " {
 		t.Errorf("at a new node: %q", got)
 	}
-	if _, err := a.Live(t.Context(), a.builder, workflow, func(*plan.Live) bool { return false }); err == nil {
-		if _, err = a.Live(t.Context(), a.builder, workflow, func(*plan.Live) bool { return false }); err == nil {
+	if err := a.Live(t.Context(), a.builder, workflow, func(*plan.Live) {}); err == nil {
+		if err = a.Live(t.Context(), a.builder, workflow, func(*plan.Live) {}); err == nil {
 			t.Error("a removed node knows the states")
 		}
 	}
@@ -827,7 +819,7 @@ func TestFleetReadsOutboxes(t *testing.T) {
 		}
 	}
 	size := 0
-	if _, err := b.Live(t.Context(), b.builder, workflow, func(l *plan.Live) bool { size = l.Len(); return false }); err != nil || size != 1 {
+	if err := b.Live(t.Context(), b.builder, workflow, func(l *plan.Live) { size = l.Len() }); err != nil || size != 1 {
 		t.Errorf("%d records, %v", size, err)
 	}
 	if n, err := log.Waiting(t.Context()); err != nil || n != 1 {

@@ -60,7 +60,6 @@ type liveWorkflow struct {
 	came    []arrival       // what is not added yet: meanwhile, and in a fleet since somebody has asked
 	seen    map[string]bool // the keys that came
 	dropped bool
-	changed chan struct{} // closed at the next change; nil while nobody waits
 }
 
 // arrival is an event that has just been recorded: here, or by another node under a key of the store.
@@ -70,12 +69,11 @@ type arrival struct {
 }
 
 // Live calls read with the states of a workflow, in which everything counts whose commit has returned. read must
-// neither wait nor keep them. Where it returns true, changed is closed at the next change. b says whose an
-// event is.
+// neither wait nor keep them. b says whose an event is.
 //
 // The error is that of the ledger, or of ctx, or a rollback.TooManyError: a workflow that was not read
 // whole has no states (P4).
-func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read func(l *plan.Live) bool) (changed <-chan struct{}, err error) {
+func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read func(l *plan.Live)) error {
 	var hash [8]byte
 	if e.live.fleet {
 		hash = e.log.WorkflowHash(name)
@@ -92,15 +90,15 @@ func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read 
 			select {
 			case <-w.ready:
 			case <-ctx.Done():
-				return nil, ctx.Err()
+				return ctx.Err()
 			}
 		}
 		if w.err != nil {
-			return nil, w.err
+			return w.err
 		}
 		if e.live.fleet {
 			if err := e.addArrived(ctx, w, !first); err != nil {
-				return nil, err
+				return err
 			}
 		}
 		w.mu.Lock()
@@ -109,21 +107,13 @@ func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read 
 			continue
 		}
 		before := w.live.Len()
-		if read(w.live) {
-			if w.changed == nil {
-				w.changed = make(chan struct{})
-			}
-			changed = w.changed
-			if len(w.came) > 0 { // since it was added
-				w.wake()
-			}
-		}
+		read(w.live)
 		now := w.live.Len()
 		w.mu.Unlock()
 		if now > before { // it follows a plan
 			e.live.count(w, now)
 		}
-		return changed, nil
+		return nil
 	}
 }
 
@@ -325,7 +315,6 @@ func (t *liveWorkflows) recorded(events []ledger.Event, err error) {
 			w.live.Add(liveRecord(&entry, w.builder))
 			n = w.live.Len()
 		}
-		w.wake()
 		w.mu.Unlock()
 		if t.count(w, n); full {
 			t.drop(w)
@@ -360,19 +349,10 @@ func (t *liveWorkflows) recordedElsewhere(key []byte) {
 		}
 		w.seen[string(key)] = true
 		w.came = append(w.came, arrival{key: bytes.Clone(key)})
-		w.wake()
 	}
 	w.mu.Unlock()
 	if full {
 		t.remove(at)
-	}
-}
-
-// wake wakes those who wait for a change, with mu held.
-func (w *liveWorkflow) wake() {
-	if w.changed != nil {
-		close(w.changed)
-		w.changed = nil
 	}
 }
 
@@ -411,5 +391,4 @@ func (t *liveWorkflows) remove(at *list.Element) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.dropped = true
-	w.wake()
 }
