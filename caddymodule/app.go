@@ -390,24 +390,16 @@ func (a *App) provisionTokens() error {
 // reached fails no start: guarded calls get 503 until it can.
 func (a *App) Start() error {
 	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
-		for name, server := range app.(*caddyhttp.App).Servers {
-			if err := checkResends(server); err != nil {
-				return fmt.Errorf("agent_guard: server %s: %w", name, err)
-			}
-		}
-		visits, bare := visitsOf(app.(*caddyhttp.App))
-		if err := checkChains(visits); err != nil {
+		visits, passages := visitsOf(app.(*caddyhttp.App))
+		if err := cmp.Or(checkResends(passages), checkChains(visits)); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
-		noteBalancing(visits)
+		noteBalancing(visits, passages)
 		noteChanges(visits)
-		warnBare(a.logger, bare)
+		warnBare(a.logger, passages)
+		warnErrorRoutes(a.logger, visits, passages)
 		a.warnRoles()
 		joinProxies(app.(*caddyhttp.App))
-		for _, server := range unguardedErrorRoutes(app.(*caddyhttp.App)) {
-			a.logger.Warn("reverse_proxy in handle_errors is not guarded: a call that was released there runs again with each retry; "+
-				"use agent_proxy in its place", zap.String("server", server))
-		}
 	}
 	for _, h := range a.guards.list() {
 		if h.pool != nil { // earlier configurations use it as well

@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
@@ -24,6 +25,17 @@ import (
 	"go.uber.org/zap"
 )
 
+// The routes of a configuration are read once, as Caddy runs them:
+//
+//   - A guard is refused behind a handler that answers every request, with nothing behind it that
+//     answers, behind what changes by what a call or its caller is recognised, and behind several
+//     authentications.
+//   - One name in two servers is one service only if requests pass equal authentications and changes
+//     before the guard, and equal handlers behind it: proxies to the same addresses, with the same Host
+//     and header. What handlers of other modules do is not known: each equals only itself. Matchers are
+//     not compared, nor are fixed answers.
+//   - A handler of another module behind a guard may answer. What it answers with counts as DESIGN says.
+
 // before are the handlers that a request may have passed.
 type before struct {
 	auths    []*caddyauth.Authentication // one that every request passes replaces the earlier ones
@@ -31,16 +43,21 @@ type before struct {
 	changers []caddyhttp.MiddlewareHandler
 	copiers  []*headers.Handler // behind a proxy that has asked about the request, as in forward_auth
 	guards   []*Handler
+	by       string // the handler that has answered every request, so that none comes here; empty is none
 }
 
 func (b before) join(other before) before {
-	return before{
+	joined := before{
 		auths:    union(b.auths, other.auths),
 		always:   b.always && other.always,
 		changers: union(b.changers, other.changers),
 		copiers:  union(b.copiers, other.copiers),
 		guards:   union(b.guards, other.guards),
 	}
+	if other.by != "" {
+		joined.by = b.by
+	}
+	return joined
 }
 
 func union[T comparable](a, b []T) []T {
@@ -59,25 +76,41 @@ type visit struct {
 	server *caddyhttp.Server
 	name   string // of the server
 	place  string
-	site   caddyhttp.RouteList
 	before before
-	// answered reports that a handler behind the guard may answer, on this route or another one.
+	// behind are the handlers behind the guard, on this route or another one, and answered says that
+	// one may answer.
+	behind   []caddyhttp.MiddlewareHandler
 	answered bool
 	sends    string // the method with which requests are sent on behind it, whatever theirs; empty if it is theirs
 	caught   bool   // error routes take the errors of the guard
 }
 
+// passage is a handler in the configuration that leads to an upstream.
+type passage struct {
+	proxy     *reverseproxy.Handler // nil for the option `upstream` of a guard
+	server    *caddyhttp.Server
+	place     string
+	guards    []*Handler // guards whose calls reach it, according to the routes
+	unguarded bool       // it is in error routes, with no guard before it
+
+	// Set when everything is loaded; see App.passages.
+	handler caddyhttp.Handler
+	reach   rollback.Reach
+	own     bool // the option `upstream` of a guard
+}
+
 // chains finds the routes to the guards of a configuration.
 type chains struct {
-	server *caddyhttp.Server
-	name   string
-	place  string
-	site   caddyhttp.RouteList
-	depth  int  // of named routes
-	caught bool // error routes take the errors of what is read
-	visits []visit
-	bare   map[*reverseproxy.Handler]bareProxy
-	// answered has the guards behind which a handler may answer.
+	server   *caddyhttp.Server
+	name     string
+	place    string
+	depth    int  // of named routes
+	caught   bool // error routes take the errors of what is read
+	errors   bool // the error routes are read
+	visits   []visit
+	passages []passage
+	// behind has the handlers behind each guard, and answered the guards behind which one may answer.
+	behind   map[*Handler][]caddyhttp.MiddlewareHandler
 	answered map[*Handler]bool
 	// read has the handlers of routes that are not loaded, decoded once for all routes to
 	// them.
@@ -96,49 +129,32 @@ func (c *chains) handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandle
 	return c.read[key]
 }
 
-// bareProxy is a reverse_proxy behind a guard that has no circuit breakers.
-type bareProxy struct {
-	guard, place string
-	upstreams    []string
-}
-
 // maxInvoked bounds how deep named routes invoke each other.
 const maxInvoked = 20
 
-// visitsOf lists the routes to the guards in an app's servers, and the proxies behind them that have
-// no breakers.
-func visitsOf(app *caddyhttp.App) ([]visit, map[*reverseproxy.Handler]bareProxy) {
-	var all []visit
-	bare := map[*reverseproxy.Handler]bareProxy{}
+// visitsOf lists the routes to the guards in an app's servers, and the proxies.
+func visitsOf(app *caddyhttp.App) (visits []visit, passages []passage) {
 	for _, name := range slices.Sorted(maps.Keys(app.Servers)) {
-		all = append(all, visitsIn(app.Servers[name], name, bare)...)
+		v, p := visitsIn(app.Servers[name], name)
+		visits, passages = append(visits, v...), append(passages, p...)
 	}
-	return all, bare
+	return visits, passages
 }
 
-func visitsIn(server *caddyhttp.Server, name string, bare map[*reverseproxy.Handler]bareProxy) []visit {
-	c := chains{server: server, name: name, bare: bare, answered: map[*Handler]bool{},
+func visitsIn(server *caddyhttp.Server, name string) ([]visit, []passage) {
+	c := chains{server: server, name: name, behind: map[*Handler][]caddyhttp.MiddlewareHandler{}, answered: map[*Handler]bool{},
 		read: map[*json.RawMessage][]caddyhttp.MiddlewareHandler{}, caught: server.Errors != nil && len(server.Errors.Routes) > 0}
-	c.sites(server.Routes, "/routes")
-	if c.caught = false; server.Errors != nil {
-		c.sites(server.Errors.Routes, "/errors/routes")
+	c.place = name + "/routes"
+	c.routes(server.Routes, before{}, true)
+	if server.Errors != nil {
+		c.place, c.caught, c.errors = name+"/errors/routes", false, true
+		c.routes(server.Errors.Routes, before{}, true)
 	}
 	for i := range c.visits {
-		c.visits[i].answered = c.answered[c.visits[i].guard]
+		v := &c.visits[i]
+		v.behind, v.answered = c.behind[v.guard], c.answered[v.guard]
 	}
-	return c.visits
-}
-
-// sites reads the routes of a server. Each site has its own route; a single site may have
-// all of them.
-func (c *chains) sites(routes caddyhttp.RouteList, list string) {
-	c.place, c.site = c.name+list, nil
-	for i := range routes { // except other sites and Caddy's redirects to https
-		if hostsOf(&routes[i]) == "" && !answersOnly(&routes[i]) {
-			c.site = append(c.site, routes[i])
-		}
-	}
-	c.routes(routes, before{}, true)
+	return c.visits, c.passages
 }
 
 // routes reads a list and returns what a request may have passed after it. top says that it
@@ -155,19 +171,21 @@ func (c *chains) routes(routes caddyhttp.RouteList, b before, top bool) before {
 			}
 			enters = first
 		}
-		place, site := c.place, c.site
+		place := c.place
 		if c.depth == 0 {
 			c.place = fmt.Sprintf("%s/%d", place, i)
 		}
 		if hosts := hostsOf(route); top && hosts != "" {
 			c.place += " (" + hosts + ")"
-			c.site = siteOf(route)
 		}
 		leaves, ends := c.handlers(route, enters)
-		c.place, c.site = place, site
-		switch {
+		c.place = place
+		switch all := len(route.MatcherSetsRaw) == 0 && takesAll(route); {
 		case route.Terminal || ends:
-		case len(route.MatcherSetsRaw) == 0 && takesAll(route):
+			if all && b.by == "" {
+				b.by = leaves.by
+			}
+		case all:
 			b = leaves
 		default:
 			b = b.join(leaves)
@@ -176,38 +194,17 @@ func (c *chains) routes(routes caddyhttp.RouteList, b before, top bool) before {
 	return b
 }
 
-// answersOnly reports whether a route only has fixed answers.
-func answersOnly(route *caddyhttp.Route) bool {
-	return len(route.Handlers) > 0 && !slices.ContainsFunc(route.Handlers, func(h caddyhttp.MiddlewareHandler) bool {
-		_, answers := h.(*caddyhttp.StaticResponse)
-		return !answers
-	})
-}
-
-// siteOf returns the routes of a site that has its own route.
-func siteOf(route *caddyhttp.Route) caddyhttp.RouteList {
-	if len(route.Handlers) == 1 {
-		if sub, ok := route.Handlers[0].(*caddyhttp.Subroute); ok && sub.Errors == nil {
-			return sub.Routes
-		}
-	}
-	return caddyhttp.RouteList{{Handlers: route.Handlers}}
-}
-
 // handlers reads the handlers of a route. ends says that no request passes it.
 func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool) {
 	for _, handler := range c.handlersOf(route) {
 		switch h := handler.(type) {
 		case *Handler:
-			c.visits = append(c.visits, visit{guard: h, server: c.server, name: c.name, place: c.place, site: c.site, before: b, caught: c.caught})
+			c.visits = append(c.visits, visit{guard: h, server: c.server, name: c.name, place: c.place, before: b, caught: c.caught})
 			b.guards = union(b.guards, []*Handler{h})
 		case *caddyauth.Authentication:
 			b.auths, b.always = []*caddyauth.Authentication{h}, true
 		case *rewrite.Rewrite:
-			b.changers = union(b.changers, []caddyhttp.MiddlewareHandler{h})
 			c.sendsAs(h, b)
-		case *headers.Handler, *requestbody.RequestBody:
-			b.changers = union(b.changers, []caddyhttp.MiddlewareHandler{h})
 		case *caddyhttp.Subroute:
 			outer := c.caught
 			c.caught = outer || h.Errors != nil
@@ -234,15 +231,33 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 				ends = false
 			}
 		}
-		switch nameOf(handler) {
-		case "agent_guard", "agent_guard_endpoints", "subroute", "invoke", "authentication", "rewrite":
+		switch name := nameOf(handler); name {
+		case "agent_guard", "agent_guard_endpoints", "subroute", "invoke":
 		default:
-			if !passesOn(handler) { // handlers of other modules may answer
+			c.passed(handler, &b)
+			if name != "authentication" && name != "rewrite" && !passesOn(handler) { // handlers of other modules may answer
 				c.answer(b)
 			}
 		}
 	}
 	return b, ends
+}
+
+// passed notes a handler for what comes behind it, and for the guards before it.
+func (c *chains) passed(handler caddyhttp.MiddlewareHandler, b *before) {
+	if by := answersAll(handler); b.by == "" {
+		b.by = by
+	}
+	if _, fixed := handler.(*caddyhttp.StaticResponse); fixed { // such as Caddy's redirects to https
+		return
+	}
+	one := []caddyhttp.MiddlewareHandler{handler}
+	for _, guard := range b.guards {
+		c.behind[guard] = union(c.behind[guard], one)
+	}
+	if _, auth := handler.(*caddyauth.Authentication); !auth {
+		b.changers = union(b.changers, one)
+	}
 }
 
 // answer records that a handler may answer calls that passed b.
@@ -279,29 +294,64 @@ func (c *chains) sendsAs(r *rewrite.Rewrite, b before) {
 	}
 }
 
-// proxy records a proxy without breakers behind a guard, unless it does not forward the
-// call itself, as in forward_auth.
+// proxy records a proxy, with the guards on the way there.
 func (c *chains) proxy(h *reverseproxy.Handler, b before) {
-	_, ours := h.Transport.(*proxy.Transport)
-	asks := changesMethod(h.Rewrite) && len(h.HandleResponse) > 0
-	if ours || asks || len(b.guards) == 0 {
-		return
+	i := slices.IndexFunc(c.passages, func(p passage) bool { return p.proxy == h })
+	if i < 0 {
+		i = len(c.passages)
+		c.passages = append(c.passages, passage{proxy: h, server: c.server, place: c.place})
 	}
-	bare := bareProxy{guard: b.guards[len(b.guards)-1].Name, place: c.place}
-	for _, u := range h.Upstreams {
-		bare.upstreams = append(bare.upstreams, u.Dial)
-	}
-	c.bare[h] = bare
+	p := &c.passages[i]
+	p.guards = union(p.guards, b.guards)
+	p.unguarded = p.unguarded || c.errors && len(b.guards) == 0
 }
 
 // warnBare warns of proxies without breakers behind guards (cascade 3.2): they send every call to a
-// failing upstream.
-func warnBare(logger *zap.Logger, bare map[*reverseproxy.Handler]bareProxy) {
-	for _, p := range bare {
+// failing upstream. A proxy that only asks about a call, as forward_auth does, needs none.
+func warnBare(logger *zap.Logger, passages []passage) {
+	for _, p := range passages {
+		_, ours := p.proxy.Transport.(*proxy.Transport)
+		asks := changesMethod(p.proxy.Rewrite) && len(p.proxy.HandleResponse) > 0
+		if ours || asks || len(p.guards) == 0 {
+			continue
+		}
+		var upstreams []string
+		for _, u := range p.proxy.Upstreams {
+			upstreams = append(upstreams, u.Dial)
+		}
 		logger.Warn("a reverse_proxy behind agent_guard has no circuit breaker, and no proof of what was sent: "+
 			"give it `transport agent_guard`, or write agent_proxy in its place",
-			zap.String("route", p.place), zap.String("guard", p.guard), zap.Strings("upstreams", p.upstreams))
+			zap.String("route", p.place), zap.String("guard", p.guards[len(p.guards)-1].Name), zap.Strings("upstreams", upstreams))
 	}
+}
+
+// warnErrorRoutes warns of servers whose error routes forward guarded calls without a guard. A call that was
+// provably not sent gets there after its key was released; forwarding it there is not recorded.
+func warnErrorRoutes(logger *zap.Logger, visits []visit, passages []passage) {
+	warned := map[*caddyhttp.Server]bool{}
+	for _, v := range visits {
+		if v.caught && !warned[v.server] && slices.ContainsFunc(passages, func(p passage) bool { return p.unguarded && p.server == v.server }) {
+			warned[v.server] = true
+			logger.Warn("reverse_proxy in handle_errors is not guarded: a call that was released there runs again with each retry; "+
+				"use agent_proxy in its place", zap.String("server", v.name))
+		}
+	}
+}
+
+// checkResends refuses a configuration in which Caddy would send a guarded call twice and
+// the guard could not stop it (P1): a reverse_proxy with retries that apply to the call,
+// with a transport such as fastcgi, whose connections the guard cannot watch.
+func checkResends(passages []passage) error {
+	for _, p := range passages {
+		for _, guard := range p.guards {
+			if resends(p.proxy, guard) {
+				return withPlace(fmt.Errorf("reverse_proxy sends requests again that agent_guard %q lets through once, "+
+					"and with the transport %s nothing can stop it: remove lb_retry_match (or its retries), or use the transport agent_guard",
+					guard.Name, transportOf(p.proxy)), guard.WrittenAt)
+			}
+		}
+	}
+	return nil
 }
 
 // checkVisits refuses routes on which two calls or callers would look the same (P1, P3). It
@@ -343,7 +393,7 @@ func checkChains(visits []visit) error {
 		case v.guard.Shared && other.guard.Shared:
 		case v.guard == other.guard:
 			return v.invokedTwice(other)
-		case other.server == v.server, v.text().routes(v.site) != other.text().routes(other.site):
+		case other.server == v.server, !v.alike(other):
 			return withPlace(fmt.Errorf("%s: %w", v.place, sameName(v.guard.Name, other.place, 2)), v.guard.WrittenAt)
 		}
 	}
@@ -352,13 +402,17 @@ func checkChains(visits []visit) error {
 
 // check checks one route to a guard.
 func (v *visit) check() error {
+	if by := v.before.by; by != "" {
+		return fmt.Errorf("%s: this agent_guard stands behind %s, which answers every request: no call would come to the guard, "+
+			"and all would run unguarded. Put agent_guard before %s, or, if that is the proxy to guard, write agent_proxy in place of both", v.place, by, by)
+	}
 	if !v.answered {
 		return fmt.Errorf("%s: nothing answers behind the guard %q: every call would be recorded as in doubt. "+
 			"Write agent_proxy UPSTREAM in place of agent_guard, or put a handler that answers behind it, such as reverse_proxy", v.place, v.guard.Name)
 	}
 	kinds := map[string]bool{}
 	for _, auth := range v.before.auths {
-		if text, known := v.text().authentication(auth); known {
+		if text, known := usersOf(auth); known {
 			kinds[text] = true
 		}
 	}
@@ -501,72 +555,52 @@ func setsField(ops *headers.HeaderOps, field string) bool {
 	return false
 }
 
-// routeText writes routes as text to compare them. Equal texts lead to the same upstreams
-// through the same authentication. Parts that cannot be written equal nothing else.
-type routeText struct {
-	server *caddyhttp.Server
-	name   string
-	depth  int // of named routes
+// alike reports whether two guards of one name are one: their calls come from the same users, unchanged or
+// changed in the same way, and go to the same upstreams.
+func (v *visit) alike(other *visit) bool {
+	a, b := &v.before, &other.before
+	return a.always == b.always && alike(a.auths, b.auths) && alike(a.changers, b.changers) && alike(a.copiers, b.copiers) && alike(v.behind, other.behind)
 }
 
-func (v *visit) text() *routeText { return &routeText{server: v.server, name: v.name} }
-
-func (w *routeText) routes(routes caddyhttp.RouteList) string {
-	var b strings.Builder
-	for i := range routes {
-		fmt.Fprintf(&b, "(%q %v ", routes[i].Group, routes[i].Terminal)
-		for _, set := range routes[i].MatcherSets {
-			b.WriteByte('[')
-			for _, matcher := range set {
-				b.WriteString(w.module(matcher))
-			}
-			b.WriteByte(']')
-		}
-		for _, handler := range routes[i].Handlers {
-			b.WriteString(w.handler(handler))
-		}
-		b.WriteByte(')')
-	}
-	return b.String()
+func alike[T caddyhttp.MiddlewareHandler](a, b []T) bool {
+	return slices.EqualFunc(a, b, func(a, b T) bool { return textOf(a) == textOf(b) })
 }
 
-func (w *routeText) handler(handler caddyhttp.MiddlewareHandler) string {
-	switch h := handler.(type) {
-	case *Handler:
-		return h.written
-	case *caddyhttp.Subroute:
-		text := "{" + w.routes(h.Routes)
-		if h.Errors != nil {
-			text += " errors " + w.routes(h.Errors.Routes)
-		}
-		return text + "}"
-	case *caddyhttp.Invoke:
-		named := w.server.NamedRoutes[h.Name]
-		if named == nil || w.depth == maxInvoked {
-			return w.module(h)
-		}
-		w.depth++
-		defer func() { w.depth-- }()
-		return w.routes(caddyhttp.RouteList{*named})
+// textOf writes a module to compare it. What cannot be written equals only itself.
+func textOf(module any) string {
+	switch m := module.(type) {
 	case *caddyauth.Authentication:
-		text, _ := w.authentication(h)
+		text, _ := usersOf(m)
 		return text
 	case *reverseproxy.Handler:
-		text := w.module(h) + w.module(h.DynamicUpstreams) + w.module(unplaced(h.Transport))
-		for _, response := range h.HandleResponse {
-			text += w.routes(response.Routes)
+		reach := reachOf(nil, []any{m})
+		return reach.Name() + reach.Fields
+	case *caddyauth.HTTPBasicAuth: // loading empties its list of accounts
+		module = m.Accounts
+	default:
+		of := reflect.TypeOf(module)
+		for of.Kind() == reflect.Pointer {
+			of = of.Elem()
 		}
-		return text
+		if !strings.HasPrefix(of.PkgPath(), caddyPackages) { // the JSON of others may be incomplete
+			return fmt.Sprintf("%T %p", module, module)
+		}
 	}
-	return w.module(handler)
+	text, err := json.Marshal(module)
+	if err != nil {
+		return fmt.Sprintf("%T %p", module, module)
+	}
+	return fmt.Sprintf("%T %s", module, text)
 }
 
-// authentication writes the users that h knows. known is false if they depend on defaults
+const caddyPackages = "github.com/caddyserver/caddy/v2/modules/"
+
+// usersOf writes the users that an authentication knows. known is false if they depend on defaults
 // or placeholders that only loading resolves.
-func (w *routeText) authentication(h *caddyauth.Authentication) (text string, known bool) {
+func usersOf(h *caddyauth.Authentication) (text string, known bool) {
 	var b strings.Builder
 	for _, name := range slices.Sorted(maps.Keys(h.Providers)) {
-		b.WriteString(name + w.module(h.Providers[name]))
+		b.WriteString(name + textOf(h.Providers[name]))
 	}
 	for name, raw := range h.ProvidersRaw {
 		var basic caddyauth.HTTPBasicAuth
@@ -580,51 +614,10 @@ func (w *routeText) authentication(h *caddyauth.Authentication) (text string, kn
 			}
 			basic.Accounts[account.Username] = account
 		}
-		b.WriteString(name + w.module(&basic))
+		b.WriteString(name + textOf(&basic))
 	}
 	return b.String(), true
 }
-
-// unplaced removes the place in the Caddyfile from a transport.
-func unplaced(t http.RoundTripper) http.RoundTripper {
-	ours, ok := t.(*proxy.Transport)
-	if !ok || ours.Breaker == nil {
-		return t
-	}
-	breaker := *ours.Breaker
-	breaker.WrittenAt = ""
-	return &proxy.Transport{HTTPTransport: ours.HTTPTransport, KeepaliveGuarded: ours.KeepaliveGuarded, Breaker: &breaker}
-}
-
-func (w *routeText) module(module any) string {
-	switch m := module.(type) {
-	case nil:
-		return "nil"
-	case *caddyauth.HTTPBasicAuth: // loading empties its list of accounts
-		text, err := json.Marshal(m.Accounts)
-		if err == nil {
-			return string(text)
-		}
-	case *reverseproxy.MultiUpstreams: // its parts are not written
-	default:
-		of := reflect.TypeOf(module)
-		for of.Kind() == reflect.Pointer {
-			of = of.Elem()
-		}
-		text, err := json.Marshal(module)
-		if err == nil && (strings.HasPrefix(of.PkgPath(), caddyPackages) || strings.HasPrefix(of.PkgPath(), ownPackages)) {
-			return of.String() + string(text)
-		}
-	}
-	return fmt.Sprintf("%s %T %p", w.name, module, module)
-}
-
-// Modules of these packages are compared by their JSON. The JSON of others may be
-// incomplete.
-const (
-	caddyPackages = "github.com/caddyserver/caddy/v2/modules/"
-	ownPackages   = "github.com/agent-guard/caddy-agent-guard/"
-)
 
 // warnAnonymous warns of guards that calls without a credential can reach: these calls
 // share one space of execution ids. warned has the names of guards with an earlier warning.
@@ -712,37 +705,22 @@ func noteChanges(visits []visit) {
 }
 
 // noteBalancing gives each guard the names of the cookies by which proxies of its server choose an upstream.
-func noteBalancing(visits []visit) {
-	for i := range visits {
-		if visits[i].caught {
-			visits[i].guard.errorRoutes.Store(true)
+func noteBalancing(visits []visit, passages []passage) {
+	for _, v := range visits {
+		if v.caught {
+			v.guard.errorRoutes.Store(true)
 		}
-		names := append([]string{"lb"}, visits[i].guard.balancingCookies()...)
-		for _, route := range visits[i].server.NamedRoutes {
-			names = balancingIn(names, caddyhttp.RouteList{*route})
-		}
-		names = balancingIn(names, visits[i].server.Routes)
-		visits[i].guard.balancing.Store(&names)
-	}
-}
-
-func balancingIn(names []string, routes caddyhttp.RouteList) []string {
-	for _, route := range routes {
-		for _, handler := range route.Handlers {
-			switch h := handler.(type) {
-			case *caddyhttp.Subroute:
-				names = balancingIn(names, h.Routes)
-			case *reverseproxy.Handler:
-				if h.LoadBalancing == nil {
-					continue
-				}
-				if cookie, ok := h.LoadBalancing.SelectionPolicy.(*reverseproxy.CookieHashSelection); ok {
-					names = append(names, cookie.Name)
-				}
+		names := append([]string{"lb"}, v.guard.balancingCookies()...)
+		for _, p := range passages {
+			if p.server != v.server || p.proxy.LoadBalancing == nil {
+				continue
+			}
+			if cookie, ok := p.proxy.LoadBalancing.SelectionPolicy.(*reverseproxy.CookieHashSelection); ok {
+				names = append(names, cookie.Name)
 			}
 		}
+		v.guard.balancing.Store(&names)
 	}
-	return names
 }
 
 // balancingCookies are the cookies by which the proxies behind the guard choose an upstream. They name no caller.

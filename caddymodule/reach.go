@@ -6,8 +6,6 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
-	"fmt"
-	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -204,15 +202,6 @@ func requestOps(h *reverseproxy.Handler) *headers.HeaderOps {
 	return h.Headers.Request
 }
 
-// passage is a handler in the configuration that leads to an upstream.
-type passage struct {
-	handler caddyhttp.Handler
-	reach   rollback.Reach
-	guards  []*Handler // guards whose calls reach it, according to the routes
-	own     bool       // the option `upstream` of a guard
-	server  *caddyhttp.Server
-}
-
 // of reports whether the calls of a guard with this name reach it.
 func (p *passage) of(guard string) bool {
 	return slices.ContainsFunc(p.guards, func(h *Handler) bool { return h.Name == guard })
@@ -226,45 +215,20 @@ func (a *App) passages() []passage {
 		if err != nil {
 			return
 		}
-		app := loaded.(*caddyhttp.App)
-		var found []passage
-		for _, name := range slices.Sorted(maps.Keys(app.Servers)) {
-			server := app.Servers[name]
-			found = passagesIn(found, server, server.Routes, nil)
-			for _, name := range slices.Sorted(maps.Keys(server.NamedRoutes)) {
-				found = passagesIn(found, server, caddyhttp.RouteList{*server.NamedRoutes[name]}, nil)
+		visits, found := visitsOf(loaded.(*caddyhttp.App))
+		seen := map[*Handler]bool{}
+		for _, v := range visits {
+			if v.guard.upstream != nil && !seen[v.guard] {
+				seen[v.guard] = true
+				a.knownPassages = append(a.knownPassages, passage{handler: v.guard.upstream, reach: v.guard.reach, guards: []*Handler{v.guard}, own: true, server: v.server})
 			}
 		}
-		for _, own := range []bool{true, false} {
-			for _, p := range found {
-				if p.own == own {
-					a.knownPassages = append(a.knownPassages, p)
-				}
-			}
+		for _, p := range found {
+			p.handler, p.reach = compile([]any{p.proxy}, "reverse_proxy"), reachOf(nil, []any{p.proxy})
+			a.knownPassages = append(a.knownPassages, p)
 		}
 	})
 	return a.knownPassages
-}
-
-// passagesIn adds the passages in routes. before are the guards on the way there.
-func passagesIn(found []passage, server *caddyhttp.Server, routes caddyhttp.RouteList, before []*Handler) []passage {
-	before = slices.Clip(before)
-	for _, route := range routes {
-		for _, handler := range route.Handlers {
-			switch h := handler.(type) {
-			case *Handler:
-				before = append(before, h)
-				if h.upstream != nil {
-					found = append(found, passage{h.upstream, h.reach, []*Handler{h}, true, server})
-				}
-			case *reverseproxy.Handler:
-				found = append(found, passage{compile([]any{h}, "reverse_proxy"), reachOf(nil, []any{h}), slices.Clone(before), false, server})
-			case *caddyhttp.Subroute:
-				found = passagesIn(found, server, h.Routes, before)
-			}
-		}
-	}
-	return found
 }
 
 // find returns the passage that leads to the upstream of a call, preferring that of the call's guard.
@@ -366,70 +330,8 @@ func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error
 	if loaded, err := ctx.App("http"); err == nil {
 		place = "apps/http/servers/" + serverName(loaded.(*caddyhttp.App), server)
 	}
-	if _, err := answeredBefore(server.Routes, place+"/routes", ""); err != nil {
-		return err
-	}
-	if server.Errors != nil {
-		if _, err := answeredBefore(server.Errors.Routes, place+"/errors/routes", ""); err != nil {
-			return err
-		}
-	}
-	for name, route := range server.NamedRoutes {
-		if _, err := answeredIn(route, place+"/named_routes/"+name, ""); err != nil {
-			return err
-		}
-	}
-	if err := checkResends(server); err != nil {
-		return err
-	}
-	return checkVisits(visitsIn(server, place, map[*reverseproxy.Handler]bareProxy{}))
-}
-
-// answeredBefore refuses a guard after by, a handler that answers every request; "" is
-// none. It returns the handler that answers every request of this list.
-func answeredBefore(routes caddyhttp.RouteList, place, by string) (string, error) {
-	for i := range routes {
-		route := &routes[i]
-		at := fmt.Sprintf("%s/%d", place, i)
-		if hosts := hostsOf(route); hosts != "" {
-			at += " (" + hosts + ")"
-		}
-		behind, err := answeredIn(route, at, by)
-		if err != nil {
-			return "", err
-		}
-		if len(route.MatcherSetsRaw) == 0 && takesAll(route) {
-			by = behind
-		}
-	}
-	return by, nil
-}
-
-// answeredIn does that for the handlers of one route.
-func answeredIn(route *caddyhttp.Route, at, by string) (string, error) {
-	for _, handler := range handlersOf(route) {
-		switch h := handler.(type) {
-		case *Handler:
-			if by != "" {
-				return "", withPlace(fmt.Errorf("%s: this agent_guard stands behind %s, which answers every request: no call would come to the guard, "+
-					"and all would run unguarded. Put agent_guard before %s, or, if that is the proxy to guard, write agent_proxy in place of both", at, by, by), h.WrittenAt)
-			}
-		case *caddyhttp.Subroute:
-			after, err := answeredBefore(h.Routes, at+"/handle/routes", by)
-			if err == nil && h.Errors != nil {
-				_, err = answeredBefore(h.Errors.Routes, at+"/handle/errors/routes", by)
-			}
-			if err != nil {
-				return "", err
-			}
-			by = after
-		default:
-			if name := answersAll(h); by == "" {
-				by = name
-			}
-		}
-	}
-	return by, nil
+	visits, passages := visitsIn(server, place)
+	return cmp.Or(checkResends(passages), checkVisits(visits))
 }
 
 // unloaded is a handler that is not loaded yet and of which only the name matters.
@@ -515,47 +417,6 @@ func answersAll(handler caddyhttp.MiddlewareHandler) string {
 	return ""
 }
 
-// checkResends refuses a configuration in which Caddy would send a guarded call twice and
-// the guard could not stop it (P1): a reverse_proxy with retries that apply to the call,
-// with a transport such as fastcgi, whose connections the guard cannot watch.
-func checkResends(server *caddyhttp.Server) error {
-	guard, err := resendsIn(server.Routes, nil)
-	if err != nil {
-		return err
-	}
-	for _, route := range server.NamedRoutes {
-		if _, err := resendsIn(caddyhttp.RouteList{*route}, guard); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// resendsIn checks routes in order. guard is the last agent_guard before them; the last one
-// found is returned.
-func resendsIn(routes caddyhttp.RouteList, guard *Handler) (*Handler, error) {
-	for i := range routes {
-		for _, handler := range handlersOf(&routes[i]) {
-			switch h := handler.(type) {
-			case *Handler:
-				guard = h
-			case *caddyhttp.Subroute:
-				var err error
-				if guard, err = resendsIn(h.Routes, guard); err != nil {
-					return nil, err
-				}
-			case *reverseproxy.Handler:
-				if guard != nil && resends(h, guard) {
-					return nil, withPlace(fmt.Errorf("reverse_proxy sends requests again that agent_guard %q lets through once, "+
-						"and with the transport %s nothing can stop it: remove lb_retry_match (or its retries), or use the transport agent_guard",
-						guard.Name, transportOf(h)), guard.WrittenAt)
-				}
-			}
-		}
-	}
-	return guard, nil
-}
-
 // transportOf returns the name of a proxy's transport, loaded or not.
 func transportOf(proxy *reverseproxy.Handler) string {
 	if module, ok := proxy.Transport.(caddy.Module); ok {
@@ -580,42 +441,6 @@ func resends(proxy *reverseproxy.Handler, guard *Handler) bool {
 	// Without matchers, only GET is retried after its connection was made.
 	return len(lb.RetryMatch)+len(lb.RetryMatchRaw) > 0 || len(guard.consequentialSets)+len(guard.ConsequentialRaw) > 0 ||
 		slices.ContainsFunc(guard.Actions, func(a *Action) bool { return a != nil && a.Consequential })
-}
-
-// unguardedErrorRoutes lists the servers whose error routes forward guarded calls without a
-// guard. A call that was provably not sent gets there after its key was released;
-// forwarding it there is not recorded.
-func unguardedErrorRoutes(app *caddyhttp.App) []string {
-	var names []string
-	for name, server := range app.Servers {
-		if server.Errors == nil {
-			continue
-		}
-		guard, err := resendsIn(server.Routes, nil)
-		if err == nil && guard != nil && forwardsUnguarded(server.Errors.Routes) {
-			names = append(names, name)
-		}
-	}
-	return names
-}
-
-func forwardsUnguarded(routes caddyhttp.RouteList) bool {
-	for _, route := range routes {
-	handlers:
-		for _, handler := range route.Handlers {
-			switch h := handler.(type) {
-			case *Handler:
-				break handlers // what follows is guarded
-			case *caddyhttp.Subroute:
-				if forwardsUnguarded(h.Routes) {
-					return true
-				}
-			case *reverseproxy.Handler:
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // places are the upstreams of undoable calls that the configuration does not lead to.

@@ -240,6 +240,9 @@ func TestLoadComparesSitesOfTwoServers(t *testing.T) {
 		"other upstreams":  {"agent_proxy 127.0.0.1:1", "agent_proxy 127.0.0.1:2", false},
 		"other accounts":   {"basic_auth {\n alice " + hash + "\n}\nagent_proxy 127.0.0.1:1", "basic_auth {\n alice " + hash[:len(hash)-1] + "e\n}\nagent_proxy 127.0.0.1:1", false},
 		"none and another": {"agent_proxy 127.0.0.1:1", "basic_auth {\n alice " + hash + "\n}\nagent_proxy 127.0.0.1:1", false},
+		"other headers":    {"request_header X-Site one\nagent_proxy 127.0.0.1:1", "request_header X-Site two\nagent_proxy 127.0.0.1:1", false},
+		"other rewrites":   {"route {\n agent_proxy 127.0.0.1:1\n}", "route {\n rewrite * /two{uri}\n agent_proxy 127.0.0.1:1\n}", false},
+		"a fixed answer":   {"agent_proxy 127.0.0.1:1", "respond /health ok\nagent_proxy 127.0.0.1:1", true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			g := start(t, "respond ok")
