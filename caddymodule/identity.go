@@ -42,10 +42,6 @@ type Identity struct {
 	// The algorithm of a newly created key: `ES256`, `ES384` or `EdDSA`. Default: `ES256`.
 	Algorithm string `json:"algorithm,omitempty"`
 
-	// The member names in the gateway's tokens: `00` uses those of draft 00 (`par`, `ext`), `01`
-	// those of the later drafts (`pred`, `ect_ext`). The gateway reads both. Default: `00`.
-	Spelling string `json:"spelling,omitempty"`
-
 	// How long others accept an issued token, from 1s to 24h. Records do not expire by it. Default:
 	// 10m.
 	Life caddy.Duration `json:"life,omitempty"`
@@ -66,7 +62,6 @@ type Identity struct {
 	Sign string `json:"sign,omitempty"`
 
 	algorithm ect.Algorithm
-	spelling  ect.Spelling
 }
 
 // The values of Identity.Sign.
@@ -86,7 +81,6 @@ func (i *Identity) provision(store string) error {
 		return err
 	}
 	inherit(&i.Algorithm, ect.ES256.String())
-	inherit(&i.Spelling, ect.Draft00.String())
 	inherit(&i.Sign, signShown)
 	inherit(&i.Life, caddy.Duration(ect.DefaultLife))
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
@@ -94,14 +88,8 @@ func (i *Identity) provision(store string) error {
 	if i.algorithm, err = ect.ParseAlgorithm(i.Algorithm); err != nil {
 		return fmt.Errorf("algorithm: %w", oneOf(i.Algorithm, algorithmNames()...))
 	}
-	if err := oneOf(i.Spelling, ect.Draft00.String(), ect.Draft01.String()); err != nil {
-		return fmt.Errorf("spelling: %w", err)
-	}
 	if err := oneOf(i.Sign, signShown, signEager); err != nil {
 		return fmt.Errorf("sign: %w", err)
-	}
-	if i.Spelling == ect.Draft01.String() {
-		i.spelling = ect.Draft01
 	}
 	if life := time.Duration(i.Life); life < time.Second || life > ect.MaxLife {
 		return fmt.Errorf("life: %v; it must be between 1s and 24h", life)
@@ -235,7 +223,6 @@ func unsignable(ev *evidence.Evidence, ring *ect.Ring) []string {
 //	identity <uri> {
 //		key_file  <path>
 //		algorithm ES256 | ES384 | EdDSA
-//		spelling  00 | 01
 //		life      <duration>
 //		retain    <duration>
 //		public_url <url>
@@ -273,9 +260,6 @@ func identityOptions() options[*Identity] {
 				i.algorithm, err = ect.ParseAlgorithm(i.Algorithm)
 			}
 			return err
-		}},
-		"spelling": {usage: "spelling 00 | 01", parse: func(d dispenser, i *Identity) error {
-			return parseChoice(d, &i.Spelling, ect.Draft00.String(), ect.Draft01.String())
 		}},
 		"life": {usage: "life <duration>", parse: func(d dispenser, i *Identity) error {
 			if err := parseDuration(d, &i.Life); err != nil {
@@ -611,7 +595,7 @@ func (l *ledgerHandle) recordLeft() {
 }
 
 func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Evidence, i *Identity) error {
-	events, err := ev.EventBuilder(i.Name, i.spelling, time.Duration(i.Life))
+	events, err := ev.EventBuilder(i.Name, time.Duration(i.Life))
 	if err != nil {
 		return err
 	}

@@ -123,7 +123,7 @@ func (a *agent) sign(t *testing.T, payload string) string {
 		t.Fatal(err)
 	}
 	part := base64.RawURLEncoding.EncodeToString
-	signed := part([]byte(fmt.Sprintf(`{"alg":"ES256","kid":%q,"typ":%q}`, k.Kid, ect.Draft00.Type()))) + "." + part([]byte(payload))
+	signed := part([]byte(fmt.Sprintf(`{"alg":"ES256","kid":%q,"typ":%q}`, k.Kid, ect.TokenType))) + "." + part([]byte(payload))
 	sum := sha256.Sum256([]byte(signed))
 	r, s, err := ecdsa.Sign(rand.Reader, key, sum[:])
 	if err != nil {

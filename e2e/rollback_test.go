@@ -244,7 +244,7 @@ func TestRollbackInOlderDialects(t *testing.T) {
 	root, checkpoint := f.does(a, "PUT", "/docs/b", "1")
 	failure := a.issue(ect.Claims{Workflow: f.wid, Action: "aerr:error", Vocabulary: ect.AERR, Parents: []string{root.ID()},
 		Ext: new(ect.ExtBuilder).Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "action_failed").Text(ect.MemberCheckpointID, checkpoint)})
-	if got := g.call(request{path: "/.well-known/cascade/errors", body: failure.Raw(), header: headers{"Content-Type": ect.Draft00.MediaType()}}); got.status != http.StatusCreated {
+	if got := g.call(request{path: "/.well-known/cascade/errors", body: failure.Raw(), header: headers{"Content-Type": ect.MediaType}}); got.status != http.StatusCreated {
 		t.Fatalf("%d %s", got.status, got.body)
 	}
 	aerr := a.issue(ect.Claims{Workflow: f.wid, Action: "aerr:rollback_request", Vocabulary: ect.AERR, Parents: []string{failure.ID()}})

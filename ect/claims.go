@@ -37,7 +37,6 @@ func split(raw string) (compact, bool) {
 // header is the protected header of a token.
 type header struct {
 	typ, alg, kid string
-	spelling      Spelling
 	critical      bool
 }
 
@@ -71,8 +70,7 @@ func parseHeader(encoded string) (header, bool) {
 
 // check takes steps 2 and 3 of the verification, before any key is looked up.
 func (h *header) check(allowed algorithms) (Algorithm, error) {
-	var ok bool
-	if h.spelling, ok = spellingOf(h.typ); !ok {
+	if !isTokenType(h.typ) {
 		return 0, refuse(CodeType)
 	}
 	alg, ok := algorithmNamed(h.alg)
@@ -90,7 +88,6 @@ func (h *header) check(allowed algorithms) (Algorithm, error) {
 // claimSet is the decoded payload, before the rules that depend on the verifier.
 type claimSet struct {
 	content
-	parentsIn             [len(spellings)]bool // the spellings that the parents have
 	inputText, outputText string
 	hasInput, hasOutput   bool
 	hasAction             bool
@@ -101,7 +98,7 @@ type claimSet struct {
 // read reads the payload and brings ids into the form in which they are compared. Unknown
 // claims are skipped, but must be unambiguous JSON. A claim that is JSON but malformed is
 // left out and noted: the step that needs it refuses it.
-func (c *claimSet) read(payload string, written Spelling) error {
+func (c *claimSet) read(payload string) error {
 	c.payload = payload
 	var code Code
 	s := strictjson.Scanner{JSON: payload}
@@ -124,13 +121,6 @@ func (c *claimSet) read(payload string, written Spelling) error {
 		return refuse(code)
 	case !ok:
 		return refuse(CodeMalformed)
-	}
-	c.spelling = written
-	if c.parentsIn[Draft00] != c.parentsIn[Draft01] {
-		c.spelling = Draft00
-		if c.parentsIn[Draft01] {
-			c.spelling = Draft01
-		}
 	}
 	if event, ok := ParseEvent(c.action); ok {
 		c.event = event
@@ -172,7 +162,7 @@ func (c *claimSet) claim(s *strictjson.Scanner, name string) (code Code, ok bool
 		c.hasAction = true
 		return CodeAction, ok
 	case "par", "pred":
-		return CodeParents, c.readParents(s, name)
+		return CodeParents, c.readParents(s)
 	case "ext", "ect_ext":
 		return CodeExt, c.readExtensions(s)
 	case "inp_hash":
@@ -189,8 +179,8 @@ func (c *claimSet) claim(s *strictjson.Scanner, name string) (code Code, ok bool
 }
 
 // decode is read for callers without further steps: a malformed claim is refused.
-func (c *claimSet) decode(payload string, written Spelling) error {
-	if err := c.read(payload, written); err != nil {
+func (c *claimSet) decode(payload string) error {
+	if err := c.read(payload); err != nil {
 		return err
 	}
 	if len(c.invalid) > 0 {
@@ -201,8 +191,8 @@ func (c *claimSet) decode(payload string, written Spelling) error {
 
 func (c *claimSet) isInvalid(code Code) bool { return slices.Contains(c.invalid, code) }
 
-// readParents reads either spelling. A token with both must agree with itself.
-func (c *claimSet) readParents(s *strictjson.Scanner, name string) bool {
+// readParents reads par or pred. A token with both must agree with itself.
+func (c *claimSet) readParents(s *strictjson.Scanner) bool {
 	list := []string{}
 	ok := s.Elements(func() bool {
 		id, ok := s.Text()
@@ -216,11 +206,6 @@ func (c *claimSet) readParents(s *strictjson.Scanner, name string) bool {
 		return false
 	}
 	c.parents = list
-	if name == spellings[Draft00].parents {
-		c.parentsIn[Draft00] = true
-	} else {
-		c.parentsIn[Draft01] = true
-	}
 	return true
 }
 
@@ -378,7 +363,7 @@ func ParseFields(lines []string) ([]string, error) {
 	return tokens, nil
 }
 
-// ParseBody returns the tokens of a body: one, under the media type of either spelling,
+// ParseBody returns the tokens of a body: one, as application/wimse-exec+jwt or exec+jwt,
 // or a JSON array of at most MaxParents; 1 MiB in all. ours is false for other types. The
 // error is CodeTooLarge, CodeMalformed or CodeMissing.
 func ParseBody(contentType string, body []byte) (tokens []string, ours bool, err error) {
@@ -387,7 +372,7 @@ func ParseBody(contentType string, body []byte) (tokens []string, ours bool, err
 		return nil, false, nil
 	}
 	switch media {
-	case Draft00.MediaType(), Draft01.MediaType():
+	case MediaType, typePrefix + laterType:
 		token := strings.Trim(string(body[:min(len(body), maxBody)]), " \t\r\n")
 		if len(token) > MaxToken {
 			return nil, true, refuse(CodeTooLarge)

@@ -243,43 +243,39 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestGoldenSpelling: the same claims in the later spelling.
-func TestGoldenSpelling(t *testing.T) {
+// TestGoldenClaims: header and claims of an issued token.
+func TestGoldenClaims(t *testing.T) {
 	ring := must(ect.GenerateRing(ect.ES256))(t)
-	for spelling, names := range map[ect.Spelling][3]string{
-		ect.Draft00: {"wimse-exec+jwt", "par", "ext"}, ect.Draft01: {"exec+jwt", "pred", "ect_ext"},
-	} {
-		issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring, Spelling: spelling}))(t)
-		token, err := issuer.Issue(at, ect.Claims{
-			Audience: []string{gateway, "urn:ledger"}, Action: "review_spec", Parents: []string{strings.ToUpper(id(10))}, Workflow: workflow,
-			Ext: new(ect.ExtBuilder).Text("pol", "policy_v1").Text("pol_decision", "approved"), Input: ect.Sum([]byte("test")),
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		var header, claims map[string]any
-		parts := strings.Split(token.Raw(), ".")
-		if err := json.Unmarshal(b64Decode(t, parts[0]), &header); err != nil {
-			t.Fatal(err)
-		}
-		if err := json.Unmarshal(b64Decode(t, parts[1]), &claims); err != nil {
-			t.Fatal(err)
-		}
-		wantHeader := map[string]any{"alg": "ES256", "typ": names[0], "kid": ring.List()[0].ID}
-		if !reflect.DeepEqual(header, wantHeader) {
-			t.Errorf("header %v", header)
-		}
-		if len(b64Decode(t, parts[2])) != 64 {
-			t.Errorf("signature of %d octets", len(b64Decode(t, parts[2])))
-		}
-		wantClaims := map[string]any{
-			"iss": clinical, "aud": []any{gateway, "urn:ledger"}, "iat": float64(issued), "exp": float64(expires),
-			"jti": token.ID(), "wid": workflow, "exec_act": "review_spec", names[1]: []any{id(10)},
-			"inp_hash": "n4bQgYhMfWWaL-qgxVrQFaO_TxsrC4Is0V1sFbDwCgg",
-			names[2]:   map[string]any{"pol": "policy_v1", "pol_decision": "approved"},
-		}
-		if !reflect.DeepEqual(claims, wantClaims) {
-			t.Errorf("claims %v", claims)
-		}
+	issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	token, err := issuer.Issue(at, ect.Claims{
+		Audience: []string{gateway, "urn:ledger"}, Action: "review_spec", Parents: []string{strings.ToUpper(id(10))}, Workflow: workflow,
+		Ext: new(ect.ExtBuilder).Text("pol", "policy_v1").Text("pol_decision", "approved"), Input: ect.Sum([]byte("test")),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var header, claims map[string]any
+	parts := strings.Split(token.Raw(), ".")
+	if err := json.Unmarshal(b64Decode(t, parts[0]), &header); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(b64Decode(t, parts[1]), &claims); err != nil {
+		t.Fatal(err)
+	}
+	wantHeader := map[string]any{"alg": "ES256", "typ": "wimse-exec+jwt", "kid": ring.List()[0].ID}
+	if !reflect.DeepEqual(header, wantHeader) {
+		t.Errorf("header %v", header)
+	}
+	if len(b64Decode(t, parts[2])) != 64 {
+		t.Errorf("signature of %d octets", len(b64Decode(t, parts[2])))
+	}
+	wantClaims := map[string]any{
+		"iss": clinical, "aud": []any{gateway, "urn:ledger"}, "iat": float64(issued), "exp": float64(expires),
+		"jti": token.ID(), "wid": workflow, "exec_act": "review_spec", "par": []any{id(10)},
+		"inp_hash": "n4bQgYhMfWWaL-qgxVrQFaO_TxsrC4Is0V1sFbDwCgg",
+		"ext":      map[string]any{"pol": "policy_v1", "pol_decision": "approved"},
+	}
+	if !reflect.DeepEqual(claims, wantClaims) {
+		t.Errorf("claims %v", claims)
 	}
 }

@@ -63,8 +63,6 @@ type IssuerOptions struct {
 	Identity string
 	// Ring has the keys.
 	Ring *Ring
-	// Spelling is how the tokens are written.
-	Spelling Spelling
 	// Life is one second to MaxLife; DefaultLife if zero.
 	Life time.Duration
 }
@@ -111,7 +109,7 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 		return nil, err
 	}
 	c := content{
-		spelling: i.o.Spelling, issuer: i.o.Identity, audience: claims.Audience,
+		issuer: i.o.Identity, audience: claims.Audience,
 		issuedAt: now.Unix(), expires: now.Unix() + int64(life/time.Second),
 		id: claims.ID, workflow: claims.Workflow, action: claims.Action,
 		parents: append([]string{}, claims.Parents...), input: claims.Input, output: claims.Output,
@@ -143,7 +141,6 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 
 // encode writes the payload: the claims in the order of the draft's figure.
 func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
-	names := spellings[d.spelling]
 	b := make([]byte, 0, 1024)
 	b = strictjson.AppendText(append(b, `{"iss":`...), d.issuer)
 	b = append(b, `,"aud":`...)
@@ -159,8 +156,7 @@ func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 		b = strictjson.AppendText(append(b, `,"wid":`...), d.workflow)
 	}
 	b = strictjson.AppendText(append(b, `,"exec_act":`...), d.action)
-	b = append(append(append(b, `,"`...), names.parents...), `":`...)
-	b = strictjson.AppendTexts(b, d.parents)
+	b = strictjson.AppendTexts(append(b, `,"par":`...), d.parents)
 	if !d.input.IsZero() {
 		b = strictjson.AppendText(append(b, `,"inp_hash":`...), d.input.String())
 	}
@@ -169,7 +165,7 @@ func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 	}
 	from := len(b)
 	if ext != nil && len(ext.members) > 0 {
-		b = append(append(append(b, `,"`...), names.ext...), `":`...)
+		b = append(b, `,"ext":`...)
 		from = len(b)
 		var err error
 		if b, err = ext.encode(b, v); err != nil {
@@ -184,7 +180,7 @@ func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 // ParseDraft reads the stored payload of a Draft. The error is an *Error.
 func ParseDraft(payload string) (*Draft, error) {
 	var set claimSet
-	if err := set.decode(payload, Draft00); err != nil {
+	if err := set.decode(payload); err != nil {
 		return nil, err
 	}
 	if err := set.check(false); err != nil {
@@ -199,11 +195,10 @@ var tokenBuffers = sync.Pool{New: func() any { return new([]byte) }}
 // Sign signs a draft with the current key. The error is ErrUnavailable.
 func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	signer := i.o.Ring.keys.Load().signer
-	head := signer.heads[d.spelling]
 	enc := base64.RawURLEncoding
 	work := tokenBuffers.Get().(*[]byte)
 	defer tokenBuffers.Put(work)
-	b := append((*work)[:0], head...)
+	b := append((*work)[:0], signer.head...)
 	b = enc.AppendEncode(b, []byte(d.payload))
 	var room [96]byte
 	signature, err := signer.sign(room[:0], b)
@@ -218,9 +213,9 @@ func (i *Issuer) Sign(d *Draft) (*Token, error) {
 // Header is the protected header of the tokens that the current key signs, in JSON, and kid
 // the name of that key. Whoever keeps it with the payload of a Draft can make the token
 // later: see Signature. Do not change the bytes.
-func (r *Ring) Header(s Spelling) (header []byte, kid string) {
+func (r *Ring) Header() (header []byte, kid string) {
 	current := r.keys.Load().signer
-	return current.headers[s], current.key.id
+	return current.header, current.key.id
 }
 
 // Signature signs a payload that was kept with a header, under the key that the header
@@ -228,11 +223,8 @@ func (r *Ring) Header(s Spelling) (header []byte, kid string) {
 // ErrUnavailable if the ring does not hold the private part of that key.
 func (r *Ring) Signature(header, payload []byte) ([]byte, error) {
 	for _, s := range r.keys.Load().signers {
-		for i := range s.headers {
-			if !bytes.Equal(s.headers[i], header) {
-				continue
-			}
-			b := append(make([]byte, 0, len(s.heads[i])+base64.RawURLEncoding.EncodedLen(len(payload))), s.heads[i]...)
+		if bytes.Equal(s.header, header) {
+			b := append(make([]byte, 0, len(s.head)+base64.RawURLEncoding.EncodedLen(len(payload))), s.head...)
 			return s.sign(nil, base64.RawURLEncoding.AppendEncode(b, payload))
 		}
 	}
@@ -301,8 +293,8 @@ type ringKey struct {
 type signer struct {
 	key     *Key
 	private crypto.Signer
-	heads   [len(spellings)]string // the protected headers, encoded, with the dot
-	headers [len(spellings)][]byte // the same in JSON
+	head    string // the protected header, encoded, with the dot
+	header  []byte // the same in JSON
 }
 
 // sign appends the signature of a header and payload, encoded. The error is ErrUnavailable.
@@ -397,12 +389,10 @@ func newRingKeys(keys []ringKey) (*ringKeys, error) {
 			continue
 		}
 		s := &signer{key: &k.Key, private: k.private}
-		for n, names := range spellings {
-			head := append([]byte(`{"alg":"`), k.algorithm.String()...)
-			head = append(append(append(head, `","typ":"`...), names.typ...), `","kid":`...)
-			s.headers[n] = append(strictjson.AppendText(head, k.id), '}')
-			s.heads[n] = base64.RawURLEncoding.EncodeToString(s.headers[n]) + "."
-		}
+		header := append([]byte(`{"alg":"`), k.algorithm.String()...)
+		header = append(header, `","typ":"`+TokenType+`","kid":`...)
+		s.header = append(strictjson.AppendText(header, k.id), '}')
+		s.head = base64.RawURLEncoding.EncodeToString(s.header) + "."
 		next.signers = append(next.signers, s)
 	}
 	next.signer = next.signers[len(next.signers)-1]

@@ -438,77 +438,75 @@ func TestFormerAudience(t *testing.T) {
 // bytes of its token, each time, after a restart, and after a rotation that keeps the key.
 func TestSignatureMadeLater(t *testing.T) {
 	for _, alg := range ect.Algorithms() {
-		for _, spelling := range []ect.Spelling{ect.Draft00, ect.Draft01} {
-			path := filepath.Join(t.TempDir(), "ect.jwks")
-			ring := must(ect.CreateRing(path, alg))(t)
-			issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring, Spelling: spelling}))(t)
-			draft := must(issuer.Draft(at, ect.Claims{
-				Audience: []string{gateway}, Action: "pay", Ext: new(ect.ExtBuilder).Text(ect.MemberDescription, "a \u2028 <&>"),
-			}))(t)
-			header, kid := ring.Header(spelling)
-			if ect.HeaderKeyID(header) != kid || kid != ring.List()[0].ID {
-				t.Errorf("%s names %q", header, kid)
+		path := filepath.Join(t.TempDir(), "ect.jwks")
+		ring := must(ect.CreateRing(path, alg))(t)
+		issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+		draft := must(issuer.Draft(at, ect.Claims{
+			Audience: []string{gateway}, Action: "pay", Ext: new(ect.ExtBuilder).Text(ect.MemberDescription, "a \u2028 <&>"),
+		}))(t)
+		header, kid := ring.Header()
+		if ect.HeaderKeyID(header) != kid || kid != ring.List()[0].ID {
+			t.Errorf("%s names %q", header, kid)
+		}
+		want := must(issuer.Sign(draft))(t).Raw()
+		kept := must(ring.Signature(header, []byte(draft.Payload())))(t)
+		verifies := func(when string, r *ect.Ring) {
+			t.Helper()
+			if holds, known := r.Verifies(header, []byte(draft.Payload()), kept); !holds || !known {
+				t.Errorf("%v %s: the kept signature does not hold (known: %v)", alg, when, known)
 			}
-			want := must(issuer.Sign(draft))(t).Raw()
-			kept := must(ring.Signature(header, []byte(draft.Payload())))(t)
-			verifies := func(when string, r *ect.Ring) {
-				t.Helper()
-				if holds, known := r.Verifies(header, []byte(draft.Payload()), kept); !holds || !known {
-					t.Errorf("%v %s: the kept signature does not hold (known: %v)", alg, when, known)
-				}
-				for what, forged := range map[string][][]byte{
-					"payload": {header, []byte(draft.Payload() + " "), kept}, "header": {append(header[:len(header):len(header)], ' '), []byte(draft.Payload()), kept},
-					"signature": {header, []byte(draft.Payload()), kept[1:]},
-				} {
-					if holds, known := r.Verifies(forged[0], forged[1], forged[2]); holds || !known {
-						t.Errorf("%v %s, another %s: %v %v", alg, when, what, holds, known)
-					}
+			for what, forged := range map[string][][]byte{
+				"payload": {header, []byte(draft.Payload() + " "), kept}, "header": {append(header[:len(header):len(header)], ' '), []byte(draft.Payload()), kept},
+				"signature": {header, []byte(draft.Payload()), kept[1:]},
+			} {
+				if holds, known := r.Verifies(forged[0], forged[1], forged[2]); holds || !known {
+					t.Errorf("%v %s, another %s: %v %v", alg, when, what, holds, known)
 				}
 			}
-			check := func(when string, r *ect.Ring) {
-				t.Helper()
-				verifies(when, r)
-				for range 2 {
-					signature, err := r.Signature(header, []byte(draft.Payload()))
-					enc := base64.RawURLEncoding.EncodeToString
-					if got := enc(header) + "." + enc([]byte(draft.Payload())) + "." + enc(signature); err != nil || got != want {
-						t.Errorf("%v %v %s: %v\n%s\n%s", alg, spelling, when, err, got, want)
-					}
+		}
+		check := func(when string, r *ect.Ring) {
+			t.Helper()
+			verifies(when, r)
+			for range 2 {
+				signature, err := r.Signature(header, []byte(draft.Payload()))
+				enc := base64.RawURLEncoding.EncodeToString
+				if got := enc(header) + "." + enc([]byte(draft.Payload())) + "." + enc(signature); err != nil || got != want {
+					t.Errorf("%v %s: %v\n%s\n%s", alg, when, err, got, want)
 				}
 			}
-			gone := func(when string, r *ect.Ring) {
-				t.Helper()
-				verifies(when, r)
-				if got, err := r.Signature(header, []byte(draft.Payload())); !errors.Is(err, ect.ErrUnavailable) || got != nil {
-					t.Errorf("%v %s: %x %v", alg, when, got, err)
-				}
+		}
+		gone := func(when string, r *ect.Ring) {
+			t.Helper()
+			verifies(when, r)
+			if got, err := r.Signature(header, []byte(draft.Payload())); !errors.Is(err, ect.ErrUnavailable) || got != nil {
+				t.Errorf("%v %s: %x %v", alg, when, got, err)
 			}
-			check("at once", ring)
-			if holds, known := must(ect.GenerateRing(alg))(t).Verifies(header, []byte(draft.Payload()), kept); holds || known {
-				t.Errorf("another ring: %v %v", holds, known)
-			}
-			for range 2 { // the second rotation finds the key among the replaced ones
-				must(ring.Rotate(path, alg, at, time.Hour, kid))(t)
-			}
-			if list := ring.List(); !list[0].Private || list[1].Private || !list[2].Private || list[0].Signs || list[0].Until.IsZero() {
-				t.Errorf("%+v", list)
-			}
-			check("rotated", ring)
-			check("restarted", must(ect.LoadRing(path))(t))
-			signs := ring.List()[2].ID
-			if err := ring.Retire(path, kid, signs); err != nil {
-				t.Fatal(err)
-			}
-			gone("retired", ring)
-			gone("restarted without it", must(ect.LoadRing(path))(t))
-			if issue(t, must(ect.LoadRing(path))(t)).Key().ID() != signs {
-				t.Error("the key that signs was retired")
-			}
-			stolen := signs
-			must(ring.Rotate(path, alg, at, 0, stolen))(t)
-			if text := must(os.ReadFile(path))(t); bytes.Count(text, []byte(`"d"`)) != 1 {
-				t.Error("a stolen key keeps its private part")
-			}
+		}
+		check("at once", ring)
+		if holds, known := must(ect.GenerateRing(alg))(t).Verifies(header, []byte(draft.Payload()), kept); holds || known {
+			t.Errorf("another ring: %v %v", holds, known)
+		}
+		for range 2 { // the second rotation finds the key among the replaced ones
+			must(ring.Rotate(path, alg, at, time.Hour, kid))(t)
+		}
+		if list := ring.List(); !list[0].Private || list[1].Private || !list[2].Private || list[0].Signs || list[0].Until.IsZero() {
+			t.Errorf("%+v", list)
+		}
+		check("rotated", ring)
+		check("restarted", must(ect.LoadRing(path))(t))
+		signs := ring.List()[2].ID
+		if err := ring.Retire(path, kid, signs); err != nil {
+			t.Fatal(err)
+		}
+		gone("retired", ring)
+		gone("restarted without it", must(ect.LoadRing(path))(t))
+		if issue(t, must(ect.LoadRing(path))(t)).Key().ID() != signs {
+			t.Error("the key that signs was retired")
+		}
+		stolen := signs
+		must(ring.Rotate(path, alg, at, 0, stolen))(t)
+		if text := must(os.ReadFile(path))(t); bytes.Count(text, []byte(`"d"`)) != 1 {
+			t.Error("a stolen key keeps its private part")
 		}
 	}
 }
@@ -553,7 +551,7 @@ func TestPeersOfARing(t *testing.T) {
 	if got := published(t, own, at).Len(); got != 3 {
 		t.Errorf("%d keys published", got)
 	}
-	header, _ := other.Header(ect.Draft00)
+	header, _ := other.Header()
 	if _, err := own.Signature(header, []byte("{}")); !errors.Is(err, ect.ErrUnavailable) {
 		t.Errorf("signed with a key of another node: %v", err)
 	}

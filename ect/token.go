@@ -7,8 +7,8 @@
 // tokens that nobody waits for, later: see [Draft]. A refusal is an [*Error] with a
 // stable code; it reveals nothing of the token, the keys or the ledger (P3).
 //
-// Two spellings of the claims are read and written ([Spelling]), and three vocabularies
-// for the names of actions and extension members ([Vocabulary]).
+// The claims par and ext are read under their later names pred and ect_ext too. Three
+// vocabularies name actions and extension members ([Vocabulary]).
 //
 // The verifier remembers no ids: the caller records [Token.Workflow] and [Token.NodeID]
 // in the commit that the token is used for. [Token.Digest] distinguishes a retry, which has
@@ -111,7 +111,7 @@ func ParseInsecure(raw string) (*Unverified, error) {
 		if !ok {
 			return nil, refuse(CodeMalformed)
 		}
-		if err := claims.decode(string(payload), Draft00); err != nil {
+		if err := claims.decode(string(payload)); err != nil {
 			return nil, err
 		}
 		return &Unverified{content: claims.content, level: L1}, nil
@@ -124,8 +124,7 @@ func ParseInsecure(raw string) (*Unverified, error) {
 	if !ok {
 		return nil, refuse(CodeMalformed)
 	}
-	head.spelling, _ = spellingOf(head.typ)
-	if err := claims.decode(string(payload), head.spelling); err != nil {
+	if err := claims.decode(string(payload)); err != nil {
 		return nil, err
 	}
 	return &Unverified{content: claims.content, level: L2, keyID: head.kid, algorithm: head.alg}, nil
@@ -134,7 +133,6 @@ func ParseInsecure(raw string) (*Unverified, error) {
 // content has the claims of a token. Its methods are those of Token, Draft and
 // Unverified; only these types say how far the claims can be believed.
 type content struct {
-	spelling          Spelling
 	issuer            string
 	audience          []string
 	issuedAt, expires int64
@@ -146,9 +144,6 @@ type content struct {
 	ext               string
 	payload           string
 }
-
-// Spelling is the draft whose names the token uses.
-func (c *content) Spelling() Spelling { return c.spelling }
 
 // Issuer is the claim iss.
 func (c *content) Issuer() string { return c.issuer }
@@ -226,48 +221,22 @@ func (l Level) String() string {
 	return "L" + strconv.Itoa(int(l))
 }
 
-// Spelling is the draft whose names a token uses.
-type Spelling uint8
-
 const (
-	// Draft00 writes par, ext and the type wimse-exec+jwt, as the figures of the
-	// companion drafts do.
-	Draft00 Spelling = iota
-	// Draft01 writes pred, ect_ext and the type exec+jwt.
-	Draft01
+	// TokenType is the header parameter typ of the tokens that are issued. exec+jwt, the name of
+	// later drafts, is read too.
+	TokenType  = "wimse-exec+jwt"
+	laterType  = "exec+jwt"
+	typePrefix = "application/"
+	// MediaType is the type of a body that consists of one token.
+	MediaType = typePrefix + TokenType
 )
 
-// spellings are the names that differ. Both are read everywhere.
-var spellings = [...]struct{ typ, parents, ext string }{
-	Draft00: {"wimse-exec+jwt", "par", "ext"},
-	Draft01: {"exec+jwt", "pred", "ect_ext"},
-}
-
-func (s Spelling) String() string {
-	if s == Draft01 {
-		return "01"
+// isTokenType reads typ in any case, with or without "application/" (RFC 7515, 4.1.9).
+func isTokenType(typ string) bool {
+	if len(typ) > len(typePrefix) && strings.EqualFold(typ[:len(typePrefix)], typePrefix) {
+		typ = typ[len(typePrefix):]
 	}
-	return "00"
-}
-
-// Type is the header parameter typ.
-func (s Spelling) Type() string { return spellings[s].typ }
-
-// MediaType is the type of a body that consists of one token.
-func (s Spelling) MediaType() string { return "application/" + spellings[s].typ }
-
-// spellingOf reads typ in any case, with or without "application/" (RFC 7515, 4.1.9).
-func spellingOf(typ string) (Spelling, bool) {
-	const prefix = "application/"
-	if len(typ) > len(prefix) && strings.EqualFold(typ[:len(prefix)], prefix) {
-		typ = typ[len(prefix):]
-	}
-	for s, names := range spellings {
-		if strings.EqualFold(typ, names.typ) {
-			return Spelling(s), true
-		}
-	}
-	return 0, false
+	return strings.EqualFold(typ, TokenType) || strings.EqualFold(typ, laterType)
 }
 
 // Hash is a SHA-256 as inp_hash and out_hash carry it. The zero Hash is an absent claim.

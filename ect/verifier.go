@@ -198,7 +198,7 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 	}
 	text := []byte(raw) // of which the first part is signed
 	o := keySearch{
-		alg: alg, kid: head.kid, spelling: head.spelling, text: text[:len(parts.signed):len(parts.signed)], signature: signature,
+		alg: alg, kid: head.kid, text: text[:len(parts.signed):len(parts.signed)], signature: signature,
 		payload: string(payload), code: CodeKeyID, stored: p == nil,
 	}
 	if p != nil {
@@ -224,7 +224,7 @@ func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
 		return nil, refuse(CodeMalformed)
 	}
 	var claims claimSet
-	err := claims.read(string(payload), Draft00)
+	err := claims.read(string(payload))
 	var refused *Error
 	if v.p.MinLevel > L1 && !(errors.As(err, &refused) && refused.Code == CodeMalformed) {
 		return nil, refuse(CodeLevel)
@@ -314,7 +314,6 @@ func checkTimes(c *claimSet, p *Presentation) error {
 type keySearch struct {
 	alg             Algorithm
 	kid             string
-	spelling        Spelling
 	text, signature []byte
 	payload         string
 	claims          claimSet
@@ -415,7 +414,7 @@ func (o *keySearch) try(key *Key) (bool, error) {
 		return o.fail(CodeKeyRevoked)
 	}
 	if !o.decoded {
-		if err := o.claims.read(o.payload, o.spelling); err != nil {
+		if err := o.claims.read(o.payload); err != nil {
 			return false, err
 		}
 		o.decoded = true

@@ -95,7 +95,7 @@ func (b *trust) policy(st store.Store) *guard.TokenPolicy {
 	b.check(err)
 	b.evidence = ev
 	b.Cleanup(func() { _ = ev.Close(context.Background()) })
-	events, err := ev.EventBuilder(gatewayName, ect.Draft00, time.Hour)
+	events, err := ev.EventBuilder(gatewayName, time.Hour)
 	b.check(err)
 	own, err := events.Source()
 	b.check(err)

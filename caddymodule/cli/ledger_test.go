@@ -444,7 +444,7 @@ func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	header, _ := ring.Header(ect.Draft00)
+	header, _ := ring.Header()
 	entry := func(header []byte, payload string) *ledger.Entry {
 		return &ledger.Entry{Leaf: []byte("a leaf"), Event: ledger.Event{ID: draft.ID(), Issuer: gateway, Header: header, Payload: []byte(payload)}}
 	}

@@ -335,7 +335,7 @@ func (g *gate) get(path string, who evidence.Reader) reply {
 // post sends tokens in the body, as JSON where there are several.
 func (g *gate) post(who evidence.Reader, raws ...string) reply {
 	g.t.Helper()
-	body, kind := "", ect.Draft00.MediaType()
+	body, kind := "", ect.MediaType
 	if len(raws) == 1 {
 		body = raws[0]
 	} else {

@@ -686,7 +686,7 @@ func (q *ledgerRequest) errorTokens() ([]string, error) {
 		var ours bool
 		if raws, ours, err = ect.ParseBody(q.r.Header.Get("Content-Type"), body); !ours {
 			return nil, badParameter("Send tokens in " + ect.FieldName + " without a body, or a body of the type " +
-				ect.Draft00.MediaType() + ", or a JSON array of tokens.")
+				ect.MediaType + ", or a JSON array of tokens.")
 		}
 	}
 	slices.Sort(raws)

@@ -665,7 +665,7 @@ func TestBodiesOfErrors(t *testing.T) {
 	send("application/json", "[]").refused(403, "ect-invalid", "missing")
 	send("application/json", `{"error":1}`).refused(400, "ect-invalid", "malformed")
 	send("text/plain", "x").refused(400, "parameter-invalid", "")
-	send(ect.Draft01.MediaType(), strings.Repeat("x", 2<<20)).refused(400, "ect-invalid", "too-large")
+	send("application/exec+jwt", strings.Repeat("x", 2<<20)).refused(400, "ect-invalid", "too-large")
 	send("", "", strings.Repeat("x", 9<<10)).refused(400, "ect-invalid", "too-large")
 	g.do(httptest.NewRequestWithContext(t.Context(), http.MethodPost, basePath+"errors", nil), anonymous).refused(401, "authentication-required", "")
 

@@ -6,7 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -34,7 +33,7 @@ func benchmarkCall(b *testing.B, shown bool) {
 	if err := opened.SignWhenShown(b.Context(), shown, opened.Ring()); err != nil {
 		b.Fatal(err)
 	}
-	builder, err := opened.EventBuilder(identity, ect.Draft00, 0)
+	builder, err := opened.EventBuilder(identity, 0)
 	if err != nil {
 		b.Fatal(err)
 	}

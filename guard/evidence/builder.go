@@ -57,8 +57,8 @@ type EventBuilder struct {
 
 // EventBuilder returns a builder of events that identity issues. life is the time between
 // iat and exp, ect.DefaultLife if zero.
-func (e *Evidence) EventBuilder(identity string, spelling ect.Spelling, life time.Duration) (*EventBuilder, error) {
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: e.ring, Spelling: spelling, Life: life})
+func (e *Evidence) EventBuilder(identity string, life time.Duration) (*EventBuilder, error) {
+	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: e.ring, Life: life})
 	if err != nil {
 		return nil, err
 	}

@@ -512,7 +512,7 @@ func (k *laterKeys) header(ring *ect.Ring, d *ect.Draft) []byte {
 	if !k.on || len(d.Payload()) > ledger.MaxClaims {
 		return nil
 	}
-	header, kid := ring.Header(d.Spelling())
+	header, kid := ring.Header()
 	if !slices.Contains(k.all, kid) {
 		return nil
 	}
@@ -536,7 +536,7 @@ func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) e
 	k := &e.later
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	_, kid := ring.Header(ect.Draft00)
+	_, kid := ring.Header()
 	k.on, k.signs = on, kid
 	if on {
 		k.walked = slices.DeleteFunc(k.walked, func(walked string) bool { return walked == kid })

@@ -68,7 +68,7 @@ func (b *bench) open(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = opened.Close(context.Background()) })
-	if b.builder, err = opened.EventBuilder(identity, ect.Draft00, 0); err != nil {
+	if b.builder, err = opened.EventBuilder(identity, 0); err != nil {
 		t.Fatal(err)
 	}
 	if err := opened.SignWhenShown(t.Context(), true, b.ring); err != nil {
@@ -286,7 +286,7 @@ func TestNamesOfBefore(t *testing.T) {
 	}
 	builder := func(name string) *evidence.EventBuilder {
 		t.Helper()
-		w, err := b.evidence.EventBuilder(name, ect.Draft00, 0)
+		w, err := b.evidence.EventBuilder(name, 0)
 		if err != nil {
 			t.Fatal(err)
 		}

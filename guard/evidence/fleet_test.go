@@ -68,7 +68,7 @@ func (f *testFleet) open(name string, ring *ect.Ring, placed func(log string, e 
 	if err := n.SignWhenShown(f.t.Context(), true, ring); err != nil {
 		f.t.Fatal(err)
 	}
-	if n.builder, err = n.EventBuilder(fleetName, ect.Draft00, 0); err != nil {
+	if n.builder, err = n.EventBuilder(fleetName, 0); err != nil {
 		f.t.Fatal(err)
 	}
 	return n
@@ -1027,7 +1027,7 @@ func TestFleetHeadUnderAnotherName(t *testing.T) {
 			t.Fatal(err)
 		}
 		n := &testNode{Evidence: e, t: t}
-		if n.builder, err = e.EventBuilder(fleetName, ect.Draft00, 0); err != nil {
+		if n.builder, err = e.EventBuilder(fleetName, 0); err != nil {
 			t.Fatal(err)
 		}
 		n.record(uuid.NewString())

@@ -97,7 +97,7 @@ func (b *rollbackBench) open() {
 	if err := opened.SignWhenShown(b.t.Context(), true, b.ring); err != nil {
 		b.t.Fatal(err)
 	}
-	builder, err := opened.EventBuilder(gateway, ect.Draft00, 0)
+	builder, err := opened.EventBuilder(gateway, 0)
 	if err != nil {
 		b.t.Fatal(err)
 	}
