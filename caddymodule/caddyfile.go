@@ -51,7 +51,6 @@ func init() {
 //		identity <uri> {
 //			key_file  <path>
 //			algorithm ES256 | ES384 | EdDSA
-//			life      <duration>
 //			retain    <duration>
 //			public_url <url>
 //			sign      shown | eager

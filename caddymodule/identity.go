@@ -42,10 +42,6 @@ type Identity struct {
 	// The algorithm of a newly created key: `ES256`, `ES384` or `EdDSA`. Default: `ES256`.
 	Algorithm string `json:"algorithm,omitempty"`
 
-	// How long others accept an issued token, from 1s to 24h. Records do not expire by it. Default:
-	// 10m.
-	Life caddy.Duration `json:"life,omitempty"`
-
 	// Where others reach this gateway, like `https://gateway.example.com`. Checkpoints name it as
 	// the place to ask for a rollback; without it they name only the path. It is never taken from a
 	// request. Default: none.
@@ -82,7 +78,6 @@ func (i *Identity) provision(store string) error {
 	}
 	inherit(&i.Algorithm, ect.ES256.String())
 	inherit(&i.Sign, signShown)
-	inherit(&i.Life, caddy.Duration(ect.DefaultLife))
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
 	var err error
 	if i.algorithm, err = ect.ParseAlgorithm(i.Algorithm); err != nil {
@@ -90,9 +85,6 @@ func (i *Identity) provision(store string) error {
 	}
 	if err := oneOf(i.Sign, signShown, signEager); err != nil {
 		return fmt.Errorf("sign: %w", err)
-	}
-	if life := time.Duration(i.Life); life < time.Second || life > ect.MaxLife {
-		return fmt.Errorf("life: %v; it must be between 1s and 24h", life)
 	}
 	if err := checkDuration(i.Retain); err != nil {
 		return fmt.Errorf("retain: %w", err)
@@ -223,7 +215,6 @@ func unsignable(ev *evidence.Evidence, ring *ect.Ring) []string {
 //	identity <uri> {
 //		key_file  <path>
 //		algorithm ES256 | ES384 | EdDSA
-//		life      <duration>
 //		retain    <duration>
 //		public_url <url>
 //		sign      shown | eager
@@ -261,15 +252,6 @@ func identityOptions() options[*Identity] {
 			}
 			return err
 		}},
-		"life": {usage: "life <duration>", parse: func(d dispenser, i *Identity) error {
-			if err := parseDuration(d, &i.Life); err != nil {
-				return err
-			}
-			if life := time.Duration(i.Life); life < time.Second || life > ect.MaxLife {
-				return fmt.Errorf("%v is out of range; it must be between 1s and 24h", life)
-			}
-			return nil
-		}},
 		"public_url": {usage: "public_url <url>", parse: func(d dispenser, i *Identity) error {
 			if err := parseWord(d, &i.PublicURL); err != nil {
 				return err
@@ -298,8 +280,8 @@ func checkIdentity(name string) error {
 	return err
 }
 
-// keepReplaced is how long a replaced key is published: the longest life of a token,
-// independent of the current `life`, and the clock skew of verifiers.
+// keepReplaced is how long a replaced key is published: the longest life of a token and the
+// clock skew of verifiers.
 const keepReplaced = ect.MaxLife + time.Minute
 
 const (
@@ -595,7 +577,7 @@ func (l *ledgerHandle) recordLeft() {
 }
 
 func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Evidence, i *Identity) error {
-	events, err := ev.EventBuilder(i.Name, time.Duration(i.Life))
+	events, err := ev.EventBuilder(i.Name)
 	if err != nil {
 		return err
 	}

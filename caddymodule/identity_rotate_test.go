@@ -50,11 +50,11 @@ func rotateIdentity(t *testing.T, app *App, stolen bool) string {
 // signed is a token that the app's identity issues now.
 func signed(t *testing.T, app *App) *ect.Token {
 	t.Helper()
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayName, Ring: app.held.ledger.open.Load().Ring(), Life: ect.MaxLife})
+	issuer, err := ect.NewIssuer(gatewayName, app.held.ledger.open.Load().Ring())
 	if err != nil {
 		t.Fatal(err)
 	}
-	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gatewayName}, Action: "charge"})
+	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gatewayName}, Action: "charge", Life: ect.MaxLife})
 	if err != nil {
 		t.Fatal(err)
 	}

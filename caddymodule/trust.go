@@ -366,7 +366,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 			e.ledger.leave(i)
 		}
 	}()
-	events, err := ev.EventBuilder(i.Name, time.Duration(i.Life))
+	events, err := ev.EventBuilder(i.Name)
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}

@@ -30,7 +30,7 @@ func newAgent(t *testing.T, name string) *agent {
 	if err != nil {
 		t.Fatal(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent/" + name, Ring: ring})
+	issuer, err := ect.NewIssuer("spiffe://example.com/agent/"+name, ring)
 	if err != nil {
 		t.Fatal(err)
 	}

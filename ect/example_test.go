@@ -16,7 +16,7 @@ func Example() {
 	if err != nil {
 		panic(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent/a", Ring: ring})
+	issuer, err := ect.NewIssuer("spiffe://example.com/agent/a", ring)
 	if err != nil {
 		panic(err)
 	}
@@ -63,7 +63,7 @@ func ExampleIssuer_Sign() {
 	if err != nil {
 		panic(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/gateway", Ring: ring})
+	issuer, err := ect.NewIssuer("spiffe://example.com/gateway", ring)
 	if err != nil {
 		panic(err)
 	}

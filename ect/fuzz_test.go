@@ -162,7 +162,7 @@ func FuzzIssue(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring})
+	issuer, err := ect.NewIssuer(clinical, ring)
 	if err != nil {
 		f.Fatal(err)
 	}

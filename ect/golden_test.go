@@ -199,7 +199,7 @@ var goldens = []golden{
 // the figure are read with the same meaning.
 func TestGolden(t *testing.T) {
 	ring := must(ect.GenerateRing(ect.EdDSA))(t)
-	issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	issuer := must(ect.NewIssuer(clinical, ring))(t)
 	owner := must(ect.ParseOwner(clinical))(t)
 	v := verifier(t, ring.Source(owner), func(p *ect.Policy) { p.Algorithms = ect.Algorithms() })
 	for _, g := range goldens {
@@ -246,7 +246,7 @@ func TestGolden(t *testing.T) {
 // TestGoldenClaims: header and claims of an issued token.
 func TestGoldenClaims(t *testing.T) {
 	ring := must(ect.GenerateRing(ect.ES256))(t)
-	issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	issuer := must(ect.NewIssuer(clinical, ring))(t)
 	token, err := issuer.Issue(at, ect.Claims{
 		Audience: []string{gateway, "urn:ledger"}, Action: "review_spec", Parents: []string{strings.ToUpper(id(10))}, Workflow: workflow,
 		Ext: new(ect.ExtBuilder).Text("pol", "policy_v1").Text("pol_decision", "approved"), Input: ect.Sum([]byte("test")),

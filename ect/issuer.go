@@ -51,51 +51,31 @@ type Claims struct {
 	Input, Output Hash
 	// Ext has the extension members.
 	Ext *ExtBuilder
-	// Life is the time between iat and exp, one second to MaxLife; the issuer's if zero.
+	// Life is the time between iat and exp, one second to MaxLife; DefaultLife if zero.
 	Life time.Duration
 	// Vocabulary names event and members.
 	Vocabulary Vocabulary
 }
 
-// IssuerOptions are the settings of an Issuer. Identity and Ring are required.
-type IssuerOptions struct {
-	// Identity is the iss of all tokens.
-	Identity string
-	// Ring has the keys.
-	Ring *Ring
-	// Life is one second to MaxLife; DefaultLife if zero.
-	Life time.Duration
-}
-
 // Issuer makes tokens. It is safe for concurrent use.
 type Issuer struct {
-	o IssuerOptions
+	identity string // the iss of all tokens
+	ring     *Ring
 }
 
-// NewIssuer checks the settings.
-func NewIssuer(o IssuerOptions) (*Issuer, error) {
-	if !validIdentity(o.Identity) {
-		return nil, fmt.Errorf("ect: %q is not an identity; use a URI like spiffe://example.com/gateway", o.Identity)
+// NewIssuer returns an issuer of tokens whose iss is identity, signed with the keys of ring.
+func NewIssuer(identity string, ring *Ring) (*Issuer, error) {
+	if !validIdentity(identity) {
+		return nil, fmt.Errorf("ect: %q is not an identity; use a URI like spiffe://example.com/gateway", identity)
 	}
-	if o.Ring == nil {
+	if ring == nil {
 		return nil, errors.New("ect: an issuer needs a ring of keys")
 	}
-	o.Life = cmp.Or(o.Life, DefaultLife)
-	if err := checkLife(o.Life); err != nil {
-		return nil, err
-	}
-	return &Issuer{o}, nil
-}
-
-func checkLife(life time.Duration) error {
-	if life < time.Second || life > MaxLife {
-		return fmt.Errorf("ect: the life of tokens is between a second and %s", MaxLife)
-	}
-	return nil
+	return &Issuer{identity, ring}, nil
 }
 
 // Identity is the iss of all tokens.
-func (i *Issuer) Identity() string { return i.o.Identity }
+func (i *Issuer) Identity() string { return i.identity }
 
 // Draft is a token without its signature. Its id is settled, so that others can name it
 // as a parent, and its payload can be stored until somebody signs it.
@@ -104,12 +84,12 @@ type Draft struct{ content }
 // Draft makes the claims of a token with now as its iat. The error is an *Error, or says
 // what is wrong with the life or the extensions.
 func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
-	life := cmp.Or(claims.Life, i.o.Life)
-	if err := checkLife(life); err != nil {
-		return nil, err
+	life := cmp.Or(claims.Life, DefaultLife)
+	if life < time.Second || life > MaxLife {
+		return nil, fmt.Errorf("ect: the life of tokens is between a second and %s", MaxLife)
 	}
 	c := content{
-		issuer: i.o.Identity, audience: claims.Audience,
+		issuer: i.identity, audience: claims.Audience,
 		issuedAt: now.Unix(), expires: now.Unix() + int64(life/time.Second),
 		id: claims.ID, workflow: claims.Workflow, action: claims.Action,
 		parents: append([]string{}, claims.Parents...), input: claims.Input, output: claims.Output,
@@ -194,7 +174,7 @@ var tokenBuffers = sync.Pool{New: func() any { return new([]byte) }}
 
 // Sign signs a draft with the current key. The error is ErrUnavailable.
 func (i *Issuer) Sign(d *Draft) (*Token, error) {
-	signer := i.o.Ring.keys.Load().signer
+	signer := i.ring.keys.Load().signer
 	enc := base64.RawURLEncoding
 	work := tokenBuffers.Get().(*[]byte)
 	defer tokenBuffers.Put(work)

@@ -26,7 +26,7 @@ import (
 
 func issuerOf(t testing.TB, ring *ect.Ring) *ect.Issuer {
 	t.Helper()
-	i := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	i := must(ect.NewIssuer(clinical, ring))(t)
 	return i
 }
 
@@ -310,7 +310,7 @@ func TestEndedKeys(t *testing.T) {
 func TestTokensOutliveTheRotation(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ect.jwks")
 	ring := must(ect.CreateRing(path, ect.ES256))(t)
-	issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+	issuer := must(ect.NewIssuer(clinical, ring))(t)
 	token := must(issuer.Issue(at, ect.Claims{Audience: []string{gateway}, Action: "act"}))(t)
 	if _, err := ring.Rotate(path, ect.ES256, at, ect.DefaultLife); err != nil {
 		t.Fatal(err)
@@ -339,7 +339,7 @@ func TestFormerNames(t *testing.T) {
 	ring := must(ect.GenerateRing(ect.ES256))(t)
 	issue := func(ring *ect.Ring, name string) string {
 		t.Helper()
-		issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring}))(t)
+		issuer := must(ect.NewIssuer(name, ring))(t)
 		token := must(issuer.Issue(time.Now(), ect.Claims{Audience: []string{now}, Action: "pay"}))(t)
 		return token.Raw()
 	}
@@ -396,7 +396,7 @@ func TestFormerAudience(t *testing.T) {
 	issuers := map[string]*ect.Issuer{}
 	issuer := func(name string, ring *ect.Ring) *ect.Issuer {
 		t.Helper()
-		i := must(ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring}))(t)
+		i := must(ect.NewIssuer(name, ring))(t)
 		return i
 	}
 	for _, name := range []string{now, agent, before} {
@@ -440,7 +440,7 @@ func TestSignatureMadeLater(t *testing.T) {
 	for _, alg := range ect.Algorithms() {
 		path := filepath.Join(t.TempDir(), "ect.jwks")
 		ring := must(ect.CreateRing(path, alg))(t)
-		issuer := must(ect.NewIssuer(ect.IssuerOptions{Identity: clinical, Ring: ring}))(t)
+		issuer := must(ect.NewIssuer(clinical, ring))(t)
 		draft := must(issuer.Draft(at, ect.Claims{
 			Audience: []string{gateway}, Action: "pay", Ext: new(ect.ExtBuilder).Text(ect.MemberDescription, "a \u2028 <&>"),
 		}))(t)

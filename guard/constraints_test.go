@@ -72,7 +72,7 @@ func TestWhatTokensAskOfBreakers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent", Ring: ring})
+	issuer, err := ect.NewIssuer("spiffe://example.com/agent", ring)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,7 +12,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -53,7 +52,7 @@ func callsUnderAPlan(b *testing.B, nodes int) {
 	ev, err := evidence.Open(b.Context(), evidence.Options{Store: st, Sealer: sealer, Node: "node", Ring: ring})
 	check(err)
 	b.Cleanup(func() { _ = ev.Close(context.Background()) })
-	events, err := ev.EventBuilder(gatewayName, time.Hour)
+	events, err := ev.EventBuilder(gatewayName)
 	check(err)
 	policy := &guard.TokenPolicy{Engine: engine, Evidence: ev, Events: events}
 	h, err := guard.New(guard.Config{

@@ -62,7 +62,7 @@ func trusting(t *testing.T, level ect.Level, test func(b *trust)) {
 			owner, err := ect.ParseOwner(identity)
 			b.check(err)
 			b.sources = append(b.sources, ring.Source(owner))
-			b.agents[name], err = ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
+			b.agents[name], err = ect.NewIssuer(identity, ring)
 			b.check(err)
 		}
 		b.config.Exempt = func(r *http.Request) (bool, error) { return r.URL.Path == "/search", nil }
@@ -95,7 +95,7 @@ func (b *trust) policy(st store.Store) *guard.TokenPolicy {
 	b.check(err)
 	b.evidence = ev
 	b.Cleanup(func() { _ = ev.Close(context.Background()) })
-	events, err := ev.EventBuilder(gatewayName, time.Hour)
+	events, err := ev.EventBuilder(gatewayName)
 	b.check(err)
 	own, err := events.Source()
 	b.check(err)
@@ -394,7 +394,7 @@ func TestTokensAndBodies(t *testing.T) {
 // the key.
 func TestForgedTokensOfTheGateway(t *testing.T) {
 	trusting(t, ect.L2, func(b *trust) {
-		thief, err := ect.NewIssuer(ect.IssuerOptions{Identity: gatewayName, Ring: b.ring})
+		thief, err := ect.NewIssuer(gatewayName, b.ring)
 		if err != nil {
 			b.Fatal(err)
 		}

@@ -24,7 +24,7 @@ func newCaller(alg ect.Algorithm) (*caller, error) {
 	if err != nil {
 		return nil, err
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent", Ring: ring})
+	issuer, err := ect.NewIssuer("spiffe://example.com/agent", ring)
 	return &caller{ring, issuer}, err
 }
 

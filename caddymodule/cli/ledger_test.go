@@ -232,7 +232,7 @@ func issuerOf(t *testing.T, identity string) (*ect.Issuer, string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
+	issuer, err := ect.NewIssuer(identity, ring)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -428,7 +428,7 @@ func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: gateway, Ring: ring})
+	issuer, err := ect.NewIssuer(gateway, ring)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -199,7 +199,7 @@ func issue(f *flag.FlagSet, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: *iss, Ring: ring})
+	issuer, err := ect.NewIssuer(*iss, ring)
 	if err != nil {
 		return err
 	}

@@ -102,7 +102,7 @@ func newGate(t *testing.T, change ...func(*LedgerOptions)) *gate {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if g.issuers[identity], err = ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring}); err != nil {
+		if g.issuers[identity], err = ect.NewIssuer(identity, ring); err != nil {
 			t.Fatal(err)
 		}
 		sources = append(sources, ring.Source(owner))
@@ -711,7 +711,7 @@ func issuerOf(identity string) *ect.Issuer {
 	if err != nil {
 		panic(err)
 	}
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: ring})
+	issuer, err := ect.NewIssuer(identity, ring)
 	if err != nil {
 		panic(err)
 	}

@@ -484,7 +484,7 @@ func newRecorder(t *testing.T) *recorder {
 			t.Error(err)
 		}
 	})
-	builder, err := recorded.EventBuilder(gateway, 0)
+	builder, err := recorded.EventBuilder(gateway)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -72,7 +72,7 @@ func rigOn(t *testing.T, st store.Store, sealer *seal.Ring) *rig {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = r.recorder.Evidence.Close(context.Background()) })
-	if r.recorder.EventBuilder, err = r.recorder.Evidence.EventBuilder("spiffe://example.com/gateway", 0); err != nil {
+	if r.recorder.EventBuilder, err = r.recorder.Evidence.EventBuilder("spiffe://example.com/gateway"); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.recorder.Evidence.SignWhenShown(t.Context(), true, keys); err != nil {

@@ -33,7 +33,7 @@ func benchmarkCall(b *testing.B, shown bool) {
 	if err := opened.SignWhenShown(b.Context(), shown, opened.Ring()); err != nil {
 		b.Fatal(err)
 	}
-	builder, err := opened.EventBuilder(identity, 0)
+	builder, err := opened.EventBuilder(identity)
 	if err != nil {
 		b.Fatal(err)
 	}

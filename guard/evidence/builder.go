@@ -55,10 +55,9 @@ type EventBuilder struct {
 	ownEntries *recent[bool] // whether entries under earlier names are the gateway's, by the hash of their tokens
 }
 
-// EventBuilder returns a builder of events that identity issues. life is the time between
-// iat and exp, ect.DefaultLife if zero.
-func (e *Evidence) EventBuilder(identity string, life time.Duration) (*EventBuilder, error) {
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: e.ring, Life: life})
+// EventBuilder returns a builder of events that identity issues.
+func (e *Evidence) EventBuilder(identity string) (*EventBuilder, error) {
+	issuer, err := ect.NewIssuer(identity, e.ring)
 	if err != nil {
 		return nil, err
 	}

@@ -44,7 +44,7 @@ func newBench(t *testing.T) *bench {
 	t.Helper()
 	b := &bench{store: memory.New(memory.Options{}), sealer: seal.Generate(), ring: newRing(t)}
 	var err error
-	if b.agent, err = ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent", Ring: newRing(t)}); err != nil {
+	if b.agent, err = ect.NewIssuer("spiffe://example.com/agent", newRing(t)); err != nil {
 		t.Fatal(err)
 	}
 	b.open(t)
@@ -68,7 +68,7 @@ func (b *bench) open(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = opened.Close(context.Background()) })
-	if b.builder, err = opened.EventBuilder(identity, 0); err != nil {
+	if b.builder, err = opened.EventBuilder(identity); err != nil {
 		t.Fatal(err)
 	}
 	if err := opened.SignWhenShown(t.Context(), true, b.ring); err != nil {
@@ -262,7 +262,7 @@ func TestBegun(t *testing.T) {
 // issued is an entry with a token of that name under that ring.
 func issued(t *testing.T, ring *ect.Ring, name string) *ledger.Entry {
 	t.Helper()
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring})
+	issuer, err := ect.NewIssuer(name, ring)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -286,7 +286,7 @@ func TestNamesOfBefore(t *testing.T) {
 	}
 	builder := func(name string) *evidence.EventBuilder {
 		t.Helper()
-		w, err := b.evidence.EventBuilder(name, 0)
+		w, err := b.evidence.EventBuilder(name)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -416,7 +416,7 @@ func (e *Evidence) logOptions(origin string) (ledger.Options, error) {
 		return ledger.Options{}, err
 	}
 	// A draft states its own issuer.
-	issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: "urn:agent-guard:sequencer", Ring: e.ring})
+	issuer, err := ect.NewIssuer("urn:agent-guard:sequencer", e.ring)
 	if err != nil {
 		return ledger.Options{}, err
 	}

@@ -68,7 +68,7 @@ func (f *testFleet) open(name string, ring *ect.Ring, placed func(log string, e 
 	if err := n.SignWhenShown(f.t.Context(), true, ring); err != nil {
 		f.t.Fatal(err)
 	}
-	if n.builder, err = n.EventBuilder(fleetName, 0); err != nil {
+	if n.builder, err = n.EventBuilder(fleetName); err != nil {
 		f.t.Fatal(err)
 	}
 	return n
@@ -577,7 +577,7 @@ func TestFleetPrunesAtOnce(t *testing.T) {
 func TestFleetParentsAreProven(t *testing.T) {
 	f := newFleet(t)
 	a, b := f.join("a", mustRing(t)), f.join("b", mustRing(t))
-	agent, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent", Ring: mustRing(t)})
+	agent, err := ect.NewIssuer("spiffe://example.com/agent", mustRing(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -797,7 +797,7 @@ func TestFleetReadsOutboxes(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	agent, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent", Ring: mustRing(t)})
+	agent, err := ect.NewIssuer("spiffe://example.com/agent", mustRing(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -916,7 +916,7 @@ func TestFleetHearsOfAllEvents(t *testing.T) {
 func TestFleetTokenUses(t *testing.T) {
 	f := newFleet(t)
 	a, b := f.join("a", mustRing(t)), f.join("b", mustRing(t))
-	agent, err := ect.NewIssuer(ect.IssuerOptions{Identity: "spiffe://example.com/agent", Ring: mustRing(t)})
+	agent, err := ect.NewIssuer("spiffe://example.com/agent", mustRing(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1027,7 +1027,7 @@ func TestFleetHeadUnderAnotherName(t *testing.T) {
 			t.Fatal(err)
 		}
 		n := &testNode{Evidence: e, t: t}
-		if n.builder, err = e.EventBuilder(fleetName, 0); err != nil {
+		if n.builder, err = e.EventBuilder(fleetName); err != nil {
 			t.Fatal(err)
 		}
 		n.record(uuid.NewString())

@@ -360,7 +360,7 @@ func TestSameAsSignedLater(t *testing.T) {
 	fresh, _ := b.record(t)
 	old, _ := b.record(t)
 	presented := b.entry(t, old.Workflow(), old.ID())
-	thief, err := ect.NewIssuer(ect.IssuerOptions{Identity: identity, Ring: b.ring})
+	thief, err := ect.NewIssuer(identity, b.ring)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -70,7 +70,7 @@ func newRollbackBench(t testing.TB) *rollbackBench {
 			}
 			b.sources[name], b.rings[name] = ring.Source(owner), ring
 		}
-		issuer, err := ect.NewIssuer(ect.IssuerOptions{Identity: name, Ring: ring})
+		issuer, err := ect.NewIssuer(name, ring)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -97,7 +97,7 @@ func (b *rollbackBench) open() {
 	if err := opened.SignWhenShown(b.t.Context(), true, b.ring); err != nil {
 		b.t.Fatal(err)
 	}
-	builder, err := opened.EventBuilder(gateway, 0)
+	builder, err := opened.EventBuilder(gateway)
 	if err != nil {
 		b.t.Fatal(err)
 	}
@@ -250,7 +250,7 @@ func TestCascade423KeysOfStoredTokens(t *testing.T) {
 		t.Errorf("%+v", got)
 	}
 	// Somebody else's key that says that it is the gateway's.
-	b.issuers["forger"], _ = ect.NewIssuer(ect.IssuerOptions{Identity: gateway, Ring: newRing(t)})
+	b.issuers["forger"], _ = ect.NewIssuer(gateway, newRing(t))
 	forged := b.checkpoint("forger", workflow, "x2", task.ID())
 	if c, err := b.ledger.Checkpoint(t.Context(), forged.ID()); !tampered(err) || c.Workflow != workflow || c.ID != forged.ID() {
 		t.Errorf("forged: %v %+v", err, c)
