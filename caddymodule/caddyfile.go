@@ -53,7 +53,6 @@ func init() {
 //			algorithm ES256 | ES384 | EdDSA
 //			retain    <duration>
 //			public_url <url>
-//			sign      shown | eager
 //		}
 //		trust jwks_file <path> [<owner>]
 //		trust jwks_url  <url>  [<owner>]

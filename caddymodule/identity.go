@@ -51,20 +51,8 @@ type Identity struct {
 	// can still be verified. Default: 90d.
 	Retain caddy.Duration `json:"retain,omitempty"`
 
-	// When the gateway's own tokens are signed. `shown` signs one when somebody asks for it, from
-	// what was recorded: the same bytes each time. A replaced key stays in the key file until all
-	// that names it is signed. `eager` signs each when it is recorded: for key files that are
-	// exchanged from outside, or where the store is audited without the gateway. Default: `shown`.
-	Sign string `json:"sign,omitempty"`
-
 	algorithm ect.Algorithm
 }
-
-// The values of Identity.Sign.
-const (
-	signEager = "eager"
-	signShown = "shown"
-)
 
 const defaultRetain = 90 * 24 * time.Hour
 
@@ -77,14 +65,10 @@ func (i *Identity) provision(store string) error {
 		return err
 	}
 	inherit(&i.Algorithm, ect.ES256.String())
-	inherit(&i.Sign, signShown)
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
 	var err error
 	if i.algorithm, err = ect.ParseAlgorithm(i.Algorithm); err != nil {
 		return fmt.Errorf("algorithm: %w", oneOf(i.Algorithm, algorithmNames()...))
-	}
-	if err := oneOf(i.Sign, signShown, signEager); err != nil {
-		return fmt.Errorf("sign: %w", err)
 	}
 	if err := checkDuration(i.Retain); err != nil {
 		return fmt.Errorf("retain: %w", err)
@@ -195,11 +179,10 @@ func (i *Identity) recordName(ctx context.Context, ev *evidence.Evidence, ring *
 	}
 	if gone := unsignable(ev, ring); len(gone) > 0 {
 		logger.Warn("the key file lacks the private parts of keys under which recorded tokens are not signed yet: their entries are "+
-			"shown with their claims and proofs, and without tokens; put the key file back that holds them, and set `sign eager` "+
-			"where key files are exchanged from outside",
+			"shown with their claims and proofs, and without tokens; put the key file back that holds them",
 			slog.String("file", i.KeyFile), slog.Any("keys", gone))
 	}
-	return ev.SignWhenShown(ctx, i.Sign == signShown, ring)
+	return ev.SignWhenShown(ctx, ring)
 }
 
 // unsignable are the keys under which something recorded is not signed, and that cannot sign.
@@ -217,7 +200,6 @@ func unsignable(ev *evidence.Evidence, ring *ect.Ring) []string {
 //		algorithm ES256 | ES384 | EdDSA
 //		retain    <duration>
 //		public_url <url>
-//		sign      shown | eager
 //	}
 func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 	a.Identity = new(Identity)
@@ -257,9 +239,6 @@ func identityOptions() options[*Identity] {
 				return err
 			}
 			return checkPublicURL(i.PublicURL)
-		}},
-		"sign": {usage: "sign shown | eager", parse: func(d dispenser, i *Identity) error {
-			return parseChoice(d, &i.Sign, signShown, signEager)
 		}},
 		"retain": {usage: "retain <duration>", parse: func(d dispenser, i *Identity) error {
 			return parseDuration(d, &i.Retain)
@@ -417,7 +396,7 @@ func (l *ledgerHandle) leave(i *Identity) {
 			ev.Ring().Reload(ring)
 		}
 	}
-	if err := ev.SignWhenShown(context.Background(), back.Sign == signShown, ev.Ring()); err != nil {
+	if err := ev.SignWhenShown(context.Background(), ev.Ring()); err != nil {
 		l.engine.logger.Warn("tokens are signed when they are recorded, until the next load of the configuration", zap.Error(err))
 	}
 	l.retireSoon()
@@ -522,13 +501,9 @@ func (l *ledgerHandle) retire(ctx context.Context, ev *evidence.Evidence) error 
 	}
 	l.mu.Lock() // excludes a reload and a rotation, as rotate does
 	defer l.mu.Unlock()
-	noted := len(ev.KeysToSign())
 	done, err := ev.ForgetSigned(ctx)
 	if err != nil {
 		return errors.Join(unsigned, err)
-	}
-	if noted > 0 && len(ev.KeysToSign()) == 0 {
-		l.engine.logger.Info("no token waits for its signature any more", zap.Int("signed", signed))
 	}
 	if len(done) == 0 {
 		return unsigned
@@ -646,7 +621,7 @@ func (l *ledgerHandle) rotate(stolen bool) error {
 		err = ev.ForgetKeys(ctx, unsignable(ev, ev.Ring())...)
 	}
 	if err == nil {
-		err = ev.SignWhenShown(ctx, i.Sign == signShown, ev.Ring())
+		err = ev.SignWhenShown(ctx, ev.Ring())
 	}
 	if err != nil {
 		l.engine.logger.Error("that the new key signs in this name is noted with the next load of the configuration", zap.Error(err))

@@ -75,7 +75,7 @@ func rigOn(t *testing.T, st store.Store, sealer *seal.Ring) *rig {
 	if r.recorder.EventBuilder, err = r.recorder.Evidence.EventBuilder("spiffe://example.com/gateway"); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.recorder.Evidence.SignWhenShown(t.Context(), true, keys); err != nil {
+	if err := r.recorder.Evidence.SignWhenShown(t.Context(), keys); err != nil {
 		t.Fatal(err)
 	}
 	detector, err := cascade.Settings{}.Check()

@@ -13,14 +13,9 @@ import (
 )
 
 // BenchmarkCall is the evidence of a call without tokens, recorded on Badger by 64 callers:
-// its two events drafted, committed by two commits that have nothing else, signed, and moved
-// into the tree. Nobody asks for their tokens.
+// its two events drafted, and committed by two commits that have nothing else. Nobody asks for
+// their tokens.
 func BenchmarkCall(b *testing.B) {
-	b.Run("sign=shown", func(b *testing.B) { benchmarkCall(b, true) })
-	b.Run("sign=eager", func(b *testing.B) { benchmarkCall(b, false) })
-}
-
-func benchmarkCall(b *testing.B, shown bool) {
 	st, err := badger.Open(b.TempDir(), badger.Options{})
 	if err != nil {
 		b.Fatal(err)
@@ -30,7 +25,7 @@ func benchmarkCall(b *testing.B, shown bool) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	if err := opened.SignWhenShown(b.Context(), shown, opened.Ring()); err != nil {
+	if err := opened.SignWhenShown(b.Context(), opened.Ring()); err != nil {
 		b.Fatal(err)
 	}
 	builder, err := opened.EventBuilder(identity)

@@ -281,7 +281,7 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 	}
 	e.later.mu.RLock()
 	for _, d := range drafts {
-		header, node := e.later.header(e.ring, d), e.draftNode(d)
+		header, node := e.headerOf(d), e.draftNode(d)
 		events = append(events, ledger.Event{
 			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: node.Parents,
 			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Header: header, Unsigned: header == nil, Parsed: d,
@@ -498,21 +498,21 @@ func (e *Evidence) RecordName(ctx context.Context, name string, ring *ect.Ring) 
 // so that none of them loses its private part unnoticed.
 type laterKeys struct {
 	mu     sync.RWMutex // read-held from the choice of a key until the event has its ticket
-	on     bool
-	signs  string      // the newest key of the ring, or of the one that is about to be loaded
-	walked []string    // those under which all is signed, once SignReplaced has ended
-	noted  string      // the key that this process has noted last
-	chosen atomic.Bool // something was recorded under noted
+	signs  string       // the newest key of the ring, or of the one that is about to be loaded
+	walked []string     // those under which all is signed, once SignReplaced has ended
+	noted  string       // the key that this process has noted last
+	chosen atomic.Bool  // something was recorded under noted
 	sealedList[string]
 }
 
-// header is the header that a draft is recorded with; nil if the sequencer is to sign it. mu
-// is held.
-func (k *laterKeys) header(ring *ect.Ring, d *ect.Draft) []byte {
-	if !k.on || len(d.Payload()) > ledger.MaxClaims {
+// headerOf is the header that a draft is recorded with; nil if the sequencer is to sign it: where
+// other nodes show the token, which do not have the key. later.mu is held.
+func (e *Evidence) headerOf(d *ect.Draft) []byte {
+	if e.fleet.store != nil || len(d.Payload()) > ledger.MaxClaims {
 		return nil
 	}
-	header, kid := ring.Header()
+	k := &e.later
+	header, kid := e.ring.Header()
 	if !slices.Contains(k.all, kid) {
 		return nil
 	}
@@ -526,28 +526,24 @@ func (k *laterKeys) header(ring *ect.Ring, d *ect.Draft) []byte {
 // tokens.
 const maxLater = 256
 
-// SignWhenShown says whether events are signed when their tokens are asked for, from now on
-// and with the newest key of the ring, or by the sequencer. Keys that it was not called with
-// sign in the sequencer. The key that it was called with before is forgotten if nothing was
-// recorded under it. While the ring changes, nobody may call ForgetSigned. Where other nodes show the
-// token, which do not have the key, the sequencer always signs.
-func (e *Evidence) SignWhenShown(ctx context.Context, on bool, ring *ect.Ring) error {
-	on = on && e.fleet.store == nil
+// SignWhenShown notes the newest key of the ring: from now on events are signed under it when
+// their tokens are asked for. Under a key that is not noted the sequencer signs, and always where
+// the store is shared. The key that was noted before is forgotten if nothing was recorded under
+// it. While the ring changes, nobody may call ForgetSigned.
+func (e *Evidence) SignWhenShown(ctx context.Context, ring *ect.Ring) error {
 	k := &e.later
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	_, kid := ring.Header()
-	k.on, k.signs = on, kid
-	if on {
-		k.walked = slices.DeleteFunc(k.walked, func(walked string) bool { return walked == kid })
-	}
+	k.signs = kid
+	k.walked = slices.DeleteFunc(k.walked, func(walked string) bool { return walked == kid })
 	note, same := false, false
 	err := k.update(ctx, e, func(all []string) []string {
 		next := slices.Clone(all)
 		if k.noted != "" && k.noted != kid && !k.chosen.Load() {
 			next = slices.DeleteFunc(next, func(noted string) bool { return noted == k.noted })
 		}
-		if note = on && !slices.Contains(next, kid) && len(next) < maxLater; note {
+		if note = e.fleet.store == nil && !slices.Contains(next, kid) && len(next) < maxLater; note {
 			next = append(next, kid)
 		}
 		if same = slices.Equal(next, all); same {
@@ -577,7 +573,7 @@ func (e *Evidence) KeysToSign() []string {
 }
 
 // SignReplaced makes and stores the signatures of what was recorded under replaced keys of
-// the ring and is not signed; if the sequencer signs, also under the key that signs. Then
+// the ring and is not signed; in a shared store also under the key that signs. Then
 // ForgetSigned forgets these keys. The error is ledger.ErrTampered if entries were altered
 // that may name one of them, or that of ledger.Log.StoreSignatures; with any error all keys
 // are still needed, and the next call goes on. Do not call it twice at a time.
@@ -585,10 +581,9 @@ func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
 	keys := e.ring.List()
 	var walk []string
 	e.later.mu.Lock() // who has chosen one of these keys has a ticket now
-	on := e.later.on
 	for _, k := range keys {
 		replaced := !k.Signs && k.ID != e.later.signs && !k.Until.IsZero()
-		if slices.Contains(e.later.all, k.ID) && k.Private && !k.Revoked && (replaced || !on) {
+		if slices.Contains(e.later.all, k.ID) && k.Private && !k.Revoked && (replaced || e.fleet.store != nil) {
 			walk = append(walk, k.ID)
 		}
 	}

@@ -71,7 +71,7 @@ func (b *bench) open(t *testing.T) {
 	if b.builder, err = opened.EventBuilder(identity); err != nil {
 		t.Fatal(err)
 	}
-	if err := opened.SignWhenShown(t.Context(), true, b.ring); err != nil {
+	if err := opened.SignWhenShown(t.Context(), b.ring); err != nil {
 		t.Fatal(err)
 	}
 	b.evidence = opened

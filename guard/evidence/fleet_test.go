@@ -65,7 +65,7 @@ func (f *testFleet) open(name string, ring *ect.Ring, placed func(log string, e 
 	if err := n.RecordName(f.t.Context(), fleetName, ring); err != nil {
 		f.t.Fatal(err)
 	}
-	if err := n.SignWhenShown(f.t.Context(), true, ring); err != nil {
+	if err := n.SignWhenShown(f.t.Context(), ring); err != nil {
 		f.t.Fatal(err)
 	}
 	if n.builder, err = n.EventBuilder(fleetName); err != nil {
@@ -295,7 +295,7 @@ func TestFleetRotation(t *testing.T) {
 		if _, err := ring.Rotate(path, ect.ES256, time.Now(), keep, a.KeysToSign()...); err != nil {
 			t.Fatal(err)
 		}
-		if err := errors.Join(a.RecordName(t.Context(), fleetName, ring), a.SignWhenShown(t.Context(), true, ring)); err != nil {
+		if err := errors.Join(a.RecordName(t.Context(), fleetName, ring), a.SignWhenShown(t.Context(), ring)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 // ringPath writes the bench's ring of signing keys to a file.
@@ -66,7 +67,7 @@ func (b *bench) rotate(t *testing.T, path string) (replaced string) {
 	keys := b.ring.List()
 	_, err := b.ring.Rotate(path, ect.ES256, time.Now(), time.Hour, b.evidence.KeysToSign()...)
 	if err == nil {
-		err = b.evidence.SignWhenShown(t.Context(), true, b.ring)
+		err = b.evidence.SignWhenShown(t.Context(), b.ring)
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -119,14 +120,15 @@ func TestAlteredEntriesKeepTheirKey(t *testing.T) {
 	b.wantToken(t, draft, want)
 }
 
-// Once `sign eager` is loaded, what was recorded before is signed, also under the key that
-// signs: the key file can be replaced.
-func TestSignedBeforeTheFileIsReplaced(t *testing.T) {
+// Once a store is shared, what was recorded before is signed, also under the key that signs: other
+// nodes show it, and the key file can be replaced.
+func TestSignedOnceTheStoreIsShared(t *testing.T) {
 	b := newBench(t)
 	draft, want := b.record(t)
-	if err := b.evidence.SignWhenShown(t.Context(), false, b.ring); err != nil {
-		t.Fatal(err)
-	}
+	b.recorded(t, draft)
+	b.close(t)
+	b.store = b.store.(*memory.Store).Join("n1")
+	b.open(t)
 	if done, stored, err := b.signReplaced(t); err != nil || stored != 1 || done != nil || len(b.evidence.KeysToSign()) != 0 {
 		t.Errorf("%q, %d signatures, %q are needed: %v", done, stored, b.evidence.KeysToSign(), err)
 	}
@@ -185,7 +187,7 @@ func TestKeyBroughtBackIsKept(t *testing.T) {
 			t.Fatalf("%d signatures: %v", stored, err)
 		}
 		load := func(ring *ect.Ring) {
-			if err := b.evidence.SignWhenShown(t.Context(), true, ring); err != nil {
+			if err := b.evidence.SignWhenShown(t.Context(), ring); err != nil {
 				t.Fatal(err)
 			}
 			b.ring.Reload(ring)
@@ -226,7 +228,7 @@ func TestUnusedKeysAreForgotten(t *testing.T) {
 		}
 		b.record(t)
 		other := newRing(t)
-		if err := b.evidence.SignWhenShown(t.Context(), true, other); err != nil {
+		if err := b.evidence.SignWhenShown(t.Context(), other); err != nil {
 			t.Fatal(err)
 		}
 		b.ring.Reload(other)
@@ -234,7 +236,7 @@ func TestUnusedKeysAreForgotten(t *testing.T) {
 			b.record(t)
 		}
 		b.ring.Reload(mine)
-		if err := b.evidence.SignWhenShown(t.Context(), true, b.ring); err != nil {
+		if err := b.evidence.SignWhenShown(t.Context(), b.ring); err != nil {
 			t.Fatal(err)
 		}
 		want := []string{mine.List()[0].ID}
@@ -296,14 +298,14 @@ func TestSignedWhenShown(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Until the new key is noted the sequencer signs: what names it must be found again.
-	eager, _ := b.record(t)
-	if e := b.recorded(t, eager); e.Header != nil || e.Unsigned {
+	early, _ := b.record(t)
+	if e := b.recorded(t, early); e.Header != nil || e.Unsigned {
 		t.Errorf("%s names a key that is not noted", e.Header)
 	}
 	held("rotated")
 	again() // a crash between the rotation and the walk
 	held("opened after the rotation")
-	if err := b.evidence.SignWhenShown(t.Context(), true, b.ring); err != nil {
+	if err := b.evidence.SignWhenShown(t.Context(), b.ring); err != nil {
 		t.Fatal(err)
 	}
 	later, wantLater := b.record(t)
@@ -432,18 +434,6 @@ func TestAncestorsAreNotSigned(t *testing.T) {
 	}
 }
 
-// With `sign eager` the sequencer signs.
-func TestSignedAtOnce(t *testing.T) {
-	b := newBench(t)
-	if err := b.evidence.SignWhenShown(t.Context(), false, b.ring); err != nil {
-		t.Fatal(err)
-	}
-	draft, want := b.record(t)
-	if e := b.recorded(t, draft); e.Header != nil || string(e.Payload) != want {
-		t.Errorf("%s is not signed in the ledger", e.Payload)
-	}
-}
-
 // What is recorded beside a rotation is signed by its walk, or names the next key: never a
 // key that is gone.
 func TestRotationBesideRecords(t *testing.T) {
@@ -479,7 +469,7 @@ func TestRotationBesideRecords(t *testing.T) {
 		}
 		_, err := b.ring.Rotate(path, ect.ES256, time.Now(), time.Hour, b.evidence.KeysToSign()...)
 		if err == nil {
-			err = b.evidence.SignWhenShown(t.Context(), true, b.ring)
+			err = b.evidence.SignWhenShown(t.Context(), b.ring)
 		}
 		var done []string
 		if err == nil {
