@@ -44,7 +44,7 @@ type Bulkhead struct {
 	Rate int `json:"rate,omitempty"`
 
 	// Retries that one workflow may send, in percent of its first calls, over 10 s; -1 for any number. A
-	// retry is a call that would be sent again, or that says so in one of the `retry_headers`. Ten a second may
+	// retry is a call that would be sent again, or that counts its attempts in a header field. Ten a second may
 	// be sent in any case. Above both retries get 429 `quota-exceeded`, and their keys stay free. Default: 20.
 	Retries int `json:"retries,omitempty"`
 }

@@ -37,7 +37,6 @@ import (
 //		missing_id          require | mint | derive [<window>] | recognize {
 //			window       <duration>
 //			error_window <duration>
-//			retry_header <fields...>
 //		}
 //		protocol            none | auto | mcp | a2a | jsonrpc
 //		consequential       <matchers> | tool <names...>
@@ -380,12 +379,6 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 			}},
 			"error_window": {usage: "error_window <duration>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
 				return parseDuration(d, &h.ErrorWindow)
-			}},
-			"retry_header": {usage: "retry_header <fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
-				if err := parseWords(d, &h.RetryHeaders); err != nil {
-					return err
-				}
-				return checkRetryHeaders(h.RetryHeaders)
 			}},
 		}.readBlock(d, "missing_id recognize", h, originOf(d))
 	}

@@ -249,7 +249,7 @@ func TestEventsAreDocumented(t *testing.T) {
 
 // Every placeholder has its row in the manual, and every row its placeholder.
 func TestPlaceholdersAreDocumented(t *testing.T) {
-	compare(t, "../docs/caddyfile.md", []string{"../guard/observe.go"}, regexp.MustCompile("\\{http\\.agent_guard\\.([a-z_]+)\\}`(?:, `[^|]*)? \\| |\\| `\\{http\\.agent_guard\\.([a-z_]+)\\}`, "),
+	compare(t, "../docs/observability.md", []string{"../guard/observe.go"}, regexp.MustCompile("\\{http\\.agent_guard\\.([a-z_]+)\\}`(?:, `[^|]*)? \\| |\\| `\\{http\\.agent_guard\\.([a-z_]+)\\}`, "),
 		regexp.MustCompile(`(?m)^	case "([a-z_]+)":$`))
 }
 

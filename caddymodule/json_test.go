@@ -57,7 +57,6 @@ var inCaddyfile = map[string]string{
 	"Handler.consequential_tools":     "`consequential tool <names...>`",
 	"Handler.recognize_window":        "`missing_id recognize { window <duration> }`",
 	"Handler.error_window":            "`missing_id recognize { error_window <duration> }`",
-	"Handler.retry_headers":           "`missing_id recognize { retry_header <fields...> }`",
 	"Probe.task":                      "`on_unknown probe task { ... }`",
 	"Handler.caller_cookies":          "`caller cookie <names...>`",
 	"Handler.derive_window":           "`missing_id derive <window>`",

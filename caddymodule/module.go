@@ -82,11 +82,6 @@ type Handler struct {
 	// Default: 60s.
 	ErrorWindow caddy.Duration `json:"error_window,omitempty"`
 
-	// Request header fields in which a call says that it is a retry, for `recognize`: with a number
-	// from 1 on, or with `attempt=N` from 2 on. Default: `X-Stainless-Retry-Count`,
-	// `Amz-Sdk-Request`, `Grpc-Previous-Rpc-Attempts`.
-	RetryHeaders []string `json:"retry_headers,omitempty"`
-
 	// The caller, as text with placeholders like `{http.auth.user.tenant}`. Without this option,
 	// and where one of its placeholders has no value, the caller is the first of these that exists:
 	// the issuer of a verified token, the subject of a verified client certificate,
@@ -516,7 +511,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 			return policy.forCalls(), err
 		},
 		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow),
-		RecognizeWindow: time.Duration(h.RecognizeWindow), ErrorWindow: time.Duration(h.ErrorWindow), RetryHeaders: guard.Canonical(h.RetryHeaders),
+		RecognizeWindow: time.Duration(h.RecognizeWindow), ErrorWindow: time.Duration(h.ErrorWindow),
 		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
 		FingerprintExclude: h.excluded, Compare: h.Compare, Ignore: h.Ignore, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
@@ -693,9 +688,6 @@ func (h *Handler) validate() error {
 	}
 	if err := checkDuration(h.ErrorWindow); err != nil {
 		return fmt.Errorf("error_window: %w", err)
-	}
-	if err := checkRetryHeaders(h.RetryHeaders); err != nil {
-		return fmt.Errorf("retry_headers: %w", err)
 	}
 	if err := checkDuration(h.DeriveWindow); err != nil {
 		return fmt.Errorf("derive_window: %w", err)

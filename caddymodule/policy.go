@@ -582,17 +582,6 @@ func checkChanged(names []string) error {
 	return nil
 }
 
-func checkRetryHeaders(names []string) error {
-	seen := map[string]bool{}
-	for _, name := range names {
-		if name = http.CanonicalHeaderKey(name); seen[name] {
-			return fmt.Errorf("the field %s is named twice", name)
-		}
-		seen[name] = true
-	}
-	return checkFields(names)
-}
-
 // parsePointers parses JSON pointers to members of a body.
 func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
 	var pointers []fingerprint.Pointer

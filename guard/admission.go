@@ -83,7 +83,7 @@ func permitted(x *Call, found execution.Finding) error {
 		Sharer: sharer(h, x.r, tokens.Issuer(), tokens.proven(), x.call.Workflow),
 		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, VerifiedHere(caller)),
 		Key:    retryKey(x.call.Key),
-		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header, h.RetryHeaders) > 0,
+		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header) > 0,
 	}
 	if n := nodeOf(x); n != nil {
 		if class, ok := bulkhead.ParseClass(n.Hints.Priority); ok {
@@ -136,7 +136,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	c := bulkhead.Call{
 		Sharer: sharer(h, r, tokens.Issuer(), tokens.proven(), stated),
 		Class:  classOf(h, r, h.Priority, tokens.Own, tokens.Issuer() != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
-		Retry:  retryCount(r.Header, h.RetryHeaders) > 0,
+		Retry:  retryCount(r.Header) > 0,
 	}
 	if left, said := callersTime(r.Header, h.DeadlineHeader); said {
 		c.Deadline = time.Now().Add(left)

@@ -60,14 +60,10 @@ type Config struct {
 	// DeriveWindow is how long a derived id is valid. Default: 60 s.
 	DeriveWindow time.Duration
 	// RecognizeWindow is how long after its end MissingRecognize finds a call. Default: 10 min.
-	// RetryHeaders are the fields in which a call says that it is a retry: a number from 1 on, or
-	// attempt=N from 2 on. Default: X-Stainless-Retry-Count, Amz-Sdk-Request,
-	// Grpc-Previous-Rpc-Attempts.
 	// ErrorWindow is how long after its end an answer that clients retry is evidence for it.
 	// Default: 60 s.
 	RecognizeWindow time.Duration
 	ErrorWindow     time.Duration
-	RetryHeaders    []string
 	// Caller is text with placeholders that names the caller. It needs a Host.
 	Caller string
 	// CallerCookies are cookies whose values name the caller. BalancingCookies are those that never do, since
@@ -402,10 +398,6 @@ func New(c Config) (*Handler, error) {
 	initial(&c.DeriveWindow, time.Minute)
 	initial(&c.RecognizeWindow, 10*time.Minute)
 	initial(&c.ErrorWindow, time.Minute)
-	if len(c.RetryHeaders) == 0 {
-		c.RetryHeaders = []string{"X-Stainless-Retry-Count", "Amz-Sdk-Request", "Grpc-Previous-Rpc-Attempts"}
-	}
-	c.RetryHeaders = Canonical(c.RetryHeaders)
 	initial(&c.MaxBody, 32<<20)
 	initial(&c.AttachWait, 30*time.Second)
 	initial(&c.Deadline, 5*time.Minute)
@@ -461,7 +453,7 @@ func (c *Config) Fields() (*fingerprint.Table, execution.Naming, error) {
 	if err != nil {
 		return nil, execution.Naming{}, fmt.Errorf("tenant: %w", err)
 	}
-	t.Set(fingerprint.Volatile, append(slices.Clip(c.RetryHeaders), c.DeadlineHeader)...)
+	t.Set(fingerprint.Volatile, append(retryFields[:], c.DeadlineHeader)...)
 	t.Set(fingerprint.Operand, c.Compare...)
 	t.Set(fingerprint.Volatile, c.Ignore...)
 	for _, name := range KeyFieldsOf(c.ExecutionID) {

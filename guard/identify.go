@@ -705,7 +705,7 @@ func (x *Call) recognize(c *execution.Call) error {
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
 		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: x.whole(c), Peer: peer, Given: c.Origin == execution.OriginGiven,
-		NewID: uuid.NewString, Count: retryCount(x.r.Header, x.h.RetryHeaders), Window: x.h.RecognizeWindow,
+		NewID: uuid.NewString, Count: retryCount(x.r.Header), Window: x.h.RecognizeWindow,
 		ErrorWindow: x.h.ErrorWindow, Gone: x.client.gone,
 	})
 	if err != nil {
@@ -728,12 +728,14 @@ func peerOf(r *http.Request) string {
 	return peer
 }
 
-// retryCount is the number that a call gives itself as a retry in one of the fields, whose names are
-// canonical; 0 without.
+// retryFields are the fields in which SDKs count their attempts.
+var retryFields = [...]string{"X-Stainless-Retry-Count", "Amz-Sdk-Request", "Grpc-Previous-Rpc-Attempts"}
+
+// retryCount is the number that a call gives itself as a retry in one of retryFields; 0 without.
 // Amz-Sdk-Request counts attempts from 1 on ("attempt=2; max=3").
-func retryCount(h http.Header, fields []string) int {
+func retryCount(h http.Header) int {
 	most := 0
-	for _, name := range fields {
+	for _, name := range retryFields {
 		lines := h[name]
 		if len(lines) == 0 {
 			continue
