@@ -350,6 +350,9 @@ func TestProcessOperateRefusals(t *testing.T) {
 	if x := procDocument[procExecution](t, site.operate(t, "executions", "show", key, "-o", "json").says(t)); x.State != "in_doubt" {
 		t.Errorf("P1: something was decided: %+v", x)
 	}
+	if log := gateway.log.String(); strings.Contains(log, `"logger":"admin.api","msg":"request error"`) {
+		t.Errorf("an operator's mistake is an error of the server:\n%s", log)
+	}
 	// A wrong file is no alarm of tampering, for scripts either.
 	const logKey = "agent-guard/node-4c1f+cda3de3b+ASBrRRDTwvvXdWCfzhaZEYwN3NHKfvmZkyiuJ1SnLcUM"
 	if got := site.operate(t, "ledger", "verify", off, "--key", logKey); got.code != 2 || !strings.Contains(got.err, "off.caddyfile is no export of a ledger") {
