@@ -93,9 +93,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		if x.noted.outer != nil { // else it stays, for the access log
 			h.Host.Show(r, x.noted.outer)
 		}
-		if !x.goesOn {
-			x.close()
-		}
+		x.close()
 	}()
 	if err = x.run(); err == nil {
 		return nil
@@ -237,7 +235,6 @@ type Call struct {
 	late        lateOutcome     // if its outcome cannot be recorded in time
 	found       bool            // an execution of this id was met
 	client      client          // that waits for its answer
-	goesOn      bool            // without a request
 	noted       noted
 }
 
@@ -287,9 +284,7 @@ func (x *Call) close() {
 // waitOver ends the wait of the client.
 func (x *Call) waitOver() {
 	if x.client.listed {
-		if unused := x.engine.clients.remove(&x.client); unused != nil {
-			_ = unused.text.Close() // else it is settled
-		}
+		x.engine.clients.remove(&x.client)
 	}
 	if x.call.Attempt != nil {
 		x.call.Attempt.End()
@@ -947,7 +942,7 @@ func (x *Call) claim(found execution.Finding, in admission) (run *execution.Exec
 		err = x.snapshotEnded(err)
 	}
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
-		x.resolved(execution.Released)
+		x.resolved(execution.Released, execution.ByProbe)
 	}
 	if err == nil {
 		return run, nil
@@ -971,16 +966,12 @@ func (x *Call) execute(e *execution.Execution) error {
 	if x.client.listed {
 		x.engine.clients.left(x.call.Key, &x.client)
 	}
-	defer func() {
-		if !x.goesOn {
-			x.clock.stop()
-		}
-	}()
+	defer x.clock.stop()
 
 	var f forwarding
 	ended := false
 	defer func() {
-		if !ended && !x.goesOn { // a panic of our own: nothing is proven
+		if !ended { // a panic of our own: nothing is proven
 			if p := x.rec.pump; p != nil { // else it would write after the handler has returned
 				p.cut()
 				<-p.done
@@ -999,9 +990,6 @@ func (x *Call) execute(e *execution.Execution) error {
 	byHTTP := x.judge(&f)
 	outcome := x.stillInDoubt(understand(x, byHTTP))
 	outcome.Upstream = f.FailedAt
-	if kept, err := keepOpen(x, e, &f, byHTTP, &outcome); kept {
-		return err
-	}
 	x.permit.Release() // the upstream has done its part
 	x.clock.stop()     // readers have all the time that they need
 	failed(x, outcome)
@@ -1021,6 +1009,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.countEnd(outcome, err)
 	if outcome.Verdict == execution.InDoubt {
 		x.doubted(outcome)
+	}
+	if outcome.Cause == execution.CauseElsewhere && err == nil {
+		x.engine.elsewhere.add(x, e.Claim(), byHTTP)
 	}
 	return x.finish(&f, outcome, err)
 }

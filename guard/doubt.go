@@ -93,7 +93,7 @@ func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 			return stepLookUp, x.storeFailed(err)
 		}
 		if err == nil {
-			x.resolved(execution.Completed)
+			x.resolved(execution.Completed, execution.ByProbe)
 		}
 		return stepLookUp, nil
 	case p.NotApplied(a):
@@ -144,8 +144,8 @@ func (x *Call) ask(p *Probe, task string) (*InternalAnswer, error) {
 	return &InternalAnswer{Status: http.StatusOK, Header: http.Header{"Content-Type": {as}}, Body: body}, nil
 }
 
-func (x *Call) resolved(v execution.Verdict) {
-	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": "probe"})
+func (x *Call) resolved(v execution.Verdict, by string) {
+	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": by})
 }
 
 // lateOutcome is the outcome of a call, for the case that it can be recorded only later (ADR 0147). Its client has got

@@ -47,6 +47,7 @@ type Engine struct {
 
 	running     runningCalls
 	clients     clients
+	elsewhere   elsewhere
 	cuts        cutOff
 	readers     slowReaders
 	constraints constraints

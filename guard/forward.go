@@ -15,7 +15,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -49,11 +48,6 @@ func (r *callSink) Start(status int, header map[string][]string) {
 	}
 	if r.x.shown != nil {
 		r.x.shown.Reset()
-	}
-	if r.x.client.session.session != "" && r.x.heard != nil && strings.HasPrefix(r.x.rec.Header().Get("Content-Type"), "text/event-stream") {
-		for _, name := range protocol.OfBody {
-			delete(header, name) // the stream may go on elsewhere
-		}
 	}
 	r.e.Recording().Start(status, header)
 }

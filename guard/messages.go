@@ -332,10 +332,7 @@ type clients struct {
 	mu       sync.Mutex
 	named    map[requestName][]*client   // by what notifications/cancelled name
 	sessions map[requestName][]*client   // those of named whose streams may be resumed
-	streams  map[requestName]int         // open GET streams of a session
 	of       map[execution.Key][]*client // by the execution whose answer they wait for
-	waiting  int                         // the costs of those whose requests have ended, in bytes
-	used     usedIDs
 }
 
 // requestName is how a client names its request. An id of JSON-RPC is unique within a session only;
@@ -356,14 +353,8 @@ type client struct {
 	cancelled bool        // the upstream was told that nobody waits
 	said      bool        // it has said itself that it does not
 
-	session    requestName   // whose GET streams may bring its answer, without an id; empty: none
-	answer     *resumption   // that a GET stream has brought; nil without one
-	progressed bool          // a GET stream has shown that a call of the session is at work
-	comes      chan struct{} // closed when answer is there; nil while its request goes on
-	cost       int           // in clients.waiting
-	lapse      *time.Timer   // ends its wait without a GET stream of its session; nil while its request goes on
-	reused     bool          // its session has had its id before
-	resumable  atomic.Bool   // an event of its answer had an id, with which a GET may go on
+	session   requestName // whose GET streams may bring its answer, without an id; empty: none
+	resumable atomic.Bool // an event of its answer had an id, with which a GET may go on
 }
 
 func (h *Handler) requestName(r *http.Request, caller string, id []byte) requestName {
@@ -403,18 +394,15 @@ var errLeft = errors.New("agent_guard: no client waits for the answer")
 func (l *clients) left(key execution.Key, sends *client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if sends != nil && !sends.sent {
+	if sends != nil {
 		sends.sent = true
-		if sends.session.session != "" {
-			sends.reused = l.used.again(sends.session, sends.name.id)
-		}
 	}
 	var sent *client
 	for _, c := range l.of[key] {
 		if c.gone.Err() == nil {
 			return
 		}
-		if c.sent && c.comes == nil && c.call.action.CancelOnLeave { // else that has ended
+		if c.sent && c.call.action.CancelOnLeave {
 			sent = c
 		}
 	}
@@ -423,22 +411,17 @@ func (l *clients) left(key execution.Key, sends *client) {
 	}
 }
 
-// remove ends the listing of c, and returns the answer that has come for it on a GET stream, if any.
-func (l *clients) remove(c *client) *resumption {
+// remove ends the listing of c.
+func (l *clients) remove(c *client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if c.stop != nil {
 		c.stop()
 	}
-	if c.lapse != nil {
-		c.lapse.Stop()
-	}
 	c.listed = false
-	l.waiting -= c.cost
 	unlist(l.named, c.name, c)
 	unlist(l.sessions, c.session, c)
 	unlist(l.of, c.key, c)
-	return c.answer
 }
 
 func unlist[K comparable](from map[K][]*client, at K, c *client) {
@@ -478,6 +461,13 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 		first.call.clock.leaves(cancelTime)
 	}
 	return all[0], first
+}
+
+// told reports that the upstream was told that nobody waits for the answer of c.
+func (l *clients) told(c *client) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return c.cancelled
 }
 
 // canceller is the handler behind the guard for a body with notifications/cancelled. It hands on
@@ -611,6 +601,9 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			o.Verdict, o.Cause = execution.InDoubt, execution.CauseNoResponse // it is whole
 			if stream && said.Resumable {
 				o.Cause = execution.CauseElsewhere
+				if x.engine.clients.told(&x.client) {
+					o.Cause = execution.CauseLeft
+				}
 			}
 		}
 	}

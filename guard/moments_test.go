@@ -39,7 +39,6 @@ type way struct {
 	rules  protocol.Protocol // empty: no message is read
 	make   func(id int) *http.Request
 	answer func(w http.ResponseWriter, id string)
-	get    string // what a GET stream of the session brings, for an id
 }
 
 // The times of a call, after it was made. Every commit takes a second, and the upstream ten.
@@ -169,11 +168,6 @@ var ways = map[string]way{
 	"events, 200 in doubt":    {ending: doubted, early: true, rules: protocol.MCP, make: tool, answer: streamed(result), action: asDoubt(200)},
 	"events, cut behind":      {ending: done, early: true, rules: protocol.MCP, make: tool, answer: cutBehind(result)},
 	"events, guessed":         {ending: done, early: true, rules: protocol.Auto, make: tool, answer: streamed(result)},
-	"resumed":                 {ending: done, early: true, rules: protocol.MCP, make: tool, get: result},
-	"resumed, -32603":         {ending: failed, early: true, rules: protocol.MCP, make: tool, get: internal},
-	"resumed, -32000":         {ending: done, early: true, rules: protocol.MCP, make: tool, get: serverError},
-	"resumed, in doubt":       {ending: doubted, early: true, rules: protocol.MCP, make: tool, get: serverError, action: strict},
-	"resumed, -32601":         {ending: refused, early: true, rules: protocol.MCP, make: tool, get: unknownTool},
 	"A2A":                     {ending: done, rules: protocol.A2A, make: task("SendMessage"), answer: document(finished)},
 	"A2A, -32603":             {ending: failed, rules: protocol.A2A, make: task("SendMessage"), answer: document(internal)},
 	"A2A events":              {ending: done, early: true, rules: protocol.A2A, make: task("SendStreamingMessage"), answer: streamed(finished)},
@@ -216,7 +210,7 @@ func TestRetriesAtEveryMoment(t *testing.T) {
 // in doubt then.
 func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, doubt bool) {
 	handed := recordedAt
-	if w.early && (fate != "cancels" || w.get != "") { // else the client says that it has no answer
+	if w.early && fate != "cancels" { // else the client says that it has no answer
 		handed = answeredAt
 	}
 	stated := kind == "stated"
@@ -231,10 +225,6 @@ func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, do
 		return 1, 1, w.ending == doubted // a crash is evidence
 	case at < handed && strings.HasPrefix(fate, "waits") && !stated:
 		return 2, 2, w.ending == doubted // both are meant
-	case w.get != "" && claimedAt < at && at < handed && fate == "leaves" && !stated:
-		return 2, 2, w.ending == doubted // it waits on its GET stream
-	case w.get != "" && claimedAt < at && at < handed && fate == "cancels":
-		return 1, 1, true // the answer comes more than 5 s later
 	case w.ending == refused && answeredAt < at && at < recordedAt:
 		return 1, 2, false // it may get the same refusal
 	case at < handed:
@@ -249,20 +239,7 @@ func (w *way) expect(at time.Duration, fate, kind string) (least, most int64, do
 
 func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(*http.Request, int)) {
 	b := &bed{T: t, disk: &disk{Store: memory.New(memory.Options{}), takes: time.Second}, ring: seal.Generate()}
-	opened := make(chan struct{})
 	b.config.Next = http.HandlerFunc(func(to http.ResponseWriter, r *http.Request) {
-		if r.Method == http.MethodGet {
-			to.Header().Set("Content-Type", "text/event-stream")
-			_ = http.NewResponseController(to).Flush() // a recorder flushes
-			close(opened)
-			<-time.After(answeredAt)
-			for id := 10; id < 40; id += 10 {
-				_, _ = fmt.Fprintf(to, "data: {\"jsonrpc\":\"2.0\",\"id\":%d,%s}\n\n", id, w.get)
-				_ = http.NewResponseController(to).Flush() // as above
-				<-time.After(100 * time.Second)
-			}
-			return
-		}
 		var m struct {
 			ID     json.RawMessage
 			Method string
@@ -277,11 +254,6 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 			return
 		}
 		b.calls.Add(1)
-		if w.get != "" {
-			to.Header().Set("Content-Type", "text/event-stream")
-			_, _ = io.WriteString(to, "id: 1\ndata: \n\n")
-			return
-		}
 		<-time.After(answeredAt - claimedAt)
 		w.answer(to, string(m.ID))
 	})
@@ -293,13 +265,6 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 		b.config.Protocol = &protocol.Rules{Protocol: w.rules}
 	}
 	b.start()
-	if w.get != "" {
-		get := httptest.NewRequest(http.MethodGet, "/mcp", nil)
-		get.Header.Set("Authorization", "Bearer ada")
-		get.Header.Set("Mcp-Session-Id", "s")
-		go serve(b.guard, httptest.NewRecorder(), get)
-		<-opened
-	}
 	call := func(h *guard.Handler, id int, ctx context.Context) *httptest.ResponseRecorder {
 		r := w.make(id).WithContext(ctx)
 		if retry(r, id/10-1); id == 30 && kind == "stated" {
@@ -352,18 +317,14 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 	}
 	<-time.After(pause)
 	b.calls.Store(0)
-	if last := call(b.guard, 30, t.Context()); w.get == "" || fate != "is killed" { // else nobody has heard what the GET has brought
-		want := int64(1)
-		if doubt || w.ending == failed || answer.Header().Get("Execution-Problem") == "result-unavailable" { // a 409 of ours
-			want = 0
-		}
-		if w.get != "" && w.ending == failed && fate == "leaves" && at < claimedAt {
-			want = 1 // the second one was forwarded, and waits on its GET stream
-		}
-		b.was(want)
-		if t.Failed() {
-			t.Logf("the last one: %d %v %.200s", last.Code, last.Header(), last.Body)
-		}
+	last := call(b.guard, 30, t.Context())
+	want := int64(1)
+	if doubt || w.ending == failed || answer.Header().Get("Execution-Problem") == "result-unavailable" { // a 409 of ours
+		want = 0
+	}
+	b.was(want)
+	if t.Failed() {
+		t.Logf("the last one: %d %v %.200s", last.Code, last.Header(), last.Body)
 	}
 	<-time.After(time.Hour)
 	if open := b.engine.Executions.Drain(t.Context()); open != 0 {

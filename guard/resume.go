@@ -4,289 +4,164 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"hash/maphash"
 	"io"
 	"log/slog"
 	"net/http"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"sync"
-	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // A server of MCP may end the stream of a POST before its answer, and give that on a GET stream of the
-// same session (MCP 2025-11-25, "Resumability and Redelivery"). The execution goes on without a request
-// until then, or until its deadline (ADR 0078).
+// same session (MCP 2025-11-25, "Resumability and Redelivery"). The call is in doubt then, and the answer
+// is evidence that settles the doubt (ADR 0078).
 
 const (
-	// maxResumed is the longest answer that is taken from a GET stream, in bytes.
-	maxResumed = 64 << 20
-	// maxOpen bounds the memory of the calls that wait for one, in bytes, each with openCost, its message
-	// and what its undo needs of that.
-	maxOpen  = 64 << 20
-	openCost = 16 << 10
-	// resumeTime is how long a call waits for its answer while no GET stream of its session is open.
-	resumeTime = time.Minute
+	// maxResumed is the longest answer that is read from a GET stream, and keptResumed the longest that
+	// is replayed, in bytes.
+	maxResumed  = 64 << 20
+	keptResumed = 256 << 10
+	// maxElsewhere bounds the memory of the calls in doubt whose answers may come on GET streams, in bytes,
+	// each with elsewhereCost, its message and what its undo needs of that. The oldest ones are forgotten.
+	maxElsewhere  = 64 << 20
+	elsewhereCost = 32 << 10
+	usedCost      = 512 // of one whose answer is not taken any more
 )
 
-// resumption is an answer that has come on a GET stream.
-type resumption struct {
-	text    *spool.Spool
-	written chan struct{} // closed when it has been written to the client of that stream, or cannot be
-	settled func()        // is called when its outcome is recorded
+// elsewhere are the calls in doubt of this process whose answers may come on GET streams.
+type elsewhere struct {
+	mu    sync.Mutex
+	of    map[requestName]map[string]*awaited // by session and id of JSON-RPC
+	order []*awaited                          // the oldest first
+	bytes int
 }
 
-// wait has a client stay listed after its request has ended, for an answer on a GET stream of its
-// session. It counts as waiting until it says that it does not. comes is closed when the answer is there;
-// it is nil where there is no room, or where the upstream was told that nobody waits: left.
-func (l *clients) wait(c *client, cost int) (comes <-chan struct{}, left bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if c.cancelled || !slices.Contains(l.named[c.name], c) || l.waiting+cost > maxOpen {
-		return nil, c.cancelled
-	}
-	if c.stop != nil {
-		c.stop() // there is no request left to cancel
-		c.stop = nil
-	}
-	said := c.said
-	c.gone, c.leave = context.WithCancel(context.Background())
-	if said {
-		c.leave()
-	}
-	l.waiting += cost
-	c.cost, c.comes = cost, make(chan struct{})
-	if c.answer != nil {
-		close(c.comes)
-	}
-	c.lapse = time.AfterFunc(resumeTime, func() { c.call.clock.leaves(0) })
-	if l.streams[c.session] > 0 {
-		c.lapse.Stop()
-	}
-	if a := c.call.call.Attempt; a != nil {
-		a.WaitsElsewhere(c.gone)
-	}
-	return c.comes, false
+// awaited is a call in doubt whose answer may come on a GET stream of its session.
+type awaited struct {
+	session requestName // without an id
+	id      string
+	call    *Call // nil once an answer was taken, or where two doubts of the session share the id
+	claim   [16]byte
+	way     proof
+	byHTTP  execution.Outcome // without the answer
+	works   bool              // a GET stream has brought progress: an error does not say that nothing was executed
+	bytes   int
 }
 
-// streaming notes that one more GET stream of a session is open, or one less. Without any, its calls wait for
-// resumeTime at most. Those whose connections have broken wait again while a GET resumes a stream.
-func (l *clients) streaming(session requestName, more int, resumes context.Context) {
-	if session.session == "" {
+// add lists the call of x, whose doubt is recorded.
+func (l *elsewhere) add(x *Call, claim [16]byte, byHTTP execution.Outcome) {
+	a := &awaited{session: x.client.session, id: x.client.name.id, call: x, claim: claim, byHTTP: byHTTP}
+	if a.session.session == "" {
 		return
 	}
+	if x.h.Protocol.Guesses() {
+		a.way = proofOf(x.h, x.r, true)
+	}
+	a.bytes = elsewhereCost + len(x.message.Whole) + len(x.capture.source.Request.Body)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.streams == nil {
-		l.streams = map[requestName]int{}
+	if other := l.of[a.session][a.id]; other != nil {
+		l.use(other)
+		return
 	}
-	if l.streams[session] += more; l.streams[session] == 0 {
-		delete(l.streams, session)
+	if l.of == nil {
+		l.of = map[requestName]map[string]*awaited{}
 	}
+	if l.of[a.session] == nil {
+		l.of[a.session] = map[string]*awaited{}
+	}
+	l.of[a.session][a.id] = a
+	l.order, l.bytes = append(l.order, a), l.bytes+a.bytes
+	for l.bytes > maxElsewhere {
+		old := l.order[0]
+		l.order, l.bytes = l.order[1:], l.bytes-old.bytes
+		if delete(l.of[old.session], old.id); len(l.of[old.session]) == 0 {
+			delete(l.of, old.session)
+		}
+	}
+}
+
+// use has no answer taken for a any more. It stays, since another answer to its id says nothing of others.
+func (l *elsewhere) use(a *awaited) {
+	if a.call != nil {
+		a.call, a.bytes, l.bytes = nil, usedCost, l.bytes-a.bytes+usedCost
+	}
+}
+
+// awaits reports that a session has calls whose answers may come. With progress they are at work.
+func (l *elsewhere) awaits(session requestName, progress bool) (any bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, a := range l.of[session] {
+		a.works = a.works || progress
+		any = any || a.call != nil
+	}
+	return any
+}
+
+// take returns the one call of a session that an answer belongs to, once; call is nil where none fits.
+func (l *elsewhere) take(session requestName, way proof, id string, running *clients) (taken awaited) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.of[session][id]
+	if a == nil || a.call == nil || a.way != way || running.share(session, id, a.call) {
+		return awaited{}
+	}
+	taken = *a
+	l.use(a)
+	return taken
+}
+
+// share reports that another call than x has been sent with this id, and runs.
+func (l *clients) share(session requestName, id string, x *Call) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	for _, c := range l.sessions[session] {
-		left := c.comes == nil && !c.said && c.gone.Err() != nil
-		if a := c.call.call.Attempt; resumes != nil && a != nil && left && c.resumable.Load() {
-			a.WaitsElsewhere(resumes)
-		}
-		switch {
-		case c.lapse == nil:
-		case l.streams[session] > 0:
-			c.lapse.Stop()
-		default:
-			c.lapse.Reset(resumeTime)
+		if c.sent && c.name.id == id && c.call != x {
+			return true
 		}
 	}
+	return false
 }
 
-// usedIDs remembers which ids the calls of sessions have had: 4,096 at least, as hashes.
-type usedIDs struct {
-	seed       maphash.Seed
-	young, old map[uint64]struct{}
-}
-
-// again reports that a session has had an id before, and remembers it.
-func (u *usedIDs) again(session requestName, id string) bool {
-	if len(u.young) >= 4096 || u.young == nil {
-		if u.young == nil {
-			u.seed = maphash.MakeSeed()
-		}
-		u.young, u.old = map[uint64]struct{}{}, u.young
-	}
-	session.id = id
-	hash := maphash.Comparable(u.seed, session)
-	_, young := u.young[hash]
-	_, old := u.old[hash]
-	u.young[hash] = struct{}{}
-	return young || old
-}
-
-// resumed hands an answer to the one call of a session that it belongs to. It returns nil where none
-// fits, or more than one, or where it may be that of an earlier call with the same id. A call that waits for
-// it is settled at once, which ends waits for.
-func (l *clients) resumed(session requestName, way proof, id []byte, text *spool.Spool, ends *sync.WaitGroup) (c *client, waits bool) {
+// resumes has the clients of a session whose connections have broken wait again until gone ends, as a GET
+// resumes their streams (ADR 0070), and reports whether there are any.
+func (l *clients) resumes(session requestName, gone context.Context) (any bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, other := range l.sessions[session] {
-		if !other.sent || other.name.id != protocol.SameID(id) || other.call.h.Protocol.Guesses() && proofOf(other.call.h, other.call.r, true) != way {
+	for _, c := range l.sessions[session] {
+		if c.said || c.gone.Err() == nil || !c.resumable.Load() {
 			continue
 		}
-		if c != nil {
-			return nil, false
+		any = true
+		if a := c.call.call.Attempt; a != nil {
+			a.WaitsElsewhere(gone)
 		}
-		c = other
 	}
-	if c == nil || c.reused || c.answer != nil { // that is the same once more
-		return nil, false
-	}
-	c.answer = &resumption{text: text, written: make(chan struct{}), settled: func() {}}
-	if c.comes != nil {
-		ends.Add(1)
-		c.answer.settled = ends.Done
-		close(c.comes)
-	}
-	return c, c.comes != nil
+	return any
 }
 
-// running reports that calls of a session are running. With progress one of them is at work: an error
-// afterwards does not say that nothing was executed.
-func (l *clients) running(session requestName, progress bool) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, c := range l.sessions[session] {
-		c.progressed = c.progressed || progress
-	}
-	return len(l.sessions[session]) > 0
-}
-
-// keepOpen has an execution go on whose answer may still come on a GET stream. The stream of its client,
-// who has to know that it may resume it, ends at once. byHTTP is the outcome without the answer, o what
-// it means that there is none.
-func keepOpen(x *Call, e *execution.Execution, f *forwarding, byHTTP execution.Outcome, o *execution.Outcome) (bool, error) {
-	if o.Verdict != execution.InDoubt || o.Cause != execution.CauseElsewhere || x.client.session.session == "" {
-		return false, nil
-	}
-	left := x.client.leave // ADR 0070: from here on its client does not wait for this request
-	comes, gone := x.engine.clients.wait(&x.client, openCost+len(x.message.Whole)+len(x.capture.source.Request.Body))
-	if gone {
-		o.Cause = execution.CauseLeft
-	}
-	if comes == nil {
-		return false, nil
-	}
-	defer left()
-	x.goesOn, x.w.goesOn = true, true
-	_ = x.body.Close()
-	written := func() {}
-	if x.h.restores {
-		written = x.engine.Writes.Write(x.place(), x.window)
-	}
-	go func() {
-		defer x.close()
-		defer written()
-		select {
-		case <-comes:
-		case <-x.clock.Done():
-		}
-		answer := x.engine.clients.remove(&x.client)
-		settleResumed(x, e, byHTTP, answer)
-		if answer != nil {
-			<-answer.written // an attempt ends when it is known whether its client has the answer
-		}
-	}()
-	return true, x.releaseEnd(f)
-}
-
-// settleResumed records the outcome of a call that has waited for its answer, which is nil where none has
-// come. What logs may read of the call belongs to its request, which has ended.
-func settleResumed(x *Call, e *execution.Execution, byHTTP execution.Outcome, answer *resumption) {
-	settled := false
-	defer func() {
-		if p := recover(); p != nil { // P7: it ends nobody else's call; this one is in doubt, as in execute
-			x.h.Logger.Error("a call that has waited for its answer panicked; it is in doubt",
-				slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
-			if !settled {
-				x.countEnd(execution.Outcome{Verdict: execution.InDoubt}, x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil))
-			}
-		}
-		if answer != nil {
-			answer.settled()
-		}
-	}()
-	o := outcomeResumed(x, byHTTP, answer)
-	x.clock.stop()
-	failed(x, o)
-	settled = true
-	err := x.settle(e, o, x.rec.Header())
-	x.countEnd(o, err)
-	if err != nil {
-		x.unrecorded()
-		x.h.Logger.Error("the outcome of a call that has waited for its answer could not be recorded; it is in doubt",
-			slog.Any("key", x.call.Key), slog.Any("error", err))
-	} else if o.Verdict == execution.InDoubt {
-		reportDoubt(x, o)
-	}
-}
-
-// outcomeResumed judges and records the answer as if it had come in the stream of the POST.
-func outcomeResumed(x *Call, byHTTP execution.Outcome, answer *resumption) execution.Outcome {
-	o := execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted, Status: byHTTP.Status, Task: x.heard.End().Task}
-	switch {
-	case context.Cause(x.clock.Context) == errLeft && x.client.said:
-		o.Cause = execution.CauseLeft
-	case x.clock.overdue(), context.Cause(x.clock.Context) == errLeft:
-		o.Cause = execution.CauseElsewhere
-	}
-	if answer == nil {
-		return o
-	}
-	defer answer.text.Close()
-	if x.client.progressed {
-		_, _ = io.WriteString(x.heard, "data: {\"method\":\"notifications/progress\"}\n\n") // never fails
-	}
-	from := answer.text.NewReader()
-	defer from.Close()
-	event := io.MultiReader(strings.NewReader("\nevent: message\ndata: "), from, strings.NewReader("\n\n"))
-	if _, err := io.Copy(sinkWriter{&x.sink}, event); err != nil {
-		o.Cause = execution.CauseUnrecorded
-		return o
-	}
-	o = x.stillInDoubt(understand(x, byHTTP))
-	if o.Verdict == execution.InDoubt {
-		o.Task = x.heard.End().Task
-	}
-	return o
-}
-
-// sinkWriter records what nobody but followers gets.
-type sinkWriter struct{ to *callSink }
-
-func (w sinkWriter) Write(p []byte) (int, error) {
-	w.to.Write(p, false)
-	return len(p), nil
-}
-
-// resumer passes on the answer to a GET of a session, and hands what it says to the calls that it
-// answers. Bytes do not wait for that.
+// resumer passes on the answer to a GET of a session, and reads it for what it says of calls in doubt. Bytes
+// do not wait for that.
 type resumer struct {
 	http.ResponseWriter
-	clients *clients
-	memory  *spool.Budget
+	h       *Handler
+	engine  *Engine
 	session requestName
 	way     proof
-	gone    context.Context    // ends when its client has left
 	over    context.CancelFunc // of the wait of those who resume a stream by it; nil where it resumes none
 
 	begun  bool
 	answer *protocol.Answer // nil where it is no stream of events
 	text   *spool.Spool     // the message that comes
 	unread bool             // it is not kept
-	fresh  []*client        // whose answers are not flushed yet
-	ends   sync.WaitGroup   // of the calls that it has answered
+	ends   sync.WaitGroup   // of what its answers settle
 }
 
 // sessionOf names the session of a request. Its caller is named without tokens: those are of a single
@@ -301,8 +176,8 @@ func (h *Handler) sessionOf(g *execution.Guard, r *http.Request) (n requestName)
 	return n
 }
 
-// listen returns what w and r are for a GET of a session of MCP, for whose answer calls may wait; else
-// nil. One that resumes a stream asks for an answer that can be read.
+// listen returns what w and r are for a GET that may bring the answer to a call in doubt, or resumes the
+// stream of one that runs; else nil. One that resumes a stream asks for an answer that can be read.
 func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *http.Request) {
 	session := r.Header.Get(protocol.HeaderSession)
 	if h.Protocol == nil || session == "" || r.Method != http.MethodGet || h.Protocol.Protocol != protocol.MCP && !h.Protocol.Guesses() {
@@ -310,19 +185,26 @@ func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *htt
 	}
 	e, release, err := h.Open()
 	if err != nil {
-		return nil, r // nothing runs
+		return nil, r // nothing is recorded
 	}
-	defer release() // what runs holds it
-	l := &resumer{ResponseWriter: w, clients: &e.clients, memory: e.Executions.BodyMemory(), session: h.sessionOf(e.Executions, r), gone: r.Context()}
+	defer release() // settle asks again
+	l := &resumer{ResponseWriter: w, h: h, engine: e, session: h.sessionOf(e.Executions, r)}
+	resumes := r.Header.Get("Last-Event-Id") != ""
+	if resumes {
+		var gone context.Context
+		gone, l.over = context.WithCancel(r.Context())
+		if !e.clients.resumes(l.session, gone) {
+			l.over()
+			l.over = nil
+		}
+	}
+	if l.over == nil && !e.elsewhere.awaits(l.session, false) {
+		return nil, r
+	}
 	if h.Protocol.Guesses() {
 		l.way = proofOf(h, r, true)
 	}
-	var resumes context.Context
-	if r.Header.Get("Last-Event-Id") != "" {
-		resumes, l.over = context.WithCancel(r.Context())
-	}
-	l.clients.streaming(l.session, 1, resumes)
-	if resumes != nil && r.Header.Get("Accept-Encoding") != "" {
+	if resumes && r.Header.Get("Accept-Encoding") != "" {
 		r = r.WithContext(r.Context())
 		r.Header = r.Header.Clone()
 		r.Header.Set("Accept-Encoding", "identity")
@@ -355,34 +237,22 @@ func (l *resumer) Write(p []byte) (int, error) {
 	if l.answer != nil {
 		_, _ = l.answer.Write(p) // never fails
 	}
-	n, err := l.ResponseWriter.Write(p)
-	if err != nil {
-		l.handed(false)
-	}
-	return n, err
-}
-
-// FlushError is Flush for http.ResponseController.
-func (l *resumer) FlushError() error {
-	l.begin(http.StatusOK)
-	err := http.NewResponseController(l.ResponseWriter).Flush()
-	l.handed(err == nil || errors.Is(err, http.ErrNotSupported))
-	return err
+	return l.ResponseWriter.Write(p)
 }
 
 // Unwrap is for http.ResponseController.
 func (l *resumer) Unwrap() http.ResponseWriter { return l.ResponseWriter }
 
-// part keeps a part of a message, as long as calls of the session are running.
+// part keeps a part of a message, as long as an answer is awaited.
 func (l *resumer) part(p []byte) {
 	if l.unread || l.text == nil && len(bytes.TrimSpace(p)) == 0 {
 		return
 	}
 	if l.text == nil {
-		if l.unread = !l.clients.running(l.session, false); l.unread {
+		if l.unread = !l.engine.elsewhere.awaits(l.session, false); l.unread {
 			return
 		}
-		l.text = spool.New(spool.Options{Limit: maxResumed, Budget: l.memory})
+		l.text = spool.New(spool.Options{Limit: maxResumed, Budget: l.engine.Executions.BodyMemory()})
 	}
 	if _, err := l.text.Write(p); err != nil {
 		_ = l.text.Close() // it is not taken
@@ -390,57 +260,100 @@ func (l *resumer) part(p []byte) {
 	}
 }
 
-// message ends a message. ADR 0070: the client is answered from before the write of its event.
-func (l *resumer) message(id []byte, progress bool, said protocol.Outcome) {
+// message ends a message.
+func (l *resumer) message(id []byte, progress bool, _ protocol.Outcome) {
 	text := l.text
 	l.text, l.unread = nil, false
 	if text == nil {
 		return
 	}
 	if progress {
-		l.clients.running(l.session, true)
+		l.engine.elsewhere.awaits(l.session, true)
 	}
-	var c *client
-	waits := false
+	var a awaited
 	if id != nil {
-		c, waits = l.clients.resumed(l.session, l.way, id, text, &l.ends)
+		a = l.engine.elsewhere.take(l.session, l.way, protocol.SameID(id), &l.engine.clients)
 	}
-	if c == nil {
+	if a.call == nil {
 		_ = text.Close()
 		return
 	}
-	if attempt := c.call.call.Attempt; attempt != nil && l.gone.Err() == nil {
-		status := http.StatusOK
-		if waits {
-			status = shows(c.call, status, said)
-		} else if said.Internal() { // the stream of the POST goes on
-			status = http.StatusInternalServerError
+	l.ends.Go(func() {
+		defer text.Close()
+		defer func() {
+			if p := recover(); p != nil { // P7: it ends nobody else's call; this one stays in doubt
+				l.h.Logger.Error("settling a doubt by the answer on a GET stream panicked; the call stays in doubt",
+					slog.Any("key", a.call.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
+			}
+		}()
+		if err := l.settle(&a, text); err != nil && !errors.Is(err, execution.ErrTaken) {
+			l.h.Logger.Error("the answer on a GET stream cannot settle a doubt; the call stays in doubt",
+				slog.Any("key", a.call.call.Key), slog.Any("error", err))
 		}
-		attempt.Answering(status, true)
-	}
-	l.fresh = append(l.fresh, c)
+	})
 }
 
-// handed notes whether the client has got what was written.
-func (l *resumer) handed(whole bool) {
-	for _, c := range l.fresh {
-		if attempt := c.call.call.Attempt; attempt != nil && !whole {
-			attempt.Unanswered()
-		}
-		close(c.answer.written)
+// settle settles a doubt by an answer, which means what it would have meant in the stream of the POST.
+func (l *resumer) settle(a *awaited, text *spool.Spool) error {
+	x, ctx := a.call, context.Background()
+	e, release, err := l.h.Open()
+	if err != nil {
+		return err
 	}
-	l.fresh = nil
+	defer release()
+	policy, err := l.h.Tokens()
+	if err != nil {
+		return err
+	}
+	if a.works {
+		_, _ = io.WriteString(x.heard, "data: {\"method\":\"notifications/progress\"}\n\n") // never fails
+	}
+	from := text.NewReader()
+	defer from.Close()
+	event := io.MultiReader(strings.NewReader("event: message\ndata: "), from, strings.NewReader("\n\n"))
+	body, err := io.ReadAll(io.LimitReader(event, keptResumed+1))
+	if err != nil {
+		return err
+	}
+	_, _ = x.heard.Write(body) // never fails
+	if _, err := io.Copy(x.heard, event); err != nil {
+		return err
+	}
+	o := x.stillInDoubt(understand(x, a.byHTTP))
+	if o.Verdict == execution.InDoubt {
+		return nil
+	}
+	found, err := e.Executions.Get(ctx, x.call.Key)
+	switch {
+	case errors.Is(err, execution.ErrUnknown):
+		return nil
+	case err != nil:
+		return err
+	case found.Status != execution.Doubtful || found.Record.Claim != a.claim:
+		return nil // it was settled, or has run again
+	}
+	how := execution.Resolution{By: execution.ByAnswer, Applied: o.Verdict == execution.Completed}
+	var undo *store.Batch
+	if len(body) <= keptResumed {
+		header := http.Header{"Content-Type": {"text/event-stream"}}
+		how.Answer, how.Body = &execution.Head{Status: o.Status, Header: header}, body
+		if how.Applied && x.capture.decision.Way == checkpoint.Compensate { // else its values are not in the answer
+			x.captureBody(body)
+			undo = x.undoable(ctx, o, header)
+		}
+	}
+	err = e.Executions.SettleDoubt(ctx, found, how, policy.SettledBy(ctx, x.call.Key, found.Record, how.Applied, how.By), undo)
+	if err == nil {
+		x.resolved(o.Verdict, how.By)
+	}
+	return err
 }
 
-// close ends the stream, once the outcomes of the calls that it has answered are recorded (P7).
+// close ends the stream, once what its answers settle is recorded (P7).
 func (l *resumer) close() {
-	if len(l.fresh) > 0 {
-		_ = l.FlushError() // notes what it says
-	}
 	if l.text != nil {
 		_ = l.text.Close()
 	}
-	l.clients.streaming(l.session, -1, nil)
 	if l.over != nil {
 		l.over()
 	}

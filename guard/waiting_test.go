@@ -1,45 +1,34 @@
 package guard
 
 import (
-	"context"
 	"fmt"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
-// What waits for its answer without a request is bounded, and so is what may.
-func TestWaitingCallsAreBounded(t *testing.T) {
-	l := &clients{}
-	listed := func(id string) *client {
-		c := &client{name: requestName{session: "s", id: id}, session: requestName{session: "s"}, call: &Call{action: &Action{}}}
-		c.gone, c.leave = context.WithCancel(t.Context())
-		l.add(c, execution.Key{})
-		return c
+// The doubts whose answers may come on GET streams are bounded, also those of one session: the oldest one stays in doubt.
+func TestDoubtsElsewhereAreBounded(t *testing.T) {
+	var l elsewhere
+	h := &Handler{config: config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}}
+	add := func(session string, n int) {
+		x := &Call{h: h, message: &protocol.Message{Whole: make([]byte, 1<<20)}}
+		x.client.session = requestName{session: session}
+		x.client.name = requestName{session: session, id: fmt.Sprint(n)}
+		l.add(x, [16]byte{}, execution.Outcome{})
 	}
-	wait := func(c *client, cost int) <-chan struct{} {
-		comes, _ := l.wait(c, cost)
-		return comes
+	add("first", 0)
+	for n := range 100 {
+		add("s", n)
 	}
-	first, second := listed("1"), listed("2")
-	if wait(first, maxOpen) == nil {
-		t.Error("there is room for the first")
+	s := requestName{session: "s"}
+	if n := len(l.order); l.bytes > maxElsewhere || n < 60 || n != len(l.of[s]) || len(l.of) != 1 {
+		t.Errorf("%d bytes, %d of %d in %d sessions", l.bytes, len(l.of[s]), n, len(l.of))
 	}
-	if wait(second, 1) != nil {
-		t.Error("there is no room for a second")
-	}
-	l.remove(first)
-	if wait(second, 1) == nil {
-		t.Error("the first has gone")
-	}
-	l.remove(second)
-	for id := range mostClients {
-		l.named[requestName{id: fmt.Sprint(id)}] = nil
-	}
-	if wait(listed("3"), 1) != nil {
-		t.Error("who is not listed cannot be found")
-	}
-	if l.waiting != 0 || len(l.sessions) != 0 {
-		t.Errorf("%d bytes, %d sessions", l.waiting, len(l.sessions))
+	for id, want := range map[string]bool{"0": false, "99": true} {
+		if got := l.take(s, proof{}, id, new(clients)).call != nil; got != want {
+			t.Errorf("%s: %t", id, got)
+		}
 	}
 }

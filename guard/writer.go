@@ -54,8 +54,7 @@ type Writer struct {
 	sent   bool
 	ended  bool // the end was sent
 	gone   bool
-	goesOn bool // the end of the answer is none of the call: it is to come on another stream
-	shows  int  // the status that the answer stands for, where it is another one
+	shows  int // the status that the answer stands for, where it is another one
 
 	call  *Call           // without a key, that is answered over JSON-RPC; nil for others
 	reply *protocol.Reply // makes what is played an answer to another request; nil repeats it as it was
@@ -236,7 +235,7 @@ func (w *Writer) Release() {
 // finish sends the end of the answer, of which p is the last.
 func (w *Writer) finish(p []byte) {
 	w.ended = true
-	heard := w.attempt != nil && !w.reached && !w.goesOn
+	heard := w.attempt != nil && !w.reached
 	if heard {
 		w.attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write, which a client may answer with its next call
 	}

@@ -523,6 +523,27 @@ func TestRecognize(t *testing.T) {
 			}
 			b.call(0).is(nil, "")
 		},
+		"a doubt whose client may get its answer elsewhere": func(b *alike) {
+			a := b.call(0)
+			if err := a.run.Settle(context.Background(), Outcome{Verdict: InDoubt, Status: 200, Cause: CauseElsewhere}); err != nil {
+				b.Fatal(err)
+			}
+			a.lost()
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			<-time.After(longBefore)
+			b.kill()
+			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
+			<-time.After(longBefore)
+			found, err := b.g.Get(context.Background(), a.Key)
+			if err == nil {
+				err = b.g.SettleDoubt(context.Background(), found, Resolution{By: ByAnswer, Applied: true, Answer: &Head{Status: 200}})
+			}
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.kill() // right after it, too
+			b.call(0).is(nil, "")
+		},
 		"memory is full": func(b *alike) {
 			t := &b.g.groups
 			lost := b.call(0)

@@ -18,6 +18,9 @@ const (
 	ByOperator = "operator"
 	// ByProbe is a question to the upstream. Where it says that the call was not executed, the call is claimed anew.
 	ByProbe = "probe"
+	// ByAnswer is the answer to the call, on another connection than its own. It may also say that the call was not
+	// executed.
+	ByAnswer = "answer"
 	// byOwner is the gateway that ran the call, and could not record its outcome in time (SettleLate). It may also say
 	// that the call was not executed.
 	byOwner = "owner"
