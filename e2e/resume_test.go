@@ -171,8 +171,8 @@ func TestStreamsAreResumed(t *testing.T) {
 			if rest, err := io.ReadAll(get.Body); err != nil || len(rest) > 0 { // its end waits for the record
 				t.Errorf("%q, %v", rest, err)
 			}
-			got := g.call(on(message(toolCall(`"five"`, "pay", keyA))))
-			if want := "event: message\ndata: {\"jsonrpc\":\"2.0\",\"id\":\"five\",\"result\":{\"n\":1}} \n\n"; got.body != want || got.header.Get("Execution-Status") != "replayed" {
+			got := g.call(on(message(toolCall(`"four"`, "pay", keyA))))
+			if want := "event: message\ndata: {\"jsonrpc\":\"2.0\",\"id\":\"four\",\"result\":{\"n\":1}} \n\n"; got.body != want || got.header.Get("Execution-Status") != "replayed" {
 				t.Errorf("the retry gets %v %q", got.header, got.body)
 			}
 			s.executed(t, "a", 1)
@@ -291,10 +291,10 @@ func TestStreamsAreResumedInTheirSession(t *testing.T) {
 		}
 		s.executed(t, c[0], 1)
 	}
-	pay("c", "ada", "3")
-	g.call(message(toolCall("3", "pay", strings.Replace(keyA, `"a"`, `"b"`, 1)), "Mcp-Session-Id", "c", "Authorization", "Bearer ada"))
-	get("c", "ada", "3", 1)
-	elsewhere(t, pay("c", "ada", "4"))
+	pay("c", "bob", "3")
+	g.call(message(toolCall("3", "pay", strings.Replace(keyA, `"a"`, `"b"`, 1)), "Mcp-Session-Id", "c", "Authorization", "Bearer bob"))
+	get("c", "bob", "3", 1)
+	elsewhere(t, pay("c", "bob", "4"))
 	s.executed(t, "c", 2)
 }
 

@@ -1011,7 +1011,7 @@ func (x *Call) execute(e *execution.Execution) error {
 		x.doubted(outcome)
 	}
 	if outcome.Cause == execution.CauseElsewhere && err == nil {
-		x.engine.elsewhere.add(x, e.Claim(), byHTTP)
+		x.engine.elsewhere.add(x, byHTTP)
 	}
 	return x.finish(&f, outcome, err)
 }

@@ -113,6 +113,13 @@ func request(method, target string, fields ...string) *http.Request {
 	return r.WithContext(context.WithValue(r.Context(), varsKey{}, map[string]any{}))
 }
 
+// NewRecorder returns a recorder on w, with header fields that the answer always carries.
+func NewRecorder(w *Writer, sink Sink, marks ...Field) *Recorder {
+	r := new(Recorder)
+	r.begin(w, sink, marks)
+	return r
+}
+
 // testGuard is an execution guard over a store in memory.
 func testGuard(t testing.TB) *execution.Guard {
 	t.Helper()

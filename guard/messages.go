@@ -463,8 +463,8 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 	return all[0], first
 }
 
-// told reports that the upstream was told that nobody waits for the answer of c.
-func (l *clients) told(c *client) bool {
+// hasCancelled reports that the upstream was told that nobody waits for the answer of c.
+func (l *clients) hasCancelled(c *client) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return c.cancelled
@@ -601,7 +601,7 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			o.Verdict, o.Cause = execution.InDoubt, execution.CauseNoResponse // it is whole
 			if stream && said.Resumable {
 				o.Cause = execution.CauseElsewhere
-				if x.engine.clients.told(&x.client) {
+				if x.engine.clients.hasCancelled(&x.client) {
 					o.Cause = execution.CauseLeft
 				}
 			}

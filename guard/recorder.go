@@ -74,14 +74,8 @@ type Recorder struct {
 	shows       int         // the status that the answer stands for, where it is another one (Writer.shows)
 }
 
-// NewRecorder returns a recorder on w. marks are header fields that the answer always carries.
-// They must not change while the recorder is in use.
-func NewRecorder(w *Writer, sink Sink, marks ...Field) *Recorder {
-	r := new(Recorder)
-	r.begin(w, sink, marks)
-	return r
-}
-
+// begin begins a recorder on w. marks are header fields that the answer always carries. They must not change
+// while the recorder is in use.
 func (r *Recorder) begin(w *Writer, sink Sink, marks []Field) {
 	*r = Recorder{w: w, sink: sink, marks: marks, length: -1}
 	r.header = make(http.Header, len(w.Header())+len(marks)+4)

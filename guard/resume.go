@@ -47,7 +47,6 @@ type awaited struct {
 	session requestName // without an id
 	id      string
 	call    *Call // nil once an answer was taken, or where two doubts of the session share the id
-	claim   [16]byte
 	way     proof
 	byHTTP  execution.Outcome // without the answer
 	works   bool              // a GET stream has brought progress: an error does not say that nothing was executed
@@ -55,8 +54,8 @@ type awaited struct {
 }
 
 // add lists the call of x, whose doubt is recorded.
-func (l *elsewhere) add(x *Call, claim [16]byte, byHTTP execution.Outcome) {
-	a := &awaited{session: x.client.session, id: x.client.name.id, call: x, claim: claim, byHTTP: byHTTP}
+func (l *elsewhere) add(x *Call, byHTTP execution.Outcome) {
+	a := &awaited{session: x.client.session, id: x.client.name.id, call: x, byHTTP: byHTTP}
 	if a.session.session == "" {
 		return
 	}
@@ -329,7 +328,7 @@ func (l *resumer) settle(a *awaited, text *spool.Spool) error {
 		return nil
 	case err != nil:
 		return err
-	case found.Status != execution.Doubtful || found.Record.Claim != a.claim:
+	case found.Status != execution.Doubtful || found.Record.Claim != x.call.Claim:
 		return nil // it was settled, or has run again
 	}
 	how := execution.Resolution{By: execution.ByAnswer, Applied: o.Verdict == execution.Completed}

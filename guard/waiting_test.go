@@ -16,7 +16,7 @@ func TestDoubtsElsewhereAreBounded(t *testing.T) {
 		x := &Call{h: h, message: &protocol.Message{Whole: make([]byte, 1<<20)}}
 		x.client.session = requestName{session: session}
 		x.client.name = requestName{session: session, id: fmt.Sprint(n)}
-		l.add(x, [16]byte{}, execution.Outcome{})
+		l.add(x, execution.Outcome{})
 	}
 	add("first", 0)
 	for n := range 100 {

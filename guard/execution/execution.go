@@ -33,9 +33,6 @@ type Execution struct {
 	recorded *Record
 }
 
-// Claim names this attempt, also in its record.
-func (e *Execution) Claim() [16]byte { return e.record.Claim }
-
 // Recording takes the answer as it arrives.
 func (e *Execution) Recording() *Recording { return &e.flight.recording }
 
