@@ -43,7 +43,7 @@ var commands = []command{
 	{"compare", "two commits in one run: compare [<flags>] OLD NEW (about five minutes)", runCompare},
 	{"store", "opening and memory with a million records (about three minutes)", runStore},
 	{"rollback", "a thousand calls undone by one gateway, and by three (about five minutes)", runRollback},
-	{"contain", "a chain of agents of which one fails, with and without the guard (about four minutes)", runContain},
+	{"contain", "a chain of agents of which one fails, with and without the guard (about three minutes)", runContain},
 	{"soak", "minutes of load with kills and reloads, and what was executed", runSoak},
 }
 

@@ -115,7 +115,6 @@ import (
 //	in_doubt_as   problem | tool_result
 //	on_leave      continue | cancel
 //	priority      low | normal | high | critical | <placeholder>
-//	depends_on    <uri> <identity> <downstreams...>
 //	order         plan | par
 //	approve       [off | <role>] [{
 //		quorum <number>
@@ -567,7 +566,6 @@ func policyOptions() options[*Policy] {
 			}
 			return checkPriority(p.Priority)
 		}},
-		"depends_on": {usage: "depends_on <uri> <identity> <downstreams...>", parse: parseDependency},
 		"order": {usage: "order plan | par", parse: func(d dispenser, p *Policy) error {
 			return parseChoice(d, &p.Order, orderPlan, orderPar)
 		}},

@@ -1,15 +1,11 @@
 package caddymodule
 
 import (
-	"context"
-	"log/slog"
 	"maps"
 	"slices"
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -36,14 +32,6 @@ func OptionNames() map[string][]string {
 		"restore":              names(restoreOptions()),
 		"compensate":           names(compensationOptions()),
 	}
-}
-
-// NewDependencyWatch makes the question of calls that need agents behind another gateway, whose breakers
-// read returns.
-func NewDependencyWatch(downstreams []string, read func(context.Context) ([]proxy.Circuit, error)) func() (*breaker.OpenError, string) {
-	d := &Dependency{Downstreams: downstreams}
-	d.watch = &dependencyWatch{Dependency: d, read: read, logger: slog.New(slog.DiscardHandler)}
-	return d.forCalls()
 }
 
 func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }

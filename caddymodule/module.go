@@ -559,7 +559,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
 		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
 		AdvisoryKeys: a.Keys == keysAdvisory, Unary: a.GRPC == grpcUnary,
-		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, ParOrder: a.Order == orderPar, Dependency: a.DependsOn.forCalls(), Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, ParOrder: a.Order == orderPar, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls
@@ -615,9 +615,6 @@ func (h *Handler) provisionPolicy(a *Action) error {
 	}
 	if a.Order == orderPar && (h.app.Identity == nil || h.app.Trust == nil) {
 		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
-	}
-	if err := a.DependsOn.provision(h); err != nil {
-		return err
 	}
 	if err := a.checkOnError(); err != nil {
 		return err

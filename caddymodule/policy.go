@@ -102,12 +102,6 @@ type Policy struct {
 	// a token of the caller says (`atd.resource_priority`) comes first. Default: `normal`.
 	Priority string `json:"priority,omitempty"`
 
-	// What the calls need behind their upstream: while a breaker of another gateway is open for an agent
-	// that they need, they are refused here (503 `circuit-open`), and neither reach the upstream nor use
-	// their key up. Where the breakers are not known, the calls go on. It needs an `identity`. Default:
-	// only the upstream's own breaker counts.
-	DependsOn *Dependency `json:"depends_on,omitempty"`
-
 	// What orders the calls of a workflow: `plan` is its plan alone, `par` also what their own tokens name
 	// as parents. A call whose parent is a call that is not done is refused (409 `dependency-not-done`)
 	// before anything is recorded, and for good where the parent has failed or was undone. It needs an
@@ -377,7 +371,6 @@ func (p *Policy) inherit(base *Policy) {
 	inherit(&p.InDoubtAs, base.InDoubtAs)
 	inherit(&p.OnLeave, base.OnLeave)
 	inherit(&p.Priority, base.Priority)
-	inherit(&p.DependsOn, base.DependsOn)
 	inherit(&p.Order, base.Order)
 	inherit(&p.Approve, base.Approve)
 	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)

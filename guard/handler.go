@@ -237,10 +237,6 @@ type Action struct {
 	// ParOrder has a call refused whose token names parents that are calls and are not done (ATD,
 	// "Topological Order").
 	ParOrder bool
-	// Dependency returns the error with which the breaker of something behind the upstream refuses what
-	// the calls need, and its public name; nil if it would not, or if that is unknown (cascade 3.3.2).
-	// It must not wait. Nil: nothing is known of what is behind the upstream.
-	Dependency func() (open *breaker.OpenError, name string)
 	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
 	// impossible.
 	Irreversible bool

@@ -234,13 +234,10 @@ func (x *Call) pointToStatus(p *api.Problem) {
 	}
 }
 
-// circuitsOpen refuses a call whose upstreams, or what it needs behind them, are refused by their
-// breakers, before it is claimed, so that its key stays free.
+// circuitsOpen refuses a call whose upstreams are refused by their breakers, before it is claimed, so
+// that its key stays free.
 func (x *Call) circuitsOpen() error {
 	open, name := x.h.Refusal(x.r.Method, x.h.view(x.r))
-	if open == nil && x.action.Dependency != nil {
-		open, name = x.action.Dependency()
-	}
 	if open == nil {
 		return nil
 	}

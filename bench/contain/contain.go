@@ -77,7 +77,7 @@ type Report struct {
 // Trial is one fault in one chain.
 type Trial struct {
 	Fault string `json:"fault"`
-	// Chain is Bare, Guarded or Checked.
+	// Chain is Bare or Guarded.
 	Chain string `json:"chain"`
 	// Neighbour and Failing are the calls of the two workflows that began during the fault, Usual those
 	// of the neighbour before it.
@@ -126,8 +126,7 @@ const (
 	// steady is how many good calls in a row end a failure.
 	steady = 10
 
-	identity     = "spiffe://example.com/gateway"
-	failingAgent = "spiffe://example.com/agent/failing"
+	identity = "spiffe://example.com/gateway"
 )
 
 // Measure tries each fault, with bare proxies and with the guard. progress hears what is under way.
@@ -140,7 +139,7 @@ func Measure(ctx context.Context, o Options, progress func(string)) (_ *Report, 
 		return nil, err
 	}
 	for _, fault := range o.Faults {
-		for _, kind := range []string{Bare, Guarded, Checked} {
+		for _, kind := range []string{Bare, Guarded} {
 			progress(fmt.Sprintf("one agent %s, %s", fault, kind))
 			trial, err := try(ctx, &o, fault, kind)
 			if err != nil {
@@ -158,8 +157,6 @@ const (
 	Bare = "bare"
 	// Guarded has an agent_proxy in its place.
 	Guarded = "guard"
-	// Checked is Guarded, whose first gateway asks the second one for the breaker of the failing agent.
-	Checked = "guard, depends_on"
 )
 
 // chain are the processes of one trial:
@@ -186,7 +183,7 @@ const (
 	breakers = "breaker {\n window 10s\n cooldown 1s 4s\n in_band json /error\n}\n"
 	// strict is for an agent that serves one purpose, and from which an answer within half a second is
 	// expected.
-	strict   = "breaker {\n window 10s\n cooldown 1s 4s\n in_band json /error\n consecutive 5\n slow 500ms\n downstream %s " + failingAgent + "\n}\n"
+	strict   = "breaker {\n window 10s\n cooldown 1s 4s\n in_band json /error\n consecutive 5\n slow 500ms\n}\n"
 	bulkhead = "bulkhead {\n total 16\n per_workflow 8\n wait 1s\n}\n"
 )
 
@@ -216,13 +213,6 @@ func start(o *Options, kind string) (c *chain, err error) {
 		g.Options = fmt.Sprintf("identity %s/%d {\n public_url http://%s\n }\n quota {\n checkpoint_rate off\n checkpoints workflow off\n }\n", identity, i, g.Addr)
 		c.gateways[i] = g
 	}
-	// The second gateway shows its breakers to the first.
-	c.gateways[1].Options += fmt.Sprintf("trust jwks_url http://%s/.well-known/cascade/jwks %s/0\n", c.gateways[0].Addr, identity)
-	checked := ""
-	if kind == Checked {
-		checked = fmt.Sprintf("action failing {\n match path /failing/*\n depends_on http://%s/.well-known/cascade/circuits %s/1 %s\n}\n",
-			c.gateways[1].Addr, identity, failingAgent)
-	}
 	agent := func(p **proc.Proc, next *gateway.Gateway, workers int) {
 		args := []string{"-workers", fmt.Sprint(workers), "-timeout", timeout.String()}
 		if next != nil {
@@ -244,10 +234,10 @@ func start(o *Options, kind string) (c *chain, err error) {
 	agent(&c.healthy, c.gateways[2], workers)
 	before(1, func() string {
 		return way(kind, "healthy", c.healthy, "deadline 1500ms\n"+breakers) + "\n" +
-			way(kind, "", c.failing, "deadline 1500ms\n"+fmt.Sprintf(strict, c.failing.Word))
+			way(kind, "", c.failing, "deadline 1500ms\n"+strict)
 	})
 	agent(&c.second, c.gateways[1], workers)
-	before(0, func() string { return way(kind, "", c.second, "deadline 2500ms\n"+breakers+bulkhead+checked) })
+	before(0, func() string { return way(kind, "", c.second, "deadline 2500ms\n"+breakers+bulkhead) })
 	agent(&c.first, c.gateways[0], firstWorkers)
 	return c, err
 }

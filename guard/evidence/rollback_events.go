@@ -493,9 +493,8 @@ func (b *EventBuilder) Asked(ctx context.Context, r *Request, id string) (bool, 
 	return b.e.requestID(&earlier, token.IssuedAt()) == id, nil
 }
 
-// ReadRequest makes a token with which an agent is asked for what it has of a workflow, or, without
-// one, for its breakers. It names no checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be
-// done.
+// ReadRequest makes a token with which an agent is asked for what it has of a workflow. It names no
+// checkpoint, so that nothing can be undone with it, and is not recorded: it asks for nothing to be done.
 func (b *EventBuilder) ReadRequest(ctx context.Context, workflow, audience string) (string, error) {
 	return b.unrecorded(ctx, workflow, audience, ect.EventRollbackRequest, PhaseRead, ect.Hash{})
 }

@@ -143,8 +143,8 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.3.2-c", file: "guard/refusals.go",
-		old: "if open == nil && x.action.Dependency != nil {", now: "if false {",
-		breaks: "breakers behind the upstream are not asked for", tests: []string{"TestProcessDependsOn"},
+		old: "if open == nil {", now: "if true {",
+		breaks: "breakers are not asked before the claim", tests: []string{"TestCircuitRefusesBeforeTheClaim"},
 	},
 	{
 		id: "C-3.1.2-c", file: "caddymodule/proxy/answer.go",
