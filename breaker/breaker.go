@@ -36,7 +36,6 @@ package breaker
 
 import (
 	"fmt"
-	"math/rand/v2"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -81,8 +80,8 @@ type Breaker struct {
 type outage struct {
 	began        uint64        // generation of the first opening
 	until        time.Time     // end of the present cooldown; zero without one
-	cooldown     time.Duration // the newest, before jitter and Retry-After; 0 before the first
-	lasts        time.Duration // the newest, with both
+	cooldown     time.Duration // the newest, before Retry-After; 0 before the first
+	lasts        time.Duration // the newest, with it
 	total        time.Duration // all cooldowns since the first opening (cascade 3.2.4)
 	failedProbes int           // in a row
 	counts       counts        // when it opened
@@ -106,8 +105,8 @@ type Op struct {
 	// ClientPaced says that the call is sent at the pace of its client, until Lease.Sent. It is not
 	// preferred as a probe, and a lease that ends before Lease.Sent is neutral.
 	ClientPaced bool
-	// Patience is how long the call may go without an answer before it counts as a failure; 0 is
-	// Settings.Patience.
+	// Patience is how long the call may go without an answer before it counts as a failure; 0 is for
+	// ever. It is rounded up, by at most a quarter and two steps of the window.
 	Patience time.Duration
 	// View makes the breaker stricter for this call; nil does not.
 	View *View
@@ -145,7 +144,7 @@ func (b *Breaker) decide(op Op) (Permit, error) {
 	}
 	b.noteSafe(op, 0)
 	permit, refusal := b.grant(op, now)
-	observing := b.inForce() == Observe
+	observing := b.mode == Observe
 	b.unlock()
 	if refusal == nil {
 		return permit, nil
@@ -166,24 +165,6 @@ func (b *Breaker) noteSafe(op Op, bucket uint32) {
 
 // Key returns the breaker's name.
 func (b *Breaker) Key() Key { return b.key }
-
-// setRules replaces thresholds and times. State, counts and the present cooldown stay.
-func (b *Breaker) setRules(rules *Rules) {
-	if b.rules.Swap(rules).set.Observe == rules.set.Observe {
-		return
-	}
-	b.mu.Lock()
-	defer b.unlock()
-	b.publish()
-}
-
-// inForce is the effective mode. The mutex is held.
-func (b *Breaker) inForce() Mode {
-	if b.mode == Auto && b.rules.Load().set.Observe {
-		return Observe
-	}
-	return b.mode
-}
 
 // Keep stores the caller's reference to an opening, such as the id of the token that reports it,
 // until the breaker has closed. Events, refusals, status and snapshot contain it. Keep does nothing
@@ -351,7 +332,7 @@ func (b *Breaker) publish() {
 		b.refusal.Store(nil)
 		b.live.Store(b.period)
 		return
-	case b.state == Closed, b.inForce() == Observe, b.state == HalfOpen && b.probe.holder == 0:
+	case b.state == Closed, b.mode == Observe, b.state == HalfOpen && b.probe.holder == 0:
 		b.live.Store(nil)
 		b.refusal.Store(nil)
 		return
@@ -448,12 +429,11 @@ func (b *Breaker) trip(p *period, reason Reason, c counts) bool {
 	return true
 }
 
-// open begins a cooldown, less a random share for jitter, that lasts until retryAfter at least.
+// open begins a cooldown that lasts until retryAfter at least.
 func (b *Breaker) open(reason Reason, cooldown time.Duration, retryAfter, now time.Time) {
 	o := &b.outage
 	o.cooldown = cooldown
-	jitter := time.Duration(rand.Float64() * b.rules.Load().set.Jitter * float64(cooldown))
-	lasts := max(cooldown-jitter, retryAfter.Sub(now))
+	lasts := max(cooldown, retryAfter.Sub(now))
 	o.until, o.lasts = now.Add(lasts), lasts
 	o.total += lasts
 	b.period = nil
@@ -558,7 +538,7 @@ func (b *Breaker) report(e event) {
 func (b *Breaker) describe(from State, now time.Time) Event {
 	o := &b.outage
 	return Event{
-		Key: b.key, From: from, To: b.state, Mode: b.inForce(), Generation: b.generation, Time: now,
+		Key: b.key, From: from, To: b.state, Mode: b.mode, Generation: b.generation, Time: now,
 		Reason: o.reason, Cause: o.last.cause, Evidence: o.last.evidence, Reference: o.reference,
 		ErrorRate: o.counts.rate(),
 		Calls:     int(o.counts.calls + o.counts.overdue),

@@ -131,31 +131,6 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 	}
 }
 
-// Jitter shortens, by its share at most.
-func TestJitter(t *testing.T) {
-	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		seen := map[time.Duration]bool{}
-		for range 100 {
-			hook := &recorder{}
-			b := newBreaker(t, breaker.Settings{Jitter: 0.2}, hook)
-			trip(t, b)
-			got := hook.last(t).Cooldown
-			if got < 24*time.Second || got > 30*time.Second {
-				t.Fatalf("cooldown %v", got)
-			}
-			seen[got] = true
-			pass(got)
-			calls(t, b, 1, failed)
-			if got := hook.last(t).Cooldown; got < 48*time.Second || got > time.Minute {
-				t.Fatalf("second cooldown %v", got)
-			}
-		}
-		if len(seen) < 90 {
-			t.Errorf("%d different cooldowns of 100", len(seen))
-		}
-	})
-}
-
 func TestSettingsAreChecked(t *testing.T) {
 	day := 24 * time.Hour
 	for want, s := range map[string]breaker.Settings{
@@ -165,15 +140,12 @@ func TestSettingsAreChecked(t *testing.T) {
 		"breaker: Consecutive is -1; it has to be positive, or 0 for never":                             {Consecutive: -1},
 		"breaker: SlowCall is -1ns; it has to be positive, or 0 for never":                              {SlowCall: -1},
 		"breaker: SlowThreshold is -0.5; it has to be above 0 and below 1":                              {SlowThreshold: -0.5},
-		"breaker: Patience is -1ns; it has to be positive, or 0 for ever":                               {Patience: -1},
 		"breaker: Cooldown is -1s; it has to be positive":                                               {Cooldown: -time.Second},
 		"breaker: MaxCooldown is 1s; it has to be no shorter than Cooldown, at most 24h":                {MaxCooldown: time.Second},
 		"breaker: MaxCooldown is 24h0m0.000000001s; it has to be no shorter than Cooldown, at most 24h": {Cooldown: day + 1},
-		"breaker: Jitter is 0.6; it has to be from 0 to 0.5":                                            {Jitter: 0.6},
 		"breaker: MaxRetryAfter is -1ns; it has to be positive, at most 24h":                            {MaxRetryAfter: -1},
 		"breaker: Healthy is -1ns; it has to be positive":                                               {Healthy: -1},
 		"breaker: ProbeLease is -1ns; it has to be positive":                                            {ProbeLease: -1},
-		"breaker: ViewFloor is 1; it has to be above 0 and below 1, or negative for no views":           {ViewFloor: 1},
 		"breaker: GiveUp is -1; it has to be positive":                                                  {GiveUp: -1},
 	} {
 		_, err := breaker.NewRules(s)
@@ -185,7 +157,7 @@ func TestSettingsAreChecked(t *testing.T) {
 	equal(t, "settings", got, breaker.Settings{
 		Window: time.Minute, Threshold: 0.5, MinVolume: 10, SlowThreshold: 0.5, Cooldown: 10 * time.Minute,
 		MaxCooldown: 10 * time.Minute, MaxRetryAfter: 10 * time.Minute, Healthy: 10 * time.Minute,
-		ProbeLease: 30 * time.Second, ProbeWait: 5 * time.Second, ViewFloor: 0.1, GiveUp: 3,
+		ProbeLease: 30 * time.Second, GiveUp: 3,
 	})
 }
 
@@ -236,11 +208,11 @@ func TestForcedOpenWhileOpenAndProbing(t *testing.T) {
 
 func TestForcedClosed(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{Consecutive: 5, Patience: time.Second}, nil)
+		b := newBreaker(t, breaker.Settings{Consecutive: 5}, nil)
 		trip(t, b)
 		b.SetMode(breaker.ForcedClosed)
 		want(t, b, breaker.Closed)
-		hang(t, b, 10, 0)
+		hang(t, b, 10, time.Second)
 		calls(t, b, 100, failed)
 		pass(10 * time.Second)
 		want(t, b, breaker.Closed)
@@ -281,26 +253,6 @@ func TestObserve(t *testing.T) {
 		refused(t, b, breaker.Op{Safe: true})
 		b.SetMode(breaker.Observe)
 		calls(t, b, 1, failed)
-	})
-}
-
-// What the rules ask for follows them, and an operator's mode goes before it.
-func TestObserveByRules(t *testing.T) {
-	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{Observe: true}, hook)
-		calls(t, b, 20, failed)
-		want(t, b, breaker.Open)
-		equal(t, "mode", hook.last(t).Mode, breaker.Observe)
-		equal(t, "mode", b.Status().Mode, breaker.Observe)
-		equal(t, "mode of the snapshot", b.Snapshot().Mode, breaker.Auto)
-		equal(t, "rejected", b.Status().Rejected, 10)
-		b.SetRules(mustRules(t, breaker.Settings{}))
-		refused(t, b, breaker.Op{})
-		b.SetRules(mustRules(t, breaker.Settings{Observe: true}))
-		calls(t, b, 1, ok)
-		b.SetMode(breaker.ForcedOpen)
-		refused(t, b, breaker.Op{})
 	})
 }
 
@@ -578,11 +530,6 @@ func BenchmarkClosed(b *testing.B) {
 }
 
 func BenchmarkClosedWithPatience(b *testing.B) {
-	benchmark(b, newBreaker(b, breaker.Settings{Patience: 30 * time.Second}, nil), breaker.Op{},
-		breaker.Outcome{Class: breaker.Success})
-}
-
-func BenchmarkClosedWithPatienceOfTheCall(b *testing.B) {
 	benchmark(b, newBreaker(b, breaker.Settings{}, nil), breaker.Op{Patience: 100 * time.Second},
 		breaker.Outcome{Class: breaker.Success})
 }

@@ -9,7 +9,7 @@ func Restored(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 	return b, err
 }
 
-func (b *Breaker) SetRules(rules *Rules) { b.setRules(rules) }
+func (b *Breaker) SetRules(rules *Rules) { b.rules.Store(rules) }
 
 // Overflowed is how many times Get found no room.
 func (r *Registry) Overflowed() uint64 { return r.overflows.Load() }

@@ -54,7 +54,7 @@ func TestIdleBreakersSleep(t *testing.T) {
 // Every time that is kept has a monotonic reading, so that a step of the wall clock
 // changes nothing.
 func TestTimesAreMonotonic(t *testing.T) {
-	rules, err := NewRules(Settings{ProbeWait: -1})
+	rules, err := NewRules(Settings{})
 	if err != nil {
 		t.Fatal(err)
 	}

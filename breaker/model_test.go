@@ -122,7 +122,7 @@ func (m *model) refuses(v modelView) bool {
 	if v.view == nil || m.mode == breaker.ForcedClosed || m.mode == breaker.Observe {
 		return false
 	}
-	threshold := min(max(v.threshold, m.set.ViewFloor), m.set.Threshold)
+	threshold := min(max(v.threshold, 0.1), m.set.Threshold)
 	steps := func(window time.Duration) int { return min(stepsIn(window, m.set.Window/60)+1, 60) }
 	from, to := steps(slices.Min(v.windows)), steps(slices.Max(v.windows))
 	if from == 60 && threshold == m.set.Threshold {
@@ -261,21 +261,17 @@ func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 	if preferred {
 		m.safe, m.safeStep = true, m.step()
 	}
-	wait := m.set.ProbeWait
-	if !m.safe && wait <= m.set.Window {
-		wait = 0
+	wait := time.Duration(0)
+	if m.safe {
+		wait = 5 * time.Second
 	}
 	switch {
 	case m.state == breaker.Closed && m.refuses(v):
 		return nil, false
 	case m.state == breaker.Closed:
 		call.generation = m.generation
-		patience := m.set.Patience
 		if op.Patience > 0 {
-			patience = op.Patience
-		}
-		if patience > 0 {
-			call.due = m.step() + patienceSteps(patience, m.set.Window/60) + 1
+			call.due = m.step() + patienceSteps(op.Patience, m.set.Window/60) + 1
 		}
 	case m.state == breaker.HalfOpen && m.probe == nil && (preferred || m.now.Sub(m.since) >= wait):
 		m.probe, m.leaseEnds = call, m.now.Add(m.set.ProbeLease)
@@ -421,8 +417,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 	rules := mustRules(t, breaker.Settings{
 		Window: pick(rnd, 60*time.Second, 10*time.Second), MinVolume: pick(rnd, 3, 10),
 		Consecutive: pick(rnd, 0, 4), SlowCall: pick(rnd, 0, time.Second), Threshold: pick(rnd, 0.5, 0.25),
-		Patience: pick(rnd, 0, 7*time.Second), Healthy: 3 * time.Minute, ProbeLease: 20 * time.Second,
-		ProbeWait: pick(rnd, 0, 0, 20*time.Second, -1),
+		Healthy: 3 * time.Minute, ProbeLease: 20 * time.Second,
 	})
 	hook := &recorder{}
 	b := breaker.New(upstream, rules, hook)
@@ -432,7 +427,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 		var did string
 		switch n := rnd.IntN(100); {
 		case n < 45:
-			op := breaker.Op{Safe: rnd.Float64() < reads, ClientPaced: rnd.IntN(3) == 0, Patience: pick(rnd, 0, 0, time.Second, 12*time.Second, 5*time.Minute)}
+			op := breaker.Op{Safe: rnd.Float64() < reads, ClientPaced: rnd.IntN(3) == 0, Patience: pick(rnd, 0, 0, time.Second, 7*time.Second, 12*time.Second, 5*time.Minute)}
 			view := randomView(t, rnd)
 			op.View = view.view
 			did = fmt.Sprintf("acquire %+v", op)
@@ -499,14 +494,18 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 // Nothing is lost or counted twice, however many calls end at once.
 func TestCountsAreExactAtOnce(t *testing.T) {
 	crowd(t, func(t *testing.T, pass, sleep func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{SlowCall: time.Second, Patience: time.Minute}, nil)
+		b := newBreaker(t, breaker.Settings{SlowCall: time.Second}, nil)
 		b.SetMode(breaker.ForcedClosed)
 		const callers, each = 16, 1000
 		var group sync.WaitGroup
 		for range callers {
 			group.Go(func() {
 				for i := range each {
-					p := acquire(t, b)
+					p, err := b.Acquire(breaker.Op{Safe: true, Patience: time.Minute})
+					if err != nil {
+						t.Error(err)
+						return
+					}
 					if i%5 == 0 {
 						p.Answered(2 * time.Second)
 					}
@@ -578,7 +577,7 @@ func TestOverdueIsExactAtOnce(t *testing.T) {
 func TestEverythingAtOnce(t *testing.T) {
 	crowd(t, func(t *testing.T, _, sleep func(time.Duration)) {
 		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{Patience: time.Second, ProbeWait: -1}, hook)
+		b := newBreaker(t, breaker.Settings{}, hook)
 		other := mustRules(t, breaker.Settings{MinVolume: 5, Window: 10 * time.Second})
 		var group sync.WaitGroup
 		for i := range 32 {
@@ -617,20 +616,18 @@ func TestEverythingAtOnce(t *testing.T) {
 }
 
 func TestNothingIsAllocated(t *testing.T) {
-	for name, s := range map[string]breaker.Settings{"plain": {}, "patience": {Patience: time.Minute}} {
-		b := newBreaker(t, s, nil)
-		b.SetMode(breaker.ForcedClosed)
-		equal(t, "allocations of a call, "+name, testing.AllocsPerRun(1000, func() {
-			p, _ := b.Acquire(breaker.Op{})
-			p.Answered(time.Millisecond)
-			p.Done(ok)
-			p, _ = b.Acquire(breaker.Op{Patience: time.Hour})
-			p.Done(failed)
-		}), 0)
-		b.SetMode(breaker.ForcedOpen)
-		equal(t, "allocations of a refusal", testing.AllocsPerRun(1000, func() {
-			p, _ := b.Acquire(breaker.Op{})
-			p.Done(ok)
-		}), 0)
-	}
+	b := newBreaker(t, breaker.Settings{}, nil)
+	b.SetMode(breaker.ForcedClosed)
+	equal(t, "allocations of a call", testing.AllocsPerRun(1000, func() {
+		p, _ := b.Acquire(breaker.Op{})
+		p.Answered(time.Millisecond)
+		p.Done(ok)
+		p, _ = b.Acquire(breaker.Op{Patience: time.Hour})
+		p.Done(failed)
+	}), 0)
+	b.SetMode(breaker.ForcedOpen)
+	equal(t, "allocations of a refusal", testing.AllocsPerRun(1000, func() {
+		p, _ := b.Acquire(breaker.Op{})
+		p.Done(ok)
+	}), 0)
 }

@@ -113,7 +113,7 @@ func (p *Permit) Yield(until time.Time) *OpenError {
 	b.rejected.Add(1)
 	b.mu.Lock()
 	defer b.unlock()
-	if b.inForce() == Observe {
+	if b.mode == Observe {
 		return nil
 	}
 	return b.refuse(until)
@@ -253,6 +253,9 @@ func (b *Breaker) grant(op Op, now time.Time) (Permit, *OpenError) {
 	return Permit{owner: b, lease: b.probe.holder}, nil
 }
 
+// probeWait is how long, in HALF_OPEN, only preferred calls are admitted as the probe.
+const probeWait = 5 * time.Second
+
 // preferred reports whether the call may be the probe at once.
 func (op Op) preferred() bool { return op.Safe && !op.ClientPaced }
 
@@ -265,11 +268,9 @@ func (b *Breaker) unsuited(op Op, now time.Time) *OpenError {
 	if op.preferred() {
 		return nil
 	}
-	// Unsafe calls are probes only if no safe one came, or none is to be expected: a window without one says
-	// so of a wait that is no longer (ADR 0022).
-	set := &b.rules.Load().set
-	expected := b.safe.Load() != 0 || set.ProbeWait > set.Window
-	if safeUntil := b.since.Add(set.ProbeWait); expected && now.Before(safeUntil) {
+	// Unsafe calls are probes only if no safe one came, or none is to be expected, since none came in the
+	// window before the opening or since then (ADR 0022).
+	if safeUntil := b.since.Add(probeWait); b.safe.Load() != 0 && now.Before(safeUntil) {
 		return b.refuse(safeUntil)
 	}
 	return nil
@@ -449,7 +450,7 @@ func (b *Breaker) RefusalOf(op Op) *OpenError {
 	}
 	b.mu.Lock()
 	defer b.unlock()
-	if b.state == Closed || b.inForce() == Observe {
+	if b.state == Closed || b.mode == Observe {
 		return nil
 	}
 	return b.unsuited(op, time.Now())

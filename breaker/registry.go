@@ -66,7 +66,7 @@ func (r *Registry) Get(key Key, rules *Rules) *Breaker {
 		b = r.add(key, rules)
 	}
 	if b.rules.Load() != rules && b != r.overflow {
-		b.setRules(rules)
+		b.rules.Store(rules)
 	}
 	return b
 }

@@ -25,17 +25,10 @@ type Settings struct {
 	// SlowThreshold is the share of slow calls, over 0 and under 1, above which the breaker opens;
 	// by default 0.5.
 	SlowThreshold float64
-	// Patience is how long a call may go without an answer before it counts as a failure; 0 is for
-	// ever. Op.Patience overrides it. It is rounded up, by at most a quarter and two steps of the
-	// window.
-	Patience time.Duration
 
 	// Cooldown is how long the breaker stays open at first, by default 30 s. A failed probe doubles
 	// it, up to MaxCooldown, by default 300 s.
 	Cooldown, MaxCooldown time.Duration
-	// Jitter is the largest random share, 0 to 0.5, that is taken off a cooldown, so that gateways
-	// do not probe at the same time; by default 0.
-	Jitter float64
 	// MaxRetryAfter is the longest Outcome.RetryAfter that is followed, up to 24 h; by default
 	// MaxCooldown.
 	MaxRetryAfter time.Duration
@@ -45,15 +38,6 @@ type Settings struct {
 
 	// ProbeLease is how long a probe may go without an answer; by default 30 s.
 	ProbeLease time.Duration
-	// ProbeWait is how long, in HALF_OPEN, only safe calls are admitted as the probe; by default
-	// 5 s, none if negative. If it is at most Window, and no safe call has asked in the window before
-	// the opening or since then, any call is admitted at once.
-	ProbeWait time.Duration
-	// Observe makes mode Auto behave as mode Observe: the breaker refuses nobody.
-	Observe bool
-	// ViewFloor is the lowest threshold of a View, under 1; lower ones are raised to it; by default
-	// 0.1. If negative, views are ignored.
-	ViewFloor float64
 	// GiveUp is the number of failed probes in a row after which Hook.PermanentlyOpen is called; by
 	// default 3 (ATD, HITL case 4).
 	GiveUp int
@@ -65,8 +49,6 @@ type Rules struct {
 	step      time.Duration // one step of the window
 	threshold uint64        // in millionths
 	slow      uint64        // in millionths
-	floor     uint64        // of views, in millionths
-	class     int           // of Patience; -1 without one
 }
 
 // million is the resolution of thresholds. Shares are compared as integers, so that exactly 30 % is not
@@ -87,8 +69,6 @@ func NewRules(s Settings) (*Rules, error) {
 	s.MaxRetryAfter = cmp.Or(s.MaxRetryAfter, s.MaxCooldown)
 	s.Healthy = cmp.Or(s.Healthy, 10*time.Minute)
 	s.ProbeLease = cmp.Or(s.ProbeLease, 30*time.Second)
-	s.ProbeWait = cmp.Or(s.ProbeWait, 5*time.Second)
-	s.ViewFloor = cmp.Or(s.ViewFloor, 0.1)
 	s.GiveUp = cmp.Or(s.GiveUp, 3)
 	for _, check := range []struct {
 		ok    bool
@@ -102,32 +82,23 @@ func NewRules(s Settings) (*Rules, error) {
 		{s.Consecutive >= 0, "Consecutive", s.Consecutive, "positive, or 0 for never"},
 		{s.SlowCall >= 0, "SlowCall", s.SlowCall, "positive, or 0 for never"},
 		{isShare(s.SlowThreshold), "SlowThreshold", s.SlowThreshold, "above 0 and below 1"},
-		{s.Patience >= 0, "Patience", s.Patience, "positive, or 0 for ever"},
 		{s.Cooldown > 0, "Cooldown", s.Cooldown, "positive"},
 		{s.MaxCooldown >= s.Cooldown && s.MaxCooldown <= day, "MaxCooldown", s.MaxCooldown, "no shorter than Cooldown, at most 24h"},
-		{s.Jitter >= 0 && s.Jitter <= 0.5, "Jitter", s.Jitter, "from 0 to 0.5"},
 		{s.MaxRetryAfter > 0 && s.MaxRetryAfter <= day, "MaxRetryAfter", s.MaxRetryAfter, "positive, at most 24h"},
 		{s.Healthy > 0, "Healthy", s.Healthy, "positive"},
 		{s.ProbeLease > 0, "ProbeLease", s.ProbeLease, "positive"},
-		{s.ViewFloor < 0 || isShare(s.ViewFloor), "ViewFloor", s.ViewFloor, "above 0 and below 1, or negative for no views"},
 		{s.GiveUp > 0, "GiveUp", s.GiveUp, "positive"},
 	} {
 		if !check.ok {
 			return nil, fmt.Errorf("breaker: %s is %v; it has to be %s", check.name, check.value, check.right)
 		}
 	}
-	r := &Rules{
+	return &Rules{
 		set:       s,
 		step:      s.Window / buckets,
 		threshold: uint64(math.Round(s.Threshold * million)),
 		slow:      uint64(math.Round(s.SlowThreshold * million)),
-		floor:     uint64(math.Round(max(s.ViewFloor, 0) * million)),
-		class:     -1,
-	}
-	if s.Patience > 0 {
-		r.class = r.classFor(s.Patience)
-	}
-	return r, nil
+	}, nil
 }
 
 // Settings returns the settings with the defaults filled in.

@@ -10,7 +10,7 @@ import (
 type Status struct {
 	Key        Key
 	State      State
-	Mode       Mode // Observe also if Settings.Observe is set
+	Mode       Mode
 	Generation uint64
 	Since      time.Time // of State
 
@@ -56,7 +56,7 @@ func (b *Breaker) Status() Status {
 		c, last = p.counts(p.window.Load()), p.last
 	}
 	s := Status{
-		Key: b.key, State: b.state, Mode: b.inForce(), Generation: b.generation, Since: b.since,
+		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Since: b.since,
 		ErrorRate: c.rate(), Window: rules.set.Window, MinVolume: rules.set.MinVolume, Threshold: rules.set.Threshold,
 		Calls: int(c.calls), Failures: int(c.failures), Slow: int(c.slow), RateLimited: int(c.limited),
 		Overdue: int(c.overdue), Cooldown: o.lasts, NextProbe: o.until, Probing: b.probe.holder != 0,
@@ -86,7 +86,7 @@ type Snapshot struct {
 	// Until is the end of the cooldown; zero outside of OPEN, and if forced open.
 	Until time.Time `json:"until,omitzero"`
 
-	Cooldown      time.Duration `json:"cooldown_ns"` // the newest, before jitter
+	Cooldown      time.Duration `json:"cooldown_ns"` // the newest
 	TotalCooldown time.Duration `json:"total_cooldown_ns"`
 	FailedProbes  int           `json:"failed_probes"`
 	Calls         int           `json:"calls"`    // of the window that opened it
@@ -187,7 +187,7 @@ func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 		reason: s.Reason, last: failureRecord{s.Cause, s.Evidence}, reference: s.Reference,
 	}
 	passed := now.Round(0).Sub(s.Since)
-	b.since = now.Add(-min(max(passed, 0), max(rules.set.Healthy, rules.set.ProbeWait)))
+	b.since = now.Add(-min(max(passed, 0), rules.set.Healthy))
 	switch {
 	case s.State == Closed:
 		b.period.generation = s.Generation

@@ -41,13 +41,8 @@ type failureRecord struct{ cause, evidence string }
 // admit counts the call as waiting, unless its patience is unlimited.
 func (p *period) admit(op Op) Permit {
 	permit := Permit{owner: p.owner, period: p}
-	rules := p.owner.rules.Load()
-	class := rules.class
 	if op.Patience > 0 {
-		class = rules.classFor(op.Patience)
-	}
-	if class >= 0 {
-		permit.waits = p.queue.join(class, p)
+		permit.waits = p.queue.join(p.owner.rules.Load().classFor(op.Patience), p)
 	}
 	return permit
 }
@@ -380,11 +375,13 @@ type boundedView struct {
 	from, to  int // steps, the present one included, of the windows that are examined
 }
 
-// bounded returns the view within the bounds of the rules. ok is false if it is not stricter than these,
-// or if they ignore views.
+// viewFloor is the lowest threshold of a View, in millionths; lower ones are raised to it.
+const viewFloor = million / 10
+
+// bounded returns the view within the bounds of the rules. ok is false if it is not stricter than these.
 func (r *Rules) bounded(v *View) (l boundedView, ok bool) {
-	l = boundedView{min(max(v.threshold, r.floor), r.threshold), r.stepsBack(v.shortest), r.stepsBack(v.longest)}
-	return l, r.set.ViewFloor > 0 && (l.threshold < r.threshold || l.from < buckets)
+	l = boundedView{min(max(v.threshold, viewFloor), r.threshold), r.stepsBack(v.shortest), r.stepsBack(v.longest)}
+	return l, l.threshold < r.threshold || l.from < buckets
 }
 
 // stepsBack is how many steps cover a window. One is added for the present one, which has partly passed.
@@ -436,7 +433,7 @@ func (p *period) refused(v *View) *OpenError {
 		return nil
 	}
 	return &OpenError{
-		Key: b.key, State: b.state, Mode: b.inForce(), Generation: b.generation,
+		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation,
 		Until: p.begun.Add(time.Duration(p.wait(rules, l)) * rules.step), Reason: StricterView,
 		Cause: p.last.cause, Evidence: p.last.evidence,
 		View: &View{l.threshold, min(v.shortest, rules.set.Window), min(v.longest, rules.set.Window)},

@@ -157,12 +157,10 @@ func TestIdleGapThenOneFailure(t *testing.T) {
 // A hundred open streams do not shift the point at which the breaker opens (ADR 0022).
 func TestStreamsAreNotInTheRatio(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{Patience: time.Second}, nil)
-		var streams []*breaker.Permit
-		for range 100 {
-			p := acquire(t, b)
+		b := newBreaker(t, breaker.Settings{}, nil)
+		streams := hang(t, b, 100, time.Second)
+		for _, p := range streams {
 			p.Answered(time.Millisecond)
-			streams = append(streams, p)
 		}
 		pass(time.Hour)
 		equal(t, "overdue", b.Status().Overdue, 0)
@@ -295,30 +293,24 @@ func hang(t testing.TB, b *breaker.Breaker, n int, patience time.Duration) []*br
 
 // Calls that hang open the breaker before any of them ends.
 func TestOverdueCallsTrip(t *testing.T) {
-	for _, s := range []breaker.Settings{{Patience: 5 * time.Second}, {Patience: time.Hour}} {
-		bubble(t, func(t *testing.T, pass func(time.Duration)) {
-			hook := &recorder{}
-			b := newBreaker(t, s, hook)
-			patience := time.Duration(0)
-			if s.Patience == time.Hour {
-				patience = 5 * time.Second // the call's own goes first
-			}
-			permits := hang(t, b, 10, patience)
-			pass(5 * time.Second)
-			want(t, b, breaker.Closed)
-			pass(2 * time.Second)
-			want(t, b, breaker.Open)
-			e := hook.last(t)
-			equal(t, "reason", e.Reason, breaker.OverdueCalls)
-			equal(t, "rate", e.ErrorRate, 1)
-			equal(t, "calls", e.Calls, 10)
-			equal(t, "failures", e.Failures, 10)
-			for _, p := range permits {
-				p.Done(failed)
-			}
-			want(t, b, breaker.Open)
-		})
-	}
+	bubble(t, func(t *testing.T, pass func(time.Duration)) {
+		hook := &recorder{}
+		b := newBreaker(t, breaker.Settings{}, hook)
+		permits := hang(t, b, 10, 5*time.Second)
+		pass(5 * time.Second)
+		want(t, b, breaker.Closed)
+		pass(2 * time.Second)
+		want(t, b, breaker.Open)
+		e := hook.last(t)
+		equal(t, "reason", e.Reason, breaker.OverdueCalls)
+		equal(t, "rate", e.ErrorRate, 1)
+		equal(t, "calls", e.Calls, 10)
+		equal(t, "failures", e.Failures, 10)
+		for _, p := range permits {
+			p.Done(failed)
+		}
+		want(t, b, breaker.Open)
+	})
 }
 
 // An overdue call is a failure only while it hangs: what counts in the end is how it
@@ -559,11 +551,7 @@ func TestViewIsBounded(t *testing.T) {
 		"laxer":                {breaker.Settings{Threshold: 0.2, MinVolume: 50}, mustView(t, 0.9, time.Hour), 0},
 		"as strict":            {breaker.Settings{Threshold: 0.2, MinVolume: 50}, mustView(t, 0.2, time.Minute), 0},
 		"nothing":              {breaker.Settings{Threshold: 0.2, MinVolume: 50}, mustView(t, 0, 0), 0},
-		"below the floor":      {breaker.Settings{ViewFloor: 0.29}, mustView(t, 0.01, 0), 0.29},
-		"floor above the rate": {breaker.Settings{ViewFloor: 0.3}, mustView(t, 0.01, 0), 0},
-		"below the default":    {breaker.Settings{}, mustView(t, 0.001, 0), 0.1},
-		"floor above all":      {breaker.Settings{ViewFloor: 0.9}, mustView(t, 0.2, 0), 0},
-		"not heeded":           {breaker.Settings{ViewFloor: -1}, mustView(t, 0.2, 0), 0},
+		"below the floor":      {breaker.Settings{}, mustView(t, 0.001, 0), 0.1},
 		"the lower of two":     {breaker.Settings{}, mustView(t, 0.9, 0).And(mustView(t, 0.25, 0)), 0.25},
 		"with none":            {breaker.Settings{}, (*breaker.View)(nil).And(mustView(t, 0.25, 0)).And(nil), 0.25},
 	} {
@@ -601,7 +589,7 @@ func TestViewAsStrictAsTheBreaker(t *testing.T) {
 // before that of a view.
 func TestViewInModesAndStates(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{ProbeWait: -1}, nil)
+		b := newBreaker(t, breaker.Settings{}, nil)
 		view := mustView(t, 0.2, 0)
 		third(t, b, 2)
 		for _, mode := range []breaker.Mode{breaker.ForcedClosed, breaker.Observe} {
@@ -618,7 +606,7 @@ func TestViewInModesAndStates(t *testing.T) {
 		if r.View != nil {
 			t.Errorf("the view refuses in the breaker's place: %v", r)
 		}
-		pass(30 * time.Second)
+		pass(35 * time.Second)
 		permit, err := b.Acquire(breaker.Op{View: view}) // the probe
 		if err != nil || !permit.Probe() {
 			t.Fatalf("no probe: %v", err)

@@ -19,6 +19,7 @@ import (
 	// The undos of tests go through it.
 	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -166,7 +167,13 @@ func TestUndoIsSentPastAnOpenBreaker(t *testing.T) {
 	up := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {}))
 	defer up.Close()
 	addr := up.Listener.Addr().String()
-	_, s := undoWay(t, addr, `, "breaker": {"mode": "forced_open"}`, "")
+	_, s := undoWay(t, addr, "", "")
+	circuits, err := proxy.Open(proxy.Settings{}, []string{addr}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer circuits.Close()
+	circuits.Breaker(addr, http.MethodPost).SetMode(breaker.ForcedOpen)
 	if answer, err := s.Send(t.Context(), refund()); err != nil || answer.Status != 200 {
 		t.Errorf("%+v, %v", answer, err)
 	}

@@ -229,7 +229,7 @@ func TestCascadeOfBreakers(t *testing.T) {
 		u := newUpstream(t)
 		u.on("/down", status(http.StatusServiceUnavailable, ""))
 		all = append(all, u)
-		fmt.Fprintf(&site, "handle_path /%d/* {\n agent_proxy %s {\n name u%d\n breaker {\n consecutive 2\n probe_prefer off\n downstream %s spiffe://example.com/agent/shared\n }\n }\n }\n", i, u.addr, i, u.addr)
+		fmt.Fprintf(&site, "handle_path /%d/* {\n agent_proxy %s {\n name u%d\n breaker {\n consecutive 2\n downstream %s spiffe://example.com/agent/shared\n }\n }\n }\n", i, u.addr, i, u.addr)
 	}
 	site.WriteString("agent_guard_endpoints {\n role operator issuer:spiffe://example.com/agent/a\n}\n")
 	g := launch(t, setup{app: trusting(t, a), badger: true, site: site.String()})

@@ -35,7 +35,7 @@ type circuitsView struct {
 // change of its breaker is a token that follows from the error that caused it.
 func TestCircuitIsToldAndSeen(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n breaker {\n consecutive 2\n cooldown 10h\n probe_prefer off\n downstream " + u.addr + " spiffe://example.com/agent/b\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), badger: true, site: "agent_proxy " + u.addr + " {\n breaker {\n consecutive 2\n cooldown 10h\n downstream " + u.addr + " spiffe://example.com/agent/b\n }\n }"})
 	u.on("/down", status(503, ""))
 	wid := uuid.NewString()
 	for range 2 {

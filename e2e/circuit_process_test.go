@@ -71,8 +71,7 @@ func TestCircuitSurvives(t *testing.T) {
 		wantProcRefused(t, gateway, upstream)
 	}
 
-	site.guard = "breaker {\n mode forced_closed\n}"
-	gateway.reload(t)
+	site.operate(t, "circuits", "set", upstream.addr, "forced_closed").says(t)
 	if a := gateway.retry(t, procCall{id: "refused"}); !a.executed() || upstream.arrivals("refused") != 1 {
 		t.Errorf("forced closed: %v, %d arrivals", a, upstream.arrivals("refused"))
 	}

@@ -52,7 +52,6 @@ func halfOpen(t *testing.T, upstream string) {
 const tripping = `breaker {
 	consecutive 2
 	cooldown 10h
-	probe_prefer off
 }`
 
 // refused reads an answer as the refusal of a breaker. cascade 6.2: to who is not known
@@ -210,7 +209,7 @@ func TestCircuitProbesOnce(t *testing.T) {
 				status(201, "back")(w, a)
 			})
 			g := start(t, site, u.addr, tripping)
-			g.call(request{method: "GET", path: "/first"})
+			g.call(request{path: "/first"})
 			halfOpen(t, u.addr)
 			var refused, passed atomic.Int64
 			results := make(chan error, 200)
@@ -357,7 +356,6 @@ func TestPolicyOfBreakers(t *testing.T) {
 			`{"window_s":30,"threshold":0.2,"min_volume":5,"consecutive":3,"cooldown_s":10,"max_cooldown_s":60,"by_operation":true,` +
 				`"problem":"/.well-known/cascade/problems/circuit-open","fallback":true}`},
 		"off":                 {"agent_proxy UP {\nbreaker off\n}", ""},
-		"only observing":      {"agent_proxy UP {\nbreaker {\nmode observe\n}\n}", ""},
 		"nobody sees a proxy": {"agent_guard\nrespond 204", ""},
 	} {
 		t.Run(name, func(t *testing.T) {

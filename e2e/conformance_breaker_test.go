@@ -49,7 +49,7 @@ func (g *gateway) times(n int, path string) {
 func TestCascade321Threshold(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
 	u.on("/down", status(500, ""))
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n breaker {\n cooldown 10h\n probe_prefer off\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n breaker {\n cooldown 10h\n }\n }"})
 	g.times(5, "/works")
 	g.times(4, "/down")
 	if c := g.circuit(a); c.State != "closed" {
@@ -71,7 +71,7 @@ func TestCascade321States(t *testing.T) {
 	u, a, hold := newUpstream(t), newAgent(t, "a"), newGate(t)
 	u.on("/down", status(500, ""))
 	u.on("/slow", func(w http.ResponseWriter, _ *arrival) { hold.pass() })
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n breaker {\n min_volume 6\n cooldown 10h\n probe_prefer off\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n breaker {\n min_volume 6\n cooldown 10h\n }\n }"})
 	g.times(6, "/down")
 	if c := g.circuit(a); c.State != "open" || c.Rate != 1 {
 		t.Fatalf("%+v", c)
@@ -107,7 +107,7 @@ func TestCascade321States(t *testing.T) {
 func TestCascade321Cooldown(t *testing.T) {
 	u, a := newUpstream(t), newAgent(t, "a")
 	u.on("/down", status(500, ""))
-	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n breaker {\n consecutive 2\n cooldown 100ms 350ms\n probe_prefer off\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a), site: "agent_proxy " + u.addr + " {\n breaker {\n consecutive 2\n cooldown 100ms 350ms\n }\n }"})
 	wid := uuid.NewString()
 	call := func(path string) reply {
 		return g.call(with(a.issue(ect.Claims{Workflow: wid}), request{path: path}))

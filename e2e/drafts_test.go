@@ -493,7 +493,6 @@ func newDrafts(t *testing.T) *drafts {
 				breaker {
 					consecutive 2
 					cooldown 10h
-					probe_prefer off
 					downstream %[1]s spiffe://example.com/agent/router-mgr
 				}
 			}

@@ -43,7 +43,7 @@ func (g *gateway) errorOf(t *testing.T, a *agent, call *ect.Token, got reply) *e
 // with the answer, in Execution-Context.
 func TestErrorsReachTheCaller(t *testing.T) {
 	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{app: trusting(t, a, b), site: "agent_proxy " + upstream.addr + " {\n breaker {\n mode forced_closed\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a, b), site: "agent_proxy " + upstream.addr + " {\n breaker off\n }"})
 	upstream.on("/refused", status(http.StatusUnprocessableEntity, "no such account"))
 	upstream.on("/broken", status(http.StatusInternalServerError, "broken"))
 	upstream.on("/bare", func(w http.ResponseWriter, _ *arrival) { w.WriteHeader(http.StatusNotFound) })
@@ -156,7 +156,7 @@ func TestErrorOfACallThatWasNotSent(t *testing.T) {
 // circuit_open: one for each caller and workflow, however often it asks.
 func TestErrorsOfAnOpenBreaker(t *testing.T) {
 	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{app: trusting(t, a, b), site: "agent_proxy " + upstream.addr + " {\n breaker {\n consecutive 2\n cooldown 10h\n probe_prefer off\n }\n }"})
+	g := launch(t, setup{app: trusting(t, a, b), site: "agent_proxy " + upstream.addr + " {\n breaker {\n consecutive 2\n cooldown 10h\n }\n }"})
 	upstream.on("/down", status(http.StatusServiceUnavailable, ""))
 	wid := uuid.NewString()
 	for range 2 {

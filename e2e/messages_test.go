@@ -584,7 +584,7 @@ func TestMessagesNameTheirWorkflow(t *testing.T) {
 // a tool or a caller does wrong is none.
 func TestMessagesFeedTheBreaker(t *testing.T) {
 	s, addr := newToolServer(t)
-	g := start(t, "agent_proxy %s {\n protocol mcp\n breaker {\n consecutive 3\n cooldown 10h\n probe_prefer off\n}\n}", addr)
+	g := start(t, "agent_proxy %s {\n protocol mcp\n breaker {\n consecutive 3\n cooldown 10h\n}\n}", addr)
 	for _, tool := range []string{"fail", "unknown", "invalid", "fail", "pay"} {
 		g.call(message(toolCall("1", tool, "")))
 	}

@@ -152,7 +152,7 @@ func (c *chained) neighbour(when string) {
 // says what happened, and all works again by itself.
 func TestProcessContain(t *testing.T) {
 	t.Parallel() // its gateways are processes
-	c := newChained(t, "deadline 150ms\nbreaker {\n consecutive 3\n cooldown 2s 2s\n probe_prefer off\n in_band json /error\n}\n")
+	c := newChained(t, "deadline 150ms\nbreaker {\n consecutive 3\n cooldown 2s 2s\n in_band json /error\n}\n")
 	for _, site := range c.sites {
 		site.start(t)
 	}

@@ -57,7 +57,6 @@ func TestOnLeaveCancel(t *testing.T) {
 		breaker {
 			consecutive 1
 			cooldown 10h
-			probe_prefer off
 		}
 	}`, u.addr)
 	r := equal("/x", "Idempotency-Key", "k")

@@ -46,8 +46,8 @@ var subjects = []subject{
 	{"failsafe permit", failsafePermit},
 }
 
-func rules(tb testing.TB, patience time.Duration) *breaker.Rules {
-	r, err := breaker.NewRules(breaker.Settings{Window: window, MinVolume: volume, Patience: patience})
+func rules(tb testing.TB) *breaker.Rules {
+	r, err := breaker.NewRules(breaker.Settings{Window: window, MinVolume: volume})
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -57,7 +57,7 @@ func rules(tb testing.TB, patience time.Duration) *breaker.Rules {
 var upstream = breaker.Key{Upstream: "localhost:9001"}
 
 func ours(tb testing.TB) func(bool) bool {
-	b := breaker.New(upstream, rules(tb, 0), nil)
+	b := breaker.New(upstream, rules(tb), nil)
 	return func(fail bool) bool {
 		permit, err := b.Acquire(breaker.Op{})
 		if err != nil {
@@ -73,9 +73,9 @@ func ours(tb testing.TB) func(bool) bool {
 }
 
 func oursInFull(tb testing.TB) func(bool) bool {
-	registry, r := breaker.NewRegistry(0, nil), rules(tb, 30*time.Second)
+	registry, r := breaker.NewRegistry(0, nil), rules(tb)
 	return func(fail bool) bool {
-		permit, err := registry.Get(upstream, r).Acquire(breaker.Op{Safe: true})
+		permit, err := registry.Get(upstream, r).Acquire(breaker.Op{Safe: true, Patience: 30 * time.Second})
 		if err != nil {
 			return false
 		}

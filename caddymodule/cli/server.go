@@ -398,7 +398,7 @@ func circuitSet(o *options) *cobra.Command {
 		Short: "Sets the mode of a circuit breaker",
 		Long: `Sets the mode of a circuit breaker. forced_open refuses all calls to the
 upstream, forced_closed and observe none; auto lets the breaker decide.
-The mode survives reloads and restarts, unless the configuration sets one.`,
+The mode survives reloads and restarts.`,
 		Example: `  caddy agent-guard circuits set 10.0.0.7:9001 forced_open
   caddy agent-guard circuits set 10.0.0.7:9001 auto`,
 		Args: func(_ *cobra.Command, args []string) error {

@@ -223,11 +223,17 @@ func (c changes) want(t *testing.T, upstream string, state breaker.State) {
 // halfOpen lets the next call to an upstream be the probe.
 func halfOpen(t *testing.T, p *testProxy, upstream string) {
 	t.Helper()
-	p.transport(t).Refusal("GET", nil) // which makes the breaker
+	setMode(t, p, upstream, breaker.ForcedOpen)
+	setMode(t, p, upstream, breaker.Auto)
+}
+
+// setMode does what an operator does.
+func setMode(t *testing.T, p *testProxy, upstream string, mode breaker.Mode) {
+	t.Helper()
+	p.transport(t).Refusal("POST", nil) // which makes the breaker
 	m := proxy.Join()
 	defer m.Leave()
-	key := breaker.Key{Upstream: upstream}
-	if !m.SetMode(key, breaker.ForcedOpen) || !m.SetMode(key, breaker.Auto) {
+	if !m.SetMode(breaker.Key{Upstream: upstream}, mode) {
 		t.Fatalf("%s has no breaker", upstream)
 	}
 }
@@ -249,7 +255,7 @@ func TestGRPCProbe(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			addr, client := overHTTP2(t, true, test.do)
-			p := newProxy(t, `{"transport": {"protocol": "agent_guard", %s, "breaker": {"probe_prefer": -1, "cooldown": "10h"}}, "upstreams": [{"dial": "%s"}]}`, client, addr)
+			p := newProxy(t, `{"transport": {"protocol": "agent_guard", %s, "breaker": {"cooldown": "10h"}}, "upstreams": [{"dial": "%s"}]}`, client, addr)
 			halfOpen(t, p, addr)
 			if err := unguarded(p, request("POST", "")); err != nil {
 				t.Fatal(err)
@@ -286,7 +292,7 @@ func TestGRPCStreamDoesNotHoldTheProbe(t *testing.T) {
 				}
 				w.Header().Set(http.TrailerPrefix+"Grpc-Status", "13")
 			})
-			p := newProxy(t, `{"transport": {"protocol": "agent_guard", %s, "breaker": {"probe_prefer": -1}}, "upstreams": [{"dial": "%s"}]}`, client, addr)
+			p := newProxy(t, `{"transport": {"protocol": "agent_guard", %s, "breaker": {}}, "upstreams": [{"dial": "%s"}]}`, client, addr)
 			halfOpen(t, p, addr)
 			heard := hear(t)
 			done := make(chan error, 1)

@@ -304,7 +304,8 @@ func TestRetryAfter(t *testing.T) {
 // Health checks of reverse_proxy neither count nor are refused.
 func TestHealthChecksPassBy(t *testing.T) {
 	up := newUpstream(t, (*serverConn).okAgain)
-	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"mode": "forced_open"}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	setMode(t, p, up.addr, breaker.ForcedOpen)
 	res, err := p.transport(t).RoundTrip(httptest.NewRequest("GET", "http://"+up.addr+"/health", nil))
 	if err != nil {
 		t.Fatal(err)
@@ -329,15 +330,21 @@ func TestBreakerOff(t *testing.T) {
 
 // Upstreams whose addresses are only known with the call are not refused before it.
 func TestDynamicUpstreamsAreNotKnown(t *testing.T) {
-	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"mode": "forced_open"}}, "upstreams": [{"dial": "%s"}],
-		"dynamic_upstreams": {"source": "a", "name": "localhost", "port": "1"}}`, refusing(1)...)
+	addr := refusing(1)[0]
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {}}, "upstreams": [{"dial": "%s"}],
+		"dynamic_upstreams": {"source": "a", "name": "localhost", "port": "1"}}`, addr)
+	static := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {}}, "upstreams": [{"dial": "%s"}]}`, addr)
+	setMode(t, static, addr.(string), breaker.ForcedOpen)
+	if static.transport(t).Refusal("POST", nil) == nil {
+		t.Error("the known upstream is not refused")
+	}
 	if r := p.transport(t).Refusal("POST", nil); r != nil {
 		t.Errorf("refused with %v", r)
 	}
 }
 
-// shortLease makes every call fit to be a probe, and its lease end in the test's time.
-const shortLease = `{"transport": {"protocol": "agent_guard", %s "breaker": {"probe_prefer": -1, "probe_timeout": "3s", "cooldown": "10h"}}, "upstreams": [{"dial": "%s"}]}`
+// shortLease has the lease of a probe end in the test's time.
+const shortLease = `{"transport": {"protocol": "agent_guard", %s "breaker": {"probe_timeout": "3s", "cooldown": "10h"}}, "upstreams": [{"dial": "%s"}]}`
 
 // unheld waits until an upstream's breaker has no probe any more.
 func unheld(t *testing.T, upstream string) breaker.Status {
@@ -405,7 +412,10 @@ func TestSlowUploadDoesNotFailTheProbe(t *testing.T) {
 // A call whose body is still to come is waited for like one that changes something.
 func TestUploadIsNotPreferred(t *testing.T) {
 	up := newUpstream(t, func(c *serverConn, _ int) bool { return c.ok() })
-	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"probe_prefer": "10h"}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	if err := unguarded(p, request("GET", "")); err != nil { // so that another one is expected
+		t.Fatal(err)
+	}
 	halfOpen(t, p, up.addr)
 	if err := unguarded(p, request("GET", "body")); err == nil {
 		t.Error("a call with a body was the probe")
@@ -542,7 +552,7 @@ func unmoved(s breaker.Status) string {
 func TestUndoPassesAnOpenBreaker(t *testing.T) {
 	for _, tt := range []struct{ name, settings string }{
 		{"tripped", `"consecutive": 1, "cooldown": "100s"`},
-		{"forced by the operator", `"mode": "forced_open"`},
+		{"forced by the operator", ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			down := true
@@ -558,7 +568,11 @@ func TestUndoPassesAnOpenBreaker(t *testing.T) {
 				return false
 			})
 			p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {%s}}, "upstreams": [{"dial": "%s"}]}`, tt.settings, up.addr)
-			forward(p, request("POST", "x")) // where it is not forced, this opens it
+			if tt.settings == "" {
+				setMode(t, p, up.addr, breaker.ForcedOpen)
+			} else {
+				forward(p, request("POST", "x"))
+			}
 			before := statusOf(t, up.addr)
 			if before.State != breaker.Open {
 				t.Fatalf("the breaker is not open: %+v", before)
@@ -594,14 +608,8 @@ func TestUndoTakesNoProbe(t *testing.T) {
 		fmt.Fprintf(c, "HTTP/1.1 %s\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", status)
 		return false
 	})
-	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"consecutive": 1, "mode": "forced_open"}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
-	forward(p, request("GET", ""))
-	m := proxy.Join()
-	defer m.Leave()
-	// An operator who gives a breaker back that was forced open lets it begin with a probe.
-	if !m.SetMode(breaker.Key{Upstream: up.addr}, breaker.Auto) {
-		t.Fatal("there is no breaker")
-	}
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"consecutive": 1}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	halfOpen(t, p, up.addr)
 	before := statusOf(t, up.addr)
 	if before.State != breaker.HalfOpen {
 		t.Fatalf("%+v", before)
@@ -633,7 +641,7 @@ func TestUndoIsUnderNoView(t *testing.T) {
 		fmt.Fprintf(c, "HTTP/1.1 %s\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", status)
 		return false
 	})
-	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"min_volume": 4, "workflow_threshold": 0.1}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "breaker": {"min_volume": 4}}, "upstreams": [{"dial": "%s"}]}`, up.addr)
 	for range 40 {
 		forward(p, request("GET", ""))
 	}
@@ -704,7 +712,7 @@ func TestProbeIsVerifiedByCertificate(t *testing.T) {
 			cert := certificate(t, test.uris...)
 			up := listen(t, &tls.Config{Certificates: []tls.Certificate{cert}}, (*serverConn).okAgain)
 			p := newProxy(t, `{"transport": {"protocol": "agent_guard", "tls": {"ca": {"provider": "inline", "trusted_ca_certs": ["%s"]}},
-				"breaker": {"probe_prefer": -1, "cooldown": "10h", "verify_probe": %v, "downstream": {"%s": "%s"}}}, "upstreams": [{"dial": "%s"}]}`,
+				"breaker": {"cooldown": "10h", "verify_probe": %v, "downstream": {"%s": "%s"}}}, "upstreams": [{"dial": "%s"}]}`,
 				base64.StdEncoding.EncodeToString(cert.Certificate[0]), test.verify, up.addr, identity, up.addr)
 			// What is no probe is not verified.
 			if err := unguarded(p, request("GET", "")); err != nil {
@@ -715,7 +723,7 @@ func TestProbeIsVerifiedByCertificate(t *testing.T) {
 			}
 			halfOpen(t, p, up.addr)
 			if test.guarded {
-				if o := forward(p, request("POST", "x")); o.status != 200 {
+				if o := forward(p, request("GET", "")); o.status != 200 {
 					t.Fatal(o)
 				}
 			} else if err := unguarded(p, request("GET", "")); err != nil {
@@ -741,7 +749,7 @@ func TestProbeThatCannotBeVerified(t *testing.T) {
 	cert := certificate(t)
 	up := listen(t, &tls.Config{Certificates: []tls.Certificate{cert}}, says("HTTP/1.1 200 OK\r\nExecution-Context: token\r\nContent-Length: 0\r\n\r\n"))
 	p := newProxy(t, `{"transport": {"protocol": "agent_guard", "tls": {"ca": {"provider": "inline", "trusted_ca_certs": ["%s"]}},
-		"breaker": {"probe_prefer": -1, "cooldown": "10h", "verify_probe": true, "downstream": {"%s": "%s"}}}, "upstreams": [{"dial": "%s"}]}`,
+		"breaker": {"cooldown": "10h", "verify_probe": true, "downstream": {"%s": "%s"}}}, "upstreams": [{"dial": "%s"}]}`,
 		base64.StdEncoding.EncodeToString(cert.Certificate[0]), up.addr, identity, up.addr)
 	ctx, leave := context.WithCancel(t.Context())
 	defer leave()

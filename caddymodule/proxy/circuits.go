@@ -10,7 +10,6 @@ import (
 	"strconv"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
@@ -32,7 +31,6 @@ type Circuits struct {
 	checked   *checkedSettings
 	upstreams []string // their addresses
 	open      bool     // there are unknown upstreams too
-	forced    bool     // the settings force a mode
 }
 
 // Open acquires the process's breakers for a transport with these settings, until Close.
@@ -45,7 +43,6 @@ func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 		return nil, err
 	}
 	c := &Circuits{set: s, checked: checked, open: more}
-	c.forced = s.Mode == breaker.ForcedOpen || s.Mode == breaker.ForcedClosed
 	for _, dial := range upstreams {
 		address, err := Address(dial)
 		if err != nil || strings.Contains(dial, "{") {
@@ -96,11 +93,7 @@ func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
 			key.Class = readClass
 		}
 	}
-	b := c.pool.registry.Get(key, c.checked.rules)
-	if c.pool.forces.Load() > 0 && b.Key() == key { // not if many upstreams share one breaker
-		c.pool.enforce(b)
-	}
-	return b
+	return c.pool.registry.Get(key, c.checked.rules)
 }
 
 // Refusal returns the refusal of the upstream that recovers first, if all upstreams are
@@ -135,14 +128,12 @@ func (c *Circuits) known(upstream string) bool { return slices.Contains(c.upstre
 type pool struct {
 	registry  *breaker.Registry
 	latencies latencies
-	forces    atomic.Int64 // number of forced modes, and of transports that force one
 
 	// mu is never held during calls of a breaker or the registry: they call the hook or
 	// leadsTo, which lock mu.
 	mu        sync.Mutex
-	users     []*Circuits // never changed, only replaced
-	listeners []*Member   // the latest last
-	forced    map[breaker.Key]breaker.Mode
+	users     []*Circuits          // never changed, only replaced
+	listeners []*Member            // the latest last
 	shared    map[string]bool      // downstreams whose breakers probe as one because of a cascade
 	undoUsed  map[string]time.Time // addresses of UndoClass with their last use
 }
@@ -154,7 +145,7 @@ const poolKey = "agent_guard.circuits"
 
 func holdPool() *pool {
 	value, _, err := pools.LoadOrNew(poolKey, func() (caddy.Destructor, error) {
-		p := &pool{forced: map[breaker.Key]breaker.Mode{}, shared: map[string]bool{}, undoUsed: map[string]time.Time{}}
+		p := &pool{shared: map[string]bool{}, undoUsed: map[string]time.Time{}}
 		p.registry = breaker.NewRegistry(0, p)
 		return p, nil
 	})
@@ -187,14 +178,12 @@ func (p *pool) join(c *Circuits) {
 		}
 	}
 	p.users = append(slices.Clip(p.users), c)
-	p.count()
 }
 
 // leave removes a user, and forgets the upstreams that no other user has.
 func (p *pool) leave(c *Circuits) {
 	p.mu.Lock()
 	p.users = slices.DeleteFunc(slices.Clone(p.users), func(u *Circuits) bool { return u == c })
-	p.count()
 	p.mu.Unlock()
 	p.forget()
 }
@@ -215,11 +204,6 @@ func (p *pool) forget() {
 	maps.DeleteFunc(watched, func(upstream string, _ *answers) bool { return !p.leadsTo(breaker.Key{Upstream: upstream}) })
 	p.latencies.of.Store(&watched)
 	p.latencies.mu.Unlock()
-	p.mu.Lock()
-	for _, key := range gone {
-		p.force(key, breaker.Auto)
-	}
-	p.mu.Unlock()
 	stood = slices.DeleteFunc(stood, func(s breaker.Status) bool { return !slices.Contains(gone, s.Key) })
 	if m := p.listener(); m != nil && len(stood) > 0 {
 		m.hook.Dropped(stood)
@@ -250,37 +234,6 @@ func (p *pool) identity(upstream string) string {
 	return ""
 }
 
-// enforce sets the mode that a configuration forces, or ends one that an earlier
-// configuration forced. It does not change a mode that no configuration forced.
-func (p *pool) enforce(b *breaker.Breaker) {
-	p.mu.Lock()
-	mode := p.wanted(b.Key().Upstream)
-	changed := p.force(b.Key(), mode)
-	p.mu.Unlock()
-	if changed {
-		b.SetMode(mode)
-	}
-}
-
-// wanted returns the mode of an upstream's breaker according to the latest transport that
-// knows the upstream, whichever transport calls. p.mu is held.
-func (p *pool) wanted(upstream string) breaker.Mode {
-	var who *Circuits
-	for _, user := range slices.Backward(p.users) {
-		if user.known(upstream) {
-			who = user
-			break
-		}
-		if who == nil && user.open {
-			who = user
-		}
-	}
-	if who == nil || !who.forced { // observe is handled by the rules
-		return breaker.Auto
-	}
-	return who.set.Mode
-}
-
 // sharesProbes reports whether the breakers of all processes before an upstream send one probe: as the
 // latest transport says that knows the upstream, or because of a cascade.
 func (p *pool) sharesProbes(key breaker.Key) bool {
@@ -299,31 +252,6 @@ func (p *pool) sharesProbes(key breaker.Key) bool {
 		}
 	}
 	return slices.ContainsFunc(p.users, func(u *Circuits) bool { return u.open && u.set.ProbeScope == ScopeFleet })
-}
-
-// count counts the forced modes: enforce is needed only if there are some. p.mu is held.
-func (p *pool) count() {
-	n := len(p.forced)
-	for _, user := range p.users {
-		if user.forced {
-			n++
-		}
-	}
-	p.forces.Store(int64(n))
-}
-
-// force notes the forced mode of a breaker. p.mu is held.
-func (p *pool) force(key breaker.Key, mode breaker.Mode) (changed bool) {
-	if p.forced[key] == mode {
-		return false
-	}
-	if mode == breaker.Auto {
-		delete(p.forced, key)
-	} else {
-		p.forced[key] = mode
-	}
-	p.count()
-	return true
 }
 
 func (p *pool) Transition(e breaker.Event) {
@@ -432,18 +360,15 @@ func (m *Member) SetMode(key breaker.Key, mode breaker.Mode) bool {
 }
 
 // Snapshot returns the state of a breaker that must survive the process. keep is false if a
-// new breaker would be in the same state, or if the configuration forces the mode; there is
-// false if it is forgotten, which at the end of a process all are.
+// new breaker would be in the same state; there is false if it is forgotten, which at the end of a
+// process all are.
 func (m *Member) Snapshot(key breaker.Key) (s breaker.Snapshot, keep, there bool) {
-	m.pool.mu.Lock()
-	_, forced := m.pool.forced[key]
-	m.pool.mu.Unlock()
 	b := m.pool.registry.Find(key)
 	if b == nil {
 		return s, false, false
 	}
 	s = b.Snapshot()
-	return s, !forced && !s.Blank(), true
+	return s, !s.Blank(), true
 }
 
 // Restore continues a breaker in the state of an earlier process. It returns false if no
@@ -480,7 +405,6 @@ const UndoClass = "undo"
 var undoRules = func() *breaker.Rules {
 	r, err := breaker.NewRules(breaker.Settings{
 		Consecutive: 5, Cooldown: 5 * time.Second, MaxCooldown: 30 * time.Second,
-		ProbeWait: -1, // a request that changes something is as good a probe
 	})
 	if err != nil {
 		panic(err) // all values are in their ranges

@@ -74,9 +74,6 @@ func TestRefusal(t *testing.T) {
 			t.Errorf("%v: upstreams that are not known refuse: %v", unknown, r)
 		}
 	}
-	if r := open(t, proxy.Settings{Mode: breaker.Observe}, []string{"c:1"}, false).Refusal("POST", nil); r != nil {
-		t.Errorf("an observing breaker refuses: %v", r)
-	}
 }
 
 // by_operation keeps reading upstreams in use whose writing fails.
@@ -85,41 +82,6 @@ func TestByOperation(t *testing.T) {
 	trip(t, c.Breaker("a:1", "POST"))
 	if c.Refusal("GET", nil) != nil || c.Refusal("DELETE", nil) == nil {
 		t.Errorf("GET is refused: %v, DELETE: %v", c.Refusal("GET", nil), c.Refusal("DELETE", nil))
-	}
-}
-
-// A mode that a configuration forces ends with it, and one that an operator has set
-// does not.
-func TestForcedModes(t *testing.T) {
-	forced := open(t, proxy.Settings{Mode: breaker.ForcedOpen}, []string{"a:1"}, false)
-	if r := forced.Refusal("GET", nil); r == nil || r.Mode != breaker.ForcedOpen {
-		t.Fatalf("forced open: %+v", r)
-	}
-	auto := open(t, proxy.Settings{}, []string{"a:1"}, false)
-	if b := auto.Breaker("a:1", "GET"); b.Refusal() != nil || b.Status().State != breaker.HalfOpen {
-		t.Errorf("no longer forced: %+v", b.Status())
-	}
-	auto.Breaker("a:1", "GET").SetMode(breaker.ForcedClosed)
-	if mode := auto.Breaker("a:1", "GET").Status().Mode; mode != breaker.ForcedClosed {
-		t.Errorf("the operator's mode became %v", mode)
-	}
-}
-
-// Of several transports that lead to an upstream the latest decides, whoever calls: two
-// that disagree must not take turns.
-func TestModesOfSeveralTransports(t *testing.T) {
-	auto := open(t, proxy.Settings{}, []string{"a:1", "b:1"}, false)
-	forced := open(t, proxy.Settings{Mode: breaker.ForcedOpen}, []string{"a:1"}, false)
-	dynamic := open(t, proxy.Settings{Mode: breaker.ForcedClosed}, nil, true) // knows of none
-	for range 3 {
-		for _, c := range []*proxy.Circuits{auto, forced, dynamic} {
-			if s := c.Breaker("a:1", "POST").Status(); s.Mode != breaker.ForcedOpen || s.Generation > 2 {
-				t.Errorf("%+v", s)
-			}
-			if s := c.Breaker("b:1", "POST").Status(); s.Mode != breaker.Auto {
-				t.Errorf("%+v", s)
-			}
-		}
 	}
 }
 
@@ -143,8 +105,8 @@ func TestRefusalOfUnsuitedProbes(t *testing.T) {
 	if r := c.Refusal("GET", nil); r != nil {
 		t.Errorf("GET: %+v", r)
 	}
-	observed := open(t, proxy.Settings{Mode: breaker.Observe}, []string{"a:1"}, false)
-	if r := observed.Refusal("POST", nil); r != nil {
+	c.Breaker("a:1", "POST").SetMode(breaker.Observe)
+	if r := c.Refusal("POST", nil); r != nil {
 		t.Errorf("observed: %+v", r)
 	}
 }
@@ -267,17 +229,6 @@ func TestRestore(t *testing.T) {
 	}
 	if _, err := m.Restore(breaker.Snapshot{Upstream: "a:1", Class: "odd"}); err == nil {
 		t.Error("a snapshot that no breaker can have made is accepted")
-	}
-}
-
-// A mode that the configuration forces is not kept: the configuration says it again.
-func TestForcedModeIsNotKept(t *testing.T) {
-	c := open(t, proxy.Settings{Mode: breaker.ForcedOpen}, []string{"a:1"}, false)
-	m := proxy.Join()
-	defer m.Leave()
-	b := c.Breaker("a:1", "GET")
-	if s, ok, _ := m.Snapshot(b.Key()); ok {
-		t.Errorf("kept %+v", s)
 	}
 }
 

@@ -59,10 +59,6 @@ type Settings struct {
 	// The share of slow answers above which a breaker opens. Default: 0.5.
 	SlowThreshold float64 `json:"slow_threshold,omitempty"`
 
-	// How long a call without a deadline may hang before it counts as a failure. A guarded call has
-	// its action's deadline instead. Default: no limit.
-	Patience caddy.Duration `json:"patience,omitempty"`
-
 	// How long a breaker stays open at first; each failed probe doubles it. Default: 30s.
 	Cooldown caddy.Duration `json:"cooldown,omitempty"`
 
@@ -70,25 +66,9 @@ type Settings struct {
 	// honoured. Default: 300s, or the cooldown if that is longer.
 	MaxCooldown caddy.Duration `json:"max_cooldown,omitempty"`
 
-	// Shortens each cooldown by a random share of up to this, 0 to 0.5, so that many gateways do
-	// not probe at the same instant. Default: 0.
-	Jitter float64 `json:"jitter,omitempty"`
-
-	// The lowest threshold that a workflow may ask for, over 0 and under 1. The verified tokens of
-	// a workflow can be stricter than `threshold` and `window` for its own calls
-	// (`atd.circuit_threshold`, `atd.circuit_window_s`); lower thresholds are raised to this one,
-	// and laxer values change nothing. A negative value ignores all. Default: 0.1.
-	WorkflowThreshold float64 `json:"workflow_threshold,omitempty"`
-
 	// One breaker per upstream for calls with a safe method, and one for all others. Default:
 	// false.
 	ByOperation bool `json:"by_operation,omitempty"`
-
-	// How long a half-open breaker waits for a call with a safe method and without a body before it
-	// takes another one as its probe; negative for no wait. If that is at most `window`, and no such
-	// call has come in the window before the breaker opened or since then, the first call is the
-	// probe. Default: 5s.
-	ProbePrefer caddy.Duration `json:"probe_prefer,omitempty"`
 
 	// How long a probe may go without an answer. Default: 30s.
 	ProbeTimeout caddy.Duration `json:"probe_timeout,omitempty"`
@@ -99,10 +79,6 @@ type Settings struct {
 	// before the result, another one probes; while the store cannot be reached, each does. Default:
 	// `node`.
 	ProbeScope string `json:"probe_scope,omitempty"`
-
-	// `auto`; `observe` changes state and refuses nothing; `forced_open` refuses every call,
-	// `forced_closed` none. Default: `auto`.
-	Mode breaker.Mode `json:"mode,omitempty"`
 
 	// The statuses that are failures: of HTTP, and of gRPC by the HTTP status that they map to. One
 	// digit is a class. Those of 4xx, 501 and 505 never count and are refused. Default: 5.
@@ -162,11 +138,8 @@ func (s *Settings) check() (*checkedSettings, error) {
 	if s.ProbeScope != "" && s.ProbeScope != ScopeNode && s.ProbeScope != ScopeFleet {
 		return nil, fmt.Errorf("probe_scope: %q is unknown; use node or fleet", s.ProbeScope)
 	}
-	if s.Mode > breaker.ForcedClosed {
-		return nil, fmt.Errorf("mode: %v; use auto, observe, forced_open or forced_closed", s.Mode)
-	}
 	for name, d := range map[string]caddy.Duration{
-		"window": s.Window, "slow": s.SlowCall, "patience": s.Patience, "cooldown": s.Cooldown,
+		"window": s.Window, "slow": s.SlowCall, "cooldown": s.Cooldown,
 		"cooldown (longest)": s.MaxCooldown, "probe_timeout": s.ProbeTimeout,
 	} {
 		if d < 0 {
@@ -212,10 +185,8 @@ func (s *Settings) check() (*checkedSettings, error) {
 func (s *Settings) breaker() breaker.Settings {
 	return breaker.Settings{
 		Window: time.Duration(s.Window), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
-		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold, Patience: time.Duration(s.Patience),
-		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown), Jitter: s.Jitter,
-		ProbeWait: time.Duration(s.ProbePrefer), ProbeLease: time.Duration(s.ProbeTimeout),
-		ViewFloor: s.WorkflowThreshold, Observe: s.Mode == breaker.Observe,
+		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold,
+		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown), ProbeLease: time.Duration(s.ProbeTimeout),
 	}
 }
 
@@ -223,8 +194,7 @@ func (s *Settings) breaker() breaker.Settings {
 var optionNames = strings.NewReplacer(
 	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
 	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
-	"SlowCall", "slow", "Patience", "patience", "Jitter", "jitter", "MaxRetryAfter", "cooldown (longest)",
-	"ProbeLease", "probe_timeout", "ViewFloor", "workflow_threshold", "for no views", "to heed no workflow",
+	"SlowCall", "slow", "MaxRetryAfter", "cooldown (longest)", "ProbeLease", "probe_timeout",
 )
 
 // provoked reports whether any caller can have an upstream answer with a status: one that refuses the request (4xx), its
@@ -247,15 +217,10 @@ func (c *Circuits) failedStatus(status int) bool {
 //		min_volume    <number>
 //		consecutive   <number>
 //		slow          <duration> [<percent>]
-//		patience      <duration>
 //		cooldown      <base> [<longest>]
-//		jitter        <percent>
-//		workflow_threshold off|<percent>
 //		by_operation
-//		probe_prefer  off|<duration>
 //		probe_timeout <duration>
 //		probe_scope   node|fleet
-//		mode          auto|observe|forced_open|forced_closed
 //		failure       <statuses...>
 //		in_band       json <pointer> [<value>]
 //		in_band       header <field> [<value>]
@@ -329,10 +294,8 @@ type breakerOption struct {
 
 var breakerOptions = map[string]breakerOption{
 	"window":        {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Window })},
-	"patience":      {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Patience })},
 	"probe_timeout": {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.ProbeTimeout })},
 	"threshold":     {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Threshold) }},
-	"jitter":        {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Jitter) }},
 	"min_volume":    {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.MinVolume) }},
 	"consecutive":   {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.Consecutive) }},
 	"slow": {usage: "<duration> [<percent>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
@@ -351,29 +314,9 @@ var breakerOptions = map[string]breakerOption{
 		}
 		return parseDuration(a[0], &s.Cooldown)
 	}},
-	"workflow_threshold": {usage: "off|<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
-		if a[0] == "off" {
-			s.WorkflowThreshold = -1
-			return nil
-		}
-		return parsePercent(a[0], &s.WorkflowThreshold)
-	}},
 	"by_operation": {parse: func(s *Settings, _ []string) error { s.ByOperation = true; return nil }},
 	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
-	"probe_prefer": {usage: "off|<duration>", least: 1, most: 1, parse: func(s *Settings, a []string) error {
-		if a[0] == "off" {
-			s.ProbePrefer = -1
-			return nil
-		}
-		return parseDuration(a[0], &s.ProbePrefer)
-	}},
-	"probe_scope": {usage: "node|fleet", least: 1, most: 1, parse: func(s *Settings, a []string) error { s.ProbeScope = a[0]; return nil }},
-	"mode": {usage: "auto|observe|forced_open|forced_closed", least: 1, most: 1, parse: func(s *Settings, a []string) error {
-		if err := s.Mode.UnmarshalText([]byte(a[0])); err != nil {
-			return fmt.Errorf("%q is unknown; use auto, observe, forced_open or forced_closed", a[0])
-		}
-		return nil
-	}},
+	"probe_scope":  {usage: "node|fleet", least: 1, most: 1, parse: func(s *Settings, a []string) error { s.ProbeScope = a[0]; return nil }},
 	"failure": {usage: "<statuses...>", least: 1, most: -1, parse: func(s *Settings, a []string) error {
 		for _, word := range a {
 			digits, class := strings.CutSuffix(word, "xx")

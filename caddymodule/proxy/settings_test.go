@@ -31,15 +31,10 @@ func TestCaddyfile(t *testing.T) {
 		min_volume 20
 		consecutive 5
 		slow 2s 80%
-		patience 90s
 		cooldown 10s 2m
-		jitter 10%
-		workflow_threshold 5%
 		by_operation
-		probe_prefer off
 		probe_timeout 20s
 		probe_scope fleet
-		mode observe
 		failure 5xx 202
 		in_band json /error/type overloaded*
 		in_band header X-Failed
@@ -55,15 +50,11 @@ func TestCaddyfile(t *testing.T) {
 		t.Fatal(err)
 	}
 	const want = `{"window":30000000000,"threshold":0.4,"min_volume":20,"consecutive":5,"slow_call":2000000000,` +
-		`"slow_threshold":0.8,"patience":90000000000,"cooldown":10000000000,"max_cooldown":120000000000,"jitter":0.1,` +
-		`"workflow_threshold":0.05,"by_operation":true,"probe_prefer":-1,"probe_timeout":20000000000,"probe_scope":"fleet","mode":"observe","failure_status":[5,202],` +
+		`"slow_threshold":0.8,"cooldown":10000000000,"max_cooldown":120000000000,"by_operation":true,"probe_timeout":20000000000,"probe_scope":"fleet","failure_status":[5,202],` +
 		`"in_band":[{"json":"/error/type","value":"overloaded*"},{"header":"X-Failed"},{"sse_error":true}],` +
 		`"downstream":{"localhost:9001":"spiffe://example.com/a","unix//run/b.sock":"spiffe://example.com/b"},"verify_probe":true,"written_at":"Testfile:2"}`
 	if string(got) != want {
 		t.Errorf("got  %s\nwant %s", got, want)
-	}
-	if s, err := parse("breaker {\nworkflow_threshold off\n}"); err != nil || s.WorkflowThreshold != -1 {
-		t.Errorf("workflow_threshold off: %+v, %v", s, err)
 	}
 	if s, err := parse("breaker off"); err != nil || !s.Off {
 		t.Errorf("off: %+v, %v", s, err)
@@ -81,10 +72,6 @@ func TestCaddyfileErrors(t *testing.T) {
 		"slow 1s 2s 3s":                          "breaker: slow: wrong number of arguments; the syntax is `slow <duration> [<percent>]`",
 		"cooldown 30s 10s":                       "breaker: cooldown (longest) is 10s; it has to be no shorter than cooldown, at most 24h",
 		"cooldown 25h":                           `"25h" is too long; it must be at most 24h`,
-		"jitter 60%":                             "breaker: jitter is 0.6; it has to be from 0 to 0.5",
-		"workflow_threshold none":                `breaker: workflow_threshold: "none" is no share (like 50%) above 0% and below 100%`,
-		"workflow_threshold":                     "breaker: workflow_threshold: wrong number of arguments; the syntax is `workflow_threshold off|<percent>`",
-		"mode open":                              `breaker: mode: "open" is unknown; use auto, observe, forced_open or forced_closed`,
 		"failure 5x":                             `"5x" is no final status; use 200 to 599, or a class from 2xx to 5xx`,
 		"failure 199":                            "failure: 199 is no final status; use 200 to 599, or a class from 2 to 5",
 		"failure 5xx\nfailure 404":               "breaker: failure stands twice, at Testfile:3",
@@ -96,7 +83,7 @@ func TestCaddyfileErrors(t *testing.T) {
 		"in_band sse_error x":                    "use json <pointer> [<value>], header <field> [<value>] or sse_error",
 		"downstream a:1 no-uri":                  "breaker: downstream a:1: ",
 		"downstream a:1 u:a\ndownstream a:1 u:b": "breaker: downstream: a:1 is named twice, at Testfile:3",
-		"jitter 1%\njitter 2%":                   "breaker: jitter stands twice, at Testfile:3",
+		"window 1s\nwindow 2s":                   "breaker: window stands twice, at Testfile:3",
 		"verify_probe":                           "breaker: verify_probe: there is no identity to hold answers to; name the upstreams' with downstream, at Testfile:2",
 		"verify_probe no":                        "the syntax is `verify_probe`",
 		"by_operation yes":                       "the syntax is `by_operation`",
@@ -117,10 +104,8 @@ func TestCaddyfileErrors(t *testing.T) {
 // JSON is held to what the Caddyfile is.
 func TestValidate(t *testing.T) {
 	for want, s := range map[string]proxy.Settings{
-		"":                        {},
-		"window: -1s is negative": {Window: caddy.Duration(-time.Second)},
-		"mode: unknown(9)":        {Mode: 9},
-		"workflow_threshold is 1; it has to be above 0 and below 1, or negative to heed no workflow": {WorkflowThreshold: 1},
+		"":                               {},
+		"window: -1s is negative":        {Window: caddy.Duration(-time.Second)},
 		"threshold is 1.5":               {Threshold: 1.5},
 		"failure: 700":                   {FailureStatus: []int{700}},
 		"a rule names 2 places":          {InBand: []proxy.InBand{{JSON: "/a", SSEError: true}}},

@@ -317,11 +317,10 @@ func (t *Transport) Refusal(method string, view *breaker.View) *breaker.OpenErro
 	return t.circuits.Refusal(method, view)
 }
 
-// BreakerPolicy returns the breakers' policy for callers; nil if breakers are off or refuse
-// nothing.
+// BreakerPolicy returns the breakers' policy for callers; nil if breakers are off.
 func (t *Transport) BreakerPolicy() *Policy {
 	c := t.circuits
-	if c == nil || c.set.Mode == breaker.Observe || c.set.Mode == breaker.ForcedClosed {
+	if c == nil {
 		return nil
 	}
 	s := c.checked.rules.Settings()

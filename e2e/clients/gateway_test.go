@@ -3,6 +3,8 @@ package clients
 import (
 	"bytes"
 	"context"
+	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -21,7 +23,7 @@ import (
 
 // caddyfile has a site for each kind of cell, on a socket of its own.
 var caddyfile = template.Must(template.New("Caddyfile").Parse(`{
-	admin off
+	admin unix/{{.Dir}}/admin
 	auto_https off
 	servers {
 		protocols h1 h2c
@@ -79,9 +81,6 @@ http://:1004 {
 	bind unix/{{.Dir}}/open
 	agent_proxy {{.HTTP}} {
 		name open
-		breaker {
-			mode forced_open
-		}
 	}
 }
 http://:1006 {
@@ -100,9 +99,6 @@ http://:1007 {
 	handle {
 		agent_proxy {{.Plain}} {
 			name open-cors
-			breaker {
-				mode forced_open
-			}
 		}
 	}
 }
@@ -111,9 +107,6 @@ http://:1005 {
 	agent_proxy h2c://{{.HTTP}} {
 		name open-grpc
 		grpc unary
-		breaker {
-			mode forced_open
-		}
 	}
 }
 `))
@@ -197,6 +190,8 @@ func startGateway(t *testing.T, u *upstream) *gateway {
 		conn, err := net.Dial("unix", filepath.Join(dir, "open-grpc"))
 		if err == nil {
 			_ = conn.Close()
+			g.forceOpen(t, "open", u.Server)
+			g.forceOpen(t, "open-cors", u.plain)
 			return g
 		}
 		select {
@@ -207,6 +202,30 @@ func startGateway(t *testing.T, u *upstream) *gateway {
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
+}
+
+// forceOpen forces the breaker of a site's upstream open, as an operator does.
+func (g *gateway) forceOpen(t *testing.T, site string, upstream *httptest.Server) {
+	t.Helper()
+	ask := func(socket, method, path, body string) {
+		client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(g.dir, socket))
+		}}}
+		req, err := http.NewRequestWithContext(t.Context(), method, "http://localhost"+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		res, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		if text, _ := io.ReadAll(res.Body); socket == "admin" && res.StatusCode != http.StatusOK {
+			t.Fatalf("%d %s", res.StatusCode, text)
+		}
+	}
+	ask(site, http.MethodGet, "/", "") // a breaker exists since the first call
+	ask("admin", http.MethodPost, "/agent_guard/circuits/mode", fmt.Sprintf(`{"upstream":%q,"mode":"forced_open"}`, upstream.Listener.Addr()))
 }
 
 // patience is how long anything may take before it counts as never.

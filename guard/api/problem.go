@@ -632,7 +632,7 @@ var (
 		retry: true, retryAfter: time.Second,
 		meaning:  "Too many calls to the upstream have failed, so its circuit breaker refuses calls for a while and then lets one through to see whether it is back. `reason` says where the breaker stands: open or half_open; or workflow_threshold, where it is closed and the caller's own tokens of this workflow have asked for a stricter limit. Nothing was forwarded.",
 		caller:   "Send the same call under the same id again after Retry-After.",
-		operator: "The detail names the upstream, and what its last failure was, to callers whom the gateway knows itself; the log and `caddy agent-guard circuits list` name them too. `breaker` in the transport's block sets when a breaker opens and for how long; `workflow_threshold` how strict workflows may be; `mode forced_closed` overrules both; `fallback` answers in the place of this problem.",
+		operator: "The detail names the upstream, and what its last failure was, to callers whom the gateway knows itself; the log and `caddy agent-guard circuits list` name them too. `breaker` in the transport's block sets when a breaker opens and for how long; `caddy agent-guard circuits set UPSTREAM forced_closed` overrules it; `fallback` answers in the place of this problem.",
 	}
 	BodyTooLarge = Kind{
 		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge,

@@ -32,7 +32,7 @@ type gateway struct {
 // process begins a gateway on a store, as a process does.
 func process(t *testing.T, st store.Store, ring *seal.Ring) *gateway {
 	t.Helper()
-	rules, err := breaker.NewRules(breaker.Settings{Consecutive: 1, Cooldown: time.Minute, ProbeWait: -1, ProbeLease: 10 * time.Minute})
+	rules, err := breaker.NewRules(breaker.Settings{Consecutive: 1, Cooldown: time.Minute, ProbeLease: 10 * time.Minute})
 	if err != nil {
 		t.Fatal(err)
 	}
