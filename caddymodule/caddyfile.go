@@ -89,11 +89,7 @@ func init() {
 //		on_cascade alert | pause | open {
 //			agents   <number>
 //			escalate <number>
-//			breakers <number>
 //			window   <duration>
-//			quiet    <duration>
-//			latency  <factor>
-//			full     <share>
 //		}
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {

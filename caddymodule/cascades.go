@@ -41,23 +41,9 @@ type OnCascade struct {
 	// How many agents may be affected before people are asked, from 1. Default: 3.
 	Escalate int `json:"escalate,omitempty"`
 
-	// How many circuit breakers must have opened on one downstream within `window`, from 2; one of them
-	// then probes in place of all. Default: 3.
-	Breakers int `json:"breakers,omitempty"`
-
 	// How far apart failures may be that belong together by their places in the workflow, from 1s to 1h.
 	// Default: 60s.
 	Window caddy.Duration `json:"window,omitempty"`
-
-	// How long after its last failure a cascade has ended, from 1s to 24h. Default: 5m.
-	Quiet caddy.Duration `json:"quiet,omitempty"`
-
-	// By what factor the slowest hundredth of an upstream's answers must be slower than usual to count as
-	// a spike. Default: 3.
-	Latency float64 `json:"latency,omitempty"`
-
-	// From which share permits, connections and memory count as exhausted, from 0.5 to 1. Default: 0.9.
-	Full float64 `json:"full,omitempty"`
 }
 
 // settings checks the options. It works without any.
@@ -65,22 +51,14 @@ func (o *OnCascade) settings() (s cascades.Settings, err error) {
 	if o == nil {
 		o = new(OnCascade)
 	}
-	s.Do, s.Escalate, s.Full = cmp.Or(o.Do, cascades.Alert), cmp.Or(o.Escalate, 3), cmp.Or(o.Full, 0.9)
+	s.Do, s.Escalate = cmp.Or(o.Do, cascades.Alert), cmp.Or(o.Escalate, 3)
 	if err := oneOf(s.Do, cascades.Alert, cascades.Pause, cascades.TripRoot); err != nil {
 		return s, err
 	}
 	if s.Escalate < 1 {
 		return s, fmt.Errorf("escalate is %d; it must be a number from 1", s.Escalate)
 	}
-	if !(s.Full >= 0.5 && s.Full <= 1) {
-		return s, fmt.Errorf("full is %v; it must be a share from 0.5 to 1", s.Full)
-	}
-	s.Detector, err = cascade.Settings{
-		Agents: o.Agents, Breakers: o.Breakers, Window: time.Duration(o.Window), Quiet: time.Duration(o.Quiet),
-	}.Check()
-	if err == nil {
-		s.Latency, err = cascade.LatencySettings{Factor: o.Latency}.Check()
-	}
+	s.Detector, err = cascade.Settings{Agents: o.Agents, Window: time.Duration(o.Window)}.Check()
 	return s, err
 }
 
@@ -111,27 +89,10 @@ func cascadeOptions() options[*OnCascade] {
 			return nil
 		}
 	}
-	share := func(into func(*OnCascade) *float64) func(*caddyfile.Dispenser, *OnCascade) error {
-		return func(d *caddyfile.Dispenser, o *OnCascade) error {
-			if !d.NextArg() {
-				return errSyntax
-			}
-			n, err := strconv.ParseFloat(d.Val(), 64)
-			if err != nil || !(n > 0) {
-				return fmt.Errorf("%q is no number over 0", d.Val())
-			}
-			*into(o) = n
-			return nil
-		}
-	}
 	all := options[*OnCascade]{
 		"agents":   {usage: "agents <number>", parse: number(func(o *OnCascade) *int { return &o.Agents })},
 		"escalate": {usage: "escalate <number>", parse: number(func(o *OnCascade) *int { return &o.Escalate })},
-		"breakers": {usage: "breakers <number>", parse: number(func(o *OnCascade) *int { return &o.Breakers })},
 		"window":   {usage: "window <duration>", parse: func(d *caddyfile.Dispenser, o *OnCascade) error { return parseDuration(d, &o.Window) }},
-		"quiet":    {usage: "quiet <duration>", parse: func(d *caddyfile.Dispenser, o *OnCascade) error { return parseDuration(d, &o.Quiet) }},
-		"latency":  {usage: "latency <factor>", parse: share(func(o *OnCascade) *float64 { return &o.Latency })},
-		"full":     {usage: "full <share>", parse: share(func(o *OnCascade) *float64 { return &o.Full })},
 	}
 	for name, opt := range all { // each is checked at its own line
 		parse := opt.parse
@@ -175,7 +136,6 @@ func (e *engine) startCascades(ctx context.Context) error {
 			if s, err := a.OnCascade.settings(); err == nil { // else those before, as it was checked
 				settings = s
 			}
-			e.circuits.WatchLatency(settings.Latency)
 			return cascades.Look{Settings: settings, Topology: topologyOf(a), Answered: e.circuits.Answered(), Readings: e.readings(a)}, true
 		},
 	})

@@ -15,7 +15,7 @@ import (
 
 // exhausts reports whether a resource of the gateway is exhausted by what is read now.
 func exhausts(x *cascade.Exhaustion, app *App, name string) bool {
-	x.Update(0.5, app.held.readings(app))
+	x.Update(app.held.readings(app))
 	return slices.ContainsFunc(x.Exhausted(), func(s cascade.Signal) bool { return s.Resource == name && s.Pool == "" })
 }
 
@@ -74,7 +74,7 @@ func TestStoreSignals(t *testing.T) {
 		disk.at.Store(&DiskReport{Watermark: test.watermark})
 		app.held.counts.commits.Add(1000)
 		app.held.counts.commitTime.Add(int64(1000 * test.commits))
-		x.Update(0.5, app.held.readings(app))
+		x.Update(app.held.readings(app))
 		for _, name := range []string{"disk", "store"} {
 			full := slices.ContainsFunc(x.Exhausted(), func(s cascade.Signal) bool { return s.Resource == name })
 			if full != test.full {

@@ -31,12 +31,15 @@ type Settings struct {
 	// Window is how far apart failures may be that are linked by their places in the DAG, from 1 s; by
 	// default 60 s. Those that an error names are linked at any distance.
 	Window time.Duration
-	// Breakers is how many breakers must have opened on one downstream within Window, from 2; by
-	// default 3 (ATD, "Coordinated Circuit Breaking").
-	Breakers int
-	// Quiet is how long after its last failure a finding is closed, from 1 s; by default 5 min.
-	Quiet time.Duration
 }
+
+const (
+	// Quiet is how long after its last failure a finding is closed.
+	Quiet = 5 * time.Minute
+	// clusterSize is how many breakers must have opened on one downstream within Settings.Window (ATD,
+	// "Coordinated Circuit Breaking").
+	clusterSize = 3
+)
 
 // Check fills in the defaults and checks the ranges. The error names the option that is out of its
 // range.
@@ -44,8 +47,6 @@ func (s Settings) Check() (Settings, error) {
 	s.Nodes = cmp.Or(s.Nodes, 100_000)
 	s.Agents = cmp.Or(s.Agents, 3)
 	s.Window = cmp.Or(s.Window, time.Minute)
-	s.Breakers = cmp.Or(s.Breakers, 3)
-	s.Quiet = cmp.Or(s.Quiet, 5*time.Minute)
 	switch {
 	case s.Nodes < 1000 || s.Nodes > 10_000_000:
 		return s, fmt.Errorf("nodes is %d; it must be from 1000 to 10000000", s.Nodes)
@@ -53,10 +54,6 @@ func (s Settings) Check() (Settings, error) {
 		return s, fmt.Errorf("agents is %d; it must be from 2 to 1000", s.Agents)
 	case s.Window < time.Second || s.Window > time.Hour:
 		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", s.Window)
-	case s.Breakers < 2 || s.Breakers > 1000:
-		return s, fmt.Errorf("breakers is %d; it must be from 2 to 1000", s.Breakers)
-	case s.Quiet < time.Second || s.Quiet > 24*time.Hour:
-		return s, fmt.Errorf("quiet is %s; it must be from 1s to 24h", s.Quiet)
 	}
 	return s, nil
 }
@@ -524,7 +521,7 @@ func (d *Detector) Advance(now time.Time) []Change {
 	defer d.mu.Unlock()
 	t := d.clock(now)
 	for _, f := range slices.Clone(d.open) {
-		if t-f.group.last >= int64(d.set.Quiet) {
+		if t-f.group.last >= int64(Quiet) {
 			d.finish(f, t)
 		}
 	}

@@ -525,14 +525,14 @@ func TestSignals(t *testing.T) {
 	}
 }
 
-// A finding ends when nothing has been added to it for Quiet. What comes then is another one.
+// A finding ends when nothing has been added to it for five minutes. What comes then is another one.
 func TestClosing(t *testing.T) {
-	b := newBench(t, cascade.Settings{Quiet: time.Minute})
+	b := newBench(t, cascade.Settings{})
 	b.chain("w")
 	for _, id := range []string{"cd", "bc", "ab"} {
 		b.fails("w", id, cascade.Failed)
 	}
-	b.after(59 * time.Second)
+	b.after(cascade.Quiet - time.Second)
 	b.note(b.Advance(b.now))
 	if f := b.one(); !f.Closed.IsZero() {
 		t.Error("too early")
@@ -900,7 +900,7 @@ func FuzzEvents(f *testing.F) {
 		f.Add(events)
 	}
 	f.Fuzz(func(t *testing.T, events []byte) {
-		set := cascade.Settings{Nodes: 60, Agents: 2, Window: 5 * time.Second, Breakers: 2, Quiet: 4 * time.Second}
+		set := cascade.Settings{Nodes: 60, Agents: 2, Window: 5 * time.Second}
 		d := cascade.New(set)
 		now := start
 		pick := func(n int) int {
@@ -913,6 +913,9 @@ func FuzzEvents(f *testing.F) {
 		}
 		for i := 0; len(events) > 0; i++ {
 			now = now.Add(time.Duration(pick(40)-4) * 50 * time.Millisecond)
+			if pick(40) == 0 {
+				now = now.Add(cascade.Quiet)
+			}
 			random(d, pick, now)
 			if i%8 == 0 {
 				if err := d.Faults(); err != nil {
@@ -931,7 +934,7 @@ func FuzzEvents(f *testing.F) {
 
 func TestSettings(t *testing.T) {
 	for option, s := range map[string]cascade.Settings{
-		"nodes": {Nodes: 10}, "agents": {Agents: 1}, "window": {Window: time.Millisecond}, "breakers": {Breakers: 1}, "quiet": {Quiet: -1},
+		"nodes": {Nodes: 10}, "agents": {Agents: 1}, "window": {Window: time.Millisecond},
 	} {
 		if _, err := s.Check(); err == nil || !strings.HasPrefix(err.Error(), option+" is ") {
 			t.Errorf("%s: %v", option, err)

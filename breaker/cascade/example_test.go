@@ -34,11 +34,7 @@ func Example() {
 
 // The p99 of an upstream rises to ten times what it was.
 func ExampleLatency() {
-	settings, err := cascade.LatencySettings{}.Check()
-	if err != nil {
-		panic(err)
-	}
-	l := cascade.NewLatency(settings, cascade.LatencyState{Baseline: 300 * time.Millisecond})
+	l := cascade.NewLatency(cascade.LatencyState{Baseline: 300 * time.Millisecond})
 	now := time.Now()
 	for range 300 {
 		now = now.Add(50 * time.Millisecond)

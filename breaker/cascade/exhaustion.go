@@ -24,8 +24,12 @@ type Reading struct {
 	Full bool
 }
 
-// slowest is how long operations take on average where what they use is exhausted.
-const slowest = 500 * time.Millisecond
+const (
+	// fullShare is the share in use from which a resource is exhausted.
+	fullShare = 0.9
+	// slowest is how long operations take on average where what they use is exhausted.
+	slowest = 500 * time.Millisecond
+)
 
 // Exhaustion finds resources that are used up, in readings of each moment. Its methods may be called from any
 // goroutine.
@@ -36,9 +40,9 @@ type Exhaustion struct {
 }
 
 // Update takes what was read now, and returns the signals that have begun and ended since the update before. A
-// resource is exhausted where its share is in use, where something was refused since then, where the operations
+// resource is exhausted where nine tenths are in use, where something was refused since then, where the operations
 // since then were slow, or where its owner says so. One that is not read any more is not.
-func (e *Exhaustion) Update(share float64, now []Reading) (changed []Signal) {
+func (e *Exhaustion) Update(now []Reading) (changed []Signal) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	last, full := make(map[Signal]Reading, len(now)), map[Signal]bool{}
@@ -48,7 +52,7 @@ func (e *Exhaustion) Update(share float64, now []Reading) (changed []Signal) {
 		last[s] = r
 		refused := known && r.Refused > before.Refused
 		slow := known && r.Ops > before.Ops && (r.Took-before.Took)/time.Duration(r.Ops-before.Ops) >= slowest
-		if r.Full || refused || slow || r.Limit > 0 && r.Used >= share*r.Limit {
+		if r.Full || refused || slow || r.Limit > 0 && r.Used >= fullShare*r.Limit {
 			full[s] = true
 		}
 	}

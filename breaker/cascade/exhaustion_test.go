@@ -11,7 +11,6 @@ import (
 // C-3.4.1-e: each resource is exhausted where its own measure says so, from one reading to the next: a share in use
 // (permits, connections, memory), refusals (queue), its owner (disk), slow operations (store).
 func TestExhaustion(t *testing.T) {
-	const share = 0.9
 	level := func(used float64) cascade.Reading { return cascade.Reading{Used: used, Limit: 10} }
 	refused := func(n uint64) cascade.Reading { return cascade.Reading{Refused: n} }
 	took := func(n uint64, all time.Duration) cascade.Reading { return cascade.Reading{Ops: n, Took: all} }
@@ -32,7 +31,7 @@ func TestExhaustion(t *testing.T) {
 		active := false
 		for i, r := range c.reads {
 			r.Pool, r.Resource = "guard", name
-			changed := e.Update(share, []cascade.Reading{{Pool: "other", Resource: name}, r})
+			changed := e.Update([]cascade.Reading{{Pool: "other", Resource: name}, r})
 			s := cascade.Signal{Kind: cascade.Full, Pool: "guard", Resource: name}
 			want := []cascade.Signal(nil)
 			if c.full[i] != active {
@@ -54,9 +53,9 @@ func TestExhaustion(t *testing.T) {
 // What is not read any more, such as the guard of an earlier configuration, is not exhausted.
 func TestExhaustionOfWhatIsGone(t *testing.T) {
 	var e cascade.Exhaustion
-	e.Update(0.9, []cascade.Reading{{Pool: "a", Resource: "permits", Used: 1, Limit: 1}, {Resource: "disk", Full: true}})
+	e.Update([]cascade.Reading{{Pool: "a", Resource: "permits", Used: 1, Limit: 1}, {Resource: "disk", Full: true}})
 	want := []cascade.Signal{{Kind: cascade.Full, Pool: "a", Resource: "permits"}}
-	if changed := e.Update(0.9, []cascade.Reading{{Resource: "disk", Full: true}}); !slices.Equal(changed, want) {
+	if changed := e.Update([]cascade.Reading{{Resource: "disk", Full: true}}); !slices.Equal(changed, want) {
 		t.Errorf("%v", changed)
 	}
 }

@@ -803,14 +803,14 @@ func (d *Detector) cluster(t, own int64, of downstream, b *Breaker) {
 			}
 		}
 	}
-	if ours+most < d.set.Breakers || c.finding != nil {
+	if ours+most < clusterSize || c.finding != nil {
 		if f := c.finding; f != nil {
 			f.group.last = t
 		}
 		return
 	}
 	for _, f := range d.open {
-		joins := name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || ours >= d.set.Breakers && f.from != nil && f.from.own)
+		joins := name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || ours >= clusterSize && f.from != nil && f.from.own)
 		if of.target { // they have opened because of its failures, or are those that it is about
 			joins = f.root.Target == of.name || f.from != nil && f.from.own && c.opens[opening{address: f.root.Pool}].at != 0 || f.cluster != nil && f.cluster.within(c)
 		}

@@ -1,46 +1,10 @@
 package cascade
 
 import (
-	"cmp"
-	"fmt"
 	"math/bits"
 	"sync"
 	"time"
 )
-
-// LatencySettings are the limits of a Latency. Zero values stand for the defaults.
-type LatencySettings struct {
-	// Factor is how many times its baseline the p99 must be, over 1; by default 3 (cascade 3.4.1).
-	Factor float64
-	// Samples is the fewest calls in the window that say anything, from 20; by default 200.
-	Samples int
-	// Floor is the lowest p99 that counts, from 0; by default 250 ms, none if negative.
-	Floor time.Duration
-	// Window is the shortest time that one p99 is about, from 1 s; by default 30 s. It lasts until there
-	// are Samples calls, but for at most ten times as long.
-	Window time.Duration
-}
-
-// Check fills in the defaults and checks the ranges. The error names the option that is out of its
-// range.
-func (s LatencySettings) Check() (LatencySettings, error) {
-	s.Factor = cmp.Or(s.Factor, 3)
-	s.Samples = cmp.Or(s.Samples, 200)
-	s.Floor = cmp.Or(s.Floor, 250*time.Millisecond)
-	s.Window = cmp.Or(s.Window, 30*time.Second)
-	switch {
-	case !(s.Factor > 1 && s.Factor <= 1000):
-		return s, fmt.Errorf("factor is %v; it must be over 1 and at most 1000", s.Factor)
-	case s.Samples < 20 || s.Samples > 1_000_000:
-		return s, fmt.Errorf("samples is %d; it must be from 20 to 1000000", s.Samples)
-	case s.Floor > time.Hour:
-		return s, fmt.Errorf("floor is %s; it must be at most 1h", s.Floor)
-	case s.Window < time.Second || s.Window > time.Hour:
-		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", s.Window)
-	}
-	s.Floor = max(s.Floor, 0)
-	return s, nil
-}
 
 // Turn is what one call has changed.
 type Turn uint8
@@ -64,6 +28,16 @@ type LatencyState struct {
 }
 
 const (
+	// factor is how many times its baseline the p99 must be (cascade 3.4.1).
+	factor = 3
+	// samples is the fewest calls in the window that say anything.
+	samples = 200
+	// floor is the lowest p99 that counts.
+	floor = 250 * time.Millisecond
+	// window is the shortest time that one p99 is about. It lasts until there are enough samples, but
+	// for at most ten times as long.
+	window = 30 * time.Second
+
 	octave    = 8 // steps in which latencies double
 	steps     = 40 * octave
 	smoothing = 0.2 // share of a window in the baseline
@@ -95,26 +69,22 @@ func (h *histogram) p99() time.Duration {
 	return 0
 }
 
-// Latency finds sudden increases in the latency of one upstream address: a p99 above Factor times its
+// Latency finds sudden increases in the latency of one upstream address: a p99 above three times its
 // moving average, which stands still meanwhile. A slow drift raises the average, and is no spike. Its
 // methods may be called from any goroutine, and allocate nothing.
 type Latency struct {
 	mu          sync.Mutex
-	set         LatencySettings
 	state       LatencyState
 	now, before histogram
 	over        int // calls above the limit in both
 	begun       time.Time
 }
 
-// NewLatency makes a Latency that goes on from a saved state. The settings must be those that Check
-// returned.
-func NewLatency(s LatencySettings, saved LatencyState) *Latency {
-	return &Latency{set: s, state: saved}
-}
+// NewLatency makes a Latency that goes on from a saved state.
+func NewLatency(saved LatencyState) *Latency { return &Latency{state: saved} }
 
 func (l *Latency) limit() time.Duration {
-	return max(time.Duration(l.set.Factor*float64(l.state.Baseline)), l.set.Floor)
+	return max(factor*l.state.Baseline, floor)
 }
 
 // Observe counts a call that has ended, or that is known to have taken so long already.
@@ -125,7 +95,7 @@ func (l *Latency) Observe(now time.Time, took time.Duration) Turn {
 		l.begun = now
 	}
 	turn := Steady
-	if age := now.Sub(l.begun); age >= l.set.Window && l.now.total >= l.set.Samples || age >= 10*l.set.Window {
+	if age := now.Sub(l.begun); age >= window && l.now.total >= samples || age >= 10*window {
 		turn = l.close(now)
 	}
 	i := step(took)
@@ -136,7 +106,7 @@ func (l *Latency) Observe(now time.Time, took time.Duration) Turn {
 	}
 	l.over++
 	n := l.now.total + l.before.total
-	if l.state.Spiking || n < l.set.Samples || l.over < fewest || 100*l.over <= n {
+	if l.state.Spiking || n < samples || l.over < fewest || 100*l.over <= n {
 		return turn
 	}
 	l.state.Spiking, l.state.Since = true, now
@@ -146,15 +116,15 @@ func (l *Latency) Observe(now time.Time, took time.Duration) Turn {
 // close ends a window. A spike ends where the p99 is nearer to the baseline than to the limit.
 func (l *Latency) close(now time.Time) Turn {
 	turn := Steady
-	p99, enough := l.now.p99(), l.now.total >= l.set.Samples
+	p99, enough := l.now.p99(), l.now.total >= samples
 	switch {
 	case !l.state.Spiking && enough && l.state.Baseline == 0:
 		l.state.Baseline = p99
 	case !l.state.Spiking && enough:
 		l.state.Baseline += time.Duration(smoothing * float64(p99-l.state.Baseline))
-	case l.state.Spiking && l.now.total >= l.set.Samples/10 && l.now.total > 0:
-		high := time.Duration((1 + l.set.Factor) / 2 * float64(l.state.Baseline))
-		back := p99 <= max(high, l.set.Floor)
+	case l.state.Spiking && l.now.total >= samples/10 && l.now.total > 0:
+		high := (1 + factor) / 2 * l.state.Baseline
+		back := p99 <= max(high, floor)
 		if lasts := now.Sub(l.state.Since) >= accepted; back || lasts && enough {
 			if !back {
 				l.state.Baseline = p99
@@ -180,12 +150,12 @@ func (l *Latency) State() LatencyState {
 	return l.state
 }
 
-// P99 is the p99 of the last calls; 0 if there are fewer than Samples.
+// P99 is the p99 of the last calls; 0 if there are too few.
 func (l *Latency) P99() time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.now.total < l.set.Samples {
-		if l.before.total < l.set.Samples {
+	if l.now.total < samples {
+		if l.before.total < samples {
 			return 0
 		}
 		return l.before.p99()

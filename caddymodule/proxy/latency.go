@@ -18,8 +18,7 @@ const maxLatencies = 1024
 type latencies struct {
 	of atomic.Pointer[map[string]*answers] // replaced as a whole, so that reading takes no lock
 
-	mu    sync.Mutex // held while it is replaced; guards the rest
-	set   cascade.LatencySettings
+	mu    sync.Mutex                      // held while it is replaced; guards the rest
 	saved map[string]cascade.LatencyState // of the last process, until a call is answered
 }
 
@@ -58,7 +57,7 @@ func (s *latencies) get(upstream string) *answers {
 	if len(next) >= maxLatencies {
 		return nil
 	}
-	l := &answers{Latency: cascade.NewLatency(s.set, s.saved[upstream])}
+	l := &answers{Latency: cascade.NewLatency(s.saved[upstream])}
 	delete(s.saved, upstream)
 	next[upstream] = l
 	s.of.Store(&next)
@@ -72,22 +71,6 @@ func (s *latencies) all() map[string]*answers {
 		maps.Copy(next, *all)
 	}
 	return next
-}
-
-// WatchLatency sets the limits of latencies. What is known of them stays.
-func (m *Member) WatchLatency(set cascade.LatencySettings) {
-	s := &m.pool.latencies
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.set == set {
-		return
-	}
-	s.set = set
-	next := s.all()
-	for upstream, l := range next {
-		next[upstream] = &answers{Latency: cascade.NewLatency(set, l.State())}
-	}
-	s.of.Store(&next)
 }
 
 // LatencyReport is the latency of an upstream; zero where it is unknown.

@@ -32,11 +32,6 @@ func TestSpikesAreReported(t *testing.T) {
 	m, s := Join(), new(spikes)
 	defer m.Leave()
 	m.Listen(s)
-	set, err := cascade.LatencySettings{}.Check()
-	if err != nil {
-		t.Fatal(err)
-	}
-	m.WatchLatency(set)
 	if m.RestoreLatency("gone:1", cascade.LatencyState{Baseline: time.Second}) {
 		t.Error("an upstream of no transport is watched")
 	}

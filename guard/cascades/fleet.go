@@ -173,7 +173,7 @@ func (w *Watch) obey(now *record) {
 	if is := d.State == "open" && d.OneProbe; is != shared {
 		w.o.Circuits.ShareProbes(d.Downstream, is)
 	}
-	if before == nil && d.State == "open" && now.Tokens > 0 && w.settings.Do == TripRoot && d.Root != nil && time.Since(d.Last) < w.settings.Detector.Quiet {
+	if before == nil && d.State == "open" && now.Tokens > 0 && w.settings.Do == TripRoot && d.Root != nil && time.Since(d.Last) < cascade.Quiet {
 		w.trip(d.Root.Upstream, d.Root.Agent)
 	}
 }

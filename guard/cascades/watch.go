@@ -103,11 +103,8 @@ type Settings struct {
 	// Do is Alert, Pause or TripRoot.
 	Do       string
 	Detector cascade.Settings
-	Latency  cascade.LatencySettings
 	// Escalate is how many agents may be affected before people are asked.
 	Escalate int
-	// Full is the share from which a resource is exhausted.
-	Full float64
 }
 
 // What happens when a failure spreads.
@@ -271,7 +268,7 @@ func (w *Watch) run(ctx context.Context) {
 			w.feed.Forget(time.Now())
 			w.overdue(ctx)
 			if w.peers.acts {
-				w.kept.closeQuiet(ctx, time.Now().Add(-w.settings.Detector.Quiet), w.detector)
+				w.kept.closeQuiet(ctx, time.Now().Add(-cascade.Quiet), w.detector)
 			}
 			if time.Since(stored) >= latencyEvery {
 				w.storeLatencies(ctx)
@@ -296,7 +293,7 @@ func (w *Watch) rebuild(ctx context.Context) {
 			}))
 		}
 	}
-	changes, whole, err := w.feed.Rebuild(ctx, time.Now().Add(-w.settings.Detector.Quiet), maxRebuilt)
+	changes, whole, err := w.feed.Rebuild(ctx, time.Now().Add(-cascade.Quiet), maxRebuilt)
 	w.act(ctx, changes)
 	switch {
 	case err != nil && ctx.Err() == nil:
@@ -356,7 +353,7 @@ func (w *Watch) inspect() {
 
 // exhausted gives the detector what has been exhausted since the readings before, and what is not any more.
 func (w *Watch) exhausted(now time.Time, readings []cascade.Reading) {
-	for _, s := range w.exhaustion.Update(w.settings.Full, readings) {
+	for _, s := range w.exhaustion.Update(readings) {
 		if s.Active {
 			w.o.Log.Warn("a resource is exhausted", slog.String("resource", s.Resource), slog.String("guard", s.Pool))
 		} else {

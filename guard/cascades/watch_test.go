@@ -82,7 +82,7 @@ func rigOn(t *testing.T, st store.Store, sealer *seal.Ring) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.look.Settings = Settings{Do: Alert, Detector: detector, Escalate: 3, Full: 0.5}
+	r.look.Settings = Settings{Do: Alert, Detector: detector, Escalate: 3}
 	r.open()
 	return r
 }
@@ -196,7 +196,7 @@ func TestSignalsAreReasons(t *testing.T) {
 	r.anonymous.Store(true)
 	r.mu.Lock()
 	r.look.Topology = Topology{Pools: map[string][]string{"d": {"a:1", "a:2"}}, Guards: map[string][]string{"a:1": {"d"}}}
-	r.look.Readings = []cascade.Reading{{Resource: "memory", Used: 4, Limit: 10}}
+	r.look.Readings = []cascade.Reading{{Resource: "memory", Used: 8, Limit: 10}}
 	r.mu.Unlock()
 	reports := func(n int) bool { return len(r.Report().Exhausted) == n }
 	r.does(func(context.Context) []cascade.Change { r.inspect(); return nil })
@@ -204,7 +204,7 @@ func TestSignalsAreReasons(t *testing.T) {
 		t.Errorf("far from the limit: %+v", r.Report())
 	}
 	r.mu.Lock()
-	r.look.Readings[0].Used = 5
+	r.look.Readings[0].Used = 9
 	r.mu.Unlock()
 	r.Slow("a:1", true)
 	r.does(func(context.Context) []cascade.Change { r.inspect(); return nil })
