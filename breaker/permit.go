@@ -343,7 +343,7 @@ type PeerProbe struct {
 	// Outage is that of this breaker (Snapshot.Outage) when the probe was sent.
 	Outage uint64
 	Passed bool
-	// Of a probe that failed: the cooldown that follows from it, before jitter, and what remains of it; how
+	// Of a probe that failed: the cooldown that follows from it, and what remains of it; how
 	// many have failed in a row, and why.
 	Cooldown, Left time.Duration
 	FailedProbes   int
