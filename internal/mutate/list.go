@@ -233,7 +233,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.4.2-b", file: "breaker/cascade/findings.go", dir: "breaker/cascade",
-		old: "\tif ours+most < d.set.Breakers || c.finding != nil {", now: "\tif ours+len(reported) < d.set.Breakers || c.finding != nil {",
+		old: "\tif ours+most < clusterSize || c.finding != nil {", now: "\tif ours+len(reported) < clusterSize || c.finding != nil {",
 		breaks: "reports of workflows are added up", tests: []string{"TestReportsStayInTheirWorkflow"},
 	},
 	{
