@@ -101,6 +101,20 @@ func TestProcessChainCrash(t *testing.T) {
 	c.lab.arrived("POST /refunds", 1)
 }
 
+// releasedAt waits until a gateway has been told that what it has reserved is released: b can be prepared there.
+func (c *star) releasedAt(i int, b rollbackBody) {
+	c.t.Helper()
+	at := *c.saga
+	at.g = c.sites[i].gateway(c.t)
+	eventuallyWithin(c.t, procBound, "the release arrives", func() bool {
+		r := at.asking(b)
+		r.path += "/prepare"
+		return at.g.call(r).status == http.StatusOK
+	})
+	b.Phase = "release"
+	at.prepare(b, http.StatusOK)
+}
+
 // Cascade 4.3.4, the diamond: the first gateway and the second both ask the third for one checkpoint of one rollback. It
 // is one rollback there, undone once; each of the two gets a result that is about its own request. Somebody who may not
 // ask for the checkpoint does not get it, whatever id he brings (P3).
@@ -126,6 +140,7 @@ func TestProcessDiamond(t *testing.T) {
 		for _, phase := range []string{"", "release"} { // so that the second one learns of the last call
 			second.prepare(rollbackBody{ID: rollbackID(i + 8), Checkpoint: below.checkpoint, Phase: phase, Scope: "sub_dag"}, http.StatusOK)
 		}
+		c.releasedAt(2, rollbackBody{ID: rollbackID(i + 20), Checkpoint: last.checkpoint, Scope: "sub_dag"})
 		asked := rollbackBody{ID: rollbackID(i + 1), Checkpoint: root.checkpoint, Scope: "sub_dag"}
 		var done rollbackDoc
 		if prepares {

@@ -2,7 +2,9 @@ package guard_test
 
 import (
 	"net/http"
+	"os"
 	"regexp"
+	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -27,6 +29,11 @@ func TestIsKey(t *testing.T) {
 	for name, want := range map[string]bool{"PayPal-Request-Id": true, "Execution-Id": true, "PayPal-Client-Metadata-Id": false, "Execution-Parent": false} {
 		if got := guard.IsKey(http.CanonicalHeaderKey(name)); got != want {
 			t.Errorf("%s: %v", name, got)
+		}
+	}
+	for _, page := range []string{"../docs/same-call.md", "../docs/http.md"} {
+		if text, err := os.ReadFile(page); err != nil || !strings.Contains(strings.ReplaceAll(string(text), `\|`, "|"), "`"+guard.KeyPattern+"`") {
+			t.Errorf("%s does not show the pattern: %v", page, err)
 		}
 	}
 }
