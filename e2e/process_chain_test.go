@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 
@@ -109,7 +110,11 @@ func (c *star) releasedAt(i int, b rollbackBody) {
 	eventuallyWithin(c.t, procBound, "the release arrives", func() bool {
 		r := at.asking(b)
 		r.path += "/prepare"
-		return at.g.call(r).status == http.StatusOK
+		free := at.g.call(r).status == http.StatusOK
+		if !free {
+			time.Sleep(time.Second) // requests for rollbacks have a rate
+		}
+		return free
 	})
 	b.Phase = "release"
 	at.prepare(b, http.StatusOK)
