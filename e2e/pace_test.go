@@ -83,7 +83,7 @@ func (r *reading) whole(t *testing.T, f *flood, who string) {
 	}
 }
 
-// longRead bounds calls whose answers are read only after their deadline, of 30 s.
+// longRead bounds calls whose answers are read only after their deadline, of 15 s.
 const longRead = 4 * patience
 
 // inUse is the memory that is in use, without what can be given back.
@@ -134,7 +134,7 @@ func TestSlowOwner(t *testing.T) {
 // then.
 func TestOwnersThatReadNothingPastTheDeadline(t *testing.T) {
 	u := newUpstream(t)
-	g := launch(t, setup{badger: true, site: "agent_proxy " + u.addr + " {\n max_result 32MiB\n deadline 30s\n}"})
+	g := launch(t, setup{badger: true, site: "agent_proxy " + u.addr + " {\n max_result 32MiB\n deadline 15s\n}"})
 	g.client.Timeout = longRead
 	before := inUse()
 	type call struct {
