@@ -494,8 +494,14 @@ func eventually(t *testing.T, what string, yes func() bool) {
 
 func eventuallyWithin(t *testing.T, bound time.Duration, what string, yes func() bool) {
 	t.Helper()
+	eventuallyEvery(t, 2*time.Millisecond, bound, what, yes)
+}
+
+// eventuallyEvery asks once in each pause: for questions that have a rate.
+func eventuallyEvery(t *testing.T, pause, bound time.Duration, what string, yes func() bool) {
+	t.Helper()
 	deadline := time.After(bound)
-	tick := time.NewTicker(2 * time.Millisecond)
+	tick := time.NewTicker(pause)
 	defer tick.Stop()
 	for !yes() {
 		select {

@@ -107,14 +107,10 @@ func (c *star) releasedAt(i int, b rollbackBody) {
 	c.t.Helper()
 	at := *c.saga
 	at.g = c.sites[i].gateway(c.t)
-	eventuallyWithin(c.t, procBound, "the release arrives", func() bool {
+	eventuallyEvery(c.t, time.Second, procBound, "the release arrives", func() bool {
 		r := at.asking(b)
 		r.path += "/prepare"
-		free := at.g.call(r).status == http.StatusOK
-		if !free {
-			time.Sleep(time.Second) // requests for rollbacks have a rate
-		}
-		return free
+		return at.g.call(r).status == http.StatusOK
 	})
 	b.Phase = "release"
 	at.prepare(b, http.StatusOK)
