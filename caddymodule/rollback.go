@@ -417,11 +417,7 @@ type rollbackTokens struct {
 // Recorded implements api.Tokens. A token that stands in the ledger for something else, such as a
 // parent that came along with a call, cannot request a rollback.
 func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
-	status, err := t.policy.Evidence.ActStatus(ctx, token, use)
-	if err == nil && status == evidence.Unused && t.policy.Evidence.Taken(token, use, time.Now()) == evidence.Other {
-		status = evidence.Other
-	}
-	return status, err
+	return t.policy.Evidence.ActStatus(ctx, token, use)
 }
 
 func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect.Token, use evidence.Use) error {

@@ -461,9 +461,6 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	if err := t.Evidence.Log().Admit(admitted); err != nil {
 		return err
 	}
-	if t.shown(tokens) {
-		return &ect.Error{Code: ect.CodeReplayed}
-	}
 	now, err := e.store.Now(ctx)
 	if err != nil {
 		return err
@@ -500,11 +497,6 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 		e.logger.Info("agents have reported errors", zap.Int("count", len(tokens)), zap.String("issuer", tokens[0].Issuer()))
 	}
 	return err
-}
-
-// shown reports whether one of the tokens was presented with a request that only memory remembers.
-func (t *tokenPolicy) shown(tokens []*ect.Token) bool {
-	return slices.ContainsFunc(tokens, func(token *ect.Token) bool { return t.Evidence.Taken(token, errorUse, time.Now()) == evidence.Other })
 }
 
 // rollBackFor asks, in the commit of agents' errors, for the rollbacks of the calls that these
@@ -602,21 +594,7 @@ func (t *tokenPolicy) proves(ctx context.Context, raw, issuer string, earliest t
 	case token.IssuedAt().Before(earliest):
 		return &ect.Error{Code: ect.CodeTooOld}
 	}
-	// The use is random, so that a token that was used before, by a probe (in memory) or a
-	// call (there or in the store), is refused, and so is this one with a later call. The
-	// memory is bounded and outlives reloads; when it is full, nothing more is verified.
-	// After a restart, earliest takes its place.
-	var use evidence.Use
+	var use evidence.Use     // random, so that no other probe and no call has it
 	_, _ = rand.Read(use[:]) // never fails
-	status, err := t.Evidence.Take(token, use, now)
-	if err == nil && status == evidence.Unused {
-		status, err = t.Evidence.UseStatus(ctx, token, use)
-	}
-	if err == nil && status != evidence.Unused {
-		err = &ect.Error{Code: ect.CodeReplayed}
-	}
-	if err == nil && t.Evidence.Fleet() {
-		err = t.Evidence.Spend(ctx, []*ect.Token{token}, use)
-	}
-	return err
+	return t.Evidence.Spend(ctx, []*ect.Token{token}, use)
 }

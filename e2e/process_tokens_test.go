@@ -181,10 +181,21 @@ func TestProcessTokenIsBoundOnceInAFleet(t *testing.T) {
 	two.store = strings.Replace(two.store, "node one", "node two", 1)
 	two.app = one.app
 	var at [2]*gateway
+	var running [2]*procGateway
 	for i, site := range []*procSite{one, two} {
 		site.tokenSite(t, a, lab)
-		site.start(t)
+		running[i] = site.start(t)
 		at[i] = site.gateway(t)
+	}
+	var all []*tokenCase
+	again := func(c *tokenCase, when string) {
+		same := *c
+		same.second = c.first
+		for _, g := range at {
+			c.g, same.g = g, g
+			c.again(t, lab, when)
+			same.again(t, lab, when)
+		}
 	}
 	lab.write("/docs/read", "1")
 	for kind, pairs := range map[string][][2]string{
@@ -193,10 +204,18 @@ func TestProcessTokenIsBoundOnceInAFleet(t *testing.T) {
 		"decide": {{"decision", "call"}, {"decision", "read of the gateway"}},
 		"hold":   {{"hold", "call"}, {"hold", "checkpoint"}},
 		"end":    {{"end", "call"}, {"end", "read of the gateway"}},
+		"aerr":   {{"dry run", "execute, AERR"}, {"read of the gateway", "execute"}, {"body", "prepare"}},
+		"error":  {{"call", "checkpoint"}, {"read of the upstream", "call"}},
 	} {
 		for _, names := range pairs {
 			for n := range 4 {
 				c := newTokenCase(at[n%2].saga(a), kind, tokenUseOf(names[0]), tokenUseOf(names[1]))
+				for _, g := range at { // both know of the call
+					look := a.issue(ect.Claims{Action: "look"})
+					if got := g.call(with(look, request{method: "GET", path: cascadePath + "checkpoints/" + c.step.checkpoint + "?wait=30s"})); got.status != http.StatusOK {
+						t.Fatalf("%d %s", got.status, got.body)
+					}
+				}
 				uses, got := [2]tokenUse{c.first, c.second}, [2]reply{}
 				var wg sync.WaitGroup
 				for i, use := range uses {
@@ -213,15 +232,18 @@ func TestProcessTokenIsBoundOnceInAFleet(t *testing.T) {
 				} else {
 					c.first, c.second, c.answer = c.second, c.first, got[1]
 				}
-				same := *c
-				same.second = c.first
-				for _, g := range at {
-					c.g, same.g = g, g
-					c.again(t, lab, kind+", at both")
-					same.again(t, lab, kind+", at both")
-				}
+				again(c, kind+", at both")
+				all = append(all, c)
 			}
 		}
+	}
+	for i, site := range []*procSite{one, two} {
+		running[i].kill()
+		site.start(t)
+		at[i] = site.gateway(t)
+	}
+	for _, c := range all {
+		again(c, "after a restart of both")
 	}
 }
 

@@ -270,7 +270,6 @@ func (x *Call) open() error {
 func (x *Call) close() {
 	x.permit.Release()
 	x.waitOver()
-	x.giveTokensBack()
 	x.probed()
 	x.window.Close()
 	if x.body != nil {

@@ -482,8 +482,7 @@ func (h *Handler) needsTokens(r *http.Request, m *protocol.Message) bool {
 	return h.RequireECT || len(r.Header[ect.FieldName]) > 0
 }
 
-// verifySafe verifies the tokens of a safe request. Their use is kept in memory; only level L3, a fleet, and
-// tokens that could ask for a rollback have it recorded before the request goes on.
+// verifySafe verifies the tokens of a safe request, and binds them to it before it goes on.
 func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	// Tokens that another guard has verified would count as used twice.
 	if !h.needsTokens(r, m) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
@@ -497,13 +496,11 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if err != nil {
 		return err
 	}
-	if policy.records() || len(p.asking()) > 0 { // it writes, and the store must not close meanwhile
-		_, release, err := h.Open()
-		if err != nil {
-			return StoreClosed(err)
-		}
-		defer release()
+	_, release, err := h.Open() // the store must not close meanwhile
+	if err != nil {
+		return StoreClosed(err)
 	}
+	defer release()
 	if err := h.checkUnguardedInput(&p, r); err != nil {
 		return err
 	}

@@ -36,12 +36,8 @@ type callEvidence struct {
 	ancestors []*ect.Token
 	// use binds the tokens to this key and request, so that they are valid for no other body.
 	use evidence.Use
-	// taken are the tokens that this call was the first to use, by the memory; kept says that
-	// their use was recorded.
-	taken []*ect.Token
-	// held are those whose recorded use has no expiry yet.
+	// held are the tokens whose recorded use has no expiry yet.
 	held []*ect.Token
-	kept bool
 	// handed says that an enclosing guard uses the tokens for the same request.
 	handed bool
 	// begins says that the call is the first of its workflow.
@@ -305,10 +301,8 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 		if x.evidence.begins {
 			x.emit(EventWorkflowStarted, nil)
 		}
-		x.evidence.kept = true
 		x.evidence.recorded = slices.Concat(x.evidence.recorded, x.evidence.ancestors, x.evidence.tokens.All)
 		for _, t := range x.evidence.tokens.Own {
-			x.evidence.policy.Evidence.Forget(t, x.evidence.use) // the store knows
 			x.evidence.bound = append(x.evidence.bound, t)
 		}
 		return nil
@@ -567,28 +561,7 @@ func (x *Call) takeTokens() error {
 		s.handed = true // a guard around this one has bound them
 		return nil
 	}
-	if s.tokens.Late != nil {
-		return x.lateTokens()
-	}
-	for _, t := range s.tokens.Own {
-		status, err := s.policy.Evidence.Take(t, s.use, time.Now())
-		switch {
-		case err != nil: // memory is full, and the claim's commit decides
-		case status == evidence.Unused:
-			s.taken = append(s.taken, t)
-		case status == evidence.Other:
-			// It was presented with another call as well. What the store has recorded counts.
-			recorded, err := s.policy.Evidence.UseStatus(x.r.Context(), t, s.use)
-			if err != nil {
-				return x.storeFailed(err)
-			}
-			if recorded != evidence.Same {
-				return replayedToken()
-			}
-			s.bound = append(s.bound, t)
-		}
-	}
-	return nil
+	return x.lateTokens()
 }
 
 // lateTokens accepts expired tokens for the very call that they were used for, and refuses them
@@ -610,16 +583,6 @@ func (x *Call) lateTokens() error {
 	return nil
 }
 
-func (x *Call) giveTokensBack() {
-	s := &x.evidence
-	if s.kept {
-		return
-	}
-	for _, t := range s.taken {
-		s.policy.Evidence.Forget(t, s.use)
-	}
-}
-
 // reviewTokens looks up the tokens in the store. It reports whether it learned anything, and
 // refuses a token that was used for something else.
 func (x *Call) reviewTokens() (learned bool, err error) {
@@ -639,7 +602,6 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 		}
 		if status == evidence.Same && !slices.Contains(s.bound, t) {
 			s.bound = append(s.bound, t)
-			s.policy.Evidence.Forget(t, s.use)
 			learned = true
 		}
 	}
@@ -692,6 +654,9 @@ func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 				s.held = append(s.held, t)
 			}
 			to.Add(w)
+			if alone, needed := s.policy.Evidence.Alone(t); needed {
+				to.Add(alone)
+			}
 		}
 	}
 }

@@ -294,56 +294,43 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 // another node has to know that they were used, and them as parents (ADR 0132).
 func (t *TokenPolicy) records() bool { return t.LedgerFirst || t.Evidence.Fleet() }
 
-// asking are the caller's own tokens that could ask for a rollback. Upstreams see those of an unguarded
-// request too: its use is recorded in the store, so that they never do (C-6.1-a).
-func (p *Tokens) asking() (all []*ect.Token) {
-	for _, token := range p.Own {
-		if slices.Contains(api.Asks, token.Event()) {
-			all = append(all, token)
-		}
+// Bind binds the caller's own tokens in the store to a request. An error that is no refusal is a
+// *api.Problem, and nothing is known then.
+func (t *TokenPolicy) Bind(ctx context.Context, own []*ect.Token, use evidence.Use) error {
+	err := t.free(ctx, own, use)
+	if err == nil {
+		err = t.Evidence.Spend(ctx, own, use)
 	}
-	return all
+	if err != nil {
+		return RefusedToken(err)
+	}
+	return nil
 }
 
-// Bind binds the caller's own tokens in the store to a request that changes something, or that is shown
-// what only they may see. An error that is no refusal is a *api.Problem, and nothing is known then.
-func (t *TokenPolicy) Bind(ctx context.Context, own []*ect.Token, use evidence.Use) error {
+// free refuses tokens that are bound to another use, and those that the ledger holds for something else.
+func (t *TokenPolicy) free(ctx context.Context, own []*ect.Token, use evidence.Use) error {
 	for _, token := range own {
-		status, err := t.Evidence.ActStatus(ctx, token, use)
-		switch {
+		switch status, err := t.Evidence.ActStatus(ctx, token, use); {
 		case err != nil:
-			return RefusedToken(err)
-		case status == evidence.Other, t.Evidence.Taken(token, use, time.Now()) == evidence.Other:
-			return replayedToken()
+			return err
+		case status == evidence.Other:
+			return &ect.Error{Code: ect.CodeReplayed}
 		}
-	}
-	if err := t.Evidence.Spend(ctx, own, use); err != nil {
-		return RefusedToken(err)
 	}
 	return nil
 }
 
 // SpendRead is Spend for a request that reads at one of the gateway's own paths, as the token's issuer.
 func (t *TokenPolicy) SpendRead(host Host, p *Tokens, r *http.Request) error {
-	if len(p.All) == 0 {
-		return nil
-	}
-	use := safeUseOf(r, host).Use
-	for _, token := range p.Own {
-		status, err := t.Evidence.ActStatus(r.Context(), token, use)
-		switch {
-		case err != nil:
-			return RefusedToken(err)
-		case status == evidence.Other:
-			return replayedToken()
-		}
+	if err := t.free(r.Context(), p.Own, safeUseOf(r, host).Use); err != nil {
+		return RefusedToken(err)
 	}
 	return t.Spend(host, p, r)
 }
 
-// Spend uses up the tokens of a request that is not guarded. Without a body the same tokens
-// may come again with the same request, and with no other; with a body, never. On an error
-// nothing is used up.
+// Spend binds the tokens of a request that is not guarded, in the store: what has looked never acts, also
+// after a restart (P3, C-6.1-a). Without a body the same tokens may come again with the same request, and
+// with no other; with a body, never. On an error nothing is used up.
 func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
 	if err := p.inTime(); err != nil {
 		return err
@@ -352,45 +339,8 @@ func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
 		return nil
 	}
 	use := safeUseOf(r, host)
-	taken, err := t.take(r.Context(), p.Own, use.Use)
-	known := taken // what memory has to forget: the store knows, or nothing was used
-	switch {
-	case err != nil:
-	case t.records():
-		if err = t.enter(r, p, use); err == nil {
-			known = p.Own
-		}
-	case api.ReadsCheckpoint(r):
-		known, err = p.Own, t.Bind(r.Context(), p.Own, use.Use)
-	case len(p.asking()) > 0:
-		known, err = p.asking(), t.Bind(r.Context(), p.asking(), use.Use)
-	default:
-		known = nil
+	if t.records() {
+		return t.enter(r, p, use)
 	}
-	for _, token := range known {
-		t.Evidence.Forget(token, use.Use)
-	}
-	return err
-}
-
-// take remembers in memory what tokens are used for. It returns those that were unused, also
-// with an error.
-func (t *TokenPolicy) take(ctx context.Context, own []*ect.Token, use evidence.Use) (taken []*ect.Token, err error) {
-	for _, token := range own {
-		status, err := t.Evidence.Take(token, use, time.Now())
-		if err != nil && !t.records() { // else the store remembers
-			return taken, RefusedToken(err)
-		}
-		if status == evidence.Unused {
-			taken = append(taken, token)
-			// It may have claimed a key.
-			if status, err = t.Evidence.UseStatus(ctx, token, use); err != nil {
-				return taken, RefusedToken(err)
-			}
-		}
-		if status == evidence.Other {
-			return taken, replayedToken()
-		}
-	}
-	return taken, nil
+	return t.Bind(r.Context(), p.Own, use.Use)
 }

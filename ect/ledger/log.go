@@ -513,6 +513,27 @@ func (l *Log) recordWrites(events []hashedEvent, first uint64, direct bool) (_ [
 	return writes, placed, nil
 }
 
+// Given is the write that keeps an id without an entry, such as that of a token that was only read with, from
+// being used both with and without a workflow, as Record does for events: with one it marks the id until then,
+// without one it is the condition that no workflow has given the id.
+func (l *Log) Given(workflow, id string, until time.Time) store.Write {
+	n := l.namesOf(workflow, id)
+	if workflow == "" {
+		return store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true}
+	}
+	return store.Write{Key: n.appendGiven(nil), Expires: until}
+}
+
+// IsGiven reports whether some workflow has given the id.
+func (l *Log) IsGiven(ctx context.Context, id string) (bool, error) {
+	n := l.namesOf("", id)
+	_, err := l.store.Get(ctx, n.appendGiven(nil))
+	if errors.Is(err, store.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
 // scratch holds buffers for encoding.
 var scratch = sync.Pool{New: func() any { return new([2][]byte) }}
 

@@ -4,7 +4,7 @@
 // [Open] opens the ledger of a store. An [EventBuilder] drafts the events of calls, circuit
 // breakers and rollbacks in the gateway's name (cascade 3.2.4, 4.2.1, 4.4.2).
 // [Evidence.NewBatch] makes the writes that append presented tokens and drafts to a commit.
-// [Evidence.UseWrite], [Evidence.Take] and [Evidence.UseStatus] keep a token from being used
+// [Evidence.UseWrite] and [Evidence.UseStatus] keep a token from being used
 // twice. A [RollbackLedger] reads recorded workflows for the planning of rollbacks.
 package evidence
 
@@ -66,7 +66,6 @@ type Evidence struct {
 	recent *recent[ect.Node]   // recorded or looked up
 	seen   *recent[*ect.Token] // presented, and not recorded
 	begun  *recent[struct{}]   // workflows that have a start, or an earlier call
-	uses   *uses
 	live   liveWorkflows
 	names  names
 	about  answered
@@ -91,7 +90,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	}
 	e := &Evidence{
 		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, logger: o.Logger, placed: o.Placed,
-		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), begun: newRecent[struct{}](), uses: &uses{most: maxUses, m: map[string][]used{}}, live: liveWorkflows{most: maxLive},
+		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), begun: newRecent[struct{}](), live: liveWorkflows{most: maxLive},
 	}
 	e.fleet.store, e.fleet.node, e.live.fleet = shared, o.Node, shared != nil
 	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"

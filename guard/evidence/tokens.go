@@ -38,8 +38,10 @@ const (
 // a step of the clock does not make it acceptable again.
 const clockMargin = time.Hour
 
-func (e *Evidence) usedKey(t *ect.Token) []byte {
-	hash := store.Index(e.sealer, "token used", t.Workflow(), t.NodeID())
+func (e *Evidence) usedKey(t *ect.Token) []byte { return e.usedIn(t.Workflow(), t) }
+
+func (e *Evidence) usedIn(workflow string, t *ect.Token) []byte {
+	hash := store.Index(e.sealer, "token used", workflow, t.NodeID())
 	return append(append(make([]byte, 0, 1+hashed), spaceUsed), hash[:hashed]...)
 }
 
@@ -57,6 +59,15 @@ func (e *Evidence) UseWrite(t *ect.Token, u Use, until time.Time) store.Write {
 	}
 }
 
+// Alone returns the condition that the id of a token with a workflow is used by none without, for the
+// commit of its UseWrite: an id is unique in its workflow, and everywhere without one (ADR 0038).
+func (e *Evidence) Alone(t *ect.Token) (w store.Write, needed bool) {
+	if t.Workflow() == "" {
+		return w, false // the ledger's own writes see to it
+	}
+	return store.Write{Key: e.usedIn("", t), Delete: true, If: store.Absent()}, true
+}
+
 // TokenStatus says whether a token was used, and for what.
 type TokenStatus uint8
 
@@ -71,13 +82,6 @@ const (
 	// Other: the id was used for another Use, or with other bytes.
 	Other
 )
-
-func (u used) status(t *ect.Token, use Use) TokenStatus {
-	if u.digest == t.Digest() && u.use == use {
-		return Same
-	}
-	return Other
-}
 
 // UseStatus looks up in the store whether a token was used.
 func (e *Evidence) UseStatus(ctx context.Context, t *ect.Token, use Use) (TokenStatus, error) {
@@ -96,11 +100,14 @@ func statusOf(item *store.Entry, t *ect.Token, use Use) (TokenStatus, error) {
 	if n := len(item.Value); n != bound && n != bound+1 {
 		return Unused, fmt.Errorf("evidence: the record of a used token has %d bytes", n)
 	}
-	status := used{digest: [32]byte(item.Value), use: Use(item.Value[sha256.Size:bound])}.status(t, use)
-	if status == Same && len(item.Value) > bound {
-		status = Acted
+	switch {
+	case [sha256.Size]byte(item.Value) != t.Digest(), Use(item.Value[sha256.Size:bound]) != use:
+		return Other, nil
+	case len(item.Value) > bound:
+		return Acted, nil
+	default:
+		return Same, nil
 	}
-	return status, nil
 }
 
 // ActedWrite returns the write that records that what a bound token asked for was done, on the
@@ -139,100 +146,6 @@ func (e *Evidence) ActStatus(ctx context.Context, t *ect.Token, use Use) (TokenS
 		status = Other
 	}
 	return status, err
-}
-
-// maxUses bounds the uses in memory; each takes about 150 bytes.
-const maxUses = 500_000
-
-type used struct {
-	workflow string
-	digest   [sha256.Size]byte
-	use      Use
-	until    time.Time
-}
-
-// uses are the tokens that are reserved for a claim, or whose use is not recorded.
-type uses struct {
-	mu    sync.Mutex
-	most  int
-	count int
-	m     map[string][]used // by id; one for each workflow
-	swept time.Time
-}
-
-// before is the earlier use of the token's id in its workflow, or of either without a
-// workflow; nil if there is none. mu is held.
-func (u *uses) before(t *ect.Token, now time.Time) *used {
-	all := u.m[t.NodeID()]
-	for i := range all {
-		same := all[i].workflow == t.Workflow() || all[i].workflow == "" || t.Workflow() == ""
-		if same && now.Before(all[i].until) {
-			return &all[i]
-		}
-	}
-	return nil
-}
-
-// drop removes the uses of an id that are gone. mu is held.
-func (u *uses) drop(id string, gone func(*used) bool) {
-	all := u.m[id]
-	left := slices.DeleteFunc(all, func(v used) bool { return gone(&v) })
-	u.count -= len(all) - len(left)
-	if len(left) == 0 {
-		delete(u.m, id)
-		return
-	}
-	u.m[id] = left
-}
-
-// Take reserves a token for a use in memory and returns its status before, in one step. The
-// error is ect.ErrUnavailable if too many tokens are reserved.
-func (e *Evidence) Take(t *ect.Token, use Use, now time.Time) (TokenStatus, error) {
-	u, id, digest := e.uses, t.NodeID(), t.Digest()
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if before := u.before(t, now); before != nil {
-		return before.status(t, use), nil
-	}
-	if u.count >= u.most && !u.sweep(now) {
-		// A forgotten token could be used a second time.
-		return Unused, fmt.Errorf("%w: %d tokens are remembered already", ect.ErrUnavailable, u.count)
-	}
-	u.drop(id, func(v *used) bool { return !now.Before(v.until) })
-	u.m[id] = append(u.m[id], used{t.Workflow(), digest, use, t.Expires().Add(ect.Skew + clockMargin)})
-	u.count++
-	return Unused, nil
-}
-
-// Taken is the status of a token in memory. It reserves nothing.
-func (e *Evidence) Taken(t *ect.Token, use Use, now time.Time) TokenStatus {
-	u := e.uses
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if before := u.before(t, now); before != nil {
-		return before.status(t, use)
-	}
-	return Unused
-}
-
-// sweep removes the tokens that are not accepted any more, at most once a second, and reports
-// whether there is room now.
-func (u *uses) sweep(now time.Time) bool {
-	if now.Sub(u.swept).Abs() < time.Second {
-		return false
-	}
-	u.swept = now
-	for id := range u.m {
-		u.drop(id, func(v *used) bool { return !now.Before(v.until) })
-	}
-	return u.count < u.most
-}
-
-// Forget releases a reservation: the store has the use, or the token was not used.
-func (e *Evidence) Forget(t *ect.Token, use Use) {
-	e.uses.mu.Lock()
-	defer e.uses.mu.Unlock()
-	e.uses.drop(t.NodeID(), func(v *used) bool { return v.status(t, use) == Same })
 }
 
 // RecordTokens is ShareTokens, and returns once all are in the tree under a signed head (level L3). It
@@ -326,9 +239,16 @@ func (e *Evidence) commitTokens(ctx context.Context, missing, unbound []*ect.Tok
 	if err != nil {
 		return err
 	}
-	uses := make([]store.Write, 0, len(unbound))
+	uses := make([]store.Write, 0, 3*len(unbound))
 	for _, t := range unbound { // for a token's life also by the clock of the store, which may be another one
-		uses = append(uses, e.UseWrite(t, use, now.Add(t.Expires().Sub(t.IssuedAt())+clockMargin)))
+		w := e.UseWrite(t, use, now.Add(t.Expires().Sub(t.IssuedAt())+clockMargin))
+		uses = append(uses, w)
+		if alone, needed := e.Alone(t); needed {
+			uses = append(uses, alone)
+		}
+		if !slices.Contains(missing, t) { // else the ledger says so
+			uses = append(uses, e.log.Given(t.Workflow(), t.NodeID(), w.Expires))
+		}
 	}
 	if len(missing) == 0 {
 		_, err := e.store.Commit(ctx, uses...)
@@ -586,7 +506,7 @@ func signs(t *ect.Token, entry *ledger.Entry) bool {
 	return strings.HasPrefix(t.Raw(), string(signed))
 }
 
-// takenElsewhere is Other if the id is recorded elsewhere and either token has no workflow:
+// takenElsewhere is Other if the id is recorded or used elsewhere and either token has no workflow:
 // the id of a token without a workflow is unique everywhere.
 func (e *Evidence) takenElsewhere(ctx context.Context, t *ect.Token) (TokenStatus, error) {
 	waits, cancel := context.WithTimeout(ctx, placeTime)
@@ -594,8 +514,11 @@ func (e *Evidence) takenElsewhere(ctx context.Context, t *ect.Token) (TokenStatu
 	taken := false
 	var err error
 	if t.Workflow() != "" {
-		_, taken, err = e.find(waits, "", t.NodeID())
-	} else {
+		_, err = e.store.Get(ctx, e.usedIn("", t))
+		if taken = err == nil; errors.Is(err, store.ErrNotFound) {
+			_, taken, err = e.find(waits, "", t.NodeID())
+		}
+	} else if taken, err = e.log.IsGiven(waits, t.NodeID()); err == nil && !taken {
 		var entries []ledger.Entry
 		entries, err = e.log.FindRecorded(waits, t.NodeID())
 		taken = slices.ContainsFunc(entries, func(e ledger.Entry) bool { return e.Workflow != "" })

@@ -328,43 +328,6 @@ func TestBoundTokens(t *testing.T) {
 	}
 }
 
-// In memory too, exactly one of many uses at once is the first.
-func TestTakenTokens(t *testing.T) {
-	b := newBench(t)
-	token, now := b.token(t, ect.Claims{}), time.Now()
-	var first sync.Map
-	var all sync.WaitGroup
-	for n := range 50 {
-		all.Go(func() {
-			if got, err := b.evidence.Take(token, evidence.Use{byte(n)}, now); err != nil || got == evidence.Unused {
-				first.Store(n, err)
-			}
-		})
-	}
-	all.Wait()
-	n := 0
-	first.Range(func(_, err any) bool {
-		if err != nil {
-			t.Error(err)
-		}
-		n++
-		return true
-	})
-	if n != 1 {
-		t.Errorf("%d uses were the first", n)
-	}
-	for n := range 50 {
-		b.evidence.Forget(token, evidence.Use{byte(n)})
-	}
-	if got, err := b.evidence.Take(token, evidence.Use{99}, now); err != nil || got != evidence.Unused {
-		t.Errorf("%v %v", got, err)
-	}
-	// What cannot be presented any more need not be remembered.
-	if got, err := b.evidence.Take(token, evidence.Use{1}, now.Add(48*time.Hour)); err != nil || got != evidence.Unused {
-		t.Errorf("after its time: %v %v", got, err)
-	}
-}
-
 // A parent is found while it waits for its place in the tree, afterwards, and in the
 // next life; one of another workflow is not taken for it.
 func TestParentsAreFound(t *testing.T) {
