@@ -3,6 +3,8 @@ package e2e
 import (
 	"fmt"
 	"maps"
+	"os"
+	"strings"
 	"testing"
 )
 
@@ -92,6 +94,89 @@ func TestRecognizedByHeaderFields(t *testing.T) {
 			got.recognized(t)
 			u.arrived(r.path, 2)
 		})
+	}
+}
+
+// sameCall are the rows of the first table of docs/same-call.md: parts of a request, and changes of each that have the
+// same consequence.
+var sameCall = []struct {
+	part    string
+	changes []func(r *request)
+}{
+	{"caller ([who that is](http.md#naming-a-call))", []func(r *request){field("Authorization", "Bearer bob")}},
+	{"guard (its `name`), method, path", []func(r *request){
+		field("X-Guard", "other"), func(r *request) { r.method = "PUT" }, func(r *request) { r.path = strings.Replace(r.path, "/a?", "/b?", 1) },
+	}},
+	{"host", []func(r *request){func(r *request) { r.host = "other.example" }}},
+	{"host, in capitals", []func(r *request){func(r *request) { r.host = strings.ToUpper(r.host) }}},
+	{"query, byte by byte", []func(r *request){
+		func(r *request) { r.path = strings.Replace(r.path, "x=1&y=2", "x=1&y=3", 1) }, func(r *request) { r.path = strings.Replace(r.path, "x=1&y=2", "y=2&x=1", 1) },
+	}},
+	{"media type and `Content-Encoding`", []func(r *request){field("Content-Type", "application/problem+json"), field("Content-Encoding", "gzip")}},
+	{"body: JSON by its values, multipart by its parts, everything else byte by byte; of [messages of agents](http.md#messages-of-agents) not the ids", []func(r *request){
+		func(r *request) { r.body = strings.Replace(r.body, `"n":1`, `"n":2`, 1) }, func(r *request) { r.body = strings.Replace(r.body, `"n":1`, `"n":1,"m":null`, 1) },
+	}},
+	{"the same values of JSON in another form, and what `fingerprint_exclude` names", []func(r *request){
+		func(r *request) { r.body = `{ "at": 1, "n": 1.0 }` }, func(r *request) { r.body = strings.Replace(r.body, `"at":1`, `"at":2`, 1) },
+	}},
+	{"node of a plan (`Workflow-Node`)", []func(r *request){field("Workflow-Node", "b")}},
+	{"[operands](#operands), and what `compare` names", []func(r *request){field("Destination", "/b"), field("If-Match", `"2"`), field("X-Compared", "2"), field("Referer", "2")}},
+	{"[fields for a tenant](#tenant-fields)", []func(r *request){field("Stripe-Account", "acct_2"), field("X-Workspace-Id", "2")}},
+	{"[credentials](#credentials)", []func(r *request){field("X-Api-Key", "2"), field("X-Shop-Access-Token", "2")}},
+	{"[volatile fields](#volatile-fields), and what `ignore` names", []func(r *request){field("User-Agent", "sdk/2"), field("X-Ignored", "2"), field("Cookie", "a=2")}},
+	{"fields that are [compared by other means](#compared-by-other-means)", []func(r *request){field("Content-Digest", "sha-256=:AA==:")}},
+	{"every other header field, known or not", []func(r *request){field("X-Unheard-Of", "2"), field("Workflow-Id", "w2")}},
+}
+
+func field(name, value string) func(r *request) { return func(r *request) { r.header[name] = value } }
+
+// docs/same-call.md says in its first table what the gateway does.
+func TestSameCallIsAsWritten(t *testing.T) {
+	u := newUpstream(t)
+	options := "{\n missing_id derive 10m\n breaker off\n compare X-Compared Referer\n ignore X-Ignored\n fingerprint_exclude /at\n"
+	g := start(t, "@other header X-Guard other\nagent_proxy @other %s "+options+" name other\n}\nagent_proxy %[1]s "+options+"}", u.addr)
+	n := 0
+	// outcome is what becomes of a call that differs from an earlier one.
+	outcome := func(change func(r *request), key bool) string {
+		n++
+		r := equal(fmt.Sprintf("/%d/a?x=1&y=2", n), "Content-Type", "application/json", "User-Agent", "sdk/1")
+		if r.host, r.body = "api.example", `{"n":1,"at":1}`; key {
+			r.id = fmt.Sprint("key-", n)
+		}
+		first := g.call(r)
+		first.want(t, 201, first.body, "executed")
+		r.header = maps.Clone(r.header)
+		change(&r)
+		switch got := g.call(r); {
+		case got.status == 422 && got.slug() == "fingerprint-mismatch":
+			return "422"
+		case got.status == 201 && got.header.Get("Execution-Status") == "replayed":
+			return "not compared"
+		case got.status == 201 && got.header.Get("Execution-Status") == "executed" && key:
+			return "another key"
+		case got.status == 201 && got.header.Get("Execution-Status") == "executed":
+			return "another call"
+		default:
+			t.Fatalf("%d %v %s", got.status, got.header, got.body)
+			return ""
+		}
+	}
+	want := "| part of the request | with a key | without a key |\n|---|---|---|\n"
+	for _, row := range sameCall {
+		with, without := outcome(row.changes[0], true), outcome(row.changes[0], false)
+		for i, change := range row.changes[1:] {
+			if key, none := outcome(change, true), outcome(change, false); key != with || none != without {
+				t.Errorf("%s, change %d: %s and %s, the first %s and %s", row.part, i+2, key, none, with, without)
+			}
+		}
+		want += fmt.Sprintf("| %s | %s | %s |\n", row.part, with, without)
+	}
+	page, err := os.ReadFile("../docs/same-call.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(page), "\n\n"+want+"\n") {
+		t.Errorf("the table is not\n%s", want)
 	}
 }
 
