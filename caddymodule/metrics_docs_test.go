@@ -307,6 +307,7 @@ func TestAlertRules(t *testing.T) {
 	for _, must := range []string{
 		"AgentGuardInDoubt", "AgentGuardInDoubtForADay", "AgentGuardStoreUnhealthy", "AgentGuardDiskLow", "AgentGuardUnavailable",
 		"AgentGuardFingerprintMismatches", "AgentGuardCommitsSlow", "AgentGuardFailOpen", "AgentGuardRollbackIncomplete", "AgentGuardRollbackHangs",
+		"AgentGuardEscalationWaits",
 	} {
 		if !alerts[must] {
 			t.Errorf("no alert is called %s", must)

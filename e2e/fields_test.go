@@ -19,6 +19,12 @@ var operands = []struct{ method, field, one, other string }{
 	{"DELETE", "If-Match", `"1"`, `"2"`},
 	{"POST", "SOAPAction", "urn:pay", "urn:refund"},
 	{"POST", "X-Amz-Target", "Bank_20200101.Pay", "Bank_20200101.Refund"},
+	{"COPY", "Depth", "0", "infinity"},
+	{"PUT", "Lock-Token", "<urn:uuid:1>", "<urn:uuid:2>"},
+	{"PATCH", "Range", "bytes=0-11", "bytes=12-23"},
+	{"POST", "Prefer", "resolution=merge-duplicates", "resolution=ignore-duplicates"},
+	{"PUT", "X-Goog-Copy-Source", "/bucket/a", "/bucket/b"},
+	{"PUT", "X-Ms-Copy-Source", "https://a.example/a", "https://a.example/b"},
 }
 
 // anew is r as the next attempt of an SDK sends it, with further fields.

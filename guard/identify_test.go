@@ -6,6 +6,7 @@ import (
 	"crypto/x509/pkix"
 	"errors"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -14,6 +15,7 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -162,6 +164,23 @@ func TestUnstableCredentialsAreRefused(t *testing.T) {
 	_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), "")
 	if err == nil {
 		t.Error("a second, unstable Authorization line is not refused")
+	}
+}
+
+// P1: callers whom nothing names that stays are told of in the log once for each guard, with the line to write.
+func TestUnnamedCallersAreLogged(t *testing.T) {
+	var log strings.Builder
+	h := newHandler(t, Config{Name: "shop", Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	for range 3 {
+		for _, origin := range []execution.Origin{execution.OriginGiven, execution.OriginMinted} {
+			x := &Call{h: h, r: request("POST", "/", "Cookie", "session=a")}
+			if err := x.refuseUnnamed(&execution.Call{Origin: origin}); (err != nil) != (origin == execution.OriginGiven) {
+				t.Error(err)
+			}
+		}
+	}
+	if text := log.String(); strings.Count(text, "\n") != 1 || !strings.Contains(text, "caller cookie NAME") || !strings.Contains(text, "guard=shop") {
+		t.Errorf("%q", text)
 	}
 }
 

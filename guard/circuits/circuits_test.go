@@ -1,10 +1,12 @@
 package circuits_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"log/slog"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -27,6 +29,7 @@ type gateway struct {
 
 	mu    sync.Mutex
 	heard []breaker.Event
+	log   bytes.Buffer
 }
 
 // process begins a gateway on a store, as a process does.
@@ -39,7 +42,7 @@ func process(t *testing.T, st store.Store, ring *seal.Ring) *gateway {
 	g := &gateway{t: t, rules: rules}
 	g.registry = breaker.NewRegistry(0, g)
 	g.keeper = circuits.New(circuits.Options{
-		Store: st, Sealer: ring, Log: slog.New(slog.DiscardHandler),
+		Store: st, Sealer: ring, Log: slog.New(slog.NewTextHandler(&g.log, nil)),
 		Breakers: circuits.Breakers{
 			Snapshot: func(key breaker.Key) (s breaker.Snapshot, keep, there bool) {
 				b := g.registry.Find(key)
@@ -223,6 +226,29 @@ func TestStatesOfAGatewayThatWasAlone(t *testing.T) {
 	if n := stored(t, st); n != 1 {
 		t.Errorf("%d states are stored, not 1", n)
 	}
+}
+
+// The log tells of a breaker that was not closed when its process ended: an open one has a time until which it stays
+// so, a half-open one has none.
+func TestLogOfRestoredStates(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		st, ring := memory.New(memory.Options{}), seal.Generate()
+		g := process(t, st, ring)
+		g.fail()
+		g.end()
+		g = process(t, st, ring)
+		if text := g.log.String(); !strings.Contains(text, "state=open until="+time.Now().Add(time.Minute).UTC().Format("2006-01-02T15:04:05")) {
+			t.Errorf("open: %s", text)
+		}
+		<-time.After(time.Minute)
+		synctest.Wait()
+		g.probe()
+		g.end()
+		g = process(t, st, ring)
+		if text := g.log.String(); !strings.Contains(text, "state=half_open cause=") {
+			t.Errorf("half-open: %s", text)
+		}
+	})
 }
 
 // A state is deleted with its upstream, and not with the process.
