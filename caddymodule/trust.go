@@ -445,7 +445,13 @@ func (t *tokenPolicy) verifyErrors(r *http.Request, raws []string) ([]*ect.Token
 	if t.Verifier == nil {
 		return nil, &ect.Error{Code: ect.CodeKeyID} // no keys are trusted
 	}
-	return t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r), DAG: t.Evidence.GraphOf})
+	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r), DAG: t.Evidence.GraphOf})
+	for _, token := range all {
+		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" {
+			return nil, &ect.Error{Code: ect.CodeExt} // it is good for another endpoint (C-6.1-a)
+		}
+	}
+	return all, err
 }
 
 // admitTime bounds how long agents' errors wait for a ledger with a backlog.

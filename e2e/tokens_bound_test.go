@@ -131,6 +131,12 @@ func (c *tokenCase) send(use tokenUse) reply {
 
 func newTokenCase(s *saga, kind string, first, second tokenUse) *tokenCase {
 	s.t.Helper()
+	return newPhaseCase(s, kind, "", first, second)
+}
+
+// newPhaseCase has a token that says what it is for, as those of gateways do.
+func newPhaseCase(s *saga, kind, phase string, first, second tokenUse) *tokenCase {
+	s.t.Helper()
 	charged := charge(1)
 	charged.host = tokenHost
 	c := &tokenCase{saga: s, kind: kind, id: uuid.NewString(), first: first, second: second, step: s.do(charged)}
@@ -156,6 +162,18 @@ func newTokenCase(s *saga, kind string, first, second tokenUse) *tokenCase {
 	}
 	if c.text != "" {
 		claims.Input = ect.Sum([]byte(c.text))
+	}
+	if phase != "" {
+		if claims.Ext == nil {
+			claims.Ext = new(ect.ExtBuilder)
+		}
+		claims.Ext = claims.Ext.Text("agent_guard.phase", phase)
+		if kind != "error" {
+			claims.Ext = claims.Ext.Text(ect.MemberCheckpointID, c.step.checkpoint)
+		}
+		if body := first.make(c).body; body != "" {
+			claims.Input = ect.Sum([]byte(body))
+		}
 	}
 	c.token = s.a.issue(claims)
 	return c
@@ -300,6 +318,46 @@ func TestTokensReadAtOnePath(t *testing.T) {
 	setting.store = g.store
 	c.g = launch(t, setting)
 	look("after a restart")
+}
+
+// C-6.1-a: a token that says what it is for (`agent_guard.phase`), as those of gateways do, is good for that alone.
+func TestTokensThatSayTheirPhase(t *testing.T) {
+	a, lab := newAgent(t, "a"), newRestLab(t)
+	g := launch(t, tokenSetup(t, a, lab))
+	lab.write("/docs/read", "1")
+	look := func(name, path string) tokenUse {
+		return tokenUse{name: name, kinds: "ask", make: func(c *tokenCase) request {
+			return request{method: "GET", path: cascadePath + strings.NewReplacer("{wid}", c.wid, "{id}", rollbackID(1)).Replace(path)}
+		}}
+	}
+	uses := append(slices.DeleteFunc(slices.Clone(tokenUses), func(u tokenUse) bool { return u.name == "read of the gateway" }),
+		look("head", "ledger/head"), look("workflow", "workflows/{wid}"), look("status", "rollback/{id}"), look("tokens", "workflows/{wid}/tokens"), look("circuits", "circuits"))
+	fits := map[string][]string{
+		"dry": {"dry run", "dry prepare"}, "prepare": {"prepare"}, "release": {"release"}, "execute": {"execute", "execute, ATD", "execute, AERR"},
+		"checkpoint": {"checkpoint"}, "status": {"status"}, "read": {"tokens", "circuits"}, "hold": {"hold"}, "other": nil,
+	}
+	s := g.saga(a)
+	s.back(rollbackBody{ID: rollbackID(1), Checkpoint: s.do(charge(1)).checkpoint, Scope: "single"}).want(t, "completed")
+	for phase, good := range fits {
+		for _, use := range uses {
+			kinds := strings.Fields(use.kinds)
+			c := newPhaseCase(s, kinds[len(kinds)-1], phase, use, use)
+			before := len(lab.all("POST /*", "")) + len(lab.all("PUT /docs/*", ""))
+			got := c.send(use)
+			if slices.Contains(good, use.name) {
+				if got.status/100 != 2 {
+					t.Errorf("%s, %s: %d %s", phase, use.name, got.status, got.body)
+				}
+				continue
+			}
+			if got.status != http.StatusForbidden {
+				t.Errorf("%s, %s: %d %s", phase, use.name, got.status, got.body)
+			}
+			if after := len(lab.all("POST /*", "")) + len(lab.all("PUT /docs/*", "")); after != before {
+				t.Errorf("a token with the phase %s is good for a %s", phase, use.name)
+			}
+		}
+	}
 }
 
 // docs/threat_model.md has the same table.
