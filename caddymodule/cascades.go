@@ -126,7 +126,6 @@ func (e *engine) startCascades(ctx context.Context) error {
 		},
 		Circuits: cascades.Circuits{
 			Downstream: e.circuits.Downstream, Status: e.circuits.Status, Trip: e.circuits.Trip, ShareProbes: e.circuits.ShareProbes,
-			Latencies: e.circuits.Latencies, RestoreLatency: e.circuits.RestoreLatency,
 		},
 		Look: func() (cascades.Look, bool) {
 			a := e.activeConfigs.latest()

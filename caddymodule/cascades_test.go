@@ -87,17 +87,17 @@ func TestStoreSignals(t *testing.T) {
 // What is stored of cascades is read by the next process, and sealed anew with the rest of the store.
 func TestCascadesOfAnEngine(t *testing.T) {
 	dir := t.TempDir()
-	const usual = 40 * time.Millisecond
 	t.Run("before", func(t *testing.T) {
-		leadingTo(t, "a:1")
-		if !started(t, dir, "").held.circuits.RestoreLatency("a:1", cascade.LatencyState{Baseline: usual}) {
-			t.Fatal("no transport has the upstream")
+		e := started(t, dir, "").held
+		key := append([]byte{evidence.SpaceCascade, 'c'}, make([]byte, 16)...)
+		value := e.ring.Seal(nil, []byte(`{"cascade":{"cascade_id":"c1","state":"closed"}}`), key)
+		if _, err := e.store.Commit(t.Context(), store.Write{Key: key, Value: value, Expires: time.Now().Add(time.Hour)}); err != nil {
+			t.Fatal(err)
 		}
 	})
-	leadingTo(t, "a:1")
 	e := started(t, dir, "").held
-	if all := e.circuits.Latencies(); len(all) != 1 || all["a:1"].Baseline != usual {
-		t.Errorf("%v", all)
+	if all := e.cascades.List(); len(all) != 1 || all[0].ID != "c1" {
+		t.Errorf("%+v", all)
 	}
 	id := rotateKeys(t, e)
 	resealed(t, e, id)

@@ -34,18 +34,18 @@ func Example() {
 
 // The p99 of an upstream rises to ten times what it was.
 func ExampleLatency() {
-	l := cascade.NewLatency(cascade.LatencyState{Baseline: 300 * time.Millisecond})
+	var l cascade.Latency
 	now := time.Now()
-	for range 300 {
+	for range 1000 { // what is usual is known after a window of 30 s
 		now = now.Add(50 * time.Millisecond)
 		l.Observe(now, 200*time.Millisecond)
 	}
-	for i := 1; ; i++ {
+	for i := 1; ; i++ { // one in a hundred of the last 1,000
 		now = now.Add(50 * time.Millisecond)
 		if l.Observe(now, 2*time.Second) == cascade.Spiked {
 			fmt.Println("spike after", i, "slow calls")
 			break
 		}
 	}
-	// Output: spike after 5 slow calls
+	// Output: spike after 11 slow calls
 }

@@ -3,7 +3,14 @@ package cascade
 import (
 	"fmt"
 	"slices"
+	"time"
 )
+
+// LatencyOf is a Latency that knows what is usual.
+func LatencyOf(usual time.Duration) *Latency { return &Latency{usual: usual} }
+
+// Spiking reports whether the p99 is far above what is usual.
+func (l *Latency) Spiking() bool { return l.spiking }
 
 // Work counts the steps that the events have taken.
 func (d *Detector) Work() int64 { return d.work }

@@ -18,15 +18,6 @@ const (
 	Returned
 )
 
-// LatencyState is what a Latency knows, to be kept over a restart.
-type LatencyState struct {
-	// Baseline is the moving average of the p99; 0 if unknown.
-	Baseline time.Duration `json:"baseline"`
-	// Spiking says that the p99 is above it, since Since.
-	Spiking bool      `json:"spiking,omitempty"`
-	Since   time.Time `json:"since,omitzero"`
-}
-
 const (
 	// factor is how many times its baseline the p99 must be (cascade 3.4.1).
 	factor = 3
@@ -70,21 +61,20 @@ func (h *histogram) p99() time.Duration {
 }
 
 // Latency finds sudden increases in the latency of one upstream address: a p99 above three times its
-// moving average, which stands still meanwhile. A slow drift raises the average, and is no spike. Its
-// methods may be called from any goroutine, and allocate nothing.
+// moving average, which stands still meanwhile. A slow drift raises the average, and is no spike. The zero
+// value is ready. Its methods may be called from any goroutine, and allocate nothing.
 type Latency struct {
 	mu          sync.Mutex
-	state       LatencyState
+	usual       time.Duration // the moving average of the p99; 0 if unknown
+	spiking     bool          // the p99 is above it, since then
+	since       time.Time     // see spiking
 	now, before histogram
 	over        int // calls above the limit in both
 	begun       time.Time
 }
 
-// NewLatency makes a Latency that goes on from a saved state.
-func NewLatency(saved LatencyState) *Latency { return &Latency{state: saved} }
-
 func (l *Latency) limit() time.Duration {
-	return max(factor*l.state.Baseline, floor)
+	return max(factor*l.usual, floor)
 }
 
 // Observe counts a call that has ended, or that is known to have taken so long already.
@@ -101,15 +91,15 @@ func (l *Latency) Observe(now time.Time, took time.Duration) Turn {
 	i := step(took)
 	l.now.counts[i]++
 	l.now.total++
-	if l.state.Baseline == 0 || i <= step(l.limit()) {
+	if l.usual == 0 || i <= step(l.limit()) {
 		return turn
 	}
 	l.over++
 	n := l.now.total + l.before.total
-	if l.state.Spiking || n < samples || l.over < fewest || 100*l.over <= n {
+	if l.spiking || n < samples || l.over < fewest || 100*l.over <= n {
 		return turn
 	}
-	l.state.Spiking, l.state.Since = true, now
+	l.spiking, l.since = true, now
 	return Spiked
 }
 
@@ -118,18 +108,18 @@ func (l *Latency) close(now time.Time) Turn {
 	turn := Steady
 	p99, enough := l.now.p99(), l.now.total >= samples
 	switch {
-	case !l.state.Spiking && enough && l.state.Baseline == 0:
-		l.state.Baseline = p99
-	case !l.state.Spiking && enough:
-		l.state.Baseline += time.Duration(smoothing * float64(p99-l.state.Baseline))
-	case l.state.Spiking && l.now.total >= samples/10 && l.now.total > 0:
-		high := (1 + factor) / 2 * l.state.Baseline
+	case !l.spiking && enough && l.usual == 0:
+		l.usual = p99
+	case !l.spiking && enough:
+		l.usual += time.Duration(smoothing * float64(p99-l.usual))
+	case l.spiking && l.now.total >= samples/10 && l.now.total > 0:
+		high := (1 + factor) / 2 * l.usual
 		back := p99 <= max(high, floor)
-		if lasts := now.Sub(l.state.Since) >= accepted; back || lasts && enough {
+		if lasts := now.Sub(l.since) >= accepted; back || lasts && enough {
 			if !back {
-				l.state.Baseline = p99
+				l.usual = p99
 			}
-			l.state.Spiking, l.state.Since = false, time.Time{}
+			l.spiking, l.since = false, time.Time{}
 			turn = Returned
 		}
 	}
@@ -143,11 +133,11 @@ func (l *Latency) close(now time.Time) Turn {
 	return turn
 }
 
-// State returns what is known.
-func (l *Latency) State() LatencyState {
+// Usual is the baseline: the moving average of the p99, or 0 until the first window has ended.
+func (l *Latency) Usual() time.Duration {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.state
+	return l.usual
 }
 
 // P99 is the p99 of the last calls; 0 if there are too few.

@@ -18,13 +18,12 @@ const maxLatencies = 1024
 type latencies struct {
 	of atomic.Pointer[map[string]*answers] // replaced as a whole, so that reading takes no lock
 
-	mu    sync.Mutex                      // held while it is replaced; guards the rest
-	saved map[string]cascade.LatencyState // of the last process, until a call is answered
+	mu sync.Mutex // held while it is replaced
 }
 
 // answers are the good answers of an upstream: how long they took to begin, and how many they were.
 type answers struct {
-	*cascade.Latency
+	cascade.Latency
 	n atomic.Uint64
 }
 
@@ -57,8 +56,7 @@ func (s *latencies) get(upstream string) *answers {
 	if len(next) >= maxLatencies {
 		return nil
 	}
-	l := &answers{Latency: cascade.NewLatency(s.saved[upstream])}
-	delete(s.saved, upstream)
+	l := new(answers)
 	next[upstream] = l
 	s.of.Store(&next)
 	return l
@@ -84,25 +82,10 @@ func (m *Member) LatencyReports() map[string]LatencyReport {
 	all := map[string]LatencyReport{}
 	if of := m.pool.latencies.of.Load(); of != nil {
 		for upstream, l := range *of {
-			all[upstream] = LatencyReport{l.P99(), l.State().Baseline}
+			all[upstream] = LatencyReport{l.P99(), l.Usual()}
 		}
 	}
 	return all
-}
-
-// Latencies returns what has to be known of latencies after a restart, by address.
-func (m *Member) Latencies() map[string]cascade.LatencyState {
-	s := &m.pool.latencies
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	states := maps.Clone(s.saved)
-	if states == nil {
-		states = map[string]cascade.LatencyState{}
-	}
-	for upstream, l := range s.all() {
-		states[upstream] = l.State()
-	}
-	return states
 }
 
 // Answered returns how many good answers each upstream has begun, by address.
@@ -114,24 +97,6 @@ func (m *Member) Answered() map[string]uint64 {
 		}
 	}
 	return all
-}
-
-// RestoreLatency sets what the last process knew of an upstream, unless a call was answered before. It
-// returns false if no transport has the upstream.
-func (m *Member) RestoreLatency(upstream string, state cascade.LatencyState) bool {
-	if !m.pool.leadsTo(breaker.Key{Upstream: upstream}) {
-		return false
-	}
-	s := &m.pool.latencies
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.saved == nil {
-		s.saved = map[string]cascade.LatencyState{}
-	}
-	if len(s.saved) < maxLatencies && s.all()[upstream] == nil {
-		s.saved[upstream] = state
-	}
-	return true
 }
 
 // keysOf are the keys of the breakers that stand before a downstream: an identity, or an address.

@@ -18,15 +18,12 @@ import (
 // What is known of cascades is in the store under evidence.SpaceCascade, all sealed:
 //
 //	f c name    a cascade
-//	f l name    the latency of an upstream, on a node if there are several
 //	f n node    how many good answers a node has had, if there are several
 
 const (
 	// maxCascades is how many cascades are kept, and keepFor for how long after the last change.
 	maxCascades = 256
 	keepFor     = 30 * 24 * time.Hour
-	// latencyMemory is how long the latency of an upstream is kept that is not called.
-	latencyMemory = 7 * 24 * time.Hour
 	// maxCascadeRecord bounds the JSON of a cascade, in bytes.
 	maxCascadeRecord = 48 << 10
 	// sameCascade is how far apart two findings may be that are one cascade: over a restart.
@@ -138,59 +135,12 @@ func openRecords(ctx context.Context, o *Options) (*records, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = read('l', func(plain []byte, _ store.Version) error {
-		var saved latencyRecord
-		err := json.Unmarshal(plain, &saved)
-		if err == nil && (saved.Node == "" || saved.Node == k.node) {
-			o.Circuits.RestoreLatency(saved.Upstream, saved.State)
-		}
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
 	return k, nil
-}
-
-// latencyRecord is the latency of an upstream as it is stored.
-type latencyRecord struct {
-	// Node is whose it is; empty in a store that one gateway has.
-	Node     string               `json:"node,omitempty"`
-	Upstream string               `json:"upstream"`
-	State    cascade.LatencyState `json:"state"`
 }
 
 func (k *records) key(kind byte, id string) []byte {
 	name := k.o.Sealer.Index("cascade", string(kind), id)
 	return append([]byte{evidence.SpaceCascade, kind}, name[:16]...)
-}
-
-func (k *records) storeLatencies(ctx context.Context, states map[string]cascade.LatencyState) error {
-	now, err := k.o.Store.Now(ctx)
-	if err != nil {
-		return err
-	}
-	var writes []store.Write
-	for upstream, state := range states {
-		if state == (cascade.LatencyState{}) {
-			continue // nothing is known
-		}
-		plain, err := json.Marshal(latencyRecord{k.node, upstream, state})
-		if err != nil {
-			return err
-		}
-		key := k.key('l', upstream)
-		if k.node != "" {
-			key = k.key('l', k.node+" "+upstream)
-		}
-		writes = append(writes, store.Write{Key: key, Value: k.o.Sealer.Seal(nil, plain, key), Expires: now.Add(latencyMemory)})
-	}
-	for part := range slices.Chunk(writes, store.MaxBatch) {
-		if _, err := k.o.Store.Commit(ctx, part...); err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // of returns a copy of the record of a finding, or a new one. After a restart the same cascade has another

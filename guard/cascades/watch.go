@@ -34,8 +34,6 @@ const (
 	maxRebuilt = 20_000
 	// every is how often what lasts is looked at.
 	every = time.Second
-	// latencyEvery is how often what is known of latencies is stored.
-	latencyEvery = time.Minute
 	// stepTime bounds one step of the watch at the store.
 	stepTime = 10 * time.Second
 )
@@ -92,10 +90,6 @@ type Circuits struct {
 	Trip func(downstream string) (opened []string)
 	// ShareProbes has those before a downstream probe as one, or ends that.
 	ShareProbes func(downstream string, share bool)
-	// Latencies returns what is known of the latency of each upstream, and RestoreLatency gives it back; false
-	// if nobody has the upstream.
-	Latencies      func() map[string]cascade.LatencyState
-	RestoreLatency func(upstream string, state cascade.LatencyState) bool // see Latencies
 }
 
 // Settings say when a failure that spreads is a cascade, and what happens then.
@@ -246,7 +240,6 @@ func (w *Watch) Slow(upstream string, is bool) {
 func (w *Watch) run(ctx context.Context) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
-	stored := time.Now()
 	w.inspect()
 	w.choose(ctx)
 	for _, r := range w.kept.list() { // the last process had them share, and they were restored without
@@ -270,14 +263,7 @@ func (w *Watch) run(ctx context.Context) {
 			if w.peers.acts {
 				w.kept.closeQuiet(ctx, time.Now().Add(-cascade.Quiet), w.detector)
 			}
-			if time.Since(stored) >= latencyEvery {
-				w.storeLatencies(ctx)
-				stored = time.Now()
-			}
 		case <-ctx.Done():
-			final, cancel := context.WithTimeout(context.Background(), stepTime)
-			w.storeLatencies(final)
-			cancel()
 			return
 		}
 	}
@@ -360,13 +346,6 @@ func (w *Watch) exhausted(now time.Time, readings []cascade.Reading) {
 			w.o.Log.Info("a resource is no longer exhausted", slog.String("resource", s.Resource), slog.String("guard", s.Pool))
 		}
 		w.detector.Signal(now, s)
-	}
-}
-
-// storeLatencies stores what has to be known of latencies after a restart.
-func (w *Watch) storeLatencies(ctx context.Context) {
-	if err := w.kept.storeLatencies(ctx, w.o.Circuits.Latencies()); err != nil && !errors.Is(err, store.ErrClosed) && ctx.Err() == nil {
-		w.o.Log.Warn("what is known of the latencies of upstreams cannot be stored", slog.Any("error", err))
 	}
 }
 
@@ -684,8 +663,7 @@ func (w *Watch) List() (all []api.Cascade) {
 	return all
 }
 
-// Reseal seals all that is stored anew, under the newest key. That includes the latencies of upstreams that
-// no transport has now.
+// Reseal seals all that is stored anew, under the newest key.
 func (w *Watch) Reseal(ctx context.Context) error {
 	r := store.NewResealer(w.o.Store, w.o.Sealer)
 	if err := r.Walk(ctx, []byte{evidence.SpaceCascade}, store.MaxBatch, r.Reseal); err != nil {

@@ -34,12 +34,11 @@ type rig struct {
 	recorder    evidence.Recorder
 	anonymous   atomic.Bool // no identity: nothing is recorded in a ledger
 
-	mu        sync.Mutex
-	look      Look
-	shared    map[string]bool
-	tripped   []string
-	latencies map[string]cascade.LatencyState
-	tripping  func() // is called when breakers are opened, if it is set
+	mu       sync.Mutex
+	look     Look
+	shared   map[string]bool
+	tripped  []string
+	tripping func() // is called when breakers are opened, if it is set
 
 	watching atomic.Pointer[Watch] // gets what is recorded
 }
@@ -53,7 +52,6 @@ func rigOn(t *testing.T, st store.Store, sealer *seal.Ring) *rig {
 	t.Helper()
 	r := &rig{
 		t: t, store: st, sealer: sealer, shared: map[string]bool{},
-		latencies: map[string]cascade.LatencyState{"a:1": {}},
 	}
 	r.escalations = hitl.NewStore(r.store, r.sealer, 0)
 	keys, err := ect.GenerateRing(ect.ES256)
@@ -110,17 +108,6 @@ func (r *rig) open() {
 				r.mu.Lock()
 				defer r.mu.Unlock()
 				r.shared[downstream] = share
-			},
-			Latencies: func() map[string]cascade.LatencyState {
-				r.mu.Lock()
-				defer r.mu.Unlock()
-				return map[string]cascade.LatencyState{"a:1": r.latencies["a:1"]}
-			},
-			RestoreLatency: func(upstream string, s cascade.LatencyState) bool {
-				r.mu.Lock()
-				defer r.mu.Unlock()
-				r.latencies[upstream] = s
-				return true
 			},
 		},
 		Look: func() (Look, bool) {
@@ -369,22 +356,6 @@ func TestOneQuestionForAFailureThatSpreads(t *testing.T) {
 	}
 }
 
-// cascade 3.4.1: what is usual of an upstream's latency is known after a restart.
-func TestLatencyIsKeptOverARestart(t *testing.T) {
-	r := newRig(t)
-	const usual = 40 * time.Millisecond
-	r.mu.Lock()
-	r.latencies["a:1"] = cascade.LatencyState{Baseline: usual}
-	r.mu.Unlock()
-	r.does(func(context.Context) []cascade.Change { return nil }) // it has begun
-	r.Close()
-	r.latencies["a:1"] = cascade.LatencyState{}
-	r.open()
-	if got := r.latencies["a:1"].Baseline; got != usual {
-		t.Errorf("%s", got)
-	}
-}
-
 // ATD, "Coordinated Circuit Breaking": breakers that probe as one do so after a restart, too, until their
 // cascade is over.
 func TestSharedProbesOverARestart(t *testing.T) {
@@ -417,17 +388,11 @@ func TestSharedProbesOverARestart(t *testing.T) {
 	}
 }
 
-// Re-sealing reaches what is stored of cascades, of upstreams that are gone, too, and what is sealed anew
-// can be changed.
+// Re-sealing reaches what is stored of cascades, and what is sealed anew can be changed.
 func TestCascadesAreSealedAnew(t *testing.T) {
 	r := newRig(t)
 	r.anonymous.Store(true)
 	r.finds(cascade.Opened, spreading("1", "w", 3))
-	if err := r.kept.storeLatencies(t.Context(), map[string]cascade.LatencyState{
-		"a:1": {Baseline: time.Millisecond}, "gone:1": {Baseline: time.Millisecond},
-	}); err != nil {
-		t.Fatal(err)
-	}
 	next, err := r.sealer.Rotated()
 	if err == nil {
 		_, err = r.sealer.Adopt(next, nil, func(uint32) error { return nil })
@@ -449,7 +414,7 @@ func TestCascadesAreSealedAnew(t *testing.T) {
 			t.Errorf("%q is under the key %d and expires %v", entry.Key[:2], r.sealer.KeyOf(entry.Value), entry.Expires)
 		}
 	}
-	if n != 3 {
+	if n != 1 {
 		t.Errorf("%d values are stored", n)
 	}
 	r.finds(cascade.Grown, spreading("1", "w", 6))

@@ -278,7 +278,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.4.1-d", file: "breaker/cascade/latency.go", dir: "breaker/cascade",
-		old: "\tcase !l.state.Spiking && enough:\n\t\tl.state.Baseline += ", now: "\tcase l.state.Baseline > 0 && enough:\n\t\tl.state.Baseline += ",
+		old: "\tcase !l.spiking && enough:\n\t\tl.usual += ", now: "\tcase l.usual > 0 && enough:\n\t\tl.usual += ",
 		breaks: "a spike raises the baseline", tests: []string{"TestLatencySpike"},
 	},
 	{
