@@ -122,7 +122,7 @@ type BadgerStore struct {
 
 	// The free disk space in bytes below which nothing new starts: guarded calls get 503
 	// `store-unavailable`, running executions are settled, but without results that are stored
-	// separately, and everything else passes. Below a quarter of it nothing is recorded at all. It
+	// separately, and everything else passes that brings no token. Below a quarter of it nothing is recorded at all. It
 	// recovers by itself. Badger writes to mapped files, where a full disk ends the process, so
 	// choose less than the default only on disks on which nothing else grows. Default: 290 MiB, the
 	// most that the store can need before it is told to stop.

@@ -364,6 +364,7 @@ type Handler struct {
 	probes       prober
 	moved        movedOutcomes
 	failures     throttle // calls that were forwarded for want of a store
+	unbound      throttle // requests that passed though their tokens could not be bound
 	alarms       alarms
 	tools        protocol.Tools // of the servers behind it, as announced
 	proofs       proofs

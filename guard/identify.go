@@ -504,7 +504,7 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if err := h.checkUnguardedInput(&p, r); err != nil {
 		return err
 	}
-	if err := policy.Spend(h.Host, &p, r); err != nil {
+	if err := policy.Spend(h.Host, &p, r); err != nil && !h.passesUnbound(policy, err) {
 		return err
 	}
 	if !policy.records() {
@@ -513,6 +513,20 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	h.Host.SetVar(r, tokensVerified, &p)
 	policy.constrain(h, r, &p)
 	return nil
+}
+
+// passesUnbound reports that a request that changes nothing goes on though its tokens could not be bound: the
+// store is unavailable, and the route says `fail_open` (P4). Until the store answers, such a token may act once.
+func (h *Handler) passesUnbound(policy *TokenPolicy, err error) bool {
+	var p *api.Problem
+	if !h.FailOpen || policy.LedgerFirst || h.Host.Exiting() || !errors.As(err, &p) || p.Kind() != api.ECTUnavailable {
+		return false
+	}
+	if n := h.unbound.due(time.Now()); n > 0 {
+		h.Logger.Warn("the store is unavailable; requests that change nothing go on, and their tokens are not bound",
+			slog.String("guard", h.Name), slog.Uint64("requests", n), slog.Any("error", rootOf(err)))
+	}
+	return true
 }
 
 // tokensVerified is a request variable: the *Tokens of an unguarded request.

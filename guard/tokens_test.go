@@ -483,6 +483,25 @@ func TestATokenOutlivesNoStream(t *testing.T) {
 	})
 }
 
+// P4, C-6.1-a: a request that changes nothing brings a token that cannot be bound: it is refused, or passes with
+// `fail_open`. When the store answers the same token is good for one use, and for that alone.
+func TestTokensThatCannotBeBound(t *testing.T) {
+	for _, open := range []bool{false, true} {
+		trusting(t, ect.L2, func(b *trust) {
+			b.guard.FailOpen = open
+			token := b.token(b.agents["a"], ect.Claims{}).Raw()
+			b.disk.broken.Store(true)
+			want := map[bool]string{false: "503 refused", true: "200"}[open]
+			b.want(b.uses("GET /balance", "", "", token), want)
+			b.want(b.uses("GET /public", "", ""), "200")
+			b.disk.broken.Store(false)
+			b.want(b.uses("GET /balance", "", "", token), "200")
+			b.want(b.uses("POST /pay", "k", "", token), usedBefore)
+			b.want(b.uses("GET /other", "", "", token), usedBefore)
+		})
+	}
+}
+
 // P1, P7: what an upstream writes into Execution-Context is anybody's text. It changes nothing of
 // what became of the call, and ends nothing else.
 func TestHostileTokensOfUpstreams(t *testing.T) {
