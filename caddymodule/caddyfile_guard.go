@@ -31,7 +31,6 @@ import (
 //		operators           <callers...>
 //		role                <role> <callers...>
 //		roles_from          <placeholder>
-//		deadline_header     <field>
 //		identity            <uri>
 //		execution_id        header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>
 //		missing_id          require | mint | derive [<window>] | recognize {
@@ -193,12 +192,6 @@ func guardOptions() options[*Handler] {
 			}
 			h.Caller = ""
 			return parseWords(d, &h.CallerCookies)
-		}},
-		"deadline_header": {usage: "deadline_header <field>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWord(d, &h.DeadlineHeader); err != nil {
-				return err
-			}
-			return checkFields([]string{h.DeadlineHeader})
 		}},
 		"operators": {usage: "operators <callers...>", parse: func(d dispenser, h *Handler) error {
 			if err := parseWords(d, &h.Operators); err != nil {

@@ -163,11 +163,6 @@ type Handler struct {
 	// must come within the guard's `deadline`. Default: 10m.
 	IdleTimeout caddy.Duration `json:"idle_timeout,omitempty"`
 
-	// The request header field in which callers say how long they wait, in seconds (`10`, `0.5`) or
-	// with a unit; `grpc-timeout` is read as well. The call gets nine tenths of that, and never
-	// more than its action's `deadline`. Default: `Request-Timeout`.
-	DeadlineHeader string `json:"deadline_header,omitempty"`
-
 	// While the store is unavailable, forwards calls that it cannot look up or record, unguarded
 	// and marked `Execution-Status: unguarded`, instead of refusing them with 503. Each retry runs
 	// such a call again. If the store responds, its record decides as usual. Default: false.
@@ -368,7 +363,6 @@ func (h *Handler) lacksGlobal(app *App) error {
 func (h *Handler) setDefaults() {
 	inherit(&h.Name, defaultGuard)
 	h.realm = h.Name
-	inherit(&h.DeadlineHeader, "Request-Timeout")
 	inherit(&h.MissingID, missingRecognize)
 	inherit(&h.Protocol, string(protocol.Auto))
 	inherit(&h.UnguardedStreams, streamsPass)
@@ -386,9 +380,6 @@ func (h *Handler) provisionIDs() error {
 		if err := checkPlaceholder(h.Caller); err != nil {
 			return fmt.Errorf("caller: %w", err)
 		}
-	}
-	if err := checkFields([]string{h.DeadlineHeader}); err != nil {
-		return fmt.Errorf("deadline_header: %w", err)
 	}
 	if err := h.classify(); err != nil {
 		return err
@@ -515,7 +506,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
 		FingerprintExclude: h.excluded, Compare: h.Compare, Ignore: h.Ignore, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
-		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout), DeadlineHeader: h.DeadlineHeader,
+		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout),
 		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
 		Bulkhead: h.pool, Priority: h.Priority, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,

@@ -164,7 +164,7 @@ func TestDefaults(t *testing.T) {
 			}
 			want := `{"name":"default","missing_id":"recognize",` +
 				`"derive_window":60000000000,"recognize_window":600000000000,"error_window":60000000000,"protocol":"auto","max_body":33554432,"attach_wait":30000000000,"idle_timeout":600000000000,` +
-				`"deadline_header":"Request-Timeout","unguarded_streams":"pass","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
+				`"unguarded_streams":"pass","deadline":300000000000,"retain_result":86400000000000,"retain_key":2592000000000000,"max_result":8388608,"preset":"default",` +
 				`"resend_for":82800000000000,"keys":"trusted",` +
 				`"undo_auth":"config","on_snapshot_error":"refuse","on_lost":"resend","on_changed":"escalate",` +
 				`"checkpoint_ttl":86400000000000}`

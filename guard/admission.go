@@ -92,7 +92,7 @@ func permitted(x *Call, found execution.Finding) error {
 	}
 	c.Unserved = func() { unserved(x, c.Class) }
 	begun := time.Time{}
-	if _, said := callersTime(x.r.Header, h.DeadlineHeader); said {
+	if _, said := callersTime(x.r.Header); said {
 		begun = time.Now()
 		c.Deadline = begun.Add(x.call.Deadline)
 	}
@@ -138,7 +138,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 		Class:  classOf(h, r, h.Priority, tokens.Own, tokens.Issuer() != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
 		Retry:  retryCount(r.Header) > 0,
 	}
-	if left, said := callersTime(r.Header, h.DeadlineHeader); said {
+	if left, said := callersTime(r.Header); said {
 		c.Deadline = time.Now().Add(left)
 	}
 	class := c.Class

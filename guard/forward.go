@@ -230,22 +230,25 @@ const shorter = 0.9
 // deadline is the longest that the call may take: its action's deadline, or less if its caller
 // waits for less.
 func (x *Call) deadline() time.Duration {
-	return atMost(x.action.Deadline, x.r.Header, x.h.DeadlineHeader)
+	return atMost(x.action.Deadline, x.r.Header)
 }
 
 // atMost is most, or less where the caller's header says that it waits for less.
-func atMost(most time.Duration, h http.Header, field string) time.Duration {
-	left, said := callersTime(h, field)
+func atMost(most time.Duration, h http.Header) time.Duration {
+	left, said := callersTime(h)
 	if !said {
 		return most
 	}
 	return min(most, time.Duration(float64(left)*shorter))
 }
 
+// headerRequestTimeout says how long the caller waits, in seconds or with a unit.
+const headerRequestTimeout = "Request-Timeout"
+
 // callersTime is how long the caller waits, by the first field that says so. Malformed values are
 // ignored.
-func callersTime(h http.Header, field string) (time.Duration, bool) {
-	if text := h.Get(field); text != "" {
+func callersTime(h http.Header) (time.Duration, bool) {
+	if text := h.Get(headerRequestTimeout); text != "" {
 		if d, ok := parseSeconds(text); ok {
 			return d, true
 		}

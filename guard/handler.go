@@ -104,8 +104,6 @@ type Config struct {
 	// Deadline bounds unguarded requests until the header of their answer. Default: 5 min.
 	// IdleTimeout is the longest pause after it. Default: 10 min; negative is none.
 	Deadline, IdleTimeout time.Duration
-	// DeadlineHeader is the field with the caller's time limit. Default: Request-Timeout.
-	DeadlineHeader string
 	// FailOpen forwards calls unguarded while the store is unavailable.
 	FailOpen bool
 	// RequireECT refuses requests without a token.
@@ -399,7 +397,6 @@ func New(c Config) (*Handler, error) {
 	initial(&c.AttachWait, 30*time.Second)
 	initial(&c.Deadline, 5*time.Minute)
 	initial(&c.IdleTimeout, 10*time.Minute)
-	initial(&c.DeadlineHeader, "Request-Timeout")
 	if c.Counts == nil {
 		c.Counts = NewCounts(c.Name)
 	}
@@ -450,7 +447,7 @@ func (c *Config) Fields() (*fingerprint.Table, execution.Naming, error) {
 	if err != nil {
 		return nil, execution.Naming{}, fmt.Errorf("tenant: %w", err)
 	}
-	t.Set(fingerprint.Volatile, append(retryFields[:], c.DeadlineHeader)...)
+	t.Set(fingerprint.Volatile, append(retryFields[:], headerRequestTimeout)...)
 	t.Set(fingerprint.Operand, c.Compare...)
 	t.Set(fingerprint.Volatile, c.Ignore...)
 	for _, name := range KeyFieldsOf(c.ExecutionID) {

@@ -291,7 +291,7 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 		return next.ServeHTTP(w, r) // the guard before this one counts the time
 	}
 	most := h.Deadline
-	limit := atMost(most, r.Header, h.DeadlineHeader)
+	limit := atMost(most, r.Header)
 	c := new(clock)
 	c.start(r.Context(), limit)
 	defer c.stop()
