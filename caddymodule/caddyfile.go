@@ -73,12 +73,10 @@ func init() {
 //		hitl {
 //			webhook <url> {
 //				secret  <placeholder>...
-//				timeout <duration>
 //			}
 //			unreachable_human deny | abort | pause | escalate <role> {
 //				within <duration>
 //			}
-//			keep <duration>
 //			role_issuers <issuers...>
 //			page <url>
 //			rules <file>

@@ -32,16 +32,13 @@ import (
 )
 
 // HITL (human in the loop) says how people are notified of escalations, the cases that only a
-// person can decide, and how long those are kept. An escalation is always recorded before anything
-// answers "escalated".
+// person can decide. An escalation is always recorded before anything answers "escalated". It is kept
+// for 90 days after it was delivered, or after the receiver refused it for good (410); one that is
+// still to be delivered is kept until then.
 type HITL struct {
 	// The receiver to which each escalation is sent until it is accepted. Default: escalations are
 	// written to the log.
 	Webhook *Webhook `json:"webhook,omitempty"`
-
-	// How long an escalation is kept after it was delivered, or after the receiver refused it for
-	// good (410). One that is still to be delivered is kept until then. Default: 2160h (90 days).
-	Keep caddy.Duration `json:"keep,omitempty"`
 
 	// The issuers whose tokens may state roles, in the extension `roles`. An agent must not be among
 	// them: it could give itself a role. Default: none.
@@ -109,16 +106,10 @@ type Webhook struct {
 	// placeholder like `{env.HOOK_SECRET}` or `{file./run/secrets/hook}`. At least one and up to 8;
 	// each signs every message, so that a receiver can change from one to another.
 	Secrets []string `json:"secrets,omitempty"`
-
-	// How long one attempt may take, at most 60s. Default: 10s.
-	Timeout caddy.Duration `json:"timeout,omitempty"`
 }
 
 // provision checks the options. gateway names this gateway to the receiver.
 func (h *HITL) provision(gateway string) error {
-	if err := checkDuration(h.Keep); err != nil {
-		return fmt.Errorf("keep: %w", err)
-	}
 	for _, issuer := range h.RoleIssuers {
 		if err := checkIdentity(issuer); err != nil {
 			return fmt.Errorf("role_issuers: %w", err)
@@ -156,7 +147,7 @@ func (h *HITL) provision(gateway string) error {
 		return nil
 	}
 	repl := caddy.NewReplacer()
-	c := hitl.WebhookConfig{Timeout: time.Duration(h.Webhook.Timeout), Gateway: gateway}
+	c := hitl.WebhookConfig{Gateway: gateway}
 	// An unset variable must not change the receiver or weaken a secret.
 	if c.URL, err = repl.ReplaceOrErr(h.Webhook.URL, true, true); err == nil {
 		err = hitl.CheckURL(c.URL)
@@ -418,9 +409,6 @@ func hitlOptions() options[*App] {
 			}
 			return err
 		}},
-		"keep": {usage: "keep <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			return parseDuration(d, &a.HITL.Keep)
-		}},
 	}
 }
 
@@ -472,12 +460,6 @@ func webhookOptions() options[*App] {
 			}
 			return nil
 		}},
-		"timeout": {usage: "timeout <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			if err := parseDuration(d, &a.HITL.Webhook.Timeout); err != nil {
-				return err
-			}
-			return hitl.CheckTimeout(time.Duration(a.HITL.Webhook.Timeout))
-		}},
 	}
 }
 
@@ -496,7 +478,7 @@ const escalationAttempt = 65 * time.Second
 // startEscalations reads what holds workflows, and makes the dispatcher.
 func (e *engine) startEscalations(ctx context.Context) error {
 	x := &e.escalations
-	x.store = hitl.NewStore(e.store, e.ring, 0)
+	x.store = hitl.NewStore(e.store, e.ring)
 	unreadable, err := x.store.Load(ctx)
 	if err != nil {
 		return err
@@ -678,11 +660,11 @@ func (e *engine) decided(esc hitl.Escalation) {
 
 // adopt applies the options of the latest configuration.
 func (x *escalating) adopt(o *HITL) {
-	keep, unreachable := time.Duration(0), (*hitl.Unreachable)(nil)
+	var unreachable *hitl.Unreachable
 	if o != nil {
-		keep, unreachable = time.Duration(o.Keep), o.unreachable
+		unreachable = o.unreachable
 	}
-	x.store.Configure(keep, unreachable)
+	x.store.Configure(unreachable)
 	x.begin()
 }
 

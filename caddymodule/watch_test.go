@@ -41,7 +41,7 @@ func TestDoubtsOfAStoreThatHangs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		e := &engine{store: st, executions: g, escalations: escalating{store: hitl.NewStore(st, ring, 0)}}
+		e := &engine{store: st, executions: g, escalations: escalating{store: hitl.NewStore(st, ring)}}
 		st.hang = make(chan struct{})
 		var scrapes sync.WaitGroup
 		for range 10 {

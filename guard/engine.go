@@ -74,7 +74,7 @@ func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, 
 	if err != nil {
 		return nil, err
 	}
-	escalations := hitl.NewStore(st, ring, 0)
+	escalations := hitl.NewStore(st, ring)
 	if _, err := escalations.Load(ctx); err != nil {
 		return nil, err
 	}

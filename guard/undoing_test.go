@@ -247,7 +247,7 @@ func (b *saga) begin() {
 	}
 	policy := b.trust.begin()
 	e := b.engine
-	b.rollbacks = &rollbacks{escalations: hitl.NewStore(b.disk, b.bed.ring, 0)}
+	b.rollbacks = &rollbacks{escalations: hitl.NewStore(b.disk, b.bed.ring)}
 	b.ledger = evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keepRollbacks, Recorder: func() (evidence.Recorder, bool) {
 		return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
 	}})

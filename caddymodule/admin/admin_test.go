@@ -199,7 +199,7 @@ func (r *rig) open(path string) *opened {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	o := &opened{rig: r, path: path, guard: g, store: st, escalations: hitl.NewStore(st, ring, 0), checkpoints: checkpoint.New(st, ring), plans: plan.NewStore(st, ring)}
+	o := &opened{rig: r, path: path, guard: g, store: st, escalations: hitl.NewStore(st, ring), checkpoints: checkpoint.New(st, ring), plans: plan.NewStore(st, ring)}
 	r.stores[path] = o
 	r.t.Cleanup(func() {
 		if o.held != 0 {

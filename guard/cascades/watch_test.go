@@ -53,7 +53,7 @@ func rigOn(t *testing.T, st store.Store, sealer *seal.Ring) *rig {
 	r := &rig{
 		t: t, store: st, sealer: sealer, shared: map[string]bool{},
 	}
-	r.escalations = hitl.NewStore(r.store, r.sealer, 0)
+	r.escalations = hitl.NewStore(r.store, r.sealer)
 	keys, err := ect.GenerateRing(ect.ES256)
 	if err != nil {
 		t.Fatal(err)

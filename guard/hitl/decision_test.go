@@ -168,7 +168,7 @@ func TestDecisionRacesTheDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		f := &faulty{Store: p.Store}
-		d, other := hitl.NewStore(f, p.ring, 0), p.escalations()
+		d, other := hitl.NewStore(f, p.ring), p.escalations()
 		e := open(t, d, ofCall("k"))
 		f.beforeCommit = func() {
 			time.Sleep(2 * time.Hour)
@@ -300,14 +300,14 @@ func TestUnreachableOfTheIrreversible(t *testing.T) {
 	if e := cannot("before"); !e.Deadline.IsZero() {
 		t.Errorf("%+v", e)
 	}
-	d.Configure(0, &hitl.Unreachable{Do: hitl.UnreachablePause, Within: time.Minute})
+	d.Configure(&hitl.Unreachable{Do: hitl.UnreachablePause, Within: time.Minute})
 	if e := cannot("with"); e.Deadline.Sub(e.Opened) != time.Minute || e.Unreachable.Do != hitl.UnreachablePause {
 		t.Errorf("%+v", e)
 	}
 	if e := open(t, d, hitl.Opening{Key: "other", Level: hitl.Approval, Cause: hitl.CauseOther, Summary: "s", Workflow: "w"}); !e.Deadline.IsZero() {
 		t.Errorf("another cause: %+v", e)
 	}
-	d.Configure(0, nil)
+	d.Configure(nil)
 	if e := cannot("after"); !e.Deadline.IsZero() {
 		t.Errorf("%+v", e)
 	}
@@ -414,7 +414,7 @@ func TestPendingIsKept(t *testing.T) {
 func TestP4HoldIsUnknown(t *testing.T) {
 	p := newPlace()
 	f := &faulty{Store: p.Store}
-	d := hitl.NewStore(f, p.ring, 0)
+	d := hitl.NewStore(f, p.ring)
 	open(t, d, held("k", "w"))
 	f.failing.Store(true)
 	if _, _, err := d.Blocks(t.Context(), "w"); !errors.Is(err, hitl.ErrStore) {

@@ -237,7 +237,7 @@ func TestFloodIsBounded(t *testing.T) {
 		delivered := 0
 		var mu sync.Mutex
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { time.Sleep(time.Millisecond); return nil }}
-		defer run(t, hitl.NewStore(watched, p.ring, 0), r, hitl.DispatcherOptions{OnAttempt: func(hitl.Escalation, error) {
+		defer run(t, hitl.NewStore(watched, p.ring), r, hitl.DispatcherOptions{OnAttempt: func(hitl.Escalation, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			delivered++
@@ -280,7 +280,7 @@ func TestP4DispatcherOutlivesTheStoresTrouble(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		away := &faulty{Store: p.Store}
-		d := hitl.NewStore(away, p.ring, 0)
+		d := hitl.NewStore(away, p.ring)
 		e := open(t, d, opening("k"))
 		away.failing.Store(true)
 		r := &receiver{}
@@ -402,7 +402,7 @@ func TestLostRecordOfADeliveryIsDeliveredAgain(t *testing.T) {
 		e := open(t, p.escalations(), opening("k"))
 		var mu sync.Mutex
 		var troubles []error // of the attempt, and of the look that follows it, in any order
-		end := run(t, hitl.NewStore(dying, p.ring, 0), r, hitl.DispatcherOptions{Attempt: 20 * time.Second, OnError: func(err error) {
+		end := run(t, hitl.NewStore(dying, p.ring), r, hitl.DispatcherOptions{Attempt: 20 * time.Second, OnError: func(err error) {
 			mu.Lock()
 			defer mu.Unlock()
 			troubles = append(troubles, err)
@@ -490,7 +490,7 @@ func TestLeaseIsTakenByOne(t *testing.T) {
 			end = run(t, p.escalations(), r, hitl.DispatcherOptions{})
 			synctest.Wait()
 		}
-		defer run(t, hitl.NewStore(slow, p.ring, 0), r, hitl.DispatcherOptions{})()
+		defer run(t, hitl.NewStore(slow, p.ring), r, hitl.DispatcherOptions{})()
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		defer end()
@@ -573,7 +573,7 @@ func TestP2EscalationOutlivesTheProcess(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ids = append(ids, open(t, hitl.NewStore(st, ring, 0), opening(key)).ID)
+		ids = append(ids, open(t, hitl.NewStore(st, ring), opening(key)).ID)
 		if err := st.Close(); err != nil {
 			t.Fatal(err)
 		}
@@ -583,7 +583,7 @@ func TestP2EscalationOutlivesTheProcess(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer st.Close()
-	d := hitl.NewStore(st, ring, 0)
+	d := hitl.NewStore(st, ring)
 	notified := make(chan hitl.Escalation, len(ids))
 	end := run(t, d, &receiver{}, hitl.DispatcherOptions{OnAttempt: func(e hitl.Escalation, _ error) { notified <- e }})
 	defer end()

@@ -605,17 +605,17 @@ func placeIn(name []byte) (time.Time, uuid.UUID) {
 
 // expires is when the record expires: never before its notification, nor while it holds a workflow,
 // proposes something, counts for its requester, has to reach participants, or is to be lifted for them.
-func (e *Escalation) expires(keep time.Duration) time.Time {
+func (e *Escalation) expires() time.Time {
 	if e.unsettled() || e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
 		return time.Time{}
 	}
-	return e.Changed.Add(keep)
+	return e.Changed.Add(Keep)
 }
 
 // put is the batch that changes an escalation from old, which may be nil, to new, with its index
 // entries. The record comes first.
 func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
-	name, expires := recordKey(id), new.expires(time.Duration(d.keep.Load()))
+	name, expires := recordKey(id), new.expires()
 	batch := make([]store.Write, 1, 8)
 	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
 	if old == nil || old.State != new.State || old.Status != new.Status || !old.Changed.Equal(new.Changed) {
@@ -644,7 +644,7 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 		batch = append(batch, hold)
 	}
 	if new.Held && (old == nil || !old.Held) && d.fences != nil {
-		batch = append(batch, store.Write{Key: d.fenceKey(new.Workflow), Expires: new.Changed.Add(time.Duration(d.keep.Load()))})
+		batch = append(batch, store.Write{Key: d.fenceKey(new.Workflow), Expires: new.Changed.Add(Keep)})
 	}
 	if now, before := new.unsettled(), old != nil && old.unsettled(); now != before {
 		batch = append(batch, store.Write{Key: append([]byte{space, kindReach}, id[:]...), Delete: before})

@@ -67,7 +67,7 @@ func Example() {
 	}
 	defer notifier.Close()
 	ctx, stop := context.WithCancel(context.Background())
-	escalations := hitl.NewStore(memory.New(memory.Options{}), seal.Generate(), 0)
+	escalations := hitl.NewStore(memory.New(memory.Options{}), seal.Generate())
 	_, err = escalations.Open(ctx, hitl.Opening{
 		Key: "rollback-1/checkpoint-7", Level: hitl.Approval, Cause: hitl.CauseIrreversible,
 		Summary: "The mail of checkpoint-7 cannot be unsent.",

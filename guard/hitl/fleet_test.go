@@ -23,7 +23,7 @@ type gateway struct {
 
 func (p place) join(node string) gateway {
 	m := p.Join(node)
-	return gateway{m, hitl.NewStore(m, p.ring, 0)}
+	return gateway{m, hitl.NewStore(m, p.ring)}
 }
 
 // holding is the opening of what holds the workflow w.

@@ -75,7 +75,7 @@ func TestUnknownCauseIsRead(t *testing.T) {
 // said (A-basic-rollback-g).
 func TestLargestEscalationIsAnOrdinaryValue(t *testing.T) {
 	long := strings.Repeat("ä", 1<<20)
-	d := NewStore(memory.New(memory.Options{}), seal.Generate(), 0)
+	d := NewStore(memory.New(memory.Options{}), seal.Generate())
 	e, err := d.Open(t.Context(), Opening{
 		Key: long, Level: Stop, Cause: CauseOther, Summary: long, Workflow: long, Caller: long,
 		Links: Links{long, long, long, long, long},
@@ -106,7 +106,7 @@ func TestShortenLeavesWholeCharacters(t *testing.T) {
 // and what it has added to the record.
 func TestDecisionOfANewerBuildStays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		d := NewStore(memory.New(memory.Options{}), seal.Generate(), 0)
+		d := NewStore(memory.New(memory.Options{}), seal.Generate())
 		opened, err := d.Open(t.Context(), Opening{Key: "k", Level: Stop, Cause: CauseOther, Summary: "s"})
 		if err != nil {
 			t.Fatal(err)

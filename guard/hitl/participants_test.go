@@ -61,7 +61,7 @@ func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
 		var stop context.CancelFunc
 		var over chan struct{}
 		start := func() {
-			d = hitl.NewStore(st, ring, 0)
+			d = hitl.NewStore(st, ring)
 			if _, err := d.Load(t.Context()); err != nil {
 				t.Fatal(err)
 			}
@@ -167,7 +167,7 @@ func (s *staleReads) Get(ctx context.Context, key []byte) (store.Entry, error) {
 func TestParticipantIsNotToldWhatItHasJustConfirmed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		st := &staleReads{Store: memory.New(memory.Options{})}
-		d := hitl.NewStore(st, seal.Generate(), 0)
+		d := hitl.NewStore(st, seal.Generate())
 		confirms, heard := make(chan struct{}), 0
 		running, stop := context.WithCancel(t.Context())
 		over := make(chan struct{})
@@ -206,7 +206,7 @@ func TestParticipantIsNotToldWhatItHasJustConfirmed(t *testing.T) {
 // A participant's hold: repeated and late messages change nothing, whatever people have said meanwhile,
 // and nobody is asked about what is final.
 func TestLiftedIsForGood(t *testing.T) {
-	d := hitl.NewStore(memory.New(memory.Options{}), seal.Generate(), 0)
+	d := hitl.NewStore(memory.New(memory.Options{}), seal.Generate())
 	o := hitl.Opening{Key: "k", Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: "w"}
 	blocks := func() bool {
 		e, _, err := d.Blocks(t.Context(), "w")
@@ -251,7 +251,7 @@ func TestLiftedIsForGood(t *testing.T) {
 // until all have confirmed.
 func TestParticipantsStandInTheSameCommit(t *testing.T) {
 	st := memory.New(memory.Options{})
-	d := hitl.NewStore(st, seal.Generate(), time.Hour)
+	d := hitl.NewStore(st, seal.Generate())
 	entries := func() (n int) {
 		for _, err := range st.Scan(t.Context(), store.Prefix([]byte("hr"))) {
 			if err != nil {

@@ -16,8 +16,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// defaultKeep is how long an escalation is kept after its state last changed.
-const defaultKeep = 90 * 24 * time.Hour
+// Keep is how long an escalation is kept after its state last changed.
+const Keep = 90 * 24 * time.Hour
 
 // Errors of Store.
 var (
@@ -37,7 +37,6 @@ var (
 type Store struct {
 	store  store.Store
 	sealer store.Sealer
-	keep   atomic.Int64 // nanoseconds
 	// unreachable is for what cannot be undone, where the opening has no time to decide of its own.
 	unreachable atomic.Pointer[Unreachable]
 
@@ -54,10 +53,9 @@ type Store struct {
 	evidence  Evidence
 }
 
-// NewStore makes the escalation store over st. keep is how long an escalation is kept after its
-// state last changed; zero is 90 days. Those that are not delivered are kept forever, and those
+// NewStore makes the escalation store over st. Those that are not delivered are kept forever, and those
 // that hold a workflow or still propose something. Call Load before the first call.
-func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
+func NewStore(st store.Store, sealer store.Sealer) *Store {
 	nobody := func(Escalation) {}
 	d := &Store{
 		store: st, sealer: sealer, news: make(chan struct{}), onOpened: nobody, onDecided: nobody,
@@ -67,20 +65,12 @@ func NewStore(st store.Store, sealer store.Sealer, keep time.Duration) *Store {
 		d.shared = shared
 		shared.Follow([]byte{space, kindHold}, d.holds.change)
 	}
-	d.Configure(keep, nil)
 	return d
 }
 
-// Configure changes that time for later changes of state; zero is 90 days. unreachable says what
-// happens where nobody decides in time about a call that cannot be undone (ATD, "Checkpoint ECT
-// Format"), for later openings of CauseIrreversible; nil is no time to decide at all.
-func (d *Store) Configure(keep time.Duration, unreachable *Unreachable) {
-	if keep <= 0 {
-		keep = defaultKeep
-	}
-	d.keep.Store(int64(keep))
-	d.unreachable.Store(unreachable)
-}
+// Configure says what happens where nobody decides in time about a call that cannot be undone (ATD,
+// "Checkpoint ECT Format"), for later openings of CauseIrreversible; nil is no time to decide at all.
+func (d *Store) Configure(unreachable *Unreachable) { d.unreachable.Store(unreachable) }
 
 // OnOpened calls f for each escalation opened here from now on, after its commit, on the opening
 // goroutine. f must not wait.

@@ -30,7 +30,7 @@ type place struct {
 
 func newPlace() place { return place{memory.New(memory.Options{}), seal.Generate()} }
 
-func (p place) escalations() *hitl.Store { return hitl.NewStore(p.Store, p.ring, 0) }
+func (p place) escalations() *hitl.Store { return hitl.NewStore(p.Store, p.ring) }
 
 func opening(key string) hitl.Opening {
 	return hitl.Opening{Key: key, Level: hitl.Approval, Cause: hitl.CauseIrreversible, Summary: "The mail is sent and cannot be unsent."}
@@ -314,7 +314,7 @@ func TestP4StoreAwayIsAnError(t *testing.T) {
 	p := newPlace()
 	away := &faulty{Store: p.Store}
 	away.failing.Store(true)
-	if _, err := hitl.NewStore(away, p.ring, 0).Open(t.Context(), opening("k")); !errors.Is(err, hitl.ErrStore) || !errors.Is(err, errStore) {
+	if _, err := hitl.NewStore(away, p.ring).Open(t.Context(), opening("k")); !errors.Is(err, hitl.ErrStore) || !errors.Is(err, errStore) {
 		t.Error(err)
 	}
 }
@@ -340,7 +340,7 @@ func TestP8StoreShowsNothing(t *testing.T) {
 func TestRetention(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
-		d := hitl.NewStore(p.Store, p.ring, 48*time.Hour)
+		d := hitl.NewStore(p.Store, p.ring)
 		o := opening("k")
 		o.Workflow = "w"
 		e := open(t, d, o)
@@ -348,7 +348,7 @@ func TestRetention(t *testing.T) {
 		end := run(t, d, &receiver{}, hitl.DispatcherOptions{})
 		synctest.Wait()
 		end()
-		time.Sleep(48*time.Hour - 1)
+		time.Sleep(hitl.Keep - 1)
 		if got := get(t, d, e.ID); got.State != hitl.Notified {
 			t.Fatalf("%+v", got)
 		}
@@ -429,7 +429,7 @@ func TestResealLosesToChanges(t *testing.T) {
 	rotate(t, p.ring)
 	between := &faulty{Store: p.Store}
 	between.beforeCommit = func() { spoil(t, p, ids[1]) }
-	if moved, err := hitl.NewStore(between, p.ring, 0).Reseal(t.Context()); err != nil || moved != 2 {
+	if moved, err := hitl.NewStore(between, p.ring).Reseal(t.Context()); err != nil || moved != 2 {
 		t.Fatalf("%d sealed anew, %v", moved, err)
 	}
 	for i, want := range []uint32{2, 0, 2} { // 0: what spoil has written
@@ -569,7 +569,7 @@ func TestListShowsOnlyWhatPassesStill(t *testing.T) {
 			synctest.Wait()
 			end()
 		}
-		page, err := hitl.NewStore(between, p.ring, 0).List(t.Context(), hitl.Filter{State: hitl.Open}, "", 10)
+		page, err := hitl.NewStore(between, p.ring).List(t.Context(), hitl.Filter{State: hitl.Open}, "", 10)
 		if err != nil || len(page.Escalations) != 0 {
 			t.Errorf("%+v, %v", page, err)
 		}
@@ -620,7 +620,6 @@ func TestCountAndHear(t *testing.T) {
 			}
 		}
 		count(4, 0, 0)
-		d.Configure(time.Hour, nil)
 		end := run(t, d, hitl.NotifierFunc(func(_ context.Context, e hitl.Escalation) error {
 			if refused[e.ID] {
 				return hitl.ErrRefused
@@ -630,7 +629,7 @@ func TestCountAndHear(t *testing.T) {
 		synctest.Wait()
 		end()
 		count(0, 3, 1)
-		time.Sleep(time.Hour + time.Second) // what is kept follows the latest SetKeep
+		time.Sleep(hitl.Keep + time.Second)
 		count(0, 0, 0)
 	})
 }

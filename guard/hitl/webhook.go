@@ -39,7 +39,6 @@ const MaxSecrets = 8
 
 const (
 	defaultTimeout = 10 * time.Second
-	longestTimeout = time.Minute
 	secretPrefix   = "whsec_"
 	shortestSecret = 24
 	longestSecret  = 64
@@ -66,9 +65,6 @@ func (c *WebhookConfig) parse() (*url.URL, [][]byte, error) {
 			return nil, nil, fmt.Errorf("webhook: secret %d of %d: %w", i+1, len(c.Secrets), err)
 		}
 	}
-	if err := CheckTimeout(c.Timeout); err != nil {
-		return nil, nil, fmt.Errorf("webhook: timeout: %w", err)
-	}
 	return target, keys, nil
 }
 
@@ -82,14 +78,6 @@ func CheckURL(text string) error {
 func CheckSecret(text string) error {
 	_, err := parseSecret(text)
 	return err
-}
-
-// CheckTimeout validates WebhookConfig.Timeout.
-func CheckTimeout(timeout time.Duration) error {
-	if timeout < 0 || timeout > longestTimeout {
-		return fmt.Errorf("it is %s; use up to %s, or nothing for %s", timeout, longestTimeout, defaultTimeout)
-	}
-	return nil
 }
 
 func parseURL(text string) (*url.URL, error) {

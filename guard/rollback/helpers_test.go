@@ -369,7 +369,7 @@ func (r *rig) open() {
 		r.t.Fatal(err)
 	}
 	r.checkpoints = checkpoint.New(st, r.ring)
-	r.escalationStore = hitl.NewStore(st, r.ring, 0)
+	r.escalationStore = hitl.NewStore(st, r.ring)
 	r.undoer = &undoer{st: r.st, world: r.world}
 	r.Coordinator, err = rollback.Open(rollback.Options{
 		Store: st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
