@@ -41,7 +41,7 @@ type Reason string
 
 // The reasons.
 const (
-	ExplainsMost Reason = "explains_most"   // more agents failed because of it than of any other
+	Followed     Reason = "followed"        // others failed because of it
 	NamedByError Reason = "named_by_errors" // the errors of others name it
 	Earliest     Reason = "earliest"        // it failed first
 	StillWaits   Reason = "still_waits"     // those that gave up waited for it
@@ -367,8 +367,8 @@ func (d *Detector) heads(g *group) []*head {
 	return all
 }
 
-// seek finds the root: the failure without a cause that explains the most agents, calls to one pool
-// taken together. Signals of the address and of the pool count as one more agent each.
+// seek finds the root: the earliest failure without a cause that others follow from, or the earliest of all where
+// none does (cascade 3.4.3).
 func (d *Detector) seek(f *finding, t int64) {
 	g := f.group
 	f.considered, g.news = g.size, false
@@ -380,49 +380,10 @@ func (d *Detector) seek(f *finding, t int64) {
 		return
 	}
 	window := int64(d.set.Window)
-	byPool, byTarget := map[*pool]*names{}, map[*target]*names{}
-	for _, h := range heads {
-		x := h.failure
-		p := x.blamed()
-		if p == nil || !x.own {
-			continue
-		}
-		if byPool[p] == nil {
-			byPool[p] = new(names)
-		}
-		if byTarget[x.target] == nil {
-			byTarget[x.target] = new(names)
-		}
-		for _, n := range h.parties.list {
-			byPool[p].add(n)
-			byTarget[x.target].add(n)
-		}
-	}
-	var best *head
-	score := 0
-	for _, h := range heads {
-		x := h.failure
-		s := len(h.parties.list)
-		if p := x.blamed(); p != nil && x.own {
-			s = len(byPool[p].list)
-			if x.target != nil {
-				s = max(s, len(byTarget[x.target].list))
-			}
-		}
-		if x.pool != nil && x.own {
-			if a := x.pool.addresses[x.address]; a != nil {
-				if len(a.open) > 0 {
-					s++
-				}
-				if a.slow {
-					s++
-				}
-			}
-		}
-		if best == nil || s > score || s == score && cmp.Or(cmp.Compare(x.at, best.failure.at), cmp.Compare(x.id, best.failure.id)) < 0 {
-			best, score = h, s
-		}
-	}
+	follows := func(h *head) int { return min(len(h.parties.list), 2) } // 2 where others do
+	best := slices.MinFunc(heads, func(a, b *head) int {
+		return cmp.Or(follows(b)-follows(a), cmp.Compare(a.failure.at, b.failure.at), cmp.Compare(a.failure.id, b.failure.id))
+	})
 	x := best.failure
 	f.from = x
 	r := Root{Workflow: x.wf.id, Node: x.id, Error: cmp.Or(x.err, x.id), Agent: x.party}
@@ -430,8 +391,8 @@ func (d *Detector) seek(f *finding, t int64) {
 		r.Pool, r.Address = x.pool.name, x.address
 		r.Agent = x.pool.agent
 	}
-	if len(heads) > 1 || len(best.parties.list) > 1 {
-		r.Reasons = append(r.Reasons, ExplainsMost)
+	if follows(best) > 1 {
+		r.Reasons = append(r.Reasons, Followed)
 	}
 	if best.named {
 		r.Reasons = append(r.Reasons, NamedByError)
