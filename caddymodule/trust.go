@@ -477,6 +477,9 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	}
 	for _, token := range tokens {
 		batch.Add(t.Evidence.UseWrite(token, errorUse, time.Time{}))
+		if alone, needed := t.Evidence.Alone(token); needed {
+			batch.Add(alone)
+		}
 	}
 	if err := t.rollBackFor(e, tokens, batch); err != nil {
 		return batch.Done(err)

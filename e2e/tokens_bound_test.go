@@ -360,6 +360,28 @@ func TestTokensThatSayTheirPhase(t *testing.T) {
 	}
 }
 
+// C-6.1-a: a token that is spent asks nobody for an approval.
+func TestSpentTokensAskNobody(t *testing.T) {
+	a, lab := newAgent(t, "a"), newRestLab(t)
+	s := launch(t, tokenSetup(t, a, lab)).saga(a)
+	list := func() reply {
+		return s.g.call(with(a.issue(ect.Claims{Action: "look"}), request{method: "GET", path: cascadePath + "escalations", host: tokenHost}))
+	}
+	spent := a.issue(ect.Claims{Workflow: s.wid, Action: "look"})
+	before := list()
+	for _, r := range []request{{method: "GET", path: cascadePath + "ledger/head"}, {path: "/approved", body: "{}"}, {path: "/approved", body: `{"to":1}`}} {
+		r.host = tokenHost
+		if got := s.g.call(with(spent, r)); r.method == "" {
+			got.refusedFor(t, http.StatusForbidden, "replayed")
+		} else if got.status != http.StatusOK {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	if after := list(); before.status != http.StatusOK || after.body != before.body {
+		t.Errorf("before: %d %s\nafter: %d %s", before.status, before.body, after.status, after.body)
+	}
+}
+
 // docs/threat_model.md has the same table.
 func TestTokenUsesAreWritten(t *testing.T) {
 	text, err := os.ReadFile("../docs/threat_model.md")

@@ -746,6 +746,9 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 		return in, err
 	}
 	if a := approvalOf(x); a != nil {
+		if _, err := x.reviewTokens(); err != nil { // a spent token asks nobody
+			return in, err
+		}
 		if err := x.approved(a); err != nil {
 			return in, err
 		}

@@ -28,6 +28,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/google/uuid"
 )
 
@@ -504,10 +505,11 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 	if err := h.checkUnguardedInput(&p, r); err != nil {
 		return err
 	}
-	if err := policy.Spend(h.Host, &p, r); err != nil && !h.passesUnbound(policy, err) {
+	err = policy.Spend(h.Host, &p, r)
+	if err != nil && !h.passesUnbound(policy, err) {
 		return err
 	}
-	if !policy.records() {
+	if err != nil || !policy.records() {
 		policy.Evidence.Seen(p.All)
 	}
 	h.Host.SetVar(r, tokensVerified, &p)
@@ -516,14 +518,14 @@ func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
 }
 
 // passesUnbound reports that a request that changes nothing goes on though its tokens could not be bound: the
-// store is unavailable, and the route says `fail_open` (P4). Until the store answers, such a token may act once.
+// store is full, so that it was read that they are bound to nothing else, and the route says `fail_open` (P4).
+// When there is room again, such a token may act once.
 func (h *Handler) passesUnbound(policy *TokenPolicy, err error) bool {
-	var p *api.Problem
-	if !h.FailOpen || policy.LedgerFirst || h.Host.Exiting() || !errors.As(err, &p) || p.Kind() != api.ECTUnavailable {
+	if !h.FailOpen || policy.LedgerFirst || h.Host.Exiting() || !errors.Is(err, store.ErrFull) {
 		return false
 	}
 	if n := h.unbound.due(time.Now()); n > 0 {
-		h.Logger.Warn("the store is unavailable; requests that change nothing go on, and their tokens are not bound",
+		h.Logger.Warn("the store is full; requests that change nothing go on, and their tokens are not bound",
 			slog.String("guard", h.Name), slog.Uint64("requests", n), slog.Any("error", rootOf(err)))
 	}
 	return true

@@ -333,6 +333,21 @@ func TestTokenHasOneUse(t *testing.T) {
 	}
 }
 
+// A token that came along as a parent is bound to nothing, and reads for nobody, at whatever level. One that has read
+// may come along.
+func TestParentsReadNothing(t *testing.T) {
+	for _, level := range []ect.Level{ect.L2, ect.L3} {
+		trusting(t, level, func(b *trust) {
+			a, wid := b.agents["a"], uuid.NewString()
+			parent, read := b.token(a, ect.Claims{Workflow: wid}), b.token(a, ect.Claims{Workflow: wid})
+			b.want(b.uses("GET /read", "", "", read.Raw()), "200")
+			b.want(b.uses("POST /pay", "", "", parent.Raw(), b.token(a, ect.Claims{Workflow: wid, Parents: []string{parent.ID(), read.ID()}}).Raw()), "200 executed")
+			b.want(b.uses("GET /balance", "", "", parent.Raw()), usedBefore)
+			b.want(b.uses("GET /read", "", "", read.Raw()), "200")
+		})
+	}
+}
+
 // ECT, "Unique within wid, or globally if there is no wid": of two tokens with one jti, one of
 // them without a workflow, exactly one is good (P1), also where both come at once.
 func TestTokenWithoutWorkflowIsUniqueAnywhere(t *testing.T) {
@@ -484,16 +499,24 @@ func TestATokenOutlivesNoStream(t *testing.T) {
 }
 
 // P4, C-6.1-a: a request that changes nothing brings a token that cannot be bound: it is refused, or passes with
-// `fail_open`. When the store answers the same token is good for one use, and for that alone.
+// `fail_open` where the store is full. A spent token stays spent meanwhile. When there is room again the token is good
+// for one use, and for that alone.
 func TestTokensThatCannotBeBound(t *testing.T) {
 	for _, open := range []bool{false, true} {
 		trusting(t, ect.L2, func(b *trust) {
 			b.guard.FailOpen = open
 			token := b.token(b.agents["a"], ect.Claims{}).Raw()
-			b.disk.broken.Store(true)
+			spent := b.token(b.agents["a"], ect.Claims{}).Raw()
+			b.want(b.uses("GET /spent", "", "", spent), "200")
+			full := func([]store.Write) error { return store.ErrFull }
+			b.disk.before.Store(&full)
 			want := map[bool]string{false: "503 refused", true: "200"}[open]
 			b.want(b.uses("GET /balance", "", "", token), want)
+			b.want(b.uses("GET /other", "", "", spent), usedBefore)
 			b.want(b.uses("GET /public", "", ""), "200")
+			b.disk.before.Store(nil)
+			b.disk.broken.Store(true)
+			b.want(b.uses("GET /other", "", "", b.token(b.agents["a"], ect.Claims{}).Raw()), "503 refused")
 			b.disk.broken.Store(false)
 			b.want(b.uses("GET /balance", "", "", token), "200")
 			b.want(b.uses("POST /pay", "k", "", token), usedBefore)

@@ -173,11 +173,10 @@ func (e *Evidence) ShareTokens(ctx context.Context, all, own []*ect.Token, use U
 			return err
 		}
 		err = e.commitTokens(ctx, missing, unbound, use)
-		lost := (*store.Conflict)(nil)
-		if !errors.As(err, &lost) {
+		if !errors.As(err, new(*store.Conflict)) {
 			return err
 		}
-		if err := e.awaitConflicting(ctx, lost.Key); err != nil { // then retry
+		if err := store.AwaitGroup(ctx); err != nil { // then retry
 			return err
 		}
 	}
@@ -195,11 +194,10 @@ func (e *Evidence) Spend(ctx context.Context, own []*ect.Token, use Use) error {
 			return err
 		}
 		err = e.commitTokens(ctx, nil, unbound, use)
-		lost := (*store.Conflict)(nil)
-		if !errors.As(err, &lost) {
+		if !errors.As(err, new(*store.Conflict)) {
 			return err
 		}
-		if err := e.awaitConflicting(ctx, lost.Key); err != nil {
+		if err := store.AwaitGroup(ctx); err != nil {
 			return err
 		}
 	}
@@ -260,22 +258,6 @@ func (e *Evidence) commitTokens(ctx context.Context, missing, unbound []*ect.Tok
 	}
 	batch.Add(uses...)
 	return batch.Commit(ctx, e.store)
-}
-
-// awaitConflicting waits until the conflicting write can be read: a conflict within a group
-// commit is reported before the group is visible.
-func (e *Evidence) awaitConflicting(ctx context.Context, key []byte) error {
-	changed, cancel := e.store.Watch(key)
-	defer cancel()
-	if _, err := e.store.Get(ctx, key); !errors.Is(err, store.ErrNotFound) {
-		return err
-	}
-	select {
-	case <-changed:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }
 
 // WaitProven waits until recorded tokens are in the tree under a signed head, so that they
