@@ -1,6 +1,6 @@
 # Caddy with the agent guard, built from this directory:
 #
-#   docker build -f xcaddy.Dockerfile -t caddy-agent-guard .
+#   docker build -f xcaddy.Dockerfile --build-arg VERSION=$(git describe --tags --always) -t caddy-agent-guard .
 #   docker run -p 8080:8080 -v agent_guard:/data --read-only --tmpfs /tmp --tmpfs /config:uid=1000 caddy-agent-guard
 #
 # The base images are pinned by digest (the tag beside it is for people): a tag can be
@@ -12,7 +12,10 @@ ARG CADDY_VERSION=2.11.9
 ENV GOTOOLCHAIN=local CGO_ENABLED=0
 RUN go install github.com/caddyserver/xcaddy/cmd/xcaddy@v0.4.7
 COPY . /src
-# xcaddy leaves out the symbol table and the debugging information by itself.
+# The version is that of `agent_guard_info`; Go knows none of a directory.
+ARG VERSION=
+# The other flags are those that xcaddy gives by itself.
+ENV XCADDY_GO_BUILD_FLAGS="-ldflags '-w -s -X github.com/agent-guard/caddy-agent-guard/caddymodule.built=${VERSION}' -trimpath -tags nobadger,nomysql,nopgx"
 RUN xcaddy build "v${CADDY_VERSION}" \
 	--with github.com/agent-guard/caddy-agent-guard=/src \
 	--output /usr/bin/caddy

@@ -39,8 +39,14 @@ func releaseCounts(path string) {
 	_, _ = countsPool.Delete(path) // its Destruct does not fail
 }
 
+// built is the version that the linker was told, for a build from a directory (xcaddy.Dockerfile): Go knows none then.
+var built string
+
 // version returns the version of this module in the binary.
 func version() string {
+	if built != "" {
+		return built
+	}
 	const path = "github.com/agent-guard/caddy-agent-guard"
 	build, ok := debug.ReadBuildInfo()
 	if !ok {

@@ -302,9 +302,7 @@ func (x *Call) callRecorded(batch *store.Batch, err error) error {
 			x.emit(EventWorkflowStarted, nil)
 		}
 		x.evidence.recorded = slices.Concat(x.evidence.recorded, x.evidence.ancestors, x.evidence.tokens.All)
-		for _, t := range x.evidence.tokens.Own {
-			x.evidence.bound = append(x.evidence.bound, t)
-		}
+		x.evidence.bound = append(x.evidence.bound, x.evidence.tokens.Own...)
 		return nil
 	}
 	x.call.Checkpoint = ""
