@@ -44,13 +44,7 @@ const (
 	longestSecret  = 64
 )
 
-// Check validates the configuration. Its error shows no secret, and of the URL only scheme and
-// host.
-func (c *WebhookConfig) Check() error {
-	_, _, err := c.parse()
-	return err
-}
-
+// parse's error shows no secret, and of the URL only scheme and host.
 func (c *WebhookConfig) parse() (*url.URL, [][]byte, error) {
 	target, err := parseURL(c.URL)
 	if err != nil {
@@ -68,7 +62,7 @@ func (c *WebhookConfig) parse() (*url.URL, [][]byte, error) {
 	return target, keys, nil
 }
 
-// CheckURL validates WebhookConfig.URL, as Check does.
+// CheckURL validates WebhookConfig.URL, as NewWebhook does.
 func CheckURL(text string) error {
 	_, err := parseURL(text)
 	return err
@@ -175,7 +169,7 @@ type WebhookNotifier struct {
 
 var _ Notifier = (*WebhookNotifier)(nil)
 
-// NewWebhook makes a notifier, or returns the error of WebhookConfig.Check.
+// NewWebhook makes a notifier. Its error names what is wrong with the configuration, and shows no secret.
 func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
 	target, keys, err := c.parse()
 	if err != nil {
