@@ -424,10 +424,7 @@ func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.E
 	}
 	batch.Add(policy.Evidence.Closed(end.Workflow, end.Since))
 	for _, t := range tokens {
-		batch.Add(policy.Evidence.UseWrite(t, errorUse, time.Time{}))
-		if alone, needed := policy.Evidence.Alone(t); needed {
-			batch.Add(alone)
-		}
+		batch.Add(policy.Evidence.UseWrites(t, errorUse, time.Time{})...)
 	}
 	err = batch.Commit(ctx, e.store)
 	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {

@@ -472,9 +472,6 @@ type escalating struct {
 	ended chan struct{}
 }
 
-// escalationAttempt bounds one attempt to notify: longer than a webhook's timeout may be.
-const escalationAttempt = 65 * time.Second
-
 // startEscalations reads what holds workflows, and makes the dispatcher.
 func (e *engine) startEscalations(ctx context.Context) error {
 	x := &e.escalations
@@ -494,7 +491,7 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		})
 	})
 	dispatcher := hitl.NewDispatcher(x.store, hitl.NotifierFunc(e.notify), hitl.DispatcherOptions{
-		Attempt: escalationAttempt, OnAttempt: e.attempted,
+		OnAttempt: e.attempted,
 		OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
 	})
 	running, stop := context.WithCancel(context.Background())

@@ -39,7 +39,8 @@ func releaseCounts(path string) {
 	_, _ = countsPool.Delete(path) // its Destruct does not fail
 }
 
-// built is the version that the linker was told, for a build from a directory (xcaddy.Dockerfile): Go knows none then.
+// built is the version of this module if the build sets it with `-ldflags -X`, as xcaddy.Dockerfile does. Go
+// itself records no version in a build from a directory.
 var built string
 
 // version returns the version of this module in the binary.

@@ -476,10 +476,7 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 		return err
 	}
 	for _, token := range tokens {
-		batch.Add(t.Evidence.UseWrite(token, errorUse, time.Time{}))
-		if alone, needed := t.Evidence.Alone(token); needed {
-			batch.Add(alone)
-		}
+		batch.Add(t.Evidence.UseWrites(token, errorUse, time.Time{})...)
 	}
 	if err := t.rollBackFor(e, tokens, batch); err != nil {
 		return batch.Done(err)
@@ -603,7 +600,7 @@ func (t *tokenPolicy) proves(ctx context.Context, raw, issuer string, earliest t
 	case token.IssuedAt().Before(earliest):
 		return &ect.Error{Code: ect.CodeTooOld}
 	}
-	var use evidence.Use     // random, so that no other probe and no call has it
+	var use evidence.Use     // random: of no other probe, and of no call
 	_, _ = rand.Read(use[:]) // never fails
 	return t.Evidence.Spend(ctx, []*ect.Token{token}, use)
 }

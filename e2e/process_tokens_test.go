@@ -187,6 +187,14 @@ func TestProcessTokenIsBoundOnceInAFleet(t *testing.T) {
 		running[i] = site.start(t)
 		at[i] = site.gateway(t)
 	}
+	known := func(c *tokenCase) { // to both gateways
+		for _, g := range at {
+			look := a.issue(ect.Claims{Action: "look"})
+			if got := g.call(with(look, request{method: "GET", path: cascadePath + "checkpoints/" + c.step.checkpoint + "?wait=30s"})); got.status != http.StatusOK {
+				t.Fatalf("%d %s", got.status, got.body)
+			}
+		}
+	}
 	var all []*tokenCase
 	again := func(c *tokenCase, when string) {
 		same := *c
@@ -210,12 +218,7 @@ func TestProcessTokenIsBoundOnceInAFleet(t *testing.T) {
 		for _, names := range pairs {
 			for n := range 4 {
 				c := newTokenCase(at[n%2].saga(a), kind, tokenUseOf(names[0]), tokenUseOf(names[1]))
-				for _, g := range at { // both know of the call
-					look := a.issue(ect.Claims{Action: "look"})
-					if got := g.call(with(look, request{method: "GET", path: cascadePath + "checkpoints/" + c.step.checkpoint + "?wait=30s"})); got.status != http.StatusOK {
-						t.Fatalf("%d %s", got.status, got.body)
-					}
-				}
+				known(c)
 				uses, got := [2]tokenUse{c.first, c.second}, [2]reply{}
 				var wg sync.WaitGroup
 				for i, use := range uses {
@@ -233,6 +236,28 @@ func TestProcessTokenIsBoundOnceInAFleet(t *testing.T) {
 					c.first, c.second, c.answer = c.second, c.first, got[1]
 				}
 				again(c, kind+", at both")
+				all = append(all, c)
+			}
+		}
+	}
+	// The whole table: used at one gateway first, and then at the other.
+	for _, kind := range tokenKinds {
+		for _, first := range tokenUses {
+			for _, second := range tokenUses {
+				if !slices.Contains(strings.Fields(first.kinds), kind) || !slices.Contains(strings.Fields(second.kinds), kind) {
+					continue
+				}
+				if kind == "error" && second.name == "errors" && first.name != "errors" {
+					continue // in a fleet the other request has reported it: docs/threat_model.md
+				}
+				n := len(all)
+				c := newTokenCase(at[n%2].saga(a), kind, first, second)
+				known(c)
+				if c.answer = c.send(first); c.answer.status/100 != 2 {
+					t.Fatalf("%s, %s: %d %s", kind, first.name, c.answer.status, c.answer.body)
+				}
+				c.g = at[(n+1)%2]
+				c.again(t, lab, kind+", at the other gateway")
 				all = append(all, c)
 			}
 		}

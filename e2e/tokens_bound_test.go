@@ -88,6 +88,9 @@ var tokenUses = []tokenUse{
 	}},
 }
 
+// tokenKinds are the kinds of tokens that newTokenCase issues.
+var tokenKinds = []string{"ask", "aerr", "error", "end", "plan", "decide", "hold"}
+
 func tokenUseOf(name string) tokenUse {
 	return tokenUses[slices.IndexFunc(tokenUses, func(u tokenUse) bool { return u.name == name })]
 }
@@ -221,7 +224,7 @@ func TestTokenIsBoundAtItsFirstUse(t *testing.T) {
 	g := launch(t, setting)
 	lab.write("/docs/read", "1")
 	var all []*tokenCase
-	for _, kind := range []string{"ask", "aerr", "error", "end", "plan", "decide", "hold"} {
+	for _, kind := range tokenKinds {
 		for _, first := range tokenUses {
 			for _, second := range tokenUses {
 				if !slices.Contains(strings.Fields(first.kinds), kind) || !slices.Contains(strings.Fields(second.kinds), kind) {

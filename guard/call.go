@@ -746,7 +746,7 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 		return in, err
 	}
 	if a := approvalOf(x); a != nil {
-		if _, err := x.reviewTokens(); err != nil { // a spent token asks nobody
+		if _, err := x.reviewTokens(); err != nil { // with a used token nobody is asked (C-6.1-a)
 			return in, err
 		}
 		if err := x.approved(a); err != nil {

@@ -646,15 +646,12 @@ func (s *callEvidence) unrecorded() []*ect.Token {
 func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 	for _, t := range s.tokens.Own {
 		if !slices.Contains(s.bound, t) && !s.handed {
-			w := s.policy.Evidence.UseWrite(t, s.use, until)
+			writes := s.policy.Evidence.UseWrites(t, s.use, until)
 			if until.IsZero() {
-				w.Expires = until
+				writes[0].Expires = until
 				s.held = append(s.held, t)
 			}
-			to.Add(w)
-			if alone, needed := s.policy.Evidence.Alone(t); needed {
-				to.Add(alone)
-			}
+			to.Add(writes...)
 		}
 	}
 }

@@ -513,9 +513,9 @@ func (l *Log) recordWrites(events []hashedEvent, first uint64, direct bool) (_ [
 	return writes, placed, nil
 }
 
-// Given is the write that keeps an id without an entry, such as that of a token that was only read with, from
-// being used both with and without a workflow, as Record does for events: with one it marks the id until then,
-// without one it is the condition that no workflow has given the id.
+// Given returns the write by which an id that gets no entry, such as that of a token that came with a read, is not used
+// both with and without a workflow. With a workflow it marks the id until the given time; without one it is the
+// condition that the id is not marked. Record does the same for events.
 func (l *Log) Given(workflow, id string, until time.Time) store.Write {
 	n := l.namesOf(workflow, id)
 	if workflow == "" {

@@ -59,13 +59,14 @@ func (e *Evidence) UseWrite(t *ect.Token, u Use, until time.Time) store.Write {
 	}
 }
 
-// Alone returns the condition that the id of a token with a workflow is used by none without, for the
-// commit of its UseWrite: an id is unique in its workflow, and everywhere without one (ADR 0038).
-func (e *Evidence) Alone(t *ect.Token) (w store.Write, needed bool) {
-	if t.Workflow() == "" {
-		return w, false // the ledger's own writes see to it
+// UseWrites are the UseWrite and, for a token with a workflow, the condition that none without one has used its id:
+// an id is unique in its workflow, and everywhere without one (ADR 0038).
+func (e *Evidence) UseWrites(t *ect.Token, u Use, until time.Time) []store.Write {
+	writes := []store.Write{e.UseWrite(t, u, until)}
+	if t.Workflow() != "" { // else the ledger's own writes see to it
+		writes = append(writes, store.Write{Key: e.usedIn("", t), Delete: true, If: store.Absent()})
 	}
-	return store.Write{Key: e.usedIn("", t), Delete: true, If: store.Absent()}, true
+	return writes
 }
 
 // TokenStatus says whether a token was used, and for what.
@@ -239,13 +240,10 @@ func (e *Evidence) commitTokens(ctx context.Context, missing, unbound []*ect.Tok
 	}
 	uses := make([]store.Write, 0, 3*len(unbound))
 	for _, t := range unbound { // for a token's life also by the clock of the store, which may be another one
-		w := e.UseWrite(t, use, now.Add(t.Expires().Sub(t.IssuedAt())+clockMargin))
-		uses = append(uses, w)
-		if alone, needed := e.Alone(t); needed {
-			uses = append(uses, alone)
-		}
+		writes := e.UseWrites(t, use, now.Add(t.Expires().Sub(t.IssuedAt())+clockMargin))
+		uses = append(uses, writes...)
 		if !slices.Contains(missing, t) { // else the ledger says so
-			uses = append(uses, e.log.Given(t.Workflow(), t.NodeID(), w.Expires))
+			uses = append(uses, e.log.Given(t.Workflow(), t.NodeID(), writes[0].Expires))
 		}
 	}
 	if len(missing) == 0 {

@@ -25,7 +25,7 @@ type WebhookConfig struct {
 	// Secrets sign separately: one, or up to 8 while a receiver changes over. The form is
 	// `whsec_` and the standard base64 of 24 to 64 random bytes.
 	Secrets []string
-	// Timeout bounds one attempt, from the dial to the answer; zero is 10 s, at most 60 s. The
+	// Timeout bounds one attempt, from the dial to the answer; zero is 10 s. The
 	// dispatcher's limit of an attempt should not be shorter.
 	Timeout time.Duration
 	// Gateway names this gateway to the receiver; optional.
