@@ -492,7 +492,7 @@ func (e *engine) startEscalations(ctx context.Context) error {
 	})
 	dispatcher := hitl.NewDispatcher(x.store, hitl.NotifierFunc(e.notify), hitl.DispatcherOptions{
 		OnAttempt: e.attempted,
-		OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
+		OnError:   func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
 	})
 	running, stop := context.WithCancel(context.Background())
 	x.stop = stop
