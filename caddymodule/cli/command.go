@@ -3,9 +3,12 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/url"
+	"os"
+	"os/user"
 	"slices"
 	"strings"
 	"time"
@@ -38,11 +41,9 @@ func Command() caddycmd.Command {
 		Short: "Shows records, settles calls in doubt, rolls back, verifies the ledger",
 		Long:  long,
 		CobraFunc: func(cmd *cobra.Command) {
-			var o options
-			f := cmd.PersistentFlags()
-			f.VarP(&word{&o.output, []string{outputTable, outputJSON}}, "output", "o", "Form of the output: table or json")
-			o.output = outputTable // set here, so that the help does not show it as a default
-			complete(cmd, "output", outputTable, outputJSON)
+			o, forms := options{given: url.Values{}}, []string{"table", "json"}
+			cmd.PersistentFlags().VarP(oneOf(o.given, "word", "output", forms), "output", "o", "Form of the output: table or json")
+			complete(cmd, "output", forms...)
 			group(cmd, executionCommands(&o), storeCommands(&o), nodesCommand(&o), keyCommands(&o), identityCommands(&o), circuitCommands(&o), cascadeCommands(&o),
 				escalationCommands(&o), rollbackCommand(&o), rollbacksCommand(&o), workflowCommands(&o), ledgerCommands(&o))
 		},
@@ -65,11 +66,11 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-// oneArg is for commands that take one argument.
-func oneArg(what string) cobra.PositionalArgs {
+// nArgs is for commands that take n arguments.
+func nArgs(n int, what string) cobra.PositionalArgs {
 	return func(_ *cobra.Command, args []string) error {
-		if len(args) != 1 {
-			return fmt.Errorf("give one %s; there are %d", what, len(args))
+		if len(args) != n {
+			return fmt.Errorf("give %s; there are %d", what, len(args))
 		}
 		return nil
 	}
@@ -79,16 +80,11 @@ func oneArg(what string) cobra.PositionalArgs {
 type options struct {
 	address, config, adapter string
 	store                    string
-	output                   string
-	connection               *client // made when it is first needed
+	given                    url.Values // has the form of the output
+	connection               *client    // made when it is first needed
 }
 
-const (
-	outputTable = "table"
-	outputJSON  = "json"
-)
-
-func (o *options) json() bool { return o.output == outputJSON }
+func (o *options) json() bool { return o.given.Get("output") == "json" }
 
 // server adds the flags of a command, and of those below it, that ask a server.
 func (o *options) server(cmd *cobra.Command) *cobra.Command {
@@ -114,10 +110,87 @@ func stringsFlag(cmd *cobra.Command, values *[]string, name, usage string) {
 	complete(cmd, name)
 }
 
-// wordFlag adds a flag that takes one of some words.
-func wordFlag(cmd *cobra.Command, value *string, name, usage string, words []string) {
-	cmd.Flags().Var(&word{value, words}, name, usage)
+// flagValue is the value of a flag, kept by a name: often that of a parameter of the admin API.
+type flagValue struct {
+	given url.Values
+	name  string
+	kind  string             // as the help calls it; words may be several, separated by commas or repeated
+	check func(string) error // nil if any text will do
+}
+
+func (v *flagValue) String() string { return strings.Join(v.given[v.name], ",") }
+
+func (v *flagValue) Type() string { return v.kind }
+
+func (v *flagValue) Set(text string) error {
+	all := []string{text}
+	if v.kind == "words" {
+		all = strings.Split(text, ",")
+	} else {
+		v.given.Del(v.name)
+	}
+	for _, one := range all {
+		if v.check != nil {
+			if err := v.check(one); err != nil {
+				return err
+			}
+		}
+		if one != "" {
+			v.given.Add(v.name, one)
+		}
+	}
+	return nil
+}
+
+// filterFlag adds a flag that takes any text and is a parameter of the admin API; words are what completion offers.
+func filterFlag(cmd *cobra.Command, query url.Values, name, usage string, words ...string) {
+	cmd.Flags().Var(&flagValue{query, name, "string", nil}, name, usage)
 	complete(cmd, name, words...)
+}
+
+// ageFlag adds a flag that takes a duration and is a parameter of the admin API.
+func ageFlag(cmd *cobra.Command, query url.Values, name, parameter, usage string) {
+	cmd.Flags().Var(&flagValue{query, parameter, "string", func(text string) error {
+		if age, err := caddy.ParseDuration(text); err != nil || age < 0 {
+			return fmt.Errorf("%q is no duration; write one like 10m, 4h or 2d", text)
+		}
+		return nil
+	}}, name, usage)
+	complete(cmd, name)
+}
+
+// wordFlag adds a flag that takes one of some words, or of kind words several of them.
+func wordFlag(cmd *cobra.Command, given url.Values, kind, name, usage string, words []string) {
+	cmd.Flags().Var(oneOf(given, kind, name, words), name, usage)
+	complete(cmd, name, words...)
+}
+
+// oneOf is the value of a flag that takes some words.
+func oneOf(given url.Values, kind, name string, words []string) *flagValue {
+	return &flagValue{given, name, kind, func(text string) error {
+		if slices.Contains(words, text) {
+			return nil
+		}
+		last := len(words) - 1
+		return fmt.Errorf("use %s or %s", strings.Join(words[:last], ", "), words[last])
+	}}
+}
+
+// operatorFlag adds the flag that says who acts: the user, unless it is given. Nobody is an error.
+func operatorFlag(cmd *cobra.Command, operator *string, acts string) {
+	stringFlag(cmd, operator, "operator", "Who "+acts+" (default: $USER)")
+	cmd.PreRunE = func(*cobra.Command, []string) error {
+		*operator = cmp.Or(*operator, os.Getenv("USER"))
+		if *operator == "" {
+			if who, err := user.Current(); err == nil {
+				*operator = who.Username
+			}
+		}
+		if *operator == "" {
+			return fmt.Errorf("who %s? neither --operator nor $USER says", acts)
+		}
+		return nil
+	}
 }
 
 func require(cmd *cobra.Command, flags ...string) {
@@ -126,46 +199,6 @@ func require(cmd *cobra.Command, flags ...string) {
 			panic(err) // the flag is not there: a mistake in this package
 		}
 	}
-}
-
-// word is the value of a flag that takes one of some words.
-type word struct {
-	value *string
-	words []string
-}
-
-func (w *word) String() string { return *w.value }
-
-func (w *word) Type() string { return "word" }
-
-func (w *word) Set(text string) error {
-	if !slices.Contains(w.words, text) {
-		last := len(w.words) - 1
-		return fmt.Errorf("use %s or %s", strings.Join(w.words[:last], ", "), w.words[last])
-	}
-	*w.value = text
-	return nil
-}
-
-// words is the value of a flag that takes several of some words, separated by commas or repeated.
-type words struct {
-	values *[]string
-	words  []string
-}
-
-func (w *words) String() string { return strings.Join(*w.values, ",") }
-
-func (w *words) Type() string { return "words" }
-
-func (w *words) Set(text string) error {
-	var value string
-	for one := range strings.SplitSeq(text, ",") {
-		if err := (&word{&value, w.words}).Set(one); err != nil {
-			return err
-		}
-		*w.values = append(*w.values, value)
-	}
-	return nil
 }
 
 func names[T fmt.Stringer](values []T) []string {
@@ -202,12 +235,8 @@ func completeKey(o *options, states ...string) cobra.CompletionFunc {
 		}
 		ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout)
 		defer cancel()
-		c, err := o.client()
+		page, _, err := ask[admin.Page](ctx, o, question{path: "executions", query: url.Values{"limit": {"50"}, "state": states}})
 		if err != nil {
-			return nil, cobra.ShellCompDirectiveNoFileComp
-		}
-		var page admin.Page
-		if _, err := c.ask(ctx, question{path: "executions", query: url.Values{"limit": {"50"}, "state": states}}, &page); err != nil {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
 		for i := range page.Executions {

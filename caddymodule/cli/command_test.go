@@ -236,8 +236,8 @@ func TestWrongFlags(t *testing.T) {
 		{"is no address of an admin endpoint", []string{"store", "stats", "--address", ":1-9"}},
 		{"use table or json", []string{"keys", "list", "--output", "xml"}},
 		{"use running, completed, in_doubt or rolled_back", []string{"executions", "list", "--state", "doubtful"}},
-		{`--older-than: "soon" is no duration; write one like 10m, 4h or 2d`, []string{"executions", "list", "--older-than", "soon"}},
-		{`--newer-than: "-1h" is no duration`, []string{"executions", "list", "--newer-than=-1h"}},
+		{`for "--older-than" flag: "soon" is no duration; write one like 10m, 4h or 2d`, []string{"executions", "list", "--older-than", "soon"}},
+		{`for "--newer-than" flag: "-1h" is no duration`, []string{"executions", "list", "--newer-than=-1h"}},
 		{"--limit must be at least 1", []string{"executions", "list", "--limit", "0"}},
 		{"`caddy agent-guard executions list` takes no arguments, and \"more\" is one", []string{"executions", "list", "more"}},
 		{"`caddy agent-guard keys rotate` takes no arguments", []string{"keys", "rotate", "foo"}},
@@ -280,7 +280,10 @@ func TestWrongServers(t *testing.T) {
 			w.WriteHeader(400)
 			_, _ = w.Write([]byte(`{"error": "\u001b[2J"}`))
 		}),
-		"has more than 16777216 bytes": serve(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(make([]byte, 17<<20)) }),
+		"has more than 16777216 bytes": serve(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set(admin.Mark, "1")
+			_, _ = w.Write(make([]byte, 17<<20))
+		}),
 	} {
 		refuses(t, words, "store", "stats", "--address", address)
 	}
@@ -321,11 +324,7 @@ func TestFindAddress(t *testing.T) {
 	defer server.Close()
 	for _, address := range []string{"unix/" + filepath.Join(dir, "s"), "unix/" + filepath.Join(dir, "s") + "|0200"} {
 		o := options{address: address}
-		c, err := o.client()
-		if err != nil {
-			t.Fatal(err)
-		}
-		if text, err := c.ask(t.Context(), question{path: "store"}, &struct{}{}); err != nil || string(text) != `{"health": "ok"}` {
+		if _, text, err := ask[struct{}](t.Context(), &o, question{path: "store"}); err != nil || string(text) != `{"health": "ok"}` {
 			t.Errorf("%s: %s, %v", address, text, err)
 		}
 	}
@@ -411,10 +410,9 @@ func TestHumanUnits(t *testing.T) {
 func TestTablePages(t *testing.T) {
 	var table table
 	out := ""
-	for _, rows := range [][][]string{
-		{{"A", "B", "C"}, {"a", "b", "c"}, {"日本語", "b", "c"}}, {{"x", "long", "y"}}, {{"x", "y", "z"}},
-	} {
-		out += table.page(rows)
+	row := func(a, b, c string) []any { return []any{"A", a, "B", b, "C", c} }
+	for _, rows := range [][][]any{{row("a", "b", "c"), row("日本語", "b", "c")}, {row("x", "long", "y")}, {row("x", "y", "z")}} {
+		out += table.page(rows...)
 	}
 	want := "A    B  C\na    b  c\n日本語  b  c\nx    long  y\nx    y     z\n"
 	if out != want {

@@ -2,18 +2,17 @@ package cli
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
 	"net/url"
 	"os"
-	"os/user"
 	"strings"
 	"time"
 	"unicode/utf8"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/spf13/cobra"
 	"golang.org/x/term"
 
@@ -29,18 +28,8 @@ func executionCommands(o *options) *cobra.Command {
 	}, executionList(o), executionShow(o), executionResolve(o)))
 }
 
-// executionFilters are the flags of `executions list`.
-type executionFilters struct {
-	paging
-	states                                  []string
-	guard, action, method, caller, workflow string
-	id, checkpoint, undos                   string
-	olderThan, newerThan                    string
-}
-
 func executionList(o *options) *cobra.Command {
-	var l executionFilters
-	states, undos := names(execution.States()), []string{"with", "without", "only"}
+	page := paging{query: url.Values{}}
 	cmd := &cobra.Command{
 		Use:   "list",
 		Short: "Lists executions, the youngest first",
@@ -67,62 +56,34 @@ Requests of rollbacks are listed too, with the action undo and the method
   caddy agent-guard executions list --action charge --newer-than 2d --all --output json`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			query, err := l.query()
-			if err != nil {
-				return err
-			}
-			out := list{cmd: cmd, name: "executions", json: o.json(), header: executionHeader}
-			_, err = listPages(o, &l.paging, query, &out, executionRow)
-			return err
+			return listPages(cmd, o, &page, "executions", executionRow)
 		},
 	}
-	cmd.Flags().Var(&words{&l.states, states}, "state", "Only those in this state: running, completed, in_doubt or rolled_back")
-	complete(cmd, "state", states...)
-	stringFlag(cmd, &l.guard, "guard", "Only those of the guard with this name")
-	stringFlag(cmd, &l.action, "action", "Only those of this action")
-	stringFlag(cmd, &l.method, "method", "Only those with this method", "POST", "PUT", "PATCH", "DELETE")
-	stringFlag(cmd, &l.caller, "caller", "Only those of the caller with this hash, or with these first digits of it")
-	stringFlag(cmd, &l.workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
-	stringFlag(cmd, &l.id, "id", "Only those with this id from their caller, usually in Idempotency-Key")
-	stringFlag(cmd, &l.checkpoint, "checkpoint", "Only the one of this checkpoint, a UUID as in Execution-Checkpoint")
-	wordFlag(cmd, &l.undos, "undos", "Requests of rollbacks: with (all, the default), without or only", undos)
-	stringFlag(cmd, &l.olderThan, "older-than", "Only those claimed longer ago, like 10m or 2d")
-	stringFlag(cmd, &l.newerThan, "newer-than", "Only those claimed since, like 10m or 2d")
-	l.flags(cmd)
+	q := page.query
+	wordFlag(cmd, q, "words", "state", "Only those in this state: running, completed, in_doubt or rolled_back", names(execution.States()))
+	filterFlag(cmd, q, "guard", "Only those of the guard with this name")
+	filterFlag(cmd, q, "action", "Only those of this action")
+	filterFlag(cmd, q, "method", "Only those with this method", "POST", "PUT", "PATCH", "DELETE")
+	filterFlag(cmd, q, "caller", "Only those of the caller with this hash, or with these first digits of it")
+	filterFlag(cmd, q, "workflow", "Only those of this workflow: its UUID, or its caller's name")
+	filterFlag(cmd, q, "id", "Only those with this id from their caller, usually in Idempotency-Key")
+	filterFlag(cmd, q, "checkpoint", "Only the one of this checkpoint, a UUID as in Execution-Checkpoint")
+	undos := []string{"with", "without", "only"}
+	wordFlag(cmd, q, "word", "undos", "Requests of rollbacks: with (all, the default), without or only", undos)
+	ageFlag(cmd, q, "older-than", "min_age", "Only those claimed longer ago, like 10m or 2d")
+	ageFlag(cmd, q, "newer-than", "max_age", "Only those claimed since, like 10m or 2d")
+	page.flags(cmd, true)
 	return cmd
 }
 
-// query returns the query without limit and page.
-func (l *executionFilters) query() (url.Values, error) {
-	if err := l.valid(); err != nil {
-		return nil, err
-	}
-	for _, flag := range [][2]string{{"--older-than", l.olderThan}, {"--newer-than", l.newerThan}} {
-		if flag[1] == "" {
-			continue
-		}
-		if age, err := caddy.ParseDuration(flag[1]); err != nil || age < 0 {
-			return nil, fmt.Errorf("%s: %q is no duration; write one like 10m, 4h or 2d", flag[0], flag[1])
-		}
-	}
-	q := filters("guard", l.guard, "action", l.action, "method", l.method, "caller", l.caller, "workflow", l.workflow, "id", l.id,
-		"checkpoint", l.checkpoint, "undos", l.undos, "min_age", l.olderThan, "max_age", l.newerThan)
-	if l.states != nil {
-		q["state"] = l.states
-	}
-	return q, nil
-}
-
-var executionHeader = []string{"KEY", "STATE", "AGE", "GUARD", "ACTION", "METHOD", "STATUS", "CAUSE", "CALLER", "PATH"}
-
-func executionRow(x *admin.Execution, _ time.Time) []string {
+func executionRow(x *admin.Execution) []any {
 	cause := ""
 	if x.State == execution.StateInDoubt.String() {
 		cause = x.Cause
 	}
-	return []string{
-		short(x.Key, 16), x.State, ago(x.Age), printable(x.Guard), printable(x.Action), printable(x.Method),
-		dash(number(x.Status)), dash(cause), short(x.Caller, 8), cut(printable(x.Path), 60),
+	return []any{
+		"KEY", short(x.Key, 16), "STATE", x.State, "AGE", ago(x.Age), "GUARD", x.Guard, "ACTION", x.Action, "METHOD", x.Method,
+		"STATUS", number(x.Status), "CAUSE", cause, "CALLER", short(x.Caller, 8), "PATH", cut(printable(x.Path), 60),
 	}
 }
 
@@ -143,10 +104,7 @@ decisions of operators about it.
   caddy agent-guard executions show order-7`,
 		Args:              oneKey,
 		ValidArgsFunction: completeKey(o),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			_, err := show(cmd, o, question{path: keyPath(args[0])}, describeExecution)
-			return err
-		},
+		RunE:              showing(o, question{path: "executions/{}"}, describeExecution),
 	}
 }
 
@@ -154,60 +112,48 @@ func oneKey(cmd *cobra.Command, args []string) error {
 	if len(args) == 0 {
 		return errors.New("give a KEY; `executions list` shows them")
 	}
-	return oneArg("KEY")(cmd, args)
+	return nArgs(1, "one KEY")(cmd, args)
 }
-
-func keyPath(key string) string { return "executions/" + url.PathEscape(key) }
 
 // describeExecution shows an execution line by line.
 func describeExecution(x *admin.Execution, now time.Time) string {
-	s := sheet{width: 12}
-	state := x.State
+	state, id, result, deadline := x.State, "", "", x.Deadline
 	if x.Detail != "" {
 		state += ", " + x.Detail
 	}
-	s.line("key", x.Key)
-	s.line("state", state)
-	s.line("cause", x.Cause)
-	s.line("status", number(x.Status))
-	s.line("call", printable(x.Method)+" "+printable(x.Host)+printable(x.Path))
 	if x.ExecutionID != "" {
-		s.line("execution id", printable(x.ExecutionID)+" ("+x.Origin+")")
+		id = x.ExecutionID + " (" + x.Origin + ")"
 	}
-	s.line("guard", printable(x.Guard))
-	s.line("action", printable(x.Action))
-	s.line("caller", x.Caller)
-	s.line("workflow", named(x.Workflow, x.WorkflowName))
-	s.line("checkpoint", printable(x.Checkpoint))
-	s.line("node", x.Node)
-	s.line("created", moment(x.Created, now))
-	if x.Settled.IsZero() {
-		s.line("deadline", moment(x.Deadline, now))
+	if !x.Settled.IsZero() {
+		deadline = time.Time{}
 	}
-	s.line("settled", moment(x.Settled, now))
 	if x.Result != nil {
-		s.line("result", describeResult(x.Result, now))
+		result = describeResult(x.Result, now)
 	}
-	s.line("key expires", moment(x.KeyExpires, now))
+	pairs := []any{
+		"key", x.Key, "state", state, "cause", x.Cause, "status", number(x.Status),
+		"call", strings.TrimSpace(x.Method + " " + x.Host + x.Path), "execution id", id,
+		"guard", x.Guard, "action", x.Action, "caller", x.Caller,
+		"workflow", named(x.Workflow, x.WorkflowName), "checkpoint", x.Checkpoint, "node", x.Node,
+		"created", x.Created, "deadline", deadline, "settled", x.Settled,
+		"result", result, "key expires", x.KeyExpires,
+	}
 	for _, r := range x.Resolutions {
 		what := "not applied"
 		if r.Applied {
 			what = "applied"
 		}
-		s.line("resolved", fmt.Sprintf("%s, %s, by %s: %s", moment(r.At, now), what, printable(r.Operator), printable(r.Reason)))
+		pairs = append(pairs, "resolved", fmt.Sprintf("%s, %s, by %s: %s", moment(r.At, now), what, r.Operator, r.Reason))
 	}
-	return s.b.String()
+	return lines(now, 12, pairs...)
 }
 
 // named joins a workflow's UUID and the caller's name for it, if both are known.
 func named(id, name string) string {
-	switch {
-	case name == "" || id == name:
-		return printable(id)
-	case id == "":
-		return printable(name)
+	if id == "" || name == "" || id == name {
+		return cmp.Or(id, name)
 	}
-	return printable(id) + " (" + printable(name) + ")"
+	return id + " (" + name + ")"
 }
 
 func describeResult(r *admin.Result, now time.Time) string {
@@ -227,12 +173,11 @@ const maxBody = 256 << 10
 // resolveFlags are the flags of `executions resolve`.
 type resolveFlags struct {
 	*options
-	applied, notApplied bool
-	reason, operator    string
-	status              int
-	header              []string
-	body, bodyFile      string
-	yes                 bool
+	admin.Decision
+	answer                   admin.Answer
+	header                   []string // lines of the answer
+	bodyFile                 string
+	applied, notApplied, yes bool
 }
 
 func executionResolve(o *options) *cobra.Command {
@@ -267,42 +212,37 @@ give --yes.
 	f := cmd.Flags()
 	f.BoolVar(&r.applied, "applied", false, "The call was executed")
 	f.BoolVar(&r.notApplied, "not-applied", false, "The call was not executed, and cannot be any more")
-	stringFlag(cmd, &r.reason, "reason", "What you have found out, and where")
-	stringFlag(cmd, &r.operator, "operator", "Who decides (default: $USER)")
-	f.IntVar(&r.status, "status", 0, "Status of the answer that retries get, 200 to 599")
+	stringFlag(cmd, &r.Reason, "reason", "What you have found out, and where")
+	operatorFlag(cmd, &r.Operator, "decides")
+	f.IntVar(&r.answer.Status, "status", 0, "Status of the answer that retries get, 200 to 599")
 	complete(cmd, "status")
 	stringsFlag(cmd, &r.header, "header", "Header field of that answer, 'Name: value'; may stand several times")
-	stringFlag(cmd, &r.body, "body", "Body of that answer")
+	stringFlag(cmd, &r.answer.Body, "body", "Body of that answer")
 	f.StringVar(&r.bodyFile, "body-file", "", "File with the body of that answer; - is the standard input")
 	f.BoolVar(&r.yes, "yes", false, "Do not ask")
 	return cmd
 }
 
 func (r *resolveFlags) run(cmd *cobra.Command, key string) error {
-	d, err := r.decision(cmd)
-	if err != nil {
+	if err := r.check(cmd); err != nil {
 		return err
 	}
 	if r.notApplied && !r.yes {
 		if !term.IsTerminal(int(os.Stdin.Fd())) {
 			return errors.New("--not-applied lets a retry run; without a terminal to ask on, confirm it with --yes")
 		}
-		c, err := r.client()
+		x, _, err := ask[admin.Execution](cmd.Context(), r.options, question{path: "executions/{}"}.of([]string{key}))
 		if err != nil {
 			return err
 		}
-		var x admin.Execution
-		if _, err := c.ask(cmd.Context(), question{path: keyPath(key)}, &x); err != nil {
-			return err
-		}
 		key = x.Key // the decision is about what was shown
-		if err := confirm(cmd, describeExecution(&x, time.Now()), "If this call was executed after all, a retry executes it again.\n"+
+		if err := confirm(cmd, describeExecution(x, time.Now()), "If this call was executed after all, a retry executes it again.\n"+
 			"Is it certain that it was not?"); err != nil {
 			return err
 		}
 	}
-	_, err = show(cmd, r.options, question{path: keyPath(key) + "/resolve", body: d}, describeResolved)
-	return err
+	decide := question{path: "executions/{}/resolve", body: &r.Decision}
+	return showing(r.options, decide, describeResolved)(cmd, []string{key})
 }
 
 // describeResolved says what retries get from now on.
@@ -332,84 +272,55 @@ func confirm(cmd *cobra.Command, shown, question string) error {
 	return nil
 }
 
-// check reports all missing flags at once.
-func (r *resolveFlags) check() error {
+// check completes the decision. It reports all missing flags at once.
+func (r *resolveFlags) check(cmd *cobra.Command) error {
 	var missing []string
 	switch {
 	case r.applied && r.notApplied:
 		return errors.New("give --applied or --not-applied, and not both")
-	case r.body != "" && r.bodyFile != "":
+	case r.answer.Body != "" && r.bodyFile != "":
 		return errors.New("give --body or --body-file, and not both")
 	case !r.applied && !r.notApplied:
 		missing = append(missing, "--applied or --not-applied")
 	}
-	if r.reason == "" {
+	if r.Reason == "" {
 		missing = append(missing, "--reason with what you have found out, and where")
 	}
-	if missing == nil {
-		return nil
+	if missing != nil {
+		return errors.New("give " + strings.Join(missing, ", and "))
 	}
-	return errors.New("give " + strings.Join(missing, ", and "))
-}
-
-// decision returns what is sent to the server.
-func (r *resolveFlags) decision(cmd *cobra.Command) (*admin.Decision, error) {
-	if err := r.check(); err != nil {
-		return nil, err
-	}
-	d := &admin.Decision{Decision: admin.DecisionNotApplied, Operator: r.operator, Reason: r.reason}
+	r.Decision.Decision = admin.DecisionNotApplied
 	if r.applied {
-		d.Decision = admin.DecisionApplied
-	}
-	if d.Operator == "" {
-		d.Operator = currentUser()
-	}
-	if d.Operator == "" {
-		return nil, errors.New("who decides? neither --operator nor $USER says")
+		r.Decision.Decision = admin.DecisionApplied
 	}
 	changed := cmd.Flags().Changed
 	if !changed("status") {
 		for _, flag := range []string{"header", "body", "body-file"} {
 			if changed(flag) {
-				return nil, fmt.Errorf("--%s needs the --status of the answer", flag)
+				return fmt.Errorf("--%s needs the --status of the answer", flag)
 			}
 		}
-		return d, nil
+		return nil
 	}
 	if r.notApplied {
-		return nil, errors.New("--not-applied takes no answer: a retry runs, and gets its own")
+		return errors.New("--not-applied takes no answer: a retry runs, and gets its own")
 	}
-	var err error
-	d.Result, err = r.answer(cmd.InOrStdin())
-	return d, err
+	r.Result = &r.answer
+	return r.readAnswer(cmd.InOrStdin())
 }
 
-// currentUser returns who runs the command, or "" if that is unknown.
-func currentUser() string {
-	if name := os.Getenv("USER"); name != "" {
-		return name
-	}
-	if who, err := user.Current(); err == nil {
-		return who.Username
-	}
-	return ""
-}
-
-// answer returns the answer that the flags give.
-func (r *resolveFlags) answer(stdin io.Reader) (*admin.Answer, error) {
-	a := &admin.Answer{Status: r.status}
+// readAnswer completes the answer that the flags give.
+func (r *resolveFlags) readAnswer(stdin io.Reader) error {
+	r.answer.Header = map[string][]string{}
 	for _, line := range r.header {
 		name, value, ok := strings.Cut(line, ":")
 		if !ok {
-			return nil, fmt.Errorf("--header %q: write it as 'Name: value'", line)
-		}
-		if a.Header == nil {
-			a.Header = map[string][]string{}
+			return fmt.Errorf("--header %q: write it as 'Name: value'", line)
 		}
 		name = strings.TrimSpace(name)
-		a.Header[name] = append(a.Header[name], strings.TrimSpace(value))
+		r.answer.Header[name] = append(r.answer.Header[name], strings.TrimSpace(value))
 	}
-	body := []byte(r.body)
+	body := []byte(r.answer.Body)
 	if r.bodyFile != "" {
 		var err error
 		body, err = readAtMost(stdin, r.bodyFile, maxBody)
@@ -417,13 +328,13 @@ func (r *resolveFlags) answer(stdin io.Reader) (*admin.Answer, error) {
 			err = fmt.Errorf("%s has more than 256 KiB, which is the most that is kept of an answer", r.bodyFile)
 		}
 		if err != nil {
-			return nil, err
+			return err
 		}
 	}
 	if utf8.Valid(body) {
-		a.Body = string(body)
+		r.answer.Body = string(body)
 	} else {
-		a.BodyBase64 = base64.StdEncoding.EncodeToString(body)
+		r.answer.Body, r.answer.BodyBase64 = "", base64.StdEncoding.EncodeToString(body)
 	}
-	return a, nil
+	return nil
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"os/signal"
@@ -107,19 +108,13 @@ that of keys and, with an identity, its key_file with the .head beside it.`,
 				}
 			}
 			return o.onStore(cmd, source, func(ctx context.Context, st store.Store) (moveDocument, error) {
-				// Closed by others' rights: keys of entries are not sealed.
-				file, err := os.OpenFile(to, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-				if err != nil {
-					return moveDocument{}, fmt.Errorf("--to: %w", err)
-				}
-				n, err := execution.Export(ctx, st, file)
-				if err == nil {
-					err = file.Sync()
-				}
-				if err = errors.Join(err, file.Close()); err != nil {
-					_ = os.Remove(to) // a part is refused by the import, too
-				}
-				return moveDocument{source.text, to, n}, err
+				doc := moveDocument{From: source.text, To: to}
+				// Nobody else may read the file: keys of entries are not sealed. The import refuses a part of one.
+				err := writeNew("--to", to, func(file io.Writer) (err error) {
+					doc.Entries, err = execution.Export(ctx, st, file)
+					return err
+				})
+				return doc, err
 			})
 		},
 	}

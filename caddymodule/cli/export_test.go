@@ -55,7 +55,7 @@ func TestStoreExportAndImport(t *testing.T) {
 		t.Errorf("%+v", again)
 	}
 	refuses(t, "the target is not empty", "store", "import", "--from", file, "--to", to)
-	refuses(t, "--to: open "+file, "store", "export", "--from", from, "--to", file)
+	refuses(t, "--to: "+file+" is there", "store", "export", "--from", from, "--to", file)
 	refuses(t, "--from: open "+file+"3", "store", "import", "--from", file+"3", "--to", to+"2")
 }
 

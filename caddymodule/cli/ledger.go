@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net/url"
 	"os"
 	"slices"
 	"strconv"
@@ -88,6 +89,29 @@ func (e *proofFlags) read() (note.Verifiers, []ledger.Head, error) {
 	return verifiers, heads, nil
 }
 
+// proof is an open export with what it is verified with.
+type proof struct {
+	file  io.ReadCloser
+	text  *bufio.Reader // of file
+	keys  note.Verifiers
+	known []ledger.Head
+}
+
+// open reads the flags, and opens a file that may be an export. The caller closes it.
+func (e *proofFlags) open(cmd *cobra.Command, file string) (p proof, err error) {
+	if p.keys, p.known, err = e.read(); err != nil {
+		return p, err
+	}
+	if p.file, err = openInput(cmd.InOrStdin(), file); err != nil {
+		return p, err
+	}
+	p.text = bufio.NewReaderSize(p.file, ledger.MaxHead*2)
+	if err = checkBeginning(p.text, file); err != nil {
+		p.file.Close()
+	}
+	return p, err
+}
+
 // exportTitle begins the first line of every export.
 const exportTitle = "agent-guard ledger export"
 
@@ -142,13 +166,12 @@ func inputName(file string) string {
 }
 
 // logFlag is the flag that chooses a log of the server's store.
-func logFlag(cmd *cobra.Command, to *string) {
-	stringFlag(cmd, to, "log", "Name of the log, as 'ledger head' lists them; that of the node that is asked if empty")
+func logFlag(cmd *cobra.Command, query url.Values) {
+	filterFlag(cmd, query, "log", "Name of the log, as 'ledger head' lists them; that of the node that is asked if empty")
 }
 
 func ledgerHead(o *options) *cobra.Command {
-	var only bool
-	var log string
+	only, log := false, url.Values{}
 	cmd := &cobra.Command{
 		Use:   "head",
 		Short: "Shows the signed head of a server's ledger, its key, and the backlog",
@@ -162,54 +185,38 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
   caddy agent-guard ledger head --note > head-2026-11.txt`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			_, err := show(cmd, o, question{path: "ledger/head", query: filters("log", log)}, func(head *admin.LedgerHead, _ time.Time) string {
-				if only {
-					return head.Note
-				}
-				return describeHead(head)
-			})
-			return err
+			describe := describeHead
+			if only {
+				describe = func(head *admin.LedgerHead, _ time.Time) string { return head.Note }
+			}
+			return showing(o, question{path: "ledger/head", query: log}, describe)(cmd, nil)
 		},
 	}
-	logFlag(cmd, &log)
+	logFlag(cmd, log)
 	cmd.Flags().BoolVar(&only, "note", false, "Print the signed head alone, to keep it")
 	return o.server(cmd)
 }
 
-func describeHead(head *admin.LedgerHead) string {
-	s := sheet{width: 7}
-	s.line("log", printable(head.Origin))
-	s.line("key", printable(head.Key))
-	s.line("size", head.Size)
-	s.line("root", printable(head.Root))
+func describeHead(head *admin.LedgerHead, now time.Time) string {
 	waits := "nothing"
 	if head.Backlog.Entries > 0 {
 		waits = fmt.Sprintf("%d, the oldest for %s", head.Backlog.Entries, ago(head.Backlog.Age))
 	}
-	s.line("waiting", waits)
-	s.line("refused", head.Refused)
-	s.line("damaged", head.Damaged)
-	s.line("retries", head.Retries)
-	text := s.b.String()
+	text := lines(now, 7, "log", head.Origin, "key", head.Key, "size", head.Size, "root", head.Root, "waiting", waits,
+		"refused", head.Refused, "damaged", head.Damaged, "retries", head.Retries)
 	for i := range head.Logs {
 		other := &head.Logs[i]
-		s := sheet{width: 7}
-		s.line("log", printable(other.Origin))
+		pairs := []any{"key", other.Key, "size", other.Size, "root", other.Root, "waiting", other.Backlog.Entries}
 		if other.Altered {
-			s.line("head", "does not verify: the log was altered")
-		} else {
-			s.line("key", printable(other.Key))
-			s.line("size", other.Size)
-			s.line("root", printable(other.Root))
-			s.line("waiting", other.Backlog.Entries)
+			pairs = []any{"head", "does not verify: the log was altered"}
 		}
-		text += "\n" + s.b.String()
+		text += "\n" + lines(now, 7, append([]any{"log", other.Origin}, pairs...)...)
 	}
 	return text
 }
 
 func ledgerExport(o *options) *cobra.Command {
-	var out, log string
+	out, log := "", url.Values{}
 	cmd := &cobra.Command{
 		Use:   "export",
 		Short: "Exports a server's ledger, for `ledger verify`",
@@ -222,9 +229,9 @@ one behind the other, and ` + "`ledger verify`" + ` takes them so.`,
 		Example: `  caddy agent-guard ledger export --out ledger.export
   caddy agent-guard ledger export --log all --out fleet.export`,
 		Args: noArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out, log) },
+		RunE: func(cmd *cobra.Command, _ []string) error { return o.export(cmd, out, log.Get("log")) },
 	}
-	logFlag(cmd, &log)
+	logFlag(cmd, log)
 	cmd.Flags().StringVar(&out, "out", "", "File to write, which must not exist; - is the standard output, also on a terminal")
 	return o.server(cmd)
 }
@@ -242,14 +249,10 @@ func onTerminal(out io.Writer) bool {
 const allLogs = "all"
 
 func (o *options) export(cmd *cobra.Command, out, log string) error {
-	c, err := o.client()
-	if err != nil {
-		return err
-	}
 	origins := []string{log}
 	if log == allLogs {
-		var head admin.LedgerHead
-		if _, err := c.ask(cmd.Context(), question{path: "ledger/head"}, &head); err != nil {
+		head, _, err := ask[admin.LedgerHead](cmd.Context(), o, question{path: "ledger/head"})
+		if err != nil {
 			return err
 		}
 		origins[0] = head.Origin
@@ -259,7 +262,8 @@ func (o *options) export(cmd *cobra.Command, out, log string) error {
 	}
 	write := func(to io.Writer) error {
 		for _, origin := range origins {
-			if err := c.copy(cmd.Context(), question{path: "ledger/export", query: filters("log", origin), slow: true}, to); err != nil {
+			query := url.Values{"log": {origin}}
+			if err := o.stream(cmd.Context(), question{path: "ledger/export", query: query, slow: true}, to); err != nil {
 				return err
 			}
 		}
@@ -271,22 +275,11 @@ func (o *options) export(cmd *cobra.Command, out, log string) error {
 	if out == "" || out == "-" {
 		return write(cmd.OutOrStdout())
 	}
-	// A new file that nobody else can read.
-	f, err := os.OpenFile(out, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if errors.Is(err, os.ErrExist) {
-		return fmt.Errorf("--out: %s is there; name another file", out)
-	}
-	if err != nil {
-		return fmt.Errorf("--out: %w", err)
-	}
-	if err := errors.Join(write(f), f.Sync(), f.Close()); err != nil {
-		return errors.Join(err, os.Remove(out))
-	}
-	return nil
+	return writeNew("--out", out, write)
 }
 
 func ledgerCheck(o *options) *cobra.Command {
-	var log string
+	log := url.Values{}
 	cmd := &cobra.Command{
 		Use:   "check",
 		Short: "Makes a server verify its whole ledger, and shows the faults",
@@ -299,14 +292,14 @@ too: ` + "`ledger verify`" + `, elsewhere and with a head that was kept, does wi
 		Example: `  caddy agent-guard ledger check`,
 		Args:    noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			report, err := show(cmd, o, question{path: "ledger/verify", query: filters("log", log), slow: true}, describeCheck)
+			report, err := show(cmd, o, question{path: "ledger/verify", query: log, slow: true}, describeCheck)
 			if err == nil && report.Count > 0 {
 				err = fmt.Errorf("the ledger is not as it was written: %d faults", report.Count)
 			}
 			return err
 		},
 	}
-	logFlag(cmd, &log)
+	logFlag(cmd, log)
 	return o.server(cmd)
 }
 
@@ -322,28 +315,25 @@ func describePruned(n int64, vouchers []admin.LedgerVoucher) string {
 	return said
 }
 
-func describeCheck(r *admin.LedgerReport, _ time.Time) string {
-	s := sheet{width: 7}
-	s.line("log", printable(r.Origin))
-	s.line("size", r.Size)
-	s.line("root", printable(r.Root))
-	s.line("entries", r.Entries)
-	s.line("pruned", describePruned(r.Pruned, r.Vouchers))
-	s.line("waiting", r.Waiting)
+func describeCheck(r *admin.LedgerReport, now time.Time) string {
+	pairs := []any{
+		"log", r.Origin, "size", r.Size, "root", r.Root, "entries", r.Entries,
+		"pruned", describePruned(r.Pruned, r.Vouchers), "waiting", r.Waiting,
+	}
 	if r.Count == 0 {
-		s.line("faults", "none")
+		pairs = append(pairs, "faults", "none")
 	}
 	for _, fault := range r.Faults {
 		what := printable(fault.What)
 		if fault.Index != nil {
 			what = fmt.Sprintf("entry %d: %s", *fault.Index, what)
 		}
-		s.line("fault", what)
+		pairs = append(pairs, "fault", what)
 	}
 	if more := r.Count - len(r.Faults); more > 0 {
-		s.line("fault", fmt.Sprintf("and %d more", more))
+		pairs = append(pairs, "fault", fmt.Sprintf("and %d more", more))
 	}
-	return s.b.String()
+	return lines(now, 7, pairs...)
 }
 
 // verifyFlags are the flags of `ledger verify`.
@@ -377,7 +367,7 @@ It exits with 1 and names the first invalid entry, if there is one, and with 2 i
 FILE is no export.`,
 		Example: `  caddy agent-guard ledger verify ledger.export \
       --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --head head-2026-11.txt`,
-		Args: oneArg("FILE with an export"),
+		Args: nArgs(1, "one FILE with an export"),
 		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, v.run(cmd, args[0])) },
 	}
 	v.flags(cmd)
@@ -403,30 +393,21 @@ type proved struct {
 }
 
 func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
-	keys, known, err := v.read()
+	p, err := v.open(cmd, file)
 	if err != nil {
 		return err
 	}
-	from, err := openInput(cmd.InOrStdin(), file)
-	if err != nil {
-		return err
-	}
-	defer from.Close()
-	export := bufio.NewReaderSize(from, ledger.MaxHead*2)
-	if err := checkBeginning(export, file); err != nil {
-		return err
-	}
+	defer p.file.Close()
 	var all []proved
 	for more := true; more; {
-		if origin := originOf(export); !v.named && v.signs(origin) {
+		if origin := originOf(p.text); !v.named && v.signs(origin) {
 			v.origin = origin
 		}
-		section := &oneExport{from: export}
-		doc, err := v.one(cmd, file, section, keys, known)
+		doc, err := v.one(cmd, file, p)
 		if err != nil {
 			return err
 		}
-		next, err := export.Peek(len(exportTitle))
+		next, err := p.text.Peek(len(exportTitle))
 		if err != nil && !errors.Is(err, io.EOF) {
 			return err
 		}
@@ -444,17 +425,15 @@ func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
 			return fmt.Errorf("%s DOES NOT HOLD: the log %s is missing, whose key is given", inputName(file), printable(key.Name()))
 		}
 	}
+	text, document := inputName(file)+" holds.\n", any(all[0])
 	if len(all) > 1 {
-		return v.print(cmd, all, func(now time.Time) string {
-			text := inputName(file) + " holds, with the exports of " + strconv.Itoa(len(all)) + " logs.\n"
-			for i := range all {
-				text += "\n" + all[i].describe(now)
-			}
-			return text
-		})
+		text, document = fmt.Sprintf("%s holds, with the exports of %d logs.\n", inputName(file), len(all)), all
 	}
-	return v.print(cmd, all[0], func(now time.Time) string {
-		return inputName(file) + " holds.\n\n" + all[0].describe(now)
+	return v.print(cmd, document, func(now time.Time) string {
+		for i := range all {
+			text += "\n" + all[i].describe(now)
+		}
+		return text
 	})
 }
 
@@ -505,15 +484,15 @@ func (r *oneExport) Read(p []byte) (int, error) {
 	return n, nil
 }
 
-// one verifies one export.
-func (v *verifyFlags) one(cmd *cobra.Command, file string, from io.Reader, keys note.Verifiers, known []ledger.Head) (doc proved, err error) {
+// one verifies the next export in a file.
+func (v *verifyFlags) one(cmd *cobra.Command, file string, p proof) (doc proved, err error) {
 	if v.jwks != "" {
 		if doc.Signatures, err = newSignatures(v.jwks); err != nil {
 			return doc, err
 		}
 	}
-	known = slices.DeleteFunc(slices.Clone(known), func(h ledger.Head) bool { return h.Origin != v.origin })
-	found, err := ledger.VerifyExport(from, v.origin, keys, func(e ledger.Entry) error {
+	known := slices.DeleteFunc(slices.Clone(p.known), func(h ledger.Head) bool { return h.Origin != v.origin })
+	found, err := ledger.VerifyExport(&oneExport{from: p.text}, v.origin, p.keys, func(e ledger.Entry) error {
 		doc.Newest = e.Recorded
 		if doc.Signatures == nil {
 			return nil
@@ -535,22 +514,15 @@ func (v *verifyFlags) one(cmd *cobra.Command, file string, from io.Reader, keys 
 }
 
 func (doc *proved) describe(now time.Time) string {
-	s := sheet{width: 7}
-	s.line("log", printable(doc.Origin))
-	s.line("size", doc.Size)
-	s.line("root", doc.Root)
-	s.line("entries", doc.Entries)
-	s.line("pruned", describePruned(doc.Pruned, doc.Vouchers))
-	s.line("newest", moment(doc.Newest, now))
-	heads := "none to compare with: --head gives those that were kept"
+	heads, tokens := "none to compare with: --head gives those that were kept", ""
 	if doc.Heads > 0 {
 		heads = fmt.Sprintf("it has grown out of all %d that are known", doc.Heads)
 	}
-	s.line("heads", heads)
 	if doc.Signatures != nil {
-		s.line("tokens", doc.Signatures.describe())
+		tokens = doc.Signatures.describe()
 	}
-	return s.b.String()
+	return lines(now, 7, "log", doc.Origin, "size", doc.Size, "root", doc.Root, "entries", doc.Entries,
+		"pruned", describePruned(doc.Pruned, doc.Vouchers), "newest", doc.Newest, "heads", heads, "tokens", tokens)
 }
 
 // signatures verifies the tokens of entries.
@@ -567,9 +539,9 @@ type signatures struct {
 }
 
 func newSignatures(jwks string) (*signatures, error) {
-	keys, err := trusted(jwks)
+	keys, err := ect.NewFileSource(ect.FileOptions{Path: jwks})
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("--jwks: %s", plain(err))
 	}
 	return &signatures{keys: keys, Unknown: map[string]int64{}}, nil
 }
@@ -667,7 +639,7 @@ json an entry has its token.
 The file is read twice, so that only verified entries are printed.`,
 		Example: `  caddy agent-guard ledger list ledger.export \
       --key agent-guard/node-4c1f+8b3c1a7e+AVq0… --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10`,
-		Args: oneArg("FILE with an export"),
+		Args: nArgs(1, "one FILE with an export"),
 		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, l.run(cmd, args[0])) },
 	}
 	l.flags(cmd)
@@ -704,57 +676,48 @@ func (l *entryFlags) run(cmd *cobra.Command, file string) error {
 	if file == "-" {
 		return errors.New("list reads twice; give it a file")
 	}
-	keys, known, err := l.read()
+	p, err := l.open(cmd, file)
 	if err != nil {
 		return err
 	}
-	f, err := os.Open(file)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	if err := checkBeginning(bufio.NewReader(f), file); err != nil {
-		return err
-	}
-	if _, err := f.Seek(0, io.SeekStart); err != nil {
-		return fmt.Errorf("%s cannot be read twice; give a file", file)
-	}
-	if _, err := ledger.VerifyExport(f, l.origin, keys, nil, known...); err != nil {
+	defer p.file.Close()
+	if _, err := ledger.VerifyExport(p.text, l.origin, p.keys, nil, p.known...); err != nil {
 		return verifyError(file, err)
 	}
-	if _, err := f.Seek(0, io.SeekStart); err != nil {
+	again, is := p.file.(io.Seeker)
+	if is {
+		_, err = again.Seek(0, io.SeekStart)
+	}
+	if !is || err != nil {
 		return fmt.Errorf("%s cannot be read twice; give a file", file)
 	}
-	out := list{cmd: cmd, name: "entries", json: l.json(), header: []string{"INDEX", "RECORDED", "ACTION", "ISSUER", "WORKFLOW", "ID"}}
-	var rows [][]string
-	_, err = ledger.VerifyExport(f, l.origin, keys, func(e ledger.Entry) error {
+	out := newList(cmd, l.options, "entries", entryRow)
+	var documents []json.RawMessage
+	_, err = ledger.VerifyExport(p.file, l.origin, p.keys, func(e ledger.Entry) error {
 		if !l.matches(&e) {
 			return nil
 		}
-		if out.json {
-			text, err := json.Marshal(entryDocument(&e))
-			if err != nil {
-				return err
-			}
-			return out.documents(text)
+		text, err := json.Marshal(entryDocument(&e))
+		if err != nil {
+			return err
 		}
-		if rows = append(rows, entryRow(&e)); len(rows) < rowsPerPage {
+		if documents = append(documents, text); len(documents) < rowsPerPage {
 			return nil
 		}
-		err := out.rows(rows)
-		rows = rows[:0]
+		err = out.add(documents...)
+		documents = documents[:0]
 		return err
-	}, known...)
+	}, p.known...)
 	if errors.Is(err, ledger.ErrProof) {
 		return fmt.Errorf("%s has changed meanwhile: believe nothing of this list", file)
+	}
+	if err == nil {
+		err = out.add(documents...)
 	}
 	if err != nil {
 		return err
 	}
-	if err := out.rows(rows); err != nil {
-		return err
-	}
-	return out.end("")
+	return out.end(0, "")
 }
 
 // rowsPerPage is how many rows are aligned together.
@@ -767,10 +730,10 @@ func entryDocument(e *ledger.Entry) listedEntry {
 	}
 }
 
-func entryRow(e *ledger.Entry) []string {
-	return []string{
-		strconv.FormatInt(e.Index, 10), e.Recorded.UTC().Format(time.RFC3339), dash(printable(e.Action)),
-		dash(printable(e.Issuer)), dash(printable(e.Workflow)), printable(e.ID),
+func entryRow(e *listedEntry) []any {
+	return []any{
+		"INDEX", e.Index, "RECORDED", e.Recorded.Format(time.RFC3339), "ACTION", e.Action, "ISSUER", e.Issuer,
+		"WORKFLOW", e.Workflow, "ID", e.ID,
 	}
 }
 
@@ -781,13 +744,4 @@ func plain(err error) string {
 		text = strings.ReplaceAll(strings.TrimPrefix(text, name), ": "+name, ": ")
 	}
 	return text
-}
-
-// trusted reads the file of public keys of --jwks.
-func trusted(file string) (ect.Source, error) {
-	source, err := ect.NewFileSource(ect.FileOptions{Path: file})
-	if err != nil {
-		return nil, fmt.Errorf("--jwks: %s", plain(err))
-	}
-	return source, nil
 }

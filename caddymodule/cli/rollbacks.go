@@ -2,12 +2,11 @@ package cli
 
 import (
 	"cmp"
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"net/url"
-	"strconv"
+	"slices"
 	"strings"
 	"time"
 
@@ -25,11 +24,12 @@ const pollWait = "20s"
 type rollbackFlags struct {
 	*options
 	admin.RollbackRequest
+	given  url.Values // has the scope
 	noWait bool
 }
 
 func rollbackCommand(o *options) *cobra.Command {
-	r := rollbackFlags{options: o}
+	r := rollbackFlags{options: o, given: url.Values{}}
 	cmd := &cobra.Command{
 		Use:   "rollback CHECKPOINT --reason TEXT | --dry-run",
 		Short: "Undoes a call, and what followed from it",
@@ -55,13 +55,13 @@ It exits with 0 only if everything is undone, or with --dry-run and --no-wait.`,
   # Undo it
   caddy agent-guard rollback 0193e2a7-5b1c-7d0e-8f7a-2b6c4d1e9f30 --cascade \
       --reason 'wrong price list'`,
-		Args:              oneArg("CHECKPOINT"),
+		Args:              nArgs(1, "one CHECKPOINT"),
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE:              func(cmd *cobra.Command, args []string) error { return r.run(cmd, args[0]) },
 	}
 	stringFlag(cmd, &r.Reason, "reason", "Why, in a sentence for people; a dry run needs none")
-	stringFlag(cmd, &r.Operator, "operator", "Who asks (default: $USER)")
-	wordFlag(cmd, &r.Scope, "scope", "How far to go: single, sub_dag or full_workflow",
+	operatorFlag(cmd, &r.Operator, "asks")
+	wordFlag(cmd, r.given, "word", "scope", "How far to go: single, sub_dag or full_workflow",
 		[]string{string(rollback.Single), string(rollback.SubDAG), string(rollback.FullWorkflow)})
 	stringFlag(cmd, &r.RollbackID, "id", "The rollback's id, a UUID (default: a fresh one)")
 	f := cmd.Flags()
@@ -77,12 +77,7 @@ func (r *rollbackFlags) run(cmd *cobra.Command, checkpoint string) error {
 	if err != nil {
 		return err
 	}
-	c, err := r.client()
-	if err != nil {
-		return err
-	}
-	var doc api.Document
-	text, err := c.ask(cmd.Context(), question{path: "rollback", body: &r.RollbackRequest}, &doc)
+	doc, text, err := ask[api.Document](cmd.Context(), r.options, question{path: "rollback", body: &r.RollbackRequest})
 	if err != nil {
 		return err
 	}
@@ -91,11 +86,11 @@ func (r *rollbackFlags) run(cmd *cobra.Command, checkpoint string) error {
 		if !r.json() && doc.State != string(rollback.Finished) {
 			fmt.Fprintf(cmd.ErrOrStderr(), "Rollback %s goes on by itself; this waits for its end, and with --no-wait it would not.\n", id)
 		}
-		if text, err = c.waitFinished(cmd.Context(), id, text, &doc, func() { r.warnFailing(cmd, &doc) }); err != nil {
+		if doc, text, err = r.waitFinished(cmd, id, doc, text); err != nil {
 			return fmt.Errorf("%w\nThe rollback was accepted: `caddy agent-guard rollbacks %s` shows it", err, id)
 		}
 	}
-	if err := r.print(cmd, text, func(now time.Time) string { return describeRollback(&doc, now) }); err != nil {
+	if err := r.print(cmd, text, func(now time.Time) string { return describeRollback(doc, now) }); err != nil {
 		return err
 	}
 	if waits && doc.Status != rollback.Completed {
@@ -106,10 +101,7 @@ func (r *rollbackFlags) run(cmd *cobra.Command, checkpoint string) error {
 
 // complete checks the request, fills in what was left out, and returns the rollback's id.
 func (r *rollbackFlags) complete(checkpoint string) (id string, err error) {
-	r.CheckpointID = checkpoint
-	if r.Operator == "" {
-		r.Operator = currentUser()
-	}
+	r.CheckpointID, r.Scope = checkpoint, r.given.Get("scope")
 	switch {
 	case !isUUID(checkpoint):
 		return "", fmt.Errorf("CHECKPOINT: %q is no UUID; it stands in Execution-Checkpoint", checkpoint)
@@ -119,8 +111,6 @@ func (r *rollbackFlags) complete(checkpoint string) (id string, err error) {
 		return "", errors.New("give --dry-run or --no-wait: a dry run is nothing to wait for")
 	case r.Reason == "" && !r.DryRun:
 		return "", errors.New("--reason: say why, in a sentence for people; only --dry-run needs none")
-	case r.Operator == "":
-		return "", errors.New("who asks? neither --operator nor $USER says")
 	}
 	if r.RollbackID == "" {
 		r.RollbackID = uuid.NewString()
@@ -147,35 +137,36 @@ func (r *rollbackFlags) warnFailing(cmd *cobra.Command, doc *api.Document) {
 	}
 }
 
-// waitFinished polls a rollback until it is finished, and calls pending after each poll before that.
-func (c *client) waitFinished(ctx context.Context, id string, text json.RawMessage, doc *api.Document, pending func()) (json.RawMessage, error) {
+// waitFinished polls a rollback until it is finished.
+func (r *rollbackFlags) waitFinished(
+	cmd *cobra.Command, id string, doc *api.Document, text json.RawMessage,
+) (*api.Document, json.RawMessage, error) {
 	for doc.State != string(rollback.Finished) {
 		began := time.Now()
-		*doc = api.Document{}
 		var err error
-		if text, err = c.ask(ctx, question{path: "rollback/" + id, query: url.Values{"wait": {pollWait}}}, doc); err != nil {
-			return nil, err
+		doc, text, err = ask[api.Document](cmd.Context(), r.options, question{path: "rollback/" + id, query: url.Values{"wait": {pollWait}}})
+		if err != nil {
+			return nil, nil, err
 		}
 		if doc.State == string(rollback.Finished) {
-			continue
+			break
 		}
-		pending()
+		r.warnFailing(cmd, doc)
 		if time.Since(began) > time.Second {
 			continue
 		}
 		select { // a server that does not wait is not asked all the time
 		case <-time.After(time.Second):
-		case <-ctx.Done():
-			return nil, ctx.Err()
+		case <-cmd.Context().Done():
+			return nil, nil, cmd.Context().Err()
 		}
 	}
-	return text, nil
+	return doc, text, nil
 }
 
 func rollbacksCommand(o *options) *cobra.Command {
-	var after string
+	page := paging{query: url.Values{}}
 	var tree bool
-	limit := 50
 	cmd := &cobra.Command{
 		Use:   "rollbacks [list | [show] ID]",
 		Short: "Lists rollbacks, or shows one",
@@ -205,7 +196,7 @@ as a tree: what followed from a call stands below it, and is undone before it.`,
 				args = args[1:]
 			}
 			if len(args) == 0 || args[0] == "list" {
-				return o.listRollbacks(cmd, filters("limit", strconv.Itoa(limit), "after", after))
+				return listPages(cmd, o, &page, "rollbacks", rollbackRow)
 			}
 			if _, err := api.ParseID(args[0]); err != nil {
 				return fmt.Errorf("ID: %q is no UUID; `rollbacks` lists them", args[0])
@@ -214,137 +205,98 @@ as a tree: what followed from a call stands below it, and is undone before it.`,
 			if tree {
 				describe = func(doc *api.Document, _ time.Time) string { return doc.Drawing().Tree() }
 			}
-			_, err := show(cmd, o, question{path: "rollback/" + url.PathEscape(args[0])}, describe)
-			return err
+			return showing(o, question{path: "rollback/{}"}, describe)(cmd, args)
 		},
 	}
-	cmd.Flags().IntVar(&limit, "limit", limit, "The most to list")
-	complete(cmd, "limit")
-	stringFlag(cmd, &after, "after", "Continue after this place, as an earlier listing printed it")
+	page.flags(cmd, false)
 	cmd.Flags().BoolVar(&tree, "tree", false, "Show the steps of the rollback as a tree")
 	return o.server(cmd)
 }
 
-func (o *options) listRollbacks(cmd *cobra.Command, query url.Values) error {
-	page, err := show(cmd, o, question{path: "rollbacks", query: query}, describeRollbacks)
-	if err != nil || o.json() {
-		return err
+func rollbackRow(doc *api.Document) []any {
+	by := doc.Requester
+	if doc.Operator != "" {
+		by = "operator " + doc.Operator
 	}
-	if len(page.Rollbacks) == 0 {
-		fmt.Fprintln(cmd.ErrOrStderr(), "no rollbacks")
+	return []any{
+		"ROLLBACK", plainID(cmp.Or(doc.KeptAs, doc.RollbackID)), "STATE", doc.State, "STATUS", doc.Status, "SCOPE", doc.Scope,
+		"CHECKPOINT", doc.CheckpointID, "ASKED", doc.Asked, "BY", by, "REASON", cut(printable(doc.Reason), 40),
 	}
-	if page.Unreadable > 0 {
-		fmt.Fprintf(cmd.ErrOrStderr(), "%d more cannot be read; look at the server's log.\n", page.Unreadable)
-	}
-	if page.Next != "" {
-		fmt.Fprintf(cmd.ErrOrStderr(), "There are more: --after %s goes on.\n", page.Next)
-	}
-	return nil
-}
-
-func describeRollbacks(page *admin.RollbackPage, now time.Time) string {
-	if len(page.Rollbacks) == 0 {
-		return ""
-	}
-	var rows [][]string
-	for _, doc := range page.Rollbacks {
-		by := doc.Requester
-		if doc.Operator != "" {
-			by = "operator " + doc.Operator
-		}
-		rows = append(rows, []string{
-			plainID(cmp.Or(doc.KeptAs, doc.RollbackID)), printable(doc.State), dash(printable(string(doc.Status))), printable(string(doc.Scope)),
-			printable(doc.CheckpointID), dash(moment(doc.Asked, now)), dash(printable(by)), cut(printable(doc.Reason), 40),
-		})
-	}
-	return tableOf([]string{"ROLLBACK", "STATE", "STATUS", "SCOPE", "CHECKPOINT", "ASKED", "BY", "REASON"}, rows)
 }
 
 // plainID is the id in the form that commands take.
-func plainID(urn string) string { return printable(strings.TrimPrefix(urn, "urn:uuid:")) }
+func plainID(urn string) string { return strings.TrimPrefix(urn, "urn:uuid:") }
 
 // describeRollback shows a rollback line by line, its steps in order, and what is left to do.
 func describeRollback(doc *api.Document, now time.Time) string {
-	s := sheet{width: 10}
-	state := printable(doc.State)
+	state, asked := doc.State, ""
 	if doc.Status != "" {
-		state += ", " + printable(string(doc.Status))
+		state += ", " + string(doc.Status)
 	}
 	if doc.TimedOut {
 		state += ", not in time"
 	}
-	s.line("rollback", plainID(cmp.Or(doc.KeptAs, doc.RollbackID)))
 	if doc.KeptAs != "" {
-		s.line("asked as", plainID(doc.RollbackID))
+		asked = plainID(doc.RollbackID)
 	}
-	s.line("state", state)
-	s.line("effect", printable(doc.Effect))
-	s.line("checkpoint", printable(doc.CheckpointID))
-	s.line("workflow", named(doc.Workflow, doc.WorkflowName))
-	s.line("scope", printable(string(doc.Scope)))
-	s.line("operator", printable(doc.Operator))
-	s.line("requester", printable(doc.Requester))
-	s.line("reason", printable(doc.Reason))
-	s.line("asked", moment(doc.Asked, now))
-	s.line("due", moment(doc.Due, now))
-	s.line("finished", moment(doc.Finished, now))
-	s.line("joined", plainID(doc.Joined))
+	text := lines(now, 10,
+		"rollback", plainID(cmp.Or(doc.KeptAs, doc.RollbackID)), "asked as", asked, "state", state, "effect", doc.Effect,
+		"checkpoint", doc.CheckpointID, "workflow", named(doc.Workflow, doc.WorkflowName), "scope", doc.Scope,
+		"operator", doc.Operator, "requester", doc.Requester, "reason", doc.Reason,
+		"asked", doc.Asked, "due", doc.Due, "finished", doc.Finished, "joined", plainID(doc.Joined))
 	if len(doc.Steps) > 0 {
-		s.b.WriteString("\n" + describeSteps(doc.Steps, now))
+		text += "\n" + describeSteps(doc.Steps, now)
 	}
-	for i, text := range doc.FollowUp {
+	for i, what := range doc.FollowUp {
 		if i == 0 {
-			s.b.WriteString("\nWhat a person must still do:\n")
+			text += "\nWhat a person must still do:\n"
 		}
-		s.b.WriteString("  " + printable(text) + "\n")
+		text += "  " + printable(what) + "\n"
 	}
-	return s.b.String()
+	return text
 }
 
 // describeSteps is a table of the steps without empty columns.
 func describeSteps(steps []api.StepDocument, now time.Time) string {
-	rows := [][]string{{"LEVEL", "ACTION", "CALL", "CALLED", "WAY", "CHECKPOINT", "AGENT", "STATUS", "ANSWER", "ATTEMPTS", "REASON"}}
-	filled := make([]bool, len(rows[0]))
+	filled := map[any]bool{}
+	rows := make([][]any, len(steps))
 	for i := range steps {
-		row := stepRow(&steps[i], now)
-		for column, cell := range row {
-			filled[column] = filled[column] || cell != ""
-			row[column] = dash(cell)
+		rows[i] = stepRow(&steps[i])
+		for pair := range slices.Chunk(rows[i], 2) {
+			filled[pair[0]] = filled[pair[0]] || shown(pair[1], now) != ""
 		}
-		rows = append(rows, row)
 	}
-	for i, row := range rows {
-		rows[i] = nil
-		for column, cell := range row {
-			if filled[column] {
-				rows[i] = append(rows[i], cell)
+	return tableOf(now, rows, func(row *[]any) (cells []any) {
+		for pair := range slices.Chunk(*row, 2) {
+			if filled[pair[0]] {
+				cells = append(cells, pair...)
 			}
 		}
-	}
-	return new(table).page(rows)
+		return cells
+	})
 }
 
-// stepRow has a cell for each column; unknown ones are empty.
-func stepRow(step *api.StepDocument, now time.Time) []string {
-	status := printable(string(step.Status))
+func stepRow(step *api.StepDocument) []any {
+	status := string(step.Status)
 	if step.State == rollback.StepRunning {
 		status = "running"
 	}
 	if step.Effect != "" {
-		status += " (" + printable(step.Effect) + ")"
+		status += " (" + step.Effect + ")"
 	}
-	call, called := "", ""
+	call, called := "", time.Time{}
 	if c := step.Call; c != nil {
 		call = strings.TrimSpace(printable(c.Action) + " " + printable(c.Method) + " " + cut(printable(c.Path), 60))
-		called = moment(c.Created, now)
+		called = c.Created
 	}
-	reason := printable(step.Reason)
+	reason := step.Reason
 	if step.LastCause != "" {
 		reason = cut(printable(step.LastCause), 120)
 	}
-	return []string{
-		strconv.Itoa(step.Level), printable(step.Action), call, called, cut(printable(step.Way), 80),
-		printable(step.CheckpointID), printable(step.Agent), status, number(step.HTTPStatus), number(step.Attempts), reason,
+	return []any{
+		"LEVEL", step.Level, "ACTION", step.Action, "CALL", call, "CALLED", called, "WAY", cut(printable(step.Way), 80),
+		"CHECKPOINT", step.CheckpointID, "AGENT", step.Agent, "STATUS", status, "ANSWER", number(step.HTTPStatus),
+		"ATTEMPTS", number(step.Attempts), "REASON", reason,
 	}
 }
 

@@ -52,7 +52,7 @@ func TestGoldenRollbacks(t *testing.T) {
 	drawn.Steps[2].Earlier = []string{"c2", "c3"}
 	drawn.Steps[2].Begun, drawn.Steps[2].Ended = now, now.Add(time.Second)
 	golden(t, "rollback_tree", drawn.Drawing().Tree())
-	golden(t, "rollbacks_list", describeRollbacks(&admin.RollbackPage{Rollbacks: []*api.Document{someRollback()}}, now))
+	golden(t, "rollbacks_list", tableOf(now, []api.Document{*someRollback()}, rollbackRow))
 }
 
 // Issue 6 "Rollback": the command waits for the end, and succeeds only where all is undone.
@@ -66,6 +66,9 @@ func TestRollbackCommand(t *testing.T) {
 		}
 		if doc.Status = status; polls < 2 { // it ends with the second poll
 			doc.State, doc.Status, doc.Waits = "executing", "", escalation
+		}
+		if r.URL.Query().Get("after") == "n" {
+			return admin.RollbackPage{}
 		}
 		if strings.HasSuffix(r.URL.Path, "/rollbacks") {
 			return admin.RollbackPage{Rollbacks: []*api.Document{doc}, Next: "n"}

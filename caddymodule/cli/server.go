@@ -2,7 +2,6 @@ package cli
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"maps"
 	"math"
@@ -42,49 +41,56 @@ counted up to 10,000.`,
 }
 
 func describeStore(st *admin.StoreStatus, now time.Time) string {
-	s := sheet{width: 20}
-	s.line("store", printable(st.Path))
-	s.line("health", st.Health)
-	s.line("problem", printable(st.Problem))
-	s.line("node", st.Node)
-	s.line("boot", st.Boot)
+	pairs := []any{"store", st.Path, "health", st.Health, "problem", st.Problem, "node", st.Node, "boot", st.Boot}
 	for _, state := range execution.States() {
 		if c, ok := st.Executions[state.String()]; ok {
-			s.line(state.String(), describeCount(c))
+			pairs = append(pairs, state, describeCount(c))
 		}
 	}
-	s.line("quota", describeQuota(st.Quota))
+	pairs = append(pairs, "quota", describeQuota(st.Quota))
 	r := st.Store
 	if r == nil {
-		return s.b.String()
+		return lines(now, 20, pairs...)
 	}
 	sizes := describeSize(r.Size)
 	if r.MaxSize > 0 {
 		sizes += "; at most " + size(uint64(r.MaxSize))
 	}
-	s.line("size", sizes)
+	pairs = append(pairs, "size", sizes)
+	commits := []any{"commits", r.Commits, "records per sync", decimal(r.RecordsPerSync), "batches", r.Batches}
 	if r.Database != nil {
-		s.database(r, now)
-		return s.b.String()
+		return lines(now, 20, slices.Concat(pairs, databaseLines(r.Database, now), commits)...)
 	}
-	s.line("dead", size(uint64(max(r.Dead, 0))))
-	s.line("reclaimed", size(r.Reclaimed))
+	pairs = append(pairs, "dead", size(uint64(max(r.Dead, 0))), "reclaimed", size(r.Reclaimed))
 	if r.Disk != nil {
-		s.line("free", size(r.Disk.Free)+", at least "+size(uint64(max(r.Disk.MinFree, 0))))
-		s.line("takes", printable(r.Disk.Takes))
+		pairs = append(pairs, "free", size(r.Disk.Free)+", at least "+size(uint64(max(r.Disk.MinFree, 0))), "takes", r.Disk.Takes)
 	}
-	s.line("commits", r.Commits)
-	s.line("records per sync", strconv.FormatFloat(r.RecordsPerSync, 'f', 1, 64))
-	s.line("batches", r.Batches)
-	s.line("writes", r.Writes)
-	s.line("conflicts", r.Conflicts)
-	s.line("written", size(r.Bytes))
-	s.line("bodies written", size(r.BodyBytes))
-	s.line("body syncs", r.BodySyncs)
-	s.line("segments dropped", r.Dropped)
-	s.line("refused, disk full", r.Refused)
-	return s.b.String()
+	return lines(now, 20, slices.Concat(pairs, commits, []any{
+		"writes", r.Writes, "conflicts", r.Conflicts, "written", size(r.Bytes), "bodies written", size(r.BodyBytes),
+		"body syncs", r.BodySyncs, "segments dropped", r.Dropped, "refused, disk full", r.Refused,
+	})...)
 }
+
+// databaseLines describes a store that is in a database.
+func databaseLines(d *admin.Database, now time.Time) (pairs []any) {
+	seconds := func(n float64) string { return decimal(n) + "s" }
+	if d.Known {
+		standbys := strconv.Itoa(d.Standbys)
+		if d.Standbys > 0 && d.Lag != nil {
+			standbys += ", " + seconds(*d.Lag) + " behind"
+		}
+		pairs = []any{
+			"rows", d.Living, "dead rows", d.Dead, "vacuumed", cmp.Or(moment(d.Vacuumed, now), "not known"),
+			"oldest transaction", seconds(d.OldestTransaction), "standbys", standbys,
+		}
+	}
+	n := d.Connections
+	return append(pairs, "lease", "ends in "+seconds(d.LeaseLeft)+" unless it is renewed",
+		"connections", fmt.Sprintf("%d in use, %d idle, at most %d for reading", n["in_use"], n["idle"], n["max"]),
+		"waits", fmt.Sprintf("%d for a connection, %s together", d.Waits, seconds(d.Waited)))
+}
+
+func decimal(n float64) string { return strconv.FormatFloat(n, 'f', 1, 64) }
 
 func nodesCommand(o *options) *cobra.Command {
 	return o.server(&cobra.Command{
@@ -101,47 +107,18 @@ store has one node.`,
 	})
 }
 
-func describeNodes(doc *admin.NodeList, _ time.Time) string {
-	var rows [][]string
-	for i := range doc.Nodes {
-		n := &doc.Nodes[i]
+func describeNodes(doc *admin.NodeList, now time.Time) string {
+	return tableOf(now, doc.Nodes, func(n *admin.Node) []any {
 		name := printable(n.Node)
 		if n.This {
 			name += " *"
 		}
-		var keys []string
-		for _, id := range n.SealingKeys {
-			keys = append(keys, strconv.FormatUint(uint64(id), 10))
+		keys := strings.Trim(fmt.Sprint(n.SealingKeys), "[]")
+		return []any{
+			"NODE", name, "VERSION", blank(n.Version), "SEEN", ago(int64(n.SeenAge)) + " ago", "OPEN", n.Open, "LOG", n.LogSize,
+			"KEYS", strings.ReplaceAll(keys, " ", ", "), "DIFFERS", n.Differs,
 		}
-		rows = append(rows, []string{
-			name, printable(n.Version), ago(int64(n.SeenAge)) + " ago", strconv.Itoa(n.Open), strconv.FormatInt(n.LogSize, 10),
-			dash(strings.Join(keys, ", ")), dash(printable(strings.Join(n.Differs, ", "))),
-		})
-	}
-	return tableOf([]string{"NODE", "VERSION", "SEEN", "OPEN", "LOG", "KEYS", "DIFFERS"}, rows)
-}
-
-// database describes a store that is in a database.
-func (s *sheet) database(r *admin.Report, now time.Time) {
-	d := r.Database
-	seconds := func(n float64) string { return strconv.FormatFloat(n, 'f', 1, 64) + "s" }
-	if d.Known {
-		s.line("rows", d.Living)
-		s.line("dead rows", d.Dead)
-		s.line("vacuumed", cmp.Or(moment(d.Vacuumed, now), "not known"))
-		s.line("oldest transaction", seconds(d.OldestTransaction))
-		standbys := strconv.Itoa(d.Standbys)
-		if d.Standbys > 0 && d.Lag != nil {
-			standbys += ", " + seconds(*d.Lag) + " behind"
-		}
-		s.line("standbys", standbys)
-	}
-	s.line("lease", "ends in "+seconds(d.LeaseLeft)+" unless it is renewed")
-	s.line("connections", fmt.Sprintf("%d in use, %d idle, at most %d for reading", d.Connections["in_use"], d.Connections["idle"], d.Connections["max"]))
-	s.line("waits", fmt.Sprintf("%d for a connection, %s together", d.Waits, seconds(d.Waited)))
-	s.line("commits", r.Commits)
-	s.line("records per sync", strconv.FormatFloat(r.RecordsPerSync, 'f', 1, 64))
-	s.line("batches", r.Batches)
+	})
 }
 
 func describeCount(c admin.Count) string {
@@ -181,17 +158,6 @@ func describeSize(parts map[string]uint64) string {
 		return ""
 	}
 	return size(sum) + ": " + strings.Join(all, ", ")
-}
-
-// noting runs a command and, if it succeeds, prints a note on stderr.
-func noting(note string, run func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
-	return func(cmd *cobra.Command, args []string) error {
-		err := run(cmd, args)
-		if err == nil {
-			fmt.Fprintln(cmd.ErrOrStderr(), note)
-		}
-		return err
-	}
 }
 
 func keyCommands(o *options) *cobra.Command {
@@ -258,22 +224,22 @@ func describeKeys(status *admin.KeyStatus, now time.Time) string {
 	if status.Source == "file" {
 		source = "in " + printable(status.File)
 	}
-	var rows [][]string
-	var lacking string
-	for _, key := range status.Keys {
+	lacking := ""
+	keys := tableOf(now, status.Keys, func(key *admin.Key) []any {
 		use := "unused"
 		switch {
 		case key.Newest:
 			use = "seals"
 		case len(key.Lacking) > 0:
 			use = "waits"
-			lacking += fmt.Sprintf("Key %d seals once all gateways on the store have it. It is missing at: %s.\n", key.ID, printable(strings.Join(key.Lacking, ", ")))
+			lacking += fmt.Sprintf("Key %d seals once all gateways on the store have it. It is missing at: %s.\n",
+				key.ID, shown(key.Lacking, now))
 		case key.InUse:
 			use = "opens"
 		}
-		rows = append(rows, []string{strconv.FormatUint(uint64(key.ID), 10), use, dash(moment(key.Created, now)), dash(moment(key.Until, now))})
-	}
-	text := "The key ring is " + source + ".\n" + tableOf([]string{"KEY", "USE", "CREATED", "NEEDED UNTIL"}, rows) + lacking
+		return []any{"KEY", key.ID, "USE", use, "CREATED", key.Created, "NEEDED UNTIL", key.Until}
+	})
+	text := "The key ring is " + source + ".\n" + keys + lacking
 	if status.Resealing != nil {
 		text += describeResealing(status.Resealing, now) + "\n"
 	}
@@ -316,8 +282,13 @@ start.`,
 		Example: `  caddy agent-guard identity rotate
   caddy agent-guard identity rotate --stolen`,
 		Args: noArgs,
-		RunE: noting("Copy the key file anew. Who has copied the public keys needs the new one before the next token.",
-			showing(o, question{path: "identity/rotate", body: &rotation}, describeIdentity)),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := show(cmd, o, question{path: "identity/rotate", body: &rotation}, describeIdentity)
+			if err == nil {
+				fmt.Fprintln(cmd.ErrOrStderr(), "Copy the key file anew. Who has copied the public keys needs the new one before the next token.")
+			}
+			return err
+		},
 	}
 	rotate.Flags().BoolVar(&rotation.Stolen, "stolen", false, "An older key is in the wrong hands: publish older keys no more")
 	return o.server(group(&cobra.Command{
@@ -337,9 +308,7 @@ their last token has expired, and stay in the key file to verify records.`,
 }
 
 func describeIdentity(status *admin.Identity, now time.Time) string {
-	var rows [][]string
-	for i := range status.Keys {
-		key := &status.Keys[i]
+	keys := tableOf(now, status.Keys, func(key *admin.IdentityKey) []any {
 		use := "records"
 		switch {
 		case key.Revoked:
@@ -349,20 +318,17 @@ func describeIdentity(status *admin.Identity, now time.Time) string {
 		case key.Until.IsZero() || !now.After(key.Until):
 			use = "verifies"
 		}
-		rows = append(rows, []string{
-			printable(key.ID), printable(key.Algorithm), use, dash(moment(key.Created, now)), dash(moment(key.Until, now)),
-		})
-	}
+		return []any{"KEY", key.ID, "ALG", key.Algorithm, "USE", use, "CREATED", key.Created, "PUBLISHED UNTIL", key.Until}
+	})
 	return fmt.Sprintf("The gateway is %s, and makes keys for %s.\nThe keys are in %s.\n",
-		printable(status.Name), printable(status.Algorithm), printable(status.File)) +
-		tableOf([]string{"KEY", "ALG", "USE", "CREATED", "PUBLISHED UNTIL"}, rows)
+		printable(status.Name), printable(status.Algorithm), printable(status.File)) + keys
 }
 
 // modeWords are the modes that an operator can set.
 var modeWords = names([]breaker.Mode{breaker.Auto, breaker.Observe, breaker.ForcedOpen, breaker.ForcedClosed})
 
 func circuitCommands(o *options) *cobra.Command {
-	fleet := false
+	fleet, scope := false, url.Values{}
 	list := &cobra.Command{
 		Use:   "list",
 		Short: "Lists the circuit breakers",
@@ -374,12 +340,10 @@ state.`,
   caddy agent-guard circuits list --fleet`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			q := question{path: "circuits"}
 			if fleet {
-				q.query = filters("scope", proxy.ScopeFleet)
+				scope.Set("scope", proxy.ScopeFleet)
 			}
-			_, err := show(cmd, o, q, describeCircuits)
-			return err
+			return showing(o, question{path: "circuits", query: scope}, describeCircuits)(cmd, nil)
 		},
 	}
 	list.Flags().BoolVar(&fleet, "fleet", false, "those of all nodes that use the store")
@@ -401,12 +365,7 @@ upstream, forced_closed and observe none; auto lets the breaker decide.
 The mode survives reloads and restarts.`,
 		Example: `  caddy agent-guard circuits set 10.0.0.7:9001 forced_open
   caddy agent-guard circuits set 10.0.0.7:9001 auto`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) != 2 {
-				return fmt.Errorf("give UPSTREAM and MODE; `circuits list` shows the upstreams, and a mode is one of %s", strings.Join(modeWords, ", "))
-			}
-			return nil
-		},
+		Args: nArgs(2, "UPSTREAM and MODE; `circuits list` shows the upstreams, and a mode is one of "+strings.Join(modeWords, ", ")),
 		ValidArgsFunction: func(_ *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			if len(args) != 1 {
 				return nil, cobra.ShellCompDirectiveNoFileComp
@@ -421,8 +380,7 @@ The mode survives reloads and restarts.`,
 			if err := wanted.Mode.UnmarshalText([]byte(args[1])); err != nil {
 				return err
 			}
-			_, err := show(cmd, o, question{path: "circuits/mode", body: &wanted}, describeCircuits)
-			return err
+			return showing(o, question{path: "circuits/mode", body: &wanted}, describeCircuits)(cmd, nil)
 		},
 	}
 	cmd.Flags().StringVar(&wanted.Class, "class", "", "read or write, if the configuration says by_operation; undo, for delegates and whole URLs of rollbacks")
@@ -433,29 +391,22 @@ func describeCircuits(doc *proxy.Document, now time.Time) string {
 	if len(doc.Circuits) == 0 {
 		return "No upstream has been called yet.\n"
 	}
-	head := []string{"UPSTREAM", "CLASS", "STATE", "MODE", "ERRORS", "CALLS", "NEXT PROBE", "CAUSE"}
 	fleet := slices.ContainsFunc(doc.Circuits, func(c proxy.Circuit) bool { return c.Node != "" })
-	if fleet {
-		head = append([]string{"NODE"}, append(head, "STORED")...)
-	}
-	var rows [][]string
-	for i := range doc.Circuits {
-		c := &doc.Circuits[i]
-		row := []string{
-			printable(c.Upstream), dash(printable(c.Class)), printable(c.State), printable(c.Mode),
-			strconv.FormatFloat(math.Round(1000*c.ErrorRate)/10, 'f', -1, 64) + "%", strconv.Itoa(c.Calls),
-			dash(moment(c.NextProbe, now)), dash(printable(c.LastCause)),
+	return tableOf(now, doc.Circuits, func(c *proxy.Circuit) []any {
+		row := []any{
+			"UPSTREAM", c.Upstream, "CLASS", c.Class, "STATE", c.State, "MODE", c.Mode,
+			"ERRORS", strconv.FormatFloat(math.Round(1000*c.ErrorRate)/10, 'f', -1, 64) + "%", "CALLS", c.Calls,
+			"NEXT PROBE", c.NextProbe, "CAUSE", c.LastCause,
 		}
 		if fleet {
-			stored := ""
+			stored := time.Time{}
 			if c.Age > 0 {
-				stored = moment(now.Add(-time.Duration(c.Age)*time.Second), now)
+				stored = now.Add(-time.Duration(c.Age) * time.Second)
 			}
-			row = append([]string{printable(c.Node)}, append(row, dash(stored))...)
+			row = slices.Concat([]any{"NODE", c.Node}, row, []any{"STORED", stored})
 		}
-		rows = append(rows, row)
-	}
-	return tableOf(head, rows)
+		return row
+	})
 }
 
 func cascadeCommands(o *options) *cobra.Command {
@@ -476,11 +427,8 @@ far as is known.`,
 		Short:   "Shows one cascade",
 		Long:    `Shows one cascade, with the agents that it affects in each workflow.`,
 		Example: "  caddy agent-guard cascades show 44a2fed48ded0166e0fe086ddc3db15c",
-		Args:    oneArg("ID; `cascades list` shows them"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			_, err := show(cmd, o, question{path: "cascades/" + url.PathEscape(args[0])}, describeCascade)
-			return err
-		},
+		Args:    nArgs(1, "one ID; `cascades list` shows them"),
+		RunE:    showing(o, question{path: "cascades/{}"}, describeCascade),
 	}))
 }
 
@@ -488,57 +436,39 @@ func describeCascades(doc *api.CascadeList, now time.Time) string {
 	if len(doc.Cascades) == 0 {
 		return "No failure has spread.\n"
 	}
-	var rows [][]string
-	for i := range doc.Cascades {
-		c := &doc.Cascades[i]
+	return tableOf(now, doc.Cascades, func(c *api.Cascade) []any {
 		root := ""
 		if c.Root != nil {
 			root = cmp.Or(c.Root.Target, c.Root.Agent, c.Root.Upstream)
 		}
-		rows = append(rows, []string{
-			printable(c.ID), printable(c.State), printable(c.Pattern), printable(c.Class), strconv.Itoa(c.Failed), strconv.Itoa(c.Affected),
-			strconv.Itoa(len(c.Workflows)), dash(moment(c.Last, now)), dash(printable(root)),
-		})
-	}
-	return tableOf([]string{"CASCADE", "STATE", "PATTERN", "CLASS", "FAILED", "AFFECTED", "WORKFLOWS", "LAST FAILURE", "ROOT"}, rows)
+		return []any{
+			"CASCADE", c.ID, "STATE", c.State, "PATTERN", c.Pattern, "CLASS", c.Class, "FAILED", c.Failed, "AFFECTED", c.Affected,
+			"WORKFLOWS", len(c.Workflows), "LAST FAILURE", c.Last, "ROOT", root,
+		}
+	})
 }
 
 func describeCascade(c *api.Cascade, now time.Time) string {
-	s := sheet{width: 20}
-	s.line("cascade", printable(c.ID))
-	s.line("state", printable(c.State))
-	s.line("pattern", printable(c.Pattern))
-	s.line("class", printable(c.Class))
-	s.line("began", dash(moment(c.Began, now)))
-	s.line("last failure", dash(moment(c.Last, now)))
-	if r := c.Root; r != nil {
-		s.line("root", printable(cmp.Or(r.Target, r.Agent, r.Upstream)))
-		s.line("root upstream", printable(r.Upstream))
-		s.line("root workflow", printable(r.Workflow))
-		s.line("root error", printable(r.Error))
-		s.line("last write", printable(r.LastWrite))
-		s.line("because", printable(strings.Join(r.Reasons, ", ")))
+	pairs := []any{
+		"cascade", c.ID, "state", c.State, "pattern", c.Pattern, "class", c.Class,
+		"began", cmp.Or(moment(c.Began, now), "-"), "last failure", cmp.Or(moment(c.Last, now), "-"),
 	}
-	s.line("downstream", printable(c.Downstream))
-	s.line("breakers", printable(strings.Join(c.Breakers, ", ")))
-	s.line("opened", printable(strings.Join(c.Opened, ", ")))
-	s.line("escalation", printable(c.Escalation))
-	s.line("failed", strconv.Itoa(c.Failed))
-	s.line("affected", strconv.Itoa(c.Affected))
+	if r := c.Root; r != nil {
+		pairs = append(pairs, "root", cmp.Or(r.Target, r.Agent, r.Upstream), "root upstream", r.Upstream,
+			"root workflow", r.Workflow, "root error", r.Error, "last write", r.LastWrite, "because", r.Reasons)
+	}
+	pairs = append(pairs, "downstream", c.Downstream, "breakers", c.Breakers, "opened", c.Opened,
+		"escalation", c.Escalation, "failed", c.Failed, "affected", c.Affected)
 	for i := range c.Workflows {
 		p := &c.Workflows[i]
-		s.line("workflow", printable(p.Workflow))
-		s.line("  alerts", printable(strings.Join(p.Alerts, ", ")))
-		s.line("  escalation", printable(p.Escalation))
-		s.line("  failed", printable(strings.Join(p.Failed, ", ")))
-		s.line("  blast radius", printable(strings.Join(p.BlastRadius, ", ")))
+		pairs = append(pairs, "workflow", p.Workflow, "  alerts", p.Alerts, "  escalation", p.Escalation,
+			"  failed", p.Failed, "  blast radius", p.BlastRadius)
 	}
-	return s.b.String()
+	return lines(now, 20, pairs...)
 }
 
 func escalationCommands(o *options) *cobra.Command {
-	var page paging
-	var state, status, level, workflow string
+	page := paging{query: url.Values{}}
 	listing := &cobra.Command{
 		Use:   "list",
 		Short: "Lists escalations, the newest first",
@@ -556,24 +486,15 @@ decision.`,
   caddy agent-guard escalations list --all --output json`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := page.valid(); err != nil {
-				return err
-			}
-			query := filters("state", state, "status", status, "level", level, "workflow", workflow)
-			out := list{cmd: cmd, name: "escalations", json: o.json(), header: escalationHeader}
-			unreadable, err := listPages(o, &page, query, &out, escalationRow)
-			if err == nil && unreadable > 0 && !o.json() {
-				fmt.Fprintf(cmd.ErrOrStderr(), "%d escalations are recorded and cannot be read.\n", unreadable)
-			}
-			return err
+			return listPages(cmd, o, &page, "escalations", escalationRow)
 		},
 	}
-	levels := names([]hitl.Level{hitl.Pause, hitl.Approval, hitl.Stop})
-	wordFlag(listing, &state, "state", "Only those in this state: open, notified or undeliverable", names(hitl.States()))
-	wordFlag(listing, &status, "status", "Only those with this status: pending, approved, denied, expired or withdrawn", names(hitl.Statuses()))
-	wordFlag(listing, &level, "level", "Only those of this level: pause, approval or stop", levels)
-	stringFlag(listing, &workflow, "workflow", "Only those of this workflow: its UUID, or its caller's name")
-	page.flags(listing)
+	q, levels := page.query, names([]hitl.Level{hitl.Pause, hitl.Approval, hitl.Stop})
+	wordFlag(listing, q, "word", "state", "Only those in this state: open, notified or undeliverable", names(hitl.States()))
+	wordFlag(listing, q, "word", "status", "Only those with this status: pending, approved, denied, expired or withdrawn", names(hitl.Statuses()))
+	wordFlag(listing, q, "word", "level", "Only those of this level: pause, approval or stop", levels)
+	filterFlag(listing, q, "workflow", "Only those of this workflow: its UUID, or its caller's name")
+	page.flags(listing, true)
 	return o.server(group(&cobra.Command{
 		Use:   "escalations",
 		Short: "Lists and decides what needs a person",
@@ -583,12 +504,9 @@ what was decided.`,
 	}, listing, &cobra.Command{
 		Use:               "show ID",
 		Short:             "Shows an escalation, and what an approval would do",
-		Args:              oneArg("ID"),
+		Args:              nArgs(1, "one ID"),
 		ValidArgsFunction: cobra.NoFileCompletions,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			_, err := show(cmd, o, question{path: "escalations/" + url.PathEscape(args[0])}, describeEscalation)
-			return err
-		},
+		RunE:              showing(o, question{path: "escalations/{}"}, describeEscalation),
 	}, o.decisionCommand("approve"), o.decisionCommand("deny"), o.askCommand()))
 }
 
@@ -608,28 +526,20 @@ that resumes a workflow, is approved at once. Who asked cannot approve.`,
 		Example: `  caddy agent-guard escalations show 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11
   caddy agent-guard escalations approve 2d0f5b1c-52a0-8c1e-9f5d-0d7f9a3c6b11 \
       --hash sha-256:4b2f... --reason 'The amount is right'`,
-		Args:              oneArg("ID"),
+		Args:              nArgs(1, "one ID"),
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if vote.Operator = cmp.Or(vote.Operator, currentUser()); vote.Operator == "" {
-				return errors.New("who decides? neither --operator nor $USER says")
-			}
-			c, err := o.client()
+			found, _, err := ask[admin.Escalation](cmd.Context(), o, question{path: "escalations/{}"}.of(args))
 			if err != nil {
 				return err
 			}
-			at := "escalations/" + url.PathEscape(args[0])
-			var shown admin.Escalation
-			if _, err := c.ask(cmd.Context(), question{path: at}, &shown); err != nil {
-				return err
-			}
-			if p := shown.Proposal; p != nil {
+			if p := found.Proposal; p != nil {
 				asked := cmp.Or(p.RequestHash, p.PlanHash)
 				if hash != "" && hash != asked {
 					return fmt.Errorf("--hash: it is not that of what is proposed now; look at that with `escalations show %s`", printable(args[0]))
 				}
 				if word == "approve" && hash == "" && asked != "" && !yes {
-					if err := confirm(cmd, describeEscalation(&shown, time.Now()), "Approve this?"); err != nil {
+					if err := confirm(cmd, describeEscalation(found, time.Now()), "Approve this?"); err != nil {
 						return err
 					}
 				}
@@ -638,8 +548,7 @@ that resumes a workflow, is approved at once. Who asked cannot approve.`,
 					vote.RequestHash, vote.PlanHash = "", asked
 				}
 			}
-			_, err = show(cmd, o, question{path: at + "/decision", body: &vote}, describeEscalation)
-			return err
+			return showing(o, question{path: "escalations/{}/decision", body: &vote}, describeEscalation)(cmd, args)
 		},
 	}
 	if word == "deny" {
@@ -655,7 +564,7 @@ approved.`
 	if word == "approve" {
 		cmd.Flags().BoolVar(&yes, "yes", false, "Do not ask")
 	}
-	stringFlag(cmd, &vote.Operator, "operator", "Who decides (default: $USER)")
+	operatorFlag(cmd, &vote.Operator, "decides")
 	return cmd
 }
 
@@ -666,72 +575,48 @@ func (o *options) askCommand() *cobra.Command {
 		Short: "Asks again whether a workflow may be resumed",
 		Long: `Asks again whether a workflow may be resumed that is still paused or stopped,
 after that was denied or has expired. Who asks cannot approve.`,
-		Args:              oneArg("ID"),
+		Args:              nArgs(1, "one ID"),
 		ValidArgsFunction: cobra.NoFileCompletions,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			if q.Operator = cmp.Or(q.Operator, currentUser()); q.Operator == "" {
-				return errors.New("who asks? neither --operator nor $USER says")
-			}
-			_, err := show(cmd, o, question{path: "escalations/" + url.PathEscape(args[0]) + "/ask", body: &q}, describeEscalation)
-			return err
-		},
+		RunE:              showing(o, question{path: "escalations/{}/ask", body: &q}, describeEscalation),
 	}
-	stringFlag(cmd, &q.Operator, "operator", "Who asks (default: $USER)")
+	operatorFlag(cmd, &q.Operator, "asks")
 	return cmd
 }
 
 // describeEscalation shows an escalation line by line, what is proposed, and who has decided.
 func describeEscalation(e *admin.Escalation, now time.Time) string {
-	s := sheet{width: 11}
-	s.line("escalation", printable(e.ID))
-	s.line("status", printable(e.Status))
-	s.line("level", printable(e.LevelName))
-	s.line("cause", printable(e.Cause))
-	s.line("summary", printable(e.Summary))
-	s.line("workflow", named(e.Workflow, e.WorkflowName))
+	holds, kind, hash := "", "", ""
+	text := "\nAn approval changes nothing; it says that somebody has seen to it.\n"
 	if e.Held {
-		s.line("holds", "new calls of the workflow")
+		holds = "new calls of the workflow"
 	}
-	s.line("caller", printable(e.Caller))
-	s.line("requester", printable(e.Requester))
-	s.line("role", printable(e.RequiredRole))
-	s.line("quorum", number(e.Quorum))
-	s.line("opened", moment(e.Opened, now))
-	s.line("deadline", moment(e.Deadline, now))
-	s.line("notified", printable(e.State))
-	s.line("checkpoint", printable(e.Links.Checkpoint))
-	s.line("rollback", printable(e.Links.Rollback))
-	s.line("error", printable(e.Links.Error))
-	s.line("execution", printable(e.Links.Execution))
-	s.line("upstream", printable(e.Links.Upstream))
 	if p := e.Proposal; p != nil {
-		s.line("proposal", printable(p.Kind))
-		s.line("hash", printable(cmp.Or(p.RequestHash, p.PlanHash)))
-		s.b.WriteString("\nAn approval does this:\n")
+		kind, hash, text = p.Kind, cmp.Or(p.RequestHash, p.PlanHash), "\nAn approval does this:\n"
 		for line := range strings.Lines(p.Text) {
-			s.b.WriteString("  " + printable(strings.TrimRight(line, "\r\n")) + "\n")
+			text += "  " + printable(strings.TrimRight(line, "\r\n")) + "\n"
 		}
-	} else {
-		s.b.WriteString("\nAn approval changes nothing; it says that somebody has seen to it.\n")
 	}
 	for i, d := range e.Decisions {
 		if i == 0 {
-			s.b.WriteString("\nDecisions:\n")
+			text += "\nDecisions:\n"
 		}
-		fmt.Fprintf(&s.b, "  %s  %s  %s  %s\n", moment(d.At, now), printable(d.Decision), printable(d.By), printable(d.Reason))
+		text += fmt.Sprintf("  %s  %s  %s  %s\n", moment(d.At, now), printable(d.Decision), printable(d.By), printable(d.Reason))
 	}
-	return s.b.String()
+	return lines(now, 11,
+		"escalation", e.ID, "status", e.Status, "level", e.LevelName, "cause", e.Cause, "summary", e.Summary,
+		"workflow", named(e.Workflow, e.WorkflowName), "holds", holds, "caller", e.Caller, "requester", e.Requester,
+		"role", e.RequiredRole, "quorum", number(e.Quorum), "opened", e.Opened, "deadline", e.Deadline, "notified", e.State,
+		"checkpoint", e.Links.Checkpoint, "rollback", e.Links.Rollback, "error", e.Links.Error,
+		"execution", e.Links.Execution, "upstream", e.Links.Upstream, "proposal", kind, "hash", hash) + text
 }
 
-var escalationHeader = []string{"OPENED", "LEVEL", "STATUS", "STATE", "CAUSE", "WORKFLOW", "SUMMARY", "ID"}
-
-func escalationRow(e *admin.Escalation, now time.Time) []string {
+func escalationRow(e *admin.Escalation) []any {
 	workflow := cut(printable(e.Workflow), 36)
 	if e.WorkflowName != "" {
 		workflow += " (" + cut(printable(e.WorkflowName), 36) + ")"
 	}
-	return []string{
-		moment(e.Opened, now), printable(e.LevelName), printable(e.Status), printable(e.State), printable(e.Cause),
-		dash(workflow), cut(printable(e.Summary), 100), printable(e.ID),
+	return []any{
+		"OPENED", e.Opened, "LEVEL", e.LevelName, "STATUS", e.Status, "STATE", e.State, "CAUSE", e.Cause,
+		"WORKFLOW", workflow, "SUMMARY", cut(printable(e.Summary), 100), "ID", e.ID,
 	}
 }

@@ -157,11 +157,7 @@ func someEscalations() []admin.Escalation {
 
 // Section "CLI": how escalations are shown.
 func TestGoldenEscalations(t *testing.T) {
-	var rows [][]string
-	for _, e := range someEscalations() {
-		rows = append(rows, escalationRow(&e, time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC)))
-	}
-	golden(t, "escalations_list", tableOf(escalationHeader, rows))
+	golden(t, "escalations_list", tableOf(time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC), someEscalations(), escalationRow))
 }
 
 // Section "CLI": what is asked of the server, and that pages are followed.

@@ -1,14 +1,11 @@
 package cli
 
 import (
-	"bufio"
 	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -56,54 +53,36 @@ under it: a workflow stays with the plan with which it has begun.
 WORKFLOW is the id that tokens have, or the name that Workflow-Id has. FILE may
 be -, the standard input.`,
 		Example: `  caddy agent-guard workflows put 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10 trip.json`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) != 2 {
-				return fmt.Errorf("give a workflow and one file with its plan; there are %d", len(args))
-			}
-			return nil
-		},
+		Args:    nArgs(2, "a workflow and one file with its plan"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if put.Operator = cmp.Or(put.Operator, currentUser()); put.Operator == "" {
-				return errors.New("who puts it? neither --operator nor $USER says")
-			}
-			text, err := readAtMost(cmd.InOrStdin(), args[1], plan.MaxSize)
+			d, err := readPlan(cmd, o, args[1])
 			if err != nil {
 				return err
 			}
-			d, err := plan.Parse(text)
-			if wrong := (*plan.Error)(nil); errors.As(err, &wrong) {
-				return refusePlan(cmd, o, args[1], wrong)
-			}
 			put.Plan = d.Canonical() // not every reader of JSON reads the text as it was checked
-			_, err = show(cmd, o, question{path: "plans/" + url.PathEscape(args[0]), body: &put}, describePut)
-			return err
+			return showing(o, question{path: "plans/{}", body: &put}, describePut)(cmd, args)
 		},
 	}
 	stringFlag(cmd, &put.Replaces, "replaces", "The version that it replaces, or * for any (default: there is none)")
-	stringFlag(cmd, &put.Operator, "operator", "Who puts it (default: $USER)")
+	operatorFlag(cmd, &put.Operator, "puts it")
 	return o.server(cmd)
 }
 
 func describePut(doc *api.PlanDocument, now time.Time) string {
-	s := sheet{width: 9}
-	s.line("workflow", printable(doc.Workflow))
-	s.line("plan", printable(doc.PlanID))
-	s.line("version", printable(doc.Version))
-	s.line("replaced", printable(strings.Join(doc.Earlier, " ")))
-	s.line("put by", printable(doc.By))
-	s.line("put", moment(doc.Put, now))
-	s.line("begun", moment(doc.Begun, now))
-	s.line("expires", moment(doc.Expires, now))
+	pairs := []any{
+		"workflow", doc.Workflow, "plan", doc.PlanID, "version", doc.Version, "replaced", strings.Join(doc.Earlier, " "),
+		"put by", doc.By, "put", doc.Put, "begun", doc.Begun, "expires", doc.Expires,
+	}
 	for _, w := range doc.Warnings {
-		s.line("warning", printable(w.String()))
+		pairs = append(pairs, "warning", w.String())
 	}
 	for _, m := range doc.Misfits {
-		s.line("no fit", printable(cmp.Or(m.Node, m.Task)+": "+m.Text))
+		pairs = append(pairs, "no fit", cmp.Or(m.Node, m.Task)+": "+m.Text)
 	}
 	if doc.Unread {
-		s.line("no fit", "there are more calls than were read")
+		pairs = append(pairs, "no fit", "there are more calls than were read")
 	}
-	return s.b.String()
+	return lines(now, 9, pairs...)
 }
 
 func workflowsList(o *options) *cobra.Command {
@@ -123,9 +102,7 @@ func describePlans(doc *admin.Plans, now time.Time) string {
 	if len(doc.Plans) == 0 {
 		return "No workflow has a plan.\n"
 	}
-	var rows [][]string
-	for i := range doc.Plans {
-		p := &doc.Plans[i]
+	return tableOf(now, doc.Plans, func(p *api.PlanDocument) []any {
 		state := "waits for its first call"
 		switch {
 		case !p.InForce:
@@ -133,9 +110,11 @@ func describePlans(doc *admin.Plans, now time.Time) string {
 		case !p.Begun.IsZero():
 			state = "begun " + moment(p.Begun, now)
 		}
-		rows = append(rows, []string{printable(p.Workflow), printable(p.Version), state, moment(p.Put, now), printable(cut(p.By, 40)), moment(p.Expires, now)})
-	}
-	return tableOf([]string{"WORKFLOW", "VERSION", "STATE", "PUT", "BY", "EXPIRES"}, rows)
+		return []any{
+			"WORKFLOW", p.Workflow, "VERSION", p.Version, "STATE", state, "PUT", p.Put, "BY", cut(printable(p.By), 40),
+			"EXPIRES", p.Expires,
+		}
+	})
 }
 
 func workflowsValidate(o *options) *cobra.Command {
@@ -150,7 +129,7 @@ like the node's label, or like its id. Differences are warnings.
 FILE may be -, the standard input. With --output json, a plan that is refused is
 described by a document too. Either way the exit code is 1 then.`,
 		Example: `  caddy agent-guard workflows validate failover.json --config Caddyfile`,
-		Args:    oneArg("FILE with a plan"),
+		Args:    nArgs(1, "one FILE with a plan"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			d, err := readPlan(cmd, o, args[0])
 			if err != nil {
@@ -222,9 +201,8 @@ func showPlan(cmd *cobra.Command, o *options, d *plan.Descriptor, warnings []pla
 		fmt.Fprintln(cmd.ErrOrStderr(), "Warning: "+printable(w.String()))
 	}
 	yes := map[bool]string{true: "yes", false: "no"}
-	rows := [][]string{{"LEVEL", "NODE", "LABEL", "AFTER", "PRIORITY", "TIMEOUT", "REVERSIBLE", "APPROVAL"}}
-	for _, id := range slices.Concat(d.Levels()...) {
-		place, _ := d.Find(id)
+	table := tableOf(time.Time{}, slices.Concat(d.Levels()...), func(id *string) []any {
+		place, _ := d.Find(*id)
 		n := &d.Nodes[place]
 		after := make([]string, len(n.Before))
 		for k, j := range n.Before {
@@ -232,17 +210,18 @@ func showPlan(cmd *cobra.Command, o *options, d *plan.Descriptor, warnings []pla
 		}
 		timeout, reversible := "", ""
 		if n.Hints.TimeoutS > 0 {
-			timeout = strconv.FormatInt(n.Hints.TimeoutS, 10) + "s"
+			timeout = fmt.Sprintf("%ds", n.Hints.TimeoutS)
 		}
 		if n.Reversible != nil {
 			reversible = yes[*n.Reversible]
 		}
-		rows = append(rows, []string{
-			strconv.Itoa(n.Level), n.ID, printable(cut(n.Label, 40)), cut(strings.Join(after, " "), 40), n.Hints.Priority, timeout, reversible, yes[n.HITLRequired],
-		})
-	}
+		return []any{
+			"LEVEL", n.Level, "NODE", n.ID, "LABEL", blank(cut(n.Label, 40)), "AFTER", blank(cut(strings.Join(after, " "), 40)),
+			"PRIORITY", blank(n.Hints.Priority), "TIMEOUT", blank(timeout), "REVERSIBLE", blank(reversible), "APPROVAL", yes[n.HITLRequired],
+		}
+	})
 	_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s: %d nodes, %d edges, %d levels, version %s\n\n%s",
-		printable(d.WorkflowID), len(d.Nodes), d.Edges, len(d.Levels()), d.Version(), new(table).page(rows))
+		printable(d.WorkflowID), len(d.Nodes), d.Edges, len(d.Levels()), d.Version(), table)
 	return err
 }
 
@@ -329,12 +308,7 @@ names the issuer of the gateway's own tokens: outcomes are taken from no others.
 		Example: `  caddy agent-guard workflows progress trip.json ledger.export \
       --workflow 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10 --gateway spiffe://example.com/gateway \
       --key agent-guard/node-4c1f+8b3c1a7e+AVq0…`,
-		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) != 2 {
-				return fmt.Errorf("give a file with a plan and one with an export; there are %d", len(args))
-			}
-			return nil
-		},
+		Args: nArgs(2, "a file with a plan and one with an export"),
 		RunE: func(cmd *cobra.Command, args []string) error { return exitOf(cmd, p.run(cmd, args[0], args[1])) },
 	}
 	p.flags(cmd)
@@ -366,32 +340,21 @@ func (p *progressFlags) run(cmd *cobra.Command, file, export string) error {
 	})
 	doc := progressDocument{entries[0].Workflow, found}
 	return p.print(cmd, doc, func(time.Time) string {
-		text := fmt.Sprintf("%s in %s, version %s: %s\n\n%s", printable(doc.Workflow), printable(doc.PlanID), doc.Version, inWords(string(found.Status), ""), progressTable(doc.Nodes))
-		if n := len(doc.Others); n > 0 {
-			text += fmt.Sprintf("\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(doc.Others, " "), 200)))
-		}
-		return text
+		return fmt.Sprintf("%s in %s, version %s: %s\n\n%s", printable(doc.Workflow), printable(doc.PlanID), doc.Version,
+			inWords(string(found.Status), ""), progressTable(doc.Progress))
 	})
 }
 
 // entries reads what a valid export has of the workflow.
 func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry, error) {
-	keys, known, err := p.read()
+	from, err := p.open(cmd, file)
 	if err != nil {
 		return nil, err
 	}
-	from, err := openInput(cmd.InOrStdin(), file)
-	if err != nil {
-		return nil, err
-	}
-	defer from.Close()
-	export := bufio.NewReader(from)
-	if err := checkBeginning(export, file); err != nil {
-		return nil, err
-	}
+	defer from.file.Close()
 	wanted := entryFlags{workflow: p.workflow}
 	var entries []ledger.Entry
-	_, err = ledger.VerifyExport(export, p.origin, keys, func(e ledger.Entry) error {
+	_, err = ledger.VerifyExport(from.text, p.origin, from.keys, func(e ledger.Entry) error {
 		if !wanted.matches(&e) {
 			return nil
 		}
@@ -401,7 +364,7 @@ func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry
 		e.Leaf = nil
 		entries = append(entries, e)
 		return nil
-	}, known...)
+	}, from.known...)
 	switch {
 	case err != nil:
 		return nil, verifyError(file, err)
@@ -411,13 +374,12 @@ func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry
 	return entries, nil
 }
 
-// progressTable has a line for each node of a plan.
-func progressTable(nodes []plan.Status) string {
-	rows := [][]string{{"LEVEL", "NODE", "STATE", "TASKS", "WAITS FOR"}}
-	nodes = slices.Clone(nodes)
+// progressTable has a row for each node of a plan, and a line with the calls that are none.
+func progressTable(p *plan.Progress) string {
+	nodes := slices.Clone(p.Nodes)
 	slices.SortStableFunc(nodes, func(a, b plan.Status) int { return a.Level - b.Level })
-	for _, n := range nodes {
-		state, waits := inWords(string(n.State), string(n.Detail)), ""
+	text := tableOf(time.Time{}, nodes, func(n *plan.Status) []any {
+		waits := ""
 		if n.Ready {
 			waits = "nothing: it can begin"
 		}
@@ -429,9 +391,15 @@ func progressTable(nodes []plan.Status) string {
 				waits += ", for ever"
 			}
 		}
-		rows = append(rows, []string{strconv.Itoa(n.Level), n.ID, state, strconv.Itoa(len(n.Tasks)), dash(cut(waits, 80))})
+		return []any{
+			"LEVEL", n.Level, "NODE", n.ID, "STATE", inWords(string(n.State), string(n.Detail)), "TASKS", len(n.Tasks),
+			"WAITS FOR", cut(waits, 80),
+		}
+	})
+	if n := len(p.Others); n > 0 {
+		text += fmt.Sprintf("\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(p.Others, " "), 200)))
 	}
-	return new(table).page(rows)
+	return text
 }
 
 func inWords(state, detail string) string {

@@ -7,9 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"net/http"
-	"net/url"
 	"strings"
 	"time"
 
@@ -35,14 +32,13 @@ or without one its tokens. ID is the workflow's UUID, or its caller's name. With
 --tree it shows what follows from what as a tree. With --watch it shows the
 workflow again with every change, until its plan is over, or until Ctrl-C.`,
 		Example: `  caddy agent-guard workflows show 1f0c9a52-6d3e-4b8a-9c44-0d6a7e5b2f10 --tree --watch`,
-		Args:    oneArg("ID of a workflow"),
+		Args:    nArgs(1, "one ID of a workflow"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			q := question{path: "workflows/" + url.PathEscape(args[0])}
+			q := question{path: "workflows/{}"}
 			if f.watch {
-				return f.follow(cmd, q)
+				return f.follow(cmd, q.of(args))
 			}
-			_, err := show(cmd, o, q, f.describe)
-			return err
+			return showing(o, q, f.describe)(cmd, args)
 		},
 		ValidArgsFunction: cobra.NoFileCompletions,
 	}
@@ -71,7 +67,7 @@ func (f *workflowFlags) follow(cmd *cobra.Command, q question) error {
 		over, err := c.events(cmd.Context(), &q, func(name string, data []byte) (bool, error) {
 			change := new(api.Workflow)
 			if err := json.Unmarshal(data, change); err != nil {
-				return false, fmt.Errorf("%s answers something else than the agent guard does: %w", c.address, err)
+				return false, c.foreign(err)
 			}
 			if name == "change" {
 				doc.Apply(change)
@@ -102,20 +98,11 @@ const maxEvent = 16 << 20
 // events reads a stream until take says that this is enough, or the stream ends. The next one goes on behind the
 // last event.
 func (c *client) events(ctx context.Context, q *question, take func(name string, data []byte) (enough bool, err error)) (bool, error) {
-	resp, err := c.send(ctx, *q)
+	resp, err := c.open(ctx, *q)
 	if err != nil {
 		return false, err
 	}
 	defer resp.Body.Close()
-	var text []byte
-	if resp.StatusCode != http.StatusOK {
-		if text, err = io.ReadAll(io.LimitReader(resp.Body, maxAnswer)); err != nil {
-			return false, fmt.Errorf("reading the answer of %s: %w", c.address, err)
-		}
-	}
-	if err := c.check(resp, text); err != nil {
-		return false, err
-	}
 	lines := bufio.NewScanner(resp.Body)
 	lines.Buffer(nil, maxEvent)
 	name, data := "", ""
@@ -146,25 +133,19 @@ func (c *client) events(ctx context.Context, q *question, take func(name string,
 
 // describeWorkflow shows a workflow line by line, and its plan or its tokens as a table.
 func describeWorkflow(doc *api.Workflow, now time.Time) string {
-	s := sheet{width: 8}
-	s.line("workflow", printable(doc.ID))
-	s.line("status", cmp.Or(inWords(string(doc.Status), ""), "not all of it was read"))
-	s.line("stated", inWords(printable(doc.Stated), ""))
-	if p := doc.Plan; p != nil {
-		s.line("plan", printable(p.PlanID)+", version "+printable(p.Version))
-		s.b.WriteString("\n" + progressTable(p.Nodes))
-		if n := len(p.Others); n > 0 {
-			fmt.Fprintf(&s.b, "\n%d no node of the plan: %s\n", n, printable(cut(strings.Join(p.Others, " "), 200)))
-		}
-		return s.b.String()
+	pairs := []any{
+		"workflow", doc.ID, "status", cmp.Or(inWords(string(doc.Status), ""), "not all of it was read"), "stated", inWords(doc.Stated, ""),
 	}
-	rows := [][]string{{"TOKEN", "ACTION", "STATE", "ISSUER", "TIME"}}
+	if p := doc.Plan; p != nil {
+		return lines(now, 8, append(pairs, "plan", p.PlanID+", version "+p.Version)...) + "\n" + progressTable(p)
+	}
+	rows := make([][]any, len(doc.Nodes))
 	for i := range doc.Nodes {
 		n := &doc.Nodes[i]
-		rows = append(rows, []string{
-			printable(n.ID), printable(cut(n.Action, 40)), dash(inWords(string(n.State), string(n.Detail))), dash(printable(cut(n.Issuer, 60))), dash(moment(n.Time, now)),
-		})
+		rows[i] = []any{
+			"TOKEN", n.ID, "ACTION", blank(cut(n.Action, 40)), "STATE", inWords(string(n.State), string(n.Detail)),
+			"ISSUER", cut(n.Issuer, 60), "TIME", n.Time,
+		}
 	}
-	s.b.WriteString("\n" + new(table).page(rows))
-	return s.b.String()
+	return lines(now, 8, pairs...) + "\n" + (&table{now: now}).page(rows...)
 }
