@@ -1,7 +1,6 @@
 package caddymodule
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -644,7 +643,9 @@ func (e *engine) resealOnce(ctx context.Context) (ended bool) {
 			return true
 		}
 		e.logger.Warn(what, zap.Error(err))
-		e.resealing.last.Store(&admin.Resealing{Key: key, Left: []admin.KeyLeft{}, Started: time.Now(), Error: err.Error()})
+		e.resealing.last.Store(&admin.Resealing{
+			ResealProgress: execution.ResealProgress{Key: key, Left: []execution.KeyLeft{}, Started: time.Now()}, Error: err.Error(),
+		})
 		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
 	}
 	if err := e.executions.Keys().Await(ctx, key); err != nil {
@@ -662,7 +663,10 @@ func (e *engine) resealOnce(ctx context.Context) (ended bool) {
 		}
 	}()
 	if before.Key >= key {
-		e.resealing.last.Store(&admin.Resealing{Key: before.Key, Node: before.Node, Left: []admin.KeyLeft{}, Finished: before.Ended, Done: true})
+		e.resealing.last.Store(&admin.Resealing{
+			ResealProgress: execution.ResealProgress{Key: before.Key, Left: []execution.KeyLeft{}, Finished: before.Ended},
+			Node:           before.Node, Done: true,
+		})
 		return true
 	}
 	e.logger.Info("re-sealing started", zap.Uint32("key", key))
@@ -695,8 +699,10 @@ func (e *engine) resealOnce(ctx context.Context) (ended bool) {
 	if err := e.resealEscalations(ctx); err != nil {
 		return stopped("the escalations stay under an older key", err)
 	}
-	p, err := e.executions.Reseal(ctx, key, func(p execution.ResealProgress) { e.resealing.last.Store(newResealStatus(p)) })
-	status := newResealStatus(p)
+	p, err := e.executions.Reseal(ctx, key, func(p execution.ResealProgress) {
+		e.resealing.last.Store(&admin.Resealing{ResealProgress: p})
+	})
+	status := &admin.Resealing{ResealProgress: p}
 	fields := []zap.Field{
 		zap.Uint32("key", p.Key), zap.Int("seen", p.Seen), zap.Int("resealed", p.Resealed), zap.Int("damaged", p.Damaged),
 	}
@@ -716,18 +722,6 @@ func (e *engine) resealOnce(ctx context.Context) (ended bool) {
 	}
 	e.logger.Warn("re-sealing failed", append(fields, zap.Error(err))...)
 	return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
-}
-
-func newResealStatus(p execution.ResealProgress) *admin.Resealing {
-	s := &admin.Resealing{
-		Key: p.Key, Seen: p.Seen, Resealed: p.Resealed, Damaged: p.Damaged,
-		Left: []admin.KeyLeft{}, Started: p.Started, Finished: p.Finished,
-	}
-	for id, left := range p.Left {
-		s.Left = append(s.Left, admin.KeyLeft{ID: id, Records: left.Records, Results: left.Results, Until: left.Until})
-	}
-	slices.SortFunc(s.Left, func(a, b admin.KeyLeft) int { return cmp.Compare(a.ID, b.ID) })
-	return s
 }
 
 // emit emits an event of the engine or an execution to the latest configuration.

@@ -125,39 +125,33 @@ func New(stores Stores) *API { return &API{stores: stores} }
 // routes are the paths below Prefix.
 var routes = []api.Route[handler]{
 	{Path: "executions", Method: http.MethodGet, To: listExecutions},
-	{Path: "executions/{key}", Method: http.MethodGet, To: showExecution},
-	{Path: "executions/{key}/resolve", Method: http.MethodPost, To: resolveExecution},
+	{Path: "executions/{key}", Method: http.MethodGet, To: plain(showExecution)},
+	{Path: "executions/{key}/resolve", Method: http.MethodPost, To: plain(resolveExecution)},
 	{Path: "store", Method: http.MethodGet, To: plain(showStore)},
 	{Path: "nodes", Method: http.MethodGet, To: plain(listNodes)},
-	{Path: "keys", Method: http.MethodGet, To: plain(showKeys)},
+	{Path: "keys", Method: http.MethodGet, To: plain(func(q *request) (any, error) { return q.Keys(q.Context()) })},
 	{Path: "keys/rotate", Method: http.MethodPost, To: plain(rotateKeys)},
 	{Path: "identity", Method: http.MethodGet, To: plain(showIdentity)},
 	{Path: "identity/rotate", Method: http.MethodPost, To: plain(rotateIdentity)},
 	{Path: "circuits", Method: http.MethodGet, To: listCircuits},
-	{Path: "circuits/mode", Method: http.MethodPost, To: plain(setCircuitMode)},
-	{Path: "cascades", Method: http.MethodGet, To: plain(func(_ *http.Request, st Store) (any, error) {
-		return api.CascadeList{Cascades: append([]api.Cascade{}, st.Cascades()...)}, nil
+	{Path: "circuits/mode", Method: http.MethodPost, To: posted(`{"upstream": "host:port", "mode": "forced_open"}`, maxCircuitMode, setCircuitMode)},
+	{Path: "cascades", Method: http.MethodGet, To: plain(func(q *request) (any, error) {
+		return api.CascadeList{Cascades: append([]api.Cascade{}, q.Cascades()...)}, nil
 	})},
-	{Path: "cascades/{id}", Method: http.MethodGet, To: showCascade},
-	{Path: "workflows/{id}", Method: http.MethodGet, To: func(r *http.Request, st Store, p *params) (any, error) {
-		if err := p.done(); err != nil {
-			return nil, err
-		}
-		all := st.Workflows()
-		if all == nil {
-			return nil, refuse(http.StatusNotFound, "the gateway over the store %s has no identity, and records no workflows: configure `identity`", st.Path())
-		}
-		return shown(func(w http.ResponseWriter) error { return all.ShowOperator(w, r, p.name) }), nil
-	}},
-	{Path: "rollback", Method: http.MethodPost, To: coordinated(startRollback)},
+	{Path: "cascades/{id}", Method: http.MethodGet, To: plain(showCascade)},
+	{Path: "workflows/{id}", Method: http.MethodGet, To: plain(showWorkflow)},
+	{Path: "rollback", Method: http.MethodPost, To: coordinated(posted(
+		`{"checkpoint_id": "...", "operator": "...", "reason": "..."}`, maxRollback, startRollback))},
 	{Path: "rollback/{id}", Method: http.MethodGet, To: coordinated(showRollback)},
 	{Path: "rollbacks", Method: http.MethodGet, To: coordinated(listRollbacks)},
 	{Path: "escalations", Method: http.MethodGet, To: listEscalations},
-	{Path: "escalations/{id}", Method: http.MethodGet, To: showEscalation},
-	{Path: "escalations/{id}/decision", Method: http.MethodPost, To: decideEscalation},
-	{Path: "escalations/{id}/ask", Method: http.MethodPost, To: askEscalation},
+	{Path: "escalations/{id}", Method: http.MethodGet, To: plain(showEscalation)},
+	{Path: "escalations/{id}/decision", Method: http.MethodPost, To: posted(
+		`{"decision": "...", "operator": "...", "reason": "..."}`, maxRollback, decideEscalation)},
+	{Path: "escalations/{id}/ask", Method: http.MethodPost, To: posted(`{"operator": "..."}`, maxRollback, askEscalation)},
 	{Path: "plans", Method: http.MethodGet, To: plain(listPlans)},
-	{Path: "plans/{id}", Method: http.MethodPost, To: putPlan},
+	{Path: "plans/{id}", Method: http.MethodPost, To: posted(
+		`{"operator": "...", "replaces": "...", "plan": {...}}`, plan.MaxSize+maxRollback, putPlan)},
 	{Path: "ledger/head", Method: http.MethodGet, To: ledgerHead},
 	{Path: "ledger/export", Method: http.MethodGet, To: ledgerExport},
 	{Path: "ledger/verify", Method: http.MethodGet, To: ledgerVerify},
@@ -193,21 +187,40 @@ func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
 	return refuse(http.StatusNotFound, "%s has no %s; there are %s and %s", Prefix, path, strings.Join(paths[:last], ", "), paths[last])
 }
 
-// handler answers a request about a store with a value to be encoded as JSON, or a stream.
-// It reads the query from params, so that unknown parameters are refused.
-type handler func(r *http.Request, st Store, p *params) (any, error)
+// request is a request about a store, with its parameters.
+type request struct {
+	*http.Request
+	Store
+	params
+}
+
+// handler answers a request with a value to be encoded as JSON, or an answer that writes itself.
+// It reads the query by params, so that unknown parameters are refused.
+type handler func(q *request) (any, error)
 
 // shown is an answer that writes itself, in a form that the request accepts. With an error it has written nothing.
 type shown func(w http.ResponseWriter) error
 
 // plain makes a handler of a function that takes no parameters.
-func plain(serve func(r *http.Request, st Store) (any, error)) handler {
-	return func(r *http.Request, st Store, p *params) (any, error) {
-		if err := p.done(); err != nil {
+func plain(serve handler) handler {
+	return func(q *request) (any, error) {
+		if err := q.done(); err != nil {
 			return nil, err
 		}
-		return serve(r, st)
+		return serve(q)
 	}
+}
+
+// posted makes a handler of a function that takes a JSON body of at most limit bytes, and no parameters; like is what
+// a refusal says of the form.
+func posted[T any](like string, limit int64, serve func(q *request, body *T) (any, error)) handler {
+	return plain(func(q *request) (any, error) {
+		body := new(T)
+		if err := decode(q.Body, limit, body); err != nil {
+			return nil, refuse(http.StatusBadRequest, "the request is no %s: %v", like, err)
+		}
+		return serve(q, body)
+	})
 }
 
 // on calls the handler of a route with the requested store, and writes its result. name is
@@ -224,23 +237,18 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 	if name, err = url.PathUnescape(name); err != nil {
 		return refuse(http.StatusBadRequest, "path: %v", err)
 	}
-	p := &params{name: name, query: query}
-	st, err := a.view(p.one("store"))
-	if err != nil {
+	q := &request{Request: r, params: params{name: name, query: query}}
+	if q.Store, err = a.view(q.one("store")); err != nil {
 		return err
 	}
-	defer st.Release()
-	answer, err := to.To(r, st, p)
-	if show, ok := answer.(shown); ok && err == nil {
+	defer q.Release()
+	answer, err := to.To(q)
+	if show, is := answer.(shown); is && err == nil {
 		w.Header().Set(Mark, "1")
 		if err = show(w); err == nil {
 			return nil
 		}
 		w.Header().Del(Mark)
-	}
-	stream, streams := answer.(stream)
-	if err == nil && streams {
-		err = stream.serve(w)
 	}
 	if err != nil {
 		err = refusal(err, http.StatusInternalServerError, corePackages)
@@ -248,9 +256,6 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 			w.Header().Set("Retry-After", "1")
 		}
 		return err
-	}
-	if streams {
-		return nil
 	}
 	var body bytes.Buffer
 	encoder := json.NewEncoder(&body)
@@ -506,22 +511,20 @@ func (p *params) filter(now time.Time) execution.Filter {
 // the pruning of the ledger.
 const streamPatience = 5 * time.Minute
 
-// stream is an answer that is too large for memory: it writes itself, as text.
-type stream func(to io.Writer) error
-
-// serve writes the stream. An error before the first byte is answered as usual. After it,
-// the connection is aborted, so that nobody takes a part for the whole.
-func (s stream) serve(w http.ResponseWriter) error {
-	to := streamWriter{to: w, control: http.NewResponseController(w)}
-	err := s(&to)
-	if err == nil {
-		_ = to.control.SetWriteDeadline(time.Time{}) // for the next answer on this connection
-		return nil
+// stream is an answer that is too large for memory: it is written as text. An error before the first byte is
+// answered as usual. After it, the connection is aborted, so that nobody takes a part for the whole.
+func stream(write func(to io.Writer) error) shown {
+	return func(w http.ResponseWriter) error {
+		to := streamWriter{to: w, control: http.NewResponseController(w)}
+		err := write(&to)
+		if err != nil && to.begun {
+			panic(http.ErrAbortHandler)
+		}
+		if err == nil {
+			_ = to.control.SetWriteDeadline(time.Time{}) // for the next answer on this connection
+		}
+		return err
 	}
-	if to.begun {
-		panic(http.ErrAbortHandler)
-	}
-	return err
 }
 
 // streamWriter sends the header before the first byte, and extends the deadline before each
@@ -534,7 +537,6 @@ type streamWriter struct {
 
 func (s *streamWriter) Write(b []byte) (int, error) {
 	if !s.begun {
-		s.to.Header().Set(Mark, "1")
 		api.Respond(s.to, http.StatusOK, "text/plain; charset=utf-8", "no-store", nil)
 		s.begun = true
 	}

@@ -32,22 +32,23 @@ import (
 // defaultPage is the size of a page if the request names none.
 const defaultPage = 50
 
-func listExecutions(r *http.Request, st Store, p *params) (any, error) {
-	now, err := st.Now(r.Context())
+func listExecutions(q *request) (any, error) {
+	ctx := q.Context()
+	now, err := q.Now(ctx)
 	if err != nil {
 		return nil, unavailable(err)
 	}
-	filter, after, limit := p.filter(now), p.one("after"), p.limit()
-	if err := p.done(); err != nil {
+	filter, after, limit := q.filter(now), q.one("after"), q.limit()
+	if err := q.done(); err != nil {
 		return nil, err
 	}
-	if forms := (&names{st: st}).forms(r.Context(), filter.Workflow); len(forms) > 1 {
+	if forms := (&names{st: q}).forms(ctx, filter.Workflow); len(forms) > 1 {
 		filter.OrWorkflows = forms[1:]
 	}
-	if err := narrow(r.Context(), st, &filter); err != nil {
+	if err := narrow(ctx, q, &filter); err != nil {
 		return nil, err
 	}
-	found, err := st.Executions().List(r.Context(), filter, after, limit)
+	found, err := q.Executions().List(ctx, filter, after, limit)
 	if err != nil {
 		return nil, err
 	}
@@ -83,15 +84,12 @@ func narrow(ctx context.Context, st Store, f *execution.Filter) error {
 
 // showExecution answers GET executions/{key}, which may also be the id of a checkpoint or
 // an execution.
-func showExecution(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
-	key, err := find(r.Context(), st, p.name)
+func showExecution(q *request) (any, error) {
+	key, err := find(q.Context(), q, q.name)
 	if err != nil {
 		return nil, err
 	}
-	return readExecution(r.Context(), st, key)
+	return readExecution(q.Context(), q, key)
 }
 
 // readExecution reads what operators may see of an execution. A free key still has its
@@ -117,12 +115,10 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	if err != nil && len(decided) == 0 {
 		return nil, err
 	}
-	for _, d := range decided {
-		x.Resolutions = append(x.Resolutions, Resolution{
-			At: d.At.UTC(), Applied: d.Applied, Operator: d.Operator, Reason: d.Reason,
-			Cause: string(d.Cause), Action: d.Action,
-		})
+	for i := range decided {
+		decided[i].At = decided[i].At.UTC()
 	}
+	x.Resolutions = decided
 	return &x, nil
 }
 
@@ -207,7 +203,7 @@ type Execution struct {
 	// KeyExpires is when the key of a completed execution becomes free.
 	KeyExpires time.Time `json:"key_expires,omitzero"`
 	// Resolutions are the decisions of operators, the oldest first. Lists leave them out.
-	Resolutions []Resolution `json:"resolutions,omitempty"`
+	Resolutions []execution.Resolution `json:"resolutions,omitempty"`
 }
 
 // Result describes a recorded answer. Its members are an API.
@@ -222,28 +218,12 @@ type Result struct {
 	Replayable bool `json:"replayable"`
 }
 
-// Resolution is a decision of an operator. Its members are an API.
-type Resolution struct {
-	// At is when the operator decided.
-	At time.Time `json:"at"`
-	// Applied says that the call was executed.
-	Applied bool `json:"applied"`
-	// Operator is the name of the operator.
-	Operator string `json:"operator"`
-	// Reason is the operator's evidence.
-	Reason string `json:"reason"`
-	// Cause is why the call was in doubt.
-	Cause string `json:"cause,omitempty"`
-	// Action is the action's name at that time.
-	Action string `json:"action,omitempty"`
-}
-
 // view describes r to operators.
 func view(r *execution.Recorded, now time.Time) Execution {
 	record := r.Record
 	x := Execution{
-		Key: r.Key.Hex(), State: r.State().String(), Detail: detail(r.Status),
-		ExecutionID: record.ID, Origin: origin(record.Origin), Guard: record.Guard, Action: record.Action,
+		Key: r.Key.Hex(), State: r.State().String(), Detail: details[r.Status],
+		ExecutionID: record.ID, Origin: origins[record.Origin], Guard: record.Guard, Action: record.Action,
 		Method: record.Method, Host: record.Host, Path: record.Path,
 		Caller: hex.EncodeToString(record.Caller[:]), WorkflowName: record.Workflow, Checkpoint: record.Checkpoint,
 		Created: record.Created.UTC(), Deadline: record.Deadline.UTC(), Settled: record.Settled.UTC(),
@@ -264,35 +244,15 @@ func view(r *execution.Recorded, now time.Time) Execution {
 	return x
 }
 
-// detail returns what a status says beyond the state.
-func detail(s execution.Status) string {
-	switch s {
-	case execution.RunningHere:
-		return "running_here"
-	case execution.RunningElsewhere:
-		return "running_elsewhere"
-	case execution.Replayable:
-		return "replayable"
-	case execution.ResultExpired:
-		return "result_expired"
-	case execution.ResultUnavailable:
-		return "result_unavailable"
-	default:
-		return ""
-	}
+// details are what statuses say beyond the state.
+var details = map[execution.Status]string{
+	execution.RunningHere: "running_here", execution.RunningElsewhere: "running_elsewhere", execution.Replayable: "replayable",
+	execution.ResultExpired: "result_expired", execution.ResultUnavailable: "result_unavailable",
 }
 
-func origin(o execution.Origin) string {
-	switch o {
-	case execution.OriginGiven:
-		return "given"
-	case execution.OriginMinted:
-		return "minted"
-	case execution.OriginDerived:
-		return "derived"
-	default:
-		return ""
-	}
+// origins are the origins of ids.
+var origins = map[execution.Origin]string{
+	execution.OriginGiven: "given", execution.OriginMinted: "minted", execution.OriginDerived: "derived",
 }
 
 // maxSought is how many pages are searched for an execution without an index. A page reads
@@ -307,16 +267,10 @@ func find(ctx context.Context, st Store, name string) (execution.Key, error) {
 		return key, err
 	}
 	if id, ok := checkpointID(name); ok {
-		switch key, err := ofCheckpoint(ctx, st, id); {
-		case err == nil:
-			return key, nil
-		case !errors.Is(err, execution.ErrUnknown):
-			return key, err
+		if key, err = ofCheckpoint(ctx, st, id); errors.Is(err, execution.ErrUnknown) {
+			key, err = sought(ctx, st, execution.Filter{Checkpoint: id, NotMethod: rollback.Method})
 		}
-		switch key, err := sought(ctx, st, execution.Filter{Checkpoint: id, NotMethod: rollback.Method}); {
-		case err == nil:
-			return key, nil
-		case !errors.Is(err, execution.ErrUnknown):
+		if !errors.Is(err, execution.ErrUnknown) {
 			return key, err
 		}
 	}
@@ -522,24 +476,21 @@ type Decision struct {
 // and the rest.
 const maxDecision = 2 << 20
 
-func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
+func resolveExecution(q *request) (any, error) {
+	ctx := q.Context()
 	var d Decision
-	if err := d.read(r.Body); err != nil {
+	if err := d.read(q.Body); err != nil {
 		return nil, err
 	}
 	head, body, err := d.check()
 	if err != nil {
 		return nil, refuse(http.StatusBadRequest, "%v", err)
 	}
-	g := st.Executions()
-	key, err := find(r.Context(), st, p.name)
+	key, err := find(ctx, q, q.name)
 	if err != nil {
 		return nil, err
 	}
-	found, err := g.Get(r.Context(), key)
+	found, err := q.Executions().Get(ctx, key)
 	if err != nil {
 		return nil, err
 	}
@@ -550,12 +501,12 @@ func resolveExecution(r *http.Request, st Store, p *params) (any, error) {
 		By: execution.ByOperator, Applied: d.Decision == DecisionApplied, Answer: head, Body: body,
 		Operator: d.Operator, Reason: d.Reason,
 	}
-	evidence := st.Evidence(r.Context(), key, found.Record, decided)
-	if err := g.SettleDoubt(r.Context(), found, decided, evidence); err != nil {
+	evidence := q.Evidence(ctx, key, found.Record, decided)
+	if err := q.Executions().SettleDoubt(ctx, found, decided, evidence); err != nil {
 		return nil, err
 	}
-	st.Resolved(key, found.Record, decided)
-	return readExecution(r.Context(), st, key)
+	q.Resolved(key, found.Record, decided)
+	return readExecution(ctx, q, key)
 }
 
 // read decodes strictly: a misspelled member must not be ignored.

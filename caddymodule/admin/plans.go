@@ -2,7 +2,6 @@ package admin
 
 import (
 	"encoding/json"
-	"net/http"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -27,8 +26,8 @@ type (
 	}
 )
 
-func listPlans(r *http.Request, st Store) (any, error) {
-	found, err := st.Plans().List(r.Context())
+func listPlans(q *request) (any, error) {
+	found, err := q.Plans().List(q.Context())
 	if err != nil {
 		return nil, err
 	}
@@ -40,20 +39,13 @@ func listPlans(r *http.Request, st Store) (any, error) {
 }
 
 // putPlan takes a plan from an operator, who may put one for any workflow.
-func putPlan(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
+func putPlan(q *request, put *PlanPut) (any, error) {
+	if err := namesOperator(put.Operator, "puts it"); err != nil {
 		return nil, err
 	}
-	var put PlanPut
-	if err := decode(r.Body, plan.MaxSize+maxRollback, &put); err != nil {
-		return nil, refuse(http.StatusBadRequest, `the request is no {"operator": "...", "replaces": "...", "plan": {...}}: %v`, err)
-	}
-	if put.Operator == "" || len(put.Operator) > maxRollbackOperator {
-		return nil, refuse(http.StatusBadRequest, "operator: say who puts it, in at most %d bytes", maxRollbackOperator)
-	}
-	to := plan.Putting{Workflow: evidence.WorkflowID(evidence.Canonical(p.name)), By: operatorPrefix + put.Operator}
+	to := plan.Putting{Workflow: evidence.WorkflowID(evidence.Canonical(q.name)), By: operatorPrefix + put.Operator}
 	if put.Replaces != "" {
 		to.Replaces = []string{put.Replaces}
 	}
-	return st.PutPlan(r.Context(), put.Plan, to)
+	return q.PutPlan(q.Context(), put.Plan, to)
 }

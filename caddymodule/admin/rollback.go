@@ -70,16 +70,25 @@ const (
 	maxRollbackReason   = 512
 )
 
+// namesOperator refuses a request that does not say who acts.
+func namesOperator(operator, acts string) error {
+	if operator == "" || len(operator) > maxRollbackOperator {
+		return refuse(http.StatusBadRequest, "operator: say who %s, in at most %d bytes", acts, maxRollbackOperator)
+	}
+	return nil
+}
+
 func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	r = rollback.Request{
 		Checkpoint: d.CheckpointID, Reason: d.Reason, Operator: d.Operator, ID: uuid.NewString(), KeepDependants: d.KeepDependants,
 	}
-	switch {
-	case d.CheckpointID == "":
+	if d.CheckpointID == "" {
 		return r, refuse(http.StatusBadRequest, "checkpoint_id: it is missing")
-	case d.Operator == "" || len(d.Operator) > maxRollbackOperator:
-		return r, refuse(http.StatusBadRequest, "operator: say who asks, in at most %d bytes", maxRollbackOperator)
-	case d.Reason == "" && !d.DryRun || len(d.Reason) > maxRollbackReason:
+	}
+	if err := namesOperator(d.Operator, "asks"); err != nil {
+		return r, err
+	}
+	if d.Reason == "" && !d.DryRun || len(d.Reason) > maxRollbackReason {
 		return r, refuse(http.StatusBadRequest, "reason: say why, in at most %d bytes", maxRollbackReason)
 	}
 	if id, err := uuid.Parse(d.CheckpointID); err == nil && len(d.CheckpointID) == len(id.String()) {
@@ -95,40 +104,32 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	return r, err
 }
 
-// coordinated makes a handler of a function that needs the store's rollbacks.
-func coordinated(serve func(r *http.Request, all Rollbacks, p *params) (any, error)) handler {
-	return func(r *http.Request, st Store, p *params) (any, error) {
-		all := st.Rollbacks()
-		if all == nil {
+// coordinated makes a handler of one that needs the store's rollbacks.
+func coordinated(serve handler) handler {
+	return func(q *request) (any, error) {
+		if q.Rollbacks() == nil {
 			return nil, refuse(http.StatusNotFound,
-				"the gateway over the store %s has no identity, and makes no checkpoints that could be rolled back: configure `identity`", st.Path())
+				"the gateway over the store %s has no identity, and makes no checkpoints that could be rolled back: configure `identity`", q.Path())
 		}
-		answer, err := serve(r, all, p)
+		answer, err := serve(q)
 		if err != nil {
 			return nil, refusal(err, http.StatusServiceUnavailable, rollbackPackages)
 		}
 		if doc, ok := answer.(*api.Document); ok {
-			explain(r.Context(), st, doc)
+			explain(q.Context(), q, doc)
 		}
 		return answer, nil
 	}
 }
 
 // startRollback answers POST rollback. It does not wait for the end: clients poll.
-func startRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
-	var d RollbackRequest
-	if err := decode(r.Body, maxRollback, &d); err != nil {
-		return nil, refuse(http.StatusBadRequest, `the request is no {"checkpoint_id": "...", "operator": "...", "reason": "..."}: %v`, err)
-	}
+func startRollback(q *request, d *RollbackRequest) (any, error) {
 	wanted, err := d.request()
 	if err != nil {
 		return nil, err
 	}
 	if d.DryRun {
-		planned, err := all.Plan(r.Context(), wanted)
+		planned, err := q.Rollbacks().Plan(q.Context(), wanted)
 		if err != nil {
 			return nil, err
 		}
@@ -136,7 +137,7 @@ func startRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 		doc.State = api.Planned
 		return doc, nil
 	}
-	accepted, err := all.Execute(r.Context(), wanted)
+	accepted, err := q.Rollbacks().Execute(q.Context(), wanted)
 	if err != nil {
 		return nil, err
 	}
@@ -145,23 +146,23 @@ func startRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
 
 // showRollback answers GET rollback/{id}; on request it waits until the rollback is
 // finished.
-func showRollback(r *http.Request, all Rollbacks, p *params) (any, error) {
-	wait := min(p.age("wait"), api.LongestWait)
-	if err := p.done(); err != nil {
+func showRollback(q *request) (any, error) {
+	wait := min(q.age("wait"), api.LongestWait)
+	if err := q.done(); err != nil {
 		return nil, err
 	}
-	id, err := api.ParseID(p.name)
+	id, err := api.ParseID(q.name)
 	if err != nil {
 		return nil, err
 	}
-	found, err := all.Get(r.Context(), id)
+	found, err := q.Rollbacks().Get(q.Context(), id)
 	if err != nil {
 		return nil, err
 	}
 	if wait > 0 && found.State != rollback.Finished {
-		ctx, cancel := context.WithTimeout(r.Context(), wait)
+		ctx, cancel := context.WithTimeout(q.Context(), wait)
 		defer cancel()
-		later, err := all.Wait(ctx, id)
+		later, err := q.Rollbacks().Wait(ctx, id)
 		if err != nil && ctx.Err() == nil {
 			return nil, err
 		}
@@ -181,12 +182,12 @@ func rollbackDocument(r *rollback.Rollback, id string) *api.Document {
 	return doc
 }
 
-func listRollbacks(r *http.Request, all Rollbacks, p *params) (any, error) {
-	after, limit := p.one("after"), p.limit()
-	if err := p.done(); err != nil {
+func listRollbacks(q *request) (any, error) {
+	after, limit := q.one("after"), q.limit()
+	if err := q.done(); err != nil {
 		return nil, err
 	}
-	found, err := all.List(r.Context(), after, limit)
+	found, err := q.Rollbacks().List(q.Context(), after, limit)
 	if err != nil {
 		return nil, err
 	}
@@ -259,47 +260,39 @@ type EscalationQuestion struct {
 	Operator string `json:"operator"`
 }
 
-func showEscalation(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
-	found, err := st.Escalations().Get(r.Context(), p.name)
-	return seeEscalation(r.Context(), st, &found, err)
+func showEscalation(q *request) (any, error) {
+	found, err := q.Escalations().Get(q.Context(), q.name)
+	return seeEscalation(q, &found, err)
 }
 
 // seeEscalation is the answer about one escalation, or the error.
-func seeEscalation(ctx context.Context, st Store, e *hitl.Escalation, err error) (any, error) {
+func seeEscalation(q *request, e *hitl.Escalation, err error) (any, error) {
 	if err != nil {
 		return nil, err
 	}
 	view := api.DescribeEscalation(e)
-	view.WorkflowName = (&names{st: st}).of(ctx, e.Workflow, e.Links.Checkpoint)
+	view.WorkflowName = (&names{st: q}).of(q.Context(), e.Workflow, e.Links.Checkpoint)
 	return view, nil
 }
 
 // decideEscalation answers POST escalations/{id}/decision. Who has the admin API has every role.
-func decideEscalation(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
+func decideEscalation(q *request, d *EscalationVote) (any, error) {
+	if d.Decision != "approve" && d.Decision != "deny" {
+		return nil, refuse(http.StatusBadRequest, "decision: it is %q; use approve or deny", d.Decision)
+	}
+	if err := namesOperator(d.Operator, "decides"); err != nil {
 		return nil, err
 	}
-	var d EscalationVote
-	if err := decode(r.Body, maxRollback, &d); err != nil {
-		return nil, refuse(http.StatusBadRequest, `the request is no {"decision": "...", "operator": "...", "reason": "..."}: %v`, err)
-	}
 	switch {
-	case d.Decision != "approve" && d.Decision != "deny":
-		return nil, refuse(http.StatusBadRequest, "decision: it is %q; use approve or deny", d.Decision)
-	case d.Operator == "" || len(d.Operator) > maxRollbackOperator:
-		return nil, refuse(http.StatusBadRequest, "operator: say who decides, in at most %d bytes", maxRollbackOperator)
 	case len(d.Reason) > maxRollbackReason:
 		return nil, refuse(http.StatusBadRequest, "reason: it has more than %d bytes", maxRollbackReason)
 	case d.RequestHash != "" && d.PlanHash != "":
 		return nil, refuse(http.StatusBadRequest, "request_hash and plan_hash: give the one that the escalation shows")
 	}
-	found, err := st.Escalations().Decide(r.Context(), p.name, hitl.Vote{
+	found, err := q.Escalations().Decide(q.Context(), q.name, hitl.Vote{
 		By: operatorPrefix + d.Operator, Every: true, Approve: d.Decision == "approve", Hash: cmp.Or(d.RequestHash, d.PlanHash), Reason: d.Reason,
 	})
-	return seeEscalation(r.Context(), st, &found, err)
+	return seeEscalation(q, &found, err)
 }
 
 // operatorPrefix begins the names of who decides at the admin API.
@@ -307,39 +300,35 @@ const operatorPrefix = "operator:"
 
 // askEscalation answers POST escalations/{id}/ask: the question whether the workflow may be
 // resumed is asked again.
-func askEscalation(r *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
+func askEscalation(q *request, d *EscalationQuestion) (any, error) {
+	if err := namesOperator(d.Operator, "asks"); err != nil {
 		return nil, err
 	}
-	var d EscalationQuestion
-	if err := decode(r.Body, maxRollback, &d); err != nil {
-		return nil, refuse(http.StatusBadRequest, `the request is no {"operator": "..."}: %v`, err)
-	}
-	if d.Operator == "" || len(d.Operator) > maxRollbackOperator {
-		return nil, refuse(http.StatusBadRequest, "operator: say who asks, in at most %d bytes", maxRollbackOperator)
-	}
-	found, err := st.Escalations().AskAgain(r.Context(), p.name, operatorPrefix+d.Operator, 0)
-	return seeEscalation(r.Context(), st, &found, err)
+	found, err := q.Escalations().AskAgain(q.Context(), q.name, operatorPrefix+d.Operator, 0)
+	return seeEscalation(q, &found, err)
 }
 
-func listEscalations(r *http.Request, st Store, p *params) (any, error) {
-	filter, after, limit := hitl.Filter{Workflow: p.one("workflow"), Level: p.level(), State: p.escalationState(), Status: p.escalationStatus()}, p.one("after"), p.limit()
-	if err := p.done(); err != nil {
+func listEscalations(q *request) (any, error) {
+	ctx, known := q.Context(), &names{st: q}
+	filter := hitl.Filter{
+		Workflow: q.one("workflow"), Level: q.level(), State: oneOf(&q.params, "state", hitl.States()), Status: oneOf(&q.params, "status", hitl.Statuses()),
+	}
+	after, limit := q.one("after"), q.limit()
+	if err := q.done(); err != nil {
 		return nil, err
 	}
-	known := &names{st: st}
 	var err error
-	if filter.Workflow, err = escalatedAs(r.Context(), st, known.forms(r.Context(), filter.Workflow)); err != nil {
+	if filter.Workflow, err = escalatedAs(ctx, q, known.forms(ctx, filter.Workflow)); err != nil {
 		return nil, err
 	}
-	found, err := st.Escalations().List(r.Context(), filter, after, limit)
+	found, err := q.Escalations().List(ctx, filter, after, limit)
 	if err != nil {
 		return nil, err
 	}
 	page := Escalations{Escalations: make([]Escalation, 0, len(found.Escalations)), Unreadable: found.Unreadable, Next: found.Next}
 	for i := range found.Escalations {
 		e := api.DescribeEscalation(&found.Escalations[i])
-		e.WorkflowName = known.of(r.Context(), e.Workflow, e.Links.Checkpoint)
+		e.WorkflowName = known.of(ctx, e.Workflow, e.Links.Checkpoint)
 		page.Escalations = append(page.Escalations, e)
 	}
 	return page, nil
@@ -374,32 +363,17 @@ func (p *params) level() hitl.Level {
 	return 0
 }
 
-// escalationStatus parses the status of an escalation; 0 matches any.
-func (p *params) escalationStatus() hitl.Status {
-	text := p.one("status")
+// oneOf parses a parameter that is one of some words; the zero value matches any.
+func oneOf[T fmt.Stringer](p *params, name string, all []T) (none T) {
+	text := p.one(name)
 	if text == "" {
-		return 0
+		return none
 	}
-	for _, s := range hitl.Statuses() {
-		if text == s.String() {
-			return s
+	for _, one := range all {
+		if text == one.String() {
+			return one
 		}
 	}
-	p.fail("status", fmt.Errorf("%q is no status; there are %v", text, hitl.Statuses()))
-	return 0
-}
-
-// escalationState parses the state of an escalation; 0 matches any.
-func (p *params) escalationState() hitl.State {
-	text := p.one("state")
-	if text == "" {
-		return 0
-	}
-	for _, s := range hitl.States() {
-		if text == s.String() {
-			return s
-		}
-	}
-	p.fail("state", fmt.Errorf("%q is no state; there are %v", text, hitl.States()))
-	return 0
+	p.fail(name, fmt.Errorf("%q is no %s; there are %v", text, name, all))
+	return none
 }

@@ -63,14 +63,14 @@ type Count struct {
 
 // showStore answers GET store. An unhealthy store is not an error: its health is what was
 // asked for.
-func showStore(r *http.Request, st Store) (any, error) {
+func showStore(q *request) (any, error) {
 	status := StoreStatus{
-		Path: st.Path(), Health: healthOK, Node: st.Executions().Node(), Boot: st.Executions().Boot(),
-		Quota: st.Quota(), Store: st.Report(),
+		Path: q.Path(), Health: healthOK, Node: q.Executions().Node(), Boot: q.Executions().Boot(),
+		Quota: q.Quota(), Store: q.Report(),
 	}
 	var err error
-	if status.Executions, err = count(r.Context(), st); err != nil {
-		if r.Context().Err() != nil {
+	if status.Executions, err = count(q.Context(), q); err != nil {
+		if q.Context().Err() != nil {
 			return nil, unavailable(err)
 		}
 		status.Problem, status.Health = err.Error(), healthUnknown
@@ -252,8 +252,8 @@ type Node struct {
 	Differs []string `json:"differs"`
 }
 
-func listNodes(r *http.Request, st Store) (any, error) {
-	all, err := st.Nodes(r.Context())
+func listNodes(q *request) (any, error) {
+	all, err := q.Nodes(q.Context())
 	if err != nil {
 		return nil, unavailable(err)
 	}
@@ -295,51 +295,22 @@ type Key struct {
 
 // Resealing is the progress of a pass.
 type Resealing struct {
-	// Key is the new sealing key of the values.
-	Key uint32 `json:"key"`
+	execution.ResealProgress
 	// Node is the gateway that has made the pass; absent if it was this one.
 	Node string `json:"node,omitempty"`
-	// Seen is the number of values read.
-	Seen int `json:"seen"`
-	// Resealed is the number of values that were sealed anew.
-	Resealed int `json:"resealed"`
-	// Damaged is the number of values that cannot be decrypted.
-	Damaged int `json:"damaged"`
-	// Left has the values found under older keys.
-	Left []KeyLeft `json:"left"`
-	// Started is when the pass began.
-	Started time.Time `json:"started"`
-	// Finished is when the pass ended; absent while it runs and if it failed.
-	Finished time.Time `json:"finished,omitzero"`
 	// Done says that all values were read.
 	Done bool `json:"done"`
 	// Error is why the pass stopped; it will be retried.
 	Error string `json:"error,omitempty"`
 }
 
-// KeyLeft has the numbers of values under one older key.
-type KeyLeft struct {
-	// ID is the number of the key.
-	ID uint32 `json:"id"`
-	// Records is the number of records that could not be sealed anew.
-	Records int `json:"records"`
-	// Results is the number of parts of answers, which are not sealed anew but expire.
-	Results int `json:"results"`
-	// Until is when the last of these values expires; absent if some do not expire.
-	Until time.Time `json:"until,omitzero"`
-}
-
-func showKeys(r *http.Request, st Store) (any, error) {
-	return st.Keys(r.Context())
-}
-
 // rotateKeys answers POST keys/rotate with the resulting keys.
-func rotateKeys(r *http.Request, st Store) (any, error) {
-	made, ring, err := st.RotateKeys(r.Context())
+func rotateKeys(q *request) (any, error) {
+	made, ring, err := q.RotateKeys(q.Context())
 	if err != nil {
 		return nil, err
 	}
-	status, err := st.Keys(r.Context())
+	status, err := q.Keys(q.Context())
 	if err == nil {
 		status.Made, status.Ring = made, ring
 	}
@@ -385,32 +356,28 @@ type IdentityRotation struct {
 // maxRotation bounds the body, in bytes.
 const maxRotation = 1 << 10
 
-// identityOf returns the identity of the store's latest configuration.
-func identityOf(st Store) (*Identity, error) {
-	if i := st.Identity(); i != nil {
+// showIdentity answers GET identity, with the identity of the store's latest configuration.
+func showIdentity(q *request) (any, error) {
+	if i := q.Identity(); i != nil {
 		return i, nil
 	}
 	return nil, refuse(http.StatusNotFound,
-		"the gateway over the store %s has no identity, and signs nothing: configure `identity`, in whose name it signs what it decides", st.Path())
-}
-
-func showIdentity(_ *http.Request, st Store) (any, error) {
-	return identityOf(st)
+		"the gateway over the store %s has no identity, and signs nothing: configure `identity`, in whose name it signs what it decides", q.Path())
 }
 
 // rotateIdentity answers POST identity/rotate with the resulting keys.
-func rotateIdentity(r *http.Request, st Store) (any, error) {
+func rotateIdentity(q *request) (any, error) {
 	var d IdentityRotation
-	if err := decode(r.Body, maxRotation, &d); err != nil && !errors.Is(err, io.EOF) {
+	if err := decode(q.Body, maxRotation, &d); err != nil && !errors.Is(err, io.EOF) {
 		return nil, refuse(http.StatusBadRequest, `the request is no {"stolen": true} or {}: %v`, err)
 	}
-	if _, err := identityOf(st); err != nil {
+	if _, err := showIdentity(q); err != nil {
 		return nil, err
 	}
-	if err := st.RotateIdentity(d.Stolen); err != nil {
+	if err := q.RotateIdentity(d.Stolen); err != nil {
 		return nil, err
 	}
-	return identityOf(st)
+	return showIdentity(q)
 }
 
 // CircuitMode is the body of POST circuits/mode.
@@ -426,57 +393,52 @@ type CircuitMode struct {
 // maxCircuitMode bounds the body, in bytes.
 const maxCircuitMode = 4 << 10
 
-func (d *CircuitMode) read(from io.Reader) error {
-	err := decode(from, maxCircuitMode, d)
-	switch {
-	case err != nil:
-		return refuse(http.StatusBadRequest, `the request is no {"upstream": "host:port", "mode": "forced_open"}: %v`, err)
-	case d.Upstream == "":
-		return refuse(http.StatusBadRequest, "upstream: it is missing")
-	case d.Mode == nil:
-		return refuse(http.StatusBadRequest, "mode: it is missing; it is auto, observe, forced_open or forced_closed")
-	}
-	return nil
-}
-
 // listCircuits answers GET circuits: with scope=fleet for all nodes that use the store.
-func listCircuits(r *http.Request, st Store, p *params) (any, error) {
-	scope := p.one("scope")
+func listCircuits(q *request) (any, error) {
+	scope := q.one("scope")
 	if scope != "" && scope != proxy.ScopeNode && scope != proxy.ScopeFleet {
-		p.fail("scope", fmt.Errorf("%q is unknown; use node or fleet", scope))
+		q.fail("scope", fmt.Errorf("%q is unknown; use node or fleet", scope))
 	}
-	if err := p.done(); err != nil {
+	if err := q.done(); err != nil {
 		return nil, err
 	}
-	return circuitsOf(r, st, scope == proxy.ScopeFleet)
+	return circuitsOf(q, scope == proxy.ScopeFleet)
 }
 
-func circuitsOf(r *http.Request, st Store, fleet bool) (any, error) {
-	all, err := st.Circuits(r.Context(), fleet)
+func circuitsOf(q *request, fleet bool) (any, error) {
+	all, err := q.Circuits(q.Context(), fleet)
 	if err != nil {
 		return nil, unavailable(err)
 	}
 	return proxy.Document{Circuits: all}, nil
 }
 
-func showCascade(_ *http.Request, st Store, p *params) (any, error) {
-	if err := p.done(); err != nil {
-		return nil, err
-	}
-	c := st.Cascade(p.name)
+func showCascade(q *request) (any, error) {
+	c := q.Cascade(q.name)
 	if c == nil {
-		return nil, refuse(http.StatusNotFound, "no cascade has the id %.80q; cascades lists them", p.name)
+		return nil, refuse(http.StatusNotFound, "no cascade has the id %.80q; cascades lists them", q.name)
 	}
 	return c, nil
 }
 
-// setCircuitMode answers POST circuits/mode with the resulting breakers.
-func setCircuitMode(r *http.Request, st Store) (any, error) {
-	var d CircuitMode
-	if err := d.read(r.Body); err != nil {
-		return nil, err
+func showWorkflow(q *request) (any, error) {
+	all := q.Workflows()
+	if all == nil {
+		return nil, refuse(http.StatusNotFound,
+			"the gateway over the store %s has no identity, and records no workflows: configure `identity`", q.Path())
 	}
-	found, err := st.SetCircuitMode(r.Context(), breaker.Key{Upstream: d.Upstream, Class: d.Class}, *d.Mode)
+	return shown(func(w http.ResponseWriter) error { return all.ShowOperator(w, q.Request, q.name) }), nil
+}
+
+// setCircuitMode answers POST circuits/mode with the resulting breakers.
+func setCircuitMode(q *request, d *CircuitMode) (any, error) {
+	switch {
+	case d.Upstream == "":
+		return nil, refuse(http.StatusBadRequest, "upstream: it is missing")
+	case d.Mode == nil:
+		return nil, refuse(http.StatusBadRequest, "mode: it is missing; it is auto, observe, forced_open or forced_closed")
+	}
+	found, err := q.SetCircuitMode(q.Context(), breaker.Key{Upstream: d.Upstream, Class: d.Class}, *d.Mode)
 	if err != nil {
 		return nil, unavailable(err)
 	}
@@ -488,7 +450,7 @@ func setCircuitMode(r *http.Request, st Store) (any, error) {
 		return nil, refuse(http.StatusNotFound,
 			"the upstream %q has no circuit breaker%s: one begins with the first call; circuits lists them", d.Upstream, class)
 	}
-	return circuitsOf(r, st, false)
+	return circuitsOf(q, false)
 }
 
 // Ledger is the ledger of a store.
@@ -549,21 +511,13 @@ type LedgerReport struct {
 	// Pruned is the number of entries without content.
 	Pruned int64 `json:"pruned"`
 	// Vouchers are the keys that signed the notes of pruned entries.
-	Vouchers []LedgerVoucher `json:"vouchers,omitempty"`
+	Vouchers []ledger.Voucher `json:"vouchers,omitempty"`
 	// Waiting is the number of events that are not in the tree yet.
 	Waiting int64 `json:"waiting"`
 	// Faults are the first 1,000 alterations.
 	Faults []LedgerFault `json:"faults"`
 	// Count is the number of all faults; 0 if the log is intact.
 	Count int `json:"count"`
-}
-
-// LedgerVoucher is a key that signed notes of pruned entries.
-type LedgerVoucher struct {
-	// Key is the name and the hash of the key, as in the signature of a head.
-	Key string `json:"key"`
-	// Entries is the number of pruned entries in its notes.
-	Entries int64 `json:"entries"`
 }
 
 // LedgerFault is one alteration.
@@ -576,22 +530,22 @@ type LedgerFault struct {
 }
 
 // ledgerOf is the store's ledger, and the log in it that the request names: by default the gateway's own.
-func ledgerOf(r *http.Request, st Store, p *params) (l *Ledger, log *ledger.Log, named bool, err error) {
-	origin := p.one("log")
-	if err := p.done(); err != nil {
+func ledgerOf(q *request) (l *Ledger, log *ledger.Log, named bool, err error) {
+	origin := q.one("log")
+	if err := q.done(); err != nil {
 		return nil, nil, false, err
 	}
-	l = st.Ledger()
+	l = q.Ledger()
 	switch {
 	case l == nil:
 		return nil, nil, false, refuse(http.StatusNotFound,
-			"the store %s has no ledger: configure `identity`, in whose name the gateway signs what it decides", st.Path())
+			"the store %s has no ledger: configure `identity`, in whose name the gateway signs what it decides", q.Path())
 	case l.Log == nil:
-		return nil, nil, false, refuse(http.StatusServiceUnavailable, "the ledger of the store %s is being opened: ask again in a moment", st.Path())
+		return nil, nil, false, refuse(http.StatusServiceUnavailable, "the ledger of the store %s is being opened: ask again in a moment", q.Path())
 	case origin == "":
 		return l, l.Log, false, nil
 	}
-	log, err = l.Log.In(r.Context(), origin)
+	log, err = l.Log.In(q.Context(), origin)
 	if errors.Is(err, ledger.ErrNotFound) {
 		return nil, nil, false, refuse(http.StatusNotFound, "the store has no log %s: `ledger head` lists all", origin)
 	}
@@ -601,16 +555,16 @@ func ledgerOf(r *http.Request, st Store, p *params) (l *Ledger, log *ledger.Log,
 	return l, log, true, nil
 }
 
-func ledgerHead(r *http.Request, st Store, p *params) (any, error) {
-	l, log, named, err := ledgerOf(r, st, p)
+func ledgerHead(q *request) (any, error) {
+	l, log, named, err := ledgerOf(q)
 	if err != nil {
 		return nil, err
 	}
-	head, err := l.head(r.Context(), log)
+	head, err := l.head(q.Context(), log)
 	if err != nil || named {
 		return head, err
 	}
-	origins, err := log.Logs(r.Context())
+	origins, err := log.Logs(q.Context())
 	if err != nil {
 		return nil, unavailable(err)
 	}
@@ -618,10 +572,10 @@ func ledgerHead(r *http.Request, st Store, p *params) (any, error) {
 		if origin == log.Origin() {
 			continue
 		}
-		other, err := log.In(r.Context(), origin)
+		other, err := log.In(q.Context(), origin)
 		theirs := LedgerHead{Origin: origin, Altered: true}
 		if err == nil {
-			theirs, err = l.head(r.Context(), other)
+			theirs, err = l.head(q.Context(), other)
 		}
 		if err != nil && !errors.Is(err, ledger.ErrTampered) && !errors.Is(err, ledger.ErrNotFound) {
 			return nil, unavailable(err)
@@ -650,34 +604,31 @@ func (l *Ledger) head(ctx context.Context, log *ledger.Log) (LedgerHead, error) 
 	return doc, nil
 }
 
-func ledgerExport(r *http.Request, st Store, p *params) (any, error) {
-	_, log, _, err := ledgerOf(r, st, p)
+func ledgerExport(q *request) (any, error) {
+	_, log, _, err := ledgerOf(q)
 	if err != nil {
 		return nil, err
 	}
 	return stream(func(to io.Writer) error {
-		_, err := log.Export(r.Context(), to)
+		_, err := log.Export(q.Context(), to)
 		return err
 	}), nil
 }
 
 // ledgerVerify answers GET ledger/verify. It reads the whole log, which may take long.
-func ledgerVerify(r *http.Request, st Store, p *params) (any, error) {
-	_, log, _, err := ledgerOf(r, st, p)
+func ledgerVerify(q *request) (any, error) {
+	_, log, _, err := ledgerOf(q)
 	if err != nil {
 		return nil, err
 	}
-	found, err := log.Verify(r.Context())
+	found, err := log.Verify(q.Context())
 	if err != nil {
 		return nil, unavailable(err)
 	}
 	report := LedgerReport{
 		Origin: log.Origin(), Size: found.Head.Size, Root: found.Head.Root.String(),
-		Entries: found.Entries, Pruned: found.Pruned, Waiting: found.Waiting,
+		Entries: found.Entries, Pruned: found.Pruned, Vouchers: found.Vouchers, Waiting: found.Waiting,
 		Faults: make([]LedgerFault, 0, len(found.Faults)), Count: found.Count,
-	}
-	for _, v := range found.Vouchers {
-		report.Vouchers = append(report.Vouchers, LedgerVoucher(v))
 	}
 	for _, fault := range found.Faults {
 		f := LedgerFault{What: fault.What}

@@ -304,7 +304,7 @@ too: ` + "`ledger verify`" + `, elsewhere and with a head that was kept, does wi
 }
 
 // describePruned says how many entries were pruned and who vouched for it.
-func describePruned(n int64, vouchers []admin.LedgerVoucher) string {
+func describePruned(n int64, vouchers []ledger.Voucher) string {
 	said := strconv.FormatInt(n, 10)
 	for i, v := range vouchers {
 		said += [2]string{", vouched for by ", ", "}[min(i, 1)] + printable(v.Key)
@@ -384,7 +384,7 @@ type proved struct {
 	Entries int64  `json:"entries"`
 	Pruned  int64  `json:"pruned"`
 	// Vouchers are the keys that vouched for what was pruned.
-	Vouchers []admin.LedgerVoucher `json:"vouchers,omitempty"`
+	Vouchers []ledger.Voucher `json:"vouchers,omitempty"`
 	// Heads counts the kept heads that the log has grown out of.
 	Heads int `json:"heads"`
 	// Newest is when the last entry was recorded.
@@ -506,10 +506,7 @@ func (v *verifyFlags) one(cmd *cobra.Command, file string, p proof) (doc proved,
 		return doc, verifyError(file, err)
 	}
 	doc.Holds, doc.Origin, doc.Size, doc.Root = true, found.Head.Origin, found.Head.Size, found.Head.Root.String()
-	doc.Entries, doc.Pruned, doc.Heads = found.Entries, found.Pruned, len(known)
-	for _, by := range found.Vouchers {
-		doc.Vouchers = append(doc.Vouchers, admin.LedgerVoucher(by))
-	}
+	doc.Entries, doc.Pruned, doc.Vouchers, doc.Heads = found.Entries, found.Pruned, found.Vouchers, len(known)
 	return doc, nil
 }
 

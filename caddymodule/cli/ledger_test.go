@@ -388,7 +388,7 @@ func TestLedgerVerifyPruned(t *testing.T) {
 	file := b.export()
 	key := strings.Join(strings.SplitN(b.ledger.Key(origin), "+", 3)[:2], "+")
 	doc := document[proved](t, b.evidenceArgs("verify", file)...)
-	if doc.Entries != 256 || doc.Pruned != 2 || len(doc.Vouchers) != 1 || doc.Vouchers[0] != (admin.LedgerVoucher{Key: key, Entries: 2}) {
+	if doc.Entries != 256 || doc.Pruned != 2 || len(doc.Vouchers) != 1 || doc.Vouchers[0] != (ledger.Voucher{Key: key, Entries: 2}) {
 		t.Errorf("%+v", doc)
 	}
 	want := "\npruned   2, vouched for by " + key + "\n"
@@ -415,7 +415,7 @@ func TestLedgerVerifyPruned(t *testing.T) {
 	}
 	refuses(t, "DOES NOT HOLD: the proof does not hold: entry 2: its content is missing, and nobody vouches that it was pruned",
 		b.evidenceArgs("verify", put(t, "emptied", strings.Join(lines, "")))...)
-	two := []admin.LedgerVoucher{{Key: "a", Entries: 1}, {Key: "b", Entries: 2}}
+	two := []ledger.Voucher{{Key: "a", Entries: 1}, {Key: "b", Entries: 2}}
 	if said := describePruned(3, two); said != "3, vouched for by a (1), b (2)" {
 		t.Errorf("%s", said)
 	}

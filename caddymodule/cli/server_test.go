@@ -11,6 +11,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
 func someCircuits() *proxy.Document {
@@ -205,9 +206,9 @@ func TestDescribeKeys(t *testing.T) {
 		{ID: 1, Created: now.AddDate(0, -6, 0)},
 		{ID: 2, Created: now.AddDate(0, -1, 0), InUse: true, Until: now.Add(5 * time.Hour)},
 		{ID: 3, Created: now.Add(-time.Minute), Newest: true, InUse: true},
-	}, Resealing: &admin.Resealing{
-		Key: 3, Seen: 10, Resealed: 7, Damaged: 1, Done: true, Finished: now.Add(-time.Second), Left: []admin.KeyLeft{{ID: 2, Records: 1, Results: 2}},
-	}}
+	}, Resealing: &admin.Resealing{Done: true, ResealProgress: execution.ResealProgress{
+		Key: 3, Seen: 10, Resealed: 7, Damaged: 1, Finished: now.Add(-time.Second), Left: []execution.KeyLeft{{ID: 2, Records: 1, Results: 2}},
+	}}}
 	out := describeKeys(status, now)
 	want := `The key ring is in /data/guard.key.
 KEY  USE     CREATED                          NEEDED UNTIL
@@ -221,14 +222,14 @@ Key 2 still has 1 records and 2 parts of answers.
 		t.Errorf("got\n%s\nwant\n%s", out, want)
 	}
 	for want, r := range map[string]*admin.Resealing{
-		"Re-sealing to key 2: running; 3 values seen, 0 sealed anew, 0 damaged.":                                     {Key: 2, Seen: 3},
-		"Re-sealing to key 2: stopped, and will be tried again: disk full; 0 values seen, 0 sealed anew, 0 damaged.": {Key: 2, Error: "disk full"},
+		"Re-sealing to key 2: running; 3 values seen, 0 sealed anew, 0 damaged.":                                     {ResealProgress: execution.ResealProgress{Key: 2, Seen: 3}},
+		"Re-sealing to key 2: stopped, and will be tried again: disk full; 0 values seen, 0 sealed anew, 0 damaged.": {ResealProgress: execution.ResealProgress{Key: 2}, Error: "disk full"},
 	} {
 		if got := describeResealing(r, now); got != want {
 			t.Errorf("got %q, want %q", got, want)
 		}
 	}
-	if got, want := describeResealing(&admin.Resealing{Key: 3, Node: "b", Done: true, Finished: now.Add(-time.Second)}, now),
+	if got, want := describeResealing(&admin.Resealing{Node: "b", Done: true, ResealProgress: execution.ResealProgress{Key: 3, Finished: now.Add(-time.Second)}}, now),
 		"Re-sealing to key 3: done, 2026-11-20T13:59:59Z (1s ago), by b."; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}

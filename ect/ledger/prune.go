@@ -346,9 +346,9 @@ func (s *logStore) pruned(ctx context.Context, n int64) (marks, error) {
 // Voucher is a key that signed notes of pruned entries.
 type Voucher struct {
 	// Key is the name and the hash of the key, as in the signature of a head.
-	Key string
+	Key string `json:"key"`
 	// Entries is the number of pruned entries that it signed for.
-	Entries int64
+	Entries int64 `json:"entries"`
 }
 
 // vouchers counts entries by key, in the order of first appearance.

@@ -56,27 +56,30 @@ const (
 // ResealProgress is the progress of a Reseal.
 type ResealProgress struct {
 	// Key is the sealing key under which, or a newer one, values are sealed anew.
-	Key uint32
+	Key uint32 `json:"key"`
 	// Seen counts the values read.
-	Seen int
+	Seen int `json:"seen"`
 	// Resealed counts the values sealed anew.
-	Resealed int
+	Resealed int `json:"resealed"`
 	// Damaged counts values that do not open with the key that they name. They stay as they are.
-	Damaged int
-	// Left is what was found under older keys, by key id.
-	Left map[uint32]KeyLeft
+	Damaged int `json:"damaged"`
+	// Left is what was found under older keys, by their ids.
+	Left []KeyLeft `json:"left"`
 	// Started and Finished are the times of its beginning and end; Finished is zero before.
-	Started, Finished time.Time
+	Started  time.Time `json:"started"`
+	Finished time.Time `json:"finished,omitzero"` // see Started
 }
 
 // KeyLeft is what a Reseal leaves under an older key.
 type KeyLeft struct {
+	// ID is the number of the key.
+	ID uint32 `json:"id"`
 	// Records are damaged, or belong to executions of another node that used the store before.
-	Records int
+	Records int `json:"records"`
 	// Results are pieces of answers, which are left to expire.
-	Results int
+	Results int `json:"results"`
 	// Until is when the last of it expires; zero where some of it does not.
-	Until time.Time
+	Until time.Time `json:"until,omitzero"`
 
 	endless bool
 }
@@ -138,10 +141,13 @@ type resealer struct {
 }
 
 func (r *resealer) progress() ResealProgress {
-	return ResealProgress{
-		Key: r.key, Seen: r.Seen, Resealed: r.Resealed, Damaged: r.Damaged,
-		Left: maps.Clone(r.remains), Started: r.started,
+	p := ResealProgress{
+		Key: r.key, Seen: r.Seen, Resealed: r.Resealed, Damaged: r.Damaged, Left: []KeyLeft{}, Started: r.started,
 	}
+	for _, id := range slices.Sorted(maps.Keys(r.remains)) {
+		p.Left = append(p.Left, r.remains[id])
+	}
+	return p
 }
 
 func (r *resealer) run(ctx context.Context) error {
@@ -206,6 +212,7 @@ func (r *resealer) left(entry store.Entry, more KeyLeft) {
 		return
 	}
 	l := r.remains[id]
+	l.ID = id
 	l.Records += more.Records
 	l.Results += more.Results
 	l.endless = l.endless || entry.Expires.IsZero()

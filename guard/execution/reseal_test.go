@@ -174,13 +174,13 @@ func TestP1RetryAfterRotationReplays(t *testing.T) {
 			}
 		}
 		pieces := r.under("r")
-		left := p.Left[1]
+		left := p.Left[0]
 		if pieces[1] == 0 || left.Results != pieces[1] || left.Records != 0 || left.Until.Before(time.Now().Add(24*time.Hour)) {
 			t.Errorf("pieces by key: %v; left %+v", pieces, left)
 		}
 		check("after all was sealed anew")
 		again := r.reseal()
-		if again.Resealed != 0 || again.Left[1] != left {
+		if again.Resealed != 0 || again.Left[0] != left {
 			t.Errorf("a second pass: %+v", again)
 		}
 
@@ -435,7 +435,7 @@ func TestResealLeavesDamageAlone(t *testing.T) {
 		damaged = append(damaged, entry.Value)
 	}
 	r.rotate()
-	if p := r.reseal(); p.Damaged != 3 || p.Left[1].Records != 2 || len(p.Left) != 1 {
+	if p := r.reseal(); p.Damaged != 3 || p.Left[0].Records != 2 || len(p.Left) != 1 {
 		t.Errorf("progress %+v", p)
 	}
 	n = 0

@@ -28,21 +28,22 @@ const (
 
 // Resolution says what has become of a call in doubt. That of an operator is recorded.
 type Resolution struct {
-	By string // one of the constants above
-	// Applied says that the call was executed. If not, its key is free again.
-	Applied bool
+	By string `json:"-"` // one of the constants above
 	// Answer and Body are the answer, which is replayed from then on; nil where it is not known. At most 256 KiB of body
 	// are kept, and as much as the workflow's quota has room for. Without an answer, retries learn that the call was
 	// executed and its result is not available.
-	Answer *Head
-	Body   []byte
-	// Operator and Reason say which operator decided, on what evidence: required of one, 256 and 1,024 bytes at most.
-	Operator, Reason string
+	Answer *Head  `json:"-"`
+	Body   []byte `json:"-"`
 	// At is when an operator's was recorded, Cause why the execution was in doubt, Action what it was; SettleDoubt sets
 	// them.
-	At     time.Time
-	Cause  Cause
-	Action string
+	At time.Time `json:"at"`
+	// Applied says that the call was executed. If not, its key is free again.
+	Applied bool `json:"applied"`
+	// Operator and Reason say which operator decided, on what evidence: required of one, 256 and 1,024 bytes at most.
+	Operator string `json:"operator"`
+	Reason   string `json:"reason"`           // see Operator
+	Cause    Cause  `json:"cause,omitempty"`  // see At
+	Action   string `json:"action,omitempty"` // see At
 }
 
 func (t *Resolution) check(found *Finding) error {
