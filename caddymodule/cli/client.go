@@ -91,15 +91,8 @@ func (o *options) findAddress() (string, error) {
 	if o.address != "" {
 		return o.address, nil
 	}
-	if o.config == "" {
-		if o.adapter != "" {
-			return "", errors.New("--adapter goes with --config")
-		}
+	if o.config == "" && o.adapter == "" {
 		return caddy.DefaultAdminListen, nil
-	}
-	text, _, _, err := caddycmd.LoadConfig(o.config, o.adapter)
-	if err != nil {
-		return "", fmt.Errorf("reading %s: %w", o.config, err)
 	}
 	var config struct {
 		Admin struct {
@@ -107,8 +100,8 @@ func (o *options) findAddress() (string, error) {
 			Listen   string `json:"listen"`
 		} `json:"admin"`
 	}
-	if err := json.Unmarshal(text, &config); err != nil {
-		return "", fmt.Errorf("reading %s: %w", o.config, err)
+	if err := readConfig(o.config, o.adapter, &config); err != nil {
+		return "", err
 	}
 	if config.Admin.Disabled {
 		return "", fmt.Errorf("%s says `admin off`: a server without an admin endpoint cannot be asked; "+
@@ -118,6 +111,21 @@ func (o *options) findAddress() (string, error) {
 		return caddy.DefaultAdminListen, nil
 	}
 	return caddy.NewReplacer().ReplaceOrErr(config.Admin.Listen, true, true)
+}
+
+// readConfig reads a configuration file, in the way of `caddy run`.
+func readConfig(file, adapter string, into any) error {
+	if file == "" {
+		return errors.New("--adapter goes with --config")
+	}
+	text, _, _, err := caddycmd.LoadConfig(file, adapter)
+	if err == nil {
+		err = json.Unmarshal(text, into)
+	}
+	if err != nil {
+		return fmt.Errorf("reading %s: %w", file, err)
+	}
+	return nil
 }
 
 // ask asks the server of o, decodes the answer, and also returns it unchanged.

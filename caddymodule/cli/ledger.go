@@ -57,8 +57,7 @@ func (e *proofFlags) flags(cmd *cobra.Command) {
 }
 
 // read parses the keys and the kept heads.
-func (e *proofFlags) read() (note.Verifiers, []ledger.Head, error) {
-	var keys []note.Verifier
+func (e *proofFlags) read() (keys []note.Verifier, heads []ledger.Head, err error) {
 	for _, text := range e.keys {
 		key, err := note.NewVerifier(text)
 		if err != nil {
@@ -69,31 +68,34 @@ func (e *proofFlags) read() (note.Verifiers, []ledger.Head, error) {
 	if e.named = e.origin != ""; !e.named {
 		e.origin = keys[0].Name() // the gateway's keys are called like their log
 	}
-	verifiers := note.VerifierList(keys...)
-	var heads []ledger.Head
 	for _, file := range e.heads {
 		text, err := readAtMost(nil, file, ledger.MaxHead)
 		if err != nil {
 			return nil, nil, fmt.Errorf("--head: %w", err)
 		}
 		origin, _, _ := strings.Cut(string(text), "\n")
-		if e.named || !slices.ContainsFunc(keys, func(k note.Verifier) bool { return k.Name() == origin }) {
+		if e.named || !has(keys, origin) {
 			origin = e.origin
 		}
-		head, err := ledger.ParseHead(text, origin, verifiers)
+		head, err := ledger.ParseHead(text, origin, note.VerifierList(keys...))
 		if err != nil {
 			return nil, nil, fmt.Errorf("--head: %s: %s", file, plain(err))
 		}
 		heads = append(heads, head)
 	}
-	return verifiers, heads, nil
+	return keys, heads, nil
+}
+
+// has reports whether one of the keys is that of a log.
+func has(keys []note.Verifier, origin string) bool {
+	return slices.ContainsFunc(keys, func(k note.Verifier) bool { return k.Name() == origin })
 }
 
 // proof is an open export with what it is verified with.
 type proof struct {
 	file  io.ReadCloser
 	text  *bufio.Reader // of file
-	keys  note.Verifiers
+	keys  []note.Verifier
 	known []ledger.Head
 }
 
@@ -400,7 +402,7 @@ func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
 	defer p.file.Close()
 	var all []proved
 	for more := true; more; {
-		if origin := originOf(p.text); !v.named && v.signs(origin) {
+		if origin := originOf(p.text); !v.named && has(p.keys, origin) {
 			v.origin = origin
 		}
 		doc, err := v.one(cmd, file, p)
@@ -419,8 +421,7 @@ func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
 		}
 		all = append(all, doc)
 	}
-	for _, text := range v.keys {
-		key, _ := note.NewVerifier(text) // read has checked it
+	for _, key := range p.keys {
 		if !v.named && !slices.ContainsFunc(all, func(p proved) bool { return p.Origin == key.Name() }) {
 			return fmt.Errorf("%s DOES NOT HOLD: the log %s is missing, whose key is given", inputName(file), printable(key.Name()))
 		}
@@ -434,14 +435,6 @@ func (v *verifyFlags) run(cmd *cobra.Command, file string) error {
 			text += "\n" + all[i].describe(now)
 		}
 		return text
-	})
-}
-
-// signs reports whether one of the given keys is that of a log.
-func (v *verifyFlags) signs(origin string) bool {
-	return slices.ContainsFunc(v.keys, func(text string) bool {
-		key, err := note.NewVerifier(text)
-		return err == nil && key.Name() == origin
 	})
 }
 
@@ -492,7 +485,7 @@ func (v *verifyFlags) one(cmd *cobra.Command, file string, p proof) (doc proved,
 		}
 	}
 	known := slices.DeleteFunc(slices.Clone(p.known), func(h ledger.Head) bool { return h.Origin != v.origin })
-	found, err := ledger.VerifyExport(&oneExport{from: p.text}, v.origin, p.keys, func(e ledger.Entry) error {
+	found, err := ledger.VerifyExport(&oneExport{from: p.text}, v.origin, note.VerifierList(p.keys...), func(e ledger.Entry) error {
 		doc.Newest = e.Recorded
 		if doc.Signatures == nil {
 			return nil
@@ -678,7 +671,8 @@ func (l *entryFlags) run(cmd *cobra.Command, file string) error {
 		return err
 	}
 	defer p.file.Close()
-	if _, err := ledger.VerifyExport(p.text, l.origin, p.keys, nil, p.known...); err != nil {
+	keys := note.VerifierList(p.keys...)
+	if _, err := ledger.VerifyExport(p.text, l.origin, keys, nil, p.known...); err != nil {
 		return verifyError(file, err)
 	}
 	again, is := p.file.(io.Seeker)
@@ -690,7 +684,7 @@ func (l *entryFlags) run(cmd *cobra.Command, file string) error {
 	}
 	out := newList(cmd, l.options, "entries", entryRow)
 	var documents []json.RawMessage
-	_, err = ledger.VerifyExport(p.file, l.origin, p.keys, func(e ledger.Entry) error {
+	_, err = ledger.VerifyExport(p.file, l.origin, keys, func(e ledger.Entry) error {
 		if !l.matches(&e) {
 			return nil
 		}

@@ -543,9 +543,8 @@ that resumes a workflow, is approved at once. Who asked cannot approve.`,
 						return err
 					}
 				}
-				vote.RequestHash, vote.PlanHash = asked, ""
-				if p.RequestHash == "" && word == "approve" {
-					vote.RequestHash, vote.PlanHash = "", asked
+				if vote.RequestHash = p.RequestHash; vote.RequestHash == "" {
+					vote.PlanHash = p.PlanHash
 				}
 			}
 			return showing(o, question{path: "escalations/{}/decision", body: &vote}, describeEscalation)(cmd, args)

@@ -2,15 +2,14 @@ package cli
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"time"
 
-	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 	"github.com/spf13/cobra"
+	"golang.org/x/mod/sumdb/note"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
@@ -136,7 +135,7 @@ described by a document too. Either way the exit code is 1 then.`,
 				return err
 			}
 			warnings := append([]plan.Problem{}, d.Warnings...)
-			if config != "" {
+			if config != "" || adapter != "" {
 				undo, err := waysToUndo(config, adapter)
 				if err != nil {
 					return err
@@ -145,8 +144,6 @@ described by a document too. Either way the exit code is 1 then.`,
 					reversible, known = undo[action]
 					return reversible, known
 				})...)
-			} else if adapter != "" {
-				return errors.New("--adapter goes with --config")
 			}
 			return showPlan(cmd, o, d, warnings)
 		},
@@ -228,51 +225,35 @@ func showPlan(cmd *cobra.Command, o *options, d *plan.Descriptor, warnings []pla
 // waysToUndo finds the actions of a configuration, by name, and whether they can be undone. Of several
 // with one name all have to.
 func waysToUndo(config, adapter string) (map[string]bool, error) {
-	text, _, _, err := caddycmd.LoadConfig(config, adapter)
-	if err != nil {
-		return nil, fmt.Errorf("reading %s: %w", config, err)
+	var whole any
+	if err := readConfig(config, adapter, &whole); err != nil {
+		return nil, err
 	}
 	found := make(map[string]bool)
-	var walk func(raw json.RawMessage) error
-	walk = func(raw json.RawMessage) error {
-		var list []json.RawMessage
-		if json.Unmarshal(raw, &list) == nil {
-			for _, e := range list {
-				if err := walk(e); err != nil {
-					return err
+	var walk func(any)
+	walk = func(part any) {
+		switch part := part.(type) {
+		case []any:
+			for _, one := range part {
+				walk(one)
+			}
+		case map[string]any:
+			if actions, _ := part["actions"].([]any); part["handler"] == "agent_guard" {
+				for _, one := range actions {
+					action, _ := one.(map[string]any)
+					name, _ := action["name"].(string)
+					delegate, _ := action["delegate"].(string)
+					before, twice := found[name]
+					found[name] = (before || !twice) && (action["restore"] != nil || action["compensate"] != nil || delegate != "")
 				}
 			}
-			return nil
-		}
-		var members map[string]json.RawMessage
-		if json.Unmarshal(raw, &members) != nil {
-			return nil // a value in which nothing can stand
-		}
-		if string(members["handler"]) == `"agent_guard"` {
-			var guard struct {
-				Actions []struct {
-					Name       string    `json:"name"`
-					Restore    *struct{} `json:"restore"`
-					Compensate *struct{} `json:"compensate"`
-					Delegate   string    `json:"delegate"`
-				} `json:"actions"`
-			}
-			if err := json.Unmarshal(raw, &guard); err != nil {
-				return fmt.Errorf("reading the actions in %s: %w", config, err)
-			}
-			for _, a := range guard.Actions {
-				before, twice := found[a.Name]
-				found[a.Name] = (before || !twice) && (a.Restore != nil || a.Compensate != nil || a.Delegate != "")
+			for _, member := range part {
+				walk(member)
 			}
 		}
-		for _, m := range members {
-			if err := walk(m); err != nil {
-				return err
-			}
-		}
-		return nil
 	}
-	return found, walk(text)
+	walk(whole)
+	return found, nil
 }
 
 // maxPlanned is how many tokens of one workflow are compared with a plan.
@@ -354,7 +335,7 @@ func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry
 	defer from.file.Close()
 	wanted := entryFlags{workflow: p.workflow}
 	var entries []ledger.Entry
-	_, err = ledger.VerifyExport(from.text, p.origin, from.keys, func(e ledger.Entry) error {
+	_, err = ledger.VerifyExport(from.text, p.origin, note.VerifierList(from.keys...), func(e ledger.Entry) error {
 		if !wanted.matches(&e) {
 			return nil
 		}
