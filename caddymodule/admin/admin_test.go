@@ -356,7 +356,7 @@ func TestStoresByName(t *testing.T) {
 		t.Errorf("%+v", page)
 	}
 	var st admin.StoreStatus
-	if r.get("store?store=/data/one", &st); st.Path != "/data/one" || st.Executions["in_doubt"].Count != 0 {
+	if r.get("store?store=/data/one", &st); st.Path != "/data/one" || st.Executions["in_doubt"].N != 0 {
 		t.Errorf("%+v", st)
 	}
 	clear(r.stores)
@@ -381,8 +381,8 @@ func TestStoreStatus(t *testing.T) {
 	r.get("store", &st)
 	doubts := st.Executions["in_doubt"]
 	if st.Health != "ok" || st.Problem != "" || st.Node != o.guard.Node() || st.Boot != o.guard.Boot() || st.Node == "" ||
-		doubts.Count != 3 || doubts.AtLeast || doubts.OldestAge != 180 || !doubts.Oldest.Equal(r.now.Add(-3*time.Minute)) ||
-		st.Executions["running"].Count != 1 || len(st.Executions) != 4 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
+		doubts.N != 3 || doubts.More || doubts.OldestAge != 180 || !doubts.Oldest.Equal(r.now.Add(-3*time.Minute)) ||
+		st.Executions["running"].N != 1 || len(st.Executions) != 4 || st.Store == nil || st.Store.Commits != 7 || st.Quota.OpenExecutions != 9 {
 		t.Errorf("%+v", st)
 	}
 	o.settle(running, execution.Outcome{Verdict: execution.Released})

@@ -49,14 +49,9 @@ type StoreStatus struct {
 	Store *Report `json:"store,omitempty"`
 }
 
-// Count is the number of executions in a state.
+// Count is the number of executions in a state; counting stops at 10,000.
 type Count struct {
-	// Count is their number.
-	Count int `json:"count"`
-	// AtLeast says that there are more: counting stops at 10,000.
-	AtLeast bool `json:"at_least,omitempty"`
-	// Oldest is when the oldest of them was claimed.
-	Oldest time.Time `json:"oldest,omitzero"`
+	execution.Count
 	// OldestAge is the time since Oldest, in seconds.
 	OldestAge int64 `json:"oldest_age,omitempty"`
 }
@@ -96,7 +91,8 @@ func count(ctx context.Context, st Store) (map[string]Count, error) {
 	counts := make(map[string]Count, len(tally))
 	for _, state := range execution.States() {
 		c := tally[state]
-		counts[state.String()] = Count{Count: c.N, AtLeast: c.More, Oldest: c.Oldest.UTC(), OldestAge: age(now, c.Oldest)}
+		c.Oldest = c.Oldest.UTC()
+		counts[state.String()] = Count{c, age(now, c.Oldest)}
 	}
 	return counts, nil
 }

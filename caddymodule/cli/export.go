@@ -2,7 +2,6 @@ package cli
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -12,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -178,10 +178,8 @@ func (o *options) onStore(cmd *cobra.Command, spec storeSpec, do func(context.Co
 	if err = errors.Join(err, st.Close()); err != nil {
 		return err
 	}
-	if o.json() {
-		return json.NewEncoder(cmd.OutOrStdout()).Encode(doc)
-	}
-	_, err = fmt.Fprintf(cmd.OutOrStdout(), "%s has the %d entries of %s.\nA gateway on the new store needs the same key files. Start none on the old one any more.\n",
-		printable(doc.To), doc.Entries, printable(doc.From))
-	return err
+	return o.print(cmd, doc, func(time.Time) string {
+		return fmt.Sprintf("%s has the %d entries of %s.\n", printable(doc.To), doc.Entries, printable(doc.From)) +
+			"A gateway on the new store needs the same key files. Start none on the old one any more.\n"
+	})
 }

@@ -122,11 +122,11 @@ func describeNodes(doc *admin.NodeList, now time.Time) string {
 }
 
 func describeCount(c admin.Count) string {
-	text := strconv.Itoa(c.Count)
-	if c.AtLeast {
+	text := strconv.Itoa(c.N)
+	if c.More {
 		text = "at least " + text
 	}
-	if c.Count > 0 {
+	if c.N > 0 {
 		text += ", the oldest " + ago(c.OldestAge) + " old"
 	}
 	return text

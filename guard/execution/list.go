@@ -471,11 +471,11 @@ func (g *Guard) Doubts(ctx context.Context) (n int, oldest time.Time, err error)
 
 // Count is how many executions there are of one kind.
 type Count struct {
-	N int
+	N int `json:"count"`
 	// More says that there are more than N: the counting stopped there.
-	More bool
+	More bool `json:"at_least,omitempty"`
 	// Oldest is when the first of them was claimed; the zero time without one.
-	Oldest time.Time
+	Oldest time.Time `json:"oldest,omitzero"`
 }
 
 func (c *Count) add(created time.Time) {
