@@ -1,5 +1,6 @@
 // Package cli is the command `caddy agent-guard`. Operators use it, from a terminal or a
-// script, with the admin API of a running server. Exports of the ledger it reads from files. It opens a store only to export it or to import into it, alone; else only the server does.
+// script, with the admin API of a running server. It reads exports of the ledger from files,
+// and opens a store only to export it or to import into it, alone; else only the server does.
 package cli
 
 import (
