@@ -171,7 +171,7 @@ func TestEscalationIsToldAfterARestart(t *testing.T) {
 	})
 	h.answers(http.StatusNoContent)
 	e := started(t, dir, h.member()).held
-	if esc := until(t, e, id, hitl.Notified); esc.Delivery.Attempts < 2 {
+	if esc := until(t, e, id, hitl.Notified); esc.Attempts < 2 {
 		t.Errorf("%+v", esc)
 	}
 	if e.counts == nil || slices.ContainsFunc(h.ids, func(other string) bool { return other != id }) {
@@ -185,8 +185,8 @@ func TestUndeliverableEscalation(t *testing.T) {
 	h := newHook(t, http.StatusGone)
 	e := started(t, t.TempDir(), h.member()).held
 	esc := until(t, e, escalate(t, e, "a").ID, hitl.Undeliverable)
-	if !strings.Contains(esc.Delivery.LastError, "410") || strings.Contains(esc.Delivery.LastError, "/hook") {
-		t.Errorf("%q", esc.Delivery.LastError)
+	if !strings.Contains(esc.LastError, "410") || strings.Contains(esc.LastError, "/hook") {
+		t.Errorf("%q", esc.LastError)
 	}
 	found := false
 	counted, _ := e.countEscalations()

@@ -88,7 +88,7 @@ func (u *UnreachableHuman) read() (*hitl.Unreachable, error) {
 	if err := checkDuration(u.Within); err != nil {
 		return nil, fmt.Errorf("unreachable_human: within: %w", err)
 	}
-	read := &hitl.Unreachable{Do: hitl.UnreachableKind(u.Do), Role: u.Role, Within: time.Duration(u.Within)}
+	read := &hitl.Unreachable{Do: hitl.UnreachableKind(u.Do), NextRole: u.Role, Within: time.Duration(u.Within)}
 	if err := read.Check(); err != nil {
 		return nil, fmt.Errorf("unreachable_human: %w", err)
 	}
@@ -648,9 +648,9 @@ func (e *engine) decided(esc hitl.Escalation) {
 		by = esc.Decisions[n-1].By
 	}
 	e.logger.Info("an escalation was decided",
-		append(escalationFields(&esc), zap.Stringer("status", esc.Status), zap.String("by", by), zap.String("proposal", string(esc.Proposal.Kind)))...)
+		append(escalationFields(&esc), zap.String("status", string(esc.Status)), zap.String("by", by), zap.String("proposal", string(esc.Proposal.Kind)))...)
 	e.emit(eventDecided, map[string]any{
-		"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "status": esc.Status.String(), "by": by,
+		"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "status": string(esc.Status), "by": by,
 		"upstream": esc.Links.Upstream,
 	})
 }
@@ -704,7 +704,7 @@ func (e *engine) attempted(esc hitl.Escalation, err error) {
 		})
 	case err != nil:
 		e.logger.Warn("the receiver has not taken an escalation; it is tried again",
-			append(escalationFields(&esc), zap.Time("next", esc.Delivery.Next), zap.Error(err))...)
+			append(escalationFields(&esc), zap.Time("next", esc.NextAttempt), zap.Error(err))...)
 	}
 }
 
@@ -712,7 +712,7 @@ func (e *engine) attempted(esc hitl.Escalation, err error) {
 func escalationFields(esc *hitl.Escalation) []zap.Field {
 	fields := []zap.Field{
 		zap.String("escalation", esc.ID), zap.Stringer("level", esc.Level), zap.String("cause", string(esc.Cause)),
-		zap.Int("attempts", esc.Delivery.Attempts),
+		zap.Int("attempts", esc.Attempts),
 	}
 	for name, id := range map[string]string{
 		"workflow": esc.Workflow, "checkpoint": esc.Links.Checkpoint, "rollback": esc.Links.Rollback,
@@ -772,7 +772,7 @@ func (e *engine) countEscalations() ([]escalationReport, map[string]time.Duratio
 	for l := hitl.Pause; l <= hitl.Stop; l++ {
 		for _, s := range hitl.States() {
 			for status, n := range counts.N[l][s] {
-				all = append(all, escalationReport{Level: l.String(), State: s.String(), Status: status.String(), N: n})
+				all = append(all, escalationReport{Level: l.String(), State: string(s), Status: string(status), N: n})
 			}
 		}
 		waiting[l.String()] = 0

@@ -283,7 +283,7 @@ func (e *engine) participants() (all []hitl.Participant, err error) {
 	}
 	o := app.rollbackOptions()
 	for _, p := range o.Participants {
-		all = append(all, hitl.Participant{Agent: p.Identity, URI: p.URI})
+		all = append(all, hitl.NewParticipant(p.Identity, p.URI))
 	}
 	return all, nil
 }
@@ -295,7 +295,7 @@ const holdTime = 20 * time.Second
 func (e *engine) heldAt(p hitl.Participant, esc hitl.Escalation) {
 	fields := []zap.Field{
 		zap.String("participant", p.Agent), zap.String("workflow", esc.Workflow), zap.String("escalation", esc.ID),
-		zap.String("hold", esc.Hold().String()),
+		zap.String("hold", string(esc.Hold())),
 	}
 	switch {
 	case p.Refused:
@@ -324,7 +324,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 		return err
 	}
 	body, err := json.Marshal(api.Hold{
-		EscalationID: e.ID, Opened: e.Opened, State: e.Hold().String(), Level: e.Level.String(), Cause: string(e.Cause), Final: e.Final,
+		EscalationID: e.ID, Opened: e.Opened, State: string(e.Hold()), Level: e.Level.String(), Cause: string(e.Cause), Final: e.Final,
 		RollbackID: e.Links.Rollback,
 	})
 	if err != nil {
@@ -338,7 +338,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: api.WellKnown + "workflows/" + workflow + "/holds"}
 	o := &rollback.Outgoing{
 		Method: http.MethodPost, URL: to.String(), Body: body, Workflow: workflow, Rollback: e.Links.Rollback,
-		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {e.ID + " " + e.Hold().String()}},
+		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {e.ID + " " + string(e.Hold())}},
 	}
 	header := undoHeader(o, nil)
 	header.Set(ect.FieldName, raw)

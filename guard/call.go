@@ -921,7 +921,7 @@ func (x *Call) askPeople(a *Approval, hash string) (hitl.Escalation, error) {
 		Key: "call " + hash, Level: hitl.Approval, Cause: hitl.CauseCall, Workflow: workflow, Caller: named, Requester: requester,
 		Summary:  what + " waits for an approval.",
 		Links:    hitl.Links{Checkpoint: x.before},
-		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: shown.String(), Hash: hash},
+		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: shown.String(), RequestHash: hash},
 		Role:     a.Role, Quorum: a.Quorum, Within: cmp.Or(a.Within, approvalTime),
 	})
 }

@@ -419,7 +419,7 @@ func TestNodeIsApproved(t *testing.T) {
 			t.Errorf("%s and %s: %s", e.ID, again.ID, e.Summary)
 		}
 		b.was(1)
-		_, err := b.engine.Escalations.Decide(b.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"})
+		_, err := b.engine.Escalations.Decide(b.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash(), Reason: "seen"})
 		b.check(err)
 		b.ran(b.send("POST /x", "", "", token))
 		if other := asked(b.node(wid, "charge", "/x")); other.ID == e.ID {

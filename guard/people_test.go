@@ -78,7 +78,7 @@ func besideEscalations(t testing.TB, under store.Store, pending int) (*counted, 
 			Workflow: evidence.WorkflowID(fmt.Sprint("held-", i)),
 		}
 		if i%2 == 0 {
-			o.Level, o.Cause, o.Proposal, o.Requester = hitl.Approval, hitl.CauseCall, hitl.Proposal{Kind: hitl.RunCall, Hash: "sha-256:0"}, fmt.Sprint("user:", i)
+			o.Level, o.Cause, o.Proposal, o.Requester = hitl.Approval, hitl.CauseCall, hitl.Proposal{Kind: hitl.RunCall, RequestHash: "sha-256:0"}, fmt.Sprint("user:", i)
 		}
 		p, err := engine.Escalations.Prepare(t.Context(), o)
 		if err != nil {
@@ -188,7 +188,7 @@ func TestApprovedAndNotMadeInTime(t *testing.T) {
 				time.Sleep(30 * time.Minute) // the approval's own time counts
 				e, err := b.engine.Escalations.Get(t.Context(), asked.Escalation)
 				if err == nil {
-					_, err = b.engine.Escalations.Decide(t.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"})
+					_, err = b.engine.Escalations.Decide(t.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash(), Reason: "seen"})
 				}
 				if err != nil {
 					t.Fatal(err)
@@ -264,7 +264,7 @@ func TestApprovalsWithoutAKey(t *testing.T) {
 				t.Helper()
 				e, err := b.engine.Escalations.Get(t.Context(), escalation)
 				if err == nil {
-					_, err = b.engine.Escalations.Decide(t.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: approve, Hash: e.Proposal.Hash, Reason: "seen"})
+					_, err = b.engine.Escalations.Decide(t.Context(), e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: approve, Hash: e.Proposal.Hash(), Reason: "seen"})
 				}
 				if err != nil {
 					t.Fatal(err)
@@ -336,7 +336,7 @@ func TestApprovalsOfEqualCallsWithoutAKey(t *testing.T) {
 		for id := range asked {
 			e, err := b.engine.Escalations.Get(t.Context(), id)
 			if err == nil {
-				_, err = b.engine.Escalations.Decide(t.Context(), id, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"})
+				_, err = b.engine.Escalations.Decide(t.Context(), id, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash(), Reason: "seen"})
 			}
 			if err != nil {
 				t.Fatal(err)

@@ -237,9 +237,9 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 // The documents of escalations are those of sites.
 type (
 	// Escalations is the answer to GET escalations.
-	Escalations = api.EscalationPage
+	Escalations = hitl.Page
 	// Escalation is a case that only a person can decide.
-	Escalation = api.Escalation
+	Escalation = hitl.Escalation
 )
 
 // EscalationVote is the body of POST escalations/{id}/decision.
@@ -270,9 +270,8 @@ func seeEscalation(q *request, e *hitl.Escalation, err error) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	view := api.DescribeEscalation(e)
-	view.WorkflowName = (&names{st: q}).of(q.Context(), e.Workflow, e.Links.Checkpoint)
-	return view, nil
+	e.WorkflowName = (&names{st: q}).of(q.Context(), e.Workflow, e.Links.Checkpoint)
+	return e, nil
 }
 
 // decideEscalation answers POST escalations/{id}/decision. Who has the admin API has every role.
@@ -325,13 +324,11 @@ func listEscalations(q *request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	page := Escalations{Escalations: make([]Escalation, 0, len(found.Escalations)), Unreadable: found.Unreadable, Next: found.Next}
 	for i := range found.Escalations {
-		e := api.DescribeEscalation(&found.Escalations[i])
+		e := &found.Escalations[i]
 		e.WorkflowName = known.of(ctx, e.Workflow, e.Links.Checkpoint)
-		page.Escalations = append(page.Escalations, e)
 	}
-	return page, nil
+	return found, nil
 }
 
 // escalatedAs returns the first of a workflow's names that has escalations.
@@ -364,13 +361,13 @@ func (p *params) level() hitl.Level {
 }
 
 // oneOf parses a parameter that is one of some words; the zero value matches any.
-func oneOf[T fmt.Stringer](p *params, name string, all []T) (none T) {
+func oneOf[T any](p *params, name string, all []T) (none T) {
 	text := p.one(name)
 	if text == "" {
 		return none
 	}
 	for _, one := range all {
-		if text == one.String() {
+		if text == fmt.Sprint(one) {
 			return one
 		}
 	}

@@ -186,8 +186,8 @@ func TestEscalations(t *testing.T) {
 	if !reflect.DeepEqual(newest, admin.Escalation{
 		Status: "pending", RequiredRole: "operator",
 		ID: want.ID, Level: 2, LevelName: "approval", State: "open", Cause: "irreversible_rollback", Summary: "No way back.",
-		Workflow: "w0", Caller: "ada", Links: api.EscalationLinks{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
-		Opened: want.Opened, Changed: want.Changed, NextAttempt: want.Delivery.Next,
+		Workflow: "w0", Caller: "ada", Links: hitl.Links{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
+		Opened: want.Opened, Changed: want.Changed, NextAttempt: want.NextAttempt,
 	}) {
 		t.Errorf("%+v", newest)
 	}
@@ -257,7 +257,7 @@ func TestDecisionsOfOperators(t *testing.T) {
 		return "escalations/" + e.ID
 	}
 	call := open(hitl.Opening{Key: "call", Level: hitl.Approval, Cause: hitl.CauseCall, Requester: "operator:eve",
-		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay", Hash: "sha-256:1"}})
+		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay", RequestHash: "sha-256:1"}})
 	stop := open(hitl.Opening{Key: "stop", Level: hitl.Stop, Cause: hitl.CauseRollbackFailed, Workflow: "w"})
 	for body, want := range map[string]struct {
 		status int

@@ -202,10 +202,10 @@ func require(cmd *cobra.Command, flags ...string) {
 	}
 }
 
-func names[T fmt.Stringer](values []T) []string {
+func names[T any](values []T) []string {
 	words := make([]string, 0, len(values))
 	for _, v := range values {
-		words = append(words, v.String())
+		words = append(words, fmt.Sprint(v))
 	}
 	return words
 }

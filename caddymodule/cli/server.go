@@ -533,8 +533,8 @@ that resumes a workflow, is approved at once. Who asked cannot approve.`,
 			if err != nil {
 				return err
 			}
-			if p := found.Proposal; p != nil {
-				asked := cmp.Or(p.RequestHash, p.PlanHash)
+			if p := &found.Proposal; p.Kind != "" {
+				asked := p.Hash()
 				if hash != "" && hash != asked {
 					return fmt.Errorf("--hash: it is not that of what is proposed now; look at that with `escalations show %s`", printable(args[0]))
 				}
@@ -589,8 +589,8 @@ func describeEscalation(e *admin.Escalation, now time.Time) string {
 	if e.Held {
 		holds = "new calls of the workflow"
 	}
-	if p := e.Proposal; p != nil {
-		kind, hash, text = p.Kind, cmp.Or(p.RequestHash, p.PlanHash), "\nAn approval does this:\n"
+	if p := &e.Proposal; p.Kind != "" {
+		kind, hash, text = string(p.Kind), p.Hash(), "\nAn approval does this:\n"
 		for line := range strings.Lines(p.Text) {
 			text += "  " + printable(strings.TrimRight(line, "\r\n")) + "\n"
 		}
@@ -602,9 +602,9 @@ func describeEscalation(e *admin.Escalation, now time.Time) string {
 		text += fmt.Sprintf("  %s  %s  %s  %s\n", moment(d.At, now), printable(d.Decision), printable(d.By), printable(d.Reason))
 	}
 	return lines(now, 11,
-		"escalation", e.ID, "status", e.Status, "level", e.LevelName, "cause", e.Cause, "summary", e.Summary,
+		"escalation", e.ID, "status", string(e.Status), "level", e.LevelName, "cause", string(e.Cause), "summary", e.Summary,
 		"workflow", named(e.Workflow, e.WorkflowName), "holds", holds, "caller", e.Caller, "requester", e.Requester,
-		"role", e.RequiredRole, "quorum", number(e.Quorum), "opened", e.Opened, "deadline", e.Deadline, "notified", e.State,
+		"role", e.RequiredRole, "quorum", number(e.Quorum), "opened", e.Opened, "deadline", e.Deadline, "notified", string(e.State),
 		"checkpoint", e.Links.Checkpoint, "rollback", e.Links.Rollback, "error", e.Links.Error,
 		"execution", e.Links.Execution, "upstream", e.Links.Upstream, "proposal", kind, "hash", hash) + text
 }
@@ -615,7 +615,7 @@ func escalationRow(e *admin.Escalation) []any {
 		workflow += " (" + cut(printable(e.WorkflowName), 36) + ")"
 	}
 	return []any{
-		"OPENED", e.Opened, "LEVEL", e.LevelName, "STATUS", e.Status, "STATE", e.State, "CAUSE", e.Cause,
+		"OPENED", e.Opened, "LEVEL", e.LevelName, "STATUS", string(e.Status), "STATE", string(e.State), "CAUSE", string(e.Cause),
 		"WORKFLOW", workflow, "SUMMARY", cut(printable(e.Summary), 100), "ID", e.ID,
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
 
 func someCircuits() *proxy.Document {
@@ -255,8 +256,8 @@ Key 2 still has 1 records and 2 parts of answers.
 
 func proposing() admin.Escalation {
 	e := someEscalations()[1]
-	e.Status, e.Proposal = "pending", &api.EscalationProposal{Kind: "run-call", Text: "POST /pay\n{\"to\": \"evil\x1b[2J\"}", RequestHash: "sha-256:1"}
-	e.Decisions = []api.EscalationDecision{{By: "user:ann", Decision: "approve", Reason: "fine", At: e.Opened}}
+	e.Status, e.Proposal = "pending", hitl.Proposal{Kind: "run-call", Text: "POST /pay\n{\"to\": \"evil\x1b[2J\"}", RequestHash: "sha-256:1"}
+	e.Decisions = []hitl.Decision{{By: "user:ann", Decision: "approve", Reason: "fine", At: e.Opened}}
 	e.Requester, e.Quorum, e.RequiredRole, e.Held, e.Deadline = "issuer:agent", 2, "payments", true, e.Opened.Add(time.Hour)
 	return e
 }

@@ -21,157 +21,6 @@ import (
 // EscalationsPath is where escalations are listed; one is read at EscalationsPath + "/" + id.
 const EscalationsPath = WellKnown + "escalations"
 
-// Escalation is a case that only a person can decide. Its members are an API.
-type Escalation struct {
-	// ID is the escalation's id.
-	ID string `json:"id"`
-	// Level is 1 (pause), 2 (approval) or 3 (stop), LevelName the word.
-	Level     uint8  `json:"level"`
-	LevelName string `json:"level_name"` // see Level
-	// State is open, notified or undeliverable.
-	State string `json:"state"`
-	// Cause is a fixed word, Summary a sentence.
-	Cause   string `json:"cause"`
-	Summary string `json:"summary"` // see Cause
-	// Workflow and Caller are those of the case.
-	Workflow string `json:"workflow,omitempty"`
-	Caller   string `json:"caller,omitempty"` // see Workflow
-	// WorkflowName is the caller's name of the workflow, if that is another one; for operators.
-	WorkflowName string `json:"workflow_name,omitempty"`
-	// Links has the ids of what the case is about.
-	Links EscalationLinks `json:"links"`
-	// Opened is when it was opened, Changed when its state or status last changed.
-	Opened  time.Time `json:"opened"`
-	Changed time.Time `json:"changed"` // see Opened
-	// Attempts counts the attempts to notify somebody, and LastError is why the last one
-	// failed; empty if it did not.
-	Attempts  int    `json:"attempts"`
-	LastError string `json:"last_error,omitempty"` // see Attempts
-	// NextAttempt is when the next attempt is due; absent if there is none.
-	NextAttempt time.Time `json:"next_attempt,omitzero"`
-	// Status is pending, approved, denied, expired or withdrawn.
-	Status string `json:"status"`
-	// Proposal is what an approval does; it is missing if there is nothing to do.
-	Proposal *EscalationProposal `json:"proposal,omitempty"`
-	// RequiredRole is that of who may decide; who has the admin API has every role. Quorum is
-	// how many have to approve, if that is more than one.
-	RequiredRole string `json:"required_role"`
-	Quorum       int    `json:"quorum,omitempty"` // see RequiredRole
-	// Requester is who asked, and cannot approve.
-	Requester string `json:"requester,omitempty"`
-	// Deadline is when it expires; missing if it does not.
-	Deadline time.Time `json:"deadline,omitzero"`
-	// UnreachableHuman is what happens at the deadline, if that is more than a denial: pause, or
-	// escalate to NextRole.
-	UnreachableHuman string `json:"unreachable_human,omitempty"`
-	NextRole         string `json:"next_role,omitempty"` // see UnreachableHuman
-	// Held says that it keeps new calls of its workflow from beginning.
-	Held bool `json:"held,omitempty"`
-	// Participants are the gateways that are told what it holds.
-	Participants []ParticipantDocument `json:"participants,omitempty"`
-	// Decisions are what people said, the latest last.
-	Decisions []EscalationDecision `json:"decisions,omitempty"`
-	// Token and Resolution are the ids of the tokens of its opening and its latest decision.
-	Token      string `json:"token,omitempty"`
-	Resolution string `json:"resolution,omitempty"` // see Token
-}
-
-// ParticipantDocument is a gateway that is told what holds a workflow.
-type ParticipantDocument struct {
-	// Agent is its identity.
-	Agent string `json:"agent"`
-	// State is what it is told: held or lifted. Confirmed is what it has confirmed last, at the time At.
-	State     string    `json:"state"`
-	Confirmed string    `json:"confirmed,omitempty"` // see State
-	At        time.Time `json:"at,omitzero"`         // see State
-	// Since is when it has failed to confirm that, for this Reason, a fixed word.
-	Since  time.Time `json:"unreachable_since,omitzero"`
-	Reason string    `json:"reason,omitempty"` // see Since
-}
-
-func describeParticipants(e *hitl.Escalation) (all []ParticipantDocument) {
-	for _, p := range e.Participants {
-		all = append(all, ParticipantDocument{p.Agent, e.Hold().String(), p.Confirmed.String(), p.At, p.Since, p.Reason})
-	}
-	return all
-}
-
-// EscalationLinks has the ids of what an escalation is about.
-type EscalationLinks struct {
-	// Checkpoint and Error are ids of tokens, Rollback is the id of a rollback.
-	Checkpoint string `json:"checkpoint,omitempty"`
-	Rollback   string `json:"rollback,omitempty"` // see Checkpoint
-	Error      string `json:"error,omitempty"`    // see Checkpoint
-	// Execution is the execution key in hexadecimal.
-	Execution string `json:"execution,omitempty"`
-	// Upstream is the address of an upstream.
-	Upstream string `json:"upstream,omitempty"`
-}
-
-// EscalationProposal is what an approval does.
-type EscalationProposal struct {
-	// Kind is run-call, resume, partial-rollback or continue-rollback; Text says it in words.
-	Kind string `json:"kind"`
-	Text string `json:"text,omitempty"` // see Kind
-	// RequestHash or PlanHash is what a decision has to name, if there is one.
-	RequestHash string `json:"request_hash,omitempty"`
-	PlanHash    string `json:"plan_hash,omitempty"` // see RequestHash
-}
-
-// EscalationDecision is what one person said.
-type EscalationDecision struct {
-	// By is the person's name, Decision is approve or deny, for this Reason and at that time.
-	By       string    `json:"by"`
-	Decision string    `json:"decision"`         // see By
-	Reason   string    `json:"reason,omitempty"` // see By
-	At       time.Time `json:"at"`               // see By
-}
-
-// EscalationPage is a page of escalations. Its members are an API.
-type EscalationPage struct {
-	// Escalations are sorted by age, the newest first.
-	Escalations []Escalation `json:"escalations"`
-	// Unreadable counts those that cannot be decrypted.
-	Unreadable int `json:"unreadable,omitempty"`
-	// Next is the value of `after` for the next page; empty after the last page.
-	Next string `json:"next,omitempty"`
-}
-
-// DescribeEscalation returns the document of an escalation.
-func DescribeEscalation(e *hitl.Escalation) Escalation {
-	doc := Escalation{
-		ID: e.ID, Level: uint8(e.Level), LevelName: e.Level.String(), State: e.State.String(),
-		Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: EscalationLinks(e.Links),
-		Opened: e.Opened, Changed: e.Changed,
-		Attempts: e.Delivery.Attempts, LastError: e.Delivery.LastError, NextAttempt: e.Delivery.Next,
-		Status: e.Status.String(), RequiredRole: e.RequiredRole(), Quorum: e.Quorum, Requester: e.Requester,
-		Deadline: e.Deadline, Held: e.Held, Token: e.Token, Resolution: e.Resolution,
-	}
-	doc.Participants = describeParticipants(e)
-	if u := &e.Unreachable; u.Do == hitl.UnreachablePause || u.Do == hitl.UnreachableEscalate {
-		doc.UnreachableHuman, doc.NextRole = string(u.Do), u.Role
-	}
-	if p := &e.Proposal; p.Kind == hitl.RunCall {
-		doc.Proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, RequestHash: p.Hash}
-	} else if p.Kind != "" {
-		doc.Proposal = &EscalationProposal{Kind: string(p.Kind), Text: p.Text, PlanHash: p.Hash}
-	}
-	for i := range e.Decisions {
-		d := &e.Decisions[i]
-		word := decisionDeny
-		if d.Approve {
-			word = decisionApprove
-		}
-		doc.Decisions = append(doc.Decisions, EscalationDecision{d.By, word, d.Reason, d.At})
-	}
-	return doc
-}
-
-const (
-	decisionApprove = "approve"
-	decisionDeny    = "deny"
-)
-
 // EscalationReader is who reads or decides escalations, as the gateway has verified it.
 type EscalationReader struct {
 	// Name is the caller's name as operators know it; empty for callers that the gateway does
@@ -238,7 +87,7 @@ func (s *Escalations) serve(a responder, to route) error {
 
 // may reports whether the reader has the role that an escalation requires.
 func (who *EscalationReader) may(e *hitl.Escalation) bool {
-	return who.Name != "" && slices.Contains(who.Roles, e.RequiredRole())
+	return who.Name != "" && slices.Contains(who.Roles, e.RequiredRole)
 }
 
 // see reads an escalation, if the reader may: with the required role, or as who asked (P3).
@@ -254,13 +103,12 @@ func (q *escalationRequest) see() (hitl.Escalation, error) {
 	return e, err
 }
 
-// describe is the document for this reader: who asked does not learn who decides.
-func (q *escalationRequest) describe(e *hitl.Escalation) Escalation {
-	doc := DescribeEscalation(e)
-	if !q.who.may(e) {
-		doc.Decisions, doc.LastError, doc.Links.Upstream = nil, "", ""
+// shown is the escalation for this reader: who asked does not learn who decides.
+func (q *escalationRequest) shown(e hitl.Escalation) *hitl.Escalation {
+	if !q.who.may(&e) {
+		e.Decisions, e.LastError, e.Links.Upstream = nil, "", ""
 	}
-	return doc
+	return &e
 }
 
 func (q *escalationRequest) show() error {
@@ -268,7 +116,7 @@ func (q *escalationRequest) show() error {
 	if err != nil {
 		return err
 	}
-	return q.writeJSON(http.StatusOK, q.describe(&e))
+	return q.writeJSON(http.StatusOK, q.shown(e))
 }
 
 // list answers with what the reader may see: a page of all, so that it may have fewer than asked
@@ -285,13 +133,9 @@ func (q *escalationRequest) list() error {
 	if !there {
 		limit = 50
 	}
-	f := hitl.Filter{Workflow: p.values.Get("workflow")}
-	if word := p.values.Get("status"); word != "" {
-		i := slices.IndexFunc(hitl.Statuses(), func(s hitl.Status) bool { return s.String() == word })
-		if i < 0 {
-			return badParameter(fmt.Sprintf("status is none of %v.", hitl.Statuses()))
-		}
-		f.Status = hitl.Statuses()[i]
+	f := hitl.Filter{Workflow: p.values.Get("workflow"), Status: hitl.Status(p.values.Get("status"))}
+	if f.Status != "" && !slices.Contains(hitl.Statuses(), f.Status) {
+		return badParameter(fmt.Sprintf("status is none of %v.", hitl.Statuses()))
 	}
 	found, err := q.Store.List(q.r.Context(), f, p.values.Get("after"), int(min(limit, maxEscalations)))
 	if errors.Is(err, hitl.ErrCursor) {
@@ -300,10 +144,10 @@ func (q *escalationRequest) list() error {
 	if err != nil {
 		return err
 	}
-	page := EscalationPage{Escalations: []Escalation{}, Next: found.Next}
-	for i := range found.Escalations {
-		if e := &found.Escalations[i]; q.who.may(e) || q.who.Name == e.Requester {
-			page.Escalations = append(page.Escalations, q.describe(e))
+	page := hitl.Page{Escalations: []hitl.Escalation{}, Next: found.Next}
+	for _, e := range found.Escalations {
+		if q.who.may(&e) || q.who.Name == e.Requester {
+			page.Escalations = append(page.Escalations, *q.shown(e))
 		}
 	}
 	return q.writeJSON(http.StatusOK, page)
@@ -342,7 +186,7 @@ func (q *escalationRequest) decide() error {
 	switch {
 	case hashes[0] != "" && hashes[1] != "":
 		return badParameter("request_hash and plan_hash cannot both be meant.")
-	case d.decision != decisionApprove && d.decision != decisionDeny:
+	case d.decision != hitl.Approve && d.decision != hitl.Deny:
 		return badParameter("decision is neither approve nor deny.")
 	case len(d.reason) > maxReason:
 		return badParameter(fmt.Sprintf("reason is longer than %d bytes.", maxReason))
@@ -365,7 +209,7 @@ func (q *escalationRequest) decide() error {
 	if err != nil {
 		return err
 	}
-	return q.writeJSON(http.StatusOK, q.describe(&e))
+	return q.writeJSON(http.StatusOK, q.shown(e))
 }
 
 // decisionBody reads the body of a decision. Pages of other sites cannot send it: they get no such
@@ -397,7 +241,7 @@ func refusedDecision(reason, detail string) *Problem {
 // count counts the decision, or says why it does not.
 func (q *escalationRequest) count(e *hitl.Escalation, d *wantedDecision) (hitl.Escalation, error) {
 	got, err := q.Store.Decide(q.r.Context(), e.ID, hitl.Vote{
-		By: q.who.Name, Roles: q.who.Roles, Approve: d.decision == decisionApprove, Hash: d.hash, Reason: d.reason, Token: q.who.Token,
+		By: q.who.Name, Roles: q.who.Roles, Approve: d.decision == hitl.Approve, Hash: d.hash, Reason: d.reason, Token: q.who.Token,
 	})
 	void := func(reason, detail string) error {
 		p := NewProblem(decisionVoid, detail)
@@ -477,10 +321,10 @@ func (q *escalationRequest) hold() error {
 		return badParameter("level is neither pause nor stop.")
 	}
 	var e hitl.Escalation
-	switch h.State {
-	case hitl.Holding.String():
+	switch hitl.Hold(h.State) {
+	case hitl.Holding:
 		e, err = q.Store.Open(q.r.Context(), o)
-	case hitl.Lifted.String():
+	case hitl.Lifted:
 		e, err = q.Store.Lift(q.r.Context(), o)
 	default:
 		return badParameter("state is neither held nor lifted.")
@@ -492,7 +336,7 @@ func (q *escalationRequest) hold() error {
 	if e.Held {
 		state = hitl.Holding
 	}
-	return q.writeJSON(http.StatusOK, map[string]string{"escalation_id": e.ID, "state": state.String()})
+	return q.writeJSON(http.StatusOK, map[string]string{"escalation_id": e.ID, "state": string(state)})
 }
 
 // page answers GET {id}/page, what is asked, for people; and POST {id}/form, the form in it.
@@ -535,7 +379,7 @@ func (q *escalationRequest) page() error {
 	if form != nil {
 		if !hmac.Equal([]byte(form.Get("token")), []byte(token)) {
 			said = "Nothing was decided: what is asked has changed meanwhile, or the form was not this page's. Look again."
-		} else if _, err := q.count(&e, &wantedDecision{decision: form.Get("decision"), hash: e.Proposal.Hash, reason: form.Get("reason")}); err != nil {
+		} else if _, err := q.count(&e, &wantedDecision{decision: form.Get("decision"), hash: e.Proposal.Hash(), reason: form.Get("reason")}); err != nil {
 			var p *Problem
 			if !errors.As(err, &p) || p.Kind() == StoreUnavailable {
 				return err
@@ -551,10 +395,10 @@ func (q *escalationRequest) page() error {
 	}
 	var text strings.Builder
 	if err := escalationPage.Execute(&text, struct {
-		Escalation
+		*hitl.Escalation
 		Said, Token, Key, You string
 		Pending               bool
-	}{DescribeEscalation(&e), said, token, key, q.who.Name, e.Status == hitl.Pending}); err != nil {
+	}{&e, said, token, key, q.who.Name, e.Status == hitl.Pending}); err != nil {
 		return err
 	}
 	h := q.w.Header()
@@ -586,7 +430,7 @@ var escalationPage = template.Must(template.New("escalation").Parse(`<!doctype h
 {{if not .Deadline.IsZero}}<dt>Denied after</dt><dd>{{.Deadline}}</dd>{{end}}
 <dt>Decided by</dt><dd>the role {{.RequiredRole}}{{if gt .Quorum 1}}, {{.Quorum}} people{{end}}</dd>
 </dl>
-{{if .Proposal}}<h2>An approval does this: {{.Proposal.Kind}}</h2>
+{{if .Proposal.Kind}}<h2>An approval does this: {{.Proposal.Kind}}</h2>
 <pre>{{.Proposal.Text}}</pre>{{with .Proposal.RequestHash}}<p>Request {{.}}</p>{{end}}{{with .Proposal.PlanHash}}<p>Plan {{.}}</p>{{end}}
 {{else}}<p>An approval changes nothing; it says that somebody has seen to it.</p>{{end}}
 {{range .Decisions}}<p>{{.At}}: {{.By}}, {{.Decision}}. {{.Reason}}</p>{{end}}

@@ -298,7 +298,7 @@ func (d *Workflow) Drawing() *drawing.Drawing {
 	note(labelled("tasks:", strings.Join(counts, ", ")))
 	note(labelled("its end is recorded as", words(d.Stated)))
 	for i := range d.Holds {
-		note(d.Holds[i].State + ": escalation " + d.Holds[i].Escalation)
+		note(string(d.Holds[i].State) + ": escalation " + d.Holds[i].Escalation)
 	}
 	if d.Plan != nil {
 		d.drawPlan(p)

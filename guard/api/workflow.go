@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
@@ -65,11 +66,11 @@ type Workflow struct {
 
 // holdDocument says what keeps new calls of the workflow from beginning at its participants.
 type holdDocument struct {
-	Escalation   string                `json:"escalation_id"`
-	Level        string                `json:"level"`
-	State        string                `json:"state"` // held or lifted
-	Rollback     string                `json:"rollback_id,omitempty"`
-	Participants []ParticipantDocument `json:"participants"`
+	Escalation   string             `json:"escalation_id"`
+	Level        string             `json:"level"`
+	State        hitl.Hold          `json:"state"`
+	Rollback     string             `json:"rollback_id,omitempty"`
+	Participants []hitl.Participant `json:"participants"`
 }
 
 type nodeDocument struct {
@@ -192,7 +193,7 @@ func (q *ledgerRequest) holds(wid string) (all []holdDocument, err error) {
 	found, err := q.Reaching(q.r.Context(), wid)
 	for i := range found {
 		e := &found[i]
-		all = append(all, holdDocument{e.ID, e.Level.String(), e.Hold().String(), e.Links.Rollback, describeParticipants(e)})
+		all = append(all, holdDocument{e.ID, e.LevelName, e.Hold(), e.Links.Rollback, e.Participants})
 	}
 	return all, err
 }

@@ -361,8 +361,8 @@ func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.
 		Text(memberEscalation, e.ID).
 		Text(memberLevel, e.Level.String()).
 		Text(memberEscCause, string(e.Cause)).
-		Text(memberRole, printable(e.RequiredRole(), maxReason)).
-		Text(ect.MemberStatus, e.Status.String())
+		Text(memberRole, printable(e.RequiredRole, maxReason)).
+		Text(ect.MemberStatus, string(e.Status))
 	if e.Proposal.Kind != "" {
 		ext.Text(memberProposal, string(e.Proposal.Kind))
 	}
@@ -383,7 +383,7 @@ func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.
 		}
 		if n := len(e.Decisions); n > 0 && e.Decisions[n-1].At.Equal(e.Changed) {
 			hash := store.Index(b.e.sealer, "decider", e.Decisions[n-1].By)
-			ext.Text(memberDecidedBy, hex.EncodeToString(hash[:16])).Bool("agent_guard.approve", e.Decisions[n-1].Approve)
+			ext.Text(memberDecidedBy, hex.EncodeToString(hash[:16])).Bool("agent_guard.approve", e.Decisions[n-1].Decision == hitl.Approve)
 		}
 	}
 	return b.issuer.Draft(now, ect.Claims{

@@ -20,42 +20,24 @@ import (
 )
 
 // Status says what was decided about an escalation.
-type Status uint8
+type Status string
 
 // The statuses. Only a pending escalation can be decided.
 const (
 	// Pending: nobody has decided yet, or not enough have approved.
-	Pending Status = 1 + iota
+	Pending Status = "pending"
 	// Approved: what the proposal says is done.
-	Approved
+	Approved Status = "approved"
 	// Denied: somebody has said no, and everything stays as it is.
-	Denied
+	Denied Status = "denied"
 	// Expired: nobody has decided in time, which counts as no.
-	Expired
+	Expired Status = "expired"
 	// Withdrawn: there is nothing to decide any more.
-	Withdrawn
+	Withdrawn Status = "withdrawn"
 )
 
 // Statuses lists the statuses, in the order in which they are documented.
 func Statuses() []Status { return []Status{Pending, Approved, Denied, Expired, Withdrawn} }
-
-// String is the word used in documents and logs.
-func (s Status) String() string {
-	switch s {
-	case Pending:
-		return "pending"
-	case Approved:
-		return "approved"
-	case Denied:
-		return "denied"
-	case Expired:
-		return "expired"
-	case Withdrawn:
-		return "withdrawn"
-	default:
-		return fmt.Sprintf("status_%d", uint8(s))
-	}
-}
 
 // ProposalKind is what an approval does.
 type ProposalKind string
@@ -76,23 +58,27 @@ const (
 // Proposal is what an approval does, and nothing else.
 type Proposal struct {
 	// Kind is one of the kinds, or empty.
-	Kind ProposalKind
+	Kind ProposalKind `json:"kind"`
 	// Text says in words what is done, and shows the request; it is cut at 8,192 bytes.
-	Text string
-	// Hash identifies the plan or the request that was shown, at most 128 bytes. A decision must
-	// name it. Empty: there is nothing that could change.
-	Hash string
+	Text string `json:"text,omitempty"`
+	// RequestHash or PlanHash identifies the request or the plan that was shown, at most 128 bytes. A decision
+	// must name it. Empty: there is nothing that could change.
+	RequestHash string `json:"request_hash,omitempty"`
+	PlanHash    string `json:"plan_hash,omitempty"` // see RequestHash
 }
+
+// Hash is what a decision must name.
+func (p *Proposal) Hash() string { return cmp.Or(p.RequestHash, p.PlanHash) }
 
 // Unreachable is what happens where nobody has decided in time. It never approves (ATD, "HITL
 // Escalation on Error": unreachable_human). The zero value denies.
 type Unreachable struct {
 	// Do is one of the kinds below; empty is UnreachableDeny.
-	Do UnreachableKind
-	// Role is asked next by UnreachableEscalate, at most 128 bytes.
-	Role string
-	// Within is the time to decide, also for Role; zero is 24 h.
-	Within time.Duration
+	Do UnreachableKind `json:"unreachable_human,omitempty"`
+	// NextRole is asked next by UnreachableEscalate, at most 128 bytes.
+	NextRole string `json:"next_role,omitempty"`
+	// Within is the time to decide, also for NextRole; zero is 24 h.
+	Within time.Duration `json:"-"`
 }
 
 // UnreachableKind is a kind of Unreachable.
@@ -121,11 +107,11 @@ func (u *Unreachable) Check() error {
 		return fmt.Errorf("%q is not known; use deny, abort, pause, or escalate with a role: nobody's silence approves", u.Do)
 	}
 	switch {
-	case u.Do == UnreachableEscalate && u.Role == "":
+	case u.Do == UnreachableEscalate && u.NextRole == "":
 		return errors.New("escalate needs the role that is asked next")
-	case u.Do != UnreachableEscalate && u.Role != "":
+	case u.Do != UnreachableEscalate && u.NextRole != "":
 		return errors.New("a role is asked next by escalate only")
-	case len(u.Role) > maxRole:
+	case len(u.NextRole) > maxRole:
 		return fmt.Errorf("the role has more than %d bytes", maxRole)
 	case u.Within < 0:
 		return errors.New("the time to decide is negative")
@@ -149,18 +135,20 @@ const (
 // Decision is what one person said.
 type Decision struct {
 	// By is the name of who decided, as operators know it.
-	By string
-	// Approve says that the proposal may be carried out.
-	Approve bool
+	By string `json:"by"`
+	// Decision is Approve or Deny.
+	Decision string `json:"decision"`
 	// Reason is the person's reason, at most 1,024 bytes.
-	Reason string
+	Reason string `json:"reason,omitempty"`
 	// At is the time by the store's clock.
-	At time.Time
-	// Round counts how often the question was asked before.
-	Round int
-	// Token is the hash of the token that decided; empty for a decision without one.
-	Token string
+	At time.Time `json:"at"`
 }
+
+// The words of a Decision. Approve says that the proposal may be carried out.
+const (
+	Approve = "approve"
+	Deny    = "deny"
+)
 
 // Vote is a decision that somebody wants to make.
 type Vote struct {
@@ -224,9 +212,6 @@ func (d *Store) recorded(ctx context.Context, old, e *Escalation) (string, *stor
 	return token, b, nil
 }
 
-// RequiredRole is the role of who may decide.
-func (e *Escalation) RequiredRole() string { return cmp.Or(e.Role, DefaultRole) }
-
 // overdue reports whether the time to decide is over.
 func (e *Escalation) overdue(now time.Time) bool {
 	return e.Status == Pending && !e.Deadline.IsZero() && !now.Before(e.Deadline)
@@ -235,15 +220,15 @@ func (e *Escalation) overdue(now time.Time) bool {
 // decided is the escalation after a vote at a time, or why the vote does not count.
 func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	switch {
-	case !v.Every && !slices.Contains(v.Roles, e.RequiredRole()):
-		return nil, fmt.Errorf("%w: %q is required", ErrRole, e.RequiredRole())
-	case v.Token != "" && slices.ContainsFunc(e.Decisions, func(d Decision) bool { return d.Token == v.Token }):
+	case !v.Every && !slices.Contains(v.Roles, e.RequiredRole):
+		return nil, fmt.Errorf("%w: %q is required", ErrRole, e.RequiredRole)
+	case v.Token != "" && slices.Contains(e.Tokens, v.Token):
 		return nil, nil // a retry
 	case e.Status == Expired || e.overdue(now):
 		return nil, ErrExpired
 	case e.Status != Pending:
 		return nil, fmt.Errorf("%w: %s", ErrDecided, e.Status)
-	case e.Proposal.Hash != v.Hash:
+	case e.Proposal.Hash() != v.Hash:
 		return nil, ErrHash
 	case v.Approve && e.Final:
 		return nil, ErrFinal
@@ -252,29 +237,42 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	case !v.Approve && v.Reason == "":
 		return nil, ErrReason
 	}
-	by, approvals := shorten(v.By, maxText), 1
-	for i := range e.Decisions { // all of this round are approvals, or it would not be pending
-		if e.Decisions[i].Round != e.Round {
-			continue
-		}
-		if e.Decisions[i].By == by {
-			return nil, fmt.Errorf("%w by %q", ErrDecided, by)
-		}
-		approvals++
+	by := shorten(v.By, maxText)
+	if slices.ContainsFunc(e.Decisions[len(e.Decisions)-e.Approvals:], func(d Decision) bool { return d.By == by }) {
+		return nil, fmt.Errorf("%w by %q", ErrDecided, by)
 	}
 	next := *e
-	kept := e.Decisions[max(0, len(e.Decisions)+1-maxDecisions):]
-	next.Decisions = append(slices.Clone(kept), Decision{
-		By: by, Approve: v.Approve, Reason: shorten(v.Reason, maxSummary), At: now, Round: e.Round, Token: v.Token,
-	})
+	next.Decisions = appended(e.Decisions, Decision{By: by, Decision: Deny, Reason: shorten(v.Reason, maxSummary), At: now})
+	if v.Token != "" {
+		next.Tokens = appended(e.Tokens, v.Token)
+	}
 	next.Changed = now
-	switch {
-	case !v.Approve:
+	if !v.Approve {
 		next.Status = Denied
-	case approvals >= max(1, e.Quorum):
+		return &next, nil
+	}
+	next.Decisions[len(next.Decisions)-1].Decision = Approve
+	if next.Approvals++; next.Approvals >= e.Quorum {
 		next.Status, next.Held = Approved, false
 	}
 	return &next, nil
+}
+
+// appended is a copy of the latest of all, with one more.
+func appended[T any](all []T, one T) []T {
+	return append(slices.Clone(all[max(0, len(all)+1-maxDecisions):]), one)
+}
+
+// again is the escalation when the question is asked once more: approvals of the question before do not count.
+func (e *Escalation) again(now time.Time) *Escalation {
+	next := *e
+	next.Changed, next.Round, next.Approvals = now, e.Round+1, 0
+	return &next
+}
+
+// notify has it delivered anew.
+func (e *Escalation) notify(now time.Time) {
+	e.State, e.Attempts, e.LastError, e.NextAttempt, e.Boot = Open, 0, "", now, ""
 }
 
 // unreached is the escalation after its time to decide is over.
@@ -285,15 +283,15 @@ func (e *Escalation) unreached(now time.Time) *Escalation {
 		next.Held = e.Held || pauses
 		return next
 	}
-	next := *e
-	next.Changed, next.Round, next.Unreachable = now, e.Round+1, Unreachable{}
+	next := e.again(now)
+	next.Unreachable = Unreachable{}
 	if pauses { // the question whether to resume takes the place of the one that nobody has answered
 		next.Held, next.Proposal, next.Deadline = true, resumption(), time.Time{}
 	} else {
-		next.Role, next.Deadline = e.Unreachable.Role, now.Add(cmp.Or(e.Unreachable.Within, defaultWithin))
+		next.RequiredRole, next.Deadline = e.NextRole, now.Add(cmp.Or(e.Within, defaultWithin))
 	}
-	next.State, next.Delivery = Open, Delivery{Next: now}
-	return &next
+	next.notify(now)
+	return next
 }
 
 // ended is the escalation after it has expired or was withdrawn.
@@ -316,13 +314,13 @@ func (e *Escalation) asked(by string, within time.Duration, now time.Time) (*Esc
 	case e.Final:
 		return nil, ErrFinal
 	}
-	next := *e
-	next.Status, next.Changed, next.Round, next.Requester = Pending, now, e.Round+1, shorten(by, maxText)
+	next := e.again(now)
+	next.Status, next.Requester = Pending, shorten(by, maxText)
 	next.Proposal, next.Deadline, next.Unreachable = resumption(), time.Time{}, Unreachable{}
 	if within > 0 {
 		next.Deadline = now.Add(within)
 	}
-	return &next, nil
+	return next, nil
 }
 
 func resumption() Proposal {
@@ -358,10 +356,10 @@ func (d *Store) Widen(ctx context.Context, id, subject, text string) (Escalation
 		case strings.Contains(e.Summary, subject):
 			return nil, nil
 		}
-		next := *e
-		next.Summary, next.Changed, next.Round = shorten(text+" "+e.Summary, maxSummary), now, e.Round+1
-		next.State, next.Delivery = Open, Delivery{Next: now}
-		return &next, nil
+		next := e.again(now)
+		next.Summary = shorten(text+" "+e.Summary, maxSummary)
+		next.notify(now)
+		return next, nil
 	})
 }
 
@@ -708,7 +706,7 @@ func (d *Store) heldAnywhere(ctx context.Context, workflow string) (*Escalation,
 		if err = cmp.Or(err, failed); err != nil {
 			break
 		}
-		if v := entry.Value; len(v) < 4 || v[3] != 0 { // an earlier build did not say
+		if readIndexed(entry.Value).Held {
 			_, id := placeIn(entry.Key)
 			ids = append(ids, id.String())
 		}
@@ -775,7 +773,7 @@ func (d *Store) LinkKey(id string) string {
 
 // FormKey is what a form has to send back that by decides on the escalation as it is now.
 func (d *Store) FormKey(e *Escalation, by string) string {
-	hash := store.Index(d.sealer, "escalation form", fmt.Sprintf("%s %d %s %q %q", e.ID, e.Round, e.Status, e.Proposal.Hash, by))
+	hash := store.Index(d.sealer, "escalation form", fmt.Sprintf("%s %d %s %q %q", e.ID, e.Round, e.Status, e.Proposal.Hash(), by))
 	return base64.RawURLEncoding.EncodeToString(hash[:])
 }
 

@@ -23,7 +23,7 @@ func held(key, workflow string) hitl.Opening {
 func ofCall(key string) hitl.Opening {
 	return hitl.Opening{
 		Key: key, Level: hitl.Approval, Cause: hitl.CauseCall, Summary: "A call waits.", Requester: "issuer:agent",
-		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay", Hash: "sha256:1"}, Within: time.Hour,
+		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay", RequestHash: "sha256:1"}, Within: time.Hour,
 	}
 }
 
@@ -156,7 +156,7 @@ func TestTwoDecisionsAtOnce(t *testing.T) {
 		}
 		wg.Wait()
 		if got := get(t, d, e.ID); counted.Load() != 1 || len(got.Decisions) != 1 || got.Status == hitl.Pending ||
-			(got.Status == hitl.Approved) != got.Decisions[0].Approve {
+			(got.Status == hitl.Approved) != (got.Decisions[0].Decision == hitl.Approve) {
 			t.Fatalf("%d counted: %+v", counted.Load(), got)
 		}
 	}
@@ -196,7 +196,7 @@ func TestNobodyDecides(t *testing.T) {
 		o.Within = 90 * time.Minute
 		stopped := open(t, d, o)
 		ended := make(chan string, 8)
-		d.OnDecided(func(e hitl.Escalation) { ended <- e.ID + e.Status.String() })
+		d.OnDecided(func(e hitl.Escalation) { ended <- e.ID + string(e.Status) })
 		stop := run(t, d, &receiver{}, hitl.DispatcherOptions{Poll: 24 * time.Hour})
 		time.Sleep(time.Hour - time.Second)
 		synctest.Wait()
@@ -234,7 +234,7 @@ func TestUnreachable(t *testing.T) {
 		denied := open(t, d, about("deny", hitl.Unreachable{Do: hitl.UnreachableDeny}))
 		aborted := open(t, d, about("abort", hitl.Unreachable{Do: hitl.UnreachableAbort}))
 		paused := open(t, d, about("pause", hitl.Unreachable{Do: hitl.UnreachablePause}))
-		next := open(t, d, about("escalate", hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead", Within: 2 * time.Hour}))
+		next := open(t, d, about("escalate", hitl.Unreachable{Do: hitl.UnreachableEscalate, NextRole: "lead", Within: 2 * time.Hour}))
 		stop := run(t, d, r, hitl.DispatcherOptions{Poll: 24 * time.Hour})
 		time.Sleep(time.Hour - time.Second)
 		synctest.Wait()
@@ -253,7 +253,7 @@ func TestUnreachable(t *testing.T) {
 			t.Errorf("%+v, %d notifications", got, len(r.attempts(paused.ID)))
 		}
 		got := get(t, d, next.ID)
-		if got.Status != hitl.Pending || got.Role != "lead" || got.Round != 1 || got.State != hitl.Notified || len(r.attempts(next.ID)) != 2 || blocks(t, d, "w-escalate") != "" {
+		if got.Status != hitl.Pending || got.RequiredRole != "lead" || got.Round != 1 || got.State != hitl.Notified || len(r.attempts(next.ID)) != 2 || blocks(t, d, "w-escalate") != "" {
 			t.Errorf("%+v, %d notifications", got, len(r.attempts(next.ID)))
 		}
 		if _, err := d.Decide(t.Context(), next.ID, hitl.Vote{By: "user:ann", Roles: []string{hitl.DefaultRole}, Approve: true}); !errors.Is(err, hitl.ErrRole) {
@@ -283,7 +283,7 @@ func TestUnreachable(t *testing.T) {
 		}
 
 		// Who is asked next may be the first who comes after the deadline.
-		late = open(t, d, about("late", hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead"}))
+		late = open(t, d, about("late", hitl.Unreachable{Do: hitl.UnreachableEscalate, NextRole: "lead"}))
 		time.Sleep(time.Hour)
 		if got, err := d.Decide(t.Context(), late.ID, hitl.Vote{By: "user:lea", Roles: []string{"lead"}, Approve: true}); err != nil || got.Status != hitl.Approved {
 			t.Errorf("%+v, %v", got, err)
@@ -571,7 +571,7 @@ func TestDecisionsAgainstAModel(t *testing.T) {
 				requester string
 				deadline  time.Time
 			}{hitl.Pending, e.Held, map[string]bool{}, "p0", e.Deadline}
-			hash := e.Proposal.Hash
+			hash := e.Proposal.Hash()
 			for range 40 {
 				node := nodes[r.IntN(2)]
 				by := fmt.Sprint("p", r.IntN(4))

@@ -194,12 +194,12 @@ func (c *Dispatcher) succeed(ctx context.Context) error {
 			continue // due as it is
 		}
 		old, version, err := d.read(ctx, id)
-		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrUnreadable) || err == nil && (!old.due() || old.Delivery.Boot == "") {
+		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrUnreadable) || err == nil && (!old.due() || old.Boot == "") {
 			continue
 		}
 		gone := false
 		if err == nil {
-			gone, err = d.shared.Gone(ctx, old.Delivery.Boot)
+			gone, err = d.shared.Gone(ctx, old.Boot)
 		}
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrStore, err)
@@ -208,7 +208,7 @@ func (c *Dispatcher) succeed(ctx context.Context) error {
 			continue
 		}
 		e := *old
-		e.Delivery.Next, e.Delivery.Boot = now, ""
+		e.NextAttempt, e.Boot = now, ""
 		_, err = d.store.Commit(ctx, d.put(id, old, &e, store.VersionIs(version))...)
 		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another one was first
 			return fmt.Errorf("%w: %w", ErrStore, err)
@@ -313,7 +313,7 @@ func (c *Dispatcher) attempt(ctx context.Context, started time.Time, l *lease) {
 	}
 }
 
-// lease is an escalation that this dispatcher alone delivers, until its Delivery.Next.
+// lease is an escalation that this dispatcher alone delivers, until its NextAttempt.
 type lease struct {
 	id         uuid.UUID
 	escalation *Escalation
@@ -331,7 +331,7 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
 		return nil, c.postpone(ctx, name)
 	case err != nil && !errors.Is(err, ErrNotFound):
 		return nil, err
-	case err != nil || !old.due() || !old.Delivery.Next.Equal(due):
+	case err != nil || !old.due() || !old.NextAttempt.Equal(due):
 		// Another one has taken it or dealt with it. If the entry went with that, this deletes
 		// nothing; if it did not, it would be due forever.
 		return nil, c.commit(ctx, store.Write{Key: name, Delete: true})
@@ -341,10 +341,10 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
 		return nil, err
 	}
 	e := *old
-	e.Delivery.Attempts++
-	e.Delivery.Next = now.Add(2 * c.o.Attempt)
+	e.Attempts++
+	e.NextAttempt = now.Add(2 * c.o.Attempt)
 	if c.escalations.shared != nil {
-		e.Delivery.Boot = c.escalations.shared.Self().Boot
+		e.Boot = c.escalations.shared.Self().Boot
 	}
 	version, err = c.escalations.store.Commit(ctx, c.escalations.put(id, old, &e, store.VersionIs(version))...)
 	var lost *store.Conflict
@@ -378,16 +378,16 @@ func (c *Dispatcher) commit(ctx context.Context, batch ...store.Write) error {
 // settle records the outcome of an attempt. cut says that the dispatcher ended it. It returns nil
 // if the outcome does not matter any more.
 func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bool) (*Escalation, error) {
-	until := l.escalation.Delivery.Next
+	until := l.escalation.NextAttempt
 	for old, version := l.escalation, l.version; ; {
 		now, err := c.escalations.now(ctx)
 		if err != nil {
 			return nil, err
 		}
 		e := *old
-		e.Delivery.Boot = ""
+		e.Boot = ""
 		if cut {
-			e.Delivery.Next = now
+			e.NextAttempt = now
 		} else {
 			c.conclude(&e, now, outcome)
 		}
@@ -408,7 +408,7 @@ func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bo
 		}
 		// A delivery counts whoever has the lease, but for another role that is asked by now; a failure
 		// only from its holder.
-		if !old.due() || old.Round != l.escalation.Round || outcome != nil && !old.Delivery.Next.Equal(until) {
+		if !old.due() || old.Round != l.escalation.Round || outcome != nil && !old.NextAttempt.Equal(until) {
 			return nil, nil
 		}
 	}
@@ -416,18 +416,18 @@ func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bo
 
 func (c *Dispatcher) conclude(e *Escalation, now time.Time, outcome error) {
 	if outcome == nil {
-		e.State, e.Changed, e.Delivery.Next, e.Delivery.LastError = Notified, now, time.Time{}, ""
+		e.State, e.Changed, e.NextAttempt, e.LastError = Notified, now, time.Time{}, ""
 		return
 	}
-	e.Delivery.LastError = shorten(outcome.Error(), maxError)
+	e.LastError = shorten(outcome.Error(), maxError)
 	end := e.Opened.Add(c.o.MaxAge)
 	if errors.Is(outcome, ErrRefused) || c.o.MaxAge > 0 && !now.Before(end) {
-		e.State, e.Changed, e.Delivery.Next = Undeliverable, now, time.Time{}
+		e.State, e.Changed, e.NextAttempt = Undeliverable, now, time.Time{}
 		return
 	}
-	e.Delivery.Next = now.Add(c.wait(e.Delivery.Attempts, outcome))
-	if c.o.MaxAge > 0 && e.Delivery.Next.After(end) {
-		e.Delivery.Next = end // the last one
+	e.NextAttempt = now.Add(c.wait(e.Attempts, outcome))
+	if c.o.MaxAge > 0 && e.NextAttempt.After(end) {
+		e.NextAttempt = end // the last one
 	}
 }
 

@@ -10,9 +10,6 @@
 package hitl
 
 import (
-	"crypto/hmac"
-	"crypto/sha256"
-	"encoding/base64"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -102,44 +99,32 @@ func Causes() []Cause {
 }
 
 // State is the state of an escalation's notification; Status is that of the decision.
-type State uint8
+type State string
 
 // The states.
 const (
 	// Open: not delivered yet. Such an escalation never expires.
-	Open State = 1 + iota
+	Open State = "open"
 	// Notified: the notifier has accepted it.
-	Notified
+	Notified State = "notified"
 	// Undeliverable: the notifier refused it for good, or did not accept it in time. It still
 	// needs a human.
-	Undeliverable
+	Undeliverable State = "undeliverable"
 )
 
 // States lists the states, in the order in which they are documented.
 func States() []State { return []State{Open, Notified, Undeliverable} }
 
-// String is the word used in documents and logs.
-func (s State) String() string {
-	switch s {
-	case Open:
-		return "open"
-	case Notified:
-		return "notified"
-	case Undeliverable:
-		return "undeliverable"
-	default:
-		return fmt.Sprintf("state_%d", uint8(s))
-	}
-}
-
 // Links lead from an escalation to its subjects. All are optional, and cut at 2,048 bytes.
 type Links struct {
 	// Checkpoint and Error are ids of tokens, Rollback is a rollback's id.
-	Checkpoint, Rollback, Error string
-	// Execution is the hash by which operators name an execution.
-	Execution string
+	Checkpoint string `json:"checkpoint,omitempty"`
+	Rollback   string `json:"rollback,omitempty"` // see Checkpoint
+	Error      string `json:"error,omitempty"`    // see Checkpoint
+	// Execution is the hash by which operators name an execution: the execution key in hexadecimal.
+	Execution string `json:"execution,omitempty"`
 	// Upstream is an upstream's address.
-	Upstream string
+	Upstream string `json:"upstream,omitempty"`
 }
 
 // Opening is a request to a human. It holds nothing secret: it is sent to the notifier unchanged
@@ -198,7 +183,7 @@ func (o *Opening) check() error {
 		return fmt.Errorf("%w: summary is empty; write a sentence for whoever has to decide", ErrOpening)
 	case !slices.Contains([]ProposalKind{"", RunCall, Resume, PartialRollback, ContinueRollback}, o.Proposal.Kind):
 		return fmt.Errorf("%w: proposal is %q, which nothing carries out", ErrOpening, o.Proposal.Kind)
-	case len(o.Proposal.Hash) > maxHash || len(o.Role) > maxRole:
+	case len(o.Proposal.Hash()) > maxHash || len(o.Role) > maxRole:
 		return fmt.Errorf("%w: hash or role is longer than 128 bytes", ErrOpening)
 	case o.Unreachable.Check() != nil:
 		return fmt.Errorf("%w: %w", ErrOpening, o.Unreachable.Check())
@@ -210,66 +195,82 @@ func (o *Opening) check() error {
 	return nil
 }
 
-// Escalation is the record of an Opening. It is sealed in the store.
+// Escalation is the record of an Opening: a case that only a person can decide. Its members are an API; what
+// nobody is shown is Private. It is sealed in the store.
 type Escalation struct {
 	// ID is a UUID derived from the opening's key and the store's index key: known before the
 	// commit, and revealing nothing of the key. A key that is opened again after its escalation
 	// has expired gets the same id.
-	ID               string
-	Level            Level
-	Cause            Cause
-	Summary          string
-	Workflow, Caller string
-	Links            Links
-	State            State
-	// Opened and Changed are when it was opened, and when its state or status last changed.
-	Opened, Changed time.Time
-	Delivery        Delivery
-
-	Status   Status
-	Proposal Proposal
-	// Role, Quorum, Final and Requester are those of the Opening.
-	Role      string
-	Final     bool
-	Quorum    int
-	Requester string
+	ID string `json:"id"`
+	// Level is 1 (pause), 2 (approval) or 3 (stop), LevelName the word.
+	Level     Level  `json:"level"`
+	LevelName string `json:"level_name"` // see Level
+	State     State  `json:"state"`
+	// Cause is a fixed word, Summary a sentence.
+	Cause   Cause  `json:"cause"`
+	Summary string `json:"summary"` // see Cause
+	// Workflow and Caller are those of the case.
+	Workflow string `json:"workflow,omitempty"`
+	Caller   string `json:"caller,omitempty"` // see Workflow
+	// WorkflowName is the caller's name of the workflow, if that is another one; for operators. It is not stored.
+	WorkflowName string `json:"workflow_name,omitempty"`
+	// Links has the ids of what the case is about.
+	Links Links `json:"links"`
+	// Opened is when it was opened, Changed when its state or status last changed.
+	Opened  time.Time `json:"opened"`
+	Changed time.Time `json:"changed"` // see Opened
+	// Attempts counts the attempts to notify somebody, and LastError is why the last one failed, at most 512 bytes;
+	// empty if it did not.
+	Attempts  int    `json:"attempts"`
+	LastError string `json:"last_error,omitempty"` // see Attempts
+	// NextAttempt is when the next attempt is due; zero if none is. During an attempt it is when another
+	// dispatcher may take over, because this one must have died.
+	NextAttempt time.Time `json:"next_attempt,omitzero"`
+	Status      Status    `json:"status"`
+	// Proposal is what an approval does; it is missing if there is nothing to do.
+	Proposal Proposal `json:"proposal,omitzero"`
+	// RequiredRole is that of who may decide; who has the admin API has every role. Quorum is
+	// how many have to approve, if that is more than one.
+	RequiredRole string `json:"required_role"`
+	Quorum       int    `json:"quorum,omitempty"` // see RequiredRole
+	// Requester is who asked, and cannot approve.
+	Requester string `json:"requester,omitempty"`
 	// Deadline is when it expires undecided, and Unreachable happens; zero is never.
-	Deadline    time.Time
-	Unreachable Unreachable // see Deadline
+	Deadline time.Time `json:"deadline,omitzero"`
+	Unreachable
 	// Held says that it keeps new calls of its workflow from beginning, until it is approved.
-	Held bool
-	// Decisions are what people said, the latest last. Round counts how often the question was
-	// asked again.
-	Decisions []Decision
-	Round     int
-	// Participants are told what it holds, and Notice that nobody is asked: see Opening.
-	Participants []Participant
-	Notice       bool // see Participants
+	Held bool `json:"held,omitempty"`
+	// Participants are the gateways that are told what it holds.
+	Participants []Participant `json:"participants,omitempty"`
+	// Decisions are what people said, the latest last.
+	Decisions []Decision `json:"decisions,omitempty"`
 	// Token is the id of the token that says that it was opened, Resolution that of the latest
 	// decision; empty where no ledger is kept.
-	Token, Resolution string
+	Token      string `json:"token,omitempty"`
+	Resolution string `json:"resolution,omitempty"` // see Token
 
 	// Page is the URL of a page that shows and decides it, for a Notifier. It is not stored.
-	Page string
-
-	unknown []byte // fields of a newer build, which are written back as they are
+	Page    string `json:"-"`
+	Private `json:"-"`
 }
 
-// Delivery is the state of the notification.
-type Delivery struct {
-	// Attempts counts the attempts begun.
-	Attempts int
-	// LastError is the last failure, at most 512 bytes; empty once an attempt succeeded.
-	LastError string
-	// Next is when the next attempt is due; zero if none is. During an attempt it is when another
-	// dispatcher may take over, because this one must have died.
-	Next time.Time
+// Private is what is stored with an Escalation, and shown to nobody.
+type Private struct {
+	// Final and Notice are those of the Opening.
+	Final  bool
+	Notice bool // see Final
+	// Round counts how often the question was asked again.
+	Round int
+	// Approvals is how many of the Decisions, the last ones, are approvals of this round.
+	Approvals int
+	// Tokens are the hashes of the tokens that have decided. Each counts once.
+	Tokens []string
 	// Boot is that of the member of a shared store that makes an attempt; empty otherwise. Once it is gone,
 	// another one takes over at once.
 	Boot string
 }
 
-// errEncoding: it opened but cannot be decoded: a bug, since newer builds only add fields.
+// errEncoding: it opened but cannot be decoded: a bug.
 var errEncoding = errors.New("hitl: the encoding of an escalation is broken")
 
 // Longest recorded forms, in bytes. They keep a record far below store.MaxValue.
@@ -293,246 +294,58 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
-// The tags of an escalation's fields. Readers keep unknown ones. The id is in the record's name.
-const (
-	tagLevel = 1 + iota
-	tagCause
-	tagSummary
-	tagWorkflow
-	tagCaller
-	tagCheckpoint
-	tagRollback
-	tagError
-	tagExecution
-	tagUpstream
-	tagState
-	tagOpened
-	tagChanged
-	tagAttempts
-	tagLastError
-	tagNext
-)
-
-const (
-	tagStatus = 32 + iota
-	tagProposal
-	tagProposalText
-	tagHash
-	tagRole
-	tagQuorum
-	tagRequester
-	tagDeadline
-	tagHeld
-	tagDecision
-	tagRound
-	tagToken
-	tagResolution
-	tagFinal
-	tagUnreachable
-	tagNextRole
-	tagNextWithin
-	tagParticipant
-	tagNotice
-	tagBoot
-)
-
-// The tags of a decision's fields.
-const (
-	tagBy = 1 + iota
-	tagApprove
-	tagReason
-	tagAt
-	tagIn
-	tagWith
-)
-
-func decodeDecision(b []byte) (d Decision, err error) {
-	from := store.Decoder{B: b, Broken: errEncoding}
-	for from.Next() {
-		switch from.Tag {
-		case tagBy:
-			d.By = string(from.Field)
-		case tagApprove:
-			d.Approve = from.Int() != 0
-		case tagReason:
-			d.Reason = string(from.Field)
-		case tagAt:
-			d.At = from.Time().UTC()
-		case tagIn:
-			d.Round = int(from.Int())
-		case tagWith:
-			d.Token = string(from.Field)
-		}
-	}
-	return d, from.Err
+// stored is the form of an escalation in the store, before it is sealed.
+type stored struct {
+	*Escalation
+	Private   Private       `json:"private"`
+	Within    time.Duration `json:"within"` // of Unreachable
+	Addresses []address     `json:"addresses"`
 }
 
-// encode appends the fields, and then those unknown to this build.
-func (e *Escalation) encode(b []byte) []byte {
-	to := store.Encoder{B: b}
-	to.Int(tagLevel, int64(e.Level))
-	to.String(tagCause, string(e.Cause))
-	to.String(tagSummary, e.Summary)
-	to.String(tagWorkflow, e.Workflow)
-	to.String(tagCaller, e.Caller)
-	to.String(tagCheckpoint, e.Links.Checkpoint)
-	to.String(tagRollback, e.Links.Rollback)
-	to.String(tagError, e.Links.Error)
-	to.String(tagExecution, e.Links.Execution)
-	to.String(tagUpstream, e.Links.Upstream)
-	to.Int(tagState, int64(e.State))
-	to.Time(tagOpened, e.Opened)
-	to.Time(tagChanged, e.Changed)
-	to.Int(tagAttempts, int64(e.Delivery.Attempts))
-	to.String(tagLastError, e.Delivery.LastError)
-	to.Time(tagNext, e.Delivery.Next)
-	to.Int(tagStatus, int64(e.Status))
-	to.String(tagProposal, string(e.Proposal.Kind))
-	to.String(tagProposalText, e.Proposal.Text)
-	to.String(tagHash, e.Proposal.Hash)
-	to.String(tagRole, e.Role)
-	to.Int(tagQuorum, int64(e.Quorum))
-	to.String(tagRequester, e.Requester)
-	to.Time(tagDeadline, e.Deadline)
-	to.Bool(tagHeld, e.Held)
-	for i := range e.Decisions {
-		d, one := &e.Decisions[i], store.Encoder{}
-		one.String(tagBy, d.By)
-		one.Bool(tagApprove, d.Approve)
-		one.String(tagReason, d.Reason)
-		one.Time(tagAt, d.At)
-		one.Int(tagIn, int64(d.Round))
-		one.String(tagWith, d.Token)
-		store.Field(&to, tagDecision, one.B)
-	}
-	to.Int(tagRound, int64(e.Round))
-	to.String(tagToken, e.Token)
-	to.String(tagResolution, e.Resolution)
-	to.Bool(tagFinal, e.Final)
-	to.String(tagUnreachable, string(e.Unreachable.Do))
-	to.String(tagNextRole, e.Unreachable.Role)
-	to.Int(tagNextWithin, int64(e.Unreachable.Within))
+func (e *Escalation) encode() []byte {
+	s := stored{Escalation: e, Private: e.Private, Within: e.Within}
 	for i := range e.Participants {
-		store.Field(&to, tagParticipant, e.Participants[i].encode())
+		s.Addresses = append(s.Addresses, e.Participants[i].address)
 	}
-	to.Bool(tagNotice, e.Notice)
-	to.String(tagBoot, e.Delivery.Boot)
-	return append(to.B, e.unknown...)
+	text, _ := json.Marshal(s) // strings, numbers and times of this century
+	return text
 }
 
-// decode reads what encode wrote, without the id.
-func decode(b []byte) (*Escalation, error) {
-	e := new(Escalation)
-	d := store.Decoder{B: b, Broken: errEncoding}
-	for d.Next() {
-		switch d.Tag {
-		case tagLevel:
-			e.Level = Level(small(&d))
-		case tagCause:
-			e.Cause = Cause(d.Field)
-		case tagSummary:
-			e.Summary = string(d.Field)
-		case tagWorkflow:
-			e.Workflow = string(d.Field)
-		case tagCaller:
-			e.Caller = string(d.Field)
-		case tagCheckpoint:
-			e.Links.Checkpoint = string(d.Field)
-		case tagRollback:
-			e.Links.Rollback = string(d.Field)
-		case tagError:
-			e.Links.Error = string(d.Field)
-		case tagExecution:
-			e.Links.Execution = string(d.Field)
-		case tagUpstream:
-			e.Links.Upstream = string(d.Field)
-		case tagState:
-			e.State = State(small(&d))
-		case tagOpened:
-			e.Opened = d.Time().UTC()
-		case tagChanged:
-			e.Changed = d.Time().UTC()
-		case tagAttempts:
-			e.Delivery.Attempts = int(d.Int())
-		case tagLastError:
-			e.Delivery.LastError = string(d.Field)
-		case tagNext:
-			e.Delivery.Next = d.Time().UTC()
-		case tagStatus:
-			e.Status = Status(small(&d))
-		case tagProposal:
-			e.Proposal.Kind = ProposalKind(d.Field)
-		case tagProposalText:
-			e.Proposal.Text = string(d.Field)
-		case tagHash:
-			e.Proposal.Hash = string(d.Field)
-		case tagRole:
-			e.Role = string(d.Field)
-		case tagQuorum:
-			e.Quorum = int(d.Int())
-		case tagRequester:
-			e.Requester = string(d.Field)
-		case tagDeadline:
-			e.Deadline = d.Time().UTC()
-		case tagHeld:
-			e.Held = d.Int() != 0
-		case tagDecision:
-			one, err := decodeDecision(d.Field)
-			if d.Err == nil {
-				d.Err = err
-			}
-			e.Decisions = append(e.Decisions, one)
-		case tagRound:
-			e.Round = int(d.Int())
-		case tagToken:
-			e.Token = string(d.Field)
-		case tagResolution:
-			e.Resolution = string(d.Field)
-		case tagFinal:
-			e.Final = d.Int() != 0
-		case tagUnreachable:
-			e.Unreachable.Do = UnreachableKind(d.Field)
-		case tagNextRole:
-			e.Unreachable.Role = string(d.Field)
-		case tagNextWithin:
-			e.Unreachable.Within = time.Duration(d.Int())
-		case tagParticipant:
-			p, err := decodeParticipant(d.Field)
-			if d.Err == nil {
-				d.Err = err
-			}
-			e.Participants = append(e.Participants, p)
-		case tagNotice:
-			e.Notice = d.Int() != 0
-		case tagBoot:
-			e.Delivery.Boot = string(d.Field)
-		default:
-			e.unknown = append(e.unknown, d.Raw...)
-		}
+// decode reads what encode wrote.
+func decode(text []byte) (*Escalation, error) {
+	s := stored{Escalation: new(Escalation)}
+	if err := json.Unmarshal(text, &s); err != nil {
+		return nil, fmt.Errorf("%w: %w", errEncoding, err)
 	}
-	if d.Err == nil && (e.Level == 0 || e.State == 0 || e.Delivery.Attempts < 0) {
-		d.Err = errEncoding
+	e := s.Escalation
+	if e.Level == 0 || e.State == "" || e.Status == "" || len(s.Addresses) != len(e.Participants) {
+		return nil, errEncoding
 	}
-	if e.Status == 0 { // of a build without decisions: it holds nothing, and can be acknowledged
-		e.Status = Pending
+	e.Private, e.Within = s.Private, s.Within
+	for i := range e.Participants {
+		e.Participants[i].address = s.Addresses[i]
 	}
-	return e, d.Err
+	return e, nil
 }
 
-// small reads a level or a state.
-func small(d *store.Decoder) uint8 {
-	v := d.Int()
-	if v < 0 || v > 255 {
-		d.Err = errEncoding
+// indexed is the value of an escalation's index entries by age, by which listings select.
+func (e *Escalation) indexed() []byte {
+	return fmt.Appendf(nil, "%d %s %s %t", e.Level, e.State, e.Status, e.Held)
+}
+
+// readIndexed reads what indexed wrote, as far as that goes.
+func readIndexed(value []byte) (e Escalation) {
+	if words := strings.Fields(string(value)); len(words) == 4 {
+		e.Level, e.State, e.Status, e.Held = Level(words[0][0]-'0'), State(words[1]), Status(words[2]), words[3] == "true"
 	}
-	return uint8(v)
+	return e
 }
 
 // The store's keys of escalations. Nothing of a caller is readable in them; only times,
-// levels and states are plain.
+// levels, states and statuses are plain.
 //
 //	h e id                        the escalation, sealed
-//	h t opened id                 index: all by age; the value is level, state, status, and whether it holds
+//	h t opened id                 index: all by age; see Escalation.indexed
 //	h w workflow opened id        index: a workflow's by age; the same value
 //	h v workflow                  changes whenever something begins to hold the workflow, where gateways share the store
 //	h u level due id              index: those to be delivered
@@ -615,25 +428,26 @@ func (e *Escalation) expires() time.Time {
 // put is the batch that changes an escalation from old, which may be nil, to new, with its index
 // entries. The record comes first.
 func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
-	name, expires := recordKey(id), new.expires()
+	name, expires, hold := recordKey(id), new.expires(), new.Hold()
+	new.Participants = slices.Clone(new.Participants)
+	for i := range new.Participants {
+		new.Participants[i].State = hold
+	}
 	batch := make([]store.Write, 1, 8)
-	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(nil), name), Expires: expires}
+	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(), name), Expires: expires}
 	if old == nil || old.State != new.State || old.Status != new.Status || !old.Changed.Equal(new.Changed) {
-		value := []byte{byte(new.Level), byte(new.State), byte(new.Status), 0}
-		if new.Held {
-			value[3] = 1
-		}
+		value := new.indexed()
 		batch = append(batch, store.Write{Key: ageKey(new.Opened, id), Value: value, Expires: expires})
 		if new.Workflow != "" {
 			of := appendPlace(d.workflowPrefix(new.Workflow), new.Opened, id)
 			batch = append(batch, store.Write{Key: of, Value: value, Expires: expires})
 		}
 	}
-	if old != nil && old.due() && !(new.due() && old.Delivery.Next.Equal(new.Delivery.Next)) {
-		batch = append(batch, store.Write{Key: dueKey(old.Level, old.Delivery.Next, id), Delete: true})
+	if old != nil && old.due() && !(new.due() && old.NextAttempt.Equal(new.NextAttempt)) {
+		batch = append(batch, store.Write{Key: dueKey(old.Level, old.NextAttempt, id), Delete: true})
 	}
-	if new.due() && !(old != nil && old.due() && old.Delivery.Next.Equal(new.Delivery.Next)) {
-		batch = append(batch, store.Write{Key: dueKey(new.Level, new.Delivery.Next, id)})
+	if new.due() && !(old != nil && old.due() && old.NextAttempt.Equal(new.NextAttempt)) {
+		batch = append(batch, store.Write{Key: dueKey(new.Level, new.NextAttempt, id)})
 	}
 	if now, before := new.Held || new.waits(), old != nil && (old.Held || old.waits()); now != before {
 		hold := store.Write{Key: append([]byte{space, kindHold}, id[:]...), Delete: before}
@@ -673,62 +487,4 @@ func (e *Escalation) expiry() time.Time {
 }
 
 // due reports whether it is still to be delivered.
-func (e *Escalation) due() bool { return e.State == Open && !e.Delivery.Next.IsZero() }
-
-// typeOpened is the only type of message so far.
-const typeOpened = "escalation.opened"
-
-// message is the body; the package's comment describes it.
-type message struct {
-	Type      string    `json:"type"`
-	Timestamp time.Time `json:"timestamp"`
-	Data      data      `json:"data"`
-}
-
-type data struct {
-	ID        string `json:"id"`
-	Gateway   string `json:"gateway,omitempty"`
-	Level     uint8  `json:"level"`
-	LevelName string `json:"level_name"`
-	Cause     string `json:"cause"`
-	Summary   string `json:"summary"`
-	Workflow  string `json:"workflow,omitempty"`
-	Caller    string `json:"caller,omitempty"`
-	Links     links  `json:"links"`
-	Proposal  string `json:"proposal,omitempty"`
-	// Deadline is when it counts as denied. Page needs a sign-in.
-	Deadline time.Time `json:"deadline,omitzero"`
-	Page     string    `json:"page,omitempty"`
-}
-
-type links struct {
-	Checkpoint string `json:"checkpoint,omitempty"`
-	Rollback   string `json:"rollback,omitempty"`
-	Error      string `json:"error,omitempty"`
-	Execution  string `json:"execution,omitempty"`
-	Upstream   string `json:"upstream,omitempty"`
-}
-
-func body(e *Escalation, gateway string) ([]byte, error) {
-	return json.Marshal(message{
-		Type:      typeOpened,
-		Timestamp: e.Opened,
-		Data: data{
-			ID: e.ID, Gateway: gateway, Level: uint8(e.Level), LevelName: e.Level.String(),
-			Cause: string(e.Cause), Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: links(e.Links),
-			Proposal: string(e.Proposal.Kind), Deadline: e.Deadline, Page: e.Page,
-		},
-	})
-}
-
-// sign is the value of webhook-signature: one signature for each key.
-func sign(keys [][]byte, id, timestamp string, body []byte) string {
-	all := make([]string, len(keys))
-	for i, key := range keys {
-		mac := hmac.New(sha256.New, key)
-		mac.Write([]byte(id + "." + timestamp + "."))
-		mac.Write(body)
-		all[i] = "v1," + base64.StdEncoding.EncodeToString(mac.Sum(nil))
-	}
-	return strings.Join(all, " ")
-}
+func (e *Escalation) due() bool { return e.State == Open && !e.NextAttempt.IsZero() }

@@ -34,7 +34,7 @@ func holding(key string) hitl.Opening {
 }
 
 func approval(by string, e hitl.Escalation) hitl.Vote {
-	return hitl.Vote{By: by, Every: true, Approve: true, Hash: e.Proposal.Hash, Reason: "seen"}
+	return hitl.Vote{By: by, Every: true, Approve: true, Hash: e.Proposal.Hash(), Reason: "seen"}
 }
 
 // ADR 0133: what people hold at one gateway keeps calls from beginning at all of them from its commit on, also those
@@ -186,13 +186,13 @@ func TestFleetDeadlinesActOnce(t *testing.T) {
 			defer run(t, d.Store, r, hitl.DispatcherOptions{})()
 		}
 		o := opening("k")
-		o.Within, o.Unreachable = time.Hour, hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "boss", Within: time.Hour}
+		o.Within, o.Unreachable = time.Hour, hitl.Unreachable{Do: hitl.UnreachableEscalate, NextRole: "boss", Within: time.Hour}
 		e := open(t, all[0].Store, o)
 		synctest.Wait()
 		all[0].Remove() // who has opened it does not live to see it
 		time.Sleep(90 * time.Minute)
 		synctest.Wait()
-		if got := get(t, all[1].Store, e.ID); got.Status != hitl.Pending || got.Round != 1 || got.Role != "boss" || ended.Load() != 0 {
+		if got := get(t, all[1].Store, e.ID); got.Status != hitl.Pending || got.Round != 1 || got.RequiredRole != "boss" || ended.Load() != 0 {
 			t.Errorf("%+v, %d ends", got, ended.Load())
 		}
 		time.Sleep(time.Hour)
@@ -234,7 +234,7 @@ func TestFleetTakesOverDeliveries(t *testing.T) {
 		if n := len(quick.attempts(e.ID)); n != 1 || time.Since(began) != 0 {
 			t.Errorf("delivered %d times, %s after it was gone", n, time.Since(began))
 		}
-		if got := get(t, b.Store, e.ID); got.State != hitl.Notified || got.Delivery != (hitl.Delivery{Attempts: 2}) {
+		if got := get(t, b.Store, e.ID); got.State != hitl.Notified || delivery(got) != "2" {
 			t.Errorf("%+v", got)
 		}
 		endA()

@@ -17,34 +17,45 @@ import (
 // Participant is another gateway that keeps new calls of the escalation's workflow from beginning as
 // long as this one does (ATD, "Interaction with HITL").
 type Participant struct {
-	// Agent is its identity, and URI where it takes part in rollbacks; 2,048 bytes each.
-	Agent, URI string
-	// Confirmed is what it has confirmed last, at that time; zero is nothing.
-	Confirmed Hold
-	At        time.Time // see Confirmed
+	// Agent is its identity, at most 2,048 bytes.
+	Agent string `json:"agent"`
+	// State is what it is told. Confirmed is what it has confirmed last, at that time; empty is nothing.
+	State     Hold      `json:"state"`
+	Confirmed Hold      `json:"confirmed,omitempty"` // see State
+	At        time.Time `json:"at,omitzero"`         // see State
 	// Since is when it has failed to confirm what holds now, and Reason why, in a fixed word; zero
 	// where it has not failed.
-	Since  time.Time
-	Reason string // see Since
+	Since  time.Time `json:"unreachable_since,omitzero"`
+	Reason string    `json:"reason,omitempty"` // see Since
+
+	address `json:"-"`
+}
+
+// NewParticipant is a participant that takes part in rollbacks at a URI, of at most 2,048 bytes.
+func NewParticipant(agent, uri string) Participant {
+	return Participant{Agent: agent, address: address{URI: uri}}
+}
+
+// address is what is stored of a participant, and shown to nobody.
+type address struct {
+	// URI is where it takes part in rollbacks.
+	URI string
 	// Refused says that it does not know how to be held, and is not asked again.
 	Refused bool
 }
 
 // Hold is what participants are told of an escalation. A later one is never taken back.
-type Hold uint8
+type Hold string
 
-// The holds.
+// The holds. The later one is the greater word.
 const (
 	// Holding: new calls of the workflow do not begin.
-	Holding Hold = 1 + iota
+	Holding Hold = "held"
 	// Lifted: they may again.
-	Lifted
+	Lifted Hold = "lifted"
 )
 
-// String is the word used in documents.
-func (h Hold) String() string { return [...]string{"", "held", "lifted"}[h%3] }
-
-// Hold is what its participants are told; zero is nothing yet.
+// Hold is what its participants are told; empty is nothing yet.
 func (e *Escalation) Hold() Hold {
 	switch {
 	case e.Held, e.Notice && e.Final:
@@ -52,11 +63,11 @@ func (e *Escalation) Hold() Hold {
 	case e.Status == Approved, e.Status == Withdrawn:
 		return Lifted
 	}
-	return 0
+	return ""
 }
 
 // settled reports whether a participant needs to hear nothing more.
-func (p *Participant) settled(now Hold) bool { return now == 0 || p.Refused || p.Confirmed >= now }
+func (p *Participant) settled(now Hold) bool { return now == "" || p.Refused || p.Confirmed >= now }
 
 // unsettled reports whether some participant has not confirmed what holds now.
 func (e *Escalation) unsettled() bool {
@@ -72,52 +83,6 @@ const (
 	// maxReaching bounds the attempts that run at once.
 	maxReaching = 8
 )
-
-// The tags of a participant's fields.
-const (
-	tagAgent = 1 + iota
-	tagURI
-	tagConfirmed
-	tagConfirmedAt
-	tagSince
-	tagWhy
-	tagRefused
-)
-
-func (p *Participant) encode() []byte {
-	to := store.Encoder{}
-	to.String(tagAgent, p.Agent)
-	to.String(tagURI, p.URI)
-	to.Int(tagConfirmed, int64(p.Confirmed))
-	to.Time(tagConfirmedAt, p.At)
-	to.Time(tagSince, p.Since)
-	to.String(tagWhy, p.Reason)
-	to.Bool(tagRefused, p.Refused)
-	return to.B
-}
-
-func decodeParticipant(b []byte) (p Participant, err error) {
-	from := store.Decoder{B: b, Broken: errEncoding}
-	for from.Next() {
-		switch from.Tag {
-		case tagAgent:
-			p.Agent = string(from.Field)
-		case tagURI:
-			p.URI = string(from.Field)
-		case tagConfirmed:
-			p.Confirmed = Hold(small(&from))
-		case tagConfirmedAt:
-			p.At = from.Time().UTC()
-		case tagSince:
-			p.Since = from.Time().UTC()
-		case tagWhy:
-			p.Reason = string(from.Field)
-		case tagRefused:
-			p.Refused = from.Int() != 0
-		}
-	}
-	return p, from.Err
-}
 
 // Lift ends what an escalation of an occasion holds, whatever was decided about it. If none was
 // opened yet, it is recorded as lifted, so that o opens nothing any more: messages may overtake

@@ -36,7 +36,7 @@ func (w *listener) answered(p hitl.Participant, e hitl.Escalation) {
 func (w *listener) hear(_ context.Context, p *hitl.Participant, e *hitl.Escalation) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.heard = append(w.heard, p.Agent+" "+e.Hold().String())
+	w.heard = append(w.heard, p.Agent+" "+string(e.Hold()))
 	return w.fails[p.Agent]
 }
 
@@ -78,7 +78,7 @@ func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
 		start()
 		e, err := d.Open(t.Context(), hitl.Opening{
 			Key: "k", Level: hitl.Pause, Cause: hitl.CauseOther, Summary: "s", Workflow: "w",
-			Participants: []hitl.Participant{{Agent: "a", URI: "u"}, {Agent: "b", URI: "u"}, {Agent: "c", URI: "u"}},
+			Participants: []hitl.Participant{hitl.NewParticipant("a", "u"), hitl.NewParticipant("b", "u"), hitl.NewParticipant("c", "u")},
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -92,7 +92,7 @@ func TestParticipantsAreToldUntilTheyConfirm(t *testing.T) {
 			t.Fatalf("%+v, %v", seen, err)
 		}
 		p := seen[0].Participants
-		if p[0].Confirmed != hitl.Holding || p[1].Confirmed != 0 || p[1].Since.IsZero() || p[1].Reason != "unreachable" || !p[2].Refused || p[2].Reason != "unsupported" {
+		if p[0].Confirmed != hitl.Holding || p[1].Confirmed != "" || p[1].Since.IsZero() || p[1].Reason != "unreachable" || !p[2].Refused || p[2].Reason != "unsupported" {
 			t.Errorf("%+v", p)
 		}
 		if open, err := d.Unconfirmed(t.Context()); err != nil || len(open) != 1 || open["b"] != 1 {
@@ -186,7 +186,7 @@ func TestParticipantIsNotToldWhatItHasJustConfirmed(t *testing.T) {
 			}
 			synctest.Wait()
 		}
-		open("k", hitl.Participant{Agent: "a", URI: "u"})
+		open("k", hitl.NewParticipant("a", "u"))
 		read := make(chan struct{})
 		st.mu.Lock()
 		st.armed = read
@@ -263,7 +263,7 @@ func TestParticipantsStandInTheSameCommit(t *testing.T) {
 	}
 	o := hitl.Opening{
 		Key: "k", Level: hitl.Stop, Cause: hitl.CauseOther, Summary: "s", Workflow: "w", Notice: true, Lifted: true, Final: true,
-		Participants: []hitl.Participant{{Agent: "a", URI: "u"}},
+		Participants: []hitl.Participant{hitl.NewParticipant("a", "u")},
 	}
 	p, err := d.Prepare(t.Context(), o)
 	if err != nil || entries() != 0 {
@@ -277,7 +277,7 @@ func TestParticipantsStandInTheSameCommit(t *testing.T) {
 	}
 	o.Key = "many"
 	for i := range 65 {
-		o.Participants = append(o.Participants, hitl.Participant{Agent: fmt.Sprint(i), URI: "u"})
+		o.Participants = append(o.Participants, hitl.NewParticipant(fmt.Sprint(i), "u"))
 	}
 	if _, err := d.Prepare(t.Context(), o); !errors.Is(err, hitl.ErrOpening) {
 		t.Errorf("%v", err)

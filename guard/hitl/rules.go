@@ -31,11 +31,10 @@ type Rule struct {
 // unreachable are the members of a rule, or of all rules that have none, that say what happens where
 // nobody decides.
 type unreachable struct {
-	// UnreachableHuman is an UnreachableKind. With it, or TimeoutS, there is a time to decide: so
-	// many seconds, or 24 h. Without both there is none.
-	UnreachableHuman UnreachableKind `json:"unreachable_human"`
-	NextRole         string          `json:"next_role"` // is asked by UnreachableEscalate
-	TimeoutS         float64         `json:"timeout_s"` // see UnreachableHuman
+	Unreachable
+	// TimeoutS is the time to decide, in seconds. Where there is Unreachable alone it is 24 h; without both there
+	// is none.
+	TimeoutS float64 `json:"timeout_s"`
 }
 
 // read is what they say; nil if they say nothing.
@@ -46,11 +45,12 @@ func (u *unreachable) read() (*Unreachable, error) {
 	if !(u.TimeoutS >= 0 && u.TimeoutS <= maxTimeout.Seconds()) {
 		return nil, fmt.Errorf("timeout_s: it is %v; use seconds, up to a year", u.TimeoutS)
 	}
-	read := &Unreachable{Do: u.UnreachableHuman, Role: u.NextRole, Within: time.Duration(u.TimeoutS * float64(time.Second))}
+	read := u.Unreachable
+	read.Within = time.Duration(u.TimeoutS * float64(time.Second))
 	if err := read.Check(); err != nil {
 		return nil, fmt.Errorf("unreachable_human: %w", err)
 	}
-	return read, nil
+	return &read, nil
 }
 
 const maxTimeout = 365 * 24 * time.Hour

@@ -125,7 +125,7 @@ func TestRulesOfUnreachablePeople(t *testing.T) {
 		t.Errorf("%+v", set.Unreachable)
 	}
 	for i, want := range []hitl.Opening{
-		{Within: time.Minute, Unreachable: hitl.Unreachable{Do: hitl.UnreachableEscalate, Role: "lead", Within: time.Minute}},
+		{Within: time.Minute, Unreachable: hitl.Unreachable{Do: hitl.UnreachableEscalate, NextRole: "lead", Within: time.Minute}},
 		{Within: time.Second / 2, Unreachable: pause},
 		{Within: 24 * time.Hour, Unreachable: hitl.Unreachable{Do: hitl.UnreachableDeny}},
 	} {

@@ -115,27 +115,30 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 		return nil, err
 	}
 	e := Escalation{
-		ID: id.String(), Level: o.Level, Cause: o.Cause, Summary: shorten(o.Summary, maxSummary),
+		ID: id.String(), Level: o.Level, LevelName: o.Level.String(), Cause: o.Cause, Summary: shorten(o.Summary, maxSummary),
 		Workflow: shorten(o.Workflow, maxText), Caller: shorten(o.Caller, maxText),
 		Links: Links{
 			Checkpoint: shorten(o.Links.Checkpoint, maxText), Rollback: shorten(o.Links.Rollback, maxText),
 			Error: shorten(o.Links.Error, maxText), Execution: shorten(o.Links.Execution, maxText),
 			Upstream: shorten(o.Links.Upstream, maxText),
 		},
-		State: Open, Opened: now, Changed: now, Delivery: Delivery{Next: now},
-		Status: Pending, Proposal: o.Proposal, Role: o.Role, Final: o.Final, Quorum: o.Quorum, Requester: shorten(o.Requester, maxText),
-		Held: o.Level != Approval && o.Workflow != "" && !o.Lifted, Notice: o.Notice,
+		State: Open, Opened: now, Changed: now, NextAttempt: now,
+		Status: Pending, Proposal: o.Proposal, RequiredRole: cmp.Or(o.Role, DefaultRole), Quorum: o.Quorum,
+		Requester: shorten(o.Requester, maxText), Held: o.Level != Approval && o.Workflow != "" && !o.Lifted,
+		Private: Private{Final: o.Final, Notice: o.Notice},
 	}
 	for _, p := range o.Participants {
-		e.Participants = append(e.Participants, Participant{Agent: shorten(p.Agent, maxText), URI: shorten(p.URI, maxText)})
+		e.Participants = append(e.Participants, NewParticipant(shorten(p.Agent, maxText), shorten(p.URI, maxText)))
 	}
 	if o.Notice {
-		e.State, e.Status, e.Delivery = Notified, Withdrawn, Delivery{}
+		e.State, e.Status, e.NextAttempt = Notified, Withdrawn, time.Time{}
 	}
 	if u := d.unreachable.Load(); u != nil && o.Cause == CauseIrreversible && o.Within == 0 {
 		o.Unreachable, o.Within = *u, cmp.Or(u.Within, defaultWithin)
 	}
-	e.Unreachable = o.Unreachable
+	if o.Unreachable.Do == UnreachablePause || o.Unreachable.Do == UnreachableEscalate { // else it is denied
+		e.Unreachable = o.Unreachable
+	}
 	if e.Held && o.Proposal.Kind == "" && !o.Notice && !o.Final {
 		e.Proposal = resumption()
 	}
@@ -149,7 +152,8 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 	}
 	e.Token = token
 	d.holds.note(&e) // before the commit: no call begins between that and this
-	p := &Opened{Batch: store.NewBatch(d.put(id, nil, &e, store.Absent())...), escalation: e}
+	p := &Opened{Batch: store.NewBatch(d.put(id, nil, &e, store.Absent())...)}
+	p.escalation = e
 	own := p.Writes()[:1]
 	p.Join(evidence)
 	p.OnDone(func(err error) error {
@@ -241,7 +245,6 @@ func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Vers
 	if err != nil {
 		return nil, 0, fmt.Errorf("%w: %s: %w", ErrUnreadable, id, err)
 	}
-	e.ID = id.String()
 	return e, entry.Version, nil
 }
 
@@ -257,21 +260,21 @@ func (d *Store) now(ctx context.Context) (time.Time, error) {
 type Filter struct {
 	// Workflow is the workflow's id; empty is any.
 	Workflow string
-	// Level, State and Status are compared; zero is any.
+	// Level, State and Status are compared; zero or empty is any.
 	Level  Level
 	State  State
 	Status Status
 }
 
-// Page is a part of a listing.
+// Page is a part of a listing. Its members are an API.
 type Page struct {
-	// Escalations, the newest first.
-	Escalations []Escalation
+	// Escalations are sorted by age, the newest first.
+	Escalations []Escalation `json:"escalations"`
 	// Unreadable counts records that do not open.
-	Unreadable int
+	Unreadable int `json:"unreadable,omitempty"`
 	// Next is where the next page begins; empty after the last. A page may have fewer than asked
 	// for, even none, and still a next one.
-	Next string
+	Next string `json:"next,omitempty"`
 }
 
 const (
@@ -303,7 +306,7 @@ func (d *Store) List(ctx context.Context, f Filter, after string, limit int) (Pa
 		}
 		r.To = append(bytes.Clone(prefix), place...)
 	}
-	var page Page
+	page := Page{Escalations: []Escalation{}}
 	for range maxSeen / listChunk {
 		names, last, err := d.passing(ctx, &f, r)
 		if err != nil {
@@ -341,8 +344,7 @@ func (d *Store) passing(ctx context.Context, f *Filter, r store.Range) (names []
 		}
 		n++
 		last = entry.Key
-		v := entry.Value
-		if len(v) < 2 || f.passes(Level(v[0]), State(v[1]), f.Status) && (len(v) < 3 || f.passes(Level(v[0]), State(v[1]), Status(v[2]))) {
+		if e := readIndexed(entry.Value); f.passes(&e) {
 			names = append(names, entry.Key)
 		}
 	}
@@ -352,8 +354,8 @@ func (d *Store) passing(ctx context.Context, f *Filter, r store.Range) (names []
 	return names, last, nil
 }
 
-func (f *Filter) passes(l Level, s State, decided Status) bool {
-	return (f.Level == 0 || f.Level == l) && (f.State == 0 || f.State == s) && (f.Status == 0 || f.Status == decided)
+func (f *Filter) passes(e *Escalation) bool {
+	return (f.Level == 0 || f.Level == e.Level) && (f.State == "" || f.State == e.State) && (f.Status == "" || f.Status == e.Status)
 }
 
 // appendTo adds the escalation of an index entry to the page, if it still passes.
@@ -366,7 +368,7 @@ func (d *Store) appendTo(ctx context.Context, f *Filter, name []byte, page *Page
 		page.Unreadable++
 	case err != nil:
 		return err
-	case f.passes(e.Level, e.State, e.Status):
+	case f.passes(e):
 		page.Escalations = append(page.Escalations, *e)
 	}
 	return nil
@@ -398,14 +400,10 @@ func (d *Store) Count(ctx context.Context) (Counts, error) {
 		if err != nil {
 			return Counts{}, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		v := entry.Value
-		if len(v) < 3 {
-			continue
-		}
-		level, status := Level(v[0]), Status(v[2])
-		if of := counts.N[level][State(v[1])]; of != nil {
-			if of[status]++; status == Pending {
-				counts.Oldest[level], _ = placeIn(entry.Key)
+		e := readIndexed(entry.Value)
+		if of := counts.N[e.Level][e.State]; of != nil {
+			if of[e.Status]++; e.Status == Pending {
+				counts.Oldest[e.Level], _ = placeIn(entry.Key)
 			}
 		}
 	}

@@ -496,7 +496,7 @@ func TestListAgainstBruteForce(t *testing.T) {
 		for _, f := range filters() {
 			var want []string
 			for _, e := range all {
-				if (f.Workflow == "" || f.Workflow == e.Workflow) && (f.Level == 0 || f.Level == e.Level) && (f.State == 0 || f.State == e.State) {
+				if (f.Workflow == "" || f.Workflow == e.Workflow) && (f.Level == 0 || f.Level == e.Level) && (f.State == "" || f.State == e.State) {
 					want = append(want, e.ID)
 				}
 			}
@@ -512,7 +512,7 @@ func TestListAgainstBruteForce(t *testing.T) {
 func filters() (all []hitl.Filter) {
 	for _, w := range []string{"", "a", "nobody's"} {
 		for l := range hitl.Stop + 1 {
-			for _, s := range append(hitl.States(), 0) {
+			for _, s := range append(hitl.States(), "") {
 				all = append(all, hitl.Filter{Workflow: w, Level: l, State: s})
 			}
 		}

@@ -3,9 +3,12 @@ package hitl
 import (
 	"bytes"
 	"context"
+	"crypto/hmac"
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/base64"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -268,4 +271,55 @@ func retryAfter(value string, now time.Time) time.Duration {
 		return max(0, min(at.Sub(now), most))
 	}
 	return 0
+}
+
+// typeOpened is the only type of message so far.
+const typeOpened = "escalation.opened"
+
+// message is the body; the comment of WebhookNotifier describes it.
+type message struct {
+	Type      string    `json:"type"`
+	Timestamp time.Time `json:"timestamp"`
+	Data      data      `json:"data"`
+}
+
+type data struct {
+	ID        string `json:"id"`
+	Gateway   string `json:"gateway,omitempty"`
+	Level     Level  `json:"level"`
+	LevelName string `json:"level_name"`
+	Cause     Cause  `json:"cause"`
+	Summary   string `json:"summary"`
+	Workflow  string `json:"workflow,omitempty"`
+	Caller    string `json:"caller,omitempty"`
+	Links     Links  `json:"links"`
+	// Proposal is what an approval does.
+	Proposal ProposalKind `json:"proposal,omitempty"`
+	// Deadline is when it counts as denied. Page needs a sign-in.
+	Deadline time.Time `json:"deadline,omitzero"`
+	Page     string    `json:"page,omitempty"`
+}
+
+func body(e *Escalation, gateway string) ([]byte, error) {
+	return json.Marshal(message{
+		Type:      typeOpened,
+		Timestamp: e.Opened,
+		Data: data{
+			ID: e.ID, Gateway: gateway, Level: e.Level, LevelName: e.LevelName,
+			Cause: e.Cause, Summary: e.Summary, Workflow: e.Workflow, Caller: e.Caller, Links: e.Links,
+			Proposal: e.Proposal.Kind, Deadline: e.Deadline, Page: e.Page,
+		},
+	})
+}
+
+// sign is the value of webhook-signature: one signature for each key.
+func sign(keys [][]byte, id, timestamp string, body []byte) string {
+	all := make([]string, len(keys))
+	for i, key := range keys {
+		mac := hmac.New(sha256.New, key)
+		mac.Write([]byte(id + "." + timestamp + "."))
+		mac.Write(body)
+		all[i] = "v1," + base64.StdEncoding.EncodeToString(mac.Sum(nil))
+	}
+	return strings.Join(all, " ")
 }

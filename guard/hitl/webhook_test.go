@@ -92,7 +92,7 @@ func escalation() hitl.Escalation {
 	return hitl.Escalation{
 		ID: "01234567-89ab-8def-8123-456789abcdef", Level: hitl.Approval, Cause: hitl.CauseIrreversible, Summary: "Ä mail & more.",
 		Workflow: "w", Links: hitl.Links{Checkpoint: "k", Rollback: "r"},
-		State: hitl.Open, Opened: time.Date(2026, 11, 20, 10, 0, 0, 0, time.UTC), Delivery: hitl.Delivery{Attempts: 3},
+		State: hitl.Open, Opened: time.Date(2026, 11, 20, 10, 0, 0, 0, time.UTC), Attempts: 3, LevelName: "approval",
 	}
 }
 
@@ -187,7 +187,7 @@ func TestBodyStaysTheSame(t *testing.T) {
 		if err := n.Notify(t.Context(), e); err != nil {
 			t.Fatal(err)
 		}
-		e.Delivery = hitl.Delivery{Attempts: 7, LastError: "x", Next: time.Now()}
+		e.Attempts, e.LastError, e.NextAttempt = 7, "x", time.Now()
 	}
 	if a, b := <-bodies, <-bodies; a != b {
 		t.Errorf("%s\n%s", a, b)

@@ -273,7 +273,7 @@ func (p *plannedSteps) participants(h *head) (all []hitl.Participant) {
 		return nil
 	}
 	for _, one := range p.Participants {
-		all = append(all, hitl.Participant{Agent: one.Agent, URI: one.URI})
+		all = append(all, hitl.NewParticipant(one.Agent, one.URI))
 	}
 	return all
 }

@@ -506,7 +506,7 @@ func (r *rig) failsWith(all ...rollback.Failure) {
 // approves says that somebody has seen to an escalation.
 func (r *rig) approves(e hitl.Escalation) {
 	r.t.Helper()
-	if _, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Roles: []string{e.Role, hitl.DefaultRole}, Approve: true, Hash: e.Proposal.Hash}); err != nil {
+	if _, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Roles: []string{e.RequiredRole, hitl.DefaultRole}, Approve: true, Hash: e.Proposal.Hash()}); err != nil {
 		r.t.Fatal(err)
 	}
 }

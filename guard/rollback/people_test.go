@@ -48,7 +48,7 @@ func (r *rig) question(id string) hitl.Escalation {
 // says decides as somebody on what is shown.
 func (r *rig) says(e hitl.Escalation, approve bool) {
 	r.t.Helper()
-	vote := hitl.Vote{By: "operator:ann", Every: true, Approve: approve, Hash: e.Proposal.Hash, Reason: "seen"}
+	vote := hitl.Vote{By: "operator:ann", Every: true, Approve: approve, Hash: e.Proposal.Hash(), Reason: "seen"}
 	if _, err := r.escalationStore.Decide(ctx, e.ID, vote); err != nil {
 		r.t.Fatal(err)
 	}
@@ -138,7 +138,7 @@ func TestCriticalNodesWaitForPeople(t *testing.T) {
 				e := r.question(q.ID)
 				hash := b.Plan.Hash()
 				if e.Level != hitl.Pause || e.Cause != hitl.CauseCritical || !e.Held || e.Proposal.Kind != hitl.ContinueRollback || e.Links.Checkpoint != "c2" ||
-					e.Proposal.Hash != fmt.Sprintf("%x", hash) || e.Links.Rollback != q.ID || e.Deadline.Sub(b.Due).Abs() > time.Second ||
+					e.Proposal.Hash() != fmt.Sprintf("%x", hash) || e.Links.Rollback != q.ID || e.Deadline.Sub(b.Due).Abs() > time.Second ||
 					!strings.Contains(e.Proposal.Text, "c2") || strings.Contains(e.Proposal.Text, "c1") || e.Requester != "issuer:"+agent {
 					t.Errorf("%+v", e)
 				}
@@ -149,7 +149,7 @@ func TestCriticalNodesWaitForPeople(t *testing.T) {
 				if again := r.question(q.ID); again.ID != e.ID {
 					t.Errorf("another life asks again: %+v", again)
 				}
-				vote := hitl.Vote{By: e.Requester, Every: true, Approve: true, Hash: e.Proposal.Hash}
+				vote := hitl.Vote{By: e.Requester, Every: true, Approve: true, Hash: e.Proposal.Hash()}
 				if _, err := r.escalationStore.Decide(ctx, e.ID, vote); !errors.Is(err, hitl.ErrOwn) {
 					t.Errorf("who asked has approved: %v", err)
 				}
@@ -193,7 +193,7 @@ func TestProposalsSayWhatTheyDo(t *testing.T) {
 	call := func(r *rig) { // one that asks people, in the workflow that a rollback is about to hold
 		r.world.answers["c1"] = rollback.Result{Reason: rollback.ReasonRefused, Status: 409}
 		o := hitl.Opening{Key: "call", Level: hitl.Approval, Cause: hitl.CauseCall, Workflow: "w", Requester: "user:bob", Within: time.Hour, Summary: "A call waits."}
-		o.Proposal = hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay unless", Hash: "sha-256:1"}
+		o.Proposal = hitl.Proposal{Kind: hitl.RunCall, Text: "POST /pay unless", RequestHash: "sha-256:1"}
 		if _, err := r.escalationStore.Open(ctx, o); err != nil {
 			t.Error(err)
 		}
@@ -434,7 +434,7 @@ func TestPartialRollbacksWaitForPeople(t *testing.T) {
 				b := r.execute(q)
 				e := r.question(q.ID)
 				hash := b.Plan.Hash()
-				if e.Level != hitl.Approval || e.Cause != test.cause || e.Held || e.Proposal.Kind != hitl.PartialRollback || e.Proposal.Hash != fmt.Sprintf("%x", hash) ||
+				if e.Level != hitl.Approval || e.Cause != test.cause || e.Held || e.Proposal.Kind != hitl.PartialRollback || e.Proposal.Hash() != fmt.Sprintf("%x", hash) ||
 					!strings.Contains(e.Proposal.Text, "is undone: checkpoint c2") || !strings.Contains(e.Proposal.Text, "stays: checkpoint c3 (irreversible") {
 					t.Errorf("%+v", e)
 				}
@@ -499,9 +499,9 @@ func TestCrashWhilePeopleDecide(t *testing.T) {
 				if got := strings.Join(r.world.order, " "); got != "c3" {
 					t.Errorf("died at %d, landed %t: undone before the decision: %s", dies, lands, got)
 				}
-				_, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash})
+				_, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash()})
 				if !lives() && err != nil {
-					if _, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash}); err != nil && !errors.Is(err, hitl.ErrDecided) {
+					if _, err := r.escalationStore.Decide(ctx, e.ID, hitl.Vote{By: "operator:ann", Every: true, Approve: true, Hash: e.Proposal.Hash()}); err != nil && !errors.Is(err, hitl.ErrDecided) {
 						t.Fatal(err)
 					}
 				}

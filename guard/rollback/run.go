@@ -461,7 +461,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 			say("checkpoint %s (%s, %s)", steps[i].Checkpoint, steps[i].Way, r.step(i).Agent)
 		}
 	}
-	o.Proposal.Text, o.Proposal.Hash = text.String(), hex.EncodeToString(hash[:])
+	o.Proposal.Text, o.Proposal.PlanHash = text.String(), hex.EncodeToString(hash[:])
 	return c.change(ctx, r, func(h *head, b *store.Batch) error {
 		if o.Within = h.Due.Sub(now); o.Within <= 0 || h.Joined != "" {
 			return fmt.Errorf("%w: its time is over, or another one has taken it over", ErrStore) // look again
