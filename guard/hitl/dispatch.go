@@ -193,25 +193,19 @@ func (c *Dispatcher) succeed(ctx context.Context) error {
 		if !at.After(now) {
 			continue // due as it is
 		}
-		old, version, err := d.read(ctx, id)
-		if errors.Is(err, ErrNotFound) || errors.Is(err, ErrUnreadable) || err == nil && (!old.due() || old.Boot == "") {
-			continue
-		}
-		gone := false
-		if err == nil {
-			gone, err = d.shared.Gone(ctx, old.Boot)
-		}
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		if !gone {
-			continue
-		}
-		e := *old
-		e.NextAttempt, e.Boot = now, ""
-		_, err = d.store.Commit(ctx, d.put(id, old, &e, store.VersionIs(version))...)
-		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another one was first
-			return fmt.Errorf("%w: %w", ErrStore, err)
+		_, err = d.update(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) {
+			if !e.due() || e.Boot == "" {
+				return nil, nil
+			}
+			if gone, err := d.shared.Gone(ctx, e.Boot); !gone || err != nil {
+				return nil, err
+			}
+			next := *e
+			next.NextAttempt, next.Boot = now, ""
+			return &next, nil
+		})
+		if err != nil && !errors.Is(err, ErrNotFound) && !errors.Is(err, ErrUnreadable) {
+			return err
 		}
 	}
 	c.gone = false
@@ -293,68 +287,53 @@ func (c *Dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duratio
 
 // attempt notifies, and records the outcome. started is before the lease's commit, so that a slow
 // commit shortens the attempt and not the lease's margin.
-func (c *Dispatcher) attempt(ctx context.Context, started time.Time, l *lease) {
+func (c *Dispatcher) attempt(ctx context.Context, started time.Time, leased *Escalation) {
 	limited, cancel := context.WithDeadline(ctx, started.Add(c.o.Attempt))
 	defer cancel()
 	err := limited.Err()
 	if err == nil {
-		err = c.notifier.Notify(limited, *l.escalation)
+		err = c.notifier.Notify(limited, *leased)
 	}
 	cut := err != nil && ctx.Err() != nil
 	// The outcome is recorded even while the dispatcher ends.
 	recording, done := context.WithTimeout(context.WithoutCancel(ctx), recordPatience)
 	defer done()
-	recorded, problem := c.settle(recording, l, err, cut)
+	recorded, problem := c.settle(recording, leased, err, cut)
 	switch {
 	case problem != nil:
-		c.o.OnError(fmt.Errorf("what came of telling of escalation %s is not recorded, so it may be told again: %w", l.escalation.ID, problem))
+		c.o.OnError(fmt.Errorf("what came of telling of escalation %s is not recorded, so it may be told again: %w", leased.ID, problem))
 	case recorded != nil && !cut:
 		c.o.OnAttempt(*recorded, err)
 	}
 }
 
-// lease is an escalation that this dispatcher alone delivers, until its NextAttempt.
-type lease struct {
-	id         uuid.UUID
-	escalation *Escalation
-	version    store.Version
-}
-
-// take leases the escalation of an index entry. It returns nil if that is not to be delivered
-// now, or another dispatcher was faster.
-func (c *Dispatcher) take(ctx context.Context, name []byte) (*lease, error) {
+// take leases the escalation of an index entry: this dispatcher alone delivers it, until its NextAttempt. It returns
+// nil if that is not to be delivered now, or another dispatcher was faster.
+func (c *Dispatcher) take(ctx context.Context, name []byte) (*Escalation, error) {
+	d := c.escalations
 	due, id := placeIn(name)
-	old, version, err := c.escalations.read(ctx, id)
+	leased, err := d.update(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) {
+		if !e.due() || !e.NextAttempt.Equal(due) {
+			return nil, nil
+		}
+		next := *e
+		next.Attempts++
+		next.NextAttempt = now.Add(2 * c.o.Attempt)
+		if d.shared != nil {
+			next.Boot = d.shared.Self().Boot
+		}
+		return &next, nil
+	})
 	switch {
 	case errors.Is(err, ErrUnreadable):
 		c.o.OnError(err)
 		return nil, c.postpone(ctx, name)
-	case err != nil && !errors.Is(err, ErrNotFound):
-		return nil, err
-	case err != nil || !old.due() || !old.NextAttempt.Equal(due):
+	case errors.Is(err, ErrNotFound), err == nil && leased == nil:
 		// Another one has taken it or dealt with it. If the entry went with that, this deletes
 		// nothing; if it did not, it would be due forever.
 		return nil, c.commit(ctx, store.Write{Key: name, Delete: true})
 	}
-	now, err := c.escalations.now(ctx)
-	if err != nil {
-		return nil, err
-	}
-	e := *old
-	e.Attempts++
-	e.NextAttempt = now.Add(2 * c.o.Attempt)
-	if c.escalations.shared != nil {
-		e.Boot = c.escalations.shared.Self().Boot
-	}
-	version, err = c.escalations.store.Commit(ctx, c.escalations.put(id, old, &e, store.VersionIs(version))...)
-	var lost *store.Conflict
-	if errors.As(err, &lost) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return &lease{id, &e, version}, nil
+	return leased, err
 }
 
 // postpone defers an unreadable escalation, so that it stays reported and blocks nothing.
@@ -377,41 +356,25 @@ func (c *Dispatcher) commit(ctx context.Context, batch ...store.Write) error {
 
 // settle records the outcome of an attempt. cut says that the dispatcher ended it. It returns nil
 // if the outcome does not matter any more.
-func (c *Dispatcher) settle(ctx context.Context, l *lease, outcome error, cut bool) (*Escalation, error) {
-	until := l.escalation.NextAttempt
-	for old, version := l.escalation, l.version; ; {
-		now, err := c.escalations.now(ctx)
-		if err != nil {
-			return nil, err
-		}
-		e := *old
-		e.Boot = ""
-		if cut {
-			e.NextAttempt = now
-		} else {
-			c.conclude(&e, now, outcome)
-		}
-		_, err = c.escalations.store.Commit(ctx, c.escalations.put(l.id, old, &e, store.VersionIs(version))...)
-		var lost *store.Conflict
-		if err == nil {
-			return &e, nil
-		}
-		if !errors.As(err, &lost) {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		old, version, err = c.escalations.read(ctx, l.id)
-		if errors.Is(err, ErrNotFound) {
-			return nil, nil
-		}
-		if err != nil {
-			return nil, err
-		}
+func (c *Dispatcher) settle(ctx context.Context, leased *Escalation, outcome error, cut bool) (*Escalation, error) {
+	settled, err := c.escalations.update(ctx, uuid.MustParse(leased.ID), func(e *Escalation, now time.Time) (*Escalation, error) {
 		// A delivery counts whoever has the lease, but for another role that is asked by now; a failure
 		// only from its holder.
-		if !old.due() || old.Round != l.escalation.Round || outcome != nil && !old.NextAttempt.Equal(until) {
+		if !e.due() || e.Round != leased.Round || outcome != nil && !e.NextAttempt.Equal(leased.NextAttempt) {
 			return nil, nil
 		}
+		next := *e
+		if next.Boot = ""; cut {
+			next.NextAttempt = now
+		} else {
+			c.conclude(&next, now, outcome)
+		}
+		return &next, nil
+	})
+	if errors.Is(err, ErrNotFound) {
+		return nil, nil
 	}
+	return settled, err
 }
 
 func (c *Dispatcher) conclude(e *Escalation, now time.Time, outcome error) {

@@ -205,6 +205,11 @@ type target struct {
 	uri   string
 }
 
+// in is the place of the target among the participants of an escalation; negative if it is none.
+func (at target) in(e *Escalation) int {
+	return slices.IndexFunc(e.Participants, func(p Participant) bool { return p.Agent == at.agent && p.URI == at.uri })
+}
+
 // try is the state of the attempts at a target; a restart begins anew.
 type try struct {
 	running bool
@@ -296,7 +301,7 @@ func (r *reach) attempt(ctx context.Context, at target) error {
 	if err != nil {
 		return err
 	}
-	i := slices.IndexFunc(e.Participants, func(p Participant) bool { return p.Agent == at.agent && p.URI == at.uri })
+	i := at.in(e)
 	if i < 0 || e.Participants[i].settled(e.Hold()) {
 		return nil
 	}
@@ -311,28 +316,19 @@ func (r *reach) attempt(ctx context.Context, at target) error {
 
 // heard records what came of an attempt to tell a participant of a hold.
 func (r *reach) heard(ctx context.Context, at target, said Hold, failure error) error {
-	for {
-		old, version, err := r.read(ctx, at.id)
-		if err != nil {
-			return err
-		}
-		now, err := r.now(ctx)
-		if err != nil {
-			return err
-		}
-		e := *old
-		e.Participants = slices.Clone(old.Participants)
-		i := slices.IndexFunc(e.Participants, func(p Participant) bool { return p.Agent == at.agent && p.URI == at.uri })
+	var p Participant
+	e, err := r.update(ctx, at.id, func(e *Escalation, now time.Time) (*Escalation, error) {
+		i := at.in(e)
 		if i < 0 {
-			return nil
+			return nil, nil
 		}
-		p := &e.Participants[i]
+		p = e.Participants[i]
 		refused := (*RefusedHold)(nil)
 		switch {
 		case failure == nil:
 			p.Confirmed, p.At, p.Since, p.Reason = max(p.Confirmed, said), now, time.Time{}, ""
 		case p.Confirmed >= said:
-			return nil
+			return nil, nil
 		default:
 			reason := "unreachable"
 			if errors.As(failure, &refused) {
@@ -341,18 +337,17 @@ func (r *reach) heard(ctx context.Context, at target, said Hold, failure error) 
 			if p.Since.IsZero() {
 				p.Since = now
 			} else if p.Reason == reason && !p.Refused {
-				return nil
+				return nil, nil
 			}
 			p.Reason = reason
 		}
-		_, err = r.store.Commit(ctx, r.put(at.id, old, &e, store.VersionIs(version))...)
-		var lost *store.Conflict
-		if errors.As(err, &lost) {
-			continue
-		}
-		if err == nil && r.o.OnAnswer != nil {
-			r.o.OnAnswer(*p, e)
-		}
-		return err
+		next := *e
+		next.Participants = slices.Clone(e.Participants)
+		next.Participants[i] = p
+		return &next, nil
+	})
+	if e != nil && r.o.OnAnswer != nil {
+		r.o.OnAnswer(p, *e)
 	}
+	return err
 }

@@ -248,6 +248,35 @@ func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Vers
 	return e, entry.Version, nil
 }
 
+// update commits what make returns, which is no decision, on the condition that nothing else has changed. It returns
+// that; nil if make changes nothing.
+func (d *Store) update(ctx context.Context, id uuid.UUID, make func(e *Escalation, now time.Time) (*Escalation, error)) (*Escalation, error) {
+	for {
+		old, version, err := d.read(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		now, err := d.now(ctx)
+		if err != nil {
+			return nil, err
+		}
+		next, err := make(old, now)
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		if next == nil {
+			return nil, nil
+		}
+		_, err = d.store.Commit(ctx, d.put(id, old, next, store.VersionIs(version))...)
+		if err == nil {
+			return next, nil
+		}
+		if !errors.As(err, new(*store.Conflict)) {
+			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+}
+
 func (d *Store) now(ctx context.Context) (time.Time, error) {
 	now, err := d.store.Now(ctx)
 	if err != nil {
