@@ -527,6 +527,14 @@ func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder {
 	return b.add(m, strictjson.AppendText(b.begun(), v))
 }
 
+// Optional adds a string, unless it is empty.
+func (b *ExtBuilder) Optional(m Member, v string) *ExtBuilder {
+	if v == "" {
+		return b
+	}
+	return b.Text(m, v)
+}
+
 // Bool sets true or false.
 func (b *ExtBuilder) Bool(m Member, v bool) *ExtBuilder {
 	return b.add(m, strconv.AppendBool(b.begun(), v))

@@ -242,13 +242,6 @@ func HandlesRollback(r *http.Request) bool {
 	return ok && to.rollback()
 }
 
-// ReadsCheckpoint reports whether a request asks for a checkpoint, which only those who may roll it back
-// see.
-func ReadsCheckpoint(r *http.Request) bool {
-	to, ok := parseRoute(r.URL)
-	return ok && to.endpoint == endpointCheckpoint
-}
-
 // FitsPhase reports whether a token may be presented with a request that names its phase: what it was
 // made for is that endpoint, and that checkpoint. Which phase of a rollback the body asks for is
 // compared by Rollbacks.
@@ -532,8 +525,6 @@ const (
 	// LongestQuestion is the longest time that a request waits for an entry or a
 	// checkpoint.
 	LongestQuestion = 60 * time.Second
-	// badWait is the detail for a malformed parameter wait.
-	badWait = "wait is neither a duration, like 30s, nor a number of seconds."
 	// badQuery is the detail for a query that cannot be decoded.
 	badQuery = "The query is not percent-encoded correctly."
 )
@@ -592,18 +583,22 @@ func parseNumber(text string) (int64, bool) {
 	return n, err == nil
 }
 
-// wait reads a duration, or a number of seconds. Longer times are cut to LongestQuestion.
+// wait reads how long a request waits.
 func (p params) wait() (time.Duration, error) {
 	if !p.values.Has("wait") {
 		return 0, nil
 	}
-	text := p.values.Get("wait")
-	if seconds, ok := parseNumber(text); ok {
-		return time.Duration(min(seconds, int64(LongestQuestion/time.Second))) * time.Second, nil
-	}
+	return parseWait(p.values.Get("wait"))
+}
+
+// parseWait parses a duration, or a number of seconds. Longer times are cut to LongestQuestion.
+func parseWait(text string) (time.Duration, error) {
 	wait, err := time.ParseDuration(text)
+	if seconds, notSeconds := strconv.ParseUint(text, 10, 64); notSeconds == nil {
+		wait, err = time.Duration(min(seconds, uint64(LongestQuestion/time.Second)))*time.Second, nil
+	}
 	if err != nil || wait < 0 {
-		return 0, badParameter(badWait)
+		return 0, badParameter("wait is neither a duration, like 30s, nor a number of seconds.")
 	}
 	return min(wait, LongestQuestion), nil
 }

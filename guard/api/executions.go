@@ -7,7 +7,6 @@ import (
 	"net/http"
 	"net/url"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -196,24 +195,8 @@ func parseQuestion(path, query string) (question, error) {
 		return q, badParameter(badQuery)
 	}
 	q.key, q.method, q.path = strings.ToLower(values.Get("key")), values.Get("method"), values.Get("path")
-	if values.Has("wait") {
-		if q.wait, err = parseWait(values.Get("wait")); err != nil {
-			return q, err
-		}
-	}
-	return q, nil
-}
-
-// parseWait parses a duration, or a number of seconds. Longer times are cut to the maximum.
-func parseWait(text string) (time.Duration, error) {
-	wait, err := time.ParseDuration(text)
-	if seconds, notSeconds := strconv.ParseUint(text, 10, 64); notSeconds == nil {
-		wait, err = time.Duration(min(seconds, uint64(LongestQuestion/time.Second)))*time.Second, nil
-	}
-	if err != nil || wait < 0 {
-		return 0, badParameter(badWait)
-	}
-	return min(wait, LongestQuestion), nil
+	q.wait, err = params{values}.wait()
+	return q, err
 }
 
 // ExecutionPath returns the path of a caller's executions with an id. It quotes ids that

@@ -19,58 +19,59 @@ import (
 const BasePath = "/.well-known/cascade/problems/"
 
 // Problem is an error that the gateway itself answers with, as an RFC 9457 document. It is
-// an error value.
+// an error value. The members with names are an API.
 //
 // Some SDKs take an error answer without a member `error` for a success, some give up if
 // that member has Stripe's format, and some retry every 409 unless a header forbids it.
 // docs/clients.md describes the observed behaviour of each.
 type Problem struct {
 	kind Kind
-	// Detail describes this occurrence. It never contains a secret or a body.
-	Detail string
-	// ExecutionID is the caller's id of the execution; empty if unknown.
-	ExecutionID string
-	// State is the state of the recorded execution; empty if there is none.
-	State string
 	// Status is the HTTP status; zero for that of the kind.
-	Status int
+	Status int `json:"status"`
+	// Detail describes this occurrence. It never contains a secret or a body.
+	Detail string `json:"detail,omitempty"`
 	// Reason is a short stable code that refines the kind; it may be empty.
-	Reason string
+	Reason string `json:"reason,omitempty"`
+	// ExecutionID is the caller's id of the execution; empty if unknown.
+	ExecutionID string `json:"execution_id,omitempty"`
+	// State is the state of the recorded execution; empty if there is none.
+	State string `json:"state,omitempty"`
 	// StatusURL is the path below Mount at which the caller can read the execution's state;
 	// it may be empty.
-	StatusURL string
-	// Mount is the prefix that the caller's paths have before the gateway's, such as /api
-	// if a handler strips it; it may be empty.
-	Mount string
+	StatusURL string `json:"status_url,omitempty"`
 	// ConflictingRollback is the id of the rollback that takes precedence (cascade 4.3.4).
-	ConflictingRollback string
+	ConflictingRollback string `json:"conflicting_rollback_id,omitempty"`
 	// PlanHash identifies the plan of a rollback as it is now: SHA-256 in hexadecimal.
-	PlanHash string
+	PlanHash string `json:"plan_hash,omitempty"`
 	// Dependants are the ids of actions that prevent a rollback.
-	Dependants []string
+	Dependants []string `json:"dependants,omitempty"`
+	// Dependencies are what the call has to wait for, some of them where there are many.
+	Dependencies []Dependency `json:"dependencies,omitempty"`
 	// ErrorECT is the id of the error token of the failure (circuits document). The token
 	// itself is in Execution-Context. It may be empty.
-	ErrorECT string
+	ErrorECT string `json:"error_ect,omitempty"`
 	// Problems are what is wrong with a plan, by node; More is how many further ones there are.
-	Problems []plan.Problem
-	More     int // see Problems
+	Problems []plan.Problem `json:"problems,omitempty"`
+	More     int            `json:"more,omitempty"` // see Problems
 	// EscalationID is the id of the escalation that a person has to decide; it may be empty.
-	EscalationID string
+	EscalationID string `json:"escalation_id,omitempty"`
+
+	// Mount is the prefix that the caller's paths have before the gateway's, such as /api
+	// if a handler strips it; it may be empty.
+	Mount string `json:"-"`
 	// Doubtful says that the call was executed, or may have been, so that no new key is
 	// safe, whatever the kind says.
-	Doubtful bool
+	Doubtful bool `json:"-"`
 	// RetryHelps says that a retry of the same call may succeed, although its kind says
 	// otherwise.
-	RetryHelps bool
+	RetryHelps bool `json:"-"`
 	// Final says that no retry of the same call helps, although its kind says otherwise.
-	Final bool
-	// Dependencies are what the call has to wait for, some of them where there are many.
-	Dependencies []Dependency
+	Final bool `json:"-"`
 	// RetryAfter is when a retry may succeed, sent in whole seconds, at least 1; zero is
 	// not sent.
-	RetryAfter time.Duration
+	RetryAfter time.Duration `json:"-"`
 	// Cause is logged and never sent to the caller.
-	Cause error
+	Cause error `json:"-"`
 }
 
 // Dependency is what a call has to wait for. Its members are an API.
@@ -120,26 +121,12 @@ func (p *Problem) Unwrap() error { return p.Cause }
 
 // document is the JSON of a problem. Its members are an API.
 type document struct {
-	Type         string       `json:"type"`
-	Title        string       `json:"title"`
-	Status       int          `json:"status"`
-	Detail       string       `json:"detail,omitempty"`
-	Reason       string       `json:"reason,omitempty"`
-	ErrorType    string       `json:"error_type,omitempty"` // the type in AERR's registry; error.type has the type that SDKs know
-	ExecutionID  string       `json:"execution_id,omitempty"`
-	State        string       `json:"state,omitempty"`
-	SafeNewKey   bool         `json:"safe_new_key"`
-	StatusURL    string       `json:"status_url,omitempty"`
-	Conflicting  string       `json:"conflicting_rollback_id,omitempty"`
-	PlanHash     string       `json:"plan_hash,omitempty"`
-	Dependants   []string     `json:"dependants,omitempty"`
-	Dependencies []Dependency `json:"dependencies,omitempty"`
-	ErrorECT     string       `json:"error_ect,omitempty"`
-
-	Problems   []plan.Problem `json:"problems,omitempty"`
-	More       int            `json:"more,omitempty"`
-	Escalation string         `json:"escalation_id,omitempty"`
-	Error      sdkBody        `json:"error"`
+	Type  string `json:"type"`
+	Title string `json:"title"`
+	Problem
+	ErrorType  string  `json:"error_type,omitempty"` // the type in AERR's registry; error.type has the type that SDKs know
+	SafeNewKey bool    `json:"safe_new_key"`
+	Error      sdkBody `json:"error"`
 }
 
 // sdkBody is the member that SDKs read. stripe-node takes an answer without it for a
@@ -178,11 +165,10 @@ func (p *Problem) safeNewKey() bool { return p.kind.SafeNewKey && !p.Doubtful }
 func (p *Problem) Write(w http.ResponseWriter) {
 	k := p.kind
 	doc := document{
-		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Status: cmp.Or(p.Status, k.Status), Detail: p.Detail, Reason: p.Reason,
-		ExecutionID: p.ExecutionID, State: p.State, SafeNewKey: p.safeNewKey(),
-		ErrorType: k.ErrorType, Conflicting: p.ConflictingRollback, PlanHash: p.PlanHash, Dependants: p.Dependants, Dependencies: p.Dependencies, ErrorECT: p.ErrorECT, Escalation: p.EscalationID, Problems: p.Problems, More: p.More,
+		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Problem: *p, ErrorType: k.ErrorType, SafeNewKey: p.safeNewKey(),
 		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
+	doc.Status = cmp.Or(p.Status, k.Status)
 	if p.StatusURL != "" {
 		doc.StatusURL = p.Mount + p.StatusURL
 	}

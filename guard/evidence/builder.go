@@ -119,13 +119,7 @@ func (c *Call) Names() []string {
 }
 
 // extension begins the extensions of a call's token.
-func (c *Call) extension() *ect.ExtBuilder {
-	ext := new(ect.ExtBuilder)
-	if c.Node != "" {
-		ext.Text(MemberNode, c.Node)
-	}
-	return ext
-}
+func (c *Call) extension() *ect.ExtBuilder { return new(ect.ExtBuilder).Optional(MemberNode, c.Node) }
 
 // WorkflowID is the UUID of a workflow's name: a UUID stays as it is, a trace id becomes the
 // UUID of the same digits, and any other name gets one that is derived from it.
@@ -185,12 +179,9 @@ func (b *EventBuilder) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
 	if c.Critical {
 		ext.Bool(memberCritical, true)
 	}
-	if c.Severity != "" {
-		ext.Text(ect.MemberSeverity, c.Severity)
-	}
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: append([]string{b.Identity()}, c.Audience...), ID: c.Checkpoint, Workflow: c.Workflow,
-		Action: string(ect.EventCheckpoint), Parents: c.Parents, Output: c.State, Ext: ext,
+		Action: string(ect.EventCheckpoint), Parents: c.Parents, Output: c.State, Ext: ext.Optional(ect.MemberSeverity, c.Severity),
 	})
 }
 
@@ -295,35 +286,17 @@ func (e *Evidence) secretID(domain, name string) string {
 }
 
 // Outcome drafts the node of the action, and an error if the call failed (ATD "Error
-// Signaling"). The node's parents are those of the call and its checkpoint.
+// Signaling").
 func (b *EventBuilder) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft, error) {
 	id := b.e.NodeID(o.Checkpoint)
 	if o.By != "" {
 		id = b.e.SettledID(o.Checkpoint)
 	}
-	ext := c.extension().
-		Text(memberOutcome, o.Verdict.String()).
-		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
-		Text(memberExecution, c.Key.String())
-	if o.Cause != "" {
-		ext.Text(memberCause, string(o.Cause))
-	}
-	if o.Status != 0 {
-		ext.Int(MemberStatus, int64(o.Status))
-	}
-	if o.By != "" {
-		ext.Text(memberBy, o.By)
-	}
+	ext := c.outcome(o).Optional(memberBy, o.By)
 	if len(o.UpstreamErrors) > 0 && !o.failed() { // else the error names them
 		ext.Texts(ect.MemberUpstreamErrors, o.UpstreamErrors)
 	}
-	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
-	if len(parents) < ect.MaxParents {
-		parents = append(parents, o.Checkpoint)
-	}
-	node, err := b.issuer.Draft(now, ect.Claims{
-		Audience: []string{b.Identity()}, ID: id, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
-	})
+	node, err := b.node(now, c, o, id, ext)
 	if err != nil {
 		return nil, err
 	}
@@ -337,23 +310,30 @@ func (b *EventBuilder) Outcome(now time.Time, c *Call, o *Outcome) ([]*ect.Draft
 // RetryOutcome drafts the outcome of a call once more, as a follower of the tokens of a
 // retry.
 func (b *EventBuilder) RetryOutcome(now time.Time, c *Call, o *Outcome) (*ect.Draft, error) {
+	return b.node(now, c, o, "", c.outcome(o).Bool(memberRetry, true))
+}
+
+// outcome begins the extensions of a node that says how a call has ended.
+func (c *Call) outcome(o *Outcome) *ect.ExtBuilder {
 	ext := c.extension().
 		Text(memberOutcome, o.Verdict.String()).
 		Text(memberCaller, hex.EncodeToString(c.Caller[:])).
 		Text(memberExecution, c.Key.String()).
-		Bool(memberRetry, true)
-	if o.Cause != "" {
-		ext.Text(memberCause, string(o.Cause))
-	}
+		Optional(memberCause, string(o.Cause))
 	if o.Status != 0 {
 		ext.Int(MemberStatus, int64(o.Status))
 	}
+	return ext
+}
+
+// node drafts the node of an action. Its parents are those of the call and its checkpoint.
+func (b *EventBuilder) node(now time.Time, c *Call, o *Outcome, id string, ext *ect.ExtBuilder) (*ect.Draft, error) {
 	parents := append(make([]string, 0, len(c.Parents)+1), c.Parents...)
 	if len(parents) < ect.MaxParents {
 		parents = append(parents, o.Checkpoint)
 	}
 	return b.issuer.Draft(now, ect.Claims{
-		Audience: []string{b.Identity()}, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
+		Audience: []string{b.Identity()}, ID: id, Workflow: c.Workflow, Action: actionName(c.Action), Parents: parents, Ext: ext,
 	})
 }
 
@@ -440,17 +420,13 @@ type Circuit struct {
 
 // Circuit drafts the token of a change (cascade Figures 4 and 5).
 func (b *EventBuilder) Circuit(now time.Time, c *Circuit) (*ect.Draft, error) {
-	ext := new(ect.ExtBuilder).Text(ect.MemberDownstreamAgent, c.Downstream)
-	if c.Reason != "" {
-		ext.Text(ect.MemberReason, c.Reason)
-	}
-	if c.ErrorType != "" {
-		ext.Text(ect.MemberErrorType, c.ErrorType)
-	}
-	switch c.Event {
-	case ect.EventCircuitClose:
+	ext := new(ect.ExtBuilder).
+		Text(ect.MemberDownstreamAgent, c.Downstream).
+		Optional(ect.MemberReason, c.Reason).
+		Optional(ect.MemberErrorType, c.ErrorType)
+	if c.Event == ect.EventCircuitClose {
 		ext.Number(ect.MemberTotalCooldown, c.TotalCooldown.Seconds())
-	default:
+	} else {
 		ext.Number(ect.MemberErrorRate, c.ErrorRate).
 			Number(ect.MemberWindow, c.Window.Seconds()).
 			Number(ect.MemberCooldown, c.Cooldown.Seconds())
@@ -488,16 +464,10 @@ func (b *EventBuilder) Cascade(now time.Time, c *Cascade) (*ect.Draft, error) {
 		Text(ect.MemberRootCause, c.Root).
 		Texts(ect.MemberBlastRadius, c.Reach).
 		Text(memberClass, c.Class).
-		Text(MemberAlert, c.Cascade)
-	if c.Description != "" {
-		ext.Text(ect.MemberDescription, c.Description)
-	}
-	if c.Downstream != "" {
-		ext.Text(ect.MemberDownstreamAgent, c.Downstream)
-	}
-	if c.Target != "" {
-		ext.Text(ect.MemberTarget, c.Target)
-	}
+		Text(MemberAlert, c.Cascade).
+		Optional(ect.MemberDescription, c.Description).
+		Optional(ect.MemberDownstreamAgent, c.Downstream).
+		Optional(ect.MemberTarget, c.Target)
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: []string{b.Identity()}, ID: b.e.secretID("cascade", c.Cascade+" "+c.Workflow+" "+strconv.Itoa(c.Round)), Workflow: c.Workflow, Action: string(ect.EventCascadeDetected),
 		Parents: c.Parents[:min(len(c.Parents), ect.MaxParents)], Ext: ext,

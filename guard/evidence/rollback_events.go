@@ -123,10 +123,7 @@ func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Ste
 		Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 		Text(ect.MemberCheckpointID, s.Checkpoint).
 		Text(ect.MemberStatus, string(s.Status))
-	stateHashes(ext, s.Before, s.After)
-	if s.Reason != "" {
-		ext.Text(ect.MemberReason, printable(s.Reason, maxReason))
-	}
+	stateHashes(ext, s.Before, s.After).Optional(ect.MemberReason, printable(s.Reason, maxReason))
 	if s.Cancelled {
 		ext.Bool(memberCancelled, true)
 	}
@@ -284,13 +281,14 @@ func combined(a, b rollback.Status) rollback.Status {
 	return rollback.Failed
 }
 
-func stateHashes(ext *ect.ExtBuilder, before, after [32]byte) {
+func stateHashes(ext *ect.ExtBuilder, before, after [32]byte) *ect.ExtBuilder {
 	if h := hashOf(before); !h.IsZero() {
 		ext.Text(ect.MemberStateBefore, h.Prefixed())
 	}
 	if h := hashOf(after); !h.IsZero() {
 		ext.Text(ect.MemberStateAfter, h.Prefixed())
 	}
+	return ext
 }
 
 // addEffect adds the heuristic outcome. Unknown takes precedence over mixed.
@@ -362,10 +360,8 @@ func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.
 		Text(memberLevel, e.Level.String()).
 		Text(memberEscCause, string(e.Cause)).
 		Text(memberRole, printable(e.RequiredRole, maxReason)).
-		Text(ect.MemberStatus, string(e.Status))
-	if e.Proposal.Kind != "" {
-		ext.Text(memberProposal, string(e.Proposal.Kind))
-	}
+		Text(ect.MemberStatus, string(e.Status)).
+		Optional(memberProposal, string(e.Proposal.Kind))
 	if e.Links.Rollback != "" {
 		ext.Text(ect.MemberRollbackID, rollbackURN(e.Links.Rollback))
 	}
