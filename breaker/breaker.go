@@ -76,7 +76,7 @@ type Breaker struct {
 	delivering bool        // a goroutine is delivering them
 }
 
-// outage is kept from the first opening until the breaker has been closed for Settings.Healthy.
+// outage is kept from the first opening until the breaker has been closed for healthy.
 type outage struct {
 	began        uint64        // generation of the first opening
 	until        time.Time     // end of the present cooldown; zero without one
@@ -418,7 +418,7 @@ func (b *Breaker) trip(p *period, reason Reason, c counts) bool {
 	now := time.Now()
 	rules := b.rules.Load()
 	cooldown := b.outage.cooldown
-	if cooldown == 0 || now.Sub(b.since) >= rules.set.Healthy {
+	if cooldown == 0 || now.Sub(b.since) >= healthy {
 		cooldown = rules.set.Cooldown
 	}
 	b.outage = outage{began: b.generation + 1, counts: c}
@@ -484,7 +484,7 @@ func (b *Breaker) close(reason Reason, now time.Time) {
 type Hook interface {
 	// Transition receives every change of state.
 	Transition(Event)
-	// PermanentlyOpen reports that Settings.GiveUp probes in a row failed. It is called once an
+	// PermanentlyOpen reports that three probes in a row failed. It is called once an
 	// outage, after Transition (ATD, HITL case 4).
 	PermanentlyOpen(Event)
 }

@@ -64,7 +64,7 @@ func TestCooldownDoubles(t *testing.T) {
 func TestHealthyTimeResetsTheCooldown(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{Healthy: time.Minute}, hook)
+		b := newBreaker(t, breaker.Settings{}, hook)
 		recover := func() {
 			pass(hook.last(t).Cooldown)
 			calls(t, b, 1, ok)
@@ -74,12 +74,12 @@ func TestHealthyTimeResetsTheCooldown(t *testing.T) {
 		pass(30 * time.Second)
 		calls(t, b, 1, failed)
 		recover()
-		pass(59 * time.Second)
+		pass(10*time.Minute - time.Second)
 		trip(t, b)
 		equal(t, "cooldown of a relapse", hook.last(t).Cooldown, time.Minute)
 		equal(t, "total", hook.last(t).TotalCooldown, time.Minute)
 		recover()
-		pass(time.Minute)
+		pass(10 * time.Minute)
 		trip(t, b)
 		equal(t, "cooldown after health", hook.last(t).Cooldown, 30*time.Second)
 	})
@@ -102,7 +102,7 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 		{"longer", breaker.Settings{}, limited(100 * time.Second), limited(200 * time.Second), 100 * time.Second, 200 * time.Second},
 		{"shorter", breaker.Settings{}, limited(time.Second), limited(time.Second), 30 * time.Second, time.Minute},
 		{"bounded", breaker.Settings{}, limited(time.Hour), limited(time.Hour), 300 * time.Second, 300 * time.Second},
-		{"bound", breaker.Settings{MaxRetryAfter: 10 * time.Minute}, limited(time.Hour), failed, 10 * time.Minute, time.Minute},
+		{"bound", breaker.Settings{MaxCooldown: 10 * time.Minute}, limited(time.Hour), failed, 10 * time.Minute, time.Minute},
 		{"of a failure", breaker.Settings{},
 			breaker.Outcome{Class: breaker.Failure, RetryAfter: 90 * time.Second},
 			breaker.Outcome{Class: breaker.Failure, RetryAfter: 91 * time.Second}, 90 * time.Second, 91 * time.Second},
@@ -143,10 +143,7 @@ func TestSettingsAreChecked(t *testing.T) {
 		"breaker: Cooldown is -1s; it has to be positive":                                               {Cooldown: -time.Second},
 		"breaker: MaxCooldown is 1s; it has to be no shorter than Cooldown, at most 24h":                {MaxCooldown: time.Second},
 		"breaker: MaxCooldown is 24h0m0.000000001s; it has to be no shorter than Cooldown, at most 24h": {Cooldown: day + 1},
-		"breaker: MaxRetryAfter is -1ns; it has to be positive, at most 24h":                            {MaxRetryAfter: -1},
-		"breaker: Healthy is -1ns; it has to be positive":                                               {Healthy: -1},
 		"breaker: ProbeLease is -1ns; it has to be positive":                                            {ProbeLease: -1},
-		"breaker: GiveUp is -1; it has to be positive":                                                  {GiveUp: -1},
 	} {
 		_, err := breaker.NewRules(s)
 		if err == nil || err.Error() != want {
@@ -156,8 +153,8 @@ func TestSettingsAreChecked(t *testing.T) {
 	got := mustRules(t, breaker.Settings{Cooldown: 10 * time.Minute}).Settings()
 	equal(t, "settings", got, breaker.Settings{
 		Window: time.Minute, Threshold: 0.5, MinVolume: 10, SlowThreshold: 0.5, Cooldown: 10 * time.Minute,
-		MaxCooldown: 10 * time.Minute, MaxRetryAfter: 10 * time.Minute, Healthy: 10 * time.Minute,
-		ProbeLease: 30 * time.Second, GiveUp: 3,
+		MaxCooldown: 10 * time.Minute,
+		ProbeLease:  30 * time.Second,
 	})
 }
 
@@ -467,7 +464,7 @@ func TestHookPanics(t *testing.T) {
 func TestHookHearsInOrder(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{MinVolume: 1, Healthy: time.Nanosecond, Cooldown: time.Millisecond}, hook)
+		b := newBreaker(t, breaker.Settings{MinVolume: 1, Cooldown: time.Millisecond, MaxCooldown: time.Millisecond}, hook)
 		for range 200 {
 			var group sync.WaitGroup
 			for i := range 8 {

@@ -191,7 +191,7 @@ func (m *model) trip() {
 		return
 	}
 	cooldown := m.cooldown
-	if cooldown == 0 || m.now.Sub(m.since) >= m.set.Healthy {
+	if cooldown == 0 || m.now.Sub(m.since) >= 10*time.Minute {
 		cooldown = m.set.Cooldown
 	}
 	m.opened, m.total, m.failedProbes = m.counts(), 0, 0
@@ -201,10 +201,10 @@ func (m *model) trip() {
 func (m *model) probeFailed(retryAfter time.Duration) {
 	var until time.Time
 	if retryAfter > 0 {
-		until = m.now.Add(min(retryAfter, m.set.MaxRetryAfter))
+		until = m.now.Add(min(retryAfter, m.set.MaxCooldown))
 	}
 	m.failedProbes++
-	if m.failedProbes == m.set.GiveUp {
+	if m.failedProbes == 3 {
 		m.permanent++
 	}
 	cooldown := m.set.Cooldown
@@ -320,7 +320,7 @@ func (m *model) done(call *modelCall, o breaker.Outcome) {
 	if m.state != breaker.Closed || call.generation != m.generation {
 		return
 	}
-	if at := m.now.Add(min(o.RetryAfter, m.set.MaxRetryAfter)); o.RetryAfter > 0 && at.After(m.retryAfter) {
+	if at := m.now.Add(min(o.RetryAfter, m.set.MaxCooldown)); o.RetryAfter > 0 && at.After(m.retryAfter) {
 		m.retryAfter = at
 	}
 	fail := o.Class == breaker.Failure || o.Class == breaker.InBand
@@ -417,7 +417,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 	rules := mustRules(t, breaker.Settings{
 		Window: pick(rnd, 60*time.Second, 10*time.Second), MinVolume: pick(rnd, 3, 10),
 		Consecutive: pick(rnd, 0, 4), SlowCall: pick(rnd, 0, time.Second), Threshold: pick(rnd, 0.5, 0.25),
-		Healthy: 3 * time.Minute, ProbeLease: 20 * time.Second,
+		ProbeLease: 20 * time.Second,
 	})
 	hook := &recorder{}
 	b := breaker.New(upstream, rules, hook)

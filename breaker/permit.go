@@ -35,7 +35,7 @@ func (c Class) String() string { return nameOf(classNames, int(c)) }
 type Outcome struct {
 	Class Class
 	// RetryAfter is how long the upstream asked not to be called; 0 if it did not. It extends the
-	// cooldown, up to Settings.MaxRetryAfter.
+	// cooldown, up to Settings.MaxCooldown.
 	RetryAfter time.Duration
 	// Cause describes the failure for people, in a few words. Events, refusals and status contain
 	// it, so that it must not contain secrets.
@@ -329,11 +329,11 @@ func (b *Breaker) reopen(reason Reason, o Outcome, now time.Time) {
 	b.outage.failedProbes++
 	var retryAfter time.Time
 	if o.RetryAfter > 0 {
-		retryAfter = now.Add(min(o.RetryAfter, rules.set.MaxRetryAfter))
+		retryAfter = now.Add(min(o.RetryAfter, rules.set.MaxCooldown))
 	}
 	doubled := min(max(b.outage.cooldown, rules.set.Cooldown/2)*2, rules.set.MaxCooldown)
 	b.open(reason, doubled, retryAfter, now)
-	if b.outage.failedProbes == rules.set.GiveUp {
+	if b.outage.failedProbes == giveUp {
 		b.report(event{kind: permanent, Event: b.describe(HalfOpen, now)})
 	}
 }
@@ -367,7 +367,7 @@ func (b *Breaker) Follow(p PeerProbe) bool {
 		return true
 	}
 	set := &b.rules.Load().set
-	left := now.Add(min(p.Left, max(set.MaxCooldown, set.MaxRetryAfter)))
+	left := now.Add(min(p.Left, set.MaxCooldown))
 	o.last = failureRecord{p.Cause, ""}
 	o.failedProbes = max(o.failedProbes, p.FailedProbes)
 	o.cooldown = min(max(o.cooldown, p.Cooldown), set.MaxCooldown)

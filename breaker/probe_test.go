@@ -485,9 +485,9 @@ func TestFollow(t *testing.T) {
 	}
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{GiveUp: 2}, hook)
+		b := newBreaker(t, breaker.Settings{}, hook)
 		trip(t, b)
-		longer := breaker.PeerProbe{Outage: b.Snapshot().Outage, Cooldown: 2 * time.Minute, Left: 90 * time.Second, FailedProbes: 2, Cause: "status 504"}
+		longer := breaker.PeerProbe{Outage: b.Snapshot().Outage, Cooldown: 2 * time.Minute, Left: 90 * time.Second, FailedProbes: 3, Cause: "status 504"}
 		equal(t, "followed while open", b.Follow(longer), true)
 		equal(t, "open for", b.Status().CooldownRemaining, 90*time.Second)
 		equal(t, "the last transition", hook.last(t).Reason, breaker.ErrorRate)
@@ -500,7 +500,7 @@ func TestFollow(t *testing.T) {
 		want(t, b, breaker.Open)
 		equal(t, "reason", hook.last(t).Reason, breaker.PeerFailed)
 		equal(t, "open for", b.Status().CooldownRemaining, 3*time.Minute)
-		equal(t, "failed probes", b.Status().FailedProbes, 2)
+		equal(t, "failed probes", b.Status().FailedProbes, 3)
 		hook.mu.Lock()
 		equal(t, "given up by who has not probed", len(hook.permanent), 0)
 		hook.mu.Unlock()

@@ -196,7 +196,7 @@ func (b *Breaker) idleSince() (time.Time, bool) {
 	b.mu.Lock()
 	defer b.unlock()
 	idle := b.state == Closed && b.mode == Auto && !b.period.awake &&
-		(b.outage.cooldown == 0 || time.Since(b.since) >= b.rules.Load().set.Healthy)
+		(b.outage.cooldown == 0 || time.Since(b.since) >= healthy)
 	if !idle {
 		return time.Time{}, false
 	}

@@ -27,21 +27,21 @@ type Settings struct {
 	SlowThreshold float64
 
 	// Cooldown is how long the breaker stays open at first, by default 30 s. A failed probe doubles
-	// it, up to MaxCooldown, by default 300 s.
+	// it, up to MaxCooldown, by default 300 s, which also bounds the Outcome.RetryAfter that is followed.
 	Cooldown, MaxCooldown time.Duration
-	// MaxRetryAfter is the longest Outcome.RetryAfter that is followed, up to 24 h; by default
-	// MaxCooldown.
-	MaxRetryAfter time.Duration
-	// Healthy is how long the breaker must be closed before its next cooldown is Cooldown again; by
-	// default 10 min. Before that it opens for as long as the last time.
-	Healthy time.Duration
 
 	// ProbeLease is how long a probe may go without an answer; by default 30 s.
 	ProbeLease time.Duration
-	// GiveUp is the number of failed probes in a row after which Hook.PermanentlyOpen is called; by
-	// default 3 (ATD, HITL case 4).
-	GiveUp int
 }
+
+const (
+	// healthy is how long the breaker must be closed before its next cooldown is Settings.Cooldown again.
+	// Before that it opens for as long as the last time.
+	healthy = 10 * time.Minute
+	// giveUp is the number of failed probes in a row after which Hook.PermanentlyOpen is called (ATD, HITL
+	// case 4).
+	giveUp = 3
+)
 
 // Rules are checked settings. They can be shared by many breakers.
 type Rules struct {
@@ -66,10 +66,7 @@ func NewRules(s Settings) (*Rules, error) {
 	s.SlowThreshold = cmp.Or(s.SlowThreshold, 0.5)
 	s.Cooldown = cmp.Or(s.Cooldown, 30*time.Second)
 	s.MaxCooldown = cmp.Or(s.MaxCooldown, max(300*time.Second, s.Cooldown))
-	s.MaxRetryAfter = cmp.Or(s.MaxRetryAfter, s.MaxCooldown)
-	s.Healthy = cmp.Or(s.Healthy, 10*time.Minute)
 	s.ProbeLease = cmp.Or(s.ProbeLease, 30*time.Second)
-	s.GiveUp = cmp.Or(s.GiveUp, 3)
 	for _, check := range []struct {
 		ok    bool
 		name  string
@@ -84,10 +81,7 @@ func NewRules(s Settings) (*Rules, error) {
 		{isShare(s.SlowThreshold), "SlowThreshold", s.SlowThreshold, "above 0 and below 1"},
 		{s.Cooldown > 0, "Cooldown", s.Cooldown, "positive"},
 		{s.MaxCooldown >= s.Cooldown && s.MaxCooldown <= day, "MaxCooldown", s.MaxCooldown, "no shorter than Cooldown, at most 24h"},
-		{s.MaxRetryAfter > 0 && s.MaxRetryAfter <= day, "MaxRetryAfter", s.MaxRetryAfter, "positive, at most 24h"},
-		{s.Healthy > 0, "Healthy", s.Healthy, "positive"},
 		{s.ProbeLease > 0, "ProbeLease", s.ProbeLease, "positive"},
-		{s.GiveUp > 0, "GiveUp", s.GiveUp, "positive"},
 	} {
 		if !check.ok {
 			return nil, fmt.Errorf("breaker: %s is %v; it has to be %s", check.name, check.value, check.right)

@@ -187,13 +187,13 @@ func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 		reason: s.Reason, last: failureRecord{s.Cause, s.Evidence}, reference: s.Reference,
 	}
 	passed := now.Round(0).Sub(s.Since)
-	b.since = now.Add(-min(max(passed, 0), rules.set.Healthy))
+	b.since = now.Add(-min(max(passed, 0), healthy))
 	switch {
 	case s.State == Closed:
 		b.period.generation = s.Generation
 	case s.State == Open && s.Mode != ForcedOpen:
 		b.period = nil
-		left := min(s.Until.Sub(now.Round(0)), s.Until.Sub(s.At), max(rules.set.MaxCooldown, rules.set.MaxRetryAfter))
+		left := min(s.Until.Sub(now.Round(0)), s.Until.Sub(s.At), rules.set.MaxCooldown)
 		left = max(left, 0)
 		b.outage.until, b.outage.lasts = now.Add(left), max(s.Until.Sub(s.Since), left)
 	default:

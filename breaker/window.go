@@ -125,7 +125,7 @@ func (p *period) noteRetryAfter(d time.Duration) {
 	b := p.owner
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	until := time.Now().Add(min(d, b.rules.Load().set.MaxRetryAfter))
+	until := time.Now().Add(min(d, b.rules.Load().set.MaxCooldown))
 	if until.After(p.retryAfter) {
 		p.retryAfter = until
 	}

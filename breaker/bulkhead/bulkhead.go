@@ -4,7 +4,7 @@
 // A call holds a permit from before it is sent until it has ended. A workflow that finds no permit
 // waits in a queue of its own. A free permit goes to
 //
-//  1. a class of a workflow that has waited for Settings.Starve since its last permit,
+//  1. a class of a workflow that has waited for five minutes since its last permit,
 //  2. a critical call,
 //  3. a workflow with less than its base share, which is the same for all that hold or wait,
 //  4. any other one, so that no permit is idle while somebody waits.
@@ -60,9 +60,6 @@ type Settings struct {
 	Queue int
 	// Wait is how long a call of class Normal or above may wait; by default 30 s.
 	Wait time.Duration
-	// Starve is how long others are preferred to a class of a workflow that waits; by default 300 s. A
-	// call of class Low waits that long, or Wait if that is longer.
-	Starve time.Duration
 	// Rate is how many calls of one workflow may begin in a second, on average and at once; 0 is
 	// any number.
 	Rate int
@@ -79,7 +76,6 @@ func (s Settings) Check() (Settings, error) {
 	s.PerWorkflow = cmp.Or(s.PerWorkflow, 16384)
 	s.Queue = cmp.Or(s.Queue, 1024)
 	s.Wait = cmp.Or(s.Wait, 30*time.Second)
-	s.Starve = cmp.Or(s.Starve, 300*time.Second)
 	s.Retries = cmp.Or(s.Retries, 20)
 	s.RetryFloor = cmp.Or(s.RetryFloor, 10)
 	switch {
@@ -91,8 +87,6 @@ func (s Settings) Check() (Settings, error) {
 		return s, fmt.Errorf("queue is %d; it must be at most %d", s.Queue, maxPermits)
 	case s.Wait < 0 || s.Wait > time.Hour:
 		return s, fmt.Errorf("wait is %s; it must be over 0 and at most 1h", s.Wait)
-	case s.Starve < 0 || s.Starve > time.Hour:
-		return s, fmt.Errorf("starve is %s; it must be over 0 and at most 1h", s.Starve)
 	case s.Rate < 0 || s.Rate > maxPermits:
 		return s, fmt.Errorf("rate is %d; it must be from 1 to %d calls a second, or 0 for any number", s.Rate, maxPermits)
 	case s.Retries > 100:
@@ -106,6 +100,9 @@ func (s Settings) Check() (Settings, error) {
 
 const (
 	maxPermits = 1_000_000
+	// starve is how long others are preferred to a class of a workflow that waits. A call of class Low waits
+	// that long, or Settings.Wait if that is longer.
+	starve = 300 * time.Second
 	// maxWaiting bounds the workflows that wait at once: each release looks at all of them, and names
 	// of workflows cost their callers nothing.
 	maxWaiting = 1024
@@ -427,7 +424,7 @@ func (p *Pool) mayWait(l *lot, c *Call) (time.Duration, error) {
 	}
 	wait := p.set.Wait
 	if c.Class == Low {
-		wait = max(wait, p.set.Starve)
+		wait = max(wait, starve)
 	}
 	if c.Deadline.IsZero() {
 		return wait, nil
@@ -523,7 +520,7 @@ func (p *Pool) next(now int64) *waiter {
 		if l.inUse >= p.set.PerWorkflow {
 			continue
 		}
-		w, starved := l.head(now, int64(p.set.Starve/time.Microsecond))
+		w, starved := l.head(now)
 		r := rank{stage: 4, class: w.class, used: l.usedBy(now), came: w.came}
 		switch {
 		case starved:
@@ -546,8 +543,8 @@ func (l *lot) usedBy(now int64) int64 { return l.used + int64(l.inUse)*now - l.b
 
 // head is the first call of the lot that waits: of the class that is starved the longest, else of the
 // highest one.
-func (l *lot) head(now, starve int64) (first *waiter, starved bool) {
-	since := now - starve
+func (l *lot) head(now int64) (first *waiter, starved bool) {
+	since := now - int64(starve/time.Microsecond)
 	for i := range l.queues {
 		q := &l.queues[i]
 		if q.first == nil {

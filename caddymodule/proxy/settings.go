@@ -194,7 +194,7 @@ func (s *Settings) breaker() breaker.Settings {
 var optionNames = strings.NewReplacer(
 	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
 	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
-	"SlowCall", "slow", "MaxRetryAfter", "cooldown (longest)", "ProbeLease", "probe_timeout",
+	"SlowCall", "slow", "ProbeLease", "probe_timeout",
 )
 
 // provoked reports whether any caller can have an upstream answer with a status: one that refuses the request (4xx), its

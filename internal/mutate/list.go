@@ -203,7 +203,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "A-fair-share-scheduling-d", file: "breaker/bulkhead/bulkhead.go", dir: "breaker/bulkhead",
-		old: "\tif c.Class == Low {\n\t\twait = max(wait, p.set.Starve)\n\t}\n", now: "",
+		old: "\tif c.Class == Low {\n\t\twait = max(wait, starve)\n\t}\n", now: "",
 		breaks: "low waits no longer than others", tests: []string{"TestWaitsEnd", "TestLowIsServedInTime"},
 	},
 	{
