@@ -1,6 +1,7 @@
 package hitl
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -45,13 +46,6 @@ func (e *LaterError) Unwrap() error { return e.Err }
 
 // DispatcherOptions are the settings of a Dispatcher; zero fields take their default.
 type DispatcherOptions struct {
-	// First is the wait after the first failed attempt, default 1 s. It doubles each time.
-	First time.Duration
-	// Longest is the longest such wait, default 5 min.
-	Longest time.Duration
-	// MaxAge is how long after its opening an escalation is tried; then it is Undeliverable.
-	// Default: forever. There is always one attempt.
-	MaxAge time.Duration
 	// Attempt is how long one attempt may take, default 30 s.
 	Attempt time.Duration
 	// Concurrent is how many attempts run at once, default 4.
@@ -69,6 +63,8 @@ type DispatcherOptions struct {
 }
 
 const (
+	firstWait      = time.Second      // after the first failed attempt; it doubles each time
+	longestWait    = 5 * time.Minute  // between two attempts
 	longestLater   = time.Hour        // that a receiver may ask for
 	storePause     = 5 * time.Second  // after the store failed
 	recordPatience = 10 * time.Second // for recording an outcome, also while ending
@@ -92,19 +88,9 @@ type Dispatcher struct {
 
 // NewDispatcher makes the dispatcher of a store. Call Run once.
 func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
-	orElse := func(v *time.Duration, otherwise time.Duration) {
-		if *v <= 0 {
-			*v = otherwise
-		}
-	}
-	orElse(&o.First, time.Second)
-	orElse(&o.Longest, 5*time.Minute)
-	o.Longest = max(o.First, o.Longest)
-	orElse(&o.Attempt, 30*time.Second)
-	orElse(&o.Poll, time.Minute)
-	if o.Concurrent <= 0 {
-		o.Concurrent = 4
-	}
+	o.Attempt = cmp.Or(o.Attempt, 30*time.Second)
+	o.Concurrent = cmp.Or(o.Concurrent, 4)
+	o.Poll = cmp.Or(o.Poll, time.Minute)
 	if o.OnAttempt == nil {
 		o.OnAttempt = func(Escalation, error) {}
 	}
@@ -343,7 +329,7 @@ func (c *Dispatcher) postpone(ctx context.Context, name []byte) error {
 		return err
 	}
 	_, id := placeIn(name)
-	later := appendPlace(name[:len(name)-placeSize:len(name)-placeSize], now.Add(c.o.Longest), id)
+	later := appendPlace(name[:len(name)-placeSize:len(name)-placeSize], now.Add(longestWait), id)
 	return c.commit(ctx, store.Write{Key: name, Delete: true}, store.Write{Key: later})
 }
 
@@ -367,7 +353,7 @@ func (c *Dispatcher) settle(ctx context.Context, leased *Escalation, outcome err
 		if next.Boot = ""; cut {
 			next.NextAttempt = now
 		} else {
-			c.conclude(&next, now, outcome)
+			conclude(&next, now, outcome)
 		}
 		return &next, nil
 	})
@@ -377,30 +363,22 @@ func (c *Dispatcher) settle(ctx context.Context, leased *Escalation, outcome err
 	return settled, err
 }
 
-func (c *Dispatcher) conclude(e *Escalation, now time.Time, outcome error) {
+func conclude(e *Escalation, now time.Time, outcome error) {
 	if outcome == nil {
 		e.State, e.Changed, e.NextAttempt, e.LastError = Notified, now, time.Time{}, ""
 		return
 	}
 	e.LastError = shorten(outcome.Error(), maxError)
-	end := e.Opened.Add(c.o.MaxAge)
-	if errors.Is(outcome, ErrRefused) || c.o.MaxAge > 0 && !now.Before(end) {
+	if errors.Is(outcome, ErrRefused) {
 		e.State, e.Changed, e.NextAttempt = Undeliverable, now, time.Time{}
 		return
 	}
-	e.NextAttempt = now.Add(c.wait(e.Attempts, outcome))
-	if c.o.MaxAge > 0 && e.NextAttempt.After(end) {
-		e.NextAttempt = end // the last one
-	}
+	e.NextAttempt = now.Add(waitAfter(e.Attempts, outcome))
 }
 
-// wait is the time between a failed attempt with this number and the next.
-func (c *Dispatcher) wait(attempts int, outcome error) time.Duration {
-	wait := c.o.First
-	for i := 1; i < attempts && wait < c.o.Longest; i++ {
-		wait *= 2
-	}
-	wait = min(wait, c.o.Longest)
+// waitAfter is the time between a failed attempt with this number and the next.
+func waitAfter(attempts int, outcome error) time.Duration {
+	wait := min(firstWait<<min(attempts-1, 16), longestWait)
 	var later *LaterError
 	if errors.As(outcome, &later) {
 		wait = max(wait, min(later.After, longestLater))

@@ -111,9 +111,8 @@ func TestBackoffDoublesUpToItsBound(t *testing.T) {
 	})
 }
 
-// Without a MaxAge it goes on for ever; with one there is a last attempt at that age, and
-// the end is reported.
-func TestMaxAge(t *testing.T) {
+// It goes on for ever.
+func TestItIsTriedForEver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		d := p.escalations()
@@ -124,26 +123,6 @@ func TestMaxAge(t *testing.T) {
 		synctest.Wait()
 		end()
 		if got := get(t, d, e.ID); got.State != hitl.Open || got.Attempts < 28_000 {
-			t.Errorf("%+v", got)
-		}
-
-		var mu sync.Mutex
-		var reported []hitl.Escalation
-		young := open(t, d, opening("young"))
-		defer run(t, d, r, hitl.DispatcherOptions{MaxAge: time.Minute, OnAttempt: func(e hitl.Escalation, err error) {
-			mu.Lock()
-			defer mu.Unlock()
-			if e.State == hitl.Undeliverable && errors.Is(err, errDown) {
-				reported = append(reported, e)
-			}
-		}})()
-		time.Sleep(time.Hour)
-		synctest.Wait()
-		if len(reported) != 2 || reported[0].ID != young.ID || reported[1].ID != e.ID {
-			t.Errorf("reported: %+v", reported)
-		}
-		got := get(t, d, young.ID)
-		if got.State != hitl.Undeliverable || !got.Changed.Equal(got.Opened.Add(time.Minute)) || !got.NextAttempt.IsZero() || got.LastError != errDown.Error() {
 			t.Errorf("%+v", got)
 		}
 	})
@@ -378,7 +357,7 @@ func TestUndeliveredIsFoundAfterARestart(t *testing.T) {
 				return errDown
 			}
 			return hitl.ErrRefused
-		}}, hitl.DispatcherOptions{Attempt: time.Second, MaxAge: time.Hour})
+		}}, hitl.DispatcherOptions{Attempt: time.Second})
 		synctest.Wait()
 		end()
 		fresh := open(t, p.escalations(), opening("opened while no dispatcher runs"))

@@ -107,8 +107,7 @@ const (
 	Open State = "open"
 	// Notified: the notifier has accepted it.
 	Notified State = "notified"
-	// Undeliverable: the notifier refused it for good, or did not accept it in time. It still
-	// needs a human.
+	// Undeliverable: the notifier refused it for good. It still needs a human.
 	Undeliverable State = "undeliverable"
 )
 
