@@ -32,10 +32,14 @@ type Problem struct {
 	Detail string `json:"detail,omitempty"`
 	// Reason is a short stable code that refines the kind; it may be empty.
 	Reason string `json:"reason,omitempty"`
+	// ErrorType is the type in AERR's registry; error.type has the type that SDKs know. Write sets it.
+	ErrorType string `json:"error_type,omitempty"`
 	// ExecutionID is the caller's id of the execution; empty if unknown.
 	ExecutionID string `json:"execution_id,omitempty"`
 	// State is the state of the recorded execution; empty if there is none.
 	State string `json:"state,omitempty"`
+	// SafeNewKey is that of the kind, unless the call is Doubtful. Write sets it.
+	SafeNewKey bool `json:"safe_new_key"`
 	// StatusURL is the path below Mount at which the caller can read the execution's state;
 	// it may be empty.
 	StatusURL string `json:"status_url,omitempty"`
@@ -124,9 +128,7 @@ type document struct {
 	Type  string `json:"type"`
 	Title string `json:"title"`
 	Problem
-	ErrorType  string  `json:"error_type,omitempty"` // the type in AERR's registry; error.type has the type that SDKs know
-	SafeNewKey bool    `json:"safe_new_key"`
-	Error      sdkBody `json:"error"`
+	Error sdkBody `json:"error"`
 }
 
 // sdkBody is the member that SDKs read. stripe-node takes an answer without it for a
@@ -165,10 +167,10 @@ func (p *Problem) safeNewKey() bool { return p.kind.SafeNewKey && !p.Doubtful }
 func (p *Problem) Write(w http.ResponseWriter) {
 	k := p.kind
 	doc := document{
-		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Problem: *p, ErrorType: k.ErrorType, SafeNewKey: p.safeNewKey(),
+		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Problem: *p,
 		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
-	doc.Status = cmp.Or(p.Status, k.Status)
+	doc.Status, doc.ErrorType, doc.SafeNewKey = cmp.Or(p.Status, k.Status), k.ErrorType, p.safeNewKey()
 	if p.StatusURL != "" {
 		doc.StatusURL = p.Mount + p.StatusURL
 	}
