@@ -380,7 +380,7 @@ func (a *App) provisionTokens() error {
 	if a.Trust == nil {
 		return nil
 	}
-	if err := a.Trust.provision(a.Identity.Algorithm, a.logger); err != nil {
+	if err := a.Trust.provision(a.logger); err != nil {
 		return fmt.Errorf("agent_guard: trust: %w", err)
 	}
 	return nil
@@ -909,9 +909,6 @@ func (a *App) checkTrust() error {
 	}
 	if len(a.Trust.Keys) == 0 {
 		return errNoTrust
-	}
-	if err := a.Trust.checkFor(cmp.Or(a.Identity.Algorithm, ect.ES256.String())); err != nil {
-		return err
 	}
 	return a.Trust.checkLevel()
 }

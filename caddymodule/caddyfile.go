@@ -49,9 +49,8 @@ func init() {
 //			checkpoint_rate  <number> | off
 //		}
 //		identity <uri> {
-//			key_file  <path>
-//			algorithm ES256 | ES384 | EdDSA
-//			retain    <duration>
+//			key_file   <path>
+//			retain     <duration>
 //			public_url <url>
 //		}
 //		trust jwks_file <path> [<owner>]
@@ -85,7 +84,6 @@ func init() {
 //		plan_mode enforced | observed
 //		workflow_idle <duration>
 //		on_cascade alert | pause | open {
-//			agents   <number>
 //			escalate <number>
 //			window   <duration>
 //		}

@@ -25,7 +25,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
-// OnCascade says when a failure that spreads from one agent to others is a cascade, and what happens then.
+// OnCascade says when a failure that spreads from one agent to others is a cascade (at least three must have failed),
+// and what happens then.
 // A cascade is always recorded, in the ledger of each of its workflows as `cascade_detected`, logged,
 // emitted as an event, and counted; people are asked where it affects many agents or several workflows, or
 // where several breakers open on one downstream.
@@ -34,9 +35,6 @@ type OnCascade struct {
 	// until a person resumes them. `open`: the circuit breakers of the upstream where it began are opened
 	// for a cooldown. Default: alert.
 	Do string `json:"do,omitempty"`
-
-	// How many agents must have failed, from 2. Default: 3.
-	Agents int `json:"agents,omitempty"`
 
 	// How many agents may be affected before people are asked, from 1. Default: 3.
 	Escalate int `json:"escalate,omitempty"`
@@ -58,7 +56,7 @@ func (o *OnCascade) settings() (s cascades.Settings, err error) {
 	if s.Escalate < 1 {
 		return s, fmt.Errorf("escalate is %d; it must be a number from 1", s.Escalate)
 	}
-	s.Detector, err = cascade.Settings{Agents: o.Agents, Window: time.Duration(o.Window)}.Check()
+	s.Detector, err = cascade.Settings{Window: time.Duration(o.Window)}.Check()
 	return s, err
 }
 
@@ -90,7 +88,6 @@ func cascadeOptions() options[*OnCascade] {
 		}
 	}
 	all := options[*OnCascade]{
-		"agents":   {usage: "agents <number>", parse: number(func(o *OnCascade) *int { return &o.Agents })},
 		"escalate": {usage: "escalate <number>", parse: number(func(o *OnCascade) *int { return &o.Escalate })},
 		"window":   {usage: "window <duration>", parse: func(d *caddyfile.Dispenser, o *OnCascade) error { return parseDuration(d, &o.Window) }},
 	}

@@ -21,7 +21,7 @@ import (
 func tripped(t *testing.T, upstream string) *breaker.Breaker {
 	t.Helper()
 	c := leadingTo(t, upstream)
-	permit, err := c.Breaker(upstream, "GET").Acquire(breaker.Op{})
+	permit, err := c.Breaker(upstream).Acquire(breaker.Op{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -29,7 +29,7 @@ func tripped(t *testing.T, upstream string) *breaker.Breaker {
 	if c.Refusal("GET", nil) == nil {
 		t.Fatal("a failure has not opened the breaker")
 	}
-	return c.Breaker(upstream, "GET")
+	return c.Breaker(upstream)
 }
 
 func leadingTo(t *testing.T, upstream string) *proxy.Circuits {
@@ -84,7 +84,7 @@ func TestCircuitStateIsRecorded(t *testing.T) {
 	if kept = keptCircuits(t, e.store); len(kept) != 1 || kept[0].Expires.IsZero() {
 		t.Errorf("a closed breaker is recorded as %v", kept)
 	}
-	leadingTo(t, "b:1").Breaker("b:1", "GET")
+	leadingTo(t, "b:1").Breaker("b:1")
 	if kept = keptCircuits(t, e.store); len(kept) != 1 {
 		t.Errorf("a breaker that has never opened is recorded: %v", kept)
 	}
@@ -135,7 +135,7 @@ func TestChangesWaitForTheLedger(t *testing.T) {
 func TestOperatorsLeaveNoErrors(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, withIdentity(filepath.Join(dir, "identity"), "")).held
-	b := leadingTo(t, "a:1").Breaker("a:1", "GET")
+	b := leadingTo(t, "a:1").Breaker("a:1")
 	b.SetMode(breaker.ForcedOpen)
 	recorded := make(chan struct{})
 	e.recorder.later(func(context.Context) { close(recorded) }) // in its turn
@@ -161,13 +161,13 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, upstream := range []string{"a:1", "b:1"} {
-		permit, err := old.Breaker(upstream, "GET").Acquire(breaker.Op{})
+		permit, err := old.Breaker(upstream).Acquire(breaker.Op{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		permit.Done(breaker.Outcome{Class: breaker.Failure})
 	}
-	old.Breaker("c:1", "GET")
+	old.Breaker("c:1")
 	forced := breaker.Key{Upstream: "c:1"}
 	if known, err := (storeView{e}).SetCircuitMode(t.Context(), forced, breaker.ForcedClosed); !known || err != nil {
 		t.Fatal(known, err)
@@ -183,10 +183,10 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	if len(kept) != 1 {
 		t.Fatalf("%d states are left, not 1", len(kept))
 	}
-	if now.Breaker("a:1", "GET").Status().State != breaker.Open {
+	if now.Breaker("a:1").Status().State != breaker.Open {
 		t.Error("the upstream that has stayed was forgotten")
 	}
-	if s := leadingTo(t, "c:1").Breaker("c:1", "GET").Status(); s.Mode != breaker.Auto {
+	if s := leadingTo(t, "c:1").Breaker("c:1").Status(); s.Mode != breaker.Auto {
 		t.Errorf("an upstream that is back: %+v", s)
 	}
 	// A configuration that ends takes its transports with it, in any order.
@@ -212,7 +212,7 @@ func TestCircuitStateOutlivesALateRecording(t *testing.T) {
 	}
 	free, recorded := make(chan struct{}), make(chan struct{})
 	e.recorder.later(func(context.Context) { <-free })
-	permit, err := c.Breaker("a:1", "GET").Acquire(breaker.Op{})
+	permit, err := c.Breaker("a:1").Acquire(breaker.Op{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -244,13 +244,13 @@ func TestCircuitStateIsRead(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, upstream := range []string{"a:1", "gone:1"} {
-		permit, err := here.Breaker(upstream, "GET").Acquire(breaker.Op{})
+		permit, err := here.Breaker(upstream).Acquire(breaker.Op{})
 		if err != nil {
 			t.Fatal(err)
 		}
 		permit.Done(breaker.Outcome{Class: breaker.Failure})
 	}
-	until := here.Breaker("a:1", "GET").Status().NextProbe
+	until := here.Breaker("a:1").Status().NextProbe
 	newer := app.held.ring.Index("circuit", "newer:1", "")
 	unread := map[string]string{"damaged": "", "no state": "{}", string(newer[:16]): `{"v":2,"upstream":"newer:1","mode":"forced_open"}`}
 	for name, state := range unread {
@@ -269,9 +269,9 @@ func TestCircuitStateIsRead(t *testing.T) {
 	}
 
 	after := leadingTo(t, "a:1")
-	leadingTo(t, "newer:1").Breaker("newer:1", "GET") // a call that came first
+	leadingTo(t, "newer:1").Breaker("newer:1") // a call that came first
 	e := started(t, dir, "").held
-	if s := after.Breaker("a:1", "GET").Status(); s.State != breaker.Open || s.NextProbe.Sub(until).Abs() > 2*time.Second {
+	if s := after.Breaker("a:1").Status(); s.State != breaker.Open || s.NextProbe.Sub(until).Abs() > 2*time.Second {
 		t.Errorf("restored as %+v, want open until %v", s, until)
 	}
 	kept := keptCircuits(t, e.store)

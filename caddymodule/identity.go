@@ -35,12 +35,10 @@ type Identity struct {
 	Name string `json:"name"`
 
 	// The file with the keys that sign tokens: a JSON Web Key, a set of them, or PEM. It is created
-	// with a new ledger, mode 0600, and never for a ledger that already holds something. It is read
-	// again with every configuration. Default: the store's path with `.identity` appended.
+	// with a new ledger, with a key for ES256 and mode 0600, and never for a ledger that already holds
+	// something. A rotation makes a key for the algorithm of the one that signs; for ES384 or EdDSA put a
+	// key into the file. It is read again with every configuration. Default: the store's path with `.identity` appended.
 	KeyFile string `json:"key_file,omitempty"`
-
-	// The algorithm of a newly created key: `ES256`, `ES384` or `EdDSA`. Default: `ES256`.
-	Algorithm string `json:"algorithm,omitempty"`
 
 	// Where others reach this gateway, like `https://gateway.example.com`. Checkpoints name it as
 	// the place to ask for a rollback; without it they name only the path. It is never taken from a
@@ -50,8 +48,6 @@ type Identity struct {
 	// How long the ledger keeps the content of its entries. Their hashes stay, so that the ledger
 	// can still be verified. Default: 90d.
 	Retain caddy.Duration `json:"retain,omitempty"`
-
-	algorithm ect.Algorithm
 }
 
 const defaultRetain = 90 * 24 * time.Hour
@@ -64,12 +60,7 @@ func (i *Identity) provision(store string) error {
 	if err := checkIdentity(i.Name); err != nil {
 		return err
 	}
-	inherit(&i.Algorithm, ect.ES256.String())
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
-	var err error
-	if i.algorithm, err = ect.ParseAlgorithm(i.Algorithm); err != nil {
-		return fmt.Errorf("algorithm: %w", oneOf(i.Algorithm, algorithmNames()...))
-	}
 	if err := checkDuration(i.Retain); err != nil {
 		return fmt.Errorf("retain: %w", err)
 	}
@@ -125,14 +116,6 @@ func checkPublicURL(text string) error {
 // maxPublicURL bounds the URL, in bytes, so that it fits into a token's extensions.
 const maxPublicURL = 512
 
-func algorithmNames() []string {
-	var names []string
-	for _, a := range ect.Algorithms() {
-		names = append(names, a.String())
-	}
-	return names
-}
-
 // loadRing reads the keys of the identity. If fresh, nothing was signed before, and it may
 // create the first key. Otherwise a new key would make earlier tokens unverifiable.
 func (i *Identity) loadRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) {
@@ -153,7 +136,7 @@ func (i *Identity) readRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) 
 		return ring, err
 	}
 	if fresh {
-		if ring, err = ect.CreateRing(i.KeyFile, i.algorithm); !errors.Is(err, fs.ErrExist) {
+		if ring, err = ect.CreateRing(i.KeyFile, ect.ES256); !errors.Is(err, fs.ErrExist) {
 			return ring, err
 		}
 	}
@@ -196,9 +179,8 @@ func unsignable(ev *evidence.Evidence, ring *ect.Ring) []string {
 // parseIdentity reads
 //
 //	identity <uri> {
-//		key_file  <path>
-//		algorithm ES256 | ES384 | EdDSA
-//		retain    <duration>
+//		key_file   <path>
+//		retain     <duration>
 //		public_url <url>
 //	}
 func parseIdentity(d *caddyfile.Dispenser, a *App) error {
@@ -227,12 +209,6 @@ func identityOptions() options[*Identity] {
 	return options[*Identity]{
 		"key_file": {usage: "key_file <path>", parse: func(d dispenser, i *Identity) error {
 			return parseWord(d, &i.KeyFile)
-		}},
-		"algorithm": {usage: "algorithm ES256 | ES384 | EdDSA", parse: func(d dispenser, i *Identity) (err error) {
-			if err = parseChoice(d, &i.Algorithm, algorithmNames()...); err == nil {
-				i.algorithm, err = ect.ParseAlgorithm(i.Algorithm)
-			}
-			return err
 		}},
 		"public_url": {usage: "public_url <url>", parse: func(d dispenser, i *Identity) error {
 			if err := parseWord(d, &i.PublicURL); err != nil {
@@ -593,7 +569,7 @@ func (l *ledgerHandle) reseal(ctx context.Context) error {
 	return err
 }
 
-// rotate writes a new signing key of the configured algorithm into the key file of the latest
+// rotate writes a new signing key, for the algorithm of the one before it, into the key file of the latest
 // configuration and signs with it. The previous key stays published until its tokens have
 // expired, and keeps its private part until what was recorded under it is signed; with stolen,
 // no older key is published any more, and none signs anything any more.
@@ -612,7 +588,8 @@ func (l *ledgerHandle) rotate(stolen bool) error {
 		keep = 0
 	}
 	ctx := context.Background()
-	id, err := ev.Ring().Rotate(i.KeyFile, i.algorithm, time.Now(), keep, ev.KeysToSign()...)
+	algorithm := signer(ev.Ring()).Algorithm
+	id, err := ev.Ring().Rotate(i.KeyFile, algorithm, time.Now(), keep, ev.KeysToSign()...)
 	if err != nil {
 		return err
 	}
@@ -628,9 +605,15 @@ func (l *ledgerHandle) rotate(stolen bool) error {
 	}
 	l.retireSoon()
 	l.engine.logger.Info("signing key rotated", zap.String("identity", i.Name), zap.String("key", id),
-		zap.Stringer("algorithm", i.algorithm), zap.Bool("stolen", stolen))
+		zap.Stringer("algorithm", algorithm), zap.Bool("stolen", stolen))
 	l.engine.emit(eventIdentityRotated, nil)
 	return nil
+}
+
+// signer is the key of a ring that signs.
+func signer(ring *ect.Ring) ect.RingKey {
+	keys := ring.List()
+	return keys[len(keys)-1]
 }
 
 // checkSigner checks that the key file has the key that signs now: if another ring replaced it,
@@ -644,8 +627,7 @@ func (i *Identity) checkSigner(open *ect.Ring) error {
 	if err != nil {
 		return err
 	}
-	keys := open.List()
-	signs := keys[len(keys)-1].ID
+	signs := signer(open).ID
 	if !slices.ContainsFunc(found.List(), func(k ect.RingKey) bool { return k.ID == signs }) {
 		return fmt.Errorf("%w: %s is another one than was loaded: put it back, or load the configuration again to sign with what it holds",
 			errKeyElsewhere, i.KeyFile)
@@ -662,7 +644,7 @@ func (l *ledgerHandle) status() *admin.Identity {
 	if ev == nil || i == nil {
 		return nil
 	}
-	status := &admin.Identity{Name: i.Name, File: i.KeyFile, Algorithm: i.algorithm.String()}
+	status := &admin.Identity{Name: i.Name, File: i.KeyFile, Algorithm: signer(ev.Ring()).Algorithm.String()}
 	for _, k := range ev.Ring().List() {
 		status.Keys = append(status.Keys, admin.IdentityKey{
 			ID: k.ID, Algorithm: k.Algorithm.String(), Created: k.Created, Until: k.Until, Signs: k.Signs, Revoked: k.Revoked,

@@ -140,16 +140,16 @@ func TestStolenIdentityIsNotPublished(t *testing.T) {
 	}
 }
 
-// The key file and the algorithm are those of the latest configuration; one that has
-// failed to load is not that.
+// The key file is that of the latest configuration; one that has failed to load is not that. A new key has the
+// algorithm of the one before it.
 func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 	dir := t.TempDir()
 	one, two := filepath.Join(dir, "one"), filepath.Join(dir, "two")
 	first := started(t, dir, withIdentity(one, `, "retain": 3600000000000`))
-	if _, err := ect.CreateRing(two, ect.ES256); err != nil {
+	if _, err := ect.CreateRing(two, ect.EdDSA); err != nil {
 		t.Fatal(err)
 	}
-	failed := validApp(t, dir, withIdentity(two, `, "algorithm": "EdDSA", "retain": 7200000000000`))
+	failed := validApp(t, dir, withIdentity(two, `, "retain": 7200000000000`))
 	if err := failed.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -171,7 +171,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 		t.Error("the rotation is in the wrong file")
 	}
 
-	next := started(t, dir, withIdentity(two, `, "algorithm": "EdDSA"`))
+	next := started(t, dir, withIdentity(two, ""))
 	cleanUp(t, first) // it was replaced
 	id := rotateIdentity(t, next, false)
 	status := next.held.ledger.status()
@@ -179,7 +179,7 @@ func TestIdentityRotatesInTheLatestConfiguration(t *testing.T) {
 		t.Fatalf("%+v", status)
 	}
 	old, fresh := status.Keys[0], status.Keys[1]
-	if old.Signs || old.Algorithm != "ES256" || old.ID != untouched || old.Until.Before(time.Now().Add(ect.MaxLife)) ||
+	if old.Signs || old.Algorithm != "EdDSA" || old.ID != untouched || old.Until.Before(time.Now().Add(ect.MaxLife)) ||
 		!fresh.Signs || fresh.Algorithm != "EdDSA" || fresh.ID != id || !fresh.Until.IsZero() || fresh.Created.IsZero() {
 		t.Errorf("%+v", status.Keys)
 	}

@@ -85,7 +85,7 @@ var inCaddyfile = map[string]string{
 	"UnreachableHuman.role":           "`unreachable_human escalate <role>`",
 	"UnreachableHuman.within":         "`unreachable_human <do> { within <duration> }`",
 	"OnCascade.do":                    "`on_cascade <do>`",
-	"BadgerStore.path":                "`path <path>`, or `store badger <path>`",
+	"BadgerStore.path":                "`store badger <path>`",
 	"Trust.keys":                      "`jwks_file`, `jwks_url`",
 	"KeySource.file":                  "`jwks_file <file>`",
 	"KeySource.url":                   "`jwks_url <url>`",

@@ -23,7 +23,6 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -606,7 +605,7 @@ func (s usedMeanwhile) Scan(ctx context.Context, r store.Range) iter.Seq2[store.
 // those that find the store used by then.
 func TestKeyFileOfGatewaysThatStartTogether(t *testing.T) {
 	spec := engineSpec{keyFile: filepath.Join(t.TempDir(), "keys"), logger: zap.NewNop()}
-	identity := Identity{KeyFile: filepath.Join(t.TempDir(), "identity"), algorithm: ect.ES256}
+	identity := Identity{KeyFile: filepath.Join(t.TempDir(), "identity")}
 	const gateways = 16
 	var checks, signers [gateways]string
 	var all sync.WaitGroup

@@ -168,7 +168,7 @@ func (b storeView) Nodes(ctx context.Context) ([]admin.Node, error) { return b.e
 // upstreams are, and how much it does at a time. All others have to be the same at all gateways over a store.
 var ownOptions = map[string][]string{
 	"app":      {"store", "key", "key_file", "drain", "body_memory", placeMember},
-	"identity": {"key_file", "algorithm"},
+	"identity": {"key_file"},
 	"guard":    {"name", "upstream", "fallback", "bulkhead", "idle_timeout", placeMember},
 }
 

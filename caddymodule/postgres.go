@@ -29,7 +29,10 @@ type PostgresStore struct {
 	// `postgres://user:password@host:5432/database?sslmode=verify-full`. Usually a placeholder like
 	// `{env.AGENT_GUARD_DSN}`. Placeholders are replaced once, at load; one without a value is an
 	// error. No error and no log shows it. Behind a pooler in transaction mode it needs
-	// `default_query_exec_mode=cache_describe`.
+	// `default_query_exec_mode=cache_describe`. With `pool_max_conns` it names the largest number of
+	// connections for reading (2 to 1000, 10 without it; commits and the lease have one each besides), and
+	// with `statement_timeout` how long the database may work on one statement (100ms to 7s, 5s without it): a
+	// call is refused at most two seconds later.
 	DSN string `json:"dsn,omitempty"`
 
 	// The gateway's name among those that use the schema: 1 to 64 letters, digits, dots, underscores and
@@ -42,14 +45,6 @@ type PostgresStore struct {
 	// The schema of the database that holds the store's tables, a plain name in lower case. It is
 	// created, and holds nothing else. Default: `agent_guard`.
 	Schema string `json:"schema,omitempty"`
-
-	// The largest number of connections for reading, from 2 to 1000. Commits and the lease have one
-	// each besides. Default: 10.
-	PoolSize int `json:"pool_size,omitempty"`
-
-	// How long the database may work on one statement, from 100ms to 7s. A call that the database
-	// does not serve is refused at most two seconds later. Default: 5s.
-	StatementTimeout caddy.Duration `json:"statement_timeout,omitempty"`
 
 	// How long a gateway that does not respond still counts as one that runs its calls, by the
 	// database's clock: at least 2s and twice `statement_timeout`, at most 1h. Then the others remove
@@ -71,12 +66,10 @@ func (PostgresStore) CaddyModule() caddy.ModuleInfo {
 // UnmarshalCaddyfile reads
 //
 //	postgres {
-//		dsn               <dsn>
-//		node              <name>
-//		schema            <name>
-//		pool_size         <number>
-//		statement_timeout <duration>
-//		lease             <duration>
+//		dsn    <dsn>
+//		node   <name>
+//		schema <name>
+//		lease  <duration>
 //	}
 func (p *PostgresStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next() // the store's name
@@ -106,12 +99,6 @@ func postgresOptions() options[*PostgresStore] {
 		"schema": {usage: "schema <name>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
 			return parseWord(d, &p.Schema)
 		}},
-		"pool_size": {usage: "pool_size <number>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
-			return parseCount(d, &p.PoolSize)
-		}},
-		"statement_timeout": {usage: "statement_timeout <duration>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
-			return parseDuration(d, &p.StatementTimeout)
-		}},
 		"lease": {usage: "lease <duration>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
 			return parseDuration(d, &p.Lease)
 		}},
@@ -138,14 +125,7 @@ func (p *PostgresStore) Provision(ctx caddy.Context) (err error) {
 }
 
 func (p *PostgresStore) options() postgres.Options {
-	o := postgres.Options{
-		DSN: p.dsn, Node: p.node, Schema: p.Schema, PoolSize: p.PoolSize, StatementTimeout: time.Duration(p.StatementTimeout),
-		Lease: time.Duration(p.Lease), Observer: p.observer,
-	}
-	if o.Lease == 0 {
-		o.Lease = max(postgres.DefaultLease, 2*o.StatementTimeout)
-	}
-	return o
+	return postgres.Options{DSN: p.dsn, Node: p.node, Schema: p.Schema, Lease: time.Duration(p.Lease), Observer: p.observer}
 }
 
 // StorePath names the store by its schema and a hash of the place of its database. It does not

@@ -134,7 +134,7 @@ type BadgerStore struct {
 	MaxSize int64 `json:"max_size,omitempty"`
 
 	observer badger.Observer
-	pathAt   *caddyfile.Token // the option that names the path in a Caddyfile
+	pathAt   *caddyfile.Token // the path in a Caddyfile
 }
 
 // CaddyModule returns the Caddy module information.
@@ -145,32 +145,27 @@ func (BadgerStore) CaddyModule() caddy.ModuleInfo {
 // UnmarshalCaddyfile reads
 //
 //	badger [<path>] {
-//		path     <path>
 //		min_free <size>
 //		max_size <size>
 //	}
 func (b *BadgerStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next() // the store's name
 	at := originOf(d)
-	if d.NextArg() {
-		b.Path = d.Val()
-		at["path"] = caddyfile.Segment{d.Token()}
+	if d.CountRemainingArgs() > 0 {
+		if err := parseWord(d, &b.Path); err != nil {
+			return err
+		}
+		path := d.Token()
+		b.pathAt = &path
 	}
 	if d.NextArg() {
 		return d.ArgErr()
 	}
-	err := badgerOptions().readBlock(d, "store badger", b, at)
-	if path, ok := at["path"]; ok {
-		b.pathAt = &path[0]
-	}
-	return err
+	return badgerOptions().readBlock(d, "store badger", b, at)
 }
 
 func badgerOptions() options[*BadgerStore] {
 	return options[*BadgerStore]{
-		"path": {usage: "path <path>", parse: func(d *caddyfile.Dispenser, b *BadgerStore) error {
-			return parseWord(d, &b.Path)
-		}},
 		"min_free": {usage: "min_free <size>", parse: func(d *caddyfile.Dispenser, b *BadgerStore) error {
 			return parseSize(d, &b.MinFree)
 		}},

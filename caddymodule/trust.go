@@ -11,7 +11,6 @@ import (
 	"maps"
 	"net/http"
 	"path/filepath"
-	"slices"
 	"strings"
 	"time"
 
@@ -34,15 +33,12 @@ import (
 // `ect-invalid`; its issuer is the caller, its `wid` the workflow. Without it, tokens are passed on
 // and ignored.
 type Trust struct {
-	// The sources of public keys. A token whose key is in none of them is refused.
+	// The sources of public keys. A token whose key is in none of them is refused. Each key counts for its
+	// own algorithm: `ES256`, `ES384` or `EdDSA`.
 	Keys []KeySource `json:"keys,omitempty"`
 
 	// Further names accepted in the `aud` of tokens, besides the gateway's identity. Default: none.
 	Audience []string `json:"audience,omitempty"`
-
-	// The accepted signature algorithms: `ES256`, `ES384`, `EdDSA`. That of the gateway's own keys
-	// must be among them. Default: `ES256`, and the gateway's.
-	Algorithms []string `json:"algorithms,omitempty"`
 
 	// `L1` also accepts unsigned tokens. They are recorded as evidence and do not identify the
 	// caller or allow anything, unless a verified client certificate has their issuer as its SPIFFE
@@ -83,7 +79,7 @@ type KeySource struct {
 
 // provision opens the sources of keys. An unreadable file is an error; a URL may be
 // unreachable.
-func (t *Trust) provision(own string, logger *zap.Logger) error {
+func (t *Trust) provision(logger *zap.Logger) error {
 	if len(t.Keys) == 0 {
 		return errNoTrust
 	}
@@ -94,9 +90,6 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 		}
 		t.sources = append(t.sources, source)
 	}
-	if err := t.checkFor(own); err != nil {
-		return err
-	}
 	if err := t.checkLevel(); err != nil {
 		return err
 	}
@@ -105,16 +98,8 @@ func (t *Trust) provision(own string, logger *zap.Logger) error {
 			"nobody unless a client certificate of the connection has their issuer as its SPIFFE ID; leave it out where agents can sign",
 			zap.String("min_level", t.MinLevel))
 	}
-	_, err := t.verifier("urn:agent-guard:check", nil, []string{own}, t.sources...)
+	_, err := t.verifier("urn:agent-guard:check", nil, t.sources...)
 	return err
-}
-
-// checkFor finds contradictions to own, the gateway's signing algorithm.
-func (t *Trust) checkFor(own string) error {
-	if len(t.Algorithms) > 0 && !slices.Contains(t.Algorithms, own) {
-		return &invalid{[]string{"algorithms"}, fmt.Errorf("%s is missing, with which the gateway itself signs: its tokens come back as parents", own)}
-	}
-	return nil
 }
 
 // errNoTrust: there are options but no keys.
@@ -134,17 +119,6 @@ func (t *Trust) lacksIdentity() error {
 		return &invalid{[]string{"min_level"}, errors.New("L3 needs an `identity`: only with one there is a ledger for tokens to stand in")}
 	}
 	return errors.New("it needs an `identity`, which is what tokens name in their aud")
-}
-
-// algorithms returns the accepted algorithms: by default ES256 and those of the gateway's
-// keys.
-func (t *Trust) algorithms(own []string) []string {
-	if len(t.Algorithms) > 0 {
-		return t.Algorithms
-	}
-	all := append([]string{ect.ES256.String()}, own...)
-	slices.Sort(all)
-	return slices.Compact(all)
 }
 
 func (k *KeySource) open(logger *zap.Logger) (ect.Source, error) {
@@ -196,19 +170,11 @@ func warnSkipped(logger *zap.Logger, place string, set *ect.Set) {
 	}
 }
 
-// verifier makes the verifier of the gateway called identity; own are the algorithms of its
-// keys.
-func (t *Trust) verifier(identity string, former, own []string, sources ...ect.Source) (*ect.Verifier, error) {
+// verifier makes the verifier of the gateway called identity.
+func (t *Trust) verifier(identity string, former []string, sources ...ect.Source) (*ect.Verifier, error) {
 	policy := ect.Policy{
 		Audience: append([]string{identity}, t.Audience...), Former: former, Sources: sources,
-		AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow,
-	}
-	for _, name := range t.algorithms(own) {
-		algorithm, err := ect.ParseAlgorithm(name)
-		if err != nil {
-			return nil, fmt.Errorf("algorithms: %w", oneOf(name, algorithmNames()...))
-		}
-		policy.Algorithms = append(policy.Algorithms, algorithm)
+		Algorithms: ect.Algorithms(), AllowPartial: t.AllowPartial, CrossWorkflow: t.CrossWorkflow,
 	}
 	if policy.MinLevel = t.minLevel(); policy.MinLevel == 0 {
 		return nil, fmt.Errorf("min_level: %w", oneOf(t.MinLevel, levelNames...))
@@ -242,7 +208,6 @@ func (t *Trust) minLevel() ect.Level {
 //		jwks_file     <path> [<owner>]
 //		jwks_url      <url>  [<owner>]
 //		audience      <names...>
-//		algorithms    <ES256 | ES384 | EdDSA>...
 //		min_level     L1 | L2 | L3
 //		allow_partial
 //		cross_workflow
@@ -319,17 +284,6 @@ func trustOptions() options[*App] {
 		"audience": {usage: "audience <names...>", several: true, parse: func(d dispenser, t *Trust) error {
 			return parseWords(d, &t.Audience)
 		}},
-		"algorithms": {usage: "algorithms ES256 | ES384 | EdDSA ...", parse: func(d dispenser, t *Trust) error {
-			if err := parseWords(d, &t.Algorithms); err != nil {
-				return err
-			}
-			for _, name := range t.Algorithms {
-				if err := oneOf(name, algorithmNames()...); err != nil {
-					return err
-				}
-			}
-			return nil
-		}},
 		"min_level": {usage: "min_level L1 | L2 | L3", parse: func(d dispenser, t *Trust) error {
 			return parseChoice(d, &t.MinLevel, levelNames...)
 		}},
@@ -388,15 +342,11 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	}
 	// The gateway's own tokens are presented as parents.
 	sources := append([]ect.Source{ownKeys}, t.sources...)
-	algorithms := []string{i.Algorithm}
-	for _, k := range ev.Ring().List() { // a key file may have keys of other algorithms
-		algorithms = append(algorithms, k.Algorithm.String())
-	}
-	if policy.Verifier, err = t.verifier(i.Name, events.Names()[1:], algorithms, sources...); err != nil {
+	if policy.Verifier, err = t.verifier(i.Name, events.Names()[1:], sources...); err != nil {
 		return nil, fmt.Errorf("agent_guard: trust: %w", err)
 	}
 	policy.records = func(identity string) (*ect.Verifier, error) {
-		return t.verifier(identity, nil, algorithms, sources...)
+		return t.verifier(identity, nil, sources...)
 	}
 	if t.minLevel() == ect.L1 {
 		ev.AcceptUnsigned()

@@ -17,7 +17,7 @@ import (
 // the error names it.
 func TestLevel3Needs(t *testing.T) {
 	trust := Trust{Keys: []KeySource{{URL: "http://localhost:1/jwks"}}, MinLevel: "L3"}
-	if err := trust.provision("ES256", zap.NewNop()); err != nil {
+	if err := trust.provision(zap.NewNop()); err != nil {
 		t.Error(err)
 	}
 	trust.AllowPartial = true
@@ -29,7 +29,7 @@ func TestLevel3Needs(t *testing.T) {
 			}
 		}
 	}
-	holds(trust.provision("ES256", zap.NewNop()), "min_level L3", "allow_partial")
+	holds(trust.provision(zap.NewNop()), "min_level L3", "allow_partial")
 	holds((&App{Trust: &trust}).provisionTokens(), "min_level: L3", "identity", "ledger")
 }
 
@@ -69,7 +69,7 @@ func TestLevel1Warns(t *testing.T) {
 	for level, warnings := range map[string]int{"L1": 1, "l1": 1, "": 0, "L2": 0} {
 		core, logs := observer.New(zapcore.WarnLevel)
 		trust := Trust{Keys: []KeySource{{URL: "http://localhost:1/jwks"}}, MinLevel: level}
-		if err := trust.provision("ES256", zap.New(core)); err != nil {
+		if err := trust.provision(zap.New(core)); err != nil {
 			t.Fatal(err)
 		}
 		if got := logs.FilterMessageSnippet("min_level L1").Len(); got != warnings {

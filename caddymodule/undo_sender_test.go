@@ -173,7 +173,7 @@ func TestUndoIsSentPastAnOpenBreaker(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer circuits.Close()
-	circuits.Breaker(addr, http.MethodPost).SetMode(breaker.ForcedOpen)
+	circuits.Breaker(addr).SetMode(breaker.ForcedOpen)
 	if answer, err := s.Send(t.Context(), refund()); err != nil || answer.Status != 200 {
 		t.Errorf("%+v, %v", answer, err)
 	}

@@ -79,7 +79,7 @@ func (l *cascadeLab) cascades(a *agent, wid string, n int) (all []api.Cascade) {
 // of the workflow, once, and over a restart; who has no part in it sees nothing.
 func TestCascadeInDepth(t *testing.T) {
 	stranger := newAgent(t, "stranger")
-	lab := newCascadeLab(t, "on_cascade alert {\n agents 3\n escalate 2\n}", stranger)
+	lab := newCascadeLab(t, "on_cascade alert {\n escalate 2\n}", stranger)
 	a, wid := lab.agents["a"], uuid.NewString()
 	lab.u.on("/d", status(http.StatusInternalServerError, ""))
 	if got := lab.act("a", wid, "/b"); got.status != http.StatusInternalServerError {

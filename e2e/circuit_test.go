@@ -352,8 +352,8 @@ func TestPolicyOfBreakers(t *testing.T) {
 		"by default": {"agent_proxy UP", `{"window_s":60,"threshold":0.5,"min_volume":10,"cooldown_s":30,"max_cooldown_s":300,` +
 			`"problem":"/.well-known/cascade/problems/circuit-open"}`},
 		"every member": {"agent_proxy UP {\nbreaker {\nwindow 30s\nthreshold 20%\nmin_volume 5\nconsecutive 3\ncooldown 10s 1m\n" +
-			"by_operation\ndownstream UP spiffe://example.com/b\n}\nfallback {\nrespond hello\n}\n}",
-			`{"window_s":30,"threshold":0.2,"min_volume":5,"consecutive":3,"cooldown_s":10,"max_cooldown_s":60,"by_operation":true,` +
+			"downstream UP spiffe://example.com/b\n}\nfallback {\nrespond hello\n}\n}",
+			`{"window_s":30,"threshold":0.2,"min_volume":5,"consecutive":3,"cooldown_s":10,"max_cooldown_s":60,` +
 				`"problem":"/.well-known/cascade/problems/circuit-open","fallback":true}`},
 		"off":                 {"agent_proxy UP {\nbreaker off\n}", ""},
 		"nobody sees a proxy": {"agent_guard\nrespond 204", ""},

@@ -105,9 +105,9 @@ func crashSite(t *testing.T, upstream *procUpstream, dsn, name string) *procSite
 	t.Helper()
 	site := procNewSite(t, upstream.addr)
 	site.host = crashHost
-	site.store = "postgres {\n dsn {env.TEST_DSN}\n node " + name + "\n statement_timeout " + crashStatement.String() + "\n lease 2s\n }"
+	site.store = "postgres {\n dsn {env.TEST_DSN}\n node " + name + "\n lease 2s\n }"
 	site.app = "keys value {env.TEST_KEYS}\n identity spiffe://example.com/gateway {\n key_file " + site.path("identity") + "\n }"
-	site.env = append(site.env, "TEST_DSN="+dsn, "TEST_KEYS=MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=")
+	site.env = append(site.env, "TEST_DSN="+dsn+fmt.Sprintf(" statement_timeout=%d", crashStatement.Milliseconds()), "TEST_KEYS=MDEyMzQ1Njc4OWFiY2RlZjAxMjM0NTY3ODlhYmNkZWY=")
 	return site
 }
 

@@ -25,9 +25,9 @@ func postgresSite(t *testing.T, upstream *procUpstream) (*procSite, *pgserver.Se
 
 // withPostgres gives the site its store there. Its node is "one".
 func withPostgres(site *procSite, dsn string) *procSite {
-	site.store = "postgres {\n\t\t\tdsn {env.TEST_DSN}\n\t\t\tnode one\n\t\t\tstatement_timeout 1s\n\t\t\tlease 10s\n\t\t}"
+	site.store = "postgres {\n\t\t\tdsn {env.TEST_DSN}\n\t\t\tnode one\n\t\t\tlease 10s\n\t\t}"
 	site.app = "keys file " + site.path("keys")
-	site.env = append(site.env, "TEST_DSN="+dsn)
+	site.env = append(site.env, "TEST_DSN="+dsn+" statement_timeout=1000")
 	return site
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -176,14 +177,18 @@ func (s *scene) start(at spot) (*server, error) {
 func (s *scene) options(of site) (string, error) {
 	text := ""
 	if of.ledger {
-		text += fmt.Sprintf("\t\tidentity %s {\n\t\t\talgorithm %s\n\t\t}\n", gatewayIdentity, of.algorithm)
+		key := filepath.Join(s.dir, fmt.Sprintf("identity-%s", of.algorithm))
+		if _, err := ect.CreateRing(key, of.algorithm); err != nil && !errors.Is(err, fs.ErrExist) {
+			return "", err
+		}
+		text += fmt.Sprintf("\t\tidentity %s {\n\t\t\tkey_file %s\n\t\t}\n", gatewayIdentity, key)
 	}
 	if of.trust {
 		path := filepath.Join(s.dir, fmt.Sprintf("callers-%s.jwks", of.algorithm))
 		if err := s.callers[of.algorithm].publish(path); err != nil {
 			return "", err
 		}
-		text += fmt.Sprintf("\t\ttrust {\n\t\t\tjwks_file %s\n\t\t\talgorithms %s\n\t\t}\n", path, of.algorithm)
+		text += fmt.Sprintf("\t\ttrust {\n\t\t\tjwks_file %s\n\t\t}\n", path)
 	}
 	return text, nil
 }

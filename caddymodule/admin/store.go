@@ -380,7 +380,7 @@ func rotateIdentity(q *request) (any, error) {
 type CircuitMode struct {
 	// Upstream is the address of the upstream, as in circuits.
 	Upstream string `json:"upstream"`
-	// Class is read or write if these have separate breakers, or undo.
+	// Class is undo for servers that the gateway itself calls.
 	Class string `json:"class,omitempty"`
 	// Mode is auto, observe, forced_open or forced_closed.
 	Mode *breaker.Mode `json:"mode"`

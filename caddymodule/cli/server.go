@@ -383,7 +383,7 @@ The mode survives reloads and restarts.`,
 			return showing(o, question{path: "circuits/mode", body: &wanted}, describeCircuits)(cmd, nil)
 		},
 	}
-	cmd.Flags().StringVar(&wanted.Class, "class", "", "read or write, if the configuration says by_operation; undo, for delegates and whole URLs of rollbacks")
+	cmd.Flags().StringVar(&wanted.Class, "class", "", "undo, for delegates and whole URLs of rollbacks")
 	return cmd
 }
 

@@ -343,8 +343,15 @@ func TestDynamicUpstreamsAreNotKnown(t *testing.T) {
 	}
 }
 
-// shortLease has the lease of a probe end in the test's time.
-const shortLease = `{"transport": {"protocol": "agent_guard", %s "breaker": {"probe_timeout": "3s", "cooldown": "10h"}}, "upstreams": [{"dial": "%s"}]}`
+// shortLease makes a proxy whose probes have a lease that ends in the test's time.
+func shortLease(t *testing.T, options, addr string) *testProxy {
+	t.Helper()
+	p := newProxy(t, `{"transport": {"protocol": "agent_guard", %s "breaker": {"cooldown": "10h"}}, "upstreams": [{"dial": "%s"}]}`, options, addr)
+	if err := proxy.ShortenProbes(p.transport(t), 3*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
 
 // unheld waits until an upstream's breaker has no probe any more.
 func unheld(t *testing.T, upstream string) breaker.Status {
@@ -383,7 +390,7 @@ func TestSlowUploadDoesNotFailTheProbe(t *testing.T) {
 		_, _ = io.Copy(io.Discard, req.Body)
 		return false // which fails the slow call, whom nobody hears any more
 	})
-	p := newProxy(t, shortLease, "", up.addr)
+	p := shortLease(t, "", up.addr)
 	halfOpen(t, p, up.addr)
 	body, client := io.Pipe()
 	r := request("GET", "")
@@ -496,7 +503,7 @@ func TestSilenceAfterAnUploadFailsTheProbe(t *testing.T) {
 		_, _ = c.in.ReadByte() // until the other side leaves
 		return false
 	})
-	p := newProxy(t, shortLease, "", up.addr)
+	p := shortLease(t, "", up.addr)
 	halfOpen(t, p, up.addr)
 	heard := hear(t)
 	done := make(chan error, 1)
@@ -523,7 +530,7 @@ func TestSilentGRPCStreamDoesNotFailTheProbe(t *testing.T) {
 		}
 		w.Header().Set(http.TrailerPrefix+"Grpc-Status", "0")
 	})
-	p := newProxy(t, shortLease, client+",", addr)
+	p := shortLease(t, client+",", addr)
 	halfOpen(t, p, addr)
 	done := make(chan error, 1)
 	go func() { done <- unguarded(p, request("POST", "")) }()

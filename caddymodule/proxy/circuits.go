@@ -18,12 +18,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
-// The classes of operations that by_operation separates.
-const (
-	readClass  = "read"
-	writeClass = "write"
-)
-
 // Circuits are the breakers of one transport's upstreams.
 type Circuits struct {
 	pool      *pool
@@ -83,17 +77,9 @@ func addressOf(network, address string) string {
 	return network + "/" + address
 }
 
-// Breaker returns the breaker of the upstream at address for a call of this method. Look it
-// up for each call.
-func (c *Circuits) Breaker(upstream, method string) *breaker.Breaker {
-	key := breaker.Key{Upstream: upstream}
-	if c.set.ByOperation {
-		key.Class = writeClass
-		if guard.SafeMethod(method) {
-			key.Class = readClass
-		}
-	}
-	return c.pool.registry.Get(key, c.checked.rules)
+// Breaker returns the breaker of the upstream at address. Look it up for each call.
+func (c *Circuits) Breaker(upstream string) *breaker.Breaker {
+	return c.pool.registry.Get(breaker.Key{Upstream: upstream}, c.checked.rules)
 }
 
 // Refusal returns the refusal of the upstream that recovers first, if all upstreams are
@@ -104,7 +90,7 @@ func (c *Circuits) Refusal(method string, view *breaker.View) *breaker.OpenError
 	}
 	var first *breaker.OpenError
 	for _, upstream := range c.upstreams {
-		refusal := c.Breaker(upstream, method).RefusalOf(breaker.Op{Safe: guard.SafeMethod(method), View: view})
+		refusal := c.Breaker(upstream).RefusalOf(breaker.Op{Safe: guard.SafeMethod(method), View: view})
 		if refusal == nil {
 			return nil
 		}
@@ -512,8 +498,7 @@ type Circuit struct {
 
 	// Upstream is the upstream's address.
 	Upstream string `json:"upstream"`
-	// Class is read or write if these have separate breakers, and undo for servers that the
-	// gateway itself calls (UndoClass).
+	// Class is undo for servers that the gateway itself calls (UndoClass).
 	Class string `json:"class,omitempty"`
 	// Mode is auto, observe, forced_open or forced_closed.
 	Mode string `json:"mode"`
@@ -596,8 +581,6 @@ type Policy struct {
 	Cooldown float64 `json:"cooldown_s"`
 	// MaxCooldown is the longest cooldown, after failed probes.
 	MaxCooldown float64 `json:"max_cooldown_s"`
-	// ByOperation says that calls with a safe method have separate breakers.
-	ByOperation bool `json:"by_operation,omitempty"`
 }
 
 // Describe describes a breaker.

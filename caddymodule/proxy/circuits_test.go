@@ -21,19 +21,19 @@ func TestReload(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	trip(t, old.Breaker("a:1", "POST"))
-	trip(t, old.Breaker("b:1", "POST"))
-	until := old.Breaker("a:1", "POST").Status().NextProbe
+	trip(t, old.Breaker("a:1"))
+	trip(t, old.Breaker("b:1"))
+	until := old.Breaker("a:1").Status().NextProbe
 
 	now := open(t, proxy.Settings{MinVolume: 99, Cooldown: caddy.Duration(time.Second)}, []string{"a:1"}, false)
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
 	}
-	a := now.Breaker("a:1", "POST").Status()
+	a := now.Breaker("a:1").Status()
 	if a.State != breaker.Open || !a.NextProbe.Equal(until) || a.MinVolume != 99 {
 		t.Errorf("after the reload: %+v, want open until %v", a, until)
 	}
-	if state := now.Breaker("b:1", "POST").Status().State; state != breaker.Closed {
+	if state := now.Breaker("b:1").Status().State; state != breaker.Closed {
 		t.Errorf("the breaker of an upstream that was gone is %v", state)
 	}
 }
@@ -44,11 +44,11 @@ func TestNobodyHoldsThem(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	trip(t, c.Breaker("a:1", "POST"))
+	trip(t, c.Breaker("a:1"))
 	if err := c.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if state := open(t, proxy.Settings{}, []string{"a:1"}, false).Breaker("a:1", "POST").Status().State; state != breaker.Closed {
+	if state := open(t, proxy.Settings{}, []string{"a:1"}, false).Breaker("a:1").Status().State; state != breaker.Closed {
 		t.Errorf("a breaker that nobody held is %v", state)
 	}
 }
@@ -60,11 +60,11 @@ func TestRefusal(t *testing.T) {
 	if c.Refusal("POST", nil) != nil {
 		t.Error("closed breakers refuse")
 	}
-	trip(t, c.Breaker("b:1", "POST"))
+	trip(t, c.Breaker("b:1"))
 	if c.Refusal("POST", nil) != nil {
 		t.Error("one open breaker of two refuses")
 	}
-	trip(t, c.Breaker("a:1", "POST"))
+	trip(t, c.Breaker("a:1"))
 	// Of the two it names the one that is back first.
 	if r := c.Refusal("POST", nil); r == nil || r.Key.Upstream != "b:1" || r.Cause != "connection refused" {
 		t.Errorf("two open breakers: %+v", r)
@@ -76,36 +76,27 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// by_operation keeps reading upstreams in use whose writing fails.
-func TestByOperation(t *testing.T) {
-	c := open(t, proxy.Settings{ByOperation: true}, []string{"a:1"}, false)
-	trip(t, c.Breaker("a:1", "POST"))
-	if c.Refusal("GET", nil) != nil || c.Refusal("DELETE", nil) == nil {
-		t.Errorf("GET is refused: %v, DELETE: %v", c.Refusal("GET", nil), c.Refusal("DELETE", nil))
-	}
-}
-
 // While a half-open breaker waits for a safe probe, others are refused before anything
 // is claimed for them; and what is back at a known time is back first.
 func TestRefusalOfUnsuitedProbes(t *testing.T) {
 	c := open(t, proxy.Settings{}, []string{"a:1"}, false)
-	c.Breaker("a:1", "POST").SetMode(breaker.ForcedOpen)
+	c.Breaker("a:1").SetMode(breaker.ForcedOpen)
 	two := open(t, proxy.Settings{}, []string{"a:1", "b:1"}, false)
-	trip(t, two.Breaker("b:1", "POST"))
+	trip(t, two.Breaker("b:1"))
 	if r := two.Refusal("POST", nil); r == nil || r.Key.Upstream != "b:1" {
 		t.Errorf("%+v", r)
 	}
 	if r := c.Refusal("GET", nil); r == nil { // so that another one is expected
 		t.Error("GET is not refused while the breaker is forced open")
 	}
-	c.Breaker("a:1", "POST").SetMode(breaker.Auto)
+	c.Breaker("a:1").SetMode(breaker.Auto)
 	if r := c.Refusal("POST", nil); r == nil || r.State != breaker.HalfOpen || r.RetryAfter() == 0 {
 		t.Errorf("POST: %+v", r)
 	}
 	if r := c.Refusal("GET", nil); r != nil {
 		t.Errorf("GET: %+v", r)
 	}
-	c.Breaker("a:1", "POST").SetMode(breaker.Observe)
+	c.Breaker("a:1").SetMode(breaker.Observe)
 	if r := c.Refusal("POST", nil); r != nil {
 		t.Errorf("observed: %+v", r)
 	}
@@ -142,8 +133,8 @@ func TestDropped(t *testing.T) {
 	hear.m = proxy.Join()
 	defer hear.m.Leave()
 	hear.m.Listen(hear)
-	trip(t, old.Breaker("a:1", "POST"))
-	trip(t, old.Breaker("b:1", "POST"))
+	trip(t, old.Breaker("a:1"))
+	trip(t, old.Breaker("b:1"))
 	open(t, proxy.Settings{}, []string{"a:1"}, false)
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
@@ -164,7 +155,7 @@ func TestMembers(t *testing.T) {
 	first.m.Listen(first)
 	second.m.Listen(second)
 	defer first.m.Leave()
-	trip(t, c.Breaker("a:1", "POST"))
+	trip(t, c.Breaker("a:1"))
 	if len(first.heard) != 0 || len(second.heard) != 1 || !slices.Equal(second.states, []breaker.State{breaker.Open}) {
 		t.Errorf("heard: %v and %v", first.heard, second.heard)
 	}
@@ -173,7 +164,7 @@ func TestMembers(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 	second.m.Leave()
-	c.Breaker("a:1", "POST").SetMode(breaker.ForcedClosed)
+	c.Breaker("a:1").SetMode(breaker.ForcedClosed)
 	if len(first.heard) != 1 || len(second.heard) != 1 {
 		t.Errorf("heard after the last has left: %v and %v", first.heard, second.heard)
 	}
@@ -193,7 +184,7 @@ func TestRestore(t *testing.T) {
 		t.Fatal(err)
 	}
 	old := proxy.Join()
-	trip(t, before.Breaker("a:1", "POST"))
+	trip(t, before.Breaker("a:1"))
 	key := breaker.Key{Upstream: "a:1"}
 	s, ok, _ := old.Snapshot(key)
 	if !ok {
@@ -207,7 +198,7 @@ func TestRestore(t *testing.T) {
 	after := open(t, proxy.Settings{}, []string{"a:1"}, false)
 	m := proxy.Join()
 	defer m.Leave()
-	permit, err := after.Breaker("a:1", "GET").Acquire(breaker.Op{})
+	permit, err := after.Breaker("a:1").Acquire(breaker.Op{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -215,12 +206,12 @@ func TestRestore(t *testing.T) {
 	if kept, err := m.Restore(s); !kept || err != nil {
 		t.Fatal(kept, err)
 	}
-	is := after.Breaker("a:1", "GET").Status()
+	is := after.Breaker("a:1").Status()
 	if late := is.NextProbe.Sub(s.Until).Abs(); is.State != breaker.Open || late > time.Millisecond {
 		t.Errorf("restored %+v, want open until %v", is, s.Until)
 	}
 	s.State, s.Until, s.Cooldown = breaker.Closed, time.Time{}, 0
-	if kept, err := m.Restore(s); !kept || err != nil || after.Breaker("a:1", "GET").Status().State != breaker.Open {
+	if kept, err := m.Restore(s); !kept || err != nil || after.Breaker("a:1").Status().State != breaker.Open {
 		t.Errorf("an older snapshot has changed the breaker: %v, %v", kept, err)
 	}
 	s.Upstream = "gone:1"

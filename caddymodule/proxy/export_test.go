@@ -4,6 +4,9 @@ import (
 	"context"
 	"net"
 	"net/http"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 )
 
 // Redial makes t dial with dial, so that a test can hand out connections that
@@ -17,6 +20,14 @@ func Redial(t *Transport, dial func(ctx context.Context, network, addr string) (
 
 // Guarded returns the transport of the guarded requests.
 func Guarded(t *Transport) *http.Transport { return t.guarded }
+
+// ShortenProbes gives the probes of t another lease.
+func ShortenProbes(t *Transport, lease time.Duration) (err error) {
+	s := t.circuits.checked.rules.Settings()
+	s.ProbeLease = lease
+	t.circuits.checked.rules, err = breaker.NewRules(s)
+	return err
+}
 
 // VerifyWith lets t verify tokens in answers with verify.
 func VerifyWith(t *Transport, verify AnswerVerifier) { t.verify = verify }

@@ -23,7 +23,8 @@ import (
 //
 // A breaker is closed, open, or half-open. It opens when more than `threshold` of the calls in the
 // window have failed, refuses every call for `cooldown`, and then lets one probe through. A good
-// answer closes it; a failure opens it for twice as long. A refused call was not sent:
+// answer closes it; a failure opens it for twice as long. A probe that has no answer after 30 s gives its
+// place to the next call. A refused call was not sent:
 // `reverse_proxy` may try the next upstream, and the guard releases the key.
 //
 // Failures are: no connection, a connection that breaks, a timeout, the statuses of
@@ -65,13 +66,6 @@ type Settings struct {
 	// The longest cooldown, at most 24h, and the longest `Retry-After` of the upstream that is
 	// honoured. Default: 300s, or the cooldown if that is longer.
 	MaxCooldown caddy.Duration `json:"max_cooldown,omitempty"`
-
-	// One breaker per upstream for calls with a safe method, and one for all others. Default:
-	// false.
-	ByOperation bool `json:"by_operation,omitempty"`
-
-	// How long a probe may go without an answer. Default: 30s.
-	ProbeTimeout caddy.Duration `json:"probe_timeout,omitempty"`
 
 	// Where several gateways share a store: `node` has each of them send its own probe; with `fleet`
 	// one of those whose breakers for an upstream are open sends a probe for all that have this
@@ -139,8 +133,7 @@ func (s *Settings) check() (*checkedSettings, error) {
 		return nil, fmt.Errorf("probe_scope: %q is unknown; use node or fleet", s.ProbeScope)
 	}
 	for name, d := range map[string]caddy.Duration{
-		"window": s.Window, "slow": s.SlowCall, "cooldown": s.Cooldown,
-		"cooldown (longest)": s.MaxCooldown, "probe_timeout": s.ProbeTimeout,
+		"window": s.Window, "slow": s.SlowCall, "cooldown": s.Cooldown, "cooldown (longest)": s.MaxCooldown,
 	} {
 		if d < 0 {
 			return nil, fmt.Errorf("%s: %v is negative; it must be positive", name, time.Duration(d))
@@ -186,7 +179,7 @@ func (s *Settings) breaker() breaker.Settings {
 	return breaker.Settings{
 		Window: time.Duration(s.Window), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
 		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold,
-		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown), ProbeLease: time.Duration(s.ProbeTimeout),
+		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown),
 	}
 }
 
@@ -194,7 +187,7 @@ func (s *Settings) breaker() breaker.Settings {
 var optionNames = strings.NewReplacer(
 	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
 	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
-	"SlowCall", "slow", "ProbeLease", "probe_timeout",
+	"SlowCall", "slow",
 )
 
 // provoked reports whether any caller can have an upstream answer with a status: one that refuses the request (4xx), its
@@ -218,8 +211,6 @@ func (c *Circuits) failedStatus(status int) bool {
 //		consecutive   <number>
 //		slow          <duration> [<percent>]
 //		cooldown      <base> [<longest>]
-//		by_operation
-//		probe_timeout <duration>
 //		probe_scope   node|fleet
 //		failure       <statuses...>
 //		in_band       json <pointer> [<value>]
@@ -293,11 +284,10 @@ type breakerOption struct {
 }
 
 var breakerOptions = map[string]breakerOption{
-	"window":        {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Window })},
-	"probe_timeout": {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.ProbeTimeout })},
-	"threshold":     {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Threshold) }},
-	"min_volume":    {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.MinVolume) }},
-	"consecutive":   {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.Consecutive) }},
+	"window":      {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Window })},
+	"threshold":   {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Threshold) }},
+	"min_volume":  {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.MinVolume) }},
+	"consecutive": {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.Consecutive) }},
 	"slow": {usage: "<duration> [<percent>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
 		if len(a) == 2 {
 			if err := parsePercent(a[1], &s.SlowThreshold); err != nil {
@@ -314,7 +304,6 @@ var breakerOptions = map[string]breakerOption{
 		}
 		return parseDuration(a[0], &s.Cooldown)
 	}},
-	"by_operation": {parse: func(s *Settings, _ []string) error { s.ByOperation = true; return nil }},
 	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
 	"probe_scope":  {usage: "node|fleet", least: 1, most: 1, parse: func(s *Settings, a []string) error { s.ProbeScope = a[0]; return nil }},
 	"failure": {usage: "<statuses...>", least: 1, most: -1, parse: func(s *Settings, a []string) error {

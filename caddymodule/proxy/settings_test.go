@@ -32,8 +32,6 @@ func TestCaddyfile(t *testing.T) {
 		consecutive 5
 		slow 2s 80%
 		cooldown 10s 2m
-		by_operation
-		probe_timeout 20s
 		probe_scope fleet
 		failure 5xx 202
 		in_band json /error/type overloaded*
@@ -50,7 +48,7 @@ func TestCaddyfile(t *testing.T) {
 		t.Fatal(err)
 	}
 	const want = `{"window":30000000000,"threshold":0.4,"min_volume":20,"consecutive":5,"slow_call":2000000000,` +
-		`"slow_threshold":0.8,"cooldown":10000000000,"max_cooldown":120000000000,"by_operation":true,"probe_timeout":20000000000,"probe_scope":"fleet","failure_status":[5,202],` +
+		`"slow_threshold":0.8,"cooldown":10000000000,"max_cooldown":120000000000,"probe_scope":"fleet","failure_status":[5,202],` +
 		`"in_band":[{"json":"/error/type","value":"overloaded*"},{"header":"X-Failed"},{"sse_error":true}],` +
 		`"downstream":{"localhost:9001":"spiffe://example.com/a","unix//run/b.sock":"spiffe://example.com/b"},"verify_probe":true,"written_at":"Testfile:2"}`
 	if string(got) != want {
@@ -86,8 +84,8 @@ func TestCaddyfileErrors(t *testing.T) {
 		"window 1s\nwindow 2s":                   "breaker: window stands twice, at Testfile:3",
 		"verify_probe":                           "breaker: verify_probe: there is no identity to hold answers to; name the upstreams' with downstream, at Testfile:2",
 		"verify_probe no":                        "the syntax is `verify_probe`",
-		"by_operation yes":                       "the syntax is `by_operation`",
-		"treshold 50%":                           `breaker has no option "treshold"; it has by_operation, consecutive,`,
+		"by_operation":                           `breaker has no option "by_operation"; it has consecutive,`,
+		"treshold 50%":                           `breaker has no option "treshold"; it has consecutive,`,
 	} {
 		_, err := parse("breaker {\n" + line + "\n}")
 		if err == nil || !strings.Contains(err.Error(), want) {

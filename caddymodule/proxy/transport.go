@@ -326,7 +326,7 @@ func (t *Transport) BreakerPolicy() *Policy {
 	s := c.checked.rules.Settings()
 	return &Policy{
 		Window: s.Window.Seconds(), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
-		Cooldown: s.Cooldown.Seconds(), MaxCooldown: s.MaxCooldown.Seconds(), ByOperation: c.set.ByOperation,
+		Cooldown: s.Cooldown.Seconds(), MaxCooldown: s.MaxCooldown.Seconds(),
 	}
 }
 
@@ -402,7 +402,7 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 		op.Patience = max(deadline.Sub(c.began), 1)
 	}
 	var err error
-	b := t.circuits.Breaker(upstream, req.Method)
+	b := t.circuits.Breaker(upstream)
 	if c.permit, err = b.Acquire(op); err != nil {
 		return nil, &refusedError{dial: reverseproxy.NewDialError(err), open: err.(*breaker.OpenError), t: t}
 	}

@@ -37,7 +37,7 @@ var hints = map[string]string{
 	stateReadOnly:    "the server is read-only; name the primary, or add target_session_attrs=read-write to the DSN",
 	stateNoPrivilege: "the role may not do this; make it the owner of the schema",
 	stateDiskFull:    "the server's disk is full",
-	stateConnections: "the server has no connection left; lower pool_size, or raise max_connections",
+	stateConnections: "the server has no connection left; lower pool_max_conns in the dsn, or raise max_connections",
 	stateLockTimeout: "something in the database holds a lock for too long",
 	stateCanceled:    "the server stopped it after statement_timeout",
 	stateStarting:    "the server is starting or stopping",

@@ -35,7 +35,7 @@ func Join(ctx context.Context, o Options) (Member, error) {
 	if o.Node == "" {
 		return Member{}, errors.New("postgres: node: it is missing; each gateway that shares the store needs a name of its own")
 	}
-	if o.Lease == 0 {
+	if o = o.withDefaults(); o.Lease == 0 {
 		o.Lease = max(DefaultLease, 2*o.StatementTimeout)
 	}
 	s, err := open(ctx, o)

@@ -45,11 +45,11 @@ type Options struct {
 	// dots, underscores and dashes, a letter or digit first.
 	Node string
 	// PoolSize is the largest number of connections for reading. Commits and the lease have one
-	// each besides. Default: DefaultPoolSize.
+	// each besides. Default: pool_max_conns of the DSN, or DefaultPoolSize.
 	PoolSize int
 	// StatementTimeout is how long the server may work on one statement, between 100 ms and
-	// MaxStatementTimeout. Every method fails at most two seconds later. Default:
-	// DefaultStatementTimeout.
+	// MaxStatementTimeout. Every method fails at most two seconds later. Default: statement_timeout
+	// of the DSN, or DefaultStatementTimeout.
 	StatementTimeout time.Duration
 	// Lease is how long a gateway that does not respond stays a member, and with Open keeps the store to
 	// itself. For Open zero is no lease: several stores may then write, and a Watch sees only the writes
@@ -93,16 +93,35 @@ func (o Options) withDefaults() Options {
 	if o.Schema == "" {
 		o.Schema = DefaultSchema
 	}
+	named := map[string]string{}
+	if c, err := pgx.ParseConfig(o.DSN); err == nil { // else Check refuses it
+		named = c.RuntimeParams
+	}
 	if o.PoolSize == 0 {
 		o.PoolSize = DefaultPoolSize
+		if text := named["pool_max_conns"]; text != "" {
+			o.PoolSize, _ = strconv.Atoi(text) // Check refuses 0
+		}
 	}
 	if o.StatementTimeout == 0 {
 		o.StatementTimeout = DefaultStatementTimeout
+		if text := named["statement_timeout"]; text != "" {
+			o.StatementTimeout = statementTime(text)
+		}
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	return o
+}
+
+// statementTime reads a time as PostgreSQL does: milliseconds, or a number with a unit. Check refuses the 0 of others.
+func statementTime(text string) time.Duration {
+	if ms, err := strconv.Atoi(text); err == nil {
+		return time.Duration(ms) * time.Millisecond
+	}
+	d, _ := time.ParseDuration(text)
+	return d
 }
 
 var (
@@ -121,7 +140,7 @@ func Check(o Options) (name string, err error) {
 	case o.Node != "" && !nodeForm.MatchString(o.Node):
 		return "", fmt.Errorf("node: %.80q is no name of a gateway; use 1 to 64 letters, digits, dots, underscores and dashes, a letter or digit first", o.Node)
 	case o.PoolSize < 2 || o.PoolSize > 1000:
-		return "", fmt.Errorf("pool_size: %d connections; it must be between 2 and 1000", o.PoolSize)
+		return "", fmt.Errorf("pool_max_conns: %d connections; it must be between 2 and 1000", o.PoolSize)
 	case o.StatementTimeout < 100*time.Millisecond || o.StatementTimeout > MaxStatementTimeout:
 		return "", fmt.Errorf("statement_timeout: %v; it must be between 100ms and %v, so that a call is refused within 10s", o.StatementTimeout, MaxStatementTimeout)
 	case o.Lease != 0 && (o.Lease < 2*o.StatementTimeout || o.Lease < 2*time.Second || o.Lease > time.Hour):

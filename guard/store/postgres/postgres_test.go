@@ -977,7 +977,7 @@ func TestName(t *testing.T) {
 	}
 	for what, o := range map[string]postgres.Options{
 		"schema":            {Schema: `a"; drop table x; --`},
-		"pool_size":         {PoolSize: 1},
+		"pool_max_conns":    {PoolSize: 1},
 		"statement_timeout": {StatementTimeout: time.Minute},
 		"lease":             {Lease: time.Second},
 		"node":              {Node: "gateway one"},
@@ -985,6 +985,16 @@ func TestName(t *testing.T) {
 		o.DSN = server.DSN()
 		if _, err := postgres.Check(o); err == nil || !strings.HasPrefix(err.Error(), what+":") {
 			t.Errorf("a bad %s: %v", what, err)
+		}
+	}
+	for in, want := range map[string]string{ // empty is taken
+		"pool_max_conns=2": "", "pool_max_conns=1": "pool_max_conns: 1 connections", "pool_max_conns=0": "pool_max_conns: 0", "pool_max_conns=x": "pool_max_conns: 0",
+		"statement_timeout=2000": "", "statement_timeout=2s": "", "statement_timeout=0": "statement_timeout: 0s", "statement_timeout=1min": "statement_timeout: 0s",
+		"statement_timeout=8s": "statement_timeout: 8s", "statement_timeout=99": "statement_timeout: 99ms",
+	} {
+		_, err := postgres.Check(postgres.Options{DSN: server.DSN() + " " + in})
+		if want == "" && err != nil || want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)) {
+			t.Errorf("%s in the DSN: %v", in, err)
 		}
 	}
 }
