@@ -89,36 +89,31 @@ func parseBulkhead(d *caddyfile.Dispenser, h *Handler) error {
 		h.Bulkhead.Off = true
 		return nil
 	}
-	at := originOf(d)
-	if err := bulkheadOptions().readBlock(d, "a bulkhead", &h.Bulkhead, at); err != nil {
+	_, err := bulkheadOptions().readOnly(d, "a bulkhead", &h.Bulkhead, "it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
+	if err != nil {
 		return err
-	}
-	if len(at) == 1 {
-		return errors.New("it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
 	}
 	return h.Bulkhead.validate()
 }
 
 func bulkheadOptions() options[*Bulkhead] {
 	return options[*Bulkhead]{
-		"total": {usage: "total <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Total) }},
-		"per_workflow": {usage: "per_workflow <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error {
-			return parseCount(d, &b.PerWorkflow)
-		}},
-		"queue":   {usage: "queue <number> | off", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCountOrOff(d, &b.Queue) }},
-		"wait":    {usage: "wait <duration>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseDuration(d, &b.Wait) }},
-		"rate":    {usage: "rate <number>", parse: func(d *caddyfile.Dispenser, b *Bulkhead) error { return parseCount(d, &b.Rate) }},
-		"retries": {usage: "retries <percent>% | off", parse: parseRetries},
+		"total":        count(func(b *Bulkhead) *int { return &b.Total }),
+		"per_workflow": count(func(b *Bulkhead) *int { return &b.PerWorkflow }),
+		"queue":        value("<number> | off", func(b *Bulkhead) *int { return &b.Queue }, parseCountOrOff),
+		"wait":         duration(func(b *Bulkhead) *caddy.Duration { return &b.Wait }),
+		"rate":         count(func(b *Bulkhead) *int { return &b.Rate }),
+		"retries":      value("<percent>% | off", func(b *Bulkhead) *int { return &b.Retries }, parseRetries),
 	}
 }
 
 // parseRetries parses a part of the calls, or `off` for no limit.
-func parseRetries(d *caddyfile.Dispenser, b *Bulkhead) error {
+func parseRetries(d *caddyfile.Dispenser, into *int) error {
 	if !d.NextArg() {
 		return errSyntax
 	}
 	if d.Val() == "off" {
-		b.Retries = unbounded
+		*into = unbounded
 		return nil
 	}
 	number, percent := strings.CutSuffix(d.Val(), "%")
@@ -126,7 +121,7 @@ func parseRetries(d *caddyfile.Dispenser, b *Bulkhead) error {
 	if err != nil || !percent || n < 1 || n > 100 {
 		return fmt.Errorf("%q is no part of the calls (like 20%%); it must be from 1%% to 100%%, or `off`", d.Val())
 	}
-	b.Retries = n
+	*into = n
 	return nil
 }
 

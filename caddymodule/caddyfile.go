@@ -41,52 +41,15 @@ func init() {
 //		keys  file <path> | value <placeholder>
 //		drain <duration>
 //		body_memory <size>
-//		quota {
-//			open_executions  <number>
-//			stored_bytes     <size>
-//			checkpoints      workflow | caller <number>
-//			checkpoint_bytes workflow | caller <size>
-//			checkpoint_rate  <number> | off
-//		}
-//		identity <uri> {
-//			key_file   <path>
-//			retain     <duration>
-//			public_url <url>
-//		}
-//		trust jwks_file <path> [<owner>]
-//		trust jwks_url  <url>  [<owner>]
-//		trust {
-//			...
-//		}
-//		rollback {
-//			lineage         ancestor | workflow
-//			coordinators    <issuers...>
-//			participants    <uri> <identity>
-//			partial         never | allow
-//			rate            <number>
-//			wait            <duration>
-//			prepare_timeout <duration>
-//			reservation     <duration>
-//			retain          <duration>
-//		}
-//		hitl {
-//			webhook <url> {
-//				secret  <placeholder>...
-//			}
-//			unreachable_human deny | abort | pause | escalate <role> {
-//				within <duration>
-//			}
-//			role_issuers <issuers...>
-//			page <url>
-//			rules <file>
-//		}
+//		quota { ... }
+//		identity <uri> { ... }
+//		trust jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }
+//		rollback { ... }
+//		hitl { ... }
 //		plan <file>
 //		plan_mode enforced | observed
 //		workflow_idle <duration>
-//		on_cascade alert | pause | open {
-//			escalate <number>
-//			window   <duration>
-//		}
+//		on_cascade alert | pause | open { ... }
 //	}
 func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	d.Next() // the option's name
@@ -114,44 +77,38 @@ func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 
 func appOptions() options[*App] {
 	return options[*App]{
-		"store": {usage: "store <module> [<options...>]", parse: parseStore},
-		"keys":  {usage: "keys file <path> | value <placeholder>", parse: parseKeys},
-		"drain": {usage: "drain <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			return parseDuration(d, &a.Drain)
-		}},
-		"body_memory": {usage: "body_memory <size>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			return parseSize(d, &a.BodyMemory)
-		}},
-		"hitl":     {usage: "hitl { ... }", parse: parseHITL},
-		"quota":    {usage: "quota { ... }", parse: parseQuota},
-		"identity": {usage: "identity <uri> { ... }", parse: parseIdentity},
-		"trust":    {usage: "trust jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }", several: true, parse: parseTrust},
-		"rollback": {usage: "rollback { ... }", parse: parseRollback},
-		"plan": {usage: "plan <file>", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+		"store":       {usage: "<module> [<options...>]", parse: parseStore},
+		"keys":        {usage: "file <path> | value <placeholder>", parse: parseKeys},
+		"drain":       duration(func(a *App) *caddy.Duration { return &a.Drain }),
+		"body_memory": size(func(a *App) *int64 { return &a.BodyMemory }),
+		"hitl":        {usage: "{ ... }", parse: parseHITL},
+		"quota":       {usage: "{ ... }", parse: parseQuota},
+		"identity":    {usage: "<uri> { ... }", parse: parseIdentity},
+		"trust": {usage: "jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }",
+			several: true, parse: parseTrust},
+		"rollback": {usage: "{ ... }", parse: parseRollback},
+		"plan": {usage: "<file>", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
 			var file string
-			if err := parseWord(d, &file); err != nil {
-				return err
-			}
+			err := parseWord(d, &file)
 			a.PlanFiles = append(a.PlanFiles, file)
 			a.writtenAt(fmt.Sprintf("plans.%d", len(a.PlanFiles)), d.Token())
-			return nil
+			return err
 		}},
-		"plan_mode": {usage: "plan_mode enforced | observed", parse: func(d *caddyfile.Dispenser, a *App) error {
-			if err := parseWord(d, &a.PlanMode); err != nil {
-				return err
-			}
-			a.writtenAt("plan_mode", d.Token())
-			return nil
-		}},
-		"workflow_idle": {usage: "workflow_idle <duration>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			if err := parseDuration(d, &a.WorkflowIdle); err != nil {
-				return err
-			}
-			a.writtenAt("workflow_idle", d.Token())
-			return checkIdle(a.WorkflowIdle)
-		}},
-		"on_cascade": {usage: "on_cascade alert | pause | open { ... }", parse: parseOnCascade},
+		"plan_mode": placed("plan_mode", word("enforced | observed", func(a *App) *string { return &a.PlanMode })),
+		"workflow_idle": placed("workflow_idle", duration(func(a *App) *caddy.Duration { return &a.WorkflowIdle },
+			checkIdle)),
+		"on_cascade": placed("on_cascade", option[*App]{usage: "alert | pause | open { ... }", parse: parseOnCascade}),
 	}
+}
+
+// placed records where an option stands, which loading finds wrong if at all.
+func placed(name string, o option[*App]) option[*App] {
+	parse := o.parse
+	o.parse = func(d *caddyfile.Dispenser, a *App) error {
+		a.writtenAt(name, d.Token())
+		return parse(d, a)
+	}
+	return o
 }
 
 func parseStore(d *caddyfile.Dispenser, a *App) error {
@@ -249,9 +206,11 @@ type wanting struct {
 	what string
 }
 
+type dispenser = *caddyfile.Dispenser
+
 // option is one option of a Caddyfile block, which fills a T.
 type option[T any] struct {
-	// usage is its syntax, as errors show it.
+	// usage is the syntax of its arguments, as errors show it.
 	usage string
 	// several says that it may stand several times in its block.
 	several bool
@@ -260,6 +219,9 @@ type option[T any] struct {
 	// parse parses all of the option's tokens. d is at the option's name. The error needs
 	// neither the name nor the place.
 	parse func(d *caddyfile.Dispenser, into T) error
+	// check says what is wrong with the value, whether the Caddyfile or JSON has it; nil checks nothing. What
+	// is left out is valid.
+	check func(of T) error
 }
 
 // options are the options of one kind of block, by name.
@@ -275,12 +237,142 @@ func (o options[T]) merge(more options[T]) options[T] {
 func within[T, U any](part func(T) U, opts options[U]) options[T] {
 	whole := make(options[T], len(opts))
 	for name, opt := range opts {
-		whole[name] = option[T]{
+		one := option[T]{
 			usage: opt.usage, several: opt.several, named: opt.named,
 			parse: func(d *caddyfile.Dispenser, into T) error { return opt.parse(d, part(into)) },
 		}
+		if opt.check != nil {
+			one.check = func(of T) error { return opt.check(part(of)) }
+		}
+		whole[name] = one
 	}
 	return whole
+}
+
+// check checks the values of all options, by name.
+func (o options[T]) check(of T) error {
+	for _, name := range slices.Sorted(maps.Keys(o)) {
+		if check := o[name].check; check != nil {
+			if err := check(of); err != nil {
+				return &invalid{[]string{name}, err}
+			}
+		}
+	}
+	return nil
+}
+
+// readOnly parses a block whose option takes no argument, and which must say something; nothing is the error if it
+// does not.
+func (o options[T]) readOnly(d *caddyfile.Dispenser, kind string, into T, nothing string) (origin, error) {
+	if d.NextArg() {
+		return nil, errSyntax
+	}
+	at := originOf(d)
+	err := o.readBlock(d, kind, into, at)
+	if err == nil && len(at) == 1 {
+		err = errors.New(nothing)
+	}
+	return at, err
+}
+
+// value makes an option with one value, which the checks take in turn.
+func value[T, V any](usage string, into func(T) *V, parse func(dispenser, *V) error, checks ...func(V) error) option[T] {
+	return option[T]{
+		usage: usage,
+		parse: func(d *caddyfile.Dispenser, of T) error { return parse(d, into(of)) },
+		check: func(of T) error {
+			for _, check := range checks {
+				if err := check(*into(of)); err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	}
+}
+
+func duration[T any](into func(T) *caddy.Duration, checks ...func(caddy.Duration) error) option[T] {
+	return value("<duration>", into, parseDuration, append([]func(caddy.Duration) error{checkDuration}, checks...)...)
+}
+
+func size[T any](into func(T) *int64) option[T] {
+	return value("<size>", into, parseSize, func(n int64) error {
+		if n < 0 {
+			return fmt.Errorf("%d bytes is negative; it must be positive", n)
+		}
+		return nil
+	})
+}
+
+func count[T any](into func(T) *int) option[T] {
+	return value("<number>", into, parseCount, func(n int) error {
+		if n < 0 {
+			return fmt.Errorf("%d is negative; it must be positive", n)
+		}
+		return nil
+	})
+}
+
+// word makes an option with a word, which has at most one check.
+func word[T any](usage string, into func(T) *string, checks ...func(string) error) option[T] {
+	return value(usage, into, parseWord, func(v string) error {
+		for _, check := range checks {
+			if v != "" {
+				return check(v)
+			}
+		}
+		return nil
+	})
+}
+
+func words[T any](usage string, into func(T) *[]string, checks ...func([]string) error) option[T] {
+	return value(usage, into, parseWords, checks...)
+}
+
+// choice makes an option with one of some words.
+func choice[T any, W ~string](into func(T) *W, choices ...W) option[T] {
+	var all []string
+	for _, w := range choices {
+		all = append(all, string(w))
+	}
+	return value(strings.Join(all, " | "), into,
+		func(d *caddyfile.Dispenser, v *W) error {
+			var text string
+			err := parseWord(d, &text)
+			*v = W(text)
+			return err
+		},
+		func(v W) error {
+			if v == "" {
+				return nil
+			}
+			return oneOf(string(v), all...)
+		})
+}
+
+func flag[T any](into func(T) *bool) option[T] {
+	return option[T]{parse: func(_ *caddyfile.Dispenser, of T) error {
+		*into(of) = true
+		return nil
+	}}
+}
+
+// repeated says that an option may stand several times in its block.
+func repeated[T any](o option[T]) option[T] {
+	o.several = true
+	return o
+}
+
+// each checks every word of a list.
+func each(check func(string) error) func([]string) error {
+	return func(words []string) error {
+		for _, w := range words {
+			if err := check(w); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
 }
 
 // errSyntax says that an option has too many arguments, or too few.
@@ -324,6 +416,9 @@ func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin)
 	inner := caddyfile.NewDispenser(segment)
 	inner.Next()
 	err := opt.parse(inner, into)
+	if err == nil && opt.check != nil {
+		err = opt.check(into)
+	}
 	if err == nil && inner.Next() {
 		err = errSyntax
 	}
@@ -331,7 +426,7 @@ func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin)
 	case err == nil:
 		return nil
 	case errors.Is(err, errSyntax) && !hasPlace(err, first):
-		err = fmt.Errorf("%s: %w; the syntax is `%s`", label, err, opt.usage)
+		err = fmt.Errorf("%s: %w; the syntax is `%s`", label, err, strings.TrimSpace(name+" "+opt.usage))
 	default:
 		err = fmt.Errorf("%s: %w", label, err)
 	}

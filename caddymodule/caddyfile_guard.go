@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -8,15 +9,19 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"time"
 	"unicode"
 
+	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // UnmarshalCaddyfile reads the directive
@@ -169,126 +174,102 @@ func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 
 // guardOptions are the options of agent_guard, which agent_proxy takes too.
 func guardOptions() options[*Handler] {
-	type dispenser = *caddyfile.Dispenser
 	return options[*Handler]{
-		"name": {usage: "name <name> [shared]", parse: func(d dispenser, h *Handler) error {
-			if err := parseWord(d, &h.Name); err != nil {
-				return err
-			}
-			if d.NextArg() {
-				h.Shared = true
-				if err := oneOf(d.Val(), "shared"); err != nil {
-					return err
-				}
-			}
-			return checkGuardName(h.Name)
+		"name": {usage: "<name> [shared]", parse: parseName, check: func(h *Handler) error {
+			return checkGuardName(cmp.Or(h.Name, defaultGuard))
 		}},
-		"caller": {usage: "caller <placeholder> | cookie <names...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWord(d, &h.Caller); err != nil {
-				return err
-			}
-			if h.Caller != "cookie" {
-				return checkPlaceholder(h.Caller)
-			}
-			h.Caller = ""
-			return parseWords(d, &h.CallerCookies)
+		"caller": {usage: "<placeholder> | cookie <names...>", parse: parseCaller, check: func(h *Handler) error {
+			return checkCaller(h.Caller)
 		}},
-		"operators": {usage: "operators <callers...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWords(d, &h.Operators); err != nil {
-				return err
-			}
-			return checkOperators(h.Operators)
-		}},
-		"require_ect": {usage: "require_ect", parse: func(_ dispenser, h *Handler) error {
-			h.RequireECT = true
-			return nil
-		}},
-		"identity": {usage: "identity <uri>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWord(d, &h.UpstreamIdentity); err != nil {
-				return err
-			}
-			return checkIdentity(h.UpstreamIdentity)
-		}},
-		"credentials": {usage: "credentials [-]<fields...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWords(d, &h.Credentials); err != nil {
-				return err
-			}
-			return checkChanged(h.Credentials)
-		}},
-		"tenant": {usage: "tenant [-]<fields...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWords(d, &h.Tenant); err != nil {
-				return err
-			}
-			return checkChanged(h.Tenant)
-		}},
-		"free_keys": {usage: "free_keys", parse: func(_ dispenser, h *Handler) error {
-			h.FreeKeys = true
-			return nil
-		}},
+		"operators":   words("<callers...>", func(h *Handler) *[]string { return &h.Operators }, checkOperators),
+		"require_ect": flag(func(h *Handler) *bool { return &h.RequireECT }),
+		"identity":    word("<uri>", func(h *Handler) *string { return &h.UpstreamIdentity }, checkIdentity),
+		"credentials": words("[-]<fields...>", func(h *Handler) *[]string { return &h.Credentials }, checkChanged),
+		"tenant":      words("[-]<fields...>", func(h *Handler) *[]string { return &h.Tenant }, checkChanged),
+		"free_keys":   flag(func(h *Handler) *bool { return &h.FreeKeys }),
 		"execution_id": {several: true, parse: parseExecutionID,
-			usage: "execution_id header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
-		"protocol": {usage: "protocol none | auto | mcp | a2a | jsonrpc", parse: func(d dispenser, h *Handler) error {
-			return parseChoice(d, &h.Protocol, protocols...)
-		}},
-		"missing_id": {usage: "missing_id require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID},
-		"consequential": {several: true, usage: "consequential <matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
+			usage: "header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
+		"protocol": choice(func(h *Handler) *string { return &h.Protocol }, protocols...),
+		"missing_id": {usage: "require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID,
+			check: func(h *Handler) error {
+				return oneOf(cmp.Or(h.MissingID, missingRecognize), missingRequire, missingMint, missingDerive, missingRecognize)
+			}},
+		"consequential": {several: true, usage: "<matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ConsequentialTools, &h.ConsequentialRaw)
 		}},
-		"exempt": {several: true, usage: "exempt <matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
+		"exempt": {several: true, usage: "<matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ExemptTools, &h.ExemptRaw)
 		}},
-		"bulkhead": {usage: "bulkhead { ... } | off", parse: parseBulkhead},
-		"unguarded_streams": {usage: "unguarded_streams pass | refuse", parse: func(d dispenser, h *Handler) error {
-			return parseChoice(d, &h.UnguardedStreams, streamsPass, streamsRefuse)
+		"bulkhead": {usage: "{ ... } | off", parse: parseBulkhead},
+		"unguarded_streams": choice(func(h *Handler) *string { return &h.UnguardedStreams },
+			streamsPass, streamsRefuse),
+		"fingerprint_exclude": repeated(words("<json pointers...>", func(h *Handler) *[]string { return &h.FingerprintExclude },
+			checkPointers)),
+		"compare": {several: true, usage: "<fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+			return cmp.Or(parseWords(d, &h.Compare), checkCompared(h.Compare, h.Ignore, h.named()))
 		}},
-		"fingerprint_exclude": {several: true, usage: "fingerprint_exclude <json pointers...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWords(d, &h.FingerprintExclude); err != nil {
-				return err
-			}
-			_, err := parsePointers(h.FingerprintExclude)
-			return err
+		"ignore": {several: true, usage: "<fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+			return cmp.Or(parseWords(d, &h.Ignore), checkCompared(h.Ignore, h.Compare, h.named()))
 		}},
-		"compare": {several: true, usage: "compare <fields...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWords(d, &h.Compare); err != nil {
-				return err
-			}
-			return checkCompared(h.Compare, h.Ignore, h.named())
-		}},
-		"ignore": {several: true, usage: "ignore <fields...>", parse: func(d dispenser, h *Handler) error {
-			if err := parseWords(d, &h.Ignore); err != nil {
-				return err
-			}
-			return checkCompared(h.Ignore, h.Compare, h.named())
-		}},
-		"max_body": {usage: "max_body <size>", parse: func(d dispenser, h *Handler) error {
-			return parseSize(d, &h.MaxBody)
-		}},
-		"attach_wait": {usage: "attach_wait <duration>", parse: func(d dispenser, h *Handler) error {
-			return parseDuration(d, &h.AttachWait)
-		}},
-		"idle_timeout": {usage: "idle_timeout <duration> | off", parse: func(d dispenser, h *Handler) error {
-			if d.CountRemainingArgs() == 1 && d.NextArg() {
-				if d.Val() == "off" {
-					h.IdleTimeout = idleOff
+		"max_body":    size(func(h *Handler) *int64 { return &h.MaxBody }),
+		"attach_wait": duration(func(h *Handler) *caddy.Duration { return &h.AttachWait }),
+		"idle_timeout": value("<duration> | off", func(h *Handler) *caddy.Duration { return &h.IdleTimeout },
+			parseIdle, func(v caddy.Duration) error {
+				if v == idleOff {
 					return nil
 				}
-				d.Prev()
-			}
-			return parseDuration(d, &h.IdleTimeout)
-		}},
-		"fail_open": {usage: "fail_open", parse: func(_ dispenser, h *Handler) error {
-			h.FailOpen = true
-			return nil
-		}},
-		"endpoints": {usage: "endpoints off", parse: func(d dispenser, h *Handler) error {
-			return parseChoice(d, &h.Endpoints, endpointsOff)
-		}},
-		"default_undo": {usage: "default_undo restore | compensate | delegate | irreversible ...", parse: parseDefaultUndo},
-		"upstream":     {usage: "upstream { <handler directives...> }", parse: skipHandlers},
-		"fallback":     {usage: "fallback { <handler directives...> }", parse: skipHandlers},
-		"action":       {several: true, named: true, usage: "action <name> { ... }", parse: parseAction},
+				return checkDuration(v)
+			}),
+		"fail_open":    flag(func(h *Handler) *bool { return &h.FailOpen }),
+		"endpoints":    choice(func(h *Handler) *string { return &h.Endpoints }, endpointsOff),
+		"default_undo": {usage: "restore | compensate | delegate | irreversible ...", parse: parseDefaultUndo},
+		"upstream":     {usage: "{ <handler directives...> }", parse: skipHandlers},
+		"fallback":     {usage: "{ <handler directives...> }", parse: skipHandlers},
+		"action":       {several: true, named: true, usage: "<name> { ... }", parse: parseAction},
 	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions())).
 		merge(within(func(h *Handler) *Roles { return &h.Roles }, roleOptions()))
+}
+
+func parseName(d *caddyfile.Dispenser, h *Handler) error {
+	if err := parseWord(d, &h.Name); err != nil {
+		return err
+	}
+	if h.Shared = d.NextArg(); h.Shared {
+		return oneOf(d.Val(), "shared")
+	}
+	return nil
+}
+
+func parseCaller(d *caddyfile.Dispenser, h *Handler) error {
+	if err := parseWord(d, &h.Caller); err != nil || h.Caller != "cookie" {
+		return err
+	}
+	h.Caller = ""
+	return parseWords(d, &h.CallerCookies)
+}
+
+// checkCaller checks a text that names callers; without one their credentials do.
+func checkCaller(text string) error {
+	if text == "" {
+		return nil
+	}
+	return checkPlaceholder(text)
+}
+
+func checkPointers(texts []string) error {
+	_, err := parsePointers(texts)
+	return err
+}
+
+func parseIdle(d *caddyfile.Dispenser, into *caddy.Duration) error {
+	if d.CountRemainingArgs() == 1 && d.NextArg() {
+		if d.Val() == "off" {
+			*into = idleOff
+			return nil
+		}
+		d.Prev()
+	}
+	return parseDuration(d, into)
 }
 
 // protocols are the words of the option `protocol`.
@@ -366,12 +347,8 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 	}
 	if h.MissingID == missingRecognize {
 		return options[*Handler]{
-			"window": {usage: "window <duration>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
-				return parseDuration(d, &h.RecognizeWindow)
-			}},
-			"error_window": {usage: "error_window <duration>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
-				return parseDuration(d, &h.ErrorWindow)
-			}},
+			"window":       duration(func(h *Handler) *caddy.Duration { return &h.RecognizeWindow }),
+			"error_window": duration(func(h *Handler) *caddy.Duration { return &h.ErrorWindow }),
 		}.readBlock(d, "missing_id recognize", h, originOf(d))
 	}
 	return nil
@@ -422,27 +399,13 @@ func parseMatch(d *caddyfile.Dispenser, a *Action) (err error) {
 // actionOptions are the options of an action.
 func actionOptions() options[*Action] {
 	return options[*Action]{
-		"match": {several: true, usage: "match <matchers> | tool <names...> | argument <pointer> <value>", parse: parseMatch},
-		"description": {usage: "description <text>", parse: func(d *caddyfile.Dispenser, a *Action) error {
-			if err := parseWord(d, &a.Description); err != nil {
-				return err
-			}
-			return checkDescription(a.Description)
-		}},
-		"consequential": {usage: "consequential", parse: func(_ *caddyfile.Dispenser, a *Action) error {
-			a.Consequential = true
-			return nil
-		}},
-		"on_error": {usage: "on_error rollback | escalate", parse: func(d *caddyfile.Dispenser, a *Action) error {
-			return parseChoice(d, &a.OnError, errorRollback, errorEscalate)
-		}},
-		"critical": {usage: "critical", parse: func(_ *caddyfile.Dispenser, a *Action) error {
-			a.Critical = true
-			return nil
-		}},
-		"severity": {usage: "severity info | warning | error | critical", parse: func(d *caddyfile.Dispenser, a *Action) error {
-			return parseChoice(d, &a.Severity, severities...)
-		}},
+		"match": {several: true, usage: "<matchers> | tool <names...> | argument <pointer> <value>",
+			parse: parseMatch},
+		"description":   word("<text>", func(a *Action) *string { return &a.Description }, checkDescription),
+		"consequential": flag(func(a *Action) *bool { return &a.Consequential }),
+		"on_error":      choice(func(a *Action) *string { return &a.OnError }, errorRollback, errorEscalate),
+		"critical":      flag(func(a *Action) *bool { return &a.Critical }),
+		"severity":      choice(func(a *Action) *string { return &a.Severity }, severities...),
 	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions())).
 		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
 }
@@ -488,80 +451,41 @@ func parseApprove(d *caddyfile.Dispenser, p *Policy) error {
 			a.Role = d.Val()
 		}
 	}
-	if err := a.check(); err != nil {
+	if err := a.check(); err != nil || a.Off {
 		return err
 	}
-	if a.Off {
-		return nil
-	}
 	return options[*Approve]{
-		"quorum": {usage: "quorum <number>", parse: func(d *caddyfile.Dispenser, a *Approve) error {
-			if err := parseCount(d, &a.Quorum); err != nil {
-				return err
-			}
-			return a.check()
-		}},
-		"within": {usage: "within <duration>", parse: func(d *caddyfile.Dispenser, a *Approve) error {
-			return parseDuration(d, &a.Within)
-		}},
+		"quorum": value("<number>", func(a *Approve) *int { return &a.Quorum },
+			parseCount, func(int) error { return a.check() }),
+		"within": duration(func(a *Approve) *caddy.Duration { return &a.Within }),
 	}.readBlock(d, "approve", a, originOf(d))
 }
 
 // policyOptions are the options of a guard and of its actions.
 func policyOptions() options[*Policy] {
-	type dispenser = *caddyfile.Dispenser
 	return options[*Policy]{
-		"deadline": {usage: "deadline <duration>", parse: func(d dispenser, p *Policy) error {
-			return parseDuration(d, &p.Deadline)
+		"deadline":      duration(func(p *Policy) *caddy.Duration { return &p.Deadline }),
+		"stream_idle":   duration(func(p *Policy) *caddy.Duration { return &p.StreamIdle }),
+		"retain_result": duration(func(p *Policy) *caddy.Duration { return &p.RetainResult }),
+		"retain_key":    duration(func(p *Policy) *caddy.Duration { return &p.RetainKey }),
+		"target":        word("<text>", func(p *Policy) *string { return &p.Target }),
+		"approve": {usage: "[off | <role>] [{ ... }]", parse: parseApprove, check: func(p *Policy) error {
+			return p.Approve.check()
 		}},
-		"stream_idle": {usage: "stream_idle <duration>", parse: func(d dispenser, p *Policy) error {
-			return parseDuration(d, &p.StreamIdle)
-		}},
-		"retain_result": {usage: "retain_result <duration>", parse: func(d dispenser, p *Policy) error {
-			return parseDuration(d, &p.RetainResult)
-		}},
-		"target": {usage: "target <text>", parse: func(d *caddyfile.Dispenser, p *Policy) error {
-			return parseWord(d, &p.Target)
-		}},
-		"retain_key": {usage: "retain_key <duration>", parse: func(d dispenser, p *Policy) error {
-			return parseDuration(d, &p.RetainKey)
-		}},
-		"approve": {usage: "approve [off | <role>] [{ ... }]", parse: parseApprove},
-		"max_result": {usage: "max_result <size>", parse: func(d dispenser, p *Policy) error {
-			return parseSize(d, &p.MaxResult)
-		}},
-		"preset": {usage: "preset default | stripe | acp | strict", parse: func(d dispenser, p *Policy) error {
-			var name string
-			if err := parseChoice(d, &name, presets()...); err != nil {
-				return err
-			}
-			p.Preset = execution.Preset(name)
-			return nil
-		}},
-		"outcome": {several: true, usage: "outcome completed | released | in_doubt <statuses...>", parse: parseOutcome},
-		"on_unknown": {usage: "on_unknown block | retry | resend [<duration>] | probe <method> <uri> { ... } | probe task { ... }",
-			parse: parseOnUnknown},
-		"keys": {usage: "keys trusted | advisory", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.Keys, keysTrusted, keysAdvisory)
-		}},
-		"grpc": {usage: "grpc unary", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.GRPC, grpcUnary)
-		}},
-		"in_doubt_as": {usage: "in_doubt_as problem | tool_result", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.InDoubtAs, doubtProblem, doubtToolResult)
-		}},
-		"on_leave": {usage: "on_leave continue | cancel", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.OnLeave, leaveContinue, leaveCancel)
-		}},
-		"priority": {usage: "priority low | normal | high | critical | <placeholder>", parse: func(d *caddyfile.Dispenser, p *Policy) error {
-			if err := parseWord(d, &p.Priority); err != nil {
-				return err
-			}
-			return checkPriority(p.Priority)
-		}},
-		"order": {usage: "order plan | par", parse: func(d dispenser, p *Policy) error {
-			return parseChoice(d, &p.Order, orderPlan, orderPar)
-		}},
+		"max_result": size(func(p *Policy) *int64 { return &p.MaxResult }),
+		"preset":     choice(func(p *Policy) *execution.Preset { return &p.Preset }, execution.Presets()...),
+		"outcome":    {several: true, usage: "completed | released | in_doubt <statuses...>", parse: parseOutcome},
+		"on_unknown": {usage: "block | retry | resend [<duration>] | probe <method> <uri> { ... } | probe task { ... }",
+			parse: parseOnUnknown, check: func(p *Policy) error {
+				return oneOf(cmp.Or(p.OnUnknown, onUnknownBlock), onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry)
+			}},
+		"keys":        choice(func(p *Policy) *string { return &p.Keys }, keysTrusted, keysAdvisory),
+		"grpc":        choice(func(p *Policy) *string { return &p.GRPC }, grpcUnary),
+		"in_doubt_as": choice(func(p *Policy) *string { return &p.InDoubtAs }, doubtProblem, doubtToolResult),
+		"on_leave":    choice(func(p *Policy) *string { return &p.OnLeave }, leaveContinue, leaveCancel),
+		"priority": word("low | normal | high | critical | <placeholder>", func(p *Policy) *string { return &p.Priority },
+			checkPriority),
+		"order": choice(func(p *Policy) *string { return &p.Order }, orderPlan, orderPar),
 	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
 }
 
@@ -584,7 +508,7 @@ func parseOutcome(d *caddyfile.Dispenser, p *Policy) error {
 // answerOptions are the options of a block that describes answers.
 func answerOptions() options[*caddyhttp.ResponseMatcher] {
 	return options[*caddyhttp.ResponseMatcher]{
-		"status": {several: true, usage: "status <statuses...>", parse: func(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher) error {
+		"status": {several: true, usage: "<statuses...>", parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
 			codes, err := parseStatuses(d.RemainingArgs())
 			if err == nil && len(codes) == 0 {
 				err = errSyntax
@@ -592,7 +516,7 @@ func answerOptions() options[*caddyhttp.ResponseMatcher] {
 			m.StatusCode = append(m.StatusCode, codes...)
 			return err
 		}},
-		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, m *caddyhttp.ResponseMatcher) error {
+		"header": {several: true, usage: "<field> <value>", parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
 			if d.CountRemainingArgs() == 0 {
 				return errSyntax
 			}
@@ -653,27 +577,15 @@ func parseOnUnknown(d *caddyfile.Dispenser, p *Policy) error {
 
 // probeOptions are the options of a status probe.
 func probeOptions() options[*Probe] {
-	type dispenser = *caddyfile.Dispenser
 	return options[*Probe]{
-		"header": {several: true, usage: "header <field> <value>", parse: func(d dispenser, p *Probe) error {
-			if err := parseEntry(d, &p.Header); err != nil {
-				return err
-			}
-			return checkFields(slices.Sorted(maps.Keys(p.Header)))
-		}},
-		"applied": {usage: "applied <statuses...>", parse: func(d dispenser, p *Probe) error {
-			return parseEvidence(d, &p.Applied)
-		}},
-		"not_applied": {usage: "not_applied <statuses...>", parse: func(d dispenser, p *Probe) error {
-			return parseEvidence(d, &p.NotApplied)
-		}},
-		"use_answer": {usage: "use_answer", parse: func(_ dispenser, p *Probe) error {
-			p.UseAnswer = true
-			return nil
-		}},
-		"timeout": {usage: "timeout <duration>", parse: func(d dispenser, p *Probe) error {
-			return parseDuration(d, &p.Timeout)
-		}},
+		"header": repeated(value("<field> <value>", func(p *Probe) *map[string]string { return &p.Header },
+			parseEntry, func(all map[string]string) error {
+				return checkFields(slices.Sorted(maps.Keys(all)))
+			})),
+		"applied":     value("<statuses...>", func(p *Probe) **Evidence { return &p.Applied }, parseEvidence),
+		"not_applied": value("<statuses...>", func(p *Probe) **Evidence { return &p.NotApplied }, parseEvidence),
+		"use_answer":  flag(func(p *Probe) *bool { return &p.UseAnswer }),
+		"timeout":     duration(func(p *Probe) *caddy.Duration { return &p.Timeout }),
 	}
 }
 
@@ -686,7 +598,7 @@ func parseEvidence(d *caddyfile.Dispenser, into **Evidence) error {
 // evidenceOptions are the options of a block of evidence.
 func evidenceOptions() options[*Evidence] {
 	return options[*Evidence]{
-		"json": {several: true, usage: "json <pointer> <value>", parse: func(d *caddyfile.Dispenser, e *Evidence) error {
+		"json": {several: true, usage: "<pointer> <value>", parse: func(d *caddyfile.Dispenser, e *Evidence) error {
 			if err := parseEntry(d, &e.JSON); err != nil {
 				return err
 			}
@@ -714,45 +626,49 @@ func parseEntry(d *caddyfile.Dispenser, into *map[string]string) error {
 // termsOptions are the options of a guard and of its actions that say how checkpoints are
 // made and kept.
 func termsOptions() options[*Terms] {
-	type dispenser = *caddyfile.Dispenser
-	opts := options[*Terms]{
-		"checkpoint_ttl": {usage: "checkpoint_ttl <duration>", parse: func(d dispenser, t *Terms) error {
-			return parseDuration(d, &t.CheckpointTTL)
-		}},
+	return options[*Terms]{
+		"undo_auth": choice(func(t *Terms) *string { return &t.UndoAuth },
+			rollback.AuthConfig, rollback.AuthRecorded),
+		"on_snapshot_error": choice(func(t *Terms) *string { return &t.OnSnapshotError },
+			refuse, checkpoint.Irreversible.String()),
+		"on_lost": choice(func(t *Terms) *string { return &t.OnLost },
+			rollback.Resend, rollback.UndoEscalate),
+		"on_changed": choice(func(t *Terms) *string { return &t.OnChanged },
+			rollback.UndoEscalate, rollback.Overwrite),
+		"checkpoint_ttl": value("<duration>", func(t *Terms) *caddy.Duration { return &t.CheckpointTTL },
+			parseDuration, checkTTL),
 	}
-	for name, into := range map[string]func(*Terms) *string{
-		"undo_auth":         func(t *Terms) *string { return &t.UndoAuth },
-		"on_snapshot_error": func(t *Terms) *string { return &t.OnSnapshotError },
-		"on_lost":           func(t *Terms) *string { return &t.OnLost },
-		"on_changed":        func(t *Terms) *string { return &t.OnChanged },
-	} {
-		words := choices()[name]
-		opts[name] = option[*Terms]{
-			usage: name + " " + words[0] + " | " + words[1],
-			parse: func(d dispenser, t *Terms) error { return parseChoice(d, into(t), words...) },
-		}
+}
+
+// checkTTL checks how long checkpoints are kept.
+func checkTTL(v caddy.Duration) error {
+	switch ttl := time.Duration(v); {
+	case ttl < 0 || 0 < ttl && ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
+		return fmt.Errorf("%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
+	case ttl%time.Second != 0: // tokens have whole seconds
+		return fmt.Errorf("%v; it must be whole seconds", ttl)
 	}
-	return opts
+	return nil
 }
 
 // waysOptions are the ways to undo a call.
 func waysOptions() options[*Ways] {
 	return options[*Ways]{
-		"restore": {usage: "restore { ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+		"restore": {usage: "{ ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			if d.NextArg() {
 				return errSyntax
 			}
 			w.Restore = new(Restore)
 			return restoreOptions().readBlock(d, "restore", w.Restore, originOf(d))
 		}},
-		"compensate": {usage: "compensate <method> <url> { ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+		"compensate": {usage: "<method> <url> { ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			w.Compensate = new(Compensation)
 			if err := parseRequestLine(d, &w.Compensate.Request); err != nil {
 				return err
 			}
 			return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
 		}},
-		"delegate": {usage: "delegate <uri> <identity> | unsigned", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+		"delegate": {usage: "<uri> <identity> | unsigned", parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			if !d.Args(&w.Delegate) {
 				return errSyntax
 			}
@@ -768,10 +684,7 @@ func waysOptions() options[*Ways] {
 			}
 			return nil
 		}},
-		"irreversible": {usage: "irreversible", parse: func(_ *caddyfile.Dispenser, w *Ways) error {
-			w.Irreversible = true
-			return nil
-		}},
+		"irreversible": flag(func(w *Ways) *bool { return &w.Irreversible }),
 	}
 }
 
@@ -791,16 +704,16 @@ func parseDefaultUndo(d *caddyfile.Dispenser, h *Handler) error {
 // restoreOptions are the options of the way restore.
 func restoreOptions() options[*Restore] {
 	return options[*Restore]{
-		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, r *Restore) error {
-			return parseEntry(d, &r.Header)
-		}},
-		"on_changed": {usage: "on_changed escalate | overwrite", parse: func(d *caddyfile.Dispenser, r *Restore) error {
-			return parseChoice(d, &r.OnChanged, choices()["on_changed"]...)
-		}},
-		"verify": {usage: "verify off", parse: func(d *caddyfile.Dispenser, r *Restore) error {
-			return parseChoice(d, &r.Verify, "off")
-		}},
+		"header": entries("<field> <value>", func(r *Restore) *map[string]string { return &r.Header }),
+		"on_changed": choice(func(r *Restore) *string { return &r.OnChanged },
+			rollback.UndoEscalate, rollback.Overwrite),
+		"verify": choice(func(r *Restore) *string { return &r.Verify }, verifyOff),
 	}
+}
+
+// entries makes an option that may stand several times, with a name and its value.
+func entries[T any](usage string, into func(T) *map[string]string) option[T] {
+	return repeated(value(usage, into, parseEntry))
 }
 
 // parseRequestLine reads a method and a URL.
@@ -813,28 +726,19 @@ func parseRequestLine(d *caddyfile.Dispenser, r *Request) (err error) {
 
 // requestOptions are the options of each request of an undo.
 func requestOptions() options[*Request] {
-	return options[*Request]{
-		"header": {several: true, usage: "header <field> <value>", parse: func(d *caddyfile.Dispenser, r *Request) error {
-			return parseEntry(d, &r.Header)
-		}},
-	}
+	return options[*Request]{"header": entries("<field> <value>", func(r *Request) *map[string]string { return &r.Header })}
 }
 
 // compensationOptions are the options of the way compensate.
 func compensationOptions() options[*Compensation] {
-	type dispenser = *caddyfile.Dispenser
 	return options[*Compensation]{
-		"json": {several: true, usage: "json <name> <value>", parse: func(d dispenser, c *Compensation) error {
-			return parseEntry(d, &c.JSON)
-		}},
-		"form": {several: true, usage: "form <name> <value>", parse: func(d dispenser, c *Compensation) error {
-			return parseEntry(d, &c.Form)
-		}},
-		"body": {usage: "body <media type> <text>", parse: func(d dispenser, c *Compensation) (err error) {
+		"json": entries("<name> <value>", func(c *Compensation) *map[string]string { return &c.JSON }),
+		"form": entries("<name> <value>", func(c *Compensation) *map[string]string { return &c.Form }),
+		"body": {usage: "<media type> <text>", parse: func(d *caddyfile.Dispenser, c *Compensation) (err error) {
 			c.ContentType, c.Body, err = parsePair(d)
 			return err
 		}},
-		"status": {usage: "status <method> <url> { ... }", parse: func(d dispenser, c *Compensation) error {
+		"status": {usage: "<method> <url> { ... }", parse: func(d *caddyfile.Dispenser, c *Compensation) error {
 			c.Status = new(Request)
 			if err := parseRequestLine(d, c.Status); err != nil {
 				return err

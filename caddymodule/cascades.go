@@ -9,7 +9,6 @@ import (
 	"runtime/debug"
 	"runtime/metrics"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -60,10 +59,15 @@ func (o *OnCascade) settings() (s cascades.Settings, err error) {
 	return s, err
 }
 
+// parseOnCascade reads
+//
+//	on_cascade alert | pause | open {
+//		escalate <number>
+//		window   <duration>
+//	}
 func parseOnCascade(d *caddyfile.Dispenser, a *App) error {
 	at := originOf(d)
 	a.OnCascade = new(OnCascade)
-	a.writtenAt("on_cascade", d.Token())
 	if err := parseChoice(d, &a.OnCascade.Do, cascades.Alert, cascades.Pause, cascades.TripRoot); err != nil {
 		return err
 	}
@@ -74,30 +78,13 @@ func parseOnCascade(d *caddyfile.Dispenser, a *App) error {
 }
 
 func cascadeOptions() options[*OnCascade] {
-	number := func(into func(*OnCascade) *int) func(*caddyfile.Dispenser, *OnCascade) error {
-		return func(d *caddyfile.Dispenser, o *OnCascade) error {
-			if !d.NextArg() {
-				return errSyntax
-			}
-			n, err := strconv.Atoi(d.Val())
-			if err != nil || n < 1 {
-				return fmt.Errorf("%q is no number from 1", d.Val())
-			}
-			*into(o) = n
-			return nil
-		}
-	}
 	all := options[*OnCascade]{
-		"escalate": {usage: "escalate <number>", parse: number(func(o *OnCascade) *int { return &o.Escalate })},
-		"window":   {usage: "window <duration>", parse: func(d *caddyfile.Dispenser, o *OnCascade) error { return parseDuration(d, &o.Window) }},
+		"escalate": count(func(o *OnCascade) *int { return &o.Escalate }),
+		"window":   duration(func(o *OnCascade) *caddy.Duration { return &o.Window }),
 	}
 	for name, opt := range all { // each is checked at its own line
-		parse := opt.parse
-		opt.parse = func(d *caddyfile.Dispenser, o *OnCascade) error {
-			err := parse(d, o)
-			if err == nil {
-				_, err = o.settings()
-			}
+		opt.check = func(o *OnCascade) error {
+			_, err := o.settings()
 			return err
 		}
 		all[name] = opt

@@ -190,7 +190,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 		return err
 	}
 	e.h.Roles = e.Roles
-	if err := e.Roles.check(); err != nil {
+	if err := roleOptions().check(&e.Roles); err != nil {
 		return err
 	}
 	app, err := ctx.AppIfConfigured("agent_guard")

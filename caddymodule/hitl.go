@@ -110,15 +110,10 @@ type Webhook struct {
 
 // provision checks the options. gateway names this gateway to the receiver.
 func (h *HITL) provision(gateway string) error {
-	for _, issuer := range h.RoleIssuers {
-		if err := checkIdentity(issuer); err != nil {
-			return fmt.Errorf("role_issuers: %w", err)
-		}
+	err := hitlOptions().check(&App{HITL: h})
+	if err != nil {
+		return err
 	}
-	if err := checkPage(h.Page); err != nil {
-		return fmt.Errorf("page: %w", err)
-	}
-	var err error
 	if h.unreachable, err = h.UnreachableHuman.read(); err != nil {
 		return err
 	}
@@ -200,21 +195,6 @@ type Roles struct {
 	RolesFrom string `json:"roles_from,omitempty"`
 }
 
-func (o *Roles) check() error {
-	for role, callers := range o.Roles {
-		if err := checkRole(role, callers); err != nil {
-			return fmt.Errorf("role: %w", err)
-		}
-	}
-	if o.RolesFrom == "" {
-		return nil
-	}
-	if err := checkPlaceholder(o.RolesFrom); err != nil {
-		return fmt.Errorf("roles_from: %w", err)
-	}
-	return nil
-}
-
 // warnRoles warns of approvals by a role that the configuration gives to nobody: only the admin API
 // can give them. Tokens and users can bring roles that no configuration names.
 func (a *App) warnRoles() {
@@ -246,28 +226,32 @@ func (a *App) warnRoles() {
 // roleOptions are the options of a guard and of agent_guard_endpoints that say who decides.
 func roleOptions() options[*Roles] {
 	return options[*Roles]{
-		"role": {usage: "role <role> <callers...>", several: true, parse: func(d *caddyfile.Dispenser, o *Roles) error {
-			var role string
-			var callers []string
-			if err := parseWord(d, &role); err != nil {
-				return err
-			}
-			if err := parseWords(d, &callers); err != nil {
-				return err
-			}
-			if o.Roles == nil {
-				o.Roles = map[string][]string{}
-			}
-			o.Roles[role] = append(o.Roles[role], callers...)
-			return checkRole(role, callers)
-		}},
-		"roles_from": {usage: "roles_from <placeholder>", parse: func(d *caddyfile.Dispenser, o *Roles) error {
-			if err := parseWord(d, &o.RolesFrom); err != nil {
-				return err
-			}
-			return checkPlaceholder(o.RolesFrom)
-		}},
+		"role": repeated(value("<role> <callers...>", func(o *Roles) *map[string][]string { return &o.Roles },
+			parseRole, checkRoles)),
+		"roles_from": word("<placeholder>", func(o *Roles) *string { return &o.RolesFrom }, checkPlaceholder),
 	}
+}
+
+func parseRole(d *caddyfile.Dispenser, into *map[string][]string) error {
+	var role string
+	var callers []string
+	if err := cmp.Or(parseWord(d, &role), parseWords(d, &callers)); err != nil {
+		return err
+	}
+	if *into == nil {
+		*into = map[string][]string{}
+	}
+	(*into)[role] = append((*into)[role], callers...)
+	return nil
+}
+
+func checkRoles(all map[string][]string) error {
+	for role, callers := range all {
+		if err := checkRole(role, callers); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // rolesOf are the roles of a caller whom the gateway knows, by its name here; token is the caller's
@@ -346,47 +330,33 @@ func (h *HITL) close() {
 	}
 }
 
+// parseHITL reads
+//
+//	hitl {
+//		webhook <url> {
+//			secret <placeholder>...
+//		}
+//		unreachable_human deny | abort | pause | escalate <role> {
+//			within <duration>
+//		}
+//		role_issuers <issuers...>
+//		page <url>
+//		rules <file>
+//	}
 func parseHITL(d *caddyfile.Dispenser, a *App) error {
-	if d.NextArg() {
-		return errSyntax
-	}
 	a.HITL = new(HITL)
-	at := originOf(d)
-	if err := hitlOptions().readBlock(d, "hitl", a, at); err != nil {
-		return err
-	}
-	if len(at) == 1 {
-		return errors.New("it says nothing; leave it out for the defaults")
-	}
-	return nil
+	_, err := hitlOptions().readOnly(d, "hitl", a, "it says nothing; leave it out for the defaults")
+	return err
 }
 
 func hitlOptions() options[*App] {
 	return options[*App]{
-		"webhook": {usage: "webhook <url> { ... }", parse: parseWebhook},
-		"role_issuers": {usage: "role_issuers <issuers...>", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
-			before := len(a.HITL.RoleIssuers)
-			if err := parseWords(d, &a.HITL.RoleIssuers); err != nil {
-				return err
-			}
-			for _, issuer := range a.HITL.RoleIssuers[before:] {
-				if err := checkIdentity(issuer); err != nil {
-					return err
-				}
-			}
-			return nil
-		}},
-		"rules": {usage: "rules <file>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			a.writtenAt("hitl.rules", d.Token())
-			return parseWord(d, &a.HITL.RulesFile)
-		}},
-		"page": {usage: "page <url>", parse: func(d *caddyfile.Dispenser, a *App) error {
-			if err := parseWord(d, &a.HITL.Page); err != nil {
-				return err
-			}
-			return checkPage(a.HITL.Page)
-		}},
-		"unreachable_human": {usage: "unreachable_human deny | abort | pause | escalate <role> { within <duration> }", parse: func(d *caddyfile.Dispenser, a *App) error {
+		"webhook": placed("hitl.webhook", option[*App]{usage: "<url> { ... }", parse: parseWebhook}),
+		"role_issuers": repeated(words("<issuers...>", func(a *App) *[]string { return &a.HITL.RoleIssuers },
+			each(checkIdentity))),
+		"rules": placed("hitl.rules", word("<file>", func(a *App) *string { return &a.HITL.RulesFile })),
+		"page":  word("<url>", func(a *App) *string { return &a.HITL.Page }, checkPage),
+		"unreachable_human": {usage: "deny | abort | pause | escalate <role> { within <duration> }", parse: func(d *caddyfile.Dispenser, a *App) error {
 			u := new(UnreachableHuman)
 			a.HITL.UnreachableHuman = u
 			at := originOf(d)
@@ -400,9 +370,7 @@ func hitlOptions() options[*App] {
 				return errSyntax
 			}
 			err := options[*UnreachableHuman]{
-				"within": {usage: "within <duration>", parse: func(d *caddyfile.Dispenser, u *UnreachableHuman) error {
-					return parseDuration(d, &u.Within)
-				}},
+				"within": duration(func(u *UnreachableHuman) *caddy.Duration { return &u.Within }),
 			}.readBlock(d, "unreachable_human", u, at)
 			if err == nil {
 				_, err = u.read()
@@ -416,7 +384,6 @@ func parseWebhook(d *caddyfile.Dispenser, a *App) error {
 	hook := new(Webhook)
 	a.HITL.Webhook = hook
 	at := originOf(d)
-	a.writtenAt("hitl.webhook", d.Token())
 	if err := parseWord(d, &hook.URL); err != nil {
 		return err
 	}
@@ -440,7 +407,7 @@ func parseWebhook(d *caddyfile.Dispenser, a *App) error {
 // webhookOptions are the options of a webhook.
 func webhookOptions() options[*App] {
 	return options[*App]{
-		"secret": {usage: "secret <placeholder>...", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+		"secret": {usage: "<placeholder>...", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
 			at, hook := d.Token(), a.HITL.Webhook
 			before := len(hook.Secrets)
 			if err := parseWords(d, &hook.Secrets); err != nil {

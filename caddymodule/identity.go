@@ -61,11 +61,8 @@ func (i *Identity) provision(store string) error {
 		return err
 	}
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
-	if err := checkDuration(i.Retain); err != nil {
-		return fmt.Errorf("retain: %w", err)
-	}
-	if err := checkPublicURL(i.PublicURL); err != nil {
-		return fmt.Errorf("public_url: %w", err)
+	if err := identityOptions().check(i); err != nil {
+		return err
 	}
 	if err := i.provisionKeys(store); err != nil {
 		return &wrong{"identity.key_file", fmt.Errorf("key_file: %w", err)}
@@ -205,20 +202,10 @@ func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 }
 
 func identityOptions() options[*Identity] {
-	type dispenser = *caddyfile.Dispenser
 	return options[*Identity]{
-		"key_file": {usage: "key_file <path>", parse: func(d dispenser, i *Identity) error {
-			return parseWord(d, &i.KeyFile)
-		}},
-		"public_url": {usage: "public_url <url>", parse: func(d dispenser, i *Identity) error {
-			if err := parseWord(d, &i.PublicURL); err != nil {
-				return err
-			}
-			return checkPublicURL(i.PublicURL)
-		}},
-		"retain": {usage: "retain <duration>", parse: func(d dispenser, i *Identity) error {
-			return parseDuration(d, &i.Retain)
-		}},
+		"key_file":   word("<path>", func(i *Identity) *string { return &i.KeyFile }),
+		"public_url": word("<url>", func(i *Identity) *string { return &i.PublicURL }, checkPublicURL),
+		"retain":     duration(func(i *Identity) *caddy.Duration { return &i.Retain }),
 	}
 }
 

@@ -31,7 +31,7 @@ func byName() map[string]*Family {
 	return all
 }
 
-var word = regexp.MustCompile("`([^`]+)`")
+var labelWord = regexp.MustCompile("`([^`]+)`")
 
 // Every metric has its row in the manual, with its type and labels, and every row its
 // metric.
@@ -51,7 +51,7 @@ func TestFamiliesAreDocumented(t *testing.T) {
 		}
 		delete(undocumented, name)
 		var labels []string
-		for _, m := range word.FindAllStringSubmatch(cells[2], -1) {
+		for _, m := range labelWord.FindAllStringSubmatch(cells[2], -1) {
 			labels = append(labels, m[1])
 		}
 		if cells[1] != f.Type || !slices.Equal(labels, f.Labels) {

@@ -295,11 +295,6 @@ func (h *Handler) provision(ctx caddy.Context) error {
 	if err := h.provisionIDs(); err != nil {
 		return err
 	}
-	if h.UpstreamIdentity != "" {
-		if err := checkIdentity(h.UpstreamIdentity); err != nil {
-			return fmt.Errorf("identity: %w", err)
-		}
-	}
 	if err := h.lacksGlobal(h.app); err != nil {
 		return err
 	}
@@ -376,18 +371,10 @@ func (h *Handler) setDefaults() {
 }
 
 func (h *Handler) provisionIDs() error {
-	if h.Caller != "" {
-		if err := checkPlaceholder(h.Caller); err != nil {
-			return fmt.Errorf("caller: %w", err)
-		}
-	}
-	if err := h.classify(); err != nil {
+	if err := guardOptions().check(h); err != nil {
 		return err
 	}
-	if err := checkOperators(h.Operators); err != nil {
-		return fmt.Errorf("operators: %w", err)
-	}
-	if err := h.Roles.check(); err != nil {
+	if err := h.classify(); err != nil {
 		return err
 	}
 	for i := range h.ExecutionID {
@@ -396,21 +383,12 @@ func (h *Handler) provisionIDs() error {
 			return fmt.Errorf("execution_id: source %d: %w", i+1, err)
 		}
 	}
-	var err error
-	if h.excluded, err = parsePointers(h.FingerprintExclude); err != nil {
-		return fmt.Errorf("fingerprint_exclude: %w", err)
-	}
+	h.excluded, _ = parsePointers(h.FingerprintExclude) // checked
 	return nil
 }
 
 // classify finds out what each header field is for this guard, and checks what names callers and tenants.
 func (h *Handler) classify() (err error) {
-	if err := checkChanged(h.Credentials); err != nil {
-		return fmt.Errorf("credentials: %w", err)
-	}
-	if err := checkChanged(h.Tenant); err != nil {
-		return fmt.Errorf("tenant: %w", err)
-	}
 	for i, name := range h.CallerCookies {
 		if checkFields([]string{name}) != nil || slices.Contains(h.CallerCookies[:i], name) { // both are tokens of RFC 9110
 			return fmt.Errorf("caller_cookies: %q is no name of a cookie, or is written twice", name)
@@ -598,7 +576,7 @@ func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.Open
 func (h *Handler) provisionPolicy(a *Action) error {
 	a.inherit(&h.Policy)
 	a.Policy = a.Policy.completed()
-	if err := a.Policy.validate(); err != nil {
+	if err := cmp.Or(actionOptions().check(a), a.Policy.validate()); err != nil {
 		return err
 	}
 	if err := a.checkMessages(h); err != nil {
@@ -608,9 +586,6 @@ func (h *Handler) provisionPolicy(a *Action) error {
 		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
 	}
 	if err := a.checkOnError(); err != nil {
-		return err
-	}
-	if err := a.checkSeverity(); err != nil {
 		return err
 	}
 	if err := a.checkConsequential(); err != nil {
@@ -638,15 +613,6 @@ func (h *Handler) Validate() error {
 }
 
 func (h *Handler) validate() error {
-	if err := checkGuardName(h.Name); err != nil {
-		return err
-	}
-	if err := oneOf(h.MissingID, missingRequire, missingMint, missingDerive, missingRecognize); err != nil {
-		return fmt.Errorf("missing_id: %w", err)
-	}
-	if err := oneOf(h.Protocol, protocols...); err != nil {
-		return fmt.Errorf("protocol: %w", err)
-	}
 	words := len(h.MetaKeys) + len(h.ArgumentKeys) + len(h.ExemptTools) + len(h.ConsequentialTools)
 	if words > 0 && !h.readsMessages() {
 		return errors.New("`exempt tool`, `consequential tool` and `execution_id meta` or `argument` are for messages, which `protocol none` does not read")
@@ -663,14 +629,6 @@ func (h *Handler) validate() error {
 			return fmt.Errorf("the tool %q is both exempt and consequential", tool)
 		}
 	}
-	if err := oneOf(h.UnguardedStreams, streamsPass, streamsRefuse); err != nil {
-		return fmt.Errorf("unguarded_streams: %w", err)
-	}
-	if h.Endpoints != "" {
-		if err := oneOf(h.Endpoints, endpointsOff); err != nil {
-			return fmt.Errorf("endpoints: %w, or leave it out", err)
-		}
-	}
 	if err := checkDuration(h.RecognizeWindow); err != nil {
 		return fmt.Errorf("recognize_window: %w", err)
 	}
@@ -679,17 +637,6 @@ func (h *Handler) validate() error {
 	}
 	if err := checkDuration(h.DeriveWindow); err != nil {
 		return fmt.Errorf("derive_window: %w", err)
-	}
-	if h.IdleTimeout != idleOff {
-		if err := checkDuration(h.IdleTimeout); err != nil {
-			return fmt.Errorf("idle_timeout: %w", err)
-		}
-	}
-	if err := checkDuration(h.AttachWait); err != nil {
-		return fmt.Errorf("attach_wait: %w", err)
-	}
-	if h.MaxBody < 0 {
-		return fmt.Errorf("max_body: %d bytes is negative; it must be positive", h.MaxBody)
 	}
 	return nil
 }
@@ -938,9 +885,6 @@ func (h *Handler) checkPolicies() error {
 			err = a.checkOnError()
 		}
 		if err == nil {
-			err = a.checkSeverity()
-		}
-		if err == nil {
 			err = cmp.Or(a.checkConsequential(), a.checkReached(h.Actions[:i]))
 		}
 		if err != nil {
@@ -952,9 +896,6 @@ func (h *Handler) checkPolicies() error {
 
 // provisionUndo compiles the ways in which the calls of an action are undone.
 func (h *Handler) provisionUndo(a *Action) error {
-	if err := checkDescription(a.Description); err != nil {
-		return fmt.Errorf("description: %w", err)
-	}
 	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.fields)
 	if err != nil {
 		return err

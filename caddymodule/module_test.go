@@ -56,7 +56,7 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"derive_window":             {withHandler(`"missing_id": "derive", "derive_window": -1`), `derive_window: -1ns is negative; it must be positive`},
 		"attach_wait":               {withHandler(`"attach_wait": -1`), `attach_wait: -1ns is negative; it must be positive`},
 		"max_body":                  {withHandler(`"max_body": -1`), `max_body: -1 bytes is negative; it must be positive`},
-		"endpoints":                 {withHandler(`"endpoints": "on"`), `endpoints: "on" is unknown; use off, or leave it out`},
+		"endpoints":                 {withHandler(`"endpoints": "on"`), `endpoints: "on" is unknown; use off`},
 		"caller":                    {withHandler(`"caller": "everybody"`), `caller: "everybody" has no placeholder and is the same for every request; write one like {http.auth.user.id}`},
 		"credentials":               {withHandler(`"credentials": ["X Y"]`), `credentials: "X Y" is no name of a header field`},
 		"execution_id of nothing":   {withHandler(`"execution_id": [{"header": "A"}, {}]`), `execution_id: source 2: it names 0 places; it needs exactly one of header, placeholder and json`},
@@ -200,7 +200,7 @@ func TestManualListsEveryOption(t *testing.T) {
 // The comments that explain the syntax have a line for every option.
 func TestSyntaxCommentsListEveryOption(t *testing.T) {
 	var comments strings.Builder
-	for _, file := range []string{"caddyfile.go", "caddyfile_guard.go", "store.go", "postgres.go", "trust.go"} {
+	for _, file := range []string{"caddyfile.go", "caddyfile_guard.go", "store.go", "postgres.go", "trust.go", "policy.go", "rollback.go", "hitl.go", "identity.go", "cascades.go"} {
 		text, err := os.ReadFile(file)
 		if err != nil {
 			t.Fatal(err)

@@ -190,15 +190,8 @@ func (a *Action) checkMessages(h *Handler) error {
 
 // checkOnError refuses to roll back what cannot be undone.
 func (a *Action) checkOnError() error {
-	if a.OnError == "" {
-		return nil
-	}
-	err := oneOf(a.OnError, errorRollback, errorEscalate)
-	if err == nil && a.OnError == errorRollback && a.Restore == nil && a.Compensate == nil && a.Delegate == "" {
-		err = errors.New("rollback needs a way to undo the calls: add `restore`, `compensate` or `delegate`")
-	}
-	if err != nil {
-		return &invalid{[]string{"on_error"}, err}
+	if a.OnError == errorRollback && a.Restore == nil && a.Compensate == nil && a.Delegate == "" {
+		return &invalid{[]string{"on_error"}, errors.New("rollback needs a way to undo the calls: add `restore`, `compensate` or `delegate`")}
 	}
 	return nil
 }
@@ -239,16 +232,6 @@ func (a *Action) needsIdentity() error {
 		return nil
 	}
 	return &invalid{[]string{option}, errUndoNeedsIdentity}
-}
-
-func (a *Action) checkSeverity() error {
-	if a.Severity == "" {
-		return nil
-	}
-	if err := oneOf(a.Severity, severities...); err != nil {
-		return &invalid{[]string{"severity"}, err}
-	}
-	return nil
 }
 
 // OutcomeRule gives certain answers an outcome.
@@ -400,45 +383,15 @@ func (p Policy) completed() Policy {
 	return p
 }
 
-// validate checks p after it has inherited. Errors name the option.
+// validate checks how the options of p, which has inherited, go together. policyOptions checks each by itself.
 func (p *Policy) validate() error {
 	wrong := func(err error, options ...string) error { return &invalid{options, err} }
-	for _, d := range []struct {
-		name  string
-		value caddy.Duration
-	}{{"deadline", p.Deadline}, {"stream_idle", p.StreamIdle}, {"retain_result", p.RetainResult}, {"retain_key", p.RetainKey}, {"resend_for", p.ResendFor}} {
-		if err := checkDuration(d.value); err != nil {
-			return wrong(err, d.name)
-		}
+	if err := checkDuration(p.ResendFor); err != nil {
+		return wrong(err, "resend_for")
 	}
 	if p.RetainKey < p.RetainResult {
 		return wrong(fmt.Errorf("%v is shorter than retain_result, which is %v; a result cannot outlive its key",
 			time.Duration(p.RetainKey), time.Duration(p.RetainResult)), "retain_key", "retain_result")
-	}
-	if p.MaxResult < 0 {
-		return wrong(fmt.Errorf("%d bytes is negative; it must be positive", p.MaxResult), "max_result")
-	}
-	if err := checkPriority(p.Priority); err != nil {
-		return wrong(err, "priority")
-	}
-	for _, word := range []struct {
-		name, value string
-		known       []string
-	}{
-		{"preset", string(p.Preset), presets()},
-		{"on_unknown", p.OnUnknown, []string{onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry}},
-		{"keys", p.Keys, []string{keysTrusted, keysAdvisory}},
-		{"in_doubt_as", p.InDoubtAs, []string{doubtProblem, doubtToolResult}},
-		{"on_leave", p.OnLeave, []string{leaveContinue, leaveCancel}},
-		{"grpc", p.GRPC, []string{grpcUnary}},
-		{"order", p.Order, []string{orderPlan, orderPar}},
-	} {
-		if word.value == "" && slices.Contains([]string{"grpc", "in_doubt_as", "on_leave", "order"}, word.name) {
-			continue
-		}
-		if err := oneOf(word.value, word.known...); err != nil {
-			return wrong(err, word.name)
-		}
 	}
 	if p.OnUnknown == onUnknownResend && p.Preset != execution.PresetStripe {
 		return wrong(fmt.Errorf("resend is for an upstream that keeps keys itself, whose 409 is no result; with the preset %s it would be: set preset to stripe", p.Preset), "on_unknown", "preset")
@@ -454,18 +407,7 @@ func (p *Policy) validate() error {
 			return wrong(fmt.Errorf("rule %d: %w", i+1, err), "outcomes")
 		}
 	}
-	if err := p.Approve.check(); err != nil {
-		return wrong(err, "approve")
-	}
-	return undoError(p.checkTerms())
-}
-
-func presets() []string {
-	var names []string
-	for _, preset := range execution.Presets() {
-		names = append(names, string(preset))
-	}
-	return names
+	return nil
 }
 
 // check refuses rules without an outcome, and those that match every answer or none.
@@ -636,26 +578,24 @@ const (
 )
 
 func (q Quota) validate() error {
-	if q.OpenExecutions < 0 {
-		return fmt.Errorf("open_executions: %d is negative; it must be positive", q.OpenExecutions)
-	}
-	if q.StoredBytes < 0 {
-		return fmt.Errorf("stored_bytes: %d bytes is negative; it must be positive", q.StoredBytes)
-	}
 	if n := q.WorkflowStoredBytes; n < 0 || n > 0 && n < leastWorkflowBytes {
 		return fmt.Errorf("workflow_stored_bytes: %d bytes is too little; it must be at least 1MiB, since each running call counts for 64 KiB and more", n)
 	}
-	for name, v := range map[string]int{"workflow_checkpoints": q.WorkflowCheckpoints, "workflow_checkpoint_rate": q.WorkflowCheckpointRate} {
-		if v < unbounded {
-			return fmt.Errorf("%s: %d is negative; it must be positive, or -1 for no bound", name, v)
-		}
-	}
-	if q.CallerCheckpoints < 0 {
-		return fmt.Errorf("caller_checkpoints: %d is negative; it must be positive", q.CallerCheckpoints)
-	}
-	for name, v := range map[string]int64{"workflow_checkpoint_bytes": q.WorkflowCheckpointBytes, "caller_checkpoint_bytes": q.CallerCheckpointBytes} {
-		if v < 0 {
-			return fmt.Errorf("%s: %d bytes is negative; it must be positive", name, v)
+	for _, of := range []struct {
+		name, unit string
+		n, least   int64
+		end        string
+	}{
+		{"open_executions", "", int64(q.OpenExecutions), 0, ""},
+		{"stored_bytes", " bytes", q.StoredBytes, 0, ""},
+		{"workflow_checkpoints", "", int64(q.WorkflowCheckpoints), unbounded, ", or -1 for no bound"},
+		{"workflow_checkpoint_rate", "", int64(q.WorkflowCheckpointRate), unbounded, ", or -1 for no bound"},
+		{"caller_checkpoints", "", int64(q.CallerCheckpoints), 0, ""},
+		{"workflow_checkpoint_bytes", " bytes", q.WorkflowCheckpointBytes, 0, ""},
+		{"caller_checkpoint_bytes", " bytes", q.CallerCheckpointBytes, 0, ""},
+	} {
+		if of.n < of.least {
+			return fmt.Errorf("%s: %d%s is negative; it must be positive%s", of.name, of.n, of.unit, of.end)
 		}
 	}
 	return nil
@@ -676,28 +616,26 @@ func (q Quota) ofCaller() execution.Quota {
 	return execution.Quota{Open: q.OpenExecutions, Bytes: q.StoredBytes}
 }
 
+// parseQuota reads
+//
+//	quota {
+//		open_executions  <number>
+//		stored_bytes     [workflow | caller] <size>
+//		checkpoints      workflow | caller <number>
+//		checkpoint_bytes workflow | caller <size>
+//		checkpoint_rate  <number> | off
+//	}
 func parseQuota(d *caddyfile.Dispenser, a *App) error {
-	if d.NextArg() {
-		return errSyntax
-	}
-	at := originOf(d)
-	if err := quotaOptions().readBlock(d, "a quota", &a.Quota, at); err != nil {
-		return err
-	}
-	if len(at) == 1 {
-		return errors.New("it bounds nothing; give open_executions, stored_bytes, checkpoints, checkpoint_bytes or checkpoint_rate")
-	}
-	return nil
+	_, err := quotaOptions().readOnly(d, "a quota", &a.Quota, "it bounds nothing; give open_executions, stored_bytes, checkpoints, checkpoint_bytes or checkpoint_rate")
+	return err
 }
 
 // quotaOptions are the options of a quota.
 func quotaOptions() options[*Quota] {
 	return options[*Quota]{
-		"open_executions": {usage: "open_executions <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
-			return parseCount(d, &q.OpenExecutions)
-		}},
-		"stored_bytes": {several: true, usage: "stored_bytes [workflow | caller] <size>", parse: parseStoredBytes},
-		"checkpoints": {several: true, usage: "checkpoints workflow | caller <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+		"open_executions": count(func(q *Quota) *int { return &q.OpenExecutions }),
+		"stored_bytes":    {several: true, usage: "[workflow | caller] <size>", parse: parseStoredBytes},
+		"checkpoints": {several: true, usage: "workflow | caller <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpoints, &q.CallerCheckpoints, func(d *caddyfile.Dispenser, into *int) error {
 				if into == &q.WorkflowCheckpoints {
 					return parseCountOrOff(d, into)
@@ -705,12 +643,10 @@ func quotaOptions() options[*Quota] {
 				return parseCount(d, into)
 			})
 		}},
-		"checkpoint_bytes": {several: true, usage: "checkpoint_bytes workflow | caller <size>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+		"checkpoint_bytes": {several: true, usage: "workflow | caller <size>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpointBytes, &q.CallerCheckpointBytes, parseSize)
 		}},
-		"checkpoint_rate": {usage: "checkpoint_rate <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
-			return parseCountOrOff(d, &q.WorkflowCheckpointRate)
-		}},
+		"checkpoint_rate": value("<number>", func(q *Quota) *int { return &q.WorkflowCheckpointRate }, parseCountOrOff),
 	}
 }
 

@@ -82,7 +82,7 @@ func (p *PostgresStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 
 func postgresOptions() options[*PostgresStore] {
 	return options[*PostgresStore]{
-		"dsn": {usage: "dsn <dsn>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+		"dsn": {usage: "<dsn>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
 			words := d.RemainingArgs()
 			if len(words) > 1 { // they are not shown
 				return errors.New("it has spaces; put it in quotes, or in a variable like {env.AGENT_GUARD_DSN}")
@@ -93,15 +93,9 @@ func postgresOptions() options[*PostgresStore] {
 			p.DSN = words[0]
 			return nil
 		}},
-		"node": {usage: "node <name>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
-			return parseWord(d, &p.Node)
-		}},
-		"schema": {usage: "schema <name>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
-			return parseWord(d, &p.Schema)
-		}},
-		"lease": {usage: "lease <duration>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
-			return parseDuration(d, &p.Lease)
-		}},
+		"node":   word("<name>", func(p *PostgresStore) *string { return &p.Node }),
+		"schema": word("<name>", func(p *PostgresStore) *string { return &p.Schema }),
+		"lease":  duration(func(p *PostgresStore) *caddy.Duration { return &p.Lease }),
 	}
 }
 

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -186,13 +187,6 @@ type Participant struct {
 	Identity string `json:"identity,omitempty"`
 }
 
-func (p *Participant) check() error {
-	if err := checkDelegate(p.URI); err != nil {
-		return err
-	}
-	return checkIdentity(p.Identity)
-}
-
 // participantAt is where the issuer of a checkpoint is asked, whose token names rollbackURI; empty
 // if it must not be. Nobody but the configuration chooses the address: of the token only the path
 // counts.
@@ -222,38 +216,7 @@ func (o *Rollback) provision() error {
 	inherit(&o.PrepareTimeout, caddy.Duration(rollback.DefaultPrepareTimeout))
 	inherit(&o.Reservation, caddy.Duration(rollback.DefaultReservation))
 	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
-	if err := oneOf(o.Lineage, lineages...); err != nil {
-		return fmt.Errorf("lineage: %w", err)
-	}
-	if err := oneOf(o.Partial, partials...); err != nil {
-		return fmt.Errorf("partial: %w", err)
-	}
-	for _, name := range o.Coordinators {
-		if err := checkIdentity(name); err != nil {
-			return fmt.Errorf("coordinators: %w", err)
-		}
-	}
-	for i := range o.Participants {
-		if err := o.Participants[i].check(); err != nil {
-			return fmt.Errorf("participants: %w", err)
-		}
-	}
-	if o.Rate < 0 {
-		return fmt.Errorf("rate: %d is negative; it must be positive", o.Rate)
-	}
-	if err := checkAtMost(o.Wait, api.LongestWait); err != nil {
-		return fmt.Errorf("wait: %w", err)
-	}
-	if err := checkAtMost(o.PrepareTimeout, longestPrepare); err != nil {
-		return fmt.Errorf("prepare_timeout: %w", err)
-	}
-	if err := checkAtMost(o.Reservation, longestReservation); err != nil {
-		return fmt.Errorf("reservation: %w", err)
-	}
-	if err := checkDuration(o.Retain); err != nil {
-		return fmt.Errorf("retain: %w", err)
-	}
-	return nil
+	return rollbackOptions().check(o)
 }
 
 const (
@@ -265,14 +228,13 @@ var partials = []string{partialNever, partialAllow}
 
 var lineages = []string{string(rollback.Ancestor), string(rollback.Workflow)}
 
-func checkAtMost(v caddy.Duration, longest time.Duration) error {
-	if err := checkDuration(v); err != nil {
-		return err
+func atMost(longest time.Duration) func(caddy.Duration) error {
+	return func(v caddy.Duration) error {
+		if time.Duration(v) > longest {
+			return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), longest)
+		}
+		return nil
 	}
-	if time.Duration(v) > longest {
-		return fmt.Errorf("%v is too long; it must be at most %v", time.Duration(v), longest)
-	}
-	return nil
 }
 
 // longestPrepare bounds how long a request to prepare may take.
@@ -294,76 +256,43 @@ const longestReservation = 10 * time.Minute
 //		reservation     <duration>
 //		retain          <duration>
 //	}
-func parseRollback(d *caddyfile.Dispenser, a *App) error {
-	if d.NextArg() {
-		return errSyntax
-	}
-	at := originOf(d)
-	a.Rollback = &Rollback{origin: at}
-	if err := rollbackOptions().readBlock(d, "rollback", a.Rollback, at); err != nil {
-		return err
-	}
-	if len(at) == 1 {
-		return errors.New("it says nothing; leave it out for the defaults")
-	}
-	return nil
+func parseRollback(d *caddyfile.Dispenser, a *App) (err error) {
+	a.Rollback = new(Rollback)
+	a.Rollback.origin, err = rollbackOptions().readOnly(d, "rollback", a.Rollback, "it says nothing; leave it out for the defaults")
+	return err
 }
 
 func rollbackOptions() options[*Rollback] {
-	type dispenser = *caddyfile.Dispenser
 	return options[*Rollback]{
-		"lineage": {usage: "lineage ancestor | workflow", parse: func(d dispenser, o *Rollback) error {
-			return parseChoice(d, &o.Lineage, lineages...)
-		}},
-		"coordinators": {usage: "coordinators <issuers...>", several: true, parse: func(d dispenser, o *Rollback) error {
-			if err := parseWords(d, &o.Coordinators); err != nil {
-				return err
-			}
-			for _, name := range o.Coordinators {
-				if err := checkIdentity(name); err != nil {
-					return err
-				}
-			}
-			return nil
-		}},
-		"participants": {usage: "participants <uri> <identity>", several: true, parse: func(d dispenser, o *Rollback) error {
-			uri, identity, err := parsePair(d)
-			if err != nil {
-				return err
-			}
-			p := Participant{uri, identity}
-			if err := p.check(); err != nil {
-				return err
-			}
-			o.Participants = append(o.Participants, p)
-			return nil
-		}},
-		"partial": {usage: "partial never | allow", parse: func(d dispenser, o *Rollback) error {
-			return parseChoice(d, &o.Partial, partials...)
-		}},
-		"rate": {usage: "rate <number>", parse: func(d dispenser, o *Rollback) error { return parseCount(d, &o.Rate) }},
-		"wait": {usage: "wait <duration>", parse: func(d dispenser, o *Rollback) error {
-			if err := parseDuration(d, &o.Wait); err != nil {
-				return err
-			}
-			return checkAtMost(o.Wait, api.LongestWait)
-		}},
-		"prepare_timeout": {usage: "prepare_timeout <duration>", parse: func(d dispenser, o *Rollback) error {
-			if err := parseDuration(d, &o.PrepareTimeout); err != nil {
-				return err
-			}
-			return checkAtMost(o.PrepareTimeout, longestPrepare)
-		}},
-		"reservation": {usage: "reservation <duration>", parse: func(d dispenser, o *Rollback) error {
-			if err := parseDuration(d, &o.Reservation); err != nil {
-				return err
-			}
-			return checkAtMost(o.Reservation, longestReservation)
-		}},
-		"retain": {usage: "retain <duration>", parse: func(d dispenser, o *Rollback) error {
-			return parseDuration(d, &o.Retain)
-		}},
+		"lineage": choice(func(o *Rollback) *string { return &o.Lineage }, lineages...),
+		"coordinators": repeated(words("<issuers...>", func(o *Rollback) *[]string { return &o.Coordinators },
+			each(checkIdentity))),
+		"participants": repeated(value("<uri> <identity>", func(o *Rollback) *[]Participant { return &o.Participants },
+			parseParticipant, checkParticipants)),
+		"partial": choice(func(o *Rollback) *string { return &o.Partial }, partials...),
+		"rate":    count(func(o *Rollback) *int { return &o.Rate }),
+		"wait":    duration(func(o *Rollback) *caddy.Duration { return &o.Wait }, atMost(api.LongestWait)),
+		"prepare_timeout": duration(func(o *Rollback) *caddy.Duration { return &o.PrepareTimeout },
+			atMost(longestPrepare)),
+		"reservation": duration(func(o *Rollback) *caddy.Duration { return &o.Reservation },
+			atMost(longestReservation)),
+		"retain": duration(func(o *Rollback) *caddy.Duration { return &o.Retain }),
 	}
+}
+
+func parseParticipant(d *caddyfile.Dispenser, into *[]Participant) error {
+	uri, identity, err := parsePair(d)
+	*into = append(*into, Participant{uri, identity})
+	return err
+}
+
+func checkParticipants(all []Participant) error {
+	for _, p := range all {
+		if err := cmp.Or(checkDelegate(p.URI), checkIdentity(p.Identity)); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // policyRollback says where rollbacks are requested, and by whom.

@@ -166,21 +166,15 @@ func (b *BadgerStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 
 func badgerOptions() options[*BadgerStore] {
 	return options[*BadgerStore]{
-		"min_free": {usage: "min_free <size>", parse: func(d *caddyfile.Dispenser, b *BadgerStore) error {
-			return parseSize(d, &b.MinFree)
-		}},
-		"max_size": {usage: "max_size <size>", parse: func(d *caddyfile.Dispenser, b *BadgerStore) error {
-			return parseSize(d, &b.MaxSize)
-		}},
+		"min_free": size(func(b *BadgerStore) *int64 { return &b.MinFree }),
+		"max_size": size(func(b *BadgerStore) *int64 { return &b.MaxSize }),
 	}
 }
 
 // Validate refuses sizes that are none, and a directory in which nothing could be written.
 func (b *BadgerStore) Validate() error {
-	for name, size := range map[string]int64{"min_free": b.MinFree, "max_size": b.MaxSize} {
-		if size < 0 {
-			return fmt.Errorf("badger: %s is %d bytes; it must be positive", name, size)
-		}
+	if err := badgerOptions().check(b); err != nil {
+		return fmt.Errorf("badger: %w", err)
 	}
 	return b.checkPath()
 }

@@ -265,30 +265,19 @@ func (a *App) parseKeySource(d *caddyfile.Dispenser, kind string, at caddyfile.T
 
 // trustOptions are the options of a block of trust.
 func trustOptions() options[*App] {
-	type dispenser = *caddyfile.Dispenser
 	source := func(kind, what string) option[*App] {
-		return option[*App]{usage: kind + " <" + what + "> [<owner>]", several: true, parse: func(d dispenser, a *App) error {
+		return option[*App]{usage: "<" + what + "> [<owner>]", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
 			return a.parseKeySource(d, kind, d.Token())
-		}}
-	}
-	flag := func(name string, into func(*Trust) *bool) option[*Trust] {
-		return option[*Trust]{usage: name, parse: func(_ dispenser, t *Trust) error {
-			*into(t) = true
-			return nil
 		}}
 	}
 	return options[*App]{
 		"jwks_file": source("jwks_file", "path"),
 		"jwks_url":  source("jwks_url", "url"),
 	}.merge(within(func(a *App) *Trust { return a.Trust }, options[*Trust]{
-		"audience": {usage: "audience <names...>", several: true, parse: func(d dispenser, t *Trust) error {
-			return parseWords(d, &t.Audience)
-		}},
-		"min_level": {usage: "min_level L1 | L2 | L3", parse: func(d dispenser, t *Trust) error {
-			return parseChoice(d, &t.MinLevel, levelNames...)
-		}},
-		"allow_partial":  flag("allow_partial", func(t *Trust) *bool { return &t.AllowPartial }),
-		"cross_workflow": flag("cross_workflow", func(t *Trust) *bool { return &t.CrossWorkflow }),
+		"audience":       repeated(words("<names...>", func(t *Trust) *[]string { return &t.Audience })),
+		"min_level":      choice(func(t *Trust) *string { return &t.MinLevel }, levelNames...),
+		"allow_partial":  flag(func(t *Trust) *bool { return &t.AllowPartial }),
+		"cross_workflow": flag(func(t *Trust) *bool { return &t.CrossWorkflow }),
 	}))
 }
 

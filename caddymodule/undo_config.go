@@ -57,16 +57,6 @@ var Defaults = Terms{
 	CheckpointTTL: caddy.Duration(24 * time.Hour),
 }
 
-// choices returns the options of Terms with fixed words, and their words.
-func choices() map[string][]string {
-	return map[string][]string{
-		"undo_auth":         {rollback.AuthConfig, rollback.AuthRecorded},
-		"on_snapshot_error": {refuse, checkpoint.Irreversible.String()},
-		"on_lost":           {rollback.Resend, rollback.UndoEscalate},
-		"on_changed":        {rollback.UndoEscalate, rollback.Overwrite},
-	}
-}
-
 // forCalls returns the terms in the form that package guard needs.
 func (t *Terms) forCalls() guard.UndoTerms {
 	return guard.UndoTerms{TTL: t.TTL(), Recorded: t.recorded(), Refuses: t.refuses()}
@@ -80,25 +70,6 @@ func (t *Terms) refuses() bool { return t.OnSnapshotError == refuse }
 
 // recorded reports whether the call's own credentials are kept for its undo.
 func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
-
-// checkTerms checks complete terms. The error is an *Error.
-func (t *Terms) checkTerms() error {
-	choices := choices()
-	for option, word := range map[string]string{
-		"undo_auth": t.UndoAuth, "on_snapshot_error": t.OnSnapshotError, "on_lost": t.OnLost, "on_changed": t.OnChanged,
-	} {
-		if err := undoingOneOf(word, choices[option]); err != nil {
-			return &Error{option, err}
-		}
-	}
-	switch ttl := t.TTL(); {
-	case ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
-		return undoingWrong("checkpoint_ttl", "%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
-	case ttl%time.Second != 0: // tokens have whole seconds
-		return undoingWrong("checkpoint_ttl", "%v; it must be whole seconds", ttl)
-	}
-	return nil
-}
 
 // Error is an error in an option.
 type Error struct {
@@ -114,15 +85,6 @@ func (e *Error) Unwrap() error { return e.Err }
 
 func undoingWrong(option, format string, args ...any) error {
 	return &Error{option, fmt.Errorf(format, args...)}
-}
-
-func undoingOneOf(word string, known []string) error {
-	for _, k := range known {
-		if word == k {
-			return nil
-		}
-	}
-	return fmt.Errorf("%q is unknown; use %s or %s", word, known[0], known[1])
 }
 
 // Plan is the compiled form of Ways and Terms of one action. It is immutable and safe for
@@ -185,7 +147,7 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 }
 
 func (p *Plan) compileRestore(secret func(field string) bool) error {
-	if err := p.ways.Restore.check(); err != nil {
+	if err := restoreOptions().check(p.ways.Restore); err != nil {
 		return err
 	}
 	// All of them come from the configuration: a restore has no template.
@@ -659,15 +621,3 @@ func (w *Ways) onChanged(t *Terms) string {
 }
 
 const verifyOff = "off"
-
-func (r *Restore) check() error {
-	if r.OnChanged != "" {
-		if err := undoingOneOf(r.OnChanged, choices()["on_changed"]); err != nil {
-			return fmt.Errorf("on_changed: %w", err)
-		}
-	}
-	if r.Verify != "" && r.Verify != verifyOff {
-		return fmt.Errorf("verify: %q is unknown; use %s, or leave it out", r.Verify, verifyOff)
-	}
-	return nil
-}
