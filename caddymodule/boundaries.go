@@ -63,11 +63,9 @@ func checkIdle(idle caddy.Duration) error {
 // boundaryWatch records the ends of workflows, on its own goroutine: nothing that it does delays a call. Which
 // ends are awaited is in the store, so that a restart finds them again (ADR 0117).
 type boundaryWatch struct {
-	e     *engine
-	begin func() // starts the work
-	stop  context.CancelFunc
-	ended chan struct{}
-	wake  chan struct{}
+	job
+	e    *engine
+	wake chan struct{}
 
 	mu      sync.Mutex
 	changed map[string]bool // workflows in which something was recorded
@@ -122,25 +120,13 @@ func (d *dueWorkflows) Pop() any {
 // startBoundaries makes the watch. It begins with the first configuration.
 func startBoundaries(e *engine) {
 	w := &boundaryWatch{
-		e: e, ended: make(chan struct{}), wake: make(chan struct{}, 1), changed: map[string]bool{},
-		open: map[string]*openWorkflow{},
+		e: e, wake: make(chan struct{}, 1), changed: map[string]bool{}, open: map[string]*openWorkflow{},
 	}
 	if shared, is := e.store.(store.Shared); is {
 		w.shared, w.node = shared, shared.Self().Node
 	}
 	e.boundaries = w
-	running, stop := context.WithCancel(context.Background())
-	w.stop = stop
-	begun := make(chan struct{})
-	w.begin = sync.OnceFunc(func() { close(begun) })
-	go func() {
-		defer close(w.ended)
-		select { // waits for the first configuration
-		case <-begun:
-			w.run(running)
-		case <-running.Done():
-		}
-	}()
+	w.job = startJob(w.run)
 }
 
 // placed takes an event of the ledger, of this or another gateway, and does not wait.
@@ -191,7 +177,7 @@ func (w *boundaryWatch) run(ctx context.Context) {
 			return
 		}
 		w.take()
-		w.end(ctx, w.idle())
+		w.endDue(ctx, w.idle())
 	}
 }
 
@@ -302,8 +288,8 @@ func (w *boundaryWatch) schedule(o *openWorkflow) {
 	}
 }
 
-// end looks at the workflows that may have ended.
-func (w *boundaryWatch) end(ctx context.Context, idle time.Duration) {
+// endDue looks at the workflows that may have ended.
+func (w *boundaryWatch) endDue(ctx context.Context, idle time.Duration) {
 	if idle != w.with {
 		w.with = idle
 		for _, o := range w.open {

@@ -447,6 +447,7 @@ type invalid struct {
 }
 
 func (e *invalid) Error() string { return e.options[0] + ": " + e.err.Error() }
+func (e *invalid) Unwrap() error { return e.err }
 
 // place adds to err the place of its option: in the first block that has one of its
 // options, else that of the first block.

@@ -748,20 +748,12 @@ func compensationOptions() options[*Compensation] {
 	}.merge(within(func(c *Compensation) *Request { return &c.Request }, requestOptions()))
 }
 
-// undoError returns err with the option that place needs.
-func undoError(err error) error {
-	if bad := (*Error)(nil); errors.As(err, &bad) {
-		return &invalid{[]string{bad.Option}, bad.Err}
-	}
-	return err
-}
-
 // placeUndo adds to an error the place of the option that says how calls are undone.
 func placeUndo(err error, option string, at origin) error {
-	bad := (*Error)(nil)
+	bad := (*invalid)(nil)
 	if errors.As(err, &bad) {
-		if _, ok := at[bad.Option]; ok {
-			option = bad.Option
+		if _, ok := at[bad.options[0]]; ok {
+			option = bad.options[0]
 		}
 	}
 	return place(&invalid{[]string{option}, err}, at)

@@ -3,7 +3,6 @@ package caddymodule
 import (
 	"context"
 	"errors"
-	"sync"
 	"time"
 
 	"go.uber.org/zap"
@@ -123,13 +122,11 @@ const (
 	circuitPlaceTime = 5 * time.Second
 )
 
-// circuitRecorder records the changes of breakers in the ledger, in order, on its own
-// goroutine.
+// circuitRecorder records the changes of breakers in the ledger, in order. Changes that wait when it ends are not
+// recorded there; the states themselves are stored.
 type circuitRecorder struct {
+	job
 	waiting chan func(context.Context)
-	begin   func() // starts the recording
-	stop    context.CancelFunc
-	ended   chan struct{}
 	// opened is the id of the last recorded opening of each breaker that is not closed.
 	// Only the goroutine uses it.
 	opened map[breaker.Key]string
@@ -138,17 +135,8 @@ type circuitRecorder struct {
 func (e *engine) startCircuitRecorder() {
 	t := &e.recorder
 	t.opened = map[breaker.Key]string{}
-	t.waiting, t.ended = make(chan func(context.Context), maxCircuitEvents), make(chan struct{})
-	var ctx context.Context
-	ctx, t.stop = context.WithCancel(context.Background())
-	begun := make(chan struct{})
-	t.begin = sync.OnceFunc(func() { close(begun) })
-	go func() {
-		defer close(t.ended)
-		select { // changes before the ledger is open wait for it
-		case <-begun:
-		case <-ctx.Done():
-		}
+	t.waiting = make(chan func(context.Context), maxCircuitEvents)
+	t.job = startJob(func(ctx context.Context) { // changes before the ledger is open wait for it
 		for {
 			select {
 			case record := <-t.waiting:
@@ -157,14 +145,7 @@ func (e *engine) startCircuitRecorder() {
 				return
 			}
 		}
-	}()
-}
-
-// end stops the recording. Waiting changes are not recorded in the ledger; the states
-// themselves are stored.
-func (t *circuitRecorder) end() {
-	t.stop()
-	<-t.ended
+	})
 }
 
 // changed queues a change for recording; false says that the queue is full.

@@ -202,8 +202,7 @@ func (e *engine) Destruct() error {
 	e.stopRollbacks(stopping) // first: rollbacks use everything below
 	cancel()
 	e.cascades.Close() // it opens escalations, too
-	e.boundaries.stop()
-	<-e.boundaries.ended
+	e.boundaries.end()
 	e.escalations.end() // after the rollbacks, which open escalations
 	e.cut()
 	e.circuits.Leave()
@@ -560,17 +559,15 @@ const resealRetry = time.Minute
 
 // resealing is the background job that encrypts values anew with the newest key.
 type resealing struct {
-	wake  chan struct{} // requests a pass
-	stop  context.CancelFunc
-	ended chan struct{}
-	last  atomic.Pointer[admin.Resealing]
+	job
+	wake chan struct{} // requests a pass
+	last atomic.Pointer[admin.Resealing]
 }
 
 // startResealing starts the job. It requests a pass if records have an older key, for
 // example after a crash during a pass.
 func (e *engine) startResealing(ctx context.Context) {
-	job := &e.resealing
-	job.wake, job.ended = make(chan struct{}, 1), make(chan struct{})
+	e.resealing.wake = make(chan struct{}, 1)
 	if uses, err := e.executions.Keys().InUse(ctx); err == nil {
 		for _, use := range uses {
 			if use.ID < e.sealingKey() && use.Until.IsZero() {
@@ -578,8 +575,35 @@ func (e *engine) startResealing(ctx context.Context) {
 			}
 		}
 	}
-	ctx, job.stop = context.WithCancel(context.Background())
-	go e.keepResealed(ctx)
+	e.resealing.job = startJob(e.keepResealed)
+	e.resealing.begin()
+}
+
+// job is work on a goroutine of its own. It waits for the first configuration, whose options it goes by.
+type job struct {
+	begin func() // the first configuration is there
+	stop  context.CancelFunc
+	ended chan struct{}
+}
+
+func startJob(work func(ctx context.Context)) job {
+	ctx, stop := context.WithCancel(context.Background())
+	begun, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		select {
+		case <-begun:
+			work(ctx)
+		case <-ctx.Done():
+		}
+	}()
+	return job{begin: sync.OnceFunc(func() { close(begun) }), stop: stop, ended: ended}
+}
+
+// end stops the work, and waits until it has stopped.
+func (j *job) end() {
+	j.stop()
+	<-j.ended
 }
 
 // sealingKey is the id of the key that seals.
@@ -611,14 +635,7 @@ func (e *engine) reseal() {
 	}
 }
 
-// end stops the job and waits for it.
-func (r *resealing) end() {
-	r.stop()
-	<-r.ended
-}
-
 func (e *engine) keepResealed(ctx context.Context) {
-	defer close(e.resealing.ended)
 	var retry <-chan time.Time
 	for {
 		select {

@@ -433,10 +433,8 @@ func webhookOptions() options[*App] {
 // escalating has the engine's store of escalations and the dispatcher that sends them to
 // the receiver of the latest configuration. Both live as long as the engine, over reloads.
 type escalating struct {
+	job   // of the dispatcher, which resumes after a restart
 	store *hitl.Store
-	begin func() // starts the dispatcher
-	stop  context.CancelFunc
-	ended chan struct{}
 }
 
 // startEscalations reads what holds workflows, and makes the dispatcher.
@@ -461,29 +459,19 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		OnAttempt: e.attempted,
 		OnError:   func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
 	})
-	running, stop := context.WithCancel(context.Background())
-	x.stop = stop
-	x.ended = make(chan struct{})
-	begun := make(chan struct{})
-	x.begin = sync.OnceFunc(func() { close(begun) })
-	go func() {
-		defer close(x.ended)
-		select { // waits for the first configuration, which has the receiver
-		case <-begun:
-			var reaching sync.WaitGroup
-			reaching.Go(func() {
-				x.store.Reach(running, hitl.Outreach{
-					Inform: newUndoSender(e).informHold, OnAnswer: e.heldAt,
-					OnError: func(err error) {
-						e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
-					},
-				})
+	x.job = startJob(func(ctx context.Context) {
+		var reaching sync.WaitGroup
+		reaching.Go(func() {
+			x.store.Reach(ctx, hitl.Outreach{
+				Inform: newUndoSender(e).informHold, OnAnswer: e.heldAt,
+				OnError: func(err error) {
+					e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
+				},
 			})
-			dispatcher.Run(running)
-			reaching.Wait()
-		case <-running.Done():
-		}
-	}()
+		})
+		dispatcher.Run(ctx)
+		reaching.Wait()
+	})
 	return nil
 }
 
@@ -630,13 +618,6 @@ func (x *escalating) adopt(o *HITL) {
 	}
 	x.store.Configure(unreachable)
 	x.begin()
-}
-
-// end stops the dispatcher and waits until it no longer uses the store. The dispatcher
-// resumes after a restart.
-func (x *escalating) end() {
-	x.stop()
-	<-x.ended
 }
 
 // notify implements hitl.Notifier with the latest configuration.

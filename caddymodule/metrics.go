@@ -204,12 +204,8 @@ func (c *collector) Action(guard, name string) *guard.ActionCounts {
 
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, f := range families {
-		if f.desc != nil {
-			ch <- f.desc
-		}
+		ch <- f.desc
 	}
-	c.set.latency.Describe(ch)
-	c.set.group.Describe(ch)
 }
 
 func (c *collector) Collect(ch chan<- prometheus.Metric) {
@@ -450,18 +446,19 @@ const (
 	gauge     = "gauge"
 	histogram = "histogram"
 
-	namespace         = "agent_guard_"
-	nameCommitSeconds = namespace + "store_commit_duration_seconds"
-	helpCommitSeconds = "Time that one group of batches took to become durable."
-	nameCommitBatches = namespace + "store_commit_batches"
-	helpCommitBatches = "Batches that became durable together, with one sync."
+	namespace = "agent_guard_"
 )
 
+// families are all that family has declared.
+var families []*Family
+
 func family(name, kind, help string, labels ...string) *Family {
-	return &Family{
+	f := &Family{
 		Name: namespace + name, Type: kind, Help: help, Labels: labels,
 		desc: prometheus.NewDesc(namespace+name, help, labels, nil),
 	}
+	families = append(families, f)
+	return f
 }
 
 // The families. Label values are words of the configuration or of this program, so that
@@ -511,8 +508,8 @@ var (
 	nodesSeen      = family("nodes_seen_age_seconds", gauge, "How long ago that gateway was heard of which has been silent the longest, by the database's clock.")
 	nodesRemoved   = family("nodes_removed_total", counter, "Gateways that this one has removed from the store, since they did not respond; since the store was opened.")
 
-	commitSeconds = &Family{Name: nameCommitSeconds, Type: histogram, Help: helpCommitSeconds}
-	commitBatches = &Family{Name: nameCommitBatches, Type: histogram, Help: helpCommitBatches}
+	commitSeconds = family("store_commit_duration_seconds", histogram, "Time that one group of batches took to become durable.")
+	commitBatches = family("store_commit_batches", histogram, "Batches that became durable together, with one sync.")
 
 	circuitState    = family("circuit_state", gauge, "State of the circuit breaker of an upstream: 0 closed, 1 half-open, 2 open.", "upstream", "class")
 	circuitErrors   = family("circuit_error_ratio", gauge, "Share of failures in the breaker's window.", "upstream", "class")
@@ -561,28 +558,8 @@ var (
 	info          = family("info", gauge, "Always 1; its labels are the version of the plugin and the kind of store.", "version", "store")
 )
 
-// Families lists all families, in the order in which they are documented.
-func Families() []*Family {
-	return slices.Clone(families)
-}
-
-var families = []*Family{
-	executions, running, metricsReplays, attaches, recognized, cancels, problems, failOpen, probes, unguarded, callSeconds, overhead, tokens,
-	inDoubt, inDoubtOldest, recovered,
-	bodyMemory, storeHealthy, storeOpened, storeBytes, storeFree, storeWatermark, storeRefused, commitSeconds, commitBatches,
-	nodeInfo, nodesOpen, nodesDiffering, nodesSeen, nodesRemoved,
-	databaseLease, databaseConnections, databaseWaits, databaseWaited, databaseRows, databaseOldest, databaseStandbys, databaseLag,
-	circuitState, circuitErrors, circuitOpenings, circuitRejected,
-	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft,
-	bulkheadHeld, bulkheadRetries, bulkheadRefused,
-	cascadesFound, cascadesOpen, cascadeDropped, exhausted, latencyP99, latencyBaseline,
-	bulkheadPermits, bulkheadInUse, bulkheadWaiting, bulkheadWorkflows, bulkheadGranted, bulkheadWaits, bulkheadWaited, bulkheadLeft, bulkheadRefused,
-	ledgerEntries, ledgerBacklog, ledgerAge, ledgerUnsigned, ledgerRetries,
-	workflowsBegun, workflowsEnded,
-	rollbacks, rollbackSteps, rollbacksRunning, rollbackOldest, rollbacksWaiting,
-	escalations, escalationOldest, holdsUnconfirmed, deliveries,
-	eventsDropped, info,
-}
+// Families lists all families, in the order in which they are declared.
+func Families() []*Family { return slices.Clone(families) }
 
 type rollbackReport struct {
 	// Running is how many rollbacks are not finished, and OldestAge how long ago the oldest
@@ -651,11 +628,11 @@ func newStoreCounts() *storeCounts {
 	return &storeCounts{
 		guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
 		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: nameCommitSeconds, Help: helpCommitSeconds,
+			Name: commitSeconds.Name, Help: commitSeconds.Help,
 			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5},
 		}),
 		group: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: nameCommitBatches, Help: helpCommitBatches,
+			Name: commitBatches.Name, Help: commitBatches.Help,
 			Buckets: []float64{1, 2, 4, 8, 16, 32, 64, 128, 256},
 		}),
 	}

@@ -244,9 +244,10 @@ type Handler struct {
 	pool              *bulkhead.Pool                   // of Bulkhead; nil if it is off
 	handler           *guard.Handler                   // made from this configuration
 
-	origin   origin   // in the Caddyfile
-	position position // in the configuration
-	written  string   // its own JSON before loading, from writtenAs
+	origin  origin // in the Caddyfile
+	server  *caddyhttp.Server
+	place   string // the name of the server
+	written string // its own JSON before loading, from writtenAs
 }
 
 const (
@@ -288,8 +289,11 @@ func (h *Handler) provision(ctx caddy.Context) error {
 	}
 	h.app = app.(*App)
 	h.setDefaults()
-	h.position, h.written = positionOf(ctx), h.writtenAs()
-	if err := h.app.guards.checkReached(ctx, h.position.server); err != nil {
+	h.written = h.writtenAs()
+	if h.server, _ = ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server); h.server != nil {
+		h.place = serverName(ctx, h.server)
+	}
+	if err := h.app.guards.checkReached(h.server, h.place); err != nil {
 		return err
 	}
 	if err := h.provisionIDs(); err != nil {
@@ -703,62 +707,17 @@ func quotedWord(word string) string {
 	return word
 }
 
-// position is the place of a guard in a configuration.
-type position struct {
-	server *caddyhttp.Server
-	text   string
-}
-
-// positionOf finds the place of the handler that is being provisioned: the first route
-// whose handlers are not loaded yet.
-func positionOf(ctx caddy.Context) position {
-	var p position
-	p.server, _ = ctx.Value(caddyhttp.ServerCtxKey).(*caddyhttp.Server)
-	if p.server == nil {
-		return p
-	}
-	if loaded, err := ctx.App("http"); err == nil {
-		p.text = serverName(loaded.(*caddyhttp.App), p.server)
-	}
-	p.text = "apps/http/servers/" + p.text
-	site := ""
-	if i := loading(p.server.Routes); i >= 0 {
-		p.text += fmt.Sprintf("/routes/%d", i)
-		if hosts := hostsOf(&p.server.Routes[i]); hosts != "" {
-			site = " (" + hosts + ")"
-		}
-	} else if p.server.Errors != nil && loading(p.server.Errors.Routes) >= 0 {
-		p.text += fmt.Sprintf("/errors/routes/%d", loading(p.server.Errors.Routes))
-	} else {
-		p.text += "/named_routes"
-	}
-	for _, module := range ctx.Modules() {
-		sub, ok := module.(*caddyhttp.Subroute)
-		if !ok {
-			continue
-		}
-		if i := loading(sub.Routes); i >= 0 {
-			p.text += fmt.Sprintf("/handle/routes/%d", i)
-		} else if sub.Errors != nil {
-			p.text += fmt.Sprintf("/handle/errors/routes/%d", loading(sub.Errors.Routes))
+// serverName names a server of the configuration, as errors do.
+func serverName(ctx caddy.Context, server *caddyhttp.Server) string {
+	name := "?"
+	if app, err := ctx.App("http"); err == nil {
+		for n, s := range app.(*caddyhttp.App).Servers {
+			if s == server {
+				name = n
+			}
 		}
 	}
-	p.text += site
-	return p
-}
-
-func serverName(app *caddyhttp.App, server *caddyhttp.Server) string {
-	for name, s := range app.Servers {
-		if s == server {
-			return name
-		}
-	}
-	return "?"
-}
-
-// loading returns the index of the first route whose handlers are not loaded, or -1.
-func loading(routes caddyhttp.RouteList) int {
-	return slices.IndexFunc(routes, func(r caddyhttp.Route) bool { return r.HandlersRaw != nil })
+	return "apps/http/servers/" + name
 }
 
 // hostsOf are the hosts of a site.
@@ -790,19 +749,19 @@ func (g *guards) add(h *Handler) error {
 		if other.Shared && h.Shared {
 			if h.naming != other.naming {
 				return fmt.Errorf("%s: the guards that share the name %q have one namespace of callers; give them the same `caller`, `credentials` and `tenant`",
-					h.position.text, h.Name)
+					h.place, h.Name)
 			}
 			if h.Bulkhead != other.Bulkhead {
-				return fmt.Errorf("%s: bulkhead: the guards that share the name %q have one bulkhead; give them the same limits", h.position.text, h.Name)
+				return fmt.Errorf("%s: bulkhead: the guards that share the name %q have one bulkhead; give them the same limits", h.place, h.Name)
 			}
 			continue
 		}
 		// Several servers may have the same site; checkChains finds out whether it is the
 		// same.
-		if other.position.server != h.position.server && other.written == h.written {
+		if other.server != h.server && other.written == h.written {
 			continue
 		}
-		return fmt.Errorf("%s: name: %w", h.position.text, sameName(h.Name, other.position.text, number))
+		return fmt.Errorf("%s: name: %w", h.place, sameName(h.Name, cmp.Or(other.WrittenAt, other.place), number))
 	}
 	g.all, g.sites = append(g.all, h), append(g.sites, &h.Roles)
 	return nil
@@ -879,7 +838,6 @@ func (h *Handler) checkPolicies() error {
 		}
 		if err == nil {
 			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.fields)
-			err = undoError(err)
 		}
 		if err == nil {
 			err = a.checkOnError()

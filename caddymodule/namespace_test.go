@@ -34,8 +34,8 @@ func TestProvisionRefusesTwoGuardsOfOneName(t *testing.T) {
 		want   []string // nil is accepted
 	}{
 		"two sites": {config(server(":8080", nested(guard("")), nested(guard("")))), []string{
-			"apps/http/servers/srv0/routes/1/handle/routes/1 (b.example): name: ",
-			`the guard at apps/http/servers/srv0/routes/0/handle/routes/1 (a.example) is called "default" too`,
+			"apps/http/servers/srv0: name: ",
+			`the guard at apps/http/servers/srv0 is called "default" too`,
 			"Write `name default-2`", "`name default shared` in both"}},
 		"the same in one route": {config(server(":8080", guard("")+","+guard(""))), []string{`is called "default" too`}},
 		"one of them shares":    {config(server(":8080", guard(`, "shared": true`), guard(""))), []string{`is called "default" too`}},

@@ -315,7 +315,7 @@ func (a *App) undoFields(o *rollback.Outgoing, to *passage) (http.Header, error)
 // validate`. It refuses a guard behind a handler that is certain to answer every request: all calls
 // would run unguarded, unnoticed (P1). Some handlers are loaded by then, others are still JSON. Start
 // checks again when all are loaded.
-func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error {
+func (g *guards) checkReached(server *caddyhttp.Server, place string) error {
 	g.mu.Lock()
 	checked := server == nil || slices.Contains(g.checked, server)
 	g.checked = append(g.checked, server)
@@ -326,10 +326,6 @@ func (g *guards) checkReached(ctx caddy.Context, server *caddyhttp.Server) error
 	server.RegisterConnContext(func(ctx context.Context, conn net.Conn) context.Context { // once for all of its guards
 		return context.WithValue(ctx, connKey{}, conn)
 	})
-	place := "apps/http/servers/?"
-	if loaded, err := ctx.App("http"); err == nil {
-		place = "apps/http/servers/" + serverName(loaded.(*caddyhttp.App), server)
-	}
 	visits, passages := visitsIn(server, place)
 	return cmp.Or(checkResends(passages), checkVisits(visits))
 }

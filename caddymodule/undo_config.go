@@ -71,20 +71,8 @@ func (t *Terms) refuses() bool { return t.OnSnapshotError == refuse }
 // recorded reports whether the call's own credentials are kept for its undo.
 func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
 
-// Error is an error in an option.
-type Error struct {
-	// Option is the option's name.
-	Option string
-	// Err says what is wrong and how to correct it.
-	Err error
-}
-
-func (e *Error) Error() string { return e.Option + ": " + e.Err.Error() }
-
-func (e *Error) Unwrap() error { return e.Err }
-
 func undoingWrong(option, format string, args ...any) error {
-	return &Error{option, fmt.Errorf(format, args...)}
+	return &invalid{[]string{option}, fmt.Errorf(format, args...)}
 }
 
 // Plan is the compiled form of Ways and Terms of one action. It is immutable and safe for
@@ -100,7 +88,7 @@ type Plan struct {
 
 // Compile checks the ways and terms of an action, and parses its templates. Terms are
 // complete; name is the guard's; fields say which header fields are credentials of its
-// callers, which templates cannot read. The error is an *Error.
+// callers, which templates cannot read. The error is an *invalid.
 func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
@@ -117,7 +105,7 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 	}
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {
-			return nil, &Error{"delegate", err}
+			return nil, &invalid{[]string{"delegate"}, err}
 		}
 		if err := w.checkSigned(); err != nil {
 			return nil, err
@@ -128,7 +116,7 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 	}
 	if w.Restore != nil {
 		if err := p.compileRestore(secret); err != nil {
-			return nil, &Error{"restore", err}
+			return nil, &invalid{[]string{"restore"}, err}
 		}
 	}
 	if w.Compensate == nil {
@@ -141,7 +129,7 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 		p.forCalls.Needs, err = named.Needs()
 	}
 	if err != nil {
-		return nil, &Error{"compensate", err}
+		return nil, &invalid{[]string{"compensate"}, err}
 	}
 	return p, nil
 }
@@ -463,7 +451,7 @@ func (w *Ways) checkSigned() error {
 		return nil
 	}
 	if err := checkIdentity(w.DelegateTo); err != nil {
-		return &Error{"delegate", err}
+		return &invalid{[]string{"delegate"}, err}
 	}
 	return nil
 }
