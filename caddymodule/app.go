@@ -167,12 +167,15 @@ type wrong struct {
 func (e *wrong) Error() string { return e.err.Error() }
 func (e *wrong) Unwrap() error { return e.err }
 
-// place adds the place of err's option in the Caddyfile.
+// place adds the place of err's option in the Caddyfile: that of the innermost one that is known.
 func (a *App) place(err error) error {
-	bad := (*wrong)(nil)
+	bad, place := (*wrong)(nil), ""
+	for inner := err; errors.As(inner, &bad); inner = bad.err {
+		place = cmp.Or(a.WrittenAt[bad.option], place)
+	}
 	switch {
-	case errors.As(err, &bad):
-		return withPlace(err, a.WrittenAt[bad.option])
+	case bad != nil:
+		return withPlace(err, place)
 	case errors.Is(err, errKeys), errors.Is(err, execution.ErrWrongKey), errors.Is(err, execution.ErrMissingKey):
 		return withPlace(err, a.WrittenAt["keys"])
 	}
@@ -181,77 +184,27 @@ func (a *App) place(err error) error {
 
 func (a *App) provision(ctx caddy.Context) error {
 	a.ctx, a.logger = ctx, ctx.Logger()
-	if a.StoreRaw == nil {
-		a.StoreRaw = caddyconfig.JSONModuleObject(new(BadgerStore), "module", "badger", nil)
-	}
-	mod, err := ctx.LoadModule(a, "StoreRaw")
-	if err != nil {
-		return &wrong{"store", fmt.Errorf("agent_guard: loading the store: %w", err)}
-	}
-	opener, ok := mod.(StoreOpener)
-	if !ok {
-		return &wrong{"store", fmt.Errorf("agent_guard: %T is no store: it does not implement StoreOpener", mod)}
-	}
-	path, err := opener.StorePath()
-	if err != nil {
-		return &wrong{"store", fmt.Errorf("agent_guard: store: %w", err)}
-	}
-	a.spec = engineSpec{opener: opener, path: path, pooled: path, logger: a.logger}
-	if err := a.provisionKeys(); err != nil {
-		at := "keys"
-		if a.Key == "" && a.KeyFile == "" {
-			at = "store" // it follows from that
+	for _, part := range []struct {
+		name      string // of its errors, and of its place in the Caddyfile; empty where the errors name it themselves
+		provision func() error
+	}{
+		{"", a.provisionStore},
+		{"keys", a.provisionKeys},
+		{"", a.provisionOptions},
+		{"quota", a.Quota.validate},
+		{"", a.provisionTokens},
+		{"", a.readPlans},
+		{"rollback", a.provisionRollback},
+		{"hitl", a.provisionHITL},
+		{"on_cascade", func() error { _, err := a.OnCascade.settings(); return err }},
+	} {
+		err := part.provision()
+		if err != nil && part.name != "" {
+			err = &wrong{part.name, fmt.Errorf("%s: %w", part.name, err)}
 		}
-		return &wrong{at, fmt.Errorf("agent_guard: keys: %w", err)}
-	}
-	if err := checkDuration(a.Drain); err != nil {
-		return fmt.Errorf("agent_guard: drain: %w", err)
-	}
-	if a.BodyMemory < 0 {
-		return fmt.Errorf("body_memory: %d is no number of bytes; give one above 0", a.BodyMemory)
-	}
-	if a.BodyMemory == 0 {
-		a.BodyMemory = execution.DefaultBodyMemory
-	}
-	if a.Drain == 0 {
-		a.Drain = caddy.Duration(30 * time.Second)
-	}
-	a.spec.drain = time.Duration(a.Drain)
-	if err := a.Quota.validate(); err != nil {
-		return fmt.Errorf("agent_guard: quota: %w", err)
-	}
-	if err := a.provisionTokens(); err != nil {
-		return err
-	}
-	a.spec.ledger = a.Identity != nil
-	if err := a.readPlans(); err != nil {
-		return err
-	}
-	if err := checkIdle(a.WorkflowIdle); err != nil {
-		return fmt.Errorf("agent_guard: workflow_idle: %w", err)
-	}
-	if a.WorkflowIdle != 0 && a.Identity == nil {
-		return &wrong{"workflow_idle", errors.New("agent_guard: workflow_idle: it needs an identity; without one nothing of workflows is recorded")}
-	}
-	if a.Rollback != nil {
-		if err := a.Rollback.provision(); err != nil {
-			return fmt.Errorf("agent_guard: rollback: %w", err)
+		if err != nil {
+			return fmt.Errorf("agent_guard: %w", err)
 		}
-		if err := a.checkParticipants(); err != nil {
-			return fmt.Errorf("agent_guard: rollback: %w", err)
-		}
-	}
-	if a.HITL != nil {
-		gateway := ""
-		if a.Identity != nil {
-			gateway = a.Identity.Name
-		}
-		if err := a.HITL.provision(gateway); err != nil {
-			return fmt.Errorf("agent_guard: hitl: %w", err)
-		}
-	}
-	if _, err := a.OnCascade.settings(); err != nil {
-		return &wrong{"on_cascade", fmt.Errorf("agent_guard: on_cascade: %w", err)}
 	}
 	events, err := ctx.App("events")
 	if err != nil {
@@ -262,9 +215,68 @@ func (a *App) provision(ctx caddy.Context) error {
 	return a.events.On(exitEvent, exitWatch{})
 }
 
+func (a *App) provisionStore() error {
+	if a.StoreRaw == nil {
+		a.StoreRaw = caddyconfig.JSONModuleObject(new(BadgerStore), "module", "badger", nil)
+	}
+	mod, err := a.ctx.LoadModule(a, "StoreRaw")
+	if err != nil {
+		return &wrong{"store", fmt.Errorf("loading the store: %w", err)}
+	}
+	opener, ok := mod.(StoreOpener)
+	if !ok {
+		return &wrong{"store", fmt.Errorf("%T is no store: it does not implement StoreOpener", mod)}
+	}
+	path, err := opener.StorePath()
+	if err != nil {
+		return &wrong{"store", fmt.Errorf("store: %w", err)}
+	}
+	a.spec = engineSpec{opener: opener, path: path, pooled: path, logger: a.logger, ledger: a.Identity != nil}
+	return nil
+}
+
+// provisionOptions checks the options that are one value, and completes them.
+func (a *App) provisionOptions() error {
+	if err := appOptions().check(a); err != nil {
+		return err
+	}
+	inherit(&a.BodyMemory, execution.DefaultBodyMemory)
+	inherit(&a.Drain, caddy.Duration(30*time.Second))
+	a.spec.drain = time.Duration(a.Drain)
+	if a.WorkflowIdle != 0 && a.Identity == nil {
+		return &wrong{"workflow_idle", errors.New("workflow_idle: it needs an identity; without one nothing of workflows is recorded")}
+	}
+	return nil
+}
+
+func (a *App) provisionRollback() error {
+	if a.Rollback == nil {
+		return nil
+	}
+	return cmp.Or(a.Rollback.provision(), a.checkParticipants())
+}
+
+func (a *App) provisionHITL() error {
+	if a.HITL == nil {
+		return nil
+	}
+	gateway := ""
+	if a.Identity != nil {
+		gateway = a.Identity.Name
+	}
+	return a.HITL.provision(gateway)
+}
+
 // provisionKeys finds the store's keys, and checks them if they exist already.
 func (a *App) provisionKeys() (err error) {
 	repl := caddy.NewReplacer()
+	if a.Key == "" && a.KeyFile == "" {
+		defer func() {
+			if err != nil {
+				err = &wrong{"store", err} // it follows from that
+			}
+		}()
+	}
 	switch {
 	case a.Key != "" && a.KeyFile != "":
 		return errors.New("give either a file or a value, not both")
@@ -311,14 +323,14 @@ const (
 // readPlans reads the plans of workflows.
 func (a *App) readPlans() error {
 	if len(a.PlanFiles) > 0 && a.Identity == nil {
-		return &wrong{"plans.1", errors.New("agent_guard: plan: it needs an identity; without one nothing of workflows is recorded")}
+		return &wrong{"plans.1", errors.New("plan: it needs an identity; without one nothing of workflows is recorded")}
 	}
 	switch a.PlanMode {
 	case "":
 		a.PlanMode = planEnforced
 	case planEnforced, planObserved:
 	default:
-		return &wrong{"plan_mode", fmt.Errorf("agent_guard: plan_mode: %q is no mode; write enforced or observed", a.PlanMode)}
+		return &wrong{"plan_mode", fmt.Errorf("plan_mode: %q is no mode; write enforced or observed", a.PlanMode)}
 	}
 	a.plans = make(map[string]*plan.Descriptor, len(a.PlanFiles))
 	for i, name := range a.PlanFiles {
@@ -327,7 +339,7 @@ func (a *App) readPlans() error {
 			err = fmt.Errorf("wf_id: %q is the name of an earlier plan; give each its own", d.WorkflowID)
 		}
 		if err != nil {
-			return &wrong{fmt.Sprintf("plans.%d", i+1), fmt.Errorf("agent_guard: plan: %s: %w", name, err)}
+			return &wrong{fmt.Sprintf("plans.%d", i+1), fmt.Errorf("plan: %s: %w", name, err)}
 		}
 		a.plans[d.WorkflowID] = d
 		for _, w := range d.Warnings {
@@ -370,18 +382,18 @@ func readPlan(name string) (*plan.Descriptor, error) {
 func (a *App) provisionTokens() error {
 	if a.Identity == nil {
 		if a.Trust != nil {
-			return fmt.Errorf("agent_guard: trust: %w", a.Trust.lacksIdentity())
+			return fmt.Errorf("trust: %w", a.Trust.lacksIdentity())
 		}
 		return nil
 	}
 	if err := a.Identity.provision(a.spec.path); err != nil {
-		return fmt.Errorf("agent_guard: identity: %w", err)
+		return fmt.Errorf("identity: %w", err)
 	}
 	if a.Trust == nil {
 		return nil
 	}
 	if err := a.Trust.provision(a.logger); err != nil {
-		return fmt.Errorf("agent_guard: trust: %w", err)
+		return fmt.Errorf("trust: %w", err)
 	}
 	return nil
 }
@@ -391,7 +403,7 @@ func (a *App) provisionTokens() error {
 func (a *App) Start() error {
 	if app, err := a.ctx.AppIfConfigured("http"); err == nil {
 		visits, passages := visitsOf(app.(*caddyhttp.App))
-		if err := cmp.Or(checkResends(passages), checkChains(visits)); err != nil {
+		if err := cmp.Or(checkResends(passages), checkVisits(visits, true)); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
 		noteBalancing(visits, passages)

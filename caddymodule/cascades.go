@@ -101,13 +101,7 @@ func (e *engine) startCascades(ctx context.Context) error {
 	e.cascades, err = cascades.Open(ctx, cascades.Options{
 		Store: e.store, Sealer: e.ring, Escalations: e.escalations.store, Settings: settings, KeepTokens: guard.KeepCircuitTokens,
 		Log: slogOf(e.logger), Emit: func(data map[string]any) { e.emit(eventCascade, data) },
-		Recorder: func() (evidence.Recorder, bool) {
-			policy := e.latestPolicy()
-			if policy == nil {
-				return evidence.Recorder{}, false
-			}
-			return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
-		},
+		Recorder: e.evidenceRecorder,
 		Circuits: cascades.Circuits{
 			Downstream: e.circuits.Downstream, Status: e.circuits.Status, Trip: e.circuits.Trip, ShareProbes: e.circuits.ShareProbes,
 		},

@@ -354,19 +354,29 @@ func checkResends(passages []passage) error {
 	return nil
 }
 
-// checkVisits refuses routes on which two calls or callers would look the same (P1, P3). It
-// reports only what is certain, since not all handlers of a server are loaded yet.
-func checkVisits(visits []visit) error {
-	first := map[*Handler]*visit{}
+// checkVisits refuses routes on which two calls or callers would look the same (P1, P3), and, once all handlers of all
+// servers are loaded, different guards of one name.
+func checkVisits(visits []visit, loaded bool) error {
+	first := map[any]*visit{} // of each guard, or of each name
 	for i := range visits {
 		v := &visits[i]
 		if err := v.check(); err != nil {
 			return withPlace(err, v.guard.WrittenAt)
 		}
-		if other := first[v.guard]; other != nil && !v.guard.Shared {
-			return v.invokedTwice(other)
+		of := any(v.guard)
+		if loaded {
+			of = v.guard.Name
 		}
-		first[v.guard] = v
+		other := first[of]
+		switch {
+		case other == nil:
+			first[of] = v
+		case v.guard.Shared && other.guard.Shared:
+		case v.guard == other.guard:
+			return v.invokedTwice(other)
+		case other.server == v.server, !v.alike(other):
+			return withPlace(fmt.Errorf("%s: %w", v.place, sameName(v.guard.Name, other.place, 2)), v.guard.WrittenAt)
+		}
 	}
 	return nil
 }
@@ -376,28 +386,6 @@ func (v *visit) invokedTwice(other *visit) error {
 	return withPlace(fmt.Errorf("the guard %q stands in a named route that is invoked at %s and at %s: behind different sites the same user name may be another user. "+
 		"Give each site a guard of its own, or, if they are one service with the same users, write `name %s shared`",
 		v.guard.Name, other.place, v.place, quotedWord(v.guard.Name)), v.guard.WrittenAt)
-}
-
-// checkChains refuses what checkVisits does, and different guards of one name.
-func checkChains(visits []visit) error {
-	first := map[string]*visit{} // of each name
-	for i := range visits {
-		v := &visits[i]
-		if err := v.check(); err != nil {
-			return withPlace(err, v.guard.WrittenAt)
-		}
-		other := first[v.guard.Name]
-		switch {
-		case other == nil:
-			first[v.guard.Name] = v
-		case v.guard.Shared && other.guard.Shared:
-		case v.guard == other.guard:
-			return v.invokedTwice(other)
-		case other.server == v.server, !v.alike(other):
-			return withPlace(fmt.Errorf("%s: %w", v.place, sameName(v.guard.Name, other.place, 2)), v.guard.WrittenAt)
-		}
-	}
-	return nil
 }
 
 // check checks one route to a guard.

@@ -426,31 +426,27 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	if h.FailOpen {
 		doc.Guarantee += " While the gateway's records are unavailable, calls are forwarded unguarded, marked Execution-Status: unguarded; the guarantee does not hold for them."
 	}
+	only := func(word, shown string) string { // what is the default is left out
+		if word == shown {
+			return word
+		}
+		return ""
+	}
 	for _, a := range h.actions {
-		doc.Actions = append(doc.Actions, policyAction{
+		published := policyAction{
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
 			Critical: a.Critical, Severity: a.Severity,
-		})
+			InDoubtAs: only(a.InDoubtAs, doubtToolResult), OnError: only(a.OnError, errorRollback), OnLeave: only(a.OnLeave, leaveCancel),
+			Order: only(a.Order, orderPar),
+		}
 		if a.OnUnknown == onUnknownResend {
-			doc.Actions[len(doc.Actions)-1].ResendFor = seconds(a.ResendFor)
-		}
-		if a.InDoubtAs == doubtToolResult {
-			doc.Actions[len(doc.Actions)-1].InDoubtAs = a.InDoubtAs
-		}
-		if a.OnError == errorRollback {
-			doc.Actions[len(doc.Actions)-1].OnError = a.OnError
-		}
-		if a.OnLeave == leaveCancel {
-			doc.Actions[len(doc.Actions)-1].OnLeave = a.OnLeave
-		}
-		if a.Order == orderPar {
-			doc.Actions[len(doc.Actions)-1].Order = a.Order
+			published.ResendFor = seconds(a.ResendFor)
 		}
 		if h.app.Identity != nil {
-			published := &doc.Actions[len(doc.Actions)-1]
 			published.Undo, published.CheckpointTTL = a.undo.words(), a.TTL().Seconds()
 		}
+		doc.Actions = append(doc.Actions, published)
 	}
 	for _, k := range api.Kinds() {
 		doc.Problems = append(doc.Problems, policyProblem{prefix + api.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey})

@@ -167,7 +167,7 @@ func (u *handlerUpstream) Silent() bool {
 const upstreamStatus = "http.reverse_proxy.status_code"
 
 // original returns the method and URI as the caller sent them. Caddy does not keep the
-// original header; checkChains refuses changes to the fields that matter.
+// original header; checkVisits refuses changes to the fields that matter.
 func original(r *http.Request) (method string, target *url.URL) {
 	if o, ok := r.Context().Value(caddyhttp.OriginalRequestCtxKey).(http.Request); ok && o.URL != nil {
 		return o.Method, o.URL

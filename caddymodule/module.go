@@ -756,7 +756,7 @@ func (g *guards) add(h *Handler) error {
 			}
 			continue
 		}
-		// Several servers may have the same site; checkChains finds out whether it is the
+		// Several servers may have the same site; checkVisits finds out whether it is the
 		// same.
 		if other.server != h.server && other.written == h.written {
 			continue

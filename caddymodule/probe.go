@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -57,19 +56,19 @@ type Probe struct {
 }
 
 func (p *Probe) provision() error {
+	inherit(&p.Timeout, caddy.Duration(10*time.Second))
+	if err := probeOptions().check(p); err != nil {
+		return fmt.Errorf("probe: %w", err)
+	}
 	if p.Task {
-		return p.provisionTask()
+		if p.Method != "" || p.URI != "" || p.Applied != nil || p.NotApplied != nil || p.UseAnswer {
+			return errors.New("probe: a task is asked for with tasks/get, and is the call's answer; leave method, URI, applied, not_applied and use_answer away")
+		}
+		return nil
 	}
 	inherit(&p.Method, http.MethodGet)
-	inherit(&p.Timeout, caddy.Duration(10*time.Second))
 	if !httpguts.ValidHeaderFieldName(p.Method) || strings.ToUpper(p.Method) != p.Method {
 		return fmt.Errorf("probe: %q is no method; write one in capital letters, like GET", p.Method)
-	}
-	if err := checkDuration(p.Timeout); err != nil {
-		return fmt.Errorf("probe: timeout: %w", err)
-	}
-	if err := checkFields(slices.Sorted(maps.Keys(p.Header))); err != nil {
-		return fmt.Errorf("probe: header: %w", err)
 	}
 	path, query, _ := strings.Cut(p.URI, "?")
 	if !strings.HasPrefix(path, "/") {
@@ -99,21 +98,6 @@ func (p *Probe) provision() error {
 	}
 	if p.UseAnswer && p.Method == http.MethodHead {
 		return errors.New("probe: use_answer needs an answer with a body; HEAD has none")
-	}
-	return nil
-}
-
-// provisionTask checks a probe that asks for a task.
-func (p *Probe) provisionTask() error {
-	inherit(&p.Timeout, caddy.Duration(10*time.Second))
-	if err := checkDuration(p.Timeout); err != nil {
-		return fmt.Errorf("probe: timeout: %w", err)
-	}
-	if err := checkFields(slices.Sorted(maps.Keys(p.Header))); err != nil {
-		return fmt.Errorf("probe: header: %w", err)
-	}
-	if p.Method != "" || p.URI != "" || p.Applied != nil || p.NotApplied != nil || p.UseAnswer {
-		return errors.New("probe: a task is asked for with tasks/get, and is the call's answer; leave method, URI, applied, not_applied and use_answer away")
 	}
 	return nil
 }

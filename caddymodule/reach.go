@@ -327,7 +327,7 @@ func (g *guards) checkReached(server *caddyhttp.Server, place string) error {
 		return context.WithValue(ctx, connKey{}, conn)
 	})
 	visits, passages := visitsIn(server, place)
-	return cmp.Or(checkResends(passages), checkVisits(visits))
+	return cmp.Or(checkResends(passages), checkVisits(visits, false))
 }
 
 // unloaded is a handler that is not loaded yet and of which only the name matters.

@@ -57,23 +57,10 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
-		Whole: func() bool {
-			a := e.activeConfigs.latest()
-			return a == nil || a.rollbackOptions().Partial == partialNever
-		},
-		PrepareTimeout: func() time.Duration {
-			if a := e.activeConfigs.latest(); a != nil {
-				return time.Duration(a.rollbackOptions().PrepareTimeout)
-			}
-			return 0
-		},
-		Reservation: func() time.Duration {
-			if a := e.activeConfigs.latest(); a != nil {
-				return time.Duration(a.rollbackOptions().Reservation)
-			}
-			return 0
-		},
-		Keep: keep, Logger: slogOf(e.logger.Named("rollback")),
+		Whole:          func() bool { return e.rollbackOptions().Partial == partialNever },
+		PrepareTimeout: func() time.Duration { return time.Duration(e.rollbackOptions().PrepareTimeout) },
+		Reservation:    func() time.Duration { return time.Duration(e.rollbackOptions().Reservation) },
+		Keep:           keep, Logger: slogOf(e.logger.Named("rollback")),
 	})
 	if err != nil {
 		return fmt.Errorf("agent_guard: rollback: %w", err)
@@ -117,13 +104,24 @@ const rollbackGrace = 10 * time.Second
 // rollbackLedger returns the ledger for the coordinator. It verifies and records with the
 // latest configuration, and keeps its events for keep.
 func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
-	return evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keep, Recorder: func() (evidence.Recorder, bool) {
-		policy := e.latestPolicy()
-		if policy == nil {
-			return evidence.Recorder{}, false
-		}
-		return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
-	}})
+	return evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keep, Recorder: e.evidenceRecorder})
+}
+
+// evidenceRecorder records and verifies by the latest configuration; false without an identity.
+func (e *engine) evidenceRecorder() (evidence.Recorder, bool) {
+	policy := e.latestPolicy()
+	if policy == nil {
+		return evidence.Recorder{}, false
+	}
+	return evidence.Recorder{Evidence: policy.Evidence, EventBuilder: policy.Events, Verifier: policy.Verifier}, true
+}
+
+// rollbackOptions are those of the latest configuration, or the defaults.
+func (e *engine) rollbackOptions() Rollback {
+	if a := e.activeConfigs.latest(); a != nil {
+		return a.rollbackOptions()
+	}
+	return new(App).rollbackOptions()
 }
 
 // Rollback says who may ask for rollbacks, and how often. Agents ask with tokens that `trust`

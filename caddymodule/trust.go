@@ -304,35 +304,35 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	if err != nil {
 		return nil, fmt.Errorf("agent_guard: identity: %w", err)
 	}
+	part := "identity"
 	defer func() {
 		if err != nil {
 			e.ledger.leave(i)
+			err = fmt.Errorf("agent_guard: %s: %w", part, err)
 		}
 	}()
 	events, err := ev.EventBuilder(i.Name)
 	if err != nil {
-		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+		return nil, err
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
 		Engine: &e.forCalls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
 	}}
 	ownKeys, err := events.Source()
 	if err != nil {
-		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+		return nil, err
 	}
 	policy.own, err = ect.NewVerifier(ect.Policy{
 		Audience: events.Names(), Sources: []ect.Source{ownKeys}, Algorithms: ect.Algorithms(), AllowPartial: true,
 	})
-	if err != nil {
-		return nil, fmt.Errorf("agent_guard: identity: %w", err)
+	if err != nil || t == nil {
+		return policy, err
 	}
-	if t == nil {
-		return policy, nil
-	}
+	part = "trust"
 	// The gateway's own tokens are presented as parents.
 	sources := append([]ect.Source{ownKeys}, t.sources...)
 	if policy.Verifier, err = t.verifier(i.Name, events.Names()[1:], sources...); err != nil {
-		return nil, fmt.Errorf("agent_guard: trust: %w", err)
+		return nil, err
 	}
 	policy.records = func(identity string) (*ect.Verifier, error) {
 		return t.verifier(identity, nil, sources...)
