@@ -263,21 +263,6 @@ func (e *engine) latestPolicy() *tokenPolicy {
 	return a.policy.Load()
 }
 
-// circuitReport returns the states of the breakers for metrics.
-func (e *engine) circuitReport() (all []circuitReport) {
-	for _, s := range e.circuits.Status() {
-		r := circuitReport{Upstream: s.Key.Upstream, Class: s.Key.Class, ErrorRate: s.ErrorRate, Openings: s.Openings, Rejected: s.Rejected}
-		switch s.State {
-		case breaker.HalfOpen:
-			r.State = 1
-		case breaker.Open:
-			r.State = 2
-		}
-		all = append(all, r)
-	}
-	return all
-}
-
 // describeCircuit describes a breaker, with the recorded error of its last failure.
 func describeCircuit(ctx context.Context, circuits *proxy.Member, policy *tokenPolicy, s *breaker.Status) proxy.Circuit {
 	c := circuits.Describe(s)

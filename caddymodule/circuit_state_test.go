@@ -96,7 +96,7 @@ func TestOpeningsGoWithTheBreaker(t *testing.T) {
 	for range 2 {
 		t.Run("", func(t *testing.T) {
 			tripped(t, "a:1")
-			all := slices.DeleteFunc(e.circuitReport(), func(r circuitReport) bool { return r.Upstream != "a:1" })
+			all := slices.DeleteFunc(e.circuits.Status(), func(s breaker.Status) bool { return s.Key.Upstream != "a:1" })
 			if len(all) != 1 || all[0].Openings != 1 { // other tests leave breakers of undos
 				t.Errorf("%+v", all)
 			}

@@ -384,15 +384,13 @@ func (l *ledgerHandle) close() {
 }
 
 // report returns the ledger's metrics; nil without a ledger.
-func (l *ledgerHandle) report() *ledgerReport {
+func (l *ledgerHandle) report() *ledger.Stats {
 	ev := l.open.Load()
 	if ev == nil {
 		return nil
 	}
 	s := ev.Log().Stats()
-	return &ledgerReport{
-		Entries: s.Size, Backlog: s.Backlog.Entries, Age: s.Backlog.Age, Unsigned: s.Refused, Retries: s.Retries,
-	}
+	return &s
 }
 
 // keepPruned periodically prunes old entries and writes the newest head to the file beside

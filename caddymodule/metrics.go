@@ -11,8 +11,10 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
@@ -78,7 +80,7 @@ type storeSnapshot struct {
 	// Nodes is nil where one gateway has the store, and while the others are not known.
 	Nodes *nodeReport
 	// Ledger is nil if no configuration has an identity.
-	Ledger *ledgerReport
+	Ledger *ledger.Stats
 	// Escalations is empty if they could not be counted.
 	Escalations []escalationReport
 	// Waiting is the age of the oldest pending escalation of each level; 0 without one.
@@ -87,7 +89,7 @@ type storeSnapshot struct {
 	// could not be counted.
 	Unconfirmed map[string]int
 	// Circuits are the breakers of the process.
-	Circuits []circuitReport
+	Circuits []breaker.Status
 	// Cascades is nil until the store is open.
 	Cascades *cascadeReport
 	// Rollbacks is nil if rollbacks are not available.
@@ -102,18 +104,6 @@ type escalationReport struct {
 	N int
 }
 
-type circuitReport struct {
-	// Upstream is the address. Class is read, write or undo if these have separate
-	// breakers, else empty.
-	Upstream, Class string
-	// State is 0 for closed, 1 for half-open, 2 for open.
-	State int
-	// ErrorRate is the error rate in the window, 0 to 1.
-	ErrorRate float64
-	// Openings and Rejected are counts since the process began.
-	Openings, Rejected uint64
-}
-
 type cascadeReport struct {
 	// Open is the number of cascades that have not ended.
 	Open int
@@ -125,18 +115,6 @@ type cascadeReport struct {
 	Exhausted map[[2]string]float64
 	// Latencies are the p99 of each upstream and what is usual, by address.
 	Latencies map[string]proxy.LatencyReport
-}
-
-type ledgerReport struct {
-	// Entries is the size of the tree.
-	Entries int64
-	// Backlog is the number of events that are not in the tree yet, and Age how long the
-	// oldest has waited.
-	Backlog int
-	Age     time.Duration
-	// Unsigned counts events that were added without a token, and Retries failed moves into
-	// the tree, both since the store was opened.
-	Unsigned, Retries int64
 }
 
 type doubtReport struct {
@@ -388,10 +366,11 @@ func (s sink) snapshot(now *storeSnapshot) {
 		s.gauge(holdsUnconfirmed, float64(n), participant)
 	}
 	for _, c := range now.Circuits {
-		s.gauge(circuitState, float64(c.State), c.Upstream, c.Class)
-		s.gauge(circuitErrors, c.ErrorRate, c.Upstream, c.Class)
-		s.count(circuitOpenings, c.Openings, c.Upstream, c.Class)
-		s.count(circuitRejected, c.Rejected, c.Upstream, c.Class)
+		upstream, class := c.Key.Upstream, c.Key.Class
+		s.gauge(circuitState, circuitStates[c.State], upstream, class)
+		s.gauge(circuitErrors, c.ErrorRate, upstream, class)
+		s.count(circuitOpenings, c.Openings, upstream, class)
+		s.count(circuitRejected, c.Rejected, upstream, class)
 	}
 	if c := now.Cascades; c != nil {
 		s.gauge(cascadesOpen, float64(c.Open))
@@ -417,13 +396,16 @@ func (s sink) snapshot(now *storeSnapshot) {
 		s.gauge(rollbacksWaiting, float64(r.Waiting))
 	}
 	if l := now.Ledger; l != nil {
-		s.gauge(ledgerEntries, float64(l.Entries))
-		s.gauge(ledgerBacklog, float64(l.Backlog))
-		s.gauge(ledgerAge, l.Age.Seconds())
-		s.count(ledgerUnsigned, uint64(l.Unsigned))
+		s.gauge(ledgerEntries, float64(l.Size))
+		s.gauge(ledgerBacklog, float64(l.Backlog.Entries))
+		s.gauge(ledgerAge, l.Backlog.Age.Seconds())
+		s.count(ledgerUnsigned, uint64(l.Refused))
 		s.count(ledgerRetries, uint64(l.Retries))
 	}
 }
+
+// circuitStates are the states of breakers as the metric has them.
+var circuitStates = map[breaker.State]float64{breaker.Closed: 0, breaker.HalfOpen: 1, breaker.Open: 2}
 
 var _ prometheus.Collector = (*collector)(nil)
 

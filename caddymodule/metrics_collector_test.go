@@ -9,8 +9,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -32,10 +34,10 @@ func healthy() *storeSnapshot {
 		},
 		Waiting:     map[string]time.Duration{"approval": time.Minute},
 		Unconfirmed: map[string]int{"spiffe://example.com/b": 2},
-		Circuits:    []circuitReport{{Upstream: "10.0.0.7:9001", State: 2, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
+		Circuits:    []breaker.Status{{Key: breaker.Key{Upstream: "10.0.0.7:9001"}, State: breaker.Open, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
 		Rollbacks:   &rollbackReport{Running: 2, OldestAge: 30 * time.Second, Waiting: 5},
 		Nodes:       &nodeReport{Name: "a", Members: 3, Differing: 1, SeenAge: 2 * time.Second},
-		Ledger:      &ledgerReport{Entries: 5, Backlog: 2, Age: time.Second, Unsigned: 1, Retries: 1},
+		Ledger:      &ledger.Stats{Size: 5, Backlog: ledger.Backlog{Entries: 2, Age: time.Second}, Refused: 1, Retries: 1},
 		Cascades: &cascadeReport{
 			Open: 2, Found: map[string]uint64{"clustering": 4}, Dropped: 6, Exhausted: map[[2]string]float64{{"pay", "queue"}: 1},
 			Latencies: map[string]proxy.LatencyReport{"10.0.0.7:9001": {P99: time.Second, Baseline: 500 * time.Millisecond}},

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -335,33 +336,26 @@ var defaults = Policy{
 	Terms:        Defaults,
 }
 
-// inherit sets the options that p leaves out to those of base.
+// inherit sets the options that p leaves out to those of base. Rules come before those of base.
 func (p *Policy) inherit(base *Policy) {
-	inherit(&p.Deadline, base.Deadline)
-	inherit(&p.StreamIdle, base.StreamIdle)
-	inherit(&p.RetainResult, base.RetainResult)
-	inherit(&p.Target, base.Target)
-	inherit(&p.RetainKey, base.RetainKey)
-	inherit(&p.MaxResult, base.MaxResult)
-	inherit(&p.Preset, base.Preset)
-	inherit(&p.OnUnknown, base.OnUnknown)
-	if p.OnUnknown == onUnknownProbe {
-		inherit(&p.Probe, base.Probe)
+	own := *p
+	merge(reflect.ValueOf(p).Elem(), reflect.ValueOf(base).Elem())
+	p.Outcomes = slices.Concat(own.Outcomes, base.Outcomes)
+	if p.OnUnknown != onUnknownProbe {
+		p.Probe = own.Probe
 	}
-	inherit(&p.ResendFor, base.ResendFor)
-	inherit(&p.Keys, base.Keys)
-	inherit(&p.GRPC, base.GRPC)
-	inherit(&p.InDoubtAs, base.InDoubtAs)
-	inherit(&p.OnLeave, base.OnLeave)
-	inherit(&p.Priority, base.Priority)
-	inherit(&p.Order, base.Order)
-	inherit(&p.Approve, base.Approve)
-	p.Outcomes = slices.Concat(p.Outcomes, base.Outcomes)
-	inherit(&p.UndoAuth, base.UndoAuth)
-	inherit(&p.OnSnapshotError, base.OnSnapshotError)
-	inherit(&p.OnLost, base.OnLost)
-	inherit(&p.OnChanged, base.OnChanged)
-	inherit(&p.CheckpointTTL, base.CheckpointTTL)
+}
+
+// merge sets the fields of a struct, and of those embedded in it, that are zero to those of base.
+func merge(of, base reflect.Value) {
+	for i := range of.NumField() {
+		switch field := of.Field(i); {
+		case field.Kind() == reflect.Struct:
+			merge(field, base.Field(i))
+		case field.IsZero():
+			field.Set(base.Field(i))
+		}
+	}
 }
 
 func inherit[T comparable](v *T, base T) {
