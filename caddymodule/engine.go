@@ -582,8 +582,7 @@ func (e *engine) startResealing(ctx context.Context) {
 // job is work on a goroutine of its own. It waits for the first configuration, whose options it goes by.
 type job struct {
 	begin func() // the first configuration is there
-	stop  context.CancelFunc
-	ended chan struct{}
+	end   func() // stops the work, and waits until it has stopped
 }
 
 func startJob(work func(ctx context.Context)) job {
@@ -597,13 +596,13 @@ func startJob(work func(ctx context.Context)) job {
 		case <-ctx.Done():
 		}
 	}()
-	return job{begin: sync.OnceFunc(func() { close(begun) }), stop: stop, ended: ended}
-}
-
-// end stops the work, and waits until it has stopped.
-func (j *job) end() {
-	j.stop()
-	<-j.ended
+	return job{
+		begin: sync.OnceFunc(func() { close(begun) }),
+		end: func() {
+			stop()
+			<-ended
+		},
+	}
 }
 
 // sealingKey is the id of the key that seals.
