@@ -28,6 +28,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 func init() {
@@ -232,7 +233,7 @@ type Handler struct {
 	naming            execution.Naming   // by what keys are named
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
-	excluded          []fingerprint.Pointer // FingerprintExclude
+	excluded          []jsonx.Pointer // FingerprintExclude
 	upstream          caddyhttp.Handler
 	reach             rollback.Reach // where the gateway's own requests lead
 	fallback          caddyhttp.Handler

@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Policy says how the outcome of guarded calls is read, and how long they are kept. A handler has
@@ -455,7 +456,7 @@ func (s *IDSource) check() error {
 	case s.Placeholder != "":
 		return checkPlaceholder(s.Placeholder)
 	}
-	_, err := fingerprint.ParsePointer(s.JSON)
+	_, err := jsonx.ParsePointer(s.JSON)
 	return err
 }
 
@@ -512,10 +513,10 @@ func checkChanged(names []string) error {
 }
 
 // parsePointers parses JSON pointers to members of a body.
-func parsePointers(texts []string) ([]fingerprint.Pointer, error) {
-	var pointers []fingerprint.Pointer
+func parsePointers(texts []string) ([]jsonx.Pointer, error) {
+	var pointers []jsonx.Pointer
 	for _, text := range texts {
-		p, err := fingerprint.ParsePointer(text)
+		p, err := jsonx.ParsePointer(text)
 		if err != nil {
 			return nil, err
 		}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Probe asks the upstream whether a call in doubt took effect. The request goes through the
@@ -181,7 +182,7 @@ type Evidence struct {
 	// Values in the answer's JSON body, by JSON pointer: strings or numbers.
 	JSON map[string]string `json:"json,omitempty"`
 
-	pointers map[string]fingerprint.Pointer
+	pointers map[string]jsonx.Pointer
 }
 
 func (e *Evidence) provision() error {
@@ -194,9 +195,9 @@ func (e *Evidence) provision() error {
 	if err := checkAnswer(&e.ResponseMatcher); err != nil {
 		return err
 	}
-	e.pointers = map[string]fingerprint.Pointer{}
+	e.pointers = map[string]jsonx.Pointer{}
 	for text := range e.JSON {
-		p, err := fingerprint.ParsePointer(text)
+		p, err := jsonx.ParsePointer(text)
 		if err != nil {
 			return fmt.Errorf("json %q: %w", text, err)
 		}

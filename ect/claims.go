@@ -1,13 +1,14 @@
 package ect
 
 import (
+	"math"
 	"mime"
 	"slices"
 	"strconv"
 	"strings"
 	"unicode"
 
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 const (
@@ -20,18 +21,28 @@ const (
 	maxAudience = 100
 )
 
-// compact is a JWS in its compact form, split but not decoded.
+// compact is a token in its compact form: a JWS, or for level L1 the claims alone. The signature and, for it,
+// header and payload are not decoded.
 type compact struct {
-	signed                     string // header and payload with the dot between them
-	header, payload, signature string
+	head              header
+	payload           string
+	signed, signature string // header and payload with the dot between them
+	unsigned          bool
 }
 
-func split(raw string) (compact, bool) {
-	if strings.Count(raw, ".") != 2 {
-		return compact{}, false
+func split(raw string) (c compact, ok bool) {
+	encoded := raw
+	if c.unsigned = strings.Count(raw, ".") != 2; !c.unsigned {
+		first, last := strings.IndexByte(raw, '.'), strings.LastIndexByte(raw, '.')
+		c.signed, c.signature, encoded = raw[:last], raw[last+1:], raw[first+1:last]
+		text, valid := decode64(raw[:first])
+		if c.head, ok = parseHeader(text); !ok || !valid {
+			return c, false
+		}
 	}
-	first, last := strings.IndexByte(raw, '.'), strings.LastIndexByte(raw, '.')
-	return compact{raw[:last], raw[:first], raw[first+1 : last], raw[last+1:]}, true
+	payload, ok := decode64(encoded)
+	c.payload = string(payload)
+	return c, ok
 }
 
 // header is the protected header of a token.
@@ -40,13 +51,8 @@ type header struct {
 	critical      bool
 }
 
-func parseHeader(encoded string) (header, bool) {
-	var h header
-	text, ok := decode64(encoded)
-	if !ok {
-		return h, false
-	}
-	s := strictjson.Scanner{JSON: string(text)}
+func parseHeader(text []byte) (h header, ok bool) {
+	s := jsonx.Scanner{JSON: string(text)}
 	ok = s.Document(func(name string) bool {
 		var ok bool
 		switch name {
@@ -69,13 +75,13 @@ func parseHeader(encoded string) (header, bool) {
 }
 
 // check takes steps 2 and 3 of the verification, before any key is looked up.
-func (h *header) check(allowed algorithms) (Algorithm, error) {
+func (h *header) check(allowed []Algorithm) (Algorithm, error) {
 	if !isTokenType(h.typ) {
 		return 0, refuse(CodeType)
 	}
 	alg, ok := algorithmNamed(h.alg)
 	switch {
-	case !ok || !allowed.has(alg):
+	case !ok || !slices.Contains(allowed, alg):
 		return 0, refuse(CodeAlgorithm)
 	case h.critical:
 		return 0, refuse(CodeCritical)
@@ -101,7 +107,7 @@ type claimSet struct {
 func (c *claimSet) read(payload string) error {
 	c.payload = payload
 	var code Code
-	s := strictjson.Scanner{JSON: payload}
+	s := jsonx.Scanner{JSON: payload}
 	ok := s.Document(func(name string) bool {
 		from := s.At
 		wrong, ok := c.claim(&s, name)
@@ -136,7 +142,7 @@ func (c *claimSet) read(payload string) error {
 }
 
 // claim reads one claim; code is its refusal.
-func (c *claimSet) claim(s *strictjson.Scanner, name string) (code Code, ok bool) {
+func (c *claimSet) claim(s *jsonx.Scanner, name string) (code Code, ok bool) {
 	switch name {
 	case "iss":
 		c.issuer, ok = s.Text()
@@ -192,17 +198,14 @@ func (c *claimSet) decode(payload string) error {
 func (c *claimSet) isInvalid(code Code) bool { return slices.Contains(c.invalid, code) }
 
 // readParents reads par or pred. A token with both must agree with itself.
-func (c *claimSet) readParents(s *strictjson.Scanner) bool {
-	list := []string{}
-	ok := s.Elements(func() bool {
-		id, ok := s.Text()
+func (c *claimSet) readParents(s *jsonx.Scanner) bool {
+	list, ok := s.Texts(math.MaxInt)
+	for i, id := range list {
 		if canonical, is := canonicalUUID(id); is {
-			id = canonical
+			list[i] = canonical
 		}
-		list = append(list, id)
-		return ok && id != ""
-	})
-	if !ok || c.parents != nil && !slices.Equal(c.parents, list) {
+	}
+	if !ok || slices.Contains(list, "") || c.parents != nil && !slices.Equal(c.parents, list) {
 		return false
 	}
 	c.parents = list
@@ -211,12 +214,12 @@ func (c *claimSet) readParents(s *strictjson.Scanner) bool {
 
 // readExtensions enforces the limits as received: the size, and the depth including the
 // object itself.
-func (c *claimSet) readExtensions(s *strictjson.Scanner) bool {
+func (c *claimSet) readExtensions(s *jsonx.Scanner) bool {
 	if s.Peek() != '{' {
 		return false
 	}
 	raw, depth, ok := s.Raw()
-	if !ok || len(raw) > maxExt || depth > maxExtDepth || c.ext != "" && !strictjson.Same(c.ext, raw) {
+	if !ok || len(raw) > maxExt || depth > maxExtDepth || c.ext != "" && !jsonx.Same(c.ext, raw) {
 		return false
 	}
 	c.ext = raw
@@ -224,7 +227,7 @@ func (c *claimSet) readExtensions(s *strictjson.Scanner) bool {
 }
 
 // readAudience reads a string or a list of strings.
-func readAudience(s *strictjson.Scanner) ([]string, bool) {
+func readAudience(s *jsonx.Scanner) ([]string, bool) {
 	if s.Peek() == '"' {
 		v, ok := s.Text()
 		if !ok || v == "" {
@@ -232,20 +235,15 @@ func readAudience(s *strictjson.Scanner) ([]string, bool) {
 		}
 		return []string{v}, true
 	}
-	var list []string
-	ok := s.Elements(func() bool {
-		v, ok := s.Text()
-		list = append(list, v)
-		return ok && v != "" && len(list) <= maxAudience
-	})
-	if !ok {
+	list, ok := s.Texts(maxAudience)
+	if !ok || len(list) == 0 || slices.Contains(list, "") {
 		return nil, false
 	}
-	return list, len(list) > 0
+	return list, true
 }
 
 // readDate reads a NumericDate, which the draft restricts to whole seconds.
-func readDate(s *strictjson.Scanner) (int64, bool) {
+func readDate(s *jsonx.Scanner) (int64, bool) {
 	text, ok := s.Number()
 	if !ok {
 		return 0, false
@@ -374,7 +372,7 @@ func ParseBody(contentType string, body []byte) (tokens []string, ours bool, err
 	switch media {
 	case MediaType, typePrefix + laterType:
 		token := strings.Trim(string(body[:min(len(body), maxBody)]), " \t\r\n")
-		if len(token) > MaxToken {
+		if len(token) > maxToken {
 			return nil, true, refuse(CodeTooLarge)
 		}
 		if token == "" {
@@ -392,16 +390,13 @@ func parseTokenArray(body []byte) ([]string, error) {
 	if len(body) > maxBody {
 		return nil, refuse(CodeTooLarge)
 	}
-	s := strictjson.Scanner{JSON: string(body)}
-	s.Space()
+	s := jsonx.Scanner{JSON: string(body)}
 	var tokens []string
-	ok := s.Elements(func() bool {
-		token, ok := s.Text()
-		tokens = append(tokens, token)
-		return ok && token != "" && len(tokens) <= MaxParents
+	ok := s.Whole(func() (ok bool) {
+		tokens, ok = s.Texts(MaxParents)
+		return ok
 	})
-	s.Space()
-	if !ok || s.At != len(s.JSON) {
+	if !ok || slices.Contains(tokens, "") {
 		return nil, refuse(CodeMalformed)
 	}
 	if len(tokens) == 0 {

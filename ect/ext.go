@@ -4,10 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Vocabulary is one of the documents that name actions and extension members. The
@@ -197,15 +198,8 @@ func ParseEvent(action string) (event Event, ok bool) {
 	return eventTable[i].event, true
 }
 
-// ParseMember reads the name of an extension member in any vocabulary, with the meaning
-// that it has in a token of this event. Unknown names stay as they are.
-func ParseMember(name string, event Event) Member {
-	if i, ok := memberRow(name, event); ok {
-		return memberTable[i].member
-	}
-	return Member(name)
-}
-
+// memberRow finds the row of an extension member by its name in any vocabulary, with the meaning that it has in
+// a token of this event.
 func memberRow(name string, event Event) (int, bool) {
 	i, ok := memberRows[name]
 	if ok && i == cooldownRow && event == EventCircuitClose && name == closingCooldown {
@@ -313,7 +307,7 @@ func (e Ext) Read(room []ExtValue) Ext {
 
 // each visits the members.
 func (e Ext) each(visit func(name, value string)) {
-	s := strictjson.Scanner{JSON: e.raw}
+	s := jsonx.Scanner{JSON: e.raw}
 	s.Document(func(name string) bool {
 		value, _, ok := s.Raw()
 		if ok {
@@ -350,7 +344,7 @@ func (e Ext) Raw(m Member) (value string, found bool) {
 // Text is the value of a string member.
 func (e Ext) Text(m Member) (string, bool) {
 	raw, _ := e.Raw(m)
-	s := strictjson.Scanner{JSON: raw}
+	s := jsonx.Scanner{JSON: raw}
 	return s.Text()
 }
 
@@ -363,14 +357,12 @@ func (e Ext) Bool(m Member) (value, ok bool) {
 // Number is the value of a number member.
 func (e Ext) Number(m Member) (float64, bool) {
 	raw, ok := e.Raw(m)
-	if !ok || !isNumber(raw) {
+	if !ok || !jsonx.IsNumber(raw) {
 		return 0, false
 	}
 	v, err := strconv.ParseFloat(raw, 64)
 	return v, err == nil
 }
-
-func isNumber(raw string) bool { return raw != "" && (raw[0] == '-' || '0' <= raw[0] && raw[0] <= '9') }
 
 // Int is the value of a number member that is whole, and at most 2^53 in either direction.
 func (e Ext) Int(m Member) (int64, bool) {
@@ -384,14 +376,8 @@ func (e Ext) Int(m Member) (int64, bool) {
 // Texts is the value of a member that is a list of strings.
 func (e Ext) Texts(m Member) ([]string, bool) {
 	raw, _ := e.Raw(m)
-	s := strictjson.Scanner{JSON: raw}
-	list := []string{}
-	ok := s.Elements(func() bool {
-		v, ok := s.Text()
-		list = append(list, v)
-		return ok
-	})
-	return list, ok
+	s := jsonx.Scanner{JSON: raw}
+	return s.Texts(math.MaxInt)
 }
 
 // Outcome is the result of one agent in a rollback.
@@ -405,7 +391,7 @@ type Outcome struct {
 // Outcomes is the value of a member like cascade.cascaded.
 func (e Ext) Outcomes(m Member) ([]Outcome, bool) {
 	raw, _ := e.Raw(m)
-	s := strictjson.Scanner{JSON: raw}
+	s := jsonx.Scanner{JSON: raw}
 	list := []Outcome{}
 	ok := s.Elements(func() bool {
 		var o Outcome
@@ -454,7 +440,7 @@ func (k kind) fits(raw string) bool {
 	case textKind:
 		return raw != "" && raw[0] == '"'
 	case numberKind:
-		return isNumber(raw)
+		return jsonx.IsNumber(raw)
 	case boolKind:
 		return raw == "true" || raw == "false"
 	default:
@@ -466,11 +452,11 @@ func (k kind) fits(raw string) bool {
 // vocabularies would read different ones.
 func (e Ext) consistent() bool {
 	var values [len(memberTable)]string
-	s := strictjson.Scanner{JSON: e.raw}
+	s := jsonx.Scanner{JSON: e.raw}
 	return e.raw == "" || s.Document(func(name string) bool {
 		text, _, ok := s.Raw()
 		if i, known := memberRow(name, e.event); known {
-			if values[i] != "" && !strictjson.Same(values[i], text) {
+			if values[i] != "" && !jsonx.Same(values[i], text) {
 				return false
 			}
 			values[i] = text
@@ -524,7 +510,7 @@ func (b *ExtBuilder) fail(err error) {
 
 // Text sets a string.
 func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder {
-	return b.add(m, strictjson.AppendText(b.begun(), v))
+	return b.add(m, jsonx.AppendText(b.begun(), v))
 }
 
 // Optional adds a string, unless it is empty.
@@ -556,7 +542,7 @@ func (b *ExtBuilder) Number(m Member, v float64) *ExtBuilder {
 
 // Texts sets a list of strings.
 func (b *ExtBuilder) Texts(m Member, vs []string) *ExtBuilder {
-	return b.add(m, strictjson.AppendTexts(b.begun(), vs))
+	return b.add(m, jsonx.AppendTexts(b.begun(), vs))
 }
 
 // Outcomes sets a list like cascade.cascaded.
@@ -566,18 +552,21 @@ func (b *ExtBuilder) Outcomes(m Member, list []Outcome) *ExtBuilder {
 		if i > 0 {
 			values = append(values, ',')
 		}
-		values = strictjson.AppendText(append(values, `{"agent":`...), o.Agent)
-		values = append(strictjson.AppendText(append(values, `,"status":`...), o.Status), '}')
+		values = jsonx.AppendText(append(values, `{"agent":`...), o.Agent)
+		values = append(jsonx.AppendText(append(values, `,"status":`...), o.Status), '}')
 	}
 	return b.add(m, append(values, ']'))
 }
 
 // JSON sets any value, given as JSON.
 func (b *ExtBuilder) JSON(m Member, raw string) *ExtBuilder {
-	s := strictjson.Scanner{JSON: raw}
-	s.Space()
-	value, depth, ok := s.Raw()
-	if s.Space(); !ok || s.At != len(raw) {
+	s := jsonx.Scanner{JSON: raw}
+	value, depth := "", 0
+	ok := s.Whole(func() (ok bool) {
+		value, depth, ok = s.Raw()
+		return ok
+	})
+	if !ok {
 		b.fail(fmt.Errorf("ect: the value of the extension %s is not JSON", m))
 		value = "null"
 	}
@@ -603,7 +592,7 @@ func (b *ExtBuilder) encode(dst []byte, v Vocabulary) ([]byte, error) {
 			if len(dst) > begin+1 {
 				dst = append(dst, ',')
 			}
-			dst = append(strictjson.AppendText(dst, v.Member(m.member)), ':')
+			dst = append(jsonx.AppendText(dst, v.Member(m.member)), ':')
 			dst = append(dst, b.values[m.from:m.to]...)
 		}
 		dst = append(dst, '}')
@@ -622,10 +611,10 @@ func (b *ExtBuilder) distinct(v Vocabulary) error {
 	if v == Cascade {
 		return nil // add has checked
 	}
-	var seen strictjson.Names
-	for _, m := range b.members {
-		if !seen.Add(v.Member(m.member)) {
-			return fmt.Errorf("ect: the extension %s is set twice", v.Member(m.member))
+	for i, m := range b.members {
+		name := v.Member(m.member)
+		if slices.ContainsFunc(b.members[:i], func(other extMember) bool { return v.Member(other.member) == name }) {
+			return fmt.Errorf("ect: the extension %s is set twice", name)
 		}
 	}
 	return nil
@@ -647,7 +636,7 @@ func (b *ExtBuilder) shorten(members []extMember, excess int) []extMember {
 	m := members[longest]
 	list := string(b.values[m.from:m.to])
 	excess = min(excess, (len(list)+1)/2)
-	s := strictjson.Scanner{JSON: list}
+	s := jsonx.Scanner{JSON: list}
 	keep := 1
 	s.Elements(func() bool {
 		_, ok := s.Value()

@@ -11,7 +11,6 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -24,7 +23,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/internal/durable"
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 const (
@@ -122,26 +121,26 @@ func (i *Issuer) Draft(now time.Time, claims Claims) (*Draft, error) {
 // encode writes the payload: the claims in the order of the draft's figure.
 func (d *Draft) encode(ext *ExtBuilder, v Vocabulary) error {
 	b := make([]byte, 0, 1024)
-	b = strictjson.AppendText(append(b, `{"iss":`...), d.issuer)
+	b = jsonx.AppendText(append(b, `{"iss":`...), d.issuer)
 	b = append(b, `,"aud":`...)
 	if len(d.audience) == 1 {
-		b = strictjson.AppendText(b, d.audience[0])
+		b = jsonx.AppendText(b, d.audience[0])
 	} else {
-		b = strictjson.AppendTexts(b, d.audience)
+		b = jsonx.AppendTexts(b, d.audience)
 	}
 	b = strconv.AppendInt(append(b, `,"iat":`...), d.issuedAt, 10)
 	b = strconv.AppendInt(append(b, `,"exp":`...), d.expires, 10)
-	b = strictjson.AppendText(append(b, `,"jti":`...), d.id)
+	b = jsonx.AppendText(append(b, `,"jti":`...), d.id)
 	if d.workflow != "" {
-		b = strictjson.AppendText(append(b, `,"wid":`...), d.workflow)
+		b = jsonx.AppendText(append(b, `,"wid":`...), d.workflow)
 	}
-	b = strictjson.AppendText(append(b, `,"exec_act":`...), d.action)
-	b = strictjson.AppendTexts(append(b, `,"par":`...), d.parents)
+	b = jsonx.AppendText(append(b, `,"exec_act":`...), d.action)
+	b = jsonx.AppendTexts(append(b, `,"par":`...), d.parents)
 	if !d.input.IsZero() {
-		b = strictjson.AppendText(append(b, `,"inp_hash":`...), d.input.String())
+		b = jsonx.AppendText(append(b, `,"inp_hash":`...), d.input.String())
 	}
 	if !d.output.IsZero() {
-		b = strictjson.AppendText(append(b, `,"out_hash":`...), d.output.String())
+		b = jsonx.AppendText(append(b, `,"out_hash":`...), d.output.String())
 	}
 	from := len(b)
 	if ext != nil && len(ext.members) > 0 {
@@ -229,11 +228,8 @@ func (r *Ring) Verifies(header, payload, signature []byte) (holds, known bool) {
 
 // HeaderKeyID is the kid of a protected header in JSON; empty if it has none.
 func HeaderKeyID(header []byte) string {
-	var h struct {
-		ID string `json:"kid"`
-	}
-	_ = json.Unmarshal(header, &h) // what is no header names no key
-	return h.ID
+	h, _ := parseHeader(header) // what is no header names no key
+	return h.kid
 }
 
 // Issue drafts and signs. The errors are those of Draft and Sign.
@@ -370,8 +366,8 @@ func newRingKeys(keys []ringKey) (*ringKeys, error) {
 		}
 		s := &signer{key: &k.Key, private: k.private}
 		header := append([]byte(`{"alg":"`), k.algorithm.String()...)
-		header = append(header, `","typ":"`+TokenType+`","kid":`...)
-		s.header = append(strictjson.AppendText(header, k.id), '}')
+		header = append(header, `","typ":"`+tokenType+`","kid":`...)
+		s.header = append(jsonx.AppendText(header, k.id), '}')
 		s.head = base64.RawURLEncoding.EncodeToString(s.header) + "."
 		next.signers = append(next.signers, s)
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/lestrrat-go/jwx/v2/cert"
 	"github.com/lestrrat-go/jwx/v2/jwk"
 
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Only this file uses the library for JSON Web Keys, and keeps its types (ADR 0020).
@@ -93,7 +93,7 @@ func ParseSet(text []byte, owner Owner) (*Set, error) {
 // countKeys counts the entries of "keys". The library would take a single key for a set,
 // and other JSON for an empty one, and needs seconds for millions of entries.
 func countKeys(text []byte) (entries int, ok bool) {
-	s := strictjson.Scanner{JSON: string(text)}
+	s := jsonx.Scanner{JSON: string(text)}
 	found := false
 	ok = s.Document(func(name string) bool {
 		if name != "keys" {

@@ -263,22 +263,6 @@ func (a Algorithm) String() string {
 	return "none"
 }
 
-// algorithms is a set of them.
-type algorithms uint8
-
-func (s algorithms) has(a Algorithm) bool { return s&(1<<a) != 0 }
-
-func algorithmSet(list []Algorithm) (algorithms, error) {
-	var s algorithms
-	for _, a := range list {
-		if a < ES256 || a > EdDSA {
-			return 0, fmt.Errorf("ect: there is no signature algorithm %d", a)
-		}
-		s |= 1 << a
-	}
-	return s, nil
-}
-
 // signatureSize is the length of a raw signature in bytes.
 func (a Algorithm) signatureSize() int {
 	if a == ES384 {

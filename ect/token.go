@@ -98,36 +98,25 @@ func (u *Unverified) KeyID() string { return u.keyID }
 // Algorithm is the header parameter alg, known or not.
 func (u *Unverified) Algorithm() string { return u.algorithm }
 
-// ParseInsecure reads a token of at most MaxToken bytes without verifying anything. Use
+// ParseInsecure reads a token of at most maxToken bytes without verifying anything. Use
 // it to show a token to a person, never to decide. The error is an *Error.
 func ParseInsecure(raw string) (*Unverified, error) {
-	if len(raw) > MaxToken {
+	if len(raw) > maxToken {
 		return nil, refuse(CodeTooLarge)
 	}
+	parts, ok := split(raw)
+	if !ok {
+		return nil, refuse(CodeMalformed)
+	}
 	var claims claimSet
-	parts, signed := split(raw)
-	if !signed {
-		payload, ok := decode64(raw)
-		if !ok {
-			return nil, refuse(CodeMalformed)
-		}
-		if err := claims.decode(string(payload)); err != nil {
-			return nil, err
-		}
-		return &Unverified{content: claims.content, level: L1}, nil
-	}
-	head, ok := parseHeader(parts.header)
-	if !ok {
-		return nil, refuse(CodeMalformed)
-	}
-	payload, ok := decode64(parts.payload)
-	if !ok {
-		return nil, refuse(CodeMalformed)
-	}
-	if err := claims.decode(string(payload)); err != nil {
+	if err := claims.decode(parts.payload); err != nil {
 		return nil, err
 	}
-	return &Unverified{content: claims.content, level: L2, keyID: head.kid, algorithm: head.alg}, nil
+	level := L2
+	if parts.unsigned {
+		level = L1
+	}
+	return &Unverified{content: claims.content, level: level, keyID: parts.head.kid, algorithm: parts.head.alg}, nil
 }
 
 // content has the claims of a token. Its methods are those of Token, Draft and
@@ -222,13 +211,13 @@ func (l Level) String() string {
 }
 
 const (
-	// TokenType is the header parameter typ of the tokens that are issued. exec+jwt, the name of
+	// tokenType is the header parameter typ of the tokens that are issued. exec+jwt, the name of
 	// later drafts, is read too.
-	TokenType  = "wimse-exec+jwt"
+	tokenType  = "wimse-exec+jwt"
 	laterType  = "exec+jwt"
 	typePrefix = "application/"
 	// MediaType is the type of a body that consists of one token.
-	MediaType = typePrefix + TokenType
+	MediaType = typePrefix + tokenType
 )
 
 // isTokenType reads typ in any case, with or without "application/" (RFC 7515, 4.1.9).
@@ -236,7 +225,7 @@ func isTokenType(typ string) bool {
 	if len(typ) > len(typePrefix) && strings.EqualFold(typ[:len(typePrefix)], typePrefix) {
 		typ = typ[len(typePrefix):]
 	}
-	return strings.EqualFold(typ, TokenType) || strings.EqualFold(typ, laterType)
+	return strings.EqualFold(typ, tokenType) || strings.EqualFold(typ, laterType)
 }
 
 // Hash is a SHA-256 as inp_hash and out_hash carry it. The zero Hash is an absent claim.

@@ -12,8 +12,8 @@ import (
 
 // The limits of a Verifier.
 const (
-	// MaxToken is the size of a token, in bytes.
-	MaxToken = 64 << 10
+	// maxToken is the size of a token, in bytes.
+	maxToken = 64 << 10
 	// MaxParents is how many parents a token may have.
 	MaxParents = 100
 	// MaxAncestors is how many ancestors are walked over.
@@ -52,8 +52,7 @@ type Policy struct {
 
 // Verifier verifies tokens. It is safe for concurrent use.
 type Verifier struct {
-	p       Policy
-	allowed algorithms
+	p Policy
 }
 
 // NewVerifier checks the policy and fills in its defaults.
@@ -74,11 +73,12 @@ func NewVerifier(p Policy) (*Verifier, error) {
 	if len(p.Algorithms) == 0 {
 		p.Algorithms = []Algorithm{ES256}
 	}
-	allowed, err := algorithmSet(p.Algorithms)
-	if err != nil {
-		return nil, err
+	for _, a := range p.Algorithms {
+		if !slices.Contains(Algorithms(), a) {
+			return nil, fmt.Errorf("ect: there is no signature algorithm %d", a)
+		}
 	}
-	return &Verifier{p, allowed}, nil
+	return &Verifier{p}, nil
 }
 
 // Presentation is how a token is presented.
@@ -173,33 +173,29 @@ func (t *Token) checkPeer(peer string) error {
 
 // open takes the steps that need only the token and the keys. p is nil for a record.
 func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Token, error) {
-	if len(raw) > MaxToken {
+	if len(raw) > maxToken {
 		return nil, refuse(CodeTooLarge)
 	}
-	parts, signed := split(raw)
-	if !signed {
-		return v.openUnsigned(raw, p)
-	}
-	head, ok := parseHeader(parts.header)
+	parts, ok := split(raw)
 	if !ok {
 		return nil, refuse(CodeMalformed)
 	}
-	payload, ok := decode64(parts.payload)
-	if !ok {
-		return nil, refuse(CodeMalformed)
+	if parts.unsigned {
+		return v.openUnsigned(raw, parts.payload, p)
 	}
+	head := parts.head
 	signature, ok := decode64(parts.signature)
 	if !ok {
 		return nil, refuse(CodeMalformed)
 	}
-	alg, err := head.check(v.allowed)
+	alg, err := head.check(v.p.Algorithms)
 	if err != nil {
 		return nil, err
 	}
 	text := []byte(raw) // of which the first part is signed
 	o := keySearch{
 		alg: alg, kid: head.kid, text: text[:len(parts.signed):len(parts.signed)], signature: signature,
-		payload: string(payload), code: CodeKeyID, stored: p == nil,
+		payload: parts.payload, code: CodeKeyID, stored: p == nil,
 	}
 	if p != nil {
 		o.now = p.Now
@@ -218,13 +214,9 @@ func (v *Verifier) open(ctx context.Context, raw string, p *Presentation) (*Toke
 
 // openUnsigned reads level L1: JSON in base64url. A token with dots is never read
 // so, whatever is wrong with it.
-func (v *Verifier) openUnsigned(raw string, p *Presentation) (*Token, error) {
-	payload, ok := decode64(raw)
-	if !ok {
-		return nil, refuse(CodeMalformed)
-	}
+func (v *Verifier) openUnsigned(raw, payload string, p *Presentation) (*Token, error) {
 	var claims claimSet
-	err := claims.read(string(payload))
+	err := claims.read(payload)
 	var refused *Error
 	if v.p.MinLevel > L1 && !(errors.As(err, &refused) && refused.Code == CodeMalformed) {
 		return nil, refuse(CodeLevel)

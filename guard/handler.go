@@ -29,6 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Config says which calls a Handler guards, and how. Open is required; all other members have
@@ -92,7 +93,7 @@ type Config struct {
 	// gRPC calls that are not unary.
 	RefuseStreams bool
 	// FingerprintExclude are members of JSON bodies that are left out of the fingerprint.
-	FingerprintExclude []fingerprint.Pointer
+	FingerprintExclude []jsonx.Pointer
 	// Compare are further header fields that always count where two requests are compared, as fingerprint.Operand does.
 	// Ignore are such that never count. A "*" at the end of a name matches any suffix.
 	Compare, Ignore []string
@@ -260,7 +261,7 @@ type Action struct {
 
 // argument is a value that calls of an action have.
 type argument struct {
-	at    fingerprint.Pointer
+	at    jsonx.Pointer
 	value string
 }
 
@@ -355,7 +356,7 @@ type Handler struct {
 	fields       *fingerprint.Table                // what each header field is
 	naming       execution.Naming                  // by what keys are named, as far as it is configured
 	warnedNames  atomic.Bool                       // that callers have no name that stays
-	pointers     []fingerprint.Pointer             // of ExecutionID, by index
+	pointers     []jsonx.Pointer                   // of ExecutionID, by index
 	endToEnd     []string                          // fields that are never hop-by-hop
 	restores     bool                              // an action of it restores
 	byMessage    bool                              // an action of it is chosen by its messages
@@ -415,7 +416,7 @@ func New(c Config) (*Handler, error) {
 	h.fingerprints.Fields = h.fields
 	h.whole.Store(h.fields)
 	for i, s := range c.ExecutionID {
-		p, err := fingerprint.ParsePointer(s.JSON)
+		p, err := jsonx.ParsePointer(s.JSON)
 		if err != nil {
 			return nil, fmt.Errorf("guard: ExecutionID: source %d: %w", i+1, err)
 		}
@@ -520,7 +521,7 @@ func (h *Handler) complete(a *Action) error {
 	h.byMessage = h.byMessage || len(a.Tools)+len(a.Arguments) > 0
 	a.arguments = nil
 	for text, value := range a.Arguments {
-		p, err := fingerprint.ParsePointer(text)
+		p, err := jsonx.ParsePointer(text)
 		if err != nil {
 			return fmt.Errorf("the pointers of Arguments: %w", err)
 		}

@@ -29,6 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 	"github.com/google/uuid"
 )
 
@@ -899,7 +900,7 @@ func (m *oneMessage) Read(p []byte) (int, error) {
 }
 
 // lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
-func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
+func (x *Call) lookUpBody(p jsonx.Pointer) (string, error) {
 	media, _, _ := strings.Cut(x.r.Header.Get("Content-Type"), ";")
 	media = strings.ToLower(strings.TrimSpace(media))
 	if !fingerprint.IsJSON(media) {
@@ -909,7 +910,7 @@ func (x *Call) lookUpBody(p fingerprint.Pointer) (string, error) {
 	switch {
 	case errors.Is(err, fingerprint.ErrNotJSON), err == nil && !found:
 		return "", errNoID
-	case errors.Is(err, fingerprint.ErrNotScalar), errors.Is(err, fingerprint.ErrAmbiguous),
+	case errors.Is(err, fingerprint.ErrNotScalar), errors.Is(err, jsonx.ErrAmbiguous),
 		errors.Is(err, fingerprint.ErrValueTooLong):
 		return "", invalidID(err)
 	}

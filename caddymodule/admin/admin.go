@@ -33,6 +33,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Prefix is the path below which all routes are.
@@ -294,19 +295,9 @@ func (a *API) view(path string) (Store, error) {
 	return nil, refuse(http.StatusNotFound, "the store %s is not open; open: %s", path, strings.Join(open, ", "))
 }
 
-var errTrailing = errors.New("something stands behind it")
-
-// decode decodes one JSON value strictly: a misspelled member must not be ignored.
+// decode decodes one JSON value of at most limit bytes strictly.
 func decode(from io.Reader, limit int64, into any) error {
-	decoder := json.NewDecoder(io.LimitReader(from, limit))
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(into); err != nil {
-		return err
-	}
-	if _, err := decoder.Token(); !errors.Is(err, io.EOF) {
-		return errTrailing
-	}
-	return nil
+	return jsonx.Decode(io.LimitReader(from, limit), into)
 }
 
 func refuse(status int, format string, args ...any) error {

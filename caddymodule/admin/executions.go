@@ -27,6 +27,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // defaultPage is the size of a page if the request names none.
@@ -521,7 +522,7 @@ func (d *Decision) read(from io.Reader) error {
 		return refuse(http.StatusBadRequest, "the request is not UTF-8; give a body that is none in body_base64")
 	}
 	switch err := decode(bytes.NewReader(text), maxDecision, d); {
-	case errors.Is(err, errTrailing):
+	case errors.Is(err, jsonx.ErrTrailing):
 		return refuse(http.StatusBadRequest, "something stands behind the decision")
 	case err != nil:
 		return refuse(http.StatusBadRequest, "the request is no decision: %v", err)

@@ -19,6 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // InBand matches answers that are failures although their status is good. Exactly one of JSON,
@@ -44,7 +45,7 @@ type InBand struct {
 // inBandRule is a checked InBand.
 type inBandRule struct {
 	InBand
-	pointer fingerprint.Pointer
+	pointer jsonx.Pointer
 }
 
 func (b InBand) check() (inBandRule, error) {
@@ -62,7 +63,7 @@ func (b InBand) check() (inBandRule, error) {
 	case b.Header != "" && !httpguts.ValidHeaderFieldName(b.Header):
 		return inBandRule{}, fmt.Errorf("%q is no name of a header field", b.Header)
 	}
-	p, err := fingerprint.ParsePointer(b.JSON)
+	p, err := jsonx.ParsePointer(b.JSON)
 	if err != nil {
 		return inBandRule{}, fmt.Errorf("json %q: %w", b.JSON, err)
 	}

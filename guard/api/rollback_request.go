@@ -22,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 const (
@@ -196,38 +197,26 @@ func ParseID(text string) (string, error) {
 // readObject parses one JSON object without duplicate members: two readers could read
 // different requests from it. A null counts as an absent member.
 func readObject(body []byte) (map[string]json.RawMessage, error) {
-	wrong := badParameter("The body is no JSON object.")
-	if !utf8.Valid(body) {
-		return nil, badParameter("The body is not UTF-8.")
-	}
+	var text json.RawMessage
 	d := json.NewDecoder(bytes.NewReader(body))
-	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
-		return nil, wrong
-	}
-	members, seen := map[string]json.RawMessage{}, map[string]bool{}
-	for d.More() {
-		token, err := d.Token()
-		name, ok := token.(string)
-		if err != nil || !ok {
-			return nil, wrong
-		}
-		if seen[name] {
-			return nil, badParameter("A member of the body stands twice.")
-		}
-		seen[name] = true
-		var value json.RawMessage
-		if err := d.Decode(&value); err != nil {
-			return nil, wrong
-		}
-		if string(value) != "null" {
-			members[name] = value
-		}
-	}
-	if _, err := d.Token(); err != nil {
-		return nil, wrong
+	err := d.Decode(&text)
+	object, ok := jsonx.ObjectOf(text)
+	switch {
+	case !utf8.Valid(body):
+		return nil, badParameter("The body is not UTF-8.")
+	case err != nil || !ok:
+		return nil, badParameter("The body is no JSON object.")
+	case !object.Distinct(strings.Clone):
+		return nil, badParameter("A member of the body stands twice.")
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return nil, badParameter("Something stands behind the body's JSON object.")
+	}
+	members := map[string]json.RawMessage{}
+	for _, m := range object {
+		if string(m.Value) != "null" {
+			members[m.Name] = m.Value
+		}
 	}
 	return members, nil
 }

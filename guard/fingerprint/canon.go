@@ -3,21 +3,18 @@ package fingerprint
 import (
 	"bytes"
 	"crypto/sha256"
-	"errors"
-	"fmt"
 	"hash"
 	"slices"
-	"strconv"
-	"strings"
-	"unicode/utf16"
 	"unicode/utf8"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // The encoding of a JSON value. It is the same for all texts of a value, different
 // for different values, and no encoding is a prefix of another:
 //
 //	null, false, true   'z', 'f', 't'
-//	number              'n' length text            text as of appendNumber
+//	number              'n' length text            text as of jsonx.AppendNumber
 //	string              's' length UTF-8
 //	array               'a' length elements        in their order
 //	object              'o' length (name value)*   by encoded name; equal names in their order
@@ -45,7 +42,7 @@ const (
 // canon turns the JSON document of a source into its encoding, in one pass.
 type canon struct {
 	src     source
-	exclude []Pointer
+	exclude []jsonx.Pointer
 	members []string // to be found
 	found   []Member
 
@@ -63,7 +60,7 @@ func (c *canon) document() (ok bool) {
 	whole := false
 	for i, p := range c.exclude {
 		c.live = append(c.live, int32(i))
-		whole = whole || len(p.tokens) == 0
+		whole = whole || len(p) == 0
 	}
 	if !c.value(0, c.live) || c.src.space() != 0 || c.src.more() || c.src.err != nil {
 		return false
@@ -99,7 +96,7 @@ func (c *canon) value(depth int, live []int32) bool {
 		tok, ok := c.src.number()
 		if ok {
 			start := c.open(tagNumber)
-			c.buf = appendNumber(c.buf, tok)
+			c.buf = jsonx.AppendNumber(c.buf, tok)
 			c.seal(start)
 		}
 		return ok
@@ -174,14 +171,13 @@ func (c *canon) longString(start int) (ok bool) {
 }
 
 func (c *canon) array(depth int, live []int32) bool {
-	start := c.open(tagArray)
-	if c.src.space() == ']' {
-		c.src.i++
-		c.seal(start)
-		return true
-	}
-	long := false
+	start, long := c.open(tagArray), false
 	for i := int64(0); ; i++ {
+		if more, ok := c.src.next(']', i == 0); !ok {
+			return false
+		} else if !more {
+			break
+		}
 		begin, mark := len(c.buf), len(c.live)
 		below, drop := live, false
 		if len(live) > 0 {
@@ -202,21 +198,13 @@ func (c *canon) array(depth int, live []int32) bool {
 			c.lists[depth].Write(c.buf[start+2:])
 			c.buf = c.buf[:start+2]
 		}
-		switch c.src.space() {
-		case ',':
-			c.src.i++
-		case ']':
-			c.src.i++
-			if long {
-				c.sealHash(start, c.lists[depth])
-			} else {
-				c.seal(start)
-			}
-			return true
-		default:
-			return false
-		}
 	}
+	if long {
+		c.sealHash(start, c.lists[depth])
+	} else {
+		c.seal(start)
+	}
+	return true
 }
 
 func (c *canon) list(depth int) hash.Hash {
@@ -231,21 +219,16 @@ func (c *canon) list(depth int) hash.Hash {
 
 func (c *canon) object(depth int, live []int32) bool {
 	start, first := c.open(tagObject), len(c.offs)
-	if c.src.space() == '}' {
-		c.src.i++
-		c.seal(start)
-		return true
-	}
-	for {
-		if c.src.space() != '"' {
+	for i := 0; ; i++ {
+		if more, ok := c.src.next('}', i == 0); !ok {
 			return false
+		} else if !more {
+			break
 		}
-		c.src.i++
 		begin, mark := len(c.buf), len(c.live)
-		if !c.string() || c.src.space() != ':' {
+		if !c.src.take('"') || !c.string() || !c.src.take(':') {
 			return false
 		}
-		c.src.i++
 		below, drop := live, false
 		if len(live) > 0 {
 			below, drop = c.follow(live, depth, c.buf[begin:], -1)
@@ -262,19 +245,11 @@ func (c *canon) object(depth int, live []int32) bool {
 		if len(c.buf)+4*len(c.offs) > maxOpen {
 			return false
 		}
-		switch c.src.space() {
-		case ',':
-			c.src.i++
-		case '}':
-			c.src.i++
-			c.sort(start+2, c.offs[first:])
-			c.offs = c.offs[:first]
-			c.seal(start)
-			return true
-		default:
-			return false
-		}
 	}
+	c.sort(start+2, c.offs[first:])
+	c.offs = c.offs[:first]
+	c.seal(start)
+	return true
 }
 
 // member encodes the value of a member with this encoded name, and keeps it if it is to be found.
@@ -314,12 +289,12 @@ func (c *canon) member(depth int, live []int32, name []byte) (ok bool) {
 		}
 		m.Value = string(tok)
 		start := c.open(tagNumber)
-		c.buf = appendNumber(c.buf, tok)
+		c.buf = jsonx.AppendNumber(c.buf, tok)
 		c.seal(start)
 	}
 	for i := range c.found {
 		if c.found[i].Name == m.Name {
-			c.found[i].Err = ErrAmbiguous
+			c.found[i].Err = jsonx.ErrAmbiguous
 			return true
 		}
 	}
@@ -386,11 +361,14 @@ func (s *source) text(dst []byte, limit int) (out []byte, done, ok bool) {
 			s.i++
 			return dst, true, true
 		case c == '\\':
-			was := len(dst)
-			if dst, ok = s.escape(dst); !ok {
+			s.need(len(`\ud83d\ude00`))
+			r, size := jsonx.Escape(s.win[s.i:])
+			if size <= 0 {
 				return dst, false, false
 			}
-			limit -= len(dst) - was
+			dst = utf8.AppendRune(dst, r)
+			s.i += size
+			limit -= utf8.RuneLen(r)
 		case c >= utf8.RuneSelf:
 			s.need(utf8.UTFMax)
 			r, size := utf8.DecodeRune(s.win[s.i:])
@@ -415,125 +393,14 @@ var plain = func() (t [256]bool) {
 	return t
 }()
 
-// escape appends the character of the escape at the window's position.
-func (s *source) escape(dst []byte) (out []byte, ok bool) {
-	s.need(len(`\ud83d\ude00`))
-	w := s.win[s.i:]
-	if len(w) < 2 {
-		return dst, false
-	}
-	var c byte
-	switch w[1] {
-	case '"', '\\', '/':
-		c = w[1]
-	case 'b':
-		c = '\b'
-	case 'f':
-		c = '\f'
-	case 'n':
-		c = '\n'
-	case 'r':
-		c = '\r'
-	case 't':
-		c = '\t'
-	case 'u':
-		r, ok := hex4(w)
-		if !ok {
-			return dst, false
-		}
-		s.i += 6
-		if utf16.IsSurrogate(r) {
-			low, ok := hex4(w[6:])
-			if r = utf16.DecodeRune(r, low); !ok || r == utf8.RuneError {
-				return dst, false
-			}
-			s.i += 6
-		}
-		return utf8.AppendRune(dst, r), true
-	default:
-		return dst, false
-	}
-	s.i += 2
-	return append(dst, c), true
-}
-
-// hex4 reads \uXXXX at the beginning of w.
-func hex4(w []byte) (r rune, ok bool) {
-	if len(w) < 6 || w[0] != '\\' || w[1] != 'u' {
-		return 0, false
-	}
-	for _, c := range w[2:6] {
-		switch {
-		case '0' <= c && c <= '9':
-			c -= '0'
-		case 'a' <= c && c <= 'f':
-			c -= 'a' - 10
-		case 'A' <= c && c <= 'F':
-			c -= 'A' - 10
-		default:
-			return 0, false
-		}
-		r = r<<4 | rune(c)
-	}
-	return r, true
-}
-
-// skipText takes the rest of a string. scratch is overwritten.
-func (s *source) skipText(scratch []byte) (out []byte, ok bool) {
-	for done := false; !done; {
-		if scratch, done, ok = s.text(scratch[:0], 1<<10); !ok {
-			return scratch, false
-		}
-	}
-	return scratch, true
-}
-
 // number takes the number at the window's place and gives it as written. It stays
 // valid until the window moves.
 func (s *source) number() (tok []byte, ok bool) {
-	n := 0
-	// at gives the byte after n, 0 at the end. Filling keeps what was seen.
-	at := func() byte {
-		if s.i+n >= len(s.win) && !s.fill() {
-			return 0
-		}
-		return s.win[s.i+n]
-	}
-	digits := func() bool {
-		from := n
-		for c := at(); '0' <= c && c <= '9'; c = at() {
-			if n++; n > maxNumber {
-				return false
-			}
-		}
-		return n > from
-	}
-	if at() == '-' {
-		n++
-	}
-	if at() == '0' {
-		n++
-	} else if !digits() {
-		return nil, false
-	}
-	if at() == '.' {
-		n++
-		if !digits() {
-			return nil, false
-		}
-	}
-	if c := at(); c == 'e' || c == 'E' {
-		n++
-		if c := at(); c == '+' || c == '-' {
-			n++
-		}
-		if !digits() {
-			return nil, false
-		}
-	}
+	s.need(maxNumber + 1)
+	n := jsonx.NumberSize(s.win[s.i:])
 	tok = s.win[s.i : s.i+n]
 	s.i += n
-	return tok, true
+	return tok, 0 < n && n <= maxNumber
 }
 
 // literal takes word.
@@ -545,139 +412,4 @@ func (s *source) literal(word string) bool {
 	}
 	s.i += len(word)
 	return true
-}
-
-// appendNumber appends the one text of the value that tok, a valid JSON number,
-// stands for: an optional minus, the digits without zeros at either end, "e" and
-// the exponent. It is exact for every length of digits and exponent, and takes no
-// more memory than tok. Zero is "0", whatever its sign and exponent.
-func appendNumber(dst, tok []byte) []byte {
-	start := len(dst)
-	if tok[0] == '-' {
-		dst = append(dst, '-')
-		tok = tok[1:]
-	}
-	var exp []byte
-	if i := bytes.IndexAny(tok, "eE"); i >= 0 {
-		tok, exp = tok[:i], tok[i+1:]
-	}
-	var frac int64
-	first := len(dst)
-	if i := bytes.IndexByte(tok, '.'); i >= 0 {
-		frac = int64(len(tok) - i - 1)
-		dst = append(dst, tok[:i]...)
-		tok = tok[i+1:]
-	}
-	dst = append(dst, tok...)
-	digits := bytes.TrimLeft(dst[first:], "0")
-	if len(digits) == 0 {
-		return append(dst[:start], '0')
-	}
-	dst = dst[:first+copy(dst[first:], digits)]
-	short := bytes.TrimRight(dst[first:], "0")
-	shift := int64(len(dst)-first-len(short)) - frac
-	dst = append(dst[:first+len(short)], 'e')
-	return appendExponent(dst, exp, shift)
-}
-
-// appendExponent appends exp + shift in decimal. exp may have more digits than
-// any integer type; |shift| is at most maxNumber.
-func appendExponent(dst, exp []byte, shift int64) []byte {
-	neg := false
-	if len(exp) > 0 && (exp[0] == '-' || exp[0] == '+') {
-		neg = exp[0] == '-'
-		exp = exp[1:]
-	}
-	exp = bytes.TrimLeft(exp, "0")
-	if len(exp) <= 18 {
-		var e int64
-		for _, c := range exp {
-			e = e*10 + int64(c-'0')
-		}
-		if neg {
-			e = -e
-		}
-		return strconv.AppendInt(dst, e+shift, 10)
-	}
-	// At least 10^18 in size: shift changes neither the sign nor, but for a
-	// carry, more than the last digits.
-	if neg {
-		dst = append(dst, '-')
-		shift = -shift
-	}
-	from := len(dst)
-	dst = append(append(dst, '0'), exp...)
-	carry := shift
-	for i := len(dst) - 1; carry != 0; i-- {
-		v := int64(dst[i]-'0') + carry
-		d := v % 10
-		if d < 0 {
-			d += 10
-		}
-		dst[i] = byte('0' + d)
-		carry = (v - d) / 10
-	}
-	return dst[:from+copy(dst[from:], bytes.TrimLeft(dst[from:], "0"))]
-}
-
-// Pointer names one place in a JSON document (RFC 6901). The zero Pointer is the
-// whole document. A Pointer does not change.
-type Pointer struct{ tokens []string }
-
-var (
-	errPointerUTF8 = errors.New("JSON pointer is not valid UTF-8")
-	unescape       = strings.NewReplacer("~1", "/", "~0", "~")
-	escape         = strings.NewReplacer("~", "~0", "/", "~1")
-)
-
-// ParsePointer reads a JSON pointer: "" for the whole document, else a "/" before
-// every member name or array index, with "~1" for "/" and "~0" for "~" in names.
-// The URI form ("#/a") is refused.
-func ParsePointer(s string) (Pointer, error) {
-	switch {
-	case s == "":
-		return Pointer{}, nil
-	case !utf8.ValidString(s):
-		return Pointer{}, errPointerUTF8
-	case s[0] == '#':
-		return Pointer{}, fmt.Errorf("JSON pointer %q is in URI form: leave the '#' away", s)
-	case s[0] != '/':
-		return Pointer{}, fmt.Errorf("JSON pointer %q must be empty or begin with '/'", s)
-	}
-	tokens := strings.Split(s[1:], "/")
-	for i, t := range tokens {
-		for j := range len(t) {
-			if t[j] == '~' && (j+1 == len(t) || (t[j+1] != '0' && t[j+1] != '1')) {
-				return Pointer{}, fmt.Errorf("JSON pointer %q: '~' must be followed by 0 (for '~') or 1 (for '/')", s)
-			}
-		}
-		tokens[i] = unescape.Replace(t)
-	}
-	return Pointer{tokens}, nil
-}
-
-// String gives the pointer as ParsePointer reads it.
-func (p Pointer) String() string {
-	var b strings.Builder
-	for _, t := range p.tokens {
-		b.WriteByte('/')
-		b.WriteString(escape.Replace(t))
-	}
-	return b.String()
-}
-
-// index reads a token as an array index. RFC 6901 allows no leading zeros; "-" is
-// the element after the last one, which never exists.
-func index(token string) (i int64, ok bool) {
-	if token == "" || len(token) > 18 || (token[0] == '0' && token != "0") {
-		return 0, false
-	}
-	for j := range len(token) {
-		c := token[j]
-		if c < '0' || c > '9' {
-			return 0, false
-		}
-		i = i*10 + int64(c-'0')
-	}
-	return i, true
 }

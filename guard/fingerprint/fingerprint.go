@@ -20,6 +20,10 @@ import (
 	"slices"
 	"strings"
 	"sync"
+
+	"golang.org/x/net/http/httpguts"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // domain separates these sums from all others. Sums are stored for as long as keys: a change that
@@ -81,7 +85,7 @@ type Config struct {
 	Fields *Table
 	// Exclude are values of JSON bodies that do not affect the sum, whether present or absent. An
 	// excluded array element counts as removed. Other bodies are not affected.
-	Exclude []Pointer
+	Exclude []jsonx.Pointer
 	// Members are the names of members of a JSON body that Read returns: of the body itself, not of
 	// values in it.
 	Members []string
@@ -92,7 +96,7 @@ type Member struct {
 	Name string
 	// Value is its string, or its number as it is written; empty for null.
 	Value string
-	// Err is ErrNotScalar, ErrAmbiguous, or ErrValueTooLong; else nil.
+	// Err is ErrNotScalar, jsonx.ErrAmbiguous, or ErrValueTooLong; else nil.
 	Err error
 }
 
@@ -224,7 +228,7 @@ func IsJSON(media string) bool {
 func (c *canon) follow(live []int32, depth int, name []byte, i int64) (below []int32, drop bool) {
 	from := len(c.live)
 	for _, x := range live {
-		tokens := c.exclude[x].tokens
+		tokens := c.exclude[x]
 		if len(tokens) <= depth {
 			continue
 		}
@@ -232,7 +236,7 @@ func (c *canon) follow(live []int32, depth int, name []byte, i int64) (below []i
 			if !named(name, tokens[depth]) {
 				continue
 			}
-		} else if n, ok := index(tokens[depth]); !ok || n != i {
+		} else if n, ok := jsonx.Index(tokens[depth]); !ok || n != i {
 			continue
 		}
 		drop = drop || len(tokens) == depth+1
@@ -344,6 +348,31 @@ func (s *source) space() byte {
 	}
 }
 
+// take takes a byte if it comes next, behind white space.
+func (s *source) take(c byte) bool {
+	ok := s.i < len(s.win) && s.win[s.i] == c || s.space() == c
+	if ok {
+		s.i++
+	}
+	return ok
+}
+
+// next moves to the next value or name in an array or object of which the opening bracket is taken, and
+// takes the closing one. Not ok: there is neither.
+func (s *source) next(closing byte, first bool) (more, ok bool) {
+	switch c := s.space(); {
+	case c == closing:
+		s.i++
+		return false, true
+	case first:
+		return true, true
+	case c == ',':
+		s.i++
+		return true, true
+	}
+	return false, false
+}
+
 // maxValue is the longest string that Lookup returns, in bytes.
 const maxValue = 64 << 10
 
@@ -354,9 +383,6 @@ var (
 	ErrNotJSON = errors.New("the body is not valid JSON")
 	// ErrNotScalar: the value is an object, an array, true or false.
 	ErrNotScalar = errors.New("the value is neither a string nor a number")
-	// ErrAmbiguous: a name in the path occurs twice in its object, so that the
-	// upstream may read another value.
-	ErrAmbiguous = errors.New("the value's name occurs more than once in its object")
 	// ErrValueTooLong: the string is longer than 64 KiB.
 	ErrValueTooLong = errors.New("the value is too long")
 )
@@ -365,7 +391,7 @@ var (
 type finder struct {
 	src     source
 	scratch []byte
-	tokens  []string
+	tokens  jsonx.Pointer
 	value   string
 	found   bool
 	err     error
@@ -377,14 +403,14 @@ var finders = sync.Pool{New: func() any { return new(finder) }}
 // size bytes. An empty body, an absent value and null are not found. The errors
 // are the four of this package and, if the body cannot be read, its own.
 // Like Sum it reads the whole body in one pass and does not keep it.
-func Lookup(body io.ReaderAt, size int64, p Pointer) (value string, found bool, err error) {
+func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found bool, err error) {
 	if size == 0 {
 		return "", false, nil
 	}
 	f := finders.Get().(*finder)
 	defer f.free()
 	f.src.reset(body, size)
-	f.tokens = p.tokens
+	f.tokens = p
 	ok := f.walk(0, true) && f.src.space() == 0 && !f.src.more()
 	switch {
 	case f.src.err != nil:
@@ -412,17 +438,21 @@ func (f *finder) walk(depth int, on bool) (ok bool) {
 	switch f.src.space() {
 	case '{':
 		f.src.i++
-		return f.scalar(!hit) && depth < maxDepth && f.object(depth, on)
+		return f.scalar(!hit) && depth < maxDepth && f.container(depth, on, '}')
 	case '[':
 		f.src.i++
-		return f.scalar(!hit) && depth < maxDepth && f.array(depth, on)
+		return f.scalar(!hit) && depth < maxDepth && f.container(depth, on, ']')
 	case '"':
 		f.src.i++
-		if !hit {
-			f.scratch, ok = f.src.skipText(f.scratch)
-			return ok
-		}
 		done := false
+		for !hit && !done {
+			if f.scratch, done, ok = f.src.text(f.scratch[:0], 1<<10); !ok {
+				return false
+			}
+		}
+		if !hit {
+			return true
+		}
 		if f.scratch, done, ok = f.src.text(f.scratch[:0], maxValue+1); ok && !done {
 			f.err = ErrValueTooLong
 		}
@@ -451,72 +481,41 @@ func (f *finder) scalar(ok bool) bool {
 	return ok
 }
 
-func (f *finder) array(depth int, on bool) bool {
-	want := int64(-1)
-	if on {
-		if i, ok := index(f.tokens[depth]); ok {
-			want = i
+// container takes the rest of an array or an object.
+func (f *finder) container(depth int, on bool, closing byte) (ok bool) {
+	want, seen := int64(-1), false
+	if on && closing == ']' {
+		if at, isIndex := jsonx.Index(f.tokens[depth]); isIndex {
+			want = at
 		}
-	}
-	if f.src.space() == ']' {
-		f.src.i++
-		return true
 	}
 	for i := int64(0); ; i++ {
-		if !f.walk(depth+1, i == want) {
-			return false
+		if more, ok := f.src.next(closing, i == 0); !more {
+			return ok
 		}
-		switch f.src.space() {
-		case ',':
-			f.src.i++
-		case ']':
-			f.src.i++
-			return true
-		default:
-			return false
+		match := i == want
+		if closing == '}' {
+			if match, ok = f.name(depth, on); !ok {
+				return false
+			}
+			if match && seen {
+				f.err = jsonx.ErrAmbiguous
+				return false
+			}
+			seen = seen || match
 		}
-	}
-}
-
-func (f *finder) object(depth int, on bool) bool {
-	if f.src.space() == '}' {
-		f.src.i++
-		return true
-	}
-	seen := false
-	for {
-		if f.src.space() != '"' {
-			return false
-		}
-		f.src.i++
-		match, ok := f.name(depth, on)
-		if !ok || f.src.space() != ':' {
-			return false
-		}
-		f.src.i++
-		if match && seen {
-			f.err = ErrAmbiguous
-			return false
-		}
-		seen = seen || match
 		if !f.walk(depth+1, match) {
 			return false
 		}
-		switch f.src.space() {
-		case ',':
-			f.src.i++
-		case '}':
-			f.src.i++
-			return true
-		default:
-			return false
-		}
 	}
 }
 
-// name takes a member's name and reports whether it is the next token.
+// name takes a member's name with its colon and reports whether it is the next token.
 func (f *finder) name(depth int, on bool) (match, ok bool) {
 	rest := ""
+	if !f.src.take('"') {
+		return false, false
+	}
 	if on {
 		rest = f.tokens[depth]
 	}
@@ -529,7 +528,7 @@ func (f *finder) name(depth int, on bool) (match, ok bool) {
 			rest = rest[len(f.scratch):]
 		}
 	}
-	return on && rest == "", true
+	return on && rest == "", f.src.take(':')
 }
 
 const (
@@ -646,8 +645,8 @@ func (s *state) partHeader() bool {
 	src.i += end + 4
 	s.fields = s.fields[:0]
 	for line := range bytes.SplitSeq(w[:end], []byte("\r\n")) {
-		name, value, ok := bytes.Cut(line, []byte(":"))
-		if !ok || !isToken(name) || bytes.ContainsAny(value, "\r\n\x00") {
+		name, value, ok := bytes.Cut(line, []byte(":")) // a folded line begins with white space, which no name has
+		if !ok || !httpguts.ValidHeaderFieldName(string(name)) || bytes.ContainsAny(value, "\r\n\x00") {
 			return false
 		}
 		s.fields = append(s.fields, partField{bytes.ToLower(name), bytes.Trim(value, " \t")})
@@ -662,15 +661,4 @@ func (s *state) partHeader() bool {
 	}
 	s.parts.Write(s.buf)
 	return true
-}
-
-// isToken reports whether name is a field name (RFC 9110, section 5.6.2). It also
-// keeps away folded lines, which begin with white space.
-func isToken(name []byte) bool {
-	for _, c := range name {
-		if c <= ' ' || c >= 0x7f || strings.IndexByte(`"(),/:;<=>?@[\]{}`, c) >= 0 {
-			return false
-		}
-	}
-	return len(name) > 0
 }

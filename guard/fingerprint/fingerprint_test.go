@@ -20,6 +20,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Every field counts, and none can flow over into its neighbour.
@@ -160,7 +161,7 @@ func TestReadErrorsAreReturned(t *testing.T) {
 				if _, err := (*fingerprint.Config)(nil).Sum(req); !errors.Is(err, want) {
 					t.Errorf("%s of %d bytes, %v at %d: %v", c.ct, len(c.body), have, at, err)
 				}
-				ptr, _ := fingerprint.ParsePointer("/b/0")
+				ptr, _ := jsonx.ParsePointer("/b/0")
 				if c.ct == "application/json" && c.body[0] != 'x' {
 					if _, found, err := fingerprint.Lookup(req.Body, req.Size, ptr); found || !errors.Is(err, want) {
 						t.Errorf("Lookup, %v at %d: %v, %v", have, at, found, err)
@@ -215,11 +216,11 @@ func TestConcurrentSums(t *testing.T) {
 }
 
 func Example() {
-	id, err := fingerprint.ParsePointer("/id")
+	id, err := jsonx.ParsePointer("/id")
 	if err != nil {
 		panic(err)
 	}
-	cfg := &fingerprint.Config{Exclude: []fingerprint.Pointer{id}}
+	cfg := &fingerprint.Config{Exclude: []jsonx.Pointer{id}}
 	sum := func(body string) fingerprint.Sum {
 		s, err := cfg.Sum(fingerprint.Request{
 			Method: "POST", Host: "api.example.com", Path: "/v1/charges",
@@ -285,7 +286,7 @@ func config(t testing.TB, pointers ...string) *fingerprint.Config {
 	t.Helper()
 	var c fingerprint.Config
 	for _, s := range pointers {
-		p, err := fingerprint.ParsePointer(s)
+		p, err := jsonx.ParsePointer(s)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -581,10 +582,10 @@ func TestLookup(t *testing.T) {
 		{`{"id":true}`, "/id", "", false, fingerprint.ErrNotScalar},
 		{`{"id":false}`, "/id", "", false, fingerprint.ErrNotScalar},
 		{`{"id":{"x":1}}`, "/id", "", false, fingerprint.ErrNotScalar},
-		{`{"id":"a","id":"b"}`, "/id", "", false, fingerprint.ErrAmbiguous},
-		{`{"id":"a","id":"a"}`, "/id", "", false, fingerprint.ErrAmbiguous},
-		{`{"id":"a","\u0069d":null}`, "/id", "", false, fingerprint.ErrAmbiguous},
-		{`{"m":{"id":"a"},"m":{}}`, "/m/id", "", false, fingerprint.ErrAmbiguous},
+		{`{"id":"a","id":"b"}`, "/id", "", false, jsonx.ErrAmbiguous},
+		{`{"id":"a","id":"a"}`, "/id", "", false, jsonx.ErrAmbiguous},
+		{`{"id":"a","\u0069d":null}`, "/id", "", false, jsonx.ErrAmbiguous},
+		{`{"m":{"id":"a"},"m":{}}`, "/m/id", "", false, jsonx.ErrAmbiguous},
 		{`{"x":1,"x":2,"id":"a"}`, "/id", "a", true, nil},
 		{`{"id":"a","n":{"id":"b"}}`, "/id", "a", true, nil},
 		{`{"id":"a"`, "/id", "", false, fingerprint.ErrNotJSON},
@@ -792,9 +793,9 @@ func notAlphanumeric(r rune) bool {
 	return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9')
 }
 
-func mustPointer(t testing.TB, s string) fingerprint.Pointer {
+func mustPointer(t testing.TB, s string) jsonx.Pointer {
 	t.Helper()
-	p, err := fingerprint.ParsePointer(s)
+	p, err := jsonx.ParsePointer(s)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -811,7 +812,7 @@ func TestParsePointer(t *testing.T) {
 	for s, want := range map[string]string{
 		"a": "begin with '/'", "#/a": "'#'", "#": "'#'", "$.a": "begin with '/'", "/a~": "'~'", "/~2": "'~'", "/a~/b": "'~'", "/\xff": "UTF-8",
 	} {
-		if _, err := fingerprint.ParsePointer(s); err == nil || !strings.Contains(err.Error(), want) {
+		if _, err := jsonx.ParsePointer(s); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", s, err)
 		}
 	}
@@ -845,7 +846,7 @@ func rows(n int) []byte {
 func BenchmarkSum(b *testing.B) {
 	exclude := &fingerprint.Config{}
 	for _, p := range []string{"/id", "/metadata/order_id"} {
-		ptr, err := fingerprint.ParsePointer(p)
+		ptr, err := jsonx.ParsePointer(p)
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -885,7 +886,7 @@ func BenchmarkSum(b *testing.B) {
 }
 
 func BenchmarkLookup(b *testing.B) {
-	ptr, err := fingerprint.ParsePointer("/metadata/order_id")
+	ptr, err := jsonx.ParsePointer("/metadata/order_id")
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -907,7 +908,7 @@ func TestRead(t *testing.T) {
 		`{"\u006bey":"\u006b","other":1.50}`:                 {{Name: "key", Value: "k"}, {Name: "other", Value: "1.50"}},
 		`{"key":"` + long + `"}`:                             {{Name: "key", Value: long}},
 		`{"key":"` + strings.Repeat(long, 300) + `"}`:        {{Name: "key", Err: fingerprint.ErrValueTooLong}},
-		`{"key":"a","key":"a"}`:                              {{Name: "key", Value: "a", Err: fingerprint.ErrAmbiguous}},
+		`{"key":"a","key":"a"}`:                              {{Name: "key", Value: "a", Err: jsonx.ErrAmbiguous}},
 		`{"key":null,"other":""}`:                            {{Name: "key"}, {Name: "other"}},
 		`{"key":[],"other":false}`:                           {{Name: "key", Err: fingerprint.ErrNotScalar}, {Name: "other", Err: fingerprint.ErrNotScalar}},
 		`{"key":"a"`:                                         nil,

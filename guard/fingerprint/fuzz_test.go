@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 func seeds() (docs []string) {
@@ -168,7 +169,7 @@ func FuzzLookup(f *testing.F) {
 		f.Add([]byte(d), []string{"", "/a", "/a/0", "/0", "/", "/metadata/order_id", "/a/1/b"}[i%7])
 	}
 	f.Fuzz(func(t *testing.T, doc []byte, pointer string) {
-		p, err := fingerprint.ParsePointer(pointer)
+		p, err := jsonx.ParsePointer(pointer)
 		if err != nil {
 			return
 		}
@@ -196,7 +197,7 @@ func FuzzLookup(f *testing.F) {
 		switch {
 		case ambiguous:
 			// Which of both is met first depends on the order.
-			if !errors.Is(err, fingerprint.ErrAmbiguous) && !errors.Is(err, fingerprint.ErrNotScalar) {
+			if !errors.Is(err, jsonx.ErrAmbiguous) && !errors.Is(err, fingerprint.ErrNotScalar) {
 				t.Fatalf("%q in %q: %q, %v, %v", pointer, doc, value, found, err)
 			}
 		case n == nil || n.kind == 'n':

@@ -1,6 +1,6 @@
 package plan
 
-import "github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+import "github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 
 // Know has the store know so many workflows in memory.
 func (s *Store) Know(most int) { s.most = most }
@@ -10,7 +10,7 @@ func (s *Store) Known() int { return len(s.all) }
 
 // Work is how many steps with nodes and edges a text takes.
 func Work(text []byte) int {
-	r := &reader{Scanner: strictjson.Scanner{JSON: string(text)}, plan: &Descriptor{}}
+	r := &reader{Scanner: jsonx.Scanner{JSON: string(text)}, plan: &Descriptor{}}
 	if r.document() {
 		r.connect()
 	}

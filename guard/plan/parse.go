@@ -14,7 +14,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 const (
@@ -29,6 +29,7 @@ const (
 	maxDescription = 4096
 	maxTimeoutS    = 365 * 24 * 60 * 60
 	maxWhole       = 1 << 30
+	maxNesting     = 32
 )
 
 var decimal = regexp.MustCompile(`^[0-9]{1,6}(\.[0-9]{1,3})?$`)
@@ -36,7 +37,7 @@ var decimal = regexp.MustCompile(`^[0-9]{1,6}(\.[0-9]{1,3})?$`)
 // reader reads a descriptor. What is wrong with a value is noted, and reading goes on; the methods
 // return false where the text is no JSON.
 type reader struct {
-	strictjson.Scanner
+	jsonx.Scanner
 	plan  *Descriptor
 	edges [][2]string
 	list  string // the list that is being read, nodes or edges, or empty
@@ -98,18 +99,18 @@ func (r *reader) syntax() Problem {
 	switch err := json.Unmarshal([]byte(r.JSON), new(any)); {
 	case errors.As(err, &wrong):
 		at, p.Text = int(wrong.Offset), wrong.Error()
-	case r.Fault == strictjson.TwiceNamed:
+	case r.TwiceNamed:
 		p.Text = "the name stands twice in one object; write it once"
-	case r.Fault == strictjson.NotUnicode && r.Name == "":
+	case r.NotUnicode && r.Name == "":
 		p.Text = "a name is no valid Unicode; write UTF-8, and surrogates in pairs"
-	case r.Fault == strictjson.NotUnicode:
+	case r.NotUnicode:
 		p.Text = "the text is no valid Unicode; write UTF-8, and surrogates in pairs"
-	case r.Fault == strictjson.TooDeep:
-		p.Text = fmt.Sprintf("the value nests too deep; at most %d levels are allowed", strictjson.MaxNesting)
+	case r.TooDeep:
+		p.Text = fmt.Sprintf("the value nests too deep; at most %d levels are allowed", maxNesting)
 	default:
 		p.Text = "it is no object"
 	}
-	if r.Fault != 0 && wrong == nil {
+	if (r.TwiceNamed || r.NotUnicode || r.TooDeep) && wrong == nil {
 		place := len(r.plan.Nodes) - 1
 		if r.list == "edges" {
 			place = len(r.edges) - 1
@@ -286,10 +287,9 @@ func (r *reader) constraint(n *Node, h *Hints, name string) (ok bool) {
 	case strings.HasPrefix(name, "atd."):
 		return r.unknown(member, resourcePrefix+strings.Join(hintNames, ", "+resourcePrefix)+", "+circuitThreshold+", "+circuitWindow)
 	default:
-		from := r.At
-		if _, ok = r.Value(); ok {
-			value := strictjson.Scanner{JSON: r.JSON, At: from}
-			n.Others = append(n.Others, Constraint{name, string(value.Canonical(nil))})
+		var value string
+		if value, _, ok = r.Raw(); ok {
+			n.Others = append(n.Others, Constraint{name, jsonx.Canonical(value)})
 		}
 	}
 	return ok
@@ -379,7 +379,7 @@ func (r *reader) boolean(member string) (bool, bool) {
 
 // number reads a number above 0. Anything else is noted, and 0.
 func (r *reader) number(member, right string) (float64, bool) {
-	if c := r.Peek(); c != '-' && !('0' <= c && c <= '9') {
+	if !jsonx.IsNumber(r.JSON[r.At:]) {
 		return 0, r.instead(member, "write "+right+", as a number")
 	}
 	raw, ok := r.Number()
@@ -392,7 +392,7 @@ func (r *reader) number(member, right string) (float64, bool) {
 }
 
 func (r *reader) whole(member string, least, most int64, right string) (int64, bool) {
-	if c := r.Peek(); c != '-' && !('0' <= c && c <= '9') {
+	if !jsonx.IsNumber(r.JSON[r.At:]) {
 		return 0, r.instead(member, "write "+right+", as a number")
 	}
 	raw, ok := r.Number()

@@ -15,7 +15,7 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // MediaType is that of a descriptor (ATD, "Media Type").
@@ -167,7 +167,7 @@ func Parse(text []byte) (*Descriptor, error) {
 		return nil, &Error{Problems: []Problem{{Text: fmt.Sprintf("it has more than %d bytes", MaxSize)}}}
 	}
 	d := &Descriptor{}
-	r := &reader{Scanner: strictjson.Scanner{JSON: string(text)}, plan: d}
+	r := &reader{Scanner: jsonx.Scanner{JSON: string(text), Depth: maxNesting}, plan: d}
 	if !r.document() {
 		return nil, &Error{Problems: []Problem{r.syntax()}}
 	}
@@ -288,14 +288,14 @@ func comma(b []byte) []byte {
 }
 
 func appendName(b []byte, name string) []byte {
-	return append(strictjson.AppendText(comma(b), name), ':')
+	return append(jsonx.AppendText(comma(b), name), ':')
 }
 
 func appendText(b []byte, name, value string) []byte {
 	if value == "" {
 		return b
 	}
-	return strictjson.AppendText(appendName(b, name), value)
+	return jsonx.AppendText(appendName(b, name), value)
 }
 
 func appendWhole(b []byte, name string, value int64) []byte {

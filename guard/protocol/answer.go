@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Meaning says what an answer tells of its call.
@@ -66,8 +67,8 @@ type Reply struct {
 	Live bool
 }
 
-// ProblemCode is the code of all JSON-RPC errors that the guard itself answers with.
-const ProblemCode = -32090
+// problemCode is the code of all JSON-RPC errors that the guard itself answers with.
+const problemCode = -32090
 
 // maxScalar is the longest value of an answer that is read, and maxHeld the longest beginning of a
 // message that is held until it is clear what it is, in bytes.
@@ -253,7 +254,7 @@ func (a *Answer) ended() {
 	if len(a.value) <= maxScalar {
 		text = string(a.value)
 		if text[0] == '"' {
-			text = unquote(a.value)
+			text = jsonx.Unquote(a.value)
 		}
 	}
 	if a.at == pathIsError && (text == "false" || text == "null") {
@@ -354,7 +355,7 @@ func (a *Answer) take(m *answered, ignored bool) {
 	switch {
 	case m.failed:
 		a.out.Code, _ = strconv.Atoi(m.code)
-		if a.out.Code == ProblemCode {
+		if a.out.Code == problemCode {
 			a.out.Status, _ = strconv.Atoi(m.status)
 		}
 		a.out.Meaning = meaningOf(a.protocol, a.out.Code, m)
@@ -376,7 +377,7 @@ const codeNeedsURL = -32042
 // for results that do not fit the tool's output schema, once the tool has run.
 func meaningOf(p Protocol, code int, m *answered) Meaning {
 	switch {
-	case code == ProblemCode && strings.Contains(m.problem, "/.well-known/cascade/problems/"):
+	case code == problemCode && strings.Contains(m.problem, "/.well-known/cascade/problems/"):
 		if m.status == strconv.Itoa(http.StatusConflict) {
 			return Doubtful
 		}
@@ -453,7 +454,7 @@ func (m *Message) Final(contentType string, body []byte) []byte {
 // among returns the answer to m that a text is, or that is an element of it; nil without one.
 func (m *Message) among(text []byte) []byte {
 	if text = bytes.TrimSpace(text); m.Batch && json.Valid(text) && text[0] == '[' {
-		for element := range elements(text) {
+		for element := range jsonx.Elements(text) {
 			if answer := m.among(element); answer != nil && element[0] == '{' {
 				return answer
 			}
@@ -490,21 +491,21 @@ func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
 	if o.Meaning != Executed || o.Code != 0 || !json.Valid(body) {
 		return false
 	}
-	top, ok := objectOf(bytes.TrimSpace(body))
-	if !ok || !top.clear(envelope) || unquote(top.get("jsonrpc")) != "2.0" || !bytes.Equal(top.get("id"), m.ID) {
+	top, ok := jsonx.ObjectOf(bytes.TrimSpace(body))
+	if !ok || !top.Clear(envelope) || jsonx.Unquote(top.Get("jsonrpc")) != "2.0" || !bytes.Equal(top.Get("id"), m.ID) {
 		return false
 	}
-	result, _ := objectOf(top.get("result"))
+	result, _ := jsonx.ObjectOf(top.Get("result"))
 	if m.Method == "initialize" {
-		_, able := objectOf(result.get("capabilities"))
-		info, _ := objectOf(result.get(own))
-		return able && unquote(result.get("protocolVersion")) != "" && unquote(info.get("name")) != ""
+		_, able := jsonx.ObjectOf(result.Get("capabilities"))
+		info, _ := jsonx.ObjectOf(result.Get(own))
+		return able && jsonx.Unquote(result.Get("protocolVersion")) != "" && jsonx.Unquote(info.Get("name")) != ""
 	}
-	if tools := result.get("tools"); tools != nil && tools[0] == '[' {
+	if tools := result.Get("tools"); tools != nil && tools[0] == '[' {
 		found := false
-		for element := range elements(tools) {
-			tool, _ := objectOf(element)
-			if _, ok := objectOf(tool.get(own)); !ok || unquote(tool.get("name")) == "" {
+		for element := range jsonx.Elements(tools) {
+			tool, _ := jsonx.ObjectOf(element)
+			if _, ok := jsonx.ObjectOf(tool.Get(own)); !ok || jsonx.Unquote(tool.Get("name")) == "" {
 				return false
 			}
 			found = true
@@ -518,7 +519,7 @@ func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
 func (a *Answer) answers(m *answered) bool {
 	id := string(a.asked.ID)
 	if id != "" && id[0] == '"' {
-		id = unquote(a.asked.ID)
+		id = jsonx.Unquote(a.asked.ID)
 	}
 	switch {
 	case !a.whole():
@@ -535,7 +536,7 @@ func (a *Answer) whole() bool { return !a.scan.broken && len(a.scan.open) == 0 &
 // SameID is an id of JSON-RPC, as it was sent, in a form that two texts of one id share.
 func SameID(id []byte) string {
 	if len(id) > 0 && id[0] == '"' {
-		return `"` + unquote(id)
+		return `"` + jsonx.Unquote(id)
 	}
 	return string(id)
 }
@@ -578,23 +579,18 @@ func (l *lines) split(a *Answer, p []byte) {
 				continue
 			}
 			l.space = false
-			n := bytes.IndexAny(p, "\r\n")
-			if n < 0 {
-				n = len(p)
-			}
-			a.feed(p[:n])
-			if p = p[n:]; len(p) > 0 {
-				l.end(a, p[0])
-				p = p[1:]
-			}
+			fallthrough
 		default:
 			n := bytes.IndexAny(p, "\r\n")
 			if n < 0 {
 				n = len(p)
 			}
-			if l.in != 'i' {
+			switch {
+			case l.in == 'd':
+				a.feed(p[:n])
+			case l.in != 'i':
 				a.emit(p[:n])
-			} else if len(bytes.TrimLeft(p[:n], " ")) > 0 {
+			case len(bytes.TrimLeft(p[:n], " ")) > 0:
 				l.id = 2
 			}
 			if p = p[n:]; len(p) > 0 {

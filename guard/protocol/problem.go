@@ -7,12 +7,14 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Error returns the text of a JSON-RPC error that answers m, with the problem as its data. message
 // is a sentence that programs show. data is the text of a JSON value, or nil. Not for REST.
 func (m *Message) Error(message string, data []byte) []byte {
-	body := rpcAnswer{Version: "2.0", ID: orNull(m.ID), Error: &rpcError{Code: ProblemCode, Message: message, Data: data}}
+	body := rpcAnswer{Version: "2.0", ID: orNull(m.ID), Error: &rpcError{Code: problemCode, Message: message, Data: data}}
 	return body.text()
 }
 
@@ -144,7 +146,7 @@ func (m *Message) TaskAnswer(task string, status int, contentType string, body [
 	if _, known = m.TaskOutcome(task, status, contentType, body); !known {
 		return nil, "", false
 	}
-	top, ok := objectOf(bytes.Trim(body, " \t\r\n"))
+	top, ok := jsonx.ObjectOf(bytes.Trim(body, " \t\r\n"))
 	if !ok || isStream(contentType) || m.Protocol == MCP && m.Version >= "2026-07-28" {
 		return nil, "", true
 	}
@@ -152,7 +154,7 @@ func (m *Message) TaskAnswer(task string, status int, contentType string, body [
 	if m.Protocol == MCP || strings.HasPrefix(m.Method, "Send") {
 		wrap = `{"task":%s}`
 	}
-	text := fmt.Appendf(nil, `{"jsonrpc":"2.0","id":`+taskID+`,"result":`+wrap+`}`, top.get("result"))
+	text := fmt.Appendf(nil, `{"jsonrpc":"2.0","id":`+taskID+`,"result":`+wrap+`}`, top.Get("result"))
 	if m.Method != "message/stream" && m.Method != "SendStreamingMessage" {
 		return text, "application/json", true
 	}

@@ -20,6 +20,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Protocol names a protocol of agents.
@@ -109,8 +110,8 @@ type Message struct {
 	// Trace is the W3C trace context of `_meta`, or of the metadata of A2A; empty without one.
 	Trace string
 
-	params    object // of JSON-RPC; the body of REST
-	meta      object
+	params    jsonx.Object // of JSON-RPC; the body of REST
+	meta      jsonx.Object
 	arguments []byte
 }
 
@@ -148,7 +149,7 @@ func (u *Rules) Begins(path string, text []byte) bool {
 		if i = next(i + end + 2); i >= len(text) || text[i] != ':' {
 			return true
 		}
-		if i = next(skip(text, next(i+1))); i >= len(text) || text[i] != ',' {
+		if i = next(jsonx.Skip(text, next(i+1))); i >= len(text) || text[i] != ',' {
 			return true
 		}
 	}
@@ -164,7 +165,7 @@ func (u *Rules) Parse(header http.Header, path string, body []byte) ([]Message, 
 	body = bytes.Trim(body, " \t\r\n")
 	if body[0] == '[' {
 		var all []Message
-		for element := range elements(body) {
+		for element := range jsonx.Elements(body) {
 			m, ok := u.message(header, element)
 			if !ok {
 				return nil, false
@@ -186,36 +187,36 @@ func (u *Rules) Parse(header http.Header, path string, body []byte) ([]Message, 
 var envelope = []string{"jsonrpc", "id", "method", "params", "result", "error"}
 
 func (u *Rules) message(header http.Header, text []byte) (Message, bool) {
-	var room [8]member
+	var room [8]jsonx.Member
 	if text[0] != '{' {
 		return Message{}, false
 	}
-	top, ok := membersOf(room[:0], text), true
-	if !top.clear(envelope) || unquote(top.get("jsonrpc")) != "2.0" {
+	top, ok := jsonx.AppendMembers(room[:0], text), true
+	if !top.Clear(envelope) || jsonx.Unquote(top.Get("jsonrpc")) != "2.0" {
 		return Message{}, false
 	}
 	// In a body that nobody has announced a further member may mean something to its server.
 	strict := u.Guesses()
-	if strict && slices.ContainsFunc(top, func(m member) bool { return !slices.Contains(envelope, m.name) }) {
+	if strict && slices.ContainsFunc(top, func(m jsonx.Member) bool { return !slices.Contains(envelope, m.Name) }) {
 		return Message{}, false
 	}
-	m := Message{Body: text, ID: top.get("id"), Method: unquote(top.get("method"))}
-	answer := top.get("result") != nil || top.get("error") != nil
-	if answer == (m.Method != "") || m.Method == "" && top.get("method") != nil {
+	m := Message{Body: text, ID: top.Get("id"), Method: jsonx.Unquote(top.Get("method"))}
+	answer := top.Get("result") != nil || top.Get("error") != nil
+	if answer == (m.Method != "") || m.Method == "" && top.Get("method") != nil {
 		return Message{}, false
 	}
 	switch {
 	case answer, m.ID == nil:
 		m.ID = nil
-	case m.ID[0] != '"' && !number(m.ID) && string(m.ID) != "null":
+	case m.ID[0] != '"' && !jsonx.IsNumber(m.ID) && string(m.ID) != "null":
 		return Message{}, false
 	}
-	if params := top.get("params"); params != nil && params[0] == '{' {
-		if m.params, ok = objectOf(params); !ok {
+	if params := top.Get("params"); params != nil && params[0] == '{' {
+		if m.params, ok = jsonx.ObjectOf(params); !ok {
 			return Message{}, false
 		}
 	}
-	m.Content = top.get("params")
+	m.Content = top.Get("params")
 	m.Protocol = u.Protocol
 	if strict {
 		m.Protocol = recognise(header, &m)
@@ -249,13 +250,13 @@ func recognise(header http.Header, m *Message) Protocol {
 
 // read takes from the parameters what names the call.
 func (m *Message) read(header http.Header) {
-	m.meta, _ = objectOf(m.params.get("_meta"))
-	m.Name, m.Trace = m.Method, unquote(m.meta.get("traceparent"))
+	m.meta, _ = jsonx.ObjectOf(m.params.Get("_meta"))
+	m.Name, m.Trace = m.Method, jsonx.Unquote(m.meta.Get("traceparent"))
 	if m.Protocol == A2A {
 		m.Version = header.Get(HeaderA2A)
 		if m.Trace == "" {
-			metadata, _ := objectOf(m.params.get("metadata"))
-			m.Trace = unquote(metadata.get("traceparent"))
+			metadata, _ := jsonx.ObjectOf(m.params.Get("metadata"))
+			m.Trace = jsonx.Unquote(metadata.Get("traceparent"))
 		}
 		return
 	}
@@ -263,12 +264,12 @@ func (m *Message) read(header http.Header) {
 	if m.Method == "tools/call" {
 		m.Content, m.Name = nil, ""
 	}
-	if m.Method == "tools/call" && m.params.clear([]string{"name", "arguments", "_meta"}) {
-		m.Tool = unquote(m.params.get("name"))
+	if m.Method == "tools/call" && m.params.Clear([]string{"name", "arguments", "_meta"}) {
+		m.Tool = jsonx.Unquote(m.params.Get("name"))
 		if named := header.Get("Mcp-Name"); named != "" && named != m.Tool {
 			m.Tool = ""
 		}
-		m.arguments = m.params.get("arguments")
+		m.arguments = m.params.Get("arguments")
 		m.Content, m.Name = m.arguments, m.Tool
 	}
 }
@@ -282,7 +283,7 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 	if method == "" {
 		return Message{}, false
 	}
-	top, ok := objectOf(body)
+	top, ok := jsonx.ObjectOf(body)
 	if !ok {
 		return Message{}, false
 	}
@@ -291,9 +292,9 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 	if u.Protocol == A2A {
 		return m, true
 	}
-	message, _ := objectOf(top.get("message"))
+	message, _ := jsonx.ObjectOf(top.Get("message"))
 	// What a caller says of himself makes nothing harmless that another server may execute.
-	return m, strings.HasPrefix(m.Method, "Send") && message.get("messageId") != nil && message.get("role") != nil
+	return m, strings.HasPrefix(m.Method, "Send") && message.Get("messageId") != nil && message.Get("role") != nil
 }
 
 // methodREST is the method of A2A that a path of its REST form stands for, or empty.
@@ -368,10 +369,10 @@ func (u *Rules) Changes(m *Message, readOnly bool) bool {
 
 // Errors of a key. They do not contain it.
 var (
-	// ErrKeyType: the key is neither a string nor a number.
-	ErrKeyType = errors.New("the key in the message is neither a string nor a number")
-	// ErrKeyTwice: its name occurs more than once, so that the server may read another one.
-	ErrKeyTwice = errors.New("the key in the message occurs more than once")
+	// errKeyType: the key is neither a string nor a number.
+	errKeyType = errors.New("the key in the message is neither a string nor a number")
+	// errKeyTwice: its name occurs more than once, so that the server may read another one.
+	errKeyTwice = errors.New("the key in the message occurs more than once")
 )
 
 // Key returns the key that the message itself names: that of `_meta`, that of an argument, or the
@@ -381,29 +382,29 @@ var (
 func (u *Rules) Key(m *Message) (string, error) {
 	places := []struct {
 		names []string
-		of    object
+		of    jsonx.Object
 	}{{u.metaNames(), m.meta}}
 	if len(u.Arguments) > 0 {
-		arguments, _ := objectOf(m.arguments)
+		arguments, _ := jsonx.ObjectOf(m.arguments)
 		places = append(places, struct {
 			names []string
-			of    object
+			of    jsonx.Object
 		}{u.Arguments, arguments})
 	}
 	for _, place := range places {
 		for _, name := range place.names {
-			value := place.of.get(name)
+			value := place.of.Get(name)
 			switch {
 			case value == nil:
 				continue
-			case !place.of.clear([]string{name}):
-				return "", ErrKeyTwice
+			case !place.of.Clear([]string{name}):
+				return "", errKeyTwice
 			case string(value) == "null":
 				continue
 			case value[0] == '"':
-				value = []byte(unquote(value))
-			case !number(value):
-				return "", ErrKeyType
+				value = []byte(jsonx.Unquote(value))
+			case !jsonx.IsNumber(value):
+				return "", errKeyType
 			}
 			if len(value) > 0 {
 				return m.StepOf(tidy(string(value))), nil
@@ -413,11 +414,11 @@ func (u *Rules) Key(m *Message) (string, error) {
 	if m.Protocol != A2A || !strings.HasPrefix(strings.ToLower(m.Method), "send") && !strings.HasPrefix(m.Method, "message/") {
 		return "", nil
 	}
-	message, _ := objectOf(m.params.get("message"))
-	if !message.clear([]string{"messageId", "taskId"}) {
-		return "", ErrKeyTwice
+	message, _ := jsonx.ObjectOf(m.params.Get("message"))
+	if !message.Clear([]string{"messageId", "taskId"}) {
+		return "", errKeyTwice
 	}
-	id, task := unquote(message.get("messageId")), unquote(message.get("taskId"))
+	id, task := jsonx.Unquote(message.Get("messageId")), jsonx.Unquote(message.Get("taskId"))
 	if id == "" {
 		return "", nil
 	}
@@ -460,7 +461,7 @@ func (m *Message) StepOf(key string) string {
 // step names the step that the message is of its call, by what the client answers to an
 // `input_required`. It is empty for the first.
 func (m *Message) step() string {
-	responses, state := m.params.get("inputResponses"), m.params.get("requestState")
+	responses, state := m.params.Get("inputResponses"), m.params.Get("requestState")
 	if responses == nil && state == nil {
 		return ""
 	}
@@ -484,57 +485,42 @@ func orNull(value []byte) []byte {
 // Exclude returns what two attempts of the same call may differ in: the id, the members of
 // `_meta` (of generic JSON-RPC those that the guard reads), the trace context and the messageId of A2A. An argument counts, also one that is the
 // key: with a key from elsewhere it is content. All of a batch counts: its recorded answer keeps its ids.
-func (u *Rules) Exclude(m *Message) []fingerprint.Pointer {
+func (u *Rules) Exclude(m *Message) []jsonx.Pointer {
 	if m.Batch {
 		return nil
 	}
-	var paths []string
-	switch {
-	case m.Protocol == A2A:
-		prefix := "/params"
-		if paths = pathsA2A; m.REST {
-			paths, prefix = pathsREST, ""
+	switch m.Protocol {
+	case MCP:
+		return slices.Clip(placesMCP)
+	case A2A:
+		places, metadata, inMessage := slices.Clip(placesA2A), jsonx.Pointer{"params", "metadata"}, jsonx.Pointer{"params", "message", "metadata"}
+		if m.REST {
+			places, metadata, inMessage = slices.Clip(placesREST), metadata[1:], inMessage[1:]
 		}
-		message, _ := objectOf(m.params.get("message"))
-		if only(m.params.get("metadata"), traceNames) {
-			paths = append(paths, prefix+"/metadata")
+		message, _ := jsonx.ObjectOf(m.params.Get("message"))
+		if only(m.params.Get("metadata"), traceNames) {
+			places = append(places, metadata)
 		}
-		if only(message.get("metadata"), traceNames) {
-			paths = append(paths, prefix+"/message/metadata")
+		if only(message.Get("metadata"), traceNames) {
+			places = append(places, inMessage)
 		}
-	case m.Protocol == MCP:
-		paths = pathsMCP
-	default:
-		// Its `_meta` may mean anything to its server, but for what the guard itself reads there.
-		paths = pathsJSONRPC
-		for _, name := range u.metaNames() {
-			paths = append(paths, "/params/_meta/"+strings.NewReplacer("~", "~0", "/", "~1").Replace(name))
-		}
-		if only(m.params.get("_meta"), slices.Concat(u.metaNames(), metaJSONRPC)) {
-			paths = append(paths, "/params/_meta")
-		}
+		return places
 	}
-	pointers := make([]fingerprint.Pointer, 0, len(paths))
-	for _, path := range paths {
-		p, err := fingerprint.ParsePointer(path)
-		if err == nil { // else the name is no text, and no member has it
-			pointers = append(pointers, p)
-		}
+	// Its `_meta` may mean anything to its server, but for what the guard itself reads there.
+	names := slices.Concat(metaJSONRPC, u.metaNames())
+	places := append(below(names, "params", "_meta"), jsonx.Pointer{"id"})
+	if only(m.params.Get("_meta"), names) {
+		places = append(places, jsonx.Pointer{"params", "_meta"})
 	}
-	return pointers
+	return places
 }
 
 var (
-	pathsMCP     = []string{"/id", "/params/_meta"}
-	pathsJSONRPC = func() []string {
-		paths := []string{"/id"}
-		for _, name := range metaJSONRPC {
-			paths = append(paths, "/params/_meta/"+name)
-		}
-		return slices.Clip(paths)
-	}()
-	pathsA2A  = slices.Clip(append(traces("/params"), "/id", "/params/_meta", "/params/message/messageId"))
-	pathsREST = slices.Clip(append(traces(""), "/message/messageId"))
+	placesMCP = []jsonx.Pointer{{"id"}, {"params", "_meta"}}
+	placesA2A = slices.Concat(below(traceNames, "params", "metadata"), below(traceNames, "params", "message", "metadata"),
+		[]jsonx.Pointer{{"id"}, {"params", "_meta"}, {"params", "message", "messageId"}})
+	placesREST = slices.Concat(below(traceNames, "metadata"), below(traceNames, "message", "metadata"),
+		[]jsonx.Pointer{{"message", "messageId"}})
 
 	traceNames  = []string{"traceparent", "tracestate", "baggage"}
 	metaJSONRPC = append([]string{"progressToken", "execution-context"}, traceNames...)
@@ -543,46 +529,44 @@ var (
 // only reports whether a text is an object without other members than these: one that an attempt adds, or leaves
 // out, as a whole.
 func only(text []byte, names []string) bool {
-	o, ok := objectOf(text)
-	return ok && !slices.ContainsFunc(o, func(m member) bool { return !slices.Contains(names, m.name) })
+	o, ok := jsonx.ObjectOf(text)
+	return ok && !slices.ContainsFunc(o, func(m jsonx.Member) bool { return !slices.Contains(names, m.Name) })
 }
 
-// traces are the places of a trace context in a request of A2A.
-func traces(prefix string) (paths []string) {
-	for _, of := range []string{"/metadata/", "/message/metadata/"} {
-		for _, name := range traceNames {
-			paths = append(paths, prefix+of+name)
-		}
+// below are the places of members of the object at a place.
+func below(names []string, place ...string) (places []jsonx.Pointer) {
+	for _, name := range names {
+		places = append(places, append(slices.Clip(place), name))
 	}
-	return paths
+	return places
 }
 
 // Tokens returns the tokens in the member execution-context of `_meta`, a string or a list of
 // strings. It is nil if there are none; ok is false if the member is something else.
 func (m *Message) Tokens() (tokens []string, ok bool) {
-	value := m.meta.get("execution-context")
+	value := m.meta.Get("execution-context")
 	switch {
 	case value == nil:
 		return nil, true
-	case !m.meta.clear([]string{"execution-context"}):
+	case !m.meta.Clear([]string{"execution-context"}):
 		return nil, false
 	case value[0] == '"':
-		return []string{unquote(value)}, true
+		return []string{jsonx.Unquote(value)}, true
 	case value[0] != '[':
 		return nil, false
 	}
-	for element := range elements(value) {
+	for element := range jsonx.Elements(value) {
 		if element[0] != '"' {
 			return nil, false
 		}
-		tokens = append(tokens, unquote(element))
+		tokens = append(tokens, jsonx.Unquote(element))
 	}
 	return tokens, true
 }
 
 // WithTokens returns the body of m with these tokens in the place of those in its `_meta`.
 func (m *Message) WithTokens(tokens []string) []byte {
-	old := m.meta.get("execution-context")
+	old := m.meta.Get("execution-context")
 	if old == nil {
 		return m.Whole
 	}
@@ -599,25 +583,23 @@ func (m *Message) WithTokens(tokens []string) []byte {
 // progress tokens are made when a message is sent. ok is false where two texts that servers may
 // read differently have one form: a name twice, a number that no double has, half a surrogate pair.
 func (m *Message) Input() (text []byte, ok bool) {
-	params := slices.DeleteFunc(slices.Clone(m.params), func(p member) bool { return p.name == "_meta" })
-	name, err := json.Marshal(m.Method)
+	params := slices.DeleteFunc(slices.Clone(m.params), func(p jsonx.Member) bool { return p.Name == "_meta" })
+	method, err := json.Marshal(m.Method)
 	if err != nil {
 		return nil, false
 	}
-	if text, ok = canonical([]byte(`{"method":`), name); !ok {
-		return nil, false
-	}
-	text, ok = canonicalObject(append(text, `,"params":`...), params)
+	text, _ = jsonx.Object{{Name: "method", Value: method}}.AppendCanonical(nil)
+	text, ok = params.AppendCanonical(append(text[:len(text)-1], `,"params":`...))
 	return append(text, '}'), ok
 }
 
 // Cancels returns the id of the request that a notifications/cancelled names, as it was sent; nil
 // for other messages.
 func (m *Message) Cancels() []byte {
-	if m.Protocol != MCP || m.Method != "notifications/cancelled" || !m.params.clear([]string{"requestId"}) {
+	if m.Protocol != MCP || m.Method != "notifications/cancelled" || !m.params.Clear([]string{"requestId"}) {
 		return nil
 	}
-	return m.params.get("requestId")
+	return m.params.Get("requestId")
 }
 
 // WithRequestID returns the text of a notifications/cancelled for another request.
@@ -632,5 +614,5 @@ func (m *Message) WithRequestID(id []byte) []byte {
 
 // Reply is what an answer that was recorded for another request takes from the one that asks.
 func (m *Message) Reply() Reply {
-	return Reply{ID: m.ID, Progress: m.meta.get("progressToken")}
+	return Reply{ID: m.ID, Progress: m.meta.Get("progressToken")}
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 func header(pairs ...string) http.Header {
@@ -426,7 +427,7 @@ func TestMeta(t *testing.T) {
 		t.Errorf("trace %q", m.Trace)
 	}
 	for path, want := range map[string]string{"/to/iban": "DE1", "/n": "1.50", "/none": ""} {
-		p, err := fingerprint.ParsePointer(path)
+		p, err := jsonx.ParsePointer(path)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -3,6 +3,8 @@ package protocol
 import (
 	"bytes"
 	"strings"
+
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 const (
@@ -181,7 +183,7 @@ func (s *scanner) path() string {
 		name := s.names[depth].text[:size]
 		from := len(p)
 		if bytes.IndexByte(name, '\\') >= 0 {
-			p = append(p, unquote(name)...)
+			p = append(p, jsonx.Unquote(name)...)
 		} else {
 			p = append(p, name[1:max(1, len(name)-1)]...)
 		}

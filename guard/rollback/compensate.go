@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // compensate undoes by a separate request, or by asking the agent.
@@ -488,27 +489,11 @@ func token(raw string, r *report) bool {
 // repeats reports that a JSON object has a member twice, or in different case, which
 // encoding/json takes for the same.
 func repeats(body []byte) bool {
-	d := json.NewDecoder(bytes.NewReader(body))
-	if begin, err := d.Token(); err != nil || begin != json.Delim('{') {
+	if !json.Valid(body) {
 		return false
 	}
-	seen := map[string]bool{}
-	for d.More() {
-		name, err := d.Token()
-		if err != nil {
-			return false
-		}
-		text, _ := name.(string)
-		if text = strings.ToLower(text); seen[text] {
-			return true
-		}
-		seen[text] = true
-		var value json.RawMessage
-		if d.Decode(&value) != nil {
-			return false
-		}
-	}
-	return false
+	object, _ := jsonx.ObjectOf(body)
+	return !object.Distinct(strings.ToLower)
 }
 
 // reading is the meaning of an answer, or that there is none. Final readings are recorded with

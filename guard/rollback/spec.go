@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"net/url"
 	"slices"
@@ -18,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // What to do when the answer to an undo is lost and there is no status request.
@@ -135,14 +135,9 @@ func (s *Spec) Encode() []byte {
 // ParseSpec reads and checks what Encode wrote. It refuses unknown members, which it could not
 // carry out. The error is ErrSpec.
 func ParseSpec(b []byte) (*Spec, error) {
-	d := json.NewDecoder(bytes.NewReader(b))
-	d.DisallowUnknownFields()
 	s := new(Spec)
-	if err := d.Decode(s); err != nil {
+	if err := jsonx.Decode(bytes.NewReader(b), s); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrSpec, err)
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("%w: something follows it", ErrSpec)
 	}
 	return s, s.Check()
 }

@@ -10,8 +10,10 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"unicode/utf16"
 	"unicode/utf8"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Source is what was recorded of a call. Only the parts in [Template.Needs] are required.
@@ -56,7 +58,7 @@ func (r *reader) value(n *name) (value, error) {
 	switch n.what {
 	case responseStatus, responseHeader, responseBody:
 		if r.src.Status == 0 {
-			return value{}, ErrAbsent
+			return value{}, errAbsent
 		}
 	}
 	switch n.what {
@@ -67,19 +69,19 @@ func (r *reader) value(n *name) (value, error) {
 	case requestQuery:
 		values, err := url.ParseQuery(r.src.Query)
 		if err != nil {
-			return value{}, ErrMalformed
+			return value{}, errMalformed
 		}
 		return single(values[n.arg])
 	case requestHeader:
 		return single(r.src.Request.Header[n.arg])
 	case requestBody:
-		return r.request.value(&r.src.Request, n.tokens)
+		return r.request.value(&r.src.Request, n.pointer)
 	case responseStatus:
 		return value{text: strconv.Itoa(r.src.Status)}, nil
 	case responseHeader:
 		return single(r.src.Response.Header[n.arg])
 	case responseBody:
-		return r.response.value(&r.src.Response, n.tokens)
+		return r.response.value(&r.src.Response, n.pointer)
 	case executionID:
 		return given(r.src.ExecutionID)
 	case workflowID:
@@ -94,7 +96,7 @@ func (r *reader) value(n *name) (value, error) {
 // given returns a value that is absent if it is empty.
 func given(s string) (value, error) {
 	if s == "" {
-		return value{}, ErrAbsent
+		return value{}, errAbsent
 	}
 	return value{text: s, quoted: true}, nil
 }
@@ -103,42 +105,53 @@ func given(s string) (value, error) {
 func single(values []string) (value, error) {
 	switch len(values) {
 	case 0:
-		return value{}, ErrAbsent
+		return value{}, errAbsent
 	case 1:
 		return value{text: values[0], quoted: true}, nil
 	}
-	return value{}, ErrAmbiguous
+	return value{}, errAmbiguous
 }
 
 func segment(path string, i int) (value, error) {
 	rest, ok := strings.CutPrefix(path, "/")
 	if !ok {
-		return value{}, ErrAbsent
+		return value{}, errAbsent
 	}
 	segments := strings.Split(rest, "/")
 	if i >= len(segments) {
-		return value{}, ErrAbsent
+		return value{}, errAbsent
 	}
 	plain, err := url.PathUnescape(segments[i])
 	if err != nil {
-		return value{}, ErrMalformed
+		return value{}, errMalformed
 	}
 	return value{text: plain, quoted: true}, nil
 }
 
-func (d *document) value(m *Message, tokens []string) (value, error) {
+func (d *document) value(m *Message, pointer jsonx.Pointer) (value, error) {
 	if len(m.Body) == 0 {
-		return value{}, ErrAbsent
+		return value{}, errAbsent
 	}
 	if !d.read {
 		media, _, err := mime.ParseMediaType(m.ContentType)
-		typed := m.ContentType == "" || err == nil && isJSON(media)
-		d.read, d.valid = true, typed && isDocument(m.Body)
+		typed := m.ContentType == "" || err == nil && fingerprint.IsJSON(media)
+		d.read, d.valid = true, typed && jsonx.Valid(m.Body)
 	}
 	if !d.valid {
-		return value{}, ErrNotJSON
+		return value{}, errNotJSON
 	}
-	return find(m.Body, tokens)
+	found, err := pointer.In(m.Body)
+	switch {
+	case err != nil:
+		return value{}, errAmbiguous
+	case found == nil || found[0] == 'n':
+		return value{}, errAbsent
+	case found[0] == '{' || found[0] == '[':
+		return value{}, errNotScalar
+	case found[0] == '"':
+		return value{text: jsonx.Unquote(found), quoted: true}, nil
+	}
+	return value{text: string(found)}, nil
 }
 
 // place is the context of a placeholder, which decides the escaping.
@@ -168,30 +181,30 @@ func (p place) sample() string {
 	return "x"
 }
 
-// appendValue appends v, escaped for the place. The error is ErrEmpty or ErrUnfit.
+// appendValue appends v, escaped for the place. The error is errEmpty or errUnfit.
 func (p place) appendValue(dst []byte, v value) ([]byte, error) {
 	switch p {
 	case pathSegment:
 		if v.text == "" {
-			return nil, ErrEmpty
+			return nil, errEmpty
 		}
 		if v.text == "." || v.text == ".." || strings.ContainsFunc(v.text, ambiguousInPath) {
-			return nil, ErrUnfit
+			return nil, errUnfit
 		}
-		return appendEscaped(dst, v.text), nil
+		return append(dst, escaped(v.text)...), nil
 	case pairValue:
-		return appendEscaped(dst, v.text), nil
+		return append(dst, escaped(v.text)...), nil
 	case headerValue:
 		if v.text == "" {
-			return nil, ErrEmpty
+			return nil, errEmpty
 		}
 		if strings.Trim(v.text, " \t") != v.text || strings.ContainsFunc(v.text, isControl) {
-			return nil, ErrUnfit
+			return nil, errUnfit
 		}
 		return append(dst, v.text...), nil
 	}
 	if !utf8.ValidString(v.text) {
-		return nil, ErrUnfit
+		return nil, errUnfit
 	}
 	if p == jsonValue && !v.quoted {
 		return append(dst, v.text...), nil
@@ -209,18 +222,8 @@ func ambiguousInPath(r rune) bool { return r == '/' || r == '\\' || r < ' ' || r
 // isControl does not include the tab, which field values may have (RFC 9110, section 5.5).
 func isControl(r rune) bool { return r < ' ' && r != '\t' || r == 0x7f }
 
-// appendEscaped percent-encodes all characters but the unreserved ones of RFC 3986.
-func appendEscaped(dst []byte, s string) []byte {
-	const digits = "0123456789ABCDEF"
-	for i := range len(s) {
-		if c := s[i]; isAlphanumeric(c) || strings.IndexByte("-._~", c) >= 0 {
-			dst = append(dst, c)
-		} else {
-			dst = append(dst, '%', digits[c>>4], digits[c&15])
-		}
-	}
-	return dst
-}
+// escaped percent-encodes all characters but the unreserved ones of RFC 3986.
+func escaped(s string) string { return strings.ReplaceAll(url.QueryEscape(s), "+", "%20") }
 
 // quote encodes s, which is valid UTF-8, as a JSON string.
 func quote(s string) []byte {
@@ -252,9 +255,8 @@ func JSONObject(fields []Field) (body string, err error) {
 // text are percent-encoded; literal braces in values are doubled. Names cannot have
 // placeholders. The error is a *ParseError.
 func Form(fields []Field) (body string, err error) {
-	escape := func(text string) string { return string(appendEscaped(nil, text)) }
 	return compose(fields, "form ", "", "&", "", func(name string, value []piece) string {
-		return escape(name) + "=" + rewrite(value, escape)
+		return escaped(name) + "=" + rewrite(value, escaped)
 	})
 }
 
@@ -368,9 +370,9 @@ type Request struct {
 	Body []byte
 }
 
-// Fill makes the request. The error is a *FillError.
+// Fill makes the request. The error is a *fillError.
 func (t *Template) Fill(src *Source) (Request, error) {
-	f := filler{values: reader{src: src}, room: MaxRequest}
+	f := filler{values: reader{src: src}, room: maxRequest}
 	req := Request{Method: t.method, Header: make(http.Header, len(t.header)+1)}
 	f.spend(len(t.origin))
 	req.URL = t.origin + string(f.fill(t.url))
@@ -433,7 +435,7 @@ func (f *filler) spend(n int) {
 }
 
 func (f *filler) fail(err error) {
-	f.err = &FillError{f.last.name.text, f.last.place.String(), err}
+	f.err = &fillError{f.last.name.text, f.last.place.String(), err}
 }
 
 // value is the value of a placeholder.
@@ -442,231 +444,25 @@ type value struct {
 	quoted bool // a JSON string, not a number or a boolean
 }
 
-// isDocument reports whether all decoders read doc alike, apart from duplicate members:
-// valid JSON (RFC 8259), valid UTF-8, no lone surrogates.
-func isDocument(doc []byte) bool {
-	return utf8.Valid(doc) && json.Valid(doc) && loneSurrogate(doc) < 0
-}
-
-// loneSurrogate finds an escape, in valid JSON, of half a character. Many decoders replace
-// all of them with the same character.
-func loneSurrogate(doc []byte) int {
-	for i := 0; i < len(doc); i++ {
-		if doc[i] != '\\' {
-			continue
-		}
-		at := i
-		i++
-		if doc[i] != 'u' {
-			continue
-		}
-		high := unit(doc[i+1:])
-		i += 4
-		if !utf16.IsSurrogate(high) {
-			continue
-		}
-		if !bytes.HasPrefix(doc[i+1:], []byte(`\u`)) || utf16.DecodeRune(high, unit(doc[i+3:])) == utf8.RuneError {
-			return at
-		}
-		i += 6
-	}
-	return -1
-}
-
-// unit decodes four hexadecimal digits.
-func unit(digits []byte) rune {
-	n, _ := strconv.ParseUint(string(digits[:4]), 16, 16) // checked: the JSON is valid
-	return rune(n)
-}
-
-// find returns the scalar at tokens in doc, which must satisfy isDocument. The error is
-// ErrAbsent, ErrNotScalar or ErrAmbiguous.
-func find(doc []byte, tokens []string) (value, error) {
-	c := cursor{doc: doc}
-	for _, token := range tokens {
-		found, err := false, error(nil)
-		switch c.next() {
-		case '{':
-			found, err = c.member(token)
-		case '[':
-			found = c.element(token)
-		}
-		if err != nil {
-			return value{}, err
-		}
-		if !found {
-			return value{}, ErrAbsent
-		}
-	}
-	switch first := c.next(); first {
-	case '{', '[':
-		return value{}, ErrNotScalar
-	case 'n':
-		return value{}, ErrAbsent
-	case '"':
-		return value{text: c.text(), quoted: true}, nil
-	}
-	return value{text: string(c.skip())}, nil
-}
-
-// cursor reads a document that is known to be valid.
-type cursor struct {
-	doc []byte
-	i   int
-}
-
-// next skips white space and returns the next byte without taking it.
-func (c *cursor) next() byte {
-	for c.doc[c.i] <= ' ' {
-		c.i++
-	}
-	return c.doc[c.i]
-}
-
-// take takes a punctuation byte.
-func (c *cursor) take() byte {
-	b := c.next()
-	c.i++
-	return b
-}
-
-// skip takes a value and returns it as written.
-func (c *cursor) skip() []byte {
-	first := c.next()
-	from := c.i
-	switch first {
-	case '"':
-		c.skipString()
-	case '{', '[':
-		for depth := 0; depth > 0 || c.i == from; {
-			switch c.doc[c.i] {
-			case '"':
-				c.skipString()
-				continue
-			case '{', '[':
-				depth++
-			case '}', ']':
-				depth--
-			}
-			c.i++
-		}
-	default:
-		for c.i < len(c.doc) && bytes.IndexByte([]byte(" \t\r\n,]}"), c.doc[c.i]) < 0 {
-			c.i++
-		}
-	}
-	return c.doc[from:c.i]
-}
-
-func (c *cursor) skipString() {
-	for c.i++; c.doc[c.i] != '"'; c.i++ {
-		if c.doc[c.i] == '\\' {
-			c.i++
-		}
-	}
-	c.i++
-}
-
-// text takes a string and decodes it.
-func (c *cursor) text() (s string) {
-	_ = json.Unmarshal(c.skip(), &s) // a valid string into a string: no error is possible
-	return s
-}
-
-// member moves to the value of a member of the object at the cursor.
-func (c *cursor) member(name string) (found bool, err error) {
-	c.i++
-	at := 0
-	if c.next() == '}' {
-		return false, nil
-	}
-	for {
-		same := c.text() == name
-		c.take() // colon
-		if same && found {
-			return false, ErrAmbiguous
-		}
-		if same {
-			found, at = true, c.i
-		}
-		c.skip()
-		if c.take() == '}' {
-			c.i = at
-			return found, nil
-		}
-	}
-}
-
-// element moves to an element of the array at the cursor. "-" and numbers with leading
-// zeros match no element (RFC 6901, section 4).
-func (c *cursor) element(token string) (found bool) {
-	c.i++
-	index, err := strconv.ParseUint(token, 10, 31)
-	if err != nil || strconv.FormatUint(index, 10) != token || c.next() == ']' {
-		return false
-	}
-	for ; index > 0; index-- {
-		c.skip()
-		if c.take() == ']' {
-			return false
-		}
-	}
-	return true
-}
-
-// checkDocument reports where doc does not satisfy isDocument, or has an object with
-// duplicate members.
+// checkDocument reports where doc is no text that all readers take for the same JSON.
 func checkDocument(doc []byte) *ParseError {
 	var syntax *json.SyntaxError
 	if err := json.Unmarshal(doc, new(json.RawMessage)); errors.As(err, &syntax) {
 		// The offset is after the invalid byte, or the end of the text.
 		return bad(max(int(syntax.Offset)-1, 0), "%v", syntax)
 	}
-	for i := 0; i < len(doc); {
-		r, size := utf8.DecodeRune(doc[i:])
-		if r == utf8.RuneError && size == 1 {
-			return bad(i, "invalid UTF-8")
-		}
-		i += size
+	s := jsonx.Scanner{JSON: string(doc), Depth: len(doc)}
+	ok := s.Whole(func() bool {
+		_, ok := s.Value()
+		return ok
+	})
+	switch {
+	case ok:
+		return nil
+	case s.TwiceNamed:
+		return bad(s.At, "the name %q occurs twice in one object", s.Name)
+	case doc[s.At] == '\\':
+		return bad(s.At, "half of a surrogate pair")
 	}
-	if at := loneSurrogate(doc); at >= 0 {
-		return bad(at, "half of a surrogate pair")
-	}
-	d := json.NewDecoder(bytes.NewReader(doc))
-	d.UseNumber()
-	type container struct {
-		names  map[string]bool // nil in an array
-		inside bool            // the next string is a value
-	}
-	var open []container
-	for {
-		from := int(d.InputOffset())
-		token, err := d.Token()
-		if err != nil {
-			return nil // the end: the document is valid
-		}
-		top := len(open) - 1
-		if s, ok := token.(string); ok && top >= 0 && open[top].names != nil && !open[top].inside {
-			if open[top].names[s] {
-				from += bytes.IndexByte(doc[from:], '"') // past comma and space
-				return bad(from, "the name %q occurs twice in one object", s)
-			}
-			open[top].names[s], open[top].inside = true, true
-			continue
-		}
-		switch token {
-		case json.Delim('{'):
-			open = append(open, container{names: make(map[string]bool)})
-			continue
-		case json.Delim('['):
-			open = append(open, container{})
-			continue
-		case json.Delim('}'), json.Delim(']'):
-			open = open[:top]
-			top--
-		}
-		if top >= 0 {
-			open[top].inside = false
-		}
-	}
+	return bad(s.At, "invalid UTF-8")
 }

@@ -55,7 +55,7 @@
 // # Errors
 //
 // [Parse] returns a [*ParseError] with the place and a remedy. [Template.Fill] returns a
-// [*FillError], which names the placeholder but not its value, which may be a secret (P8).
+// [*fillError], which names the placeholder but not its value, which may be a secret (P8).
 // A call whose template cannot be filled cannot be compensated: its checkpoint is marked
 // irreversible. This is checked before the rollback's id is known; any id serves for the
 // check.
@@ -72,16 +72,19 @@ import (
 	"strconv"
 	"strings"
 
+	"golang.org/x/net/http/httpguts"
+
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Limits in bytes.
 const (
 	// MaxValue is the longest value that a placeholder may have, before escaping.
 	MaxValue = 4 << 10
-	// MaxRequest is the largest size of a request: URL, header fields with their names, and
+	// maxRequest is the largest size of a request: URL, header fields with their names, and
 	// body. [Parse] applies it to the template's own text.
-	MaxRequest = 64 << 10
+	maxRequest = 64 << 10
 )
 
 // Spec is a template as configured. URL, values of Header and Body may have placeholders.
@@ -125,7 +128,7 @@ func Parse(spec Spec) (*Template, error) {
 	for _, f := range spec.Header {
 		size += len(f.Name) + len(f.Value)
 	}
-	if size > MaxRequest {
+	if size > maxRequest {
 		return nil, &ParseError{"template", 0, "is larger than 64 KiB"}
 	}
 	if err := checkMethod(spec.Method); err != nil {
@@ -155,7 +158,7 @@ func checkMethod(method string) *ParseError {
 	switch {
 	case strings.ContainsAny(method, "{}"):
 		return bad(strings.IndexAny(method, "{}"), "a method can hold no placeholder; write one out, like POST")
-	case !isToken(method) || strings.ToUpper(method) != method:
+	case !httpguts.ValidHeaderFieldName(method) || strings.ToUpper(method) != method:
 		return bad(0, "%q is no method; write one in capital letters, like POST", method)
 	case method == http.MethodConnect || method == http.MethodTrace:
 		return bad(0, "%s changes nothing that could be undone; write a method like POST or DELETE", method)
@@ -192,7 +195,7 @@ func bodyKind(spec Spec) (kind, *ParseError) {
 	}
 	k := otherBody
 	switch {
-	case isJSON(media):
+	case fingerprint.IsJSON(media):
 		k = jsonBody
 	case media == "application/x-www-form-urlencoded":
 		k = formBody
@@ -201,15 +204,6 @@ func bodyKind(spec Spec) (kind, *ParseError) {
 		return 0, bad(0, "the body is written in UTF-8, not in %q; leave charset away", charset)
 	}
 	return k, nil
-}
-
-// isJSON reports whether a media type is one of JSON, or has the suffix +json (RFC 6839).
-func isJSON(media string) bool {
-	switch media {
-	case "application/json", "application/json-rpc", "application/jsonrequest":
-		return true
-	}
-	return strings.HasSuffix(media, "+json")
 }
 
 func outsideASCII(r rune) bool { return r < ' ' || r > '~' }
@@ -237,7 +231,7 @@ func (t *Template) parseField(f Field) ([]piece, *ParseError) {
 	switch {
 	case strings.ContainsAny(f.Name, "{}"):
 		return nil, bad(0, "a field's name can hold no placeholder; write it out")
-	case !isToken(f.Name):
+	case !httpguts.ValidHeaderFieldName(f.Name):
 		return nil, bad(0, "%q is no name of a header field; write one like If-Match", f.Name)
 	case slices.Contains(ofConnection, canonical):
 		return nil, bad(0, "%s belongs to the connection; leave it away", canonical)
@@ -615,7 +609,7 @@ type name struct {
 	what    what
 	arg     string // name of the query parameter or header field, or JSON pointer
 	segment int
-	tokens  []string // of the pointer
+	pointer jsonx.Pointer
 }
 
 var plainNames = map[string]what{
@@ -672,7 +666,7 @@ func (n *name) readArg() *ParseError {
 			return bad(0, "{%s}: the name is missing; write it as it is decoded, like {request.query.id}", n.text)
 		}
 	case requestHeader, responseHeader:
-		if !isToken(n.arg) {
+		if !httpguts.ValidHeaderFieldName(n.arg) {
 			return bad(0, "{%s}: %q is no name of a header field; write one like {response.header.Location}", n.text, n.arg)
 		}
 		n.arg = http.CanonicalHeaderKey(n.arg)
@@ -683,28 +677,12 @@ func (n *name) readArg() *ParseError {
 		if !strings.HasPrefix(n.arg, "/") {
 			return bad(0, "{%s}: %q is no JSON pointer to a value; begin it with a slash, like {response.json./id}", n.text, n.arg)
 		}
-		if _, err := fingerprint.ParsePointer(n.arg); err != nil {
+		var err error
+		if n.pointer, err = jsonx.ParsePointer(n.arg); err != nil {
 			return bad(0, "{%s}: %v", n.text, err)
-		}
-		for token := range strings.SplitSeq(n.arg[1:], "/") {
-			n.tokens = append(n.tokens, unescapeToken.Replace(token))
 		}
 	}
 	return nil
-}
-
-// unescapeToken decodes a token of a pointer (RFC 6901, section 4). A Replacer makes one
-// pass, so that ~01 becomes ~1.
-var unescapeToken = strings.NewReplacer("~1", "/", "~0", "~")
-
-// isToken reports whether s is a token (RFC 9110, section 5.6.2).
-func isToken(s string) bool {
-	for i := range len(s) {
-		if c := s[i]; !isAlphanumeric(c) && strings.IndexByte("!#$%&'*+-.^_`|~", c) < 0 {
-			return false
-		}
-	}
-	return s != ""
 }
 
 func isAlphanumeric(c byte) bool {
@@ -737,29 +715,29 @@ func (e *ParseError) in(field string) *ParseError {
 
 // Reasons why a template cannot be filled.
 var (
-	// ErrAbsent: there is no such value, or it is null, or no response was recorded.
-	ErrAbsent = errors.New("the value is absent")
-	// ErrEmpty: the value is empty, where a path segment or a header field needs text.
-	ErrEmpty = errors.New("the value is empty")
-	// ErrNotScalar: the value is an object or an array.
-	ErrNotScalar = errors.New("the value is an object or an array; name a string, a number or a boolean in it")
-	// ErrAmbiguous: the header field or query parameter occurred more than once, or an
+	// errAbsent: there is no such value, or it is null, or no response was recorded.
+	errAbsent = errors.New("the value is absent")
+	// errEmpty: the value is empty, where a path segment or a header field needs text.
+	errEmpty = errors.New("the value is empty")
+	// errNotScalar: the value is an object or an array.
+	errNotScalar = errors.New("the value is an object or an array; name a string, a number or a boolean in it")
+	// errAmbiguous: the header field or query parameter occurred more than once, or an
 	// object on the way to the value has duplicate members.
-	ErrAmbiguous = errors.New("the value's name occurs more than once, so that nobody knows which is meant")
-	// ErrNotJSON: the body has another type, or is invalid JSON (RFC 8259), invalid UTF-8
+	errAmbiguous = errors.New("the value's name occurs more than once, so that nobody knows which is meant")
+	// errNotJSON: the body has another type, or is invalid JSON (RFC 8259), invalid UTF-8
 	// or has lone surrogates.
-	ErrNotJSON = errors.New("the body is not valid JSON")
-	// ErrMalformed: the recorded path or query has an invalid percent-encoding, or the
+	errNotJSON = errors.New("the body is not valid JSON")
+	// errMalformed: the recorded path or query has an invalid percent-encoding, or the
 	// query a semicolon, which some servers take for a separator.
-	ErrMalformed = errors.New("the recorded path or query is malformed")
-	// ErrUnfit: the value has characters that its place does not allow, even escaped.
-	ErrUnfit = errors.New("the value cannot stand in this place")
-	// ErrTooLarge: the value exceeds MaxValue, or the request MaxRequest.
+	errMalformed = errors.New("the recorded path or query is malformed")
+	// errUnfit: the value has characters that its place does not allow, even escaped.
+	errUnfit = errors.New("the value cannot stand in this place")
+	// ErrTooLarge: the value exceeds MaxValue, or the request maxRequest.
 	ErrTooLarge = errors.New("the value, or with it the request, is too large")
 )
 
-// FillError names the placeholder without a usable value. It never contains the value.
-type FillError struct {
+// fillError names the placeholder without a usable value. It never contains the value.
+type fillError struct {
 	// Placeholder is the name without its braces.
 	Placeholder string
 	// Place describes where the placeholder is, in words.
@@ -768,8 +746,8 @@ type FillError struct {
 	Err error
 }
 
-func (e *FillError) Error() string {
+func (e *fillError) Error() string {
 	return fmt.Sprintf("{%s} as %s: %v", e.Placeholder, e.Place, e.Err)
 }
 
-func (e *FillError) Unwrap() error { return e.Err }
+func (e *fillError) Unwrap() error { return e.Err }

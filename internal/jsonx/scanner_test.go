@@ -1,4 +1,4 @@
-package strictjson_test
+package jsonx_test
 
 import (
 	"bytes"
@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/internal/strictjson"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // TestSameJSON: order, white space, escapes and the way to write a number make no
@@ -30,7 +30,7 @@ func TestSameJSON(t *testing.T) {
 		{`{"a":{}}`, `{"a":[]}`, false}, {`["a b"]`, `["ab"]`, false}, {`["a\",\"b"]`, `["a","b"]`, false}, {`[[1],2]`, `[[1,2]]`, false},
 	} {
 		a, b := strings.TrimSpace(c.a), strings.TrimSpace(c.b)
-		if strictjson.Same(a, b) != c.same || strictjson.Same(b, a) != c.same {
+		if jsonx.Same(a, b) != c.same || jsonx.Same(b, a) != c.same {
 			t.Errorf("%s and %s", c.a, c.b)
 		}
 	}
@@ -58,14 +58,13 @@ func FuzzSameJSON(f *testing.F) {
 		if err := json.NewEncoder(&out).Encode(v); err != nil {
 			t.Fatal(err)
 		}
-		s := strictjson.Scanner{JSON: one}
-		if canonical := string(s.Canonical(nil)); !json.Valid([]byte(canonical)) || !strictjson.Same(one, canonical) {
+		if canonical := jsonx.Canonical(one); !json.Valid([]byte(canonical)) || !jsonx.Same(one, canonical) {
 			t.Fatalf("%q has the canonical form %q", one, canonical)
 		}
-		if again := strings.TrimSpace(out.String()); !strictjson.Same(one, again) {
+		if again := strings.TrimSpace(out.String()); !jsonx.Same(one, again) {
 			t.Fatalf("%q and %q differ", one, again)
 		}
-		if !wholeValue(two) || !strictjson.Same(one, two) {
+		if !wholeValue(two) || !jsonx.Same(one, two) {
 			return
 		}
 		var a, b any
@@ -76,7 +75,7 @@ func FuzzSameJSON(f *testing.F) {
 }
 
 func wholeValue(v string) bool {
-	s := strictjson.Scanner{JSON: v}
+	s := jsonx.Scanner{JSON: v}
 	_, ok := s.Value()
 	return ok && s.At == len(v)
 }
