@@ -366,7 +366,7 @@ func newRingKeys(keys []ringKey) (*ringKeys, error) {
 		}
 		s := &signer{key: &k.Key, private: k.private}
 		header := append([]byte(`{"alg":"`), k.algorithm.String()...)
-		header = append(header, `","typ":"`+tokenType+`","kid":`...)
+		header = append(header, `","typ":"`+TokenType+`","kid":`...)
 		s.header = append(jsonx.AppendText(header, k.id), '}')
 		s.head = base64.RawURLEncoding.EncodeToString(s.header) + "."
 		next.signers = append(next.signers, s)

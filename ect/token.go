@@ -23,6 +23,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/google/uuid"
 )
 
 // Token is a token that was verified, or signed here.
@@ -211,13 +213,13 @@ func (l Level) String() string {
 }
 
 const (
-	// tokenType is the header parameter typ of the tokens that are issued. exec+jwt, the name of
+	// TokenType is the header parameter typ of the tokens that are issued. exec+jwt, the name of
 	// later drafts, is read too.
-	tokenType  = "wimse-exec+jwt"
+	TokenType  = "wimse-exec+jwt"
 	laterType  = "exec+jwt"
 	typePrefix = "application/"
 	// MediaType is the type of a body that consists of one token.
-	MediaType = typePrefix + tokenType
+	MediaType = typePrefix + TokenType
 )
 
 // isTokenType reads typ in any case, with or without "application/" (RFC 7515, 4.1.9).
@@ -225,7 +227,7 @@ func isTokenType(typ string) bool {
 	if len(typ) > len(typePrefix) && strings.EqualFold(typ[:len(typePrefix)], typePrefix) {
 		typ = typ[len(typePrefix):]
 	}
-	return strings.EqualFold(typ, tokenType) || strings.EqualFold(typ, laterType)
+	return strings.EqualFold(typ, TokenType) || strings.EqualFold(typ, laterType)
 }
 
 // Hash is a SHA-256 as inp_hash and out_hash carry it. The zero Hash is an absent claim.
@@ -297,37 +299,19 @@ func (h Hash) Prefixed() string {
 // other id leads to.
 func UnprovenID(id string) string {
 	sum := sha256.Sum256([]byte("unproven ECT\x00" + id))
-	b := sum[:16]
+	b := uuid.UUID(sum[:16])
 	b[6], b[8] = b[6]&0x0f|0x80, b[8]&0x3f|0x80
-	v := hex.EncodeToString(b)
-	return v[:8] + "-" + v[8:12] + "-" + v[12:16] + "-" + v[16:20] + "-" + v[20:]
+	return b.String()
 }
 
-// RFC 9562 assigns the nil and the max UUID to nobody.
-const (
-	nilUUID = "00000000-0000-0000-0000-000000000000"
-	maxUUID = "ffffffff-ffff-ffff-ffff-ffffffffffff"
-)
-
-// canonicalUUID returns v in lower case, the form in which ids are compared.
+// canonicalUUID returns v in lower case, the form in which ids are compared. RFC 9562 assigns the nil and the max
+// UUID to nobody.
 func canonicalUUID(v string) (string, bool) {
-	if len(v) != len(nilUUID) {
+	if len(v) != 36 { // the parser takes other forms too
 		return "", false
 	}
-	for i := range len(v) {
-		c := v[i]
-		if i == 8 || i == 13 || i == 18 || i == 23 {
-			if c != '-' {
-				return "", false
-			}
-			continue
-		}
-		if ('0' > c || c > '9') && ('a' > c || c > 'f') && ('A' > c || c > 'F') {
-			return "", false
-		}
-	}
-	v = strings.ToLower(v)
-	return v, v != nilUUID && v != maxUUID
+	id, err := uuid.Parse(v)
+	return strings.ToLower(v), err == nil && id != uuid.Nil && id != uuid.Max
 }
 
 // strict64 refuses bits that no octet uses: a signature must not have two spellings.

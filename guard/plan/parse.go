@@ -54,11 +54,15 @@ type finding struct {
 }
 
 func (r *reader) note(member, format string, args ...any) {
-	place := len(r.plan.Nodes) - 1
+	r.add(finding{Problem{Member: member, Text: fmt.Sprintf(format, args...)}, r.list, r.place()})
+}
+
+// place is that of the element that is being read.
+func (r *reader) place() int {
 	if r.list == "edges" {
-		place = len(r.edges) - 1
+		return len(r.edges) - 1
 	}
-	r.add(finding{Problem{Member: member, Text: fmt.Sprintf(format, args...)}, r.list, place})
+	return len(r.plan.Nodes) - 1
 }
 
 func (r *reader) add(f finding) {
@@ -111,11 +115,7 @@ func (r *reader) syntax() Problem {
 		p.Text = "it is no object"
 	}
 	if (r.TwiceNamed || r.NotUnicode || r.TooDeep) && wrong == nil {
-		place := len(r.plan.Nodes) - 1
-		if r.list == "edges" {
-			place = len(r.edges) - 1
-		}
-		p.Node, p.Member = r.element(r.list, place), cut(r.Name)
+		p.Node, p.Member = r.element(r.list, r.place()), cut(r.Name)
 	}
 	p.Text = fmt.Sprintf("line %d: %s", 1+strings.Count(r.JSON[:min(at, len(r.JSON))], "\n"), p.Text)
 	return p
@@ -276,12 +276,12 @@ func (r *reader) constraint(n *Node, h *Hints, name string) (ok bool) {
 		return r.hint(h, member, hint)
 	case name == circuitThreshold:
 		const right = "a share above 0 and below 1"
-		if n.CircuitThreshold, ok = r.number(member, right); ok && n.CircuitThreshold >= 1 {
+		if n.CircuitThreshold, ok = r.number(member, right, positive); ok && n.CircuitThreshold >= 1 {
 			r.note(member, "is %v; write %s", n.CircuitThreshold, right)
 		}
 	case name == circuitWindow:
 		const right = "seconds, 1 or more"
-		if n.CircuitWindowS, ok = r.number(member, right); ok && n.CircuitWindowS != 0 && n.CircuitWindowS < 1 {
+		if n.CircuitWindowS, ok = r.number(member, right, positive); ok && n.CircuitWindowS != 0 && n.CircuitWindowS < 1 {
 			r.note(member, "is %v; write %s", n.CircuitWindowS, right)
 		}
 	case strings.HasPrefix(name, "atd."):
@@ -377,30 +377,26 @@ func (r *reader) boolean(member string) (bool, bool) {
 	return raw == "true", ok
 }
 
-// number reads a number above 0. Anything else is noted, and 0.
-func (r *reader) number(member, right string) (float64, bool) {
+// number reads a number. One that does not fit is noted, as anything else is, and 0.
+func (r *reader) number(member, right string, fits func(v float64) bool) (float64, bool) {
 	if !jsonx.IsNumber(r.JSON[r.At:]) {
 		return 0, r.instead(member, "write "+right+", as a number")
 	}
 	raw, ok := r.Number()
 	v, err := strconv.ParseFloat(raw, 64)
-	if ok && (err != nil || v <= 0) {
+	if ok && (err != nil || !fits(v)) {
 		r.note(member, "is %s; write %s", cut(raw), right)
 		v = 0
 	}
 	return v, ok
 }
 
+func positive(v float64) bool { return v > 0 }
+
 func (r *reader) whole(member string, least, most int64, right string) (int64, bool) {
-	if !jsonx.IsNumber(r.JSON[r.At:]) {
-		return 0, r.instead(member, "write "+right+", as a number")
-	}
-	raw, ok := r.Number()
-	v, err := strconv.ParseFloat(raw, 64)
-	if ok && (err != nil || v != math.Trunc(v) || v < float64(least) || v > float64(most)) {
-		r.note(member, "is %s; write %s", cut(raw), right)
-		v = 0
-	}
+	v, ok := r.number(member, right, func(v float64) bool {
+		return v == math.Trunc(v) && float64(least) <= v && v <= float64(most)
+	})
 	return int64(v), ok
 }
 

@@ -380,16 +380,14 @@ var (
 // which is unique within a session only. A text of more than 200 bytes, or with other characters
 // than visible ASCII, is replaced by its hash. Steps of one call have different keys.
 func (u *Rules) Key(m *Message) (string, error) {
-	places := []struct {
+	type place struct {
 		names []string
 		of    jsonx.Object
-	}{{u.metaNames(), m.meta}}
+	}
+	places := []place{{u.metaNames(), m.meta}}
 	if len(u.Arguments) > 0 {
 		arguments, _ := jsonx.ObjectOf(m.arguments)
-		places = append(places, struct {
-			names []string
-			of    jsonx.Object
-		}{u.Arguments, arguments})
+		places = append(places, place{u.Arguments, arguments})
 	}
 	for _, place := range places {
 		for _, name := range place.names {
