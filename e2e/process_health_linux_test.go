@@ -27,10 +27,10 @@ func TestProcessFailedSync(t *testing.T) {
 	}
 	upstream := procNewUpstream(t)
 	site := procNewSite(t, upstream.addr)
-	// The hundredth sync of a thread fails, which is after the start and its probe (ADR 0094).
+	// The hundredth sync of a thread fails, which is after the start.
 	site.wrap = []string{
 		strace, "-f", "-o", site.path("strace"), "-e", "signal=none",
-		"-e", "trace=msync,fdatasync,pwritev2", "-e", "inject=msync,fdatasync,pwritev2:error=EIO:when=100",
+		"-e", "trace=msync,fdatasync", "-e", "inject=msync,fdatasync:error=EIO:when=100",
 	}
 	gateway := site.start(t)
 	wantHealth(t, gateway, http.StatusOK, "ok")

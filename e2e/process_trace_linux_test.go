@@ -26,7 +26,7 @@ func TestProcessSyncsInOrder(t *testing.T) {
 	out := site.path("strace")
 	site.wrap = []string{
 		strace, "-f", "-yy", "-s", "48", "-o", out, "-e", "signal=none", "-e",
-		"trace=mmap,mremap,munmap,msync,fsync,fdatasync,pwritev2,read,write,writev,sendto,sendmsg",
+		"trace=mmap,mremap,munmap,msync,fsync,fdatasync,read,write,writev,sendto,sendmsg",
 	}
 	gateway := site.start(t)
 	shapes := []map[string]string{
@@ -64,7 +64,7 @@ type procSyscall struct {
 	name, args  string
 	ok          bool
 	start, end  int
-	file        string // of fsync, fdatasync and pwritev2; of msync by its mapping
+	file        string // of fsync and fdatasync; of msync by its mapping
 	synchronous bool
 }
 
@@ -125,10 +125,6 @@ func parseProcTrace(t *testing.T, text string) procTrace {
 		case "fsync", "fdatasync":
 			if file := procHandle.FindStringSubmatch(call.args); file != nil {
 				call.file, call.synchronous = file[1], true
-			}
-		case "pwritev2": // where the store has found that this costs less (ADR 0094)
-			if file := procHandle.FindStringSubmatch(call.args); file != nil {
-				call.file, call.synchronous = file[1], strings.Contains(call.args, "RWF_DSYNC")
 			}
 		}
 	}

@@ -2,7 +2,6 @@ package badger
 
 import (
 	"errors"
-	"io"
 	"os"
 	"path/filepath"
 	"time"
@@ -61,38 +60,6 @@ func syncData(f *os.File) error {
 			return os.NewSyscallError("fdatasync", err)
 		}
 	}
-}
-
-// recordAtOnce knows the file systems whose buffered writes obey RWF_DSYNC as they obey O_DSYNC.
-// Elsewhere a call may return before anything is synced, and the probe would find it cheap (P2).
-func recordAtOnce(dir string) recordFunc {
-	var s unix.Statfs_t
-	if err := unix.Statfs(dir, &s); err != nil {
-		return nil
-	}
-	switch uint32(s.Type) {
-	case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC:
-		return writeDurably
-	}
-	return nil
-}
-
-// writeDurably writes with RWF_DSYNC: the call returns when the bytes, and a size that grew with
-// them, are durable. What an interrupted call has written is written, and synced, once more.
-func writeDurably(f *os.File, b []byte, off int64) error {
-	for len(b) > 0 {
-		n, err := unix.Pwritev2(int(f.Fd()), [][]byte{b}, off, unix.RWF_DSYNC)
-		switch {
-		case errors.Is(err, unix.EINTR):
-			continue
-		case err != nil:
-			return os.NewSyscallError("pwritev2", err)
-		case n == 0:
-			return io.ErrShortWrite
-		}
-		b, off = b[n:], off+int64(n)
-	}
-	return nil
 }
 
 // pause sleeps in the kernel: in an idle process the runtime's timers are rounded up to a

@@ -15,6 +15,4 @@ func identityOf(*os.File) (fileIdentity, bool) { return fileIdentity{}, false }
 
 func syncData(f *os.File) error { return f.Sync() }
 
-func recordAtOnce(string) recordFunc { return nil }
-
 func pause(d time.Duration) { time.Sleep(d) }

@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"io/fs"
-	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -84,8 +83,6 @@ func (d *faultyDisk) apply(txn *badgerdb.Txn, ts uint64) error {
 	}
 	return d.osDisk.apply(txn, ts)
 }
-
-func (d *faultyDisk) recordAtOnce(string) recordFunc { return d.record }
 
 func (d *faultyDisk) record(f *os.File, frame []byte, off int64) error {
 	d.called("commit")
@@ -234,21 +231,6 @@ func (d *imagingDisk) record(f *os.File, frame []byte, off int64) error {
 	return nil
 }
 
-// recordAtOnce has no moment between the write and its sync.
-func (d *imagingDisk) recordAtOnce(string) recordFunc {
-	return func(f *os.File, frame []byte, off int64) error {
-		d.step("record")
-		if err := d.osDisk.write(f, frame, off); err != nil {
-			return err
-		}
-		if err := d.sync(f); err != nil {
-			return err
-		}
-		d.step("recorded")
-		return nil
-	}
-}
-
 func (d *imagingDisk) apply(txn *badgerdb.Txn, ts uint64) error {
 	d.step("apply")
 	if err := d.osDisk.apply(txn, ts); err != nil {
@@ -282,17 +264,6 @@ func (d *imagingDisk) syncDir(dir string) error {
 	err := d.osDisk.syncDir(dir)
 	d.step("syncedDir " + filepath.Base(dir))
 	return err
-}
-
-// bothWays runs a test with each way to make a frame of the log durable.
-func bothWays(t *testing.T, test func(t *testing.T, o Options)) {
-	t.Helper()
-	t.Run("two calls", func(t *testing.T) {
-		test(t, Options{record: func(d disk, _ string, _ *slog.Logger) recordFunc { return d.record }})
-	})
-	t.Run("one call", func(t *testing.T) {
-		test(t, Options{record: func(d disk, dir string, _ *slog.Logger) recordFunc { return d.recordAtOnce(dir) }})
-	})
 }
 
 // forgetfulDisk is the real disk, with segments as Linux writes them: a sync that fails leaves what

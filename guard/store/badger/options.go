@@ -56,8 +56,6 @@ type Options struct {
 	// keptSize is the size of a kept segment in bytes, from which on the next one begins; zero is
 	// 64 MiB. Smaller in tests.
 	keptSize int64
-	// record chooses how a frame of the log becomes durable; nil is cheapestRecord.
-	record func(d disk, dir string, logger *slog.Logger) recordFunc
 	// Observer is called for every group of commits; nil is none.
 	Observer Observer
 }
@@ -96,9 +94,6 @@ func (o Options) withDefaults() Options {
 	o.BulkWindow = max(o.BulkWindow.Truncate(time.Second), time.Second)
 	if o.keptSize == 0 {
 		o.keptSize = defaultKeptSize
-	}
-	if o.record == nil {
-		o.record = cheapestRecord
 	}
 	if o.GroupWait == 0 {
 		o.GroupWait = defaultGroupWait

@@ -396,7 +396,6 @@ func (s *Store) start(fresh bool, found recovery) error {
 	if err != nil {
 		return fmt.Errorf("badger: log: %w", err)
 	}
-	s.log.record = s.options.record(s.disk, s.walDir(), s.options.Logger)
 	if err := s.manifest.markOpen(); err != nil {
 		return fmt.Errorf("badger: %w", err)
 	}

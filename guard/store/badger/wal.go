@@ -38,7 +38,6 @@ type wal struct {
 	save func(logRange) error // makes the list of files durable
 
 	// Used by the committer alone.
-	record  recordFunc // of disk
 	current *logFile
 	at      int64  // where the next frame goes
 	seq     uint64 // of the last frame
@@ -147,7 +146,7 @@ func (w *wal) ensureSpace(n int, failed <-chan struct{}) error {
 // when it is durable. After an error it may be durable or not.
 func (w *wal) append(b []byte, version store.Version) ([]byte, error) {
 	b = endFrame(b, w.current.seed, w.seq+1, version)
-	if err := w.record(w.current.f, b, w.at); err != nil {
+	if err := w.disk.record(w.current.f, b, w.at); err != nil {
 		return b, fmt.Errorf("writing the log: %w", err)
 	}
 	w.seq++

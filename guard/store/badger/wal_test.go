@@ -4,14 +4,11 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
-	"io/fs"
-	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -293,94 +290,6 @@ func TestReusedFile(t *testing.T) {
 	}
 }
 
-// timedDisk has two ways to make a frame durable, which take as long as it says.
-type timedDisk struct {
-	osDisk
-	two, one time.Duration
-	uneven   bool  // each third of the one calls takes twice the time of two
-	failing  error // of the one call
-	frames   int
-}
-
-func (d *timedDisk) record(f *os.File, frame []byte, off int64) error {
-	<-time.After(d.two)
-	d.frames++
-	return d.write(f, frame, off)
-}
-
-func (d *timedDisk) recordAtOnce(string) recordFunc {
-	if d.one == 0 {
-		return nil
-	}
-	return func(f *os.File, frame []byte, off int64) error {
-		if d.frames++; d.uneven && d.frames%3 == 0 {
-			<-time.After(2 * d.two)
-		}
-		<-time.After(d.one)
-		return errors.Join(d.failing, d.write(f, frame, off))
-	}
-}
-
-// ADR 0094: the one call is taken where it saves a tenth of the time, and the probe is bounded.
-func TestCheapestRecord(t *testing.T) {
-	const us = time.Microsecond
-	for name, c := range map[string]struct {
-		disk timedDisk
-		one  bool
-		most time.Duration // that the probe may take
-	}{
-		"a tenth cheaper":         {timedDisk{two: 100 * us, one: 90 * us}, true, 4 * time.Millisecond},
-		"less than a tenth":       {timedDisk{two: 100 * us, one: 91 * us}, false, 4 * time.Millisecond},
-		"dearer":                  {timedDisk{two: 100 * us, one: 110 * us}, false, 4 * time.Millisecond},
-		"slow":                    {timedDisk{two: 700 * us, one: 500 * us}, true, 12 * time.Millisecond},
-		"cheaper in the median":   {timedDisk{two: 100 * us, one: 50 * us, uneven: true}, false, 6 * time.Millisecond},
-		"too slow to be measured": {timedDisk{two: 10_000 * us, one: 5_000 * us}, false, 26 * time.Millisecond},
-		"not there":               {timedDisk{two: 100 * us}, false, 0},
-		"refused":                 {timedDisk{two: 100 * us, one: us, failing: errors.ErrUnsupported}, false, time.Millisecond},
-		"failing":                 {timedDisk{two: 100 * us, one: us, failing: errDisk}, false, time.Millisecond},
-	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				d, dir, begun := &c.disk, t.TempDir(), time.Now()
-				record := cheapestRecord(d, dir, slog.New(slog.DiscardHandler))
-				if took := time.Since(begun); took > c.most {
-					t.Errorf("the probe took %v, want at most %v", took, c.most)
-				}
-				left, err := os.ReadDir(dir)
-				if err != nil || len(left) > 0 {
-					t.Errorf("left behind: %v, %v", left, err)
-				}
-				f, err := os.Create(filepath.Join(dir, "frame"))
-				must(t, err)
-				defer f.Close()
-				begun = time.Now()
-				if err := record(f, []byte("frame"), 0); err != nil {
-					t.Fatal(err)
-				}
-				want := c.disk.two
-				if c.one {
-					want = c.disk.one
-				}
-				if took := time.Since(begun); took != want {
-					t.Errorf("a frame takes %v, want %v", took, want)
-				}
-			})
-		})
-	}
-}
-
-// A probe that a crash has ended leaves a file, which the next one uses and removes.
-func TestProbeAfterACrash(t *testing.T) {
-	dir, _, _ := crashedWith(t, 2)
-	left := filepath.Join(dir, "wal", "probe")
-	must(t, os.WriteFile(left, make([]byte, 1<<20), 0o600))
-	d := &timedDisk{two: time.Nanosecond, one: time.Nanosecond}
-	wantValue(t, reopenWith(t, dir, Options{}, d), "last", "1")
-	if _, err := os.Stat(left); !errors.Is(err, fs.ErrNotExist) || d.frames == 0 {
-		t.Errorf("after %d frames: %v", d.frames, err)
-	}
-}
-
 func TestFrames(t *testing.T) {
 	type pair struct{ key, value string }
 	want := []pair{{"kput", strings.Repeat("x", headerSize)}, {"kgone", ""}, {"kmore", strings.Repeat("y", 1000)}}
@@ -422,9 +331,7 @@ func TestFrames(t *testing.T) {
 
 // P2: after a crash or a loss of power before or after any step, what was acknowledged is
 // there, the rest is there whole or not at all, and nothing else is.
-func TestCrashAtEveryPoint(t *testing.T) { bothWays(t, crashAtEveryPoint) }
-
-func crashAtEveryPoint(t *testing.T, o Options) {
+func TestCrashAtEveryPoint(t *testing.T) {
 	m := newManual()
 	dir := t.TempDir()
 	const keys = 2
@@ -452,8 +359,7 @@ func crashAtEveryPoint(t *testing.T, o Options) {
 		}
 		moments = append(moments, moment{what, answered, []string{crashed(t, dir), d.powerless(t, dir)}})
 	})
-	o.Now, o.GroupWait, o.keptSize = m.Now, -1, 600
-	s, err := openWith(dir, o, d)
+	s, err := openWith(dir, Options{Now: m.Now, GroupWait: -1, keptSize: 600}, d)
 	must(t, err)
 	for i := range keys * 2 {
 		mustCommit(t, s, body(i), record(i), kept(fmt.Sprintf("kept-%d-", i%keys), 500+i), put(fmt.Sprint("key-", i%keys), fmt.Sprint(i)), put(fmt.Sprint("passing-", i), ""),
@@ -521,9 +427,7 @@ func crashAtEveryPoint(t *testing.T, o Options) {
 
 // A loss of power while the log is dropped: tables may point to bulk values in unsynced
 // files, which the log keeps until they are synced.
-func TestPowerLossAroundADrop(t *testing.T) { bothWays(t, powerLossAroundADrop) }
-
-func powerLossAroundADrop(t *testing.T, o Options) {
+func TestPowerLossAroundADrop(t *testing.T) {
 	m := newManual()
 	var images []string
 	dir := ""
@@ -533,8 +437,7 @@ func powerLossAroundADrop(t *testing.T, o Options) {
 			images = append(images, d.powerless(t, dir))
 		}
 	})
-	o.Now = m.Now
-	s, n := rotated(t, d, o)
+	s, n := rotated(t, d, Options{Now: m.Now})
 	small, record := m.bulk("small", 10_000, time.Hour), m.expiring("record", 10_000, 3*time.Hour)
 	mustCommit(t, s, small, record, kept("kept", 10_000), put("names", "small"))
 	must(t, s.drain(t.Context()))
