@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger/wal"
 )
 
 // queue hands all waiting batches to the committer: one slice fills while the committer
@@ -250,6 +251,10 @@ func (b *batch) release() {
 	batches.Put(b)
 }
 
+// maxFrame bounds the changes of one group in the log, in bytes. A single batch that store.Check
+// admits, with small bulk values only, is smaller.
+const maxFrame = 6 << 20
+
 // maxGroupBulk bounds the memory of one group's large bulk values, in bytes.
 const maxGroupBulk = 8 << 20
 
@@ -333,14 +338,15 @@ func (c *committer) commitGroup(all []*batch) {
 	}
 	c.assemble(g)
 	frame := c.encode(g)
-	if err := c.log.ensureSpace(len(frame)+frameAlign, c.failed); err != nil {
+	if err := c.log.EnsureSpace(len(frame), c.failed); err != nil {
 		g.done(notWritten(err))
 		finish(append(g.winners, g.dependent...), notWritten(err))
 		return
 	}
 	c.counters.commits.Add(1)
 	begun := time.Now()
-	c.frame, err = c.log.append(frame, c.next-1)
+	c.frame = frame
+	seq, err := c.log.Append(frame, c.next-1)
 	if err != nil {
 		c.fail(err)
 		// The frame may be on disk or not, and the conflicts depend on it.
@@ -351,7 +357,7 @@ func (c *committer) commitGroup(all []*batch) {
 	if c.options.Observer != nil {
 		c.options.Observer.Committed(len(g.winners), time.Since(begun))
 	}
-	c.publish(g)
+	c.publish(g, seq)
 }
 
 // awaitApplier waits while the applier is behind, which bounds the memory.
@@ -373,7 +379,7 @@ func (c *committer) encode(g *group) []byte {
 	if cap(c.frame) > maxLayer {
 		c.frame = nil // do not keep the memory of one large group
 	}
-	b := beginFrame(c.frame)
+	b := wal.BeginFrame(c.frame)
 	for w := range g.all {
 		for i := range w.staged {
 			if !w.staged[i].check && !w.staged[i].place {
@@ -498,8 +504,8 @@ func (c *committer) appendBulk(all []*batch) ([]*batch, error) {
 }
 
 // publish makes the group readable before it wakes watchers and answers the callers.
-func (c *committer) publish(g *group) {
-	c.overlay.publish(g.pending, c.log.seq, c.next-1)
+func (c *committer) publish(g *group, seq uint64) {
+	c.overlay.publish(g.pending, seq, c.next-1)
 	c.queue.countInFlight(len(g.winners) + len(g.dependent))
 	c.counters.batches.Add(uint64(len(g.winners)))
 	for b := range g.all {

@@ -14,6 +14,8 @@ import (
 	"sync"
 
 	badgerdb "github.com/dgraph-io/badger/v4"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger/wal"
 )
 
 // manifest is the content of the file STORE. Badger takes a missing manifest of its own for
@@ -32,7 +34,7 @@ type manifest struct {
 	// Manifest is the SHA-256 of the whole, where State is closed.
 	Manifest string `json:"manifest,omitempty"`
 	// Log is the range of log files.
-	Log logRange `json:"log"`
+	Log wal.Range `json:"log"`
 }
 
 const (
@@ -77,7 +79,7 @@ func (s *manifestFile) load() (found bool, err error) {
 // markCreating marks a new store: if it stays so, a crash ended its creation.
 func (s *manifestFile) markCreating() error {
 	return s.update(func(now *manifest) error {
-		*now = manifest{Format: format, State: stateCreating, Log: logRange{First: 1}}
+		*now = manifest{Format: format, State: stateCreating, Log: wal.Range{First: 1}}
 		return nil
 	})
 }
@@ -88,7 +90,7 @@ func (s *manifestFile) markOpen() error {
 }
 
 // markClosed marks a store that was closed in order, with the log that it leaves.
-func (s *manifestFile) markClosed(log logRange) error {
+func (s *manifestFile) markClosed(log wal.Range) error {
 	return s.update(func(now *manifest) error {
 		now.Log = log
 		return s.readBadger(now, stateClosed)
@@ -96,7 +98,7 @@ func (s *manifestFile) markClosed(log logRange) error {
 }
 
 // setLog records the files of the log.
-func (s *manifestFile) setLog(log logRange) error {
+func (s *manifestFile) setLog(log wal.Range) error {
 	return s.update(func(now *manifest) error {
 		now.Log = log
 		return nil
@@ -104,7 +106,7 @@ func (s *manifestFile) setLog(log logRange) error {
 }
 
 // log is the recorded range of log files.
-func (s *manifestFile) log() logRange {
+func (s *manifestFile) log() wal.Range {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.current.Log

@@ -265,7 +265,7 @@ func (a *applier) applyActive(stop <-chan struct{}) error {
 			return err
 		}
 	}
-	a.log.applied(l.seq, a.ts)
+	a.log.Applied(l.seq, a.ts)
 	a.durable.Store(a.ts)
 	a.overlay.dropFrozen(a.ts) // l may be reused from here on
 	return nil
@@ -550,7 +550,7 @@ const (
 	maxFullLogs = 96 << 20
 )
 
-// logCleaner makes the files of the log and drops them when everything in them is durable
+// logCleaner drops files of the log when everything in them is durable
 // elsewhere: in the files of bulk values, and in Badger's tables, which Badger syncs before
 // it lists them. Badger flushes transactions whole and in order, so a table with a
 // timestamp shows that everything below it is in tables.
@@ -567,9 +567,6 @@ func (k *logCleaner) run(stop <-chan struct{}) {
 		select {
 		case <-stop:
 			return
-		case <-k.log.need:
-			f, err := k.log.nextFile()
-			k.log.ready <- preparedLog{file: f, err: err}
 		case <-tick.C:
 			if k.unhealthy() != nil {
 				continue
@@ -584,16 +581,9 @@ func (k *logCleaner) run(stop <-chan struct{}) {
 // dropApplied drops the files that are durable elsewhere. An error means that the state of
 // the disk is unknown.
 func (k *logCleaner) dropApplied() error {
-	if err := k.log.removeSpare(); err != nil {
-		k.options.Logger.Warn("giving back files of the log", "dir", k.dir, "error", err)
-	}
-	size, applied := k.log.fullFiles()
-	if applied == 0 {
-		return nil
-	}
-	n := k.log.droppable(k.inTables())
+	n, full, applied := k.log.Droppable(k.inTables())
 	if n == 0 {
-		if size > maxFullLogs && applied > k.flushedTo {
+		if full > maxFullLogs && applied > k.flushedTo {
 			k.flushedTo = k.durable.Load()
 			signal(k.flush)
 		}
@@ -602,7 +592,7 @@ func (k *logCleaner) dropApplied() error {
 	if err := k.syncTablesAndBodies(); err != nil {
 		return err
 	}
-	if err := k.log.drop(n); err != nil {
+	if err := k.log.Drop(n); err != nil {
 		k.options.Logger.Warn("dropping files of the log", "dir", k.dir, "error", err)
 	}
 	return nil

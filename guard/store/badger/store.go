@@ -31,6 +31,7 @@ import (
 	badgerdb "github.com/dgraph-io/badger/v4"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger/wal"
 )
 
 // Store is a store in a directory. Make one with Open.
@@ -42,7 +43,7 @@ type Store struct {
 
 	db        *badgerdb.DB
 	bodies    *bodies
-	log       *wal
+	log       *wal.Log
 	overlay   *overlay
 	applier   *applier
 	committer *committer
@@ -328,7 +329,7 @@ func (s *Store) abandon() error {
 		s.bodies.close()
 	}
 	if s.log != nil {
-		s.log.close()
+		s.log.Close()
 	}
 	if s.db == nil {
 		return nil
@@ -339,6 +340,10 @@ func (s *Store) abandon() error {
 func (s *Store) bodiesDir() string { return filepath.Join(s.dir, "bodies") }
 
 func (s *Store) walDir() string { return filepath.Join(s.dir, "wal") }
+
+func (s *Store) logDisk() wal.Disk {
+	return wal.Disk{Record: s.disk.record, Write: s.disk.write, Sync: s.disk.sync, SyncDir: s.disk.syncDir}
+}
 
 // removeMemory removes the logs of Badger's memory tables and its value log. Our own log has all
 // that they hold. They are not synced, so after a crash Badger may refuse to open with them.
@@ -378,7 +383,7 @@ func (s *Store) openError(err error) error {
 	return corrupt(s.dir, "%w", err)
 }
 
-func (s *Store) start(fresh bool, found recovery) error {
+func (s *Store) start(fresh bool, found wal.Found) error {
 	var err error
 	s.bodies, err = openBodies(s.bodiesDir(), s.options.BulkWindow, s.options.keptSize, s.disk)
 	if err != nil {
@@ -388,11 +393,11 @@ func (s *Store) start(fresh bool, found recovery) error {
 		Store: s, ts: s.db.MaxVersion(), hurry: make(chan struct{}, 1), flush: make(chan struct{}, 1),
 	}
 	if !fresh {
-		if err := s.recover(&found); err != nil {
+		if err := s.recover(found); err != nil {
 			return err
 		}
 	}
-	s.log, err = beginLog(s.walDir(), s.manifest.current.Log, found.seq, s.disk, s.manifest.setLog)
+	s.log, err = wal.Begin(s.walDir(), s.manifest.current.Log, found.Seq, s.logDisk(), s.manifest.setLog)
 	if err != nil {
 		return fmt.Errorf("badger: log: %w", err)
 	}
@@ -400,11 +405,11 @@ func (s *Store) start(fresh bool, found recovery) error {
 		return fmt.Errorf("badger: %w", err)
 	}
 	s.durable.Store(s.applier.ts)
-	s.overlay = newOverlay(s.applier.ts, found.seq)
+	s.overlay = newOverlay(s.applier.ts, found.Seq)
 	s.checkSpace()
 	s.discardOldVersions()
 	s.sweep()
-	s.committer = &committer{Store: s, next: max(store.Version(s.applier.ts), found.version) + versionGap}
+	s.committer = &committer{Store: s, next: max(store.Version(s.applier.ts), found.Version) + versionGap}
 	k := &logCleaner{Store: s, flush: s.applier.flush}
 	s.committing.Go(s.committer.run)
 	s.applying.Go(func() { s.applier.run(s.committed) })
@@ -415,7 +420,7 @@ func (s *Store) start(fresh bool, found recovery) error {
 }
 
 // examine finds out whether the store is new, checks it if it is not, and reads its log.
-func (s *Store) examine() (fresh bool, found recovery, err error) {
+func (s *Store) examine() (fresh bool, found wal.Found, err error) {
 	present, err := s.manifest.load()
 	if err != nil {
 		return false, found, err
@@ -447,7 +452,7 @@ func (s *Store) examine() (fresh bool, found recovery, err error) {
 }
 
 // examineContents checks everything that will be trusted, and changes nothing.
-func (s *Store) examineContents() (found recovery, err error) {
+func (s *Store) examineContents() (found wal.Found, err error) {
 	tables, err := s.manifest.check()
 	if err != nil {
 		return found, err
@@ -455,7 +460,7 @@ func (s *Store) examineContents() (found recovery, err error) {
 	if err := s.verifyAtOpen(tables); err != nil {
 		return found, s.contentError(err)
 	}
-	if found, err = readWholeLog(s.walDir(), s.manifest.current.Log); err != nil {
+	if found, err = s.readLog(); err != nil {
 		return found, s.contentError(err)
 	}
 	return found, nil
@@ -470,15 +475,12 @@ func (s *Store) contentError(err error) error {
 }
 
 // recover applies the log to Badger and to the bulk files, durably, so that a new log can begin.
-func (s *Store) recover(found *recovery) error {
+func (s *Store) recover(found wal.Found) error {
 	m, err := s.checkMarker(found)
 	if err != nil {
 		return err
 	}
-	if err := found.rewriteLastFrame(s.walDir(), s.disk); err != nil {
-		return fmt.Errorf("badger: log: %w", err)
-	}
-	changed, err := found.replay(s.walDir(), s.applier, m)
+	changed, err := s.applier.replay(found, m)
 	if err != nil {
 		return fmt.Errorf("badger: replaying the log: %w", err)
 	}
@@ -497,8 +499,8 @@ func (s *Store) recover(found *recovery) error {
 			return s.openError(err)
 		}
 		s.db, s.applier.ts = db, db.MaxVersion()
-		if m, err = s.checkMarker(found); err == nil && m.seq != found.seq {
-			err = fmt.Errorf("badger: replaying the log: the tables end with frame %d, the log with %d", m.seq, found.seq)
+		if m, err = s.checkMarker(found); err == nil && m.seq != found.Seq {
+			err = fmt.Errorf("badger: replaying the log: the tables end with frame %d, the log with %d", m.seq, found.Seq)
 		}
 		if err != nil {
 			return err
@@ -508,7 +510,7 @@ func (s *Store) recover(found *recovery) error {
 }
 
 // checkMarker returns Badger's marker, which must agree with the manifest and the log.
-func (s *Store) checkMarker(found *recovery) (marker, error) {
+func (s *Store) checkMarker(found wal.Found) (marker, error) {
 	m, there, err := readMarker(s.db)
 	switch {
 	case err != nil:
@@ -517,8 +519,8 @@ func (s *Store) checkMarker(found *recovery) (marker, error) {
 		return m, corrupt(s.dir, "entries are lost, the marker among them")
 	case m.seq < found.Settled:
 		return m, corrupt(s.dir, "entries are lost: the tables end with frame %d, the log begins behind %d", m.seq, found.Settled)
-	case m.seq > found.seq:
-		return m, corrupt(s.dir, "the log is cut: it ends with frame %d, the tables have %d", found.seq, m.seq)
+	case m.seq > found.Seq:
+		return m, corrupt(s.dir, "the log is cut: it ends with frame %d, the tables have %d", found.Seq, m.seq)
 	}
 	return m, nil
 }
@@ -545,7 +547,7 @@ func (s *Store) close() error {
 	s.watches.WakeAll()
 
 	err := s.closeBadger()
-	s.log.close()
+	s.log.Close()
 	if err == nil && s.unhealthy() == nil {
 		err = errors.Join(s.saveVerified(), s.saveClosed())
 	}
@@ -559,11 +561,7 @@ func (s *Store) saveClosed() error {
 	if err := s.syncTablesAndBodies(); err != nil {
 		return err
 	}
-	last := s.log.currentRange().Last
-	if err := s.manifest.markClosed(logRange{First: last + 1, Last: last, Settled: s.log.seq}); err != nil {
-		return err
-	}
-	return removeLogs(s.walDir(), s.manifest.log())
+	return s.log.Finish(s.manifest.markClosed)
 }
 
 // closePatience bounds the close of a store whose disk has failed: Badger would retry its

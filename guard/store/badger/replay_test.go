@@ -2,6 +2,7 @@ package badger
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -12,7 +13,11 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger/wal"
 )
+
+// frameHead is the size of a frame's header in the log.
+const frameHead = 32
 
 // crashedWith makes a store that crashed with n groups in its log, none of them in Badger's
 // tables, and returns the offsets of their frames.
@@ -32,22 +37,24 @@ func crashedWith(t *testing.T, n int) (dir, file string, frames []int) {
 
 func logsIn(t *testing.T, dir string) []string {
 	t.Helper()
-	names, err := filepath.Glob(filepath.Join(dir, "wal", "*"+logSuffix))
+	names, err := filepath.Glob(filepath.Join(dir, "wal", "*.wal"))
 	must(t, err)
 	return names
 }
 
 func framesAt(t *testing.T, name string) (at []int) {
 	t.Helper()
-	number, _ := logNumber(filepath.Base(name))
-	content, seed, err := readLog(filepath.Dir(name), number)
+	content, err := os.ReadFile(name)
 	must(t, err)
-	end, err := framesIn(content, seed, func(offset int, _ frame) error {
-		at = append(at, offset)
-		return nil
-	})
-	must(t, err)
-	return append(at, end)
+	magic := []byte("agf1")
+	for next := bytes.Index(content, magic); next >= 0; {
+		at = append(at, next)
+		length := int(binary.BigEndian.Uint32(content[next+24:]))
+		if next += frameHead + (length+7)/8*8; !bytes.HasPrefix(content[next:], magic) {
+			return append(at, next)
+		}
+	}
+	return append(at, 4096)
 }
 
 // P2: what is only in the log is there after a crash.
@@ -68,16 +75,12 @@ func TestChecksAreNotReplayed(t *testing.T) {
 	mustCommit(t, s, put("a", "1"), store.Write{Key: []byte("checked"), If: store.VersionIs(v), Check: true},
 		store.Write{Key: []byte("absent"), If: store.Absent(), Check: true})
 	dir := crashed(t, s.dir)
-	content, seed, err := readLog(filepath.Join(dir, "wal"), 1)
+	file := logsIn(t, dir)[0]
+	content, err := os.ReadFile(file)
 	must(t, err)
-	var last frame
-	_, err = framesIn(content, seed, func(_ int, f frame) error {
-		last = f
-		return nil
-	})
-	must(t, err)
-	if bytes.Contains(last.changes, []byte("checked")) || bytes.Contains(last.changes, []byte("absent")) {
-		t.Errorf("the frame is %q", last.changes)
+	last := content[framesAt(t, file)[1]:]
+	if bytes.Contains(last, []byte("checked")) || bytes.Contains(last, []byte("absent")) {
+		t.Errorf("the frame is %.200q", last)
 	}
 	s = reopenWith(t, dir, Options{}, osDisk{})
 	if e, err := s.Get(t.Context(), []byte("checked")); err != nil || e.Version != v || string(e.Value) != "1" {
@@ -96,11 +99,11 @@ func TestTornFrame(t *testing.T) {
 	last, end := frames[n-1], frames[n]
 	tear := map[string]func(b []byte){
 		"not begun":     func(b []byte) { clear(b[last:end]) },
-		"header only":   func(b []byte) { clear(b[last+frameHeader : end]) },
+		"header only":   func(b []byte) { clear(b[last+frameHead : end]) },
 		"without magic": func(b []byte) { clear(b[last : last+4]) },
-		"without end":   func(b []byte) { clear(b[end-frameAlign-4 : end]) },
+		"without end":   func(b []byte) { clear(b[end-12 : end]) },
 		"absurd length": func(b []byte) { copy(b[last+24:], "\xff\xff\xff\xff") },
-		"flipped":       func(b []byte) { b[last+frameHeader+3] ^= 1 },
+		"flipped":       func(b []byte) { b[last+frameHead+3] ^= 1 },
 	}
 	for name, do := range tear {
 		t.Run(name, func(t *testing.T) {
@@ -130,7 +133,7 @@ func TestDamagedFrame(t *testing.T) {
 	origin, file, frames := crashedWith(t, 5)
 	for name, at := range map[string]int{
 		"magic": frames[0], "sum": frames[1] + 5, "number": frames[2] + 15, "length": frames[1] + 27,
-		"changes": frames[3] + frameHeader + 20, "header of the file": 20, "size of the file": 30,
+		"changes": frames[3] + frameHead + 20, "header of the file": 20, "size of the file": 30,
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := crashed(t, origin)
@@ -161,7 +164,7 @@ func TestLostLog(t *testing.T) {
 		"file":      func(dir string) error { return os.Remove(filepath.Join(dir, "wal", filepath.Base(file))) },
 		"contents":  func(dir string) error { return os.Truncate(filepath.Join(dir, "wal", filepath.Base(file)), 0) },
 		"number": func(dir string) error {
-			return os.Rename(filepath.Join(dir, "wal", filepath.Base(file)), filepath.Join(dir, "wal", logName(77)))
+			return os.Rename(filepath.Join(dir, "wal", filepath.Base(file)), filepath.Join(dir, "wal", "000000000077.wal"))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -187,19 +190,12 @@ func rotated(t *testing.T, d disk, o Options) (s *Store, n int) {
 	t.Helper()
 	s = reopenWith(t, t.TempDir(), o, d)
 	value := strings.Repeat("v", 60_000)
-	for held := int64(0); held < firstLogSize+logSize; n++ {
+	for held := int64(0); held < 9<<20; n++ {
 		mustCommit(t, s, put(fmt.Sprintf("large-%04d", n), value), put("count", fmt.Sprint(n)))
-		s.log.mu.Lock()
-		held = 0
-		for _, f := range s.log.files {
-			if f.full {
-				held += f.size
-			}
+		_, held, _ = s.log.Droppable(0)
+		if s.manifest.log().First > 1 {
+			held = 9 << 20
 		}
-		if s.log.files[0].number > 1 {
-			held = firstLogSize + logSize
-		}
-		s.log.mu.Unlock()
 	}
 	return s, n
 }
@@ -218,7 +214,7 @@ func TestLostFileOfTheLog(t *testing.T) {
 	}
 	t.Run("emptied in the middle", func(t *testing.T) {
 		dir := crashed(t, origin)
-		change(t, logsIn(t, dir)[1], func(b []byte) { clear(b[logFrames:]) })
+		change(t, logsIn(t, dir)[1], func(b []byte) { clear(b[4096:]) })
 		refused(t, dir)
 	})
 }
@@ -254,46 +250,11 @@ func TestLogIsDropped(t *testing.T) {
 	})
 }
 
-// Frames of an earlier use of a file are not taken for new ones.
-func TestReusedFile(t *testing.T) {
-	dir := t.TempDir()
-	f, err := createLog(dir, 1, firstLogSize, osDisk{})
-	must(t, err)
-	write := func(l *logFile, at int64, seq uint64) int64 {
-		b := appendChange(beginFrame(nil), "kkey", make([]byte, headerSize+100))
-		b = endFrame(b, l.seed, seq, store.Version(seq))
-		must(t, osDisk{}.record(l.f, b, at))
-		return at + int64(len(b))
-	}
-	at := int64(logFrames)
-	for seq := range uint64(5) {
-		at = write(f, at, seq+1)
-	}
-	found, err := readWholeLog(dir, logRange{First: 1, Last: 1})
-	if err != nil || found.seq != 5 {
-		t.Fatalf("%+v, %v; want 5 frames", found, err)
-	}
-	f, err = f.reuse(2, osDisk{})
-	must(t, err)
-	defer f.f.Close()
-	if found, err = readWholeLog(dir, logRange{First: 2, Last: 2, Settled: 5}); err != nil || found.seq != 5 {
-		t.Errorf("%+v, %v; want none but the five that are settled", found, err)
-	}
-	write(f, logFrames, 6) // as long as the one that was there, so that the next fits on to it
-	if found, err = readWholeLog(dir, logRange{First: 2, Last: 2, Settled: 5}); err != nil || found.seq != 6 {
-		t.Errorf("%+v, %v; want one more", found, err)
-	}
-	names, err := os.ReadDir(dir)
-	must(t, err)
-	if len(names) != 1 || names[0].Name() != logName(2) {
-		t.Errorf("files %v, want the one under its new number", names)
-	}
-}
-
-func TestFrames(t *testing.T) {
+// The changes of a frame are read as they were written, and an unknown form is refused.
+func TestChanges(t *testing.T) {
 	type pair struct{ key, value string }
 	want := []pair{{"kput", strings.Repeat("x", headerSize)}, {"kgone", ""}, {"kmore", strings.Repeat("y", 1000)}}
-	b := beginFrame(nil)
+	var b []byte
 	for _, c := range want {
 		value := []byte(c.value)
 		if c.value == "" {
@@ -301,31 +262,17 @@ func TestFrames(t *testing.T) {
 		}
 		b = appendChange(b, c.key, value)
 	}
-	b = endFrame(b, 7, 3, 99)
-	f, ok := readFrame(append(slices.Clone(b), 1, 2, 3), 7)
-	if !ok || f.seq != 3 || f.version != 99 || f.size != len(b) || len(b)%frameAlign != 0 {
-		t.Fatalf("%+v, %v", f, ok)
-	}
 	var got []pair
-	must(t, f.each(func(key, value []byte) {
+	must(t, eachChange(wal.Frame{Contents: b}, func(key, value []byte) {
 		got = append(got, pair{string(key), string(value)})
 	}))
 	if !slices.Equal(got, want) {
 		t.Errorf("changes %q, want %q", got, want)
 	}
-	if _, ok := readFrame(b, 8); ok {
-		t.Error("passes under another seed")
-	}
-	for i := range b {
-		bad := slices.Clone(b)
-		bad[i] ^= 0x10
-		// The padding is not covered, nor need it be.
-		if _, ok := readFrame(bad, 7); ok && i < frameHeader+len(f.changes) {
-			t.Errorf("byte %d flipped: not found", i)
-		}
-		if _, ok := readFrame(b[:i], 7); ok {
-			t.Errorf("cut to %d bytes: not found", i)
-		}
+	for name, bad := range map[string][]byte{
+		"cut": b[:len(b)-1], "of another kind": append([]byte{9}, b[1:]...), "short value": appendChange(nil, "k", []byte("v")),
+	} {
+		wantErr(t, name, eachChange(wal.Frame{Contents: bad}, func(_, _ []byte) {}), errChange)
 	}
 }
 
