@@ -827,27 +827,6 @@ func FuzzSegment(f *testing.F) {
 	})
 }
 
-// A store of the form before is read, and becomes one of this form.
-func TestOldFormIsCarriedOver(t *testing.T) {
-	dir := t.TempDir()
-	must(t, os.CopyFS(dir, os.DirFS("testdata/form2")))
-	for range 2 {
-		s := reopenWith(t, dir, Options{}, osDisk{})
-		must(t, s.verifyStored())
-		for _, key := range []string{"record", "kept", "bulk"} {
-			wantValue(t, s, key, strings.Repeat(key+" ", 200))
-		}
-		wantValue(t, s, "small", "small")
-		e, err := s.Get(t.Context(), []byte("record"))
-		must(t, err)
-		mustCommit(t, s, store.Write{Key: e.Key, Value: e.Value, Expires: e.Expires, If: store.VersionIs(e.Version)})
-		must(t, s.Close())
-		if b, err := os.ReadFile(filepath.Join(dir, "STORE")); err != nil || !strings.Contains(string(b), `"format":3`) {
-			t.Errorf("%s, %v", b, err)
-		}
-	}
-}
-
 func TestSegmentsAreDroppedWhole(t *testing.T) {
 	m := newManual()
 	dir := t.TempDir()

@@ -67,7 +67,7 @@ func (s *manifestFile) load() (found bool, err error) {
 		return false, corrupt(s.dir, "STORE cannot be read: %w", err)
 	}
 	switch {
-	case s.current.Format != format && s.current.Format != oldFormat:
+	case s.current.Format != format:
 		return false, fmt.Errorf("badger: %s was written in form %d by another version of this program; this one reads form %d",
 			s.dir, s.current.Format, format)
 	case s.current.State != stateCreating && s.current.State != stateOpen && s.current.State != stateClosed:

@@ -344,7 +344,7 @@ func TestAnotherFormatIsRefused(t *testing.T) {
 	file := filepath.Join(dir, "STORE")
 	was, err := os.ReadFile(file)
 	must(t, err)
-	for _, other := range []int{oldFormat - 1, format + 1} {
+	for _, other := range []int{format - 1, format + 1} {
 		change := strings.Replace(string(was), fmt.Sprintf(`"format":%d`, format), fmt.Sprintf(`"format":%d`, other), 1)
 		must(t, os.WriteFile(file, []byte(change), 0o600))
 		_, err := Open(dir, Options{})

@@ -20,19 +20,13 @@ import (
 // commits wait for the applier.
 const maxLayer = 4 << 20
 
-// maxAbsent bounds the cache of absent keys.
-const maxAbsent = 16 << 10
-
 // overlay holds what is in the log and not yet in Badger. Reads ask it first.
 type overlay struct {
 	mu      sync.RWMutex
 	active  *layer // the committer adds to it
 	frozen  *layer // the applier is writing it to Badger; nil is none
 	spare   *layer
-	durable uint64 // Badger's timestamp with all that came before
-	// absent caches keys that Badger does not have at durable: a claim reads its key just
-	// before it commits.
-	absent  map[string]struct{}
+	durable uint64        // Badger's timestamp with all that came before
 	recent  recent        // what Badger has at durable
 	applied uint64        // the last frame that Badger has
 	changed chan struct{} // closed when a layer is frozen or dropped
@@ -60,7 +54,7 @@ func (l *layer) put(key string, value []byte) {
 
 func newOverlay(ts, seq uint64) *overlay {
 	return &overlay{
-		active: newLayer(), durable: ts, applied: seq, absent: make(map[string]struct{}), recent: recent{seed: maphash.MakeSeed()},
+		active: newLayer(), durable: ts, applied: seq, recent: recent{seed: maphash.MakeSeed()},
 		changed: make(chan struct{}), some: make(chan struct{}, 1), full: make(chan struct{}, 1),
 	}
 }
@@ -81,17 +75,7 @@ func (o *overlay) get(key []byte) (found stored, ok bool) {
 	if found, ok = o.recent.get(key); ok {
 		return found, true
 	}
-	_, ok = o.absent[string(key)]
-	return stored{ts: o.durable}, ok
-}
-
-// addAbsent caches that Badger has nothing under key at ts.
-func (o *overlay) addAbsent(key []byte, ts uint64) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.durable == ts && len(o.absent) < maxAbsent {
-		o.absent[string(key)] = struct{}{}
-	}
+	return stored{ts: o.durable}, false
 }
 
 // remember keeps what Badger has under key, value included, if it is read again and again.
@@ -151,7 +135,6 @@ func (o *overlay) dropFrozen(ts uint64) {
 	defer o.mu.Unlock()
 	l := o.frozen
 	o.frozen, o.durable, o.applied = nil, ts, l.seq
-	clear(o.absent)
 	o.recent.drop(l)
 	if l.size <= 2*maxLayer { // else its map has grown too large to keep
 		clear(l.values)
@@ -503,10 +486,8 @@ const (
 	// versionGap is left between the highest version found at opening and the first new
 	// one, for versions in a torn end of the log.
 	versionGap = 1 << 20
-	// format is the form of what is written. The form before it had only bulk values in
-	// segments, and reads no other after a loss of power; it is read, and becomes this one.
-	format    = 3
-	oldFormat = 2
+	// format is the form of what is written. No other is read.
+	format = 3
 )
 
 var (
@@ -536,7 +517,7 @@ func readMarker(db *badgerdb.DB) (m marker, found bool, err error) {
 	}
 	rest, ok := bytes.CutPrefix(raw, []byte(markerText))
 	if ok && len(rest) == 12 {
-		if form := binary.BigEndian.Uint32(rest); form == format || form == oldFormat {
+		if binary.BigEndian.Uint32(rest) == format {
 			return marker{seq: binary.BigEndian.Uint64(rest[4:])}, true, nil
 		}
 	}

@@ -185,9 +185,6 @@ func (s *Store) findInTables(key []byte, ts uint64) (stored, error) {
 	txn := s.db.NewTransactionAt(ts, false)
 	defer txn.Discard()
 	raw, err := lookUp(txn, key)
-	if raw == nil && err == nil {
-		s.overlay.addAbsent(key, ts)
-	}
 	return stored{raw: raw, ts: ts, read: true}, err
 }
 
