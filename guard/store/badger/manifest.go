@@ -187,7 +187,7 @@ func (s *manifestFile) replace(next string, content []byte) error {
 }
 
 // check compares Badger's manifest with what was recorded and returns the tables that it lists.
-func (s *manifestFile) check() ([]uint64, error) {
+func (s *manifestFile) check() (map[uint64]badgerdb.TableManifest, error) {
 	content, err := os.ReadFile(s.badgerManifest())
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, corrupt(s.dir, "lsm/MANIFEST is missing")
@@ -205,20 +205,22 @@ func (s *manifestFile) check() ([]uint64, error) {
 	case recorded.State == stateOpen && sum(first) == recorded.ManifestHead && int64(len(content)) < recorded.ManifestSize:
 		return nil, corrupt(s.dir, "lsm/MANIFEST is cut: %d bytes, it had %d", len(content), recorded.ManifestSize)
 	}
+	tables, err := s.listed()
+	if err != nil {
+		return nil, corrupt(s.dir, "lsm/MANIFEST: %w", err)
+	}
+	return tables, nil
+}
+
+// listed are the tables in Badger's manifest.
+func (s *manifestFile) listed() (map[uint64]badgerdb.TableManifest, error) {
 	f, err := os.Open(s.badgerManifest())
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
 	manifest, _, err := badgerdb.ReplayManifestFile(f, 0, badgerdb.Options{})
-	if err != nil {
-		return nil, corrupt(s.dir, "lsm/MANIFEST: %w", err)
-	}
-	ids := make([]uint64, 0, len(manifest.Tables))
-	for id := range manifest.Tables {
-		ids = append(ids, id)
-	}
-	return ids, nil
+	return manifest.Tables, err
 }
 
 // firstChangeSet is the beginning of Badger's manifest: 8 bytes of magic and version, 4

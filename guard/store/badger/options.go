@@ -36,7 +36,7 @@ type Options struct {
 	// that running executions are completed instead of left in doubt, and returns store.ErrFull
 	// for all others. Under a quarter of it Commit refuses every batch: a write to Badger's
 	// mapped files on a full disk kills the process, so the quarter is more than Badger may need
-	// between two checks. Zero is DefaultMinFree, negative is no limit.
+	// between two checks. Zero is the most that Badger may need, negative is no limit.
 	MinFree int64
 	// MaxSize is the largest size of the whole directory in bytes, as the file system counts
 	// them. Over it Commit refuses what it refuses below MinFree, until enough has expired.

@@ -36,18 +36,15 @@ const damagedFile = "DAMAGED"
 
 // verifyAtOpen checks the tables before Badger opens them. After an orderly close the check
 // of unchanged tables of the last level is deferred.
-func (s *Store) verifyAtOpen(ids []uint64) error {
+func (s *Store) verifyAtOpen(listed map[uint64]badgerdb.TableManifest) error {
 	if err := s.markedDamaged(); err != nil {
 		return err
 	}
-	now := ids
+	now := slices.Collect(maps.Keys(listed))
 	if s.manifest.current.State == stateClosed {
 		s.verified.load()
-		s.verified.retain(ids)
-		var err error
-		if now, err = s.deferVerification(ids); err != nil {
-			return err
-		}
+		s.verified.retain(now)
+		now = s.deferVerification(listed)
 	}
 	err := s.verified.verifyAll(s.lsm(), now, nil, nil, nil)
 	if err != nil {
@@ -69,14 +66,10 @@ func (s *Store) markedDamaged() error {
 }
 
 // deferVerification defers the check of tables that may wait, and returns the others.
-func (s *Store) deferVerification(ids []uint64) (now []uint64, err error) {
-	listed, err := s.listed()
-	if err != nil {
-		return nil, err
-	}
+func (s *Store) deferVerification(listed map[uint64]badgerdb.TableManifest) (now []uint64) {
 	last := badgerdb.DefaultOptions("").MaxLevels - 1
-	for _, id := range ids {
-		if int(listed[id].Level) != last {
+	for id, t := range listed {
+		if int(t.Level) != last {
 			now = append(now, id)
 			continue
 		}
@@ -90,18 +83,7 @@ func (s *Store) deferVerification(ids []uint64) (now []uint64, err error) {
 		}
 		now = append(now, id)
 	}
-	return now, nil
-}
-
-// listed are the tables in Badger's manifest.
-func (s *Store) listed() (map[uint64]badgerdb.TableManifest, error) {
-	f, err := os.Open(s.manifest.badgerManifest())
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	manifest, _, err := badgerdb.ReplayManifestFile(f, 0, badgerdb.Options{})
-	return manifest.Tables, err
+	return now
 }
 
 // verifyAll checks the tables ids in dir, several at a time. In a running store, gone
@@ -325,7 +307,7 @@ const closePatienceForTables = time.Second
 
 // saveVerified writes the file TABLES after Badger was closed.
 func (s *Store) saveVerified() error {
-	listed, err := s.listed()
+	listed, err := s.manifest.listed()
 	if err != nil {
 		return err
 	}
@@ -468,11 +450,9 @@ func (s *Store) verifyDeferred(t *deferredTable) error {
 // verifyAllDeferred checks the deferred tables that are left.
 func (s *Store) verifyAllDeferred() {
 	for _, t := range s.deferred.tables {
-		select {
-		case <-s.closing:
+		if s.isClosing() {
 			s.deferred.cancel(store.ErrClosed)
 			return
-		default:
 		}
 		if s.verifyDeferred(t) != nil {
 			s.deferred.cancel(store.ErrUnhealthy)
