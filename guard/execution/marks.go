@@ -5,9 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/maphash"
-	"math"
-	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -18,46 +15,39 @@ import (
 
 // The marks of a row.
 const (
-	markNone       = 0
+	markNone       = 0 // it runs, or was answered, or its client still waits
 	markUnanswered = 'u'
 	markReleased   = 'r'
 	markAnswered   = 'a' // after it was not, or a crash has left that open
+	markHeld       = 'w' // in a shared store: a client waits for the answer at the member that the row names
 )
 
 // note has the mark of an execution written if it is to change.
 func (t *groups) note(s *groupShard, k *known) {
-	if k.forgotten {
-		return // its row is to be deleted
-	}
-	if k.wanted() != k.mark || k.state == StateCompleted && len(k.aliases) > 0 {
+	if !k.forgotten && (t.wanted(k) != k.mark || k.state == StateCompleted && len(k.aliases) > 0) {
 		t.pend(s, k)
-		return
-	}
-	if k.foreign && k.in != nil && k.holder == nil && k.runner == nil {
-		t.remove(s, k)
 	}
 }
 
 // wanted is the mark that the row of an execution should have.
-func (k *known) wanted() byte {
-	switch {
-	case k.asked:
+func (t *groups) wanted(k *known) byte {
+	switch lost := k.lost(); {
+	case k.state == 0, k.state == stateAsked, k.state == StateInDoubt, k.state == stateElsewhere:
 		return k.mark
-	case k.held && k.holder != nil && !k.holder.answered:
-		return markHeld
-	case k.held && k.holder == nil && k.unanswered:
-		return markUnanswered
-	case k.held:
-		return markAnswered
-	case k.foreign:
-		return k.mark
-	case k.released:
+	case k.state == stateReleased:
 		return markReleased
-	case k.state != StateCompleted || k.runner != nil:
-		return k.mark
-	case !k.learned && (k.holder != nil && !k.holder.answered || k.holder == nil && k.unanswered):
+	case t.shared() && lost:
 		return markUnanswered
-	case k.mark != markNone || k.crashed:
+	case t.shared() && k.held():
+		if k.mark == markNone && k.state == StateSending {
+			return markNone
+		}
+		return markHeld
+	case k.state == StateSending && !t.shared():
+		return k.mark
+	case lost || k.held():
+		return markUnanswered
+	case k.mark != markNone || t.shared() && k.free():
 		return markAnswered
 	}
 	return markNone
@@ -68,12 +58,27 @@ func (t *groups) pend(s *groupShard, k *known) {
 		k.pending = true
 		s.pending = append(s.pending, k)
 	}
+	mark := t.wanted(k)
+	if t.shared() && mark != k.mark && (mark != markHeld || k.mark == markUnanswered) {
+		if !t.soon.Swap(true) { // whoever waits for the news at another member does not wait for long
+			time.AfterFunc(0, func() { _ = t.flush(context.Background(), false) })
+		}
+		return
+	}
 	t.arm()
 }
 
 func (t *groups) arm() {
 	if !t.armed.Load() && !t.armed.Swap(true) {
 		time.AfterFunc(markEvery, func() { _ = t.flush(context.Background(), false) })
+	}
+}
+
+// publish has the store say that the caller gets the answer, before it does, if other members read there that it did not:
+// an equal call which comes to them after that is meant.
+func (t *groups) publish(mark byte) {
+	if t.shared() && mark == markUnanswered {
+		_ = t.flush(context.Background(), false)
 	}
 }
 
@@ -116,6 +121,7 @@ func (t *groups) flush(ctx context.Context, last bool) error {
 	t.flushing <- struct{}{}
 	defer t.flushing.leave()
 	t.armed.Store(false)
+	t.soon.Store(false)
 	err := t.write(ctx, last)
 	t.closed = t.closed || last
 	return err
@@ -135,7 +141,7 @@ func (t *groups) write(ctx context.Context, last bool) error {
 	}
 	now := upTo
 	var batch []store.Write
-	var open []*known
+	var all []*known
 	var marks []byte
 	for i := range t.shards {
 		s := &t.shards[i]
@@ -149,54 +155,48 @@ func (t *groups) write(ctx context.Context, last bool) error {
 					t.ended = at
 				}
 			}
-			if !k.settling.IsZero() {
-				if k.settling.Before(upTo) {
-					upTo = k.settling
+			if k.state == StateSending && !k.settled.IsZero() { // its outcome is being recorded
+				if k.settled.Before(upTo) {
+					upTo = k.settled
 				}
-				t.pend(s, k)
+				k.pending, s.pending = true, append(s.pending, k)
+				t.arm()
 				continue
 			}
-			write := func(w store.Write) {
-				open, marks, batch = append(open, k), append(marks, k.mark), append(batch, w)
-			}
-			done := true
+			mark := t.wanted(k)
 			if k.state == StateCompleted {
 				for _, key := range k.aliases {
-					write(store.Write{Key: aliasKey(key), Value: k.key[:], Expires: k.expires})
+					batch = append(batch, store.Write{Key: aliasKey(key), Value: k.key[:], Expires: k.expires})
 				}
-				s.unalias(k)
-				done, k.aliases = len(k.aliases) == 0, nil
+				k.aliases = nil
 			}
-			switch mark := k.wanted(); {
+			switch {
 			case k.forgotten:
-				write(store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
+				batch = append(batch, store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
 			case mark != k.mark:
-				write(k.row(t.g.boot, mark, now))
-				marks[len(marks)-1] = mark
-			case done:
-				t.note(s, k)
+				batch = append(batch, k.row(t.g.rowBoot(), mark, now))
+			default:
+				continue
 			}
+			all, marks = append(all, k), append(marks, mark)
 		}
 		s.Unlock()
-	}
-	for len(batch) >= store.MaxBatch && err == nil {
-		n := store.MaxBatch - 1
-		if _, err = t.g.store.Commit(ctx, batch[:n]...); err == nil {
-			t.marked(open[:n], marks[:n])
-			batch, open, marks = batch[n:], open[n:], marks[n:]
-		}
 	}
 	if !last {
 		upTo = upTo.Add(-crashEvidence)
 	}
-	if err == nil {
-		_, err = t.g.store.Commit(ctx, append(batch, t.marksWritten(upTo, last))...)
+	if batch, err = t.held(ctx, batch); err == nil {
+		for batch = append(batch, t.marksWritten(upTo, last)); len(batch) > 0 && err == nil; {
+			n := min(len(batch), store.MaxBatch)
+			_, err = t.g.store.Commit(ctx, batch[:n]...)
+			batch = batch[n:]
+		}
 	}
 	if err != nil {
 		if passing(err) {
 			t.arm() // also where it was the row alone
 		}
-		for _, k := range open {
+		for _, k := range all {
 			if errors.Is(err, store.ErrClosed) {
 				break
 			}
@@ -211,13 +211,6 @@ func (t *groups) write(ctx context.Context, last bool) error {
 		t.follows = true
 		time.AfterFunc(crashEvidence, t.again)
 	}
-	t.marked(open, marks)
-	t.shrink()
-	return nil
-}
-
-// marked notes which marks are in the store.
-func (t *groups) marked(all []*known, marks []byte) {
 	for i, k := range all {
 		s := t.shard(k.group)
 		s.Lock()
@@ -225,6 +218,35 @@ func (t *groups) marked(all []*known, marks []byte) {
 		t.note(s, k)
 		s.Unlock()
 	}
+	t.shrink()
+	return nil
+}
+
+// held is what is left of a batch where other members hold executions of this one: their rows stay as they are.
+func (t *groups) held(ctx context.Context, batch []store.Write) (ours []store.Write, err error) {
+	if !t.shared() {
+		return batch, nil
+	}
+	for _, w := range batch {
+		if w.Key[0] == spaceGroup {
+			entry, err := t.g.store.Get(ctx, w.Key)
+			if errors.Is(err, store.ErrNotFound) {
+				continue
+			}
+			if err != nil {
+				return nil, err
+			}
+			if r, err := t.decodeRow(entry); err != nil || !r.mine {
+				continue
+			}
+			w.If = store.VersionIs(entry.Version)
+			if entry.Expires.After(w.Expires) {
+				w.Expires = entry.Expires
+			}
+		}
+		ours = append(ours, w)
+	}
+	return ours, nil
 }
 
 // EndLate gives up the outcomes that wait for the store, for the guard that is opened next. It is called before what
@@ -240,15 +262,16 @@ func (g *Guard) Close(ctx context.Context) error {
 }
 
 const (
-	markEvery     = time.Second     // how late marks may be written
-	crashEvidence = 2 * time.Second // for what ended so long before a crash, it is evidence
+	markEvery     = time.Second      // how late marks may be written
+	crashEvidence = 2 * time.Second  // for what ended so long before a crash, it is evidence
+	groupKept     = 10 * time.Minute // how much longer than a call may take, and is recognised, its row is kept in a shared store
 )
 
 // open begins a table over what earlier processes have left.
 func (t *groups) open(g *Guard) {
 	t.flushing = make(turn, 1)
-	t.g, t.room, t.hashes.seed = g, mostKnown, maphash.MakeSeed()
-	if t.shared() || g.fresh { // members are asked, and of a new store memory has everything
+	t.g, t.room = g, mostKnown
+	if t.shared() || g.fresh { // its rows are read each time, and of a new store memory has everything
 		return
 	}
 	now := time.Now()
@@ -257,49 +280,8 @@ func (t *groups) open(g *Guard) {
 	}
 }
 
-// earlier says of which groups an earlier process has left rows.
-type earlier struct {
-	groups []uint64 // the beginnings of their hashes, in order
-	upTo   uint64   // the last one that was looked at; above it any may have some
-}
-
-// mostEarlier bounds the rows that are looked at.
-const mostEarlier = 1 << 16
-
-func beginning(group groupHash) uint64 { return binary.BigEndian.Uint64(group[:]) }
-
-// has reports that there may be rows of a group.
-func (e *earlier) has(group groupHash) bool {
-	at := beginning(group)
-	if at > e.upTo {
-		return true
-	}
-	_, found := slices.BinarySearch(e.groups, at)
-	return found
-}
-
-// survey finds of which groups there are rows, once those of what an earlier process has left open are
-// written. Others are not looked for in the store. Where it cannot be read, all are.
-func (t *groups) survey(ctx context.Context) {
-	r := store.Prefix([]byte{spaceGroup})
-	r.Limit = mostEarlier
-	var e earlier
-	n := 0
-	for entry, err := range t.g.store.Scan(ctx, r) {
-		if err != nil || len(entry.Key) != 1+len(groupHash{})+keySize {
-			return
-		}
-		n++
-		if at := beginning(groupHash(entry.Key[1:])); len(e.groups) == 0 || e.groups[len(e.groups)-1] != at {
-			e.groups = append(e.groups, at)
-			e.upTo = at
-		}
-	}
-	if n < mostEarlier {
-		e.upTo = math.MaxUint64
-	}
-	t.earlier = e
-}
+// shared reports that other members use the store.
+func (t *groups) shared() bool { return t.g.members.store != nil }
 
 // recovered notes a doubt of an earlier process that the store had no room for.
 func (t *groups) recovered(key Key, r *Record) {
@@ -311,7 +293,7 @@ func (t *groups) recorded(key Key, r *Record) {
 	s := t.shard(r.Group)
 	s.Lock()
 	defer s.Unlock()
-	if k := s.keys[member{r.Group, key}]; k != nil && k.state == StateInDoubt {
+	if k := s.keys[member{r.Group, key}]; k != nil {
 		k.unrecorded = false
 	}
 }
@@ -339,13 +321,13 @@ func (t *groups) found(key Key, r *Record, k known) {
 		}
 		t.remove(s, before)
 	}
-	k.key, k.id, k.group, k.window, k.count = key, r.ID, r.Group, r.Window, r.Count
-	k.began, k.ended = now, now
+	k.member, k.id, k.window, k.count = member{r.Group, key}, r.ID, r.Window, r.Count
+	k.began, k.ended = s.begins(now), now
 	t.add(s, &k)
 }
 
 // rowSize is the size of the key and the value of a row.
-const rowSize = 1 + len(groupHash{}) + keySize + 1 + binary.MaxVarintLen64 + 8
+const rowSize = 1 + len(groupHash{}) + keySize + 1 + binary.MaxVarintLen64 + 8 + 2*len(Record{}.Claim)
 
 func appendRowKey(b []byte, group groupHash, key Key) []byte {
 	return append(append(append(b, spaceGroup), group[:]...), key[:]...)
@@ -354,101 +336,186 @@ func appendRowKey(b []byte, group groupHash, key Key) []byte {
 // aliasKey is the name of the entry that says which execution a key stands for.
 func aliasKey(key Key) []byte { return append([]byte{spaceAlias}, key[:]...) }
 
-func appendRow(b []byte, mark byte, count int, settled time.Time) []byte {
-	return appendTime(binary.AppendUvarint(append(b, mark), uint64(count)), settled)
+// appendRow appends the value of a row. In a shared store it names the member that holds the execution: only that one
+// knows its last attempt, and marks the row, until another one takes it.
+func appendRow(b []byte, mark byte, count int, at time.Time, boot string) []byte {
+	return append(appendTime(binary.AppendUvarint(append(b, mark), uint64(count)), at), boot...)
 }
 
-// row is written where the mark of an execution changes, by the member with this boot.
+// rowBoot is what rows are written with.
+func (l *records) rowBoot() string {
+	if l.shared {
+		return l.boot
+	}
+	return ""
+}
+
+// row is written where the mark of an execution changes.
 func (k *known) row(boot string, mark byte, now time.Time) store.Write {
-	if k.held {
-		return heldBy(boot, k.group, k.key, mark, now.Add(k.window+groupKept+time.Hour))
+	at := k.settled
+	if at.IsZero() || mark == markUnanswered { // the store had no clock then; from the leave of the client
+		at = now
 	}
-	if k.settled.IsZero() { // the store had no clock then
-		k.settled = now
+	return store.Write{
+		Key: appendRowKey(nil, k.group, k.key), Value: appendRow(nil, mark, k.count, at, boot), Expires: at.Add(k.window),
 	}
-	w := store.Write{
-		Key: appendRowKey(nil, k.group, k.key), Value: appendRow(nil, mark, k.count, k.settled),
-		Expires: k.settled.Add(k.window),
-	}
-	if mark == markUnanswered {
-		w.Expires = now.Add(k.window) // from the leave of the client
-	}
-	return w
 }
 
-// read returns what the store knows of a group and memory does not.
-func (t *groups) read(ctx context.Context, group groupHash, window time.Duration) (all []*known, err error) {
+// row is what the store knows of an execution.
+type row struct {
+	*known            // without a state where the record is gone, or memory has it
+	at      time.Time // of its mark, by the store's clock
+	boot    string
+	mine    bool // no other member holds it
+	version store.Version
+	until   time.Time
+}
+
+// read returns the rows of a group. Those that memory has, and no other member holds, are not described.
+func (t *groups) read(ctx context.Context, group groupHash, window time.Duration) (all []row, err error) {
 	now, err := t.g.store.Now(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	here := time.Now()
 	s := t.shard(group)
 	for entry, err := range t.g.store.Scan(ctx, store.Prefix(append([]byte{spaceGroup}, group[:]...))) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		k, err := decodeRow(entry)
+		r, err := t.decodeRow(entry)
 		if err != nil {
 			return nil, unreadable(err)
 		}
+		r.window = window
+		all = append(all, r)
+	}
+	for i := range all {
+		r := &all[i]
 		s.Lock()
-		listed := s.keys[member{group, k.key}] != nil
+		listed := s.keys[r.member] != nil
 		s.Unlock()
-		if listed {
+		if r.mine && listed {
 			continue
 		}
-		k.group, k.window = group, window
-		k.began = here.Add(k.settled.Sub(now))
-		k.ended = here.Add(entry.Expires.Sub(now) - window)
-		all = append(all, k)
-	}
-	all = slices.DeleteFunc(all, func(k *known) bool {
-		if k.released || err != nil {
-			return false
-		}
 		var record *Record
-		if record, _, err = t.g.load(ctx, k.key); record == nil {
-			return true
+		if r.mark != markReleased {
+			if record, _, err = t.g.load(ctx, r.key); err != nil {
+				return nil, err
+			}
+			if record == nil {
+				continue
+			}
 		}
-		k.id = record.ID
-		err = t.describe(ctx, k, record)
-		return false
-	})
-	return all, err
+		if err := t.describe(ctx, r, record, now); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
 }
 
-// describe completes what a row says by the record.
-func (t *groups) describe(ctx context.Context, k *known, record *Record) error {
-	k.state, k.expires, k.boot = StateCompleted, record.expires(), record.Boot
-	if record.State == StateInDoubt || record.State.open() {
-		k.state = StateInDoubt
+// describe completes what a row says by the record; nil for that of a refusal.
+func (t *groups) describe(ctx context.Context, r *row, record *Record, now time.Time) error {
+	k, here := r.known, time.Now()
+	k.began = here.Add(r.at.Sub(now))
+	if k.ended = k.began; record == nil {
+		k.state = stateReleased
+		return nil
 	}
-	k.elsewhere = record.State == StateInDoubt && record.Cause == CauseElsewhere
+	if k.mark != markUnanswered || record.Settled.After(r.at) {
+		k.ended = here.Add(record.Settled.Sub(now))
+	}
+	k.id, k.state, k.expires = record.ID, record.State, record.expires()
+	switch {
+	case record.State.open():
+		orphan, err := t.g.members.orphaned(ctx, record)
+		if err != nil {
+			return err
+		}
+		if k.state = StateSending; orphan && t.g.flights.find(k.key) == nil {
+			k.state, k.ended = StateInDoubt, here
+		}
+	case record.State == StateInDoubt && record.Cause == CauseElsewhere:
+		k.state = stateElsewhere
+	case record.State != StateInDoubt:
+		k.state = StateCompleted
+	}
 	k.retriable, k.internal = record.State == StateCompleted && clientsRetry(record.Status), record.Internal
 	if !k.expires.IsZero() {
 		k.window = min(k.window, record.KeepKey)
 	}
-	if k.mark == markNone && record.Boot != t.g.boot && record.Cause != CauseElsewhere { // its client was told to look elsewhere
-		var err error
-		if k.crashed, err = t.unwritten(ctx, record.Boot, k.settled); err != nil {
-			return err
-		}
+	k.unanswered = k.mark == markUnanswered
+	if k.mark != markNone && k.mark != markHeld || record.Cause == CauseElsewhere { // its client was told to look elsewhere
+		return nil
 	}
-	k.unanswered = k.mark == markUnanswered || k.crashed
-	return nil
+	boot := r.boot
+	if !t.shared() {
+		boot = record.Boot
+	}
+	gone, err := t.g.members.left(ctx, boot)
+	switch {
+	case err != nil:
+		return err
+	case !gone:
+		k.away = k.mark == markHeld || !r.mine && (k.state == StateSending || now.Sub(record.Settled) < 2*markEvery)
+		return nil
+	case k.mark == markNone:
+		gone, err = t.unwritten(ctx, boot, record.Settled)
+	}
+	if gone { // and its client may not have the answer
+		k.unanswered, k.mark = true, markUnanswered
+	}
+	return err
 }
 
-func decodeRow(entry store.Entry) (*known, error) {
-	if len(entry.Value) < 2 {
-		return nil, errEncoding
+func (t *groups) decodeRow(entry store.Entry) (r row, err error) {
+	key := entry.Key[1:]
+	if len(key) != len(groupHash{})+keySize || len(entry.Value) < 2 {
+		return r, errEncoding
 	}
 	count, n := binary.Uvarint(entry.Value[1:])
-	if n <= 0 || len(entry.Value) != 1+n+8 {
-		return nil, errEncoding
+	if n <= 0 || len(entry.Value) < 1+n+8 {
+		return r, errEncoding
 	}
-	k := &known{key: keyIn(entry.Key), count: int(min(count, mostCount)), mark: entry.Value[0]}
-	k.settled = time.Unix(0, int64(binary.BigEndian.Uint64(entry.Value[1+n:])))
-	k.released = k.mark == markReleased
-	return k, nil
+	at, boot := entry.Value[1+n:], entry.Value[1+n+8:]
+	r = row{
+		known: &known{member: member{groupHash(key), keyIn(entry.Key)}, count: int(min(count, mostCount)), mark: entry.Value[0]},
+		at:    time.Unix(0, int64(binary.BigEndian.Uint64(at))), boot: string(boot), version: entry.Version, until: entry.Expires,
+	}
+	r.mine = !t.shared() || r.boot == t.g.boot
+	r.foreign = !r.mine
+	return r, nil
+}
+
+// Marks of a process that has crashed.
+
+const kindMarks = 'm' // v m boot: up to when a process has written its marks
+
+// marksKept is how long the marks of a process are known that is gone.
+const marksKept = 30 * 24 * time.Hour
+
+func marksKey(boot string) []byte { return append([]byte{spaceLive, kindMarks}, boot...) }
+
+// unwritten reports that a process which is gone may not have written the mark of an execution that has settled then:
+// it has not ended in order, and its marks were last written before.
+func (t *groups) unwritten(ctx context.Context, boot string, settled time.Time) (bool, error) {
+	entry, err := t.g.store.Get(ctx, marksKey(boot))
+	switch {
+	case errors.Is(err, store.ErrNotFound):
+		return true, nil
+	case err != nil:
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	case len(entry.Value) != 9:
+		return false, unreadable(errEncoding)
+	}
+	upTo := time.Unix(0, int64(binary.BigEndian.Uint64(entry.Value)))
+	return entry.Value[8] == 0 && !settled.Before(upTo), nil
+}
+
+// marksWritten is the entry that unwritten reads, of this process. last says that it ends in order.
+func (t *groups) marksWritten(upTo time.Time, last bool) store.Write {
+	value := append(appendTime(nil, upTo), 0)
+	if last {
+		value[8] = 1
+	}
+	return store.Write{Key: marksKey(t.g.boot), Value: value, Expires: upTo.Add(marksKept)}
 }
