@@ -129,11 +129,10 @@ type groups struct {
 	n        atomic.Int64
 	room     int64 // mostKnown, but in tests
 	armed    atomic.Bool
-	soon     atomic.Bool // marks are about to be written that other members have to read
-	flushing turn
+	soon     atomic.Bool   // marks are about to be written that other members have to read
+	flushing chan struct{} // holds whoever writes marks; a channel, since a clock of tests sees who waits for it
 	closed   bool
 	ended    time.Time // by the store's clock: nothing whose marks were looked at has ended later
-	follows  bool      // another writing of the marks is to follow
 }
 
 type groupShard struct {
@@ -143,7 +142,7 @@ type groupShard struct {
 	removals uint64            // how often something was forgotten
 	pending  []*known          // whose marks may have to change, or that are being settled
 	began    time.Time         // the youngest attempt
-	forgot   time.Time         // the latest end of what was answered and forgotten, but has rows in the store; zero for none
+	forgot   time.Time         // the latest end of what was answered and forgotten, but has a row; zero for none
 	since    time.Time         // memory has everything else that ended later
 }
 
@@ -288,13 +287,14 @@ const (
 func choose(all []*known, a *Attempt) (best *known) {
 	// An answered execution whose own retry of this count was answered is not what the call repeats.
 	other := func(k *known) bool { return k.evidence() == "" && !k.refused() && k.count >= a.count }
-	var youngest, asked *known // that may have been executed, and that nobody waits for; the oldest that people are asked about
+	var youngest *known // that may have been executed, and that nobody waits for
+	var asked *known    // the oldest that people are asked about, so that the next call takes another one
 	for _, k := range all {
 		if !k.refused() && !k.waits() && !other(k) && (youngest == nil || k.younger(youngest)) {
 			youngest = k
 		}
 		if k.state == stateAsked && k.refused() && (asked == nil || asked.younger(k)) {
-			asked = k // so that the next call takes another one
+			asked = k
 		}
 	}
 	rank := -1
@@ -345,36 +345,36 @@ func (k *known) idle() bool {
 	return k.holder == nil && k.state != StateSending && !k.pending && !k.unrecorded
 }
 
-// shrink forgets what is too old, then what was answered, and where there still is too much what the store knows as well.
+// shrink forgets what is too old, then what was answered, and where there still is too much what the store knows as
+// well.
 func (t *groups) shrink() {
 	now := time.Now()
-	for _, forget := range []func(k *known) bool{
-		func(k *known) bool { return k.over(now) },
-		func(k *known) bool { return k.idle() && k.rests() },
-		(*known).idle,
-	} {
+	for step := range 3 {
 		for i := range t.shards {
 			if t.n.Load() <= t.room {
 				return
 			}
-			t.shards[i].forget(t, forget, now)
+			t.shards[i].forget(t, step, now)
 		}
 	}
 }
 
-// forget removes those executions of a shard for which the function says so.
-func (s *groupShard) forget(t *groups, forget func(k *known) bool, now time.Time) {
+// forget is a step of shrink in one shard.
+func (s *groupShard) forget(t *groups, step int, now time.Time) {
 	s.Lock()
 	defer s.Unlock()
 	for _, g := range s.of {
 		for _, k := range slices.Clone(g.listed) {
-			if !forget(k) {
-				continue
-			}
-			if rests := k.rests(); rests && k.ended.After(s.forgot) {
-				s.forgot = k.ended
-			} else if !rests && !k.over(now) {
+			switch {
+			case k.over(now):
+			case step > 0 && k.idle() && k.rests():
+				if k.ended.After(s.forgot) {
+					s.forgot = k.ended
+				}
+			case step > 1 && k.idle():
 				g.read, s.since = false, now
+			default:
+				continue
 			}
 			t.remove(s, k)
 		}

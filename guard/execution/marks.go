@@ -74,41 +74,12 @@ func (t *groups) arm() {
 	}
 }
 
-// publish has the store say that the caller gets the answer, before it does, if other members read there that it did not:
-// an equal call which comes to them after that is meant.
+// publish has the store say that the caller gets the answer, before it does, if other members read there that it did
+// not: an equal call which comes to them after that is meant.
 func (t *groups) publish(mark byte) {
 	if t.shared() && mark == markUnanswered {
 		_ = t.flush(context.Background(), false)
 	}
-}
-
-// turn is for one at a time. It is a channel, since who waits for it waits for a commit, which a clock of tests sees.
-type turn chan struct{}
-
-func (t turn) tryEnter() bool {
-	select {
-	case t <- struct{}{}:
-		return true
-	default:
-		return false
-	}
-}
-
-func (t turn) leave() { <-t }
-
-// again has the marks written once more, once nobody else does.
-func (t *groups) again() {
-	if !t.flushing.tryEnter() {
-		time.AfterFunc(markEvery, t.again)
-		return
-	}
-	defer t.flushing.leave()
-	if t.armed.Load() && !t.closed {
-		time.AfterFunc(markEvery, t.again)
-		return
-	}
-	t.follows = false
-	_ = t.write(context.Background(), false)
 }
 
 // clientsRetry reports whether clients retry a call that is answered with this status. 409 is left
@@ -119,19 +90,13 @@ func clientsRetry(status int) bool { return status == 408 || status == 429 || st
 // one of a process that ends in order, behind which none may come.
 func (t *groups) flush(ctx context.Context, last bool) error {
 	t.flushing <- struct{}{}
-	defer t.flushing.leave()
+	defer func() { <-t.flushing }()
 	t.armed.Store(false)
 	t.soon.Store(false)
-	err := t.write(ctx, last)
-	t.closed = t.closed || last
-	return err
-}
-
-// write is flush, with flushing held.
-func (t *groups) write(ctx context.Context, last bool) error {
 	if t.closed {
 		return nil
 	}
+	t.closed = last
 	upTo, err := t.g.store.Now(ctx)
 	if err != nil {
 		if !errors.Is(err, store.ErrClosed) {
@@ -207,9 +172,8 @@ func (t *groups) write(ctx context.Context, last bool) error {
 		}
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	if !last && !t.follows && t.ended.After(upTo) { // until the store says that it was long enough ago
-		t.follows = true
-		time.AfterFunc(crashEvidence, t.again)
+	if !last && t.ended.After(upTo) { // until the store says that it was long enough ago
+		t.arm()
 	}
 	for i, k := range all {
 		s := t.shard(k.group)
@@ -264,12 +228,12 @@ func (g *Guard) Close(ctx context.Context) error {
 const (
 	markEvery     = time.Second      // how late marks may be written
 	crashEvidence = 2 * time.Second  // for what ended so long before a crash, it is evidence
-	groupKept     = 10 * time.Minute // how much longer than a call may take, and is recognised, its row is kept in a shared store
+	groupKept     = 10 * time.Minute // how much longer than a call takes, and is recognised, a shared store keeps its row
 )
 
 // open begins a table over what earlier processes have left.
 func (t *groups) open(g *Guard) {
-	t.flushing = make(turn, 1)
+	t.flushing = make(chan struct{}, 1)
 	t.g, t.room = g, mostKnown
 	if t.shared() || g.fresh { // its rows are read each time, and of a new store memory has everything
 		return

@@ -193,8 +193,8 @@ func (t *groups) view(ctx context.Context, a *Attempt, q *Question) view {
 	return v
 }
 
-// named finds the execution that the call's key stands for: its own, or the one that it was
-// recognised as. That of another content has no state: the call is refused by its record.
+// named finds the execution that the call's key stands for: its own, or the one that it was recognised as. Where that
+// is not in the call's group, or its window is over, the record alone decides.
 func (t *groups) named(ctx context.Context, a *Attempt, q *Question, v *view) error {
 	key := a.own
 	record, _, err := t.g.load(ctx, key)
@@ -218,22 +218,7 @@ func (t *groups) named(ctx context.Context, a *Attempt, q *Question, v *view) er
 	if key == a.own {
 		v.named.id = q.Scope.ID // whole
 	}
-	if record.Fingerprint != q.Fingerprint {
-		return nil
-	}
-	for _, r := range v.rows {
-		if r.key == key && r.state != 0 {
-			r.id, v.named = v.named.id, r.known
-			return nil
-		}
-	}
-	now, err := t.g.store.Now(ctx)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	// Its window is over, or memory has it.
-	v.named.foreign = t.shared()
-	return t.describe(ctx, &row{known: v.named, boot: record.Boot, mine: true}, record, now)
+	return nil
 }
 
 // take makes durable what the attempt has taken: that it is the one retry over all members which has taken its
@@ -296,7 +281,8 @@ func (t *groups) giveUp(a *Attempt) {
 	a.unwatches()
 	if k := a.known; k.holder == a && k.in != nil {
 		was := a.was
-		k.holder, k.count, k.began, k.unanswered, k.retriable = was.holder, was.count, was.began, was.unanswered, was.retriable
+		k.holder, k.count, k.began = was.holder, was.count, was.began
+		k.unanswered, k.retriable = was.unanswered, was.retriable
 		t.leaves(s, k)
 	}
 	a.Evidence, a.unwatch = "", nil
@@ -319,10 +305,10 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	g = s.group(a.group)
 	defer s.tidy(a.group, g)
 	if k := a.standsFor(all, v.named); k != nil {
-		if k != v.named || k.state != 0 {
-			v.takes = t.hold(s, a, k, now)
-		} else {
+		if k == v.named {
 			k.holder, a.known = a, k
+		} else {
+			v.takes = t.hold(s, a, k, now)
 		}
 		if a.ID, a.Key = k.id, k.key; a.Key != a.own {
 			a.Evidence = EvidenceKey
@@ -518,13 +504,11 @@ func (a *Attempt) claims(batch []store.Write) []store.Write {
 // releases completes the batch by which an execution is released: a retry runs as a new call. In a shared store the
 // retry that holds the execution may claim its key.
 func (t *groups) releases(ctx context.Context, batch []store.Write, key Key, r *Record, now time.Time) ([]store.Write, error) {
-	w := store.Write{
-		Key: appendRowKey(nil, r.Group, key), Value: appendRow(nil, markReleased, r.Count, now, t.g.rowBoot()), Expires: now.Add(r.Window),
-	}
 	if r.Group == (groupHash{}) {
 		return batch, nil
 	}
-	ours, err := t.held(ctx, []store.Write{w})
+	k := known{member: member{r.Group, key}, count: r.Count, window: r.Window, settled: now}
+	ours, err := t.held(ctx, []store.Write{k.row(t.g.rowBoot(), markReleased, now)})
 	return append(batch, ours...), err
 }
 

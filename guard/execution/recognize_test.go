@@ -64,7 +64,7 @@ func (full) Commit(context.Context, ...store.Write) (store.Version, error) {
 func (b *alike) kill() {
 	b.g.groups.flushing <- struct{}{}
 	b.g.groups.closed = true
-	b.g.groups.flushing.leave()
+	<-b.g.groups.flushing
 	b.start()
 }
 
@@ -969,7 +969,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			<-time.After(markEvery + time.Millisecond)
 			with := func(st store.Store) {
 				b.g.groups.flushing <- struct{}{}
-				defer b.g.groups.flushing.leave()
+				defer func() { <-b.g.groups.flushing }()
 				b.g.store = st
 			}
 			with(full{b.reads})
