@@ -149,6 +149,37 @@ func TestRetriesAtAnotherNode(t *testing.T) {
 			b.member.before = func() { a.call(0).is(first, EvidenceUnanswered) } // b has decided, and takes it
 			b.call(0).is(nil, "")
 		},
+		"people are asked about it": func(a, b *twin) {
+			ask := func(n *twin) string {
+				n.n++
+				id, gone := fmt.Sprint("id-", n.n), context.Background()
+				x, err := n.g.Recognize(gone, Question{
+					Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, Fingerprint: Fingerprint{1}, Whole: Fingerprint{1},
+					NewID: func() string { return id }, Window: testWindow, Gone: gone,
+				})
+				if err != nil || x.Evidence != "" {
+					t.Fatal(x, err)
+				}
+				x.Asked(time.Hour)
+				x.Answering(403, false)
+				x.End()
+				synctest.Wait()
+				return x.ID
+			}
+			first := ask(a)
+			for _, n := range []*twin{b, a, b} {
+				<-time.After(40 * time.Minute)
+				if id := ask(n); id != first {
+					t.Errorf("%s, want %s", id, first)
+				}
+			}
+			if o := a.call(0).is(nil, "").settle(Completed, 200).answer(200); o.ID != first {
+				t.Errorf("%s runs, want %s", o.ID, first)
+			}
+			if o := b.call(0).is(nil, ""); o.ID == first {
+				t.Error("it runs twice")
+			}
+		},
 		"its answer is read by another request": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).lost()
 			synctest.Wait() // others know

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -20,6 +21,7 @@ const (
 	markReleased   = 'r'
 	markAnswered   = 'a' // after it was not, or a crash has left that open
 	markHeld       = 'w' // in a shared store: a client waits for the answer at the member that the row names
+	markAsked      = 'q' // in a shared store: people are asked about the call that the row names
 )
 
 // note has the mark of an execution written if it is to change.
@@ -32,6 +34,8 @@ func (t *groups) note(s *groupShard, k *known) {
 // wanted is the mark that the row of an execution should have.
 func (t *groups) wanted(k *known) byte {
 	switch lost := k.lost(); {
+	case t.shared() && k.state == stateAsked && k.holder == nil:
+		return markAsked
 	case k.state == 0, k.state == stateAsked, k.state == StateInDoubt, k.state == stateElsewhere:
 		return k.mark
 	case k.state == stateReleased:
@@ -194,18 +198,21 @@ func (t *groups) held(ctx context.Context, batch []store.Write) (ours []store.Wr
 	for _, w := range batch {
 		if w.Key[0] == spaceGroup {
 			entry, err := t.g.store.Get(ctx, w.Key)
-			if errors.Is(err, store.ErrNotFound) {
+			asked := !w.Delete && w.Value[0] == markAsked // before there is a record
+			switch r, unread := t.decodeRow(entry); {
+			case errors.Is(err, store.ErrNotFound) && asked:
+				w.If = store.Absent()
+			case errors.Is(err, store.ErrNotFound):
 				continue
-			}
-			if err != nil {
+			case err != nil:
 				return nil, err
-			}
-			if r, err := t.decodeRow(entry); err != nil || !r.mine {
+			case unread != nil || !r.mine && (r.mark != markAsked || !asked):
 				continue
-			}
-			w.If = store.VersionIs(entry.Version)
-			if entry.Expires.After(w.Expires) {
-				w.Expires = entry.Expires
+			default:
+				w.If = store.VersionIs(entry.Version)
+				if entry.Expires.After(w.Expires) {
+					w.Expires = entry.Expires
+				}
 			}
 		}
 		ours = append(ours, w)
@@ -320,6 +327,9 @@ func (k *known) row(boot string, mark byte, now time.Time) store.Write {
 	if at.IsZero() || mark == markUnanswered { // the store had no clock then; from the leave of the client
 		at = now
 	}
+	if mark == markAsked {
+		boot += " " + k.id
+	}
 	return store.Write{
 		Key: appendRowKey(nil, k.group, k.key), Value: appendRow(nil, mark, k.count, at, boot), Expires: at.Add(k.window),
 	}
@@ -362,7 +372,7 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 			continue
 		}
 		var record *Record
-		if r.mark != markReleased {
+		if r.mark != markReleased && r.mark != markAsked {
 			if record, _, err = t.g.load(ctx, r.key); err != nil {
 				return nil, err
 			}
@@ -377,12 +387,14 @@ func (t *groups) read(ctx context.Context, group groupHash, window time.Duration
 	return all, nil
 }
 
-// describe completes what a row says by the record; nil for that of a refusal.
+// describe completes what a row says by the record; nil for a refusal, or a call that people are asked about.
 func (t *groups) describe(ctx context.Context, r *row, record *Record, now time.Time) error {
 	k, here := r.known, time.Now()
 	k.began = here.Add(r.at.Sub(now))
 	if k.ended = k.began; record == nil {
-		k.state = stateReleased
+		if k.state = stateReleased; r.mark == markAsked {
+			k.state, k.window = stateAsked, r.until.Sub(r.at)
+		}
 		return nil
 	}
 	if k.mark != markUnanswered || record.Settled.After(r.at) {
@@ -432,18 +444,21 @@ func (t *groups) describe(ctx context.Context, r *row, record *Record, now time.
 }
 
 func (t *groups) decodeRow(entry store.Entry) (r row, err error) {
-	key := entry.Key[1:]
-	if len(key) != len(groupHash{})+keySize || len(entry.Value) < 2 {
+	if len(entry.Key) != 1+len(groupHash{})+keySize || len(entry.Value) < 2 {
 		return r, errEncoding
 	}
 	count, n := binary.Uvarint(entry.Value[1:])
 	if n <= 0 || len(entry.Value) < 1+n+8 {
 		return r, errEncoding
 	}
-	at, boot := entry.Value[1+n:], entry.Value[1+n+8:]
+	at, by := entry.Value[1+n:], string(entry.Value[1+n+8:])
+	boot, id, _ := strings.Cut(by, " ")
 	r = row{
-		known: &known{member: member{groupHash(key), keyIn(entry.Key)}, count: int(min(count, mostCount)), mark: entry.Value[0]},
-		at:    time.Unix(0, int64(binary.BigEndian.Uint64(at))), boot: string(boot), version: entry.Version, until: entry.Expires,
+		known: &known{
+			member: member{groupHash(entry.Key[1:]), keyIn(entry.Key)}, id: id,
+			count: int(min(count, mostCount)), mark: entry.Value[0],
+		},
+		at: time.Unix(0, int64(binary.BigEndian.Uint64(at))), boot: boot, version: entry.Version, until: entry.Expires,
 	}
 	r.mine = !t.shared() || r.boot == t.g.boot
 	r.foreign = !r.mine
