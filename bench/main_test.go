@@ -125,9 +125,8 @@ func TestTable(t *testing.T) {
 		figures[f.Name] = f.Verdict.Bar != ""
 	}
 	for name, bar := range map[string]bool{
-		"POST, sustained @64: calls":                                          false,
-		"POST, with ledger @64: ledger's backlog moved after the last answer": false,
-		"POST, outcome awaited @64: records per sync of the log":              true,
+		"POST, sustained @64: calls":                             false,
+		"POST, outcome awaited @64: records per sync of the log": true,
 	} {
 		if got, has := figures[name]; !has || got != bar {
 			t.Errorf("%q: there %t, has a bar %t; all are %v", name, has, got, figures)

@@ -313,8 +313,6 @@ func (w *boundaryWatch) endDue(ctx context.Context, idle time.Duration) {
 		case errors.As(err, &final): // it is too large, and grows
 			w.e.logger.Warn("the end of a workflow is not recorded", zap.String("workflow", o.wid), zap.String("reason", final.Detail))
 			on = false
-		case errors.Is(err, ledger.ErrWaiting): // which the ledger reports, once for all of them
-			on, o.unread, o.next = true, true, time.Now().Add(retryEnd)
 		case err != nil:
 			if ctx.Err() == nil {
 				w.e.logger.Warn("whether a workflow has ended cannot be recorded; it is tried again", zap.String("workflow", o.wid), zap.Error(err))

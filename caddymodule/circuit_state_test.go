@@ -121,7 +121,7 @@ func TestChangesWaitForTheLedger(t *testing.T) {
 	}
 	<-recorded
 	opened := b.Status().Reference
-	entry, err := e.latestPolicy().Evidence.Log().Wait(t.Context(), "", opened)
+	entry, err := e.latestPolicy().Evidence.Log().Lookup(t.Context(), "", opened)
 	if err != nil || entry.Action != "circuit_breaker_open" {
 		t.Errorf("%q: %v %+v", opened, err, entry)
 	}
@@ -142,7 +142,7 @@ func TestOperatorsLeaveNoErrors(t *testing.T) {
 	<-recorded
 	opened := b.Status().Reference
 	log := e.latestPolicy().Evidence.Log()
-	entry, err := log.Wait(t.Context(), "", opened)
+	entry, err := log.Lookup(t.Context(), "", opened)
 	if err != nil || entry.Action != "circuit_breaker_open" || len(entry.Parents) != 0 {
 		t.Errorf("%v %+v", err, entry)
 	}

@@ -557,7 +557,7 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, nil, false); err != nil {
 			return who, "", err
 		}
-		if err := policy.forCalls().SpendRead(host{h}, &tokens, r); err != nil {
+		if err := policy.forCalls().Spend(host{h}, &tokens, r); err != nil {
 			return who, "", err
 		}
 	}

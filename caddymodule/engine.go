@@ -420,7 +420,7 @@ func (e *engine) snapshot() *storeSnapshot {
 		report := reporter.ReportStore(e.store)
 		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
 	}
-	now.Ledger, now.Circuits, now.Rollbacks = e.ledger.report(), e.circuits.Status(), e.rollbackReport()
+	now.Ledger, now.Circuits, now.Rollbacks = e.ledger.head(), e.circuits.Status(), e.rollbackReport()
 	now.Cascades, now.Nodes = e.cascadeReport(), e.nodes.last.Load()
 	return now
 }

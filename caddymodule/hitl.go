@@ -302,7 +302,7 @@ func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, boun
 		err = guard.RefusedToken(tokens.Late)
 	}
 	if err == nil && !bound {
-		err = policy.forCalls().SpendRead(host{h}, &tokens, r)
+		err = policy.forCalls().Spend(host{h}, &tokens, r)
 	}
 	if err != nil {
 		return nil, nil, err
@@ -580,9 +580,6 @@ func (t *tokenPolicy) irreversible(ctx context.Context, workflow, checkpoint str
 	}
 	log := t.Evidence.Log()
 	entry, err := log.Lookup(ctx, workflow, checkpoint)
-	if errors.Is(err, ledger.ErrWaiting) {
-		entry, err = log.Wait(ctx, workflow, checkpoint)
-	}
 	if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
 		return false, nil
 	}

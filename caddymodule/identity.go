@@ -227,7 +227,7 @@ func checkIdentity(name string) error {
 const keepReplaced = ect.MaxLife + time.Minute
 
 const (
-	// ledgerCloseTime bounds how long the sequencer may take when the store closes.
+	// ledgerCloseTime bounds how long followers of the ledger may take when the store closes.
 	ledgerCloseTime = 10 * time.Second
 	pruneEvery      = time.Hour
 	headEvery       = 10 * time.Second // how often the newest head is written to the file beside the store
@@ -375,22 +375,19 @@ func (l *ledgerHandle) close() {
 	l.ended.Wait()
 	ctx, cancel := context.WithTimeout(context.Background(), ledgerCloseTime)
 	defer cancel()
-	if !l.engine.healthy() {
-		cancel() // the store is closing: nothing can be moved into the tree
-	}
 	if err := ev.Close(ctx); err != nil {
-		l.engine.logger.Warn("not all of the evidence has its place in the ledger yet; the next start goes on", zap.Error(err))
+		l.engine.logger.Warn("the ledger was closed before all followers had its last entries", zap.Error(err))
 	}
 }
 
-// report returns the ledger's metrics; nil without a ledger.
-func (l *ledgerHandle) report() *ledger.Stats {
+// head is the newest head of the ledger; nil without a ledger.
+func (l *ledgerHandle) head() *ledger.Head {
 	ev := l.open.Load()
 	if ev == nil {
 		return nil
 	}
-	s := ev.Log().Stats()
-	return &s
+	head := ev.Log().Head()
+	return &head
 }
 
 // keepPruned periodically prunes old entries and writes the newest head to the file beside

@@ -80,7 +80,7 @@ type storeSnapshot struct {
 	// Nodes is nil where one gateway has the store, and while the others are not known.
 	Nodes *nodeReport
 	// Ledger is nil if no configuration has an identity.
-	Ledger *ledger.Stats
+	Ledger *ledger.Head
 	// Escalations is empty if they could not be counted.
 	Escalations []escalationReport
 	// Waiting is the age of the oldest pending escalation of each level; 0 without one.
@@ -397,10 +397,6 @@ func (s sink) snapshot(now *storeSnapshot) {
 	}
 	if l := now.Ledger; l != nil {
 		s.gauge(ledgerEntries, float64(l.Size))
-		s.gauge(ledgerBacklog, float64(l.Backlog.Entries))
-		s.gauge(ledgerAge, l.Backlog.Age.Seconds())
-		s.count(ledgerUnsigned, uint64(l.Refused))
-		s.count(ledgerRetries, uint64(l.Retries))
 	}
 }
 
@@ -517,11 +513,7 @@ var (
 	bulkheadRetries   = family("bulkhead_retries_total", counter, "Retries that were sent within the retry budgets of their workflows.", "guard")
 	bulkheadRefused   = family("bulkhead_refused_total", counter, "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
 
-	ledgerEntries  = family("ledger_entries", gauge, "Entries of the ledger's tree.")
-	ledgerBacklog  = family("ledger_backlog", gauge, "Recorded events that wait for their place in the ledger's tree.")
-	ledgerAge      = family("ledger_backlog_age_seconds", gauge, "How long the oldest event has waited for its place in the ledger's tree.")
-	ledgerUnsigned = family("ledger_unsigned_total", counter, "Events that went into the ledger without a token, since the store was opened.")
-	ledgerRetries  = family("ledger_retries_total", counter, "Moves into the ledger's tree that failed and were tried again, since the store was opened.")
+	ledgerEntries = family("ledger_entries", gauge, "Entries of the ledger's tree.")
 
 	workflowsBegun = family("workflows_begun_total", counter, "Workflows whose start the gateway has recorded, since the process began.")
 	workflowsEnded = family("workflows_ended_total", counter, "Workflows whose end the gateway has recorded, by status, since the process began.", "status")

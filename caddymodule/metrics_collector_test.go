@@ -37,7 +37,7 @@ func healthy() *storeSnapshot {
 		Circuits:    []breaker.Status{{Key: breaker.Key{Upstream: "10.0.0.7:9001"}, State: breaker.Open, ErrorRate: 0.5, Openings: 1, Rejected: 7}},
 		Rollbacks:   &rollbackReport{Running: 2, OldestAge: 30 * time.Second, Waiting: 5},
 		Nodes:       &nodeReport{Name: "a", Members: 3, Differing: 1, SeenAge: 2 * time.Second},
-		Ledger:      &ledger.Stats{Size: 5, Backlog: ledger.Backlog{Entries: 2, Age: time.Second}, Refused: 1, Retries: 1},
+		Ledger:      &ledger.Head{Size: 5},
 		Cascades: &cascadeReport{
 			Open: 2, Found: map[string]uint64{"clustering": 4}, Dropped: 6, Exhausted: map[[2]string]float64{{"pay", "queue"}: 1},
 			Latencies: map[string]proxy.LatencyReport{"10.0.0.7:9001": {P99: time.Second, Baseline: 500 * time.Millisecond}},
@@ -257,8 +257,7 @@ func TestSnapshots(t *testing.T) {
 			`agent_guard_exhausted{guard="pay",resource="queue"}`:                  1,
 			`agent_guard_upstream_latency_seconds{upstream="10.0.0.7:9001"}`:       1,
 			`agent_guard_upstream_latency_usual_seconds{upstream="10.0.0.7:9001"}`: 0.5,
-			"agent_guard_ledger_entries{}":                                         5, "agent_guard_ledger_backlog{}": 2, "agent_guard_ledger_backlog_age_seconds{}": 1,
-			"agent_guard_ledger_unsigned_total{}": 1, "agent_guard_ledger_retries_total{}": 1,
+			"agent_guard_ledger_entries{}":                                         5,
 			"agent_guard_database_lease_seconds{}": 9, `agent_guard_database_connections{state="in_use"}`: 3,
 			"agent_guard_database_waits_total{}": 2, "agent_guard_database_wait_seconds_total{}": 1.5,
 			`agent_guard_database_rows{state="living"}`: 8, `agent_guard_database_rows{state="dead"}`: 5,

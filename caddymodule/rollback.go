@@ -348,8 +348,6 @@ func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evi
 }
 
 func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect.Token, use evidence.Use) error {
-	ctx, cancel := context.WithTimeout(ctx, guard.ProofTime)
-	defer cancel()
 	err := t.policy.Evidence.RecordTokens(ctx, all, []*ect.Token{token}, use)
 	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
 		return err
@@ -392,9 +390,6 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 func (t *rollbackTokens) recorded(ctx context.Context, workflow, id string) (entry ledger.Entry, found, pruned bool, err error) {
 	log := t.policy.Evidence.Log()
 	entry, err = log.Lookup(ctx, workflow, id)
-	if errors.Is(err, ledger.ErrWaiting) {
-		entry, err = log.Wait(ctx, workflow, id)
-	}
 	switch {
 	case errors.Is(err, ledger.ErrNotFound):
 		return entry, false, false, nil
@@ -448,14 +443,11 @@ func (t *rollbackTokens) Mine(ctx context.Context, workflow, id string, who evid
 }
 
 func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, error) {
-	entry, err := t.policy.Evidence.Log().Wait(ctx, workflow, id)
+	entry, err := t.policy.Evidence.Log().Lookup(ctx, workflow, id)
 	if err != nil {
 		return "", err
 	}
 	token, err := t.policy.Evidence.Log().Token(ctx, &entry)
-	if errors.Is(err, ledger.ErrNoToken) {
-		err = ledger.ErrRefused
-	}
 	return string(token), err
 }
 

@@ -293,9 +293,9 @@ func (b *BadgerStore) OpenStore(logger *zap.Logger) (store.Store, error) {
 }
 
 // oftenAbsent are the keys that a call asks for before it writes them, or deletes soon after
-// (docs/storage.md): records, their answers, and their index by state; the ledger's ids and its
-// outbox; tokens that were used; checkpoints of executions; snapshots.
-var oftenAbsent = []string{"x", "r", "s", "lj", "lg", "lo", "j", "p", "kb"}
+// (docs/storage.md): records, their answers, and their index by state; the ledger's ids;
+// tokens that were used; checkpoints of executions; snapshots.
+var oftenAbsent = []string{"x", "r", "s", "lj", "lg", "j", "p", "kb"}
 
 // AdjustStore applies the limits of this configuration to a store that is already open.
 func (b *BadgerStore) AdjustStore(st store.Store) {

@@ -60,8 +60,6 @@ type setup struct {
 	badger bool
 	// store is one in memory that another gateway had; nil is a new one.
 	store *testStore
-	// outbox is that of a new store in memory.
-	outbox bool
 	// address makes a site address of the port; nil is http.
 	address func(port string) string
 	// before stands before the site, such as an import of snippets.
@@ -87,7 +85,6 @@ func launch(t *testing.T, s setup) *gateway {
 		g.store = s.store
 		if g.store == nil {
 			g.store = newTestStore(filepath.Join(dir, "store"))
-			g.store.outbox = s.outbox
 			t.Cleanup(g.store.forget)
 		}
 		storeOption = "e2e " + g.store.path

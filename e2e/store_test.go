@@ -21,9 +21,6 @@ type testStore struct {
 	memory *memory.Store
 	users  sync.WaitGroup // gateways that have it open
 
-	// outbox lets what is recorded in the ledger wait for its sequencer, as on a database.
-	outbox bool
-
 	mu     sync.Mutex
 	ahead  time.Duration
 	commit func([]store.Write) error
@@ -119,8 +116,6 @@ func (o opened) Get(ctx context.Context, key []byte) (store.Entry, error) {
 	}
 	return o.Store.Get(ctx, key)
 }
-
-func (o opened) Sequences() bool { return !o.s.outbox }
 
 func (o opened) Close() error {
 	o.close()

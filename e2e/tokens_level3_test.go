@@ -68,7 +68,7 @@ func isMove(batch []store.Write) bool {
 // sees a request once its token can be proven, and not while the sequencer is held up.
 func TestLevel3ProvesBeforeForwarding(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	wid := uuid.NewString()
 	parent := a.issue(ect.Claims{Workflow: wid, Action: "plan"})
 	token := a.issue(ect.Claims{Workflow: wid, Parents: []string{parent.ID()}})
@@ -133,7 +133,7 @@ func TestLevel3ProvesBeforeForwarding(t *testing.T) {
 // where the caller has sent none. What the upstream tells of may name it as a parent.
 func TestLevel3ForwardedCheckpoint(t *testing.T) {
 	upstream, a, b := newUpstream(t), newAgent(t, "a"), newAgent(t, "b")
-	g := launch(t, setup{outbox: true, app: trusting(t, a, b) + level3, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
+	g := launch(t, setup{app: trusting(t, a, b) + level3, site: "agent_proxy " + upstream.addr + " {\n identity " + b.issuer.Identity() + "\n }"})
 	hold := newGate(t)
 	var moved atomic.Bool
 	wid := uuid.NewString()
@@ -177,7 +177,7 @@ func TestLevel3ForwardedCheckpoint(t *testing.T) {
 // there, is refused, whatever the method.
 func TestLevel3Refuses(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	unsigned := base64.RawURLEncoding.EncodeToString([]byte(a.issue(ect.Claims{}).Payload()))
 	orphan := a.issue(ect.Claims{Parents: []string{uuid.NewString()}}).Raw()
 	for _, method := range []string{"POST", "GET"} {
@@ -195,7 +195,7 @@ func TestLevel3Refuses(t *testing.T) {
 // the request goes on, and what it was used for is known after a restart.
 func TestLevel3RecordsSafeRequests(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	s := setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr}
+	s := setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr}
 	g := launch(t, s)
 	wid := uuid.NewString()
 	look := a.issue(ect.Claims{Workflow: wid, Action: "look"})
@@ -235,7 +235,7 @@ func TestLevel3RecordsSafeRequests(t *testing.T) {
 // ECT level L3: what an agent tells of is answered once it can be proven.
 func TestLevel3ErrorsOfAgents(t *testing.T) {
 	upstream, a := newUpstream(t), newAgent(t, "a")
-	g := launch(t, setup{outbox: true, app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
+	g := launch(t, setup{app: trusting(t, a) + level3, site: "agent_proxy " + upstream.addr})
 	token := a.issue(ect.Claims{Workflow: uuid.NewString()})
 	g.call(with(token, request{path: "/pay"}))
 	failure := a.issue(ect.Claims{

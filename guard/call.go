@@ -759,9 +759,6 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 	if err := x.planUndo(found); err != nil {
 		return in, err
 	}
-	if err := x.ledgerAdmits(x.r.Context()); err != nil {
-		return in, err
-	}
 	in, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
 	if err == nil && (x.action.ParOrder || x.evidence.planned.plan != nil) {
 		if err = ordered(x); err != nil {
@@ -982,10 +979,6 @@ func (x *Call) execute(e *execution.Execution) error {
 			x.action.Counts.Settled(execution.InDoubt)
 		}
 	}()
-	if err := x.prove(&x.clock); err != nil {
-		ended = true
-		return x.unproven(e, err)
-	}
 	x.permit.Sent()
 	f = x.forward(e)
 	x.capture.participant = f.rec.Checkpoint()

@@ -41,10 +41,7 @@ type disk struct {
 	reading atomic.Pointer[func() error]                    // before each Get; nil is nothing
 	unread  atomic.Int64                                    // scans of the ledger that failed, if damaged
 	damaged atomic.Bool
-	outbox  bool // what is recorded in the ledger waits for the sequencer
 }
-
-func (d *disk) Sequences() bool { return !d.outbox }
 
 func (d *disk) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
 	if d.damaged.Load() && len(r.From) > 0 && r.From[0] == 'l' {

@@ -278,19 +278,6 @@ func (x *Call) recordUntil(now time.Time) time.Time {
 	return now.Add(max(ttl+ttl/2, x.call.KeepResult))
 }
 
-// ledgerAdmits waits while the ledger is far behind, as long as a retry would.
-func (x *Call) ledgerAdmits(ctx context.Context) error {
-	if x.evidence.policy == nil || x.evidence.policy.Evidence.Log().Ready() {
-		return nil
-	}
-	ctx, cancel := context.WithDeadline(ctx, x.wait)
-	defer cancel()
-	if err := x.evidence.policy.Evidence.Log().Admit(ctx); err != nil {
-		return x.storeFailed(err)
-	}
-	return nil
-}
-
 // callRecorded handles the result of the claim. A claim refused for an earlier use of a token is
 // retried without that token if the use was for this very call.
 func (x *Call) callRecorded(batch *store.Batch, err error) error {
@@ -676,7 +663,7 @@ func (x *Call) keepTokens(found execution.Finding) error {
 			return err
 		}
 	}
-	return x.proveRetry()
+	return nil
 }
 
 func (x *Call) recordTokens(found execution.Finding, tokens []*ect.Token) error {
@@ -746,64 +733,7 @@ func (x *Call) lostTo(lost *store.Conflict) error {
 	}
 }
 
-// ProofTime is how long a request waits until its tokens are in the ledger's tree, as in the
-// drafts' implementations. The sequencer retries meanwhile, with pauses that grow from 50 ms.
-const ProofTime = 5 * time.Second
-
 const reasonLedger = "ledger_unavailable"
-
-// prove waits, at level L3, until the tokens that led to the call and its checkpoint, on which an
-// upstream may rely, can be proven. At other levels their commit is enough.
-func (x *Call) prove(ctx context.Context) error {
-	s := &x.evidence
-	if s.policy == nil || !s.policy.LedgerFirst || len(s.tokens.All) == 0 && s.forwarded == nil {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, ProofTime)
-	defer cancel()
-	err := s.policy.Evidence.WaitProven(ctx, s.tokens.All)
-	if err == nil {
-		err = s.policy.Evidence.WaitProvenID(ctx, s.call.Workflow, x.call.Checkpoint)
-	}
-	return err
-}
-
-// unproven releases a claimed call whose tokens have no place in the ledger: nothing was sent.
-func (x *Call) unproven(e *execution.Execution, why error) error {
-	o := x.stillInDoubt(execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent})
-	x.noted.outcome = o.Verdict
-	unrecorded := x.settle(e, o, nil)
-	x.countEnd(o, unrecorded)
-	if unrecorded != nil {
-		x.outcomeLost(unrecorded)
-		return x.inDoubtAnswer(execution.CauseUnrecorded)
-	}
-	return x.refusedInDoubt(x.ledgerFailed(why))
-}
-
-// proveRetry delays the answer to a retry, at level L3, until its tokens can be proven.
-func (x *Call) proveRetry() error {
-	s := &x.evidence
-	if !s.policy.LedgerFirst {
-		return nil
-	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), ProofTime)
-	defer cancel()
-	err := s.policy.Evidence.WaitProven(ctx, s.tokens.All)
-	if x.r.Context().Err() != nil {
-		return x.gone()
-	}
-	if err != nil {
-		return x.ledgerFailed(err)
-	}
-	return nil
-}
-
-func (x *Call) ledgerFailed(why error) error {
-	p := LedgerFailed(why)
-	p.ExecutionID = x.call.Scope.ID
-	return p
-}
 
 // LedgerFailed is the problem of tokens that the ledger did not record in time (P4).
 func LedgerFailed(why error) *api.Problem {
@@ -812,25 +742,14 @@ func LedgerFailed(why error) *api.Problem {
 	return p
 }
 
-// enter records the tokens of an unguarded request and their use, before anybody relies on them
-// (level L3), or another node is asked with them. A use that no retry repeats is recorded last, right before the request: otherwise
-// the advised retry after a 503 would be refused, though nothing was sent (P4).
-func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use safeUse) error {
-	ctx, cancel := context.WithTimeout(r.Context(), ProofTime)
-	defer cancel()
+// enter records the tokens of an unguarded request and their use in one commit, before anybody relies on them
+// (level L3), or another node is asked with them.
+func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use evidence.Use) error {
+	ctx := r.Context()
 	if err := t.follow(ctx, p.All); err != nil {
 		return err
 	}
-	var err error
-	if use.once && t.LedgerFirst {
-		if err = t.Evidence.RecordTokens(ctx, p.All, nil, use.Use); err == nil {
-			err = t.Evidence.Spend(ctx, p.Own, use.Use)
-		}
-	} else if !t.LedgerFirst {
-		err = t.Evidence.ShareTokens(ctx, p.All, p.Own, use.Use)
-	} else {
-		err = t.Evidence.RecordTokens(ctx, p.All, p.Own, use.Use)
-	}
+	err := t.Evidence.RecordTokens(ctx, p.All, p.Own, use)
 	var refused *ect.Error
 	switch {
 	case err == nil:
@@ -861,7 +780,7 @@ func (x *Call) hears() bool {
 	return x.evidence.policy != nil && x.verified && x.evidence.tokens.Issuer() != ""
 }
 
-// signAll signs drafts at once, without waiting for the sequencer.
+// signAll signs drafts.
 func (t *TokenPolicy) signAll(drafts []*ect.Draft) ([]*ect.Token, error) {
 	signed := make([]*ect.Token, 0, len(drafts))
 	for _, d := range drafts {
@@ -919,9 +838,6 @@ func (x *Call) recordedError(checkpoint string) *shownError {
 func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
 	log := x.evidence.policy.Evidence.Log()
 	entry, err := log.Lookup(ctx, workflow, id)
-	if errors.Is(err, ledger.ErrWaiting) {
-		entry, err = log.Wait(ctx, workflow, id)
-	}
 	if err != nil {
 		return nil
 	}

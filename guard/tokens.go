@@ -320,33 +320,22 @@ func (t *TokenPolicy) free(ctx context.Context, own []*ect.Token, use evidence.U
 	return nil
 }
 
-// SpendRead is Spend for a request that reads at one of the gateway's own paths, as the token's issuer.
-func (t *TokenPolicy) SpendRead(host Host, p *Tokens, r *http.Request) error {
-	return t.spend(p, r, safeUseOf(r, host), true)
-}
-
 // Spend binds the tokens of a request that is not guarded, in the store: what has looked never acts, also
 // after a restart (P3, C-6.1-a). Without a body the same tokens may come again with the same request, and
 // with no other; with a body, never. On an error nothing is used up.
 func (t *TokenPolicy) Spend(host Host, p *Tokens, r *http.Request) error {
-	use := safeUseOf(r, host)
-	return t.spend(p, r, use, !use.once || !t.LedgerFirst) // else it may be recorded and bound to nothing: see enter
-}
-
-func (t *TokenPolicy) spend(p *Tokens, r *http.Request, use safeUse, unbound bool) error {
 	if err := p.inTime(); err != nil {
 		return err
 	}
 	if len(p.All) == 0 {
 		return nil
 	}
+	use := safeUseOf(r, host)
 	if !t.records() {
-		return t.Bind(r.Context(), p.Own, use.Use)
+		return t.Bind(r.Context(), p.Own, use)
 	}
-	if unbound {
-		if err := t.free(r.Context(), p.Own, use.Use); err != nil {
-			return RefusedToken(err)
-		}
+	if err := t.free(r.Context(), p.Own, use); err != nil {
+		return RefusedToken(err)
 	}
 	return t.enter(r, p, use)
 }

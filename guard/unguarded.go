@@ -418,20 +418,14 @@ func (c *timedConn) CloseWrite() error {
 	return c.Conn.Close()
 }
 
-// safeUse is what the tokens of an unguarded request are used for.
-type safeUse struct {
-	evidence.Use
-	once bool // it has a body: a retry counts as another request
-}
-
-func safeUseOf(r *http.Request, host Host) safeUse {
+// safeUseOf is what the tokens of an unguarded request are used for. With a body, a retry counts as another request.
+func safeUseOf(r *http.Request, host Host) evidence.Use {
 	method, target := host.Original(r)
 	request := method + "\x00" + r.Host + "\x00" + target.RequestURI()
-	once := r.ContentLength != 0
-	if once {
+	if r.ContentLength != 0 {
 		request += "\x00" + uuid.NewString() // another body would be another request
 	}
-	return safeUse{sha256.Sum256([]byte(request)), once}
+	return sha256.Sum256([]byte(request))
 }
 
 // passOn forwards a request that is not guarded. If another guard has forwarded it before, that

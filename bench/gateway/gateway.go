@@ -152,12 +152,6 @@ func (g *Gateway) Stats(ctx context.Context) (Stats, error) {
 	return s, err
 }
 
-// Drain returns once all that the gateway has told its ledger stands in its tree.
-func (g *Gateway) Drain(ctx context.Context) error {
-	_, err := g.ask(ctx, http.MethodPost, drainPath, "")
-	return err
-}
-
 // ask asks the admin API; a body is a Caddyfile.
 func (g *Gateway) ask(ctx context.Context, method, path, body string) ([]byte, error) {
 	return g.askAs(ctx, "text/caddyfile", method, path, body)

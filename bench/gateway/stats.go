@@ -55,7 +55,6 @@ func (Admin) CaddyModule() caddy.ModuleInfo {
 func (Admin) Routes() []caddy.AdminRoute {
 	return []caddy.AdminRoute{
 		{Pattern: statsPath, Handler: caddy.AdminHandlerFunc(serveStats)},
-		{Pattern: drainPath, Handler: caddy.AdminHandlerFunc(serveDrain)},
 	}
 }
 

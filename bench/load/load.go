@@ -33,9 +33,6 @@ type Job struct {
 	// First says that answers are streams of events in chunks, whose Latencies end with the
 	// first event. All of each is read.
 	First bool
-	// Drain, if set, returns once the server has done all that it put off. It is
-	// called before the clock starts, and after the last answer within the round.
-	Drain func(context.Context) error
 }
 
 // over says that the request with this number, counted from 1, is not made any more. The
@@ -63,8 +60,6 @@ type Result struct {
 	// Requests that were answered, and the time that they took together.
 	Requests int
 	Elapsed  time.Duration
-	// Draining is the part of Elapsed after the last answer.
-	Draining time.Duration
 	// Latencies of all requests, in no order.
 	Latencies []time.Duration
 }
@@ -113,7 +108,6 @@ func Run(ctx context.Context, j Job) (Result, error) {
 			cancel(err)
 		}
 	})
-	drain(ctx, &j, cancel)
 	var begun atomic.Int64
 	start := time.Now()
 	if ctx.Err() == nil {
@@ -123,9 +117,7 @@ func Run(ctx context.Context, j Job) (Result, error) {
 			}
 		})
 	}
-	answered := time.Now()
-	drain(ctx, &j, cancel)
-	result := Result{Elapsed: time.Since(start), Draining: time.Since(answered)}
+	result := Result{Elapsed: time.Since(start)}
 	if err := context.Cause(ctx); err != nil {
 		return Result{}, fmt.Errorf("load on %s: %w", j.Addr, err)
 	}
@@ -134,16 +126,6 @@ func Run(ctx context.Context, j Job) (Result, error) {
 	}
 	result.Requests = len(result.Latencies)
 	return result, nil
-}
-
-// drain drains where that was asked for, unless the round has failed already.
-func drain(ctx context.Context, j *Job, failed context.CancelCauseFunc) {
-	if j.Drain == nil || ctx.Err() != nil {
-		return
-	}
-	if err := j.Drain(ctx); err != nil {
-		failed(err)
-	}
 }
 
 func each(clients []*client, do func(*client)) {

@@ -1,8 +1,6 @@
 package load_test
 
 import (
-	"context"
-	"errors"
 	"io"
 	"net/http"
 	"net/http/httptest"
@@ -77,34 +75,6 @@ func TestFreshKeys(t *testing.T) {
 // What the server has put off is done before the clock starts, and at the end on the
 // clock: what the calls of before left behind is not counted, what those of the round
 // leave behind is.
-func TestDrain(t *testing.T) {
-	s, addr := serve(t, 200)
-	var before []int
-	request := load.Payment(200)
-	request.Field, request.Keys = "Execution-Context", func(b []byte) []byte { return append(b, "a.b.c"...) }
-	job := load.Job{Addr: addr, Request: request, Conns: 2, For: time.Minute, Limit: 10, Status: 200}
-	job.Drain = func(context.Context) error {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		before = append(before, s.tokens["a.b.c"])
-		return nil
-	}
-	result, err := load.Run(t.Context(), job)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if !slices.Equal(before, []int{2, 12}) {
-		t.Errorf("drained after %v calls", before)
-	}
-	if result.Draining <= 0 || result.Draining > result.Elapsed {
-		t.Errorf("%s of %s", result.Draining, result.Elapsed)
-	}
-	job.Drain = func(context.Context) error { return errors.New("it never ends") }
-	if _, err := load.Run(t.Context(), job); err == nil || !strings.Contains(err.Error(), "never ends") {
-		t.Errorf("what cannot be drained: %v", err)
-	}
-}
-
 func TestOneKey(t *testing.T) {
 	s, addr := serve(t, 200)
 	request := load.Payment(200)

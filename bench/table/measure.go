@@ -99,8 +99,8 @@ type side struct {
 
 // outcome is what the rounds of a side brought.
 type outcome struct {
-	rates, middles, tails, drains []float64
-	spent                         spent
+	rates, middles, tails []float64
+	spent                 spent
 }
 
 func (s *scene) side(o Options, r *row, of kind, at spot, line string) (*side, error) {
@@ -115,9 +115,6 @@ func (s *scene) side(o Options, r *row, of kind, at spot, line string) (*side, e
 	made := &side{place: at.place, server: one, job: load.Job{
 		Addr: one.addr, Request: of.request(recorded, s.keys), Conns: r.conns, For: o.Round, Limit: o.Limit, Status: of.status(), Line: line, First: of == streamed,
 	}}
-	if sites[at.place].ledger {
-		made.job.Drain = one.gateway.Drain
-	}
 	if r.kind == signed {
 		made.caller = s.callers[sites[r.subject].algorithm]
 	}
@@ -168,7 +165,6 @@ func (s *side) round(ctx context.Context) error {
 	s.rates = append(s.rates, result.Rate())
 	s.middles = append(s.middles, float64(stat.Percentile(result.Latencies, 50)))
 	s.tails = append(s.tails, float64(stat.Percentile(result.Latencies, 99)))
-	s.drains = append(s.drains, float64(result.Draining))
 	return nil
 }
 

@@ -146,7 +146,6 @@ func (r *Report) add(row *row, m *measured) {
 		later := (stat.Median(subject.middles) - stat.Median(reference.middles)) / float64(time.Millisecond)
 		r.figure(row.title()+": later than from "+line.Reference, later, "ms", AtMost(later, row.first))
 	}
-	r.draining(row, subject)
 	if row.sustained {
 		r.sustained(row, m, costs[0])
 	}
@@ -178,14 +177,6 @@ func (r *Report) sustained(row *row, m *measured, cost Cost) {
 	if m.idleKnown {
 		r.figure(row.title()+": the same while the reference ran, which writes nothing", m.idle/1e3, "kB/s", Verdict{})
 	}
-}
-
-// draining reports how long a round waited for the sequencer.
-func (r *Report) draining(row *row, s *side) {
-	if s.job.Drain == nil {
-		return
-	}
-	r.figure(row.title()+": ledger's backlog moved after the last answer", stat.Median(s.drains)/float64(time.Millisecond), "ms of a round", Verdict{})
 }
 
 // syncs reports how many records shared a sync. A call is two records: its claim

@@ -156,9 +156,6 @@ func (r *run) measure(ctx context.Context, name string, others int, chain bool) 
 	}
 	before := make([]gateway.Stats, len(all))
 	for i, g := range all {
-		if err := g.Drain(ctx); err != nil {
-			return err
-		}
 		if before[i], err = g.Stats(ctx); err != nil {
 			return err
 		}

@@ -470,28 +470,10 @@ type LedgerHead struct {
 	Key string `json:"key"`
 	// Note is the signed head itself.
 	Note string `json:"note"`
-	// Backlog has the events that are not in the tree yet.
-	Backlog LedgerBacklog `json:"backlog"`
-	// Refused is the number of entries, since the log was opened, for which no token could
-	// be made.
-	Refused int64 `json:"refused"`
-	// Damaged is the number of waiting events that cannot be decrypted.
-	Damaged int64 `json:"damaged"`
-	// Retries is the number of moves into the tree that failed and were retried.
-	Retries int64 `json:"retries"`
 	// Altered says that no head of the log verifies.
 	Altered bool `json:"altered,omitempty"`
-	// Logs are the heads of the other logs of the store: each node of a fleet has one. Of these only the
-	// number of waiting events is known besides. It is empty where one log is asked for.
+	// Logs are the heads of the other logs of the store: each node of a fleet has one. It is empty where one log is asked for.
 	Logs []LedgerHead `json:"logs,omitempty"`
-}
-
-// LedgerBacklog has the events that wait for the sequencer.
-type LedgerBacklog struct {
-	// Entries is the number of events.
-	Entries int `json:"entries"`
-	// Age is how long the oldest event has waited, in seconds.
-	Age int64 `json:"age"`
 }
 
 // LedgerReport is the result of verifying a whole log. Its members are an API.
@@ -508,8 +490,6 @@ type LedgerReport struct {
 	Pruned int64 `json:"pruned"`
 	// Vouchers are the keys that signed the notes of pruned entries.
 	Vouchers []ledger.Voucher `json:"vouchers,omitempty"`
-	// Waiting is the number of events that are not in the tree yet.
-	Waiting int64 `json:"waiting"`
 	// Faults are the first 1,000 alterations.
 	Faults []LedgerFault `json:"faults"`
 	// Count is the number of all faults; 0 if the log is intact.
@@ -556,9 +536,9 @@ func ledgerHead(q *request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	head, err := l.head(q.Context(), log)
-	if err != nil || named {
-		return head, err
+	head := l.head(log)
+	if named {
+		return head, nil
 	}
 	origins, err := log.Logs(q.Context())
 	if err != nil {
@@ -571,7 +551,7 @@ func ledgerHead(q *request) (any, error) {
 		other, err := log.In(q.Context(), origin)
 		theirs := LedgerHead{Origin: origin, Altered: true}
 		if err == nil {
-			theirs, err = l.head(q.Context(), other)
+			theirs = l.head(other)
 		}
 		if err != nil && !errors.Is(err, ledger.ErrTampered) && !errors.Is(err, ledger.ErrNotFound) {
 			return nil, unavailable(err)
@@ -582,22 +562,9 @@ func ledgerHead(q *request) (any, error) {
 }
 
 // head describes a log.
-func (l *Ledger) head(ctx context.Context, log *ledger.Log) (LedgerHead, error) {
-	stats, head := log.Stats(), log.Head()
-	doc := LedgerHead{
-		Origin: head.Origin, Size: head.Size, Root: head.Root.String(), Key: l.Key(head.Origin), Note: string(head.Note),
-		Backlog: LedgerBacklog{Entries: stats.Backlog.Entries, Age: int64(stats.Backlog.Age / time.Second)},
-		Refused: stats.Refused, Damaged: stats.Damaged, Retries: stats.Retries,
-	}
-	// Counted where it waits: of a commit whose result was unknown the log learns later that it has landed.
-	waiting, err := log.Waiting(ctx)
-	switch {
-	case err == nil:
-		doc.Backlog.Entries = waiting
-	case log != l.Log:
-		return doc, unavailable(err)
-	}
-	return doc, nil
+func (l *Ledger) head(log *ledger.Log) LedgerHead {
+	head := log.Head()
+	return LedgerHead{Origin: head.Origin, Size: head.Size, Root: head.Root.String(), Key: l.Key(head.Origin), Note: string(head.Note)}
 }
 
 func ledgerExport(q *request) (any, error) {
@@ -623,7 +590,7 @@ func ledgerVerify(q *request) (any, error) {
 	}
 	report := LedgerReport{
 		Origin: log.Origin(), Size: found.Head.Size, Root: found.Head.Root.String(),
-		Entries: found.Entries, Pruned: found.Pruned, Vouchers: found.Vouchers, Waiting: found.Waiting,
+		Entries: found.Entries, Pruned: found.Pruned, Vouchers: found.Vouchers,
 		Faults: make([]LedgerFault, 0, len(found.Faults)), Count: found.Count,
 	}
 	for _, fault := range found.Faults {

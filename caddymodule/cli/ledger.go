@@ -176,9 +176,9 @@ func ledgerHead(o *options) *cobra.Command {
 	only, log := false, url.Values{}
 	cmd := &cobra.Command{
 		Use:   "head",
-		Short: "Shows the signed head of a server's ledger, its key, and the backlog",
-		Long: `Shows the signed head of a server's ledger, the public key that verifies exports
-and receipts, and the events that are not in the ledger's tree yet. A store with
+		Short: "Shows the signed head of a server's ledger, and its key",
+		Long: `Shows the signed head of a server's ledger, and the public key that verifies
+exports and receipts. A store with
 several nodes has a log for each: those of the others are listed, too.
 
 Keep the head elsewhere from time to time: the log must have grown out of it
@@ -200,15 +200,10 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 }
 
 func describeHead(head *admin.LedgerHead, now time.Time) string {
-	waits := "nothing"
-	if head.Backlog.Entries > 0 {
-		waits = fmt.Sprintf("%d, the oldest for %s", head.Backlog.Entries, ago(head.Backlog.Age))
-	}
-	text := lines(now, 7, "log", head.Origin, "key", head.Key, "size", head.Size, "root", head.Root, "waiting", waits,
-		"refused", head.Refused, "damaged", head.Damaged, "retries", head.Retries)
+	text := lines(now, 7, "log", head.Origin, "key", head.Key, "size", head.Size, "root", head.Root)
 	for i := range head.Logs {
 		other := &head.Logs[i]
-		pairs := []any{"key", other.Key, "size", other.Size, "root", other.Root, "waiting", other.Backlog.Entries}
+		pairs := []any{"key", other.Key, "size", other.Size, "root", other.Root}
 		if other.Altered {
 			pairs = []any{"head", "does not verify: the log was altered"}
 		}
@@ -319,8 +314,7 @@ func describePruned(n int64, vouchers []ledger.Voucher) string {
 
 func describeCheck(r *admin.LedgerReport, now time.Time) string {
 	pairs := []any{
-		"log", r.Origin, "size", r.Size, "root", r.Root, "entries", r.Entries,
-		"pruned", describePruned(r.Pruned, r.Vouchers), "waiting", r.Waiting,
+		"log", r.Origin, "size", r.Size, "root", r.Root, "entries", r.Entries, "pruned", describePruned(r.Pruned, r.Vouchers),
 	}
 	if r.Count == 0 {
 		pairs = append(pairs, "faults", "none")
@@ -538,10 +532,10 @@ func newSignatures(jwks string) (*signatures, error) {
 
 // add verifies the token of an entry, and that its id and issuer are those of the entry.
 func (s *signatures) add(ctx context.Context, e *ledger.Entry) error {
-	if e.Unsigned || e.Header != nil { // refused, or of a key that is gone
+	if e.Header != nil { // of a key that is gone
 		s.Unsigned++
 		known, err := s.keys.Keys(ctx, ect.HeaderKeyID(e.Header))
-		if err == nil && e.Header != nil && len(known) > 0 {
+		if err == nil && len(known) > 0 {
 			s.Lacking++
 		}
 		return err
@@ -717,7 +711,7 @@ const rowsPerPage = 1000
 func entryDocument(e *ledger.Entry) listedEntry {
 	return listedEntry{
 		Index: e.Index, Recorded: e.Recorded.UTC(), ID: e.ID, Workflow: e.Workflow, Action: e.Action, Issuer: e.Issuer,
-		Parents: append([]string{}, e.Parents...), Time: e.Time.UTC(), Unsigned: e.Unsigned || e.Header != nil, Token: string(e.Payload),
+		Parents: append([]string{}, e.Parents...), Time: e.Time.UTC(), Unsigned: e.Header != nil, Token: string(e.Payload),
 	}
 }
 

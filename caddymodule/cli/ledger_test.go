@@ -26,7 +26,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
-	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
@@ -73,7 +72,6 @@ func newLogbook(t *testing.T) *logbook {
 	if err != nil {
 		t.Fatal(err)
 	}
-	log.Start()
 	b := &logbook{t: t, ledger: admin.Ledger{Log: log, Key: func(string) string { return public }}}
 	server := httptest.NewServer(b)
 	b.address = server.Listener.Addr().String()
@@ -93,9 +91,6 @@ func (b *logbook) record(events ...ledger.Event) {
 	b.t.Helper()
 	for _, e := range events {
 		if err := b.ledger.Log.Append(b.t.Context(), []ledger.Event{e}); err != nil {
-			b.t.Fatal(err)
-		}
-		if _, err := b.ledger.Log.Wait(b.t.Context(), e.Workflow, e.ID); err != nil {
 			b.t.Fatal(err)
 		}
 	}
@@ -134,25 +129,9 @@ func TestLedgerOfAFleet(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		log.Start()
 		b = &logbook{t: t, ledger: admin.Ledger{Log: log, Key: func(name string) string { return keys[name] }}}
 		for range n + 1 {
 			b.record(event(t, signer, "charge"))
-		}
-		if n == 2 { // what stays behind is seen
-			if err := log.Close(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			late, err := ledger.Open(t.Context(), ledger.Options{
-				Store: struct{ store.Store }{st}, Sealer: sealer, Origin: name, HeadSigner: signers[name], HeadKeys: of,
-			})
-			if err == nil {
-				err = late.Append(t.Context(), []ledger.Event{event(t, signer, "late")})
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			continue
 		}
 		t.Cleanup(func() { _ = log.Close(context.Background()) })
 	}
@@ -162,10 +141,10 @@ func TestLedgerOfAFleet(t *testing.T) {
 
 	head := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address)
 	if head.Origin != names[0] || head.Size != 1 || len(head.Logs) != 2 || head.Logs[0].Origin != names[1] || head.Logs[0].Size != 2 ||
-		head.Logs[1].Size != 3 || head.Logs[1].Backlog.Entries != 1 || head.Logs[1].Key != keys[names[2]] {
+		head.Logs[1].Size != 3 || head.Logs[1].Key != keys[names[2]] {
 		t.Fatalf("%+v", head)
 	}
-	if shown := says(t, "ledger", "head", "--address", b.address); !strings.Contains(shown, "\nlog      "+names[2]+"\n") || !strings.Contains(shown, "\nwaiting  1\n") {
+	if shown := says(t, "ledger", "head", "--address", b.address); !strings.Contains(shown, "\nlog      "+names[2]+"\n") {
 		t.Errorf("%s", shown)
 	}
 	one := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address, "--log", names[2])
@@ -291,10 +270,10 @@ func TestLedgerRoundTrip(t *testing.T) {
 
 	head := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address)
 	shown := says(t, "ledger", "head", "--address", b.address)
-	if head.Size != 3 || head.Origin != origin || !strings.Contains(shown, "\nkey      "+head.Key+"\nsize     3\nroot     "+head.Root+"\nwaiting  nothing\n") {
+	if head.Size != 3 || head.Origin != origin || !strings.Contains(shown, "\nkey      "+head.Key+"\nsize     3\nroot     "+head.Root+"\n") {
 		t.Errorf("%+v\n%s", head, shown)
 	}
-	want := fmt.Sprintf("log      %s\nsize     3\nroot     %s\nentries  3\npruned   0\nwaiting  0\nfaults   none\n", origin, head.Root)
+	want := fmt.Sprintf("log      %s\nsize     3\nroot     %s\nentries  3\npruned   0\nfaults   none\n", origin, head.Root)
 	if out := says(t, "ledger", "check", "--address", b.address); out != want {
 		t.Errorf("%s", out)
 	}
@@ -453,14 +432,14 @@ func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, e := range []*ledger.Entry{
-		entry(nil, token.Raw()), entry(header, draft.Payload()), entry([]byte(`{"kid":"another"}`), draft.Payload()), {Event: ledger.Event{Unsigned: true}},
+		entry(nil, token.Raw()), entry(header, draft.Payload()), entry([]byte(`{"kid":"another"}`), draft.Payload()),
 	} {
 		if err := found.add(t.Context(), e); err != nil {
 			t.Error(err)
 		}
 	}
-	want := "1 signatures hold, 3 entries are not signed, 1 of these LACK THEIR SIGNATURE though --jwks has the key"
-	if found.Verified != 1 || found.Unsigned != 3 || found.Lacking != 1 || found.describe() != want {
+	want := "1 signatures hold, 2 entries are not signed, 1 of these LACK THEIR SIGNATURE though --jwks has the key"
+	if found.Verified != 1 || found.Unsigned != 2 || found.Lacking != 1 || found.describe() != want {
 		t.Errorf("%+v %s", found, found.describe())
 	}
 	at := strings.LastIndexByte(token.Raw(), '.') + 1
@@ -548,10 +527,10 @@ func TestLedgerList(t *testing.T) {
 // What a server finds wrong is shown, and is a failure of the command.
 func TestLedgerCheckShowsFaults(t *testing.T) {
 	server := newAdminServer(t, func(*http.Request) any {
-		return `{"origin":"o","size":7,"root":"r","entries":6,"pruned":0,"waiting":2,
+		return `{"origin":"o","size":7,"root":"r","entries":6,"pruned":0,
 			"faults":[{"index":3,"what":"missing"},{"what":"the head \u001b[2J"}],"count":5}`
 	})
-	want := "log      o\nsize     7\nroot     r\nentries  6\npruned   0\nwaiting  2\nfault    entry 3: missing\nfault    \"the head \\x1b[2J\"\nfault    and 3 more\n"
+	want := "log      o\nsize     7\nroot     r\nentries  6\npruned   0\nfault    entry 3: missing\nfault    \"the head \\x1b[2J\"\nfault    and 3 more\n"
 	out, _, err := server.run(t, "ledger", "check")
 	if err == nil || err.Error() != "the ledger is not as it was written: 5 faults" || out != want {
 		t.Errorf("%v\n%s", err, out)

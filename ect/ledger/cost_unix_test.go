@@ -4,8 +4,6 @@ package ledger
 
 import (
 	"bytes"
-	"context"
-	"encoding/base64"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -25,34 +23,21 @@ func processorTime() time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// BenchmarkLedger is the whole cost of an event on Badger: its share of the commit, and the
-// sequencer's. 64 callers record two events of 600 bytes each, one after the other, as
-// guarded calls do: with tokens that the sequencer signs, and with those that are signed when they are shown, by the
-// outbox and in the commit that records them.
+// BenchmarkLedger is the whole cost of an event on Badger. 64 callers record two events of 600 bytes each, one after the
+// other, as guarded calls do: with tokens, and with those that are signed when they are shown.
 func BenchmarkLedger(b *testing.B) {
 	for _, callers := range []int{1, 64} {
-		for _, way := range []string{"signed", "shown by the outbox", "shown"} {
+		for _, way := range []string{"signed", "shown"} {
 			b.Run(fmt.Sprintf("%d %s", callers, way), func(b *testing.B) {
 				st, err := badger.Open(b.TempDir(), badger.Options{})
 				if err != nil {
 					b.Fatal(err)
 				}
 				b.Cleanup(func() { _ = st.Close() })
-				var o Options
-				if o = testOptions(st); way == "shown" {
-					o = sequenced(o)
-				}
-				o.BatchDelay = 0
+				o := testOptions(st)
 				o.Signature = func(_, _ []byte) ([]byte, error) { return nil, nil }
-				o.Sign = func(_ context.Context, e Event) ([]byte, error) {
-					part := base64.RawURLEncoding.AppendEncode
-					token := append(part(nil, e.Payload[:90]), '.')
-					token = append(part(token, e.Payload), '.')
-					return part(token, e.Payload[:64]), nil
-				}
 				o.Links = func(e *Event) []string { return e.Parents }
 				l := mustOpen(b, o)
-				l.Start()
 				payload := bytes.Repeat([]byte{'p'}, 600)
 				b.ReportAllocs()
 				b.ResetTimer()
@@ -68,7 +53,7 @@ func BenchmarkLedger(b *testing.B) {
 							}
 							e := testEvent(int(2*n) + 1)
 							e.Workflow, e.Payload = fmt.Sprintf("00000000-0000-4000-8000-%012d", n/8), payload
-							if e.Unsigned = way == "signed"; !e.Unsigned {
+							if way == "shown" {
 								e.Header = payload[:90]
 							}
 							for _, id := range []string{fmt.Sprintf("00000000-0000-4000-8001-%012d", n), fmt.Sprintf("00000000-0000-4000-8002-%012d", n)} {

@@ -27,7 +27,6 @@ func open(st store.Store) (*ledger.Log, note.Verifiers) {
 	if err != nil {
 		panic(err)
 	}
-	log.Start()
 	return log, keys
 }
 
@@ -39,9 +38,6 @@ func Example() {
 	log, keys := open(st)
 	defer log.Close(ctx)
 
-	if err := log.Admit(ctx); err != nil { // not while the sequencer is far behind
-		panic(err)
-	}
 	event := ledger.Event{ID: "ckpt-1", Workflow: "wf-1", Action: "checkpoint", Payload: []byte("eyJ...")}
 	batch, err := log.Record(event)
 	if err != nil {
@@ -52,7 +48,7 @@ func Example() {
 		panic(err)
 	}
 
-	entry, _ := log.Wait(ctx, "wf-1", "ckpt-1")
+	entry, _ := log.Lookup(ctx, "wf-1", "ckpt-1")
 	receipt, _ := log.Receipt(ctx, entry.Index)
 	head, err := receipt.Check(entry.Leaf, origin, keys)
 	fmt.Println(entry.Index, head.Size, err)
@@ -70,9 +66,6 @@ func ExampleCheckConsistency() {
 		if err := log.Append(ctx, []ledger.Event{{ID: id, Payload: []byte("token")}}); err != nil {
 			panic(err)
 		}
-		if _, err := log.Wait(ctx, "", id); err != nil {
-			panic(err)
-		}
 		proof, _ := log.ProveConsistency(ctx, older.Size, log.Head().Size)
 		fmt.Println(ledger.CheckConsistency(proof, older, log.Head()))
 		older = log.Head()
@@ -88,9 +81,6 @@ func ExampleVerifyExport() {
 	ctx := context.Background()
 	log, keys := open(memory.New(memory.Options{}))
 	if err := log.Append(ctx, []ledger.Event{{ID: "a", Action: "pay", Payload: []byte("token")}}); err != nil {
-		panic(err)
-	}
-	if err := log.Close(ctx); err != nil { // moves what waits
 		panic(err)
 	}
 	var file bytes.Buffer

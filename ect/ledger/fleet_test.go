@@ -19,7 +19,7 @@ import (
 // nodeOptions are those of the log of a node of a fleet. Each has a key of its own for its heads.
 func nodeOptions(st store.Store, node string) Options {
 	o := testOptions(st)
-	o.Origin, o.Shared = "example.com/ledger/"+node, true
+	o.Origin = "example.com/ledger/" + node
 	o.HeadSigner, o.HeadKeys = newHeadKey(node + ".example")
 	o.KeysOf = func(origin string) (note.Verifiers, error) {
 		_, keys := newHeadKey(origin[len("example.com/ledger/"):] + ".example")
@@ -28,29 +28,21 @@ func nodeOptions(st store.Store, node string) Options {
 	return o
 }
 
-// twoNodes are the logs of two members of a store, whose sequencers do not run.
+// twoNodes are the logs of two members of a store.
 func twoNodes(t *testing.T) (st *memory.Store, a, b *Log) {
 	t.Helper()
 	st = memory.New(memory.Options{})
 	return st, mustOpen(t, nodeOptions(st.Join("a"), "a")), mustOpen(t, nodeOptions(st.Join("b"), "b"))
 }
 
-// waitingOf counts what waits in the store for a log.
-func waitingOf(t *testing.T, l *Log) int {
-	t.Helper()
-	return must(l.Waiting(t.Context()))(t)
-}
-
-// Each node moves its own outbox into its own tree, whatever the other does meanwhile.
-func TestNodesMoveTheirOwn(t *testing.T) {
+// Each node records in its own tree, whatever the other does meanwhile.
+func TestNodesRecordInTheirOwn(t *testing.T) {
 	_, a, b := twoNodes(t)
 	mustAppend(t, a, testEvent(1), testEvent(2))
 	mustAppend(t, b, testEvent(3))
-	drain(t, b)
-	if a.Head().Size != 0 || b.Head().Size != 1 || waitingOf(t, a) != 2 || waitingOf(t, b) != 0 {
-		t.Fatalf("%d and %d entries, %d wait", a.Head().Size, b.Head().Size, waitingOf(t, a))
+	if a.Head().Size != 2 || b.Head().Size != 1 {
+		t.Fatalf("%d and %d entries", a.Head().Size, b.Head().Size)
 	}
-	drain(t, a)
 	const each = 150
 	var group sync.WaitGroup
 	for node, l := range []*Log{a, b} {
@@ -58,14 +50,14 @@ func TestNodesMoveTheirOwn(t *testing.T) {
 			for n := range each {
 				e := testEvent(n)
 				e.ID = fmt.Sprintf("%d-%d", node, n)
-				if err := errors.Join(l.Append(context.Background(), []Event{e}), tryDrain(l)); err != nil {
+				if err := l.Append(context.Background(), []Event{e}); err != nil {
 					t.Error(err)
 				}
 			}
 		})
 	}
 	group.Wait()
-	if a.Head().Size != 2+each || b.Head().Size != 1+each || a.Stats().Retries+b.Stats().Retries != 0 {
+	if a.Head().Size != 2+each || b.Head().Size != 1+each {
 		t.Errorf("%d and %d entries", a.Head().Size, b.Head().Size)
 	}
 	mustVerify(t, a)
@@ -88,7 +80,6 @@ func TestReadAnotherLog(t *testing.T) {
 		for ; n < size; n++ {
 			mustAppend(t, a, testEvent(n))
 		}
-		drain(t, a)
 		last := testEvent(size - 1)
 		e := must(b.Lookup(t.Context(), last.Workflow, last.ID))(t)
 		theirs := must(b.In(t.Context(), e.Log))(t)
@@ -148,11 +139,9 @@ func theirsOf(t *testing.T, b, a *Log) *Log {
 func TestForgedHeadOfAnotherLog(t *testing.T) {
 	st, a, b := twoNodes(t)
 	appendEvents(t, a, 0, 5)
-	drain(t, a)
 	before := must(st.Get(t.Context(), a.headKey()))(t)
 	theirsOf(t, b, a)
 	appendEvents(t, a, 5, 9)
-	drain(t, a)
 	theirsOf(t, b, a)
 	put := func(value []byte) {
 		t.Helper()
@@ -171,35 +160,6 @@ func TestForgedHeadOfAnotherLog(t *testing.T) {
 	}
 }
 
-// Flush at one node waits until the other has moved what it had recorded before; what comes later is not
-// waited for.
-func TestFlushWaitsForOtherNodes(t *testing.T) {
-	_, a, b := twoNodes(t)
-	mustAppend(t, a, testEvent(1))
-	flushed := make(chan error, 1)
-	go func() { flushed <- b.Flush(context.Background()) }()
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := b.Flush(ended); !errors.Is(err, context.Canceled) {
-		t.Errorf("it did not wait: %v", err)
-	}
-	select {
-	case err := <-flushed:
-		t.Fatalf("it did not wait: %v", err)
-	default:
-	}
-	drain(t, a)
-	if err := <-flushed; err != nil {
-		t.Fatal(err)
-	}
-	alone := nodeOptions(a.store, "c")
-	alone.Shared = false
-	mustAppend(t, a, testEvent(2))
-	if err := mustOpen(t, alone).Flush(t.Context()); err != nil {
-		t.Errorf("a log alone waits for nobody: %v", err)
-	}
-}
-
 // An id is used once in the fleet, and the loser of two nodes knows it.
 func TestIDsAreUniqueOverNodes(t *testing.T) {
 	_, a, b := twoNodes(t)
@@ -207,73 +167,25 @@ func TestIDsAreUniqueOverNodes(t *testing.T) {
 	if err := b.Append(t.Context(), []Event{testEvent(1)}); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("twice: %v", err)
 	}
-	if _, err := b.Lookup(t.Context(), "workflow-1", "id-1"); !errors.Is(err, ErrWaiting) {
-		t.Errorf("recorded by another node: %v", err)
-	}
-	found := make(chan error, 1)
-	go func() {
-		e, err := b.Wait(context.Background(), "workflow-1", "id-1")
-		if err == nil && e.Log != a.Origin() {
-			err = fmt.Errorf("in the log %s", e.Log)
-		}
-		found <- err
-	}()
-	drain(t, a)
-	if err := <-found; err != nil {
-		t.Error(err)
+	if e := must(b.Lookup(t.Context(), "workflow-1", "id-1"))(t); e.Log != a.Origin() {
+		t.Errorf("in the log %s", e.Log)
 	}
 }
 
-// What a node that is gone has left waits in its outbox until a Log on it, at whatever member, moves it
-// into its tree: once, also if the node comes back meanwhile.
-func TestLeftOutboxIsMovedOnce(t *testing.T) {
+// A member that was removed records nothing any more, and who takes up its log goes on from its head.
+func TestRemovedMemberRecordsNothing(t *testing.T) {
 	st := memory.New(memory.Options{})
 	first := st.Join("a")
 	a := mustOpen(t, nodeOptions(first, "a"))
-	for n := range 40 {
-		mustAppend(t, a, testEvent(n))
-	}
+	mustAppend(t, a, testEvent(0))
 	first.Remove()
-	if err := tryDrain(a); !errors.Is(err, store.ErrUnhealthy) {
-		t.Fatalf("a removed member moves: %v", err)
+	if err := a.Append(t.Context(), []Event{testEvent(1)}); !errors.Is(err, store.ErrUnhealthy) {
+		t.Fatalf("a removed member records: %v", err)
 	}
-	taken := mustOpen(t, nodeOptions(st.Join("b"), "a"))
 	again := mustOpen(t, nodeOptions(st.Join("a"), "a"))
-	if waitingOf(t, taken) != 40 {
-		t.Fatalf("%d wait", waitingOf(t, taken))
-	}
-	mustAppend(t, again, testEvent(40))
-	var group sync.WaitGroup
-	for _, l := range []*Log{taken, again} {
-		group.Go(func() {
-			if err := tryDrain(l); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	group.Wait()
-	drain(t, again)
-	if got := must(again.current(t.Context(), 41))(t).size; got != 41 || waitingOf(t, again) != 0 {
-		t.Errorf("%d entries, %d wait", got, waitingOf(t, again))
+	mustAppend(t, again, testEvent(1))
+	if again.Head().Size != 2 {
+		t.Errorf("%d entries", again.Head().Size)
 	}
 	mustVerify(t, again)
-}
-
-// A node whose events another has moved knows the head that covers them, also if nothing is left for it to
-// move.
-func TestHeadMovedByAnother(t *testing.T) {
-	st := memory.New(memory.Options{})
-	a := mustOpen(t, nodeOptions(st.Join("a"), "a"))
-	mustAppend(t, a, testEvent(1))
-	drain(t, mustOpen(t, nodeOptions(st.Join("b"), "a")))
-	drain(t, a)
-	if got := a.Head().Size; got != 1 {
-		t.Fatalf("the head covers %d entries", got)
-	}
-	if e := must(a.Wait(t.Context(), "workflow-1", "id-1"))(t); e.Index != 0 {
-		t.Errorf("entry %d", e.Index)
-	}
-	mustAppend(t, a, testEvent(2))
-	drain(t, a)
-	mustVerify(t, a)
 }

@@ -52,63 +52,14 @@ func (s clearSealer) Index(d string, parts ...string) [32]byte { return s.Ring.I
 
 var testRing = seal.Generate()
 
-// unsequenced is a store without sequences: everything goes by the outbox.
-type unsequenced struct{ store.Store }
-
-// sequenced lets a log put events into the tree in the commit that records them.
-func sequenced(o Options) Options {
-	o.Store = o.Store.(unsequenced).Store
-	return o
-}
-
 func testOptions(st store.Store) Options {
-	return Options{
-		Store: unsequenced{st}, Sealer: testRing, Origin: testOrigin, HeadSigner: testSigner, HeadKeys: testKeys,
-		Sign: makeToken, BatchDelay: -1,
-	}
-}
-
-// makeToken makes tokens that name what they were made from.
-func makeToken(_ context.Context, e Event) ([]byte, error) {
-	return append([]byte("token of "), e.Payload...), nil
+	return Options{Store: st, Sealer: testRing, Origin: testOrigin, HeadSigner: testSigner, HeadKeys: testKeys}
 }
 
 func mustOpen(t testing.TB, o Options) *Log {
 	t.Helper()
 	l := must(Open(t.Context(), o))(t)
 	return l
-}
-
-func mustStart(t testing.TB, o Options) *Log {
-	t.Helper()
-	l := mustOpen(t, o)
-	l.Start()
-	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-		defer cancel()
-		if err := l.Close(ctx); err != nil {
-			t.Error(err)
-		}
-	})
-	return l
-}
-
-// drain moves everything into the tree, without the sequencer.
-func drain(t testing.TB, l *Log) {
-	t.Helper()
-	if err := tryDrain(l); err != nil {
-		t.Fatal(err)
-	}
-}
-
-func tryDrain(l *Log) error {
-	m := sequencer{Log: l, rescan: true}
-	for {
-		rest, err := m.move(context.Background())
-		if err != nil || !rest {
-			return err
-		}
-	}
 }
 
 func testEvent(n int) Event {

@@ -21,7 +21,6 @@ import (
 // eight bytes, big-endian.
 //
 //	l h log                        the signed head, with the log's size
-//	l o log ticket boot            an event that waits for the sequencer, sealed
 //	l e log index                  an entry: its leaf, sealed
 //	l t log level number           a tile of 256 hashes; of level 0 full ones only
 //	l p log number                 the pruned entries of that tile of level 0, signed
@@ -36,7 +35,6 @@ import (
 const (
 	space         = 'l'
 	spaceHead     = 'h'
-	spaceOutbox   = 'o'
 	spaceEntry    = 'e'
 	spaceTile     = 't'
 	spacePruned   = 'p'
@@ -54,7 +52,6 @@ const (
 	idKeySize    = 2 + idHash + workflowHash
 	indexEnd     = 8
 
-	outboxKeySize   = logKeySize + 16
 	workflowKeySize = 2 + idHash + 8 + indexEnd
 	linkKeySize     = idKeySize + 8 + indexEnd
 )
@@ -72,15 +69,12 @@ type logStore struct {
 	links  func(e *Event) []string
 	holds  func(header, payload, signature []byte) (holds, known bool)
 	none   [idHash]byte // the hash of no workflow
-
-	sequencing bool // events can be put into the tree in the commit that records them
 }
 
 func newLogStore(o *Options) *logStore {
 	s := &logStore{
 		store: o.Store, sealer: o.Sealer, origin: o.Origin, keys: o.HeadKeys,
 		id: logOf(o.Sealer, o.Origin), links: o.Links, holds: o.Verifies,
-		sequencing: store.Sequences(o.Store) && !o.Shared,
 	}
 	s.none = s.hashOf("ledger workflow", "")
 	return s
@@ -121,25 +115,6 @@ func (s *logStore) tileKey(level int, n int64) []byte {
 
 func (s *logStore) prunedKey(n int64) []byte {
 	return binary.BigEndian.AppendUint64(logKey(spacePruned, s.id, 8), uint64(n))
-}
-
-// ticket identifies a waiting event: its number in its process, and a random number of the
-// process, so that no two processes use the same ticket.
-type ticket struct {
-	number uint64
-	boot   [8]byte
-}
-
-// outboxKey appends the key of a waiting event.
-func (s *logStore) outboxKey(b []byte, t ticket) []byte {
-	return append(binary.BigEndian.AppendUint64(appendLogKey(b, spaceOutbox, s.id), t.number), t.boot[:]...)
-}
-
-func ticketIn(key []byte) (ticket, bool) {
-	if len(key) != outboxKeySize {
-		return ticket{}, false
-	}
-	return ticket{binary.BigEndian.Uint64(key[logKeySize:]), [8]byte(key[logKeySize+8:])}, true
 }
 
 // names are the keyed hashes of an event's id and workflow, which its keys are made of.
@@ -228,41 +203,29 @@ func indexIn(key []byte) int64 {
 	return int64(binary.BigEndian.Uint64(key[len(key)-indexEnd:]))
 }
 
-// location is stored under an event's id: the log that has it, and its ticket while it waits
-// or then its index and the first bytes of its leaf hash.
+// location is stored under an event's id: the log that has it, its index, and the first bytes of its leaf hash.
 type location struct {
-	log     logID
-	waiting bool
-	ticket  ticket
-	index   int64
-	check   [8]byte
+	log   logID
+	index int64
+	check [8]byte
 }
+
+// locationVersion begins an encoded location.
+const locationVersion = 1
 
 const locationSize = 1 + 8 + 16
 
 func (a *location) encode(b []byte) []byte {
-	if a.waiting {
-		b = append(append(b, 0), a.log[:]...)
-		b = binary.BigEndian.AppendUint64(b, a.ticket.number)
-		return append(b, a.ticket.boot[:]...)
-	}
-	b = append(append(b, 1), a.log[:]...)
+	b = append(append(b, locationVersion), a.log[:]...)
 	b = binary.BigEndian.AppendUint64(b, uint64(a.index))
 	return append(b, a.check[:]...)
 }
 
 func decodeLocation(b []byte) (location, bool) {
-	if len(b) != locationSize || b[0] > 1 {
+	if len(b) != locationSize || b[0] != locationVersion {
 		return location{}, false
 	}
-	a := location{log: logID(b[1:9]), waiting: b[0] == 0}
-	number, rest := binary.BigEndian.Uint64(b[9:17]), [8]byte(b[17:25])
-	if a.waiting {
-		a.ticket = ticket{number, rest}
-	} else {
-		a.index, a.check = int64(number), rest
-	}
-	return a, true
+	return location{logID(b[1:9]), int64(binary.BigEndian.Uint64(b[9:17])), [8]byte(b[17:])}, true
 }
 
 func checkOf(leaf tlog.Hash) [8]byte { return [8]byte(leaf[:8]) }
@@ -323,7 +286,7 @@ func (s *logStore) scanned(found store.Entry, err error) (Entry, error) {
 	return e, err
 }
 
-// open decrypts an event or entry that is stored at key.
+// open decrypts an entry that is stored at key.
 func (s *logStore) open(key, sealed []byte) (Entry, error) {
 	leaf, err := s.openLeaf(key, sealed)
 	if err != nil {
@@ -376,10 +339,10 @@ func joinHashes(hashes []tlog.Hash) []byte {
 // errEncoding: a newer build wrote the entry, or it was damaged before it was sealed.
 var errEncoding = errors.New("ledger: an entry that this build cannot read")
 
-// encodingVersion begins every encoded event and leaf.
+// encodingVersion begins every encoded leaf.
 const encodingVersion = 1
 
-// packedVersion begins an event or leaf that is stored without the base64 of its payload, a
+// packedVersion begins a leaf that is stored without the base64 of its payload, a
 // token in compact form, which takes a quarter less space: the lengths of the three parts,
 // two bytes each; what they encode; and the fields before them, with the payload's head.
 const packedVersion = 2
@@ -388,7 +351,7 @@ const packedLengths = 3 * 2
 
 var tokenBase64 = base64.RawURLEncoding.Strict()
 
-// pack appends an encoded event or leaf, which ends with payload, as it is stored.
+// pack appends an encoded leaf, which ends with payload, as it is stored.
 func pack(b, encoded, payload []byte) []byte {
 	begin := len(b)
 	b = append(b, packedVersion)
@@ -455,7 +418,6 @@ const (
 	tagParent    = 7 // once for each
 	tagTime      = 8
 	tagKeepUntil = 9
-	tagUnsigned  = 10
 	tagPayload   = 11
 	tagHeader    = 12
 )
@@ -464,11 +426,6 @@ const (
 	fieldOverhead = 1 + 2  // a tag and a length below 16 KiB
 	fixedOverhead = 1 << 8 // version, numbers, and the tags and lengths of single fields
 )
-
-// encode appends e as a waiting event.
-func (e *Event) encode(b []byte) []byte {
-	return e.encodeFields(store.Encoder{B: append(b, encodingVersion)})
-}
 
 func (e *Event) encodeFields(to store.Encoder) []byte {
 	to.String(tagID, e.ID)
@@ -480,7 +437,6 @@ func (e *Event) encodeFields(to store.Encoder) []byte {
 	}
 	to.Time(tagTime, e.Time)
 	to.Time(tagKeepUntil, e.KeepUntil)
-	to.Bool(tagUnsigned, e.Unsigned)
 	store.Field(&to, tagPayload, e.Payload)
 	to.Bytes(tagHeader, e.Header)
 	return to.B
@@ -501,7 +457,7 @@ func decode(leaf []byte) (Entry, error) {
 		last = d.Tag
 		e.set(&d)
 	}
-	if d.Err == nil && (last != tagPayload && e.Header == nil || e.ID == "" || e.Header != nil && (len(e.Payload) == 0 || e.Unsigned)) {
+	if d.Err == nil && (last != tagPayload && e.Header == nil || e.ID == "" || e.Header != nil && len(e.Payload) == 0) {
 		d.Err = errEncoding
 	}
 	return e, d.Err
@@ -528,10 +484,6 @@ func (e *Entry) set(d *store.Decoder) {
 		e.Time = d.Time()
 	case tagKeepUntil:
 		e.KeepUntil = d.Time()
-	case tagUnsigned:
-		if e.Unsigned = d.Int() == 1; !e.Unsigned {
-			d.Err = errEncoding
-		}
 	case tagPayload:
 		e.Payload = d.Field
 	case tagHeader:

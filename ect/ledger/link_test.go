@@ -51,7 +51,6 @@ func TestFollowing(t *testing.T) {
 		mustAppend(t, l, linkedEvent("w", n, parents...), linkedEvent("v", n, parents...))
 	}
 	appendEvents(t, l, 100, 100+2*tileWidth) // so that the first tile is full
-	drain(t, l)
 	if got := following(t, l, "w", "root"); !slices.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}
@@ -87,15 +86,12 @@ func TestEnds(t *testing.T) {
 		t.Errorf("%v", got)
 	}
 	mustAppend(t, l, linkedEvent("w", 0, "root"))
-	drain(t, l)
 	before := must(l.Ends(t.Context(), "w"))(t)
 	mustAppend(t, l, linkedEvent("v", 0, "root"))
-	drain(t, l)
 	if got := must(l.Ends(t.Context(), "w"))(t); len(got) != 1 || !slices.Equal(got, before) {
 		t.Errorf("%v, want %v", got, before)
 	}
 	mustAppend(t, l, linkedEvent("w", 1, "root"))
-	drain(t, l)
 	if got := must(l.Ends(t.Context(), "w"))(t); len(got) != 1 || slices.Equal(got, before) {
 		t.Errorf("%v", got)
 	}
@@ -117,7 +113,6 @@ func TestManyLinksInOneMove(t *testing.T) {
 		mustAppend(t, l, linkedEvent("w", n, parents...))
 	}
 	appendEvents(t, l, 100, 100+tileWidth)
-	drain(t, l)
 	for _, id := range parents {
 		if got := following(t, l, "w", id); len(got) != events {
 			t.Errorf("%d follow from %s, want %d", len(got), id, events)
@@ -137,7 +132,6 @@ func TestTamperedLinks(t *testing.T) {
 	for n := range 3 {
 		mustAppend(t, l, linkedEvent("w", n, "root"))
 	}
-	drain(t, l)
 	mustVerify(t, l)
 	key := l.linkKeys(&Event{Workflow: "w", Parents: []string{"root"}}, 1)[0]
 	for what, w := range map[string]store.Write{"gone": {Key: key, Delete: true}, "altered": {Key: key, Value: []byte("x")}} {

@@ -2,11 +2,9 @@
 // store.Store, whose heads are signed notes.
 //
 // [Log.Record] makes writes for the commit of the state change that an event describes, so that both are durable or
-// neither. Where the store is a store.Sequencing, the event is in the tree with that commit, under a head that is
-// signed once for a group of commits. Elsewhere, and if its token has to be signed first, it goes into the outbox. The
-// sequencer then moves events from the outbox into the tree in their order, and signs those that were recorded
-// unsigned. Each move is one commit that is conditional on the head: after a crash it happened completely or not at
-// all, and of two processes on one log the loser reloads the tree and continues.
+// neither. With that commit the event is in the tree, under a head that is signed once for a group of commits. What a
+// group adds is conditional on the head before it: of two processes on one log one loses, and goes on from the head of
+// the other.
 //
 // A [Receipt] (index, inclusion proof, signed head) and consistency proofs between two
 // heads can be checked with the public keys alone. [Log.Verify] reads the whole log and
@@ -22,7 +20,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
 	"io"
@@ -84,11 +81,7 @@ type Event struct {
 	// Header is the protected header of a token that is signed when it is asked for: see
 	// Log.Token. It is nil where Payload is the token.
 	Header []byte
-	// Unsigned says that Payload is a draft that Options.Sign turns into the token. In an
-	// Entry it says that Options.Sign refused.
-	Unsigned bool
-	// Parsed is the parsed Payload or its draft, for Options.Sign and Options.Links. It is
-	// not recorded: after a crash it is nil.
+	// Parsed is the parsed Payload, for Options.Links. It is not recorded.
 	Parsed any
 }
 
@@ -113,8 +106,6 @@ var (
 	ErrDuplicate = errors.New("ledger: an event with this id is recorded")
 	// ErrNotFound: no such entry.
 	ErrNotFound = errors.New("ledger: not found")
-	// ErrWaiting: the event is recorded but not in the tree yet.
-	ErrWaiting = errors.New("ledger: recorded, not yet in the tree")
 	// ErrPruned: the entry's content was pruned; its hash is still in the tree.
 	ErrPruned = errors.New("ledger: the entry was pruned")
 	// ErrTampered: the content of the store was altered, or replaced by an older copy. The
@@ -124,9 +115,6 @@ var (
 	ErrClosed = errors.New("ledger: closed")
 	// ErrNoToken: the entry has no token, or the key that its Header names is gone.
 	ErrNoToken = errors.New("ledger: the entry has no token")
-	// ErrRefused is wrapped by Options.Sign for an event that it will never sign. The
-	// event goes into the tree as it is, marked as unsigned.
-	ErrRefused = errors.New("ledger: the event cannot be signed")
 	// ErrProof: a receipt, proof, head or export is malformed or does not verify.
 	ErrProof = errors.New("ledger: the proof does not hold")
 )
@@ -143,7 +131,7 @@ func (e *Event) check() error {
 		return fmt.Errorf("%w: %d parents, at most %d", ErrInvalid, len(e.Parents), MaxParents)
 	case len(e.Payload) == 0 || len(e.Payload) > MaxPayload:
 		return fmt.Errorf("%w: payload of %d bytes, from 1 to %d", ErrInvalid, len(e.Payload), MaxPayload)
-	case len(e.Header) > maxHeader || e.Header != nil && (len(e.Header) == 0 || e.Unsigned || len(e.Payload) > MaxClaims):
+	case len(e.Header) > maxHeader || e.Header != nil && (len(e.Header) == 0 || len(e.Payload) > MaxClaims):
 		return fmt.Errorf("%w: a header of %d bytes for a payload of %d", ErrInvalid, len(e.Header), len(e.Payload))
 	case !encodable(e.Time) || !encodable(e.KeepUntil):
 		return fmt.Errorf("%w: a time is out of range", ErrInvalid)
@@ -179,11 +167,6 @@ type Options struct {
 	HeadSigner note.Signer
 	// HeadKeys are the public keys of the heads: the signer's and all earlier ones.
 	HeadKeys note.Verifiers
-	// Sign makes the token of an event that was recorded unsigned, in the background.
-	// After a crash it is called again, and must make a token of the same event. An error
-	// that wraps ErrRefused is final; any other is retried, and later events wait. If nil,
-	// unsigned events are invalid.
-	Sign func(ctx context.Context, e Event) ([]byte, error)
 	// Signature signs the token of an entry with a Header, when somebody asks for it: always
 	// the same bytes. An error says that the key is gone. If nil, such events are invalid.
 	Signature func(header, payload []byte) ([]byte, error)
@@ -193,27 +176,16 @@ type Options struct {
 	// Links returns the ids in the event's workflow under which Following finds it, such
 	// as its parents; those beyond 101 are ignored. It must be deterministic. Nil is none.
 	Links func(e *Event) []string
-	// Placed gets each event once it is in the tree, also those that an earlier process recorded, in the order of the
-	// tree and on the sequencer's goroutine: it must not wait, nor keep the event without a copy. Events may be
-	// missing that another process has moved, or whose commit has an unknown result. Nil is nobody.
+	// Placed gets each event that this handle has recorded once it is in the tree, in the order of the tree and on one
+	// goroutine: it must not keep the event without a copy. Nil is nobody.
 	Placed func(e *Event, recorded time.Time)
 	// KeysOf returns the public keys of the heads of another log of the store, by its origin, so that
 	// it can be read and verified here: see In. If nil, its heads are not verified.
 	KeysOf func(origin string) (note.Verifiers, error)
-	// Shared says that other processes record in other logs of the store at the same time: Flush waits
-	// for their events, too.
-	Shared bool
 	// Known are earlier heads that were kept outside the store. Open returns ErrTampered
 	// if the log does not extend them.
 	Known []Head
-	// MaxBacklog and MaxAge bound the outbox: Admit waits while it has more events, or an
-	// older one. Zero is 10,000 and 10 s.
-	MaxBacklog int
-	MaxAge     time.Duration
-	// BatchDelay is how long the sequencer waits for more events once it has one, so that
-	// they share a commit. Zero is 5 ms; negative is none.
-	BatchDelay time.Duration
-	// Logger gets the errors of the sequencer, which has no caller; nil discards them.
+	// Logger gets what is found on the way and has no caller; nil discards it.
 	Logger *slog.Logger
 }
 
@@ -221,9 +193,6 @@ func (o *Options) complete() error {
 	if o.Store == nil || o.Sealer == nil || o.HeadKeys == nil {
 		return errors.New("ledger: a log needs a store, a sealer and the keys of its heads")
 	}
-	o.MaxBacklog = cmp.Or(o.MaxBacklog, 10_000)
-	o.MaxAge = cmp.Or(o.MaxAge, 10*time.Second)
-	o.BatchDelay = cmp.Or(o.BatchDelay, 5*time.Millisecond)
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -239,8 +208,6 @@ type Log struct {
 	*logStore
 	options  Options
 	signer   note.Signer
-	boot     [8]byte
-	queue    *queue
 	places   placements
 	now      atomic.Pointer[state] // the newest that this process has read or written
 	pruning  sync.Mutex            // excludes pruning, exporting, verifying and re-sealing
@@ -248,30 +215,15 @@ type Log struct {
 	origins  sync.Map              // logID -> string, of the other logs of the store
 	others   sync.Map              // origin -> *Log, of the other logs of the store
 
-	refused, damaged, retries atomic.Int64
+	overtaken atomic.Bool // another process has written the head, or something stands beyond the end
 
-	lifecycle sync.Mutex
-	started   bool
-	cancel    context.CancelFunc // ends the sequencer at once
-	stopped   chan struct{}      // closed when the sequencer has ended
-}
-
-// Stats are the counts of a log; those but Size and Backlog begin at Open.
-type Stats struct {
-	// Size is the number of entries in the tree.
-	Size int64
-	// Refused is the number of events that went into the tree without a token.
-	Refused int64
-	// Damaged is the number of waiting events that did not open at the last scan.
-	Damaged int64
-	// Retries is the number of moves that failed and were retried.
-	Retries int64
-	// Backlog has the events that are not in the tree yet.
-	Backlog Backlog
+	mu      sync.Mutex
+	ended   error           // why nothing is recorded any more
+	commits *sync.WaitGroup // batches that have not ended; replaced by whoever waits for them
 }
 
 // Open reads the signed head and the right edge of the tree. The error is ErrTampered if
-// they do not match each other or Options.Known. Start then moves events into the tree.
+// they do not match each other or Options.Known.
 func Open(ctx context.Context, o Options) (*Log, error) {
 	if err := o.complete(); err != nil {
 		return nil, err
@@ -279,8 +231,7 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 	if o.HeadSigner == nil {
 		return nil, errors.New("ledger: a log needs a signer of its heads")
 	}
-	l := &Log{logStore: newLogStore(&o), options: o, signer: o.HeadSigner, stopped: make(chan struct{})}
-	_, _ = rand.Read(l.boot[:]) // never fails
+	l := &Log{logStore: newLogStore(&o), options: o, signer: o.HeadSigner, commits: new(sync.WaitGroup)}
 	s, err := l.load(ctx)
 	if err != nil {
 		return nil, err
@@ -294,12 +245,6 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 		return nil, err
 	}
 	l.now.Store(s)
-	last, waiting, err := l.countWaiting(ctx)
-	if err != nil {
-		return nil, err
-	}
-	l.queue = newQueue(last+1, o.MaxBacklog, o.MaxAge)
-	l.queue.setInherited(waiting)
 	l.places.log = l
 	l.places.sequence.Assemble = l.places.assemble
 	return l, nil
@@ -337,19 +282,6 @@ func (l *Log) ensureHead(ctx context.Context, s *state) (*state, error) {
 	return &state{tree: s.tree, head: head, version: version, recorded: s.recorded}, nil
 }
 
-// countWaiting counts the events in the outbox; last is their highest number, or 0.
-func (l *Log) countWaiting(ctx context.Context) (last uint64, waiting int, err error) {
-	for e, err := range l.store.Scan(ctx, store.Prefix(logKey(spaceOutbox, l.id, 0))) {
-		if err != nil {
-			return 0, 0, err
-		}
-		if t, ok := ticketIn(e.Key); ok {
-			last, waiting = t.number, waiting+1
-		}
-	}
-	return last, waiting, nil
-}
-
 // sign makes the head of a tree.
 func (l *Log) sign(t *tree) (Head, error) {
 	h := Head{Origin: l.origin, Size: t.size, Root: t.root()}
@@ -361,52 +293,63 @@ func (l *Log) sign(t *tree) (Head, error) {
 	return h, nil
 }
 
-// Start starts the sequencer, once.
-func (l *Log) Start() {
-	l.lifecycle.Lock()
-	defer l.lifecycle.Unlock()
-	if l.started {
-		return
-	}
-	l.started = true
-	ctx, cancel := context.WithCancel(context.Background())
-	l.cancel = cancel
-	go l.run(ctx)
+// Close refuses new events, and waits until Options.Placed was called for all that are in the tree. Callers should end
+// their commits first.
+func (l *Log) Close(ctx context.Context) error {
+	l.end(ErrClosed)
+	return l.places.wait(ctx)
 }
 
-// Close refuses new events and lets the sequencer empty the outbox until ctx ends; what is
-// left is moved by the next process. Callers should end their commits first.
-func (l *Log) Close(ctx context.Context) error {
-	l.queue.close(ErrClosed)
-	l.lifecycle.Lock()
-	started := l.started
-	l.started = true // nothing starts after a close
-	l.lifecycle.Unlock()
-	if !started || l.cancel == nil {
-		return nil
+// end refuses new events with the error why. Later calls change nothing.
+func (l *Log) end(why error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ended = cmp.Or(l.ended, why)
+}
+
+// Ready reports whether events can be recorded: the error is ErrClosed, ErrTampered, or one of the store.
+func (l *Log) Ready() error {
+	l.mu.Lock()
+	ended := l.ended
+	l.mu.Unlock()
+	if ended != nil || !l.overtaken.Load() {
+		return ended
 	}
-	defer l.cancel()
-	select {
-	case <-l.stopped:
-		return nil
-	case <-ctx.Done():
-		l.cancel()
-		<-l.stopped
-		return ctx.Err()
+	ctx, cancel := context.WithTimeout(context.Background(), overtakenTime)
+	defer cancel()
+	err := l.goOn(ctx)
+	if errors.Is(err, ErrTampered) {
+		l.end(err)
 	}
+	return err
+}
+
+// overtakenTime bounds the reading of what another process has written.
+const overtakenTime = 5 * time.Second
+
+// goOn continues from the head of another process, if its tree extends the known one.
+func (l *Log) goOn(ctx context.Context) error {
+	before := l.now.Load()
+	next, err := l.advance(ctx, before)
+	if err == nil && next == before {
+		err = l.nothingAbove(ctx, before.size)
+	}
+	if err == nil {
+		l.now.CompareAndSwap(before, next)
+		l.overtaken.Store(false)
+	}
+	return err
 }
 
 // MaxEvents is the largest number of events of one Record, so that a batch has room for
 // the state change that they describe.
 const MaxEvents = 16
 
-// Record makes the batch that records 1 to MaxEvents events in their order, with at most
-// four writes for each. The caller adds it to the commit of the state change that the
-// events describe, and must not change slices of the events afterwards. The error is
-// ErrInvalid, ErrDuplicate, or the reason why the log is closed.
+// Record makes the batch that records 1 to MaxEvents events in their order, with at most three writes for each. The
+// caller adds it to the commit of the state change that the events describe, and must not change slices of the events
+// afterwards. The error is ErrInvalid, ErrDuplicate, or one of Ready.
 //
-// The caller must end the batch, which wakes the sequencer. The batch fails with
-// ErrDuplicate if a workflow already has one of the ids.
+// The caller must end the batch. It fails with ErrDuplicate if a workflow already has one of the ids.
 func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	if len(events) == 0 || len(events) > MaxEvents {
 		return nil, fmt.Errorf("%w: %d events at once, from 1 to %d", ErrInvalid, len(events), MaxEvents)
@@ -415,34 +358,28 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 		if err := events[i].check(); err != nil {
 			return nil, err
 		}
-		if events[i].Unsigned && l.options.Sign == nil {
-			return nil, fmt.Errorf("%w: unsigned, and the log has no signer", ErrInvalid)
-		}
 		if events[i].Header != nil && l.options.Signature == nil {
 			return nil, fmt.Errorf("%w: a header, and the log does not sign", ErrInvalid)
 		}
 	}
-	kept, n := make([]hashedEvent, len(events)), len(events)
+	if err := l.Ready(); err != nil {
+		return nil, err
+	}
+	kept := make([]hashedEvent, len(events))
 	for i := range events {
 		kept[i].Event = events[i]
 	}
-	direct := l.sequencing && !slices.ContainsFunc(events, func(e Event) bool { return e.Unsigned })
-	first, direct, err := l.queue.open(kept, direct)
+	writes, err := l.recordWrites(kept)
 	if err != nil {
 		return nil, err
 	}
-	writes, placed, err := l.recordWrites(kept, first, direct)
-	if err != nil {
-		l.queue.committed(first, n, err)
-		return nil, err
-	}
+	l.mu.Lock()
+	commits := l.commits
+	commits.Add(1)
+	l.mu.Unlock()
 	b := store.NewBatch(writes...)
 	b.OnDone(func(err error) error {
-		if err == nil && len(placed) > 0 && placed[0].placed { // they are in the tree together, or none is
-			l.queue.placed(first, n, l.options.Placed != nil)
-			return nil
-		}
-		l.queue.committed(first, n, err)
+		commits.Done()
 		if store.Lost(err, writes) { // the failed condition is of an event, not of another write
 			return fmt.Errorf("%w: %w", ErrDuplicate, err)
 		}
@@ -451,54 +388,55 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	return b, nil
 }
 
+// awaitCommits waits until the batches that were made before have ended.
+func (l *Log) awaitCommits(ctx context.Context) error {
+	l.mu.Lock()
+	commits, later := l.commits, new(sync.WaitGroup)
+	later.Add(1) // whoever waits later waits for the same ones
+	l.commits = later
+	l.mu.Unlock()
+	done := make(chan struct{})
+	go func() {
+		commits.Wait()
+		later.Done()
+		close(done)
+	}()
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
 // hashedEvent is an event with the hashes of its names, which are computed once.
 type hashedEvent struct {
 	Event
 	names names
 }
 
-// recordWrites makes the writes that record events: with direct in the tree, else in the outbox. first is the ticket
-// of the first. The error is ErrDuplicate if two events have the same id.
-func (l *Log) recordWrites(events []hashedEvent, first uint64, direct bool) (_ []store.Write, placed []*placement, _ error) {
-	writes := make([]store.Write, 0, 4*len(events))
+// recordWrites makes the writes that record events. The error is ErrDuplicate if two events have the same id.
+func (l *Log) recordWrites(events []hashedEvent) ([]store.Write, error) {
+	writes := make([]store.Write, 0, 3*len(events))
 	// add adds a write, and reports false if an earlier one conflicts with it.
 	add := func(w store.Write) bool {
 		for i := range writes {
 			if there := &writes[i]; bytes.Equal(there.Key, w.Key) {
-				return there.Delete == w.Delete && len(there.Value)+len(w.Value) == 0 && there.Place == nil && w.Place == nil
+				return there.Delete == w.Delete && there.Place == nil && w.Place == nil
 			}
 		}
 		writes = append(writes, w)
 		return true
 	}
-	work := scratch.Get().(*[2][]byte)
-	defer scratch.Put(work)
 	for i := range events {
-		e, t := &events[i].Event, ticket{first + uint64(i), l.boot}
+		e := &events[i].Event
 		events[i].names = l.namesOf(e.Workflow, e.ID)
 		n := &events[i].names
-		var unique bool
-		if direct {
-			w, one := l.places.place(&events[i], t.number)
-			placed, unique = append(placed, one), add(w)
-		} else {
-			work[0] = e.encode(work[0][:0])
-			plain := work[0]
-			if !e.Unsigned && e.Header == nil {
-				work[1] = pack(work[1][:0], plain, e.Payload)
-				plain = work[1]
-			}
-			memory := arena{b: make([]byte, 0, idKeySize+locationSize+outboxKeySize+len(plain)+sealedMore)}
-			id := memory.cut(n.appendID(memory.b, spaceID))
-			where := location{log: l.id, waiting: true, ticket: t}
-			unique = add(store.Write{Key: id, If: store.Absent(), Value: memory.cut(where.encode(memory.b))})
-			key := memory.cut(l.outboxKey(memory.b, t))
-			writes = append(writes, store.Write{Key: key, Value: memory.cut(l.sealer.Seal(memory.b, plain, key))})
-		}
+		unique := add(l.places.place(&events[i]))
 		// An id must not be used both with and without a workflow: the key of the other use
 		// must be absent. The gateway generates the ids of its own events, so they are new.
 		switch {
-		case e.Unsigned, e.Header != nil:
+		case e.Header != nil:
 		case e.Workflow == "":
 			unique = unique && add(store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true})
 		default:
@@ -507,10 +445,10 @@ func (l *Log) recordWrites(events []hashedEvent, first uint64, direct bool) (_ [
 				add(store.Write{Key: n.appendGiven(nil), Expires: e.KeepUntil})
 		}
 		if !unique {
-			return nil, nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
+			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
 		}
 	}
-	return writes, placed, nil
+	return writes, nil
 }
 
 // Given returns the write by which an id that gets no entry, such as that of a token that came with a read, is not used
@@ -534,12 +472,6 @@ func (l *Log) IsGiven(ctx context.Context, id string) (bool, error) {
 	return err == nil, err
 }
 
-// scratch holds buffers for encoding.
-var scratch = sync.Pool{New: func() any { return new([2][]byte) }}
-
-// sealedMore is more than sealing adds to a value.
-const sealedMore = 64
-
 // arena is memory for many small values that live equally long.
 type arena struct{ b []byte }
 
@@ -550,9 +482,8 @@ func (a *arena) cut(b []byte) []byte {
 	return b[from:len(b):len(b)]
 }
 
-// Append commits events together with more writes and returns when they are durable. Those in the outbox get into the
-// tree later: see Wait. The errors are those of Record and of
-// the store.
+// Append commits events together with more writes and returns when they are durable. The errors are those of Record and
+// of the store.
 func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) error {
 	b, err := l.Record(events...)
 	if err != nil {
@@ -586,7 +517,7 @@ func (l *Log) In(ctx context.Context, origin string) (*Log, error) {
 		}
 	}
 	o := l.options
-	o.Origin, o.HeadSigner, o.Sign, o.Known, o.Placed = origin, nil, nil, nil, nil
+	o.Origin, o.HeadSigner, o.Known, o.Placed = origin, nil, nil, nil
 	if err := o.complete(); err != nil { // whoever asks may name anything
 		return nil, ErrNotFound
 	}
@@ -597,8 +528,7 @@ func (l *Log) In(ctx context.Context, origin string) (*Log, error) {
 	if o.HeadKeys, err = l.options.KeysOf(origin); err != nil {
 		return nil, err
 	}
-	other := &Log{logStore: newLogStore(&o), options: o, queue: newQueue(1, o.MaxBacklog, o.MaxAge), stopped: l.stopped}
-	other.queue.close(ErrClosed)
+	other := &Log{logStore: newLogStore(&o), options: o, ended: ErrClosed}
 	s, err := other.load(ctx)
 	if err != nil {
 		return nil, err
@@ -633,12 +563,6 @@ func Exists(ctx context.Context, st store.Store, sealer store.Sealer, origin str
 	return err == nil, err
 }
 
-// Waiting counts the events in the outbox of the log, whoever has recorded them.
-func (l *Log) Waiting(ctx context.Context) (int, error) {
-	_, waiting, err := l.countWaiting(ctx)
-	return waiting, err
-}
-
 // Origin is the log's name.
 func (l *Log) Origin() string { return l.origin }
 
@@ -647,14 +571,6 @@ func (l *Log) Head() Head {
 	head := l.now.Load().head
 	head.Note = bytes.Clone(head.Note)
 	return head
-}
-
-// Stats returns the log's counts.
-func (l *Log) Stats() Stats {
-	return Stats{
-		Size: l.now.Load().size, Refused: l.refused.Load(), Damaged: l.damaged.Load(), Retries: l.retries.Load(),
-		Backlog: l.queue.backlog(),
-	}
 }
 
 // Export writes the whole log up to its newest head and verifies it on the way. Events are

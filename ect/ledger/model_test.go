@@ -44,19 +44,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 	o := testOptions(mem)
 	l := mustOpen(t, o)
 	var entries []modelEntry
-	var queued []Event
 	heads := []Head{l.Head()}
-	move := func() {
-		drain(t, l)
-		for _, e := range queued {
-			if e.Unsigned {
-				e.Payload, e.Unsigned = append([]byte("token of "), e.Payload...), false
-			}
-			entries = append(entries, modelEntry{event: e, at: time.Now()})
-		}
-		queued = nil
-		heads = append(heads, l.Head())
-	}
 	n := 0
 	for range 300 {
 		switch op := rnd.IntN(12); {
@@ -64,7 +52,6 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			events := make([]Event, 1+rnd.IntN(5))
 			for i := range events {
 				events[i] = testEvent(n)
-				events[i].Unsigned = rnd.IntN(2) == 0
 				if rnd.IntN(4) == 0 {
 					events[i].KeepUntil = time.Now().Add(time.Duration(rnd.IntN(10)) * time.Hour)
 				}
@@ -73,7 +60,10 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			if err := l.Append(ctx, events); err != nil {
 				t.Fatal(err)
 			}
-			queued = append(queued, events...)
+			for _, e := range events {
+				entries = append(entries, modelEntry{event: e, at: time.Now()})
+			}
+			heads = append(heads, l.Head())
 		case op < 8 && n > 0: // an id that is taken
 			again := testEvent(rnd.IntN(n))
 			place := len(entries)
@@ -88,8 +78,6 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			if err := l.Append(ctx, []Event{again}); !errors.Is(err, ErrDuplicate) {
 				t.Fatalf("%s a second time: %v", again.ID, err)
 			}
-		case op < 10:
-			move()
 		case op < 11:
 			l = mustOpen(t, o) // the process died and came back
 		default:
@@ -108,7 +96,6 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 			}
 		}
 	}
-	move()
 	compareModel(t, l, entries, heads, rnd)
 }
 
@@ -139,7 +126,7 @@ func compareModel(t *testing.T, l *Log, entries []modelEntry, heads []Head, rnd 
 			t.Fatal(err)
 		}
 		if tlog.RecordHash(e.Leaf) != leaves[i] || e.ID != m.event.ID || !bytes.Equal(e.Payload, m.event.Payload) ||
-			!e.Recorded.Equal(m.at) || !e.KeepUntil.Equal(m.event.KeepUntil) || e.Unsigned || e.Log != testOrigin {
+			!e.Recorded.Equal(m.at) || !e.KeepUntil.Equal(m.event.KeepUntil) || e.Log != testOrigin {
 			t.Fatalf("entry %d is %+v instead of %+v", i, e, m)
 		}
 		byID, err := l.Lookup(ctx, m.event.Workflow, m.event.ID)

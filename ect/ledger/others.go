@@ -13,65 +13,21 @@ import (
 // added to its tree.
 func HeadPrefix() []byte { return []byte{space, spaceHead} }
 
-// Recorded returns the event under a key that begins with IDPrefix, of any log of the store, also while it
-// waits for its place in the tree. The error is ErrNotFound, ErrPruned, ErrTampered, or ErrWaiting for one
-// that waits and does not open.
+// Recorded returns the event under a key that begins with IDPrefix, of any log of the store. The error is ErrNotFound,
+// ErrPruned or ErrTampered.
 func (l *Log) Recorded(ctx context.Context, key []byte) (Entry, error) {
-	for before := (location{}); ; {
-		found, err := l.store.Get(ctx, key)
-		if errors.Is(err, store.ErrNotFound) {
-			return Entry{}, ErrNotFound
-		}
-		if err != nil {
-			return Entry{}, err
-		}
-		at, ok := decodeLocation(found.Value)
-		switch {
-		case !ok:
-			return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
-		case !at.waiting:
-			return l.entry(ctx, at.log, at.index)
-		case at == before:
-			return Entry{}, fmt.Errorf("%w: an event that waits is missing", ErrTampered)
-		}
-		before = at
-		in := *l.logStore
-		in.id = at.log
-		waits, err := l.store.Get(ctx, in.outboxKey(nil, at.ticket))
-		if errors.Is(err, store.ErrNotFound) {
-			continue // it has been moved into the tree
-		}
-		if err != nil {
-			return Entry{}, err
-		}
-		return l.openWaiting(&waits)
+	found, err := l.store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return Entry{}, ErrNotFound
 	}
-}
-
-// Outbox returns the events of a workflow that wait for their places in the tree of any log of the store. The
-// error is ErrWaiting if something waits that does not open.
-func (l *Log) Outbox(ctx context.Context, workflow string) (all []Entry, err error) {
-	for found, err := range l.store.Scan(ctx, store.Prefix([]byte{space, spaceOutbox})) {
-		if err != nil {
-			return nil, err
-		}
-		e, err := l.openWaiting(&found)
-		if err != nil {
-			return nil, err
-		}
-		if e.Workflow == workflow {
-			all = append(all, e)
-		}
-	}
-	return all, nil
-}
-
-func (l *Log) openWaiting(found *store.Entry) (Entry, error) {
-	e, err := l.open(found.Key, found.Value)
 	if err != nil {
-		return e, fmt.Errorf("%w: it does not open: %w", ErrWaiting, err)
+		return Entry{}, err
 	}
-	return e, nil
+	at, ok := decodeLocation(found.Value)
+	if !ok {
+		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
+	}
+	return l.entry(ctx, at.log, at.index)
 }
 
 // Others reads what is added to the other logs of a store. It is for one goroutine at a time.

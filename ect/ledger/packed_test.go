@@ -2,12 +2,12 @@ package ledger
 
 import (
 	"bytes"
-	"context"
 	"encoding/base64"
 	"encoding/hex"
 	"fmt"
 	"io"
 	"testing"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -22,16 +22,10 @@ func testToken(claims []byte) []byte {
 	return part(token, bytes.Repeat([]byte{0xfe}, 64))
 }
 
-// compactTokens are options with a Sign that makes tokens in compact form.
-func compactTokens(o Options) Options {
-	o.Sign = func(_ context.Context, e Event) ([]byte, error) { return testToken(e.Payload), nil }
-	return o
-}
-
-// unsignedEvent is testEvent as the gateway's own: the sequencer makes its token.
-func unsignedEvent(n int) Event {
+// tokenEvent is testEvent with a token in compact form.
+func tokenEvent(n int) Event {
 	e := testEvent(n)
-	e.Unsigned, e.Payload = true, fmt.Appendf(nil, `{"jti":"id-%d","exec_act":"pay"}`, n)
+	e.Payload = testToken(fmt.Appendf(nil, `{"jti":"id-%d","exec_act":"pay"}`, n))
 	return e
 }
 
@@ -66,14 +60,13 @@ func TestPackedTokens(t *testing.T) {
 	} {
 		e := testEvent(7)
 		e.Payload = c.payload
-		for form, encoded := range map[string][]byte{"event": e.encode(nil), "leaf": e.encodeLeaf(nil, 300, e.Time)} {
-			stored := pack([]byte("before"), encoded, e.Payload)[len("before"):]
-			if packed := stored[0] == packedVersion; packed != c.packed || packed != (len(stored) < len(encoded)) {
-				t.Errorf("%s: the %s takes %d bytes instead of %d", name, form, len(stored), len(encoded))
-			}
-			if back, err := unpack(stored); err != nil || !bytes.Equal(back, encoded) {
-				t.Errorf("%s: the %s became %q: %v", name, form, back, err)
-			}
+		encoded := e.encodeLeaf(nil, 300, e.Time)
+		stored := pack([]byte("before"), encoded, e.Payload)[len("before"):]
+		if packed := stored[0] == packedVersion; packed != c.packed || packed != (len(stored) < len(encoded)) {
+			t.Errorf("%s: it takes %d bytes instead of %d", name, len(stored), len(encoded))
+		}
+		if back, err := unpack(stored); err != nil || !bytes.Equal(back, encoded) {
+			t.Errorf("%s: it became %q: %v", name, back, err)
 		}
 	}
 	for _, broken := range []string{"\x02", "\x02\x00\x00\x00\x00\x00", "\x02\x00\x01\x00\x00\x00\x00", "\x02\x00\x01\x00\x01\x00\x01ab"} {
@@ -85,7 +78,7 @@ func TestPackedTokens(t *testing.T) {
 		t.Fatal(e.Workflow)
 	}
 	small := Event{ID: "x", Payload: []byte("AAAAAAAAAAAAAAAA.AQEBAQEBAQEBAQEB.AgICAgICAgICAgIC")}
-	if got, want := hex.EncodeToString(pack(nil, small.encode(nil), small.Payload)),
+	if got, want := hex.EncodeToString(pack(nil, small.encodeLeaf(nil, 0, time.Time{}), small.Payload)),
 		"02000c000c000c"+"000000000000000000000000"+"010101010101010101010101"+"020202020202020202020202"+"030178"+"0b32"; got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
@@ -95,7 +88,6 @@ func TestPackedTokens(t *testing.T) {
 func FuzzUnpack(f *testing.F) {
 	e := testEvent(7)
 	e.Payload = testToken([]byte(`{"jti":"id-7"}`))
-	f.Add(pack(nil, e.encode(nil), e.Payload))
 	f.Add(pack(nil, e.encodeLeaf(nil, 12, e.Time), e.Payload))
 	f.Add([]byte{packedVersion, 0, 1, 0, 0, 0, 0, 'a', tagID, 1, 'x', tagPayload, 4})
 	f.Fuzz(func(t *testing.T, stored []byte) {
@@ -113,53 +105,42 @@ func FuzzUnpack(f *testing.F) {
 	})
 }
 
-// TestBothForms: a log that an earlier build began goes on. Entries of both forms are read,
-// verified, exported, sealed anew and pruned, and events of both wait.
+// TestBothForms: entries of both forms are read, verified, exported, sealed anew and pruned.
 func TestBothForms(t *testing.T) {
 	mem := memory.New(memory.Options{})
-	o := compactTokens(testOptions(mem))
+	o := testOptions(mem)
 	ring := &rotating{Ring: seal.Generate()}
 	o.Sealer = ring
 	l := mustOpen(t, o)
 	const size = tileWidth + 9
 	for n := range size {
-		mustAppend(t, l, unsignedEvent(n))
+		mustAppend(t, l, tokenEvent(n))
 	}
-	drain(t, l)
 	for index := int64(0); index < size; index += 2 {
 		asBefore(t, l.logStore, index)
 	}
-	// One waits as an earlier build has left it: a presented token with its base64.
 	late := testEvent(size)
 	late.Payload = testToken([]byte(`{"jti":"late"}`))
 	late.Workflow = "workflow-1"
 	mustAppend(t, l, late)
-	for e, err := range mem.Scan(t.Context(), store.Prefix(logKey(spaceOutbox, l.id, 0))) {
-		if err != nil {
-			t.Fatal(err)
-		}
-		must(mem.Commit(t.Context(), store.Write{Key: e.Key, Value: ring.Seal(nil, late.encode(nil), e.Key)}))(t)
-	}
 	ring.rotate()
 
 	l = mustOpen(t, o)
-	if r := mustVerify(t, l); r.Entries != size || r.Waiting != 1 {
+	if r := mustVerify(t, l); r.Entries != size+1 {
 		t.Fatalf("%+v", r)
 	}
 	if n, err := l.Reseal(t.Context()); err != nil || n != size+1 {
 		t.Errorf("%d sealed anew: %v", n, err)
 	}
 	ring.forget()
-	drain(t, l)
-	mustAppend(t, l, unsignedEvent(size+1))
-	drain(t, l)
+	mustAppend(t, l, tokenEvent(size+1))
 	for index := range int64(size + 2) {
-		want := testToken(unsignedEvent(int(index)).Payload)
+		want := tokenEvent(int(index)).Payload
 		if index == size {
 			want = late.Payload
 		}
 		e := must(l.Entry(t.Context(), index))(t)
-		if !bytes.Equal(e.Payload, want) || e.Unsigned || e.Index != index {
+		if !bytes.Equal(e.Payload, want) || e.Index != index {
 			t.Errorf("entry %d has %q", index, e.Payload)
 		}
 		receipt := must(l.Receipt(t.Context(), index))(t)
@@ -189,47 +170,12 @@ func TestBothForms(t *testing.T) {
 	}
 }
 
-// TestCrashBeforeSequencer: what a process recorded and did not move the next one moves, be
-// it a token or a draft, also where the last move may have landed.
-func TestCrashBeforeSequencer(t *testing.T) {
-	for _, landed := range []bool{false, true} {
-		mem := memory.New(memory.Options{})
-		o := compactTokens(testOptions(mem))
-		dying := o
-		dying.Store = &crashing{Store: mem, left: 21, landed: landed}
-		l := mustOpen(t, dying) // signs the first head
-		presented := testEvent(19)
-		presented.Payload = testToken([]byte(`{"jti":"id-19"}`))
-		for n := range 18 {
-			mustAppend(t, l, unsignedEvent(n))
-		}
-		mustAppend(t, l, presented)
-		if err := tryDrain(l); err == nil {
-			t.Fatal("it did not crash")
-		}
-		next := mustOpen(t, o)
-		drain(t, next)
-		if r := mustVerify(t, next); r.Entries != 19 || r.Waiting != 0 {
-			t.Errorf("%+v", r)
-		}
-		for n := range 18 {
-			e := must(next.Entry(t.Context(), int64(n)))(t)
-			if want := unsignedEvent(n); e.ID != want.ID || !bytes.Equal(e.Payload, testToken(want.Payload)) {
-				t.Errorf("entry %d is %s with %q", n, e.ID, e.Payload)
-			}
-		}
-		if e := must(next.Lookup(t.Context(), presented.Workflow, presented.ID))(t); !bytes.Equal(e.Payload, presented.Payload) {
-			t.Errorf("%q", e.Payload)
-		}
-	}
-}
-
 // TestTwoNodesPacked: what one node has recorded another one of the same store reads with
 // the same bytes, and finds under the same names.
 func TestTwoNodesPacked(t *testing.T) {
 	mem := memory.New(memory.Options{})
-	a := mustOpen(t, compactTokens(testOptions(mem)))
-	other := compactTokens(testOptions(mem))
+	a := mustOpen(t, testOptions(mem))
+	other := testOptions(mem)
 	other.Origin = "example.com/ledger/b"
 	b := mustOpen(t, other)
 	for n := range 6 {
@@ -237,16 +183,14 @@ func TestTwoNodesPacked(t *testing.T) {
 		if n%2 == 1 {
 			l = b
 		}
-		e := unsignedEvent(n)
+		e := tokenEvent(n)
 		e.Workflow = "w"
 		mustAppend(t, l, e)
 	}
-	drain(t, a)
-	drain(t, b)
 	for n := range 6 {
 		for _, l := range []*Log{a, b} {
 			e := must(l.Lookup(t.Context(), "w", fmt.Sprintf("id-%d", n)))(t)
-			if !bytes.Equal(e.Payload, testToken(unsignedEvent(n).Payload)) {
+			if !bytes.Equal(e.Payload, tokenEvent(n).Payload) {
 				t.Errorf("%s reads %q", l.Origin(), e.Payload)
 			}
 		}
@@ -259,27 +203,23 @@ func TestTwoNodesPacked(t *testing.T) {
 	}
 }
 
-// TestBuffersOfAMove: a move does not keep what it has prepared for the store, and what
+// TestBuffersOfACommit: a commit does not keep what it has prepared for the store, and what
 // stands there does not change with the next.
-func TestBuffersOfAMove(t *testing.T) {
+func TestBuffersOfACommit(t *testing.T) {
 	mem := memory.New(memory.Options{})
-	l := mustOpen(t, compactTokens(testOptions(mem)))
-	m := sequencer{Log: l, rescan: true}
+	l := mustOpen(t, testOptions(mem))
 	for n := range 3 {
-		e := unsignedEvent(n)
-		e.Payload = bytes.Repeat(e.Payload, 1+400*(2-n)) // the first is the largest
+		e := tokenEvent(n)
+		e.Payload = bytes.Repeat(e.Payload, 1+90*(2-n)) // the first is the largest
 		mustAppend(t, l, e)
-		for rest := true; rest; {
-			rest = must(m.move(t.Context()))(t)
-		}
-		for _, w := range m.x.batch {
+		for _, w := range l.places.x.batch {
 			if w.Key != nil || w.Value != nil {
 				t.Fatalf("%q is kept", w.Key)
 			}
 		}
 	}
-	if cap(m.x.memory.b) > maxKept || cap(m.x.leaf) > maxKept || cap(m.x.packed) > maxKept {
-		t.Errorf("%d, %d and %d bytes are kept", cap(m.x.memory.b), cap(m.x.leaf), cap(m.x.packed))
+	if cap(l.places.x.memory.b) > maxKept || cap(l.places.x.leaf) > maxKept || cap(l.places.x.packed) > maxKept {
+		t.Errorf("%d, %d and %d bytes are kept", cap(l.places.x.memory.b), cap(l.places.x.leaf), cap(l.places.x.packed))
 	}
 	mustVerify(t, l)
 }

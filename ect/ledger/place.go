@@ -1,8 +1,9 @@
 package ledger
 
 import (
+	"context"
 	"encoding/binary"
-	"slices"
+	"errors"
 	"sync"
 	"time"
 
@@ -69,14 +70,13 @@ func (x *extension) add(e *hashedEvent, links [][]byte) {
 // entryWrite is where the writes of the first entry stand.
 const entryWrite = 1
 
-// sign signs the tree that all entries are in, and returns the writes for them, more, and the tree. The first is that
-// of the head: a full store takes only batches that begin with a key which it has.
-func (x *extension) sign(l *Log, more ...store.Write) (_ []store.Write, err error) {
+// sign signs the tree that all entries are in, and returns the writes for the head, the entries and the tree.
+func (x *extension) sign(l *Log) (_ []store.Write, err error) {
 	if x.after.head, err = l.sign(x.after.tree); err != nil {
 		return nil, err
 	}
 	x.batch[0] = store.Write{Key: x.on.headKey(), Value: x.after.head.Note}
-	x.batch = append(append(x.batch, more...), x.links...)
+	x.batch = append(x.batch, x.links...)
 	for _, t := range x.tiles {
 		x.batch = append(x.batch, store.Write{Key: x.on.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
 	}
@@ -95,71 +95,64 @@ func (x *extension) end() {
 // maxKept bounds a buffer that is kept for the next extension.
 const maxKept = 512 << 10
 
-// placements put events into the tree in the very commit in which they are recorded, where the store is
-// store.Sequencing: their payloads and ids are written once, and nothing waits for the sequencer. An event whose
-// token the sequencer has to sign goes by the outbox, as do those that follow while anything stands there, so that
-// causes stand before their effects.
+// placements put events into the tree in the very commit in which they are recorded.
 type placements struct {
 	log      *Log
 	sequence store.Sequence
 	x        extension    // used in commits alone, of which there is one at a time
 	group    []*placement // of the commit under way
 
-	mu  sync.Mutex
-	new []placedEvent // in the tree, and Options.Placed has not been called
+	mu         sync.Mutex
+	new        []placedEvent // in the tree, and Options.Placed has not been called
+	announcing chan struct{} // closed when it has been called for all; nil where nobody calls it
 }
 
 type placedEvent struct {
 	event    *Event
-	index    int64
 	recorded time.Time
 }
 
 // placement is what Assemble gets of an event.
 type placement struct {
 	event  *hashedEvent
-	ticket uint64
 	fields []byte
 	links  [][]byte
-	index  int64
-	placed bool // in the tree; else it waits, under its ticket
 }
 
 // place makes the write that puts an event into the tree.
-func (p *placements) place(e *hashedEvent, number uint64) (store.Write, *placement) {
-	one := &placement{event: e, ticket: number}
+func (p *placements) place(e *hashedEvent) store.Write {
+	one := &placement{event: e}
 	one.fields = e.encodeFields(store.Encoder{B: make([]byte, 0, len(e.Payload)+fixedOverhead)})
 	one.links = p.log.linkKeysIn(e.names.workflow, &e.Event, 0)
 	size := len(one.fields) + placedOverhead + len(one.links)*linkOverhead
 	return store.Write{
 		Key: e.names.appendID(make([]byte, 0, idKeySize), spaceID), If: store.Absent(),
 		Place: &store.Place{In: &p.sequence, Item: one, Size: size},
-	}, one
+	}
 }
 
-// placedOverhead bounds the bytes that an entry takes beside its fields and links, with its share of the tiles and a
-// head.
-const placedOverhead = sealedOverhead + 1<<10
+const (
+	// placedOverhead bounds the bytes that an entry takes beside its fields and links, with its share of the tiles and a
+	// head.
+	placedOverhead = sealedOverhead + 1<<10
+	// sealedOverhead bounds the bytes that sealing, keys and location add to an entry.
+	sealedOverhead = 1 << 9
+	// linkOverhead bounds the bytes of one link.
+	linkOverhead = 1 << 7
+)
 
-// assemble is the sequence's Assemble. Where the head is not the one that is known here, since the sequencer has
-// moved it this moment, or if it cannot be signed, the events go to the outbox.
-func (p *placements) assemble(places []*store.Place, now time.Time, current func(key []byte) (store.Version, error)) ([]store.Write, func(store.Version, error)) {
-	l, before := p.log, p.log.now.Load()
-	version, err := current(l.headKey())
-	beyond := store.Version(0)
-	if err == nil {
-		beyond, err = current(l.entryKey(before.size)) // anything beyond the end of the tree is forged
-	}
-	if err != nil || version != before.version || beyond != 0 {
-		return p.outbox(places), nil
-	}
-	x := &p.x
+// The largest entry must fit into a value.
+const _ = uint(store.MaxValue - maxLeaf - sealedOverhead)
+
+// assemble is the sequence's Assemble. Its writes are conditional on the head, so that of two processes on one log one
+// loses, and on nothing standing beyond the end of the tree.
+func (p *placements) assemble(places []*store.Place, now time.Time) ([]store.Write, func(store.Version, error), error) {
+	l, before, x := p.log, p.log.now.Load(), &p.x
 	x.begin(l.logStore, before, now)
 	p.group = p.group[:0]
 	for _, at := range places {
 		one := at.Item.(*placement)
 		p.group = append(p.group, one)
-		one.index = x.after.size
 		x.encode(one.fields)
 		x.add(one.event, one.links)
 	}
@@ -167,61 +160,71 @@ func (p *placements) assemble(places []*store.Place, now time.Time, current func
 	writes, err := x.sign(l)
 	if err != nil {
 		x.end()
-		return p.outbox(places), nil
+		return nil, nil, err
 	}
+	writes[0].If = store.VersionIs(before.version)
+	writes[entryWrite].If = store.Absent() // anything beyond the end of the tree is forged
 	return writes, func(version store.Version, err error) {
 		x.end()
 		defer clear(p.group)
 		if err != nil {
+			if errors.Is(err, store.ErrOvertaken) {
+				l.overtaken.Store(true)
+			}
 			return
 		}
 		after.version = version
 		l.now.Store(after)
 		if l.options.Placed != nil {
-			p.mu.Lock()
-			defer p.mu.Unlock()
+			p.announce(after.recorded)
 		}
-		for _, one := range p.group {
-			if one.placed = true; l.options.Placed != nil {
-				p.new = append(p.new, placedEvent{&one.event.Event, one.index, after.recorded})
-			}
-		}
-	}
+	}, nil
 }
 
-// outbox are the writes by which events wait for the sequencer.
-func (p *placements) outbox(places []*store.Place) []store.Write {
-	writes := make([]store.Write, 0, 2*len(places))
-	for _, at := range places {
-		one := at.Item.(*placement)
-		l, t := p.log, ticket{one.ticket, p.log.boot}
-		plain := append([]byte{encodingVersion}, one.fields...)
-		if one.event.Header == nil {
-			plain = pack(nil, plain, one.event.Payload)
-		}
-		key := l.outboxKey(nil, t)
-		where := location{log: l.id, waiting: true, ticket: t}
-		writes = append(writes,
-			store.Write{Key: one.event.names.appendID(nil, spaceID), Value: where.encode(nil)},
-			store.Write{Key: key, Value: l.sealer.Seal(nil, plain, key)})
-	}
-	return writes
-}
-
-// announce calls Options.Placed for what is in the tree before an index.
-func (p *placements) announce(before int64) {
-	if p.log.options.Placed == nil {
-		return
-	}
+// announce has Options.Placed called for the group that is in the tree.
+func (p *placements) announce(recorded time.Time) {
 	p.mu.Lock()
-	n := 0
-	for n < len(p.new) && p.new[n].index < before {
-		n++
+	defer p.mu.Unlock()
+	for _, one := range p.group {
+		p.new = append(p.new, placedEvent{&one.event.Event, recorded})
 	}
-	found := slices.Clone(p.new[:n])
-	p.new = slices.Delete(p.new, 0, n)
+	if p.announcing == nil {
+		p.announcing = make(chan struct{})
+		go p.run()
+	}
+}
+
+// run calls Options.Placed until nothing is left.
+func (p *placements) run() {
+	for {
+		p.mu.Lock()
+		found := p.new
+		p.new = nil
+		if len(found) == 0 {
+			close(p.announcing)
+			p.announcing = nil
+			p.mu.Unlock()
+			return
+		}
+		p.mu.Unlock()
+		for i := range found {
+			p.log.options.Placed(found[i].event, found[i].recorded)
+		}
+	}
+}
+
+// wait waits until Options.Placed was called for all that is in the tree.
+func (p *placements) wait(ctx context.Context) error {
+	p.mu.Lock()
+	announcing := p.announcing
 	p.mu.Unlock()
-	for i := range found {
-		p.log.options.Placed(found[i].event, found[i].recorded)
+	if announcing == nil {
+		return nil
+	}
+	select {
+	case <-announcing:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }

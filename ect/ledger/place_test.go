@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"golang.org/x/mod/sumdb/note"
@@ -26,55 +24,30 @@ func shown(n int) Event {
 }
 
 func placing(st store.Store) Options {
-	o := sequenced(testOptions(st))
+	o := testOptions(st)
 	o.Signature, o.Links = testSignature, func(e *Event) []string { return e.Parents }
 	return o
 }
 
-// TestInTheTreeWithTheirCommit: where the store is sequencing, an event is in the tree when its commit returns, with
-// ids, lists, links and a signed head, as if the sequencer had moved it.
+// TestInTheTreeWithTheirCommit: an event is in the tree when its commit returns, with ids, lists, links and a signed
+// head.
 func TestInTheTreeWithTheirCommit(t *testing.T) {
-	var logs []*Log
-	synctest.Test(t, func(t *testing.T) {
-		for _, direct := range []bool{true, false} {
-			mem := memory.New(memory.Options{})
-			o := placing(mem)
-			if !direct {
-				o.Store = unsequenced{mem}
-			}
-			l := mustOpen(t, o)
-			for n := 1; n < 2*tileWidth+40; n += 2 {
-				mustAppend(t, l, shown(n), testEvent(n+1))
-				if !direct {
-					drain(t, l)
-				}
-				if at := l.Head().Size; at != int64(n)+1 {
-					t.Fatalf("%d entries after %d events", at, n+1)
-				}
-				e := must(l.Lookup(t.Context(), shown(n).Workflow, shown(n).ID))(t)
-				receipt := must(l.Receipt(t.Context(), e.Index))(t)
-				if _, err := receipt.Check(e.Leaf, testOrigin, testKeys); err != nil {
-					t.Fatal(err)
-				}
-			}
-			if n := must(l.Waiting(t.Context()))(t); n != 0 {
-				t.Errorf("%d wait", n)
-			}
-			mustVerify(t, l)
-			logs = append(logs, mustOpen(t, o)) // the tree as it was stored
+	o := placing(memory.New(memory.Options{}))
+	l := mustOpen(t, o)
+	for n := 1; n < 2*tileWidth+40; n += 2 {
+		mustAppend(t, l, shown(n), testEvent(n+1))
+		if at := l.Head().Size; at != int64(n)+1 {
+			t.Fatalf("%d entries after %d events", at, n+1)
 		}
-	})
-	for i := range logs[1].Head().Size {
-		a, b := must(logs[0].Entry(t.Context(), i))(t), must(logs[1].Entry(t.Context(), i))(t)
-		if !slices.Equal(a.Leaf, b.Leaf) {
-			t.Fatalf("entry %d is %q in the commit, and %q by the outbox", i, a.Leaf, b.Leaf)
+		e := must(l.Lookup(t.Context(), shown(n).Workflow, shown(n).ID))(t)
+		receipt := must(l.Receipt(t.Context(), e.Index))(t)
+		if _, err := receipt.Check(e.Leaf, testOrigin, testKeys); err != nil {
+			t.Fatal(err)
 		}
 	}
-	if a, b := logs[0].Head(), logs[1].Head(); a.Root != b.Root {
-		t.Errorf("roots %s and %s", a.Root, b.Root)
-	}
-	if a, b := contents(t, logs[0].store), contents(t, logs[1].store); len(a) != len(b) {
-		t.Errorf("%d keys are stored, and %d by the outbox", len(a), len(b))
+	mustVerify(t, l)
+	if again := mustOpen(t, o).Head(); again.Root != l.Head().Root { // the tree as it was stored
+		t.Errorf("roots %s and %s", again.Root, l.Head().Root)
 	}
 }
 
@@ -111,55 +84,6 @@ func openBadger(t testing.TB) *badger.Store {
 	return st
 }
 
-// TestCausesBeforeEffects: an event that has to be signed waits for the sequencer, and what follows from it stands
-// behind it, though it would need no sequencer itself.
-func TestCausesBeforeEffects(t *testing.T) {
-	l := mustOpen(t, placing(memory.New(memory.Options{})))
-	unsigned := func(n int) Event {
-		e := testEvent(n)
-		e.Unsigned = true
-		return e
-	}
-	mustAppend(t, l, shown(0))
-	mustAppend(t, l, unsigned(1), shown(2))
-	mustAppend(t, l, shown(3))
-	if l.Head().Size != 1 || l.Stats().Backlog.Entries != 3 {
-		t.Fatalf("%d entries, and %d wait", l.Head().Size, l.Stats().Backlog.Entries)
-	}
-	if _, err := l.Lookup(t.Context(), shown(3).Workflow, shown(3).ID); !errors.Is(err, ErrWaiting) {
-		t.Errorf("what waits is %v", err)
-	}
-	drain(t, l)
-	mustAppend(t, l, shown(4))
-	for i := range l.Head().Size {
-		if e := must(l.Entry(t.Context(), i))(t); e.ID != testEvent(int(i)).ID {
-			t.Errorf("entry %d is %s", i, e.ID)
-		}
-	}
-	if l.Head().Size != 5 {
-		t.Errorf("%d entries", l.Head().Size)
-	}
-	mustVerify(t, l)
-}
-
-// TestAfterACrashTheOutboxIsFirst: what an earlier life has left in the outbox comes before what this one records.
-func TestAfterACrashTheOutboxIsFirst(t *testing.T) {
-	mem := memory.New(memory.Options{})
-	o := placing(mem)
-	o.Store = unsequenced{mem} // as earlier versions do
-	mustAppend(t, mustOpen(t, o), shown(0))
-	l := mustOpen(t, placing(mem))
-	mustAppend(t, l, shown(1))
-	if l.Head().Size != 0 {
-		t.Fatal("it is before what was left")
-	}
-	drain(t, l)
-	if e := must(l.Entry(t.Context(), 0))(t); e.ID != testEvent(0).ID || l.Head().Size != 2 {
-		t.Errorf("%s is the first of %d", e.ID, l.Head().Size)
-	}
-	mustVerify(t, l)
-}
-
 // failingSigner is a signer of heads that fails while it is told to.
 type failingSigner struct {
 	note.Signer
@@ -173,62 +97,26 @@ func (s *failingSigner) Sign(msg []byte) ([]byte, error) {
 	return s.Signer.Sign(msg)
 }
 
-// TestWhatCannotBePlacedWaits: without a signature of the head, or behind the back of this handle, an event goes to
-// the outbox with its commit, and is lost nowhere.
-func TestWhatCannotBePlacedWaits(t *testing.T) {
-	for name, hinder := range map[string]func(t *testing.T, l *Log, s *failingSigner) (help func()){
-		"no signature": func(_ *testing.T, _ *Log, s *failingSigner) func() {
-			s.fails.Store(true)
-			return func() { s.fails.Store(false) }
-		},
-		"another handle": func(t *testing.T, l *Log, _ *failingSigner) func() {
-			other := mustOpen(t, placing(l.store))
-			mustAppend(t, other, shown(100))
-			return func() {}
-		},
-		"something beyond the end": func(t *testing.T, l *Log, _ *failingSigner) func() {
-			key := l.entryKey(l.Head().Size)
-			if _, err := l.store.Commit(t.Context(), store.Write{Key: key, Value: []byte("forged")}); err != nil {
-				t.Fatal(err)
-			}
-			return func() {
-				if err := tryDrain(l); !errors.Is(err, ErrTampered) {
-					t.Errorf("with a forged entry behind the end: %v", err)
-				}
-				if _, err := l.store.Commit(t.Context(), store.Write{Key: key, Delete: true}); err != nil {
-					t.Fatal(err)
-				}
-			}
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			s := &failingSigner{Signer: testSigner}
-			o := placing(memory.New(memory.Options{}))
-			o.HeadSigner = s
-			l := mustOpen(t, o)
-			mustAppend(t, l, shown(0))
-			before := l.Head().Size
-			help := hinder(t, l, s)
-			mustAppend(t, l, shown(1), testEvent(2))
-			if l.Head().Size != before || l.Stats().Backlog.Entries != 2 {
-				t.Fatalf("%d entries, and %d wait", l.Head().Size, l.Stats().Backlog.Entries)
-			}
-			help()
-			drain(t, l)
-			size := l.Head().Size
-			for n := range 3 {
-				must(l.Lookup(t.Context(), testEvent(n).Workflow, testEvent(n).ID))(t)
-			}
-			mustAppend(t, l, shown(3))
-			if l.Head().Size != size+1 {
-				t.Errorf("it does not go on: %d entries after %d", l.Head().Size, size)
-			}
-			mustVerify(t, l)
-		})
+// TestNoSignatureNoEvent: without a signature of the head nothing is written, and it goes on with the next one.
+func TestNoSignatureNoEvent(t *testing.T) {
+	s := &failingSigner{Signer: testSigner}
+	o := placing(memory.New(memory.Options{}))
+	o.HeadSigner = s
+	l := mustOpen(t, o)
+	mustAppend(t, l, shown(0))
+	s.fails.Store(true)
+	if err := l.Append(t.Context(), []Event{shown(1)}); !errors.Is(err, store.ErrUnavailable) {
+		t.Errorf("recorded without a signature: %v", err)
 	}
+	s.fails.Store(false)
+	mustAppend(t, l, shown(1))
+	if l.Head().Size != 2 {
+		t.Errorf("%d entries", l.Head().Size)
+	}
+	mustVerify(t, l)
 }
 
-// TestPlacedInOrder: Options.Placed gets each event once and in the order of the tree, whichever way it came there.
+// TestPlacedInOrder: Options.Placed gets each event once and in the order of the tree.
 func TestPlacedInOrder(t *testing.T) {
 	st := openBadger(t)
 	o := placing(st)
@@ -239,9 +127,7 @@ func TestPlacedInOrder(t *testing.T) {
 		defer mu.Unlock()
 		said = append(said, e.ID)
 	}
-	o.BatchDelay = 100 * time.Microsecond
 	l := mustOpen(t, o)
-	l.Start()
 	const callers, each = 8, 60
 	var all sync.WaitGroup
 	for c := range callers {
@@ -250,9 +136,6 @@ func TestPlacedInOrder(t *testing.T) {
 			for i := range each {
 				e := shown(0)
 				e.ID, e.Workflow, e.Parents = fmt.Sprintf("%d-%02d", c, i), fmt.Sprint("w-", c), parents
-				if i%7 == 3 { // the sequencer signs it
-					e.Header, e.Unsigned = nil, true
-				}
 				if err := l.Append(context.Background(), []Event{e}); err != nil {
 					t.Error(err)
 					return
@@ -262,9 +145,6 @@ func TestPlacedInOrder(t *testing.T) {
 		})
 	}
 	all.Wait()
-	if err := l.Flush(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	if err := l.Close(t.Context()); err != nil {
 		t.Fatal(err)
 	}

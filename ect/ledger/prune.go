@@ -379,7 +379,7 @@ func (l *Log) Reseal(ctx context.Context) (int, error) {
 	r.OnDamaged = func(found store.Entry, err error) {
 		damaged = errors.Join(damaged, fmt.Errorf("%w: %q: %w", ErrTampered, found.Key[:2], err))
 	}
-	for _, kind := range []byte{spaceOutbox, spaceEntry, spaceSigned} {
+	for _, kind := range []byte{spaceEntry, spaceSigned} {
 		r.Bulk = kind == spaceEntry
 		if err := r.Walk(ctx, logKey(kind, l.id, 0), resealPage, r.Reseal); err != nil {
 			return r.Resealed, err

@@ -131,7 +131,7 @@ func (l *Log) current(ctx context.Context, size int64) (*state, error) {
 }
 
 // Lookup finds an event of a workflow by its id, in any log of the store. The error is
-// ErrNotFound, ErrPruned, ErrTampered, or ErrWaiting if the event is not in the tree yet.
+// ErrNotFound, ErrPruned or ErrTampered.
 func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
 	e, err := l.locate(ctx, l.idKey(workflow, id), id)
 	if err == nil && e.Workflow != workflow {
@@ -155,11 +155,8 @@ func (l *Log) locate(ctx context.Context, key []byte, id string) (Entry, error) 
 // entryAt reads the entry at an encoded location. ErrTampered says that it has another id.
 func (l *Log) entryAt(ctx context.Context, value []byte, id string) (Entry, error) {
 	at, ok := decodeLocation(value)
-	switch {
-	case !ok:
+	if !ok {
 		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
-	case at.waiting:
-		return Entry{}, ErrWaiting
 	}
 	e, err := l.entry(ctx, at.log, at.index)
 	if err == nil && e.ID != id {
@@ -168,20 +165,8 @@ func (l *Log) entryAt(ctx context.Context, value []byte, id string) (Entry, erro
 	return e, err
 }
 
-// Find returns the events with an id in all workflows, at most MaxFound. It leaves out
-// pruned events and those that are not in the tree yet.
+// Find returns the events with an id in all workflows, at most MaxFound. It leaves out pruned events.
 func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
-	return l.find(ctx, id, func(found store.Entry) (Entry, error) { return l.entryAt(ctx, found.Value, id) })
-}
-
-// FindRecorded is Find, but waits for recorded events until they are in the tree.
-func (l *Log) FindRecorded(ctx context.Context, id string) ([]Entry, error) {
-	return l.find(ctx, id, func(found store.Entry) (Entry, error) {
-		return l.wait(ctx, found.Key, func() (Entry, error) { return l.locate(ctx, found.Key, id) })
-	})
-}
-
-func (l *Log) find(ctx context.Context, id string, read func(found store.Entry) (Entry, error)) ([]Entry, error) {
 	r := store.Prefix(l.idKey("", id)[:2+idHash])
 	r.Limit = MaxFound
 	var located []store.Entry
@@ -193,76 +178,34 @@ func (l *Log) find(ctx context.Context, id string, read func(found store.Entry) 
 	}
 	var all []Entry
 	for _, found := range located {
-		e, err := read(found)
+		e, err := l.entryAt(ctx, found.Value, id)
 		switch {
 		case err == nil:
 			all = append(all, e)
-		case !errors.Is(err, ErrWaiting) && !errors.Is(err, ErrPruned) && !errors.Is(err, ErrNotFound):
+		case !errors.Is(err, ErrPruned) && !errors.Is(err, ErrNotFound):
 			return nil, err
 		}
 	}
 	return all, nil
 }
 
-// Wait waits until a recorded event is in the tree and the newest head covers its entry.
-// The errors are those of Lookup, of Admit, and of ctx.
-func (l *Log) Wait(ctx context.Context, workflow, id string) (Entry, error) {
-	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) { return l.Lookup(ctx, workflow, id) })
-}
-
-// Await is Wait for an event that may not be recorded yet.
+// Await waits until an event of a workflow is recorded. The errors are those of Lookup, and of ctx.
 func (l *Log) Await(ctx context.Context, workflow, id string) (Entry, error) {
-	return l.wait(ctx, l.idKey(workflow, id), func() (Entry, error) {
-		e, err := l.Lookup(ctx, workflow, id)
-		if errors.Is(err, ErrNotFound) {
-			err = ErrWaiting
-		}
-		return e, err
-	})
-}
-
-// wait calls read until the event under the key of an id is in the tree.
-func (l *Log) wait(ctx context.Context, key []byte, read func() (Entry, error)) (Entry, error) {
 	for {
-		changed, cancel := l.store.Watch(key)
-		e, err := read()
-		if !errors.Is(err, ErrWaiting) {
+		changed, cancel := l.store.Watch(l.idKey(workflow, id))
+		e, err := l.Lookup(ctx, workflow, id)
+		if !errors.Is(err, ErrNotFound) {
 			cancel()
-			if err == nil {
-				err = l.awaitHead(ctx, &e)
-			}
 			return e, err
 		}
 		select {
 		case <-changed:
-		case <-l.stopped: // by Close, or because the log was altered
-			cancel()
-			if e, err = read(); errors.Is(err, ErrWaiting) {
-				err = errors.Join(err, l.Admit(ctx))
-			}
-			return e, err
 		case <-ctx.Done():
-			cancel()
-			return Entry{}, ctx.Err()
+			err = ctx.Err()
 		}
 		cancel()
-	}
-}
-
-// awaitHead waits until the head in memory covers an entry of this log: it is updated
-// shortly after the commit.
-func (l *Log) awaitHead(ctx context.Context, e *Entry) error {
-	for {
-		moved := l.queue.changes() // before the read, so that no change is missed
-		if e.Log != l.options.Origin || l.now.Load().size > e.Index {
-			return nil
-		}
-		select {
-		case <-moved:
-		case <-l.stopped:
-			return nil
-		case <-ctx.Done():
-			return ctx.Err()
+		if ctx.Err() != nil {
+			return Entry{}, err
 		}
 	}
 }

@@ -30,14 +30,9 @@ func TestTwoLogsOneStore(t *testing.T) {
 	if err := b.Append(t.Context(), event("1")); !errors.Is(err, ErrDuplicate) {
 		t.Errorf("recorded by both: %v", err)
 	}
-	if _, err := b.Lookup(t.Context(), "w", "1"); !errors.Is(err, ErrWaiting) {
-		t.Errorf("it waits, and is %v", err)
-	}
 	if err := b.Append(t.Context(), event("2")); err != nil {
 		t.Fatal(err)
 	}
-	drain(t, b)
-	drain(t, a)
 	for _, l := range []*Log{a, b} {
 		for id, origin := range map[string]string{"1": testOrigin, "2": o.Origin} {
 			e, err := l.Lookup(t.Context(), "w", id)
@@ -60,10 +55,6 @@ func TestFind(t *testing.T) {
 		e.Workflow = fmt.Sprint(n)
 		mustAppend(t, l, e)
 	}
-	if all, err := l.Find(t.Context(), "id-0"); err != nil || len(all) != 0 {
-		t.Errorf("%d found before they are in the tree: %v", len(all), err)
-	}
-	drain(t, l)
 	all, err := l.Find(t.Context(), "id-0")
 	if err != nil || len(all) != MaxFound {
 		t.Errorf("%d found: %v", len(all), err)
@@ -85,7 +76,6 @@ func TestListBounds(t *testing.T) {
 		e := Event{ID: fmt.Sprint(n), Workflow: "w", Payload: bytes.Repeat([]byte{'p'}, MaxPayload)}
 		mustAppend(t, l, e)
 	}
-	drain(t, l)
 	page, err := l.List(t.Context(), "w", "", MaxPage)
 	if err != nil || len(page.Entries) > maxPageBytes/MaxPayload+1 || page.Next == "" {
 		t.Errorf("a page of %d, next %q: %v", len(page.Entries), page.Next, err)
@@ -180,29 +170,17 @@ func longParents() []string {
 	return all
 }
 
-// TestLargestMove: as many events as one move takes fit into a commit, and of the largest
-// ones as many as its bytes allow, also where a tile becomes full with them.
-func TestLargestMove(t *testing.T) {
-	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
+// TestLargestEvents: what is recorded at once fits into a commit with its entries and tiles, also with the largest ones
+// and where a tile becomes full with them.
+func TestLargestEvents(t *testing.T) {
+	l := mustOpen(t, testOptions(openBadger(t)))
 	appendEvents(t, l, 0, tileWidth-2)
-	drain(t, l)
-	const large = maxMovedBytes/(maxLeaf+sealedOverhead) + 1 // one more than fits
 	first := l.Head().Size
-	for n := range large {
-		event := largestEvent(fmt.Sprintf("%0*d", MaxName, n))
-		mustAppend(t, l, event)
+	var events []Event
+	for n := range MaxEvents {
+		events = append(events, largestEvent(fmt.Sprintf("%0*d", MaxName, n)))
 	}
-	appendEvents(t, l, tileWidth, tileWidth+maxMoved)
-	m := sequencer{Log: l}
-	for _, want := range []int64{large - 1, maxMoved, 1} {
-		before := l.Head().Size
-		if _, err := m.move(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		if got := l.Head().Size - before; got != want {
-			t.Errorf("%d moved at once instead of %d", got, want)
-		}
-	}
+	mustAppend(t, l, events...)
 	e, err := l.Entry(t.Context(), first)
 	if err != nil || len(e.Leaf) > maxLeaf || len(e.Leaf) < maxLeaf-fixedOverhead {
 		t.Errorf("the largest leaf has %d bytes: %v", len(e.Leaf), err)
@@ -226,8 +204,6 @@ func TestP8NothingReadable(t *testing.T) {
 		}
 	}
 	mustAppend(t, l, e)
-	look("waiting")
-	drain(t, l)
 	look("in the tree")
 }
 
@@ -245,11 +221,9 @@ func TestPruneKeeps(t *testing.T) {
 		}
 		mustAppend(t, l, e)
 		if n%tileWidth == 0 {
-			drain(t, l)
 			now = now.Add(time.Second)
 		}
 	}
-	drain(t, l)
 	head := l.Head()
 	if n, err := l.Prune(t.Context(), now.Add(-time.Hour)); err != nil || n != 0 {
 		t.Errorf("%d young ones pruned: %v", n, err)
@@ -288,38 +262,25 @@ func TestPruneKeeps(t *testing.T) {
 	if err := l.Append(t.Context(), []Event{testEvent(1)}); err != nil {
 		t.Errorf("a pruned id is taken: %v", err)
 	}
-	drain(t, l)
 	checkHeads(t, l, []Head{head, l.Head()})
 	mustVerify(t, l)
 }
 
-// TestWaitEnds: who waits for an event's place gets an error when there will be none.
-func TestWaitEnds(t *testing.T) {
+// TestAwait: who waits for an event gets it once it is recorded, or leaves.
+func TestAwait(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
-	if _, err := l.Wait(t.Context(), "w", "nothing"); !errors.Is(err, ErrNotFound) {
-		t.Errorf("what was never recorded: %v", err)
-	}
-	appendEvents(t, l, 1, 2)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := l.Wait(ctx, testEvent(1).Workflow, "id-1"); !errors.Is(err, context.Canceled) {
+	if _, err := l.Await(ctx, testEvent(1).Workflow, "id-1"); !errors.Is(err, context.Canceled) {
 		t.Errorf("canceled: %v", err)
 	}
-	// Something stands where the entry would: the sequencer stops.
-	if _, err := l.store.Commit(t.Context(), store.Write{Key: l.entryKey(0), Value: []byte("x")}); err != nil {
-		t.Fatal(err)
-	}
-	l.Start()
-	if _, err := l.Wait(t.Context(), testEvent(1).Workflow, "id-1"); !errors.Is(err, ErrTampered) || !errors.Is(err, ErrWaiting) {
-		t.Errorf("of a log that was altered: %v", err)
-	}
-	if err := l.Admit(t.Context()); !errors.Is(err, ErrTampered) {
-		t.Errorf("admitted: %v", err)
-	}
-	if _, err := l.Record(testEvent(2)); !errors.Is(err, ErrTampered) {
-		t.Errorf("recorded: %v", err)
-	}
-	if err := l.Close(t.Context()); err != nil {
+	found := make(chan error)
+	go func() {
+		_, err := l.Await(context.Background(), testEvent(1).Workflow, "id-1")
+		found <- err
+	}()
+	appendEvents(t, l, 1, 2)
+	if err := <-found; err != nil {
 		t.Error(err)
 	}
 }

@@ -27,12 +27,9 @@ func joinToken(header, payload, signature []byte) []byte {
 
 // Token returns the token of an entry: its payload, or with a Header the token made of it,
 // the same bytes each time. An entry of another log of the store has one only if its
-// signature is stored, or its key is known here. The error is ErrNoToken, also for an Unsigned entry, ErrTampered if
-// the entry is not what the log holds, or one of the store.
+// signature is stored, or its key is known here. The error is ErrNoToken, ErrTampered if the entry is not what the log
+// holds, or one of the store.
 func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
-	if e.Unsigned {
-		return nil, fmt.Errorf("%w: entry %d was refused one", ErrNoToken, e.Index)
-	}
 	if e.Header == nil {
 		return e.Payload, nil
 	}
@@ -151,15 +148,15 @@ const signStep = 64
 
 // StoreSignatures makes and stores the signatures of the entries whose Header of selects, so
 // that their tokens outlive the key. It returns how many it has stored; those that are
-// stored already it leaves. It first waits until everything is in the tree that has a batch
-// now, also if that is not committed yet, but not longer than a minute. It can be stopped at
+// stored already it leaves. It first waits until the batches that are made have
+// ended, but not longer than a minute. It can be stopped at
 // any time, and begins anew. Entries that were altered stay without a signature; then the
 // error is ErrTampered and names them, and all others are done. Else it is ErrNoToken if the
-// key is gone, that of Flush, or context.DeadlineExceeded.
+// key is gone, or context.DeadlineExceeded.
 func (l *Log) StoreSignatures(ctx context.Context, of func(header []byte) bool) (stored int, err error) {
-	waiting, cancel := context.WithTimeout(ctx, flushTime)
+	waiting, cancel := context.WithTimeout(ctx, commitTime)
 	defer cancel()
-	if err := l.flush(waiting, true); err != nil {
+	if err := l.awaitCommits(waiting); err != nil {
 		return 0, fmt.Errorf("waiting for what is being recorded: %w", err)
 	}
 	var altered alteredEntries
@@ -174,8 +171,8 @@ func (l *Log) StoreSignatures(ctx context.Context, of func(header []byte) bool) 
 	return stored, altered.err()
 }
 
-// flushTime bounds how long StoreSignatures waits: a commit may never end.
-const flushTime = time.Minute
+// commitTime bounds how long StoreSignatures waits: a commit may never end.
+const commitTime = time.Minute
 
 // alteredEntries collects the entries that cannot be signed.
 type alteredEntries struct {

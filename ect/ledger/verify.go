@@ -27,9 +27,8 @@ const maxFaults = 1000
 type Report struct {
 	// Head is the signed head in the store.
 	Head Head
-	// Entries, Pruned and Waiting count the entries with content, the pruned ones, and the
-	// events that are not in the tree yet.
-	Entries, Pruned, Waiting int64
+	// Entries and Pruned count the entries with content, and the pruned ones.
+	Entries, Pruned int64
 	// Vouchers are the keys that signed the notes of pruned entries.
 	Vouchers []Voucher
 	// Faults are the first 1,000 alterations; Count is the total number.
@@ -51,7 +50,7 @@ type verifier struct {
 
 func (s *logStore) verify(ctx context.Context, known []Head) (Report, error) {
 	v := &verifier{logStore: s, ctx: ctx, known: known}
-	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.locations, v.workflows, v.signatures, v.outbox}
+	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.locations, v.workflows, v.signatures}
 	for _, step := range steps {
 		if err := step(); err != nil {
 			return v.report, err
@@ -365,16 +364,13 @@ func (t *leafTile) checkKey(index int64, key, value []byte, missing, altered str
 // locations checks the index of ids.
 func (v *verifier) locations() error {
 	return v.index(spaceID, v.report.Entries, "an id leads here, ", "an id leads here that is not the entry's",
-		func(found store.Entry, first bool) (index int64, mine bool, err error) {
+		func(found store.Entry, first bool) (index int64, mine bool) {
 			at, ok := decodeLocation(found.Value)
 			ok = ok && len(found.Key) == idKeySize
-			switch {
-			case !ok && first:
+			if !ok && first {
 				v.fault(-1, "what stands under an id cannot be read")
-			case ok && first && at.log == v.id && at.waiting:
-				err = v.waits(found.Key, at)
 			}
-			return at.index, ok && at.log == v.id && !at.waiting, err
+			return at.index, ok && at.log == v.id
 		},
 		func(e *Entry, _ int64) []byte { return v.idKey(e.Workflow, e.ID) })
 }
@@ -382,11 +378,11 @@ func (v *verifier) locations() error {
 // workflows checks the index of workflows.
 func (v *verifier) workflows() error {
 	return v.index(spaceWorkflow, v.listed, "stands in a workflow's list, ", "stands in the list of a workflow that is not its own",
-		func(found store.Entry, _ bool) (index int64, mine bool, err error) {
+		func(found store.Entry, _ bool) (index int64, mine bool) {
 			if len(found.Key) != 2+idHash+16 {
-				return 0, false, nil
+				return 0, false
 			}
-			return indexIn(found.Key), logID(found.Key[2+idHash:][:8]) == v.id, nil
+			return indexIn(found.Key), logID(found.Key[2+idHash:][:8]) == v.id
 		},
 		func(e *Entry, index int64) []byte {
 			if e.Workflow == "" {
@@ -401,15 +397,15 @@ func (v *verifier) workflows() error {
 // others. Only otherwise the second pass reads the entry of each key. at returns the index
 // in a key; first is set on the first pass.
 func (v *verifier) index(kind byte, want int64, beyond, wrong string,
-	at func(found store.Entry, first bool) (index int64, mine bool, err error), key func(e *Entry, index int64) []byte,
+	at func(found store.Entry, first bool) (index int64, mine bool), key func(e *Entry, index int64) []byte,
 ) error {
 	n := int64(0)
 	for found, err := range v.store.Scan(v.ctx, store.Prefix([]byte{space, kind})) {
 		if err != nil {
 			return err
 		}
-		index, mine, err := at(found, true)
-		if err == nil && mine && index >= v.report.Head.Size {
+		index, mine := at(found, true)
+		if mine && index >= v.report.Head.Size {
 			err = v.behind(index, beyond)
 		} else if mine {
 			n++
@@ -425,7 +421,7 @@ func (v *verifier) index(kind byte, want int64, beyond, wrong string,
 		if err != nil {
 			return err
 		}
-		index, mine, _ := at(found, false)
+		index, mine := at(found, false)
 		if !mine || index >= v.report.Head.Size {
 			continue
 		}
@@ -446,63 +442,4 @@ func (v *verifier) storeError(err error) error {
 		return nil
 	}
 	return err
-}
-
-// waits checks that a waiting event is in the outbox.
-func (v *verifier) waits(key []byte, where location) error {
-	_, err := v.store.Get(v.ctx, v.outboxKey(nil, where.ticket))
-	if !errors.Is(err, store.ErrNotFound) {
-		return err
-	}
-	now, err := v.store.Get(v.ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	if again, ok := decodeLocation(now.Value); ok && again == where {
-		v.fault(-1, "an event that waited for the sequencer is missing (ticket %d)", where.ticket.number)
-	}
-	return nil
-}
-
-// outbox checks that the events in the outbox can be decrypted.
-func (v *verifier) outbox() error {
-	for found, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceOutbox, v.id, 0))) {
-		if err != nil {
-			return err
-		}
-		t, ok := ticketIn(found.Key)
-		if !ok {
-			v.fault(-1, "something stands among the events that wait")
-			continue
-		}
-		v.report.Waiting++
-		if err := v.waiting(t, found); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (v *verifier) waiting(t ticket, found store.Entry) error {
-	e, err := v.open(found.Key, found.Value)
-	if err != nil {
-		v.fault(-1, "an event that waits cannot be read (ticket %d): %s", t.number, err)
-		return nil
-	}
-	now, err := v.store.Get(v.ctx, v.idKey(e.Workflow, e.ID))
-	if err != nil && !errors.Is(err, store.ErrNotFound) {
-		return err
-	}
-	where, ok := decodeLocation(now.Value)
-	if err == nil && ok && where.log == v.id && where.waiting && where.ticket == t {
-		return nil
-	}
-	if _, err := v.store.Get(v.ctx, found.Key); err != nil {
-		return v.storeError(err) // it was moved into the tree meanwhile
-	}
-	v.fault(-1, "an event that waits is not to be found by its id (ticket %d)", t.number)
-	return nil
 }

@@ -45,15 +45,14 @@ type End struct {
 // plan.
 const maxEnding = 100_000
 
-// End reads where a workflow is. found is false if nothing of it is recorded. ledger.ErrWaiting says that
-// something was recorded that cannot be read.
+// End reads where a workflow is. found is false if nothing of it is recorded.
 func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err error) {
 	since, err := s.OpenSince(ctx, wid)
 	if err != nil {
 		return end, false, err
 	}
-	if whole, err := s.caughtUp(ctx); err != nil || !whole {
-		return end, false, cmp.Or(err, ledger.ErrWaiting)
+	if err := s.caughtUp(ctx); err != nil {
+		return end, false, err
 	}
 	if end, err = s.beginning(ctx, wid); err != nil || end.Start == "" {
 		return end, false, err
@@ -168,7 +167,7 @@ func (q *ledgerRequest) complete() error {
 		}
 	}
 	// Who saw the end of a call can rely on its record.
-	if _, err := q.caughtUp(q.r.Context()); err != nil {
+	if err := q.caughtUp(q.r.Context()); err != nil {
 		return err
 	}
 	for _, wid := range workflowIDs(name) {

@@ -159,11 +159,10 @@ func (q *ledgerRequest) follow(doc *Workflow) error {
 
 // again reads a workflow once more; nil if the reader sees nothing of it.
 func (q *ledgerRequest) again(wid string) (*Workflow, error) {
-	whole, err := q.caughtUp(q.r.Context())
-	if err != nil {
+	if err := q.caughtUp(q.r.Context()); err != nil {
 		return nil, err
 	}
-	doc, found, err := q.read(wid, whole)
+	doc, found, err := q.read(wid)
 	if err == nil && found {
 		doc.Holds, err = q.holds(wid)
 	}

@@ -57,8 +57,6 @@ type gate struct {
 	onRecord func([]*ect.Token) error
 	verified int
 	recorded int
-	released chan struct{}
-	release  func()
 	// outcomes are the ids of what came of calls, by their checkpoints; derived are these ids,
 	// which the log has no links of.
 	outcomes, derived sync.Map
@@ -78,12 +76,11 @@ func newGate(t *testing.T, change ...func(*LedgerOptions)) *gate {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := &gate{t: t, keys: note.VerifierList(verifier), issuers: make(map[string]*ect.Issuer), released: make(chan struct{})}
-	g.release = sync.OnceFunc(func() { close(g.released) })
+	g := &gate{t: t, keys: note.VerifierList(verifier), issuers: make(map[string]*ect.Issuer)}
 	g.store.Store = memory.New(memory.Options{})
 	g.logs = ledger.Options{
 		Store: &g.store, Sealer: seal.Generate(), Origin: origin,
-		HeadSigner: signer, HeadKeys: g.keys, KeysOf: func(string) (note.Verifiers, error) { return g.keys, nil }, BatchDelay: -1, Sign: refuser{g.released}.Sign,
+		HeadSigner: signer, HeadKeys: g.keys, KeysOf: func(string) (note.Verifiers, error) { return g.keys, nil },
 		Links: func(e *ledger.Event) []string {
 			if _, derived := g.derived.Load(e.ID); derived {
 				return nil
@@ -141,9 +138,7 @@ func (g *gate) open(origin string) *ledger.Log {
 	if err != nil {
 		g.t.Fatal(err)
 	}
-	log.Start()
 	g.t.Cleanup(func() {
-		g.release()
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		if err := log.Close(ctx); err != nil {
@@ -174,19 +169,6 @@ func (s *fragile) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry
 		return func(yield func(store.Entry, error) bool) { yield(store.Entry{}, errBroken) }
 	}
 	return s.Store.Scan(ctx, r)
-}
-
-// refuser makes no token of anything, and of what is "held" only when it is released.
-type refuser struct{ released <-chan struct{} }
-
-func (s refuser) Sign(ctx context.Context, e ledger.Event) ([]byte, error) {
-	if string(e.Payload) == "held" {
-		select {
-		case <-s.released:
-		case <-ctx.Done():
-		}
-	}
-	return nil, ledger.ErrRefused
 }
 
 func (g *gate) keep(ctx context.Context, tokens []*ect.Token) error {
@@ -239,25 +221,11 @@ func (g *gate) outcome(wid string, by [16]byte, checkpoint *ect.Token) *ect.Toke
 	return token
 }
 
-// hold keeps what is recorded from now on from getting its place, until it is released.
-func hold(t *testing.T, g *gate) {
-	t.Helper()
-	held := ledger.Event{ID: "held", Workflow: flow, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
-	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
-		t.Fatal(err)
-	}
-}
-
-// put records events and waits for their place.
+// put records events.
 func (g *gate) put(all ...ledger.Event) {
 	g.t.Helper()
 	if err := g.log.Append(g.t.Context(), all); err != nil {
 		g.t.Fatal(err)
-	}
-	for _, e := range all {
-		if _, err := g.log.Wait(g.t.Context(), e.Workflow, e.ID); err != nil {
-			g.t.Fatal(err)
-		}
 	}
 }
 

@@ -410,13 +410,6 @@ type entryDocument struct {
 	Receipt *ledger.Receipt `json:"receipt,omitempty"`
 }
 
-// waitingDocument says that an event is recorded but not in the tree yet.
-type waitingDocument struct {
-	State    string `json:"state"` // waiting
-	ID       string `json:"jti"`
-	Workflow string `json:"wid,omitempty"`
-}
-
 func unknownEntry() error {
 	return NewProblem(entryUnknown, "Nothing of it is known for the identity that asks.")
 }
@@ -500,14 +493,14 @@ func (q *ledgerRequest) entryByID() error {
 func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (found bool, err error) {
 	ctx := q.r.Context()
 	e, err := q.Log.Lookup(ctx, wid, id)
-	// After the lookup, so that it includes an entry that reached the tree meanwhile.
+	// After the lookup, so that it includes an entry that was recorded meanwhile.
 	part, partErr := q.participationOf(ctx, wid, q.who)
 	if partErr != nil {
 		return false, partErr
 	}
 	// Wait for unknown entries too: the reader may have the id of a call that is not
 	// recorded yet.
-	if (errors.Is(err, ledger.ErrWaiting) || errors.Is(err, ledger.ErrNotFound)) && wait > 0 && !part.Empty() {
+	if errors.Is(err, ledger.ErrNotFound) && wait > 0 && !part.Empty() {
 		waits, cancel := until(q.r.Context(), q.Waits, wait)
 		defer cancel()
 		if late, waitErr := q.Log.Await(waits, wid, id); waitErr == nil {
@@ -520,7 +513,7 @@ func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (fou
 	switch {
 	case errors.Is(err, ledger.ErrNotFound):
 		return false, nil
-	case errors.Is(err, ledger.ErrWaiting), errors.Is(err, ledger.ErrPruned):
+	case errors.Is(err, ledger.ErrPruned):
 		if part.Empty() {
 			return false, nil // its owner is unknown
 		}
@@ -534,10 +527,6 @@ func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (fou
 		if !may || err != nil {
 			return false, err
 		}
-	}
-	if errors.Is(err, ledger.ErrWaiting) {
-		q.w.Header().Set("Retry-After", "1")
-		return true, q.writeJSON(http.StatusAccepted, waitingDocument{"waiting", id, wid})
 	}
 	if err != nil {
 		return false, notThere(err)
@@ -608,8 +597,8 @@ func (q *ledgerRequest) writeEntry(e *ledger.Entry) error {
 const (
 	// maxBody is the largest body with errors, in bytes.
 	maxBody = 1 << 20
-	// reachTime is how long an answer waits until the tokens are in the tree.
-	reachTime = 5 * time.Second
+	// catchUpTime is how long an answer waits for what other gateways know.
+	catchUpTime = 5 * time.Second
 	// maxRounds is how often recording is attempted if others record the same tokens
 	// concurrently.
 	maxRounds = 3
@@ -657,7 +646,7 @@ func (q *ledgerRequest) takeErrors() error {
 	}
 	var doc recordedDocument
 	for _, u := range all {
-		e, err := q.reach(q.r.Context(), u.Workflow(), u.ID())
+		e, err := q.Log.Lookup(q.r.Context(), u.Workflow(), u.ID())
 		if err != nil {
 			return err
 		}
@@ -769,7 +758,7 @@ func (q *ledgerRequest) keep(raws []string, all []*ect.Unverified) (status int, 
 // of the ids; only somebody who can sign as the issuer may learn that.
 func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []string, taken bool, err error) {
 	for i, raw := range raws {
-		e, err := q.reach(q.r.Context(), all[i].Workflow(), all[i].ID())
+		e, err := q.Log.Lookup(q.r.Context(), all[i].Workflow(), all[i].ID())
 		switch {
 		case errors.Is(err, ledger.ErrNotFound):
 			fresh = append(fresh, raw)
@@ -788,17 +777,6 @@ func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []str
 		}
 	}
 	return fresh, taken, nil
-}
-
-// reach finds a recorded token, and waits up to reachTime until it is in the tree.
-func (s *Ledger) reach(ctx context.Context, wid, id string) (ledger.Entry, error) {
-	e, err := s.Log.Lookup(ctx, wid, id)
-	if !errors.Is(err, ledger.ErrWaiting) {
-		return e, err
-	}
-	ctx, cancel := until(ctx, s.Waits, reachTime)
-	defer cancel()
-	return s.Log.Wait(ctx, wid, id)
 }
 
 // checkParents checks that all parents, and the checkpoint if one is named, are in the
@@ -841,7 +819,7 @@ func (q *ledgerRequest) knows(wid, id string, along []*ect.Unverified) (bool, er
 	}
 	_, err := q.Log.Lookup(q.r.Context(), wid, id)
 	switch {
-	case err == nil, errors.Is(err, ledger.ErrWaiting), errors.Is(err, ledger.ErrPruned):
+	case err == nil, errors.Is(err, ledger.ErrPruned):
 		return true, nil
 	case errors.Is(err, ledger.ErrNotFound):
 		return false, nil

@@ -90,25 +90,6 @@ func TestEntry(t *testing.T) {
 	}
 }
 
-// An event of which no token could be made says so.
-func TestUnsignedEntry(t *testing.T) {
-	g := newGate(t)
-	task := g.add(alice, flow, "act", nil)
-	err := g.log.Append(t.Context(), []ledger.Event{{ID: "x", Workflow: flow, Parents: []string{task.ID()}, Action: "checkpoint", Issuer: gateway, Payload: []byte("no draft"), Unsigned: true}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := g.log.Wait(t.Context(), flow, "x"); err != nil {
-		t.Fatal(err)
-	}
-	var doc entryDoc
-	g.get("ledger/entries?jti=x&wid="+flow, asAlice).read(200, &doc)
-	if doc.Signed || doc.Token != "" || doc.Level != "" || len(doc.Leaf) == 0 {
-		t.Errorf("%+v", doc)
-	}
-	g.get("workflows/"+flow, asAlice).read(200, &struct{}{})
-}
-
 // P3: what others have recorded cannot be distinguished from what is not there, and callers
 // without a credential see nothing.
 func TestOnlyWhoTakesPartMayRead(t *testing.T) {
@@ -166,7 +147,7 @@ func TestEntryInSeveralWorkflows(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := g.log.Wait(t.Context(), wid, "x"); err != nil {
+		if _, err := g.log.Lookup(t.Context(), wid, "x"); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -191,7 +172,7 @@ func TestPrunedEntry(t *testing.T) {
 			batch = nil
 		}
 	}
-	if _, err := g.log.Wait(t.Context(), flow, "299"); err != nil {
+	if _, err := g.log.Lookup(t.Context(), flow, "299"); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := g.log.Prune(t.Context(), time.Now().Add(time.Hour)); err != nil || n != 256 {
@@ -323,40 +304,12 @@ func TestPathsAndMethods(t *testing.T) {
 	}
 }
 
-// What is recorded and has no place yet can be waited for, by who takes part.
+// What is not there yet can be waited for, by who takes part, until an exit.
 func TestWaiting(t *testing.T) {
-	g := newGate(t)
+	exit, end := context.WithCancel(t.Context())
+	g := newGate(t, func(o *LedgerOptions) { o.Waits = exit })
 	task := g.add(alice, flow, "act", nil)
-	held := ledger.Event{ID: "held", Workflow: flow, Parents: []string{task.ID()}, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
-	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
-		t.Fatal(err)
-	}
-	path := "ledger/entries?wid=" + flow + "&jti=held"
-	waiting := func(path string) {
-		t.Helper()
-		var doc struct{ State, JTI, WID string }
-		got := g.get(path, asAlice)
-		got.read(202, &doc)
-		got.private()
-		if doc.State != "waiting" || doc.JTI != "held" || doc.WID != flow || got.Header().Get("Retry-After") != "1" {
-			t.Errorf("%+v %v", doc, got.Header())
-		}
-	}
-	waiting(path)
-	waiting(path + "&wait=1ms")
-	g.get(path+"&wait=60s", asMallory).refused(404, "entry-unknown", "")
-	g.get("ledger/entries?jti=held", asAlice).refused(404, "entry-unknown", "")
-
-	found := make(chan reply)
-	go func() { found <- g.get(path+"&wait=60s", asAlice) }()
-	g.release()
-	var doc entryDoc
-	(<-found).read(200, &doc)
-	if doc.Index != 1 || doc.Signed {
-		t.Errorf("%+v", doc)
-	}
 	g.get("ledger/entries?wid="+flow+"&wait=1ms&jti="+nowhere, asAlice).refused(404, "entry-unknown", "")
-	// What is not there yet is waited for as well, by who takes part.
 	late := "ledger/entries?wid=" + flow + "&wait=60s&jti=late"
 	g.get(late, asMallory).refused(404, "entry-unknown", "")
 	begun, watched := make(chan reply, 1), make(chan struct{}, 1)
@@ -367,30 +320,13 @@ func TestWaiting(t *testing.T) {
 	case got := <-begun:
 		t.Fatalf("it does not wait: %d", got.Code)
 	}
-	event := held
-	event.ID, event.Payload = "late", []byte("late")
-	if err := g.log.Append(t.Context(), []ledger.Event{event}); err != nil {
-		t.Fatal(err)
-	}
-	(<-begun).read(200, &doc)
-	if doc.Index != 2 {
+	g.put(ledger.Event{ID: "late", Workflow: flow, Parents: []string{task.ID()}, Action: "act", Issuer: gateway, Payload: []byte("late")})
+	var doc entryDoc
+	if (<-begun).read(200, &doc); doc.Index != 1 {
 		t.Errorf("%+v", doc)
 	}
-}
-
-// An exit ends what waits.
-func TestWaitingEndsAtAnExit(t *testing.T) {
-	exit, end := context.WithCancel(t.Context())
 	end()
-	g := newGate(t, func(o *LedgerOptions) { o.Waits = exit })
-	g.add(alice, flow, "act", nil)
-	held := ledger.Event{ID: "held", Workflow: flow, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
-	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
-		t.Fatal(err)
-	}
-	if got := g.get("ledger/entries?wait=60s&jti=held&wid="+flow, asAlice); got.Code != 202 {
-		t.Errorf("%d %s", got.Code, got.Body)
-	}
+	g.get("ledger/entries?wid="+flow+"&wait=60s&jti="+nowhere, asAlice).refused(404, "entry-unknown", "")
 }
 
 // A leaf is the base64 of the bytes that were hashed.
@@ -749,25 +685,5 @@ func TestErrorsFailClosed(t *testing.T) {
 	w := httptest.NewRecorder()
 	if g.serve(w, r, asAlice); w.Body.Len() != 0 || len(w.Header()) != 0 {
 		t.Errorf("%v %s", w.Header(), w.Body)
-	}
-}
-
-// A recorded error that has no place yet is waited for, and is answered all the same.
-func TestErrorBehindABacklog(t *testing.T) {
-	g := newGate(t)
-	task := g.add(alice, flow, "act", nil)
-	held := ledger.Event{ID: "held", Workflow: flow, Action: "act", Issuer: gateway, Payload: []byte("held"), Unsigned: true}
-	if err := g.log.Append(t.Context(), []ledger.Event{held}); err != nil {
-		t.Fatal(err)
-	}
-	token := g.token(bob, anError(task))
-	g.onRecord = func([]*ect.Token) error {
-		g.release()
-		return nil
-	}
-	var doc recordedDoc
-	g.post(anonymous, token.Raw()).read(201, &doc)
-	if doc.Recorded[0].Index != 2 {
-		t.Errorf("%+v", doc)
 	}
 }

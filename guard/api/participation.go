@@ -244,7 +244,7 @@ func (s *search) get(id string) (*ledger.Entry, error) {
 	switch {
 	case err == nil:
 		s.read[id] = &e
-	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned), errors.Is(err, ledger.ErrWaiting):
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
 		s.read[id] = nil
 	default:
 		return nil, err
@@ -370,7 +370,7 @@ func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
 		return false, nil
 	}
 	for _, wid := range []string{c.t.Workflow(), ""} { // a parent may have no workflow
-		e, err := c.reach(ctx, wid, id)
+		e, err := c.Log.Lookup(ctx, wid, id)
 		switch {
 		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
 			continue
@@ -389,13 +389,13 @@ func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
 	return part.has(id)
 }
 
-// read looks for the issuer's part in the workflow. It first waits for events that were
-// just recorded, which may be all of it.
+// read looks for the issuer's part in the workflow. It first waits for what other gateways
+// have just recorded, which may be all of it.
 func (c *issuerPart) read(ctx context.Context) (*search, error) {
 	if c.part != nil {
 		return c.part, nil
 	}
-	if _, err := c.caughtUp(ctx); err != nil {
+	if err := c.caughtUp(ctx); err != nil {
 		return nil, err
 	}
 	var along []node
@@ -418,17 +418,9 @@ func (s *Ledger) reported(e *ledger.Entry) bool {
 	return evidence.IsReport(event) && !s.own(e) || isAlert(e)
 }
 
-// caughtUp waits until all events that were recorded before are in the tree, so that lists
-// include them. whole is false if some cannot be decrypted.
-func (s *Ledger) caughtUp(ctx context.Context) (whole bool, err error) {
-	waits, cancel := until(ctx, s.Waits, reachTime)
+// caughtUp waits until this gateway knows what others know of plans.
+func (s *Ledger) caughtUp(ctx context.Context) error {
+	waits, cancel := until(ctx, s.Waits, catchUpTime)
 	defer cancel()
-	if err := s.Assigned.CatchUp(waits); err != nil { // what other gateways know of plans
-		return false, err
-	}
-	err = s.Log.Flush(waits)
-	if errors.Is(err, ledger.ErrWaiting) {
-		return false, nil
-	}
-	return err == nil, err
+	return s.Assigned.CatchUp(waits)
 }

@@ -95,22 +95,6 @@ func TestStrangersReportInVain(t *testing.T) {
 	g.get("ledger/entries?jti="+behind.ID(), asMallory).read(200, &struct{}{})
 }
 
-// An error of what was recorded a moment ago waits for that.
-func TestErrorOfWhatWaits(t *testing.T) {
-	g := newGate(t)
-	task := g.add(alice, flow, "act", nil)
-	hold(t, g)
-	next := g.token(mallory, ect.Claims{Workflow: flow, Action: "act", Parents: []string{task.ID()}})
-	if err := g.log.Append(t.Context(), events(next)); err != nil {
-		t.Fatal(err)
-	}
-	g.onRecord = func([]*ect.Token) error { return nil }
-	c := anError(next)
-	c.Parents = []string{task.ID()}
-	go g.release()
-	g.post(anonymous, g.token(mallory, c).Raw()).read(201, &struct{}{})
-}
-
 // What others record beside somebody's part, however much, keeps nobody from reporting what
 // it takes part in, nor from reading it (B2).
 func TestManyOthersHideNothing(t *testing.T) {

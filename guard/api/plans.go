@@ -255,8 +255,7 @@ func preconditions(h http.Header) (replaces []string, fresh bool, err error) {
 // misfits are the calls of a workflow that a plan does not fit: what it has no node for, and what began
 // before what comes before it was done.
 func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (found []Misfit, unread bool, err error) {
-	whole, err := s.caughtUp(ctx)
-	if err != nil {
+	if err := s.caughtUp(ctx); err != nil {
 		return nil, false, err
 	}
 	done, err := s.Assigned.ReadLarge(ctx)
@@ -274,7 +273,6 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 		}
 		return false
 	})
-	more = more || !whole
 	if err != nil || len(records) == 0 {
 		return nil, more, err
 	}
@@ -384,7 +382,7 @@ func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
 		}
 		all = q.authority(who)
 	}
-	if whole, err := q.caughtUp(ctx); err != nil || !whole && !all {
+	if err := q.caughtUp(ctx); err != nil {
 		return nil, err
 	}
 	who := q.who

@@ -707,7 +707,7 @@ var (
 		retry: true, retryAfter: 5 * time.Second,
 		meaning:  "What is needed to verify the token cannot be had at the moment: the keys of its issuer, or the ledger. Nothing is known of the token, and nothing was forwarded. With the `reason` ledger_unavailable the token holds, and the ledger has not taken it in time.",
 		caller:   "Send the same call with the same token again after Retry-After.",
-		operator: "The gateway's log says what is missing: a `jwks_url` that does not answer, the store, or memory for the tokens of requests that change nothing. `min_level L3` asks for a place in the ledger: look at its backlog, and at what its sequencer logs.",
+		operator: "The gateway's log says what is missing: a `jwks_url` that does not answer, the store, or memory for the tokens of requests that change nothing. `min_level L3` asks for a place in the ledger, which its store has refused.",
 	}
 	ParameterInvalid = Kind{
 		Slug: "parameter-invalid", Status: http.StatusBadRequest,

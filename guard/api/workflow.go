@@ -1,7 +1,6 @@
 package api
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
@@ -146,12 +145,11 @@ func (q *ledgerRequest) workflow() error {
 		return q.plan(name)
 	}
 	// A client that saw the end of a call can rely on finding its record.
-	whole, err := q.caughtUp(q.r.Context())
-	if err != nil {
+	if err := q.caughtUp(q.r.Context()); err != nil {
 		return err
 	}
 	for _, wid := range workflowIDs(name) {
-		doc, found, err := q.read(wid, whole)
+		doc, found, err := q.read(wid)
 		if err != nil {
 			return err
 		}
@@ -252,22 +250,21 @@ func (q *ledgerRequest) views(wid string, most int) (v, planned *view, err error
 	return &all, &part, err
 }
 
-// read reads what the reader may see of a workflow. doc is marked as incomplete if some
-// recorded events cannot be read.
-func (q *ledgerRequest) read(wid string, whole bool) (doc Workflow, found bool, err error) {
+// read reads what the reader may see of a workflow.
+func (q *ledgerRequest) read(wid string) (doc Workflow, found bool, err error) {
 	ctx := q.r.Context()
 	v, planned, err := q.views(wid, q.MaxNodes)
 	if err != nil {
 		return doc, false, err
 	}
 	if v.part.Empty() {
-		return q.readPlanned(wid, v, whole)
+		return q.readPlanned(wid, v)
 	}
 	follows, err := q.planOf(ctx, wid, planned)
 	if err != nil {
 		return doc, false, err
 	}
-	if follows != nil && v.more && whole { // the states of its nodes follow from all records
+	if follows != nil && v.more { // the states of its nodes follow from all records
 		done, err := q.Assigned.ReadLarge(ctx)
 		if err != nil {
 			return doc, false, err
@@ -277,12 +274,12 @@ func (q *ledgerRequest) read(wid string, whole bool) (doc Workflow, found bool, 
 			return doc, false, err
 		}
 	}
-	return describe(wid, v, planned, follows, v.more || !whole, q.MaxNodes, time.Now()), true, nil
+	return describe(wid, v, planned, follows, v.more, q.MaxNodes, time.Now()), true, nil
 }
 
 // readPlanned describes a workflow of which the reader sees nothing but its plan. Calls that he does not see may have
 // changed the states of its nodes.
-func (q *ledgerRequest) readPlanned(wid string, v *view, whole bool) (doc Workflow, found bool, err error) {
+func (q *ledgerRequest) readPlanned(wid string, v *view) (doc Workflow, found bool, err error) {
 	if q.Assigned == nil || !q.Assigned.Has(wid) {
 		return doc, false, nil
 	}
@@ -290,7 +287,7 @@ func (q *ledgerRequest) readPlanned(wid string, v *view, whole bool) (doc Workfl
 	if err != nil || a == nil || a.Plan == nil {
 		return doc, false, err
 	}
-	known := whole && !v.more && (len(v.records) == 0 || a.Issuer != "" && a.Begun.IsZero())
+	known := !v.more && (len(v.records) == 0 || a.Issuer != "" && a.Begun.IsZero())
 	none := new(view)
 	return describe(wid, none, none, a.Plan, !known, q.MaxNodes, time.Now()), true, nil
 }
@@ -326,11 +323,7 @@ func (q *ledgerRequest) workflowTokens() error {
 	if q.who.Issuer == "" || !slices.Contains(q.Coordinators, q.who.Issuer) {
 		return unknownPart() // P3
 	}
-	whole, err := q.caughtUp(q.r.Context())
-	if err == nil && !whole {
-		err = errors.New("some events have no place in the ledger")
-	}
-	if err != nil {
+	if err := q.caughtUp(q.r.Context()); err != nil {
 		return err
 	}
 	doc := WorkflowTokens{Tokens: []string{}, Next: p.values.Get("after")}
@@ -383,11 +376,10 @@ func (s *Ledger) planOf(ctx context.Context, wid string, v *view) (*plan.Descrip
 	return nil, nil
 }
 
-// begun reports whether a guarded call is recorded in what somebody takes part in. ledger.ErrWaiting says that one may
-// be (P4).
+// begun reports whether a guarded call is recorded in what somebody takes part in.
 func (s *Ledger) begun(ctx context.Context, wid string, who evidence.Reader) (bool, error) {
-	if whole, err := s.caughtUp(ctx); err != nil || !whole {
-		return false, cmp.Or(err, ledger.ErrWaiting)
+	if err := s.caughtUp(ctx); err != nil {
+		return false, err
 	}
 	part, err := s.participationOf(ctx, wid, who)
 	if err != nil || part.Empty() {
@@ -620,7 +612,7 @@ func (q *ledgerRequest) findCheckpoint(id string, wait time.Duration) (*ledger.E
 // claimsOf returns the decoded claims of an entry's token.
 func claimsOf(e *ledger.Entry) json.RawMessage {
 	payload := string(e.Payload)
-	if parts := strings.Split(payload, "."); len(parts) == 3 && !e.Unsigned && e.Header == nil {
+	if parts := strings.Split(payload, "."); len(parts) == 3 && e.Header == nil {
 		payload = parts[1]
 	}
 	if plain, err := base64.RawURLEncoding.DecodeString(payload); err == nil {

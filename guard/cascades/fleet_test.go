@@ -264,7 +264,7 @@ func (r *rig) records(drafts ...*ect.Draft) {
 	err := r.recorder.Evidence.Append(r.t.Context(), time.Now().Add(time.Hour), nil, drafts...)
 	for _, d := range drafts {
 		if err == nil {
-			_, err = r.recorder.Evidence.Log().Wait(r.t.Context(), d.Workflow(), d.ID())
+			_, err = r.recorder.Evidence.Log().Lookup(r.t.Context(), d.Workflow(), d.ID())
 		}
 	}
 	if err != nil {
@@ -337,7 +337,7 @@ func TestFleetChain(t *testing.T) {
 		}
 		a.asked(i + 1)
 		log := b.recorder.Evidence.Log()
-		if _, err := log.Wait(t.Context(), workflow, c.Workflows[0].Alerts[0]); err != nil {
+		if _, err := log.Lookup(t.Context(), workflow, c.Workflows[0].Alerts[0]); err != nil {
 			t.Fatal(err)
 		}
 		page, err := log.List(t.Context(), workflow, "", ledger.MaxPage)

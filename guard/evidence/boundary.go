@@ -48,23 +48,14 @@ func (b *EventBuilder) Begins(ctx context.Context, wid string) (bool, error) {
 	return !begun, err
 }
 
-// hasBegun looks at the first entries of a workflow. What waits for its place in the tree was recorded
-// by this process a moment ago, and is known, or by another node.
+// hasBegun looks at the first entries of a workflow.
 func (b *EventBuilder) hasBegun(ctx context.Context, wid string) (bool, error) {
-	var waiting []ledger.Entry
-	var err error
-	if b.e.Fleet() {
-		if waiting, err = b.e.log.Outbox(ctx, wid); err != nil {
-			return false, err
-		}
-	}
 	page, err := b.e.log.List(ctx, wid, "", ledger.MaxPage)
 	if err != nil {
 		return false, err
 	}
-	all := append(waiting, page.Entries...)
-	for i := range all {
-		e := &all[i]
+	for i := range page.Entries {
+		e := &page.Entries[i]
 		if beginsWorkflow(e) || b.Own(e) && isCheckpoint(e) {
 			return true, nil
 		}
@@ -80,7 +71,7 @@ func (b *EventBuilder) Guards(ctx context.Context, wid, id string) (bool, error)
 	}
 	e, err := b.e.log.Lookup(ctx, wid, id)
 	switch {
-	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned), errors.Is(err, ledger.ErrWaiting):
+	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
 		return false, nil
 	case err != nil:
 		return false, err

@@ -185,7 +185,7 @@ func (b *EventBuilder) Checkpoint(now time.Time, c *Call) (*ect.Draft, error) {
 	})
 }
 
-// Sign signs a draft at once, where the sequencer's token comes too late.
+// Sign signs a draft at once.
 func (b *EventBuilder) Sign(d *ect.Draft) (*ect.Token, error) { return b.issuer.Sign(d) }
 
 // Outcome is the outcome of a call.
@@ -264,13 +264,10 @@ func (e *Evidence) indexIDs(event *ledger.Event) []string {
 }
 
 // extensionOf are the extension members of an event's token. Events that are being recorded
-// have it in parsed form. A draft that could not be signed has none: it is no token.
+// have it in parsed form.
 func extensionOf(event *ledger.Event) ect.Ext {
-	if parsed, ok := event.Parsed.(interface{ Ext() ect.Ext }); ok && !event.Unsigned {
+	if parsed, ok := event.Parsed.(interface{ Ext() ect.Ext }); ok {
 		return parsed.Ext()
-	}
-	if event.Unsigned {
-		return ect.Ext{}
 	}
 	e := ledger.Entry{Event: *event}
 	e.Parsed = nil
@@ -555,18 +552,11 @@ func (e *Evidence) ErrorID(checkpoint string) string {
 }
 
 // CallOf describes a recorded call. Workflow and parents are those of its checkpoint, if
-// the ledger has that. It waits for a checkpoint without a place in the tree, for at most
-// two seconds: on a full disk, or if the event is damaged, it may never get one.
+// the ledger has that.
 func (e *Evidence) CallOf(ctx context.Context, key execution.Key, r *execution.Record) Call {
 	c := Call{Key: key, Caller: r.Caller, Action: r.Action, Workflow: WorkflowID(r.Workflow)}
 	for _, workflow := range []string{c.Workflow, NamedWorkflowID(r.Workflow)} {
 		entry, err := e.log.Lookup(ctx, workflow, r.Checkpoint)
-		if errors.Is(err, ledger.ErrWaiting) {
-			c.Workflow = workflow
-			waits, cancel := context.WithTimeout(ctx, placeTime)
-			entry, err = e.log.Wait(waits, workflow, r.Checkpoint)
-			cancel()
-		}
 		if err == nil {
 			c.Workflow, c.Parents = workflow, entry.Parents
 			c.Node, _ = Extension(&entry).Text(MemberNode)
@@ -581,7 +571,7 @@ func (e *Evidence) RecordOrphan(ctx context.Context, b *EventBuilder, key execut
 	c := e.CallOf(ctx, key, r)
 	_, err := e.log.Lookup(ctx, c.Workflow, e.NodeID(r.Checkpoint))
 	if !errors.Is(err, ledger.ErrNotFound) {
-		if err == nil || errors.Is(err, ledger.ErrWaiting) || errors.Is(err, ledger.ErrPruned) {
+		if err == nil || errors.Is(err, ledger.ErrPruned) {
 			return nil
 		}
 		return err
@@ -633,7 +623,7 @@ func (b *EventBuilder) Own(entry *ledger.Entry) bool {
 	if !slices.ContainsFunc(b.former, func(f ect.Former) bool { return f.Name == entry.Issuer }) {
 		return false
 	}
-	if entry.Unsigned || entry.Header != nil {
+	if entry.Header != nil {
 		return true // only the gateway's events are recorded unsigned
 	}
 	sum := sha256.Sum256(entry.Payload)

@@ -44,7 +44,7 @@ type Options struct {
 	Ring *ect.Ring
 	// HeadFile gets a copy of the newest head, outside of the store; empty for none.
 	HeadFile string
-	// Logger gets the sequencer's errors; nil is none.
+	// Logger gets the errors of what runs in the background; nil is none.
 	Logger *slog.Logger
 	// Placed gets each event once it is in the tree of its log, with the log's origin, those of other nodes too: of each
 	// log in order, from when the ledger was opened. It is called by several goroutines, must not wait, nor keep the event without a
@@ -62,6 +62,7 @@ type Evidence struct {
 	store  store.Store
 	sealer store.Sealer
 	ring   *ect.Ring
+	issuer *ect.Issuer // signs drafts, which state their own issuer
 	key    string
 	recent *recent[ect.Node]   // recorded or looked up
 	seen   *recent[*ect.Token] // presented, and not recorded
@@ -92,6 +93,10 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 		headFile: o.HeadFile, store: o.Store, sealer: o.Sealer, ring: o.Ring, logger: o.Logger, placed: o.Placed,
 		recent: newRecent[ect.Node](), seen: newRecent[*ect.Token](), begun: newRecent[struct{}](), live: liveWorkflows{most: maxLive},
 	}
+	var err error
+	if e.issuer, err = ect.NewIssuer("urn:agent-guard:events", o.Ring); err != nil {
+		return nil, err
+	}
 	e.fleet.store, e.fleet.node, e.live.fleet = shared, o.Node, shared != nil
 	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"
 	e.later.under, e.later.called = []byte{spaceNames, 's'}, "the keys of what is not signed yet"
@@ -112,7 +117,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	default:
 		options.Known = []ledger.Head{*known}
 	}
-	e.key, options.Shared = options.HeadSigner.(*headKey).text, shared != nil
+	e.key = options.HeadSigner.(*headKey).text
 	if e.log, err = ledger.Open(ctx, options); err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
@@ -124,7 +129,6 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 			return nil, err
 		}
 	}
-	e.log.Start()
 	if err := e.WriteHead(); err != nil {
 		o.Logger.Warn("the head of the ledger cannot be written beside the identity's key: an older copy of the store would go unnoticed",
 			slog.Any("error", err))
@@ -141,7 +145,7 @@ func (e *Evidence) Ring() *ect.Ring { return e.ring }
 // HeadKey is the public key of the log's heads, in the form of signed notes.
 func (e *Evidence) HeadKey() string { return e.key }
 
-// Close lets the sequencer finish until ctx ends; the rest is resumed after a restart.
+// Close waits until Options.Placed has got all that is recorded, or ctx ends.
 func (e *Evidence) Close(ctx context.Context) error {
 	e.endFleet()
 	return errors.Join(e.log.Close(ctx), e.WriteHead())
@@ -170,24 +174,6 @@ func newHeadKey(sealer store.Sealer, origin string) (*headKey, error) {
 }
 
 func (k *headKey) Sign(msg []byte) ([]byte, error) { return ed25519.Sign(k.private, msg), nil }
-
-// signWith signs drafts in the sequencer, off the request's path.
-func signWith(issuer *ect.Issuer) func(context.Context, ledger.Event) ([]byte, error) {
-	return func(_ context.Context, e ledger.Event) ([]byte, error) {
-		draft, ok := e.Parsed.(*ect.Draft)
-		if !ok { // recorded before a restart
-			var err error
-			if draft, err = ect.ParseDraft(string(e.Payload)); err != nil {
-				return nil, fmt.Errorf("%w: %w", ledger.ErrRefused, err)
-			}
-		}
-		token, err := issuer.Sign(draft)
-		if err != nil {
-			return nil, err
-		}
-		return []byte(token.Raw()), nil
-	}
-}
 
 // Prune deletes entries older than retain that need not be kept longer, and returns their
 // number: in the log of this node, and in those of nodes that are gone.
@@ -281,9 +267,18 @@ func (e *Evidence) NewBatch(keep time.Time, tokens []*ect.Token, drafts ...*ect.
 	e.later.mu.RLock()
 	for _, d := range drafts {
 		header, node := e.headerOf(d), e.draftNode(d)
+		payload := d.Payload()
+		if header == nil {
+			token, err := e.issuer.Sign(d)
+			if err != nil {
+				e.later.mu.RUnlock()
+				return nil, err
+			}
+			payload = token.Raw()
+		}
 		events = append(events, ledger.Event{
 			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Parents: node.Parents,
-			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(d.Payload()), Header: header, Unsigned: header == nil, Parsed: d,
+			Time: d.IssuedAt(), KeepUntil: keep, Payload: []byte(payload), Header: header, Parsed: d,
 		})
 		nodes = append(nodes, node)
 	}
@@ -504,8 +499,8 @@ type laterKeys struct {
 	sealedList[string]
 }
 
-// headerOf is the header that a draft is recorded with; nil if the sequencer is to sign it: where
-// other nodes show the token, which do not have the key. later.mu is held.
+// headerOf is the header that a draft is recorded with; nil if it is signed at once: where other nodes show the token,
+// which do not have the key. later.mu is held.
 func (e *Evidence) headerOf(d *ect.Draft) []byte {
 	if e.fleet.store != nil || len(d.Payload()) > ledger.MaxClaims {
 		return nil
@@ -521,12 +516,11 @@ func (e *Evidence) headerOf(d *ect.Draft) []byte {
 	return header
 }
 
-// maxLater bounds the noted keys. Beyond it the sequencer signs: dropping a key could lose
-// tokens.
+// maxLater bounds the noted keys. Under others events are signed at once: dropping a key could lose tokens.
 const maxLater = 256
 
 // SignWhenShown notes the newest key of the ring: from now on events are signed under it when
-// their tokens are asked for. Under a key that is not noted the sequencer signs, and always where
+// their tokens are asked for. Under a key that is not noted they are signed at once, and always where
 // the store is shared. The key that was noted before is forgotten if nothing was recorded under
 // it. While the ring changes, nobody may call ForgetSigned.
 func (e *Evidence) SignWhenShown(ctx context.Context, ring *ect.Ring) error {
@@ -579,7 +573,7 @@ func (e *Evidence) KeysToSign() []string {
 func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
 	keys := e.ring.List()
 	var walk []string
-	e.later.mu.Lock() // who has chosen one of these keys has a ticket now
+	e.later.mu.Lock() // who has chosen one of these keys has a batch now
 	for _, k := range keys {
 		replaced := !k.Signs && k.ID != e.later.signs && !k.Until.IsZero()
 		if slices.Contains(e.later.all, k.ID) && k.Private && !k.Revoked && (replaced || e.fleet.store != nil) {
@@ -685,11 +679,10 @@ func (e *Evidence) MissingKeys(ring *ect.Ring) []string {
 	return lacks
 }
 
-// isRecorded reports whether an id of a workflow is recorded: in the tree, waiting for its
-// place in it, or pruned.
+// isRecorded reports whether an id of a workflow is recorded: in the tree, or pruned.
 func (e *Evidence) isRecorded(ctx context.Context, workflow, id string) (bool, error) {
 	switch _, err := e.log.Lookup(ctx, workflow, id); {
-	case err == nil, errors.Is(err, ledger.ErrWaiting), errors.Is(err, ledger.ErrPruned):
+	case err == nil, errors.Is(err, ledger.ErrPruned):
 		return true, nil
 	case errors.Is(err, ledger.ErrNotFound):
 		return false, nil

@@ -29,8 +29,6 @@ const originPrefix = "agent-guard/"
 const (
 	// tendEvery is how often a node looks after what others have left, besides when one leaves.
 	tendEvery = time.Minute
-	// takeInTime bounds moving what one node has left in its outbox; the rest is for the next time.
-	takeInTime = time.Minute
 	// hearAgain is when what other nodes have recorded is read again, where that has failed.
 	hearAgain = time.Second
 	// keepPeer is how long the keys of a node that is gone verify new tokens: the longest life of one.
@@ -41,13 +39,11 @@ const (
 type fleet struct {
 	store   store.Shared
 	node    string
-	changed chan struct{}   // buffers one signal: keys or names were written
-	added   chan struct{}   // buffers one signal: another log has more entries
-	follows []func()        // their cancels
-	stop    func()          // ends tend and hear
-	running sync.WaitGroup  // of these
-	taking  sync.Mutex      // held while what others have left is moved
-	warned  map[string]bool // origins of logs whose rest could not be moved; guarded by taking
+	changed chan struct{}  // buffers one signal: keys or names were written
+	added   chan struct{}  // buffers one signal: another log has more entries
+	follows []func()       // their cancels
+	stop    func()         // ends tend and hear
+	running sync.WaitGroup // of these
 
 	hearing sync.Mutex
 	hears   bool     // what others record is passed on; guarded by hearing
@@ -66,7 +62,7 @@ func (e *Evidence) beginFleet(ctx context.Context) error {
 	f := &e.fleet
 	tending, stop := context.WithCancel(context.Background())
 	f.stop = stop
-	f.changed, f.added, f.warned = make(chan struct{}, 1), make(chan struct{}, 1), make(map[string]bool)
+	f.changed, f.added = make(chan struct{}, 1), make(chan struct{}, 1)
 	changed := func(key []byte) {
 		if len(key) > len(e.later.under) && key[0] == spaceNames {
 			return // one of execution's: so it is with most calls without a key
@@ -153,15 +149,15 @@ func (e *Evidence) Heard(do func()) {
 	signal(f.added)
 }
 
-// tend brings to its end what nodes that are gone have left, until ctx ends.
+// tend retires the keys of nodes that are gone, and reads what others write of theirs, until ctx ends.
 func (e *Evidence) tend(ctx context.Context) {
 	f := &e.fleet
 	again := time.NewTicker(tendEvery)
 	defer again.Stop()
 	for {
 		left := f.store.Left() // before the look, so that no leaving is missed
-		if err := errors.Join(e.takeIn(ctx), e.retirePeers(ctx)); err != nil && ctx.Err() == nil {
-			e.logger.Warn("what another node has left in the ledger stays there for now", slog.Any("error", err))
+		if err := e.retirePeers(ctx); err != nil && ctx.Err() == nil {
+			e.logger.Warn("the keys of a node that is gone cannot be retired; it is tried again", slog.Any("error", err))
 		}
 		select {
 		case <-left:
@@ -209,7 +205,7 @@ func (e *Evidence) left(ctx context.Context) ([]string, error) {
 	}), nil
 }
 
-// eachLeft calls do with the log of each node that is gone, open but not started. Should the node come
+// eachLeft calls do with the log of each node that is gone. Should the node come
 // back, or another member do the same: every commit is on the condition of the head, or of what it
 // removes.
 func (e *Evidence) eachLeft(ctx context.Context, do func(log *ledger.Log) error) error {
@@ -235,48 +231,6 @@ func (e *Evidence) openLeft(ctx context.Context, origin string) (*ledger.Log, er
 		return nil, fmt.Errorf("evidence: the log %s, whose node is gone: %w", origin, err)
 	}
 	return log, nil
-}
-
-// takeIn moves what nodes that are gone have left in their outboxes into their trees. Drafts are signed
-// with a key of this node.
-func (e *Evidence) takeIn(ctx context.Context) error {
-	e.fleet.taking.Lock()
-	defer e.fleet.taking.Unlock()
-	all, err := e.left(ctx)
-	if err != nil {
-		return err
-	}
-	var failed error
-	for _, origin := range all {
-		theirs, err := e.log.In(ctx, origin)
-		waits := 0
-		if err == nil {
-			waits, err = theirs.Waiting(ctx)
-		}
-		if err == nil && waits > 0 {
-			err = e.takeInLog(ctx, origin)
-		}
-		if err == nil {
-			delete(e.fleet.warned, origin)
-		} else if !e.fleet.warned[origin] {
-			e.fleet.warned[origin] = true
-			failed = errors.Join(failed, fmt.Errorf("the log %s: %w", origin, err))
-		}
-	}
-	return failed
-}
-
-func (e *Evidence) takeInLog(ctx context.Context, origin string) error {
-	log, err := e.openLeft(ctx, origin)
-	if err != nil {
-		return err
-	}
-	ctx, cancel := context.WithTimeout(ctx, takeInTime)
-	defer cancel()
-	log.Start()
-	err = errors.Join(log.Flush(ctx), log.Close(ctx))
-	signal(e.fleet.added)
-	return err
 }
 
 // spacePeers begins the store's keys of the public keys of each node: a keyed hash of its name. The value
@@ -415,11 +369,6 @@ func (e *Evidence) logOptions(origin string) (ledger.Options, error) {
 	if err != nil {
 		return ledger.Options{}, err
 	}
-	// A draft states its own issuer.
-	issuer, err := ect.NewIssuer("urn:agent-guard:sequencer", e.ring)
-	if err != nil {
-		return ledger.Options{}, err
-	}
 	var placed func(e *ledger.Event, recorded time.Time)
 	if e.placed != nil {
 		placed = func(ev *ledger.Event, recorded time.Time) { e.placed(origin, ev, recorded) }
@@ -433,7 +382,7 @@ func (e *Evidence) logOptions(origin string) (ledger.Options, error) {
 			}
 			return note.VerifierList(head.Verifier), nil
 		},
-		Sign: signWith(issuer), Signature: e.ring.Signature, Verifies: e.ring.Verifies,
+		Signature: e.ring.Signature, Verifies: e.ring.Verifies,
 		Logger: e.logger, Links: e.indexIDs, Placed: placed,
 	}, nil
 }

@@ -99,7 +99,7 @@ func (n *testNode) read(d *ect.Draft) (ledger.Entry, string) {
 	n.t.Helper()
 	ctx, cancel := context.WithTimeout(n.t.Context(), fleetPatience)
 	defer cancel()
-	e, err := n.Log().Wait(ctx, d.Workflow(), d.ID())
+	e, err := n.Log().Lookup(ctx, d.Workflow(), d.ID())
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -321,86 +321,6 @@ func TestFleetRotation(t *testing.T) {
 }
 
 // What a node has recorded and not moved when it is gone is moved by the others: once, whoever is first, and
-// signed with a key that all know.
-func TestFleetTakesInWhatIsLeft(t *testing.T) {
-	f := newFleet(t)
-	b, c := f.join("b", mustRing(t)), f.join("c", mustRing(t))
-	left, err := b.openLeft(t.Context(), originPrefix+"a") // its sequencer never runs
-	if err != nil {
-		t.Fatal(err)
-	}
-	var drafts []*ect.Draft
-	for range 3 {
-		d, err := b.builder.Checkpoint(time.Now(), &Call{
-			Key: execution.Key{1}, Caller: execution.CallerHash{7}, Action: "pay", Workflow: uuid.NewString(), Target: "POST api.example.com/pay",
-			RollbackURI: "https://g.example/rollback", TTL: time.Hour,
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		drafts = append(drafts, d)
-		err = left.Append(t.Context(), []ledger.Event{{
-			ID: d.ID(), Workflow: d.Workflow(), Action: d.Action(), Issuer: d.Issuer(), Time: d.IssuedAt(), Payload: []byte(d.Payload()), Unsigned: true,
-		}})
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	f.leave()
-	for _, n := range []*testNode{b, c} {
-		for i, d := range drafts {
-			e, kid := n.read(d)
-			if e.Log != originPrefix+"a" || e.Index != int64(i) || kid != kidOf(b.Ring()) && kid != kidOf(c.Ring()) {
-				t.Errorf("%d is entry %d of %s, signed with %s", i, e.Index, e.Log, kid)
-			}
-		}
-		theirs, err := n.Log().In(t.Context(), originPrefix+"a")
-		if err != nil {
-			t.Fatal(err)
-		}
-		if r, err := theirs.Verify(t.Context()); err != nil || r.Count != 0 || r.Entries != 3 || r.Waiting != 0 {
-			t.Errorf("%+v %v", r, err)
-		}
-	}
-	a := f.join("a", mustRing(t))
-	if err := a.Log().Append(t.Context(), []ledger.Event{{ID: "x", Action: "act", Time: time.Now(), Payload: []byte("token")}}); err != nil {
-		t.Fatal(err)
-	}
-	if e, err := a.Log().Wait(t.Context(), "", "x"); err != nil || e.Index != 3 {
-		t.Errorf("the node goes on: entry %d, %v", e.Index, err)
-	}
-}
-
-// A node that is there is left alone, however much waits in its outbox.
-func TestFleetLeavesLiveNodesAlone(t *testing.T) {
-	f := newFleet(t)
-	b := f.join("b", mustRing(t))
-	slow := f.store.Join("a")
-	o, err := b.logOptions(originPrefix + "a")
-	if err != nil {
-		t.Fatal(err)
-	}
-	o.Store = slow
-	log, err := ledger.Open(t.Context(), o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := log.Append(t.Context(), []ledger.Event{{ID: "x", Action: "act", Time: time.Now(), Payload: []byte("token")}}); err != nil {
-		t.Fatal(err)
-	}
-	if err := errors.Join(b.takeIn(t.Context()), b.retirePeers(t.Context())); err != nil {
-		t.Fatal(err)
-	}
-	if n, err := log.Waiting(t.Context()); err != nil || n != 1 {
-		t.Errorf("%d wait: %v", n, err)
-	}
-	slow.Remove()
-	if _, err := b.Log().Wait(t.Context(), "", "x"); err != nil {
-		t.Error(err)
-	}
-}
-
-// The keys of a node that is gone verify new tokens for as long as one may live, and records without end.
 // Once it is back they are its keys again.
 func TestFleetKeysOfGoneNodes(t *testing.T) {
 	f := newFleet(t)
@@ -473,9 +393,6 @@ func TestFleetPrunesWhatIsLeft(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := b.takeIn(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	if n, err := b.Prune(t.Context(), -time.Hour); err != nil || n != 256 {
 		t.Errorf("%d pruned: %v", n, err)
 	}
@@ -527,9 +444,6 @@ func TestFleetPrunesAtOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := b.takeIn(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	path := t.TempDir() + "/keys"
 	fleetFile(t, path, f.sealer)
 	if _, err := f.sealer.Rotate(path, func(uint32) error { return nil }); err != nil {
@@ -572,8 +486,7 @@ func TestFleetPrunesAtOnce(t *testing.T) {
 	}
 }
 
-// Level L3 over nodes: what one node has recorded is a parent at another one once it is in the first one's tree
-// under a signed head, and not before; who needs that waits for it.
+// Level L3 over nodes: what one node has recorded is a proven parent at another one at once.
 func TestFleetParentsAreProven(t *testing.T) {
 	f := newFleet(t)
 	a, b := f.join("a", mustRing(t)), f.join("b", mustRing(t))
@@ -581,66 +494,17 @@ func TestFleetParentsAreProven(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	issue := func() []*ect.Token {
-		t.Helper()
-		token, err := agent.Issue(time.Now(), ect.Claims{Audience: []string{fleetName}, Workflow: uuid.NewString(), Action: "read"})
-		if err != nil {
-			t.Fatal(err)
-		}
-		return []*ect.Token{token}
+	token, err := agent.Issue(time.Now(), ect.Claims{Audience: []string{fleetName}, Workflow: uuid.NewString(), Action: "read"})
+	if err != nil {
+		t.Fatal(err)
 	}
-	tokens := issue()
+	tokens := []*ect.Token{token}
 	if err := a.RecordTokens(t.Context(), tokens, tokens, Use{1}); err != nil {
 		t.Fatal(err)
 	}
-	level := func(of []*ect.Token) ect.Level {
-		t.Helper()
-		nodes, err := b.Graph(of[0].Workflow()).Nodes(t.Context(), of[0].ID())
-		if err != nil || len(nodes) != 1 {
-			t.Fatalf("%+v, %v", nodes, err)
-		}
-		return nodes[0].Level
-	}
-	if err := b.WaitProven(t.Context(), tokens); err != nil || level(tokens) != ect.L3 {
-		t.Errorf("recorded at a, it is at level %v at b: %v", level(tokens), err)
-	}
-
-	// One whose sequencer has not come to it.
-	slow := f.store.Join("c")
-	o, err := b.logOptions(originPrefix + "c")
-	if err != nil {
-		t.Fatal(err)
-	}
-	o.Store = slow
-	log, err := ledger.Open(t.Context(), o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	tokens = issue()
-	event := ledger.Event{
-		ID: tokens[0].ID(), Workflow: tokens[0].Workflow(), Action: "read", Issuer: "spiffe://example.com/agent", Time: time.Now(),
-		Payload: []byte(tokens[0].Raw()),
-	}
-	if err := log.Append(t.Context(), []ledger.Event{event}); err != nil {
-		t.Fatal(err)
-	}
-	waited := make(chan error, 1)
-	go func() { waited <- b.WaitProven(t.Context(), tokens) }()
-	if theirs, err := b.Log().In(t.Context(), originPrefix+"c"); err == nil && theirs.Head().Size > 0 {
-		t.Fatal("it is in the tree: this test shows nothing")
-	}
-	select {
-	case err := <-waited:
-		t.Fatalf("it counts as proven while it is in no tree: %v", err)
-	default:
-	}
-	log.Start()
-	t.Cleanup(func() { _ = log.Close(context.Background()) })
-	if err := <-waited; err != nil {
-		t.Fatal(err)
-	}
-	if theirs, err := b.Log().In(t.Context(), originPrefix+"c"); err != nil || theirs.Head().Size != 1 || level(tokens) != ect.L3 {
-		t.Errorf("at level %v, %v", level(tokens), err)
+	nodes, err := b.Graph(token.Workflow()).Nodes(t.Context(), token.ID())
+	if err != nil || len(nodes) != 1 || nodes[0].Level != ect.L3 {
+		t.Errorf("recorded at a, it is %+v at b: %v", nodes, err)
 	}
 }
 
@@ -782,51 +646,6 @@ func TestFleetLiveStatesOfAGoneNode(t *testing.T) {
 	}
 }
 
-// A node finds what waits in the outbox of another one, without waiting for that: it may be stopped. Nobody records the
-// start of a workflow there that an agent's start or a call has begun.
-func TestFleetReadsOutboxes(t *testing.T) {
-	f := newFleet(t)
-	b := f.join("b", mustRing(t))
-	slow := f.store.Join("a") // its sequencer never runs
-	o, err := b.logOptions(originPrefix + "a")
-	if err != nil {
-		t.Fatal(err)
-	}
-	o.Store = slow
-	log, err := ledger.Open(t.Context(), o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	agent, err := ect.NewIssuer("spiffe://example.com/agent", mustRing(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	workflow, other := uuid.NewString(), uuid.NewString()
-	token, err := agent.Issue(time.Now(), ect.Claims{
-		Audience: []string{fleetName}, Workflow: workflow, Action: "workflow_start",
-		Ext: new(ect.ExtBuilder).Text(ect.MemberWorkflowName, "x").Text(ect.MemberDescription, "y"),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	event := ledger.Event{ID: token.ID(), Workflow: workflow, Action: token.Action(), Issuer: token.Issuer(), Time: token.IssuedAt(), Payload: []byte(token.Raw())}
-	if err := log.Append(t.Context(), []ledger.Event{event}); err != nil {
-		t.Fatal(err)
-	}
-	for wid, want := range map[string]bool{workflow: false, other: true} {
-		if begins, err := b.builder.Begins(t.Context(), wid); err != nil || begins != want {
-			t.Errorf("begins: %v %v, want %v", begins, err, want)
-		}
-	}
-	size := 0
-	if err := b.Live(t.Context(), b.builder, workflow, func(l *plan.Live) { size = l.Len() }); err != nil || size != 1 {
-		t.Errorf("%d records, %v", size, err)
-	}
-	if n, err := log.Waiting(t.Context()); err != nil || n != 1 {
-		t.Errorf("%d wait: %v", n, err)
-	}
-}
-
 // Every node hears of each event that has its place in the log of any node: once, those of one log in order, also what was
 // moved for a node that is gone, and nothing from before it began.
 func TestFleetHearsOfAllEvents(t *testing.T) {
@@ -887,12 +706,12 @@ func TestFleetHearsOfAllEvents(t *testing.T) {
 	ofLog("a", ofB)
 	ofLog("b", ofA)
 
-	gone := f.store.Join("gone") // its sequencer never runs
+	gone := f.store.Join("gone")
 	o, err := b.logOptions(originPrefix + "gone")
 	if err != nil {
 		t.Fatal(err)
 	}
-	o.Store = gone
+	o.Store, o.Placed = gone, nil
 	log, err := ledger.Open(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
@@ -929,7 +748,7 @@ func TestFleetTokenUses(t *testing.T) {
 		return token
 	}
 	share := func(n *testNode, token *ect.Token, use Use) error {
-		return n.ShareTokens(context.Background(), []*ect.Token{token}, []*ect.Token{token}, use)
+		return n.RecordTokens(context.Background(), []*ect.Token{token}, []*ect.Token{token}, use)
 	}
 	replayed := func(err error) bool {
 		var refused *ect.Error
@@ -973,7 +792,7 @@ func TestFleetSigns(t *testing.T) {
 	member.Remove()
 	a := f.join("a", mustRing(t))
 	e, _ := a.read(a.record(uuid.NewString()))
-	if e.Header != nil || e.Unsigned {
+	if e.Header != nil {
 		t.Error("it is to be signed when somebody asks")
 	}
 	for name, want := range map[string]bool{"a": true, "b": false} {
@@ -1031,7 +850,7 @@ func TestFleetHeadUnderAnotherName(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.record(uuid.NewString())
-		if err := errors.Join(e.Log().Flush(t.Context()), e.Close(t.Context())); err != nil {
+		if err := e.Close(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if text, err := os.ReadFile(file); err != nil || !strings.HasPrefix(string(text), e.Log().Origin()+"\n1\n") {

@@ -105,7 +105,7 @@ func (b *rollbackBench) open() {
 	b.trust(alice, bob)
 }
 
-// signAtOnce makes the sequencer sign, as under every key that is not noted.
+// signAtOnce has events signed when they are recorded, as under every key that is not noted.
 func (b *rollbackBench) signAtOnce() {
 	b.t.Helper()
 	if err := b.evidence.ForgetKeys(b.t.Context(), b.evidence.KeysToSign()...); err != nil {
@@ -602,7 +602,7 @@ func (b *rollbackBench) entry(workflow, id string) *ect.Unverified {
 	b.t.Helper()
 	ctx, cancel := context.WithTimeout(b.t.Context(), time.Minute)
 	defer cancel()
-	e, err := b.evidence.Log().Wait(ctx, workflow, id)
+	e, err := b.evidence.Log().Lookup(ctx, workflow, id)
 	if err != nil {
 		b.t.Fatal(err)
 	}

@@ -229,25 +229,14 @@ func (e *Evidence) load(ctx context.Context, w *liveWorkflow) (err error) {
 			e.live.drop(w)
 		}
 	}()
-	var waiting []ledger.Entry
-	if e.live.fleet { // no node waits for another one's sequencer
-		waiting, err = e.log.Outbox(ctx, w.name)
-	} else {
-		waits, done := context.WithTimeout(ctx, flushTime)
-		err = e.log.Flush(waits)
-		done()
-	}
-	if err != nil {
-		return err
-	}
 	rec := &Recorder{Evidence: e, EventBuilder: w.builder}
 	entries, err := rec.workflowEntries(ctx, w.name, e.live.most)
 	if err != nil {
 		return err
 	}
-	records := make([]workflow.Record, 0, len(entries)+len(waiting))
-	for _, entry := range slices.Concat(entries, waiting) {
-		records = append(records, liveRecord(&entry, w.builder))
+	records := make([]workflow.Record, 0, len(entries))
+	for i := range entries {
+		records = append(records, liveRecord(&entries[i], w.builder))
 	}
 	if e.live.fleet {
 		records = behindParents(records)
@@ -305,7 +294,6 @@ func (t *liveWorkflows) recorded(events []ledger.Event, err error) {
 			continue
 		}
 		entry := ledger.Entry{Event: events[i]}
-		entry.Unsigned = false // in an Entry it says that the signature was refused; this one is to be signed
 		w.mu.Lock()
 		n, full := 0, t.fleet && len(w.came) >= maxArrived
 		if w.live == nil || t.fleet {

@@ -60,7 +60,7 @@ func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bo
 	if version == "" || wid == "" {
 		return version == withoutWorkflow, nil
 	}
-	rec, err := l.flushed(ctx)
+	rec, err := l.recorder()
 	if err != nil {
 		return false, err
 	}
@@ -102,7 +102,7 @@ func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bo
 
 // Workflows are those in which an event with this id is recorded, whose issuer is proven.
 func (l *RollbackLedger) Workflows(ctx context.Context, id string) ([]string, error) {
-	rec, err := l.flushed(ctx)
+	rec, err := l.recorder()
 	if err != nil {
 		return nil, err
 	}
@@ -125,7 +125,7 @@ const maxCrossed = 1000
 // Crossed are other workflows than r's in which something follows from what its Steps undo: tokens
 // with such parents are accepted with cross_workflow. What cannot be read is left out.
 func (l *RollbackLedger) Crossed(ctx context.Context, r *rollback.Rollback) (all []string, err error) {
-	rec, err := l.flushed(ctx)
+	rec, err := l.recorder()
 	if err != nil || r.Workflow == "" {
 		return nil, err
 	}
@@ -164,7 +164,7 @@ const maxRequestsSince = 16
 
 // lineageOf returns the target and its ancestors up to one of the requester's.
 func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*workflow.Graph, error) {
-	rec, err := l.flushed(ctx)
+	rec, err := l.recorder()
 	if err != nil {
 		return nil, err
 	}
@@ -189,7 +189,7 @@ func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*wor
 
 // view is Graph without the fallback for altered entries.
 func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view rollback.View, err error) {
-	rec, err := l.flushed(ctx)
+	rec, err := l.recorder()
 	if err != nil {
 		return view, err
 	}
@@ -437,7 +437,7 @@ func (p *neighbourhood) entries() (all []ledger.Entry) {
 	return all
 }
 
-// get is the entry of an id in the workflow; nil if there is none or it is not in the tree.
+// get is the entry of an id in the workflow; nil if there is none.
 func (p *neighbourhood) get(id string) (*ledger.Entry, error) {
 	if e, known := p.read[id]; known {
 		return e, nil
@@ -448,7 +448,7 @@ func (p *neighbourhood) get(id string) (*ledger.Entry, error) {
 		switch {
 		case err == nil:
 			found = &e
-		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned), errors.Is(err, ledger.ErrWaiting):
+		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
 		default:
 			return nil, err
 		}

@@ -253,17 +253,11 @@ func (b *rollbackBench) flood(workflow string, calls int, chain string) (last st
 		}
 		last = id
 		if len(batch) >= 14 || n == calls-1 {
-			if err := b.evidence.Log().Admit(b.t.Context()); err != nil {
-				b.t.Fatal(err)
-			}
 			if err := b.evidence.Append(b.t.Context(), time.Now(), nil, batch...); err != nil {
 				b.t.Fatal(err)
 			}
 			batch = nil
 		}
-	}
-	if err := b.evidence.Log().Flush(b.t.Context()); err != nil {
-		b.t.Fatal(err)
 	}
 	return last
 }
@@ -347,9 +341,6 @@ func readsOfParts(t *testing.T, calls int, chain bool) (reads int64, nodes int) 
 		for _, part := range slices.Backward(parts) {
 			request := b.token(bob, ect.Claims{Workflow: workflow, Parents: []string{part}, Action: "rollback_request",
 				Ext: ext(part).Text(ect.MemberScope, "sub_dag").Text(ect.MemberReason, "why")})
-			if err := b.evidence.Log().Flush(t.Context()); err != nil {
-				t.Fatal(err)
-			}
 			at := reading.reads.Load()
 			view, err := b.ledger.Graph(t.Context(), rollback.Query{Target: part, Scope: rollback.SubDAG, Lineage: rollback.Ancestor})
 			if err != nil {
@@ -511,9 +502,6 @@ func newLarge(t testing.TB, nodes int) *large {
 	second, _ := l.call(bob, workflow, "completed", ids...)
 	l.call(bob, workflow, "completed", second)
 	log := l.evidence.Log()
-	if err := log.Flush(t.Context()); err != nil {
-		t.Fatal(err)
-	}
 	if size := log.Head().Size; size < int64(nodes) {
 		t.Fatalf("%d entries, want %d", size, nodes)
 	}
@@ -543,13 +531,11 @@ func (b *rollbackBench) populate(workflow string, calls int, chain string) {
 	head := newHeadKey(b.t, b.sealer.Index("ledger head key", "agent-guard/n1"))
 	log, err := ledger.Open(b.t.Context(), ledger.Options{
 		Store: b.store, Sealer: b.sealer, Origin: "agent-guard/n1", HeadSigner: head, HeadKeys: note.VerifierList(head.Verifier),
-		Sign:  func(_ context.Context, e ledger.Event) ([]byte, error) { return e.Payload, nil }, // taken for a token
 		Links: recorded.IndexIDs,
 	})
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	log.Start()
 	token := func(c ect.Claims) []byte {
 		c.Workflow, c.Audience = workflow, []string{gateway}
 		t, err := b.issuers[gateway].Issue(time.Now(), c)
@@ -567,11 +553,7 @@ func (b *rollbackBench) populate(workflow string, calls int, chain string) {
 	for range 16 { // they share the disk's syncs
 		writers.Go(func() {
 			for events := range batches {
-				err := log.Admit(b.t.Context())
-				if err == nil {
-					err = log.Append(b.t.Context(), events)
-				}
-				if err != nil {
+				if err := log.Append(b.t.Context(), events); err != nil {
 					b.t.Error(err)
 				}
 			}
@@ -584,7 +566,7 @@ func (b *rollbackBench) populate(workflow string, calls int, chain string) {
 			parents = []string{chain}
 		}
 		id := uuid.NewString()
-		at := ledger.Event{Workflow: workflow, Issuer: gateway, Time: time.Now(), Unsigned: true}
+		at := ledger.Event{Workflow: workflow, Issuer: gateway, Time: time.Now()}
 		c, a := at, at
 		c.ID, c.Action, c.Parents, c.Payload = id, "checkpoint", parents, checkpoint
 		a.ID, a.Action, a.Parents, a.Payload = recorded.NodeID(id), "pay", append(parents[:len(parents):len(parents)], id), node

@@ -520,9 +520,6 @@ func (b *EventBuilder) unrecorded(ctx context.Context, workflow, audience string
 // recordedRequest is the token recorded under an id; empty without one.
 func (b *EventBuilder) recordedRequest(ctx context.Context, workflow, id string) (string, error) {
 	entry, err := b.e.log.Lookup(ctx, workflow, id)
-	if errors.Is(err, ledger.ErrWaiting) {
-		entry, err = b.e.log.Wait(ctx, workflow, id)
-	}
 	if errors.Is(err, ledger.ErrNotFound) {
 		return "", nil
 	}

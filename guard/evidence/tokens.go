@@ -149,25 +149,13 @@ func (e *Evidence) ActStatus(ctx context.Context, t *ect.Token, use Use) (TokenS
 	return status, err
 }
 
-// RecordTokens is ShareTokens, and returns once all are in the tree under a signed head (level L3). It
-// waits while the ledger is far behind.
-func (e *Evidence) RecordTokens(ctx context.Context, all, own []*ect.Token, use Use) error {
-	if err := e.log.Admit(ctx); err != nil {
-		return err
-	}
-	if err := e.ShareTokens(ctx, all, own, use); err != nil {
-		return err
-	}
-	return e.WaitProven(ctx, all)
-}
-
-// ShareTokens records the tokens of a request that makes no other commit, and the use of
+// RecordTokens records the tokens of a request that makes no other commit, and the use of
 // those in own, in one commit. Tokens that are recorded already are left out. Tokens that are not in own
 // can still be used once: see Spend.
 //
 // An *ect.Error says that a token was used for something else; after any other error nothing
 // is known.
-func (e *Evidence) ShareTokens(ctx context.Context, all, own []*ect.Token, use Use) error {
+func (e *Evidence) RecordTokens(ctx context.Context, all, own []*ect.Token, use Use) error {
 	for {
 		missing, unbound, err := e.unrecorded(ctx, all, own, use)
 		if err != nil || len(missing)+len(unbound) == 0 {
@@ -258,34 +246,13 @@ func (e *Evidence) commitTokens(ctx context.Context, missing, unbound []*ect.Tok
 	return batch.Commit(ctx, e.store)
 }
 
-// WaitProven waits until recorded tokens are in the tree under a signed head, so that they
-// have receipts.
-func (e *Evidence) WaitProven(ctx context.Context, tokens []*ect.Token) error {
-	for _, t := range tokens {
-		if err := e.WaitProvenID(ctx, t.Workflow(), t.NodeID()); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// WaitProvenID is WaitProven for an id of a workflow.
-func (e *Evidence) WaitProvenID(ctx context.Context, workflow, id string) error {
-	entry, err := e.log.Wait(ctx, workflow, id)
-	if err == nil && entry.Unsigned {
-		return ledger.ErrRefused
-	}
-	return err
-}
-
 // remembered is how many values each half of recent holds; a node is a few hundred bytes.
 const remembered = 8192
 
 // scope is an id with the workflow that it is unique in.
 type scope struct{ workflow, id string }
 
-// recent is a cache of the values that were added last. Most parents are minutes old, and
-// some of these still wait for their place in the tree. When the younger half is full it
+// recent is a cache of the values that were added last. Most parents are minutes old. When the younger half is full it
 // replaces the older one.
 type recent[T any] struct {
 	mu             sync.Mutex
@@ -446,9 +413,7 @@ func (e *Evidence) same(ctx context.Context, n *ect.Node, t *ect.Token) (bool, e
 	if n.Digest != [sha256.Size]byte{} {
 		return n.Digest == t.Digest(), nil
 	}
-	waits, cancel := context.WithTimeout(ctx, placeTime)
-	entry, err := e.log.Wait(waits, n.Workflow, n.ID)
-	cancel()
+	entry, err := e.log.Lookup(ctx, n.Workflow, n.ID)
 	if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
 		return false, nil
 	}
@@ -489,18 +454,16 @@ func signs(t *ect.Token, entry *ledger.Entry) bool {
 // takenElsewhere is Other if the id is recorded or used elsewhere and either token has no workflow:
 // the id of a token without a workflow is unique everywhere.
 func (e *Evidence) takenElsewhere(ctx context.Context, t *ect.Token) (TokenStatus, error) {
-	waits, cancel := context.WithTimeout(ctx, placeTime)
-	defer cancel()
 	taken := false
 	var err error
 	if t.Workflow() != "" {
 		_, err = e.store.Get(ctx, e.usedIn("", t))
 		if taken = err == nil; errors.Is(err, store.ErrNotFound) {
-			_, taken, err = e.find(waits, "", t.NodeID())
+			_, taken, err = e.find(ctx, "", t.NodeID())
 		}
-	} else if taken, err = e.log.IsGiven(waits, t.NodeID()); err == nil && !taken {
+	} else if taken, err = e.log.IsGiven(ctx, t.NodeID()); err == nil && !taken {
 		var entries []ledger.Entry
-		entries, err = e.log.FindRecorded(waits, t.NodeID())
+		entries, err = e.log.Find(ctx, t.NodeID())
 		taken = slices.ContainsFunc(entries, func(e ledger.Entry) bool { return e.Workflow != "" })
 	}
 	if err != nil || !taken {
@@ -585,9 +548,7 @@ func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	case g.workflow != "" && g.own != nil && id == g.own.ID():
 		return nil, nil
 	}
-	waits, cancel := context.WithTimeout(ctx, placeTime)
-	entries, err := g.e.log.FindRecorded(waits, id)
-	cancel()
+	entries, err := g.e.log.Find(ctx, id)
 	if err != nil {
 		return nil, err
 	}
@@ -598,18 +559,12 @@ func (g graph) nodes(ctx context.Context, id string) ([]ect.Node, error) {
 	return nodes, nil
 }
 
-// find finds the recorded token with an id in a workflow. It waits for one without a place
-// in the tree.
+// find finds the recorded token with an id in a workflow.
 func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, bool, error) {
 	if n, ok := e.recent.find(workflow, id); ok {
 		return n, true, nil
 	}
 	entry, err := e.log.Lookup(ctx, workflow, id)
-	if errors.Is(err, ledger.ErrWaiting) {
-		waits, cancel := context.WithTimeout(ctx, placeTime)
-		entry, err = e.log.Wait(waits, workflow, id)
-		cancel()
-	}
 	switch {
 	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
 		return ect.Node{}, false, nil
@@ -628,10 +583,10 @@ func nodeOf(entry *ledger.Entry) ect.Node {
 	n := ect.Node{
 		ID: entry.ID, Workflow: entry.Workflow, IssuedAt: entry.Time, Parents: entry.Parents, Level: ect.L3,
 	}
-	if entry.Unsigned || entry.Header == nil && !strings.Contains(string(entry.Payload), ".") {
+	if entry.Header == nil && !strings.Contains(string(entry.Payload), ".") {
 		n.Level = ect.L1
 	}
-	if entry.Header == nil && !entry.Unsigned {
+	if entry.Header == nil {
 		n.Digest = sha256.Sum256(entry.Payload)
 	}
 	return n
@@ -741,9 +696,6 @@ func (e *Evidence) Known(ctx context.Context, workflow string, ids []string) ([]
 
 // findPause is about how long an event takes to reach the tree.
 const findPause = 10 * time.Millisecond
-
-// placeTime is how long a lookup waits for an event to reach the tree.
-const placeTime = 2 * time.Second
 
 // Canonical writes an id as the ledger has it: a UUID in lower case.
 func Canonical(id string) string {

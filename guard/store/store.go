@@ -124,8 +124,7 @@ type Write struct {
 	// the other writes of its batch. One without is held to the limits of an ordinary value.
 	Bulk bool
 	// Place, if not nil, asks for a place in a sequence. What is written then depends on the order of the
-	// commits, and the sequence makes it; this write itself is a condition on its key, as Check is. Only a
-	// store that is Sequencing takes it.
+	// commits, and the sequence makes it; this write itself is a condition on its key, as Check is.
 	Place *Place
 }
 
@@ -141,41 +140,26 @@ type Place struct {
 // Sequence makes writes of which the order of all commits decides what they are, such as the entries of a log.
 type Sequence struct {
 	// Assemble gets the places of the batches that are about to be committed together, in the order of their
-	// commits, and returns the writes to commit with them, without conditions. Their keys are the sequence's own and
-	// those of the writes with the places; they come behind all batches, with a version of their own.
-	// now is the store's time, and current the version of a key, 0 for no living entry, with what the batches are
-	// about to write. Bulk values among the writes have no expiry.
+	// commits, and returns the writes to commit with them. Their keys are the sequence's own and those of the writes
+	// with the places; they come behind all batches, with a version of their own. now is the store's time. Bulk
+	// values among the writes have no expiry.
+	//
+	// With an error, and if a condition of one of the writes does not hold, nothing of what is committed together is
+	// written, and the commits return ErrUnavailable.
 	//
 	// done, if it is not nil, is called with how that commit has ended: with the version of the writes, or with an
-	// error as Commit returns it. It is called before any of the batches returns, and before the next Assemble. Until
-	// then the writes stay as they are.
+	// error, which is ErrOvertaken if a condition of these or other writes of sequences did not hold. It is called before any of the batches returns that
+	// has landed, and before the next Assemble. Until then the writes stay as they are. A commit with an unknown result
+	// is done once the store knows it; if the store never does, done is not called.
 	//
-	// Both are called where all commits pass through, one at a time: they neither wait nor use the store.
-	Assemble func(places []*Place, now time.Time, current func(key []byte) (Version, error)) (writes []Write, done func(Version, error))
+	// Both are called where all commits of this process pass through, one at a time: they neither wait nor use the
+	// store.
+	Assemble func(places []*Place, now time.Time) (writes []Write, done func(Version, error), err error)
 }
 
-// Sequencing is a Store that may take writes with a Place: one of which all commits pass through one place in this
-// process. Others refuse them with ErrInvalid.
-type Sequencing interface {
-	Store
-	// Sequences reports whether this store does.
-	Sequences() bool
-}
-
-// Sequences reports whether a store takes writes with a Place.
-func Sequences(st Store) bool {
-	s, is := st.(Sequencing)
-	return is && s.Sequences()
-}
-
-// RefusePlaces returns an ErrInvalid if a batch asks for a place in a sequence, for stores that are not Sequencing.
-func RefusePlaces(batch []Write) error {
-	for i := range batch {
-		if batch[i].Place != nil {
-			return fmt.Errorf("%w: write %d: a place in a sequence, which this store does not have", ErrInvalid, i)
-		}
-	}
-	return nil
+// NotAssembled is the error of batches that were not written since a sequence could not go on.
+func NotAssembled(why error) error {
+	return fmt.Errorf("%w, nothing was written: %w", ErrUnavailable, why)
 }
 
 // Condition is a write's condition on the entry of its key. An expired entry counts as absent.
@@ -230,6 +214,8 @@ var (
 	ErrUnknown = errors.New("store: outcome of the commit unknown")
 	// ErrUnavailable: the store cannot be reached now, and nothing was written. It may pass by itself.
 	ErrUnavailable = errors.New("store: not available")
+	// ErrOvertaken: something else was written where a sequence goes on.
+	ErrOvertaken = errors.New("store: something else was written where a sequence goes on")
 	// ErrFull: there is no room for the batch now, and nothing of it was written.
 	ErrFull = errors.New("store: no room")
 	// ErrDamaged: the entry exists, its value is missing or altered.

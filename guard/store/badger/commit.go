@@ -336,7 +336,11 @@ func (c *committer) commitGroup(all []*batch) {
 	if len(g.winners) == 0 {
 		return
 	}
-	c.assemble(g)
+	if err := c.assemble(g); err != nil {
+		g.done(err)
+		finish(append(g.winners, g.dependent...), store.NotAssembled(err))
+		return
+	}
 	frame := c.encode(g)
 	if err := c.log.EnsureSpace(len(frame), c.failed); err != nil {
 		g.done(notWritten(err))
@@ -390,10 +394,10 @@ func (c *committer) encode(g *group) []byte {
 	return b
 }
 
-// assemble has the sequences make what the group adds to them.
-func (c *committer) assemble(g *group) {
+// assemble has the sequences make what the group adds to them. An error means that one of them cannot go on.
+func (c *committer) assemble(g *group) error {
 	if len(g.places) == 0 {
-		return
+		return nil
 	}
 	for now := c.options.Now(); len(g.places) > 0; {
 		in, rest := g.places[0].In, g.places[:0:0]
@@ -406,9 +410,18 @@ func (c *committer) assemble(g *group) {
 			}
 		}
 		g.places = rest
-		writes, done := in.Assemble(c.places, now, func(key []byte) (store.Version, error) { return c.current(g, key) })
+		writes, done, err := in.Assemble(c.places, now)
 		clear(c.places)
+		if err != nil {
+			return err
+		}
 		made := newBatch(writes, now)
+		c.reading.RLock()
+		err = c.checkConditions(g, made, now)
+		c.reading.RUnlock()
+		if err == nil && made.failed >= 0 {
+			err = store.ErrOvertaken
+		}
 		c.stage(g, made)
 		g.made = append(g.made, made)
 		g.ended = append(g.ended, func(err error) {
@@ -417,6 +430,9 @@ func (c *committer) assemble(g *group) {
 			}
 			made.release()
 		})
+		if err != nil {
+			return err
+		}
 	}
 	for _, b := range g.winners {
 		for i := range b.staged {
@@ -434,26 +450,7 @@ func (c *committer) assemble(g *group) {
 			}
 		}
 	}
-}
-
-// current is the version of the living entry under a key, 0 for none.
-func (c *committer) current(g *group, key []byte) (store.Version, error) {
-	c.name = append(append(c.name[:0], userSpace), key...)
-	raw, ok := g.pending[string(c.name)]
-	if !ok {
-		c.reading.RLock()
-		found, err := c.find(c.name)
-		c.reading.RUnlock()
-		if err != nil {
-			return 0, err
-		}
-		raw = found.raw
-	}
-	entry, living, err := livingEntry(raw, c.options.Now())
-	if !living || err != nil {
-		return 0, err
-	}
-	return entry.Version, nil
+	return nil
 }
 
 // appendBulk makes the group's large bulk values durable before the frame that points to

@@ -176,9 +176,6 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 	return version, err
 }
 
-// Sequences implements store.Sequencing.
-func (s *Store) Sequences() bool { return true }
-
 // conflict returns the error with the entry that the condition met.
 func (s *Store) conflict(b *batch) error {
 	lost := &store.Conflict{Index: b.failed, Key: bytes.Clone(b.writes[b.failed].Key)}

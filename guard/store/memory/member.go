@@ -60,31 +60,22 @@ func (m *Member) Remove() {
 	}
 }
 
-// Sequences is false: the members of a store have sequences of their own.
-func (m *Member) Sequences() bool { return false }
-
 // Commit implements store.Store.
 func (m *Member) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
-	if err := store.RefusePlaces(batch); err != nil {
-		return 0, err
-	}
 	f := &m.fleet
 	f.mu.Lock() // until the others know, so that all see one order
 	defer f.mu.Unlock()
 	if !slices.Contains(f.members, m) {
 		return 0, store.ErrUnhealthy
 	}
-	version, err := m.Store.Commit(ctx, batch...)
+	version, written, err := m.commit(ctx, batch)
 	if err != nil {
 		return 0, err
 	}
-	for i := range batch {
-		if batch[i].Check {
-			continue
-		}
+	for _, key := range written {
 		for _, follow := range f.follows {
-			if follow.member != m && bytes.HasPrefix(batch[i].Key, follow.prefix) {
-				follow.changed(bytes.Clone(batch[i].Key))
+			if follow.member != m && bytes.HasPrefix(key, follow.prefix) {
+				follow.changed(key)
 			}
 		}
 	}

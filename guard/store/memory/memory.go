@@ -62,34 +62,63 @@ func (s *Store) Get(ctx context.Context, key []byte) (store.Entry, error) {
 
 // Commit implements store.Store.
 func (s *Store) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
-	if err := store.Check(batch); err != nil {
-		return 0, err
-	}
-	if err := ctx.Err(); err != nil {
-		return 0, err
-	}
-	version, err := s.apply(batch)
-	if err != nil {
-		return 0, err
-	}
-	for i := range batch {
-		if !batch[i].Check {
-			s.watches.Wake(batch[i].Key)
-		}
-	}
-	return version, nil
+	version, _, err := s.commit(ctx, batch)
+	return version, err
 }
 
-// Sequences implements store.Sequencing.
-func (s *Store) Sequences() bool { return true }
-
-func (s *Store) apply(batch []store.Write) (store.Version, error) {
+// commit is Commit. It returns the keys that were written, also those that sequences have made.
+func (s *Store) commit(ctx context.Context, batch []store.Write) (version store.Version, written [][]byte, err error) {
+	if err := store.Check(batch); err != nil {
+		return 0, nil, err
+	}
+	if err := ctx.Err(); err != nil {
+		return 0, nil, err
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
-		return 0, store.ErrClosed
+		return 0, nil, store.ErrClosed
 	}
 	now := s.now()
+	if err := s.lost(batch, now); err != nil {
+		return 0, nil, err
+	}
+	made, err := s.assemble(batch, now)
+	if err != nil {
+		return 0, nil, store.NotAssembled(err)
+	}
+	put := func(w *store.Write) {
+		s.put(w)
+		s.watches.Wake(w.Key) // whoever reads then waits for mu
+		written = append(written, bytes.Clone(w.Key))
+	}
+	s.version++
+	version = s.version
+	for i := range batch {
+		if !batch[i].Check && batch[i].Place == nil {
+			put(&batch[i])
+		}
+	}
+	for _, m := range made {
+		s.version++
+		for i := range m.writes {
+			put(&m.writes[i])
+		}
+		if m.done != nil {
+			m.done(s.version, nil)
+		}
+	}
+	return version, written, nil
+}
+
+// made is what a sequence has made of the places of a batch.
+type made struct {
+	writes []store.Write
+	done   func(store.Version, error)
+}
+
+// lost finds the first write whose condition does not hold; nil for none.
+func (s *Store) lost(batch []store.Write, now time.Time) error {
 	for i := range batch {
 		if batch[i].If.None() {
 			continue
@@ -103,49 +132,44 @@ func (s *Store) apply(batch []store.Write) (store.Version, error) {
 			e := clone(*found)
 			lost.Found = &e
 		}
-		return 0, lost
+		return lost
 	}
-	s.version++
-	version := s.version
-	for i := range batch {
-		if !batch[i].Check && batch[i].Place == nil {
-			s.put(&batch[i])
-		}
-	}
-	s.assemble(batch)
-	return version, nil
+	return nil
 }
 
 // assemble has the sequences make what the batch adds to them.
-func (s *Store) assemble(batch []store.Write) {
-	var seen []*store.Sequence
+func (s *Store) assemble(batch []store.Write, now time.Time) (all []made, err error) {
+	places := map[*store.Sequence][]*store.Place{}
+	var sequences []*store.Sequence
 	for i := range batch {
-		if batch[i].Place == nil || slices.Contains(seen, batch[i].Place.In) {
-			continue
-		}
-		in := batch[i].Place.In
-		seen = append(seen, in)
-		var places []*store.Place
-		for j := range batch[i:] {
-			if p := batch[i+j].Place; p != nil && p.In == in {
-				places = append(places, p)
+		if p := batch[i].Place; p != nil {
+			if places[p.In] == nil {
+				sequences = append(sequences, p.In)
 			}
-		}
-		writes, done := in.Assemble(places, s.now(), func(key []byte) (store.Version, error) {
-			if found := s.living(key, s.now()); found != nil {
-				return found.Version, nil
-			}
-			return 0, nil
-		})
-		s.version++
-		for i := range writes {
-			s.put(&writes[i])
-			s.watches.Wake(writes[i].Key) // whoever reads then waits for mu
-		}
-		if done != nil {
-			done(s.version, nil)
+			places[p.In] = append(places[p.In], p)
 		}
 	}
+	for _, in := range sequences {
+		var m made
+		if m.writes, m.done, err = in.Assemble(places[in], now); err == nil {
+			all = append(all, m)
+			if s.lost(m.writes, now) != nil {
+				err = store.ErrOvertaken
+			}
+		}
+		if err != nil {
+			break
+		}
+	}
+	if err == nil {
+		return all, nil
+	}
+	for _, m := range all {
+		if m.done != nil {
+			m.done(0, err)
+		}
+	}
+	return nil, err
 }
 
 func (s *Store) put(w *store.Write) {

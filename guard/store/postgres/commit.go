@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,7 +33,7 @@ var timers = sync.Pool{New: func() any {
 
 // Commit implements store.Store. It returns after the server has made the batch durable (P2).
 func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Version, error) {
-	if err := errors.Join(store.Check(writes), store.RefusePlaces(writes)); err != nil {
+	if err := store.Check(writes); err != nil {
 		return 0, err
 	}
 	if err := ctx.Err(); err != nil {
@@ -100,6 +101,11 @@ func newBatch(writes []store.Write) *batch {
 		b.size += len(writes[i].Key) + len(writes[i].Value)
 	}
 	memory := make([]byte, 0, b.size)
+	for i := range writes {
+		if p := writes[i].Place; p != nil {
+			b.size += p.Size
+		}
+	}
 	keep := func(from []byte) []byte {
 		memory = append(memory, from...)
 		return memory[len(memory)-len(from) : len(memory) : len(memory)]
@@ -245,10 +251,13 @@ func (q *queue) fitting() (group []*batch) {
 		}
 		for i := range b.writes {
 			key := string(b.writes[i].Key)
-			if b.writes[i].Check {
+			switch {
+			case b.writes[i].Place != nil: // written behind all steps
+				first[key] = steps{maxSteps, maxSteps}
+			case b.writes[i].Check:
 				at := first[key]
 				first[key] = steps{at.read, max(at.write, b.step)}
-			} else {
+			default:
 				first[key] = steps{b.step + 1, b.step + 1}
 			}
 		}
@@ -275,15 +284,24 @@ type committer struct {
 // tidyAfter is how many notes are deleted at a time.
 const tidyAfter = 64
 
-// group is a transaction: steps of batches without a key in common.
+// group is a transaction: steps of batches without a key in common. Behind them comes a step for each sequence in
+// which the batches that are written have places.
 type group struct {
 	steps []*step
 	from  int64 // the number of its first step
 	tidy  bool  // it deletes the notes of settled groups
+
+	clock  int64   // the server's time, in microseconds
+	placed bool    // some batches have places in sequences
+	made   []*step // what those have made of the places of batches that are written
 }
+
+// all are the steps in the order of their numbers.
+func (g *group) all() []*step { return append(g.steps[:len(g.steps):len(g.steps)], g.made...) }
 
 type step struct {
 	batches []*batch
+	done    func(store.Version, error) // of the sequence that has made it, or nil
 
 	// The server's verdict.
 	removed  bool    // on all of it: this member was removed
@@ -353,14 +371,14 @@ func (c *committer) commit(all []*batch) {
 		}
 		switch {
 		case err == nil:
-			c.settle(g, true, begun)
+			c.settle(g, nil, begun)
 		case fatal(err):
 			c.drop() // the verdict is asked for on a new connection
 		case again(err) && time.Since(begun) < c.options.StatementTimeout+margin-lastTry:
-			c.settle(g, false, begun)
+			c.settle(g, err, begun)
 			<-time.After(againAfter)
 		default:
-			c.settle(g, false, begun)
+			c.settle(g, err, begun)
 			answerAll(all, translate(err))
 		}
 		all = undecided(all)
@@ -450,7 +468,16 @@ func (c *committer) group(all []*batch) *group {
 		last := g.steps[len(g.steps)-1]
 		last.batches = append(last.batches, b)
 	}
-	c.next += int64(len(g.steps))
+	sequences := map[*store.Sequence]bool{}
+	for _, b := range all {
+		for i := range b.writes {
+			if p := b.writes[i].Place; p != nil {
+				sequences[p.In] = true
+			}
+		}
+	}
+	g.placed = len(sequences) > 0
+	c.next += int64(len(g.steps) + len(sequences))
 	return g
 }
 
@@ -465,7 +492,8 @@ const (
 // synchronous standby.
 var errWarned = errors.New("the commit was acknowledged with a warning")
 
-// send has the server carry out the group in one round trip. Without an error it is durable.
+// send has the server carry out the group: in one round trip, and in two where sequences have to know which batches are
+// written. Without an error it is durable.
 func (c *committer) send(ctx context.Context, g *group) error {
 	var out pgx.Batch
 	out.Queue("begin isolation level read committed read write")
@@ -477,29 +505,86 @@ func (c *committer) send(ctx context.Context, g *group) error {
 		}
 		out.Queue(text, c.arguments(g.from+int64(i), s)...)
 	}
+	c.warned.Store(false)
+	if !g.placed {
+		return c.finish(ctx, &out, g, g.read)
+	}
+	out.Queue("select " + clock)
+	if err := c.round(ctx, &out, g.read); err != nil {
+		return err
+	}
+	now := time.UnixMicro(g.clock)
+	if c.options.Now != nil {
+		now = c.options.Now()
+	}
+	if err := c.assemble(g, now); err != nil {
+		return store.NotAssembled(err)
+	}
+	out = pgx.Batch{}
+	for i, s := range g.made {
+		out.Queue(c.sql.applyMade, c.arguments(g.from+int64(len(g.steps)+i), s)...)
+	}
+	err := c.finish(ctx, &out, g, func(answers pgx.BatchResults) error { return readSteps(answers, g.made) })
+	if refused := (*pgconn.PgError)(nil); errors.As(err, &refused) && refused.Code == stateDivision {
+		err = store.NotAssembled(store.ErrOvertaken)
+	}
+	return err
+}
+
+// read reads the answers to all that comes before what sequences make.
+func (g *group) read(answers pgx.BatchResults) error {
+	if _, err := answers.Exec(); err != nil { // begin
+		return err
+	}
+	if _, err := answers.Exec(); err != nil { // the lock
+		return err
+	}
+	if err := readSteps(answers, g.steps); err != nil || !g.placed {
+		return err
+	}
+	return answers.QueryRow().Scan(&g.clock)
+}
+
+// round sends statements and reads their answers.
+func (c *committer) round(ctx context.Context, out *pgx.Batch, read func(pgx.BatchResults) error) error {
+	answers := c.conn.SendBatch(ctx, out)
+	err := read(answers)
+	if closing := answers.Close(); err == nil {
+		err = closing // also that of a commit
+	}
+	return err
+}
+
+// finish sends the last statements of a group, and commits it.
+func (c *committer) finish(ctx context.Context, out *pgx.Batch, g *group, read func(pgx.BatchResults) error) error {
 	if g.tidy {
 		out.Queue(c.sql.tidy, c.writer, c.tidied, c.settled)
 	}
 	out.Queue("commit")
-	c.warned.Store(false)
-	answers := c.conn.SendBatch(ctx, &out)
-	err := g.read(answers)
-	if closing := answers.Close(); err == nil {
-		err = closing // also that of the commit
-	}
+	err := c.round(ctx, out, func(answers pgx.BatchResults) error {
+		if err := read(answers); err != nil {
+			return err
+		}
+		if g.tidy {
+			if _, err := answers.Exec(); err != nil {
+				return err
+			}
+		}
+		done, err := answers.Exec()
+		if err == nil && done.String() != "COMMIT" {
+			err = fmt.Errorf("the commit ended with %s", done)
+		}
+		return err
+	})
 	if err == nil && c.warned.Load() {
 		err = errWarned
 	}
 	return err
 }
 
-func (g *group) read(answers pgx.BatchResults) error {
-	for range 2 { // begin, and the lock
-		if _, err := answers.Exec(); err != nil {
-			return err
-		}
-	}
-	for _, s := range g.steps {
+// readSteps reads the answers to steps.
+func readSteps(answers pgx.BatchResults, steps []*step) error {
+	for _, s := range steps {
 		rows, err := answers.Query()
 		if err != nil {
 			return err
@@ -508,16 +593,38 @@ func (g *group) read(answers pgx.BatchResults) error {
 			return err
 		}
 	}
-	if g.tidy {
-		if _, err := answers.Exec(); err != nil {
-			return err
+	return nil
+}
+
+// assemble has the sequences make what the batches add to them that are written.
+func (c *committer) assemble(g *group, now time.Time) error {
+	places := map[*store.Sequence][]*store.Place{}
+	var sequences []*store.Sequence
+	for _, s := range g.steps {
+		for i, version := range s.versions {
+			if version == 0 {
+				continue
+			}
+			for j := range s.batches[i].writes {
+				p := s.batches[i].writes[j].Place
+				if p == nil {
+					continue
+				}
+				if places[p.In] == nil {
+					sequences = append(sequences, p.In)
+				}
+				places[p.In] = append(places[p.In], p)
+			}
 		}
 	}
-	done, err := answers.Exec()
-	if err == nil && done.String() != "COMMIT" {
-		err = fmt.Errorf("the commit ended with %s", done)
+	for _, in := range sequences {
+		writes, done, err := in.Assemble(places[in], now)
+		if err != nil {
+			return err
+		}
+		g.made = append(g.made, &step{batches: []*batch{newBatch(writes)}, done: done})
 	}
-	return err
+	return nil
 }
 
 // read reads the answer to applySQL.
@@ -579,7 +686,7 @@ func (c *committer) arguments(number int64, s *step) []any {
 				want = wantNever
 			}
 			switch {
-			case w.Check:
+			case w.Check, w.Place != nil:
 				kind = kindCheck
 			case w.Delete:
 				kind = kindDelete
@@ -640,7 +747,11 @@ with w as materialized (
 		else array[nextval('{schema}.versions')] end as versions
 )` + writeSQL
 
-// What both have in common.
+// applyMadeSQL is applyOneSQL for what a sequence has made: a condition that does not hold ends the transaction, with a
+// division by zero.
+var applyMadeSQL = strings.ReplaceAll(applyOneSQL, "then array[0::bigint]", "then (select array[1 / (place - place)] from losers)")
+
+// What all have in common.
 const (
 	foundSQL = `(
 		select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > ` + given + ` offset 0
@@ -672,18 +783,29 @@ union all
 select batch, place, coalesce(version, 0), value, coalesce(expires, 0), null from losers`
 )
 
-// settle ends the open group: written with its verdicts, or not written at all.
-func (c *committer) settle(g *group, written bool, begun time.Time) {
+// settle ends the open group: written with its verdicts, or not written at all, and why.
+func (c *committer) settle(g *group, why error, begun time.Time) {
 	c.open = nil
-	if !written {
+	for _, s := range g.made {
+		switch {
+		case s.done == nil:
+		case why != nil:
+			s.done(0, why)
+		case len(s.versions) == 0:
+			s.done(0, errRemoved)
+		default:
+			s.done(store.Version(s.versions[0]), nil)
+		}
+	}
+	if why != nil {
 		return // a note that calls it off stays there, for the transaction may still come
 	}
 	if g.tidy {
 		c.tidied = c.settled
 	}
-	c.settled = g.from + int64(len(g.steps))
+	c.settled = g.from + int64(len(g.steps)+len(g.made))
 	winners := 0
-	for _, s := range g.steps {
+	for _, s := range g.all() {
 		if s.removed {
 			c.lose()
 			answerAll(s.batches, errRemoved)
@@ -694,13 +816,13 @@ func (c *committer) settle(g *group, written bool, begun time.Time) {
 			}
 			winners++
 			for j := range s.batches[i].writes {
-				if w := &s.batches[i].writes[j]; !w.Check {
+				if w := &s.batches[i].writes[j]; !w.Check && w.Place == nil {
 					c.watches.Wake(w.Key)
 				}
 			}
 		}
 	}
-	if winners > 0 && c.options.Observer != nil {
+	if winners -= len(g.made); winners > 0 && c.options.Observer != nil {
 		c.options.Observer.Committed(winners, time.Since(begun))
 	}
 	for _, s := range g.steps {
@@ -743,24 +865,29 @@ func (c *committer) findOut(ctx context.Context) error {
 			return err
 		}
 	}
-	c.settle(g, written, time.Now())
+	var why error
+	if !written {
+		why = store.ErrUnavailable
+	}
+	c.settle(g, why, time.Now())
 	return nil
 }
 
 // readWinners reads which batches of the group were written. The others run again, since what they
 // lost to was not answered.
 func (c *committer) readWinners(ctx context.Context, g *group) error {
-	rows, err := c.conn.Query(ctx, c.sql.winners, c.writer, g.from, g.from+int64(len(g.steps)))
+	all := g.all()
+	rows, err := c.conn.Query(ctx, c.sql.winners, c.writer, g.from, g.from+int64(len(all)))
 	if err != nil {
 		return err
 	}
-	for _, s := range g.steps {
+	for _, s := range all {
 		s.removed, s.versions, s.losers = false, nil, nil
 	}
 	var seq int64
 	var versions []int64
 	_, err = pgx.ForEachRow(rows, []any{&seq, &versions}, func() error {
-		s := g.steps[seq-g.from]
+		s := all[seq-g.from]
 		s.versions, s.removed = versions, versions == nil
 		return nil
 	})

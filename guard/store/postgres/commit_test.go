@@ -90,7 +90,7 @@ func TestNoStatementJoinsBatchesRowByRow(t *testing.T) {
 			}
 		}
 	}
-	if looked != 2 {
+	if looked != 3 {
 		t.Errorf("%d statements", looked)
 	}
 }

@@ -16,6 +16,7 @@ import (
 
 // States of SQL that mean something here (PostgreSQL, appendix A).
 const (
+	stateDivision      = "22012" // see applyMadeSQL
 	stateUnique        = "23505"
 	stateSerialization = "40001"
 	stateDeadlock      = "40P01"
@@ -54,6 +55,9 @@ func unavailable(cause string) error {
 // translate returns err as an error of the contract. It keeps nothing of the DSN: no host, role,
 // database or password.
 func translate(err error) error {
+	if errors.Is(err, store.ErrUnavailable) {
+		return err // of a sequence
+	}
 	if refused := (*pgconn.PgError)(nil); errors.As(err, &refused) {
 		what := "SQLSTATE " + refused.Code
 		if hint := hints[refused.Code]; hint != "" {
@@ -100,6 +104,9 @@ func causeOf(err error) string {
 // fatal reports that err leaves open what happened: the connection is gone, or the server ended it.
 func fatal(err error) bool {
 	refused := (*pgconn.PgError)(nil)
+	if errors.Is(err, store.ErrUnavailable) { // a sequence does not go on
+		return false
+	}
 	return !errors.As(err, &refused) || refused.SeverityUnlocalized != "ERROR"
 }
 

@@ -742,12 +742,14 @@ type statements struct {
 	free     string
 	apply    string
 	applyOne string
-	tidy     string
-	callOff  string
-	winners  string
-	sweep    string
-	feed     string
-	prune    string
+	// applyMade is for what sequences make.
+	applyMade string
+	tidy      string
+	callOff   string
+	winners   string
+	sweep     string
+	feed      string
+	prune     string
 }
 
 // in puts the schema into text.
@@ -762,6 +764,7 @@ func newStatements(schema, channel string) statements {
 	q.free = q.in(freeSQL)
 	q.apply = strings.ReplaceAll(q.in(applySQL), "{channel}", channel)
 	q.applyOne = strings.ReplaceAll(q.in(applyOneSQL), "{channel}", channel)
+	q.applyMade = strings.ReplaceAll(q.in(applyMadeSQL), "{channel}", channel)
 	// Not those that call a group off: its transaction may still come.
 	q.tidy = q.in("delete from {schema}.commits where writer = $1 and seq >= $2 and seq < $3 and winners is not null")
 	q.callOff = q.in(`insert into {schema}.commits (writer, seq, at) values ($1, $2, ` + clock + `)

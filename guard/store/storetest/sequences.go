@@ -21,6 +21,9 @@ type numbering struct {
 	end  store.Version // of the key "end", as done said it
 	made []store.Write // of the commit under way
 	busy bool
+
+	fails error // of the next one
+	ended error // how the last commit has ended
 }
 
 func newNumbering(t *testing.T) *numbering {
@@ -36,13 +39,17 @@ func (n *numbering) place(item string) store.Write {
 	return store.Write{Key: []byte(item), If: store.Absent(), Place: &store.Place{In: &n.Sequence, Item: item, Size: 100}}
 }
 
-func (n *numbering) assemble(places []*store.Place, _ time.Time, current func(key []byte) (store.Version, error)) ([]store.Write, func(store.Version, error)) {
+func (n *numbering) assemble(places []*store.Place, _ time.Time) ([]store.Write, func(store.Version, error), error) {
 	if n.busy {
 		n.t.Error("asked again before it was said how the commit has ended")
 	}
+	if n.fails != nil {
+		return nil, nil, n.fails
+	}
 	n.busy = true
-	if at, err := current([]byte("end")); err != nil || at != n.end {
-		n.t.Errorf("the end has version %d instead of %d: %v", at, n.end, err)
+	end := store.Absent()
+	if n.end != 0 {
+		end = store.VersionIs(n.end)
 	}
 	next, made := n.next, n.made[:0] // used again, which a store must bear
 	for _, p := range places {
@@ -52,14 +59,15 @@ func (n *numbering) assemble(places []*store.Place, _ time.Time, current func(ke
 			store.Write{Key: []byte(p.Item.(string)), Value: number})
 		next++
 	}
-	made = append(made, store.Write{Key: []byte("end"), Value: binary.BigEndian.AppendUint64(nil, next)})
+	made = append(made, store.Write{Key: []byte("end"), If: end, Value: binary.BigEndian.AppendUint64(nil, next)})
 	n.made = made
 	return made, func(version store.Version, err error) {
 		if n.busy = false; err == nil {
 			n.next, n.end = next, version
 		}
+		n.ended = err
 		clear(made)
-	}
+	}, nil
 }
 
 // exerciseSequences tests Write.Place: what a sequence makes is committed with the batches that ask for it, in their
@@ -67,12 +75,6 @@ func (n *numbering) assemble(places []*store.Place, _ time.Time, current func(ke
 func exerciseSequences(t *testing.T, open Opener) {
 	b := newBench(t, open)
 	n := newNumbering(t)
-	if !store.Sequences(b.Store) {
-		if _, err := b.Commit(t.Context(), n.place("a")); !errors.Is(err, store.ErrInvalid) {
-			t.Errorf("a place in a store without sequences: %v, want ErrInvalid", err)
-		}
-		return
-	}
 	b.commit(put("x", "1"), n.place("a"), n.place("b"))
 	b.is("x", "1")
 	b.is("a", string(binary.BigEndian.AppendUint64(nil, 0)))
@@ -124,11 +126,11 @@ func exerciseSequences(t *testing.T, open Opener) {
 	})
 
 	t.Run("TwoSequences", func(t *testing.T) {
-		other := &store.Sequence{Assemble: func(places []*store.Place, now time.Time, _ func([]byte) (store.Version, error)) ([]store.Write, func(store.Version, error)) {
+		other := &store.Sequence{Assemble: func(places []*store.Place, now time.Time) ([]store.Write, func(store.Version, error), error) {
 			if !now.Equal(b.Now()) {
 				t.Errorf("the time is %s", now)
 			}
-			return []store.Write{{Key: []byte("other"), Value: fmt.Append(nil, len(places))}}, nil
+			return []store.Write{{Key: []byte("other"), Value: fmt.Append(nil, len(places))}}, nil, nil
 		}}
 		in := func(key string) store.Write {
 			return store.Write{Key: []byte(key), Place: &store.Place{In: other, Size: 1}}
@@ -137,6 +139,30 @@ func exerciseSequences(t *testing.T, open Opener) {
 		b.is("other", "2")
 		b.is("two", string(binary.BigEndian.AppendUint64(nil, 2)))
 		b.absent("o1") // nothing was made under its own key
+	})
+
+	t.Run("NothingIsWrittenOfASequenceThatDoesNotGoOn", func(t *testing.T) {
+		refused := func() {
+			t.Helper()
+			_, err := b.Commit(t.Context(), put("y", "1"), n.place("refused"))
+			if lost := (*store.Conflict)(nil); !errors.Is(err, store.ErrUnavailable) || errors.As(err, &lost) {
+				t.Errorf("the commit ended with %v, want ErrUnavailable", err)
+			}
+			b.absent("y")
+			b.absent("refused")
+		}
+		n.fails = errors.New("out of order")
+		refused()
+		n.fails = nil
+		end := n.end
+		n.end++ // somebody else has added something
+		refused()
+		if !errors.Is(n.ended, store.ErrOvertaken) {
+			t.Errorf("done was called with %v, want ErrOvertaken", n.ended)
+		}
+		n.end = end
+		b.commit(put("y", "1"), n.place("refused"))
+		b.is("y", "1")
 	})
 
 	t.Run("InTheOrderOfTheCommits", func(t *testing.T) {

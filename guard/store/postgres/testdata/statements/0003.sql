@@ -54,6 +54,46 @@ with w as materialized (
  select case when $7::text is not null and not exists (
   select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
  ) then null
+  when exists (select from losers) then (select array[1 / (place - place)] from losers)
+  else array[nextval('{schema}.versions')] end as versions
+), puts as (
+ insert into {schema}.entries (key, value, version, expires)
+ select w.key, w.value, won.versions[w.batch + 1], w.expires from won cross join w where w.kind = 0 and won.versions[w.batch + 1] > 0
+ on conflict (key) do update set value = excluded.value, version = excluded.version, expires = excluded.expires
+), deletes as (
+ delete from {schema}.entries where key = any(array(
+  select w.key from won cross join w where w.kind = 1 and won.versions[w.batch + 1] > 0))
+), feed as (
+ insert into {schema}.feed (seq, boot, at, gone, keys)
+ select nextval('{schema}.feed_seq'), coalesce($7::text, ''), (extract(epoch from clock_timestamp()) * 1000000)::bigint, false,
+  case when count(*) <= 8192 then array_agg(w.key) end
+ from won cross join w
+ where w.kind < 2 and won.versions[w.batch + 1] > 0 and (select exists (select from {schema}.members where boot <> coalesce($7::text, '')))
+ having count(*) > 0
+ returning pg_notify('{channel}', '')
+), note as (
+ insert into {schema}.commits (writer, seq, at, winners, versions)
+ select $8::uuid, $9::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint, '{}', won.versions from won
+)
+select -1 as batch, 0::bigint as place, 0::bigint as version, null::bytea as value, 0::bigint as expires, versions from won
+union all
+select batch, place, coalesce(version, 0), value, coalesce(expires, 0), null from losers
+;
+
+with w as materialized (
+ select *, 0 as batch from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[]) with ordinality
+  as w (key, value, expires, want, kind, place)
+), losers as materialized (
+ select w.batch, w.place, e.version, e.value, e.expires
+ from w left join lateral (
+  select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint) offset 0
+ ) e on true
+ where w.want <> -1 and coalesce(e.version, 0) <> w.want
+ order by w.place limit 1
+), won as materialized (
+ select case when $7::text is not null and not exists (
+  select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+ ) then null
   when exists (select from losers) then array[0::bigint]
   else array[nextval('{schema}.versions')] end as versions
 ), puts as (
