@@ -258,7 +258,7 @@ func TestSnapshots(t *testing.T) {
 			`agent_guard_upstream_latency_seconds{upstream="10.0.0.7:9001"}`:       1,
 			`agent_guard_upstream_latency_usual_seconds{upstream="10.0.0.7:9001"}`: 0.5,
 			"agent_guard_ledger_entries{}":                                         5,
-			"agent_guard_database_lease_seconds{}": 9, `agent_guard_database_connections{state="in_use"}`: 3,
+			"agent_guard_database_lease_seconds{}":                                 9, `agent_guard_database_connections{state="in_use"}`: 3,
 			"agent_guard_database_waits_total{}": 2, "agent_guard_database_wait_seconds_total{}": 1.5,
 			`agent_guard_database_rows{state="living"}`: 8, `agent_guard_database_rows{state="dead"}`: 5,
 			"agent_guard_database_oldest_transaction_seconds{}": 4, "agent_guard_database_standbys{}": 1,
