@@ -178,8 +178,8 @@ func ledgerHead(o *options) *cobra.Command {
 		Use:   "head",
 		Short: "Shows the signed head of a server's ledger, and its key",
 		Long: `Shows the signed head of a server's ledger, and the public key that verifies
-exports and receipts. A store with
-several nodes has a log for each: those of the others are listed, too.
+exports and receipts. A store with several nodes has a log for each: those of the
+others are listed, too.
 
 Keep the head elsewhere from time to time: the log must have grown out of it
 ever after, and ` + "`ledger verify --head`" + ` finds out.`,
