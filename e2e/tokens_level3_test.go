@@ -13,7 +13,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 const level3 = "\n trust {\n min_level L3\n }"
