@@ -11,7 +11,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -36,14 +35,14 @@ func onErrorSite(t *testing.T, agents ...*agent) (*restLab, *procSite, *procGate
 }
 
 // rollbacks waits until so many rollbacks are finished, and lists all, the newest first.
-func (s *procSite) rollbacks(t *testing.T, finished int) []*api.Document {
+func (s *procSite) rollbacks(t *testing.T, finished int) []*rollback.Rollback {
 	t.Helper()
 	deadline := time.Now().Add(patience)
 	for {
 		all := procDocument[admin.RollbackPage](t, s.operate(t, "rollbacks", "list", "--limit", "1000", "-o", "json").says(t)).Rollbacks
 		n := 0
 		for _, doc := range all {
-			if doc.State == string(rollback.Finished) {
+			if doc.State == rollback.Finished {
 				n++
 			}
 		}
@@ -82,7 +81,7 @@ func TestOnErrorRollsBackWhatFollowed(t *testing.T) {
 		t.Fatalf("%v: %d %v %s", err, got.status, got.header, got.body)
 	}
 	found := site.rollbacks(t, 1)[0]
-	doc := s.finished(found.RollbackID)
+	doc := s.finished(found.ID)
 	doc.want(t, "completed")
 	if len(doc.Steps) != 2 || doc.Checkpoint != got.header.Get("Execution-Checkpoint") || doc.Scope != "sub_dag" || found.Requester != gatewayIdentity {
 		t.Errorf("%+v, asked for by %s", doc, found.Requester)
@@ -106,7 +105,7 @@ func TestOnErrorRollsBackWhatFollowed(t *testing.T) {
 	g.call(lost).problem(t, http.StatusConflict, "in-doubt")
 	last := s.try(request{path: "/agents/last"})
 	all := site.rollbacks(t, 2)
-	if len(all) != 2 || all[0].CheckpointID != last.checkpoint || all[1].RollbackID != found.RollbackID {
+	if len(all) != 2 || all[0].Checkpoint != last.checkpoint || all[1].ID != found.ID {
 		t.Errorf("%d rollbacks, %+v", len(all), all[0])
 	}
 	if got := g.call(refused); got.status != http.StatusUnprocessableEntity || got.header.Get("Idempotent-Replayed") != "true" {
@@ -145,7 +144,7 @@ func TestOnErrorOfAgents(t *testing.T) {
 	report(a, "warning", checkpoint, token.ID())              // no more than a warning
 	report(a, "critical", other.checkpoint, other.checkpoint) // not on_error rollback
 	failure, _ := report(a, "error", checkpoint, token.ID())  // this one counts
-	doc := s.finished(site.rollbacks(t, 1)[0].RollbackID)
+	doc := s.finished(site.rollbacks(t, 1)[0].ID)
 	doc.want(t, "completed")
 	report(a, "critical", checkpoint, token.ID()) // this one comes too late
 	found := site.rollbacks(t, 1)
@@ -189,7 +188,7 @@ func TestOnErrorOfAnUndo(t *testing.T) {
 		t.Fatalf("%d %s", failed.status, failed.body)
 	}
 	found := site.rollbacks(t, 1)
-	if len(found) != 1 || found[0].CheckpointID != failed.checkpoint || found[0].Status == rollback.Completed {
+	if len(found) != 1 || found[0].Checkpoint != failed.checkpoint || found[0].Status == rollback.Completed {
 		t.Errorf("%d rollbacks, %+v", len(found), found[0])
 	}
 	deadline := time.Now().Add(patience)
@@ -221,7 +220,7 @@ func TestCrashOnError(t *testing.T) {
 		gateway = site.start(t)
 		checkpoints[got.checkpoint] = true
 		for _, doc := range site.rollbacks(t, round+1) {
-			if !checkpoints[doc.CheckpointID] || doc.Status != rollback.Completed {
+			if !checkpoints[doc.Checkpoint] || doc.Status != rollback.Completed {
 				t.Errorf("%+v", doc)
 			}
 		}

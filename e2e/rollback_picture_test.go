@@ -23,9 +23,9 @@ func TestRollbackAsAPicture(t *testing.T) {
 	_, mail := f.does(b, "POST", "/mail", "hello", charged.ID())
 	id := uuid.NewString()
 	doc := f.asks(a, id, first, `, "scope": "sub_dag"`).undone(t, rollback.Partial)
-	steps := make(map[string]api.StepDocument)
+	steps := make(map[string]rollback.Step)
 	for _, step := range doc.Steps {
-		steps[step.CheckpointID] = step
+		steps[step.Checkpoint] = step
 	}
 	if got := [3]string{earlier(steps[first]), earlier(steps[charge]), earlier(steps[mail])}; got != [3]string{charge, mail, ""} {
 		t.Errorf("%v, of %s, %s and %s", got, first, charge, mail)
@@ -80,4 +80,4 @@ func TestRollbackAsAPicture(t *testing.T) {
 	}
 }
 
-func earlier(s api.StepDocument) string { return strings.Join(s.Earlier, " ") }
+func earlier(s rollback.Step) string { return strings.Join(s.Earlier, " ") }

@@ -66,7 +66,7 @@ func (f *flow) asksWith(token *ect.Token, id, checkpoint, more string) reply {
 }
 
 // undone reads the answer to a rollback that is finished.
-func (r reply) undone(t *testing.T, want rollback.Status) (doc api.Document) {
+func (r reply) undone(t *testing.T, want rollback.Status) (doc rollback.Rollback) {
 	t.Helper()
 	if err := json.Unmarshal([]byte(r.body), &doc); err != nil || r.status != http.StatusOK || doc.Status != want {
 		t.Fatalf("%d %s, want %s (%v)", r.status, r.body, want, err)
@@ -99,7 +99,7 @@ func TestP5RollbackOfAPut(t *testing.T) {
 	first := f.asksWith(asking, id, checkpoint, `, "reason": "a mistake"`)
 	doc := first.undone(t, rollback.Completed)
 	lab.wantDoc("/docs/a", "before")
-	if doc.Requester != a.issuer.Identity() || len(doc.Steps) != 1 || doc.Steps[0].Action != "undo" || len(doc.FollowUp) > 0 || doc.Before == "" || doc.After == "" {
+	if doc.Requester != a.issuer.Identity() || len(doc.Steps) != 1 || doc.Steps[0].Action != "undo" || len(doc.FollowUp) > 0 || doc.Before == (rollback.Hash{}) || doc.After == (rollback.Hash{}) {
 		t.Errorf("%+v", doc)
 	}
 	result, err := ect.ParseInsecure(doc.ECT)
@@ -135,7 +135,7 @@ func TestCascade413RollbackOfWhatFollowed(t *testing.T) {
 	root, first := f.does(a, "PUT", "/docs/a", "1")
 	f.does(b, "POST", "/charges", "{}", root.ID())
 	doc := f.asks(a, uuid.NewString(), first, `, "cascade": true`).undone(t, rollback.Completed)
-	if len(doc.Steps) != 2 || doc.Steps[0].Level >= doc.Steps[1].Level || doc.Steps[1].CheckpointID != first || len(doc.Cascaded) != 1 || doc.Cascaded[0].Agent != b.issuer.Identity() {
+	if len(doc.Steps) != 2 || doc.Steps[0].Level >= doc.Steps[1].Level || doc.Steps[1].Checkpoint != first || len(doc.Cascaded) != 1 || doc.Cascaded[0].Agent != b.issuer.Identity() {
 		t.Errorf("%+v", doc)
 	}
 	lab.wantEffects("created /docs/a", "charged ch_1", "refunded ch_1", "deleted /docs/a")
@@ -281,7 +281,7 @@ func TestP5RollbackOverARestart(t *testing.T) {
 	got := g.call(with(asking, request{path: api.RollbackPath, body: body, header: headers{"Prefer": "wait=20"}}))
 	first := got.undone(t, rollback.Completed)
 	lab.wantDoc("/docs/a", "before")
-	if first.RollbackID != "urn:uuid:"+id {
+	if first.ID != "urn:uuid:"+id {
 		t.Errorf("%+v", first)
 	}
 	if again := g.call(with(asking, request{path: api.RollbackPath, body: body})); again.body != got.body {

@@ -24,7 +24,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -357,16 +356,16 @@ func TestStepsSayWhatTheyAreAbout(t *testing.T) {
 	o.keep(key, c)
 	o.trials = map[string]admin.Trial{checkpointID: {Attempts: 3, Cause: "POST: connection refused"}}
 	o.rollback = &coordinator{all: map[string]*rollback.Rollback{rollbackID: {
-		ID: rollbackID, Checkpoint: checkpointID, Workflow: evidence.WorkflowID("trip-7"), State: rollback.Executing, Plan: &rollback.Plan{},
-		Steps: []rollback.Step{{Checkpoint: checkpointID, What: rollback.Undo, State: rollback.StepRunning}, {Checkpoint: strangerID, What: rollback.Undo, State: rollback.StepPending}},
+		ID: rollbackID, Checkpoint: checkpointID, Workflow: evidence.WorkflowID("trip-7"), State: rollback.Executing, Journal: rollback.Journal{Plan: &rollback.Plan{}},
+		Steps: []rollback.Step{{Checkpoint: checkpointID, StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepRunning}, {Checkpoint: strangerID, StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepPending}},
 	}}}
-	var doc api.Document
+	var doc rollback.Rollback
 	r.get("rollback/"+rollbackID, &doc)
 	if len(doc.Steps) != 2 || doc.Steps[0].Call == nil || doc.Steps[1].Call != nil {
 		t.Fatalf("%+v", doc.Steps)
 	}
 	step := doc.Steps[0]
-	if want := (api.CallDocument{
+	if want := (rollback.CallDocument{
 		Execution: key.Hex(), ExecutionID: "order-7", Action: "charge", Method: "POST", Host: "api.example", Path: "/v1/charges", Created: r.now,
 	}); *step.Call != want {
 		t.Errorf("%+v, want %+v", *step.Call, want)

@@ -57,7 +57,7 @@ type RollbackRequest struct {
 // RollbackPage is a page of rollbacks. Its members are an API.
 type RollbackPage struct {
 	// Rollbacks are sorted by age, the newest first, without their steps.
-	Rollbacks []*api.Document `json:"rollbacks"`
+	Rollbacks []*rollback.Rollback `json:"rollbacks"`
 	// Unreadable counts those that cannot be read.
 	Unreadable int `json:"unreadable,omitempty"`
 	// Next is the value of `after` for the next page; empty after the last page.
@@ -115,7 +115,7 @@ func coordinated(serve handler) handler {
 		if err != nil {
 			return nil, refusal(err, http.StatusServiceUnavailable, rollbackPackages)
 		}
-		if doc, ok := answer.(*api.Document); ok {
+		if doc, ok := answer.(*rollback.Rollback); ok {
 			explain(q.Context(), q, doc)
 		}
 		return answer, nil
@@ -134,7 +134,7 @@ func startRollback(q *request, d *RollbackRequest) (any, error) {
 			return nil, err
 		}
 		doc := api.Describe(planned, wanted.ID)
-		doc.State = api.Planned
+		doc.State = rollback.Planned
 		return doc, nil
 	}
 	accepted, err := q.Rollbacks().Execute(q.Context(), wanted)
@@ -174,7 +174,7 @@ func showRollback(q *request) (any, error) {
 }
 
 // rollbackDocument is the document of a rollback with the id by which operators name it.
-func rollbackDocument(r *rollback.Rollback, id string) *api.Document {
+func rollbackDocument(r *rollback.Rollback, id string) *rollback.Rollback {
 	doc := api.Describe(r, id)
 	if r.Named != "" {
 		doc.KeptAs = r.ID
@@ -191,7 +191,7 @@ func listRollbacks(q *request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	page := RollbackPage{Rollbacks: make([]*api.Document, 0, len(found.Rollbacks)), Unreadable: found.Unreadable, Next: found.Next}
+	page := RollbackPage{Rollbacks: make([]*rollback.Rollback, 0, len(found.Rollbacks)), Unreadable: found.Unreadable, Next: found.Next}
 	for _, one := range found.Rollbacks {
 		page.Rollbacks = append(page.Rollbacks, rollbackDocument(one, one.ID))
 	}
@@ -210,20 +210,20 @@ type Trial struct {
 
 // explain adds what only operators may see (P8): the call of each step, how it is undone,
 // why it takes long, and the caller's name of the workflow.
-func explain(ctx context.Context, st Store, doc *api.Document) {
+func explain(ctx context.Context, st Store, doc *rollback.Rollback) {
 	for i := range doc.Steps {
 		step := &doc.Steps[i]
 		if step.State == rollback.StepRunning {
-			if t, ok := st.Trial(step.CheckpointID); ok {
+			if t, ok := st.Trial(step.Checkpoint); ok {
 				step.Attempts, step.LastCause = max(step.Attempts, t.Attempts), t.Cause
 			}
 		}
-		call, result, record, err := callOf(ctx, st, step.CheckpointID)
+		call, result, record, err := callOf(ctx, st, step.Checkpoint)
 		if err != nil {
 			continue // a group, another gateway's, or expired
 		}
 		step.Way = rollback.Describe(call, result)
-		step.Call = &api.CallDocument{
+		step.Call = &rollback.CallDocument{
 			Execution: call.Execution.Hex(), Action: call.Action, Method: call.Request.Method,
 			Host: call.Request.Host, Path: call.Request.Path, Created: call.Created.UTC(),
 		}
@@ -231,7 +231,7 @@ func explain(ctx context.Context, st Store, doc *api.Document) {
 			step.Call.ExecutionID, step.Call.Created = record.ID, record.Created.UTC()
 		}
 	}
-	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.CheckpointID)
+	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.Checkpoint)
 }
 
 // The documents of escalations are those of sites.

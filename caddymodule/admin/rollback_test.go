@@ -36,8 +36,8 @@ func (d *coordinator) Plan(_ context.Context, r rollback.Request) (*rollback.Rol
 	if d.fail != nil {
 		return nil, d.fail
 	}
-	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Plan: &rollback.Plan{},
-		Steps: []rollback.Step{{Checkpoint: "c1", What: rollback.Escalate}, {Checkpoint: "c2", What: rollback.Undo, Level: 1}}}, nil
+	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Journal: rollback.Journal{Plan: &rollback.Plan{}},
+		Steps: []rollback.Step{{Checkpoint: "c1", StepJournal: rollback.StepJournal{What: rollback.Escalate}}, {Checkpoint: "c2", StepJournal: rollback.StepJournal{What: rollback.Undo}, Level: 1}}}, nil
 }
 
 func (d *coordinator) Execute(_ context.Context, r rollback.Request, _ ...store.Write) (*rollback.Rollback, error) {
@@ -85,9 +85,9 @@ func TestOperatorsRollBack(t *testing.T) {
 	if len(d.asked) != 1 || d.asked[0] != want {
 		t.Errorf("%+v, want %+v", d.asked, want)
 	}
-	var doc api.Document
+	var doc rollback.Rollback
 	r.get("rollback/"+rollbackID, &doc)
-	if doc.Operator != "ann" || doc.RollbackID != "urn:uuid:"+rollbackID || d.waited != 0 {
+	if doc.Operator != "ann" || doc.ID != "urn:uuid:"+rollbackID || d.waited != 0 {
 		t.Errorf("%+v", doc)
 	}
 	var page admin.RollbackPage
@@ -110,7 +110,7 @@ func TestLookingAtARollbackWaits(t *testing.T) {
 		d := &coordinator{all: map[string]*rollback.Rollback{rollbackID: {ID: rollbackID, State: rollback.Executing}}}
 		st.rollback = d
 		began := time.Now()
-		var doc api.Document
+		var doc rollback.Rollback
 		r.get("rollback/"+rollbackID+"?wait=5s", &doc)
 		if time.Since(began) != 5*time.Second || doc.State != "executing" {
 			t.Errorf("%v %+v", time.Since(began), doc)

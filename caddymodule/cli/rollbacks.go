@@ -77,13 +77,13 @@ func (r *rollbackFlags) run(cmd *cobra.Command, checkpoint string) error {
 	if err != nil {
 		return err
 	}
-	doc, text, err := ask[api.Document](cmd.Context(), r.options, question{path: "rollback", body: &r.RollbackRequest})
+	doc, text, err := ask[rollback.Rollback](cmd.Context(), r.options, question{path: "rollback", body: &r.RollbackRequest})
 	if err != nil {
 		return err
 	}
 	waits := !r.DryRun && !r.noWait
 	if waits {
-		if !r.json() && doc.State != string(rollback.Finished) {
+		if !r.json() && doc.State != rollback.Finished {
 			fmt.Fprintf(cmd.ErrOrStderr(), "Rollback %s goes on by itself; this waits for its end, and with --no-wait it would not.\n", id)
 		}
 		if doc, text, err = r.waitFinished(cmd, id, doc, text); err != nil {
@@ -123,7 +123,7 @@ func (r *rollbackFlags) complete(checkpoint string) (id string, err error) {
 }
 
 // warnFailing reports whose decision is waited for, or the first step that failed and is retried.
-func (r *rollbackFlags) warnFailing(cmd *cobra.Command, doc *api.Document) {
+func (r *rollbackFlags) warnFailing(cmd *cobra.Command, doc *rollback.Rollback) {
 	if !r.json() && doc.Waits != "" {
 		fmt.Fprintf(cmd.ErrOrStderr(), "It waits until somebody else decides: `caddy agent-guard escalations show %s`.\n", printable(doc.Waits))
 		return
@@ -131,7 +131,7 @@ func (r *rollbackFlags) warnFailing(cmd *cobra.Command, doc *api.Document) {
 	for i := range doc.Steps {
 		if step := &doc.Steps[i]; !r.json() && step.LastCause != "" {
 			fmt.Fprintf(cmd.ErrOrStderr(), "Checkpoint %s: %d attempts were in vain, the last one: %s. It is tried again until %s.\n",
-				printable(step.CheckpointID), step.Attempts, cut(printable(step.LastCause), 200), doc.Due.UTC().Format(time.RFC3339))
+				printable(step.Checkpoint), step.Attempts, cut(printable(step.LastCause), 200), doc.Due.UTC().Format(time.RFC3339))
 			return // one is enough: `rollbacks` shows all
 		}
 	}
@@ -139,16 +139,16 @@ func (r *rollbackFlags) warnFailing(cmd *cobra.Command, doc *api.Document) {
 
 // waitFinished polls a rollback until it is finished.
 func (r *rollbackFlags) waitFinished(
-	cmd *cobra.Command, id string, doc *api.Document, text json.RawMessage,
-) (*api.Document, json.RawMessage, error) {
-	for doc.State != string(rollback.Finished) {
+	cmd *cobra.Command, id string, doc *rollback.Rollback, text json.RawMessage,
+) (*rollback.Rollback, json.RawMessage, error) {
+	for doc.State != rollback.Finished {
 		began := time.Now()
 		var err error
-		doc, text, err = ask[api.Document](cmd.Context(), r.options, question{path: "rollback/" + id, query: url.Values{"wait": {pollWait}}})
+		doc, text, err = ask[rollback.Rollback](cmd.Context(), r.options, question{path: "rollback/" + id, query: url.Values{"wait": {pollWait}}})
 		if err != nil {
 			return nil, nil, err
 		}
-		if doc.State == string(rollback.Finished) {
+		if doc.State == rollback.Finished {
 			break
 		}
 		r.warnFailing(cmd, doc)
@@ -203,7 +203,7 @@ as a tree: what followed from a call stands below it, and is undone before it.`,
 			}
 			describe := describeRollback
 			if tree {
-				describe = func(doc *api.Document, _ time.Time) string { return doc.Drawing().Tree() }
+				describe = func(doc *rollback.Rollback, _ time.Time) string { return api.Drawing(doc).Tree() }
 			}
 			return showing(o, question{path: "rollback/{}"}, describe)(cmd, args)
 		},
@@ -213,14 +213,14 @@ as a tree: what followed from a call stands below it, and is undone before it.`,
 	return o.server(cmd)
 }
 
-func rollbackRow(doc *api.Document) []any {
+func rollbackRow(doc *rollback.Rollback) []any {
 	by := doc.Requester
 	if doc.Operator != "" {
 		by = "operator " + doc.Operator
 	}
 	return []any{
-		"ROLLBACK", plainID(cmp.Or(doc.KeptAs, doc.RollbackID)), "STATE", doc.State, "STATUS", doc.Status, "SCOPE", doc.Scope,
-		"CHECKPOINT", doc.CheckpointID, "ASKED", doc.Asked, "BY", by, "REASON", cut(printable(doc.Reason), 40),
+		"ROLLBACK", plainID(cmp.Or(doc.KeptAs, doc.ID)), "STATE", doc.State, "STATUS", doc.Status, "SCOPE", doc.Scope,
+		"CHECKPOINT", doc.Checkpoint, "ASKED", doc.Asked, "BY", by, "REASON", cut(printable(doc.Reason), 40),
 	}
 }
 
@@ -228,8 +228,8 @@ func rollbackRow(doc *api.Document) []any {
 func plainID(urn string) string { return strings.TrimPrefix(urn, "urn:uuid:") }
 
 // describeRollback shows a rollback line by line, its steps in order, and what is left to do.
-func describeRollback(doc *api.Document, now time.Time) string {
-	state, asked := doc.State, ""
+func describeRollback(doc *rollback.Rollback, now time.Time) string {
+	state, asked := string(doc.State), ""
 	if doc.Status != "" {
 		state += ", " + string(doc.Status)
 	}
@@ -237,11 +237,11 @@ func describeRollback(doc *api.Document, now time.Time) string {
 		state += ", not in time"
 	}
 	if doc.KeptAs != "" {
-		asked = plainID(doc.RollbackID)
+		asked = plainID(doc.ID)
 	}
 	text := lines(now, 10,
-		"rollback", plainID(cmp.Or(doc.KeptAs, doc.RollbackID)), "asked as", asked, "state", state, "effect", doc.Effect,
-		"checkpoint", doc.CheckpointID, "workflow", named(doc.Workflow, doc.WorkflowName), "scope", doc.Scope,
+		"rollback", plainID(cmp.Or(doc.KeptAs, doc.ID)), "asked as", asked, "state", state, "effect", doc.Effect,
+		"checkpoint", doc.Checkpoint, "workflow", named(doc.Workflow, doc.WorkflowName), "scope", doc.Scope,
 		"operator", doc.Operator, "requester", doc.Requester, "reason", doc.Reason,
 		"asked", doc.Asked, "due", doc.Due, "finished", doc.Finished, "joined", plainID(doc.Joined))
 	if len(doc.Steps) > 0 {
@@ -257,7 +257,7 @@ func describeRollback(doc *api.Document, now time.Time) string {
 }
 
 // describeSteps is a table of the steps without empty columns.
-func describeSteps(steps []api.StepDocument, now time.Time) string {
+func describeSteps(steps []rollback.Step, now time.Time) string {
 	filled := map[any]bool{}
 	rows := make([][]any, len(steps))
 	for i := range steps {
@@ -276,7 +276,7 @@ func describeSteps(steps []api.StepDocument, now time.Time) string {
 	})
 }
 
-func stepRow(step *api.StepDocument) []any {
+func stepRow(step *rollback.Step) []any {
 	status := string(step.Status)
 	if step.State == rollback.StepRunning {
 		status = "running"
@@ -295,7 +295,7 @@ func stepRow(step *api.StepDocument) []any {
 	}
 	return []any{
 		"LEVEL", step.Level, "ACTION", step.Action, "CALL", call, "CALLED", called, "WAY", cut(printable(step.Way), 80),
-		"CHECKPOINT", step.CheckpointID, "AGENT", step.Agent, "STATUS", status, "ANSWER", number(step.HTTPStatus),
+		"CHECKPOINT", step.Checkpoint, "AGENT", step.Agent, "STATUS", status, "ANSWER", number(step.HTTPStatus),
 		"ATTEMPTS", number(step.Attempts), "REASON", reason,
 	}
 }

@@ -16,18 +16,18 @@ const (
 	checkpointID = "c1b1c2d3-e4f5-4789-abcd-ef0123456789"
 )
 
-func someRollback() *api.Document {
+func someRollback() *rollback.Rollback {
 	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
-	return &api.Document{
-		RollbackID: "urn:uuid:" + rollbackID, CheckpointID: "c1", Workflow: "w1", WorkflowName: "trip-7", Scope: "sub_dag", Operator: "ann\x1b[2J",
-		Reason: "wrong price list", State: "finished", Status: rollback.Partial, Effect: api.EffectMixed,
+	return &rollback.Rollback{
+		ID: "urn:uuid:" + rollbackID, Checkpoint: "c1", Workflow: "w1", WorkflowName: "trip-7", Scope: "sub_dag", Operator: "ann\x1b[2J",
+		Reason: "wrong price list", State: "finished", Status: rollback.Partial, Effect: rollback.EffectMixed,
 		Asked: at, Due: at.Add(time.Hour), Finished: at.Add(3 * time.Second),
-		Steps: []api.StepDocument{
-			{CheckpointID: "c3", Way: "compensate POST /v1/refunds", Call: &api.CallDocument{
+		Steps: []rollback.Step{
+			{Checkpoint: "c3", Way: "compensate POST /v1/refunds", Call: &rollback.CallDocument{
 				Execution: "ab", ExecutionID: "order-7", Action: "charge", Method: "POST", Path: "/v1/charges\x1b[2J", Created: at.Add(-time.Hour),
 			}, Agent: "spiffe://example.com/agent/b", Action: "undo", State: rollback.StepDone, Status: rollback.Completed, HTTPStatus: 200},
-			{CheckpointID: "c2", Action: "escalate", State: rollback.StepDone, Status: rollback.Escalated, Reason: "irreversible"},
-			{CheckpointID: "c1", Level: 1, Action: "undo", State: rollback.StepDone, Status: rollback.Failed, Effect: api.EffectUnknown, Reason: "answer-lost"},
+			{Checkpoint: "c2", Action: "escalate", State: rollback.StepDone, Status: rollback.Escalated, Reason: "irreversible"},
+			{Checkpoint: "c1", Level: 1, Action: "undo", State: rollback.StepDone, Status: rollback.Failed, Effect: rollback.EffectUnknown, Reason: "answer-lost"},
 		},
 		FollowUp: []string{"Checkpoint c2: it cannot be undone by the gateway; undo it by hand, or decide that it stays."},
 	}
@@ -38,7 +38,7 @@ func TestGoldenRollbacks(t *testing.T) {
 	now := time.Date(2026, 11, 20, 13, 0, 10, 0, time.UTC)
 	golden(t, "rollback_show", describeRollback(someRollback(), now))
 	planned := someRollback()
-	planned.State, planned.Status, planned.Effect, planned.Asked, planned.Due, planned.Finished = api.Planned, "", "", time.Time{}, time.Time{}, time.Time{}
+	planned.State, planned.Status, planned.Effect, planned.Asked, planned.Due, planned.Finished = rollback.Planned, "", "", time.Time{}, time.Time{}, time.Time{}
 	for i := range planned.Steps {
 		step := &planned.Steps[i]
 		step.State, step.Status, step.Effect, step.HTTPStatus, step.Reason = "", "", "", 0, ""
@@ -46,13 +46,13 @@ func TestGoldenRollbacks(t *testing.T) {
 	golden(t, "rollback_plan", describeRollback(planned, now))
 	hangs := someRollback()
 	hangs.State, hangs.Status, hangs.Effect, hangs.Finished, hangs.FollowUp = "executing", "", "", time.Time{}, nil
-	hangs.Steps[2] = api.StepDocument{CheckpointID: "c1", Level: 1, Action: "undo", State: rollback.StepRunning, Attempts: 7, LastCause: "POST: connection refused"}
+	hangs.Steps[2] = rollback.Step{Checkpoint: "c1", Level: 1, Action: "undo", State: rollback.StepRunning, Attempts: 7, LastCause: "POST: connection refused"}
 	golden(t, "rollback_hangs", describeRollback(hangs, now))
 	drawn := someRollback()
 	drawn.Steps[2].Earlier = []string{"c2", "c3"}
 	drawn.Steps[2].Begun, drawn.Steps[2].Ended = now, now.Add(time.Second)
-	golden(t, "rollback_tree", drawn.Drawing().Tree())
-	golden(t, "rollbacks_list", tableOf(now, []api.Document{*someRollback()}, rollbackRow))
+	golden(t, "rollback_tree", api.Drawing(drawn).Tree())
+	golden(t, "rollbacks_list", tableOf(now, []rollback.Rollback{*someRollback()}, rollbackRow))
 }
 
 // Issue 6 "Rollback": the command waits for the end, and succeeds only where all is undone.
@@ -62,7 +62,7 @@ func TestRollbackCommand(t *testing.T) {
 		doc := someRollback()
 		if r.Method == http.MethodGet {
 			polls++
-			doc.Steps[2] = api.StepDocument{CheckpointID: "c1", State: rollback.StepRunning, Attempts: 7, LastCause: "POST: connection refused"}
+			doc.Steps[2] = rollback.Step{Checkpoint: "c1", State: rollback.StepRunning, Attempts: 7, LastCause: "POST: connection refused"}
 		}
 		if doc.Status = status; polls < 2 { // it ends with the second poll
 			doc.State, doc.Status, doc.Waits = "executing", "", escalation
@@ -71,7 +71,7 @@ func TestRollbackCommand(t *testing.T) {
 			return admin.RollbackPage{}
 		}
 		if strings.HasSuffix(r.URL.Path, "/rollbacks") {
-			return admin.RollbackPage{Rollbacks: []*api.Document{doc}, Next: "n"}
+			return admin.RollbackPage{Rollbacks: []*rollback.Rollback{doc}, Next: "n"}
 		}
 		return doc
 	})

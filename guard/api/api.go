@@ -299,12 +299,12 @@ const (
 )
 
 // writeRollback answers with a rollback, also as a picture where a GET prefers that.
-func (a *responder) writeRollback(status int, doc *Document) error {
+func (a *responder) writeRollback(status int, doc *rollback.Rollback) error {
 	if a.r.Method == http.MethodPost {
 		return a.writeJSON(status, doc)
 	}
 	a.w.Header().Set("Vary", "Accept")
-	if a.writePicture(status, preferred(a.r, "application/json", mediaDOT, mediaSVG), doc.Drawing) {
+	if a.writePicture(status, preferred(a.r, "application/json", mediaDOT, mediaSVG), func() *drawing.Drawing { return Drawing(doc) }) {
 		return nil
 	}
 	return a.writeJSON(status, doc)

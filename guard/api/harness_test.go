@@ -445,9 +445,9 @@ func (f *fake) Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepa
 		return nil, err
 	}
 	p := &rollback.Prepared{Obstacles: f.obstacles, Refusal: f.refusal, Rollback: &rollback.Rollback{
-		ID: r.ID, Named: r.Named, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: rollback.Reserved, Asked: time.Now(),
-		Plan:  &rollback.Plan{Workflow: flow, Target: r.Checkpoint, Scope: r.Scope},
-		Steps: []rollback.Step{{Checkpoint: point, Agent: alice, What: rollback.Undo}, {Checkpoint: "other", Agent: mallory, What: rollback.Undo}},
+		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: rollback.Reserved, Asked: time.Now(),
+		Journal: rollback.Journal{Named: r.Named, Plan: &rollback.Plan{Workflow: flow, Target: r.Checkpoint, Scope: r.Scope}},
+		Steps:   []rollback.Step{{Checkpoint: point, Agent: alice, StepJournal: rollback.StepJournal{What: rollback.Undo}}, {Checkpoint: "other", Agent: mallory, StepJournal: rollback.StepJournal{What: rollback.Undo}}},
 	}}
 	return p, nil
 }
@@ -548,8 +548,8 @@ func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Wr
 	delete(f.reserved, r.ID)
 	f.accepted[r.ID], f.asDrafted = r, d == f.drafted
 	made := &rollback.Rollback{
-		ID: r.ID, Named: r.Named, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Requester: r.By, State: rollback.Executing, Asked: time.Now(), Start: "start-" + r.ID,
+		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
+		Requester: r.By, State: rollback.Executing, Asked: time.Now(), Tokens: rollback.Tokens{Start: "start-" + r.ID}, Journal: rollback.Journal{Named: r.Named},
 	}
 	f.done[r.ID] = made
 	return made, ctx.Err()
@@ -573,7 +573,7 @@ func (f *fake) finish(id string) {
 	defer f.mu.Unlock()
 	r := *f.done[id]
 	r.State, r.Finished, r.Complete = rollback.Finished, time.Now(), "complete-"+id
-	r.Steps = []rollback.Step{{Checkpoint: point, Agent: alice, State: rollback.StepDone, Status: rollback.Completed, What: rollback.Undo, HTTPStatus: 200, Attempts: 1}}
+	r.Steps = []rollback.Step{{Checkpoint: point, Agent: alice, State: rollback.StepDone, Status: rollback.Completed, StepJournal: rollback.StepJournal{What: rollback.Undo}, HTTPStatus: 200, Attempts: 1}}
 	f.result(&r)
 	f.done[id] = &r
 }
@@ -779,7 +779,7 @@ func body(id, checkpoint, more string) string {
 	return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "phase": "execute"%s}`, id, checkpoint, more)
 }
 
-func (r reply) document(status int) (doc Document) {
+func (r reply) document(status int) (doc rollback.Rollback) {
 	r.t.Helper()
 	r.read(status, &doc)
 	if r.Header().Get("Cache-Control") != "no-store" {

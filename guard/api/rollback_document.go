@@ -20,158 +20,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// Planned is the state of a rollback that was planned and not accepted.
-const Planned = "planned"
-
-// How the effect of a rollback is uncertain (the heuristic outcomes of XA).
-const (
-	// EffectMixed: some effects were undone and others were not.
-	EffectMixed = "mixed"
-	// EffectUnknown: it is unknown whether some undos had their effect.
-	EffectUnknown = "unknown"
-)
-
-// Document describes a rollback. Its members are an API.
-type Document struct {
-	// RollbackID is the id as a URN (urn:uuid:).
-	RollbackID string `json:"rollback_id"`
-	// KeptAs is the id by which operators name it, where RollbackID names the rollback of another
-	// checkpoint too. Sent to operators only.
-	KeptAs string `json:"kept_as,omitempty"`
-	// CheckpointID is the checkpoint or group that is rolled back.
-	CheckpointID string `json:"checkpoint_id"`
-	// Workflow is the workflow of the checkpoint.
-	Workflow string `json:"workflow,omitempty"`
-	// WorkflowName is the caller's name of the workflow if it differs. Sent to operators
-	// only.
-	WorkflowName string `json:"workflow_name,omitempty"`
-	// Scope is how much is rolled back.
-	Scope rollback.Scope `json:"scope"`
-	// Reason is the requester's sentence for people.
-	Reason string `json:"reason,omitempty"`
-	// Urgency is the urgency that the requester gave.
-	Urgency string `json:"urgency,omitempty"`
-	// Requester is the agent that requested it.
-	Requester string `json:"requester,omitempty"`
-	// Operator is the name of the operator who requested it.
-	Operator string `json:"operator,omitempty"`
-	// State is planned, executing or finished.
-	State string `json:"state"`
-	// Status is completed, partial, escalated or failed once it is finished. It never
-	// claims more than is known (P6).
-	Status rollback.Status `json:"status,omitempty"`
-	// Effect is mixed or unknown if the effect is neither completely undone nor completely
-	// kept.
-	Effect string `json:"effect,omitempty"`
-	// Prepared is when it was prepared, if it was.
-	Prepared time.Time `json:"prepared,omitzero"`
-	// Asked is when the rollback was accepted.
-	Asked time.Time `json:"asked,omitzero"`
-	// Due is the deadline, after which it is escalated.
-	Due time.Time `json:"due,omitzero"`
-	// Finished is when it ended.
-	Finished time.Time `json:"finished,omitzero"`
-	// TimedOut says that it had not ended at the deadline.
-	TimedOut bool `json:"timed_out,omitempty"`
-	// Joined is the wider rollback that this one became part of, and whose result it has.
-	Joined string `json:"joined,omitempty"`
-	// PlanHash identifies the plan: SHA-256 in hexadecimal.
-	PlanHash string `json:"plan_hash,omitempty"`
-	// Steps are in the order of execution, level by level.
-	Steps []StepDocument `json:"steps"`
-	// Uncovered are actions in the scope that no step undoes, because they have no
-	// checkpoint.
-	Uncovered []string `json:"uncovered,omitempty"`
-	// Along are actions outside of the scope that are undone together with others.
-	Along []string `json:"along,omitempty"`
-	// Dependants are completed actions that depend on undone ones and are not undone.
-	Dependants []string `json:"dependants,omitempty"`
-	// Unreached are the participants of which nobody knows what they have of the workflow, with the
-	// reason: there may be more to undo.
-	Unreached []ReadinessDocument `json:"unreached,omitempty"`
-	// Missing are members of groups that are unknown.
-	Missing []string `json:"missing,omitempty"`
-	// Elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
-	// undoes itself: nothing was done for them here.
-	Elsewhere []string `json:"elsewhere,omitempty"`
-	// Others is how many checkpoints under the workflow's id are not rolled back, because
-	// they are not linked to those of the requester.
-	Others int `json:"others,omitempty"`
-	// Cascaded are the agents other than that of the checkpoint with the results of their
-	// parts, as in the token (cascade 4.4.1).
-	Cascaded []AgentDocument `json:"cascaded"`
-	// FailedAgents are all agents whose part was not completed (cascade 4.3.3).
-	FailedAgents []string `json:"failed_agents,omitempty"`
-	// Before is the hash of the state before the rollback, as in the token.
-	Before string `json:"state_hash_before,omitempty"`
-	// After is the hash of the state after the rollback.
-	After string `json:"state_hash_after,omitempty"`
-	// Escalations are the ids of the escalations to people.
-	Escalations []string `json:"escalations,omitempty"`
-	// Waits is the escalation whose decision it waits for.
-	Waits string `json:"waits_for,omitempty"`
-	// FollowUp lists in sentences what a person must still do; it may be empty.
-	FollowUp []string `json:"follow_up,omitempty"`
-	// Tokens are the ids of the rollback's tokens.
-	Tokens *TokensDocument `json:"tokens,omitempty"`
-	// ECT is the signed rollback_complete token.
-	ECT string `json:"ect,omitempty"`
-}
-
-// StepDocument describes the step that handles one checkpoint.
-type StepDocument struct {
-	// CheckpointID is the checkpoint.
-	CheckpointID string `json:"checkpoint_id"`
-	// Agent is the identity that made the call.
-	Agent string `json:"agent,omitempty"`
-	// Via is the other gateway, or agent, that is asked to undo it; missing where this gateway does.
-	Via string `json:"via,omitempty"`
-	// Level counts from 0; all steps of a level finish before the next level begins.
-	Level int `json:"level"`
-	// Action is undo, cancel, wait, escalate, gather or none.
-	Action string `json:"action"`
-	// State is pending, running or done.
-	State rollback.StepState `json:"state,omitempty"`
-	// Status is the result of the step once it is done.
-	Status rollback.Status `json:"status,omitempty"`
-	// Effect is unknown if it is unknown whether the undo had its effect.
-	Effect string `json:"effect,omitempty"`
-	// Reason is a fixed word that says why the step is not completed.
-	Reason string `json:"reason,omitempty"`
-	// Cause refines the reason irreversible, in the word of the checkpoint.
-	Cause string `json:"cause,omitempty"`
-	// Critical is why a rollback does not leave it out: severity, target, action or priority.
-	Critical string `json:"critical,omitempty"`
-	// Review says that people are asked before it is undone.
-	Review bool `json:"review,omitempty"`
-	// HTTPStatus is the status of the last answer to the undo.
-	HTTPStatus int `json:"http_status,omitempty"`
-	// Attempts counts how often the undo was sent.
-	Attempts int `json:"attempts,omitempty"`
-	// Before is the hash of the state before the undo.
-	Before string `json:"state_hash_before,omitempty"`
-	// After is the hash of the state after the undo.
-	After string `json:"state_hash_after,omitempty"`
-	// Token is the id of the step's token.
-	Token string `json:"token,omitempty"`
-	// Escalation is the id of the escalation to a person.
-	Escalation string `json:"escalation,omitempty"`
-	// Begun is when the step was begun; missing if nothing had to be, or could be, tried.
-	Begun time.Time `json:"begun,omitzero"`
-	// Ended is when the step was done.
-	Ended time.Time `json:"ended,omitzero"`
-	// Earlier are the checkpoints whose steps come right before this one, because their calls
-	// follow from its call, or because it is a group that contains them; at most 64.
-	Earlier []string `json:"earlier,omitempty"`
-	// LastCause is why the last attempt of a running step failed. It, Call and Way are sent
-	// to operators only.
-	LastCause string `json:"last_cause,omitempty"`
-	// Call is the call that the checkpoint was made for, as far as it is recorded.
-	Call *CallDocument `json:"call,omitempty"`
-	// Way is how the call is undone, like "compensate POST /v1/refunds".
-	Way string `json:"way,omitempty"`
-}
-
 // What an agent answers to a request to prepare (cascade 4.3.2).
 const (
 	statusPrepared      = "prepared"
@@ -192,7 +40,7 @@ type ReleasedDocument struct {
 // PreparedDocument is the answer to a request to prepare a rollback: its document, with what
 // stands in the way. Its members are an API.
 type PreparedDocument struct {
-	Document
+	rollback.Rollback
 	// Status is prepared or cannot_prepare.
 	Status string `json:"status"`
 	// Reason is a fixed word for why there is no plan that may be carried out; empty where
@@ -205,29 +53,17 @@ type PreparedDocument struct {
 	// Irreversible are the checkpoints of calls that cannot be undone.
 	Irreversible []string `json:"irreversible,omitempty"`
 	// Agents are those of the plan, with their answers.
-	Agents []ReadinessDocument `json:"agents"`
-}
-
-// ReadinessDocument says whether an agent can undo its part.
-type ReadinessDocument struct {
-	// Agent is its identity; missing where it is not known.
-	Agent string `json:"agent,omitempty"`
-	// Status is prepared or cannot_prepare.
-	Status string `json:"status"`
-	// Reason is a fixed word for why it cannot prepare.
-	Reason string `json:"reason,omitempty"`
-	// CheckpointID is the checkpoint that cannot be undone.
-	CheckpointID string `json:"checkpoint_id,omitempty"`
+	Agents []rollback.Obstacle `json:"agents"`
 }
 
 // describePrepared makes the answer to a request to prepare.
 func describePrepared(p *rollback.Prepared, id string) *PreparedDocument {
-	doc := &PreparedDocument{Document: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Until.UTC(), Agents: []ReadinessDocument{}}
+	doc := &PreparedDocument{Rollback: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Until, Agents: []rollback.Obstacle{}}
 	if !p.Ready() {
 		doc.Status = statusCannotPrepare
 	}
 	if p.Until.IsZero() && p.Rollback.State == rollback.Reserved {
-		doc.State, doc.Asked, doc.Due = Planned, time.Time{}, time.Time{}
+		doc.State, doc.Asked, doc.Due = rollback.Planned, time.Time{}, time.Time{}
 	}
 	conflict, depended := (*rollback.ConflictError)(nil), (*rollback.DependedOnError)(nil)
 	switch {
@@ -249,69 +85,28 @@ func describePrepared(p *rollback.Prepared, id string) *PreparedDocument {
 			doc.Irreversible = append(doc.Irreversible, o.Checkpoint)
 		}
 		named[o.Agent] = true
-		doc.Agents = append(doc.Agents, ReadinessDocument{o.Agent, statusCannotPrepare, o.Reason, o.Checkpoint})
+		o.Status = statusCannotPrepare
+		doc.Agents = append(doc.Agents, o)
 	}
 	for i := range p.Rollback.Steps {
 		if agent := p.Rollback.Steps[i].Agent; !named[agent] {
 			named[agent] = true
-			doc.Agents = append(doc.Agents, ReadinessDocument{Agent: agent, Status: status, Reason: doc.Reason})
+			doc.Agents = append(doc.Agents, rollback.Obstacle{Agent: agent, Status: status, Reason: doc.Reason})
 		}
 	}
 	if len(doc.Agents) == 0 && doc.Reason != "" { // there is no plan that names them
-		doc.Agents = append(doc.Agents, ReadinessDocument{Status: status, Reason: doc.Reason, CheckpointID: doc.CheckpointID})
+		doc.Agents = append(doc.Agents, rollback.Obstacle{Status: status, Reason: doc.Reason, Checkpoint: doc.Checkpoint})
 	}
 	return doc
 }
 
-// CallDocument describes the call of a checkpoint to operators.
-type CallDocument struct {
-	// Execution is the execution key, in hexadecimal.
-	Execution string `json:"execution"`
-	// ExecutionID is the caller's id of the execution.
-	ExecutionID string `json:"execution_id,omitempty"`
-	// Action is the configured name of the call's kind.
-	Action string `json:"action,omitempty"`
-	// Method is the method of the call.
-	Method string `json:"method"`
-	// Host is the host of the call.
-	Host string `json:"host,omitempty"`
-	// Path is the path of the call, without its query.
-	Path string `json:"path"`
-	// Created is when the call was claimed.
-	Created time.Time `json:"created,omitzero"`
-}
-
-// AgentDocument is the result of one agent's part.
-type AgentDocument struct {
-	// Agent is its identity.
-	Agent string `json:"agent"`
-	// Status is the result of its part.
-	Status rollback.Status `json:"status"`
-}
-
-// TokensDocument lists the tokens of a rollback.
-type TokensDocument struct {
-	// Start is the id of the rollback_start token.
-	Start string `json:"start,omitempty"`
-	// Complete is the id of the rollback_complete token.
-	Complete string `json:"complete,omitempty"`
-}
-
-// Describe makes the document of a rollback that was requested under an id.
-func Describe(r *rollback.Rollback, id string) *Document {
-	doc := &Document{
-		RollbackID: urn(cmp.Or(r.Named, id)), CheckpointID: r.Checkpoint, Workflow: r.Workflow, Scope: r.Scope,
-		Reason: r.Reason, Urgency: r.Urgency, Requester: r.Requester, Operator: r.Operator,
-		State: string(r.State), Status: r.Status, Effect: effect(r.Unknown, r.Mixed),
-		Prepared: r.Prepared.UTC(), Asked: r.Asked.UTC(), Due: r.Due.UTC(), Finished: r.Finished.UTC(), TimedOut: r.TimedOut,
-		Steps: []StepDocument{}, Cascaded: []AgentDocument{}, Escalations: r.Escalations, Waits: r.Waits,
-		Before: hashed(r.Before), After: hashed(r.After),
-	}
+// Describe is a rollback as it is shown to who has asked for it under an id.
+func Describe(r *rollback.Rollback, id string) *rollback.Rollback {
+	doc := *r
+	doc.ID, doc.Effect = urn(cmp.Or(r.Named, id)), effect(r.Unknown, r.Mixed)
+	doc.Steps, doc.Cascaded = slices.Clone(r.Steps), []rollback.AgentStatus{}
 	if r.Joined != "" {
 		doc.Joined = urn(r.Joined)
-	}
-	if r.Start != "" || r.Complete != "" {
-		doc.Tokens = &TokensDocument{r.Start, r.Complete}
 	}
 	if p := r.Plan; p != nil {
 		sum := p.Hash()
@@ -322,53 +117,44 @@ func Describe(r *rollback.Rollback, id string) *Document {
 			doc.Elsewhere = append(doc.Elsewhere, left.Checkpoint)
 		}
 	}
-	for _, o := range r.Unreached {
-		doc.Unreached = append(doc.Unreached, ReadinessDocument{Agent: o.Agent, Status: statusCannotPrepare, Reason: o.Reason, CheckpointID: o.Checkpoint})
+	doc.Unreached = slices.Clone(r.Unreached)
+	for i := range doc.Unreached {
+		doc.Unreached[i].Status = statusCannotPrepare
 	}
-	for i := range r.Steps {
-		step := describeStep(&r.Steps[i])
-		for _, place := range r.Steps[i].Earlier {
-			if place < len(r.Steps) {
-				step.Earlier = append(step.Earlier, r.Steps[place].Checkpoint)
-			}
-		}
-		doc.Steps = append(doc.Steps, step)
+	if doc.Steps == nil {
+		doc.Steps = []rollback.Step{}
+	}
+	for i := range doc.Steps {
+		step := &doc.Steps[i]
+		step.Action, step.Effect = action(step), effect(step.Unknown, false)
 	}
 	if r.State == rollback.Finished {
 		var others []ect.Outcome
 		others, doc.FailedAgents = evidence.RollbackAgents(r)
 		for _, o := range others {
-			doc.Cascaded = append(doc.Cascaded, AgentDocument{o.Agent, rollback.Status(o.Status)})
+			doc.Cascaded = append(doc.Cascaded, rollback.AgentStatus{Agent: o.Agent, Status: rollback.Status(o.Status)})
 		}
 	}
 	doc.FollowUp = followUp(r)
-	return doc
-}
-
-func describeStep(s *rollback.Step) StepDocument {
-	return StepDocument{
-		CheckpointID: s.Checkpoint, Agent: s.Agent, Via: s.Via, Level: s.Level, Action: action(s), State: s.State, Status: s.Status,
-		Effect: effect(s.Unknown, false), Reason: s.Reason, Cause: s.Cause, Critical: s.Critical, Review: s.Review, HTTPStatus: s.HTTPStatus, Attempts: s.Attempts,
-		Before: hashed(s.Before), After: hashed(s.After), Token: s.Token, Escalation: s.Escalation, Begun: s.Begun.UTC(), Ended: s.Ended.UTC(),
-	}
+	return &doc
 }
 
 // Drawing draws the steps, with nothing that the document does not say: the target at the top,
 // and the arrows to what followed from it.
-func (d *Document) Drawing() *drawing.Drawing {
+func Drawing(d *rollback.Rollback) *drawing.Drawing {
 	top := 0
 	places := make(map[string]int, len(d.Steps))
 	for i := range d.Steps {
-		places[d.Steps[i].CheckpointID] = i
+		places[d.Steps[i].Checkpoint] = i
 		top = max(top, d.Steps[i].Level)
 	}
-	p := &drawing.Drawing{Title: "Rollback " + d.RollbackID + ": " + inWords(d.State, string(d.Status))}
+	p := &drawing.Drawing{Title: "Rollback " + d.ID + ": " + inWords(string(d.State), string(d.Status))}
 	note := func(parts ...string) {
 		if text := inWords(parts...); text != "" {
 			p.Notes = append(p.Notes, text)
 		}
 	}
-	note("checkpoint "+d.CheckpointID, "scope "+string(d.Scope))
+	note("checkpoint "+d.Checkpoint, "scope "+string(d.Scope))
 	note(labelled("asked", moment(d.Asked)), labelled("due", moment(d.Due)), labelled("finished", moment(d.Finished)))
 	if d.TimedOut {
 		note("not done in time")
@@ -388,10 +174,10 @@ func (d *Document) Drawing() *drawing.Drawing {
 	}
 	for i := range d.Steps {
 		s := &d.Steps[i]
-		node := drawing.Node{Layer: top - s.Level, Name: cmp.Or(s.Agent, "(agent not known)"), Tone: s.tone()}
-		node.State = s.Action + ": " + cmp.Or(string(s.Status), string(s.State), d.State)
+		node := drawing.Node{Layer: top - s.Level, Name: cmp.Or(s.Agent, "(agent not known)"), Tone: tone(s)}
+		node.State = s.Action + ": " + cmp.Or(string(s.Status), string(s.State), string(d.State))
 		node.Lines = []string{
-			labelled("reason", inWords(s.Reason, s.Cause)), labelled("effect", s.Effect), "", s.CheckpointID,
+			labelled("reason", inWords(s.Reason, s.Cause)), labelled("effect", s.Effect), "", s.Checkpoint,
 			labelled("begun", moment(s.Begun)), labelled("ended", moment(s.Ended)),
 		}
 		if c := s.Call; c != nil {
@@ -407,7 +193,7 @@ func (d *Document) Drawing() *drawing.Drawing {
 	return p
 }
 
-func (s *StepDocument) tone() drawing.Tone {
+func tone(s *rollback.Step) drawing.Tone {
 	switch {
 	case s.Status == rollback.Completed:
 		return drawing.Good
@@ -460,18 +246,11 @@ func action(s *rollback.Step) string {
 func effect(unknown, mixed bool) string {
 	switch {
 	case unknown:
-		return EffectUnknown // EffectUnknown takes precedence over EffectMixed
+		return rollback.EffectUnknown // it takes precedence
 	case mixed:
-		return EffectMixed
+		return rollback.EffectMixed
 	}
 	return ""
-}
-
-func hashed(sum [32]byte) string {
-	if sum == [32]byte{} {
-		return ""
-	}
-	return ect.HashOf(sum).Prefixed()
 }
 
 // maxFollowUp is the largest number of sentences in a document.

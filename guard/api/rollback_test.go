@@ -27,7 +27,7 @@ func TestCascade432Execute(t *testing.T) {
 	token := issued(t, alice, claims(flow, parents(failure)))
 	got := s.post(RollbackPath, body(askedID, strings.ToUpper(point), `, "scope": "sub_dag", "reason": "a cause", "urgency": "high", "unknown": [1]`), token)
 	doc := got.document(http.StatusOK)
-	if doc.Status != rollback.Completed || doc.State != "finished" || doc.RollbackID != "urn:uuid:"+askedID || doc.Scope != rollback.SubDAG {
+	if doc.Status != rollback.Completed || doc.State != "finished" || doc.ID != "urn:uuid:"+askedID || doc.Scope != rollback.SubDAG {
 		t.Errorf("%+v", doc)
 	}
 	if doc.ECT != "signed.complete-"+askedID || got.Header().Get("Execution-Context") != doc.ECT {
@@ -793,19 +793,19 @@ func TestLookingWaitsWhereAsked(t *testing.T) {
 // still do.
 func TestP6TheDocumentSaysWhatIsLeft(t *testing.T) {
 	r := &rollback.Rollback{
-		ID: askedID, Checkpoint: point, State: rollback.Finished, Status: rollback.Partial, Unknown: true, Mixed: true,
+		ID: askedID, Checkpoint: point, State: rollback.Finished, Status: rollback.Partial,
 		Joined: "11b1c2d3-e4f5-4789-abcd-ef0123456789", Before: [32]byte{1}, Escalations: []string{"e1"},
-		Plan: &rollback.Plan{Passed: []string{"a1"}, Dependants: []string{"a2"}, Missing: []string{"c9"}},
+		Journal: rollback.Journal{Unknown: true, Mixed: true, Plan: &rollback.Plan{Passed: []string{"a1"}, Dependants: []string{"a2"}, Missing: []string{"c9"}}},
 		Steps: []rollback.Step{
-			{Checkpoint: "c1", Agent: alice, What: rollback.Undo, State: rollback.StepDone, Status: rollback.Completed},
-			{Checkpoint: "c2", Agent: mallory, What: rollback.Undo, State: rollback.StepDone, Status: rollback.Failed, Reason: "refused", Escalation: "e1"},
-			{Checkpoint: "c3", Agent: mallory, What: rollback.Wait, State: rollback.StepDone, Status: rollback.Completed, Cancelled: true},
-			{Checkpoint: "c4", What: rollback.Expired, State: rollback.StepDone, Status: rollback.Escalated, Reason: "of the future"},
-			{Checkpoint: "c5", What: rollback.Nothing, State: rollback.StepDone, Status: rollback.Completed},
+			{Checkpoint: "c1", Agent: alice, StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepDone, Status: rollback.Completed},
+			{Checkpoint: "c2", Agent: mallory, StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepDone, Status: rollback.Failed, Reason: "refused", Escalation: "e1"},
+			{Checkpoint: "c3", Agent: mallory, StepJournal: rollback.StepJournal{What: rollback.Wait, Cancelled: true}, State: rollback.StepDone, Status: rollback.Completed},
+			{Checkpoint: "c4", StepJournal: rollback.StepJournal{What: rollback.Expired}, State: rollback.StepDone, Status: rollback.Escalated, Reason: "of the future"},
+			{Checkpoint: "c5", StepJournal: rollback.StepJournal{What: rollback.Nothing}, State: rollback.StepDone, Status: rollback.Completed},
 		},
 	}
 	doc := Describe(r, askedID)
-	if doc.Effect != EffectUnknown || doc.Joined != "urn:uuid:"+r.Joined || !strings.HasPrefix(doc.Before, "sha256:") || doc.After != "" {
+	if doc.Effect != rollback.EffectUnknown || doc.Joined != "urn:uuid:"+r.Joined || doc.Before != r.Before || doc.After != (rollback.Hash{}) {
 		t.Errorf("%+v", doc)
 	}
 	var actions []string
@@ -905,8 +905,8 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 	said := map[string]string{}
 	for _, reason := range reasons(t) {
 		for _, step := range []rollback.Step{
-			{What: rollback.Undo, State: rollback.StepDone, Status: rollback.Failed},
-			{What: rollback.Escalate}, // planned
+			{StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepDone, Status: rollback.Failed},
+			{StepJournal: rollback.StepJournal{What: rollback.Escalate}}, // planned
 		} {
 			step.Checkpoint, step.Reason = "c1", reason
 			r := &rollback.Rollback{ID: askedID, Checkpoint: point, State: rollback.Finished, Steps: []rollback.Step{step}}
@@ -924,7 +924,7 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 			said[lines[0]] = reason
 		}
 	}
-	expired := &rollback.Rollback{ID: askedID, Steps: []rollback.Step{{Checkpoint: "c1", What: rollback.Expired}}}
+	expired := &rollback.Rollback{ID: askedID, Steps: []rollback.Step{{Checkpoint: "c1", StepJournal: rollback.StepJournal{What: rollback.Expired}}}}
 	if lines := Describe(expired, askedID).FollowUp; len(lines) != 1 || said[lines[0]] != "checkpoint-expired" {
 		t.Errorf("of what has expired it is said %q", lines)
 	}

@@ -613,7 +613,7 @@ func TestStatesOfARollback(t *testing.T) {
 	}
 	r := &rollback.Rollback{
 		ID: uuid.NewString(), Checkpoint: checkpoints[0], Workflow: flow, Scope: rollback.SubDAG, Reason: "it was wrong",
-		Status: rollback.Partial, Mixed: true, Steps: []rollback.Step{
+		Status: rollback.Partial, Journal: rollback.Journal{Mixed: true}, Steps: []rollback.Step{
 			{Checkpoint: checkpoints[0], Agent: gateway, Status: rollback.Completed, Attempts: 1},
 			{Checkpoint: checkpoints[1], Agent: alice, Status: rollback.Completed},
 			{Checkpoint: checkpoints[2], Agent: alice, Status: rollback.Failed},

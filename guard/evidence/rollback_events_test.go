@@ -34,7 +34,7 @@ const (
 func finished(workflow, checkpoint, start string) *rollback.Rollback {
 	return &rollback.Rollback{
 		ID: rollbackID, Checkpoint: checkpoint, Workflow: workflow, Scope: rollback.SubDAG, Reason: "Upstream cascading failure",
-		Requester: asker, Status: rollback.Completed, Start: start,
+		Requester: asker, Status: rollback.Completed, Tokens: rollback.Tokens{Start: start},
 		Before: sha256.Sum256([]byte("before")), After: sha256.Sum256([]byte("after")),
 		Steps: []rollback.Step{
 			{Checkpoint: uuid.NewString(), Agent: monitor, Status: rollback.Completed},

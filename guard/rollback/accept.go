@@ -47,10 +47,21 @@ func (r *Request) checkID() error {
 	return nil
 }
 
+// rollback is what is asked for, before anything is known of it.
+func (r *Request) rollback() *Rollback {
+	b := &Rollback{
+		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency, Operator: r.Operator, State: Reserved,
+		Journal: Journal{Named: r.Named, Token: r.Token, journal: journal{Content: r.content(), PartOf: r.PartOf, Precedence: r.Precedence}},
+	}
+	if r.Operator == "" {
+		b.Requester = r.By
+	}
+	return b
+}
+
 // draft is a rollback before its acceptance, or only shown.
 type draft struct {
-	head
-	plannedSteps
+	Rollback
 	version     string        // of the workflow that the plan was made of
 	checkpoints []checkedNode // of the plan
 	target      Checkpoint
@@ -122,13 +133,8 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &draft{head: head{
-		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: cp.Workflow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Operator: r.Operator, Token: r.Token, Content: r.content(), Asked: now, PartOf: r.PartOf, Named: r.Named, Precedence: r.Precedence,
-	}}
-	if r.Operator == "" {
-		d.Requester = r.By
-	}
+	d := &draft{Rollback: *r.rollback()}
+	d.Workflow, d.Asked = cp.Workflow, now
 	switch {
 	case tampered:
 		return nil, &refusal{checkpoint.ErrTampered, d, "the checkpoint's token is not what was recorded"}
@@ -183,25 +189,18 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	for _, level := range p.Levels {
 		for i := range level {
 			of := checked[level[i].Checkpoint]
-			d.Agents = append(d.Agents, of.token.Agent)
+			level[i].Agent, level[i].Via = of.token.Agent, of.by.Agent
 			level[i].setOutlook(of.outlook)
-			d.inform(of.by)
-			if of.by.Agent != "" {
-				if d.Via == nil {
-					d.Via = map[string]string{}
-				}
-				d.Via[level[i].Checkpoint] = of.by.Agent
-			}
+			p.inform(of.by)
 		}
 	}
-	d.Steps = len(d.Agents)
 	if r.Scope == FullWorkflow && c.o.Configured != nil {
 		all, err := c.o.Configured()
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrStore, err)
 		}
-		for _, p := range all {
-			d.inform(informed{p.Agent, p.URI})
+		for _, one := range all {
+			p.inform(informed{one.Agent, one.URI})
 		}
 	}
 	hash := p.Hash()
@@ -429,13 +428,13 @@ func (d *draft) limit() time.Duration {
 // defaultTTL is the ttl of checkpoints without one (cascade 4.2.1).
 const defaultTTL = 24 * time.Hour
 
-func (d *draft) rollback() *Rollback {
-	r := d.head.rollback()
-	if d.Plan != nil {
-		r.Plan, r.Unreached = d.Plan, d.Unreached
-		r.Steps, _ = d.plannedSteps.steps()
+// planned is the rollback as it is shown before its acceptance.
+func (b *Rollback) planned() *Rollback {
+	shown := b.shown()
+	if b.Plan != nil {
+		shown.Steps = b.Plan.begin()
 	}
-	return r
+	return shown
 }
 
 // Plan shows what Execute would do, or why it would be refused. It changes nothing; the request
@@ -445,7 +444,7 @@ func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
 	if err != nil {
 		return nil, err
 	}
-	shown := d.draft.rollback()
+	shown := d.draft.planned()
 	shown.markObstacles()
 	return shown, nil
 }
@@ -575,12 +574,12 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		}
 	}()
 	if !c.current(ctx, d) {
-		said, unreached, precedence := d.Unprepared, d.Unreached, d.Precedence
+		before, precedence := d.Plan, d.Precedence
 		var err error
 		if d, err = c.draftOrRecordRefusal(ctx, r, c.draft); err != nil {
 			return nil, err
 		}
-		d.Unprepared, d.Unreached, d.Precedence = said, unreached, precedence
+		d.Plan.Unprepared, d.Plan.Unreached, d.Precedence = before.Unprepared, before.Unreached, precedence
 	}
 	if d.Aborted = d.aborts(r); d.Aborted {
 		d.Terms = &terms{Keep: r.KeepDependants, Lineage: r.Lineage, Coordinator: r.Coordinator}
@@ -649,7 +648,7 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 
 // mayShare decides whether a request may have the rollback of an earlier one: another requester must be
 // allowed to ask for the checkpoint himself. Two gateways of one rollback ask a third for the same part.
-func (c *Coordinator) mayShare(ctx context.Context, r *Request, first *head) error {
+func (c *Coordinator) mayShare(ctx context.Context, r *Request, first *Rollback) error {
 	if first.askedBy(r) {
 		return nil
 	}
@@ -697,7 +696,7 @@ func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, 
 // refuse records a failed verification of the target, and returns its error.
 func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 	d := refused.draft
-	t, err := c.o.Ledger.Erred(ctx, d.head.rollback(), d.Checkpoint, errorConstraint, refused.why)
+	t, err := c.o.Ledger.Erred(ctx, &d.Rollback, d.Checkpoint, errorConstraint, refused.why)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -825,13 +824,13 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	if err := c.acceptanceWrites(ctx, r, d, n, b); err != nil {
 		return nil, b.Done(err)
 	}
-	own, err := c.headWrite(n, &d.head, store.Absent())
+	own, err := c.headWrite(n, &d.Rollback, store.Absent())
 	if err != nil {
 		return nil, b.Done(err)
 	}
 	writes := append([]store.Write{own, fence}, b.Writes()...)
 	writes = append(writes, held.writes...)
-	heads := make([]head, len(joins))
+	heads := make([]Rollback, len(joins))
 	for i, other := range joins {
 		heads[i] = other.head
 		heads[i].Joined = d.ID
@@ -845,7 +844,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	if err = b.Done(err); err != nil {
 		for _, other := range joins { // sealed anew, or changed by another node
 			if h, version, err := c.readHead(ctx, other.name); err == nil {
-				other.head, other.version = *h, version
+				other.setHead(h, version)
 				other.applyHead()
 			}
 		}
@@ -867,7 +866,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		other.applyHead()
 	}
 	c.ended(&held)
-	accepted := newRun(n, &d.head, version, &d.plannedSteps)
+	accepted := newRun(n, &d.Rollback, version)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.runs[n] = accepted
@@ -877,18 +876,18 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 
 // acceptanceWrites adds the records of a new rollback besides its head.
 func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
-	if len(d.Unreached) > 0 && c.o.Configured != nil {
+	if len(d.Plan.Unreached) > 0 && c.o.Configured != nil {
 		all, err := c.o.Configured()
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrStore, err)
 		}
 		for _, p := range all { // who has not said what he has may go on with it: what holds the workflow reaches him
-			if slices.ContainsFunc(d.Unreached, func(o Obstacle) bool { return o.Agent == p.Agent }) {
-				d.inform(informed{p.Agent, p.URI})
+			if slices.ContainsFunc(d.Plan.Unreached, func(o Obstacle) bool { return o.Agent == p.Agent }) {
+				d.Plan.inform(informed{p.Agent, p.URI})
 			}
 		}
 	}
-	pieces, err := c.planWrites(kindPlan, n, &d.plannedSteps, time.Time{})
+	pieces, err := c.planWrites(kindPlan, n, d.Plan, time.Time{})
 	if err != nil {
 		return err
 	}
@@ -900,7 +899,7 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 	case r.Token != "":
 		parents = append(parents, r.Token)
 	}
-	t, err := c.o.Ledger.Started(ctx, d.rollback(), parents)
+	t, err := c.o.Ledger.Started(ctx, d.planned(), parents)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -913,7 +912,7 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 	)
 	if d.stops() {
 		b.Add(store.Write{Key: c.workflowKey(kindStop, d.Workflow, n)})
-		if to := d.participants(&d.head); len(to) > 0 { // here the lock stops it
+		if to := d.informs(); len(to) > 0 { // here the lock stops it
 			if _, err := c.escalate(ctx, b, hitl.Opening{
 				Key: "rollback terminates " + d.ID, Level: hitl.Stop, Cause: hitl.CauseOther, Workflow: d.Workflow,
 				Summary: "A rollback of the whole workflow has ended it, also at its participants.",

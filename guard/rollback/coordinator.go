@@ -330,7 +330,7 @@ func (c *Coordinator) keptFor(ctx context.Context, id string) (string, error) {
 	if errors.Is(err, ErrUnknown) {
 		var v *reservation
 		if v, err = c.reservation(ctx, c.name(id)); err == nil {
-			h = &v.head
+			h = &v.Rollback
 		}
 	}
 	switch {
@@ -383,7 +383,7 @@ func (r *run) wider() string {
 func (b *Rollback) follow(wider *Rollback) {
 	b.State, b.Status, b.Finished, b.Due = wider.State, wider.Status, wider.Finished, wider.Due
 	b.TimedOut = b.TimedOut || wider.TimedOut
-	b.Plan, b.Steps, b.Unreached, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unreached, wider.Unknown, wider.Mixed
+	b.Plan, b.Steps, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unknown, wider.Mixed
 	b.Complete, b.Before, b.After = wider.Complete, wider.Before, wider.After
 	b.Escalations = append(b.Escalations[:len(b.Escalations):len(b.Escalations)], wider.Escalations...)
 }
@@ -524,7 +524,7 @@ func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, 
 		case err != nil:
 			return Page{}, err
 		default:
-			page.Rollbacks = append(page.Rollbacks, h.rollback())
+			page.Rollbacks = append(page.Rollbacks, h.shown())
 		}
 	}
 	return page, nil

@@ -71,7 +71,7 @@ func (f *fleet) take(ctx context.Context, r *run) (mine, fresh bool, err error) 
 		if gone, err := f.gone(ctx, boot); err != nil || !gone {
 			return false, fresh, err
 		}
-		err := f.change(ctx, r, func(h *head, _ *store.Batch) error {
+		err := f.change(ctx, r, func(h *Rollback, _ *store.Batch) error {
 			h.Boot = f.boot
 			return nil
 		})
@@ -160,7 +160,7 @@ func (f *fleet) follow(r *run, ended <-chan struct{}) {
 		r.mu.Lock()
 		h, version, err := f.readHead(f.hard, r.name)
 		if err == nil && version != r.version {
-			r.head, r.version = *h, version
+			r.setHead(h, version)
 			f.headChanged(r)
 		}
 		r.mu.Unlock()
@@ -356,7 +356,7 @@ func (f *fleet) lockOf(ctx context.Context, kind byte, n name, scope string) (*w
 		if err != nil {
 			return nil, err
 		}
-		return f.lockBy(ctx, &v.head, v.planned.Plan, true)
+		return f.lockBy(ctx, &v.Rollback, v.Plan, true)
 	}
 	f.mu.Lock()
 	w := f.plans[n]
@@ -377,11 +377,11 @@ func (f *fleet) lockOf(ctx context.Context, kind byte, n name, scope string) (*w
 	if !h.open() {
 		return nil, ErrUnknown
 	}
-	planned, err := f.readPlan(ctx, kindPlan, n, h)
+	plan, err := f.readPlan(ctx, kindPlan, n, h)
 	if err != nil {
 		return nil, err
 	}
-	if w, err = f.lockBy(ctx, h, planned.Plan, false); err != nil {
+	if w, err = f.lockBy(ctx, h, plan, false); err != nil {
 		return nil, err
 	}
 	f.mu.Lock()
@@ -393,7 +393,7 @@ func (f *fleet) lockOf(ctx context.Context, kind byte, n name, scope string) (*w
 	return w, nil
 }
 
-func (f *fleet) lockBy(ctx context.Context, h *head, p *Plan, reserved bool) (*workflowLock, error) {
+func (f *fleet) lockBy(ctx context.Context, h *Rollback, p *Plan, reserved bool) (*workflowLock, error) {
 	scope, err := f.scope(ctx, h.Workflow, h.Checkpoint)
 	if err != nil {
 		return nil, err

@@ -20,58 +20,62 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// head is the record of a rollback without its plan and steps. Readers skip unknown members.
-type head struct {
-	ID          string    `json:"id"`
-	Checkpoint  string    `json:"checkpoint"`
-	Workflow    string    `json:"workflow,omitempty"`
-	Scope       Scope     `json:"scope"`
-	Reason      string    `json:"reason,omitempty"`
-	Urgency     string    `json:"urgency,omitempty"`
-	Requester   string    `json:"requester,omitempty"`
-	Operator    string    `json:"operator,omitempty"`
-	Token       string    `json:"token,omitempty"`
-	Content     []byte    `json:"content"`
-	State       State     `json:"state"`
-	Status      Status    `json:"status,omitempty"`
-	Asked       time.Time `json:"asked"`
-	Due         time.Time `json:"due"`
-	Finished    time.Time `json:"finished,omitzero"`
-	TimedOut    bool      `json:"timed_out,omitempty"`
-	Unknown     bool      `json:"unknown,omitempty"`
-	Mixed       bool      `json:"mixed,omitempty"`
-	Start       string    `json:"start,omitempty"`
-	Complete    string    `json:"complete,omitempty"`
-	Before      []byte    `json:"before,omitempty"`
-	After       []byte    `json:"after,omitempty"`
-	Escalations []string  `json:"escalations,omitempty"`
-	// Joined is the wider rollback to which this one gives way, Halted says that it has.
-	Joined string `json:"joined,omitempty"`
-	Halted bool   `json:"halted,omitempty"`
+// Journal is what is recorded of a rollback, or known of it here, and not shown.
+type Journal struct {
+	// Plan is recorded in pieces.
+	Plan *Plan `json:"-"`
+	// Named is as in Request.
+	Named string `json:"named,omitempty"`
+	// Token is the id of the token that has asked for it; empty without.
+	Token string `json:"token,omitempty"`
+	// Decisions are the ids of the tokens of the decisions on it; empty without.
+	Decisions []string `json:"-"`
+	// Unknown says that the effect of a step is unknown, Mixed that some effects were undone and
+	// others were not (the heuristic outcomes hazard and mixed of XA).
+	Unknown bool `json:"unknown,omitempty"`
+	Mixed   bool `json:"mixed,omitempty"`
+
+	journal
+}
+
+// journal is the part of a Journal that only the coordinator knows.
+type journal struct {
+	// Content is what makes two requests the same.
+	Content []byte `json:"content"`
+	// Halted says that it has given way to the one that it has joined.
+	Halted bool `json:"halted,omitempty"`
 	// Behind are the rollbacks that come first, Absorbed those that give way to this one.
 	Behind   []string `json:"behind,omitempty"`
 	Absorbed []string `json:"absorbed,omitempty"`
-	// PartOf and Named are as in Request.
+	// PartOf is as in Request.
 	PartOf string `json:"part_of,omitempty"`
-	Named  string `json:"named,omitempty"`
 	// Precedence is that of the whole, and what participants were told of it; zero is its own.
 	Precedence Precedence `json:"precedence,omitzero"`
+	// Until is when the reservation of a prepared one ends.
+	Until time.Time `json:"until,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
 	Aborted bool `json:"aborted,omitempty"`
-	// Questions are what people were asked; Terms, of one that is aborted, what of the request a plan is made of once more.
+	// Questions are what people were asked; Terms, of one that is reserved or aborted, what of the request a plan
+	// is made of once more.
 	Questions []question `json:"questions,omitempty"`
 	Terms     *terms     `json:"terms,omitempty"`
-	// Prepared is when it was prepared; zero where it was not.
-	Prepared time.Time `json:"prepared,omitzero"`
 	// Boot is that of the member that carries it out; empty where one gateway has the store.
 	Boot string `json:"boot,omitempty"`
-	// Steps and Pieces count the separate records; Hash is that of the plan.
-	Steps  int    `json:"steps"`
+	// Pieces counts those of the plan, whose hash is Hash.
 	Pieces int    `json:"pieces"`
 	Hash   []byte `json:"hash"`
 
 	expires time.Time // of the record; zero until the rollback, and all that it belongs to, are over
 }
+
+// recorded is a rollback as its record has it, without its plan and steps.
+type recorded struct {
+	*Rollback
+	Journal *Journal `json:"journal"`
+}
+
+// head is what is recorded of a rollback apart from its plan and its steps.
+func (b *Rollback) head() recorded { return recorded{b, &b.Journal} }
 
 // question is what people are asked before a rollback goes on.
 type question struct {
@@ -103,11 +107,11 @@ type terms struct {
 
 // partOf is the rollback of which whoever is asked for a part of this one is asked for a part; empty if
 // it is this one.
-func (h *head) partOf() string { return cmp.Or(h.PartOf, h.Named) }
+func (h *Rollback) partOf() string { return cmp.Or(h.PartOf, h.Named) }
 
 // sameWhole reports whether two rollbacks are parts of one: at another gateway, or of several
 // checkpoints under one id. Whoever else uses that id has a rollback of his own.
-func (h *head) sameWhole(other *head) bool {
+func (h *Rollback) sameWhole(other *Rollback) bool {
 	switch {
 	case cmp.Or(h.partOf(), h.ID) != cmp.Or(other.partOf(), other.ID), (h.PartOf != "") != (other.PartOf != ""):
 		return false
@@ -118,7 +122,7 @@ func (h *head) sameWhole(other *head) bool {
 }
 
 // precedence decides conflicts with others, here and at the participants.
-func (h *head) precedence() Precedence {
+func (h *Rollback) precedence() Precedence {
 	if h.Precedence.ID != "" {
 		return h.Precedence
 	}
@@ -126,35 +130,31 @@ func (h *head) precedence() Precedence {
 }
 
 // askedBy reports whether a request is of who was the first to ask.
-func (h *head) askedBy(r *Request) bool {
+func (h *Rollback) askedBy(r *Request) bool {
 	return h.Operator == r.Operator && (r.Operator != "" || h.Requester == r.By)
 }
 
 // open reports whether it still takes steps.
-func (h *head) open() bool { return h.State == Executing && !h.Halted }
+func (h *Rollback) open() bool { return h.State == Executing && !h.Halted }
 
 // stops reports whether it terminates its workflow (cascade 4.1.3).
-func (h *head) stops() bool { return h.Scope == FullWorkflow && h.Workflow != "" }
+func (h *Rollback) stops() bool { return h.Scope == FullWorkflow && h.Workflow != "" }
 
-// rollback is the public form of the head, without plan and steps.
-func (h *head) rollback() *Rollback {
-	r := &Rollback{
-		ID: h.ID, Named: h.Named, Checkpoint: h.Checkpoint, Workflow: h.Workflow, Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,
-		Requester: h.Requester, Operator: h.Operator, State: h.State, Status: h.Status,
-		Asked: h.Asked, Due: h.Due, Finished: h.Finished, TimedOut: h.TimedOut, Prepared: h.Prepared, Unknown: h.Unknown, Mixed: h.Mixed,
-		Joined: h.Joined, Token: h.Token, Start: h.Start, Complete: h.Complete, Escalations: h.Escalations,
+// shown is a copy that is shown, with what of it is not recorded.
+func (b *Rollback) shown() *Rollback {
+	shown := *b
+	if b.Plan != nil {
+		shown.Unreached = b.Plan.Unreached
 	}
-	copy(r.Before[:], h.Before)
-	copy(r.After[:], h.After)
-	for _, q := range h.Questions {
+	for _, q := range b.Questions {
 		switch {
-		case q.Answer == "" && h.open() && !h.TimedOut:
-			r.Waits = q.Escalation
+		case q.Answer == "" && b.open() && !b.TimedOut:
+			shown.Waits = q.Escalation
 		case q.Token != "":
-			r.Decisions = append(r.Decisions, q.Token)
+			shown.Decisions = append(shown.Decisions, q.Token)
 		}
 	}
-	return r
+	return &shown
 }
 
 // content is the hash of what makes two requests the same. The token is not part of it: a retry
@@ -171,72 +171,22 @@ func (r *Request) content() []byte {
 	return sum.Sum(nil)
 }
 
-// stepRecord is the record of a step, without what the plan says of it.
-type stepRecord struct {
-	State      StepState `json:"state"`
-	Status     Status    `json:"status,omitempty"`
-	Cancelled  bool      `json:"cancelled,omitempty"`
-	Unknown    bool      `json:"unknown,omitempty"`
-	Reason     string    `json:"reason,omitempty"`
-	HTTPStatus int       `json:"http_status,omitempty"`
-	Attempts   int       `json:"attempts,omitempty"`
-	Before     []byte    `json:"before,omitempty"`
-	After      []byte    `json:"after,omitempty"`
-	Token      string    `json:"token,omitempty"`
-	Escalation string    `json:"escalation,omitempty"`
-	Begun      time.Time `json:"begun,omitzero"`
-	Ended      time.Time `json:"ended,omitzero"`
-	Cause      string    `json:"cause,omitempty"`
-	Root       string    `json:"root,omitempty"`
-	Completion string    `json:"completion,omitempty"`
+// recordedStep is a step as its record has it.
+type recordedStep struct {
+	*Step
+	Journal *StepJournal `json:"journal"`
 }
 
-func (s *Step) encode() ([]byte, error) {
-	return json.Marshal(stepRecord{
-		s.State, s.Status, s.Cancelled, s.Unknown, s.Reason, s.HTTPStatus, s.Attempts,
-		some(s.Before), some(s.After), s.Token, s.Escalation, s.Begun, s.Ended, s.Cause, s.root, s.Completion,
-	})
-}
+func (s *Step) encode() ([]byte, error) { return json.Marshal(recordedStep{s, &s.StepJournal}) }
 
 func (s *Step) decode(b []byte) error {
-	var r stepRecord
-	if err := json.Unmarshal(b, &r); err != nil {
+	if err := json.Unmarshal(b, &recordedStep{s, &s.StepJournal}); err != nil {
 		return err
 	}
-	switch r.State {
-	case StepRunning, StepDone:
-	default:
-		return fmt.Errorf("step state %q", r.State)
+	if s.State != StepRunning && s.State != StepDone {
+		return fmt.Errorf("step state %q", s.State)
 	}
-	s.State, s.Status, s.Cancelled, s.Unknown, s.Reason = r.State, r.Status, r.Cancelled, r.Unknown, r.Reason
-	s.HTTPStatus, s.Attempts, s.Token, s.Escalation, s.Ended = r.HTTPStatus, r.Attempts, r.Token, r.Escalation, r.Ended
-	s.Begun, s.Cause, s.root, s.Completion = r.Begun, r.Cause, r.Root, r.Completion
-	copy(s.Before[:], r.Before)
-	copy(s.After[:], r.After)
 	return nil
-}
-
-// some is a hash, or nothing if it is zero.
-func some(sum [32]byte) []byte {
-	if sum == [32]byte{} {
-		return nil
-	}
-	return sum[:]
-}
-
-// plannedSteps is a plan with the agents of its steps, in their order.
-type plannedSteps struct {
-	Plan   *Plan    `json:"plan"`
-	Agents []string `json:"agents"`
-	// Via are the participants that undo steps, by checkpoint.
-	Via map[string]string `json:"via,omitempty"`
-	// Unprepared are the checkpoints whose participants could not prepare, with the reason. They
-	// are not asked to execute.
-	Unprepared map[string]string `json:"unprepared,omitempty"`
-	// Unreached are as in Rollback.
-	Unreached []Obstacle `json:"unreached,omitempty"`
-	// Participants are told what holds the workflow.
-	Participants []informed `json:"participants,omitempty"`
 }
 
 // informed is a participant that is told what holds the workflow.
@@ -260,19 +210,19 @@ func informedOf(c *checkpoint.Checkpoint) informed {
 // maxInformed bounds the participants that are told.
 const maxInformed = 64
 
-func (p *plannedSteps) inform(one informed) {
+func (p *Plan) inform(one informed) {
 	if one != (informed{}) && !slices.Contains(p.Participants, one) && len(p.Participants) < maxInformed {
 		p.Participants = append(p.Participants, one)
 	}
 }
 
-// participants are those to whom an escalation of the rollback goes. Of a part of a rollback the
+// informs are the participants to whom an escalation of the rollback goes. Of a part of a rollback the
 // coordinator of the whole tells them.
-func (p *plannedSteps) participants(h *head) (all []hitl.Participant) {
-	if h.PartOf != "" {
+func (b *Rollback) informs() (all []hitl.Participant) {
+	if b.PartOf != "" {
 		return nil
 	}
-	for _, one := range p.Participants {
+	for _, one := range b.Plan.Participants {
 		all = append(all, hitl.NewParticipant(one.Agent, one.URI))
 	}
 	return all
@@ -285,7 +235,7 @@ const pieceSize = 48 << 10
 const maxPlan = 64 << 20
 
 // encode packs the plan: the ids of a large one are mostly the same bytes.
-func (p *plannedSteps) encode() ([]byte, error) {
+func (p *Plan) encode() ([]byte, error) {
 	var b bytes.Buffer
 	w, err := flate.NewWriter(&b, flate.BestSpeed)
 	if err != nil {
@@ -298,33 +248,31 @@ func (p *plannedSteps) encode() ([]byte, error) {
 	return b.Bytes(), err
 }
 
-func decodePlanned(b []byte) (*plannedSteps, error) {
+func decodePlan(b []byte) (*Plan, error) {
 	r := flate.NewReader(bytes.NewReader(b))
-	p := new(plannedSteps)
+	p := new(Plan)
 	if err := json.NewDecoder(io.LimitReader(r, maxPlan)).Decode(p); err != nil {
 		return nil, err
-	}
-	if p.Plan == nil {
-		return nil, fmt.Errorf("no plan")
 	}
 	return p, r.Close()
 }
 
-// steps are the plan's steps, none begun, and the indexes of each level.
-func (p *plannedSteps) steps() (steps []Step, levels [][]int) {
-	for i, level := range p.Plan.Levels {
-		var places []int
+// begin returns the plan's steps, none begun.
+func (p *Plan) begin() (steps []Step) {
+	planned := slices.Concat(p.Levels...)
+	for i, level := range p.Levels {
 		for _, s := range level {
-			step := Step{Checkpoint: s.Checkpoint, Level: i, What: s.What, State: StepPending, Earlier: s.Earlier, Critical: s.Critical, Review: s.Review, Via: p.Via[s.Checkpoint]}
-			if len(steps) < len(p.Agents) {
-				step.Agent = p.Agents[len(steps)]
+			step := Step{
+				Checkpoint: s.Checkpoint, Agent: s.Agent, Via: s.Via, Level: i, State: StepPending, Critical: s.Critical, Review: s.Review,
+				StepJournal: StepJournal{What: s.What},
 			}
-			places = append(places, len(steps))
+			for _, place := range s.Earlier {
+				step.Earlier = append(step.Earlier, planned[place].Checkpoint)
+			}
 			steps = append(steps, step)
 		}
-		levels = append(levels, places)
 	}
-	return steps, levels
+	return steps
 }
 
 // sealed makes the write of a value that is sealed under its key.
@@ -332,8 +280,8 @@ func (c *Coordinator) sealed(key, plain []byte, condition store.Condition) store
 	return store.Write{Key: key, If: condition, Value: c.o.Sealer.Seal(nil, plain, key)}
 }
 
-func (c *Coordinator) headWrite(n name, h *head, condition store.Condition) (store.Write, error) {
-	plain, err := json.Marshal(h)
+func (c *Coordinator) headWrite(n name, h *Rollback, condition store.Condition) (store.Write, error) {
+	plain, err := json.Marshal(h.head())
 	if err != nil {
 		return store.Write{}, err
 	}
@@ -351,7 +299,7 @@ func (c *Coordinator) stepWrite(n name, i int, s *Step) (store.Write, error) {
 }
 
 // planWrites are the pieces of a plan.
-func (c *Coordinator) planWrites(kind byte, n name, p *plannedSteps, expires time.Time) ([]store.Write, error) {
+func (c *Coordinator) planWrites(kind byte, n name, p *Plan, expires time.Time) ([]store.Write, error) {
 	packed, err := p.encode()
 	if err != nil {
 		return nil, err
@@ -379,7 +327,7 @@ func (c *Coordinator) open(entry store.Entry) ([]byte, error) {
 func unreadable(err error) error { return fmt.Errorf("%w: %w: %w", ErrStore, errUnreadable, err) }
 
 // readHead reads a head and its version; ErrUnknown where there is none.
-func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Version, error) {
+func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, store.Version, error) {
 	entry, err := c.o.Store.Get(ctx, keyOf(kindHead, n))
 	if errors.Is(err, store.ErrNotFound) {
 		return nil, 0, ErrUnknown
@@ -391,8 +339,9 @@ func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Versio
 	if err != nil {
 		return nil, 0, err
 	}
-	h := new(head)
-	if err := json.Unmarshal(plain, h); err != nil {
+	h := new(Rollback)
+	recorded := h.head()
+	if err := json.Unmarshal(plain, &recorded); err != nil {
 		return nil, 0, unreadable(err)
 	}
 	h.expires = entry.Expires
@@ -400,7 +349,7 @@ func (c *Coordinator) readHead(ctx context.Context, n name) (*head, store.Versio
 }
 
 // readPlan reads the plan of a head, and holds that it is the one that was accepted, or reserved.
-func (c *Coordinator) readPlan(ctx context.Context, kind byte, n name, h *head) (*plannedSteps, error) {
+func (c *Coordinator) readPlan(ctx context.Context, kind byte, n name, h *Rollback) (*Plan, error) {
 	var packed []byte
 	for i := range h.Pieces {
 		entry, err := c.o.Store.Get(ctx, partKey(kind, n, i))
@@ -416,12 +365,12 @@ func (c *Coordinator) readPlan(ctx context.Context, kind byte, n name, h *head) 
 		}
 		packed = append(packed, piece...)
 	}
-	p, err := decodePlanned(packed)
+	p, err := decodePlan(packed)
 	if err != nil {
 		return nil, unreadable(err)
 	}
 	// What is followed is what was accepted (C-4.3.1-d).
-	if sum := p.Plan.Hash(); subtle.ConstantTimeCompare(sum[:], h.Hash) != 1 {
+	if sum := p.Hash(); subtle.ConstantTimeCompare(sum[:], h.Hash) != 1 {
 		return nil, unreadable(errors.New("the plan is not the one that was accepted"))
 	}
 	return p, nil
@@ -436,10 +385,8 @@ func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := newRun(n, h, version, p)
-	if len(r.steps) != h.Steps {
-		return nil, unreadable(errors.New("the plan has another number of steps"))
-	}
+	h.Plan = p
+	r := newRun(n, h, version)
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(keyOf(kindStep, n))) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", ErrStore, err)
@@ -590,7 +537,7 @@ const expirePage = 64
 
 // expireAll sets the expiry of a finished rollback's records, after that of the rollbacks that it
 // absorbed, and that those did.
-func (c *Coordinator) expireAll(ctx context.Context, n name, h *head) error {
+func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error {
 	expires := h.Finished.Add(c.o.Keep)
 	seen := map[string]bool{h.ID: true}
 	for absorbed := slices.Clone(h.Absorbed); len(absorbed) > 0; {
@@ -646,7 +593,7 @@ func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 
 // expire sets the expiry of all records of a rollback, the head in the last commit, so that it is
 // found again after an interruption. Each is changed as read, or read again.
-func (c *Coordinator) expire(ctx context.Context, n name, h *head, at time.Time) error {
+func (c *Coordinator) expire(ctx context.Context, n name, h *Rollback, at time.Time) error {
 	keys := [][]byte{ageKey(h.Asked, n)}
 	if h.Token != "" {
 		keys = append(keys, c.tokenKey(h.Token))

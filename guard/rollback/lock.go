@@ -323,7 +323,7 @@ func (l *workflowLocks) unlock(w *workflowLock) {
 
 // ended removes the locks of a rollback that takes no more steps, or sets how long its workflow
 // stays terminated.
-func (l *workflowLocks) ended(h *head, keep time.Duration) {
+func (l *workflowLocks) ended(h *Rollback, keep time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	over := func(w *workflowLock) bool { return w.rollback == h.ID && !w.stops && !w.reserved }

@@ -164,6 +164,9 @@ type PlanStep struct {
 	Review bool `json:"review,omitempty"`
 	// Error is the id of an agent's critical error about it; empty without one.
 	Error string `json:"error,omitempty"`
+	// Agent and Via are as in Step. They are no part of the hash, and MakePlan leaves them empty.
+	Agent string `json:"agent,omitempty"`
+	Via   string `json:"via,omitempty"` // see Agent
 }
 
 // Why a step is critical. The first that applies counts, in this order.
@@ -204,6 +207,16 @@ type Plan struct {
 	// Missing are ids that groups in the plan contain and that are no nodes, in their order. A
 	// rollback that could not examine them is not completed (P6).
 	Missing []string `json:"missing,omitempty"`
+
+	// What follows is found out by asking participants; MakePlan leaves it empty, and no hash covers it.
+
+	// Unprepared are the checkpoints whose participants could not prepare, with the reason. They
+	// are not asked to execute.
+	Unprepared map[string]string `json:"unprepared,omitempty"`
+	// Unreached are as in Rollback.
+	Unreached []Obstacle `json:"unreached,omitempty"`
+	// Participants are told what holds the workflow.
+	Participants []informed `json:"participants,omitempty"`
 }
 
 // Partial reports whether the rest of the workflow may stay as it is. Its error is a

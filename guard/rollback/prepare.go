@@ -43,14 +43,14 @@ type Prepared struct {
 
 // Obstacle says why a checkpoint cannot be undone.
 type Obstacle struct {
-	// Checkpoint is empty where a participant does not say which checkpoints it has.
-	Checkpoint string `json:"checkpoint,omitempty"`
 	// Agent is the identity behind the call; empty if it is not known.
 	Agent string `json:"agent,omitempty"`
+	// Status is cannot_prepare, or prepared in the list of all agents; empty before it is shown.
+	Status string `json:"status"`
 	// Reason is a fixed word.
-	Reason string `json:"reason"`
-	// Cause refines the reason irreversible; it may be empty.
-	Cause string `json:"cause,omitempty"`
+	Reason string `json:"reason,omitempty"`
+	// Checkpoint is empty where a participant does not say which checkpoints it has.
+	Checkpoint string `json:"checkpoint_id,omitempty"`
 }
 
 // Ready reports whether everything can be undone, as far as that is known before it is tried.
@@ -59,12 +59,7 @@ func (p *Prepared) Ready() bool { return p.Refusal == nil && len(p.Obstacles) ==
 // reservation is the record of a prepared rollback. It holds back new calls that would follow
 // from what it covers, and other rollbacks that it takes precedence over, until it ends.
 type reservation struct {
-	head
-	// Keep is the request's KeepDependants, which is said again by who executes.
-	Keep  bool      `json:"keep,omitempty"`
-	Until time.Time `json:"until"`
-
-	planned *plannedSteps
+	Rollback
 	version store.Version
 }
 
@@ -73,8 +68,7 @@ func (v *reservation) of(r *Request) bool { return v.Checkpoint == r.Checkpoint 
 
 // prepared is the answer that a reservation stands for.
 func (v *reservation) prepared(r *Request) *Prepared {
-	d := draft{head: v.head, plannedSteps: *v.planned}
-	return &Prepared{Rollback: d.rollback(), Until: v.Until, request: *r}
+	return &Prepared{Rollback: v.planned(), Until: v.Until, request: *r}
 }
 
 // Prepare decides who may ask, verifies what is to be undone and makes the plan, and says what
@@ -96,10 +90,7 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 		return found, err
 	}
 	d, err := plan(ctx, &r)
-	asked := &Rollback{
-		ID: r.ID, Named: r.Named, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Requester: r.By, Operator: r.Operator, State: Reserved,
-	}
+	asked := r.rollback()
 	refused, depended, conflict := (*refusal)(nil), (*DependedOnError)(nil), (*ConflictError)(nil)
 	switch {
 	case errors.As(err, &refused):
@@ -111,7 +102,7 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 		return nil, err
 	}
 	d.State = Reserved
-	p := &Prepared{Rollback: d.rollback(), Obstacles: obstacles(&d.plannedSteps), request: r}
+	p := &Prepared{Rollback: d.planned(), Obstacles: d.Plan.obstacles(), request: r}
 	p.Rollback.markObstacles()
 	others, err := c.conflicting(ctx, d.Workflow)
 	if err != nil {
@@ -165,7 +156,7 @@ func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error
 			return nil, err
 		}
 	}
-	d.Unreached = unreached
+	d.Plan.Unreached = unreached
 	return d, nil
 }
 
@@ -182,10 +173,10 @@ func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepare
 	switch {
 	case err != nil:
 		return nil, err
-	case !v.of(r) || v.Keep != r.KeepDependants:
+	case !v.of(r) || v.Terms.Keep != r.KeepDependants:
 		return nil, ErrMismatch
 	}
-	if err := c.mayShare(ctx, r, &v.head); err != nil {
+	if err := c.mayShare(ctx, r, &v.Rollback); err != nil {
 		return nil, err
 	}
 	return v.prepared(r), nil
@@ -210,17 +201,13 @@ func (c *Coordinator) Prepared(ctx context.Context, id string) (*Prepared, error
 
 // obstacles are the steps of a plan that are in vain, in their order, and the unknown members of
 // its groups.
-func obstacles(p *plannedSteps) (all []Obstacle) {
-	i := 0
-	for _, level := range p.Plan.Levels {
-		for _, s := range level {
-			if s.Obstacle != "" {
-				all = append(all, Obstacle{s.Checkpoint, p.Agents[i], s.Obstacle, s.Cause})
-			}
-			i++
+func (p *Plan) obstacles() (all []Obstacle) {
+	for _, s := range slices.Concat(p.Levels...) {
+		if s.Obstacle != "" {
+			all = append(all, Obstacle{Checkpoint: s.Checkpoint, Agent: s.Agent, Reason: s.Obstacle})
 		}
 	}
-	for _, id := range p.Plan.Missing {
+	for _, id := range p.Missing {
 		all = append(all, Obstacle{Checkpoint: id, Reason: reasonUnknown})
 	}
 	return append(all, p.Unreached...)
@@ -343,8 +330,8 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	if err != nil {
 		return nil, err
 	}
-	v := &reservation{head: d.head, Keep: r.KeepDependants, Until: now.Add(last), planned: &d.plannedSteps}
-	v.State = Reserved
+	v := &reservation{Rollback: d.Rollback}
+	v.State, v.Until, v.Terms = Reserved, now.Add(last), &terms{Keep: r.KeepDependants}
 	v.Behind, v.Absorbed = nil, nil
 	if fence.Expires.Before(v.Until) {
 		fence.Expires = v.Until
@@ -352,18 +339,18 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	n := c.name(r.ID)
-	pieces, err := c.planWrites(kindReservedPlan, n, &d.plannedSteps, v.Until)
+	pieces, err := c.planWrites(kindReservedPlan, n, d.Plan, v.Until)
 	if err != nil {
 		return nil, err
 	}
 	v.Pieces = len(pieces)
-	plain, err := json.Marshal(v)
+	plain, err := json.Marshal(v.head())
 	if err != nil {
 		return nil, err
 	}
 	own := c.sealed(keyOf(kindReserved, n), plain, store.Absent())
 	own.Expires = v.Until
-	writes := append([]store.Write{own, fence, {Key: c.reservedKey(&d.head, n), Expires: v.Until}}, pieces...)
+	writes := append([]store.Write{own, fence, {Key: c.reservedKey(&d.Rollback, n), Expires: v.Until}}, pieces...)
 	writes = append(writes, held.writes...)
 	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
 		return nil, refusedBy(err, extra)
@@ -390,10 +377,11 @@ func (c *Coordinator) openReservation(ctx context.Context, n name, entry store.E
 		return nil, err
 	}
 	v := &reservation{version: entry.Version}
-	if err := json.Unmarshal(plain, v); err != nil {
+	recorded := v.head()
+	if err := json.Unmarshal(plain, &recorded); err != nil {
 		return nil, unreadable(err)
 	}
-	if v.planned, err = c.readPlan(ctx, kindReservedPlan, n, &v.head); err != nil {
+	if v.Plan, err = c.readPlan(ctx, kindReservedPlan, n, &v.Rollback); err != nil {
 		// Its pieces end with it: it may be over by now.
 		if _, gone := c.o.Store.Get(ctx, entry.Key); errors.Is(gone, store.ErrNotFound) {
 			return nil, ErrUnknown
@@ -417,7 +405,7 @@ func (h *held) end(c *Coordinator, v *reservation) {
 	h.ids = append(h.ids, v.ID)
 	h.writes = append(h.writes,
 		store.Write{Key: keyOf(kindReserved, n), If: store.VersionIs(v.version), Delete: true},
-		store.Write{Key: c.reservedKey(&v.head, n), Delete: true},
+		store.Write{Key: c.reservedKey(&v.Rollback, n), Delete: true},
 	)
 	for i := range v.Pieces {
 		h.writes = append(h.writes, store.Write{Key: partKey(kindReservedPlan, n, i), Delete: true})
@@ -453,7 +441,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 				return h, refusedBy(err, nil)
 			}
 			c.locks.release(h.ids...)
-			c.release(&h.own.head, h.own.planned.Plan, nil)
+			c.release(&h.own.Rollback, nil)
 		}
 		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
 	}
@@ -470,7 +458,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 			return h, err
 		}
 		switch {
-		case d.sameWhole(&other.head), !overlap(other.planned.Plan, d.Plan):
+		case d.sameWhole(&other.Rollback), !overlap(other.Plan, d.Plan):
 		case comparePrecedence(other.precedence(), mine) <= 0:
 			return h, &ConflictError{Winner: other.precedence().ID, kept: other.ID}
 		default:
@@ -487,7 +475,7 @@ func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) (names []nam
 	all := store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))
 	ranges := []store.Range{all}
 	if d.PartOf != "" {
-		whole := store.Prefix(c.wholePrefix(&d.head))
+		whole := store.Prefix(c.wholePrefix(&d.Rollback))
 		ranges = []store.Range{{From: all.From, To: whole.From}, {From: whole.To, To: all.To}}
 	}
 	for _, r := range ranges {
@@ -505,19 +493,19 @@ func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) (names []nam
 func (c *Coordinator) ended(h *held) {
 	c.locks.release(h.ids...)
 	for _, other := range h.others {
-		c.release(&other.head, other.planned.Plan, nil)
+		c.release(&other.Rollback, nil)
 	}
 }
 
 // shrunk reports whether the plan is the reserved one, but for what other parts of the same
 // rollback have undone meanwhile.
 func (c *Coordinator) shrunk(ctx context.Context, v *reservation, d *draft) (bool, error) {
-	if !v.sameWhole(&d.head) || len(v.planned.Plan.Levels) != len(d.Plan.Levels) {
+	if !v.sameWhole(&d.Rollback) || len(v.Plan.Levels) != len(d.Plan.Levels) {
 		return false, nil
 	}
-	left := *v.planned.Plan
+	left := *v.Plan
 	left.Levels, left.Dependants = nil, d.Plan.Dependants
-	for i, level := range v.planned.Plan.Levels {
+	for i, level := range v.Plan.Levels {
 		level = slices.Clone(level)
 		for n := range level {
 			now := d.Plan.Levels[i]
@@ -539,7 +527,7 @@ func (c *Coordinator) shrunk(ctx context.Context, v *reservation, d *draft) (boo
 }
 
 // undoneBy is the rollback that has undone a checkpoint; nil where that is not known.
-func (c *Coordinator) undoneBy(ctx context.Context, id string) (*head, error) {
+func (c *Coordinator) undoneBy(ctx context.Context, id string) (*Rollback, error) {
 	m, _, err := c.mark(ctx, id)
 	if err != nil {
 		return nil, err
@@ -571,18 +559,18 @@ func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry)
 	w := newWorkflowLock(v.ID, scope)
 	w.reserved = true
 	c.locks.add(w)
-	c.locks.setPlan(w, v.Scope, v.planned.Plan)
+	c.locks.setPlan(w, v.Scope, v.Plan)
 	c.locks.hold(w, v.Until.Sub(now))
 	return nil
 }
 
 // reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
 // beginning.
-func (c *Coordinator) reservedKey(h *head, n name) []byte {
+func (c *Coordinator) reservedKey(h *Rollback, n name) []byte {
 	return append(c.wholePrefix(h), n[:]...)
 }
 
-func (c *Coordinator) wholePrefix(h *head) []byte {
+func (c *Coordinator) wholePrefix(h *Rollback) []byte {
 	whole := c.o.Sealer.Index("rollback whole", h.PartOf+" "+h.Requester)
 	return append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...)
 }
@@ -764,9 +752,9 @@ func (c *Coordinator) compare(ctx context.Context, d *draft) (found []Obstacle, 
 			failed = fmt.Errorf("%w: %w", ErrStore, err)
 		}
 	})
-	for i, s := range slices.Concat(d.Plan.Levels...) {
+	for _, s := range slices.Concat(d.Plan.Levels...) {
 		if reason := reasons[s.Checkpoint]; reason != "" {
-			found = append(found, Obstacle{Checkpoint: s.Checkpoint, Agent: d.Agents[i], Reason: string(reason)})
+			found = append(found, Obstacle{Checkpoint: s.Checkpoint, Agent: s.Agent, Reason: string(reason)})
 		}
 	}
 	return found, cmp.Or(failed, ctx.Err())
@@ -803,12 +791,9 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 		return err
 	}
 	unprepared = append(unprepared, changed...)
-	d.Unprepared = nil
+	d.Plan.Unprepared = map[string]string{}
 	for _, o := range unprepared {
-		if d.Unprepared == nil {
-			d.Unprepared = map[string]string{}
-		}
-		d.Unprepared[o.Checkpoint] = o.Reason
+		d.Plan.Unprepared[o.Checkpoint] = o.Reason
 	}
 	return nil
 }
@@ -818,12 +803,12 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 func (d *draft) aborts(r *Request) bool {
 	for _, level := range d.Plan.Levels {
 		for _, s := range level {
-			if obstacle := s.Obstacle != "" || d.Unprepared[s.Checkpoint] != ""; obstacle && (r.Whole || s.Critical != "") {
+			if obstacle := s.Obstacle != "" || d.Plan.Unprepared[s.Checkpoint] != ""; obstacle && (r.Whole || s.Critical != "") {
 				return true
 			}
 		}
 	}
-	return r.Whole && len(d.Plan.Missing)+len(d.Unreached) > 0
+	return r.Whole && len(d.Plan.Missing)+len(d.Plan.Unreached) > 0
 }
 
 // Release ends the reservation of a rollback at once, here and at its participants; extra is
@@ -863,14 +848,14 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 		case r.Unnamed && r.Error == "":
 			return ErrUnnamed
 		case !v.askedBy(&r): // the first one may still carry it out
-			return c.mayShare(ctx, &r, &v.head)
+			return c.mayShare(ctx, &r, &v.Rollback)
 		}
 		var ended held
 		ended.end(c, v) // on the condition that no execute has taken it
 		_, err = c.o.Store.Commit(ctx, append(ended.writes, extra...)...)
 		if err == nil {
 			c.locks.release(r.ID)
-			c.release(&v.head, v.planned.Plan, nil)
+			c.release(&v.Rollback, nil)
 			return nil
 		}
 		if err = refusedBy(err, extra); !errors.Is(err, errAgain) {
@@ -901,15 +886,15 @@ func (c *Coordinator) giveUp(ctx context.Context, d *draft, unprepared []Obstacl
 	for _, o := range unprepared {
 		refused[o.Checkpoint] = o.Reason != string(ReasonUnreachable) // else only its answer may be lost
 	}
-	c.release(&d.head, d.Plan, func(s *PlanStep) bool { return !refused[s.Checkpoint] })
+	c.release(&d.Rollback, func(s *PlanStep) bool { return !refused[s.Checkpoint] })
 }
 
 // release tells the participants of a plan, those for which is true, that they are not asked to
 // execute. It goes on by itself; what it does not reach in the time of a prepare ends by itself, as
 // after a crash.
-func (c *Coordinator) release(h *head, p *Plan, which func(s *PlanStep) bool) {
+func (c *Coordinator) release(h *Rollback, which func(s *PlanStep) bool) {
 	var ids []string
-	for _, level := range p.Levels {
+	for _, level := range h.Plan.Levels {
 		for i := range level {
 			if s := &level[i]; s.Way == checkpoint.Delegate.String() && (which == nil || which(s)) {
 				ids = append(ids, s.Checkpoint)

@@ -113,9 +113,12 @@ package rollback
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -148,51 +151,127 @@ const (
 	Finished State = "finished"
 	// Reserved: it was prepared, and nothing was accepted yet. It ends by itself.
 	Reserved State = "prepared"
+	// Planned: it is only shown.
+	Planned State = "planned"
 )
 
-// Rollback is the record of a rollback.
+// Rollback is a rollback, as it is recorded and as everybody sees it: over the wire, in the admin API and at the
+// command. The members of its JSON are an API; what nobody is shown is in the Journal.
 type Rollback struct {
-	ID, Checkpoint, Workflow string
-	// Named is as in Request.
-	Named string
+	// ID is a UUID. It is shown as a URN (urn:uuid:), that of the id under which it was asked for.
+	ID string `json:"rollback_id"`
+	// KeptAs is the id by which operators name it, where the one above names the rollback of another checkpoint
+	// too. Shown to operators only.
+	KeptAs string `json:"kept_as,omitempty"`
+	// Checkpoint is the checkpoint or group that is rolled back, Workflow that of the checkpoint.
+	Checkpoint string `json:"checkpoint_id"`
+	Workflow   string `json:"workflow,omitempty"`
+	// WorkflowName is the caller's name of the workflow if it differs. Shown to operators only.
+	WorkflowName string `json:"workflow_name,omitempty"`
 	// Scope is the applied one.
-	Scope           Scope
-	Reason, Urgency string
+	Scope Scope `json:"scope"`
+	// Reason is the requester's sentence for people, Urgency the requester's word.
+	Reason  string `json:"reason,omitempty"`
+	Urgency string `json:"urgency,omitempty"`
 	// Requester is the identity of the agent that asked; Operator the name of the operator.
-	Requester, Operator string
-	State               State
-	// Status is empty before the rollback is finished.
-	Status Status
+	Requester string `json:"requester,omitempty"`
+	Operator  string `json:"operator,omitempty"`
+	State     State  `json:"state"`
+	// Status is empty before the rollback is finished. It never claims more than is known (P6).
+	Status Status `json:"status,omitempty"`
+	// Effect is EffectMixed or EffectUnknown if the effect is neither completely undone nor completely kept.
+	Effect string `json:"effect,omitempty"`
+	// Prepared is when it was prepared; zero where it was asked for in one request.
+	Prepared time.Time `json:"prepared,omitzero"`
 	// Asked is the time of acceptance. Due is Asked plus half of the shortest ttl; a rollback
 	// that is not done by then is escalated, and TimedOut. Finished is zero before its end.
-	Asked, Due, Finished time.Time
-	TimedOut             bool
-	// Prepared is when it was prepared; zero where it was asked for in one request.
-	Prepared time.Time
-	Plan     *Plan
-	// Steps are those of the plan, in the order of their levels.
-	Steps []Step
+	Asked    time.Time `json:"asked,omitzero"`
+	Due      time.Time `json:"due,omitzero"`
+	Finished time.Time `json:"finished,omitzero"`
+	TimedOut bool      `json:"timed_out,omitempty"`
+	// Joined is the wider rollback to which this one gives way, and whose result it then has; empty without one.
+	Joined string `json:"joined,omitempty"`
+	// PlanHash identifies the plan: SHA-256 in hexadecimal.
+	PlanHash string `json:"plan_hash,omitempty"`
+	// Steps are those of the plan, in the order of their levels. They are recorded one by one.
+	Steps []Step `json:"steps,omitzero"`
+	// Uncovered, Along, Dependants and Missing are as in the plan: Uncovered are those that it passes.
+	Uncovered  []string `json:"uncovered,omitempty"`
+	Along      []string `json:"along,omitempty"`
+	Dependants []string `json:"dependants,omitempty"`
 	// Unreached are the participants of which nobody knows what they have of the workflow: there may
 	// be more to undo.
-	Unreached []Obstacle
-	// Unknown says that the effect of a step is unknown, Mixed that some effects were undone and
-	// others were not (the heuristic outcomes hazard and mixed of XA).
-	Unknown, Mixed bool
-	// Joined is the id of the wider rollback whose result this one has; empty without one.
-	Joined string
-	// Token is the id of the token that has asked for it; empty without.
-	Token string
-	// Start and Complete are the ids of its tokens; empty without.
-	Start, Complete string
-	// Before and After are hashes of the state before and after, SHA-256 with a salt of the
-	// rollback's (ADR 0041); zero if there is no state to hash.
-	Before, After [32]byte
+	Unreached []Obstacle `json:"unreached,omitempty"`
+	Missing   []string   `json:"missing,omitempty"`
+	// Elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
+	// undoes itself: nothing was done for them here.
+	Elsewhere []string `json:"elsewhere,omitempty"`
+	// Others is how many checkpoints under the workflow's id are not rolled back, because
+	// they are not linked to those of the requester.
+	Others int `json:"others,omitempty"`
+	// Cascaded are the agents other than that of the checkpoint with the results of their
+	// parts, as in the token (cascade 4.4.1).
+	Cascaded []AgentStatus `json:"cascaded,omitzero"`
+	// FailedAgents are all agents whose part was not completed (cascade 4.3.3).
+	FailedAgents []string `json:"failed_agents,omitempty"`
+	// Before and After are hashes of the state before and after; zero if there is no state to hash.
+	Before Hash `json:"state_hash_before,omitzero"`
+	After  Hash `json:"state_hash_after,omitzero"`
 	// Escalations are the ids of its escalations to people.
-	Escalations []string
+	Escalations []string `json:"escalations,omitempty"`
 	// Waits is the id of the escalation whose decision it waits for; empty while it goes on.
-	Waits string
-	// Decisions are the ids of the tokens of the decisions on it; empty without.
-	Decisions []string
+	Waits string `json:"waits_for,omitempty"`
+	// FollowUp lists in sentences what a person must still do; it may be empty.
+	FollowUp []string `json:"follow_up,omitempty"`
+	Tokens   `json:"tokens,omitzero"`
+	// ECT is the signed rollback_complete token.
+	ECT string `json:"ect,omitempty"`
+
+	Journal `json:"-"`
+}
+
+// AgentStatus is the result of one agent's part.
+type AgentStatus struct {
+	// Agent is its identity.
+	Agent string `json:"agent"`
+	// Status is the result of its part.
+	Status Status `json:"status"`
+}
+
+// Tokens are the ids of a rollback's tokens.
+type Tokens struct {
+	// Start is the id of the rollback_start token; empty without.
+	Start string `json:"start,omitempty"`
+	// Complete is the id of the rollback_complete token; empty without.
+	Complete string `json:"complete,omitempty"`
+}
+
+// How the effect of a rollback is uncertain (the heuristic outcomes of XA).
+const (
+	// EffectMixed: some effects were undone and others were not.
+	EffectMixed = "mixed"
+	// EffectUnknown: it is unknown whether some undos had their effect.
+	EffectUnknown = "unknown"
+)
+
+// Hash is a hash of a state, SHA-256 with a salt of the rollback's (ADR 0041); zero is none.
+type Hash [sha256.Size]byte
+
+const hashPrefix = "sha256:"
+
+// MarshalText writes a hash as the tokens have it: sha256: and the hash in base64url.
+func (h Hash) MarshalText() ([]byte, error) {
+	return base64.RawURLEncoding.AppendEncode([]byte(hashPrefix), h[:]), nil
+}
+
+// UnmarshalText reads what MarshalText writes.
+func (h *Hash) UnmarshalText(text []byte) error {
+	sum, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(string(text), hashPrefix))
+	if err != nil || len(sum) != len(h) {
+		return errors.New("no hash of a state")
+	}
+	*h = Hash(sum)
+	return nil
 }
 
 // AskedAs is the id under which it was asked for.
@@ -208,52 +287,90 @@ const (
 	StepDone    StepState = "done"    // it has a Status
 )
 
-// Step is the undo of one checkpoint.
+// Step is the undo of one checkpoint, as it is recorded and shown. The members of its JSON are an API.
 type Step struct {
-	Checkpoint string
+	Checkpoint string `json:"checkpoint_id"`
 	// Agent is the identity behind the checkpoint's call: the issuer of the token that led to it,
 	// else the gateway.
-	Agent string
+	Agent string `json:"agent,omitempty"`
 	// Via is the identity of the other gateway, or agent, that is asked to undo it; empty where this
 	// gateway undoes it.
-	Via string
-	// Level is the place in the plan.
-	Level int
-	// What is what the plan says.
-	What  What
-	State StepState
+	Via string `json:"via,omitempty"`
+	// Level is the place in the plan, from 0; all steps of a level finish before the next level begins.
+	Level int `json:"level"`
+	// Action is undo, cancel, wait, escalate, gather or none.
+	Action string    `json:"action"`
+	State  StepState `json:"state,omitempty"`
 	// Status is set where State is StepDone.
-	Status Status
-	// Cancelled says that the call never ran, so that there was nothing to undo: this is
-	// cancellation, not rollback (architecture brief).
-	Cancelled bool
-	// Unknown says that the undo may or may not have had its effect.
-	Unknown bool
+	Status Status `json:"status,omitempty"`
+	// Effect is EffectUnknown if it is not known whether the undo had its effect.
+	Effect string `json:"effect,omitempty"`
 	// Reason is a fixed word for why it is not completed; empty if it is.
-	Reason string
+	Reason string `json:"reason,omitempty"`
 	// Cause is the checkpoint's fixed word for why the call is irreversible, if that is known, or the
 	// participant's for why it refuses.
-	Cause string
-	// HTTPStatus is the status of the last answer to the undo; 0 without one.
-	HTTPStatus int
-	// Attempts counts how often the undo was sent.
-	Attempts int
-	// Before and After are hashes of the state; zero without.
-	Before, After [32]byte
-	// Token is the id of the step's token; empty without one. Completion is that of the participant's signed
-	// result, from which it follows.
-	Token, Completion string
-	// Escalation is the id of the step's escalation; empty without one.
-	Escalation string
-	// Begun is when the step was journaled, zero if nothing was tried; Ended is when it was done.
-	Begun, Ended time.Time
-	// Earlier are the places of the steps that come right before this one, as in the plan.
-	Earlier []int
+	Cause string `json:"cause,omitempty"`
 	// Critical and Review are as in the plan.
-	Critical string
-	Review   bool // see Critical
+	Critical string `json:"critical,omitempty"`
+	Review   bool   `json:"review,omitempty"` // see Critical
+	// HTTPStatus is the status of the last answer to the undo; 0 without one.
+	HTTPStatus int `json:"http_status,omitempty"`
+	// Attempts counts how often the undo was sent.
+	Attempts int `json:"attempts,omitempty"`
+	// Before and After are hashes of the state; zero without.
+	Before Hash `json:"state_hash_before,omitzero"`
+	After  Hash `json:"state_hash_after,omitzero"`
+	// Token is the id of the step's token; empty without one.
+	Token string `json:"token,omitempty"`
+	// Escalation is the id of the step's escalation; empty without one.
+	Escalation string `json:"escalation,omitempty"`
+	// Begun is when the step was journaled, zero if nothing was tried; Ended is when it was done.
+	Begun time.Time `json:"begun,omitzero"`
+	Ended time.Time `json:"ended,omitzero"`
+	// Earlier are the checkpoints whose steps come right before this one, because their calls
+	// follow from its call, or because it is a group that contains them; at most 64.
+	Earlier []string `json:"earlier,omitempty"`
+	// LastCause is why the last attempt of a running step failed. It, Call and Way are shown to operators only.
+	LastCause string `json:"last_cause,omitempty"`
+	// Call is the call that the checkpoint was made for, as far as it is recorded.
+	Call *CallDocument `json:"call,omitempty"`
+	// Way is how the call is undone, like "compensate POST /v1/refunds".
+	Way string `json:"way,omitempty"`
 
-	root string // the first attempt, whose mark this step holds; empty where it is that itself
+	StepJournal `json:"-"`
+}
+
+// StepJournal is what is known of a step and not shown.
+type StepJournal struct {
+	// What is what the plan says.
+	What What `json:"-"`
+	// Cancelled says that the call never ran, so that there was nothing to undo: this is
+	// cancellation, not rollback (architecture brief).
+	Cancelled bool `json:"cancelled,omitempty"`
+	// Unknown says that the undo may or may not have had its effect.
+	Unknown bool `json:"unknown,omitempty"`
+	// Completion is the id of the participant's signed result, from which the step's token follows; empty without.
+	Completion string `json:"completion,omitempty"`
+	// Root is the first attempt, whose mark this step holds; empty where it is that itself.
+	Root string `json:"root,omitempty"`
+}
+
+// CallDocument describes the call of a checkpoint to operators.
+type CallDocument struct {
+	// Execution is the execution key, in hexadecimal.
+	Execution string `json:"execution"`
+	// ExecutionID is the caller's id of the execution.
+	ExecutionID string `json:"execution_id,omitempty"`
+	// Action is the configured name of the call's kind.
+	Action string `json:"action,omitempty"`
+	// Method is the method of the call.
+	Method string `json:"method"`
+	// Host is the host of the call.
+	Host string `json:"host,omitempty"`
+	// Path is the path of the call, without its query.
+	Path string `json:"path"`
+	// Created is when the call was claimed.
+	Created time.Time `json:"created,omitzero"`
 }
 
 // Request asks for a rollback. The requester is authenticated; its authorization is decided here.

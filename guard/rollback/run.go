@@ -23,9 +23,7 @@ type run struct {
 	plan       *Plan
 	levels     [][]int // places in steps
 	partOf     string
-	precedence Precedence        // which does not change
-	refused    map[string]string // checkpoints that are not undone, and why
-	unreached  []Obstacle        // participants of which nobody knows what they have
+	precedence Precedence // which does not change
 	informs    []hitl.Participant
 	roots      map[int]string // of places, their first attempts; nil where no ttl is over
 	then       []What         // what the plan says of each step after a wait
@@ -33,7 +31,7 @@ type run struct {
 	launched   bool // guarded by Coordinator.mu
 
 	mu      sync.Mutex
-	head    head
+	head    Rollback
 	version store.Version
 	steps   []Step
 	joined  signal // it gives way after its level
@@ -62,21 +60,28 @@ func (s *signal) is() bool {
 	}
 }
 
-func newRun(n name, h *head, version store.Version, p *plannedSteps) *run {
+func newRun(n name, h *Rollback, version store.Version) *run {
 	r := &run{
-		id: h.ID, name: n, plan: p.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), refused: p.Unprepared, unreached: p.Unreached, informs: p.participants(h),
-		joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		id: h.ID, name: n, plan: h.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), informs: h.informs(),
+		steps: h.Plan.begin(), index: map[string]int{}, joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
-	r.steps, r.levels = p.steps()
-	r.index = make(map[string]int, len(r.steps))
-	for _, level := range p.Plan.Levels {
+	for _, level := range h.Plan.Levels {
+		var places []int
 		for _, s := range level {
+			places = append(places, len(r.then))
 			r.index[s.Checkpoint] = len(r.then)
 			r.then = append(r.then, s.Then)
 		}
+		r.levels = append(r.levels, places)
 	}
 	r.applyHead()
 	return r
+}
+
+// setHead takes a head that was read, which comes without its plan, with mu held.
+func (r *run) setHead(h *Rollback, version store.Version) {
+	r.head, r.version = *h, version
+	r.head.Plan = r.plan
 }
 
 // applyHead sets the signals of the head, with mu held or before r is shared.
@@ -109,9 +114,7 @@ func (c *Coordinator) headChanged(r *run) {
 func (r *run) withoutSteps() *Rollback {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	b := r.head.rollback()
-	b.Plan = r.plan
-	return b
+	return r.head.shown()
 }
 
 // snapshot is the current state of the rollback.
@@ -122,9 +125,9 @@ func (r *run) snapshot() *Rollback {
 }
 
 // snapshotWith is the current state with another head, with mu held.
-func (r *run) snapshotWith(h *head) *Rollback {
-	b := h.rollback()
-	b.Plan, b.Steps, b.Unreached = r.plan, slices.Clone(r.steps), r.unreached
+func (r *run) snapshotWith(h *Rollback) *Rollback {
+	b := h.shown()
+	b.Steps = slices.Clone(r.steps)
 	b.Escalations = slices.Clone(b.Escalations)
 	known := map[string]bool{"": true}
 	for _, id := range b.Escalations {
@@ -158,7 +161,7 @@ func (r *run) contender() contender {
 
 // change changes the head, in one commit with the batch. make gets a copy, and may be called
 // again if somebody else changed the head meanwhile.
-func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *store.Batch) error) error {
+func (c *Coordinator) change(ctx context.Context, r *run, make func(h *Rollback, b *store.Batch) error) error {
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	r.mu.Lock()
@@ -181,7 +184,7 @@ func (c *Coordinator) change(ctx context.Context, r *run, make func(h *head, b *
 	// It may have been changed, or this commit has landed and its answer was lost.
 	fresh, version, readErr := c.readHead(context.WithoutCancel(ctx), r.name)
 	if readErr == nil {
-		r.head, r.version = *fresh, version
+		r.setHead(fresh, version)
 		c.headChanged(r)
 	}
 	return fmt.Errorf("%w: %w", ErrStore, err)
@@ -264,8 +267,8 @@ func (c *Coordinator) releaseRest(r *run) {
 	r.mu.Lock()
 	h := r.head
 	r.mu.Unlock()
-	c.release(&h, r.plan, func(s *PlanStep) bool {
-		why := r.refused[s.Checkpoint]
+	c.release(&h, func(s *PlanStep) bool {
+		why := r.plan.Unprepared[s.Checkpoint]
 		return r.step(r.index[s.Checkpoint]).Begun.IsZero() && (why == "" || why == string(ReasonUnreachable))
 	})
 }
@@ -385,7 +388,7 @@ func (c *Coordinator) consent(r *run, level int, places []int) bool {
 				answer = answerChanged
 			}
 		}
-		return c.change(ctx, r, func(h *head, _ *store.Batch) error {
+		return c.change(ctx, r, func(h *Rollback, _ *store.Batch) error {
 			h.Questions = slices.Clone(h.Questions)
 			for i := range h.Questions {
 				if h.Questions[i].Level == level {
@@ -404,7 +407,7 @@ func (c *Coordinator) asksFor(ctx context.Context, r *run, level int, places []i
 	for _, i := range places {
 		s := &planned[i]
 		undoes := s.What == Undo || s.Then == Undo
-		if !undoes || s.Obstacle != "" || r.refused[s.Checkpoint] != "" || level != wholePlan && !s.Review || r.step(i).State != StepPending {
+		if !undoes || s.Obstacle != "" || r.plan.Unprepared[s.Checkpoint] != "" || level != wholePlan && !s.Review || r.step(i).State != StepPending {
 			continue
 		}
 		m, _, err := c.mark(ctx, s.Checkpoint)
@@ -440,7 +443,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 		say("What can be undone is undone, and the rest stays as it is.")
 		for i := range steps {
 			s := &steps[i]
-			switch why := cmp.Or(s.Obstacle, r.refused[s.Checkpoint]); {
+			switch why := cmp.Or(s.Obstacle, r.plan.Unprepared[s.Checkpoint]); {
 			case why != "" && s.Critical != "":
 				o.Cause, o.Summary = hitl.CauseCritical, "Something critical of the rollback cannot be undone."
 				say("stays: checkpoint %s (%s; critical: %s)", s.Checkpoint, why, s.Critical)
@@ -450,7 +453,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 				say("is undone: checkpoint %s (%s, %s)", s.Checkpoint, s.Way, r.step(i).Agent)
 			}
 		}
-		for _, o := range r.unreached {
+		for _, o := range r.plan.Unreached {
 			say("is not known: what %s has of the workflow (%s)", o.Agent, o.Reason)
 		}
 	} else {
@@ -462,7 +465,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 		}
 	}
 	o.Proposal.Text, o.Proposal.PlanHash = text.String(), hex.EncodeToString(hash[:])
-	return c.change(ctx, r, func(h *head, b *store.Batch) error {
+	return c.change(ctx, r, func(h *Rollback, b *store.Batch) error {
 		if o.Within = h.Due.Sub(now); o.Within <= 0 || h.Joined != "" {
 			return fmt.Errorf("%w: its time is over, or another one has taken it over", ErrStore) // look again
 		}
@@ -614,7 +617,7 @@ func (c *Coordinator) halt(ctx context.Context, r *run) error {
 	if errors.Is(err, ErrStore) && !errors.Is(err, errUnreadable) {
 		return err
 	}
-	return c.change(ctx, r, func(h *head, b *store.Batch) error {
+	return c.change(ctx, r, func(h *Rollback, b *store.Batch) error {
 		h.Halted = true
 		b.Add(store.Write{Key: c.workflowKey(kindWorkflow, h.Workflow, r.name), Delete: true})
 		return nil
@@ -726,7 +729,7 @@ func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Openi
 }
 
 // timeoutOpening is the escalation of an overdue rollback.
-func (h *head) timeoutOpening() hitl.Opening {
+func (h *Rollback) timeoutOpening() hitl.Opening {
 	return hitl.Opening{
 		Key: "rollback timeout " + h.ID, Level: hitl.Approval, Cause: hitl.CauseRollbackTimeout, Workflow: h.Workflow,
 		Summary: "The rollback was not done within half of the time that its checkpoints stand.",
@@ -751,11 +754,9 @@ func (c *Coordinator) overdue(r *run) error {
 		if none {
 			return nil
 		}
-		return c.change(ctx, r, func(h *head, b *store.Batch) error {
+		return c.change(ctx, r, func(h *Rollback, b *store.Batch) error {
 			h.TimedOut = true
-			brief := h.rollback()
-			brief.Plan = r.plan
-			t, err := c.o.Ledger.Erred(ctx, brief, h.Checkpoint, errorTimeout, "rollback timeout: not done within half of the ttl")
+			t, err := c.o.Ledger.Erred(ctx, h.shown(), h.Checkpoint, errorTimeout, "rollback timeout: not done within half of the ttl")
 			if err != nil {
 				return fmt.Errorf("%w: %w", ErrStore, err)
 			}
@@ -779,7 +780,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return c.change(ctx, r, func(h *head, b *store.Batch) error {
+	return c.change(ctx, r, func(h *Rollback, b *store.Batch) error {
 		if h.Joined != "" || !h.open() {
 			return fmt.Errorf("%w: it has changed", ErrStore) // look again
 		}
@@ -794,9 +795,8 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 			}
 		}
 		h.State, h.Finished = Finished, now
-		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps, len(r.unreached))
-		before, after := hashes(h.Checkpoint, r.steps)
-		h.Before, h.After = some(before), some(after)
+		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps, len(r.plan.Unreached))
+		h.Before, h.After = hashes(h.Checkpoint, r.steps)
 		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}, Participants: r.informs}
 		switch h.Status {
 		case Failed:
@@ -881,11 +881,11 @@ func sumUp(p *Plan, steps []Step, unreached int) (status Status, unknown, mixed 
 }
 
 // hashes are those of the state before and after: of the target, else of the only step with any.
-func hashes(target string, steps []Step) (before, after [32]byte) {
+func hashes(target string, steps []Step) (before, after Hash) {
 	n := 0
 	for i := range steps {
 		s := &steps[i]
-		if s.Before == [32]byte{} && s.After == [32]byte{} {
+		if s.Before == (Hash{}) && s.After == (Hash{}) {
 			continue
 		}
 		if s.Checkpoint == target {
@@ -895,7 +895,7 @@ func hashes(target string, steps []Step) (before, after [32]byte) {
 		before, after = s.Before, s.After
 	}
 	if n != 1 {
-		return [32]byte{}, [32]byte{}
+		return Hash{}, Hash{}
 	}
 	return before, after
 }

@@ -75,8 +75,8 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return undone(), nil
 		case r.due.is() && step.State == StepPending:
 			return escalated(string(ReasonTimeout)), nil
-		case r.refused[step.Checkpoint] != "" && step.State == StepPending:
-			e := escalated(r.refused[step.Checkpoint])
+		case r.plan.Unprepared[step.Checkpoint] != "" && step.State == StepPending:
+			e := escalated(r.plan.Unprepared[step.Checkpoint])
 			e.Unknown = slices.Concat(r.plan.Levels...)[i].Way == checkpoint.Delegate.String() && r.reached(i)
 			return e, nil
 		case answer.Escalation != "" && step.State == StepPending && r.obstacle(i) == "":
@@ -133,7 +133,7 @@ func (r *run) reached(i int) bool {
 		return false
 	}
 	for _, s := range slices.Concat(r.plan.Levels...)[i+1:] {
-		if s.Way == checkpoint.Delegate.String() && r.refused[s.Checkpoint] == "" {
+		if s.Way == checkpoint.Delegate.String() && r.plan.Unprepared[s.Checkpoint] == "" {
 			return true
 		}
 	}
@@ -419,7 +419,7 @@ func (c *Coordinator) undoOnce(ctx context.Context, r *run, i int, s callSnapsho
 // however the step ends, also after a restart.
 func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
 	step := r.step(i)
-	step.root = root
+	step.Root = root
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	w, err := c.stepWrite(r.name, i, &step)
@@ -741,13 +741,13 @@ func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, e
 // move sets the checkpoint's mark to the step's outcome, and that of its call's first attempt if
 // the step holds it.
 func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
-	if step.root != "" {
-		m, damaged, err := c.mark(ctx, step.root)
+	if step.Root != "" {
+		m, damaged, err := c.mark(ctx, step.Root)
 		if err != nil {
 			return err
 		}
 		if !damaged && m.State == checkpoint.Undoing && m.Rollback == r.id {
-			if err := c.moveMark(ctx, r, step.root, m, step, end, b); err != nil {
+			if err := c.moveMark(ctx, r, step.Root, m, step, end, b); err != nil {
 				return err
 			}
 		}
@@ -817,8 +817,7 @@ func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Ope
 	case step.What == Gather: // what it contains was escalated
 		return o, false
 	case step.Reason == string(ReasonTimeout):
-		h := head{ID: r.id, Checkpoint: brief.Checkpoint, Workflow: brief.Workflow}
-		return h.timeoutOpening(), true
+		return brief.timeoutOpening(), true
 	case step.Reason == string(ReasonIrreversible):
 		o.Cause, o.Summary = hitl.CauseIrreversible, "The call cannot be undone by the gateway."
 	case step.Reason == reasonTampered:

@@ -1,0 +1,83 @@
+package rollback
+
+import (
+	"encoding/json"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+// fill sets everything that a value holds: texts to one that no document may have.
+func fill(v reflect.Value) {
+	switch v.Kind() {
+	case reflect.String:
+		v.SetString("secret")
+	case reflect.Bool:
+		v.SetBool(true)
+	case reflect.Pointer:
+		v.Set(reflect.New(v.Type().Elem()))
+		fill(v.Elem())
+	case reflect.Slice:
+		v.Set(reflect.MakeSlice(v.Type(), 1, 1))
+		fill(v.Index(0))
+	case reflect.Uint8:
+		v.SetUint('s')
+	case reflect.Struct:
+		if v.Type() == reflect.TypeFor[time.Time]() {
+			v.Set(reflect.ValueOf(time.Date(1987, 6, 5, 4, 3, 2, 1, time.UTC)))
+			return
+		}
+		for _, field := range v.Fields() {
+			if field.CanSet() {
+				fill(field)
+			}
+		}
+	}
+}
+
+// P3, P8: what is recorded of a rollback and its steps and is nobody's business stands in a type of its own, of which
+// nothing is shown and all is recorded but for what the plan says.
+func TestNothingSecretOfARollbackIsShown(t *testing.T) {
+	var secret Journal
+	fill(reflect.ValueOf(&secret).Elem())
+	var secretOfStep StepJournal
+	fill(reflect.ValueOf(&secretOfStep).Elem())
+	b := &Rollback{ID: "r", Journal: secret, Steps: []Step{{Checkpoint: "c", StepJournal: secretOfStep}}}
+	shown, err := json.Marshal(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var empty, full map[string]any
+	bare, _ := json.Marshal(&Rollback{ID: "r", Steps: []Step{{Checkpoint: "c"}}})
+	if json.Unmarshal(bare, &empty) != nil || json.Unmarshal(shown, &full) != nil || !reflect.DeepEqual(empty, full) {
+		t.Errorf("%s is more than %s", shown, bare)
+	}
+	written, err := json.Marshal(b.head())
+	if err != nil || !strings.Contains(string(written), "secret") {
+		t.Fatalf("%s %v", written, err)
+	}
+	read := new(Rollback)
+	head := read.head()
+	if err := json.Unmarshal(written, &head); err != nil {
+		t.Fatal(err)
+	}
+	secret.Plan, secret.Decisions = nil, nil // which are recorded elsewhere
+	if !reflect.DeepEqual(read.Journal, secret) {
+		t.Errorf("%+v was read of %+v", read.Journal, secret)
+	}
+	step := &b.Steps[0]
+	step.State = StepDone
+	plain, err := step.encode()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var again Step
+	if err := again.decode(plain); err != nil {
+		t.Fatal(err)
+	}
+	secretOfStep.What = ""
+	if again.StepJournal != secretOfStep {
+		t.Errorf("%+v was read of %+v", again.StepJournal, secretOfStep)
+	}
+}
