@@ -133,9 +133,7 @@ func startRollback(q *request, d *RollbackRequest) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		doc := api.Describe(planned, wanted.ID)
-		doc.State = rollback.Planned
-		return doc, nil
+		return api.Describe(planned, wanted.ID), nil
 	}
 	accepted, err := q.Rollbacks().Execute(q.Context(), wanted)
 	if err != nil {

@@ -36,7 +36,7 @@ func (d *coordinator) Plan(_ context.Context, r rollback.Request) (*rollback.Rol
 	if d.fail != nil {
 		return nil, d.fail
 	}
-	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, Journal: rollback.Journal{Plan: &rollback.Plan{}},
+	return &rollback.Rollback{Checkpoint: r.Checkpoint, Scope: r.Scope, Operator: r.Operator, State: rollback.Planned, Journal: rollback.Journal{Plan: &rollback.Plan{}},
 		Steps: []rollback.Step{{Checkpoint: "c1", StepJournal: rollback.StepJournal{What: rollback.Escalate}}, {Checkpoint: "c2", StepJournal: rollback.StepJournal{What: rollback.Undo}, Level: 1}}}, nil
 }
 

@@ -62,8 +62,8 @@ func (r *Request) rollback() *Rollback {
 // draft is a rollback before its acceptance, or only shown.
 type draft struct {
 	Rollback
-	version     string        // of the workflow that the plan was made of
-	checkpoints []checkedNode // of the plan
+	version     string                  // of the workflow that the plan was made of
+	checkpoints map[string]*checkedNode // of the plan, by their ids
 	target      Checkpoint
 }
 
@@ -133,7 +133,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if err != nil {
 		return nil, err
 	}
-	d := &draft{Rollback: *r.rollback()}
+	d := &draft{Rollback: *r.rollback(), checkpoints: map[string]*checkedNode{}}
 	d.Workflow, d.Asked = cp.Workflow, now
 	switch {
 	case tampered:
@@ -152,7 +152,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	d.version, d.target = view.Version, cp
 	p, err := MakePlan(g, ask, func(n *workflow.Node) (NodeState, error) {
-		checked := checkedNode{node: n, token: cp}
+		checked := &checkedNode{node: n, token: cp}
 		var err error
 		if n.ID != r.Checkpoint {
 			checked.token, err = c.verified(ctx, n.ID)
@@ -160,7 +160,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 		if err == nil {
 			checked.state, checked.outlook, err = d.stateFor(ctx, c, n, &checked.token)
 		}
-		d.checkpoints = append(d.checkpoints, checked)
+		d.checkpoints[n.ID] = checked
 		return checked.state, err
 	})
 	if unknown := (*unknownError)(nil); errors.As(err, &unknown) {
@@ -182,17 +182,11 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 		return nil, err
 	}
 	d.Due = now.Add(d.limit())
-	checked := make(map[string]*checkedNode, len(d.checkpoints))
-	for i := range d.checkpoints {
-		checked[d.checkpoints[i].node.ID] = &d.checkpoints[i]
-	}
-	for _, level := range p.Levels {
-		for i := range level {
-			of := checked[level[i].Checkpoint]
-			level[i].Agent, level[i].Via = of.token.Agent, of.by.Agent
-			level[i].setOutlook(of.outlook)
-			p.inform(of.by)
-		}
+	for s := range p.all() {
+		of := d.checkpoints[s.Checkpoint]
+		s.Agent, s.Via = of.token.Agent, of.by.Agent
+		s.setOutlook(of.outlook)
+		p.inform(of.by)
 	}
 	if r.Scope == FullWorkflow && c.o.Configured != nil {
 		all, err := c.o.Configured()
@@ -345,8 +339,7 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 	if err != nil || now.Before(d.Asked) {
 		return false
 	}
-	for i := range d.checkpoints {
-		known := &d.checkpoints[i]
+	for _, known := range d.checkpoints {
 		n := known.node
 		if !n.Expires.IsZero() && !now.Before(n.Expires) && d.Asked.Before(n.Expires) {
 			return false
@@ -371,11 +364,9 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error {
 	cp := &d.target
 	var what What
-	for _, level := range d.Plan.Levels {
-		for _, s := range level {
-			if s.Checkpoint == d.Checkpoint {
-				what = s.What
-			}
+	for s := range d.Plan.all() {
+		if s.Checkpoint == d.Checkpoint {
+			what = s.What
 		}
 	}
 	expired := &refusal{checkpoint.ErrExpired, d, "the checkpoint has expired"}
@@ -403,17 +394,11 @@ func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error
 // limit is how long the rollback may take: half of the shortest ttl among what it undoes (ATD,
 // "Rollback Timeout and Escalation").
 func (d *draft) limit() time.Duration {
-	ttls := make(map[string]time.Duration, len(d.checkpoints))
-	for i := range d.checkpoints {
-		ttls[d.checkpoints[i].node.ID] = d.checkpoints[i].token.TTL
-	}
 	least := time.Duration(0)
-	for _, level := range d.Plan.Levels {
-		for _, s := range level {
-			ttl := ttls[s.Checkpoint]
-			if undoes := s.What == Undo || s.Then == Undo; undoes && ttl > 0 && (least == 0 || ttl < least) {
-				least = ttl
-			}
+	for s := range d.Plan.all() {
+		ttl := d.checkpoints[s.Checkpoint].token.TTL
+		if undoes := s.What == Undo || s.Then == Undo; undoes && ttl > 0 && (least == 0 || ttl < least) {
+			least = ttl
 		}
 	}
 	if least == 0 {
@@ -445,6 +430,7 @@ func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
 		return nil, err
 	}
 	shown := d.draft.planned()
+	shown.State = Planned
 	shown.markObstacles()
 	return shown, nil
 }
@@ -530,23 +516,13 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	if err := c.firstPhase(ctx, &r, d); err != nil {
 		return nil, err
 	}
-	scope, err := c.scope(ctx, d.Workflow, r.Checkpoint)
-	if err != nil {
-		return nil, err
-	}
-	lock, err := c.locks.lock(ctx, r.ID, scope, false)
-	if err != nil {
-		c.giveUp(ctx, d, nil)
-		return nil, err
-	}
-	over, err := c.fleet.announce(ctx, d.Workflow, scope)
-	if err != nil {
-		c.locks.unlock(lock)
-		c.giveUp(ctx, d, nil)
-		return nil, err
-	}
-	accepted, err := c.decide(ctx, &r, d, lock, extra)
-	over()
+	var accepted *Rollback
+	err := c.behindLock(ctx, d, false, func(lock *workflowLock) (keep bool, err error) {
+		if accepted, keep, err = c.decide(ctx, &r, d, lock, extra); keep {
+			c.locks.decide(lock)
+		}
+		return keep, err
+	})
 	if err != nil {
 		c.giveUp(ctx, d, nil)
 	}
@@ -563,21 +539,12 @@ func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request, plan
 }
 
 // decide accepts or refuses a rollback behind its workflow lock: earlier calls are recorded, and
-// no others come. A draft that they made obsolete is made anew.
-func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (*Rollback, error) {
-	keep := false
-	defer func() {
-		if keep && c.fleet == nil { // else it is read from the store
-			c.locks.decide(lock)
-		} else {
-			c.locks.unlock(lock)
-		}
-	}()
+// no others come. A draft that they made obsolete is made anew. keep says that it was accepted, or may have been.
+func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (accepted *Rollback, keep bool, err error) {
 	if !c.current(ctx, d) {
 		before, precedence := d.Plan, d.Precedence
-		var err error
 		if d, err = c.draftOrRecordRefusal(ctx, r, c.draft); err != nil {
-			return nil, err
+			return nil, false, err
 		}
 		d.Plan.Unprepared, d.Plan.Unreached, d.Precedence = before.Unprepared, before.Unreached, precedence
 	}
@@ -585,25 +552,21 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		d.Terms = &terms{Keep: r.KeepDependants, Lineage: r.Lineage, Coordinator: r.Coordinator}
 	}
 	c.locks.setPlan(lock, d.Scope, d.Plan)
-	c.accepting.Lock()
-	defer c.accepting.Unlock()
-	for range maxTries {
-		if found, err := c.acceptedAlready(ctx, r); err == nil || !errors.Is(err, ErrUnknown) {
-			return found, err
+	err = c.untilFirst(func() (err error) {
+		if accepted, err = c.acceptedAlready(ctx, r); err == nil || !errors.Is(err, ErrUnknown) {
+			return err
 		}
-		accepted, err := c.accept(ctx, r, d, extra)
-		if err == nil {
-			keep = true
-			return accepted.snapshot(), nil
-		}
-		if !errors.Is(err, errAgain) {
-			// It may have landed all the same, and then goes on.
+		made, err := c.accept(ctx, r, d, extra)
+		switch {
+		case err == nil:
+			accepted, keep = made.snapshot(), true
+		case !errors.Is(err, errAgain): // it may have landed all the same, and then goes on
 			h, _, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
 			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
-			return nil, err
 		}
-	}
-	return nil, fmt.Errorf("%w: others change it again and again", ErrStore)
+		return err
+	})
+	return accepted, keep, err
 }
 
 // maxTries bounds how often a conflicting commit is tried.
@@ -682,14 +645,10 @@ func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollbac
 // AskedWith returns the id of the token by which somebody else than the requester has asked for a rollback
 // too; empty where he has not.
 func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, error) {
-	entry, err := c.o.Store.Get(ctx, c.askerKey(id, asker))
-	if errors.Is(err, store.ErrNotFound) {
-		return "", nil
+	_, token, err := c.read(ctx, c.askerKey(id, asker))
+	if errors.Is(err, ErrUnknown) {
+		err = nil
 	}
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	token, err := c.open(entry)
 	return string(token), err
 }
 

@@ -349,8 +349,8 @@ func (c *Coordinator) Get(ctx context.Context, id string) (*Rollback, error) {
 		return nil, err
 	}
 	own := r.snapshot()
-	for r.gaveWay() {
-		wider, err := c.find(ctx, c.name(r.wider()))
+	for r.now().Halted {
+		wider, err := c.find(ctx, c.name(r.now().Joined))
 		if err != nil {
 			return nil, err
 		}
@@ -367,18 +367,6 @@ func (c *Coordinator) find(ctx context.Context, n name) (*run, error) {
 	return c.load(ctx, n)
 }
 
-func (r *run) gaveWay() bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.head.Halted
-}
-
-func (r *run) wider() string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.head.Joined
-}
-
 // follow takes the result of the wider rollback.
 func (b *Rollback) follow(wider *Rollback) {
 	b.State, b.Status, b.Finished, b.Due = wider.State, wider.Status, wider.Finished, wider.Due
@@ -390,14 +378,7 @@ func (b *Rollback) follow(wider *Rollback) {
 
 // byToken returns the id of the rollback that a token asked for, or ErrUnknown.
 func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
-	entry, err := c.o.Store.Get(ctx, c.tokenKey(jti))
-	if errors.Is(err, store.ErrNotFound) {
-		return "", ErrUnknown
-	}
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	id, err := c.open(entry)
+	_, id, err := c.read(ctx, c.tokenKey(jti))
 	return string(id), err
 }
 
@@ -411,10 +392,10 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 		}
 		select {
 		case <-r.done.c:
-			if !r.gaveWay() {
+			if !r.now().Halted {
 				return c.Get(ctx, id)
 			}
-			next = r.wider()
+			next = r.now().Joined
 			continue
 		default:
 		}

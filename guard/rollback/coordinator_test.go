@@ -412,7 +412,7 @@ func TestPlanTouchesNothing(t *testing.T) {
 	q := request("c1", rollback.SubDAG)
 	q.ID = ""
 	b, err := r.Plan(ctx, q)
-	if err != nil || len(b.Steps) != 2 || b.Steps[0].What != rollback.Escalate || b.State != "" || b.Due.Sub(b.Asked) != ttl/2 {
+	if err != nil || len(b.Steps) != 2 || b.Steps[0].What != rollback.Escalate || b.State != rollback.Planned || b.Due.Sub(b.Asked) != ttl/2 {
 		t.Errorf("%+v, %v", b, err)
 	}
 	if r.st.commits != before || r.ledger.pending.Load() != 0 {

@@ -62,9 +62,7 @@ func (f *fleet) gone(ctx context.Context, boot string) (bool, error) {
 // it is this member; unless fresh, the steps may have changed since the rollback was read.
 func (f *fleet) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
 	for fresh = true; ; fresh = false {
-		r.mu.Lock()
-		boot := r.head.Boot
-		r.mu.Unlock()
+		boot := r.now().Boot
 		if boot == f.boot {
 			return true, fresh, nil
 		}
@@ -325,7 +323,7 @@ func (f *fleet) deciding(ctx context.Context, scope string) (bool, error) {
 
 // locksOf are what keeps calls of a workflow, or the attempts of a call without one, from beginning.
 func (f *fleet) locksOf(ctx context.Context, workflow, scope string) (locks []*workflowLock, err error) {
-	for _, kind := range []byte{kindStop, kindWorkflow, kindReservedWorkflow} {
+	for _, kind := range lockKinds {
 		var names []name
 		for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kind, workflow))) {
 			if err != nil {
@@ -334,7 +332,7 @@ func (f *fleet) locksOf(ctx context.Context, workflow, scope string) (locks []*w
 			names = append(names, nameIn(entry.Key))
 		}
 		for _, n := range names {
-			w, err := f.lockOf(ctx, kind, n, scope)
+			w, err := f.lockOf(ctx, kind, n)
 			if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
 				continue // it is over, or nobody carries it out
 			}
@@ -349,40 +347,17 @@ func (f *fleet) locksOf(ctx context.Context, workflow, scope string) (locks []*w
 	return locks, nil
 }
 
-// lockOf is what a rollback or a reservation keeps from beginning. ErrUnknown is nothing.
-func (f *fleet) lockOf(ctx context.Context, kind byte, n name, scope string) (*workflowLock, error) {
-	if kind == kindReservedWorkflow {
-		v, err := f.reservation(ctx, n)
-		if err != nil {
-			return nil, err
-		}
-		return f.lockBy(ctx, &v.Rollback, v.Plan, true)
-	}
+// lockOf is lock, for a call that may meet it. What it has read of accepted rollbacks it remembers.
+func (f *fleet) lockOf(ctx context.Context, kind byte, n name) (*workflowLock, error) {
 	f.mu.Lock()
 	w := f.plans[n]
 	f.mu.Unlock()
 	if w != nil && kind == kindWorkflow {
 		return w, nil // its index says that it is not finished
 	}
-	h, _, err := f.readHead(ctx, n)
-	if err != nil {
-		return nil, err
-	}
-	if kind == kindStop {
-		w := newWorkflowLock(h.ID, scope)
-		w.stops = true
-		w.decide()
-		return w, nil
-	}
-	if !h.open() {
-		return nil, ErrUnknown
-	}
-	plan, err := f.readPlan(ctx, kindPlan, n, h)
-	if err != nil {
-		return nil, err
-	}
-	if w, err = f.lockBy(ctx, h, plan, false); err != nil {
-		return nil, err
+	w, err := f.recordedLock(ctx, kind, n)
+	if err != nil || kind != kindWorkflow {
+		return w, err
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -391,46 +366,4 @@ func (f *fleet) lockOf(ctx context.Context, kind byte, n name, scope string) (*w
 	}
 	f.plans[n] = w
 	return w, nil
-}
-
-func (f *fleet) lockBy(ctx context.Context, h *Rollback, p *Plan, reserved bool) (*workflowLock, error) {
-	scope, err := f.scope(ctx, h.Workflow, h.Checkpoint)
-	if err != nil {
-		return nil, err
-	}
-	w := newWorkflowLock(h.ID, scope)
-	w.reserved = reserved
-	w.blockPlan(h.Scope, p)
-	w.decide()
-	return w, nil
-}
-
-// nameStops gives the entries of an earlier build, and of a store that was copied, the workflow that is stopped.
-func (f *fleet) nameStops(ctx context.Context) error {
-	var old []store.Entry
-	for entry, err := range f.o.Store.Scan(ctx, store.Prefix([]byte{space, kindStop})) {
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		if len(entry.Key) == len(keyOf(kindStop, name{})) {
-			old = append(old, entry)
-		}
-	}
-	for _, entry := range old {
-		n := nameIn(entry.Key)
-		h, _, err := f.readHead(ctx, n)
-		if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
-			continue
-		}
-		if err != nil {
-			return err
-		}
-		_, err = f.o.Store.Commit(ctx,
-			store.Write{Key: f.workflowKey(kindStop, h.Workflow, n), Expires: entry.Expires},
-			store.Write{Key: entry.Key, If: store.VersionIs(entry.Version), Delete: true})
-		if err != nil && !errors.As(err, new(*store.Conflict)) {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-	}
-	return nil
 }

@@ -313,7 +313,6 @@ func TestFleetStops(t *testing.T) {
 			synctest.Wait()
 			if alone {
 				stop(r.Coordinator)
-				r.oldStop()
 			}
 			b := r.join("b")
 			if err := b.Load(ctx); err != nil {
@@ -337,20 +336,6 @@ func TestFleetStops(t *testing.T) {
 			stop(at.Coordinator)
 			stop(b.Coordinator)
 		})
-	}
-}
-
-// oldStop names the workflow that a rollback has stopped as an earlier build does.
-func (r *rig) oldStop() {
-	r.t.Helper()
-	for entry, err := range r.mem.Scan(ctx, store.Prefix([]byte("ux"))) {
-		if err != nil {
-			r.t.Fatal(err)
-		}
-		if _, err := r.mem.Commit(ctx, store.Write{Key: entry.Key, Delete: true},
-			store.Write{Key: append([]byte("ux"), entry.Key[len(entry.Key)-32:]...), Expires: entry.Expires}); err != nil {
-			r.t.Fatal(err)
-		}
 	}
 }
 

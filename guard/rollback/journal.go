@@ -315,6 +315,19 @@ func (c *Coordinator) planWrites(kind byte, n name, p *Plan, expires time.Time) 
 	return writes, nil
 }
 
+// read reads a sealed value; ErrUnknown where there is none.
+func (c *Coordinator) read(ctx context.Context, key []byte) (entry store.Entry, plain []byte, err error) {
+	entry, err = c.o.Store.Get(ctx, key)
+	if errors.Is(err, store.ErrNotFound) {
+		return entry, nil, ErrUnknown
+	}
+	if err != nil {
+		return entry, nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	plain, err = c.open(entry)
+	return entry, plain, err
+}
+
 // open returns the plain value of an entry.
 func (c *Coordinator) open(entry store.Entry) ([]byte, error) {
 	plain, err := c.o.Sealer.Open(nil, entry.Value, entry.Key)
@@ -328,14 +341,7 @@ func unreadable(err error) error { return fmt.Errorf("%w: %w: %w", ErrStore, err
 
 // readHead reads a head and its version; ErrUnknown where there is none.
 func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, store.Version, error) {
-	entry, err := c.o.Store.Get(ctx, keyOf(kindHead, n))
-	if errors.Is(err, store.ErrNotFound) {
-		return nil, 0, ErrUnknown
-	}
-	if err != nil {
-		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	plain, err := c.open(entry)
+	entry, plain, err := c.read(ctx, keyOf(kindHead, n))
 	if err != nil {
 		return nil, 0, err
 	}
@@ -352,14 +358,10 @@ func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, store.Ve
 func (c *Coordinator) readPlan(ctx context.Context, kind byte, n name, h *Rollback) (*Plan, error) {
 	var packed []byte
 	for i := range h.Pieces {
-		entry, err := c.o.Store.Get(ctx, partKey(kind, n, i))
-		if errors.Is(err, store.ErrNotFound) {
-			return nil, unreadable(fmt.Errorf("the plan of rollback %s: %w", h.ID, err))
+		_, piece, err := c.read(ctx, partKey(kind, n, i))
+		if errors.Is(err, ErrUnknown) {
+			return nil, unreadable(fmt.Errorf("a piece of the plan of rollback %s is missing", h.ID))
 		}
-		if err != nil {
-			return nil, fmt.Errorf("%w: the plan of rollback %s: %w", ErrStore, h.ID, err)
-		}
-		piece, err := c.open(entry)
 		if err != nil {
 			return nil, err
 		}
@@ -425,7 +427,7 @@ func (c *Coordinator) readStep(r *run, entry store.Entry) error {
 //	u a asked name       index: all by age
 //	u o name             index: those that are not finished, or whose records have no expiry yet
 //	u w workflow name    index: those of a workflow that are not finished
-//	u x workflow name    index: those that have stopped their workflow; of an earlier build without the workflow
+//	u x workflow name    index: those that have stopped their workflow
 //	u v workflow         changes whenever a rollback of the workflow is accepted, or reserved; where several
 //	                     gateways share the store, also before that is decided, and after
 //	u d workflow nonce   a decision about that, with the boot of the member that makes it
@@ -599,7 +601,7 @@ func (c *Coordinator) expire(ctx context.Context, n name, h *Rollback, at time.T
 		keys = append(keys, c.tokenKey(h.Token))
 	}
 	if h.stops() {
-		keys = append(keys, c.workflowKey(kindStop, h.Workflow, n), keyOf(kindStop, n))
+		keys = append(keys, c.workflowKey(kindStop, h.Workflow, n))
 	}
 	ranges := []store.Range{store.Prefix(keyOf(kindPlan, n)), store.Prefix(keyOf(kindStep, n))}
 	for _, key := range append(keys, keyOf(kindHead, n)) {

@@ -282,12 +282,10 @@ func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
 		return
 	}
 	w.ids = map[string]bool{}
-	for _, level := range append(slices.Clone(p.Levels), p.Elsewhere) {
-		for _, s := range level {
-			w.ids[s.Checkpoint] = true
-			for _, id := range s.Actions {
-				w.ids[id] = true
-			}
+	for _, s := range append(p.list(), p.Elsewhere...) {
+		w.ids[s.Checkpoint] = true
+		for _, id := range s.Actions {
+			w.ids[id] = true
 		}
 	}
 	for _, id := range p.Passed {
@@ -356,64 +354,65 @@ func (l *workflowLocks) remove(workflow string, which func(*workflowLock) bool) 
 	l.byWorkflow[workflow] = left
 }
 
+// lockKinds are the indexes of what keeps calls from beginning.
+var lockKinds = []byte{kindStop, kindWorkflow, kindReservedWorkflow}
+
 // Load restores the locks of unfinished rollbacks and terminated workflows, before the first call
 // and Start. If it fails no call may begin: it could follow from what is being undone.
 func (c *Coordinator) Load(ctx context.Context) error {
 	if c.fleet != nil {
-		return c.fleet.nameStops(ctx) // the others are read with each call that may meet them
+		return nil // they are read with each call that may meet them
 	}
-	for _, kind := range []byte{kindStop, kindOpen, kindReserved} {
+	for _, kind := range lockKinds {
 		for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kind})) {
-			switch {
-			case err != nil:
-			case kind == kindReserved:
-				err = c.restoreReservation(ctx, entry)
-			default:
-				err = c.restore(ctx, kind == kindStop, entry)
-			}
 			if err != nil {
 				return fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			w, err := c.recordedLock(ctx, kind, nameIn(entry.Key))
+			switch {
+			case errors.Is(err, ErrUnknown):
+			case errors.Is(err, errUnreadable): // nobody knows its workflow, and nobody carries it out
+				c.log.Error("a rollback cannot be read; nothing is kept from beginning for it", "error", err)
+			case err != nil:
+				return err
+			default:
+				if kind == kindStop && !entry.Expires.IsZero() {
+					w.until = entry.Expires
+				}
+				c.locks.add(w)
 			}
 		}
 	}
 	return nil
 }
 
-// restore restores the lock of a rollback that an index names.
-func (c *Coordinator) restore(ctx context.Context, stop bool, entry store.Entry) error {
-	n := nameIn(entry.Key)
-	h, _, err := c.readHead(ctx, n)
-	if errors.Is(err, ErrUnknown) {
-		return nil
+// recordedLock is what a rollback or a reservation that an index names keeps from beginning. ErrUnknown is nothing.
+func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (*workflowLock, error) {
+	var h *Rollback
+	v, err := (*reservation)(nil), error(nil)
+	if kind == kindReservedWorkflow {
+		if v, err = c.reservation(ctx, n); err == nil {
+			h = &v.Rollback
+		}
+	} else if h, _, err = c.readHead(ctx, n); err == nil && kind == kindWorkflow {
+		if !h.open() {
+			return nil, ErrUnknown
+		}
+		h.Plan, err = c.readPlan(ctx, kindPlan, n, h)
 	}
-	if errors.Is(err, errUnreadable) { // nobody knows its workflow, and nobody carries it out
-		c.log.Error("a rollback cannot be read; nothing is kept from beginning for it", "error", err)
-		return nil
-	}
-	if err != nil || stop != h.stops() || !stop && !h.open() {
-		return err
+	if err != nil {
+		return nil, err
 	}
 	scope, err := c.scope(ctx, h.Workflow, h.Checkpoint)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	w := newWorkflowLock(h.ID, scope)
-	w.until = entry.Expires
-	var p *Plan
-	if !stop {
-		r, err := c.load(ctx, n)
-		if errors.Is(err, errUnreadable) {
-			return nil // Start says so; nobody carries it out
-		}
-		if err != nil {
-			return err
-		}
-		p = r.plan
-	} else if w.until.IsZero() && h.State == Finished {
+	w.reserved, w.until = v != nil, h.Until
+	if kind == kindStop && h.State == Finished {
 		w.until = h.Finished.Add(c.o.Keep)
 	}
-	c.locks.add(w)
-	c.locks.setPlan(w, h.Scope, p)
-	c.locks.decide(w)
-	return nil
+	w.blockPlan(h.Scope, h.Plan)
+	w.decide()
+	return w, nil
 }

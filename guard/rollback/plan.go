@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"hash"
+	"iter"
 	"slices"
 	"strconv"
 	"strings"
@@ -233,7 +234,7 @@ func (p *Plan) Partial() error {
 // overlap reports whether two plans have a checkpoint in common. Those of different workflows do
 // not.
 func overlap(a, b *Plan) bool {
-	return a.Workflow == b.Workflow && len(b.lacks(a)) < a.steps()
+	return a.Workflow == b.Workflow && len(b.lacks(a)) < len(a.list())
 }
 
 // stands reports whether a plan that is made now is still the one that was accepted, but for calls
@@ -257,28 +258,32 @@ func (p *Plan) stands(now *Plan) bool {
 	return left.Hash() == p.Hash()
 }
 
-func (p *Plan) steps() int {
-	n := 0
-	for _, level := range p.Levels {
-		n += len(level)
+// list are all steps in their order.
+func (p *Plan) list() []PlanStep { return slices.Concat(p.Levels...) }
+
+// all are the steps in their order, to be changed in place.
+func (p *Plan) all() iter.Seq[*PlanStep] {
+	return func(yield func(*PlanStep) bool) {
+		for _, level := range p.Levels {
+			for i := range level {
+				if !yield(&level[i]) {
+					return
+				}
+			}
+		}
 	}
-	return n
 }
 
 // lacks returns the other plan's checkpoints that p does not have.
 func (p *Plan) lacks(other *Plan) []string {
-	has := make(map[string]bool, p.steps())
-	for _, level := range p.Levels {
-		for _, s := range level {
-			has[s.Checkpoint] = true
-		}
+	has := map[string]bool{}
+	for s := range p.all() {
+		has[s.Checkpoint] = true
 	}
 	var lacking []string
-	for _, level := range other.Levels {
-		for _, s := range level {
-			if !has[s.Checkpoint] {
-				lacking = append(lacking, s.Checkpoint)
-			}
+	for s := range other.all() {
+		if !has[s.Checkpoint] {
+			lacking = append(lacking, s.Checkpoint)
 		}
 	}
 	return lacking
@@ -403,12 +408,7 @@ func (p *Plan) Hash() [sha256.Size]byte {
 
 // ways reports whether the plan says how a step is done.
 func (p *Plan) ways() bool {
-	for _, level := range p.Levels {
-		if slices.ContainsFunc(level, func(s PlanStep) bool { return s.Way != "" || s.Obstacle != "" }) {
-			return true
-		}
-	}
-	return false
+	return slices.ContainsFunc(p.list(), func(s PlanStep) bool { return s.Way != "" || s.Obstacle != "" })
 }
 
 type encoder struct{ hash.Hash }
@@ -805,15 +805,11 @@ const maxEarlier = 64
 func (o *order) connect(p *Plan, heights []int) {
 	place := make([]int, o.Len()) // of a step: its place in the plan
 	undoing := make([][]int, o.Len())
-	n := 0
-	for _, level := range p.Levels {
-		for _, s := range level {
-			i, _ := o.Index(s.Checkpoint)
-			place[i] = n
-			n++
-			for _, a := range o.Guarded(i) {
-				undoing[a] = append(undoing[a], i)
-			}
+	for n, s := range p.list() {
+		i, _ := o.Index(s.Checkpoint)
+		place[i] = n
+		for _, a := range o.Guarded(i) {
+			undoing[a] = append(undoing[a], i)
 		}
 	}
 	below, seen, mark := make([][]int, o.Places()), make([]int, o.Len()), 0

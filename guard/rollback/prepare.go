@@ -202,7 +202,7 @@ func (c *Coordinator) Prepared(ctx context.Context, id string) (*Prepared, error
 // obstacles are the steps of a plan that are in vain, in their order, and the unknown members of
 // its groups.
 func (p *Plan) obstacles() (all []Obstacle) {
-	for _, s := range slices.Concat(p.Levels...) {
+	for s := range p.all() {
 		if s.Obstacle != "" {
 			all = append(all, Obstacle{Checkpoint: s.Checkpoint, Agent: s.Agent, Reason: s.Obstacle})
 		}
@@ -215,7 +215,7 @@ func (p *Plan) obstacles() (all []Obstacle) {
 
 // markObstacles says of the steps that are known to be in vain how they would end.
 func (b *Rollback) markObstacles() {
-	for i, s := range slices.Concat(b.Plan.Levels...) {
+	for i, s := range b.Plan.list() {
 		if step := &b.Steps[i]; s.Obstacle != "" && (s.What == Undo || s.What == Escalate) {
 			step.What, step.Reason, step.Cause = Escalate, s.Obstacle, s.Cause
 			step.Unknown = s.Obstacle == string(ReasonUnfilled)
@@ -243,36 +243,55 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 		}
 		return p, err
 	}
-	done, err := c.reserveLocked(ctx, p, last, extra)
+	var done *Prepared
+	err = c.behindLock(ctx, d, true, func(lock *workflowLock) (keep bool, err error) {
+		if done, keep, err = c.reserveBehind(ctx, p, last, lock, extra); keep && c.fleet == nil { // else it is read from the store
+			c.locks.hold(lock, last)
+		}
+		return keep, err
+	})
 	if err != nil || done.Until.IsZero() {
 		c.giveUp(ctx, d, nil)
 	}
 	return done, err
 }
 
-// reserveLocked reserves what participants have prepared.
-func (c *Coordinator) reserveLocked(ctx context.Context, p *Prepared, last time.Duration, extra []store.Write) (*Prepared, error) {
-	scope, err := c.scope(ctx, p.draft.Workflow, p.request.Checkpoint)
+// behindLock does something while new calls of a draft's workflow wait, once the admitted ones are recorded. keep
+// says that the lock stays, with what it then blocks.
+func (c *Coordinator) behindLock(ctx context.Context, d *draft, reserved bool, do func(*workflowLock) (keep bool, err error)) error {
+	scope, err := c.scope(ctx, d.Workflow, d.Checkpoint)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	lock, err := c.locks.lock(ctx, p.request.ID, scope, true)
+	lock, err := c.locks.lock(ctx, d.ID, scope, reserved)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	over, err := c.fleet.announce(ctx, p.draft.Workflow, scope)
+	keep := false
+	defer func() {
+		if !keep || c.fleet != nil {
+			c.locks.unlock(lock)
+		}
+	}()
+	over, err := c.fleet.announce(ctx, d.Workflow, scope)
 	if err != nil {
-		c.locks.unlock(lock)
-		return nil, err
+		return err
 	}
-	done, keep, err := c.reserveBehind(ctx, p, last, lock, extra)
-	over()
-	if keep && c.fleet == nil { // else it is read from the store
-		c.locks.hold(lock, last)
-	} else {
-		c.locks.unlock(lock)
+	defer over()
+	keep, err = do(lock)
+	return err
+}
+
+// untilFirst tries again what another commit has kept from landing, while nobody else decides here.
+func (c *Coordinator) untilFirst(try func() error) error {
+	c.accepting.Lock()
+	defer c.accepting.Unlock()
+	for range maxTries {
+		if err := try(); !errors.Is(err, errAgain) {
+			return err
+		}
 	}
-	return done, err
+	return fmt.Errorf("%w: others change it again and again", ErrStore)
 }
 
 // reserveBehind reserves behind the lock of a workflow: earlier calls are recorded, and no others
@@ -287,26 +306,22 @@ func (c *Coordinator) reserveBehind(ctx context.Context, p *Prepared, last time.
 	d := p.draft
 	d.Precedence = precedence
 	c.locks.setPlan(lock, d.Scope, d.Plan)
-	c.accepting.Lock()
-	defer c.accepting.Unlock()
-	for range maxTries {
-		if found, err := c.preparedAlready(ctx, &p.request); err == nil || !errors.Is(err, ErrUnknown) {
-			return found, false, err
+	var done *Prepared
+	err = c.untilFirst(func() (err error) {
+		if done, err = c.preparedAlready(ctx, &p.request); err == nil || !errors.Is(err, ErrUnknown) {
+			return err
 		}
 		v, err := c.reserve(ctx, &p.request, d, last, extra)
-		conflict := (*ConflictError)(nil)
-		switch {
-		case errors.Is(err, errAgain):
-		case errors.As(err, &conflict):
-			p.Refusal, p.draft = conflict, nil
-			return p, false, nil
-		case err != nil:
-			return nil, errors.Is(err, store.ErrUnknown), err
-		default:
-			return v.prepared(&p.request), true, nil
+		if keep = err == nil || errors.Is(err, store.ErrUnknown); err == nil {
+			done = v.prepared(&p.request)
 		}
+		return err
+	})
+	if conflict := (*ConflictError)(nil); errors.As(err, &conflict) {
+		p.Refusal, p.draft = conflict, nil
+		return p, false, nil
 	}
-	return nil, false, fmt.Errorf("%w: others change it again and again", ErrStore)
+	return done, keep, err
 }
 
 // reserve commits a reservation, and ends those of others over which it takes precedence.
@@ -361,18 +376,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 
 // reservation reads a reservation that has not ended; ErrUnknown where there is none.
 func (c *Coordinator) reservation(ctx context.Context, n name) (*reservation, error) {
-	entry, err := c.o.Store.Get(ctx, keyOf(kindReserved, n))
-	if errors.Is(err, store.ErrNotFound) {
-		return nil, ErrUnknown
-	}
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return c.openReservation(ctx, n, entry)
-}
-
-func (c *Coordinator) openReservation(ctx context.Context, n name, entry store.Entry) (*reservation, error) {
-	plain, err := c.open(entry)
+	entry, plain, err := c.read(ctx, keyOf(kindReserved, n))
 	if err != nil {
 		return nil, err
 	}
@@ -539,31 +543,6 @@ func (c *Coordinator) undoneBy(ctx context.Context, id string) (*Rollback, error
 	return h, err
 }
 
-// restoreReservation restores the lock of a reservation that outlasts a restart.
-func (c *Coordinator) restoreReservation(ctx context.Context, entry store.Entry) error {
-	v, err := c.openReservation(ctx, nameIn(entry.Key), entry)
-	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
-		return nil // it holds nothing that is executed without a look at the present
-	}
-	if err != nil {
-		return err
-	}
-	scope, err := c.scope(ctx, v.Workflow, v.Checkpoint)
-	if err != nil {
-		return err
-	}
-	now, err := c.now(ctx)
-	if err != nil {
-		return err
-	}
-	w := newWorkflowLock(v.ID, scope)
-	w.reserved = true
-	c.locks.add(w)
-	c.locks.setPlan(w, v.Scope, v.Plan)
-	c.locks.hold(w, v.Until.Sub(now))
-	return nil
-}
-
 // reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
 // beginning.
 func (c *Coordinator) reservedKey(h *Rollback, n name) []byte {
@@ -592,41 +571,36 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 	q := &questions{ctx: all, due: due, silence: silence, to: map[informed]*waiting{}}
 	var (
 		mu    sync.Mutex
-		wg    sync.WaitGroup
 		found []Obstacle
 		first error
-		slots = make(chan struct{}, c.o.Parallel)
 	)
-	tokens := make(map[string]*Checkpoint, len(d.checkpoints))
-	for i := range d.checkpoints {
-		tokens[d.checkpoints[i].node.ID] = &d.checkpoints[i].token
+	asked := d.Plan.delegated()
+	if len(asked) > 0 {
+		d.Precedence = d.precedence() // which they are told: from now on, whatever its time will be
 	}
-	for _, level := range d.Plan.Levels {
-		for _, s := range level {
-			if s.Way != checkpoint.Delegate.String() {
-				continue
-			}
-			d.Precedence = d.precedence() // which they are told: from now on, whatever its time will be
-			cp, precedence := tokens[s.Checkpoint], d.Precedence
-			wg.Add(1)
-			go func() {
-				defer wg.Done()
-				slots <- struct{}{}
-				defer func() { <-slots }()
-				obstacle, err := c.askParticipant(ctx, d, cp, q, dry, precedence)
-				mu.Lock()
-				defer mu.Unlock()
-				if err != nil && first == nil {
-					first = err
-				}
-				if obstacle != "" {
-					found = append(found, Obstacle{Checkpoint: cp.ID, Agent: cp.Agent, Reason: obstacle})
-				}
-			}()
+	c.inParallel(asked, func(id string) {
+		cp := &d.checkpoints[id].token
+		obstacle, err := c.askParticipant(ctx, d, cp, q, dry)
+		mu.Lock()
+		defer mu.Unlock()
+		if err != nil && first == nil {
+			first = err
+		}
+		if obstacle != "" {
+			found = append(found, Obstacle{Checkpoint: cp.ID, Agent: cp.Agent, Reason: obstacle})
+		}
+	})
+	return found, first
+}
+
+// delegated are the checkpoints of the steps that participants undo.
+func (p *Plan) delegated() (ids []string) {
+	for s := range p.all() {
+		if s.Way == checkpoint.Delegate.String() {
+			ids = append(ids, s.Checkpoint)
 		}
 	}
-	wg.Wait()
-	return found, first
+	return ids
 }
 
 // questions are those of one prepare. Who is asked and does not answer for a time is silent; a part that
@@ -673,7 +647,7 @@ func (q *questions) begin(who informed) (_ context.Context, end func(answered bo
 	}
 }
 
-func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool, precedence Precedence) (string, error) {
+func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool) (string, error) {
 	s, err := c.asking(ctx, cp)
 	switch {
 	case errors.Is(err, ErrStore):
@@ -687,7 +661,7 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 		return string(ReasonUnreachable), nil
 	}
 	obstacle, err := c.o.Undoer.Prepare(asking, Task{
-		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: precedence, Foreign: s.foreign,
+		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
 	})
 	end(err == nil && obstacle != string(ReasonUnreachable))
 	if errors.Is(err, ErrQuit) {
@@ -735,16 +709,12 @@ func (c *Coordinator) compare(ctx context.Context, d *draft) (found []Obstacle, 
 			}
 		}
 	}
-	tokens := make(map[string]*Checkpoint, len(d.checkpoints))
-	for i := range d.checkpoints {
-		tokens[d.checkpoints[i].node.ID] = &d.checkpoints[i].token
-	}
 	within, cancel := context.WithTimeout(ctx, c.o.PrepareTimeout())
 	defer cancel()
 	var mu sync.Mutex
 	var failed error
 	c.inParallel(todo, func(id string) {
-		reason, err := c.compareOne(within, d, tokens[id])
+		reason, err := c.compareOne(within, d, &d.checkpoints[id].token)
 		mu.Lock()
 		defer mu.Unlock()
 		reasons[id] = reason
@@ -752,7 +722,7 @@ func (c *Coordinator) compare(ctx context.Context, d *draft) (found []Obstacle, 
 			failed = fmt.Errorf("%w: %w", ErrStore, err)
 		}
 	})
-	for _, s := range slices.Concat(d.Plan.Levels...) {
+	for s := range d.Plan.all() {
 		if reason := reasons[s.Checkpoint]; reason != "" {
 			found = append(found, Obstacle{Checkpoint: s.Checkpoint, Agent: s.Agent, Reason: string(reason)})
 		}
@@ -801,11 +771,9 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 // aborts reports whether nothing is undone, since somebody cannot prepare who is critical, or the
 // policy wants all or nothing (C-4.3.2-h).
 func (d *draft) aborts(r *Request) bool {
-	for _, level := range d.Plan.Levels {
-		for _, s := range level {
-			if obstacle := s.Obstacle != "" || d.Plan.Unprepared[s.Checkpoint] != ""; obstacle && (r.Whole || s.Critical != "") {
-				return true
-			}
+	for s := range d.Plan.all() {
+		if obstacle := s.Obstacle != "" || d.Plan.Unprepared[s.Checkpoint] != ""; obstacle && (r.Whole || s.Critical != "") {
+			return true
 		}
 	}
 	return r.Whole && len(d.Plan.Missing)+len(d.Plan.Unreached) > 0
@@ -882,24 +850,20 @@ func (c *Coordinator) giveUp(ctx context.Context, d *draft, unprepared []Obstacl
 	if _, _, err := c.readHead(ctx, n); !errors.Is(err, ErrUnknown) {
 		return
 	}
-	refused := map[string]bool{}
-	for _, o := range unprepared {
-		refused[o.Checkpoint] = o.Reason != string(ReasonUnreachable) // else only its answer may be lost
-	}
-	c.release(&d.Rollback, func(s *PlanStep) bool { return !refused[s.Checkpoint] })
+	c.release(&d.Rollback, func(id string) bool {
+		return !slices.ContainsFunc(unprepared, func(o Obstacle) bool {
+			return o.Checkpoint == id && o.Reason != string(ReasonUnreachable) // else only its answer may be lost
+		})
+	})
 }
 
 // release tells the participants of a plan, those for which is true, that they are not asked to
 // execute. It goes on by itself; what it does not reach in the time of a prepare ends by itself, as
 // after a crash.
-func (c *Coordinator) release(h *Rollback, which func(s *PlanStep) bool) {
-	var ids []string
-	for _, level := range h.Plan.Levels {
-		for i := range level {
-			if s := &level[i]; s.Way == checkpoint.Delegate.String() && (which == nil || which(s)) {
-				ids = append(ids, s.Checkpoint)
-			}
-		}
+func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
+	ids := h.Plan.delegated()
+	if which != nil {
+		ids = slices.DeleteFunc(ids, func(id string) bool { return !which(id) })
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -110,8 +110,8 @@ func (c *Coordinator) headChanged(r *run) {
 	r.applyHead()
 }
 
-// withoutSteps is the rollback without its steps, for evidence of a part of it.
-func (r *run) withoutSteps() *Rollback {
+// now is the rollback as it is recorded at present, with its plan and without its steps.
+func (r *run) now() *Rollback {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.head.shown()
@@ -206,9 +206,7 @@ func (c *Coordinator) drive(r *run) {
 	if r.done.is() {
 		return
 	}
-	r.mu.Lock()
-	due, behind := r.head.Due, r.head.Behind
-	r.mu.Unlock()
+	begins := r.now()
 	// P6: record a deadline that passed while the process was down first.
 	if c.overdue(r) != nil {
 		return
@@ -218,7 +216,7 @@ func (c *Coordinator) drive(r *run) {
 	c.wg.Add(1)
 	go func() {
 		defer c.wg.Done()
-		c.watch(r, due, ended)
+		c.watch(r, begins.Due, ended)
 	}()
 	if c.fleet != nil {
 		c.wg.Add(1)
@@ -227,7 +225,7 @@ func (c *Coordinator) drive(r *run) {
 			c.fleet.follow(r, ended)
 		}()
 	}
-	if c.waitBehind(r, behind) != nil {
+	if c.waitBehind(r, begins.Behind) != nil {
 		return
 	}
 	if c.retry(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
@@ -264,12 +262,9 @@ func (c *Coordinator) drive(r *run) {
 // releaseRest releases what participants have reserved for steps that were not begun: the rollback
 // was aborted, its time is over, or it gave way.
 func (c *Coordinator) releaseRest(r *run) {
-	r.mu.Lock()
-	h := r.head
-	r.mu.Unlock()
-	c.release(&h, func(s *PlanStep) bool {
-		why := r.plan.Unprepared[s.Checkpoint]
-		return r.step(r.index[s.Checkpoint]).Begun.IsZero() && (why == "" || why == string(ReasonUnreachable))
+	c.release(r.now(), func(id string) bool {
+		why := r.plan.Unprepared[id]
+		return r.step(r.index[id]).Begun.IsZero() && (why == "" || why == string(ReasonUnreachable))
 	})
 }
 
@@ -308,32 +303,25 @@ func (c *Coordinator) waitBehind(r *run, behind []string) error {
 
 // aborted reports that nothing is undone, and that nobody has approved a part of it.
 func (r *run) aborted() bool {
-	q := r.question(wholePlan)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.head.Aborted && q.Answer != answerApproved
+	return r.now().Aborted && r.question(wholePlan).Answer != answerApproved
 }
 
 // question is what people were asked about a level; the zero value if nothing.
 func (r *run) question(level int) question {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	i := slices.IndexFunc(r.head.Questions, func(q question) bool { return q.Level == level })
-	if i < 0 {
-		return question{}
-	}
-	return r.head.Questions[i]
+	return r.asked(func(q question) bool { return q.Level == level })
 }
 
 // refusal is the question whose answer ends the rollback; the zero value without one.
 func (r *run) refusal() question {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	i := slices.IndexFunc(r.head.Questions, func(q question) bool { return q.Answer != "" && q.Answer != answerApproved })
-	if i < 0 {
-		return question{}
+	return r.asked(func(q question) bool { return q.Answer != "" && q.Answer != answerApproved })
+}
+
+func (r *run) asked(which func(question) bool) question {
+	all := r.now().Questions
+	if i := slices.IndexFunc(all, which); i >= 0 {
+		return all[i]
 	}
-	return r.head.Questions[i]
+	return question{}
 }
 
 // consent asks people before a level with something of severity critical is carried out (ATD
@@ -403,7 +391,7 @@ func (c *Coordinator) consent(r *run, level int, places []int) bool {
 // asksFor are the steps because of which people are asked: those of severity critical that a level
 // is about to undo, or all that a part of the plan would undo.
 func (c *Coordinator) asksFor(ctx context.Context, r *run, level int, places []int) (asks []int, err error) {
-	planned := slices.Concat(r.plan.Levels...)
+	planned := r.plan.list()
 	for _, i := range places {
 		s := &planned[i]
 		undoes := s.What == Undo || s.Then == Undo
@@ -427,7 +415,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 	if err != nil {
 		return err
 	}
-	steps := slices.Concat(r.plan.Levels...)
+	steps := r.plan.list()
 	first := &steps[asks[0]]
 	hash := r.plan.Hash()
 	o := hitl.Opening{
@@ -515,9 +503,7 @@ func (c *Coordinator) decision(r *run, id string) (e hitl.Escalation, err error)
 
 // unchanged reports whether the plan of a rollback that has begun nothing is still the accepted one.
 func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
-	r.mu.Lock()
-	h := r.head
-	r.mu.Unlock()
+	h := r.now()
 	d, err := c.draft(ctx, &Request{
 		ID: h.ID, Checkpoint: h.Checkpoint, Scope: h.Scope, PartOf: h.PartOf, Named: h.Named, By: h.Requester, Operator: h.Operator,
 		KeepDependants: h.Terms.Keep, Lineage: h.Terms.Lineage, Coordinator: h.Terms.Coordinator,
@@ -613,7 +599,7 @@ func (c *Coordinator) watch(r *run, due time.Time, ended <-chan struct{}) {
 // halt gives way to a wider rollback, and makes sure that it is known: the answer to its
 // acceptance may have been lost.
 func (c *Coordinator) halt(ctx context.Context, r *run) error {
-	_, err := c.adopt(ctx, c.name(r.wider()))
+	_, err := c.adopt(ctx, c.name(r.now().Joined))
 	if errors.Is(err, ErrStore) && !errors.Is(err, errUnreadable) {
 		return err
 	}
@@ -627,13 +613,11 @@ func (c *Coordinator) halt(ctx context.Context, r *run) error {
 // settleDown sets the expiry of the records of a finished rollback and of those it absorbed.
 // Before that the next start finds it as unfinished.
 func (c *Coordinator) settleDown(r *run) error {
-	r.mu.Lock()
-	h := r.head
-	r.mu.Unlock()
+	h := r.now()
 	if h.State != Finished {
 		return nil // one that gave way is kept as long as the one that it gave way to
 	}
-	return c.retry(r, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, &h) })
+	return c.retry(r, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, h) })
 }
 
 // lanes groups steps of one level that run one after the other: calls with the same target are

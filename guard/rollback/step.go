@@ -77,7 +77,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return escalated(string(ReasonTimeout)), nil
 		case r.plan.Unprepared[step.Checkpoint] != "" && step.State == StepPending:
 			e := escalated(r.plan.Unprepared[step.Checkpoint])
-			e.Unknown = slices.Concat(r.plan.Levels...)[i].Way == checkpoint.Delegate.String() && r.reached(i)
+			e.Unknown = r.plan.list()[i].Way == checkpoint.Delegate.String() && r.reached(i)
 			return e, nil
 		case answer.Escalation != "" && step.State == StepPending && r.obstacle(i) == "":
 			e := escalated(answer.Answer)
@@ -132,7 +132,7 @@ func (r *run) reached(i int) bool {
 	if r.aborted() || r.refusal().Escalation != "" {
 		return false
 	}
-	for _, s := range slices.Concat(r.plan.Levels...)[i+1:] {
+	for _, s := range r.plan.list()[i+1:] {
 		if s.Way == checkpoint.Delegate.String() && r.plan.Unprepared[s.Checkpoint] == "" {
 			return true
 		}
@@ -141,7 +141,7 @@ func (r *run) reached(i int) bool {
 }
 
 // obstacle is what the plan says is in the way of a step.
-func (r *run) obstacle(i int) string { return slices.Concat(r.plan.Levels...)[i].Obstacle }
+func (r *run) obstacle(i int) string { return r.plan.list()[i].Obstacle }
 
 // irreversible is the end of the step of an irreversible call, with the known cause.
 func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
@@ -263,7 +263,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // can it be sent again, or asked for. id is the checkpoint of the step, doubt the mark of the
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
-	brief := r.withoutSteps()
+	brief := r.now()
 	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit, Precedence: r.precedence, Foreign: s.foreign}
 	if doubt != "" && doubt != r.id {
 		partOf, forgotten, err := c.earlier(ctx, doubt)
@@ -688,7 +688,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 		p := c.o.Checkpoints.PutBack(end.Version, keep)
 		b.Join(p)
 	}
-	brief := r.withoutSteps()
+	brief := r.now()
 	token := ""
 	if end.reason == reasonTampered { // cascade 4.2.3: an error is recorded
 		t, err := c.o.Ledger.Erred(ctx, brief, step.Checkpoint, errorConstraint, "the checkpoint is not what was recorded")
@@ -717,14 +717,10 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 
 // reread reports whether the step has ended already, by a commit whose answer was lost.
 func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, err error) {
-	entry, err := c.o.Store.Get(ctx, partKey(kindStep, r.name, i))
-	if errors.Is(err, store.ErrNotFound) {
+	_, plain, err := c.read(ctx, partKey(kindStep, r.name, i))
+	if errors.Is(err, ErrUnknown) {
 		return false, nil
 	}
-	if err != nil {
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	plain, err := c.open(entry)
 	if err != nil {
 		return false, err
 	}
