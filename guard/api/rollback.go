@@ -221,29 +221,34 @@ func (q *rollbackRequest) show() error {
 	if who.Anonymous {
 		return NewProblem(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
 	}
-	r, err := q.Coordinator.Get(q.r.Context(), id)
-	var prepared *rollback.Prepared
-	if errors.Is(err, rollback.ErrUnknown) {
-		if prepared, err = q.Coordinator.Prepared(q.r.Context(), id); err == nil {
-			r = prepared.Rollback
-		}
-	}
+	p, err := q.seen(q.r.Context(), id, who)
 	if errors.Is(err, rollback.ErrUnknown) {
 		return unknownPart()
 	}
 	if err != nil {
 		return err
 	}
-	if may, err := q.maySee(r, who); err != nil || !may {
-		if err == nil {
-			err = unknownPart()
-		}
-		return err
+	if p.Rollback.State == rollback.Reserved {
+		return q.writeJSON(http.StatusOK, describePrepared(p, id))
 	}
-	if prepared != nil && r.State == rollback.Reserved {
-		return q.writeJSON(http.StatusOK, describePrepared(prepared, id))
+	return q.await(p.Rollback, id, patience, ect.Cascade, "", who.Issuer)
+}
+
+// seen returns a rollback, accepted or prepared, that a reader may see.
+func (q *rollbackRequest) seen(ctx context.Context, id string, who evidence.Reader) (*rollback.Prepared, error) {
+	p := new(rollback.Prepared)
+	var err error
+	if p.Rollback, err = q.Coordinator.Get(ctx, id); errors.Is(err, rollback.ErrUnknown) {
+		p, err = q.Coordinator.Prepared(ctx, id)
 	}
-	return q.await(r, id, patience, ect.Cascade, "", who.Issuer)
+	if err != nil {
+		return nil, err
+	}
+	may, err := q.maySee(p.Rollback, who)
+	if err == nil && !may {
+		err = unknownPart()
+	}
+	return p, err
 }
 
 // maySee reports whether a reader takes part in what is rolled back.
@@ -517,13 +522,7 @@ func (q *rollbackRequest) cause(t *ect.Token, checkpoint string) (string, error)
 // unless it is a dry run. Nothing is recorded of a token whose request is refused. Any other one is
 // bound to this very request, also where it changes nothing.
 func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
-	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
-	defer cancel()
-	for {
-		status, err := q.unused(ctx, who)
-		if err != nil {
-			return err
-		}
+	return q.untilUndisturbed(who, &wanted, func(ctx context.Context, status evidence.TokenStatus) error {
 		if status == evidence.Unused {
 			if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
 				return err
@@ -534,14 +533,6 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 		}
 		p, err := q.Coordinator.Prepare(ctx, wanted)
 		switch {
-		case errors.Is(err, rollback.ErrMismatch):
-			if again, err := q.overtaken(&wanted); again || err != nil {
-				if err != nil {
-					return err
-				}
-				continue
-			}
-			return q.mismatch(ctx, who.Token, wanted.ID, err)
 		case err != nil:
 			return err
 		case p.Rollback.Workflow != "" && p.Rollback.Workflow != who.Token.Workflow():
@@ -554,12 +545,6 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 		} else {
 			err = q.Tokens.Bind(ctx, who.Token, q.use, false)
 		}
-		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
-			continue // another request has used the token meanwhile
-		}
-		if errors.Is(err, rollback.ErrMismatch) {
-			continue // another request has used the id meanwhile
-		}
 		if err != nil {
 			return err
 		}
@@ -568,6 +553,35 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 			code = http.StatusConflict
 		}
 		return q.writeJSON(code, describePrepared(p, wanted.ID))
+	})
+}
+
+// untilUndisturbed does what is wanted with a token. It begins anew where another request has used the token, or the
+// id, meanwhile.
+func (q *rollbackRequest) untilUndisturbed(
+	who *Asker, wanted *rollback.Request, try func(context.Context, evidence.TokenStatus) error,
+) error {
+	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
+	defer cancel()
+	for {
+		status, err := q.unused(ctx, who)
+		if err == nil {
+			err = try(ctx, status)
+		}
+		switch {
+		case errors.As(err, new(*store.Conflict)):
+			if store.AwaitGroup(ctx) != nil {
+				return err
+			}
+		case errors.Is(err, rollback.ErrMismatch):
+			if again, failed := q.overtaken(wanted); failed != nil {
+				return failed
+			} else if !again {
+				return q.mismatch(ctx, who.Token, wanted.ID, err)
+			}
+		default:
+			return err
+		}
 	}
 }
 
@@ -603,33 +617,22 @@ func (q *rollbackRequest) enter(ctx context.Context, who *Asker) (store.Write, e
 // endReservation ends what the same requester has reserved with the same request, and answers the
 // same where nothing is reserved any more. A token that has asked for it releases no later reservation.
 func (q *rollbackRequest) endReservation(who *Asker, wanted rollback.Request) error {
-	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
-	defer cancel()
-	for {
-		status, err := q.unused(ctx, who)
-		if err != nil {
-			return err
-		}
+	return q.untilUndisturbed(who, &wanted, func(ctx context.Context, status evidence.TokenStatus) (err error) {
 		if status != evidence.Acted {
 			err = q.endOnce(ctx, who, wanted)
 		}
-		if lost := (*store.Conflict)(nil); errors.As(err, &lost) && store.AwaitGroup(ctx) == nil {
-			continue // another request has used the token meanwhile
-		}
-		switch {
-		case errors.Is(err, rollback.ErrAccepted):
+		if errors.Is(err, rollback.ErrAccepted) {
 			accepted, err := q.Coordinator.Get(ctx, wanted.ID)
 			if err != nil {
 				return err
 			}
 			return q.writeJSON(http.StatusConflict, Describe(accepted, wanted.ID))
-		case errors.Is(err, rollback.ErrMismatch):
-			return q.mismatch(ctx, who.Token, wanted.ID, err)
-		case err != nil:
+		}
+		if err != nil {
 			return err
 		}
-		return q.writeJSON(http.StatusOK, &ReleasedDocument{urn(cmp.Or(wanted.Named, wanted.ID)), wanted.Checkpoint, statusReleased})
-	}
+		return q.writeJSON(http.StatusOK, &releasedDocument{urn(cmp.Or(wanted.Named, wanted.ID)), wanted.Checkpoint, statusReleased})
+	})
 }
 
 // endOnce ends a reservation with a token that has ended none. A request for what is not reserved counts
@@ -680,62 +683,39 @@ func (q *rollbackRequest) unused(ctx context.Context, who *Asker) (evidence.Toke
 // accept returns the requested rollback, an existing or a new one. The same token with the
 // same content finds its rollback again, even after it has expired; a token is good for
 // only one content (P5, E-idempotency-a).
-func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (*rollback.Rollback, error) {
-	ctx, cancel := until(q.r.Context(), q.Waits, q.acceptTime())
-	defer cancel()
-	for {
-		status, err := q.unused(ctx, who)
-		if err != nil {
-			return nil, err
-		}
+func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (r *rollback.Rollback, err error) {
+	err = q.untilUndisturbed(who, &wanted, func(ctx context.Context, status evidence.TokenStatus) error {
 		known, err := q.Coordinator.Get(ctx, wanted.ID)
 		switch {
 		case errors.Is(err, rollback.ErrUnknown):
 			known = nil
 		case err != nil:
-			return nil, err
+			return err
 		}
 		foreign := known != nil && known.Workflow != who.Token.Workflow()
 		switch {
 		case status == evidence.Acted && known != nil:
-			return known, nil
+			r = known
+			return nil
 		case status == evidence.Acted:
-			return nil, refused(ect.CodeReplayed) // its rollback was deleted after its retention
+			return refused(ect.CodeReplayed) // its rollback was deleted after its retention
 		case known == nil && who.Late != nil:
-			return nil, who.Late // it was bound, and nothing came of it
+			return who.Late // it was bound, and nothing came of it
 		case known == nil || foreign:
 			if err := q.limit(&q.counted.issuer, q.Limit.Issuer, who.Token.Issuer()); err != nil {
-				return nil, err
+				return err
 			}
 		}
 		if err := q.inWorkflow(ctx, who.Token, wanted.Checkpoint); err != nil {
-			return nil, err
+			return err
 		}
 		if foreign {
-			return nil, unknownPart()
+			return unknownPart()
 		}
-		r, err := q.execute(ctx, who, &wanted, known != nil)
-		if err == nil {
-			return r, nil
-		}
-		if errors.Is(err, rollback.ErrMismatch) {
-			if again, err := q.overtaken(&wanted); again || err != nil {
-				if err != nil {
-					return nil, err
-				}
-				continue
-			}
-			return nil, q.mismatch(ctx, who.Token, wanted.ID, err)
-		}
-		var lost *store.Conflict
-		if !errors.As(err, &lost) {
-			return nil, err
-		}
-		// Another request has used the token meanwhile: look it up again.
-		if store.AwaitGroup(ctx) != nil {
-			return nil, err
-		}
-	}
+		r, err = q.execute(ctx, who, &wanted, known != nil)
+		return err
+	})
+	return r, err
 }
 
 // execute asks the coordinator. A refusal is not a step of the workflow, so nothing is
@@ -783,27 +763,11 @@ func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollb
 
 // mismatch names another rollback with the same id only to callers who may read it (P3).
 func (q *rollbackRequest) mismatch(ctx context.Context, t *ect.Token, id string, mismatch error) error {
-	r, err := q.Coordinator.Get(ctx, id)
+	_, err := q.seen(ctx, id, evidence.Reader{Issuer: t.Issuer()})
 	if errors.Is(err, rollback.ErrUnknown) {
-		prepared, unknown := q.Coordinator.Prepared(ctx, id)
-		if errors.Is(unknown, rollback.ErrUnknown) {
-			return refused(ect.CodeReplayed) // it was the token's id that was used before
-		}
-		if err = unknown; err == nil {
-			r = prepared.Rollback
-		}
+		return refused(ect.CodeReplayed) // it was the token's id that was used before
 	}
-	if err != nil {
-		return err
-	}
-	may, err := q.maySee(r, evidence.Reader{Issuer: t.Issuer()})
-	switch {
-	case err != nil:
-		return err
-	case !may:
-		return unknownPart()
-	}
-	return mismatch
+	return cmp.Or(err, mismatch)
 }
 
 // inWorkflow checks that the checkpoint belongs to the token's own workflow (cascade 6.1).

@@ -27,8 +27,8 @@ const (
 	statusReleased      = "released"
 )
 
-// ReleasedDocument is the answer to a release: nothing is reserved for the rollback.
-type ReleasedDocument struct {
+// releasedDocument is the answer to a release: nothing is reserved for the rollback.
+type releasedDocument struct {
 	// RollbackID is the id as a URN (urn:uuid:).
 	RollbackID string `json:"rollback_id"`
 	// CheckpointID is the checkpoint that was to be rolled back.
@@ -37,9 +37,9 @@ type ReleasedDocument struct {
 	Status string `json:"status"`
 }
 
-// PreparedDocument is the answer to a request to prepare a rollback: its document, with what
+// preparedDocument is the answer to a request to prepare a rollback: its document, with what
 // stands in the way. Its members are an API.
-type PreparedDocument struct {
+type preparedDocument struct {
 	rollback.Rollback
 	// Status is prepared or cannot_prepare.
 	Status string `json:"status"`
@@ -57,8 +57,8 @@ type PreparedDocument struct {
 }
 
 // describePrepared makes the answer to a request to prepare.
-func describePrepared(p *rollback.Prepared, id string) *PreparedDocument {
-	doc := &PreparedDocument{Rollback: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Until, Agents: []rollback.Obstacle{}}
+func describePrepared(p *rollback.Prepared, id string) *preparedDocument {
+	doc := &preparedDocument{Rollback: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Until, Agents: []rollback.Obstacle{}}
 	if !p.Ready() {
 		doc.Status = statusCannotPrepare
 	}

@@ -112,8 +112,8 @@ var mutations = []mutation{
 		breaks: "errors may name any checkpoint", tests: []string{"TestAERRErrorsNameTheirCheckpoints"},
 	},
 	{
-		id: "B-data-model-e", file: "guard/rollback/journal.go",
-		old: "Scope: h.Scope, Reason: h.Reason, Urgency: h.Urgency,", now: "Scope: h.Scope, Reason: h.Reason,",
+		id: "B-data-model-e", file: "guard/rollback/accept.go",
+		old: "Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,", now: "Scope: r.Scope, Reason: r.Reason,",
 		breaks: "the urgency is forgotten", tests: []string{"TestBriefRollbackRequest"},
 	},
 	{
