@@ -2,6 +2,7 @@ package rollback
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -463,15 +464,8 @@ func (c *Coordinator) Draft(ctx context.Context, r Request) (*Draft, error) {
 	if err != nil {
 		return nil, err
 	}
-	others, err := c.conflicting(ctx, d.Workflow)
-	if err != nil {
-		return nil, err
-	}
 	shown := *d // Accept resolves the conflicts of its time
-	if _, err := shown.resolveConflicts(others); err != nil {
-		return nil, err
-	}
-	if _, err := c.reserved(ctx, &r, d); err != nil {
+	if _, _, err := c.opposed(ctx, &r, &shown); err != nil {
 		return nil, err
 	}
 	return &Draft{Request: r, draft: d, drafted: r, by: c}, nil
@@ -491,10 +485,7 @@ func (c *Coordinator) Execute(ctx context.Context, r Request, extra ...store.Wri
 // a draft, it is made here.
 func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store.Write) (*Rollback, error) {
 	r := drafted.Request
-	if err := r.check(); err != nil {
-		return nil, err
-	}
-	if err := r.checkID(); err != nil {
+	if err := cmp.Or(r.check(), r.checkID()); err != nil {
 		return nil, err
 	}
 	if found, err := c.acceptedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
@@ -688,6 +679,20 @@ func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run,
 	return all, nil
 }
 
+// opposed compares a draft with all else that is accepted or reserved in its workflow (cascade 4.3.4). It returns the
+// rollbacks that give way to it, and the reservations that it takes over; the error says what it must not go past.
+func (c *Coordinator) opposed(ctx context.Context, r *Request, d *draft) (joins []*run, h held, err error) {
+	others, err := c.conflicting(ctx, d.Workflow)
+	if err != nil {
+		return nil, h, err
+	}
+	if joins, err = d.resolveConflicts(others); err != nil {
+		return nil, h, err
+	}
+	h, err = c.reserved(ctx, r, d)
+	return joins, h, err
+}
+
 // maxJoins bounds how many others give way in one commit, whose size is bounded (store.MaxBatch).
 const maxJoins = 256
 
@@ -749,15 +754,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	if err != nil {
 		return nil, err
 	}
-	others, err := c.conflicting(ctx, d.Workflow)
-	if err != nil {
-		return nil, err
-	}
-	joins, err := d.resolveConflicts(others)
-	if err != nil {
-		return nil, err
-	}
-	held, err := c.reserved(ctx, r, d)
+	joins, held, err := c.opposed(ctx, r, d)
 	if err != nil {
 		return nil, err
 	}

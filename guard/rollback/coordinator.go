@@ -103,11 +103,9 @@ func (c *Coordinator) Start(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if left != nil && !started && !c.stopping {
-		c.wg.Add(1)
-		go func() {
-			defer c.wg.Done()
+		c.wg.Go(func() {
 			c.fleet.succeed(left)
-		}()
+		})
 	}
 	return nil
 }
@@ -226,11 +224,9 @@ func (c *Coordinator) launch(r *run) {
 		return
 	}
 	r.launched = true
-	c.wg.Add(1)
-	go func() {
-		defer c.wg.Done()
+	c.wg.Go(func() {
 		c.drive(r)
-	}()
+	})
 }
 
 // Stop begins nothing new and waits for the running steps. When ctx ends they are cancelled, and
@@ -285,8 +281,8 @@ const (
 // errShutdown: shutting down; the rollback is resumed after a restart.
 var errShutdown = errors.New("rollback: cut off by the end of the process")
 
-// retry repeats something until it succeeds or the process shuts down.
-func (c *Coordinator) retry(r *run, what string, do func(ctx context.Context) error) error {
+// retry repeats something for a rollback, or for all where id is empty, until it succeeds or the process shuts down.
+func (c *Coordinator) retry(id, what string, do func(ctx context.Context) error) error {
 	for pause := firstPause; ; pause = min(2*pause, longPause) {
 		err := do(c.hard)
 		if err == nil || errors.Is(err, errShutdown) {
@@ -295,7 +291,7 @@ func (c *Coordinator) retry(r *run, what string, do func(ctx context.Context) er
 		if c.ending() {
 			return errShutdown
 		}
-		c.log.Warn("a rollback waits for the store or the ledger", "rollback", r.id, "what", what, "error", err)
+		c.log.Warn("a rollback waits for the store or the ledger", "rollback", id, "what", what, "error", err)
 		select {
 		case <-time.After(pause):
 		case <-c.quit:

@@ -81,32 +81,25 @@ func (f *fleet) take(ctx context.Context, r *run) (mine, fresh bool, err error) 
 
 // succeed takes over what members leave unfinished that are gone, until the coordinator stops.
 func (f *fleet) succeed(left <-chan struct{}) {
-	for pause := firstPause; ; {
+	for {
 		select {
 		case <-left:
 		case <-f.quit:
 			return
 		}
 		left = f.shared.Left()
-		if out, err := f.shared.Gone(f.hard, f.boot); out && err == nil {
-			return // the others take over what this member has left
-		}
-		err := f.resume(f.hard)
-		if err == nil {
-			pause = firstPause
-		} else {
-			f.log.Warn("what members that are gone have left unfinished waits for the store", "error", err)
-			again := make(chan struct{})
-			close(again)
-			left = again
-		}
-		select {
-		case <-time.After(pause):
-		case <-f.quit:
+		if f.retry("", "what members that are gone have left unfinished", func(ctx context.Context) error {
+			if out, err := f.shared.Gone(ctx, f.boot); out && err == nil {
+				return errShutdown // the others take over what this member has left
+			}
+			return f.resume(ctx)
+		}) != nil {
 			return
 		}
-		if err != nil {
-			pause = min(2*pause, longPause)
+		select { // a member that comes and goes again and again keeps nobody busy
+		case <-time.After(firstPause):
+		case <-f.quit:
+			return
 		}
 	}
 }
@@ -232,25 +225,9 @@ func (f *fleet) goOnUntil(what string, do func(ctx context.Context) error) {
 	}
 	f.Coordinator.mu.Lock()
 	defer f.Coordinator.mu.Unlock()
-	if f.stopping {
-		return
+	if !f.stopping {
+		f.wg.Go(func() { _ = f.retry("", what, do) })
 	}
-	f.wg.Add(1)
-	go func() {
-		defer f.wg.Done()
-		for pause := firstPause; ; pause = min(2*pause, longPause) {
-			select {
-			case <-time.After(pause):
-			case <-f.quit:
-				return
-			}
-			err := do(f.hard)
-			if err == nil {
-				return
-			}
-			f.log.Warn("calls wait for the store", "what", what, "error", err)
-		}
-	}()
 }
 
 // heldUp is what a call waits for while a member decides about a rollback of its workflow.

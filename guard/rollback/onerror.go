@@ -143,13 +143,11 @@ func (c *Coordinator) takeUp(keys ...[]byte) {
 	c.failures = append(c.failures, keys...)
 	for range min(len(c.failures), maxFailures-c.handling) {
 		c.handling++
-		c.wg.Add(1)
-		go func() {
-			defer c.wg.Done()
+		c.wg.Go(func() {
 			for key := c.nextFailure(); key != nil; key = c.nextFailure() {
 				c.handleFailure(key)
 			}
-		}()
+		})
 	}
 }
 
@@ -213,9 +211,7 @@ func (c *Coordinator) putBehind(other string, key []byte) {
 	if len(c.behind[other]) > 1 {
 		return // somebody waits already
 	}
-	c.wg.Add(1)
-	go func() {
-		defer c.wg.Done()
+	c.wg.Go(func() {
 		if _, err := c.Wait(c.hard, other); err != nil {
 			select {
 			case <-time.After(longPause):
@@ -227,7 +223,7 @@ func (c *Coordinator) putBehind(other string, key []byte) {
 		delete(c.behind, other)
 		c.mu.Unlock()
 		c.takeUp(keys...)
-	}()
+	})
 }
 
 // askBecauseOf asks for the rollback of a recorded failure once. It returns the id of a rollback to

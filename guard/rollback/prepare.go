@@ -80,10 +80,7 @@ func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error)
 
 // prepare is Prepare with a way to make the plan.
 func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.Context, *Request) (*draft, error)) (*Prepared, error) {
-	if err := r.check(); err != nil {
-		return nil, err
-	}
-	if err := r.checkID(); err != nil {
+	if err := cmp.Or(r.check(), r.checkID()); err != nil {
 		return nil, err
 	}
 	if found, err := c.preparedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
@@ -104,14 +101,8 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	d.State = Reserved
 	p := &Prepared{Rollback: d.planned(), Obstacles: d.Plan.obstacles(), request: r}
 	p.Rollback.markObstacles()
-	others, err := c.conflicting(ctx, d.Workflow)
-	if err != nil {
-		return nil, err
-	}
 	shown := *d
-	if _, err = shown.resolveConflicts(others); err == nil {
-		_, err = c.reserved(ctx, &r, &shown)
-	}
+	_, _, err = c.opposed(ctx, &r, &shown)
 	switch {
 	case errors.As(err, &conflict):
 		p.Refusal = conflict
@@ -330,14 +321,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	if err != nil {
 		return nil, err
 	}
-	others, err := c.conflicting(ctx, d.Workflow)
-	if err != nil {
-		return nil, err
-	}
-	if _, err := d.resolveConflicts(others); err != nil {
-		return nil, err
-	}
-	held, err := c.reserved(ctx, r, d)
+	_, held, err := c.opposed(ctx, r, d)
 	if err != nil {
 		return nil, err
 	}
@@ -578,7 +562,7 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 	if len(asked) > 0 {
 		d.Precedence = d.precedence() // which they are told: from now on, whatever its time will be
 	}
-	c.inParallel(asked, func(id string) {
+	inParallel(c.o.Parallel, asked, func(id string) {
 		cp := &d.checkpoints[id].token
 		obstacle, err := c.askParticipant(ctx, d, cp, q, dry)
 		mu.Lock()
@@ -713,7 +697,7 @@ func (c *Coordinator) compare(ctx context.Context, d *draft) (found []Obstacle, 
 	defer cancel()
 	var mu sync.Mutex
 	var failed error
-	c.inParallel(todo, func(id string) {
+	inParallel(c.o.Parallel, todo, func(id string) {
 		reason, err := c.compareOne(within, d, &d.checkpoints[id].token)
 		mu.Lock()
 		defer mu.Unlock()
@@ -784,10 +768,7 @@ func (d *draft) aborts(r *Request) bool {
 // it, it changes nothing. The error is ErrAccepted if an execute was faster, which goes on, and
 // ErrMismatch for another rollback.
 func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Write) error {
-	if err := r.check(); err != nil {
-		return err
-	}
-	if err := r.checkID(); err != nil {
+	if err := cmp.Or(r.check(), r.checkID()); err != nil {
 		return err
 	}
 	n := c.name(r.ID)
@@ -875,10 +856,8 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 	r := &releasing{cancel, make(chan struct{})}
 	c.releases[h.ID] = r
 	id, partOf, reason := h.ID, h.partOf(), h.Reason
-	c.wg.Add(1)
-	go func() {
-		defer c.wg.Done()
-		c.inParallel(ids, func(checkpoint string) {
+	c.wg.Go(func() {
+		inParallel(c.o.Parallel, ids, func(checkpoint string) {
 			if err := c.releaseOne(ctx, Task{Rollback: id, PartOf: partOf, Step: checkpoint, Reason: reason, Due: due, Quit: c.quit}); err != nil {
 				c.log.Info("what a participant has reserved ends by itself", "rollback", id, "error", err)
 			}
@@ -888,7 +867,7 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 		defer c.mu.Unlock()
 		delete(c.releases, id)
 		close(r.over)
-	}()
+	})
 }
 
 func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
@@ -904,18 +883,16 @@ func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
 	return c.o.Undoer.Release(ctx, t)
 }
 
-// inParallel does something for each, Options.Parallel at once.
-func (c *Coordinator) inParallel(all []string, do func(string)) {
+// inParallel does something for each, so many at once.
+func inParallel[T any](most int, all []T, do func(T)) {
 	var wg sync.WaitGroup
-	next := make(chan string)
-	for range min(c.o.Parallel, len(all)) {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
+	next := make(chan T)
+	for range min(most, len(all)) {
+		wg.Go(func() {
 			for one := range next {
 				do(one)
 			}
-		}()
+		})
 	}
 	for _, one := range all {
 		next <- one

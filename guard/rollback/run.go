@@ -213,22 +213,18 @@ func (c *Coordinator) drive(r *run) {
 	}
 	ended := make(chan struct{})
 	defer close(ended)
-	c.wg.Add(1)
-	go func() {
-		defer c.wg.Done()
+	c.wg.Go(func() {
 		c.watch(r, begins.Due, ended)
-	}()
+	})
 	if c.fleet != nil {
-		c.wg.Add(1)
-		go func() {
-			defer c.wg.Done()
+		c.wg.Go(func() {
 			c.fleet.follow(r, ended)
-		}()
+		})
 	}
 	if c.waitBehind(r, begins.Behind) != nil {
 		return
 	}
-	if c.retry(r, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
+	if c.retry(r.id, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
 		return
 	}
 	if r.aborted() && !c.consent(r, wholePlan, slices.Concat(r.levels...)) {
@@ -248,7 +244,7 @@ func (c *Coordinator) drive(r *run) {
 	if c.overdue(r) != nil {
 		return
 	}
-	_ = c.retry(r, "its end", func(ctx context.Context) error {
+	_ = c.retry(r.id, "its end", func(ctx context.Context) error {
 		if r.done.is() {
 			return nil
 		}
@@ -273,7 +269,7 @@ func (c *Coordinator) waitBehind(r *run, behind []string) error {
 		for over := false; !over; {
 			var ended <-chan struct{}
 			cancel := func() {}
-			if err := c.retry(r, "another rollback", func(ctx context.Context) (err error) {
+			if err := c.retry(r.id, "another rollback", func(ctx context.Context) (err error) {
 				ended, cancel, err = c.under(ctx, c.name(id))
 				return err
 			}); err != nil {
@@ -328,7 +324,7 @@ func (r *run) asked(which func(question) bool) question {
 // "Interaction with HITL", case 3), and before a part of a plan is whose rest cannot be (C-4.3.2-h),
 // and waits for what they decide, in its next life too. It is false where the process ends.
 func (c *Coordinator) consent(r *run, level int, places []int) bool {
-	return c.retry(r, "what people decide", func(ctx context.Context) error {
+	return c.retry(r.id, "what people decide", func(ctx context.Context) error {
 		q := r.question(level)
 		if q.Answer != "" || r.due.is() || r.refusal().Escalation != "" {
 			return nil
@@ -523,48 +519,22 @@ func (r *run) begun(places []int) bool {
 // level runs the steps of one level side by side, except those of one target. It reports whether
 // all have ended.
 func (c *Coordinator) level(r *run, places []int) bool {
-	var todo []int
-	for _, i := range places {
-		if r.step(i).State != StepDone {
-			todo = append(todo, i)
-		}
-	}
+	todo := slices.DeleteFunc(slices.Clone(places), func(i int) bool { return r.step(i).State == StepDone })
 	var lanes [][]int
-	if c.retry(r, "the order of its steps", func(ctx context.Context) (err error) {
+	if c.retry(r.id, "the order of its steps", func(ctx context.Context) (err error) {
 		lanes, err = c.lanes(ctx, r, todo)
 		return err
 	}) != nil {
 		return false
 	}
-	next := make(chan []int)
-	var wg sync.WaitGroup
-	for range min(c.o.Parallel, len(lanes)) {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			for lane := range next {
-				for _, i := range lane {
-					if c.retry(r, "a step", func(ctx context.Context) error { return c.runStep(ctx, r, i) }) != nil {
-						break // the next one is to come after it
-					}
-				}
+	inParallel(c.o.Parallel, lanes, func(lane []int) {
+		for _, i := range lane {
+			if c.ending() || c.retry(r.id, "a step", func(ctx context.Context) error { return c.runStep(ctx, r, i) }) != nil {
+				break // the next one is to come after it
 			}
-		}()
-	}
-	for _, lane := range lanes {
-		if c.ending() {
-			break
 		}
-		next <- lane
-	}
-	close(next)
-	wg.Wait()
-	for _, i := range places {
-		if r.step(i).State != StepDone {
-			return false
-		}
-	}
-	return true
+	})
+	return !slices.ContainsFunc(places, func(i int) bool { return r.step(i).State != StepDone })
 }
 
 // watch waits for the deadline of a rollback.
@@ -617,7 +587,7 @@ func (c *Coordinator) settleDown(r *run) error {
 	if h.State != Finished {
 		return nil // one that gave way is kept as long as the one that it gave way to
 	}
-	return c.retry(r, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, h) })
+	return c.retry(r.id, "its expiry", func(ctx context.Context) error { return c.expireAll(ctx, r.name, h) })
 }
 
 // lanes groups steps of one level that run one after the other: calls with the same target are
@@ -724,7 +694,7 @@ func (h *Rollback) timeoutOpening() hitl.Opening {
 // overdue records once that the time of a rollback is over, if it is (ATD, "Rollback Timeout and
 // Escalation"). Its state does not change.
 func (c *Coordinator) overdue(r *run) error {
-	return c.retry(r, "its timeout", func(ctx context.Context) error {
+	return c.retry(r.id, "its timeout", func(ctx context.Context) error {
 		now, err := c.now(ctx)
 		if err != nil {
 			return err

@@ -123,7 +123,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 		end.Unknown = true // P6: its undo may have been sent before what it needs was gone
 	}
 	end.token, end.notBegun = cp, r.step(i).State == StepPending
-	return c.retry(r, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
+	return c.retry(r.id, "the outcome of a step", func(ctx context.Context) error { return c.record(ctx, r, i, end) })
 }
 
 // reached reports whether a step that is left out may be undone all the same (P6): a participant that
