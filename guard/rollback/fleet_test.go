@@ -297,7 +297,7 @@ func (r *rig) begins(id, parent string) bool {
 }
 
 // Cascade 4.1.3: a rollback of the whole workflow at one gateway ends it at all of them, also those that open
-// later, for as long as it is kept, and also where a gateway had the store alone then.
+// later, for as long as it is kept, and also where that gateway has stopped since.
 func TestFleetStops(t *testing.T) {
 	for _, alone := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {

@@ -177,7 +177,11 @@ type recordedStep struct {
 	Journal *StepJournal `json:"journal"`
 }
 
-func (s *Step) encode() ([]byte, error) { return json.Marshal(recordedStep{s, &s.StepJournal}) }
+func (s *Step) encode() ([]byte, error) {
+	recorded := *s
+	recorded.Earlier = nil // the plan says it
+	return json.Marshal(recordedStep{&recorded, &s.StepJournal})
+}
 
 func (s *Step) decode(b []byte) error {
 	if err := json.Unmarshal(b, &recordedStep{s, &s.StepJournal}); err != nil {
