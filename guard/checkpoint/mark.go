@@ -56,60 +56,23 @@ var steps = map[State][]State{
 
 // Mark is the record of a checkpoint's undo. It outlives the snapshot.
 type Mark struct {
-	State State
+	State State `cbor:"1,keyasint"`
 	// Rollback is the id of the rollback that set the state; empty for Active.
-	Rollback string
+	Rollback string `cbor:"2,keyasint"`
 	// At is when the state was set, by the store's clock.
-	At time.Time
+	At time.Time `cbor:"3,keyasint"`
 	// Doubt is the id of the rollback under whose key an undo was sent that may have had its
 	// effect; empty without one. The next attempt uses the same key.
-	Doubt string
+	Doubt string `cbor:"4,keyasint,omitempty"`
 
 	version store.Version // zero where nothing stands
 	expires time.Time
 }
 
-const (
-	tagMarkState = 1 + iota
-	tagMarkRollback
-	tagMarkAt
-	tagMarkDoubt
-)
-
 const maxRollback = 512
 
-func (m *Mark) encode() []byte {
-	var e store.Encoder
-	e.Int(tagMarkState, int64(m.State))
-	e.String(tagMarkRollback, m.Rollback)
-	e.Time(tagMarkAt, m.At)
-	e.String(tagMarkDoubt, m.Doubt)
-	return e.B
-}
-
-func decodeMark(b []byte) (Mark, error) {
-	var m Mark
-	state := int64(-1)
-	d := store.Decoder{B: b, Broken: errEncoding}
-	for d.Next() {
-		switch d.Tag {
-		case tagMarkState:
-			state = d.Int()
-		case tagMarkRollback:
-			m.Rollback = string(d.Field)
-		case tagMarkAt:
-			m.At = d.Time()
-		case tagMarkDoubt:
-			m.Doubt = string(d.Field)
-		}
-	}
-	// An unreadable mark must not pass for a missing one (P5).
-	if d.Err == nil && (state < int64(Undoing) || state > int64(Escalated) || m.Rollback == "") {
-		d.Err = errEncoding
-	}
-	m.State = State(state)
-	return m, d.Err
-}
+// valid reports whether a stored mark is one: an unreadable mark must not pass for a missing one (P5).
+func (m *Mark) valid() bool { return m.State >= Undoing && m.State <= Escalated && m.Rollback != "" }
 
 // Mark reads the state of a checkpoint's undo; Active also for an unknown id. ErrTampered means
 // that the mark cannot be read.
@@ -118,30 +81,23 @@ func (v *Store) Mark(ctx context.Context, id string) (Mark, error) {
 }
 
 func (v *Store) markOf(ctx context.Context, n name) (Mark, error) {
-	key := keyOf(kindMark, n)
-	entry, err := v.store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
-		return Mark{}, nil
+	row, err := v.undos.Get(ctx, v.undos.Key(n[:]))
+	if err == nil && row.Record != nil && !row.Record.valid() {
+		err = fmt.Errorf("%w: %w", ErrTampered, errEncoding)
 	}
-	if err != nil {
-		return Mark{}, unread(err)
+	if err != nil || row.Record == nil {
+		return Mark{}, err
 	}
-	plain, err := v.sealer.Open(nil, entry.Value, key)
-	if err != nil {
-		return Mark{}, fmt.Errorf("%w: %w", ErrTampered, err)
-	}
-	m, err := decodeMark(plain)
-	if err != nil {
-		return Mark{}, fmt.Errorf("%w: %w", ErrTampered, err)
-	}
-	m.version, m.expires = entry.Version, entry.Expires
+	m := *row.Record
+	m.version, m.expires = row.Version, row.Expires
 	return m, nil
 }
 
 // Watch returns a channel that is closed when the mark of a checkpoint may have changed, at any gateway over the
 // store. cancel frees it.
 func (v *Store) Watch(id string) (changed <-chan struct{}, cancel func()) {
-	return v.store.Watch(keyOf(kindMark, v.name(id)))
+	n := v.name(id)
+	return v.store.Watch(v.undos.Key(n[:]))
 }
 
 // Step is a change of a Mark.
@@ -175,19 +131,15 @@ func (v *Store) Move(ctx context.Context, id string, found Mark, step Step) (*st
 		return nil, err
 	}
 	b := v.batch(ErrChanged, nil) // before anything is sealed
-	w := store.Write{Key: keyOf(kindMark, n), If: store.Absent(), Expires: keep}
-	if found.version != 0 {
-		w.If = store.VersionIs(found.version)
-	}
+	key := v.undos.Key(n[:])
 	if step.To == Active {
-		w.Delete = true
+		b.Add(store.Write{Key: key, If: found.version.Unchanged(), Delete: true})
 	} else {
-		m := Mark{State: step.To, Rollback: step.Rollback, At: now, Doubt: step.Doubt}
-		w.Value = v.sealer.Seal(nil, m.encode(), w.Key)
+		m := &Mark{State: step.To, Rollback: step.Rollback, At: now, Doubt: step.Doubt}
+		b.Add(v.undos.Put(key, m, found.version.Unchanged(), keep))
 	}
-	b.Add(w)
 	if step.To == Undone {
-		b.Add(store.Write{Key: keyOf(kindCredential, n), Delete: true})
+		b.Add(store.Write{Key: v.credentials.Key(n[:]), Delete: true})
 	}
 	return b, nil
 }
@@ -228,19 +180,14 @@ func (v *Store) keepMark(ctx context.Context, n name, found Mark, keep time.Time
 	if keep.IsZero() || found.version != 0 && found.expires.IsZero() {
 		return time.Time{}, nil
 	}
-	entry, err := v.store.Get(ctx, keyOf(kindSnapshot, n))
+	row, err := v.snapshots.Get(ctx, v.snapshots.Key(n[:]))
 	if errors.Is(err, store.ErrDamaged) {
 		return time.Time{}, nil // how long it is kept is not known
 	}
-	if err != nil && !errors.Is(err, store.ErrNotFound) {
-		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+	if err != nil && !errors.Is(err, ErrTampered) {
+		return time.Time{}, err
 	}
-	for _, least := range []time.Time{found.expires, entry.Expires} {
-		if keep.Before(least) {
-			keep = least
-		}
-	}
-	return keep, nil
+	return later(keep, later(found.expires, row.Expires)), nil
 }
 
 // Resource is a URL of an upstream, which has versions.
@@ -262,32 +209,27 @@ type Version struct {
 }
 
 func (v *Store) versionKey(r Resource, tag string) []byte {
-	return keyOf(kindVersion, store.Index(v.sealer, "version", r.Upstream, r.Host, r.Path, r.Query, tag))
+	hash := store.Index(v.sealer, "version", r.Upstream, r.Host, r.Path, r.Query, tag)
+	return v.versions.Key(hash[:])
 }
 
 // Origin returns the version that undos put back as the one with this tag; the tag itself if no
 // undo made it, or the record cannot be read. The error is ErrStore.
 func (v *Store) Origin(ctx context.Context, r Resource, tag string) (string, error) {
-	key := v.versionKey(r, tag)
-	entry, err := v.store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) || errors.Is(err, store.ErrDamaged) {
+	row, err := v.versions.Get(ctx, v.versionKey(r, tag))
+	switch {
+	case err != nil && !errors.Is(err, ErrTampered): // of what cannot be read it is as if somebody else had written (P6)
+		return "", err
+	case row.Record == nil:
 		return tag, nil
 	}
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	origin, err := v.sealer.Open(nil, entry.Value, key)
-	if err != nil {
-		return tag, nil // it is then as if somebody else had written (P6)
-	}
-	return string(origin), nil
+	return *row.Record, nil
 }
 
 // PutBack makes the write of a Version, for the commit that ends its undo. It is kept until
 // expires. The batch must be ended.
 func (v *Store) PutBack(version Version, expires time.Time) *store.Batch {
 	b := v.batch(nil, nil) // before anything is sealed
-	key := v.versionKey(version.Resource, version.Tag)
-	b.Add(store.Write{Key: key, Value: v.sealer.Seal(nil, []byte(version.Origin), key), Expires: expires})
+	b.Add(v.versions.Put(v.versionKey(version.Resource, version.Tag), &version.Origin, store.Condition{}, expires))
 	return b
 }

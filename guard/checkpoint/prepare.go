@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -25,8 +26,6 @@ const (
 	maxFields      = 32 << 10 // of the request and the image, besides their bodies
 	maxUndo        = 96 << 10
 	maxCredentials = 32 << 10
-	maxRest        = 160 << 10 // of a record, besides its bodies
-	maxPieces      = (2*MaxImage+maxRest)/pieceSize + 1
 )
 
 // Terms are the terms of a checkpoint.
@@ -95,8 +94,10 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	s.Created, s.Expires = now, now.Add(t.TTL)
-	secret := encodeCredentials(credentials)
-	s.Credentials = len(secret)
+	s.Credentials = 0
+	for name, values := range credentials {
+		s.Credentials += len(name) + len(strings.Join(values, ""))
+	}
 	s.fit()
 	plain := s.encode()
 	p := &Pending{snapshot: &s, handle: Handle{
@@ -104,24 +105,23 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 		// crash (cascade 6.3: not purged under a running rollback).
 		name: v.name(s.ID), created: now, expires: s.Expires.Add(t.TTL / 2),
 		scopes: v.scopes(&s, func(kind byte) bool { return !t.of(kind).none() }),
-		charge: charge(&s, plain), part: *split(plain),
+		charge: charge(&s, len(plain)), part: *split(plain),
 	}}
 	h := &p.handle
 	for _, scope := range h.scopes {
-		h.part.counted = append(h.part.counted, scope.kind)
+		h.part.Counted = append(h.part.Counted, scope.kind)
 	}
-	p.sum = h.part.sum
+	p.sum = h.part.Sum
 	held, err := v.reserve(ctx, h, &t, now)
 	if err != nil {
 		return nil, err
 	}
 	h.left = s.left()
 	p.Batch = v.batch(ErrTaken, held.ended)
-	p.Add(v.head(h.name, kindSnapshot, &h.part, store.Absent(), h.expires))
-	p.Add(v.pieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
+	p.Add(v.snapshots.Put(v.snapshots.Key(h.name[:]), &h.part, store.Absent(), h.expires))
+	p.Add(v.putPieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
 	if s.Credentials > 0 {
-		key := keyOf(kindCredential, h.name)
-		p.Add(store.Write{Key: key, Value: v.sealer.Seal(nil, secret, key), Expires: s.Expires})
+		p.Add(v.credentials.Put(v.credentials.Key(h.name[:]), &credentials, store.Condition{}, s.Expires))
 	}
 	if t.Place != "" && s.Reversible() {
 		key := append(v.place(t.Place).prefix(), h.name[:]...)
@@ -129,13 +129,13 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	}
 	p.Add(h.accounts(v, h.charge)...)
 	p.Add(held.notes()...)
-	h.part.inline = nil // only where it stands is needed from now on
+	h.part.Inline = nil // only where it stands is needed from now on
 	return p, nil
 }
 
 // charge is the size of a checkpoint for quotas, in bytes: its snapshot, its credentials, and a
 // result that is not large.
-func charge(s *Snapshot, plain []byte) int64 { return int64(len(plain) + s.Credentials + inlineMost) }
+func charge(s *Snapshot, size int) int64 { return int64(size + s.Credentials + inlineMost) }
 
 // fit makes s irreversible if its undo needs something too large, and drops what an irreversible
 // one does not need.
@@ -160,32 +160,12 @@ const mostShown = 1024
 
 func cut(s string) string { return s[:min(len(s), mostShown)] }
 
-// rest is the size of the encoded request without its body.
-func (r *Request) rest() int {
-	without := *r
-	without.Body = nil
-	return len(without.encode())
-}
-
-func (i *Image) rest() int {
-	if i == nil {
-		return 0
-	}
-	return len(i.ETag) + i.Message.rest()
-}
-
-func (m *Message) rest() int {
-	var e store.Encoder
-	(&Message{Header: m.Header, ContentType: m.ContentType}).encode(&e)
-	return len(e.B)
-}
-
 // accounts are the index entries by which quotas are counted.
 func (h *Handle) accounts(v *Store, bytes int64) []store.Write {
 	writes := make([]store.Write, 0, len(h.scopes))
 	for _, s := range h.scopes {
 		writes = append(writes, store.Write{
-			Key: s.account(h.name), Value: account{created: h.created, bytes: bytes, boot: v.boot()}.encode(), Expires: h.expires,
+			Key: s.account(h.name), Value: store.Encode(nil, account{h.created, bytes, v.boot()}), Expires: h.expires,
 		})
 	}
 	return writes
@@ -223,33 +203,30 @@ func (v *Store) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	at, expires, err := v.part(ctx, n, kindSnapshot)
+	at, expires, err := v.head(ctx, &v.snapshots, n)
 	if err != nil {
 		return nil, err
 	}
-	result, _, err := v.part(ctx, n, kindResult) // afterwards, as it may be released now
+	result, _, err := v.head(ctx, &v.results, n) // afterwards, as it may be released now
 	switch {
 	case err != nil:
 		return nil, err
-	case result != nil && result.released:
+	case result != nil && result.Released:
 		return nil, ErrReleased
 	case at == nil && !want.Expires.IsZero() && !now.Before(want.Expires):
 		return nil, ErrExpired
 	case at == nil:
 		return nil, ErrUnknown
 	}
-	plain, err := v.verified(ctx, n, kindSnapshot, at, want.Sum)
+	c := new(Checkpoint)
+	c.Snapshot, err = v.snapshot(ctx, n, at, want.Sum)
 	if errors.Is(err, ErrTampered) {
-		if now, _, _ := v.part(ctx, n, kindResult); now != nil && now.released {
+		if now, _, _ := v.head(ctx, &v.results, n); now != nil && now.Released {
 			return nil, ErrReleased // between two looks, and its pieces with it
 		}
 	}
 	if err != nil {
 		return nil, err
-	}
-	c := new(Checkpoint)
-	if c.Snapshot, err = decodeSnapshot(plain); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
 	}
 	if c.Mark, err = v.Mark(ctx, id); err != nil {
 		return nil, err
@@ -267,10 +244,10 @@ func (v *Store) Open(ctx context.Context, id string, want Want) (*Checkpoint, er
 	}
 	c.Handle = Handle{
 		name: n, created: c.Snapshot.Created, expires: expires,
-		scopes: v.scopes(c.Snapshot, func(kind byte) bool { return bytes.IndexByte(at.counted, kind) >= 0 }),
-		charge: charge(c.Snapshot, plain), part: *at,
+		scopes: v.scopes(c.Snapshot, func(kind byte) bool { return bytes.IndexByte(at.Counted, kind) >= 0 }),
+		charge: charge(c.Snapshot, at.Size), part: *at,
 	}
-	c.Handle.part.inline = nil
+	c.Handle.part.Inline = nil
 	c.Handle.left = c.Snapshot.left()
 	return c, nil
 }
@@ -318,14 +295,19 @@ func (v *Store) First(ctx context.Context, id string) (string, error) {
 
 func (v *Store) stored(ctx context.Context, id string) (*Snapshot, error) {
 	n := v.name(id)
-	at, _, err := v.part(ctx, n, kindSnapshot)
-	if err != nil {
+	at, _, err := v.head(ctx, &v.snapshots, n)
+	switch {
+	case err != nil:
 		return nil, err
-	}
-	if at == nil {
+	case at == nil:
 		return nil, ErrUnknown
 	}
-	plain, err := v.join(ctx, n, kindSnapshot, at)
+	return v.snapshot(ctx, n, at, at.Sum)
+}
+
+// snapshot reads the snapshot of a head, and compares its hash.
+func (v *Store) snapshot(ctx context.Context, n name, at *part, want [32]byte) (*Snapshot, error) {
+	plain, err := v.join(ctx, n, kindSnapshot, at, want)
 	if err != nil {
 		return nil, err
 	}
@@ -336,32 +318,25 @@ func (v *Store) stored(ctx context.Context, id string) (*Snapshot, error) {
 	return s, nil
 }
 
+// result reads the result of a head, nil without one, and compares its hash if it is known.
 func (v *Store) result(ctx context.Context, n name, at *part, want [32]byte) (*Result, error) {
-	if at == nil {
-		if want != [32]byte{} {
-			return nil, fmt.Errorf("%w: its result is not there", ErrTampered)
-		}
+	switch {
+	case at == nil && want != [32]byte{}:
+		return nil, fmt.Errorf("%w: its result is not there", ErrTampered)
+	case at == nil:
 		return nil, nil
+	case want == [32]byte{}:
+		want = at.Sum
 	}
-	if want == [32]byte{} {
-		want = at.sum
-	}
-	plain, err := v.verified(ctx, n, kindResult, at, want)
+	r := new(Result)
+	plain, err := v.join(ctx, n, kindResult, at, want)
 	if err != nil {
 		return nil, err
 	}
-	r, err := decodeResult(plain)
-	if err != nil {
+	if err := unsalted(plain, r); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
 	}
 	return r, nil
-}
-
-func (v *Store) verified(ctx context.Context, n name, kind byte, at *part, want [32]byte) ([]byte, error) {
-	if at.sum != want {
-		return nil, fmt.Errorf("%w: it has another one", ErrTampered)
-	}
-	return v.join(ctx, n, kind, at)
 }
 
 // Peek shows the records of a checkpoint's call and its end to people. They are not verified
@@ -371,15 +346,15 @@ func (v *Store) verified(ctx context.Context, n name, kind byte, at *part, want 
 // It reads also after the ttl. The errors are ErrUnknown, ErrTampered and ErrStore.
 func (v *Store) Peek(ctx context.Context, id string) (call *Snapshot, result *Result, err error) {
 	n := v.name(id)
-	at, _, err := v.part(ctx, n, kindSnapshot)
-	if err != nil {
+	call, err = v.stored(ctx, id)
+	if err != nil && !errors.Is(err, ErrUnknown) {
 		return nil, nil, err
 	}
-	end, _, err := v.part(ctx, n, kindResult)
-	if err != nil {
-		return nil, nil, err
+	end, _, endErr := v.head(ctx, &v.results, n)
+	if endErr != nil {
+		return nil, nil, endErr
 	}
-	if end != nil && end.released {
+	if end != nil && end.Released {
 		left, err := v.Released(ctx, id)
 		if err != nil {
 			return nil, nil, err
@@ -389,15 +364,8 @@ func (v *Store) Peek(ctx context.Context, id string) (call *Snapshot, result *Re
 			Request: Request{Method: left.Method, Host: left.Host, Path: left.Path},
 		}, nil, nil
 	}
-	if at == nil {
-		return nil, nil, ErrUnknown
-	}
-	plain, err := v.join(ctx, n, kindSnapshot, at)
 	if err != nil {
 		return nil, nil, err
-	}
-	if call, err = decodeSnapshot(plain); err != nil {
-		return nil, nil, fmt.Errorf("%w: %w", ErrTampered, err)
 	}
 	result, err = v.result(ctx, n, end, [32]byte{})
 	return call, result, err
@@ -407,8 +375,8 @@ func (v *Store) Peek(ctx context.Context, id string) (call *Snapshot, result *Re
 // attempt. The errors are those of Before.
 func (v *Store) Disturbed(ctx context.Context, id string) (bool, error) {
 	n := v.name(id)
-	at, _, err := v.part(ctx, n, kindResult)
-	if err != nil || at == nil || at.released {
+	at, _, err := v.head(ctx, &v.results, n)
+	if err != nil || at == nil || at.Released {
 		return false, err
 	}
 	r, err := v.result(ctx, n, at, [32]byte{})
@@ -419,10 +387,14 @@ func (v *Store) Disturbed(ctx context.Context, id string) (bool, error) {
 // running later (architecture brief: cancellation). Long texts are cut.
 type Released struct {
 	// Execution is the call's key, Caller the hash of its caller.
-	Execution execution.Key
-	Caller    execution.CallerHash
+	Execution execution.Key        `cbor:"1,keyasint"`
+	Caller    execution.CallerHash `cbor:"2,keyasint"` // see Execution
 	// Workflow, Action, Method, Host and Path are as in the snapshot.
-	Workflow, Action, Method, Host, Path string
+	Workflow string `cbor:"3,keyasint,omitempty"`
+	Action   string `cbor:"4,keyasint,omitempty"` // see Workflow
+	Method   string `cbor:"5,keyasint,omitempty"` // see Workflow
+	Host     string `cbor:"6,keyasint,omitempty"` // see Workflow
+	Path     string `cbor:"7,keyasint,omitempty"` // see Workflow
 }
 
 // mostLeft bounds a text that is left, in bytes.
@@ -431,49 +403,25 @@ const mostLeft = 256
 func short(s string) string { return s[:min(len(s), mostLeft)] }
 
 func (s *Snapshot) left() []byte {
-	e, r := store.Encoder{B: make([]byte, 0, 256)}, store.Encoder{B: make([]byte, 0, 128)}
-	e.Bytes(tagCaller, s.Caller[:])
-	e.Bytes(tagExecution, s.Execution[:])
-	e.String(tagWorkflow, short(s.Workflow))
-	e.String(tagAction, short(s.Action))
-	r.String(tagMethod, short(s.Request.Method))
-	r.String(tagHost, short(s.Request.Host))
-	r.String(tagPath, short(s.Request.Path))
-	e.Bytes(tagRequest, r.B)
-	return e.B
+	return store.Encode(make([]byte, 0, 256), &Released{
+		Execution: s.Execution, Caller: s.Caller, Workflow: short(s.Workflow), Action: short(s.Action),
+		Method: short(s.Request.Method), Host: short(s.Request.Host), Path: short(s.Request.Path),
+	})
 }
 
 // Released returns what is left of a checkpoint for which Open returns ErrReleased; otherwise
 // ErrUnknown.
-func (v *Store) Released(ctx context.Context, id string) (Released, error) {
-	at, _, err := v.part(ctx, v.name(id), kindResult)
+func (v *Store) Released(ctx context.Context, id string) (r Released, err error) {
+	at, _, err := v.head(ctx, &v.results, v.name(id))
 	switch {
 	case err != nil:
-		return Released{}, err
-	case at == nil || !at.released || len(at.inline) == 0:
-		return Released{}, ErrUnknown
+		return r, err
+	case at == nil || !at.Released || len(at.Inline) == 0:
+		return r, ErrUnknown
 	}
-	var r Released
-	var request Request
-	d := store.Decoder{B: at.inline, Broken: errEncoding}
-	for d.Next() {
-		switch d.Tag {
-		case tagCaller:
-			d.Fill(r.Caller[:])
-		case tagExecution:
-			d.Fill(r.Execution[:])
-		case tagWorkflow:
-			r.Workflow = string(d.Field)
-		case tagAction:
-			r.Action = string(d.Field)
-		case tagRequest:
-			d.Err = request.decode(d.Field)
-		}
+	if err := store.Decode(at.Inline, &r); err != nil {
+		return Released{}, fmt.Errorf("%w: %w", ErrTampered, err)
 	}
-	if d.Err != nil {
-		return Released{}, fmt.Errorf("%w: %w", ErrTampered, d.Err)
-	}
-	r.Method, r.Host, r.Path = request.Method, request.Host, request.Path
 	return r, nil
 }
 
@@ -517,7 +465,7 @@ func (v *Store) Places(ctx context.Context) ([]Place, error) {
 		}
 		if s != nil {
 			all = append(all, Place{s, p})
-			at.From = beyond(p.prefix())
+			at.From = store.Prefix(p.prefix()).To
 		} else {
 			at.From = append(key, 0)
 		}
@@ -535,23 +483,15 @@ func (v *Store) first(ctx context.Context, at store.Range) ([]byte, error) {
 }
 
 // sample is the snapshot of that name; nil if it is gone or unreadable.
-func (v *Store) sample(ctx context.Context, n name) (*Snapshot, error) {
-	at, _, err := v.part(ctx, n, kindSnapshot)
-	var plain []byte
+func (v *Store) sample(ctx context.Context, n name) (s *Snapshot, err error) {
+	at, _, err := v.head(ctx, &v.snapshots, n)
 	if err == nil && at != nil {
-		plain, err = v.join(ctx, n, kindSnapshot, at)
+		s, err = v.snapshot(ctx, n, at, at.Sum)
 	}
-	if errors.Is(err, ErrTampered) || at == nil && err == nil {
+	if errors.Is(err, ErrTampered) {
 		return nil, nil
 	}
-	if err != nil {
-		return nil, err
-	}
-	s, err := decodeSnapshot(plain)
-	if err != nil {
-		return nil, nil //nolint:nilerr // it cannot be read
-	}
-	return s, nil
+	return s, err
 }
 
 // Reversible counts the checkpoints of a place whose calls can still be undone, and says when the
@@ -581,11 +521,11 @@ func (v *Store) Reversible(ctx context.Context, p Place) (count int, last time.T
 
 // stands reports whether the call of a checkpoint may have had its effect and was not undone.
 func (v *Store) stands(ctx context.Context, n name) (bool, error) {
-	at, _, err := v.part(ctx, n, kindSnapshot)
+	at, _, err := v.head(ctx, &v.snapshots, n)
 	if err != nil && !errors.Is(err, ErrTampered) || at == nil && err == nil {
 		return false, err
 	}
-	if end, _, err := v.part(ctx, n, kindResult); err == nil && end != nil && end.released {
+	if end, _, err := v.head(ctx, &v.results, n); err == nil && end != nil && end.Released {
 		return false, nil
 	}
 	mark, err := v.markOf(ctx, n)
@@ -602,16 +542,4 @@ func placeKey(key []byte) (p place, n name, ok bool) {
 	copy(p[:], key[2:])
 	copy(n[:], key[2+len(p):])
 	return p, n, true
-}
-
-// beyond is the first key after all that begin with prefix.
-func beyond(prefix []byte) []byte {
-	after := bytes.Clone(prefix)
-	for i := len(after) - 1; i >= 0; i-- {
-		after[i]++
-		if after[i] != 0 {
-			return after[:i+1]
-		}
-	}
-	return nil
 }

@@ -217,12 +217,12 @@ func (v *Store) raise(ctx context.Context, u *usage, s scope, h *Handle, b bound
 				if err != nil {
 					return err
 				}
-				a, err := decodeAccount(entry.Value)
-				if err != nil {
+				var a account
+				if err := store.Decode(entry.Value, &a); err != nil {
 					return err
 				}
-				stands += a.bytes
-				add(a.boot, store.Amount{N: 1, Bytes: a.bytes})
+				stands += a.Bytes
+				add(a.Boot, store.Amount{N: 1, Bytes: a.Bytes})
 			}
 			return nil
 		},
@@ -285,10 +285,11 @@ func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 	}
 	var made []time.Time
 	err := u.Count(ctx, v.store, s.prefix(), func(entry store.Entry) error {
-		a, err := decodeAccount(entry.Value)
-		if err == nil && (v.caps == nil || a.boot == v.caps.Boot()) { // alone it has what members have made, too
-			u.Add(1, a.bytes, a.created, entry.Expires)
-			made = append(made, a.created)
+		var a account
+		err := store.Decode(entry.Value, &a)
+		if err == nil && (v.caps == nil || a.Boot == v.caps.Boot()) { // alone it has what members have made, too
+			u.Add(1, a.Bytes, a.Created, entry.Expires)
+			made = append(made, a.Created)
 		}
 		return err
 	})
@@ -307,37 +308,7 @@ func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
 // account is what an index entry says, so that counting opens no snapshot. It has no data of a
 // caller.
 type account struct {
-	created time.Time
-	bytes   int64
-	boot    string // of the member of a shared store that has made it; empty otherwise
-}
-
-const (
-	tagAccountCreated = 1 + iota
-	tagAccountBytes
-	tagAccountBoot
-)
-
-func (a account) encode() []byte {
-	e := store.Encoder{B: make([]byte, 0, 24)}
-	e.Time(tagAccountCreated, a.created)
-	e.Int(tagAccountBytes, a.bytes)
-	e.String(tagAccountBoot, a.boot)
-	return e.B
-}
-
-func decodeAccount(b []byte) (account, error) {
-	var a account
-	d := store.Decoder{B: b, Broken: errEncoding}
-	for d.Next() {
-		switch d.Tag {
-		case tagAccountCreated:
-			a.created = d.Time()
-		case tagAccountBytes:
-			a.bytes = d.Int()
-		case tagAccountBoot:
-			a.boot = string(d.Field)
-		}
-	}
-	return a, d.Err
+	Created time.Time `cbor:"1,keyasint"`
+	Bytes   int64     `cbor:"2,keyasint"`
+	Boot    string    `cbor:"3,keyasint,omitempty"` // of the member of a shared store that has made it; empty otherwise
 }

@@ -1,16 +1,15 @@
 package checkpoint
 
 import (
-	"bytes"
 	"cmp"
 	"context"
+	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/http"
 	"net/url"
 	"path"
-	"slices"
 	"strings"
 	"time"
 
@@ -21,36 +20,37 @@ import (
 // Snapshot is recorded before a call leaves. Its hash is the out_hash of the checkpoint's token.
 type Snapshot struct {
 	// ID is the id of the checkpoint's token. It is unique in the store.
-	ID string
+	ID string `cbor:"1,keyasint,omitempty"`
 	// Workflow, which may be empty, and Caller are those whose quotas the checkpoint counts
 	// against.
-	Workflow string
-	Caller   execution.CallerHash
+	Workflow string               `cbor:"2,keyasint,omitempty"`
+	Caller   execution.CallerHash `cbor:"3,keyasint,omitempty"`
 	// Execution is the key of the guarded call.
-	Execution execution.Key
+	Execution execution.Key `cbor:"4,keyasint,omitempty"`
 	// First is the checkpoint of the first attempt, if the call may have run before: both are one
 	// execution with one effect, and are undone once. Its own id if the earlier attempt has no
 	// checkpoint; empty without an earlier attempt.
-	First  string
-	Action string
+	First  string `cbor:"18,keyasint,omitempty"`
+	Action string `cbor:"5,keyasint,omitempty"`
 	// Upstream is where the call goes: recorded credentials are used there only.
-	Upstream string
+	Upstream string `cbor:"6,keyasint,omitempty"`
 	// Way is how the call is undone, Reason why it cannot be; Reason is empty if it can.
-	Way    Way
-	Reason Reason
+	Way    Way    `cbor:"7,keyasint,omitempty"`
+	Reason Reason `cbor:"8,keyasint,omitempty"`
 	// Created and Expires are set by Prepare, by the store's clock.
-	Created, Expires time.Time
+	Created time.Time `cbor:"9,keyasint"`
+	Expires time.Time `cbor:"10,keyasint"`
 	// Credentials is the size in bytes of the credentials recorded by Prepare; 0 without any.
-	Credentials int
+	Credentials int `cbor:"15,keyasint,omitempty"`
 	// Request is what the undo needs of the request.
-	Request Request
+	Request Request `cbor:"11,keyasint"`
 	// Image is the state of the target before the call; nil if the undo needs none.
-	Image *Image
+	Image *Image `cbor:"12,keyasint,omitempty"`
 	// OnError says that errors roll the call back. Decided before the call leaves, like Undo.
-	OnError bool
+	OnError bool `cbor:"19,keyasint,omitempty"`
 	// Undo is the encoded way to undo the call: decided before the call leaves, whatever the
 	// configuration says later. Empty if it cannot be undone.
-	Undo []byte
+	Undo []byte `cbor:"16,keyasint,omitempty"`
 }
 
 // Root is the checkpoint shared by all attempts of the call: that of the first.
@@ -63,298 +63,111 @@ func (s *Snapshot) Reversible() bool { return s.Way != Irreversible }
 type Message struct {
 	// Header are the chosen fields, under canonical names. A name without values means that the
 	// message had no such field.
-	Header      map[string][]string
-	ContentType string
-	Body        []byte
+	Header      map[string][]string `cbor:"5,keyasint,omitempty"`
+	ContentType string              `cbor:"7,keyasint,omitempty"`
+	Body        []byte              `cbor:"8,keyasint,omitempty"`
 }
 
 // Request is the recorded part of the call.
 type Request struct {
-	Method, Host string
+	Method string `cbor:"1,keyasint,omitempty"`
+	Host   string `cbor:"2,keyasint,omitempty"`
 	// Path is escaped as sent; Query without the question mark.
-	Path, Query string
+	Path  string `cbor:"3,keyasint,omitempty"`
+	Query string `cbor:"4,keyasint,omitempty"`
 	Message
 }
 
 // Image is the state of a call's target at one moment.
 type Image struct {
 	// Exists is false if there was nothing: then there is no body.
-	Exists bool
+	Exists bool `cbor:"9,keyasint,omitempty"`
 	// Status is the status of the answer with the state.
-	Status int
-	ETag   string
+	Status int    `cbor:"10,keyasint,omitempty"`
+	ETag   string `cbor:"11,keyasint,omitempty"`
 	Message
 }
 
 // Result is recorded once a call has ended.
 type Result struct {
 	// Status of the answer; 0 without one.
-	Status int
+	Status int `cbor:"13,keyasint,omitempty"`
 	// Upstream is the status of the upstream's own answer, before handlers changed it; 0 if
 	// unknown.
-	Upstream int
+	Upstream int `cbor:"17,keyasint,omitempty"`
 	// Reason is why the call cannot be undone although its token says that it can; empty if it
 	// can.
-	Reason Reason
+	Reason Reason `cbor:"8,keyasint,omitempty"`
 	// Answer is what the undo needs of the answer.
-	Answer Message
+	Answer Message `cbor:"14,keyasint"`
 	// Image is the state of the target afterwards; nil if the undo needs none, or it could not be
 	// read.
-	Image *Image
+	Image *Image `cbor:"12,keyasint,omitempty"`
 }
 
-// The tags of the fields. Readers skip unknown ones.
-const (
-	tagID = 1 + iota
-	tagWorkflow
-	tagCaller
-	tagExecution
-	tagAction
-	tagUpstream
-	tagWay
-	tagReason
-	tagCreated
-	tagExpires
-	tagRequest
-	tagImage
-	tagStatus
-	tagAnswer
-	tagCredentials
-	tagUndo
-	tagUpstreamStatus
-	tagFirst
-	tagOnError
-)
+// errEncoding: a sealed record opened but says nothing that can be: a newer build or a bug wrote it.
+var errEncoding = errors.New("checkpoint: a record in the store cannot be read by this build")
 
-// The tags inside a request, an answer and an image.
-const (
-	tagMethod = 1 + iota
-	tagHost
-	tagPath
-	tagQuery
-	tagHeaderName
-	tagHeaderValue
-	tagContentType
-	tagBody
-	tagExists
-	tagImageStatus
-	tagETag
-)
+// saltSize is how many random bytes precede a snapshot or a result, so that a hash confirms no guess.
+const saltSize = 32
 
-func (s *Snapshot) encode() []byte {
-	e := salted(512 + s.Request.size() + s.Image.size())
-	e.String(tagID, s.ID)
-	e.String(tagWorkflow, s.Workflow)
-	e.Bytes(tagCaller, s.Caller[:])
-	e.Bytes(tagExecution, s.Execution[:])
-	e.String(tagFirst, s.First)
-	e.String(tagAction, s.Action)
-	e.String(tagUpstream, s.Upstream)
-	e.Int(tagWay, int64(s.Way))
-	e.String(tagReason, string(s.Reason))
-	e.Time(tagCreated, s.Created)
-	e.Time(tagExpires, s.Expires)
-	e.Int(tagCredentials, int64(s.Credentials))
-	e.Bytes(tagRequest, s.Request.encode())
-	s.Image.encode(&e)
-	e.Bytes(tagUndo, s.Undo)
-	e.Bool(tagOnError, s.OnError)
-	return e.B
+func salted(record any, size int) []byte {
+	b := make([]byte, saltSize, saltSize+256+size)
+	_, _ = rand.Read(b) // never fails
+	return store.Encode(b, record)
 }
 
-func decodeSnapshot(b []byte) (*Snapshot, error) {
-	d, err := unsalted(b)
-	if err != nil {
-		return nil, err
+func unsalted(plain []byte, record any) error {
+	if len(plain) < saltSize {
+		return errEncoding
 	}
+	return store.Decode(plain[saltSize:], record)
+}
+
+func (s *Snapshot) encode() []byte { return salted(s, len(s.Undo)+s.Request.size()+s.Image.size()) }
+
+func decodeSnapshot(plain []byte) (*Snapshot, error) {
 	s := new(Snapshot)
-	var way int64
-	for d.Next() {
-		switch d.Tag {
-		case tagID:
-			s.ID = string(d.Field)
-		case tagWorkflow:
-			s.Workflow = string(d.Field)
-		case tagCaller:
-			d.Fill(s.Caller[:])
-		case tagExecution:
-			d.Fill(s.Execution[:])
-		case tagFirst:
-			s.First = string(d.Field)
-		case tagAction:
-			s.Action = string(d.Field)
-		case tagUpstream:
-			s.Upstream = string(d.Field)
-		case tagWay:
-			way = d.Int()
-		case tagReason:
-			s.Reason = Reason(d.Field)
-		case tagCreated:
-			s.Created = d.Time()
-		case tagExpires:
-			s.Expires = d.Time()
-		case tagCredentials:
-			s.Credentials = int(d.Int())
-		case tagRequest:
-			d.Err = s.Request.decode(d.Field)
-		case tagImage:
-			s.Image = new(Image)
-			d.Err = s.Image.decode(d.Field)
-		case tagUndo:
-			s.Undo = bytes.Clone(d.Field)
-		case tagOnError:
-			s.OnError = d.Int() != 0
+	err := unsalted(plain, s)
+	if err == nil && (s.Way < Restore || s.Way > Irreversible || s.ID == "") {
+		err = errEncoding
+	}
+	return s, err
+}
+
+func (r *Result) encode() []byte { return salted(r, r.Answer.size()+r.Image.size()) }
+
+// rest is the size of a message without its body, in bytes.
+func (m *Message) rest() int {
+	n := len(m.ContentType)
+	for name, values := range m.Header {
+		n += len(name) + 2
+		for _, v := range values {
+			n += len(v) + 2
 		}
 	}
-	if d.Err == nil && (way < int64(Restore) || way > int64(Irreversible) || s.ID == "") {
-		d.Err = errEncoding
-	}
-	s.Way = Way(way)
-	return s, d.Err
+	return n
 }
 
-func (r *Result) encode() []byte {
-	e := salted(256 + r.Answer.size() + r.Image.size())
-	e.Int(tagStatus, int64(r.Status))
-	e.Int(tagUpstreamStatus, int64(r.Upstream))
-	e.String(tagReason, string(r.Reason))
-	var answer store.Encoder
-	r.Answer.encode(&answer)
-	e.Bytes(tagAnswer, answer.B)
-	r.Image.encode(&e)
-	return e.B
+func (m *Message) size() int { return m.rest() + len(m.Body) }
+
+// rest is the size of a request without its body, in bytes.
+func (r *Request) rest() int {
+	return len(r.Method) + len(r.Host) + len(r.Path) + len(r.Query) + r.Message.rest()
 }
 
-func decodeResult(b []byte) (*Result, error) {
-	d, err := unsalted(b)
-	if err != nil {
-		return nil, err
-	}
-	r := new(Result)
-	for d.Next() {
-		switch d.Tag {
-		case tagStatus:
-			r.Status = int(d.Int())
-		case tagUpstreamStatus:
-			r.Upstream = int(d.Int())
-		case tagReason:
-			r.Reason = Reason(d.Field)
-		case tagAnswer:
-			d.Err = r.Answer.decode(d.Field, nil)
-		case tagImage:
-			r.Image = new(Image)
-			d.Err = r.Image.decode(d.Field)
-		}
-	}
-	return r, d.Err
-}
-
-func (r *Request) encode() []byte {
-	e := store.Encoder{B: make([]byte, 0, 64+r.size())}
-	e.String(tagMethod, r.Method)
-	e.String(tagHost, r.Host)
-	e.String(tagPath, r.Path)
-	e.String(tagQuery, r.Query)
-	r.Message.encode(&e)
-	return e.B
-}
-
-func (r *Request) decode(b []byte) error {
-	return r.Message.decode(b, func(d *store.Decoder) {
-		switch d.Tag {
-		case tagMethod:
-			r.Method = string(d.Field)
-		case tagHost:
-			r.Host = string(d.Field)
-		case tagPath:
-			r.Path = string(d.Field)
-		case tagQuery:
-			r.Query = string(d.Field)
-		}
-	})
-}
-
-// encode writes an image also if nothing is known of it.
-func (i *Image) encode(to *store.Encoder) {
+func (i *Image) rest() int {
 	if i == nil {
-		return
+		return 0
 	}
-	e := store.Encoder{B: make([]byte, 0, 64+i.size())}
-	e.Bool(tagExists, i.Exists)
-	e.Int(tagImageStatus, int64(i.Status))
-	e.String(tagETag, i.ETag)
-	i.Message.encode(&e)
-	store.Field(to, tagImage, e.B)
+	return len(i.ETag) + i.Message.rest()
 }
-
-func (i *Image) decode(b []byte) error {
-	return i.Message.decode(b, func(d *store.Decoder) {
-		switch d.Tag {
-		case tagExists:
-			i.Exists = d.Int() != 0
-		case tagImageStatus:
-			i.Status = int(d.Int())
-		case tagETag:
-			i.ETag = string(d.Field)
-		}
-	})
-}
-
-// encode writes each name of the header, and then its values, which may be empty.
-func (m *Message) encode(e *store.Encoder) {
-	var few [16]string
-	names := few[:0]
-	for k := range m.Header {
-		names = append(names, k)
-	}
-	slices.Sort(names)
-	for _, k := range names {
-		store.Field(e, tagHeaderName, k)
-		for _, v := range m.Header[k] {
-			store.Field(e, tagHeaderValue, v)
-		}
-	}
-	e.String(tagContentType, m.ContentType)
-	e.Bytes(tagBody, m.Body)
-}
-
-// decode passes the fields that are not a message's to other, if any.
-func (m *Message) decode(b []byte, other func(*store.Decoder)) error {
-	d, name := store.Decoder{B: b, Broken: errEncoding}, ""
-	for d.Next() {
-		switch d.Tag {
-		case tagHeaderName:
-			if m.Header == nil {
-				m.Header = map[string][]string{}
-			}
-			name = string(d.Field)
-			m.Header[name] = nil
-		case tagHeaderValue:
-			if m.Header == nil {
-				return errEncoding
-			}
-			m.Header[name] = append(m.Header[name], string(d.Field))
-		case tagContentType:
-			m.ContentType = string(d.Field)
-		case tagBody:
-			m.Body = d.Field
-		default:
-			if other != nil {
-				other(&d)
-			}
-		}
-	}
-	return d.Err
-}
-
-// size is about the encoded size of the message.
-func (m *Message) size() int { return len(m.Body) + 256*len(m.Header) }
 
 func (i *Image) size() int {
 	if i == nil {
 		return 0
 	}
-	return i.Message.size() + len(i.ETag)
+	return i.rest() + len(i.Body)
 }
 
 // Way is how a call can be undone. It is decided before the call leaves.
@@ -432,13 +245,13 @@ func (v *Store) Record(ctx context.Context, h Handle, r Result) (*Pending, error
 	p := &Pending{Batch: v.batch(nil, nil), handle: h} // before anything is sealed
 	plain := r.encode()
 	at := split(plain)
-	if err := v.keep(ctx, v.pieces(h.name, kindResult, at, plain, h.expires)); err != nil {
+	if err := v.keep(ctx, v.putPieces(h.name, kindResult, at, plain, h.expires)); err != nil {
 		plain = (&Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonUnkept}).encode()
 		at = split(plain)
 	}
-	p.sum = at.sum
-	p.Add(v.head(h.name, kindResult, at, store.Condition{}, h.expires))
-	if at.pieces > 0 { // a small one was charged with the snapshot
+	p.sum = at.Sum
+	p.Add(v.results.Put(v.results.Key(h.name[:]), at, store.Condition{}, h.expires))
+	if at.Salt != nil { // a small one was charged with the snapshot
 		p.Add(h.accounts(v, h.charge+int64(len(plain)))...)
 		p.OnDone(func(err error) error {
 			if err == nil {
@@ -470,15 +283,16 @@ func (v *Store) Release(h Handle) *store.Batch {
 		}
 	})
 	remove := func(key []byte) { b.Add(store.Write{Key: key, Delete: true}) }
-	remove(keyOf(kindSnapshot, h.name))
-	remove(keyOf(kindCredential, h.name))
-	for i := range h.part.pieces {
-		remove(pieceKey(h.name, kindSnapshot, h.part.salt, i))
+	remove(v.snapshots.Key(h.name[:]))
+	remove(v.credentials.Key(h.name[:]))
+	if h.part.Salt != nil {
+		b.Add(v.pieces.DeletePieces(v.piecesOf(h.name, kindSnapshot, &h.part), h.part.Size)...)
 	}
 	for _, s := range h.scopes {
 		remove(s.account(h.name))
 	}
-	b.Add(v.head(h.name, kindResult, &part{released: true, inline: h.left}, store.Condition{}, h.expires))
+	left := &part{Released: true, Inline: h.left}
+	b.Add(v.results.Put(v.results.Key(h.name[:]), left, store.Condition{}, h.expires))
 	return b
 }
 
@@ -496,35 +310,15 @@ func (r *Result) fit() {
 // Credentials are the recorded credentials of a checkpoint. ErrUnknown: none were recorded, they
 // have expired, or the call was undone.
 func (v *Store) Credentials(ctx context.Context, id string) (map[string][]string, error) {
-	key := keyOf(kindCredential, v.name(id))
-	entry, err := v.store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
+	n := v.name(id)
+	row, err := v.credentials.Get(ctx, v.credentials.Key(n[:]))
+	switch {
+	case err != nil:
+		return nil, err
+	case row.Record == nil:
 		return nil, ErrUnknown
 	}
-	if err != nil {
-		return nil, unread(err)
-	}
-	plain, err := v.sealer.Open(nil, entry.Value, key)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
-	}
-	header, err := decodeCredentials(plain)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrTampered, err)
-	}
-	return header, nil
-}
-
-func encodeCredentials(header map[string][]string) []byte {
-	var e store.Encoder
-	(&Message{Header: header}).encode(&e)
-	return e.B
-}
-
-func decodeCredentials(b []byte) (map[string][]string, error) {
-	var m Message
-	err := m.decode(b, nil)
-	return m.Header, err
+	return *row.Record, nil
 }
 
 // TargetOf names what a request to an upstream changes: the same for all spellings of its path

@@ -60,6 +60,11 @@ func (f *failing) Commit(ctx context.Context, batch ...store.Write) (store.Versi
 
 func (f *failing) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
 	f.scans.Add(1)
+	if get := f.get.Load(); get != nil {
+		if err := (*get)(r.From); err != nil {
+			return func(yield func(store.Entry, error) bool) { yield(store.Entry{}, err) }
+		}
+	}
 	return f.Store.Scan(ctx, r)
 }
 

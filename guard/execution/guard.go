@@ -529,7 +529,7 @@ func (g *gate) drain(ctx context.Context) int {
 }
 
 // layoutVersion is the version of the keys and records that this build writes.
-const layoutVersion = "1"
+const layoutVersion = "2"
 
 // Errors of Open.
 var (

@@ -111,10 +111,7 @@ func (at Fence) bind(b *Batch) *Batch {
 	if b == nil {
 		b = new(Batch)
 	}
-	unchanged := Write{Key: at.key, If: Absent(), Check: true}
-	if at.version != 0 {
-		unchanged.If = VersionIs(at.version)
-	}
+	unchanged := Write{Key: at.key, If: at.version.Unchanged(), Check: true}
 	i := slices.IndexFunc(b.writes, func(w Write) bool { return bytes.Equal(w.Key, at.key) })
 	if i >= 0 { // it changes the fence itself
 		b.writes[i].If = unchanged.If

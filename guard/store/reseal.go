@@ -110,6 +110,19 @@ func (r *Resealer) Walk(ctx context.Context, prefix []byte, page int, do func(co
 	return nil
 }
 
+// resealPage is how many ordinary values are read in one snapshot.
+const resealPage = 256
+
+// Tables seals the records of tables with these prefixes anew.
+func (r *Resealer) Tables(ctx context.Context, prefixes ...string) error {
+	for _, prefix := range prefixes {
+		if err := r.Walk(ctx, []byte(prefix), resealPage, r.Reseal); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (r *Resealer) damaged(entry Entry, err error) {
 	r.Damaged++
 	if r.OnDamaged != nil {
@@ -204,4 +217,46 @@ func (r *Resealer) ResealBulk(ctx context.Context, entries ...Entry) error {
 		r.Resealed++
 	}
 	return nil
+}
+
+// Writers counts what is sealed and not committed yet, so that a resealing can wait for what was sealed with an
+// older key. The zero value is ready.
+type Writers struct {
+	mu      sync.Mutex
+	current *sync.WaitGroup
+	idle    chan struct{} // closed when all who have entered before the last Wait have left; nil before
+}
+
+// Enter is called before anything is sealed, and leave, once, after the commit. It never waits.
+func (w *Writers) Enter() (leave func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.current == nil {
+		w.current = new(sync.WaitGroup)
+	}
+	w.current.Add(1)
+	return w.current.Done
+}
+
+// Wait waits for all who have entered before it. Others enter meanwhile. The error is that of ctx.
+func (w *Writers) Wait(ctx context.Context) error {
+	w.mu.Lock()
+	older, before, idle := w.current, w.idle, make(chan struct{})
+	w.current, w.idle = nil, idle
+	w.mu.Unlock()
+	go func() {
+		defer close(idle)
+		if before != nil {
+			<-before // for whom a Wait that was given up has waited
+		}
+		if older != nil {
+			older.Wait()
+		}
+	}()
+	select {
+	case <-idle:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
 }

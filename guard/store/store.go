@@ -73,6 +73,14 @@ type Store interface {
 // writes of one key.
 type Version uint64
 
+// Unchanged is the condition that the version of a key is still v; that it has no living entry, if v is zero.
+func (v Version) Unchanged() Condition {
+	if v == 0 {
+		return Absent()
+	}
+	return VersionIs(v)
+}
+
 // Entry is one living key.
 type Entry struct {
 	Key     []byte
