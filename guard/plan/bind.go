@@ -73,7 +73,7 @@ func (s *Store) put(ctx context.Context, p Putting) (_ *Assigned, created bool, 
 	if err != nil {
 		return nil, false, err
 	}
-	current, err := s.known(ctx, all, p.Workflow, p.Issuer)
+	current, err := s.living(ctx, all[p.Issuer])
 	if err != nil {
 		return nil, false, err
 	}
@@ -114,7 +114,7 @@ func (s *Store) put(ctx context.Context, p Putting) (_ *Assigned, created bool, 
 		a.Earlier = a.Earlier[max(0, len(a.Earlier)-maxEarlier):]
 		a.Replaced = current.Replaced + current.Size
 	}
-	if a.kept, err = s.keepText(ctx, p.Plan, a.Expires); err != nil {
+	if err = s.keepText(ctx, p.Plan, a.Expires); err != nil {
 		return nil, false, err
 	}
 	b := s.change(p.Workflow, at, a.Expires, s.write(a))
@@ -143,20 +143,14 @@ func (s *Store) readChanged(ctx context.Context) error {
 		}
 	}
 	for _, hash := range heard {
-		workflow := ""
-		for entry, err := range s.store.Scan(ctx, store.Prefix(append([]byte{space, kindHead}, hash[:]...))) {
-			if a, bad := s.decode(&entry); err == nil && bad == nil {
-				workflow = a.Workflow
+		var err error
+		for row, bad := range s.heads.All(ctx, hash[:]) { // none where they have expired
+			if err = bad; err == nil {
+				_, _, err = s.readPlans(ctx, row.Record.Workflow)
 				break
 			}
-			if err != nil && !errors.Is(err, store.ErrDamaged) {
-				return fmt.Errorf("%w: %w", ErrStore, err)
-			}
 		}
-		if workflow == "" { // they have expired, or cannot be read, which its calls find
-			continue
-		}
-		if _, _, err := s.readPlans(ctx, workflow); err != nil {
+		if err != nil && !errors.Is(err, ErrUnreadable) { // which its calls find
 			return err
 		}
 	}
@@ -169,21 +163,20 @@ func (s *Store) full(now time.Time, issuer string, fresh bool, size int64) bool 
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	n, mine := 0, 0
-	living, sizes := map[string]bool{}, map[string]int64{}
+	sizes := map[string]int64{}
 	count := func(a *Assigned) {
-		living[a.Version] = true
 		if issuer != "" && a.By == issuer && (a.Begun.IsZero() || now.Sub(a.Begun) < countedFor) {
 			sizes[a.Version] = a.Size
 			size += a.Replaced
 		}
 	}
 	for workflow, p := range s.all {
-		left := &plans{by: map[string]*Assigned{}, unsure: p.unsure}
-		for by, a := range p.by {
-			if !now.Before(a.Expires) && !p.unsure[by] {
+		left := plans{}
+		for by, a := range p {
+			if !now.Before(a.Expires) {
 				continue
 			}
-			left.by[by] = a
+			left[by] = a
 			count(a)
 			if !a.inForce() {
 				n++
@@ -193,18 +186,10 @@ func (s *Store) full(now time.Time, issuer string, fresh bool, size int64) bool 
 			}
 		}
 		switch {
-		case len(left.by) == 0:
+		case len(left) == 0:
 			delete(s.all, workflow)
-		case len(left.by) < len(p.by):
+		case len(left) < len(p):
 			s.all[workflow] = left
-		}
-	}
-	for version, t := range s.texts {
-		if !living[version] {
-			if t.plan != nil {
-				s.parsed -= t.size
-			}
-			delete(s.texts, version)
 		}
 	}
 	for _, of := range sizes {
@@ -213,49 +198,30 @@ func (s *Store) full(now time.Time, issuer string, fresh bool, size int64) bool 
 	return issuer != "" && (fresh && (n >= maxOffers || mine >= maxPut) || size > maxPutBytes)
 }
 
-// keepText keeps the text of a plan at least until a time, and returns until when it is kept. Most times
-// there is nothing to write.
-func (s *Store) keepText(ctx context.Context, d *Descriptor, until time.Time) (time.Time, error) {
-	version := d.Version()
-	prefix := s.pieces(version)
-	s.mu.RLock()
-	t, kept := s.texts[version], time.Time{}
-	if t != nil {
-		kept = t.until
-	}
-	s.mu.RUnlock()
-	if t == nil { // workflows that memory does not know may have it
-		first, err := s.store.Get(ctx, pieceKey(prefix, 0))
-		if err != nil && !errors.Is(err, store.ErrNotFound) && !errors.Is(err, store.ErrDamaged) {
-			return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		kept = first.Expires
+// keepText keeps the text of a plan at least until a time. Most times there is nothing to write.
+func (s *Store) keepText(ctx context.Context, d *Descriptor, until time.Time) error {
+	prefix := s.piecesOf(d.Version())
+	kept, err := s.pieces.PiecesExpire(ctx, prefix)
+	if err != nil && !errors.Is(err, ErrUnreadable) {
+		return err
 	}
 	if !kept.Before(until) {
-		return kept, nil
+		return nil
 	}
 	whole := d.Canonical()
-	kept = until.Add(time.Duration(s.keep.Load()) / 2)
-	var batch []store.Write
-	for i, rest := 0, whole; len(rest) > 0; i++ {
-		n := min(len(rest), textPiece)
-		key := pieceKey(prefix, i)
-		batch = append(batch, store.Write{Key: key, Value: s.sealer.Seal(nil, rest[:n], key), Expires: kept, Bulk: true})
-		rest = rest[n:]
-	}
 	s.seal.Lock()
-	_, err := s.store.Commit(ctx, batch...)
+	_, err = s.store.Commit(ctx, s.pieces.PutPieces(prefix, whole, until.Add(time.Duration(s.keep.Load())/2))...)
 	s.seal.Unlock()
 	if err != nil {
-		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
+		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	if s.fences != nil { // the others have its nodes in the order of the canonical text
 		if d, err = Parse(whole); err != nil {
-			return time.Time{}, fmt.Errorf("%w: %w", ErrUnreadable, err)
+			return fmt.Errorf("%w: %w", ErrUnreadable, err)
 		}
 	}
-	s.hold(d, int64(len(whole)), kept)
-	return kept, nil
+	s.hold(d, int64(len(whole)))
+	return nil
 }
 
 // Settle waits until the commit of a first call of the workflow that is under way has ended, and returns
@@ -331,7 +297,7 @@ func (s *Store) Begin(ctx context.Context, a *Assigned, call string, called func
 	if err != nil {
 		return nil, err
 	}
-	current, err := s.known(ctx, p, a.Workflow, a.Issuer)
+	current, err := s.living(ctx, p[a.Issuer])
 	if err != nil {
 		return nil, err
 	}
@@ -347,7 +313,7 @@ func (s *Store) Begin(ctx context.Context, a *Assigned, call string, called func
 		begun.Plan = a.Plan
 	}
 	if a.Issuer != "" && begun.Begun.IsZero() {
-		force, err := s.known(ctx, p, a.Workflow, "")
+		force, err := s.living(ctx, p[""])
 		if err != nil {
 			return nil, err
 		}
@@ -363,7 +329,7 @@ func (s *Store) Begin(ctx context.Context, a *Assigned, call string, called func
 	if begun.Begun.IsZero() {
 		begun.Begun, begun.First = now, call
 	}
-	if begun.kept, err = s.keepText(ctx, a.Plan, begun.Expires); err != nil {
+	if err = s.keepText(ctx, a.Plan, begun.Expires); err != nil {
 		return nil, err
 	}
 	b := s.change(a.Workflow, at, begun.Expires, s.write(&begun))
@@ -377,7 +343,7 @@ func (s *Store) Begin(ctx context.Context, a *Assigned, call string, called func
 }
 
 // committed notes the end of a commit in a workflow that had these plans.
-func (s *Store) committed(p *plans, a *Assigned, err error) {
+func (s *Store) committed(p plans, a *Assigned, err error) {
 	unsure := errors.Is(err, store.ErrUnknown)
 	if err != nil && !unsure {
 		return
@@ -388,7 +354,12 @@ func (s *Store) committed(p *plans, a *Assigned, err error) {
 	defer s.mu.Unlock()
 	s.noted++
 	s.fences.Forget(s.fenceKey(a.Workflow))
-	s.set(a.Workflow, p.with(&kept, unsure))
+	if unsure {
+		s.unsure[a.Workflow] = true
+		return
+	}
+	delete(s.unsure, a.Workflow)
+	s.set(a.Workflow, p.with(&kept))
 }
 
 // enter waits until nobody else changes the workflow's plan.

@@ -49,34 +49,33 @@ const (
 	// maxReceived is how many texts are received at a time, and maxReceivedBy how many of those who puts one sends.
 	maxReceived   = 16
 	maxReceivedBy = 4
-	// textPiece is the size of a piece of a text, in bytes.
-	textPiece = 256 << 10
 )
 
 // Assigned is the plan of a workflow. It never changes.
 type Assigned struct {
 	// Workflow is the workflow's id in the ledger.
-	Workflow string
+	Workflow string `cbor:"1,keyasint"`
 	// Issuer has put the plan without authority over the workflow: it is in force from the first call on that
 	// the issuer has led to, for who takes part in that (P3). It is empty where the plan binds all calls.
-	Issuer string
+	Issuer string `cbor:"2,keyasint,omitempty"`
 	// By is who put it, as the gateway knows them, or the name of the workflow_start's plan.
-	By string
+	By string `cbor:"3,keyasint,omitempty"`
 	// Version is the plan's, and Size the length of its canonical text in bytes. Replaced is that of all
 	// texts that it has replaced.
-	Version        string
-	Size, Replaced int64 // see Version
+	Version  string `cbor:"4,keyasint"`
+	Size     int64  `cbor:"5,keyasint"`           // see Version
+	Replaced int64  `cbor:"6,keyasint,omitempty"` // see Version
 	// Put is when it was put, and Begun when the first call under it was claimed: from then on the
 	// workflow stays with it. Begun is zero before. Expires is when it is forgotten.
-	Put, Begun, Expires time.Time
+	Put     time.Time `cbor:"7,keyasint"`
+	Begun   time.Time `cbor:"8,keyasint,omitzero"` // see Put
+	Expires time.Time `cbor:"-"`                   // see Put
 	// First is the checkpoint of that first call.
-	First string
+	First string `cbor:"9,keyasint,omitempty"`
 	// Earlier are the versions that it has replaced, the latest last, at most 16.
-	Earlier []string
+	Earlier []string `cbor:"10,keyasint,omitempty"`
 	// Plan is the plan itself; nil in lists.
-	Plan *Descriptor
-
-	kept time.Time // until when its text is
+	Plan *Descriptor `cbor:"-"`
 }
 
 // Store keeps the plans of workflows. It is safe for concurrent use by one process: which workflows have
@@ -92,9 +91,11 @@ type Assigned struct {
 type Store struct {
 	store  store.Store
 	sealer store.Sealer
-	shared store.Shared  // nil where one gateway has the store
-	fences *store.Fences // nil as above
-	keep   atomic.Int64  // nanoseconds
+	heads  store.Table[Assigned]
+	pieces store.Table[[]byte] // of texts
+	shared store.Shared        // nil where one gateway has the store
+	fences *store.Fences       // nil as above
+	keep   atomic.Int64        // nanoseconds
 
 	// gates keep changes of one workflow's plan apart, also that by the commit of its first call.
 	gates  [256]chan struct{}
@@ -102,79 +103,68 @@ type Store struct {
 	seed   maphash.Seed
 	seal   sync.Mutex // held while pieces are written
 	mu     sync.RWMutex
-	all    map[string]*plans
+	all    map[string]plans
 	most   int                   // how many of them
 	more   bool                  // the store has further ones in force
 	absent map[string]bool       // workflows of which it has none
-	heard  map[workflowHash]bool // workflows whose plans another gateway has changed since they were read
+	unsure map[string]bool       // workflows of which a commit has ended without saying how: the store knows
+	heard  map[workflowHash]bool // workflows whose plans have changed elsewhere since they were read, or could not be read
 	missed bool                  // of some, which is not known
 	noted  int64                 // counts the changes of all
-	broken map[workflowHash]bool // workflows whose record cannot be read
 	places map[string]int        // the texts that are received, by who puts them
-	texts  map[string]*text      // by version
+	texts  map[string]text       // by version
 	parsed int64                 // bytes of the texts that are there as descriptors
-	used   int64                 // counts the uses of texts
 }
 
-// plans are those of one workflow. They never change.
-type plans struct {
-	by     map[string]*Assigned // by issuer; that with authority has none
-	unsure map[string]bool      // by issuer: a commit has ended without saying how, and the store knows
-}
+// plans are those of one workflow, by issuer; that with authority has none. They never change.
+type plans map[string]*Assigned
 
 // with are the plans with one more, or another one of its issuer.
-func (p *plans) with(a *Assigned, unsure bool) *plans {
-	next := &plans{by: map[string]*Assigned{}, unsure: map[string]bool{}}
-	if p != nil {
-		maps.Copy(next.by, p.by)
-		maps.Copy(next.unsure, p.unsure)
-	}
-	delete(next.unsure, a.Issuer)
-	if !unsure {
-		next.by[a.Issuer] = a
-		return next
-	}
-	next.unsure[a.Issuer] = true
-	if next.by[a.Issuer] == nil {
-		next.by[a.Issuer] = a
-	}
+func (p plans) with(a *Assigned) plans {
+	next := plans{}
+	maps.Copy(next, p)
+	next[a.Issuer] = a
 	return next
 }
 
 // offers reports whether one of them is not in force yet.
-func (p *plans) offers() bool {
-	for _, a := range p.by {
+func (p plans) offers() bool {
+	for _, a := range p {
 		if !a.inForce() {
 			return true
 		}
 	}
-	return len(p.unsure) > 0
+	return false
 }
 
 // inForce reports whether calls are bound.
 func (a *Assigned) inForce() bool { return a.Issuer == "" || !a.Begun.IsZero() }
 
-// text is what is known of a version.
+// text is a version that was read.
 type text struct {
-	plan  *Descriptor // nil if it has to be read
-	size  int64
-	until time.Time // its pieces are kept at least until then
-	used  int64
+	plan *Descriptor
+	size int64
 }
 
 // NewStore makes the store of plans over st. Call Load before the first call.
 func NewStore(st store.Store, sealer store.Sealer) *Store {
 	s := &Store{
-		store: st, sealer: sealer, seed: maphash.MakeSeed(), all: map[string]*plans{}, most: maxKnown, absent: map[string]bool{},
-		broken: map[workflowHash]bool{}, texts: map[string]*text{}, places: map[string]int{},
-		large: make(chan struct{}, 1),
+		store: st, sealer: sealer, seed: maphash.MakeSeed(), most: maxKnown, large: make(chan struct{}, 1),
+		heads: store.Table[Assigned]{
+			Store: st, Sealer: sealer, Prefix: string([]byte{space, kindHead}), Failed: ErrStore, Unreadable: ErrUnreadable,
+		},
+		pieces: store.Table[[]byte]{
+			Store: st, Sealer: sealer, Prefix: string([]byte{space, kindPiece}), Failed: ErrStore, Unreadable: ErrUnreadable,
+		},
+		all: map[string]plans{}, absent: map[string]bool{}, unsure: map[string]bool{}, heard: map[workflowHash]bool{},
+		texts: map[string]text{}, places: map[string]int{},
 	}
 	for i := range s.gates {
 		s.gates[i] = make(chan struct{}, 1)
 	}
 	s.Configure(DefaultKeep)
 	if shared, is := st.(store.Shared); is {
-		s.shared, s.heard = shared, map[workflowHash]bool{}
+		s.shared = shared
 		s.fences = store.FollowFences(shared, []byte{space, kindFence})
 		shared.Follow([]byte{space, kindFence}, s.changedElsewhere)
 	}
@@ -187,10 +177,24 @@ func (s *Store) changedElsewhere(key []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.noted++
-	if len(key) > 0 && len(s.heard) < s.most {
-		s.heard[workflowIn(key)] = true
+	if len(key) > 0 {
+		s.hear(workflowIn(key))
 		return
 	}
+	s.miss()
+}
+
+// hear has the plans of a workflow read again. mu is held.
+func (s *Store) hear(workflow workflowHash) {
+	if len(s.heard) < s.most {
+		s.heard[workflow] = true
+	} else {
+		s.miss()
+	}
+}
+
+// miss has the plans of any workflow read again. mu is held.
+func (s *Store) miss() {
 	clear(s.heard)
 	clear(s.absent)
 	s.more, s.missed = true, true // those that memory does not know are looked up
@@ -229,83 +233,56 @@ func (s *Store) Configure(keep time.Duration) { s.keep.Store(int64(keep)) }
 // cannot be read fail with ErrUnreadable; unreadable counts those records.
 func (s *Store) Load(ctx context.Context) (unreadable int, err error) {
 	var workflow workflowHash
-	var p *plans
+	var p plans
 	keep := func() {
 		s.mu.Lock()
 		defer s.mu.Unlock()
-		switch {
-		case p == nil:
-		case len(s.all) >= s.most && !p.offers():
-			s.more = true
-		default:
-			for _, a := range p.by {
-				if s.all[a.Workflow] == nil { // else it was read later
-					s.set(a.Workflow, p)
-					s.fences.Forget(s.fenceKey(a.Workflow))
-				}
-				break
+		if len(s.all) >= s.most && !p.offers() {
+			s.more = s.more || p != nil
+			return
+		}
+		for _, a := range p {
+			if s.all[a.Workflow] == nil { // else it was read later
+				s.set(a.Workflow, p)
+				s.fences.Forget(s.fenceKey(a.Workflow))
 			}
+			break
 		}
-		p = nil
 	}
-	err = s.each(ctx, func(key []byte, a *Assigned) bool {
-		if of := workflowIn(key); of != workflow { // those of one workflow follow each other
-			keep()
-			workflow = of
+	for row, err := range s.heads.All(ctx) {
+		if err != nil && !errors.Is(err, ErrUnreadable) {
+			return unreadable, err
 		}
-		if a == nil {
+		if of := workflowIn(row.Key); of != workflow { // those of one workflow follow each other
+			keep()
+			workflow, p = of, nil
+		}
+		if err != nil {
 			unreadable++
 			s.mu.Lock()
-			s.broken[workflow] = true // perhaps it had begun
+			s.hear(workflow) // perhaps it had begun
 			s.mu.Unlock()
-			return true
+			continue
 		}
-		p = p.with(a, false)
-		return true
-	})
+		p = p.with(assigned(row))
+	}
 	keep()
-	return unreadable, err
+	return unreadable, nil
 }
 
-// each visits the records of the store until visit returns false, with nil for one that cannot be read.
-func (s *Store) each(ctx context.Context, visit func(key []byte, a *Assigned) (more bool)) error {
-	at := store.Prefix([]byte{space, kindHead})
-	for ended := true; ended; {
-		ended = false
-		for entry, err := range s.store.Scan(ctx, at) {
-			if err != nil && !errors.Is(err, store.ErrDamaged) {
-				return fmt.Errorf("%w: %w", ErrStore, err)
-			}
-			at.From = append(slices.Clone(entry.Key), 0)
-			a, bad := s.decode(&entry)
-			if ended = err != nil; ended || bad != nil { // a damaged entry ends the scan
-				a = nil
-			}
-			if !visit(entry.Key, a) {
-				return nil
-			}
-		}
-	}
-	return nil
+// assigned is the plan in a record.
+func assigned(row store.Row[Assigned]) *Assigned {
+	row.Record.Expires = row.Expires
+	return row.Record
 }
 
 // set keeps the plans of a workflow in memory. mu is held.
-func (s *Store) set(workflow string, p *plans) {
+func (s *Store) set(workflow string, p plans) {
 	delete(s.absent, workflow)
 	if s.all[workflow] == nil {
 		s.makeRoom()
 	}
 	s.all[workflow] = p
-	for _, a := range p.by {
-		t := s.texts[a.Version]
-		if t == nil {
-			t = &text{size: a.Size}
-			s.texts[a.Version] = t
-		}
-		if a.kept.After(t.until) {
-			t.until = a.kept
-		}
-	}
 }
 
 // makeRoom forgets some plans that are in force, which the store has, for one more workflow. It is called with mu
@@ -333,7 +310,7 @@ func (s *Store) Of(ctx context.Context, workflow string, takesPart func(call str
 		return nil, err
 	}
 	for _, issuer := range p.issuers() {
-		a, err := s.known(ctx, p, workflow, issuer)
+		a, err := s.living(ctx, p[issuer])
 		if err != nil {
 			return nil, err
 		}
@@ -347,7 +324,7 @@ func (s *Store) Of(ctx context.Context, workflow string, takesPart func(call str
 		}
 	}
 	if first == nil {
-		if first, err = s.known(ctx, p, workflow, ""); first == nil || err != nil {
+		if first, err = s.living(ctx, p[""]); first == nil || err != nil {
 			return nil, err
 		}
 	}
@@ -355,11 +332,11 @@ func (s *Store) Of(ctx context.Context, workflow string, takesPart func(call str
 }
 
 // issuers are those who have put a plan without authority, in a fixed order.
-func (p *plans) issuers() []string {
-	if p == nil || len(p.by) == 1 && p.by[""] != nil { // as a rule
+func (p plans) issuers() []string {
+	if len(p) == 0 || len(p) == 1 && p[""] != nil { // as a rule
 		return nil
 	}
-	all := slices.Sorted(maps.Keys(p.by))
+	all := slices.Sorted(maps.Keys(p))
 	return slices.DeleteFunc(all, func(issuer string) bool { return issuer == "" })
 }
 
@@ -370,7 +347,7 @@ func (s *Store) Others(ctx context.Context, a *Assigned) (n int, err error) {
 		return 0, err
 	}
 	for _, issuer := range p.issuers() {
-		other, err := s.known(ctx, p, a.Workflow, issuer)
+		other, err := s.living(ctx, p[issuer])
 		if err != nil {
 			return 0, err
 		}
@@ -399,9 +376,9 @@ func (s *Store) Has(workflow string) bool {
 	return s.all[workflow] != nil || s.more && !s.absent[workflow] || s.changed(workflow)
 }
 
-// changed reports whether another gateway has changed the plans of a workflow since they were read. mu is held.
+// changed reports whether the plans of a workflow may be others than those in memory. mu is held.
 func (s *Store) changed(workflow string) bool {
-	return len(s.heard) > 0 && s.heard[s.workflowHash(workflow)]
+	return s.unsure[workflow] || len(s.heard) > 0 && s.heard[s.workflowHash(workflow)]
 }
 
 // Offers reports whether somebody may have offered a plan for a workflow.
@@ -417,7 +394,7 @@ func (s *Store) find(ctx context.Context, workflow, issuer string) (*Assigned, e
 	if err != nil {
 		return nil, err
 	}
-	a, err := s.known(ctx, p, workflow, issuer)
+	a, err := s.living(ctx, p[issuer])
 	if a == nil || err != nil {
 		return nil, err
 	}
@@ -437,23 +414,15 @@ func (s *Store) whole(ctx context.Context, a *Assigned) (*Assigned, error) {
 
 // recorded are the plans of a workflow, nil for none: in the store where memory does not know them. In a fleet they
 // are so as long as the fence has not changed.
-func (s *Store) recorded(ctx context.Context, workflow string) (p *plans, at store.Fence, err error) {
+func (s *Store) recorded(ctx context.Context, workflow string) (p plans, at store.Fence, err error) {
 	known := true
 	s.mu.RLock()
 	if s.fences != nil {
 		at, known = s.fences.Open(s.fenceKey(workflow))
 	}
-	p, broken := s.all[workflow], len(s.broken) > 0
+	p = s.all[workflow]
 	known = known && (p != nil || !s.more || s.absent[workflow]) && !s.changed(workflow)
 	s.mu.RUnlock()
-	if broken {
-		s.mu.RLock()
-		broken = s.broken[s.workflowHash(workflow)]
-		s.mu.RUnlock()
-		if broken {
-			return nil, at, ErrUnreadable
-		}
-	}
 	if !known {
 		p, at, err = s.readPlans(ctx, workflow)
 	}
@@ -461,7 +430,7 @@ func (s *Store) recorded(ctx context.Context, workflow string) (p *plans, at sto
 }
 
 // readPlans reads the plans of a workflow, and before them its fence.
-func (s *Store) readPlans(ctx context.Context, workflow string) (p *plans, at store.Fence, err error) {
+func (s *Store) readPlans(ctx context.Context, workflow string) (p plans, at store.Fence, err error) {
 	s.mu.RLock()
 	noted := s.noted
 	s.mu.RUnlock()
@@ -471,15 +440,11 @@ func (s *Store) readPlans(ctx context.Context, workflow string) (p *plans, at st
 		}
 	}
 	hash := s.workflowHash(workflow)
-	for entry, err := range s.store.Scan(ctx, store.Prefix(append([]byte{space, kindHead}, hash[:]...))) {
-		if err != nil && !errors.Is(err, store.ErrDamaged) {
-			return nil, at, fmt.Errorf("%w: %w", ErrStore, err)
+	for row, err := range s.heads.All(ctx, hash[:]) {
+		if err != nil {
+			return nil, at, err
 		}
-		a, bad := s.decode(&entry)
-		if err != nil || bad != nil {
-			return nil, at, fmt.Errorf("%w: %w", ErrUnreadable, errors.Join(err, bad))
-		}
-		p = p.with(a, false)
+		p = p.with(assigned(row))
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -514,15 +479,8 @@ func (s *Store) change(workflow string, at store.Fence, expires time.Time, write
 	return b
 }
 
-// known is one of the plans of a workflow, without the plan itself; nil where there is none.
-func (s *Store) known(ctx context.Context, p *plans, workflow, issuer string) (*Assigned, error) {
-	if p == nil {
-		return nil, nil
-	}
-	if p.unsure[issuer] {
-		return s.ask(ctx, workflow, issuer)
-	}
-	a := p.by[issuer]
+// living is one of the plans of a workflow, without the plan itself, unless it has expired; nil for nil.
+func (s *Store) living(ctx context.Context, a *Assigned) (*Assigned, error) {
 	if a == nil {
 		return nil, nil
 	}
@@ -536,86 +494,42 @@ func (s *Store) known(ctx context.Context, p *plans, workflow, issuer string) (*
 	return a, nil
 }
 
-// ask reads a record whose commit has ended without saying how.
-func (s *Store) ask(ctx context.Context, workflow, issuer string) (*Assigned, error) {
-	entry, err := s.store.Get(ctx, s.headKey(workflow, issuer))
-	switch {
-	case errors.Is(err, store.ErrNotFound):
-		return nil, nil
-	case err != nil:
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	a, err := s.decode(&entry)
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrUnreadable, err)
-	}
-	return a, nil
-}
-
 // read returns the plan of a version.
 func (s *Store) read(ctx context.Context, version string) (*Descriptor, error) {
-	s.mu.Lock()
-	t := s.texts[version]
-	if t != nil && t.plan != nil {
-		s.used++
-		t.used = s.used
-		d := t.plan
-		s.mu.Unlock()
-		return d, nil
+	s.mu.RLock()
+	known := s.texts[version]
+	s.mu.RUnlock()
+	if known.plan != nil {
+		return known.plan, nil
 	}
-	s.mu.Unlock()
-	var whole []byte
-	for entry, err := range s.store.Scan(ctx, store.Prefix(s.pieces(version))) {
-		if err == nil {
-			whole, err = s.sealer.Open(whole, entry.Value, entry.Key)
-		} else if !errors.Is(err, store.ErrDamaged) {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrUnreadable, err)
-		}
+	whole, err := s.pieces.GetPieces(ctx, s.piecesOf(version))
+	if err != nil {
+		return nil, err
 	}
 	d, err := Parse(whole)
 	if err != nil || d.Version() != version {
 		return nil, fmt.Errorf("%w: version %s", ErrUnreadable, version)
 	}
-	s.hold(d, int64(len(whole)), time.Time{})
+	s.hold(d, int64(len(whole)))
 	return d, nil
 }
 
-// hold keeps a plan in memory, whose pieces are kept at least until a time. Those that were not used for longest make
-// room.
-func (s *Store) hold(d *Descriptor, size int64, until time.Time) {
+// hold keeps a plan in memory. Others make room.
+func (s *Store) hold(d *Descriptor, size int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	t := s.texts[d.Version()]
-	if t == nil {
-		t = &text{}
-		s.texts[d.Version()] = t
-	}
-	s.used++
-	t.size, t.used = size, s.used
-	if until.After(t.until) {
-		t.until = until
-	}
-	if t.plan != nil {
+	if s.texts[d.Version()].plan != nil {
 		return
 	}
-	t.plan = d
-	s.parsed += size
-	for s.parsed > maxParsed {
-		var oldest *text
-		for _, other := range s.texts {
-			if other.plan != nil && other != t && (oldest == nil || other.used < oldest.used) {
-				oldest = other
-			}
+	for version, other := range s.texts {
+		if s.parsed+size <= maxParsed {
+			break
 		}
-		if oldest == nil {
-			return
-		}
-		s.parsed -= oldest.size
-		oldest.plan = nil
+		s.parsed -= other.size
+		delete(s.texts, version)
 	}
+	s.parsed += size
+	s.texts[d.Version()] = text{d, size}
 }
 
 // Version returns a version of a workflow's plan: that of a, or one that it has replaced; nil if it has
@@ -630,13 +544,16 @@ func (s *Store) Version(ctx context.Context, a *Assigned, version string) (*Desc
 // List returns the plans of workflows, the latest first and at most 100,000, without the plans themselves.
 func (s *Store) List(ctx context.Context) ([]Assigned, error) {
 	all := []Assigned{}
-	if err := s.each(ctx, func(_ []byte, a *Assigned) bool {
-		if a != nil { // Load has reported the others
-			all = append(all, *a)
+	for row, err := range s.heads.All(ctx) {
+		if err != nil && !errors.Is(err, ErrUnreadable) {
+			return nil, err
 		}
-		return len(all) < maxKnown
-	}); err != nil {
-		return nil, err
+		if err == nil { // Load has reported the others
+			all = append(all, *assigned(row))
+		}
+		if len(all) == maxKnown {
+			break
+		}
 	}
 	slices.SortFunc(all, func(a, b Assigned) int {
 		return cmp.Or(b.Put.Compare(a.Put), cmp.Compare(a.Workflow, b.Workflow), cmp.Compare(a.Issuer, b.Issuer))
@@ -644,16 +561,13 @@ func (s *Store) List(ctx context.Context) ([]Assigned, error) {
 	return all, nil
 }
 
-// resealPage is how many records are read in one snapshot.
-const resealPage = 64
-
 // Reseal seals anew, with the newest key, what is sealed with older ones. It may be stopped anywhere and
 // starts over. What does not open is left, and reported as ErrUnreadable.
 func (s *Store) Reseal(ctx context.Context) error {
 	r := store.NewResealer(s.store, s.sealer)
-	err := r.Walk(ctx, []byte{space, kindHead}, resealPage, r.Reseal)
+	err := r.Tables(ctx, s.heads.Prefix)
 	if err == nil {
-		err = r.Walk(ctx, []byte{space, kindPiece}, 1, func(ctx context.Context, older ...store.Entry) error {
+		err = r.Walk(ctx, []byte(s.pieces.Prefix), 1, func(ctx context.Context, older ...store.Entry) error {
 			s.seal.Lock() // so that no expiry is set back
 			defer s.seal.Unlock()
 			for i := range older {
@@ -709,7 +623,7 @@ func (s *Store) issuerHash(issuer string) workflowHash {
 
 func (s *Store) headKey(workflow, issuer string) []byte {
 	w, i := s.workflowHash(workflow), s.issuerHash(issuer)
-	return append(append([]byte{space, kindHead}, w[:]...), i[:]...)
+	return s.heads.Key(w[:], i[:])
 }
 
 func (s *Store) fenceKey(workflow string) []byte {
@@ -723,80 +637,12 @@ func workflowIn(key []byte) (workflow workflowHash) {
 	return workflow
 }
 
-// pieces is what the keys of a version's pieces begin with.
-func (s *Store) pieces(version string) []byte {
+// piecesOf is what the keys of a version's pieces begin with.
+func (s *Store) piecesOf(version string) []byte {
 	hash := store.Index(s.sealer, "plan", version)
-	return append([]byte{space, kindPiece}, hash[:16]...)
+	return s.pieces.Key(hash[:16])
 }
-
-func pieceKey(prefix []byte, i int) []byte { return append(slices.Clone(prefix), byte(i>>8), byte(i)) }
-
-// The tags of an assignment's fields.
-const (
-	tagWorkflow = iota + 1
-	tagIssuer
-	tagBy
-	tagVersion
-	tagSize
-	tagPut
-	tagBegun
-	tagKept
-	tagEarlier
-	tagReplaced
-	tagFirst
-)
 
 func (s *Store) write(a *Assigned) store.Write {
-	var e store.Encoder
-	e.String(tagWorkflow, a.Workflow)
-	e.String(tagIssuer, a.Issuer)
-	e.String(tagBy, a.By)
-	e.String(tagVersion, a.Version)
-	e.Int(tagSize, a.Size)
-	e.Int(tagReplaced, a.Replaced)
-	e.Time(tagPut, a.Put)
-	e.Time(tagBegun, a.Begun)
-	e.String(tagFirst, a.First)
-	e.Time(tagKept, a.kept)
-	for _, version := range a.Earlier {
-		e.String(tagEarlier, version)
-	}
-	key := s.headKey(a.Workflow, a.Issuer)
-	return store.Write{Key: key, Value: s.sealer.Seal(nil, e.B, key), Expires: a.Expires}
-}
-
-func (s *Store) decode(entry *store.Entry) (*Assigned, error) {
-	plain, err := s.sealer.Open(nil, entry.Value, entry.Key)
-	if err != nil {
-		return nil, err
-	}
-	a := &Assigned{Expires: entry.Expires}
-	d := store.Decoder{B: plain, Broken: ErrUnreadable}
-	for d.Next() {
-		switch d.Tag {
-		case tagWorkflow:
-			a.Workflow = string(d.Field)
-		case tagIssuer:
-			a.Issuer = string(d.Field)
-		case tagBy:
-			a.By = string(d.Field)
-		case tagVersion:
-			a.Version = string(d.Field)
-		case tagSize:
-			a.Size = d.Int()
-		case tagReplaced:
-			a.Replaced = d.Int()
-		case tagPut:
-			a.Put = d.Time()
-		case tagBegun:
-			a.Begun = d.Time()
-		case tagFirst:
-			a.First = string(d.Field)
-		case tagKept:
-			a.kept = d.Time()
-		case tagEarlier:
-			a.Earlier = append(a.Earlier, string(d.Field))
-		}
-	}
-	return a, d.Err
+	return s.heads.Put(s.headKey(a.Workflow, a.Issuer), a, store.Condition{}, a.Expires)
 }

@@ -184,3 +184,12 @@ func (t *Table[T]) GetPieces(ctx context.Context, prefix []byte) (plain []byte, 
 	}
 	return plain, nil
 }
+
+// PiecesExpire is when the pieces under a prefix expire; zero without any.
+func (t *Table[T]) PiecesExpire(ctx context.Context, prefix []byte) (time.Time, error) {
+	first, err := t.Store.Get(ctx, pieceKey(prefix, 0))
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		return time.Time{}, t.unread(err)
+	}
+	return first.Expires, nil
+}
