@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"log/slog"
 	"maps"
 	"slices"
@@ -26,6 +25,7 @@ import (
 // the watch uses it.
 type peers struct {
 	shared   store.Shared
+	stored   store.Table[answer]
 	unfollow func()
 	left     <-chan struct{}
 	acts     bool                 // this node acts
@@ -59,10 +59,13 @@ func (w *Watch) join() {
 		return
 	}
 	self := shared.Self()
+	p.stored = store.Table[answer]{
+		Store: shared, Sealer: w.o.Sealer, Prefix: string([]byte{evidence.SpaceCascade, kindAnswers}), Unreadable: errUnreadable,
+	}
 	p.shared, p.answers, p.found = shared, map[string]answer{}, map[string]time.Time{}
 	p.said = answer{Node: self.Node, Boot: self.Boot, Targets: map[string]uint64{}}
 	p.unfollow = shared.Follow([]byte{evidence.SpaceCascade}, func(key []byte) {
-		if len(key) > 1 && key[1] != 'c' && key[1] != 'n' {
+		if len(key) > 1 && key[1] != kindCascade && key[1] != kindAnswers {
 			return
 		}
 		key = bytes.Clone(key)
@@ -123,52 +126,45 @@ const grace = 5 * time.Second
 func (w *Watch) hear(ctx context.Context, key []byte) {
 	ctx, cancel := context.WithTimeout(ctx, stepTime)
 	defer cancel()
-	at := store.Prefix([]byte{evidence.SpaceCascade})
-	if key != nil {
-		at = store.Range{From: key, To: append(bytes.Clone(key), 0)}
-	}
-	there := false
-	for entry, err := range w.o.Store.Scan(ctx, at) {
-		there = true
-		var plain []byte
-		if err == nil {
-			plain, err = w.o.Sealer.Open(nil, entry.Value, entry.Key)
-		}
-		switch {
-		case err != nil:
-		case entry.Key[1] == 'c':
-			r := &record{version: entry.Version}
-			if err = json.Unmarshal(plain, r); err == nil {
-				w.obey(r)
-			}
-		case entry.Key[1] == 'n':
-			var a answer
-			if err = json.Unmarshal(plain, &a); err == nil {
-				w.answeredThere(&a)
-			}
-		}
-		if err != nil && ctx.Err() == nil {
+	k := w.kept
+	failed := func(err error) {
+		if ctx.Err() == nil {
 			w.o.Log.Warn("what another node has found of cascades cannot be read", slog.Any("error", err))
 		}
 	}
-	if k := w.kept; key != nil && !there && ctx.Err() == nil { // one of too many
-		k.mu.Lock()
-		maps.DeleteFunc(k.all, func(id string, _ *record) bool { return bytes.Equal(k.key('c', id), key) })
-		k.mu.Unlock()
+	rest := func(prefix string) []byte { return bytes.TrimPrefix(key, []byte(prefix)) }
+	if key == nil || strings.HasPrefix(string(key), k.Prefix) {
+		there := false
+		for row, err := range k.All(ctx, rest(k.Prefix)) {
+			if there = true; err != nil {
+				failed(err)
+			} else {
+				w.obey(row)
+			}
+		}
+		if key != nil && !there && ctx.Err() == nil { // one of too many
+			k.mu.Lock()
+			maps.DeleteFunc(k.all, func(id string, _ *record) bool { return bytes.Equal(k.key(id), key) })
+			k.mu.Unlock()
+		}
+	}
+	answers := &w.peers.stored
+	if key == nil || strings.HasPrefix(string(key), answers.Prefix) {
+		for row, err := range answers.All(ctx, rest(answers.Prefix)) {
+			if err != nil {
+				failed(err)
+			} else {
+				w.answeredThere(row.Record)
+			}
+		}
 	}
 }
 
 // obey notes a record that the node that acts has written, and has this node's breakers do what that has its own
 // do.
-func (w *Watch) obey(now *record) {
-	d, k := &now.Doc, w.kept
-	k.mu.Lock()
-	before := k.all[d.ID]
-	if before != nil {
-		now.finding = before.finding
-	}
-	k.all[d.ID] = now
-	k.mu.Unlock()
+func (w *Watch) obey(row store.Row[record]) {
+	now := row.Record
+	d, before := &now.Doc, w.kept.take(row)
 	shared := before != nil && before.Doc.State == "open" && before.Doc.OneProbe
 	if is := d.State == "open" && d.OneProbe; is != shared {
 		w.o.Circuits.ShareProbes(d.Downstream, is)
@@ -285,9 +281,9 @@ func (w *Watch) publish(ctx context.Context, targets map[string]int) {
 	}
 	said := p.said
 	said.Upstreams = w.answered
-	plain, _ := json.Marshal(said) // names and numbers
-	key := w.kept.key('n', said.Node)
-	if _, err = w.o.Store.Commit(ctx, store.Write{Key: key, Value: w.o.Sealer.Seal(nil, plain, key), Expires: now.Add(answerMemory)}); err == nil {
+	name := w.o.Sealer.Index("cascade", string(kindAnswers), said.Node)
+	write := p.stored.Put(p.stored.Key(name[:16]), &said, store.Condition{}, now.Add(answerMemory))
+	if _, err = w.o.Store.Commit(ctx, write); err == nil {
 		p.said.Upstreams = w.answered // else it is said with what comes next
 	}
 }

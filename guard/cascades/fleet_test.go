@@ -181,7 +181,7 @@ func TestFleetObeys(t *testing.T) {
 	if is, there := b.shared[shared]; is || !there {
 		t.Error("b still probes as one")
 	}
-	if _, err := a.store.Commit(t.Context(), store.Write{Key: a.kept.key('c', f.ID), Delete: true}); err != nil {
+	if _, err := a.store.Commit(t.Context(), store.Write{Key: a.kept.key(f.ID), Delete: true}); err != nil {
 		t.Fatal(err)
 	}
 	b.settled()

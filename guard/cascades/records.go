@@ -3,7 +3,7 @@ package cascades
 import (
 	"cmp"
 	"context"
-	"encoding/json"
+	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -21,10 +21,18 @@ import (
 //	f n node    how many good answers a node has had, if there are several
 
 const (
+	kindCascade = 'c'
+	kindAnswers = 'n'
+)
+
+// errUnreadable: what is stored of cascades does not open, or cannot be decoded.
+var errUnreadable = errors.New("cascades: a record cannot be read by this build")
+
+const (
 	// maxCascades is how many cascades are kept, and keepFor for how long after the last change.
 	maxCascades = 256
 	keepFor     = 30 * 24 * time.Hour
-	// maxCascadeRecord bounds the JSON of a cascade, in bytes.
+	// maxCascadeRecord bounds the record of a cascade, in bytes.
 	maxCascadeRecord = 48 << 10
 	// sameCascade is how far apart two findings may be that are one cascade: over a restart.
 	sameCascade = 15 * time.Minute
@@ -96,8 +104,8 @@ func (r *record) describe(f *cascade.Finding) {
 
 // records are the cascades that are kept, in memory and in the store.
 type records struct {
-	o    *Options
-	node string // this one, of several
+	store.Table[record]
+	o *Options
 
 	mu  sync.RWMutex
 	all map[string]*record // by id; none is changed in place, as readers have them without the lock
@@ -105,42 +113,38 @@ type records struct {
 
 // openRecords reads what the last process has stored.
 func openRecords(ctx context.Context, o *Options) (*records, error) {
-	k := &records{o: o, all: map[string]*record{}}
-	if shared, is := o.Store.(store.Shared); is {
-		k.node = shared.Self().Node
-	}
-	read := func(kind byte, use func(plain []byte, version store.Version) error) error {
-		for entry, err := range o.Store.Scan(ctx, store.Prefix([]byte{evidence.SpaceCascade, kind})) {
-			if err != nil {
-				return err
-			}
-			plain, err := o.Sealer.Open(nil, entry.Value, entry.Key)
-			if err == nil {
-				err = use(plain, entry.Version)
-			}
-			if err != nil {
-				o.Log.Warn("what is stored of cascades cannot be read", slog.Any("error", err))
-			}
+	k := &records{o: o, all: map[string]*record{}, Table: store.Table[record]{
+		Store: o.Store, Sealer: o.Sealer, Prefix: string([]byte{evidence.SpaceCascade, kindCascade}), Unreadable: errUnreadable,
+	}}
+	for row, err := range k.All(ctx) {
+		switch {
+		case errors.Is(err, errUnreadable):
+			o.Log.Warn("what is stored of cascades cannot be read", slog.Any("error", err))
+		case err != nil:
+			return nil, err
+		default:
+			k.take(row)
 		}
-		return nil
-	}
-	err := read('c', func(plain []byte, version store.Version) error {
-		r := &record{version: version}
-		if err := json.Unmarshal(plain, r); err != nil {
-			return err
-		}
-		k.all[r.Doc.ID] = r
-		return nil
-	})
-	if err != nil {
-		return nil, err
 	}
 	return k, nil
 }
 
-func (k *records) key(kind byte, id string) []byte {
-	name := k.o.Sealer.Index("cascade", string(kind), id)
-	return append([]byte{evidence.SpaceCascade, kind}, name[:16]...)
+// take keeps a record as it was read, and returns the one that was kept before; nil without one.
+func (k *records) take(row store.Row[record]) (before *record) {
+	r := row.Record
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if before = k.all[r.Doc.ID]; before != nil {
+		r.finding = before.finding
+	}
+	r.version = row.Version
+	k.all[r.Doc.ID] = r
+	return before
+}
+
+func (k *records) key(id string) []byte {
+	name := k.o.Sealer.Index("cascade", string(kindCascade), id)
+	return k.Key(name[:16])
 }
 
 // of returns a copy of the record of a finding, or a new one. After a restart the same cascade has another
@@ -187,20 +191,12 @@ func (r *record) continues(f *cascade.Finding) bool {
 }
 
 // write is the write that stores a record. It cuts lists until that fits.
-func (k *records) write(r *record) (store.Write, error) {
+func (k *records) write(r *record) store.Write {
 	stored := r.clone()
 	for most := 1000; ; most /= 2 {
-		plain, err := json.Marshal(stored)
-		if err != nil {
-			return store.Write{}, err
-		}
-		if len(plain) <= maxCascadeRecord {
-			w := store.Write{Key: k.key('c', r.Doc.ID), If: store.Absent(), Expires: r.Doc.Last.Add(keepFor)}
-			if r.version != 0 {
-				w.If = store.VersionIs(r.version)
-			}
-			w.Value = k.o.Sealer.Seal(nil, plain, w.Key)
-			return w, nil
+		w := k.Put(k.key(r.Doc.ID), stored, r.version.Unchanged(), r.Doc.Last.Add(keepFor))
+		if len(w.Value) <= maxCascadeRecord {
+			return w
 		}
 		each := most / max(len(stored.Doc.Workflows), 1)
 		for i := range stored.Doc.Workflows {
@@ -220,7 +216,7 @@ func (k *records) write(r *record) (store.Write, error) {
 // landed notes a record that was committed. Of more than maxCascades the oldest is dropped.
 func (k *records) landed(ctx context.Context, r *record, f *cascade.Finding) {
 	r.finding = f.ID
-	if found, err := k.o.Store.Get(ctx, k.key('c', r.Doc.ID)); err == nil {
+	if found, err := k.o.Store.Get(ctx, k.key(r.Doc.ID)); err == nil {
 		r.version = found.Version
 	}
 	k.mu.Lock()
@@ -237,7 +233,7 @@ func (k *records) landed(ctx context.Context, r *record, f *cascade.Finding) {
 	}
 	k.mu.Unlock()
 	if oldest != nil {
-		if _, err := k.o.Store.Commit(ctx, store.Write{Key: k.key('c', oldest.Doc.ID), Delete: true}); err != nil {
+		if _, err := k.o.Store.Commit(ctx, store.Write{Key: k.key(oldest.Doc.ID), Delete: true}); err != nil {
 			k.o.Log.Warn("the oldest cascade cannot be deleted", slog.Any("error", err))
 		}
 	}
@@ -245,23 +241,9 @@ func (k *records) landed(ctx context.Context, r *record, f *cascade.Finding) {
 
 // refresh reads a record again that another commit has changed.
 func (k *records) refresh(ctx context.Context, id string) {
-	key := k.key('c', id)
-	entry, err := k.o.Store.Get(ctx, key)
-	if err != nil {
-		return
+	if row, err := k.Get(ctx, k.key(id)); err == nil && row.Record != nil {
+		k.take(row)
 	}
-	plain, err := k.o.Sealer.Open(nil, entry.Value, key)
-	r := new(record)
-	if err != nil || json.Unmarshal(plain, r) != nil {
-		return
-	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if before := k.all[id]; before != nil {
-		r.finding = before.finding
-	}
-	r.version = entry.Version
-	k.all[id] = r
 }
 
 // closeQuiet closes the cascades of an earlier process that nothing was found of again.
@@ -274,11 +256,7 @@ func (k *records) closeQuiet(ctx context.Context, before time.Time, d *cascade.D
 			continue
 		}
 		r.Doc.State, r.Doc.Closed = "closed", time.Now().UTC()
-		w, err := k.write(r)
-		if err == nil {
-			_, err = k.o.Store.Commit(ctx, w)
-		}
-		if err != nil {
+		if _, err := k.o.Store.Commit(ctx, k.write(r)); err != nil {
 			continue // the next look tries again
 		}
 		if r.Doc.OneProbe {

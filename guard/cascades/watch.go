@@ -401,12 +401,8 @@ func (w *Watch) commit(ctx context.Context, r *record, f *cascade.Finding, alert
 		}
 		r.Tokens++
 	}
-	write, err := w.kept.write(r)
-	if err != nil {
-		return more.Done(err)
-	}
 	// The store judges a batch by its first write.
-	b := store.NewBatch(write)
+	b := store.NewBatch(w.kept.write(r))
 	b.Join(more)
 	if err := b.Commit(ctx, w.o.Store); err != nil {
 		return err
@@ -666,7 +662,7 @@ func (w *Watch) List() (all []api.Cascade) {
 // Reseal seals all that is stored anew, under the newest key.
 func (w *Watch) Reseal(ctx context.Context) error {
 	r := store.NewResealer(w.o.Store, w.o.Sealer)
-	if err := r.Walk(ctx, []byte{evidence.SpaceCascade}, store.MaxBatch, r.Reseal); err != nil {
+	if err := r.Tables(ctx, string(evidence.SpaceCascade)); err != nil {
 		return err
 	}
 	for _, kept := range w.kept.list() { // their versions have changed

@@ -3,7 +3,6 @@ package store
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"slices"
 	"time"
@@ -13,8 +12,9 @@ import (
 // each member has a cap of its own on what it has added and still stands, and all caps together, with what stands of
 // members that are gone, are never more than the limit. Rates are not bounded so.
 type Caps struct {
-	st   Shared
-	boot string
+	st      Shared
+	boot    string
+	records Table[capsRecord]
 }
 
 // NewCaps returns the caps of a store; nil if it is no Shared.
@@ -23,7 +23,7 @@ func NewCaps(st Store) *Caps {
 	if !is {
 		return nil
 	}
-	return &Caps{shared, shared.Self().Boot}
+	return &Caps{shared, shared.Self().Boot, Table[capsRecord]{Store: st}}
 }
 
 // Boot is that of this member, by which entries are counted.
@@ -150,7 +150,7 @@ func (c *Caps) Renew(ctx context.Context, a *Allowance, now time.Time, q *CapReq
 func (c *Caps) raise(ctx context.Context, now time.Time, q *CapRequest) (own Amount, full *Full, err error) {
 	expires := now.Add(capKept)
 	for {
-		r, condition, err := c.read(ctx, q.Key)
+		r, is, err := c.read(ctx, q.Key)
 		if err != nil {
 			return own, nil, err
 		}
@@ -194,7 +194,7 @@ func (c *Caps) raise(ctx context.Context, now time.Time, q *CapRequest) (own Amo
 			}
 			full.Retry = now.Add(fullTime)
 			r.Asked = true // also where it was before: a member may have missed that
-			if err := c.write(ctx, q.Key, expires, r, condition); err != nil && !errors.As(err, new(*Conflict)) {
+			if err := c.write(ctx, q.Key, expires, r, is); err != nil && !errors.As(err, new(*Conflict)) {
 				return own, nil, err
 			}
 			return own, full, nil
@@ -204,7 +204,7 @@ func (c *Caps) raise(ctx context.Context, now time.Time, q *CapRequest) (own Amo
 			left := Amount{max(q.Limit.N-taken.N, 0) / share, max(q.Limit.Bytes-taken.Bytes, 0) / share}
 			own = mine.plus(q.Need.most(left))
 		}
-		err = c.write(ctx, q.Key, expires, &capsRecord{Caps: append(living, memberCap{c.boot, own})}, condition)
+		err = c.write(ctx, q.Key, expires, &capsRecord{Caps: append(living, memberCap{c.boot, own})}, is)
 		if err == nil || !errors.As(err, new(*Conflict)) {
 			return own, nil, err
 		}
@@ -226,7 +226,7 @@ func (c *Caps) GiveBack(ctx context.Context, a *Allowance, key []byte, mine Amou
 		return err
 	}
 	for {
-		r, condition, err := c.read(ctx, key)
+		r, is, err := c.read(ctx, key)
 		if err != nil {
 			return err
 		}
@@ -235,7 +235,7 @@ func (c *Caps) GiveBack(ctx context.Context, a *Allowance, key []byte, mine Amou
 			return nil // there is nothing
 		}
 		r.Caps[i].Amount = r.Caps[i].least(mine)
-		err = c.write(ctx, key, now.Add(capKept), r, condition)
+		err = c.write(ctx, key, now.Add(capKept), r, is)
 		if err == nil || !errors.As(err, new(*Conflict)) {
 			return err
 		}
@@ -243,22 +243,14 @@ func (c *Caps) GiveBack(ctx context.Context, a *Allowance, key []byte, mine Amou
 }
 
 func (c *Caps) read(ctx context.Context, key []byte) (*capsRecord, Condition, error) {
-	r := new(capsRecord)
-	entry, err := c.st.Get(ctx, key)
-	if errors.Is(err, ErrNotFound) {
-		return r, Absent(), nil
+	row, err := c.records.Get(ctx, key)
+	if row.Record == nil {
+		row.Record = new(capsRecord)
 	}
-	if err == nil {
-		err = json.Unmarshal(entry.Value, r)
-	}
-	return r, VersionIs(entry.Version), err
+	return row.Record, row.Version.Unchanged(), err
 }
 
-func (c *Caps) write(ctx context.Context, key []byte, expires time.Time, r *capsRecord, condition Condition) error {
-	value, err := json.Marshal(r)
-	if err != nil {
-		return err
-	}
-	_, err = c.st.Commit(ctx, Write{Key: bytes.Clone(key), If: condition, Value: value, Expires: expires})
+func (c *Caps) write(ctx context.Context, key []byte, expires time.Time, r *capsRecord, is Condition) error {
+	_, err := c.st.Commit(ctx, c.records.Put(bytes.Clone(key), r, is, expires))
 	return err
 }
