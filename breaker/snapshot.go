@@ -117,13 +117,14 @@ func DecodeSnapshot(data []byte) (Snapshot, error) {
 	if err := json.Unmarshal(data, &s); err != nil {
 		return Snapshot{}, fmt.Errorf("breaker: snapshot of %q: %w", s.Upstream, err)
 	}
-	if err := s.check(); err != nil {
+	if err := s.Check(); err != nil {
 		return Snapshot{}, err
 	}
 	return s, nil
 }
 
-func (s Snapshot) check() error {
+// Check returns an error that names a value that is out of its range.
+func (s Snapshot) Check() error {
 	for _, c := range []struct {
 		ok    bool
 		name  string
@@ -173,7 +174,7 @@ func (s Snapshot) Blank() bool { return s.State == Closed && s.Mode == Auto && s
 // under way is lost, and the next suitable call is one. The cooldown does not end before resume. The
 // error is that of DecodeSnapshot.
 func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
-	if err := s.check(); err != nil {
+	if err := s.Check(); err != nil {
 		return nil, err
 	}
 	now := time.Now()

@@ -252,11 +252,13 @@ func TestCircuitStateIsRead(t *testing.T) {
 	}
 	until := here.Breaker("a:1").Status().NextProbe
 	newer := app.held.ring.Index("circuit", "newer:1", "")
-	unread := map[string]string{"damaged": "", "no state": "{}", string(newer[:16]): `{"v":2,"upstream":"newer:1","mode":"forced_open"}`}
+	unread := map[string]*breaker.Snapshot{
+		"damaged": nil, "no state": {}, string(newer[:16]): {Version: 2, Upstream: "newer:1", Mode: breaker.ForcedOpen},
+	}
 	for name, state := range unread {
 		w := store.Write{Key: append([]byte{circuits.Space}, name...), Value: []byte(name)}
-		if state != "" {
-			w.Value = app.held.ring.Seal(nil, []byte(state), w.Key)
+		if state != nil {
+			w.Value = app.held.ring.Seal(nil, store.Encode(nil, state), w.Key)
 		}
 		if _, err := app.held.store.Commit(t.Context(), w); err != nil {
 			t.Fatal(err)
@@ -279,8 +281,12 @@ func TestCircuitStateIsRead(t *testing.T) {
 		name := string(entry.Key[1:])
 		_, bad := unread[name]
 		plain, err := e.ring.Open(nil, entry.Value, entry.Key)
+		var s breaker.Snapshot
 		if err == nil {
-			_, err = breaker.DecodeSnapshot(plain)
+			err = store.Decode(plain, &s)
+		}
+		if err == nil {
+			err = s.Check()
 		}
 		if (err != nil) != bad {
 			t.Errorf("%q is read: %v", name, err)

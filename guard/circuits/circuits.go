@@ -4,10 +4,8 @@
 package circuits
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -73,6 +71,8 @@ type Keeper struct {
 	Node string
 
 	o      Options
+	stored store.Table[record]
+	probes store.Table[probe]
 	shared store.Shared // nil where one gateway has the store
 	boot   string
 	turns  [16]sync.Mutex // serialise storing the state of each breaker
@@ -81,7 +81,11 @@ type Keeper struct {
 
 // New returns a keeper. Restore and Follow begin its work.
 func New(o Options) *Keeper {
-	k := &Keeper{o: o}
+	k := &Keeper{
+		o:      o,
+		stored: store.Table[record]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
+		probes: store.Table[probe]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
+	}
 	k.fleet = fleet{changed: make(chan struct{}, 1), open: map[string]record{}, again: map[string]bool{}, held: map[string]time.Time{}, sent: map[breaker.Key]*Probe{}}
 	if shared, is := o.Store.(store.Shared); is {
 		self := shared.Self()
@@ -99,11 +103,17 @@ type record struct {
 	Stored time.Time `json:"stored,omitzero"` // see Node
 }
 
+// errUnreadable: what is stored of a breaker does not open, or cannot be decoded.
+var errUnreadable = errors.New("circuits: a record cannot be read by this build")
+
 // name begins the keys of what is stored of a breaker on any node.
 func (k *Keeper) name(key breaker.Key) []byte {
 	name := k.o.Sealer.Index("circuit", key.Upstream, key.Class)
-	return append([]byte{Space}, name[:lenName]...)
+	return k.stored.Key(name[:lenName])
 }
+
+// isProbe reports whether a key is that of a probe, not of a state.
+func isProbe(key []byte) bool { return len(key) == 1+lenName+1 }
 
 // key is that of this node's state of a breaker.
 func (k *Keeper) key(key breaker.Key) []byte {
@@ -115,63 +125,41 @@ func (k *Keeper) key(key breaker.Key) []byte {
 	return name
 }
 
-// read opens the stored state of a breaker.
-func (k *Keeper) read(entry store.Entry) (r record, err error) {
-	plain, err := k.o.Sealer.Open(nil, entry.Value, entry.Key)
-	if err != nil {
-		return r, err
-	}
-	if r.Snapshot, err = breaker.DecodeSnapshot(plain); err != nil {
-		return r, err
-	}
-	return r, json.Unmarshal(plain, &r)
-}
-
 // states are the stored states of breakers of all nodes. Those that cannot be read are logged, and left as they
 // are: one may be a mode set by an operator, under a key that is missing now or in a newer format.
-func (k *Keeper) states(ctx context.Context, prefix []byte, do func(store.Entry, record)) error {
-	at := store.Prefix(prefix)
-	for {
-		var damaged []byte
-		for entry, err := range k.o.Store.Scan(ctx, at) {
-			if errors.Is(err, store.ErrDamaged) {
-				damaged = entry.Key // it ends the scan
-			} else if err != nil {
-				return err
-			}
-			if len(entry.Key) == 1+lenName+1 {
-				continue // a probe
-			}
-			var r record
-			if err == nil {
-				r, err = k.read(entry)
-			}
-			if err != nil { // it names the upstream if that is known
-				k.o.Log.Warn("the state of a circuit breaker cannot be read; it is left as it is until the breaker changes its state", slog.Any("error", err))
-				continue
-			}
-			do(entry, r)
+func (k *Keeper) states(ctx context.Context, do func(store.Row[record])) error {
+	for row, err := range k.stored.All(ctx) {
+		switch {
+		case err != nil && !errors.Is(err, errUnreadable):
+			return err
+		case isProbe(row.Key):
+			continue
+		case err == nil:
+			err = row.Record.Check()
 		}
-		if damaged == nil {
-			return nil
+		if err != nil { // it names the upstream if that is known
+			k.o.Log.Warn("the state of a circuit breaker cannot be read; it is left as it is until the breaker changes its state", slog.Any("error", err))
+			continue
 		}
-		at.From = append(bytes.Clone(damaged), 0)
+		do(row)
 	}
+	return nil
 }
 
 // Restore gives the breakers the states that the last process of this node has stored, and stores those that
 // have changed before. What a gateway has stored that had the store alone is of whoever comes first.
 func (k *Keeper) Restore(ctx context.Context) {
 	var gone []store.Write
-	var alone []store.Entry
+	var alone []store.Row[record]
 	own := map[breaker.Key]bool{}
-	restore := func(entry store.Entry, r record) {
+	restore := func(row store.Row[record]) {
+		r := row.Record
 		kept, err := k.o.Breakers.Restore(r.Snapshot)
 		switch {
 		case err != nil:
 			k.o.Log.Warn("the state of a circuit breaker cannot be restored", slog.String("upstream", r.Upstream), slog.Any("error", err))
 		case !kept || r.Node != k.Node:
-			gone = append(gone, store.Write{Key: entry.Key, Delete: true, If: store.VersionIs(entry.Version)})
+			gone = append(gone, store.Write{Key: row.Key, Delete: true, If: store.VersionIs(row.Version)})
 		}
 		if kept && r.State != breaker.Closed {
 			fields := []any{slog.String("upstream", r.Upstream), slog.String("class", r.Class),
@@ -182,25 +170,21 @@ func (k *Keeper) Restore(ctx context.Context) {
 			k.o.Log.Warn("a circuit breaker was not closed when the last process ended", append(fields, slog.String("cause", r.Cause))...)
 		}
 	}
-	read := k.states(ctx, []byte{Space}, func(entry store.Entry, r record) {
-		switch key := (breaker.Key{Upstream: r.Upstream, Class: r.Class}); {
-		case r.Node != k.Node && r.Node != "":
-		case r.Node != k.Node:
-			entry.Key, entry.Value = bytes.Clone(entry.Key), bytes.Clone(entry.Value)
-			alone = append(alone, entry)
-		default:
-			own[key] = true
-			restore(entry, r)
+	read := k.states(ctx, func(row store.Row[record]) {
+		switch r := row.Record; r.Node {
+		case k.Node:
+			own[breaker.Key{Upstream: r.Upstream, Class: r.Class}] = true
+			restore(row)
+		case "":
+			alone = append(alone, row)
 		}
 	})
-	for _, entry := range alone {
-		switch r, err := k.read(entry); {
-		case err != nil: // it was read a moment ago
-		case own[breaker.Key{Upstream: r.Upstream, Class: r.Class}]:
-			gone = append(gone, store.Write{Key: entry.Key, Delete: true, If: store.VersionIs(entry.Version)})
-		default:
-			restore(entry, r)
+	for _, row := range alone {
+		if r := row.Record; own[breaker.Key{Upstream: r.Upstream, Class: r.Class}] {
+			gone = append(gone, store.Write{Key: row.Key, Delete: true, If: store.VersionIs(row.Version)})
+			continue
 		}
+		restore(row)
 	}
 	if read != nil {
 		k.o.Log.Warn("the states of circuit breakers cannot be read", slog.Any("error", read))
@@ -245,11 +229,7 @@ func (k *Keeper) Keep(ctx context.Context, key breaker.Key, gone bool, more ...s
 		} else if closed {
 			w.Expires = s.At.Add(closedMemory)
 		}
-		plain, err := json.Marshal(r)
-		if err != nil {
-			return fmt.Errorf("circuits: the state of %s: %w", key, err)
-		}
-		w.Delete, w.Value = false, k.o.Sealer.Seal(nil, plain, w.Key)
+		w = k.stored.Put(w.Key, &r, store.Condition{}, w.Expires)
 	}
 	_, err := k.o.Store.Commit(ctx, append([]store.Write{w}, more...)...)
 	return err
@@ -281,7 +261,7 @@ func (k *Keeper) KeepAll(ctx context.Context) error {
 // Reseal seals what is stored of all nodes with the newest key.
 func (k *Keeper) Reseal(ctx context.Context) error {
 	r := store.NewResealer(k.o.Store, k.o.Sealer)
-	if err := r.Walk(ctx, []byte{Space}, store.MaxBatch, r.Reseal); err != nil {
+	if err := r.Tables(ctx, string(Space)); err != nil {
 		return err
 	}
 	if r.Damaged > 0 {
@@ -324,7 +304,8 @@ func (k *Keeper) Others(ctx context.Context, keys []breaker.Key) ([]State, error
 	for _, key := range keys {
 		all[key] = true
 	}
-	err = k.states(ctx, []byte{Space}, func(_ store.Entry, r record) {
+	err = k.states(ctx, func(row store.Row[record]) {
+		r := row.Record
 		if of := stored[r.Node]; of != nil {
 			key := breaker.Key{Upstream: r.Upstream, Class: r.Class}
 			of[key] = State{r.Node, max(now.Sub(r.Stored), 0), r.status(max(now.Sub(r.Stored), 0))}

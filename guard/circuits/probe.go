@@ -1,9 +1,7 @@
 package circuits
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"log/slog"
 	"slices"
@@ -143,9 +141,9 @@ func (k *Keeper) catchUp(ctx context.Context) {
 		for key := range f.open {
 			again[key] = true
 		}
-		err := k.states(ctx, []byte{Space}, func(entry store.Entry, r record) {
-			if r.Node != "" && r.Node != k.Node {
-				again[string(entry.Key)] = true
+		err := k.states(ctx, func(row store.Row[record]) {
+			if row.Record.Node != "" && row.Record.Node != k.Node {
+				again[string(row.Key)] = true
 			}
 		})
 		if err != nil && ctx.Err() == nil {
@@ -154,7 +152,7 @@ func (k *Keeper) catchUp(ctx context.Context) {
 	}
 	for key := range again {
 		do := k.reread
-		if len(key) == 1+lenName+1 {
+		if isProbe([]byte(key)) {
 			do = k.obey
 		}
 		if err := do(ctx, []byte(key)); err != nil && ctx.Err() == nil {
@@ -172,21 +170,20 @@ func (k *Keeper) reread(ctx context.Context, key []byte) error {
 	ctx, cancel := context.WithTimeout(ctx, storeTime)
 	defer cancel()
 	before, was := k.fleet.open[string(key)]
-	entry, err := k.o.Store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
+	row, err := k.stored.Get(ctx, key)
+	if err == nil && row.Record != nil {
+		err = row.Record.Check()
+	}
+	if err != nil {
+		return err
+	}
+	if row.Record == nil {
 		if was {
 			k.closed(string(key), before)
 		}
 		return nil
 	}
-	if err != nil {
-		return err
-	}
-	r, err := k.read(entry)
-	if err != nil {
-		return err
-	}
-	switch {
+	switch r := *row.Record; {
 	case r.State == breaker.Closed && was:
 		k.closed(string(key), r)
 	case r.State == breaker.Open && (!was || r.Generation != before.Generation):
@@ -228,17 +225,11 @@ func (k *Keeper) closeGone(ctx context.Context) bool {
 func (k *Keeper) obey(ctx context.Context, key []byte) error {
 	ctx, cancel := context.WithTimeout(ctx, storeTime)
 	defer cancel()
-	entry, err := k.o.Store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
+	row, err := k.probes.Get(ctx, key)
+	if err != nil || row.Record == nil {
 		return err
 	}
-	p, err := k.readProbe(entry)
-	if err != nil {
-		return err
-	}
+	p := row.Record
 	outage := p.Follows[k.Node]
 	if !p.Done || outage == 0 || p.Boot == k.boot {
 		return nil
@@ -254,19 +245,6 @@ func (k *Keeper) obey(ctx context.Context, key []byte) error {
 		return k.Keep(ctx, of, false) // a longer cooldown is no transition
 	}
 	return nil
-}
-
-func (k *Keeper) readProbe(entry store.Entry) (p probe, err error) {
-	plain, err := k.o.Sealer.Open(nil, entry.Value, entry.Key)
-	if err == nil {
-		err = json.Unmarshal(plain, &p)
-	}
-	return p, err
-}
-
-func (k *Keeper) write(p *probe, key []byte, is store.Condition, expires time.Time) store.Write {
-	text, _ := json.Marshal(p) // strings, numbers and a time of this century
-	return store.Write{Key: key, If: is, Value: k.o.Sealer.Seal(nil, text, key), Expires: expires}
 }
 
 // Probe asks whether this node may send the probe of a breaker for all nodes, for as long as lasts. It is false
@@ -316,29 +294,30 @@ func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts ti
 		return nil, 0, err
 	}
 	p := &Probe{k: k, key: at, of: probe{Upstream: key.Upstream, Class: key.Class, Node: k.Node, Boot: k.boot, Follows: map[string]uint64{}}}
-	is := store.Absent()
 	var other probe
-	var ends time.Time
-	for entry, err := range k.o.Store.Scan(ctx, store.Prefix(k.name(key))) {
-		if err != nil {
+	for row, err := range k.stored.All(ctx, k.name(key)[1:]) {
+		if err != nil && !errors.Is(err, errUnreadable) {
 			return nil, 0, err
 		}
-		if bytes.Equal(entry.Key, at) {
-			is, ends = store.VersionIs(entry.Version), entry.Expires
-			if other, err = k.readProbe(entry); err != nil {
-				other = probe{Done: true} // nobody can read it
-			}
-		} else if r, err := k.read(entry); err == nil && r.Node != k.Node && r.State != breaker.Closed {
+		if r := row.Record; err == nil && !isProbe(row.Key) && r.Node != k.Node && r.State != breaker.Closed {
 			p.of.Follows[r.Node] = r.Outage
 		}
 	}
+	row, err := k.probes.Get(ctx, at)
+	if err != nil && !errors.Is(err, errUnreadable) {
+		return nil, 0, err
+	}
+	if row.Record != nil { // else nobody can read it
+		other = *row.Record
+	}
+	is, ends := row.Version.Unchanged(), row.Expires
 	if other.Boot != "" && other.Boot != k.boot && !other.Done {
 		gone, err := k.shared.Gone(ctx, other.Boot)
 		if err != nil || !gone {
 			return nil, ends.Sub(now), err
 		}
 	}
-	p.version, err = k.o.Store.Commit(ctx, k.write(&p.of, at, is, now.Add(lasts)))
+	p.version, err = k.o.Store.Commit(ctx, k.probes.Put(at, &p.of, is, now.Add(lasts)))
 	if errors.As(err, new(*store.Conflict)) {
 		return nil, 0, nil
 	}
@@ -395,7 +374,7 @@ func (k *Keeper) Transition(ctx context.Context, ev breaker.Event) error {
 	if s, _, _ := k.o.Breakers.Snapshot(ev.Key); !done.Passed {
 		done.Cooldown, done.Until, done.FailedProbes, done.Cause = s.Cooldown, now.Add(ev.Cooldown), ev.FailedProbes, ev.Cause
 	}
-	err = k.Keep(ctx, ev.Key, false, k.write(&done, p.key, store.VersionIs(p.version), now.Add(closedMemory)))
+	err = k.Keep(ctx, ev.Key, false, k.probes.Put(p.key, &done, store.VersionIs(p.version), now.Add(closedMemory)))
 	if errors.As(err, new(*store.Conflict)) { // the lease had ended
 		return k.Keep(ctx, ev.Key, false)
 	}
