@@ -90,7 +90,7 @@ func TestCascadesOfAnEngine(t *testing.T) {
 	t.Run("before", func(t *testing.T) {
 		e := started(t, dir, "").held
 		key := append([]byte{evidence.SpaceCascade, 'c'}, make([]byte, 16)...)
-		value := e.ring.Seal(nil, []byte(`{"cascade":{"cascade_id":"c1","state":"closed"}}`), key)
+		value := e.ring.Seal(nil, store.Encode(nil, map[string]any{"cascade": map[string]any{"cascade_id": "c1", "state": "closed"}}), key)
 		if _, err := e.store.Commit(t.Context(), store.Write{Key: key, Value: value, Expires: time.Now().Add(time.Hour)}); err != nil {
 			t.Fatal(err)
 		}

@@ -9,8 +9,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
-// BenchmarkCall is what a call with a checkpoint costs besides its commits: the snapshot, the result, and their sealing.
-func BenchmarkCall(b *testing.B) {
+// BenchmarkCheckpoint is what a call with a checkpoint costs besides its commits: the snapshot, the result, and their sealing.
+func BenchmarkCheckpoint(b *testing.B) {
 	for _, size := range []int{200, 20 << 10} {
 		b.Run(fmt.Sprint("image=", size), func(b *testing.B) {
 			v := checkpoint.New(memory.New(memory.Options{}), seal.Generate())

@@ -190,7 +190,7 @@ func (k *Keeper) Restore(ctx context.Context) {
 		k.o.Log.Warn("the states of circuit breakers cannot be read", slog.Any("error", read))
 	}
 	// What opened before the store was open, and what was another's, is stored before that is deleted.
-	if err := k.KeepAll(ctx); err != nil {
+	if err := k.keepAll(ctx); err != nil {
 		k.o.Log.Warn("the states of circuit breakers cannot be recorded", slog.Any("error", err))
 		return
 	}
@@ -235,9 +235,9 @@ func (k *Keeper) Keep(ctx context.Context, key breaker.Key, gone bool, more ...s
 	return err
 }
 
-// KeepAll stores the states of all breakers, sealed with the newest key. If a state changes meanwhile it is
+// keepAll stores the states of all breakers, sealed with the newest key. If a state changes meanwhile it is
 // stored again, since this commit may have come after that of the change.
-func (k *Keeper) KeepAll(ctx context.Context) error {
+func (k *Keeper) keepAll(ctx context.Context) error {
 	before := map[breaker.Key]uint64{}
 	for settled := false; !settled; {
 		settled = true

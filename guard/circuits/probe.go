@@ -87,7 +87,7 @@ func (k *Keeper) Follow() {
 					left = nil // it may stay closed; catchUp reads again when the store is back
 				}
 			case <-refresh.C:
-				if err := k.KeepAll(ctx); err != nil && ctx.Err() == nil {
+				if err := k.keepAll(ctx); err != nil && ctx.Err() == nil {
 					k.o.Log.Warn("the states of circuit breakers cannot be recorded", slog.Any("error", err))
 				}
 			case <-ctx.Done():

@@ -553,13 +553,13 @@ func (g *Graph) Summary() Summary {
 	return s
 }
 
-// Span is when a task began and when its outcome was recorded; zero where that is not known.
-type Span struct{ Begun, Ended time.Time }
+// span is when a task began and when its outcome was recorded; zero where that is not known.
+type span struct{ Begun, Ended time.Time }
 
 // Times are the spans of all nodes that are tasks, by their places: from the first of a task's tokens and its
 // checkpoints to the last settlement of its call.
-func (g *Graph) Times() []Span {
-	all := make([]Span, len(g.nodes))
+func (g *Graph) Times() []span {
+	all := make([]span, len(g.nodes))
 	begin := func(i int, at time.Time) {
 		if b := &all[i].Begun; b.IsZero() || !at.IsZero() && at.Before(*b) {
 			*b = at.UTC()
