@@ -13,7 +13,6 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"strconv"
 	"sync"
@@ -598,17 +597,7 @@ func (r *Ring) Signed(t *Token, former []Former) bool {
 var ErrBusy = errors.New("ect: another rotation of the key file is under way; try again")
 
 // LoadRing reads a ring from a file. A missing file is an fs.ErrNotExist.
-func LoadRing(path string) (*Ring, error) {
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return nil, err
-	}
-	r, err := parseRing(text)
-	if err != nil {
-		return nil, fmt.Errorf("key file %s: %w", path, err)
-	}
-	return r, nil
-}
+func LoadRing(path string) (*Ring, error) { return durable.Load(path, parseRing) }
 
 // CreateRing makes a ring with a fresh key and writes it to path with mode 0600,
 // atomically. An existing file is an fs.ErrExist.

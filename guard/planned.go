@@ -106,11 +106,11 @@ func findNode(x *Call) error {
 	case s.planned.observed:
 		return nil
 	case errors.Is(err, plan.ErrAmbiguousNode):
-		return x.problem(api.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", shortened(action, maxQuoted)), 0)
+		return x.problem(api.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
 	case named != "":
-		return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", shortened(named, maxQuoted)), 0)
+		return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", evidence.Printable(named, maxQuoted)), 0)
 	}
-	return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", shortened(action, maxQuoted)), 0)
+	return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
 }
 
 // undoes reports whether a call undoes an earlier one of its workflow here, by its caller's word: the caller's own

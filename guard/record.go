@@ -11,7 +11,6 @@ import (
 	"log/slog"
 	"net/http"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -58,7 +57,7 @@ const maxTarget = 512
 // unless a placeholder says so (cascade Table 2).
 func (x *Call) target() string {
 	if text, ok := x.h.Host.Expand(x.r, x.action.Target); ok {
-		return shortened(text, maxTarget)
+		return evidence.Printable(text, maxTarget)
 	}
 	return x.h.Name
 }
@@ -117,18 +116,6 @@ func (x *Call) join() error {
 	}
 	s.call.Workflow = named
 	return nil
-}
-
-func shortened(s string, most int) string {
-	if len(s) > most {
-		s = s[:most]
-	}
-	return strings.Map(func(c rune) rune {
-		if c < ' ' || c > '~' {
-			return '?'
-		}
-		return c
-	}, s)
 }
 
 func (x *Call) bodyHash() (ect.Hash, error) {

@@ -11,6 +11,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -458,24 +459,6 @@ type Ledger struct {
 	Key func(origin string) string
 }
 
-// LedgerHead is the head of a log. Its members are an API.
-type LedgerHead struct {
-	// Origin is the name of the log.
-	Origin string `json:"origin"`
-	// Size is the number of entries.
-	Size int64 `json:"size"`
-	// Root is the hash of the tree of that size, in base64.
-	Root string `json:"root"`
-	// Key is the public key that verifies the note.
-	Key string `json:"key"`
-	// Note is the signed head itself.
-	Note string `json:"note"`
-	// Altered says that no head of the log verifies.
-	Altered bool `json:"altered,omitempty"`
-	// Logs are the heads of the other logs of the store: each node of a fleet has one. It is empty where one log is asked for.
-	Logs []LedgerHead `json:"logs,omitempty"`
-}
-
 // LedgerReport is the result of verifying a whole log. Its members are an API.
 type LedgerReport struct {
 	// Origin is the name of the log.
@@ -549,7 +532,7 @@ func ledgerHead(q *request) (any, error) {
 			continue
 		}
 		other, err := log.In(q.Context(), origin)
-		theirs := LedgerHead{Origin: origin, Altered: true}
+		theirs := api.LedgerHead{Origin: origin, Altered: true}
 		if err == nil {
 			theirs = l.head(other)
 		}
@@ -562,9 +545,9 @@ func ledgerHead(q *request) (any, error) {
 }
 
 // head describes a log.
-func (l *Ledger) head(log *ledger.Log) LedgerHead {
+func (l *Ledger) head(log *ledger.Log) api.LedgerHead {
 	head := log.Head()
-	return LedgerHead{Origin: head.Origin, Size: head.Size, Root: head.Root.String(), Key: l.Key(head.Origin), Note: string(head.Note)}
+	return api.LedgerHead{Origin: head.Origin, Size: head.Size, Root: head.Root, Key: l.Key(head.Origin), Note: string(head.Note)}
 }
 
 func ledgerExport(q *request) (any, error) {

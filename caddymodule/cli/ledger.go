@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
@@ -189,7 +190,7 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			describe := describeHead
 			if only {
-				describe = func(head *admin.LedgerHead, _ time.Time) string { return head.Note }
+				describe = func(head *api.LedgerHead, _ time.Time) string { return head.Note }
 			}
 			return showing(o, question{path: "ledger/head", query: log}, describe)(cmd, nil)
 		},
@@ -199,11 +200,11 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 	return o.server(cmd)
 }
 
-func describeHead(head *admin.LedgerHead, now time.Time) string {
-	text := lines(now, 7, "log", head.Origin, "key", head.Key, "size", head.Size, "root", head.Root)
+func describeHead(head *api.LedgerHead, now time.Time) string {
+	text := lines(now, 7, "log", head.Origin, "key", head.Key, "size", head.Size, "root", head.Root.String())
 	for i := range head.Logs {
 		other := &head.Logs[i]
-		pairs := []any{"key", other.Key, "size", other.Size, "root", other.Root}
+		pairs := []any{"key", other.Key, "size", other.Size, "root", other.Root.String()}
 		if other.Altered {
 			pairs = []any{"head", "does not verify: the log was altered"}
 		}
@@ -248,7 +249,7 @@ const allLogs = "all"
 func (o *options) export(cmd *cobra.Command, out, log string) error {
 	origins := []string{log}
 	if log == allLogs {
-		head, _, err := ask[admin.LedgerHead](cmd.Context(), o, question{path: "ledger/head"})
+		head, _, err := ask[api.LedgerHead](cmd.Context(), o, question{path: "ledger/head"})
 		if err != nil {
 			return err
 		}

@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
@@ -139,7 +140,7 @@ func TestLedgerOfAFleet(t *testing.T) {
 	t.Cleanup(server.Close)
 	b.address = server.Listener.Addr().String()
 
-	head := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address)
+	head := document[api.LedgerHead](t, "ledger", "head", "--address", b.address)
 	if head.Origin != names[0] || head.Size != 1 || len(head.Logs) != 2 || head.Logs[0].Origin != names[1] || head.Logs[0].Size != 2 ||
 		head.Logs[1].Size != 3 || head.Logs[1].Key != keys[names[2]] {
 		t.Fatalf("%+v", head)
@@ -147,7 +148,7 @@ func TestLedgerOfAFleet(t *testing.T) {
 	if shown := says(t, "ledger", "head", "--address", b.address); !strings.Contains(shown, "\nlog      "+names[2]+"\n") {
 		t.Errorf("%s", shown)
 	}
-	one := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address, "--log", names[2])
+	one := document[api.LedgerHead](t, "ledger", "head", "--address", b.address, "--log", names[2])
 	if one.Origin != names[2] || one.Size != 3 || len(one.Logs) != 0 {
 		t.Errorf("%+v", one)
 	}
@@ -268,12 +269,12 @@ func TestLedgerRoundTrip(t *testing.T) {
 	kept := put(t, "head", says(t, "ledger", "head", "--note", "--address", b.address))
 	b.record(event(t, signer, "charge"), event(t, signer, "error"))
 
-	head := document[admin.LedgerHead](t, "ledger", "head", "--address", b.address)
+	head := document[api.LedgerHead](t, "ledger", "head", "--address", b.address)
 	shown := says(t, "ledger", "head", "--address", b.address)
-	if head.Size != 3 || head.Origin != origin || !strings.Contains(shown, "\nkey      "+head.Key+"\nsize     3\nroot     "+head.Root+"\n") {
+	if head.Size != 3 || head.Origin != origin || !strings.Contains(shown, "\nkey      "+head.Key+"\nsize     3\nroot     "+head.Root.String()+"\n") {
 		t.Errorf("%+v\n%s", head, shown)
 	}
-	want := fmt.Sprintf("log      %s\nsize     3\nroot     %s\nentries  3\npruned   0\nfaults   none\n", origin, head.Root)
+	want := fmt.Sprintf("log      %s\nsize     3\nroot     %s\nentries  3\npruned   0\nfaults   none\n", origin, head.Root.String())
 	if out := says(t, "ledger", "check", "--address", b.address); out != want {
 		t.Errorf("%s", out)
 	}
@@ -294,12 +295,12 @@ func TestLedgerRoundTrip(t *testing.T) {
 	}
 
 	doc := document[proved](t, b.evidenceArgs("verify", file, "--head", kept)...)
-	if !doc.Holds || doc.Origin != origin || doc.Size != 3 || doc.Root != head.Root || doc.Entries != 3 || doc.Pruned != 0 || doc.Heads != 1 ||
+	if !doc.Holds || doc.Origin != origin || doc.Size != 3 || doc.Root != head.Root.String() || doc.Entries != 3 || doc.Pruned != 0 || doc.Heads != 1 ||
 		doc.Newest.IsZero() || doc.Signatures != nil {
 		t.Errorf("%+v", doc)
 	}
 	said, _, err := runWith(t, text, b.evidenceArgs("verify", "-")...)
-	if err != nil || !strings.HasPrefix(said, "the export holds.\n") || !strings.Contains(said, "heads    none to compare with") || !strings.Contains(said, "root     "+head.Root) {
+	if err != nil || !strings.HasPrefix(said, "the export holds.\n") || !strings.Contains(said, "heads    none to compare with") || !strings.Contains(said, "root     "+head.Root.String()) {
 		t.Errorf("%v %s", err, said)
 	}
 }

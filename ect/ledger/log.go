@@ -307,8 +307,8 @@ func (l *Log) end(why error) {
 	l.ended = cmp.Or(l.ended, why)
 }
 
-// Ready reports whether events can be recorded: the error is ErrClosed, ErrTampered, or one of the store.
-func (l *Log) Ready() error {
+// usable reports whether events can be recorded: the error is ErrClosed, ErrTampered, or one of the store.
+func (l *Log) usable() error {
 	l.mu.Lock()
 	ended := l.ended
 	l.mu.Unlock()
@@ -347,7 +347,8 @@ const MaxEvents = 16
 
 // Record makes the batch that records 1 to MaxEvents events in their order, with at most three writes for each. The
 // caller adds it to the commit of the state change that the events describe, and must not change slices of the events
-// afterwards. The error is ErrInvalid, ErrDuplicate, or one of Ready.
+// afterwards. The error is ErrInvalid, ErrDuplicate, ErrClosed, ErrTampered,
+// or one of the store.
 //
 // The caller must end the batch. It fails with ErrDuplicate if a workflow already has one of the ids.
 func (l *Log) Record(events ...Event) (*store.Batch, error) {
@@ -362,7 +363,7 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 			return nil, fmt.Errorf("%w: a header, and the log does not sign", ErrInvalid)
 		}
 	}
-	if err := l.Ready(); err != nil {
+	if err := l.usable(); err != nil {
 		return nil, err
 	}
 	kept := make([]hashedEvent, len(events))

@@ -263,7 +263,7 @@ func TestOvertaken(t *testing.T) {
 // TestClosed: nothing is recorded behind the end.
 func TestClosed(t *testing.T) {
 	l := mustOpen(t, testOptions(memory.New(memory.Options{})))
-	if err := errors.Join(l.Ready(), l.Close(t.Context())); err != nil {
+	if err := errors.Join(l.usable(), l.Close(t.Context())); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := l.Record(testEvent(9)); !errors.Is(err, ErrClosed) {

@@ -214,8 +214,8 @@ func (q *ledgerRequest) problem(err error) error {
 	return problemOf(err, otherwise)
 }
 
-// headDocument is the newest signed head of a log. Its members are an API.
-type headDocument struct {
+// LedgerHead is the newest signed head of a log. Its members are an API.
+type LedgerHead struct {
 	Origin string    `json:"origin"`
 	Size   int64     `json:"size"`
 	Root   tlog.Hash `json:"root"`
@@ -227,7 +227,7 @@ type headDocument struct {
 	Altered bool `json:"altered,omitempty"`
 	// Logs are the heads of the other logs of the store: each node of a fleet has one. It is empty for a log
 	// that the request names.
-	Logs []headDocument `json:"logs,omitempty"`
+	Logs []LedgerHead `json:"logs,omitempty"`
 }
 
 // head answers with the newest head, as JSON or as the signed note itself: that of this node's log, with
@@ -264,7 +264,7 @@ func (q *ledgerRequest) head() error {
 			continue // nothing of it can be verified here
 		}
 		if errors.Is(err, ledger.ErrTampered) {
-			doc.Logs = append(doc.Logs, headDocument{Origin: origin, Altered: true})
+			doc.Logs = append(doc.Logs, LedgerHead{Origin: origin, Altered: true})
 			continue
 		}
 		if err != nil {
@@ -276,8 +276,8 @@ func (q *ledgerRequest) head() error {
 	return q.writeJSON(http.StatusOK, doc)
 }
 
-func (s *Ledger) headDocument(head *ledger.Head) headDocument {
-	doc := headDocument{Origin: head.Origin, Size: head.Size, Root: head.Root, Note: string(head.Note)}
+func (s *Ledger) headDocument(head *ledger.Head) LedgerHead {
+	doc := LedgerHead{Origin: head.Origin, Size: head.Size, Root: head.Root, Note: string(head.Note)}
 	if s.HeadKey != nil {
 		doc.Key = s.HeadKey(head.Origin)
 	}

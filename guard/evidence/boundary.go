@@ -102,8 +102,8 @@ type WorkflowStart struct {
 // WorkflowStart drafts that a workflow begins with a call (ATD Figure "Workflow Start ECT").
 func (b *EventBuilder) WorkflowStart(now time.Time, c *Call, s *WorkflowStart) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).
-		Text(ect.MemberWorkflowName, printable(cmp.Or(s.Name, c.Workflow), maxReason)).
-		Text(ect.MemberDescription, printable(cmp.Or(s.Description, "begins with "+c.Action), maxReason)).
+		Text(ect.MemberWorkflowName, Printable(cmp.Or(s.Name, c.Workflow), maxReason)).
+		Text(ect.MemberDescription, Printable(cmp.Or(s.Description, "begins with "+c.Action), maxReason)).
 		Text(memberCaller, hex.EncodeToString(c.Caller[:]))
 	if s.Nodes > 0 {
 		ext.Int(memberNodeCount, int64(s.Nodes))
@@ -139,7 +139,7 @@ func (b *EventBuilder) WorkflowEnd(now time.Time, w *WorkflowEnd) (*ect.Draft, e
 
 func (w *WorkflowEnd) ext(now time.Time) *ect.ExtBuilder {
 	ext := new(ect.ExtBuilder).
-		Text(ect.MemberWorkflowName, printable(cmp.Or(w.Name, w.Workflow), maxReason)).
+		Text(ect.MemberWorkflowName, Printable(cmp.Or(w.Name, w.Workflow), maxReason)).
 		Text(ect.MemberTerminalStatus, string(w.Status))
 	if !w.Began.IsZero() {
 		ext.Int(ect.MemberElapsed, max(0, int64(now.Sub(w.Began)/time.Second)))

@@ -94,7 +94,7 @@ func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent
 			Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 			Text(ect.MemberCheckpointID, r.Checkpoint).
 			Text(ect.MemberScope, string(r.Scope)).
-			Text(ect.MemberReason, printable(r.Reason, maxReason)),
+			Text(ect.MemberReason, Printable(r.Reason, maxReason)),
 	})
 }
 
@@ -123,7 +123,7 @@ func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Ste
 		Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 		Text(ect.MemberCheckpointID, s.Checkpoint).
 		Text(ect.MemberStatus, string(s.Status))
-	stateHashes(ext, s.Before, s.After).Optional(ect.MemberReason, printable(s.Reason, maxReason))
+	stateHashes(ext, s.Before, s.After).Optional(ect.MemberReason, Printable(s.Reason, maxReason))
 	if s.Cancelled {
 		ext.Bool(memberCancelled, true)
 	}
@@ -167,7 +167,7 @@ func (b *EventBuilder) RollbackError(now time.Time, r *rollback.Rollback, checkp
 		Ext: new(ect.ExtBuilder).
 			Text(ect.MemberSeverity, "critical").
 			Text(ect.MemberErrorType, errorType).
-			Text(ect.MemberDescription, printable(why, maxReason)).
+			Text(ect.MemberDescription, Printable(why, maxReason)).
 			Text(ect.MemberCheckpointID, checkpoint).
 			Texts(ect.MemberUpstreamErrors, nil).
 			Bool(memberAttempt, true),
@@ -310,8 +310,8 @@ func hashOf(sum [32]byte) ect.Hash {
 
 func rollbackURN(id string) string { return "urn:uuid:" + id }
 
-// printable makes untrusted text printable ASCII of at most so many bytes.
-func printable(text string, most int) string {
+// Printable makes untrusted text printable ASCII of at most so many bytes.
+func Printable(text string, most int) string {
 	if len(text) > most {
 		text = text[:most]
 	}
@@ -359,7 +359,7 @@ func (b *EventBuilder) Escalation(now time.Time, old, e *hitl.Escalation) (*ect.
 		Text(memberEscalation, e.ID).
 		Text(memberLevel, e.Level.String()).
 		Text(memberEscCause, string(e.Cause)).
-		Text(memberRole, printable(e.RequiredRole, maxReason)).
+		Text(memberRole, Printable(e.RequiredRole, maxReason)).
 		Text(ect.MemberStatus, string(e.Status)).
 		Optional(memberProposal, string(e.Proposal.Kind))
 	if e.Links.Rollback != "" {

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"math"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -17,17 +16,7 @@ import (
 var ErrBusy = errors.New("seal: another rotation of the key file is under way; try again")
 
 // Load reads the ring from a file. A missing file is an fs.ErrNotExist.
-func Load(path string) (*Ring, error) {
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return nil, err
-	}
-	r, err := Parse(text)
-	if err != nil {
-		return nil, fmt.Errorf("key file %s: %w", path, err)
-	}
-	return r, nil
-}
+func Load(path string) (*Ring, error) { return durable.Load(path, Parse) }
 
 // Create makes a fresh ring and writes it to path with mode 0600, atomically. An
 // existing file is an fs.ErrExist: replacing it would lose its store.

@@ -47,6 +47,18 @@ func Create(path string, text []byte) error {
 	return syncDir(dir)
 }
 
+// Load reads the key file at path, and parses it. A missing file is an fs.ErrNotExist.
+func Load[T any](path string, parse func(text []byte) (T, error)) (loaded T, err error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return loaded, err
+	}
+	if loaded, err = parse(text); err != nil {
+		err = fmt.Errorf("key file %s: %w", path, err)
+	}
+	return loaded, err
+}
+
 // makeDir makes a directory and its parents, durably.
 func makeDir(dir string) error {
 	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
