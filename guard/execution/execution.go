@@ -142,16 +142,13 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 		if batches, err = e.discard(ctx, pieces.stored, batches); err != nil {
 			return err
 		}
-		for {
-			batch := g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)
-			n := len(batch)
-			if batch, err = g.groups.releases(ctx, batch, e.flight.key, &e.record, now); err == nil {
-				_, err = g.store.Commit(ctx, batch...)
-			}
-			if lost := (*store.Conflict)(nil); !errors.As(err, &lost) || lost.Index < n {
-				return err
-			} // a retry at another member has taken it meanwhile
+		batch := g.put(e.flight.key, &e.record, nil, store.VersionIs(e.version), batches...)
+		if r := &e.record; r.Group != (groupHash{}) {
+			batch = append(batch, store.Write{Key: appendRowKey(nil, r.Group, e.flight.key),
+				Value: appendRow(nil, markReleased, r.Count, now), Expires: now.Add(r.Window)})
 		}
+		_, err := g.store.Commit(ctx, batch...)
+		return err
 	}
 	record := e.record
 	record.Cause, record.Status, record.Internal = o.Cause, o.Status, o.Internal

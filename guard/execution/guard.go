@@ -105,6 +105,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	if err != nil {
 		return nil, Recovery{}, fmt.Errorf("recovering executions: %w", err)
 	}
+	g.groups.survey(ctx)
 	g.members.start()
 	return g, recovery, nil
 }
@@ -447,7 +448,7 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	}
 	room := rooms.Get().(*room)
 	defer room.free()
-	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...))
+	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...), now, record.Deadline)
 	e.version, err = g.store.Commit(ctx, room.writes...)
 	if left := (*Record)(nil); err != nil {
 		if errors.Is(err, store.ErrUnknown) { // it may be there

@@ -43,9 +43,11 @@ func (m *members) start() {
 		g.keys.keep(ctx)
 	}()
 	unfollow := m.store.Follow([]byte{spaceLive, kindInterest}, func(key []byte) { m.interested(ctx, key) })
+	unasked := m.store.Follow([]byte{spaceLive, kindAsk}, func(question []byte) { go g.groups.say(ctx, question) })
 	uncapped := m.store.Follow([]byte{spaceLive, kindCap}, func(key []byte) { go capChanged(ctx, g, key) })
 	m.stop = func() {
 		unfollow()
+		unasked()
 		uncapped()
 		cancel()
 		<-ended
@@ -111,14 +113,6 @@ func (m *members) orphaned(ctx context.Context, r *Record) (bool, error) {
 		m.gone.Store(r.Boot, nil)
 	}
 	return gone, nil
-}
-
-// left reports whether a process is gone.
-func (m *members) left(ctx context.Context, boot string) (bool, error) {
-	if m.store == nil || boot == m.g.boot {
-		return boot != m.g.boot, nil
-	}
-	return m.orphaned(ctx, &Record{Boot: boot})
 }
 
 // recover settles the open records of earlier processes of this node, and of members that are gone. It runs when

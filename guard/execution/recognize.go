@@ -72,8 +72,8 @@ type Attempt struct {
 	errors   time.Duration // ErrorWindow
 	count    int
 	known    *known
-	refused  *known // the refusal that it is the retry of, which is not in the table meanwhile; nil without one
-	was      *known // what its execution was before it was taken; nil where nobody else may take it
+	refused  *known // the refusal that it is the retry of; nil without one
+	was      *known // what its execution was before it was taken, in a shared store
 	gone     context.Context
 	unwatch  func() bool // ends the wait for the leave of its client; nil where nobody has asked for it
 	answered bool
@@ -89,15 +89,7 @@ func (a *Attempt) left() {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	a.changed(s)
-}
-
-// changed has those that wait here and at other members learn what has become of the attempt.
-func (a *Attempt) changed(s *groupShard) {
 	a.known.changed()
-	if a.at.shared() && a.known.holder == a {
-		a.at.note(s, a.known)
-	}
 }
 
 // watch has the group learn when the client of its youngest attempt leaves. Those before it have been
@@ -120,14 +112,15 @@ const retryWait = 30 * time.Millisecond
 // view is what is read of the store while the shard of a group is not locked. It is read again if something
 // was forgotten meanwhile.
 type view struct {
-	asked    bool // the store
 	removals uint64
-	rows     []row
 	named    *known        // by the call's key
 	alias    store.Version // of what the key stood for
-	unread   error         // why the store could not say
 
-	takes bool // an execution that may be known at other members
+	others *others // what is known elsewhere; nil for nothing
+
+	asked  bool // the store
+	stored []*known
+	unread error // why the store could not say
 }
 
 // decision says how Recognize goes on.
@@ -135,6 +128,7 @@ type decision int
 
 const (
 	decided decision = iota
+	viewAnew
 	askStore
 	awaitNews
 )
@@ -144,60 +138,87 @@ const (
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
 	a := &Attempt{
-		at: t, given: q.Given, group: groupOf(g.sealer, &q), window: q.Window, errors: cmp.Or(q.ErrorWindow, q.Window),
-		count: min(q.Count, mostCount), gone: q.Gone,
+		at: t, given: q.Given, group: t.hashes.of(g.sealer, &q), window: q.Window, errors: cmp.Or(q.ErrorWindow, q.Window), count: min(q.Count, mostCount), gone: q.Gone,
 	}
 	if q.Given {
 		a.own = g.Key(q.Scope)
 	}
-	v := view{asked: q.Given || t.shared()}
-	for { // else memory may say all
-		if v.asked {
-			v = t.view(ctx, a, &q)
-		}
-		switch t.decide(a, &q, &v) {
+	var v view
+	next := viewAnew
+	if !q.Given && g.members.store == nil { // then memory may say all
+		next = t.decide(a, &q, &v)
+	}
+	for ; ; next = t.decide(a, &q, &v) {
+		var err error
+		switch next {
+		case awaitNews:
+			if err = a.await(ctx); err == nil {
+				err = t.view(ctx, a, &q, &v)
+			}
+		case viewAnew:
+			err = t.view(ctx, a, &q, &v)
 		case askStore:
 			v.asked = true
-			continue
-		case awaitNews:
-			if err := a.await(ctx); err != nil {
-				return nil, err
+			v.stored, v.unread = t.read(ctx, a.group, a.window)
+		default:
+			if v.unread != nil && a.Evidence == "" { // what memory knows holds without the store
+				a.End()
+				return nil, v.unread
 			}
-			continue
-		}
-		if v.unread != nil && a.Evidence == "" { // what memory knows holds without the store
+			if g.members.store != nil && a.Evidence != "" && a.known.state != StateInDoubt {
+				err = t.take(ctx, a, v.others)
+			}
+			if lost := (*store.Conflict)(nil); errors.As(err, &lost) { // another node was faster
+				t.giveUp(a)
+				a.Evidence = ""
+				err = t.view(ctx, a, &q, &v)
+				break
+			}
+			if err == nil && (!a.given || a.Key == a.own || v.named != nil) {
+				return a, nil
+			}
+			if err == nil {
+				err = t.stand(ctx, a, &v)
+			}
+			if err == nil {
+				return a, nil
+			}
 			a.End()
-			return nil, v.unread
+			if lost := (*store.Conflict)(nil); !errors.As(err, &lost) {
+				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			a.Evidence = "" // another call with this key was first
+			err = t.view(ctx, a, &q, &v)
 		}
-		err := t.take(ctx, a, &v)
-		if err == nil {
-			return a, nil
+		if err != nil {
+			return nil, err
 		}
-		t.giveUp(a)
-		if !errors.As(err, new(*store.Conflict)) {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		} // another call, or another member, was first
 	}
 }
 
-// view reads what decide needs of the store.
-func (t *groups) view(ctx context.Context, a *Attempt, q *Question) view {
-	v := view{asked: true}
+// view reads what decide needs before it asks for more.
+func (t *groups) view(ctx context.Context, a *Attempt, q *Question, v *view) error {
 	s := t.shard(a.group)
 	s.Lock()
-	v.removals = s.removals
+	*v = view{removals: *s.removed(a.group)}
 	s.Unlock()
-	if v.rows, v.unread = t.read(ctx, a.group, a.window); v.unread == nil && a.given {
-		v.unread = t.named(ctx, a, q, &v)
+	if t.shared() {
+		var err error
+		if v.others, err = t.elsewhere(ctx, a.group, a.window); err != nil {
+			return err
+		}
 	}
-	return v
+	if !a.given {
+		return nil
+	}
+	return t.named(ctx, a, q.Scope.ID, q.Fingerprint, v)
 }
 
-// named finds the execution that the call's key stands for: its own, or the one that it was recognised as. Where that
-// is not in the call's group, or its window is over, the record alone decides.
-func (t *groups) named(ctx context.Context, a *Attempt, q *Question, v *view) error {
-	key := a.own
-	record, _, err := t.g.load(ctx, key)
+// named finds the execution that the call's key stands for: its own, or the one that it was
+// recognised as. That of another content has no state: the call is refused by its record.
+func (t *groups) named(ctx context.Context, a *Attempt, id string, fp Fingerprint, v *view) error {
+	k := &known{key: a.own, id: id, group: a.group, window: a.window, count: a.count}
+	record, _, err := t.g.load(ctx, k.key)
 	if err == nil && record == nil {
 		entry, lost := t.g.store.Get(ctx, aliasKey(a.own))
 		switch {
@@ -208,84 +229,67 @@ func (t *groups) named(ctx context.Context, a *Attempt, q *Question, v *view) er
 		case len(entry.Value) != keySize:
 			return unreadable(errEncoding)
 		}
-		key, v.alias = Key(entry.Value), entry.Version
-		record, _, err = t.g.load(ctx, key)
+		k.key, v.alias = Key(entry.Value), entry.Version
+		record, _, err = t.g.load(ctx, k.key)
 	}
 	if err != nil || record == nil { // what has expired, or was released, is not known
 		return err
 	}
-	v.named = &known{member: member{a.group, key}, id: record.ID, window: a.window, count: a.count}
-	if key == a.own {
-		v.named.id = q.Scope.ID // whole
+	if k.key != a.own {
+		k.id = record.ID
 	}
-	return nil
-}
-
-// take makes durable what the attempt has taken: that it is the one retry over all members which has taken its
-// execution, and what its key stands for. The error is a *store.Conflict if another call was first.
-func (t *groups) take(ctx context.Context, a *Attempt, v *view) error {
-	stands := a.given && a.Key != a.own && v.named == nil
-	if !stands && !v.takes {
+	v.named = k
+	if record.Fingerprint != fp {
 		return nil
 	}
 	now, err := t.g.store.Now(ctx)
 	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	entry, err := t.g.store.Get(ctx, appendRowKey(nil, a.group, k.key))
+	if err == nil {
+		var row *known
+		if row, err = decodeRow(entry); err != nil {
+			return unreadable(err)
+		}
+		k.mark, k.settled, k.count = row.mark, row.settled, row.count
+		k.ended = time.Now().Add(entry.Expires.Sub(now) - a.window)
+	} else if !errors.Is(err, store.ErrNotFound) {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if err := t.describe(ctx, k, record); err != nil {
 		return err
 	}
-	s := t.shard(a.group)
-	s.Lock()
-	k := a.known
-	var batch []store.Write
-	if stands {
-		alias := store.Write{Key: aliasKey(a.own), If: store.Absent(), Value: a.Key[:]}
-		if v.alias != 0 {
-			alias.If = store.VersionIs(v.alias)
+	if record.State.open() {
+		orphan, err := t.g.members.orphaned(ctx, record)
+		if err != nil {
+			return err
 		}
-		if k.state == StateCompleted {
-			alias.Expires = k.expires
+		if t.g.flights.find(k.key) != nil || !orphan {
+			k.state = StateSending
 		}
-		batch = append(batch, alias, store.Write{Key: recordKey(a.own), If: store.Absent(), Delete: true})
-	}
-	if v.takes {
-		w := k.row(t.g.boot, markHeld, now)
-		w.If, w.Expires = store.Absent(), now.Add(a.window+groupKept)
-		for _, r := range v.rows {
-			if r.key == a.Key {
-				w.If = store.VersionIs(r.version)
-				if r.until.After(w.Expires) {
-					w.Expires = r.until
-				}
-			}
-		}
-		batch = append(batch, w)
-	}
-	s.Unlock()
-	if _, err := t.g.store.Commit(ctx, batch...); err != nil {
-		return err
-	}
-	s.Lock()
-	defer s.Unlock()
-	s.removals++ // whoever has read before has not seen it
-	if v.takes {
-		k.mark = markHeld
-		t.note(s, k)
 	}
 	return nil
 }
 
-// giveUp has an attempt not have taken its execution.
-func (t *groups) giveUp(a *Attempt) {
+// stand has the call's key stand for the execution that it was recognised as. The error is a
+// *store.Conflict if the key has become known meanwhile.
+func (t *groups) stand(ctx context.Context, a *Attempt, v *view) error {
 	s := t.shard(a.group)
 	s.Lock()
-	defer s.Unlock()
-	a.unwatches()
-	if k := a.known; k.holder == a && k.in != nil {
-		was := a.was
-		k.holder, k.count, k.began = was.holder, was.count, was.began
-		k.unanswered, k.retriable = was.unanswered, was.retriable
-		t.leaves(s, k)
+	key, expires := a.known.key, time.Time{}
+	if a.known.state == StateCompleted {
+		expires = a.known.expires
 	}
-	a.Evidence, a.unwatch = "", nil
+	s.Unlock()
+	condition := store.Absent()
+	if v.alias != 0 {
+		condition = store.VersionIs(v.alias)
+	}
+	_, err := t.g.store.Commit(ctx,
+		store.Write{Key: aliasKey(a.own), If: condition, Value: key[:], Expires: expires},
+		store.Write{Key: recordKey(a.own), If: store.Absent(), Delete: true})
+	return err
 }
 
 // decide registers a as a retry or as a new call, unless it needs more for that.
@@ -294,29 +298,44 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	s.Lock()
 	defer s.Unlock()
 	now := time.Now()
-	g := s.of[a.group]
-	if v.asked && s.removals != v.removals || !v.asked && s.unlisted(g, a.window, a.count, now) {
-		return askStore
+	if (v.asked || a.given) && *s.removed(a.group) != v.removals {
+		return viewAnew
 	}
+	if v.others != nil {
+		defer t.dismiss(s, a.group)
+		if t.enlist(s, a.group, v.others) {
+			return viewAnew
+		}
+	}
+	g := s.of[a.group]
 	if g != nil {
 		g.watch()
 	}
-	all := t.list(s, a, v, now)
-	g = s.group(a.group)
-	defer s.tidy(a.group, g)
-	if k := a.standsFor(all, v.named); k != nil {
-		if k == v.named {
-			k.holder, a.known = a, k
+	if v.asked && v.unread == nil {
+		g = t.list(s, a.group, v)
+		defer func() { s.tidy(a.group, g) }()
+	}
+	if k := a.standsFor(s, v.named); k != nil {
+		if k != v.named || k.state != 0 {
+			t.hold(s, a, k, now)
 		} else {
-			v.takes = t.hold(s, a, k, now)
+			k.holder, a.known = a, k
 		}
 		if a.ID, a.Key = k.id, k.key; a.Key != a.own {
 			a.Evidence = EvidenceKey
 		}
 		return decided
 	}
-	k := choose(all, a)
-	if k == nil && awaited(all) && (a.until.IsZero() || now.Before(a.until)) {
+	if !v.asked && t.unlisted(s, g, a.group, a.window, a.count, now) {
+		v.removals = *s.removed(a.group)
+		return askStore
+	}
+	if g != nil {
+		t.expire(s, g, now, a.errors)
+	}
+	g = s.group(a.group)
+	k := g.choose(a)
+	if k == nil && g.waited() && (a.until.IsZero() || now.Before(a.until)) {
 		if a.until.IsZero() {
 			a.until, a.woken = now.Add(retryWait), make(chan struct{}, 1)
 		}
@@ -324,82 +343,54 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		return awaitNews
 	}
 	if k != nil && k.refused() {
-		t.takes(s, a, k)
+		a.takes(k)
 		k = nil
 	}
 	if k == nil {
-		if a.ID, a.Key = q.Scope.ID, a.own; !a.given && a.refused != nil && a.refused.state == stateAsked {
+		if a.ID, a.Key = q.Scope.ID, a.own; !a.given && a.refused != nil && a.refused.asked {
 			a.ID, a.Key = a.refused.id, a.refused.key
 		} else if !a.given {
 			q.Scope.ID = q.NewID()
 			a.ID, a.Key = q.Scope.ID, t.g.Key(q.Scope)
 		}
-		if own := s.keys[member{a.group, a.Key}]; own != nil && a.refused == nil { // its own key was refused
-			t.takes(s, a, own)
+		if own := s.keys[member{a.group, a.Key}]; own != nil && a.refused == nil && !own.taken { // its own key was refused
+			a.takes(own)
 		}
-		k = &known{member: member{a.group, a.Key}, id: a.ID, window: a.window, count: a.count}
-		t.hold(s, a, k, now)
+		k = &known{key: a.Key, id: a.ID, group: a.group, window: a.window, count: a.count}
 	} else {
 		if a.Evidence, a.ID, a.Key = k.evidence(), k.id, k.key; a.Evidence == "" {
 			a.Evidence = EvidenceStated
 		}
-		v.takes = t.hold(s, a, k, now)
-		if k = a.known; a.given && a.Key != a.own && (k.state != StateCompleted || k.expires.IsZero()) {
+		if a.given && a.Key != a.own && (k.state != StateCompleted || k.expires.IsZero()) {
 			k.aliases = append(k.aliases, a.own)
+			s.aliases[member{k.group, a.own}] = k
 		}
 	}
+	t.hold(s, a, k, now)
 	g.pass()
 	return decided
 }
 
-// list returns the executions that a call may be a retry of. Rows that memory has not are added to it, but for a store
-// that is shared: there the member that holds an execution knows it, and memory has those which this member holds.
-func (t *groups) list(s *groupShard, a *Attempt, v *view, now time.Time) (all []*known) {
-	g := s.of[a.group]
-	if v.asked && v.unread == nil && !t.shared() {
-		g = s.group(a.group)
-		g.read = true
-		for _, r := range v.rows {
-			deleted := func(k *known) bool { return k.forgotten && k.member == r.member } // soon
-			if s.keys[r.member] == nil && r.state != 0 && !slices.ContainsFunc(s.pending, deleted) {
-				t.add(s, r.known)
-			}
-		}
-	}
-	if g != nil {
-		t.expire(s, g, now, a.errors)
-		all = g.listed
-	}
-	if !t.shared() {
-		return all
-	}
-	all = slices.DeleteFunc(slices.Clone(all), func(k *known) bool {
-		i := slices.IndexFunc(v.rows, func(r row) bool { return r.key == k.key })
-		if i < 0 {
-			return k.foreign
-		}
-		return !v.rows[i].mine
-	})
-	for _, r := range v.rows {
-		if r.state != 0 && !(r.mine && s.keys[r.member] != nil) && !r.over(now) {
-			r.stale(now, a.errors)
-			all = append(all, r.known)
-		}
-	}
-	return all
+// takes has the attempt be the retry of a refusal.
+func (a *Attempt) takes(k *known) {
+	k.taken, a.refused = true, k
+	k.changed()
 }
 
-// takes has the attempt be the retry of a refusal.
-func (t *groups) takes(s *groupShard, a *Attempt, k *known) {
-	if own := s.keys[k.member]; own != nil {
-		k = own
-		t.drop(s, k)
+// list adds what the store knows of a group, where memory does not. It returns the group.
+func (t *groups) list(s *groupShard, group groupHash, v *view) *group {
+	g := s.group(group)
+	g.read, g.forgot = true, time.Time{}
+	for _, k := range v.stored {
+		if s.keys[member{group, k.key}] == nil && (!t.shared() || k.boot == t.g.boot) {
+			t.add(s, k)
+		}
 	}
-	a.refused = k
+	return g
 }
 
 // standsFor returns the execution that the call's key is known to stand for; nil for a new key.
-func (a *Attempt) standsFor(all []*known, named *known) *known {
+func (a *Attempt) standsFor(s *groupShard, named *known) *known {
 	if !a.given {
 		return nil
 	}
@@ -407,44 +398,36 @@ func (a *Attempt) standsFor(all []*known, named *known) *known {
 	if named != nil {
 		key = named.key
 	}
-	for _, k := range all {
-		switch {
-		case k.key == key && k.refused():
-			return nil // it was refused since named was read
-		case k.key == key, named == nil && !k.refused() && slices.Contains(k.aliases, key):
-			return k
-		}
+	k := s.keys[member{a.group, key}]
+	if k != nil && !k.refused() {
+		return k
+	}
+	if other := s.aliases[member{a.group, key}]; named == nil && other != nil && !other.refused() {
+		return other
+	}
+	if k != nil {
+		return nil // it was refused since named was read
 	}
 	return named
 }
 
-// hold has the attempt wait for the answer of k. takes says that other members have to agree.
-func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) (takes bool) {
-	if own := s.keys[k.member]; own != nil && own != k { // another member has held it meanwhile
-		own.mark, own.count = k.mark, k.count
-		if own.state != StateSending {
-			own.state, own.internal, own.ended, own.expires, own.foreign = k.state, k.internal, k.ended, k.expires, k.foreign
-		}
-		k = own
-	}
-	if a.given || t.shared() {
+// hold has the attempt wait for the answer of k.
+func (t *groups) hold(s *groupShard, a *Attempt, k *known, now time.Time) {
+	s.order++
+	if t.shared() {
 		was := *k
 		a.was = &was
 	}
-	takes = t.shared() && k.state != StateInDoubt && k.state != stateElsewhere
 	a.known = k
-	k.count, k.began = max(k.count, a.count), s.begins(now)
-	k.holder, k.away, k.unanswered, k.retriable = a, false, false, false
+	k.count, k.began, k.order = max(k.count, a.count), now, s.order
+	k.holder, k.unanswered, k.retriable, k.learned = a, false, false, false
 	if k.in == nil {
 		t.add(s, k)
 	}
-	if t.shared() {
-		a.unwatch = context.AfterFunc(a.gone, a.left)
-	} else if k.in != nil {
+	if k.in != nil {
 		k.in.unwatched = a
-		t.note(s, k)
 	}
-	return takes
+	t.note(s, k)
 }
 
 // await returns when the attempt is woken, or has waited long enough; the error is ctx's.
@@ -479,37 +462,36 @@ func (a *Attempt) runs(settling time.Time) {
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
-	if settling.IsZero() {
-		if k.mark = markNone; k.in == nil { // another call with its key was refused meanwhile
-			k.holder = a
-			a.at.add(s, k)
-		}
+	if settling.IsZero() && k.in == nil { // another call with its key was refused meanwhile
+		k.holder = a
+		a.at.add(s, k)
 	}
-	k.state, k.settled, k.foreign = StateSending, settling, false
-	a.refused = nil
-	a.changed(s)
+	k.runner, k.state, k.released, k.settling, k.foreign = a, StateSending, false, settling, false
+	k.changed()
+	if a.refused != nil {
+		a.at.remove(s, a.refused)
+		a.refused = nil
+	}
 	if !settling.IsZero() {
 		a.at.pend(s, k)
 	}
 }
 
 // claims completes the batch of the attempt's claim: what it is the retry of is not taken again.
-func (a *Attempt) claims(batch []store.Write) []store.Write {
-	if a == nil || a.refused == nil || a.refused.key == a.Key && a.at.shared() {
+func (a *Attempt) claims(batch []store.Write, now, until time.Time) []store.Write {
+	if a == nil {
+		return batch
+	}
+	if a.at.shared() {
+		batch = append(batch, a.at.knows(a.group, until.Add(a.window+groupKept)))
+		if a.refused != nil && a.refused.key != a.Key {
+			batch = append(batch, heldBy(a.at.g.boot, a.group, a.refused.key, markAnswered, now.Add(a.window+groupKept)))
+		}
+	}
+	if a.refused == nil {
 		return batch
 	}
 	return append(batch, store.Write{Key: appendRowKey(nil, a.group, a.refused.key), Delete: true})
-}
-
-// releases completes the batch by which an execution is released: a retry runs as a new call. In a shared store the
-// retry that holds the execution may claim its key.
-func (t *groups) releases(ctx context.Context, batch []store.Write, key Key, r *Record, now time.Time) ([]store.Write, error) {
-	if r.Group == (groupHash{}) {
-		return batch, nil
-	}
-	k := known{member: member{r.Group, key}, count: r.Count, window: r.Window, settled: now}
-	ours, err := t.held(ctx, []store.Write{k.row(t.g.rowBoot(), markReleased, now)})
-	return append(batch, ours...), err
 }
 
 // settled notes how the execution has ended.
@@ -527,10 +509,10 @@ func (a *Attempt) settledLate(o *Outcome, at time.Time, keep time.Duration) {
 	s.Lock()
 	defer s.Unlock()
 	k := a.known
-	if k.state != StateInDoubt && k.state != stateElsewhere {
+	if k.runner != nil || k.state != StateInDoubt {
 		return
 	}
-	if k.in == nil && s.keys[k.member] == nil { // it was forgotten; its row is new
+	if k.in == nil && s.keys[member{k.group, k.key}] == nil { // it was forgotten; its row is new
 		k.ended = time.Now()
 		a.at.add(s, k)
 	}
@@ -540,21 +522,16 @@ func (a *Attempt) settledLate(o *Outcome, at time.Time, keep time.Duration) {
 // ends is settled, with the shard locked.
 func (a *Attempt) ends(s *groupShard, o *Outcome, at time.Time, keep time.Duration, recorded bool) {
 	k := a.known
-	k.settled, k.ended, k.expires = at, time.Now(), at.Add(keep)
-	k.unrecorded, k.internal = !recorded, o.Internal
-	if !a.at.shared() {
-		k.mark = markNone // the outcome has its row written anew
-	}
-	switch {
-	case o.Verdict == Released:
-		k.state, k.mark = stateReleased, markReleased
-	case o.Verdict == InDoubt && o.Cause == CauseElsewhere:
-		k.state = stateElsewhere
-	case o.Verdict == InDoubt:
-		k.state = StateInDoubt
-	default:
-		k.state = StateCompleted
+	k.runner, k.settling, k.settled, k.ended = nil, time.Time{}, at, time.Now()
+	k.state, k.mark = StateCompleted, markNone // the outcome has its row written anew
+	k.unrecorded, k.expires, k.internal, k.elsewhere = !recorded, at.Add(keep), o.Internal, o.Cause == CauseElsewhere
+	switch o.Verdict {
+	case Completed:
 		k.window = min(k.window, keep) // a retry could not find more
+	case InDoubt:
+		k.state = StateInDoubt
+	case Released:
+		k.released, k.mark = true, markReleased
 	}
 	k.forgotten = k.in == nil // its group has no room for it
 	k.changed()
@@ -563,22 +540,15 @@ func (a *Attempt) ends(s *groupShard, o *Outcome, at time.Time, keep time.Durati
 
 // Completed notes that the execution has a result: a doubt was settled meanwhile.
 func (a *Attempt) Completed() {
-	t, k := a.at, a.known
-	s := t.shard(a.group)
+	s := a.at.shard(a.group)
 	s.Lock()
-	settled := k.state == StateInDoubt || k.state == stateElsewhere
-	if settled {
-		if k.state == StateInDoubt { // as Guard.put has marked it
+	defer s.Unlock()
+	if k := a.known; k.runner == nil && k.state == StateInDoubt {
+		k.state, k.unrecorded = StateCompleted, false
+		if !k.elsewhere { // as Guard.put has marked it
 			k.mark = markUnanswered
 		}
-		k.state, k.unrecorded = StateCompleted, false
 		k.changed()
-	}
-	s.Unlock()
-	if settled && t.shared() {
-		v := view{takes: true}
-		v.rows, _ = t.read(context.Background(), a.group, a.window)
-		_ = t.take(context.Background(), a, &v) // else another retry has taken it
 	}
 }
 
@@ -588,16 +558,12 @@ func (a *Attempt) Completed() {
 func (a *Attempt) Answering(status int, elsewhere bool) {
 	s := a.at.shard(a.group)
 	s.Lock()
-	mark := a.known.mark
-	if a.answered = elsewhere || a.gone.Err() == nil; a.known.holder != a || !a.answered {
-		mark = markNone
-	}
+	defer s.Unlock()
+	a.answered = elsewhere || a.gone.Err() == nil
 	if a.known.holder == a {
 		a.known.retriable = clientsRetry(status)
 	}
-	a.changed(s)
-	s.Unlock()
-	a.at.publish(mark)
+	a.known.changed()
 }
 
 // Unanswered takes Answering back: the write has failed, or the client says that it does not wait.
@@ -606,7 +572,7 @@ func (a *Attempt) Unanswered() {
 	s.Lock()
 	defer s.Unlock()
 	a.answered = false
-	a.changed(s)
+	a.known.changed()
 }
 
 // WaitsElsewhere notes that the client may get the answer on another stream than that of the call, until gone ends.
@@ -618,7 +584,7 @@ func (a *Attempt) WaitsElsewhere(gone context.Context) {
 		a.unwatch()
 	}
 	a.gone, a.unwatch = gone, context.AfterFunc(gone, a.left)
-	a.changed(s)
+	a.known.changed()
 }
 
 // Asked notes that people are asked about the call, which is not claimed then: for that long after its end, or
@@ -628,7 +594,7 @@ func (a *Attempt) Asked(keep time.Duration) {
 	s.Lock()
 	defer s.Unlock()
 	if k := a.known; !a.given && k.holder == a && k.state == 0 && k.in != nil {
-		k.state, k.window = stateAsked, max(k.window, keep)
+		k.asked, k.window = true, max(k.window, keep)
 	}
 }
 
@@ -637,44 +603,45 @@ func (a *Attempt) End() {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	a.unwatches()
-	k := a.known
-	if k.holder == a {
-		k.holder, k.unanswered = nil, !a.answered
-		if k.ended.IsZero() || k.unanswered && k.state != StateInDoubt && k.state != stateElsewhere {
-			k.ended = time.Now()
-		}
-		a.at.leaves(s, k)
-	}
-	// a was refused before it could run, and is not asked about in the place of the refusal.
-	if r := a.refused; r != nil && !(k.state == stateAsked && k.key == r.key) && !r.foreign && s.keys[r.member] == nil {
-		a.at.add(s, r)
-		r.changed()
-	}
-	a.refused = nil
-}
-
-// unwatches ends the wait for the leave of the client.
-func (a *Attempt) unwatches() {
 	if a.unwatch != nil {
 		a.unwatch()
 	}
-	if g := a.known.in; g != nil && g.unwatched == a {
-		g.unwatched = nil // its request is not kept for it
+	k := a.known
+	if k.in != nil && k.in.unwatched == a {
+		k.in.unwatched = nil // its request is not kept for it
+	}
+	if k.holder == a {
+		a.at.released(s, k, !a.answered)
+	}
+	if r := a.refused; r != nil { // a was refused before it could run
+		a.refused = nil
+		if k.asked && k.in != nil && k.key == r.key { // the same once more
+			a.at.remove(s, r)
+			return
+		}
+		r.taken = false
+		r.changed()
+		if r.in != nil {
+			s.keys[member{r.group, r.key}] = r
+		}
 	}
 }
 
-// leaves notes that an attempt does not hold the execution any more. What another member runs is known by its row.
-func (t *groups) leaves(s *groupShard, k *known) {
-	if k.state == 0 { // it was never claimed
-		t.remove(s, k)
-		return
+// released notes that nobody holds the execution any more.
+func (t *groups) released(s *groupShard, k *known, unanswered bool) {
+	k.holder, k.unanswered = nil, unanswered
+	if k.ended.IsZero() || k.unanswered && k.state != StateInDoubt {
+		k.ended = time.Now()
+	}
+	if k.state == 0 && !k.released { // it was never claimed
+		if !k.asked {
+			t.remove(s, k)
+			return
+		}
+		k.released = true
 	}
 	k.changed()
 	t.note(s, k)
-	if k.foreign && k.holder == nil {
-		t.remove(s, k)
-	}
 }
 
 // Reader is the caller of an execution who asks for its answer by another request than a call (ADR 0091).
@@ -683,35 +650,42 @@ type Reader struct {
 	at   *groups
 	of   member
 	gone context.Context
-	read *known    // that was answered so; nil before
-	turn time.Time // when its attempt began
+	read *known // that was answered so; nil before
+	turn uint64 // of its attempt
 }
 
 // Reader returns the reader of an execution that equal calls are recognised as, whose client leaves when
 // ctx ends; nil for any other execution, and where what is known of it cannot be read: then its client
 // counts as not answered, as before.
 func (g *Guard) Reader(ctx context.Context, e *Recorded) *Reader {
-	t, r := &g.groups, e.Record
-	if r.Group == (groupHash{}) {
+	if e.Record.Group == (groupHash{}) || g.groups.listed(ctx, e.Record.Group, e.Record.Window) != nil {
 		return nil
 	}
-	a := &Attempt{group: r.Group, window: r.Window, errors: r.Window}
-	s := t.shard(a.group)
-	for v := (view{}); ; v = t.view(ctx, a, nil) {
+	return &Reader{at: &g.groups, of: member{e.Record.Group, e.Key}, gone: ctx}
+}
+
+// listed returns when memory has what the store knows of a group.
+func (t *groups) listed(ctx context.Context, group groupHash, window time.Duration) error {
+	for {
+		s := t.shard(group)
 		s.Lock()
-		now := time.Now()
-		unread := !v.asked && s.unlisted(s.of[a.group], a.window, 0, now)
-		if !unread && v.asked && s.removals == v.removals {
-			t.list(s, a, &v, now)
-			s.tidy(a.group, s.group(a.group))
-		}
-		unread = unread || v.asked && s.removals != v.removals
+		v := view{removals: *s.removed(group)}
+		unlisted := t.unlisted(s, s.of[group], group, window, 0, time.Now())
 		s.Unlock()
-		switch {
-		case v.unread != nil:
+		if !unlisted {
 			return nil
-		case !unread:
-			return &Reader{at: t, of: member{r.Group, e.Key}, gone: ctx}
+		}
+		if v.stored, v.unread = t.read(ctx, group, window); v.unread != nil {
+			return v.unread
+		}
+		s.Lock()
+		current := *s.removed(group) == v.removals
+		if current {
+			s.tidy(group, t.list(s, group, &v))
+		}
+		s.Unlock()
+		if current {
+			return nil
 		}
 	}
 }
@@ -720,15 +694,15 @@ func (g *Guard) Reader(ctx context.Context, e *Recorded) *Reader {
 func (r *Reader) Answering(status int, _ bool) {
 	s := r.at.shard(r.of.group)
 	s.Lock()
-	k, mark := s.keys[r.of], byte(markNone)
-	if k != nil && r.gone.Err() == nil && !(k.holder != nil && k.holder.waits()) {
-		r.read, r.turn, mark = k, k.began, k.mark
-		k.holder, k.unanswered, k.retriable = nil, false, clientsRetry(status)
-		k.changed()
-		r.at.note(s, k)
+	defer s.Unlock()
+	k := s.keys[r.of]
+	if k == nil || r.gone.Err() != nil || k.holder != nil && k.holder.waits() {
+		return
 	}
-	s.Unlock()
-	r.at.publish(mark)
+	r.read, r.turn = k, k.order
+	k.learned, k.retriable = true, clientsRetry(status)
+	k.changed()
+	r.at.note(s, k)
 }
 
 // Unanswered takes Answering back.
@@ -736,8 +710,8 @@ func (r *Reader) Unanswered() {
 	s := r.at.shard(r.of.group)
 	s.Lock()
 	defer s.Unlock()
-	if k := r.read; k != nil && k.began.Equal(r.turn) {
-		k.unanswered = true
+	if k := r.read; k != nil && k.order == r.turn {
+		k.learned = false
 		k.changed()
 		r.at.note(s, k)
 	}

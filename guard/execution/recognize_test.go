@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"iter"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -64,7 +66,7 @@ func (full) Commit(context.Context, ...store.Write) (store.Version, error) {
 func (b *alike) kill() {
 	b.g.groups.flushing <- struct{}{}
 	b.g.groups.closed = true
-	<-b.g.groups.flushing
+	b.g.groups.flushing.leave()
 	b.start()
 }
 
@@ -553,11 +555,15 @@ func TestRecognize(t *testing.T) {
 			a.End()
 			q := Question{Window: testWindow, Gone: context.Background()}
 			other := &Attempt{at: t, group: a.group, window: testWindow, gone: q.Gone}
-			v := t.view(context.Background(), other, &q) // before it was forgotten
+			var v view
+			if err := t.view(context.Background(), other, &q, &v); err != nil {
+				b.Fatal(err)
+			}
+			v.asked = true // of the store, before it was forgotten
 			<-time.After(longBefore)
 			t.n.Add(mostKnown)
 			t.shrink()
-			if next := t.decide(other, &q, &v); next != askStore {
+			if next := t.decide(other, &q, &v); next != viewAnew {
 				b.Error("decided by what was forgotten")
 			}
 			b.call(0).is(lost, EvidenceUnanswered) // which a row says
@@ -969,7 +975,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			<-time.After(markEvery + time.Millisecond)
 			with := func(st store.Store) {
 				b.g.groups.flushing <- struct{}{}
-				defer func() { <-b.g.groups.flushing }()
+				defer b.g.groups.flushing.leave()
 				b.g.store = st
 			}
 			with(full{b.reads})
@@ -1088,7 +1094,7 @@ func TestRecognitionModel(t *testing.T) {
 func fits(all []*known, count int, now time.Time) (best *known) {
 	rank := -1
 	evidence := func(k *known) Evidence {
-		if e := k.evidence(); e != EvidenceAnswer || now.Sub(k.ended) < testWindow || k.state == StateSending {
+		if e := k.evidence(); e != EvidenceAnswer || now.Sub(k.ended) < testWindow || k.runner != nil {
 			return e
 		}
 		return ""
@@ -1106,7 +1112,7 @@ func fits(all []*known, count int, now time.Time) (best *known) {
 	for _, k := range all {
 		e := evidence(k)
 		free := k.holder == nil || !k.holder.waits() || k.state == StateInDoubt || k.count < count
-		if k.over(now) || !free || other(k) || count == 0 && e == "" {
+		if k.over(now) || !free || k.taken || other(k) || count == 0 && e == "" {
 			continue
 		}
 		r := 0
@@ -1144,24 +1150,26 @@ func TestChoice(t *testing.T) {
 		for i := range random.IntN(12) {
 			ended := now.Add(-time.Duration(random.Int64N(int64(testWindow * 5 / 4))))
 			k := &known{
-				member: member{key: Key{byte(i)}}, window: testWindow, count: random.IntN(3), ended: ended,
+				key: Key{byte(i)}, window: testWindow, count: random.IntN(3), ended: ended,
 				began: ended.Add(-time.Duration(random.IntN(int(testWindow)))), state: StateCompleted,
 			}
 			switch random.IntN(8) {
 			case 0:
 				k.state = StateInDoubt
 			case 1:
-				k.state = stateReleased
+				k.released = true
 			case 2:
 				k.unanswered = true
 			case 3:
 				k.retriable = true
 			case 4:
 				k.state = StateSending
+				k.runner = &Attempt{}
 			}
-			if random.IntN(3) == 0 || k.state == StateSending {
+			if random.IntN(3) == 0 || k.runner != nil {
 				k.holder = &Attempt{at: tab, known: k, answered: random.IntN(2) == 0, gone: []context.Context{left, context.Background()}[random.IntN(2)]}
 			}
+			k.taken = k.refused() && random.IntN(3) == 0
 			all = append(all, k)
 			tab.add(s, k)
 		}
@@ -1169,7 +1177,7 @@ func TestChoice(t *testing.T) {
 		want := fits(all, a.count, now)
 		g := s.group(a.group)
 		tab.expire(s, g, now, testWindow)
-		got := choose(g.listed, a)
+		got := g.choose(a)
 		if got != want {
 			t.Fatalf("seed %d: a call with count %d is the retry of %+v, want %+v", seed, a.count, got, want)
 		}
@@ -1373,7 +1381,8 @@ func TestScansOfTheStore(t *testing.T) {
 		expect("a retry that says so", "/", 1, 0)
 		<-time.After(longBefore)
 		b.kill()
-		expect("another group after a restart", "/other", 0, 1)
+		expect("another group after a restart", "/other", 0, 0)
+		expect("a retry of another group", "/other", 1, 0)
 		expect("the group of a row", "/", 0, 1)
 		expect("the group of a row, once more", "/", 0, 0)
 		expect("a retry that says so, after a restart", "/", 1, 0)
@@ -1385,6 +1394,16 @@ func TestScansOfTheStore(t *testing.T) {
 		expect("after the window", "/", 0, 0)
 		expect("a retry after the window", "/", 1, 0)
 	})
+}
+
+// More rows than are looked at when the store is opened: of the groups behind them any may have some.
+func TestRowsThatAreNotLookedAt(t *testing.T) {
+	e := earlier{groups: []uint64{1, 5}, upTo: 5}
+	for at, want := range map[byte]bool{0: false, 1: true, 4: false, 5: true, 6: true} {
+		if got := e.has(groupHash{7: at}); got != want {
+			t.Errorf("%d: %t", at, got)
+		}
+	}
 }
 
 // watched is a context of a client, which counts how often it is asked.
@@ -1442,5 +1461,40 @@ func TestManyEqualCalls(t *testing.T) {
 				t.Errorf("a call asks for the clients of its equals %.1f times among 800", n)
 			}
 		})
+	}
+}
+
+// indexing counts the keyed hashes that are computed.
+type indexing struct {
+	store.Sealer
+	n int
+}
+
+func (s *indexing) Index(domain string, parts ...string) [32]byte {
+	s.n++
+	return s.Sealer.Index(domain, parts...)
+}
+
+// P3: the hash of a group that is remembered is that of its whole name, whatever other groups have its place. One that
+// was asked for a moment ago is not computed again.
+func TestHashesOfGroups(t *testing.T) {
+	sealer := &indexing{Sealer: seal.Generate()}
+	h := hashes{seed: maphash.MakeSeed()}
+	random := rand.New(rand.NewPCG(1, 1))
+	words := []string{"", "a", "aa", "b", "\x01a", strings.Repeat("a", 150)}
+	word := func() string { return words[random.IntN(len(words))] }
+	for range 20_000 {
+		q := Question{
+			Scope: Scope{Caller: word(), Tenant: word(), Guard: word(), Method: word(), Path: word()}, Peer: word(), Whole: Fingerprint{31: byte(random.IntN(3))},
+		}
+		sum := sealer.Index("group", q.Scope.Caller, q.Scope.Tenant, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Whole[:]))
+		if got := h.of(sealer, &q); got != groupHash(sum[:]) {
+			t.Fatalf("the hash of %+v is that of another group", q)
+		}
+		computed := sealer.n
+		short := len(q.Scope.Caller)+len(q.Scope.Tenant)+len(q.Scope.Guard)+len(q.Scope.Method)+len(q.Scope.Path)+len(q.Peer) < 400
+		if got := h.of(sealer, &q); got != groupHash(sum[:]) || short && sealer.n != computed {
+			t.Fatalf("the hash of %+v is another one, or was computed again", q)
+		}
 	}
 }

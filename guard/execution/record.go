@@ -374,14 +374,12 @@ func (r *Record) decode(b []byte) error {
 //	w workflow created key        index: a workflow's settled executions by age; under a limit of
 //	                              LimitWorkflows the value is an account of them
 //	n group key                   index: equal calls that retries are recognised among, for their
-//	                              window; the value marks those not answered, or released,
-//	                              and in a shared store names the member that holds them
+//	                              window; the value marks those not answered, or released
 //	a key                         the execution that an advisory key was recognised for
 //	r key                         the head of an answer, with what a replay needs of the record
 //	r key claim piece             the full pieces before it, from 1 on; 0 was the head
 //	o key at                      what an operator has resolved, sealed
 //	v i key, v p key claim part   who follows an execution of another member, and what comes of its answer
-//	v m boot                      up to when a process has written its marks
 //	v c kind holder               what each member may have of a quota
 //	l ...                         the ledger's (package ect/ledger)
 //	b name                        the state of a circuit breaker, sealed (package caddymodule)
@@ -572,20 +570,18 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 			batch = append(batch, store.Write{Key: after, Value: account, Expires: new.expires()})
 		}
 	}
-	doubt := old != nil && old.State == StateInDoubt
+	grouped := func(r *Record) bool { return r != nil && !r.State.open() && r.Group != groupHash{} }
 	switch {
-	case l.rowBegins(old, new):
+	case grouped(new) && !(grouped(old) && old.State == StateCompleted):
 		var name, value []byte
 		name, memory = cutOff(memory, appendRowKey(memory, new.Group, key))
-		mark, at, until := byte(markNone), new.Settled, new.Settled.Add(new.Window)
-		if new.State.open() {
-			at, until = new.Created, new.Deadline.Add(new.Window+groupKept)
-		} else if doubt && old.Cause != CauseElsewhere {
+		mark := byte(markNone)
+		if old != nil && old.State == StateInDoubt && old.Cause != CauseElsewhere {
 			// Who was told of the doubt has not learned more. Who waits elsewhere was not.
 			mark = markUnanswered
 		}
-		value, memory = cutOff(memory, appendRow(memory, mark, new.Count, at, l.rowBoot()))
-		batch = append(batch, store.Write{Key: name, Value: value, Expires: until})
+		value, memory = cutOff(memory, appendRow(memory, mark, new.Count, new.Settled))
+		batch = append(batch, store.Write{Key: name, Value: value, Expires: new.Settled.Add(new.Window)})
 	case grouped(old) && !grouped(new):
 		batch = append(batch, store.Write{Key: appendRowKey(nil, old.Group, key), Delete: true})
 	}
@@ -601,21 +597,6 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 	}
 	room.writes, room.memory = batch, memory
 	return batch
-}
-
-// grouped reports that a record has ended, and that equal calls may be recognised as retries of it.
-func grouped(r *Record) bool { return r != nil && !r.State.open() && r.Group != groupHash{} }
-
-// rowBegins reports that the row of an execution is written with its record: with its outcome, and anew where its doubt
-// is settled. In a shared store it is there from the claim on, and the member that holds the execution marks it.
-func (l *records) rowBegins(old, new *Record) bool {
-	switch {
-	case l.shared && new != nil && new.State.open():
-		return new.Group != groupHash{}
-	case l.shared && grouped(new):
-		return grouped(old) && old.State == StateInDoubt && old.Cause != CauseElsewhere
-	}
-	return grouped(new) && !(grouped(old) && old.State == StateCompleted)
 }
 
 // indexMemory is enough for the sealing of a record, its key, its five index entries' and the two

@@ -138,7 +138,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "G-three-layer-model-a", file: "guard/execution/recognize.go",
-		old: "stands := a.given && a.Key != a.own && v.named == nil", now: "stands := a.given && a.Key != a.own && v.named == nil && a.Evidence == \"\"",
+		old: "(!a.given || a.Key == a.own || v.named != nil) {", now: "(!a.given || a.Key == a.own || v.named != nil || a.Evidence != \"\") {",
 		breaks: "a new key that was recognised is a new key again", tests: []string{"TestNewKeysThatAreAdvisory"},
 	},
 	{
