@@ -97,7 +97,7 @@ type held struct {
 func (h *held) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	h.mu.Lock()
 	g := h.gate
-	if !slices.ContainsFunc(batch, func(w store.Write) bool { return !w.Delete && strings.HasPrefix(string(w.Key), "lo") }) {
+	if !slices.ContainsFunc(batch, func(w store.Write) bool { return w.Place != nil }) {
 		g = nil
 	}
 	if g != nil {
