@@ -198,19 +198,6 @@ func (s *logStore) storedHead(ctx context.Context) (Head, store.Version, error) 
 	return head, found.Version, nil
 }
 
-// unmoved tells whether the stored head is still that of a state, byte for byte. It was verified when the state
-// was read, or signed with it, so that sweeps of a log to which nothing comes verify no signature.
-func (s *logStore) unmoved(ctx context.Context, since *state) (bool, error) {
-	found, err := s.store.Get(ctx, s.headKey())
-	if errors.Is(err, store.ErrNotFound) {
-		return false, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	return found.Version == since.version && bytes.Equal(found.Value, since.head.Note), nil
-}
-
 // build makes the tree of head from the stored unfinished tiles.
 func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 	found := &state{head: head}

@@ -74,9 +74,6 @@ func (f *testFleet) open(name string, ring *ect.Ring, placed func(log string, e 
 	return n
 }
 
-// leave has the other members told that one has gone, without an effect on the ledger.
-func (f *testFleet) leave() { f.store.Join(uuid.NewString()).Remove() }
-
 // record records a checkpoint that a call of the workflow has.
 func (n *testNode) record(workflow string, parents ...string) *ect.Draft {
 	n.t.Helper()
