@@ -264,6 +264,9 @@ func TestUndoDisturbed(t *testing.T) {
 					hold, id := newGate(), uuid.NewString()
 					b.write(path, "v0")
 					call := b.do("PUT "+path, "A")
+					if c.hold == "GET " { // the first read compares, before the undo begins
+						b.on("GET "+path, b.act)
+					}
 					b.on(c.hold+path, c.late(b, hold))
 					b.check(b.begun(id, call))
 					<-hold.arrived
