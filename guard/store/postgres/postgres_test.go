@@ -492,7 +492,7 @@ func TestTriedAgain(t *testing.T) {
 // A lock that somebody holds, or a pool without a free connection, ends in an error that nothing
 // was written, in time.
 func TestLockHeld(t *testing.T) {
-	s := open(t, postgres.Options{StatementTimeout: 200 * time.Millisecond, PoolSize: 2})
+	s := open(t, postgres.Options{StatementTimeout: time.Second, PoolSize: 2})
 	if _, err := s.Commit(t.Context(), put("key", "1")); err != nil {
 		t.Fatal(err)
 	}
