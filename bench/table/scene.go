@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -162,11 +161,11 @@ func (s *scene) start(at spot) (*server, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.made++
 	g.Env, g.Binary = s.env, at.program.binary
 	if g.Options, err = s.options(site); err != nil {
 		return nil, err
 	}
+	s.made++
 	if err := g.Start(); err != nil {
 		return nil, err
 	}
@@ -177,8 +176,9 @@ func (s *scene) start(at spot) (*server, error) {
 func (s *scene) options(of site) (string, error) {
 	text := ""
 	if of.ledger {
-		key := filepath.Join(s.dir, fmt.Sprintf("identity-%s", of.algorithm))
-		if _, err := ect.CreateRing(key, of.algorithm); err != nil && !errors.Is(err, fs.ErrExist) {
+		// A key of its own for each gateway: the head of its ledger is kept beside it.
+		key := filepath.Join(s.dir, fmt.Sprintf("identity-%d", s.made))
+		if _, err := ect.CreateRing(key, of.algorithm); err != nil {
 			return "", err
 		}
 		text += fmt.Sprintf("\t\tidentity %s {\n\t\t\tkey_file %s\n\t\t}\n", gatewayIdentity, key)
