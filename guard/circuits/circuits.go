@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -70,13 +71,12 @@ type Keeper struct {
 	// Node is the name of this node; empty where one gateway has the store.
 	Node string
 
-	o      Options
-	stored store.Table[record]
-	probes store.Table[probe]
-	shared store.Shared // nil where one gateway has the store
-	boot   string
-	turns  [16]sync.Mutex // serialise storing the state of each breaker
-	fleet  fleet
+	o       Options
+	stored  store.Table[record]
+	probes  store.Table[probe]
+	members *fleet.Fleet   // nil where one gateway has the store
+	turns   [16]sync.Mutex // serialise storing the state of each breaker
+	fleet   others
 }
 
 // New returns a keeper. Restore and Follow begin its work.
@@ -86,10 +86,9 @@ func New(o Options) *Keeper {
 		stored: store.Table[record]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
 		probes: store.Table[probe]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
 	}
-	k.fleet = fleet{changed: make(chan struct{}, 1), open: map[string]record{}, again: map[string]bool{}, held: map[string]time.Time{}, sent: map[breaker.Key]*Probe{}}
-	if shared, is := o.Store.(store.Shared); is {
-		self := shared.Self()
-		k.shared, k.Node, k.boot = shared, self.Node, self.Boot
+	k.fleet = others{changed: make(chan struct{}, 1), open: map[string]record{}, again: map[string]bool{}, held: map[string]time.Time{}, sent: map[breaker.Key]*Probe{}}
+	if k.members = fleet.Of(o.Store); k.members != nil {
+		k.Node = k.members.Self().Node
 	}
 	return k
 }
@@ -118,7 +117,7 @@ func isProbe(key []byte) bool { return len(key) == 1+lenName+1 }
 // key is that of this node's state of a breaker.
 func (k *Keeper) key(key breaker.Key) []byte {
 	name := k.name(key)
-	if k.shared != nil {
+	if k.members != nil {
 		node := k.o.Sealer.Index("circuit node", k.Node)
 		name = append(name, node[:lenNode]...)
 	}
@@ -217,7 +216,7 @@ func (k *Keeper) Keep(ctx context.Context, key breaker.Key, gone bool, more ...s
 	if keep {
 		r := record{Snapshot: s}
 		closed := s.State == breaker.Closed && s.Mode == breaker.Auto
-		if k.shared != nil {
+		if k.members != nil {
 			now, err := k.o.Store.Now(ctx)
 			if err != nil {
 				return err
@@ -283,10 +282,10 @@ type State struct {
 // is closed and was not open lately is not stored. What a node has stored that does not run is not shown: it
 // refuses nobody.
 func (k *Keeper) Others(ctx context.Context, keys []breaker.Key) ([]State, error) {
-	if k.shared == nil {
+	if k.members == nil {
 		return nil, nil
 	}
-	members, err := k.shared.Members(ctx)
+	members, err := k.members.Members(ctx)
 	if err != nil {
 		return nil, err
 	}

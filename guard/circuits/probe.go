@@ -9,18 +9,18 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // leaseTime bounds asking for the lease of a probe.
 const leaseTime = 2 * time.Second
 
-// fleet is what a keeper knows of the other nodes.
-type fleet struct {
+// others is what a keeper knows of the other nodes.
+type others struct {
 	changed chan struct{}     // buffers one signal: there is something in again or all
 	open    map[string]record // breakers of other nodes that are not closed, by key; of the goroutine only
-	stop    context.CancelFunc
-	ended   chan struct{}
+	stop    func()            // ends Follow
 
 	mu      sync.Mutex
 	again   map[string]bool // keys that other nodes have written
@@ -62,46 +62,35 @@ func (k *Keeper) probeKey(key breaker.Key) []byte { return append(k.name(key), k
 // Follow does what the probes of other nodes say, and reports their breakers, from now until Close, and those from
 // before. Call it once, after Restore.
 func (k *Keeper) Follow() {
-	if k.shared == nil {
+	if k.members == nil {
 		return
 	}
 	f := &k.fleet
-	f.ended = make(chan struct{})
-	var ctx context.Context
-	ctx, f.stop = context.WithCancel(context.Background())
-	unfollow := k.shared.Follow([]byte{Space}, k.heard)
+	unfollow := k.members.Follow([]byte{Space}, k.heard)
 	k.heard(nil) // what was written before
-	go func() {
-		defer close(f.ended)
-		defer unfollow()
-		refresh := time.NewTicker(refreshEvery)
-		defer refresh.Stop()
-		left := k.shared.Left()
-		for {
-			select {
-			case <-f.changed:
-				k.catchUp(ctx)
-			case <-left:
-				left = k.shared.Left() // before the list is read, so that no leaving is missed
-				if !k.closeGone(ctx) {
-					left = nil // it may stay closed; catchUp reads again when the store is back
-				}
-			case <-refresh.C:
-				if err := k.keepAll(ctx); err != nil && ctx.Err() == nil {
-					k.o.Log.Warn("the states of circuit breakers cannot be recorded", slog.Any("error", err))
-				}
-			case <-ctx.Done():
-				return
-			}
+	reads := fleet.Job{Fleet: k.members, Wake: f.changed, Do: func(ctx context.Context, left bool) (time.Duration, error) {
+		k.catchUp(ctx)
+		if left {
+			k.closeGone(ctx)
 		}
-	}()
+		return 0, nil
+	}}.Start()
+	keeps := fleet.Every(refreshEvery, func(ctx context.Context) {
+		if err := k.keepAll(ctx); err != nil && ctx.Err() == nil {
+			k.o.Log.Warn("the states of circuit breakers cannot be recorded", slog.Any("error", err))
+		}
+	}).Start()
+	f.stop = func() {
+		unfollow()
+		reads()
+		keeps()
+	}
 }
 
 // Close ends Follow.
 func (k *Keeper) Close() {
 	if k.fleet.stop != nil {
 		k.fleet.stop()
-		<-k.fleet.ended
 	}
 }
 
@@ -204,21 +193,20 @@ func (k *Keeper) closed(key string, r record) {
 	}
 }
 
-// closeGone reports the breakers of nodes that are gone as closed: they refuse nobody. It is false if this node is
-// gone itself, or cannot know.
-func (k *Keeper) closeGone(ctx context.Context) bool {
+// closeGone reports the breakers of nodes that are gone as closed: they refuse nobody. Where the members cannot be
+// read, catchUp does it when the store is back.
+func (k *Keeper) closeGone(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, storeTime)
 	defer cancel()
-	members, err := k.shared.Members(ctx)
+	members, err := k.members.Members(ctx)
 	if err != nil {
-		return false
+		return
 	}
 	for key, r := range k.fleet.open {
 		if !slices.ContainsFunc(members, func(m store.Member) bool { return m.Node == r.Node }) {
 			k.closed(key, r)
 		}
 	}
-	return slices.ContainsFunc(members, func(m store.Member) bool { return m.Boot == k.boot })
 }
 
 // obey does what a probe says that has ended, if it is another node's and was also for this one's breaker.
@@ -231,7 +219,7 @@ func (k *Keeper) obey(ctx context.Context, key []byte) error {
 	}
 	p := row.Record
 	outage := p.Follows[k.Node]
-	if !p.Done || outage == 0 || p.Boot == k.boot {
+	if !p.Done || outage == 0 || p.Boot == k.members.Boot() {
 		return nil
 	}
 	now, err := k.o.Store.Now(ctx)
@@ -251,7 +239,7 @@ func (k *Keeper) obey(ctx context.Context, key []byte) error {
 // while another one does; until is then when that has to have ended, zero if unknown. Where the store cannot say,
 // each node sends its own: a breaker must not stay open because of the store.
 func (k *Keeper) Probe(ctx context.Context, key breaker.Key, lasts time.Duration) (p *Probe, until time.Time, ok bool) {
-	if k.shared == nil {
+	if k.members == nil {
 		return nil, time.Time{}, true
 	}
 	f := &k.fleet
@@ -293,7 +281,7 @@ func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts ti
 	if err != nil {
 		return nil, 0, err
 	}
-	p := &Probe{k: k, key: at, of: probe{Upstream: key.Upstream, Class: key.Class, Node: k.Node, Boot: k.boot, Follows: map[string]uint64{}}}
+	p := &Probe{k: k, key: at, of: probe{Upstream: key.Upstream, Class: key.Class, Node: k.Node, Boot: k.members.Boot(), Follows: map[string]uint64{}}}
 	var other probe
 	for row, err := range k.stored.All(ctx, k.name(key)[1:]) {
 		if err != nil && !errors.Is(err, errUnreadable) {
@@ -311,8 +299,8 @@ func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts ti
 		other = *row.Record
 	}
 	is, ends := row.Version.Unchanged(), row.Expires
-	if other.Boot != "" && other.Boot != k.boot && !other.Done {
-		gone, err := k.shared.Gone(ctx, other.Boot)
+	if other.Boot != "" && other.Boot != k.members.Boot() && !other.Done {
+		gone, err := k.members.Gone(ctx, other.Boot)
 		if err != nil || !gone {
 			return nil, ends.Sub(now), err
 		}

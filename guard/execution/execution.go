@@ -404,10 +404,7 @@ func (g *Guard) Await(ctx context.Context, key Key) error {
 func (g *Guard) awaitChange(ctx context.Context, key Key) (over bool, err error) {
 	changed, cancel := g.store.Watch(recordKey(key)) // before the look, so that no change is slept through
 	defer cancel()
-	var left <-chan struct{}
-	if g.members.store != nil {
-		left = g.members.store.Left()
-	}
+	left := g.members.store.Left()
 	found, err := g.Get(ctx, key)
 	switch {
 	case errors.Is(err, ErrUnknown):

@@ -34,6 +34,8 @@ const (
 	endGrace = 2 * time.Second
 	// followedMost is the largest answer that more calls can begin to follow here, in bytes.
 	followedMost = readAhead
+	// readAgain is when parts are read again that could not be read.
+	readAgain = time.Second
 	// followedPace is how long a slow reader may hold up the others of an answer that is larger than that.
 	followedPace = 10 * time.Second
 )
@@ -325,7 +327,7 @@ func (f *mirror) read(ctx context.Context) Ending {
 		}
 		again := interestEvery
 		if err != nil {
-			again = recoverAgain
+			again = readAgain
 		}
 		if n == from {
 			select {

@@ -23,6 +23,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -90,8 +91,8 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	}
 	g.late.ctx, g.late.cancel = context.WithCancel(context.Background())
 	g.members.g, g.late.g, g.keys = g, g, Keys{g: g, wake: make(chan struct{}, 1)}
-	if g.members.store, _ = st.(store.Shared); g.members.store != nil {
-		g.boot, g.shared, g.caps = g.members.store.Self().Boot, true, store.NewCaps(st)
+	if g.members.store = fleet.Of(st); g.members.store != nil {
+		g.boot, g.shared, g.caps = g.members.store.Boot(), true, store.NewCaps(st)
 	}
 	g.quotas.g, g.quotas.usages.Window = g, usageWindow
 	g.lots.g, g.lots.usages.Window = g, usageWindow

@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -366,28 +367,18 @@ func (k *Keys) OnSeal(changed func(ctx context.Context, id uint32) error) {
 	k.onSeal = changed
 }
 
-// keep seals with what the members agree on until ctx ends, and records up to where this one does.
-func (k *Keys) keep(ctx context.Context) {
-	shared := k.g.members.store
+// keep seals with what the members agree on, and records up to where this one does. stop ends that.
+func (k *Keys) keep() (stop func()) {
+	members := k.g.members.store
+	ends := []func(){fleet.Job{Fleet: members, Wake: k.wake, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
+		return 0, k.follow(ctx)
+	}}.Start()}
 	for _, name := range []string{keysName, ringsName} {
-		cancel := shared.Follow(metaKey(name), func([]byte) { k.signal() })
-		defer cancel()
+		ends = append(ends, members.Follow(metaKey(name), func([]byte) { k.signal() }))
 	}
-	for ctx.Err() == nil {
-		left := shared.Left() // before the look, so that nobody leaves unnoticed
-		err := k.follow(ctx)
-		if errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy) {
-			return // of this member
-		}
-		var again <-chan time.Time
-		if err != nil {
-			again = time.After(recoverAgain)
-		}
-		select {
-		case <-k.wake:
-		case <-left:
-		case <-again:
-		case <-ctx.Done():
+	return func() {
+		for _, end := range ends {
+			end()
 		}
 	}
 }
@@ -583,11 +574,11 @@ func (k *Keys) takeTurn(ctx context.Context, key []byte, before *ResealTurn) (st
 		}
 		if before.Boot != "" && before.Boot != k.g.boot {
 			gone, err := shared.Gone(ctx, before.Boot)
+			if err == nil && shared.Out(ctx) {
+				err = store.ErrUnhealthy
+			}
 			if err != nil {
 				return 0, fmt.Errorf("%w: %w", ErrStore, err)
-			}
-			if out, _ := shared.Gone(ctx, k.g.boot); out {
-				return 0, fmt.Errorf("%w: %w", ErrStore, store.ErrUnhealthy)
 			}
 			if !gone {
 				return 0, nil

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -15,18 +16,14 @@ import (
 // members are the gateways that use the store.
 type members struct {
 	g      *Guard
-	store  store.Shared // nil where one gateway has the store
-	gone   sync.Map     // the boots that are known to be gone: that stays so
-	swept  sync.Map     // those of them that have left nothing open any more
+	store  *fleet.Fleet // nil where one gateway has the store
+	swept  sync.Map     // boots of members that are gone and have left nothing open any more
 	stop   func()       // ends what start began
 	report func(Recovery)
 	mu     sync.Mutex // guards report
 
 	mirrors mirrors
 }
-
-// recoverAgain is when a recovery that has failed is tried again.
-const recoverAgain = time.Second
 
 // start settles what members leave open from now on.
 func (m *members) start() {
@@ -36,49 +33,26 @@ func (m *members) start() {
 	}
 	g := m.g
 	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	keeping := make(chan struct{})
-	go func() {
-		defer close(keeping)
-		g.keys.keep(ctx)
-	}()
-	unfollow := m.store.Follow([]byte{spaceLive, kindInterest}, func(key []byte) { m.interested(ctx, key) })
-	unasked := m.store.Follow([]byte{spaceLive, kindAsk}, func(question []byte) { go g.groups.say(ctx, question) })
-	uncapped := m.store.Follow([]byte{spaceLive, kindCap}, func(key []byte) { go capChanged(ctx, g, key) })
-	m.stop = func() {
-		unfollow()
-		unasked()
-		uncapped()
-		cancel()
-		<-ended
-		<-keeping
-	}
-	go func() {
-		defer close(ended)
-		renewal := time.NewTicker(renewTime)
-		defer renewal.Stop()
-		for ctx.Err() == nil {
-			left := m.store.Left() // before the look, so that nobody leaves unnoticed
+	ends := []func(){
+		m.store.Follow([]byte{spaceLive, kindInterest}, func(key []byte) { m.interested(ctx, key) }),
+		m.store.Follow([]byte{spaceLive, kindAsk}, func(question []byte) { go g.groups.say(ctx, question) }),
+		m.store.Follow([]byte{spaceLive, kindCap}, func(key []byte) { go capChanged(ctx, g, key) }),
+		cancel,
+		g.keys.keep(),
+		fleet.Job{Fleet: m.store, Every: renewTime, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
 			recovered, err := m.recover(ctx)
 			if recovered != (Recovery{}) {
 				m.reports(recovered)
 			}
-			if out, _ := m.store.Gone(ctx, m.g.boot); out || errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy) {
-				return // this member: the others settle what it has left
-			}
-			var again <-chan time.Time
-			if err != nil {
-				again = time.After(recoverAgain)
-			}
-			select {
-			case <-left:
-			case <-again:
-			case <-renewal.C:
-				renewCaps(ctx, g)
-			case <-ctx.Done():
-			}
+			return 0, err
+		}}.Start(),
+		fleet.Every(renewTime, func(ctx context.Context) { renewCaps(ctx, g) }).Start(),
+	}
+	m.stop = func() {
+		for _, end := range ends {
+			end()
 		}
-	}()
+	}
 }
 
 // sweep settles what a member that is gone has left open, once. unrecorded says that the store had no room for that.
@@ -102,15 +76,9 @@ func (m *members) orphaned(ctx context.Context, r *Record) (bool, error) {
 	case r.Boot == m.g.boot:
 		return true, nil
 	}
-	if _, known := m.gone.Load(r.Boot); known {
-		return true, nil
-	}
 	gone, err := m.store.Gone(ctx, r.Boot)
 	if err != nil {
 		return false, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	if gone {
-		m.gone.Store(r.Boot, nil)
 	}
 	return gone, nil
 }

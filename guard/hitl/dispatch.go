@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -83,7 +84,6 @@ type Dispatcher struct {
 	notifier    Notifier
 	o           DispatcherOptions
 	ended       chan struct{} // an attempt has, and its next one is due sooner than its lease was
-	gone        bool          // a member may be, and have left an attempt
 }
 
 // NewDispatcher makes the dispatcher of a store. Call Run once.
@@ -97,7 +97,7 @@ func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
 	if o.OnError == nil {
 		o.OnError = func(error) {}
 	}
-	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1), gone: true}
+	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1)}
 }
 
 // Run delivers what is due, until ctx is done, the store is closed, or this member is gone. Running attempts end with
@@ -106,65 +106,24 @@ func (c *Dispatcher) Run(ctx context.Context) {
 	var attempts sync.WaitGroup
 	defer attempts.Wait()
 	slots := make(chan struct{}, c.o.Concurrent)
-	left := c.escalations.left()
-	for ctx.Err() == nil {
-		news := c.escalations.changed() // before the look, so that nothing is slept through
-		select {
-		case <-left:
-			if c.escalations.removed(ctx) {
-				return
+	fleet.Job{
+		Fleet: c.escalations.fleet, News: c.escalations.changed, Wake: c.ended, Retry: storePause, Failed: c.o.OnError,
+		Do: func(ctx context.Context, left bool) (time.Duration, error) {
+			if left {
+				if err := c.succeed(ctx); err != nil {
+					return 0, err
+				}
 			}
-			left, c.gone = c.escalations.left(), true
-		default:
-		}
-		err := c.succeed(ctx)
-		wait := time.Duration(0)
-		if err == nil {
-			wait, err = c.round(ctx, slots, &attempts)
-		}
-		if errors.Is(err, store.ErrClosed) {
-			return
-		}
-		if err != nil {
-			if ctx.Err() == nil {
-				c.o.OnError(err)
-			}
-			if errors.Is(err, store.ErrUnhealthy) {
-				return
-			}
-			c.pause(ctx) // not even news are worth a look now
-			continue
-		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-news:
-		case <-left:
-		case <-c.ended:
-		case <-timer.C:
-		case <-ctx.Done():
-		}
-		timer.Stop()
-	}
-}
-
-// left returns a channel that is closed when a member is gone; nil where one gateway has the store.
-func (d *Store) left() <-chan struct{} {
-	if d.shared == nil {
-		return nil
-	}
-	return d.shared.Left()
-}
-
-// removed reports whether this member is gone: it writes nothing more, and others do what it has left.
-func (d *Store) removed(ctx context.Context) bool {
-	gone, err := d.shared.Gone(ctx, d.shared.Self().Boot)
-	return gone && err == nil
+			wait, err := c.round(ctx, slots, &attempts)
+			return max(wait, 1), err
+		},
+	}.Run(ctx)
 }
 
 // succeed makes due what members were about to deliver that are gone.
 func (c *Dispatcher) succeed(ctx context.Context) error {
 	d := c.escalations
-	if d.shared == nil || !c.gone {
+	if d.fleet == nil {
 		return nil
 	}
 	now, err := d.now(ctx)
@@ -183,7 +142,7 @@ func (c *Dispatcher) succeed(ctx context.Context) error {
 			if !e.due() || e.Boot == "" {
 				return nil, nil
 			}
-			if gone, err := d.shared.Gone(ctx, e.Boot); !gone || err != nil {
+			if gone, err := d.fleet.Gone(ctx, e.Boot); !gone || err != nil {
 				return nil, err
 			}
 			next := *e
@@ -194,15 +153,7 @@ func (c *Dispatcher) succeed(ctx context.Context) error {
 			return err
 		}
 	}
-	c.gone = false
 	return nil
-}
-
-func (c *Dispatcher) pause(ctx context.Context) {
-	select {
-	case <-time.After(storePause):
-	case <-ctx.Done():
-	}
 }
 
 // round begins attempts for what is due, and returns the time until the next is.
@@ -305,9 +256,7 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*Escalation, error)
 		next := *e
 		next.Attempts++
 		next.NextAttempt = now.Add(2 * c.o.Attempt)
-		if d.shared != nil {
-			next.Boot = d.shared.Self().Boot
-		}
+		next.Boot = d.fleet.Boot()
 		return &next, nil
 	})
 	switch {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -167,35 +168,15 @@ type Outreach struct {
 // final: neither a repetition nor another order changes what comes of it, so no attempt needs a lease.
 func (d *Store) Reach(ctx context.Context, o Outreach) {
 	r := &reach{Store: d, o: o, tries: map[target]*try{}, ended: make(chan struct{}, 1), slots: make(chan struct{}, maxReaching)}
-	onError := o.OnError
 	var running sync.WaitGroup
 	defer running.Wait()
-	for ctx.Err() == nil {
-		news, left := d.changed(), d.left() // before the look
-		wait, err := r.round(ctx, &running)
-		if errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy) {
-			return
-		}
-		if err != nil {
-			if ctx.Err() == nil {
-				onError(err)
-			}
-			wait = storePause
-		}
-		timer := time.NewTimer(wait)
-		select {
-		case <-news:
-		case <-left:
-			if d.removed(ctx) {
-				timer.Stop()
-				return
-			}
-		case <-r.ended:
-		case <-timer.C:
-		case <-ctx.Done():
-		}
-		timer.Stop()
-	}
+	fleet.Job{
+		Fleet: d.fleet, News: d.changed, Wake: r.ended, Retry: storePause, Failed: o.OnError,
+		Do: func(ctx context.Context, _ bool) (time.Duration, error) {
+			wait, err := r.round(ctx, &running)
+			return max(wait, 1), err
+		},
+	}.Run(ctx)
 }
 
 // target is a participant of an escalation.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -41,9 +42,9 @@ type Store struct {
 	unreachable atomic.Pointer[Unreachable]
 
 	holds holds
-	// shared and fences are nil where one gateway has the store. The fence of a workflow changes whenever
+	// fleet and fences are nil where one gateway has the store. The fence of a workflow changes whenever
 	// something begins to hold it.
-	shared store.Shared
+	fleet  *fleet.Fleet
 	fences *store.Fences
 
 	mu        sync.Mutex
@@ -59,12 +60,9 @@ func NewStore(st store.Store, sealer store.Sealer) *Store {
 	nobody := func(Escalation) {}
 	d := &Store{
 		store: st, sealer: sealer, news: make(chan struct{}), onOpened: nobody, onDecided: nobody,
-		fences: store.FollowFences(st, []byte{space, kindFence}),
+		fleet: fleet.Of(st), fences: store.FollowFences(st, []byte{space, kindFence}),
 	}
-	if shared, is := st.(store.Shared); is {
-		d.shared = shared
-		shared.Follow([]byte{space, kindHold}, d.holds.change)
-	}
+	d.fleet.Follow([]byte{space, kindHold}, d.holds.change)
 	return d
 }
 

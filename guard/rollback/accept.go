@@ -772,7 +772,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	}
 	d.State = Executing
 	if c.fleet != nil {
-		d.Boot = c.fleet.boot
+		d.Boot = c.fleet.members.Boot()
 	}
 	fence.Expires = d.Due.Add(c.o.Keep)
 	b := new(store.Batch)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -30,7 +31,7 @@ type Coordinator struct {
 	// locks block calls that follow from what is undone.
 	locks workflowLocks
 	// fleet is nil where one gateway has the store.
-	fleet *fleet
+	fleet *gateways
 
 	mu       sync.Mutex
 	runs     map[name]*run // those that are not finished, as far as they were met
@@ -44,9 +45,11 @@ type Coordinator struct {
 	releases map[string]*releasing // by the rollback whose participants are told
 	wg       sync.WaitGroup
 
-	quit chan struct{} // closed when nothing new begins
-	hard context.Context
-	cut  context.CancelFunc // ends the steps that are under way
+	begins context.Context // ends when nothing new begins any more
+	end    context.CancelFunc
+	quit   <-chan struct{}    // of begins
+	hard   context.Context    // of the steps that are under way
+	cut    context.CancelFunc // of hard
 }
 
 const defaultParallel = 8
@@ -75,12 +78,14 @@ func Open(o Options) (*Coordinator, error) {
 		}
 	}
 	o.PrepareTimeout, o.Reservation = orElse(o.PrepareTimeout, DefaultPrepareTimeout), orElse(o.Reservation, DefaultReservation)
-	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{}, quit: make(chan struct{})}
+	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{}}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
 	}
+	c.begins, c.end = context.WithCancel(context.Background())
+	c.quit = c.begins.Done()
 	c.hard, c.cut = context.WithCancel(context.Background())
-	c.fleet = newFleet(c)
+	c.fleet = gatewaysOf(c)
 	return c, nil
 }
 
@@ -93,21 +98,26 @@ func (c *Coordinator) Start(ctx context.Context) error {
 	if stopping {
 		return ErrStopping
 	}
-	var left <-chan struct{}
-	if c.fleet != nil {
-		left = c.fleet.shared.Left() // before the look
-	}
 	if err := c.resume(ctx); err != nil {
 		return err
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if left != nil && !started && !c.stopping {
-		c.wg.Go(func() {
-			c.fleet.succeed(left)
-		})
+	if c.fleet != nil && !started && !c.stopping {
+		c.wg.Go(func() { c.succeed(c.begins) })
 	}
 	return nil
+}
+
+// succeed takes over what members leave unfinished that are gone, until the coordinator stops.
+func (c *Coordinator) succeed(ctx context.Context) {
+	fleet.Job{
+		Fleet: c.fleet.members,
+		Do:    func(context.Context, bool) (time.Duration, error) { return 0, c.resume(c.hard) },
+		Failed: func(err error) {
+			c.log.Warn("what other gateways have left unfinished cannot be taken over; it is tried again", "error", err)
+		},
+	}.Run(ctx)
 }
 
 // resume takes up what nobody carries out.
@@ -235,7 +245,7 @@ func (c *Coordinator) Stop(ctx context.Context) error {
 	c.mu.Lock()
 	if !c.stopping {
 		c.stopping = true
-		close(c.quit)
+		c.end()
 	}
 	c.mu.Unlock()
 	idle := make(chan struct{})
@@ -256,12 +266,7 @@ func (c *Coordinator) Stop(ctx context.Context) error {
 }
 
 func (c *Coordinator) ending() bool {
-	select {
-	case <-c.quit:
-		return true
-	default:
-		return false
-	}
+	return c.begins.Err() != nil
 }
 
 func (c *Coordinator) now(ctx context.Context) (time.Time, error) {

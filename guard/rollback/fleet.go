@@ -12,20 +12,20 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// fleet is what the coordinators of several gateways over one store agree on (ADR 0133). It is nil where one
+// gateways is what the coordinators of several gateways over one store agree on (ADR 0133). It is nil where one
 // gateway has the store.
 //
 // One member carries a rollback out: the one whose boot its head names. Once that is gone another one writes
 // its own there. What keeps calls from beginning is read from the store: a claim is made on the condition that
 // the fence of its workflow has not changed since.
-type fleet struct {
+type gateways struct {
 	*Coordinator
-	shared store.Shared
-	boot   string
-	fences *store.Fences
+	members *fleet.Fleet
+	fences  *store.Fences
 
 	mu    sync.Mutex
 	plans map[name]*workflowLock // of accepted rollbacks, which do not change
@@ -34,24 +34,23 @@ type fleet struct {
 // maxPlans is how many locks of rollbacks at other members are remembered.
 const maxPlans = 256
 
-func newFleet(c *Coordinator) *fleet {
-	shared, is := c.o.Store.(store.Shared)
-	if !is {
+func gatewaysOf(c *Coordinator) *gateways {
+	members := fleet.Of(c.o.Store)
+	if members == nil {
 		return nil
 	}
-	return &fleet{
-		Coordinator: c, shared: shared, boot: shared.Self().Boot,
-		fences: store.FollowFences(shared, []byte{space, kindFence}), plans: map[name]*workflowLock{},
+	return &gateways{
+		Coordinator: c, members: members, fences: store.FollowFences(members, []byte{space, kindFence}), plans: map[name]*workflowLock{},
 	}
 }
 
 // gone reports whether nothing more is written by the member with a boot. A record without one is of a
 // gateway that had the store alone.
-func (f *fleet) gone(ctx context.Context, boot string) (bool, error) {
-	if boot == "" || boot == f.boot {
-		return boot == "", nil
+func (f *gateways) gone(ctx context.Context, boot string) (bool, error) {
+	if boot == "" {
+		return true, nil
 	}
-	gone, err := f.shared.Gone(ctx, boot)
+	gone, err := f.members.Gone(ctx, boot)
 	if err != nil {
 		return false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -60,46 +59,21 @@ func (f *fleet) gone(ctx context.Context, boot string) (bool, error) {
 
 // take makes this member the one that carries a rollback out, if the one that did is gone. mine reports whether
 // it is this member; unless fresh, the steps may have changed since the rollback was read.
-func (f *fleet) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
+func (f *gateways) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
 	for fresh = true; ; fresh = false {
 		boot := r.now().Boot
-		if boot == f.boot {
+		if boot == f.members.Boot() {
 			return true, fresh, nil
 		}
 		if gone, err := f.gone(ctx, boot); err != nil || !gone {
 			return false, fresh, err
 		}
 		err := f.change(ctx, r, func(h *Rollback, _ *store.Batch) error {
-			h.Boot = f.boot
+			h.Boot = f.members.Boot()
 			return nil
 		})
 		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another member was first, or it was sealed anew
 			return false, fresh, err
-		}
-	}
-}
-
-// succeed takes over what members leave unfinished that are gone, until the coordinator stops.
-func (f *fleet) succeed(left <-chan struct{}) {
-	for {
-		select {
-		case <-left:
-		case <-f.quit:
-			return
-		}
-		left = f.shared.Left()
-		if f.retry("", "what members that are gone have left unfinished", func(ctx context.Context) error {
-			if out, err := f.shared.Gone(ctx, f.boot); out && err == nil {
-				return errShutdown // the others take over what this member has left
-			}
-			return f.resume(ctx)
-		}) != nil {
-			return
-		}
-		select { // a member that comes and goes again and again keeps nobody busy
-		case <-time.After(firstPause):
-		case <-f.quit:
-			return
 		}
 	}
 }
@@ -113,7 +87,7 @@ type failureRecord struct {
 
 // takeFailure makes this member the one that asks for the rollback of a recorded failure, if the one that did
 // is gone. first says that nothing was taken up yet by this member, whose own it takes then, too.
-func (f *fleet) takeFailure(ctx context.Context, entry store.Entry, first bool) (mine bool, err error) {
+func (f *gateways) takeFailure(ctx context.Context, entry store.Entry, first bool) (mine bool, err error) {
 	var v failureRecord
 	plain, err := f.open(entry)
 	if err == nil {
@@ -122,7 +96,7 @@ func (f *fleet) takeFailure(ctx context.Context, entry store.Entry, first bool) 
 	if err != nil {
 		return first, nil // which is said once
 	}
-	if v.Boot == f.boot {
+	if v.Boot == f.members.Boot() {
 		return first, nil
 	}
 	if gone, err := f.gone(ctx, v.Boot); err != nil || !gone {
@@ -130,7 +104,7 @@ func (f *fleet) takeFailure(ctx context.Context, entry store.Entry, first bool) 
 	}
 	f.sealing.RLock()
 	defer f.sealing.RUnlock()
-	v.Boot = f.boot
+	v.Boot = f.members.Boot()
 	if plain, err = json.Marshal(v); err != nil {
 		return false, err
 	}
@@ -145,7 +119,7 @@ func (f *fleet) takeFailure(ctx context.Context, entry store.Entry, first bool) 
 }
 
 // follow keeps the head of a rollback that is carried out here as others change it, until it has ended.
-func (f *fleet) follow(r *run, ended <-chan struct{}) {
+func (f *gateways) follow(r *run, ended <-chan struct{}) {
 	for {
 		changed, cancel := f.o.Store.Watch(keyOf(kindHead, r.name))
 		r.mu.Lock()
@@ -184,7 +158,7 @@ func (f *fleet) follow(r *run, ended <-chan struct{}) {
 
 // announce has the calls of a workflow wait at all members, and returns when everything that they have claimed
 // before is known here. over ends that.
-func (f *fleet) announce(ctx context.Context, workflow, scope string) (over func(), err error) {
+func (f *gateways) announce(ctx context.Context, workflow, scope string) (over func(), err error) {
 	if f == nil {
 		return func() {}, nil
 	}
@@ -194,7 +168,7 @@ func (f *fleet) announce(ctx context.Context, workflow, scope string) (over func
 	}
 	fence := store.Write{Key: f.fenceKey(workflow), Expires: now.Add(f.o.Keep)}
 	nonce := uuid.New()
-	decision := store.Write{Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.boot), Expires: fence.Expires}
+	decision := store.Write{Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.members.Boot()), Expires: fence.Expires}
 	over = func() {
 		decision := store.Write{Key: decision.Key, Delete: true}
 		f.goOnUntil("the end of a decision", func(ctx context.Context) error {
@@ -206,7 +180,7 @@ func (f *fleet) announce(ctx context.Context, workflow, scope string) (over func
 	_, err = f.o.Store.Commit(ctx, decision, fence)
 	f.fences.Forget(fence.Key)
 	if err == nil {
-		err = f.shared.CatchUp(ctx)
+		err = f.members.CatchUp(ctx)
 	} else if !errors.Is(err, store.ErrUnknown) {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -219,7 +193,7 @@ func (f *fleet) announce(ctx context.Context, workflow, scope string) (over func
 
 // goOnUntil does something at once, and where that fails again and again in the background: calls wait for it.
 // With the member's end they wait no longer.
-func (f *fleet) goOnUntil(what string, do func(ctx context.Context) error) {
+func (f *gateways) goOnUntil(what string, do func(ctx context.Context) error) {
 	if do(f.hard) == nil {
 		return
 	}
@@ -237,7 +211,7 @@ type heldUp struct {
 }
 
 // admit looks whether the rollbacks at all members let a call begin. held is not nil where that is being decided.
-func (f *fleet) admit(ctx context.Context, a *Admission, parents iter.Seq2[string, error]) (held *heldUp, err error) {
+func (f *gateways) admit(ctx context.Context, a *Admission, parents iter.Seq2[string, error]) (held *heldUp, err error) {
 	workflow, attempts := a.workflow, strings.HasPrefix(a.workflow, attemptsPrefix)
 	if attempts {
 		workflow = ""
@@ -249,7 +223,7 @@ func (f *fleet) admit(ctx context.Context, a *Admission, parents iter.Seq2[strin
 			return nil, nil
 		}
 	}
-	held = &heldUp{left: f.shared.Left()}
+	held = &heldUp{left: f.members.Left()}
 	held.changed, held.cancel = f.o.Store.Watch(key)
 	at, err := f.fences.Read(ctx, key)
 	deciding := false
@@ -258,7 +232,7 @@ func (f *fleet) admit(ctx context.Context, a *Admission, parents iter.Seq2[strin
 	}
 	if deciding {
 		out := false
-		if out, err = f.shared.Gone(ctx, f.boot); !out && err == nil {
+		if out, err = f.members.Gone(ctx, f.members.Boot()); !out && err == nil {
 			return held, nil
 		}
 		if out { // nothing that it admits could be claimed
@@ -285,7 +259,7 @@ func (f *fleet) admit(ctx context.Context, a *Admission, parents iter.Seq2[strin
 }
 
 // deciding reports whether a member decides about a rollback. One that is gone does not.
-func (f *fleet) deciding(ctx context.Context, scope string) (bool, error) {
+func (f *gateways) deciding(ctx context.Context, scope string) (bool, error) {
 	for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kindDeciding, scope))) {
 		if err != nil {
 			return false, err
@@ -299,7 +273,7 @@ func (f *fleet) deciding(ctx context.Context, scope string) (bool, error) {
 }
 
 // locksOf are what keeps calls of a workflow, or the attempts of a call without one, from beginning.
-func (f *fleet) locksOf(ctx context.Context, workflow, scope string) (locks []*workflowLock, err error) {
+func (f *gateways) locksOf(ctx context.Context, workflow, scope string) (locks []*workflowLock, err error) {
 	for _, kind := range lockKinds {
 		var names []name
 		for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kind, workflow))) {
@@ -325,7 +299,7 @@ func (f *fleet) locksOf(ctx context.Context, workflow, scope string) (locks []*w
 }
 
 // lockOf is lock, for a call that may meet it. What it has read of accepted rollbacks it remembers.
-func (f *fleet) lockOf(ctx context.Context, kind byte, n name) (*workflowLock, error) {
+func (f *gateways) lockOf(ctx context.Context, kind byte, n name) (*workflowLock, error) {
 	f.mu.Lock()
 	w := f.plans[n]
 	f.mu.Unlock()

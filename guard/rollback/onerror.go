@@ -94,7 +94,7 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 func (c *Coordinator) recordedFailure(f *Failure) ([]byte, error) {
 	record := failureRecord{Failure: *f}
 	if c.fleet != nil {
-		record.Boot = c.fleet.boot
+		record.Boot = c.fleet.members.Boot()
 	}
 	return json.Marshal(record)
 }
