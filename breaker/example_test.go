@@ -1,6 +1,7 @@
 package breaker_test
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -153,15 +154,15 @@ func ExampleRegistry_Restore() {
 	b := breaker.New(breaker.Key{Upstream: "localhost:9001"}, rules, nil)
 	permit, _ := b.Acquire(breaker.Op{})
 	permit.Done(breaker.Outcome{Class: breaker.Failure, Evidence: "error-1"})
-	stored, err := b.Snapshot().Encode()
+	stored, err := json.Marshal(b.Snapshot())
 	if err != nil {
 		fmt.Println(err)
 		return
 	}
 
 	// After a restart:
-	snapshot, err := breaker.DecodeSnapshot(stored)
-	if err != nil {
+	var snapshot breaker.Snapshot
+	if err := json.Unmarshal(stored, &snapshot); err != nil {
 		fmt.Println(err)
 		return
 	}

@@ -126,7 +126,7 @@ func (r *Registry) Status() []Status {
 
 // Restore adds a breaker from its snapshot, unless its key has a breaker already that is not blank. A
 // blank one is replaced atomically, so that a call that came before Restore does not discard the
-// snapshot. The error is that of DecodeSnapshot.
+// snapshot. The error is that of Snapshot.Check.
 func (r *Registry) Restore(s Snapshot, rules *Rules) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -1,7 +1,6 @@
 package breaker
 
 import (
-	"encoding/json"
 	"fmt"
 	"time"
 )
@@ -100,29 +99,6 @@ type Snapshot struct {
 
 const snapshotVersion = 1
 
-// Encode returns the snapshot's JSON. Unknown states and modes, and times outside of the years 0 to
-// 9999, are errors.
-func (s Snapshot) Encode() ([]byte, error) {
-	data, err := json.Marshal(s)
-	if err != nil {
-		return nil, fmt.Errorf("breaker: snapshot of %q: %w", s.Upstream, err)
-	}
-	return data, nil
-}
-
-// DecodeSnapshot reads the JSON of Encode. Unknown members are ignored. The error names a value that is
-// out of its range.
-func DecodeSnapshot(data []byte) (Snapshot, error) {
-	var s Snapshot
-	if err := json.Unmarshal(data, &s); err != nil {
-		return Snapshot{}, fmt.Errorf("breaker: snapshot of %q: %w", s.Upstream, err)
-	}
-	if err := s.Check(); err != nil {
-		return Snapshot{}, err
-	}
-	return s, nil
-}
-
 // Check returns an error that names a value that is out of its range.
 func (s Snapshot) Check() error {
 	for _, c := range []struct {
@@ -172,7 +148,7 @@ func (s Snapshot) Blank() bool { return s.State == Closed && s.Mode == Auto && s
 // restore makes a breaker with the state of a snapshot. OPEN ends at the same wall time, but never later
 // than if no time had passed since: a clock that was set back does not extend it. A probe that was
 // under way is lost, and the next suitable call is one. The cooldown does not end before resume. The
-// error is that of DecodeSnapshot.
+// error is that of Check.
 func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 	if err := s.Check(); err != nil {
 		return nil, err

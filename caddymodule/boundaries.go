@@ -19,6 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -77,7 +78,7 @@ type boundaryWatch struct {
 	due  dueWorkflows
 	with time.Duration
 
-	shared  store.Shared // nil where one gateway has the store; only the goroutine uses these, too
+	fleet   *fleet.Fleet // nil where one gateway has the store; only the goroutine uses these, too
 	node    string
 	members []store.Member // as they were last looked at
 }
@@ -122,11 +123,11 @@ func startBoundaries(e *engine) {
 	w := &boundaryWatch{
 		e: e, wake: make(chan struct{}, 1), changed: map[string]bool{}, open: map[string]*openWorkflow{},
 	}
-	if shared, is := e.store.(store.Shared); is {
-		w.shared, w.node = shared, shared.Self().Node
+	if w.fleet = fleet.Of(e.store); w.fleet != nil {
+		w.node = w.fleet.Self().Node
 	}
 	e.boundaries = w
-	w.job = startJob(w.run)
+	w.job = startJob(w.work().Run)
 }
 
 // placed takes an event of the ledger, of this or another gateway, and does not wait.
@@ -162,46 +163,36 @@ func (w *boundaryWatch) idle() time.Duration {
 	return 0
 }
 
-func (w *boundaryWatch) run(ctx context.Context) {
-	tick := time.NewTicker(openTick)
-	defer tick.Stop()
-	left := w.whoIsThere(ctx)
-	for resumed := false; ; {
-		resumed = resumed || w.resume(ctx)
-		select {
-		case <-w.wake:
-		case <-tick.C:
-		case <-left:
-			left, resumed = w.whoIsThere(ctx), false
-		case <-ctx.Done():
-			return
+// work is the job of the watch.
+func (w *boundaryWatch) work() fleet.Job {
+	resumed := false
+	look := func(ctx context.Context, left bool) (time.Duration, error) {
+		if left {
+			resumed = false
+			w.whoIsThere(ctx)
 		}
+		resumed = resumed || w.resume(ctx)
 		w.take()
 		w.endDue(ctx, w.idle())
+		return 0, nil
 	}
+	return fleet.Job{Fleet: w.fleet, Wake: w.wake, Every: openTick, Do: look}
 }
 
-// whoIsThere reads which gateways share the store. The channel is closed when one has left; it is nil where there are
-// no others, and for a gateway that has left itself.
-func (w *boundaryWatch) whoIsThere(ctx context.Context) (left <-chan struct{}) {
-	if w.shared == nil {
-		return nil
+// whoIsThere reads which gateways share the store.
+func (w *boundaryWatch) whoIsThere(ctx context.Context) {
+	if w.fleet == nil {
+		return
 	}
-	left = w.shared.Left()
-	if out, err := w.shared.Gone(ctx, w.shared.Self().Boot); out && err == nil {
-		return nil
-	}
-	members, err := w.shared.Members(ctx)
-	if err == nil {
+	if members, err := w.fleet.Members(ctx); err == nil {
 		w.members = members
 	}
-	return left
 }
 
 // turn is how much later than the first this gateway looks at a workflow: the others have their turns at other
 // workflows.
 func (w *boundaryWatch) turn(wid string) time.Duration {
-	if w.shared == nil {
+	if w.fleet == nil {
 		return 0
 	}
 	hash := func(node string) uint64 {

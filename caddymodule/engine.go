@@ -25,6 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -211,7 +212,9 @@ func (e *engine) Destruct() error {
 	e.resealing.end()
 	e.endWaits()
 	close(e.watch.stop)
-	e.watch.done.Wait()
+	for _, end := range e.watch.ends {
+		end()
+	}
 	e.ledger.close()
 	defer releaseCounts(e.path)
 	if err := e.executions.Close(context.Background()); err != nil {
@@ -398,7 +401,7 @@ type watch struct {
 	opened    time.Time
 	recovered execution.Recovery // zero once it was reported
 	stop      chan struct{}
-	done      sync.WaitGroup
+	ends      []func() // stop the jobs that watch
 
 	mu          sync.Mutex
 	counted     time.Time
@@ -507,19 +510,9 @@ func (e *engine) reportRecovered() {
 // startWatch begins to check the state for changes.
 func (e *engine) startWatch(found execution.Recovery) {
 	e.watch.opened, e.watch.recovered, e.watch.stop = time.Now(), found, make(chan struct{})
-	e.watch.done.Go(func() {
-		tick := time.NewTicker(watchEvery)
-		defer tick.Stop()
-		was := storeState{healthy: true}
-		for {
-			select {
-			case <-e.watch.stop:
-				return
-			case <-tick.C:
-				was = e.reportChanges(was)
-			}
-		}
-	})
+	was := storeState{healthy: true}
+	reports := fleet.Every(watchEvery, func(context.Context) { was = e.reportChanges(was) })
+	e.watch.ends = append(e.watch.ends, reports.Start())
 }
 
 // storeState is the state whose changes are emitted as events.
@@ -575,7 +568,13 @@ func (e *engine) startResealing(ctx context.Context) {
 			}
 		}
 	}
-	e.resealing.job = startJob(e.keepResealed)
+	pass := func(ctx context.Context, first bool) (time.Duration, error) {
+		if !first && !e.resealOnce(ctx) {
+			return resealRetry, nil
+		}
+		return 0, nil
+	}
+	e.resealing.job = startJob(fleet.Job{Wake: e.resealing.wake, Do: pass}.Run)
 	e.resealing.begin()
 }
 
@@ -631,22 +630,6 @@ func (e *engine) reseal() {
 	select {
 	case e.resealing.wake <- struct{}{}:
 	default:
-	}
-}
-
-func (e *engine) keepResealed(ctx context.Context) {
-	var retry <-chan time.Time
-	for {
-		select {
-		case <-e.resealing.wake:
-		case <-retry:
-		case <-ctx.Done():
-			return
-		}
-		retry = nil
-		if !e.resealOnce(ctx) {
-			retry = time.After(resealRetry)
-		}
 	}
 }
 

@@ -24,6 +24,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 )
 
 // Identity is the gateway's identity in the tokens that it issues. With one, every decision about a
@@ -254,8 +255,7 @@ type ledgerHandle struct {
 	retain     atomic.Int64  // nanoseconds, of the latest configuration
 	coming     atomic.Bool   // a configuration with an identity is about to open it
 	replaced   chan struct{} // buffers one signal: the ring may have keys to retire
-	stop       context.CancelFunc
-	ended      sync.WaitGroup
+	ends       []func()      // stop the jobs of the open ledger
 	// unsealed says that re-sealing was not possible, because no configuration held the
 	// engine.
 	unsealed atomic.Bool
@@ -313,12 +313,7 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 	if l.left.Load() { // while the ledger was being opened
 		go l.recordLeft()
 	}
-	var pruning context.Context
-	pruning, l.stop = context.WithCancel(context.Background())
-	l.replaced = make(chan struct{}, 1)
-	l.retireSoon() // what an earlier life began
-	l.ended.Go(func() { l.keepPruned(pruning, ev) })
-	l.ended.Go(func() { l.keepRetired(pruning, ev) })
+	l.keep(ev)
 	return ev, nil
 }
 
@@ -371,8 +366,9 @@ func (l *ledgerHandle) close() {
 	if ev == nil {
 		return
 	}
-	l.stop()
-	l.ended.Wait()
+	for _, end := range l.ends {
+		end()
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), ledgerCloseTime)
 	defer cancel()
 	if err := ev.Close(ctx); err != nil {
@@ -390,38 +386,40 @@ func (l *ledgerHandle) head() *ledger.Head {
 	return &head
 }
 
-// keepPruned periodically prunes old entries and writes the newest head to the file beside
-// the store.
-func (l *ledgerHandle) keepPruned(ctx context.Context, ev *evidence.Evidence) {
-	tick, heads := time.NewTicker(pruneEvery), time.NewTicker(headEvery)
-	defer tick.Stop()
-	defer heads.Stop()
-	logger := l.engine.logger
+// prune deletes old entries.
+func (l *ledgerHandle) prune(ctx context.Context, ev *evidence.Evidence) {
+	n, err := ev.Prune(ctx, time.Duration(l.retain.Load()))
+	switch {
+	case err != nil && ctx.Err() == nil:
+		l.engine.logger.Warn("the ledger could not be pruned", zap.Error(err))
+	case n > 0:
+		l.engine.logger.Info("the ledger was pruned", zap.Int("entries", n))
+	}
+}
+
+// keep prunes the ledger, writes its newest head to the file beside the key, and removes the private parts of
+// replaced keys once all is signed that was recorded under them. What fails is tried again, also after a restart.
+func (l *ledgerHandle) keep(ev *evidence.Evidence) {
 	warned := false
-	start := make(chan struct{})
-	close(start) // prune once at startup: the process may end before pruneEvery
-	for {
-		select {
-		case <-start:
-			start = nil
-		case <-heads.C:
+	l.replaced = make(chan struct{}, 1)
+	l.ends = []func(){
+		fleet.Job{Every: pruneEvery, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
+			l.prune(ctx, ev)
+			return 0, nil
+		}}.Start(),
+		fleet.Every(headEvery, func(context.Context) {
 			err := ev.WriteHead()
 			if err != nil && !warned {
-				logger.Warn("the head of the ledger cannot be kept beside the store", zap.Error(err))
+				l.engine.logger.Warn("the head of the ledger cannot be kept beside the store", zap.Error(err))
 			}
 			warned = err != nil
-			continue
-		case <-tick.C:
-		case <-ctx.Done():
-			return
-		}
-		n, err := ev.Prune(ctx, time.Duration(l.retain.Load()))
-		switch {
-		case err != nil && ctx.Err() == nil:
-			logger.Warn("the ledger could not be pruned", zap.Error(err))
-		case n > 0:
-			logger.Info("the ledger was pruned", zap.Int("entries", n))
-		}
+		}).Start(),
+		fleet.Job{Every: pruneEvery, Wake: l.replaced, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
+			if err := l.retire(ctx, ev); err != nil && ctx.Err() == nil {
+				l.engine.logger.Warn("replaced signing keys stay in the key file for now", zap.Error(err))
+			}
+			return 0, nil
+		}}.Start(),
 	}
 }
 
@@ -429,24 +427,6 @@ func (l *ledgerHandle) retireSoon() {
 	select {
 	case l.replaced <- struct{}{}:
 	default:
-	}
-}
-
-// keepRetired removes the private parts of replaced keys once all is signed that was recorded
-// under them. What fails is tried again every hour, and after a restart.
-func (l *ledgerHandle) keepRetired(ctx context.Context, ev *evidence.Evidence) {
-	again := time.NewTicker(pruneEvery)
-	defer again.Stop()
-	for {
-		select {
-		case <-l.replaced:
-		case <-again.C:
-		case <-ctx.Done():
-			return
-		}
-		if err := l.retire(ctx, ev); err != nil && ctx.Err() == nil {
-			l.engine.logger.Warn("replaced signing keys stay in the key file for now", zap.Error(err))
-		}
 	}
 }
 

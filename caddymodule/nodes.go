@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -23,7 +24,7 @@ const nodesEvery = 5 * time.Second
 // nodes is what an engine knows of the gateways that share its store (ADR 0135).
 type nodes struct {
 	engine *engine
-	shared store.Shared // nil where one gateway has the store
+	shared *fleet.Fleet // nil where one gateway has the store
 	last   atomic.Pointer[nodeReport]
 }
 
@@ -39,26 +40,15 @@ type nodeReport struct {
 
 // start begins to describe this gateway to the others, and to look at them, until the engine is closed.
 func (n *nodes) start() {
-	shared, is := n.engine.store.(store.Shared)
-	if !is {
+	if n.shared = fleet.Of(n.engine.store); n.shared == nil {
 		return
 	}
-	n.shared = shared
 	n.describe()
-	n.engine.watch.done.Go(func() {
-		tick := time.NewTicker(nodesEvery)
-		defer tick.Stop()
-		var seen differing
-		for {
-			select {
-			case <-n.engine.watch.stop:
-				return
-			case <-tick.C:
-				n.describe()
-				seen = n.compare(seen)
-			}
-		}
-	})
+	var seen differing
+	n.engine.watch.ends = append(n.engine.watch.ends, fleet.Every(nodesEvery, func(context.Context) {
+		n.describe()
+		seen = n.compare(seen)
+	}).Start())
 }
 
 // describe sets what the other gateways read of this one: soon where its configuration or its keys have changed, and

@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap/zaptest/observer"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -108,7 +109,7 @@ func TestNodesSeeEachOther(t *testing.T) {
 	app := configured(t, `{"quota": {"open_executions": 5}, "workflow_idle": 7}`)
 	app.ctx, _ = caddy.NewContext(caddy.Context{Context: t.Context()})
 	e := &engine{store: a, executions: g, ring: ring, logger: zap.New(core)}
-	e.nodes.engine, e.nodes.shared = e, a
+	e.nodes.engine, e.nodes.shared = e, fleet.Of(a)
 	e.activeConfigs.join(app)
 	e.nodes.describe()
 	other := configured(t, `{"quota": {"open_executions": 6}}`).agreement(ring)

@@ -86,7 +86,10 @@ func New(o Options) *Keeper {
 		stored: store.Table[record]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
 		probes: store.Table[probe]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
 	}
-	k.fleet = others{changed: make(chan struct{}, 1), open: map[string]record{}, again: map[string]bool{}, held: map[string]time.Time{}, sent: map[breaker.Key]*Probe{}}
+	k.fleet = others{
+		changed: make(chan struct{}, 1), open: map[string]record{}, again: map[string]bool{},
+		held: map[string]time.Time{}, sent: map[breaker.Key]*Probe{},
+	}
 	if k.members = fleet.Of(o.Store); k.members != nil {
 		k.Node = k.members.Self().Node
 	}

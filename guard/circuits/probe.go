@@ -68,13 +68,14 @@ func (k *Keeper) Follow() {
 	f := &k.fleet
 	unfollow := k.members.Follow([]byte{Space}, k.heard)
 	k.heard(nil) // what was written before
-	reads := fleet.Job{Fleet: k.members, Wake: f.changed, Do: func(ctx context.Context, left bool) (time.Duration, error) {
+	read := func(ctx context.Context, left bool) (time.Duration, error) {
 		k.catchUp(ctx)
 		if left {
 			k.closeGone(ctx)
 		}
 		return 0, nil
-	}}.Start()
+	}
+	reads := fleet.Job{Fleet: k.members, Wake: f.changed, Do: read}.Start()
 	keeps := fleet.Every(refreshEvery, func(ctx context.Context) {
 		if err := k.keepAll(ctx); err != nil && ctx.Err() == nil {
 			k.o.Log.Warn("the states of circuit breakers cannot be recorded", slog.Any("error", err))
@@ -281,7 +282,9 @@ func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts ti
 	if err != nil {
 		return nil, 0, err
 	}
-	p := &Probe{k: k, key: at, of: probe{Upstream: key.Upstream, Class: key.Class, Node: k.Node, Boot: k.members.Boot(), Follows: map[string]uint64{}}}
+	p := &Probe{k: k, key: at, of: probe{
+		Upstream: key.Upstream, Class: key.Class, Node: k.Node, Boot: k.members.Boot(), Follows: map[string]uint64{},
+	}}
 	var other probe
 	for row, err := range k.stored.All(ctx, k.name(key)[1:]) {
 		if err != nil && !errors.Is(err, errUnreadable) {

@@ -27,6 +27,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
@@ -71,7 +72,7 @@ type Evidence struct {
 	names  names
 	about  answered
 	later  laterKeys
-	fleet  fleet
+	fleet  nodes
 	logger *slog.Logger
 	placed func(log string, e *ledger.Event, recorded time.Time)
 	// unsigned says that unproven tokens are accepted, so that they have to be looked up
@@ -82,7 +83,7 @@ type Evidence struct {
 // Open opens or creates the ledger in the store. ledger.ErrTampered says that stored data
 // was altered.
 func Open(ctx context.Context, o Options) (*Evidence, error) {
-	shared, _ := o.Store.(store.Shared)
+	shared := fleet.Of(o.Store)
 	if shared != nil {
 		o.Node = shared.Self().Node
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -29,21 +30,17 @@ const originPrefix = "agent-guard/"
 const (
 	// tendEvery is how often a node looks after what others have left, besides when one leaves.
 	tendEvery = time.Minute
-	// hearAgain is when what other nodes have recorded is read again, where that has failed.
-	hearAgain = time.Second
 	// keepPeer is how long the keys of a node that is gone verify new tokens: the longest life of one.
 	keepPeer = ect.MaxLife + time.Minute
 )
 
-// fleet is what a node does for and with the others. Its store is nil where there are none.
-type fleet struct {
-	store   store.Shared
+// nodes is what a node does for and with the others. Its store is nil where there are none.
+type nodes struct {
+	store   *fleet.Fleet
 	node    string
-	changed chan struct{}  // buffers one signal: keys or names were written
-	added   chan struct{}  // buffers one signal: another log has more entries
-	follows []func()       // their cancels
-	stop    func()         // ends tend and hear
-	running sync.WaitGroup // of these
+	changed chan struct{} // buffers one signal: keys or names were written
+	added   chan struct{} // buffers one signal: another log has more entries
+	ends    []func()      // stop tend, hear and what follows the store
 
 	hearing sync.Mutex
 	hears   bool     // what others record is passed on; guarded by hearing
@@ -60,8 +57,6 @@ func (e *Evidence) Fleet() bool { return e.fleet.store != nil }
 // beginFleet reads what other nodes have stored, and follows it.
 func (e *Evidence) beginFleet(ctx context.Context) error {
 	f := &e.fleet
-	tending, stop := context.WithCancel(context.Background())
-	f.stop = stop
 	f.changed, f.added = make(chan struct{}, 1), make(chan struct{}, 1)
 	changed := func(key []byte) {
 		if len(key) > len(e.later.under) && key[0] == spaceNames {
@@ -69,7 +64,7 @@ func (e *Evidence) beginFleet(ctx context.Context) error {
 		}
 		signal(f.changed)
 	}
-	f.follows = append(f.follows, f.store.Follow([]byte{spaceNames}, changed), f.store.Follow([]byte{spacePeers}, changed),
+	f.ends = append(f.ends, f.store.Follow([]byte{spaceNames}, changed), f.store.Follow([]byte{spacePeers}, changed),
 		f.store.Follow(ledger.HeadPrefix(), func([]byte) { signal(f.added) }),
 		f.store.Follow(ledger.IDPrefix(), e.live.recordedElsewhere))
 	others, err := e.log.Others(ctx)
@@ -79,10 +74,10 @@ func (e *Evidence) beginFleet(ctx context.Context) error {
 	if err == nil {
 		err = e.readPeers(ctx)
 	}
-	f.running.Go(func() { e.tend(tending) })
+	f.ends = append(f.ends, e.tend().Start())
 	if e.placed != nil && err == nil {
 		f.hears = true
-		f.running.Go(func() { e.hear(tending, others) })
+		f.ends = append(f.ends, e.hear(others).Start())
 	}
 	if err != nil {
 		e.endFleet()
@@ -98,38 +93,32 @@ func signal(to chan struct{}) {
 	}
 }
 
-// hear passes on what the other logs get, until ctx ends: whoever is to know what is recorded needs that of all
-// nodes.
-func (e *Evidence) hear(ctx context.Context, others *ledger.Others) {
+// hear passes on what the other logs get: whoever is to know what is recorded needs that of all nodes.
+func (e *Evidence) hear(others *ledger.Others) fleet.Job {
 	f := &e.fleet
-	for warned := false; ; {
+	warned := false
+	return fleet.Job{Wake: f.added, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
 		f.hearing.Lock()
 		waiting := f.waiting
 		f.waiting = nil
 		f.hearing.Unlock()
 		err := others.Read(ctx, func(entry *ledger.Entry) { e.placed(entry.Log, &entry.Event, entry.Recorded) })
-		var again <-chan time.Time
 		if err != nil {
-			again = time.After(hearAgain)
 			f.hearing.Lock()
 			f.waiting = append(waiting, f.waiting...)
 			f.hearing.Unlock()
-			waiting = nil
+			if !warned && ctx.Err() == nil {
+				e.logger.Warn("what other nodes have recorded cannot be read; it is tried again", slog.Any("error", err))
+			}
+			warned = true
+			return 0, err
 		}
+		warned = false
 		for _, do := range waiting {
 			do()
 		}
-		if err != nil && !warned && ctx.Err() == nil {
-			e.logger.Warn("what other nodes have recorded cannot be read; it is tried again", slog.Any("error", err))
-		}
-		warned = err != nil
-		select {
-		case <-f.added:
-		case <-again:
-		case <-ctx.Done():
-			return
-		}
-	}
+		return 0, nil
+	}}
 }
 
 // Heard calls do once Options.Placed has got what other nodes had in their logs when it was called: at once where there
@@ -149,41 +138,26 @@ func (e *Evidence) Heard(do func()) {
 	signal(f.added)
 }
 
-// tend retires the keys of nodes that are gone, and reads what others write of theirs, until ctx ends.
-func (e *Evidence) tend(ctx context.Context) {
-	f := &e.fleet
-	again := time.NewTicker(tendEvery)
-	defer again.Stop()
-	for {
-		left := f.store.Left() // before the look, so that no leaving is missed
-		if err := e.retirePeers(ctx); err != nil && ctx.Err() == nil {
-			e.logger.Warn("the keys of a node that is gone cannot be retired; it is tried again", slog.Any("error", err))
-		}
-		select {
-		case <-left:
-			if out, err := f.store.Gone(ctx, f.store.Self().Boot); out && err == nil {
-				return // the others look after what this node has left
-			}
-		case <-again.C:
-		case <-f.changed:
+// tend retires the keys of nodes that are gone, and reads what others write of theirs.
+func (e *Evidence) tend() fleet.Job {
+	return fleet.Job{
+		Fleet: e.fleet.store, Wake: e.fleet.changed, Every: tendEvery,
+		Do: func(ctx context.Context, _ bool) (time.Duration, error) {
 			if err := e.readShared(ctx); err != nil && ctx.Err() == nil {
 				e.logger.Error("the keys or names of other nodes cannot be read", slog.Any("error", err))
 			}
-		case <-ctx.Done():
-			return
-		}
+			if err := e.retirePeers(ctx); err != nil && ctx.Err() == nil {
+				e.logger.Warn("the keys of a node that is gone cannot be retired; it is tried again", slog.Any("error", err))
+			}
+			return 0, nil
+		},
 	}
 }
 
 // endFleet stops following.
 func (e *Evidence) endFleet() {
-	if e.fleet.stop == nil {
-		return
-	}
-	e.fleet.stop()
-	e.fleet.running.Wait()
-	for _, cancel := range e.fleet.follows {
-		cancel()
+	for _, end := range e.fleet.ends {
+		end()
 	}
 }
 

@@ -105,24 +105,24 @@ const MaxID = 255
 // Errors of ids. Their texts are the detail of a 400 problem: they say what is wrong and what
 // would be right, and never repeat the value, which may be a secret (P8).
 var (
-	// ErrIDMissing: the request has no such field.
-	ErrIDMissing = errors.New("the field with the execution id is missing; send it once, with one id")
-	// ErrIDRepeated: the field came on more than one line.
-	ErrIDRepeated = errors.New("the field with the execution id was sent more than once; send exactly one field line")
-	// ErrIDList: an unquoted value contains a comma; an intermediary may have joined two values.
-	ErrIDList = errors.New("the execution id looks like a comma-separated list; send one id, or put it in double quotes if the comma belongs to it")
-	// ErrIDEmpty: nothing is left after trimming and unquoting.
-	ErrIDEmpty = errors.New("the execution id is empty; send 1 to 255 visible ASCII characters")
-	// ErrIDTooLong: more than MaxID bytes.
-	ErrIDTooLong = errors.New("the execution id is too long; at most 255 characters are allowed, quotes not counted")
-	// ErrIDCharacter: a space, a control character or something outside ASCII.
-	ErrIDCharacter = errors.New("the execution id holds a character that is not allowed; use visible ASCII characters only, without spaces")
-	// ErrIDUnterminated: the closing double quote is missing.
-	ErrIDUnterminated = errors.New("the quoted execution id does not end; close it with a double quote, or leave both quotes away")
-	// ErrIDEscape: a backslash before something else than a quote or a backslash.
-	ErrIDEscape = errors.New(`the quoted execution id has a bad escape; after a backslash only a double quote or a backslash may follow`)
-	// ErrIDTrailing: parameters, a further list member or other text follows.
-	ErrIDTrailing = errors.New("something follows the closing quote of the execution id; send the quoted id alone, without parameters or further values")
+	// errIDMissing: the request has no such field.
+	errIDMissing = errors.New("the field with the execution id is missing; send it once, with one id")
+	// errIDRepeated: the field came on more than one line.
+	errIDRepeated = errors.New("the field with the execution id was sent more than once; send exactly one field line")
+	// errIDList: an unquoted value contains a comma; an intermediary may have joined two values.
+	errIDList = errors.New("the execution id looks like a comma-separated list; send one id, or put it in double quotes if the comma belongs to it")
+	// errIDEmpty: nothing is left after trimming and unquoting.
+	errIDEmpty = errors.New("the execution id is empty; send 1 to 255 visible ASCII characters")
+	// errIDTooLong: more than MaxID bytes.
+	errIDTooLong = errors.New("the execution id is too long; at most 255 characters are allowed, quotes not counted")
+	// errIDCharacter: a space, a control character or something outside ASCII.
+	errIDCharacter = errors.New("the execution id holds a character that is not allowed; use visible ASCII characters only, without spaces")
+	// errIDUnterminated: the closing double quote is missing.
+	errIDUnterminated = errors.New("the quoted execution id does not end; close it with a double quote, or leave both quotes away")
+	// errIDEscape: a backslash before something else than a quote or a backslash.
+	errIDEscape = errors.New(`the quoted execution id has a bad escape; after a backslash only a double quote or a backslash may follow`)
+	// errIDTrailing: parameters, a further list member or other text follows.
+	errIDTrailing = errors.New("something follows the closing quote of the execution id; send the quoted id alone, without parameters or further values")
 )
 
 // ParseID returns the id in the field lines of one header, of which there must be exactly one. A
@@ -132,10 +132,10 @@ var (
 func ParseID(lines []string) (id string, err error) {
 	switch len(lines) {
 	case 0:
-		return "", ErrIDMissing
+		return "", errIDMissing
 	case 1:
 	default:
-		return "", ErrIDRepeated
+		return "", errIDRepeated
 	}
 	v := strings.Trim(lines[0], " \t")
 	if strings.HasPrefix(v, `"`) {
@@ -146,7 +146,7 @@ func ParseID(lines []string) (id string, err error) {
 	} else {
 		id = v
 		if strings.IndexByte(id, ',') >= 0 {
-			return "", ErrIDList
+			return "", errIDList
 		}
 	}
 	if err := CheckID(id); err != nil {
@@ -159,14 +159,14 @@ func ParseID(lines []string) (id string, err error) {
 // error is one of this package's.
 func CheckID(id string) error {
 	if id == "" {
-		return ErrIDEmpty
+		return errIDEmpty
 	}
 	if len(id) > MaxID {
-		return ErrIDTooLong
+		return errIDTooLong
 	}
 	for i := range len(id) {
 		if id[i] < 0x21 || id[i] > 0x7e {
-			return ErrIDCharacter
+			return errIDCharacter
 		}
 	}
 	return nil
@@ -177,7 +177,7 @@ func unquote(v string) (string, error) {
 	end := strings.IndexAny(v, `"\`)
 	if end >= 0 && v[end] == '"' {
 		if end != len(v)-1 {
-			return "", ErrIDTrailing
+			return "", errIDTrailing
 		}
 		return v[:end], nil
 	}
@@ -186,23 +186,23 @@ func unquote(v string) (string, error) {
 		switch c := v[i]; c {
 		case '"':
 			if i != len(v)-1 {
-				return "", ErrIDTrailing
+				return "", errIDTrailing
 			}
 			return b.String(), nil
 		case '\\':
 			i++
 			if i == len(v) {
-				return "", ErrIDUnterminated
+				return "", errIDUnterminated
 			}
 			if v[i] != '"' && v[i] != '\\' {
-				return "", ErrIDEscape
+				return "", errIDEscape
 			}
 			b.WriteByte(v[i])
 		default:
 			b.WriteByte(c)
 		}
 	}
-	return "", ErrIDUnterminated
+	return "", errIDUnterminated
 }
 
 // Verdict is the outcome of a forwarded call (P6).

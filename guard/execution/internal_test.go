@@ -731,3 +731,16 @@ func TestEarlierAnswerIsReplayed(t *testing.T) {
 		}
 	}
 }
+
+// The errors of ids: callers see their texts.
+var (
+	ErrIDMissing      = errIDMissing
+	ErrIDRepeated     = errIDRepeated
+	ErrIDList         = errIDList
+	ErrIDEmpty        = errIDEmpty
+	ErrIDTooLong      = errIDTooLong
+	ErrIDCharacter    = errIDCharacter
+	ErrIDUnterminated = errIDUnterminated
+	ErrIDEscape       = errIDEscape
+	ErrIDTrailing     = errIDTrailing
+)

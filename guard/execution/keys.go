@@ -370,9 +370,8 @@ func (k *Keys) OnSeal(changed func(ctx context.Context, id uint32) error) {
 // keep seals with what the members agree on, and records up to where this one does. stop ends that.
 func (k *Keys) keep() (stop func()) {
 	members := k.g.members.store
-	ends := []func(){fleet.Job{Fleet: members, Wake: k.wake, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
-		return 0, k.follow(ctx)
-	}}.Start()}
+	follow := func(ctx context.Context, _ bool) (time.Duration, error) { return 0, k.follow(ctx) }
+	ends := []func(){fleet.Job{Fleet: members, Wake: k.wake, Do: follow}.Start()}
 	for _, name := range []string{keysName, ringsName} {
 		ends = append(ends, members.Follow(metaKey(name), func([]byte) { k.signal() }))
 	}

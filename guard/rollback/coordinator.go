@@ -78,7 +78,9 @@ func Open(o Options) (*Coordinator, error) {
 		}
 	}
 	o.PrepareTimeout, o.Reservation = orElse(o.PrepareTimeout, DefaultPrepareTimeout), orElse(o.Reservation, DefaultReservation)
-	c := &Coordinator{o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{}}
+	c := &Coordinator{
+		o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{},
+	}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
 	}

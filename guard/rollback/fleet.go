@@ -40,7 +40,8 @@ func gatewaysOf(c *Coordinator) *gateways {
 		return nil
 	}
 	return &gateways{
-		Coordinator: c, members: members, fences: store.FollowFences(members, []byte{space, kindFence}), plans: map[name]*workflowLock{},
+		Coordinator: c, members: members,
+		fences: store.FollowFences(members, []byte{space, kindFence}), plans: map[name]*workflowLock{},
 	}
 }
 
@@ -168,7 +169,9 @@ func (f *gateways) announce(ctx context.Context, workflow, scope string) (over f
 	}
 	fence := store.Write{Key: f.fenceKey(workflow), Expires: now.Add(f.o.Keep)}
 	nonce := uuid.New()
-	decision := store.Write{Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.members.Boot()), Expires: fence.Expires}
+	decision := store.Write{
+		Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.members.Boot()), Expires: fence.Expires,
+	}
 	over = func() {
 		decision := store.Write{Key: decision.Key, Delete: true}
 		f.goOnUntil("the end of a decision", func(ctx context.Context) error {

@@ -16,7 +16,7 @@ type layer struct {
 }
 
 // leaves import nothing of ours but small internal packages.
-var leaves = []string{"guard/spool!", "guard/fingerprint!", "guard/seal!", "guard/store!", "internal/jsonx"}
+var leaves = []string{"guard/spool!", "guard/fingerprint!", "guard/seal!", "guard/store!", "guard/fleet!", "internal/jsonx"}
 
 // layers is the order of the house: cmd -> caddymodule -> guard -> guard/api ->
 // guard/evidence -> guard/rollback and its neighbours -> guard/execution -> guard/store.
@@ -31,6 +31,7 @@ var layers = []layer{
 	{part: "guard/plan!", may: []string{"guard/workflow!", "guard/store!", "breaker", "internal/jsonx"}, tests: []string{"ect", "guard"}, bare: true},
 	{part: "guard/store!"},
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store", "internal"}},
+	{part: "guard/fleet!", may: []string{"guard/store!"}, tests: []string{"guard/store", "internal"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
 	{part: "guard/workflow!", may: []string{"ect"}, tests: []string{"internal"}},
 	{part: "guard/hitl!", may: leaves, tests: []string{"guard", "internal"}},

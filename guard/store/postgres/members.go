@@ -569,7 +569,7 @@ where a.pid <> pg_backend_pid() and a.usename = current_user
 const (
 	// stillTime is after which the server ends a session by itself whose client is silent in the middle of a
 	// transaction, unless it is a scan's.
-	stillTime = DefaultStatementTimeout
+	stillTime = defaultStatementTimeout
 	// leastStill is for how long a client may be silent at least: a busy machine is none that is gone.
 	leastStill = 2 * time.Second
 )

@@ -45,11 +45,11 @@ type Options struct {
 	// dots, underscores and dashes, a letter or digit first.
 	Node string
 	// PoolSize is the largest number of connections for reading. Commits and the lease have one
-	// each besides. Default: pool_max_conns of the DSN, or DefaultPoolSize.
+	// each besides. Default: pool_max_conns of the DSN, or defaultPoolSize.
 	PoolSize int
 	// StatementTimeout is how long the server may work on one statement, between 100 ms and
-	// MaxStatementTimeout. Every method fails at most two seconds later. Default: statement_timeout
-	// of the DSN, or DefaultStatementTimeout.
+	// maxStatementTimeout. Every method fails at most two seconds later. Default: statement_timeout
+	// of the DSN, or defaultStatementTimeout.
 	StatementTimeout time.Duration
 	// Lease is how long a gateway that does not respond stays a member, and with Open keeps the store to
 	// itself. For Open zero is no lease: several stores may then write, and a Watch sees only the writes
@@ -72,9 +72,9 @@ type Observer interface {
 // What the zero Options mean, and how far the others go.
 const (
 	DefaultSchema           = "agent_guard"
-	DefaultPoolSize         = 10
-	DefaultStatementTimeout = 5 * time.Second
-	MaxStatementTimeout     = 7 * time.Second
+	defaultPoolSize         = 10
+	defaultStatementTimeout = 5 * time.Second
+	maxStatementTimeout     = 7 * time.Second
 	// DefaultLease is for gateways; stores without the option have no lease.
 	DefaultLease = 15 * time.Second
 )
@@ -98,13 +98,13 @@ func (o Options) withDefaults() Options {
 		named = c.RuntimeParams
 	}
 	if o.PoolSize == 0 {
-		o.PoolSize = DefaultPoolSize
+		o.PoolSize = defaultPoolSize
 		if text := named["pool_max_conns"]; text != "" {
 			o.PoolSize, _ = strconv.Atoi(text) // Check refuses 0
 		}
 	}
 	if o.StatementTimeout == 0 {
-		o.StatementTimeout = DefaultStatementTimeout
+		o.StatementTimeout = defaultStatementTimeout
 		if text := named["statement_timeout"]; text != "" {
 			o.StatementTimeout = statementTime(text)
 		}
@@ -141,8 +141,8 @@ func Check(o Options) (name string, err error) {
 		return "", fmt.Errorf("node: %.80q is no name of a gateway; use 1 to 64 letters, digits, dots, underscores and dashes, a letter or digit first", o.Node)
 	case o.PoolSize < 2 || o.PoolSize > 1000:
 		return "", fmt.Errorf("pool_max_conns: %d connections; it must be between 2 and 1000", o.PoolSize)
-	case o.StatementTimeout < 100*time.Millisecond || o.StatementTimeout > MaxStatementTimeout:
-		return "", fmt.Errorf("statement_timeout: %v; it must be between 100ms and %v, so that a call is refused within 10s", o.StatementTimeout, MaxStatementTimeout)
+	case o.StatementTimeout < 100*time.Millisecond || o.StatementTimeout > maxStatementTimeout:
+		return "", fmt.Errorf("statement_timeout: %v; it must be between 100ms and %v, so that a call is refused within 10s", o.StatementTimeout, maxStatementTimeout)
 	case o.Lease != 0 && (o.Lease < 2*o.StatementTimeout || o.Lease < 2*time.Second || o.Lease > time.Hour):
 		return "", fmt.Errorf("lease: %v; it must be at least twice statement_timeout and 2s, and at most 1h", o.Lease)
 	}

@@ -93,7 +93,7 @@ func awaitReads(t *testing.T, s *postgres.Store, running, waiting int) {
 // several ask for, and what is too large to go with others. Who was answered owns the value.
 func TestReadsShareStatements(t *testing.T) {
 	now := time.Now().Truncate(time.Microsecond)
-	s := openReads(t, postgres.Options{Now: func() time.Time { return now }, StatementTimeout: postgres.MaxStatementTimeout}, "read-", passed)
+	s := openReads(t, postgres.Options{Now: func() time.Time { return now }, StatementTimeout: 7 * time.Second}, "read-", passed)
 	want := map[string]store.Write{
 		"read-empty":   put("read-empty", ""),
 		"read-expires": {Key: []byte("read-expires"), Value: []byte("soon"), Expires: now.Add(time.Microsecond)},
@@ -218,7 +218,7 @@ func TestReaderLeaves(t *testing.T) {
 // A statement that takes long holds up no other: it may be on a connection that hangs.
 func TestSlowReadHoldsUpNobody(t *testing.T) {
 	for _, group := range []bool{false, true} {
-		s := openReads(t, postgres.Options{StatementTimeout: postgres.MaxStatementTimeout}, "read-slow", func(n int) pgserver.Fate { return pgserver.Hold })
+		s := openReads(t, postgres.Options{StatementTimeout: 7 * time.Second}, "read-slow", func(n int) pgserver.Fate { return pgserver.Hold })
 		if _, err := s.Commit(t.Context(), put("other", "1")); err != nil {
 			t.Fatal(err)
 		}
@@ -255,7 +255,7 @@ func TestSlowReadHoldsUpNobody(t *testing.T) {
 func TestReadsLoseTheirConnection(t *testing.T) {
 	for name, fate := range map[string]pgserver.Fate{"before": pgserver.CutBefore, "after": pgserver.CutAfter, "hangs": pgserver.Hold} {
 		t.Run(name, func(t *testing.T) {
-			o := postgres.Options{StatementTimeout: postgres.MaxStatementTimeout}
+			o := postgres.Options{StatementTimeout: 7 * time.Second}
 			if fate == pgserver.Hold {
 				o.StatementTimeout = 500 * time.Millisecond
 			}
@@ -306,7 +306,7 @@ func TestReadsLoseTheirConnection(t *testing.T) {
 
 // Those whose rows had come when the connection was lost have their answers; it is read again for the others.
 func TestReadsLoseTheirConnectionBetweenRows(t *testing.T) {
-	s := openReads(t, postgres.Options{StatementTimeout: postgres.MaxStatementTimeout}, "read-", passed)
+	s := openReads(t, postgres.Options{StatementTimeout: 7 * time.Second}, "read-", passed)
 	var keys []string
 	var batch []store.Write
 	for i := range 60 {
@@ -409,7 +409,7 @@ func TestServerIsKilledBeneathReads(t *testing.T) {
 
 // Close refuses Gets that wait, and ends those under way, alone or in a group.
 func TestCloseWhileReadsWait(t *testing.T) {
-	s := openReads(t, postgres.Options{StatementTimeout: postgres.MaxStatementTimeout}, "read-", func(int) pgserver.Fate { return pgserver.Hold })
+	s := openReads(t, postgres.Options{StatementTimeout: 7 * time.Second}, "read-", func(int) pgserver.Fate { return pgserver.Hold })
 	s.count()
 	s.GroupReads(1, time.Hour)
 	answers := getAll(t.Context(), s, "read-alone")
