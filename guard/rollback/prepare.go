@@ -745,10 +745,12 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 		return err
 	}
 	unprepared = append(unprepared, changed...)
-	d.Plan.Unprepared = map[string]string{}
+	plan := *d.Plan // which may be that of a Draft, whose other callers read it
+	plan.Unprepared = map[string]string{}
 	for _, o := range unprepared {
-		d.Plan.Unprepared[o.Checkpoint] = o.Reason
+		plan.Unprepared[o.Checkpoint] = o.Reason
 	}
+	d.Plan = &plan
 	return nil
 }
 

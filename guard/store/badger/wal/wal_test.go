@@ -106,8 +106,9 @@ func TestLog(t *testing.T) {
 		}
 		return write(f, b, off)
 	}
-	var saved Range
-	w, err := Begin(dir, Range{}, 40, d, func(r Range) error { saved = r; return nil })
+	var stored atomic.Pointer[Range] // the log saves it on its own goroutine
+	save := func(r Range) error { stored.Store(&r); return nil }
+	w, err := Begin(dir, Range{}, 40, d, save)
 	must(t, err)
 	defer w.Close()
 	add := func() error {
@@ -129,6 +130,7 @@ func TestLog(t *testing.T) {
 	for w.seq < 140 {
 		must(t, add())
 	}
+	saved := *stored.Load()
 	found, err := Read(dir, saved, accept)
 	if err != nil || found.Seq != 140 || found.Settled != 40 || saved.First != 1 || saved.Last < 4 {
 		t.Fatalf("%+v of %+v, %v", found, saved, err)
@@ -142,6 +144,7 @@ func TestLog(t *testing.T) {
 	}
 	n, _, _ := w.Droppable(7)
 	must(t, w.Drop(n))
+	saved = *stored.Load()
 	if saved.First != uint64(n)+1 || n < 3 {
 		t.Errorf("%d files dropped, %+v", n, saved)
 	}
@@ -160,7 +163,8 @@ func TestLog(t *testing.T) {
 	if _, err := w.nextFile(); err != nil || len(w.spare) != spare-1 {
 		t.Errorf("no file was used again: %d of %d spare, %v", len(w.spare), spare, err)
 	}
-	must(t, w.Finish(func(r Range) error { saved = r; return nil }))
+	must(t, w.Finish(save))
+	saved = *stored.Load()
 	left, err := os.ReadDir(dir)
 	if err != nil || len(left) > 0 || saved.First != saved.Last+1 || saved.Settled != 140 {
 		t.Errorf("%d files, %+v, %v after the end", len(left), saved, err)
