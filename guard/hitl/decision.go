@@ -78,7 +78,7 @@ type Unreachable struct {
 	// NextRole is asked next by UnreachableEscalate, at most 128 bytes.
 	NextRole string `json:"next_role,omitempty"`
 	// Within is the time to decide, also for NextRole; zero is 24 h.
-	Within time.Duration `json:"-"`
+	Within time.Duration `json:"-" cbor:"within,omitempty"`
 }
 
 // UnreachableKind is a kind of Unreachable.

@@ -11,7 +11,6 @@ package hitl
 
 import (
 	"encoding/binary"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -212,7 +211,7 @@ type Escalation struct {
 	Workflow string `json:"workflow,omitempty"`
 	Caller   string `json:"caller,omitempty"` // see Workflow
 	// WorkflowName is the caller's name of the workflow, if that is another one; for operators. It is not stored.
-	WorkflowName string `json:"workflow_name,omitempty"`
+	WorkflowName string `json:"workflow_name,omitempty" cbor:"-"`
 	// Links has the ids of what the case is about.
 	Links Links `json:"links"`
 	// Opened is when it was opened, Changed when its state or status last changed.
@@ -250,7 +249,7 @@ type Escalation struct {
 
 	// Page is the URL of a page that shows and decides it, for a Notifier. It is not stored.
 	Page    string `json:"-"`
-	Private `json:"-"`
+	Private `json:"-" cbor:"private"`
 }
 
 // Private is what is stored with an Escalation, and shown to nobody.
@@ -268,9 +267,6 @@ type Private struct {
 	// another one takes over at once.
 	Boot string
 }
-
-// errEncoding: it opened but cannot be decoded: a bug.
-var errEncoding = errors.New("hitl: the encoding of an escalation is broken")
 
 // Longest recorded forms, in bytes. They keep a record far below store.MaxValue.
 const (
@@ -291,40 +287,6 @@ func shorten(s string, most int) string {
 		}
 	}
 	return strings.ToValidUTF8(s, "\uFFFD")
-}
-
-// stored is the form of an escalation in the store, before it is sealed.
-type stored struct {
-	*Escalation
-	Private   Private       `json:"private"`
-	Within    time.Duration `json:"within"` // of Unreachable
-	Addresses []address     `json:"addresses"`
-}
-
-func (e *Escalation) encode() []byte {
-	s := stored{Escalation: e, Private: e.Private, Within: e.Within}
-	for i := range e.Participants {
-		s.Addresses = append(s.Addresses, e.Participants[i].address)
-	}
-	text, _ := json.Marshal(s) // strings, numbers and times of this century
-	return text
-}
-
-// decode reads what encode wrote.
-func decode(text []byte) (*Escalation, error) {
-	s := stored{Escalation: new(Escalation)}
-	if err := json.Unmarshal(text, &s); err != nil {
-		return nil, fmt.Errorf("%w: %w", errEncoding, err)
-	}
-	e := s.Escalation
-	if e.Level == 0 || e.State == "" || e.Status == "" || len(s.Addresses) != len(e.Participants) {
-		return nil, errEncoding
-	}
-	e.Private, e.Within = s.Private, s.Within
-	for i := range e.Participants {
-		e.Participants[i].address = s.Addresses[i]
-	}
-	return e, nil
 }
 
 // indexed is the value of an escalation's index entries by age, by which listings select.
@@ -427,13 +389,13 @@ func (e *Escalation) expires() time.Time {
 // put is the batch that changes an escalation from old, which may be nil, to new, with its index
 // entries. The record comes first.
 func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Condition) []store.Write {
-	name, expires, hold := recordKey(id), new.expires(), new.Hold()
+	expires, hold := new.expires(), new.Hold()
 	new.Participants = slices.Clone(new.Participants)
 	for i := range new.Participants {
 		new.Participants[i].State = hold
 	}
 	batch := make([]store.Write, 1, 8)
-	batch[0] = store.Write{Key: name, If: condition, Value: d.sealer.Seal(nil, new.encode(), name), Expires: expires}
+	batch[0] = d.records.Put(recordKey(id), new, condition, expires)
 	if old == nil || old.State != new.State || old.Status != new.Status || !old.Changed.Equal(new.Changed) {
 		value := new.indexed()
 		batch = append(batch, store.Write{Key: ageKey(new.Opened, id), Value: value, Expires: expires})

@@ -29,7 +29,7 @@ type Participant struct {
 	Since  time.Time `json:"unreachable_since,omitzero"`
 	Reason string    `json:"reason,omitempty"` // see Since
 
-	address `json:"-"`
+	address `json:"-" cbor:"address"`
 }
 
 // NewParticipant is a participant that takes part in rollbacks at a URI, of at most 2,048 bytes.

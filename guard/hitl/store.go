@@ -36,8 +36,9 @@ var (
 // Store records, finds and lists escalations. It is safe for concurrent use, also by several
 // nodes over one store.
 type Store struct {
-	store  store.Store
-	sealer store.Sealer
+	store   store.Store
+	sealer  store.Sealer
+	records store.Table[Escalation]
 	// unreachable is for what cannot be undone, where the opening has no time to decide of its own.
 	unreachable atomic.Pointer[Unreachable]
 
@@ -61,6 +62,9 @@ func NewStore(st store.Store, sealer store.Sealer) *Store {
 	d := &Store{
 		store: st, sealer: sealer, news: make(chan struct{}), onOpened: nobody, onDecided: nobody,
 		fleet: fleet.Of(st), fences: store.FollowFences(st, []byte{space, kindFence}),
+		records: store.Table[Escalation]{
+			Store: st, Sealer: sealer, Prefix: string([]byte{space, kindRecord}), Failed: ErrStore, Unreadable: ErrUnreadable,
+		},
 	}
 	d.fleet.Follow([]byte{space, kindHold}, d.holds.change)
 	return d
@@ -228,22 +232,14 @@ func (d *Store) Find(ctx context.Context, key string) (Escalation, error) {
 
 // read returns the escalation and its version.
 func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Version, error) {
-	entry, err := d.store.Get(ctx, recordKey(id))
-	if errors.Is(err, store.ErrNotFound) {
+	row, err := d.records.Get(ctx, recordKey(id))
+	switch {
+	case err != nil:
+		return nil, 0, fmt.Errorf("escalation %s: %w", id, err)
+	case row.Record == nil:
 		return nil, 0, ErrNotFound
 	}
-	if err != nil {
-		return nil, 0, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	plain, err := d.sealer.Open(nil, entry.Value, entry.Key)
-	if err != nil {
-		return nil, 0, fmt.Errorf("%w: %s: %w", ErrUnreadable, id, err)
-	}
-	e, err := decode(plain)
-	if err != nil {
-		return nil, 0, fmt.Errorf("%w: %s: %w", ErrUnreadable, id, err)
-	}
-	return e, entry.Version, nil
+	return row.Record, row.Version, nil
 }
 
 // update commits what make returns, which is no decision, on the condition that nothing else has changed. It returns
@@ -437,9 +433,6 @@ func (d *Store) Count(ctx context.Context) (Counts, error) {
 	return counts, nil
 }
 
-// resealPage is how many escalations are read in one snapshot.
-const resealPage = 256
-
 // Reseal seals anew, with the newest key, what is sealed with older ones, and returns how many
 // escalations. It may be stopped anywhere and starts over. Those that do not open are left and
 // reported as ErrUnreadable: then the older keys must not be given up.
@@ -448,7 +441,7 @@ const resealPage = 256
 // Dispatcher.
 func (d *Store) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(d.store, d.sealer)
-	if err := r.Walk(ctx, []byte{space, kindRecord}, resealPage, r.Reseal); err != nil {
+	if err := r.Tables(ctx, d.records.Prefix); err != nil {
 		return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	if r.Damaged > 0 {
