@@ -409,9 +409,7 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	for _, token := range tokens {
 		batch.Add(t.Evidence.UseWrites(token, errorUse, time.Time{})...)
 	}
-	if err := t.rollBackFor(e, tokens, batch); err != nil {
-		return batch.Done(err)
-	}
+	t.rollBackFor(e, tokens, batch)
 	if err := t.escalateErrors(ctx, e, tokens, batch); err != nil {
 		return batch.Done(err)
 	}
@@ -440,10 +438,10 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 // name, by their checkpoint, or by a parent that is one (AERR, "Error ECT"); people are asked where
 // nothing is rolled back and escalateErrors asks nobody. Whom the call concerns, and whether errors roll
 // it back, is found out afterwards, so that the answer does not show it (P3).
-func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.Batch) error {
+func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.Batch) {
 	c, app := e.rollbacks.coordinator(), e.activeConfigs.latest()
 	if c == nil || app == nil {
-		return nil
+		return
 	}
 	var all []rollback.Failure
 	for _, token := range tokens {
@@ -466,14 +464,9 @@ func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.B
 			})
 		}
 	}
-	if len(all) == 0 {
-		return nil
+	if len(all) > 0 {
+		batch.Join(c.Failed(all...))
 	}
-	failed, err := c.Failed(all...)
-	if err == nil {
-		batch.Join(failed)
-	}
-	return err
 }
 
 // failureOf returns the id of the error that has opened a breaker, and sets the workflow of c.

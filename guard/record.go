@@ -324,11 +324,7 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 	case events != nil:
 		f.Error = s.policy.Evidence.ErrorID(came.Checkpoint)
 	}
-	b, err := c.Failed(f)
-	if err != nil {
-		x.h.Logger.Error("that a call has failed could not be recorded; nothing is rolled back, and nobody asked", slog.Any("key", x.call.Key), slog.Any("error", err))
-		return events
-	}
+	b := c.Failed(f)
 	b.Join(events)
 	return b
 }

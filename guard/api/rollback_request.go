@@ -141,10 +141,11 @@ func parsePrecedence(raw json.RawMessage) (p rollback.Precedence, err error) {
 	if raw == nil {
 		return p, nil
 	}
-	if json.Unmarshal(raw, &p) != nil || p.Asked.IsZero() {
+	err = json.Unmarshal(raw, &p)
+	p.Asked = p.Asked.Round(0).UTC()
+	if year := p.Asked.Year(); err != nil || p.Asked.IsZero() || year < 0 || year > 9999 {
 		return p, badParameter("precedence has no rollback_id, scope and time (asked, RFC 3339).")
 	}
-	p.Asked = p.Asked.Round(0).UTC()
 	if p.ID, err = ParseID(p.ID); err != nil {
 		return p, err
 	}

@@ -960,6 +960,8 @@ func TestCascade434PrecedenceOfAPart(t *testing.T) {
 		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "all", "asked": "2026-11-25T12:00:00Z"}`,
 		`{"rollback_id": "urn:uuid:` + whole + `", "asked": "2026-11-25T12:00:00Z"}`,
 		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "single", "asked": "noon"}`,
+		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "single", "asked": "9999-12-31T23:59:59-01:00"}`,
+		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "single", "asked": "0000-01-01T00:00:00+01:00"}`,
 	} {
 		s.post(RollbackPath, text(`, "part_of": "urn:uuid:`+whole+`", "precedence": `+wrong), issued(t, coordinator, claims(flow))).refused(400, "parameter-invalid", "")
 	}

@@ -63,7 +63,8 @@ func NewStore(st store.Store, sealer store.Sealer) *Store {
 		store: st, sealer: sealer, news: make(chan struct{}), onOpened: nobody, onDecided: nobody,
 		fleet: fleet.Of(st), fences: store.FollowFences(st, []byte{space, kindFence}),
 		records: store.Table[Escalation]{
-			Store: st, Sealer: sealer, Prefix: string([]byte{space, kindRecord}), Failed: ErrStore, Unreadable: ErrUnreadable,
+			Store: st, Sealer: sealer, Prefix: string([]byte{space, kindRecord}),
+			Failed: ErrStore, Unreadable: ErrUnreadable, Missing: ErrNotFound,
 		},
 	}
 	d.fleet.Follow([]byte{space, kindHold}, d.holds.change)
@@ -233,13 +234,10 @@ func (d *Store) Find(ctx context.Context, key string) (Escalation, error) {
 // read returns the escalation and its version.
 func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Version, error) {
 	row, err := d.records.Get(ctx, recordKey(id))
-	switch {
-	case err != nil:
-		return nil, 0, fmt.Errorf("escalation %s: %w", id, err)
-	case row.Record == nil:
-		return nil, 0, ErrNotFound
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		err = fmt.Errorf("escalation %s: %w", id, err)
 	}
-	return row.Record, row.Version, nil
+	return row.Record, row.Version, err
 }
 
 // update commits what make returns, which is no decision, on the condition that nothing else has changed. It returns

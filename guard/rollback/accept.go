@@ -622,12 +622,11 @@ func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollbac
 	}
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
-	w := c.sealed(c.askerKey(r.ID, r.By), []byte(r.Token), store.Condition{})
-	w.Expires = found.Due.Add(c.o.Keep)
-	if end := found.Finished.Add(c.o.Keep); w.Expires.Before(end) {
-		w.Expires = end
+	expires := found.Due.Add(c.o.Keep)
+	if end := found.Finished.Add(c.o.Keep); expires.Before(end) {
+		expires = end
 	}
-	if _, err := c.o.Store.Commit(ctx, w); err != nil {
+	if _, err := c.o.Store.Commit(ctx, c.askers.Put(c.askerKey(r.ID, r.By), &r.Token, store.Condition{}, expires)); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	return found, nil
@@ -636,11 +635,14 @@ func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollbac
 // AskedWith returns the id of the token by which somebody else than the requester has asked for a rollback
 // too; empty where he has not.
 func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, error) {
-	_, token, err := c.read(ctx, c.askerKey(id, asker))
-	if errors.Is(err, ErrUnknown) {
-		err = nil
+	row, err := c.askers.Get(ctx, c.askerKey(id, asker))
+	switch {
+	case errors.Is(err, ErrUnknown):
+		return "", nil
+	case err != nil:
+		return "", err
 	}
-	return string(token), err
+	return *row.Record, nil
 }
 
 // refuse records a failed verification of the target, and returns its error.
@@ -780,21 +782,13 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	if err := c.acceptanceWrites(ctx, r, d, n, b); err != nil {
 		return nil, b.Done(err)
 	}
-	own, err := c.headWrite(n, &d.Rollback, store.Absent())
-	if err != nil {
-		return nil, b.Done(err)
-	}
-	writes := append([]store.Write{own, fence}, b.Writes()...)
+	writes := append([]store.Write{c.headWrite(n, &d.Rollback, store.Absent()), fence}, b.Writes()...)
 	writes = append(writes, held.writes...)
 	heads := make([]Rollback, len(joins))
 	for i, other := range joins {
 		heads[i] = other.head
 		heads[i].Joined = d.ID
-		w, err := c.headWrite(other.name, &heads[i], store.VersionIs(other.version))
-		if err != nil {
-			return nil, b.Done(err)
-		}
-		writes = append(writes, w)
+		writes = append(writes, c.headWrite(other.name, &heads[i], store.VersionIs(other.version)))
 	}
 	version, err := c.o.Store.Commit(ctx, append(writes, extra...)...)
 	if err = b.Done(err); err != nil {
@@ -843,7 +837,7 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 			}
 		}
 	}
-	pieces, err := c.planWrites(kindPlan, n, d.Plan, time.Time{})
+	pieces, err := writePlan(&c.plans, n, d.Plan, time.Time{})
 	if err != nil {
 		return err
 	}
@@ -879,7 +873,7 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 		}
 	}
 	if r.Token != "" {
-		b.Add(c.sealed(c.tokenKey(r.Token), []byte(d.ID), store.Absent()))
+		b.Add(c.tokens.Put(c.tokenKey(r.Token), &d.ID, store.Absent(), time.Time{}))
 	}
 	return nil
 }

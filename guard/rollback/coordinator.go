@@ -21,6 +21,7 @@ import (
 type Coordinator struct {
 	o   Options
 	log *slog.Logger
+	tables
 
 	// sealing is held for reading from before a value is sealed until its commit, so that Reseal
 	// can wait for values sealed with an older key. It is taken before the locks of runs, so that
@@ -79,7 +80,8 @@ func Open(o Options) (*Coordinator, error) {
 	}
 	o.PrepareTimeout, o.Reservation = orElse(o.PrepareTimeout, DefaultPrepareTimeout), orElse(o.Reservation, DefaultReservation)
 	c := &Coordinator{
-		o: o, log: o.Logger, runs: map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{},
+		o: o, log: o.Logger, tables: newTables(&o), runs: map[name]*run{}, behind: map[string][][]byte{},
+		releases: map[string]*releasing{},
 	}
 	if c.log == nil {
 		c.log = slog.New(slog.DiscardHandler)
@@ -160,12 +162,12 @@ func (c *Coordinator) resume(ctx context.Context) error {
 	}
 	c.mu.Unlock()
 	var failures [][]byte // those because of which nothing was asked for yet
-	for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kindFailure})) {
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+	for row, err := range c.failed.All(ctx) {
+		if err != nil && !errors.Is(err, errUnreadable) {
+			return err
 		}
 		if c.fleet != nil {
-			mine, err := c.fleet.takeFailure(ctx, entry, first)
+			mine, err := c.fleet.takeFailure(ctx, row, first)
 			if err != nil {
 				return err
 			}
@@ -173,7 +175,7 @@ func (c *Coordinator) resume(ctx context.Context) error {
 				continue
 			}
 		}
-		failures = append(failures, entry.Key)
+		failures = append(failures, row.Key)
 	}
 	c.takeUp(failures...)
 	return nil
@@ -381,8 +383,11 @@ func (b *Rollback) follow(wider *Rollback) {
 
 // byToken returns the id of the rollback that a token asked for, or ErrUnknown.
 func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
-	_, id, err := c.read(ctx, c.tokenKey(jti))
-	return string(id), err
+	row, err := c.tokens.Get(ctx, c.tokenKey(jti))
+	if err != nil {
+		return "", err
+	}
+	return *row.Record, nil
 }
 
 // Wait returns the rollback once it is finished. If ctx or the process ends first, it returns the

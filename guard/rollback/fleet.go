@@ -2,7 +2,6 @@ package rollback
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"iter"
@@ -83,19 +82,15 @@ func (f *gateways) take(ctx context.Context, r *run) (mine, fresh bool, err erro
 type failureRecord struct {
 	Failure
 	// Boot is that of the member that asks for its rollback; empty where one gateway has the store.
-	Boot string `json:"boot,omitempty"`
+	Boot string `cbor:"boot,omitempty"`
 }
 
 // takeFailure makes this member the one that asks for the rollback of a recorded failure, if the one that did
 // is gone. first says that nothing was taken up yet by this member, whose own it takes then, too.
-func (f *gateways) takeFailure(ctx context.Context, entry store.Entry, first bool) (mine bool, err error) {
-	var v failureRecord
-	plain, err := f.open(entry)
-	if err == nil {
-		err = json.Unmarshal(plain, &v)
-	}
-	if err != nil {
-		return first, nil // which is said once
+func (f *gateways) takeFailure(ctx context.Context, row store.Row[failureRecord], first bool) (mine bool, err error) {
+	v := row.Record
+	if v == nil { // it cannot be read, which is said once
+		return first, nil
 	}
 	if v.Boot == f.members.Boot() {
 		return first, nil
@@ -106,10 +101,7 @@ func (f *gateways) takeFailure(ctx context.Context, entry store.Entry, first boo
 	f.sealing.RLock()
 	defer f.sealing.RUnlock()
 	v.Boot = f.members.Boot()
-	if plain, err = json.Marshal(v); err != nil {
-		return false, err
-	}
-	_, err = f.o.Store.Commit(ctx, f.sealed(entry.Key, plain, store.VersionIs(entry.Version)))
+	_, err = f.o.Store.Commit(ctx, f.failed.Put(row.Key, v, store.VersionIs(row.Version), time.Time{}))
 	if errors.As(err, new(*store.Conflict)) {
 		return false, nil // another member was first
 	}

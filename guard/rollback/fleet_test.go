@@ -650,11 +650,8 @@ func TestFleetFailures(t *testing.T) {
 		a.onError = true
 		a.made("1", checkpoint.Restore, execution.Completed)
 		b.start()
-		batch, err := a.Failed(rollback.Failure{Checkpoint: "c1", By: gateway}) // it is not started, and does not come to it
-		if err == nil {
-			err = batch.Commit(ctx, a.member)
-		}
-		if err != nil {
+		batch := a.Failed(rollback.Failure{Checkpoint: "c1", By: gateway}) // it is not started, and does not come to it
+		if err := batch.Commit(ctx, a.member); err != nil {
 			t.Fatal(err)
 		}
 		c := r.join("c")

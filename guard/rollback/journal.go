@@ -23,17 +23,17 @@ import (
 // Journal is what is recorded of a rollback, or known of it here, and not shown.
 type Journal struct {
 	// Plan is recorded in pieces.
-	Plan *Plan `json:"-"`
+	Plan *Plan `cbor:"-"`
 	// Named is as in Request.
-	Named string `json:"named,omitempty"`
+	Named string `cbor:"named,omitempty"`
 	// Token is the id of the token that has asked for it; empty without.
-	Token string `json:"token,omitempty"`
+	Token string `cbor:"token,omitempty"`
 	// Decisions are the ids of the tokens of the decisions on it; empty without.
-	Decisions []string `json:"-"`
+	Decisions []string `cbor:"-"`
 	// Unknown says that the effect of a step is unknown, Mixed that some effects were undone and
 	// others were not (the heuristic outcomes hazard and mixed of XA).
-	Unknown bool `json:"unknown,omitempty"`
-	Mixed   bool `json:"mixed,omitempty"`
+	Unknown bool `cbor:"unknown,omitempty"`
+	Mixed   bool `cbor:"mixed,omitempty"`
 
 	journal
 }
@@ -41,51 +41,42 @@ type Journal struct {
 // journal is the part of a Journal that only the coordinator knows.
 type journal struct {
 	// Content is what makes two requests the same.
-	Content []byte `json:"content"`
+	Content []byte `cbor:"content"`
 	// Halted says that it has given way to the one that it has joined.
-	Halted bool `json:"halted,omitempty"`
+	Halted bool `cbor:"halted,omitempty"`
 	// Behind are the rollbacks that come first, Absorbed those that give way to this one.
-	Behind   []string `json:"behind,omitempty"`
-	Absorbed []string `json:"absorbed,omitempty"`
+	Behind   []string `cbor:"behind,omitempty"`
+	Absorbed []string `cbor:"absorbed,omitempty"`
 	// PartOf is as in Request.
-	PartOf string `json:"part_of,omitempty"`
+	PartOf string `cbor:"part_of,omitempty"`
 	// Precedence is that of the whole, and what participants were told of it; zero is its own.
-	Precedence Precedence `json:"precedence,omitzero"`
+	Precedence Precedence `cbor:"precedence,omitzero"`
 	// Until is when the reservation of a prepared one ends.
-	Until time.Time `json:"until,omitzero"`
+	Until time.Time `cbor:"until,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
-	Aborted bool `json:"aborted,omitempty"`
+	Aborted bool `cbor:"aborted,omitempty"`
 	// Questions are what people were asked; Terms, of one that is reserved or aborted, what of the request a plan
 	// is made of once more.
-	Questions []question `json:"questions,omitempty"`
-	Terms     *terms     `json:"terms,omitempty"`
+	Questions []question `cbor:"questions,omitempty"`
+	Terms     *terms     `cbor:"terms,omitempty"`
 	// Boot is that of the member that carries it out; empty where one gateway has the store.
-	Boot string `json:"boot,omitempty"`
+	Boot string `cbor:"boot,omitempty"`
 	// Pieces counts those of the plan, whose hash is Hash.
-	Pieces int    `json:"pieces"`
-	Hash   []byte `json:"hash"`
+	Pieces int    `cbor:"pieces"`
+	Hash   []byte `cbor:"hash"`
 
 	expires time.Time // of the record; zero until the rollback, and all that it belongs to, are over
 }
 
-// recorded is a rollback as its record has it, without its plan and steps.
-type recorded struct {
-	*Rollback
-	Journal *Journal `json:"journal"`
-}
-
-// head is what is recorded of a rollback apart from its plan and its steps.
-func (b *Rollback) head() recorded { return recorded{b, &b.Journal} }
-
 // question is what people are asked before a rollback goes on.
 type question struct {
 	// Level is the place of the level that waits; wholePlan for a partial rollback.
-	Level      int    `json:"level"`
-	Escalation string `json:"escalation"`
+	Level      int    `cbor:"level"`
+	Escalation string `cbor:"escalation"`
 	// Answer is a fixed word; empty while nobody has decided.
-	Answer string `json:"answer,omitempty"`
+	Answer string `cbor:"answer,omitempty"`
 	// Token is the id of the decision's token; empty without one.
-	Token string `json:"token,omitempty"`
+	Token string `cbor:"token,omitempty"`
 }
 
 // wholePlan is the level of a question about all of the plan.
@@ -100,9 +91,9 @@ const (
 
 // terms are what the plan of a request depends on besides what else the head has.
 type terms struct {
-	Keep        bool    `json:"keep,omitempty"`
-	Lineage     Lineage `json:"lineage,omitempty"`
-	Coordinator bool    `json:"coordinator,omitempty"`
+	Keep        bool    `cbor:"keep,omitempty"`
+	Lineage     Lineage `cbor:"lineage,omitempty"`
+	Coordinator bool    `cbor:"coordinator,omitempty"`
 }
 
 // partOf is the rollback of which whoever is asked for a part of this one is asked for a part; empty if
@@ -171,26 +162,10 @@ func (r *Request) content() []byte {
 	return sum.Sum(nil)
 }
 
-// recordedStep is a step as its record has it.
-type recordedStep struct {
-	*Step
-	Journal *StepJournal `json:"journal"`
-}
-
-func (s *Step) encode() ([]byte, error) {
-	recorded := *s
-	recorded.Earlier = nil // the plan says it
-	return json.Marshal(recordedStep{&recorded, &s.StepJournal})
-}
-
-func (s *Step) decode(b []byte) error {
-	if err := json.Unmarshal(b, &recordedStep{s, &s.StepJournal}); err != nil {
-		return err
-	}
-	if s.State != StepRunning && s.State != StepDone {
-		return fmt.Errorf("step state %q", s.State)
-	}
-	return nil
+// recordedAs is the step as its record has it, with what only the plan says.
+func (s *Step) recordedAs(record *Step) *Step {
+	record.What, record.Earlier = s.What, s.Earlier
+	return record
 }
 
 // informed is a participant that is told what holds the workflow.
@@ -279,97 +254,77 @@ func (p *Plan) begin() (steps []Step) {
 	return steps
 }
 
-// sealed makes the write of a value that is sealed under its key.
-func (c *Coordinator) sealed(key, plain []byte, condition store.Condition) store.Write {
-	return store.Write{Key: key, If: condition, Value: c.o.Sealer.Seal(nil, plain, key)}
+// tables are the records of rollbacks.
+type tables struct {
+	heads, reservations  store.Table[Rollback] // without their plans and steps
+	plans, reservedPlans store.Table[[]byte]   // pieces of plans
+	steps                store.Table[Step]
+	tokens               store.Table[string] // the id of the rollback
+	askers               store.Table[string] // the id of the token
+	failed               store.Table[failureRecord]
 }
 
-func (c *Coordinator) headWrite(n name, h *Rollback, condition store.Condition) (store.Write, error) {
-	plain, err := json.Marshal(h.head())
-	if err != nil {
-		return store.Write{}, err
+func newTables(o *Options) tables {
+	return tables{
+		heads: table[Rollback](o, kindHead), reservations: table[Rollback](o, kindReserved),
+		plans: table[[]byte](o, kindPlan), reservedPlans: table[[]byte](o, kindReservedPlan),
+		steps: table[Step](o, kindStep), failed: table[failureRecord](o, kindFailure),
+		tokens: table[string](o, kindToken), askers: table[string](o, kindAsker),
 	}
-	w := c.sealed(keyOf(kindHead, n), plain, condition)
-	w.Expires = h.expires // no change of what is over keeps it for longer
-	return w, nil
 }
 
-func (c *Coordinator) stepWrite(n name, i int, s *Step) (store.Write, error) {
-	plain, err := s.encode()
-	if err != nil {
-		return store.Write{}, err
+func table[T any](o *Options, kind byte) store.Table[T] {
+	return store.Table[T]{
+		Store: o.Store, Sealer: o.Sealer, Prefix: string([]byte{space, kind}),
+		Failed: ErrStore, Unreadable: errUnreadable, Missing: ErrUnknown,
 	}
-	return c.sealed(partKey(kindStep, n, i), plain, store.Condition{}), nil
 }
 
-// planWrites are the pieces of a plan.
-func (c *Coordinator) planWrites(kind byte, n name, p *Plan, expires time.Time) ([]store.Write, error) {
+func (c *Coordinator) headWrite(n name, h *Rollback, condition store.Condition) store.Write {
+	return c.heads.Put(keyOf(kindHead, n), h, condition, h.expires) // no change of what is over keeps it for longer
+}
+
+func (c *Coordinator) stepWrite(n name, i int, s *Step) store.Write {
+	return c.steps.Put(partKey(kindStep, n, i), s, store.Condition{}, time.Time{})
+}
+
+// writePlan makes the pieces of a plan.
+func writePlan(to *store.Table[[]byte], n name, p *Plan, expires time.Time) ([]store.Write, error) {
 	packed, err := p.encode()
 	if err != nil {
 		return nil, err
 	}
 	var writes []store.Write
-	for len(packed) > 0 {
-		size := min(len(packed), pieceSize)
-		w := c.sealed(partKey(kind, n, len(writes)), packed[:size], store.Condition{})
-		w.Expires = expires
-		writes = append(writes, w)
-		packed = packed[size:]
+	for piece := range slices.Chunk(packed, pieceSize) {
+		writes = append(writes, to.Put(to.Key(n[:], place(len(writes))), &piece, store.Condition{}, expires))
 	}
 	return writes, nil
 }
 
-// read reads a sealed value; ErrUnknown where there is none.
-func (c *Coordinator) read(ctx context.Context, key []byte) (entry store.Entry, plain []byte, err error) {
-	entry, err = c.o.Store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
-		return entry, nil, ErrUnknown
-	}
-	if err != nil {
-		return entry, nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	plain, err = c.open(entry)
-	return entry, plain, err
-}
-
-// open returns the plain value of an entry.
-func (c *Coordinator) open(entry store.Entry) ([]byte, error) {
-	plain, err := c.o.Sealer.Open(nil, entry.Value, entry.Key)
-	if err != nil {
-		return nil, unreadable(err)
-	}
-	return plain, nil
-}
-
-func unreadable(err error) error { return fmt.Errorf("%w: %w: %w", ErrStore, errUnreadable, err) }
+func unreadable(err error) error { return fmt.Errorf("%w: %w", errUnreadable, err) }
 
 // readHead reads a head and its version; ErrUnknown where there is none.
 func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, store.Version, error) {
-	entry, plain, err := c.read(ctx, keyOf(kindHead, n))
+	row, err := c.heads.Get(ctx, keyOf(kindHead, n))
 	if err != nil {
 		return nil, 0, err
 	}
-	h := new(Rollback)
-	recorded := h.head()
-	if err := json.Unmarshal(plain, &recorded); err != nil {
-		return nil, 0, unreadable(err)
-	}
-	h.expires = entry.Expires
-	return h, entry.Version, nil
+	row.Record.expires = row.Expires
+	return row.Record, row.Version, nil
 }
 
 // readPlan reads the plan of a head, and holds that it is the one that was accepted, or reserved.
-func (c *Coordinator) readPlan(ctx context.Context, kind byte, n name, h *Rollback) (*Plan, error) {
+func readPlan(ctx context.Context, from *store.Table[[]byte], n name, h *Rollback) (*Plan, error) {
 	var packed []byte
 	for i := range h.Pieces {
-		_, piece, err := c.read(ctx, partKey(kind, n, i))
+		piece, err := from.Get(ctx, from.Key(n[:], place(i)))
 		if errors.Is(err, ErrUnknown) {
 			return nil, unreadable(fmt.Errorf("a piece of the plan of rollback %s is missing", h.ID))
 		}
 		if err != nil {
 			return nil, err
 		}
-		packed = append(packed, piece...)
+		packed = append(packed, *piece.Record...)
 	}
 	p, err := decodePlan(packed)
 	if err != nil {
@@ -387,36 +342,23 @@ func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
 	if err != nil {
 		return nil, err
 	}
-	p, err := c.readPlan(ctx, kindPlan, n, h)
+	p, err := readPlan(ctx, &c.plans, n, h)
 	if err != nil {
 		return nil, err
 	}
 	h.Plan = p
 	r := newRun(n, h, version)
-	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(keyOf(kindStep, n))) {
+	for row, err := range c.steps.All(ctx, n[:]) {
 		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		if err := c.readStep(r, entry); err != nil {
 			return nil, err
 		}
+		i := indexIn(row.Key)
+		if i >= len(r.steps) {
+			return nil, unreadable(fmt.Errorf("a step that the plan of rollback %s does not have", h.ID))
+		}
+		r.steps[i] = *r.steps[i].recordedAs(row.Record)
 	}
 	return r, nil
-}
-
-func (c *Coordinator) readStep(r *run, entry store.Entry) error {
-	plain, err := c.open(entry)
-	if err != nil {
-		return err
-	}
-	i := indexIn(entry.Key)
-	if i >= len(r.steps) {
-		return unreadable(errors.New("a step that the plan does not have"))
-	}
-	if err := r.steps[i].decode(plain); err != nil {
-		return unreadable(err)
-	}
-	return nil
 }
 
 // The store's keys of rollbacks. Nothing of a caller is readable in them: hashes are
@@ -467,9 +409,10 @@ func keyOf(kind byte, n name) []byte {
 	return append(append(make([]byte, 0, 2+len(n)+4), space, kind), n[:]...)
 }
 
-func partKey(kind byte, n name, i int) []byte {
-	return binary.BigEndian.AppendUint32(keyOf(kind, n), uint32(i))
-}
+// place is the end of the key of one of several parts.
+func place(i int) []byte { return binary.BigEndian.AppendUint32(nil, uint32(i)) }
+
+func partKey(kind byte, n name, i int) []byte { return append(keyOf(kind, n), place(i)...) }
 
 func ageKey(asked time.Time, n name) []byte {
 	b := append(make([]byte, 0, 2+8+len(n)), space, kindAge)
@@ -510,9 +453,6 @@ func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }
 // indexIn is the number at the end of a part's key.
 func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4:])) }
 
-// resealPage is how many records are read in one snapshot.
-const resealPage = 128
-
 // AwaitWriters waits until everything is committed, or given up, that was sealed before.
 func (c *Coordinator) AwaitWriters() {
 	c.sealing.Lock()
@@ -527,10 +467,11 @@ func (c *Coordinator) AwaitWriters() {
 func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(c.o.Store, c.o.Sealer)
 	c.AwaitWriters()
-	for _, kind := range []byte{kindHead, kindPlan, kindStep, kindToken, kindAsker, kindFailure, kindReserved, kindReservedPlan} {
-		if err := r.Walk(ctx, []byte{space, kind}, resealPage, r.Reseal); err != nil {
-			return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
-		}
+	if err := r.Tables(
+		ctx, c.heads.Prefix, c.plans.Prefix, c.steps.Prefix, c.tokens.Prefix, c.askers.Prefix, c.failed.Prefix,
+		c.reservations.Prefix, c.reservedPlans.Prefix,
+	); err != nil {
+		return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	if r.Damaged > 0 {
 		return r.Resealed, fmt.Errorf("%w: %d of them", errUnreadable, r.Damaged)

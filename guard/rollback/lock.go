@@ -398,7 +398,7 @@ func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (*wor
 		if !h.open() {
 			return nil, ErrUnknown
 		}
-		h.Plan, err = c.readPlan(ctx, kindPlan, n, h)
+		h.Plan, err = readPlan(ctx, &c.plans, n, h)
 	}
 	if err != nil {
 		return nil, err

@@ -3,7 +3,6 @@ package rollback
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -23,30 +22,30 @@ import (
 // Propagation via DAG").
 type Failure struct {
 	// Checkpoint is that of the call that failed.
-	Checkpoint string `json:"checkpoint"`
+	Checkpoint string `cbor:"checkpoint"`
 	// Error is the id of the error's token, from which the rollback follows; empty without one.
-	Error string `json:"error,omitempty"`
+	Error string `cbor:"error,omitempty"`
 	// By is the identity of the gateway.
-	By string `json:"by"`
+	By string `cbor:"by"`
 	// Undo says that the call was itself an undo, by its own word. It is left to a person: an undo
 	// of an undo could go on for ever.
-	Undo bool `json:"undo,omitempty"`
+	Undo bool `cbor:"undo,omitempty"`
 	// Reporter is the agent whose error it is; empty for the outcome of the call. An agent counts if
 	// it may ask for the rollback by Lineage, or is the one that was called; and only for calls whose
 	// checkpoint says that errors roll them back.
-	Reporter string  `json:"reporter,omitempty"`
-	Lineage  Lineage `json:"lineage,omitempty"`
+	Reporter string  `cbor:"reporter,omitempty"`
+	Lineage  Lineage `cbor:"lineage,omitempty"`
 	// Asks has people asked, with this cause, in the place of a rollback: those of Workflow. Of an
 	// agent's error it is the cause where no error rolls its call back; empty asks nobody.
-	Asks hitl.Cause `json:"asks,omitempty"`
+	Asks hitl.Cause `cbor:"asks,omitempty"`
 	// Caller is the name of who has made the call, as operators know it; empty for one that the gateway
 	// has not verified.
-	Caller string `json:"caller,omitempty"`
+	Caller string `cbor:"caller,omitempty"`
 	// Named are, in the place of Checkpoint, the ids that an error of Reporter names which was
 	// refused, and Workflow is the error's own: where another workflow has one of them, its people
 	// are asked (cascade 3.3.2).
-	Named    []string `json:"named,omitempty"`
-	Workflow string   `json:"workflow,omitempty"` // see Named and Asks
+	Named    []string `cbor:"named,omitempty"`
+	Workflow string   `cbor:"workflow,omitempty"` // see Named and Asks
 }
 
 // failureReason is what a rollback that an error has caused gives as its reason.
@@ -68,7 +67,7 @@ func (c *Coordinator) rollbackOf(checkpoint string) string {
 // Failed returns the batch that records failures. Once it is committed the rollbacks are asked for,
 // and again at the next start until each was accepted or refused for good. Nobody may ask for a
 // second batch before the first is done.
-func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
+func (c *Coordinator) Failed(all ...Failure) *store.Batch {
 	b := new(store.Batch)
 	var keys [][]byte
 	c.sealing.RLock()
@@ -81,22 +80,18 @@ func (c *Coordinator) Failed(all ...Failure) (*store.Batch, error) {
 	})
 	for i := range all {
 		f := &all[i]
-		plain, err := c.recordedFailure(f)
-		if err != nil {
-			return nil, b.Done(err)
-		}
 		keys = append(keys, c.failureKey(f.Checkpoint, f.Error, f.Reporter))
-		b.Add(c.sealed(keys[i], plain, store.Condition{}))
+		b.Add(c.failureWrite(keys[i], f, store.Condition{}))
 	}
-	return b, nil
+	return b
 }
 
-func (c *Coordinator) recordedFailure(f *Failure) ([]byte, error) {
+func (c *Coordinator) failureWrite(key []byte, f *Failure, condition store.Condition) store.Write {
 	record := failureRecord{Failure: *f}
 	if c.fleet != nil {
 		record.Boot = c.fleet.members.Boot()
 	}
-	return json.Marshal(record)
+	return c.failed.Put(key, &record, condition, time.Time{})
 }
 
 // failureKey is the key of the record of a failure.
@@ -107,10 +102,6 @@ func (c *Coordinator) failureKey(about ...string) []byte {
 // Refused records a refused error with what it has Named, and has it looked at. Where as many of its
 // Reporter's as may wait do, it is dropped.
 func (c *Coordinator) Refused(ctx context.Context, f Failure) error {
-	plain, err := c.recordedFailure(&f)
-	if err != nil {
-		return err
-	}
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	for place := range maxRefused {
@@ -121,7 +112,7 @@ func (c *Coordinator) Refused(ctx context.Context, f Failure) error {
 		case !errors.Is(err, store.ErrNotFound):
 			return err
 		}
-		_, err := c.o.Store.Commit(ctx, c.sealed(key, plain, store.Absent()))
+		_, err := c.o.Store.Commit(ctx, c.failureWrite(key, &f, store.Absent()))
 		if errors.As(err, new(*store.Conflict)) {
 			continue
 		}
@@ -229,38 +220,33 @@ func (c *Coordinator) putBehind(other string, key []byte) {
 // askBecauseOf asks for the rollback of a recorded failure once. It returns the id of a rollback to
 // wait for before the failure is looked at again; empty if the failure is done with.
 func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string, err error) {
-	entry, err := c.o.Store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
+	row, err := c.failed.Get(ctx, key)
+	switch {
+	case errors.Is(err, ErrUnknown):
 		return "", nil
-	}
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	done := store.Write{Key: key, If: store.VersionIs(entry.Version), Delete: true}
-	var f Failure
-	plain, err := c.open(entry)
-	if err == nil {
-		err = json.Unmarshal(plain, &f)
-	}
-	if err != nil { // it is of no use any more, and nobody knows the call
+	case errors.Is(err, errUnreadable): // it is of no use any more, and nobody knows the call
 		c.log.Error("what is recorded of an error cannot be read; nothing is rolled back because of it", "error", err)
 		return "", nil
+	case err != nil:
+		return "", err
 	}
+	done := store.Write{Key: key, If: store.VersionIs(row.Version), Delete: true}
+	f := &row.Record.Failure
 	if len(f.Named) > 0 {
-		return "", c.crossed(ctx, &f, done)
+		return "", c.crossed(ctx, f, done)
 	}
-	rolls, err := c.counts(ctx, &f)
+	rolls, err := c.counts(ctx, f)
 	switch {
 	case refusedForGood(err) != "":
-		return "", c.leave(ctx, &f, done, refusedForGood(err))
+		return "", c.leave(ctx, f, done, refusedForGood(err))
 	case err != nil:
 		return "", err
 	case !rolls && f.Asks != "":
-		return "", c.askPeople(ctx, &f, done)
+		return "", c.askPeople(ctx, f, done)
 	case !rolls:
 		return "", c.forget(ctx, done)
 	case f.Undo:
-		return "", c.leave(ctx, &f, done, "an undo is not undone")
+		return "", c.leave(ctx, f, done, "an undo is not undone")
 	}
 	r := Request{
 		ID: c.rollbackOf(f.Checkpoint), Checkpoint: f.Checkpoint, Scope: SubDAG, Reason: failureReason,
@@ -287,7 +273,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 		return "", nil // the next start goes on
 	}
 	if why := refusedForGood(err); why != "" {
-		return "", c.leave(ctx, &f, done, why)
+		return "", c.leave(ctx, f, done, why)
 	}
 	return "", err
 }

@@ -22,11 +22,7 @@ func (r *rig) fails(all ...rollback.Failure) error {
 	for i := range all {
 		all[i].By = gateway
 	}
-	b, err := r.Failed(all...)
-	if err != nil {
-		r.t.Fatal(err)
-	}
-	return b.Commit(ctx, r.st)
+	return r.Failed(all...).Commit(ctx, r.st)
 }
 
 func (r *rig) wantRollback(of string, status rollback.Status, steps string) *rollback.Rollback {

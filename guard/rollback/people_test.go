@@ -537,11 +537,7 @@ func TestQuestionsHoldUpNoOtherFailures(t *testing.T) {
 			r.severe("c"+second, "")
 		}
 		for i := range rollback.MaxFailures + 1 {
-			b, err := r.Failed(rollback.Failure{Checkpoint: fmt.Sprint("ca", i), By: gateway})
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := b.Commit(ctx, r.mem); err != nil {
+			if err := r.Failed(rollback.Failure{Checkpoint: fmt.Sprint("ca", i), By: gateway}).Commit(ctx, r.mem); err != nil {
 				t.Fatal(err)
 			}
 		}

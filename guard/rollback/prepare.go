@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -338,17 +337,12 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
 	n := c.name(r.ID)
-	pieces, err := c.planWrites(kindReservedPlan, n, d.Plan, v.Until)
+	pieces, err := writePlan(&c.reservedPlans, n, d.Plan, v.Until)
 	if err != nil {
 		return nil, err
 	}
 	v.Pieces = len(pieces)
-	plain, err := json.Marshal(v.head())
-	if err != nil {
-		return nil, err
-	}
-	own := c.sealed(keyOf(kindReserved, n), plain, store.Absent())
-	own.Expires = v.Until
+	own := c.reservations.Put(keyOf(kindReserved, n), &v.Rollback, store.Absent(), v.Until)
 	writes := append([]store.Write{own, fence, {Key: c.reservedKey(&d.Rollback, n), Expires: v.Until}}, pieces...)
 	writes = append(writes, held.writes...)
 	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
@@ -360,18 +354,14 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 
 // reservation reads a reservation that has not ended; ErrUnknown where there is none.
 func (c *Coordinator) reservation(ctx context.Context, n name) (*reservation, error) {
-	entry, plain, err := c.read(ctx, keyOf(kindReserved, n))
+	row, err := c.reservations.Get(ctx, keyOf(kindReserved, n))
 	if err != nil {
 		return nil, err
 	}
-	v := &reservation{version: entry.Version}
-	recorded := v.head()
-	if err := json.Unmarshal(plain, &recorded); err != nil {
-		return nil, unreadable(err)
-	}
-	if v.Plan, err = c.readPlan(ctx, kindReservedPlan, n, &v.Rollback); err != nil {
+	v := &reservation{*row.Record, row.Version}
+	if v.Plan, err = readPlan(ctx, &c.reservedPlans, n, &v.Rollback); err != nil {
 		// Its pieces end with it: it may be over by now.
-		if _, gone := c.o.Store.Get(ctx, entry.Key); errors.Is(gone, store.ErrNotFound) {
+		if _, gone := c.o.Store.Get(ctx, row.Key); errors.Is(gone, store.ErrNotFound) {
 			return nil, ErrUnknown
 		}
 		return nil, err

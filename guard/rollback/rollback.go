@@ -227,7 +227,7 @@ type Rollback struct {
 	// ECT is the signed rollback_complete token.
 	ECT string `json:"ect,omitempty"`
 
-	Journal `json:"-"`
+	Journal `json:"-" cbor:"journal"`
 }
 
 // AgentStatus is the result of one agent's part.
@@ -329,7 +329,7 @@ type Step struct {
 	Ended time.Time `json:"ended,omitzero"`
 	// Earlier are the checkpoints whose steps come right before this one, because their calls
 	// follow from its call, or because it is a group that contains them; at most 64.
-	Earlier []string `json:"earlier,omitempty"`
+	Earlier []string `json:"earlier,omitempty" cbor:"-"`
 	// LastCause is why the last attempt of a running step failed. It, Call and Way are shown to operators only.
 	LastCause string `json:"last_cause,omitempty"`
 	// Call is the call that the checkpoint was made for, as far as it is recorded.
@@ -337,22 +337,22 @@ type Step struct {
 	// Way is how the call is undone, like "compensate POST /v1/refunds".
 	Way string `json:"way,omitempty"`
 
-	StepJournal `json:"-"`
+	StepJournal `json:"-" cbor:"journal"`
 }
 
 // StepJournal is what is known of a step and not shown.
 type StepJournal struct {
 	// What is what the plan says.
-	What What `json:"-"`
+	What What `cbor:"-"`
 	// Cancelled says that the call never ran, so that there was nothing to undo: this is
 	// cancellation, not rollback (architecture brief).
-	Cancelled bool `json:"cancelled,omitempty"`
+	Cancelled bool `cbor:"cancelled,omitempty"`
 	// Unknown says that the undo may or may not have had its effect.
-	Unknown bool `json:"unknown,omitempty"`
+	Unknown bool `cbor:"unknown,omitempty"`
 	// Completion is the id of the participant's signed result, from which the step's token follows; empty without.
-	Completion string `json:"completion,omitempty"`
+	Completion string `cbor:"completion,omitempty"`
 	// Root is the first attempt, whose mark this step holds; empty where it is that itself.
-	Root string `json:"root,omitempty"`
+	Root string `cbor:"root,omitempty"`
 }
 
 // CallDocument describes the call of a checkpoint to operators.
@@ -580,9 +580,8 @@ var (
 	ErrStore = errors.New("rollback: the store is unavailable")
 	// ErrStopping: the process is about to end and begins nothing new.
 	ErrStopping = errors.New("rollback: shutting down")
-	// ErrUnreadable: a record of a rollback stands there and cannot be read. It comes with
-	// ErrStore.
-	errUnreadable = errors.New("rollback: the record cannot be read")
+	// errUnreadable: a record of a rollback stands there and cannot be read. It is an ErrStore.
+	errUnreadable = fmt.Errorf("%w: a record cannot be read", ErrStore)
 	// ErrCursor: the text does not say where a page begins.
 	ErrCursor = errors.New("rollback: this is not where a page begins; give what an earlier page named as the next")
 )

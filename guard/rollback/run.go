@@ -171,11 +171,8 @@ func (c *Coordinator) change(ctx context.Context, r *run, make func(h *Rollback,
 	if err := make(&h, b); err != nil {
 		return b.Done(err)
 	}
-	w, err := c.headWrite(r.name, &h, store.VersionIs(r.version))
-	if err != nil {
-		return b.Done(err)
-	}
-	version, err := c.o.Store.Commit(ctx, append([]store.Write{w}, b.Writes()...)...)
+	head := c.headWrite(r.name, &h, store.VersionIs(r.version))
+	version, err := c.o.Store.Commit(ctx, append([]store.Write{head}, b.Writes()...)...)
 	if err = b.Done(err); err == nil {
 		r.head, r.version = h, version
 		c.headChanged(r)

@@ -177,11 +177,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 		b.Join(p)
 	}
 	step.State, step.Begun = StepRunning, now
-	w, err := c.stepWrite(r.name, i, &step)
-	if err != nil {
-		return b.Done(err)
-	}
-	b.Add(w)
+	b.Add(c.stepWrite(r.name, i, &step))
 	if err := b.Commit(ctx, c.o.Store); err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -422,12 +418,9 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 	step.Root = root
 	c.sealing.RLock()
 	defer c.sealing.RUnlock()
-	w, err := c.stepWrite(r.name, i, &step)
-	if err != nil {
-		return err
-	}
+	w := c.stepWrite(r.name, i, &step)
 	r.setStep(i, &step) // before: it may land although the commit fails
-	err = c.o.Checkpoints.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
+	err := c.o.Checkpoints.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err) // look again
 	}
@@ -661,11 +654,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome
 	if err := c.outcomeWrites(ctx, r, &step, &end, b); err != nil {
 		return b.Done(err)
 	}
-	w, err := c.stepWrite(r.name, i, &step)
-	if err != nil {
-		return b.Done(err)
-	}
-	b.Add(w)
+	b.Add(c.stepWrite(r.name, i, &step))
 	err = c.commitStep(ctx, &end, b)
 	if err = b.Done(err); err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
@@ -717,21 +706,19 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 
 // reread reports whether the step has ended already, by a commit whose answer was lost.
 func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, err error) {
-	_, plain, err := c.read(ctx, partKey(kindStep, r.name, i))
+	row, err := c.steps.Get(ctx, partKey(kindStep, r.name, i))
 	if errors.Is(err, ErrUnknown) {
 		return false, nil
 	}
 	if err != nil {
 		return false, err
 	}
+	if row.Record.State != StepDone {
+		return false, nil
+	}
 	step := r.step(i)
-	if err := step.decode(plain); err != nil {
-		return false, unreadable(err)
-	}
-	if step.State == StepDone {
-		r.setStep(i, &step)
-	}
-	return step.State == StepDone, nil
+	r.setStep(i, step.recordedAs(row.Record))
+	return true, nil
 }
 
 // move sets the checkpoint's mark to the step's outcome, and that of its call's first attempt if

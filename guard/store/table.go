@@ -23,6 +23,8 @@ type Table[T any] struct {
 	// Failed is the owner's error for a store that does not answer, Unreadable that for a record that the store cannot
 	// read, that does not open, or that cannot be decoded. Both are wrapped around the cause; nil is the cause alone.
 	Failed, Unreadable error
+	// Missing is the owner's error of Get where there is no record; nil is a zero row.
+	Missing error
 }
 
 // Row is a record with its entry.
@@ -44,11 +46,11 @@ func (t *Table[T]) Key(parts ...[]byte) []byte {
 	return key
 }
 
-// Get reads a record. The row is zero where there is none.
+// Get reads a record. Where there is none the row is zero, and the error is Missing.
 func (t *Table[T]) Get(ctx context.Context, key []byte) (Row[T], error) {
 	entry, err := t.Store.Get(ctx, key)
 	if errors.Is(err, ErrNotFound) {
-		return Row[T]{}, nil
+		return Row[T]{}, t.Missing
 	}
 	if entry.Key = key; err != nil {
 		return Row[T]{Entry: entry}, t.unread(err)
@@ -82,7 +84,7 @@ func (t *Table[T]) open(entry Entry) (Row[T], error) {
 		err = Decode(plain, record)
 	}
 	if err != nil {
-		return Row[T]{Entry: entry}, wrap(t.Unreadable, err)
+		return Row[T]{Entry: entry}, wrap(t.Unreadable, fmt.Errorf("record %x: %w", entry.Key, err))
 	}
 	return Row[T]{record, entry}, nil
 }
