@@ -160,36 +160,32 @@ func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, e *ledger.Entry
 //	f u checkpoint    the upstream at which the call has failed (FailedAt)
 const SpaceCascade = 'f'
 
+const kindFailure = 'u' // see SpaceCascade
+
 // failedTime is how long the upstream of a failure is known: as long as a cascade may go on without another one.
 const failedTime = 24 * time.Hour
 
 func (e *Evidence) failedKey(checkpoint string) []byte {
 	name := e.sealer.Index("failed at", checkpoint)
-	return append([]byte{SpaceCascade, 'u'}, name[:16]...)
+	return e.failures.Key(name[:16])
 }
 
 // FailedAt is the write that says at which upstream the call with a checkpoint has failed, for the detection of
 // cascades, also by a later process. It belongs into the commit of the call's outcome.
 func (e *Evidence) FailedAt(checkpoint, upstream string, now time.Time) store.Write {
-	key := e.failedKey(checkpoint)
-	return store.Write{Key: key, Value: e.sealer.Seal(nil, []byte(upstream), key), Expires: now.Add(failedTime)}
+	return e.failures.Put(e.failedKey(checkpoint), &upstream, store.Condition{}, now.Add(failedTime))
 }
 
 // failedAt is what FailedAt has written; empty if that is unknown, or cannot be read any more.
 func (e *Evidence) failedAt(ctx context.Context, checkpoint string) (string, error) {
-	key := e.failedKey(checkpoint)
-	entry, err := e.store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) || errors.Is(err, store.ErrDamaged) {
+	row, err := e.failures.Get(ctx, e.failedKey(checkpoint))
+	switch {
+	case errors.Is(err, ledger.ErrTampered), err == nil && row.Record == nil:
 		return "", nil
-	}
-	if err != nil {
+	case err != nil:
 		return "", err
 	}
-	upstream, err := e.sealer.Open(nil, entry.Value, key)
-	if err != nil {
-		return "", nil
-	}
-	return string(upstream), nil
+	return *row.Record, nil
 }
 
 // answered counts the good answers of calls by what they change, as far as that is another name than the

@@ -11,7 +11,6 @@ package evidence
 import (
 	"context"
 	"crypto/ed25519"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -74,7 +73,9 @@ type Evidence struct {
 	later  laterKeys
 	fleet  nodes
 	logger *slog.Logger
-	placed func(log string, e *ledger.Event, recorded time.Time)
+	// failures are the upstreams at which calls have failed, by checkpoint.
+	failures store.Table[string]
+	placed   func(log string, e *ledger.Event, recorded time.Time)
 	// unsigned says that unproven tokens are accepted, so that they have to be looked up
 	// too.
 	unsigned atomic.Bool
@@ -99,8 +100,11 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 		return nil, err
 	}
 	e.fleet.store, e.fleet.node, e.live.fleet = shared, o.Node, shared != nil
-	e.names.under, e.names.called = []byte{spaceNames}, "the names that the gateway has had"
-	e.later.under, e.later.called = []byte{spaceNames, 's'}, "the keys of what is not signed yet"
+	e.names.called, e.later.called = "the names that the gateway has had", "the keys of what is not signed yet"
+	e.names.table = tableOf[[]ect.Former](e, []byte{spaceNames}, e.names.called)
+	e.later.table = tableOf[[]string](e, []byte{spaceNames, 's'}, e.later.called)
+	e.fleet.peers = tableOf[peer](e, []byte{spacePeers}, "the public keys of a node")
+	e.failures = tableOf[string](e, []byte{SpaceCascade, kindFailure}, "where a call has failed")
 	origin := originPrefix + o.Node
 	options, err := e.logOptions(origin)
 	if err != nil {
@@ -122,7 +126,7 @@ func Open(ctx context.Context, o Options) (*Evidence, error) {
 	if e.log, err = ledger.Open(ctx, options); err != nil {
 		return nil, fmt.Errorf("evidence: %w", err)
 	}
-	if err := errors.Join(e.names.read(ctx, e), e.later.read(ctx, e)); err != nil {
+	if err := errors.Join(e.names.read(ctx), e.later.read(ctx)); err != nil {
 		return nil, err
 	}
 	if shared != nil {
@@ -383,52 +387,44 @@ type names struct {
 	sealedList[ect.Former]
 }
 
-// sealedList is a list that is stored as one sealed JSON value.
+// tableOf keeps records whose keys begin with prefix. In errors they are called so.
+func tableOf[T any](e *Evidence, prefix []byte, called string) store.Table[T] {
+	return store.Table[T]{
+		Store: e.store, Sealer: e.sealer, Prefix: string(prefix), Unreadable: fmt.Errorf("evidence: %s: %w", called, ledger.ErrTampered),
+	}
+}
+
+// sealedList is a list that is stored as one record.
 type sealedList[T any] struct {
-	under   []byte // its key in the store
-	called  string // in errors
+	table   store.Table[[]T] // the only key is the prefix
+	called  string           // in errors
 	all     []T
 	version store.Version
 	key     uint32 // under which it is sealed
 }
 
 // read reads the stored list, if any.
-func (l *sealedList[T]) read(ctx context.Context, e *Evidence) error {
-	found, err := e.store.Get(ctx, l.under)
-	if errors.Is(err, store.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
+func (l *sealedList[T]) read(ctx context.Context) error {
+	row, err := l.table.Get(ctx, l.table.Key())
+	if err != nil || row.Record == nil {
 		return err
 	}
-	var all []T // others hold the slices of the list before
-	text, err := e.sealer.Open(nil, found.Value, l.under)
-	if err == nil {
-		err = json.Unmarshal(text, &all)
-	}
-	if err != nil {
-		return fmt.Errorf("evidence: %s: %w: %w", l.called, ledger.ErrTampered, err)
-	}
-	l.all, l.version, l.key = all, found.Version, e.sealer.KeyOf(found.Value)
+	l.all, l.version, l.key = *row.Record, row.Version, l.table.Sealer.KeyOf(row.Value) // others hold the slices of the list before
 	return nil
 }
 
 // write replaces the list.
-func (l *sealedList[T]) write(ctx context.Context, e *Evidence, all []T) error {
-	text, err := json.Marshal(all)
-	if err != nil {
-		return err
-	}
+func (l *sealedList[T]) write(ctx context.Context, all []T) error {
 	condition := store.Absent()
 	if l.version != 0 {
 		condition = store.VersionIs(l.version)
 	}
-	sealed := e.sealer.Seal(nil, text, l.under)
-	version, err := e.store.Commit(ctx, store.Write{Key: l.under, Value: sealed, If: condition})
+	w := l.table.Put(l.table.Key(), &all, condition, time.Time{})
+	version, err := l.table.Store.Commit(ctx, w)
 	if err != nil {
 		return fmt.Errorf("evidence: writing %s: %w", l.called, err)
 	}
-	l.all, l.version, l.key = all, version, e.sealer.KeyOf(sealed)
+	l.all, l.version, l.key = all, version, l.table.Sealer.KeyOf(w.Value)
 	return nil
 }
 
@@ -440,11 +436,11 @@ func (l *sealedList[T]) update(ctx context.Context, e *Evidence, change func(all
 		if next == nil {
 			return nil
 		}
-		err := l.write(ctx, e, next)
+		err := l.write(ctx, next)
 		if lost := (*store.Conflict)(nil); e.fleet.store == nil || !errors.As(err, &lost) {
 			return err
 		}
-		if err := errors.Join(store.AwaitGroup(ctx), l.read(ctx, e)); err != nil {
+		if err := errors.Join(store.AwaitGroup(ctx), l.read(ctx)); err != nil {
 			return err
 		}
 	}
@@ -656,8 +652,7 @@ func (e *Evidence) Reseal(ctx context.Context) error {
 	e.names.mu.Lock()
 	defer e.names.mu.Unlock()
 	r := store.NewResealer(e.store, e.sealer)
-	return errors.Join(err, e.names.reseal(ctx, e, newest), r.Walk(ctx, []byte{spaceOpen}, store.MaxBatch, r.Reseal),
-		r.Walk(ctx, []byte{spacePeers}, store.MaxBatch, r.Reseal))
+	return errors.Join(err, e.names.reseal(ctx, e, newest), r.Tables(ctx, string(spaceOpen), e.fleet.peers.Prefix))
 }
 
 // MissingKeys lists the keys that the gateway has signed with and the ring lacks: their

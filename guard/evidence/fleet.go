@@ -3,7 +3,6 @@ package evidence
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -46,6 +45,8 @@ type nodes struct {
 	hears   bool     // what others record is passed on; guarded by hearing
 	waiting []func() // who waits until it has been; guarded by hearing
 
+	peers store.Table[peer]
+
 	publishing sync.Mutex
 	published  []byte // the text that is stored of the own keys; guarded by publishing
 	reading    sync.Mutex
@@ -59,7 +60,7 @@ func (e *Evidence) beginFleet(ctx context.Context) error {
 	f := &e.fleet
 	f.changed, f.added = make(chan struct{}, 1), make(chan struct{}, 1)
 	changed := func(key []byte) {
-		if len(key) > len(e.later.under) && key[0] == spaceNames {
+		if len(key) > len(e.later.table.Prefix) && key[0] == spaceNames {
 			return // one of execution's: so it is with most calls without a key
 		}
 		signal(f.changed)
@@ -213,15 +214,15 @@ const spacePeers = 'i'
 
 // peer is what a node stores of its signing keys for the others.
 type peer struct {
-	Node string          `json:"node"`
-	Keys json.RawMessage `json:"keys"` // ect.Ring.Publish
+	Node string `cbor:"node"`
+	Keys []byte `cbor:"keys"` // ect.Ring.Publish
 	// Until is when they are accepted no more, written by another node once this one is gone.
-	Until time.Time `json:"until,omitzero"`
+	Until time.Time `cbor:"until,omitzero"`
 }
 
 func (e *Evidence) peerKey(node string) []byte {
 	hash := store.Index(e.sealer, "peer", node)
-	return append([]byte{spacePeers}, hash[:hashed]...)
+	return e.fleet.peers.Key(hash[:hashed])
 }
 
 // publish stores the public keys of this node, before anything is signed with one of them.
@@ -238,53 +239,25 @@ func (e *Evidence) publish(ctx context.Context, ring *ect.Ring) error {
 	if bytes.Equal(text, e.fleet.published) {
 		return nil
 	}
-	if _, err := e.store.Commit(ctx, e.peerWrite(&peer{Node: e.fleet.node, Keys: text})); err != nil {
+	own := &peer{Node: e.fleet.node, Keys: text}
+	if _, err := e.store.Commit(ctx, e.fleet.peers.Put(e.peerKey(own.Node), own, store.Condition{}, time.Time{})); err != nil {
 		return fmt.Errorf("evidence: storing the public keys: %w", err)
 	}
 	e.fleet.published = text
 	return nil
 }
 
-func (e *Evidence) peerWrite(p *peer) store.Write {
-	text, _ := json.Marshal(p) // strings, JSON and a time
-	key := e.peerKey(p.Node)
-	return store.Write{Key: key, Value: e.sealer.Seal(nil, text, key)}
-}
-
-// peers are what all nodes have stored, with the versions of it.
-func (e *Evidence) peers(ctx context.Context) (all []peer, versions []store.Version, err error) {
-	for found, err := range e.store.Scan(ctx, store.Prefix([]byte{spacePeers})) {
-		if err != nil {
-			return nil, nil, err
-		}
-		var p peer
-		text, err := e.sealer.Open(nil, found.Value, found.Key)
-		if err == nil {
-			err = json.Unmarshal(text, &p)
-		}
-		if err == nil && !bytes.Equal(found.Key, e.peerKey(p.Node)) {
-			err = errors.New("they stand under another node")
-		}
-		if err != nil {
-			return nil, nil, fmt.Errorf("evidence: the public keys of a node: %w: %w", ledger.ErrTampered, err)
-		}
-		all, versions = append(all, p), append(versions, found.Version)
-	}
-	return all, versions, nil
-}
-
 // readPeers gives the keys of the other nodes to the ring.
 func (e *Evidence) readPeers(ctx context.Context) error {
 	e.fleet.reading.Lock() // so that what was read last is what is set last
 	defer e.fleet.reading.Unlock()
-	all, _, err := e.peers(ctx)
-	if err != nil {
-		return err
-	}
 	var keys []ect.Peer
-	for i := range all {
-		if all[i].Node != e.fleet.node {
-			keys = append(keys, ect.Peer{Keys: all[i].Keys, Until: all[i].Until})
+	for row, err := range e.fleet.peers.All(ctx) {
+		if err != nil {
+			return err
+		}
+		if row.Record.Node != e.fleet.node {
+			keys = append(keys, ect.Peer{Keys: row.Record.Keys, Until: row.Record.Until})
 		}
 	}
 	return e.ring.SetPeers(keys, e.readPeers)
@@ -293,9 +266,12 @@ func (e *Evidence) readPeers(ctx context.Context) error {
 // retirePeers notes of nodes that are gone when their keys are accepted no more. A node that comes back
 // stores its keys anew.
 func (e *Evidence) retirePeers(ctx context.Context) error {
-	all, versions, err := e.peers(ctx)
-	if err != nil {
-		return err
+	var all []store.Row[peer]
+	for row, err := range e.fleet.peers.All(ctx) {
+		if err != nil {
+			return err
+		}
+		all = append(all, row)
 	}
 	members, err := e.fleet.store.Members(ctx) // after the keys: who has stored them is a member until it is gone
 	if err != nil {
@@ -306,15 +282,13 @@ func (e *Evidence) retirePeers(ctx context.Context) error {
 		return err
 	}
 	retired := false
-	for i := range all {
-		p := &all[i]
+	for _, row := range all {
+		p := row.Record
 		if !p.Until.IsZero() || slices.ContainsFunc(members, func(m store.Member) bool { return m.Node == p.Node }) {
 			continue
 		}
 		p.Until = now.Add(keepPeer).UTC().Truncate(time.Second)
-		w := e.peerWrite(p)
-		w.If = store.VersionIs(versions[i])
-		_, err := e.store.Commit(ctx, w)
+		_, err := e.store.Commit(ctx, e.fleet.peers.Put(row.Key, p, store.VersionIs(row.Version), time.Time{}))
 		if lost := (*store.Conflict)(nil); err != nil && !errors.As(err, &lost) { // it is back, or another node was first
 			return err
 		}
@@ -329,10 +303,10 @@ func (e *Evidence) retirePeers(ctx context.Context) error {
 // readShared reads again what another node has written.
 func (e *Evidence) readShared(ctx context.Context) error {
 	e.names.mu.Lock()
-	err := e.names.read(ctx, e)
+	err := e.names.read(ctx)
 	e.names.mu.Unlock()
 	e.later.mu.Lock()
-	err = errors.Join(err, e.later.read(ctx, e))
+	err = errors.Join(err, e.later.read(ctx))
 	e.later.mu.Unlock()
 	return errors.Join(err, e.readPeers(ctx))
 }

@@ -163,7 +163,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.1.1-b", file: "guard/evidence/cascade.go", dir: "guard/evidence",
-		old: "	return string(upstream), nil\n", now: "	_ = upstream\n	return \"\", nil\n",
+		old: "	return *row.Record, nil\n", now: "	return \"\", nil\n",
 		breaks: "the next process does not know where calls have failed", tests: []string{"TestFailuresOfBeforeARestart"},
 	},
 	{
