@@ -532,7 +532,7 @@ func (t *WriteTracker) open(name string, own execution.Key) *WriteWindow {
 	defer t.mu.Unlock()
 	at := t.at(name)
 	if at.prefix == "" && t.fleet != nil {
-		at.prefix = string(t.fleet.prefix(name))
+		at.prefix = string(t.fleet.writes.Key(t.fleet.target(name)))
 	}
 	w := &WriteWindow{of: t, name: name, own: own, disturbed: at.writing > 0}
 	at.windows[w] = true

@@ -14,6 +14,7 @@ import (
 type fleetWrites struct {
 	t      *WriteTracker
 	st     store.Shared
+	writes store.Table[write] // they have nothing of a caller
 	sealer store.Sealer
 	calls  *execution.Guard
 	boot   string
@@ -42,14 +43,15 @@ func (t *WriteTracker) Follow(st store.Store, sealer store.Sealer, calls *execut
 	if !is {
 		return
 	}
-	t.fleet = &fleetWrites{t, shared, sealer, calls, shared.Self().Boot}
-	shared.Follow([]byte{spaceLive, kindWrite}, t.fleet.changed)
+	writes := store.Table[write]{Store: shared, Prefix: string([]byte{spaceLive, kindWrite})}
+	t.fleet = &fleetWrites{t, shared, writes, sealer, calls, shared.Self().Boot}
+	shared.Follow([]byte(writes.Prefix), t.fleet.changed)
 }
 
-// prefix begins the entries of a target's writes.
-func (f *fleetWrites) prefix(name string) []byte {
+// target begins the keys of the writes to a target, behind the prefix of all.
+func (f *fleetWrites) target(name string) []byte {
 	sum := store.Index(f.sealer, "written target", name)
-	return append(append(make([]byte, 0, 2+16+32), spaceLive, kindWrite), sum[:16]...)
+	return sum[:16]
 }
 
 // changed disturbs the windows in which another gateway has begun or ended a write.
@@ -83,15 +85,15 @@ func (f *fleetWrites) writing(name string, own execution.Key) bool {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), askTime)
 	defer cancel()
-	for entry, err := range f.st.Scan(ctx, store.Prefix(f.prefix(name))) {
+	for row, err := range f.writes.All(ctx, f.target(name)) {
 		if err != nil {
 			return true
 		}
-		key := execution.Key(entry.Key[2+16:])
+		key := execution.Key(row.Key[2+16:])
 		if key == own {
 			continue
 		}
-		if on, err := f.goesOn(ctx, key, entry.Value); on || err != nil {
+		if on, err := f.goesOn(ctx, key, row.Record); on || err != nil {
 			return true
 		}
 	}
@@ -99,25 +101,24 @@ func (f *fleetWrites) writing(name string, own execution.Key) bool {
 }
 
 // goesOn reports whether a recorded write may be under way.
-func (f *fleetWrites) goesOn(ctx context.Context, key execution.Key, value []byte) (bool, error) {
-	w, err := decodeWrite(value)
-	if err != nil || w.boot == f.boot { // which the tracker knows
-		return false, err
+func (f *fleetWrites) goesOn(ctx context.Context, key execution.Key, w *write) (bool, error) {
+	if w.Boot == f.boot { // which the tracker knows
+		return false, nil
 	}
-	gone, err := f.st.Gone(ctx, w.boot)
+	gone, err := f.st.Gone(ctx, w.Boot)
 	if err != nil || !gone {
 		return true, err
 	}
 	// A gateway that was removed may run on. What it has sent is in doubt, until that is settled or has been undone.
 	now, err := f.st.Now(ctx)
-	if err != nil || !now.Before(w.until) {
+	if err != nil || !now.Before(w.Until) {
 		return false, err
 	}
 	found, err := f.calls.Get(ctx, key)
 	if errors.Is(err, execution.ErrUnknown) {
 		return false, nil
 	}
-	return err != nil || found.Status == execution.Doubtful || w.undo && found.Status != execution.RolledBack, nil
+	return err != nil || found.Status == execution.Doubtful || w.Undo && found.Status != execution.RolledBack, nil
 }
 
 // announceUndo records that an undo is about to write. over is called at its end.
@@ -132,7 +133,7 @@ func (f *fleetWrites) announceUndo(name string, undone execution.Key) (over func
 		return nil, err
 	}
 	w := write{f.boot, now.Add(undoTime), true}
-	entry := store.Write{Key: append(f.prefix(name), undone[:]...), Value: w.encode(), Expires: w.until}
+	entry := f.writes.Put(f.writes.Key(f.target(name), undone[:]), &w, store.Condition{}, w.Until)
 	if _, err = f.st.Commit(ctx, entry); err != nil {
 		return nil, err
 	}
@@ -149,13 +150,13 @@ func (f *fleetWrites) begins(ctx context.Context, name string, key execution.Key
 	if err != nil {
 		now = time.Now() // then the commit fails, too
 	}
-	w := write{boot: f.boot, until: now.Add(deadline + goneTime)}
-	return store.Write{Key: append(f.prefix(name), key[:]...), Value: w.encode(), Expires: w.until.Add(writeKept)}
+	w := write{Boot: f.boot, Until: now.Add(deadline + goneTime)}
+	return f.writes.Put(f.writes.Key(f.target(name), key[:]), &w, store.Condition{}, w.Until.Add(writeKept))
 }
 
 // ends takes the record back, in the commit of the outcome.
 func (f *fleetWrites) ends(name string, key execution.Key) store.Write {
-	return store.Write{Key: append(f.prefix(name), key[:]...), Delete: true}
+	return store.Write{Key: f.writes.Key(f.target(name), key[:]), Delete: true}
 }
 
 // written has the other gateways know of the call's write: in the commit of its claim that it begins, in that of its
@@ -173,38 +174,7 @@ func written(x *Call, end bool) *store.Batch {
 
 // write is an entry.
 type write struct {
-	boot  string
-	until time.Time // it has ended by then if its gateway has left
-	undo  bool
+	Boot  string    `cbor:"1,keyasint"`
+	Until time.Time `cbor:"2,keyasint"` // it has ended by then if its gateway has left
+	Undo  bool      `cbor:"3,keyasint,omitempty"`
 }
-
-const (
-	tagWriteBoot = 1 + iota
-	tagWriteUntil
-	tagWriteUndo
-)
-
-func (w write) encode() []byte {
-	e := store.Encoder{B: make([]byte, 0, 48)}
-	e.String(tagWriteBoot, w.boot)
-	e.Time(tagWriteUntil, w.until)
-	e.Bool(tagWriteUndo, w.undo)
-	return e.B
-}
-
-func decodeWrite(b []byte) (w write, err error) {
-	d := store.Decoder{B: b, Broken: errWrite}
-	for d.Next() {
-		switch d.Tag {
-		case tagWriteBoot:
-			w.boot = string(d.Field)
-		case tagWriteUntil:
-			w.until = d.Time()
-		case tagWriteUndo:
-			w.undo = d.Int() != 0
-		}
-	}
-	return w, d.Err
-}
-
-var errWrite = errors.New("agent_guard: the record of a write cannot be read by this build")
