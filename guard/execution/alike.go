@@ -176,10 +176,10 @@ func (t *groups) ask(ctx context.Context, group groupHash, boot string) (said []
 			}
 			asked = true
 		}
-		plain, _, err := t.g.read(ctx, name)
-		if err == nil && plain != nil {
+		row, err := table[reply](t.g).Get(ctx, name)
+		if err == nil && row.Record != nil {
 			cancel()
-			return decodeKnown(plain)
+			return row.Record.read(time.Now()), row.Record.All, nil
 		}
 		if err == nil {
 			var gone bool
@@ -222,133 +222,75 @@ func (t *groups) say(ctx context.Context, question []byte) {
 	if err != nil || string(entry.Value) != t.g.boot || len(id) < len(groupHash{}) {
 		return // it is another member's
 	}
-	name := liveKey(kindSays, string(id))
 	defer t.g.writers.enter().leave()
-	plain := t.said(groupHash(id))
-	_, _ = m.store.Commit(ctx, store.Write{ // else the one who asks does not go on
-		Key: name, Value: t.g.sealer.Seal(nil, plain, name), Bulk: true, Expires: entry.Expires,
-	})
+	w := table[reply](t.g).Put(liveKey(kindSays, string(id)), t.said(groupHash(id)), store.Condition{}, entry.Expires)
+	w.Bulk = true
+	_, _ = m.store.Commit(ctx, w) // else the one who asks does not go on
 }
 
 // said is what this member knows of a group.
-func (t *groups) said(group groupHash) []byte {
+func (t *groups) said(group groupHash) *reply {
 	s := t.shard(group)
 	s.Lock()
 	defer s.Unlock()
-	var e store.Encoder
 	now := time.Now()
-	all := !s.shrunk || now.Sub(s.since) > 24*time.Hour
+	r := &reply{All: !s.shrunk || now.Sub(s.since) > 24*time.Hour}
 	if g := s.of[group]; g != nil {
-		all = all && g.forgot.IsZero()
+		r.All = r.All && g.forgot.IsZero()
 		for _, k := range g.listed {
 			if !k.foreign || k.holder != nil || k.pending {
-				e.Bytes(tagKnown, k.encode(now))
+				r.Known = append(r.Known, k.reported(now))
 			}
 		}
 	} else {
-		all = all && s.forgot.IsZero()
+		r.All = r.All && s.forgot.IsZero()
 	}
-	e.Bool(tagKnowsAll, all)
-	return e.B
+	return r
 }
 
-const (
-	tagKnown = 1 + iota
-	tagKnowsAll
-	tagKnownKey
-	tagKnownID
-	tagKnownBegan // how long ago
-	tagKnownEnded // how long ago; 0 while it has not
-	tagKnownWindow
-	tagKnownCount
-	tagKnownState
-	tagKnownExpires
-	tagKnownFlags
-)
+// reply is what a member knows of a group.
+type reply struct {
+	Known []report
+	All   bool // it knows all that it has run
+}
 
-const (
-	flagWaits = 1 << iota
-	flagUnanswered
-	flagReleased
-	flagRetriable
-	flagInternal
-	flagLearned
-	flagTaken
-	flagAsked
-	flagHeld
-	flagElsewhere
-)
+// report is what a member knows of an execution; the names are those of known.
+type report struct {
+	Key          Key
+	ID           string
+	Began, Ended time.Duration // how long ago; Ended is 0 while it has not
+	Window       time.Duration
+	Count        int
+	State        State
+	Expires      time.Time
 
-func (k *known) encode(now time.Time) []byte {
-	var e store.Encoder
-	e.Bytes(tagKnownKey, k.key[:])
-	e.String(tagKnownID, k.id)
-	e.Int(tagKnownBegan, int64(max(now.Sub(k.began), 0))+1)
+	Waits, Unanswered, Released, Retriable, Internal, Learned, Taken, Asked, Held, Elsewhere bool
+}
+
+func (k *known) reported(now time.Time) report {
+	r := report{
+		Key: k.key, ID: k.id, Began: max(now.Sub(k.began), 0), Window: k.window, Count: k.count, State: k.state, Expires: k.expires,
+		Waits: k.holder != nil && k.holder.waits(), Released: k.released, Retriable: k.retriable, Internal: k.internal,
+		Unanswered: k.holder == nil && k.unanswered || k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil,
+		Learned:    k.learned, Taken: k.taken, Asked: k.asked, Held: k.foreign || k.held, Elsewhere: k.elsewhere,
+	}
 	if !k.ended.IsZero() {
-		e.Int(tagKnownEnded, int64(max(now.Sub(k.ended), 0))+1)
+		r.Ended = max(now.Sub(k.ended), 0)
 	}
-	e.Int(tagKnownWindow, int64(k.window))
-	e.Int(tagKnownCount, int64(k.count))
-	e.Int(tagKnownState, int64(k.state))
-	e.Time(tagKnownExpires, k.expires)
-	flags := int64(0)
-	for flag, is := range map[int64]bool{
-		flagWaits: k.holder != nil && k.holder.waits(), flagReleased: k.released, flagRetriable: k.retriable,
-		flagUnanswered: k.holder == nil && k.unanswered || k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil,
-		flagInternal:   k.internal, flagLearned: k.learned, flagTaken: k.taken, flagAsked: k.asked, flagHeld: k.foreign || k.held,
-		flagElsewhere: k.elsewhere,
-	} {
-		if is {
-			flags |= flag
-		}
-	}
-	e.Int(tagKnownFlags, flags)
-	return e.B
+	return r
 }
 
-func decodeKnown(b []byte) (said []*known, all bool, err error) {
-	d := store.Decoder{B: b, Broken: errEncoding}
-	now := time.Now()
-	for d.Next() {
-		switch d.Tag {
-		case tagKnowsAll:
-			all = d.Int() != 0
-		case tagKnown:
-			k := &known{foreign: true, ended: now} // what runs is never too old
-			one := store.Decoder{B: d.Field, Broken: errEncoding}
-			for one.Next() {
-				switch one.Tag {
-				case tagKnownKey:
-					one.Fill(k.key[:])
-				case tagKnownID:
-					k.id = string(one.Field)
-				case tagKnownBegan:
-					k.began = now.Add(-time.Duration(one.Int()))
-				case tagKnownEnded:
-					k.ended = now.Add(-time.Duration(one.Int()))
-				case tagKnownWindow:
-					k.window = time.Duration(one.Int())
-				case tagKnownCount:
-					k.count = int(one.Int())
-				case tagKnownState:
-					k.state = State(one.Int())
-				case tagKnownExpires:
-					k.expires = one.Time()
-				case tagKnownFlags:
-					flags := one.Int()
-					k.away, k.unanswered = flags&flagWaits != 0, flags&flagUnanswered != 0
-					k.released, k.retriable, k.internal = flags&flagReleased != 0, flags&flagRetriable != 0, flags&flagInternal != 0
-					k.learned, k.taken, k.asked, k.held = flags&flagLearned != 0, flags&flagTaken != 0, flags&flagAsked != 0, flags&flagHeld != 0
-					k.elsewhere = flags&flagElsewhere != 0
-				}
-			}
-			if one.Err != nil {
-				return nil, false, unreadable(one.Err)
-			}
-			said = append(said, k)
-		}
+// read is what another member knows. What runs is never too old.
+func (r *reply) read(now time.Time) (all []*known) {
+	for _, of := range r.Known {
+		all = append(all, &known{
+			foreign: true, key: of.Key, id: of.ID, began: now.Add(-of.Began), ended: now.Add(-of.Ended), window: of.Window,
+			count: of.Count, state: of.State, expires: of.Expires, away: of.Waits, unanswered: of.Unanswered, released: of.Released,
+			retriable: of.Retriable, internal: of.Internal, learned: of.Learned, taken: of.Taken, asked: of.Asked, held: of.Held,
+			elsewhere: of.Elsewhere,
+		})
 	}
-	return said, all, unreadable(d.Err)
+	return all
 }
 
 // enlist has the group know what is known elsewhere, until dismiss. again says that it was read while it changed.

@@ -49,11 +49,11 @@ func partKey(key Key, claim [16]byte, n uint32) []byte {
 
 // part is what the owner stores at a time.
 type part struct {
-	head     *Head // nil but in the first with an answer
-	doubtful bool  // it leaves the call in doubt; with head
-	body     []byte
-	end      partEnd
-	trailer  map[string][]string // with endWhole
+	Head     *Head // nil but in the first with an answer
+	Doubtful bool  // it leaves the call in doubt; with Head
+	Body     []byte
+	End      partEnd
+	Trailer  map[string][]string // with endWhole
 }
 
 // partEnd says what comes after a part.
@@ -68,51 +68,6 @@ const (
 	endTooMuch         // the answer is too large to be followed from its beginning
 	endUnasked         // nobody was interested any more; the answer goes on
 )
-
-const (
-	tagPartHead = 1 + iota
-	tagPartDoubtful
-	tagPartBody
-	tagPartEnd
-	tagPartTrailer
-)
-
-func (p *part) encode() []byte {
-	e := store.Encoder{B: make([]byte, 0, len(p.body)+512)}
-	if p.head != nil {
-		e.Bytes(tagPartHead, p.head.encode(nil))
-	}
-	e.Bool(tagPartDoubtful, p.doubtful)
-	e.Bytes(tagPartBody, p.body)
-	e.Int(tagPartEnd, int64(p.end))
-	if p.trailer != nil {
-		e.Bytes(tagPartTrailer, (&Head{Trailer: p.trailer}).encode(nil))
-	}
-	return e.B
-}
-
-func (p *part) decode(b []byte) error {
-	d := store.Decoder{B: b, Broken: errEncoding}
-	for d.Next() {
-		switch d.Tag {
-		case tagPartHead, tagPartTrailer:
-			h := new(Head)
-			if err := h.decode(d.Field); err != nil {
-				return err
-			}
-			if p.trailer = h.Trailer; d.Tag == tagPartHead {
-				p.head = h
-			}
-		case tagPartDoubtful:
-			p.doubtful = d.Int() != 0
-		case tagPartBody:
-			p.body = d.Field
-		case tagPartEnd:
-			p.end = partEnd(d.Int())
-		}
-	}
-	return d.Err
-}
 
 // interested notes that others may follow the execution with this interest, or any where it is nil.
 func (m *members) interested(ctx context.Context, interest []byte) {
@@ -153,14 +108,14 @@ func (m *members) storeParts(ctx context.Context, f *Flight) error {
 		if until.Before(now) { // a stream has no deadline
 			until = now
 		}
-		_, err = m.store.Commit(ctx, store.Write{
-			Key: name, Value: m.g.sealer.Seal(nil, p.encode(), name), Bulk: true, Expires: until.Add(partsTime),
-		})
+		w := table[part](m.g).Put(name, &p, store.Condition{}, until.Add(partsTime))
+		w.Bulk = true
+		_, err = m.store.Commit(ctx, w)
 		return err
 	}
 	follower := f.Follow()
 	if follower == nil {
-		return put(part{end: endTooMuch})
+		return put(part{End: endTooMuch})
 	}
 	defer follower.Close()
 	asked := time.Now()
@@ -169,34 +124,34 @@ func (m *members) storeParts(ctx context.Context, f *Flight) error {
 		if n == 0 {
 			head, err := follower.Head(ctx)
 			if err == nil {
-				p.head, p.doubtful = &Head{Status: head.Status, Header: head.Header}, follower.Doubtful()
-			} else if p.end = f.ended(); p.end == endNone {
+				p.Head, p.Doubtful = &Head{Status: head.Status, Header: head.Header}, follower.Doubtful()
+			} else if p.End = f.ended(); p.End == endNone {
 				return err
 			}
 		} else {
 			size, err := follower.Read(ctx, buf)
-			p.body = buf[:size]
+			p.Body = buf[:size]
 			switch {
 			case errors.Is(err, io.EOF):
-				p.end, p.trailer = endWhole, follower.Trailer()
+				p.End, p.Trailer = endWhole, follower.Trailer()
 			case errors.Is(err, ErrCut):
-				if p.end = f.ended(); p.end == endNone {
-					p.end = endCut
+				if p.End = f.ended(); p.End == endNone {
+					p.End = endCut
 				}
 			case err != nil:
 				return err
 			}
 		}
-		if p.end == endNone && time.Since(asked) > interestEvery {
+		if p.End == endNone && time.Since(asked) > interestEvery {
 			if _, err := m.store.Get(ctx, interestKey(f.key)); errors.Is(err, store.ErrNotFound) {
-				p = part{end: endUnasked}
+				p = part{End: endUnasked}
 			}
 			asked = time.Now()
 		}
-		if err := put(p); err != nil || p.end != endNone {
+		if err := put(p); err != nil || p.End != endNone {
 			return err
 		}
-		if p.head == nil {
+		if p.Head == nil {
 			select {
 			case <-time.After(partEvery):
 			case <-f.done:
@@ -352,25 +307,22 @@ func (f *mirror) read(ctx context.Context) Ending {
 // parts reads those that are there from number n on.
 func (f *mirror) parts(ctx context.Context, n *uint32) (Ending, error) {
 	for {
-		plain, _, err := f.m.g.read(ctx, partKey(f.key, f.claim, *n))
-		if err != nil || plain == nil {
+		row, err := table[part](f.m.g).Get(ctx, partKey(f.key, f.claim, *n))
+		if err != nil || row.Record == nil {
 			return 0, err
 		}
-		var p part
-		if err := p.decode(plain); err != nil {
-			return 0, unreadable(err)
-		}
 		*n++
-		if p.head != nil {
-			if p.doubtful {
+		p := row.Record
+		if p.Head != nil {
+			if p.Doubtful {
 				f.recording.Doubt()
 			}
-			f.recording.Start(p.head.Status, p.head.Header)
+			f.recording.Start(p.Head.Status, p.Head.Header)
 		}
-		f.recording.Write(p.body)
-		switch p.end {
+		f.recording.Write(p.Body)
+		switch p.End {
 		case endWhole:
-			f.recording.SetTrailer(p.trailer)
+			f.recording.SetTrailer(p.Trailer)
 			return endedAnswered, nil
 		case endUnsent:
 			return endedUnsent, nil

@@ -620,7 +620,6 @@ func TestStoredBytes(t *testing.T) {
 	full := fullRecord()
 	full.Task, full.Internal, full.Lot, full.Counts = "", false, lotHash{}, "" // which earlier builds did not have
 	head := Head{Status: 201, Size: 300, Header: map[string][]string{"A": {"", "b"}}, Trailer: map[string][]string{"Gone": nil}}
-	resolution := Resolution{At: full.Created, Applied: true, Operator: "o", Reason: "r", Cause: CauseLost, Action: "a"}
 	keyed := full
 	keyed.Group, keyed.Window, keyed.Count = groupHash{}, 0, 0
 	for name, c := range map[string]struct {
@@ -632,8 +631,6 @@ func TestStoredBytes(t *testing.T) {
 		"sparse record":     {(&Record{State: StateSending, Created: full.Created}).encode(nil), "010104021000000000000000000000000000000000032000000000000000000000000000000000000000000000000000000000000000000410000000000000000000000000000000000e09f681a0bbd29df1fa31"},
 		"account":           {accountOf(&full, 300).appendTo(nil), "0101060209f681a0bbd29df1fa310302d8040401080509fc81a0bbd29df1fa31"},
 		"head":              {head.encode(nil), "010292030202d80403014104013d04023d620504476f6e65"},
-		"resolution":        {resolution.encode(nil), "0109f681a0bbd29df1fa3102010203016f040172050f636f6e6e656374696f6e5f6c6f7374060161"},
-		"sparse resolution": {(&Resolution{}).encode(nil), ""},
 	} {
 		if got := hex.EncodeToString(c.got); got != c.want {
 			t.Errorf("%s:\n%s, want\n%s", name, got, c.want)

@@ -101,8 +101,9 @@ func (g *Guard) settleDoubt(ctx context.Context, found *Recorded, t *Resolution,
 // resolution records an operator's resolution.
 func (g *Guard) resolution(found *Recorded, t *Resolution, at time.Time) *store.Batch {
 	t.At, t.Cause, t.Action = at, found.Record.Cause, found.Record.Action
-	name := appendTime(append(append(make([]byte, 0, 1+keySize+8), spaceResolved), found.Key[:]...), at)
-	return store.NewBatch(store.Write{Key: name, Value: g.sealer.Seal(nil, t.encode(nil), name), Expires: at.Add(keepResolutions)})
+	resolutions := table[Resolution](g, spaceResolved)
+	key := resolutions.Key(found.Key[:], appendTime(nil, at))
+	return store.NewBatch(resolutions.Put(key, t, store.Condition{}, at.Add(keepResolutions)))
 }
 
 // appliedRecord returns the completed record of a doubtful execution, and the part of its
@@ -212,64 +213,14 @@ var (
 // Resolutions lists what operators have said of the execution key, the oldest first.
 func (g *Guard) Resolutions(ctx context.Context, key Key) ([]Resolution, error) {
 	var all []Resolution
-	for entry, err := range g.store.Scan(ctx, store.Prefix(append([]byte{spaceResolved}, key[:]...))) {
+	for row, err := range table[Resolution](g, spaceResolved).All(ctx, key[:]) {
 		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			return nil, err
 		}
-		plain, err := g.sealer.Open(nil, entry.Value, entry.Key)
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		r, err := decodeResolution(plain)
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		all = append(all, r)
+		row.Record.By = ByOperator
+		all = append(all, *row.Record)
 	}
 	return all, nil
-}
-
-// The tags of a resolution's fields, under the rules of a record's.
-const (
-	tagResolvedAt = 1 + iota
-	tagResolvedApplied
-	tagResolvedOperator
-	tagResolvedReason
-	tagResolvedCause
-	tagResolvedAction
-)
-
-func (t *Resolution) encode(dst []byte) []byte {
-	e := store.Encoder{B: dst}
-	e.Time(tagResolvedAt, t.At)
-	e.Bool(tagResolvedApplied, t.Applied)
-	e.String(tagResolvedOperator, t.Operator)
-	e.String(tagResolvedReason, t.Reason)
-	e.String(tagResolvedCause, string(t.Cause))
-	e.String(tagResolvedAction, t.Action)
-	return e.B
-}
-
-func decodeResolution(b []byte) (r Resolution, err error) {
-	r.By = ByOperator
-	d := store.Decoder{B: b, Broken: errEncoding}
-	for d.Next() {
-		switch d.Tag {
-		case tagResolvedAt:
-			r.At = d.Time()
-		case tagResolvedApplied:
-			r.Applied = d.Int() != 0
-		case tagResolvedOperator:
-			r.Operator = string(d.Field)
-		case tagResolvedReason:
-			r.Reason = string(d.Field)
-		case tagResolvedCause:
-			r.Cause = Cause(d.Field)
-		case tagResolvedAction:
-			r.Action = string(d.Field)
-		}
-	}
-	return r, d.Err
 }
 
 // Undoing names a call that was undone, or that must not run any more. All but Key and Checkpoint
