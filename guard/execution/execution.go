@@ -555,7 +555,6 @@ func (p *pieces) rest(tail []byte, rec *Recording, r *Record, until time.Time) [
 	result := storedResult{Kept: true, Pieces: p.stored, Expires: until}
 	inline := p.stored == 0 && len(tail)+size <= maxInline
 	if !inline {
-		result.ByKey = true
 		plain := scratch.Get().(*[]byte)
 		defer freeScratch(plain)
 		replayed := Record{ // what a replay needs
@@ -620,11 +619,8 @@ func decodeAnswer(tail []byte) (*answer, error) {
 
 // answerOf reads the head piece of a recorded answer.
 func (g *Guard) answerOf(ctx context.Context, key Key, r *Record) (*answer, error) {
-	switch {
-	case r.Result.Inline != nil:
+	if r.Result.Inline != nil {
 		return decodeAnswer(r.Result.Inline)
-	case !r.Result.ByKey:
-		return g.headPiece(ctx, pieceKey(key, r.Claim, earlierHead))
 	}
 	a, err := g.answerUnder(ctx, key)
 	if err == nil && a.record.Claim != r.Claim {

@@ -712,6 +712,20 @@ func TestMixedUpAnswersAreUnavailable(t *testing.T) {
 		if _, err := r.Result(ctx, c.Key, found.Finding); !errors.Is(err, execution.ErrResultUnavailable) {
 			t.Errorf("an earlier claim's head: %v", err)
 		}
+
+		r = newRig(t)
+		c = r.call("a")
+		answeredAs(r, c)
+		for _, pieces := range []int{1, 3} {
+			found, err := r.Get(ctx, c.Key)
+			if err != nil {
+				t.Fatal(err)
+			}
+			found.Record.Result.Pieces = pieces
+			if _, err := r.Result(ctx, c.Key, found.Finding); !errors.Is(err, execution.ErrResultUnavailable) {
+				t.Errorf("with %d pieces in place of 2: %v", pieces, err)
+			}
+		}
 	})
 }
 

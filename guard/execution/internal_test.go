@@ -3,11 +3,9 @@ package execution
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"iter"
 	"maps"
 	"math/rand/v2"
@@ -206,7 +204,7 @@ func checkIndex(t *testing.T, g *Guard) {
 			}
 			key := Key(entry.Key[1:])
 			want[string(stateKey(r.State, r.Created, key))] = true
-			if a, replayed := answers[key]; replayed != (r.State == StateCompleted && r.Result.ByKey && time.Now().Before(r.Result.Expires)) ||
+			if a, replayed := answers[key]; replayed != (r.State == StateCompleted && r.Result.beside() && time.Now().Before(r.Result.Expires)) ||
 				replayed && (a.Claim != r.Claim || a.Fingerprint != r.Fingerprint || !a.Created.Equal(r.Created)) {
 				t.Fatalf("a record in state %s, and an answer: %v, %+v", r.State, replayed, a)
 			}
@@ -323,7 +321,7 @@ func fullRecord() Record {
 		State: StateCompleted, ID: "id", Origin: OriginMinted, Guard: "g", Action: "a", Host: "h", Method: "POST", Path: "/p",
 		Workflow: "w", Checkpoint: "k", Node: "n", Boot: "b", Counts: "another", Created: at, First: at.Add(-1), Deadline: at.Add(1), Settled: at.Add(2), Cause: CauseStatus,
 		Status: 201, Task: "t", KeepResult: time.Hour, KeepKey: 2 * time.Hour,
-		Result: storedResult{Kept: true, Inline: []byte("inline"), Pieces: 3, ByKey: true, Size: 4, Expires: at.Add(3)},
+		Result: storedResult{Kept: true, Inline: []byte("inline"), Pieces: 3, Size: 4, Expires: at.Add(3)},
 	}
 	r.Claim[0], r.Fingerprint[1], r.Caller[2] = 1, 2, 3
 	r.Sent[4] = 5
@@ -626,8 +624,8 @@ func TestStoredBytes(t *testing.T) {
 		got  []byte
 		want string
 	}{
-		"record":            {full.encode(nil), "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e651501061709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e2000000000050000000000000000000000000000000000000000000000000000001f0102201000000000000600000000000000000000210680e0ba84bf0322010e"},
-		"record with a key": {keyed.encode(nil), "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e651501061709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e2000000000050000000000000000000000000000000000000000000000000000001f0102"},
+		"record":            {full.encode(nil), "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e651501061709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e200000000005000000000000000000000000000000000000000000000000000000201000000000000600000000000000000000210680e0ba84bf0322010e"},
+		"record with a key": {keyed.encode(nil), "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e651501061709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e200000000005000000000000000000000000000000000000000000000000000000"},
 		"sparse record":     {(&Record{State: StateSending, Created: full.Created}).encode(nil), "010104021000000000000000000000000000000000032000000000000000000000000000000000000000000000000000000000000000000410000000000000000000000000000000000e09f681a0bbd29df1fa31"},
 		"account":           {accountOf(&full, 300).appendTo(nil), "0101060209f681a0bbd29df1fa310302d8040401080509fc81a0bbd29df1fa31"},
 		"head":              {head.encode(nil), "010292030202d80403014104013d04023d620504476f6e65"},
@@ -635,25 +633,6 @@ func TestStoredBytes(t *testing.T) {
 		if got := hex.EncodeToString(c.got); got != c.want {
 			t.Errorf("%s:\n%s, want\n%s", name, got, c.want)
 		}
-	}
-}
-
-// A record of a build that kept a hash of the answer, which is passed over.
-func TestEarlierRecord(t *testing.T) {
-	const earlier = "01010602100100000000000000000000000000000003200002000000000000000000000000000000000000000000000000000000000000041000000300000000000000000000000000050269640601040701670801610904504f53540a022f700b01770c016e0d01620e09f681a0bbd29df1fa310f09f881a0bbd29df1fa311009fa81a0bbd29df1fa31110f757073747265616d5f737461747573120292031301021406696e6c696e65150106162000000004000000000000000000000000000000000000000000000000000000001709fc81a0bbd29df1fa3118078080c58bc6d101190780808a978ca3031a01681b01081c016b1d09f481a0bbd29df1fa311e200000000005000000000000000000000000000000000000000000000000000000"
-	b, err := hex.DecodeString(earlier)
-	if err != nil {
-		t.Fatal(err)
-	}
-	want := fullRecord()
-	want.Result.ByKey, want.Group, want.Window, want.Count, want.Internal, want.Task, want.Lot, want.Counts = false, groupHash{}, 0, 0, false, "", lotHash{}, ""
-	got, err := decodeRecord(b)
-	if err != nil {
-		t.Fatal(err)
-	}
-	utc(got)
-	if !reflect.DeepEqual(*got, want) {
-		t.Errorf("got  %+v\nwant %+v", *got, want)
 	}
 }
 
@@ -680,51 +659,6 @@ func TestBrokenFields(t *testing.T) {
 	for name, b := range map[string]string{"no mark": "\x03\x01A\x04\x01x", "an empty value": "\x03\x01A\x04\x00", "cut": "\x03\x05A"} {
 		if err := new(Head).decode([]byte(b)); err != errEncoding {
 			t.Errorf("%s: %v", name, err)
-		}
-	}
-}
-
-// Earlier builds stored the head under its claim, and a hash of the answer in the record: such
-// answers are replayed as long as they are kept.
-func TestEarlierAnswerIsReplayed(t *testing.T) {
-	ctx := context.Background()
-	for _, size := range []int{1000, pieceSize + 10} {
-		g, _, err := Open(ctx, memory.New(memory.Options{}), seal.Generate())
-		if err != nil {
-			t.Fatal(err)
-		}
-		c := Call{Scope: Scope{ID: "a"}, KeepResult: time.Hour, KeepKey: time.Hour}
-		c.Key = g.Key(c.Scope)
-		now := time.Now()
-		r := g.newRecord(&c, g.Caller(c.Scope.Caller), now)
-		r.State, r.Settled = StateCompleted, now
-		r.Result = storedResult{Kept: true, Pieces: size / pieceSize, Size: int64(size), Expires: now.Add(time.Hour)}
-		body := bytes.Repeat([]byte("x"), size)
-		head := Head{Status: 201, Size: int64(size)}
-		tail := head.encode(make([]byte, lengthSize))
-		binary.BigEndian.PutUint32(tail, uint32(len(tail)-lengthSize))
-		batch := g.put(c.Key, nil, &r, store.Absent())
-		for i, piece := range append([][]byte{append(tail, body[r.Result.Pieces*pieceSize:]...)}, body[:r.Result.Pieces*pieceSize])[:1+r.Result.Pieces] {
-			name := pieceKey(c.Key, r.Claim, i)
-			batch = append(batch, store.Write{Key: name, Value: g.sealer.Seal(nil, piece, name), Bulk: true, Expires: r.Result.Expires})
-		}
-		if _, err := g.store.Commit(ctx, batch...); err != nil {
-			t.Fatal(err)
-		}
-		found, err := g.LookUp(ctx, c.Key, c.Fingerprint)
-		if err != nil || found.Status != Replayable {
-			t.Fatal(found.Status, err)
-		}
-		result, err := g.Result(ctx, c.Key, found)
-		if err != nil || result.Head.Status != 201 {
-			t.Fatal(err)
-		}
-		if got, err := io.ReadAll(result.Body(ctx)); err != nil || !bytes.Equal(got, body) {
-			t.Errorf("%d bytes of %d, %v", len(got), size, err)
-		}
-		found.Record.Result.Pieces ^= 1 // one that is not there, or one too few
-		if _, err := g.Result(ctx, c.Key, found); !errors.Is(err, ErrResultUnavailable) {
-			t.Errorf("with %d pieces: %v", found.Record.Result.Pieces, err)
 		}
 	}
 }

@@ -102,12 +102,13 @@ type storedResult struct {
 	Inline []byte
 	// Pieces is the number of full pieces of the body kept beside the head.
 	Pieces int
-	// ByKey says that the head is under appendAnswerKey. Earlier builds kept it under its claim.
-	ByKey bool
 	// Size is how many bytes are stored beside the record.
 	Size    int64
 	Expires time.Time
 }
+
+// beside reports that the answer is under appendAnswerKey, and the full pieces before its rest under its claim.
+func (r *storedResult) beside() bool { return r.Kept && r.Inline == nil }
 
 // began is when the first attempt of the call was claimed, by the store's clock.
 func (r *Record) began() time.Time {
@@ -196,7 +197,7 @@ const (
 	tagResultKept
 	tagResultInline
 	tagResultPieces
-	_ // of earlier builds: the SHA-256 over the answer
+	_ // unused
 	tagResultExpires
 	tagKeepResult
 	tagKeepKey
@@ -205,7 +206,7 @@ const (
 	tagCheckpoint
 	tagFirst
 	tagSent
-	tagResultByKey
+	_ // unused
 	tagGroup
 	tagWindow
 	tagCount
@@ -249,7 +250,6 @@ func (r *Record) encode(dst []byte) []byte {
 		e.Bytes(tagSent, r.Sent[:])
 	}
 	e.String(tagTask, r.Task)
-	e.Bool(tagResultByKey, r.Result.ByKey)
 	if r.Group != (groupHash{}) {
 		e.Bytes(tagGroup, r.Group[:])
 		e.Int(tagWindow, int64(r.Window))
@@ -340,8 +340,6 @@ func (r *Record) decode(b []byte) error {
 			r.First = d.Time()
 		case tagSent:
 			d.Fill(r.Sent[:])
-		case tagResultByKey:
-			r.Result.ByKey = d.Int() != 0
 		case tagGroup:
 			d.Fill(r.Group[:])
 		case tagWindow:
@@ -377,7 +375,7 @@ func (r *Record) decode(b []byte) error {
 //	                              window; the value marks those not answered, or released
 //	a key                         the execution that an advisory key was recognised for
 //	r key                         the head of an answer, with what a replay needs of the record
-//	r key claim piece             the full pieces before it, from 1 on; 0 was the head
+//	r key claim piece             the full pieces before it, from 1 on
 //	o key at                      what an operator has resolved, sealed
 //	v i key, v p key claim part   who follows an execution of another member, and what comes of its answer
 //	v c kind holder               what each member may have of a quota
@@ -478,12 +476,8 @@ func (l *records) appendIndexKey(b []byte, space byte, r *Record, key Key) []byt
 	return l.appendWorkflowKey(b, r, key)
 }
 
-const (
-	// earlierHead was the number of the head piece in earlier builds.
-	earlierHead = iota
-	// firstPiece is the number of the first full piece of a body.
-	firstPiece
-)
+// firstPiece is the number of the first full piece of a body.
+const firstPiece = 1
 
 // appendAnswerKey appends the name of an answer's head piece, which holds the body's rest too.
 func appendAnswerKey(b []byte, key Key) []byte { return append(append(b, spaceResult), key[:]...) }
@@ -587,7 +581,7 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 	}
 	// Or it would be replayed. Without an old record too: a clock that is set back brings back what had
 	// expired (P1). The store applies no deletion of what it does not have.
-	if old == nil || old.Result.ByKey {
+	if old == nil || old.Result.beside() {
 		var answer []byte
 		answer, memory = cutOff(memory, appendAnswerKey(memory, key))
 		batch = append(batch, store.Write{Key: answer, Delete: true})
