@@ -618,7 +618,9 @@ func (e *engine) keyChanged(ctx context.Context, id uint32) error {
 		return err
 	}
 	if c := e.rollbacks.coordinator(); c != nil {
-		c.AwaitWriters()
+		if err := c.AwaitWriters(ctx); err != nil {
+			return err
+		}
 	}
 	e.nodes.describe()
 	e.reseal()

@@ -620,8 +620,7 @@ func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollbac
 	if err != nil || r.By == "" || r.By == found.Requester || r.Token == "" {
 		return found, err
 	}
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	expires := found.Due.Add(c.o.Keep)
 	if end := found.Finished.Add(c.o.Keep); expires.Before(end) {
 		expires = end
@@ -763,8 +762,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	if held.own != nil {
 		d.Prepared, d.Precedence = held.own.Asked, held.own.Precedence
 	}
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	for _, other := range joins {
 		other.mu.Lock()
 		defer other.mu.Unlock()

@@ -23,10 +23,9 @@ type Coordinator struct {
 	log *slog.Logger
 	tables
 
-	// sealing is held for reading from before a value is sealed until its commit, so that Reseal
-	// can wait for values sealed with an older key. It is taken before the locks of runs, so that
-	// waiting for Reseal holds nobody up.
-	sealing sync.RWMutex
+	// sealing is entered from before a value is sealed until its commit, so that Reseal can wait for values sealed
+	// with an older key.
+	sealing store.Writers
 	// accepting is held while a new rollback is decided.
 	accepting sync.Mutex
 	// locks block calls that follow from what is undone.

@@ -98,8 +98,7 @@ func (f *gateways) takeFailure(ctx context.Context, row store.Row[failureRecord]
 	if gone, err := f.gone(ctx, v.Boot); err != nil || !gone {
 		return false, err
 	}
-	f.sealing.RLock()
-	defer f.sealing.RUnlock()
+	defer f.sealing.Enter()()
 	v.Boot = f.members.Boot()
 	_, err = f.o.Store.Commit(ctx, f.failed.Put(row.Key, v, store.VersionIs(row.Version), time.Time{}))
 	if errors.As(err, new(*store.Conflict)) {

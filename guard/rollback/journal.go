@@ -453,12 +453,8 @@ func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }
 // indexIn is the number at the end of a part's key.
 func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4:])) }
 
-// AwaitWriters waits until everything is committed, or given up, that was sealed before.
-func (c *Coordinator) AwaitWriters() {
-	c.sealing.Lock()
-	//lint:ignore SA2001 to have waited is all
-	c.sealing.Unlock()
-}
+// AwaitWriters waits until everything is committed, or given up, that was sealed before. The error is that of ctx.
+func (c *Coordinator) AwaitWriters(ctx context.Context) error { return c.sealing.Wait(ctx) }
 
 // Reseal seals anew, with the newest key, what is sealed with older ones, and returns how many
 // records. It runs beside the traffic, whose commits win, may be stopped anywhere and starts
@@ -466,7 +462,9 @@ func (c *Coordinator) AwaitWriters() {
 // ErrUnreadable: then the older keys must not be given up.
 func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(c.o.Store, c.o.Sealer)
-	c.AwaitWriters()
+	if err := c.AwaitWriters(ctx); err != nil {
+		return 0, err
+	}
 	if err := r.Tables(
 		ctx, c.heads.Prefix, c.plans.Prefix, c.steps.Prefix, c.tokens.Prefix, c.askers.Prefix, c.failed.Prefix,
 		c.reservations.Prefix, c.reservedPlans.Prefix,

@@ -65,14 +65,13 @@ func (c *Coordinator) rollbackOf(checkpoint string) string {
 }
 
 // Failed returns the batch that records failures. Once it is committed the rollbacks are asked for,
-// and again at the next start until each was accepted or refused for good. Nobody may ask for a
-// second batch before the first is done.
+// and again at the next start until each was accepted or refused for good.
 func (c *Coordinator) Failed(all ...Failure) *store.Batch {
 	b := new(store.Batch)
 	var keys [][]byte
-	c.sealing.RLock()
+	leave := c.sealing.Enter()
 	b.OnDone(func(err error) error {
-		c.sealing.RUnlock()
+		leave()
 		if err == nil || errors.Is(err, store.ErrUnknown) {
 			c.takeUp(keys...)
 		}
@@ -102,8 +101,7 @@ func (c *Coordinator) failureKey(about ...string) []byte {
 // Refused records a refused error with what it has Named, and has it looked at. Where as many of its
 // Reporter's as may wait do, it is dropped.
 func (c *Coordinator) Refused(ctx context.Context, f Failure) error {
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	for place := range maxRefused {
 		key := c.failureKey("refused", f.Reporter, strconv.Itoa(place))
 		switch _, err := c.o.Store.Get(ctx, key); {

@@ -334,8 +334,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	if fence.Expires.Before(v.Until) {
 		fence.Expires = v.Until
 	}
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	n := c.name(r.ID)
 	pieces, err := writePlan(&c.reservedPlans, n, d.Plan, v.Until)
 	if err != nil {

@@ -162,8 +162,7 @@ func (r *run) contender() contender {
 // change changes the head, in one commit with the batch. make gets a copy, and may be called
 // again if somebody else changed the head meanwhile.
 func (c *Coordinator) change(ctx context.Context, r *run, make func(h *Rollback, b *store.Batch) error) error {
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	h := r.head

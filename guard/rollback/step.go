@@ -166,8 +166,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 	if err != nil {
 		return err
 	}
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	b := new(store.Batch)
 	if !ours {
 		p, err := c.o.Checkpoints.Move(ctx, step.Checkpoint, *m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt})
@@ -416,8 +415,7 @@ func (c *Coordinator) undoOnce(ctx context.Context, r *run, i int, s callSnapsho
 func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
 	step := r.step(i)
 	step.Root = root
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	w := c.stepWrite(r.name, i, &step)
 	r.setStep(i, &step) // before: it may land although the commit fails
 	err := c.o.Checkpoints.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
@@ -648,8 +646,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome
 	step.Unknown, step.Reason, step.HTTPStatus, step.Attempts = end.Unknown, end.reason, end.Status, end.Attempts
 	step.Before, step.After, step.Cause, step.Completion = end.Before, end.After, string(end.Cause), end.Completion
 
-	c.sealing.RLock()
-	defer c.sealing.RUnlock()
+	defer c.sealing.Enter()()
 	b := new(store.Batch)
 	if err := c.outcomeWrites(ctx, r, &step, &end, b); err != nil {
 		return b.Done(err)
