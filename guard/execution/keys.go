@@ -3,7 +3,6 @@ package execution
 import (
 	"cmp"
 	"context"
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -31,45 +30,15 @@ var (
 
 // KeyUse is a sealing key under which values may be stored.
 type KeyUse struct {
-	ID uint32
+	ID uint32 `cbor:"id"`
 	// Until is when the last of them expires; zero if that is unknown, or never.
-	Until time.Time
+	Until time.Time `cbor:"until,omitzero"`
 }
 
 // The store notes which sealing keys it needs, so that a ring without one of them is refused
 // before anything is lost: each key before its first use, with the time from which it is not
 // needed any more once everything else is re-sealed.
 const keysName = "keys"
-
-const keyUseSize = 4 + 8
-
-func encodeUses(uses []KeyUse) []byte {
-	var b []byte
-	for _, use := range uses {
-		b = binary.BigEndian.AppendUint32(b, use.ID)
-		var until int64
-		if !use.Until.IsZero() {
-			until = use.Until.UnixNano()
-		}
-		b = binary.BigEndian.AppendUint64(b, uint64(until))
-	}
-	return b
-}
-
-func decodeUses(b []byte) ([]KeyUse, error) {
-	if len(b)%keyUseSize != 0 {
-		return nil, errEncoding
-	}
-	var uses []KeyUse
-	for row := range slices.Chunk(b, keyUseSize) {
-		use := KeyUse{ID: binary.BigEndian.Uint32(row)}
-		if until := int64(binary.BigEndian.Uint64(row[4:])); until != 0 {
-			use.Until = time.Unix(0, until)
-		}
-		uses = append(uses, use)
-	}
-	return uses, nil
-}
 
 // with is the list with this entry for its key.
 func with(uses []KeyUse, new KeyUse) []KeyUse {
@@ -131,25 +100,26 @@ func (k *Keys) living(ctx context.Context, uses []KeyUse) ([]KeyUse, error) {
 	}), nil
 }
 
+// meta keeps records of the store itself, which are not sealed.
+func meta[T any](g *Guard) *store.Table[T] {
+	t := table[T](g)
+	t.Sealer = nil
+	return t
+}
+
 // uses reads the note, and the condition for replacing it.
 func (k *Keys) uses(ctx context.Context) ([]KeyUse, store.Condition, error) {
-	entry, err := k.g.store.Get(ctx, metaKey(keysName))
-	if errors.Is(err, store.ErrNotFound) {
-		// Written before there was a note: any key may have been used.
-		var uses []KeyUse
+	row, err := meta[[]KeyUse](k.g).Get(ctx, metaKey(keysName))
+	if err != nil {
+		return nil, store.Condition{}, err
+	}
+	if row.Record == nil { // any key may have been used
+		row.Record = new([]KeyUse)
 		for _, id := range k.g.sealer.KeyIDs() {
-			uses = append(uses, KeyUse{ID: id})
+			*row.Record = append(*row.Record, KeyUse{ID: id})
 		}
-		return uses, store.Absent(), nil
 	}
-	if err != nil {
-		return nil, store.Condition{}, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	uses, err := decodeUses(entry.Value)
-	if err != nil {
-		return nil, store.Condition{}, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return uses, store.VersionIs(entry.Version), nil
+	return *row.Record, row.Version.Unchanged(), nil
 }
 
 // keyState is what the store has of keys, as it was read at one time.
@@ -221,11 +191,11 @@ func (k *Keys) change(ctx context.Context, change func(*keyState) error) error {
 		if err != nil {
 			return err
 		}
-		uses, before := encodeUses(s.uses), encodeRings(s.rings)
+		uses, before := store.Encode(nil, s.uses), encodeRings(s.rings)
 		if err := change(&s); err != nil {
 			return err
 		}
-		note := store.Write{Key: metaKey(keysName), If: usesAre, Value: encodeUses(s.uses)}
+		note := meta[[]KeyUse](k.g).Put(metaKey(keysName), &s.uses, usesAre, time.Time{})
 		if string(note.Value) == string(uses) && !usesAre.Holds(nil) {
 			note.Value, note.Check = nil, true
 		}
@@ -507,11 +477,11 @@ const turnName = "turn"
 type ResealTurn struct {
 	// Key is the newest key to which everything was sealed anew by a pass that has ended, Node where that was, and
 	// Ended when; zero if there was none.
-	Key   uint32    `json:"key,omitempty"`
-	Node  string    `json:"node,omitempty"` // see Key
-	Ended time.Time `json:"ended,omitzero"` // see Key
+	Key   uint32    `cbor:"key,omitempty"`
+	Node  string    `cbor:"node,omitempty"` // see Key
+	Ended time.Time `cbor:"ended,omitzero"` // see Key
 	// Boot has the turn.
-	Boot string `json:"boot,omitempty"`
+	Boot string `cbor:"boot,omitempty"`
 }
 
 // Turn waits until no other member that is not gone re-seals, or for the end of ctx, and takes the turn. done gives
@@ -546,8 +516,8 @@ func (k *Keys) Turn(ctx context.Context) (before ResealTurn, done func(ctx conte
 				}
 				after = ResealTurn{Key: sealed, Node: shared.Self().Node, Ended: now.UTC()}
 			}
-			text, _ := json.Marshal(after) // strings, a number and a time
-			if _, err := shared.Commit(ctx, store.Write{Key: key, If: store.VersionIs(version), Value: text}); err != nil {
+			w := meta[ResealTurn](k.g).Put(key, &after, store.VersionIs(version), time.Time{})
+			if _, err := shared.Commit(ctx, w); err != nil {
 				return fmt.Errorf("%w: %w", ErrStore, err)
 			}
 			return nil
@@ -560,16 +530,12 @@ func (k *Keys) takeTurn(ctx context.Context, key []byte, before *ResealTurn) (st
 	shared := k.g.members.store
 	for {
 		*before = ResealTurn{}
-		condition := store.Absent()
-		entry, err := shared.Get(ctx, key)
-		if err == nil {
-			condition = store.VersionIs(entry.Version)
-			err = json.Unmarshal(entry.Value, before)
-		} else if errors.Is(err, store.ErrNotFound) {
-			err = nil
-		}
+		row, err := meta[ResealTurn](k.g).Get(ctx, key)
 		if err != nil {
-			return 0, fmt.Errorf("%w: %w", ErrStore, err)
+			return 0, err
+		}
+		if row.Record != nil {
+			*before = *row.Record
 		}
 		if before.Boot != "" && before.Boot != k.g.boot {
 			gone, err := shared.Gone(ctx, before.Boot)
@@ -585,8 +551,8 @@ func (k *Keys) takeTurn(ctx context.Context, key []byte, before *ResealTurn) (st
 		}
 		mine := *before
 		mine.Boot = k.g.boot
-		text, _ := json.Marshal(mine) // strings, a number and a time
-		version, err := shared.Commit(ctx, store.Write{Key: key, If: condition, Value: text})
+		w := meta[ResealTurn](k.g).Put(key, &mine, row.Version.Unchanged(), time.Time{})
+		version, err := shared.Commit(ctx, w)
 		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
 			continue
 		}
