@@ -234,8 +234,8 @@ func (d *Store) Find(ctx context.Context, key string) (Escalation, error) {
 // read returns the escalation and its version.
 func (d *Store) read(ctx context.Context, id uuid.UUID) (*Escalation, store.Version, error) {
 	row, err := d.records.Get(ctx, recordKey(id))
-	if err != nil && !errors.Is(err, ErrNotFound) {
-		err = fmt.Errorf("escalation %s: %w", id, err)
+	if errors.Is(err, ErrUnreadable) {
+		err = fmt.Errorf("%w: escalation %s", err, id)
 	}
 	return row.Record, row.Version, err
 }

@@ -53,18 +53,23 @@ func (t *Table[T]) Get(ctx context.Context, key []byte) (Row[T], error) {
 		return Row[T]{}, t.Missing
 	}
 	if entry.Key = key; err != nil {
-		return Row[T]{Entry: entry}, t.unread(err)
+		return Row[T]{Entry: entry}, t.unread(key, err)
 	}
 	return t.open(entry)
 }
 
 // unread is the error of what the store did not give. A damaged value stays so: who takes it for a store that does not
 // answer would try again forever.
-func (t *Table[T]) unread(err error) error {
+func (t *Table[T]) unread(key []byte, err error) error {
 	if errors.Is(err, ErrDamaged) {
-		return wrap(t.Unreadable, err)
+		return t.unreadable(key, err)
 	}
 	return wrap(t.Failed, err)
+}
+
+// unreadable is the error of a record that cannot be read.
+func (t *Table[T]) unreadable(key []byte, err error) error {
+	return wrap(t.Unreadable, fmt.Errorf("record %x: %w", key, err))
 }
 
 func wrap(by, err error) error {
@@ -84,7 +89,7 @@ func (t *Table[T]) open(entry Entry) (Row[T], error) {
 		err = Decode(plain, record)
 	}
 	if err != nil {
-		return Row[T]{Entry: entry}, wrap(t.Unreadable, fmt.Errorf("record %x: %w", entry.Key, err))
+		return Row[T]{Entry: entry}, t.unreadable(entry.Key, err)
 	}
 	return Row[T]{record, entry}, nil
 }
@@ -105,7 +110,7 @@ func (t *Table[T]) All(ctx context.Context, parts ...[]byte) iter.Seq2[Row[T], e
 				at.From = append(bytes.Clone(entry.Key), 0)
 				row := Row[T]{Entry: entry}
 				if ended = err != nil; ended { // a damaged entry ends the scan
-					err = wrap(t.Unreadable, err)
+					err = t.unreadable(entry.Key, err)
 				} else {
 					row, err = t.open(entry)
 				}
@@ -178,10 +183,10 @@ func (t *Table[T]) DeletePieces(prefix []byte, size int) (writes []Write) {
 func (t *Table[T]) GetPieces(ctx context.Context, prefix []byte) (plain []byte, err error) {
 	for entry, err := range t.Store.Scan(ctx, Prefix(prefix)) {
 		if err != nil {
-			return nil, t.unread(err)
+			return nil, t.unread(entry.Key, err)
 		}
 		if plain, err = t.Sealer.Open(plain, entry.Value, entry.Key); err != nil {
-			return nil, wrap(t.Unreadable, err)
+			return nil, t.unreadable(entry.Key, err)
 		}
 	}
 	return plain, nil
@@ -189,9 +194,10 @@ func (t *Table[T]) GetPieces(ctx context.Context, prefix []byte) (plain []byte, 
 
 // PiecesExpire is when the pieces under a prefix expire; zero without any.
 func (t *Table[T]) PiecesExpire(ctx context.Context, prefix []byte) (time.Time, error) {
-	first, err := t.Store.Get(ctx, pieceKey(prefix, 0))
+	key := pieceKey(prefix, 0)
+	first, err := t.Store.Get(ctx, key)
 	if err != nil && !errors.Is(err, ErrNotFound) {
-		return time.Time{}, t.unread(err)
+		return time.Time{}, t.unread(key, err)
 	}
 	return first.Expires, nil
 }
