@@ -126,7 +126,7 @@ func FuzzDecode(f *testing.F) {
 				t.Errorf("%+v became %+v, %v", s, again, err)
 			}
 		}
-		if m := new(Mark); store.Decode(b, m) == nil && m.valid() && m.State.String() == "unknown" {
+		if m := new(Mark); store.Decode(b, m) == nil && m.check() == nil && m.State.String() == "unknown" {
 			t.Errorf("read %+v", m)
 		}
 		_ = store.Decode(b, new(part))

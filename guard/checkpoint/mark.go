@@ -71,8 +71,13 @@ type Mark struct {
 
 const maxRollback = 512
 
-// valid reports whether a stored mark is one: an unreadable mark must not pass for a missing one (P5).
-func (m *Mark) valid() bool { return m.State >= Undoing && m.State <= Escalated && m.Rollback != "" }
+// check reports whether a stored mark is one: an unreadable mark must not pass for a missing one (P5).
+func (m *Mark) check() error {
+	if m.State < Undoing || m.State > Escalated || m.Rollback == "" {
+		return errEncoding
+	}
+	return nil
+}
 
 // Mark reads the state of a checkpoint's undo; Active also for an unknown id. ErrTampered means
 // that the mark cannot be read.
@@ -82,9 +87,6 @@ func (v *Store) Mark(ctx context.Context, id string) (Mark, error) {
 
 func (v *Store) markOf(ctx context.Context, n name) (Mark, error) {
 	row, err := v.undos.Get(ctx, v.undos.Key(n[:]))
-	if err == nil && row.Record != nil && !row.Record.valid() {
-		err = fmt.Errorf("%w: %w", ErrTampered, errEncoding)
-	}
 	if err != nil || row.Record == nil {
 		return Mark{}, err
 	}

@@ -48,6 +48,7 @@ func New(st store.Store, sealer store.Sealer) *Store {
 		pieces: table[[]byte](st, sealer, kindPiece), credentials: table[map[string][]string](st, sealer, kindCredential),
 		undos: table[Mark](st, sealer, kindMark), versions: table[string](st, sealer, kindVersion),
 	}
+	v.undos.Check = (*Mark).check
 	if shared, is := st.(store.Shared); is {
 		shared.Follow([]byte{spaceCheckpoint, kindCaps}, v.capsChanged)
 	}

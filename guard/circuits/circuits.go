@@ -82,8 +82,11 @@ type Keeper struct {
 // New returns a keeper. Restore and Follow begin its work.
 func New(o Options) *Keeper {
 	k := &Keeper{
-		o:      o,
-		stored: store.Table[record]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
+		o: o,
+		stored: store.Table[record]{
+			Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable,
+			Check: func(r *record) error { return r.Check() },
+		},
 		probes: store.Table[probe]{Store: o.Store, Sealer: o.Sealer, Prefix: string(Space), Unreadable: errUnreadable},
 	}
 	k.fleet = others{
@@ -136,14 +139,11 @@ func (k *Keeper) states(ctx context.Context, do func(store.Row[record])) error {
 			return err
 		case isProbe(row.Key):
 			continue
-		case err == nil:
-			err = row.Record.Check()
-		}
-		if err != nil { // it names the upstream if that is known
+		case err != nil: // it names the upstream if that is known
 			k.o.Log.Warn("the state of a circuit breaker cannot be read; it is left as it is until the breaker changes its state", slog.Any("error", err))
-			continue
+		default:
+			do(row)
 		}
-		do(row)
 	}
 	return nil
 }

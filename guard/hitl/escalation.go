@@ -289,6 +289,14 @@ func shorten(s string, most int) string {
 	return strings.ToValidUTF8(s, "\uFFFD")
 }
 
+// check reports whether a record is an escalation: an unreadable one must not pass for one that holds nothing.
+func (e *Escalation) check() error {
+	if e.Level == 0 || e.State == "" || e.Status == "" {
+		return errors.New("it has no level, state or status")
+	}
+	return nil
+}
+
 // indexed is the value of an escalation's index entries by age, by which listings select.
 func (e *Escalation) indexed() []byte {
 	return fmt.Appendf(nil, "%d %s %s %t", e.Level, e.State, e.Status, e.Held)

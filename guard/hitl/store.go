@@ -64,7 +64,7 @@ func NewStore(st store.Store, sealer store.Sealer) *Store {
 		fleet: fleet.Of(st), fences: store.FollowFences(st, []byte{space, kindFence}),
 		records: store.Table[Escalation]{
 			Store: st, Sealer: sealer, Prefix: string([]byte{space, kindRecord}),
-			Failed: ErrStore, Unreadable: ErrUnreadable, Missing: ErrNotFound,
+			Failed: ErrStore, Unreadable: ErrUnreadable, Missing: ErrNotFound, Check: (*Escalation).check,
 		},
 	}
 	d.fleet.Follow([]byte{space, kindHold}, d.holds.change)

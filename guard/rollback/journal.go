@@ -162,6 +162,14 @@ func (r *Request) content() []byte {
 	return sum.Sum(nil)
 }
 
+// check reports whether a record is a step that was begun: an unreadable one must not pass for one that was not (P5).
+func (s *Step) check() error {
+	if s.State != StepRunning && s.State != StepDone {
+		return fmt.Errorf("step state %q", s.State)
+	}
+	return nil
+}
+
 // recordedAs is the step as its record has it, with what only the plan says.
 func (s *Step) recordedAs(record *Step) *Step {
 	record.What, record.Earlier = s.What, s.Earlier
@@ -265,12 +273,14 @@ type tables struct {
 }
 
 func newTables(o *Options) tables {
-	return tables{
+	t := tables{
 		heads: table[Rollback](o, kindHead), reservations: table[Rollback](o, kindReserved),
 		plans: table[[]byte](o, kindPlan), reservedPlans: table[[]byte](o, kindReservedPlan),
 		steps: table[Step](o, kindStep), failed: table[failureRecord](o, kindFailure),
 		tokens: table[string](o, kindToken), askers: table[string](o, kindAsker),
 	}
+	t.steps.Check = (*Step).check
+	return t
 }
 
 func table[T any](o *Options, kind byte) store.Table[T] {

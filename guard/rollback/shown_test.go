@@ -77,3 +77,12 @@ func TestNothingSecretOfARollbackIsShown(t *testing.T) {
 		t.Errorf("%+v was read of %+v", again.StepJournal, secretOfStep)
 	}
 }
+
+// A record that is none must not pass for a step that was not begun (P5).
+func TestStepsThatWereBegunAreRecorded(t *testing.T) {
+	for state, good := range map[StepState]bool{"": false, StepPending: false, "of_a_newer_build": false, StepRunning: true, StepDone: true} {
+		if err := (&Step{State: state}).check(); (err == nil) != good {
+			t.Errorf("%q: %v", state, err)
+		}
+	}
+}

@@ -23,6 +23,9 @@ type Table[T any] struct {
 	// Failed is the owner's error for a store that does not answer, Unreadable that for a record that the store cannot
 	// read, that does not open, or that cannot be decoded. Both are wrapped around the cause; nil is the cause alone.
 	Failed, Unreadable error
+	// Check says what is wrong with a record that was decoded; nil takes all. It keeps what another build has written
+	// in another form from passing for a record without its members.
+	Check func(*T) error
 	// Missing is the owner's error of Get where there is no record; nil is a zero row.
 	Missing error
 }
@@ -87,6 +90,9 @@ func (t *Table[T]) open(entry Entry) (Row[T], error) {
 	record := new(T)
 	if err == nil {
 		err = Decode(plain, record)
+	}
+	if err == nil && t.Check != nil {
+		err = t.Check(record)
 	}
 	if err != nil {
 		return Row[T]{Entry: entry}, t.unreadable(entry.Key, err)

@@ -122,3 +122,17 @@ func TestTableSkipsUnknownMembers(t *testing.T) {
 		t.Errorf("%+v, %v", read, err)
 	}
 }
+
+// What is decoded and is no record of its kind is unreadable, too.
+func TestTableChecksRecords(t *testing.T) {
+	table := tableOf(store.Entry{Key: []byte("ra"), Value: store.Encode(nil, row{})})
+	table.Check = func(r *row) error {
+		if r.Name == "" {
+			return errors.New("it has no name")
+		}
+		return nil
+	}
+	if found, err := table.Get(t.Context(), []byte("ra")); found.Record != nil || !errors.Is(err, errBad) || !strings.Contains(err.Error(), "no name") {
+		t.Errorf("%+v, %v", found, err)
+	}
+}
