@@ -204,7 +204,7 @@ func (e *engine) cascadeReport() *cascadeReport {
 		}
 	}
 	for _, s := range seen.Exhausted {
-		r.Exhausted[[2]string{s.Pool, s.Resource}] = 1
+		r.Exhausted[[2]string{s.Pool, s.Name}] = 1
 	}
 	return r
 }

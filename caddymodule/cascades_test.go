@@ -16,7 +16,7 @@ import (
 // exhausts reports whether a resource of the gateway is exhausted by what is read now.
 func exhausts(x *cascade.Exhaustion, app *App, name string) bool {
 	x.Update(app.held.readings(app))
-	return slices.ContainsFunc(x.Exhausted(), func(s cascade.Signal) bool { return s.Resource == name && s.Pool == "" })
+	return slices.ContainsFunc(x.Exhausted(), func(s cascade.Resource) bool { return s.Name == name && s.Pool == "" })
 }
 
 // C-3.4.1-a, C-3.4.1-e: memory above its threshold is a resource that is exhausted.
@@ -76,7 +76,7 @@ func TestStoreSignals(t *testing.T) {
 		app.held.counts.commitTime.Add(int64(1000 * test.commits))
 		x.Update(app.held.readings(app))
 		for _, name := range []string{"disk", "store"} {
-			full := slices.ContainsFunc(x.Exhausted(), func(s cascade.Signal) bool { return s.Resource == name })
+			full := slices.ContainsFunc(x.Exhausted(), func(s cascade.Resource) bool { return s.Name == name })
 			if full != test.full {
 				t.Errorf("watermark %d and commits of %s: %s is %v", test.watermark, test.commits, name, full)
 			}

@@ -24,35 +24,22 @@ import (
 
 // Settings are the limits of a Detector. Zero values stand for the defaults.
 type Settings struct {
-	// Nodes is how many nodes are kept, from 1,000 to 10,000,000; by default 100,000 (about 50 MB).
-	Nodes int
-	// Agents is how many agents must have failed, from 2; by default 3.
-	Agents int
-	// Window is how far apart failures may be that are linked by their places in the DAG, from 1 s; by
-	// default 60 s. Those that an error names are linked at any distance.
+	// Window is how far apart failures may be that are linked by their places in the DAG, and openings of breakers
+	// on one downstream, from 1 s to 1 h; by default 60 s. Those that an error names are linked at any distance.
 	Window time.Duration
+
+	nodes  int // most that are kept: 100,000 take about 60 MB
+	agents int // fewest that must have failed
 }
 
-const (
-	// Quiet is how long after its last failure a finding is closed.
-	Quiet = 5 * time.Minute
-	// clusterSize is how many breakers must have opened on one downstream within Settings.Window (ATD,
-	// "Coordinated Circuit Breaking").
-	clusterSize = 3
-)
+// Quiet is how long after its last failure a finding is closed.
+const Quiet = 5 * time.Minute
 
 // Check fills in the defaults and checks the ranges. The error names the option that is out of its
 // range.
 func (s Settings) Check() (Settings, error) {
-	s.Nodes = cmp.Or(s.Nodes, 100_000)
-	s.Agents = cmp.Or(s.Agents, 3)
-	s.Window = cmp.Or(s.Window, time.Minute)
-	switch {
-	case s.Nodes < 1000 || s.Nodes > 10_000_000:
-		return s, fmt.Errorf("nodes is %d; it must be from 1000 to 10000000", s.Nodes)
-	case s.Agents < 2 || s.Agents > 1000:
-		return s, fmt.Errorf("agents is %d; it must be from 2 to 1000", s.Agents)
-	case s.Window < time.Second || s.Window > time.Hour:
+	s.nodes, s.agents, s.Window = cmp.Or(s.nodes, 100_000), cmp.Or(s.agents, 3), cmp.Or(s.Window, time.Minute)
+	if s.Window < time.Second || s.Window > time.Hour {
 		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", s.Window)
 	}
 	return s, nil
@@ -101,11 +88,9 @@ const (
 	Rejected
 	// Exhausted is a refusal for want of a resource, such as a 429.
 	Exhausted
-	// Dependency is a failure that its agent attributes to another one.
-	Dependency
 	// Refused is a call that was not sent, since a breaker was open.
 	Refused
-	// Canceled is an action whose caller did not wait.
+	// Canceled is an action whose caller did not wait. Nobody has failed, but it may be what the caller waited for.
 	Canceled
 )
 
@@ -118,8 +103,6 @@ func ParseKind(errorType string) Kind {
 		return Rejected
 	case "resource_exhausted":
 		return Exhausted
-	case "upstream_cascade":
-		return Dependency
 	}
 	return Failed
 }
@@ -131,20 +114,12 @@ type Failure struct {
 	// Error is the jti of the error token; it may be empty.
 	Error string
 	Kind  Kind
-	// Causes are the errors, or nodes, that the error names (upstream_errors). At most 16 are used.
+	// Causes are the errors that the error names (upstream_errors). At most 16 are used.
 	Causes []string
 	// By is the verified agent that reports it; empty if the gateway saw it.
 	By string
 	// Address is the upstream's, where the gateway called it.
 	Address string
-}
-
-// Success is the good end of a node, also after a failure.
-type Success struct {
-	// Workflow and Node say which node; Node may be an alias.
-	Workflow, Node string
-	// By and Address are as in Failure. Agents are believed about their own nodes.
-	By, Address string
 }
 
 // Breaker is the opening or closing of a breaker.
@@ -167,35 +142,13 @@ type Breaker struct {
 	Targets []string
 }
 
-// SignalKind is what a Signal is about.
-type SignalKind uint8
-
-const (
-	// Slow is the latency of an address (Latency).
-	Slow SignalKind = iota
-	// Full is the exhaustion of a resource.
-	Full
-)
-
-// Signal is the beginning or the end of what lasts (cascade 3.4.1).
-type Signal struct {
-	Kind SignalKind
-	// Pool is whose latency, permits or connections it is about; empty for the gateway's own resources.
-	Pool string
-	// Address is that of a slow upstream.
-	Address string
-	// Resource names what is exhausted: permits, queue, connections, memory, disk, store.
-	Resource string
-	Active   bool
-}
-
 const (
 	maxID      = 256
+	maxName    = 1024 // of agents, targets and downstreams
 	maxAliases = 4
 	maxParents = 100
 	maxCauses  = 16
-	maxNames   = 4096 // pools and downstreams
-	maxOpens   = 16384
+	maxNames   = 4096 // pools
 	never      = int64(-1 << 62)
 )
 
@@ -206,31 +159,29 @@ type Detector struct {
 	set Settings
 	now int64
 
-	graph       graph
-	errors      map[key]*failure
-	awaited     map[key][]*failure // named causes that are not known yet
-	pools       map[string]*pool
-	clusters    map[downstream]*cluster
-	full        map[Signal]bool
-	open        []*finding
-	unreachable []*failure // the last of each pool
-	closed      []Finding
-	work        int64
+	graph    graph
+	errors   map[key]*failure
+	naming   map[key][]*failure // failures whose errors name another one
+	pools    map[string]*pool
+	away     meter // of calls that could not be sent
+	openings []*opening
+	full     map[Resource]bool // what is exhausted
+	open     []*finding
 
-	changes   []Change
-	forgotten int64
-	swept     int64
-	kept      int    // failures without a node
-	opens     int    // breakers in clusters
-	openings  uint64 // of breakers, since the start
+	touched []*failure // by the present event
+	changes []Change
+	work    int64 // steps
 }
 
 // New makes a detector. The settings must be those that Check returned.
 func New(s Settings) *Detector {
 	return &Detector{
-		set: s, now: never, swept: never, graph: graph{ids: map[key]int32{}, waiting: map[key][]int32{}, workflows: map[string]*workflow{}, agents: map[string]*agent{}, targets: map[string]*target{}},
-		errors: map[key]*failure{}, awaited: map[key][]*failure{},
-		pools: map[string]*pool{}, clusters: map[downstream]*cluster{}, full: map[Signal]bool{},
+		set: s, now: never,
+		graph: graph{
+			ids: map[key]*node{}, waiting: map[key][]*node{}, workflows: map[string]*workflow{},
+			agents: map[string]*agent{}, targets: map[string]*target{},
+		},
+		errors: map[key]*failure{}, naming: map[key][]*failure{}, pools: map[string]*pool{}, full: map[Resource]bool{},
 	}
 }
 
@@ -239,7 +190,7 @@ func (d *Detector) Configure(s Settings) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.set = s
-	d.forget(0, 0)
+	d.forget()
 }
 
 // Pool says which addresses a pool has, so that the failure of all of them is known as that of a service
@@ -261,187 +212,142 @@ func (d *Detector) Pool(name string, addresses []string) {
 func (d *Detector) Node(now time.Time, n Node) []Change {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	t := d.clock(now)
-	if n.ID == "" || len(n.ID) > maxID || len(n.Agent) > 1024 || len(n.Workflow) > maxID {
+	d.clock(now)
+	if n.ID == "" || len(n.ID) > maxID || len(n.Agent) > maxName || len(n.Workflow) > maxID {
 		return nil
 	}
-	parents := n.Parents[:min(len(n.Parents), maxParents)]
-	d.forget(1, costNode+costTarget+len(n.ID)+maxAliases*(costAlias+maxID)+len(parents)*(costAwaited+maxID))
-	i := d.graph.find(n.Workflow, n.ID)
+	v := d.graph.find(n.Workflow, n.ID)
 	var names []string // by which others may wait for it
-	if i == none {
-		i = d.graph.add(now.UnixNano(), &n)
+	if v == nil {
+		v = d.graph.add(now.UnixNano(), &n)
 		names = append(names, n.ID)
-		v := &d.graph.nodes[i]
 		if v.pool = d.pool(cmp.Or(n.Upstream.Pool, n.Upstream.Agent)); v.pool != nil {
 			v.pool.agent = cmp.Or(v.pool.agent, strings.Clone(n.Upstream.Agent))
-			v.pool.callers.add(v.hold.agent.name)
+			v.pool.callers.add(v.agent.name)
 		}
-	} else if d.graph.nodes[i].hold.agent.name != n.Agent {
+	} else if v.agent.name != n.Agent {
 		return nil // the id of somebody else's
 	}
-	names = append(names, d.graph.alias(i, n.Aliases)...)
-	for _, id := range parents {
-		d.work++
-		switch p := d.graph.find(n.Workflow, id); {
-		case p == none:
-			d.graph.await(i, id)
-		case p != i:
-			d.link(p, i, t)
+	names = append(names, d.graph.alias(v, n.Aliases)...)
+	for _, id := range n.Parents[:min(len(n.Parents), maxParents)] {
+		if p := d.graph.find(n.Workflow, id); p != nil {
+			d.link(p, v)
+		} else {
+			d.graph.await(v, id)
 		}
 	}
 	for _, id := range names {
-		for _, c := range d.graph.arrived(d.graph.nodes[i].hold.workflow, id) {
-			if c != i {
-				d.link(i, c, t)
-			}
+		for _, c := range d.graph.arrived(v.workflow, id) {
+			d.link(v, c)
 		}
 	}
 	return d.take()
+}
+
+// link adds an edge. What is known of the child by then counts for the parent, as if that had been known first.
+func (d *Detector) link(parent, child *node) {
+	d.work++
+	if !d.graph.link(parent, child) {
+		return
+	}
+	if child.fail != nil || child.state == succeeded {
+		d.settle(child)
+	}
+	late := slices.Clone(child.below)
+	if child.fail != nil {
+		late = append(late, child.fail)
+	}
+	for _, x := range late {
+		d.connect(x)
+	}
 }
 
 // Knows reports whether a node has appeared, under this id or as an alias.
 func (d *Detector) Knows(workflow, id string) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.graph.find(workflow, id) != none
+	return d.graph.find(workflow, id) != nil
 }
 
 // Fail records that a node has failed. It returns what that changes in the findings.
 func (d *Detector) Fail(now time.Time, f Failure) []Change {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	t := d.clock(now)
-	d.forget(0, costFailure+maxCauses*costAwaited+visits*(costNotices+costKids))
-	i := d.graph.find(f.Workflow, f.Node)
-	if i == none {
+	d.clock(now)
+	v := d.graph.find(f.Workflow, f.Node)
+	if v == nil {
 		return nil
 	}
-	v := &d.graph.nodes[i]
-	h := v.hold
-	d.graph.touch(h)
-	own := f.By == ""
-	called, well := d.called(i)
-	if !own && (f.By != h.agent.name || well) {
+	own, at := f.By == "", now.UnixNano()
+	if _, well := calledBy(v); !own && (f.By != v.agent.name || well) {
 		return nil // hearsay, or against what the gateway saw
 	}
-	at, x := now.UnixNano(), v.fail
-	first := x == nil || x.over
-	switch {
-	case first && x != nil && x.err != "" && x.err == f.Error && at <= x.at:
-		return nil // that is over
-	case first && v.state == succeeded && v.ended > at && (v.seen || !own), first && d.retried(i, at, own):
-		return nil // so is this, and it comes late
-	}
-	if first {
+	x := v.fail
+	if x == nil || x.over {
+		if v.ended > at || x != nil && x.err != "" && x.err == f.Error && at <= x.at {
+			return nil // that is over
+		}
 		if x != nil {
 			d.drop(x)
 		} else {
-			d.graph.charge(i, costFailure)
+			d.graph.charge(v, costFailure)
 		}
-		x = &failure{node: i, at: at, kind: f.Kind, wf: h.workflow, id: v.id, agent: h.agent.name, party: h.agent.name, pool: v.pool, target: v.target, started: v.started, sure: own || called}
-		d.waited(x)
+		x = &failure{node: v, at: at, kind: f.Kind}
+		x.party = v.blames(x)
 		v.fail, v.state = x, failed
 	}
 	seen := own && !x.own // now for the first time
 	if seen {
-		x.own, x.party, x.address = true, v.party(), strings.Clone(f.Address)
-	}
-	switch {
-	case first:
-		(&group{began: at, last: t}).join(x)
-	case seen && x.sure:
-		x.group.party(x)
-	case seen:
-		d.attest(x)
-	}
-	if seen && x.pool != nil {
-		x.pool.at(x.address).failed = t
-		x.pool.learn(1)
+		x.own, x.kind, x.address = true, f.Kind, strings.Clone(f.Address)
+		x.party = v.blames(x)
+		if v.pool != nil && x.kind != Canceled {
+			v.pool.at(x.address).failed = d.now
+		}
+		if x.group != nil {
+			x.in().parties.add(x.party)
+		}
 	}
 	if f.Error != "" && len(f.Error) <= maxID && x.err == "" {
 		x.err = strings.Clone(f.Error)
-		k := key{x.wf, x.err}
-		d.errors[k] = x
-		for _, y := range d.awaited[k] {
-			d.explain(y, x, declared)
-		}
-		delete(d.awaited, k)
+		d.errors[key{v.workflow, x.err}] = x
 	}
-	if first {
-		d.awaitedAs(x, v)
+	d.name(x, f.Causes)
+	d.settle(v)
+	d.connect(x)
+	if seen && !x.over {
+		d.together(x)
 	}
-	d.named(x, f.Causes)
-	if first || seen {
-		d.above(x)
-		d.below(x)
-		d.beside(x)
-	}
-	d.judge(x.group, t)
 	return d.take()
 }
 
-// Succeed records that a node has ended well.
-func (d *Detector) Succeed(now time.Time, s Success) []Change {
+// Succeed records that the gateway saw a node end well, also after a failure. The id may be an alias.
+func (d *Detector) Succeed(now time.Time, workflow, id string) []Change {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	t := d.clock(now)
-	i := d.graph.find(s.Workflow, s.Node)
-	if i == none {
+	d.clock(now)
+	v, at := d.graph.find(workflow, id), now.UnixNano()
+	if v == nil || v.fail != nil && !v.fail.over && v.fail.at > at { // it has failed since then
 		return nil
 	}
-	v := &d.graph.nodes[i]
-	d.graph.touch(v.hold)
-	own, at := s.By == "", now.UnixNano()
-	if !own && (s.By != v.hold.agent.name || v.pool != nil || v.fail != nil && v.fail.own) {
-		return nil
+	if v.target != nil && v.state != succeeded {
+		v.target.wrote(write{v.workflow, v.id, at})
 	}
-	if x := v.fail; x != nil && !x.over {
-		if x.at > at {
-			return nil // it has failed since then
-		}
-		x.over = true
+	if v.fail != nil {
+		v.fail.over = true
 	}
-	first := v.state != succeeded
 	v.state, v.ended = succeeded, max(v.ended, at)
-	v.seen = v.seen || own
-	if own && v.pool != nil {
-		if s.Address != "" {
-			v.pool.at(s.Address).answered = t
-		}
-		v.pool.oks.add(t)
-		v.pool.learn(0)
-		if v.target != nil && first {
-			r := v.target
-			r.oks.add(t)
-			copy(r.writes[:], r.writes[1:])
-			r.writes[len(r.writes)-1] = write{v.hold.workflow, v.id, at}
-			slices.SortStableFunc(r.writes[:], func(a, b write) int { return cmp.Compare(a.at, b.at) })
-		}
-	}
-	for e := v.parents; e != none && first; e = d.graph.edges[e].nextParent {
-		d.went(d.graph.edges[e].parent, v, t)
-	}
-	if own && v.pool != nil {
-		d.retract(i)
-	}
+	d.settle(v)
 	return d.take()
 }
 
-// Answered records n good answers of an address, of calls whose nodes are not known: what fails beside them is
-// judged against their number.
+// Answered records n good answers of an address: what fails beside them is judged against their number.
 func (d *Detector) Answered(now time.Time, name, address string, n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := d.clock(now)
-	p := d.pool(name)
-	if p == nil || n <= 0 {
-		return
-	}
-	p.at(address).answered = t
-	p.oks.addMany(t, min(n, 1<<24))
-	for range min(n, 2048) {
-		p.learn(0)
+	if p := d.pool(name); p != nil && n > 0 {
+		p.at(address).answered = t
+		p.calls.ok(t, n)
 	}
 }
 
@@ -450,68 +356,35 @@ func (d *Detector) AnsweredAbout(now time.Time, target string, n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	t := d.clock(now)
-	n = min(n, 1<<24)
 	if r := d.graph.targets[target]; r != nil {
-		r.oks.addMany(t, n)
+		r.calls.ok(t, n)
 	}
 	if target == "" {
 		for _, r := range d.graph.targets {
 			d.work++
-			r.oks.addMany(t, n)
+			r.calls.ok(t, n)
 		}
 	}
 }
 
-// Breaker records the opening or closing of a breaker.
-func (d *Detector) Breaker(now time.Time, b Breaker) []Change {
+// Slow records that the latency of an address begins or ends to be a spike. It opens no finding, and neither do
+// resources: they are reasons for a root and for its class.
+func (d *Detector) Slow(pool, address string, is bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	t := d.clock(now)
-	if len(b.Downstream) > 1024 {
-		return nil
+	if p := d.pool(pool); p != nil {
+		p.at(address).slow = is
 	}
-	if b.By != "" {
-		h := d.graph.holding(b.Workflow, b.By)
-		if h == nil {
-			return nil
-		}
-		if a := h.agent; b.Open {
-			if t-a.reported > int64(d.set.Window) {
-				a.reported, a.breakers = t, 0
-			}
-			if a.breakers++; a.breakers > maxBreakers {
-				return nil
-			}
-		}
-	} else if p := d.pool(b.Pool); p != nil {
-		p.at(b.Address).opens(b.Holder, b.Open)
-	}
-	d.cluster(t, now.UnixNano(), downstream{name: b.Downstream}, &b)
-	if b.By == "" && b.Pool != "" {
-		for _, name := range b.Targets {
-			d.cluster(t, now.UnixNano(), downstream{name: name, target: true}, &b)
-		}
-	}
-	return d.take()
 }
 
-// Signal records the beginning or the end of a signal. Signals open no finding: they are reasons for a
-// root and for its class.
-func (d *Detector) Signal(now time.Time, s Signal) {
+// Exhausted records that a resource begins or ends to be exhausted.
+func (d *Detector) Exhausted(r Resource, is bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.clock(now)
-	if s.Kind == Slow {
-		if p := d.pool(s.Pool); p != nil {
-			p.at(s.Address).slow = s.Active
-		}
-		return
-	}
-	k := Signal{Kind: Full, Pool: s.Pool, Resource: s.Resource}
-	if !s.Active {
-		delete(d.full, k)
+	if !is {
+		delete(d.full, r)
 	} else if len(d.full) < maxNames {
-		d.full[k] = true
+		d.full[r] = true
 	}
 }
 
@@ -522,25 +395,17 @@ func (d *Detector) Advance(now time.Time) []Change {
 	t := d.clock(now)
 	for _, f := range slices.Clone(d.open) {
 		if t-f.group.last >= int64(Quiet) {
-			d.finish(f, t)
+			d.finish(f)
 		}
 	}
 	return d.take()
 }
 
-// Stats are the sizes of a detector, for metrics.
-type Stats struct {
-	// Nodes and Workflows are kept, Findings are open.
-	Nodes, Workflows, Findings int
-	// Forgotten counts the nodes that made room for others.
-	Forgotten int64
-}
-
-// Stats returns the sizes.
-func (d *Detector) Stats() Stats {
+// Open is the number of open findings.
+func (d *Detector) Open() int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return Stats{Nodes: len(d.graph.nodes) - len(d.graph.free), Workflows: len(d.graph.workflows), Findings: len(d.open), Forgotten: d.forgotten}
+	return len(d.open)
 }
 
 func (d *Detector) clock(now time.Time) int64 {
@@ -548,10 +413,32 @@ func (d *Detector) clock(now time.Time) int64 {
 	return d.now
 }
 
+// take ends an event: it judges the groups that were touched, and returns what has changed.
 func (d *Detector) take() []Change {
+	d.forget()
+	for _, x := range d.touched {
+		if x.group != nil {
+			d.judge(x.in())
+		}
+	}
 	changes := d.changes
-	d.changes = nil
+	d.touched, d.changes = nil, nil
 	return changes
+}
+
+// pool is an upstream service.
+type pool struct {
+	name, agent string
+	addresses   map[string]*address
+	known       map[string]bool // those of the configuration
+	calls       meter
+	callers     names // whose calls passed the gateway
+}
+
+type address struct {
+	failed, answered int64
+	open             map[string]bool // holders of open breakers
+	slow             bool
 }
 
 // pool finds or makes a pool; nil without a name, or if there are too many.
@@ -562,4 +449,35 @@ func (d *Detector) pool(name string) *pool {
 		d.pools[p.name] = p
 	}
 	return p
+}
+
+func (p *pool) at(name string) *address {
+	a := p.addresses[name]
+	if a == nil {
+		a = &address{failed: never, answered: never, open: map[string]bool{}}
+		if len(p.addresses) < maxMembers {
+			p.addresses[strings.Clone(name)] = a
+		}
+	}
+	return a
+}
+
+// down reports whether all addresses fail, have open breakers or are slow.
+func (p *pool) down(t, window int64) bool {
+	if len(p.addresses) < max(len(p.known), 1) {
+		return false
+	}
+	for _, a := range p.addresses {
+		if len(a.open) == 0 && !a.slow && (a.failed <= a.answered || t-a.failed > window) {
+			return false
+		}
+	}
+	return true
+}
+
+// wrote notes a call that has changed a target.
+func (r *target) wrote(w write) {
+	r.writes = append(r.writes, w)
+	slices.SortStableFunc(r.writes, func(a, b write) int { return cmp.Compare(a.at, b.at) })
+	r.writes = r.writes[max(len(r.writes)-maxWrites, 0):]
 }

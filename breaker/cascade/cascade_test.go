@@ -22,13 +22,21 @@ type bench struct {
 	changes []cascade.Change
 }
 
-func newBench(t *testing.T, s cascade.Settings) *bench {
-	t.Helper()
-	set, err := s.Check()
-	if err != nil {
-		t.Fatal(err)
+func newBench(t *testing.T) *bench { return benchOf(t, cascade.SettingsOf(0, 0, 0)) }
+
+func benchOf(t *testing.T, s cascade.Settings) *bench {
+	return &bench{T: t, Detector: cascade.New(s), now: start}
+}
+
+// Findings are the open ones, and those that have been closed.
+func (b *bench) Findings() []cascade.Finding {
+	all := b.Detector.Findings()
+	for _, c := range b.changes {
+		if c.Kind == cascade.Closed {
+			all = append(all, c.Finding)
+		}
 	}
-	return &bench{T: t, Detector: cascade.New(set), now: start}
+	return all
 }
 
 func (b *bench) after(d time.Duration) *bench {
@@ -37,12 +45,14 @@ func (b *bench) after(d time.Duration) *bench {
 }
 
 func (b *bench) task(wf, id, agent string, parents ...string) {
-	b.Node(b.now, cascade.Node{ID: id, Workflow: wf, Agent: agent, Parents: parents})
+	b.note(b.Node(b.now, cascade.Node{ID: id, Workflow: wf, Agent: agent, Parents: parents}))
 }
 
 // call is a call by an agent to another one, whose pool has the name of the agent.
 func (b *bench) call(wf, id, agent, to string, parents ...string) {
-	b.Node(b.now, cascade.Node{ID: id, Workflow: wf, Agent: agent, Parents: parents, Upstream: cascade.Upstream{Pool: "pool-" + to, Agent: to}})
+	b.note(b.Node(b.now, cascade.Node{
+		ID: id, Workflow: wf, Agent: agent, Parents: parents, Upstream: cascade.Upstream{Pool: "pool-" + to, Agent: to},
+	}))
 }
 
 func (b *bench) fails(wf, id string, kind cascade.Kind) {
@@ -88,7 +98,7 @@ func (b *bench) chain(wf string) {
 
 // cascade 3.4.2, Figure 1: d fails, and with it c, and with that b.
 func TestDepthFirst(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.after(time.Second).fails("w", "cd", cascade.Failed)
 	b.after(time.Millisecond).fails("w", "bc", cascade.Failed)
@@ -110,7 +120,7 @@ func TestDepthFirst(t *testing.T) {
 
 // What follows from the root later is in the blast radius, too (cascade 2).
 func TestBlastRadiusFollows(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	for _, id := range []string{"cd", "bc", "ab"} {
 		b.after(time.Millisecond).fails("w", id, cascade.Failed)
@@ -126,7 +136,7 @@ func TestBlastRadiusFollows(t *testing.T) {
 // A callee that hangs makes its callers time out, the first of them first (cascade 3.1.2): the root is what
 // they wait for.
 func TestWhatHangsIsTheRoot(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.after(5*time.Second).fails("w", "ab", cascade.Timeout)
 	b.after(time.Second).fails("w", "bc", cascade.Timeout)
@@ -139,7 +149,7 @@ func TestWhatHangsIsTheRoot(t *testing.T) {
 // atd.upstream_errors leads from symptom to root (ATD, "Error Signaling"), also where the times and the DAG
 // do not, and where the root is reported last.
 func TestErrorsNameTheRoot(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	for i, by := range []string{"a", "b", "c"} {
 		b.task("w", by, by)
 		b.call("w", by+"x", by, fmt.Sprint("x", i), by)
@@ -161,7 +171,7 @@ func TestErrorsNameTheRoot(t *testing.T) {
 
 // cascade 3.4.2: siblings that fail at once have shared infrastructure in common.
 func TestBreadthFirst(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.task("w", "a", "a")
 	for i := range 5 {
 		b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
@@ -172,49 +182,62 @@ func TestBreadthFirst(t *testing.T) {
 	if f := b.one(); f.Pattern != cascade.BreadthFirst || f.Class != cascade.Infrastructure || f.Failed != 3 {
 		t.Errorf("%+v", f)
 	}
+
+	b = newBench(t)
+	b.call("w", "za", "z", "a")
+	b.note(b.Succeed(b.now, "w", "za"))
+	for i := range 3 { // a goes on when it has answered
+		b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "za")
+		b.after(50*time.Millisecond).fails("w", fmt.Sprint("s", i), cascade.Failed)
+	}
+	if f := b.one(); f.Pattern != cascade.BreadthFirst || f.Failed != 3 {
+		t.Errorf("%+v", f)
+	}
 }
 
 // Failures that are far apart, few among many, or on another branch, are no cascade.
 func TestIndependentFailures(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.fails("w", "cd", cascade.Failed)
 	b.after(time.Hour).fails("w", "bc", cascade.Failed)
 	b.after(time.Hour).fails("w", "ab", cascade.Failed)
 	b.none("hours apart")
 
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	b.chain("w")
 	b.fails("w", "ab", cascade.Timeout)
 	b.after(time.Hour).fails("w", "bc", cascade.Timeout)
 	b.after(time.Hour).fails("w", "cd", cascade.Timeout)
 	b.none("hours apart, the callers first")
 
-	b = newBench(t, cascade.Settings{})
-	b.task("w", "a", "a")
-	for i := range 200 {
-		b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
+	for _, n := range []int{60, 200} {
+		b = newBench(t)
+		b.task("w", "a", "a")
+		for i := range n {
+			b.call("w", fmt.Sprint("s", i), "a", fmt.Sprint("x", i), "a")
+		}
+		for i := range 4 {
+			b.after(2*time.Second).fails("w", fmt.Sprint("s", i*n/4), cascade.Failed)
+		}
+		b.none(fmt.Sprint("4 siblings of ", n))
 	}
-	for i := range 4 {
-		b.after(2*time.Second).fails("w", fmt.Sprint("s", i*50), cascade.Failed)
-	}
-	b.none("4 of 200 siblings")
 
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	b.chain("w")
 	b.fails("w", "cd", cascade.Failed)
-	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "bc"}))
+	b.note(b.Succeed(b.now, "w", "bc"))
 	b.after(time.Second).fails("w", "ab", cascade.Failed)
 	b.none("c did without d")
 }
 
 // A retry that succeeds ends what the failure can have caused.
 func TestRetriedFailures(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.fails("w", "cd", cascade.Failed)
 	b.call("w", "cd2", "c", "d", "c")
-	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd2", Address: "1"}))
+	b.note(b.Succeed(b.now, "w", "cd2"))
 	b.after(time.Second).fails("w", "bc", cascade.Failed)
 	b.after(time.Second).fails("w", "ab", cascade.Failed)
 	b.none("d had answered")
@@ -223,7 +246,7 @@ func TestRetriedFailures(t *testing.T) {
 // ATD, "Coordinated Circuit Breaking": three breakers on one downstream within a minute are one finding, which
 // asks for one probe.
 func TestClustering(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.opens("d", "node-1", "", "")
 	b.after(20*time.Second).opens("d", "", "a", "w")
@@ -242,7 +265,7 @@ func TestClustering(t *testing.T) {
 		t.Errorf("alerted again: %+v", b.changes)
 	}
 
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	for i := range 9 {
 		b.after(31*time.Second).opens("d", fmt.Sprint(i), "", "")
 	}
@@ -253,7 +276,7 @@ func TestClustering(t *testing.T) {
 // openings in the order of their own times, of which the first is the root; also where they are heard later.
 func TestClusterNamesAgents(t *testing.T) {
 	for _, later := range []time.Duration{0, 10 * time.Second} {
-		b := newBench(t, cascade.Settings{})
+		b := newBench(t)
 		for _, name := range []string{"a", "b", "c"} {
 			b.task("w", name, name)
 		}
@@ -274,7 +297,7 @@ func TestClusterNamesAgents(t *testing.T) {
 		}
 	}
 	// Breakers of gateways that calls of several workflows have opened: each has its own part.
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	for _, wf := range []string{"v", "w", "w"} {
 		b.after(time.Second).opens("d", fmt.Sprint("node-", b.now.Unix()), "", wf)
 	}
@@ -285,7 +308,7 @@ func TestClusterNamesAgents(t *testing.T) {
 
 // A cascade and the breakers that it opens are one finding.
 func TestClusterJoinsItsCascade(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	for _, id := range []string{"cd", "bc", "ab"} {
 		b.after(time.Millisecond).fails("w", id, cascade.Failed)
@@ -301,7 +324,7 @@ func TestClusterJoinsItsCascade(t *testing.T) {
 // P3: what is said of workflows in which somebody has no part opens nothing, and neither do many words of one
 // agent.
 func TestStrangersAndLiars(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.task("v", "v", "stranger")
 	for _, id := range []string{"a", "b", "c", "d", "ab", "bc", "cd"} {
@@ -350,10 +373,10 @@ func TestFloodAmongSiblings(t *testing.T) {
 			b.after(time.Second).fails("w", fmt.Sprint("s", i), cascade.Failed)
 		}
 	}
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	flood(b, 200, 2)
 	b.none("2 of 200")
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	flood(b, 6, 4)
 	if f := b.one(); !slices.Contains(f.Parts[0].Failed, "x3") {
 		t.Errorf("%+v", f)
@@ -363,7 +386,7 @@ func TestFloodAmongSiblings(t *testing.T) {
 // P3: what agents report of calls to one service links no two workflows, and neither can anybody add to the
 // nodes of somebody else.
 func TestReportsStayInTheirWorkflow(t *testing.T) {
-	b := newBench(t, cascade.Settings{Agents: 2})
+	b := benchOf(t, cascade.SettingsOf(0, 2, 0))
 	for i := range 9 {
 		w := fmt.Sprint("w", i)
 		b.call(w, "za", "z", fmt.Sprint("a", i))
@@ -373,7 +396,7 @@ func TestReportsStayInTheirWorkflow(t *testing.T) {
 	}
 	b.none("one report in each")
 
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	b.chain("w")
 	b.task("w", "x", "x")
 	b.task("w", "x", "liar", "cd") // the id of somebody else's
@@ -385,17 +408,17 @@ func TestReportsStayInTheirWorkflow(t *testing.T) {
 
 // What an agent reports of its part of a call that the gateway saw end well counts for nothing.
 func TestTheGatewayKnowsBetter(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.says("w", "d", "d")
 	b.says("w", "c", "c", "error-d")
-	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd"}))
+	b.note(b.Succeed(b.now, "w", "cd"))
 	b.says("w", "b", "b", "error-c")
 	b.none("d has answered well")
 
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	b.chain("w")
-	b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: "cd"}))
+	b.note(b.Succeed(b.now, "w", "cd"))
 	b.says("w", "d", "d")
 	b.says("w", "c", "c", "error-d")
 	b.says("w", "b", "b", "error-c")
@@ -405,7 +428,7 @@ func TestTheGatewayKnowsBetter(t *testing.T) {
 // Pools that cannot be reached at the same time have lost what they share, also where they are called in
 // different workflows.
 func TestLostTogether(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("v")
 	b.fails("v", "cd", cascade.Unreachable)
 	b.after(time.Millisecond).fails("v", "bc", cascade.Failed)
@@ -418,7 +441,7 @@ func TestLostTogether(t *testing.T) {
 
 // Agents that report only themselves are a cascade if they name each other.
 func TestReportsAlone(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.task("w", "a", "a")
 	b.task("w", "b", "b", "a")
 	b.task("w", "c", "c", "b")
@@ -432,7 +455,7 @@ func TestReportsAlone(t *testing.T) {
 
 // One service that fails in several workflows is one finding, with a part for each of them (cascade 3.3.2).
 func TestSeveralWorkflows(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.Pool("pool-d", []string{"1"})
 	for i := range 4 {
 		w := fmt.Sprint("w", i)
@@ -461,7 +484,7 @@ func TestSeveralWorkflows(t *testing.T) {
 
 // A second workflow that meets the same service later joins the finding that is open.
 func TestTheSameServiceAgain(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	for i := range 2 {
 		w := fmt.Sprint("w", i)
 		b.after(40 * time.Second)
@@ -477,14 +500,14 @@ func TestTheSameServiceAgain(t *testing.T) {
 
 // Callees that are given up have not failed: their caller has.
 func TestGivenUp(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	b.after(time.Second).fails("w", "cd", cascade.Canceled)
 	b.fails("w", "bc", cascade.Canceled)
 	b.fails("w", "ab", cascade.Timeout)
 	b.none("only b has failed")
 
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	b.chain("w")
 	b.after(time.Second).fails("w", "ab", cascade.Timeout)
 	b.fails("w", "bc", cascade.Canceled)
@@ -492,30 +515,13 @@ func TestGivenUp(t *testing.T) {
 	b.none("only b has failed, and the others later")
 }
 
-// Calls that are refused for what they were given have their root in who gave it (cascade 3.1.1, semantic
-// failures).
-func TestWrongAnswers(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
-	b.task("w", "a", "a")
-	for i := range 3 {
-		given, used := fmt.Sprint("g", i), fmt.Sprint("u", i)
-		b.call("w", given, "a", "source", "a")
-		b.note(b.Succeed(b.now, cascade.Success{Workflow: "w", Node: given, Address: "1"}))
-		b.call("w", used, "a", fmt.Sprint("x", i), "a", given)
-		b.after(time.Second).fails("w", used, cascade.Rejected)
-	}
-	if f := b.one(); f.Root.Agent != "source" || f.Class != cascade.Service || !slices.Contains(f.Root.Reasons, cascade.WrongAnswers) {
-		t.Errorf("%+v", f)
-	}
-}
-
 // Signals are reasons for a root and for its class (cascade 3.4.1).
 func TestSignals(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.Pool("pool-d", []string{"1", "2"})
 	b.chain("w")
-	b.Signal(b.now, cascade.Signal{Kind: cascade.Slow, Pool: "pool-d", Address: "1", Active: true})
-	b.Signal(b.now, cascade.Signal{Kind: cascade.Full, Resource: "memory", Active: true})
+	b.Slow("pool-d", "1", true)
+	b.Exhausted(cascade.Resource{Name: "memory"}, true)
 	b.fails("w", "cd", cascade.Exhausted)
 	for _, id := range []string{"bc", "ab"} {
 		b.after(time.Millisecond).fails("w", id, cascade.Failed)
@@ -527,7 +533,7 @@ func TestSignals(t *testing.T) {
 
 // A finding ends when nothing has been added to it for five minutes. What comes then is another one.
 func TestClosing(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	for _, id := range []string{"cd", "bc", "ab"} {
 		b.fails("w", id, cascade.Failed)
@@ -551,33 +557,16 @@ func TestClosing(t *testing.T) {
 	}
 }
 
-// The lists of a finding that is kept are cut. Those of the change that says so, which others have, are not.
-func TestClosedIsNotChangedInPlace(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
-	b.chain("w")
-	for _, id := range []string{"cd", "bc", "ab"} {
-		b.fails("w", id, cascade.Failed)
-	}
-	for i := range 1010 {
-		b.task("w", fmt.Sprint("late", i), fmt.Sprint("agent", i), "cd")
-	}
-	b.after(time.Hour).note(b.Advance(b.now))
-	change, kept := b.changes[len(b.changes)-1].Finding.Parts[0], b.one().Parts[0]
-	if len(change.BlastRadius) != 1014 || change.Cut || len(kept.BlastRadius) != 1000 || !kept.Cut {
-		t.Errorf("%d, cut: %v; %d, cut: %v", len(change.BlastRadius), change.Cut, len(kept.BlastRadius), kept.Cut)
-	}
-}
-
 // A retry that was made elsewhere, and is known before what it replaces, shows that that has caused nothing; so does the
 // good end of a call that is known before its failure.
 func TestKnownBeforeItIsRetried(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("retried")
 	b.chain("well")
 	b.call("retried", "again", "c", "d", "c")
 	later := b.now.Add(time.Second)
-	b.note(b.Succeed(later, cascade.Success{Workflow: "retried", Node: "again", Address: "1"}))
-	b.note(b.Succeed(later, cascade.Success{Workflow: "well", Node: "bc", Address: "1"}))
+	b.note(b.Succeed(later, "retried", "again"))
+	b.note(b.Succeed(later, "well", "bc"))
 	for _, wf := range []string{"retried", "well"} {
 		for _, id := range []string{"cd", "bc", "ab"} {
 			b.fails(wf, id, cascade.Failed)
@@ -592,7 +581,7 @@ func TestKnownBeforeItIsRetried(t *testing.T) {
 
 // What timed out has waited for a call that is known later, and from whose answer nothing is known.
 func TestWaitedForWhatComesLate(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	ended := b.now.Add(5 * time.Second)
 	for i, id := range []string{"ab", "bc"} {
 		b.call("w", id, string(id[0]), string(id[1]), []string{"", "ab"}[i])
@@ -604,16 +593,12 @@ func TestWaitedForWhatComesLate(t *testing.T) {
 	if f := b.one(); f.Root.Agent != "d" {
 		t.Errorf("%+v", f)
 	}
-	b.note(b.Node(b.now, cascade.Node{ID: "de", Workflow: "w", Agent: "d", Parents: []string{"cd"}, Upstream: cascade.Upstream{Pool: "pool-e", Agent: "e"}}))
-	if f := b.changes[len(b.changes)-1]; f.Kind != cascade.Rerooted || f.Finding.Root.Agent != "e" || !slices.Contains(f.Finding.Root.Reasons, cascade.StillWaits) {
-		t.Errorf("%+v", f)
-	}
 }
 
 // A caller's failure that is heard first has the cause that it would have had: the last failure below it, and not all.
 func TestTheLastBelowIsTheCause(t *testing.T) {
 	for _, order := range [][]int{{0, 1, 2, 3}, {3, 2, 1, 0}, {3, 2, 0, 1}} {
-		b := newBench(t, cascade.Settings{})
+		b := newBench(t)
 		b.call("w", "a", "user", "a")
 		for i := range 200 {
 			b.call("w", fmt.Sprint(i), "a", fmt.Sprint("x", i), "a")
@@ -631,7 +616,7 @@ func TestTheLastBelowIsTheCause(t *testing.T) {
 
 // What is heard again when its cascade has ended is no other one.
 func TestHeardAgainWhenItHasEnded(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.chain("w")
 	for range 2 {
 		for _, id := range []string{"cd", "bc", "ab"} {
@@ -666,14 +651,14 @@ func alertsOf(all []*alerted) (alerts []cascade.Finding) {
 // Memory is shared among agents: those that hold the most lose their oldest nodes, in their quietest
 // workflows, and nobody else does.
 func TestForgetting(t *testing.T) {
-	b := newBench(t, cascade.Settings{Nodes: 1000})
+	b := benchOf(t, cascade.SettingsOf(1000, 0, 0))
 	b.chain("victim")
 	for i := range 5000 {
 		b.task(fmt.Sprint("flood", i), fmt.Sprint(i), "stranger")
 		b.task("victim", fmt.Sprint("x", i), "member", "a")
 		b.says("victim", fmt.Sprint("x", i), "member")
 	}
-	if s := b.Stats(); s.Nodes > 1000 || s.Forgotten == 0 {
+	if s := b.Stats(); s.Nodes > 1000 {
 		t.Errorf("%+v", s)
 	}
 	for _, id := range []string{"cd", "bc", "ab"} {
@@ -686,7 +671,7 @@ func TestForgetting(t *testing.T) {
 		t.Error(err)
 	}
 
-	b = newBench(t, cascade.Settings{Nodes: 1000})
+	b = benchOf(t, cascade.SettingsOf(1000, 0, 0))
 	b.task("quiet", "q", "a")
 	b.task("busy", "old", "a")
 	for i := range 3000 {
@@ -701,7 +686,7 @@ func TestForgetting(t *testing.T) {
 
 // Nothing of hostile shape does harm: cycles, themselves as parents, long names, unknown nodes, many parents.
 func TestHostileShapes(t *testing.T) {
-	b := newBench(t, cascade.Settings{Nodes: 1000})
+	b := benchOf(t, cascade.SettingsOf(1000, 0, 0))
 	for range 2 {
 		b.task("w", "a", "a", "b", "a")
 		b.task("w", "b", "b", "a", "b")
@@ -709,7 +694,7 @@ func TestHostileShapes(t *testing.T) {
 	}
 	for _, id := range []string{"a", "b", "c", "nobody"} {
 		b.says("w", id, id, "error-a", "error-b", "error-c", "error-"+id)
-		b.fails("w", id, cascade.Dependency)
+		b.fails("w", id, cascade.Failed)
 	}
 	var many []string
 	for i := range 1000 {
@@ -731,11 +716,7 @@ func TestHostileShapes(t *testing.T) {
 // big fills a detector with workflows in which calls fail as seldom, and spread as far, at any size.
 func big(t testing.TB, nodes int) (d *cascade.Detector, event func()) {
 	t.Helper()
-	set, err := cascade.Settings{Nodes: nodes}.Check()
-	if err != nil {
-		t.Fatal(err)
-	}
-	d = cascade.New(set)
+	d = cascade.New(cascade.SettingsOf(nodes, 0, 0))
 	r := rand.New(rand.NewPCG(1, uint64(nodes)))
 	now, n := start, 0
 	var recent []string
@@ -760,7 +741,7 @@ func big(t testing.TB, nodes int) (d *cascade.Detector, event func()) {
 				d.Fail(now, cascade.Failure{Workflow: wf, Node: id, Error: "e" + id, Address: "1"})
 			}
 		} else {
-			d.Succeed(now, cascade.Success{Workflow: wf, Node: id, Address: "1"})
+			d.Succeed(now, wf, id)
 		}
 		d.Advance(now)
 	}
@@ -814,7 +795,7 @@ func heap(by func()) float64 {
 
 // Where all nodes have failed there are fewer, so that the memory is bounded all the same.
 func TestAllHaveFailed(t *testing.T) {
-	b := newBench(t, cascade.Settings{Nodes: 20_000})
+	b := benchOf(t, cascade.SettingsOf(20_000, 0, 0))
 	used := heap(func() {
 		for i := range 30_000 {
 			id, wf := fmt.Sprintf("call-%08d-0000-4000-8000-000000000000", i), fmt.Sprint("workflow-", i/50)
@@ -822,7 +803,7 @@ func TestAllHaveFailed(t *testing.T) {
 				ID: id, Aliases: []string{id + "s"}, Workflow: wf, Agent: fmt.Sprint("agent-", i%1000), Parents: []string{fmt.Sprintf("call-%08d-0000-4000-8000-000000000000", i-1)},
 				Upstream: cascade.Upstream{Pool: fmt.Sprint("pool-", i%100)},
 			})
-			b.Fail(b.now, cascade.Failure{Workflow: wf, Node: id, Error: "error-" + id, Kind: cascade.Kind(i % 8), Causes: []string{"unknown-" + id}})
+			b.Fail(b.now, cascade.Failure{Workflow: wf, Node: id, Error: "error-" + id, Kind: cascade.Kind(i % 7), Causes: []string{"unknown-" + id}})
 		}
 	})
 	t.Logf("%+v: %.1f MB", b.Stats(), used)
@@ -836,7 +817,7 @@ func TestAllHaveFailed(t *testing.T) {
 
 // Events may come from any goroutine, in any order.
 func TestConcurrent(t *testing.T) {
-	b := newBench(t, cascade.Settings{Nodes: 1000})
+	b := benchOf(t, cascade.SettingsOf(1000, 0, 0))
 	var wg sync.WaitGroup
 	for g := range 8 {
 		wg.Go(func() {
@@ -871,14 +852,15 @@ func random(d *cascade.Detector, pick func(int) int, now time.Time) {
 		if pick(2) == 0 {
 			by = agent
 		}
-		d.Fail(now, cascade.Failure{Workflow: wf, Node: id, Error: "e" + id, Kind: cascade.Kind(pick(8)), Causes: others, By: by, Address: names[pick(8)]})
+		d.Fail(now, cascade.Failure{Workflow: wf, Node: id, Error: "e" + id, Kind: cascade.Kind(pick(7)), Causes: others, By: by, Address: names[pick(8)]})
 	case 8:
-		d.Succeed(now, cascade.Success{Workflow: wf, Node: id, By: names[pick(8)], Address: names[pick(8)]})
+		d.Succeed(now, wf, id)
 	case 9:
 		d.Breaker(now, cascade.Breaker{Downstream: names[pick(8)], Pool: names[pick(8)], Address: id, By: names[pick(8)], Workflow: wf, Open: pick(3) > 0, Targets: names[:pick(3)]})
 		d.AnsweredAbout(now, names[pick(8)], pick(3))
 	case 10:
-		d.Signal(now, cascade.Signal{Kind: cascade.SignalKind(pick(2)), Pool: names[pick(8)], Address: id, Active: pick(2) == 0})
+		d.Slow(names[pick(8)], id, pick(2) == 0)
+		d.Exhausted(cascade.Resource{Pool: names[pick(8)], Name: id}, pick(2) == 0)
 		d.Pool(names[pick(8)], others)
 	default:
 		d.Advance(now)
@@ -900,7 +882,7 @@ func FuzzEvents(f *testing.F) {
 		f.Add(events)
 	}
 	f.Fuzz(func(t *testing.T, events []byte) {
-		set := cascade.Settings{Nodes: 60, Agents: 2, Window: 5 * time.Second}
+		set := cascade.SettingsOf(60, 2, 5*time.Second)
 		d := cascade.New(set)
 		now := start
 		pick := func(n int) int {
@@ -926,32 +908,29 @@ func FuzzEvents(f *testing.F) {
 		if err := d.Faults(); err != nil {
 			t.Fatal(err)
 		}
-		if s := d.Stats(); s.Nodes > set.Nodes {
+		if s := d.Stats(); s.Nodes > 60 {
 			t.Fatalf("%+v", s)
 		}
 	})
 }
 
 func TestSettings(t *testing.T) {
-	for option, s := range map[string]cascade.Settings{
-		"nodes": {Nodes: 10}, "agents": {Agents: 1}, "window": {Window: time.Millisecond},
-	} {
-		if _, err := s.Check(); err == nil || !strings.HasPrefix(err.Error(), option+" is ") {
-			t.Errorf("%s: %v", option, err)
+	for _, window := range []time.Duration{time.Millisecond, 2 * time.Hour} {
+		if _, err := (cascade.Settings{Window: window}).Check(); err == nil || !strings.HasPrefix(err.Error(), "window is ") {
+			t.Errorf("%s: %v", window, err)
 		}
 	}
-	b := newBench(t, cascade.Settings{Nodes: 2000})
+	b := benchOf(t, cascade.SettingsOf(2000, 0, 0))
 	for i := range 1900 {
 		b.task("w", fmt.Sprint(i), "a")
 	}
-	set, _ := cascade.Settings{Nodes: 1000}.Check()
-	b.Configure(set)
+	b.Configure(cascade.SettingsOf(1000, 0, 0))
 	if s := b.Stats(); s.Nodes > 1000 {
 		t.Errorf("%+v", s)
 	}
 	for text, kind := range map[string]cascade.Kind{
 		"timeout": cascade.Timeout, "constraint_violation": cascade.Rejected, "resource_exhausted": cascade.Exhausted,
-		"upstream_cascade": cascade.Dependency, "action_failed": cascade.Failed, "": cascade.Failed,
+		"upstream_cascade": cascade.Failed, "action_failed": cascade.Failed, "": cascade.Failed,
 	} {
 		if cascade.ParseKind(text) != kind {
 			t.Errorf("%q is %d", text, cascade.ParseKind(text))

@@ -1,17 +1,24 @@
 package cascade
 
 import (
-	"cmp"
 	"maps"
 	"slices"
 	"sync"
 	"time"
 )
 
+// Resource is something of a pool, or of the gateway itself, that can be exhausted (cascade 3.4.1).
+type Resource struct {
+	// Pool is whose it is; empty for the gateway's own.
+	Pool string
+	// Name is permits, queue, connections, memory, disk or store.
+	Name string
+}
+
 // Reading is how much of a resource is used at one moment (cascade 3.4.1). Each of the four ways to be
 // exhausted may be left out.
 type Reading struct {
-	// Pool is whose resource it is; empty for the gateway's own. Resource is as in Signal.
+	// Pool and Resource are as in Resource.
 	Pool, Resource string
 	// Used of Limit are in use now; a Limit of 0 is none.
 	Used, Limit float64
@@ -35,19 +42,19 @@ const (
 // goroutine.
 type Exhaustion struct {
 	mu   sync.Mutex
-	last map[Signal]Reading
-	full map[Signal]bool
+	last map[Resource]Reading
+	full map[Resource]bool
 }
 
-// Update takes what was read now, and returns the signals that have begun and ended since the update before. A
+// Update takes what was read now, and returns what is exhausted since the update before, and what is not any more. A
 // resource is exhausted where nine tenths are in use, where something was refused since then, where the operations
 // since then were slow, or where its owner says so. One that is not read any more is not.
-func (e *Exhaustion) Update(now []Reading) (changed []Signal) {
+func (e *Exhaustion) Update(now []Reading) (begun, ended []Resource) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	last, full := make(map[Signal]Reading, len(now)), map[Signal]bool{}
+	last, full := make(map[Resource]Reading, len(now)), map[Resource]bool{}
 	for _, r := range now {
-		s := Signal{Kind: Full, Pool: r.Pool, Resource: r.Resource}
+		s := Resource{r.Pool, r.Resource}
 		before, known := e.last[s]
 		last[s] = r
 		refused := known && r.Refused > before.Refused
@@ -58,24 +65,20 @@ func (e *Exhaustion) Update(now []Reading) (changed []Signal) {
 	}
 	for s := range full {
 		if !e.full[s] {
-			s.Active = true
-			changed = append(changed, s)
+			begun = append(begun, s)
 		}
 	}
 	for s := range e.full {
 		if !full[s] {
-			changed = append(changed, s)
+			ended = append(ended, s)
 		}
 	}
 	e.last, e.full = last, full
-	slices.SortFunc(changed, func(a, b Signal) int {
-		return cmp.Or(cmp.Compare(a.Pool, b.Pool), cmp.Compare(a.Resource, b.Resource))
-	})
-	return changed
+	return begun, ended
 }
 
-// Exhausted returns the signals that last.
-func (e *Exhaustion) Exhausted() []Signal {
+// Exhausted returns what is exhausted.
+func (e *Exhaustion) Exhausted() []Resource {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return slices.Collect(maps.Keys(e.full))

@@ -31,18 +31,12 @@ func TestExhaustion(t *testing.T) {
 		active := false
 		for i, r := range c.reads {
 			r.Pool, r.Resource = "guard", name
-			changed := e.Update([]cascade.Reading{{Pool: "other", Resource: name}, r})
-			s := cascade.Signal{Kind: cascade.Full, Pool: "guard", Resource: name}
-			want := []cascade.Signal(nil)
-			if c.full[i] != active {
-				s.Active = c.full[i]
-				want = []cascade.Signal{s}
-			}
-			if !slices.Equal(changed, want) {
-				t.Errorf("%s: reading %d changes %v, want %v", name, i, changed, want)
+			begun, ended := e.Update([]cascade.Reading{{Pool: "other", Resource: name}, r})
+			s := cascade.Resource{Pool: "guard", Name: name}
+			if slices.Contains(begun, s) != (c.full[i] && !active) || slices.Contains(ended, s) != (active && !c.full[i]) || len(begun)+len(ended) > 1 {
+				t.Errorf("%s: reading %d begins %v, ends %v", name, i, begun, ended)
 			}
 			active = c.full[i]
-			s.Active = false
 			if all := e.Exhausted(); slices.Contains(all, s) != active || len(all) > 1 {
 				t.Errorf("%s: after reading %d: %v", name, i, all)
 			}
@@ -54,8 +48,8 @@ func TestExhaustion(t *testing.T) {
 func TestExhaustionOfWhatIsGone(t *testing.T) {
 	var e cascade.Exhaustion
 	e.Update([]cascade.Reading{{Pool: "a", Resource: "permits", Used: 1, Limit: 1}, {Resource: "disk", Full: true}})
-	want := []cascade.Signal{{Kind: cascade.Full, Pool: "a", Resource: "permits"}}
-	if changed := e.Update([]cascade.Reading{{Resource: "disk", Full: true}}); !slices.Equal(changed, want) {
-		t.Errorf("%v", changed)
+	want := []cascade.Resource{{Pool: "a", Name: "permits"}}
+	if begun, ended := e.Update([]cascade.Reading{{Resource: "disk", Full: true}}); len(begun) > 0 || !slices.Equal(ended, want) {
+		t.Errorf("begun %v, ended %v", begun, ended)
 	}
 }

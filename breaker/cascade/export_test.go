@@ -12,49 +12,78 @@ func LatencyOf(usual time.Duration) *Latency { return &Latency{usual: usual} }
 // Spiking reports whether the p99 is far above what is usual.
 func (l *Latency) Spiking() bool { return l.spiking }
 
+// SettingsOf are settings with other limits; zero stands for the defaults.
+func SettingsOf(nodes, agents int, window time.Duration) Settings {
+	s, err := Settings{nodes: nodes, agents: agents, Window: window}.Check()
+	if err != nil {
+		panic(err)
+	}
+	return s
+}
+
+// Stats are the sizes of a detector.
+type Stats struct{ Nodes, Workflows, Findings int }
+
+// Stats returns the sizes.
+func (d *Detector) Stats() Stats { return Stats{d.graph.nodes, len(d.graph.workflows), len(d.open)} }
+
 // Work counts the steps that the events have taken.
 func (d *Detector) Work() int64 { return d.work }
 
 // Faults names what does not fit together.
 func (d *Detector) Faults() error {
 	g := &d.graph
-	cost, live := 0, 0
-	byAgent := map[*agent]int{}
-	for i := range g.nodes {
-		v := &g.nodes[i]
-		if v.hold == nil {
-			continue
-		}
-		live++
-		cost += int(v.cost)
-		byAgent[v.hold.agent] += int(v.cost)
-		if g.ids[key{v.hold.workflow, v.id}] != int32(i) {
-			return fmt.Errorf("node %q is not found", v.id)
-		}
-		for e := v.children; e != none; e = g.edges[e].nextChild {
-			if g.edges[e].parent != int32(i) || !g.parent(int32(i), g.edges[e].child) {
-				return fmt.Errorf("edge %d of %q is wrong", e, v.id)
+	cost, live, failures, waits := 0, 0, 0, 0
+	targets := map[*target]int{}
+	for _, a := range g.agents {
+		paid, workflows := 0, map[*workflow]int{}
+		for v := a.first; v != nil; v = v.next {
+			live++
+			paid += v.cost
+			workflows[v.workflow]++
+			if v.agent != a || g.ids[key{v.workflow, v.id}] != v || v.next == nil && a.last != v {
+				return fmt.Errorf("node %q is not found", v.id)
 			}
-		}
-		if v.fail != nil && (v.fail.node != int32(i) || v.fail.group == nil) {
-			return fmt.Errorf("failure of %q is not its own", v.id)
-		}
-		if v.fail != nil && v.fail.group.finding == nil {
-			for _, m := range v.fail.group.members {
-				if m.node == none {
-					return fmt.Errorf("a forgotten failure is kept beside %q", v.id)
+			for _, c := range v.children {
+				if !slices.Contains(c.parents, v) {
+					return fmt.Errorf("an edge of %q is wrong", v.id)
+				}
+			}
+			if v.target != nil {
+				targets[v.target]++
+			}
+			for _, id := range v.awaits {
+				k := key{v.workflow, id}
+				if waits++; g.find(k.workflow.id, id) != nil || !slices.Contains(g.waiting[k], v) {
+					return fmt.Errorf("node %q waits for %q in vain", v.id, id)
+				}
+			}
+			if x := v.fail; x != nil {
+				failures++
+				if x.node != v || v.gone {
+					return fmt.Errorf("failure of %q is not its own", v.id)
+				}
+				if x.group != nil && x.group.finding == nil {
+					for _, m := range x.group.members {
+						if m.node.gone {
+							return fmt.Errorf("a forgotten failure is kept beside %q", v.id)
+						}
+					}
 				}
 			}
 		}
-	}
-	waits := 0
-	for i := range g.nodes {
-		for _, id := range g.nodes[i].awaits {
-			k := key{g.nodes[i].hold.workflow, id}
-			if waits++; g.find(k.workflow.id, id) != none || !slices.Contains(g.waiting[k], int32(i)) {
-				return fmt.Errorf("node %q waits for %q in vain", g.nodes[i].id, id)
+		if paid != a.cost || g.payers[a.place] != a {
+			return fmt.Errorf("agent %q pays %d for %d", a.name, a.cost, paid)
+		}
+		for w, n := range workflows {
+			if g.workflows[w.id] != w || w.nodes[a] != n {
+				return fmt.Errorf("agent %q has %d nodes in %q", a.name, n, w.id)
 			}
 		}
+		cost += paid
+	}
+	if live != g.nodes || cost != g.cost {
+		return fmt.Errorf("%d nodes cost %d, not %d and %d", live, cost, g.nodes, g.cost)
 	}
 	for k, all := range g.waiting {
 		if waits -= len(all); len(all) == 0 {
@@ -64,12 +93,6 @@ func (d *Detector) Faults() error {
 	if waits != 0 {
 		return fmt.Errorf("%d wait too much", -waits)
 	}
-	targets := map[*target]int{}
-	for i := range g.nodes {
-		if r := g.nodes[i].target; r != nil {
-			targets[r]++
-		}
-	}
 	for name, r := range g.targets {
 		if r.name != name || r.nodes != targets[r] || r.nodes == 0 {
 			return fmt.Errorf("target %q counts %d nodes of %d", name, r.nodes, targets[r])
@@ -78,31 +101,18 @@ func (d *Detector) Faults() error {
 	if len(targets) != len(g.targets) {
 		return fmt.Errorf("%d targets of nodes, %d are known", len(targets), len(g.targets))
 	}
-	if live != len(g.nodes)-len(g.free) || cost != g.cost {
-		return fmt.Errorf("%d nodes cost %d, not %d", live, cost, g.cost)
-	}
-	for _, a := range g.agents {
-		if byAgent[a] != a.cost || g.heap[a.place] != a {
-			return fmt.Errorf("agent %q pays %d for %d", a.name, a.cost, byAgent[a])
-		}
-		for h := a.first; h != nil; h = h.next {
-			if h.first == none || g.nodes[h.first].hold != h || h.workflow.holds[a] != h {
-				return fmt.Errorf("agent %q holds nothing in %q", a.name, h.workflow.id)
-			}
-		}
-	}
-	if len(d.awaited) > live*maxCauses || len(d.errors) > live {
-		return fmt.Errorf("%d errors, %d awaited, of %d nodes", len(d.errors), len(d.awaited), live)
+	if len(d.naming) > failures*maxCauses || len(d.errors) > failures {
+		return fmt.Errorf("%d errors, %d are named, of %d failures", len(d.errors), len(d.naming), failures)
 	}
 	for _, f := range d.open {
 		if f.group.finding != f {
 			return fmt.Errorf("finding %s has lost its group", f.id)
 		}
-		if f.cluster == nil && len(f.group.parties.list) < d.set.Agents {
+		if len(f.downstreams) == 0 && len(f.group.parties.list) < d.set.agents {
 			return fmt.Errorf("finding %s has %d agents", f.id, len(f.group.parties.list))
 		}
 		for _, x := range f.group.members {
-			if x.group != f.group {
+			if x.in() != f.group {
 				return fmt.Errorf("finding %s lists a failure of another group", f.id)
 			}
 		}

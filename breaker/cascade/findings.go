@@ -36,7 +36,7 @@ const (
 	Infrastructure Class = "infrastructure"
 )
 
-// Reason is why a node is the candidate for the root.
+// Reason is what speaks for the root.
 type Reason string
 
 // The reasons.
@@ -44,17 +44,15 @@ const (
 	Followed     Reason = "followed"        // others failed because of it
 	NamedByError Reason = "named_by_errors" // the errors of others name it
 	Earliest     Reason = "earliest"        // it failed first
-	StillWaits   Reason = "still_waits"     // those that gave up waited for it
 	BreakerOpen  Reason = "breaker_open"    // a breaker of its address is open
 	IsSlow       Reason = "slow"            // its address answers slowly
 	IsExhausted  Reason = "exhausted"       // a resource is exhausted
 	AllAddresses Reason = "all_addresses"   // all addresses of its pool fail
 	Siblings     Reason = "siblings"        // others failed beside it
-	WrongAnswers Reason = "wrong_answers"   // what follows from its answers is refused
 	SharedState  Reason = "shared_state"    // calls of several agents that change the same target failed
 )
 
-// Root is the candidate for the root of a cascade.
+// Root is where a cascade began.
 type Root struct {
 	// Workflow and Node say where it is; both are empty if only breakers were seen.
 	Workflow, Node string
@@ -133,175 +131,120 @@ type Change struct {
 
 const (
 	maxOpen    = 256
-	maxClosed  = 256
 	maxErrors  = 64
-	maxShown   = 1000 // names in the lists of closed findings, workflows of any
+	maxShown   = 1000 // workflows of a finding
 	maxReroots = 4
 	alertWalk  = 4096
 )
 
 type finding struct {
-	id         string
-	pattern    Pattern
-	class      Class
-	root       Root
-	from       *failure // the root
-	group      *group
-	cluster    *cluster
-	openings   []counted // of which it was found, the first first
-	alerted    int       // agents
-	workflows  int       // at the last alert
-	considered int       // failures when the root was last sought
-	reroots    int
+	id          string
+	pattern     Pattern
+	class       Class
+	root        Root
+	from        *failure // the root
+	group       *group
+	downstreams []downstream // whose breakers belong to it
+	openings    []*opening   // for which it was opened, the first first
+	alerted     int          // agents at the last alert
+	workflows   int          // see alerted
+	considered  int          // failures when the root was last sought
+	reroots     int
 }
 
 // judge opens a finding about a group, or updates it.
-func (d *Detector) judge(g *group, t int64) {
+func (d *Detector) judge(g *group) {
 	f := g.finding
 	if f == nil {
-		if len(g.parties.list) < d.set.Agents {
+		if len(g.parties.list) < d.set.agents {
+			return
+		}
+		g.parties = names{} // some may have been taken back
+		for _, x := range g.members {
+			if !x.over {
+				g.parties.add(x.party)
+			}
+		}
+		if len(g.parties.list) < d.set.agents {
 			return
 		}
 		f = &finding{group: g}
-		d.seek(f, t)
-		if other := d.same(f, t); other != nil {
-			d.adopt(other, g, t)
-			f = other
-		} else {
+		d.seek(f)
+		other := d.same(f)
+		if other == nil {
 			f.id = identify(f.pattern, f.root.Workflow, f.root.Node, g.began)
 			g.finding = f
-			d.begin(f)
+			d.add(f)
 			return
 		}
+		d.unite(other.group, g)
+		f = other
 	}
-	if n := len(g.parties.list); n >= 2*f.alerted || len(g.workflows.list) >= 2*f.workflows {
-		d.seek(f, t)
+	g = f.group
+	if len(g.parties.list) >= 2*f.alerted || len(g.workflows.list) >= 2*f.workflows {
+		d.seek(f)
 		d.announce(f, Grown)
 		return
 	}
-	if g.size <= f.considered && !g.news || g.size > 32 && g.size < f.considered*5/4 {
+	if n := len(g.members); n > maxVisits && n < f.considered*5/4 {
 		return
 	}
 	before, class, pattern := f.root, f.class, f.pattern
-	d.seek(f, t)
-	if (f.root.Agent != before.Agent || f.root.Pool != before.Pool || f.root.Target != before.Target || f.class != class || f.pattern != pattern) && f.reroots < maxReroots {
+	d.seek(f)
+	changed := f.root.Agent != before.Agent || f.root.Pool != before.Pool || f.root.Target != before.Target
+	if (changed || f.class != class || f.pattern != pattern) && f.reroots < maxReroots {
 		f.reroots++
 		d.announce(f, Rerooted)
 	}
 }
 
-func (d *Detector) begin(f *finding) {
+// add adds a finding. Where there are too many, the quietest ends.
+func (d *Detector) add(f *finding) {
 	if len(d.open) >= maxOpen {
-		d.finish(slices.MinFunc(d.open, func(a, b *finding) int { return cmp.Compare(a.group.last, b.group.last) }), d.now)
+		d.finish(slices.MinFunc(d.open, func(a, b *finding) int { return cmp.Compare(a.group.last, b.group.last) }))
 	}
 	d.open = append(d.open, f)
 	d.announce(f, Opened)
 }
 
-// adopt adds a group to a finding.
-func (d *Detector) adopt(f *finding, g *group, t int64) {
-	if g == f.group {
-		return
+// same finds the open finding that has the root of a new one: the same service, or target, as the gateway saw both.
+func (d *Detector) same(f *finding) *finding {
+	if f.from == nil || !f.from.own {
+		return nil
 	}
-	if len(g.members) == 0 || len(f.group.members) == 0 {
-		// Only breakers were seen until now.
-		f.group.finding = nil
-		g.finding, g.began = f, min(g.began, f.group.began)
-		for _, w := range f.group.workflows.list {
-			g.workflows.add(w)
-		}
-		f.group = g
-		return
-	}
-	d.union(g.members[0], f.group.members[0])
-	f.group.last = max(f.group.last, t)
-}
-
-// same finds the open finding that a new one has the cause of: the same pool, as the gateway saw it, or
-// calls of one workflow that could not be sent, or were not answered, at the same time.
-func (d *Detector) same(f *finding, t int64) *finding {
 	for _, o := range d.open {
 		d.work++
-		if t-o.group.last > int64(d.set.Window) {
-			continue
-		}
-		own := f.from != nil && f.from.own
-		within := slices.ContainsFunc(f.group.workflows.list, o.group.workflows.has)
-		if own && f.root.Pool != "" && f.root.Pool == o.root.Pool && (within || o.from != nil && o.from.own || o.cluster != nil && o.cluster.own > 0) {
-			return o
-		}
-		if own && f.root.Target != "" && f.root.Target == o.root.Target && (o.from == nil || o.from.own) {
-			return o
-		}
-		if within && own && o.from != nil && o.from.own && silent(f.from) && silent(o.from) && max(f.from.at-o.from.at, o.from.at-f.from.at) <= period {
+		seen := o.from == nil || o.from.own
+		target := f.root.Target != "" && f.root.Target == o.root.Target
+		pool := f.root.Pool != "" && f.root.Pool == o.root.Pool
+		if d.now-o.group.last <= int64(d.set.Window) && seen && (target || pool) {
 			return o
 		}
 	}
 	return nil
 }
 
-func silent(x *failure) bool { return x.kind == Unreachable || x.kind == Timeout }
-
 // merge ends a finding that has turned out to be a part of another.
 func (d *Detector) merge(into, f *finding) {
-	at := slices.Index(d.open, f)
-	if at < 0 {
-		return
-	}
-	d.open = slices.Delete(d.open, at, at+1)
 	end := d.show(f, alertWalk)
-	end.Into, end.Closed = into.id, moment(d.now)
-	d.keep(end)
-	if into.cluster == nil {
-		into.cluster = f.cluster
-	}
-	d.settle(f, into)
+	end.Into = into.id
+	d.end(f, end)
+	into.downstreams = append(into.downstreams, f.downstreams...)
 }
 
-// settle has the breakers that belong to a finding belong to another one, or to none.
-func (d *Detector) settle(f, into *finding) {
-	for _, c := range d.clusters {
-		d.work++
-		if c.finding == f {
-			c.finding = into
-		}
-	}
-}
-
-func (d *Detector) finish(f *finding, t int64) {
-	d.open = slices.Delete(d.open, slices.Index(d.open, f), slices.Index(d.open, f)+1)
-	end := d.show(f, alertWalk)
-	end.Closed = moment(t)
-	d.settle(f, nil)
-	// Its failures begin anew: what they say again is another cascade.
+// finish ends a finding. Its failures begin anew: what they say again is another cascade.
+func (d *Detector) finish(f *finding) {
+	d.end(f, d.show(f, alertWalk))
 	for _, x := range f.group.members {
-		x.over, x.place = true, -1
-		if x.kept {
-			d.kept--
-		}
+		x.over = true
 	}
-	f.group.finding = nil
-	f.group.members = nil
-	f.group.size = 0
-	f.group.parties, f.group.workflows = names{}, names{}
-	d.keep(end)
+	*f.group = group{began: d.now}
 }
 
-// keep keeps a closed finding.
-func (d *Detector) keep(end Finding) {
-	d.changes = append(d.changes, Change{Closed, end})
-	end.Parts = slices.Clone(end.Parts) // those of the change stay whole
-	for i := range end.Parts {
-		p := &end.Parts[i]
-		if n := maxShown / len(end.Parts); len(p.BlastRadius) > n {
-			p.BlastRadius, p.Cut = slices.Clone(p.BlastRadius[:n]), true
-			p.Failed = slices.Clone(p.Failed[:min(n, len(p.Failed))])
-		}
-	}
-	if len(d.closed) >= maxClosed {
-		d.closed = slices.Delete(d.closed, 0, 1)
-	}
-	d.closed = append(d.closed, end)
+func (d *Detector) end(f *finding, shown Finding) {
+	d.open = without(d.open, f)
+	shown.Closed = timeOf(d.now)
+	d.changes = append(d.changes, Change{Closed, shown})
 }
 
 func (d *Detector) announce(f *finding, kind ChangeKind) {
@@ -318,40 +261,27 @@ func identify(pattern Pattern, workflow, node string, began int64) string {
 	return hex.EncodeToString(h.Sum(nil))
 }
 
-// pattern is that of a group: in depth, if one failure explains enough others, or none is beside it.
-func (d *Detector) pattern(g *group) Pattern {
-	if !g.broad {
-		return DepthFirst
-	}
-	for _, n := range d.heads(g) {
-		if len(n.parties.list) >= d.set.Agents {
-			return DepthFirst
-		}
-	}
-	return BreadthFirst
-}
-
-// head is a failure without a cause in its group, and whom it explains.
+// head is a failure without a cause in its group, and who has failed because of it.
 type head struct {
-	failure *failure
+	*failure
 	parties names
 	named   bool
 }
 
-func (d *Detector) heads(g *group) []*head {
-	var all []*head
+// heads are the failures of a group that follow from no other one of it, the earliest first.
+func (d *Detector) heads(g *group) (all []*head) {
 	at := map[*failure]*head{}
 	for _, x := range g.members {
-		if x.over || !x.sure {
+		if x.over {
 			continue
 		}
-		top, via := x, x
-		for range 64 {
+		top, named := x, false
+		for range maxChain {
 			d.work++
-			if top.cause == nil || top.cause.over || top.cause.group != g {
+			if top.cause == nil || top.cause.over || top.cause.in() != g {
 				break
 			}
-			via, top = top, top.cause
+			top, named = top.cause, top.named
 		}
 		h := at[top]
 		if h == nil {
@@ -359,146 +289,139 @@ func (d *Detector) heads(g *group) []*head {
 			at[top] = h
 			all = append(all, h)
 		}
-		if x.kind != Canceled {
-			h.parties.add(x.party)
-		}
-		h.named = h.named || via != top && via.how == declared
+		h.parties.add(x.party)
+		h.named = h.named || named
 	}
+	slices.SortFunc(all, func(a, b *head) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.node.id, b.node.id)) })
 	return all
 }
 
 // seek finds the root: the earliest failure without a cause that others follow from, or the earliest of all where
-// none does (cascade 3.4.3).
-func (d *Detector) seek(f *finding, t int64) {
+// none does (cascade 3.4.3). The pattern is in depth if one failure explains enough others, or none is beside it.
+func (d *Detector) seek(f *finding) {
 	g := f.group
-	f.considered, g.news = g.size, false
-	if f.pattern != Clustering {
-		f.pattern = d.pattern(g)
-	}
+	f.considered = len(g.members)
 	heads := d.heads(g)
 	if len(heads) == 0 {
 		return
 	}
-	window := int64(d.set.Window)
-	follows := func(h *head) int { return min(len(h.parties.list), 2) } // 2 where others do
-	best := slices.MinFunc(heads, func(a, b *head) int {
-		return cmp.Or(follows(b)-follows(a), cmp.Compare(a.failure.at, b.failure.at), cmp.Compare(a.failure.id, b.failure.id))
-	})
-	x := best.failure
-	f.from = x
-	r := Root{Workflow: x.wf.id, Node: x.id, Error: cmp.Or(x.err, x.id), Agent: x.party}
-	if x.pool != nil && x.own {
-		r.Pool, r.Address = x.pool.name, x.address
-		r.Agent = x.pool.agent
+	deep := len(heads) == 1
+	var x *head
+	for _, h := range heads {
+		deep = deep || len(h.parties.list) >= d.set.agents
+		if x == nil && len(h.parties.list) > 1 {
+			x = h
+		}
 	}
-	if follows(best) > 1 {
+	if f.pattern != Clustering {
+		f.pattern = BreadthFirst
+		if deep {
+			f.pattern = DepthFirst
+		}
+	}
+	x = cmp.Or(x, heads[0])
+	r := Root{Workflow: x.node.workflow.id, Node: x.node.id, Error: cmp.Or(x.err, x.node.id), Agent: x.party}
+	if len(x.parties.list) > 1 {
 		r.Reasons = append(r.Reasons, Followed)
 	}
-	if best.named {
+	if x.named {
 		r.Reasons = append(r.Reasons, NamedByError)
 	}
-	if !slices.ContainsFunc(heads, func(h *head) bool { return h.failure.at < x.at }) {
+	if heads[0].at == x.at {
 		r.Reasons = append(r.Reasons, Earliest)
 	}
-	f.class = Agent
-	if x.pool != nil && x.own {
-		if a := x.pool.addresses[x.address]; a != nil {
-			if len(a.open) > 0 {
-				r.Reasons = append(r.Reasons, BreakerOpen)
-			}
-			if a.slow {
-				r.Reasons = append(r.Reasons, IsSlow)
-			}
-		}
-		if x.pool.down(t, window) && x.pool.kin.fails.total > 1 {
-			f.class = Service
-			r.Reasons = append(r.Reasons, AllAddresses)
-		}
-		if x.kind == Exhausted && d.exhausted("") {
-			f.class = Infrastructure
-		}
-		if x.kind == Exhausted && (d.exhausted("") || d.exhausted(x.pool.name)) {
-			r.Reasons = append(r.Reasons, IsExhausted)
-		}
-	}
-	pools := map[*pool]bool{}
-	for _, h := range heads {
-		y := h.failure
-		if gap := y.at - x.at; y.pool == nil || !y.own || max(gap, -gap) > partition {
-			continue
-		}
-		pools[y.blamed()] = true
+	f.from, f.class = x.failure, Agent
+	if x.node.pool != nil && x.own {
+		r.Pool, r.Address, r.Agent = x.node.pool.name, x.address, x.node.pool.agent
+		f.class = d.signals(x.failure, &r)
 	}
 	f.root = r
-	switch {
-	case x.spoilt:
-		f.class = Service
-		f.root = Root{
-			Workflow: x.wf.id, Node: x.givenBy, Error: x.givenBy, Agent: x.given.agent, Pool: x.given.name,
-			Reasons: append(f.root.Reasons, WrongAnswers),
-		}
-	case d.common(f, heads, t):
-	case len(pools) > 1 && g.wide:
-		f.class = Infrastructure
-		f.root.Reasons = append(f.root.Reasons, Siblings)
-	case x.waits != nil:
-		f.root = Root{
-			Workflow: x.wf.id, Node: x.waitsFor, Error: x.waitsFor, Agent: x.waits.agent, Pool: x.waits.name,
-			Reasons: append(f.root.Reasons, StillWaits),
-		}
-		if i := d.graph.find(x.wf.id, x.waitsFor); i != none && d.graph.nodes[i].fail != nil {
-			y := d.graph.nodes[i].fail
-			f.root.Error, f.root.Address = cmp.Or(y.err, x.waitsFor), y.address
+	if x.node.target != nil && x.own && d.common(f, heads) {
+		return
+	}
+	services := map[*pool]bool{}
+	for _, h := range heads {
+		if h.node.pool != nil && h.own && max(h.at-x.at, x.at-h.at) <= moment {
+			services[h.node.pool] = true
 		}
 	}
+	if len(services) > 1 {
+		f.class = Infrastructure
+		f.root.Reasons = append(f.root.Reasons, Siblings)
+	}
+}
+
+// signals adds to the reasons for a failed call to be the root what else is known of its service, and returns the
+// class of the failure: that of a service if all addresses fail, or are known not to answer.
+func (d *Detector) signals(x *failure, r *Root) Class {
+	class := Agent
+	if a := x.node.pool.addresses[x.address]; a != nil && len(a.open) > 0 {
+		r.Reasons = append(r.Reasons, BreakerOpen)
+	}
+	if a := x.node.pool.addresses[x.address]; a != nil && a.slow {
+		r.Reasons = append(r.Reasons, IsSlow)
+	}
+	calls := 0
+	for _, y := range x.in().members {
+		if y.node.pool == x.node.pool && y.own {
+			calls++
+		}
+	}
+	if calls > 1 && x.node.pool.down(d.now, int64(d.set.Window)) {
+		class = Service
+		r.Reasons = append(r.Reasons, AllAddresses)
+	}
+	gateway := d.exhausted("")
+	if x.kind == Exhausted && gateway {
+		class = Infrastructure
+	}
+	if x.kind == Exhausted && (gateway || d.exhausted(x.node.pool.name)) {
+		r.Reasons = append(r.Reasons, IsExhausted)
+	}
+	return class
 }
 
 // common makes the target the root of a finding if that is what its failures have in common: they are of several
 // services, or of several agents at one service that fails nowhere else.
-func (d *Detector) common(f *finding, heads []*head, t int64) bool {
-	x := f.from
-	if x.target == nil || !x.own || x.waits != nil {
-		return false
-	}
+func (d *Detector) common(f *finding, heads []*head) bool {
+	target := f.from.node.target
 	var agents names
 	pools, others := map[*pool]bool{}, map[*pool]bool{}
-	first := x.at
+	first := f.from.at
 	for _, h := range heads {
-		y := h.failure
-		p := y.blamed()
-		if p == nil || !y.own {
-			continue
+		switch {
+		case h.node.pool == nil || !h.own:
+		case h.node.target != target:
+			others[h.node.pool] = true
+		default:
+			agents.add(h.node.agent.name)
+			pools[h.node.pool] = true
+			first = min(first, h.at)
 		}
-		if y.target != x.target {
-			others[p] = true
-			continue
-		}
-		agents.add(y.agent)
-		pools[p] = true
-		first = min(first, y.at)
 	}
 	for p := range pools {
-		if others[p] { // it fails elsewhere, too
+		if others[p] { // it fails without the target, too
 			return false
 		}
 	}
 	one := len(pools) == 1
-	if len(agents.list) < 2 || one && x.blamed().unwell(t) {
+	if len(agents.list) < 2 || one && f.from.node.pool.calls.unwell(d.now) {
 		return false
 	}
 	r := &f.root
-	r.Target, r.Address = x.target.name, ""
+	r.Target, r.Address = target.name, ""
 	r.Reasons = append(slices.DeleteFunc(r.Reasons, func(r Reason) bool { return r == AllAddresses }), SharedState)
 	f.class = Service
 	if !one {
 		f.class = Infrastructure
 		r.Agent, r.Pool = "", ""
 	}
-	if !silent(x) {
-		for _, w := range x.target.writes {
-			if w.workflow == x.wf && w.at <= first {
-				r.LastWrite = w.node
-			}
+	if f.from.kind == Unreachable || f.from.kind == Timeout {
+		return true // what cannot be reached was not spoilt by a write
+	}
+	for _, w := range target.writes {
+		if w.workflow == f.from.node.workflow && w.at <= first {
+			r.LastWrite = w.node
 		}
 	}
 	return true
@@ -514,338 +437,128 @@ func (d *Detector) exhausted(pool string) bool {
 	return false
 }
 
+// part is what is shown of a workflow.
+type part struct{ errors, failed, reach names }
+
+func (p *part) error(id string) {
+	if len(p.errors.list) < maxErrors {
+		p.errors.add(id)
+	}
+}
+
 // show is a finding as it is now. Its blast radius is walked over at most the given number of nodes.
 func (d *Detector) show(f *finding, limit int) Finding {
 	g := f.group
 	out := Finding{
 		ID: f.id, Pattern: f.pattern, Class: f.class, Root: f.root, Failed: len(g.parties.list),
-		Began: moment(g.began), Last: moment(g.last),
+		Began: timeOf(g.began), Last: timeOf(g.last),
 	}
 	out.Root.Reasons = slices.Clone(f.root.Reasons)
-	type lists struct{ errors, failed, blast names }
-	parts := map[string]*lists{}
+	parts := map[string]*part{}
 	for _, w := range g.workflows.list[:min(len(g.workflows.list), maxShown)] {
-		parts[w] = new(lists)
-	}
-	var all names
-	affect := func(l *lists, name string) {
-		l.blast.add(name)
-		all.add(name)
+		parts[w] = new(part)
 	}
 	members := slices.Clone(g.members)
-	slices.SortStableFunc(members, func(a, b *failure) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.id, b.id)) })
+	slices.SortStableFunc(members, func(a, b *failure) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.node.id, b.node.id)) })
 	for _, x := range members {
-		l := parts[x.wf.id]
-		if l == nil || x.over || !x.sure {
-			continue
+		if p := parts[x.node.workflow.id]; p != nil && !x.over {
+			p.error(x.err)
+			p.failed.add(x.party)
+			p.reach.add(x.party)
+			p.reach.add(x.node.agent.name)
 		}
-		if x.err != "" && len(l.errors.list) < maxErrors {
-			l.errors.add(x.err)
-		}
-		if x.kind != Canceled {
-			l.failed.add(x.party)
-		}
-		affect(l, x.party)
-		affect(l, x.agent)
 	}
-	from := d.graph.find(f.root.Workflow, f.root.Node)
 	cut := false
-	if l := parts[f.root.Workflow]; from != none && l != nil {
-		queue, seen := []int32{from}, map[int32]bool{from: true}
-		for at := 0; at < len(queue); at++ {
-			d.work++
-			v := &d.graph.nodes[queue[at]]
-			affect(l, v.party())
-			affect(l, v.hold.agent.name)
-			for e := v.children; e != none; e = d.graph.edges[e].nextChild {
-				d.work++
-				if len(queue) >= limit {
-					cut = true
-					break
-				}
-				if c := d.graph.edges[e].child; !seen[c] {
-					seen[c] = true
-					queue = append(queue, c)
-				}
-			}
-		}
+	if p := parts[f.root.Workflow]; p != nil {
+		cut = d.follows(f, p, limit)
 	}
 	for _, o := range f.openings { // the downstream has failed, and calls of those who report it
-		l := parts[o.workflow]
-		if l == nil {
-			l = new(lists) // those of gateways may be of calls without a workflow
+		p := parts[o.workflow]
+		if p == nil {
+			continue // those of gateways may be of calls without a workflow
 		}
-		if o.event != "" && len(l.errors.list) < maxErrors {
-			l.errors.add(o.event)
-		}
-		affect(l, o.by)
+		p.error(o.event)
+		p.reach.add(o.by)
 		if f.root.Target == "" {
-			l.failed.add(o.downstream)
-			affect(l, o.downstream)
+			p.failed.add(o.of.name)
+			p.reach.add(o.of.name)
 		}
 	}
-	for w, l := range parts {
-		slices.Sort(l.failed.list)
-		slices.Sort(l.blast.list)
+	var all names
+	for w, p := range parts {
+		all.addAll(p.reach)
+		slices.Sort(p.failed.list)
+		slices.Sort(p.reach.list)
 		out.Parts = append(out.Parts, Part{
-			Workflow: w, Errors: l.errors.list, Failed: l.failed.list, BlastRadius: l.blast.list, Cut: cut && w == f.root.Workflow,
+			Workflow: w, Errors: p.errors.list, Failed: p.failed.list, BlastRadius: p.reach.list, Cut: cut && w == f.root.Workflow,
 		})
 	}
 	slices.SortFunc(out.Parts, func(a, b Part) int { return strings.Compare(a.Workflow, b.Workflow) })
-	if out.Failed == 0 && len(f.openings) > 0 && f.root.Target == "" {
-		out.Failed = 1
+	if len(f.openings) > 0 && f.root.Target == "" {
+		out.Failed = max(out.Failed, 1)
 	}
 	out.Affected = max(len(all.list), out.Failed)
-	if c := f.cluster; c != nil {
-		out.Downstream, out.OneProbe = c.downstream.name, !c.downstream.target
-		out.Breakers = c.names()
+	if len(f.downstreams) > 0 {
+		of := f.downstreams[0]
+		out.Downstream, out.OneProbe = of.name, !of.target
+		for _, o := range d.openings {
+			if o.of == of {
+				out.Breakers = append(out.Breakers, o.name())
+			}
+		}
+		slices.Sort(out.Breakers)
+		out.Breakers = slices.Compact(out.Breakers)
 	}
 	return out
 }
 
-func moment(t int64) time.Time { return time.Unix(0, t).UTC() }
-
-// Findings returns the open findings and the last 256 closed ones, the newest first.
-func (d *Detector) Findings() []Finding {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	all := make([]Finding, 0, len(d.open)+len(d.closed))
-	for _, f := range d.open {
-		all = append(all, d.show(f, alertWalk))
+// follows adds the agents of all that follows from the root, and reports whether these are not all.
+func (d *Detector) follows(f *finding, p *part, limit int) (cut bool) {
+	root := d.graph.find(f.root.Workflow, f.root.Node)
+	if root == nil {
+		return false
 	}
-	all = append(all, d.closed...)
-	slices.SortStableFunc(all, func(a, b Finding) int { return b.Began.Compare(a.Began) })
-	return all
-}
-
-// Finding returns a finding with its whole blast radius.
-func (d *Detector) Finding(id string) (Finding, bool) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, f := range d.open {
-		if f.id == id {
-			return d.show(f, len(d.graph.nodes)), true
-		}
-	}
-	for _, f := range d.closed {
-		if f.ID == id {
-			return f, true
-		}
-	}
-	return Finding{}, false
-}
-
-// downstream is an agent, or an address, or a target that several services change.
-type downstream struct {
-	name   string
-	target bool
-}
-
-// cluster are the open breakers on one downstream.
-type cluster struct {
-	downstream downstream
-	opens      map[opening]opened
-	own        int // of them those of gateways
-	finding    *finding
-}
-
-// opening is whose breaker it is: that of an agent in a workflow, or of a gateway for an address; for a target
-// that of a service, whose addresses are one.
-type opening struct{ workflow, by, holder, address string }
-
-type opened struct {
-	at, own                  int64  // newest time of any event, and its own: after a restart they differ
-	seq                      uint64 // orders openings of one time
-	event, address, workflow string
-}
-
-// counted is an opening for which a finding was opened.
-type counted struct {
-	opened
-	by, downstream string
-}
-
-// counted returns the openings on a downstream within the window that count for a workflow: those of gateways, and
-// those that its agents report. The first comes first.
-func (c *cluster) counted(workflow string, since int64) (all []counted) {
-	for o, at := range c.opens {
-		if at.at >= since && (o.by == "" || o.workflow == workflow) {
-			all = append(all, counted{at, o.by, c.downstream.name})
-		}
-	}
-	slices.SortFunc(all, func(a, b counted) int { return cmp.Or(cmp.Compare(a.own, b.own), cmp.Compare(a.seq, b.seq)) })
-	return all
-}
-
-func (c *cluster) names() []string {
-	var all []string
-	for o, at := range c.opens {
-		name := strings.TrimPrefix(o.holder+" "+at.address, " ")
-		all = append(all, cmp.Or(o.by, name))
-	}
-	slices.Sort(all)
-	return slices.Compact(all)
-}
-
-// cluster counts the breakers on one downstream: those of gateways, and those that agents of one
-// workflow report. It has opened or closed at its own time, which may be before t, the newest of any event.
-func (d *Detector) cluster(t, own int64, of downstream, b *Breaker) {
-	o := opening{holder: b.Holder, address: b.Address}
-	if of.target {
-		o.address = b.Pool
-	}
-	if b.By != "" {
-		o = opening{workflow: b.Workflow, by: b.By}
-	}
-	name := b.Pool
-	for _, p := range d.pools {
+	queue, seen := []*node{root}, map[*node]bool{root: true}
+	for at := 0; at < len(queue); at++ {
+		v := queue[at]
 		d.work++
-		if b.Pool == "" && p.agent == b.Downstream && (name == "" || p.name < name) {
-			name = p.name
-		}
-	}
-	if of.target {
-		name = ""
-	}
-	known := d.pools[name]
-	if b.By != "" && known != nil && !known.callers.has(b.By) {
-		return // it has not called that downstream
-	}
-	c := d.clusters[of]
-	if !b.Open {
-		if c != nil {
-			d.remove(c, o)
-			if len(c.opens) == 0 && c.finding == nil {
-				delete(d.clusters, c.downstream)
-			}
-		}
-		return
-	}
-	if c == nil {
-		if len(d.clusters) >= maxNames && !d.sweep(t, b.By == "") {
-			return
-		}
-		c = &cluster{downstream: downstream{strings.Clone(of.name), of.target}, opens: map[opening]opened{}}
-		d.clusters[c.downstream] = c
-	}
-	if _, there := c.opens[o]; !there {
-		if len(c.opens) >= maxMembers || d.opens >= maxOpens && !d.sweep(t, b.By == "") {
-			return
-		}
-		d.opens++
-		d.clusters[c.downstream] = c // also if it was swept
-		if b.By == "" {
-			c.own++
-		}
-	}
-	d.openings++
-	c.opens[o] = opened{t, own, d.openings, strings.Clone(b.Event), strings.Clone(b.Address), strings.Clone(b.Workflow)}
-	ours := 0
-	reported := map[string]int{b.Workflow: 0}
-	for k, v := range c.opens {
-		d.work++
-		if t-v.at > int64(d.set.Window) {
-			if c.finding == nil {
-				d.remove(c, k)
-			}
-			continue
-		}
-		if k.by == "" {
-			ours++
-		} else {
-			reported[k.workflow]++
-		}
-	}
-	workflow, most := b.Workflow, reported[b.Workflow]
-	if b.By == "" {
-		for w, n := range reported {
-			if n > most || n == most && w < workflow {
-				workflow, most = w, n
-			}
-		}
-	}
-	if ours+most < clusterSize || c.finding != nil {
-		if f := c.finding; f != nil {
-			f.group.last = t
-		}
-		return
-	}
-	for _, f := range d.open {
-		joins := name != "" && f.root.Pool == name && (f.group.workflows.has(workflow) || ours >= clusterSize && f.from != nil && f.from.own)
-		if of.target { // they have opened because of its failures, or are those that it is about
-			joins = f.root.Target == of.name || f.from != nil && f.from.own && c.opens[opening{address: f.root.Pool}].at != 0 || f.cluster != nil && f.cluster.within(c)
-		}
-		if joins {
-			c.finding = f
-			if f.cluster == nil {
-				f.cluster = c
-			}
-			f.group.last = t
-			d.announce(f, Grown)
-			return
-		}
-	}
-	openings := c.counted(workflow, t-int64(d.set.Window))
-	first := openings[0]
-	g := &group{began: first.own, last: t}
-	g.workflows.add(workflow)
-	for _, o := range openings {
-		g.workflows.add(o.workflow)
-	}
-	f := &finding{
-		id: identify(Clustering, workflow, of.name, first.own), pattern: Clustering, class: Service, group: g, cluster: c, openings: openings,
-		root: Root{Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: of.name, Pool: name, Reasons: []Reason{BreakerOpen}},
-	}
-	if of.target {
-		f.class = Infrastructure
-		f.root.Agent, f.root.Target, f.root.Reasons = "", c.downstream.name, append(f.root.Reasons, SharedState)
-	}
-	if known != nil && !known.down(t, int64(d.set.Window)) {
-		f.class = Agent
-	}
-	g.finding, c.finding = f, f
-	d.begin(f)
-}
-
-// within reports whether one of the breakers is of a service of the target's cluster.
-func (c *cluster) within(of *cluster) bool {
-	for _, at := range c.opens {
-		for _, other := range of.opens {
-			if at.address == other.address {
+		p.reach.add(v.party())
+		p.reach.add(v.agent.name)
+		for _, c := range v.children {
+			d.work++
+			if len(queue) >= limit {
 				return true
+			}
+			if !seen[c] {
+				seen[c] = true
+				queue = append(queue, c)
 			}
 		}
 	}
 	return false
 }
 
-func (d *Detector) remove(c *cluster, o opening) {
-	if _, there := c.opens[o]; !there {
-		return
+func timeOf(t int64) time.Time { return time.Unix(0, t).UTC() }
+
+// Findings returns the open findings, the newest first.
+func (d *Detector) Findings() (all []Finding) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, f := range d.open {
+		all = append(all, d.show(f, alertWalk))
 	}
-	if o.by == "" {
-		c.own--
-	}
-	delete(c.opens, o)
-	d.opens--
+	slices.SortStableFunc(all, func(a, b Finding) int { return b.Began.Compare(a.Began) })
+	return all
 }
 
-// sweep makes room for a downstream: of those that are too old to count, and for a breaker of a gateway
-// also of those that agents report.
-func (d *Detector) sweep(t int64, own bool) bool {
-	if !own && t-d.swept < int64(time.Second) {
-		return false
-	}
-	d.swept = t
-	for name, c := range d.clusters {
-		newest := never
-		for _, v := range c.opens {
-			newest = max(newest, v.at)
-		}
-		if c.finding == nil && (t-newest > int64(d.set.Window) || own && c.own == 0) {
-			d.opens -= len(c.opens)
-			delete(d.clusters, name)
+// Finding returns an open finding with its whole blast radius.
+func (d *Detector) Finding(id string) (Finding, bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, f := range d.open {
+		if f.id == id {
+			return d.show(f, d.graph.nodes), true
 		}
 	}
-	return len(d.clusters) < maxNames && d.opens < maxOpens
+	return Finding{}, false
 }

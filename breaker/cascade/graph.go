@@ -7,35 +7,32 @@ import (
 	"strings"
 )
 
-// graph holds the nodes in a slab, so that 100,000 of them cost the garbage collector little.
+// graph holds the nodes of all workflows, and what each agent pays for its own.
 type graph struct {
-	nodes     []node
-	free      []int32
-	edges     []edge
-	freeEdges []int32
-	ids       map[key]int32
-	waiting   map[key][]int32 // for a parent that is not known yet
+	ids       map[key]*node   // by id and alias
+	waiting   map[key][]*node // by the parent that is not known yet
 	workflows map[string]*workflow
 	agents    map[string]*agent
 	targets   map[string]*target
-	heap      accounts
-	cost      int // of all nodes
+	payers    payers
+	nodes     int
+	cost      int // of all nodes, in bytes
 }
 
-const none = int32(-1)
-
-// What things cost in bytes, about.
+// What things cost, in bytes, about.
 const (
-	perNode     = 600 // of Settings.Nodes
+	perNode     = 600 // of Settings.nodes
 	costNode    = 320
 	costAlias   = 100
 	costEdge    = 30
 	costFailure = 700
-	costNotices = 80
-	costKids    = 200
-	costAwaited = 150
+	costBelow   = 80
+	costCause   = 150
 	costTarget  = 400
 )
+
+// maxWaiting is how many nodes wait for one parent; further ones do without it.
+const maxWaiting = 256
 
 // key names something in a workflow: ids of others cannot be taken.
 type key struct {
@@ -45,25 +42,17 @@ type key struct {
 
 type workflow struct {
 	id    string
-	holds map[*agent]*holding
+	nodes map[*agent]int // the number of nodes of each agent
 }
 
 // agent pays for its nodes.
 type agent struct {
 	name        string
 	cost        int
-	place       int      // in the heap
-	first, last *holding // the quietest first
-	reported    int64    // when it began to report the breakers below
-	breakers    int
-}
-
-// holding is what an agent has in a workflow, the oldest first.
-type holding struct {
-	agent       *agent
-	workflow    *workflow
-	prev, next  *holding
-	first, last int32
+	place       int   // in the heap
+	first, last *node // the oldest and the newest
+	reported    int64 // when it began to report the openings below
+	openings    int
 }
 
 type state uint8
@@ -77,97 +66,40 @@ const (
 type node struct {
 	id                string
 	aliases           []string
-	hold              *holding
+	workflow          *workflow
+	agent             *agent
 	pool              *pool
 	target            *target
 	fail              *failure
-	kids              *family
-	under             *[4]notice // failures below, the newest last
-	started, ended    int64      // ended is of the latest good end
-	awaits            []string   // parents that are not known yet
-	ok                recent
-	children, parents int32 // edges
-	prev, next        int32 // in the holding
-	calls             int32 // that follow from it, also if they are forgotten
-	cost              int32
+	below             []*failure // the latest failures below it that count, at most maxBelow
+	parents, children []*node
+	calls             []*node  // those of the children that are calls
+	awaits            []string // parents that are not known yet
+	prev, next        *node    // of the agent's nodes, the older and the newer one
+	started, ended    int64    // ended is the time of the latest good end
+	cost              int
 	state             state
-	seen              bool // the gateway saw it end well
+	vouched           bool // another agent speaks of its failure
+	gone              bool // it was forgotten
 }
 
-// party is who fails if the node does: the callee of a call, or whose task it is.
+// party is who fails if the gateway sees the node fail: the callee of a call, or whose task it is.
 func (v *node) party() string {
 	if v.pool != nil {
 		return cmp.Or(v.pool.agent, v.pool.name)
 	}
-	return v.hold.agent.name
+	return v.agent.name
 }
 
-// notice is a failure below a node, and the child on the way to it.
-type notice struct {
-	failure *failure
-	via     int32
-}
-
-type edge struct {
-	parent, child        int32
-	prevChild, nextChild int32 // of the parent
-	nextParent           int32 // of the child
-}
-
-func (g *graph) find(workflow, id string) int32 {
-	if w := g.workflows[workflow]; w != nil {
-		if i, there := g.ids[key{w, id}]; there {
-			return i
-		}
+// blames is who has failed by a failure of the node: its own agent, if only that says so, and nobody if it was given up.
+func (v *node) blames(x *failure) string {
+	switch {
+	case x.kind == Canceled:
+		return ""
+	case x.own:
+		return v.party()
 	}
-	return none
-}
-
-// holding is what an agent has in a workflow; nil for strangers.
-func (g *graph) holding(workflow, name string) *holding {
-	if w, a := g.workflows[workflow], g.agents[name]; w != nil && a != nil {
-		return w.holds[a]
-	}
-	return nil
-}
-
-func (g *graph) add(now int64, n *Node) int32 {
-	w := g.workflows[n.Workflow]
-	if w == nil {
-		w = &workflow{id: strings.Clone(n.Workflow), holds: map[*agent]*holding{}}
-		g.workflows[w.id] = w
-	}
-	a := g.agents[n.Agent]
-	if a == nil {
-		a = &agent{name: strings.Clone(n.Agent)}
-		g.agents[a.name] = a
-		heap.Push(&g.heap, a)
-	}
-	h := w.holds[a]
-	if h == nil {
-		h = &holding{agent: a, workflow: w, first: none, last: none}
-		w.holds[a] = h
-		a.append(h)
-	}
-	g.touch(h)
-	i := int32(len(g.nodes))
-	if last := len(g.free) - 1; last >= 0 {
-		i, g.free = g.free[last], g.free[:last]
-	} else {
-		g.nodes = append(g.nodes, node{})
-	}
-	id := strings.Clone(n.ID)
-	g.nodes[i] = node{id: id, hold: h, started: now, children: none, parents: none, prev: h.last, next: none}
-	if h.last == none {
-		h.first = i
-	} else {
-		g.nodes[h.last].next = i
-	}
-	h.last = i
-	g.ids[key{w, id}] = i
-	g.charge(i, costNode+len(id))
-	g.changes(i, n.Target)
-	return i
+	return v.agent.name
 }
 
 // target is a system that calls change, of one service or of several (cascade 3.1.2). It is kept while one of
@@ -175,9 +107,8 @@ func (g *graph) add(now int64, n *Node) int32 {
 type target struct {
 	name   string
 	nodes  int
-	kin    family
-	oks    recent
-	writes [4]write // the newest last
+	calls  meter
+	writes []write // the latest, at most maxWrites, the newest last
 }
 
 // write is a call that has changed a target.
@@ -187,143 +118,129 @@ type write struct {
 	at       int64
 }
 
-// changes notes which target the call of a node changes.
-func (g *graph) changes(i int32, name string) {
-	if name == "" || len(name) > 1024 {
-		return
+const maxWrites = 4
+
+func (g *graph) find(workflow, id string) *node {
+	return g.ids[key{g.workflows[workflow], id}]
+}
+
+// takesPart reports whether an agent has nodes in a workflow.
+func (g *graph) takesPart(workflow string, a *agent) bool {
+	w := g.workflows[workflow]
+	return w != nil && w.nodes[a] > 0
+}
+
+func (g *graph) add(now int64, n *Node) *node {
+	w := g.workflows[n.Workflow]
+	if w == nil {
+		w = &workflow{id: strings.Clone(n.Workflow), nodes: map[*agent]int{}}
+		g.workflows[w.id] = w
 	}
-	r := g.targets[name]
-	if r == nil {
-		r = &target{name: strings.Clone(name)}
-		g.targets[r.name] = r
+	a := g.agents[n.Agent]
+	if a == nil {
+		a = &agent{name: strings.Clone(n.Agent)}
+		g.agents[a.name] = a
+		heap.Push(&g.payers, a)
 	}
-	g.charge(i, costTarget)
-	r.nodes++
-	g.nodes[i].target = r
+	v := &node{id: strings.Clone(n.ID), workflow: w, agent: a, started: now, ended: never, prev: a.last}
+	if a.last == nil {
+		a.first = v
+	} else {
+		a.last.next = v
+	}
+	a.last = v
+	w.nodes[a]++
+	g.nodes++
+	g.ids[key{w, v.id}] = v
+	g.charge(v, costNode+len(v.id))
+	if n.Target != "" && len(n.Target) <= maxName {
+		v.target = g.targets[n.Target]
+		if v.target == nil {
+			v.target = &target{name: strings.Clone(n.Target)}
+			g.targets[v.target.name] = v.target
+		}
+		v.target.nodes++
+		g.charge(v, costTarget)
+	}
+	return v
 }
 
 // charge adds to the cost of a node.
-func (g *graph) charge(i int32, cost int) {
-	a := g.nodes[i].hold.agent
-	g.nodes[i].cost += int32(cost)
+func (g *graph) charge(v *node, cost int) {
+	v.cost += cost
+	v.agent.cost += cost
 	g.cost += cost
-	a.cost += cost
-	heap.Fix(&g.heap, a.place)
+	heap.Fix(&g.payers, v.agent.place)
 }
 
 // alias gives a node further names, and returns those that are new.
-func (g *graph) alias(i int32, ids []string) (added []string) {
-	w := g.nodes[i].hold.workflow
+func (g *graph) alias(v *node, ids []string) (added []string) {
 	for _, id := range ids {
-		k := key{w, id}
-		if _, taken := g.ids[k]; taken || id == "" || len(id) > maxID || len(g.nodes[i].aliases) >= maxAliases {
+		k := key{v.workflow, id}
+		if g.ids[k] != nil || id == "" || len(id) > maxID || len(v.aliases) >= maxAliases {
 			continue
 		}
 		k.id = strings.Clone(id)
-		g.ids[k] = i
-		g.nodes[i].aliases = append(g.nodes[i].aliases, k.id)
-		g.charge(i, costAlias+len(id))
+		g.ids[k] = v
+		v.aliases = append(v.aliases, k.id)
+		g.charge(v, costAlias+len(id))
 		added = append(added, k.id)
 	}
 	return added
 }
 
-// maxWaiting is how many nodes wait for one parent; further ones do without it.
-const maxWaiting = 256
-
 // await notes that a node follows from one that is not known yet.
-func (g *graph) await(i int32, id string) {
-	v := &g.nodes[i]
-	k := key{v.hold.workflow, id}
+func (g *graph) await(v *node, id string) {
+	k := key{v.workflow, id}
 	waiting := g.waiting[k]
 	if id == "" || len(id) > maxID || len(v.awaits) >= maxParents || len(waiting) >= maxWaiting || slices.Contains(v.awaits, id) {
 		return
 	}
 	k.id = strings.Clone(id)
-	g.waiting[k] = append(waiting, i)
+	g.waiting[k] = append(waiting, v)
 	v.awaits = append(v.awaits, k.id)
-	g.charge(i, costAwaited+len(id))
+	g.charge(v, costCause+len(id))
 }
 
 // arrived ends the waiting for a node, and returns who has waited.
-func (g *graph) arrived(w *workflow, id string) []int32 {
+func (g *graph) arrived(w *workflow, id string) []*node {
 	k := key{w, id}
 	waited := g.waiting[k]
 	delete(g.waiting, k)
-	for _, i := range waited {
-		v := &g.nodes[i]
-		v.awaits = slices.DeleteFunc(v.awaits, func(o string) bool { return o == id })
-		g.charge(i, -costAwaited-len(id))
+	for _, v := range waited {
+		v.awaits = without(v.awaits, id)
+		g.charge(v, -costCause-len(id))
 	}
 	return waited
 }
 
 // link adds an edge, and reports whether it was not there.
-func (g *graph) link(parent, child int32) bool {
-	n := 0
-	for e := g.nodes[child].parents; e != none; e = g.edges[e].nextParent {
-		if n++; g.edges[e].parent == parent || n >= maxParents {
-			return false
-		}
+func (g *graph) link(parent, child *node) bool {
+	if parent == child || len(child.parents) >= maxParents || slices.Contains(child.parents, parent) {
+		return false
 	}
-	i := int32(len(g.edges))
-	if last := len(g.freeEdges) - 1; last >= 0 {
-		i, g.freeEdges = g.freeEdges[last], g.freeEdges[:last]
-	} else {
-		g.edges = append(g.edges, edge{})
-	}
-	p, c := &g.nodes[parent], &g.nodes[child]
-	g.edges[i] = edge{parent: parent, child: child, prevChild: none, nextChild: p.children, nextParent: c.parents}
-	if p.children != none {
-		g.edges[p.children].prevChild = i
-	}
-	p.children, c.parents = i, i
-	if c.pool != nil {
-		p.calls++
+	parent.children = append(parent.children, child)
+	child.parents = append(child.parents, parent)
+	if child.pool != nil {
+		parent.calls = append(parent.calls, child)
 	}
 	g.charge(child, costEdge)
 	return true
 }
 
-func (g *graph) parent(p, child int32) bool {
-	for e := g.nodes[child].parents; p != none && e != none; e = g.edges[e].nextParent {
-		if g.edges[e].parent == p {
-			return true
-		}
-	}
-	return false
-}
-
 // remove takes a node out.
-func (g *graph) remove(i int32) {
-	v := &g.nodes[i]
-	for e := v.parents; e != none; {
-		next := g.edges[e].nextParent
-		g.unchild(e)
-		e = next
+func (g *graph) remove(v *node) {
+	for _, p := range v.parents {
+		p.children, p.calls = without(p.children, v), without(p.calls, v)
 	}
-	for v.children != none {
-		e := v.children
-		c := &g.nodes[g.edges[e].child]
-		for at := &c.parents; *at != none; at = &g.edges[*at].nextParent {
-			if *at == e {
-				*at = g.edges[e].nextParent
-				break
-			}
-		}
-		g.unchild(e)
+	for _, c := range v.children {
+		c.parents = without(c.parents, v)
 	}
-	w, h := v.hold.workflow, v.hold
+	w, a := v.workflow, v.agent
 	for _, id := range v.awaits {
-		k := key{w, id}
-		if left := slices.DeleteFunc(g.waiting[k], func(o int32) bool { return o == i }); len(left) > 0 {
-			g.waiting[k] = left
-		} else {
-			delete(g.waiting, k)
-		}
+		drop(g.waiting, key{w, id}, v)
 	}
-	delete(g.ids, key{w, v.id})
-	for _, id := range v.aliases {
+	for _, id := range append(v.aliases, v.id) {
 		delete(g.ids, key{w, id})
 	}
 	if r := v.target; r != nil {
@@ -331,115 +248,83 @@ func (g *graph) remove(i int32) {
 			delete(g.targets, r.name)
 		}
 	}
-	g.charge(i, -int(v.cost))
-	if v.prev == none {
-		h.first = v.next
+	g.charge(v, -v.cost)
+	g.nodes--
+	if v.prev == nil {
+		a.first = v.next
 	} else {
-		g.nodes[v.prev].next = v.next
+		v.prev.next = v.next
 	}
-	if v.next == none {
-		h.last = v.prev
+	if v.next == nil {
+		a.last = v.prev
 	} else {
-		g.nodes[v.next].prev = v.prev
+		v.next.prev = v.prev
 	}
-	*v = node{children: none, parents: none}
-	g.free = append(g.free, i)
-	if h.first != none {
-		return
+	*v = node{id: v.id, workflow: w, agent: a, pool: v.pool, target: v.target, started: v.started, ended: v.ended, gone: true}
+	if w.nodes[a]--; w.nodes[a] == 0 {
+		delete(w.nodes, a)
 	}
-	delete(w.holds, h.agent)
-	if len(w.holds) == 0 {
+	if len(w.nodes) == 0 {
 		delete(g.workflows, w.id)
 	}
-	h.agent.remove(h)
-	if h.agent.first == nil {
-		heap.Remove(&g.heap, h.agent.place)
-		delete(g.agents, h.agent.name)
+	if a.first == nil {
+		heap.Remove(&g.payers, a.place)
+		delete(g.agents, a.name)
 	}
 }
 
-// unchild takes an edge out of its parent's list.
-func (g *graph) unchild(i int32) {
-	e := &g.edges[i]
-	if e.prevChild == none {
-		g.nodes[e.parent].children = e.nextChild
+// without returns a list without one of its values, in the same place.
+func without[T comparable](list []T, value T) []T {
+	if i := slices.Index(list, value); i >= 0 {
+		return slices.Delete(list, i, i+1)
+	}
+	return list
+}
+
+// drop takes a value out of a list in a map, which does not keep empty ones.
+func drop[T comparable](lists map[key][]T, k key, value T) {
+	if left := without(lists[k], value); len(left) > 0 {
+		lists[k] = left
 	} else {
-		g.edges[e.prevChild].nextChild = e.nextChild
-	}
-	if e.nextChild != none {
-		g.edges[e.nextChild].prevChild = e.prevChild
-	}
-	*e = edge{}
-	g.freeEdges = append(g.freeEdges, i)
-}
-
-// touch makes a holding the one that its agent used last.
-func (g *graph) touch(h *holding) {
-	if a := h.agent; a.last != h {
-		a.remove(h)
-		a.append(h)
+		delete(lists, k)
 	}
 }
 
-func (a *agent) append(h *holding) {
-	h.prev, h.next = a.last, nil
-	if a.last == nil {
-		a.first = h
-	} else {
-		a.last.next = h
-	}
-	a.last = h
+// payers is a heap of agents, the one with the highest cost first.
+type payers []*agent
+
+func (p payers) Len() int { return len(p) }
+
+func (p payers) Less(i, j int) bool { return p[i].cost > p[j].cost }
+
+func (p payers) Swap(i, j int) {
+	p[i], p[j] = p[j], p[i]
+	p[i].place, p[j].place = i, j
 }
 
-func (a *agent) remove(h *holding) {
-	if h.prev == nil {
-		a.first = h.next
-	} else {
-		h.prev.next = h.next
-	}
-	if h.next == nil {
-		a.last = h.prev
-	} else {
-		h.next.prev = h.prev
-	}
+func (p *payers) Push(x any) {
+	x.(*agent).place = len(*p)
+	*p = append(*p, x.(*agent))
 }
 
-// accounts is a heap of agents, the one with the highest cost first.
-type accounts []*agent
-
-func (a accounts) Len() int { return len(a) }
-
-func (a accounts) Less(i, j int) bool { return a[i].cost > a[j].cost }
-
-func (a accounts) Swap(i, j int) {
-	a[i], a[j] = a[j], a[i]
-	a[i].place, a[j].place = i, j
-}
-
-func (a *accounts) Push(x any) {
-	x.(*agent).place = len(*a)
-	*a = append(*a, x.(*agent))
-}
-
-func (a *accounts) Pop() any {
-	last := len(*a) - 1
-	x := (*a)[last]
-	(*a)[last] = nil
-	*a = (*a)[:last]
+func (p *payers) Pop() any {
+	last := len(*p) - 1
+	x := (*p)[last]
+	(*p)[last] = nil
+	*p = (*p)[:last]
 	return x
 }
 
-// forget makes room for some nodes of the given cost: of the agent that holds the most, the oldest node of
-// its quietest workflow. So nobody loses what it has within an equal part of the memory because of others.
-func (d *Detector) forget(nodes, cost int) {
+// forget keeps the memory within its bounds: of the agent that holds the most, it forgets the oldest node. So nobody
+// loses what it has within an equal part of the memory because of others.
+func (d *Detector) forget() {
 	g := &d.graph
-	for len(g.heap) > 0 && (g.cost+cost > perNode*d.set.Nodes || len(g.nodes)-len(g.free)+nodes > d.set.Nodes) {
+	for g.nodes > d.set.nodes || g.cost > perNode*d.set.nodes {
 		d.work++
-		i := g.heap[0].first.first
-		if x := g.nodes[i].fail; x != nil {
-			d.drop(x)
+		v := g.payers[0].first
+		if v.fail != nil {
+			d.drop(v.fail)
 		}
-		g.remove(i)
-		d.forgotten++
+		g.remove(v)
 	}
 }

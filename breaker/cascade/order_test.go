@@ -73,7 +73,7 @@ func spread(r *rand.Rand, logs int) (all []entry) {
 			case last < 0:
 				fail(c, kind)
 			case names:
-				fail(c, cascade.Dependency, "error "+failed[last].id)
+				fail(c, cascade.Failed, "error "+failed[last].id)
 			default:
 				fail(c, cascade.Failed)
 			}
@@ -113,7 +113,7 @@ func mixed(r *rand.Rand, all []entry, logs int) (order []entry) {
 // outcomes are the cascades that a detector finds in events, without what the order may change: the ids, and when.
 func outcomes(t *testing.T, order []entry) (found []string) {
 	t.Helper()
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	for _, e := range order {
 		b.note(e.feed(b.Detector, e.at))
 	}

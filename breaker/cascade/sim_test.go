@@ -225,7 +225,8 @@ func (w *world) run(a action) result {
 	r.node = call
 	if r.good {
 		w.emit(r.at, func(d *cascade.Detector, now time.Time) []cascade.Change {
-			return d.Succeed(now, cascade.Success{Workflow: a.workflow, Node: call, Address: address})
+			d.Answered(now, s.pool, address, 1)
+			return d.Succeed(now, a.workflow, call)
 		})
 		return r
 	}
@@ -276,9 +277,6 @@ func (w *world) serve(a action, address string, parents []string, limit time.Dur
 	w.node(t, cascade.Node{ID: task, Workflow: a.workflow, Parents: parents, Agent: s.agent})
 	bad := func(at time.Duration, kind cascade.Kind, c *cause, errors []string) result {
 		r := result{at: at, kind: kind, cause: c, node: task}
-		if kind == cascade.Dependency {
-			r.kind = cascade.Failed
-		}
 		if at > limit || !w.chance(s.reports) {
 			return r
 		}
@@ -351,7 +349,7 @@ func (w *world) serve(a action, address string, parents []string, limit time.Dur
 				tainted = r.tainted
 			}
 		case !w.chance(s.tolerant):
-			return bad(end+w.between(time.Millisecond, 20*time.Millisecond), cascade.Dependency, r.cause, r.errors)
+			return bad(end+w.between(time.Millisecond, 20*time.Millisecond), cascade.Failed, r.cause, r.errors)
 		}
 	}
 	return result{at: end, good: true, node: task, tainted: cmp.Or(nonsense, tainted), cause: slowed}
@@ -435,7 +433,7 @@ func (w *world) liar(wfs []string) {
 			d.Node(now, cascade.Node{ID: id, Workflow: wf, Parents: []string{parent}, Agent: name})
 			return nil
 		})
-		switch w.IntN(5) {
+		switch w.IntN(4) {
 		case 0, 1:
 			w.emit(at, func(d *cascade.Detector, now time.Time) []cascade.Change {
 				return d.Fail(now, cascade.Failure{Workflow: wf, Node: id, Error: "e" + id, By: name, Causes: []string{named, "e" + victim}})
@@ -444,14 +442,10 @@ func (w *world) liar(wfs []string) {
 			w.emit(at, func(d *cascade.Detector, now time.Time) []cascade.Change {
 				return d.Fail(now, cascade.Failure{Workflow: wf, Node: victim, Error: "e" + id, By: name})
 			})
-		case 3:
+		default:
 			down := w.services[w.IntN(len(w.services))].agent
 			w.emit(at, func(d *cascade.Detector, now time.Time) []cascade.Change {
 				return d.Breaker(now, cascade.Breaker{Downstream: down, By: name, Workflow: wf, Open: true, Event: "e" + id})
-			})
-		default:
-			w.emit(at, func(d *cascade.Detector, now time.Time) []cascade.Change {
-				return d.Succeed(now, cascade.Success{Workflow: wf, Node: victim, By: name})
 			})
 		}
 	}

@@ -17,13 +17,13 @@ func (b *bench) changing(wf, id, agent, to, target string, parents ...string) {
 }
 
 func (b *bench) ends(wf, id string) {
-	b.note(b.Succeed(b.now, cascade.Success{Workflow: wf, Node: id, Address: "1"}))
+	b.note(b.Succeed(b.now, wf, id))
 }
 
 // cascade 3.1.2, shared state: what several services change fails for all of them after a write. The target is the
 // root, over workflows, and the last write before it is named.
 func TestSharedState(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.changing("w0", "earlier", "x", "stock", "store")
 	b.changing("w0", "write", "x", "stock", "store")
 	b.changing("w1", "elsewhere", "y", "stock", "store")
@@ -47,7 +47,7 @@ func TestSharedState(t *testing.T) {
 
 // What cannot be reached was not spoilt by who wrote it last.
 func TestSharedStateThatIsAway(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	b.changing("w", "write", "x", "stock", "store")
 	b.ends("w", "write")
 	b.after(25 * time.Second)
@@ -64,7 +64,7 @@ func TestSharedStateThatIsAway(t *testing.T) {
 // that write it succeed, its failures have nothing to do with one another.
 func TestSharedRecord(t *testing.T) {
 	for _, good := range []int{0, 300} {
-		b := newBench(t, cascade.Settings{})
+		b := newBench(t)
 		b.Pool("pool-db", []string{"1"})
 		for i := range 3 {
 			by := fmt.Sprint("agent-", i)
@@ -76,7 +76,7 @@ func TestSharedRecord(t *testing.T) {
 			b.Answered(b.now, "pool-db", "1", 500)
 			b.AnsweredAbout(b.now, "row-7", good)
 			b.after(time.Second).fails("w", by+" to db", cascade.Failed)
-			b.after(time.Millisecond).fails("w", "to "+by, cascade.Dependency)
+			b.after(time.Millisecond).fails("w", "to "+by, cascade.Failed)
 			b.Answered(b.now, "pool-db", "1", 500)
 		}
 		if good > 0 {
@@ -92,7 +92,7 @@ func TestSharedRecord(t *testing.T) {
 
 // Good answers to calls about targets that were not told apart count for each of them.
 func TestSharedRecordAmongMany(t *testing.T) {
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	for i, to := range []string{"stock", "orders", "prices"} {
 		b.changing("w", to, fmt.Sprint("agent-", i), to, "store")
 	}
@@ -107,7 +107,7 @@ func TestSharedRecordAmongMany(t *testing.T) {
 // where its services fail without it.
 func TestTargetsOfOneAgent(t *testing.T) {
 	for _, name := range []string{"mallory", ""} {
-		b := newBench(t, cascade.Settings{})
+		b := newBench(t)
 		for i := range 30 {
 			id := fmt.Sprint(i)
 			b.changing("w", id, name, fmt.Sprint("service-", i%5), "store")
@@ -115,7 +115,7 @@ func TestTargetsOfOneAgent(t *testing.T) {
 		}
 		b.none("failures of one caller at five services")
 	}
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	for i := range 6 {
 		to := []string{"stock", "orders", "prices"}[i%3]
 		b.changing("w", fmt.Sprint(i), fmt.Sprint("agent-", i), to, "store")
@@ -138,7 +138,7 @@ func TestClusteringOnATarget(t *testing.T) {
 			Downstream: to, Pool: "pool-" + to, Address: address, Event: "open " + address, Open: open, Targets: []string{"store"},
 		}))
 	}
-	b := newBench(t, cascade.Settings{})
+	b := newBench(t)
 	opens(b, "stock", "1", true)
 	opens(b, "stock", "2", true)
 	opens(b, "orders", "3", true)
@@ -162,7 +162,7 @@ func TestClusteringOnATarget(t *testing.T) {
 	}
 
 	// Breakers that open because of what is found already are no other cascade.
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	for i, to := range []string{"stock", "orders", "prices"} {
 		b.changing("w", to, fmt.Sprint("agent-", i), to, "store")
 		b.after(time.Second).fails("w", to, cascade.Failed)
@@ -177,7 +177,7 @@ func TestClusteringOnATarget(t *testing.T) {
 		t.Error(err)
 	}
 	// Three breakers of one service come first, and are one with those of the target.
-	b = newBench(t, cascade.Settings{})
+	b = newBench(t)
 	for _, address := range []string{"1", "2", "3"} {
 		opens(b, "stock", address, true)
 	}

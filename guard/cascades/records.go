@@ -252,7 +252,7 @@ func (k *records) closeQuiet(ctx context.Context, before time.Time, d *cascade.D
 		if r.Doc.State != "open" || !r.Doc.Last.Before(before) {
 			continue
 		}
-		if f, there := d.Finding(cmp.Or(r.finding, r.Doc.ID)); there && f.Closed.IsZero() {
+		if _, there := d.Finding(cmp.Or(r.finding, r.Doc.ID)); there {
 			continue
 		}
 		r.Doc.State, r.Doc.Closed = "closed", time.Now().UTC()

@@ -231,7 +231,7 @@ func (w *Watch) Slow(upstream string, is bool) {
 	w.later(func(context.Context) []cascade.Change {
 		w.o.Log.Info("the latency of an upstream has changed", slog.String("upstream", upstream), slog.Bool("spike", is))
 		for _, guard := range w.at().Guards[upstream] {
-			w.detector.Signal(time.Now(), cascade.Signal{Kind: cascade.Slow, Pool: guard, Address: upstream, Active: is})
+			w.detector.Slow(guard, upstream, is)
 		}
 		return nil
 	})
@@ -334,18 +334,19 @@ func (w *Watch) inspect() {
 		}
 	}
 	w.answered = look.Answered
-	w.exhausted(now, look.Readings)
+	w.exhausted(look.Readings)
 }
 
 // exhausted gives the detector what has been exhausted since the readings before, and what is not any more.
-func (w *Watch) exhausted(now time.Time, readings []cascade.Reading) {
-	for _, s := range w.exhaustion.Update(readings) {
-		if s.Active {
-			w.o.Log.Warn("a resource is exhausted", slog.String("resource", s.Resource), slog.String("guard", s.Pool))
-		} else {
-			w.o.Log.Info("a resource is no longer exhausted", slog.String("resource", s.Resource), slog.String("guard", s.Pool))
-		}
-		w.detector.Signal(now, s)
+func (w *Watch) exhausted(readings []cascade.Reading) {
+	begun, ended := w.exhaustion.Update(readings)
+	for _, r := range begun {
+		w.o.Log.Warn("a resource is exhausted", slog.String("resource", r.Name), slog.String("guard", r.Pool))
+		w.detector.Exhausted(r, true)
+	}
+	for _, r := range ended {
+		w.o.Log.Info("a resource is no longer exhausted", slog.String("resource", r.Name), slog.String("guard", r.Pool))
+		w.detector.Exhausted(r, false)
 	}
 }
 
@@ -682,14 +683,14 @@ type Report struct {
 	Found   map[string]uint64
 	Dropped uint64 // see Found
 	// Exhausted are the resources that are, of Guards and of the gateway.
-	Exhausted []cascade.Signal
+	Exhausted []cascade.Resource
 	Guards    []string // see Exhausted
 }
 
 // Report returns what is counted.
 func (w *Watch) Report() Report {
 	r := Report{
-		Open: w.detector.Stats().Findings, Found: map[string]uint64{}, Dropped: w.dropped.Load(),
+		Open: w.detector.Open(), Found: map[string]uint64{}, Dropped: w.dropped.Load(),
 		Exhausted: w.exhaustion.Exhausted(), Guards: slices.Collect(maps.Keys(w.at().Pools)),
 	}
 	for i, pattern := range patterns {

@@ -404,7 +404,7 @@ func (f *CascadeFeed) succeeded(e *ledger.Entry, own bool) []cascade.Change {
 	if workflow.Outcome(outcome) != workflow.Completed || o.failed() {
 		return nil
 	}
-	return f.Detector.Succeed(e.Recorded, cascade.Success{Workflow: e.Workflow, Node: e.ID})
+	return f.Detector.Succeed(e.Recorded, e.Workflow, e.ID)
 }
 
 // follow begins to follow the workflow of a failure, and reads what is recorded of it.

@@ -52,18 +52,21 @@ func TestFailuresOfBeforeARestart(t *testing.T) {
 		}
 		last = drafts[len(drafts)-1].ID()
 	}
-	first := to("first")
+	outermost, first := to("outermost"), to("first")
+	top := begin(outermost)
+	first.Parents = []string{top}
 	outer := begin(first)
 	second := to("second", outer)
 	one, two := begin(second), begin(second)
 	fail(second, one, "10.0.0.1:80")
 	fail(second, two, "10.0.0.2:80")
 	fail(first, outer, "10.0.0.9:80")
+	fail(outermost, top, "10.0.0.8:80")
 	b.entry(t, workflow, last)
 	b.close(t)
 
 	b.open(t)
-	settings, err := cascade.Settings{Agents: 2}.Check()
+	settings, err := cascade.Settings{}.Check()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -232,43 +232,43 @@ var mutations = []mutation{
 		breaks: "retries with one key each take a place", tests: []string{"TestOneKeyIsOneRetry"},
 	},
 	{
-		id: "C-3.4.2-b", file: "breaker/cascade/findings.go", dir: "breaker/cascade",
-		old: "\tif ours+most < clusterSize || c.finding != nil {", now: "\tif ours+len(reported) < clusterSize || c.finding != nil {",
+		id: "C-3.4.2-b", file: "breaker/cascade/clusters.go", dir: "breaker/cascade",
+		old: "(o.by == \"\" || o.workflow == workflow) {", now: "(o.by == \"\" || workflow != \"\") {",
 		breaks: "reports of workflows are added up", tests: []string{"TestReportsStayInTheirWorkflow"},
 	},
 	{
 		id: "C-3.4.2-c", file: "breaker/cascade/links.go", dir: "breaker/cascade",
-		old: "\tcase v.at <= u.at+slack:\n\t\td.explain(u, v, placed) // a callee failed\n", now: "\tcase v.at <= u.at+slack:\n\t\td.explain(v, u, placed)\n",
+		old: "\t\t\tlast = cmp.Or(last, y)\n\t\t\td.explain(x, y, false)\n", now: "\t\t\tlast = cmp.Or(last, y)\n\t\t\td.explain(y, x, false)\n",
 		breaks: "the caller is blamed for the callee", tests: []string{"TestDepthFirst"},
 	},
 	{
 		id: "C-3.4.2-d", file: "breaker/cascade/links.go", dir: "breaker/cascade",
-		old: "\treturn tail < chance\n", now: "\treturn tail < 1\n",
+		old: " && 3*len(same) >= calls {", now: " && calls > 0 {",
 		breaks: "failures side by side are never chance", tests: []string{"TestIndependentFailures"},
 	},
 	{
 		id: "C-3.4.2-d", file: "breaker/cascade/links.go", dir: "breaker/cascade",
-		old: "\tif !x.own || x.kind == Canceled || x.cause != nil {\n\t\treturn\n\t}\n\tg, t", now: "\tif x.kind == Canceled || x.cause != nil {\n\t\treturn\n\t}\n\tg, t",
-		breaks: "what agents say counts side by side", tests: []string{"TestFloodAmongSiblings"},
+		old: "range newest(p.calls, maxBeside) {\n\t\t\td.work++\n\t\t\ty := ", now: "range newest(p.children, maxBeside) {\n\t\t\td.work++\n\t\t\ty := ",
+		breaks: "what agents add beside calls hides that these fail", tests: []string{"TestFloodAmongSiblings"},
 	},
 	{
 		id: "C-3.4.2-a", file: "breaker/cascade/cascade.go", dir: "breaker/cascade",
-		old: "\tif !own && (f.By != h.agent.name || well) {", now: "\tif !own && well {",
+		old: "!own && (f.By != v.agent.name || well) {", now: "!own && well {",
 		breaks: "agents report failures of others", tests: []string{"TestStrangersAndLiars"},
 	},
 	{
 		id: "C-3.4.2-a", file: "breaker/cascade/graph.go", dir: "breaker/cascade",
-		old: "\t\ti := g.heap[0].first.first\n", now: "\t\ti := g.heap[len(g.heap)-1].first.first\n",
+		old: "\t\tv := g.payers[0].first\n", now: "\t\tv := g.payers[len(g.payers)-1].first\n",
 		breaks: "whoever has the least loses its nodes", tests: []string{"TestForgetting"},
 	},
 	{
 		id: "C-3.1.2-b", file: "breaker/cascade/links.go", dir: "breaker/cascade",
-		old: "\tif len(agents.list) > 1 && unlikely(fails, fails+r.oks.count(d.now), rate) {", now: "\tif unlikely(fails, fails+r.oks.count(d.now), rate) {",
+		old: "\t\tif len(agents.list) > 1 && ", now: "\t\tif ",
 		breaks: "one agent makes a target fail for others", tests: []string{"TestTargetsOfOneAgent"},
 	},
 	{
 		id: "C-3.1.2-b", file: "breaker/cascade/findings.go", dir: "breaker/cascade",
-		old: "\t\tif others[p] { // it fails elsewhere, too", now: "\t\tif others[p] && p == nil {",
+		old: "\t\tif others[p] {", now: "\t\tif others[p] && p == nil {",
 		breaks: "a target is blamed for services that fail without it", tests: []string{"TestTargetsOfOneAgent"},
 	},
 	{
