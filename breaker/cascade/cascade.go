@@ -1,9 +1,9 @@
 // Package cascade finds failures that spread along the DAG of workflows, while they spread, and names
 // where each began (cascade 3.4).
 //
-// A Detector is fed with events: a node appears, fails or ends well, a breaker opens or closes. A
-// failure that explains another one is its cause, and failures that are linked so are one group. A group
-// in which Settings.Agents agents have failed is a finding.
+// A Detector is fed with events: a node appears, fails or ends well, a breaker opens or closes. Failures of which one
+// follows from the other, or that have something in common that fails, are one group. A group in which three agents
+// have failed is a finding, and so are three breakers that have opened on one downstream. docs/cascades.md has the rule.
 //
 // What the gateway saw itself counts everywhere. What an agent reports counts for its own nodes, in
 // workflows in which it has some, and never against what the gateway saw (P3).
@@ -309,12 +309,14 @@ func (d *Detector) Fail(now time.Time, f Failure) []Change {
 	}
 	if f.Error != "" && len(f.Error) <= maxID && x.err == "" {
 		x.err = strings.Clone(f.Error)
-		d.errors[key{v.workflow, x.err}] = x
+		k := key{v.workflow, x.err}
+		d.errors[k] = x
+		v.vouched = v.vouched || slices.ContainsFunc(d.naming[k], func(y *failure) bool { return y.node.agent != v.agent })
 	}
 	d.name(x, f.Causes)
 	d.settle(v)
 	d.connect(x)
-	if seen && !x.over {
+	if seen {
 		d.together(x)
 	}
 	return d.take()

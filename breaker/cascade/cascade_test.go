@@ -404,6 +404,20 @@ func TestReportsStayInTheirWorkflow(t *testing.T) {
 	b.after(time.Millisecond).fails("w", "bc", cascade.Failed)
 	b.after(time.Millisecond).fails("w", "x", cascade.Failed)
 	b.none("x has nothing to do with it")
+
+	// What agents of a workflow report of a service is not the cascade that the gateway sees in another one.
+	b = newBench(t)
+	b.chain("w")
+	for _, name := range []string{"a", "b", "c"} {
+		b.call("v", name, name, "d")
+		b.opens("d", "", name, "v")
+	}
+	for _, id := range []string{"cd", "bc", "ab"} {
+		b.after(time.Millisecond).fails("w", id, cascade.Failed)
+	}
+	if all := b.Findings(); len(all) != 2 || len(all[0].Parts) != 1 || len(all[1].Parts) != 1 {
+		t.Errorf("%+v", all)
+	}
 }
 
 // What an agent reports of its part of a call that the gateway saw end well counts for nothing.

@@ -27,7 +27,10 @@ func (o *opening) same(n *opening) bool {
 	if o.of != n.of || o.by != n.by || o.holder != n.holder {
 		return false
 	}
-	return o.by != "" && o.workflow == n.workflow || o.by == "" && (o.address == n.address || o.of.target && o.service == n.service)
+	if o.by != "" {
+		return o.workflow == n.workflow
+	}
+	return o.address == n.address || o.of.target && o.service == n.service
 }
 
 func (o *opening) name() string {
@@ -65,7 +68,8 @@ func (d *Detector) Breaker(now time.Time, b Breaker) []Change {
 	}
 	for _, of := range of {
 		o := &opening{
-			of: of, by: strings.Clone(b.By), workflow: strings.Clone(b.Workflow), event: strings.Clone(b.Event), at: now.UnixNano(),
+			of: of, at: now.UnixNano(),
+			by: strings.Clone(b.By), workflow: strings.Clone(b.Workflow), event: strings.Clone(b.Event),
 			holder: strings.Clone(b.Holder), address: strings.Clone(b.Address), service: strings.Clone(b.Pool),
 		}
 		d.openings = slices.DeleteFunc(d.openings, func(old *opening) bool {
@@ -193,7 +197,9 @@ func (d *Detector) cluster(o *opening) {
 	f := &finding{
 		id: identify(Clustering, workflow, o.of.name, first.at), pattern: Clustering, class: Service, group: g,
 		downstreams: []downstream{o.of}, openings: all,
-		root: Root{Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: o.of.name, Reasons: []Reason{BreakerOpen}},
+		root: Root{
+			Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: o.of.name, Reasons: []Reason{BreakerOpen},
+		},
 	}
 	switch {
 	case o.of.target:
@@ -219,7 +225,8 @@ func (f *finding) explains(all []*opening, workflow string, service *pool) bool 
 	}
 	of, seen := all[0].of, f.from != nil && f.from.own
 	if !of.target {
-		return service != nil && f.root.Pool == service.name && (f.group.workflows.has(workflow) || own >= clusterSize && seen)
+		known := f.group.workflows.has(workflow) || own >= clusterSize && seen
+		return known && service != nil && f.root.Pool == service.name
 	}
 	return f.root.Target == of.name || slices.ContainsFunc(all, func(o *opening) bool {
 		return seen && o.service == f.root.Pool || slices.ContainsFunc(f.openings, func(other *opening) bool {

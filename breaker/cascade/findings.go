@@ -207,14 +207,16 @@ func (d *Detector) add(f *finding) {
 	d.announce(f, Opened)
 }
 
-// same finds the open finding that has the root of a new one: the same service, or target, as the gateway saw both.
+// same finds the open finding that has the root of a new one: the same service, or target, as the gateway saw both, or
+// saw it in one of the workflows of which agents have reported it.
 func (d *Detector) same(f *finding) *finding {
 	if f.from == nil || !f.from.own {
 		return nil
 	}
 	for _, o := range d.open {
 		d.work++
-		seen := o.from == nil || o.from.own
+		seen := o.from != nil && o.from.own || slices.ContainsFunc(f.group.workflows.list, o.group.workflows.has) ||
+			slices.ContainsFunc(o.openings, func(o *opening) bool { return o.by == "" })
 		target := f.root.Target != "" && f.root.Target == o.root.Target
 		pool := f.root.Pool != "" && f.root.Pool == o.root.Pool
 		if d.now-o.group.last <= int64(d.set.Window) && seen && (target || pool) {
@@ -268,6 +270,11 @@ type head struct {
 	named   bool
 }
 
+// earlier orders failures by their times.
+func earlier(a, b *failure) int {
+	return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.node.id, b.node.id))
+}
+
 // heads are the failures of a group that follow from no other one of it, the earliest first.
 func (d *Detector) heads(g *group) (all []*head) {
 	at := map[*failure]*head{}
@@ -292,7 +299,7 @@ func (d *Detector) heads(g *group) (all []*head) {
 		h.parties.add(x.party)
 		h.named = h.named || named
 	}
-	slices.SortFunc(all, func(a, b *head) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.node.id, b.node.id)) })
+	slices.SortFunc(all, func(a, b *head) int { return earlier(a.failure, b.failure) })
 	return all
 }
 
@@ -341,7 +348,7 @@ func (d *Detector) seek(f *finding) {
 	}
 	services := map[*pool]bool{}
 	for _, h := range heads {
-		if h.node.pool != nil && h.own && max(h.at-x.at, x.at-h.at) <= moment {
+		if h.node.pool != nil && h.own && near(h.failure, x.failure, moment) {
 			services[h.node.pool] = true
 		}
 	}
@@ -355,19 +362,15 @@ func (d *Detector) seek(f *finding) {
 // class of the failure: that of a service if all addresses fail, or are known not to answer.
 func (d *Detector) signals(x *failure, r *Root) Class {
 	class := Agent
-	if a := x.node.pool.addresses[x.address]; a != nil && len(a.open) > 0 {
+	at := cmp.Or(x.node.pool.addresses[x.address], new(address))
+	if len(at.open) > 0 {
 		r.Reasons = append(r.Reasons, BreakerOpen)
 	}
-	if a := x.node.pool.addresses[x.address]; a != nil && a.slow {
+	if at.slow {
 		r.Reasons = append(r.Reasons, IsSlow)
 	}
-	calls := 0
-	for _, y := range x.in().members {
-		if y.node.pool == x.node.pool && y.own {
-			calls++
-		}
-	}
-	if calls > 1 && x.node.pool.down(d.now, int64(d.set.Window)) {
+	again := func(y *failure) bool { return y != x && y.own && y.node.pool == x.node.pool }
+	if x.node.pool.down(d.now, int64(d.set.Window)) && slices.ContainsFunc(x.in().members, again) {
 		class = Service
 		r.Reasons = append(r.Reasons, AllAddresses)
 	}
@@ -459,7 +462,7 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		parts[w] = new(part)
 	}
 	members := slices.Clone(g.members)
-	slices.SortStableFunc(members, func(a, b *failure) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.node.id, b.node.id)) })
+	slices.SortStableFunc(members, earlier)
 	for _, x := range members {
 		if p := parts[x.node.workflow.id]; p != nil && !x.over {
 			p.error(x.err)
@@ -490,7 +493,8 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		slices.Sort(p.failed.list)
 		slices.Sort(p.reach.list)
 		out.Parts = append(out.Parts, Part{
-			Workflow: w, Errors: p.errors.list, Failed: p.failed.list, BlastRadius: p.reach.list, Cut: cut && w == f.root.Workflow,
+			Workflow: w, Errors: p.errors.list, Failed: p.failed.list,
+			BlastRadius: p.reach.list, Cut: cut && w == f.root.Workflow,
 		})
 	}
 	slices.SortFunc(out.Parts, func(a, b Part) int { return strings.Compare(a.Workflow, b.Workflow) })

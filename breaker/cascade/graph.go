@@ -91,7 +91,8 @@ func (v *node) party() string {
 	return v.agent.name
 }
 
-// blames is who has failed by a failure of the node: its own agent, if only that says so, and nobody if it was given up.
+// blames is who has failed by a failure of the node: its own agent if only that says so, and nobody if it was given
+// up.
 func (v *node) blames(x *failure) string {
 	switch {
 	case x.kind == Canceled:
@@ -193,7 +194,8 @@ func (g *graph) alias(v *node, ids []string) (added []string) {
 func (g *graph) await(v *node, id string) {
 	k := key{v.workflow, id}
 	waiting := g.waiting[k]
-	if id == "" || len(id) > maxID || len(v.awaits) >= maxParents || len(waiting) >= maxWaiting || slices.Contains(v.awaits, id) {
+	full := len(v.awaits) >= maxParents || len(waiting) >= maxWaiting
+	if full || id == "" || len(id) > maxID || slices.Contains(v.awaits, id) {
 		return
 	}
 	k.id = strings.Clone(id)
@@ -260,7 +262,7 @@ func (g *graph) remove(v *node) {
 	} else {
 		v.next.prev = v.prev
 	}
-	*v = node{id: v.id, workflow: w, agent: a, pool: v.pool, target: v.target, started: v.started, ended: v.ended, gone: true}
+	*v = node{id: v.id, workflow: w, agent: a, pool: v.pool, target: v.target, started: v.started, gone: true}
 	if w.nodes[a]--; w.nodes[a] == 0 {
 		delete(w.nodes, a)
 	}

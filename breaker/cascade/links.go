@@ -98,7 +98,7 @@ func (d *Detector) settle(v *node) {
 		x.over = x.over || well
 	}
 	if v.state == succeeded {
-		for _, c := range newest(v.children, maxBeside) {
+		for _, c := range newest(v.children) {
 			d.work++
 			if x := c.fail; x != nil && !x.own && c.agent.name == v.party() && v.pool != nil {
 				x.over = true
@@ -106,7 +106,7 @@ func (d *Detector) settle(v *node) {
 		}
 	}
 	for _, p := range v.parents {
-		for _, c := range newest(p.calls, maxBeside) {
+		for _, c := range newest(p.calls) {
 			d.work++
 			if c.agent == v.agent && c.party() == v.party() {
 				retried(v, c)
@@ -123,10 +123,8 @@ func retried(v, again *node) {
 	}
 }
 
-// newest are the last of a list, at most so many.
-func newest(list []*node, most int) []*node {
-	return list[max(len(list)-most, 0):]
-}
+// newest are the last of a list, as many as are looked at.
+func newest(list []*node) []*node { return list[max(len(list)-maxBeside, 0):] }
 
 // ancestors are the nodes above one over so many edges as failures are linked, the nearest first. A node that ended
 // well has passed nothing on.
@@ -178,22 +176,6 @@ func (d *Detector) connect(x *failure) {
 			d.vouch(u)
 		}
 	}
-	var named, naming []*failure
-	for _, id := range x.causes {
-		if y := d.errors[key{x.node.workflow, id}]; y != nil && y != x {
-			named = append(named, y)
-			if y.node.agent != x.node.agent {
-				d.vouch(y.node)
-			}
-		}
-	}
-	for _, y := range d.naming[key{x.node.workflow, x.err}] {
-		if y == x || y.over {
-			continue
-		}
-		naming = append(naming, y)
-		x.node.vouched = x.node.vouched || y.node.agent != x.node.agent
-	}
 	if !x.counts() {
 		return
 	}
@@ -202,10 +184,12 @@ func (d *Detector) connect(x *failure) {
 		x.group.parties.add(x.party)
 		x.group.workflows.add(x.node.workflow.id)
 	}
-	for _, y := range named {
-		d.explain(x, y, true)
+	for _, id := range x.causes {
+		if y := d.errors[key{x.node.workflow, id}]; y != nil {
+			d.explain(x, y, true)
+		}
 	}
-	for _, y := range naming {
+	for _, y := range d.naming[key{x.node.workflow, x.err}] {
 		d.explain(y, x, true)
 	}
 	d.below(x)
@@ -235,11 +219,9 @@ func (d *Detector) leave(u *node, x *failure) {
 		d.graph.charge(u, costBelow)
 	}
 	u.below = slices.DeleteFunc(append(u.below, x), func(y *failure) bool { return y.node.gone || y.over })
+	seen := map[bool]int{true: 1}
 	slices.SortStableFunc(u.below, func(a, b *failure) int {
-		if a.own != b.own {
-			return map[bool]int{true: 1, false: -1}[a.own]
-		}
-		return cmp.Compare(a.at, b.at)
+		return cmp.Or(seen[a.own]-seen[b.own], cmp.Compare(a.at, b.at))
 	})
 	u.below = u.below[max(len(u.below)-maxBelow, 0):]
 }
@@ -249,10 +231,11 @@ func (d *Detector) leave(u *node, x *failure) {
 func (d *Detector) below(x *failure) {
 	var last *failure
 	for _, y := range slices.Backward(x.node.below) {
-		if y.over || y.node.gone || y.at > x.at+slack || y.kind == Canceled && !x.waitedFor(y) || last != nil && max(last.at-y.at, y.at-last.at) > slack {
-			continue
-		}
-		if slices.Contains(d.ancestors(y.node), x.node) { // still, as nothing between them has ended well
+		switch {
+		case y.over, y.node.gone, y.at > x.at+slack, last != nil && !near(y, last, slack):
+		case y.kind == Canceled && !x.waitedFor(y):
+		case !slices.Contains(d.ancestors(y.node), x.node): // something between them has ended well since
+		default:
 			last = cmp.Or(last, y)
 			d.explain(x, y, false)
 		}
@@ -262,14 +245,20 @@ func (d *Detector) below(x *failure) {
 // waitedFor reports whether a node that timed out gave up waiting for another one below it, which then failed, or was
 // given up after it had taken half of the time.
 func (x *failure) waitedFor(y *failure) bool {
-	return x.kind == Timeout && y.node.started <= x.at && (y.kind != Canceled || 2*(y.at-y.node.started) >= x.at-x.node.started)
+	long := 2*(y.at-y.node.started) >= x.at-x.node.started
+	return x.kind == Timeout && y.node.started <= x.at && (y.kind != Canceled || long)
 }
+
+// near reports whether two failures are at most so far apart.
+func near(x, y *failure, within int64) bool { return max(x.at-y.at, y.at-x.at) <= within }
+
+// alone reports whether the gateway saw a failure that follows from none.
+func (x *failure) alone() bool { return x.own && !x.over && x.cause == nil && x.kind != Canceled }
 
 // explain makes y the cause of x, unless x has a better one, and links them: the best is one that the error names, or
 // else the latest. Without being named, failures are linked within the window only.
 func (d *Detector) explain(x, y *failure, named bool) {
-	far := max(x.at-y.at, y.at-x.at) > int64(d.set.Window)
-	if x.group == nil || y.group == nil || y.over || !named && far {
+	if x.group == nil || y.group == nil || x.over || y.over || !named && !near(x, y, int64(d.set.Window)) {
 		return
 	}
 	better := x.cause == nil || named && !x.named || named == x.named && y.at > x.cause.at
@@ -286,9 +275,9 @@ func (d *Detector) explain(x, y *failure, named bool) {
 }
 
 // unite makes one group of two.
-func (d *Detector) unite(a, b *group) *group {
+func (d *Detector) unite(a, b *group) {
 	if a == b {
-		return a
+		return
 	}
 	if len(a.members) < len(b.members) || len(a.members) == len(b.members) && a.began > b.began {
 		a, b = b, a
@@ -305,7 +294,6 @@ func (d *Detector) unite(a, b *group) *group {
 	a.parties.addAll(b.parties)
 	a.workflows.addAll(b.workflows)
 	*b = group{into: a}
-	return a
 }
 
 // drop forgets a failure with its node.
@@ -327,14 +315,17 @@ func (d *Detector) drop(x *failure) {
 func (d *Detector) name(x *failure, causes []string) {
 	for _, id := range causes {
 		k := key{x.node.workflow, id}
-		naming := d.naming[k]
-		if id == "" || len(id) > maxID || len(x.causes) >= maxCauses || len(naming) >= maxCauses || slices.Contains(x.causes, id) {
+		full := len(x.causes) >= maxCauses || len(d.naming[k]) >= maxCauses
+		if full || id == "" || len(id) > maxID || slices.Contains(x.causes, id) {
 			continue
 		}
 		k.id = strings.Clone(id)
-		d.naming[k] = append(naming, x)
+		d.naming[k] = append(d.naming[k], x)
 		x.causes = append(x.causes, k.id)
 		d.graph.charge(x.node, costCause)
+		if y := d.errors[k]; y != nil && y.node.agent != x.node.agent {
+			d.vouch(y.node)
+		}
 	}
 }
 
@@ -342,18 +333,18 @@ func (d *Detector) name(x *failure, causes []string) {
 // cascade has, and a third of what follows from that node at the time: what they have in common has failed (cascade
 // 3.4.2). Only what the gateway saw is counted (P3).
 func (d *Detector) siblings(x *failure) {
-	if !x.own || x.cause != nil || x.kind == Canceled {
+	if !x.alone() {
 		return
 	}
 	for _, p := range x.node.parents {
 		var same []*failure
 		var parties names
 		calls := 0
-		for _, c := range newest(p.calls, maxBeside) {
+		for _, c := range newest(p.calls) {
 			d.work++
 			y := c.fail
 			switch {
-			case y != nil && y.own && y.kind != Canceled && !y.over && y.cause == nil && max(x.at-y.at, y.at-x.at) <= moment:
+			case y != nil && y.alone() && near(x, y, moment):
 				same = append(same, y)
 				parties.add(y.party)
 				calls++
@@ -409,7 +400,7 @@ func (m *meter) fail(x *failure, t int64) (same []*failure) {
 	m.turn(t)
 	m.fails[0]++
 	for _, y := range m.failures {
-		if !y.over && y.cause == nil && max(x.at-y.at, y.at-x.at) <= moment {
+		if y.alone() && near(x, y, moment) {
 			same = append(same, y)
 		}
 	}
@@ -431,7 +422,7 @@ func (m *meter) unwell(t int64) bool {
 // several agents that change one target, where a third of such calls fail; and of services that cannot be reached
 // either. What was refused is about the caller.
 func (d *Detector) together(x *failure) {
-	if x.node.pool == nil || x.cause != nil || x.kind == Canceled || x.kind == Rejected || x.kind == Refused {
+	if x.node.pool == nil || !x.alone() || x.kind == Rejected || x.kind == Refused {
 		return
 	}
 	if same := x.node.pool.calls.fail(x, d.now); x.node.pool.calls.unwell(d.now) {
