@@ -236,29 +236,40 @@ func (d *Detector) Node(now time.Time, n Node) []Change {
 			d.graph.await(v, id)
 		}
 	}
+	d.joined(v)
 	for _, id := range names {
 		for _, c := range d.graph.arrived(v.workflow, id) {
 			d.link(v, c)
+			d.joined(c)
 		}
 	}
 	return d.take()
 }
 
-// link adds an edge. What is known of the child by then counts for the parent, as if that had been known first.
+// link adds an edge, unless it is there.
 func (d *Detector) link(parent, child *node) {
 	d.work++
-	if !d.graph.link(parent, child) {
+	if parent == child || len(child.parents) >= maxParents || slices.Contains(child.parents, parent) {
 		return
 	}
-	if child.fail != nil || child.state == succeeded {
-		d.settle(child)
+	parent.children = append(parent.children, child)
+	child.parents = append(child.parents, parent)
+	if child.pool != nil {
+		parent.calls = append(parent.calls, child)
 	}
-	late := slices.Clone(child.below)
-	if child.fail != nil {
-		late = append(late, child.fail)
+	d.graph.charge(child, costEdge)
+}
+
+// joined has what is known of a node count for its new parents, as if these had been known first.
+func (d *Detector) joined(v *node) {
+	if v.state != running {
+		d.settle(v)
 	}
-	for _, x := range late {
+	for _, x := range slices.Clone(v.below) {
 		d.connect(x)
+	}
+	if v.fail != nil {
+		d.connect(v.fail)
 	}
 }
 
@@ -332,7 +343,10 @@ func (d *Detector) Succeed(now time.Time, workflow, id string) []Change {
 		return nil
 	}
 	if v.target != nil && v.state != succeeded {
-		v.target.wrote(write{v.workflow, v.id, at})
+		r := v.target
+		r.writes = append(r.writes, write{v.workflow, v.id, at})
+		slices.SortStableFunc(r.writes, func(a, b write) int { return cmp.Compare(a.at, b.at) })
+		r.writes = r.writes[max(len(r.writes)-maxWrites, 0):]
 	}
 	if v.fail != nil {
 		v.fail.over = true
@@ -475,11 +489,4 @@ func (p *pool) down(t, window int64) bool {
 		}
 	}
 	return true
-}
-
-// wrote notes a call that has changed a target.
-func (r *target) wrote(w write) {
-	r.writes = append(r.writes, w)
-	slices.SortStableFunc(r.writes, func(a, b write) int { return cmp.Compare(a.at, b.at) })
-	r.writes = r.writes[max(len(r.writes)-maxWrites, 0):]
 }

@@ -27,6 +27,17 @@ type Stats struct{ Nodes, Workflows, Findings int }
 // Stats returns the sizes.
 func (d *Detector) Stats() Stats { return Stats{d.graph.nodes, len(d.graph.workflows), len(d.open)} }
 
+// Findings returns the open findings, the newest first.
+func (d *Detector) Findings() (all []Finding) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, f := range d.open {
+		all = append(all, d.show(f, alertWalk))
+	}
+	slices.SortStableFunc(all, func(a, b Finding) int { return b.Began.Compare(a.Began) })
+	return all
+}
+
 // Work counts the steps that the events have taken.
 func (d *Detector) Work() int64 { return d.work }
 
@@ -37,11 +48,11 @@ func (d *Detector) Faults() error {
 	targets := map[*target]int{}
 	for _, a := range g.agents {
 		paid, workflows := 0, map[*workflow]int{}
-		for v := a.first; v != nil; v = v.next {
+		for _, v := range a.nodes {
 			live++
 			paid += v.cost
 			workflows[v.workflow]++
-			if v.agent != a || g.ids[key{v.workflow, v.id}] != v || v.next == nil && a.last != v {
+			if v.agent != a || g.ids[key{v.workflow, v.id}] != v {
 				return fmt.Errorf("node %q is not found", v.id)
 			}
 			for _, c := range v.children {

@@ -544,17 +544,6 @@ func (d *Detector) follows(f *finding, p *part, limit int) (cut bool) {
 
 func timeOf(t int64) time.Time { return time.Unix(0, t).UTC() }
 
-// Findings returns the open findings, the newest first.
-func (d *Detector) Findings() (all []Finding) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, f := range d.open {
-		all = append(all, d.show(f, alertWalk))
-	}
-	slices.SortStableFunc(all, func(a, b Finding) int { return b.Began.Compare(a.Began) })
-	return all
-}
-
 // Finding returns an open finding with its whole blast radius.
 func (d *Detector) Finding(id string) (Finding, bool) {
 	d.mu.Lock()

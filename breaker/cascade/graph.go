@@ -25,8 +25,7 @@ const (
 	costNode    = 320
 	costAlias   = 100
 	costEdge    = 30
-	costFailure = 700
-	costBelow   = 80
+	costFailure = 900
 	costCause   = 150
 	costTarget  = 400
 )
@@ -47,12 +46,12 @@ type workflow struct {
 
 // agent pays for its nodes.
 type agent struct {
-	name        string
-	cost        int
-	place       int   // in the heap
-	first, last *node // the oldest and the newest
-	reported    int64 // when it began to report the openings below
-	openings    int
+	name     string
+	cost     int
+	place    int     // in the heap
+	nodes    []*node // the oldest first
+	reported int64   // when it began to report the openings below
+	openings int
 }
 
 type state uint8
@@ -75,7 +74,6 @@ type node struct {
 	parents, children []*node
 	calls             []*node  // those of the children that are calls
 	awaits            []string // parents that are not known yet
-	prev, next        *node    // of the agent's nodes, the older and the newer one
 	started, ended    int64    // ended is the time of the latest good end
 	cost              int
 	state             state
@@ -143,13 +141,8 @@ func (g *graph) add(now int64, n *Node) *node {
 		g.agents[a.name] = a
 		heap.Push(&g.payers, a)
 	}
-	v := &node{id: strings.Clone(n.ID), workflow: w, agent: a, started: now, ended: never, prev: a.last}
-	if a.last == nil {
-		a.first = v
-	} else {
-		a.last.next = v
-	}
-	a.last = v
+	v := &node{id: strings.Clone(n.ID), workflow: w, agent: a, started: now, ended: never}
+	a.nodes = append(a.nodes, v)
 	w.nodes[a]++
 	g.nodes++
 	g.ids[key{w, v.id}] = v
@@ -216,29 +209,16 @@ func (g *graph) arrived(w *workflow, id string) []*node {
 	return waited
 }
 
-// link adds an edge, and reports whether it was not there.
-func (g *graph) link(parent, child *node) bool {
-	if parent == child || len(child.parents) >= maxParents || slices.Contains(child.parents, parent) {
-		return false
-	}
-	parent.children = append(parent.children, child)
-	child.parents = append(child.parents, parent)
-	if child.pool != nil {
-		parent.calls = append(parent.calls, child)
-	}
-	g.charge(child, costEdge)
-	return true
-}
-
-// remove takes a node out.
-func (g *graph) remove(v *node) {
+// remove takes the oldest node of an agent out.
+func (g *graph) remove(a *agent) {
+	v := a.nodes[0]
 	for _, p := range v.parents {
 		p.children, p.calls = without(p.children, v), without(p.calls, v)
 	}
 	for _, c := range v.children {
 		c.parents = without(c.parents, v)
 	}
-	w, a := v.workflow, v.agent
+	w := v.workflow
 	for _, id := range v.awaits {
 		drop(g.waiting, key{w, id}, v)
 	}
@@ -252,16 +232,7 @@ func (g *graph) remove(v *node) {
 	}
 	g.charge(v, -v.cost)
 	g.nodes--
-	if v.prev == nil {
-		a.first = v.next
-	} else {
-		v.prev.next = v.next
-	}
-	if v.next == nil {
-		a.last = v.prev
-	} else {
-		v.next.prev = v.prev
-	}
+	a.nodes[0], a.nodes = nil, a.nodes[1:]
 	*v = node{id: v.id, workflow: w, agent: a, pool: v.pool, target: v.target, started: v.started, gone: true}
 	if w.nodes[a]--; w.nodes[a] == 0 {
 		delete(w.nodes, a)
@@ -269,7 +240,7 @@ func (g *graph) remove(v *node) {
 	if len(w.nodes) == 0 {
 		delete(g.workflows, w.id)
 	}
-	if a.first == nil {
+	if len(a.nodes) == 0 {
 		heap.Remove(&g.payers, a.place)
 		delete(g.agents, a.name)
 	}
@@ -323,10 +294,10 @@ func (d *Detector) forget() {
 	g := &d.graph
 	for g.nodes > d.set.nodes || g.cost > perNode*d.set.nodes {
 		d.work++
-		v := g.payers[0].first
-		if v.fail != nil {
-			d.drop(v.fail)
+		a := g.payers[0]
+		if x := a.nodes[0].fail; x != nil {
+			d.drop(x)
 		}
-		g.remove(v)
+		g.remove(a)
 	}
 }

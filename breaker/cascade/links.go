@@ -215,9 +215,6 @@ func (d *Detector) leave(u *node, x *failure) {
 	if slices.Contains(u.below, x) {
 		return
 	}
-	if u.below == nil {
-		d.graph.charge(u, costBelow)
-	}
 	u.below = slices.DeleteFunc(append(u.below, x), func(y *failure) bool { return y.node.gone || y.over })
 	seen := map[bool]int{true: 1}
 	slices.SortStableFunc(u.below, func(a, b *failure) int {

@@ -78,12 +78,12 @@ func TestFailuresOfBeforeARestart(t *testing.T) {
 			return evidence.Recorder{Evidence: b.evidence, EventBuilder: b.builder}, true
 		},
 	}
-	if _, whole, err := feed.Rebuild(t.Context(), time.Now().Add(-time.Minute), 1000); err != nil || !whole {
+	found, whole, err := feed.Rebuild(t.Context(), time.Now().Add(-time.Minute), 1000)
+	if err != nil || !whole {
 		t.Fatal(whole, err)
 	}
-	found := d.Findings()
-	if len(found) != 1 || found[0].Class != cascade.Service || found[0].Root.Pool != "second" ||
-		found[0].Root.Address != "10.0.0.1:80" && found[0].Root.Address != "10.0.0.2:80" {
+	if len(found) != 1 || found[0].Finding.Class != cascade.Service || found[0].Finding.Root.Pool != "second" ||
+		found[0].Finding.Root.Address != "10.0.0.1:80" && found[0].Finding.Root.Address != "10.0.0.2:80" {
 		t.Errorf("%+v", found)
 	}
 }
@@ -127,7 +127,7 @@ func TestAnswersAreCountedByTarget(t *testing.T) {
 		for _, to := range []string{"stock", "orders", "prices"} {
 			d.Fail(now, cascade.Failure{Workflow: "w", Node: to, Error: "error " + to, Address: to})
 		}
-		found := len(d.Findings())
+		found := d.Open()
 		if want := map[string]int{"none": 1, "another": 1, "of one guard": 1}[name]; found != want {
 			t.Errorf("%s: %d findings, want %d", name, found, want)
 		}

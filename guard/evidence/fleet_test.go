@@ -953,9 +953,14 @@ func TestFleetFeedsAChain(t *testing.T) {
 				Detector: cascade.New(settings), Pool: func(target string) string { return target },
 				Recorder: func() (Recorder, bool) { return Recorder{Evidence: n.Evidence, EventBuilder: n.builder}, true },
 			}
+			var last cascade.Finding
 			take := func(e *ledger.Entry) {
-				if _, err := feed.Take(t.Context(), e); err != nil {
+				changes, err := feed.Take(t.Context(), e)
+				if err != nil {
 					t.Fatal(err)
+				}
+				for _, c := range changes {
+					last = c.Finding
 				}
 			}
 			workflow := uuid.NewString()
@@ -971,9 +976,8 @@ func TestFleetFeedsAChain(t *testing.T) {
 			for _, i := range order {
 				take(failures[i])
 			}
-			found := feed.Detector.Findings()
-			if len(found) != 1 || found[0].Failed != 3 || found[0].Root.Pool != "inner" || found[0].Pattern != cascade.DepthFirst {
-				t.Errorf("%v, followed before: %v: %+v", order, early, found)
+			if n := feed.Detector.Open(); n != 1 || last.Failed != 3 || last.Root.Pool != "inner" || last.Pattern != cascade.DepthFirst {
+				t.Errorf("%v, followed before: %v: %d open, %+v", order, early, n, last)
 			}
 		}
 	}

@@ -258,7 +258,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.4.2-a", file: "breaker/cascade/graph.go", dir: "breaker/cascade",
-		old: "\t\tv := g.payers[0].first\n", now: "\t\tv := g.payers[len(g.payers)-1].first\n",
+		old: "\t\ta := g.payers[0]\n", now: "\t\ta := g.payers[len(g.payers)-1]\n",
 		breaks: "whoever has the least loses its nodes", tests: []string{"TestForgetting"},
 	},
 	{
