@@ -248,7 +248,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-3.4.2-d", file: "breaker/cascade/links.go", dir: "breaker/cascade",
-		old: "range newest(p.calls, maxBeside) {\n\t\t\td.work++\n\t\t\ty := ", now: "range newest(p.children, maxBeside) {\n\t\t\td.work++\n\t\t\ty := ",
+		old: "range newest(p.calls) {\n\t\t\td.work++\n\t\t\ty := ", now: "range newest(p.children) {\n\t\t\td.work++\n\t\t\ty := ",
 		breaks: "what agents add beside calls hides that these fail", tests: []string{"TestFloodAmongSiblings"},
 	},
 	{
