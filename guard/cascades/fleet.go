@@ -296,15 +296,5 @@ func (w *Watch) CircuitAt(node string, s breaker.Snapshot) {
 	if s.Reason == breaker.ByOperator || s.Reason == breaker.ByCascade || s.Reason == breaker.PeerFailed {
 		return
 	}
-	key, reference, open := breaker.Key{Upstream: s.Upstream, Class: s.Class}, s.Reference, s.State == breaker.Open
-	w.later(func(context.Context) []cascade.Change {
-		b := cascade.Breaker{
-			Downstream: w.o.Circuits.Downstream(key.Upstream), Address: key.Upstream, Holder: strings.TrimSpace(node + " " + key.Class), Event: reference, Open: open,
-		}
-		if guards := w.at().Guards[key.Upstream]; len(guards) > 0 {
-			b.Pool = guards[0]
-			b.Targets = w.at().Changed[b.Pool]
-		}
-		return w.detector.Breaker(time.Now(), b)
-	})
+	w.opened(node, breaker.Key{Upstream: s.Upstream, Class: s.Class}, s.Reference, "", s.State == breaker.Open)
 }

@@ -214,11 +214,17 @@ func (w *Watch) Circuit(ev breaker.Event, id, workflow string) {
 	if ev.To == breaker.HalfOpen || ev.Reason == breaker.ByOperator || ev.Reason == breaker.ByCascade {
 		return
 	}
+	w.opened("", ev.Key, id, workflow, ev.To == breaker.Open)
+}
+
+// opened gives the detector the state of a breaker of a node; the empty name is this one.
+func (w *Watch) opened(node string, key breaker.Key, event, workflow string, open bool) {
 	w.later(func(context.Context) []cascade.Change {
 		b := cascade.Breaker{
-			Downstream: w.o.Circuits.Downstream(ev.Key.Upstream), Address: ev.Key.Upstream, Holder: ev.Key.Class, Workflow: workflow, Event: id, Open: ev.To == breaker.Open,
+			Downstream: w.o.Circuits.Downstream(key.Upstream), Address: key.Upstream,
+			Holder: strings.TrimSpace(node + " " + key.Class), Workflow: workflow, Event: event, Open: open,
 		}
-		if guards := w.at().Guards[ev.Key.Upstream]; len(guards) > 0 {
+		if guards := w.at().Guards[key.Upstream]; len(guards) > 0 {
 			b.Pool = guards[0]
 			b.Targets = w.at().Changed[b.Pool]
 		}
