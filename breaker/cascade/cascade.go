@@ -3,7 +3,8 @@
 //
 // A Detector is fed with events: a node appears, fails or ends well, a breaker opens or closes. Failures of which one
 // follows from the other, or that have something in common that fails, are one group. A group in which three agents
-// have failed is a finding, and so are three breakers that have opened on one downstream. docs/cascades.md has the rule.
+// have failed is a finding, and so are three breakers that have opened on one downstream. The rule is in
+// docs/cascades.md.
 //
 // What the gateway saw itself counts everywhere. What an agent reports counts for its own nodes, in
 // workflows in which it has some, and never against what the gateway saw (P3).

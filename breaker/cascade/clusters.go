@@ -194,20 +194,18 @@ func (d *Detector) cluster(o *opening) {
 	for _, o := range all {
 		g.workflows.add(o.workflow)
 	}
-	f := &finding{
-		id: identify(Clustering, workflow, o.of.name, first.at), pattern: Clustering, class: Service, group: g,
-		downstreams: []downstream{o.of}, openings: all,
-		root: Root{
-			Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: o.of.name, Reasons: []Reason{BreakerOpen},
-		},
+	f := &finding{group: g, downstreams: []downstream{o.of}, openings: all}
+	f.ID, f.Pattern, f.Class = identify(Clustering, workflow, o.of.name, first.at), Clustering, Service
+	f.Root = Root{
+		Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: o.of.name, Reasons: []Reason{BreakerOpen},
 	}
 	switch {
 	case o.of.target:
-		f.class = Infrastructure
-		f.root.Agent, f.root.Target, f.root.Reasons = "", o.of.name, append(f.root.Reasons, SharedState)
+		f.Class = Infrastructure
+		f.Root.Agent, f.Root.Target, f.Root.Reasons = "", o.of.name, append(f.Root.Reasons, SharedState)
 	case service != nil:
-		if f.root.Pool = service.name; !service.down(d.now, int64(d.set.Window)) {
-			f.class = Agent
+		if f.Root.Pool = service.name; !service.down(d.now, int64(d.set.Window)) {
+			f.Class = Agent
 		}
 	}
 	g.finding = f
@@ -226,10 +224,10 @@ func (f *finding) explains(all []*opening, workflow string, service *pool) bool 
 	of, seen := all[0].of, f.from != nil && f.from.own
 	if !of.target {
 		known := f.group.workflows.has(workflow) || own >= clusterSize && seen
-		return known && service != nil && f.root.Pool == service.name
+		return known && service != nil && f.Root.Pool == service.name
 	}
-	return f.root.Target == of.name || slices.ContainsFunc(all, func(o *opening) bool {
-		return seen && o.service == f.root.Pool || slices.ContainsFunc(f.openings, func(other *opening) bool {
+	return f.Root.Target == of.name || slices.ContainsFunc(all, func(o *opening) bool {
+		return seen && o.service == f.Root.Pool || slices.ContainsFunc(f.openings, func(other *opening) bool {
 			return o.by == "" && o.holder == other.holder && o.address == other.address
 		})
 	})

@@ -117,14 +117,14 @@ func (d *Detector) Faults() error {
 	}
 	for _, f := range d.open {
 		if f.group.finding != f {
-			return fmt.Errorf("finding %s has lost its group", f.id)
+			return fmt.Errorf("finding %s has lost its group", f.ID)
 		}
 		if len(f.downstreams) == 0 && len(f.group.parties.list) < d.set.agents {
-			return fmt.Errorf("finding %s has %d agents", f.id, len(f.group.parties.list))
+			return fmt.Errorf("finding %s has %d agents", f.ID, len(f.group.parties.list))
 		}
 		for _, x := range f.group.members {
 			if x.in() != f.group {
-				return fmt.Errorf("finding %s lists a failure of another group", f.id)
+				return fmt.Errorf("finding %s lists a failure of another group", f.ID)
 			}
 		}
 	}

@@ -138,10 +138,7 @@ const (
 )
 
 type finding struct {
-	id          string
-	pattern     Pattern
-	class       Class
-	root        Root
+	Finding              // its id, pattern, class and root; show fills in the rest
 	from        *failure // the root
 	group       *group
 	downstreams []downstream // whose breakers belong to it
@@ -172,7 +169,7 @@ func (d *Detector) judge(g *group) {
 		d.seek(f)
 		other := d.same(f)
 		if other == nil {
-			f.id = identify(f.pattern, f.root.Workflow, f.root.Node, g.began)
+			f.ID = identify(f.Pattern, f.Root.Workflow, f.Root.Node, g.began)
 			g.finding = f
 			d.add(f)
 			return
@@ -189,10 +186,11 @@ func (d *Detector) judge(g *group) {
 	if n := len(g.members); n > maxVisits && n < f.considered*5/4 {
 		return
 	}
-	before, class, pattern := f.root, f.class, f.pattern
+	before := f.Finding
 	d.seek(f)
-	changed := f.root.Agent != before.Agent || f.root.Pool != before.Pool || f.root.Target != before.Target
-	if (changed || f.class != class || f.pattern != pattern) && f.reroots < maxReroots {
+	of := func(r *Root) [3]string { return [3]string{r.Agent, r.Pool, r.Target} }
+	changed := of(&f.Root) != of(&before.Root) || f.Class != before.Class || f.Pattern != before.Pattern
+	if changed && f.reroots < maxReroots {
 		f.reroots++
 		d.announce(f, Rerooted)
 	}
@@ -217,8 +215,8 @@ func (d *Detector) same(f *finding) *finding {
 		d.work++
 		seen := o.from != nil && o.from.own || slices.ContainsFunc(f.group.workflows.list, o.group.workflows.has) ||
 			slices.ContainsFunc(o.openings, func(o *opening) bool { return o.by == "" })
-		target := f.root.Target != "" && f.root.Target == o.root.Target
-		pool := f.root.Pool != "" && f.root.Pool == o.root.Pool
+		target := f.Root.Target != "" && f.Root.Target == o.Root.Target
+		pool := f.Root.Pool != "" && f.Root.Pool == o.Root.Pool
 		if d.now-o.group.last <= int64(d.set.Window) && seen && (target || pool) {
 			return o
 		}
@@ -229,7 +227,7 @@ func (d *Detector) same(f *finding) *finding {
 // merge ends a finding that has turned out to be a part of another.
 func (d *Detector) merge(into, f *finding) {
 	end := d.show(f, alertWalk)
-	end.Into = into.id
+	end.Into = into.ID
 	d.end(f, end)
 	into.downstreams = append(into.downstreams, f.downstreams...)
 }
@@ -320,10 +318,10 @@ func (d *Detector) seek(f *finding) {
 			x = h
 		}
 	}
-	if f.pattern != Clustering {
-		f.pattern = BreadthFirst
+	if f.Pattern != Clustering {
+		f.Pattern = BreadthFirst
 		if deep {
-			f.pattern = DepthFirst
+			f.Pattern = DepthFirst
 		}
 	}
 	x = cmp.Or(x, heads[0])
@@ -337,12 +335,12 @@ func (d *Detector) seek(f *finding) {
 	if heads[0].at == x.at {
 		r.Reasons = append(r.Reasons, Earliest)
 	}
-	f.from, f.class = x.failure, Agent
+	f.from, f.Class = x.failure, Agent
 	if x.node.pool != nil && x.own {
 		r.Pool, r.Address, r.Agent = x.node.pool.name, x.address, x.node.pool.agent
-		f.class = d.signals(x.failure, &r)
+		f.Class = d.signals(x.failure, &r)
 	}
-	f.root = r
+	f.Root = r
 	if x.node.target != nil && x.own && d.common(f, heads) {
 		return
 	}
@@ -353,8 +351,8 @@ func (d *Detector) seek(f *finding) {
 		}
 	}
 	if len(services) > 1 {
-		f.class = Infrastructure
-		f.root.Reasons = append(f.root.Reasons, Siblings)
+		f.Class = Infrastructure
+		f.Root.Reasons = append(f.Root.Reasons, Siblings)
 	}
 }
 
@@ -411,12 +409,12 @@ func (d *Detector) common(f *finding, heads []*head) bool {
 	if len(agents.list) < 2 || one && f.from.node.pool.calls.unwell(d.now) {
 		return false
 	}
-	r := &f.root
+	r := &f.Root
 	r.Target, r.Address = target.name, ""
 	r.Reasons = append(slices.DeleteFunc(r.Reasons, func(r Reason) bool { return r == AllAddresses }), SharedState)
-	f.class = Service
+	f.Class = Service
 	if !one {
-		f.class = Infrastructure
+		f.Class = Infrastructure
 		r.Agent, r.Pool = "", ""
 	}
 	if f.from.kind == Unreachable || f.from.kind == Timeout {
@@ -452,11 +450,9 @@ func (p *part) error(id string) {
 // show is a finding as it is now. Its blast radius is walked over at most the given number of nodes.
 func (d *Detector) show(f *finding, limit int) Finding {
 	g := f.group
-	out := Finding{
-		ID: f.id, Pattern: f.pattern, Class: f.class, Root: f.root, Failed: len(g.parties.list),
-		Began: timeOf(g.began), Last: timeOf(g.last),
-	}
-	out.Root.Reasons = slices.Clone(f.root.Reasons)
+	out := f.Finding
+	out.Root.Reasons = slices.Clone(f.Root.Reasons)
+	out.Failed, out.Began, out.Last = len(g.parties.list), timeOf(g.began), timeOf(g.last)
 	parts := map[string]*part{}
 	for _, w := range g.workflows.list[:min(len(g.workflows.list), maxShown)] {
 		parts[w] = new(part)
@@ -472,7 +468,7 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		}
 	}
 	cut := false
-	if p := parts[f.root.Workflow]; p != nil {
+	if p := parts[f.Root.Workflow]; p != nil {
 		cut = d.follows(f, p, limit)
 	}
 	for _, o := range f.openings { // the downstream has failed, and calls of those who report it
@@ -482,7 +478,7 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		}
 		p.error(o.event)
 		p.reach.add(o.by)
-		if f.root.Target == "" {
+		if f.Root.Target == "" {
 			p.failed.add(o.of.name)
 			p.reach.add(o.of.name)
 		}
@@ -494,11 +490,11 @@ func (d *Detector) show(f *finding, limit int) Finding {
 		slices.Sort(p.reach.list)
 		out.Parts = append(out.Parts, Part{
 			Workflow: w, Errors: p.errors.list, Failed: p.failed.list,
-			BlastRadius: p.reach.list, Cut: cut && w == f.root.Workflow,
+			BlastRadius: p.reach.list, Cut: cut && w == f.Root.Workflow,
 		})
 	}
 	slices.SortFunc(out.Parts, func(a, b Part) int { return strings.Compare(a.Workflow, b.Workflow) })
-	if len(f.openings) > 0 && f.root.Target == "" {
+	if len(f.openings) > 0 && f.Root.Target == "" {
 		out.Failed = max(out.Failed, 1)
 	}
 	out.Affected = max(len(all.list), out.Failed)
@@ -518,7 +514,7 @@ func (d *Detector) show(f *finding, limit int) Finding {
 
 // follows adds the agents of all that follows from the root, and reports whether these are not all.
 func (d *Detector) follows(f *finding, p *part, limit int) (cut bool) {
-	root := d.graph.find(f.root.Workflow, f.root.Node)
+	root := d.graph.find(f.Root.Workflow, f.Root.Node)
 	if root == nil {
 		return false
 	}
@@ -549,7 +545,7 @@ func (d *Detector) Finding(id string) (Finding, bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, f := range d.open {
-		if f.id == id {
+		if f.ID == id {
 			return d.show(f, d.graph.nodes), true
 		}
 	}
