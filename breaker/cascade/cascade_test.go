@@ -150,7 +150,7 @@ func TestWhatHangsIsTheRoot(t *testing.T) {
 // do not, and where the root is reported last.
 func TestErrorsNameTheRoot(t *testing.T) {
 	b := newBench(t)
-	for i, by := range []string{"a", "b", "c"} {
+	for i, by := range []string{"a", "b", "c", "d"} {
 		b.task("w", by, by)
 		b.call("w", by+"x", by, fmt.Sprint("x", i), by)
 	}
@@ -163,8 +163,13 @@ func TestErrorsNameTheRoot(t *testing.T) {
 	failed("bx", "eb", "ec")
 	b.none("the third has not failed")
 	b.after(time.Second)
-	failed("cx", "ec")
+	failed("cx", "ec", "ed")
 	if f := b.one(); f.Root.Error != "ec" || !slices.Contains(f.Root.Reasons, cascade.NamedByError) {
+		t.Errorf("%+v", f)
+	}
+	b.after(time.Second)
+	failed("dx", "ed")
+	if f := b.changes[len(b.changes)-1]; f.Kind != cascade.Rerooted || f.Finding.Root.Error != "ed" {
 		t.Errorf("%+v", f)
 	}
 }
