@@ -198,7 +198,7 @@ func (e *engine) release() error {
 
 // Destruct closes the store. The pool calls it after the last release.
 func (e *engine) Destruct() error {
-	e.executions.EndLate() // they carry what the ledger and the rollbacks have of them
+	e.executions.DropPending() // they carry what the ledger and the rollbacks have of them
 	stopping, cancel := context.WithTimeout(context.Background(), rollbackGrace)
 	e.stopRollbacks(stopping) // first: rollbacks use everything below
 	cancel()

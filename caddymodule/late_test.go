@@ -38,8 +38,6 @@ type lateOwner struct{}
 
 func (lateOwner) Size() int64                          { return 0 }
 func (lateOwner) Again(context.Context) []*store.Batch { return nil }
-func (lateOwner) Over(error)                           {}
-func (lateOwner) Moved(*execution.Late)                {}
 
 // ADR 0147: the ledger does not say of a call that it is in doubt while its outcome waits for the store: then the outcome
 // could not be recorded there.
@@ -60,7 +58,7 @@ func TestDoubtIsNotRecordedWhileAnOutcomeWaits(t *testing.T) {
 		t.Fatal(err)
 	}
 	st.full.Store(true)
-	if err := e.SettleLater(t.Context(), execution.Outcome{Verdict: execution.Completed, Status: 201}, lateOwner{}); !errors.Is(err, execution.ErrUnrecorded) {
+	if err := e.SettleWith(t.Context(), execution.Outcome{Verdict: execution.Completed, Status: 201}, lateOwner{}); !errors.Is(err, execution.ErrUnrecorded) {
 		t.Fatal(err)
 	}
 	st.full.Store(false)

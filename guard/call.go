@@ -232,7 +232,7 @@ type Call struct {
 	doubtful    bool            // it was forwarded, and is in doubt
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
 	heldUp      bool            // the next gateway has, before it sent anything (ADR 0099)
-	late        lateOutcome     // if its outcome cannot be recorded in time
+	carried     carried         // by the commit of its outcome
 	found       bool            // an execution of this id was met
 	client      client          // that waits for its answer
 	noted       noted
@@ -1125,11 +1125,11 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 	ctx := context.Background()
 	result := x.undoable(ctx, o, answer)
 	batch := x.outcomeEvents(ctx, o, answer, false)
-	x.late.x, x.late.outcome = x, o
+	x.carried.x, x.carried.outcome = x, o
 	if errs := answer[ect.FieldName]; len(errs) > 0 { // the rest is the recorder's
-		x.late.answer = http.Header{ect.FieldName: errs}
+		x.carried.answer = http.Header{ect.FieldName: errs}
 	}
-	err := e.SettleLater(ctx, o, &x.late, batch, result, written(x, true))
+	err := e.SettleWith(ctx, o, &x.carried, batch, result, written(x, true))
 	if err != nil {
 		x.evidence.failed = nil // it was not recorded
 	}

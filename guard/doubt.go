@@ -6,9 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
-	"runtime/debug"
 	"sync"
-	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -148,17 +146,17 @@ func (x *Call) resolved(v execution.Verdict, by string) {
 	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": by})
 }
 
-// lateOutcome is the outcome of a call, for the case that it can be recorded only later (ADR 0147). Its client has got
-// the doubt by then.
-type lateOutcome struct {
+// carried is what the commit of a call's outcome carries, made anew where the store takes the outcome
+// only later (ADR 0147). Its client has got the doubt by then.
+type carried struct {
 	x        *Call
 	outcome  execution.Outcome
-	answer   http.Header    // what its evidence needs of it
-	reported reportedErrors // what of that is recorded already
+	answer   http.Header    // the errors that the upstream has reported with its answer
+	reported reportedErrors // those of them that are recorded already
 }
 
-// Size implements execution.Later.
-func (l *lateOutcome) Size() int64 {
+// Size implements execution.Carried.
+func (l *carried) Size() int64 {
 	c := &l.x.capture
 	size := callSize + len(c.answer) + len(c.source.Request.Body)
 	if l.x.message != nil {
@@ -179,139 +177,19 @@ func (l *lateOutcome) Size() int64 {
 // callSize is about what a call keeps besides the bodies that are counted, in bytes.
 const callSize = 8 << 10
 
-// Again implements execution.Later.
-func (l *lateOutcome) Again(ctx context.Context) (all []*store.Batch) {
-	x := l.x
-	defer func() { // P7: it ends nobody else's call
-		if p := recover(); p != nil {
-			x.h.Logger.Error("the evidence of an outcome that is recorded late panicked; the outcome is recorded without it",
-				slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
-			for _, b := range all {
-				_ = b.Done(errLatePanic)
-			}
-			all = nil
+// Again implements execution.Carried.
+func (l *carried) Again(ctx context.Context) []*store.Batch {
+	x, logged := l.x, store.NewBatch()
+	logged.OnDone(func(err error) error {
+		if err == nil {
+			x.h.Logger.Info("the outcome of a call that was in doubt is recorded",
+				slog.Any("key", x.call.Key), slog.String("outcome", l.outcome.Verdict.String()))
 		}
-	}()
-	all = append(all, x.outcomeEvents(ctx, l.outcome, l.answer, true))
-	all = append(all, x.undoable(ctx, l.outcome, l.answer))
-	return append(all, written(x, true))
-}
-
-var errLatePanic = errors.New("agent_guard: the evidence of an outcome panicked")
-
-// Over implements execution.Later.
-func (l *lateOutcome) Over(err error) {
-	x := l.x
-	switch {
-	case err == nil:
-		x.h.Logger.Info("the outcome of a call that was in doubt is recorded: it came while the store did not answer",
-			slog.Any("key", x.call.Key), slog.String("outcome", l.outcome.Verdict.String()))
-	case errors.Is(err, execution.ErrTaken): // whoever was first has said so
-	default:
-		x.h.Logger.Error("the outcome of a call cannot be recorded; it stays in doubt", slog.Any("key", x.call.Key), slog.Any("error", err))
-	}
-}
-
-// Moved implements execution.Later.
-func (l *lateOutcome) Moved(late *execution.Late) {
-	l.x.h.moved.add(l.x.h, late, l.x.executions.Boot())
-}
-
-const (
-	// movedEvery is how often it is looked whether the store is open again.
-	movedEvery = time.Second
-	// movedTime is how long that is waited for.
-	movedTime = time.Hour
-	// mostMoved bounds the outcomes that wait for that; what is beyond it stays in doubt.
-	mostMoved = 1024
-)
-
-// movedOutcomes are the outcomes of calls whose gateway was removed from the shared store, or has closed it, before they
-// were recorded: an answer is evidence, also then. The engine of such a call is given up meanwhile, so only the end
-// of the process ends it.
-type movedOutcomes struct {
-	mu      sync.Mutex
-	waiting []movedOutcome
-	armed   bool
-}
-
-type movedOutcome struct {
-	*execution.Late
-	boot string // of the member that has run it
-	till time.Time
-}
-
-func (m *movedOutcomes) add(h *Handler, late *execution.Late, boot string) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if len(m.waiting) >= mostMoved {
-		h.Logger.Error("the outcomes of too many calls wait for the store; this one stays in doubt", slog.Any("key", late.Key()))
-		return
-	}
-	m.waiting = append(m.waiting, movedOutcome{late, boot, time.Now().Add(movedTime)})
-	m.arm(h)
-}
-
-// arm has a round tried in a while, with mu held.
-func (m *movedOutcomes) arm(h *Handler) {
-	if !m.armed && len(m.waiting) > 0 && !h.Host.Exiting() {
-		m.armed = true
-		time.AfterFunc(movedEvery, func() { m.round(h) })
-	}
-}
-
-// round settles what the calls have left in doubt, if the store is open again.
-func (m *movedOutcomes) round(h *Handler) {
-	if h.Host.Exiting() {
-		return
-	}
-	e, release, err := h.Open()
-	if err == nil {
-		defer release()
-	}
-	m.mu.Lock()
-	all := m.waiting
-	m.waiting = nil
-	m.mu.Unlock()
-	var left []movedOutcome
-	for _, o := range all {
-		switch {
-		case time.Now().After(o.till):
-		case err != nil || e.Executions.Boot() == o.boot:
-			left = append(left, o)
-		default:
-			var over bool
-			if over, err = settledLate(h, e, o.Late); !over {
-				left = append(left, o) // and so does the rest of them, if the store has failed
-			}
-		}
-	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.waiting, m.armed = append(left, m.waiting...), false
-	m.arm(h)
-}
-
-// settledLate reports whether there is nothing more to be tried.
-func settledLate(h *Handler, e *Engine, late *execution.Late) (over bool, err error) {
-	ctx := context.Background()
-	policy, err := h.Tokens()
-	if err != nil {
-		return false, err
-	}
-	applied, err := e.Executions.SettleLate(ctx, late, func(r *execution.Record, how execution.Resolution) *store.Batch {
-		return policy.SettledBy(ctx, late.Key(), r, how.Applied, how.By)
+		return err
 	})
-	switch {
-	case errors.Is(err, execution.ErrTaken):
-		return true, nil
-	case err != nil:
-		h.Logger.Warn("the outcome of a call that was in doubt cannot be recorded yet", slog.Any("key", late.Key()), slog.Any("error", err))
-		return false, err
+	return []*store.Batch{
+		x.outcomeEvents(ctx, l.outcome, l.answer, true), x.undoable(ctx, l.outcome, l.answer), written(x, true), logged,
 	}
-	h.Logger.Info("the outcome of a call that was in doubt is recorded: it came while this gateway was no member of its store",
-		slog.Any("key", late.Key()), slog.Bool("executed", applied))
-	return true, nil
 }
 
 // prober runs one probe per key at a time; others wait for its result.

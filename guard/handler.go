@@ -361,7 +361,6 @@ type Handler struct {
 	restores     bool                              // an action of it restores
 	byMessage    bool                              // an action of it is chosen by its messages
 	probes       prober
-	moved        movedOutcomes
 	failures     throttle // calls that were forwarded for want of a store
 	unbound      throttle // requests that passed though their tokens could not be bound
 	alarms       alarms

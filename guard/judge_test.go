@@ -75,8 +75,8 @@ func TestSizeOfAnOutcomeThatWaits(t *testing.T) {
 	x := &Call{message: &protocol.Message{Whole: make([]byte, 1000)}}
 	x.capture.source.Request.Body = make([]byte, 200)
 	x.capture.answer = make([]byte, 30)
-	plain := &lateOutcome{x: new(Call)}
-	if got := (&lateOutcome{x: x}).Size() - plain.Size(); got != 1230 {
+	plain := &carried{x: new(Call)}
+	if got := (&carried{x: x}).Size() - plain.Size(); got != 1230 {
 		t.Errorf("%d bytes", got)
 	}
 }

@@ -330,9 +330,9 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 }
 
 // outcomeEvents makes the evidence of an outcome. If that fails the outcome is recorded all the
-// same; missing evidence is found at the next start, or not at all. With late it is that of an outcome which could
-// not be recorded with the first: the call's client is not there any more, and other goroutines use the call.
-func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header, late bool) *store.Batch {
+// same; missing evidence is found at the next start, or not at all. With again it is made anew, since the store has not
+// taken the outcome (ADR 0147): the call's client is not there any more, and other goroutines use the call.
+func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header, again bool) *store.Batch {
 	s := &x.evidence
 	if s.policy == nil {
 		return nil
@@ -342,18 +342,18 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 		return nil // then nothing is recorded either
 	}
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
-	reported, before := x.keepUpstreamErrors(ctx, now, answer), x.late.reported
-	if len(before.ids) > 0 { // for a commit that has failed
-		reported = reportedErrors{append(slices.Clip(before.ids), reported.ids...), cmp.Or(before.severe, reported.severe), before.critical || reported.critical}
+	if len(x.carried.reported.ids) == 0 {
+		x.carried.reported = x.keepUpstreamErrors(ctx, now, answer)
 	}
-	x.late.reported, came.UpstreamErrors = reported, reported.ids
-	if o.Verdict == execution.Completed && !came.Failed() && !late {
+	reported := x.carried.reported
+	came.UpstreamErrors = reported.ids
+	if o.Verdict == execution.Completed && !came.Failed() && !again {
 		s.policy.Evidence.Answered(&s.call)
 	}
 	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
 	failed := len(drafts) > 1
 	var signed []*ect.Token
-	if err == nil && failed && x.hears() && !late {
+	if err == nil && failed && x.hears() && !again {
 		signed, err = s.policy.signAll(drafts)
 		drafts = nil
 	}

@@ -28,8 +28,8 @@ type Execution struct {
 	holding holding
 	keeper  *keeper
 	attempt *Attempt // nil for a call whose key is its caller's word
-	later   Later    // nil where an outcome that could not be recorded is a doubt
-	// recorded gets the record with the outcome; nil where nobody asks.
+	carried Carried  // by the commit of its outcome; nil where an outcome that could not be recorded is a doubt
+	// recorded gets the record of an outcome that the store takes only later (ADR 0147); else nil.
 	recorded *Record
 }
 
@@ -79,7 +79,8 @@ type Outcome struct {
 // reported so. It is recorded as such as soon as the store takes that.
 func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Batch) error {
 	err := e.settle(ctx, o, batches)
-	ending, later := EndedInDoubt, func() {}
+	ending, unrecorded := EndedInDoubt, err != nil
+	var pending *pendingOutcome
 	switch {
 	case err != nil:
 		left := e.record.unrecorded(e.keeper)
@@ -87,7 +88,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		orphan.State = StateInDoubt // as it will be recorded if its outcome is not
 		e.g.quotas.unrecorded(e.usage, e.flight.key, &orphan)
 		e.holding.end(false, e.flight.key, left)
-		later = e.g.late.keep(e, &o, left, err)
+		pending = e.g.pending.hold(e, &o, left, err)
 		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)
 	case o.Whole:
 		ending = endedAnswered
@@ -95,27 +96,23 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 		ending = endedUnsent
 	}
 	if e.attempt != nil {
-		if err != nil {
+		if unrecorded {
 			o.Verdict = InDoubt
 		}
-		e.attempt.settled(&o, e.record.Settled, e.record.KeepKey, err == nil)
+		e.attempt.settled(&o, e.record.Settled, e.record.KeepKey, !unrecorded)
 	}
 	err = done(err, batches)
 	e.holding.end(true, e.flight.key, nil)
 	e.g.quotas.leave(e.usage) // before the followers wake, since one of them may claim
 	e.g.flights.end(e.flight, ending)
 	e.g.running.leave()
-	later()
-	return err
-}
-
-// SettleLater is Settle for an owner who has the outcome recorded later if the store does not take it now.
-func (e *Execution) SettleLater(ctx context.Context, o Outcome, later Later, batches ...*store.Batch) error {
-	if e.keeper != nil {
-		e.keeper.halt() // which reads it
+	switch {
+	case pending != nil:
+		pending.mu.Unlock()
+	case unrecorded && !gone(err): // else whoever opens the store next finds it open
+		e.g.pending.drop()
 	}
-	e.later = later
-	return e.Settle(ctx, o, batches...)
+	return err
 }
 
 func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batch) error {
@@ -193,17 +190,21 @@ func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batc
 	return e.keep(ctx, &record, nil, batches)
 }
 
-// away reports that a commit has failed for a reason which has nothing to do with what it writes: an answer that clients
-// have seen must not be given up for that (P7).
-func away(err error) bool {
-	return errors.Is(err, store.ErrUnavailable) || errors.Is(err, store.ErrUnknown)
+// SettleWith is Settle for an outcome that is recorded also if the store takes it only later, with what it carries made
+// anew (ADR 0147).
+func (e *Execution) SettleWith(ctx context.Context, o Outcome, carried Carried, batches ...*store.Batch) error {
+	if e.keeper != nil {
+		e.keeper.halt() // which reads it
+	}
+	e.carried = carried
+	return e.Settle(ctx, o, batches...)
 }
 
 // waits reports that the outcome waits with its answer for a store that has failed with err. An embedded store that is
 // nearly full still takes outcomes without their answers; a database promises no such room, and an outcome that has
 // waited anyway does so until both fit.
 func (e *Execution) waits(err error) bool {
-	full := e.later != nil && (e.g.members.store != nil || e.recorded != nil)
+	full := e.carried != nil && (e.g.members.store != nil || e.recorded != nil)
 	return away(err) || full && errors.Is(err, store.ErrFull)
 }
 

@@ -34,7 +34,7 @@ type Guard struct {
 	store   store.Store
 	fresh   bool // the store was empty when it was opened
 	members members
-	late    lates
+	pending pendingOutcomes
 	keys    Keys
 	flights flights
 	groups  groups
@@ -87,10 +87,10 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	g := &Guard{
 		records: records{sealer: sealer, boot: hex.EncodeToString(boot[:])}, store: st,
 		writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory),
-		late: lates{waiting: map[Key]*Late{}, trying: make(chan struct{}, 1)},
+		pending: pendingOutcomes{all: map[[16]byte]*pendingOutcome{}, round: make(turn, 1)},
 	}
-	g.late.ctx, g.late.cancel = context.WithCancel(context.Background())
-	g.members.g, g.late.g, g.keys = g, g, Keys{g: g, wake: make(chan struct{}, 1)}
+	g.pending.ctx, g.pending.cancel = context.WithCancel(context.Background())
+	g.members.g, g.pending.g, g.keys = g, g, Keys{g: g, wake: make(chan struct{}, 1)}
 	if g.members.store = fleet.Of(st); g.members.store != nil {
 		g.boot, g.shared, g.caps = g.members.store.Boot(), true, store.NewCaps(st)
 	}
@@ -102,7 +102,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 		return nil, Recovery{}, err
 	}
 	g.groups.open(g)
-	recovery, err := g.members.recover(ctx)
+	recovery, err := g.members.recover(ctx, false)
 	if err != nil {
 		return nil, Recovery{}, fmt.Errorf("recovering executions: %w", err)
 	}
@@ -205,8 +205,8 @@ func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, e
 }
 
 // lookUp is LookUp. With replay it reads the answer first, which has what a replay needs of the
-// record and is deleted where the record changes: then a replay is one read. With waits it waits for an outcome that waits.
-func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay, waits bool) (Finding, error) {
+// record and is deleted where the record changes: then a replay is one read. With tries a pending outcome is tried.
+func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay, tries bool) (Finding, error) {
 	var orphan store.Version
 	for {
 		if f := g.flights.find(key); f != nil {
@@ -236,8 +236,8 @@ func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay, wai
 			orphan = version
 			continue
 		}
-		if orphan == version && waits && g.late.await(ctx, key) {
-			continue // it is now, or somebody else has settled it
+		if orphan == version && tries && g.pending.settle(ctx, record.Claim) {
+			continue
 		}
 		found, err := g.found(ctx, record, fp)
 		found.version = version
@@ -418,7 +418,7 @@ func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*st
 		g.flights.end(flight, endedUnsent)
 		g.running.leave()
 		if errors.Is(err, store.ErrUnknown) { // it may be there, and is nobody's
-			g.late.lose()
+			g.pending.drop()
 		}
 		return nil, err
 	}

@@ -110,7 +110,7 @@ func (g *Guard) List(ctx context.Context, f Filter, after string, limit int) (Pa
 			}
 			at = p
 			opened++
-			found, err := g.get(ctx, p.key, false) // many outcomes may wait
+			found, err := g.get(ctx, p.key, false) // many outcomes may be pending
 			if errors.Is(err, ErrUnknown) {
 				continue
 			}
@@ -290,7 +290,7 @@ const minPrefix = 4
 // Get returns what is recorded under key, whatever the fingerprint, or ErrUnknown.
 func (g *Guard) Get(ctx context.Context, key Key) (Recorded, error) { return g.get(ctx, key, true) }
 
-func (g *Guard) get(ctx context.Context, key Key, waits bool) (Recorded, error) {
+func (g *Guard) get(ctx context.Context, key Key, tries bool) (Recorded, error) {
 	record, _, err := g.load(ctx, key)
 	if err != nil {
 		return Recorded{}, err
@@ -298,7 +298,7 @@ func (g *Guard) get(ctx context.Context, key Key, waits bool) (Recorded, error) 
 	if record == nil {
 		return Recorded{}, ErrUnknown
 	}
-	found, err := g.lookUp(ctx, key, record.Fingerprint, false, waits)
+	found, err := g.lookUp(ctx, key, record.Fingerprint, false, tries)
 	if err != nil {
 		return Recorded{}, err
 	}

@@ -227,15 +227,15 @@ func (t *groups) marked(all []*known, marks []byte) {
 	}
 }
 
-// EndLate gives up the outcomes that wait for the store, for the guard that is opened next. It is called before what
-// their owners need for their batches is closed; Close does so, too.
-func (g *Guard) EndLate() { g.late.end() }
+// DropPending drops the outcomes that the store has not taken: recovery finds their calls in doubt. It is called before
+// what makes their batches is closed; Close does so, too.
+func (g *Guard) DropPending() { g.pending.end() }
 
 // Close writes what is still to be noted of calls without a key. It is called once, before the store
 // is closed.
 func (g *Guard) Close(ctx context.Context) error {
 	g.members.stop()
-	g.late.end()
+	g.pending.end()
 	return g.groups.flush(ctx, true)
 }
 

@@ -40,7 +40,7 @@ func (m *members) start() {
 		cancel,
 		g.keys.keep(),
 		fleet.Job{Fleet: m.store, Every: renewTime, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
-			recovered, err := m.recover(ctx)
+			recovered, err := m.recover(ctx, false)
 			if recovered != (Recovery{}) {
 				m.reports(recovered)
 			}
@@ -60,7 +60,7 @@ func (m *members) sweep(ctx context.Context, boot string) (unrecorded int, err e
 	if _, swept := m.swept.Load(boot); swept {
 		return 0, nil
 	}
-	r, err := m.recover(ctx)
+	r, err := m.recover(ctx, false)
 	if err == nil && r.Unrecorded == 0 {
 		m.swept.Store(boot, nil)
 	}
@@ -85,12 +85,22 @@ func (m *members) orphaned(ctx context.Context, r *Record) (bool, error) {
 
 // recover settles the open records of earlier processes of this node, and of members that are gone. It runs when
 // the store is opened (a reload is not a new process), and when a member has left. Several members may do so at
-// once: each record is settled by one of them.
-func (m *members) recover(ctx context.Context) (Recovery, error) {
-	var done Recovery
-	keys, err := m.openKeys(ctx)
-	if err != nil {
-		return done, err
+// once: each record is settled by one of them. With own it settles those of this process that nobody here has an
+// outcome of (ADR 0147).
+func (m *members) recover(ctx context.Context, own bool) (Recovery, error) {
+	done := Recovery{Own: own}
+	if own { // a commit whose end was unknown comes before this one, or never
+		barrier := store.Write{Key: stateKey(StateSending, time.Unix(0, 0), Key{}), Delete: true}
+		if _, err := m.g.store.Commit(ctx, barrier); err != nil {
+			return done, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+	}
+	var keys []Key
+	for entry, err := range m.g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
+		if err != nil {
+			return done, fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		keys = append(keys, keyIn(entry.Key)) // also of one that is just being run again here, whose claim may fail
 	}
 	for _, key := range keys {
 		if err := m.recoverOne(ctx, key, &done); err != nil {
@@ -98,17 +108,6 @@ func (m *members) recover(ctx context.Context) (Recovery, error) {
 		}
 	}
 	return done, nil
-}
-
-// openKeys are those of the open records.
-func (m *members) openKeys(ctx context.Context) (keys []Key, err error) {
-	for entry, err := range m.g.store.Scan(ctx, store.Prefix([]byte{spaceState, byte(StateSending)})) {
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		keys = append(keys, keyIn(entry.Key)) // also of one that is just being run again here, whose claim may fail
-	}
-	return keys, nil
 }
 
 func (m *members) reports(r Recovery) {
@@ -122,8 +121,15 @@ func (m *members) reports(r Recovery) {
 func (m *members) recoverOne(ctx context.Context, key Key, done *Recovery) error {
 	g := m.g
 	record, version, err := g.load(ctx, key)
-	if err != nil || record == nil || !record.State.open() || record.Boot == g.boot {
+	switch {
+	case done.Own && errors.Is(err, ErrUnreadable):
+		return nil
+	case err != nil || record == nil || !record.State.open() || (record.Boot == g.boot) != done.Own:
 		return err
+	case done.Own && (g.flights.find(key) != nil || g.pending.has(record.Claim)):
+		return nil
+	case done.Own:
+		return m.doubt(ctx, key, record, version, CauseUnrecorded, done)
 	}
 	if orphan, err := m.orphaned(ctx, record); err != nil || !orphan {
 		return err

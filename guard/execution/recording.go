@@ -252,6 +252,13 @@ func (r *Recording) end(e Ending) {
 	r.drop()
 }
 
+// hold keeps the body until drop, also when the execution has ended.
+func (r *Recording) hold() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.holders++
+}
+
 func (r *Recording) drop() {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -21,9 +21,6 @@ const (
 	// ByAnswer is the answer to the call, on another connection than its own. It may also say that the call was not
 	// executed.
 	ByAnswer = "answer"
-	// byOwner is the gateway that ran the call, and could not record its outcome in time (SettleLate). It may also say
-	// that the call was not executed.
-	byOwner = "owner"
 )
 
 // Resolution says what has become of a call in doubt. That of an operator is recorded.
@@ -167,28 +164,6 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 	g.groups.resolved(key, found.Record, record)
 	g.quotas.resolved(key, found.Record, record)
 	return nil
-}
-
-// SettleLate settles the doubt that an outcome's guard has left which could not record it (Later.Moved), through the
-// one that is open now, and reports whether the call was executed. with makes the batch that the commit carries; it may be nil.
-//
-// ErrTaken means that somebody has settled it before, or that it runs again: nothing was recorded then.
-func (g *Guard) SettleLate(ctx context.Context, l *Late, with func(r *Record, how Resolution) *store.Batch) (applied bool, err error) {
-	found, err := g.Get(ctx, l.key)
-	switch {
-	case errors.Is(err, ErrUnknown):
-		return false, ErrTaken
-	case err != nil:
-		return false, err
-	case found.Status != Doubtful || found.Record.Claim != l.claim:
-		return false, ErrTaken
-	}
-	how := Resolution{By: byOwner, Applied: l.applied, Answer: l.head, Body: l.body}
-	var batch *store.Batch
-	if with != nil {
-		batch = with(found.Record, how)
-	}
-	return l.applied, g.SettleDoubt(ctx, found, how, batch)
 }
 
 // Longest members of a Resolution, in bytes.

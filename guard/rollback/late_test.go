@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,10 +16,9 @@ import (
 
 // lateCall has what undoing needs of a call recorded with its outcome, as the gateway does.
 type lateCall struct {
-	r    *rig
-	h    checkpoint.Handle
-	v    execution.Verdict
-	over atomic.Pointer[error]
+	r *rig
+	h checkpoint.Handle
+	v execution.Verdict
 }
 
 func (l *lateCall) batch(ctx context.Context) *store.Batch {
@@ -40,8 +38,6 @@ func (l *lateCall) batch(ctx context.Context) *store.Batch {
 
 func (l *lateCall) Size() int64                              { return 0 }
 func (l *lateCall) Again(ctx context.Context) []*store.Batch { return []*store.Batch{l.batch(ctx)} }
-func (l *lateCall) Over(err error)                           { l.over.Store(&err) }
-func (l *lateCall) Moved(*execution.Late)                    { l.r.t.Error("it was moved") }
 
 // ADR 0147: a call whose outcome could not be recorded when it came is undone by what its answer has left, as any other:
 // at its own gateway and at another one, whether the rollback comes behind the outcome, with the store, or before it.
@@ -86,7 +82,7 @@ func rollBackLate(t *testing.T, v execution.Verdict, way checkpoint.Way, elsewhe
 	if v == execution.InDoubt {
 		o.Cause = execution.CauseLost
 	}
-	if err := e.SettleLater(ctx, o, late, late.batch(ctx)); !errors.Is(err, execution.ErrUnrecorded) {
+	if err := e.SettleWith(ctx, o, late, late.batch(ctx)); !errors.Is(err, execution.ErrUnrecorded) {
 		t.Fatal(err)
 	}
 	q := request("c1", rollback.Single)
@@ -94,7 +90,7 @@ func rollBackLate(t *testing.T, v execution.Verdict, way checkpoint.Way, elsewhe
 		at.execute(q)
 	}
 	<-time.After(20*time.Second + 500*time.Millisecond) // between two tries
-	if undone > 0 || late.over.Load() != nil {
+	if undone > 0 {
 		t.Fatal("it is over before the store is back")
 	}
 	a.st.refuses.Store(false)
@@ -114,9 +110,6 @@ func rollBackLate(t *testing.T, v execution.Verdict, way checkpoint.Way, elsewhe
 		t.Errorf("%d undos were sent under %d keys", undone, n)
 	}
 	<-time.After(5 * time.Second)
-	if over := late.over.Load(); over == nil || *over != nil {
-		t.Errorf("its owner heard %v", over)
-	}
 	a.wantCallStatus("1", execution.RolledBack)
 	b.wantCallStatus("1", execution.RolledBack)
 	stop(a.Coordinator)

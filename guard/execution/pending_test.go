@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"iter"
-	"slices"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -25,16 +24,7 @@ type leaving struct {
 	why   error // what its commits get; nil where they are taken
 	lands bool  // they are written all the same
 	held  [][]store.Write
-	asked int    // since it is away
-	large []byte // a value that finds no room
-}
-
-// refuse takes all commits but those with such a value.
-func (l *leaving) refuse(large []byte) {
-	l.set(nil, false)
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.large = large
+	asked int // since it is away
 }
 
 func (l *leaving) set(why error, lands bool) {
@@ -55,9 +45,6 @@ func (l *leaving) failure() error {
 func (l *leaving) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	l.mu.Lock()
 	why, lands := l.why, l.lands
-	if l.large != nil && slices.ContainsFunc(batch, func(w store.Write) bool { return bytes.Equal(w.Value, l.large) }) {
-		why = store.ErrFull
-	}
 	l.asked++
 	if why != nil && !lands {
 		var kept []store.Write
@@ -99,21 +86,18 @@ func (l *leaving) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry
 
 // owner is the owner of an execution whose outcome carries a write of its own.
 type owner struct {
-	mu      sync.Mutex
-	name    string
-	carries []byte
-	size    int64
-	again   int
-	over    []error
-	moved   []*execution.Late
-	hook    func()
+	mu    sync.Mutex
+	name  string
+	size  int64
+	again int
+	hook  func()
 }
 
 func (o *owner) key() []byte { return []byte("z" + o.name) }
 
 // batch is what the commit of the outcome carries, at most once.
 func (o *owner) batch() *store.Batch {
-	return store.NewBatch(store.Write{Key: o.key(), Value: o.carries, If: store.Absent()})
+	return store.NewBatch(store.Write{Key: o.key(), If: store.Absent()})
 }
 
 func (o *owner) Size() int64 { return o.size }
@@ -126,25 +110,6 @@ func (o *owner) Again(context.Context) []*store.Batch {
 		o.hook()
 	}
 	return []*store.Batch{o.batch()}
-}
-
-func (o *owner) Over(err error) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.over = append(o.over, err)
-}
-
-func (o *owner) Moved(l *execution.Late) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.moved = append(o.moved, l)
-}
-
-// ended is how it has heard that nothing more is tried.
-func (o *owner) ended() string {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	return fmt.Sprintf("%v %d", o.over, len(o.moved))
 }
 
 // lateFleet is a fleet of two members, of which the store of the first can be away.
@@ -166,7 +131,7 @@ func (n *node) loses(c *execution.Call, st *leaving, why error, lands bool, o *o
 		outcome.Cause = execution.CauseLost
 	}
 	st.set(why, lands)
-	if err := e.SettleLater(ctx, outcome, o, o.batch()); !errors.Is(err, execution.ErrUnrecorded) {
+	if err := e.SettleWith(ctx, outcome, o, o.batch()); !errors.Is(err, execution.ErrUnrecorded) {
 		n.t.Fatalf("settled: %v", err)
 	}
 }
@@ -227,9 +192,6 @@ func TestOutcomeIsRecordedWhenTheStoreIsBack(t *testing.T) {
 						}
 						if _, err := b.mem.Get(ctx, o.key()); err != nil {
 							t.Errorf("what the commit carried: %v", err)
-						}
-						if got := o.ended(); got != "[<nil>] 0" {
-							t.Errorf("its owner heard %s", got)
 						}
 						if n, _, err := b.Doubts(ctx); err != nil || (n == 1) != (want == execution.Doubtful) {
 							t.Errorf("%d doubts, %v", n, err)
@@ -300,9 +262,6 @@ func TestOutcomeComesAfterItsExecutionWasSettled(t *testing.T) {
 		if got := string(b.body(call)); got != "probed" {
 			t.Errorf("the record has %q", got)
 		}
-		if got := o.ended(); got != fmt.Sprintf("%v 0", []error{execution.ErrTaken}) {
-			t.Errorf("its owner heard %s", got)
-		}
 		if _, err := b.mem.Get(ctx, o.key()); !errors.Is(err, store.ErrNotFound) {
 			t.Errorf("what the commit carried: %v", err)
 		}
@@ -318,34 +277,6 @@ func TestRetryFindsAnOutcomeThatWaits(t *testing.T) {
 		st.set(nil, false)
 		begun := time.Now()
 		a.status(call, execution.Replayable)
-		if waited := time.Since(begun); waited != 0 {
-			t.Errorf("it waited for %v", waited)
-		}
-	})
-}
-
-// What somebody waits for is tried before what has waited for longer, and may not be taken yet.
-func TestRetryIsBeforeOtherOutcomesThatWait(t *testing.T) {
-	lateFleet(t, func(t *testing.T, a, _ *node, st *leaving) {
-		open, large := map[string]*execution.Execution{}, bytes.Repeat([]byte("large"), 100)
-		for i := range 5 {
-			open[fmt.Sprint(i)] = a.claim(a.call(fmt.Sprint(i)))
-		}
-		open["wanted"] = a.claim(a.call("wanted"))
-		st.set(store.ErrUnavailable, false)
-		for i := range 5 {
-			name := fmt.Sprint(i)
-			if err := open[name].SettleLater(ctx, answered(open[name], nil), &owner{name: name, carries: large}); !errors.Is(err, execution.ErrUnrecorded) {
-				t.Fatal(err)
-			}
-		}
-		if err := open["wanted"].SettleLater(ctx, answered(open["wanted"], []byte("late")), &owner{name: "wanted"}); !errors.Is(err, execution.ErrUnrecorded) {
-			t.Fatal(err)
-		}
-		<-time.After(away + 500*time.Millisecond) // between two rounds
-		st.refuse(large)
-		begun := time.Now()
-		a.status(a.call("wanted"), execution.Replayable)
 		if waited := time.Since(begun); waited != 0 {
 			t.Errorf("it waited for %v", waited)
 		}
@@ -378,7 +309,7 @@ func TestOutcomeDoesNotWaitForThatOfAnEarlierAttempt(t *testing.T) {
 			<-time.After(7 * time.Second)
 			close(hang)
 		}()
-		if err := e.SettleLater(ctx, answered(e, []byte("second")), second); !errors.Is(err, execution.ErrUnrecorded) {
+		if err := e.SettleWith(ctx, answered(e, []byte("second")), second); !errors.Is(err, execution.ErrUnrecorded) {
 			t.Fatal(err)
 		}
 		if waited := time.Since(begun); waited != 0 {
@@ -389,12 +320,6 @@ func TestOutcomeDoesNotWaitForThatOfAnEarlierAttempt(t *testing.T) {
 		<-time.After(2 * time.Second)
 		if got := string(b.body(call)); got != "second" {
 			t.Errorf("the record has %q", got)
-		}
-		if got := first.ended(); got != fmt.Sprintf("%v 0", []error{execution.ErrTaken}) {
-			t.Errorf("the owner of the first heard %s", got)
-		}
-		if got := second.ended(); got != "[<nil>] 0" {
-			t.Errorf("the owner of the second heard %s", got)
 		}
 	})
 }
@@ -433,8 +358,7 @@ func TestOutcomeWhoseEvidenceIsThereAlready(t *testing.T) {
 	})
 }
 
-// A store that is away is asked by one, however many outcomes wait. Those beyond the bound, and those whose owners want
-// nothing, are recorded as in doubt; answers beyond the bound are given up.
+// A store that is away is asked by one, however many outcomes wait. Those beyond the bound are recorded as in doubt.
 func TestOutcomesThatWaitAreBounded(t *testing.T) {
 	t.Run("their number", func(t *testing.T) {
 		lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
@@ -442,12 +366,12 @@ func TestOutcomesThatWaitAreBounded(t *testing.T) {
 			owners := make([]owner, most+more)
 			open := make([]*execution.Execution, len(owners))
 			for i := range owners {
-				owners[i].name = fmt.Sprint(i)
+				owners[i].name, owners[i].size = fmt.Sprint(i), 32<<10-int64(len("late"))
 				open[i] = a.claim(a.call(owners[i].name))
 			}
 			st.set(store.ErrUnavailable, false)
 			for i, e := range open {
-				if err := e.SettleLater(ctx, answered(e, []byte("late")), &owners[i]); !errors.Is(err, execution.ErrUnrecorded) {
+				if err := e.SettleWith(ctx, answered(e, []byte("late")), &owners[i]); !errors.Is(err, execution.ErrUnrecorded) {
 					t.Fatal(err)
 				}
 			}
@@ -479,23 +403,24 @@ func TestOutcomesThatWaitAreBounded(t *testing.T) {
 			}
 		})
 	})
-	t.Run("their answers", func(t *testing.T) {
+	t.Run("with their answers", func(t *testing.T) {
 		lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
 			a.BodyMemory().SetLimit(1 << 30)
-			owners := []owner{{name: "0", size: 62 << 20}, {name: "1"}, {name: "2"}, {name: "3", size: 64 << 20}}
+			owners := []owner{{name: "0", size: 62 << 20}, {name: "1", size: 1 << 20}, {name: "2"}, {name: "3", size: 64 << 20}}
+			answers := []int{1_500_000, 1_500_000, 100_000, 0}
 			var open []*execution.Execution
 			for i := range owners {
 				open = append(open, a.claim(a.call(owners[i].name)))
 			}
 			st.set(store.ErrUnavailable, false)
 			for i, e := range open {
-				if err := e.SettleLater(ctx, answered(e, make([]byte, 1_500_000)), &owners[i]); !errors.Is(err, execution.ErrUnrecorded) {
+				if err := e.SettleWith(ctx, answered(e, make([]byte, answers[i])), &owners[i]); !errors.Is(err, execution.ErrUnrecorded) {
 					t.Fatal(err)
 				}
 			}
 			st.set(nil, false)
 			<-time.After(2 * time.Second)
-			for i, want := range []execution.Status{execution.Replayable, execution.ResultUnavailable, execution.ResultUnavailable, execution.Doubtful} {
+			for i, want := range []execution.Status{execution.Replayable, execution.Doubtful, execution.Replayable, execution.Doubtful} {
 				b.status(b.call(owners[i].name), want)
 			}
 			if used := a.BodyMemory().Used(); used != 0 {
@@ -505,22 +430,22 @@ func TestOutcomesThatWaitAreBounded(t *testing.T) {
 	})
 }
 
-// What is open and nobody has an outcome of is recorded as in doubt: where the owner of an execution keeps none, where
+// What is open and nobody has an outcome of is recorded as in doubt: where the outcome is too large to be held, where
 // the store refuses it for another reason, and where it was never said whether a claim has landed.
 func TestWhatNobodyHasAnOutcomeOfIsInDoubt(t *testing.T) {
 	lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
-		kept, refused, claimed := a.call("kept by nobody"), a.call("refused"), a.call("claimed")
-		e := a.claim(kept)
+		large, refused, claimed := a.call("large"), a.call("refused"), a.call("claimed")
+		e := a.claim(large)
 		e.WriteFor(make([]byte, 600_000), false)
 		synctest.Wait()
 		st.set(store.ErrUnavailable, false)
-		if err := e.Settle(ctx, answered(e, nil)); !errors.Is(err, execution.ErrUnrecorded) {
+		if err := e.SettleWith(ctx, answered(e, nil), &owner{name: "large", size: 65 << 20}); !errors.Is(err, execution.ErrUnrecorded) {
 			t.Fatal(err)
 		}
 		st.set(nil, false)
 		e = a.claim(refused)
 		st.set(errDisk, false)
-		if err := e.SettleLater(ctx, answered(e, nil), new(owner)); !errors.Is(err, execution.ErrUnrecorded) {
+		if err := e.SettleWith(ctx, answered(e, nil), new(owner)); !errors.Is(err, execution.ErrUnrecorded) {
 			t.Fatal(err)
 		}
 		st.set(nil, false)
@@ -532,9 +457,9 @@ func TestWhatNobodyHasAnOutcomeOfIsInDoubt(t *testing.T) {
 		st.set(nil, false)
 		running := a.call("running")
 		a.claim(running)
-		b.status(kept, execution.RunningElsewhere)
+		b.status(large, execution.RunningElsewhere)
 		<-time.After(2 * time.Second)
-		for _, c := range []*execution.Call{kept, refused, claimed} {
+		for _, c := range []*execution.Call{large, refused, claimed} {
 			if found := b.status(c, execution.Doubtful); found.Record.Cause != execution.CauseUnrecorded {
 				t.Errorf("the cause is %s", found.Record.Cause)
 			}
@@ -549,55 +474,12 @@ func TestWhatNobodyHasAnOutcomeOfIsInDoubt(t *testing.T) {
 	})
 }
 
-// A member that is removed while an outcome waits settles the doubt that others have recorded, once it is back.
-func TestMemberIsRemovedWhileAnOutcomeWaits(t *testing.T) {
-	bubble(t, func(t *testing.T, f *fleet) {
-		for _, verdict := range []execution.Verdict{execution.Completed, execution.Released, execution.InDoubt} {
-			m := f.mem.Join("a")
-			st := &leaving{Member: m}
-			a, b := f.open(m, st), f.join("b")
-			call, o := a.call(verdict.String()), &owner{name: verdict.String()}
-			a.loses(call, st, store.ErrUnavailable, false, o, verdict, []byte("late"))
-			<-time.After(away)
-			m.Remove()
-			st.set(nil, false)
-			synctest.Wait()
-			if found := b.status(call, execution.Doubtful); found.Record.Cause != execution.CauseDied {
-				t.Errorf("the cause is %s", found.Record.Cause)
-			}
-			<-time.After(2 * time.Second)
-			if verdict == execution.InDoubt {
-				if got := o.ended(); got != "[] 0" {
-					t.Errorf("its owner heard %s", got)
-				}
-				b.status(call, execution.Doubtful)
-				continue
-			}
-			if got := o.ended(); got != "[] 1" {
-				t.Fatalf("its owner heard %s", got)
-			}
-			again := f.join("a")
-			if _, err := again.SettleLate(ctx, o.moved[0], nil); err != nil {
-				t.Fatal(err)
-			}
-			if verdict == execution.Released {
-				b.status(call, execution.Free)
-			} else if got := string(b.body(call)); got != "late" {
-				t.Errorf("the record has %q", got)
-			}
-		}
-	})
-}
-
 // A gateway that ends while an outcome waits leaves the doubt to whoever finds it.
 func TestGatewayEndsWhileAnOutcomeWaits(t *testing.T) {
 	lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
 		call, o := a.call("a"), &owner{name: "a"}
 		a.loses(call, st, store.ErrUnavailable, false, o, execution.Completed, []byte("late"))
 		_ = a.Close(ctx) // its store is away
-		if got := o.ended(); got != "[] 1" {
-			t.Errorf("its owner heard %s", got)
-		}
 		st.set(nil, false)
 		st.Remove()
 		<-time.After(2 * time.Second)
@@ -661,7 +543,7 @@ func TestOutcomeThatWaitsBesideItsPieces(t *testing.T) {
 		for range 4 {
 			e.Write(make([]byte, 256<<10))
 		}
-		if err := e.SettleLater(ctx, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true}, &owner{name: "a"}); err != nil {
+		if err := e.SettleWith(ctx, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true}, &owner{name: "a"}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -680,7 +562,7 @@ func TestQuotaOfAnOutcomeThatWaitsAtOneGateway(t *testing.T) {
 			}
 			e := r.claim(call("a"))
 			f.fails(func([]store.Write) error { return why })
-			if err := e.SettleLater(ctx, answered(e, []byte("late")), &owner{name: "a"}); !errors.Is(err, execution.ErrUnrecorded) {
+			if err := e.SettleWith(ctx, answered(e, []byte("late")), &owner{name: "a"}); !errors.Is(err, execution.ErrUnrecorded) {
 				t.Fatal(err)
 			}
 			f.fails(nil)
