@@ -561,7 +561,7 @@ func textOf(module any) string {
 		text, _ := usersOf(m)
 		return text
 	case *reverseproxy.Handler:
-		reach := reachOf(nil, []any{m})
+		reach := reachOf([]any{m}, "")
 		return reach.Name() + reach.Fields
 	case *caddyauth.HTTPBasicAuth: // loading empties its list of accounts
 		module = m.Accounts

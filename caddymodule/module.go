@@ -310,12 +310,12 @@ func (h *Handler) provision(ctx caddy.Context) error {
 		return fmt.Errorf("exempt: %w", err)
 	}
 	if h.UpstreamRaw != nil {
-		raw := slices.Clone(h.UpstreamRaw) // loading empties it
+		sources := dynamicOf(h.UpstreamRaw) // loading empties it
 		mods, err := ctx.LoadModule(h, "UpstreamRaw")
 		if err != nil {
 			return fmt.Errorf("upstream: %w", err)
 		}
-		h.reach = reachOf(raw, mods.([]any))
+		h.reach = reachOf(mods.([]any), sources)
 		h.upstream = compile(mods.([]any), "upstream")
 	}
 	if h.FallbackRaw != nil {

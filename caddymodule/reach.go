@@ -28,178 +28,134 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
-// reachOf returns where handlers, which were loaded from raw, lead: the upstreams, and what
-// else decides which service answers there (ADR 0052). That does not include breakers,
-// health checks, timeouts, load balancing and certificates.
-func reachOf(raw []json.RawMessage, handlers []any) rollback.Reach {
-	var f finding
-	for i, handler := range handlers {
-		var text any
-		if i < len(raw) {
-			_ = json.Unmarshal(raw[i], &text) // valid, since a module was loaded from it
-		}
-		f.pass(withoutPlaces(text), handler) // moving a line in the Caddyfile changes nothing
+// reachOf returns where handlers lead: the upstreams, and what tells the services there apart (ADR
+// 0052). That does not include breakers, health checks, timeouts, load balancing and certificates.
+// sources is that of dynamicOf, if known.
+func reachOf(handlers []any, sources string) rollback.Reach {
+	w := wayOut{sources: sources}
+	for _, handler := range handlers {
+		w.pass(handler)
 	}
-	slices.Sort(f.addresses)
-	return rollback.Reach{Addresses: slices.Compact(f.addresses), Manner: digest(f.manner), Fields: digest(f.fields)}
-}
-
-// finding collects the result of reachOf.
-type finding struct {
-	addresses      []string
-	manner, fields []any
-}
-
-// pass adds one handler; text is its configuration.
-func (f *finding) pass(text, handler any) {
-	switch h := handler.(type) {
-	case *reverseproxy.Handler:
-		f.addresses = append(f.addresses, addressesOf(h, text)...)
-		f.manner, f.fields = append(f.manner, mannerOf(h)), append(f.fields, fieldsOf(h))
-	case *Handler, *Endpoints:
-		// They ignore the gateway's own requests.
-	case *caddyhttp.Subroute:
-		if slices.ContainsFunc(h.Routes, func(r caddyhttp.Route) bool { return !takesAll(&r) }) {
-			f.manner = append(f.manner, withoutProxies(text))
-		}
-		routes := membersOf(text, "routes")
-		for i, route := range h.Routes {
-			var texts []any
-			if i < len(routes) {
-				texts = membersOf(routes[i], "handle")
-			}
-			for j, inner := range route.Handlers {
-				var text any
-				if j < len(texts) {
-					text = texts[j]
-				}
-				f.pass(text, inner)
-			}
-		}
-	default:
-		f.manner = append(f.manner, text)
+	slices.Sort(w.addresses)
+	reach := rollback.Reach{
+		Addresses: slices.Compact(w.addresses), Host: strings.Join(w.hosts, " "), Rewrite: strings.Join(w.rewrites, " "),
 	}
-}
-
-// membersOf are the elements of a list in a JSON object.
-func membersOf(object any, member string) []any {
-	members, _ := object.(map[string]any)
-	found, _ := members[member].([]any)
-	return found
-}
-
-// withoutProxies removes the configuration of each reverse_proxy; pass adds the relevant
-// parts itself.
-func withoutProxies(v any) any {
-	switch v := v.(type) {
-	case map[string]any:
-		if v["handler"] == "reverse_proxy" {
-			return "reverse_proxy"
-		}
-		kept := map[string]any{}
-		for name, member := range v {
-			kept[name] = withoutProxies(member)
-		}
-		return kept
-	case []any:
-		kept := make([]any, len(v))
-		for i, member := range v {
-			kept[i] = withoutProxies(member)
-		}
-		return kept
+	if len(w.fields) > 0 {
+		reach.Fields = digest(w.fields)
 	}
-	return v
+	return reach
 }
 
-// digest returns the same text for equal values, in whatever order their members are.
+// dynamicOf tells the dynamic upstreams apart that the JSON of handlers has: the source `multi` does not keep its own.
+// It is empty without any.
+func dynamicOf(raw []json.RawMessage) string {
+	var all []json.RawMessage
+	for _, handler := range raw {
+		var of struct {
+			Dynamic json.RawMessage `json:"dynamic_upstreams"`
+		}
+		_ = json.Unmarshal(handler, &of) // loading reports the error
+		if of.Dynamic != nil {
+			all = append(all, of.Dynamic)
+		}
+	}
+	if all == nil {
+		return ""
+	}
+	return digest(all)
+}
+
+// digest is of the JSON of a value that may have credentials (P8).
 func digest(v any) string {
 	text, err := json.Marshal(v) // members of maps are sorted
 	if err != nil {
-		return "?" // equals no configuration
+		return "?"
 	}
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:16])
 }
 
-// addressesOf returns the upstreams of a reverse_proxy with their scheme. text is its
-// configuration, if known.
-func addressesOf(h *reverseproxy.Handler, text any) []string {
-	scheme := schemeOf(h.Transport)
-	var all []string
+// wayOut collects the result of reachOf.
+type wayOut struct {
+	sources                    string
+	addresses, hosts, rewrites []string
+	fields                     []*headers.HeaderOps
+}
+
+func (w *wayOut) pass(handler any) {
+	switch h := handler.(type) {
+	case *reverseproxy.Handler:
+		w.proxy(h)
+	case *Handler, *Endpoints:
+		// They ignore the gateway's own requests.
+	case *caddyhttp.Subroute:
+		for i := range h.Routes {
+			route := &h.Routes[i]
+			if !takesAll(route) {
+				w.rewrites = append(w.rewrites, "if "+digest(route.MatcherSets))
+			}
+			for _, inner := range route.Handlers {
+				w.pass(inner)
+			}
+		}
+	case *rewrite.Rewrite:
+		w.rewrites = append(w.rewrites, textOf(h))
+	case *headers.Handler:
+		w.header(h.Request)
+	case caddyhttp.MiddlewareHandler:
+		if !passesOn(h) { // it may answer itself
+			w.addresses = append(w.addresses, nameOf(h)+"://"+digest(h))
+		}
+	}
+}
+
+// proxy adds the upstreams of a reverse_proxy with their scheme, and what it does to requests.
+func (w *wayOut) proxy(h *reverseproxy.Handler) {
+	scheme, name := transportOf(h), ""
+	if scheme == "agent_guard" {
+		scheme = "http"
+	}
+	if secure, ok := h.Transport.(reverseproxy.TLSTransport); ok && secure.TLSEnabled() {
+		scheme = "https"
+	}
+	transport, _ := h.Transport.(*reverseproxy.HTTPTransport)
+	if ours, ok := h.Transport.(*proxy.Transport); ok {
+		transport = ours.HTTPTransport
+	}
+	if transport != nil && transport.TLS != nil && transport.TLS.ServerName != "" {
+		name = transport.TLS.ServerName + "@"
+	}
 	for _, upstream := range h.Upstreams {
 		address, err := proxy.Address(upstream.Dial)
 		if err != nil {
 			address = upstream.Dial
 		}
-		all = append(all, scheme+"://"+address)
+		w.addresses = append(w.addresses, scheme+"://"+name+address)
 	}
 	if module, ok := h.DynamicUpstreams.(caddy.Module); ok {
-		name, source := module.CaddyModule().ID.Name(), any(h.DynamicUpstreams)
-		if name == "multi" { // it does not keep its sources
-			members, _ := text.(map[string]any)
-			if source = members["dynamic_upstreams"]; source == nil {
-				return all
-			}
+		kind, source := module.CaddyModule().ID.Name(), digest(h.DynamicUpstreams)
+		if kind == "multi" { // it does not keep its sources
+			source = w.sources
 		}
-		all = append(all, scheme+"+"+name+"://"+digest(source))
-	}
-	return all
-}
-
-func schemeOf(t http.RoundTripper) string {
-	if module, ok := t.(caddy.Module); ok {
-		if name := module.CaddyModule().ID.Name(); name != "http" && name != "agent_guard" {
-			return name
+		if source != "" {
+			w.addresses = append(w.addresses, scheme+"+"+kind+"://"+source)
 		}
 	}
-	if secure, ok := t.(reverseproxy.TLSTransport); ok && secure.TLSEnabled() {
-		return "https"
+	if h.Rewrite != nil {
+		w.rewrites = append(w.rewrites, textOf(h.Rewrite))
 	}
-	return "http"
+	if h.Headers != nil {
+		w.header(h.Headers.Request)
+	}
 }
 
-// mannerOf returns the settings of a reverse_proxy that decide which service answers at an
-// address, and at which path: server names and rewrites.
-func mannerOf(h *reverseproxy.Handler) any {
-	m := struct{ ServerName, Host, Rewrite any }{Rewrite: h.Rewrite}
-	switch t := h.Transport.(type) {
-	case *proxy.Transport:
-		m.ServerName = tlsName(t.HTTPTransport)
-	case *reverseproxy.HTTPTransport:
-		m.ServerName = tlsName(t)
-	default:
-		m.ServerName = digest(t)
+// header adds the changes to the header of requests.
+func (w *wayOut) header(ops *headers.HeaderOps) {
+	if ops == nil {
+		return
 	}
-	if ops := requestOps(h); ops != nil {
-		var host []any
-		for _, fields := range []http.Header{ops.Add, ops.Set} {
-			host = append(host, fields.Values("Host"))
-		}
-		m.Host = append(host, ops.Replace["Host"], slices.ContainsFunc(ops.Delete, func(name string) bool { return strings.EqualFold(name, "Host") }))
-	}
-	return m
-}
-
-func tlsName(t *reverseproxy.HTTPTransport) string {
-	if t.TLS == nil {
-		return ""
-	}
-	return t.TLS.ServerName
-}
-
-// fieldsOf returns what a reverse_proxy changes in request headers.
-func fieldsOf(h *reverseproxy.Handler) any {
-	if ops := requestOps(h); ops != nil {
-		return *ops
-	}
-	return nil
-}
-
-func requestOps(h *reverseproxy.Handler) *headers.HeaderOps {
-	if h.Headers == nil {
-		return nil
-	}
-	return h.Headers.Request
+	w.hosts = append(w.hosts, ops.Set.Values("Host")...)
+	w.fields = append(w.fields, ops)
 }
 
 // of reports whether the calls of a guard with this name reach it.
@@ -224,7 +180,7 @@ func (a *App) passages() []passage {
 			}
 		}
 		for _, p := range found {
-			p.handler, p.reach = compile([]any{p.proxy}, "reverse_proxy"), reachOf(nil, []any{p.proxy})
+			p.handler, p.reach = compile([]any{p.proxy}, "reverse_proxy"), reachOf([]any{p.proxy}, "")
 			a.knownPassages = append(a.knownPassages, p)
 		}
 	})

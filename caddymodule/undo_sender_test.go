@@ -16,8 +16,10 @@ import (
 	"testing"
 
 	"github.com/caddyserver/caddy/v2"
-	// The undos of tests go through it.
-	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
@@ -340,9 +342,9 @@ func TestUndoAnswerIsBounded(t *testing.T) {
 func TestP8UndoGoesNowhereElse(t *testing.T) {
 	up := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("something was sent") }))
 	defer up.Close()
-	app, s := undoWay(t, up.Listener.Addr().String(), "", "")
+	_, s := undoWay(t, up.Listener.Addr().String(), "", "")
 	recorded := refund()
-	recorded.Recorded, recorded.Spec = true, &rollback.Spec{Reach: rollback.Reach{Addresses: []string{"http://127.0.0.1:1"}, Manner: app.guards.all[0].reach.Manner}}
+	recorded.Recorded, recorded.Spec = true, &rollback.Spec{Reach: rollback.Reach{Addresses: []string{"http://127.0.0.1:1"}}}
 	elsewhere := refund()
 	elsewhere.Recorded, elsewhere.URL = true, up.URL+"/x"
 	for name, tt := range map[string]struct {
@@ -450,7 +452,7 @@ func TestDelegateIsAskedWithAToken(t *testing.T) {
 // undo is not sent to whatever else there is (P6), but where the guard was named, and moved.
 func TestUndoGuessesNoUpstream(t *testing.T) {
 	reach := func(fields string, addresses ...string) rollback.Reach {
-		return rollback.Reach{Addresses: addresses, Manner: "m", Fields: fields}
+		return rollback.Reach{Addresses: addresses, Host: "h", Rewrite: "m", Fields: fields}
 	}
 	guard := func(name string) *Handler { return &Handler{Name: name} }
 	way := func(r rollback.Reach, own bool, guards ...*Handler) passage {
@@ -458,8 +460,8 @@ func TestUndoGuessesNoUpstream(t *testing.T) {
 	}
 	g, other, unnamed := guard("g"), guard("other"), guard(defaultGuard)
 	a, b := reach("", "http://a:1"), reach("", "http://b:1")
-	rewritten := a
-	rewritten.Manner = "n"
+	rewritten, hosted := a, a
+	rewritten.Rewrite, hosted.Host = "n", "i"
 	for name, tt := range map[string]struct {
 		all      []passage
 		guard    string
@@ -467,20 +469,21 @@ func TestUndoGuessesNoUpstream(t *testing.T) {
 		want     int
 		err      error
 	}{
-		"the call's own":                      {[]passage{way(b, true, g), way(a, true, g)}, "g", true, 1, nil},
-		"its guard goes first":                {[]passage{way(a, true, other), way(a, true, g)}, "g", true, 1, nil},
-		"under another guard's name":          {[]passage{way(b, true, g), way(a, true, other)}, "g", true, 1, nil},
-		"without a guard":                     {[]passage{way(b, true, g), way(a, false)}, "g", true, 1, nil},
-		"a pool that has grown":               {[]passage{way(reach("", "http://a:1", "http://c:1"), true, unnamed)}, defaultGuard, true, 0, nil},
-		"the same name with another header":   {[]passage{way(reach("x", "http://a:1"), true, g)}, "g", true, 0, nil},
-		"several of the name, other headers":  {[]passage{way(reach("x", "http://a:1"), true, g), way(reach("y", "http://a:1"), true, g)}, "g", false, -1, errManyGuards},
-		"another name with another header":    {[]passage{way(reach("x", "http://a:1"), true, other)}, "g", false, -1, errNoGuard},
-		"another service at the same address": {[]passage{way(rewritten, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
-		"a named guard that has moved":        {[]passage{way(b, true, g), way(b, false, g)}, "g", false, 0, nil},
-		"the same with credentials":           {[]passage{way(b, true, g)}, "g", true, -1, errOtherWay},
-		"a guard without a name has moved":    {[]passage{way(b, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
-		"moved to several":                    {[]passage{way(b, true, g), way(reach("", "http://c:1"), true, g)}, "g", false, -1, errManyGuards},
-		"none":                                {nil, "g", false, -1, errNoGuard},
+		"the call's own":                     {[]passage{way(b, true, g), way(a, true, g)}, "g", true, 1, nil},
+		"its guard goes first":               {[]passage{way(a, true, other), way(a, true, g)}, "g", true, 1, nil},
+		"under another guard's name":         {[]passage{way(b, true, g), way(a, true, other)}, "g", true, 1, nil},
+		"without a guard":                    {[]passage{way(b, true, g), way(a, false)}, "g", true, 1, nil},
+		"a pool that has grown":              {[]passage{way(reach("", "http://a:1", "http://c:1"), true, unnamed)}, defaultGuard, true, 0, nil},
+		"the same name with another header":  {[]passage{way(reach("x", "http://a:1"), true, g)}, "g", true, 0, nil},
+		"several of the name, other headers": {[]passage{way(reach("x", "http://a:1"), true, g), way(reach("y", "http://a:1"), true, g)}, "g", false, -1, errManyGuards},
+		"another name with another header":   {[]passage{way(reach("x", "http://a:1"), true, other)}, "g", false, -1, errNoGuard},
+		"another path at the same address":   {[]passage{way(rewritten, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
+		"another host at the same address":   {[]passage{way(hosted, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
+		"a named guard that has moved":       {[]passage{way(b, true, g), way(b, false, g)}, "g", false, 0, nil},
+		"the same with credentials":          {[]passage{way(b, true, g)}, "g", true, -1, errOtherWay},
+		"a guard without a name has moved":   {[]passage{way(b, true, unnamed)}, defaultGuard, false, -1, errNoGuard},
+		"moved to several":                   {[]passage{way(b, true, g), way(reach("", "http://c:1"), true, g)}, "g", false, -1, errManyGuards},
+		"none":                               {nil, "g", false, -1, errNoGuard},
 	} {
 		app := new(App)
 		app.passagesOnce.Do(func() { app.knownPassages = tt.all })
@@ -488,5 +491,71 @@ func TestUndoGuessesNoUpstream(t *testing.T) {
 		if !errors.Is(err, tt.err) || tt.want >= 0 && got != &app.knownPassages[tt.want] || tt.want < 0 && got != nil {
 			t.Errorf("%s: %+v %v", name, got, err)
 		}
+	}
+}
+
+// P6, P8: what decides where a request arrives is the address with its TLS name, the Host and the URI; header fields count for
+// other guards.
+func TestWhereHandlersLead(t *testing.T) {
+	plain := func() *reverseproxy.Handler {
+		return &reverseproxy.Handler{Upstreams: reverseproxy.UpstreamPool{{Dial: "a:1"}}, Transport: new(reverseproxy.HTTPTransport)}
+	}
+	request := func(ops headers.HeaderOps) *reverseproxy.Handler {
+		h := plain()
+		h.Headers = &headers.Handler{Request: &ops}
+		return h
+	}
+	secure, named, rewriting := plain(), plain(), plain()
+	secure.Transport = &reverseproxy.HTTPTransport{TLS: new(reverseproxy.TLSConfig)}
+	named.Transport = &reverseproxy.HTTPTransport{TLS: &reverseproxy.TLSConfig{ServerName: "pay.example.com"}}
+	rewriting.Rewrite = &rewrite.Rewrite{URI: "/v1{uri}"}
+	balanced := plain()
+	balanced.LoadBalancing = &reverseproxy.LoadBalancing{Retries: 3}
+	several, dynamic := plain(), plain()
+	dynamic.Upstreams, dynamic.DynamicUpstreams = nil, new(reverseproxy.MultiUpstreams)
+	several.DynamicUpstreams = new(reverseproxy.MultiUpstreams)
+	some := func(h *reverseproxy.Handler) any {
+		return &caddyhttp.Subroute{Routes: caddyhttp.RouteList{{MatcherSets: caddyhttp.MatcherSets{{}}, Handlers: []caddyhttp.MiddlewareHandler{h}}}}
+	}
+	all := func(h *reverseproxy.Handler) any {
+		return &caddyhttp.Subroute{Routes: caddyhttp.RouteList{{Handlers: []caddyhttp.MiddlewareHandler{h}}}}
+	}
+	for name, c := range map[string]struct {
+		handlers    []any
+		leads       bool // where the plain proxy leads
+		credentials bool // with the same header
+	}{
+		"the same":                  {[]any{plain()}, true, true},
+		"balanced otherwise":        {[]any{balanced}, true, true},
+		"in a subroute":             {[]any{all(plain())}, true, true},
+		"past guards and endpoints": {[]any{new(Endpoints), &Handler{Name: "inner"}, plain()}, true, true},
+		"with TLS":                  {[]any{secure}, false, true},
+		"with TLS and a name":       {[]any{named}, false, true},
+		"another Host":              {[]any{request(headers.HeaderOps{Set: http.Header{"Host": {"b"}}})}, false, false},
+		"a rewritten URI":           {[]any{rewriting}, false, true},
+		"a rewrite before it":       {[]any{&rewrite.Rewrite{StripPathPrefix: "/v1"}, plain()}, false, true},
+		"credentials":               {[]any{request(headers.HeaderOps{Set: http.Header{"Authorization": {"secret"}}})}, true, false},
+		"credentials before it":     {[]any{&headers.Handler{Request: &headers.HeaderOps{Set: http.Header{"Authorization": {"secret"}}}}, plain()}, true, false},
+		"some requests":             {[]any{some(plain())}, false, true},
+		"no proxy":                  {[]any{&caddyhttp.StaticResponse{}}, false, true},
+		"more addresses":            {[]any{several}, true, true},
+	} {
+		of, is := reachOf([]any{plain()}, "s"), reachOf(c.handlers, "s")
+		if of.Leads(&is) != c.leads || (of.Fields == is.Fields) != c.credentials {
+			t.Errorf("%s: %+v", name, is)
+		}
+		if text := fmt.Sprint(is); strings.Contains(text, "secret") {
+			t.Errorf("P8: %s: %s", name, text)
+		}
+		if again := reachOf(c.handlers, "s"); !is.Leads(&again) {
+			t.Errorf("%s: not the same again: %+v", name, again)
+		}
+	}
+	sources := func(text string) rollback.Reach {
+		return reachOf([]any{dynamic}, dynamicOf([]json.RawMessage{json.RawMessage(`{"dynamic_upstreams": {"source": "multi", "sources": [` + text + `]}}`)}))
+	}
+	unknown, a, again, b := reachOf([]any{dynamic}, ""), sources(`"a"`), sources(`"a"`), sources(`"b"`)
+	if !a.Leads(&again) || a.Leads(&b) || a.Leads(&unknown) || unknown.Leads(&unknown) {
+		t.Errorf("dynamic upstreams: %+v, %+v, %+v", unknown, a, b)
 	}
 }

@@ -85,31 +85,26 @@ type Spec struct {
 type Reach struct {
 	// Addresses are the possible addresses, with their scheme, sorted.
 	Addresses []string `json:"addresses,omitempty"`
-	// Manner is a digest of what else decides which service answers there, and at which path.
-	Manner string `json:"manner,omitempty"`
-	// Fields is a digest of the changes to the header on the way, credentials included.
+	// Host is the Host that is set on the way, and Rewrite how the URI is rewritten; empty where they stay as they are.
+	Host    string `json:"host,omitempty"`
+	Rewrite string `json:"rewrite,omitempty"`
+	// Fields is a digest of the changes to the header on the way, credentials included; empty for none.
 	Fields string `json:"fields,omitempty"`
 }
 
-// Name is one name for the upstream; empty for the zero Reach.
+// Name is one name for the upstream; empty without an address.
 func (r *Reach) Name() string {
-	if len(r.Addresses) == 0 && r.Manner == "" {
+	if len(r.Addresses) == 0 {
 		return ""
 	}
-	sum := sha256.Sum256([]byte(strings.Join(r.Addresses, "\n") + "\n\n" + r.Manner))
+	sum := sha256.Sum256([]byte(strings.Join(append(slices.Clone(r.Addresses), r.Host, r.Rewrite), "\n")))
 	return hex.EncodeToString(sum[:16])
 }
 
 // Leads reports whether requests by other reach the same upstream: a common address, and the same
 // service there. A pool that has grown or shrunk is the same upstream.
 func (r *Reach) Leads(other *Reach) bool {
-	if r.Manner != other.Manner {
-		return false
-	}
-	if len(r.Addresses) == 0 && len(other.Addresses) == 0 {
-		return r.Manner != ""
-	}
-	return slices.ContainsFunc(r.Addresses, func(address string) bool { return slices.Contains(other.Addresses, address) })
+	return r.Host == other.Host && r.Rewrite == other.Rewrite && slices.ContainsFunc(r.Addresses, func(address string) bool { return slices.Contains(other.Addresses, address) })
 }
 
 // Place names the way to the call's upstream; empty if the undo only uses whole URLs.
