@@ -312,7 +312,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.circuits.Listen(circuitHook{e}) // before they are restored, so that no change is missed
 	e.breakers.Restore(ctx)
 	e.breakers.Follow()
-	e.startResealing(ctx)
+	e.startResealing()
 	e.nodes.start()
 	g.Keys().OnSeal(e.keyChanged)
 	if st, ok := st.(interface{ Lost() <-chan struct{} }); ok {
@@ -557,24 +557,27 @@ type resealing struct {
 	last atomic.Pointer[admin.Resealing]
 }
 
-// startResealing starts the job. It requests a pass if records have an older key, for
-// example after a crash during a pass.
-func (e *engine) startResealing(ctx context.Context) {
+// startResealing starts the job. At the start, and when another gateway has left the store, it makes a pass if records
+// have an older key: one may have ended in the middle of its pass.
+func (e *engine) startResealing() {
 	e.resealing.wake = make(chan struct{}, 1)
-	if uses, err := e.executions.Keys().InUse(ctx); err == nil {
-		for _, use := range uses {
-			if use.ID < e.sealingKey() && use.Until.IsZero() {
-				e.reseal()
+	pass := func(ctx context.Context, left bool) (time.Duration, error) {
+		if left {
+			uses, err := e.executions.Keys().InUse(ctx)
+			if err != nil {
+				return resealRetry, nil
+			}
+			older := func(use execution.KeyUse) bool { return use.ID < e.sealingKey() && use.Until.IsZero() }
+			if !slices.ContainsFunc(uses, older) {
+				return 0, nil
 			}
 		}
-	}
-	pass := func(ctx context.Context, first bool) (time.Duration, error) {
-		if !first && !e.resealOnce(ctx) {
+		if !e.resealOnce(ctx) {
 			return resealRetry, nil
 		}
 		return 0, nil
 	}
-	e.resealing.job = startJob(fleet.Job{Wake: e.resealing.wake, Do: pass}.Run)
+	e.resealing.job = startJob(fleet.Job{Fleet: fleet.Of(e.store), Wake: e.resealing.wake, Do: pass}.Run)
 	e.resealing.begin()
 }
 
@@ -637,7 +640,7 @@ func (e *engine) reseal() {
 
 // resealOnce makes one pass. It returns false if a retry may succeed. Of several gateways on a store one makes it,
 // once all of them seal with the key.
-func (e *engine) resealOnce(ctx context.Context) (ended bool) {
+func (e *engine) resealOnce(ctx context.Context) bool {
 	key := e.sealingKey()
 	stopped := func(what string, err error) bool {
 		if ctx.Err() != nil {
@@ -652,22 +655,11 @@ func (e *engine) resealOnce(ctx context.Context) (ended bool) {
 	if err := e.executions.Keys().Await(ctx, key); err != nil {
 		return stopped("what seals at the other gateways on the store is not known, and nothing is sealed anew", err)
 	}
-	before, done, err := e.executions.Keys().Turn(ctx)
+	mine, err := e.executions.Keys().Reseals(ctx)
 	if err != nil {
 		return stopped("re-sealing cannot begin", err)
 	}
-	sealed := before.Key
-	defer func() {
-		if err := done(context.WithoutCancel(ctx), sealed); err != nil && ctx.Err() == nil {
-			e.logger.Warn("that re-sealing has ended could not be recorded", zap.Error(err))
-			ended = errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
-		}
-	}()
-	if before.Key >= key {
-		e.resealing.last.Store(&admin.Resealing{
-			ResealProgress: execution.ResealProgress{Key: before.Key, Left: []execution.KeyLeft{}, Finished: before.Ended},
-			Node:           before.Node, Done: true,
-		})
+	if !mine {
 		return true
 	}
 	e.logger.Info("re-sealing started", zap.Uint32("key", key))
@@ -711,7 +703,7 @@ func (e *engine) resealOnce(ctx context.Context) (ended bool) {
 		fields = append(fields, zap.Any("left", status.Left))
 	}
 	if err == nil {
-		sealed, status.Done = key, true
+		status.Done = true
 		e.resealing.last.Store(status)
 		e.logger.Info("re-sealing finished", append(fields, zap.Duration("took", p.Finished.Sub(p.Started)))...)
 		return true

@@ -265,7 +265,8 @@ type KeyStatus struct {
 	File string `json:"file,omitempty"`
 	// Keys are the sealing keys by their numbers.
 	Keys []Key `json:"keys"`
-	// Resealing is the last re-sealing since the store was opened.
+	// Resealing is the last re-sealing by this gateway since it opened the store. Of several gateways on a store one
+	// re-seals.
 	Resealing *Resealing `json:"resealing,omitempty"`
 	// Made is the id of the key that keys/rotate has made; absent if it made none.
 	Made uint32 `json:"made,omitempty"`
@@ -293,8 +294,6 @@ type Key struct {
 // Resealing is the progress of a pass.
 type Resealing struct {
 	execution.ResealProgress
-	// Node is the gateway that has made the pass; absent if it was this one.
-	Node string `json:"node,omitempty"`
 	// Done says that all values were read.
 	Done bool `json:"done"`
 	// Error is why the pass stopped; it will be retried.

@@ -254,9 +254,6 @@ func describeResealing(r *admin.Resealing, now time.Time) string {
 	case r.Done:
 		state = "done, " + moment(r.Finished, now)
 	}
-	if r.Node != "" {
-		return fmt.Sprintf("Re-sealing to key %d: %s, by %s.", r.Key, state, printable(r.Node))
-	}
 	text := fmt.Sprintf("Re-sealing to key %d: %s; %d values seen, %d sealed anew, %d damaged.", r.Key, state, r.Seen, r.Resealed, r.Damaged)
 	for _, left := range r.Left {
 		text += fmt.Sprintf("\nKey %d still has %d records and %d parts of answers.", left.ID, left.Records, left.Results)

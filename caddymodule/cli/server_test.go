@@ -230,10 +230,6 @@ Key 2 still has 1 records and 2 parts of answers.
 			t.Errorf("got %q, want %q", got, want)
 		}
 	}
-	if got, want := describeResealing(&admin.Resealing{Node: "b", Done: true, ResealProgress: execution.ResealProgress{Key: 3, Finished: now.Add(-time.Second)}}, now),
-		"Re-sealing to key 3: done, 2026-11-20T13:59:59Z (1s ago), by b."; got != want {
-		t.Errorf("got %q, want %q", got, want)
-	}
 	status.Resealing, status.Keys[1].Newest, status.Keys[2] = nil, true, admin.Key{ID: 3, Lacking: []string{"b", "c"}}
 	if out := describeKeys(status, now); !strings.Contains(out, "3    waits   -                                -\nKey 3 seals once all gateways on the store have it. It is missing at: b, c.\n") {
 		t.Errorf("got\n%s", out)

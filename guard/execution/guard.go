@@ -626,12 +626,12 @@ func (g *Guard) initialise(ctx context.Context) error {
 	g.node = "node-" + g.boot
 	check := metaKey("key")
 	ids := g.sealer.KeyIDs()
-	uses := []KeyUse{{ID: ids[len(ids)-1]}}
+	keys := keyRecord{Uses: []KeyUse{{ID: ids[len(ids)-1]}}}
 	_, err = g.store.Commit(ctx,
 		store.Write{Key: check, If: store.Absent(), Value: g.sealer.Seal(nil, []byte(g.keyCheck()), check)},
 		store.Write{Key: metaKey("layout"), If: store.Absent(), Value: []byte(layoutVersion)},
 		store.Write{Key: metaKey("node"), If: store.Absent(), Value: []byte(g.node)},
-		meta[[]KeyUse](g).Put(metaKey(keysName), &uses, store.Absent(), time.Time{}),
+		meta[keyRecord](g).Put(metaKey(keysName), &keys, store.Absent(), time.Time{}),
 	)
 	if lost := (*store.Conflict)(nil); errors.As(err, &lost) && g.members.store != nil {
 		return g.identify(ctx) // another member was first

@@ -35,10 +35,28 @@ type KeyUse struct {
 	Until time.Time `cbor:"until,omitzero"`
 }
 
-// The store notes which sealing keys it needs, so that a ring without one of them is refused
-// before anything is lost: each key before its first use, with the time from which it is not
-// needed any more once everything else is re-sealed.
+// keysName is the record of the sealing keys. A ring without a key that the store needs is refused
+// before anything is lost: each key is in the record before its first use. The members of a shared store
+// agree there on the key that seals (ADR 0136): each records which keys its ring has before it seals or
+// opens anything, and before that changes. A key comes into use in a commit on the condition that every
+// member of the record has it that is not gone; who records a ring later is refused without it.
 const keysName = "keys"
+
+// keyRecord is that record.
+type keyRecord struct {
+	// Uses are the keys that the store needs, by id, with the time from which one is not needed any more
+	// once everything else is re-sealed.
+	Uses []KeyUse `cbor:"uses"`
+	// Checks are those of the keys that are in use or in the ring of a member.
+	Checks  map[uint32]string `cbor:"checks,omitempty"`
+	Members []memberRing      `cbor:"members,omitempty"` // of a shared store
+}
+
+// text tells records apart.
+func (r *keyRecord) text() string {
+	text, _ := json.Marshal(r) // strings, numbers and times
+	return string(text)
+}
 
 // with is the list with this entry for its key.
 func with(uses []KeyUse, new KeyUse) []KeyUse {
@@ -48,27 +66,22 @@ func with(uses []KeyUse, new KeyUse) []KeyUse {
 	return uses
 }
 
-// The members of a shared store agree on the key that seals (ADR 0136). Each records which keys its ring has before
-// it seals or opens anything, and before that changes. A key comes into use in a commit on the condition that every
-// member of that record has it that is not gone; who records a ring later is refused without it.
-const ringsName = "rings"
-
-// rings is that record.
-type rings struct {
-	// Checks are those of the keys that are in use or in a ring.
-	Checks  map[uint32]string `json:"checks"`
-	Members []memberRing      `json:"members"`
-}
-
 // memberRing is what a member has.
 type memberRing struct {
-	Node string   `json:"node"`
-	Boot string   `json:"boot"`
-	Keys []uint32 `json:"keys"`
+	Node string   `cbor:"node"`
+	Boot string   `cbor:"boot"`
+	Keys []uint32 `cbor:"keys"`
 	// Seals is the key under which, or a newer one, everything is sealed that it commits from now on.
-	Seals uint32 `json:"seals"`
+	Seals uint32 `cbor:"seals"`
 	// Rotates says that it may be about to make another key.
-	Rotates bool `json:"rotates,omitempty"`
+	Rotates bool `cbor:"rotates,omitempty"`
+}
+
+// meta keeps records of the store itself, which are not sealed.
+func meta[T any](g *Guard) *store.Table[T] {
+	t := table[T](g)
+	t.Sealer = nil
+	return t
 }
 
 // Keys are the sealing keys of a store: those that it needs, and in a shared one those that its members have.
@@ -82,11 +95,11 @@ type Keys struct {
 
 // InUse lists the sealing keys that the store needs, by id, the one that seals included.
 func (k *Keys) InUse(ctx context.Context) ([]KeyUse, error) {
-	uses, _, err := k.uses(ctx)
+	s, _, err := k.read(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return k.living(ctx, uses)
+	return k.living(ctx, s.Uses)
 }
 
 // living are the uses that have not ended.
@@ -100,46 +113,23 @@ func (k *Keys) living(ctx context.Context, uses []KeyUse) ([]KeyUse, error) {
 	}), nil
 }
 
-// meta keeps records of the store itself, which are not sealed.
-func meta[T any](g *Guard) *store.Table[T] {
-	t := table[T](g)
-	t.Sealer = nil
-	return t
-}
-
-// uses reads the note, and the condition for replacing it.
-func (k *Keys) uses(ctx context.Context) ([]KeyUse, store.Condition, error) {
-	row, err := meta[[]KeyUse](k.g).Get(ctx, metaKey(keysName))
-	if err != nil {
-		return nil, store.Condition{}, err
-	}
-	if row.Record == nil { // any key may have been used
-		row.Record = new([]KeyUse)
-		for _, id := range k.g.sealer.KeyIDs() {
-			*row.Record = append(*row.Record, KeyUse{ID: id})
-		}
-	}
-	return *row.Record, row.Version.Unchanged(), nil
-}
-
-// keyState is what the store has of keys, as it was read at one time.
+// keyState is the record as it was read at one time, without members that are gone.
 type keyState struct {
-	uses  []KeyUse
-	rings rings // without members that are gone
-	mine  int   // the place of this member's ring; negative without one
+	keyRecord
+	mine int // the place of this member's ring; negative without one
 }
 
 // seals is the key that seals: the newest in use.
 func (s *keyState) seals() uint32 {
-	if len(s.uses) == 0 {
+	if len(s.Uses) == 0 {
 		return 0
 	}
-	return s.uses[len(s.uses)-1].ID
+	return s.Uses[len(s.Uses)-1].ID
 }
 
 // lacking are the nodes whose rings lack a key.
 func (s *keyState) lacking(id uint32) (nodes []string) {
-	for _, m := range s.rings.Members {
+	for _, m := range s.Members {
 		if !slices.Contains(m.Keys, id) {
 			nodes = append(nodes, m.Node)
 		}
@@ -147,70 +137,54 @@ func (s *keyState) lacking(id uint32) (nodes []string) {
 	return nodes
 }
 
-// read reads it, and the conditions for replacing both records.
-func (k *Keys) read(ctx context.Context) (s keyState, usesAre, ringsAre store.Condition, err error) {
-	if s.uses, usesAre, err = k.uses(ctx); err != nil {
-		return s, usesAre, ringsAre, err
+// read reads the record, and the condition for replacing it.
+func (k *Keys) read(ctx context.Context) (s keyState, as store.Condition, err error) {
+	row, err := meta[keyRecord](k.g).Get(ctx, metaKey(keysName))
+	if err != nil {
+		return s, as, err
 	}
-	s.rings.Checks, s.mine, ringsAre = map[uint32]string{}, -1, store.Absent()
+	if row.Record != nil {
+		s.keyRecord = *row.Record
+	} else { // any key may have been used
+		for _, id := range k.g.sealer.KeyIDs() {
+			s.Uses = append(s.Uses, KeyUse{ID: id})
+		}
+	}
+	s.mine, as = -1, row.Version.Unchanged()
 	shared := k.g.members.store
 	if shared == nil {
-		return s, usesAre, ringsAre, nil
-	}
-	entry, err := shared.Get(ctx, metaKey(ringsName))
-	if err == nil {
-		ringsAre = store.VersionIs(entry.Version)
-		if err = json.Unmarshal(entry.Value, &s.rings); s.rings.Checks == nil {
-			s.rings.Checks = map[uint32]string{}
-		}
-	} else if errors.Is(err, store.ErrNotFound) {
-		err = nil
-	}
-	if err != nil {
-		return s, usesAre, ringsAre, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, as, nil
 	}
 	members, err := shared.Members(ctx) // after the record: who is in it and is no member is gone
 	if err == nil && !slices.ContainsFunc(members, func(m store.Member) bool { return m.Boot == k.g.boot }) {
 		err = store.ErrUnhealthy // this one was removed
 	}
 	if err != nil {
-		return s, usesAre, ringsAre, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, as, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	s.rings.Members = slices.DeleteFunc(s.rings.Members, func(r memberRing) bool {
+	s.Members = slices.DeleteFunc(s.Members, func(r memberRing) bool {
 		return !slices.ContainsFunc(members, func(m store.Member) bool { return m.Boot == r.Boot })
 	})
-	s.mine = slices.IndexFunc(s.rings.Members, func(r memberRing) bool { return r.Boot == k.g.boot })
-	return s, usesAre, ringsAre, nil
+	s.mine = slices.IndexFunc(s.Members, func(r memberRing) bool { return r.Boot == k.g.boot })
+	return s, as, nil
 }
 
-// change applies a change to what was read, on the condition that neither record has changed since, and tries again
-// where others change them too.
+// change applies a change to what was read, on the condition that the record has not changed since, and tries again
+// where others change it too.
 func (k *Keys) change(ctx context.Context, change func(*keyState) error) error {
 	for {
-		s, usesAre, ringsAre, err := k.read(ctx)
+		s, as, err := k.read(ctx)
 		if err != nil {
 			return err
 		}
-		uses, before := store.Encode(nil, s.uses), encodeRings(s.rings)
+		before := s.text()
 		if err := change(&s); err != nil {
 			return err
 		}
-		note := meta[[]KeyUse](k.g).Put(metaKey(keysName), &s.uses, usesAre, time.Time{})
-		if string(note.Value) == string(uses) && !usesAre.Holds(nil) {
-			note.Value, note.Check = nil, true
-		}
-		batch := []store.Write{note}
-		if k.g.members.store != nil {
-			record := store.Write{Key: metaKey(ringsName), If: ringsAre, Value: encodeRings(s.rings)}
-			if string(record.Value) == string(before) {
-				record.Value, record.Check = nil, true
-			}
-			batch = append(batch, record)
-		}
-		if !slices.ContainsFunc(batch, func(w store.Write) bool { return !w.Check }) {
+		if s.text() == before {
 			return nil
 		}
-		_, err = k.g.store.Commit(ctx, batch...)
+		_, err = k.g.store.Commit(ctx, meta[keyRecord](k.g).Put(metaKey(keysName), &s.keyRecord, as, time.Time{}))
 		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
 			continue
 		}
@@ -221,21 +195,16 @@ func (k *Keys) change(ctx context.Context, change func(*keyState) error) error {
 	}
 }
 
-func encodeRings(r rings) []byte {
-	text, _ := json.Marshal(r) // strings and numbers
-	return text
-}
-
 // Hold records that this gateway's ring has these keys and no others. Call it before one of them seals its first
 // value, or is removed from the ring. If the store is shared, all of them must open by then, and the errors are
 // ErrMissingKey and ErrOtherKey; else the last one seals from now on.
 func (k *Keys) Hold(ctx context.Context, ids ...uint32) error {
 	return k.change(ctx, func(s *keyState) error {
 		if k.g.members.store == nil {
-			s.uses = with(s.uses, KeyUse{ID: ids[len(ids)-1]})
+			s.Uses = with(s.Uses, KeyUse{ID: ids[len(ids)-1]})
 			return nil
 		}
-		needed, err := k.living(ctx, s.uses)
+		needed, err := k.living(ctx, s.Uses)
 		if err != nil {
 			return err
 		}
@@ -243,21 +212,25 @@ func (k *Keys) Hold(ctx context.Context, ids ...uint32) error {
 			return err
 		}
 		if s.mine < 0 { // nothing was sealed before
-			s.mine = len(s.rings.Members)
-			s.rings.Members = append(s.rings.Members, memberRing{Node: k.g.members.store.Self().Node, Boot: k.g.boot, Seals: s.seals()})
+			s.mine = len(s.Members)
+			node := k.g.members.store.Self().Node
+			s.Members = append(s.Members, memberRing{Node: node, Boot: k.g.boot, Seals: s.seals()})
 		}
-		mine := &s.rings.Members[s.mine]
+		mine := &s.Members[s.mine]
+		if s.Checks == nil {
+			s.Checks = map[uint32]string{}
+		}
 		mine.Keys, mine.Rotates = slices.Sorted(slices.Values(ids)), false
 		for _, id := range ids {
 			check := k.g.sealer.Check(id)
-			if known, there := s.rings.Checks[id]; there && known != check {
+			if known, there := s.Checks[id]; there && known != check {
 				return fmt.Errorf("%w: it is sealing key %d", ErrOtherKey, id)
 			}
-			s.rings.Checks[id] = check
+			s.Checks[id] = check
 		}
-		maps.DeleteFunc(s.rings.Checks, func(id uint32, _ string) bool {
+		maps.DeleteFunc(s.Checks, func(id uint32, _ string) bool {
 			return !slices.ContainsFunc(needed, func(use KeyUse) bool { return use.ID == id }) &&
-				!slices.ContainsFunc(s.rings.Members, func(m memberRing) bool { return slices.Contains(m.Keys, id) })
+				!slices.ContainsFunc(s.Members, func(m memberRing) bool { return slices.Contains(m.Keys, id) })
 		})
 		return nil
 	})
@@ -305,9 +278,9 @@ func (k *Keys) Settle(ctx context.Context) (seals uint32, err error) {
 		if s.mine < 0 {
 			return nil
 		}
-		for _, id := range slices.Backward(s.rings.Members[s.mine].Keys) {
+		for _, id := range slices.Backward(s.Members[s.mine].Keys) {
 			if id > seals && len(s.lacking(id)) == 0 {
-				s.uses, seals = with(s.uses, KeyUse{ID: id}), id
+				s.Uses, seals = with(s.Uses, KeyUse{ID: id}), id
 			}
 		}
 		return nil
@@ -341,25 +314,22 @@ func (k *Keys) OnSeal(changed func(ctx context.Context, id uint32) error) {
 func (k *Keys) keep() (stop func()) {
 	members := k.g.members.store
 	follow := func(ctx context.Context, _ bool) (time.Duration, error) { return 0, k.follow(ctx) }
-	ends := []func(){fleet.Job{Fleet: members, Wake: k.wake, Do: follow}.Start()}
-	for _, name := range []string{keysName, ringsName} {
-		ends = append(ends, members.Follow(metaKey(name), func([]byte) { k.signal() }))
-	}
+	end := fleet.Job{Fleet: members, Wake: k.wake, Do: follow}.Start()
+	unfollow := members.Follow(metaKey(keysName), func([]byte) { k.signal() })
 	return func() {
-		for _, end := range ends {
-			end()
-		}
+		end()
+		unfollow()
 	}
 }
 
 // follow uses the key that seals, and records that once nothing under an older one is under way.
 func (k *Keys) follow(ctx context.Context) error {
-	s, _, _, err := k.read(ctx)
+	s, _, err := k.read(ctx)
 	if err != nil || s.mine < 0 {
 		return err
 	}
 	seals, waits := s.seals(), false
-	for _, id := range s.rings.Members[s.mine].Keys {
+	for _, id := range s.Members[s.mine].Keys {
 		waits = waits || id > seals && len(s.lacking(id)) == 0
 	}
 	if waits {
@@ -370,7 +340,7 @@ func (k *Keys) follow(ctx context.Context) error {
 	if !k.g.sealer.Use(seals) {
 		return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, seals)
 	}
-	if s.rings.Members[s.mine].Seals >= seals {
+	if s.Members[s.mine].Seals >= seals {
 		return nil
 	}
 	if err := k.g.writers.drainOlder(ctx); err != nil {
@@ -386,7 +356,7 @@ func (k *Keys) follow(ctx context.Context) error {
 	}
 	return k.change(ctx, func(s *keyState) error {
 		if s.mine >= 0 {
-			s.rings.Members[s.mine].Seals = max(s.rings.Members[s.mine].Seals, seals)
+			s.Members[s.mine].Seals = max(s.Members[s.mine].Seals, seals)
 		}
 		return nil
 	})
@@ -402,11 +372,11 @@ type KeyWait struct {
 // Waiting are the keys of this gateway's ring that do not seal yet, the newest last. There are none where one gateway
 // has the store.
 func (k *Keys) Waiting(ctx context.Context) (waiting []KeyWait, err error) {
-	s, _, _, err := k.read(ctx)
+	s, _, err := k.read(ctx)
 	if err != nil || s.mine < 0 {
 		return nil, err
 	}
-	for _, id := range s.rings.Members[s.mine].Keys {
+	for _, id := range s.Members[s.mine].Keys {
 		if id > s.seals() {
 			waiting = append(waiting, KeyWait{id, s.lacking(id)})
 		}
@@ -424,8 +394,8 @@ func (k *Keys) BeginRotation(ctx context.Context) error {
 		if s.mine < 0 {
 			return fmt.Errorf("%w: this gateway has left it", ErrStore)
 		}
-		mine := &s.rings.Members[s.mine]
-		for _, m := range s.rings.Members {
+		mine := &s.Members[s.mine]
+		for _, m := range s.Members {
 			newer := slices.DeleteFunc(slices.Clone(m.Keys), func(id uint32) bool {
 				return id <= s.seals() || slices.Contains(mine.Keys, id)
 			})
@@ -446,12 +416,17 @@ func (k *Keys) Await(ctx context.Context, id uint32) error {
 		return nil
 	}
 	for {
-		changed, cancel := shared.Watch(metaKey(ringsName)) // before the look
+		changed, cancel := shared.Watch(metaKey(keysName)) // before the look
 		left := shared.Left()
-		s, _, _, err := k.read(ctx)
-		older := slices.ContainsFunc(s.rings.Members, func(m memberRing) bool { return m.Seals < id })
+		s, _, err := k.read(ctx)
+		older := slices.ContainsFunc(s.Members, func(m memberRing) bool { return m.Seals < id })
 		if err == nil && older {
-			err = await(ctx, changed, left)
+			select {
+			case <-changed:
+			case <-left:
+			case <-ctx.Done():
+				err = ctx.Err()
+			}
 		}
 		cancel()
 		if err != nil || !older {
@@ -460,105 +435,19 @@ func (k *Keys) Await(ctx context.Context, id uint32) error {
 	}
 }
 
-func await(ctx context.Context, changed, left <-chan struct{}) error {
-	select {
-	case <-changed:
-	case <-left:
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-	return nil
-}
-
-// turnName is the record of who re-seals, and of the last pass that has ended.
-const turnName = "turn"
-
-// ResealTurn is the right of one member to re-seal.
-type ResealTurn struct {
-	// Key is the newest key to which everything was sealed anew by a pass that has ended, Node where that was, and
-	// Ended when; zero if there was none.
-	Key   uint32    `cbor:"key,omitempty"`
-	Node  string    `cbor:"node,omitempty"` // see Key
-	Ended time.Time `cbor:"ended,omitzero"` // see Key
-	// Boot has the turn.
-	Boot string `cbor:"boot,omitempty"`
-}
-
-// Turn waits until no other member that is not gone re-seals, or for the end of ctx, and takes the turn. done gives
-// it back, and says under which key everything is sealed now; 0 if that is not done. Two passes at once harm
-// nothing: it saves work.
-func (k *Keys) Turn(ctx context.Context) (before ResealTurn, done func(ctx context.Context, key uint32) error, err error) {
+// Reseals reports whether this gateway makes the passes of re-sealing: of a shared store the member that has joined
+// first, so that another one does when that is gone. Two passes at once harm nothing: it saves work.
+func (k *Keys) Reseals(ctx context.Context) (bool, error) {
 	shared := k.g.members.store
 	if shared == nil {
-		return ResealTurn{}, func(context.Context, uint32) error { return nil }, nil
+		return true, nil
 	}
-	key := metaKey(turnName)
-	for {
-		changed, cancel := shared.Watch(key) // before the look
-		left := shared.Left()
-		version, err := k.takeTurn(ctx, key, &before)
-		if err == nil && version == 0 {
-			err = await(ctx, changed, left)
-		}
-		cancel()
-		if err != nil {
-			return before, nil, err
-		}
-		if version == 0 {
-			continue
-		}
-		return before, func(ctx context.Context, sealed uint32) error {
-			after := before
-			if after.Boot = ""; sealed > 0 && sealed >= before.Key {
-				now, err := shared.Now(ctx)
-				if err != nil {
-					return fmt.Errorf("%w: %w", ErrStore, err)
-				}
-				after = ResealTurn{Key: sealed, Node: shared.Self().Node, Ended: now.UTC()}
-			}
-			w := meta[ResealTurn](k.g).Put(key, &after, store.VersionIs(version), time.Time{})
-			if _, err := shared.Commit(ctx, w); err != nil {
-				return fmt.Errorf("%w: %w", ErrStore, err)
-			}
-			return nil
-		}, nil
+	members, err := shared.Members(ctx)
+	if err != nil {
+		return false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-}
-
-// takeTurn takes the turn, or returns 0 while another member has it.
-func (k *Keys) takeTurn(ctx context.Context, key []byte, before *ResealTurn) (store.Version, error) {
-	shared := k.g.members.store
-	for {
-		*before = ResealTurn{}
-		row, err := meta[ResealTurn](k.g).Get(ctx, key)
-		if err != nil {
-			return 0, err
-		}
-		if row.Record != nil {
-			*before = *row.Record
-		}
-		if before.Boot != "" && before.Boot != k.g.boot {
-			gone, err := shared.Gone(ctx, before.Boot)
-			if err == nil && shared.Out(ctx) {
-				err = store.ErrUnhealthy
-			}
-			if err != nil {
-				return 0, fmt.Errorf("%w: %w", ErrStore, err)
-			}
-			if !gone {
-				return 0, nil
-			}
-		}
-		mine := *before
-		mine.Boot = k.g.boot
-		w := meta[ResealTurn](k.g).Put(key, &mine, row.Version.Unchanged(), time.Time{})
-		version, err := shared.Commit(ctx, w)
-		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
-			continue
-		}
-		if err != nil {
-			return 0, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return version, nil
-	}
+	first := slices.MinFunc(members, func(a, b store.Member) int {
+		return cmp.Or(a.Joined.Compare(b.Joined), cmp.Compare(a.Boot, b.Boot))
+	})
+	return first.Boot == k.g.boot, nil
 }

@@ -231,7 +231,7 @@ func TestKeyDoesNotSealPastAMemberWithoutIt(t *testing.T) {
 				var once sync.Once // whoever of them is first; the other waits
 				tried := false
 				before := func(batch []store.Write) {
-					if slices.ContainsFunc(batch, func(w store.Write) bool { return string(w.Key) == "mkeys" && !w.Check }) {
+					if slices.ContainsFunc(batch, comesIntoUse) {
 						once.Do(func() { tried = true; meanwhile(f, b) })
 					}
 				}
@@ -248,6 +248,15 @@ func TestKeyDoesNotSealPastAMemberWithoutIt(t *testing.T) {
 			})
 		})
 	}
+}
+
+// comesIntoUse reports that a write lets key 2 seal.
+func comesIntoUse(w store.Write) bool {
+	var record struct {
+		Uses []execution.KeyUse `cbor:"uses"`
+	}
+	return string(w.Key) == "mkeys" && store.Decode(w.Value, &record) == nil &&
+		slices.ContainsFunc(record.Uses, func(use execution.KeyUse) bool { return use.ID == 2 })
 }
 
 // A key in use cannot be given up by anybody, and a ring that lacks it is refused; nor can another key have its number.
@@ -413,46 +422,36 @@ func TestResealWaitsForOtherMembers(t *testing.T) {
 	})
 }
 
-// One member re-seals at a time; another takes over when that one is gone, and knows what was done where it has
-// ended. Two that do so all the same harm nothing.
-func TestOneMemberResealsAtATime(t *testing.T) {
+// The member that has joined first re-seals, and the next one when that is gone. Two that do so all the same harm nothing.
+func TestFirstMemberReseals(t *testing.T) {
 	bubble(t, func(t *testing.T, f *fleet) {
-		a, b, c := f.joinWith("a", f.ring), f.joinWith("b", f.ring), f.joinWith("c", f.ring)
+		all := []*node{f.joinWith("a", f.ring)}
+		for _, name := range []string{"b", "c"} {
+			<-time.After(time.Second)
+			all = append(all, f.joinWith(name, f.ring))
+		}
+		a, b, c := all[0], all[1], all[2]
 		for i := range 300 {
 			a.complete(a.call(fmt.Sprint(i)), "charged")
 		}
 		next := rotatedRing(t, f.ring)
-		for _, n := range []*node{a, b, c} {
+		for _, n := range all {
 			n.takeOver(next)
 		}
-		if _, _, err := a.Keys().Turn(ctx); err != nil {
-			t.Fatal(err)
+		who := func(want *node) {
+			t.Helper()
+			for _, n := range all {
+				if mine, err := n.Keys().Reseals(ctx); err != nil || mine != (n == want) {
+					t.Errorf("%s: %t, %v", n.member.Self().Node, mine, err)
+				}
+			}
 		}
-		type turn struct {
-			before execution.ResealTurn
-			done   func(context.Context, uint32) error
-			err    error
-		}
-		turns := make(chan turn, 2)
-		take := func(n *node) {
-			before, done, err := n.Keys().Turn(ctx)
-			turns <- turn{before, done, err}
-		}
-		go take(b)
-		<-time.After(time.Hour)
-		if len(turns) > 0 {
-			t.Fatal("b has taken the turn of a member that is not gone")
-		}
+		who(a)
 		a.member.Remove()
-		synctest.Wait()
-		second := <-turns
-		if second.err != nil || second.before.Key != 0 {
-			t.Fatalf("b takes over: %+v", second)
-		}
-		go take(c)
-		synctest.Wait()
+		all = all[1:]
+		who(b)
 		var both sync.WaitGroup
-		for _, n := range []*node{b, c} { // c does not wait for its turn
+		for _, n := range []*node{b, c} {
 			both.Go(func() { n.reseal() })
 		}
 		both.Wait()
@@ -460,39 +459,19 @@ func TestOneMemberResealsAtATime(t *testing.T) {
 			t.Errorf("records under %v", n)
 		}
 		b.status(b.call("7"), execution.Replayable)
-		if len(turns) > 0 {
-			t.Fatal("c has taken the turn of b")
-		}
-		if err := second.done(ctx, 2); err != nil {
-			t.Fatal(err)
-		}
-		synctest.Wait()
-		third := <-turns
-		if third.err != nil || third.before.Key != 2 || third.before.Node != "b" || third.before.Ended.IsZero() {
-			t.Errorf("after b: %+v", third)
-		}
 	})
 }
 
 // A member that was removed waits for nobody.
 func TestKeysOfARemovedMember(t *testing.T) {
 	bubble(t, func(t *testing.T, f *fleet) {
-		a, b := f.joinWith("a", f.ring), f.joinWith("b", f.ring)
-		if _, _, err := a.Keys().Turn(ctx); err != nil {
-			t.Fatal(err)
-		}
-		errs := make(chan error, 2)
-		go func() { errs <- b.Keys().Await(ctx, 9) }()
-		go func() {
-			_, _, err := b.Keys().Turn(ctx)
-			errs <- err
-		}()
+		_, b := f.joinWith("a", f.ring), f.joinWith("b", f.ring)
+		awaited := make(chan error, 1)
+		go func() { awaited <- b.Keys().Await(ctx, 9) }()
 		synctest.Wait()
 		b.member.Remove()
-		for range 2 {
-			if err := <-errs; !errors.Is(err, store.ErrUnhealthy) {
-				t.Errorf("b waits: %v", err)
-			}
+		if err := <-awaited; !errors.Is(err, store.ErrUnhealthy) {
+			t.Errorf("b waits: %v", err)
 		}
 		if err := b.adopt(rotatedRing(t, f.ring)); !errors.Is(err, execution.ErrStore) {
 			t.Errorf("b has another key: %v", err)

@@ -152,7 +152,7 @@ type readOnly struct{ *memory.Member }
 
 func (r readOnly) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	if slices.ContainsFunc(batch, func(w store.Write) bool {
-		return w.Key[0] == 'x' || string(w.Key) == "mrings" && r.Self().Node == "full"
+		return w.Key[0] == 'x' || string(w.Key) == "mkeys" && r.Self().Node == "full"
 	}) {
 		return 0, store.ErrFull
 	}

@@ -295,10 +295,10 @@ func (r *resealer) note(ctx context.Context) error {
 		return nil
 	}
 	return r.g.keys.change(ctx, func(s *keyState) error {
-		s.uses = slices.DeleteFunc(s.uses, func(use KeyUse) bool { return use.ID < r.key })
+		s.Uses = slices.DeleteFunc(s.Uses, func(use KeyUse) bool { return use.ID < r.key })
 		for id, left := range r.remains {
 			if id < r.key {
-				s.uses = with(s.uses, KeyUse{ID: id, Until: left.Until})
+				s.Uses = with(s.Uses, KeyUse{ID: id, Until: left.Until})
 			}
 		}
 		return nil
