@@ -619,6 +619,7 @@ func (a *App) openEngine() (*engine, error) {
 	e.boundaries.begin()
 	e.escalations.adopt(a.HITL)
 	e.reportRecovered()
+	e.settleFenced()
 	a.opened.Store(true)
 	if e.lost.Load() { // before it was joined
 		go a.openAnew(e)

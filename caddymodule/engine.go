@@ -93,9 +93,54 @@ type enginePool struct {
 	// destructs, so that a reload could open a directory that is still closing.
 	mu   sync.Mutex
 	pool *caddy.UsagePool
+
+	fencing sync.Mutex
+	fenced  map[string][]execution.Fenced // outcomes that the last engine of a path could not record
 }
 
-var engines = enginePool{pool: caddy.NewUsagePool()}
+// fence keeps what the engine of a path, which ends, could not record.
+func (p *enginePool) fence(path string, more []execution.Fenced) {
+	p.fencing.Lock()
+	defer p.fencing.Unlock()
+	if len(more) > 0 {
+		p.fenced[path] = append(p.fenced[path], more...)
+	}
+}
+
+// takeFenced returns what is kept for a path, once.
+func (p *enginePool) takeFenced(path string) []execution.Fenced {
+	p.fencing.Lock()
+	defer p.fencing.Unlock()
+	defer delete(p.fenced, path)
+	return p.fenced[path]
+}
+
+// settleFenced settles the doubts about calls that this gateway has run before it was removed from the store. What
+// fails is tried again.
+func (e *engine) settleFenced() {
+	left := engines.takeFenced(e.path)
+	if len(left) == 0 {
+		return
+	}
+	e.watch.ends = append(e.watch.ends, fleet.Job{Do: func(ctx context.Context, _ bool) (time.Duration, error) {
+		policy := e.latestPolicy()
+		for ; len(left) > 0; left = left[1:] {
+			f := &left[0]
+			err := e.executions.SettleFenced(ctx, f, func(r *execution.Record, how *execution.Resolution) *store.Batch {
+				return policy.forCalls().SettledBy(ctx, f.Key, r, how.Applied, how.By)
+			})
+			if errors.Is(err, execution.ErrStore) {
+				return 0, err
+			}
+			if err != nil {
+				e.logger.Error("a call that this gateway has run stays in doubt", zap.Stringer("key", f.Key), zap.Error(err))
+			}
+		}
+		return 0, nil
+	}}.Start())
+}
+
+var engines = enginePool{pool: caddy.NewUsagePool(), fenced: map[string][]execution.Fenced{}}
 
 // acquire returns the engine of spec with one more reference. If the engine is open already, it
 // adopts the keys of a configuration whose keys were not accepted before.
@@ -217,6 +262,7 @@ func (e *engine) Destruct() error {
 	}
 	e.ledger.close()
 	defer releaseCounts(e.path)
+	defer func() { engines.fence(e.path, e.executions.Fenced()) }()
 	if err := e.executions.Close(context.Background()); err != nil {
 		e.logger.Warn("which clients were not answered could not be noted; equal calls without an id count as retries", zap.Error(err))
 	}

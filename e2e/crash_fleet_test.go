@@ -276,6 +276,9 @@ func (f *fleetCrash) judge(c procCall, a procAnswer, err error, begun time.Time)
 	case problem == "in-progress" || problem == "shutting-down" || problem == "store-unavailable":
 		f.tally.refused.Add(1)
 		return false
+	case problem == "result-unavailable":
+		f.tooLarge(c, a)
+		return true
 	case problem == "in-doubt":
 		if before {
 			f.t.Errorf("P2: the end of the answer of %s was seen, and now it is in doubt", name)
@@ -304,6 +307,18 @@ func (f *fleetCrash) judge(c procCall, a procAnswer, err error, begun time.Time)
 	f.answered[name] = a.digest()
 	f.seen.LoadOrStore(name, time.Now())
 	return true
+}
+
+// tooLarge holds that a call whose answer is not kept was in doubt for whoever has asked, and that its answer is too large
+// to be kept by an owner that was removed from the store meanwhile.
+func (f *fleetCrash) tooLarge(c procCall, a procAnswer) {
+	var size int
+	_, _ = fmt.Sscan(c.header[procSize], &size)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if _, answered := f.answered[c.name()]; answered || size <= 256<<10 {
+		f.t.Errorf("P7: the answer of %s, of %d bytes, is lost (it was answered: %t): %v", c.name(), size, answered, a)
+	}
 }
 
 // whole holds that an answer is the one that the upstream gives for its effect, to the last byte.
@@ -466,6 +481,7 @@ func (f *fleetCrash) verifyAll() {
 			n := rand.IntN(len(asked))
 			asked = asked[n : n+1]
 		}
+		var doubt procAnswer
 		for _, site := range asked {
 			a, err := procPost(f.t.Context(), client, site.addr, c)
 			for late := time.Now().Add(procBound); err == nil && a.problem() == "in-progress" && time.Now().Before(late); {
@@ -478,7 +494,13 @@ func (f *fleetCrash) verifyAll() {
 			outcome := "completed"
 			switch {
 			case a.problem() == "in-doubt" && !answered:
-				outcome = "in_doubt"
+				outcome, doubt = "in_doubt", a
+			case a.problem() == "result-unavailable": // which names no checkpoint
+				f.tooLarge(c, a)
+				if doubt.status == 0 {
+					continue
+				}
+				a = doubt
 			case !a.replayed():
 				return fmt.Errorf("P1: neither replayed nor in doubt: %v", a)
 			case answered && a.digest() != digest:

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"runtime/debug"
 	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -178,8 +179,18 @@ func (l *carried) Size() int64 {
 const callSize = 8 << 10
 
 // Again implements execution.Carried.
-func (l *carried) Again(ctx context.Context) []*store.Batch {
+func (l *carried) Again(ctx context.Context) (all []*store.Batch) {
 	x, logged := l.x, store.NewBatch()
+	defer func() { // P7: it ends nobody else's call
+		if p := recover(); p != nil {
+			x.h.Logger.Error("making the evidence of an outcome again panicked; the outcome is recorded without it",
+				slog.Any("key", x.call.Key), slog.Any("panic", p), slog.String("stack", string(debug.Stack())))
+			for _, b := range all {
+				_ = b.Done(errAgainPanicked)
+			}
+			all = nil
+		}
+	}()
 	logged.OnDone(func(err error) error {
 		if err == nil {
 			x.h.Logger.Info("the outcome of a call that was in doubt is recorded",
@@ -187,10 +198,12 @@ func (l *carried) Again(ctx context.Context) []*store.Batch {
 		}
 		return err
 	})
-	return []*store.Batch{
-		x.outcomeEvents(ctx, l.outcome, l.answer, true), x.undoable(ctx, l.outcome, l.answer), written(x, true), logged,
-	}
+	all = append(all, logged, x.outcomeEvents(ctx, l.outcome, l.answer, true))
+	all = append(all, x.undoable(ctx, l.outcome, l.answer))
+	return append(all, written(x, true))
 }
+
+var errAgainPanicked = errors.New("agent_guard: making the evidence of an outcome again panicked")
 
 // prober runs one probe per key at a time; others wait for its result.
 type prober struct {

@@ -52,6 +52,7 @@ type pendingOutcomes struct {
 	mu      sync.Mutex
 	all     map[[16]byte]*pendingOutcome
 	bytes   int64
+	fenced  []Fenced
 	dropped bool // executions may be open here whose outcome nobody has
 	armed   bool // a round is due, or under way
 	ended   bool
@@ -74,7 +75,13 @@ func gone(err error) bool {
 // hold takes the outcome of an execution that could not be recorded because of err. left is what
 // remains charged for it. It returns the outcome with its mutex held; nil where it is dropped.
 func (t *pendingOutcomes) hold(e *Execution, o *Outcome, left *Record, err error) *pendingOutcome {
-	if e.carried == nil || !passing(err) {
+	if e.carried == nil {
+		return nil
+	}
+	if gone(err) {
+		t.fence(e, o)
+	}
+	if !passing(err) {
 		return nil
 	}
 	p := &pendingOutcome{e: *e, outcome: *o, left: left}
@@ -186,9 +193,67 @@ func (t *pendingOutcomes) forget() {
 	t.mu.Unlock()
 	for _, p := range all {
 		p.mu.Lock()
+		if !p.over {
+			t.fence(&p.e, &p.outcome)
+		}
 		p.finish()
 		p.mu.Unlock()
 	}
+}
+
+// Fenced is the outcome of a call that this gateway has run as a member of a shared store, and could not record before
+// it was removed. The others record a doubt meanwhile, which it settles: an answer is evidence.
+type Fenced struct {
+	Key   Key
+	claim [16]byte
+	how   Resolution
+}
+
+// mostFenced bounds such outcomes. The calls of those beyond it stay in doubt.
+const mostFenced = 1024
+
+// fence keeps an outcome for Fenced, and an answer of up to 256 KiB with it. The recording is still there.
+func (t *pendingOutcomes) fence(e *Execution, o *Outcome) {
+	if t.g.members.store == nil || o.Verdict == InDoubt { // a store of its own is opened by the next process
+		return
+	}
+	f := Fenced{Key: e.flight.key, claim: e.record.Claim, how: Resolution{By: byOwner, Applied: o.Verdict == Completed}}
+	if head, whole := e.flight.recording.complete(); f.how.Applied && whole && head.Size <= pieceSize {
+		body := make([]byte, head.Size)
+		if n, _ := e.flight.recording.readAt(body, 0); n == len(body) {
+			f.how.Answer, f.how.Body = head, body
+		}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.fenced) < mostFenced {
+		t.fenced = append(t.fenced, f)
+	}
+}
+
+// Fenced returns the outcomes that this guard, which has ended, could not record. SettleFenced of the one that is
+// opened next over the store takes them.
+func (g *Guard) Fenced() []Fenced {
+	g.pending.mu.Lock()
+	defer g.pending.mu.Unlock()
+	return g.pending.fenced
+}
+
+// SettleFenced settles the doubt about a call by the outcome that its owner could not record, unless somebody has
+// settled it, or runs the call again: that is the last word. with makes the batch that the commit carries.
+func (g *Guard) SettleFenced(ctx context.Context, f *Fenced, with func(*Record, *Resolution) *store.Batch) error {
+	found, err := g.Get(ctx, f.Key)
+	if errors.Is(err, ErrUnknown) || err == nil && (found.Status != Doubtful || found.Record.Claim != f.claim) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	err = g.SettleDoubt(ctx, found, f.how, with(found.Record, &f.how))
+	if errors.Is(err, ErrTaken) {
+		return nil
+	}
+	return err
 }
 
 // try records the outcome. An error says that it stays pending. The caller holds its mutex.
@@ -238,6 +303,9 @@ func (p *pendingOutcome) record(ctx context.Context, carries bool) error {
 		return err
 	}
 	landed := p.landed(there)
+	if there != nil && there.Claim == p.e.record.Claim && there.State == StateInDoubt && there.Cause == CauseDied {
+		return store.ErrUnhealthy // the others have removed this member
+	}
 	if !landed && (there == nil || there.Claim != p.e.record.Claim || !there.State.open()) {
 		return nil // somebody has settled the call, or runs it again: that is the last word
 	}

@@ -578,3 +578,50 @@ func TestQuotaOfAnOutcomeThatWaitsAtOneGateway(t *testing.T) {
 		})
 	}
 }
+
+// A member that is removed while an outcome is pending, or before it comes, settles the doubt that others have recorded,
+// once it is back: an answer is evidence.
+func TestMemberIsRemovedBeforeItsOutcomeIsRecorded(t *testing.T) {
+	for _, pending := range []bool{true, false} {
+		for _, verdict := range []execution.Verdict{execution.Completed, execution.Released, execution.InDoubt} {
+			bubble(t, func(t *testing.T, f *fleet) {
+				m := f.mem.Join("a")
+				st := &leaving{Member: m}
+				a, b := f.open(m, st), f.join("b")
+				call, o := a.call(verdict.String()), &owner{name: verdict.String()}
+				why := store.ErrUnavailable
+				if !pending {
+					why = store.ErrUnhealthy // as its commits get from now on
+				}
+				a.loses(call, st, why, false, o, verdict, []byte("late"))
+				<-time.After(away)
+				m.Remove()
+				st.set(nil, false)
+				synctest.Wait()
+				if found := b.status(call, execution.Doubtful); found.Record.Cause != execution.CauseDied {
+					t.Errorf("the cause is %s", found.Record.Cause)
+				}
+				<-time.After(2 * time.Second)
+				fenced, again := a.Fenced(), f.join("a")
+				none := func(*execution.Record, *execution.Resolution) *store.Batch { return nil }
+				for range 2 { // it changes nothing more
+					for i := range fenced {
+						if err := again.SettleFenced(ctx, &fenced[i], none); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}
+				switch verdict {
+				case execution.InDoubt:
+					b.status(call, execution.Doubtful)
+				case execution.Released:
+					b.status(call, execution.Free)
+				default:
+					if got := string(b.body(call)); got != "late" {
+						t.Errorf("the record has %q", got)
+					}
+				}
+			})
+		}
+	}
+}

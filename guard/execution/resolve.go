@@ -21,6 +21,9 @@ const (
 	// ByAnswer is the answer to the call, on another connection than its own. It may also say that the call was not
 	// executed.
 	ByAnswer = "answer"
+	// byOwner is the gateway that ran the call, and was removed from the store before it could record its outcome
+	// (SettleFenced). It may also say that the call was not executed.
+	byOwner = "owner"
 )
 
 // Resolution says what has become of a call in doubt. That of an operator is recorded.
