@@ -34,8 +34,7 @@ func ordered(x *Call) error {
 	}
 	err := readPart(x, func(l *plan.Live, p *plan.Part) {
 		if n := nodeOf(x); n != nil {
-			p.Follow(s.planned.plan)
-			for _, h := range p.Holds(n.ID, follows) {
+			for _, h := range p.Holds(s.planned.plan, n.ID, follows) {
 				found = append(found, api.Dependency{Node: h.Node, State: h.State, Detail: h.Detail, Final: h.Final})
 			}
 		}
@@ -137,10 +136,7 @@ func before(x *Call) (ids []string, err error) {
 	if n == nil {
 		return nil, nil
 	}
-	err = readPart(x, func(_ *plan.Live, p *plan.Part) {
-		p.Follow(s.planned.plan)
-		ids = p.Before(n.ID)
-	})
+	err = readPart(x, func(_ *plan.Live, p *plan.Part) { ids = p.Before(s.planned.plan, n.ID) })
 	return ids, err
 }
 

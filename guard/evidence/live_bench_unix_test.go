@@ -68,8 +68,7 @@ func statesOfCalls(b *testing.B, nodes int) {
 	ask := func(workflow string, i int) {
 		if err := bench.evidence.Live(b.Context(), events, workflow, func(l *plan.Live) {
 			p := l.Part(who, nil)
-			p.Follow(d)
-			if held := p.Holds(fmt.Sprint("n", i), nil); held != nil {
+			if held := p.Holds(d, fmt.Sprint("n", i), nil); held != nil {
 				b.Error(held)
 			}
 		}); err != nil {

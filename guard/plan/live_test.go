@@ -19,7 +19,7 @@ func (w *world) arrives(t *testing.T, i int) (admitted bool) {
 	if w.IntN(20) == 0 { // the gateway has crashed, or has had no room for the workflow
 		w.live = nil
 	}
-	got := w.part().Holds(w.plan.Nodes[i].ID, func(string) bool { return false })
+	got := w.part().Holds(w.plan, w.plan.Nodes[i].ID, func(string) bool { return false })
 	var want []string
 	for _, j := range w.plan.Nodes[i].Before {
 		if w.done(j) {
@@ -93,13 +93,9 @@ func TestOrderIsThatOfTheModel(t *testing.T) {
 func TestLiveTaskOfAnAgent(t *testing.T) {
 	d := parse(t, `{"wf_id": "w", "nodes": [{"id": "think"}, {"id": "pay"}], "edges": [{"from": "think", "to": "pay"}]}`)
 	l := NewLive()
-	part := func(d *Descriptor) *Part {
-		p := l.Part([]string{"agent"}, nil)
-		p.Follow(d)
-		return p
-	}
+	part := func() *Part { return l.Part([]string{"agent"}, nil) }
 	holds := func(named string) string {
-		return fmt.Sprint(part(d).Holds("pay", func(id string) bool { return id == named }))
+		return fmt.Sprint(part().Holds(d, "pay", func(id string) bool { return id == named }))
 	}
 	if got := holds("1"); got != "[{think pending  false}]" {
 		t.Error(got)
@@ -112,12 +108,12 @@ func TestLiveTaskOfAnAgent(t *testing.T) {
 	if got := holds("1"); got != "[{think running  false}]" {
 		t.Error(got)
 	}
-	if got := part(d).Before("pay"); !slices.Equal(got, []string{"1", "c"}) {
+	if got := part().Before(d, "pay"); !slices.Equal(got, []string{"1", "c"}) {
 		t.Error(got)
 	}
 	// A plan that takes the place of another one has states of its own.
 	d = parse(t, `{"wf_id": "v", "nodes": [{"id": "pay"}, {"id": "think"}], "edges": [{"from": "pay", "to": "think"}]}`)
-	if got := fmt.Sprint(part(d).Holds("pay", nil), part(d).Holds("think", nil)); got != "[] [{pay pending  false}]" {
+	if got := fmt.Sprint(part().Holds(d, "pay", nil), part().Holds(d, "think", nil)); got != "[] [{pay pending  false}]" {
 		t.Error(got)
 	}
 }
@@ -134,9 +130,8 @@ func TestPartsOfAWorkflow(t *testing.T) {
 	want := func(who string, holds string, called bool, named ...string) {
 		t.Helper()
 		p := l.Part([]string{who}, named)
-		p.Follow(d)
 		var got []string
-		for _, h := range p.Holds("c", nil) {
+		for _, h := range p.Holds(d, "c", nil) {
 			got = append(got, h.Node+" "+string(h.State))
 		}
 		if fmt.Sprint(got) != holds || p.Called() != called {
@@ -204,9 +199,7 @@ func TestCostOfACallDoesNotGrowWithThePlan(t *testing.T) {
 		d := parse(t, text.String()+"]}")
 		l, n := NewLive(), 0
 		holds := func(i int) []Hold {
-			p := l.Part([]string{"ada"}, nil)
-			p.Follow(d)
-			return p.Holds(d.Nodes[i].ID, nil)
+			return l.Part([]string{"ada"}, nil).Holds(d, d.Nodes[i].ID, nil)
 		}
 		call := func() {
 			id, node := fmt.Sprint(n), d.Nodes[n].ID
@@ -263,8 +256,7 @@ func BenchmarkAdmission(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
 		p := l.Part(who, named)
-		p.Follow(w.plan)
-		if held := p.Holds(w.plan.Nodes[order[n%MaxNodes]].ID, nil); held != nil {
+		if held := p.Holds(w.plan, w.plan.Nodes[order[n%MaxNodes]].ID, nil); held != nil {
 			b.Fatal(held)
 		}
 		n++
@@ -285,8 +277,7 @@ func BenchmarkAdmissionAndRecords(b *testing.B) {
 			b.StartTimer()
 		}
 		p := l.Part(who, nil)
-		p.Follow(w.plan)
-		if held := p.Holds(w.plan.Nodes[order[n]].ID, nil); held != nil {
+		if held := p.Holds(w.plan, w.plan.Nodes[order[n]].ID, nil); held != nil {
 			b.Fatal(held)
 		}
 		c := &call{node: order[n], name: fmt.Sprint("x", n)}

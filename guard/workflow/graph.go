@@ -288,18 +288,21 @@ func newGraph(nodes []Node) *Graph {
 
 // build links and orders the nodes.
 func (g *Graph) build(group func(i int) bool) {
-	g.seq = from(0, len(g.nodes))
+	g.seq, g.ordered = from(0, len(g.nodes)), len(g.nodes)
 	g.link(group)
-	if order := g.sort(); !slices.IsSorted(order) { // as a rule they were recorded in order
-		g.reorder(order)
-		g.link(group)
+	for i, to := range g.down {
+		if slices.ContainsFunc(to, func(j int) bool { return j < i }) { // as a rule they were recorded in order
+			g.reorder(g.sort())
+			g.link(group)
+			return
+		}
 	}
 }
 
 // link finds the neighbours of every node.
 func (g *Graph) link(group func(i int) bool) {
 	n := len(g.nodes)
-	g.parents, g.children, g.down = make([][]int, n), make([][]int, n), make([][]int, n)
+	g.parents, g.children = make([][]int, n), make([][]int, n)
 	for i := range g.nodes {
 		node := &g.nodes[i]
 		node.Missing = nil
@@ -322,9 +325,19 @@ func (g *Graph) link(group func(i int) bool) {
 		}
 		node.Group = group(i)
 	}
+	grouped := false
 	for i, parents := range g.parents {
+		grouped = grouped || g.nodes[i].Group
 		for _, p := range parents {
 			g.children[p] = append(g.children[p], i)
+		}
+	}
+	if g.down = g.children; !grouped {
+		return
+	}
+	g.down = make([][]int, n)
+	for i, parents := range g.parents {
+		for _, p := range parents {
 			if g.nodes[i].Group {
 				g.down[i] = append(g.down[i], p)
 			} else {
@@ -491,12 +504,15 @@ func (g *Graph) guard() {
 
 // note finds the tasks that can be undone, and the settlements of each execution.
 func (g *Graph) note() {
-	g.undoable, g.executions = make([]bool, len(g.nodes)), make(map[string][]int)
+	g.undoable = make([]bool, len(g.nodes))
 	for i := range g.nodes {
 		for _, t := range g.guards[i] {
 			g.undoable[t] = g.undoable[t] || g.nodes[i].Reversible
 		}
 		if name := g.nodes[i].Execution; name != "" && g.nodes[i].settlement() {
+			if g.executions == nil {
+				g.executions = make(map[string][]int)
+			}
 			g.executions[name] = append(g.executions[name], i)
 		}
 	}

@@ -1,15 +1,16 @@
 package workflow
 
 import (
-	"cmp"
+	"iter"
 	"slices"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 )
 
-// Live has the states of a workflow while its records come. They are those that New finds of the same
-// records: only what a record can change is derived again, by New from the records of one call. Events
-// about the checkpoints of agents can change anything, so from such a one on New gets them all.
+// Live has the states of a workflow while its records come. They are those that New finds of the same records: Add
+// notes which records are derived together, and New gets these when somebody asks for one of them. What it finds is
+// kept until a further record concerns it. Events about the checkpoints of agents can change anything, so from such
+// a one on New gets all records.
 //
 // It is for one goroutine at a time.
 type Live struct {
@@ -17,22 +18,17 @@ type Live struct {
 	Links *Links
 
 	records []*Record
-	at      []derived // of each record
-	// places are what is at each place of Links.
-	places []livePlace
-	names  []int // room for those that a record names
+	at      []liveNode // of each record
+	places  []livePlace
+	names   []int // buffer for the places that a record names
 	// executions are the first of the gateway's records of each execution.
 	executions map[string]int
 	// asked are the checkpoints that a request for a rollback is about.
-	asked   map[int][]int
-	changed []*Calls
-	room    []*Calls // for the next of them
-	// plain are the states of calls of which nothing but tokens, checkpoints and outcomes is recorded, by what they
-	// depend on: most calls have one of a few.
-	plain map[shape]*plainStates
+	asked map[int][]int
+	round int // number of the last walk
 
-	whole *Calls // all tasks, once New gets all records; else nil
-	graph *Graph // see whole
+	mixed bool   // New gets all records
+	all   *calls // what New has found of all records; nil before
 }
 
 // livePlace is what is known of an id.
@@ -41,28 +37,24 @@ type livePlace struct {
 	named  bool // a record names it that came before
 }
 
-// derived is what is known of a record.
-type derived struct {
-	calls    *Calls // nil for events that are part of no call
-	state    State
-	detail   Detail
-	called   bool
-	followed bool // a task that follows from it is among the near
+// liveNode is what is known of a record.
+type liveNode struct {
+	with     []int // records of the same call
+	near     []int // further records that its state depends on
+	followed bool  // a task that follows from it is among near
+	round    int   // of the last walk that has met it
+
+	calls  *calls // nil before its state is derived
+	state  State
+	detail Detail
+	called bool
 }
 
-// Calls are tasks whose states are derived together: those of one call, as a rule.
-type Calls struct {
-	// Tasks are those that count, as Graph.Tasks has them. There are none once other Calls have them.
-	Tasks []Task
-
-	records []int  // whose states are derived here
-	few     [3]int // room for as many as most have
-	near    []int  // further ones that these depend on
-	changed bool
+// calls are tasks whose states were derived together: those of one call, as a rule.
+type calls struct {
+	tasks []Task // those that count, as Graph.Tasks has them
+	stale bool   // a later record concerns them
 }
-
-// Changed reports whether Changes will return them.
-func (c *Calls) Changed() bool { return c.changed }
 
 // Task is a task as it is now.
 type Task struct {
@@ -82,9 +74,7 @@ type Task struct {
 
 // NewLive begins a workflow.
 func NewLive() *Live {
-	return &Live{
-		Links: NewLinks(), executions: map[string]int{}, asked: map[int][]int{}, plain: map[shape]*plainStates{},
-	}
+	return &Live{Links: NewLinks(), executions: map[string]int{}, asked: map[int][]int{}}
 }
 
 // Len is how many records there are.
@@ -99,10 +89,10 @@ func (l *Live) Add(r *Record) (place int, parents []int, first bool) {
 		return place, nil, false
 	}
 	i := len(l.records)
-	l.records, l.at = append(l.records, r), append(l.at, derived{})
+	l.records, l.at = append(l.records, r), append(l.at, liveNode{})
 	l.places[place].record = i + 1
 	if l.places[place].named {
-		l.widen()
+		l.mix()
 	}
 	l.names = l.names[:0]
 	for _, id := range r.Parents {
@@ -128,7 +118,7 @@ func (l *Live) place(id string) int {
 	return place
 }
 
-// add adds record i to what it changes. names has the places of its parents.
+// add notes what record i changes. names has the places of its parents.
 func (l *Live) add(i int) {
 	r, named := l.records[i], l.names
 	if r.CheckpointID != "" {
@@ -152,19 +142,15 @@ func (l *Live) add(i int) {
 		}
 	}
 	switch {
-	case l.whole != nil:
-		l.change(l.whole)
+	case l.mixed:
+		l.changed(i)
 	case r.Own && (r.IsCheckpoint() || r.settlement()):
 		l.call(i, parents)
 	case r.IsTask():
-		c := l.newCalls()
-		c.records = append(c.records, i)
-		l.at[i].calls = c
-		l.change(c)
 		l.follows(i, parents)
 	case r.IsCheckpoint():
 		if r.Node != "" || r.Escalated {
-			l.widen() // it stands for a node as long as nothing else does, or says something of its tasks
+			l.mix() // it stands for a node as long as nothing else does, or says something of its tasks
 		}
 	case r.Stranger:
 	case r.Event == ect.EventError:
@@ -195,76 +181,62 @@ func (l *Live) find(ids []string, i int) (found []int) {
 	return found
 }
 
-func (l *Live) change(c *Calls) {
-	if !c.changed {
-		c.changed = true
-		l.changed = append(l.changed, c)
+// changed says that the state of a record may be another one now.
+func (l *Live) changed(i int) {
+	c := l.at[i].calls
+	if l.mixed {
+		c = l.all
+	}
+	if c != nil {
+		c.stale = true
 	}
 }
 
-// call adds the gateway's checkpoint or settlement to what it is about: the tasks that it announces, the
+// join says that the states of record i and of an earlier one are derived together.
+func (l *Live) join(i, earlier int) {
+	if i == earlier || slices.Contains(l.at[i].with, earlier) {
+		return
+	}
+	l.at[i].with, l.at[earlier].with = append(l.at[i].with, earlier), append(l.at[earlier].with, i)
+	l.changed(earlier)
+}
+
+// depends says that the state of a record depends on further ones.
+func (l *Live) depends(i int, on ...int) {
+	l.at[i].near = append(l.at[i].near, on...)
+	l.changed(i)
+}
+
+// call joins the gateway's checkpoint or settlement to what it is about: the tasks that it announces, the
 // checkpoint that it settles, and the earlier attempts of its execution.
 func (l *Live) call(i int, parents []int) {
 	r := l.records[i]
-	var c *Calls
 	tasks := func(of []int) {
 		for _, p := range of {
 			if t := l.records[p]; t.IsTask() && !t.settlement() {
-				c = l.merge(c, l.at[p].calls)
+				l.join(i, p)
 			}
 		}
 	}
 	tasks(parents)
-	var near []int
-	joined := false
 	for _, p := range parents {
 		switch parent := l.records[p]; {
 		case !parent.IsCheckpoint():
 		case !parent.Own:
-			near = append(near, p)
+			l.depends(i, p)
 			tasks(l.find(parent.Parents, p))
 		case r.settlement() && (r.Execution == parent.Execution || r.Execution == "" || parent.Execution == ""):
-			c = l.merge(c, l.at[p].calls)
-			joined = joined || r.Execution == parent.Execution
+			l.join(i, p)
 		}
 	}
-	if r.Execution != "" && !joined { // else its checkpoint has joined those of its execution
-		if first, known := l.executions[r.Execution]; known {
-			c = l.merge(c, l.at[first].calls)
-		} else {
-			l.executions[r.Execution] = i
-		}
+	if r.Execution == "" {
+		return
 	}
-	if c == nil {
-		c = l.newCalls()
+	if first, known := l.executions[r.Execution]; known {
+		l.join(i, first)
+	} else {
+		l.executions[r.Execution] = i
 	}
-	c.records, c.near = append(c.records, i), append(c.near, near...)
-	l.at[i].calls = c
-	l.change(c)
-}
-
-func (l *Live) newCalls() *Calls {
-	c := &Calls{}
-	c.records = c.few[:0]
-	return c
-}
-
-// merge merges b into a, or a into b; a may be nil.
-func (l *Live) merge(a, b *Calls) *Calls {
-	if a == nil || a == b {
-		return b
-	}
-	if len(a.records) < len(b.records) {
-		a, b = b, a
-	}
-	for _, i := range b.records {
-		l.at[i].calls = a
-	}
-	a.records, a.near = append(a.records, b.records...), append(a.near, b.near...)
-	b.records, b.near = nil, nil
-	l.change(a)
-	l.change(b)
-	return a
 }
 
 // follows notes a task that follows from others, also through an agent's checkpoint: they are done then,
@@ -286,13 +258,10 @@ func (l *Live) follows(i int, parents []int) {
 
 // followed notes the records by which task t is done. One such task is enough.
 func (l *Live) followed(t int, by ...int) {
-	if l.at[t].followed {
-		return
+	if !l.at[t].followed {
+		l.at[t].followed = true
+		l.depends(t, by...)
 	}
-	l.at[t].followed = true
-	c := l.at[t].calls
-	c.near = append(c.near, by...)
-	l.change(c)
 }
 
 // culprits are the parents of error i that it may be about. The gateway's is about its settlement.
@@ -329,231 +298,112 @@ func (l *Live) undone(i int, parents, checkpoint []int) []int {
 // concerns notes event i with what it is about.
 func (l *Live) concerns(i int, about []int) {
 	for n, p := range about {
-		c := l.at[p].calls
 		switch r := l.records[p]; {
 		case r.IsCheckpoint() && !r.Own:
-			l.widen()
+			l.mix()
 			return
-		case c == nil || slices.Contains(about[:n], p):
-		case l.records[i].Own && l.records[about[0]].settlement() && l.at[about[0]].calls != c:
-			l.widen() // whom the gateway's error blames depends on all of them
+		case !r.IsTask() && !r.IsCheckpoint(), slices.Contains(about[:n], p):
+		case l.records[i].Own && l.records[about[0]].settlement() && !slices.Contains(l.together(about[0]), p):
+			l.mix() // whom the gateway's error blames depends on all of them
 			return
-		case len(c.near) == 0 || c.near[len(c.near)-1] != i:
-			c.near = append(c.near, i)
-			l.change(c)
+		default:
+			l.depends(p, i)
 		}
 	}
 }
 
-// widen has New get all records from now on.
-func (l *Live) widen() {
-	if l.whole != nil {
+// mix has New get all records from now on.
+func (l *Live) mix() {
+	if l.mixed {
 		return
 	}
-	for i := range l.at {
-		if c := l.at[i].calls; c != nil {
-			c.records, c.near = nil, nil
-			l.change(c)
-		}
-	}
-	l.whole = &Calls{}
-	l.change(l.whole)
+	clear(l.at)
+	l.mixed = true
 }
 
-// At are the calls that the record at a place of Links is among, and the record; nil where there is none, and no calls
-// for what is part of none.
-func (l *Live) At(place int) (*Calls, *Record) {
+// together are the records whose states are derived together with that of one.
+func (l *Live) together(i int) []int {
+	if l.mixed {
+		return from(0, len(l.records))
+	}
+	l.round++
+	l.at[i].round = l.round
+	met := []int{i}
+	for n := 0; n < len(met); n++ {
+		for _, k := range l.at[met[n]].with {
+			if l.at[k].round != l.round {
+				l.at[k].round = l.round
+				met = append(met, k)
+			}
+		}
+	}
+	return met
+}
+
+// At is the record at a place of Links; nil where there is none.
+func (l *Live) At(place int) *Record {
 	if place >= len(l.places) || l.places[place].record == 0 {
-		return nil, nil
+		return nil
 	}
-	i := l.places[place].record - 1
-	if l.whole != nil {
-		return l.whole, l.records[i]
-	}
-	return l.at[i].calls, l.records[i]
+	return l.records[l.places[place].record-1]
 }
 
-// Changes derives what has changed since the last call, and returns it. The list is good until the next Add.
-func (l *Live) Changes() []*Calls {
-	all := l.changed
-	l.changed, l.room = l.room[:0], all
-	for _, c := range all {
-		c.changed = false
-		switch {
-		case c == l.whole:
-			l.graph = withStates(l.nodes(from(0, len(l.records))))
-			c.Tasks = l.graph.live(func(string) bool { return true })
-		case len(c.records) == 0:
-			c.Tasks = nil
-		default:
-			l.derive(c)
-		}
-	}
-	return all
-}
-
-// All are the calls of all tasks.
-func (l *Live) All() []*Calls {
-	if l.whole != nil {
-		return []*Calls{l.whole}
-	}
-	var all []*Calls
-	seen := map[*Calls]bool{nil: true}
-	for i := range l.at {
-		if c := l.at[i].calls; !seen[c] {
-			seen[c] = true
-			all = append(all, c)
-		}
-	}
-	return all
-}
-
-func (l *Live) derive(c *Calls) {
-	var room [maxPlain]int
-	places := append(append(room[:0], c.records...), c.near...)
-	slices.Sort(places)
-	places = slices.Compact(places)
-	key, plain := l.shapeOf(c, places)
-	if plain {
-		if known := l.plain[key]; known != nil {
-			l.apply(c, places, known)
+// Tasks are those that count of the record at a place of Links: the task that it is, which is its own, and those that
+// it is a checkpoint for.
+func (l *Live) Tasks(place int) iter.Seq2[*Task, bool] {
+	return func(yield func(t *Task, own bool) bool) {
+		r := l.At(place)
+		if r == nil || !l.mixed && !r.IsTask() && !(r.IsCheckpoint() && r.Own) { // an agent's checkpoint stands for no node
 			return
 		}
-	}
-	g := withStates(l.nodes(places))
-	c.Tasks = g.live(func(id string) bool { return l.at[l.record(id)].calls == c })
-	for _, i := range c.records {
-		n := &g.nodes[g.index[l.records[i].ID]]
-		l.at[i].state, l.at[i].detail, l.at[i].called = n.State, n.Detail, n.Called
-	}
-	if plain && len(l.plain) < maxShapes {
-		l.plain[key] = l.statesOf(c, places)
+		c := l.derive(l.places[place].record - 1)
+		for i := range c.tasks {
+			t := &c.tasks[i]
+			own := t.ID == r.ID
+			if (own || slices.Contains(t.Checkpoints, r.ID)) && !yield(t, own) {
+				return
+			}
+		}
 	}
 }
 
-// nodes are the records at these places.
-func (l *Live) nodes(places []int) []Node {
+// derive derives the state of record i, unless it is known.
+func (l *Live) derive(i int) *calls {
+	if c := l.at[i].calls; c != nil && !c.stale {
+		return c
+	}
+	c, records := &calls{}, l.together(i)
+	places := records
+	for _, k := range records {
+		l.at[k].calls = c
+		places = append(places, l.at[k].near...)
+	}
+	slices.Sort(places)
+	places = slices.Compact(places)
 	nodes := make([]Node, len(places))
 	for k, i := range places {
 		nodes[k].Record = *l.records[i]
 	}
-	return nodes
-}
-
-const (
-	// maxPlain is how many records a call has at most whose states are remembered.
-	maxPlain = 6
-	// maxShapes is how many such states are remembered.
-	maxShapes = 256
-)
-
-// shape is all that the states of plain records depend on, in the order of recording: of each what it is, whose states
-// are derived here, its outcome, the first with the same execution, and the parents among them.
-type shape [maxPlain]uint16
-
-// plainStates are the states of records of a shape, and their tasks, by their places among them.
-type plainStates struct {
-	at    [maxPlain]derived // without calls
-	tasks []plainTask
-}
-
-type plainTask struct {
-	at          int
-	checkpoints []int
-}
-
-// shapeOf is the shape of the records at these places. It is not plain where there are too many, or others than tokens
-// of tasks and the gateway's checkpoints and outcomes: what errors and rollbacks do depends on more.
-func (l *Live) shapeOf(c *Calls, places []int) (key shape, plain bool) {
-	if len(places) > maxPlain {
-		return key, false
-	}
-	for k, i := range places {
-		r, s := l.records[i], uint16(0)
-		switch {
-		case r.Escalated:
-			return key, false
-		case r.IsCheckpoint() && r.Own:
-			s = 1
-		case r.settlement():
-			outcome := slices.Index(outcomes, r.Outcome)
-			if outcome < 0 {
-				return key, false
-			}
-			s = 2 | uint16(outcome)<<2
-		case r.IsTask():
-			s = 3
-		default:
-			return key, false
-		}
-		if l.at[i].calls == c {
-			s |= 1 << 4
-		}
-		if r.Execution != "" {
-			first := slices.IndexFunc(places, func(p int) bool { return l.records[p].Execution == r.Execution })
-			s |= uint16(first+1) << 5
-		}
-		for p, place := range places {
-			if slices.Contains(r.Parents, l.records[place].ID) {
-				s |= 1 << (8 + p)
-			}
-		}
-		key[k] = s
-	}
-	return key, true
-}
-
-var outcomes = []Outcome{Completed, InDoubt, Released}
-
-// statesOf are the states that were derived of the records at these places.
-func (l *Live) statesOf(c *Calls, places []int) *plainStates {
-	s := &plainStates{}
-	place := func(id string) int { return slices.Index(places, l.record(id)) }
-	for k, i := range places {
-		if l.at[i].calls == c {
-			s.at[k] = l.at[i]
+	g := withStates(nodes)
+	c.tasks = g.live(func(id string) bool { return l.at[l.record(id)].calls == c })
+	for i := range g.nodes {
+		if n, d := &g.nodes[i], &l.at[l.record(g.nodes[i].ID)]; d.calls == c {
+			d.state, d.detail, d.called = n.State, n.Detail, n.Called
 		}
 	}
-	for i := range c.Tasks {
-		t := plainTask{at: place(c.Tasks[i].ID)}
-		for _, id := range c.Tasks[i].Checkpoints {
-			t.checkpoints = append(t.checkpoints, place(id))
-		}
-		s.tasks = append(s.tasks, t)
+	if l.mixed {
+		l.all = c
 	}
-	return s
-}
-
-// apply gives records at these places the states of their shape.
-func (l *Live) apply(c *Calls, places []int, s *plainStates) {
-	for k, i := range places {
-		if d := &l.at[i]; d.calls == c {
-			d.state, d.detail, d.called = s.at[k].state, s.at[k].detail, s.at[k].called
-		}
-	}
-	c.Tasks = make([]Task, len(s.tasks))
-	for n := range s.tasks {
-		of := &s.tasks[n]
-		r, d := l.records[places[of.at]], &s.at[of.at]
-		t := &c.Tasks[n]
-		*t = Task{ID: r.ID, Action: r.Action, Event: r.Event, Node: r.Node, State: d.state, Detail: d.detail, Called: d.called}
-		if len(of.checkpoints) > 0 {
-			t.Checkpoints = make([]string, len(of.checkpoints))
-		}
-		for k, at := range of.checkpoints {
-			checkpoint := l.records[places[at]]
-			t.Checkpoints[k], t.Node = checkpoint.ID, cmp.Or(t.Node, checkpoint.Node)
-		}
-	}
+	return c
 }
 
 // live are the tasks with these ids.
 func (g *Graph) live(has func(id string) bool) []Task {
 	var all []Task
-	at := map[int]int{}
-	for _, i := range g.Tasks() {
-		if n := &g.nodes[i]; has(n.ID) {
-			at[i] = len(all)
+	at := make([]int, len(g.nodes)) // of each node its place in all, plus one
+	for i := range g.nodes {
+		if n := &g.nodes[i]; g.counts(i) && has(n.ID) {
+			at[i] = len(all) + 1
 			all = append(all, Task{ID: n.ID, Action: n.Action, Event: n.Event, Node: n.Node, State: n.State, Detail: n.Detail, Called: n.Called})
 		}
 	}
@@ -563,8 +413,8 @@ func (g *Graph) live(has func(id string) bool) []Task {
 			continue
 		}
 		for _, t := range slices.Concat([]int{i}, g.guards[i], g.executions[n.Execution]) {
-			k, counts := at[t]
-			if !counts || slices.Contains(all[k].Checkpoints, n.ID) {
+			k := at[t] - 1
+			if k < 0 || slices.Contains(all[k].Checkpoints, n.ID) {
 				continue
 			}
 			if all[k].Checkpoints = append(all[k].Checkpoints, n.ID); all[k].Node == "" {
@@ -591,11 +441,8 @@ func (l *Live) Holding(ids []string) []Task {
 		r := l.records[i]
 		switch {
 		case r.IsTask(), r.IsCheckpoint() && r.Own:
-			d := l.at[i]
-			if l.whole != nil {
-				n := &l.graph.nodes[l.graph.index[r.ID]]
-				d.state, d.detail, d.called = n.State, n.Detail, n.Called
-			}
+			l.derive(i)
+			d := &l.at[i]
 			t := Task{ID: r.ID, Action: r.Action, Event: r.Event, Node: r.Node, State: d.state, Detail: d.detail, Called: d.called}
 			waits := t.State != Done || t.Detail != ""
 			if t.State == Running || t.State == Pending {

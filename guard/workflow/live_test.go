@@ -10,35 +10,47 @@ import (
 	. "github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// same holds that a Live has the tasks of the graph of the same records, in their states.
-func same(t *testing.T, all []Record, l *Live, tasks map[*Calls][]Task) {
-	t.Helper()
-	changes(l, tasks)
-	g, got := New(all), map[string]Task{}
-	for _, of := range tasks {
-		for _, task := range of {
-			if _, twice := got[task.ID]; twice {
-				t.Fatalf("%s stands twice", task.ID)
-			}
-			got[task.ID] = task
+// tasks are those of the record with an id, as copies.
+func tasks(l *Live, id string) (all []Task) {
+	if place, known := l.Links.Place(id); known {
+		for t := range l.Tasks(place) {
+			all = append(all, *t)
 		}
 	}
+	return all
+}
+
+// same holds that a Live has the tasks of the graph of the same records, in their states.
+func same(t *testing.T, all []Record, l *Live) {
+	t.Helper()
+	g, counts := New(all), map[string]bool{}
 	for _, i := range g.Tasks() {
 		n := g.At(i)
-		task, there := got[n.ID]
-		if !there && n.IsCheckpoint() && !n.Own && n.Node == "" {
+		counts[n.ID] = true
+		got := tasks(l, n.ID)
+		if len(got) == 0 && n.IsCheckpoint() && !n.Own && n.Node == "" {
 			continue // it is no node of any plan
 		}
-		delete(got, n.ID)
-		if !there || task.State != n.State || task.Detail != n.Detail || task.Called != n.Called || task.Event != n.Event {
-			t.Fatalf("%s is %s %s (called: %v); it is there: %v, as %+v\n%+v", n.ID, n.State, n.Detail, n.Called, there, task, all)
+		at := slices.IndexFunc(got, func(task Task) bool { return task.ID == n.ID })
+		if at < 0 {
+			t.Fatalf("%s is no task\n%+v", n.ID, all)
 		}
-	}
-	if len(got) > 0 {
-		t.Fatalf("no tasks: %v\n%+v", got, all)
+		if task := got[at]; task.State != n.State || task.Detail != n.Detail || task.Called != n.Called || task.Event != n.Event {
+			t.Fatalf("%s is %s %s (called: %v), not %+v\n%+v", n.ID, n.State, n.Detail, n.Called, task, all)
+		}
 	}
 	for i := range g.Len() { // also what is part of a task
 		n := g.At(i)
+		met := map[string]bool{}
+		for _, task := range tasks(l, n.ID) {
+			if !counts[task.ID] || met[task.ID] {
+				t.Fatalf("%s has the task %s, which does not count, or twice\n%+v", n.ID, task.ID, all)
+			}
+			met[task.ID] = true
+			if checkpoint := slices.Contains(task.Checkpoints, n.ID); task.ID != n.ID && !checkpoint {
+				t.Fatalf("%s is no checkpoint of the task %s\n%+v", n.ID, task.ID, all)
+			}
+		}
 		if !n.IsTask() && !(n.IsCheckpoint() && n.Own) {
 			continue
 		}
@@ -51,25 +63,6 @@ func same(t *testing.T, all []Record, l *Live, tasks map[*Calls][]Task) {
 			t.Fatalf("%s is %s %s (called: %v), and %+v holds\n%+v", n.ID, n.State, n.Detail, n.Called, held, all)
 		}
 	}
-	together := 0
-	for _, c := range l.All() {
-		together += len(c.Tasks)
-	}
-	for _, of := range tasks {
-		together -= len(of)
-	}
-	if together != 0 {
-		t.Fatalf("All has %d tasks more", together)
-	}
-}
-
-// changes keeps tasks as those of a Live are.
-func changes(l *Live, tasks map[*Calls][]Task) {
-	for _, c := range l.Changes() {
-		if tasks[c] = c.Tasks; len(c.Tasks) == 0 {
-			delete(tasks, c)
-		}
-	}
 }
 
 // FuzzLive: whatever comes in whatever order, the states are those that the whole graph has.
@@ -77,13 +70,13 @@ func FuzzLive(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 0, 255, 255, 0x23, 0, 0, 0, 1, 255, 0x20, 0x10, 0, 0, 1, 2})
 	f.Add([]byte{3, 0, 0, 0, 255, 255, 0, 0, 0, 0, 1, 255, 8, 0, 2, 0, 1, 255})
 	f.Fuzz(func(t *testing.T, data []byte) {
-		l, tasks := NewLive(), map[*Calls][]Task{}
+		l := NewLive()
 		all := records(data)
 		for i, r := range all {
 			l.Add(&r)
 			l.Add(&r) // twice is once
 			if i%3 == 0 || i == len(all)-1 {
-				same(t, all[:i+1], l, tasks)
+				same(t, all[:i+1], l)
 			}
 		}
 	})
@@ -102,21 +95,21 @@ func TestLiveOfRandomRecords(t *testing.T) {
 				data[i] = 0x20 | byte(r.IntN(12))
 			}
 		}
-		l, tasks := NewLive(), map[*Calls][]Task{}
+		l := NewLive()
 		all := records(data)
 		for i, record := range all {
 			l.Add(&record)
-			same(t, all[:i+1], l, tasks)
+			same(t, all[:i+1], l)
 		}
 	}
 }
 
 // Calls of which nothing but tokens, checkpoints and outcomes is recorded have the states that the whole graph has, also
-// where those of an earlier call of their shape are taken.
+// where these were asked for between their records.
 func TestLiveOfPlainCalls(t *testing.T) {
 	for seed := range uint64(6) {
 		r := rand.New(rand.NewPCG(seed, 7))
-		l, tasks, all := NewLive(), map[*Calls][]Task{}, []Record(nil)
+		l, all := NewLive(), []Record(nil)
 		for n := range 300 {
 			from := len(all)
 			for k := range 1 + r.IntN(4) {
@@ -143,11 +136,11 @@ func TestLiveOfPlainCalls(t *testing.T) {
 				all = append(all, record)
 				l.Add(&record)
 				if r.IntN(3) == 0 {
-					changes(l, tasks)
+					tasks(l, id)
 				}
 			}
 			if n%20 == 19 {
-				same(t, all, l, tasks)
+				same(t, all, l)
 			}
 		}
 	}
@@ -205,7 +198,6 @@ func TestHolding(t *testing.T) {
 		for _, r := range slices.Concat(base, more.all) {
 			l.Add(&r)
 		}
-		l.Changes()
 		for parent, want := range map[string]string{
 			"done": "", "done/c": "", "done/s": "", "start": "", "unknown": "", "thought": "", "first": "", "k": "",
 			"runs": "runs running ", "runs/c": "runs/c running ", "before": "runs running ",
@@ -226,8 +218,8 @@ func TestHolding(t *testing.T) {
 		for _, r := range called("later", "", Completed) {
 			l.Add(&r)
 		}
-		if l.Changes(); len(l.Holding([]string{"later"})) > 0 || more.all == nil && len(l.All()) < 5 {
-			t.Errorf("%s: %v in %d", more.name, l.Holding([]string{"later"}), len(l.All()))
+		if held := l.Holding([]string{"later"}); len(held) > 0 {
+			t.Errorf("%s: %v", more.name, held)
 		}
 	}
 }
@@ -240,12 +232,10 @@ func TestTaskOfLive(t *testing.T) {
 		l.Add(&r)
 	}
 	l.Add(&Record{ID: "x/c2", Parents: []string{"x"}, Event: ect.EventCheckpoint, Own: true, Issuer: gateway, Execution: "x", Node: "pay"})
-	for _, c := range l.Changes() {
-		if len(c.Tasks) == 0 {
-			continue
-		}
-		if got := c.Tasks[0]; len(c.Tasks) > 1 || got.ID != "x" || got.State != Running || got.Node != "pay" || !slices.Equal(got.Checkpoints, []string{"x/c", "x/c2"}) {
-			t.Errorf("%+v", c.Tasks)
+	for _, id := range []string{"x", "x/c", "x/c2"} {
+		got := tasks(l, id)
+		if len(got) != 1 || got[0].ID != "x" || got[0].State != Running || got[0].Node != "pay" || !slices.Equal(got[0].Checkpoints, []string{"x/c", "x/c2"}) {
+			t.Errorf("%+v", got)
 		}
 	}
 }
@@ -258,8 +248,9 @@ func BenchmarkLive(b *testing.B) {
 		n++
 		name := string(rune('a'+n%26)) + string(rune(n))
 		for _, r := range called(name, "node", Completed) {
-			l.Add(&r)
-			l.Changes()
+			place, _, _ := l.Add(&r)
+			for range l.Tasks(place) {
+			}
 		}
 	}
 	for range 10_000 {

@@ -350,6 +350,12 @@ type report struct {
 
 // rollbacks finds how far the rollback of every checkpoint and its tasks has come.
 func (d *derivation) rollbacks() {
+	reports := func(n Node) bool {
+		return n.Event == ect.EventRollbackComplete || n.Event == ect.EventCompensate || n.Event == ect.EventRollbackRequest || n.Event == ect.EventRollbackStart
+	}
+	if !slices.ContainsFunc(d.nodes, reports) {
+		return
+	}
 	all := make([]rollbackReports, len(d.nodes)) // of every checkpoint
 	for i := range all {
 		all[i] = rollbackReports{asked: -1, direct: report{at: -1}, whole: report{at: -1}, byStart: report{at: -1}}
