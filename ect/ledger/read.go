@@ -7,6 +7,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 
 	"golang.org/x/mod/sumdb/note"
@@ -310,6 +311,38 @@ func (l *Log) Elsewhere(ctx context.Context, workflow, id string) (all []string,
 		}
 	}
 	return all, nil
+}
+
+// All visits the entries of a workflow, as List has them, until it yields an error.
+func (l *Log) All(ctx context.Context, workflow string) iter.Seq2[*Entry, error] {
+	return all(func(from Cursor) (Page, error) { return l.List(ctx, workflow, from, MaxPage) })
+}
+
+// AllFollowing visits the entries of a workflow that are linked to an id, as Following has them, until it yields an
+// error.
+func (l *Log) AllFollowing(ctx context.Context, workflow, id string) iter.Seq2[*Entry, error] {
+	return all(func(from Cursor) (Page, error) { return l.Following(ctx, workflow, id, from, MaxPage) })
+}
+
+// all visits the entries of all pages.
+func all(read func(from Cursor) (Page, error)) iter.Seq2[*Entry, error] {
+	return func(yield func(e *Entry, err error) bool) {
+		for next := Cursor(""); ; {
+			page, err := read(next)
+			if err != nil {
+				yield(nil, err)
+				return
+			}
+			for i := range page.Entries {
+				if !yield(&page.Entries[i], nil) {
+					return
+				}
+			}
+			if next = page.Next; next == "" {
+				return
+			}
+		}
+	}
 }
 
 // page lists the entries under a prefix of keys that end with a log and an index.

@@ -255,25 +255,17 @@ func (s *search) get(id string) (*ledger.Entry, error) {
 // each calls visit with the entries of a workflow in order, at most so many, until it
 // returns true. more says that there are further entries.
 func (s *Ledger) each(ctx context.Context, wid string, most int, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
-	var next ledger.Cursor
-	for left := most; ; {
-		page, err := s.Log.List(ctx, wid, next, min(left, ledger.MaxPage))
+	read := 0
+	for e, err := range s.Log.All(ctx, wid) {
 		if err != nil {
 			return false, err
 		}
-		for i := range page.Entries {
-			if visit(&page.Entries[i]) {
-				return true, nil
-			}
-		}
-		left -= len(page.Entries)
-		switch next = page.Next; {
-		case next == "":
-			return false, nil
-		case left <= 0:
+		if read == most || visit(e) {
 			return true, nil
 		}
+		read++
 	}
+	return false, nil
 }
 
 // workflowIDs returns the ids that a name can stand for: that of tokens, and that of calls

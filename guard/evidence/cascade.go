@@ -444,23 +444,19 @@ func (f *CascadeFeed) follow(ctx context.Context, rec *Recorder, failure *ledger
 // read gives the detector what is recorded of a workflow. Of one with more than maxRead entries, it reads
 // what led to the failure beside the first ones.
 func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Entry) (changes []cascade.Change, err error) {
-	read := 0
-	for next := ledger.Cursor(""); ; {
-		page, err := rec.Evidence.Log().List(ctx, failure.Workflow, next, ledger.MaxPage)
+	var first []ledger.Entry
+	whole := true
+	for e, err := range rec.Evidence.Log().All(ctx, failure.Workflow) {
 		if err != nil {
-			return changes, err
+			return nil, err
 		}
-		more, err := f.learn(ctx, rec, now, page.Entries)
-		if changes = append(changes, more...); err != nil {
-			return changes, err
-		}
-		read += len(page.Entries)
-		if next = page.Next; next == "" || read >= maxRead {
-			if next == "" {
-				return changes, nil
-			}
+		if whole = len(first) < maxRead; !whole {
 			break
 		}
+		first = append(first, *e)
+	}
+	if changes, err = f.learn(ctx, rec, now, first); whole || err != nil {
+		return changes, err
 	}
 	var above []ledger.Entry
 	known := map[string]bool{}

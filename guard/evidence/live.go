@@ -24,16 +24,11 @@ const (
 	loadTime = 30 * time.Second
 )
 
-// maxArrived is how many events may wait in a fleet to be added to a workflow that nobody asks for. Beyond that it is
-// read again when somebody does.
-const maxArrived = 1024
-
 // liveWorkflows are the workflows whose states somebody has asked for lately. They follow the ledger:
-// read from it once, and from then on each event is added when its commit is durable, before the commit
-// returns. Any of them can be dropped, and is read again when it is asked for.
+// read from it once, and from then on each event is noted when its commit is durable, before the commit
+// returns, and added when somebody asks. Any of them can be dropped, and is read again when it is asked for.
 //
-// In a fleet the store says under which ids other nodes record events, and in which workflow. They are read and
-// added, with the own ones, when somebody asks.
+// In a fleet the store says under which ids other nodes record events, and in which workflow.
 type liveWorkflows struct {
 	fleet   bool
 	any     atomic.Bool // there are some; most gateways have none
@@ -49,16 +44,14 @@ type liveWorkflow struct {
 	name    string
 	hash    [8]byte       // of name; see byHash
 	builder *EventBuilder // says whose an event is
-	ready   chan struct{} // closed when it was read
-	err     error         // why it could not be; see ready
 	counted int           // its records in liveWorkflows.records, whose mu guards it
 
-	adding chan struct{} // held while what came is added
+	reading chan struct{} // has a value while somebody reads live
+	live    *plan.Live    // nil before it was read from the ledger; guarded by reading
+	err     error         // why it could not be; guarded by reading
 
 	mu      sync.Mutex
-	live    *plan.Live      // nil while it is being read
-	came    []arrival       // what is not added yet: meanwhile, and in a fleet since somebody has asked
-	seen    map[string]bool // the keys that came
+	came    []arrival // what is not added yet
 	dropped bool
 }
 
@@ -80,86 +73,81 @@ func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read 
 	}
 	for {
 		w, first := e.live.find(name, hash, b)
-		if first {
-			w.err = e.load(ctx, w)
-			close(w.ready)
-		}
-		select {
-		case <-w.ready: // as a rule
-		default:
+		if !first {
+			if e.live.fleet { // what other nodes have committed is known once the store has caught up
+				if err := e.fleet.store.CatchUp(ctx); err != nil {
+					return err
+				}
+			}
 			select {
-			case <-w.ready:
+			case w.reading <- struct{}{}:
 			case <-ctx.Done():
 				return ctx.Err()
 			}
 		}
-		if w.err != nil {
-			return w.err
-		}
-		if e.live.fleet {
-			if err := e.addArrived(ctx, w, !first); err != nil {
-				return err
-			}
-		}
-		w.mu.Lock()
-		if w.dropped {
-			w.mu.Unlock()
-			continue
-		}
-		before := w.live.Len()
-		read(w.live)
-		now := w.live.Len()
-		w.mu.Unlock()
-		if now > before { // it follows a plan
-			e.live.count(w, now)
-		}
-		return nil
-	}
-}
-
-// addArrived adds what was recorded before the call, by whichever node: what other nodes have committed is
-// known once the store has caught up.
-func (e *Evidence) addArrived(ctx context.Context, w *liveWorkflow, catchUp bool) error {
-	if catchUp {
-		if err := e.fleet.store.CatchUp(ctx); err != nil {
+		again, err := e.readLive(ctx, w, read)
+		if <-w.reading; !again {
 			return err
 		}
 	}
-	select {
-	case w.adding <- struct{}{}:
-		defer func() { <-w.adding }()
-	case <-ctx.Done():
-		return ctx.Err()
+}
+
+// readLive is Live for a workflow whose reading the caller has. again says that it was dropped meanwhile.
+func (e *Evidence) readLive(ctx context.Context, w *liveWorkflow, read func(l *plan.Live)) (again bool, err error) {
+	if w.live == nil && w.err == nil {
+		if w.err = e.load(ctx, w); w.err != nil {
+			e.live.drop(w)
+		}
+	}
+	if w.err != nil {
+		return false, w.err
+	}
+	if err := e.addArrived(ctx, w); err != nil {
+		return false, err
 	}
 	w.mu.Lock()
-	came := w.came[:len(w.came):len(w.came)]
+	dropped := w.dropped
 	w.mu.Unlock()
+	if dropped {
+		return true, nil
+	}
+	read(w.live)
+	e.live.count(w, w.live.Len())
+	return false, nil
+}
+
+// addArrived adds what was recorded before the call, by whichever node.
+func (e *Evidence) addArrived(ctx context.Context, w *liveWorkflow) error {
+	w.mu.Lock()
+	came := w.came
+	w.mu.Unlock()
+	if len(came) == 0 {
+		return nil
+	}
 	records := make([]workflow.Record, 0, len(came))
 	for _, a := range came {
-		if a.entry == nil {
-			entry, err := e.log.Recorded(ctx, a.key)
+		entry := a.entry
+		if entry == nil {
+			found, err := e.log.Recorded(ctx, a.key)
 			if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
 				continue
 			}
 			if err != nil {
 				return err
 			}
-			if entry.Workflow != w.name { // another one with its hash
-				continue
-			}
-			a.entry = &entry
+			entry = &found
 		}
-		records = append(records, liveRecord(a.entry, w.builder))
+		if entry.Workflow == w.name { // else it is another one with its hash
+			records = append(records, liveRecord(entry, w.builder))
+		}
 	}
-	if len(came) == 0 {
-		return nil
+	if e.live.fleet {
+		records = behindParents(records)
 	}
+	w.live.Add(records...)
 	w.mu.Lock()
-	w.live.Add(behindParents(records)...)
-	w.came = w.came[len(came):]
-	n := w.live.Len()
+	w.came = append([]arrival(nil), w.came[len(came):]...) // and lets go of those that are added
 	w.mu.Unlock()
-	e.live.count(w, n)
 	return nil
 }
 
@@ -193,7 +181,7 @@ func behindParents(records []workflow.Record) []workflow.Record {
 	return ordered
 }
 
-// find finds a workflow, or makes it, and then its caller has to read it.
+// find finds a workflow, or makes it, and then its caller has its reading.
 func (t *liveWorkflows) find(name string, hash [8]byte, b *EventBuilder) (w *liveWorkflow, first bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -204,7 +192,8 @@ func (t *liveWorkflows) find(name string, hash [8]byte, b *EventBuilder) (w *liv
 		}
 		t.remove(at)
 	}
-	w = &liveWorkflow{name: name, hash: hash, builder: b, ready: make(chan struct{}), adding: make(chan struct{}, 1)}
+	w = &liveWorkflow{name: name, hash: hash, builder: b, reading: make(chan struct{}, 1)}
+	w.reading <- struct{}{}
 	if t.m == nil {
 		t.m, t.byHash = make(map[string]*list.Element), make(map[[8]byte]*list.Element)
 	}
@@ -221,16 +210,10 @@ func (t *liveWorkflows) find(name string, hash [8]byte, b *EventBuilder) (w *liv
 }
 
 // load reads a workflow. It goes on without the caller: others may wait for it.
-func (e *Evidence) load(ctx context.Context, w *liveWorkflow) (err error) {
+func (e *Evidence) load(ctx context.Context, w *liveWorkflow) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), loadTime)
 	defer cancel()
-	defer func() {
-		if err != nil {
-			e.live.drop(w)
-		}
-	}()
-	rec := &Recorder{Evidence: e, EventBuilder: w.builder}
-	entries, err := rec.workflowEntries(ctx, w.name, e.live.most)
+	entries, err := e.workflowEntries(ctx, w.name, e.live.most)
 	if err != nil {
 		return err
 	}
@@ -241,19 +224,8 @@ func (e *Evidence) load(ctx context.Context, w *liveWorkflow) (err error) {
 	if e.live.fleet {
 		records = behindParents(records)
 	}
-	live := plan.NewLive()
-	live.Add(records...)
-	w.mu.Lock()
-	w.live = live
-	if !e.live.fleet {
-		for _, a := range w.came {
-			live.Add(liveRecord(a.entry, w.builder))
-		}
-		w.came = nil
-	}
-	n := live.Len()
-	w.mu.Unlock()
-	e.live.count(w, n)
+	w.live = plan.NewLive()
+	w.live.Add(records...)
 	return nil
 }
 
@@ -276,42 +248,27 @@ func liveRecord(e *ledger.Entry, b *EventBuilder) workflow.Record {
 	return r
 }
 
-// recorded adds the events of a commit.
+// recorded notes the events of a commit.
 func (t *liveWorkflows) recorded(events []ledger.Event, err error) {
 	if !t.any.Load() || err != nil && !errors.Is(err, store.ErrUnknown) {
 		return
 	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	for i := range events {
-		t.mu.Lock()
 		at := t.m[events[i].Workflow]
-		t.mu.Unlock()
-		if at == nil {
-			continue
-		}
-		w := at.Value.(*liveWorkflow)
-		if err != nil { // whether it is recorded only the ledger can say
-			t.drop(w)
-			continue
-		}
-		entry := ledger.Entry{Event: events[i]}
-		w.mu.Lock()
-		n, full := 0, t.fleet && len(w.came) >= maxArrived
-		if w.live == nil || t.fleet {
-			kept := entry
-			w.came = append(w.came, arrival{entry: &kept})
-		} else {
-			w.live.Add(liveRecord(&entry, w.builder))
-			n = w.live.Len()
-		}
-		w.mu.Unlock()
-		if t.count(w, n); full {
-			t.drop(w)
+		switch {
+		case at == nil:
+		case err != nil: // whether it is recorded only the ledger can say
+			t.remove(at)
+		default:
+			t.arrived(at, arrival{entry: &ledger.Entry{Event: events[i]}})
 		}
 	}
 }
 
-// recordedElsewhere takes note of an event that another node has recorded under a key, or whose place it has found.
-// Without a key anything may have been recorded.
+// recordedElsewhere notes an event that another node has recorded under a key. Without a key anything may have been
+// recorded.
 func (t *liveWorkflows) recordedElsewhere(key []byte) {
 	if !t.any.Load() {
 		return
@@ -322,39 +279,34 @@ func (t *liveWorkflows) recordedElsewhere(key []byte) {
 		for _, at := range t.m {
 			t.remove(at)
 		}
-		return
-	}
-	at := t.byHash[[8]byte(key[len(key)-8:])]
-	if at == nil {
-		return
-	}
-	w := at.Value.(*liveWorkflow)
-	w.mu.Lock()
-	full := len(w.came) >= maxArrived
-	if !full && !w.seen[string(key)] {
-		if w.seen == nil {
-			w.seen = make(map[string]bool)
-		}
-		w.seen[string(key)] = true
-		w.came = append(w.came, arrival{key: bytes.Clone(key)})
-	}
-	w.mu.Unlock()
-	if full {
-		t.remove(at)
+	} else if at := t.byHash[[8]byte(key[len(key)-8:])]; at != nil {
+		t.arrived(at, arrival{key: bytes.Clone(key)})
 	}
 }
 
-// count takes note of the size of a workflow, and drops those that were not asked for the longest where
-// there are too many records.
+// arrived notes what has to be added to a workflow, with mu held.
+func (t *liveWorkflows) arrived(at *list.Element, a arrival) {
+	w := at.Value.(*liveWorkflow)
+	w.mu.Lock()
+	w.came = append(w.came, a)
+	w.mu.Unlock()
+	t.grow(w, w.counted+1)
+}
+
+// count takes note of the size of a workflow.
 func (t *liveWorkflows) count(w *liveWorkflow, n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if at := t.m[w.name]; at == nil || at.Value != w || n <= w.counted {
-		return
+	if at := t.m[w.name]; at != nil && at.Value == w && n > w.counted {
+		t.grow(w, n)
 	}
+}
+
+// grow sets the size of a workflow, and drops those that were not asked for the longest where there are too many
+// records. mu is held.
+func (t *liveWorkflows) grow(w *liveWorkflow, n int) {
 	t.records += n - w.counted
-	w.counted = n
-	for t.records > t.most {
+	for w.counted = n; t.records > t.most; {
 		t.remove(t.recent.Back())
 	}
 }

@@ -211,7 +211,7 @@ func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view roll
 	case e.Workflow == "":
 		entries, err = rec.entriesOfLone(ctx, e)
 	case q.Scope == rollback.FullWorkflow:
-		entries, err = rec.workflowEntries(ctx, e.Workflow, l.o.MaxNodes)
+		entries, err = rec.Evidence.workflowEntries(ctx, e.Workflow, l.o.MaxNodes)
 	default:
 		entries, view.More, err = newNeighbourhood(ctx, rec, e).collect(e, q, l.o.MaxNodes)
 		records = recordsNear
@@ -236,18 +236,13 @@ func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view roll
 }
 
 // workflowEntries are the entries of a workflow, in the order in which they were recorded.
-func (rec *Recorder) workflowEntries(ctx context.Context, wid string, most int) ([]ledger.Entry, error) {
-	var all []ledger.Entry
-	for next := ledger.Cursor(""); ; {
-		page, err := rec.Evidence.Log().List(ctx, wid, next, ledger.MaxPage)
+func (e *Evidence) workflowEntries(ctx context.Context, wid string, most int) (all []ledger.Entry, err error) {
+	for entry, err := range e.log.All(ctx, wid) {
 		if err != nil {
 			return nil, err
 		}
-		if all = append(all, page.Entries...); len(all) > most {
+		if all = append(all, *entry); len(all) > most {
 			return nil, &rollback.TooManyError{What: "nodes", Count: len(all), Limit: most}
-		}
-		if next = page.Next; next == "" {
-			break
 		}
 	}
 	// A fleet has a log for each gateway.
@@ -606,25 +601,19 @@ func (p *neighbourhood) followers(id string, visit func(e *ledger.Entry) (bool, 
 			}
 		}
 	}
-	for next := ledger.Cursor(""); ; {
-		page, err := log.Following(p.ctx, p.wid, id, next, ledger.MaxPage)
+	for e, err := range log.AllFollowing(p.ctx, p.wid, id) {
 		if err != nil {
 			return err
 		}
-		for i := range page.Entries {
-			e := &page.Entries[i]
-			if known := p.read[e.ID]; known != nil {
-				e = known
-			}
-			p.read[e.ID] = e
-			if on, err := visit(e); !on || err != nil {
-				return err
-			}
+		if known := p.read[e.ID]; known != nil {
+			e = known
 		}
-		if next = page.Next; next == "" {
-			return nil
+		p.read[e.ID] = e
+		if on, err := visit(e); !on || err != nil {
+			return err
 		}
 	}
+	return nil
 }
 
 // lineage takes, for each seed, the path to an entry of the requester, if there is one.
