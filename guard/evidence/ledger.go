@@ -50,8 +50,8 @@ type RollbackLedgerOptions struct {
 // data, or an error: checkpoint.ErrTampered if an entry or the tree was altered, or
 // ErrNoIdentity. It is safe for concurrent use.
 type RollbackLedger struct {
-	o      RollbackLedgerOptions
-	agents agentCache
+	o     RollbackLedgerOptions
+	known parentCache
 }
 
 var _ rollback.Ledger = (*RollbackLedger)(nil)
@@ -104,7 +104,7 @@ func (l *RollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Ch
 	if err != nil {
 		return found, asTampered(err)
 	}
-	agent, err := rec.agentBehind(ctx, &l.agents, e, parents)
+	agent, err := rec.agentBehind(ctx, &l.known, e, parents)
 	if err != nil {
 		return found, asTampered(err)
 	}
@@ -334,11 +334,11 @@ func (rec *Recorder) proven(ctx context.Context, e *ledger.Entry) (bool, error) 
 	return err == nil, err
 }
 
-// agentCache remembers the nearest agent behind the gateway's entries for a short time:
-// checkpoints of one workflow share ancestors, and each would be verified again.
-type agentCache struct {
+// parentCache remembers the verified parents of the gateway's entries for a short time: checkpoints of one workflow
+// share ancestors, and each would be verified again.
+type parentCache struct {
 	mu sync.Mutex
-	m  map[place]nearest
+	m  map[place]verifiedParents
 }
 
 // place identifies an entry.
@@ -347,123 +347,66 @@ type place struct {
 	index int64
 }
 
-// nearest is the agent that is the fewest parents away; its name is empty if there is none.
-type nearest struct {
-	agent string
-	far   int
+type verifiedParents struct {
+	all   []*ledger.Entry
 	found time.Time
 }
 
 const (
-	// agentTime is how long a cached agent is trusted: keys may be revoked meanwhile.
-	agentTime = time.Minute
-	// maxAgents bounds the cache; each entry takes about 150 bytes.
-	maxAgents = 50_000
+	// parentsTime is how long cached parents are trusted: keys may be revoked meanwhile.
+	parentsTime = time.Minute
+	// maxVerified bounds the cache; each parent takes about 2 kB.
+	maxVerified = 4096
 	// maxFar is how many ancestors of a call are searched. Each is verified.
 	maxFar = 256
 )
 
-func (b *agentCache) known(e *ledger.Entry, now time.Time) (nearest, bool) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	n, ok := b.m[placeOf(e)]
-	return n, ok && now.Sub(n.found).Abs() < agentTime
-}
-
-func (b *agentCache) keep(at place, n nearest) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.m == nil || len(b.m) >= maxAgents {
-		b.m = map[place]nearest{}
+// parents are those of an entry, as Recorder.parents has them.
+func (c *parentCache) parents(ctx context.Context, rec *Recorder, e *ledger.Entry) ([]*ledger.Entry, error) {
+	at, now := place{e.Log, e.Index}, time.Now()
+	c.mu.Lock()
+	known, there := c.m[at]
+	c.mu.Unlock()
+	if there && now.Sub(known.found).Abs() < parentsTime {
+		return known.all, nil
 	}
-	b.m[at] = n
-}
-
-func placeOf(e *ledger.Entry) place { return place{e.Log, e.Index} }
-
-// agentWalk is a search for the nearest agent.
-type agentWalk struct {
-	b     *agentCache
-	from  map[place]place // over which entry another one was reached
-	depth map[place]int
-	begin time.Time
+	all, err := rec.parents(ctx, e)
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.m == nil || len(c.m) >= maxVerified {
+		c.m = map[place]verifiedParents{}
+	}
+	c.m[at] = verifiedParents{all, now}
+	return all, nil
 }
 
 // agentBehind is the identity behind a checkpoint: its issuer if that is an agent, else the
 // issuer of the nearest agent's token among its ancestors, else the gateway.
-func (rec *Recorder) agentBehind(ctx context.Context, b *agentCache, e *ledger.Entry, parents []*ledger.Entry) (string, error) {
+func (rec *Recorder) agentBehind(ctx context.Context, c *parentCache, e *ledger.Entry, parents []*ledger.Entry) (string, error) {
 	if !rec.own(e) {
 		return e.Issuer, nil // target returns no unproven checkpoint
 	}
-	w := agentWalk{b: b, from: map[place]place{}, depth: map[place]int{placeOf(e): 0}, begin: time.Now()}
-	var best nearest
-	var met place
-	reached := func(p *ledger.Entry, agent string, far int) {
-		if best.agent == "" || far < best.far {
-			best, met = nearest{agent: agent, far: far}, placeOf(p)
+	met := map[place]bool{{e.Log, e.Index}: true}
+	for todo := slices.Clone(parents); len(todo) > 0 && len(met) <= maxFar; todo = todo[1:] {
+		p := todo[0]
+		at := place{p.Log, p.Index}
+		switch {
+		case met[at], IsUnproven(p): // nor are the parents of an unproven one evidence
+			continue
+		case !rec.own(p):
+			return p.Issuer, nil
 		}
-	}
-	level := w.next(e, parents)
-	for far := 1; len(level) > 0 && (best.agent == "" || far < best.far); far++ {
-		var above []*ledger.Entry
-		for _, p := range level {
-			if IsUnproven(p) {
-				continue // nor are its parents evidence
-			}
-			if !rec.own(p) {
-				reached(p, p.Issuer, far)
-				continue
-			}
-			if n, ok := b.known(p, w.begin); ok {
-				if n.agent != "" {
-					reached(p, n.agent, far+n.far)
-				}
-				continue
-			}
-			more, err := rec.parents(ctx, p)
-			if err != nil {
-				return "", err
-			}
-			above = append(above, w.next(p, more)...)
-			if len(w.depth) > maxFar {
-				b.keep(placeOf(e), nearest{found: w.begin})
-				return e.Issuer, nil
-			}
+		met[at] = true
+		above, err := c.parents(ctx, rec, p)
+		if err != nil {
+			return "", err
 		}
-		level = above
-	}
-	if best.agent != "" {
-		w.keep(met, best)
-		return best.agent, nil
-	}
-	for at := range w.depth { // none of them has an agent behind it
-		b.keep(at, nearest{found: w.begin})
+		todo = append(todo, above...)
 	}
 	return e.Issuer, nil
-}
-
-// next are the parents of an entry that were not reached before.
-func (w *agentWalk) next(e *ledger.Entry, parents []*ledger.Entry) (fresh []*ledger.Entry) {
-	for _, p := range parents {
-		at := placeOf(p)
-		if _, met := w.depth[at]; !met {
-			w.depth[at], w.from[at] = w.depth[placeOf(e)]+1, placeOf(e)
-			fresh = append(fresh, p)
-		}
-	}
-	return fresh
-}
-
-// keep remembers an agent for all entries on the way to it.
-func (w *agentWalk) keep(at place, best nearest) {
-	for {
-		child, there := w.from[at]
-		if !there {
-			return
-		}
-		at = child
-		w.b.keep(at, nearest{agent: best.agent, far: best.far - w.depth[at], found: w.begin})
-	}
 }
 
 // appendEvent drafts an event for a commit, unless the event is recorded already, perhaps
