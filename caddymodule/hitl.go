@@ -23,7 +23,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -579,14 +578,11 @@ func (t *tokenPolicy) irreversible(ctx context.Context, workflow, checkpoint str
 		return false, nil
 	}
 	log := t.Evidence.Log()
-	entry, err := log.Lookup(ctx, workflow, checkpoint)
-	if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
-		return false, nil
-	}
-	if err != nil {
+	entry, err := log.Known(ctx, workflow, checkpoint)
+	if err != nil || entry == nil {
 		return false, err
 	}
-	r := evidence.RecordOf(&entry, t.Events.Own(&entry))
+	r := evidence.RecordOf(entry, t.Events.Own(entry))
 	return r.IsCheckpoint() && !r.Reversible, nil
 }
 

@@ -141,6 +141,36 @@ func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
 	return e, err
 }
 
+// Known is Lookup for who can do without the event: it returns nil if there is none, or if it was pruned.
+func (l *Log) Known(ctx context.Context, workflow, id string) (*Entry, error) {
+	if len(id) > MaxName {
+		return nil, nil
+	}
+	e, err := l.Lookup(ctx, workflow, id)
+	switch {
+	case err == nil:
+		return &e, nil
+	case errors.Is(err, ErrNotFound), errors.Is(err, ErrPruned):
+		return nil, nil
+	}
+	return nil, err
+}
+
+// Has reports whether an event of a workflow has an id, also one that was pruned since.
+func (l *Log) Has(ctx context.Context, workflow, id string) (bool, error) {
+	if len(id) > MaxName {
+		return false, nil
+	}
+	_, err := l.Lookup(ctx, workflow, id)
+	switch {
+	case err == nil, errors.Is(err, ErrPruned):
+		return true, nil
+	case errors.Is(err, ErrNotFound):
+		return false, nil
+	}
+	return false, err
+}
+
 // locate follows the key of an id to its entry.
 func (l *Log) locate(ctx context.Context, key []byte, id string) (Entry, error) {
 	found, err := l.store.Get(ctx, key)

@@ -814,15 +814,5 @@ func (q *ledgerRequest) knows(wid, id string, along []*ect.Unverified) (bool, er
 	if slices.ContainsFunc(along, func(u *ect.Unverified) bool { return u.Workflow() == wid && u.ID() == id }) {
 		return true, nil
 	}
-	if len(id) > ledger.MaxName {
-		return false, nil
-	}
-	_, err := q.Log.Lookup(q.r.Context(), wid, id)
-	switch {
-	case err == nil, errors.Is(err, ledger.ErrPruned):
-		return true, nil
-	case errors.Is(err, ledger.ErrNotFound):
-		return false, nil
-	}
-	return false, err
+	return q.Log.Has(q.r.Context(), wid, id)
 }

@@ -2,7 +2,6 @@ package api
 
 import (
 	"context"
-	"errors"
 	"slices"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -240,16 +239,11 @@ func (s *search) get(id string) (*ledger.Entry, error) {
 		return e, nil
 	}
 	s.left--
-	e, err := s.Log.Lookup(s.ctx, s.wid, id)
-	switch {
-	case err == nil:
-		s.read[id] = &e
-	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-		s.read[id] = nil
-	default:
-		return nil, err
+	e, err := s.Log.Known(s.ctx, s.wid, id)
+	if err == nil {
+		s.read[id] = e
 	}
-	return s.read[id], nil
+	return e, err
 }
 
 // each calls visit with the entries of a workflow in order, at most so many, until it
@@ -358,18 +352,14 @@ func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
 			return true, nil
 		}
 	}
-	if len(id) > ledger.MaxName {
-		return false, nil
-	}
 	for _, wid := range []string{c.t.Workflow(), ""} { // a parent may have no workflow
-		e, err := c.Log.Lookup(ctx, wid, id)
+		e, err := c.Log.Known(ctx, wid, id)
 		switch {
-		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-			continue
 		case err != nil:
 			return false, err
-		}
-		if e.Issuer == c.t.Issuer() || !evidence.IsUnproven(&e) && slices.Contains(evidence.AudienceOf(&e), c.t.Issuer()) {
+		case e == nil:
+			continue
+		case e.Issuer == c.t.Issuer(), !evidence.IsUnproven(e) && slices.Contains(evidence.AudienceOf(e), c.t.Issuer()):
 			return true, nil
 		}
 		break

@@ -38,7 +38,7 @@ func (b *EventBuilder) Begins(ctx context.Context, wid string) (bool, error) {
 	if _, known := b.e.begun.find(wid, ""); known {
 		return false, nil
 	}
-	begun, err := b.e.isRecorded(ctx, wid, b.e.startID(wid))
+	begun, err := b.e.log.Has(ctx, wid, b.e.startID(wid))
 	if err == nil && !begun {
 		begun, err = b.hasBegun(ctx, wid)
 	}
@@ -66,18 +66,14 @@ func (b *EventBuilder) hasBegun(ctx context.Context, wid string) (bool, error) {
 // Guards reports whether an id is that of a checkpoint of a workflow for a call of this gateway: its own, or one
 // that another made, and from which one of its own follows.
 func (b *EventBuilder) Guards(ctx context.Context, wid, id string) (bool, error) {
-	if id == "" || len(id) > ledger.MaxName {
+	if id == "" {
 		return false, nil
 	}
-	e, err := b.e.log.Lookup(ctx, wid, id)
+	e, err := b.e.log.Known(ctx, wid, id)
 	switch {
-	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-		return false, nil
-	case err != nil:
+	case err != nil || e == nil || !isCheckpoint(e) || IsUnproven(e):
 		return false, err
-	case !isCheckpoint(&e) || IsUnproven(&e):
-		return false, nil
-	case b.Own(&e):
+	case b.Own(e):
 		return true, nil
 	}
 	page, err := b.e.log.Following(ctx, wid, id, "", ledger.MaxPage)

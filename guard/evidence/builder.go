@@ -569,11 +569,7 @@ func (e *Evidence) CallOf(ctx context.Context, key execution.Key, r *execution.R
 // RecordOrphan records that an execution is in doubt, unless that is recorded already.
 func (e *Evidence) RecordOrphan(ctx context.Context, b *EventBuilder, key execution.Key, r *execution.Record) error {
 	c := e.CallOf(ctx, key, r)
-	_, err := e.log.Lookup(ctx, c.Workflow, e.NodeID(r.Checkpoint))
-	if !errors.Is(err, ledger.ErrNotFound) {
-		if err == nil || errors.Is(err, ledger.ErrPruned) {
-			return nil
-		}
+	if recorded, err := e.log.Has(ctx, c.Workflow, e.NodeID(r.Checkpoint)); err != nil || recorded {
 		return err
 	}
 	now, err := e.store.Now(ctx)

@@ -675,18 +675,6 @@ func (e *Evidence) MissingKeys(ring *ect.Ring) []string {
 	return lacks
 }
 
-// isRecorded reports whether an id of a workflow is recorded: in the tree, or pruned.
-func (e *Evidence) isRecorded(ctx context.Context, workflow, id string) (bool, error) {
-	switch _, err := e.log.Lookup(ctx, workflow, id); {
-	case err == nil, errors.Is(err, ledger.ErrPruned):
-		return true, nil
-	case errors.Is(err, ledger.ErrNotFound):
-		return false, nil
-	default:
-		return false, err
-	}
-}
-
 // Exists reports whether the store holds a ledger.
 func Exists(ctx context.Context, st store.Store) (bool, error) {
 	for _, err := range st.Scan(ctx, store.Range{From: []byte{spaceLedger}, To: []byte{spaceLedger + 1}, Limit: 1}) {

@@ -15,7 +15,7 @@ var CallerName = callerName
 func (e *Evidence) IndexIDs(event *ledger.Event) []string { return e.indexIDs(event) }
 
 func (e *Evidence) IsRecorded(ctx context.Context, workflow, id string) (bool, error) {
-	return e.isRecorded(ctx, workflow, id)
+	return e.log.Has(ctx, workflow, id)
 }
 
 func (e *Evidence) RollbackStartID(id string) string { return e.rollbackStartID(id) }

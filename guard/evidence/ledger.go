@@ -191,17 +191,11 @@ func (rec *Recorder) parents(ctx context.Context, e *ledger.Entry) ([]*ledger.En
 // lookup finds the entry with an id in a workflow, else the one without a workflow; nil if
 // there is none.
 func (rec *Recorder) lookup(ctx context.Context, workflow, id string) (*ledger.Entry, error) {
-	e, err := rec.Evidence.Log().Lookup(ctx, workflow, id)
-	if errors.Is(err, ledger.ErrNotFound) && workflow != "" {
-		e, err = rec.Evidence.Log().Lookup(ctx, "", id)
+	e, err := rec.Evidence.log.Known(ctx, workflow, id)
+	if err == nil && e == nil && workflow != "" {
+		e, err = rec.Evidence.log.Known(ctx, "", id)
 	}
-	switch {
-	case err == nil:
-		return &e, nil
-	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-		return nil, nil
-	}
-	return nil, err
+	return e, err
 }
 
 // claims are those of a recorded token.
@@ -429,7 +423,7 @@ func (l *RollbackLedger) appendEvents(ctx context.Context, workflow string, id f
 		return rollback.Evidence{}, err
 	}
 	t := rollback.Evidence{ID: id(rec.Evidence)}
-	if recorded, err := rec.Evidence.isRecorded(ctx, workflow, t.ID); err != nil || recorded {
+	if recorded, err := rec.Evidence.log.Has(ctx, workflow, t.ID); err != nil || recorded {
 		return t, err
 	}
 	now, err := rec.Evidence.store.Now(ctx)

@@ -437,19 +437,11 @@ func (p *neighbourhood) get(id string) (*ledger.Entry, error) {
 	if e, known := p.read[id]; known {
 		return e, nil
 	}
-	var found *ledger.Entry
-	if len(id) <= ledger.MaxName {
-		e, err := p.Evidence.Log().Lookup(p.ctx, p.wid, id)
-		switch {
-		case err == nil:
-			found = &e
-		case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-		default:
-			return nil, err
-		}
+	e, err := p.Evidence.log.Known(p.ctx, p.wid, id)
+	if err == nil {
+		p.read[id] = e
 	}
-	p.read[id] = found
-	return found, nil
+	return e, err
 }
 
 // parents are the recorded parents of an entry. Unproven tokens have none.

@@ -355,7 +355,7 @@ func (e *Evidence) presented(ctx context.Context, workflow, id string, limit int
 	var all []*ect.Token
 	for _, t := range append(e.Unrecorded([]*ect.Token{t}, limit), t) {
 		// The cache does not have tokens that were recorded long ago.
-		recorded, err := e.isRecorded(ctx, t.Workflow(), t.NodeID())
+		recorded, err := e.log.Has(ctx, t.Workflow(), t.NodeID())
 		if err != nil {
 			return nil, err
 		}
@@ -413,17 +413,11 @@ func (e *Evidence) same(ctx context.Context, n *ect.Node, t *ect.Token) (bool, e
 	if n.Digest != [sha256.Size]byte{} {
 		return n.Digest == t.Digest(), nil
 	}
-	entry, err := e.log.Lookup(ctx, n.Workflow, n.ID)
-	if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
-		return false, nil
-	}
-	if err != nil {
+	entry, err := e.log.Known(ctx, n.Workflow, n.ID)
+	if err != nil || entry == nil || entry.Header != nil && !signs(t, entry) {
 		return false, err
 	}
-	if entry.Header != nil && !signs(t, &entry) {
-		return false, nil
-	}
-	token, err := e.log.Token(ctx, &entry)
+	token, err := e.log.Token(ctx, entry)
 	if errors.Is(err, ledger.ErrNoToken) {
 		if entry.Header == nil {
 			return false, nil
@@ -564,14 +558,11 @@ func (e *Evidence) find(ctx context.Context, workflow, id string) (ect.Node, boo
 	if n, ok := e.recent.find(workflow, id); ok {
 		return n, true, nil
 	}
-	entry, err := e.log.Lookup(ctx, workflow, id)
-	switch {
-	case errors.Is(err, ledger.ErrNotFound), errors.Is(err, ledger.ErrPruned):
-		return ect.Node{}, false, nil
-	case err != nil:
+	entry, err := e.log.Known(ctx, workflow, id)
+	if err != nil || entry == nil {
 		return ect.Node{}, false, err
 	}
-	n := nodeOf(&entry)
+	n := nodeOf(entry)
 	e.recent.add(scope{n.Workflow, n.ID}, n)
 	return n, true, nil
 }
