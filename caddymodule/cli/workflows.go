@@ -308,17 +308,8 @@ func (p *progressFlags) run(cmd *cobra.Command, file, export string) error {
 	if err != nil {
 		return err
 	}
-	at := make(map[string]*ledger.Entry, len(entries))
-	for i := range entries {
-		if _, twice := at[entries[i].ID]; !twice {
-			at[entries[i].ID] = &entries[i]
-		}
-	}
 	g := workflow.New(evidence.RecordsOf(entries, func(e *ledger.Entry) bool { return slices.Contains(p.gateways, e.Issuer) }))
-	found := d.Progress(g, func(id string) string {
-		name, _ := evidence.Extension(at[id]).Text(evidence.MemberNode)
-		return name
-	})
+	found := d.Progress(g)
 	doc := progressDocument{entries[0].Workflow, found}
 	return p.print(cmd, doc, func(time.Time) string {
 		return fmt.Sprintf("%s in %s, version %s: %s\n\n%s", printable(doc.Workflow), printable(doc.PlanID), doc.Version,

@@ -64,13 +64,14 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 	case v.more:
 		return end, false, NewProblem(workflowRunning, fmt.Sprintf("It has more than %d tokens, and its end is not recorded.", maxEnding))
 	}
-	records, sources, recorded := v.records, v.sources, workflow.Status("")
+	recorded := workflow.Status("")
 	end.Since = since
-	for i := range sources {
-		if sources[i].at.After(end.Last) {
-			end.Last = sources[i].at
+	for i := range v.records {
+		r := &v.records[i]
+		if at := v.sources[r.ID].at; at.After(end.Last) {
+			end.Last = at
 		}
-		if r := &records[i]; r.Event == ect.EventWorkflowComplete && r.Own && !r.Stranger {
+		if r.Event == ect.EventWorkflowComplete && r.Own && !r.Stranger {
 			end.Token, recorded = r.ID, workflow.Status(r.Status)
 		}
 	}
@@ -84,11 +85,10 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 			follows = a.Plan
 		}
 	}
-	g := workflow.New(records)
+	g := workflow.New(v.records)
 	end.Recorded, end.Planned = g.Ended(), follows != nil
 	if follows != nil {
-		at := sourcesByID(records, sources)
-		p := follows.Progress(g, func(id string) string { return at[id].node })
+		p := follows.Progress(g)
 		end.Status, end.Abandoned = p.Status, p.Abandoned
 	} else {
 		var ending workflow.Ending

@@ -10,80 +10,22 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// participation collects what a reader takes part in, entry by entry.
-type participation struct {
-	*Ledger
-	who   evidence.Reader
-	links *workflow.Links // nil before the first entry
-	mine  []string
-	// alerts are the parents of alerts about cascades.
-	alerts map[string][]string
-}
-
-// add adds an entry. It never returns true, which would end the reading early.
-func (p *participation) add(e *ledger.Entry) bool {
-	if p.takesPart(e) {
-		p.mine = append(p.mine, e.ID)
-	}
-	if p.links == nil {
-		p.links = workflow.NewLinks()
-	}
-	switch {
-	case evidence.IsUnproven(e): // it could name any parents
-	case isAlert(e) && p.own(e):
-		if p.alerts == nil {
-			p.alerts = make(map[string][]string)
-		}
-		p.alerts[e.ID] = e.Parents
-	default:
-		p.links.Add(e.ID, e.Parents, p.reported(e))
-		p.links.Lead(e.ID, p.led(e))
-	}
-	return false
-}
-
-// led are the errors that led to one of the gateway's own: whoever takes part in the call got them with its answer.
-func (s *Ledger) led(e *ledger.Entry) []string {
-	if event, _ := ect.ParseEvent(e.Action); event != ect.EventError || !s.own(e) {
-		return nil
-	}
-	ids, _ := evidence.Extension(e).Texts(ect.MemberUpstreamErrors)
-	return ids
-}
-
-// takesPart reports whether the reader itself took part in an entry.
-func (p *participation) takesPart(e *ledger.Entry) bool {
-	event, _ := ect.ParseEvent(e.Action)
-	// Reporting an error does not make the reporter a participant of the workflow.
-	return p.who.Operator || p.called(e, p.who) || event != ect.EventError && p.issued(e, p.who)
-}
-
-func (p *participation) of() evidence.Participation {
-	part := evidence.PartOf(p.links, p.mine)
-	for id, parents := range p.alerts {
-		if len(parents) > 0 && !slices.ContainsFunc(parents, func(parent string) bool { return !part.Has(parent) }) {
-			part.Add(id)
-		}
-	}
-	return part
-}
-
 // participationOf collects what a reader may see of the first MaxNodes entries of a
 // workflow.
 func (s *Ledger) participationOf(ctx context.Context, wid string, who evidence.Reader) (evidence.Participation, error) {
 	if wid == "" {
 		return evidence.Participation{}, nil
 	}
-	p := participation{Ledger: s, who: who}
-	more, err := s.each(ctx, wid, s.MaxNodes, p.add)
-	part := p.of()
-	part.Truncated = more
+	v, err := s.records(ctx, wid, s.MaxNodes)
+	part := evidence.PartOf(v.records, who)
+	part.Truncated = v.more
 	return part, err
 }
 
 // mayRead reports whether the reader may see an entry.
 func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who evidence.Reader) (bool, error) {
-	if s.issued(e, who) || s.called(e, who) {
+	r := s.recordOf(e)
+	if s.issued(e, who) || who.TookPart(&r) {
 		return true, nil
 	}
 	if isAlert(e) {
@@ -94,8 +36,7 @@ func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who evidence.Read
 
 // partOf starts a search for the reader's part in a workflow.
 func (s *Ledger) partOf(ctx context.Context, wid string, who evidence.Reader) *search {
-	p := participation{Ledger: s, who: who}
-	return s.search(ctx, wid, p.takesPart, nil)
+	return s.search(ctx, wid, who.TookPart, nil)
 }
 
 // search finds out whether an id is linked to a reader's part in a workflow, with the same
@@ -106,7 +47,7 @@ type search struct {
 	*Ledger
 	ctx   context.Context
 	wid   string
-	mine  func(e *ledger.Entry) bool
+	mine  func(r *workflow.Record) bool
 	along []node // tokens that are not recorded yet
 	read  map[string]*ledger.Entry
 	left  int
@@ -123,7 +64,7 @@ type node struct {
 	mine    bool
 }
 
-func (s *Ledger) search(ctx context.Context, wid string, mine func(e *ledger.Entry) bool, along []node) *search {
+func (s *Ledger) search(ctx context.Context, wid string, mine func(r *workflow.Record) bool, along []node) *search {
 	return &search{Ledger: s, ctx: ctx, wid: wid, mine: mine, along: along, read: make(map[string]*ledger.Entry), left: s.MaxNodes}
 }
 
@@ -188,13 +129,15 @@ func (s *search) parents(id string) (mine bool, ids []string, err error) {
 	if !evidence.IsUnproven(e) { // an unproven token could name any parents
 		ids = append(ids, e.Parents...)
 	}
-	return s.mine(e), ids, nil
+	r := s.recordOf(e)
+	return s.mine(&r), ids, nil
 }
 
 // children returns ids that follow from an id, except agents' reports on others.
 func (s *search) children(id string, from ledger.Cursor) (ids []string, next ledger.Cursor, err error) {
 	follows := func(e *ledger.Entry) bool {
-		return !evidence.IsUnproven(e) && !s.reported(e) && slices.Contains(slices.Concat(e.Parents, s.led(e)), id)
+		r := s.recordOf(e)
+		return !evidence.IsUnproven(e) && !r.Report && slices.Contains(slices.Concat(r.Parents, evidence.LedTo(&r)), id)
 	}
 	if from == "" {
 		for _, n := range s.along {
@@ -244,22 +187,6 @@ func (s *search) get(id string) (*ledger.Entry, error) {
 		s.read[id] = e
 	}
 	return e, err
-}
-
-// each calls visit with the entries of a workflow in order, at most so many, until it
-// returns true. more says that there are further entries.
-func (s *Ledger) each(ctx context.Context, wid string, most int, visit func(*ledger.Entry) (enough bool)) (more bool, err error) {
-	read := 0
-	for e, err := range s.Log.All(ctx, wid) {
-		if err != nil {
-			return false, err
-		}
-		if read == most || visit(e) {
-			return true, nil
-		}
-		read++
-	}
-	return false, nil
 }
 
 // workflowIDs returns the ids that a name can stand for: that of tokens, and that of calls
@@ -387,17 +314,9 @@ func (c *issuerPart) read(ctx context.Context) (*search, error) {
 			along = append(along, node{o.ID(), o.Parents(), report, !report && o.Issuer() == c.t.Issuer()})
 		}
 	}
-	mine := func(e *ledger.Entry) bool {
-		return e.Issuer == c.t.Issuer() && !evidence.IsUnproven(e) && !c.reported(e)
-	}
+	mine := func(r *workflow.Record) bool { return r.Issuer == c.t.Issuer() && !r.Report }
 	c.part = c.search(ctx, c.t.Workflow(), mine, along)
 	return c.part, nil
-}
-
-// reported reports whether an entry is an agent's report on others, or an alert.
-func (s *Ledger) reported(e *ledger.Entry) bool {
-	event, _ := ect.ParseEvent(e.Action)
-	return evidence.IsReport(event) && !s.own(e) || isAlert(e)
 }
 
 // caughtUp waits until this gateway knows what others know of plans.

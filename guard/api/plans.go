@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
@@ -263,21 +262,15 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 		return nil, false, err
 	}
 	defer done()
-	var records []workflow.Record
-	var recorded []time.Time
-	nodes := make(map[string]string)
-	more, err := s.each(ctx, wid, s.MaxPlanned, func(e *ledger.Entry) bool {
-		records, recorded = append(records, s.recordOf(e)), append(recorded, e.Recorded)
-		if _, twice := nodes[e.ID]; !twice {
-			nodes[e.ID] = s.sourceOf(e).node
-		}
-		return false
-	})
-	if err != nil || len(records) == 0 {
-		return nil, more, err
+	v, err := s.records(ctx, wid, s.MaxPlanned)
+	if err != nil || len(v.records) == 0 {
+		return nil, v.more, err
 	}
-	inLedgerOrder(records, recorded)
-	p := d.Progress(workflow.New(records), func(id string) string { return nodes[id] })
+	v.sort()
+	for place := range v.records { // the times of tokens are whole seconds, of several clocks
+		v.records[place].Time = time.Unix(int64(place), 0)
+	}
+	p := d.Progress(workflow.New(v.records))
 	for _, id := range p.Others {
 		found = append(found, Misfit{Task: id, Text: "it is no node of the plan"})
 	}
@@ -299,20 +292,7 @@ func (s *Ledger) misfits(ctx context.Context, wid string, d *plan.Descriptor) (f
 			}
 		}
 	}
-	return found[:min(len(found), maxMisfits)], more || len(found) > maxMisfits, nil
-}
-
-// inLedgerOrder gives records their places in the order of the ledger as times: those of tokens are whole seconds, of
-// several clocks. Those of several logs are ordered by when they were recorded.
-func inLedgerOrder(records []workflow.Record, recorded []time.Time) {
-	order := make([]int, len(records))
-	for i := range order {
-		order[i] = i
-	}
-	slices.SortStableFunc(order, func(a, b int) int { return recorded[a].Compare(recorded[b]) })
-	for place, i := range order {
-		records[i].Time = time.Unix(int64(place), 0)
-	}
+	return found[:min(len(found), maxMisfits)], v.more || len(found) > maxMisfits, nil
 }
 
 // maxMisfits is how many misfits an answer names.

@@ -114,21 +114,18 @@ type source struct {
 	index  int64
 	at     time.Time
 	status int64  // of the upstream's answer; 0 is none
-	node   string // of a plan, as the token names it
 	plan   string // that a workflow_start names
 	alert  string // the cascade that it is about
+	opened string // the upstream whose breaker has opened, or rejected a call
 }
 
 func (s *Ledger) sourceOf(e *ledger.Entry) source {
-	from := source{log: e.Log, index: e.Index, at: e.Recorded}
+	from, ext := source{log: e.Log, index: e.Index, at: e.Recorded}, evidence.Extension(e)
+	from.plan, _ = ext.Text(ect.MemberWorkflowName)
 	if s.own(e) {
-		ext := evidence.Extension(e)
 		from.status, _ = ext.Int(evidence.MemberStatus)
 		from.alert, _ = ext.Text(evidence.MemberAlert)
-	}
-	if len(s.Plans) > 0 || s.Assigned != nil {
-		from.node, _ = evidence.Extension(e).Text(evidence.MemberNode)
-		from.plan, _ = evidence.Extension(e).Text(ect.MemberWorkflowName)
+		from.opened, _ = ext.Text(ect.MemberDownstreamAgent)
 	}
 	return from
 }
@@ -203,21 +200,38 @@ func unknownWorkflow() *Problem {
 // view is what a reader may see of a workflow.
 type view struct {
 	records []workflow.Record
-	sources []source
+	sources map[string]source // by the ids of the records, of which the first counts
 	part    evidence.Participation
 	more    bool // there is more than was read
 }
 
-// view reads at most so many entries of a workflow.
-func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most int) (v view, err error) {
-	p := participation{Ledger: s, who: who}
-	v.more, err = s.each(ctx, wid, most, func(e *ledger.Entry) bool {
-		p.add(e)
-		r := s.recordOf(e)
-		v.records, v.sources = append(v.records, r), append(v.sources, s.sourceOf(e))
-		return false
-	})
-	v.part = p.of()
+// records reads at most so many entries of a workflow, in the order of each log.
+func (s *Ledger) records(ctx context.Context, wid string, most int) (view, error) {
+	v := view{sources: make(map[string]source)}
+	for e, err := range s.Log.All(ctx, wid) {
+		if err != nil {
+			return v, err
+		}
+		if v.more = len(v.records) == most; v.more {
+			break
+		}
+		v.records = append(v.records, s.recordOf(e))
+		if _, twice := v.sources[e.ID]; !twice {
+			v.sources[e.ID] = s.sourceOf(e)
+		}
+	}
+	return v, nil
+}
+
+// sort puts the records of several nodes of a fleet into one order.
+func (v *view) sort() {
+	slices.SortStableFunc(v.records, func(a, b workflow.Record) int { return v.sources[a.ID].at.Compare(v.sources[b.ID].at) })
+}
+
+// view is what the reader may see of the records of a workflow, in the order of recording.
+func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most int) (view, error) {
+	v, err := s.records(ctx, wid, most)
+	v.part = evidence.PartOf(v.records, who)
 	if err != nil || v.part.Empty() {
 		return v, err
 	}
@@ -230,7 +244,8 @@ func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most
 	}); err != nil {
 		return v, err
 	}
-	v.records, v.sources = inOrder(v.records, v.sources, &v.part)
+	v.records = slices.DeleteFunc(v.records, func(r workflow.Record) bool { return !v.part.Has(r.ID) })
+	v.sort()
 	return v, nil
 }
 
@@ -370,7 +385,7 @@ func (s *Ledger) planOf(ctx context.Context, wid string, v *view) (*plan.Descrip
 	}
 	for i := range v.records {
 		if v.records[i].Event == ect.EventWorkflowStart {
-			return s.Plans[v.sources[i].plan], nil
+			return s.Plans[v.sources[v.records[i].ID].plan], nil
 		}
 	}
 	return nil, nil
@@ -381,35 +396,14 @@ func (s *Ledger) begun(ctx context.Context, wid string, who evidence.Reader) (bo
 	if err := s.caughtUp(ctx); err != nil {
 		return false, err
 	}
-	part, err := s.participationOf(ctx, wid, who)
-	if err != nil || part.Empty() {
-		return false, err
-	}
-	return s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
-		event, _ := ect.ParseEvent(e.Action)
-		return event == ect.EventCheckpoint && s.own(e) && part.Has(e.ID)
-	})
-}
-
-// inOrder merges the records of several nodes of a fleet into one order, as far as the
-// reader may see them.
-func inOrder(records []workflow.Record, sources []source, part *evidence.Participation) (r []workflow.Record, s []source) {
-	var order []int
-	for i := range records {
-		if part.Has(records[i].ID) {
-			order = append(order, i)
-		}
-	}
-	slices.SortStableFunc(order, func(a, b int) int { return sources[a].at.Compare(sources[b].at) })
-	for _, i := range order {
-		r, s = append(r, records[i]), append(s, sources[i])
-	}
-	return r, s
+	v, err := s.records(ctx, wid, s.MaxNodes)
+	part := evidence.PartOf(v.records, who)
+	return slices.ContainsFunc(v.records, func(r workflow.Record) bool { return r.IsCheckpoint() && r.Own && part.Has(r.ID) }), err
 }
 
 // describe makes the document of a workflow, with at most so many of its tokens. Of planned its plan is about.
 func describe(id string, v, planned *view, follows *plan.Descriptor, truncated bool, most int, now time.Time) Workflow {
-	g, at := workflow.New(v.records), sourcesByID(v.records, v.sources)
+	g := workflow.New(v.records)
 	doc := Workflow{ID: id, Truncated: truncated, Nodes: []nodeDocument{}, Edges: []edgeDocument{}}
 	if !truncated {
 		s := g.Summary()
@@ -422,11 +416,11 @@ func describe(id string, v, planned *view, follows *plan.Descriptor, truncated b
 	case truncated:
 		doc.Plan = follows.Outline()
 	default:
-		g, at := g, at
+		g := g
 		if planned != v {
-			g, at = workflow.New(planned.records), sourcesByID(planned.records, planned.sources)
+			g = workflow.New(planned.records)
 		}
-		doc.Plan = follows.Progress(g, func(id string) string { return at[id].node })
+		doc.Plan = follows.Progress(g)
 		if g.Ended() == workflow.ByGateway { // perhaps its initiator has given it up
 			doc.Plan.Status = doc.Plan.Abandoned
 		}
@@ -441,7 +435,7 @@ func describe(id string, v, planned *view, follows *plan.Descriptor, truncated b
 	}
 	for i := range min(g.Len(), most) {
 		n := g.At(i)
-		doc.Nodes = append(doc.Nodes, describeNode(id, n, at[n.ID], truncated))
+		doc.Nodes = append(doc.Nodes, describeNode(id, n, v.sources[n.ID], truncated))
 	}
 	for _, e := range g.Edges() {
 		if listed(e.From) && listed(e.To) {
@@ -453,17 +447,6 @@ func describe(id string, v, planned *view, follows *plan.Descriptor, truncated b
 	}
 	doc.Roots, doc.Leaves, doc.Unordered = cut(g.Roots()), cut(g.Leaves()), cut(g.Unordered())
 	return doc
-}
-
-// sourcesByID are the sources by the ids of their records, of which the first counts.
-func sourcesByID(records []workflow.Record, sources []source) map[string]source {
-	at := make(map[string]source, len(records))
-	for i, r := range records {
-		if _, twice := at[r.ID]; !twice {
-			at[r.ID] = sources[i]
-		}
-	}
-	return at
 }
 
 func describeNode(id string, n *workflow.Node, from source, truncated bool) nodeDocument {
@@ -721,26 +704,18 @@ func outputOf(e *ledger.Entry) (sum [sha256.Size]byte, there bool) {
 // what the reader may see of it. found is false if that is nothing.
 func (s *Ledger) Downstreams(ctx context.Context, name string, who evidence.Reader, all bool) (names map[string]bool, found bool, err error) {
 	for _, wid := range workflowIDs(name) {
-		p, opened := participation{Ledger: s, who: who}, map[string]string{} // by token id
-		read := 0
-		if _, err = s.each(ctx, wid, s.MaxNodes, func(e *ledger.Entry) bool {
-			read++
-			p.add(e)
-			if event, _ := ect.ParseEvent(e.Action); event == ect.EventCircuitOpen && s.own(e) {
-				opened[e.ID], _ = evidence.Extension(e).Text(ect.MemberDownstreamAgent)
-			}
-			return false
-		}); err != nil {
+		v, err := s.records(ctx, wid, s.MaxNodes)
+		if err != nil {
 			return nil, false, err
 		}
-		part := p.of()
-		if read == 0 || !all && part.Empty() {
+		part := evidence.PartOf(v.records, who)
+		if len(v.records) == 0 || !all && part.Empty() {
 			continue
 		}
 		names = map[string]bool{}
-		for id, downstream := range opened {
-			if all || part.Has(id) {
-				names[downstream] = true
+		for i := range v.records {
+			if r := &v.records[i]; r.Own && r.Event == ect.EventCircuitOpen && (all || part.Has(r.ID)) {
+				names[v.sources[r.ID].opened] = true
 			}
 		}
 		return names, true, nil
@@ -756,14 +731,6 @@ func (s *Ledger) own(e *ledger.Entry) bool {
 // issued reports whether the reader issued an entry.
 func (s *Ledger) issued(e *ledger.Entry, who evidence.Reader) bool {
 	return who.Issuer != "" && e.Issuer == who.Issuer && !s.own(e)
-}
-
-// called reports whether an entry is the gateway's record of one of the reader's calls.
-func (s *Ledger) called(e *ledger.Entry, who evidence.Reader) bool {
-	if who.Caller == [16]byte{} || !s.own(e) {
-		return false
-	}
-	return evidence.CallerOf(e) == who.Caller
 }
 
 // recordOf returns an entry in the form that the graph reads.

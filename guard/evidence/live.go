@@ -10,7 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -229,21 +228,11 @@ func (e *Evidence) load(ctx context.Context, w *liveWorkflow) error {
 	return nil
 }
 
-// liveRecord is the record of an entry, with who takes part in it. Who is not proven links nothing, as in graphOf;
-// and having reported an error is no part in what it is about.
+// liveRecord is the record of an entry. Who is not proven links nothing, as in graphOf, and names no node.
 func liveRecord(e *ledger.Entry, b *EventBuilder) workflow.Record {
-	room := extRooms.Get().(*extRoom)
-	defer extRooms.Put(room)
-	own, ext := b.Own(e), Extension(e).Read(room[:0])
-	r := recordOf(e, own, ext)
-	r.Report = reportsRecord(&r)
-	switch {
-	case own:
-		r.By = callerName(callerIn(ext))
-	case r.Issuer == "":
-		r.Parents, r.Stranger = nil, r.Report
-	case r.Event != ect.EventError:
-		r.By = r.Issuer
+	r := RecordOf(e, b.Own(e))
+	if r.Issuer == "" {
+		r.Parents, r.Node, r.Stranger = nil, "", r.Report
 	}
 	return r
 }

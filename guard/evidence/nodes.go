@@ -329,7 +329,7 @@ func (rec *Recorder) graphOf(ctx context.Context, entries []ledger.Entry, record
 		if r.Issuer == "" || r.Stranger {
 			r.Parents = nil
 		}
-		r.Report, r.By = reportsRecord(r), r.Issuer
+		r.By = r.Issuer
 		if name, own := by[r.ID]; own {
 			r.By = name
 		}
@@ -646,7 +646,7 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error 
 			}
 			if err := p.followers(e.ID, func(child *ledger.Entry) (bool, error) {
 				// A report connects nothing, and naming a checkpoint is no link.
-				if !IsUnproven(child) && !reportsEntry(child, p.own(child)) && slices.Contains(child.Parents, e.ID) {
+				if r := RecordOf(child, p.own(child)); !IsUnproven(child) && !r.Report && slices.Contains(child.Parents, e.ID) {
 					reach(child)
 				}
 				return len(from) < maxLineage, nil
@@ -664,12 +664,6 @@ func (p *neighbourhood) issuedBy(e *ledger.Entry, by string) bool {
 		return false
 	}
 	return e.Issuer == by || p.own(e) && callerName(CallerOf(e)) == by
-}
-
-// reportsEntry is reportsRecord for an entry.
-func reportsEntry(e *ledger.Entry, own bool) bool {
-	event, _ := ect.ParseEvent(e.Action)
-	return reportsRecord(&workflow.Record{Event: event, Own: own})
 }
 
 func (p *neighbourhood) isTask(e *ledger.Entry) bool {

@@ -37,11 +37,21 @@ const unproven ect.Event = "unproven"
 // MemberNode names the node of a plan that a call is, in the extensions of its token.
 const MemberNode ect.Member = "atd.node"
 
-// RecordOf converts an entry for its workflow's graph. own says that the gateway issued it.
+// RecordOf converts an entry for its workflow's graph. own says that the gateway issued it. By is who takes part in
+// what it is about: reporting an error is no part in that.
 func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	room := extRooms.Get().(*extRoom)
 	defer extRooms.Put(room)
-	return recordOf(e, own, Extension(e).Read(room[:0]))
+	ext := Extension(e).Read(room[:0])
+	r := recordOf(e, own, ext)
+	r.Report = IsReport(r.Event) && (!own || r.Event == ect.EventCascadeDetected) // the failures in that may be of several parts
+	switch {
+	case own:
+		r.By = callerName(callerIn(ext))
+	case r.Event != ect.EventError:
+		r.By = r.Issuer
+	}
+	return r
 }
 
 // extRoom is room for the members of most tokens.
@@ -71,11 +81,9 @@ func recordOf(e *ledger.Entry, own bool, ext ect.Ext) workflow.Record {
 	} else if r.IsTask() {
 		r.Priority = priorityOf(ext)
 	}
-	if !IsUnproven(e) {
-		r.Node = text(MemberNode)
-		if event == ect.EventCheckpoint { // a participant's too: it is in what it has signed
-			r.Critical, _ = ext.Bool(memberCritical)
-		}
+	r.Node = text(MemberNode)
+	if event == ect.EventCheckpoint { // a participant's too: it is in what it has signed
+		r.Critical, _ = ext.Bool(memberCritical)
 	}
 	r.CheckpointID = NamedCheckpoint(ext)
 	r.Severity = text(ect.MemberSeverity)
@@ -134,7 +142,7 @@ func recordsNear(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workf
 	records := make([]workflow.Record, 0, len(entries))
 	for i := range entries {
 		r := RecordOf(&entries[i], own(&entries[i]))
-		r.Stranger = r.Issuer == "" && reportsRecord(&r)
+		r.Stranger = r.Issuer == "" && r.Report
 		records = append(records, r)
 	}
 	return records
@@ -161,11 +169,14 @@ func MarkStrangers(records []workflow.Record, audience func(id string) ([]string
 		if r.Issuer == "" {
 			continue // unproven
 		}
-		p.add(r.ID, r.Issuer, r.Parents, reportsRecord(r))
+		p.links.Add(r.ID, r.Parents, r.Report)
+		if !r.Report {
+			p.mine[r.Issuer] = append(p.mine[r.Issuer], r.ID)
+		}
 	}
 	for i := range records {
 		r := &records[i]
-		if !reportsRecord(r) || r.Own {
+		if !r.Report || r.Own {
 			continue
 		}
 		for _, id := range append(slices.Clone(r.Parents), r.CheckpointID) {
@@ -207,14 +218,49 @@ func IsReport(event ect.Event) bool {
 	return false
 }
 
-// reportsRecord reports whether a record is an agent's report, or says of cascades what it follows from:
-// the failures in it need not be of one part of the workflow.
-func reportsRecord(r *workflow.Record) bool {
-	return IsReport(r.Event) && (!r.Own || r.Event == ect.EventCascadeDetected)
+// PartOf is what a reader may see of a workflow with these records.
+func PartOf(records []workflow.Record, who Reader) Participation {
+	links := workflow.NewLinks()
+	var mine []string
+	var alerts []*workflow.Record
+	for i := range records {
+		r := &records[i]
+		if who.TookPart(r) {
+			mine = append(mine, r.ID)
+		}
+		switch {
+		case r.Issuer == "": // it could name any parents
+		case r.Own && r.Event == ect.EventCascadeDetected:
+			alerts = append(alerts, r)
+		default:
+			links.Add(r.ID, r.Parents, r.Report)
+			links.Lead(r.ID, LedTo(r))
+		}
+	}
+	part := linked(links, mine)
+	for _, r := range alerts { // whoever took part in all that it follows from may read it
+		if len(r.Parents) > 0 && !slices.ContainsFunc(r.Parents, func(id string) bool { return !part.Has(id) }) {
+			part.Add(r.ID)
+		}
+	}
+	return part
 }
 
-// PartOf is what is linked to these ids.
-func PartOf(links *workflow.Links, ids []string) Participation {
+// TookPart reports whether the reader itself took part in what is recorded.
+func (who *Reader) TookPart(r *workflow.Record) bool {
+	return who.Operator || r.By != "" && (r.By == who.Issuer || r.By == callerName(who.Caller))
+}
+
+// LedTo are the errors that led to one of the gateway's own: whoever takes part in the call got them with its answer.
+func LedTo(r *workflow.Record) []string {
+	if !r.Own || r.Event != ect.EventError {
+		return nil
+	}
+	return r.UpstreamErrors
+}
+
+// linked is what is linked to these ids.
+func linked(links *workflow.Links, ids []string) Participation {
 	s := Participation{ids: make(map[string]bool)}
 	var met workflow.Places
 	for _, id := range ids {
@@ -235,18 +281,10 @@ type participations struct {
 	found map[string]Participation
 }
 
-// add adds a node. All are added before the first of is called.
-func (p *participations) add(id, issuer string, parents []string, report bool) {
-	p.links.Add(id, parents, report)
-	if !report {
-		p.mine[issuer] = append(p.mine[issuer], id)
-	}
-}
-
 func (p *participations) of(issuer string) Participation {
 	s, known := p.found[issuer]
 	if !known {
-		s = PartOf(p.links, p.mine[issuer])
+		s = linked(p.links, p.mine[issuer])
 		p.found[issuer] = s
 	}
 	return s

@@ -119,10 +119,9 @@ func (d *Descriptor) Outline() *Progress {
 	return p
 }
 
-// Progress derives the states of all nodes from the workflow's graph. named returns the id of the node
-// that the token with an id names, or nothing: of a task its own, or else that of the gateway's checkpoint
-// for it.
-func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *Progress {
+// Progress derives the states of all nodes from the workflow's graph. The node of a task is the one that its own token
+// names, or else the gateway's checkpoint for it.
+func (d *Descriptor) Progress(g *workflow.Graph) *Progress {
 	p := d.Outline()
 	p.Truncated = false
 	for i := range p.Nodes {
@@ -133,17 +132,15 @@ func (d *Descriptor) Progress(g *workflow.Graph, named func(id string) string) *
 		if !n.Own || len(n.Guards) == 0 {
 			continue
 		}
-		if name := named(n.ID); name != "" {
-			for _, task := range n.Guards {
-				guarded[task] = name
-			}
+		for _, task := range n.Guards {
+			guarded[task] = cmp.Or(n.Node, guarded[task])
 		}
 	}
 	var ending workflow.Ending
 	times := g.Times()
 	for _, t := range g.Tasks() {
 		n := g.At(t)
-		place, ok := d.place(cmp.Or(named(n.ID), guarded[n.ID]), n.Action, n.IsTask())
+		place, ok := d.place(cmp.Or(n.Node, guarded[n.ID]), n.Action, n.IsTask())
 		if !ok {
 			p.Others = append(p.Others, n.ID)
 			ending.Add(n.State, n.Detail)

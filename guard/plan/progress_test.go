@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -212,14 +211,7 @@ func (w *world) done(i int) bool {
 
 func (w *world) check(t *testing.T) {
 	t.Helper()
-	byTask := map[string]int{}
-	for _, c := range w.calls {
-		byTask[c.name] = c.node
-	}
-	p := w.plan.Progress(workflow.New(w.records), func(id string) string {
-		name, _, _ := strings.Cut(id, "/")
-		return w.plan.Nodes[byTask[name]].ID
-	})
+	p := w.plan.Progress(workflow.New(w.records))
 	part := w.part()
 	if len(p.Others) > 0 {
 		t.Fatalf("no node of the plan: %v", p.Others)
@@ -334,14 +326,7 @@ func TestReadySetReachesEverything(t *testing.T) {
 		w := shared(r, parse(t, string(random(r, 2+r.IntN(20), 1+r.IntN(3)))))
 		done := map[int]bool{}
 		for len(done) < len(w.plan.Nodes) {
-			byTask := map[string]int{}
-			for _, c := range w.calls {
-				byTask[c.name] = c.node
-			}
-			p := w.plan.Progress(workflow.New(w.records), func(id string) string {
-				name, _, _ := strings.Cut(id, "/")
-				return w.plan.Nodes[byTask[name]].ID
-			})
+			p := w.plan.Progress(workflow.New(w.records))
 			var ready []int
 			for i := range p.Nodes {
 				before := !slices.ContainsFunc(w.plan.Nodes[i].Before, func(j int) bool { return !done[j] })
@@ -369,7 +354,7 @@ func TestOthers(t *testing.T) {
 	g := workflow.New([]workflow.Record{
 		{ID: "1", Action: "a", Issuer: "agent"}, {ID: "2", Action: "other", Issuer: "agent", Parents: []string{"1"}},
 	})
-	p := d.Progress(g, func(string) string { return "" })
+	p := d.Progress(g)
 	if fmt.Sprintf("%s %s %s %s %v", p.Others, p.Nodes[0].Tasks, p.Nodes[0].State, p.Nodes[1].State, p.Nodes[1].Ready) != "[2] [1] done pending true" {
 		t.Errorf("%+v", p)
 	}
@@ -379,19 +364,14 @@ func TestOthers(t *testing.T) {
 func BenchmarkProgress(b *testing.B) {
 	r := rand.New(rand.NewPCG(3, 3))
 	w := &world{Rand: r, plan: parse(b, string(random(r, MaxNodes, 2)))}
-	at := map[string]int{}
 	for _, i := range w.plan.Order()[:MaxNodes/2] {
 		c := &call{node: i, name: fmt.Sprint("x", i)}
-		at[c.name] = i
 		w.claim(c)
 		w.settle(c, workflow.Completed)
 	}
 	g := workflow.New(w.records)
 	b.ReportAllocs()
 	for b.Loop() {
-		w.plan.Progress(g, func(id string) string {
-			name, _, _ := strings.Cut(id, "/")
-			return w.plan.Nodes[at[name]].ID
-		})
+		w.plan.Progress(g)
 	}
 }
