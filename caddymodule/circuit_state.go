@@ -118,8 +118,6 @@ const (
 	maxCircuits = 1024
 	// maxCircuitEvents is the largest number of changes that wait to be recorded.
 	maxCircuitEvents = 256
-	// circuitPlaceTime is how long to wait until an opening is in the ledger's tree.
-	circuitPlaceTime = 5 * time.Second
 )
 
 // circuitRecorder records the changes of breakers in the ledger, in order. Changes that wait when it ends are not
@@ -193,9 +191,7 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		}
 		if last != "" {
 			c.Parents = []string{last}
-			placed, cancel := context.WithTimeout(ctx, circuitPlaceTime) // it may have just been recorded
-			c.Workflow, _ = policy.Evidence.WorkflowOf(placed, last)     // empty if the opening was pruned
-			cancel()
+			c.Workflow, _ = policy.Evidence.WorkflowOf(ctx, last) // without it if it cannot be read
 		}
 		if _, err := e.recordDraft(ctx, policy.TokenPolicy, now, &c); err != nil {
 			e.circuitUnrecorded(ev.Key, ev.To, err)

@@ -40,17 +40,23 @@ const (
 
 // Followers wakes those who follow workflows. The zero value is ready. It is safe for concurrent use.
 type Followers struct {
-	mu      sync.Mutex
-	all     map[string]map[chan struct{}]bool // by workflow
-	readers map[evidence.Reader]int
-	n       int
+	mu  sync.Mutex
+	all map[chan struct{}]follower
+}
+
+type follower struct {
+	wid    string
+	reader evidence.Reader
 }
 
 // Changed says that something was recorded in a workflow. It never waits.
 func (f *Followers) Changed(wid string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for wake := range f.all[wid] {
+	for wake, of := range f.all {
+		if of.wid != wid {
+			continue
+		}
 		select {
 		case wake <- struct{}{}:
 		default:
@@ -62,29 +68,24 @@ func (f *Followers) Changed(wid string) {
 func (f *Followers) join(wid string, who evidence.Reader) (changed <-chan struct{}, leave func(), ok bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.n >= maxFollowers || f.readers[who] >= maxOfReader {
+	ofReader := 0
+	for _, other := range f.all {
+		if other.reader == who {
+			ofReader++
+		}
+	}
+	if len(f.all) >= maxFollowers || ofReader >= maxOfReader {
 		return nil, nil, false
 	}
 	if f.all == nil {
-		f.all, f.readers = map[string]map[chan struct{}]bool{}, map[evidence.Reader]int{}
-	}
-	if f.all[wid] == nil {
-		f.all[wid] = map[chan struct{}]bool{}
+		f.all = map[chan struct{}]follower{}
 	}
 	wake := make(chan struct{}, 1)
-	f.all[wid][wake] = true
-	f.readers[who]++
-	f.n++
+	f.all[wake] = follower{wid, who}
 	return wake, func() {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		if delete(f.all[wid], wake); len(f.all[wid]) == 0 {
-			delete(f.all, wid)
-		}
-		if f.readers[who]--; f.readers[who] == 0 {
-			delete(f.readers, who)
-		}
-		f.n--
+		delete(f.all, wake)
 	}, true
 }
 

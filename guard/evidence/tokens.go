@@ -177,19 +177,7 @@ func (e *Evidence) RecordTokens(ctx context.Context, all, own []*ect.Token, use 
 // An *ect.Error says that a token was used for something else. After other errors the use is
 // not recorded, unless it is a store.ErrUnknown.
 func (e *Evidence) Spend(ctx context.Context, own []*ect.Token, use Use) error {
-	for {
-		_, unbound, err := e.unrecorded(ctx, nil, own, use)
-		if err != nil || len(unbound) == 0 {
-			return err
-		}
-		err = e.commitTokens(ctx, nil, unbound, use)
-		if !errors.As(err, new(*store.Conflict)) {
-			return err
-		}
-		if err := store.AwaitGroup(ctx); err != nil {
-			return err
-		}
-	}
+	return e.RecordTokens(ctx, nil, own, use)
 }
 
 // unrecorded returns the tokens that are not in the ledger, and those of own without a
@@ -645,22 +633,13 @@ func (e *Evidence) Parent(ctx context.Context, workflow, execution string) (stri
 	return id.String(), nil
 }
 
-// WorkflowOf waits until a token is recorded, or ctx ends, and returns its workflow.
+// WorkflowOf is the workflow of a recorded token; empty if it was pruned.
 func (e *Evidence) WorkflowOf(ctx context.Context, id string) (string, error) {
-	for {
-		entries, err := e.log.Find(ctx, id)
-		if len(entries) > 0 {
-			return entries[0].Workflow, nil
-		}
-		if err != nil && !errors.Is(err, ledger.ErrNotFound) {
-			return "", err
-		}
-		select {
-		case <-time.After(findPause):
-		case <-ctx.Done():
-			return "", ctx.Err()
-		}
+	entries, err := e.log.Find(ctx, id)
+	if err != nil || len(entries) == 0 {
+		return "", err
 	}
+	return entries[0].Workflow, nil
 }
 
 // Known returns those of the ids that are recorded in a workflow or without one, in their
@@ -684,9 +663,6 @@ func (e *Evidence) Known(ctx context.Context, workflow string, ids []string) ([]
 	}
 	return known, nil
 }
-
-// findPause is about how long an event takes to reach the tree.
-const findPause = 10 * time.Millisecond
 
 // Canonical writes an id as the ledger has it: a UUID in lower case.
 func Canonical(id string) string {
