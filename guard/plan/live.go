@@ -14,7 +14,7 @@ import (
 type Live struct {
 	states *workflow.Live
 	// mine are the places of what was recorded of somebody, by the names in Record.By.
-	mine map[string]*[]int
+	mine map[string][]int
 	// parts are those that were asked for lately, the latest first.
 	parts []*Part
 	// trouble says that something is recorded by which a task may have failed, or be undone.
@@ -29,27 +29,25 @@ const maxParts = 32
 type Part struct {
 	live  *Live
 	who   []string
-	named []string // further ids that it began with
+	joins []string // further ids that it began with
 	has   workflow.Places
 	// called says that the gateway has recorded a call in it.
 	called bool
-	// nodes are the places of its records that may be of a node of a plan.
-	nodes map[nodeName][]int
+	// named are the places of its records that name a node of a plan, and acted those of other tasks, by their
+	// actions.
+	named, acted map[string][]int
 }
-
-// nodeName is how a record names its node of a plan: by the node's id, or by the action of a task without one.
-type nodeName struct{ id, action string }
 
 // NewLive begins a workflow.
 func NewLive() *Live {
-	return &Live{states: workflow.NewLive(), mine: map[string]*[]int{}}
+	return &Live{states: workflow.NewLive(), mine: map[string][]int{}}
 }
 
 // Len is how much memory it takes, as the number of records that take as much: about a kilobyte each.
 func (l *Live) Len() int {
 	bytes := 0
 	for _, p := range l.parts {
-		bytes += 300 + 8*len(p.has) + 80*len(p.nodes)
+		bytes += 300 + 8*len(p.has) + 80*(len(p.named)+len(p.acted))
 	}
 	return l.states.Len() + bytes/1024
 }
@@ -65,12 +63,7 @@ func (l *Live) Add(records ...workflow.Record) {
 		}
 		l.trouble = l.trouble || !r.IsTask() && !r.IsCheckpoint() || r.Outcome != "" && r.Outcome != workflow.Completed
 		if r.By != "" {
-			mine := l.mine[r.By]
-			if mine == nil {
-				mine = new([]int)
-				l.mine[r.By] = mine
-			}
-			*mine = append(*mine, place)
+			l.mine[r.By] = append(l.mine[r.By], place)
 		}
 		for _, p := range l.parts {
 			if p.has.Has(place) || r.By != "" && slices.Contains(p.who, r.By) || slices.ContainsFunc(parents, p.has.Has) {
@@ -102,23 +95,21 @@ func (l *Live) Part(who, named []string) *Part {
 }
 
 func (l *Live) part(who, named []string) *Part {
-	i := slices.IndexFunc(l.parts, func(p *Part) bool { return slices.Equal(p.who, who) && slices.Equal(p.named, named) })
+	i := slices.IndexFunc(l.parts, func(p *Part) bool { return slices.Equal(p.who, who) && slices.Equal(p.joins, named) })
 	if i >= 0 {
 		p := l.parts[i]
 		copy(l.parts[1:], l.parts[:i])
 		l.parts[0] = p
 		return p
 	}
-	p := &Part{live: l, who: slices.Clone(who), named: named, nodes: map[nodeName][]int{}}
+	p := &Part{live: l, who: slices.Clone(who), joins: named, named: map[string][]int{}, acted: map[string][]int{}}
 	for _, id := range named {
 		if place, known := l.states.Links.Place(id); known {
 			p.reach(place)
 		}
 	}
 	for _, name := range who {
-		if mine := l.mine[name]; mine != nil {
-			p.reach(*mine...)
-		}
+		p.reach(l.mine[name]...)
 	}
 	l.parts = slices.Insert(l.parts[:min(len(l.parts), maxParts-1)], 0, p)
 	return p
@@ -138,12 +129,11 @@ func (p *Part) note(place int) {
 		return
 	}
 	p.called = p.called || r.Own && r.IsCheckpoint()
-	name := nodeName{id: r.Node}
-	if r.Node == "" {
-		name.action = r.Action
-	}
-	if r.IsTask() || r.IsCheckpoint() && r.Node != "" { // the action of a checkpoint says nothing of its call
-		p.nodes[name] = append(p.nodes[name], place)
+	switch {
+	case r.Node != "" && (r.IsTask() || r.IsCheckpoint()):
+		p.named[r.Node] = append(p.named[r.Node], place)
+	case r.IsTask(): // the action of a checkpoint says nothing of its call
+		p.acted[r.Action] = append(p.acted[r.Action], place)
 	}
 }
 
@@ -159,24 +149,27 @@ func (p *Part) Called() bool { return p.called }
 // tasks visits the tasks in the part that are a node of a plan, as Descriptor.place has them.
 func (p *Part) tasks(d *Descriptor, i int, visit func(t *workflow.Task)) {
 	n := &d.Nodes[i]
-	names := [...]nodeName{{id: n.ID}, {action: n.ID}, {action: n.Label}}
-	count := len(names)
-	if only, err := d.Which("", n.Label); n.Label == "" || n.Label == n.ID || err != nil || only != i {
-		count-- // its label names no node, or another one
+	records := [...][]int{p.named[n.ID], nil, nil}
+	if len(p.acted) > 0 {
+		if records[1] = p.acted[n.ID]; n.Label != n.ID && d.labels[n.Label].n == 1 {
+			records[2] = p.acted[n.Label]
+		}
 	}
 	var room [4]*workflow.Task
 	met := room[:0]
-	for _, name := range names[:count] {
-		for _, place := range p.nodes[name] {
+	for _, places := range records {
+		for _, place := range places {
 			for t, own := range p.live.states.Tasks(place) {
-				named := nodeName{id: t.Node}
-				if t.Node == "" && t.Event == "" {
-					named.action = t.Action
+				if slices.Contains(met, t) || !own && !p.Has(t.ID) {
+					continue
 				}
-				if slices.Contains(names[:count], named) && (own || p.Has(t.ID)) && !slices.Contains(met, t) {
-					met = append(met, t)
-					visit(t)
+				if t.Node != n.ID {
+					if at, ok := d.place(t.Node, t.Action, t.Event == ""); !ok || at != i {
+						continue
+					}
 				}
+				met = append(met, t)
+				visit(t)
 			}
 		}
 	}

@@ -235,25 +235,27 @@ func New(records []Record) *Graph {
 	for i := range records {
 		nodes[i].Record = records[i]
 	}
-	g := withStates(nodes)
+	g := new(Graph)
+	g.withStates(nodes)
 	g.follow()
 	return g
 }
 
-// withStates is New without the edges of consequences: states do not depend on them. It keeps nodes.
-func withStates(nodes []Node) *Graph {
-	g := newGraph(nodes)
+// withStates makes the graph without the edges of consequences, on which states do not depend. It keeps nodes, and
+// uses the memory of the graph that it was before.
+func (g *Graph) withStates(nodes []Node) {
+	g.take(nodes)
 	g.build(g.contains)
 	g.guard()
 	g.note()
 	derive(g)
-	return g
 }
 
 // FromNodes makes the graph of nodes with known states, groups and guards, in the order of
 // recording. Guards that are no tasks of the graph do not count.
 func FromNodes(nodes []Node) *Graph {
-	g := newGraph(slices.Clone(nodes))
+	g := new(Graph)
+	g.take(slices.Clone(nodes))
 	g.build(func(i int) bool { return g.nodes[i].Group })
 	g.guards = make([][]int, len(g.nodes))
 	for i := range g.nodes {
@@ -270,9 +272,13 @@ func FromNodes(nodes []Node) *Graph {
 	return g
 }
 
-// newGraph takes the first node of each id. It keeps nodes.
-func newGraph(nodes []Node) *Graph {
-	g := &Graph{nodes: nodes[:0], index: make(map[string]int, len(nodes))}
+// take takes the first node of each id. It keeps nodes.
+func (g *Graph) take(nodes []Node) {
+	if g.nodes = nodes[:0]; g.index == nil {
+		g.index = make(map[string]int, len(nodes))
+	}
+	clear(g.index)
+	clear(g.executions)
 	for i := range nodes {
 		if _, twice := g.index[nodes[i].ID]; twice {
 			continue
@@ -283,7 +289,15 @@ func newGraph(nodes []Node) *Graph {
 			g.nodes[at] = nodes[i]
 		}
 	}
-	return g
+}
+
+// empty are n empty lists, in the memory of those before.
+func empty(lists [][]int, n int) [][]int {
+	lists = slices.Grow(lists[:0], n)[:n]
+	for i := range lists {
+		lists[i] = lists[i][:0]
+	}
+	return lists
 }
 
 // build links and orders the nodes.
@@ -302,7 +316,7 @@ func (g *Graph) build(group func(i int) bool) {
 // link finds the neighbours of every node.
 func (g *Graph) link(group func(i int) bool) {
 	n := len(g.nodes)
-	g.parents, g.children = make([][]int, n), make([][]int, n)
+	g.parents, g.children = empty(g.parents, n), empty(g.children, n)
 	for i := range g.nodes {
 		node := &g.nodes[i]
 		node.Missing = nil

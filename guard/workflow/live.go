@@ -25,11 +25,15 @@ type Live struct {
 	executions map[string]int
 	// asked are the checkpoints that a request for a rollback is about.
 	asked map[int][]int
-	round int // number of the last walk
+	round int   // number of the last walk
+	room  Graph // of few records, for the next of its kind
 
 	mixed bool   // New gets all records
 	all   *calls // what New has found of all records; nil before
 }
+
+// maxRoom is how many records a graph has at most whose memory is used again.
+const maxRoom = 32
 
 // livePlace is what is known of an id.
 type livePlace struct {
@@ -380,11 +384,15 @@ func (l *Live) derive(i int) *calls {
 	}
 	slices.Sort(places)
 	places = slices.Compact(places)
-	nodes := make([]Node, len(places))
-	for k, i := range places {
-		nodes[k].Record = *l.records[i]
+	g := &l.room
+	if len(places) > maxRoom {
+		g = new(Graph)
 	}
-	g := withStates(nodes)
+	nodes := g.nodes[:0]
+	for _, i := range places {
+		nodes = append(nodes, Node{Record: *l.records[i]})
+	}
+	g.withStates(nodes)
 	c.tasks = g.live(func(id string) bool { return l.at[l.record(id)].calls == c })
 	for i := range g.nodes {
 		if n, d := &g.nodes[i], &l.at[l.record(g.nodes[i].ID)]; d.calls == c {
