@@ -181,12 +181,8 @@ type eventStream struct {
 }
 
 func (s *eventStream) event(name, version string, doc *Workflow) error {
-	data, err := json.Marshal(doc)
-	if err != nil {
-		return err
-	}
 	s.last = version
-	return s.send(fmt.Appendf(nil, "event: %s\nid: %s\ndata: %s\n\n", name, version, data))
+	return s.send(fmt.Appendf(nil, "event: %s\nid: %s\ndata: %s\n\n", name, version, encoded(doc)))
 }
 
 func (s *eventStream) send(text []byte) error {
@@ -199,11 +195,7 @@ func (s *eventStream) send(text []byte) error {
 
 // version identifies what a document says.
 func (d *Workflow) version() string {
-	text, err := json.Marshal(d)
-	if err != nil {
-		panic("api: " + err.Error()) // the gateway's documents always marshal
-	}
-	sum := sha256.Sum256(text)
+	sum := sha256.Sum256(encoded(d))
 	return base64.RawURLEncoding.EncodeToString(sum[:16])
 }
 
@@ -247,7 +239,7 @@ func fresh[T any](before, after []T, name func(T) string) (all []T, kept int) {
 func encoded(v any) []byte {
 	b, err := json.Marshal(v)
 	if err != nil {
-		panic("api: " + err.Error()) // parts of the gateway's documents always marshal
+		panic("api: " + err.Error()) // the gateway's documents, and their parts, always marshal
 	}
 	return b
 }

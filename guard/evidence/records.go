@@ -152,7 +152,7 @@ func recordsNear(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workf
 // are in ledgers of earlier versions, or came unsigned. audience returns the aud of the
 // token with an id.
 func MarkStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
-	p := participations{links: workflow.NewLinks(), mine: make(map[string][]string), found: make(map[string]Participation)}
+	links, mine, parts := workflow.NewLinks(), make(map[string][]string), make(map[string]Participation)
 	issuers := make(map[string]string, len(records))
 	answers := make(map[string]*workflow.Record) // by an error that came with one
 	for i := range records {
@@ -169,9 +169,9 @@ func MarkStrangers(records []workflow.Record, audience func(id string) ([]string
 		if r.Issuer == "" {
 			continue // unproven
 		}
-		p.links.Add(r.ID, r.Parents, r.Report)
+		links.Add(r.ID, r.Parents, r.Report)
 		if !r.Report {
-			p.mine[r.Issuer] = append(p.mine[r.Issuer], r.ID)
+			mine[r.Issuer] = append(mine[r.Issuer], r.ID)
 		}
 	}
 	for i := range records {
@@ -179,9 +179,13 @@ func MarkStrangers(records []workflow.Record, audience func(id string) ([]string
 		if !r.Report || r.Own {
 			continue
 		}
+		part, known := parts[r.Issuer]
+		if !known {
+			part = linked(links, mine[r.Issuer])
+			parts[r.Issuer] = part
+		}
 		for _, id := range append(slices.Clone(r.Parents), r.CheckpointID) {
 			issuer, there := issuers[id]
-			part := p.of(r.Issuer)
 			if !there || issuer == r.Issuer || part.Has(id) {
 				continue
 			}
@@ -270,22 +274,6 @@ func linked(links *workflow.Links, ids []string) Participation {
 				s.Add(links.ID(linked))
 			}
 		}
-	}
-	return s
-}
-
-// participations compute the participation of each issuer in a workflow.
-type participations struct {
-	links *workflow.Links
-	mine  map[string][]string // by issuer
-	found map[string]Participation
-}
-
-func (p *participations) of(issuer string) Participation {
-	s, known := p.found[issuer]
-	if !known {
-		s = linked(p.links, p.mine[issuer])
-		p.found[issuer] = s
 	}
 	return s
 }
