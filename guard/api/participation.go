@@ -7,7 +7,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
-	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
 // participationOf collects what a reader may see of the first MaxNodes entries of a
@@ -36,7 +35,10 @@ func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who evidence.Read
 
 // partOf starts a search for the reader's part in a workflow.
 func (s *Ledger) partOf(ctx context.Context, wid string, who evidence.Reader) *search {
-	return s.search(ctx, wid, who.TookPart, nil)
+	return s.search(ctx, wid, func(e *ledger.Entry) bool {
+		r := s.recordOf(e)
+		return who.TookPart(&r)
+	}, nil)
 }
 
 // search finds out whether an id is linked to a reader's part in a workflow, with the same
@@ -47,7 +49,7 @@ type search struct {
 	*Ledger
 	ctx   context.Context
 	wid   string
-	mine  func(r *workflow.Record) bool
+	mine  func(e *ledger.Entry) bool
 	along []node // tokens that are not recorded yet
 	read  map[string]*ledger.Entry
 	left  int
@@ -64,7 +66,7 @@ type node struct {
 	mine    bool
 }
 
-func (s *Ledger) search(ctx context.Context, wid string, mine func(r *workflow.Record) bool, along []node) *search {
+func (s *Ledger) search(ctx context.Context, wid string, mine func(e *ledger.Entry) bool, along []node) *search {
 	return &search{Ledger: s, ctx: ctx, wid: wid, mine: mine, along: along, read: make(map[string]*ledger.Entry), left: s.MaxNodes}
 }
 
@@ -129,15 +131,20 @@ func (s *search) parents(id string) (mine bool, ids []string, err error) {
 	if !evidence.IsUnproven(e) { // an unproven token could name any parents
 		ids = append(ids, e.Parents...)
 	}
-	r := s.recordOf(e)
-	return s.mine(&r), ids, nil
+	return s.mine(e), ids, nil
 }
 
 // children returns ids that follow from an id, except agents' reports on others.
 func (s *search) children(id string, from ledger.Cursor) (ids []string, next ledger.Cursor, err error) {
 	follows := func(e *ledger.Entry) bool {
+		switch {
+		case evidence.IsUnproven(e), evidence.Reports(e, s.own(e)):
+			return false
+		case slices.Contains(e.Parents, id):
+			return true
+		}
 		r := s.recordOf(e)
-		return !evidence.IsUnproven(e) && !r.Report && slices.Contains(slices.Concat(r.Parents, evidence.LedTo(&r)), id)
+		return slices.Contains(evidence.LedTo(&r), id)
 	}
 	if from == "" {
 		for _, n := range s.along {
@@ -314,7 +321,9 @@ func (c *issuerPart) read(ctx context.Context) (*search, error) {
 			along = append(along, node{o.ID(), o.Parents(), report, !report && o.Issuer() == c.t.Issuer()})
 		}
 	}
-	mine := func(r *workflow.Record) bool { return r.Issuer == c.t.Issuer() && !r.Report }
+	mine := func(e *ledger.Entry) bool {
+		return e.Issuer == c.t.Issuer() && !evidence.IsUnproven(e) && !evidence.Reports(e, c.own(e))
+	}
 	c.part = c.search(ctx, c.t.Workflow(), mine, along)
 	return c.part, nil
 }

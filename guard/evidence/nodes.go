@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"iter"
 	"slices"
 	"strings"
 
@@ -177,11 +178,10 @@ func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*wor
 	}
 	p := newNeighbourhood(ctx, rec, e)
 	p.bare = true
-	if err := p.add(e, 0); err != nil {
-		return nil, err
-	}
-	if err := p.lineage([]*ledger.Entry{e}, &rollback.Query{By: q.By, Lineage: rollback.Ancestor}); err != nil {
-		return nil, err
+	p.add(e, 0)
+	p.lineage([]*ledger.Entry{e}, &rollback.Query{By: q.By, Lineage: rollback.Ancestor})
+	if p.err != nil {
+		return nil, p.err
 	}
 	entries := p.entries()
 	return rec.graphOf(ctx, entries, recordsNear(entries, rec.own))
@@ -358,6 +358,7 @@ type neighbourhood struct {
 	queue  []string                 // ids whose followers are to be read
 	queued map[string]bool          // ids that were in queue: whether all followers are read, or only reports
 	bare   bool                     // take entries without their parents
+	err    error                    // the first one; nothing is read after it
 }
 
 // newNeighbourhood begins with the target.
@@ -373,24 +374,12 @@ func newNeighbourhood(ctx context.Context, rec *Recorder, target *ledger.Entry) 
 // parents, and the lineage of the requester. more says that followers were left out; only
 // Single does that.
 func (p *neighbourhood) collect(target *ledger.Entry, q *rollback.Query, limit int) (entries []ledger.Entry, more bool, err error) {
-	if err := p.add(target, maxAbove); err != nil {
-		return nil, false, err
-	}
+	p.add(target, maxAbove)
 	p.enqueue(target.ID, true)
-	contained, err := p.contained(target)
-	if err != nil {
-		return nil, false, err
-	}
-	if err := p.lineage(contained, q); err != nil {
-		return nil, false, err
-	}
+	p.lineage(p.contained(target), q)
 	if q.Error != "" {
-		if e, err := p.get(q.Error); err != nil {
-			return nil, false, err
-		} else if e != nil {
-			if err := p.add(e, maxAbove); err != nil {
-				return nil, false, err
-			}
+		if e := p.get(q.Error); e != nil {
+			p.add(e, maxAbove)
 		}
 	}
 	most := limit
@@ -399,26 +388,25 @@ func (p *neighbourhood) collect(target *ledger.Entry, q *rollback.Query, limit i
 	}
 	for n := 0; n < len(p.queue); n++ {
 		all := p.queued[p.queue[n]]
-		err := p.followers(p.queue[n], func(e *ledger.Entry) (bool, error) {
+		for e := range p.followers(p.queue[n]) {
 			if !all && (isCheckpoint(e) || p.isTask(e)) {
-				return true, nil
+				continue
 			}
-			if len(p.taken) >= most && p.taken[e.ID] == 0 {
-				more = true
-				return false, nil
+			if more = len(p.taken) >= most && p.taken[e.ID] == 0; more {
+				break
 			}
-			return true, p.addFollower(e)
-		})
+			p.addFollower(e)
+		}
 		switch {
-		case err != nil:
-			return nil, false, err
+		case p.err != nil:
+			return nil, false, p.err
 		case more && q.Scope != rollback.Single:
 			return nil, false, &rollback.TooManyError{What: "nodes", Count: len(p.taken) + 1, Limit: limit}
 		case more:
 			p.queue = nil
 		}
 	}
-	return p.entries(), more, nil
+	return p.entries(), more, p.err
 }
 
 // entries are those taken, in the order of recording.
@@ -433,57 +421,44 @@ func (p *neighbourhood) entries() (all []ledger.Entry) {
 }
 
 // get is the entry of an id in the workflow; nil if there is none.
-func (p *neighbourhood) get(id string) (*ledger.Entry, error) {
-	if e, known := p.read[id]; known {
-		return e, nil
-	}
-	e, err := p.Evidence.log.Known(p.ctx, p.wid, id)
-	if err == nil {
+func (p *neighbourhood) get(id string) *ledger.Entry {
+	e, known := p.read[id]
+	if !known && p.err == nil {
+		e, p.err = p.Evidence.log.Known(p.ctx, p.wid, id)
 		p.read[id] = e
 	}
-	return e, err
+	return e
 }
 
 // parents are the recorded parents of an entry. Unproven tokens have none.
-func (p *neighbourhood) parents(e *ledger.Entry) (all []*ledger.Entry, err error) {
+func (p *neighbourhood) parents(e *ledger.Entry) (all []*ledger.Entry) {
 	if IsUnproven(e) {
-		return nil, nil
+		return nil
 	}
 	for _, id := range e.Parents {
-		parent, err := p.get(id)
-		if err != nil {
-			return nil, err
-		}
-		if parent != nil && id != e.ID {
+		if parent := p.get(id); parent != nil && id != e.ID {
 			all = append(all, parent)
 		}
 	}
-	return all, nil
+	return all
 }
 
 // add takes an entry and so many levels of its parents; between actions only one.
-func (p *neighbourhood) add(e *ledger.Entry, above int) error {
+func (p *neighbourhood) add(e *ledger.Entry, above int) {
 	if p.taken[e.ID] > above {
-		return nil
+		return
 	}
 	p.taken[e.ID] = above + 1
 	if above == 0 || p.bare {
-		return nil
+		return
 	}
-	parents, err := p.parents(e)
-	if err != nil {
-		return err
-	}
-	for _, parent := range parents {
+	for _, parent := range p.parents(e) {
 		left := above - 1
 		if !isCheckpoint(e) && !isCheckpoint(parent) {
 			left = 0
 		}
-		if err := p.add(parent, left); err != nil {
-			return err
-		}
+		p.add(parent, left)
 	}
-	return nil
 }
 
 // enqueue queues a node for the reading of its followers: all of them, or only what reports on it.
@@ -496,23 +471,18 @@ func (p *neighbourhood) enqueue(id string, all bool) {
 
 // addFollower takes a follower and queues it, with its actions if it is a checkpoint, or with
 // the checkpoint before it if it is an action.
-func (p *neighbourhood) addFollower(e *ledger.Entry) error {
+func (p *neighbourhood) addFollower(e *ledger.Entry) {
 	if !p.queued[e.ID] {
-		if err := p.add(e, maxAbove); err != nil {
-			return err
-		}
+		p.add(e, maxAbove)
 	}
 	p.enqueue(e.ID, true)
-	return p.enqueueSubjects(e, false)
+	p.enqueueSubjects(e, false)
 }
 
 // enqueueSubjects queues the agent's actions of a checkpoint, or the agent's checkpoint of an
 // action, unless it is about actions only.
-func (p *neighbourhood) enqueueSubjects(e *ledger.Entry, actionsOnly bool) error {
-	parents, err := p.parents(e)
-	if err != nil {
-		return err
-	}
+func (p *neighbourhood) enqueueSubjects(e *ledger.Entry, actionsOnly bool) {
+	parents := p.parents(e)
 	// The gateway's own checkpoint of a call covers its outcome, if it follows from all that this follows
 	// from: whatever undoes the outcome undoes it by that one. An agent's checkpoint before both has no
 	// part in it, so what else follows from that does not matter, only what reports on it. A participant
@@ -530,38 +500,25 @@ func (p *neighbourhood) enqueueSubjects(e *ledger.Entry, actionsOnly bool) error
 			}
 		case isCheckpoint(parent) && (p.isTask(e) || isCheckpoint(e)):
 			p.enqueue(parent.ID, !covered)
-			if !isCheckpoint(e) {
-				continue
-			}
-			// The parent's actions are also this one's.
-			if err := p.enqueueSubjects(parent, covered); err != nil {
-				return err
+			if isCheckpoint(e) { // the parent's actions are also this one's
+				p.enqueueSubjects(parent, covered)
 			}
 		}
 	}
-	return nil
 }
 
 // contained are a checkpoint, its actions, and all that it contains as a group. They are
 // queued.
-func (p *neighbourhood) contained(target *ledger.Entry) ([]*ledger.Entry, error) {
+func (p *neighbourhood) contained(target *ledger.Entry) []*ledger.Entry {
 	all, met := []*ledger.Entry{target}, map[string]bool{target.ID: true}
 	for n := 0; n < len(all); n++ {
 		e := all[n]
 		if !isCheckpoint(e) {
 			continue
 		}
-		if err := p.add(e, maxAbove); err != nil {
-			return nil, err
-		}
-		if err := p.addFollower(e); err != nil {
-			return nil, err
-		}
-		parents, err := p.parents(e)
-		if err != nil {
-			return nil, err
-		}
-		for _, parent := range parents {
+		p.add(e, maxAbove)
+		p.addFollower(e)
+		for _, parent := range p.parents(e) {
 			counts := p.isTask(parent) && !p.own(parent) || isCheckpoint(parent) && !p.own(e)
 			if counts && !met[parent.ID] {
 				met[parent.ID] = true
@@ -569,49 +526,46 @@ func (p *neighbourhood) contained(target *ledger.Entry) ([]*ledger.Entry, error)
 			}
 		}
 		if len(all) > rollback.MaxNodes {
-			return nil, &rollback.TooManyError{What: "nodes", Count: len(all), Limit: rollback.MaxNodes}
+			p.err = cmp.Or(p.err, error(&rollback.TooManyError{What: "nodes", Count: len(all), Limit: rollback.MaxNodes}))
+			return nil
 		}
 	}
-	return all, nil
+	return all
 }
 
-// followers visits the entries that follow from an id or name it, until visit returns false.
-func (p *neighbourhood) followers(id string, visit func(e *ledger.Entry) (bool, error)) error {
-	log := p.Evidence.Log()
-	if e := p.read[id]; e != nil && p.own(e) {
-		// The outcomes of a call have ids derived from its checkpoint's.
-		for _, id := range p.Evidence.Outcomes(e) {
-			e, err := p.get(id)
+// followers are the entries that follow from an id or name it.
+func (p *neighbourhood) followers(id string) iter.Seq[*ledger.Entry] {
+	return func(yield func(e *ledger.Entry) bool) {
+		if e := p.read[id]; e != nil && p.own(e) {
+			// The outcomes of a call have ids derived from its checkpoint's.
+			for _, id := range p.Evidence.Outcomes(e) {
+				if e := p.get(id); e != nil && p.own(e) && !yield(e) {
+					return
+				}
+			}
+		}
+		if p.err != nil {
+			return
+		}
+		for e, err := range p.Evidence.log.AllFollowing(p.ctx, p.wid, id) {
 			if err != nil {
-				return err
+				p.err = err
+				return
 			}
-			if e == nil || !p.own(e) {
-				continue
+			if known := p.read[e.ID]; known != nil {
+				e = known
 			}
-			if on, err := visit(e); !on || err != nil {
-				return err
+			if p.read[e.ID] = e; !yield(e) || p.err != nil {
+				return
 			}
 		}
 	}
-	for e, err := range log.AllFollowing(p.ctx, p.wid, id) {
-		if err != nil {
-			return err
-		}
-		if known := p.read[e.ID]; known != nil {
-			e = known
-		}
-		p.read[e.ID] = e
-		if on, err := visit(e); !on || err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // lineage takes, for each seed, the path to an entry of the requester, if there is one.
-func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error {
+func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) {
 	if q.By == "" {
-		return nil
+		return
 	}
 	for _, seed := range seeds {
 		from := map[string]string{seed.ID: ""}
@@ -619,9 +573,7 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error 
 			e := todo[0]
 			if p.issuedBy(e, q.By) {
 				for id := e.ID; id != ""; id = from[id] {
-					if err := p.add(p.read[id], 1); err != nil {
-						return err
-					}
+					p.add(p.read[id], 1)
 				}
 				break
 			}
@@ -631,10 +583,7 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error 
 					todo = append(todo, next)
 				}
 			}
-			parents, err := p.parents(e)
-			if err != nil {
-				return err
-			}
+			parents := p.parents(e)
 			if q.Lineage == rollback.Ancestor && !p.own(e) && isCheckpoint(e) && !slices.ContainsFunc(parents, func(m *ledger.Entry) bool { return !isCheckpoint(m) }) {
 				continue // a group does not follow from its members
 			}
@@ -644,18 +593,17 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) error 
 			if q.Lineage != rollback.Workflow {
 				continue
 			}
-			if err := p.followers(e.ID, func(child *ledger.Entry) (bool, error) {
+			for child := range p.followers(e.ID) {
 				// A report connects nothing, and naming a checkpoint is no link.
-				if r := RecordOf(child, p.own(child)); !IsUnproven(child) && !r.Report && slices.Contains(child.Parents, e.ID) {
+				if !IsUnproven(child) && !Reports(child, p.own(child)) && slices.Contains(child.Parents, e.ID) {
 					reach(child)
 				}
-				return len(from) < maxLineage, nil
-			}); err != nil {
-				return err
+				if len(from) >= maxLineage {
+					break
+				}
 			}
 		}
 	}
-	return nil
 }
 
 // issuedBy reports whether an entry makes the requester a participant of the workflow.

@@ -44,7 +44,7 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	defer extRooms.Put(room)
 	ext := Extension(e).Read(room[:0])
 	r := recordOf(e, own, ext)
-	r.Report = IsReport(r.Event) && (!own || r.Event == ect.EventCascadeDetected) // the failures in that may be of several parts
+	r.Report = !IsUnproven(e) && Reports(e, own)
 	switch {
 	case own:
 		r.By = callerName(callerIn(ext))
@@ -220,6 +220,13 @@ func IsReport(event ect.Event) bool {
 		return true
 	}
 	return false
+}
+
+// Reports reports whether an entry is an agent's report, or says of cascades what it follows from: the failures in it
+// need not be of one part of the workflow.
+func Reports(e *ledger.Entry, own bool) bool {
+	event, _ := ect.ParseEvent(e.Action)
+	return IsReport(event) && (!own || event == ect.EventCascadeDetected)
 }
 
 // PartOf is what a reader may see of a workflow with these records.
