@@ -42,7 +42,7 @@ func (s *Ledger) partOf(ctx context.Context, wid string, who evidence.Reader) *s
 }
 
 // search finds out whether an id is linked to a reader's part in a workflow, with the same
-// result as links.from on all of it. It starts at the id and reads the nearest entries
+// result as evidence.PartOf on all of it. It starts at the id and reads the nearest entries
 // first, parents before followers, at most MaxNodes. So the result does not depend on how
 // much others have recorded in the workflow.
 type search struct {
