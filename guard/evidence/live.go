@@ -19,6 +19,8 @@ import (
 const (
 	// maxLive bounds the records of all live workflows. A record takes about 1 kB.
 	maxLive = 100_000
+	// arrivalSize is how many records take as much memory as an event that is not added yet.
+	arrivalSize = 3
 	// loadTime bounds the reading of a workflow.
 	loadTime = 30 * time.Second
 )
@@ -111,7 +113,7 @@ func (e *Evidence) readLive(ctx context.Context, w *liveWorkflow, read func(l *p
 		return true, nil
 	}
 	read(w.live)
-	e.live.count(w, w.live.Len())
+	e.live.count(w, 1+w.live.Len()) // one without records takes room, too
 	return false, nil
 }
 
@@ -279,21 +281,21 @@ func (t *liveWorkflows) arrived(at *list.Element, a arrival) {
 	w.mu.Lock()
 	w.came = append(w.came, a)
 	w.mu.Unlock()
-	t.grow(w, w.counted+1)
+	t.resize(w, w.counted+arrivalSize)
 }
 
 // count takes note of the size of a workflow.
 func (t *liveWorkflows) count(w *liveWorkflow, n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if at := t.m[w.name]; at != nil && at.Value == w && n > w.counted {
-		t.grow(w, n)
+	if at := t.m[w.name]; at != nil && at.Value == w {
+		t.resize(w, n)
 	}
 }
 
-// grow sets the size of a workflow, and drops those that were not asked for the longest where there are too many
+// resize sets the size of a workflow, and drops those that were not asked for the longest where there are too many
 // records. mu is held.
-func (t *liveWorkflows) grow(w *liveWorkflow, n int) {
+func (t *liveWorkflows) resize(w *liveWorkflow, n int) {
 	t.records += n - w.counted
 	for w.counted = n; t.records > t.most; {
 		t.remove(t.recent.Back())
