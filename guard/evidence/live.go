@@ -58,7 +58,7 @@ type liveWorkflow struct {
 
 // arrival is an event that has just been recorded: here, or by another node under a key of the store.
 type arrival struct {
-	entry *ledger.Entry
+	event *ledger.Event
 	key   []byte
 }
 
@@ -118,7 +118,7 @@ func (e *Evidence) readLive(ctx context.Context, w *liveWorkflow, read func(l *p
 }
 
 // addArrived adds what was recorded before the call, by whichever node.
-func (e *Evidence) addArrived(ctx context.Context, w *liveWorkflow) error {
+func (e *Evidence) addArrived(ctx context.Context, w *liveWorkflow) (err error) {
 	w.mu.Lock()
 	came := w.came
 	w.mu.Unlock()
@@ -126,20 +126,17 @@ func (e *Evidence) addArrived(ctx context.Context, w *liveWorkflow) error {
 		return nil
 	}
 	records := make([]workflow.Record, 0, len(came))
+	var entry ledger.Entry
 	for _, a := range came {
-		entry := a.entry
-		if entry == nil {
-			found, err := e.log.Recorded(ctx, a.key)
-			if errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
-				continue
-			}
-			if err != nil {
-				return err
-			}
-			entry = &found
+		if a.event != nil {
+			entry.Event = *a.event
+		} else if entry, err = e.log.Recorded(ctx, a.key); errors.Is(err, ledger.ErrNotFound) || errors.Is(err, ledger.ErrPruned) {
+			continue
+		} else if err != nil {
+			return err
 		}
 		if entry.Workflow == w.name { // else it is another one with its hash
-			records = append(records, liveRecord(entry, w.builder))
+			records = append(records, liveRecord(&entry, w.builder))
 		}
 	}
 	if e.live.fleet {
@@ -147,7 +144,7 @@ func (e *Evidence) addArrived(ctx context.Context, w *liveWorkflow) error {
 	}
 	w.live.Add(records...)
 	w.mu.Lock()
-	w.came = append([]arrival(nil), w.came[len(came):]...) // and lets go of those that are added
+	w.came = slices.Delete(w.came, 0, len(came))
 	w.mu.Unlock()
 	return nil
 }
@@ -253,7 +250,7 @@ func (t *liveWorkflows) recorded(events []ledger.Event, err error) {
 		case err != nil: // whether it is recorded only the ledger can say
 			t.remove(at)
 		default:
-			t.arrived(at, arrival{entry: &ledger.Entry{Event: events[i]}})
+			t.arrived(at, arrival{event: &events[i]})
 		}
 	}
 }

@@ -101,6 +101,9 @@ func statesOfCalls(b *testing.B, nodes int) {
 			for _, c := range recorded {
 				bench.evidence.LiveRecorded(c.claim)
 				bench.evidence.LiveRecorded(c.end)
+				if err := bench.evidence.Live(b.Context(), events, other, func(*plan.Live) {}); err != nil {
+					b.Fatal(err)
+				}
 			}
 		})
 		made += nodes
