@@ -143,8 +143,8 @@ func (s *search) children(id string, from ledger.Cursor) (ids []string, next led
 		case slices.Contains(e.Parents, id):
 			return true
 		}
-		r := s.recordOf(e)
-		return slices.Contains(evidence.LedTo(&r), id)
+		r := s.recordOf(e) // whoever takes part in a call got the errors with its answer that led to the gateway's own
+		return r.Own && r.Event == ect.EventError && slices.Contains(r.UpstreamErrors, id)
 	}
 	if from == "" {
 		for _, n := range s.along {

@@ -244,8 +244,9 @@ func PartOf(records []workflow.Record, who Reader) Participation {
 		case r.Own && r.Event == ect.EventCascadeDetected:
 			alerts = append(alerts, r)
 		default:
-			links.Add(r.ID, r.Parents, r.Report)
-			links.Lead(r.ID, LedTo(r))
+			if links.Add(r.ID, r.Parents, r.Report); r.Own && r.Event == ect.EventError {
+				links.Lead(r.ID, r.UpstreamErrors) // whoever takes part in the call got them with its answer
+			}
 		}
 	}
 	part := linked(links, mine)
@@ -260,14 +261,6 @@ func PartOf(records []workflow.Record, who Reader) Participation {
 // TookPart reports whether the reader itself took part in what is recorded.
 func (who *Reader) TookPart(r *workflow.Record) bool {
 	return who.Operator || r.By != "" && (r.By == who.Issuer || r.By == callerName(who.Caller))
-}
-
-// LedTo are the errors that led to one of the gateway's own: whoever takes part in the call got them with its answer.
-func LedTo(r *workflow.Record) []string {
-	if !r.Own || r.Event != ect.EventError {
-		return nil
-	}
-	return r.UpstreamErrors
 }
 
 // linked is what is linked to these ids.
