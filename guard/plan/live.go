@@ -149,27 +149,30 @@ func (p *Part) Called() bool { return p.called }
 // tasks visits the tasks in the part that are a node of a plan, as Descriptor.place has them.
 func (p *Part) tasks(d *Descriptor, i int, visit func(t *workflow.Task)) {
 	n := &d.Nodes[i]
-	records := [...][]int{p.named[n.ID], nil, nil}
+	lists, label := [...][]int{p.named[n.ID], nil, nil}, n.ID
 	if len(p.acted) > 0 {
-		if records[1] = p.acted[n.ID]; n.Label != n.ID && d.labels[n.Label].n == 1 {
-			records[2] = p.acted[n.Label]
+		if only, err := d.Which("", n.Label); err == nil && only == i {
+			label = n.Label
+		}
+		if lists[1] = p.acted[n.ID]; label != n.ID {
+			lists[2] = p.acted[label]
 		}
 	}
-	var room [4]*workflow.Task
+	var room [4]*workflow.Calls
 	met := room[:0]
-	for _, places := range records {
+	for _, places := range lists {
 		for _, place := range places {
-			for t, own := range p.live.states.Tasks(place) {
-				if slices.Contains(met, t) || !own && !p.Has(t.ID) {
-					continue
+			c := p.live.states.Calls(place)
+			if c == nil || slices.Contains(met, c) {
+				continue
+			}
+			met = append(met, c)
+			for k := range c.Tasks {
+				t := &c.Tasks[k]
+				acts := t.Node == "" && t.Event == "" && (t.Action == n.ID || t.Action == label)
+				if (acts || t.Node == n.ID) && p.has.Has(t.Place) {
+					visit(t)
 				}
-				if t.Node != n.ID {
-					if at, ok := d.place(t.Node, t.Action, t.Event == ""); !ok || at != i {
-						continue
-					}
-				}
-				met = append(met, t)
-				visit(t)
 			}
 		}
 	}

@@ -302,7 +302,10 @@ func empty(lists [][]int, n int) [][]int {
 
 // build links and orders the nodes.
 func (g *Graph) build(group func(i int) bool) {
-	g.seq, g.ordered = from(0, len(g.nodes)), len(g.nodes)
+	g.seq, g.ordered = g.seq[:0], len(g.nodes)
+	for i := range g.nodes {
+		g.seq = append(g.seq, i)
+	}
 	g.link(group)
 	for i, to := range g.down {
 		if slices.ContainsFunc(to, func(j int) bool { return j < i }) { // as a rule they were recorded in order
@@ -518,7 +521,8 @@ func (g *Graph) guard() {
 
 // note finds the tasks that can be undone, and the settlements of each execution.
 func (g *Graph) note() {
-	g.undoable = make([]bool, len(g.nodes))
+	g.undoable = slices.Grow(g.undoable[:0], len(g.nodes))[:len(g.nodes)]
+	clear(g.undoable)
 	for i := range g.nodes {
 		for _, t := range g.guards[i] {
 			g.undoable[t] = g.undoable[t] || g.nodes[i].Reversible

@@ -1,7 +1,6 @@
 package workflow
 
 import (
-	"iter"
 	"slices"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -26,10 +25,11 @@ type Live struct {
 	// asked are the checkpoints that a request for a rollback is about.
 	asked map[int][]int
 	round int   // number of the last walk
+	met   []int // buffer for the records that it meets
 	room  Graph // of few records, for the next of its kind
 
 	mixed bool   // New gets all records
-	all   *calls // what New has found of all records; nil before
+	all   *Calls // what New has found of all records; nil before
 }
 
 // maxRoom is how many records a graph has at most whose memory is used again.
@@ -48,21 +48,24 @@ type liveNode struct {
 	followed bool  // a task that follows from it is among near
 	round    int   // of the last walk that has met it
 
-	calls  *calls // nil before its state is derived
+	calls  *Calls // nil before its state is derived
 	state  State
 	detail Detail
 	called bool
 }
 
-// calls are tasks whose states were derived together: those of one call, as a rule.
-type calls struct {
-	tasks []Task // those that count, as Graph.Tasks has them
-	stale bool   // a later record concerns them
+// Calls are tasks whose states were derived together: those of one call, as a rule.
+type Calls struct {
+	// Tasks are those that count, as Graph.Tasks has them.
+	Tasks []Task
+	stale bool // a later record concerns them
 }
 
 // Task is a task as it is now.
 type Task struct {
 	ID string
+	// Place is that of ID in Links.
+	Place int
 	// Action is the exec_act. Event is empty, except for a checkpoint that stands for a task.
 	Action string
 	Event  ect.Event // see Action
@@ -332,7 +335,7 @@ func (l *Live) together(i int) []int {
 	}
 	l.round++
 	l.at[i].round = l.round
-	met := []int{i}
+	met := append(l.met[:0], i)
 	for n := 0; n < len(met); n++ {
 		for _, k := range l.at[met[n]].with {
 			if l.at[k].round != l.round {
@@ -352,38 +355,28 @@ func (l *Live) At(place int) *Record {
 	return l.records[l.places[place].record-1]
 }
 
-// Tasks are those that count of the record at a place of Links: the task that it is, which is its own, and those that
-// it is a checkpoint for.
-func (l *Live) Tasks(place int) iter.Seq2[*Task, bool] {
-	return func(yield func(t *Task, own bool) bool) {
-		r := l.At(place)
-		if r == nil || !l.mixed && !r.IsTask() && !(r.IsCheckpoint() && r.Own) { // an agent's checkpoint stands for no node
-			return
-		}
-		c := l.derive(l.places[place].record - 1)
-		for i := range c.tasks {
-			t := &c.tasks[i]
-			own := t.ID == r.ID
-			if (own || slices.Contains(t.Checkpoints, r.ID)) && !yield(t, own) {
-				return
-			}
-		}
+// Calls are those that the record at a place of Links is among; nil where it is among none.
+func (l *Live) Calls(place int) *Calls {
+	r := l.At(place)
+	if r == nil || !l.mixed && !r.IsTask() && !(r.IsCheckpoint() && r.Own) { // an agent's checkpoint stands for no node
+		return nil
 	}
+	return l.derive(l.places[place].record - 1)
 }
 
 // derive derives the state of record i, unless it is known.
-func (l *Live) derive(i int) *calls {
+func (l *Live) derive(i int) *Calls {
 	if c := l.at[i].calls; c != nil && !c.stale {
 		return c
 	}
-	c, records := &calls{}, l.together(i)
+	c, records := &Calls{}, l.together(i)
 	places := records
 	for _, k := range records {
 		l.at[k].calls = c
 		places = append(places, l.at[k].near...)
 	}
 	slices.Sort(places)
-	places = slices.Compact(places)
+	l.met, places = places, slices.Compact(places)
 	g := &l.room
 	if len(places) > maxRoom {
 		g = new(Graph)
@@ -393,7 +386,10 @@ func (l *Live) derive(i int) *calls {
 		nodes = append(nodes, Node{Record: *l.records[i]})
 	}
 	g.withStates(nodes)
-	c.tasks = g.live(func(id string) bool { return l.at[l.record(id)].calls == c })
+	c.Tasks = g.live(func(id string) bool { return l.at[l.record(id)].calls == c })
+	for k := range c.Tasks {
+		c.Tasks[k].Place, _ = l.Links.Place(c.Tasks[k].ID)
+	}
 	for i := range g.nodes {
 		if n, d := &g.nodes[i], &l.at[l.record(g.nodes[i].ID)]; d.calls == c {
 			d.state, d.detail, d.called = n.State, n.Detail, n.Called
@@ -420,13 +416,19 @@ func (g *Graph) live(has func(id string) bool) []Task {
 		if !n.IsCheckpoint() || !n.Own {
 			continue
 		}
-		for _, t := range slices.Concat([]int{i}, g.guards[i], g.executions[n.Execution]) {
+		of := func(t int) {
 			k := at[t] - 1
 			if k < 0 || slices.Contains(all[k].Checkpoints, n.ID) {
-				continue
+				return
 			}
 			if all[k].Checkpoints = append(all[k].Checkpoints, n.ID); all[k].Node == "" {
 				all[k].Node = n.Node
+			}
+		}
+		of(i)
+		for _, tasks := range [...][]int{g.guards[i], g.executions[n.Execution]} {
+			for _, t := range tasks {
+				of(t)
 			}
 		}
 	}
