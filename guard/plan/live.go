@@ -17,7 +17,7 @@ type Live struct {
 	mine map[string][]int
 	// parts are those that were asked for lately, the latest first.
 	parts []*Part
-	// trouble says that something is recorded by which a task may have failed, or be undone.
+	// trouble says that something is recorded without which no task has failed or was undone.
 	trouble bool
 }
 
@@ -61,7 +61,7 @@ func (l *Live) Add(records ...workflow.Record) {
 		if !first {
 			continue
 		}
-		l.trouble = l.trouble || !r.IsTask() && !r.IsCheckpoint() || r.Outcome != "" && r.Outcome != workflow.Completed
+		l.trouble = l.trouble || !r.TakesPart() || r.Outcome != "" && r.Outcome != workflow.Completed
 		if r.By != "" {
 			l.mine[r.By] = append(l.mine[r.By], place)
 		}

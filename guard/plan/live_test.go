@@ -198,6 +198,7 @@ func TestCostOfACallDoesNotGrowWithThePlan(t *testing.T) {
 		}
 		d := parse(t, text.String()+"]}")
 		l, n := NewLive(), 0
+		l.Add(workflow.Record{ID: "start", Event: ect.EventWorkflowStart, Own: true, Issuer: "gateway"})
 		holds := func(i int) []Hold {
 			return l.Part([]string{"ada"}, nil).Holds(d, d.Nodes[i].ID, nil)
 		}
