@@ -86,15 +86,16 @@ func (e *Evidence) Live(ctx context.Context, b *EventBuilder, name string, read 
 				return ctx.Err()
 			}
 		}
-		again, err := e.readLive(ctx, w, read)
-		if <-w.reading; !again {
+		if again, err := e.readLive(ctx, w, read); !again {
 			return err
 		}
 	}
 }
 
-// readLive is Live for a workflow whose reading the caller has. again says that it was dropped meanwhile.
+// readLive is Live for a workflow whose reading the caller has, and gives that back. again says that it was dropped
+// meanwhile.
 func (e *Evidence) readLive(ctx context.Context, w *liveWorkflow, read func(l *plan.Live)) (again bool, err error) {
+	defer func() { <-w.reading }()
 	if w.live == nil && w.err == nil {
 		if w.err = e.load(ctx, w); w.err != nil {
 			e.live.drop(w)
