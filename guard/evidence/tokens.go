@@ -183,29 +183,24 @@ func (e *Evidence) Spend(ctx context.Context, own []*ect.Token, use Use) error {
 // unrecorded returns the tokens that are not in the ledger, and those of own without a
 // recorded use.
 func (e *Evidence) unrecorded(ctx context.Context, all, own []*ect.Token, use Use) (missing, unbound []*ect.Token, err error) {
-	for _, t := range all {
-		status, err := e.LedgerStatus(ctx, t)
-		switch {
-		case err != nil:
-			return nil, nil, err
-		case status == Other:
-			return nil, nil, &ect.Error{Code: ect.CodeReplayed}
-		case status == Unused:
-			missing = append(missing, t)
+	unused := func(tokens []*ect.Token, statusOf func(t *ect.Token) (TokenStatus, error)) (found []*ect.Token, err error) {
+		for _, t := range tokens {
+			switch status, err := statusOf(t); {
+			case err != nil:
+				return nil, err
+			case status == Other:
+				return nil, &ect.Error{Code: ect.CodeReplayed}
+			case status == Unused:
+				found = append(found, t)
+			}
 		}
+		return found, nil
 	}
-	for _, t := range own {
-		status, err := e.UseStatus(ctx, t, use)
-		switch {
-		case err != nil:
-			return nil, nil, err
-		case status == Other:
-			return nil, nil, &ect.Error{Code: ect.CodeReplayed}
-		case status == Unused:
-			unbound = append(unbound, t)
-		}
+	if missing, err = unused(all, func(t *ect.Token) (TokenStatus, error) { return e.LedgerStatus(ctx, t) }); err != nil {
+		return nil, nil, err
 	}
-	return missing, unbound, nil
+	unbound, err = unused(own, func(t *ect.Token) (TokenStatus, error) { return e.UseStatus(ctx, t, use) })
+	return missing, unbound, err
 }
 
 // commitTokens is the commit of RecordTokens and of Spend.
