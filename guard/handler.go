@@ -492,17 +492,6 @@ func (c *Config) check() error {
 	return nil
 }
 
-// Canonical unifies all spellings and orders of the same header fields, so that rewriting the
-// configuration makes no caller another one (P1).
-func Canonical(fields []string) []string {
-	names := make([]string, len(fields))
-	for i, name := range fields {
-		names[i] = http.CanonicalHeaderKey(name)
-	}
-	slices.Sort(names)
-	return slices.Compact(names)
-}
-
 // complete sets the defaults of an action.
 func (h *Handler) complete(a *Action) error {
 	initial(&a.Deadline, 5*time.Minute)

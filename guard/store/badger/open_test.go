@@ -323,14 +323,14 @@ func TestFailureAtOpenIsNotTakenForDamageLater(t *testing.T) {
 func TestVerifyClosesADamagedStore(t *testing.T) {
 	dir := seeded(t)
 	s := reopenWith(t, dir, Options{}, osDisk{})
-	must(t, s.verifyTables())
+	must(t, s.verify(func(uint64) bool { return true }, nil))
 	wantValue(t, s, "0-0", strings.Repeat("v", 4000))
 	name := tablesIn(t, dir)[0]
 	f, err := os.OpenFile(name, os.O_RDWR, 0) // in place: the file is mapped
 	must(t, err)
 	_, err = f.WriteAt([]byte("damage"), 100)
 	must(t, errors.Join(err, f.Close()))
-	wantErr(t, "verify", s.verifyTables(), errCorrupt)
+	wantErr(t, "verify", s.verify(func(uint64) bool { return true }, nil), errCorrupt)
 	_, err = s.Get(t.Context(), []byte("1-0"))
 	wantErr(t, "get", err, store.ErrUnhealthy)
 }

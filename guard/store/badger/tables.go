@@ -125,12 +125,6 @@ feed:
 	return failure
 }
 
-// verifyTables reads all of Badger's tables and compares them with their checksums. A mismatch
-// closes the store for good; it opens again only from a backup.
-func (s *Store) verifyTables() error {
-	return s.verify(func(uint64) bool { return true }, nil)
-}
-
 // verifyStored reads all segments and all tables, and compares the pointers in the tables with
 // what the segments hold. A value that is damaged closes nothing: its entry is in Badger, so its
 // key stays taken, and every read of it fails (P1).
