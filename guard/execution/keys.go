@@ -314,8 +314,8 @@ func (k *Keys) OnSeal(changed func(ctx context.Context, id uint32) error) {
 func (k *Keys) keep() (stop func()) {
 	members := k.g.members.store
 	follow := func(ctx context.Context, _ bool) (time.Duration, error) { return 0, k.follow(ctx) }
+	unfollow := members.Follow(metaKey(keysName), func([]byte) { k.signal() }) // before the first look
 	end := fleet.Job{Fleet: members, Wake: k.wake, Do: follow}.Start()
-	unfollow := members.Follow(metaKey(keysName), func([]byte) { k.signal() })
 	return func() {
 		end()
 		unfollow()
@@ -445,6 +445,9 @@ func (k *Keys) Reseals(ctx context.Context) (bool, error) {
 	members, err := shared.Members(ctx)
 	if err != nil {
 		return false, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	if len(members) == 0 { // this one was removed
+		return false, fmt.Errorf("%w: %w", ErrStore, store.ErrUnhealthy)
 	}
 	first := slices.MinFunc(members, func(a, b store.Member) int {
 		return cmp.Or(a.Joined.Compare(b.Joined), cmp.Compare(a.Boot, b.Boot))

@@ -478,3 +478,15 @@ func TestKeysOfARemovedMember(t *testing.T) {
 		}
 	})
 }
+
+// A member that was removed does not re-seal, also when it was the last one.
+func TestRemovedMemberDoesNotReseal(t *testing.T) {
+	bubble(t, func(t *testing.T, f *fleet) {
+		m := f.mem.Join("a")
+		a := f.open(m, m)
+		m.Remove()
+		if mine, err := a.Keys().Reseals(ctx); mine {
+			t.Error(mine, err)
+		}
+	})
+}

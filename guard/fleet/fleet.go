@@ -4,6 +4,7 @@ package fleet
 
 import (
 	"context"
+	"errors"
 	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -58,7 +59,8 @@ func (f *Fleet) Follow(prefix []byte, changed func(key []byte)) (cancel func()) 
 // Out reports whether this member itself has been removed: the others take over what it has left.
 func (f *Fleet) Out(ctx context.Context) bool {
 	out, err := f.Gone(ctx, f.boot)
-	return out && err == nil
+	// A store that is lost or closed says no more, and Left stays closed.
+	return out && err == nil || errors.Is(err, store.ErrUnhealthy) || errors.Is(err, store.ErrClosed)
 }
 
 // Left returns a channel that is closed when a member has been removed since the call, or earlier; nil without a

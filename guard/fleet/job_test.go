@@ -133,3 +133,35 @@ func TestGone(t *testing.T) {
 		t.Fatal(gone, err)
 	}
 }
+
+// removed is a removed member whose store answers nothing any more, and whose Left stays closed.
+type removed struct{ store.Shared }
+
+func (removed) Left() <-chan struct{} {
+	closed := make(chan struct{})
+	close(closed)
+	return closed
+}
+
+func (removed) Gone(context.Context, string) (bool, error) { return false, store.ErrUnhealthy }
+
+// A job whose looks never fail ends with its member all the same.
+func TestJobEndsWhereTheStoreSaysNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		looks := 0
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		fleet.Job{
+			Fleet: fleet.Of(removed{memory.New(memory.Options{}).Join("a")}), Every: time.Minute,
+			Do: func(context.Context, bool) (time.Duration, error) {
+				if looks++; looks == 1000 {
+					cancel()
+				}
+				return 0, nil
+			},
+		}.Run(ctx)
+		if looks > 3 {
+			t.Errorf("it has looked %d times, without a pause", looks)
+		}
+	})
+}

@@ -30,7 +30,7 @@ var layers = []layer{
 	{part: "guard/drawing!", bare: true},
 	{part: "guard/plan!", may: []string{"guard/workflow!", "guard/store!", "breaker", "internal/jsonx"}, tests: []string{"ect", "guard"}, bare: true},
 	{part: "guard/store!"},
-	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store", "internal"}},
+	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store", "guard/fleet!", "internal"}},
 	{part: "guard/fleet!", may: []string{"guard/store!"}, tests: []string{"guard/store", "internal"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
 	{part: "guard/workflow!", may: []string{"ect"}, tests: []string{"internal"}},

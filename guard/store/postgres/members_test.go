@@ -16,6 +16,7 @@ import (
 
 	"github.com/jackc/pgx/v5/pgxpool"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/storetest"
@@ -823,5 +824,22 @@ func TestMembersCutAtRandom(t *testing.T) {
 				t.Errorf("%s does not know of %s", m.Self().Node, key)
 			}
 		}
+	}
+}
+
+// A job of a member that was removed ends.
+func TestJobOfARemovedMemberEnds(t *testing.T) {
+	m, err := postgres.Join(t.Context(), postgres.Options{DSN: server.DSN(), Schema: newSchema(), Node: "a", Lease: postgres.DefaultLease})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = m.Close() }()
+	m.Lose()
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	looks := 0
+	fleet.Job{Fleet: fleet.Of(m), Do: func(context.Context, bool) (time.Duration, error) { looks++; return 0, nil }}.Run(ctx)
+	if looks > 3 {
+		t.Errorf("%d looks in 2 s", looks)
 	}
 }
