@@ -122,14 +122,14 @@ func (e *engine) settleFenced() {
 	if len(left) == 0 {
 		return
 	}
-	e.watch.ends = append(e.watch.ends, fleet.Job{Do: func(ctx context.Context, _ bool) (time.Duration, error) {
+	end := fleet.Job{Do: func(ctx context.Context, _ bool) (time.Duration, error) {
 		policy := e.latestPolicy()
 		for ; len(left) > 0; left = left[1:] {
 			f := &left[0]
 			err := e.executions.SettleFenced(ctx, f, func(r *execution.Record, how *execution.Resolution) *store.Batch {
 				return policy.forCalls().SettledBy(ctx, f.Key, r, how.Applied, how.By)
 			})
-			if errors.Is(err, execution.ErrStore) {
+			if errors.Is(err, execution.ErrStore) && !errors.Is(err, execution.ErrUnreadable) {
 				return 0, err
 			}
 			if err != nil {
@@ -137,7 +137,11 @@ func (e *engine) settleFenced() {
 			}
 		}
 		return 0, nil
-	}}.Start())
+	}}.Start()
+	e.watch.ends = append(e.watch.ends, func() {
+		end()
+		engines.fence(e.path, left) // for the next engine
+	})
 }
 
 var engines = enginePool{pool: caddy.NewUsagePool(), fenced: map[string][]execution.Fenced{}}

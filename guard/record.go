@@ -342,10 +342,13 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 		return nil // then nothing is recorded either
 	}
 	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
-	if len(x.carried.reported.ids) == 0 {
-		x.carried.reported = x.keepUpstreamErrors(ctx, now, answer)
+	reported, before := x.keepUpstreamErrors(ctx, now, answer), x.carried.reported
+	if len(before.ids) > 0 { // by a commit that has failed: what is known is left out the next time
+		reported = reportedErrors{
+			append(slices.Clip(before.ids), reported.ids...), cmp.Or(before.severe, reported.severe), before.critical || reported.critical,
+		}
 	}
-	reported := x.carried.reported
+	x.carried.reported = reported
 	came.UpstreamErrors = reported.ids
 	if o.Verdict == execution.Completed && !came.Failed() && !again {
 		s.policy.Evidence.Answered(&s.call)

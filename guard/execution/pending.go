@@ -16,6 +16,8 @@ import (
 const (
 	// pendingEvery is the time between two rounds.
 	pendingEvery = time.Second
+	// lookUpTime is the longest that a look-up tries the outcome of its call.
+	lookUpTime = 2 * time.Second
 	// mostPending bounds the memory of the outcomes, in bytes. One that does not fit is dropped: recovery calls it in
 	// doubt.
 	mostPending = 64 << 20
@@ -45,17 +47,19 @@ type pendingOutcome struct {
 
 // pendingOutcomes are those of a guard, by the claims of their executions.
 type pendingOutcomes struct {
-	g       *Guard
-	ctx     context.Context // ends with the guard
-	cancel  context.CancelFunc
-	round   turn // of the round under way
-	mu      sync.Mutex
-	all     map[[16]byte]*pendingOutcome
-	bytes   int64
-	fenced  []Fenced
-	dropped bool // executions may be open here whose outcome nobody has
-	armed   bool // a round is due, or under way
-	ended   bool
+	g      *Guard
+	ctx    context.Context // ends with the guard
+	cancel context.CancelFunc
+	round  turn // of the round under way
+	mu     sync.Mutex
+	all    map[[16]byte]*pendingOutcome
+	bytes  int64
+	fenced []Fenced
+	// fencedBytes is the memory of their answers, at most mostPending.
+	fencedBytes int64
+	dropped     bool // executions may be open here whose outcome nobody has
+	armed       bool // a round is due, or under way
+	ended       bool
 }
 
 // away reports that a commit has failed for a reason which has nothing to do with what it writes: an
@@ -78,8 +82,9 @@ func (t *pendingOutcomes) hold(e *Execution, o *Outcome, left *Record, err error
 	if e.carried == nil {
 		return nil
 	}
-	if gone(err) {
+	if gone(err) || t.hasEnded() {
 		t.fence(e, o)
+		return nil
 	}
 	if !passing(err) {
 		return nil
@@ -166,6 +171,12 @@ func (t *pendingOutcomes) has(claim [16]byte) bool {
 	return t.all[claim] != nil
 }
 
+func (t *pendingOutcomes) hasEnded() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.ended
+}
+
 // settle tries the outcome of a claim at once, for a call that looks it up, and reports that the record has changed.
 func (t *pendingOutcomes) settle(ctx context.Context, claim [16]byte) bool {
 	t.mu.Lock()
@@ -175,6 +186,9 @@ func (t *pendingOutcomes) settle(ctx context.Context, claim [16]byte) bool {
 		return false
 	}
 	defer p.mu.Unlock()
+	ctx, cancel := context.WithTimeout(ctx, lookUpTime)
+	defer cancel()
+	defer context.AfterFunc(t.ctx, cancel)()
 	return p.try(ctx) == nil
 }
 
@@ -221,13 +235,18 @@ func (t *pendingOutcomes) fence(e *Execution, o *Outcome) {
 	if head, whole := e.flight.recording.complete(); f.how.Applied && whole && head.Size <= pieceSize {
 		body := make([]byte, head.Size)
 		if n, _ := e.flight.recording.readAt(body, 0); n == len(body) {
-			f.how.Answer, f.how.Body = head, body
+			answer := *head // nothing of the flight is kept
+			f.how.Answer, f.how.Body = &answer, body
 		}
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	size := int64(len(f.how.Body))
+	if t.fencedBytes+size > mostPending {
+		size, f.how.Answer, f.how.Body = 0, nil, nil
+	}
 	if len(t.fenced) < mostFenced {
-		t.fenced = append(t.fenced, f)
+		t.fenced, t.fencedBytes = append(t.fenced, f), t.fencedBytes+size
 	}
 }
 
