@@ -6,6 +6,8 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -35,6 +37,11 @@ func reachOf(handlers []any, sources string) rollback.Reach {
 	w := wayOut{sources: sources}
 	for _, handler := range handlers {
 		w.pass(handler)
+	}
+	if len(w.addresses) == 0 {
+		w.addresses = w.others
+	} else {
+		w.rewrites = append(w.rewrites, w.others...) // it must be the same, and is nowhere to go
 	}
 	slices.Sort(w.addresses)
 	reach := rollback.Reach{
@@ -79,6 +86,7 @@ func digest(v any) string {
 type wayOut struct {
 	sources                    string
 	addresses, hosts, rewrites []string
+	others                     []string // handlers that may answer in the place of a proxy
 	fields                     []*headers.HeaderOps
 }
 
@@ -92,7 +100,7 @@ func (w *wayOut) pass(handler any) {
 		for i := range h.Routes {
 			route := &h.Routes[i]
 			if !takesAll(route) {
-				w.rewrites = append(w.rewrites, "if "+digest(route.MatcherSets))
+				w.rewrites = append(w.rewrites, "if "+digest(matchersOf(route.MatcherSets)))
 			}
 			for _, inner := range route.Handlers {
 				w.pass(inner)
@@ -103,10 +111,30 @@ func (w *wayOut) pass(handler any) {
 	case *headers.Handler:
 		w.header(h.Request)
 	case caddyhttp.MiddlewareHandler:
-		if !passesOn(h) { // it may answer itself
-			w.addresses = append(w.addresses, nameOf(h)+"://"+digest(h))
+		switch name := nameOf(h); {
+		case name == "vars", name == "map": // an address may be made of it
+			w.rewrites = append(w.rewrites, name+" "+digest(h))
+		case !passesOn(h): // it may answer itself
+			w.others = append(w.others, name+"://"+digest(h))
 		}
 	}
+}
+
+// matchersOf has what matchers are made of, in an order that loading them again does not change.
+func matchersOf(sets []caddyhttp.MatcherSet) (all [][]string) {
+	for _, set := range sets {
+		var texts []string
+		for _, matcher := range set {
+			of := matcher
+			if not, is := matcher.(*caddyhttp.MatchNot); is { // loading empties its JSON
+				of = matchersOf(not.MatcherSets)
+			}
+			texts = append(texts, fmt.Sprintf("%T %s", matcher, digest(of)))
+		}
+		slices.Sort(texts)
+		all = append(all, texts)
+	}
+	return all
 }
 
 // proxy adds the upstreams of a reverse_proxy with their scheme, and what it does to requests.
@@ -122,7 +150,10 @@ func (w *wayOut) proxy(h *reverseproxy.Handler) {
 	if ours, ok := h.Transport.(*proxy.Transport); ok {
 		transport = ours.HTTPTransport
 	}
-	if transport != nil && transport.TLS != nil && transport.TLS.ServerName != "" {
+	switch {
+	case transport == nil && h.Transport != nil: // such as FastCGI, whose services are told apart by what it sends
+		name = digest(h.Transport) + "@"
+	case transport != nil && transport.TLS != nil && transport.TLS.ServerName != "":
 		name = transport.TLS.ServerName + "@"
 	}
 	for _, upstream := range h.Upstreams {
@@ -155,6 +186,13 @@ func (w *wayOut) header(ops *headers.HeaderOps) {
 		return
 	}
 	w.hosts = append(w.hosts, ops.Set.Values("Host")...)
+	rest := *ops
+	if rest.Set = maps.Clone(ops.Set); rest.Set != nil {
+		rest.Set.Del("Host")
+	}
+	if setsField(&rest, "Host") { // in another way
+		w.hosts = append(w.hosts, digest(rest))
+	}
 	w.fields = append(w.fields, ops)
 }
 
