@@ -282,7 +282,7 @@ func (f *mirror) read(ctx context.Context) Ending {
 		}
 		again := interestEvery
 		if err != nil {
-			again = readAgain
+			again, left = readAgain, nil // which stays closed once this member was removed
 		}
 		if n == from {
 			select {
