@@ -67,7 +67,7 @@ func TestProcessExitEndsWaits(t *testing.T) {
 		"completed": {"60s", true, `"state": "completed"`, func(a procAnswer) bool {
 			return a.status == http.StatusCreated && (a.execution() == "attached" || a.replayed()) // it may come to look only then
 		}},
-		"too slow":  {"300ms", false, `"state": "in_doubt"`, func(a procAnswer) bool { return a.problem() == "in-doubt" }},
+		"too slow": {"300ms", false, `"state": "in_doubt"`, func(a procAnswer) bool { return a.problem() == "in-doubt" }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			upstream := procNewUpstream(t)
