@@ -444,18 +444,28 @@ func (f *CascadeFeed) follow(ctx context.Context, rec *Recorder, failure *ledger
 // read gives the detector what is recorded of a workflow. Of one with more than maxRead entries, it reads
 // what led to the failure beside the first ones.
 func (f *CascadeFeed) read(ctx context.Context, rec *Recorder, now time.Time, failure *ledger.Entry) (changes []cascade.Change, err error) {
-	var first []ledger.Entry
-	whole := true
+	var page []ledger.Entry // no more are in memory at once
+	n, whole := 0, true
+	learn := func() error {
+		more, err := f.learn(ctx, rec, now, page)
+		changes, page = append(changes, more...), nil
+		return err
+	}
 	for e, err := range rec.Evidence.Log().All(ctx, failure.Workflow) {
 		if err != nil {
-			return nil, err
+			return changes, err
 		}
-		if whole = len(first) < maxRead; !whole {
+		if whole = n < maxRead; !whole {
 			break
 		}
-		first = append(first, *e)
+		n, page = n+1, append(page, *e)
+		if len(page) >= ledger.MaxPage {
+			if err := learn(); err != nil {
+				return changes, err
+			}
+		}
 	}
-	if changes, err = f.learn(ctx, rec, now, first); whole || err != nil {
+	if err = learn(); whole || err != nil {
 		return changes, err
 	}
 	var above []ledger.Entry

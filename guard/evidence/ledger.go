@@ -331,8 +331,9 @@ func (rec *Recorder) proven(ctx context.Context, e *ledger.Entry) (bool, error) 
 // parentCache remembers the verified parents of the gateway's entries for a short time: checkpoints of one workflow
 // share ancestors, and each would be verified again.
 type parentCache struct {
-	mu sync.Mutex
-	m  map[place]verifiedParents
+	mu   sync.Mutex
+	m    map[place]verifiedParents
+	held int // entries and parents in m, also those that were replaced
 }
 
 // place identifies an entry.
@@ -349,7 +350,7 @@ type verifiedParents struct {
 const (
 	// parentsTime is how long cached parents are trusted: keys may be revoked meanwhile.
 	parentsTime = time.Minute
-	// maxVerified bounds the cache; each parent takes about 2 kB.
+	// maxVerified bounds the parents in the cache, of which each takes about 2 kB, and up to 60 kB.
 	maxVerified = 4096
 	// maxFar is how many ancestors of a call are searched. Each is verified.
 	maxFar = 256
@@ -370,10 +371,11 @@ func (c *parentCache) parents(ctx context.Context, rec *Recorder, e *ledger.Entr
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.m == nil || len(c.m) >= maxVerified {
-		c.m = map[place]verifiedParents{}
+	if c.m == nil || c.held >= maxVerified {
+		c.m, c.held = map[place]verifiedParents{}, 0
 	}
 	c.m[at] = verifiedParents{all, now}
+	c.held += 1 + len(all)
 	return all, nil
 }
 

@@ -19,8 +19,11 @@ import (
 const (
 	// maxLive bounds the records of all live workflows. A record takes about 1 kB.
 	maxLive = 100_000
-	// arrivalSize is how many records take as much memory as an event that is not added yet.
+	// arrivalSize is how many records take as much memory as a small event that is not added yet; each kB of a token
+	// takes as much again, since the event also has it parsed.
 	arrivalSize = 3
+	// maxArrived bounds the events of other nodes that one question reads singly. A workflow with more is read anew.
+	maxArrived = 1024
 	// loadTime bounds the reading of a workflow.
 	loadTime = 30 * time.Second
 )
@@ -251,7 +254,8 @@ func (t *liveWorkflows) recorded(events []ledger.Event, err error) {
 		case err != nil: // whether it is recorded only the ledger can say
 			t.remove(at)
 		default:
-			t.arrived(at, arrival{event: &events[i]})
+			e := events[i] // not the others of its commit
+			t.arrived(at, arrival{event: &e}, arrivalSize*(1+len(e.Payload)>>10))
 		}
 	}
 }
@@ -269,17 +273,24 @@ func (t *liveWorkflows) recordedElsewhere(key []byte) {
 			t.remove(at)
 		}
 	} else if at := t.byHash[[8]byte(key[len(key)-8:])]; at != nil {
-		t.arrived(at, arrival{key: bytes.Clone(key)})
+		t.arrived(at, arrival{key: bytes.Clone(key)}, arrivalSize)
 	}
 }
 
-// arrived notes what has to be added to a workflow, with mu held.
-func (t *liveWorkflows) arrived(at *list.Element, a arrival) {
+// arrived notes what has to be added to a workflow, and that takes as much room as size records. mu is held.
+func (t *liveWorkflows) arrived(at *list.Element, a arrival, size int) {
 	w := at.Value.(*liveWorkflow)
 	w.mu.Lock()
-	w.came = append(w.came, a)
+	full := t.fleet && len(w.came) >= maxArrived
+	if !full {
+		w.came = append(w.came, a)
+	}
 	w.mu.Unlock()
-	t.resize(w, w.counted+arrivalSize)
+	if full {
+		t.remove(at)
+		return
+	}
+	t.resize(w, w.counted+size)
 }
 
 // count takes note of the size of a workflow.

@@ -158,15 +158,25 @@ func (p *Part) tasks(d *Descriptor, i int, visit func(t *workflow.Task)) {
 			lists[2] = p.acted[label]
 		}
 	}
-	var room [4]*workflow.Calls
-	met := room[:0]
+	var room [8]*workflow.Calls
+	met, many := room[:0], map[*workflow.Calls]bool(nil)
 	for _, places := range lists {
 		for _, place := range places {
 			c := p.live.states.Calls(place)
-			if c == nil || slices.Contains(met, c) {
+			if c == nil || many[c] || many == nil && slices.Contains(met, c) {
 				continue
 			}
-			met = append(met, c)
+			switch {
+			case many != nil:
+				many[c] = true
+			case len(met) < cap(met):
+				met = append(met, c)
+			default: // a node that was called often
+				many = map[*workflow.Calls]bool{c: true}
+				for _, other := range met {
+					many[other] = true
+				}
+			}
 			for k := range c.Tasks {
 				t := &c.Tasks[k]
 				acts := t.Node == "" && t.Event == "" && (t.Action == n.ID || t.Action == label)
@@ -198,35 +208,52 @@ func (p *Part) state(d *Descriptor, i int, done func(id string) bool) (state wor
 // which says of a task that is no call of the gateway's that it is done (ATD, "Node States").
 func (p *Part) Holds(d *Descriptor, node string, follows func(id string) bool) []Hold {
 	var all []Hold
+	var held []int
 	for _, j := range d.Nodes[d.index[node]].Before {
 		s, detail := p.state(d, j, nil)
 		if !holds(s, detail) || s == workflow.Running && !holds(p.state(d, j, follows)) {
 			continue
 		}
-		all = append(all, Hold{Node: d.Nodes[j].ID, State: s, Detail: detail, Final: p.final(d, j)})
+		all, held = append(all, Hold{Node: d.Nodes[j].ID, State: s, Detail: detail}), append(held, j)
+	}
+	lost := p.lost(d, held)
+	for k, j := range held {
+		all[k].Final = lost[j]
 	}
 	return all
 }
 
-// final reports whether a node will never be done: it, or one that it waits for, has failed or was undone.
-func (p *Part) final(d *Descriptor, i int) bool {
+// lost are those of some nodes, and of all that they wait for, that will never be done: such a node, or one that it
+// waits for, has failed or was undone. Each node is looked at once.
+func (p *Part) lost(d *Descriptor, held []int) map[int]bool {
 	if !p.live.trouble {
-		return false
+		return nil
 	}
+	waits, lost := map[int]bool{}, map[int]bool{} // waits has the nodes that have not begun
 	met := map[int]bool{}
-	for todo := []int{i}; len(todo) > 0; todo = todo[1:] {
-		if met[todo[0]] {
+	for todo := slices.Clone(held); len(todo) > 0; {
+		i := todo[len(todo)-1]
+		if todo = todo[:len(todo)-1]; met[i] {
 			continue
 		}
-		met[todo[0]] = true
-		switch s, detail := p.state(d, todo[0], nil); {
+		met[i] = true
+		switch s, detail := p.state(d, i, nil); {
 		case workflow.Final(s, detail):
-			return true
+			lost[i] = true
 		case !begun(s, detail):
-			todo = append(todo, d.Nodes[todo[0]].Before...)
+			waits[i] = true
+			todo = append(todo, d.Nodes[i].Before...)
 		}
 	}
-	return false
+	if len(lost) == 0 {
+		return nil
+	}
+	for _, i := range d.order { // what a node waits for comes before it
+		if waits[i] && slices.ContainsFunc(d.Nodes[i].Before, func(j int) bool { return lost[j] }) {
+			lost[i] = true
+		}
+	}
+	return lost
 }
 
 // Before are the ids of the calls of all nodes directly before a node of a plan, and of their checkpoints.

@@ -224,6 +224,35 @@ func TestCostOfACallDoesNotGrowWithThePlan(t *testing.T) {
 	}
 }
 
+// A refused call looks at each node that it waits for once, however many nodes hold it.
+func TestRefusedCallLooksAtEachNodeOnce(t *testing.T) {
+	const roots, holding = 1000, 500
+	text, edges := &strings.Builder{}, &strings.Builder{}
+	text.WriteString(`{"wf_id": "w", "nodes": [{"id": "middle"}, {"id": "last"}`)
+	for i := range roots {
+		fmt.Fprintf(text, `, {"id": "r%d"}`, i)
+		fmt.Fprintf(edges, `{"from": "r%d", "to": "middle"}, `, i)
+	}
+	for i := range holding {
+		fmt.Fprintf(text, `, {"id": "h%d"}`, i)
+		fmt.Fprintf(edges, `{"from": "middle", "to": "h%d"}, {"from": "h%[1]d", "to": "last"}, `, i)
+	}
+	d := parse(t, text.String()+`], "edges": [`+strings.TrimSuffix(edges.String(), ", ")+"]}")
+	l := NewLive()
+	for _, node := range []string{"elsewhere", "r0"} { // what has failed is none of the plan's nodes, and then one
+		l.Add(workflow.Record{ID: node, By: "ada", Issuer: "ada", Action: node},
+			workflow.Record{ID: node + " failed", By: "ada", Issuer: "ada", Event: ect.EventError, Parents: []string{node}})
+		var held []Hold
+		if n := testing.AllocsPerRun(3, func() { held = l.Part([]string{"ada"}, nil).Holds(d, "last", nil) }); n > holding/2 {
+			t.Errorf("%v allocations", n)
+		}
+		final := node == "r0"
+		if len(held) != holding || slices.ContainsFunc(held, func(h Hold) bool { return h.Final != final }) {
+			t.Errorf("%d nodes hold it; final should be %t: %+v", len(held), final, held[0])
+		}
+	}
+}
+
 // The agents whose tokens have led to a call, the nearest first: not the gateway, and nobody who is not proven.
 func TestIssuersOfWhatLedToACall(t *testing.T) {
 	l := NewLive()

@@ -310,7 +310,8 @@ func (l *Live) concerns(i int, about []int) {
 			l.mix()
 			return
 		case !r.IsTask() && !r.IsCheckpoint(), slices.Contains(about[:n], p):
-		case l.records[i].Own && l.records[about[0]].settlement() && !slices.Contains(l.together(about[0]), p):
+		case n > 0 && l.records[i].Own && l.records[about[0]].settlement() &&
+			!slices.Contains(l.at[about[0]].with, p) && !slices.Contains(l.together(about[0]), p):
 			l.mix() // whom the gateway's error blames depends on all of them
 			return
 		default:
@@ -438,7 +439,6 @@ func (g *Graph) live(has func(id string) bool) []Task {
 // Holding are the tasks that a token waits for which names these ids as its parents (ATD, "Topological
 // Order"). A checkpoint or an error counts by what it is about. What is no call of the gateway's holds
 // only where it has failed or was undone: otherwise the token that follows from it says that it is done.
-// Changes must have been called since the last Add.
 func (l *Live) Holding(ids []string) []Task {
 	var all []Task
 	seen := map[int]bool{}
