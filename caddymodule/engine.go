@@ -362,7 +362,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.circuits.Listen(circuitHook{e}) // before they are restored, so that no change is missed
 	e.breakers.Restore(ctx)
 	e.breakers.Follow()
-	e.startResealing()
+	e.startResealing(ctx)
 	e.nodes.start()
 	g.Keys().OnSeal(e.keyChanged)
 	if st, ok := st.(interface{ Lost() <-chan struct{} }); ok {
@@ -609,18 +609,22 @@ type resealing struct {
 
 // startResealing starts the job. At the start, and when another gateway has left the store, it makes a pass if records
 // have an older key: one may have ended in the middle of its pass.
-func (e *engine) startResealing() {
+func (e *engine) startResealing(ctx context.Context) {
 	e.resealing.wake = make(chan struct{}, 1)
+	older := func(ctx context.Context) bool { // also where that is not known
+		uses, err := e.executions.Keys().InUse(ctx)
+		return err != nil || slices.ContainsFunc(uses, func(use execution.KeyUse) bool {
+			return use.ID < e.sealingKey() && use.Until.IsZero()
+		})
+	}
+	if older(ctx) { // before the first rotation, which requests a pass of its own
+		e.reseal()
+	}
+	first := true
 	pass := func(ctx context.Context, left bool) (time.Duration, error) {
-		if left {
-			uses, err := e.executions.Keys().InUse(ctx)
-			if err != nil {
-				return resealRetry, nil
-			}
-			older := func(use execution.KeyUse) bool { return use.ID < e.sealingKey() && use.Until.IsZero() }
-			if !slices.ContainsFunc(uses, older) {
-				return 0, nil
-			}
+		begins := first
+		if first = false; left && (begins || !older(ctx)) {
+			return 0, nil
 		}
 		if !e.resealOnce(ctx) {
 			return resealRetry, nil
