@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,14 +25,26 @@ func TestJobLooks(t *testing.T) {
 			at   time.Duration
 			left bool
 		}
+		var mu sync.Mutex // guards what follows, and news
 		var looks []look
 		var fail error
 		var failed []error
+		with := func(do func()) {
+			mu.Lock()
+			defer mu.Unlock()
+			do()
+		}
 		stop := fleet.Job{
 			Fleet: mine, Every: time.Minute, Retry: 10 * time.Second, Wake: wake,
-			News:   func() <-chan struct{} { return news },
-			Failed: func(err error) { failed = append(failed, err) },
+			News: func() <-chan struct{} {
+				mu.Lock()
+				defer mu.Unlock()
+				return news
+			},
+			Failed: func(err error) { with(func() { failed = append(failed, err) }) },
 			Do: func(_ context.Context, left bool) (time.Duration, error) {
+				mu.Lock()
+				defer mu.Unlock()
 				looks = append(looks, look{time.Since(began), left})
 				if len(looks) == 2 {
 					return 5 * time.Second, nil
@@ -42,6 +55,8 @@ func TestJobLooks(t *testing.T) {
 		expect := func(what string, want ...look) {
 			t.Helper()
 			synctest.Wait()
+			mu.Lock()
+			defer mu.Unlock()
 			if !slices.Equal(looks, want) {
 				t.Fatalf("%s: it has looked at %v, want %v", what, looks, want)
 			}
@@ -58,24 +73,24 @@ func TestJobLooks(t *testing.T) {
 		want = append(want, look{65 * time.Second, false})
 		expect("after its interval", want...)
 		before := news
-		news = make(chan struct{})
+		with(func() { news = make(chan struct{}) })
 		close(before)
 		want = append(want, look{65 * time.Second, false})
 		expect("after news", want...)
-		fail = errors.New("the store is away")
+		with(func() { fail = errors.New("the store is away") })
 		other.Remove()
 		want = append(want, look{65 * time.Second, true})
 		expect("after a member has left", want...)
 		wake <- struct{}{}
 		expect("woken while it pauses", want...)
-		fail = nil
+		with(func() { fail = nil })
 		time.Sleep(10 * time.Second)
 		want = append(want, look{75 * time.Second, true}, look{75 * time.Second, false})
 		expect("after the pause, and the signal that has waited", want...)
+		stop()
 		if len(failed) != 1 {
 			t.Errorf("%d failures were told", len(failed))
 		}
-		stop()
 	})
 }
 
