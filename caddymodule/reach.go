@@ -53,8 +53,8 @@ func reachOf(handlers []any, sources string) rollback.Reach {
 	return reach
 }
 
-// dynamicOf tells the dynamic upstreams apart that the JSON of handlers has: the source `multi` does not keep its own.
-// It is empty without any.
+// dynamicOf returns a digest of the dynamic upstreams in the JSON of handlers, since the source `multi` does not keep
+// its own sources. It is empty without any.
 func dynamicOf(raw []json.RawMessage) string {
 	var all []json.RawMessage
 	for _, handler := range raw {

@@ -232,7 +232,7 @@ func (d *Detector) merge(into, f *finding) {
 	into.downstreams = append(into.downstreams, f.downstreams...)
 }
 
-// finish ends a finding. Its failures begin anew: what they say again is another cascade.
+// finish ends a finding. Failures of its nodes that come later belong to another cascade.
 func (d *Detector) finish(f *finding) {
 	d.end(f, d.show(f, alertWalk))
 	for _, x := range f.group.members {

@@ -19,7 +19,7 @@ type graph struct {
 	cost      int // of all nodes, in bytes
 }
 
-// What things cost, in bytes, about.
+// Estimated memory of the parts of the graph, in bytes.
 const (
 	perNode     = 600 // of Settings.nodes
 	costNode    = 320
@@ -288,8 +288,8 @@ func (p *payers) Pop() any {
 	return x
 }
 
-// forget keeps the memory within its bounds: of the agent that holds the most, it forgets the oldest node. So nobody
-// loses what it has within an equal part of the memory because of others.
+// forget keeps the memory within its bounds: it forgets the oldest node of the agent that holds the most. An agent
+// that holds no more than an equal part of the memory loses nothing because of others.
 func (d *Detector) forget() {
 	g := &d.graph
 	for g.nodes > d.set.nodes || g.cost > perNode*d.set.nodes {

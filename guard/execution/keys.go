@@ -52,7 +52,7 @@ type keyRecord struct {
 	Members []memberRing      `cbor:"members,omitempty"` // of a shared store
 }
 
-// text tells records apart.
+// text is the record as JSON, to see whether a change of it has changed anything.
 func (r *keyRecord) text() string {
 	text, _ := json.Marshal(r) // strings, numbers and times
 	return string(text)
