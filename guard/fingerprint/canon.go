@@ -45,6 +45,9 @@ type canon struct {
 	exclude []jsonx.Pointer
 	members []string // to be found
 	found   []Member
+	only    bool // the one exclusion is what is looked for, and nothing else is kept
+	// ambiguous says that a name on the way to that stands twice in its object.
+	ambiguous bool
 
 	buf   []byte      // encodings of the members and elements of open containers
 	offs  []uint32    // where the members of open objects begin in buf
@@ -56,13 +59,17 @@ type canon struct {
 // document encodes the whole document into buf. Not ok: it is not JSON in our
 // strict sense, or src.err is set.
 func (c *canon) document() (ok bool) {
-	c.buf, c.offs, c.live, c.found = c.buf[:0], c.offs[:0], c.live[:0], nil
+	c.buf, c.offs, c.live, c.found, c.ambiguous = c.buf[:0], c.offs[:0], c.live[:0], nil, false
 	whole := false
 	for i, p := range c.exclude {
 		c.live = append(c.live, int32(i))
 		whole = whole || len(p) == 0
 	}
-	if !c.value(0, c.live) || c.src.space() != 0 || c.src.more() || c.src.err != nil {
+	read := c.value
+	if whole && c.only {
+		read = c.sought
+	}
+	if !read(0, c.live) || c.src.space() != 0 || c.src.more() || c.src.err != nil {
 		return false
 	}
 	if whole {
@@ -94,12 +101,7 @@ func (c *canon) value(depth int, live []int32) bool {
 		return c.src.literal("null")
 	default:
 		tok, ok := c.src.number()
-		if ok {
-			start := c.open(tagNumber)
-			c.buf = jsonx.AppendNumber(c.buf, tok)
-			c.seal(start)
-		}
-		return ok
+		return ok && c.number(tok)
 	}
 }
 
@@ -183,11 +185,15 @@ func (c *canon) array(depth int, live []int32) bool {
 		if len(live) > 0 {
 			below, drop = c.follow(live, depth, nil, i)
 		}
-		if !c.value(depth+1, below) {
+		read := c.value
+		if drop && c.only {
+			read = c.sought
+		}
+		if !read(depth+1, below) {
 			return false
 		}
 		c.live = c.live[:mark]
-		if drop {
+		if drop || c.only {
 			c.buf = c.buf[:begin]
 		}
 		if len(c.buf)-start > flushAt {
@@ -218,7 +224,7 @@ func (c *canon) list(depth int) hash.Hash {
 }
 
 func (c *canon) object(depth int, live []int32) bool {
-	start, first := c.open(tagObject), len(c.offs)
+	start, first, met := c.open(tagObject), len(c.offs), false
 	for i := 0; ; i++ {
 		if more, ok := c.src.next('}', i == 0); !ok {
 			return false
@@ -233,11 +239,14 @@ func (c *canon) object(depth int, live []int32) bool {
 		if len(live) > 0 {
 			below, drop = c.follow(live, depth, c.buf[begin:], -1)
 		}
-		if !c.member(depth+1, below, c.buf[begin:]) {
+		leads := c.only && len(below) > 0
+		c.ambiguous = c.ambiguous || leads && met
+		met = met || leads
+		if !c.member(depth+1, below, c.buf[begin:], drop) {
 			return false
 		}
 		c.live = c.live[:mark]
-		if drop {
+		if drop || c.only {
 			c.buf = c.buf[:begin]
 		} else {
 			c.offs = append(c.offs, uint32(begin))
@@ -252,8 +261,12 @@ func (c *canon) object(depth int, live []int32) bool {
 	return true
 }
 
-// member encodes the value of a member with this encoded name, and keeps it if it is to be found.
-func (c *canon) member(depth int, live []int32, name []byte) (ok bool) {
+// member encodes the value of a member with this encoded name, and keeps it if it is to be found. drop says that an
+// exclusion ends there.
+func (c *canon) member(depth int, live []int32, name []byte, drop bool) (ok bool) {
+	if c.only && drop {
+		return c.sought(depth, live)
+	}
 	i := -1
 	if depth == 1 && len(c.members) > 0 {
 		i = slices.IndexFunc(c.members, func(wanted string) bool { return named(name, wanted) })
@@ -262,35 +275,8 @@ func (c *canon) member(depth int, live []int32, name []byte) (ok bool) {
 		return c.value(depth, live)
 	}
 	m := Member{Name: c.members[i]}
-	switch c.src.space() {
-	case '"':
-		c.src.i++
-		start, done := c.open(tagString), false
-		if c.buf, done, ok = c.src.text(c.buf, maxValue+1); !ok {
-			return false
-		}
-		if done {
-			m.Value = string(c.buf[start+2:])
-			c.seal(start)
-		} else if m.Err = ErrValueTooLong; !c.longString(start) {
-			return false
-		}
-	case '{', '[', 't', 'f':
-		m.Err = ErrNotScalar
-		fallthrough
-	case 'n':
-		if !c.value(depth, live) {
-			return false
-		}
-	default:
-		tok, ok := c.src.number()
-		if !ok {
-			return false
-		}
-		m.Value = string(tok)
-		start := c.open(tagNumber)
-		c.buf = jsonx.AppendNumber(c.buf, tok)
-		c.seal(start)
+	if _, ok = c.scalar(&m, depth, live); !ok {
+		return false
 	}
 	for i := range c.found {
 		if c.found[i].Name == m.Name {
@@ -299,6 +285,51 @@ func (c *canon) member(depth int, live []int32, name []byte) (ok bool) {
 		}
 	}
 	c.found = append(c.found, m)
+	return true
+}
+
+// sought reads the value that Lookup looks for.
+func (c *canon) sought(depth int, live []int32) bool {
+	m := Member{}
+	there, ok := c.scalar(&m, depth, live)
+	if there {
+		c.found = append(c.found, m)
+	}
+	return ok
+}
+
+// scalar encodes the next value, and notes in m what it is. there is false for null.
+func (c *canon) scalar(m *Member, depth int, live []int32) (there, ok bool) {
+	switch c.src.space() {
+	case '"':
+		c.src.i++
+		start, done := c.open(tagString), false
+		if c.buf, done, ok = c.src.text(c.buf, maxValue+1); !ok {
+			return true, false
+		}
+		if done {
+			m.Value = string(c.buf[start+2:])
+			c.seal(start)
+			return true, true
+		}
+		m.Err = ErrValueTooLong
+		return true, c.longString(start)
+	case '{', '[', 't', 'f':
+		m.Err = ErrNotScalar
+		return true, c.value(depth, live)
+	case 'n':
+		return false, c.value(depth, live)
+	}
+	tok, ok := c.src.number()
+	m.Value = string(tok)
+	return true, ok && c.number(tok)
+}
+
+// number encodes a number.
+func (c *canon) number(tok []byte) bool {
+	start := c.open(tagNumber)
+	c.buf = jsonx.AppendNumber(c.buf, tok)
+	c.seal(start)
 	return true
 }
 

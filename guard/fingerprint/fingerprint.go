@@ -204,7 +204,7 @@ func (s *state) body(req Request, media, coding string) error {
 // free gives s back without what belongs to the request.
 func (s *state) free() {
 	s.src.reset(nil, 0)
-	s.exclude, s.members, s.found = nil, nil, nil
+	s.exclude, s.members, s.found, s.only = nil, nil, nil, false
 	if cap(s.buf)+4*cap(s.offs)+cap(s.head)+4*cap(s.live) > maxKept {
 		s.buf, s.offs, s.head, s.live = nil, nil, nil, nil
 	}
@@ -387,18 +387,6 @@ var (
 	ErrValueTooLong = errors.New("the value is too long")
 )
 
-// finder looks for one value in a document; it is pooled.
-type finder struct {
-	src     source
-	scratch []byte
-	tokens  jsonx.Pointer
-	value   string
-	found   bool
-	err     error
-}
-
-var finders = sync.Pool{New: func() any { return new(finder) }}
-
 // Lookup returns the string, or the number as it is written, at p in a JSON body of
 // size bytes. An empty body, an absent value and null are not found. The errors
 // are the four of this package and, if the body cannot be read, its own.
@@ -407,128 +395,23 @@ func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found 
 	if size == 0 {
 		return "", false, nil
 	}
-	f := finders.Get().(*finder)
-	defer f.free()
-	f.src.reset(body, size)
-	f.tokens = p
-	ok := f.walk(0, true) && f.src.space() == 0 && !f.src.more()
+	s := states.Get().(*state)
+	defer s.free()
+	s.src.reset(body, size)
+	s.exclude, s.only = []jsonx.Pointer{p}, true
+	ok := s.document()
 	switch {
-	case f.src.err != nil:
-		return "", false, f.src.err
-	case f.err != nil:
-		return "", false, f.err
+	case s.src.err != nil:
+		return "", false, s.src.err
 	case !ok:
 		return "", false, ErrNotJSON
+	case s.ambiguous:
+		return "", false, jsonx.ErrAmbiguous
+	case len(s.found) == 0:
+		return "", false, nil
 	}
-	return f.value, f.found, nil
-}
-
-func (f *finder) free() {
-	f.src.reset(nil, 0)
-	f.tokens, f.value, f.found, f.err = nil, "", false, nil
-	if cap(f.scratch) > maxKept {
-		f.scratch = nil
-	}
-	finders.Put(f)
-}
-
-// walk takes the next value. on: the tokens before depth led here.
-func (f *finder) walk(depth int, on bool) (ok bool) {
-	hit := on && depth == len(f.tokens)
-	switch f.src.space() {
-	case '{':
-		f.src.i++
-		return f.scalar(!hit) && depth < maxDepth && f.container(depth, on, '}')
-	case '[':
-		f.src.i++
-		return f.scalar(!hit) && depth < maxDepth && f.container(depth, on, ']')
-	case '"':
-		f.src.i++
-		done := false
-		for !hit && !done {
-			if f.scratch, done, ok = f.src.text(f.scratch[:0], 1<<10); !ok {
-				return false
-			}
-		}
-		if !hit {
-			return true
-		}
-		if f.scratch, done, ok = f.src.text(f.scratch[:0], maxValue+1); ok && !done {
-			f.err = ErrValueTooLong
-		}
-		f.value, f.found = string(f.scratch), true
-		return ok && done
-	case 't':
-		return f.scalar(!hit) && f.src.literal("true")
-	case 'f':
-		return f.scalar(!hit) && f.src.literal("false")
-	case 'n':
-		return f.src.literal("null")
-	default:
-		tok, ok := f.src.number()
-		if ok && hit {
-			f.value, f.found = string(tok), true
-		}
-		return ok
-	}
-}
-
-// scalar records ErrNotScalar unless ok.
-func (f *finder) scalar(ok bool) bool {
-	if !ok {
-		f.err = ErrNotScalar
-	}
-	return ok
-}
-
-// container takes the rest of an array or an object.
-func (f *finder) container(depth int, on bool, closing byte) (ok bool) {
-	want, seen := int64(-1), false
-	if on && closing == ']' {
-		if at, isIndex := jsonx.Index(f.tokens[depth]); isIndex {
-			want = at
-		}
-	}
-	for i := int64(0); ; i++ {
-		if more, ok := f.src.next(closing, i == 0); !more {
-			return ok
-		}
-		match := i == want
-		if closing == '}' {
-			if match, ok = f.name(depth, on); !ok {
-				return false
-			}
-			if match && seen {
-				f.err = jsonx.ErrAmbiguous
-				return false
-			}
-			seen = seen || match
-		}
-		if !f.walk(depth+1, match) {
-			return false
-		}
-	}
-}
-
-// name takes a member's name with its colon and reports whether it is the next token.
-func (f *finder) name(depth int, on bool) (match, ok bool) {
-	rest := ""
-	if !f.src.take('"') {
-		return false, false
-	}
-	if on {
-		rest = f.tokens[depth]
-	}
-	for done := false; !done; {
-		if f.scratch, done, ok = f.src.text(f.scratch[:0], 1<<10); !ok {
-			return false, false
-		}
-		on = on && strings.HasPrefix(rest, string(f.scratch))
-		if on {
-			rest = rest[len(f.scratch):]
-		}
-	}
-	return on && rest == "", f.src.take(':')
+	m := &s.found[0]
+	return m.Value, m.Err == nil, m.Err
 }
 
 const (
