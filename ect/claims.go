@@ -79,9 +79,9 @@ func (h *header) check(allowed []Algorithm) (Algorithm, error) {
 	if !isTokenType(h.typ) {
 		return 0, refuse(CodeType)
 	}
-	alg, ok := algorithmNamed(h.alg)
+	alg, err := ParseAlgorithm(h.alg)
 	switch {
-	case !ok || !slices.Contains(allowed, alg):
+	case err != nil || !slices.Contains(allowed, alg):
 		return 0, refuse(CodeAlgorithm)
 	case h.critical:
 		return 0, refuse(CodeCritical)

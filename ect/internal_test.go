@@ -1,7 +1,6 @@
 package ect
 
 import (
-	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -17,32 +16,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/internal/durable"
 )
-
-// TestSignatureForms: every raw signature becomes the DER that the standard library
-// reads, and back, whatever zeros and high bits its integers begin with.
-func TestSignatureForms(t *testing.T) {
-	for _, size := range []int{32, 48} {
-		for _, begin := range [][]byte{{0, 0, 0, 0}, {0, 0, 0x80, 1}, {0x80, 0, 0, 0}, {0x7f}, {0xff, 0xff}, {1}} {
-			raw := make([]byte, 2*size)
-			copy(raw, begin)
-			copy(raw[size:], begin)
-			raw[size-1], raw[2*size-1] = 1, 2
-			der := toDER(nil, raw)
-			if len(der) > maxDER {
-				t.Errorf("%d octets", len(der))
-			}
-			back, err := fromDER(nil, der, size)
-			if err != nil || !bytes.Equal(back, raw) {
-				t.Errorf("%x became %x, %v", raw, back, err)
-			}
-		}
-	}
-	for _, wrong := range [][]byte{nil, {0x30}, {0x31, 0}, {0x30, 1, 2}, {0x30, 3, 2, 5, 1}, {0x30, 3, 3, 1, 1}, toDER(nil, bytes.Repeat([]byte{1}, 96))} {
-		if out, err := fromDER(nil, wrong, 32); err == nil {
-			t.Errorf("%x became %x", wrong, out)
-		}
-	}
-}
 
 // TestSameSignature: the signatures of ECDSA are those of RFC 6979, appendix A.2.5 and
 // A.2.6, so that a token that is signed again has the same bytes.

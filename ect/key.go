@@ -8,8 +8,10 @@ import (
 	"crypto/elliptic"
 	"crypto/sha256"
 	"crypto/sha512"
+	"encoding/asn1"
 	"errors"
 	"fmt"
+	"math/big"
 	"slices"
 	"strings"
 	"time"
@@ -236,19 +238,12 @@ func Algorithms() []Algorithm { return []Algorithm{ES256, ES384, EdDSA} }
 
 // ParseAlgorithm reads the name that the header parameter alg has.
 func ParseAlgorithm(name string) (Algorithm, error) {
-	if alg, ok := algorithmNamed(name); ok {
-		return alg, nil
-	}
-	return 0, fmt.Errorf("ect: no signature algorithm is called %q; there are ES256, ES384 and EdDSA", name)
-}
-
-func algorithmNamed(name string) (Algorithm, bool) {
 	for _, a := range Algorithms() {
 		if a.String() == name {
-			return a, true
+			return a, nil
 		}
 	}
-	return 0, false
+	return 0, fmt.Errorf("ect: no signature algorithm is called %q; there are ES256, ES384 and EdDSA", name)
 }
 
 func (a Algorithm) String() string {
@@ -287,14 +282,14 @@ func algorithmOf(public crypto.PublicKey) (Algorithm, bool) {
 	return 0, false
 }
 
-// digest appends the hash that ECDSA signs.
-func (a Algorithm) digest(dst, text []byte) []byte {
+// digest is the hash that ECDSA signs.
+func (a Algorithm) digest(text []byte) []byte {
 	if a == ES384 {
 		sum := sha512.Sum384(text)
-		return append(dst, sum[:]...)
+		return sum[:]
 	}
 	sum := sha256.Sum256(text)
-	return append(dst, sum[:]...)
+	return sum[:]
 }
 
 // verify checks a raw signature. It calls the standard library directly: a JWS library
@@ -307,9 +302,9 @@ func (a Algorithm) verify(public crypto.PublicKey, text, signature []byte) bool 
 	case ed25519.PublicKey:
 		return ed25519.Verify(key, text, signature)
 	case *ecdsa.PublicKey:
-		var sum [sha512.Size384]byte
-		var der [maxDER]byte
-		return ecdsa.VerifyASN1(key, a.digest(sum[:0], text), toDER(der[:0], signature))
+		half := len(signature) / 2
+		r, s := new(big.Int).SetBytes(signature[:half]), new(big.Int).SetBytes(signature[half:])
+		return ecdsa.Verify(key, a.digest(text), r, s)
 	}
 	return false
 }
@@ -321,70 +316,22 @@ func (a Algorithm) sign(dst []byte, private crypto.Signer, text []byte) ([]byte,
 	case ed25519.PrivateKey:
 		return append(dst, ed25519.Sign(key, text)...), nil
 	case *ecdsa.PrivateKey:
-		var sum [sha512.Size384]byte
 		hash := crypto.SHA256
 		if a == ES384 {
 			hash = crypto.SHA384
 		}
-		der, err := key.Sign(nil, a.digest(sum[:0], text), hash)
+		der, err := key.Sign(nil, a.digest(text), hash)
 		if err != nil {
 			return nil, err
 		}
-		return fromDER(dst, der, a.signatureSize()/2)
+		var made struct{ R, S *big.Int }
+		if _, err := asn1.Unmarshal(der, &made); err != nil {
+			return nil, err
+		}
+		raw := make([]byte, a.signatureSize())
+		made.R.FillBytes(raw[:len(raw)/2])
+		made.S.FillBytes(raw[len(raw)/2:])
+		return append(dst, raw...), nil
 	}
 	return nil, errors.New("ect: this kind of key cannot sign")
-}
-
-// maxDER is the longest DER of a signature: two integers of 48 octets and a sign, with
-// their headers, and that of the sequence.
-const maxDER = 2 + 2*(2+1+48)
-
-// toDER writes a raw signature for the standard library. All lengths fit into one octet.
-func toDER(dst, raw []byte) []byte {
-	dst = append(dst, 0x30, 0)
-	half := len(raw) / 2
-	dst = appendInteger(dst, raw[:half])
-	dst = appendInteger(dst, raw[half:])
-	dst[1] = byte(len(dst) - 2)
-	return dst
-}
-
-func appendInteger(dst, octets []byte) []byte {
-	for len(octets) > 1 && octets[0] == 0 {
-		octets = octets[1:]
-	}
-	if octets[0]&0x80 != 0 {
-		dst = append(dst, 2, byte(len(octets)+1), 0)
-	} else {
-		dst = append(dst, 2, byte(len(octets)))
-	}
-	return append(dst, octets...)
-}
-
-var errDER = errors.New("ect: the signature just made has an unexpected form")
-
-// fromDER appends the raw form of the standard library's signature.
-func fromDER(dst, der []byte, size int) ([]byte, error) {
-	if len(der) < 2 || der[0] != 0x30 || int(der[1]) != len(der)-2 {
-		return nil, errDER
-	}
-	der = der[2:]
-	for range 2 {
-		if len(der) < 2 || der[0] != 2 || int(der[1]) > len(der)-2 {
-			return nil, errDER
-		}
-		octets := der[2 : 2+int(der[1])]
-		der = der[2+len(octets):]
-		for len(octets) > 0 && octets[0] == 0 {
-			octets = octets[1:]
-		}
-		if len(octets) > size {
-			return nil, errDER
-		}
-		for range size - len(octets) {
-			dst = append(dst, 0)
-		}
-		dst = append(dst, octets...)
-	}
-	return dst, nil
 }
