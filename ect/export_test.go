@@ -17,7 +17,7 @@ const MaxToken = maxToken
 // ParseMember reads the name of an extension member in any vocabulary, with the meaning
 // that it has in a token of this event. Unknown names stay as they are.
 func ParseMember(name string, event Event) Member {
-	if i, ok := memberRow(name, event); ok {
+	if i := memberRow(name, event); i >= 0 {
 		return memberTable[i].member
 	}
 	return Member(name)

@@ -164,10 +164,8 @@ const closingCooldown = "atd.cooldown_s"
 
 // The rows of the tables by all names.
 var (
-	eventRows   = make(map[string]int)
-	memberRows  = make(map[string]int)
-	closingRow  int
-	cooldownRow int
+	eventRows  = make(map[string]int)
+	memberRows = make(map[string]int)
 )
 
 func init() {
@@ -186,7 +184,6 @@ func init() {
 			}
 		}
 	}
-	closingRow, cooldownRow = memberRows[string(MemberTotalCooldown)], memberRows[string(MemberCooldown)]
 }
 
 // ParseEvent reads the name of an event in any vocabulary. ok is false for an agent's own action.
@@ -199,27 +196,16 @@ func ParseEvent(action string) (event Event, ok bool) {
 }
 
 // memberRow finds the row of an extension member by its name in any vocabulary, with the meaning that it has in
-// a token of this event.
-func memberRow(name string, event Event) (int, bool) {
+// a token of this event; -1 without.
+func memberRow(name string, event Event) int {
 	i, ok := memberRows[name]
-	if ok && i == cooldownRow && event == EventCircuitClose && name == closingCooldown {
-		i = closingRow
-	}
-	return i, ok
-}
-
-// isRow reports whether memberRow finds a row by a name.
-func isRow(name string, row int, event Event) bool {
-	r := &memberTable[row]
 	switch {
-	case name == string(r.member):
-		return true
-	case name == "":
-		return false
-	case name == closingCooldown:
-		return row == closingRow && event == EventCircuitClose || row == cooldownRow && event != EventCircuitClose
+	case !ok:
+		return -1
+	case name == closingCooldown && event == EventCircuitClose:
+		return memberRows[string(MemberTotalCooldown)]
 	}
-	return name == r.atd || name == r.aerr
+	return i
 }
 
 // Event is the name of e in the vocabulary.
@@ -287,34 +273,29 @@ const (
 // Ext reads the extension members of a token by their names in the cascade vocabulary,
 // whatever the token's own is.
 type Ext struct {
-	raw   string
-	event Event
-	read  []ExtValue // what Read has found; else nil
+	raw    string
+	event  Event
+	values []extValue
 }
 
-// ExtValue is a member as it stands in a token: its name, and the JSON of its value.
-type ExtValue struct{ name, value string }
-
-// Read reads all members at once, into room. Who asks for several saves as many passes over the text.
-func (e Ext) Read(room []ExtValue) Ext {
-	if e.raw == "" || e.read != nil {
-		return e
-	}
-	e.each(func(name, value string) { room = append(room, ExtValue{name, value}) })
-	e.read = room
-	return e
+// extValue is a member as it stands in a token: its name, the JSON of its value, and its row in memberTable.
+type extValue struct {
+	name, value string
+	row         int
 }
 
-// each visits the members.
-func (e Ext) each(visit func(name, value string)) {
-	s := jsonx.Scanner{JSON: e.raw}
+func readExt(raw string, event Event) Ext {
+	e := Ext{raw: raw, event: event}
+	s := jsonx.Scanner{JSON: raw}
 	s.Document(func(name string) bool {
 		value, _, ok := s.Raw()
-		if ok {
-			visit(name, value)
+		if e.values == nil {
+			e.values = make([]extValue, 0, 12) // as many as most tokens have
 		}
+		e.values = append(e.values, extValue{name, value, memberRow(name, event)})
 		return ok
 	})
+	return e
 }
 
 // JSON is the whole object as received, empty if there is none.
@@ -322,23 +303,13 @@ func (e Ext) JSON() string { return e.raw }
 
 // Raw is the JSON of a member's value.
 func (e Ext) Raw(m Member) (value string, found bool) {
-	if e.raw == "" {
-		return "", false
-	}
-	row, known := memberRow(string(m), e.event)
-	take := func(name, text string) {
-		if !found && (name == string(m) || known && isRow(name, row, e.event)) {
-			value, found = text, true
+	row := memberRow(string(m), e.event)
+	for i := range e.values {
+		if v := &e.values[i]; v.name == string(m) || row >= 0 && v.row == row {
+			return v.value, true
 		}
 	}
-	if e.read == nil {
-		e.each(take)
-		return value, found
-	}
-	for i := range e.read {
-		take(e.read[i].name, e.read[i].value)
-	}
-	return value, found
+	return "", false
 }
 
 // Text is the value of a string member.
@@ -452,17 +423,16 @@ func (k kind) fits(raw string) bool {
 // vocabularies would read different ones.
 func (e Ext) consistent() bool {
 	var values [len(memberTable)]string
-	s := jsonx.Scanner{JSON: e.raw}
-	return e.raw == "" || s.Document(func(name string) bool {
-		text, _, ok := s.Raw()
-		if i, known := memberRow(name, e.event); known {
-			if values[i] != "" && !jsonx.Same(values[i], text) {
-				return false
-			}
-			values[i] = text
+	for _, v := range e.values {
+		if v.row < 0 {
+			continue
 		}
-		return ok
-	})
+		if other := values[v.row]; other != "" && !jsonx.Same(other, v.value) {
+			return false
+		}
+		values[v.row] = v.value
+	}
+	return true
 }
 
 // ExtBuilder collects the extension members of a token to be issued, by their names in
@@ -471,18 +441,6 @@ type ExtBuilder struct {
 	values  []byte
 	members []extMember
 	err     error
-
-	// Room for what most tokens have.
-	memory [224]byte
-	few    [8]extMember
-}
-
-// begun is the buffer to append a value to.
-func (b *ExtBuilder) begun() []byte {
-	if b.values == nil {
-		b.values, b.members = b.memory[:0], b.few[:0]
-	}
-	return b.values
 }
 
 type extMember struct {
@@ -510,7 +468,7 @@ func (b *ExtBuilder) fail(err error) {
 
 // Text sets a string.
 func (b *ExtBuilder) Text(m Member, v string) *ExtBuilder {
-	return b.add(m, jsonx.AppendText(b.begun(), v))
+	return b.add(m, jsonx.AppendText(b.values, v))
 }
 
 // Optional adds a string, unless it is empty.
@@ -523,12 +481,12 @@ func (b *ExtBuilder) Optional(m Member, v string) *ExtBuilder {
 
 // Bool sets true or false.
 func (b *ExtBuilder) Bool(m Member, v bool) *ExtBuilder {
-	return b.add(m, strconv.AppendBool(b.begun(), v))
+	return b.add(m, strconv.AppendBool(b.values, v))
 }
 
 // Int sets a whole number.
 func (b *ExtBuilder) Int(m Member, v int64) *ExtBuilder {
-	return b.add(m, strconv.AppendInt(b.begun(), v, 10))
+	return b.add(m, strconv.AppendInt(b.values, v, 10))
 }
 
 // Number sets a number; it must be finite.
@@ -537,17 +495,17 @@ func (b *ExtBuilder) Number(m Member, v float64) *ExtBuilder {
 		b.fail(fmt.Errorf("ect: the extension %s is not a number", m))
 		v = 0
 	}
-	return b.add(m, strconv.AppendFloat(b.begun(), v, 'g', -1, 64))
+	return b.add(m, strconv.AppendFloat(b.values, v, 'g', -1, 64))
 }
 
 // Texts sets a list of strings.
 func (b *ExtBuilder) Texts(m Member, vs []string) *ExtBuilder {
-	return b.add(m, jsonx.AppendTexts(b.begun(), vs))
+	return b.add(m, jsonx.AppendTexts(b.values, vs))
 }
 
 // Outcomes sets a list like cascade.cascaded.
 func (b *ExtBuilder) Outcomes(m Member, list []Outcome) *ExtBuilder {
-	values := append(b.begun(), '[')
+	values := append(b.values, '[')
 	for i, o := range list {
 		if i > 0 {
 			values = append(values, ',')
@@ -573,7 +531,7 @@ func (b *ExtBuilder) JSON(m Member, raw string) *ExtBuilder {
 	if depth+1 > maxExtDepth {
 		b.fail(errExtSize)
 	}
-	return b.add(m, append(b.begun(), value...))
+	return b.add(m, append(b.values, value...))
 }
 
 var errExtSize = errors.New("ect: the extensions are over 4096 bytes or nest deeper than 5")

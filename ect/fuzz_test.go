@@ -59,9 +59,8 @@ func FuzzPayload(f *testing.F) {
 		token.Ext().Texts("cascade.blast_radius")
 		token.Ext().Outcomes(ect.MemberCascaded)
 		for _, m := range []ect.Member{ect.MemberTTL, ect.MemberCascaded, "a", "a\u00e9", "none"} {
-			value, there := token.Ext().Raw(m)
-			if again, also := token.Ext().Read(nil).Raw(m); again != value || also != there {
-				t.Fatalf("%s is %q %v, and %q %v where all is read at once", m, value, there, again, also)
+			if value, there := token.Ext().Raw(m); there != json.Valid([]byte(value)) {
+				t.Fatalf("%s is %q %v", m, value, there)
 			}
 		}
 	})

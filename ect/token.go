@@ -174,7 +174,7 @@ func (c *content) InputHash() Hash { return c.input }
 func (c *content) OutputHash() Hash { return c.output }
 
 // Ext has the extension members.
-func (c *content) Ext() Ext { return Ext{raw: c.ext, event: c.event} }
+func (c *content) Ext() Ext { return readExt(c.ext, c.event) }
 
 // Lacks names the members that the draft of the token's vocabulary requires for this
 // event and that are missing or have another type. An event that is this gateway's own

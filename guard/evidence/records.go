@@ -4,7 +4,6 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -40,9 +39,7 @@ const MemberNode ect.Member = "atd.node"
 // RecordOf converts an entry for its workflow's graph. own says that the gateway issued it. By is who takes part in
 // what it is about: reporting an error is no part in that.
 func RecordOf(e *ledger.Entry, own bool) workflow.Record {
-	room := extRooms.Get().(*extRoom)
-	defer extRooms.Put(room)
-	ext := Extension(e).Read(room[:0])
+	ext := Extension(e)
 	r := recordOf(e, own, ext)
 	r.Report = !IsUnproven(e) && Reports(e, own)
 	switch {
@@ -53,11 +50,6 @@ func RecordOf(e *ledger.Entry, own bool) workflow.Record {
 	}
 	return r
 }
-
-// extRoom is room for the members of most tokens.
-type extRoom [12]ect.ExtValue
-
-var extRooms = sync.Pool{New: func() any { return new(extRoom) }}
 
 func recordOf(e *ledger.Entry, own bool, ext ect.Ext) workflow.Record {
 	r := workflow.Record{
