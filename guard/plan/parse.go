@@ -122,7 +122,6 @@ func (r *reader) syntax() Problem {
 }
 
 func (r *reader) document() bool {
-	objects := strings.Count(r.JSON, "{") // no less than there are nodes or edges
 	ok := r.Document(func(name string) (ok bool) {
 		switch name {
 		case "wf_id":
@@ -130,18 +129,16 @@ func (r *reader) document() bool {
 		case "description":
 			r.plan.Description, ok = r.text(name, maxDescription)
 		case "nodes":
-			r.plan.Nodes = make([]Node, 0, min(objects, MaxNodes))
-			member := func(name string) bool { return r.node(&r.plan.Nodes[len(r.plan.Nodes)-1], name) }
 			ok = r.elements(name, MaxNodes, func() bool {
 				r.plan.Nodes = append(r.plan.Nodes, Node{})
-				return r.object("", member)
+				n := &r.plan.Nodes[len(r.plan.Nodes)-1]
+				return r.object("", func(name string) bool { return r.node(n, name) })
 			})
 		case "edges":
-			r.edges = make([][2]string, 0, min(objects, MaxEdges))
-			member := func(name string) bool { return r.edge(&r.edges[len(r.edges)-1], name) }
 			ok = r.elements(name, MaxEdges, func() bool {
 				r.edges = append(r.edges, [2]string{})
-				return r.object("", member)
+				e := &r.edges[len(r.edges)-1]
+				return r.object("", func(name string) bool { return r.edge(e, name) })
 			})
 		default:
 			ok = r.unknown(name, "wf_id, description, nodes, edges")
@@ -205,21 +202,17 @@ func (r *reader) node(n *Node, name string) (ok bool) {
 	case "reversible":
 		var v bool
 		if v, ok = r.boolean(name); ok {
-			n.Reversible = &answers[0]
-			if v {
-				n.Reversible = &answers[1]
-			}
+			n.Reversible = &v
 		}
 	case "hitl_required":
 		n.HITLRequired, ok = r.boolean(name)
 	case memberHints:
 		var h Hints
 		ok = r.object(name, func(hint string) bool {
-			i := slices.Index(hintNames, hint)
-			if i < 0 {
+			if !slices.Contains(hintNames, hint) {
 				return r.unknown(name+"."+hint, strings.Join(hintNames, ", ")+"; times are in seconds, sizes in MB")
 			}
-			return r.hint(&h, hintMembers[i], hint)
+			return r.hint(&h, name+"."+hint, hint)
 		})
 		r.merge(n, h)
 	case memberConstraints:
@@ -232,16 +225,8 @@ func (r *reader) node(n *Node, name string) (ok bool) {
 	return ok
 }
 
-// answers are what a Reversible points to, the same for all nodes.
-var answers = [2]bool{false, true}
-
 // hintNames are the members of resource_hints. In constraints they have a prefix.
 var hintNames = []string{"priority", "timeout_s", "cpu", "memory_mb", "gpu", "network_mbps"}
-
-// hintMembers are the same as problems name them.
-var hintMembers = []string{
-	memberHints + ".priority", memberHints + ".timeout_s", memberHints + ".cpu", memberHints + ".memory_mb", memberHints + ".gpu", memberHints + ".network_mbps",
-}
 
 func (r *reader) hint(h *Hints, member, name string) (ok bool) {
 	switch name {
@@ -448,11 +433,16 @@ func (r *reader) connect() {
 		}
 		r.add(finding{problem, "nodes", i})
 	}
-	ends := r.ends()
-	twice := r.twice(ends)
+	find := func(id string) int {
+		if place, ok := d.index[id]; ok {
+			return place
+		}
+		return -1
+	}
+	met := make(map[[2]int]bool, len(r.edges))
 	for i, e := range r.edges {
 		r.work++
-		from, to := ends[i].from, ends[i].to
+		from, to := find(e[0]), find(e[1])
 		problem := Problem{}
 		switch {
 		case e[0] == "" && r.noted("edges", i, "from"), e[1] == "" && r.noted("edges", i, "to"):
@@ -467,9 +457,10 @@ func (r *reader) connect() {
 			problem.Member, problem.Text = "to", fmt.Sprintf("there is no node %q", cut(e[1]))
 		case from == to:
 			problem.Text = fmt.Sprintf("leads from %s to itself", cut(e[0]))
-		case twice[i]:
+		case met[[2]int{from, to}]:
 			problem.Text = fmt.Sprintf("%s -> %s stands twice", cut(e[0]), cut(e[1]))
 		default:
+			met[[2]int{from, to}] = true
 			d.Edges++
 			d.Nodes[from].After = append(d.Nodes[from].After, to)
 			d.Nodes[to].Before = append(d.Nodes[to].Before, from)
@@ -478,73 +469,6 @@ func (r *reader) connect() {
 		r.add(finding{problem, "edges", i})
 	}
 	r.sort()
-}
-
-// ends are the places of the nodes that an edge joins; -1 where there is no such node.
-type ends struct{ from, to int }
-
-func (e ends) known() bool { return e.from >= 0 && e.to >= 0 && e.from != e.to }
-
-// ends finds the nodes of all edges, and makes room for these at the nodes.
-func (r *reader) ends() []ends {
-	d, all := r.plan, make([]ends, len(r.edges))
-	after, before := make([]int, len(d.Nodes)), make([]int, len(d.Nodes))
-	find := func(id string) int {
-		if place, ok := d.index[id]; ok {
-			return place
-		}
-		return -1
-	}
-	n := 0
-	for i, e := range r.edges {
-		if all[i] = (ends{find(e[0]), find(e[1])}); all[i].known() {
-			after[all[i].from]++
-			before[all[i].to]++
-			n++
-		}
-	}
-	room := make([]int, 2*n)
-	take := func(n int) (part []int) {
-		part, room = room[:0:n], room[n:]
-		return part
-	}
-	for i := range d.Nodes {
-		if after[i] > 0 {
-			d.Nodes[i].After = take(after[i])
-		}
-		if before[i] > 0 {
-			d.Nodes[i].Before = take(before[i])
-		}
-	}
-	return all
-}
-
-// twice says of each edge whether an earlier one joins the same nodes. It looks at the edges of one node after the
-// other.
-func (r *reader) twice(all []ends) []bool {
-	first := make([]int, len(r.plan.Nodes)+1) // where the edges of each node begin in by
-	for _, e := range all {
-		if e.known() {
-			first[e.from+1]++
-		}
-	}
-	for i := range r.plan.Nodes {
-		first[i+1] += first[i]
-	}
-	by, next := make([]int, first[len(r.plan.Nodes)]), slices.Clone(first)
-	for i, e := range all {
-		if e.known() {
-			by[next[e.from]] = i
-			next[e.from]++
-		}
-	}
-	twice, met := make([]bool, len(all)), make([]int, len(r.plan.Nodes)) // met by the edges of a node, its place and 1
-	for _, i := range by {
-		e := all[i]
-		twice[i] = met[e.to] == e.from+1
-		met[e.to] = e.from + 1
-	}
-	return twice
 }
 
 // sort orders the nodes, and names a cycle of every knot of nodes that follow from one another
