@@ -158,25 +158,14 @@ func (p *Part) tasks(d *Descriptor, i int, visit func(t *workflow.Task)) {
 			lists[2] = p.acted[label]
 		}
 	}
-	var room [8]*workflow.Calls
-	met, many := room[:0], map[*workflow.Calls]bool(nil)
+	met := make(map[*workflow.Calls]bool)
 	for _, places := range lists {
 		for _, place := range places {
 			c := p.live.states.Calls(place)
-			if c == nil || many[c] || many == nil && slices.Contains(met, c) {
+			if c == nil || met[c] {
 				continue
 			}
-			switch {
-			case many != nil:
-				many[c] = true
-			case len(met) < cap(met):
-				met = append(met, c)
-			default: // a node that was called often
-				many = map[*workflow.Calls]bool{c: true}
-				for _, other := range met {
-					many[other] = true
-				}
-			}
+			met[c] = true
 			for k := range c.Tasks {
 				t := &c.Tasks[k]
 				acts := t.Node == "" && t.Event == "" && (t.Action == n.ID || t.Action == label)
