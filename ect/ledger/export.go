@@ -108,9 +108,9 @@ func (x *exporter) signature(e *Entry) (err error) {
 	}
 	var signature []byte
 	if len(x.proven) == 0 {
-		signature, err = x.storedSignature(x.ctx, x.id, e)
+		signature, err = x.storedSignature(x.ctx, e)
 	} else {
-		signature, err = x.signProven(x.ctx, x.id, e, x.proven[e.Index&(tileWidth-1)])
+		signature, err = x.signProven(x.ctx, e, x.proven[e.Index&(tileWidth-1)])
 	}
 	if errors.Is(err, ErrNoToken) {
 		return nil

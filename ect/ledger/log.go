@@ -180,7 +180,7 @@ type Options struct {
 	// goroutine: it must not keep the event without a copy. Nil is nobody.
 	Placed func(e *Event, recorded time.Time)
 	// KeysOf returns the public keys of the heads of another log of the store, by its origin, so that
-	// it can be read and verified here: see In. If nil, its heads are not verified.
+	// it can be read and verified here: see In. If nil, none is known.
 	KeysOf func(origin string) (note.Verifiers, error)
 	// Known are earlier heads that were kept outside the store. Open returns ErrTampered
 	// if the log does not extend them.
@@ -195,6 +195,9 @@ func (o *Options) complete() error {
 	}
 	if o.Logger == nil {
 		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	if o.KeysOf == nil {
+		o.KeysOf = func(string) (note.Verifiers, error) { return nil, ErrNotFound }
 	}
 	const longest = 255
 	if o.Origin == "" || len(o.Origin) > longest || !utf8.ValidString(o.Origin) || strings.ContainsFunc(o.Origin, unicode.IsControl) {
@@ -500,9 +503,6 @@ func (l *Log) Append(ctx context.Context, events []Event, more ...store.Write) e
 func (l *Log) In(ctx context.Context, origin string) (*Log, error) {
 	if origin == l.options.Origin {
 		return l, nil
-	}
-	if l.options.KeysOf == nil {
-		return nil, ErrNotFound
 	}
 	if found, ok := l.others.Load(origin); ok {
 		other := found.(*Log)

@@ -86,14 +86,12 @@ func (o *Others) heads(ctx context.Context, visit func(log logID, head Head) err
 		if err != nil {
 			continue
 		}
-		if o.log.options.KeysOf != nil {
-			keys, err := o.log.options.KeysOf(head.Origin)
-			if err == nil {
-				_, err = ParseHead(note, head.Origin, keys)
-			}
-			if err != nil {
-				continue
-			}
+		keys, err := o.log.options.KeysOf(head.Origin)
+		if err == nil {
+			_, err = ParseHead(note, head.Origin, keys)
+		}
+		if err != nil {
+			continue
 		}
 		if err := visit(logOf(o.log.sealer, head.Origin), head); err != nil {
 			return err

@@ -65,32 +65,18 @@ func (l *Log) absent(ctx context.Context, log logID, index int64) error {
 	return fmt.Errorf("%w: entry %d is missing", ErrTampered, index)
 }
 
-// marksOf reads the marks of a tile of any log of the store. Those of other logs are verified if their
-// keys are known.
-func (l *Log) marksOf(ctx context.Context, log logID, n int64) (marks, error) {
-	if log == l.id {
-		return l.pruned(ctx, n)
-	}
+// marksOf reads the marks of a tile of any log of the store, and verifies them.
+func (l *Log) marksOf(ctx context.Context, log logID, n int64) (_ marks, err error) {
 	on := *l.logStore
-	on.id = log
-	if l.options.KeysOf != nil {
-		var err error
+	if on.id = log; log != l.id {
 		if on.origin, err = l.originOf(ctx, log); err != nil {
 			return marks{}, err
 		}
 		if on.keys, err = l.options.KeysOf(on.origin); err != nil {
 			return marks{}, err
 		}
-		return on.pruned(ctx, n)
 	}
-	stored, err := on.storedMarks(ctx, n)
-	if err != nil || stored.version == 0 {
-		return marks{}, err
-	}
-	if _, of, m, err := parseMarks(noteText(stored.note)); err == nil && of == n {
-		return m, nil
-	}
-	return marks{}, fmt.Errorf("%w: the note of what was pruned of tile %d of another log", ErrTampered, n)
+	return on.pruned(ctx, n)
 }
 
 // originOf returns the name of a log of this store, from its head.

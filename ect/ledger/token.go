@@ -26,26 +26,18 @@ func joinToken(header, payload, signature []byte) []byte {
 }
 
 // Token returns the token of an entry: its payload, or with a Header the token made of it,
-// the same bytes each time. An entry of another log of the store has one only if its
-// signature is stored, or its key is known here. The error is ErrNoToken, ErrTampered if the entry is not what the log
+// the same bytes each time. The error is ErrNoToken, ErrTampered if the entry is not what the log
 // holds, or one of the store.
 func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
 	if e.Header == nil {
 		return e.Payload, nil
 	}
-	if e.Log != l.origin && l.options.KeysOf != nil {
+	if e.Log != l.origin {
 		other, err := l.In(ctx, e.Log)
 		if err != nil {
 			return nil, err
 		}
 		return other.Token(ctx, e)
-	}
-	if e.Log != l.origin {
-		signature, err := l.storedSignature(ctx, logOf(l.sealer, e.Log), e)
-		if err != nil {
-			return nil, err
-		}
-		return joinToken(e.Header, e.Payload, signature), nil
 	}
 	s, err := l.current(ctx, e.Index+1)
 	if err != nil {
@@ -58,7 +50,7 @@ func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	signature, err := l.signProven(ctx, l.id, e, hashes[0])
+	signature, err := l.signProven(ctx, e, hashes[0])
 	if err != nil {
 		return nil, err
 	}
@@ -67,7 +59,7 @@ func (l *Log) Token(ctx context.Context, e *Entry) ([]byte, error) {
 
 // signProven makes the signature of an entry whose leaf must have that proven hash, or reads
 // it. The error is ErrNoToken or ErrTampered.
-func (l *Log) signProven(ctx context.Context, log logID, e *Entry, hash tlog.Hash) ([]byte, error) {
+func (l *Log) signProven(ctx context.Context, e *Entry, hash tlog.Hash) ([]byte, error) {
 	// Of the entry only its leaf is proven.
 	proven, err := decode(e.Leaf)
 	if err != nil || proven.Header == nil || proven.Index != e.Index || tlog.RecordHash(e.Leaf) != hash ||
@@ -80,13 +72,13 @@ func (l *Log) signProven(ctx context.Context, log logID, e *Entry, hash tlog.Has
 			return signature, nil
 		}
 	}
-	return l.storedSignature(ctx, log, e)
+	return l.storedSignature(ctx, e)
 }
 
 // storedSignature reads the signature that StoreSignatures kept. If its key is known it must
 // hold: whoever can seal can replace it. The error is ErrNoToken or ErrTampered.
-func (l *Log) storedSignature(ctx context.Context, log logID, e *Entry) ([]byte, error) {
-	key := signedKey(log, e.Index)
+func (l *Log) storedSignature(ctx context.Context, e *Entry) ([]byte, error) {
+	key := signedKey(l.id, e.Index)
 	found, err := l.store.Get(ctx, key)
 	if errors.Is(err, store.ErrNotFound) {
 		return nil, fmt.Errorf("%w: the key that entry %d names is gone", ErrNoToken, e.Index)
@@ -242,7 +234,7 @@ func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) boo
 	var writes []store.Write
 	for i := range found {
 		e := &found[i]
-		signature, err := l.signProven(ctx, l.id, e, hashes[e.Index-from])
+		signature, err := l.signProven(ctx, e, hashes[e.Index-from])
 		if errors.Is(err, ErrTampered) {
 			altered.add(err, e.Index)
 			continue
