@@ -21,7 +21,9 @@ type Rollbacks interface {
 	Plan(ctx context.Context, r rollback.Request) (*rollback.Rollback, error)
 	// Execute accepts a rollback durably. The same id with the same content returns the
 	// same rollback (P5).
-	Execute(ctx context.Context, r rollback.Request, extra ...store.Write) (*rollback.Rollback, error)
+	Execute(
+		ctx context.Context, r rollback.Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
+	) (*rollback.Rollback, error)
 	// Get returns a rollback, or rollback.ErrUnknown.
 	Get(ctx context.Context, id string) (*rollback.Rollback, error)
 	// Wait returns a rollback once it is finished. With the error of ctx it returns the
@@ -135,7 +137,7 @@ func startRollback(q *request, d *RollbackRequest) (any, error) {
 		}
 		return api.Describe(planned, wanted.ID), nil
 	}
-	accepted, err := q.Rollbacks().Execute(q.Context(), wanted)
+	accepted, err := q.Rollbacks().Execute(q.Context(), wanted, nil)
 	if err != nil {
 		return nil, err
 	}

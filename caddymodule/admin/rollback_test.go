@@ -39,7 +39,9 @@ func (d *coordinator) Plan(_ context.Context, r rollback.Request) (*rollback.Rol
 		Steps: []rollback.Step{{Checkpoint: "c1", StepJournal: rollback.StepJournal{What: rollback.Escalate}}, {Checkpoint: "c2", StepJournal: rollback.StepJournal{What: rollback.Undo}, Level: 1}}}, nil
 }
 
-func (d *coordinator) Execute(_ context.Context, r rollback.Request, _ ...store.Write) (*rollback.Rollback, error) {
+func (d *coordinator) Execute(
+	_ context.Context, r rollback.Request, _ func(context.Context, bool) ([]store.Write, error),
+) (*rollback.Rollback, error) {
 	if d.fail != nil {
 		return nil, d.fail
 	}

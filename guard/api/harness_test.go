@@ -22,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	. "github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -384,8 +385,6 @@ type fake struct {
 	acted     map[string]bool            // by name
 	entered   []string                   // ids
 	onExecute func(rollback.Request)     // before it is accepted
-	drafted   *rollback.Draft            // the last one
-	asDrafted bool                       // what was accepted last
 	waited    chan struct{}              // gets one for each Wait
 	readers   map[string]map[string]bool // who is linked to which id
 	reserved  map[string]*rollback.Prepared
@@ -411,24 +410,24 @@ func newFake() *fake {
 	}
 }
 
-func (f *fake) Draft(_ context.Context, r rollback.Request) (*rollback.Draft, error) {
+// plan says whether a rollback may be asked for.
+func (f *fake) plan(r rollback.Request) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.plans++
 	if f.fail != nil {
-		return nil, f.fail
+		return f.fail
 	}
 	if r.Checkpoint != point || r.By != alice && !r.Coordinator {
-		return nil, rollback.ErrNotInWorkflow
+		return rollback.ErrNotInWorkflow
 	}
 	if r.Unnamed && r.Error == "" {
-		return nil, rollback.ErrUnnamed
+		return rollback.ErrUnnamed
 	}
 	if r.Scope == rollback.FullWorkflow && !r.Coordinator {
-		return nil, &rollback.ScopeError{Scope: r.Scope}
+		return &rollback.ScopeError{Scope: r.Scope}
 	}
-	f.drafted = &rollback.Draft{Request: r}
-	return f.drafted, nil
+	return nil
 }
 
 func (f *fake) Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepared, error) {
@@ -441,7 +440,7 @@ func (f *fake) Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepa
 		}
 		return before, nil
 	}
-	if _, err := f.Draft(ctx, r); err != nil {
+	if err := f.plan(r); err != nil {
 		return nil, err
 	}
 	p := &rollback.Prepared{Obstacles: f.obstacles, Refusal: f.refusal, Rollback: &rollback.Rollback{
@@ -523,36 +522,61 @@ var (
 	bindings   = map[string]binding{}
 )
 
-func (f *fake) Accept(ctx context.Context, d *rollback.Draft, writes ...store.Write) (*rollback.Rollback, error) {
-	r := d.Request
+func (f *fake) Execute(
+	ctx context.Context, r rollback.Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
+) (*rollback.Rollback, error) {
+	found, err := f.found(r)
+	if found != nil || err != nil {
+		return found, err
+	}
+	planned := f.plan(r)
+	refused := errors.Is(planned, checkpoint.ErrTampered) || errors.Is(planned, checkpoint.ErrExpired)
+	if planned != nil && !refused {
+		return nil, planned
+	}
+	writes, err := admit(ctx, refused)
+	if err != nil {
+		return nil, err
+	}
 	if f.onExecute != nil {
 		f.onExecute(r)
 	}
+	if found, err := f.found(r); found != nil || err != nil {
+		return found, err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if before, ok := f.accepted[r.ID]; ok {
-		before.Token, r.Token, before.Error, r.Error, before.Unnamed, r.Unnamed = "", "", "", "", false, false
-		if before != r {
-			return nil, rollback.ErrMismatch
-		}
-		return f.done[r.ID], nil
-	}
-	if f.fail != nil {
+	if refused {
 		f.refusals++
-		return nil, f.fail
+		return nil, planned
 	}
 	if err := f.bindAll(writes); err != nil {
 		return nil, err
 	}
 	f.executed++
 	delete(f.reserved, r.ID)
-	f.accepted[r.ID], f.asDrafted = r, d == f.drafted
+	f.accepted[r.ID] = r
 	made := &rollback.Rollback{
 		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
 		Requester: r.By, State: rollback.Executing, Asked: time.Now(), Tokens: rollback.Tokens{Start: "start-" + r.ID}, Journal: rollback.Journal{Named: r.Named},
 	}
 	f.done[r.ID] = made
 	return made, ctx.Err()
+}
+
+// found is the accepted rollback of a request; nil without one.
+func (f *fake) found(r rollback.Request) (*rollback.Rollback, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	before, ok := f.accepted[r.ID]
+	if !ok {
+		return nil, nil
+	}
+	before.Token, r.Token, before.Error, r.Error, before.Unnamed, r.Unnamed = "", "", "", "", false, false
+	if before != r {
+		return nil, rollback.ErrMismatch
+	}
+	return f.done[r.ID], nil
 }
 
 func (f *fake) AskedWith(context.Context, string, string) (string, error) { return "", nil }

@@ -17,7 +17,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -36,13 +35,12 @@ const (
 
 // Coordinator plans and carries out rollbacks. *rollback.Coordinator implements it.
 type Coordinator interface {
-	// Draft plans a rollback without recording it. The error says why Accept would refuse
-	// it.
-	Draft(ctx context.Context, r rollback.Request) (*rollback.Draft, error)
-	// Accept accepts a rollback durably, with extra writes in the same commit. The same id
-	// with the same content returns the same rollback (P5). A Draft that has only a request
-	// is planned first.
-	Accept(ctx context.Context, d *rollback.Draft, extra ...store.Write) (*rollback.Rollback, error)
+	// Execute accepts a rollback durably. The same id with the same content returns the same rollback (P5). Once it is
+	// known that a new one may be asked for, admit is called, whose writes are part of the accepting commit; refused
+	// says that only an error will be recorded.
+	Execute(
+		ctx context.Context, r rollback.Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
+	) (*rollback.Rollback, error)
 	// Prepare says what a rollback would do, and what stands in the way. It changes nothing.
 	Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepared, error)
 	// Release ends what was reserved for a rollback. The error is rollback.ErrAccepted if it was
@@ -712,7 +710,7 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (r *rollba
 		if foreign {
 			return unknownPart()
 		}
-		r, err = q.execute(ctx, who, &wanted, known != nil)
+		r, err = q.execute(ctx, who, &wanted)
 		return err
 	})
 	return r, err
@@ -721,44 +719,27 @@ func (q *rollbackRequest) accept(who *Asker, wanted rollback.Request) (r *rollba
 // execute asks the coordinator. A refusal is not a step of the workflow, so nothing is
 // recorded of it. An accepted rollback follows from its token: the token is recorded first, bound to
 // this request, and that it has acted in the commit of the acceptance.
-func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollback.Request, known bool) (*rollback.Rollback, error) {
-	if known {
-		r, err := q.Coordinator.Accept(ctx, &rollback.Draft{Request: *wanted})
-		if err == nil && wanted.Unnamed && wanted.Error == "" {
-			err = rollback.ErrUnnamed
-		}
-		if err == nil {
-			err = q.Tokens.Enter(ctx, who.All, who.Token, q.use)
-		}
-		if err == nil {
-			err = q.Tokens.Bind(ctx, who.Token, q.use, true)
-		}
-		return r, err
-	}
-	draft, err := q.Coordinator.Draft(ctx, *wanted)
-	refused := errors.Is(err, checkpoint.ErrTampered) || errors.Is(err, checkpoint.ErrExpired)
-	if err != nil && !refused {
-		return nil, err
-	}
-	// The rate of the workflow is only for its participants, which the plan has checked.
-	if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil {
-		return nil, err
-	}
-	if refused { // Accept refuses it too, and records the error (cascade 4.2.3)
-		draft = &rollback.Draft{Request: *wanted}
-		if _, err := q.Coordinator.Accept(ctx, draft); err != nil {
+func (q *rollbackRequest) execute(ctx context.Context, who *Asker, wanted *rollback.Request) (*rollback.Rollback, error) {
+	entered := false
+	r, err := q.Coordinator.Execute(ctx, *wanted, func(ctx context.Context, refused bool) ([]store.Write, error) {
+		// The rate of the workflow is only for its participants, which the plan has checked.
+		if err := q.limit(&q.counted.workflow, q.Limit.Workflow, who.Token.Workflow()); err != nil || refused {
 			return nil, err
 		}
+		entered = true
+		acted, err := q.enter(ctx, who)
+		return []store.Write{acted}, err
+	})
+	if err == nil && !entered { // it was accepted before
+		if wanted.Unnamed && wanted.Error == "" {
+			return nil, rollback.ErrUnnamed
+		}
+		err = q.Tokens.Enter(ctx, who.All, who.Token, q.use)
 	}
-	acted, err := q.enter(ctx, who)
 	if err != nil {
 		return nil, err
 	}
-	r, err := q.Coordinator.Accept(ctx, draft, acted)
-	if err != nil {
-		return nil, err
-	}
-	return r, q.Tokens.Bind(ctx, who.Token, q.use, true) // no-op unless another request accepted it first
+	return r, q.Tokens.Bind(ctx, who.Token, q.use, true) // no-op unless it was accepted before
 }
 
 // mismatch names another rollback with the same id only to callers who may read it (P3).

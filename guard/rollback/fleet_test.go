@@ -130,7 +130,7 @@ func TestFleetWaitsForADecision(t *testing.T) {
 			q := request("c1", rollback.SubDAG)
 			var failed error
 			asked := make(chan struct{})
-			go func() { defer close(asked); _, failed = a.Execute(ctx, q) }()
+			go func() { defer close(asked); _, failed = a.Execute(ctx, q, nil) }()
 			synctest.Wait()
 			if err := b.claims("3", inside); !errors.Is(err, store.ErrFenced) {
 				t.Errorf("claimed while it is decided: %v", err)
@@ -189,7 +189,7 @@ func TestFleetRemovedWhileItWaits(t *testing.T) {
 		}
 		asked := make(chan error)
 		go func() {
-			_, err := a.Execute(ctx, request("c1", rollback.SubDAG))
+			_, err := a.Execute(ctx, request("c1", rollback.SubDAG), nil)
 			asked <- err
 		}()
 		synctest.Wait()
@@ -347,7 +347,7 @@ func TestFleetOneExecutionOfManyRequests(t *testing.T) {
 	for i := range 20 {
 		at := []*rig{a, b}[i%2]
 		wg.Go(func() {
-			if _, err := at.Execute(ctx, q); err != nil {
+			if _, err := at.Execute(ctx, q, nil); err != nil {
 				t.Error(err)
 			} else if end := at.wait(q.ID); ends(end) != "c2=completed c1=completed" {
 				t.Error(ends(end))
@@ -424,12 +424,12 @@ func TestFleetRemovedBetweenAnyTwoCommits(t *testing.T) {
 				a.st.commits, a.st.dies, a.st.lands = 0, dies, lands
 				a.st.mu.Unlock()
 				q := request("g", rollback.SubDAG)
-				if _, err := a.Execute(ctx, q); err != nil && !a.st.gone() {
+				if _, err := a.Execute(ctx, q, nil); err != nil && !a.st.gone() {
 					t.Fatal(err)
 				}
 				<-a.st.dead
 				a.member.Remove()
-				if _, err := b.Execute(ctx, q); err != nil { // the client asks again, at the other one
+				if _, err := b.Execute(ctx, q, nil); err != nil { // the client asks again, at the other one
 					t.Fatal(err)
 				}
 				b.wait(q.ID)
@@ -470,7 +470,7 @@ func TestFleetOverlapsAndRemovals(t *testing.T) {
 					var lost *rollback.ConflictError
 					at := all[rnd.IntN(2)]
 					brief, cancel := context.WithTimeout(ctx, time.Second) // another one may die that decides
-					if _, err := at.Execute(brief, asked[i]); err != nil && !errors.As(err, &lost) && !at.st.gone() && brief.Err() == nil {
+					if _, err := at.Execute(brief, asked[i], nil); err != nil && !errors.As(err, &lost) && !at.st.gone() && brief.Err() == nil {
 						t.Fatal(err)
 					}
 					cancel()
@@ -536,7 +536,7 @@ func TestFleetTakesUpWhatHasEnded(t *testing.T) {
 					}
 				}
 				b.st.read.Store(&read)
-				if again, err := b.Execute(ctx, narrow); err != nil || again.ID != narrow.ID {
+				if again, err := b.Execute(ctx, narrow, nil); err != nil || again.ID != narrow.ID {
 					t.Errorf("%+v, %v", again, err)
 				}
 				b.leaves()
@@ -566,7 +566,7 @@ func TestFleetNarrowerJoinsWider(t *testing.T) {
 		a.execute(narrow)
 		<-asked
 		var lost *rollback.ConflictError
-		if _, err := b.Execute(ctx, request("c2", rollback.Single)); !errors.As(err, &lost) || lost.Winner != narrow.ID {
+		if _, err := b.Execute(ctx, request("c2", rollback.Single), nil); !errors.As(err, &lost) || lost.Winner != narrow.ID {
 			t.Errorf("%v", err)
 		}
 		b.execute(wide)

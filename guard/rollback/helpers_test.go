@@ -516,11 +516,16 @@ func request(target string, scope rollback.Scope) rollback.Request {
 
 func (r *rig) execute(q rollback.Request, extra ...store.Write) *rollback.Rollback {
 	r.t.Helper()
-	b, err := r.Execute(ctx, q, extra...)
+	b, err := r.Execute(ctx, q, writing(extra...))
 	if err != nil {
 		r.t.Fatal(err)
 	}
 	return b
+}
+
+// writing admits every rollback, with further writes in its commit.
+func writing(extra ...store.Write) func(context.Context, bool) ([]store.Write, error) {
+	return func(context.Context, bool) ([]store.Write, error) { return extra, nil }
 }
 
 func (r *rig) wait(id string) *rollback.Rollback {

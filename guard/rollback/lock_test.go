@@ -115,7 +115,7 @@ func TestCallThatIsInsideIsInThePlan(t *testing.T) {
 		}
 		q := request("c1", rollback.SubDAG)
 		var accepted *rollback.Rollback
-		go func() { accepted, err = r.Execute(ctx, q) }()
+		go func() { accepted, err = r.Execute(ctx, q, nil) }()
 		synctest.Wait()
 		if accepted != nil {
 			t.Fatal("it did not wait for the call")
@@ -157,13 +157,13 @@ func TestRefusedRollbackBarsNothing(t *testing.T) {
 		}
 		stranger := request("c1", rollback.SubDAG)
 		stranger.By = "stranger"
-		if _, err := r.Execute(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+		if _, err := r.Execute(ctx, stranger, nil); !errors.Is(err, rollback.ErrNotInWorkflow) {
 			t.Errorf("%v", err)
 		}
 		free("a stranger's")
 		var lost *store.Conflict
 		extra := store.Write{Key: []byte("z"), If: store.VersionIs(7), Value: []byte("used")}
-		if _, err := r.Execute(ctx, request("c1", rollback.FullWorkflow), extra); !errors.As(err, &lost) {
+		if _, err := r.Execute(ctx, request("c1", rollback.FullWorkflow), writing(extra)); !errors.As(err, &lost) {
 			t.Errorf("%v", err)
 		}
 		free("one whose extra write lost")
@@ -174,12 +174,12 @@ func TestRefusedRollbackBarsNothing(t *testing.T) {
 		}
 		short, cancel := context.WithTimeout(ctx, time.Second)
 		defer cancel()
-		if _, err := r.Execute(short, request("c1", rollback.FullWorkflow)); !errors.Is(err, context.DeadlineExceeded) {
+		if _, err := r.Execute(short, request("c1", rollback.FullWorkflow), nil); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("%v", err)
 		}
 		free("one that was given up")
 		go func() { // refused while others wait for it
-			_, err = r.Execute(ctx, request("c1", rollback.FullWorkflow), extra)
+			_, err = r.Execute(ctx, request("c1", rollback.FullWorkflow), writing(extra))
 		}()
 		synctest.Wait()
 		brief, cancel := context.WithTimeout(ctx, time.Second)

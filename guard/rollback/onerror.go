@@ -250,7 +250,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 		ID: c.rollbackOf(f.Checkpoint), Checkpoint: f.Checkpoint, Scope: SubDAG, Reason: failureReason,
 		Error: f.Error, By: f.By, Coordinator: true, Whole: c.o.Whole != nil && c.o.Whole(),
 	}
-	_, err = c.Execute(ctx, r)
+	_, err = c.Execute(ctx, r, nil)
 	var conflict *ConflictError
 	switch {
 	case err == nil, errors.Is(err, ErrMismatch): // accepted under an earlier name of the gateway

@@ -2,6 +2,7 @@ package rollback_test
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -30,7 +31,7 @@ func TestP5OneExecutionOfManyRequests(t *testing.T) {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			if _, err := r.Execute(ctx, q); err != nil {
+			if _, err := r.Execute(ctx, q, nil); err != nil {
 				t.Error(err)
 			} else if b := r.wait(q.ID); ends(b) != "c2=completed c1=completed" {
 				t.Error(ends(b))
@@ -49,28 +50,23 @@ func TestP5OneExecutionOfManyRequests(t *testing.T) {
 }
 
 // The graph of a workflow is built once for an accepted rollback, unless what its plan depends
-// on has changed meanwhile: then it is built again, and decides.
+// on changes while its requester is admitted: then it is built again, and decides.
 func TestDraftedOnce(t *testing.T) {
-	wait := func(d time.Duration) func(*rig, *rollback.Draft) {
-		return func(*rig, *rollback.Draft) { <-time.After(d) }
-	}
+	wait := func(d time.Duration) func(*rig) { return func(*rig) { <-time.After(d) } }
 	for name, test := range map[string]struct {
-		meanwhile func(r *rig, d *rollback.Draft) // between the draft and the acceptance
+		meanwhile func(r *rig)
 		graphs    int64
 		ends      string
 		err       error
 	}{
-		"nothing":                   {func(*rig, *rollback.Draft) {}, 1, "c2=completed c1=completed", nil},
+		"nothing":                   {func(*rig) {}, 1, "c2=completed c1=completed", nil},
 		"later":                     {wait(time.Hour), 1, "c2=completed c1=completed", nil},
-		"recorded":                  {func(r *rig, _ *rollback.Draft) { r.made("3", checkpoint.Restore, execution.Completed, "2") }, 2, "c3=completed c2=completed c1=completed", nil},
-		"undone":                    {func(r *rig, _ *rollback.Draft) { r.run(request("c2", rollback.Single)) }, 3, "c2=completed c1=completed", nil},
-		"unknown":                   {func(r *rig, _ *rollback.Draft) { r.ledger.versionErr = errDead }, 2, "c2=completed c1=completed", nil},
-		"altered":                   {func(r *rig, _ *rollback.Draft) { r.ledger.tamper["c1"] = true }, 2, "", checkpoint.ErrTampered},
-		"altered beside the target": {func(r *rig, _ *rollback.Draft) { r.ledger.tamper["c2"] = true }, 2, "c2=failed(checkpoint-tampered) c1=completed", nil},
+		"recorded":                  {func(r *rig) { r.made("3", checkpoint.Restore, execution.Completed, "2") }, 2, "c3=completed c2=completed c1=completed", nil},
+		"undone":                    {func(r *rig) { r.run(request("c2", rollback.Single)) }, 3, "c2=completed c1=completed", nil},
+		"unknown":                   {func(r *rig) { r.ledger.versionErr = errDead }, 2, "c2=completed c1=completed", nil},
+		"altered":                   {func(r *rig) { r.ledger.tamper["c1"] = true }, 2, "", checkpoint.ErrTampered},
+		"altered beside the target": {func(r *rig) { r.ledger.tamper["c2"] = true }, 2, "c2=failed(checkpoint-tampered) c1=completed", nil},
 		"expired":                   {wait(ttl), 2, "", checkpoint.ErrExpired},
-		"another requester":         {func(_ *rig, d *rollback.Draft) { d.Request.By = "stranger" }, 2, "", rollback.ErrNotInWorkflow},
-		"another target":            {func(_ *rig, d *rollback.Draft) { d.Request.Checkpoint = "c2" }, 2, "c2=completed", nil},
-		"another life":              {func(r *rig, _ *rollback.Draft) { r.restart() }, 1, "c2=completed c1=completed", nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -78,19 +74,16 @@ func TestDraftedOnce(t *testing.T) {
 				r.made("1", checkpoint.Restore, execution.Completed)
 				r.made("2", checkpoint.Restore, execution.Completed, "1")
 				r.start()
-				graphs := r.ledger.reads.Load()
-				d, err := r.Draft(ctx, request("c1", rollback.SubDAG))
-				if err != nil {
-					t.Fatal(err)
-				}
-				drafting := r.Coordinator
-				test.meanwhile(r, d)
-				if r.Coordinator != drafting {
-					graphs = r.ledger.reads.Load()
-				}
-				b, err := r.Accept(ctx, d)
-				if !errors.Is(err, test.err) {
-					t.Fatalf("%v, want %v", err, test.err)
+				graphs, asked := r.ledger.reads.Load(), 0
+				b, err := r.Execute(ctx, request("c1", rollback.SubDAG), func(_ context.Context, refused bool) ([]store.Write, error) {
+					if asked++; refused {
+						t.Error("refused before anything has changed")
+					}
+					test.meanwhile(r)
+					return nil, nil
+				})
+				if !errors.Is(err, test.err) || asked != 1 {
+					t.Fatalf("%v, want %v; asked %d times", err, test.err, asked)
 				}
 				if got := r.ledger.reads.Load() - graphs; got != test.graphs {
 					t.Errorf("%d graphs were built, want %d", got, test.graphs)
@@ -106,38 +99,24 @@ func TestDraftedOnce(t *testing.T) {
 	}
 }
 
-// Without a draft the plan is made once too.
-func TestDraftedOnceByExecute(t *testing.T) {
-	r := newRig(t)
-	r.made("1", checkpoint.Restore, execution.Completed)
-	r.start()
-	r.run(request("c1", rollback.SubDAG))
-	if got := r.ledger.reads.Load(); got != 1 {
-		t.Errorf("%d graphs were built", got)
-	}
-}
-
-// One draft that is accepted by several at once is one rollback.
-func TestDraftAcceptedAtOnce(t *testing.T) {
-	r := newRig(t)
-	r.made("1", checkpoint.Restore, execution.Completed)
-	r.start()
-	d, err := r.Draft(ctx, request("c1", rollback.SubDAG))
-	if err != nil {
-		t.Fatal(err)
-	}
-	var wg sync.WaitGroup
-	for range 8 {
-		wg.Go(func() {
-			if b, err := r.Accept(ctx, d); err != nil || b.ID != d.Request.ID {
-				t.Errorf("%+v, %v", b, err)
+// Who is not admitted gets that error, and nothing is recorded: not of a rollback that would be accepted, nor of one
+// whose target does not verify.
+func TestNotAdmitted(t *testing.T) {
+	for _, altered := range []bool{false, true} {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		r.start()
+		r.ledger.tamper["c1"] = altered
+		before := r.st.commits
+		_, err := r.Execute(ctx, request("c1", rollback.Single), func(_ context.Context, refused bool) ([]store.Write, error) {
+			if refused != altered {
+				t.Errorf("refused: %t", refused)
 			}
+			return nil, errDead
 		})
-	}
-	wg.Wait()
-	r.wait(d.Request.ID)
-	if len(r.world.order) != 1 {
-		t.Errorf("undone %v", r.world.order)
+		if !errors.Is(err, errDead) || r.st.commits != before {
+			t.Errorf("%v, %d commits", err, r.st.commits-before)
+		}
 	}
 }
 
@@ -196,7 +175,7 @@ func TestCascade434Refused(t *testing.T) {
 	<-asked
 	for _, q := range []rollback.Request{request("c2", rollback.Single), request("c2", rollback.SubDAG), request("c1", rollback.SubDAG)} {
 		var lost *rollback.ConflictError
-		if _, err := r.Execute(ctx, q); !errors.As(err, &lost) || lost.Winner != wide.ID {
+		if _, err := r.Execute(ctx, q, nil); !errors.As(err, &lost) || lost.Winner != wide.ID {
 			t.Errorf("%s of %s: %v", q.Scope, q.Checkpoint, err)
 		}
 		if _, err := r.Plan(ctx, q); !errors.As(err, &lost) {
@@ -298,7 +277,7 @@ func TestCascade434ManyAtOnce(t *testing.T) {
 			wg.Add(1)
 			go func() {
 				defer wg.Done()
-				_, err := r.Execute(ctx, q)
+				_, err := r.Execute(ctx, q, nil)
 				mu.Lock()
 				defer mu.Unlock()
 				var lost *rollback.ConflictError
@@ -474,7 +453,7 @@ func TestP5OverlapsAndDeaths(t *testing.T) {
 				}
 				for _, i := range rnd.Perm(len(asked))[:3] {
 					var lost *rollback.ConflictError
-					if _, err := r.Execute(ctx, asked[i]); err != nil && !errors.As(err, &lost) && !r.st.gone() {
+					if _, err := r.Execute(ctx, asked[i], nil); err != nil && !errors.As(err, &lost) && !r.st.gone() {
 						t.Fatal(err)
 					}
 					if rnd.IntN(2) == 0 {
@@ -515,7 +494,7 @@ func TestP5OverlapsOverAnUnsureStore(t *testing.T) {
 			for _, q := range anyOf(rand.New(rand.NewPCG(seed, 44))) {
 				for range 3 {
 					var lost *rollback.ConflictError
-					if _, err := r.Execute(ctx, q); err == nil || errors.As(err, &lost) {
+					if _, err := r.Execute(ctx, q, nil); err == nil || errors.As(err, &lost) {
 						break
 					}
 				}

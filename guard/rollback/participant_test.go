@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // C-4.3.2-h: whose participant cannot prepare is not asked to execute, in another life either; the
@@ -188,7 +189,7 @@ func TestOnePartOfTwoRequesters(t *testing.T) {
 	if same := r.run(first); same.Complete != done.Complete || same.Requester != second.By {
 		t.Errorf("%+v", same)
 	}
-	if _, err := r.Execute(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
+	if _, err := r.Execute(ctx, stranger, nil); !errors.Is(err, rollback.ErrNotInWorkflow) {
 		t.Errorf("P3: %v", err)
 	}
 	for asker, want := range map[string]string{first.By: first.Token, second.By: "", stranger.By: ""} {
@@ -292,7 +293,7 @@ func TestSeveralCheckpointsUnderOneID(t *testing.T) {
 			t.Errorf("%+v", done)
 		}
 		q.Reason = "something else"
-		if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrMismatch) {
+		if _, err := r.Execute(ctx, q, nil); !errors.Is(err, rollback.ErrMismatch) {
 			t.Errorf("another content: %v", err)
 		}
 	}
@@ -319,7 +320,7 @@ func TestOneIDOfTwoRequesters(t *testing.T) {
 	other := r.pair(id, "2", rollback.Single)
 	other.Checkpoint, other.By, other.Coordinator = "c2", "spiffe://example.com/other", true
 	conflict := (*rollback.ConflictError)(nil)
-	if _, err := r.Execute(ctx, other); !errors.As(err, &conflict) || conflict.Winner != id {
+	if _, err := r.Execute(ctx, other, nil); !errors.As(err, &conflict) || conflict.Winner != id {
 		t.Errorf("%v", err)
 	}
 	close(hold)
@@ -350,7 +351,7 @@ func TestReservedPlanThatAnotherHasChanged(t *testing.T) {
 		t.Fatal(err)
 	}
 	var changed *rollback.PlanChangedError
-	if _, err := r.Execute(ctx, q); !errors.As(err, &changed) {
+	if _, err := r.Execute(ctx, q, nil); !errors.As(err, &changed) {
 		t.Errorf("%v", err)
 	}
 }
@@ -365,7 +366,7 @@ func TestPartThatChanged(t *testing.T) {
 	q.PartOf = "00000000-0000-4000-8000-000000000001"
 	r.prepare(q)
 	r.settle("2", e, h, execution.Completed)
-	if _, err := r.Execute(ctx, q); err == nil {
+	if _, err := r.Execute(ctx, q, nil); err == nil {
 		t.Error("another plan was accepted")
 	}
 }
@@ -591,7 +592,7 @@ func TestParticipantsAreReleased(t *testing.T) {
 		"the plan has changed": {nil, func(r *rig, q rollback.Request) {
 			r.prepare(q)
 			r.made("3", checkpoint.Restore, execution.Completed, "2")
-			if _, err := r.Execute(ctx, q); !errors.As(err, new(*rollback.PlanChangedError)) {
+			if _, err := r.Execute(ctx, q, nil); !errors.As(err, new(*rollback.PlanChangedError)) {
 				r.t.Fatal(err)
 			}
 		}, []string{"c1", "c2"}},
@@ -608,7 +609,13 @@ func TestParticipantsAreReleased(t *testing.T) {
 		}, []string{"c2"}},
 		"it is refused": {nil, func(r *rig, q rollback.Request) {
 			q.Planned = strings.Repeat("\x00", 32) // a hash as any other
-			if _, err := r.Execute(ctx, q); !errors.As(err, new(*rollback.PlanChangedError)) {
+			if _, err := r.Execute(ctx, q, nil); !errors.As(err, new(*rollback.PlanChangedError)) {
+				r.t.Fatal(err)
+			}
+		}, nil}, // nobody was asked
+		"it is not accepted": {nil, func(r *rig, q rollback.Request) {
+			lost := store.Write{Key: []byte("z"), If: store.VersionIs(7)}
+			if _, err := r.Execute(ctx, q, writing(lost)); !errors.As(err, new(*store.Conflict)) {
 				r.t.Fatal(err)
 			}
 		}, []string{"c1", "c2"}},
@@ -810,22 +817,18 @@ func TestParticipantsAreAskedForWhatTheyHave(t *testing.T) {
 	single, part, stranger := request("c1", rollback.Single), request("c1", rollback.SubDAG), request("c1", rollback.SubDAG)
 	part.PartOf, single.KeepDependants, stranger.By = "00000000-0000-4000-8000-000000000001", true, "spiffe://example.com/stranger"
 	for _, q := range []rollback.Request{single, part} {
-		if _, err := r.Draft(ctx, q); err != nil {
+		if _, err := r.Plan(ctx, q); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if _, err := r.Draft(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) || asked > 0 {
+	if _, err := r.Plan(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) || asked > 0 {
 		t.Fatalf("P3: %v, asked %d times", err, asked)
 	}
 	q := request("c1", rollback.SubDAG)
 	if p := r.prepare(q); !p.Ready() || len(p.Rollback.Steps) != 2 || asked != 1 {
 		t.Fatalf("%+v, asked %d times", p, asked)
 	}
-	draft, err := r.Draft(ctx, q)
-	if err == nil {
-		_, err = r.Accept(ctx, draft)
-	}
-	if err != nil || asked != 1 {
+	if _, err := r.Execute(ctx, q, nil); err != nil || asked != 1 {
 		t.Fatalf("%v, asked %d times", err, asked)
 	}
 	wantEnd(t, r.wait(q.ID), rollback.Completed, "x2=completed c1=completed")
@@ -908,10 +911,10 @@ func TestCascade434OverGateways(t *testing.T) {
 					}
 				}
 				lost(r.prepare(loses).Refusal)
-				_, err := r.Execute(ctx, loses)
+				_, err := r.Execute(ctx, loses, nil)
 				lost(err)
 				r.restart()
-				_, err = r.Execute(ctx, loses)
+				_, err = r.Execute(ctx, loses, nil)
 				lost(err)
 				wantEnd(t, r.run(wins), rollback.Completed, "c2=completed c1=completed")
 				wantEnd(t, r.run(loses), rollback.Completed, "c2=completed") // nothing is left of it
@@ -986,7 +989,7 @@ func TestCascade434LostAtAParticipant(t *testing.T) {
 		lost(p.Refusal)
 		synctest.Wait() // a release that is on its way ends when it is prepared again
 		lost(r.prepare(q).Refusal)
-		_, err = r.Execute(ctx, q)
+		_, err = r.Execute(ctx, q, nil)
 		lost(err)
 		synctest.Wait()
 		if len(r.undoer.releases) != 4 || r.enters("w", "1") != nil {

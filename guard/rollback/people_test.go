@@ -482,7 +482,7 @@ func TestCrashWhilePeopleDecide(t *testing.T) {
 				r.st.commits, r.st.dies, r.st.lands = 0, dies, lands
 				r.st.mu.Unlock()
 				q := request("c1", rollback.SubDAG)
-				_, _ = r.Execute(ctx, q)
+				_, _ = r.Execute(ctx, q, nil)
 				lives := func() bool { // a life in which it goes on
 					synctest.Wait()
 					if !r.st.gone() {

@@ -734,7 +734,7 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 		return err
 	}
 	unprepared = append(unprepared, changed...)
-	plan := *d.Plan // which may be that of a Draft, whose other callers read it
+	plan := *d.Plan
 	plan.Unprepared = map[string]string{}
 	for _, o := range unprepared {
 		plan.Unprepared[o.Checkpoint] = o.Reason

@@ -113,7 +113,7 @@ func TestCascade432Prepare(t *testing.T) {
 			t.Errorf("prepared again: %+v, %v", p, err)
 		}
 		q.Planned = hashOf(first)
-		if _, err := r.Execute(ctx, q); !errors.Is(err, rollback.ErrMismatch) {
+		if _, err := r.Execute(ctx, q, nil); !errors.Is(err, rollback.ErrMismatch) {
 			t.Errorf("the same id for another plan: %v", err)
 		}
 	})
@@ -233,7 +233,7 @@ func TestPlanChanged(t *testing.T) {
 	q := request("c1", rollback.SubDAG)
 	before := r.prepare(q).Rollback.Plan.Hash()
 	r.settle("2", e, h, execution.Completed)
-	_, err := r.Execute(ctx, q)
+	_, err := r.Execute(ctx, q, nil)
 	changed := (*rollback.PlanChangedError)(nil)
 	if !errors.As(err, &changed) || changed.Hash == before {
 		t.Fatalf("%v", err)
@@ -249,7 +249,7 @@ func TestPlanChanged(t *testing.T) {
 	for range 2 {
 		stale := q
 		stale.Planned = string(before[:])
-		if _, err := r.Execute(ctx, stale); !errors.As(err, &changed) {
+		if _, err := r.Execute(ctx, stale, nil); !errors.As(err, &changed) {
 			t.Errorf("%v", err)
 		}
 	}
@@ -325,7 +325,7 @@ func TestReservationOfAnother(t *testing.T) {
 		if _, err := r.Prepare(ctx, other); !errors.Is(err, want) {
 			t.Errorf("prepare, %s: %v", name, err)
 		}
-		if _, err := r.Execute(ctx, other); !errors.Is(err, want) {
+		if _, err := r.Execute(ctx, other, nil); !errors.Is(err, want) {
 			t.Errorf("execute, %s: %v", name, err)
 		}
 	}
@@ -363,7 +363,7 @@ func TestCascade434Reservations(t *testing.T) {
 	r.prepare(narrow)
 	second := request("c2", rollback.Single)
 	lost(r.prepare(second).Refusal, narrow)
-	_, err := r.Execute(ctx, second)
+	_, err := r.Execute(ctx, second, nil)
 	lost(err, narrow)
 	if p := r.prepare(request("c9", rollback.Single)); !p.Ready() || p.Until.IsZero() {
 		t.Errorf("%+v", p)
@@ -375,7 +375,7 @@ func TestCascade434Reservations(t *testing.T) {
 	if _, err := r.Prepared(ctx, narrow.ID); !errors.Is(err, rollback.ErrUnknown) {
 		t.Errorf("the narrower one is reserved still: %v", err)
 	}
-	_, err = r.Execute(ctx, narrow)
+	_, err = r.Execute(ctx, narrow, nil)
 	lost(err, wide)
 	wantEnd(t, r.run(wide), rollback.Completed, "c2=completed c1=completed")
 	if got := r.enters("w", "1"); got != nil {
@@ -451,7 +451,7 @@ func TestCrashInBothPhases(t *testing.T) {
 						return p.Refusal
 					}
 					q.Planned = hashOf(p)
-					if _, err = c.Execute(ctx, q); err == nil {
+					if _, err = c.Execute(ctx, q, nil); err == nil {
 						_, err = c.Wait(ctx, q.ID)
 					}
 					return err
