@@ -27,6 +27,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -127,6 +128,9 @@ func (e *engine) settleFenced() {
 		for ; len(left) > 0; left = left[1:] {
 			f := &left[0]
 			err := e.executions.SettleFenced(ctx, f, func(r *execution.Record, how *execution.Resolution) *store.Batch {
+				if r.Method == rollback.Method { // an undo, of which its rollback tells
+					return nil
+				}
 				return policy.forCalls().SettledBy(ctx, f.Key, r, how.Applied, how.By)
 			})
 			if errors.Is(err, execution.ErrStore) && !errors.Is(err, execution.ErrUnreadable) {

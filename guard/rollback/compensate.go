@@ -32,9 +32,6 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		}
 		switch found.Status {
 		case execution.Free, execution.Doubtful:
-			if j.answer != nil {
-				return j.conclude(ctx, *j.answer)
-			}
 			if !j.doubt {
 				break
 			}

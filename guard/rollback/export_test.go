@@ -69,12 +69,6 @@ func (u *Undoer) SeeNoStatus() { u.noStateHash = true }
 // SeeStatus asks them again.
 func (u *Undoer) SeeStatus() { u.noStateHash = false }
 
-// Unkept counts the answers that the store has not taken.
-func (u *Undoer) Unkept() (n int) {
-	u.unkept.Range(func(any, any) bool { n++; return true })
-	return n
-}
-
 // MaxFailed is how many escalations because of a caller's failed calls may be pending.
 const MaxFailed = maxFailed
 

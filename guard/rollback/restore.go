@@ -83,9 +83,6 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		}
 		switch found.Status {
 		case execution.Free, execution.Doubtful:
-			if j.answer != nil {
-				return j.restored(ctx, *j.answer)
-			}
 		case execution.RunningHere, execution.RunningElsewhere:
 			return j.result(ReasonTimeout), nil
 		default:

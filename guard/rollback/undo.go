@@ -12,12 +12,12 @@ import (
 	"net/http"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // Task is one checkpoint to undo, for one rollback. An interrupted undo goes on with the same
@@ -161,7 +161,6 @@ type UndoerOptions struct {
 // the other waits for the outcome.
 type Undoer struct {
 	o           UndoerOptions
-	unkept      sync.Map // of guard.Key to note: answers that the store has not taken
 	hash        func(rollback string, state []byte) [32]byte
 	noStateHash bool // asks for no state before and after a compensation; for tests that count requests
 }
@@ -241,9 +240,8 @@ type job struct {
 	scope     execution.Scope
 	key       execution.Key
 
-	doubt         bool  // an attempt may have had its effect
-	owed          bool  // one of an earlier rollback's may have, and the key is this one's own
-	answer        *note // that is known, and not recorded
+	doubt         bool // an attempt may have had its effect
+	owed          bool // one of an earlier rollback's may have, and the key is this one's own
 	attempts      int
 	status        int
 	before, after [32]byte
@@ -485,11 +483,11 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 		}
 		switch found.Status {
 		case execution.Doubtful:
-			j.doubt, j.attempts, j.status = true, max(j.attempts, 1), found.Record.Status
-			recorded, err := j.catchUp(ctx, found)
-			if err != nil || !recorded {
-				return found, err
+			if found.Record.State == execution.StateSending { // P1: its answer may be known, and is still to be recorded
+				return found, execution.ErrUnrecorded
 			}
+			j.doubt, j.attempts, j.status = true, max(j.attempts, 1), found.Record.Status
+			return found, nil
 		case execution.RunningHere, execution.RunningElsewhere:
 			if j.overdue() {
 				j.doubt, j.attempts = true, max(j.attempts, 1)
@@ -500,7 +498,6 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 			}
 		case execution.Free:
 			// Nothing was sent, or an operator knows that it was not applied.
-			j.unkept.Delete(j.key)
 			j.doubt = j.owed
 			if j.task.Forgotten && !j.owed {
 				j.doubt, err = j.unsettled(ctx)
@@ -510,7 +507,6 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 			}
 			return found, err
 		default:
-			j.unkept.Delete(j.key) // it was recorded, and only the answer to that was lost
 			return found, nil
 		}
 	}
@@ -521,27 +517,6 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 func (j *job) unsettled(ctx context.Context) (bool, error) {
 	said, err := j.o.Guard.Resolutions(ctx, j.key)
 	return len(said) == 0 || said[len(said)-1].Applied, err
-}
-
-// catchUp records an answer that came while the store was unavailable, before anything is sent
-// again. If it is still not recorded when the task is due, j.answer has it all the same.
-func (j *job) catchUp(ctx context.Context, found execution.Finding) (recorded bool, err error) {
-	kept, ok := j.unkept.Load(j.key)
-	if !ok {
-		return false, nil
-	}
-	n := kept.(note)
-	j.attempts, j.before = max(j.attempts, n.attempts), n.before
-	switch err = j.applied(ctx, found, n); {
-	case err == nil:
-		j.unkept.Delete(j.key)
-		return true, nil
-	case !j.overdue():
-		return false, err
-	}
-	j.unkept.Delete(j.key)
-	j.answer = &n
-	return false, nil
 }
 
 func (j *job) await(ctx context.Context) error {
@@ -583,7 +558,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 			// A key that was in doubt before stays so: that request was not the unsent one.
 			outcome.Verdict = execution.Released
 		}
-		return e.Settle(context.WithoutCancel(ctx), outcome)
+		return e.SettleWith(context.WithoutCancel(ctx), outcome, nothingElse{})
 	}
 	defer func() {
 		if !settled { // the sender has panicked
@@ -606,9 +581,6 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 	}
 	j.doubt = j.doubt || n.reading.doubtful()
 	if err := settle(); err != nil {
-		if n.reading.final() {
-			j.unkept.Store(j.key, n)
-		}
 		return n, err
 	}
 	if !n.reading.doubtful() && n.reading != pending { // else its server may still be at it
@@ -619,6 +591,13 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 	}
 	return n, nil
 }
+
+// nothingElse is in the commit of an undo's outcome. Where the store takes that only later, the guard holds it, and the
+// same task finds it then.
+type nothingElse struct{}
+
+func (nothingElse) Size() int64                          { return 0 }
+func (nothingElse) Again(context.Context) []*store.Batch { return nil }
 
 // send sends a request and reads its answer.
 func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) (note, execution.Cause) {
