@@ -300,11 +300,21 @@ func (c *Coordinator) retry(id, what string, do func(ctx context.Context) error)
 			return errShutdown
 		}
 		c.log.Warn("a rollback waits for the store or the ledger", "rollback", id, "what", what, "error", err)
-		select {
-		case <-time.After(pause):
-		case <-c.quit:
+		if !sleep(c.begins, pause) {
 			return errShutdown
 		}
+	}
+}
+
+// sleep pauses; it is false where ctx ends first.
+func sleep(ctx context.Context, pause time.Duration) bool {
+	timer := time.NewTimer(pause)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }
 
@@ -392,40 +402,27 @@ func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
 // Wait returns the rollback once it is finished. If ctx or the process ends first, it returns the
 // current state with ctx's error or ErrStopping.
 func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
-	for next := id; ; {
-		r, err := c.find(ctx, c.name(next))
+	for next := c.name(id); ; {
+		changed, cancel := c.o.Store.Watch(keyOf(kindHead, next))
+		r, err := c.adopt(ctx, next) // unless another gateway carries it out, this one does from now on
 		if err != nil {
+			cancel()
 			return nil, err
 		}
-		select {
-		case <-r.done.c:
-			if !r.now().Halted {
-				return c.Get(ctx, id)
-			}
-			next = r.now().Joined
-			continue
+		switch h := r.now(); {
+		case h.State == Finished:
+			cancel()
+			return c.Get(ctx, id)
+		case h.Halted:
+			next = c.name(h.Joined)
 		default:
-		}
-		if c.known(r.name) == nil { // from the store: nobody carries it out here, yet
-			if r, err = c.adopt(ctx, r.name); err != nil {
-				return nil, err
+			select {
+			case <-changed:
+			case <-ctx.Done():
+				err = ctx.Err()
+			case <-c.quit:
+				err = ErrStopping
 			}
-		}
-		over, cancel := (<-chan struct{})(r.done.c), func() {}
-		if c.known(r.name) != r { // another gateway does, or did
-			if over, cancel, err = c.under(ctx, r.name); err != nil {
-				return nil, err
-			}
-			if over == nil {
-				continue
-			}
-		}
-		select {
-		case <-over:
-		case <-ctx.Done():
-			err = ctx.Err()
-		case <-c.quit:
-			err = ErrStopping
 		}
 		cancel()
 		if err != nil {
@@ -437,12 +434,6 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 // under returns a channel that is closed when a rollback may have ended, or may be carried out by somebody else;
 // nil if it takes no more steps. cancel frees it.
 func (c *Coordinator) under(ctx context.Context, n name) (ended <-chan struct{}, cancel func(), err error) {
-	if r := c.known(n); r != nil || c.fleet == nil {
-		if r == nil || r.halted.is() {
-			return nil, func() {}, nil
-		}
-		return r.halted.c, func() {}, nil
-	}
 	ended, cancel = c.o.Store.Watch(keyOf(kindHead, n))
 	h, _, err := c.readHead(ctx, n)
 	if err == nil && h.open() {

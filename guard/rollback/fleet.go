@@ -110,9 +110,9 @@ func (f *gateways) takeFailure(ctx context.Context, row store.Row[failureRecord]
 	return true, nil
 }
 
-// follow keeps the head of a rollback that is carried out here as others change it, until it has ended.
-func (f *gateways) follow(r *run, ended <-chan struct{}) {
-	for {
+// follow keeps the head of a rollback that is carried out here as others change it, until ctx is done.
+func (f *gateways) follow(ctx context.Context, r *run) {
+	for ctx.Err() == nil {
 		changed, cancel := f.o.Store.Watch(keyOf(kindHead, r.name))
 		r.mu.Lock()
 		h, version, err := f.readHead(f.hard, r.name)
@@ -128,19 +128,9 @@ func (f *gateways) follow(r *run, ended <-chan struct{}) {
 		select {
 		case <-changed:
 		case <-again:
-		case <-ended:
-		case <-r.halted.c:
-		case <-f.quit:
+		case <-ctx.Done():
 		}
 		cancel()
-		select {
-		case <-ended:
-			return
-		default:
-		}
-		if r.halted.is() || f.ending() {
-			return
-		}
 	}
 }
 

@@ -181,10 +181,7 @@ func (c *Coordinator) handleFailure(key []byte) {
 		case !errors.Is(err, ErrUnknown): // else it waits for the end of a reservation
 			c.log.Warn("what becomes of an error waits for the store or the ledger", "error", err)
 		}
-		select {
-		case <-time.After(pause):
-		case <-c.quit:
-		}
+		sleep(c.begins, pause)
 		if pause == longPause && c.Waiting() > 0 {
 			c.takeUp(key)
 			return
@@ -202,10 +199,7 @@ func (c *Coordinator) putBehind(other string, key []byte) {
 	}
 	c.wg.Go(func() {
 		if _, err := c.Wait(c.hard, other); err != nil {
-			select {
-			case <-time.After(longPause):
-			case <-c.quit:
-			}
+			sleep(c.begins, longPause)
 		}
 		c.mu.Lock()
 		keys := c.behind[other]
@@ -259,8 +253,8 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 		}
 		if accepted := c.known(c.name(r.ID)); accepted != nil { // one that waits for people holds up no others
 			select {
-			case <-accepted.done.c:
-			case <-accepted.asks.c:
+			case <-accepted.done.Done():
+			case <-accepted.asks.Done():
 			case <-c.quit:
 			}
 		}

@@ -25,8 +25,7 @@ type run struct {
 	partOf     string
 	precedence Precedence // which does not change
 	informs    []hitl.Participant
-	roots      map[int]string // of places, their first attempts; nil where no ttl is over
-	then       []What         // what the plan says of each step after a wait
+	planned    []PlanStep // by place
 	index      map[string]int
 	launched   bool // guarded by Coordinator.mu
 
@@ -41,41 +40,76 @@ type run struct {
 	done    signal // it is finished, or has given way
 }
 
-// signal is a channel that is closed once.
+// signal is a context that ends when the signal is set.
 type signal struct {
-	once sync.Once
-	c    chan struct{}
+	context.Context
+	set context.CancelFunc
 }
 
-func newSignal() signal { return signal{c: make(chan struct{})} }
+func newSignal() (s signal) {
+	s.Context, s.set = context.WithCancel(context.Background())
+	return s
+}
 
-func (s *signal) set() { s.once.Do(func() { close(s.c) }) }
+func (s signal) is() bool { return s.Err() != nil }
 
-func (s *signal) is() bool {
-	select {
-	case <-s.c:
-		return true
-	default:
-		return false
+// until is ctx, which ends early with one of some signals, or when nothing new begins any more. stop frees it.
+func (c *Coordinator) until(ctx context.Context, signals ...signal) (_ context.Context, stop context.CancelFunc) {
+	ctx, cancel := context.WithCancel(ctx)
+	forget := []func() bool{context.AfterFunc(c.begins, cancel)}
+	for _, s := range signals {
+		forget = append(forget, context.AfterFunc(s, cancel))
+	}
+	return ctx, func() {
+		for _, f := range forget {
+			f()
+		}
+		cancel()
 	}
 }
 
 func newRun(n name, h *Rollback, version store.Version) *run {
 	r := &run{
 		id: h.ID, name: n, plan: h.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), informs: h.informs(),
-		steps: h.Plan.begin(), index: map[string]int{}, joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		steps: h.Plan.begin(), planned: h.Plan.list(), index: map[string]int{},
+		joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}
-	for _, level := range h.Plan.Levels {
-		var places []int
-		for _, s := range level {
-			places = append(places, len(r.then))
-			r.index[s.Checkpoint] = len(r.then)
-			r.then = append(r.then, s.Then)
-		}
-		r.levels = append(r.levels, places)
+	r.levels = make([][]int, len(h.Plan.Levels))
+	for i, step := range r.steps {
+		r.index[step.Checkpoint] = i
+		r.levels[step.Level] = append(r.levels[step.Level], i)
 	}
+	r.expiredLast()
 	r.applyHead()
 	return r
+}
+
+// expiredLast puts the steps of expired checkpoints behind all others: nothing is sent for them, and another attempt of
+// their call may be undone. Groups come behind what they contain.
+func (r *run) expiredLast() {
+	expired := func(i int) bool { return r.steps[i].What == Expired }
+	group := func(i int) bool { return r.steps[i].What == Gather }
+	if !slices.ContainsFunc(slices.Concat(r.levels...), expired) {
+		return
+	}
+	var last []int
+	var sent, groups [][]int
+	for _, level := range r.levels {
+		var in [2][]int
+		for _, i := range level {
+			switch {
+			case expired(i):
+				last = append(last, i)
+			case group(i):
+				in[1] = append(in[1], i)
+			default:
+				in[0] = append(in[0], i)
+			}
+		}
+		sent, groups = append(sent, in[0]), append(groups, in[1])
+	}
+	all := append(append(sent, last), groups...)
+	r.levels = slices.DeleteFunc(all, func(level []int) bool { return len(level) == 0 })
 }
 
 // setHead takes a head that was read, which comes without its plan, with mu held.
@@ -207,20 +241,13 @@ func (c *Coordinator) drive(r *run) {
 	if c.overdue(r) != nil {
 		return
 	}
-	ended := make(chan struct{})
-	defer close(ended)
-	c.wg.Go(func() {
-		c.watch(r, begins.Due, ended)
-	})
+	under, over := c.until(c.hard, r.halted)
+	defer over()
+	c.wg.Go(func() { c.watch(under, r, begins.Due) })
 	if c.fleet != nil {
-		c.wg.Go(func() {
-			c.fleet.follow(r, ended)
-		})
+		c.wg.Go(func() { c.fleet.follow(under, r) })
 	}
 	if c.waitBehind(r, begins.Behind) != nil {
-		return
-	}
-	if c.retry(r.id, "the attempts of its calls", func(ctx context.Context) error { return c.arrange(ctx, r) }) != nil {
 		return
 	}
 	if r.aborted() && !c.consent(r, wholePlan, slices.Concat(r.levels...)) {
@@ -277,7 +304,7 @@ func (c *Coordinator) waitBehind(r *run, behind []string) error {
 			joined := false
 			select {
 			case <-ended:
-			case <-r.joined.c:
+			case <-r.joined.Done():
 				joined = true
 			case <-c.quit:
 			}
@@ -383,9 +410,8 @@ func (c *Coordinator) consent(r *run, level int, places []int) bool {
 // asksFor are the steps because of which people are asked: those of severity critical that a level
 // is about to undo, or all that a part of the plan would undo.
 func (c *Coordinator) asksFor(ctx context.Context, r *run, level int, places []int) (asks []int, err error) {
-	planned := r.plan.list()
 	for _, i := range places {
-		s := &planned[i]
+		s := &r.planned[i]
 		undoes := s.What == Undo || s.Then == Undo
 		if !undoes || s.Obstacle != "" || r.plan.Unprepared[s.Checkpoint] != "" || level != wholePlan && !s.Review || r.step(i).State != StepPending {
 			continue
@@ -407,7 +433,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 	if err != nil {
 		return err
 	}
-	steps := r.plan.list()
+	steps := r.planned
 	first := &steps[asks[0]]
 	hash := r.plan.Hash()
 	o := hitl.Opening{
@@ -468,29 +494,20 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 // decision waits until people have decided, the time of the rollback is over, or a wider one takes
 // it over. A decision that nobody can make any more is a denial.
 func (c *Coordinator) decision(r *run, id string) (e hitl.Escalation, err error) {
-	ctx, stop := context.WithCancel(c.hard)
+	ctx, stop := c.until(c.hard, r.due, r.joined)
 	defer stop()
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		e, err = c.o.Escalations.Wait(ctx, id)
-	}()
-	select {
-	case <-ended:
-		if errors.Is(err, hitl.ErrNotFound) {
-			return hitl.Escalation{Status: hitl.Denied}, nil
-		}
-		return e, err
-	case <-r.due.c:
-	case <-r.joined.c:
-	case <-c.quit:
-		stop()
-		<-ended
+	e, err = c.o.Escalations.Wait(ctx, id)
+	switch {
+	case errors.Is(err, hitl.ErrNotFound):
+		return hitl.Escalation{Status: hitl.Denied}, nil
+	case err == nil:
+		return e, nil
+	case c.ending():
 		return e, errShutdown
+	case r.due.is() || r.joined.is():
+		return hitl.Escalation{Status: hitl.Pending}, nil
 	}
-	stop()
-	<-ended
-	return hitl.Escalation{Status: hitl.Pending}, nil
+	return e, err
 }
 
 // unchanged reports whether the plan of a rollback that has begun nothing is still the accepted one.
@@ -533,30 +550,14 @@ func (c *Coordinator) level(r *run, places []int) bool {
 	return !slices.ContainsFunc(places, func(i int) bool { return r.step(i).State != StepDone })
 }
 
-// watch waits for the deadline of a rollback.
-func (c *Coordinator) watch(r *run, due time.Time, ended <-chan struct{}) {
+// watch waits for the deadline of a rollback, until ctx is done.
+func (c *Coordinator) watch(ctx context.Context, r *run, due time.Time) {
 	for !r.due.is() {
 		pause := longPause
 		if now, err := c.now(c.hard); err == nil {
 			pause = max(due.Sub(now), time.Millisecond)
 		}
-		timer := time.NewTimer(pause)
-		select {
-		case <-timer.C:
-		case <-ended:
-		case <-r.halted.c:
-		case <-c.quit:
-		}
-		timer.Stop()
-		if r.halted.is() || c.ending() {
-			return
-		}
-		select {
-		case <-ended:
-			return
-		default:
-		}
-		if c.overdue(r) != nil {
+		if !sleep(ctx, pause) || c.overdue(r) != nil {
 			return
 		}
 	}
@@ -587,79 +588,32 @@ func (c *Coordinator) settleDown(r *run) error {
 }
 
 // lanes groups steps of one level that run one after the other: calls with the same target are
-// undone with the last change first, since each undo is compared with what its own call left. An
-// attempt whose ttl is over comes after the others of its call.
-func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) ([][]int, error) {
-	type change struct {
-		place int
-		made  time.Time
-	}
-	lanes := make([][]change, 0, len(places))
-	known := map[string]int{}
+// undone with the last change first, since each undo is compared with what its own call left.
+func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) (lanes [][]int, err error) {
+	made, known := map[int]time.Time{}, map[string]int{}
 	for _, i := range places {
-		step := r.step(i)
-		one := change{place: i}
-		var shared []string
-		if root := r.roots[i]; root != "" {
-			shared = append(shared, "attempts of "+root)
-		}
-		if len(places) > 1 && (step.What == Undo || step.What == Wait) {
-			name, made, err := c.o.Checkpoints.Target(ctx, step.Checkpoint)
+		lane := len(lanes)
+		if step := r.step(i); len(places) > 1 && (step.What == Undo || step.What == Wait) {
+			target, when, err := c.o.Checkpoints.Target(ctx, step.Checkpoint)
 			switch {
 			case errors.Is(err, checkpoint.ErrStore):
 				return nil, fmt.Errorf("%w: %w", ErrStore, err)
 			case err == nil:
-				one.made = made
-				shared = append(shared, "target "+name)
-			}
-		}
-		lane := -1
-		for _, name := range shared {
-			there, is := known[name]
-			switch {
-			case !is || there == lane:
-			case lane < 0:
-				lane = there
-			default: // it has something in common with both
-				lanes[lane] = append(lanes[lane], lanes[there]...)
-				lanes[there] = nil
-				for other, at := range known {
-					if at == there {
-						known[other] = lane
-					}
+				if there, is := known[target]; is {
+					lane = there
 				}
+				made[i], known[target] = when, lane
 			}
 		}
-		if lane < 0 {
-			lane = len(lanes)
+		if lane == len(lanes) {
 			lanes = append(lanes, nil)
 		}
-		lanes[lane] = append(lanes[lane], one)
-		for _, name := range shared {
-			known[name] = lane
-		}
+		lanes[lane] = append(lanes[lane], i)
 	}
-	ordered := make([][]int, 0, len(lanes))
 	for _, lane := range lanes {
-		slices.SortStableFunc(lane, func(a, b change) int {
-			switch last := r.lapses(a.place); {
-			case last == r.lapses(b.place):
-				return b.made.Compare(a.made)
-			case last: // another attempt may undo it
-				return 1
-			default:
-				return -1
-			}
-		})
-		var inOrder []int
-		for _, one := range lane {
-			inOrder = append(inOrder, one.place)
-		}
-		if len(inOrder) > 0 {
-			ordered = append(ordered, inOrder)
-		}
+		slices.SortStableFunc(lane, func(a, b int) int { return made[b].Compare(made[a]) })
 	}
-	return ordered, nil
+	return lanes, nil
 }
 
 const (

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -77,13 +76,13 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return escalated(string(ReasonTimeout)), nil
 		case r.plan.Unprepared[step.Checkpoint] != "" && step.State == StepPending:
 			e := escalated(r.plan.Unprepared[step.Checkpoint])
-			e.Unknown = r.plan.list()[i].Way == checkpoint.Delegate.String() && r.reached(i)
+			e.Unknown = r.planned[i].Way == checkpoint.Delegate.String() && r.reached(i)
 			return e, nil
-		case answer.Escalation != "" && step.State == StepPending && r.obstacle(i) == "":
+		case answer.Escalation != "" && step.State == StepPending && r.planned[i].Obstacle == "":
 			e := escalated(answer.Answer)
 			e.asked = answer.Escalation
 			return e, nil
-		case r.aborted() && step.State == StepPending && r.obstacle(i) == "":
+		case r.aborted() && step.State == StepPending && r.planned[i].Obstacle == "":
 			return escalated(reasonPolicy), nil
 		case damaged || tampered:
 			return failed(reasonTampered), nil
@@ -132,16 +131,13 @@ func (r *run) reached(i int) bool {
 	if r.aborted() || r.refusal().Escalation != "" {
 		return false
 	}
-	for _, s := range r.plan.list()[i+1:] {
+	for _, s := range r.planned[i+1:] {
 		if s.Way == checkpoint.Delegate.String() && r.plan.Unprepared[s.Checkpoint] == "" {
 			return true
 		}
 	}
 	return false
 }
-
-// obstacle is what the plan says is in the way of a step.
-func (r *run) obstacle(i int) string { return r.plan.list()[i].Obstacle }
 
 // irreversible is the end of the step of an irreversible call, with the known cause.
 func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
@@ -186,7 +182,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 
 // undo does the work of a step that was begun.
 func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (stepOutcome, error) {
-	what, then := r.step(i).What, r.then[i]
+	what, then := r.step(i).What, r.planned[i].Then
 	for {
 		recorded := Ran
 		switch what {
@@ -235,23 +231,17 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 // await waits for a call in flight. It reports whether that is over; if not, the rollback's time
 // is.
 func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (over bool, err error) {
-	ctx, stop := context.WithCancel(ctx)
+	ctx, stop := c.until(ctx, r.due)
 	defer stop()
-	ended := make(chan error, 1)
-	go func() { ended <- c.o.Guard.Await(ctx, key) }()
-	select {
-	case err = <-ended:
-		if err != nil {
-			return false, fmt.Errorf("%w: %w", ErrStore, err)
-		}
+	switch err = c.o.Guard.Await(ctx, key); {
+	case err == nil:
 		return true, nil
-	case <-r.due.c:
-	case <-c.quit:
-		err = errShutdown
+	case c.ending():
+		return false, errShutdown
+	case r.due.is():
+		return false, nil
 	}
-	stop()
-	<-ended
-	return false, err
+	return false, fmt.Errorf("%w: %w", ErrStore, err)
 }
 
 // send undoes a call that ran. A doubt of another rollback goes on under that one's key: only so
@@ -444,46 +434,6 @@ func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutco
 	return escalated(reasonExpired), nil
 }
 
-// lapses reports that nothing is sent for a step, since the ttl of its checkpoint is over.
-func (r *run) lapses(i int) bool {
-	what := r.step(i).What
-	return what == Expired || what == Wait && r.then[i] == Expired
-}
-
-// arrange moves expired steps behind those of other attempts of their calls, which may undo them.
-// The order of the others stays.
-func (c *Coordinator) arrange(ctx context.Context, r *run) error {
-	places := slices.Concat(r.levels...)
-	if !slices.ContainsFunc(places, r.lapses) {
-		return nil
-	}
-	roots, last := map[int]string{}, map[string]int{}
-	for _, i := range places {
-		step := r.step(i)
-		if step.What != Undo && step.What != Wait && step.What != Expired {
-			continue
-		}
-		root, err := c.o.Checkpoints.First(ctx, step.Checkpoint)
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		roots[i] = root
-		if !r.lapses(i) {
-			last[root] = max(last[root], step.Level)
-		}
-	}
-	levels := make([][]int, len(r.levels))
-	for _, i := range places {
-		level := r.step(i).Level
-		if r.lapses(i) {
-			level = max(level, last[roots[i]])
-		}
-		levels[level] = append(levels[level], i)
-	}
-	r.levels, r.roots = levels, roots
-	return nil
-}
-
 // busyAt waits until another rollback has left a checkpoint, then looks at the step again. The
 // other one may in turn wait for another step of this one.
 func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (stepOutcome, error) {
@@ -508,7 +458,7 @@ func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoin
 		case <-moved:
 			return stepOutcome{}, again
 		case <-ended:
-		case <-r.due.c:
+		case <-r.due.Done():
 			return escalated(string(ReasonTimeout)), nil
 		case <-c.quit:
 			return stepOutcome{}, errShutdown
