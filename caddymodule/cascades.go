@@ -17,6 +17,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -178,9 +179,8 @@ func (e *engine) readings(a *App) (all []cascade.Reading) {
 		metrics.Read(used)
 		all = append(all, cascade.Reading{Resource: "memory", Used: float64(used[0].Value.Uint64() - used[1].Value.Uint64()), Limit: float64(limit)})
 	}
-	if reporter, ok := e.opener.(StoreReporter); ok {
-		disk := reporter.ReportDisk(e.store)
-		all = append(all, cascade.Reading{Resource: "disk", Full: disk != nil && disk.Watermark != DiskEnough})
+	if r := e.report(); r != nil {
+		all = append(all, cascade.Reading{Resource: "disk", Full: r.Disk != nil && r.Disk.Takes != admin.TakesEverything})
 	}
 	counts := e.counts
 	return append(all, cascade.Reading{Resource: "store", Ops: counts.commits.Load(), Took: time.Duration(counts.commitTime.Load())})

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -51,10 +52,10 @@ func TestMemoryIsRead(t *testing.T) {
 // someDisk opens a memory store whose disk is what a test says.
 type someDisk struct {
 	storeModule
-	at atomic.Pointer[DiskReport]
+	at atomic.Pointer[admin.Disk]
 }
 
-func (d *someDisk) ReportDisk(store.Store) *DiskReport { return d.at.Load() }
+func (d *someDisk) ReportStore(store.Store) *StoreReport { return &StoreReport{Disk: d.at.Load()} }
 
 // C-3.4.1-e: the disk, and how long commits take, are read where the store is.
 func TestStoreSignals(t *testing.T) {
@@ -66,19 +67,19 @@ func TestStoreSignals(t *testing.T) {
 	}
 	x := new(cascade.Exhaustion)
 	for _, test := range []struct {
-		watermark Watermark
-		commits   time.Duration
-		full      bool
-	}{{DiskEnough, time.Millisecond, false}, {DiskLow, 600 * time.Millisecond, true}, {DiskEnough, time.Millisecond, false}} {
+		takes   string
+		commits time.Duration
+		full    bool
+	}{{admin.TakesEverything, time.Millisecond, false}, {admin.TakesOutcomes, 600 * time.Millisecond, true}, {admin.TakesEverything, time.Millisecond, false}} {
 		exhausts(x, app, "")
-		disk.at.Store(&DiskReport{Watermark: test.watermark})
+		disk.at.Store(&admin.Disk{Takes: test.takes})
 		app.held.counts.commits.Add(1000)
 		app.held.counts.commitTime.Add(int64(1000 * test.commits))
 		x.Update(app.held.readings(app))
 		for _, name := range []string{"disk", "store"} {
 			full := slices.ContainsFunc(x.Exhausted(), func(s cascade.Resource) bool { return s.Name == name })
 			if full != test.full {
-				t.Errorf("watermark %d and commits of %s: %s is %v", test.watermark, test.commits, name, full)
+				t.Errorf("watermark %s and commits of %s: %s is %v", test.takes, test.commits, name, full)
 			}
 		}
 	}

@@ -34,7 +34,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
-	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
 
 func init() {
@@ -829,66 +828,18 @@ func (b storeView) SetCircuitMode(ctx context.Context, key breaker.Key, mode bre
 	return true, b.e.breakers.Keep(ctx, key, false) // not every mode changes the state, which would store it
 }
 
-// counting is a store with statistics.
-type counting interface{ Stats() badger.Stats }
-
 func (b storeView) Report() *admin.Report {
-	reporter, reports := b.e.opener.(StoreReporter)
-	if st, ok := b.e.store.(counting); ok {
-		s := st.Stats()
-		r := &admin.Report{
-			Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
-			Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
-			Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
-		}
-		if s.Commits > 0 {
-			r.RecordsPerSync = float64(s.Batches) / float64(s.Commits)
-		}
-		if !reports {
-			return r
-		}
-		r.Size = reporter.ReportStore(b.e.store).Bytes
-		if disk := reporter.ReportDisk(b.e.store); disk != nil {
-			r.Disk = &admin.Disk{Free: disk.Free, MinFree: s.MinFree, Takes: takes(disk.Watermark)}
-		}
-		return r
-	}
-	if !reports {
+	r := b.e.report()
+	if r == nil {
 		return nil
 	}
-	report := reporter.ReportStore(b.e.store)
-	d := report.Database
-	if d == nil {
-		return nil
-	}
-	r := &admin.Report{
-		Commits: b.e.counts.commits.Load(), Batches: b.e.counts.batches.Load(), Size: report.Bytes,
-		Database: &admin.Database{
-			LeaseLeft: d.LeaseLeft.Seconds(), Connections: d.Connections, Waits: d.Waits, Waited: d.Waited.Seconds(),
-			Known: d.Asked, Living: d.Living, Dead: d.Dead, Vacuumed: d.Vacuumed.UTC(), OldestTransaction: d.OldestTransaction.Seconds(),
-			Standbys: d.Standbys,
-		},
-	}
-	if d.Lag >= 0 {
-		lag := d.Lag.Seconds()
-		r.Database.Lag = &lag
+	if r.Database != nil {
+		r.Commits, r.Batches = b.e.counts.commits.Load(), b.e.counts.batches.Load()
 	}
 	if r.Commits > 0 {
 		r.RecordsPerSync = float64(r.Batches) / float64(r.Commits)
 	}
 	return r
-}
-
-// takes translates a watermark into a word of the admin API.
-func takes(w Watermark) string {
-	switch w {
-	case DiskEnough:
-		return admin.TakesEverything
-	case DiskLow:
-		return admin.TakesOutcomes
-	default:
-		return admin.TakesNothing
-	}
 }
 
 var (

@@ -473,13 +473,17 @@ func (e *engine) snapshot() *storeSnapshot {
 	e.watch.mu.Lock()
 	now.Escalations, now.Waiting, now.Unconfirmed = e.watch.escalations, e.watch.waiting, e.watch.unconfirmed
 	e.watch.mu.Unlock()
-	if reporter, ok := e.opener.(StoreReporter); ok {
-		report := reporter.ReportStore(e.store)
-		now.Report, now.Disk = &report, reporter.ReportDisk(e.store)
-	}
-	now.Ledger, now.Circuits, now.Rollbacks = e.ledger.head(), e.circuits.Status(), e.rollbackReport()
+	now.Report, now.Ledger, now.Circuits, now.Rollbacks = e.report(), e.ledger.head(), e.circuits.Status(), e.rollbackReport()
 	now.Cascades, now.Nodes = e.cascadeReport(), e.nodes.last.Load()
 	return now
+}
+
+// report describes the store; nil if its opener does not.
+func (e *engine) report() *StoreReport {
+	if reporter, ok := e.opener.(StoreReporter); ok {
+		return reporter.ReportStore(e.store)
+	}
+	return nil
 }
 
 func (e *engine) healthy() bool {
@@ -572,7 +576,7 @@ func (e *engine) startWatch(found execution.Recovery) {
 // storeState is the state whose changes are emitted as events.
 type storeState struct {
 	healthy   bool
-	watermark Watermark
+	watermark int // see admin.Disk.Watermark
 }
 
 // reportChanges emits the changes since was, and returns the new state.
@@ -581,20 +585,17 @@ func (e *engine) reportChanges(was storeState) storeState {
 	if was.healthy && !is.healthy {
 		e.emit(eventStoreUnhealthy, nil)
 	}
-	reporter, ok := e.opener.(StoreReporter)
-	if !ok {
-		return is
-	}
-	disk := reporter.ReportDisk(e.store)
-	if disk == nil {
+	report := e.report()
+	if report == nil || report.Disk == nil {
 		is.watermark = was.watermark
 		return is
 	}
-	is.watermark = disk.Watermark
+	disk := report.Disk
+	is.watermark = disk.Watermark()
 	switch {
 	case is.watermark > was.watermark:
-		e.emit(eventDiskLow, map[string]any{"free_bytes": disk.Free, "watermark": int(is.watermark)})
-	case is.watermark == DiskEnough && was.watermark != DiskEnough:
+		e.emit(eventDiskLow, map[string]any{"free_bytes": disk.Free, "watermark": is.watermark})
+	case is.watermark == 0 && was.watermark != 0:
 		e.emit(eventDiskRecovered, map[string]any{"free_bytes": disk.Free})
 	}
 	return is

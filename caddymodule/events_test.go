@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -163,18 +164,15 @@ type reported struct {
 
 // storeModule opens a memory store and reports what a test says.
 type storeModule struct {
-	disk *DiskReport
+	disk *admin.Disk
 }
 
 func (*storeModule) StorePath() (string, error) { return "", nil }
 func (*storeModule) OpenStore(*zap.Logger) (store.Store, error) {
 	return memory.New(memory.Options{}), nil
 }
-func (*storeModule) ReportStore(store.Store) StoreReport  { return StoreReport{} }
-func (m *storeModule) ReportDisk(store.Store) *DiskReport { return m.disk }
-func (m *storeModule) set(free uint64, watermark Watermark) {
-	m.disk = &DiskReport{Free: free, Watermark: watermark}
-}
+func (m *storeModule) ReportStore(store.Store) *StoreReport { return &StoreReport{Disk: m.disk} }
+func (m *storeModule) set(free uint64, takes string)        { m.disk = &admin.Disk{Free: free, Takes: takes} }
 
 func newReported(t *testing.T) *reported {
 	t.Helper()
@@ -194,13 +192,13 @@ func TestChangesOfTheStoreAreTold(t *testing.T) {
 		want string
 	}{
 		{func() {}, ""},
-		{func() { w.set(900, DiskEnough) }, ""},
-		{func() { w.set(90, DiskLow) }, eventDiskLow},
-		{func() { w.set(80, DiskLow) }, ""},
-		{func() { w.set(9, DiskFull) }, eventDiskLow},
+		{func() { w.set(900, admin.TakesEverything) }, ""},
+		{func() { w.set(90, admin.TakesOutcomes) }, eventDiskLow},
+		{func() { w.set(80, admin.TakesOutcomes) }, ""},
+		{func() { w.set(9, admin.TakesNothing) }, eventDiskLow},
 		{func() { w.disk = nil }, ""}, // not known for a moment
-		{func() { w.set(80, DiskLow) }, ""},
-		{func() { w.set(900, DiskEnough) }, eventDiskRecovered},
+		{func() { w.set(80, admin.TakesOutcomes) }, ""},
+		{func() { w.set(900, admin.TakesEverything) }, eventDiskRecovered},
 		{func() { _ = w.store.Close() }, eventStoreUnhealthy},
 		{func() {}, ""},
 	} {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -75,8 +76,6 @@ type storeSnapshot struct {
 	Doubts *doubtReport
 	// Report is nil without a StoreReporter.
 	Report *StoreReport
-	// Disk is nil if the store does not know it.
-	Disk *DiskReport
 	// Nodes is nil where one gateway has the store, and while the others are not known.
 	Nodes *nodeReport
 	// Ledger is nil if no configuration has an identity.
@@ -298,26 +297,26 @@ func (s sink) bulkhead(guard string, now bulkhead.Status) {
 }
 
 // database exposes the state of a store's database, if it has one.
-func (s sink) database(d *DatabaseReport) {
+func (s sink) database(d *admin.Database) {
 	if d == nil {
 		return
 	}
-	s.gauge(databaseLease, d.LeaseLeft.Seconds())
+	s.gauge(databaseLease, d.LeaseLeft)
 	s.count(nodesRemoved, d.Removed)
 	for state, n := range d.Connections {
 		s.gauge(databaseConnections, float64(n), state)
 	}
 	s.count(databaseWaits, d.Waits)
-	s.send(databaseWaited, prometheus.CounterValue, d.Waited.Seconds(), nil)
-	if !d.Asked {
+	s.send(databaseWaited, prometheus.CounterValue, d.Waited, nil)
+	if !d.Known {
 		return
 	}
 	s.gauge(databaseRows, float64(d.Living), "living")
 	s.gauge(databaseRows, float64(d.Dead), "dead")
-	s.gauge(databaseOldest, d.OldestTransaction.Seconds())
+	s.gauge(databaseOldest, d.OldestTransaction)
 	s.gauge(databaseStandbys, float64(d.Standbys))
-	if d.Lag >= 0 {
-		s.gauge(databaseLag, d.Lag.Seconds())
+	if d.Lag != nil {
+		s.gauge(databaseLag, *d.Lag)
 	}
 }
 
@@ -340,15 +339,15 @@ func (s sink) snapshot(now *storeSnapshot) {
 		s.gauge(inDoubtOldest, now.Doubts.OldestAge.Seconds())
 	}
 	if now.Report != nil {
-		for part, bytes := range now.Report.Bytes {
+		for part, bytes := range now.Report.Size {
 			s.gauge(storeBytes, float64(bytes), part)
 		}
 		s.count(storeRefused, now.Report.Refused)
 		s.database(now.Report.Database)
-	}
-	if disk := now.Disk; disk != nil {
-		s.gauge(storeFree, float64(disk.Free))
-		s.gauge(storeWatermark, float64(disk.Watermark))
+		if disk := now.Report.Disk; disk != nil {
+			s.gauge(storeFree, float64(disk.Free))
+			s.gauge(storeWatermark, float64(disk.Watermark()))
+		}
 	}
 	if n := now.Nodes; n != nil {
 		s.gauge(nodeInfo, 1, n.Name)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -21,14 +22,18 @@ import (
 
 // healthy is an open store of which everything is known.
 func healthy() *storeSnapshot {
+	lag := 0.25
 	return &storeSnapshot{
 		Opened: time.Unix(1_700_000_000, 0), Healthy: true,
 		Doubts: &doubtReport{N: 3, OldestAge: 90 * time.Second},
-		Report: &StoreReport{Bytes: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4, Database: &DatabaseReport{
-			LeaseLeft: 9 * time.Second, Removed: 6, Connections: map[string]int{"in_use": 3}, Waits: 2, Waited: 1500 * time.Millisecond,
-			Asked: true, Living: 8, Dead: 5, OldestTransaction: 4 * time.Second, Standbys: 1, Lag: 250 * time.Millisecond,
-		}},
-		Disk: &DiskReport{Free: 1 << 30, Watermark: DiskLow},
+		Report: &StoreReport{
+			Size: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4,
+			Database: &admin.Database{
+				LeaseLeft: 9, Removed: 6, Connections: map[string]int{"in_use": 3}, Waits: 2, Waited: 1.5,
+				Known: true, Living: 8, Dead: 5, OldestTransaction: 4, Standbys: 1, Lag: &lag,
+			},
+			Disk: &admin.Disk{Free: 1 << 30, Takes: admin.TakesOutcomes},
+		},
 		Escalations: []escalationReport{
 			{Level: "approval", State: "open", Status: "pending", N: 2}, {Level: "stop", State: "notified", Status: "approved"},
 		},
@@ -267,7 +272,7 @@ func TestSnapshots(t *testing.T) {
 			"agent_guard_nodes_seen_age_seconds{}": 2, "agent_guard_nodes_removed_total{}": 6,
 		}},
 		"a database that was not asked yet": {&storeSnapshot{
-			Opened: opened, Report: &StoreReport{Database: &DatabaseReport{LeaseLeft: -time.Second, Standbys: 1, Lag: -1}},
+			Opened: opened, Report: &StoreReport{Database: &admin.Database{LeaseLeft: -1, Standbys: 1}},
 		}, map[string]float64{
 			"agent_guard_store_healthy{}": 0, "agent_guard_body_memory_bytes{}": 0, "agent_guard_store_opened_timestamp_seconds{}": 1_700_000_000.5,
 			"agent_guard_store_refused_total{}": 0, "agent_guard_database_lease_seconds{}": -1, "agent_guard_nodes_removed_total{}": 0,

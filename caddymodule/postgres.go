@@ -12,6 +12,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
 )
@@ -166,32 +167,34 @@ func (p *PostgresStore) AdjustStore(st store.Store) {
 // ObserveStore implements ObservedOpener.
 func (p *PostgresStore) ObserveStore(o StoreObserver) { p.observer = o }
 
-// ReportStore implements StoreReporter.
-func (p *PostgresStore) ReportStore(st store.Store) StoreReport {
+// ReportStore implements StoreReporter. The database's disk is not known here.
+func (p *PostgresStore) ReportStore(st store.Store) *StoreReport {
 	s, ok := st.(postgres.Member)
 	if !ok {
-		return StoreReport{}
+		return nil
 	}
 	stats := s.Stats()
 	server, pool := &stats.Server, &stats.Pool
-	report := StoreReport{Database: &DatabaseReport{
-		LeaseLeft:   time.Until(stats.LeaseEnds),
+	d := &admin.Database{
+		LeaseLeft:   time.Until(stats.LeaseEnds).Seconds(),
 		Removed:     stats.Removed,
 		Connections: map[string]int{"in_use": pool.InUse, "idle": pool.Open - pool.InUse, "max": pool.Most},
-		Waits:       pool.Waits, Waited: pool.Waited,
-		Asked: !server.Asked.IsZero(), Living: server.Living, Dead: server.Dead, Vacuumed: server.Vacuumed,
-		OldestTransaction: server.OldestTransaction, Standbys: server.Standbys, Lag: server.Lag,
-	}}
-	if report.Database.Asked {
-		report.Bytes = map[string]uint64{
+		Waits:       pool.Waits, Waited: pool.Waited.Seconds(),
+		Known: !server.Asked.IsZero(), Living: server.Living, Dead: server.Dead, Vacuumed: server.Vacuumed.UTC(),
+		OldestTransaction: server.OldestTransaction.Seconds(), Standbys: server.Standbys,
+	}
+	if server.Lag >= 0 {
+		lag := server.Lag.Seconds()
+		d.Lag = &lag
+	}
+	report := &StoreReport{Database: d}
+	if d.Known {
+		report.Size = map[string]uint64{
 			"rows": uint64(server.Rows), "large": uint64(server.Large), "indexes": uint64(server.Indexes), "others": uint64(server.Others),
 		}
 	}
 	return report
 }
-
-// ReportDisk implements StoreReporter. The database's disk is not known here.
-func (p *PostgresStore) ReportDisk(store.Store) *DiskReport { return nil }
 
 var (
 	_ StoreOpener           = (*PostgresStore)(nil)

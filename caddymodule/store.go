@@ -13,6 +13,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -52,65 +53,13 @@ type ObservedOpener interface {
 
 // StoreReporter is an optional interface of a StoreOpener.
 type StoreReporter interface {
-	// ReportStore describes a store that OpenStore has returned. It is called at every scrape.
-	ReportStore(st store.Store) StoreReport
-	// ReportDisk describes the disk of such a store; nil if unknown. It is called every
-	// second and must not block.
-	ReportDisk(st store.Store) *DiskReport
+	// ReportStore describes a store that OpenStore has returned; nil if it is another one. It is called every second and
+	// must not block. Commits and batches of a database are counted by the gateway.
+	ReportStore(st store.Store) *StoreReport
 }
 
-// StoreReport describes a store.
-type StoreReport struct {
-	// Bytes is the store's size on disk, by part. The store chooses the names of its parts.
-	Bytes map[string]uint64
-	// Refused counts the commits that were refused for lack of disk space.
-	Refused uint64
-	// Database describes the server of a store in a database; nil for others.
-	Database *DatabaseReport
-}
-
-// DatabaseReport describes the database of a store, as far as its role may see.
-type DatabaseReport struct {
-	// LeaseLeft is how long the lease lasts unless it is renewed: negative once it has ended.
-	LeaseLeft time.Duration
-	// Removed counts the gateways that this one has removed, since they did not respond.
-	Removed uint64
-	// Connections are those for reading, by state: in_use, idle, and max, of how many there may be.
-	Connections map[string]int
-	// Waits counts the reads that waited for a connection, and Waited is how long they did.
-	Waits  uint64
-	Waited time.Duration
-	// Asked says that the server has been asked for what follows, within the last minutes.
-	Asked bool
-	// Living and Dead are rows: those that are kept, and those that are not vacuumed yet.
-	Living, Dead int64
-	// Vacuumed is when they were last vacuumed; zero if that is not known.
-	Vacuumed time.Time
-	// OldestTransaction is how long the oldest transaction in the database has been open.
-	OldestTransaction time.Duration
-	// Standbys is the number of connected standbys, and Lag how far the last of them is behind; negative if
-	// the role may not see it.
-	Standbys int
-	Lag      time.Duration
-}
-
-// DiskReport describes the disk of a store.
-type DiskReport struct {
-	// Free is the free space in bytes.
-	Free uint64
-	// Watermark is what the store still accepts.
-	Watermark Watermark
-}
-
-// Watermark is what a store still accepts, depending on its free disk space (P4).
-type Watermark uint8
-
-// The watermarks.
-const (
-	DiskEnough Watermark = iota // everything
-	DiskLow                     // outcomes of running executions, but no new ones
-	DiskFull                    // nothing
-)
+// StoreReport describes a store, also to operators.
+type StoreReport = admin.Report
 
 // BadgerStore keeps executions in an embedded Badger database: one directory, used by one process
 // at a time. Every commit is synced to disk before anything depends on it.
@@ -314,39 +263,27 @@ var (
 // ObserveStore implements ObservedOpener.
 func (b *BadgerStore) ObserveStore(o StoreObserver) { b.observer = o }
 
-// ReportStore implements StoreReporter.
-func (b *BadgerStore) ReportStore(st store.Store) StoreReport {
-	s, ok := st.(*badger.Store)
-	if !ok {
-		return StoreReport{}
-	}
-	stats := s.Stats()
-	return StoreReport{
-		Bytes: map[string]uint64{
-			"lsm": uint64(stats.Space.LSM), "bodies": uint64(stats.Space.Bodies), "log": uint64(stats.Space.Log),
-		},
-		Refused: stats.Full,
-	}
+var takes = map[badger.Room]string{
+	badger.RoomEnough: admin.TakesEverything, badger.RoomLow: admin.TakesOutcomes, badger.RoomNone: admin.TakesNothing,
 }
 
-// ReportDisk implements StoreReporter.
-func (b *BadgerStore) ReportDisk(st store.Store) *DiskReport {
-	s, ok := st.(*badger.Store)
+// ReportStore implements StoreReporter.
+func (b *BadgerStore) ReportStore(st store.Store) *StoreReport {
+	open, ok := st.(*badger.Store)
 	if !ok {
 		return nil
 	}
-	stats := s.Stats()
-	if !stats.FreeKnown {
-		return nil
+	s := open.Stats()
+	r := &StoreReport{
+		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
+		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
+		Size: map[string]uint64{"lsm": uint64(s.Space.LSM), "bodies": uint64(s.Space.Bodies), "log": uint64(s.Space.Log)},
+		Dead: s.Space.Dead, Reclaimed: s.ReclaimedBytes, MaxSize: s.MaxSize, Verifying: s.Verifying,
 	}
-	watermark := DiskEnough
-	switch stats.Room {
-	case badger.RoomLow:
-		watermark = DiskLow
-	case badger.RoomNone:
-		watermark = DiskFull
+	if s.FreeKnown {
+		r.Disk = &admin.Disk{Free: s.Free, MinFree: s.MinFree, Takes: takes[s.Room]}
 	}
-	return &DiskReport{Free: stats.Free, Watermark: watermark}
+	return r
 }
 
 var (

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -150,6 +151,8 @@ type Report struct {
 type Database struct {
 	// LeaseLeft is how many seconds the lease lasts unless it is renewed; negative once it has ended.
 	LeaseLeft float64 `json:"lease_left"`
+	// Removed counts the gateways that this one has removed, since they did not respond. Only metrics have it.
+	Removed uint64 `json:"-"`
 	// Connections are those for reading, by state: in_use, idle, and max, of how many there may be.
 	Connections map[string]int `json:"connections"`
 	// Waits is the number of reads that waited for a connection.
@@ -192,6 +195,11 @@ const (
 	// TakesNothing: running executions end in doubt.
 	TakesNothing = "nothing"
 )
+
+// Watermark is 0 where the store takes everything, 1 for outcomes, and 2 for nothing.
+func (d *Disk) Watermark() int {
+	return slices.Index([]string{TakesEverything, TakesOutcomes, TakesNothing}, d.Takes)
+}
 
 // Quota has the limits of one caller in a store, and of one workflow; zero is no limit.
 type Quota struct {
