@@ -266,9 +266,9 @@ func TestLedgerVerify(t *testing.T) {
 	st := memory.New(memory.Options{})
 	o.ledgerOver(st, 5)
 	head := o.ledger.Log.Head()
-	var report admin.LedgerReport
+	var report ledger.Report
 	r.get("ledger/verify", &report)
-	if report.Origin != origin || report.Size != 5 || report.Root != head.Root.String() || report.Entries != 5 || report.Pruned != 0 ||
+	if report.Origin != origin || report.Size != 5 || report.Root != head.Root || report.Entries != 5 || report.Pruned != 0 ||
 		report.Faults == nil || len(report.Faults) != 0 || report.Count != 0 {
 		t.Errorf("%+v", report)
 	}
@@ -285,7 +285,7 @@ func TestLedgerVerify(t *testing.T) {
 	if _, err := st.Commit(ctx, store.Write{Key: gone, Delete: true}); err != nil {
 		t.Fatal(err)
 	}
-	report = admin.LedgerReport{}
+	report = ledger.Report{}
 	r.get("ledger/verify", &report)
 	if report.Count == 0 || len(report.Faults) == 0 || report.Faults[0].Index == nil || *report.Faults[0].Index != 3 || report.Faults[0].What == "" {
 		t.Errorf("%+v", report)

@@ -22,7 +22,6 @@ import (
 	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/term"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -313,9 +312,9 @@ func describePruned(n int64, vouchers []ledger.Voucher) string {
 	return said
 }
 
-func describeCheck(r *admin.LedgerReport, now time.Time) string {
+func describeCheck(r *ledger.Report, now time.Time) string {
 	pairs := []any{
-		"log", r.Origin, "size", r.Size, "root", r.Root, "entries", r.Entries, "pruned", describePruned(r.Pruned, r.Vouchers),
+		"log", r.Origin, "size", r.Size, "root", r.Root.String(), "entries", r.Entries, "pruned", describePruned(r.Pruned, r.Vouchers),
 	}
 	if r.Count == 0 {
 		pairs = append(pairs, "faults", "none")
@@ -374,14 +373,8 @@ FILE is no export.`,
 
 // proved is the JSON form of a verified export.
 type proved struct {
-	Holds   bool   `json:"holds"`
-	Origin  string `json:"origin"`
-	Size    int64  `json:"size"`
-	Root    string `json:"root"`
-	Entries int64  `json:"entries"`
-	Pruned  int64  `json:"pruned"`
-	// Vouchers are the keys that vouched for what was pruned.
-	Vouchers []ledger.Voucher `json:"vouchers,omitempty"`
+	Holds bool `json:"holds"`
+	ledger.Contents
 	// Heads counts the kept heads that the log has grown out of.
 	Heads int `json:"heads"`
 	// Newest is when the last entry was recorded.
@@ -493,8 +486,7 @@ func (v *verifyFlags) one(cmd *cobra.Command, file string, p proof) (doc proved,
 	if err != nil {
 		return doc, verifyError(file, err)
 	}
-	doc.Holds, doc.Origin, doc.Size, doc.Root = true, found.Head.Origin, found.Head.Size, found.Head.Root.String()
-	doc.Entries, doc.Pruned, doc.Vouchers, doc.Heads = found.Entries, found.Pruned, found.Vouchers, len(known)
+	doc.Holds, doc.Contents, doc.Heads = true, found, len(known)
 	return doc, nil
 }
 
@@ -506,7 +498,7 @@ func (doc *proved) describe(now time.Time) string {
 	if doc.Signatures != nil {
 		tokens = doc.Signatures.describe()
 	}
-	return lines(now, 7, "log", doc.Origin, "size", doc.Size, "root", doc.Root, "entries", doc.Entries,
+	return lines(now, 7, "log", doc.Origin, "size", doc.Size, "root", doc.Root.String(), "entries", doc.Entries,
 		"pruned", describePruned(doc.Pruned, doc.Vouchers), "newest", doc.Newest, "heads", heads, "tokens", tokens)
 }
 

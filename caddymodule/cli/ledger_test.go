@@ -295,7 +295,7 @@ func TestLedgerRoundTrip(t *testing.T) {
 	}
 
 	doc := document[proved](t, b.evidenceArgs("verify", file, "--head", kept)...)
-	if !doc.Holds || doc.Origin != origin || doc.Size != 3 || doc.Root != head.Root.String() || doc.Entries != 3 || doc.Pruned != 0 || doc.Heads != 1 ||
+	if !doc.Holds || doc.Origin != origin || doc.Size != 3 || doc.Root != head.Root || doc.Entries != 3 || doc.Pruned != 0 || doc.Heads != 1 ||
 		doc.Newest.IsZero() || doc.Signatures != nil {
 		t.Errorf("%+v", doc)
 	}
@@ -528,10 +528,10 @@ func TestLedgerList(t *testing.T) {
 // What a server finds wrong is shown, and is a failure of the command.
 func TestLedgerCheckShowsFaults(t *testing.T) {
 	server := newAdminServer(t, func(*http.Request) any {
-		return `{"origin":"o","size":7,"root":"r","entries":6,"pruned":0,
+		return `{"origin":"o","size":7,"root":"cm9vdHJvb3Ryb290cm9vdHJvb3Ryb290cm9vdHJvb3Q=","entries":6,"pruned":0,
 			"faults":[{"index":3,"what":"missing"},{"what":"the head \u001b[2J"}],"count":5}`
 	})
-	want := "log      o\nsize     7\nroot     r\nentries  6\npruned   0\nfault    entry 3: missing\nfault    \"the head \\x1b[2J\"\nfault    and 3 more\n"
+	want := "log      o\nsize     7\nroot     cm9vdHJvb3Ryb290cm9vdHJvb3Ryb290cm9vdHJvb3Q=\nentries  6\npruned   0\nfault    entry 3: missing\nfault    \"the head \\x1b[2J\"\nfault    and 3 more\n"
 	out, _, err := server.run(t, "ledger", "check")
 	if err == nil || err.Error() != "the ledger is not as it was written: 5 faults" || out != want {
 		t.Errorf("%v\n%s", err, out)

@@ -166,14 +166,15 @@ func line(w *bufio.Writer, kind string, value []byte) error {
 	return err
 }
 
-// Exported is the result of VerifyExport.
-type Exported struct {
-	// Head is the signed head of the export.
-	Head Head
+// Contents are what a log, or an export of it, was found to have. Their JSON is an API.
+type Contents struct {
+	// Head is the signed head.
+	Head
 	// Entries and Pruned count the entries with and without their content.
-	Entries, Pruned int64
+	Entries int64 `json:"entries"`
+	Pruned  int64 `json:"pruned"` // see Entries
 	// Vouchers are the keys that signed the notes of pruned entries.
-	Vouchers []Voucher
+	Vouchers []Voucher `json:"vouchers,omitempty"`
 }
 
 // maxLine is the longest line of an export: a leaf in base64, or a head.
@@ -185,53 +186,53 @@ const maxLine = (maxLeaf+2)/3*4 + 16
 // entries without content. visit, if not nil, gets the others in order, with their tokens as
 // payload; an entry that keeps its Header has no signature. They are proved only when VerifyExport has returned without an error. The error is ErrProof, or that of from or
 // visit.
-func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Exported, error) {
+func VerifyExport(from io.Reader, origin string, keys note.Verifiers, visit func(Entry) error, known ...Head) (Contents, error) {
 	r := exportReader{r: bufio.NewReaderSize(from, maxLine)}
 	title, err := r.line()
 	if err != nil {
-		return Exported{}, err
+		return Contents{}, err
 	}
 	if string(title) != exportTitle {
-		return Exported{}, fmt.Errorf("%w: not an export, or one of another version", ErrProof)
+		return Contents{}, fmt.Errorf("%w: not an export, or one of another version", ErrProof)
 	}
 	kind, value, err := r.next()
 	if err != nil {
-		return Exported{}, err
+		return Contents{}, err
 	}
 	if kind != exportHead {
-		return Exported{}, fmt.Errorf("%w: no head", ErrProof)
+		return Contents{}, fmt.Errorf("%w: no head", ErrProof)
 	}
-	var x Exported
+	var x Contents
 	if x.Head, err = ParseHead(value, origin, keys); err != nil {
-		return Exported{}, err
+		return Contents{}, err
 	}
 	t := exportVerifier{x: &x, visit: visit, origin: origin, keys: keys}
 	tree := &t.tree
 	for {
 		for i := range known {
 			if known[i].Size == tree.size && known[i].Root != tree.root() {
-				return Exported{}, fmt.Errorf("%w: the first %d entries are not those of the known head of that size", ErrProof, tree.size)
+				return Contents{}, fmt.Errorf("%w: the first %d entries are not those of the known head of that size", ErrProof, tree.size)
 			}
 		}
 		kind, value, err := r.next()
 		if err != nil {
-			return Exported{}, err
+			return Contents{}, err
 		}
 		if kind == exportEnd {
 			if t.signature != nil {
-				return Exported{}, fmt.Errorf("%w: a signature without an entry", ErrProof)
+				return Contents{}, fmt.Errorf("%w: a signature without an entry", ErrProof)
 			}
 			return x, r.end(tree, x.Head, value, known)
 		}
 		if err := t.take(kind, value); err != nil {
-			return Exported{}, err
+			return Contents{}, err
 		}
 	}
 }
 
 // exportVerifier adds the lines of an export to the tree.
 type exportVerifier struct {
-	x      *Exported
+	x      *Contents
 	tree   merkleState
 	visit  func(Entry) error
 	origin string

@@ -201,17 +201,25 @@ func filled(t testing.TB, all []store.Entry) *memory.Store {
 
 func faultsNaming(r *Report, index int64) bool {
 	for _, f := range r.Faults {
-		if f.Index == index {
+		if indexOf(f) == index {
 			return true
 		}
 	}
 	return false
 }
 
+// indexOf is the entry of a fault, -1 for none.
+func indexOf(f Fault) int64 {
+	if f.Index == nil {
+		return -1
+	}
+	return *f.Index
+}
+
 func allFaults(r *Report) string {
 	var b strings.Builder
 	for _, f := range r.Faults {
-		fmt.Fprintf(&b, "\n\tentry %d: %s", f.Index, f.What)
+		fmt.Fprintf(&b, "\n\tentry %d: %s", indexOf(f), f.What)
 	}
 	return b.String()
 }

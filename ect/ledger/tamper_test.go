@@ -240,7 +240,7 @@ func TestTamperWhole(t *testing.T) {
 			}
 			r := must(verifyStored(t, o))(t)
 			found := slices.ContainsFunc(r.Faults, func(f Fault) bool {
-				return f.Index == c.index && strings.Contains(f.What, c.what)
+				return indexOf(f) == c.index && strings.Contains(f.What, c.what)
 			})
 			if !found {
 				t.Errorf("entry %d is not said to be %q:%s", c.index, c.what, allFaults(&r))

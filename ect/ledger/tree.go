@@ -378,13 +378,13 @@ const MaxHead = 16 << 10
 // Head is the signed head of a log: its size and root (RFC 6962, section 3.5, as a note).
 type Head struct {
 	// Origin names the log.
-	Origin string
+	Origin string `json:"origin"`
 	// Size is the number of entries.
-	Size int64
+	Size int64 `json:"size"`
 	// Root is the hash of the tree of that size.
-	Root tlog.Hash
+	Root tlog.Hash `json:"root"`
 	// Note is the signed note over the three.
-	Note []byte
+	Note []byte `json:"-"`
 }
 
 // headText is a head without its signature: three lines, as in the checkpoints of other

@@ -14,10 +14,10 @@ import (
 
 // Fault is one alteration that Verify found.
 type Fault struct {
-	// Index is the altered entry, or the first of several; -1 if the fault is of no entry.
-	Index int64
+	// Index is the altered entry, or the first of several; nil if the fault is of no entry.
+	Index *int64 `json:"index,omitempty"`
 	// What describes the fault.
-	What string
+	What string `json:"what"`
 }
 
 // maxFaults is the largest number of faults of one report.
@@ -25,15 +25,10 @@ const maxFaults = 1000
 
 // Report is the result of Verify.
 type Report struct {
-	// Head is the signed head in the store.
-	Head Head
-	// Entries and Pruned count the entries with content, and the pruned ones.
-	Entries, Pruned int64
-	// Vouchers are the keys that signed the notes of pruned entries.
-	Vouchers []Voucher
+	Contents
 	// Faults are the first 1,000 alterations; Count is the total number.
-	Faults []Fault
-	Count  int
+	Faults []Fault `json:"faults"`
+	Count  int     `json:"count"`
 }
 
 // verifier walks through a log once.
@@ -49,7 +44,7 @@ type verifier struct {
 }
 
 func (s *logStore) verify(ctx context.Context, known []Head) (Report, error) {
-	v := &verifier{logStore: s, ctx: ctx, known: known}
+	v := &verifier{logStore: s, ctx: ctx, known: known, report: Report{Faults: []Fault{}}}
 	steps := []func() error{v.head, v.entriesAndTiles, v.upperTiles, v.end, v.locations, v.workflows, v.signatures}
 	for _, step := range steps {
 		if err := step(); err != nil {
@@ -59,10 +54,15 @@ func (s *logStore) verify(ctx context.Context, known []Head) (Report, error) {
 	return v.report, nil
 }
 
+// fault adds one of an entry, or with a negative index of none.
 func (v *verifier) fault(index int64, format string, args ...any) {
 	v.report.Count++
 	if len(v.report.Faults) < maxFaults {
-		v.report.Faults = append(v.report.Faults, Fault{index, fmt.Sprintf(format, args...)})
+		f := Fault{What: fmt.Sprintf(format, args...)}
+		if index >= 0 {
+			f.Index = &index
+		}
+		v.report.Faults = append(v.report.Faults, f)
 	}
 }
 
