@@ -5,41 +5,42 @@ import (
 	"time"
 )
 
-// Status is the state of a breaker for the circuits endpoint (cascade 3.2.3).
+// Status is the state of a breaker for the circuits endpoint (cascade 3.2.3). Its JSON is an API; durations are not in
+// it, nor what only the gateway needs.
 type Status struct {
-	Key        Key
-	State      State
-	Mode       Mode
-	Generation uint64
-	Since      time.Time // of State
+	Key        Key       `json:"-"`
+	State      State     `json:"state"`
+	Mode       Mode      `json:"mode"`
+	Generation uint64    `json:"generation"`     // counts the changes of State
+	Since      time.Time `json:"since,omitzero"` // of State
 
 	// ErrorRate is that of the window, 0 to 1, with calls that hang as failures. Outside of CLOSED
 	// it and the counts are those that opened the breaker.
-	ErrorRate   float64
-	Window      time.Duration
-	MinVolume   int
-	Threshold   float64
-	Calls       int // ended in the window
-	Failures    int // among the calls
-	Slow        int // among the calls
-	RateLimited int // beside the calls
-	Overdue     int // hanging past their patience, beside the calls
+	ErrorRate   float64       `json:"error_rate"`
+	Window      time.Duration `json:"-"`
+	MinVolume   int           `json:"min_volume"`   // calls from which the rate counts
+	Threshold   float64       `json:"threshold"`    // rate above which the breaker opens, 0 to 1
+	Calls       int           `json:"calls"`        // ended in the window
+	Failures    int           `json:"failures"`     // among the calls
+	Slow        int           `json:"slow"`         // among the calls
+	RateLimited int           `json:"rate_limited"` // beside the calls
+	Overdue     int           `json:"overdue"`      // hanging past their patience, beside the calls
 
-	Cooldown          time.Duration // the present or the last one
-	CooldownRemaining time.Duration // 0 outside of OPEN, and if forced open
-	NextProbe         time.Time     // end of the cooldown; zero outside of OPEN, and if forced open
-	Probing           bool          // a probe is under way
-	FailedProbes      int           // in a row
+	Cooldown          time.Duration `json:"-"`                   // the present or the last one
+	CooldownRemaining time.Duration `json:"-"`                   // 0 outside of OPEN, and if forced open
+	NextProbe         time.Time     `json:"next_probe,omitzero"` // end of the cooldown; zero outside of OPEN, and if forced open
+	Probing           bool          `json:"probing"`             // a probe is under way
+	FailedProbes      int           `json:"failed_probes"`       // in a row
 
-	Reason    Reason // of the last transition; empty in CLOSED
-	Cause     string // of the newest failure, as it came with its outcome
-	Evidence  string // of the newest failure
-	Reference string // that of Keep
+	Reason    Reason `json:"reason,omitempty"`     // of the last transition; empty in CLOSED
+	Cause     string `json:"last_cause,omitempty"` // of the newest failure, as it came with its outcome
+	Evidence  string `json:"-"`                    // of the newest failure
+	Reference string `json:"open_ect,omitempty"`   // that of Keep
 	// Openings is how many times it opened since the process began.
-	Openings uint64
+	Openings uint64 `json:"-"`
 	// Rejected is how many calls were refused, or would have been without mode Observe, since the
 	// process began.
-	Rejected uint64
+	Rejected uint64 `json:"rejected"`
 }
 
 // Status returns the present status.

@@ -526,7 +526,7 @@ func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Reques
 	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
 	all, err := e.describeCircuits(ctx, policy, scope == proxy.ScopeFleet)
 	for i := range all {
-		if c := &all[i]; may(c) && (only == "" || strings.EqualFold(only, c.State)) {
+		if c := &all[i]; may(c) && (only == "" || strings.EqualFold(only, c.State.String())) {
 			c.SetView(view)
 			doc.Circuits = append(doc.Circuits, *c)
 		}

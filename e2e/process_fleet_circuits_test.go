@@ -45,7 +45,7 @@ func TestProcessFleetCircuits(t *testing.T) {
 		t.Helper()
 		for _, c := range procDocument[proxy.Document](t, at.operate(t, "circuits", "list", "--fleet", "-o", "json").says(t)).Circuits {
 			if c.Upstream == u.addr {
-				all[map[string]int{"one": 0, "two": 1}[c.Node]] = c.State
+				all[map[string]int{"one": 0, "two": 1}[c.Node]] = c.State.String()
 			}
 		}
 		return all

@@ -117,7 +117,7 @@ func (o *opened) Rollbacks() admin.Rollbacks { return o.rollback }
 
 func (o *opened) Circuits(_ context.Context, fleet bool) ([]proxy.Circuit, error) {
 	if fleet {
-		return append(slices.Clone(o.circuits), proxy.Circuit{Upstream: "a:1", State: "open", Mode: "auto", Node: "other", Age: 7}), nil
+		return append(slices.Clone(o.circuits), proxy.Circuit{Upstream: "a:1", Status: breaker.Status{State: breaker.Open}, Node: "other", Age: 7}), nil
 	}
 	return o.circuits, nil
 }
@@ -138,7 +138,7 @@ func (o *opened) Cascade(id string) *api.Cascade {
 func (o *opened) SetCircuitMode(_ context.Context, key breaker.Key, mode breaker.Mode) (bool, error) {
 	for i := range o.circuits {
 		if c := &o.circuits[i]; c.Upstream == key.Upstream && c.Class == key.Class {
-			c.Mode = mode.String()
+			c.Mode = mode
 			return true, o.unkept
 		}
 	}

@@ -13,6 +13,7 @@ import (
 	"net/textproto"
 	"net/url"
 	"os"
+	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -208,13 +209,19 @@ func golden(t *testing.T, file, text string) {
 	}
 	got, lines := strings.Split(text, "\n"), strings.Split(string(want), "\n")
 	for i := range min(len(got), len(lines)) {
-		if got[i] != lines[i] {
+		if !same(got[i], lines[i]) {
 			t.Fatalf("%s, line %d:\n%s\nwant:\n%s", file, i+1, got[i], lines[i])
 		}
 	}
 	if len(got) != len(lines) {
 		t.Errorf("%s: %d lines, want %d", file, len(got), len(lines))
 	}
+}
+
+// same reports whether two lines are equal. The order of the members of an object is no part of the API.
+func same(a, b string) bool {
+	var x, y any
+	return a == b || json.Unmarshal([]byte(a), &x) == nil && json.Unmarshal([]byte(b), &y) == nil && reflect.DeepEqual(x, y)
 }
 
 // decide resolves key, which must be possible.

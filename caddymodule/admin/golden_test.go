@@ -13,6 +13,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
@@ -164,7 +165,7 @@ func TestGoldenAnswers(t *testing.T) {
 	for _, body := range []string{"", `{"stolen": true}`, `{"stollen": true}`, `{} {}`} {
 		g.ask("POST", "identity/rotate", body)
 	}
-	o.circuits = []proxy.Circuit{{Upstream: "a:1", State: "closed", Mode: "auto"}, {Upstream: "b:1", Class: "write", State: "open", Mode: "auto"}}
+	o.circuits = []proxy.Circuit{{Upstream: "a:1"}, {Upstream: "b:1", Class: "write", Status: breaker.Status{State: breaker.Open}}}
 	g.ask("GET", "circuits", "")
 	g.ask("GET", "circuits?scope=fleet", "")
 	g.ask("GET", "circuits?scope=all", "")

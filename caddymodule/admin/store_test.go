@@ -19,6 +19,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"golang.org/x/mod/sumdb/note"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
@@ -35,12 +36,12 @@ func TestCircuits(t *testing.T) {
 	if r.get("circuits", &got); got.Circuits != nil {
 		t.Errorf("%+v", got)
 	}
-	o.circuits = []proxy.Circuit{{Upstream: "a:1", State: "closed", Mode: "auto"}, {Upstream: "b:1", Class: "write", State: "open", Mode: "auto"}}
+	o.circuits = []proxy.Circuit{{Upstream: "a:1"}, {Upstream: "b:1", Class: "write", Status: breaker.Status{State: breaker.Open}}}
 	if r.get("circuits", &got); !slices.Equal(got.Circuits, o.circuits) {
 		t.Errorf("%+v", got)
 	}
 	w, refused := r.ask("POST", "circuits/mode", `{"upstream": "b:1", "class": "write", "mode": "forced_open"}`)
-	if refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &got) != nil || got.Circuits[1].Mode != "forced_open" || got.Circuits[0].Mode != "auto" {
+	if refused.HTTPStatus != 0 || json.Unmarshal(w.Body.Bytes(), &got) != nil || got.Circuits[1].Mode != breaker.ForcedOpen || got.Circuits[0].Mode != breaker.Auto {
 		t.Errorf("%v %s", refused, w.Body)
 	}
 }
@@ -48,7 +49,7 @@ func TestCircuits(t *testing.T) {
 // Section "Admin API": what is not understood sets no mode.
 func TestCircuitRefusals(t *testing.T) {
 	r, o := newRig(t)
-	o.circuits = []proxy.Circuit{{Upstream: "a:1", Mode: "auto"}}
+	o.circuits = []proxy.Circuit{{Upstream: "a:1"}}
 	for body, want := range map[string]string{
 		``:                                    "the request is no",
 		`[]`:                                  "the request is no",
@@ -63,7 +64,7 @@ func TestCircuitRefusals(t *testing.T) {
 	r.refuses("POST", "circuits/mode", `{"upstream": "c:1", "mode": "observe"}`, http.StatusNotFound, `the upstream "c:1" has no circuit breaker: one`)
 	r.refuses("POST", "circuits/mode", `{"upstream": "c:1", "class": "read", "mode": "observe"}`, http.StatusNotFound, `no circuit breaker of the class "read": one`)
 	r.refuses("GET", "circuits?twice=1", "", http.StatusBadRequest, `"twice" is no parameter`)
-	if o.circuits[0].Mode != "auto" {
+	if o.circuits[0].Mode != breaker.Auto {
 		t.Errorf("%+v", o.circuits)
 	}
 	o.unkept = errors.New("the disk is full")

@@ -393,7 +393,7 @@ func describeCircuits(doc *proxy.Document, now time.Time) string {
 		row := []any{
 			"UPSTREAM", c.Upstream, "CLASS", c.Class, "STATE", c.State, "MODE", c.Mode,
 			"ERRORS", strconv.FormatFloat(math.Round(1000*c.ErrorRate)/10, 'f', -1, 64) + "%", "CALLS", c.Calls,
-			"NEXT PROBE", c.NextProbe, "CAUSE", c.LastCause,
+			"NEXT PROBE", c.NextProbe, "CAUSE", c.Cause,
 		}
 		if fleet {
 			stored := time.Time{}

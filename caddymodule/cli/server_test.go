@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -18,9 +19,11 @@ import (
 func someCircuits() *proxy.Document {
 	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
 	return &proxy.Document{Circuits: []proxy.Circuit{
-		{Upstream: "10.0.0.7:9001", State: "open", Mode: "auto", ErrorRate: 2.0 / 54, Calls: 54, NextProbe: at.Add(30 * time.Second), LastCause: "status 503"},
-		{Upstream: "10.0.0.8:9001", Class: "write", State: "closed", Mode: "observe", Calls: 3},
-		{Upstream: "evil\x1b[2J:1", State: "half_open", Mode: "auto", LastCause: "\x1b[2J"},
+		{Upstream: "10.0.0.7:9001", Status: breaker.Status{
+			State: breaker.Open, ErrorRate: 2.0 / 54, Calls: 54, NextProbe: at.Add(30 * time.Second), Cause: "status 503",
+		}},
+		{Upstream: "10.0.0.8:9001", Class: "write", Status: breaker.Status{Mode: breaker.Observe, Calls: 3}},
+		{Upstream: "evil\x1b[2J:1", Status: breaker.Status{State: breaker.HalfOpen, Cause: "\x1b[2J"}},
 	}}
 }
 

@@ -479,15 +479,15 @@ type Document struct {
 	Circuits []Circuit `json:"circuits"`
 }
 
-// Circuit describes one breaker.
+// Circuit describes one breaker to callers and operators.
 type Circuit struct {
 	// Downstream is the configured identity of the upstream, or its address.
 	Downstream string `json:"downstream_agent"`
-	// State is closed, open or half_open.
-	State string `json:"state"`
-	// ErrorRate is the share of failures in the window, 0 to 1; of an open breaker, that at
-	// its opening.
-	ErrorRate float64 `json:"error_rate"`
+	// Upstream is the upstream's address.
+	Upstream string `json:"upstream"`
+	// Class is undo for servers that the gateway itself calls (UndoClass).
+	Class string `json:"class,omitempty"`
+	breaker.Status
 	// Window is the length of the window, in seconds.
 	Window float64 `json:"window_s"`
 	// LastFailure is the id of the error token of the last failure, if there is one.
@@ -495,47 +495,8 @@ type Circuit struct {
 	// CooldownRemaining is the time in seconds until a probe may be let through, rounded up
 	// so that it never reaches 0 too early.
 	CooldownRemaining int64 `json:"cooldown_remaining_s"`
-
-	// Upstream is the upstream's address.
-	Upstream string `json:"upstream"`
-	// Class is undo for servers that the gateway itself calls (UndoClass).
-	Class string `json:"class,omitempty"`
-	// Mode is auto, observe, forced_open or forced_closed.
-	Mode string `json:"mode"`
-	// Generation counts the changes of state.
-	Generation uint64 `json:"generation"`
-	// Since is when the current state began.
-	Since time.Time `json:"since,omitzero"`
-	// MinVolume is the number of calls from which the rate counts.
-	MinVolume int `json:"min_volume"`
-	// Threshold is the rate above which the breaker opens, 0 to 1.
-	Threshold float64 `json:"threshold"`
-	// Calls is the number of calls in the window that count.
-	Calls int `json:"calls"`
-	// Failures is the number of failed ones among them.
-	Failures int `json:"failures"`
-	// Slow is the number of those whose answer began too late.
-	Slow int `json:"slow"`
-	// RateLimited is the number of answers with 429 in the window, which the rate ignores.
-	RateLimited int `json:"rate_limited"`
-	// Overdue is the number of calls that currently hang.
-	Overdue int `json:"overdue"`
 	// Cooldown is the current cooldown, in seconds.
 	Cooldown float64 `json:"cooldown_s"`
-	// NextProbe is when a probe may be let through.
-	NextProbe time.Time `json:"next_probe,omitzero"`
-	// Probing says that a probe is running.
-	Probing bool `json:"probing"`
-	// FailedProbes is the number of failed probes in a row.
-	FailedProbes int `json:"failed_probes"`
-	// Reason is why it opened, in a word.
-	Reason string `json:"reason,omitempty"`
-	// LastCause describes the last failure.
-	LastCause string `json:"last_cause,omitempty"`
-	// Opened is the id of the token of the opening, if there is one.
-	Opened string `json:"open_ect,omitempty"`
-	// Rejected is the number of calls refused since the process began.
-	Rejected uint64 `json:"rejected"`
 
 	// Node is whose breaker it is, if those of all nodes are asked for (`scope=fleet`). Of other
 	// nodes the counts are those of the opening, and the settings are not known.
@@ -586,17 +547,10 @@ type Policy struct {
 // Describe describes a breaker.
 func (m *Member) Describe(s *breaker.Status) Circuit {
 	c := Circuit{
-		Downstream: m.Downstream(s.Key.Upstream), State: s.State.String(), ErrorRate: s.ErrorRate, Window: s.Window.Seconds(),
-		CooldownRemaining: int64((s.CooldownRemaining + time.Second - 1) / time.Second), Upstream: s.Key.Upstream, Class: s.Key.Class, Mode: s.Mode.String(),
-		Generation: s.Generation, MinVolume: s.MinVolume, Threshold: s.Threshold, Calls: s.Calls, Failures: s.Failures, Slow: s.Slow,
-		RateLimited: s.RateLimited, Overdue: s.Overdue, Cooldown: s.Cooldown.Seconds(), Probing: s.Probing, FailedProbes: s.FailedProbes,
-		Reason: string(s.Reason), LastCause: s.Cause, Opened: s.Reference, Rejected: s.Rejected,
+		Downstream: m.Downstream(s.Key.Upstream), Upstream: s.Key.Upstream, Class: s.Key.Class, Status: *s,
+		Window: s.Window.Seconds(), Cooldown: s.Cooldown.Seconds(),
+		CooldownRemaining: int64((s.CooldownRemaining + time.Second - 1) / time.Second),
 	}
-	if !s.Since.IsZero() {
-		c.Since = s.Since.UTC()
-	}
-	if !s.NextProbe.IsZero() {
-		c.NextProbe = s.NextProbe.UTC()
-	}
+	c.Since, c.NextProbe = s.Since.UTC(), s.NextProbe.UTC()
 	return c
 }
