@@ -222,7 +222,7 @@ func (t *groups) say(ctx context.Context, question []byte) {
 	if err != nil || string(entry.Value) != t.g.boot || len(id) < len(groupHash{}) {
 		return // it is another member's
 	}
-	defer t.g.writers.enter().leave()
+	defer t.g.writers.Enter()()
 	w := table[reply](t.g).Put(liveKey(kindSays, string(id)), t.said(groupHash(id)), store.Condition{}, entry.Expires)
 	w.Bulk = true
 	_, _ = m.store.Commit(ctx, w) // else the one who asks does not go on

@@ -117,7 +117,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 
 func (e *Execution) settle(ctx context.Context, o Outcome, batches []*store.Batch) error {
 	g := e.g
-	defer g.writers.enter().leave()
+	defer g.writers.Enter()()
 	var tail []byte
 	var pieces pieces
 	if e.keeper != nil {
@@ -527,7 +527,7 @@ func (k *keeper) store() error {
 	}
 	r := &k.e.record
 	name := pieceKey(k.e.flight.key, r.Claim, firstPiece+k.pieces.stored)
-	defer k.e.g.writers.enter().leave()
+	defer k.e.g.writers.Enter()()
 	write := store.Write{
 		Key: name, Value: k.e.g.sealer.Seal(nil, buf, name), Bulk: true,
 		Expires: r.piecesUntil(),

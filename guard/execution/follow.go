@@ -99,7 +99,7 @@ func (m *members) storeParts(ctx context.Context, f *Flight) error {
 	put := func(p part) error {
 		name := partKey(f.key, f.owner.record.Claim, n)
 		n++
-		defer m.g.writers.enter().leave()
+		defer m.g.writers.Enter()()
 		now, err := m.store.Now(ctx)
 		if err != nil {
 			return err

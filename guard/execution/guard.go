@@ -40,7 +40,7 @@ type Guard struct {
 	groups  groups
 	running gate
 	namings atomic.Pointer[map[string]Naming] // under which this process makes keys, by guard
-	writers *writers
+	writers store.Writers                     // commits under way with sealed values
 	quotas  quotas
 	lots    lots
 	caps    *store.Caps // nil where one gateway has the store
@@ -86,7 +86,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	boot := newClaim()
 	g := &Guard{
 		records: records{sealer: sealer, boot: hex.EncodeToString(boot[:])}, store: st,
-		writers: new(writers), bodies: spool.NewBudget(DefaultBodyMemory),
+		bodies:  spool.NewBudget(DefaultBodyMemory),
 		pending: pendingOutcomes{all: map[[16]byte]*pendingOutcome{}, round: make(turn, 1)},
 	}
 	g.pending.ctx, g.pending.cancel = context.WithCancel(context.Background())
@@ -96,7 +96,6 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	}
 	g.quotas.g, g.quotas.usages.Window = g, usageWindow
 	g.lots.g, g.lots.usages.Window = g, usageWindow
-	g.writers.current.Store(new(gate))
 	g.namings.Store(&map[string]Naming{})
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
@@ -426,7 +425,7 @@ func (g *Guard) begin(ctx context.Context, c *Call, found Finding, batches []*st
 }
 
 func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Finding, batches []*store.Batch) (*Execution, error) {
-	defer g.writers.enter().leave()
+	defer g.writers.Enter()()
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)

@@ -343,7 +343,7 @@ func (k *Keys) follow(ctx context.Context) error {
 	if s.Members[s.mine].Seals >= seals {
 		return nil
 	}
-	if err := k.g.writers.drainOlder(ctx); err != nil {
+	if err := k.g.writers.Wait(ctx); err != nil {
 		return err
 	}
 	k.mu.Lock()

@@ -140,7 +140,7 @@ func (m *members) recoverOne(ctx context.Context, key Key, done *Recovery) error
 // doubt records that an open execution is in doubt.
 func (m *members) doubt(ctx context.Context, key Key, record *Record, version store.Version, cause Cause, done *Recovery) error {
 	g := m.g
-	defer g.writers.enter().leave()
+	defer g.writers.Enter()()
 	now, err := g.store.Now(ctx)
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)

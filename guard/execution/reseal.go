@@ -6,45 +6,10 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
-
-// writers counts the commits under way with sealed values, so that re-sealing can wait for those
-// sealed with an older key. Enter before sealing for the store, leave after the commit.
-type writers struct {
-	current atomic.Pointer[gate]
-
-	mu    sync.Mutex
-	older []*gate // not known to be empty
-}
-
-// enter returns the gate to leave. It never waits.
-func (w *writers) enter() *gate {
-	for {
-		if g := w.current.Load(); g.enter() {
-			return g
-		}
-		// It was shut, so another one has taken its place.
-	}
-}
-
-// drainOlder waits until all that entered before it have left. Others may enter meanwhile.
-func (w *writers) drainOlder(ctx context.Context) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.older = append(w.older, w.current.Swap(new(gate)))
-	for len(w.older) > 0 {
-		if w.older[0].drain(ctx) > 0 {
-			return ctx.Err()
-		}
-		w.older = w.older[1:]
-	}
-	return nil
-}
 
 // Re-sealing works in small steps, one commit after the other, which the store groups with the
 // traffic's, and keeps no snapshot.
@@ -104,7 +69,7 @@ func (g *Guard) Reseal(ctx context.Context, key uint32, report func(ResealProgre
 		r.key = r.Newest()
 	}
 	r.Take = r.take
-	r.Enter = func() func() { return g.writers.enter().leave }
+	r.Enter = g.writers.Enter
 	r.OnDamaged = func(entry store.Entry, _ error) {
 		r.unread = r.unread || entry.Value == nil
 		r.left(entry, KeyLeft{Records: 1})
@@ -153,7 +118,7 @@ func (r *resealer) progress() ResealProgress {
 func (r *resealer) run(ctx context.Context) error {
 	r.report(r.progress())
 	// From here on this process writes nothing under an older key.
-	if err := r.g.writers.drainOlder(ctx); err != nil {
+	if err := r.g.writers.Wait(ctx); err != nil {
 		return err
 	}
 	steps := []func(context.Context) error{

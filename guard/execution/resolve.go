@@ -78,7 +78,7 @@ func (g *Guard) settleDoubt(ctx context.Context, found *Recorded, t *Resolution,
 	if err != nil {
 		return err
 	}
-	defer g.writers.enter().leave()
+	defer g.writers.Enter()()
 	if t.By == ByOperator {
 		if t.Answer != nil && !record.Result.Kept {
 			return ErrAnswerTooLarge
@@ -144,7 +144,7 @@ func (g *Guard) holdSettled(ctx context.Context, old, next *Record, force bool) 
 
 // commitApplied settles a doubt. A QuotaError says that the workflow has no room for the answer in record.
 func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, record *Record, tail []byte, batches []*store.Batch) (err error) {
-	defer g.writers.enter().leave()
+	defer g.writers.Enter()()
 	if record != nil {
 		countHere(g, record)
 	}
@@ -273,7 +273,7 @@ func (g *Guard) block(ctx context.Context, u *Undoing, now time.Time, extra []st
 }
 
 func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next *Record, extra []store.Write) (err error) {
-	defer g.writers.enter().leave()
+	defer g.writers.Enter()()
 	condition := store.Absent()
 	if found.Record != nil {
 		condition = store.VersionIs(found.version)

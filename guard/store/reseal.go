@@ -223,8 +223,14 @@ func (r *Resealer) ResealBulk(ctx context.Context, entries ...Entry) error {
 // older key. The zero value is ready.
 type Writers struct {
 	mu      sync.Mutex
-	current *sync.WaitGroup
+	current *entered
 	idle    chan struct{} // closed when all who have entered before the last Wait have left; nil before
+}
+
+// entered counts those who have entered between two Waits. leave is made once, so that Enter allocates nothing.
+type entered struct {
+	sync.WaitGroup
+	leave func()
 }
 
 // Enter is called before anything is sealed, and leave, once, after the commit. It never waits.
@@ -232,10 +238,11 @@ func (w *Writers) Enter() (leave func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.current == nil {
-		w.current = new(sync.WaitGroup)
+		w.current = new(entered)
+		w.current.leave = w.current.Done
 	}
 	w.current.Add(1)
-	return w.current.Done
+	return w.current.leave
 }
 
 // Wait waits for all who have entered before it. Others enter meanwhile. The error is that of ctx.
