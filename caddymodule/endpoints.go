@@ -127,7 +127,7 @@ func playAnswer(w http.ResponseWriter, r *http.Request, a api.Answer, header htt
 	for name := range header {
 		marks = append(marks, guard.Field{Name: name, Value: header.Get(name)})
 	}
-	err = guard.Play(to, r, guard.Source(a), marks...)
+	err = guard.Play(to, r, a, marks...)
 	return to.Sent(), err
 }
 

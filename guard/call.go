@@ -469,17 +469,13 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 		return x.attach(found)
 	case execution.Replayable:
 		return stepDone, x.replay(found)
-	case execution.ResultExpired:
-		return stepDone, x.problem(api.ResultExpired, "The result was kept until "+
-			found.Record.Result.Expires.UTC().Format(time.RFC3339)+".", execution.StateCompleted)
-	case execution.ResultUnavailable:
-		return stepDone, x.unavailable()
-	case execution.RolledBack:
-		return stepDone, x.problem(api.RolledBack, "It was undone.", execution.StateRolledBack)
-	default:
+	case execution.Doubtful:
 		x.call.Checkpoint = found.Record.Checkpoint
 		return x.doubt(found)
 	}
+	p := api.Unanswered(&found)
+	p.ExecutionID = x.call.Scope.ID
+	return stepDone, p
 }
 
 func (x *Call) replay(found execution.Finding) error {
@@ -504,11 +500,7 @@ func (x *Call) replay(found execution.Finding) error {
 	}
 	marks := append(x.marks("replayed", x.call.Checkpoint), Field{Name: HeaderReplayed, Value: "true"})
 	x.w.reply = replyTo(x, false)
-	err = Play(&x.w, x.r, Source{
-		Head: &result.Head, Body: result.Body(x.r.Context()),
-		Trailer: func() map[string][]string { return result.Head.Trailer }, Own: true,
-	}, marks...)
-	return x.played(err)
+	return x.played(Play(&x.w, x.r, api.Recorded(x.r.Context(), result), marks...))
 }
 
 // attach follows an execution that is running, here or on another node.
@@ -551,9 +543,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 		status, x.w.shows = StatusInDoubt, http.StatusInternalServerError
 	}
 	x.w.reply = replyTo(x, true)
-	err = Play(&x.w, x.r, Source{
-		Head: head, Body: followed{x.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
-	}, x.marks(status, flight.Checkpoint())...)
+	err = Play(&x.w, x.r, api.Following(x.r.Context(), head, follower), x.marks(status, flight.Checkpoint())...)
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
 	}
@@ -614,13 +604,6 @@ func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
 	}
 	return stepDone, x.inDoubt(cause)
 }
-
-type followed struct {
-	ctx context.Context
-	f   *execution.Follower
-}
-
-func (f followed) Read(p []byte) (int, error) { return f.f.Read(f.ctx, p) }
 
 func (x *Call) played(err error) error {
 	switch {

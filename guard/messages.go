@@ -2,7 +2,6 @@ package guard
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/binary"
@@ -267,7 +266,8 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 		learn = h.learns(r)
 	}
 	if judges := h.Protocol.Guesses() && m.ID != nil; judges || learn != nil {
-		l := &listener{ResponseWriter: w, learn: learn}
+		l := &listener{learn: learn}
+		l.passing = passing{ResponseWriter: w, to: l}
 		w = l
 		defer func() {
 			media, _, _ := strings.Cut(l.Header().Get("Content-Type"), ";")
@@ -295,31 +295,22 @@ func (h *Handler) learns(r *http.Request) func(tool string, readOnly bool) {
 
 // listener reads an answer that passes by, and the tools in it.
 type listener struct {
-	http.ResponseWriter
+	passing
 	status int
 	learn  func(tool string, readOnly bool)
 	answer *protocol.Answer
 }
 
-func (l *listener) WriteHeader(status int) {
-	if !informational(status) {
-		l.status = status
-	}
-	l.ResponseWriter.WriteHeader(status)
-}
+func (l *listener) begins(status int) { l.status = status }
 
-func (l *listener) Write(p []byte) (int, error) {
-	l.status = cmp.Or(l.status, http.StatusOK)
+func (l *listener) hears(p []byte) {
 	if l.answer == nil {
 		l.answer = protocol.NewAnswer(protocol.MCP, l.Header().Get("Content-Type"), l.learn)
 	}
 	if l.Header().Get("Content-Encoding") == "" {
 		_, _ = l.answer.Write(p) // never fails
 	}
-	return l.ResponseWriter.Write(p)
 }
-
-func (l *listener) Unwrap() http.ResponseWriter { return l.ResponseWriter }
 
 // cancelTime is how long an answer is waited for once the upstream was told that nobody waits: most servers give none.
 const cancelTime = 5 * time.Second

@@ -29,7 +29,7 @@ func answering(b *bed) *bed {
 			for name := range header {
 				marks = append(marks, guard.Field{Name: name, Value: header.Get(name)})
 			}
-			err := guard.Play(to, r, guard.Source(a), marks...)
+			err := guard.Play(to, r, a, marks...)
 			return to.Sent(), err
 		},
 		Refused: func(*api.Problem, string) {}, Write: guard.WriteProblem,

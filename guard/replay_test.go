@@ -14,12 +14,13 @@ import (
 	"testing/iotest"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
 // replayed is a recorded answer.
-func replayed(status int, header map[string][]string, body io.Reader, trailer map[string][]string) guard.Source {
-	return guard.Source{
+func replayed(status int, header map[string][]string, body io.Reader, trailer map[string][]string) api.Answer {
+	return api.Answer{
 		Head: &execution.Head{Status: status, Header: header}, Body: body,
 		Trailer: func() map[string][]string { return trailer },
 	}

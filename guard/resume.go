@@ -149,14 +149,13 @@ func (l *clients) resumes(session requestName, gone context.Context) (any bool) 
 // resumer passes on the answer to a GET of a session, and reads it for what it says of calls in doubt. Bytes
 // do not wait for that.
 type resumer struct {
-	http.ResponseWriter
+	passing
 	h       *Handler
 	engine  *Engine
 	session requestName
 	way     proof
 	over    context.CancelFunc // of the wait of those who resume a stream by it; nil where it resumes none
 
-	begun  bool
 	answer *protocol.Answer // nil where it is no stream of events
 	text   *spool.Spool     // the message that comes
 	unread bool             // it is not kept
@@ -187,7 +186,8 @@ func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *htt
 		return nil, r // nothing is recorded
 	}
 	defer release() // settle asks again
-	l := &resumer{ResponseWriter: w, h: h, engine: e, session: h.sessionOf(e.Executions, r)}
+	l := &resumer{h: h, engine: e, session: h.sessionOf(e.Executions, r)}
+	l.passing = passing{ResponseWriter: w, to: l}
 	resumes := r.Header.Get("Last-Event-Id") != ""
 	if resumes {
 		var gone context.Context
@@ -211,12 +211,8 @@ func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *htt
 	return l, r
 }
 
-// begin looks whether the answer is one that can be read.
-func (l *resumer) begin(status int) {
-	if l.begun || informational(status) {
-		return
-	}
-	l.begun = true
+// begins looks whether the answer is one that can be read.
+func (l *resumer) begins(status int) {
 	h := l.Header()
 	if status == http.StatusOK && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
 		l.answer = protocol.NewAnswer(protocol.MCP, h.Get("Content-Type"), nil)
@@ -224,23 +220,11 @@ func (l *resumer) begin(status int) {
 	}
 }
 
-// WriteHeader implements http.ResponseWriter.
-func (l *resumer) WriteHeader(status int) {
-	l.begin(status)
-	l.ResponseWriter.WriteHeader(status)
-}
-
-// Write implements http.ResponseWriter.
-func (l *resumer) Write(p []byte) (int, error) {
-	l.begin(http.StatusOK)
+func (l *resumer) hears(p []byte) {
 	if l.answer != nil {
 		_, _ = l.answer.Write(p) // never fails
 	}
-	return l.ResponseWriter.Write(p)
 }
-
-// Unwrap is for http.ResponseController.
-func (l *resumer) Unwrap() http.ResponseWriter { return l.ResponseWriter }
 
 // part keeps a part of a message, as long as an answer is awaited.
 func (l *resumer) part(p []byte) {

@@ -296,7 +296,8 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 	c.start(r.Context(), limit)
 	defer c.stop()
 	c.idle = limit // sending the body slowly does not count
-	t := &timed{ResponseWriter: w, clock: c, idle: h.IdleTimeout}
+	t := &timed{clock: c, idle: h.IdleTimeout}
+	t.passing = passing{ResponseWriter: w, to: t}
 	var ctx context.Context = c
 	if m != nil {
 		ctx = context.WithValue(ctx, MessageKey{}, m)
@@ -317,31 +318,18 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 
 // timed is the response writer of an unguarded request. It resets the idle timeout.
 type timed struct {
-	http.ResponseWriter
+	passing
 	clock *clock
 	idle  time.Duration
-	begun bool
 }
 
-// WriteHeader ends the deadline; from here on the idle timeout counts.
-func (t *timed) WriteHeader(status int) {
-	if !t.begun && (status >= 200 || status == http.StatusSwitchingProtocols) {
-		t.begun = true
-		t.clock.pausing(t.idle)
-	}
-	t.ResponseWriter.WriteHeader(status)
-}
+// begins ends the deadline; from here on the idle timeout counts.
+func (t *timed) begins(int) { t.clock.pausing(t.idle) }
 
-func (t *timed) begin() {
-	if !t.begun {
-		t.WriteHeader(http.StatusOK)
-	}
-}
+func (t *timed) hears([]byte) { t.clock.touch() }
 
 func (t *timed) Write(p []byte) (int, error) {
-	t.begin()
-	t.clock.touch()
-	n, err := t.ResponseWriter.Write(p)
+	n, err := t.passing.Write(p)
 	t.clock.touch()
 	return n, err
 }
@@ -360,11 +348,6 @@ func (t *timed) ReadFrom(r io.Reader) (int64, error) {
 	return io.Copy(struct{ io.Writer }{t}, r)
 }
 
-func (t *timed) FlushError() error {
-	t.begin()
-	return http.NewResponseController(t.ResponseWriter).Flush()
-}
-
 // Hijack gives a tunnel its connection. Bytes in either direction reset the idle timeout.
 func (t *timed) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	conn, rw, err := http.NewResponseController(t.ResponseWriter).Hijack()
@@ -373,8 +356,6 @@ func (t *timed) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	}
 	return &timedConn{conn, t.clock}, rw, nil
 }
-
-func (t *timed) Unwrap() http.ResponseWriter { return t.ResponseWriter }
 
 // timedBody resets the idle timeout when the client sends something.
 type timedBody struct {

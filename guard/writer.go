@@ -15,7 +15,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -275,62 +275,64 @@ func contentLength(h http.Header) int64 {
 	return n
 }
 
+// passing is a response writer through which an answer passes.
+type passing struct {
+	http.ResponseWriter
+	// to hears of the status of the answer, before that is written, and of the next bytes of its body.
+	to interface {
+		begins(status int)
+		hears(p []byte)
+	}
+	begun bool
+}
+
+func (w *passing) WriteHeader(status int) {
+	if !w.begun && !informational(status) {
+		w.begun = true
+		w.to.begins(status)
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *passing) Write(p []byte) (int, error) {
+	w.begin()
+	w.to.hears(p)
+	return w.ResponseWriter.Write(p)
+}
+
+func (w *passing) FlushError() error {
+	w.begin()
+	return http.NewResponseController(w.ResponseWriter).Flush()
+}
+
+func (w *passing) begin() {
+	if !w.begun {
+		w.WriteHeader(http.StatusOK)
+	}
+}
+
+func (w *passing) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
 // Mark returns a response writer on w whose answers carry the header field name with
 // value, whatever the upstream says. Nothing is held back or recorded.
 func Mark(w http.ResponseWriter, name, value string) http.ResponseWriter {
-	return &marked{ResponseWriter: w, name: name, value: value}
+	m := &marked{name: name, value: value}
+	m.passing = passing{ResponseWriter: w, to: m}
+	return m
 }
 
 type marked struct {
-	http.ResponseWriter
+	passing
 	name, value string
-	wrote       bool
 }
 
-func (m *marked) WriteHeader(status int) {
-	if !m.wrote && !informational(status) {
-		m.wrote = true
-		m.Header().Set(m.name, m.value)
-	}
-	m.ResponseWriter.WriteHeader(status)
-}
+func (m *marked) begins(int) { m.Header().Set(m.name, m.value) }
 
-func (m *marked) Write(p []byte) (int, error) {
-	m.begin()
-	return m.ResponseWriter.Write(p)
-}
+func (m *marked) hears([]byte) {}
 
 func (m *marked) ReadFrom(r io.Reader) (int64, error) {
 	m.begin()
 	return io.Copy(m.ResponseWriter, r)
-}
-
-func (m *marked) FlushError() error {
-	m.begin()
-	return http.NewResponseController(m.ResponseWriter).Flush()
-}
-
-func (m *marked) begin() {
-	if !m.wrote {
-		m.WriteHeader(http.StatusOK)
-	}
-}
-
-func (m *marked) Unwrap() http.ResponseWriter { return m.ResponseWriter }
-
-// Source is a recorded answer, whole or still growing.
-type Source struct {
-	Head *execution.Head
-	Body io.Reader
-	// Trailer is asked once Body has ended.
-	Trailer func() map[string][]string
-	// Live says that the answer is still growing: every read is flushed.
-	Live bool
-	// Own says that nobody else has Head.
-	Own bool
-	// Reader is the caller of the execution, where its client asks for the answer by another request
-	// than the call; nil otherwise.
-	Reader *execution.Reader
 }
 
 // headerLines are the values of a field of a header map.
@@ -343,7 +345,7 @@ type headerLines struct {
 // of the answer is released when the body has ended with io.EOF. Any other error is
 // returned: if w.Sent() then, the connection must be aborted, so that the client
 // sees that the answer is not whole; else w is as it was, for another answer.
-func Play(w *Writer, r *http.Request, src Source, marks ...Field) error {
+func Play(w *Writer, r *http.Request, src api.Answer, marks ...Field) error {
 	w.kept = !src.Live
 	if src.Reader != nil {
 		w.attempt = src.Reader
@@ -360,7 +362,7 @@ func Play(w *Writer, r *http.Request, src Source, marks ...Field) error {
 	return err
 }
 
-func play(w *Writer, r *http.Request, src Source, marks []Field) error {
+func play(w *Writer, r *http.Request, src api.Answer, marks []Field) error {
 	h := w.Header()
 	n := 0
 	if !src.Own {

@@ -25,12 +25,41 @@ type Answer struct {
 	Body io.Reader
 	// Trailer returns the trailers once Body has ended.
 	Trailer func() map[string][]string
-	// Live says that the answer is still being received.
+	// Live says that the answer is still growing: every read is flushed.
 	Live bool
 	// Own says that nobody else has Head.
 	Own bool
-	// Reader is the caller of the execution, who is answered by this; nil for nobody.
+	// Reader is the caller of the execution, where its client asks for the answer by another request than the
+	// call; nil otherwise.
 	Reader *execution.Reader
+}
+
+// Recorded is the answer that is recorded.
+func Recorded(ctx context.Context, result *execution.Result) Answer {
+	trailer := func() map[string][]string { return result.Head.Trailer }
+	return Answer{Head: &result.Head, Body: result.Body(ctx), Trailer: trailer, Own: true}
+}
+
+// Following is the answer with this head that f follows.
+func Following(ctx context.Context, head *execution.Head, f *execution.Follower) Answer {
+	return Answer{Head: head, Body: followed{ctx, f}, Trailer: f.Trailer, Live: true}
+}
+
+// Unanswered is the problem of a call whose execution is settled, and has no answer to repeat.
+func Unanswered(found *execution.Finding) *Problem {
+	var p *Problem
+	switch found.Status {
+	case execution.ResultExpired:
+		p = NewProblem(ResultExpired, "The result was kept until "+found.Record.Result.Expires.UTC().Format(time.RFC3339)+".")
+	case execution.RolledBack:
+		p = NewProblem(RolledBack, "It was undone.")
+	case execution.Doubtful:
+		p = NewProblem(InDoubt, "Cause: "+string(found.Record.Cause)+".")
+	default:
+		p = NewProblem(ResultUnavailable, "The call was executed.")
+	}
+	p.State = found.State().String()
+	return p
 }
 
 // executionsRequest is a request about the executions that a caller has given one id. It
@@ -309,16 +338,12 @@ func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) 
 		return q.follow(e)
 	case execution.Replayable:
 		return false, q.replay(e)
-	case execution.ResultExpired:
-		return false, q.problem(ResultExpired, "The result was kept until "+
-			e.Record.Result.Expires.UTC().Format(time.RFC3339)+".", execution.StateCompleted)
-	case execution.RolledBack:
-		return false, q.problem(RolledBack, "It was undone.", execution.StateRolledBack)
-	case execution.Doubtful:
-		return false, q.problem(InDoubt, "Cause: "+string(e.Record.Cause)+".", execution.StateInDoubt)
-	default:
-		return false, q.unavailable()
 	}
+	p := Unanswered(&e.Finding)
+	if p.kind == InDoubt {
+		p.StatusURL = ExecutionPath(q.id)
+	}
+	return false, p
 }
 
 func (q *executionsRequest) unavailable() error {
@@ -343,10 +368,7 @@ func (q *executionsRequest) replay(e *execution.Recorded) error {
 	if err != nil {
 		return err
 	}
-	sent, err := q.play(e, Answer{
-		Head: &result.Head, Body: result.Body(ctx),
-		Trailer: func() map[string][]string { return result.Head.Trailer }, Own: true,
-	}, http.Header{headerExecutionStatus: {"replayed"}, headerReplayed: {"true"}})
+	sent, err := q.play(e, Recorded(ctx, result), http.Header{headerExecutionStatus: {"replayed"}, headerReplayed: {"true"}})
 	switch {
 	case err == nil:
 		return nil
@@ -378,9 +400,7 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 	if err != nil { // it ended without an answer, or the time is over
 		return true, q.r.Context().Err()
 	}
-	sent, err := q.play(e, Answer{
-		Head: head, Body: followed{q.r.Context(), follower}, Trailer: follower.Trailer, Live: true,
-	}, http.Header{headerExecutionStatus: {"attached"}})
+	sent, err := q.play(e, Following(q.r.Context(), head, follower), http.Header{headerExecutionStatus: {"attached"}})
 	switch {
 	case err == nil:
 		return false, nil
