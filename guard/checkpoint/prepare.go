@@ -69,7 +69,7 @@ func (s *Snapshot) check() error {
 type Handle struct {
 	name             name
 	created, expires time.Time // expires is when the last of it goes
-	scopes           []scope
+	scopes           []store.Holder
 	charge           int64
 	part             part
 	left             []byte // what stays if the call never runs
@@ -109,7 +109,7 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 	}}
 	h := &p.handle
 	for _, scope := range h.scopes {
-		h.part.Counted = append(h.part.Counted, scope.kind)
+		h.part.Counted = append(h.part.Counted, scope[0])
 	}
 	p.sum = h.part.Sum
 	held, err := v.reserve(ctx, h, &t, now)
@@ -165,7 +165,7 @@ func (h *Handle) accounts(v *Store, bytes int64) []store.Write {
 	writes := make([]store.Write, 0, len(h.scopes))
 	for _, s := range h.scopes {
 		writes = append(writes, store.Write{
-			Key: s.account(h.name), Value: store.Encode(nil, account{h.created, bytes, v.boot()}), Expires: h.expires,
+			Key: accountKey(s, h.name), Value: store.Encode(nil, account{h.created, bytes, v.held.Boot()}), Expires: h.expires,
 		})
 	}
 	return writes

@@ -70,28 +70,27 @@ func (t *Terms) of(kind byte) bounds {
 }
 
 // scopes are the bounded ones in which s counts. Nothing is written for the others.
-func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []scope {
-	var found []scope
+func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []store.Holder {
+	var found []store.Holder
 	if counted(kindCaller) {
-		found = append(found, scope{kind: kindCaller, hash: s.Caller})
+		found = append(found, store.HolderOf(kindCaller, s.Caller))
 	}
 	if s.Workflow != "" && counted(kindWorkflow) {
 		sum := store.Index(v.sealer, "checkpoints of workflow", s.Workflow)
-		found = append(found, scope{kind: kindWorkflow, hash: [16]byte(sum[:16])})
+		found = append(found, store.HolderOf(kindWorkflow, [16]byte(sum[:16])))
 	}
 	return found
 }
 
 // marks are facts about a workflow or a caller besides its checkpoints.
 type marks struct {
-	loaded bool      // noted is known
-	noted  time.Time // until when the store says that the index may hold something
-	ready  time.Time // when the bucket of the rate is full again
-
-	allowance store.Allowance // where several gateways share the store
+	loaded bool        // noted is known
+	noted  time.Time   // until when the store says that the index may hold something
+	made   []time.Time // of what stands that was made in another life, for the rate
+	ready  time.Time   // when the bucket of the rate is full again
 }
 
-type usage = store.Usage[marks]
+type held = store.Held[marks]
 
 // reservation is room for a checkpoint that waits for its commit.
 type reservation struct {
@@ -101,8 +100,7 @@ type reservation struct {
 }
 
 type room struct {
-	u        *usage
-	scope    scope
+	u        *held
 	until    time.Time     // expiry of the note that is written with it; zero without one
 	interval time.Duration // by which the bucket of the rate is full later
 }
@@ -111,10 +109,10 @@ type room struct {
 func (v *Store) reserve(ctx context.Context, h *Handle, t *Terms, now time.Time) (*reservation, error) {
 	r := &reservation{v: v, h: h}
 	for _, s := range h.scopes {
-		u := v.usages.Enter(s)
-		taken, err := v.take(ctx, u, s, h, t.of(s.kind), now)
+		u := v.held.Enter(s)
+		taken, err := v.take(ctx, u, h, t.of(s[0]), now)
 		if err != nil {
-			v.usages.Leave(u)
+			v.held.Leave(u)
 			r.ended(err)
 			return nil, err
 		}
@@ -128,7 +126,7 @@ func (r *reservation) notes() []store.Write {
 	var writes []store.Write
 	for _, t := range r.taken {
 		if !t.until.IsZero() {
-			writes = append(writes, store.Write{Key: t.scope.note(), Expires: t.until})
+			writes = append(writes, store.Write{Key: noteKey(t.u.Holder), Expires: t.until})
 		}
 	}
 	return writes
@@ -136,65 +134,87 @@ func (r *reservation) notes() []store.Write {
 
 // ended counts the result of the commit. A commit that may have landed counts as landed.
 func (r *reservation) ended(err error) {
+	aside := store.Amount{N: 1, Bytes: r.h.charge}
 	for _, t := range r.taken {
+		landed := err == nil || errors.Is(err, store.ErrUnknown)
 		t.u.Lock()
-		switch {
-		case err == nil && !t.until.IsZero():
+		if err == nil && !t.until.IsZero() {
 			t.u.State.noted = t.until
-		case err != nil && !errors.Is(err, store.ErrUnknown):
-			t.u.Add(-1, -r.h.charge, r.h.created, r.h.expires)
+		}
+		if !landed {
 			t.u.State.ready = t.u.State.ready.Add(-t.interval)
 		}
 		t.u.Unlock()
-		r.v.usages.Leave(t.u)
+		if landed {
+			t.u.Add(aside, r.h.created, r.h.expires)
+		}
+		t.u.Release(aside)
+		r.v.held.Leave(t.u)
 	}
 }
 
-// charge changes the size that a living checkpoint counts for.
-func (v *Store) charge(h Handle, n int, bytes int64) {
+// changed counts what a living checkpoint has more, or that there may be less.
+func (v *Store) changed(h Handle, more int64) {
 	for _, s := range h.scopes {
-		if u := v.usages.Known(s); u != nil {
-			u.Lock()
-			u.Add(n, bytes, h.created, h.expires)
-			u.Unlock()
+		u := v.held.Known(s)
+		if more > 0 {
+			u.Add(store.Amount{Bytes: more}, h.created, h.expires)
 		}
+		u.Less()
 	}
 }
 
 // take takes room for the checkpoint in one scope, or returns a QuotaError.
-func (v *Store) take(ctx context.Context, u *usage, s scope, h *Handle, b bounds, now time.Time) (room, error) {
-	u.Lock()
-	defer u.Unlock()
-	if err := v.count(ctx, u, s, b.rate); err != nil {
+func (v *Store) take(ctx context.Context, u *held, h *Handle, b bounds, now time.Time) (room, error) {
+	if err := v.held.Count(ctx, u, now); err != nil {
 		return room{}, err
 	}
-	retry, taken, ready := u.Expire(now), room{u: u, scope: s}, u.State.ready
-	if b.rate > 0 {
-		taken.interval = time.Minute / time.Duration(b.rate)
-		ready = later(ready, now).Add(taken.interval)
-	}
-	if v.caps != nil && (b.Count > 0 || b.Bytes > 0) {
-		if over, err := v.raise(ctx, u, s, h, b, now); over != nil || err != nil {
-			if err == nil {
-				err = over
-			}
-			return room{}, err
+	need := store.Amount{N: 1, Bytes: h.charge}
+	full, err := v.held.Take(ctx, u, store.Request{
+		Now: now, Limit: store.Amount{N: b.Count, Bytes: b.Bytes}, Need: need,
+	})
+	if full != nil {
+		over := &QuotaError{Of: b.of, Over: OverCount, Most: int64(b.Count), Retry: full.Retry}
+		if b.Count <= 0 || full.Stands.N < b.Count && b.Bytes > 0 && full.Stands.Bytes+need.Bytes > b.Bytes {
+			over.Over, over.Most = OverBytes, b.Bytes
 		}
+		err = over
 	}
-	switch {
-	case b.Count > 0 && u.N >= b.Count:
-		return room{}, &QuotaError{Of: b.of, Over: OverCount, Most: int64(b.Count), Retry: retry}
-	case b.Bytes > 0 && u.Bytes+h.charge > b.Bytes:
-		return room{}, &QuotaError{Of: b.of, Over: OverBytes, Most: b.Bytes, Retry: retry}
-	case b.rate > 0 && ready.Sub(now) > time.Minute:
-		return room{}, &QuotaError{Of: b.of, Over: OverRate, Most: int64(b.rate), Retry: ready.Add(-time.Minute)}
+	if err != nil {
+		return room{}, err
 	}
-	u.State.ready = ready
-	u.Add(1, h.charge, h.created, h.expires)
+	taken := room{u: u}
+	if err := taken.draw(b, now); err != nil {
+		u.Drop(need)
+		return room{}, err
+	}
+	u.Lock()
+	defer u.Unlock()
 	if u.State.noted.Before(h.expires) {
 		taken.until = h.expires.Add(h.expires.Sub(h.created) / 4) // so that few have to write it
 	}
 	return taken, nil
+}
+
+// draw draws on the rate.
+func (r *room) draw(b bounds, now time.Time) error {
+	if b.rate <= 0 {
+		return nil
+	}
+	r.interval = time.Minute / time.Duration(b.rate)
+	r.u.Lock()
+	defer r.u.Unlock()
+	m := &r.u.State
+	for _, at := range m.made {
+		m.ready = later(m.ready, at).Add(r.interval)
+	}
+	m.made = nil
+	ready := later(m.ready, now).Add(r.interval)
+	if ready.Sub(now) > time.Minute {
+		return &QuotaError{Of: b.of, Over: OverRate, Most: int64(b.rate), Retry: ready.Add(-time.Minute)}
+	}
+	m.ready = ready
+	return nil
 }
 
 func later(a, b time.Time) time.Time {
@@ -204,103 +224,35 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// raise has this member have one more checkpoint of a scope, within the limit of all members. over says that it may
-// not.
-func (v *Store) raise(ctx context.Context, u *usage, s scope, h *Handle, b bounds, now time.Time) (over *QuotaError, err error) {
-	stands, need := int64(0), store.Amount{N: 1, Bytes: h.charge}
-	full, err := v.caps.Admit(ctx, &u.State.allowance, now, &store.CapRequest{
-		Key: s.key(kindCaps), Limit: store.Amount{N: b.Count, Bytes: b.Bytes}, Need: need,
-		Mine: func() store.Amount { return store.Amount{N: u.N, Bytes: u.Bytes} },
-		Count: func(add func(string, store.Amount)) error {
-			stands = 0
-			for entry, err := range v.store.Scan(ctx, store.Prefix(s.prefix())) {
-				if err != nil {
-					return err
-				}
-				var a account
-				if err := store.Decode(entry.Value, &a); err != nil {
-					return err
-				}
-				stands += a.Bytes
-				add(a.Boot, store.Amount{N: 1, Bytes: a.Bytes})
-			}
-			return nil
-		},
-	})
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	if full == nil {
-		return nil, nil
-	}
-	over = &QuotaError{Of: b.of, Over: OverCount, Most: int64(b.Count), Retry: now.Add(fullTime)}
-	if b.Count <= 0 || b.Bytes > 0 && stands+need.Bytes > b.Bytes {
-		over.Over, over.Most = OverBytes, b.Bytes
-	}
-	return over, nil
-}
-
-// fullTime is when a call that found no room at any gateway may come again: others may give back what they do not use.
-const fullTime = time.Second
-
-// capsChanged gives back what this member does not use of a scope, if another one has found nothing left.
-func (v *Store) capsChanged(key []byte) {
-	if len(key) != len(scope{}.key(kindCaps)) { // any of them: who needs it asks again
-		return
-	}
-	s := scope{kind: key[2], hash: [16]byte(key[3:])}
-	go func() {
-		ctx := context.Background()
-		if asked, err := v.caps.Asked(ctx, key); err != nil || !asked {
-			return
-		}
-		u := v.usages.Enter(s) // also of one that was forgotten, whose cap stands
-		defer v.usages.Leave(u)
-		u.Lock()
-		defer u.Unlock()
-		_ = v.caps.GiveBack(ctx, &u.State.allowance, key, store.Amount{N: u.N, Bytes: u.Bytes})
-	}()
-}
-
-// boot is what this member's checkpoints are counted by; empty where one gateway has the store.
-func (v *Store) boot() string {
-	if v.caps == nil {
-		return ""
-	}
-	return v.caps.Boot()
-}
-
-// count reads once what a scope has. It first reads whether the index may hold anything: for most
-// workflows it does not, and a scan would cost much more.
-func (v *Store) count(ctx context.Context, u *usage, s scope, rate int) error {
-	if !u.State.loaded {
-		entry, err := v.store.Get(ctx, s.note())
+// read counts what the index has of a scope. It first reads whether that may hold anything: for most workflows it does
+// not, and a scan would cost much more.
+func (v *Store) read(ctx context.Context, h *held, add store.Stands) error {
+	m, first := &h.State, !h.State.loaded
+	if first {
+		entry, err := v.store.Get(ctx, noteKey(h.Holder))
 		if err != nil && !errors.Is(err, store.ErrNotFound) {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+			return err
 		}
-		u.State.loaded, u.State.noted, u.Counted = true, entry.Expires, err != nil
+		if m.noted, m.made = entry.Expires, nil; err != nil {
+			m.loaded = true
+			return nil
+		}
 	}
-	if u.Counted {
-		return nil
-	}
-	var made []time.Time
-	err := u.Count(ctx, v.store, s.prefix(), func(entry store.Entry) error {
+	for entry, err := range v.store.Scan(ctx, store.Prefix(scopePrefix(h.Holder))) {
+		if err != nil {
+			return err
+		}
 		var a account
-		err := store.Decode(entry.Value, &a)
-		if err == nil && (v.caps == nil || a.Boot == v.caps.Boot()) { // alone it has what members have made, too
-			u.Add(1, a.Bytes, a.Created, entry.Expires)
-			made = append(made, a.Created)
+		if err := store.Decode(entry.Value, &a); err != nil {
+			return err
 		}
-		return err
-	})
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		add(a.Boot, store.Amount{N: 1, Bytes: a.Bytes}, a.Created, entry.Expires)
+		if first && (v.held.Boot() == "" || a.Boot == v.held.Boot()) {
+			m.made = append(m.made, a.Created)
+		}
 	}
-	if rate > 0 {
-		slices.SortFunc(made, time.Time.Compare)
-		for _, at := range made {
-			u.State.ready = later(u.State.ready, at).Add(time.Minute / time.Duration(rate))
-		}
+	if m.loaded = true; first {
+		slices.SortFunc(m.made, time.Time.Compare)
 	}
 	return nil
 }

@@ -255,7 +255,7 @@ func (v *Store) Record(ctx context.Context, h Handle, r Result) (*Pending, error
 		p.Add(h.accounts(v, h.charge+int64(len(plain)))...)
 		p.OnDone(func(err error) error {
 			if err == nil {
-				v.charge(h, 0, int64(len(plain)))
+				v.changed(h, int64(len(plain)))
 			}
 			return err
 		})
@@ -279,7 +279,7 @@ func (v *Store) keep(ctx context.Context, pieces []store.Write) error {
 func (v *Store) Release(h Handle) *store.Batch {
 	b := v.batch(nil, func(err error) {
 		if err == nil {
-			v.charge(h, -1, -h.charge)
+			v.changed(h, 0)
 		}
 	})
 	remove := func(key []byte) { b.Add(store.Write{Key: key, Delete: true}) }
@@ -289,7 +289,7 @@ func (v *Store) Release(h Handle) *store.Batch {
 		b.Add(v.pieces.DeletePieces(v.piecesOf(h.name, kindSnapshot, &h.part), h.part.Size)...)
 	}
 	for _, s := range h.scopes {
-		remove(s.account(h.name))
+		remove(accountKey(s, h.name))
 	}
 	left := &part{Released: true, Inline: h.left}
 	b.Add(v.results.Put(v.results.Key(h.name[:]), left, store.Condition{}, h.expires))

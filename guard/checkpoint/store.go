@@ -35,23 +35,23 @@ type Store struct {
 	credentials store.Table[map[string][]string]
 	undos       store.Table[Mark]
 	versions    store.Table[string]
-	usages      store.Usages[scope, marks]
-	caps        *store.Caps // nil where one gateway has the store
+	held        store.Counter[marks]
 	writers     store.Writers
 }
 
 // New returns the checkpoints in st, sealed by sealer.
 func New(st store.Store, sealer store.Sealer) *Store {
 	v := &Store{
-		store: st, sealer: sealer, usages: store.Usages[scope, marks]{Window: time.Second}, caps: store.NewCaps(st),
+		store: st, sealer: sealer,
 		snapshots: table[part](st, sealer, kindSnapshot), results: table[part](st, sealer, kindResult),
 		pieces: table[[]byte](st, sealer, kindPiece), credentials: table[map[string][]string](st, sealer, kindCredential),
 		undos: table[Mark](st, sealer, kindMark), versions: table[string](st, sealer, kindVersion),
 	}
 	v.undos.Check = (*Mark).check
-	if shared, is := st.(store.Shared); is {
-		shared.Follow([]byte{spaceCheckpoint, kindCaps}, v.capsChanged)
-	}
+	v.held.Window, v.held.Caps = time.Second, []byte{spaceCheckpoint, kindCaps}
+	v.held.Failed, v.held.Read = ErrStore, v.read
+	v.held.Use(st)
+	v.held.Follow(context.Background())
 	return v
 }
 
@@ -155,23 +155,12 @@ type name [32]byte
 
 func (v *Store) name(id string) name { return store.Index(v.sealer, "checkpoint", id) }
 
-// scope is a workflow or a caller, as quotas count by them.
-type scope struct {
-	kind byte
-	hash [16]byte
-}
+// scopePrefix begins the accounts of a workflow or a caller, as quotas count by them.
+func scopePrefix(s store.Holder) []byte { return append([]byte{spaceCheckpoint}, s[:]...) }
 
-func (s scope) prefix() []byte {
-	return append(append(make([]byte, 0, 2+len(s.hash)+len(name{})), spaceCheckpoint, s.kind), s.hash[:]...)
-}
+func accountKey(s store.Holder, n name) []byte { return append(scopePrefix(s), n[:]...) }
 
-func (s scope) account(n name) []byte { return append(s.prefix(), n[:]...) }
-
-func (s scope) note() []byte { return s.key(kindNote) }
-
-func (s scope) key(kind byte) []byte {
-	return append(append(make([]byte, 0, 3+len(s.hash)), spaceCheckpoint, kind, s.kind), s.hash[:]...)
-}
+func noteKey(s store.Holder) []byte { return append([]byte{spaceCheckpoint, kindNote}, s[:]...) }
 
 // inlineMost is the largest record, in bytes, within one ordinary value.
 const inlineMost = 2 << 10

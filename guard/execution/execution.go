@@ -24,7 +24,7 @@ type Execution struct {
 	flight  *Flight
 	record  Record
 	version store.Version
-	usage   *usage // nil where its caller has no quota
+	usage   *held // nil where its caller has no quota
 	holding holding
 	keeper  *keeper
 	attempt *Attempt // nil for a call whose key is its caller's word
@@ -84,9 +84,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 	switch {
 	case err != nil:
 		left := e.record.unrecorded(e.keeper)
-		orphan := e.record
-		orphan.State = StateInDoubt // as it will be recorded if its outcome is not
-		e.g.quotas.unrecorded(e.usage, e.flight.key, &orphan)
+		lose(e.usage, e.flight.key, left)
 		e.holding.end(false, e.flight.key, left)
 		pending = e.g.pending.hold(e, &o, left, err)
 		err = fmt.Errorf("%w: %w", ErrUnrecorded, err)

@@ -42,8 +42,6 @@ type Guard struct {
 	namings atomic.Pointer[map[string]Naming] // under which this process makes keys, by guard
 	writers store.Writers                     // commits under way with sealed values
 	quotas  quotas
-	lots    lots
-	caps    *store.Caps // nil where one gateway has the store
 	bodies  *spool.Budget
 }
 
@@ -57,7 +55,7 @@ func (g *Guard) BodyMemory() *spool.Budget { return g.bodies }
 // up to a quarter of the limit, is refused with a QuotaError; an answer that finds none is not kept, like one over
 // the ResultCap. A call in doubt can always
 // be settled and run again.
-func (g *Guard) LimitWorkflows(bytes int64) { g.lots.most.Store(bytes) }
+func (g *Guard) LimitWorkflows(bytes int64) { g.quotas.most.Store(bytes) }
 
 // DefaultBodyMemory is the default of BodyMemory, in bytes.
 const DefaultBodyMemory = 128 << 20
@@ -92,10 +90,9 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	g.pending.ctx, g.pending.cancel = context.WithCancel(context.Background())
 	g.members.g, g.pending.g, g.keys = g, g, Keys{g: g, wake: make(chan struct{}, 1)}
 	if g.members.store = fleet.Of(st); g.members.store != nil {
-		g.boot, g.shared, g.caps = g.members.store.Boot(), true, store.NewCaps(st)
+		g.boot, g.shared = g.members.store.Boot(), true
 	}
-	g.quotas.g, g.quotas.usages.Window = g, usageWindow
-	g.lots.g, g.lots.usages.Window = g, usageWindow
+	g.quotas.open(g)
 	g.namings.Store(&map[string]Naming{})
 	if err := g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
@@ -443,15 +440,9 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		record.First = found.Record.began()
 		condition = store.VersionIs(found.version)
 	}
-	record.Lot = g.lots.of(c, flight.caller)
+	record.Lot = g.quotas.lotOf(c, flight.caller)
 	again := found.Record != nil && found.Record.Lot == record.Lot
-	if e.holding, err = g.lots.hold(ctx, nil, record, c.ResultCap, again, now); err != nil {
-		g.quotas.unclaimed(usage)
-		return nil, err
-	}
-	doubt, err := g.lots.hold(ctx, found.Record, nil, 0, true, now)
-	if err != nil {
-		e.holding.end(false, c.Key, nil)
+	if e.holding, err = g.quotas.hold(ctx, nil, record, c.ResultCap, again, now); err != nil {
 		g.quotas.unclaimed(usage)
 		return nil, err
 	}
@@ -462,11 +453,10 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	if left := (*Record)(nil); err != nil {
 		if errors.Is(err, store.ErrUnknown) { // it may be there
 			left = record.unrecorded(nil)
-			g.quotas.unrecorded(usage, c.Key, left)
+			lose(usage, c.Key, left)
 		}
 		e.holding.end(false, c.Key, left)
 	}
-	doubt.end(err == nil, c.Key, nil)
 	if err != nil {
 		g.quotas.unclaimed(usage)
 		var lost *store.Conflict
@@ -479,7 +469,8 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 		return nil, lost
 	}
 	if found.Record != nil {
-		g.quotas.resolved(c.Key, found.Record, nil)
+		g.quotas.replaced(found.Record.Caller, c.Key, nil)
+		g.quotas.Known(store.HolderOf(holdsLot, found.Record.Lot)).Less()
 	}
 	if c.Attempt != nil {
 		c.Attempt.runs(time.Time{})

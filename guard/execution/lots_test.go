@@ -512,7 +512,7 @@ func TestWorkflowRoomIsTakenOnce(t *testing.T) {
 	_, g := newMeasured(t, 1<<20)
 	c := ofWorkflow(g, "a", "00", true)
 	r := g.newRecord(c, g.Caller("a"), time.Now())
-	r.Lot = g.lots.of(c, r.Caller)
+	r.Lot = g.quotas.lotOf(c, r.Caller)
 	const room = 7
 	g.LimitWorkflows(room * (charged(&r).record + usualAnswer))
 	var all sync.WaitGroup

@@ -36,7 +36,7 @@ func (m *members) start() {
 	ends := []func(){
 		m.store.Follow([]byte{spaceLive, kindInterest}, func(key []byte) { m.interested(ctx, key) }),
 		m.store.Follow([]byte{spaceLive, kindAsk}, func(question []byte) { go g.groups.say(ctx, question) }),
-		m.store.Follow([]byte{spaceLive, kindCap}, func(key []byte) { go capChanged(ctx, g, key) }),
+		g.quotas.Follow(ctx),
 		cancel,
 		g.keys.keep(),
 		fleet.Job{Fleet: m.store, Every: renewTime, Do: func(ctx context.Context, _ bool) (time.Duration, error) {
@@ -46,7 +46,7 @@ func (m *members) start() {
 			}
 			return 0, err
 		}}.Start(),
-		fleet.Every(renewTime, func(ctx context.Context) { renewCaps(ctx, g) }).Start(),
+		fleet.Every(renewTime, g.quotas.Renew).Start(),
 	}
 	m.stop = func() {
 		for _, end := range ends {
@@ -170,9 +170,7 @@ func (m *members) doubt(ctx context.Context, key Key, record *Record, version st
 	switch {
 	case err == nil:
 		if done.Own {
-			orphan := *record
-			orphan.State = StateInDoubt // as it was counted
-			g.quotas.resolved(key, &orphan, &doubt)
+			g.quotas.replaced(doubt.Caller, key, &doubt)
 			g.groups.recorded(key, &doubt)
 		}
 		done.InDoubt++

@@ -331,7 +331,7 @@ func (p *pendingOutcome) record(ctx context.Context, carries bool) error {
 	var next Record
 	run := p.e
 	run.usage, run.attempt, run.version, run.recorded = nil, nil, version, &next // they have counted a doubt
-	if run.holding, err = g.lots.hold(ctx, p.left, &p.e.record, p.answer, true, now); err != nil {
+	if run.holding, err = g.quotas.hold(ctx, p.left, &p.e.record, p.answer, true, now); err != nil {
 		return err
 	}
 	if landed && there != nil {
@@ -358,9 +358,7 @@ func (p *pendingOutcome) record(ctx context.Context, carries bool) error {
 	}
 	run.holding.end(true, key, settled)
 	if p.e.usage != nil {
-		orphan := p.e.record
-		orphan.State = StateInDoubt // as it was counted
-		g.quotas.resolved(key, &orphan, settled)
+		g.quotas.replaced(p.e.record.Caller, key, settled)
 	}
 	if p.e.attempt != nil {
 		p.e.attempt.settledLate(&p.outcome, at, p.e.record.KeepKey)

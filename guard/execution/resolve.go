@@ -139,7 +139,7 @@ func (g *Guard) holdSettled(ctx context.Context, old, next *Record, force bool) 
 	if err != nil {
 		return holding{}, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return g.lots.hold(ctx, old, next, 0, force, now)
+	return g.quotas.hold(ctx, old, next, 0, force, now)
 }
 
 // commitApplied settles a doubt. A QuotaError says that the workflow has no room for the answer in record.
@@ -165,7 +165,7 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	g.groups.resolved(key, found.Record, record)
-	g.quotas.resolved(key, found.Record, record)
+	g.quotas.replaced(found.Record.Caller, key, record)
 	return nil
 }
 
@@ -287,12 +287,11 @@ func (g *Guard) commitUndone(ctx context.Context, key Key, found *Finding, next 
 	_, err = g.store.Commit(ctx, append(g.put(key, found.Record, next, condition), extra...)...)
 	var lost *store.Conflict
 	switch {
-	case err == nil && found.Status == Doubtful:
-		g.groups.resolved(key, found.Record, next)
-		g.quotas.resolved(key, found.Record, next)
-		return nil
 	case err == nil:
-		g.quotas.rolledBack(found.Record, next)
+		if found.Status == Doubtful {
+			g.groups.resolved(key, found.Record, next)
+		}
+		g.quotas.replaced(next.Caller, key, next)
 		return nil
 	case !errors.As(err, &lost):
 		return fmt.Errorf("%w: %w", ErrStore, err)

@@ -152,8 +152,8 @@ var mutations = []mutation{
 		breaks: "an agent that answers nonsense is believed", tests: []string{"TestProcessContain"},
 	},
 	{
-		id: "C-3.3.3-d", file: "guard/execution/quota.go", dir: "guard/execution",
-		old: "	u.State.reserved += need\n", now: "	_ = need\n",
+		id: "C-3.3.3-d", file: "guard/store/quota.go", dir: "guard/execution",
+		old: "	h.aside = h.aside.plus(need)\n", now: "",
 		breaks: "calls of a workflow that begin at once find the same room", tests: []string{"TestWorkflowRoomIsTakenOnce", "TestWorkflowsStoreNoMoreAtOnce"},
 	},
 	{
