@@ -730,11 +730,8 @@ func changesMethod(r *rewrite.Rewrite) bool { return r != nil && r.Method != "" 
 
 // nameOf returns the name of a handler's module; "" if it is none.
 func nameOf(handler caddyhttp.MiddlewareHandler) string {
-	switch h := handler.(type) {
-	case unloaded:
-		return h.name
-	case caddy.Module:
-		return h.CaddyModule().ID.Name()
+	if module, ok := handler.(caddy.Module); ok {
+		return module.CaddyModule().ID.Name()
 	}
 	return ""
 }

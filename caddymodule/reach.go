@@ -10,6 +10,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -17,10 +18,8 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/fileserver"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp/requestbody"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 	"go.uber.org/zap"
@@ -324,14 +323,8 @@ func (g *guards) checkReached(server *caddyhttp.Server, place string) error {
 	return cmp.Or(checkResends(passages), checkVisits(visits, false))
 }
 
-// unloaded is a handler that is not loaded yet and of which only the name matters.
-type unloaded struct {
-	caddyhttp.MiddlewareHandler
-	name string // module name below http.handlers
-}
-
-// handlersOf returns the handlers of a route. Those not loaded yet are decoded, not
-// provisioned: the kinds that this file reads, and unloaded for the others.
+// handlersOf returns the handlers of a route. Those not loaded yet are decoded, not provisioned. What cannot be
+// decoded is left out: loading reports the error.
 func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 	if route.HandlersRaw == nil {
 		return route.Handlers
@@ -341,44 +334,22 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 		var of struct {
 			Handler string `json:"handler"`
 		}
-		var handler caddyhttp.MiddlewareHandler
-		if json.Unmarshal(raw, &of) != nil {
-			continue // loading reports the error
-		}
-		switch of.Handler {
-		case "authentication":
-			handler = new(caddyauth.Authentication)
-		case "headers":
-			handler = new(headers.Handler)
-		case "request_body":
-			handler = new(requestbody.RequestBody)
-		case "rewrite":
-			handler = new(rewrite.Rewrite)
-		case "invoke":
-			handler = new(caddyhttp.Invoke)
-		case "agent_guard":
-			handler = new(Handler)
-		case "subroute":
-			handler = new(caddyhttp.Subroute)
-		case "reverse_proxy":
-			handler = new(reverseproxy.Handler)
-		case "static_response":
-			handler = new(caddyhttp.StaticResponse)
-		case "error":
-			handler = new(caddyhttp.StaticError)
-		case "file_server":
-			handler = new(fileserver.FileServer)
-		default:
-			all = append(all, unloaded{name: of.Handler})
+		_ = json.Unmarshal(raw, &of)
+		module, err := caddy.GetModule("http.handlers." + of.Handler)
+		if err != nil {
 			continue
 		}
-		if json.Unmarshal(raw, handler) != nil {
+		empty := any(module.New())
+		if kind := reflect.TypeOf(empty); kind.Kind() != reflect.Pointer { // as Caddy does it
+			empty = reflect.New(kind).Interface()
+		}
+		handler, ok := empty.(caddyhttp.MiddlewareHandler)
+		if !ok || json.Unmarshal(raw, handler) != nil {
 			continue
 		}
 		if h, ok := handler.(*Handler); ok {
-			h.setDefaults()
-			if h.classify() != nil {
-				continue // loading reports the error
+			if h.setDefaults(); h.classify() != nil {
+				continue
 			}
 		}
 		all = append(all, handler)
