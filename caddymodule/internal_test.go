@@ -16,9 +16,9 @@ import (
 // What the gateway asks for itself passes its own guards, unchanged by what handlers did to it
 // before, and only a whole answer of the upstream counts.
 func TestInternalRequests(t *testing.T) {
-	ask := internalRequest{
-		method: "PUT", path: "/a%2Fb", query: "x=1", host: "pay.example.com", remote: "192.0.2.1:1234",
-		header: http.Header{"Accept-Encoding": {"gzip"}, "X-Key": {"k"}}, body: []byte("body"), most: 4,
+	ask := guard.InternalRequest{
+		Method: "PUT", Path: "/a%2Fb", Query: "x=1", Host: "pay.example.com", Remote: "192.0.2.1:1234",
+		Header: http.Header{"Accept-Encoding": {"gzip"}, "X-Key": {"k"}}, Body: []byte("body"), MaxAnswer: 4,
 	}
 	failure := errors.New("failed")
 	// Upstreams that require https would answer a probe or an undo with a redirect.
@@ -72,9 +72,9 @@ func TestInternalRequests(t *testing.T) {
 			})
 			ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{WroteRequest: func(httptrace.WroteRequestInfo) {}})
 			for range 2 {
-				a, err := ask.send(ctx, next, overTLS)
-				if a.status != c.status || string(a.body) != c.body || a.cut != c.cut || !errors.Is(err, c.err) || a.notSent {
-					t.Errorf("%d %q, cut %t, %v", a.status, a.body, a.cut, err)
+				a, err := sendOwn(ctx, &ask, next, overTLS)
+				if a.Status != c.status || string(a.Body) != c.body || a.Cut != c.cut || !errors.Is(err, c.err) || a.notSent {
+					t.Errorf("%d %q, cut %t, %v", a.Status, a.Body, a.Cut, err)
 				}
 			}
 			if arrivals != 2 || traced {
@@ -85,7 +85,7 @@ func TestInternalRequests(t *testing.T) {
 	// Where the time is over, the proxy's own 499 is no answer.
 	ctx, cancel := context.WithCancelCause(t.Context())
 	over := errors.New("over")
-	a, err := ask.send(ctx, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
+	a, err := sendOwn(ctx, &ask, caddyhttp.HandlerFunc(func(w http.ResponseWriter, r *http.Request) error {
 		cancel(over)
 		w.WriteHeader(499) // as reverse_proxy does
 		if r.TLS != nil {

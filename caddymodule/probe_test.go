@@ -130,17 +130,17 @@ func TestEvidence(t *testing.T) {
 
 // What a probe answers is kept up to a limit; interim answers are not the answer.
 func TestProbeAnswer(t *testing.T) {
-	a := &internalAnswer{header: http.Header{}, most: maxProbeAnswer}
+	a := newInternalAnswer(maxProbeAnswer)
 	a.WriteHeader(http.StatusEarlyHints)
 	_, _ = a.Write([]byte("abc"))
 	a.WriteHeader(500)
-	if a.status != 200 || string(a.body) != "abc" {
-		t.Errorf("%d %q", a.status, a.body)
+	if a.Status != 200 || string(a.Body) != "abc" {
+		t.Errorf("%d %q", a.Status, a.Body)
 	}
-	if n, err := a.Write(make([]byte, maxProbeAnswer-3)); n != maxProbeAnswer-3 || err != nil || a.cut {
-		t.Errorf("an answer of the longest length: %d, %v, cut %v", n, err, a.cut)
+	if n, err := a.Write(make([]byte, maxProbeAnswer-3)); n != maxProbeAnswer-3 || err != nil || a.Cut {
+		t.Errorf("an answer of the longest length: %d, %v, cut %v", n, err, a.Cut)
 	}
-	if n, err := a.Write([]byte("defg")); n != 4 || err != nil || !a.cut || len(a.body) != maxProbeAnswer {
-		t.Errorf("a large answer: %d, %v, cut %v, %d bytes kept", n, err, a.cut, len(a.body))
+	if n, err := a.Write([]byte("defg")); n != 4 || err != nil || !a.Cut || len(a.Body) != maxProbeAnswer {
+		t.Errorf("a large answer: %d, %v, cut %v, %d bytes kept", n, err, a.Cut, len(a.Body))
 	}
 }

@@ -97,19 +97,19 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		}
 		defer over()
 	}
-	r := &internalRequest{
-		method: o.Method, path: target.EscapedPath(), query: target.RawQuery, forceQuery: target.ForceQuery,
-		host: o.Host, header: undoHeader(o, configured), body: o.Body, most: rollback.MaxAnswer,
-		remote: "127.0.0.1:0", // the gateway itself asks
+	r := &guard.InternalRequest{
+		Method: o.Method, Path: target.EscapedPath(), Query: target.RawQuery, ForceQuery: target.ForceQuery,
+		Host: o.Host, Header: undoHeader(o, configured), Body: o.Body, MaxAnswer: rollback.MaxAnswer,
+		Remote: "127.0.0.1:0", // the gateway itself asks
 	}
-	answer, err := r.send(guard.WithUndo(ctx), to.handler, to.server)
+	answer, err := sendOwn(guard.WithUndo(ctx), r, to.handler, to.server)
 	switch {
 	case err != nil && answer.notSent:
 		return nil, unsent("", err)
 	case err != nil:
-	case answer.replaced:
+	case answer.Replaced:
 		err = errReplaced
-	case answer.unframed:
+	case answer.Unframed:
 		err = answer.maybeCut(o.Method)
 	}
 	return answer.ofUndo(err)
@@ -177,7 +177,7 @@ func (a *internalAnswer) ofUndo(err error) (*rollback.Answer, error) {
 	if err != nil {
 		return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
 	}
-	return &rollback.Answer{Status: a.status, Header: a.header, Body: a.body, Cut: a.cut}, nil
+	return &rollback.Answer{Status: a.Status, Header: a.InternalAnswer.Header, Body: a.Body, Cut: a.Cut}, nil
 }
 
 // maybeCut handles a body that ends with the connection, so that it may be incomplete. If
@@ -187,7 +187,7 @@ func (a *internalAnswer) maybeCut(method string) error {
 	if guard.SafeMethod(method) {
 		return errCutShort
 	}
-	a.cut = true
+	a.Cut = true
 	return nil
 }
 
@@ -551,7 +551,8 @@ func (s *undoSender) send(ctx context.Context, o *rollback.Outgoing, header http
 		return nil, &rollback.SendError{Err: fmt.Errorf("undo: %w", err)}
 	}
 	defer res.Body.Close()
-	answer := &internalAnswer{header: res.Header, most: rollback.MaxAnswer}
+	answer := newInternalAnswer(rollback.MaxAnswer)
+	answer.InternalAnswer.Header = res.Header
 	answer.WriteHeader(res.StatusCode)
 	// Reading one byte more than is kept shows that the body is longer, without waiting for
 	// more.

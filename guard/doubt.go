@@ -268,6 +268,8 @@ type InternalRequest struct {
 	Body []byte
 	// MaxAnswer bounds the answer, in bytes.
 	MaxAnswer int64
+	// ForceQuery sends a question mark even if the query is empty.
+	ForceQuery bool
 }
 
 // InternalAnswer is the answer to an InternalRequest.
@@ -275,6 +277,8 @@ type InternalAnswer struct {
 	Status int
 	Header http.Header
 	Body   []byte
+	// Cut says that the body is longer than MaxAnswer, or may be incomplete.
+	Cut bool
 	// Unframed says that only the end of the connection ends the body.
 	Unframed bool
 	// Replaced says that another handler answered instead of the upstream.
