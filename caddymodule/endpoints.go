@@ -443,7 +443,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 			published.ResendFor = seconds(a.ResendFor)
 		}
 		if h.app.Identity != nil {
-			published.Undo, published.CheckpointTTL = a.undo.words(), a.TTL().Seconds()
+			published.Undo, published.CheckpointTTL = a.undo.words(), seconds(a.CheckpointTTL)
 		}
 		doc.Actions = append(doc.Actions, published)
 	}

@@ -450,7 +450,7 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 	if h.DefaultUndo != nil {
 		fallback.Ways = *h.DefaultUndo
 	}
-	if err := h.provisionPolicy(fallback); err != nil {
+	if err := h.provisionPolicy(fallback, nil); err != nil {
 		return err
 	}
 	for i, a := range h.Actions {
@@ -463,7 +463,7 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 		if err := provisionMatchers(ctx, a, "MatcherSetsRaw", a.MatcherSetsRaw, &a.matchers); err != nil {
 			return fmt.Errorf("action %s: match: %w", a.Name, err)
 		}
-		if err := cmp.Or(a.checkReached(h.Actions[:i]), h.provisionPolicy(a)); err != nil {
+		if err := h.provisionPolicy(a, h.Actions[:i]); err != nil {
 			return fmt.Errorf("action %s: %w", a.Name, err)
 		}
 		if a.Consequential {
@@ -577,30 +577,41 @@ func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.Open
 	return open, t.Downstream(open.Key.Upstream)
 }
 
-// provisionPolicy completes and compiles the policy of an action.
-func (h *Handler) provisionPolicy(a *Action) error {
-	a.inherit(&h.Policy)
+// complete completes the policy of an action with base, checks the action as far as it depends on nothing but the
+// guard, and compiles the way to undo its calls. earlier are the actions before it.
+func (h *Handler) complete(a *Action, base *Policy, earlier []*Action) (*Plan, error) {
+	a.inherit(base)
 	a.Policy = a.Policy.completed()
-	if err := cmp.Or(actionOptions().check(a), a.Policy.validate()); err != nil {
-		return err
+	if err := a.Policy.validate(); err != nil {
+		return nil, err
 	}
 	if err := a.checkMessages(h); err != nil {
+		return nil, err
+	}
+	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.fields)
+	if err != nil {
+		return nil, err
+	}
+	return plan, cmp.Or(a.checkOnError(), a.checkConsequential(), a.checkReached(earlier))
+}
+
+// provisionPolicy completes, checks and compiles the policy of an action.
+func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
+	if err := actionOptions().check(a); err != nil {
+		return err
+	}
+	plan, err := h.complete(a, &h.Policy, earlier)
+	if err != nil {
 		return err
 	}
 	if a.Order == orderPar && (h.app.Identity == nil || h.app.Trust == nil) {
 		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
 	}
-	if err := a.checkOnError(); err != nil {
-		return err
-	}
-	if err := a.checkConsequential(); err != nil {
-		return err
-	}
 	a.rules = execution.Rules{Preset: a.Preset}
 	for i := range a.Outcomes {
 		a.Outcomes[i].verdict, _ = execution.ParseVerdict(a.Outcomes[i].Outcome) // validated
 	}
-	if err := h.provisionUndo(a); err != nil {
+	if err := h.provisionUndo(a, plan); err != nil {
 		return err
 	}
 	if a.OnUnknown != onUnknownProbe {
@@ -830,35 +841,16 @@ func (h *Handler) checkPolicies() error {
 		}
 	}
 	for i, a := range h.Actions {
-		policy := a.Policy
-		policy.inherit(&base)
-		policy = policy.completed()
-		err := policy.validate()
-		if err == nil {
-			err = (&Action{Policy: policy, Tools: a.Tools, Arguments: a.Arguments}).checkMessages(h)
-		}
-		if err == nil {
-			_, err = Compile(&a.Ways, &policy.Terms, h.Name, h.fields)
-		}
-		if err == nil {
-			err = a.checkOnError()
-		}
-		if err == nil {
-			err = cmp.Or(a.checkConsequential(), a.checkReached(h.Actions[:i]))
-		}
-		if err != nil {
+		check := *a // the JSON must not have what completing adds
+		if _, err := h.complete(&check, &base, h.Actions[:i]); err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
 		}
 	}
 	return nil
 }
 
-// provisionUndo compiles the ways in which the calls of an action are undone.
-func (h *Handler) provisionUndo(a *Action) error {
-	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.fields)
-	if err != nil {
-		return err
-	}
+// provisionUndo checks and completes the ways in which the calls of an action are undone.
+func (h *Handler) provisionUndo(a *Action, plan *Plan) error {
 	if err := a.needsIdentity(); err != nil && h.app.Identity == nil {
 		return err
 	}
@@ -881,8 +873,8 @@ func (h *Handler) provisionUndo(a *Action) error {
 	}
 	spec := &plan.forCalls.Spec
 	spec.Reach, spec.Fields = h.reach, plan.config
-	if a.undo = plan; plan != nil && h.readsMessages() {
-		plan.forCalls.Spec.Protocol = protocol.Protocol(h.Protocol)
+	if a.undo = plan; h.readsMessages() {
+		spec.Protocol = protocol.Protocol(h.Protocol)
 	}
 	return nil
 }

@@ -73,7 +73,7 @@ func provisioned(t *testing.T, p Policy) *Action {
 	h := defaulted(t, Handler{})
 	h.app = new(App)
 	a := &Action{Name: "a", Policy: p}
-	if err := h.provisionPolicy(a); err != nil {
+	if err := h.provisionPolicy(a, nil); err != nil {
 		t.Fatal(err)
 	}
 	return a

@@ -59,14 +59,10 @@ var Defaults = Terms{
 
 // forCalls returns the terms in the form that package guard needs.
 func (t *Terms) forCalls() guard.UndoTerms {
-	return guard.UndoTerms{TTL: t.TTL(), Recorded: t.recorded(), Refuses: t.refuses()}
+	return guard.UndoTerms{
+		TTL: time.Duration(t.CheckpointTTL), Recorded: t.recorded(), Refuses: t.OnSnapshotError == refuse,
+	}
 }
-
-// TTL returns how long checkpoints are kept.
-func (t *Terms) TTL() time.Duration { return time.Duration(t.CheckpointTTL) }
-
-// refuses reports whether a call is refused if the state before it cannot be read.
-func (t *Terms) refuses() bool { return t.OnSnapshotError == refuse }
 
 // recorded reports whether the call's own credentials are kept for its undo.
 func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
