@@ -406,12 +406,11 @@ func (a *App) Start() error {
 		if err := cmp.Or(checkResends(passages), checkVisits(visits, true)); err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
 		}
-		noteBalancing(visits, passages)
+		noteBehind(visits, passages)
 		noteChanges(visits)
 		warnBare(a.logger, passages)
 		warnErrorRoutes(a.logger, visits, passages)
 		a.warnRoles()
-		joinProxies(app.(*caddyhttp.App))
 	}
 	for _, h := range a.guards.list() {
 		if h.pool != nil { // earlier configurations use it as well
@@ -479,7 +478,6 @@ func (a *App) releaseHeld() error {
 		return nil
 	}
 	a.held = nil
-	held.leave(&a.spec)
 	if a.Identity != nil {
 		held.ledger.leave(a.Identity)
 	}
@@ -610,9 +608,11 @@ func (a *App) openEngine() (*engine, error) {
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {
 		adjuster.AdjustStore(e.store)
 	}
-	e.join(&a.spec)
 	a.held = e
 	e.activeConfigs.join(a)
+	if e.ledger.unsealed.Swap(false) {
+		e.reseal()
+	}
 	e.nodes.describe()
 	e.recorder.begin()
 	e.cascades.Start()
@@ -754,7 +754,7 @@ func (a *App) emit(name string, data map[string]any) {
 		return
 	}
 	if !a.pending.put(pendingEvent{name, data}, a.deliver) {
-		a.counts.EventDropped()
+		a.counts.add(eventsDropped, "", 1)
 	}
 }
 
@@ -847,12 +847,7 @@ func (u *activeConfigs) join(a *App) {
 func (u *activeConfigs) leave(a *App) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	for i := range u.apps {
-		if u.apps[i] == a {
-			u.apps = append(u.apps[:i:i], u.apps[i+1:]...)
-			return
-		}
-	}
+	u.apps = slices.DeleteFunc(slices.Clone(u.apps), func(other *App) bool { return other == a })
 }
 
 // latest is the configuration that was loaded last, or nil.

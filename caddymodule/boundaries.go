@@ -7,7 +7,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -416,9 +415,7 @@ func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.E
 	if err != nil {
 		return "", err
 	}
-	if i := slices.Index(workflowStatuses, string(end.Status)); i >= 0 {
-		e.counts.workflowsEnded[i].Add(1)
-	}
+	e.counts.add(workflowsEnded, string(end.Status), 1)
 	e.logger.Info("a workflow has ended", zap.String("workflow", end.Workflow), zap.String("status", string(end.Status)), zap.String("by", by))
 	e.emit(eventWorkflowEnded, map[string]any{"status": string(end.Status), "by": by})
 	return draft.ID(), nil

@@ -77,12 +77,11 @@ type visit struct {
 	name   string // of the server
 	place  string
 	before before
-	// behind are the handlers behind the guard, on this route or another one, and answered says that
-	// one may answer.
-	behind   []caddyhttp.MiddlewareHandler
-	answered bool
-	sends    string // the method with which requests are sent on behind it, whatever theirs; empty if it is theirs
-	caught   bool   // error routes take the errors of the guard
+	// behind are the handlers behind the guard, on this route or another one, and ends those of them, and of the fixed
+	// answers, that may answer.
+	behind, ends []caddyhttp.MiddlewareHandler
+	sends        string // the method with which requests are sent on behind it, whatever theirs; empty if it is theirs
+	caught       bool   // error routes take the errors of the guard
 }
 
 // passage is a handler in the configuration that leads to an upstream.
@@ -109,9 +108,8 @@ type chains struct {
 	errors   bool // the error routes are read
 	visits   []visit
 	passages []passage
-	// behind has the handlers behind each guard, and answered the guards behind which one may answer.
-	behind   map[*Handler][]caddyhttp.MiddlewareHandler
-	answered map[*Handler]bool
+	// behind and ends are those of visit, by the guard.
+	behind, ends map[*Handler][]caddyhttp.MiddlewareHandler
 	// read has the handlers of routes that are not loaded, decoded once for all routes to
 	// them.
 	read map[*json.RawMessage][]caddyhttp.MiddlewareHandler
@@ -142,7 +140,8 @@ func visitsOf(app *caddyhttp.App) (visits []visit, passages []passage) {
 }
 
 func visitsIn(server *caddyhttp.Server, name string) ([]visit, []passage) {
-	c := chains{server: server, name: name, behind: map[*Handler][]caddyhttp.MiddlewareHandler{}, answered: map[*Handler]bool{},
+	c := chains{server: server, name: name,
+		behind: map[*Handler][]caddyhttp.MiddlewareHandler{}, ends: map[*Handler][]caddyhttp.MiddlewareHandler{},
 		read: map[*json.RawMessage][]caddyhttp.MiddlewareHandler{}, caught: server.Errors != nil && len(server.Errors.Routes) > 0}
 	c.place = name + "/routes"
 	c.routes(server.Routes, before{}, true)
@@ -152,7 +151,7 @@ func visitsIn(server *caddyhttp.Server, name string) ([]visit, []passage) {
 	}
 	for i := range c.visits {
 		v := &c.visits[i]
-		v.behind, v.answered = c.behind[v.guard], c.answered[v.guard]
+		v.behind, v.ends = c.behind[v.guard], c.ends[v.guard]
 	}
 	return c.visits, c.passages
 }
@@ -220,7 +219,7 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 				b = c.routes(caddyhttp.RouteList{*named}, b, false)
 				c.depth--
 			} else {
-				c.answer(b)
+				c.answer(h, b)
 			}
 		case *reverseproxy.Handler:
 			ends = true
@@ -236,7 +235,7 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 		default:
 			c.passed(handler, &b)
 			if name != "authentication" && name != "rewrite" && !passesOn(handler) { // handlers of other modules may answer
-				c.answer(b)
+				c.answer(handler, b)
 			}
 		}
 	}
@@ -261,9 +260,9 @@ func (c *chains) passed(handler caddyhttp.MiddlewareHandler, b *before) {
 }
 
 // answer records that a handler may answer calls that passed b.
-func (c *chains) answer(b before) {
+func (c *chains) answer(handler caddyhttp.MiddlewareHandler, b before) {
 	for _, guard := range b.guards {
-		c.answered[guard] = true
+		c.ends[guard] = union(c.ends[guard], []caddyhttp.MiddlewareHandler{handler})
 	}
 }
 
@@ -394,7 +393,7 @@ func (v *visit) check() error {
 		return fmt.Errorf("%s: this agent_guard stands behind %s, which answers every request: no call would come to the guard, "+
 			"and all would run unguarded. Put agent_guard before %s, or, if that is the proxy to guard, write agent_proxy in place of both", v.place, by, by)
 	}
-	if !v.answered {
+	if len(v.ends) == 0 {
 		return fmt.Errorf("%s: nothing answers behind the guard %q: every call would be recorded as in doubt. "+
 			"Write agent_proxy UPSTREAM in place of agent_guard, or put a handler that answers behind it, such as reverse_proxy", v.place, v.guard.Name)
 	}
@@ -623,50 +622,25 @@ func warnAnonymous(visits []visit, warned *sync.Map) {
 	}
 }
 
-// joinProxies gives each guard the transport behind it, so that a call that all breakers
-// would refuse is refused before it is claimed. A guard without one learns of the refusal
-// when it forwards.
-func joinProxies(app *caddyhttp.App) {
-	for _, server := range app.Servers {
-		joinIn(server.Routes)
-		for _, route := range server.NamedRoutes {
-			joinIn(caddyhttp.RouteList{*route})
-		}
+// join gives the guard the transport behind it, so that a call that all breakers would refuse is refused before it is
+// claimed: that of the only handler there which may answer, where nothing on the way changes what breakers see. A guard
+// without one learns of the refusal when it forwards.
+func (v *visit) join() {
+	if len(v.ends) != 1 {
+		return
 	}
-}
-
-func joinIn(routes caddyhttp.RouteList) {
-	var guards []*Handler // through which all calls come to the current handler
-	for _, route := range routes {
-		own := 0 // guards of this route, at the end of guards
-		for _, handler := range route.Handlers {
-			switch h := handler.(type) {
-			case *Handler:
-				guards, own = append(guards, h), own+1
-				continue
-			case *reverseproxy.Handler:
-				t, ours := h.Transport.(*proxy.Transport)
-				for i, guard := range guards {
-					// The calls of other routes arrive here only if every request takes
-					// this route.
-					if ours && !changesMethod(h.Rewrite) && (i >= len(guards)-own || takesAll(&route)) {
-						guard.proxy.Store(t)
-						guard.oneServer.Store(len(h.Upstreams) == 1 && h.DynamicUpstreams == nil && !strings.Contains(h.Upstreams[0].Dial, "{") && len(h.HandleResponse) == 0)
-					}
-				}
-			case *caddyhttp.Subroute:
-				joinIn(h.Routes)
-			default:
-				if passesOn(h) {
-					continue
-				}
-			}
-			guards, own = nil, 0
-		}
-		if route.Terminal {
-			guards = nil
-		}
+	h, _ := v.ends[0].(*reverseproxy.Handler)
+	if h == nil || changesMethod(h.Rewrite) {
+		return
 	}
+	between := func(b caddyhttp.MiddlewareHandler) bool { return b != v.ends[0] && !passesOn(b) }
+	t, ours := h.Transport.(*proxy.Transport)
+	if !ours || slices.ContainsFunc(v.behind, between) {
+		return
+	}
+	v.guard.proxy.Store(t)
+	v.guard.oneServer.Store(len(h.Upstreams) == 1 && h.DynamicUpstreams == nil &&
+		!strings.Contains(h.Upstreams[0].Dial, "{") && len(h.HandleResponse) == 0)
 }
 
 // changedFields are the names of the fields that ops change, sorted.
@@ -692,9 +666,11 @@ func noteChanges(visits []visit) {
 	}
 }
 
-// noteBalancing gives each guard the names of the cookies by which proxies of its server choose an upstream.
-func noteBalancing(visits []visit, passages []passage) {
+// noteBehind tells each guard what is behind it: the transport, and the names of the cookies by which proxies of its
+// server choose an upstream.
+func noteBehind(visits []visit, passages []passage) {
 	for _, v := range visits {
+		v.join()
 		if v.caught {
 			v.guard.errorRoutes.Store(true)
 		}

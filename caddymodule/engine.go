@@ -41,8 +41,7 @@ type engine struct {
 	checkpoints *checkpoint.Store
 	ring        *seal.Ring
 
-	keying     sync.Mutex    // held while the ring changes; guards configs
-	configs    []*engineSpec // active ones, the latest last
+	keying     sync.Mutex // held while the ring changes
 	resealing  resealing
 	ledger     ledgerHandle
 	nodes      nodes
@@ -317,7 +316,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	e.ledger.engine, e.nodes.engine = e, e
 	e.ledger.coming.Store(spec.ledger)
-	counts.Recovered(recovered)
+	counts.add(recoveredCount, execution.InDoubt.String(), recovered.InDoubt)
 	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
 	e.uncut, e.cut = context.WithCancel(context.Background())
@@ -329,7 +328,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 			go e.ledger.recordLeft()
 			return
 		}
-		counts.Recovered(left)
+		counts.add(recoveredCount, execution.InDoubt.String(), left.InDoubt)
 		e.emit(eventRecovered, map[string]any{"in_doubt": left.InDoubt})
 		spec.logger.Warn("executions were open when another gateway left the store",
 			zap.Int("in_doubt", left.InDoubt), zap.Int("unrecorded", left.Unrecorded))
@@ -723,7 +722,7 @@ func (e *engine) resealOnce(ctx context.Context) bool {
 	}
 	e.logger.Info("re-sealing started", zap.Uint32("key", key))
 	err = e.ledger.reseal(ctx)
-	if errors.Is(err, errSealedLedger) && !e.joined() {
+	if errors.Is(err, errSealedLedger) && e.activeConfigs.latest() == nil {
 		e.ledger.unsealed.Store(true) // the configuration that opens the ledger requests it again
 		return true
 	}
@@ -927,38 +926,13 @@ func (e *engine) settleKeys(ctx context.Context) {
 	}
 }
 
-// join makes spec the latest configuration of the engine, whose key file rotations write.
-func (e *engine) join(spec *engineSpec) {
-	e.keying.Lock()
-	defer e.keying.Unlock()
-	e.configs = append(e.configs, spec)
-	if e.ledger.unsealed.Swap(false) {
-		e.reseal()
-	}
-}
-
-// joined reports whether any configuration uses the engine.
-func (e *engine) joined() bool {
-	e.keying.Lock()
-	defer e.keying.Unlock()
-	return len(e.configs) > 0
-}
-
-// leave removes a configuration. If it was the latest, rotations write the key file of the
-// previous one.
-func (e *engine) leave(spec *engineSpec) {
-	e.keying.Lock()
-	defer e.keying.Unlock()
-	e.configs = slices.DeleteFunc(e.configs, func(s *engineSpec) bool { return s == spec })
-}
-
-// keyFile returns the key ring's file; empty if the key is a value, or without a
-// configuration. keying is held.
+// keyFile returns the key ring's file, which rotations write: that of the latest configuration. It is empty if the
+// key is a value, or without a configuration.
 func (e *engine) keyFile() string {
-	if len(e.configs) == 0 {
-		return ""
+	if a := e.activeConfigs.latest(); a != nil {
+		return a.spec.keyFile
 	}
-	return e.configs[len(e.configs)-1].keyFile
+	return ""
 }
 
 // keySource describes where the ring comes from, without any of its content.
@@ -1039,9 +1013,7 @@ func (e *engine) keyStatus(ctx context.Context) (*admin.KeyStatus, error) {
 	if err != nil {
 		return nil, err
 	}
-	e.keying.Lock()
 	file := e.keyFile()
-	e.keying.Unlock()
 	status := &admin.KeyStatus{Source: "file", File: file, Keys: []admin.Key{}, Resealing: resealing}
 	if file == "" {
 		status.Source = "value"

@@ -635,7 +635,11 @@ func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 
 // attempted logs and counts an attempt to notify of an escalation.
 func (e *engine) attempted(esc hitl.Escalation, err error) {
-	e.counts.EscalationNotified(err == nil)
+	result := "taken"
+	if err != nil {
+		result = "failed"
+	}
+	e.counts.add(deliveries, result, 1)
 	switch {
 	case esc.State == hitl.Undeliverable:
 		e.logger.Error("an escalation cannot be delivered: the receiver does not take it",

@@ -88,7 +88,7 @@ func (a *App) emitCall(e guard.Event) {
 // emitCall emits an event of a call to the latest configuration, if there is one.
 func (e *engine) emitCall(event guard.Event) bool {
 	if event.Name == eventWorkflowStarted {
-		e.counts.workflowsBegun.Add(1)
+		e.counts.add(workflowsBegun, "", 1)
 	}
 	latest := e.activeConfigs.latest()
 	if latest != nil {

@@ -25,17 +25,12 @@ import (
 // the store is open. Each configuration registers a collector that reads them.
 var countsPool = caddy.NewUsagePool()
 
-// pooledCounts makes storeCounts a caddy.Destructor for the pool.
-type pooledCounts struct{ *storeCounts }
-
-func (pooledCounts) Destruct() error { return nil }
-
 // acquireCounts returns the counts of the store at path. Each call needs a releaseCounts.
 func acquireCounts(path string) *storeCounts {
 	value, _, _ := countsPool.LoadOrNew(path, func() (caddy.Destructor, error) { // never fails
-		return pooledCounts{newStoreCounts()}, nil
+		return newStoreCounts(), nil
 	})
-	return value.(pooledCounts).storeCounts
+	return value.(*storeCounts)
 }
 
 func releaseCounts(path string) {
@@ -210,23 +205,13 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for name, p := range pools {
 		out.bulkhead(name, p.Status())
 	}
-	out.count(recovered, c.set.recovered.Load(), execution.InDoubt.String())
-	for i, status := range rollbackStatuses {
-		out.count(rollbacks, c.set.rollbacks.finished[i].Load(), status)
-	}
-	for i, status := range stepStatuses {
-		out.count(rollbackSteps, c.set.rollbacks.steps[i].Load(), status)
-	}
-	out.count(workflowsBegun, c.set.workflowsBegun.Load())
-	for i, status := range workflowStatuses {
-		out.count(workflowsEnded, c.set.workflowsEnded[i].Load(), status)
-	}
 	c.set.latency.Collect(ch)
 	c.set.group.Collect(ch)
-	for i, result := range deliveryNames {
-		out.count(deliveries, c.set.deliveries[i].Load(), result)
+	for _, counts := range c.set.words {
+		for _, one := range counts {
+			one.Collect(ch)
+		}
 	}
-	out.count(eventsDropped, c.set.dropped.Load())
 	out.gauge(info, 1, c.version, c.store)
 	out.snapshot(c.snapshot())
 }
@@ -457,9 +442,9 @@ var (
 
 	tokens = family("tokens_total", counter, "Requests with Execution Context Tokens, by result of the verification.", "guard", "result")
 
-	inDoubt       = family("in_doubt", gauge, "Executions that are in doubt now; counted up to 100000.")
-	inDoubtOldest = family("in_doubt_oldest_age_seconds", gauge, "Age of the oldest execution in doubt; 0 without one.")
-	recovered     = family("recovered_total", counter, "Executions that an earlier process left open, by outcome.", "outcome")
+	inDoubt        = family("in_doubt", gauge, "Executions that are in doubt now; counted up to 100000.")
+	inDoubtOldest  = family("in_doubt_oldest_age_seconds", gauge, "Age of the oldest execution in doubt; 0 without one.")
+	recoveredCount = family("recovered_total", counter, "Executions that an earlier process left open, by outcome.", "outcome")
 
 	bodyMemory = family("body_memory_bytes", gauge, "Memory of the bodies of requests and answers, beyond the first 4 KiB of each.")
 
@@ -546,32 +531,16 @@ type rollbackReport struct {
 // stepCancelled is the status of a step whose call never ran.
 const stepCancelled = "cancelled"
 
-// The words that are counted, from package rollback.
-var (
-	rollbackStatuses = []string{"completed", "partial", "escalated", "failed"}
-	stepStatuses     = append(slices.Clone(rollbackStatuses), stepCancelled)
-)
-
-// rollbackCounts count rollbacks and their steps, by status.
-type rollbackCounts struct {
-	finished [4]atomic.Uint64
-	steps    [5]atomic.Uint64
-}
-
-var workflowStatuses = []string{"success", "partial", "failed", "rolled_back", "escalated"}
-
-// Rollback counts a finished rollback.
-func (s *storeCounts) Rollback(status string) {
-	if i := slices.Index(rollbackStatuses, status); i >= 0 {
-		s.rollbacks.finished[i].Add(1)
-	}
-}
-
-// RollbackStep counts a finished step.
-func (s *storeCounts) RollbackStep(status string) {
-	if i := slices.Index(stepStatuses, status); i >= 0 {
-		s.rollbacks.steps[i].Add(1)
-	}
+// counted has the values of the label of each family that counts what becomes of something in the store; "" is of a
+// family without a label. Nothing else is counted.
+var counted = map[*Family][]string{
+	recoveredCount: {execution.InDoubt.String()},
+	rollbacks:      {"completed", "partial", "escalated", "failed"},
+	rollbackSteps:  {"completed", "partial", "escalated", "failed", stepCancelled},
+	workflowsBegun: {""},
+	workflowsEnded: {"success", "partial", "failed", "rolled_back", "escalated"},
+	deliveries:     {"failed", "taken"},
+	eventsDropped:  {""},
 }
 
 // storeCounts are all counts of one store. Guards and actions are looked up when a
@@ -583,22 +552,24 @@ type storeCounts struct {
 	latency prometheus.Histogram
 	group   prometheus.Histogram
 
-	recovered atomic.Uint64
-	dropped   atomic.Uint64
-	rollbacks rollbackCounts
-
-	workflowsBegun atomic.Uint64
-	workflowsEnded [5]atomic.Uint64 // by status
+	words map[*Family]map[string]prometheus.Counter // as counted says
 
 	commits    atomic.Uint64
 	batches    atomic.Uint64
 	commitTime atomic.Int64 // nanoseconds
-
-	deliveries [2]atomic.Uint64 // of escalations: failed, accepted
 }
 
 func newStoreCounts() *storeCounts {
+	words := map[*Family]map[string]prometheus.Counter{}
+	for f, values := range counted {
+		words[f] = map[string]prometheus.Counter{}
+		vec := prometheus.NewCounterVec(prometheus.CounterOpts{Name: f.Name, Help: f.Help}, f.Labels)
+		for _, value := range values {
+			words[f][value] = vec.WithLabelValues([]string{value}[:len(f.Labels)]...)
+		}
+	}
 	return &storeCounts{
+		words:  words,
 		guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
 		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: commitSeconds.Name, Help: commitSeconds.Help,
@@ -620,23 +591,14 @@ func (s *storeCounts) Committed(batches int, took time.Duration) {
 	s.group.Observe(float64(batches))
 }
 
-// Recovered counts the executions that the last process left open.
-func (s *storeCounts) Recovered(r execution.Recovery) {
-	s.recovered.Add(uint64(r.InDoubt))
-}
+// Destruct implements caddy.Destructor.
+func (*storeCounts) Destruct() error { return nil }
 
-// EventDropped counts an event that was not delivered to its handlers.
-func (s *storeCounts) EventDropped() { s.dropped.Add(1) }
-
-var deliveryNames = [2]string{"failed", "taken"}
-
-// EscalationNotified counts an attempt to send an escalation.
-func (s *storeCounts) EscalationNotified(taken bool) {
-	i := 0
-	if taken {
-		i = 1
+// add counts n more of a family under one of its words.
+func (s *storeCounts) add(f *Family, word string, n int) {
+	if c := s.words[f][word]; c != nil {
+		c.Add(float64(n))
 	}
-	s.deliveries[i].Add(1)
 }
 
 // bulkhead returns the pool of guards with this name.

@@ -185,8 +185,8 @@ func TestCounts(t *testing.T) {
 		{func() { g.Unguarded(guard.ReasonExempt) }, `agent_guard_unguarded_total{guard="g",reason="exempt"}`},
 		{func() { g.Unguarded(guard.ReasonUpgrade) }, `agent_guard_unguarded_total{guard="g",reason="upgrade"}`},
 		{func() { g.Unguarded(guard.ReasonGRPC) }, `agent_guard_unguarded_total{guard="g",reason="grpc"}`},
-		{func() { set.Recovered(execution.Recovery{InDoubt: 1}) }, `agent_guard_recovered_total{outcome="in_doubt"}`},
-		{set.EventDropped, `agent_guard_events_dropped_total{}`},
+		{func() { set.add(recoveredCount, "in_doubt", 1) }, `agent_guard_recovered_total{outcome="in_doubt"}`},
+		{func() { set.add(eventsDropped, "", 1) }, `agent_guard_events_dropped_total{}`},
 	} {
 		before := series(t, r)
 		if _, ok := before[c.want]; !ok {
@@ -213,8 +213,8 @@ func TestCounts(t *testing.T) {
 		t.Errorf("an unknown problem has made %d series of %d", after, before)
 	}
 	set.Committed(7, 3*time.Millisecond)
-	for _, taken := range []bool{true, false, true} {
-		set.EscalationNotified(taken)
+	for _, result := range []string{"taken", "failed", "taken"} {
+		set.add(deliveries, result, 1)
 	}
 	after := series(t, r)
 	for name, n := range map[string]float64{"taken": 2, "failed": 1} {
@@ -409,10 +409,10 @@ func TestRollbacksAreCounted(t *testing.T) {
 	r := registered(t, newCollector(set, "v1", "badger", func() *storeSnapshot { return nil }))
 	before := len(series(t, r))
 	for _, status := range []string{"completed", "completed", "partial", "another"} {
-		set.Rollback(status)
+		set.add(rollbacks, status, 1)
 	}
 	for _, status := range []string{"failed", stepCancelled, "another"} {
-		set.RollbackStep(status)
+		set.add(rollbackSteps, status, 1)
 	}
 	after := series(t, r)
 	for name, want := range map[string]float64{

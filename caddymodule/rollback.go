@@ -503,7 +503,7 @@ func (l *observedLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 	t, err := l.Ledger.Stepped(ctx, r, s, way)
 	checkpoint := s.Checkpoint
 	return observe(t, err, func() {
-		l.e.counts.RollbackStep(status)
+		l.e.counts.add(rollbackSteps, status, 1)
 		l.e.rollbacks.trials.ended(checkpoint)
 	})
 }
@@ -536,7 +536,7 @@ func (e *engine) rollbackStarted(r *rollback.Rollback) {
 
 func (e *engine) rollbackFinished(r *rollback.Rollback) {
 	e.rollbacks.book.ended(r.ID)
-	e.counts.Rollback(string(r.Status))
+	e.counts.add(rollbacks, string(r.Status), 1)
 	log := e.logger.Warn // a person has to act
 	if r.Status == rollback.Completed {
 		log = e.logger.Info
