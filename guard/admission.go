@@ -222,28 +222,15 @@ func recordUnserved(ctx context.Context, x *Call, class bulkhead.Class) error {
 	if err != nil {
 		return err
 	}
-	parents, err := s.policy.Evidence.Known(ctx, s.call.Workflow, s.parentIDs())
-	if err != nil {
-		return err
-	}
 	r := evidence.Rejection{
 		ID:         s.policy.Evidence.RejectionID("bulkhead "+x.h.Name+" "+class.String(), uint64(now.Unix()/3600), s.call.Workflow, ""),
-		Downstream: cmp.Or(x.h.UpstreamIdentity, x.h.Name), Workflow: s.call.Workflow, Issuer: s.tokens.Issuer(), Caller: s.call.Caller,
-		Parents: parents[:min(len(parents), ect.MaxParents)], ErrorType: api.BulkheadFull.ErrorType,
+		Downstream: cmp.Or(x.h.UpstreamIdentity, x.h.Name), ErrorType: api.BulkheadFull.ErrorType,
 		Severity: "warning", Description: "calls of the workflow wait for the upstream; nothing was forwarded yet",
 	}
 	if class == bulkhead.Critical {
 		r.Severity = "error"
 	}
-	draft, err := s.policy.Events.Rejection(now, &r)
-	if err != nil {
-		return err
-	}
-	token, err := s.policy.Events.Sign(draft)
-	if err != nil {
-		return err
-	}
-	err = s.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token})
+	_, err = s.recordRejected(ctx, r)
 	if err != nil && !errors.Is(err, ledger.ErrDuplicate) { // which a process may have recorded that ended then
 		return err
 	}

@@ -870,32 +870,13 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 		rejections.show(open, to, failure)
 		return failure
 	}
-	parents, err := s.policy.Evidence.Known(ctx, to.workflow, s.parentIDs())
-	if err != nil {
-		return nil
-	}
-	now, err := x.engine.Store.Now(ctx)
-	if err != nil {
-		return nil
-	}
-	draft, err := s.policy.Events.Rejection(now, &evidence.Rejection{
-		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), Workflow: to.workflow, Issuer: to.caller, Caller: s.call.Caller,
-		Parents: parents[:min(len(parents), ect.MaxParents)], ErrorType: api.CircuitOpen.ErrorType,
+	token, err := s.recordRejected(ctx, evidence.Rejection{
+		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), ErrorType: api.CircuitOpen.ErrorType,
 		Severity: "error", Description: "the circuit breaker refuses the call; nothing was forwarded",
 	})
-	if err != nil {
-		return nil
-	}
-	token, err := s.policy.Events.Sign(draft)
-	if err != nil {
-		return nil
-	}
-	switch err := s.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token}); {
+	switch {
 	case errors.Is(err, ledger.ErrDuplicate): // another call of this caller was first
-		if failure := x.errorOf(ctx, to.workflow, id); failure != nil {
-			return failure
-		}
-		return nil
+		return x.errorOf(ctx, to.workflow, id)
 	case err != nil:
 		x.engine.Circuits.Unrecorded(open.Key, err)
 		return nil
@@ -903,6 +884,29 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 	failure := &shownError{token.ID(), token.Raw()}
 	rejections.show(open, to, failure)
 	return failure
+}
+
+// recordRejected records that the call was held up, in its workflow. With ErrDuplicate that was recorded before.
+func (s *callEvidence) recordRejected(ctx context.Context, r evidence.Rejection) (*ect.Token, error) {
+	now, err := s.policy.Engine.Store.Now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	parents, err := s.policy.Evidence.Known(ctx, s.call.Workflow, s.parentIDs())
+	if err != nil {
+		return nil, err
+	}
+	r.Workflow, r.Issuer, r.Caller = s.call.Workflow, s.tokens.Issuer(), s.call.Caller
+	r.Parents = parents[:min(len(parents), ect.MaxParents)]
+	draft, err := s.policy.Events.Rejection(now, &r)
+	if err != nil {
+		return nil, err
+	}
+	token, err := s.policy.Events.Sign(draft)
+	if err != nil {
+		return nil, err
+	}
+	return token, s.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token})
 }
 
 // ancestors yields the ids of the call's ancestors, the nearest first. An id that the ledger does not

@@ -209,17 +209,23 @@ func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.He
 	if !c.kept {
 		return nil
 	}
-	if o.Verdict == execution.InDoubt { // its effect is unknown
-		return x.othersBeside(ctx)
-	}
-	if o.Verdict == execution.Released {
+	result := checkpoint.Result{Reason: checkpoint.ReasonChanged}
+	switch {
+	case o.Verdict == execution.Released:
 		return x.engine.Checkpoints.Release(c.handle)
-	}
-	if c.decision.Way == checkpoint.Irreversible {
+	case o.Verdict == execution.InDoubt:
+		// Its effect is unknown. Its rollback and further attempts need to know only whether somebody else has
+		// written to its target.
+		if c.decision.Way != checkpoint.Restore || !x.window.end() {
+			return nil
+		}
+	case c.decision.Way == checkpoint.Irreversible:
 		return nil // only a person can undo it; this saves a write
+	default:
+		x.observe(o, header)
+		result = *c.result
 	}
-	x.observe(o, header)
-	p, err := x.engine.Checkpoints.Record(ctx, c.handle, *c.result)
+	p, err := x.engine.Checkpoints.Record(ctx, c.handle, result)
 	if err != nil {
 		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
@@ -452,21 +458,6 @@ func mediaType(field string) string {
 		return plain
 	}
 	return field
-}
-
-// othersBeside is the record for a call in doubt: only that somebody else has written to its
-// target, for its rollback and further attempts.
-func (x *Call) othersBeside(ctx context.Context) *store.Batch {
-	c := &x.capture
-	if c.decision.Way != checkpoint.Restore || !x.window.end() {
-		return nil
-	}
-	p, err := x.engine.Checkpoints.Record(ctx, c.handle, checkpoint.Result{Reason: checkpoint.ReasonChanged})
-	if err != nil {
-		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
-		return nil
-	}
-	return p.Batch
 }
 
 // WriteTracker tracks which guarded calls change the same target at the same time, so that none

@@ -244,26 +244,23 @@ func (h *Handler) keepEndToEnd(header http.Header) {
 			len(h.ExecutionID) == 0 && len(option) > len("Keep-Alive") && IsKey(http.CanonicalHeaderKey(option))
 	}
 	found := false
-	for _, line := range header["Connection"] {
-		for option := range strings.SplitSeq(line, ",") {
-			found = found || stays(strings.TrimSpace(option))
-		}
-	}
-	if !found {
-		return
-	}
 	var kept []string
 	for _, line := range header["Connection"] {
 		var options []string
 		for option := range strings.SplitSeq(line, ",") {
-			option = strings.TrimSpace(option)
-			if option != "" && !stays(option) {
+			switch option = strings.TrimSpace(option); {
+			case stays(option):
+				found = true
+			case option != "":
 				options = append(options, option)
 			}
 		}
 		if len(options) > 0 {
 			kept = append(kept, strings.Join(options, ", "))
 		}
+	}
+	if !found {
+		return
 	}
 	delete(header, "Connection")
 	if len(kept) > 0 {
