@@ -964,7 +964,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	}()
 	x.permit.Sent()
 	f = x.forward(e)
-	x.capture.participant = f.rec.Checkpoint()
+	x.capture.participant = f.rec.checkpoint
 	byHTTP := x.judge(&f)
 	outcome := x.stillInDoubt(understand(x, byHTTP))
 	outcome.Upstream = f.FailedAt

@@ -96,7 +96,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 		switch {
 		case x.heldUp:
 			o.Verdict = execution.Released
-		case rec.Doubtful() || rec.Refused() && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
+		case rec.neighbour == StatusInDoubt || rec.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
 			o.Verdict = execution.InDoubt
 		}
 		if o.Verdict == execution.InDoubt {
@@ -114,7 +114,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 // whatever follows, it returns the fields that say so, and tells those attached.
 func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) http.Header {
 	own := x.upstream.Status()
-	x.heldUp = rec.Refused() && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
+	x.heldUp = rec.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
 	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}

@@ -68,8 +68,8 @@ type Recorder struct {
 	length      int64 // announced, or -1
 	size        int64
 	interrupted bool
-	neighbour   string      // the Execution-Status of another guard behind this one
-	checkpoint  string      // and its Execution-Checkpoint
+	neighbour   string      // the Execution-Status of another guard behind this one: refused, in doubt, or empty
+	checkpoint  string      // and its Execution-Checkpoint, which nothing proves
 	judged      http.Header // what Sink.Judge gave
 	shows       int         // the status that the answer stands for, where it is another one (Writer.shows)
 }
@@ -134,15 +134,6 @@ func (r *Recorder) Status() int { return r.status }
 
 // Interrupted reports that the handler gave up because we had cancelled the call.
 func (r *Recorder) Interrupted() bool { return r.interrupted }
-
-// Checkpoint is the Execution-Checkpoint of another guard behind this one. Nothing proves it.
-func (r *Recorder) Checkpoint() string { return r.checkpoint }
-
-// Refused reports that the answer is another guard's refusal.
-func (r *Recorder) Refused() bool { return r.neighbour == StatusRefused }
-
-// Doubtful reports that another guard behind this one has the call in doubt.
-func (r *Recorder) Doubtful() bool { return r.neighbour == StatusInDoubt }
 
 // Whole reports whether the body has the announced length.
 func (r *Recorder) Whole() bool {
