@@ -544,28 +544,15 @@ func readSegment(f *os.File, p pointer, key []byte) ([]byte, error) {
 	return value[:len(value):len(value)], nil
 }
 
-// segmentFacts are what was found whole in a segment: everything before end but gaps.
+// segmentFacts are what was found whole in a segment: everything before end. A crash or a full disk leaves gaps that
+// nothing points to; what lies behind one is read by its pointer.
 type segmentFacts struct {
 	size int64 // when it was read; what lies behind is newer
 	end  int64
-	gaps []gap // in the order of the file
 }
-
-// gap is what holds no whole value. A crash or a full disk leaves some, to which nothing points.
-type gap struct{ from, to int64 }
-
-// maxGaps bounds the gaps that are recorded of a segment; the rest of it counts as one.
-const maxGaps = 1000
 
 // has reports whether a value with a key of so many bytes lies where whole values were found.
-func (f segmentFacts) has(p pointer, key int) bool {
-	from, to := int64(p.offset), p.end(key)
-	if to > f.end {
-		return false
-	}
-	i, _ := slices.BinarySearchFunc(f.gaps, from, func(g gap, from int64) int { return cmp.Compare(g.to, from+1) })
-	return i == len(f.gaps) || f.gaps[i].from >= to
-}
+func (f segmentFacts) has(p pointer, key int) bool { return p.end(key) <= f.end }
 
 // check reads all segments, in their order on the disk, until stop is closed.
 func (b *bodies) check(stop <-chan struct{}) map[int64]segmentFacts {
@@ -597,16 +584,15 @@ func checkSegment(f io.ReaderAt, size int64, stop <-chan struct{}) (facts segmen
 	facts.size = size
 	_ = walkSegment(f, 0, size, stop, func(at int64, record []byte) error {
 		if at > facts.end {
-			if len(facts.gaps) == maxGaps {
-				return errors.New("too many gaps")
-			}
-			facts.gaps = append(facts.gaps, gap{facts.end, at})
+			return errGap
 		}
 		facts.end = at + int64(len(record))
 		return nil
 	})
-	return facts // what was not reached counts as a gap
+	return facts
 }
+
+var errGap = errors.New("nothing whole")
 
 // walk calls do with the place and the key of each whole value of a segment, from a place on.
 func (b *bodies) walk(segment, from int64, stop <-chan struct{}, do func(at int64, key []byte) error) error {

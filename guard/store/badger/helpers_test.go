@@ -17,6 +17,7 @@ import (
 	badgerdb "github.com/dgraph-io/badger/v4"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/badger/wal"
 )
 
 var errDisk = errors.New("input/output error")
@@ -544,3 +545,10 @@ func kept(key string, size int) store.Write {
 }
 
 func newManual() *manual { return &manual{now: time.Unix(1_700_000_000, 0)} }
+
+// log is the recorded range of log files.
+func (s *manifestFile) log() wal.Range {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.current.Log
+}

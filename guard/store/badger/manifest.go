@@ -105,13 +105,6 @@ func (s *manifestFile) setLog(log wal.Range) error {
 	})
 }
 
-// log is the recorded range of log files.
-func (s *manifestFile) log() wal.Range {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.current.Log
-}
-
 // refresh records Badger's manifest again if it has changed.
 func (s *manifestFile) refresh() error {
 	info, err := os.Stat(s.badgerManifest())
