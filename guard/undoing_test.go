@@ -388,7 +388,7 @@ func (b *saga) do(route, body string, after ...string) step {
 func (b *saga) begun(id string, s step, scope ...rollback.Scope) error {
 	_, err := b.Execute(b.Context(), rollback.Request{
 		ID: id, Checkpoint: s.checkpoint, Scope: append(scope, rollback.Single)[0], By: agentName + "a", Lineage: rollback.Ancestor,
-	})
+	}, nil)
 	return err
 }
 
