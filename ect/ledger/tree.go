@@ -303,7 +303,7 @@ func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 
 // entries returns the range of the entries from an index; limit 0 is all.
 func (s *logStore) entries(from int64, limit int) store.Range {
-	r := store.Prefix(logKey(spaceEntry, s.id, 0))
+	r := store.Prefix(logKey(spaceEntry, s.id))
 	r.From, r.Limit = s.entryKey(from), limit
 	return r
 }
