@@ -54,9 +54,7 @@ func (x *exporter) export() (Head, error) {
 	head := x.state.head
 	fmt.Fprintf(x.w, "%s\n", exportTitle)
 	line(x.w, exportHead, head.Note)
-	r := x.entries(0, 0)
-	r.To = x.entryKey(head.Size)
-	for found, err := range x.store.Scan(x.ctx, r) {
+	for found, err := range x.store.Scan(x.ctx, x.entries(0, head.Size)) {
 		if err != nil {
 			return Head{}, damagedAt(found.Key, err)
 		}

@@ -104,11 +104,9 @@ type prunable struct {
 // findPrunable lists the entries of a full tile that may be pruned, and sets m.next to the
 // time when the first of the others may. Damaged entries are skipped.
 func (l *Log) findPrunable(ctx context.Context, n int64, m *marks, before, now time.Time) (gone []prunable, younger bool, err error) {
-	r := l.entries(n<<tileHeight, 0)
-	r.To = l.entryKey((n + 1) << tileHeight)
 	damaged := false
 	next := int64(math.MaxInt64)
-	for found, err := range l.scan(ctx, r) {
+	for found, err := range l.scan(ctx, l.entries(n<<tileHeight, (n+1)<<tileHeight)) {
 		e, err := l.scanned(found, err)
 		if err != nil && !errors.Is(err, ErrTampered) {
 			return nil, false, err
@@ -150,19 +148,13 @@ func (l *Log) reportUnprunable(index int64, why error) {
 // it, both proved against the signed head.
 func (l *Log) proven(ctx context.Context, n int64) ([]tlog.Hash, tlog.Hash, error) {
 	s := l.now.Load()
-	from := &tiles{ctx: ctx, on: l.logStore, state: s}
-	reader := tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, from)
-	indexes := make([]int64, tileWidth)
-	for i := range indexes {
-		indexes[i] = tlog.StoredHashIndex(0, n<<tileHeight+int64(i))
-	}
-	hashes, err := reader.ReadHashes(indexes)
+	hashes, err := l.leaves(ctx, s, n<<tileHeight, (n+1)<<tileHeight)
 	root := s.root()
 	if end := (n + 1) << tileHeight; err == nil && end != s.size {
-		root, err = tlog.TreeHash(end, reader)
-	}
-	if err != nil && from.failed == nil {
-		err = fmt.Errorf("%w: %w", ErrTampered, err)
+		err = s.proved(ctx, l.logStore, func(r tlog.HashReader) (err error) {
+			root, err = tlog.TreeHash(end, r)
+			return err
+		})
 	}
 	return hashes, root, err
 }

@@ -112,11 +112,11 @@ func (l *Log) leaves(ctx context.Context, s *state, from, to int64) ([]tlog.Hash
 	for i := from; i < min(to, s.size); i++ {
 		indexes = append(indexes, tlog.StoredHashIndex(0, i))
 	}
-	read := &tiles{ctx: ctx, on: l.logStore, state: s}
-	hashes, err := tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, read).ReadHashes(indexes)
-	if err != nil && read.failed == nil {
-		err = fmt.Errorf("%w: %w", ErrTampered, err)
-	}
+	var hashes []tlog.Hash
+	err := s.proved(ctx, l.logStore, func(r tlog.HashReader) (err error) {
+		hashes, err = r.ReadHashes(indexes)
+		return err
+	})
 	return hashes, err
 }
 
@@ -195,11 +195,9 @@ func (l *Log) storeTile(ctx context.Context, n int64, of func(header []byte) boo
 	defer l.pruning.Unlock()
 	s := l.now.Load()
 	from, to := n<<tileHeight, min((n+1)<<tileHeight, s.size)
-	r := l.entries(from, 0)
-	r.To = l.entryKey(to)
 	var found []Entry
 	stands := make(map[int64]bool, tileWidth)
-	for at, err := range l.scan(ctx, r) {
+	for at, err := range l.scan(ctx, l.entries(from, to)) {
 		e, err := l.scanned(at, err)
 		if err != nil && !errors.Is(err, ErrTampered) {
 			return 0, err

@@ -269,9 +269,7 @@ func (s *logStore) advance(ctx context.Context, from *state) (*state, error) {
 		for level := range next.edge {
 			next.edge[level] = slices.Clip(next.edge[level]) // others may append to the same array
 		}
-		r := s.entries(from.size, 0)
-		r.To = s.entryKey(head.Size)
-		for found, err := range s.store.Scan(ctx, r) {
+		for found, err := range s.store.Scan(ctx, s.entries(from.size, head.Size)) {
 			e, err := s.scanned(found, err)
 			if err != nil || e.Index != next.size {
 				break // load says what is wrong, or the entry was pruned
@@ -292,7 +290,7 @@ func (s *logStore) advance(ctx context.Context, from *state) (*state, error) {
 
 // nothingAbove checks that no entry is stored beyond the end of the tree.
 func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
-	for e, err := range s.store.Scan(ctx, s.entries(size, 1)) {
+	for e, err := range s.store.Scan(ctx, s.above(size)) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
@@ -301,10 +299,15 @@ func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 	return nil
 }
 
-// entries returns the range of the entries from an index; limit 0 is all.
-func (s *logStore) entries(from int64, limit int) store.Range {
+// entries is the range of the entries from an index up to another.
+func (s *logStore) entries(from, to int64) store.Range {
+	return store.Range{From: s.entryKey(from), To: s.entryKey(to)}
+}
+
+// above is the range of what is stored from an index on, of which one is enough.
+func (s *logStore) above(size int64) store.Range {
 	r := store.Prefix(logKey(spaceEntry, s.id))
-	r.From, r.Limit = s.entryKey(from), limit
+	r.From, r.Limit = s.entryKey(size), 1
 	return r
 }
 
@@ -332,6 +335,16 @@ func (s *state) contains(ctx context.Context, on *logStore, known *Head) error {
 // hashes reads the tree's hashes and proves each against the root.
 func (s *state) hashes(ctx context.Context, on *logStore) tlog.HashReader {
 	return tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, &tiles{ctx: ctx, on: on, state: s})
+}
+
+// proved calls read with a reader of the tree's hashes. The error is ErrTampered, or one of the store.
+func (s *state) proved(ctx context.Context, on *logStore, read func(r tlog.HashReader) error) error {
+	from := &tiles{ctx: ctx, on: on, state: s}
+	err := read(tlog.TileHashReader(tlog.Tree{N: s.size, Hash: s.root()}, from))
+	if err != nil && from.failed == nil {
+		err = fmt.Errorf("%w: %w", ErrTampered, err)
+	}
+	return err
 }
 
 // tiles implements tlog.TileReader for a state.

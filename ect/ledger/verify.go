@@ -180,7 +180,7 @@ func (v *verifier) end() error {
 	if v.signed && v.tree.root() != head.Root {
 		v.fault(-1, "the entries do not fit the signed head of size %d", head.Size)
 	}
-	r := v.entries(head.Size, 1)
+	r := v.above(head.Size)
 	r.Reverse = true
 	for e, err := range v.store.Scan(v.ctx, r) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
@@ -252,9 +252,7 @@ func (t *leafTile) verify() error {
 // walk checks the entries of the tile in their order.
 func (t *leafTile) walk() error {
 	index := t.first
-	r := t.v.entries(t.first, 0)
-	r.To = t.v.entryKey(t.first + t.width)
-	for found, err := range t.v.scan(t.v.ctx, r) {
+	for found, err := range t.v.scan(t.v.ctx, t.v.entries(t.first, t.first+t.width)) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
