@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -12,23 +11,6 @@ import (
 // HeadPrefix begins the store's keys of the heads of all logs. A log's head is written whenever entries are
 // added to its tree.
 func HeadPrefix() []byte { return []byte{space, spaceHead} }
-
-// Recorded returns the event under a key that begins with IDPrefix, of any log of the store. The error is ErrNotFound,
-// ErrPruned or ErrTampered.
-func (l *Log) Recorded(ctx context.Context, key []byte) (Entry, error) {
-	found, err := l.store.Get(ctx, key)
-	if errors.Is(err, store.ErrNotFound) {
-		return Entry{}, ErrNotFound
-	}
-	if err != nil {
-		return Entry{}, err
-	}
-	at, ok := decodeLocation(found.Value)
-	if !ok {
-		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
-	}
-	return l.entry(ctx, at.log, at.index)
-}
 
 // Others reads what is added to the other logs of a store. It is for one goroutine at a time.
 type Others struct {

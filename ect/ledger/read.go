@@ -120,8 +120,8 @@ func (l *Log) current(ctx context.Context, size int64) (*state, error) {
 // Lookup finds an event of a workflow by its id, in any log of the store. The error is
 // ErrNotFound, ErrPruned or ErrTampered.
 func (l *Log) Lookup(ctx context.Context, workflow, id string) (Entry, error) {
-	e, err := l.locate(ctx, l.idKey(workflow, id), id)
-	if err == nil && e.Workflow != workflow {
+	e, err := l.Recorded(ctx, l.idKey(workflow, id))
+	if err == nil && (e.Workflow != workflow || e.ID != id) {
 		err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
 	}
 	return e, err
@@ -157,8 +157,9 @@ func (l *Log) Has(ctx context.Context, workflow, id string) (bool, error) {
 	return false, err
 }
 
-// locate follows the key of an id to its entry.
-func (l *Log) locate(ctx context.Context, key []byte, id string) (Entry, error) {
+// Recorded returns the event under a key that begins with IDPrefix, of any log of the store. The error is ErrNotFound,
+// ErrPruned or ErrTampered.
+func (l *Log) Recorded(ctx context.Context, key []byte) (Entry, error) {
 	found, err := l.store.Get(ctx, key)
 	if errors.Is(err, store.ErrNotFound) {
 		return Entry{}, ErrNotFound
@@ -166,20 +167,16 @@ func (l *Log) locate(ctx context.Context, key []byte, id string) (Entry, error) 
 	if err != nil {
 		return Entry{}, err
 	}
-	return l.entryAt(ctx, found.Value, id)
+	return l.entryAt(ctx, found.Value)
 }
 
-// entryAt reads the entry at an encoded location. ErrTampered says that it has another id.
-func (l *Log) entryAt(ctx context.Context, value []byte, id string) (Entry, error) {
+// entryAt reads the entry at an encoded location.
+func (l *Log) entryAt(ctx context.Context, value []byte) (Entry, error) {
 	at, ok := decodeLocation(value)
 	if !ok {
 		return Entry{}, fmt.Errorf("%w: what stands under an id", ErrTampered)
 	}
-	e, err := l.entry(ctx, at.log, at.index)
-	if err == nil && e.ID != id {
-		err = fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
-	}
-	return e, err
+	return l.entry(ctx, at.log, at.index)
 }
 
 // Find returns the events with an id in all workflows, at most MaxFound. It leaves out pruned events.
@@ -195,8 +192,10 @@ func (l *Log) Find(ctx context.Context, id string) ([]Entry, error) {
 	}
 	var all []Entry
 	for _, found := range located {
-		e, err := l.entryAt(ctx, found.Value, id)
+		e, err := l.entryAt(ctx, found.Value)
 		switch {
+		case err == nil && e.ID != id:
+			return nil, fmt.Errorf("%w: entry %d is not the one that its id leads to", ErrTampered, e.Index)
 		case err == nil:
 			all = append(all, e)
 		case !errors.Is(err, ErrPruned) && !errors.Is(err, ErrNotFound):
