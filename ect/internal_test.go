@@ -44,7 +44,7 @@ func TestSameSignature(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		raw, err := c.algorithm.sign(nil, private, []byte("sample"))
+		raw, err := c.algorithm.sign(private, []byte("sample"))
 		if err != nil || hex.EncodeToString(raw) != c.want {
 			t.Errorf("%s: %x, %v", c.algorithm, raw, err)
 		}
@@ -61,7 +61,7 @@ func TestShortSignatures(t *testing.T) {
 	short := false
 	for n := range 2000 {
 		text := []byte(strconv.Itoa(n))
-		raw, err := ES256.sign(nil, private, text)
+		raw, err := ES256.sign(private, text)
 		if err != nil || len(raw) != 64 {
 			t.Fatalf("%d octets, %v", len(raw), err)
 		}

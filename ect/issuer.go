@@ -167,24 +167,16 @@ func ParseDraft(payload string) (*Draft, error) {
 	return &Draft{content: set.content}, nil
 }
 
-// tokenBuffers holds buffers that tokens are made in.
-var tokenBuffers = sync.Pool{New: func() any { return new([]byte) }}
-
 // Sign signs a draft with the current key. The error is ErrUnavailable.
 func (i *Issuer) Sign(d *Draft) (*Token, error) {
 	signer := i.ring.keys.Load().signer
 	enc := base64.RawURLEncoding
-	work := tokenBuffers.Get().(*[]byte)
-	defer tokenBuffers.Put(work)
-	b := append((*work)[:0], signer.head...)
-	b = enc.AppendEncode(b, []byte(d.payload))
-	var room [96]byte
-	signature, err := signer.sign(room[:0], b)
+	b := enc.AppendEncode([]byte(signer.head), []byte(d.payload))
+	signature, err := signer.sign(b)
 	if err != nil {
 		return nil, err
 	}
 	b = enc.AppendEncode(append(b, '.'), signature)
-	*work = b
 	return &Token{content: d.content, raw: string(b), level: L2, key: signer.key, proven: true, digest: sha256.Sum256(b)}, nil
 }
 
@@ -202,8 +194,7 @@ func (r *Ring) Header() (header []byte, kid string) {
 func (r *Ring) Signature(header, payload []byte) ([]byte, error) {
 	for _, s := range r.keys.Load().signers {
 		if bytes.Equal(s.header, header) {
-			b := append(make([]byte, 0, len(s.head)+base64.RawURLEncoding.EncodedLen(len(payload))), s.head...)
-			return s.sign(nil, base64.RawURLEncoding.AppendEncode(b, payload))
+			return s.sign(base64.RawURLEncoding.AppendEncode([]byte(s.head), payload))
 		}
 	}
 	return nil, fmt.Errorf("%w: the private part of the key %.80q is gone", ErrUnavailable, HeaderKeyID(header))
@@ -272,9 +263,9 @@ type signer struct {
 	header  []byte // the same in JSON
 }
 
-// sign appends the signature of a header and payload, encoded. The error is ErrUnavailable.
-func (s *signer) sign(dst, encoded []byte) ([]byte, error) {
-	signature, err := s.key.algorithm.sign(dst, s.private, encoded)
+// sign is the signature of a header and payload, encoded. The error is ErrUnavailable.
+func (s *signer) sign(encoded []byte) ([]byte, error) {
+	signature, err := s.key.algorithm.sign(s.private, encoded)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}

@@ -309,12 +309,12 @@ func (a Algorithm) verify(public crypto.PublicKey, text, signature []byte) bool 
 	return false
 }
 
-// sign appends the raw signature of text. The same text gets the same signature: ECDSA is
+// sign is the raw signature of text. The same text gets the same signature: ECDSA is
 // that of RFC 6979, which needs no random numbers and takes a quarter less time (ADR 0064).
-func (a Algorithm) sign(dst []byte, private crypto.Signer, text []byte) ([]byte, error) {
+func (a Algorithm) sign(private crypto.Signer, text []byte) ([]byte, error) {
 	switch key := private.(type) {
 	case ed25519.PrivateKey:
-		return append(dst, ed25519.Sign(key, text)...), nil
+		return ed25519.Sign(key, text), nil
 	case *ecdsa.PrivateKey:
 		hash := crypto.SHA256
 		if a == ES384 {
@@ -331,7 +331,7 @@ func (a Algorithm) sign(dst []byte, private crypto.Signer, text []byte) ([]byte,
 		raw := make([]byte, a.signatureSize())
 		made.R.FillBytes(raw[:len(raw)/2])
 		made.S.FillBytes(raw[len(raw)/2:])
-		return append(dst, raw...), nil
+		return raw, nil
 	}
 	return nil, errors.New("ect: this kind of key cannot sign")
 }

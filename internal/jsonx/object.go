@@ -147,9 +147,6 @@ func Unquote(text []byte) string {
 	}
 	special := func(c rune) bool { return c < ' ' || c > '~' || c == '"' || c == '\\' }
 	if inner := text[1 : len(text)-1]; text[len(text)-1] == '"' && !bytes.ContainsFunc(inner, special) {
-		if i := slices.IndexFunc(usual, func(name string) bool { return name == string(inner) }); i >= 0 {
-			return usual[i] // without a copy
-		}
 		return string(inner)
 	}
 	var s string
@@ -157,12 +154,6 @@ func Unquote(text []byte) string {
 		return ""
 	}
 	return s
-}
-
-// usual are the words of most messages of JSON-RPC.
-var usual = []string{
-	"jsonrpc", "2.0", "id", "method", "params", "name", "arguments", "_meta", "uri", "tools/call", "ping", "tools/list",
-	"resources/read",
 }
 
 // IsNumber reports whether a valid JSON text is a number.
@@ -196,10 +187,8 @@ func ParsePointer(s string) (Pointer, error) {
 	}
 	tokens := strings.Split(s[1:], "/")
 	for i, t := range tokens {
-		for j := range len(t) {
-			if t[j] == '~' && (j+1 == len(t) || (t[j+1] != '0' && t[j+1] != '1')) {
-				return nil, fmt.Errorf("JSON pointer %q: '~' must be followed by 0 (for '~') or 1 (for '/')", s)
-			}
+		if strings.Contains(strings.NewReplacer("~0", "", "~1", "").Replace(t), "~") {
+			return nil, fmt.Errorf("JSON pointer %q: '~' must be followed by 0 (for '~') or 1 (for '/')", s)
 		}
 		tokens[i] = unescape.Replace(t)
 	}
@@ -219,17 +208,8 @@ func (p Pointer) String() string {
 // Index reads a token as an array index. RFC 6901 allows no leading zeros; "-" is
 // the element after the last one, which never exists.
 func Index(token string) (i int64, ok bool) {
-	if token == "" || len(token) > 18 || (token[0] == '0' && token != "0") {
-		return 0, false
-	}
-	for j := range len(token) {
-		c := token[j]
-		if c < '0' || c > '9' {
-			return 0, false
-		}
-		i = i*10 + int64(c-'0')
-	}
-	return i, true
+	at, err := strconv.ParseUint(token, 10, 63)
+	return int64(at), err == nil && (token == "0" || token[0] != '0')
 }
 
 // ErrAmbiguous: a name in the path occurs twice in its object, so that the upstream may read another value.

@@ -2,6 +2,7 @@ package jsonx
 
 import (
 	"cmp"
+	"encoding/json"
 	"strings"
 	"unicode/utf8"
 )
@@ -229,29 +230,25 @@ func (s *Scanner) Text() (string, bool) {
 }
 
 // unescape continues a text that begins at from at its first backslash.
-func (s *Scanner) unescape(from int) (string, bool) {
-	begin := s.JSON[from:s.At]
-	out := append(make([]byte, 0, len(begin)+64), begin...)
-	for s.At < len(s.JSON) {
-		switch c := s.JSON[s.At]; {
-		case c == '"':
+func (s *Scanner) unescape(from int) (text string, ok bool) {
+	for ; s.At < len(s.JSON) && s.JSON[s.At] != '"'; s.At++ {
+		if s.JSON[s.At] == '\\' {
 			s.At++
-			return string(out), s.unicode(utf8.Valid(out), from)
-		case c < ' ':
-			return "", false
-		case c != '\\':
-			s.At++
-			out = append(out, c)
-		default:
-			r, size := Escape(s.JSON[s.At:])
-			if size <= 0 {
-				return "", size < 0 && s.unicode(false, s.At)
-			}
-			s.At += size
-			out = utf8.AppendRune(out, r)
 		}
 	}
-	return "", false
+	if s.At >= len(s.JSON) {
+		s.At = len(s.JSON)
+		return "", false
+	}
+	s.At++
+	quoted := []byte(s.JSON[from-1 : s.At])
+	if json.Unmarshal(quoted, &text) != nil {
+		return "", false
+	}
+	if at := loneSurrogate(quoted); at >= 0 {
+		return "", s.unicode(false, from-1+at)
+	}
+	return text, s.unicode(utf8.Valid(quoted), from)
 }
 
 // unicode notes the fault of a text that is no valid Unicode.
