@@ -231,33 +231,31 @@ type Graph struct {
 // New makes the graph of records, given in the order of recording. Of two with one id the first
 // counts.
 func New(records []Record) *Graph {
-	all := make([]*Record, len(records))
+	nodes := make([]Node, len(records))
 	for i := range records {
-		all[i] = &records[i]
+		nodes[i].Record = records[i]
 	}
-	g := withStates(all)
+	g := new(Graph)
+	g.withStates(nodes)
 	g.follow()
 	return g
 }
 
-// withStates makes the graph without the edges of consequences, on which states do not depend.
-func withStates(records []*Record) *Graph {
-	nodes := make([]Node, len(records))
-	for i, r := range records {
-		nodes[i].Record = *r
-	}
-	g := take(nodes)
+// withStates makes the graph without the edges of consequences, on which states do not depend. It keeps nodes, and
+// uses the memory of the graph that it was before.
+func (g *Graph) withStates(nodes []Node) {
+	g.take(nodes)
 	g.build(g.contains)
 	g.guard()
 	g.note()
 	derive(g)
-	return g
 }
 
 // FromNodes makes the graph of nodes with known states, groups and guards, in the order of
 // recording. Guards that are no tasks of the graph do not count.
 func FromNodes(nodes []Node) *Graph {
-	g := take(slices.Clone(nodes))
+	g := new(Graph)
+	g.take(slices.Clone(nodes))
 	g.build(func(i int) bool { return g.nodes[i].Group })
 	g.guards = make([][]int, len(g.nodes))
 	for i := range g.nodes {
@@ -274,22 +272,40 @@ func FromNodes(nodes []Node) *Graph {
 	return g
 }
 
-// take begins a graph with the first node of each id. It keeps nodes.
-func take(nodes []Node) *Graph {
-	g := &Graph{index: make(map[string]int, len(nodes)), executions: make(map[string][]int)}
-	g.nodes = slices.DeleteFunc(nodes, func(n Node) bool {
-		_, twice := g.index[n.ID]
-		if !twice {
-			g.index[n.ID] = len(g.index)
+// take takes the first node of each id. It keeps nodes.
+func (g *Graph) take(nodes []Node) {
+	if g.nodes = nodes[:0]; g.index == nil {
+		g.index = make(map[string]int, len(nodes))
+	}
+	clear(g.index)
+	clear(g.executions)
+	for i := range nodes {
+		if _, twice := g.index[nodes[i].ID]; twice {
+			continue
 		}
-		return twice
-	})
-	return g
+		at := len(g.nodes)
+		g.index[nodes[i].ID] = at
+		if g.nodes = g.nodes[:at+1]; at < i {
+			g.nodes[at] = nodes[i]
+		}
+	}
+}
+
+// empty are n empty lists, in the memory of those before.
+func empty(lists [][]int, n int) [][]int {
+	lists = slices.Grow(lists[:0], n)[:n]
+	for i := range lists {
+		lists[i] = lists[i][:0]
+	}
+	return lists
 }
 
 // build links and orders the nodes.
 func (g *Graph) build(group func(i int) bool) {
-	g.seq, g.ordered = from(0, len(g.nodes)), len(g.nodes)
+	g.seq, g.ordered = g.seq[:0], len(g.nodes)
+	for i := range g.nodes {
+		g.seq = append(g.seq, i)
+	}
 	g.link(group)
 	for i, to := range g.down {
 		if slices.ContainsFunc(to, func(j int) bool { return j < i }) { // as a rule they were recorded in order
@@ -303,7 +319,7 @@ func (g *Graph) build(group func(i int) bool) {
 // link finds the neighbours of every node.
 func (g *Graph) link(group func(i int) bool) {
 	n := len(g.nodes)
-	g.parents, g.children = make([][]int, n), make([][]int, n)
+	g.parents, g.children = empty(g.parents, n), empty(g.children, n)
 	for i := range g.nodes {
 		node := &g.nodes[i]
 		node.Missing = nil
@@ -505,12 +521,16 @@ func (g *Graph) guard() {
 
 // note finds the tasks that can be undone, and the settlements of each execution.
 func (g *Graph) note() {
-	g.undoable = make([]bool, len(g.nodes))
+	g.undoable = slices.Grow(g.undoable[:0], len(g.nodes))[:len(g.nodes)]
+	clear(g.undoable)
 	for i := range g.nodes {
 		for _, t := range g.guards[i] {
 			g.undoable[t] = g.undoable[t] || g.nodes[i].Reversible
 		}
 		if name := g.nodes[i].Execution; name != "" && g.nodes[i].settlement() {
+			if g.executions == nil {
+				g.executions = make(map[string][]int)
+			}
 			g.executions[name] = append(g.executions[name], i)
 		}
 	}

@@ -24,11 +24,16 @@ type Live struct {
 	executions map[string]int
 	// asked are the checkpoints that a request for a rollback is about.
 	asked map[int][]int
-	round int // number of the last walk
+	round int   // number of the last walk
+	met   []int // buffer for the records that it meets
+	room  Graph // of few records, for the next of its kind
 
 	mixed bool   // New gets all records
 	all   *Calls // what New has found of all records; nil before
 }
+
+// maxRoom is how many records a graph has at most whose memory is used again.
+const maxRoom = 32
 
 // livePlace is what is known of an id.
 type livePlace struct {
@@ -331,7 +336,7 @@ func (l *Live) together(i int) []int {
 	}
 	l.round++
 	l.at[i].round = l.round
-	met := []int{i}
+	met := append(l.met[:0], i)
 	for n := 0; n < len(met); n++ {
 		for _, k := range l.at[met[n]].with {
 			if l.at[k].round != l.round {
@@ -372,11 +377,16 @@ func (l *Live) derive(i int) *Calls {
 		places = append(places, l.at[k].near...)
 	}
 	slices.Sort(places)
-	var near []*Record
-	for _, k := range slices.Compact(places) {
-		near = append(near, l.records[k])
+	l.met, places = places, slices.Compact(places)
+	g := &l.room
+	if len(places) > maxRoom {
+		g = new(Graph)
 	}
-	g := withStates(near)
+	nodes := g.nodes[:0]
+	for _, i := range places {
+		nodes = append(nodes, Node{Record: *l.records[i]})
+	}
+	g.withStates(nodes)
 	c.Tasks = g.live(func(id string) bool { return l.at[l.record(id)].calls == c })
 	for k := range c.Tasks {
 		c.Tasks[k].Place, _ = l.Links.Place(c.Tasks[k].ID)
