@@ -527,7 +527,7 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		d.Plan.Unprepared, d.Plan.Unreached, d.Precedence = before.Unprepared, before.Unreached, precedence
 	}
 	if d.Aborted = d.aborts(r); d.Aborted {
-		d.Terms = &terms{Keep: r.KeepDependants, Lineage: r.Lineage, Coordinator: r.Coordinator}
+		d.Request = r
 	}
 	c.locks.setPlan(lock, d.Scope, d.Plan)
 	err = c.untilFirst(func() (err error) {

@@ -51,7 +51,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 			}
 			return j.conclude(ctx, n)
 		}
-		if last.reading != "" && last.reading != taken {
+		if last.Reading != "" && last.Reading != taken {
 			again, err := pace.wait(ctx, last.after)
 			if err != nil {
 				return Result{}, err
@@ -79,7 +79,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 			return Result{}, err
 		}
 		switch {
-		case last.reading.final():
+		case last.Reading.final():
 			return j.conclude(ctx, last)
 		case last.reason != "":
 			return j.result(last.reason), nil
@@ -131,7 +131,7 @@ func (j *job) hashState(ctx context.Context) ([32]byte, error) {
 	var image *checkpoint.Image
 	j.send(within, out, func(a *Answer) note {
 		image = ImageOf(a)
-		return note{reading: common(a.Status)}
+		return note{Reading: common(a.Status)}
 	})
 	return j.hashOf(image), ctx.Err()
 }
@@ -157,7 +157,7 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 		read = func(a *Answer) note {
 			n := byMessage(a, &q[0])
 			if text, _ := q[0].TaskQuery(n.task); n.task != "" && text != nil {
-				n.reading, n.location = pending, taskAt(session, n.task)
+				n.Reading, n.Location = pending, taskAt(session, n.task)
 			}
 			return n
 		}
@@ -167,9 +167,9 @@ func (j *job) reads(out *Outgoing) func(*Answer) note {
 		if n.task != "" {
 			return n
 		}
-		if n.reading == pending {
-			if n.location = follow(&to, a.Header.Get("Location")); n.location == "" {
-				n.reading = accepted
+		if n.Reading == pending {
+			if n.Location = follow(&to, a.Header.Get("Location")); n.Location == "" {
+				n.Reading = accepted
 			}
 		}
 		return n
@@ -188,21 +188,21 @@ func (j *job) message(out *Outgoing) (q []protocol.Message, is bool) {
 // conclude makes the result of a final answer; for a pending one it asks.
 func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	j.take(n)
-	switch n.reading {
+	switch n.Reading {
 	case done:
 		return j.done(), nil
 	case pending:
 	default:
-		return j.result(reasonOf(n.reading)), nil
+		return j.result(reasonOf(n.Reading)), nil
 	}
 	j.doubt = true // until it says how it has ended
 	out, err := j.asking(ctx)
 	read := j.proven(func(a *Answer) note { return byStatus(a, j.delegated()) })
-	if session, task, is := taskIn(n.location); is {
+	if session, task, is := taskIn(n.Location); is {
 		out, read, err = j.askingTask(ctx, session, task)
-	} else if n.location != "" {
+	} else if n.Location != "" {
 		out, err = j.completeRequest(ctx, Outgoing{
-			Method: http.MethodGet, URL: n.location, Delegated: j.delegated(), Participant: j.asked(PhaseExecute),
+			Method: http.MethodGet, URL: n.Location, Delegated: j.delegated(), Participant: j.asked(PhaseExecute),
 		})
 	}
 	if why := (requestError{}); errors.As(err, &why) {
@@ -223,15 +223,15 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 
 // statusResult is the result of a status request's answer.
 func (j *job) statusResult(n note) Result {
-	switch n.reading {
+	switch n.Reading {
 	case done:
 		j.status = n.status
 		return j.done()
 	case refused, partial, undoEscalated:
-		j.doubt, j.status = n.unknown, n.status
-		return j.result(reasonOf(n.reading))
+		j.doubt, j.status = n.Unknown, n.status
+		return j.result(reasonOf(n.Reading))
 	case unauthorized, unexpected, absent:
-		return j.result(reasonOf(n.reading))
+		return j.result(reasonOf(n.Reading))
 	}
 	return j.late(n)
 }
@@ -246,13 +246,13 @@ func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*R
 	if err != nil {
 		return nil, err
 	}
-	n := note{reading: absent}
+	n := note{Reading: absent}
 	if out != nil {
 		if n, err = j.ask(ctx, out, last, j.proven(func(a *Answer) note { return byStatus(a, j.delegated()) })); err != nil {
 			return nil, err
 		}
 	}
-	switch n.reading {
+	switch n.Reading {
 	case absent:
 		if j.spec.OnLost == UndoEscalate {
 			r := j.result(ReasonLost) // nobody says that it never arrives
@@ -288,7 +288,7 @@ func (j *job) ask(ctx context.Context, out *Outgoing, before note, read func(*An
 		switch {
 		case ctx.Err() != nil:
 			return n, ctx.Err()
-		case n.reason != "", n.reading == absent, n.reading.final() && n.reading != pending:
+		case n.reason != "", n.Reading == absent, n.Reading.final() && n.Reading != pending:
 			return n, nil
 		}
 	}
@@ -332,9 +332,6 @@ func notVisible(r rune) bool { return r <= ' ' || r > '~' }
 
 // fieldToken is the field of an answer with its token.
 const fieldToken = "Execution-Context"
-
-// badness orders the readings of an answer's parts: the worst counts.
-var badness = map[reading]int{"": 0, done: 1, pending: 2, undoEscalated: 3, refused: 4, partial: 5, unexpected: 6}
 
 // delegateSays reads a delegate's 2xx in the words of each draft: its body, and the token that
 // comes with it. Done needs the word completed, or no word at all, as in the contract; an
@@ -396,7 +393,7 @@ func (s *saying) note(status int) note {
 		s.worst = unexpected // it says nothing, or contradicts itself
 	}
 	n := noted(s.worst, status)
-	n.unknown = n.unknown || s.doubt
+	n.Unknown = n.Unknown || s.doubt
 	return n
 }
 
@@ -420,7 +417,7 @@ type saying struct {
 }
 
 func (s *saying) add(r reading) {
-	if badness[r] > badness[s.worst] {
+	if finals[r].badness > finals[s.worst].badness {
 		s.worst = r
 	}
 }
@@ -519,63 +516,53 @@ const (
 	taken    reading = "taken"    // somebody else is at it: look again
 )
 
-// final reports that the answer decides, and is recorded.
-func (r reading) final() bool {
-	switch r {
-	case done, pending, refused, unauthorized, changed, disturbed, partial, undoEscalated, unexpected:
-		return true
-	}
-	return false
+// finals are the readings that decide, and are recorded: why the undo is not done, and how bad each is among the parts
+// of an answer, of which the worst counts.
+var finals = map[reading]struct {
+	reason  Reason
+	badness int
+}{
+	done: {"", 1}, pending: {"", 2}, undoEscalated: {ReasonEscalated, 3}, refused: {ReasonRefused, 4},
+	partial: {ReasonPartial, 5}, unexpected: {ReasonUnexpected, 6},
+	unauthorized: {reason: ReasonUnauthorized}, changed: {reason: ReasonChanged}, disturbed: {reason: ReasonChanged},
 }
+
+// final reports that the answer decides.
+func (r reading) final() bool { _, is := finals[r]; return is }
 
 // doubtful reports that the request may have had its effect.
 func (r reading) doubtful() bool { return r == unclear || r == lost || r == accepted }
 
 // reasonOf is the reason for an undo that is not done, from its final answer.
-func reasonOf(r reading) Reason {
-	switch r {
-	case refused:
-		return ReasonRefused
-	case unauthorized:
-		return ReasonUnauthorized
-	case changed, disturbed:
-		return ReasonChanged
-	case partial:
-		return ReasonPartial
-	case undoEscalated:
-		return ReasonEscalated
-	default:
-		return ReasonUnexpected
-	}
-}
+func reasonOf(r reading) Reason { return cmp.Or(finals[r].reason, ReasonUnexpected) }
 
-// note is what is known after a request.
+// note is what is known after a request. What has a tag is recorded with a final answer.
 type note struct {
-	reading reading
+	Reading reading `json:"reading"`
 	status  int
 	reason  Reason        // why trying again is no use, where that is so
 	after   time.Duration // at least to be waited
-	// location is where to ask for what is pending.
-	location string
-	// unknown says that this or an earlier attempt may have had its effect.
-	unknown  bool
-	attempts int
-	before   [32]byte
-	// tag is the strong entity tag of the restored state, from the answer.
-	tag string
+	// Location is where to ask for what is pending.
+	Location string `json:"location,omitempty"`
+	// Unknown says that this or an earlier attempt may have had its effect.
+	Unknown  bool `json:"unknown,omitempty"`
+	Attempts int  `json:"attempts"`
+	Before   Hash `json:"before,omitzero"`
+	// Tag is the strong entity tag of the restored state, from the answer.
+	Tag string `json:"tag,omitempty"`
 	// fresh says that it was received now, not read from the store.
 	fresh bool
 	// task is the id of the task that goes on; empty without one.
 	task string
-	// completion is the id of a participant's signed result in the ledger; empty without one.
-	completion string
+	// Completion is the id of a participant's signed result in the ledger; empty without one.
+	Completion string `json:"completion,omitempty"`
 	// wantsSession says that it was not executed, and may be in a new session.
 	wantsSession bool
 }
 
 // underWay reports that an upstream has just said that the undo is running, so that asking at
 // once is useless.
-func (n *note) underWay() bool { return n.fresh && (n.reading == pending || n.reading == accepted) }
+func (n *note) underWay() bool { return n.fresh && (n.Reading == pending || n.Reading == accepted) }
 
 // common is the reading of statuses that always mean the same.
 func common(status int) reading {
@@ -613,20 +600,20 @@ func declined(status int) bool {
 // noted is a note of an answer that was read. P6: an answer without a known meaning leaves the
 // effect unknown, unless by its status nothing was done.
 func noted(r reading, status int) note {
-	return note{reading: r, unknown: r == partial || r == unexpected && !declined(status)}
+	return note{Reading: r, Unknown: r == partial || r == unexpected && !declined(status)}
 }
 
 // byContract reads the answer to a compensation or of a delegate (MicroProfile LRA).
 func byContract(a *Answer, delegated bool) note {
 	if a.Status == http.StatusGone {
-		return note{reading: done} // unknown there is as good as done
+		return note{Reading: done} // unknown there is as good as done
 	}
 	r := common(a.Status)
 	switch {
 	case r == done && delegated:
 		return delegateSays(a)
 	case r == done && undoFailed(word(a)):
-		return note{reading: refused} // P6: a refund that was made and has failed, say
+		return note{Reading: refused} // P6: a refund that was made and has failed, say
 	}
 	return noted(r, a.Status)
 }
@@ -646,7 +633,7 @@ func byMessage(a *Answer, m *protocol.Message) note {
 		return said(o)
 	case o.Meaning == protocol.NotExecuted:
 		if r := common(a.Status); r != unexpected && r != unclear {
-			return note{reading: r}
+			return note{Reading: r}
 		}
 		n := turnedAway(o)
 		n.wantsSession = wantsSession(m, a, o)
@@ -663,21 +650,21 @@ func said(o protocol.Outcome) note {
 	case o.Meaning == protocol.NotExecuted:
 		return turnedAway(o)
 	case o.Meaning != protocol.Executed:
-		return note{reading: unclear}
+		return note{Reading: unclear}
 	case o.ToolError:
-		return note{reading: refused} // it has run, and says that it has failed
+		return note{Reading: refused} // it has run, and says that it has failed
 	case o.Code != 0, o.Step: // it may have done a part; nobody is here to be asked
-		return note{reading: unexpected, unknown: true}
+		return note{Reading: unexpected, Unknown: true}
 	}
 	switch state := strings.ReplaceAll(o.State, "-", "_"); {
 	case undoFailed(state), state == "rejected":
-		return note{reading: refused}
+		return note{Reading: refused}
 	case o.Task == "", state == "completed":
-		return note{reading: done}
+		return note{Reading: done}
 	case state == "", state == "submitted", state == "working":
-		return note{reading: accepted, task: o.Task}
+		return note{Reading: accepted, task: o.Task}
 	}
-	return note{reading: unexpected, unknown: true}
+	return note{Reading: unexpected, Unknown: true}
 }
 
 // taskAt is where a task is asked for, in the place of a Location.
@@ -713,9 +700,9 @@ func (j *job) askingTask(ctx context.Context, session, task string) (*Outgoing, 
 		case known:
 			return said(o)
 		case a.Status/100 == 2 && o.Meaning != protocol.Executed && o.Meaning != protocol.NotExecuted:
-			return note{reading: unclear}
+			return note{Reading: unclear}
 		case a.Status/100 == 2, a.Status == http.StatusGone: // it has forgotten the task
-			return note{reading: unexpected, unknown: true}
+			return note{Reading: unexpected, Unknown: true}
 		}
 		return noted(common(a.Status), a.Status)
 	}, nil
@@ -724,9 +711,9 @@ func (j *job) askingTask(ctx context.Context, session, task string) (*Outgoing, 
 // turnedAway is a message that was not executed. Another guard's refusal passes.
 func turnedAway(o protocol.Outcome) note {
 	if o.Status >= 500 || common(o.Status) == busy {
-		return note{reading: busy}
+		return note{Reading: busy}
 	}
-	return note{reading: unexpected}
+	return note{Reading: unexpected}
 }
 
 // word is the body of an answer, or its member `status`, if that is a word, in lower case.
@@ -759,15 +746,15 @@ func undoFailed(word string) bool {
 func byTarget(a *Answer, method string) note {
 	switch a.Status {
 	case http.StatusPreconditionFailed:
-		return note{reading: changed}
+		return note{Reading: changed}
 	case http.StatusNotFound, http.StatusGone:
 		if method == http.MethodDelete {
-			return note{reading: done}
+			return note{Reading: done}
 		}
 	}
 	n := noted(common(a.Status), a.Status)
-	if n.reading == done { // RFC 9110, section 8.8.3: of what it has made
-		n.tag = strong(a.Header.Get("ETag"))
+	if n.Reading == done { // RFC 9110, section 8.8.3: of what it has made
+		n.Tag = strong(a.Header.Get("ETag"))
 	}
 	return n
 }
@@ -776,19 +763,19 @@ func byTarget(a *Answer, method string) note {
 // `status`, is a word that says otherwise.
 func byStatus(a *Answer, delegated bool) note {
 	if a.Status == http.StatusNotFound {
-		return note{reading: absent}
+		return note{Reading: absent}
 	}
 	n := byContract(a, delegated)
-	if a.Status == http.StatusGone || n.reading != done && common(a.Status) != done {
+	if a.Status == http.StatusGone || n.Reading != done && common(a.Status) != done {
 		return n
 	}
 	// P6: the status of a refund, say, counts for more than that the upstream knows it.
 	switch text := word(a); {
 	case text == "active":
-		return note{reading: absent}
-	case n.reading != done:
+		return note{Reading: absent}
+	case n.Reading != done:
 	case underWay(text):
-		return note{reading: pending}
+		return note{Reading: pending}
 	case text == "completing", text == "failedtocomplete": // LRA's words for what is not being undone
 		return noted(unexpected, a.Status)
 	}
@@ -835,16 +822,16 @@ func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read
 		within, cancel := context.WithTimeout(ctx, limit)
 		defer cancel()
 		n, _ := j.send(within, &one, read)
-		return n.reading
+		return n.Reading
 	}
 	end = func() {}
 	before.wantsSession = false
-	later := note{reading: busy, status: before.status, after: before.after}
+	later := note{Reading: busy, status: before.status, after: before.after}
 	hello := fmt.Sprintf(opening, cmp.Or(out.Header.Get(protocol.HeaderVersion), withSessions))
 	q, _ := (&protocol.Rules{Protocol: protocol.MCP}).Parse(own.Header, "/", []byte(hello)) // it is one
 	begun := send(http.MethodPost, hello, j.o.Timeout/2, func(a *Answer) note {
 		n := byMessage(a, &q[0])
-		if n.reading == done {
+		if n.Reading == done {
 			if id := a.Header.Get(protocol.HeaderSession); id != "" {
 				own.Header.Set(protocol.HeaderSession, id)
 			}
@@ -864,7 +851,7 @@ func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read
 		end = func() { send(http.MethodDelete, "", hashTimeout, func(*Answer) note { return note{} }) }
 	}
 	ready := send(http.MethodPost, `{"jsonrpc":"2.0","method":"notifications/initialized"}`, j.o.Timeout/2, func(a *Answer) note {
-		return note{reading: common(a.Status)}
+		return note{Reading: common(a.Status)}
 	})
 	if ready != done && ready != pending {
 		return later, execution.CauseStatus, end
@@ -873,8 +860,8 @@ func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read
 	again := own
 	again.Header = own.Header.Clone()
 	n, cause = j.send(ctx, &again, read)
-	if _, task, is := taskIn(n.location); is {
-		n.location = taskAt(session, task)
+	if _, task, is := taskIn(n.Location); is {
+		n.Location = taskAt(session, task)
 	}
 	return n, cause, end
 }

@@ -55,10 +55,10 @@ type journal struct {
 	Until time.Time `cbor:"until,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
 	Aborted bool `cbor:"aborted,omitempty"`
-	// Questions are what people were asked; Terms, of one that is reserved or aborted, what of the request a plan
-	// is made of once more.
+	// Questions are what people were asked; Request, of one that is reserved or aborted, is what a plan is made of
+	// once more.
 	Questions []question `cbor:"questions,omitempty"`
-	Terms     *terms     `cbor:"terms,omitempty"`
+	Request   *Request   `cbor:"request,omitempty"`
 	// Boot is that of the member that carries it out; empty where one gateway has the store.
 	Boot string `cbor:"boot,omitempty"`
 	// Pieces counts those of the plan, whose hash is Hash.
@@ -88,13 +88,6 @@ const (
 	answerDenied   = "denied"
 	answerChanged  = "plan-changed" // approved, and it is another plan by now
 )
-
-// terms are what the plan of a request depends on besides what else the head has.
-type terms struct {
-	Keep        bool    `cbor:"keep,omitempty"`
-	Lineage     Lineage `cbor:"lineage,omitempty"`
-	Coordinator bool    `cbor:"coordinator,omitempty"`
-}
 
 // partOf is the rollback of which whoever is asked for a part of this one is asked for a part; empty if
 // it is this one.

@@ -123,7 +123,7 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 	return func(a *Answer) note {
 		if a.Proven {
 			n := signedResult(a)
-			n.completion, j.completion = a.Completion, a.Completion
+			n.Completion, j.completion = a.Completion, a.Completion
 			return n
 		}
 		n := read(a)
@@ -133,12 +133,12 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 		}
 		if a.Status == http.StatusConflict && json.Unmarshal(a.Body, &problem) == nil &&
 			strings.HasSuffix(problem.Type, "/rollback-conflict") && problem.Winner != "" {
-			return note{reading: busy} // cascade 4.3.4: another one is there first, and nothing was begun
+			return note{Reading: busy} // cascade 4.3.4: another one is there first, and nothing was begun
 		}
-		if n.reading == refused {
+		if n.Reading == refused {
 			j.peerReason = PeerReason(a)
 		}
-		if n.reading == done || a.Status/100 == 2 && n.reading != pending { // 410 too: what it does not know it has not undone
+		if n.Reading == done || a.Status/100 == 2 && n.Reading != pending { // 410 too: what it does not know it has not undone
 			n = noted(unexpected, a.Status)
 		}
 		return n
@@ -173,17 +173,17 @@ func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 		n, _ := j.send(ctx, out, func(a *Answer) note {
 			why, id := prepared(a)
 			winner = id
-			return note{reading: reading(why), after: retryAfter(a.Header)}
+			return note{Reading: reading(why), after: retryAfter(a.Header)}
 		})
 		switch {
 		case winner != "":
 			return "", &ConflictError{Winner: winner}
 		case n.reason != "":
 			return string(n.reason), nil
-		case n.reading == done:
+		case n.Reading == done:
 			return "", nil
-		case n.reading != lost && n.reading != unsent && n.reading != busy:
-			return string(n.reading), nil
+		case n.Reading != lost && n.Reading != unsent && n.Reading != busy:
+			return string(n.Reading), nil
 		}
 		again, err := pace.wait(ctx, n.after)
 		if errors.Is(err, ErrQuit) {
@@ -211,8 +211,8 @@ func (u *Undoer) Release(ctx context.Context, t Task) error {
 		if err != nil {
 			return err
 		}
-		n, _ := j.send(ctx, out, func(a *Answer) note { return note{reading: common(a.Status), after: retryAfter(a.Header)} })
-		if n.reason != "" || n.reading.final() { // it knows of nothing, or has begun to execute
+		n, _ := j.send(ctx, out, func(a *Answer) note { return note{Reading: common(a.Status), after: retryAfter(a.Header)} })
+		if n.reason != "" || n.Reading.final() { // it knows of nothing, or has begun to execute
 			return nil
 		}
 		if again, err := pace.wait(ctx, n.after); err != nil || !again {

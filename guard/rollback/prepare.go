@@ -163,7 +163,7 @@ func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepare
 	switch {
 	case err != nil:
 		return nil, err
-	case !v.of(r) || v.Terms.Keep != r.KeepDependants:
+	case !v.of(r) || v.Request.KeepDependants != r.KeepDependants:
 		return nil, ErrMismatch
 	}
 	if err := c.mayShare(ctx, r, &v.Rollback); err != nil {
@@ -329,7 +329,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 		return nil, err
 	}
 	v := &reservation{Rollback: d.Rollback}
-	v.State, v.Until, v.Terms = Reserved, now.Add(last), &terms{Keep: r.KeepDependants}
+	v.State, v.Until, v.Request = Reserved, now.Add(last), r
 	v.Behind, v.Absorbed = nil, nil
 	if fence.Expires.Before(v.Until) {
 		fence.Expires = v.Until

@@ -70,7 +70,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 	defer j.unwatch()
 	for doubts := 0; ; {
 		late := j.overdue()
-		if last.reading != "" && last.reading != taken {
+		if last.Reading != "" && last.Reading != taken {
 			again, err := pace.wait(ctx, last.after)
 			if err != nil {
 				return Result{}, err
@@ -126,11 +126,11 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 			return Result{}, err
 		}
 		switch {
-		case last.reading.final():
+		case last.Reading.final():
 			return j.restoredInWindow(ctx, last)
 		case last.reason != "":
 			return j.result(last.reason), nil
-		case last.reading.doubtful():
+		case last.Reading.doubtful():
 			doubts++
 		case doubts == 0: // the next look begins another
 			j.unwatch()
@@ -163,7 +163,7 @@ func (j *job) judge(ctx context.Context, found execution.Finding, now *targetSta
 		j.after = j.hashOf(now.image)
 		seen := strong(now.image.ETag)
 		if j.doubt { // what stands there is the evidence that it was applied
-			if err := j.applied(ctx, found, note{reading: done, status: j.status, tag: seen}); err != nil {
+			if err := j.applied(ctx, found, note{Reading: done, status: j.status, Tag: seen}); err != nil {
 				return nil, err
 			}
 			j.left = seen
@@ -240,12 +240,12 @@ func (j *job) readsTarget(method string) func(*Answer) note {
 func (j *job) restored(ctx context.Context, n note) (Result, error) {
 	j.take(n)
 	switch {
-	case n.reading == done && !j.spec.Verify:
-		j.left = n.tag
+	case n.Reading == done && !j.spec.Verify:
+		j.left = n.Tag
 		return j.done(), nil
-	case n.reading == done, n.reading == pending, n.reading == changed, n.reading == unexpected && n.unknown:
+	case n.Reading == done, n.Reading == pending, n.Reading == changed, n.Reading == unexpected && n.Unknown:
 	default:
-		return j.result(reasonOf(n.reading)), nil
+		return j.result(reasonOf(n.Reading)), nil
 	}
 	pace := j.pace(j.o.Poll)
 	for wait := n.underWay(); ; wait = true {
@@ -267,16 +267,16 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 		j.after = j.hashOf(now.image)
 		switch {
 		case now.shows(j.call.Image):
-			if n.reading != changed || n.attempts > 1 { // else somebody else has put it back
-				j.left = cmp.Or(n.tag, strong(now.image.ETag))
+			if n.Reading != changed || n.Attempts > 1 { // else somebody else has put it back
+				j.left = cmp.Or(n.Tag, strong(now.image.ETag))
 			}
 			return j.done(), nil
-		case n.reading == changed:
+		case n.Reading == changed:
 			return j.result(ReasonChanged), nil
-		case n.reading == done:
+		case n.Reading == done:
 			return j.result(ReasonUnverified), nil
-		case n.reading == unexpected:
-			if post := j.post(); n.attempts <= 1 && post != nil && now.shows(post) {
+		case n.Reading == unexpected:
+			if post := j.post(); n.Attempts <= 1 && post != nil && now.shows(post) {
 				j.doubt = false // it stands there as it did before the answer
 			}
 			return j.result(ReasonUnexpected), nil
@@ -290,8 +290,8 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 
 // unreadTarget is the result for a target that could not be read.
 func (j *job) unreadTarget(n note) Result {
-	if n.reason == "" && n.reading.final() {
-		if n.reading == unauthorized {
+	if n.reason == "" && n.Reading.final() {
+		if n.Reading == unauthorized {
 			return j.result(ReasonUnauthorized)
 		}
 		return j.result(ReasonUnexpected)
@@ -415,7 +415,7 @@ func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 			return nil, n, err
 		case seen != nil:
 			return seen, n, nil
-		case n.reason != "", n.reading.final():
+		case n.reason != "", n.Reading.final():
 			return nil, n, nil
 		}
 		again, err := pace.wait(ctx, n.after)
@@ -436,7 +436,7 @@ func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, er
 		} else if a.Cut && a.Status == http.StatusOK {
 			seen = &targetState{} // larger than any image that was kept
 		}
-		return note{reading: common(a.Status)}
+		return note{Reading: common(a.Status)}
 	})
 	if ctx.Err() != nil {
 		return nil, n, ctx.Err()
@@ -532,8 +532,8 @@ func (j *job) readsInWindow(method string) func(*Answer) note {
 	read := j.readsTarget(method)
 	return func(a *Answer) note {
 		n := read(a)
-		if n.reading.final() && (n.reading == done || n.reading == pending || n.unknown || j.doubt) && j.disturbed() {
-			n.reading, n.unknown = disturbed, true
+		if n.Reading.final() && (n.Reading == done || n.Reading == pending || n.Unknown || j.doubt) && j.disturbed() {
+			n.Reading, n.Unknown = disturbed, true
 		}
 		return n
 	}

@@ -512,11 +512,7 @@ func (c *Coordinator) decision(r *run, id string) (e hitl.Escalation, err error)
 
 // unchanged reports whether the plan of a rollback that has begun nothing is still the accepted one.
 func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
-	h := r.now()
-	d, err := c.draft(ctx, &Request{
-		ID: h.ID, Checkpoint: h.Checkpoint, Scope: h.Scope, PartOf: h.PartOf, Named: h.Named, By: h.Requester, Operator: h.Operator,
-		KeepDependants: h.Terms.Keep, Lineage: h.Terms.Lineage, Coordinator: h.Terms.Coordinator,
-	})
+	d, err := c.draft(ctx, r.now().Request)
 	if errors.Is(err, ErrStore) {
 		return false, err
 	}

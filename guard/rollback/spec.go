@@ -173,33 +173,11 @@ func (s *Spec) Check() error {
 // Needs returns what must be recorded of the call for its undo, for both templates together. The
 // error is that of Check.
 func (s *Spec) Needs() (template.Needs, error) {
-	var all template.Needs
 	if err := s.Check(); err != nil {
-		return all, err
+		return template.Needs{}, err
 	}
-	templates, err := s.templates()
-	if err != nil {
-		return all, err
-	}
-	for _, t := range []*template.Template{templates.compensate, templates.status} {
-		if t == nil {
-			continue
-		}
-		n := t.Needs()
-		all.Path, all.Status = all.Path || n.Path, all.Status || n.Status
-		all.Query = union(all.Query, n.Query)
-		all.RequestHeader = union(all.RequestHeader, n.RequestHeader)
-		all.ResponseHeader = union(all.ResponseHeader, n.ResponseHeader)
-		all.RequestBody = union(all.RequestBody, n.RequestBody)
-		all.ResponseBody = union(all.ResponseBody, n.ResponseBody)
-	}
-	return all, nil
-}
-
-func union(a, b []string) []string {
-	all := slices.Concat(a, b)
-	slices.Sort(all)
-	return slices.Compact(all)
+	t, err := s.templates()
+	return t.compensate.Needs(t.status), err
 }
 
 type templates struct {

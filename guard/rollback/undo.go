@@ -290,7 +290,7 @@ func (j *job) useKeyOf(rollback string) {
 // unknown effect: that answer stays, as the last under its key. The upstream sees the same key as
 // before.
 func (j *job) useOwnKey(n note) bool {
-	if j.task.Again == "" || j.owed || !n.unknown || n.reading == pending {
+	if j.task.Again == "" || j.owed || !n.Unknown || n.Reading == pending {
 		return false
 	}
 	j.take(n)
@@ -340,7 +340,7 @@ func (j *job) late(n note) Result {
 	switch {
 	case n.reason != "":
 		return j.result(n.reason)
-	case n.reading == unsent && !j.doubt:
+	case n.Reading == unsent && !j.doubt:
 		return j.result(ReasonUnreachable)
 	}
 	return j.result(ReasonTimeout)
@@ -401,7 +401,7 @@ func LacksValues(c *checkpoint.Checkpoint) bool {
 		return spec.Agent != ""
 	}
 	t, err := spec.templates()
-	return err == nil && t.compensate != nil && t.compensate.Needs().Response()
+	return err == nil && t.compensate.Needs().Response()
 }
 
 // undoing is the request of compensate and delegate that undoes the call.
@@ -538,23 +538,23 @@ func (j *job) await(ctx context.Context) error {
 func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoing, read func(*Answer) note) (note, error) {
 	e, err := j.o.Guard.Claim(ctx, j.guarded(), found)
 	if errors.Is(err, execution.ErrTaken) {
-		return note{reading: taken}, nil
+		return note{Reading: taken}, nil
 	}
 	if err != nil {
 		return note{}, err
 	}
 	before := j.doubt
-	n, cause := note{reading: lost}, execution.CauseInterrupted
+	n, cause := note{Reading: lost}, execution.CauseInterrupted
 	settled := false
 	settle := func() error {
 		settled = true
 		outcome := execution.Outcome{Verdict: execution.InDoubt, Cause: cause, Status: n.status}
 		switch {
-		case n.reading.final():
-			n.attempts, n.before, n.unknown = j.attempts, j.before, n.unknown || before && n.reading != done
+		case n.Reading.final():
+			n.Attempts, n.Before, n.Unknown = j.attempts, j.before, n.Unknown || before && n.Reading != done
 			e.Recording().Start(n.status, n.header())
 			outcome.Verdict, outcome.Whole = execution.Completed, true
-		case found.Status != execution.Doubtful && !n.reading.doubtful():
+		case found.Status != execution.Doubtful && !n.Reading.doubtful():
 			// A key that was in doubt before stays so: that request was not the unsent one.
 			outcome.Verdict = execution.Released
 		}
@@ -573,20 +573,20 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 		sent, sentCause, end = j.inNewSession(ctx, &again, sent, read)
 	}
 	n, cause = sent, sentCause
-	if n.reading != unsent {
+	if n.Reading != unsent {
 		j.attempts++
 	}
 	if n.status != 0 {
 		j.status = n.status
 	}
-	j.doubt = j.doubt || n.reading.doubtful()
+	j.doubt = j.doubt || n.Reading.doubtful()
 	if err := settle(); err != nil {
 		return n, err
 	}
-	if !n.reading.doubtful() && n.reading != pending { // else its server may still be at it
+	if !n.Reading.doubtful() && n.Reading != pending { // else its server may still be at it
 		end()
 	}
-	if !n.reading.final() && ctx.Err() != nil {
+	if !n.Reading.final() && ctx.Err() != nil {
 		return n, ctx.Err()
 	}
 	return n, nil
@@ -607,7 +607,7 @@ func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) 
 	if err == nil && a != nil {
 		n := read(a)
 		n.status, n.after, n.fresh = a.Status, retryAfter(a.Header), true
-		if n.reading == accepted {
+		if n.Reading == accepted {
 			// settled distinguishes it from a pending answer by the cause.
 			return n, execution.CauseNoAnswer
 		}
@@ -616,65 +616,38 @@ func (j *job) send(ctx context.Context, out *Outgoing, read func(*Answer) note) 
 	var why *SendError
 	switch {
 	case errors.As(err, &why) && (why.NotSent || why.Reason != ""):
-		return note{reading: unsent, reason: why.Reason}, execution.CauseNotSent
+		return note{Reading: unsent, reason: why.Reason}, execution.CauseNotSent
 	case ctx.Err() != nil:
-		return note{reading: lost}, execution.CauseInterrupted
+		return note{Reading: lost}, execution.CauseInterrupted
 	case within.Err() != nil:
-		return note{reading: lost}, execution.CauseDeadline
+		return note{Reading: lost}, execution.CauseDeadline
 	}
-	return note{reading: lost}, execution.CauseLost
+	return note{Reading: lost}, execution.CauseLost
 }
 
-// The fields of a recorded answer. Its body is not kept: the reading has its meaning.
-const (
-	fieldLocation = "Location"
-	fieldReading  = "Undo-Reading"
-	fieldAttempts = "Undo-Attempts"
-	fieldUnknown  = "Undo-Unknown"
-	fieldBefore   = "Undo-Before"
-	fieldTag      = "Undo-Tag"
-	fieldComplete = "Undo-Completion"
-)
+// fieldNote is the field of a recorded answer with its note. Its body is not kept: the note has its meaning.
+const fieldNote = "Undo-Note"
 
 // header is the recorded form of a final note.
 func (n *note) header() map[string][]string {
-	h := map[string][]string{
-		fieldReading:  {string(n.reading)},
-		fieldAttempts: {strconv.Itoa(n.attempts)},
+	kept := *n
+	if len(kept.Tag) > maxTag {
+		kept.Tag = ""
 	}
-	if n.location != "" {
-		h[fieldLocation] = []string{n.location}
+	text, err := json.Marshal(&kept)
+	if err != nil {
+		panic(err) // texts, numbers and a hash only
 	}
-	if n.unknown {
-		h[fieldUnknown] = []string{"1"}
-	}
-	if n.tag != "" && len(n.tag) <= maxTag {
-		h[fieldTag] = []string{n.tag}
-	}
-	if n.before != [32]byte{} {
-		h[fieldBefore] = []string{hex.EncodeToString(n.before[:])}
-	}
-	if n.completion != "" {
-		h[fieldComplete] = []string{n.completion}
-	}
-	return h
+	return map[string][]string{fieldNote: {string(text)}}
 }
 
 // read reads what header recorded; false if it did not.
 func (n *note) read(h map[string][]string) bool {
-	first := func(name string) string { return append(h[name][:len(h[name]):len(h[name])], "")[0] }
-	word := reading(first(fieldReading))
-	if !word.final() {
+	var kept note
+	if text := h[fieldNote]; len(text) != 1 || json.Unmarshal([]byte(text[0]), &kept) != nil || !kept.Reading.final() {
 		return false
 	}
-	n.reading, n.location, n.unknown, n.tag = word, first(fieldLocation), first(fieldUnknown) != "", first(fieldTag)
-	n.completion = first(fieldComplete)
-	if attempts, err := strconv.Atoi(first(fieldAttempts)); err == nil {
-		n.attempts = attempts
-	}
-	if before, err := hex.DecodeString(first(fieldBefore)); err == nil && len(before) == len(n.before) {
-		n.before = [32]byte(before)
-	}
+	*n = kept
 	return true
 }
 
@@ -682,9 +655,9 @@ func (n *note) read(h map[string][]string) bool {
 // status.
 func (j *job) settled(ctx context.Context, found execution.Finding, read func(*Answer) note) (note, error) {
 	if found.Record == nil || found.Status == execution.Mismatch || found.Status == execution.RolledBack {
-		return note{reading: unexpected, unknown: true}, nil // not by us
+		return note{Reading: unexpected, Unknown: true}, nil // not by us
 	}
-	n := note{reading: done, status: found.Record.Status, attempts: 1}
+	n := note{Reading: done, status: found.Record.Status, Attempts: 1}
 	if found.Status == execution.Replayable {
 		result, err := j.o.Guard.Result(ctx, j.key, found)
 		switch {
@@ -699,19 +672,19 @@ func (j *job) settled(ctx context.Context, found execution.Finding, read func(*A
 	}
 	// An operator settled a doubt: with an answer, or only as applied, which leaves a status that
 	// decides nothing.
-	if r := read(&Answer{Status: n.status}).reading; r.final() && n.status != 0 {
-		n.reading = r
+	if r := read(&Answer{Status: n.status}).Reading; r.final() && n.status != 0 {
+		n.Reading = r
 	} else if n.status == http.StatusAccepted && found.Record.Cause == execution.CauseStatus {
-		n.reading = pending // ours, whose Location the store had no room for
+		n.Reading = pending // ours, whose Location the store had no room for
 	}
 	return n, nil
 }
 
 func (j *job) take(n note) {
-	j.doubt, j.status = n.unknown, n.status
-	j.attempts, j.completion = max(j.attempts, n.attempts), cmp.Or(n.completion, j.completion)
-	if n.before != [32]byte{} {
-		j.before = n.before
+	j.doubt, j.status = n.Unknown, n.status
+	j.attempts, j.completion = max(j.attempts, n.Attempts), cmp.Or(n.Completion, j.completion)
+	if n.Before != [32]byte{} {
+		j.before = n.Before
 	}
 }
 
@@ -720,7 +693,7 @@ func (j *job) applied(ctx context.Context, found execution.Finding, n note) erro
 	if found.Status != execution.Doubtful {
 		return nil // it is the doubt of an earlier rollback, whose answer stands
 	}
-	n.attempts, n.before = j.attempts, j.before
+	n.Attempts, n.Before = j.attempts, j.before
 	head := &execution.Head{Status: n.status, Header: n.header()}
 	of := execution.Recorded{Key: j.key, Finding: found}
 	err := j.o.Guard.SettleDoubt(context.WithoutCancel(ctx), of, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: head})

@@ -319,14 +319,19 @@ func (n Needs) Response() bool {
 	return n.Status || len(n.ResponseHeader) > 0 || len(n.ResponseBody) > 0
 }
 
-// Needs returns what the template reads.
-func (t *Template) Needs() Needs {
+// Needs returns what the template reads, together with others. Each may be nil.
+func (t *Template) Needs(others ...*Template) Needs {
 	var n Needs
-	n.add(t.url)
-	for _, f := range t.header {
-		n.add(f.value)
+	for _, t := range append(others, t) {
+		if t == nil {
+			continue
+		}
+		n.add(t.url)
+		for _, f := range t.header {
+			n.add(f.value)
+		}
+		n.add(t.body)
 	}
-	n.add(t.body)
 	for _, list := range []*[]string{&n.Query, &n.RequestHeader, &n.ResponseHeader, &n.RequestBody, &n.ResponseBody} {
 		slices.Sort(*list)
 		*list = slices.Compact(*list)
