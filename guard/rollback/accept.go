@@ -104,10 +104,13 @@ func (r *Request) unknown() error {
 
 // draft decides who may ask, verifies the target, and makes the plan. It changes nothing.
 func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
-	q := Query{Target: r.Checkpoint, Scope: r.Scope, Lineage: r.Lineage, Error: r.Error}
-	if r.Operator == "" && !r.Coordinator {
-		q.By = r.By
+	// A coordinator and an operator may ask for everything, and for the whole workflow. Else others may have acted under
+	// the same workflow id without being part of the workflow.
+	ask := PlanInput{Target: r.Checkpoint, Scope: r.Scope, Coordinator: r.Coordinator || r.Operator != ""}
+	if !ask.Coordinator {
+		ask.By, ask.Lineage = r.By, r.Lineage
 	}
+	q := Query{Target: r.Checkpoint, Scope: r.Scope, By: ask.By, Lineage: r.Lineage, Error: r.Error}
 	view, err := c.o.Ledger.Graph(ctx, q)
 	if errors.Is(err, ErrUnknown) {
 		return nil, r.unknown()
@@ -124,7 +127,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	if err := bounded(g); err != nil {
 		return nil, err
 	}
-	if r.Operator == "" && !r.Coordinator && !MayAsk(g, r.By, r.Checkpoint, r.Lineage) {
+	if !ask.Coordinator && !MayAsk(g, r.By, r.Checkpoint, r.Lineage) {
 		return nil, ErrNotInWorkflow
 	}
 	if r.Unnamed && !altered && !follows(g, r.Error, r.Checkpoint) {
@@ -142,18 +145,20 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	case altered:
 		return nil, &refusal{checkpoint.ErrTampered, d, "what depends on the checkpoint is not what was recorded"}
 	}
-	ask := PlanInput{
-		Workflow: cp.Workflow, Target: r.Checkpoint, Scope: r.Scope, Now: now,
-		Coordinator: r.Coordinator || r.Operator != "",
+	ask.Workflow, ask.Now = cp.Workflow, now
+	ask.Coordinator = ask.Coordinator || r.By != "" && initiator(g) == r.By
+	d.target = cp
+	if err := c.plan(ctx, r, d, &view, ask); err != nil {
+		return nil, err
 	}
-	if !ask.Coordinator {
-		// Others may have acted under the same workflow id without being part of the workflow.
-		ask.By, ask.Lineage = r.By, r.Lineage
-		ask.Coordinator = r.By != "" && initiator(g) == r.By
-	}
-	d.version, d.target = view.Version, cp
-	p, err := MakePlan(g, ask, func(n *workflow.Node) (NodeState, error) {
-		checked := &checkedNode{node: n, token: cp}
+	return d, nil
+}
+
+// plan makes the plan of a draft whose target was verified.
+func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View, ask PlanInput) error {
+	d.version = view.Version
+	p, err := MakePlan(view.Graph, ask, func(n *workflow.Node) (NodeState, error) {
+		checked := &checkedNode{node: n, token: d.target}
 		var err error
 		if n.ID != r.Checkpoint {
 			checked.token, err = c.verified(ctx, n.ID)
@@ -164,43 +169,56 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 		d.checkpoints[n.ID] = checked
 		return checked.state, err
 	})
-	if unknown := (*unknownError)(nil); errors.As(err, &unknown) {
-		return nil, r.unknown()
+	if errors.Is(err, ErrCheckpointUnknown) {
+		return r.unknown()
 	}
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if !r.KeepDependants {
 		if err := p.Partial(); err != nil {
-			return nil, err
+			return err
 		}
 		if view.More { // what was not looked at may be completed (P6)
-			return nil, &DependedOnError{Dependants: p.Dependants}
+			return &DependedOnError{Dependants: p.Dependants}
 		}
 	}
 	d.Plan = p
-	if err := c.verify(ctx, d, now); err != nil {
-		return nil, err
+	if err := c.verify(ctx, d, ask.Now); err != nil {
+		return err
 	}
-	d.Due = now.Add(d.limit())
+	d.Due = ask.Now.Add(d.limit())
 	for s := range p.all() {
 		of := d.checkpoints[s.Checkpoint]
 		s.Agent, s.Via = of.token.Agent, of.by.Agent
 		s.setOutlook(of.outlook)
 		p.inform(of.by)
 	}
-	if r.Scope == FullWorkflow && c.o.Configured != nil {
-		all, err := c.o.Configured()
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		for _, one := range all {
-			p.inform(informed{one.Agent, one.URI})
+	if r.Scope == FullWorkflow {
+		if err := c.informConfigured(p, func(string) bool { return true }); err != nil {
+			return err
 		}
 	}
 	hash := p.Hash()
 	d.Hash = hash[:]
-	return d, nil
+	return nil
+}
+
+// informConfigured has configured participants told of what holds the workflow, by their identity.
+func (c *Coordinator) informConfigured(p *Plan, which func(agent string) bool) error {
+	if c.o.Configured == nil {
+		return nil
+	}
+	all, err := c.o.Configured()
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	for _, one := range all {
+		if which(one.Agent) {
+			p.inform(informed{one.Agent, one.URI})
+		}
+	}
+	return nil
 }
 
 // setOutlook says what is known of the step before it is tried.
@@ -649,11 +667,9 @@ func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 // conflicting are the unfinished rollbacks of a workflow, which may conflict.
 func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run, error) {
 	var all []*run
-	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindWorkflow, workflow))) {
-		if err != nil {
-			return nil, fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		r, err := c.adopt(ctx, nameIn(entry.Key))
+	names, err := c.names(ctx, store.Prefix(c.workflowPrefix(kindWorkflow, workflow)))
+	for _, n := range names {
+		r, err := c.adopt(ctx, n)
 		if errors.Is(err, ErrUnknown) {
 			continue
 		}
@@ -664,7 +680,7 @@ func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run,
 			all = append(all, r)
 		}
 	}
-	return all, nil
+	return all, err
 }
 
 // opposed compares a draft with all else that is accepted or reserved in its workflow (cascade 4.3.4). It returns the
@@ -757,10 +773,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 			return nil, errAgain
 		}
 	}
-	d.State = Executing
-	if c.fleet != nil {
-		d.Boot = c.fleet.members.Boot()
-	}
+	d.State, d.Boot = Executing, c.fleet.boot()
 	fence.Expires = d.Due.Add(c.o.Keep)
 	b := new(store.Batch)
 	n := c.name(d.ID)
@@ -811,15 +824,11 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 
 // acceptanceWrites adds the records of a new rollback besides its head.
 func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
-	if len(d.Plan.Unreached) > 0 && c.o.Configured != nil {
-		all, err := c.o.Configured()
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		for _, p := range all { // who has not said what he has may go on with it: what holds the workflow reaches him
-			if slices.ContainsFunc(d.Plan.Unreached, func(o Obstacle) bool { return o.Agent == p.Agent }) {
-				d.Plan.inform(informed{p.Agent, p.URI})
-			}
+	if len(d.Plan.Unreached) > 0 { // who has not said what he has may go on with it: what holds the workflow reaches him
+		if err := c.informConfigured(d.Plan, func(agent string) bool {
+			return slices.ContainsFunc(d.Plan.Unreached, func(o Obstacle) bool { return o.Agent == agent })
+		}); err != nil {
+			return err
 		}
 	}
 	pieces, err := writePlan(&c.plans, n, d.Plan, time.Time{})

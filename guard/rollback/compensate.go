@@ -26,30 +26,19 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 	pace := j.pace(j.o.First)
 	var last note // of the attempt before, in this life
 	for {
-		found, err := j.find(ctx)
-		if err != nil {
+		found, n, err := j.recorded(ctx, j.reads(nil))
+		switch {
+		case err != nil:
 			return Result{}, err
-		}
-		switch found.Status {
-		case execution.Free, execution.Doubtful:
-			if !j.doubt {
-				break
-			}
+		case n != nil:
+			return j.conclude(ctx, *n)
+		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
+			return j.result(ReasonTimeout), nil
+		case j.doubt:
 			cleared, err := j.clear(ctx, found, last)
 			if cleared != nil || err != nil {
 				return orEmpty(cleared), err
 			}
-		case execution.RunningHere, execution.RunningElsewhere:
-			return j.result(ReasonTimeout), nil
-		default:
-			n, err := j.settled(ctx, found, j.reads(nil))
-			if err != nil {
-				return Result{}, err
-			}
-			if j.useOwnKey(n) {
-				continue
-			}
-			return j.conclude(ctx, n)
 		}
 		if last.Reading != "" && last.Reading != taken {
 			again, err := pace.wait(ctx, last.after)

@@ -125,12 +125,9 @@ func (c *Coordinator) succeed(ctx context.Context) {
 
 // resume takes up what nobody carries out.
 func (c *Coordinator) resume(ctx context.Context) error {
-	var names []name
-	for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kindOpen})) {
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		names = append(names, nameIn(entry.Key))
+	names, err := c.names(ctx, store.Prefix([]byte{space, kindOpen}))
+	if err != nil {
+		return err
 	}
 	for _, n := range names {
 		r, err := c.adopt(ctx, n)

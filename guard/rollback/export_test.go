@@ -10,7 +10,6 @@ import (
 type (
 	Contender          = contender
 	ConflictResolution = conflictResolution
-	UnknownError       = unknownError
 )
 
 const (

@@ -44,6 +44,14 @@ func gatewaysOf(c *Coordinator) *gateways {
 	}
 }
 
+// boot is that of this member; empty where one gateway has the store.
+func (f *gateways) boot() string {
+	if f == nil {
+		return ""
+	}
+	return f.members.Boot()
+}
+
 // gone reports whether nothing more is written by the member with a boot. A record without one is of a
 // gateway that had the store alone.
 func (f *gateways) gone(ctx context.Context, boot string) (bool, error) {
@@ -62,14 +70,14 @@ func (f *gateways) gone(ctx context.Context, boot string) (bool, error) {
 func (f *gateways) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
 	for fresh = true; ; fresh = false {
 		boot := r.now().Boot
-		if boot == f.members.Boot() {
+		if boot == f.boot() {
 			return true, fresh, nil
 		}
 		if gone, err := f.gone(ctx, boot); err != nil || !gone {
 			return false, fresh, err
 		}
 		err := f.change(ctx, r, func(h *Rollback, _ *store.Batch) error {
-			h.Boot = f.members.Boot()
+			h.Boot = f.boot()
 			return nil
 		})
 		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another member was first, or it was sealed anew
@@ -78,28 +86,21 @@ func (f *gateways) take(ctx context.Context, r *run) (mine, fresh bool, err erro
 	}
 }
 
-// failureRecord is a Failure as it is recorded.
-type failureRecord struct {
-	Failure
-	// Boot is that of the member that asks for its rollback; empty where one gateway has the store.
-	Boot string `cbor:"boot,omitempty"`
-}
-
 // takeFailure makes this member the one that asks for the rollback of a recorded failure, if the one that did
 // is gone. first says that nothing was taken up yet by this member, whose own it takes then, too.
-func (f *gateways) takeFailure(ctx context.Context, row store.Row[failureRecord], first bool) (mine bool, err error) {
+func (f *gateways) takeFailure(ctx context.Context, row store.Row[Failure], first bool) (mine bool, err error) {
 	v := row.Record
 	if v == nil { // it cannot be read, which is said once
 		return first, nil
 	}
-	if v.Boot == f.members.Boot() {
+	if v.Boot == f.boot() {
 		return first, nil
 	}
 	if gone, err := f.gone(ctx, v.Boot); err != nil || !gone {
 		return false, err
 	}
 	defer f.sealing.Enter()()
-	v.Boot = f.members.Boot()
+	v.Boot = f.boot()
 	_, err = f.o.Store.Commit(ctx, f.failed.Put(row.Key, v, store.VersionIs(row.Version), time.Time{}))
 	if errors.As(err, new(*store.Conflict)) {
 		return false, nil // another member was first
@@ -151,7 +152,7 @@ func (f *gateways) announce(ctx context.Context, workflow, scope string) (over f
 	fence := store.Write{Key: f.fenceKey(workflow), Expires: now.Add(f.o.Keep)}
 	nonce := uuid.New()
 	decision := store.Write{
-		Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.members.Boot()), Expires: fence.Expires,
+		Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.boot()), Expires: fence.Expires,
 	}
 	over = func() {
 		decision := store.Write{Key: decision.Key, Delete: true}
@@ -216,7 +217,7 @@ func (f *gateways) admit(ctx context.Context, a *Admission, parents iter.Seq2[st
 	}
 	if deciding {
 		out := false
-		if out, err = f.members.Gone(ctx, f.members.Boot()); !out && err == nil {
+		if out, err = f.members.Gone(ctx, f.boot()); !out && err == nil {
 			return held, nil
 		}
 		if out { // nothing that it admits could be claimed
@@ -259,12 +260,9 @@ func (f *gateways) deciding(ctx context.Context, scope string) (bool, error) {
 // locksOf are what keeps calls of a workflow, or the attempts of a call without one, from beginning.
 func (f *gateways) locksOf(ctx context.Context, workflow, scope string) (locks []*workflowLock, err error) {
 	for _, kind := range lockKinds {
-		var names []name
-		for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kind, workflow))) {
-			if err != nil {
-				return nil, err
-			}
-			names = append(names, nameIn(entry.Key))
+		names, err := f.names(ctx, store.Prefix(f.workflowPrefix(kind, workflow)))
+		if err != nil {
+			return nil, err
 		}
 		for _, n := range names {
 			w, err := f.lockOf(ctx, kind, n)

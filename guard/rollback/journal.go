@@ -262,14 +262,14 @@ type tables struct {
 	steps                store.Table[Step]
 	tokens               store.Table[string] // the id of the rollback
 	askers               store.Table[string] // the id of the token
-	failed               store.Table[failureRecord]
+	failed               store.Table[Failure]
 }
 
 func newTables(o *Options) tables {
 	t := tables{
 		heads: table[Rollback](o, kindHead), reservations: table[Rollback](o, kindReserved),
 		plans: table[[]byte](o, kindPlan), reservedPlans: table[[]byte](o, kindReservedPlan),
-		steps: table[Step](o, kindStep), failed: table[failureRecord](o, kindFailure),
+		steps: table[Step](o, kindStep), failed: table[Failure](o, kindFailure),
 		tokens: table[string](o, kindToken), askers: table[string](o, kindAsker),
 	}
 	t.steps.Check = (*Step).check
@@ -453,6 +453,19 @@ func (c *Coordinator) fenceKey(workflow string) []byte {
 // nameIn is the name at the end of an index entry's key.
 func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }
 
+// names are those in ranges of an index.
+func (c *Coordinator) names(ctx context.Context, ranges ...store.Range) (names []name, err error) {
+	for _, r := range ranges {
+		for entry, err := range c.o.Store.Scan(ctx, r) {
+			if err != nil {
+				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+			}
+			names = append(names, nameIn(entry.Key))
+		}
+	}
+	return names, nil
+}
+
 // indexIn is the number at the end of a part's key.
 func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4:])) }
 
@@ -520,7 +533,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	h, _, err := c.readHead(ctx, n)
 	if c.fleet != nil && err == nil {
-		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.members.Boot() {
+		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.boot() {
 			return err
 		}
 	}

@@ -46,6 +46,10 @@ type Failure struct {
 	// are asked (cascade 3.3.2).
 	Named    []string `cbor:"named,omitempty"`
 	Workflow string   `cbor:"workflow,omitempty"` // see Named and Asks
+
+	// Boot is that of the member that asks for the rollback; set when it is recorded, and empty where one gateway has the
+	// store.
+	Boot string `cbor:"boot,omitempty"`
 }
 
 // failureReason is what a rollback that an error has caused gives as its reason.
@@ -86,10 +90,8 @@ func (c *Coordinator) Failed(all ...Failure) *store.Batch {
 }
 
 func (c *Coordinator) failureWrite(key []byte, f *Failure, condition store.Condition) store.Write {
-	record := failureRecord{Failure: *f}
-	if c.fleet != nil {
-		record.Boot = c.fleet.members.Boot()
-	}
+	record := *f
+	record.Boot = c.fleet.boot()
 	return c.failed.Put(key, &record, condition, time.Time{})
 }
 
@@ -223,7 +225,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 		return "", err
 	}
 	done := store.Write{Key: key, If: store.VersionIs(row.Version), Delete: true}
-	f := &row.Record.Failure
+	f := row.Record
 	if len(f.Named) > 0 {
 		return "", c.crossed(ctx, f, done)
 	}

@@ -429,7 +429,7 @@ func (e encoder) texts(all []string) {
 	}
 }
 
-// MakePlan makes the plan of a rollback. It fails with *ScopeError, *UnknownError or *CycleError.
+// MakePlan makes the plan of a rollback. It fails with *ScopeError, *CycleError or ErrCheckpointUnknown.
 // Other reasons against executing it are in the plan.
 //
 // stateOf returns the state of each checkpoint in the plan; its error ends the planning. States
@@ -440,7 +440,7 @@ func MakePlan(g *workflow.Graph, r PlanInput, stateOf func(n *workflow.Node) (No
 	}
 	target, known := checkpointIn(g, r.Target)
 	if !known {
-		return nil, &unknownError{r.Target}
+		return nil, ErrCheckpointUnknown
 	}
 	d := &planner{Graph: g, PlanInput: r}
 	return d.plan(target, stateOf)
@@ -992,16 +992,6 @@ type TooManyError struct {
 // Error implements error.
 func (e *TooManyError) Error() string {
 	return fmt.Sprintf("plan: the workflow has %d %s, and at most %d can be planned for", e.Count, e.What, e.Limit)
-}
-
-// unknownError refuses a target that is no checkpoint of the workflow.
-type unknownError struct {
-	// Checkpoint is the id that was asked for.
-	Checkpoint string
-}
-
-func (e *unknownError) Error() string {
-	return "plan: checkpoint " + quote(e.Checkpoint) + " is not among the workflow's checkpoints"
 }
 
 // ScopeError refuses a scope: one that does not exist, or one that the requester has

@@ -437,14 +437,13 @@ func FuzzPlan(f *testing.F) {
 		}
 		for _, n := range nodes {
 			p, err := g.Plan(planRequest(n.ID, scope))
-			var unknown *UnknownError
 			var cycle *CycleError
 			switch {
 			case errors.As(err, &cycle):
 				if len(cycle.Nodes) == 0 {
 					t.Error("a cycle of nothing")
 				}
-			case errors.As(err, &unknown):
+			case errors.Is(err, ErrCheckpointUnknown):
 				if n.Kind == CheckpointNode || n.Kind == GroupNode {
 					t.Errorf("%s is unknown", n.ID)
 				}

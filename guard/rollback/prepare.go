@@ -448,22 +448,14 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 
 // reservedBeside are the reservations of a draft's workflow, but for other parts of the same rollback:
 // there are as many of them as it has calls here, and each of them would go past all others.
-func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) (names []name, err error) {
+func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) ([]name, error) {
 	all := store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))
 	ranges := []store.Range{all}
 	if d.PartOf != "" {
 		whole := store.Prefix(c.wholePrefix(&d.Rollback))
 		ranges = []store.Range{{From: all.From, To: whole.From}, {From: whole.To, To: all.To}}
 	}
-	for _, r := range ranges {
-		for entry, err := range c.o.Store.Scan(ctx, r) {
-			if err != nil {
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
-			}
-			names = append(names, nameIn(entry.Key))
-		}
-	}
-	return names, nil
+	return c.names(ctx, ranges...)
 }
 
 // ended is called when the writes of h are committed.

@@ -77,23 +77,14 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 			}
 			late = !again // what came of it is looked at all the same
 		}
-		found, err := j.find(ctx)
-		if err != nil {
+		found, known, err := j.recorded(ctx, j.readsTarget(j.method()))
+		switch {
+		case err != nil:
 			return Result{}, err
-		}
-		switch found.Status {
-		case execution.Free, execution.Doubtful:
-		case execution.RunningHere, execution.RunningElsewhere:
+		case known != nil:
+			return j.restored(ctx, *known)
+		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
 			return j.result(ReasonTimeout), nil
-		default:
-			n, err := j.settled(ctx, found, j.readsTarget(j.method()))
-			if err != nil {
-				return Result{}, err
-			}
-			if j.useOwnKey(n) {
-				continue
-			}
-			return j.restored(ctx, n)
 		}
 		now, n, err := j.readTargetInWindow(ctx, doubts > 0)
 		if err != nil {

@@ -512,6 +512,25 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 	}
 }
 
+// recorded finds the note of a final answer; nil where the undo is still to be done, is in doubt, or runs for longer than
+// the task may. read reads an answer that is only a status.
+func (j *job) recorded(ctx context.Context, read func(*Answer) note) (execution.Finding, *note, error) {
+	for {
+		found, err := j.find(ctx)
+		if err != nil {
+			return found, nil, err
+		}
+		switch found.Status {
+		case execution.Free, execution.Doubtful, execution.RunningHere, execution.RunningElsewhere:
+			return found, nil, nil
+		}
+		n, err := j.settled(ctx, found, read)
+		if err != nil || !j.useOwnKey(n) {
+			return found, &n, err
+		}
+	}
+}
+
 // unsettled reports that no operator has decided about the doubt of an earlier rollback whose key
 // is free (P6).
 func (j *job) unsettled(ctx context.Context) (bool, error) {
