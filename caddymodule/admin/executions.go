@@ -100,7 +100,7 @@ func readExecution(ctx context.Context, st Store, key execution.Key) (*Execution
 	if err != nil {
 		return nil, unavailable(err)
 	}
-	x := Execution{Key: key.Hex(), State: StateFree}
+	x := Execution{Shown: execution.Shown{Key: key.Hex(), State: StateFree}}
 	found, err := st.Executions().Get(ctx, key)
 	switch {
 	case err == nil:
@@ -154,10 +154,7 @@ type Page struct {
 
 // Execution describes one execution to operators. Its members are an API.
 type Execution struct {
-	// Key is the execution key in hexadecimal; logs show its first 16 digits.
-	Key string `json:"key"`
-	// State is running, completed, in_doubt, rolled_back, or free.
-	State string `json:"state"`
+	execution.Shown
 	// Detail refines State: running_here, running_elsewhere, replayable, result_expired or
 	// result_unavailable.
 	Detail string `json:"detail,omitempty"`
@@ -167,36 +164,17 @@ type Execution struct {
 	Origin string `json:"origin,omitempty"`
 	// Guard is the guard's configured name.
 	Guard string `json:"guard,omitempty"`
-	// Action is the action's configured name.
-	Action string `json:"action,omitempty"`
-	// Method is the call's method.
-	Method string `json:"method,omitempty"`
 	// Host is the call's host.
 	Host string `json:"host,omitempty"`
-	// Path is the call's path. Its query is not recorded.
-	Path string `json:"path,omitempty"`
 	// Caller is the keyed hash of the caller, in hexadecimal.
 	Caller string `json:"caller,omitempty"`
 	// Workflow is the UUID of the workflow in tokens, rollbacks and escalations. Lists leave it out.
 	Workflow string `json:"workflow,omitempty"`
-	// WorkflowName is what the caller named the workflow, if anything.
-	WorkflowName string `json:"workflow_name,omitempty"`
 	// Checkpoint is the id of the call's checkpoint, with which it is rolled back; empty
 	// without an identity.
 	Checkpoint string `json:"checkpoint,omitempty"`
-	// Created is when the call was claimed.
-	Created time.Time `json:"created,omitzero"`
-	// Deadline is when the execution ends at the latest.
-	Deadline time.Time `json:"deadline,omitzero"`
-	// Settled is when the outcome was recorded.
-	Settled time.Time `json:"settled,omitzero"`
 	// Age is the time since Created, in seconds.
 	Age int64 `json:"age"`
-	// Cause is why the execution is in doubt.
-	Cause string `json:"cause,omitempty"`
-	// Status is the status of the upstream's answer, or of the one that an operator
-	// supplied; 0 without one.
-	Status int `json:"status,omitempty"`
 	// Node is the gateway that executed the call.
 	Node string `json:"node,omitempty"`
 	// Result describes the recorded answer of a completed execution.
@@ -209,12 +187,9 @@ type Execution struct {
 
 // Result describes a recorded answer. Its members are an API.
 type Result struct {
-	// Kept says that the answer was recorded: it may have been too large.
-	Kept bool `json:"kept"`
+	execution.ShownResult
 	// Size is the size in the store, in bytes.
 	Size int64 `json:"size"`
-	// Expires is the time until which the answer can be replayed.
-	Expires time.Time `json:"expires,omitzero"`
 	// Replayable says that a retry would get the answer now.
 	Replayable bool `json:"replayable"`
 }
@@ -223,23 +198,14 @@ type Result struct {
 func view(r *execution.Recorded, now time.Time) Execution {
 	record := r.Record
 	x := Execution{
-		Key: r.Key.Hex(), State: r.State().String(), Detail: details[r.Status],
-		ExecutionID: record.ID, Origin: origins[record.Origin], Guard: record.Guard, Action: record.Action,
-		Method: record.Method, Host: record.Host, Path: record.Path,
-		Caller: hex.EncodeToString(record.Caller[:]), WorkflowName: record.Workflow, Checkpoint: record.Checkpoint,
-		Created: record.Created.UTC(), Deadline: record.Deadline.UTC(), Settled: record.Settled.UTC(),
-		Age:   age(now, record.Created),
-		Cause: string(record.Cause), Status: record.Status, Node: record.Node,
+		Shown: r.Show(), Detail: details[r.Status], ExecutionID: record.ID, Origin: origins[record.Origin],
+		Guard: record.Guard, Host: record.Host, Caller: hex.EncodeToString(record.Caller[:]), Checkpoint: record.Checkpoint,
+		Age: age(now, record.Created), Node: record.Node,
 	}
-	if record.State != execution.StateInDoubt {
-		x.Cause = "" // other outcomes have a cause too, but only doubts show it
-	}
-	if record.State == execution.StateCompleted {
+	if shown := x.Shown.Result; shown != nil {
 		kept := record.Result
-		x.Result = &Result{
-			Kept: kept.Kept, Size: kept.Size + int64(len(kept.Inline)), Expires: kept.Expires.UTC(),
-			Replayable: r.Status == execution.Replayable,
-		}
+		x.Result = &Result{*shown, kept.Size + int64(len(kept.Inline)), r.Status == execution.Replayable}
+		x.Result.Expires = kept.Expires.UTC()
 		x.KeyExpires = record.Settled.Add(record.KeepKey).UTC()
 	}
 	return x

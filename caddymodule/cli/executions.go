@@ -77,13 +77,9 @@ Requests of rollbacks are listed too, with the action undo and the method
 }
 
 func executionRow(x *admin.Execution) []any {
-	cause := ""
-	if x.State == execution.StateInDoubt.String() {
-		cause = x.Cause
-	}
 	return []any{
 		"KEY", short(x.Key, 16), "STATE", x.State, "AGE", ago(x.Age), "GUARD", x.Guard, "ACTION", x.Action, "METHOD", x.Method,
-		"STATUS", number(x.Status), "CAUSE", cause, "CALLER", short(x.Caller, 8), "PATH", cut(printable(x.Path), 60),
+		"STATUS", number(x.Status), "CAUSE", x.Cause, "CALLER", short(x.Caller, 8), "PATH", cut(printable(x.Path), 60),
 	}
 }
 

@@ -245,56 +245,20 @@ type executionsDocument struct {
 }
 
 type executionStatus struct {
-	Key      string `json:"key"`
-	Method   string `json:"method"`
-	Path     string `json:"path"`
-	Action   string `json:"action"`
-	Workflow string `json:"workflow_name,omitempty"` // as the caller named it
-	State    string `json:"state"`
-	// Cause is why the execution is in doubt.
-	Cause   string    `json:"cause,omitempty"`
-	Created time.Time `json:"created"`
-	// Deadline is when a running execution ends at the latest.
-	Deadline time.Time `json:"deadline,omitzero"`
-	Settled  time.Time `json:"settled,omitzero"`
-	// Status is the status of the upstream's answer.
-	Status int              `json:"status,omitempty"`
-	Result *executionResult `json:"result,omitempty"`
+	execution.Shown
 	// Replayable says that a retry and OutputURL return the recorded answer.
 	Replayable bool   `json:"replayable"`
 	SafeNewKey bool   `json:"safe_new_key"`
 	OutputURL  string `json:"output_url"`
 }
 
-// executionResult describes the answer of a completed execution.
-type executionResult struct {
-	// Kept says that the answer was recorded.
-	Kept bool `json:"kept"`
-	// Expires is the time until which the answer can be replayed.
-	Expires time.Time `json:"expires,omitzero"`
-}
-
 func describeExecution(mount, id string, e *execution.Recorded) executionStatus {
-	r := e.Record
-	running := e.Status == execution.RunningHere || e.Status == execution.RunningElsewhere
 	s := executionStatus{
-		Key: e.Key.Hex(), Method: r.Method, Path: r.Path, Action: r.Action, Workflow: r.Workflow,
-		State: e.State().String(), Created: r.Created.UTC(), Settled: r.Settled.UTC(), Status: r.Status,
-		Replayable: e.Status == execution.Replayable,
-		SafeNewKey: e.Status == execution.RolledBack,
-		OutputURL:  mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
+		Shown: e.Show(), Replayable: e.Status == execution.Replayable, SafeNewKey: e.Status == execution.RolledBack,
+		OutputURL: mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
 	}
-	switch {
-	case running:
-		s.Deadline = r.Deadline.UTC()
-	case e.Status == execution.Doubtful:
-		s.Cause = string(r.Cause)
-	}
-	if r.State == execution.StateCompleted {
-		s.Result = &executionResult{Kept: r.Result.Kept}
-		if r.Result.Kept {
-			s.Result.Expires = r.Result.Expires.UTC()
-		}
+	if e.Status != execution.RunningHere && e.Status != execution.RunningElsewhere {
+		s.Deadline = time.Time{}
 	}
 	return s
 }

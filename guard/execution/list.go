@@ -274,6 +274,62 @@ type Recorded struct {
 	Finding
 }
 
+// Shown is what its caller and operators see of an execution; operators see more. Its members are an API. Nothing of the
+// request but its line is in it, and nothing of an answer but its status (P3, P8).
+type Shown struct {
+	// Key is the execution key in hexadecimal; logs show its first 16 digits.
+	Key string `json:"key"`
+	// State is a word of State, or for operators that of a free key.
+	State string `json:"state"`
+	// Action is the action's configured name.
+	Action string `json:"action,omitempty"`
+	Method string `json:"method,omitempty"`
+	// Path is without the query, which is not recorded.
+	Path string `json:"path,omitempty"`
+	// WorkflowName is what the caller named the workflow, if anything.
+	WorkflowName string `json:"workflow_name,omitempty"`
+	// Cause is why the execution is in doubt.
+	Cause string `json:"cause,omitempty"`
+	// Created is when the call was claimed.
+	Created time.Time `json:"created,omitzero"`
+	// Deadline is when the execution ends at the latest. Callers see it while it runs.
+	Deadline time.Time `json:"deadline,omitzero"`
+	// Settled is when the outcome was recorded.
+	Settled time.Time `json:"settled,omitzero"`
+	// Status is that of the upstream's answer, or of the one that an operator supplied; 0 without one.
+	Status int `json:"status,omitempty"`
+	// Result describes the answer of a completed execution.
+	Result *ShownResult `json:"result,omitempty"`
+}
+
+// ShownResult describes a recorded answer.
+type ShownResult struct {
+	// Kept says that the answer was recorded: it may have been too large.
+	Kept bool `json:"kept"`
+	// Expires is the time until which the answer can be replayed.
+	Expires time.Time `json:"expires,omitzero"`
+}
+
+// Show is the execution as it is shown.
+func (r *Recorded) Show() Shown {
+	record := r.Record
+	s := Shown{
+		Key: r.Key.Hex(), State: r.State().String(), Action: record.Action, Method: record.Method, Path: record.Path,
+		WorkflowName: record.Workflow, Created: record.Created.UTC(), Deadline: record.Deadline.UTC(),
+		Settled: record.Settled.UTC(), Status: record.Status,
+	}
+	switch r.State() {
+	case StateInDoubt: // other outcomes have a cause too, but only doubts show it
+		s.Cause = string(record.Cause)
+	case StateCompleted:
+		s.Result = &ShownResult{Kept: record.Result.Kept}
+		if s.Result.Kept { // or it is that of pieces that are left
+			s.Result.Expires = record.Result.Expires.UTC()
+		}
+	}
+	return s
+}
+
 // Errors of Expand.
 var (
 	// ErrUnknown: no execution is recorded under this key.
