@@ -30,6 +30,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -210,7 +211,8 @@ func (a *App) provision(ctx caddy.Context) error {
 	if err != nil {
 		return fmt.Errorf("agent_guard: %w", err)
 	}
-	a.events = events.(*caddyevents.App)
+	a.events, a.pending = events.(*caddyevents.App), make(pendingEvents, maxEvents)
+	go a.pending.serve(ctx, a.deliver)
 	a.provisionMetrics()
 	return a.events.On(exitEvent, exitWatch{})
 }
@@ -531,37 +533,36 @@ const reachEvery = time.Second
 // reachStore opens a store that could not be reached. It ends when the store is open, when it is
 // refused for another reason, which only another configuration can help, or with the configuration.
 func (a *App) reachStore() {
-	tick := time.NewTicker(reachEvery)
-	defer tick.Stop()
-	for {
-		select {
-		case <-tick.C:
-		case <-a.ctx.Done():
-			return
+	ctx, over := context.WithCancel(a.ctx)
+	defer over()
+	fleet.Every(reachEvery, func(context.Context) {
+		if !errors.Is(a.tryStore(), store.ErrUnavailable) {
+			over()
 		}
-		a.mu.Lock()
-		e, err := a.openEngine()
-		started := a.started
-		if err == nil {
-			a.unreached.Store(nil)
-		} else {
-			a.unreached.Store(&err)
-		}
-		a.mu.Unlock()
-		switch {
-		case err == nil:
-			a.logger.Info("the store is open; guarded calls are taken")
-			if started { // else Start does it
-				a.useOpened(e)
-			}
-			return
-		case errors.Is(err, errEnded):
-			return
-		case !errors.Is(err, store.ErrUnavailable):
-			a.logger.Error("the store is reached, and refused; guarded calls get 503 until another configuration is loaded", zap.Error(a.place(err)))
-			return
-		}
+	}).Run(ctx)
+}
+
+// tryStore tries once to open the store.
+func (a *App) tryStore() error {
+	a.mu.Lock()
+	e, err := a.openEngine()
+	started := a.started
+	if err == nil {
+		a.unreached.Store(nil)
+	} else {
+		a.unreached.Store(&err)
 	}
+	a.mu.Unlock()
+	switch {
+	case err == nil:
+		a.logger.Info("the store is open; guarded calls are taken")
+		if started { // else Start does it
+			a.useOpened(e)
+		}
+	case !errors.Is(err, errEnded) && !errors.Is(err, store.ErrUnavailable):
+		a.logger.Error("the store is reached, and refused; guarded calls get 503 until another configuration is loaded", zap.Error(a.place(err)))
+	}
+	return err
 }
 
 // openEngine opens the engine, unless it is open. mu is held.
@@ -753,7 +754,9 @@ func (a *App) emit(name string, data map[string]any) {
 	if !a.events.ShouldEmit(name) {
 		return
 	}
-	if !a.pending.put(pendingEvent{name, data}, a.deliver) {
+	select {
+	case a.pending <- pendingEvent{name: name, data: data}:
+	default:
 		a.counts.add(eventsDropped, "", 1)
 	}
 }
@@ -771,63 +774,43 @@ func (a *App) deliver(e pendingEvent) {
 }
 
 type pendingEvent struct {
-	name string
-	data map[string]any
+	name    string
+	data    map[string]any
+	flushed chan struct{} // closed when all before it are delivered; nil for an event
 }
 
-// pendingEvents is the queue of events for handlers. Its goroutine ends when the queue is
-// empty.
-type pendingEvents struct {
-	mu    sync.Mutex
-	queue []pendingEvent
-	idle  chan struct{} // closed when the queue is empty; nil while it is
-}
+// pendingEvents is the queue of events for handlers.
+type pendingEvents chan pendingEvent
 
-// put queues e, and calls serve for it in the background. It returns false if the queue is
-// full.
-func (p *pendingEvents) put(e pendingEvent, serve func(pendingEvent)) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if len(p.queue) >= maxEvents {
-		return false
-	}
-	p.queue = append(p.queue, e)
-	if p.idle == nil {
-		p.idle = make(chan struct{})
-		go p.run(serve)
-	}
-	return true
-}
-
-func (p *pendingEvents) run(serve func(pendingEvent)) {
+// serve delivers the queued events, one after the other, until ctx ends.
+func (p pendingEvents) serve(ctx context.Context, deliver func(pendingEvent)) {
 	for {
-		p.mu.Lock()
-		if len(p.queue) == 0 {
-			close(p.idle)
-			p.queue, p.idle = nil, nil
-			p.mu.Unlock()
+		select {
+		case e := <-p:
+			if e.flushed != nil {
+				close(e.flushed)
+			} else {
+				deliver(e)
+			}
+		case <-ctx.Done():
 			return
 		}
-		e := p.queue[0]
-		p.queue = p.queue[1:]
-		p.mu.Unlock()
-		serve(e)
 	}
 }
 
-// flush waits until the queue is empty, for at most flushTime.
-func (p *pendingEvents) flush() {
-	p.mu.Lock()
-	idle := p.idle
-	p.mu.Unlock()
-	if idle == nil {
+// flush waits until what is queued is delivered, for at most flushTime.
+func (p pendingEvents) flush(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, flushTime)
+	defer cancel()
+	flushed := make(chan struct{})
+	select {
+	case p <- pendingEvent{flushed: flushed}:
+	case <-ctx.Done():
 		return
 	}
-	late := time.NewTimer(flushTime)
-	defer late.Stop()
 	select {
-	case <-idle:
-	case <-late.C:
+	case <-flushed:
+	case <-ctx.Done():
 	}
 }
 

@@ -785,7 +785,7 @@ func (e *engine) emit(name string, data map[string]any) {
 // flushEvents waits for the handlers of events.
 func (e *engine) flushEvents() {
 	if a := e.activeConfigs.latest(); a != nil {
-		a.pending.flush()
+		a.pending.flush(a.ctx)
 	}
 }
 

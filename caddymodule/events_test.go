@@ -83,7 +83,7 @@ func TestEmitNeverWaits(t *testing.T) {
 		app.emit("agent_guard.test", map[string]any{"n": n + 1})
 	}
 	close(hang)
-	app.pending.flush()
+	app.pending.flush(app.ctx)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if len(h.events) != maxEvents+1 {
@@ -205,7 +205,7 @@ func TestChangesOfTheStoreAreTold(t *testing.T) {
 		step.do()
 		before := len(w.heard.came)
 		was = w.reportChanges(was)
-		w.activeConfigs.latest().pending.flush()
+		w.flushEvents()
 		if got := len(w.heard.came) - before; got != min(len(step.want), 1) {
 			t.Fatalf("step %d: %d events", i, got)
 		}
@@ -229,7 +229,7 @@ func TestRecoveryIsToldOnce(t *testing.T) {
 	for range 2 {
 		w.reportRecovered()
 	}
-	w.activeConfigs.latest().pending.flush()
+	w.flushEvents()
 	if len(w.heard.events) != 1 {
 		t.Fatalf("%d events", len(w.heard.events))
 	}
@@ -301,5 +301,5 @@ func TestEmitAfterTheConfigurationIsGone(t *testing.T) {
 	cleanUp(t, app)
 	all.Wait()
 	close(hang)
-	app.pending.flush()
+	app.pending.flush(app.ctx)
 }

@@ -34,7 +34,6 @@ type rollbackService struct {
 	keep time.Duration // how long a finished rollback is kept; set before open
 	// limit bounds the rate of requests, over all configurations.
 	limit api.Limit
-	book  rollbackBook
 	// trials are the undos that are being retried.
 	trials undoTrials
 }
@@ -83,7 +82,6 @@ func (e *engine) startRollbacks(ctx context.Context) {
 		// The others and new ones go on; the next start tries again.
 		e.logger.Error("rollbacks that are not finished cannot be taken up again", zap.Error(err))
 	}
-	e.rollbacks.book.find(ctx, c)
 }
 
 // stopRollbacks starts no further steps and waits for running ones until ctx ends. The rest
@@ -527,7 +525,6 @@ func (e *engine) by(r *rollback.Rollback) string {
 }
 
 func (e *engine) rollbackStarted(r *rollback.Rollback) {
-	e.rollbacks.book.begun(r.ID, r.Asked)
 	e.logger.Info("a rollback has begun", zap.String("rollback", r.ID), zap.String("checkpoint", r.Checkpoint),
 		zap.String("workflow", r.Workflow), zap.String("scope", string(r.Scope)), zap.Int("steps", len(r.Steps)),
 		zap.String("requester", r.Requester), zap.String("operator", r.Operator), zap.String("reason", r.Reason))
@@ -535,7 +532,6 @@ func (e *engine) rollbackStarted(r *rollback.Rollback) {
 }
 
 func (e *engine) rollbackFinished(r *rollback.Rollback) {
-	e.rollbacks.book.ended(r.ID)
 	e.counts.add(rollbacks, string(r.Status), 1)
 	log := e.logger.Warn // a person has to act
 	if r.Status == rollback.Completed {
@@ -550,82 +546,16 @@ func (e *engine) rollbackFinished(r *rollback.Rollback) {
 	})
 }
 
-// rollbackBook tracks the unfinished rollbacks.
-type rollbackBook struct {
-	mu   sync.Mutex
-	asks map[string]time.Time // when they were requested, by id
-}
-
-func (b *rollbackBook) begun(id string, asked time.Time) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.asks == nil {
-		b.asks = map[string]time.Time{}
-	}
-	b.asks[id] = asked
-}
-
-func (b *rollbackBook) ended(id string) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	delete(b.asks, id)
-}
-
-// bookPage is how many rollbacks are read together, and maxBookPages how many pages: of
-// those that the last process left, the newest are found.
-const (
-	bookPage     = 100
-	maxBookPages = 100
-)
-
-// find adds what the last process left unfinished.
-func (b *rollbackBook) find(ctx context.Context, c *rollback.Coordinator) {
-	after := ""
-	for range maxBookPages {
-		page, err := c.List(ctx, after, bookPage)
-		if err != nil {
-			return // only metrics lack them
-		}
-		for _, r := range page.Rollbacks {
-			if r.State == rollback.Executing {
-				b.begun(r.ID, r.Asked)
-			}
-		}
-		if after = page.Next; after == "" {
-			return
-		}
-	}
-}
-
-// report counts unfinished rollbacks. It removes those that ended as part of a wider one.
-func (b *rollbackBook) report(ctx context.Context, c *rollback.Coordinator, now time.Time) *rollbackReport {
+// rollbackReport returns the metrics of rollbacks; nil if there are none.
+func (e *engine) rollbackReport() *rollbackReport {
+	c := e.rollbacks.coordinator()
 	if c == nil {
 		return nil
 	}
-	b.mu.Lock()
-	ids := make([]string, 0, len(b.asks))
-	for id := range b.asks {
-		ids = append(ids, id)
-	}
-	b.mu.Unlock()
-	for _, id := range ids {
-		r, err := c.Get(ctx, id)
-		if errors.Is(err, rollback.ErrUnknown) || err == nil && r.State == rollback.Finished {
-			b.ended(id)
-		}
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	report := &rollbackReport{Running: len(b.asks), Waiting: c.Waiting()}
-	for _, asked := range b.asks {
-		report.OldestAge = max(report.OldestAge, now.Sub(asked))
+	n, oldest := c.Unfinished()
+	report := &rollbackReport{Running: n, Waiting: c.Waiting()}
+	if n > 0 {
+		report.OldestAge = time.Since(oldest)
 	}
 	return report
-}
-
-// rollbackReport returns the metrics of rollbacks; nil if there are none.
-func (e *engine) rollbackReport() *rollbackReport {
-	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
-	defer cancel()
-	return e.rollbacks.book.report(ctx, e.rollbacks.coordinator(), time.Now())
 }

@@ -162,6 +162,21 @@ func (c *Coordinator) Waiting() int {
 	return len(c.failures)
 }
 
+// Unfinished returns how many rollbacks go on here, and when the oldest of them was asked for.
+func (c *Coordinator) Unfinished() (n int, oldest time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, r := range c.runs {
+		if r.done.is() {
+			continue
+		}
+		if n++; n == 1 || r.precedence.Asked.Before(oldest) {
+			oldest = r.precedence.Asked
+		}
+	}
+	return n, oldest
+}
+
 // handleFailure asks for the rollback until it was accepted, waits for its end, and then leaves. It
 // leaves too where another rollback takes precedence, which may wait for people, and where the ledger
 // holds it up for longer than others that wait: it goes behind them.
