@@ -78,7 +78,7 @@ type visit struct {
 	place  string
 	before before
 	// behind are the handlers behind the guard, on this route or another one, and ends those of them, and of the fixed
-	// answers, that may answer.
+	// answers, that may answer; nil among them says that some calls may come to none of them.
 	behind, ends []caddyhttp.MiddlewareHandler
 	sends        string // the method with which requests are sent on behind it, whatever theirs; empty if it is theirs
 	caught       bool   // error routes take the errors of the guard
@@ -108,6 +108,7 @@ type chains struct {
 	errors   bool // the error routes are read
 	visits   []visit
 	passages []passage
+	unsure   []*Handler // guards whose calls may not all take the route: it has matchers, or is further inside
 	// behind and ends are those of visit, by the guard.
 	behind, ends map[*Handler][]caddyhttp.MiddlewareHandler
 	// read has the handlers of routes that are not loaded, decoded once for all routes to
@@ -177,9 +178,13 @@ func (c *chains) routes(routes caddyhttp.RouteList, b before, top bool) before {
 		if hosts := hostsOf(route); top && hosts != "" {
 			c.place += " (" + hosts + ")"
 		}
+		all, unsure := len(route.MatcherSetsRaw) == 0 && takesAll(route), c.unsure
+		if !all {
+			c.unsure = union(unsure, enters.guards)
+		}
 		leaves, ends := c.handlers(route, enters)
-		c.place = place
-		switch all := len(route.MatcherSetsRaw) == 0 && takesAll(route); {
+		c.place, c.unsure = place, unsure
+		switch {
 		case route.Terminal || ends:
 			if all && b.by == "" {
 				b.by = leaves.by
@@ -205,10 +210,10 @@ func (c *chains) handlers(route *caddyhttp.Route, b before) (_ before, ends bool
 		case *rewrite.Rewrite:
 			c.sendsAs(h, b)
 		case *caddyhttp.Subroute:
-			outer := c.caught
-			c.caught = outer || h.Errors != nil
+			outer, unsure := c.caught, c.unsure
+			c.caught, c.unsure = outer || h.Errors != nil, union(unsure, b.guards)
 			after := c.routes(h.Routes, b, false)
-			c.caught = outer
+			c.caught, c.unsure = outer, unsure
 			if h.Errors != nil {
 				c.routes(h.Errors.Routes, b.join(after), false)
 			}
@@ -263,6 +268,9 @@ func (c *chains) passed(handler caddyhttp.MiddlewareHandler, b *before) {
 func (c *chains) answer(handler caddyhttp.MiddlewareHandler, b before) {
 	for _, guard := range b.guards {
 		c.ends[guard] = union(c.ends[guard], []caddyhttp.MiddlewareHandler{handler})
+		if slices.Contains(c.unsure, guard) { // or none
+			c.ends[guard] = union(c.ends[guard], []caddyhttp.MiddlewareHandler{nil})
+		}
 	}
 }
 
