@@ -697,11 +697,10 @@ func (c *committer) arguments(number int64, s *step) []any {
 		}
 	}
 	var boot *string
-	var epoch int64
 	if m := c.member; m != nil {
-		boot, epoch = &m.self.Boot, m.epoch
+		boot = &m.self.Boot
 	}
-	all := []any{keys, c.now(), values, expiries, wants, kinds, boot, c.writer, number, epoch}
+	all := []any{keys, c.now(), values, expiries, wants, kinds, boot, c.writer, number}
 	if len(s.batches) > 1 {
 		all = append(all, batches, len(s.batches))
 	}
@@ -717,7 +716,7 @@ func (c *committer) arguments(number int64, s *step) []any {
 // One row has these versions, NULL where this member was removed. The others are the losers.
 const applySQL = `
 with w as materialized (
-	select * from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[], $11::int[]) with ordinality
+	select * from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[], $10::int[]) with ordinality
 		as w (key, value, expires, want, kind, batch, place)
 ), losers as materialized (
 	select distinct on (w.batch) w.batch, w.place, e.version, e.value, e.expires
@@ -727,7 +726,7 @@ with w as materialized (
 ), won as materialized (
 	select case when ` + fencedSQL + ` then null else (
 		select array_agg(case when b.batch in (select batch from losers) then 0 else nextval('{schema}.versions') end order by b.batch)
-		from generate_series(0, $12::int - 1) b (batch)
+		from generate_series(0, $11::int - 1) b (batch)
 	) end as versions
 )` + writeSQL
 
@@ -757,7 +756,7 @@ const (
 		select e.version, e.value, e.expires from {schema}.entries e where e.key = w.key and e.expires > ` + given + ` offset 0
 	) e`
 	fencedSQL = `$7::text is not null and not exists (
-		select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+		select from {schema}.members m where m.boot = $7::text
 	)`
 	writeSQL = `, puts as (
 	insert into {schema}.entries (key, value, version, expires)

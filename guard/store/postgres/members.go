@@ -51,10 +51,9 @@ func Join(ctx context.Context, o Options) (Member, error) {
 // session that holds its advisory lock is gone.
 type membership struct {
 	*Store
-	self  store.Member // but for About and Seen
-	lock  int64        // the key of the advisory lock
-	epoch int64        // of the table lease, when this one joined
-	end   chan struct{}
+	self store.Member // but for About and Seen
+	lock int64        // the key of the advisory lock
+	end  chan struct{}
 
 	// Of the goroutine that keeps it.
 	conn     *pgx.Conn        // nil without one
@@ -144,8 +143,7 @@ func (m *membership) join(ctx context.Context, conn *pgx.Conn) error {
 	return err
 }
 
-// place is who may stand in the way of a member: another member, or a gateway of a build that knew no
-// members, by the table lease.
+// place is another member, who may stand in the way.
 type place struct {
 	boot, node, holder string
 	expires, lock      int64
@@ -206,24 +204,19 @@ func (m *membership) try(ctx context.Context, conn *pgx.Conn, seen map[string]in
 
 // places locks the order of all commits, and returns who stands in the way, and the server's time.
 func (m *membership) places(ctx context.Context, tx pgx.Tx) (places []place, now int64, err error) {
-	before := place{session: true}
-	err = tx.QueryRow(ctx, m.sql.in("select epoch, holder, expires, "+clock+" from {schema}.lease where one for update")).Scan(&m.epoch, &before.holder, &before.expires, &now)
+	err = tx.QueryRow(ctx, m.sql.in("select "+clock+" from {schema}.lease where one for update")).Scan(&now)
 	if err != nil {
 		return nil, 0, err
-	}
-	if before.holder != "" {
-		before.lock = m.lockKey("lease", strconv.FormatInt(m.epoch, 10))
-		places = append(places, before)
 	}
 	rows, err := tx.Query(ctx, m.sql.in("select boot, node, holder, expires, lock, session from {schema}.members where node = $1 or node = '' or $1 = ''"), m.self.Node)
 	if err != nil {
 		return nil, 0, err
 	}
-	members, err := pgx.CollectRows(rows, func(row pgx.CollectableRow) (p place, err error) {
+	places, err = pgx.CollectRows(rows, func(row pgx.CollectableRow) (p place, err error) {
 		err = row.Scan(&p.boot, &p.node, &p.holder, &p.expires, &p.lock, &p.session)
 		return p, err
 	})
-	return append(places, members...), now, err
+	return places, now, err
 }
 
 // taken is the error of a place that is not free.
@@ -249,17 +242,11 @@ func (m *membership) remove(ctx context.Context, tx pgx.Tx, where string, args .
 	return tag.RowsAffected(), err
 }
 
-// insert makes the row of this member. A gateway of an earlier build that has held the lease writes
-// nothing from here on.
+// insert makes the row of this member.
 func (m *membership) insert(ctx context.Context, tx pgx.Tx) error {
 	asked := time.Now()
-	err := tx.QueryRow(ctx, m.sql.in(`update {schema}.lease set epoch = case when holder = '' then epoch else epoch + 1 end,
-		holder = '', expires = 0 where one returning epoch`)).Scan(&m.epoch)
-	if err != nil {
-		return err
-	}
 	var read, joined int64
-	err = tx.QueryRow(ctx, m.sql.in(`insert into {schema}.feed (seq, boot, at, gone, keys)
+	err := tx.QueryRow(ctx, m.sql.in(`insert into {schema}.feed (seq, boot, at, gone, keys)
 		values (nextval('{schema}.feed_seq'), $1, `+clock+`, false, '{}') returning seq, at`), m.self.Boot).Scan(&read, &joined)
 	if err != nil {
 		return err
@@ -456,8 +443,8 @@ func (m *membership) renew(ctx context.Context) (err error) {
 	var seen int64
 	asked := time.Now()
 	err = m.conn.QueryRow(ctx, m.sql.in(`update {schema}.members set seen = `+clock+`, expires = `+clock+` + $2, session = $3, read = $4, about = $5
-		where boot = $1 and exists (select from {schema}.lease where one and epoch = $6) returning seen`),
-		m.self.Boot, m.options.Lease.Microseconds(), m.session, m.read.Load(), string(text), m.epoch).Scan(&seen)
+		where boot = $1 returning seen`),
+		m.self.Boot, m.options.Lease.Microseconds(), m.session, m.read.Load(), string(text)).Scan(&seen)
 	if errors.Is(err, pgx.ErrNoRows) {
 		m.lose()
 		return nil

@@ -506,52 +506,6 @@ func TestMembersWithoutSessions(t *testing.T) {
 	join(t, short)
 }
 
-// A gateway of the build before this one, which knows no members, is waited for as it waits for others,
-// and writes nothing once a member has joined. If it takes its lease in the moment of the migration, the
-// members write nothing.
-func TestBuildBeforeMembers(t *testing.T) {
-	schema := newSchema()
-	a := join(t, postgres.Options{Schema: schema, Node: "a", Lease: time.Hour})
-	conn := database(t)
-	epoch := func() (n int64) {
-		if err := conn.QueryRow(t.Context(), "select epoch from "+schema+".lease").Scan(&n); err != nil {
-			t.Fatal(err)
-		}
-		return n
-	}
-	before := epoch()
-	exec(t, conn, "update "+schema+".lease set epoch = epoch + 1, holder = 'old gateway', expires = $1", time.Now().Add(time.Hour).UnixMicro())
-	if _, err := a.Commit(t.Context(), put("key", "1")); !errors.Is(err, store.ErrUnhealthy) {
-		t.Errorf("a commit beside a gateway of before: %v", err)
-	}
-	if err := a.Close(); err != nil {
-		t.Fatal(err)
-	}
-	exec(t, conn, "select pg_advisory_lock($1)", postgres.LockKey(schema, "lease", fmt.Sprint(before+1)))
-	for _, node := range []string{"", "a"} {
-		o := postgres.Options{DSN: server.DSN(), Schema: schema, Node: node, Lease: time.Hour}
-		_, err := postgres.Join(t.Context(), o)
-		if node == "" {
-			_, err = postgres.Open(t.Context(), o)
-		}
-		if !errors.Is(err, store.ErrUnavailable) || !strings.Contains(err.Error(), "old gateway") {
-			t.Errorf("node %q beside a gateway of before: %v", node, err)
-		}
-	}
-	if epoch() != before+1 {
-		t.Error("the gateway of before has lost its lease")
-	}
-	exec(t, conn, "select pg_advisory_unlock_all()") // it was killed
-	b := join(t, postgres.Options{Schema: schema, Node: "b", Lease: time.Hour})
-	if epoch() <= before+1 {
-		t.Error("the gateway of before may write")
-	}
-	join(t, postgres.Options{Schema: schema, Node: "c", Lease: time.Hour})
-	if _, err := b.Commit(t.Context(), put("key", "2")); err != nil {
-		t.Errorf("a member beside another: %v", err)
-	}
-}
-
 // The feed has a row for a commit where somebody reads it, and rows that all have read are deleted.
 func TestFeedIsSmall(t *testing.T) {
 	schema := newSchema()

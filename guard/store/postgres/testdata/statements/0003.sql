@@ -1,6 +1,6 @@
 
 with w as materialized (
- select * from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[], $11::int[]) with ordinality
+ select * from unnest($1::bytea[], $3::bytea[], $4::bigint[], $5::bigint[], $6::int[], $10::int[]) with ordinality
   as w (key, value, expires, want, kind, batch, place)
 ), losers as materialized (
  select distinct on (w.batch) w.batch, w.place, e.version, e.value, e.expires
@@ -11,10 +11,10 @@ with w as materialized (
  order by w.batch, w.place
 ), won as materialized (
  select case when $7::text is not null and not exists (
-  select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+  select from {schema}.members m where m.boot = $7::text
  ) then null else (
   select array_agg(case when b.batch in (select batch from losers) then 0 else nextval('{schema}.versions') end order by b.batch)
-  from generate_series(0, $12::int - 1) b (batch)
+  from generate_series(0, $11::int - 1) b (batch)
  ) end as versions
 ), puts as (
  insert into {schema}.entries (key, value, version, expires)
@@ -52,7 +52,7 @@ with w as materialized (
  order by w.place limit 1
 ), won as materialized (
  select case when $7::text is not null and not exists (
-  select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+  select from {schema}.members m where m.boot = $7::text
  ) then null
   when exists (select from losers) then (select array[1 / (place - place)] from losers)
   else array[nextval('{schema}.versions')] end as versions
@@ -92,7 +92,7 @@ with w as materialized (
  order by w.place limit 1
 ), won as materialized (
  select case when $7::text is not null and not exists (
-  select from {schema}.members m where m.boot = $7::text and exists (select from {schema}.lease where one and epoch = $10::bigint)
+  select from {schema}.members m where m.boot = $7::text
  ) then null
   when exists (select from losers) then array[0::bigint]
   else array[nextval('{schema}.versions')] end as versions
@@ -141,6 +141,8 @@ insert into {schema}.feed (seq, boot, at, gone, keys)
 insert into {schema}.members (boot, node, holder, lock, session, joined, seen, expires, read, about)
   values ($1, $2, $3, $4, $5, $6, $6, $6::bigint + $7::bigint, $8, '{}')
 ;
+select (extract(epoch from clock_timestamp()) * 1000000)::bigint from {schema}.lease where one for update
+;
 select boot, expires, expires <= (extract(epoch from clock_timestamp()) * 1000000)::bigint,
   case when session then pg_try_advisory_xact_lock_shared(lock) else false end from {schema}.members where boot <> $1
 ;
@@ -149,8 +151,6 @@ select boot, node, holder, expires, lock, session from {schema}.members where no
 select coalesce(max(version), 0) from {schema}.migrations
 ;
 select epoch from {schema}.lease where one for update
-;
-select epoch, holder, expires, (extract(epoch from clock_timestamp()) * 1000000)::bigint from {schema}.lease where one for update
 ;
 select key, case when octet_length(value) <= 16384 then value end, version, expires from {schema}.entries where key = any($1::bytea[]) and expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
 ;
@@ -180,11 +180,8 @@ select seq, versions from {schema}.commits where writer = $1 and seq >= $2 and s
 ;
 select value, version, expires from {schema}.entries where key = $1 and expires > coalesce($2::bigint, (extract(epoch from clock_timestamp()) * 1000000)::bigint)
 ;
-update {schema}.lease set epoch = case when holder = '' then epoch else epoch + 1 end,
-  holder = '', expires = 0 where one returning epoch
-;
 update {schema}.members set seen = (extract(epoch from clock_timestamp()) * 1000000)::bigint, expires = (extract(epoch from clock_timestamp()) * 1000000)::bigint + $2, session = $3, read = $4, about = $5
-  where boot = $1 and exists (select from {schema}.lease where one and epoch = $6) returning seen
+  where boot = $1 returning seen
 ;
 with gone as (delete from {schema}.members where boot = $1 returning boot)
   insert into {schema}.feed (seq, boot, at, gone, keys)
