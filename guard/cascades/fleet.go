@@ -2,7 +2,6 @@ package cascades
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"log/slog"
 	"maps"
@@ -14,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -21,10 +21,10 @@ import (
 // the member that joined first. So a failure that spreads over nodes is one cascade, with one alert and one
 // question, and whoever acts next knows what is spreading (ADR 0138).
 
-// peers are what a watch knows of the other nodes. Its shared is nil where there are none. Only the goroutine of
+// peers are what a watch knows of the other nodes. Its fleet is nil where there are none. Only the goroutine of
 // the watch uses it.
 type peers struct {
-	shared   store.Shared
+	fleet    *fleet.Fleet
 	stored   store.Table[answer]
 	unfollow func()
 	left     <-chan struct{}
@@ -52,19 +52,18 @@ const answerMemory = time.Hour
 
 // join begins to follow the others.
 func (w *Watch) join() {
-	shared, is := w.o.Store.(store.Shared)
 	p := &w.peers
-	p.acts = !is
-	if !is {
+	p.fleet = fleet.Of(w.o.Store)
+	if p.acts = p.fleet == nil; p.acts {
 		return
 	}
-	self := shared.Self()
+	self := p.fleet.Self()
 	p.stored = store.Table[answer]{
-		Store: shared, Sealer: w.o.Sealer, Prefix: string([]byte{evidence.SpaceCascade, kindAnswers}), Unreadable: errUnreadable,
+		Store: p.fleet, Sealer: w.o.Sealer, Prefix: string([]byte{evidence.SpaceCascade, kindAnswers}), Unreadable: errUnreadable,
 	}
-	p.shared, p.answers, p.found = shared, map[string]answer{}, map[string]time.Time{}
+	p.answers, p.found = map[string]answer{}, map[string]time.Time{}
 	p.said = answer{Node: self.Node, Boot: self.Boot, Targets: map[string]uint64{}}
-	p.unfollow = shared.Follow([]byte{evidence.SpaceCascade}, func(key []byte) {
+	p.unfollow = p.fleet.Follow([]byte{evidence.SpaceCascade}, func(key []byte) {
 		if len(key) > 1 && key[1] != kindCascade && key[1] != kindAnswers {
 			return
 		}
@@ -79,7 +78,7 @@ func (w *Watch) join() {
 // choose finds out whether this node acts, where members have left since the last time.
 func (w *Watch) choose(ctx context.Context) {
 	p := &w.peers
-	if p.shared == nil {
+	if p.fleet == nil {
 		return
 	}
 	if p.left != nil {
@@ -89,17 +88,14 @@ func (w *Watch) choose(ctx context.Context) {
 			return
 		}
 	}
-	left := p.shared.Left() // before the look, so that no leaving is missed
+	left := p.fleet.Left() // before the look, so that no leaving is missed
 	ctx, cancel := context.WithTimeout(ctx, stepTime)
 	defer cancel()
-	members, err := p.shared.Members(ctx)
-	if err != nil || len(members) == 0 {
+	first, err := p.fleet.First(ctx)
+	if err != nil {
 		return // the next look tries again
 	}
-	first := slices.MinFunc(members, func(a, b store.Member) int {
-		return cmp.Or(a.Joined.Compare(b.Joined), cmp.Compare(a.Boot, b.Boot))
-	})
-	p.left, p.acts = left, first.Boot == p.said.Boot
+	p.left, p.acts = left, first
 	if p.acts {
 		w.hear(ctx, nil) // what the one before has recorded
 	}
@@ -264,7 +260,7 @@ func (w *Watch) answeredThere(a *answer) {
 // time.
 func (w *Watch) publish(ctx context.Context, targets map[string]int) {
 	p := &w.peers
-	if p.shared == nil || len(targets) == 0 && maps.Equal(w.answered, p.said.Upstreams) {
+	if p.fleet == nil || len(targets) == 0 && maps.Equal(w.answered, p.said.Upstreams) {
 		return
 	}
 	for name, n := range targets {

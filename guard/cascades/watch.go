@@ -192,7 +192,7 @@ func (w *Watch) Placed(log string, e *ledger.Event, recorded time.Time) {
 	}
 	entry := ledger.Entry{Event: *e, Log: log, Recorded: recorded}
 	w.later(func(ctx context.Context) []cascade.Change {
-		if w.peers.shared == nil {
+		if w.peers.fleet == nil {
 			return w.take(ctx, &entry)
 		}
 		w.peers.logged = append(w.peers.logged, entry)

@@ -302,7 +302,7 @@ func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts ti
 		other = *row.Record
 	}
 	is, ends := row.Version.Unchanged(), row.Expires
-	if other.Boot != "" && other.Boot != k.members.Boot() && !other.Done {
+	if other.Boot != k.members.Boot() && !other.Done {
 		gone, err := k.members.Gone(ctx, other.Boot)
 		if err != nil || !gone {
 			return nil, ends.Sub(now), err

@@ -438,19 +438,9 @@ func (k *Keys) Await(ctx context.Context, id uint32) error {
 // Reseals reports whether this gateway makes the passes of re-sealing: of a shared store the member that has joined
 // first, so that another one does when that is gone. Two passes at once harm nothing: it saves work.
 func (k *Keys) Reseals(ctx context.Context) (bool, error) {
-	shared := k.g.members.store
-	if shared == nil {
-		return true, nil
-	}
-	members, err := shared.Members(ctx)
+	first, err := k.g.members.store.First(ctx)
 	if err != nil {
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
+		err = fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	if len(members) == 0 { // this one was removed
-		return false, fmt.Errorf("%w: %w", ErrStore, store.ErrUnhealthy)
-	}
-	first := slices.MinFunc(members, func(a, b store.Member) int {
-		return cmp.Or(a.Joined.Compare(b.Joined), cmp.Compare(a.Boot, b.Boot))
-	})
-	return first.Boot == k.g.boot, nil
+	return first, err
 }

@@ -3,8 +3,10 @@
 package fleet
 
 import (
+	"cmp"
 	"context"
 	"errors"
+	"slices"
 	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -36,9 +38,9 @@ func (f *Fleet) Boot() string {
 }
 
 // Gone reports whether the member with a boot has been removed: it writes nothing more, and others may take over what
-// it has left.
+// it has left. What names no boot is of a gateway that had the store alone, and is gone.
 func (f *Fleet) Gone(ctx context.Context, boot string) (bool, error) {
-	if _, known := f.gone.Load(boot); known {
+	if _, known := f.gone.Load(boot); known || boot == "" {
 		return true, nil
 	}
 	gone, err := f.Shared.Gone(ctx, boot)
@@ -46,6 +48,25 @@ func (f *Fleet) Gone(ctx context.Context, boot string) (bool, error) {
 		f.gone.Store(boot, nil)
 	}
 	return gone && err == nil, err
+}
+
+// First reports whether this member is the one that has joined first, so that another one is when that is gone: it
+// does what one of them has to do. Without a fleet it is.
+func (f *Fleet) First(ctx context.Context) (bool, error) {
+	if f == nil {
+		return true, nil
+	}
+	members, err := f.Members(ctx)
+	if err == nil && len(members) == 0 { // this one was removed
+		err = store.ErrUnhealthy
+	}
+	if err != nil {
+		return false, err
+	}
+	first := slices.MinFunc(members, func(a, b store.Member) int {
+		return cmp.Or(a.Joined.Compare(b.Joined), cmp.Compare(a.Boot, b.Boot))
+	})
+	return first.Boot == f.boot, nil
 }
 
 // Follow is store.Shared's; without a fleet nobody else writes.
@@ -56,8 +77,8 @@ func (f *Fleet) Follow(prefix []byte, changed func(key []byte)) (cancel func()) 
 	return f.Shared.Follow(prefix, changed)
 }
 
-// Out reports whether this member itself has been removed: the others take over what it has left.
-func (f *Fleet) Out(ctx context.Context) bool {
+// out reports whether this member itself has been removed: the others take over what it has left.
+func (f *Fleet) out(ctx context.Context) bool {
 	out, err := f.Gone(ctx, f.boot)
 	// A store that is lost or closed says no more, and Left stays closed.
 	return out && err == nil || errors.Is(err, store.ErrUnhealthy) || errors.Is(err, store.ErrClosed)

@@ -83,7 +83,7 @@ func (j Job) Run(ctx context.Context) {
 		}
 		select {
 		case <-members:
-			if j.Fleet.Out(ctx) {
+			if j.Fleet.out(ctx) {
 				return
 			}
 			members, left = j.Fleet.Left(), true

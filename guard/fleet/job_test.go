@@ -126,6 +126,9 @@ func TestAlone(t *testing.T) {
 	if fleet.Of(memory.New(memory.Options{})) != nil || alone.Left() != nil || alone.Boot() != "" {
 		t.Error("a gateway that has its store alone has a fleet")
 	}
+	if first, err := alone.First(t.Context()); !first || err != nil {
+		t.Error("a gateway that has its store alone waits for others", first, err)
+	}
 	alone.Follow(nil, nil)()
 }
 
@@ -179,4 +182,39 @@ func TestJobEndsWhereTheStoreSaysNothing(t *testing.T) {
 			t.Errorf("it has looked %d times, without a pause", looks)
 		}
 	})
+}
+
+// One member is the first, and another one when that is gone; who was removed is not told that it is.
+func TestFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		st := memory.New(memory.Options{})
+		a := st.Join("b") // by when it has joined, not by its name
+		time.Sleep(time.Second)
+		b := st.Join("a")
+		first := func(m store.Store) bool {
+			is, err := fleet.Of(m).First(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			return is
+		}
+		if !first(a) || first(b) {
+			t.Error("not the one that has joined first")
+		}
+		a.Remove()
+		if !first(b) || first(a) {
+			t.Error("not the one that is left")
+		}
+		b.Remove()
+		if is, err := fleet.Of(b).First(t.Context()); is || !errors.Is(err, store.ErrUnhealthy) {
+			t.Errorf("where there is nobody: %t, %v", is, err)
+		}
+	})
+}
+
+// A record that names no member is of a gateway that had the store alone.
+func TestGoneWithoutABoot(t *testing.T) {
+	if gone, err := fleet.Of(memory.New(memory.Options{}).Join("a")).Gone(t.Context(), ""); !gone || err != nil {
+		t.Error(gone, err)
+	}
 }

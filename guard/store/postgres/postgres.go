@@ -211,7 +211,7 @@ type Store struct {
 	member    *membership // nil without a lease
 	clock     atomic.Pointer[instant]
 	asking    atomic.Bool                 // somebody asks for the server's time
-	server    atomic.Pointer[ServerStats] // when last asked
+	server    atomic.Pointer[serverStats] // when last asked
 	leaseEnds atomic.Pointer[time.Time]   // see Stats
 	removed   atomic.Uint64               // see Stats
 

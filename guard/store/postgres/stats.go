@@ -7,8 +7,8 @@ import (
 
 // Stats describe an open store. What the server has to be asked for is of the last minute.
 type Stats struct {
-	Server ServerStats
-	Pool   PoolStats
+	Server serverStats
+	Pool   poolStats
 	// LeaseEnds is when the lease ends unless it is renewed before, by this process's clock and not later than
 	// by the server's; zero without a lease.
 	LeaseEnds time.Time
@@ -16,8 +16,8 @@ type Stats struct {
 	Removed uint64
 }
 
-// ServerStats are what the server says of the database. All is zero until it was asked.
-type ServerStats struct {
+// serverStats are what the server says of the database. All is zero until it was asked.
+type serverStats struct {
 	// Asked is when it was asked, by this process's clock.
 	Asked time.Time
 	// Rows, Large, Indexes and Others are sizes in bytes: of the rows of the entries, of their values that
@@ -38,8 +38,8 @@ type ServerStats struct {
 	Lag      time.Duration
 }
 
-// PoolStats are those of the connections for reading.
-type PoolStats struct {
+// poolStats are those of the connections for reading.
+type poolStats struct {
 	// Open, InUse and Most are the connections that there are, that are in use, and that there may be.
 	Open, InUse, Most int
 	// Waits counts reads that had to wait for a connection, and Waited is how long all of them took
@@ -51,7 +51,7 @@ type PoolStats struct {
 // Stats returns the store's statistics. It does not wait.
 func (s *Store) Stats() Stats {
 	p := s.pool.Stat()
-	stats := Stats{Removed: s.removed.Load(), Pool: PoolStats{
+	stats := Stats{Removed: s.removed.Load(), Pool: poolStats{
 		Open: int(p.TotalConns()), InUse: int(p.AcquiredConns()), Most: int(p.MaxConns()),
 		Waits: uint64(p.EmptyAcquireCount()), Waited: p.EmptyAcquireWaitTime(),
 	}}
@@ -70,7 +70,7 @@ func (s *Store) leased(asked time.Time) {
 	s.leaseEnds.Store(&ends)
 }
 
-// serverSQL asks for ServerStats. Of what the role may not see, the server shows NULL.
+// serverSQL asks for serverStats. Of what the role may not see, the server shows NULL.
 const serverSQL = `
 select pg_relation_size(c.oid),
 	case when c.reltoastrelid = 0 then 0 else pg_total_relation_size(c.reltoastrelid) end,
@@ -88,7 +88,7 @@ where n.nspname = $1 and c.relname = 'entries'`
 
 // askServer refreshes what Stats says of the server. Where that fails, the older state stays.
 func (s *Store) askServer(ctx context.Context) error {
-	var now ServerStats
+	var now serverStats
 	var vacuumed *time.Time
 	var oldest, lag float64
 	var living, dead *int64
