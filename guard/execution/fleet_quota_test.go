@@ -1,6 +1,7 @@
 package execution_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -401,4 +402,69 @@ func quotaAtOnce(t *testing.T, b backend, rounds int) {
 	if claimed != most {
 		t.Errorf("%d open executions, and there is room for %d", claimed, most)
 	}
+}
+
+// blind is a member whose scans, or commits of caps, fail.
+type blind struct {
+	*memory.Member
+	scans, caps bool
+}
+
+func (b *blind) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	if b.scans {
+		return func(yield func(store.Entry, error) bool) { yield(store.Entry{}, store.ErrUnhealthy) }
+	}
+	return b.Member.Scan(ctx, r)
+}
+
+func (b *blind) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	if b.caps && bytes.Contains(batch[0].Value, []byte("asked")) {
+		return 0, store.ErrUnhealthy
+	}
+	return b.Member.Commit(ctx, batch...)
+}
+
+// A gateway that could not count what a caller has admits nothing before it has: what stands counts.
+func TestFleetQuotaAfterACountThatFailed(t *testing.T) {
+	bubble(t, func(t *testing.T, f *fleet) {
+		q := execution.Quota{Open: 4}
+		st := &blind{Member: f.mem.Join("a")}
+		a := f.open(st.Member, st)
+		n := 0
+		for i := range 20 {
+			c := a.bounded("a", fmt.Sprint(i), q)
+			e, err := a.Claim(ctx, c, execution.Finding{})
+			if err != nil {
+				st.scans = i < 5
+				continue
+			}
+			n++
+			if err := e.Settle(ctx, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseLost}); err != nil {
+				t.Fatal(err)
+			}
+			st.scans = n == 3
+		}
+		if n != 4 {
+			t.Errorf("%d doubts, and there is room for 4", n)
+		}
+	})
+}
+
+// P4: that the others could not be asked for room is an error of the store, and no refusal of the caller.
+func TestFleetQuotaThatCannotBeAskedFor(t *testing.T) {
+	bubble(t, func(t *testing.T, f *fleet) {
+		q := execution.Quota{Open: 8}
+		b := f.join("b")
+		b.claim(b.bounded("a", "b", q))
+		st := &blind{Member: f.mem.Join("a")}
+		a := f.open(st.Member, st)
+		var err error
+		for i := 0; err == nil; i++ {
+			_, err = a.Claim(ctx, a.bounded("a", fmt.Sprint(i), q), execution.Finding{})
+			st.caps = true
+		}
+		if !errors.Is(err, execution.ErrStore) {
+			t.Error(err)
+		}
+	})
 }

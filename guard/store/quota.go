@@ -214,7 +214,7 @@ func (c *Counter[S]) Take(ctx context.Context, h *Held[S], q Request) (*Full, er
 	switch {
 	case limit == (Amount{}):
 	case c.shared == nil && h.counted && (must || has.within(limit, limit)):
-	case c.shared != nil && has.within(h.own, limit) && limit.bounds(h.limit) && now.Before(h.until):
+	case c.shared != nil && h.counted && has.within(h.own, limit) && limit.bounds(h.limit) && now.Before(h.until):
 	case !must && now.Before(h.fullBefore) && h.fullFor.Limit.bounds(limit) && h.fullFor.Need.within(need, limit):
 		full := h.full
 		return &full, nil
@@ -304,7 +304,7 @@ func (c *Counter[S]) raise(ctx context.Context, h *Held[S], q Request) (*Full, e
 		}
 		fits := full.Taken.plus(need).within(limit, limit)
 		if !fits && !q.Must {
-			return full, c.refuse(ctx, h, q, full, found)
+			return c.refuse(ctx, h, q, full, found)
 		}
 		if c.shared == nil {
 			return nil, nil
@@ -351,19 +351,19 @@ func (c *Counter[S]) members(ctx context.Context, h *Held[S]) (found Row[capsRec
 }
 
 // refuse remembers for a moment that nothing is left, and asks the others to give back what they do not use.
-func (c *Counter[S]) refuse(ctx context.Context, h *Held[S], q Request, full *Full, found Row[capsRecord]) error {
+func (c *Counter[S]) refuse(ctx context.Context, h *Held[S], q Request, full *Full, found Row[capsRecord]) (*Full, error) {
 	if full.Spare {
 		full.Retry = q.Now.Add(fullTime)
 		found.Record.Asked = true // also where it was before: a member may have missed that
 		if err := c.write(ctx, h.Holder, q.Now, found.Record, found); err != nil && !errors.As(err, new(*Conflict)) {
-			return err
+			return nil, err
 		}
 	}
 	h.own = h.own.least(h.mine()) // which was counted anew: nothing else is known to be left
 	if c.shared != nil || h.less {
 		h.full, h.fullFor, h.fullBefore = *full, q, q.Now.Add(fullTime)
 	}
-	return nil
+	return full, nil
 }
 
 // Renew has what this member may have last on, for holders who have set something aside, which is in no count.
