@@ -205,10 +205,10 @@ func lose(u *held, key Key, r *Record) {
 // it is not in the index.
 func (q *quotas) replaced(caller CallerHash, key Key, next *Record) {
 	u := q.Known(ofCaller(caller))
-	u.Found(key)
 	if next != nil {
-		settled(u, next)
+		settled(u, next) // before what it replaces is given up, so that the count is never too low
 	}
+	u.Found(key)
 	u.Less()
 }
 
@@ -453,10 +453,10 @@ func (h *holding) end(committed bool, key Key, left *Record) {
 	aside := store.Amount{Bytes: h.bytes}
 	switch {
 	case committed:
-		u.Found(key) // the index has it now
 		if left != nil {
 			charged(left).add(left.expires(), u.Add)
 		}
+		u.Found(key) // the index has it now
 		u.Release(aside)
 		if h.replaces {
 			u.Less()
