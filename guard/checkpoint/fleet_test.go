@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"iter"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -262,4 +263,39 @@ func TestFleetQuotaOfTwoThatCount(t *testing.T) {
 	if n != 50 {
 		t.Errorf("%d checkpoints, at most 50", n)
 	}
+}
+
+// commits counts the commits of a member.
+type commits struct {
+	store.Shared
+	n atomic.Int64
+}
+
+func (c *commits) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	c.n.Add(1)
+	return c.Shared.Commit(ctx, batch...)
+}
+
+// A-checkpoint-flooding-a: who is refused for its rate costs the database nothing.
+func TestFleetRateCostsNothing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := memory.New(memory.Options{}).Join("a")
+		st := &commits{Shared: m}
+		a := gateway{m, checkpoint.New(st, seal.Generate())}
+		terms := checkpoint.Terms{Workflow: checkpoint.Quota{Count: 1000}, Rate: 3}
+		for i := range 3 {
+			if _, ok := a.makes(t, fmt.Sprint(i), terms); !ok {
+				t.Fatal("no room")
+			}
+		}
+		st.n.Store(0)
+		for i := range 50 {
+			if _, ok := a.makes(t, fmt.Sprint("over", i), terms); ok {
+				t.Error("over the rate")
+			}
+		}
+		if n := st.n.Load(); n > 0 {
+			t.Errorf("50 refusals make %d commits", n)
+		}
+	})
 }

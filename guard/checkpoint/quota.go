@@ -185,7 +185,7 @@ func (v *Store) take(ctx context.Context, u *held, h *Handle, b bounds, now time
 	}
 	taken := room{u: u}
 	if err := taken.draw(b, now); err != nil {
-		u.Drop(need)
+		u.Release(need) // not Drop: whoever exceeds the rate must not make this member ask the others
 		return room{}, err
 	}
 	u.Lock()
