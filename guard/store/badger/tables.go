@@ -217,7 +217,7 @@ func (c *segmentCheck) see(key, value []byte) {
 	}
 }
 
-// readSuspects reads what was collected.
+// readSuspects reads what was collected. As walkSegment it rests for longer than it works: they may be most of a segment.
 func (c *segmentCheck) readSuspects() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -225,6 +225,7 @@ func (c *segmentCheck) readSuspects() {
 		if c.s.isClosing() {
 			break
 		}
+		begun := time.Now()
 		err := c.s.readAt(suspect.key, suspect.at)
 		switch {
 		case errors.Is(err, store.ErrDamaged):
@@ -232,6 +233,10 @@ func (c *segmentCheck) readSuspects() {
 		case err != nil:
 			c.unread++
 			c.why = err
+		}
+		select {
+		case <-c.s.closing:
+		case <-time.After(3 * time.Since(begun)):
 		}
 	}
 	c.suspects = c.suspects[:0]
