@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"iter"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/google/uuid"
@@ -24,14 +25,23 @@ type gateways struct {
 	*Coordinator
 	members *fleet.Fleet
 	fences  *store.Fences
+
+	mu    sync.Mutex
+	plans map[name]*workflowLock // of accepted rollbacks, which do not change
 }
+
+// maxPlans is how many locks of rollbacks at other members are remembered.
+const maxPlans = 256
 
 func gatewaysOf(c *Coordinator) *gateways {
 	members := fleet.Of(c.o.Store)
 	if members == nil {
 		return nil
 	}
-	return &gateways{Coordinator: c, members: members, fences: store.FollowFences(members, []byte{space, kindFence})}
+	return &gateways{
+		Coordinator: c, members: members,
+		fences: store.FollowFences(members, []byte{space, kindFence}), plans: map[name]*workflowLock{},
+	}
 }
 
 // boot is that of this member; empty where one gateway has the store.
@@ -42,8 +52,12 @@ func (f *gateways) boot() string {
 	return f.members.Boot()
 }
 
-// gone reports whether nothing more is written by the member with a boot.
+// gone reports whether nothing more is written by the member with a boot. A record without one is of a
+// gateway that had the store alone.
 func (f *gateways) gone(ctx context.Context, boot string) (bool, error) {
+	if boot == "" {
+		return true, nil
+	}
 	gone, err := f.members.Gone(ctx, boot)
 	if err != nil {
 		return false, fmt.Errorf("%w: %w", ErrStore, err)
@@ -251,7 +265,7 @@ func (f *gateways) locksOf(ctx context.Context, workflow, scope string) (locks [
 			return nil, err
 		}
 		for _, n := range names {
-			w, err := f.recordedLock(ctx, kind, n)
+			w, err := f.lockOf(ctx, kind, n)
 			if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
 				continue // it is over, or nobody carries it out
 			}
@@ -264,4 +278,25 @@ func (f *gateways) locksOf(ctx context.Context, workflow, scope string) (locks [
 		}
 	}
 	return locks, nil
+}
+
+// lockOf is lock, for a call that may meet it. What it has read of accepted rollbacks it remembers.
+func (f *gateways) lockOf(ctx context.Context, kind byte, n name) (*workflowLock, error) {
+	f.mu.Lock()
+	w := f.plans[n]
+	f.mu.Unlock()
+	if w != nil && kind == kindWorkflow {
+		return w, nil // its index says that it is not finished
+	}
+	w, err := f.recordedLock(ctx, kind, n)
+	if err != nil || kind != kindWorkflow {
+		return w, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.plans) >= maxPlans {
+		clear(f.plans)
+	}
+	f.plans[n] = w
+	return w, nil
 }
