@@ -518,8 +518,8 @@ func (k *verifiedTables) load() {
 	}
 }
 
-// save writes the file TABLES. It need not be durable, nor whole: an older one lists files that have
-// changed since, and a part of one is no JSON.
+// save writes the file TABLES. It need not be durable: an older one lists files that have
+// changed since. A full disk leaves the older one, without which the next opening reads all tables.
 func (k *verifiedTables) save() error {
 	k.mu.Lock()
 	facts := make([]verifiedTable, 0, len(k.tables))
@@ -532,7 +532,11 @@ func (k *verifiedTables) save() error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(k.file, append(b, '\n'), 0o600)
+	next := k.file + ".new"
+	if err := os.WriteFile(next, append(b, '\n'), 0o600); err != nil {
+		return err
+	}
+	return os.Rename(next, k.file)
 }
 
 func (k *verifiedTables) get(id uint64) (verifiedTable, bool) {
