@@ -564,6 +564,12 @@ func TestP8JournalIsSealedAndResealed(t *testing.T) {
 // attempts have the checkpoints "c"+id and "d"+id, which stand for ttls. between may be nil.
 func (r *rig) retried(id string, between func(), ttls [2]time.Duration) {
 	r.t.Helper()
+	r.retrying(id, between, ttls)()
+}
+
+// retrying is retried, but the last attempt runs until end is called.
+func (r *rig) retrying(id string, between func(), ttls [2]time.Duration) (end func()) {
+	r.t.Helper()
 	first := ""
 	for n, name := range []string{"c" + id, "d" + id} {
 		if n > 0 && between != nil {
@@ -598,16 +604,22 @@ func (r *rig) retried(id string, between func(), ttls [2]time.Duration) {
 		cp = r.ledger.tokens[name]
 		cp.TTL, cp.Expires = ttls[n], node.Expires
 		r.ledger.tokens[name] = cp
-		p, err = r.checkpoints.Record(ctx, p.Handle(), checkpoint.Result{Status: 200})
-		if err != nil {
-			r.t.Fatal(err)
+		end = func() {
+			p, err := r.checkpoints.Record(ctx, p.Handle(), checkpoint.Result{Status: 200})
+			if err != nil {
+				r.t.Fatal(err)
+			}
+			if err := e.Settle(ctx, execution.Outcome{Verdict: verdict, Status: 200, Whole: true}, p.Batch); err != nil {
+				r.t.Fatal(err)
+			}
 		}
-		if err := e.Settle(ctx, execution.Outcome{Verdict: verdict, Status: 200, Whole: true}, p.Batch); err != nil {
-			r.t.Fatal(err)
+		if n == 0 {
+			end()
 		}
 		first = "c" + id
 	}
 	r.action(id)
+	return end
 }
 
 var dayEach = [2]time.Duration{ttl, ttl}
@@ -766,6 +778,35 @@ func TestExpiredAttemptGoesWithItsCall(t *testing.T) {
 			})
 		}
 	}
+}
+
+// So it is where the ttl of the last attempt is over while that runs: nothing is undone before it has ended.
+func TestExpiredAttemptOfARunningCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		end := r.retrying("1", nil, [2]time.Duration{ttl, 50 * time.Minute})
+		r.ledger.nodes[len(r.ledger.nodes)-2].State = rollback.InFlight
+		hold := make(chan struct{})
+		r.world.hold["c1"] = hold
+		asked := make(chan string, 4)
+		r.undoer.asked = asked
+		r.start()
+		time.Sleep(51 * time.Minute)
+		q := request("c1", rollback.FullWorkflow)
+		q.Operator = "op"
+		r.execute(q)
+		synctest.Wait()
+		if len(asked) > 0 {
+			t.Error("undone while it runs")
+		}
+		end()
+		synctest.Wait()
+		close(hold)
+		if b := r.wait(q.ID); b.Status != rollback.Completed || len(r.escalations()) > 0 {
+			t.Errorf("%s: %s", b.Status, ends(b))
+		}
+		stop(r.Coordinator)
+	})
 }
 
 // Two rollbacks that name different attempts of the same calls wait for each other's steps, and

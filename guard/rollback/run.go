@@ -87,7 +87,7 @@ func newRun(n name, h *Rollback, version store.Version) *run {
 // expiredLast puts the steps of expired checkpoints behind all others: nothing is sent for them, and another attempt of
 // their call may be undone. Groups come behind what they contain.
 func (r *run) expiredLast() {
-	expired := func(i int) bool { return r.steps[i].What == Expired }
+	expired := func(i int) bool { return r.planned[i].What == Expired || r.planned[i].Then == Expired }
 	group := func(i int) bool { return r.steps[i].What == Gather }
 	if !slices.ContainsFunc(slices.Concat(r.levels...), expired) {
 		return

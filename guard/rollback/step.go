@@ -357,18 +357,20 @@ func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *executio
 	if err != nil || tampered || !cp.Own {
 		return s, false, err
 	}
+	running := found.Status == execution.RunningHere || found.Status == execution.RunningElsewhere
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
 	switch {
 	case errors.Is(err, checkpoint.ErrStore):
 		return s, false, fmt.Errorf("%w: %w", ErrStore, err)
 	case err != nil:
-		return s, false, nil // what is known of the earlier one has to do
+		s.state = InFlight // while it runs; then what is known of the earlier one has to do
+		return s, running, nil
 	}
 	if snap := opened.Snapshot; snap.Execution != s.call.Key || snap.First == "" || snap.First != s.opened.Snapshot.Root() {
 		return s, false, nil // another call has the key now
 	}
 	s.opened, s.call.Checkpoint, s.state = opened, cp.ID, Ran
-	if found.Status == execution.RunningHere || found.Status == execution.RunningElsewhere {
+	if running {
 		s.state = InFlight
 	}
 	return s, true, nil
