@@ -444,6 +444,25 @@ func endsWhenDue(t *testing.T, spoil func(r *rig, record []byte) error) {
 	})
 }
 
+// P6: an answer that comes when the rollback is due already, and that the store does not take at once, is not lost.
+func TestP6LateAnswerIsRecordedLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Compensate, execution.Completed)
+		hold := make(chan struct{})
+		r.world.hold["c1"] = hold
+		r.start()
+		q := request("c1", rollback.Single)
+		time.Sleep(time.Until(r.execute(q).Due) + time.Minute)
+		r.st.refuses.Store(true)
+		close(hold)
+		time.Sleep(time.Minute)
+		r.st.refuses.Store(false)
+		wantEnd(t, r.wait(q.ID), rollback.Completed, "c1=completed")
+		stop(r.Coordinator)
+	})
+}
+
 // summaries are what people read.
 func (r *rig) summaries() (all []string) {
 	r.t.Helper()

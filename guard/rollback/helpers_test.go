@@ -221,11 +221,14 @@ func (u *undoer) Undo(ctx context.Context, t rollback.Task) (rollback.Result, er
 	}
 	if err != nil || string(entry.Value) != "answered" {
 		if _, err := u.st.Commit(ctx, store.Write{Key: key, Value: []byte("sent")}); err != nil {
+			if entry.Value != nil {
+				err = fmt.Errorf("%w: %w", execution.ErrUnrecorded, err)
+			}
 			return rollback.Result{}, err
 		}
 		u.world.apply(t.Rollback+id, id)
 		if _, err := u.st.Commit(ctx, store.Write{Key: key, Value: []byte("answered")}); err != nil {
-			return rollback.Result{}, err
+			return rollback.Result{}, fmt.Errorf("%w: %w", execution.ErrUnrecorded, err)
 		}
 	}
 	return u.world.apply(t.Rollback+id, id), nil

@@ -261,7 +261,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 	switch {
 	case err != nil && (ctx.Err() != nil || c.ending()):
 		return stepOutcome{}, errShutdown
-	case err != nil && r.due.is():
+	case err != nil && r.due.is() && !errors.Is(err, execution.ErrUnrecorded): // else it is recorded as soon as this step can be
 		e := failed(reasonUnavailable)
 		e.Unknown = true
 		return e, nil
