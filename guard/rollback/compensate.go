@@ -527,24 +527,24 @@ func reasonOf(r reading) Reason { return cmp.Or(finals[r].reason, ReasonUnexpect
 
 // note is what is known after a request. What has a tag is recorded with a final answer.
 type note struct {
-	Reading reading `json:"reading"`
+	Reading reading `cbor:"reading"`
 	status  int
 	reason  Reason        // why trying again is no use, where that is so
 	after   time.Duration // at least to be waited
 	// Location is where to ask for what is pending.
-	Location string `json:"location,omitempty"`
+	Location string `cbor:"location,omitempty"`
 	// Unknown says that this or an earlier attempt may have had its effect.
-	Unknown  bool `json:"unknown,omitempty"`
-	Attempts int  `json:"attempts"`
-	Before   Hash `json:"before,omitzero"`
+	Unknown  bool `cbor:"unknown,omitempty"`
+	Attempts int  `cbor:"attempts"`
+	Before   Hash `cbor:"before,omitzero"`
 	// Tag is the strong entity tag of the restored state, from the answer.
-	Tag string `json:"tag,omitempty"`
+	Tag string `cbor:"tag,omitempty"`
 	// fresh says that it was received now, not read from the store.
 	fresh bool
 	// task is the id of the task that goes on; empty without one.
 	task string
 	// Completion is the id of a participant's signed result in the ledger; empty without one.
-	Completion string `json:"completion,omitempty"`
+	Completion string `cbor:"completion,omitempty"`
 	// wantsSession says that it was not executed, and may be in a new session.
 	wantsSession bool
 }

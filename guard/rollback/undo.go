@@ -653,17 +653,13 @@ func (n *note) header() map[string][]string {
 	if len(kept.Tag) > maxTag {
 		kept.Tag = ""
 	}
-	text, err := json.Marshal(&kept)
-	if err != nil {
-		panic(err) // texts, numbers and a hash only
-	}
-	return map[string][]string{fieldNote: {string(text)}}
+	return map[string][]string{fieldNote: {string(store.Encode(nil, &kept))}}
 }
 
 // read reads what header recorded; false if it did not.
 func (n *note) read(h map[string][]string) bool {
 	var kept note
-	if text := h[fieldNote]; len(text) != 1 || json.Unmarshal([]byte(text[0]), &kept) != nil || !kept.Reading.final() {
+	if text := h[fieldNote]; len(text) != 1 || store.Decode([]byte(text[0]), &kept) != nil || !kept.Reading.final() {
 		return false
 	}
 	*n = kept
