@@ -7,7 +7,9 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
+	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
 
 func fullSnapshot() Snapshot {
@@ -187,5 +189,25 @@ func TestBrokenRecords(t *testing.T) {
 	}
 	if _, err := decodeSnapshot(make([]byte, saltSize-1)); err != errEncoding {
 		t.Errorf("half the random bytes: %v", err)
+	}
+}
+
+// When what stands was made is remembered for a rate only, and until that has taken it into account.
+func TestTimesForARateAreForgotten(t *testing.T) {
+	st, ring := memory.New(memory.Options{}), seal.Generate()
+	for life := range 2 {
+		v := New(st, ring)
+		s := fullSnapshot()
+		s.ID = string(rune('a' + life))
+		p, err := v.Prepare(t.Context(), s, nil, Terms{TTL: MinTTL, Caller: Quota{Count: 9}})
+		if err == nil {
+			err = p.Commit(t.Context(), st)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if made := v.held.Known(p.handle.scopes[0]).State.made; len(made) > 0 {
+			t.Errorf("life %d: %v", life, made)
+		}
 	}
 }

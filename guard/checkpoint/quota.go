@@ -198,17 +198,17 @@ func (v *Store) take(ctx context.Context, u *held, h *Handle, b bounds, now time
 
 // draw draws on the rate.
 func (r *room) draw(b bounds, now time.Time) error {
-	if b.rate <= 0 {
-		return nil
-	}
-	r.interval = time.Minute / time.Duration(b.rate)
 	r.u.Lock()
 	defer r.u.Unlock()
 	m := &r.u.State
-	for _, at := range m.made {
+	made := m.made
+	if m.made = nil; b.rate <= 0 {
+		return nil
+	}
+	r.interval = time.Minute / time.Duration(b.rate)
+	for _, at := range made {
 		m.ready = later(m.ready, at).Add(r.interval)
 	}
-	m.made = nil
 	ready := later(m.ready, now).Add(r.interval)
 	if ready.Sub(now) > time.Minute {
 		return &QuotaError{Of: b.of, Over: OverRate, Most: int64(b.rate), Retry: ready.Add(-time.Minute)}
