@@ -924,6 +924,43 @@ func TestP6AnswerOutlivesAFullStore(t *testing.T) {
 	}
 }
 
+// An undo goes on whose process was killed, also where the next one has found the store full, and so has not recorded
+// that it is in doubt.
+func TestUndoGoesOnAfterAFullStart(t *testing.T) {
+	bubble(t, func(t *testing.T, r *undoRig) {
+		full := false
+		life := func() (*rollback.Undoer, *execution.Guard, execution.Recovery) {
+			g, recovered, err := execution.Open(context.Background(), choked{r.mem, &full}, r.ring)
+			if err != nil {
+				t.Fatal(err)
+			}
+			u := rollback.NewUndoer(rollback.UndoerOptions{Guard: g, Checkpoints: r.checkpoints, Sender: r})
+			u.SeeNoStatus()
+			return u, g, recovered
+		}
+		u, g, _ := life()
+		r.answers(200, 200)
+		say := r.answer
+		r.answer = func(o *rollback.Outgoing) (*rollback.Answer, error) {
+			full = len(r.sent) == 1
+			return say(o)
+		}
+		task := task(checkpoint.Compensate, rollback.Spec{})
+		if _, err := u.Undo(context.Background(), task); !errors.Is(err, execution.ErrUnrecorded) {
+			t.Fatal(err)
+		}
+		_ = g.Close(context.Background())
+		u, _, recovered := life()
+		if recovered.Unrecorded != 1 {
+			t.Fatalf("%+v", recovered)
+		}
+		full = false
+		if got, err := u.Undo(context.Background(), task); err != nil || !got.Done || len(r.sent) != 2 {
+			t.Errorf("%+v, %v, %d requests", got, err, len(r.sent))
+		}
+	})
+}
+
 // P6: a store that had no room for where to ask does not make it done.
 func TestP6LocationIsLost(t *testing.T) {
 	long := "/jobs/" + strings.Repeat("x", 2000)

@@ -483,7 +483,8 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 		}
 		switch found.Status {
 		case execution.Doubtful:
-			if found.Record.State == execution.StateSending { // P1: its answer may be known, and is still to be recorded
+			if r := found.Record; r.State == execution.StateSending && r.Boot == j.o.Guard.Boot() {
+				// P1: what came of it may be known in this process, and is still to be recorded.
 				return found, execution.ErrUnrecorded
 			}
 			j.doubt, j.attempts, j.status = true, max(j.attempts, 1), found.Record.Status
