@@ -170,8 +170,8 @@ func (c *Coordinator) Unfinished() (n int, oldest time.Time) {
 		if r.done.is() {
 			continue
 		}
-		if n++; n == 1 || r.precedence.Asked.Before(oldest) {
-			oldest = r.precedence.Asked
+		if n++; n == 1 || r.since.Before(oldest) {
+			oldest = r.since
 		}
 	}
 	return n, oldest

@@ -24,6 +24,7 @@ type run struct {
 	levels     [][]int // places in steps
 	partOf     string
 	precedence Precedence // which does not change
+	since      time.Time  // when it was asked for here
 	informs    []hitl.Participant
 	planned    []PlanStep // by place
 	index      map[string]int
@@ -70,7 +71,7 @@ func (c *Coordinator) until(ctx context.Context, signals ...signal) (_ context.C
 
 func newRun(n name, h *Rollback, version store.Version) *run {
 	r := &run{
-		id: h.ID, name: n, plan: h.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), informs: h.informs(),
+		id: h.ID, name: n, plan: h.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), since: h.Asked, informs: h.informs(),
 		steps: h.Plan.begin(), planned: h.Plan.list(), index: map[string]int{},
 		joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
 	}

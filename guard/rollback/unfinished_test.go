@@ -15,6 +15,9 @@ func TestUnfinishedRollbacksAreCounted(t *testing.T) {
 	for i := range 3 {
 		head := Rollback{State: Executing, Asked: begun.Add(time.Duration(i) * time.Minute)}
 		head.Plan = new(Plan)
+		if i == 2 { // a part, of one that was asked for elsewhere long before
+			head.Precedence = Precedence{ID: "whole", Asked: begun.Add(-time.Hour)}
+		}
 		r := newRun(name{byte(i)}, &head, 0)
 		if c.runs[r.name] = r; i == 0 {
 			r.done.set()
