@@ -530,7 +530,7 @@ func (g *gate) drain(ctx context.Context) int {
 }
 
 // layoutVersion is the version of the keys and records that this build writes.
-const layoutVersion = "2"
+const layoutVersion = "3"
 
 // Errors of Open.
 var (
