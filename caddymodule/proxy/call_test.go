@@ -93,6 +93,8 @@ func TestOutcomes(t *testing.T) {
 		{name: "a part of some JSON", settings: inBand,
 			do: says("HTTP/1.1 206 Partial Content\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n\"a\":"), want: "1 0 0"},
 		{name: "several JSON values", settings: inBand, do: says(head + "Content-Length: 16\r\n\r\n{\"n\":1}\n {\"n\":2}"), want: "1 0 0"},
+		{name: "an error in the first of several JSON values", settings: inBand,
+			do: says(head + "Content-Length: 20\r\n\r\n{\"error\":{}}\n{\"n\":2}"), want: "1 1 0", cause: "json /error"},
 		{name: "an empty body", settings: inBand, do: says(head + "Content-Length: 0\r\n\r\n"), want: "1 0 0"},
 		{name: "a body that is no JSON, where nobody looks", do: says(head + "Content-Length: 11\r\n\r\n<html>works"), want: "1 0 0"},
 		{name: "a packed body", settings: inBand, do: says(head + "Content-Encoding: br\r\nContent-Length: 11\r\n\r\n{\"error\":1}"), want: "1 0 0"},

@@ -45,9 +45,7 @@ type canon struct {
 	exclude []jsonx.Pointer
 	members []string // to be found
 	found   []Member
-	only    bool // the one exclusion is what is looked for, and nothing else is kept
-	// ambiguous says that a name on the way to that stands twice in its object.
-	ambiguous bool
+	only    bool // the one exclusion is what is looked for, up to the first fault, and nothing else is kept
 
 	buf   []byte      // encodings of the members and elements of open containers
 	offs  []uint32    // where the members of open objects begin in buf
@@ -59,7 +57,7 @@ type canon struct {
 // document encodes the whole document into buf. Not ok: it is not JSON in our
 // strict sense, or src.err is set.
 func (c *canon) document() (ok bool) {
-	c.buf, c.offs, c.live, c.found, c.ambiguous = c.buf[:0], c.offs[:0], c.live[:0], nil, false
+	c.buf, c.offs, c.live, c.found = c.buf[:0], c.offs[:0], c.live[:0], nil
 	whole := false
 	for i, p := range c.exclude {
 		c.live = append(c.live, int32(i))
@@ -239,9 +237,13 @@ func (c *canon) object(depth int, live []int32) bool {
 		if len(live) > 0 {
 			below, drop = c.follow(live, depth, c.buf[begin:], -1)
 		}
-		leads := c.only && len(below) > 0
-		c.ambiguous = c.ambiguous || leads && met
-		met = met || leads
+		if c.only && len(below) > 0 {
+			if met {
+				c.found = []Member{{Err: jsonx.ErrAmbiguous}}
+				return false
+			}
+			met = true
+		}
 		if !c.member(depth+1, below, c.buf[begin:], drop) {
 			return false
 		}
@@ -295,7 +297,7 @@ func (c *canon) sought(depth int, live []int32) bool {
 	if there {
 		c.found = append(c.found, m)
 	}
-	return ok
+	return ok && m.Err == nil
 }
 
 // scalar encodes the next value, and notes in m what it is. there is false for null.

@@ -389,7 +389,7 @@ var (
 
 // Lookup returns the string, or the number as it is written, at p in a JSON body of
 // size bytes. An empty body, an absent value and null are not found. The errors
-// are the four of this package and, if the body cannot be read, its own.
+// are the four of this package, of which the first fault counts, and, if the body cannot be read, its own.
 // Like Sum it reads the whole body in one pass and does not keep it.
 func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found bool, err error) {
 	if size == 0 {
@@ -403,15 +403,14 @@ func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found 
 	switch {
 	case s.src.err != nil:
 		return "", false, s.src.err
+	case len(s.found) > 0 && s.found[0].Err != nil:
+		return "", false, s.found[0].Err
 	case !ok:
 		return "", false, ErrNotJSON
-	case s.ambiguous:
-		return "", false, jsonx.ErrAmbiguous
 	case len(s.found) == 0:
 		return "", false, nil
 	}
-	m := &s.found[0]
-	return m.Value, m.Err == nil, m.Err
+	return s.found[0].Value, true, nil
 }
 
 const (

@@ -588,6 +588,9 @@ func TestLookup(t *testing.T) {
 		{`{"m":{"id":"a"},"m":{}}`, "/m/id", "", false, jsonx.ErrAmbiguous},
 		{`{"x":1,"x":2,"id":"a"}`, "/id", "a", true, nil},
 		{`{"id":"a","n":{"id":"b"}}`, "/id", "a", true, nil},
+		{`{"id":{}} {"n":2}`, "/id", "", false, fingerprint.ErrNotScalar}, // what is wrong first
+		{`{"id":{},"id":null}`, "/id", "", false, fingerprint.ErrNotScalar},
+		{`{"id":"a","id":"b"`, "/id", "", false, jsonx.ErrAmbiguous},
 		{`{"id":"a"`, "/id", "", false, fingerprint.ErrNotJSON},
 		{`{"id":"a"} x`, "/id", "", false, fingerprint.ErrNotJSON},
 		{"{\"id\":\"a\",\"x\":\"\xff\"}", "/id", "", false, fingerprint.ErrNotJSON},
