@@ -246,6 +246,9 @@ type executionsDocument struct {
 
 type executionStatus struct {
 	execution.Shown
+	Action string `json:"action"` // also where it is empty, and so the others
+	Method string `json:"method"`
+	Path   string `json:"path"`
 	// Replayable says that a retry and OutputURL return the recorded answer.
 	Replayable bool   `json:"replayable"`
 	SafeNewKey bool   `json:"safe_new_key"`
@@ -253,8 +256,10 @@ type executionStatus struct {
 }
 
 func describeExecution(mount, id string, e *execution.Recorded) executionStatus {
+	r := e.Record
 	s := executionStatus{
-		Shown: e.Show(), Replayable: e.Status == execution.Replayable, SafeNewKey: e.Status == execution.RolledBack,
+		Shown: e.Show(), Action: r.Action, Method: r.Method, Path: r.Path,
+		Replayable: e.Status == execution.Replayable, SafeNewKey: e.Status == execution.RolledBack,
 		OutputURL: mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
 	}
 	if e.Status != execution.RunningHere && e.Status != execution.RunningElsewhere {

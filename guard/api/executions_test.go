@@ -1,6 +1,8 @@
 package api
 
 import (
+	"cmp"
+	"encoding/json"
 	"errors"
 	"net/url"
 	"testing"
@@ -57,6 +59,22 @@ func FuzzExecutionQuestion(f *testing.F) {
 			t.Errorf("%q: %v", text, err)
 		}
 	})
+}
+
+// What a caller sees of its call has its line, also where a part of that is empty: "POST http://a HTTP/1.1" has no path.
+func TestExecutionHasItsLine(t *testing.T) {
+	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
+	e := &execution.Recorded{Finding: execution.Finding{Record: &execution.Record{State: execution.StateRolledBack, Created: at}}}
+	text, err := json.Marshal(describeExecution("", "k", e))
+	var members map[string]any
+	if err := cmp.Or(err, json.Unmarshal(text, &members)); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range []string{"method", "path", "action"} {
+		if value, there := members[name]; value != "" {
+			t.Errorf("%s: %v, %t", name, value, there)
+		}
+	}
 }
 
 // A wait is a duration or a number of seconds, and bounded.
