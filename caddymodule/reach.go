@@ -323,6 +323,9 @@ func (g *guards) checkReached(server *caddyhttp.Server, place string) error {
 	return cmp.Or(checkResends(passages), checkVisits(visits, false))
 }
 
+// unknown is a handler of which no module is known: loading reports that, and until then it may answer.
+type unknown struct{ caddyhttp.MiddlewareHandler }
+
 // handlersOf returns the handlers of a route. Those not loaded yet are decoded, not provisioned. What cannot be
 // decoded is left out: loading reports the error.
 func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
@@ -337,6 +340,7 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 		_ = json.Unmarshal(raw, &of)
 		module, err := caddy.GetModule("http.handlers." + of.Handler)
 		if err != nil {
+			all = append(all, unknown{})
 			continue
 		}
 		empty := any(module.New())

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"encoding/json"
 	"net/http"
 	"testing"
 
@@ -91,5 +92,19 @@ func TestWayIsTheSameAfterAReload(t *testing.T) {
 		if !first.Leads(&reach) {
 			t.Fatalf("%+v, and after a reload %+v", *first, reach)
 		}
+	}
+}
+
+// Of a handler that is not known loading tells, and not a guard before it that nothing would answer.
+func TestUnknownHandlersMayAnswer(t *testing.T) {
+	server := &caddyhttp.Server{Routes: caddyhttp.RouteList{{
+		HandlersRaw: []json.RawMessage{[]byte(`{"handler": "agent_guard"}`), []byte(`{"handler": "misspelt"}`)},
+	}}}
+	visits, passages := visitsIn(server, "a")
+	if len(visits) != 1 || len(passages) != 0 {
+		t.Fatalf("%d visits, %d passages", len(visits), len(passages))
+	}
+	if err := checkVisits(visits, false); err != nil {
+		t.Error(err)
 	}
 }
