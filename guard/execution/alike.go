@@ -67,6 +67,7 @@ type taken struct {
 // others is what is known elsewhere of a group.
 type others struct {
 	known []*known
+	said  int // how many of known their members have said; the others are stored
 	taken map[Key]taken
 }
 
@@ -92,6 +93,9 @@ func (t *groups) elsewhere(ctx context.Context, group groupHash, window time.Dur
 			}
 			by.gone = by.gone && by.boot != t.g.boot
 			o.taken[Key(rest[1:])] = by
+			if by.mark == markHeld && !by.gone && by.boot != t.g.boot && !slices.Contains(living, by.boot) {
+				living = append(living, by.boot) // only it knows whether an attempt holds the execution
+			}
 			continue
 		}
 		boot := string(rest[1:])
@@ -125,6 +129,7 @@ func (t *groups) elsewhere(ctx context.Context, group groupHash, window time.Dur
 			o.known = append(o.known, k)
 		}
 	}
+	o.said = len(o.known)
 	if !rows {
 		if len(living) == 0 && len(o.taken) == 0 {
 			return nil, nil
@@ -293,11 +298,12 @@ func (r *reply) read(now time.Time) (all []*known) {
 	return all
 }
 
-// enlist has the group know what is known elsewhere, until dismiss. again says that it was read while it changed.
-func (t *groups) enlist(s *groupShard, group groupHash, o *others) (again bool) {
+// enlist has the group know what is known elsewhere, until dismiss.
+func (t *groups) enlist(s *groupShard, group groupHash, o *others) {
 	views := map[Key]*known{} // of who has taken an execution
-	for _, k := range o.known {
-		if own := s.keys[member{group, k.key}]; o.taken[k.key].boot == k.boot && k.boot != "" && (k.held || own != nil) {
+	for i, k := range o.known {
+		own, by := s.keys[member{group, k.key}], o.taken[k.key]
+		if by.boot == k.boot && k.boot != "" && (k.held || own != nil || by.mark == markHeld && i < o.said) {
 			views[k.key] = k
 		}
 	}
@@ -311,7 +317,7 @@ func (t *groups) enlist(s *groupShard, group groupHash, o *others) (again bool) 
 	}
 	for key, by := range o.taken {
 		k := s.keys[member{group, key}]
-		if k == nil || by.boot == t.g.boot && (k.held || k.holder != nil) {
+		if k == nil || by.boot == t.g.boot && (k.held || k.holder != nil || by.mark == markHeld && !k.foreign) {
 			continue
 		}
 		switch view := views[key]; {
@@ -320,15 +326,15 @@ func (t *groups) enlist(s *groupShard, group groupHash, o *others) (again bool) 
 		case view != nil:
 			k.away, k.unanswered, k.learned, k.began, k.count = view.away, view.unanswered, view.learned, view.began, view.count
 			k.retriable, k.internal, k.ended = k.retriable || view.retriable, k.internal || view.internal, view.ended
-		case by.mark == markHeld && !by.gone:
-			again = true // its attempt has ended meanwhile
 		case by.mark == markAnswered:
 			k.away, k.unanswered, k.learned = false, false, true
 		default:
+			// Also where it is held, and its member has said, later than the entry was read, that no attempt holds it:
+			// either the entry has changed since, so that nobody takes it by what was read, or nobody knew whether it was
+			// written (store.ErrUnknown), and the attempt has ended without an answer.
 			k.away, k.unanswered, k.learned = false, true, false
 		}
 	}
-	return again
 }
 
 // dismiss forgets what enlist has added, but for what an attempt of this member has taken: whoever decides next asks

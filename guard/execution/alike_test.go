@@ -2,6 +2,7 @@ package execution
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -18,6 +19,7 @@ import (
 type twin struct {
 	*alike
 	member *memory.Member
+	unsure *atomic.Bool // the next entry of a group that it writes has an unknown outcome
 }
 
 // twins runs a test with two of them.
@@ -30,8 +32,8 @@ func twins(t *testing.T, test func(a, b *twin)) {
 
 func joinTwin(t *testing.T, mem *memory.Store, ring *seal.Ring, name string) *twin {
 	t.Helper()
-	n := &twin{&alike{T: t, mem: mem, ring: ring, n: 1000 * int(name[0])}, mem.Join(name)}
-	g, _, err := Open(context.Background(), lateAnswers{n.member}, ring)
+	n := &twin{&alike{T: t, mem: mem, ring: ring, n: 1000 * int(name[0])}, mem.Join(name), new(atomic.Bool)}
+	g, _, err := Open(context.Background(), lateAnswers{n.member, n.unsure}, ring)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,13 +43,20 @@ func joinTwin(t *testing.T, mem *memory.Store, ring *seal.Ring, name string) *tw
 }
 
 // lateAnswers is a store in which what members say of each other's questions comes a moment after it was found out.
-type lateAnswers struct{ *memory.Member }
+type lateAnswers struct {
+	*memory.Member
+	unsure *atomic.Bool
+}
 
 func (l lateAnswers) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
 	if batch[0].Key[0] == spaceLive && batch[0].Key[1] == kindSays {
 		<-time.After(time.Millisecond)
 	}
-	return l.Member.Commit(ctx, batch...)
+	v, err := l.Member.Commit(ctx, batch...)
+	if key := batch[0].Key; err == nil && key[0] == spaceLive && key[1] == kindGroup && l.unsure.Swap(false) {
+		return 0, store.ErrUnknown
+	}
+	return v, err
 }
 
 // die ends a member without order.
@@ -225,4 +234,49 @@ func TestRetriesAtAllNodesAtOnce(t *testing.T) {
 			t.Errorf("%d of %d are new, of %d earlier calls", fresh.Load(), retries, earlier)
 		}
 	})
+}
+
+// A retry of which nobody knows whether it has taken its execution ends with an error. One that comes later takes it,
+// whichever node has run it, and only one.
+func TestRetriesAfterATakeOfUnknownOutcome(t *testing.T) {
+	for _, here := range []bool{true, false} { // ran where the attempt failed
+		for _, again := range []bool{true, false} { // where it failed
+			t.Run(fmt.Sprintf("ran here %v, again here %v", here, again), func(t *testing.T) {
+				twins(t, func(a, b *twin) {
+					runs, next := a, a
+					if !here {
+						runs = b
+					}
+					if !again {
+						next = b
+					}
+					first := runs.call(0).settle(Completed, 200).lost()
+					<-time.After(3 * time.Second)
+					a.unsure.Store(true)
+					ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+					defer cancel()
+					q := Question{
+						Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, Fingerprint: Fingerprint{1},
+						Whole: Fingerprint{1}, NewID: func() string { return "retry" }, Window: testWindow, Gone: ctx,
+					}
+					if _, err := a.g.Recognize(ctx, q); !errors.Is(err, ErrStore) {
+						t.Fatal(err)
+					}
+					<-time.After(3 * time.Second)
+					r, err := next.g.Recognize(ctx, q)
+					if err != nil || r.ID != first.ID || r.Evidence != EvidenceUnanswered {
+						t.Fatalf("%+v, %v", r, err)
+					}
+					for _, n := range []*twin{a, b} { // it is taken
+						n.call(0).is(nil, "").settle(Completed, 200).answer(200)
+					}
+					r.Answering(200, false)
+					r.End()
+					for _, n := range []*twin{a, b} { // and answered
+						n.call(0).is(nil, "").settle(Completed, 200).answer(200)
+					}
+				})
+			})
+		}
+	}
 }

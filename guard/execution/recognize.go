@@ -303,9 +303,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 	}
 	if v.others != nil {
 		defer t.dismiss(s, a.group)
-		if t.enlist(s, a.group, v.others) {
-			return viewAnew
-		}
+		t.enlist(s, a.group, v.others)
 	}
 	g := s.of[a.group]
 	if g != nil {
