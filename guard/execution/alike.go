@@ -310,7 +310,7 @@ func (t *groups) enlist(s *groupShard, group groupHash, o *others) {
 	for _, held := range []bool{false, true} { // the owner knows more of it than who has taken it
 		for _, k := range o.known {
 			if k.held == held && k.in == nil && s.keys[member{group, k.key}] == nil {
-				k.foreign, k.holder = true, nil
+				k.foreign, k.held, k.holder = true, false, nil // what has taken it is no retry of this member
 				t.add(s, k)
 			}
 		}

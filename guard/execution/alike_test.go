@@ -131,6 +131,14 @@ func TestRetriesAtAnotherNode(t *testing.T) {
 			a.call(0).is(first, EvidenceUnanswered).attached(200)
 			b.call(0).is(nil, "")
 		},
+		"a retry at its own node has left, and one at another node was answered": func(a, b *twin) {
+			first := a.call(0).settle(Completed, 200).lost()
+			a.call(0).is(first, EvidenceUnanswered).lost()
+			<-time.After(3 * time.Second)
+			b.call(0).is(first, EvidenceUnanswered).attached(200)
+			<-time.After(3 * time.Second)
+			b.call(0).is(nil, "")
+		},
 		"a retry at another node waits": func(a, b *twin) {
 			first := a.call(0)
 			first.leave()
