@@ -487,7 +487,7 @@ func (x *Call) replay(found execution.Finding) error {
 		return x.storeFailed(err)
 	}
 	if x.call.Attempt != nil {
-		x.call.Attempt.Completed()
+		x.call.Attempt.Completed(x.r.Context())
 	}
 	x.note("replayed", "")
 	x.noted.outcome, x.noted.created = execution.Completed, result.Created

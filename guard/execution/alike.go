@@ -326,6 +326,12 @@ func (t *groups) enlist(s *groupShard, group groupHash, o *others) {
 		case view != nil:
 			k.away, k.unanswered, k.learned, k.began, k.count = view.away, view.unanswered, view.learned, view.began, view.count
 			k.retriable, k.internal, k.ended = k.retriable || view.retriable, k.internal || view.internal, view.ended
+			if k.state == StateInDoubt && k.runner == nil && view.state == StateCompleted { // it was settled
+				k.state, k.unrecorded = StateCompleted, false
+				if !k.foreign && !k.elsewhere && !k.held { // as Guard.put has marked it
+					k.mark = markUnanswered
+				}
+			}
 		case by.mark == markAnswered:
 			k.away, k.unanswered, k.learned = false, false, true
 		default:
@@ -379,6 +385,29 @@ func (t *groups) take(ctx context.Context, a *Attempt, o *others) error {
 	a.known.held, a.known.mark = true, markHeld
 	t.note(s, a.known)
 	return nil
+}
+
+// takeSettled is take for an attempt at a doubt, which nobody takes, that gets the answer since the doubt was settled:
+// other members, which may have it in doubt still, learn by that who has got the answer. Where it fails they go on as if
+// nobody had.
+func (t *groups) takeSettled(ctx context.Context, a *Attempt) {
+	o := &others{taken: map[Key]taken{}}
+	entry, err := t.g.store.Get(ctx, takenKey(a.group, a.Key))
+	switch {
+	case err == nil && (len(entry.Value) < 1 || entry.Value[0] == markHeld && string(entry.Value[1:]) != t.g.boot):
+		return // a retry elsewhere holds it
+	case err == nil:
+		o.taken[a.Key] = taken{version: entry.Version}
+	case !errors.Is(err, store.ErrNotFound):
+		return
+	}
+	if t.take(ctx, a, o) != nil {
+		return
+	}
+	s := t.shard(a.group)
+	s.Lock()
+	defer s.Unlock()
+	a.known.foreign = false // it is kept, since its own member does not know that it was settled
 }
 
 // giveUp has an attempt not have taken its execution.

@@ -288,3 +288,67 @@ func TestRetriesAfterATakeOfUnknownOutcome(t *testing.T) {
 		}
 	}
 }
+
+// settleDoubt settles the doubt that a call has ended in: it was applied.
+func (n *twin) settleDoubt(of *one) {
+	n.Helper()
+	found, err := n.g.Get(context.Background(), of.Key)
+	if err == nil {
+		err = n.g.SettleDoubt(context.Background(), found, Resolution{By: ByOperator, Applied: true, Operator: "o", Reason: "r", Answer: &Head{Status: 200}})
+	}
+	if err != nil {
+		n.Fatal(err)
+	}
+}
+
+// P1: once the client of a retry has the answer of a doubt that was settled, the next call is meant, whichever nodes have
+// run it, settled it and answered it. Before that, and where the client has left, it is a retry.
+func TestRetriesOfASettledDoubt(t *testing.T) {
+	for i := range 8 {
+		at := func(bit int, a, b *twin) *twin { return []*twin{a, b}[i>>bit&1] }
+		name := func(bit int) string { return string("ab"[i>>bit&1]) }
+		t.Run(fmt.Sprintf("settled at %s, retried at %s, called at %s", name(0), name(1), name(2)), func(t *testing.T) {
+			for _, late := range []time.Duration{0, 3 * time.Second} {
+				for _, during := range []bool{false, true} {
+					twins(t, func(a, b *twin) {
+						settles, retries, calls := at(0, a, b), at(1, a, b), at(2, a, b)
+						first := a.call(0).settle(InDoubt, 502)
+						first.End()
+						var r *one
+						if during {
+							r = retries.call(0).is(first, EvidenceInDoubt)
+						}
+						settles.settleDoubt(first)
+						if !during {
+							if r = retries.call(0); r.ID != first.ID {
+								t.Fatalf("%+v", r)
+							}
+						}
+						r.Completed(context.Background())
+						r.lost()
+						<-time.After(late)
+						again := calls.call(0)
+						if again.ID != first.ID {
+							t.Fatalf("late %v, during %v: its client has left, and the next runs", late, during)
+						}
+						again.Completed(context.Background())
+						again.answer(200)
+						<-time.After(late)
+						for _, n := range []*twin{calls, a, b} {
+							meant := n.call(0)
+							if meant.run == nil {
+								t.Fatalf("late %v, during %v: %s by %q", late, during, meant.ID, meant.Evidence)
+							}
+							meant.settle(Completed, 200).answer(200)
+							<-time.After(late)
+						}
+						last := calls.call(1)
+						if last.Evidence != EvidenceStated {
+							t.Errorf("%+v", last)
+						}
+					})
+				}
+			}
+		})
+	}
+}

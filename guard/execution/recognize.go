@@ -537,17 +537,27 @@ func (a *Attempt) ends(s *groupShard, o *Outcome, at time.Time, keep time.Durati
 }
 
 // Completed notes that the execution has a result: a doubt was settled meanwhile.
-func (a *Attempt) Completed() {
+func (a *Attempt) Completed(ctx context.Context) {
+	if a.completed() && a.at.shared() {
+		a.at.takeSettled(ctx, a)
+	}
+}
+
+// completed reports whether what it notes is news.
+func (a *Attempt) completed() bool {
 	s := a.at.shard(a.group)
 	s.Lock()
 	defer s.Unlock()
-	if k := a.known; k.runner == nil && k.state == StateInDoubt {
-		k.state, k.unrecorded = StateCompleted, false
-		if !k.elsewhere { // as Guard.put has marked it
-			k.mark = markUnanswered
-		}
-		k.changed()
+	k := a.known
+	if k.runner != nil || k.state != StateInDoubt {
+		return false
 	}
+	k.state, k.unrecorded = StateCompleted, false
+	if !k.elsewhere { // as Guard.put has marked it
+		k.mark = markUnanswered
+	}
+	k.changed()
+	return true
 }
 
 // Answering notes that the end of the answer is about to be written: the client is answered,

@@ -498,7 +498,7 @@ func TestRecognize(t *testing.T) {
 				b.Fatal(err)
 			}
 			r := b.call(0).is(a, EvidenceInDoubt)
-			r.Completed()
+			r.Completed(context.Background())
 			r.answer(200)
 			<-time.After(longBefore)
 			b.kill()
