@@ -352,3 +352,21 @@ func TestRetriesOfASettledDoubt(t *testing.T) {
 		})
 	}
 }
+
+// An answer of a doubt says nothing of it once it is settled: a retry finds it.
+func TestRetriesOfADoubtThatWasTakenWhileItRan(t *testing.T) {
+	for i := range 8 {
+		twins(t, func(a, b *twin) {
+			first := a.call(0)
+			first.leave()
+			r := b.call(0).is(first, EvidenceUnanswered)
+			first.settle(InDoubt, 0).answer(502)
+			r.answer(502)
+			<-time.After(time.Duration(i&1) * 3 * time.Second)
+			[]*twin{a, b}[i>>1&1].settleDoubt(first)
+			if again := []*twin{a, b}[i>>2&1].call(0); again.ID != first.ID {
+				t.Errorf("%d: it runs again", i)
+			}
+		})
+	}
+}

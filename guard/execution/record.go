@@ -573,6 +573,9 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 		if old != nil && old.State == StateInDoubt && old.Cause != CauseElsewhere {
 			// Who was told of the doubt has not learned more. Who waits elsewhere was not.
 			mark = markUnanswered
+			if l.shared { // nor has a retry that had taken it while it ran
+				batch = append(batch, store.Write{Key: takenKey(new.Group, key), Delete: true})
+			}
 		}
 		value, memory = cutOff(memory, appendRow(memory, mark, new.Count, new.Settled))
 		batch = append(batch, store.Write{Key: name, Value: value, Expires: new.Settled.Add(new.Window)})
