@@ -136,8 +136,9 @@ const (
 	share = 4
 	// capTime is how long a member uses a cap before it asks for it anew, and capKept how long its record is kept.
 	capTime, capKept = time.Hour, 24 * time.Hour
-	// fullTime is how long nothing is counted anew after nothing was left.
-	fullTime = time.Second
+	// fullTime is how long nothing is counted anew after nothing was left, but at least fullRest times as long as
+	// counting took.
+	fullTime, fullRest = time.Second, 20
 )
 
 // Use begins to count in a store.
@@ -284,6 +285,7 @@ func (c *Counter[S]) count(
 func (c *Counter[S]) raise(ctx context.Context, h *Held[S], q Request) (*Full, error) {
 	now, limit, need := q.Now, q.Limit, q.Need
 	for {
+		began := time.Now()
 		found, living, err := c.members(ctx, h)
 		if err != nil {
 			return nil, err
@@ -304,7 +306,7 @@ func (c *Counter[S]) raise(ctx context.Context, h *Held[S], q Request) (*Full, e
 		}
 		fits := full.Taken.plus(need).within(limit, limit)
 		if !fits && !q.Must {
-			return c.refuse(ctx, h, q, full, found)
+			return c.refuse(ctx, h, q, full, found, time.Since(began))
 		}
 		if c.shared == nil {
 			return nil, nil
@@ -350,8 +352,11 @@ func (c *Counter[S]) members(ctx context.Context, h *Held[S]) (found Row[capsRec
 	return found, living, nil
 }
 
-// refuse remembers for a moment that nothing is left, and asks the others to give back what they do not use.
-func (c *Counter[S]) refuse(ctx context.Context, h *Held[S], q Request, full *Full, found Row[capsRecord]) (*Full, error) {
+// refuse remembers for a moment that nothing is left, and asks the others to give back what they do not use. The moment
+// is longer where counting took long: a flood of one holder must not keep the store busy.
+func (c *Counter[S]) refuse(
+	ctx context.Context, h *Held[S], q Request, full *Full, found Row[capsRecord], took time.Duration,
+) (*Full, error) {
 	if full.Spare {
 		full.Retry = q.Now.Add(fullTime)
 		found.Record.Asked = true // also where it was before: a member may have missed that
@@ -361,7 +366,7 @@ func (c *Counter[S]) refuse(ctx context.Context, h *Held[S], q Request, full *Fu
 	}
 	h.own = h.own.least(h.mine()) // which was counted anew: nothing else is known to be left
 	if c.shared != nil || h.less {
-		h.full, h.fullFor, h.fullBefore = *full, q, q.Now.Add(fullTime)
+		h.full, h.fullFor, h.fullBefore = *full, q, q.Now.Add(max(fullTime, fullRest*took))
 	}
 	return full, nil
 }

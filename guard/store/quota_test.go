@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
@@ -81,6 +82,30 @@ func TestCountedEntriesExpire(t *testing.T) {
 	if h.expire(next); h.stands != (Amount{1, 5}) || !h.next().IsZero() {
 		t.Errorf("%+v, next %v", h.stands, h.next())
 	}
+}
+
+// Who is refused where counting takes long is not counted all the time: a flood must not keep the store busy.
+func TestCountingThatTakesLongRests(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := &listing{entries: []Entry{{}, {}}}
+		c := l.counter(time.Second)
+		read := c.Read
+		c.Read = func(ctx context.Context, h *Held[struct{}], add Stands) error {
+			time.Sleep(2 * time.Second)
+			return read(ctx, h, add)
+		}
+		h := c.Enter(Holder{})
+		h.Lose([32]byte{1}, Amount{N: 1}) // so that there may be less than is counted
+		for begun := time.Now(); time.Since(begun) < 2*time.Minute; time.Sleep(100 * time.Millisecond) {
+			full, err := c.Take(t.Context(), h, Request{Now: time.Now(), Limit: Amount{N: 2}, Need: Amount{N: 1}})
+			if full == nil || err != nil {
+				t.Fatalf("%+v, %v", full, err)
+			}
+		}
+		if l.reads > 4 {
+			t.Errorf("counted %d times in two minutes, each for two seconds", l.reads)
+		}
+	})
 }
 
 // Nothing is counted before all was, also where the client leaves, and a count that fails leaves nothing.
