@@ -253,5 +253,7 @@ func must[T any](v T, err error) func(testing.TB) T {
 
 // encodeLeaf appends e as the entry at index.
 func (e *Event) encodeLeaf(b []byte, index int64, recorded time.Time) []byte {
-	return append(b, encodeLeaf(e.encodeFields(store.Encoder{}), index, recorded)...)
+	x := extension{after: &state{tree: &tree{merkleState: merkleState{size: index}}, recorded: recorded}}
+	x.encode(e.encodeFields(store.Encoder{}))
+	return append(b, x.leaf...)
 }

@@ -51,6 +51,9 @@ const (
 	logKeySize   = 2 + 8
 	idKeySize    = 2 + idHash + workflowHash
 	indexEnd     = 8
+
+	workflowKeySize = 2 + idHash + 8 + indexEnd
+	linkKeySize     = idKeySize + 8 + indexEnd
 )
 
 // logID identifies a log in keys: a keyed hash of its origin.
@@ -82,25 +85,37 @@ func logOf(s store.Sealer, origin string) logID {
 	return logID(hash[:8])
 }
 
-func logKey(kind byte, log logID) []byte { return append([]byte{space, kind}, log[:]...) }
-
-func indexKey(kind byte, log logID, index int64) []byte {
-	return binary.BigEndian.AppendUint64(logKey(kind, log), uint64(index))
+func logKey(kind byte, log logID, more int) []byte {
+	return appendLogKey(make([]byte, 0, logKeySize+more), kind, log)
 }
 
-func (s *logStore) headKey() []byte { return logKey(spaceHead, s.id) }
+func appendLogKey(b []byte, kind byte, log logID) []byte {
+	return append(append(b, space, kind), log[:]...)
+}
 
-func entryKey(log logID, index int64) []byte { return indexKey(spaceEntry, log, index) }
+func (s *logStore) headKey() []byte { return logKey(spaceHead, s.id, 0) }
+
+func entryKey(log logID, index int64) []byte {
+	return appendEntryKey(make([]byte, 0, logKeySize+indexEnd), log, index)
+}
+
+func appendEntryKey(b []byte, log logID, index int64) []byte {
+	return binary.BigEndian.AppendUint64(appendLogKey(b, spaceEntry, log), uint64(index))
+}
 
 func (s *logStore) entryKey(index int64) []byte { return entryKey(s.id, index) }
 
-func signedKey(log logID, index int64) []byte { return indexKey(spaceSigned, log, index) }
-
-func (s *logStore) tileKey(level int, n int64) []byte {
-	return binary.BigEndian.AppendUint64(append(logKey(spaceTile, s.id), byte(level)), uint64(n))
+func signedKey(log logID, index int64) []byte {
+	return binary.BigEndian.AppendUint64(logKey(spaceSigned, log, indexEnd), uint64(index))
 }
 
-func (s *logStore) prunedKey(n int64) []byte { return indexKey(spacePruned, s.id, n) }
+func (s *logStore) tileKey(level int, n int64) []byte {
+	return binary.BigEndian.AppendUint64(append(logKey(spaceTile, s.id, 9), byte(level)), uint64(n))
+}
+
+func (s *logStore) prunedKey(n int64) []byte {
+	return binary.BigEndian.AppendUint64(logKey(spacePruned, s.id, 8), uint64(n))
+}
 
 // names are the keyed hashes of an event's id and workflow, which its keys are made of.
 type names struct{ id, workflow [idHash]byte }
@@ -118,22 +133,24 @@ func (s *logStore) hashOf(domain, name string) [idHash]byte {
 	return [idHash]byte(hash[:])
 }
 
-// idKey is the key of the id in the workflow, or what it is in the index of links.
-func (n *names) idKey(kind byte) []byte {
-	return append(append([]byte{space, kind}, n.id[:]...), n.workflow[:workflowHash]...)
+// appendID appends the key of the id in the workflow, or in the index of links.
+func (n *names) appendID(b []byte, kind byte) []byte {
+	return append(append(append(b, space, kind), n.id[:]...), n.workflow[:workflowHash]...)
 }
 
-// givenKey marks an id that some workflow has.
-func (n *names) givenKey() []byte { return append([]byte{space, spaceGiven}, n.id[:]...) }
+// appendGiven appends the key that marks an id that some workflow has.
+func (n *names) appendGiven(b []byte) []byte {
+	return append(append(b, space, spaceGiven), n.id[:]...)
+}
 
-func (n *names) workflowKey(log logID, index int64) []byte {
-	key := append(append([]byte{space, spaceWorkflow}, n.workflow[:]...), log[:]...)
-	return binary.BigEndian.AppendUint64(key, uint64(index))
+func (n *names) appendWorkflow(b []byte, log logID, index int64) []byte {
+	b = append(append(append(b, space, spaceWorkflow), n.workflow[:]...), log[:]...)
+	return binary.BigEndian.AppendUint64(b, uint64(index))
 }
 
 func (s *logStore) idKey(workflow, id string) []byte {
 	n := s.namesOf(workflow, id)
-	return n.idKey(spaceID)
+	return n.appendID(make([]byte, 0, idKeySize), spaceID)
 }
 
 func (s *logStore) workflowPrefix(workflow string) []byte {
@@ -142,7 +159,7 @@ func (s *logStore) workflowPrefix(workflow string) []byte {
 
 func (s *logStore) workflowKey(workflow string, log logID, index int64) []byte {
 	n := names{workflow: s.hashOf("ledger workflow", workflow)}
-	return n.workflowKey(log, index)
+	return n.appendWorkflow(make([]byte, 0, workflowKeySize), log, index)
 }
 
 // linkKeys returns the keys of an entry in the index of links, without repetitions.
@@ -166,7 +183,7 @@ func (s *logStore) linkKeysIn(workflow [idHash]byte, e *Event, index int64) [][]
 			continue
 		}
 		n := names{s.hashOf("ledger id", id), workflow}
-		key := append(n.idKey(spaceLink), s.id[:]...)
+		key := append(n.appendID(make([]byte, 0, linkKeySize), spaceLink), s.id[:]...)
 		keys = append(keys, binary.BigEndian.AppendUint64(key, uint64(index)))
 	}
 	return keys

@@ -442,11 +442,11 @@ func (l *Log) recordWrites(events []hashedEvent) ([]store.Write, error) {
 		switch {
 		case e.Header != nil:
 		case e.Workflow == "":
-			unique = unique && add(store.Write{Key: n.givenKey(), If: store.Absent(), Delete: true})
+			unique = unique && add(store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true})
 		default:
 			alone := names{n.id, l.none}
-			unique = unique && add(store.Write{Key: alone.idKey(spaceID), If: store.Absent(), Delete: true}) &&
-				add(store.Write{Key: n.givenKey(), Expires: e.KeepUntil})
+			unique = unique && add(store.Write{Key: alone.appendID(nil, spaceID), If: store.Absent(), Delete: true}) &&
+				add(store.Write{Key: n.appendGiven(nil), Expires: e.KeepUntil})
 		}
 		if !unique {
 			return nil, fmt.Errorf("%w: twice in one commit", ErrDuplicate)
@@ -461,19 +461,29 @@ func (l *Log) recordWrites(events []hashedEvent) ([]store.Write, error) {
 func (l *Log) Given(workflow, id string, until time.Time) store.Write {
 	n := l.namesOf(workflow, id)
 	if workflow == "" {
-		return store.Write{Key: n.givenKey(), If: store.Absent(), Delete: true}
+		return store.Write{Key: n.appendGiven(nil), If: store.Absent(), Delete: true}
 	}
-	return store.Write{Key: n.givenKey(), Expires: until}
+	return store.Write{Key: n.appendGiven(nil), Expires: until}
 }
 
 // IsGiven reports whether some workflow has given the id.
 func (l *Log) IsGiven(ctx context.Context, id string) (bool, error) {
 	n := l.namesOf("", id)
-	_, err := l.store.Get(ctx, n.givenKey())
+	_, err := l.store.Get(ctx, n.appendGiven(nil))
 	if errors.Is(err, store.ErrNotFound) {
 		return false, nil
 	}
 	return err == nil, err
+}
+
+// arena is memory for many small values that live equally long.
+type arena struct{ b []byte }
+
+// cut returns what was appended to b, which must be the result of that.
+func (a *arena) cut(b []byte) []byte {
+	from := len(a.b)
+	a.b = b
+	return b[from:len(b):len(b)]
 }
 
 // Append commits events together with more writes and returns when they are durable. The errors are those of Record and
@@ -536,7 +546,7 @@ func (l *Log) Logs(ctx context.Context) (all []string, err error) {
 			return nil, err
 		}
 		head, err := parseHeadText(noteText(found.Value))
-		if err != nil || !bytes.Equal(found.Key, logKey(spaceHead, logOf(l.sealer, head.Origin))) {
+		if err != nil || !bytes.Equal(found.Key, logKey(spaceHead, logOf(l.sealer, head.Origin), 0)) {
 			continue
 		}
 		all = append(all, head.Origin)
@@ -547,7 +557,7 @@ func (l *Log) Logs(ctx context.Context) (all []string, err error) {
 
 // Exists reports whether a store has the log of that origin.
 func Exists(ctx context.Context, st store.Store, sealer store.Sealer, origin string) (bool, error) {
-	_, err := st.Get(ctx, logKey(spaceHead, logOf(sealer, origin)))
+	_, err := st.Get(ctx, logKey(spaceHead, logOf(sealer, origin), 0))
 	if errors.Is(err, store.ErrNotFound) {
 		return false, nil
 	}

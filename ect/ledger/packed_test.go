@@ -202,3 +202,24 @@ func TestTwoNodesPacked(t *testing.T) {
 		mustVerify(t, l)
 	}
 }
+
+// TestBuffersOfACommit: a commit does not keep what it has prepared for the store, and what
+// stands there does not change with the next.
+func TestBuffersOfACommit(t *testing.T) {
+	mem := memory.New(memory.Options{})
+	l := mustOpen(t, testOptions(mem))
+	for n := range 3 {
+		e := tokenEvent(n)
+		e.Payload = bytes.Repeat(e.Payload, 1+90*(2-n)) // the first is the largest
+		mustAppend(t, l, e)
+		for _, w := range l.places.x.batch {
+			if w.Key != nil || w.Value != nil {
+				t.Fatalf("%q is kept", w.Key)
+			}
+		}
+	}
+	if cap(l.places.x.memory.b) > maxKept || cap(l.places.x.leaf) > maxKept || cap(l.places.x.packed) > maxKept {
+		t.Errorf("%d, %d and %d bytes are kept", cap(l.places.x.memory.b), cap(l.places.x.leaf), cap(l.places.x.packed))
+	}
+	mustVerify(t, l)
+}

@@ -12,11 +12,95 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
+// extension makes the writes that add events to a tree.
+type extension struct {
+	on    *logStore
+	after *state
+	batch []store.Write // the head, then entries, ids and workflows
+	links []store.Write
+	tiles []tile
+
+	// Buffers, kept for the next one.
+	leaf, packed []byte
+	memory       arena
+}
+
+// begin begins an extension of a state.
+func (x *extension) begin(on *logStore, before *state, now time.Time) {
+	if now = now.Round(0); now.Before(before.recorded) {
+		now = before.recorded
+	}
+	x.on, x.after = on, &state{tree: before.clone(), recorded: now}
+	x.batch, x.links, x.tiles = append(x.batch[:0], store.Write{}), x.links[:0], nil
+	x.memory.b = x.memory.b[:0]
+}
+
+// encode makes the leaf of the next entry. fields are those of the event, encoded.
+func (x *extension) encode(fields []byte) {
+	to := store.Encoder{B: append(x.leaf[:0], encodingVersion)}
+	to.Int(tagIndex, x.after.size)
+	to.Time(tagRecorded, x.after.recorded)
+	x.leaf = append(to.B, fields...)
+}
+
+// add adds the entry whose leaf encode has made. links are its keys in the index of links.
+func (x *extension) add(e *hashedEvent, links [][]byte) {
+	index, hash := x.after.size, tlog.RecordHash(x.leaf)
+	x.tiles = x.after.add(hash, x.tiles)
+	plain := x.leaf
+	if e.Header == nil {
+		x.packed = pack(x.packed[:0], x.leaf, e.Payload)
+		plain = x.packed
+	}
+	memory := &x.memory
+	key := memory.cut(appendEntryKey(memory.b, x.on.id, index))
+	x.batch = append(x.batch, store.Write{Key: key, Value: memory.cut(x.on.sealer.Seal(memory.b, plain, key)), Bulk: true})
+	where := location{log: x.on.id, index: index, check: checkOf(hash)}
+	id := memory.cut(e.names.appendID(memory.b, spaceID))
+	x.batch = append(x.batch, store.Write{Key: id, Value: memory.cut(where.encode(memory.b))})
+	if e.Workflow != "" {
+		x.batch = append(x.batch, store.Write{Key: memory.cut(e.names.appendWorkflow(memory.b, x.on.id, index))})
+	}
+	for _, link := range links {
+		binary.BigEndian.PutUint64(link[len(link)-indexEnd:], uint64(index))
+		x.links = append(x.links, store.Write{Key: link})
+	}
+}
+
+// entryWrite is where the writes of the first entry stand.
+const entryWrite = 1
+
+// sign signs the tree that all entries are in, and returns the writes for the head, the entries and the tree.
+func (x *extension) sign(l *Log) (_ []store.Write, err error) {
+	if x.after.head, err = l.sign(x.after.tree); err != nil {
+		return nil, err
+	}
+	x.batch[0] = store.Write{Key: x.on.headKey(), Value: x.after.head.Note}
+	x.batch = append(x.batch, x.links...)
+	for _, t := range x.tiles {
+		x.batch = append(x.batch, store.Write{Key: x.on.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
+	}
+	return x.batch, nil
+}
+
+// end lets go of what nobody needs any more.
+func (x *extension) end() {
+	clear(x.batch)
+	clear(x.links)
+	if cap(x.memory.b) > maxKept {
+		x.memory = arena{}
+	}
+}
+
+// maxKept bounds a buffer that is kept for the next extension.
+const maxKept = 512 << 10
+
 // placements put events into the tree in the very commit in which they are recorded.
 type placements struct {
 	log      *Log
 	sequence store.Sequence
-	group    []*placement // of the commit under way, of which there is one at a time
+	x        extension    // used in commits alone, of which there is one at a time
+	group    []*placement // of the commit under way
 
 	mu         sync.Mutex
 	new        []placedEvent // in the tree, and Options.Placed has not been called
@@ -42,7 +126,7 @@ func (p *placements) place(e *hashedEvent) store.Write {
 	one.links = p.log.linkKeysIn(e.names.workflow, &e.Event, 0)
 	size := len(one.fields) + placedOverhead + len(one.links)*linkOverhead
 	return store.Write{
-		Key: e.names.idKey(spaceID), If: store.Absent(),
+		Key: e.names.appendID(make([]byte, 0, idKeySize), spaceID), If: store.Absent(),
 		Place: &store.Place{In: &p.sequence, Item: one, Size: size},
 	}
 }
@@ -60,39 +144,28 @@ const (
 // The largest entry must fit into a value.
 const _ = uint(store.MaxValue - maxLeaf - sealedOverhead)
 
-// assemble is the sequence's Assemble: it adds events to the tree, in which all are under one new head. Its writes are
-// conditional on the head before, so that of two processes on one log one loses, and on nothing standing beyond the end
-// of the tree.
+// assemble is the sequence's Assemble. Its writes are conditional on the head, so that of two processes on one log one
+// loses, and on nothing standing beyond the end of the tree.
 func (p *placements) assemble(places []*store.Place, now time.Time) ([]store.Write, func(store.Version, error), error) {
-	l, before := p.log, p.log.now.Load()
-	if now = now.Round(0); now.Before(before.recorded) {
-		now = before.recorded
-	}
-	after := &state{tree: before.clone(), recorded: now}
+	l, before, x := p.log, p.log.now.Load(), &p.x
+	x.begin(l.logStore, before, now)
 	p.group = p.group[:0]
-	writes := make([]store.Write, 1, 1+4*len(places)) // the head, then entries, ids and workflows, links, and tiles
-	var links []store.Write
-	var tiles []tile
 	for _, at := range places {
 		one := at.Item.(*placement)
 		p.group = append(p.group, one)
-		index, leaf := after.size, encodeLeaf(one.fields, after.size, now)
-		hash := tlog.RecordHash(leaf)
-		tiles = after.add(hash, tiles)
-		entry, following := l.entryWrites(one, index, leaf, hash)
-		writes, links = append(writes, entry...), append(links, following...)
+		x.encode(one.fields)
+		x.add(one.event, one.links)
 	}
-	var err error
-	if after.head, err = l.sign(after.tree); err != nil {
+	after := x.after
+	writes, err := x.sign(l)
+	if err != nil {
+		x.end()
 		return nil, nil, err
 	}
-	writes[0] = store.Write{Key: l.headKey(), Value: after.head.Note, If: store.VersionIs(before.version)}
-	writes[1].If = store.Absent() // anything beyond the end of the tree is forged
-	writes = append(writes, links...)
-	for _, t := range tiles {
-		writes = append(writes, store.Write{Key: l.tileKey(t.level, t.n), Value: joinHashes(t.hashes)})
-	}
+	writes[0].If = store.VersionIs(before.version)
+	writes[entryWrite].If = store.Absent() // anything beyond the end of the tree is forged
 	return writes, func(version store.Version, err error) {
+		x.end()
 		defer clear(p.group)
 		if err != nil {
 			if errors.Is(err, store.ErrOvertaken) {
@@ -106,35 +179,6 @@ func (p *placements) assemble(places []*store.Place, now time.Time) ([]store.Wri
 			p.announce(after.recorded)
 		}
 	}, nil
-}
-
-// encodeLeaf makes the leaf of an entry from the encoded fields of its event.
-func encodeLeaf(fields []byte, index int64, recorded time.Time) []byte {
-	to := store.Encoder{B: append(make([]byte, 0, len(fields)+fixedOverhead), encodingVersion)}
-	to.Int(tagIndex, index)
-	to.Time(tagRecorded, recorded)
-	return append(to.B, fields...)
-}
-
-// entryWrites are the writes of an entry, and those of the index of links.
-func (l *Log) entryWrites(one *placement, index int64, leaf []byte, hash tlog.Hash) (entry, links []store.Write) {
-	e, plain := one.event, leaf
-	if e.Header == nil {
-		plain = pack(nil, leaf, e.Payload)
-	}
-	key, where := l.entryKey(index), location{log: l.id, index: index, check: checkOf(hash)}
-	entry = []store.Write{
-		{Key: key, Value: l.sealer.Seal(nil, plain, key), Bulk: true},
-		{Key: e.names.idKey(spaceID), Value: where.encode(nil)},
-	}
-	if e.Workflow != "" {
-		entry = append(entry, store.Write{Key: e.names.workflowKey(l.id, index)})
-	}
-	for _, link := range one.links {
-		binary.BigEndian.PutUint64(link[len(link)-indexEnd:], uint64(index))
-		links = append(links, store.Write{Key: link})
-	}
-	return entry, links
 }
 
 // announce has Options.Placed called for the group that is in the tree.

@@ -188,15 +188,15 @@ func (l *Log) pruneCommit(ctx context.Context, n int64, m *marks, step []prunabl
 			// A full store accepts a batch that begins with an existing key, because pruning
 			// makes room.
 			store.Write{Key: l.entryKey(e.Index), Delete: true, If: store.VersionIs(e.version)},
-			store.Write{Key: names.idKey(spaceID), Delete: true},
+			store.Write{Key: names.appendID(nil, spaceID), Delete: true},
 		)
 		if signed[e.Index] {
 			batch = append(batch, store.Write{Key: signedKey(l.id, e.Index), Delete: true})
 		}
 		if e.Workflow != "" {
-			batch = append(batch, store.Write{Key: names.workflowKey(l.id, e.Index), Delete: true})
+			batch = append(batch, store.Write{Key: names.appendWorkflow(nil, l.id, e.Index), Delete: true})
 			// With KeepUntil the key expires by itself.
-			if key := names.givenKey(); e.KeepUntil.IsZero() && !given[string(key)] {
+			if key := names.appendGiven(nil); e.KeepUntil.IsZero() && !given[string(key)] {
 				given[string(key)] = true
 				batch = append(batch, store.Write{Key: key, Delete: true})
 			}
@@ -373,7 +373,7 @@ func (l *Log) Reseal(ctx context.Context) (int, error) {
 	}
 	for _, kind := range []byte{spaceEntry, spaceSigned} {
 		r.Bulk = kind == spaceEntry
-		if err := r.Walk(ctx, logKey(kind, l.id), resealPage, r.Reseal); err != nil {
+		if err := r.Walk(ctx, logKey(kind, l.id, 0), resealPage, r.Reseal); err != nil {
 			return r.Resealed, err
 		}
 	}

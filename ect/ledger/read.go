@@ -87,7 +87,7 @@ func (l *Log) originOf(ctx context.Context, log logID) (string, error) {
 	if origin, ok := l.origins.Load(log); ok {
 		return origin.(string), nil
 	}
-	found, err := l.store.Get(ctx, logKey(spaceHead, log))
+	found, err := l.store.Get(ctx, logKey(spaceHead, log, 0))
 	if err != nil {
 		return "", err
 	}

@@ -273,7 +273,7 @@ func TestTamperRewritten(t *testing.T) {
 func TestVerifyWithoutHead(t *testing.T) {
 	o, all := tamperBase(t, testRing)
 	s := newLogStore(&o)
-	for _, w := range []store.Write{{Key: s.entryKey(1 << 50)}, {Key: s.entryKey(-1)}, {Key: append(logKey(spaceEntry, s.id), 0)}, {Key: []byte{space, spaceWorkflow}}} {
+	for _, w := range []store.Write{{Key: s.entryKey(1 << 50)}, {Key: s.entryKey(-1)}, {Key: append(logKey(spaceEntry, s.id, 0), 0)}, {Key: []byte{space, spaceWorkflow}}} {
 		o.Store = filled(t, all)
 		batch := []store.Write{{Key: s.headKey(), Delete: true}, {Key: s.entryKey(20), Delete: true}, w}
 		if _, err := o.Store.Commit(t.Context(), batch...); err != nil {

@@ -273,7 +273,7 @@ func (l *Log) missing(ctx context.Context, n, from, to int64, stands map[int64]b
 // signatures checks that the stored signatures open, are of entries of the tree, and hold.
 // That one is missing is no fault: after a theft there are none.
 func (v *verifier) signatures() error {
-	for found, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceSigned, v.id))) {
+	for found, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spaceSigned, v.id, 0))) {
 		if err != nil {
 			return err
 		}

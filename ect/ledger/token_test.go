@@ -256,7 +256,7 @@ func TestStoredSignatures(t *testing.T) {
 
 	mustPrune(t, l, tileWidth)
 	left := 0
-	for range st.Scan(t.Context(), store.Prefix(logKey(spaceSigned, l.id))) {
+	for range st.Scan(t.Context(), store.Prefix(logKey(spaceSigned, l.id, 0))) {
 		left++
 	}
 	if left != 5 {

@@ -306,7 +306,7 @@ func (s *logStore) entries(from, to int64) store.Range {
 
 // above is the range of what is stored from an index on, of which one is enough.
 func (s *logStore) above(size int64) store.Range {
-	r := store.Prefix(logKey(spaceEntry, s.id))
+	r := store.Prefix(logKey(spaceEntry, s.id, 0))
 	r.From, r.Limit = s.entryKey(size), 1
 	return r
 }

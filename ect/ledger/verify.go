@@ -93,14 +93,14 @@ func (v *verifier) head() error {
 // far greater than the number of entries.
 func (v *verifier) guessSize() error {
 	last, there := int64(0), int64(0)
-	for e, err := range v.scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id))) {
+	for e, err := range v.scan(v.ctx, store.Prefix(logKey(spaceEntry, v.id, 0))) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
 		last = max(last, indexIn(e.Key))
 		there++
 	}
-	for _, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spacePruned, v.id))) {
+	for _, err := range v.store.Scan(v.ctx, store.Prefix(logKey(spacePruned, v.id, 0))) {
 		if err != nil {
 			return err
 		}
