@@ -106,7 +106,7 @@ func (e *Execution) Settle(ctx context.Context, o Outcome, batches ...*store.Bat
 	e.g.running.leave()
 	switch {
 	case pending != nil:
-		pending.mu.Unlock()
+		pending.busy.leave()
 	case unrecorded && !gone(err): // else whoever opens the store next finds it open
 		e.g.pending.drop()
 	}

@@ -41,8 +41,8 @@ type pendingOutcome struct {
 	kept    bool    // the recorded answer is held
 	bytes   int64   // memory of the outcome, its answer included
 
-	mu   sync.Mutex // held while the execution ends, and while the outcome is being recorded
-	over bool       // nothing more is tried
+	busy turn // of the end of the execution, and of recording the outcome
+	over bool // nothing more is tried
 }
 
 // pendingOutcomes are those of a guard, by the claims of their executions.
@@ -77,7 +77,7 @@ func gone(err error) bool {
 }
 
 // hold takes the outcome of an execution that could not be recorded because of err. left is what
-// remains charged for it. It returns the outcome with its mutex held; nil where it is dropped.
+// remains charged for it. It returns the outcome, which is busy; nil where it is dropped.
 func (t *pendingOutcomes) hold(e *Execution, o *Outcome, left *Record, err error) *pendingOutcome {
 	if e.carried == nil {
 		return nil
@@ -89,8 +89,8 @@ func (t *pendingOutcomes) hold(e *Execution, o *Outcome, left *Record, err error
 	if !passing(err) {
 		return nil
 	}
-	p := &pendingOutcome{e: *e, outcome: *o, left: left}
-	p.mu.Lock()
+	p := &pendingOutcome{e: *e, outcome: *o, left: left, busy: make(turn, 1)}
+	p.busy <- struct{}{}
 	recording := &e.flight.recording
 	if p.kept = o.Verdict == Completed && !recording.lost(); p.kept {
 		p.answer = recording.Size()
@@ -141,9 +141,9 @@ func (t *pendingOutcomes) work() {
 	}
 	var err error
 	for _, p := range all {
-		p.mu.Lock()
+		p.busy <- struct{}{}
 		err = p.try(t.ctx)
-		p.mu.Unlock()
+		p.busy.leave()
 		if err != nil {
 			break
 		}
@@ -182,13 +182,18 @@ func (t *pendingOutcomes) settle(ctx context.Context, claim [16]byte) bool {
 	t.mu.Lock()
 	p := t.all[claim]
 	t.mu.Unlock()
-	if p == nil || !p.mu.TryLock() { // it is being tried, and may hang
+	if p == nil {
 		return false
 	}
-	defer p.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, lookUpTime)
 	defer cancel()
 	defer context.AfterFunc(t.ctx, cancel)()
+	select {
+	case p.busy <- struct{}{}:
+	case <-ctx.Done(): // what has it may hang
+		return false
+	}
+	defer p.busy.leave()
 	return p.try(ctx) == nil
 }
 
@@ -206,12 +211,12 @@ func (t *pendingOutcomes) forget() {
 	all := slices.Collect(maps.Values(t.all))
 	t.mu.Unlock()
 	for _, p := range all {
-		p.mu.Lock()
+		p.busy <- struct{}{}
 		if !p.over {
 			t.fence(&p.e, &p.outcome)
 		}
 		p.finish()
-		p.mu.Unlock()
+		p.busy.leave()
 	}
 }
 
@@ -275,7 +280,7 @@ func (g *Guard) SettleFenced(ctx context.Context, f *Fenced, with func(*Record, 
 	return err
 }
 
-// try records the outcome. An error says that it stays pending. The caller holds its mutex.
+// try records the outcome. An error says that it stays pending. The caller has it busy.
 func (p *pendingOutcome) try(ctx context.Context) error {
 	if p.over {
 		return nil
@@ -294,7 +299,7 @@ func (p *pendingOutcome) try(ctx context.Context) error {
 	return nil
 }
 
-// finish forgets the outcome. The caller holds its mutex.
+// finish forgets the outcome. The caller has it busy.
 func (p *pendingOutcome) finish() {
 	if p.over {
 		return
