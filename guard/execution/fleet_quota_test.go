@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -407,18 +408,18 @@ func quotaAtOnce(t *testing.T, b backend, rounds int) {
 // blind is a member whose scans, or commits of caps, fail.
 type blind struct {
 	*memory.Member
-	scans, caps bool
+	scans, caps atomic.Bool
 }
 
 func (b *blind) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
-	if b.scans {
+	if b.scans.Load() {
 		return func(yield func(store.Entry, error) bool) { yield(store.Entry{}, store.ErrUnhealthy) }
 	}
 	return b.Member.Scan(ctx, r)
 }
 
 func (b *blind) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
-	if b.caps && bytes.Contains(batch[0].Value, []byte("asked")) {
+	if b.caps.Load() && bytes.Contains(batch[0].Value, []byte("asked")) {
 		return 0, store.ErrUnhealthy
 	}
 	return b.Member.Commit(ctx, batch...)
@@ -435,14 +436,14 @@ func TestFleetQuotaAfterACountThatFailed(t *testing.T) {
 			c := a.bounded("a", fmt.Sprint(i), q)
 			e, err := a.Claim(ctx, c, execution.Finding{})
 			if err != nil {
-				st.scans = i < 5
+				st.scans.Store(i < 5)
 				continue
 			}
 			n++
 			if err := e.Settle(ctx, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseLost}); err != nil {
 				t.Fatal(err)
 			}
-			st.scans = n == 3
+			st.scans.Store(n == 3)
 		}
 		if n != 4 {
 			t.Errorf("%d doubts, and there is room for 4", n)
@@ -461,7 +462,7 @@ func TestFleetQuotaThatCannotBeAskedFor(t *testing.T) {
 		var err error
 		for i := 0; err == nil; i++ {
 			_, err = a.Claim(ctx, a.bounded("a", fmt.Sprint(i), q), execution.Finding{})
-			st.caps = true
+			st.caps.Store(true)
 		}
 		if !errors.Is(err, execution.ErrStore) {
 			t.Error(err)
