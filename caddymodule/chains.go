@@ -674,8 +674,8 @@ func noteChanges(visits []visit) {
 	}
 }
 
-// noteBehind tells each guard what is behind it: the transport, and the names of the cookies by which proxies of its
-// server choose an upstream.
+// noteBehind gives each guard its transport, and the names of the cookies by which proxies of its server choose an
+// upstream.
 func noteBehind(visits []visit, passages []passage) {
 	for _, v := range visits {
 		v.join()

@@ -127,7 +127,7 @@ func (e *engine) settleFenced() {
 		for ; len(left) > 0; left = left[1:] {
 			f := &left[0]
 			err := e.executions.SettleFenced(ctx, f, func(r *execution.Record, how *execution.Resolution) *store.Batch {
-				if r.Method == rollback.Method { // an undo, of which its rollback tells
+				if r.Method == rollback.Method { // an undo: its rollback reports the outcome
 					return nil
 				}
 				return policy.forCalls().SettledBy(ctx, f.Key, r, how.Applied, how.By)

@@ -278,7 +278,7 @@ type Ext struct {
 	values []extValue
 }
 
-// extValue is a member as it stands in a token: its name, the JSON of its value, and its row in memberTable.
+// extValue is an extension member of a token: its name, its value as JSON, and its index in memberTable.
 type extValue struct {
 	name, value string
 	row         int

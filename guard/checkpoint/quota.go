@@ -86,7 +86,7 @@ func (v *Store) scopes(s *Snapshot, counted func(kind byte) bool) []store.Holder
 type marks struct {
 	loaded bool        // noted is known
 	noted  time.Time   // until when the store says that the index may hold something
-	made   []time.Time // of what stands that was made in another life, for the rate
+	made   []time.Time // creation times of the checkpoints found in the store
 	ready  time.Time   // when the bucket of the rate is full again
 }
 

@@ -335,9 +335,9 @@ func (t *groups) enlist(s *groupShard, group groupHash, o *others) {
 		case by.mark == markAnswered:
 			k.away, k.unanswered, k.learned = false, false, true
 		default:
-			// Also where it is held, and its member has said, later than the entry was read, that no attempt holds it:
-			// either the entry has changed since, so that nobody takes it by what was read, or nobody knew whether it was
-			// written (store.ErrUnknown), and the attempt has ended without an answer.
+			// The entry may say "held" while its member, asked later, reports no attempt that holds it. Then either the
+			// entry has changed, and a taking by the version read here conflicts; or the outcome of writing it was unknown
+			// (store.ErrUnknown), and the attempt has ended without an answer.
 			k.away, k.unanswered, k.learned = false, true, false
 		}
 	}
@@ -387,9 +387,9 @@ func (t *groups) take(ctx context.Context, a *Attempt, o *others) error {
 	return nil
 }
 
-// takeSettled is take for an attempt at a doubt, which nobody takes, that gets the answer since the doubt was settled:
-// other members, which may have it in doubt still, learn by that who has got the answer. Where it fails they go on as if
-// nobody had.
+// takeSettled writes that this member's client gets the answer of a call whose doubt was settled while it waited.
+// Other members may still have the call in doubt; they learn from the entry that the answer is taken. An error is
+// dropped: the other members then act as if the client had got no answer.
 func (t *groups) takeSettled(ctx context.Context, a *Attempt) {
 	o := &others{taken: map[Key]taken{}}
 	entry, err := t.g.store.Get(ctx, takenKey(a.group, a.Key))

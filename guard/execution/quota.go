@@ -70,7 +70,7 @@ const (
 )
 
 const (
-	// renewTime is how often caps are asked for anew of whom something runs, so that they stay.
+	// renewTime is how often the caps of holders with running calls are renewed, so that they do not expire.
 	renewTime = time.Hour
 	// usageWindow is the granularity with which the expiry of records is counted.
 	usageWindow = 10 * time.Minute

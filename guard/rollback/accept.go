@@ -204,7 +204,7 @@ func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View
 	return nil
 }
 
-// informConfigured has configured participants told of what holds the workflow, by their identity.
+// informConfigured tells the configured participants, named by their identity, that the workflow is held.
 func (c *Coordinator) informConfigured(p *Plan, which func(agent string) bool) error {
 	if c.o.Configured == nil {
 		return nil

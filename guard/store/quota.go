@@ -11,8 +11,8 @@ import (
 )
 
 // Counter counts what each holder, such as a caller or a workflow, has in a store, and keeps it within a limit. A count
-// may be too high, never too low: what is to be written is set aside before its commit, and for what is removed, or
-// replaced, nothing is subtracted. The store is counted anew before anything is refused for that, and after a crash.
+// may be too high, never too low: an amount is set aside before its commit, and nothing is subtracted when an entry is
+// removed or replaced. The counter reads the store anew before it refuses for that reason, and after a crash.
 //
 // Several gateways that share a store keep within the limit together, without a word between them for most additions:
 // each member has a cap of its own on what it has added and still stands, and all caps together, with what stands of
@@ -42,8 +42,8 @@ type Counter[S any] struct {
 	all map[Holder]*Held[S]
 }
 
-// Stands counts an entry that stands: by the boot of the member that has added it, until it expires; the zero time is
-// never.
+// Stands counts a stored entry for the member with the boot that added it, until the entry expires; the zero time
+// is never.
 type Stands func(boot string, a Amount, created, expires time.Time)
 
 // Holder names a holder: a byte that says of what kind it is, and a keyed hash.
