@@ -17,10 +17,18 @@ func Run(ctx context.Context, o Options, progress func(string)) (*Report, error)
 	report := &Report{Settings: settings(o)}
 	machine, err := each(ctx, o, rows, progress, func(s *scene, r *row) error {
 		m, err := measure(ctx, o, s, r, []program{{}})
-		if err == nil {
-			report.add(r, m)
+		if err != nil {
+			return err
 		}
-		return err
+		report.add(r, m)
+		if r.few {
+			sync, err := syncTime(o.Dir, syncSamples*syncAppend)
+			if err != nil {
+				return err
+			}
+			report.added(r, m, sync)
+		}
+		return nil
 	})
 	report.Machine = machine
 	if err != nil {

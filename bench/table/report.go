@@ -192,6 +192,17 @@ func (r *Report) syncs(row *row, before, after gateway.Stats) {
 	r.figure(row.title()+": records per sync, those of the bodies' files too", records/(commits+bulk), "", Verdict{})
 }
 
+// added reports what the guard adds to the time of a call, in syncs.
+func (r *Report) added(row *row, m *measured, sync time.Duration) {
+	guarded, alone := stat.Median(m.subjects[0].middles), stat.Median(m.reference.middles)
+	most := row.added
+	if most > 0 {
+		most += addedShare * alone / float64(sync)
+	}
+	r.figure(row.title()+": added to the middle of a bare call's times", (guarded-alone)/float64(sync),
+		fmt.Sprintf("syncs of %s", sync.Round(time.Microsecond)), AtMost((guarded-alone)/float64(sync), most))
+}
+
 // collections reports how often a side collected garbage: with one GOGC, who has the
 // larger heap does so less often, and is the faster for it.
 func (r *Report) collections(row *row, s *side, cost Cost) {
