@@ -71,11 +71,11 @@ func classOf(h *Handler, r *http.Request, configured string, tokens []*ect.Token
 	return c
 }
 
-// permitted waits for a permit to send the call. Undos have their own lane: what a failed workflow
-// holds must not keep them waiting. found is what is recorded of the call.
+// permitted waits for a permit to send the call. found is what is recorded of it. Undos need none, since no guard
+// sees requests of the gateway's own: what a failed workflow holds must not keep them waiting.
 func permitted(x *Call, found execution.Finding) error {
 	h := x.h
-	if h.Bulkhead == nil || IsUndo(x.r.Context()) {
+	if h.Bulkhead == nil {
 		return nil
 	}
 	tokens, caller := &x.evidence.tokens, x.call.Scope.Caller
@@ -125,7 +125,7 @@ func failed(x *Call, o execution.Outcome) {
 // permitUnguarded is permitted for a request that is not guarded, the message m or none. The permit
 // must be released. What the holder of a permit may wait for needs none.
 func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit bulkhead.Permit, err error) {
-	if h.Bulkhead == nil || IsUndo(r.Context()) || m != nil && m.Frees || endsSession(h, r) {
+	if h.Bulkhead == nil || m != nil && m.Frees || endsSession(h, r) {
 		return permit, nil
 	}
 	tokens := h.verifiedBefore(r)

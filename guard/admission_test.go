@@ -350,7 +350,7 @@ func TestBulkheadLetsUndosPass(t *testing.T) {
 		all.Go(func() { b.do(b.of("w", "1"), "200 executed charge 1") })
 		synctest.Wait()
 		r := b.of("w", "2")
-		b.do(r.WithContext(guard.WithUndo(r.Context())), "200 executed charge 2")
+		b.do(r.WithContext(guard.AsOwn(r.Context())), "200  charge 2")
 		all.Wait()
 	})
 }
@@ -486,7 +486,7 @@ func TestRetryBudgetOfAWorkflow(t *testing.T) {
 		synctest.Wait()
 		all.Go(func() { b.do(b.of("w", "first"), "200 attached charge 13") })
 		undo := b.of("w", "3")
-		all.Go(func() { b.do(undo.WithContext(guard.WithUndo(undo.Context())), "200 executed charge 14") })
+		all.Go(func() { b.do(undo.WithContext(guard.AsOwn(undo.Context())), "200  charge 14") })
 		all.Wait()
 		for range 20 {
 			b.do(b.of("w", "first"), "200 replayed charge 13")

@@ -70,11 +70,10 @@ func ordered(x *Call) error {
 	return p
 }
 
-// nodeOf is the node of its workflow's plan that the call is, where that binds it; else nil. Undos are ordered
-// by their rollback.
+// nodeOf is the node of its workflow's plan that the call is, where that binds it; else nil.
 func nodeOf(x *Call) *plan.Node {
 	p := &x.evidence.planned
-	if p.plan == nil || p.node < 0 || p.observed || IsUndo(x.r.Context()) {
+	if p.plan == nil || p.node < 0 || p.observed {
 		return nil
 	}
 	return &p.plan.Nodes[p.node]
@@ -162,7 +161,7 @@ func (s *callEvidence) named() []string {
 // orderedBy are the parents of the call that have to be done.
 func orderedBy(x *Call) (parents []string) {
 	s := &x.evidence
-	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || IsUndo(x.r.Context()) || s.planned.undoes {
+	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || s.planned.undoes {
 		return nil
 	}
 	for _, t := range s.tokens.Own {
