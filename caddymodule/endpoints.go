@@ -55,7 +55,7 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 // endpoints returns the gateway's own paths, without those that only a guarded route has.
 func (h *Handler) endpoints() *api.Endpoints {
 	e := &api.Endpoints{
-		Name: h.Name, Mount: mount, Challenge: h.challenge(), Play: playAnswer,
+		Name: h.Name, Mount: mount, Challenge: h.challenge(),
 		Write: func(w http.ResponseWriter, r *http.Request, p *api.Problem) {
 			p.Mount = mount(r)
 			guard.WriteProblem(w, r, p)
@@ -118,17 +118,6 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		})
 	}
 	return g, nil
-}
-
-// playAnswer sends the answer of an execution.
-func playAnswer(w http.ResponseWriter, r *http.Request, a api.Answer, header http.Header) (sent bool, err error) {
-	to := guard.NewWriter(w, r)
-	var marks []guard.Field
-	for name := range header {
-		marks = append(marks, guard.Field{Name: name, Value: header.Get(name)})
-	}
-	err = guard.Play(to, r, a, marks...)
-	return to.Sent(), err
 }
 
 // mount returns the prefix that the path of r had when the caller sent it: /api for a guard

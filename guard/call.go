@@ -19,6 +19,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -53,7 +54,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		return err
 	}
 	if as == classStream {
-		w = Mark(w, HeaderExecutionStatus, statusUnguarded)
+		w = mark(w, HeaderExecutionStatus, statusUnguarded)
 	}
 	if as != classGuarded {
 		return h.pass(w, r, nil, next)
@@ -80,9 +81,8 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		x.unreadable = err // in its turn, as for a call that is no message
 	}
 	x.upstream = h.Host.Upstream(next)
-	x.w.begin(w, r, &h.alarms)
-	x.w.host, x.w.request = h.Host, r
-	x.clock.alarms = &h.alarms
+	x.w = answer.NewWriter(w, r)
+	x.w.Alarms, x.w.Host, x.clock.alarms = &h.alarms, h.Host, &h.alarms
 	x.noted.outer = h.Host.Begin(r, x)
 	defer func() {
 		h.Host.Trace(r, x)
@@ -195,7 +195,7 @@ type Call struct {
 	apart time.Duration // of the time since then, for the request's body and at the upstream
 
 	h      *Handler
-	w      Writer
+	w      answer.Writer
 	r      *http.Request
 	action *Action
 
@@ -204,9 +204,9 @@ type Call struct {
 	executions *execution.Guard
 	release    func() // of the engine; taken over by who works on after the answer
 	clock      clock  // of the forwarded call
-	rec        Recorder
-	sink       callSink // what rec feeds
-	fields     [5]Field // of the answer; see marks
+	rec        answer.Recorder
+	sink       callSink        // what rec feeds
+	fields     [5]answer.Field // of the answer; see marks
 	body       *spool.Spool
 	read       bool               // the request's body was read to its end
 	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
@@ -498,9 +498,10 @@ func (x *Call) replay(found execution.Finding) error {
 			result.Head.Header[ect.FieldName] = append(result.Head.Header[ect.FieldName], failed.raw)
 		}
 	}
-	marks := append(x.marks("replayed", x.call.Checkpoint), Field{Name: HeaderReplayed, Value: "true"})
-	x.w.reply = replyTo(x, false)
-	return x.played(Play(&x.w, x.r, api.Recorded(x.r.Context(), result), marks...))
+	marks := append(x.marks("replayed", x.call.Checkpoint), answer.Field{Name: HeaderReplayed, Value: "true"})
+	a := answer.Recorded(x.r.Context(), result)
+	a.Reply = replyTo(x, false)
+	return x.played(answer.Play(&x.w, x.r, a, marks...))
 }
 
 // attach follows an execution that is running, here or on another node.
@@ -538,12 +539,12 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	}
 	x.note("attached", "")
 	x.action.Counts.Attached()
-	status := "attached"
+	status, a := "attached", answer.Following(x.r.Context(), head, follower)
 	if follower.Doubtful() { // head has the rest of what its owner gets
-		status, x.w.shows = StatusInDoubt, http.StatusInternalServerError
+		status, a.Shows = StatusInDoubt, http.StatusInternalServerError
 	}
-	x.w.reply = replyTo(x, true)
-	err = Play(&x.w, x.r, api.Following(x.r.Context(), head, follower), x.marks(status, flight.Checkpoint())...)
+	a.Reply = replyTo(x, true)
+	err = answer.Play(&x.w, x.r, a, x.marks(status, flight.Checkpoint())...)
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
 	}
@@ -556,8 +557,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 // sayDoubt ends a stream of events that breaks off, with the problem as the response to the message of x, where the
 // call is in doubt: its client could not resume it, and would wait for a response until its own timeout.
 func (x *Call) sayDoubt(flight *execution.Flight) bool {
-	h := x.w.Header()
-	if x.w.reply == nil || x.message.ID == nil || x.w.left >= 0 || !isEvents(h.Get("Content-Type")) {
+	if replyTo(x, true) == nil || x.message.ID == nil || !isEvents(x.w.Header().Get("Content-Type")) {
 		return false
 	}
 	select {
@@ -954,9 +954,10 @@ func (x *Call) execute(e *execution.Execution) error {
 	ended := false
 	defer func() {
 		if !ended { // a panic of our own: nothing is proven
-			if p := x.rec.pump; p != nil { // else it would write after the handler has returned
-				p.cut()
-				<-p.done
+			if x.rec.Apart() { // else it would write after the handler has returned
+				over, cancel := context.WithCancel(context.Background())
+				cancel()
+				x.rec.Drain(over)
 			}
 			_ = x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil)
 			x.action.Counts.Settled(execution.InDoubt)
@@ -964,7 +965,6 @@ func (x *Call) execute(e *execution.Execution) error {
 	}()
 	x.permit.Sent()
 	f = x.forward(e)
-	x.capture.participant = f.rec.checkpoint
 	byHTTP := x.judge(&f)
 	outcome := x.stillInDoubt(understand(x, byHTTP))
 	outcome.Upstream = f.FailedAt
@@ -977,9 +977,6 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.noted.outcome = outcome.Verdict
 	if outcome.Whole && !f.cut() {
 		showed(x, f.rec.Status(), f.rec.Header())
-	}
-	if outcome.Internal || outcome.Verdict == execution.InDoubt { // ADR 0070: evidence from its end on, before it is recorded
-		f.rec.shows = http.StatusInternalServerError
 	}
 	err := x.settle(e, outcome, f.rec.Header())
 	ended = true
@@ -1000,13 +997,13 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
 		defer x.engine.Writes.Write(x.place(), x.window)()
 	}
-	x.sink = callSink{e, x}
+	x.sink = callSink{e: e, x: x}
 	e.Recording().SetPace(x.clock.wait)
 	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
-		x.w.HoldFailures(maxHeldFailure)
+		x.w.HoldFailures = maxHeldFailure
 	}
+	x.rec = answer.NewRecorder(&x.w, &x.sink, x.marks("executed", x.call.Checkpoint))
 	rec := &x.rec
-	rec.begin(&x.w, &x.sink, x.marks("executed", x.call.Checkpoint))
 	for again := false; ; again = true {
 		r := x.request(x.upstream.Begin(&x.clock))
 		sent := time.Now()
@@ -1054,7 +1051,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	if n := nodeOf(x); n != nil && n.Hints != (plan.Hints{}) {
 		r.Header.Set(headerResourceHints, n.Hints.String())
 	}
-	NarrowEncoding(r.Header)
+	answer.NarrowEncoding(r.Header)
 	if x.capture.decision.ReadsAnswer() || x.message != nil {
 		r.Header.Set("Accept-Encoding", "identity")
 	}
@@ -1089,8 +1086,8 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 	case rec.Status() == 0 && x.upstream.Silent():
 		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orLeft(execution.CauseNoAnswer)}
 	}
-	rec.Finish()
-	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: rec.Whole()}
+	trailer, whole := rec.Finish()
+	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: whole}
 	if !o.Whole {
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
 		return o
@@ -1099,7 +1096,7 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 		o.Verdict, o.Cause = execution.InDoubt, x.headerCause
 		return o
 	}
-	return x.outcomeOf(o, rec, rec.Trailer(), f.unframed)
+	return x.outcomeOf(o, rec, trailer, f.unframed)
 }
 
 // settle records the outcome of the execution and its evidence in one commit.
@@ -1155,9 +1152,9 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 		return x.inDoubtAnswer(execution.CauseUnrecorded)
 	case o.Whole && !f.cut():
 		x.showFailure(f.rec.Header())
-		return x.releaseEnd(f)
+		return x.releaseEnd(f, o)
 	}
-	if x.w.Sent() || f.rec.small != nil { // no handler that forwards shows the client an answer in place of a cut one
+	if x.w.Sent() || f.rec.Waits() { // no handler that forwards shows the client an answer in place of a cut one
 		x.abort(f)
 	}
 	f.rec.Reset()
@@ -1174,12 +1171,16 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 }
 
 // releaseEnd sends the held end of the answer, once the client has the rest.
-func (x *Call) releaseEnd(f *forwarding) error {
+func (x *Call) releaseEnd(f *forwarding, o execution.Outcome) error {
+	shows := 0
+	if o.Internal || o.Verdict == execution.InDoubt { // ADR 0070
+		shows = http.StatusInternalServerError
+	}
 	if f.rec.Apart() {
 		x.engine.readers.enter()
 		defer x.engine.readers.leave()
 	}
-	if !f.rec.Release(x.engine.Waits) {
+	if !f.rec.Release(x.engine.Waits, shows) {
 		panic(http.ErrAbortHandler) // the client must see that it is not whole
 	}
 	return nil
@@ -1192,9 +1193,6 @@ func (x *Call) drain(f *forwarding) {
 		defer x.engine.readers.leave()
 	}
 	f.rec.Drain(x.engine.Waits)
-	if x.w.final { // what was not flushed may not reach the client
-		x.w.attempt.Unanswered()
-	}
 }
 
 func (x *Call) abort(f *forwarding) {

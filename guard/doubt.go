@@ -9,6 +9,7 @@ import (
 	"runtime/debug"
 	"sync"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -79,7 +80,7 @@ func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 		x.action.Counts.Probed(ProbeApplied)
 		var head *execution.Head
 		if p.UseAnswer && a.Status != 0 {
-			head = &execution.Head{Status: a.Status, Header: Replayable(a.Header)}
+			head = &execution.Head{Status: a.Status, Header: answer.Replayable(a.Header)}
 		}
 		// Others wait for this, whether or not the caller does.
 		ctx := context.WithoutCancel(x.r.Context())

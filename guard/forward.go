@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -20,7 +21,7 @@ import (
 
 type forwarding struct {
 	Forwarded
-	rec      *Recorder
+	rec      *answer.Recorder
 	unframed bool
 	overdue  bool
 }
@@ -34,8 +35,9 @@ func (f *forwarding) cut() bool {
 
 // callSink feeds an execution from a Recorder, and what its undo needs.
 type callSink struct {
-	e *execution.Execution
-	x *Call
+	e         *execution.Execution
+	x         *Call
+	neighbour string // the Execution-Status of another guard behind this one: refused, in doubt, or empty
 }
 
 func (r *callSink) Start(status int, header map[string][]string) {
@@ -75,20 +77,20 @@ func (r *callSink) Judge(status int) http.Header { return r.x.doubtInHeader(r.e,
 func (r *callSink) Cut() bool                    { return r.x.upstream.Cut() }
 
 // marks returns the guard's own fields of an answer. They are valid until it is called again.
-func (x *Call) marks(status, checkpoint string) []Field {
+func (x *Call) marks(status, checkpoint string) []answer.Field {
 	fields := append(x.fields[:0],
-		Field{Name: HeaderExecutionID, Value: x.call.Scope.ID}, Field{Name: HeaderExecutionStatus, Value: status})
+		answer.Field{Name: HeaderExecutionID, Value: x.call.Scope.ID}, answer.Field{Name: HeaderExecutionStatus, Value: status})
 	if checkpoint != "" {
-		fields = append(fields, Field{Name: headerExecutionCheckpoint, Value: checkpoint})
+		fields = append(fields, answer.Field{Name: headerExecutionCheckpoint, Value: checkpoint})
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
-		fields = append(fields, Field{Name: headerExecutionRecognized, Value: a.ID})
+		fields = append(fields, answer.Field{Name: headerExecutionRecognized, Value: a.ID})
 	}
 	return fields
 }
 
 // outcomeOf completes the outcome o by an answer's status, header and trailer.
-func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
+func (x *Call) outcomeOf(o execution.Outcome, rec *answer.Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
 	var ruled bool
 	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), trailer)
 	if !ruled {
@@ -96,7 +98,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 		switch {
 		case x.heldUp:
 			o.Verdict = execution.Released
-		case rec.neighbour == StatusInDoubt || rec.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
+		case x.sink.neighbour == StatusInDoubt || x.sink.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
 			o.Verdict = execution.InDoubt
 		}
 		if o.Verdict == execution.InDoubt {
@@ -112,9 +114,19 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 
 // doubtInHeader judges an answer before its header is sent. If the call is in doubt already,
 // whatever follows, it returns the fields that say so, and tells those attached.
-func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) http.Header {
+func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, status int) http.Header {
+	for _, said := range rec.Header()[HeaderExecutionStatus] {
+		if said == StatusRefused || said == StatusInDoubt {
+			x.sink.neighbour = said
+		}
+	}
+	for _, id := range rec.Header()[headerExecutionCheckpoint] {
+		if x.call.Checkpoint == "" || id != x.call.Checkpoint {
+			x.capture.participant = id
+		}
+	}
 	own := x.upstream.Status()
-	x.heldUp = rec.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
+	x.heldUp = x.sink.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
 	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
@@ -279,14 +291,14 @@ type clock struct {
 	context.Context
 	cancel context.CancelCauseFunc
 
-	alarms         *alarms // whose timer it uses
+	alarms         *answer.Alarms // whose timer it uses
 	parent         detached
 	cut            *cutOff // where it is listed; nil for an unguarded request
 	previous, next *clock  // in that list; guarded by its mutex
 	listed         bool
 
 	mu       sync.Mutex
-	timer    *alarm        // nil once the clock was stopped
+	timer    *answer.Alarm // nil once the clock was stopped
 	at       time.Time     // when it is over
 	idle     time.Duration // the longest pause; 0 where there is a deadline, or no limit
 	begun    bool          // the answer has begun, and pauses count
@@ -298,15 +310,15 @@ type clock struct {
 func (c *clock) start(parent context.Context, d time.Duration) {
 	c.at, c.patience = time.Now().Add(d), d
 	c.Context, c.cancel = context.WithCancelCause(parent)
-	c.timer = c.alarms.start(d, c)
+	c.timer = c.alarms.Start(d, c)
 }
 
 // errPaused ends an answer that paused for too long. Unlike a deadline it says nothing about the
 // upstream's health: a stream may have nothing to send.
 var errPaused = errors.New("agent_guard: nothing has come for too long")
 
-// ring ends the request: its time is over.
-func (c *clock) ring() {
+// Ring ends the request: its time is over.
+func (c *clock) Ring() {
 	c.mu.Lock()
 	cause := context.DeadlineExceeded
 	if c.begun {
@@ -338,7 +350,7 @@ func (c *clock) overdue() bool {
 func (c *clock) stop() {
 	c.mu.Lock()
 	if c.timer != nil {
-		c.alarms.stop(c.timer)
+		c.alarms.Stop(c.timer)
 		c.timer = nil
 	}
 	c.mu.Unlock()
@@ -421,47 +433,6 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	}
 	c.timer.Reset(left)
 	return came
-}
-
-// alarms keeps stopped timers for later calls. nil keeps none.
-type alarms struct{ pool sync.Pool }
-
-type alarm struct {
-	*time.Timer
-	to   interface{ ring() }
-	rung sync.WaitGroup // ring has returned, or never will be called
-}
-
-func (p *alarms) start(d time.Duration, to interface{ ring() }) *alarm {
-	if p != nil {
-		if a, ok := p.pool.Get().(*alarm); ok {
-			a.to = to
-			a.rung.Add(1)
-			a.Reset(d)
-			return a
-		}
-	}
-	a := &alarm{to: to}
-	a.rung.Add(1)
-	a.Timer = time.AfterFunc(d, func() {
-		defer a.rung.Done()
-		a.to.ring()
-	})
-	return a
-}
-
-// stop ends the use of an alarm. It reports whether ring was not called and never will be: only
-// then may another call use it.
-func (p *alarms) stop(a *alarm) bool {
-	if !a.Stop() {
-		return false
-	}
-	a.rung.Done()
-	if p != nil {
-		a.to = nil
-		p.pool.Put(a)
-	}
-	return true
 }
 
 // detached is context.WithoutCancel as a part of a clock.
@@ -578,7 +549,7 @@ func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) e
 	if x.engine == nil { // nobody reads the breakers' states, and the route wants it sent
 		r = r.WithContext(WithoutState(r.Context()))
 	}
-	return x.h.forwardInTime(Mark(w, HeaderExecutionStatus, statusUnguarded), r, nil, next)
+	return x.h.forwardInTime(mark(w, HeaderExecutionStatus, statusUnguarded), r, nil, next)
 }
 
 func (x *Call) unguardedRequest() *http.Request {
@@ -635,7 +606,7 @@ func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, er
 	w.Header().Set(HeaderExecutionID, x.call.Scope.ID)
 	r := x.unguardedRequest()
 	defer r.Body.Close()
-	return true, x.h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, StatusRefused), r)
+	return true, x.h.Fallback.ServeHTTP(mark(w, HeaderExecutionStatus, StatusRefused), r)
 }
 
 // giveBack makes the body readable again for the site's error routes, which would otherwise

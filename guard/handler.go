@@ -6,8 +6,9 @@
 // it what net/http does not know, such as placeholders, users and what was sent upstream. Without
 // one it knows only what the upstream answered. For Caddy, caddymodule is the host.
 //
-// The packages below hold what the steps use: execution the records, evidence and api the tokens
-// and endpoints, checkpoint and rollback how calls are undone.
+// The packages below hold what the steps use: execution the records, answer the recorder and the
+// writer of answers, evidence and api the tokens and endpoints, checkpoint and rollback how calls
+// are undone.
 package guard
 
 import (
@@ -25,6 +26,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
@@ -363,7 +365,7 @@ type Handler struct {
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
 	unbound      throttle // requests that passed though their tokens could not be bound
-	alarms       alarms
+	alarms       answer.Alarms
 	tools        protocol.Tools // of the servers behind it, as announced
 	proofs       proofs
 	// Prefixes of the names of callers that only this guard can know.

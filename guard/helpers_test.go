@@ -113,12 +113,8 @@ func request(method, target string, fields ...string) *http.Request {
 	return r.WithContext(context.WithValue(r.Context(), varsKey{}, map[string]any{}))
 }
 
-// NewRecorder returns a recorder on w, with header fields that the answer always carries.
-func NewRecorder(w *Writer, sink Sink, marks ...Field) *Recorder {
-	r := new(Recorder)
-	r.begin(w, sink, marks)
-	return r
-}
+// Mark is mark.
+func Mark(w http.ResponseWriter, name, value string) http.ResponseWriter { return mark(w, name, value) }
 
 // testGuard is an execution guard over a store in memory.
 func testGuard(t testing.TB) *execution.Guard {

@@ -725,9 +725,9 @@ func (x *Call) recognize(c *execution.Call) error {
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	c.Attempt, c.Scope.ID, c.Key, x.w.attempt = a, a.ID, a.Key, a
+	c.Attempt, c.Scope.ID, c.Key, x.w.Attempt = a, a.ID, a.Key, a
 	if x.message != nil && !x.message.REST {
-		x.w.call = x
+		x.w.Message = callMessage{x}
 	}
 	if a.Evidence != "" {
 		x.found = true // it must not run again unguarded

@@ -56,3 +56,13 @@ func TestMark(t *testing.T) {
 		})
 	}
 }
+
+// The upstream is asked for nothing that a replay could not decode (answer.NarrowEncoding).
+func TestForwardedEncodingIsNarrowed(t *testing.T) {
+	b := newBed(t, func(_ int64, w http.ResponseWriter, r *http.Request) {
+		_, _ = io.WriteString(w, r.Header.Get("Accept-Encoding"))
+	})
+	r := b.post("")
+	r.Header.Set("Accept-Encoding", "br")
+	b.do(r, "200 executed identity")
+}

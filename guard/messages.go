@@ -237,7 +237,6 @@ func (h *Handler) unread(w http.ResponseWriter, x *Call, err error) error {
 	if !errors.As(err, &p) {
 		return err
 	}
-	x.w.begin(w, x.r, &h.alarms)
 	x.refuse(w, p)
 	return nil
 }
@@ -541,9 +540,15 @@ func understand(x *Call, o execution.Outcome) execution.Outcome {
 	return meant(x, o, x.heard.End())
 }
 
-// shows is the status that an answer stands for which says this. Where clients retry it, or nobody knows
+// callMessage is a call as the message that is answered.
+type callMessage struct{ x *Call }
+
+func (m callMessage) Answer(media string) *protocol.Answer { return m.x.message.Answer(media) }
+
+// Shows is the status that an answer stands for which says this. Where clients retry it, or nobody knows
 // what came of the call, that is evidence from the end of the answer on, before it is recorded (ADR 0070).
-func shows(x *Call, status int, said protocol.Outcome) int {
+func (m callMessage) Shows(status int, said protocol.Outcome) int {
+	x := m.x
 	o := execution.Outcome{Verdict: execution.Completed, Status: status, Whole: true}
 	if said.Meaning == protocol.Unanswered { // more comes
 		return status

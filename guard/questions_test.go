@@ -23,15 +23,6 @@ import (
 func answering(b *bed) *bed {
 	e := &api.Endpoints{
 		Name: "default", Policy: func(string) any { return nil }, Mount: func(*http.Request) string { return "" },
-		Play: func(w http.ResponseWriter, r *http.Request, a api.Answer, header http.Header) (bool, error) {
-			to := guard.NewWriter(w, r)
-			var marks []guard.Field
-			for name := range header {
-				marks = append(marks, guard.Field{Name: name, Value: header.Get(name)})
-			}
-			err := guard.Play(to, r, a, marks...)
-			return to.Sent(), err
-		},
 		Refused: func(*api.Problem, string) {}, Write: guard.WriteProblem,
 		Open: func() (*api.Gateway, error) {
 			executions := b.engine.Executions

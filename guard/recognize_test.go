@@ -80,7 +80,7 @@ func TestRetriesWithoutAKey(t *testing.T) {
 			b.do(b.keyless(""), "200 executed charge 2")
 		},
 		"the answer could not be written": func(b *bed) {
-			b.serve(&client{header: http.Header{}, gone: true}, b.keyless(""))
+			b.serve(departed{torn{httptest.NewRecorder()}}, b.keyless(""))
 			b.do(b.keyless(""), "200 replayed charge 1")
 		},
 		"another caller's": func(b *bed) {
@@ -535,6 +535,11 @@ func TestRetryWithoutAKeyDoesNotFailOpen(t *testing.T) {
 		b.was(1)
 	})
 }
+
+// departed is a client that has left.
+type departed struct{ torn }
+
+func (departed) Write([]byte) (int, error) { return 0, errors.New("the client has left") }
 
 // torn is a client whose connection is found broken when the end of the answer is flushed to it.
 type torn struct{ *httptest.ResponseRecorder }

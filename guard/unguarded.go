@@ -313,6 +313,66 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 	return err
 }
 
+// passing is a response writer through which an answer passes.
+type passing struct {
+	http.ResponseWriter
+	// to hears of the status of the answer, before that is written, and of the next bytes of its body.
+	to interface {
+		begins(status int)
+		hears(p []byte)
+	}
+	begun bool
+}
+
+func (w *passing) WriteHeader(status int) {
+	if !w.begun && (status < 100 || status >= 200 || status == 101) {
+		w.begun = true
+		w.to.begins(status)
+	}
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *passing) Write(p []byte) (int, error) {
+	w.begin()
+	w.to.hears(p)
+	return w.ResponseWriter.Write(p)
+}
+
+func (w *passing) FlushError() error {
+	w.begin()
+	return http.NewResponseController(w.ResponseWriter).Flush()
+}
+
+func (w *passing) begin() {
+	if !w.begun {
+		w.WriteHeader(http.StatusOK)
+	}
+}
+
+func (w *passing) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// mark returns a response writer on w whose answers carry the header field name with
+// value, whatever the upstream says. Nothing is held back or recorded.
+func mark(w http.ResponseWriter, name, value string) http.ResponseWriter {
+	m := &marked{name: name, value: value}
+	m.passing = passing{ResponseWriter: w, to: m}
+	return m
+}
+
+type marked struct {
+	passing
+	name, value string
+}
+
+func (m *marked) begins(int) { m.Header().Set(m.name, m.value) }
+
+func (m *marked) hears([]byte) {}
+
+func (m *marked) ReadFrom(r io.Reader) (int64, error) {
+	m.begin()
+	return io.Copy(m.ResponseWriter, r)
+}
+
 // timed is the response writer of an unguarded request. It resets the idle timeout.
 type timed struct {
 	passing
@@ -422,5 +482,5 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Mes
 		return err
 	}
 	h.CountRefusal(p.Kind().Slug)
-	return h.Fallback.ServeHTTP(Mark(w, HeaderExecutionStatus, StatusRefused), r)
+	return h.Fallback.ServeHTTP(mark(w, HeaderExecutionStatus, StatusRefused), r)
 }

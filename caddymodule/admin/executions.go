@@ -22,7 +22,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -584,7 +584,7 @@ func (a *Answer) fields(length int) (map[string][]string, error) {
 	if values := header["Content-Length"]; values != nil && !slices.Equal(values, []string{strconv.Itoa(length)}) {
 		return nil, fmt.Errorf("Content-Length: the body has %d bytes; leave it out", length)
 	}
-	replayable := guard.Replayable(header)
+	replayable := answer.Replayable(header)
 	for _, name := range slices.Sorted(maps.Keys(header)) {
 		if _, ok := replayable[name]; !ok {
 			return nil, fmt.Errorf("%s is never replayed; leave it out", name)

@@ -24,7 +24,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -608,7 +608,7 @@ func FuzzDecision(f *testing.F) {
 		if d.Decision == admin.DecisionNotApplied || head.Status < 200 || head.Status > 599 {
 			t.Errorf("%s with the status %d", d.Decision, head.Status)
 		}
-		replayed := guard.Replayable(head.Header)
+		replayed := answer.Replayable(head.Header)
 		for name, values := range head.Header {
 			if name != textproto.CanonicalMIMEHeaderKey(name) || !httpguts.ValidHeaderFieldName(name) || len(replayed[name]) != len(values) {
 				t.Errorf("%q cannot be replayed", name)

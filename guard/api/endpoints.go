@@ -34,9 +34,6 @@ type Endpoints struct {
 	Mount func(r *http.Request) string
 	// Challenge is the WWW-Authenticate value of a 401.
 	Challenge string
-	// Play sends the answer of an execution with additional header fields, and reports
-	// whether it sent anything.
-	Play func(w http.ResponseWriter, r *http.Request, a Answer, header http.Header) (sent bool, err error)
 	// Refused counts a problem, and logs message with the problem's cause if it has one.
 	Refused func(p *Problem, message string)
 	// Write sends a problem in the format that the caller understands.

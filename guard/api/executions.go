@@ -3,13 +3,13 @@ package api
 import (
 	"context"
 	"errors"
-	"io"
 	"net/http"
 	"net/url"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
@@ -18,32 +18,6 @@ const (
 	headerExecutionStatus = "Execution-Status"
 	headerReplayed        = "Idempotent-Replayed"
 )
-
-// Answer is the answer of an execution, recorded or still being received.
-type Answer struct {
-	Head *execution.Head
-	Body io.Reader
-	// Trailer returns the trailers once Body has ended.
-	Trailer func() map[string][]string
-	// Live says that the answer is still growing: every read is flushed.
-	Live bool
-	// Own says that nobody else has Head.
-	Own bool
-	// Reader is the caller of the execution, where its client asks for the answer by another request than the
-	// call; nil otherwise.
-	Reader *execution.Reader
-}
-
-// Recorded is the answer that is recorded.
-func Recorded(ctx context.Context, result *execution.Result) Answer {
-	trailer := func() map[string][]string { return result.Head.Trailer }
-	return Answer{Head: &result.Head, Body: result.Body(ctx), Trailer: trailer, Own: true}
-}
-
-// Following is the answer with this head that f follows.
-func Following(ctx context.Context, head *execution.Head, f *execution.Follower) Answer {
-	return Answer{Head: head, Body: followed{ctx, f}, Trailer: f.Trailer, Live: true}
-}
 
 // Unanswered is the problem of a call whose execution is settled, and has no answer to repeat.
 func Unanswered(found *execution.Finding) *Problem {
@@ -337,7 +311,8 @@ func (q *executionsRequest) replay(e *execution.Recorded) error {
 	if err != nil {
 		return err
 	}
-	sent, err := q.play(e, Recorded(ctx, result), http.Header{headerExecutionStatus: {"replayed"}, headerReplayed: {"true"}})
+	sent, err := q.play(e, answer.Recorded(ctx, result),
+		answer.Field{Name: headerExecutionStatus, Value: "replayed"}, answer.Field{Name: headerReplayed, Value: "true"})
 	switch {
 	case err == nil:
 		return nil
@@ -369,7 +344,7 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 	if err != nil { // it ended without an answer, or the time is over
 		return true, q.r.Context().Err()
 	}
-	sent, err := q.play(e, Following(q.r.Context(), head, follower), http.Header{headerExecutionStatus: {"attached"}})
+	sent, err := q.play(e, answer.Following(q.r.Context(), head, follower), answer.Field{Name: headerExecutionStatus, Value: "attached"})
 	switch {
 	case err == nil:
 		return false, nil
@@ -379,18 +354,11 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 	return true, nil
 }
 
-// followed is a follower as an io.Reader.
-type followed struct {
-	ctx context.Context
-	f   *execution.Follower
-}
-
-func (f followed) Read(p []byte) (int, error) { return f.f.Read(f.ctx, p) }
-
-func (q *executionsRequest) play(e *execution.Recorded, a Answer, marks http.Header) (sent bool, err error) {
+func (q *executionsRequest) play(e *execution.Recorded, a answer.Answer, marks ...answer.Field) (sent bool, err error) {
 	a.Reader = q.Executions.Reader(q.r.Context(), e)
-	marks[headerExecutionID] = []string{q.id}
-	return q.Play(&outputWriter{ResponseWriter: q.w, bodiless: e.Record.Method == http.MethodHead}, q.r, a, marks)
+	w := answer.NewWriter(&outputWriter{ResponseWriter: q.w, bodiless: e.Record.Method == http.MethodHead}, q.r)
+	err = answer.Play(&w, q.r, a, append(marks, answer.Field{Name: headerExecutionID, Value: q.id})...)
+	return w.Sent(), err
 }
 
 // outputWriter sends an answer to a GET that was recorded for another method. It forbids

@@ -33,6 +33,7 @@ var layers = []layer{
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store", "guard/fleet!", "internal"}},
 	{part: "guard/fleet!", may: []string{"guard/store!"}, tests: []string{"guard/store", "internal"}},
 	{part: "guard/execution!", may: leaves, tests: []string{"guard", "internal"}},
+	{part: "guard/answer!", may: []string{"guard/execution!", "guard/protocol!"}},
 	{part: "guard/workflow!", may: []string{"ect"}, tests: []string{"internal"}},
 	{part: "guard/hitl!", may: leaves, tests: []string{"guard", "internal"}},
 	{part: "guard/checkpoint!", may: append([]string{"guard/execution!"}, leaves...), tests: []string{"guard", "internal"}},
@@ -41,12 +42,12 @@ var layers = []layer{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "ect", "breaker", "internal/durable",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/api!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/drawing!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/drawing!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/circuits!", may: append([]string{"breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard/cascades!", may: append([]string{"guard/hitl!", "guard/evidence!", "guard/api!", "ect", "breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/api!", "guard/protocol!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/api!", "guard/answer!", "guard/protocol!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.

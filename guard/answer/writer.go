@@ -1,10 +1,13 @@
-package guard
+// Package answer records the answer to a call and sends it to its client: the end after the outcome is
+// recorded, the rest at the client's own pace. It plays recorded and running answers to other clients.
+package answer
 
 import (
 	"bufio"
 	"bytes"
 	"cmp"
 	"compress/gzip"
+	"context"
 	"errors"
 	"io"
 	"maps"
@@ -15,7 +18,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -29,20 +32,36 @@ const stallLimit = 30 * time.Second
 // wait for: it goes whole.
 //
 // The first error of the client's connection makes the writer drop everything that follows;
-// errors are not returned.
+// errors are not returned. Its fields are set before anything is written.
 type Writer struct {
+	// Alarms has the timers of writes; nil makes new ones.
+	Alarms *Alarms
+	// Host says what a half-closed client has received; may be nil.
+	Host interface{ Received(r *http.Request) bool }
+	// Attempt, an execution.Attempt, is told that the client is about to be answered, and that it was not; may be nil.
+	Attempt interface {
+		Answering(status int, elsewhere bool)
+		Unanswered()
+	}
+	// Message is that of a call without a key which is answered over JSON-RPC; nil for others.
+	Message interface {
+		// Answer reads an answer of this media type to the message.
+		Answer(media string) *protocol.Answer
+		// Shows is the status that an answer with this one stands for if it says this.
+		Shows(status int, said protocol.Outcome) int
+	}
+	// HoldFailures makes the writer hold back answers whose status says that the call has failed,
+	// header and all, where their announced body has at most so many bytes: what is found out
+	// about the failure at its end can stand in the header.
+	HoldFailures int64
+
 	w       http.ResponseWriter
-	head    bool // the request was HEAD
-	alarms  *alarms
-	attempt answering        // is told when the client is answered; may be nil
+	request *http.Request    // of the client
+	head    bool             // the request was HEAD
 	answer  *protocol.Answer // to a message, until its final answer has come; may be nil
 	final   bool             // that was written, and not flushed yet
 	reached bool             // it was flushed
 	http1   bool
-	host    Host          // says what a half-closed client has received; may be nil
-	request *http.Request // of the client; nil without host
-
-	failures int64 // failures with a body of at most this wait whole
 
 	status int
 	kept   bool // the answer is recorded, so that its end need not wait
@@ -55,33 +74,12 @@ type Writer struct {
 	ended  bool // the end was sent
 	gone   bool
 	shows  int // the status that the answer stands for, where it is another one
-
-	call  *Call           // without a key, that is answered over JSON-RPC; nil for others
-	reply *protocol.Reply // makes what is played an answer to another request; nil repeats it as it was
-}
-
-// answering is what hears that a client is about to be answered, and that it was not: an
-// execution.Attempt or an execution.Reader.
-type answering interface {
-	Answering(status int, elsewhere bool)
-	Unanswered()
 }
 
 // NewWriter returns a Writer on w for an answer to r.
-func NewWriter(w http.ResponseWriter, r *http.Request) *Writer {
-	v := new(Writer)
-	v.begin(w, r, nil)
-	return v
+func NewWriter(w http.ResponseWriter, r *http.Request) Writer {
+	return Writer{w: w, request: r, head: r.Method == http.MethodHead, left: -1, http1: r.ProtoMajor == 1}
 }
-
-func (w *Writer) begin(to http.ResponseWriter, r *http.Request, alarms *alarms) {
-	*w = Writer{w: to, head: r.Method == http.MethodHead, left: -1, alarms: alarms, http1: r.ProtoMajor == 1}
-}
-
-// HoldFailures makes the writer hold back answers whose status says that the call has failed,
-// header and all, where their announced body has at most so many bytes: what is found out
-// about the failure at its end can stand in the header.
-func (w *Writer) HoldFailures(most int64) { w.failures = most }
 
 // Header is the client's header map.
 func (w *Writer) Header() http.Header { return w.w.Header() }
@@ -106,9 +104,9 @@ func (w *Writer) WriteHeader(status int) {
 		return
 	}
 	w.sent = true
-	if h := w.Header(); w.call != nil && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
+	if h := w.Header(); w.Message != nil && strings.HasPrefix(h.Get("Content-Type"), "text/event-stream") && h.Get("Content-Encoding") == "" {
 		// Whoever has read the final answer may call again before the stream has ended (ADR 0070).
-		w.answer = w.call.message.Answer(h.Get("Content-Type"))
+		w.answer = w.Message.Answer(h.Get("Content-Type"))
 	}
 	w.w.WriteHeader(status)
 }
@@ -116,7 +114,7 @@ func (w *Writer) WriteHeader(status int) {
 // holds reports whether the header of an answer is its end, or waits for it with the body.
 func (w *Writer) holds(status int, length int64) (held, whole bool) {
 	held = w.head || !bodyAllowed(status) || length == 0
-	return held, !held && status >= http.StatusBadRequest && 0 < length && length <= w.failures
+	return held, !held && status >= http.StatusBadRequest && 0 < length && length <= w.HoldFailures
 }
 
 // takeBack forgets an answer of which nothing was sent. header is what was there before.
@@ -172,12 +170,12 @@ func (w *Writer) send(p []byte, flush bool) {
 	if w.answer != nil {
 		_, _ = w.answer.Write(p) // never fails
 		if said := w.answer.End(); said.Meaning != protocol.Unanswered {
-			w.shows = cmp.Or(w.shows, shows(w.call, w.status, said))
-			w.attempt.Answering(w.shows, false) // before the write
+			w.shows = cmp.Or(w.shows, w.Message.Shows(w.status, said))
+			w.Attempt.Answering(w.shows, false) // before the write
 			w.answer, w.final = nil, true
 		}
 	}
-	a := w.alarms.start(stallLimit, w)
+	a := w.Alarms.Start(stallLimit, (*overdue)(w))
 	var err error
 	if len(p) > 0 {
 		_, err = w.w.Write(p)
@@ -187,41 +185,40 @@ func (w *Writer) send(p []byte, flush bool) {
 			err = nil
 		}
 	}
-	if !w.alarms.stop(a) {
-		a.rung.Wait() // writers of handlers do not take two deadlines at a time, nor one when the handler has returned
-		w.ring()      // a handler's writer may have set another one since, and the end must not go out without p's
+	if !w.Alarms.Stop(a) {
+		a.rung.Wait()        // writers of handlers do not take two deadlines at a time, nor one when the handler has returned
+		(*overdue)(w).Ring() // a handler's writer may have set another one since, and the end must not go out without p's
 		w.gone = true
 	}
 	if err != nil {
 		w.gone = true
 	}
 	if w.final && w.gone {
-		w.attempt.Unanswered()
+		w.Attempt.Unanswered()
 	}
 	if flush || w.gone {
 		w.reached, w.final = w.reached || w.final && !w.gone, false
 	}
 }
 
-// ring ends a write or flush where the client stalls. A write deadline that stands while nothing
+// overdue is a Writer whose write takes too long.
+type overdue Writer
+
+// Ring ends a write or flush where the client stalls. A write deadline that stands while nothing
 // is written would reset a healthy HTTP/2 stream whose upstream is silent, so there is one only
 // once the write is overdue.
-func (w *Writer) ring() { _ = w.control().SetWriteDeadline(time.Now()) }
+func (w *overdue) Ring() { _ = (*Writer)(w).control().SetWriteDeadline(time.Now()) }
 
 func (w *Writer) control() *http.ResponseController { return http.NewResponseController(w.w) }
 
-// Flush sends what is buffered to the client.
-func (w *Writer) Flush() { _ = w.FlushError() }
-
-// FlushError is Flush for http.ResponseController. It never fails.
-func (w *Writer) FlushError() error {
+// flush sends what is buffered to the client.
+func (w *Writer) flush() {
 	if w.status == 0 {
 		w.WriteHeader(http.StatusOK)
 	}
 	if !w.held && !w.whole {
 		w.send(nil, true)
 	}
-	return nil
 }
 
 // Release lets the end of the answer go.
@@ -235,9 +232,9 @@ func (w *Writer) Release() {
 // finish sends the end of the answer, of which p is the last.
 func (w *Writer) finish(p []byte) {
 	w.ended = true
-	heard := w.attempt != nil && !w.reached
+	heard := w.Attempt != nil && !w.reached
 	if heard {
-		w.attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write, which a client may answer with its next call
+		w.Attempt.Answering(cmp.Or(w.shows, w.status), false) // before the write, which a client may answer with its next call
 	}
 	all := w.held || w.left == 0
 	if w.held || w.whole {
@@ -246,13 +243,13 @@ func (w *Writer) finish(p []byte) {
 	}
 	// A client that has closed its connection, or only its own direction. A caller over JSON-RPC may have said itself
 	// that it does not wait.
-	closed := heard && w.http1 && w.call == nil && w.host != nil && w.request.Context().Err() != nil
+	closed := heard && w.http1 && w.Message == nil && w.Host != nil && w.request.Context().Err() != nil
 	w.send(p, heard && w.http1 && (all || closed)) // else the server writes the end later
 	switch {
 	case heard && w.gone:
-		w.attempt.Unanswered()
-	case closed && w.host.Received(w.request):
-		w.attempt.Answering(cmp.Or(w.shows, w.status), true)
+		w.Attempt.Unanswered()
+	case closed && w.Host.Received(w.request):
+		w.Attempt.Answering(cmp.Or(w.shows, w.status), true)
 	}
 }
 
@@ -275,65 +272,43 @@ func contentLength(h http.Header) int64 {
 	return n
 }
 
-// passing is a response writer through which an answer passes.
-type passing struct {
-	http.ResponseWriter
-	// to hears of the status of the answer, before that is written, and of the next bytes of its body.
-	to interface {
-		begins(status int)
-		hears(p []byte)
-	}
-	begun bool
+// Answer is the answer of an execution, recorded or still being received.
+type Answer struct {
+	Head *execution.Head
+	Body io.Reader
+	// Trailer returns the trailers once Body has ended.
+	Trailer func() map[string][]string
+	// Live says that the answer is still growing: every read is flushed.
+	Live bool
+	// Own says that nobody else has Head.
+	Own bool
+	// Reader is the caller of the execution, where its client asks for the answer by another request than the
+	// call; nil otherwise.
+	Reader *execution.Reader
+	// Reply makes it an answer to another request than the one that was executed; nil repeats it as it was.
+	Reply *protocol.Reply
+	// Shows is the status that it stands for, where that is another one; else 0.
+	Shows int
 }
 
-func (w *passing) WriteHeader(status int) {
-	if !w.begun && !informational(status) {
-		w.begun = true
-		w.to.begins(status)
-	}
-	w.ResponseWriter.WriteHeader(status)
+// Recorded is the answer that is recorded.
+func Recorded(ctx context.Context, result *execution.Result) Answer {
+	trailer := func() map[string][]string { return result.Head.Trailer }
+	return Answer{Head: &result.Head, Body: result.Body(ctx), Trailer: trailer, Own: true}
 }
 
-func (w *passing) Write(p []byte) (int, error) {
-	w.begin()
-	w.to.hears(p)
-	return w.ResponseWriter.Write(p)
+// Following is the answer with this head that f follows.
+func Following(ctx context.Context, head *execution.Head, f *execution.Follower) Answer {
+	return Answer{Head: head, Body: followed{ctx, f}, Trailer: f.Trailer, Live: true}
 }
 
-func (w *passing) FlushError() error {
-	w.begin()
-	return http.NewResponseController(w.ResponseWriter).Flush()
+// followed is a follower as an io.Reader.
+type followed struct {
+	ctx context.Context
+	f   *execution.Follower
 }
 
-func (w *passing) begin() {
-	if !w.begun {
-		w.WriteHeader(http.StatusOK)
-	}
-}
-
-func (w *passing) Unwrap() http.ResponseWriter { return w.ResponseWriter }
-
-// Mark returns a response writer on w whose answers carry the header field name with
-// value, whatever the upstream says. Nothing is held back or recorded.
-func Mark(w http.ResponseWriter, name, value string) http.ResponseWriter {
-	m := &marked{name: name, value: value}
-	m.passing = passing{ResponseWriter: w, to: m}
-	return m
-}
-
-type marked struct {
-	passing
-	name, value string
-}
-
-func (m *marked) begins(int) { m.Header().Set(m.name, m.value) }
-
-func (m *marked) hears([]byte) {}
-
-func (m *marked) ReadFrom(r io.Reader) (int64, error) {
-	m.begin()
-	return io.Copy(m.ResponseWriter, r)
-}
+func (f followed) Read(p []byte) (int, error) { return f.f.Read(f.ctx, p) }
 
 // headerLines are the values of a field of a header map.
 type headerLines struct {
@@ -345,10 +320,10 @@ type headerLines struct {
 // of the answer is released when the body has ended with io.EOF. Any other error is
 // returned: if w.Sent() then, the connection must be aborted, so that the client
 // sees that the answer is not whole; else w is as it was, for another answer.
-func Play(w *Writer, r *http.Request, src api.Answer, marks ...Field) error {
-	w.kept = !src.Live
+func Play(w *Writer, r *http.Request, src Answer, marks ...Field) error {
+	w.kept, w.shows = !src.Live, src.Shows
 	if src.Reader != nil {
-		w.attempt = src.Reader
+		w.Attempt = src.Reader
 	}
 	var few [8]headerLines // on the stack
 	before := few[:0]
@@ -362,7 +337,7 @@ func Play(w *Writer, r *http.Request, src api.Answer, marks ...Field) error {
 	return err
 }
 
-func play(w *Writer, r *http.Request, src api.Answer, marks []Field) error {
+func play(w *Writer, r *http.Request, src Answer, marks []Field) error {
 	h := w.Header()
 	n := 0
 	if !src.Own {
@@ -387,7 +362,7 @@ func play(w *Writer, r *http.Request, src api.Answer, marks []Field) error {
 		marks[i].set(h)
 	}
 	body, unpacked := src.Body, false
-	if (unasked(h, r) || w.reply != nil && isGzip(h.Get("Content-Encoding"))) && bodyAllowed(src.Head.Status) {
+	if (unasked(h, r) || src.Reply != nil && isGzip(h.Get("Content-Encoding"))) && bodyAllowed(src.Head.Status) {
 		buffered := bufio.NewReader(body)
 		if unpacked = src.Live || startsGzip(buffered); unpacked {
 			plain(h)
@@ -396,15 +371,15 @@ func play(w *Writer, r *http.Request, src api.Answer, marks []Field) error {
 			body = buffered
 		}
 	}
-	if w.reply != nil {
+	if src.Reply != nil {
 		for _, name := range protocol.Unrepeatable {
 			delete(h, name)
 		}
-		body = w.reply.Reader(body, h.Get("Content-Type"))
+		body = src.Reply.Reader(body, h.Get("Content-Type"))
 	}
 	w.WriteHeader(src.Head.Status)
 	if src.Live {
-		w.Flush()
+		w.flush()
 	}
 	memory := buffers.Get().(*[32 << 10]byte)
 	defer func() {
@@ -420,7 +395,7 @@ func play(w *Writer, r *http.Request, src api.Answer, marks []Field) error {
 		if n > 0 {
 			_, _ = w.Write(buf[:n]) // never fails
 			if src.Live {
-				w.Flush()
+				w.flush()
 			}
 		}
 		if errors.Is(err, io.EOF) {
@@ -435,7 +410,7 @@ func play(w *Writer, r *http.Request, src api.Answer, marks []Field) error {
 	}
 	w.Release()
 	trailer := src.Trailer()
-	if w.reply != nil || unpacked {
+	if src.Reply != nil || unpacked {
 		trailer = maps.Clone(trailer)
 		for _, name := range protocol.OfBody {
 			delete(trailer, name)
@@ -452,7 +427,7 @@ func setTrailer(w *Writer, trailer map[string][]string) {
 	if len(trailer) == 0 {
 		return
 	}
-	w.Flush() // without a length yet, so that the trailer has its chunked framing
+	w.flush() // without a length yet, so that the trailer has its chunked framing
 	h := w.Header()
 	names := announced(h)
 	for name, values := range trailer {
@@ -550,4 +525,47 @@ func (g *gunzip) Read(p []byte) (int, error) {
 		g.z = z
 	}
 	return g.z.Read(p)
+}
+
+// Alarms keeps stopped timers for later calls. nil keeps none.
+type Alarms struct{ pool sync.Pool }
+
+// Alarm is a running timer of Alarms. Who uses it may stop and reset it.
+type Alarm struct {
+	*time.Timer
+	to   interface{ Ring() }
+	rung sync.WaitGroup // Ring has returned, or never will be called
+}
+
+// Start returns an alarm that calls to.Ring in d.
+func (p *Alarms) Start(d time.Duration, to interface{ Ring() }) *Alarm {
+	if p != nil {
+		if a, ok := p.pool.Get().(*Alarm); ok {
+			a.to = to
+			a.rung.Add(1)
+			a.Reset(d)
+			return a
+		}
+	}
+	a := &Alarm{to: to}
+	a.rung.Add(1)
+	a.Timer = time.AfterFunc(d, func() {
+		defer a.rung.Done()
+		a.to.Ring()
+	})
+	return a
+}
+
+// Stop ends the use of an alarm. It reports whether Ring was not called and never will be: only
+// then may another call use it.
+func (p *Alarms) Stop(a *Alarm) bool {
+	if !a.Stop() {
+		return false
+	}
+	a.rung.Done()
+	if p != nil {
+		a.to = nil
+		p.pool.Put(a)
+	}
+	return true
 }

@@ -1,4 +1,4 @@
-package guard_test
+package answer_test
 
 import (
 	"bytes"
@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 )
 
 // lazy is a client that takes what it is let to take.
@@ -71,8 +71,7 @@ func TestASlowClientHoldsNothingUp(t *testing.T) {
 			_, _ = rec.Write(part(i)) // would hang the test
 			want = append(want, part(i)...)
 		}
-		rec.Finish()
-		if !rec.Whole() || rec.sink.body != string(want) {
+		if _, whole := rec.Finish(); !whole || rec.sink.body != string(want) {
 			t.Errorf("recorded %d bytes", len(rec.sink.body))
 		}
 		close(to.take)
@@ -80,7 +79,7 @@ func TestASlowClientHoldsNothingUp(t *testing.T) {
 		if got := len(to.body); got != len(want)-1 {
 			t.Errorf("before its release the client has %d bytes of %d", got, len(want))
 		}
-		if !rec.Release(t.Context()) {
+		if !rec.Release(t.Context(), 0) {
 			t.Error("the release says that bytes are missing")
 		}
 		if !bytes.Equal(to.body, want) {
@@ -106,7 +105,7 @@ func TestEventsAreFlushed(t *testing.T) {
 			t.Errorf("the client has %q, want %q", to.log, want)
 		}
 		rec.Finish()
-		rec.Release(t.Context())
+		rec.Release(t.Context(), 0)
 	})
 }
 
@@ -122,7 +121,7 @@ func TestAClientThatTakesNothingIsGivenUp(t *testing.T) {
 		if took := time.Since(begin); took != 0 || len(rec.sink.body) != 200<<10 {
 			t.Errorf("after %v %d bytes are recorded", took, len(rec.sink.body))
 		}
-		rec.Release(t.Context())
+		rec.Release(t.Context(), 0)
 		if took := time.Since(begin); took != 30*time.Second {
 			t.Errorf("given up after %v", took)
 		}
@@ -139,7 +138,7 @@ func TestASlowClientIsCutOff(t *testing.T) {
 		rec.Finish()
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
-		if rec.Release(ctx) {
+		if rec.Release(ctx, 0) {
 			t.Error("the release says that the client has all")
 		}
 	})
@@ -148,8 +147,8 @@ func TestASlowClientIsCutOff(t *testing.T) {
 // Where nothing can be read back, the client is waited for, and given up only as the sink
 // says.
 func TestWhereNothingCanBeReadBack(t *testing.T) {
-	run := func(to *lazy, sink *full) (rec *guard.Recorder, want []byte) {
-		rec = guard.NewRecorder(guard.NewWriter(to, post()), sink)
+	run := func(to *lazy, sink *full) (rec *answer.Recorder, want []byte) {
+		rec = newRecorder(newWriter(to, post()), sink)
 		for i := range 10 {
 			_, _ = rec.Write(part(i))
 			want = append(want, part(i)...)
@@ -171,7 +170,7 @@ func TestWhereNothingCanBeReadBack(t *testing.T) {
 				close(to.take)
 			}()
 			rec, want := run(to, sink)
-			if !rec.Release(t.Context()) || !bytes.Equal(to.body, want) {
+			if !rec.Release(t.Context(), 0) || !bytes.Equal(to.body, want) {
 				t.Errorf("the client has %d bytes of %d", len(to.body), len(want))
 			}
 			if waits == 0 {
@@ -181,7 +180,7 @@ func TestWhereNothingCanBeReadBack(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			sink := &full{room: room, patient: func(<-chan struct{}) bool { return false }}
 			rec, _ := run(newLazy(), sink)
-			if rec.Release(t.Context()) {
+			if rec.Release(t.Context(), 0) {
 				t.Error("the release says that the client has all")
 			}
 		})
@@ -203,7 +202,7 @@ func TestTheTrailerGoesWithTheEnd(t *testing.T) {
 			t.Errorf("before the end: %v", to.header)
 		}
 		close(to.take)
-		rec.Release(t.Context())
+		rec.Release(t.Context(), 0)
 		if to.header.Get("X-Sum") != "1" || to.header.Get(http.TrailerPrefix+"X-Late") != "2" {
 			t.Errorf("with the end: %v", to.header)
 		}

@@ -1,4 +1,4 @@
-package guard_test
+package answer_test
 
 import (
 	"bytes"
@@ -12,7 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 )
 
 // ADR 0055: a failure of known length waits whole, as far as it may, and nothing else does.
@@ -31,8 +31,8 @@ func TestFailuresWaitWhole(t *testing.T) {
 		{404, "65", []string{"status 404", "write abcdef"}, nil, true},
 	} {
 		to := newClient()
-		w := guard.NewWriter(to, post())
-		w.HoldFailures(64)
+		w := newWriter(to, post())
+		w.HoldFailures = 64
 		if c.length != "" {
 			w.Header().Set("Content-Length", c.length)
 		}
@@ -47,8 +47,8 @@ func TestFailuresWaitWhole(t *testing.T) {
 		}
 	}
 	to := newClient()
-	w := guard.NewWriter(to, post())
-	w.HoldFailures(64)
+	w := newWriter(to, post())
+	w.HoldFailures = 64
 	w.Header().Set("Content-Length", "3")
 	w.WriteHeader(404)
 	_, _ = w.Write([]byte("abcd"))
@@ -94,7 +94,7 @@ func TestTheEndIsHeldBack(t *testing.T) {
 			r := post()
 			r.Method = c.method
 			to := newClient()
-			w := guard.NewWriter(to, r)
+			w := newWriter(to, r)
 			if c.length != "" {
 				w.Header().Set("Content-Length", c.length)
 			}
@@ -127,7 +127,7 @@ func TestTheEndIsHeldBack(t *testing.T) {
 
 func TestWritingWithoutAHeaderIsA200(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(to, post())
+	w := newWriter(to, post())
 	_, _ = w.Write([]byte("abc"))
 	w.WriteHeader(500) // too late
 	if want := []string{"status 200", "write abc"}; !slices.Equal(to.log, want) {
@@ -138,7 +138,7 @@ func TestWritingWithoutAHeaderIsA200(t *testing.T) {
 // P7: bytes flow at once, so a flush reaches the client, but not the held end.
 func TestFlush(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(to, post())
+	w := newWriter(to, post())
 	w.Flush() // sends the header
 	_, _ = w.Write([]byte("data: 1\n\n"))
 	if err := http.NewResponseController(w).Flush(); err != nil {
@@ -149,7 +149,7 @@ func TestFlush(t *testing.T) {
 	}
 
 	to = newClient()
-	w = guard.NewWriter(to, post())
+	w = newWriter(to, post())
 	w.WriteHeader(204)
 	w.Flush()
 	if len(to.log) != 0 {
@@ -160,7 +160,7 @@ func TestFlush(t *testing.T) {
 // A writer that cannot flush is no client that has left: the answer goes on.
 func TestAnswerGoesOnWhereNothingCanBeFlushed(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(plainClient{to}, post())
+	w := newWriter(plainClient{to}, post())
 	w.Flush()
 	_, _ = w.Write([]byte("abc"))
 	if want := []string{"status 200", "write abc"}; !slices.Equal(to.log, want) {
@@ -170,7 +170,7 @@ func TestAnswerGoesOnWhereNothingCanBeFlushed(t *testing.T) {
 
 func TestInformationalAnswersPassAtOnce(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(to, post())
+	w := newWriter(to, post())
 	w.WriteHeader(http.StatusContinue)
 	w.WriteHeader(http.StatusEarlyHints)
 	if w.Sent() {
@@ -186,7 +186,7 @@ func TestInformationalAnswersPassAtOnce(t *testing.T) {
 // P7: the client's leaving stops nothing: writes succeed and are dropped.
 func TestTheClientsLeavingIsNotNoticed(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(to, post())
+	w := newWriter(to, post())
 	_, _ = w.Write([]byte("abc"))
 	to.gone = true
 	for range 2 {
@@ -196,9 +196,7 @@ func TestTheClientsLeavingIsNotNoticed(t *testing.T) {
 	}
 	to.gone = false // once gone, always gone: what it missed cannot be made up for
 	_, _ = w.Write([]byte("ghi"))
-	if err := w.FlushError(); err != nil {
-		t.Errorf("flushing to a client that left: %v", err)
-	}
+	w.Flush()
 	w.Release()
 	if string(to.body) != "abc" {
 		t.Errorf("the client that left after abc has %q", to.body)
@@ -208,12 +206,10 @@ func TestTheClientsLeavingIsNotNoticed(t *testing.T) {
 // A failed flush tells of the client's leaving as a failed write does.
 func TestAFailedFlushIsTheClientsLeaving(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(to, post())
+	w := newWriter(to, post())
 	w.WriteHeader(200)
 	to.gone = true
-	if err := w.FlushError(); err != nil {
-		t.Errorf("flushing to a client that left: %v", err)
-	}
+	w.Flush()
 	to.gone = false
 	_, _ = w.Write([]byte("abc"))
 	if len(to.body) != 0 {
@@ -253,13 +249,13 @@ func (s *stalled) SetWriteDeadline(t time.Time) error {
 // P7: a client that stalls is taken for one that left, and holds nothing up for longer
 // than that takes.
 func TestStallingClientsAreGivenUp(t *testing.T) {
-	for name, stall := range map[string]func(*guard.Writer){
-		"in a write": func(w *guard.Writer) { _, _ = w.Write([]byte("x")) },
-		"in a flush": func(w *guard.Writer) { w.Flush() },
+	for name, stall := range map[string]func(*answer.Writer){
+		"in a write": func(w *answer.Writer) { _, _ = w.Write([]byte("x")) },
+		"in a flush": func(w *answer.Writer) { w.Flush() },
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				w := guard.NewWriter(&stalled{header: http.Header{}, deadline: make(chan struct{})}, post())
+				w := newWriter(&stalled{header: http.Header{}, deadline: make(chan struct{})}, post())
 				begin := time.Now()
 				w.WriteHeader(200)
 				stall(w)
@@ -294,7 +290,7 @@ func (s *slowDeadline) SetWriteDeadline(t time.Time) error {
 func TestDeadlinesOfAStallAreSetOneByOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		to := &slowDeadline{stalled: stalled{header: http.Header{}, deadline: make(chan struct{})}}
-		w := guard.NewWriter(to, post())
+		w := newWriter(to, post())
 		_, _ = w.Write([]byte("x"))
 		if to.setting.Load() || to.twice.Load() {
 			t.Error("a deadline was set while another one was")
@@ -306,7 +302,7 @@ func TestDeadlinesOfAStallAreSetOneByOne(t *testing.T) {
 func TestSilenceSetsNoDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		to := newClient()
-		w := guard.NewWriter(to, post())
+		w := newWriter(to, post())
 		_, _ = w.Write(bytes.Repeat([]byte("x"), 128<<10))
 		w.Flush()
 		time.Sleep(time.Hour)
@@ -323,7 +319,7 @@ func TestSilenceSetsNoDeadline(t *testing.T) {
 
 func TestWritersWithoutDeadlinesWork(t *testing.T) {
 	to := newClient()
-	w := guard.NewWriter(plainClient{to}, post())
+	w := newWriter(plainClient{to}, post())
 	_, _ = w.Write(bytes.Repeat([]byte("x"), 128<<10))
 	_, _ = w.Write([]byte("end"))
 	w.Release()

@@ -1,4 +1,4 @@
-package guard_test
+package answer_test
 
 import (
 	"errors"
@@ -6,6 +6,8 @@ import (
 	"net/http/httptest"
 	"strconv"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 )
 
 // client is the client's end of an answer: it notes what leaves, in order.
@@ -58,3 +60,13 @@ func (p plainClient) Write(b []byte) (int, error) { return p.c.Write(b) }
 func post() *http.Request { return httptest.NewRequest(http.MethodPost, "/", nil) }
 
 func head() *http.Request { return httptest.NewRequest(http.MethodHead, "/", nil) }
+
+func newWriter(w http.ResponseWriter, r *http.Request) *answer.Writer {
+	to := answer.NewWriter(w, r)
+	return &to
+}
+
+func newRecorder(w *answer.Writer, sink answer.Sink, marks ...answer.Field) *answer.Recorder {
+	rec := answer.NewRecorder(w, sink, marks)
+	return &rec
+}

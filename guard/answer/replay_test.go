@@ -1,4 +1,4 @@
-package guard_test
+package answer_test
 
 import (
 	"bytes"
@@ -13,14 +13,13 @@ import (
 	"testing"
 	"testing/iotest"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
 // replayed is a recorded answer.
-func replayed(status int, header map[string][]string, body io.Reader, trailer map[string][]string) api.Answer {
-	return api.Answer{
+func replayed(status int, header map[string][]string, body io.Reader, trailer map[string][]string) answer.Answer {
+	return answer.Answer{
 		Head: &execution.Head{Status: status, Header: header}, Body: body,
 		Trailer: func() map[string][]string { return trailer },
 	}
@@ -32,7 +31,7 @@ func TestPlayBringsTheRecordedAnswerBack(t *testing.T) {
 	to.header.Set("X-Removed", "from outside")
 	recorded := map[string][]string{"Content-Length": {"6"}, "X-Removed": nil, "X-Two": {"a", "b"}}
 	src := replayed(201, recorded, iotest.OneByteReader(strings.NewReader("abcdef")), nil)
-	err := guard.Play(guard.NewWriter(to, post()), post(), src, guard.Field{Name: "Idempotent-Replayed", Value: "true"})
+	err := answer.Play(newWriter(to, post()), post(), src, answer.Field{Name: "Idempotent-Replayed", Value: "true"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,7 +47,7 @@ func TestPlayBringsTheRecordedAnswerBack(t *testing.T) {
 
 func TestPlayOfAnEmptyAnswer(t *testing.T) {
 	to := newClient()
-	if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(204, nil, http.NoBody, nil)); err != nil {
+	if err := answer.Play(newWriter(to, post()), post(), replayed(204, nil, http.NoBody, nil)); err != nil {
 		t.Fatal(err)
 	}
 	if want := []string{"status 204"}; !slices.Equal(to.log, want) {
@@ -61,7 +60,7 @@ func TestALiveAnswerIsFlushed(t *testing.T) {
 	to := newClient()
 	src := replayed(200, nil, io.MultiReader(strings.NewReader("one"), strings.NewReader("two")), nil)
 	src.Live = true
-	if err := guard.Play(guard.NewWriter(to, post()), post(), src); err != nil {
+	if err := answer.Play(newWriter(to, post()), post(), src); err != nil {
 		t.Fatal(err)
 	}
 	if want := []string{"status 200", "flush", "write one", "flush", "write two", "flush"}; !slices.Equal(to.log, want) {
@@ -85,11 +84,11 @@ func TestACutAnswerIsNotEnded(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			to := newClient()
 			to.header.Set("Via", "1.1 Caddy")
-			w := guard.NewWriter(to, post())
+			w := newWriter(to, post())
 			body := io.MultiReader(strings.NewReader("abc"), iotest.ErrReader(cut))
 			src := replayed(200, c.header, body, map[string][]string{"X-Sum": {"1"}})
 			src.Live = true
-			err := guard.Play(w, post(), src, guard.Field{Name: "X-Mark", Value: "yes"})
+			err := answer.Play(w, post(), src, answer.Field{Name: "X-Mark", Value: "yes"})
 			if !errors.Is(err, cut) || w.Sent() != c.sent || !slices.Equal(to.log, c.want) {
 				t.Errorf("%v, sent %v %q; want %v, %v %q", err, w.Sent(), to.log, cut, c.sent, c.want)
 			}
@@ -114,7 +113,7 @@ func TestACutAnswerIsNotEnded(t *testing.T) {
 func TestARecordedAnswerGoesWhole(t *testing.T) {
 	to := newClient()
 	src := replayed(200, map[string][]string{"Content-Length": {"3"}}, io.MultiReader(strings.NewReader("abc"), strings.NewReader("more")), nil)
-	if err := guard.Play(guard.NewWriter(to, post()), post(), src); err != nil {
+	if err := answer.Play(newWriter(to, post()), post(), src); err != nil {
 		t.Fatal(err)
 	}
 	if want := []string{"status 200", "write abc"}; !slices.Equal(to.log, want) {
@@ -134,7 +133,7 @@ func TestPlayStopsWhenTheClientHasLeft(t *testing.T) {
 	to := newClient()
 	to.gone = true
 	body := new(endless)
-	if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(200, nil, body, nil)); err != nil {
+	if err := answer.Play(newWriter(to, post()), post(), replayed(200, nil, body, nil)); err != nil {
 		t.Error(err)
 	}
 	if body.reads != 1 {
@@ -151,7 +150,7 @@ func TestTrailersArePlayed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 				src := replayed(200, header, strings.NewReader("abc"), map[string][]string{"X-Sum": {"42"}})
-				if err := guard.Play(guard.NewWriter(w, r), r, src); err != nil {
+				if err := answer.Play(newWriter(w, r), r, src); err != nil {
 					t.Error(err)
 				}
 			}))
@@ -207,7 +206,7 @@ func TestGzipIsUnpackedForWhoDoesNotAcceptIt(t *testing.T) {
 				header["Etag"] = []string{c.etag}
 			}
 			to := newClient()
-			if err := guard.Play(guard.NewWriter(to, r), r, replayed(200, header, bytes.NewReader(packed), nil)); err != nil {
+			if err := answer.Play(newWriter(to, r), r, replayed(200, header, bytes.NewReader(packed), nil)); err != nil {
 				t.Fatal(err)
 			}
 			_, encoded := to.header["Content-Encoding"]
@@ -228,7 +227,7 @@ func TestGzipIsUnpackedForWhoDoesNotAcceptIt(t *testing.T) {
 func TestACutGzipIsNotPlayedAsWhole(t *testing.T) {
 	header := map[string][]string{"Content-Encoding": {"gzip"}}
 	body := gzipped("hello")[:20]
-	if err := guard.Play(guard.NewWriter(newClient(), post()), post(), replayed(200, header, bytes.NewReader(body), nil)); err == nil {
+	if err := answer.Play(newWriter(newClient(), post()), post(), replayed(200, header, bytes.NewReader(body), nil)); err == nil {
 		t.Error("played to the end")
 	}
 }
@@ -237,7 +236,7 @@ func TestEmptyBodiesMarkedAsGzip(t *testing.T) {
 	header := map[string][]string{"Content-Encoding": {"gzip"}}
 	for _, status := range []int{200, 204} {
 		to := newClient()
-		if err := guard.Play(guard.NewWriter(to, post()), post(), replayed(status, header, http.NoBody, nil)); err != nil || len(to.body) != 0 {
+		if err := answer.Play(newWriter(to, post()), post(), replayed(status, header, http.NoBody, nil)); err != nil || len(to.body) != 0 {
 			t.Errorf("%d: %v, body %q", status, err, to.body)
 		}
 	}
@@ -261,11 +260,11 @@ func TestP3MemoryOfAFailedWriteIsNotUsedAgain(t *testing.T) {
 	const mine = "mine, and nobody else's"
 	for range 100 { // the pool does not always give back what was put last
 		gone := &leaver{client: newClient()}
-		if err := guard.Play(guard.NewWriter(gone, post()), post(), replayed(200, nil, strings.NewReader(mine), nil)); err != nil {
+		if err := answer.Play(newWriter(gone, post()), post(), replayed(200, nil, strings.NewReader(mine), nil)); err != nil {
 			t.Fatal(err)
 		}
 		other := replayed(200, nil, strings.NewReader(strings.Repeat("x", 2*len(mine))), nil)
-		if err := guard.Play(guard.NewWriter(newClient(), post()), post(), other); err != nil {
+		if err := answer.Play(newWriter(newClient(), post()), post(), other); err != nil {
 			t.Fatal(err)
 		}
 		if string(gone.kept) != mine {

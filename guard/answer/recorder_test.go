@@ -1,4 +1,4 @@
-package guard_test
+package answer_test
 
 import (
 	"io"
@@ -7,7 +7,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 )
 
 // sink keeps a recording.
@@ -47,14 +47,14 @@ func record(to http.ResponseWriter, r *http.Request) *recorded { return recordCu
 
 // recorded is a recorder and what it has recorded.
 type recorded struct {
-	*guard.Recorder
+	*answer.Recorder
 	sink sink
 }
 
 func recordCut(to http.ResponseWriter, r *http.Request, cut func() bool) *recorded {
 	rec := new(recorded)
 	rec.sink.cut = cut
-	rec.Recorder = guard.NewRecorder(guard.NewWriter(to, r), &rec.sink, guard.Field{Name: "Execution-Status", Value: "executed"})
+	rec.Recorder = newRecorder(newWriter(to, r), &rec.sink, answer.Field{Name: "Execution-Status", Value: "executed"})
 	return rec
 }
 
@@ -111,7 +111,7 @@ func TestFieldsThatAreNeverReplayed(t *testing.T) {
 		h[name] = []string{"value"}
 	}
 	want := map[string][]string{"X-Kept": {"yes"}}
-	if got := guard.Replayable(h); !reflect.DeepEqual(got, want) {
+	if got := answer.Replayable(h); !reflect.DeepEqual(got, want) {
 		t.Errorf("replayable: %v, want %v", got, want)
 	}
 
@@ -148,11 +148,8 @@ func TestBytesGoToTheClientAndIntoTheRecording(t *testing.T) {
 	rec := record(to, post())
 	rec.Header().Set("Content-Length", "6")
 	_, _ = rec.Write([]byte("abc"))
-	if rec.Whole() {
-		t.Error("half a body is called whole")
-	}
 	_, _ = rec.Write([]byte("def"))
-	if !rec.Whole() {
+	if _, whole := rec.Finish(); !whole {
 		t.Error("a whole body is not called so")
 	}
 	if rec.sink.status != 200 || rec.sink.body != "abcdef" || rec.Status() != 200 {
@@ -161,7 +158,7 @@ func TestBytesGoToTheClientAndIntoTheRecording(t *testing.T) {
 	if len(to.log) > 0 { // it waits whole
 		t.Errorf("the client has %q", to.log)
 	}
-	if want := []string{"status 200", "write abcdef"}; !rec.Release(t.Context()) || !slices.Equal(to.log, want) {
+	if want := []string{"status 200", "write abcdef"}; !rec.Release(t.Context(), 0) || !slices.Equal(to.log, want) {
 		t.Errorf("the client has %q, want %q", to.log, want)
 	}
 }
@@ -246,7 +243,7 @@ func TestWhole(t *testing.T) {
 			if c.body != "" {
 				_, _ = rec.Write([]byte(c.body))
 			}
-			if got := rec.Whole(); got != c.want {
+			if _, got := rec.Finish(); got != c.want {
 				t.Errorf("Whole is %v, want %v", got, c.want)
 			}
 		})

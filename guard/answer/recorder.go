@@ -1,4 +1,4 @@
-package guard
+package answer
 
 import (
 	"cmp"
@@ -68,19 +68,17 @@ type Recorder struct {
 	length      int64 // announced, or -1
 	size        int64
 	interrupted bool
-	neighbour   string      // the Execution-Status of another guard behind this one: refused, in doubt, or empty
-	checkpoint  string      // and its Execution-Checkpoint, which nothing proves
 	judged      http.Header // what Sink.Judge gave
-	shows       int         // the status that the answer stands for, where it is another one (Writer.shows)
 }
 
-// begin begins a recorder on w. marks are header fields that the answer always carries. They must not change
+// NewRecorder returns a recorder on w. marks are header fields that the answer always carries. They must not change
 // while the recorder is in use.
-func (r *Recorder) begin(w *Writer, sink Sink, marks []Field) {
-	*r = Recorder{w: w, sink: sink, marks: marks, length: -1}
+func NewRecorder(w *Writer, sink Sink, marks []Field) Recorder {
+	r := Recorder{w: w, sink: sink, marks: marks, length: -1}
 	r.header = make(http.Header, len(w.Header())+len(marks)+4)
 	fill(r.header, w.Header())
 	r.mark(r.header)
+	return r
 }
 
 // Header is the future header of the answer, and its trailer.
@@ -135,13 +133,8 @@ func (r *Recorder) Status() int { return r.status }
 // Interrupted reports that the handler gave up because we had cancelled the call.
 func (r *Recorder) Interrupted() bool { return r.interrupted }
 
-// Whole reports whether the body has the announced length.
-func (r *Recorder) Whole() bool {
-	if r.length < 0 || r.w.head || !bodyAllowed(r.status) {
-		return true
-	}
-	return r.size == r.length
-}
+// Waits reports that the answer has begun and waits whole, so that another one may still take its place.
+func (r *Recorder) Waits() bool { return r.small != nil }
 
 // WriteHeader records and sends the header.
 func (r *Recorder) WriteHeader(status int) {
@@ -164,19 +157,8 @@ func (r *Recorder) WriteHeader(status int) {
 		return
 	}
 	r.status = status
-	for _, said := range r.header["Execution-Status"] {
-		if said == StatusRefused || said == StatusInDoubt {
-			r.neighbour = said
-		}
-	}
-	named := r.header[headerExecutionCheckpoint]
 	r.judged = r.sink.Judge(status)
 	r.mark(r.header)
-	for _, id := range named {
-		if !slices.Contains(r.header[headerExecutionCheckpoint], id) {
-			r.checkpoint = id
-		}
-	}
 	r.length = contentLength(r.header)
 	r.sink.Start(status, difference(r.w.Header(), r.header))
 	if held, whole := r.w.holds(status, r.length); held || whole {
@@ -255,16 +237,18 @@ func (r *Recorder) letGo(size int64) {
 	}
 }
 
-// Finish ends the recording of a whole answer: a handler that wrote nothing answered 200 without
-// a body, and announced or prefixed names in the header map are now the trailer.
-func (r *Recorder) Finish() {
+// Finish ends the recording of an answer, and returns its trailer. A handler that wrote nothing answered 200 without
+// a body, and announced or prefixed names in the header map are now the trailer. whole reports whether the body has
+// the announced length.
+func (r *Recorder) Finish() (trailer map[string][]string, whole bool) {
 	if r.status == 0 && !r.interrupted {
 		r.WriteHeader(http.StatusOK)
 	}
-	if t := r.Trailer(); len(t) > 0 {
-		r.sink.SetTrailer(t)
+	if trailer = r.trailer(); len(trailer) > 0 {
+		r.sink.SetTrailer(trailer)
 	}
 	r.mark(r.header) // in the trailer too
+	return trailer, r.length < 0 || r.w.head || !bodyAllowed(r.status) || r.size == r.length
 }
 
 // Apart reports that the client gets the answer at its own pace, so that Release and Drain may
@@ -273,12 +257,13 @@ func (r *Recorder) Apart() bool { return r.pump != nil }
 
 // Release sends the end of the answer, after waiting until the client has got everything before
 // or ctx is over. False means that it has not, and its connection must be aborted to show that.
-func (r *Recorder) Release(ctx context.Context) (whole bool) {
+// shows is the status that the answer stands for, where it is another one; else 0.
+func (r *Recorder) Release(ctx context.Context, shows int) (whole bool) {
 	if !r.drain(ctx) {
 		return false
 	}
 	h := r.w.Header()
-	r.w.shows = cmp.Or(r.w.shows, r.shows)
+	r.w.shows = cmp.Or(r.w.shows, shows)
 	if r.small != nil {
 		r.w.kept = true // all of it can go
 		r.letGo(r.size)
@@ -300,15 +285,20 @@ func (r *Recorder) Release(ctx context.Context) (whole bool) {
 }
 
 // Drain waits until the client has got what was written of an answer without an end, or ctx is
-// over. The client's connection must be aborted then.
-func (r *Recorder) Drain(ctx context.Context) { r.drain(ctx) }
+// over. The client's connection must be aborted then: what was not flushed may not reach it.
+func (r *Recorder) Drain(ctx context.Context) {
+	r.drain(ctx)
+	if r.w.final {
+		r.w.Attempt.Unanswered()
+	}
+}
 
 func (r *Recorder) drain(ctx context.Context) (whole bool) {
 	return r.pump == nil || !r.pump.end(ctx)
 }
 
-// Trailer is what was written after the body.
-func (r *Recorder) Trailer() map[string][]string {
+// trailer is what was written after the body.
+func (r *Recorder) trailer() map[string][]string {
 	var trailer map[string][]string
 	add := func(name string, values []string) {
 		if len(values) == 0 || neverReplayed(name) {
@@ -575,7 +565,7 @@ func (p *pump) run() {
 		case p.flush:
 			p.flush = false
 			p.mu.Unlock()
-			p.w.Flush()
+			p.w.flush()
 		case p.ended:
 			p.mu.Unlock()
 			return

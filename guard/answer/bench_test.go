@@ -1,4 +1,4 @@
-package guard_test
+package answer_test
 
 import (
 	"io"
@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 )
 
 // discard is a client and a sink that keep nothing.
@@ -34,24 +34,23 @@ func BenchmarkCapture(b *testing.B) {
 	for _, size := range []int{1 << 10, 64 << 10} {
 		b.Run(strconv.Itoa(size), func(b *testing.B) {
 			body, r := make([]byte, size), post()
-			marks := []guard.Field{{Name: "Execution-Status", Value: "executed"}, {Name: "Execution-Id", Value: "1"}}
+			marks := []answer.Field{{Name: "Execution-Status", Value: "executed"}, {Name: "Execution-Id", Value: "1"}}
 			b.SetBytes(int64(size))
 			b.ReportAllocs()
 			for b.Loop() {
 				to := discard{http.Header{"Server": {"Caddy"}}}
-				w := guard.NewWriter(to, r)
-				rec := guard.NewRecorder(w, sinkOf{}, marks...)
+				w := newWriter(to, r)
+				rec := newRecorder(w, sinkOf{}, marks...)
 				rec.Header()["Content-Type"] = []string{"application/json"}
 				rec.Header()["Content-Length"] = []string{strconv.Itoa(size)}
 				rec.WriteHeader(http.StatusOK)
 				if n, err := rec.Write(body); n != size || err != nil {
 					b.Fatal(n, err)
 				}
-				rec.Finish()
-				if !rec.Whole() {
+				if _, whole := rec.Finish(); !whole {
 					b.Fatal("the answer is not whole")
 				}
-				rec.Release(b.Context())
+				rec.Release(b.Context(), 0)
 			}
 		})
 	}

@@ -1,0 +1,4 @@
+package answer
+
+// Flush sends what is buffered to the client.
+func (w *Writer) Flush() { w.flush() }
