@@ -471,6 +471,11 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 		return stepDone, x.replay(found)
 	case execution.Doubtful:
 		x.call.Checkpoint = found.Record.Checkpoint
+		ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
+		defer cancel()
+		if x.engine.elsewhere.await(ctx, x.call.Key) {
+			return stepLookUp, nil
+		}
 		return x.doubt(found)
 	}
 	p := api.Unanswered(&found)

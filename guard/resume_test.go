@@ -525,11 +525,15 @@ func TestGETStreamsEndWithTheRecord(t *testing.T) {
 		if get.Body.String() != response("3") || time.Since(began) != 0 {
 			t.Errorf("%q after %v", get.Body, time.Since(began))
 		}
+		var retry sync.WaitGroup // its client has the answer
+		retry.Go(func() { s.do(s.pay("ada", "4", "k"), "200 replayed "+resumed("3", "4")) })
+		synctest.Wait()
 		s.end()
 		<-get.ended
 		if waited := time.Since(began); waited != time.Second {
 			t.Errorf("the end has waited for %v", waited)
 		}
+		retry.Wait()
 		s.do(s.pay("ada", "5", "k"), "200 replayed "+resumed("3", "5"))
 	})
 	synctest.Test(t, func(t *testing.T) {
