@@ -400,7 +400,7 @@ func New(c Config) (*Handler, error) {
 	initial(&c.Deadline, 5*time.Minute)
 	initial(&c.IdleTimeout, 10*time.Minute)
 	if c.Counts == nil {
-		c.Counts = NewCounts(c.Name)
+		c.Counts = NewCounts(c.Name, nil)
 	}
 	h := &Handler{
 		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude},

@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -23,7 +24,7 @@ import (
 func answering(b *bed) *bed {
 	e := &api.Endpoints{
 		Name: "default", Policy: func(string) any { return nil }, Mount: func(*http.Request) string { return "" },
-		Refused: func(*api.Problem, string) {}, Write: guard.WriteProblem,
+		Refused: func(*problem.Problem, string) {}, Write: guard.WriteProblem,
 		Open: func() (*api.Gateway, error) {
 			executions := b.engine.Executions
 			return &api.Gateway{Close: func() {}, Executions: executions, Waits: context.Background(),

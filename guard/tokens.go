@@ -295,7 +295,7 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 func (t *TokenPolicy) records() bool { return t.LedgerFirst || t.Evidence.Fleet() }
 
 // Bind binds the caller's own tokens in the store to a request. An error that is no refusal is a
-// *api.Problem, and nothing is known then.
+// *problem.Problem, and nothing is known then.
 func (t *TokenPolicy) Bind(ctx context.Context, own []*ect.Token, use evidence.Use) error {
 	err := t.free(ctx, own, use)
 	if err == nil {

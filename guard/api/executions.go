@@ -11,6 +11,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 const (
@@ -20,17 +21,18 @@ const (
 )
 
 // Unanswered is the problem of a call whose execution is settled, and has no answer to repeat.
-func Unanswered(found *execution.Finding) *Problem {
-	var p *Problem
+func Unanswered(found *execution.Finding) *problem.Problem {
+	var p *problem.Problem
 	switch found.Status {
 	case execution.ResultExpired:
-		p = NewProblem(ResultExpired, "The result was kept until "+found.Record.Result.Expires.UTC().Format(time.RFC3339)+".")
+		p = problem.New(problem.ResultExpired,
+			"The result was kept until "+found.Record.Result.Expires.UTC().Format(time.RFC3339)+".")
 	case execution.RolledBack:
-		p = NewProblem(RolledBack, "It was undone.")
+		p = problem.New(problem.RolledBack, "It was undone.")
 	case execution.Doubtful:
-		p = NewProblem(InDoubt, "Cause: "+string(found.Record.Cause)+".")
+		p = problem.New(problem.InDoubt, "Cause: "+string(found.Record.Cause)+".")
 	default:
-		p = NewProblem(ResultUnavailable, "The call was executed.")
+		p = problem.New(problem.ResultUnavailable, "The call was executed.")
 	}
 	p.State = found.State().String()
 	return p
@@ -56,11 +58,11 @@ func (e *Endpoints) executions(a responder, path string) error {
 	if err == nil || a.r.Context().Err() != nil {
 		return err
 	}
-	var p *Problem
+	var p *problem.Problem
 	if errors.As(err, &p) {
 		p.Cause = nil // only errors of the store are logged
 	} else {
-		p = NewProblem(StoreUnavailable, "The gateway's store does not answer.")
+		p = problem.New(problem.StoreUnavailable, "The gateway's store does not answer.")
 		p.Cause = err
 	}
 	p.Doubtful = true // the answer does not say whether the call was executed
@@ -83,7 +85,7 @@ func (q *executionsRequest) serve(path string) error {
 		return err
 	}
 	if who.Anonymous {
-		return NewProblem(AuthenticationRequired, "Send the credential that the call was made with.")
+		return problem.New(AuthenticationRequired, "Send the credential that the call was made with.")
 	}
 	q.caller = who.Caller
 	if q.question, err = parseQuestion(path, q.r.URL.RawQuery); err != nil {
@@ -114,7 +116,7 @@ func (q *executionsRequest) find() ([]execution.Recorded, error) {
 		return e.Record.Guard != q.Name || e.Record.Host != host || !q.concerns(&e)
 	})
 	if len(all) == 0 {
-		return nil, NewProblem(executionUnknown, "At this route and host, for the caller that asks.")
+		return nil, problem.New(executionUnknown, "At this route and host, for the caller that asks.")
 	}
 	slices.SortFunc(all, func(a, b execution.Recorded) int {
 		if c := b.Record.Created.Compare(a.Record.Created); c != 0 {
@@ -190,7 +192,7 @@ func parseQuestion(path, query string) (question, error) {
 	}
 	if err != nil {
 		text := err.Error()
-		return q, NewProblem(ExecutionIDInvalid, strings.ToUpper(text[:1])+text[1:]+".")
+		return q, problem.New(problem.ExecutionIDInvalid, strings.ToUpper(text[:1])+text[1:]+".")
 	}
 	q.id = id
 	values, err := url.ParseQuery(query)
@@ -276,27 +278,27 @@ func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) 
 	switch e.Status {
 	case execution.RunningHere, execution.RunningElsewhere:
 		if q.patience.Err() != nil {
-			return false, q.problem(InProgress, "It has not answered yet.", execution.StateSending)
+			return false, q.problem(problem.InProgress, "It has not answered yet.", execution.StateSending)
 		}
 		return q.follow(e)
 	case execution.Replayable:
 		return false, q.replay(e)
 	}
 	p := Unanswered(&e.Finding)
-	if p.kind == InDoubt {
+	if p.Kind() == problem.InDoubt {
 		p.StatusURL = ExecutionPath(q.id)
 	}
 	return false, p
 }
 
 func (q *executionsRequest) unavailable() error {
-	return q.problem(ResultUnavailable, "The call was executed.", execution.StateCompleted)
+	return q.problem(problem.ResultUnavailable, "The call was executed.", execution.StateCompleted)
 }
 
-func (q *executionsRequest) problem(k Kind, detail string, state execution.State) error {
-	p := NewProblem(k, detail)
+func (q *executionsRequest) problem(k problem.Kind, detail string, state execution.State) error {
+	p := problem.New(k, detail)
 	p.State = state.String()
-	if k == InProgress || k == InDoubt {
+	if k == problem.InProgress || k == problem.InDoubt {
 		p.StatusURL = ExecutionPath(q.id)
 	}
 	return p
@@ -335,7 +337,7 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 		case <-flight.Done():
 			return true, nil
 		default:
-			return false, q.problem(ResultUnavailable,
+			return false, q.problem(problem.ResultUnavailable,
 				"The call is running; its answer is too large to be kept.", execution.StateSending)
 		}
 	}

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // Whatever the id, the path that the gateway makes of it leads back to it.
@@ -49,7 +50,7 @@ func FuzzExecutionQuestion(f *testing.F) {
 			t.Fatalf("%q is no path of executions", text)
 		}
 		q, err := parseQuestion(to.name, u.RawQuery)
-		var p *Problem
+		var p *problem.Problem
 		switch {
 		case err == nil:
 			if execution.CheckID(q.id) != nil || q.wait < 0 || q.wait > LongestQuestion {
