@@ -372,8 +372,8 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		FailOpen:   h.FailOpen,
 		Headers:    policyHeaders{guard.HeaderExecutionID, guard.HeaderExecutionStatus, guard.HeaderReplayed},
 		Executions: policyAsked{
-			Status:  prefix + api.ExecutionsPath + "{id}{?wait,key,method,path}",
-			Output:  prefix + api.ExecutionsPath + "{id}/output{?wait,key,method,path}",
+			Status:  prefix + problem.ExecutionsPath + "{id}{?wait,key,method,path}",
+			Output:  prefix + problem.ExecutionsPath + "{id}/output{?wait,key,method,path}",
 			MaxWait: api.LongestQuestion.Seconds(),
 		},
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
@@ -438,8 +438,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Actions = append(doc.Actions, published)
 	}
 	for _, k := range api.Kinds() {
-		published := policyProblem{prefix + problem.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey}
-		doc.Problems = append(doc.Problems, published)
+		doc.Problems = append(doc.Problems, policyProblem{doc.DocumentedBy + k.Slug, k.Status, k.Title, k.SafeNewKey})
 	}
 	return doc
 }

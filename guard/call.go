@@ -20,7 +20,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
@@ -473,10 +472,13 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 	case execution.Doubtful:
 		x.call.Checkpoint = found.Record.Checkpoint
 		return x.doubt(found)
+	case execution.ResultExpired:
+		until := found.Record.Result.Expires.UTC().Format(time.RFC3339)
+		return stepDone, x.problem(problem.ResultExpired, "The result was kept until "+until+".", x.state)
+	case execution.RolledBack:
+		return stepDone, x.problem(problem.RolledBack, "It was undone.", x.state)
 	}
-	p := api.Unanswered(&found)
-	p.ExecutionID = x.call.Scope.ID
-	return stepDone, p
+	return stepDone, x.unavailable()
 }
 
 func (x *Call) replay(found execution.Finding) error {

@@ -41,7 +41,7 @@ func answering(b *bed) *bed {
 
 // about is a question of the caller "ann": what follows the path of the executions.
 func (b *bed) about(what string) *http.Request {
-	r := httptest.NewRequestWithContext(b.Context(), http.MethodGet, api.ExecutionsPath+what, nil)
+	r := httptest.NewRequestWithContext(b.Context(), http.MethodGet, problem.ExecutionsPath+what, nil)
 	r.Header.Set("Authorization", "Bearer ann")
 	return r
 }

@@ -513,7 +513,7 @@ func (x *Call) reportsItself(ctx context.Context, t *ect.Token) error {
 	if _, err := s.policy.Verifier.Verify(ctx, t.Raw(), ect.Presentation{Now: time.Now(), DAG: graph}); err != nil {
 		return err
 	}
-	return s.policy.graphOnly().CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
+	return s.policy.Reports.CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
 }
 
 // calledWith are the ids of the caller's own tokens and of the call's checkpoint.

@@ -16,7 +16,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -231,7 +230,7 @@ func (x *Call) pointToStatus(p *problem.Problem) {
 		return
 	}
 	if !Unnamed(x.call.Scope.Caller) {
-		p.StatusURL = api.ExecutionPath(x.call.Scope.ID)
+		p.StatusURL = problem.ExecutionPath(x.call.Scope.ID)
 	}
 }
 

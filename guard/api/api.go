@@ -41,11 +41,8 @@ import (
 // WellKnown begins all paths but those of the older drafts.
 const WellKnown = "/.well-known/cascade/"
 
-// Paths that other packages use. Callers ask for their executions at ExecutionsPath + id,
-// and for the answer at the same path with /output (ADR 0018). A rollback is read at
-// RollbackPath + "/" + id.
+// Paths that other packages use. A rollback is read at RollbackPath + "/" + id.
 const (
-	ExecutionsPath   = WellKnown + "executions/"
 	RollbackPath     = WellKnown + "rollback"
 	ATDRollbackPath  = "/.well-known/atd/rollback"
 	AERRRollbackPath = "/aerr/rollback"
@@ -101,7 +98,7 @@ var routes = []Route[resource]{
 	{WellKnown + "health", http.MethodGet, resource{endpoint: endpointHealth}},
 	{PlanSchemaPath, http.MethodGet, resource{endpoint: endpointPlanSchema}},
 	{problem.BasePath + "{slug...}", http.MethodGet, resource{endpoint: endpointProblems}},
-	{ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
+	{problem.ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
 
 	{WellKnown + "circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
 	{"/.well-known/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},

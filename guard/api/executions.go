@@ -20,24 +20,6 @@ const (
 	headerReplayed        = "Idempotent-Replayed"
 )
 
-// Unanswered is the problem of a call whose execution is settled, and has no answer to repeat.
-func Unanswered(found *execution.Finding) *problem.Problem {
-	var p *problem.Problem
-	switch found.Status {
-	case execution.ResultExpired:
-		p = problem.New(problem.ResultExpired,
-			"The result was kept until "+found.Record.Result.Expires.UTC().Format(time.RFC3339)+".")
-	case execution.RolledBack:
-		p = problem.New(problem.RolledBack, "It was undone.")
-	case execution.Doubtful:
-		p = problem.New(problem.InDoubt, "Cause: "+string(found.Record.Cause)+".")
-	default:
-		p = problem.New(problem.ResultUnavailable, "The call was executed.")
-	}
-	p.State = found.State().String()
-	return p
-}
-
 // executionsRequest is a request about the executions that a caller has given one id. It
 // executes nothing and claims no key.
 type executionsRequest struct {
@@ -51,7 +33,7 @@ type executionsRequest struct {
 }
 
 // executions answers callers' requests about their executions. path is what follows
-// ExecutionsPath, still percent-encoded.
+// problem.ExecutionsPath, still percent-encoded.
 func (e *Endpoints) executions(a responder, path string) error {
 	q := &executionsRequest{Endpoints: e, responder: a}
 	err := q.serve(path)
@@ -172,7 +154,7 @@ func (q *question) concerns(e *execution.Recorded) bool {
 		(q.path == "" || q.path == e.Record.Path)
 }
 
-// parseQuestion parses a path below ExecutionsPath, percent-encoded, and the query.
+// parseQuestion parses a path below problem.ExecutionsPath, percent-encoded, and the query.
 func parseQuestion(path, query string) (question, error) {
 	var q question
 	name, rest, more := strings.Cut(path, "/")
@@ -204,15 +186,6 @@ func parseQuestion(path, query string) (question, error) {
 	return q, err
 }
 
-// ExecutionPath returns the path of a caller's executions with an id. It quotes ids that
-// would be parsed as something else.
-func ExecutionPath(id string) string {
-	if id == "." || id == ".." || strings.HasPrefix(id, `"`) {
-		id = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(id) + `"`
-	}
-	return ExecutionsPath + url.PathEscape(id)
-}
-
 // executionsDocument lists the executions that a caller has given one id. Its members are
 // an API.
 type executionsDocument struct {
@@ -236,7 +209,7 @@ func describeExecution(mount, id string, e *execution.Recorded) executionStatus 
 	s := executionStatus{
 		Shown: e.Show(), Action: r.Action, Method: r.Method, Path: r.Path,
 		Replayable: e.Status == execution.Replayable, SafeNewKey: e.Status == execution.RolledBack,
-		OutputURL: mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
+		OutputURL: mount + problem.ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
 	}
 	if e.Status != execution.RunningHere && e.Status != execution.RunningElsewhere {
 		s.Deadline = time.Time{}
@@ -283,12 +256,15 @@ func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) 
 		return q.follow(e)
 	case execution.Replayable:
 		return false, q.replay(e)
+	case execution.ResultExpired:
+		until := e.Record.Result.Expires.UTC().Format(time.RFC3339)
+		return false, q.problem(problem.ResultExpired, "The result was kept until "+until+".", e.State())
+	case execution.RolledBack:
+		return false, q.problem(problem.RolledBack, "It was undone.", e.State())
+	case execution.Doubtful:
+		return false, q.problem(problem.InDoubt, "Cause: "+string(e.Record.Cause)+".", e.State())
 	}
-	p := Unanswered(&e.Finding)
-	if p.Kind() == problem.InDoubt {
-		p.StatusURL = ExecutionPath(q.id)
-	}
-	return false, p
+	return false, q.unavailable()
 }
 
 func (q *executionsRequest) unavailable() error {
@@ -299,7 +275,7 @@ func (q *executionsRequest) problem(k problem.Kind, detail string, state executi
 	p := problem.New(k, detail)
 	p.State = state.String()
 	if k == problem.InProgress || k == problem.InDoubt {
-		p.StatusURL = ExecutionPath(q.id)
+		p.StatusURL = problem.ExecutionPath(q.id)
 	}
 	return p
 }

@@ -22,7 +22,7 @@ func FuzzIDInAPath(f *testing.F) {
 			return
 		}
 		for suffix, output := range map[string]bool{"": false, "/output": true, "/output?key=ab": true} {
-			u, err := url.Parse(ExecutionPath(id) + suffix)
+			u, err := url.Parse(problem.ExecutionPath(id) + suffix)
 			if err != nil {
 				t.Fatalf("%q: %v", id, err)
 			}
@@ -41,7 +41,7 @@ func FuzzExecutionQuestion(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		u, err := url.Parse(ExecutionsPath + text)
+		u, err := url.Parse(problem.ExecutionsPath + text)
 		if err != nil {
 			return
 		}

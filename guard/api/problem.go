@@ -39,21 +39,17 @@ What the caller should do: {{.Caller}}
 What the operator can do: {{.Operator}}
 `))
 
-func serveIndex(w http.ResponseWriter) {
-	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	for _, k := range Kinds() {
-		_, _ = fmt.Fprintf(w, "%s%s\n\t%d %s\n", problem.BasePath, k.Slug, k.Status, k.Title) // only the client's leaving can fail here
-	}
-}
-
 // servePage answers with the page for people about the kind with this slug: as HTML if the
 // client accepts it, else as plain text. An empty slug lists all kinds.
 func servePage(w http.ResponseWriter, r *http.Request, slug string) {
+	all := Kinds()
 	if slug == "" {
-		serveIndex(w)
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		for _, k := range all {
+			_, _ = fmt.Fprintf(w, "%s%s\n\t%d %s\n", problem.BasePath, k.Slug, k.Status, k.Title)
+		}
 		return
 	}
-	all := Kinds()
 	i := slices.IndexFunc(all, func(k problem.Kind) bool { return k.Slug == slug })
 	if i < 0 {
 		http.Error(w, "There is no problem of this name.", http.StatusNotFound)
@@ -62,7 +58,7 @@ func servePage(w http.ResponseWriter, r *http.Request, slug string) {
 	w.Header().Set("Vary", "Accept")
 	if preferred(r, "text/plain", "text/html") == "text/html" {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
-		_ = htmlPage.Execute(w, all[i]) // only the client's leaving can fail here
+		_ = htmlPage.Execute(w, all[i]) // only the client's leaving can fail here, as above and below
 		return
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")

@@ -7,13 +7,28 @@ import (
 	"cmp"
 	"encoding/json"
 	"net/http"
+	"net/url"
 	"strconv"
 	"strings"
 	"time"
 )
 
-// BasePath + slug is the type URI of a problem, and the path of the page that explains it.
-const BasePath = "/.well-known/cascade/problems/"
+// Paths that problems name. BasePath + slug is the type URI of a problem, and the path of the page that
+// explains it. Callers ask for their executions at ExecutionsPath + id, and for the answer at the same path
+// with /output (ADR 0018).
+const (
+	BasePath       = "/.well-known/cascade/problems/"
+	ExecutionsPath = "/.well-known/cascade/executions/"
+)
+
+// ExecutionPath returns the path of a caller's executions with an id. It quotes ids that
+// would be parsed as something else.
+func ExecutionPath(id string) string {
+	if id == "." || id == ".." || strings.HasPrefix(id, `"`) {
+		id = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(id) + `"`
+	}
+	return ExecutionsPath + url.PathEscape(id)
+}
 
 // Problem is an error that the gateway itself answers with, as an RFC 9457 document. It is
 // an error value. The members with names are an API.
