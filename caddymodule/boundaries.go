@@ -19,6 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -299,7 +300,7 @@ func (w *boundaryWatch) endDue(ctx context.Context, idle time.Duration) {
 		o.unread = false
 		on, err := w.endOne(ctx, o.wid, o, idle)
 		o.next = time.Now().Add(max(readEvery, 10*time.Since(now)))
-		switch final := (*api.Problem)(nil); {
+		switch final := (*problem.Problem)(nil); {
 		case errors.As(err, &final): // it is too large, and grows
 			w.e.logger.Warn("the end of a workflow is not recorded", zap.String("workflow", o.wid), zap.String("reason", final.Detail))
 			on = false

@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/cascades"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // OnCascade says when a failure that spreads from one agent to others is a cascade (at least three must have failed),
@@ -220,7 +221,7 @@ func cascadesFor(h *Handler, e *engine, policy *tokenPolicy) *api.Cascades {
 				return who, false, nil, err
 			}
 			if !guard.VerifiedHere(caller) {
-				return who, false, nil, api.NewProblem(api.AuthenticationRequired,
+				return who, false, nil, problem.New(api.AuthenticationRequired,
 					"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 			}
 			p := h.proxy.Load()

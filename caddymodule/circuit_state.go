@@ -11,8 +11,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -319,7 +319,7 @@ func recordRejected(ctx context.Context, e *engine, policy *guard.TokenPolicy, o
 	}
 	c := evidence.Circuit{
 		Event: ect.EventCircuitOpen, Downstream: e.circuits.Downstream(open.Key.Upstream), Workflow: workflow, Reason: rejectedReason,
-		ErrorType: api.CircuitOpen.ErrorType,
+		ErrorType: problem.CircuitOpen.ErrorType,
 	}
 	for _, s := range e.circuits.Status() {
 		if s.Key == open.Key {

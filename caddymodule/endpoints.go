@@ -31,6 +31,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -56,11 +57,11 @@ func (h *Handler) serveEndpoint(w http.ResponseWriter, r *http.Request) bool {
 func (h *Handler) endpoints() *api.Endpoints {
 	e := &api.Endpoints{
 		Name: h.Name, Mount: mount, Challenge: h.challenge(),
-		Write: func(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+		Write: func(w http.ResponseWriter, r *http.Request, p *problem.Problem) {
 			p.Mount = mount(r)
 			guard.WriteProblem(w, r, p)
 		},
-		Refused: func(p *api.Problem, message string) {
+		Refused: func(p *problem.Problem, message string) {
 			h.handler.CountRefusal(p.Kind().Slug)
 			if p.Cause != nil {
 				h.logger.Error(message, slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
@@ -371,13 +372,13 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		FailOpen:   h.FailOpen,
 		Headers:    policyHeaders{guard.HeaderExecutionID, guard.HeaderExecutionStatus, guard.HeaderReplayed},
 		Executions: policyAsked{
-			Status:  prefix + api.ExecutionsPath + "{id}{?wait,key,method,path}",
-			Output:  prefix + api.ExecutionsPath + "{id}/output{?wait,key,method,path}",
+			Status:  prefix + problem.ExecutionsPath + "{id}{?wait,key,method,path}",
+			Output:  prefix + problem.ExecutionsPath + "{id}/output{?wait,key,method,path}",
 			MaxWait: api.LongestQuestion.Seconds(),
 		},
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
-		DocumentedBy: prefix + api.BasePath,
+		DocumentedBy: prefix + problem.BasePath,
 	}
 	if len(h.ExecutionID) == 0 {
 		doc.ExecutionID.Pattern = guard.KeyPattern
@@ -437,7 +438,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Actions = append(doc.Actions, published)
 	}
 	for _, k := range api.Kinds() {
-		doc.Problems = append(doc.Problems, policyProblem{prefix + api.BasePath + k.Slug, k.Status, k.Title, k.SafeNewKey})
+		doc.Problems = append(doc.Problems, policyProblem{doc.DocumentedBy + k.Slug, k.Status, k.Title, k.SafeNewKey})
 	}
 	return doc
 }
@@ -465,7 +466,7 @@ var (
 // those recorded in it. An unverified credential is no identity.
 func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
 	if !guard.VerifiedHere(caller) {
-		return nil, api.NewProblem(api.AuthenticationRequired,
+		return nil, problem.New(api.AuthenticationRequired,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 	}
 	operator := slices.Contains(h.Operators, h.handler.OperatorName(r, caller))
@@ -481,7 +482,7 @@ func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, w
 
 // circuitsOf selects the breakers that a workflow has records of.
 func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
-	unknown := api.NewProblem(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
+	unknown := problem.New(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 	if policy == nil {
 		return nil, unknown
 	}
@@ -509,7 +510,7 @@ func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Reques
 	defer cancel()
 	scope := r.URL.Query().Get("scope")
 	if scope != "" && scope != proxy.ScopeNode && scope != proxy.ScopeFleet {
-		return nil, api.NewProblem(api.ParameterInvalid, "The scope must be node or fleet.")
+		return nil, problem.New(api.ParameterInvalid, "The scope must be node or fleet.")
 	}
 	only, view := r.URL.Query().Get("state"), policy.forCalls().Asked(r.URL.Query().Get("wid"), who.Issuer)
 	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
@@ -534,7 +535,7 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 	if p == nil {
 		return nil
 	}
-	return &policyBreaker{*p, mount + api.BasePath + api.CircuitOpen.Slug, h.fallback != nil}
+	return &policyBreaker{*p, mount + problem.BasePath + problem.CircuitOpen.Slug, h.fallback != nil}
 }
 
 // asker identifies who asks, in the same way as callers. Tokens of a POST and a PUT are content and
@@ -571,7 +572,7 @@ func (h *Handler) challenge() string {
 // 6.1). A certificate counts as far as the token's verification uses it.
 func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request) (*api.Asker, error) {
 	if policy.Verifier == nil {
-		p := api.NewProblem(api.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
+		p := problem.New(problem.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
 		p.Reason = "untrusted"
 		return nil, p
 	}
@@ -598,13 +599,13 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 			return nil, err
 		}
 		if guard.Unnamed(caller) {
-			return nil, api.NewProblem(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
+			return nil, problem.New(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
 		}
 		return nil, &ect.Error{Code: ect.CodeMissing}
 	case 1:
 		return &api.Asker{Token: tokens.Own[0], All: tokens.All, Late: tokens.Late, Unseen: unseen}, nil
 	}
-	p := api.NewProblem(api.ECTInvalid, "Several tokens ask at once; send the one that asks, and at most what led to it.")
+	p := problem.New(problem.ECTInvalid, "Several tokens ask at once; send the one that asks, and at most what led to it.")
 	p.Reason = "several"
 	return nil, p
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 )
 
@@ -619,7 +620,7 @@ func (s *storeCounts) guard(name string) *guard.Counts {
 	defer s.mu.Unlock()
 	g := s.guards[name]
 	if g == nil {
-		g = guard.NewCounts(name)
+		g = guard.NewCounts(name, api.Kinds())
 		s.guards[name] = g
 	}
 	return g

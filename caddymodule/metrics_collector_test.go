@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/prometheus/client_golang/prometheus"
 )
 
@@ -358,7 +359,7 @@ func TestCountingAllocatesNothing(t *testing.T) {
 	set := newStoreCounts()
 	c := newCollector(set, "v1", "badger", healthy)
 	a, g := c.Action("g", "pay"), c.Guard("g")
-	slug := api.BodyTooLarge.Slug // the last
+	slug := problem.BodyTooLarge.Slug // the last
 	if n := testing.AllocsPerRun(100, func() {
 		a.Begun()
 		a.Settled(execution.InDoubt)
@@ -386,7 +387,7 @@ func BenchmarkCountRefusal(b *testing.B) {
 	a := newCollector(newStoreCounts(), "v1", "badger", healthy).Action("g", "pay")
 	b.ReportAllocs()
 	for b.Loop() {
-		a.Refused(api.InDoubt.Slug)
+		a.Refused(problem.InDoubt.Slug)
 	}
 }
 

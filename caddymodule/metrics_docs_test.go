@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"go.yaml.in/yaml/v3"
 )
 
@@ -150,8 +151,7 @@ func checkExpression(t *testing.T, where, expr string) (used []string) {
 func possible(label, value string) bool {
 	switch label {
 	case "problem":
-		_, ok := api.Find(value)
-		return ok
+		return slices.ContainsFunc(api.Kinds(), func(k problem.Kind) bool { return k.Slug == value })
 	case "outcome":
 		return slices.Contains([]string{"completed", "released", "in_doubt"}, value)
 	case "result":

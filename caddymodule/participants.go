@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -362,7 +363,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 // Nobody else has a name here.
 func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (identity, workflow string, err error) {
 	if policy == nil || policy.Verifier == nil {
-		return "", "", api.NewProblem(api.AuthenticationRequired, "This gateway believes nobody's tokens, since no `trust` is configured.")
+		return "", "", problem.New(api.AuthenticationRequired, "This gateway believes nobody's tokens, since no `trust` is configured.")
 	}
 	tokens, err := policy.Verify(r, nil)
 	if err == nil && tokens.Late != nil {
@@ -375,7 +376,7 @@ func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (ide
 		return "", "", guard.RefusedToken(err)
 	}
 	if len(tokens.Own) != 1 {
-		return "", "", api.NewProblem(api.AuthenticationRequired, "Only a coordinator of rollbacks can say this, with one signed token.")
+		return "", "", problem.New(api.AuthenticationRequired, "Only a coordinator of rollbacks can say this, with one signed token.")
 	}
 	token := tokens.Own[0]
 	switch {

@@ -317,6 +317,10 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
 		Engine: &e.forCalls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
+		Reports: api.NewLedger(api.LedgerOptions{ // without executions and checkpoints
+			Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own,
+		}),
+		HandlesRollback: api.HandlesRollback, FitsPhase: api.FitsPhase,
 	}}
 	ownKeys, err := events.Source()
 	if err != nil {

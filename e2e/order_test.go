@@ -11,8 +11,8 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // A-topological-order-b, -c: with `order par` a call whose token names a call that runs is refused, and nothing of
@@ -28,11 +28,11 @@ func TestOrderByParents(t *testing.T) {
 	running := g.begin(with(first, request{path: "/slow"}))
 	wait(t, hold.arrived, "the first call")
 
-	type problem struct {
+	type refusal struct {
 		Reason       string
-		Dependencies []api.Dependency
+		Dependencies []problem.Dependency
 	}
-	read := func(got reply) (doc problem) {
+	read := func(got reply) (doc refusal) {
 		t.Helper()
 		got.problem(t, http.StatusConflict, "dependency-not-done")
 		if err := json.Unmarshal([]byte(got.body), &doc); err != nil {
@@ -80,13 +80,13 @@ func TestOrderByPlan(t *testing.T) {
 	held := func(got reply, want ...string) {
 		t.Helper()
 		got.problem(t, http.StatusConflict, "dependency-not-done")
-		var doc struct{ Dependencies []api.Dependency }
+		var doc struct{ Dependencies []problem.Dependency }
 		if err := json.Unmarshal([]byte(got.body), &doc); err != nil || got.header.Get("Retry-After") == "" {
 			t.Fatalf("%v %v", err, got.header)
 		}
 		var nodes []string
 		for _, d := range doc.Dependencies {
-			nodes = append(nodes, d.Node+" "+string(d.State))
+			nodes = append(nodes, d.Node+" "+d.State)
 		}
 		if !slices.Equal(nodes, want) {
 			t.Errorf("held by %q, want %q", nodes, want)
@@ -161,7 +161,7 @@ func TestOrderByPlanAfterFailures(t *testing.T) {
 // document409 is what a refusal says of what holds a call.
 func document409(t *testing.T, got reply) (doc struct {
 	Reason       string
-	Dependencies []api.Dependency
+	Dependencies []problem.Dependency
 }) {
 	t.Helper()
 	if err := json.Unmarshal([]byte(got.body), &doc); err != nil || len(doc.Dependencies) == 0 {

@@ -12,6 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // stripeRetries is what stripe-go 85 does with an answer: below 400 and 429 with
@@ -263,13 +264,13 @@ func TestEndpoints(t *testing.T) {
 	g.store.failCommits(errBroken)
 	for _, k := range api.Kinds() {
 		for accept, kind := range map[string]string{"": "text/plain", "text/html,*/*": "text/html"} {
-			got := g.call(request{method: "GET", path: api.BasePath + k.Slug, header: headers{"Accept": accept}})
+			got := g.call(request{method: "GET", path: problem.BasePath + k.Slug, header: headers{"Accept": accept}})
 			if got.status != 200 || !strings.HasPrefix(got.header.Get("Content-Type"), kind) || !strings.Contains(got.body, k.Title) {
 				t.Errorf("%s: %d %v", k.Slug, got.status, got.header)
 			}
 		}
 	}
-	if got := g.call(request{method: "GET", path: api.BasePath + "no-such"}); got.status != 404 {
+	if got := g.call(request{method: "GET", path: problem.BasePath + "no-such"}); got.status != 404 {
 		t.Errorf("an unknown problem: %d", got.status)
 	}
 	const policy = "/.well-known/cascade/policy"
@@ -319,7 +320,7 @@ func TestEndpoints(t *testing.T) {
 	if head.status != 200 || head.body != "" {
 		t.Errorf("HEAD: %d", head.status)
 	}
-	for _, path := range []string{policy, api.BasePath + "in-doubt"} {
+	for _, path := range []string{policy, problem.BasePath + "in-doubt"} {
 		if got := g.call(request{path: path, id: "k"}); got.status != 405 || got.header.Get("Allow") != "GET, HEAD" {
 			t.Errorf("POST %s: %d %v", path, got.status, got.header)
 		}
@@ -348,13 +349,13 @@ func TestEndpointsElsewhere(t *testing.T) {
 		}
 	}`, u.addr)
 	get := func(path string) reply { return g.call(request{method: "GET", path: path}) }
-	if got := get(api.BasePath + "in-doubt"); got.status != 200 {
+	if got := get(problem.BasePath + "in-doubt"); got.status != 200 {
 		t.Errorf("%d", got.status)
 	}
 	if got := get("/.well-known/cascade/policy"); got.status != 418 {
 		t.Errorf("%d", got.status)
 	}
-	if got := get(api.BasePath + "in-progress"); got.status != 201 || got.body != "arrival 1" {
+	if got := get(problem.BasePath + "in-progress"); got.status != 201 || got.body != "arrival 1" {
 		t.Errorf("%d %q", got.status, got.body)
 	}
 	g.call(request{path: "/.well-known/cascade/x", id: "k"}).want(t, 201, "arrival 1", "executed")
@@ -401,7 +402,7 @@ func TestURLsLeadBackThroughThePrefix(t *testing.T) {
 		get(link, url, ann)
 	}
 	policy := get("the policy", "/api/.well-known/cascade/policy", nil)
-	for _, url := range []string{executionsPath + "{id}{?wait,key,method,path}", api.BasePath + "in-doubt"} {
+	for _, url := range []string{executionsPath + "{id}{?wait,key,method,path}", problem.BasePath + "in-doubt"} {
 		if !strings.Contains(policy.body, `"/api`+url+`"`) {
 			t.Errorf("the policy lacks /api%s:\n%s", url, policy.body)
 		}

@@ -15,11 +15,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -156,16 +156,16 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 }
 
 // noPermit is the problem of a call that got no permit.
-func noPermit(err error) *api.Problem {
+func noPermit(err error) *problem.Problem {
 	full := (*bulkhead.FullError)(nil)
 	if !errors.As(err, &full) {
 		panic(fmt.Sprintf("agent_guard: a bulkhead refused with %v", err))
 	}
-	kind := api.BulkheadFull
+	kind := problem.BulkheadFull
 	if full.Reason >= bulkhead.OverRate {
-		kind = api.QuotaExceeded
+		kind = problem.QuotaExceeded
 	}
-	p := api.NewProblem(kind, noPermits[full.Reason])
+	p := problem.New(kind, noPermits[full.Reason])
 	p.Reason, p.RetryAfter = full.Reason.String(), full.RetryAfter
 	return p
 }
@@ -224,7 +224,7 @@ func recordUnserved(ctx context.Context, x *Call, class bulkhead.Class) error {
 	}
 	r := evidence.Rejection{
 		ID:         s.policy.Evidence.RejectionID("bulkhead "+x.h.Name+" "+class.String(), uint64(now.Unix()/3600), s.call.Workflow, ""),
-		Downstream: cmp.Or(x.h.UpstreamIdentity, x.h.Name), ErrorType: api.BulkheadFull.ErrorType,
+		Downstream: cmp.Or(x.h.UpstreamIdentity, x.h.Name), ErrorType: problem.BulkheadFull.ErrorType,
 		Severity: "warning", Description: "calls of the workflow wait for the upstream; nothing was forwarded yet",
 	}
 	if class == bulkhead.Critical {

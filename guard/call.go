@@ -20,12 +20,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
@@ -45,7 +45,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	h.keepEndToEnd(r.Header)
 	action, as, err := h.classify(r)
 	if err != nil {
-		if p := (*api.Problem)(nil); errors.As(err, &p) {
+		if p := (*problem.Problem)(nil); errors.As(err, &p) {
 			h.Host.Note(r, "status", StatusRefused)
 			h.Host.Note(r, "problem", p.Kind().Slug)
 			h.refuseUnguarded(w, r, nil, p)
@@ -111,7 +111,7 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 	if x.failsOpen(err) {
 		err = refusedByCircuit(x.forwardUnguarded(w, next, err), VerifiedHere(x.call.Scope.Caller))
 	}
-	if p := (*api.Problem)(nil); errors.As(err, &p) {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) {
 		x.recordRejection(p)
 		if answered, err := x.degrade(w, p); answered {
 			return err
@@ -143,7 +143,7 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Messa
 	if err == nil {
 		return nil
 	}
-	if p := (*api.Problem)(nil); errors.As(err, &p) {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) {
 		h.refuseUnguarded(w, r, m, p)
 		return nil
 	}
@@ -463,7 +463,7 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 	switch found.Status {
 	case execution.Mismatch:
 		x.emit(EventMismatch, nil)
-		return stepDone, x.problem(api.FingerprintMismatch,
+		return stepDone, x.problem(problem.FingerprintMismatch,
 			"The host, the query, the media type or the body differ from the call that this id was first used for.", x.state)
 	case execution.RunningHere, execution.RunningElsewhere:
 		return x.attach(found)
@@ -477,10 +477,13 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 			return stepLookUp, nil
 		}
 		return x.doubt(found)
+	case execution.ResultExpired:
+		until := found.Record.Result.Expires.UTC().Format(time.RFC3339)
+		return stepDone, x.problem(problem.ResultExpired, "The result was kept until "+until+".", x.state)
+	case execution.RolledBack:
+		return stepDone, x.problem(problem.RolledBack, "It was undone.", x.state)
 	}
-	p := api.Unanswered(&found)
-	p.ExecutionID = x.call.Scope.ID
-	return stepDone, p
+	return stepDone, x.unavailable()
 }
 
 func (x *Call) replay(found execution.Finding) error {
@@ -514,18 +517,18 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	if x.r.Header.Get(HeaderExecutionParent) == x.call.Scope.ID {
 		x.h.Logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
 			slog.Any("key", x.call.Key), slog.String("guard", x.h.Name))
-		return stepDone, x.problem(api.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
+		return stepDone, x.problem(problem.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
 	}
 	flight, follower := x.executions.Follow(x.call.Key, found)
 	if flight == nil {
-		return stepDone, x.problem(api.InProgress, "It runs on another node.", execution.StateSending)
+		return stepDone, x.problem(problem.InProgress, "It runs on another node.", execution.StateSending)
 	}
 	if follower == nil {
 		select {
 		case <-flight.Done():
 			return stepLookUp, nil
 		default:
-			return stepDone, x.problem(api.ResultUnavailable,
+			return stepDone, x.problem(problem.ResultUnavailable,
 				"The call is running; its answer is too large to be kept.", execution.StateSending)
 		}
 	}
@@ -540,7 +543,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	case x.r.Context().Err() != nil:
 		return stepDone, x.gone()
 	case err != nil:
-		return stepDone, x.problem(api.InProgress, "An earlier attempt has not answered yet.", execution.StateSending)
+		return stepDone, x.problem(problem.InProgress, "An earlier attempt has not answered yet.", execution.StateSending)
 	}
 	x.note("attached", "")
 	x.action.Counts.Attached()
@@ -574,7 +577,7 @@ func (x *Call) sayDoubt(flight *execution.Flight) bool {
 		return false
 	}
 	_, err := x.followedInVain(flight)
-	p := (*api.Problem)(nil)
+	p := (*problem.Problem)(nil)
 	if !errors.As(err, &p) {
 		return false
 	}
@@ -784,9 +787,10 @@ func (x *Call) enter(found execution.Finding) (in admission, err error) {
 		case !errors.As(err, &blocked):
 			return in, x.storeFailed(err)
 		case blocked.Stopped: // for good, whatever people say
-			return in, x.problem(api.WorkflowStopped, "A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
+			return in, x.problem(problem.WorkflowStopped,
+				"A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
 		default:
-			return in, x.problem(api.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+			return in, x.problem(problem.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
 		}
 	}
 	if x.engine.Escalations == nil || workflow == "" {
@@ -806,10 +810,11 @@ func (x *Call) heldBy(e *hitl.Escalation, err error) error {
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	p := x.problem(api.WorkflowPaused, "A person has to look at the workflow before it goes on. Nothing was forwarded.", 0)
+	p := x.problem(problem.WorkflowPaused,
+		"A person has to look at the workflow before it goes on. Nothing was forwarded.", 0)
 	p.RetryAfter = decisionRetry
 	if e.Level == hitl.Stop {
-		p = x.problem(api.WorkflowStopped, "The workflow is stopped until a person resumes it. Nothing was forwarded.", 0)
+		p = x.problem(problem.WorkflowStopped, "The workflow is stopped until a person resumes it. Nothing was forwarded.", 0)
 	}
 	p.EscalationID = e.ID
 	return p
@@ -847,11 +852,12 @@ func (x *Call) approved(a *Approval) error {
 	if err != nil {
 		return x.storeFailed(err)
 	}
-	refused, keep := x.problem(api.ApprovalDenied, "A person has denied this call.", 0), time.Duration(0)
+	refused, keep := x.problem(problem.ApprovalDenied, "A person has denied this call.", 0), time.Duration(0)
 	switch {
 	case e.Status == hitl.Pending:
 		keep = 2 * cmp.Or(a.Within, approvalTime) // to decide, and to use the approval
-		refused = x.problem(api.ApprovalRequired, "The call waits until a person has approved it. Nothing was forwarded.", 0)
+		refused = x.problem(problem.ApprovalRequired,
+			"The call waits until a person has approved it. Nothing was forwarded.", 0)
 		refused.RetryAfter = decisionRetry
 	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(cmp.Or(a.Within, approvalTime), x.call.KeepKey))):
 		if s := &x.evidence; e.Resolution != "" && s.call.Workflow != "" && len(s.call.Parents) < ect.MaxParents && !slices.Contains(s.call.Parents, e.Resolution) {
@@ -882,7 +888,7 @@ func (x *Call) askPeople(a *Approval, hash string) (hitl.Escalation, error) {
 		return hitl.Escalation{}, err
 	}
 	if full {
-		return hitl.Escalation{}, x.problem(api.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
+		return hitl.Escalation{}, x.problem(problem.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
 	}
 	named := ""
 	if VerifiedHere(caller) {

@@ -10,14 +10,14 @@ import (
 	"sync"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 func (x *Call) inDoubt(cause execution.Cause) error {
-	p := x.problem(api.InDoubt, "Cause: "+string(cause)+".", execution.StateInDoubt)
+	p := x.problem(problem.InDoubt, "Cause: "+string(cause)+".", execution.StateInDoubt)
 	p.RetryHelps = x.runsAgain()
 	return p
 }
@@ -27,7 +27,7 @@ func (x *Call) inDoubt(cause execution.Cause) error {
 func (x *Call) doubtMarks() http.Header {
 	marks := http.Header{HeaderExecutionStatus: {StatusInDoubt}}
 	if !x.runsAgain() {
-		api.NoRetry(marks)
+		problem.NoRetry(marks)
 	}
 	return marks
 }
@@ -58,7 +58,7 @@ func (x *Call) stillInDoubt(o execution.Outcome) execution.Outcome {
 
 // refusedInDoubt adds to a refusal that the call may have been executed before.
 func (x *Call) refusedInDoubt(err error) error {
-	if p := (*api.Problem)(nil); errors.As(err, &p) && x.mayHaveRun() {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) && x.mayHaveRun() {
 		p.Doubtful, p.State = true, execution.StateInDoubt.String()
 	}
 	return err

@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -126,7 +126,7 @@ func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, statu
 		}
 	}
 	own := x.upstream.Status()
-	x.heldUp = x.sink.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
+	x.heldUp = x.sink.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && problem.NothingSent(rec.Header(), x.call.Scope.ID)
 	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
@@ -538,7 +538,7 @@ func (x *Call) failsOpen(err error) bool {
 // forwardUnguarded hands the call to the next handler as if there were no guard.
 func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) error {
 	x.action.Counts.FailedOpen()
-	x.note(statusUnguarded, api.StoreUnavailable.Slug)
+	x.note(statusUnguarded, problem.StoreUnavailable.Slug)
 	if calls := x.h.failures.due(time.Now()); calls > 0 {
 		x.h.Logger.Warn("the store is unavailable; calls are forwarded unguarded, and retries of them run again",
 			slog.String("guard", x.h.Name), slog.Uint64("calls", calls), slog.Any("error", rootOf(cause)))
@@ -570,7 +570,7 @@ func (x *Call) unguardedRequest() *http.Request {
 }
 
 func rootOf(err error) error {
-	if p := (*api.Problem)(nil); errors.As(err, &p) && p.Cause != nil {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) && p.Cause != nil {
 		return p.Cause
 	}
 	return err
@@ -597,8 +597,8 @@ func (s *throttle) due(now time.Time) uint64 {
 }
 
 // degrade answers a call that a breaker refused with the fallback, if there is one.
-func (x *Call) degrade(w http.ResponseWriter, p *api.Problem) (answered bool, err error) {
-	if x.h.Fallback == nil || p.Kind() != api.CircuitOpen {
+func (x *Call) degrade(w http.ResponseWriter, p *problem.Problem) (answered bool, err error) {
+	if x.h.Fallback == nil || p.Kind() != problem.CircuitOpen {
 		return false, nil
 	}
 	x.note(StatusRefused, p.Kind().Slug)

@@ -121,7 +121,7 @@ type Config struct {
 	Checkpoints checkpoint.Terms
 
 	// Endpoint answers requests for the gateway's own paths, and reports whether it did. Problems
-	// then link to api.ExecutionPath. Nil has none.
+	// then link to problem.ExecutionPath. Nil has none.
 	Endpoint func(w http.ResponseWriter, r *http.Request) bool
 	// Bulkhead shares the upstream among workflows, also for calls that are not guarded; nil does not.
 	// Priority is the class of those that are not guarded: its name, or text with placeholders, which
@@ -139,7 +139,7 @@ type Config struct {
 	Send  func(ctx context.Context, r *InternalRequest) (*InternalAnswer, error)
 	Reach string
 
-	// Counts may be shared by all handlers of one name. Default: its own.
+	// Counts may be shared by all handlers of one name. Default: its own, without problems.
 	Counts *Counts
 	// Logger gets what operators should know. Default: no logs.
 	Logger *slog.Logger
@@ -400,7 +400,7 @@ func New(c Config) (*Handler, error) {
 	initial(&c.Deadline, 5*time.Minute)
 	initial(&c.IdleTimeout, 10*time.Minute)
 	if c.Counts == nil {
-		c.Counts = NewCounts(c.Name)
+		c.Counts = NewCounts(c.Name, nil)
 	}
 	h := &Handler{
 		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude},

@@ -22,10 +22,10 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -49,7 +49,7 @@ func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, issuer string) (
 	if credentials := h.fields.Join(r.Header, fingerprint.Credential); credentials != "" {
 		for _, name := range signable {
 			if unstable(r.Header[name]) && h.fields.Class(name) == fingerprint.Credential {
-				return "", api.NewProblem(api.CallerUnstable,
+				return "", problem.New(problem.CallerUnstable,
 					"The scheme of "+name+" is neither Basic nor Bearer, and no `caller` is configured.")
 			}
 		}
@@ -125,9 +125,9 @@ func (x *Call) refuseUnnamed(c *execution.Call) error {
 		return nil
 	}
 	if len(x.r.Header["Cookie"]) == 0 {
-		return api.NewProblem(api.CallerUnstable, "Its only credential is a signature, and no `caller` is configured.")
+		return problem.New(problem.CallerUnstable, "Its only credential is a signature, and no `caller` is configured.")
 	}
-	return api.NewProblem(api.CallerUnstable, "Its only credential is cookies, and nothing says which of them name the caller. "+
+	return problem.New(problem.CallerUnstable, "Its only credential is cookies, and nothing says which of them name the caller. "+
 		"Whoever runs the gateway writes `caller cookie NAME` in the block of the guard.")
 }
 
@@ -240,7 +240,7 @@ func workflow(r *http.Request, m *protocol.Message, tokens *Tokens) (string, err
 	lines := r.Header[HeaderWorkflowID]
 	switch {
 	case len(lines) > 1:
-		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Id was sent more than once; send exactly one line, with one id.")
+		return "", problem.New(problem.WorkflowIDInvalid, "The header Workflow-Id was sent more than once; send exactly one line, with one id.")
 	case len(lines) == 0 || lines[0] == "":
 		id := traceID(r.Header.Get("Traceparent"))
 		if id == "" && m != nil {
@@ -248,9 +248,9 @@ func workflow(r *http.Request, m *protocol.Message, tokens *Tokens) (string, err
 		}
 		return id, nil
 	case len(lines[0]) > execution.MaxID:
-		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Id is too long; send 1 to 255 visible ASCII characters.")
+		return "", problem.New(problem.WorkflowIDInvalid, "The header Workflow-Id is too long; send 1 to 255 visible ASCII characters.")
 	case execution.CheckID(lines[0]) != nil:
-		return "", api.NewProblem(api.WorkflowIDInvalid,
+		return "", problem.New(problem.WorkflowIDInvalid,
 			"The header Workflow-Id holds a space, or another character that is not allowed; send 1 to 255 visible ASCII characters, such as a UUID.")
 	}
 	return lines[0], nil
@@ -280,7 +280,7 @@ func traceID(traceparent string) string {
 
 var errNoID = errors.New("no execution id")
 
-func invalidID(err error) error { return api.NewProblem(api.ExecutionIDInvalid, sentence(err)) }
+func invalidID(err error) error { return problem.New(problem.ExecutionIDInvalid, sentence(err)) }
 
 func sentence(err error) string {
 	text := err.Error()
@@ -460,11 +460,11 @@ func Peer(r *http.Request) string {
 func RefusedToken(err error) error {
 	var refused *ect.Error
 	if !errors.As(err, &refused) {
-		p := api.NewProblem(api.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
+		p := problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
 		p.Cause = err
 		return p
 	}
-	p := api.NewProblem(api.ECTInvalid, refused.Detail())
+	p := problem.New(problem.ECTInvalid, refused.Detail())
 	p.Status, p.Reason = refused.Status(), string(refused.Code)
 	return p
 }
@@ -615,7 +615,7 @@ func namedKey(h http.Header, members []fingerprint.Member) (string, error) {
 			return invalidID(fmt.Errorf("%s%s: %w", of, name, err))
 		case from != "" && id != value:
 			one, other := min(kind+from, of+name), max(kind+from, of+name)
-			return api.NewProblem(api.ExecutionIDInvalid, "Different ids stand in "+one+" and in "+other+". Send one, or the same in both.")
+			return problem.New(problem.ExecutionIDInvalid, "Different ids stand in "+one+" and in "+other+". Send one, or the same in both.")
 		}
 		id, from, kind = value, name, of
 		return nil
@@ -687,7 +687,7 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 		if i := slices.IndexFunc(x.h.ExecutionID, func(s IDSource) bool { return s.Header != "" }); i >= 0 {
 			field = x.h.ExecutionID[i].Header
 		}
-		return "", api.NewProblem(api.ExecutionIDMissing, "Send one "+field+" header.")
+		return "", problem.New(problem.ExecutionIDMissing, "Send one "+field+" header.")
 	case MissingDerive:
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
@@ -809,7 +809,7 @@ func (x *Call) readBody(wanted func(start []byte) bool) error {
 		return nil
 	}
 	if x.h.Host.Incremental(x.r.Header) {
-		p := api.NewProblem(api.StreamRefused, "It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
+		p := problem.New(problem.StreamRefused, "It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
 		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
 		return p
 	}
@@ -844,7 +844,7 @@ type rejoined struct {
 }
 
 func tooLarge(limit int64) error {
-	return api.NewProblem(api.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
+	return problem.New(problem.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
 }
 
 // unreadBody is the refusal of a call whose body could not be read.
@@ -857,11 +857,12 @@ func (x *Call) unreadBody(err error) error {
 	case errors.As(err, &max): // by request_body
 		return tooLarge(max.Limit)
 	case errors.Is(err, errSecondMessage):
-		return api.NewProblem(api.StreamRefused, "It is a gRPC call that is declared unary and sends more than one message.")
+		return problem.New(problem.StreamRefused, "It is a gRPC call that is declared unary and sends more than one message.")
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return api.NewProblem(api.BodyTimeout, fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", x.body.Size()))
+		return problem.New(problem.BodyTimeout,
+			fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", x.body.Size()))
 	case errors.As(err, &spill):
-		p := api.NewProblem(api.StoreUnavailable, "The request's body could not be kept.")
+		p := problem.New(problem.StoreUnavailable, "The request's body could not be kept.")
 		p.Cause = err
 		return p
 	}

@@ -14,8 +14,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -156,8 +156,8 @@ func TestUnstableCredentialsAreRefused(t *testing.T) {
 		"GNAP a": true, "Negotiate a": true, "raw-token": true, "Bearer,Signature a": true,
 	} {
 		_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", value), "")
-		var p *api.Problem
-		if got := errors.As(err, &p) && p.Kind() == api.CallerUnstable; got != refused {
+		var p *problem.Problem
+		if got := errors.As(err, &p) && p.Kind() == problem.CallerUnstable; got != refused {
 			t.Errorf("%q: refused %v (%v), want %v", value, got, err, refused)
 		}
 	}
@@ -219,8 +219,8 @@ func TestWorkflow(t *testing.T) {
 		r := request("POST", "/")
 		r.Header["Workflow-Id"] = lines
 		_, err := workflow(r, nil, new(Tokens))
-		var p *api.Problem
-		if !errors.As(err, &p) || p.Kind() != api.WorkflowIDInvalid || p.Kind().SafeNewKey {
+		var p *problem.Problem
+		if !errors.As(err, &p) || p.Kind() != problem.WorkflowIDInvalid || p.Kind().SafeNewKey {
 			t.Errorf("%q: %v", lines, err)
 		}
 	}
@@ -280,7 +280,7 @@ func TestIDInTheBody(t *testing.T) {
 			}
 			defer x.close()
 			got, err := x.statedID(nil)
-			var p *api.Problem
+			var p *problem.Problem
 			if c.slug != "" && (!errors.As(err, &p) || p.Kind().Slug != c.slug) || c.slug == "" && (err != nil || got != c.want) {
 				t.Errorf("%q, %v; want %q %s", got, err, c.want, c.slug)
 			}
@@ -315,7 +315,7 @@ func TestStatedID(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			got, err := stated(t, Config{ExecutionID: c.sources}, request("POST", "/", c.fields...))
-			var p *api.Problem
+			var p *problem.Problem
 			switch {
 			case c.slug != "":
 				if !errors.As(err, &p) || p.Kind().Slug != c.slug {

@@ -96,7 +96,7 @@ func TestOutcomeWhileTheStoreIsAway(t *testing.T) {
 func TestTimesOfCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := acting(t, guard.Action{}, says(200, "done"))
-		b.config.Counts = guard.NewCounts("default")
+		b.config.Counts = guard.NewCounts("default", nil)
 		one := b.node(b.disk.Join("one"))
 		one.sees(one.post(""), "200 executed done")
 		one.sees(one.post(""), "200 replayed done")

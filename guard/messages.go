@@ -17,9 +17,9 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -40,7 +40,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 		if q, ok := h.Protocol.Parse(x.r.Header, x.r.URL.Path, []byte("{}")); ok {
 			x.message.REST = q[0].REST
 		}
-		return nil, api.NewProblem(api.BodyTooLarge, fmt.Sprintf("A message has at most %d bytes.", maxMessage))
+		return nil, problem.New(problem.BodyTooLarge, fmt.Sprintf("A message has at most %d bytes.", maxMessage))
 	}
 	body := make([]byte, x.body.Size()) // its own: the message outlives the call, where that is settled later
 	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
@@ -66,7 +66,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	switch {
 	case changing > 1 && announced:
 		x.message = nil
-		return nil, api.NewProblem(api.BatchMixed, fmt.Sprintf("Send each of the %d in a request of its own.", changing))
+		return nil, problem.New(problem.BatchMixed, fmt.Sprintf("Send each of the %d in a request of its own.", changing))
 	case changing > 1:
 		x.message = nil
 	case changing == 1 && h.byMessage:
@@ -233,7 +233,7 @@ func (h *Handler) unread(w http.ResponseWriter, x *Call, err error) error {
 	if x.release != nil {
 		defer x.release()
 	}
-	p := (*api.Problem)(nil)
+	p := (*problem.Problem)(nil)
 	if !errors.As(err, &p) {
 		return err
 	}

@@ -9,8 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // UnguardedReason says why a request is not guarded.
@@ -64,8 +64,8 @@ type ActionCounts struct {
 	probes   [probeResults]atomic.Uint64
 	retries  [len(retryEvidence)]atomic.Uint64 // that were recognised
 	cancels  [2]atomic.Uint64                  // that were kept back, and passed on
-	slugs    []string                          // of problems, in the order of their counts
-	problems []atomic.Uint64
+	kinds    []problem.Kind                    // of problems that are counted
+	problems []atomic.Uint64                   // by kind
 }
 
 // Begun counts an execution that has begun. Settled must follow.
@@ -109,8 +109,8 @@ func (a *ActionCounts) Probed(r ProbeResult) { a.probes[r].Add(1) }
 
 // Refused counts a request that was answered with the problem of this slug.
 func (a *ActionCounts) Refused(slug string) {
-	for i := range a.slugs {
-		if a.slugs[i] == slug {
+	for i := range a.kinds {
+		if a.kinds[i].Slug == slug {
 			a.problems[i].Add(1)
 			return
 		}
@@ -154,8 +154,8 @@ func (a *ActionCounts) Report() ActionReport {
 	for i := range a.probes {
 		r.Probes[ProbeResult(i)] = a.probes[i].Load()
 	}
-	for i, slug := range a.slugs {
-		r.Problems[slug] = a.problems[i].Load()
+	for i := range a.kinds {
+		r.Problems[a.kinds[i].Slug] = a.problems[i].Load()
 	}
 	return r
 }
@@ -205,6 +205,7 @@ func (t *times) report(bounds []float64) TimesReport {
 // Counts counts the requests of all guards of one name over one store.
 type Counts struct {
 	name      string
+	kinds     []problem.Kind              // of problems that are counted
 	calls     [len(countedStatuses)]times // of guarded calls, by what became of them
 	added     times                       // by the guard, to each call that was executed
 	unguarded [unguardedReasons]atomic.Uint64
@@ -214,8 +215,8 @@ type Counts struct {
 	actions []*ActionCounts
 }
 
-// NewCounts returns counts for the guards of a name.
-func NewCounts(name string) *Counts { return &Counts{name: name} }
+// NewCounts returns counts for the guards of a name, and of problems of these kinds.
+func NewCounts(name string, kinds []problem.Kind) *Counts { return &Counts{name: name, kinds: kinds} }
 
 // Unguarded counts a request that is not guarded.
 func (c *Counts) Unguarded(r UnguardedReason) { c.unguarded[r].Add(1) }
@@ -243,11 +244,7 @@ func (c *Counts) Action(name string) *ActionCounts {
 	if i := slices.IndexFunc(c.actions, func(a *ActionCounts) bool { return a.name == name }); i >= 0 {
 		return c.actions[i]
 	}
-	a := &ActionCounts{guard: c.name, name: name}
-	for _, k := range api.Kinds() {
-		a.slugs = append(a.slugs, k.Slug)
-	}
-	a.problems = make([]atomic.Uint64, len(a.slugs))
+	a := &ActionCounts{guard: c.name, name: name, kinds: c.kinds, problems: make([]atomic.Uint64, len(c.kinds))}
 	c.actions = append(c.actions, a)
 	return a
 }

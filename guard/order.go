@@ -8,9 +8,9 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // A workflow's tasks begin in topological order (ATD, "Topological Order"; ADR 0115): a call is refused until
@@ -28,19 +28,21 @@ func ordered(x *Call) error {
 		return nil
 	}
 	s := &x.evidence
-	var found []api.Dependency
+	var found []problem.Dependency
 	follows := func(id string) bool {
 		return slices.Contains(s.call.Parents, id) || slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
 	}
 	err := readPart(x, func(l *plan.Live, p *plan.Part) {
 		if n := nodeOf(x); n != nil {
 			for _, h := range p.Holds(s.planned.plan, n.ID, follows) {
-				found = append(found, api.Dependency{Node: h.Node, State: h.State, Detail: h.Detail, Final: h.Final})
+				found = append(found, problem.Dependency{
+					Node: h.Node, State: string(h.State), Detail: string(h.Detail), Final: h.Final,
+				})
 			}
 		}
 		for _, t := range l.Holding(parents) {
-			found = append(found, api.Dependency{
-				Task: t.ID, Action: t.Action, State: t.State, Detail: t.Detail, Final: t.Final(),
+			found = append(found, problem.Dependency{
+				Task: t.ID, Action: t.Action, State: string(t.State), Detail: string(t.Detail), Final: t.Final(),
 			})
 		}
 	})
@@ -50,13 +52,13 @@ func ordered(x *Call) error {
 	if len(found) == 0 {
 		return nil
 	}
-	final := func(d api.Dependency) bool { return d.Final }
-	p := x.problem(api.DependencyNotDone, "", 0)
+	final := func(d problem.Dependency) bool { return d.Final }
+	p := x.problem(problem.DependencyNotDone, "", 0)
 	p.Final = slices.ContainsFunc(found, final)
 	p.Detail = fmt.Sprintf("Of what it depends on %d are not done. Nothing was forwarded.", len(found))
 	if p.Final {
 		p.Reason = "final"
-		slices.SortStableFunc(found, func(a, b api.Dependency) int {
+		slices.SortStableFunc(found, func(a, b problem.Dependency) int {
 			switch {
 			case a.Final == b.Final:
 				return 0

@@ -17,10 +17,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -56,15 +56,15 @@ func (b *trust) held(w *httptest.ResponseRecorder, of *ect.Token, state string, 
 	b.Helper()
 	var doc struct {
 		Type, Reason string
-		Dependencies []api.Dependency
+		Dependencies []problem.Dependency
 		Safe         bool `json:"safe_new_key"`
 	}
 	b.check(json.Unmarshal(w.Body.Bytes(), &doc))
 	retry := w.Header().Get("Retry-After")
-	if w.Code != http.StatusConflict || doc.Type != api.BasePath+"dependency-not-done" || !doc.Safe || len(doc.Dependencies) != 1 || (doc.Reason == "final") != final || (retry == "") != final {
+	if w.Code != http.StatusConflict || doc.Type != problem.BasePath+"dependency-not-done" || !doc.Safe || len(doc.Dependencies) != 1 || (doc.Reason == "final") != final || (retry == "") != final {
 		b.Fatalf("%d %s, Retry-After %q", w.Code, w.Body, retry)
 	}
-	if d := doc.Dependencies[0]; d.Task != of.ID() || strings.TrimSpace(string(d.State)+" "+string(d.Detail)) != state || d.Final != final || d.Action != "charge_card" {
+	if d := doc.Dependencies[0]; d.Task != of.ID() || strings.TrimSpace(d.State+" "+d.Detail) != state || d.Final != final || d.Action != "charge_card" {
 		b.Errorf("%+v, want %s: %s, for good: %v", d, of.ID(), state, final)
 	}
 }
@@ -165,14 +165,14 @@ func (b *trust) holds(w *httptest.ResponseRecorder, final bool, want ...string) 
 	b.Helper()
 	var doc struct {
 		Type, Reason string
-		Dependencies []api.Dependency
+		Dependencies []problem.Dependency
 	}
 	b.check(json.Unmarshal(w.Body.Bytes(), &doc))
 	var got []string
 	for _, d := range doc.Dependencies {
-		got = append(got, strings.TrimSpace(d.Node+" "+string(d.State)+" "+string(d.Detail)))
+		got = append(got, strings.TrimSpace(d.Node+" "+d.State+" "+d.Detail))
 	}
-	if w.Code != http.StatusConflict || doc.Type != api.BasePath+"dependency-not-done" || !slices.Equal(got, want) || (doc.Reason == "final") != final || (w.Header().Get("Retry-After") == "") != final {
+	if w.Code != http.StatusConflict || doc.Type != problem.BasePath+"dependency-not-done" || !slices.Equal(got, want) || (doc.Reason == "final") != final || (w.Header().Get("Retry-After") == "") != final {
 		b.Fatalf("%d %s, want %q (for good: %v)", w.Code, w.Body, want, final)
 	}
 }
@@ -405,7 +405,7 @@ func TestNodeIsApproved(t *testing.T) {
 				ID   string `json:"escalation_id"`
 			}
 			b.check(json.Unmarshal(w.Body.Bytes(), &doc))
-			if w.Code != http.StatusConflict || doc.Type != api.BasePath+"approval-required" {
+			if w.Code != http.StatusConflict || doc.Type != problem.BasePath+"approval-required" {
 				b.Fatalf("%d %s", w.Code, w.Body)
 			}
 			e, err := b.engine.Escalations.Get(b.Context(), doc.ID)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -54,7 +55,7 @@ func callsUnderAPlan(b *testing.B, nodes int) {
 	b.Cleanup(func() { _ = ev.Close(context.Background()) })
 	events, err := ev.EventBuilder(gatewayName)
 	check(err)
-	policy := &guard.TokenPolicy{Engine: engine, Evidence: ev, Events: events}
+	policy := &guard.TokenPolicy{Engine: engine, Evidence: ev, Events: events, HandlesRollback: api.HandlesRollback}
 	h, err := guard.New(guard.Config{
 		Open: engine.Open, Tokens: func() (*guard.TokenPolicy, error) { return policy, nil },
 		Next: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusCreated) }),

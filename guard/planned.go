@@ -10,10 +10,10 @@ import (
 	"strings"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -48,9 +48,9 @@ func statedNode(r *http.Request) (string, error) {
 	case len(lines) == 0 || len(lines) == 1 && lines[0] == "":
 		return "", nil
 	case len(lines) > 1:
-		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Node was sent more than once; send exactly one line, with the id of one node.")
+		return "", problem.New(problem.WorkflowIDInvalid, "The header Workflow-Node was sent more than once; send exactly one line, with the id of one node.")
 	case len(lines[0]) > maxNode || strings.ContainsFunc(lines[0], func(c rune) bool { return c <= ' ' || c > '~' }):
-		return "", api.NewProblem(api.WorkflowIDInvalid, "The header Workflow-Node holds no id of a node; send 1 to 128 visible ASCII characters.")
+		return "", problem.New(problem.WorkflowIDInvalid, "The header Workflow-Node holds no id of a node; send 1 to 128 visible ASCII characters.")
 	}
 	return lines[0], nil
 }
@@ -106,11 +106,11 @@ func findNode(x *Call) error {
 	case s.planned.observed:
 		return nil
 	case errors.Is(err, plan.ErrAmbiguousNode):
-		return x.problem(api.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
+		return x.problem(problem.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
 	case named != "":
-		return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", evidence.Printable(named, maxQuoted)), 0)
+		return x.problem(problem.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", evidence.Printable(named, maxQuoted)), 0)
 	}
-	return x.problem(api.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
+	return x.problem(problem.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
 }
 
 // undoes reports whether a call undoes an earlier one of its workflow here, by its caller's word: the caller's own
@@ -231,7 +231,7 @@ func (t *TokenPolicy) follow(ctx context.Context, tokens []*ect.Token) error {
 		switch {
 		case err == nil, errors.Is(err, plan.ErrExists), errors.Is(err, plan.ErrBegun): // the earlier one counts
 		case errors.Is(err, plan.ErrFull):
-			return api.NewProblem(api.QuotaExceeded, "The agent has as many plans as it may. Nothing was forwarded.")
+			return problem.New(problem.QuotaExceeded, "The agent has as many plans as it may. Nothing was forwarded.")
 		default:
 			return StoreClosed(err)
 		}

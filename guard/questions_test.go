@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -23,7 +24,7 @@ import (
 func answering(b *bed) *bed {
 	e := &api.Endpoints{
 		Name: "default", Policy: func(string) any { return nil }, Mount: func(*http.Request) string { return "" },
-		Refused: func(*api.Problem, string) {}, Write: guard.WriteProblem,
+		Refused: func(*problem.Problem, string) {}, Write: guard.WriteProblem,
 		Open: func() (*api.Gateway, error) {
 			executions := b.engine.Executions
 			return &api.Gateway{Close: func() {}, Executions: executions, Waits: context.Background(),
@@ -40,7 +41,7 @@ func answering(b *bed) *bed {
 
 // about is a question of the caller "ann": what follows the path of the executions.
 func (b *bed) about(what string) *http.Request {
-	r := httptest.NewRequestWithContext(b.Context(), http.MethodGet, api.ExecutionsPath+what, nil)
+	r := httptest.NewRequestWithContext(b.Context(), http.MethodGet, problem.ExecutionsPath+what, nil)
 	r.Header.Set("Authorization", "Bearer ann")
 	return r
 }

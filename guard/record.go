@@ -16,10 +16,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -513,7 +513,7 @@ func (x *Call) reportsItself(ctx context.Context, t *ect.Token) error {
 	if _, err := s.policy.Verifier.Verify(ctx, t.Raw(), ect.Presentation{Now: time.Now(), DAG: graph}); err != nil {
 		return err
 	}
-	return s.policy.graphOnly().CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
+	return s.policy.Reports.CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
 }
 
 // calledWith are the ids of the caller's own tokens and of the call's checkpoint.
@@ -722,8 +722,8 @@ func (x *Call) lostTo(lost *store.Conflict) error {
 const reasonLedger = "ledger_unavailable"
 
 // LedgerFailed is the problem of tokens that the ledger did not record in time (P4).
-func LedgerFailed(why error) *api.Problem {
-	p := api.NewProblem(api.ECTUnavailable, "The ledger has not taken the token, and nothing goes on before it has.")
+func LedgerFailed(why error) *problem.Problem {
+	p := problem.New(problem.ECTUnavailable, "The ledger has not taken the token, and nothing goes on before it has.")
 	p.Reason, p.Cause = reasonLedger, why
 	return p
 }
@@ -792,7 +792,7 @@ func (x *Call) showFailure(h http.Header) {
 	}
 }
 
-func (x *Call) pointToError(h http.Header, p *api.Problem) {
+func (x *Call) pointToError(h http.Header, p *problem.Problem) {
 	if !x.hears() {
 		return
 	}
@@ -800,7 +800,7 @@ func (x *Call) pointToError(h http.Header, p *api.Problem) {
 	switch open := (*breaker.OpenError)(nil); {
 	case x.evidence.failed != nil:
 		failure = &shownError{x.evidence.failed.ID(), x.evidence.failed.Raw()}
-	case p.Kind() == api.InDoubt:
+	case p.Kind() == problem.InDoubt:
 		failure = x.recordedError(x.call.Checkpoint)
 	case errors.As(p.Cause, &open):
 		failure = x.rejectionError(open)
@@ -836,7 +836,7 @@ func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
 
 // recordRejection records in a call's workflow that a breaker rejected it: a gateway is the
 // boundary of its workflows (cascade 3.3.2).
-func (x *Call) recordRejection(p *api.Problem) {
+func (x *Call) recordRejection(p *problem.Problem) {
 	s := &x.evidence
 	open := (*breaker.OpenError)(nil)
 	if s.policy == nil || s.call.Workflow == "" || !errors.As(p.Cause, &open) {
@@ -871,7 +871,7 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 		return failure
 	}
 	token, err := s.recordRejected(ctx, evidence.Rejection{
-		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), ErrorType: api.CircuitOpen.ErrorType,
+		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), ErrorType: problem.CircuitOpen.ErrorType,
 		Severity: "error", Description: "the circuit breaker refuses the call; nothing was forwarded",
 	})
 	switch {

@@ -16,13 +16,13 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
-func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
+func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if p.ExecutionID == "" {
 		p.ExecutionID = x.call.Scope.ID
 	}
@@ -37,9 +37,9 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	p.Announce(w.Header())
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
 	switch p.Kind() {
-	case api.InDoubt:
+	case problem.InDoubt:
 		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
-	case api.UpstreamUnreachable:
+	case problem.UpstreamUnreachable:
 		w.Header().Set(HeaderExecutionStatus, StatusReleased)
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
@@ -48,7 +48,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	if x.call.Checkpoint != "" {
 		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
 	}
-	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == api.BodyTimeout) {
+	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == problem.BodyTimeout) {
 		// Otherwise the server would wait for a body that may never come.
 		w.Header().Set("Connection", "close")
 	}
@@ -59,7 +59,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 	x.note(status, p.Kind().Slug)
 	x.action.Counts.Refused(p.Kind().Slug)
 	level := slog.LevelDebug
-	if p.Cause != nil && p.Kind() != api.CircuitOpen {
+	if p.Cause != nil && p.Kind() != problem.CircuitOpen {
 		level = slog.LevelError
 	}
 	if x.h.Logger.Enabled(x.r.Context(), level) {
@@ -83,12 +83,12 @@ func (x *Call) refuse(w http.ResponseWriter, p *api.Problem) {
 
 // writeMessage answers m with a problem. The status is 200: another one fails the transport of SDKs,
 // and nobody reads the problem. doubtAsResult has models read a doubt.
-func writeMessage(w http.ResponseWriter, p *api.Problem, m *protocol.Message, doubtAsResult bool) {
+func writeMessage(w http.ResponseWriter, p *problem.Problem, m *protocol.Message, doubtAsResult bool) {
 	body := messageProblem(&documentWriter{header: w.Header()}, p, m, doubtAsResult)
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Content-Length", strconv.Itoa(len(body)))
 	status := http.StatusOK
-	if p.Kind() == api.BodyTooLarge { // nobody knows whose it is
+	if p.Kind() == problem.BodyTooLarge { // nobody knows whose it is
 		status = p.Kind().Status
 	}
 	w.WriteHeader(status)
@@ -96,9 +96,9 @@ func writeMessage(w http.ResponseWriter, p *api.Problem, m *protocol.Message, do
 }
 
 // messageProblem is p as the response to m, whose header fields are in document.
-func messageProblem(document *documentWriter, p *api.Problem, m *protocol.Message, doubtAsResult bool) []byte {
+func messageProblem(document *documentWriter, p *problem.Problem, m *protocol.Message, doubtAsResult bool) []byte {
 	p.Write(document)
-	if doubtAsResult && m.Protocol == protocol.MCP && m.Tool != "" && p.Kind() == api.InDoubt && !p.RetryHelps {
+	if doubtAsResult && m.Protocol == protocol.MCP && m.Tool != "" && p.Kind() == problem.InDoubt && !p.RetryHelps {
 		return m.ToolError(fmt.Sprintf(doubtForModels, p.Detail, p.ExecutionID), document.body)
 	}
 	return m.Error(p.Kind().Title+". "+p.Detail, document.body)
@@ -112,10 +112,10 @@ const doubtForModels = "It is not known whether this call was executed. %s It ma
 
 // refuseUnguarded answers a request that nothing is recorded of. A message, if m is one, gets an error
 // with its id where it has one.
-func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, m *protocol.Message, p *api.Problem) {
+func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, m *protocol.Message, p *problem.Problem) {
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
 	h.CountRefusal(p.Kind().Slug)
-	if p.Cause != nil && p.Kind() != api.CircuitOpen { // which is logged once, when it opens
+	if p.Cause != nil && p.Kind() != problem.CircuitOpen { // which is logged once, when it opens
 		h.Logger.Error("request refused", slog.String("problem", p.Kind().Slug), slog.Any("error", p.Cause))
 	}
 	p.Mount = h.Host.Mount(r)
@@ -128,7 +128,7 @@ func (h *Handler) refuseUnguarded(w http.ResponseWriter, r *http.Request, m *pro
 
 // WriteProblem answers r with p in the form that its caller reads. p.Mount makes its URLs
 // lead back to the gateway.
-func WriteProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
+func WriteProblem(w http.ResponseWriter, r *http.Request, p *problem.Problem) {
 	if isGRPC(r) || isMedia(r, "application/grpc-web") || isMedia(r, "application/grpc-web-text") {
 		p.WriteGRPC(w, r.Header.Get("Content-Type"))
 		return
@@ -136,8 +136,8 @@ func WriteProblem(w http.ResponseWriter, r *http.Request, p *api.Problem) {
 	p.Write(w)
 }
 
-func (x *Call) problem(k api.Kind, detail string, state execution.State) *api.Problem {
-	p := api.NewProblem(k, detail)
+func (x *Call) problem(k problem.Kind, detail string, state execution.State) *problem.Problem {
+	p := problem.New(k, detail)
 	p.ExecutionID = x.call.Scope.ID
 	if state != 0 {
 		p.State = state.String()
@@ -153,39 +153,39 @@ func (x *Call) storeFailed(err error) error {
 	if x.r.Context().Err() != nil {
 		return x.gone()
 	}
-	if already := (*api.Problem)(nil); errors.As(err, &already) {
+	if already := (*problem.Problem)(nil); errors.As(err, &already) {
 		return already
 	}
 	if errors.Is(err, execution.ErrDraining) {
-		return x.problem(api.ShuttingDown, "Send the call again.", 0)
+		return x.problem(problem.ShuttingDown, "Send the call again.", 0)
 	}
-	p := x.problem(api.StoreUnavailable, "Nothing was forwarded.", 0)
+	p := x.problem(problem.StoreUnavailable, "Nothing was forwarded.", 0)
 	p.Cause = err
 	return p
 }
 
 // StoreClosed is the problem of a store that cannot be opened.
 func StoreClosed(err error) error {
-	p := api.NewProblem(api.StoreUnavailable, "The gateway's store cannot be opened.")
+	p := problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened.")
 	p.Cause = err
 	return p
 }
 
 func (x *Call) unkept(err error) error {
-	var p *api.Problem
+	var p *problem.Problem
 	if errors.As(err, &p) {
 		return p
 	}
-	p = api.NewProblem(api.StoreUnavailable, "The request's body could not be read again.")
+	p = problem.New(problem.StoreUnavailable, "The request's body could not be read again.")
 	p.Cause = err
 	return p
 }
 
 func (x *Call) unavailable() error {
-	return x.problem(api.ResultUnavailable, "The call was executed.", execution.StateCompleted)
+	return x.problem(problem.ResultUnavailable, "The call was executed.", execution.StateCompleted)
 }
 
-func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
+func (x *Call) overQuota(over *execution.QuotaError) *problem.Problem {
 	detail := fmt.Sprintf("The caller has %d bytes of records and answers stored, at most %d.", over.Bytes, over.Quota.Bytes)
 	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
 		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
@@ -197,7 +197,7 @@ func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
 	if full {
 		detail += " All of them are in doubt: an operator or a probe makes room, a retry does not."
 	}
-	p := x.problem(api.QuotaExceeded, detail, 0)
+	p := x.problem(problem.QuotaExceeded, detail, 0)
 	if full {
 		p.RetryAfter = max(p.RetryAfter, time.Minute)
 	}
@@ -207,7 +207,7 @@ func (x *Call) overQuota(over *execution.QuotaError) *api.Problem {
 	return p
 }
 
-func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
+func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *problem.Problem {
 	var detail string
 	switch over.Over {
 	case checkpoint.OverRate:
@@ -217,7 +217,7 @@ func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
 	default:
 		detail = fmt.Sprintf("The %s would have more than %d bytes of checkpoints.", over.Of, over.Most)
 	}
-	p := x.problem(api.QuotaExceeded, detail, 0)
+	p := x.problem(problem.QuotaExceeded, detail, 0)
 	if !over.Retry.IsZero() {
 		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
 	}
@@ -225,12 +225,12 @@ func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *api.Problem {
 }
 
 // pointToStatus adds to a problem where its caller can follow the call.
-func (x *Call) pointToStatus(p *api.Problem) {
-	if k := p.Kind(); k != api.InProgress && k != api.InDoubt || x.h.Endpoint == nil {
+func (x *Call) pointToStatus(p *problem.Problem) {
+	if k := p.Kind(); k != problem.InProgress && k != problem.InDoubt || x.h.Endpoint == nil {
 		return
 	}
 	if !Unnamed(x.call.Scope.Caller) {
-		p.StatusURL = api.ExecutionPath(x.call.Scope.ID)
+		p.StatusURL = problem.ExecutionPath(x.call.Scope.ID)
 	}
 }
 
@@ -257,10 +257,10 @@ func VerifiedHere(caller string) bool {
 // notSent is the error or problem that answers a call which was not sent.
 func (x *Call) notSent(f *forwarding) error {
 	err := refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
-	if p := (*api.Problem)(nil); f.Status == 0 || errors.As(err, &p) {
+	if p := (*problem.Problem)(nil); f.Status == 0 || errors.As(err, &p) {
 		return err
 	}
-	p := api.NewProblem(api.UpstreamUnreachable, "Nothing was sent, and nothing was executed.")
+	p := problem.New(problem.UpstreamUnreachable, "Nothing was sent, and nothing was executed.")
 	p.Status, p.Cause = f.Status, err
 	return p
 }
@@ -282,7 +282,7 @@ func refusedByCircuit(err error, verified bool) error {
 // circuitOpen is the problem of a call that a breaker refused. Only callers verified here see the
 // upstream's address and failures, as at the breakers' endpoint. The upstream's configured
 // identity is public.
-func circuitOpen(open *breaker.OpenError, identity string, verified bool) *api.Problem {
+func circuitOpen(open *breaker.OpenError, identity string, verified bool) *problem.Problem {
 	name := cmp.Or(identity, "the upstream")
 	if verified {
 		name = cmp.Or(identity, open.Key.Upstream)
@@ -307,7 +307,7 @@ func circuitOpen(open *breaker.OpenError, identity string, verified bool) *api.P
 	case open.Cause != "":
 		detail += ": " + open.Cause
 	}
-	p := api.NewProblem(api.CircuitOpen, detail+".")
+	p := problem.New(problem.CircuitOpen, detail+".")
 	p.Reason = open.State.String()
 	if open.View != nil {
 		p.Reason = "workflow_threshold"

@@ -10,7 +10,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -39,6 +38,16 @@ type TokenPolicy struct {
 	Rule func(failure *ect.Token) (o hitl.Opening, fits bool)
 	// Plans are the plans of workflows that the configuration knows.
 	Plans Plans
+	// Reports refuses, with an *ect.Error, a report whose issuer takes part in less than it names. along are
+	// tokens that count as recorded. Of an answer it is told who was called, and with which tokens.
+	Reports interface {
+		CheckReport(ctx context.Context, report *ect.Token, along []*ect.Token) error
+		CheckAnswer(ctx context.Context, report *ect.Token, along []*ect.Token, called string, call []string) error
+	}
+	// HandlesRollback reports whether a request asks for a rollback, or about one; FitsPhase whether a token
+	// that was made for a phase may come with it.
+	HandlesRollback func(r *http.Request) bool
+	FitsPhase       func(r *http.Request, phase string, ext ect.Ext) bool // see HandlesRollback
 }
 
 // SettledBy returns the evidence that an execution in doubt was settled, for the commit of that
@@ -99,11 +108,6 @@ func (t *TokenPolicy) Asked(workflow, issuer string) *breaker.View {
 	return t.Engine.constraints.find(asker{evidence.WorkflowID(workflow), issuer})
 }
 
-// graphOnly knows the ledger alone, and no executions or checkpoints.
-func (t *TokenPolicy) graphOnly() *api.Ledger {
-	return api.NewLedger(api.LedgerOptions{Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, Identities: []string{t.Events.Identity()}, Own: t.Events.Own})
-}
-
 // tokensIn are the tokens, as sent, of a request and of its message, and those that only the message has.
 func tokensIn(r *http.Request, m *protocol.Message) (raws, inside []string, err error) {
 	raws, err = ect.ParseFields(r.Header[ect.FieldName])
@@ -129,7 +133,7 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 		return Tokens{}, &ect.Error{Code: ect.CodeTooManyParents}
 	}
 	graph := t.Evidence.GraphOf
-	if api.HandlesRollback(r) {
+	if t.HandlesRollback(r) {
 		graph = t.Evidence.GraphOfRollbackRequest
 	}
 	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: Peer(r), DAG: graph})
@@ -148,7 +152,7 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 // Sort finds the caller's own tokens among verified ones, and what they ask for.
 func (t *TokenPolicy) Sort(r *http.Request, p Tokens) (Tokens, error) {
 	all := p.All
-	rollback := api.HandlesRollback(r)
+	rollback := t.HandlesRollback(r)
 	for _, token := range all {
 		if err := checkEvent(token, rollback); err != nil {
 			return Tokens{}, err
@@ -167,7 +171,7 @@ func (t *TokenPolicy) Sort(r *http.Request, p Tokens) (Tokens, error) {
 		if parent {
 			continue
 		}
-		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" && !api.FitsPhase(r, phase, token.Ext()) {
+		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" && !t.FitsPhase(r, phase, token.Ext()) {
 			return Tokens{}, &ect.Error{Code: ect.CodeExt} // it is good for another endpoint
 		}
 		p.leaves = append(p.leaves, token.NodeID())
@@ -245,7 +249,7 @@ func (t *TokenPolicy) CheckReports(ctx context.Context, p *Tokens, except ...ect
 		if along == nil {
 			along = slices.Concat(p.All, t.Evidence.Unrecorded(p.All, maxAncestors))
 		}
-		err := t.graphOnly().CheckReport(ctx, token, along)
+		err := t.Reports.CheckReport(ctx, token, along)
 		if err == nil {
 			continue
 		}
@@ -295,7 +299,7 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 func (t *TokenPolicy) records() bool { return t.LedgerFirst || t.Evidence.Fleet() }
 
 // Bind binds the caller's own tokens in the store to a request. An error that is no refusal is a
-// *api.Problem, and nothing is known then.
+// *problem.Problem, and nothing is known then.
 func (t *TokenPolicy) Bind(ctx context.Context, own []*ect.Token, use evidence.Use) error {
 	err := t.free(ctx, own, use)
 	if err == nil {

@@ -22,6 +22,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -98,7 +99,10 @@ func (b *trust) policy(st store.Store) *guard.TokenPolicy {
 	b.check(err)
 	own, err := events.Source()
 	b.check(err)
-	policy := &guard.TokenPolicy{Evidence: ev, Events: events, LedgerFirst: b.level == ect.L3}
+	policy := &guard.TokenPolicy{
+		Evidence: ev, Events: events, LedgerFirst: b.level == ect.L3, HandlesRollback: api.HandlesRollback, FitsPhase: api.FitsPhase,
+		Reports: api.NewLedger(api.LedgerOptions{Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own}),
+	}
 	policy.Verifier, err = ect.NewVerifier(ect.Policy{
 		Audience: []string{gatewayName}, Sources: append(b.sources[:2:2], own), MinLevel: min(b.level, ect.L2),
 	})

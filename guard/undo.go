@@ -21,10 +21,10 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -100,7 +100,7 @@ func (x *Call) noSnapshot(why error) error {
 	if err := refusedByCircuit(why, VerifiedHere(x.call.Scope.Caller)); err != why {
 		return err
 	}
-	p := x.problem(api.SnapshotFailed, "Nothing was forwarded.", 0)
+	p := x.problem(problem.SnapshotFailed, "Nothing was forwarded.", 0)
 	p.Cause = why
 	return p
 }

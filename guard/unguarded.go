@@ -19,9 +19,9 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -97,7 +97,7 @@ func (h *Handler) stream(r *http.Request, why UnguardedReason) (*Action, class, 
 	if exempt, err := h.exempted(r); exempt || err != nil {
 		return nil, classPass, err
 	}
-	return nil, classPass, api.NewProblem(api.StreamRefused, "It is "+streamNames[why]+".")
+	return nil, classPass, problem.New(problem.StreamRefused, "It is "+streamNames[why]+".")
 }
 
 var streamNames = map[UnguardedReason]string{
@@ -477,8 +477,8 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Mes
 		return StoreClosed(err)
 	}
 	err = refusedByCircuit(err, VerifiedHere(h.named(r, h.verifiedBefore(r).Issuer())))
-	var p *api.Problem
-	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != api.CircuitOpen {
+	var p *problem.Problem
+	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != problem.CircuitOpen {
 		return err
 	}
 	h.CountRefusal(p.Kind().Slug)

@@ -31,6 +31,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
@@ -310,7 +311,7 @@ func refuse(status int, format string, args ...any) error {
 // an unknown error.
 func refusal(err error, otherwise int, packages []string) error {
 	var refused caddy.APIError
-	var known *api.Problem
+	var known *problem.Problem
 	switch {
 	case errors.As(err, &refused):
 		return refused

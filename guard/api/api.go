@@ -1,7 +1,7 @@
 // Package api answers the gateway's own requests: the well-known paths of the ledger, of
 // workflows and of agents' errors, and the paths on which agents ask for rollbacks (cascade
-// 4.3; ATD and AERR, "Rollback Protocol"). It also defines every problem that the gateway
-// answers with.
+// 4.3; ATD and AERR, "Rollback Protocol"). It also lists every kind of problem that the
+// gateway answers with.
 //
 // Heads and proofs have no content: every caller that the gateway can identify may read
 // them. Entries, workflows, checkpoints and rollbacks are for those who took part (ADR
@@ -33,6 +33,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -40,11 +41,8 @@ import (
 // WellKnown begins all paths but those of the older drafts.
 const WellKnown = "/.well-known/cascade/"
 
-// Paths that other packages use. Callers ask for their executions at ExecutionsPath + id,
-// and for the answer at the same path with /output (ADR 0018). A rollback is read at
-// RollbackPath + "/" + id.
+// Paths that other packages use. A rollback is read at RollbackPath + "/" + id.
 const (
-	ExecutionsPath   = WellKnown + "executions/"
 	RollbackPath     = WellKnown + "rollback"
 	ATDRollbackPath  = "/.well-known/atd/rollback"
 	AERRRollbackPath = "/aerr/rollback"
@@ -99,8 +97,8 @@ var routes = []Route[resource]{
 	{WellKnown + "jwks", http.MethodGet, resource{endpoint: endpointKeys}},
 	{WellKnown + "health", http.MethodGet, resource{endpoint: endpointHealth}},
 	{PlanSchemaPath, http.MethodGet, resource{endpoint: endpointPlanSchema}},
-	{BasePath + "{slug...}", http.MethodGet, resource{endpoint: endpointProblems}},
-	{ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
+	{problem.BasePath + "{slug...}", http.MethodGet, resource{endpoint: endpointProblems}},
+	{problem.ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
 
 	{WellKnown + "circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
 	{"/.well-known/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
@@ -402,30 +400,30 @@ const maxDependants = 20
 
 // unknownPart is the one answer for what is unknown and what belongs to others (C-6.1-c,
 // P3).
-func unknownPart() *Problem {
-	return NewProblem(notInWorkflow, "Nothing of it is known for the identity that asks.")
+func unknownPart() *problem.Problem {
+	return problem.New(notInWorkflow, "Nothing of it is known for the identity that asks.")
 }
 
-func badParameter(detail string) error { return NewProblem(ParameterInvalid, detail) }
+func badParameter(detail string) error { return problem.New(ParameterInvalid, detail) }
 
 func refused(code ect.Code) error { return &ect.Error{Code: code} }
 
 // refusedFor refuses a token with a detail of its own.
-func refusedFor(code ect.Code, detail string) *Problem {
-	p := NewProblem(ECTInvalid, detail)
+func refusedFor(code ect.Code, detail string) *problem.Problem {
+	p := problem.New(problem.ECTInvalid, detail)
 	p.Status, p.Reason = (&ect.Error{Code: code}).Status(), string(code)
 	return p
 }
 
 // problemOf maps an error to a problem; otherwise is the problem for unknown errors.
-func problemOf(err error, otherwise *Problem) *Problem {
-	var known *Problem
+func problemOf(err error, otherwise *problem.Problem) *problem.Problem {
+	var known *problem.Problem
 	if errors.As(err, &known) {
 		return known
 	}
 	var refusal *ect.Error
 	if errors.As(err, &refusal) {
-		p := NewProblem(ECTInvalid, refusal.Detail())
+		p := problem.New(problem.ECTInvalid, refusal.Detail())
 		p.Status, p.Reason, p.Cause = refusal.Status(), string(refusal.Code), refusal.Unwrap()
 		return p
 	}
@@ -438,58 +436,58 @@ func problemOf(err error, otherwise *Problem) *Problem {
 	var wrong *plan.Error
 	switch {
 	case errors.As(err, &wrong):
-		p := NewProblem(planInvalid, fmt.Sprintf("It has %d problems, which the member problems lists.", len(wrong.Problems)+wrong.More))
+		p := problem.New(planInvalid, fmt.Sprintf("It has %d problems, which the member problems lists.", len(wrong.Problems)+wrong.More))
 		p.Problems, p.More = wrong.Problems, wrong.More
 		return p
 	case errors.Is(err, plan.ErrExists):
-		return NewProblem(planExists, "Name the version that is replaced in If-Match.")
+		return problem.New(planExists, "Name the version that is replaced in If-Match.")
 	case errors.Is(err, plan.ErrChanged):
-		return NewProblem(planReplaced, "Read it, and decide anew.")
+		return problem.New(planReplaced, "Read it, and decide anew.")
 	case errors.Is(err, plan.ErrBegun):
-		return NewProblem(planInForce, "The workflow stays with the version under which its first call began.")
+		return problem.New(planInForce, "The workflow stays with the version under which its first call began.")
 	case errors.Is(err, plan.ErrFull):
-		return NewProblem(QuotaExceeded, "As many plans are kept as may be.")
+		return problem.New(problem.QuotaExceeded, "As many plans are kept as may be.")
 	case errors.Is(err, rollback.ErrNotInWorkflow):
 		return unknownPart()
 	case errors.Is(err, rollback.ErrUnnamed):
 		return refusedFor(ect.CodeParents, "The token is not bound to the checkpoint: par has neither that, nor its action, nor an error that follows from it, which AERR requires; nor does it say cascade.checkpoint_id, or inp_hash of the body.")
 	case errors.Is(err, rollback.ErrMismatch):
-		return NewProblem(rollbackMismatch, "What is recorded under this id is another rollback.")
+		return problem.New(rollbackMismatch, "What is recorded under this id is another rollback.")
 	case errors.Is(err, rollback.ErrCheckpointUnknown):
-		return NewProblem(checkpointUnknown, "No checkpoint has this id.")
+		return problem.New(checkpointUnknown, "No checkpoint has this id.")
 	case errors.Is(err, checkpoint.ErrTampered):
-		p := NewProblem(checkpointTampered, "What is kept of the checkpoint is not what was recorded.")
+		p := problem.New(checkpointTampered, "What is kept of the checkpoint is not what was recorded.")
 		p.Cause = err // for the operator's log
 		return p
 	case errors.Is(err, checkpoint.ErrExpired):
-		return NewProblem(checkpointExpired, "The time for which it was kept is over.")
+		return problem.New(checkpointExpired, "The time for which it was kept is over.")
 	case errors.As(err, &conflict):
-		p := NewProblem(rollbackConflict, "The other rollback has a wider scope, or was asked for earlier.")
+		p := problem.New(rollbackConflict, "The other rollback has a wider scope, or was asked for earlier.")
 		p.ConflictingRollback = urn(conflict.Winner)
 		return p
 	case errors.As(err, &depended):
 		n := len(depended.Dependants)
-		p := NewProblem(dependedOn, fmt.Sprintf("Completed actions depend on what would be undone: %d. Ask with cascade true to undo them too, or with keep_dependants true to leave them as they are.", n))
+		p := problem.New(dependedOn, fmt.Sprintf("Completed actions depend on what would be undone: %d. Ask with cascade true to undo them too, or with keep_dependants true to leave them as they are.", n))
 		p.Dependants = depended.Dependants[:min(n, maxDependants)]
 		return p
 	case errors.As(err, &planned):
-		p := NewProblem(planChanged, "`plan_hash` is that of the plan as it is now.")
+		p := problem.New(planChanged, "`plan_hash` is that of the plan as it is now.")
 		p.PlanHash = hex.EncodeToString(planned.Hash[:])
 		return p
 	case errors.As(err, &large):
-		p := NewProblem(cannotPrepare, "The workflow is too large to be planned for.")
+		p := problem.New(cannotPrepare, "The workflow is too large to be planned for.")
 		p.Reason = "too-large"
 		return p
 	case errors.As(err, &cycle):
-		p := NewProblem(cannotPrepare, "What is recorded of the workflow follows from itself.")
+		p := problem.New(cannotPrepare, "What is recorded of the workflow follows from itself.")
 		p.Reason, p.Cause = "cycle", err // impossible with verified tokens: for the operator's log
 		return p
 	case errors.As(err, &scope):
-		return NewProblem(coordinatorRequired, "The scope full_workflow needs the authority of a coordinator.")
+		return problem.New(coordinatorRequired, "The scope full_workflow needs the authority of a coordinator.")
 	case errors.Is(err, rollback.ErrInvalid):
-		return NewProblem(ParameterInvalid, "The request for a rollback breaks a rule.")
+		return problem.New(ParameterInvalid, "The request for a rollback breaks a rule.")
 	case errors.Is(err, rollback.ErrStopping):
-		return NewProblem(ShuttingDown, "Nothing was begun.")
+		return problem.New(problem.ShuttingDown, "Nothing was begun.")
 	}
 	otherwise.Cause = err
 	return otherwise
@@ -514,7 +512,7 @@ func OperatorStatus(err error) int {
 	case is(execution.ErrStore, hitl.ErrStore, plan.ErrStore, store.ErrClosed, store.ErrUnhealthy):
 		return http.StatusServiceUnavailable
 	}
-	return problemOf(err, new(Problem)).kind.Status
+	return problemOf(err, new(problem.Problem)).Kind().Status
 }
 
 func urn(id string) string { return "urn:uuid:" + id }

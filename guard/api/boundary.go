@@ -13,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -62,7 +63,7 @@ func (s *Ledger) End(ctx context.Context, wid string) (end End, found bool, err 
 	case err != nil || v.part.Empty():
 		return end, false, err
 	case v.more:
-		return end, false, NewProblem(workflowRunning, fmt.Sprintf("It has more than %d tokens, and its end is not recorded.", maxEnding))
+		return end, false, problem.New(workflowRunning, fmt.Sprintf("It has more than %d tokens, and its end is not recorded.", maxEnding))
 	}
 	recorded := workflow.Status("")
 	end.Since = since
@@ -160,7 +161,7 @@ func (q *ledgerRequest) complete() error {
 	}
 	if stated == nil {
 		if q.who.Anonymous {
-			return NewProblem(AuthenticationRequired, "Ask with the credential that the workflow's calls were made with, or with a signed token that says workflow_complete.")
+			return problem.New(AuthenticationRequired, "Ask with the credential that the workflow's calls were made with, or with a signed token that says workflow_complete.")
 		}
 		if called, err := q.hasCalled(q.r.Context(), q.who); err != nil || !called {
 			return cmp.Or(err, error(unknownWorkflow()))
@@ -238,11 +239,11 @@ func (q *ledgerRequest) completeAs(wid string, who evidence.Reader, stated *ect.
 		case err != nil || !found:
 			return false, err
 		case !coordinator && !end.began(who):
-			return true, NewProblem(initiatorRequired, "Others began it.")
+			return true, problem.New(initiatorRequired, "Others began it.")
 		case end.Recorded == workflow.ByGateway:
 			return true, q.writeEnd(http.StatusOK, &end)
 		case end.Abandoned == workflow.StatusRunning:
-			return true, NewProblem(workflowRunning, "Something of it runs, is in doubt or is being undone.")
+			return true, problem.New(workflowRunning, "Something of it runs, is in doubt or is being undone.")
 		}
 		end.Status = end.Abandoned
 		if end.Token, err = q.Complete(ctx, &end, stated); err == nil {

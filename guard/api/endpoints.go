@@ -11,6 +11,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // Endpoints answers the gateway's own paths of one guarded route, or of a site without a
@@ -35,9 +36,9 @@ type Endpoints struct {
 	// Challenge is the WWW-Authenticate value of a 401.
 	Challenge string
 	// Refused counts a problem, and logs message with the problem's cause if it has one.
-	Refused func(p *Problem, message string)
+	Refused func(p *problem.Problem, message string)
 	// Write sends a problem in the format that the caller understands.
-	Write func(w http.ResponseWriter, r *http.Request, p *Problem)
+	Write func(w http.ResponseWriter, r *http.Request, p *problem.Problem)
 }
 
 // Gateway is a gateway that was opened for one request.
@@ -125,7 +126,7 @@ func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
 // keys answers with the public keys that verify the gateway's tokens.
 func (e *Endpoints) keys(a responder) {
 	set, err := e.Keys()
-	var p *Problem
+	var p *problem.Problem
 	switch {
 	case errors.As(err, &p):
 		e.Write(a.w, a.r, p)
@@ -178,7 +179,7 @@ func (e *Endpoints) ask(a responder, to route) error {
 }
 
 func (e *Endpoints) refuse(a responder, to route, err error) {
-	p := problemOf(err, NewProblem(StoreUnavailable, "The gateway's store cannot be opened."))
+	p := problemOf(err, problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened."))
 	a.w.Header().Set(headerExecutionStatus, "refused")
 	if p.Kind() == AuthenticationRequired {
 		a.w.Header().Set("WWW-Authenticate", e.Challenge)

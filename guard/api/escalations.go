@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // EscalationsPath is where escalations are listed; one is read at EscalationsPath + "/" + id.
@@ -38,11 +39,11 @@ type EscalationReader struct {
 type Escalations struct {
 	// Store has the escalations.
 	Store *hitl.Store
-	// Read identifies who asks; body is that of a decision, else nil. The error is a *Problem or an
+	// Read identifies who asks; body is that of a decision, else nil. The error is a *problem.Problem or an
 	// *ect.Error.
 	Read func(r *http.Request, body []byte) (*EscalationReader, error)
 	// Coordinator identifies who tells what holds a workflow elsewhere: the issuer of a token with the
-	// hash of the body, and the token's workflow; no identity is nobody who may. The error is a *Problem
+	// hash of the body, and the token's workflow; no identity is nobody who may. The error is a *problem.Problem
 	// or an *ect.Error.
 	Coordinator func(r *http.Request, body []byte) (identity, workflow string, err error)
 }
@@ -55,7 +56,7 @@ type escalationRequest struct {
 	who *EscalationReader
 }
 
-// serve answers. The error is a *Problem that was not sent yet, or that of the request's context.
+// serve answers. The error is a *problem.Problem that was not sent yet, or that of the request's context.
 func (s *Escalations) serve(a responder, to route) error {
 	q := &escalationRequest{Escalations: s, responder: a, route: to}
 	var err error
@@ -68,7 +69,7 @@ func (s *Escalations) serve(a responder, to route) error {
 		err = q.hold()
 	default:
 		if q.who, err = q.Read(a.r, nil); err == nil && q.who.Name == "" {
-			err = NewProblem(AuthenticationRequired, "Escalations are for those who may decide them, and for who asked.")
+			err = problem.New(AuthenticationRequired, "Escalations are for those who may decide them, and for who asked.")
 		}
 		if err == nil && to.endpoint == endpointEscalation {
 			err = q.show()
@@ -80,9 +81,10 @@ func (s *Escalations) serve(a responder, to route) error {
 		return err
 	}
 	if errors.Is(err, hitl.ErrNotFound) {
-		err = NewProblem(escalationUnknown, "Nothing of it is known for the identity that asks.")
+		err = problem.New(escalationUnknown, "Nothing of it is known for the identity that asks.")
 	}
-	return problemOf(err, NewProblem(StoreUnavailable, "The gateway's store does not answer. Nothing was decided."))
+	return problemOf(err, problem.New(problem.StoreUnavailable,
+		"The gateway's store does not answer. Nothing was decided."))
 }
 
 // may reports whether the reader has the role that an escalation requires.
@@ -195,7 +197,7 @@ func (q *escalationRequest) decide() error {
 		return err
 	}
 	if q.who.Name == "" {
-		return NewProblem(AuthenticationRequired, "Only who is known to the gateway and has the required role can decide.")
+		return problem.New(AuthenticationRequired, "Only who is known to the gateway and has the required role can decide.")
 	}
 	e, err := q.see()
 	if err != nil {
@@ -227,13 +229,13 @@ func (q *escalationRequest) decisionBody(mediaType string) ([]byte, error) {
 		return nil, badParameter("The body could not be read to its end.")
 	}
 	if len(body) > maxDecisionBody {
-		return nil, NewProblem(BodyTooLarge, "A decision has at most 16 KiB.")
+		return nil, problem.New(problem.BodyTooLarge, "A decision has at most 16 KiB.")
 	}
 	return body, nil
 }
 
-func refusedDecision(reason, detail string) *Problem {
-	p := NewProblem(decisionRefused, detail)
+func refusedDecision(reason, detail string) *problem.Problem {
+	p := problem.New(decisionRefused, detail)
 	p.Reason = reason
 	return p
 }
@@ -244,7 +246,7 @@ func (q *escalationRequest) count(e *hitl.Escalation, d *wantedDecision) (hitl.E
 		By: q.who.Name, Roles: q.who.Roles, Approve: d.decision == hitl.Approve, Hash: d.hash, Reason: d.reason, Token: q.who.Token,
 	})
 	void := func(reason, detail string) error {
-		p := NewProblem(decisionVoid, detail)
+		p := problem.New(decisionVoid, detail)
 		p.Reason, p.EscalationID = reason, e.ID
 		return p
 	}
@@ -365,7 +367,7 @@ func (q *escalationRequest) page() error {
 		return err
 	}
 	if q.who.Name == "" || q.who.Signed != nil {
-		return NewProblem(AuthenticationRequired, "Sign in to decide.")
+		return problem.New(AuthenticationRequired, "Sign in to decide.")
 	}
 	e, err := q.Store.Get(q.r.Context(), id)
 	if err == nil && !q.who.may(&e) {
@@ -380,8 +382,8 @@ func (q *escalationRequest) page() error {
 		if !hmac.Equal([]byte(form.Get("token")), []byte(token)) {
 			said = "Nothing was decided: what is asked has changed meanwhile, or the form was not this page's. Look again."
 		} else if _, err := q.count(&e, &wantedDecision{decision: form.Get("decision"), hash: e.Proposal.Hash(), reason: form.Get("reason")}); err != nil {
-			var p *Problem
-			if !errors.As(err, &p) || p.Kind() == StoreUnavailable {
+			var p *problem.Problem
+			if !errors.As(err, &p) || p.Kind() == problem.StoreUnavailable {
 				return err
 			}
 			said = "Nothing was decided: " + p.Detail

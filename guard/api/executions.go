@@ -11,6 +11,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 const (
@@ -18,23 +19,6 @@ const (
 	headerExecutionStatus = "Execution-Status"
 	headerReplayed        = "Idempotent-Replayed"
 )
-
-// Unanswered is the problem of a call whose execution is settled, and has no answer to repeat.
-func Unanswered(found *execution.Finding) *Problem {
-	var p *Problem
-	switch found.Status {
-	case execution.ResultExpired:
-		p = NewProblem(ResultExpired, "The result was kept until "+found.Record.Result.Expires.UTC().Format(time.RFC3339)+".")
-	case execution.RolledBack:
-		p = NewProblem(RolledBack, "It was undone.")
-	case execution.Doubtful:
-		p = NewProblem(InDoubt, "Cause: "+string(found.Record.Cause)+".")
-	default:
-		p = NewProblem(ResultUnavailable, "The call was executed.")
-	}
-	p.State = found.State().String()
-	return p
-}
 
 // executionsRequest is a request about the executions that a caller has given one id. It
 // executes nothing and claims no key.
@@ -49,18 +33,18 @@ type executionsRequest struct {
 }
 
 // executions answers callers' requests about their executions. path is what follows
-// ExecutionsPath, still percent-encoded.
+// problem.ExecutionsPath, still percent-encoded.
 func (e *Endpoints) executions(a responder, path string) error {
 	q := &executionsRequest{Endpoints: e, responder: a}
 	err := q.serve(path)
 	if err == nil || a.r.Context().Err() != nil {
 		return err
 	}
-	var p *Problem
+	var p *problem.Problem
 	if errors.As(err, &p) {
 		p.Cause = nil // only errors of the store are logged
 	} else {
-		p = NewProblem(StoreUnavailable, "The gateway's store does not answer.")
+		p = problem.New(problem.StoreUnavailable, "The gateway's store does not answer.")
 		p.Cause = err
 	}
 	p.Doubtful = true // the answer does not say whether the call was executed
@@ -83,7 +67,7 @@ func (q *executionsRequest) serve(path string) error {
 		return err
 	}
 	if who.Anonymous {
-		return NewProblem(AuthenticationRequired, "Send the credential that the call was made with.")
+		return problem.New(AuthenticationRequired, "Send the credential that the call was made with.")
 	}
 	q.caller = who.Caller
 	if q.question, err = parseQuestion(path, q.r.URL.RawQuery); err != nil {
@@ -114,7 +98,7 @@ func (q *executionsRequest) find() ([]execution.Recorded, error) {
 		return e.Record.Guard != q.Name || e.Record.Host != host || !q.concerns(&e)
 	})
 	if len(all) == 0 {
-		return nil, NewProblem(executionUnknown, "At this route and host, for the caller that asks.")
+		return nil, problem.New(executionUnknown, "At this route and host, for the caller that asks.")
 	}
 	slices.SortFunc(all, func(a, b execution.Recorded) int {
 		if c := b.Record.Created.Compare(a.Record.Created); c != 0 {
@@ -170,7 +154,7 @@ func (q *question) concerns(e *execution.Recorded) bool {
 		(q.path == "" || q.path == e.Record.Path)
 }
 
-// parseQuestion parses a path below ExecutionsPath, percent-encoded, and the query.
+// parseQuestion parses a path below problem.ExecutionsPath, percent-encoded, and the query.
 func parseQuestion(path, query string) (question, error) {
 	var q question
 	name, rest, more := strings.Cut(path, "/")
@@ -190,7 +174,7 @@ func parseQuestion(path, query string) (question, error) {
 	}
 	if err != nil {
 		text := err.Error()
-		return q, NewProblem(ExecutionIDInvalid, strings.ToUpper(text[:1])+text[1:]+".")
+		return q, problem.New(problem.ExecutionIDInvalid, strings.ToUpper(text[:1])+text[1:]+".")
 	}
 	q.id = id
 	values, err := url.ParseQuery(query)
@@ -200,15 +184,6 @@ func parseQuestion(path, query string) (question, error) {
 	q.key, q.method, q.path = strings.ToLower(values.Get("key")), values.Get("method"), values.Get("path")
 	q.wait, err = params{values}.wait()
 	return q, err
-}
-
-// ExecutionPath returns the path of a caller's executions with an id. It quotes ids that
-// would be parsed as something else.
-func ExecutionPath(id string) string {
-	if id == "." || id == ".." || strings.HasPrefix(id, `"`) {
-		id = `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(id) + `"`
-	}
-	return ExecutionsPath + url.PathEscape(id)
 }
 
 // executionsDocument lists the executions that a caller has given one id. Its members are
@@ -234,7 +209,7 @@ func describeExecution(mount, id string, e *execution.Recorded) executionStatus 
 	s := executionStatus{
 		Shown: e.Show(), Action: r.Action, Method: r.Method, Path: r.Path,
 		Replayable: e.Status == execution.Replayable, SafeNewKey: e.Status == execution.RolledBack,
-		OutputURL: mount + ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
+		OutputURL: mount + problem.ExecutionPath(id) + "/output?key=" + e.Key.Hex(),
 	}
 	if e.Status != execution.RunningHere && e.Status != execution.RunningElsewhere {
 		s.Deadline = time.Time{}
@@ -276,28 +251,31 @@ func (q *executionsRequest) give(e *execution.Recorded) (again bool, err error) 
 	switch e.Status {
 	case execution.RunningHere, execution.RunningElsewhere:
 		if q.patience.Err() != nil {
-			return false, q.problem(InProgress, "It has not answered yet.", execution.StateSending)
+			return false, q.problem(problem.InProgress, "It has not answered yet.", execution.StateSending)
 		}
 		return q.follow(e)
 	case execution.Replayable:
 		return false, q.replay(e)
+	case execution.ResultExpired:
+		until := e.Record.Result.Expires.UTC().Format(time.RFC3339)
+		return false, q.problem(problem.ResultExpired, "The result was kept until "+until+".", e.State())
+	case execution.RolledBack:
+		return false, q.problem(problem.RolledBack, "It was undone.", e.State())
+	case execution.Doubtful:
+		return false, q.problem(problem.InDoubt, "Cause: "+string(e.Record.Cause)+".", e.State())
 	}
-	p := Unanswered(&e.Finding)
-	if p.kind == InDoubt {
-		p.StatusURL = ExecutionPath(q.id)
-	}
-	return false, p
+	return false, q.unavailable()
 }
 
 func (q *executionsRequest) unavailable() error {
-	return q.problem(ResultUnavailable, "The call was executed.", execution.StateCompleted)
+	return q.problem(problem.ResultUnavailable, "The call was executed.", execution.StateCompleted)
 }
 
-func (q *executionsRequest) problem(k Kind, detail string, state execution.State) error {
-	p := NewProblem(k, detail)
+func (q *executionsRequest) problem(k problem.Kind, detail string, state execution.State) error {
+	p := problem.New(k, detail)
 	p.State = state.String()
-	if k == InProgress || k == InDoubt {
-		p.StatusURL = ExecutionPath(q.id)
+	if k == problem.InProgress || k == problem.InDoubt {
+		p.StatusURL = problem.ExecutionPath(q.id)
 	}
 	return p
 }
@@ -335,7 +313,7 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 		case <-flight.Done():
 			return true, nil
 		default:
-			return false, q.problem(ResultUnavailable,
+			return false, q.problem(problem.ResultUnavailable,
 				"The call is running; its answer is too large to be kept.", execution.StateSending)
 		}
 	}

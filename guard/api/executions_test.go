@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // Whatever the id, the path that the gateway makes of it leads back to it.
@@ -21,7 +22,7 @@ func FuzzIDInAPath(f *testing.F) {
 			return
 		}
 		for suffix, output := range map[string]bool{"": false, "/output": true, "/output?key=ab": true} {
-			u, err := url.Parse(ExecutionPath(id) + suffix)
+			u, err := url.Parse(problem.ExecutionPath(id) + suffix)
 			if err != nil {
 				t.Fatalf("%q: %v", id, err)
 			}
@@ -40,7 +41,7 @@ func FuzzExecutionQuestion(f *testing.F) {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
-		u, err := url.Parse(ExecutionsPath + text)
+		u, err := url.Parse(problem.ExecutionsPath + text)
 		if err != nil {
 			return
 		}
@@ -49,7 +50,7 @@ func FuzzExecutionQuestion(f *testing.F) {
 			t.Fatalf("%q is no path of executions", text)
 		}
 		q, err := parseQuestion(to.name, u.RawQuery)
-		var p *Problem
+		var p *problem.Problem
 		switch {
 		case err == nil:
 			if execution.CheckID(q.id) != nil || q.wait < 0 || q.wait > LongestQuestion {

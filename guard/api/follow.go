@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/drawing"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -95,7 +96,7 @@ func (f *Followers) join(wid string, who evidence.Reader) (changed <-chan struct
 func (q *ledgerRequest) follow(doc *Workflow) error {
 	changed, leave, ok := q.Followers.join(doc.ID, q.who)
 	if !ok {
-		return NewProblem(QuotaExceeded, fmt.Sprintf("Too many follow workflows: %d, or %d of this reader.", maxFollowers, maxOfReader))
+		return problem.New(problem.QuotaExceeded, fmt.Sprintf("Too many follow workflows: %d, or %d of this reader.", maxFollowers, maxOfReader))
 	}
 	defer leave()
 	ctx, cancel := until(q.r.Context(), q.Waits, followTime)

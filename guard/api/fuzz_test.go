@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // FuzzQuestion: whatever stands in a path and a query is read in one way or refused
@@ -32,7 +34,7 @@ func FuzzQuestion(f *testing.F) {
 			t.Errorf("%q is %+v", target, to)
 		}
 		read := func(err error) bool {
-			var p *Problem
+			var p *problem.Problem
 			if err != nil && (!errors.As(err, &p) || p.Kind() != ParameterInvalid) {
 				t.Errorf("%q: %v", target, err)
 			}

@@ -24,6 +24,7 @@ import (
 	. "github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -291,8 +292,8 @@ func (g *gate) serve(w http.ResponseWriter, r *http.Request, who evidence.Reader
 func endpoints(g Gateway) *Endpoints {
 	g.Close = func() {}
 	return &Endpoints{
-		Open: func() (*Gateway, error) { return &g, nil }, Refused: func(*Problem, string) {},
-		Write: func(w http.ResponseWriter, _ *http.Request, p *Problem) { p.Write(w) },
+		Open: func() (*Gateway, error) { return &g, nil }, Refused: func(*problem.Problem, string) {},
+		Write: func(w http.ResponseWriter, _ *http.Request, p *problem.Problem) { p.Write(w) },
 	}
 }
 
@@ -820,7 +821,7 @@ func (r reply) refused(status int, slug, reason string) map[string]any {
 		r.t.Fatalf("%d %v: %s", r.Code, err, r.Body)
 	}
 	got, _ := doc["reason"].(string)
-	if r.Code != status || doc["type"] != BasePath+slug || got != reason {
+	if r.Code != status || doc["type"] != problem.BasePath+slug || got != reason {
 		r.t.Errorf("%d %v %q (%v), want %d %s %q", r.Code, doc["type"], got, doc["detail"], status, slug, reason)
 	}
 	return doc

@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -81,7 +82,7 @@ type LedgerOptions struct {
 	Plans map[string]*plan.Descriptor
 	// Assigned are the plans of workflows; nil takes none. MayPut identifies who wants to put one, or only
 	// asks, by the header of the request: who puts one has a token with the hash of a body, which the caller
-	// compares, or none. The error is a *Problem or an *ect.Error. CanUndo says whether an action can be undone, and whether there is such an action; nil
+	// compares, or none. The error is a *problem.Problem or an *ect.Error. CanUndo says whether an action can be undone, and whether there is such an action; nil
 	// knows none.
 	Assigned *plan.Store
 	MayPut   func(r *http.Request, puts bool) (*MayPut, error) // see Assigned
@@ -120,7 +121,7 @@ func NewLedger(o LedgerOptions) *Ledger {
 	return &Ledger{o}
 }
 
-// serve answers. The error is a *Problem that was not sent yet, or that of the request's
+// serve answers. The error is a *problem.Problem that was not sent yet, or that of the request's
 // context.
 func (s *Ledger) serve(a responder, to route, who evidence.Reader) error {
 	if !to.allowed(a.w, a.r) {
@@ -149,7 +150,7 @@ func (q *ledgerRequest) answer() error {
 		return q.putPlan()
 	}
 	if q.who.Anonymous {
-		return NewProblem(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
+		return problem.New(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
 	}
 	if q.who.Credential {
 		if err := q.admitCredential(); err != nil {
@@ -184,7 +185,7 @@ func (q *ledgerRequest) admitCredential() error {
 	case endpointWorkflow:
 		unknown = unknownWorkflow()
 	default:
-		return NewProblem(AuthenticationRequired,
+		return problem.New(AuthenticationRequired,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 	}
 	called, err := q.hasCalled(q.r.Context(), q.who)
@@ -207,9 +208,9 @@ func (q *ledgerRequest) problem(err error) error {
 	if err == nil || q.r.Context().Err() != nil {
 		return err
 	}
-	otherwise := NewProblem(StoreUnavailable, "The gateway's ledger does not answer.")
+	otherwise := problem.New(problem.StoreUnavailable, "The gateway's ledger does not answer.")
 	if errors.Is(err, ect.ErrUnavailable) {
-		otherwise = NewProblem(ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
+		otherwise = problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
 	}
 	return problemOf(err, otherwise)
 }
@@ -381,7 +382,7 @@ func sizeOf(log *ledger.Log, p params, name string) (int64, error) {
 // the tree's size.
 func beyond(log *ledger.Log, err error) error {
 	if errors.Is(err, ledger.ErrNotFound) {
-		return NewProblem(entryUnknown, fmt.Sprintf("The tree has %d entries.", log.Head().Size))
+		return problem.New(entryUnknown, fmt.Sprintf("The tree has %d entries.", log.Head().Size))
 	}
 	return err
 }
@@ -411,7 +412,7 @@ type entryDocument struct {
 }
 
 func unknownEntry() error {
-	return NewProblem(entryUnknown, "Nothing of it is known for the identity that asks.")
+	return problem.New(entryUnknown, "Nothing of it is known for the identity that asks.")
 }
 
 // notThere makes the problem for an entry that cannot be returned.
@@ -420,7 +421,7 @@ func notThere(err error) error {
 	case errors.Is(err, ledger.ErrNotFound):
 		return unknownEntry()
 	case errors.Is(err, ledger.ErrPruned):
-		return NewProblem(entryPruned, "Its hash is in the tree.")
+		return problem.New(entryPruned, "Its hash is in the tree.")
 	}
 	return err
 }
@@ -684,7 +685,7 @@ func (q *ledgerRequest) errorTokens() ([]string, error) {
 	case err != nil:
 		return nil, err
 	case len(raws) == 0 && q.who.Anonymous:
-		return nil, NewProblem(AuthenticationRequired, "Send the error as a signed token.")
+		return nil, problem.New(AuthenticationRequired, "Send the error as a signed token.")
 	case len(raws) == 0:
 		return nil, refused(ect.CodeMissing)
 	case len(raws) > ledger.MaxEvents || slices.ContainsFunc(raws, func(raw string) bool { return len(raw) > ledger.MaxPayload }):

@@ -17,6 +17,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	. "github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 type headDoc struct {
@@ -659,9 +660,9 @@ func TestErrorsFailClosed(t *testing.T) {
 	task := g.add(alice, flow, "act", nil)
 	token := g.token(bob, anError(task))
 	for err, slug := range map[error]string{
-		errors.New("disk"):                        "store-unavailable",
-		ect.ErrUnavailable:                        "ect-unavailable",
-		NewProblem(ShuttingDown, "It goes down."): "shutting-down",
+		errors.New("disk"): "store-unavailable",
+		ect.ErrUnavailable: "ect-unavailable",
+		problem.New(problem.ShuttingDown, "It goes down."): "shutting-down",
 	} {
 		g.onRecord = func([]*ect.Token) error { return err }
 		g.post(anonymous, token.Raw()).refused(503, slug, "")

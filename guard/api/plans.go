@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -89,11 +90,11 @@ func (q *ledgerRequest) putPlan() error {
 		return err
 	}
 	if q.Assigned == nil || q.MayPut == nil {
-		return NewProblem(planRefused, "This gateway takes no plans.")
+		return problem.New(planRefused, "This gateway takes no plans.")
 	}
 	if got, _, err := mime.ParseMediaType(q.r.Header.Get("Content-Type")); err != nil || got != plan.MediaType && got != "application/json" {
 		q.w.Header().Set("Accept", plan.MediaType+", application/json")
-		return NewProblem(mediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
+		return problem.New(mediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
 	}
 	// Nothing of the body is read for who may not put a plan anyway.
 	p, token, err := q.putting(name)
@@ -143,7 +144,7 @@ func (q *ledgerRequest) putting(name string) (p plan.Putting, t *ect.Token, err 
 		return p, nil, err
 	}
 	if who.Name == "" && who.Token == nil {
-		return p, nil, NewProblem(AuthenticationRequired, "A plan is put with a token, or by an operator.")
+		return p, nil, problem.New(AuthenticationRequired, "A plan is put with a token, or by an operator.")
 	}
 	t = who.Token
 	p = plan.Putting{Workflow: evidence.WorkflowID(name), By: who.Name}
@@ -154,14 +155,14 @@ func (q *ledgerRequest) putting(name string) (p plan.Putting, t *ect.Token, err 
 		return p, t, err
 	}
 	if t == nil || t.Author() == "" || t.Workflow() == "" {
-		return p, nil, NewProblem(planRefused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
+		return p, nil, problem.New(planRefused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
 	}
 	p.Issuer, p.By = t.Author(), t.Author()
 	// The rest learns nothing of the workflow (P3).
 	if begun, err := q.begun(q.r.Context(), p.Workflow, evidence.Reader{Issuer: p.Issuer}); err != nil {
 		return p, nil, err
 	} else if begun {
-		return p, nil, NewProblem(planRefused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
+		return p, nil, problem.New(planRefused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
 	}
 	return p, t, nil
 }
@@ -170,7 +171,7 @@ func (q *ledgerRequest) putting(name string) (p plan.Putting, t *ect.Token, err 
 func (q *ledgerRequest) receive(sender string) ([]byte, error) {
 	done := q.Assigned.Receive(sender)
 	if done == nil {
-		return nil, NewProblem(QuotaExceeded, "As many plans are being received as may be at a time. Send it again in a moment.")
+		return nil, problem.New(problem.QuotaExceeded, "As many plans are being received as may be at a time. Send it again in a moment.")
 	}
 	defer done()
 	control := http.NewResponseController(q.w)
@@ -181,19 +182,19 @@ func (q *ledgerRequest) receive(sender string) ([]byte, error) {
 		return nil, badParameter("The body could not be read to its end.")
 	}
 	if len(body) > plan.MaxSize {
-		return nil, NewProblem(BodyTooLarge, "A plan has at most 8 MiB.")
+		return nil, problem.New(problem.BodyTooLarge, "A plan has at most 8 MiB.")
 	}
 	return body, nil
 }
 
 // PutPlan takes the text of a plan. created says that the workflow had none. The errors are those of
-// plan.Parse and plan.Store, a *Problem, or one of the ledger.
+// plan.Parse and plan.Store, a *problem.Problem, or one of the ledger.
 func (s *Ledger) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc PlanDocument, created bool, err error) {
 	if p.Plan, err = plan.Parse(text); err != nil {
 		return doc, false, err
 	}
 	if len(p.Plan.Canonical()) > plan.MaxSize {
-		return doc, false, NewProblem(BodyTooLarge, "A plan has at most 8 MiB, also in its canonical form.")
+		return doc, false, problem.New(problem.BodyTooLarge, "A plan has at most 8 MiB, also in its canonical form.")
 	}
 	awaited := p.Issuer == "" && s.AwaitEnd != nil // it is in force at once, and its calls may have been made
 	if awaited {                                   // before, so that a crash leaves no plan whose end nobody awaits

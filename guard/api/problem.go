@@ -1,209 +1,15 @@
 package api
 
 import (
-	"cmp"
-	"encoding/json"
 	"fmt"
 	"html/template"
 	"net/http"
-	"strconv"
-	"strings"
+	"slices"
 	texttemplate "text/template"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/plan"
-	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
-
-// BasePath + slug is the type URI of a problem, and the path of the page that explains it.
-const BasePath = "/.well-known/cascade/problems/"
-
-// Problem is an error that the gateway itself answers with, as an RFC 9457 document. It is
-// an error value. The members with names are an API.
-//
-// Some SDKs take an error answer without a member `error` for a success, some give up if
-// that member has Stripe's format, and some retry every 409 unless a header forbids it.
-// docs/clients.md describes the observed behaviour of each.
-type Problem struct {
-	kind Kind
-	// Status is the HTTP status; zero for that of the kind.
-	Status int `json:"status"`
-	// Detail describes this occurrence. It never contains a secret or a body.
-	Detail string `json:"detail,omitempty"`
-	// Reason is a short stable code that refines the kind; it may be empty.
-	Reason string `json:"reason,omitempty"`
-	// ErrorType is the type in AERR's registry; error.type has the type that SDKs know. Write sets it.
-	ErrorType string `json:"error_type,omitempty"`
-	// ExecutionID is the caller's id of the execution; empty if unknown.
-	ExecutionID string `json:"execution_id,omitempty"`
-	// State is the state of the recorded execution; empty if there is none.
-	State string `json:"state,omitempty"`
-	// SafeNewKey is that of the kind, unless the call is Doubtful. Write sets it.
-	SafeNewKey bool `json:"safe_new_key"`
-	// StatusURL is the path below Mount at which the caller can read the execution's state;
-	// it may be empty.
-	StatusURL string `json:"status_url,omitempty"`
-	// ConflictingRollback is the id of the rollback that takes precedence (cascade 4.3.4).
-	ConflictingRollback string `json:"conflicting_rollback_id,omitempty"`
-	// PlanHash identifies the plan of a rollback as it is now: SHA-256 in hexadecimal.
-	PlanHash string `json:"plan_hash,omitempty"`
-	// Dependants are the ids of actions that prevent a rollback.
-	Dependants []string `json:"dependants,omitempty"`
-	// Dependencies are what the call has to wait for, some of them where there are many.
-	Dependencies []Dependency `json:"dependencies,omitempty"`
-	// ErrorECT is the id of the error token of the failure (circuits document). The token
-	// itself is in Execution-Context. It may be empty.
-	ErrorECT string `json:"error_ect,omitempty"`
-	// Problems are what is wrong with a plan, by node; More is how many further ones there are.
-	Problems []plan.Problem `json:"problems,omitempty"`
-	More     int            `json:"more,omitempty"` // see Problems
-	// EscalationID is the id of the escalation that a person has to decide; it may be empty.
-	EscalationID string `json:"escalation_id,omitempty"`
-
-	// Mount is the prefix that the caller's paths have before the gateway's, such as /api
-	// if a handler strips it; it may be empty.
-	Mount string `json:"-"`
-	// Doubtful says that the call was executed, or may have been, so that no new key is
-	// safe, whatever the kind says.
-	Doubtful bool `json:"-"`
-	// RetryHelps says that a retry of the same call may succeed, although its kind says
-	// otherwise.
-	RetryHelps bool `json:"-"`
-	// Final says that no retry of the same call helps, although its kind says otherwise.
-	Final bool `json:"-"`
-	// RetryAfter is when a retry may succeed, sent in whole seconds, at least 1; zero is
-	// not sent.
-	RetryAfter time.Duration `json:"-"`
-	// Cause is logged and never sent to the caller.
-	Cause error `json:"-"`
-}
-
-// Dependency is what a call has to wait for. Its members are an API.
-type Dependency struct {
-	// Node is the id of a node of the workflow's plan; empty where the caller's token names what it
-	// depends on.
-	Node string `json:"node,omitempty"`
-	// Task is the id of the recorded token of what it depends on, Action its exec_act.
-	Task   string `json:"jti,omitempty"`
-	Action string `json:"exec_act,omitempty"` // see Task
-	// State and Detail are those of the workflow's document.
-	State  workflow.State  `json:"state"`
-	Detail workflow.Detail `json:"detail,omitempty"` // see State
-	// Final says that it will never be done.
-	Final bool `json:"final"`
-}
-
-// NewProblem returns a problem of kind k.
-func NewProblem(k Kind, detail string) *Problem {
-	p := &Problem{kind: k, Detail: detail}
-	if k.retry {
-		p.RetryAfter = k.retryAfter
-	}
-	return p
-}
-
-// Kind returns the problem's kind.
-func (p *Problem) Kind() Kind { return p.kind }
-
-// Error returns the problem's slug and detail, with its cause.
-func (p *Problem) Error() string {
-	text := p.kind.Slug + ": " + p.Detail
-	if p.Cause != nil {
-		text += ": " + p.Cause.Error()
-	}
-	return text
-}
-
-// Known sets the state of the execution that is recorded under the caller's id. Unless it
-// was undone, its effect has happened or may have.
-func (p *Problem) Known(state string, undone bool) {
-	p.State = cmp.Or(p.State, state)
-	p.Doubtful = p.Doubtful || !undone
-}
-
-func (p *Problem) Unwrap() error { return p.Cause }
-
-// document is the JSON of a problem. Its members are an API.
-type document struct {
-	Type  string `json:"type"`
-	Title string `json:"title"`
-	Problem
-	Error sdkBody `json:"error"`
-}
-
-// sdkBody is the member that SDKs read. stripe-node takes an answer without it for a
-// success, whatever its status.
-type sdkBody struct {
-	Type    string `json:"type"`
-	Code    string `json:"code"`
-	Message string `json:"message"`
-	// Status is set if a retry may succeed. stripe-go gives up on every error that it can
-	// decode, and it expects a number here: a string makes it retry.
-	Status string `json:"status,omitempty"`
-}
-
-// Header fields that tell SDKs whether to retry: those of SDKs generated by Stainless
-// (OpenAI, Anthropic) and those of Stripe.
-const (
-	headerShouldRetry       = "X-Should-Retry"
-	headerStripeShouldRetry = "Stripe-Should-Retry"
-)
-
-// NoRetry tells SDKs that read such a header field not to retry, whatever the status.
-func NoRetry(h http.Header) {
-	h.Set(headerShouldRetry, "false")
-	h.Set(headerStripeShouldRetry, "false")
-}
-
-func (p *Problem) retrySeconds() int64 {
-	return max(1, int64((p.RetryAfter+time.Second-1)/time.Second))
-}
-
-func (p *Problem) retries() bool { return p.kind.retry && !p.Final || p.RetryHelps }
-
-func (p *Problem) safeNewKey() bool { return p.kind.SafeNewKey && !p.Doubtful }
-
-// Write sends the problem as the answer.
-func (p *Problem) Write(w http.ResponseWriter) {
-	k := p.kind
-	doc := document{
-		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Problem: *p,
-		Error: sdkBody{Type: k.errorType(), Code: k.Code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
-	}
-	doc.Status, doc.ErrorType, doc.SafeNewKey = cmp.Or(p.Status, k.Status), k.ErrorType, p.safeNewKey()
-	if p.StatusURL != "" {
-		doc.StatusURL = p.Mount + p.StatusURL
-	}
-	h := w.Header()
-	if p.retries() {
-		doc.Error.Status = strconv.Itoa(doc.Status)
-		h.Set("Retry-After", strconv.FormatInt(p.retrySeconds(), 10))
-		h.Set(headerStripeShouldRetry, "true") // by default stripe-node does not retry a 429
-	} else {
-		NoRetry(h)
-	}
-	body, err := json.Marshal(doc)
-	if err != nil {
-		panic("problem: " + err.Error()) // strings and numbers always marshal
-	}
-	body = append(body, '\n')
-	h.Set("Content-Type", "application/problem+json")
-	h.Set("Content-Length", strconv.Itoa(len(body)))
-	h.Set("Cache-Control", "no-store")
-	h.Add("Link", "<"+p.Mount+`/.well-known/cascade/policy>; rel="describedby"`)
-	if doc.StatusURL != "" {
-		h.Add("Link", "<"+doc.StatusURL+`>; rel="status"`)
-	}
-	w.WriteHeader(doc.Status)
-	_, _ = w.Write(body) // the client may be gone
-}
-
-// page has what the templates show of a kind.
-type page struct {
-	Kind
-	Meaning, Caller, Operator string
-	Retry                     bool
-}
 
 var htmlPage = template.Must(template.New("problem").Parse(`<!doctype html>
 <html lang="en">
@@ -216,7 +22,7 @@ var htmlPage = template.Must(template.New("problem").Parse(`<!doctype html>
 <p>{{.Meaning}}</p>
 <h2>What the caller should do</h2>
 <p>{{.Caller}}</p>
-<p>{{if .Retry}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}}
+<p>{{if .RetryAfter}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}}
 {{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}</p>
 <h2>What the operator can do</h2>
 <p>{{.Operator}}</p>
@@ -228,646 +34,243 @@ var textPage = texttemplate.Must(texttemplate.New("problem").Parse(`{{.Title}} (
 {{.Meaning}}
 
 What the caller should do: {{.Caller}}
-{{if .Retry}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}} {{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}
+{{if .RetryAfter}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}} {{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}
 
 What the operator can do: {{.Operator}}
 `))
 
-func serveIndex(w http.ResponseWriter) {
-	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	for _, k := range Kinds() {
-		_, _ = fmt.Fprintf(w, "%s%s\n\t%d %s\n", BasePath, k.Slug, k.Status, k.Title) // only the client's leaving can fail here
-	}
-}
-
 // servePage answers with the page for people about the kind with this slug: as HTML if the
 // client accepts it, else as plain text. An empty slug lists all kinds.
 func servePage(w http.ResponseWriter, r *http.Request, slug string) {
+	all := Kinds()
 	if slug == "" {
-		serveIndex(w)
+		w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+		for _, k := range all {
+			_, _ = fmt.Fprintf(w, "%s%s\n\t%d %s\n", problem.BasePath, k.Slug, k.Status, k.Title)
+		}
 		return
 	}
-	k, ok := Find(slug)
-	if !ok {
+	i := slices.IndexFunc(all, func(k problem.Kind) bool { return k.Slug == slug })
+	if i < 0 {
 		http.Error(w, "There is no problem of this name.", http.StatusNotFound)
 		return
 	}
-	p := page{Kind: k, Meaning: k.meaning, Caller: k.caller, Operator: k.operator, Retry: k.retry}
 	w.Header().Set("Vary", "Accept")
 	if preferred(r, "text/plain", "text/html") == "text/html" {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
-		_ = htmlPage.Execute(w, p) // only the client's leaving can fail here
+		_ = htmlPage.Execute(w, all[i]) // only the client's leaving can fail here, as above and below
 		return
 	}
 	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	_ = textPage.Execute(w, p)
+	_ = textPage.Execute(w, all[i])
 }
-
-// The gRPC status codes of problems.
-const (
-	grpcInvalidArgument    = 3
-	grpcNotFound           = 5
-	grpcAlreadyExists      = 6
-	grpcPermissionDenied   = 7
-	grpcResourceExhausted  = 8
-	grpcFailedPrecondition = 9
-	grpcAborted            = 10
-	grpcUnimplemented      = 12
-	grpcUnavailable        = 14
-	grpcUnauthenticated    = 16
-)
-
-// Members of a problem as fields. Clients of gRPC read them in the trailer, and gateways in a row
-// before the body comes.
-const (
-	headerProblem    = "Execution-Problem"
-	headerState      = "Execution-State"
-	headerSafeNewKey = "Execution-Safe-New-Key"
-	headerPushback   = "Grpc-Retry-Pushback-Ms"
-)
-
-// Announce sets the fields that NothingSent reads.
-func (p *Problem) Announce(h http.Header) {
-	h.Set(headerProblem, p.kind.Slug)
-	h.Set(headerSafeNewKey, strconv.FormatBool(p.safeNewKey()))
-}
-
-// NothingSent reports whether the header of an answer is that of a problem with which a guard holds the
-// execution with this id up before it records or sends anything of it: nothing is known of an earlier
-// attempt either, and the same call may run later. An agent may pass on what was said of a call of its
-// own; then the id is another one.
-func NothingSent(h http.Header, id string) bool {
-	for _, named := range h["Execution-Id"] {
-		if named != id {
-			return false
-		}
-	}
-	switch h.Get(headerProblem) {
-	case WorkflowPaused.Slug, ApprovalRequired.Slug, DependencyNotDone.Slug:
-		return h.Get(headerSafeNewKey) == "true"
-	}
-	return false
-}
-
-// GRPCCode returns the gRPC status code (ADR 0047). Only if a retry of the same call may
-// succeed is it UNAVAILABLE, at which clients retry, or RESOURCE_EXHAUSTED.
-func (k Kind) GRPCCode() int {
-	switch k.Slug {
-	case ResultExpired.Slug, ResultUnavailable.Slug:
-		return grpcAlreadyExists // the effect already exists
-	case RolledBack.Slug, rollbackConflict.Slug:
-		return grpcAborted // another attempt would be a new one
-	case StreamRefused.Slug:
-		return grpcUnimplemented
-	case NodeUnknown.Slug, NodeAmbiguous.Slug, planInvalid.Slug:
-		return grpcInvalidArgument
-	}
-	switch k.Status {
-	case http.StatusBadRequest:
-		return grpcInvalidArgument
-	case http.StatusUnauthorized:
-		return grpcUnauthenticated
-	case http.StatusForbidden:
-		return grpcPermissionDenied
-	case http.StatusNotFound:
-		return grpcNotFound
-	case http.StatusUnprocessableEntity:
-		return grpcAlreadyExists // the id exists, for another call
-	case http.StatusRequestEntityTooLarge, http.StatusTooManyRequests:
-		return grpcResourceExhausted
-	}
-	if k.retry {
-		return grpcUnavailable
-	}
-	return grpcFailedPrecondition
-}
-
-// WriteGRPC sends the problem to a gRPC or gRPC-Web client as a trailers-only response.
-// contentType is that of the request.
-func (p *Problem) WriteGRPC(w http.ResponseWriter, contentType string) {
-	k, h := p.kind, w.Header()
-	contentType, _, _ = strings.Cut(contentType, ";")
-	h.Set("Content-Type", strings.TrimSpace(contentType))
-	h.Set("Cache-Control", "no-store")
-	code := k.GRPCCode()
-	switch {
-	case p.RetryHelps:
-		code = grpcUnavailable
-	case p.Final:
-		code = grpcFailedPrecondition
-	}
-	h.Set("Grpc-Status", strconv.Itoa(code))
-	h.Set("Grpc-Message", grpcMessage(strings.TrimSpace(k.Title+". "+p.Detail)))
-	p.Announce(h)
-	if p.State != "" {
-		h.Set(headerState, p.State)
-	}
-	pushback := int64(-1) // a negative value forbids a retry, whatever the client's configuration
-	if p.retries() {
-		pushback = 1000 * p.retrySeconds()
-	}
-	h.Set(headerPushback, strconv.FormatInt(pushback, 10))
-	w.WriteHeader(http.StatusOK)
-}
-
-// grpcMessage percent-encodes a text for grpc-message.
-func grpcMessage(text string) string {
-	const hex = "0123456789ABCDEF"
-	var b strings.Builder
-	for i := range len(text) {
-		if c := text[i]; c >= ' ' && c <= '~' && c != '%' {
-			b.WriteByte(c)
-		} else {
-			b.Write([]byte{'%', hex[c>>4], hex[c&15]})
-		}
-	}
-	return b.String()
-}
-
-// Kind is a kind of problem. All kinds are variables of this package.
-type Kind struct {
-	// Slug identifies the kind; it is the last segment of the problem's type URI.
-	Slug string
-	// Status is the HTTP status.
-	Status int
-	// Title is a short summary, the same for every occurrence.
-	Title string
-	// SafeNewKey says that the call may be sent again under a new key without the risk that
-	// its effect happens twice.
-	SafeNewKey bool
-	// ErrorType is the type in AERR's registry; it may be empty.
-	ErrorType string
-
-	retry      bool // a retry of the same call may succeed
-	retryAfter time.Duration
-	meaning    string // for people: what it means
-	caller     string // for people: what the caller should do
-	operator   string // for people: what the operator can do
-}
-
-// Code returns the slug with underscores, the usual form of error codes.
-func (k Kind) Code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
-
-// errorType returns the type by which the SDKs of several services know an error.
-func (k Kind) errorType() string {
-	if k.Status >= 500 {
-		return "api_error"
-	}
-	switch k.Status {
-	case http.StatusTooManyRequests:
-		return "rate_limit_error"
-	case http.StatusBadRequest, http.StatusUnauthorized, http.StatusNotFound, http.StatusGone, http.StatusRequestEntityTooLarge:
-		return "invalid_request_error"
-	}
-	return "idempotency_error"
-}
-
-// The kinds of problems.
-var (
-	ExecutionIDMissing = Kind{
-		Slug: "execution-id-missing", Status: http.StatusBadRequest, SafeNewKey: true,
-		Title:    "The call names no execution id",
-		meaning:  "This route runs a call that changes something only if the caller names the intended effect, so that a retry can be told from a second effect.",
-		caller:   "Send one Idempotency-Key header with a random value of 1 to 255 visible ASCII characters, the same for every retry of this one call.",
-		operator: "`missing_id recognize` runs such calls under an id that the gateway makes up, and finds retries by evidence; `missing_id mint` takes each for a new call; `missing_id derive` finds equal calls within a short window.",
-	}
-	ExecutionIDInvalid = Kind{
-		Slug: "execution-id-invalid", Status: http.StatusBadRequest, SafeNewKey: true,
-		Title:    "The execution id is malformed",
-		meaning:  "The id is empty, too long, has characters that are not visible ASCII, or stands on more than one header line.",
-		caller:   "Send one header line with 1 to 255 visible ASCII characters, plain or as a quoted string.",
-		operator: "The accepted places of the id are set with `execution_id`.",
-	}
-	WorkflowIDInvalid = Kind{
-		Slug: "workflow-id-invalid", Status: http.StatusBadRequest,
-		Title:    "The id of the workflow, or of its node, is malformed",
-		meaning:  "The header Workflow-Id or Workflow-Node is too long, has characters that are not visible ASCII, such as a space, or stands on more than one line. The call was not forwarded.",
-		caller:   "Send one Workflow-Id line with 1 to 255 visible ASCII characters, one Workflow-Node line with 1 to 128, or leave them away. Keep the execution id.",
-		operator: "Nothing needs to be done.",
-	}
-	NodeUnknown = Kind{
-		Slug: "node-unknown", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
-		Title:    "The call is no node of the plan of its workflow",
-		meaning:  "The workflow has a plan, and the call is none of its nodes: neither by `atd.node` in its token, nor by the header Workflow-Node, nor by what it does. Nothing was recorded or forwarded.",
-		caller:   "Name the node that the call is, in `atd.node` of the token's extensions or in Workflow-Node. If the plan has none for it, the call is not part of the workflow.",
-		operator: "`GET` of the workflow shows its plan. `plan_mode observed` in the global options records such calls in place of refusing them.",
-	}
-	NodeAmbiguous = Kind{
-		Slug: "node-ambiguous", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
-		Title:    "The call could be several nodes of the plan of its workflow",
-		meaning:  "Several nodes of the workflow's plan have the label that the call's action is, and the call does not say which one it is. Nothing was recorded or forwarded.",
-		caller:   "Name the node in `atd.node` of the token's extensions, or in the header Workflow-Node.",
-		operator: "Give the nodes labels of their own, where their calls cannot name them.",
-	}
-	planInvalid = Kind{
-		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity,
-		Title:    "The plan of the workflow is wrong",
-		meaning:  "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
-		caller:   "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
-		operator: "Nothing needs to be done.",
-	}
-	planRefused = Kind{
-		Slug: "plan-refused", Status: http.StatusForbidden,
-		Title:    "The caller may not put a plan for this workflow",
-		meaning:  "A plan is put by a coordinator, by an operator, or by the agent that begins the workflow, before its first call and with a token of the workflow. Nothing was changed.",
-		caller:   "Put the plan before the first call, with a token that names the workflow and has the hash of the body; or let a coordinator do it.",
-		operator: "`coordinators` in the `rollback` block and `operators` in the route name who else may. `caddy agent-guard workflows put` does it from the server.",
-	}
-	planExists = Kind{
-		Slug: "plan-exists", Status: http.StatusPreconditionRequired,
-		Title:    "The workflow has another plan already",
-		meaning:  "Who changes a plan has to say which version it replaces, so that no other change is lost. Nothing was changed.",
-		caller:   "Read the plan, and send its ETag in If-Match.",
-		operator: "Nothing needs to be done.",
-	}
-	planReplaced = Kind{
-		Slug: "plan-replaced", Status: http.StatusPreconditionFailed,
-		Title:    "The plan of the workflow is not the expected one",
-		meaning:  "If-Match names another version than the workflow's plan has, or If-None-Match expects none. Somebody else has changed it, or it has expired. Nothing was changed.",
-		caller:   "Read the plan, and decide anew.",
-		operator: "Nothing needs to be done.",
-	}
-	planInForce = Kind{
-		Slug: "plan-in-force", Status: http.StatusConflict,
-		Title:    "The workflow has begun under another plan",
-		meaning:  "A workflow stays with the version of its plan under which its first call was claimed. Nothing was changed.",
-		caller:   "Begin another workflow for another plan.",
-		operator: "`caddy agent-guard workflows list` shows which plans are in force.",
-	}
-	mediaTypeUnsupported = Kind{
-		Slug: "media-type-unsupported", Status: http.StatusUnsupportedMediaType,
-		Title:    "The body is of another media type",
-		meaning:  "The endpoint takes the media types that the field Accept of this answer names. Nothing was changed.",
-		caller:   "Send the body with one of these types in Content-Type.",
-		operator: "Nothing needs to be done.",
-	}
-	BatchMixed = Kind{
-		Slug: "batch-mixed", Status: http.StatusBadRequest,
-		Title:    "Several messages of the batch may change something",
-		meaning:  "A batch is one call, under the rules of the message in it that may change something. This one has several such messages. Nothing was forwarded.",
-		caller:   "Send each message that may change something in a request of its own.",
-		operator: "Nothing needs to be done.",
-	}
-	CallerUnstable = Kind{
-		Slug: "caller-unstable", Status: http.StatusBadRequest,
-		Title:    "The credentials change with every attempt",
-		meaning:  "The Authorization scheme signs each request anew, or the call's only credential is a signature or cookies, which change by themselves. So the gateway cannot tell that a retry comes from the same caller, and must not show one caller's result to another. Nothing was forwarded.",
-		caller:   "Use a credential that stays the same over retries, or ask the operator to name the caller another way.",
-		operator: "Write `caller cookie NAME` with the name of the session's cookie, or set `caller` to a placeholder that is the same for every attempt, for example the key id of the signature.",
-	}
-	FingerprintMismatch = Kind{
-		Slug: "fingerprint-mismatch", Status: http.StatusUnprocessableEntity,
-		Title:    "The execution id was used for another request",
-		meaning:  "An execution with this id is recorded, and its host, query, media type or body differ from this call's. `state` says what became of that one. This call was not forwarded.",
-		caller:   "If it is a retry, send exactly what was sent before: under a new id its effect would happen twice. Only if another effect is meant, send it under a new id.",
-		operator: "Members that change with every attempt can be left out with `fingerprint_exclude`.",
-	}
-	InProgress = Kind{
-		Slug: "in-progress", Status: http.StatusConflict,
-		Title: "The call is still running",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "An earlier attempt with this id is being executed and has not answered yet.",
-		caller:   "Send the same call again after Retry-After; it then gets the result of the running execution.",
-		operator: "`attach_wait` is how long a retry waits for the first byte before it gets this answer.",
-	}
-	InDoubt = Kind{
-		Slug: "in-doubt", Status: http.StatusConflict,
-		Title:    "The call may have been executed, and nobody knows",
-		meaning:  "The call was sent, and no answer came that says what became of it: the connection broke, the deadline passed, the upstream answered with a status that leaves it open, or the gateway died. It is not run again without evidence.",
-		caller:   "Do not retry, and do not send it under a new id: the effect may have happened. Look at the target system, or ask the operator.",
-		operator: "Find out in the target system whether it was applied, and record it with `caddy agent-guard executions resolve`. `on_unknown probe` asks a status URL by itself; `on_unknown retry` runs it again, at the risk of a second effect.",
-	}
-	RolledBack = Kind{
-		Slug: "rolled-back", Status: http.StatusConflict, SafeNewKey: true,
-		Title:    "The execution was undone",
-		meaning:  "The effect with this id was rolled back. A late duplicate does not bring it back.",
-		caller:   "If the effect is wanted again, send it under a new id.",
-		operator: "Nothing needs to be done.",
-	}
-	ResultExpired = Kind{
-		Slug: "result-expired", Status: http.StatusConflict,
-		Title:    "The call was executed, its result is no longer kept",
-		meaning:  "The call was executed some time ago. Its answer was kept for the time that this route states; the id stays taken, so that a late retry does not run again.",
-		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
-		operator: "`retain_result` is how long results are kept.",
-	}
-	ResultUnavailable = Kind{
-		Slug: "result-unavailable", Status: http.StatusConflict,
-		Title:    "The call was executed, its result was not kept",
-		meaning:  "The call was executed. Its answer was too large to keep, could not be stored, or is damaged; the id stays taken.",
-		caller:   "Do not send it under a new id. Look up what became of it in the target system.",
-		operator: "`max_result` is the size up to which answers are kept.",
-	}
-	QuotaExceeded = Kind{
-		Slug: "quota-exceeded", Status: http.StatusTooManyRequests, SafeNewKey: true,
-		Title: "The caller has too much open or stored",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The gateway bounds what one caller may hold in its store at a time: executions that run or are in doubt, and bytes of records and answers; and what checkpoints stand of one workflow and one caller, and how fast a workflow makes them. It also bounds how many calls a second a workflow makes, how many bytes of requests it has under way and how long it keeps the upstream busy, where `bulkhead` says so, and how many retries it sends for its calls. This caller, or its workflow, is at a bound. Nothing was recorded or forwarded; answers of earlier calls are still given.",
-		caller:   "Send the same call again after Retry-After. Executions in doubt count until they are settled, stored answers and checkpoints until they expire.",
-		operator: "The `quota` in the global options is the bound; a reload changes it at once. Look for the caller's executions in doubt, and for answers that are kept longer than needed (`retain_result`).",
-	}
-	BulkheadFull = Kind{
-		Slug: "bulkhead-full", Status: http.StatusTooManyRequests, SafeNewKey: true, ErrorType: "resource_exhausted",
-		Title: "The upstream is busy, and the call cannot wait",
-		retry: true, retryAfter: time.Second,
-		meaning:  "Workflows share the permits of an upstream, each up to a limit, and what finds none waits in a queue of its own workflow. The queue was full, or the call could not wait long enough. Nothing was recorded or forwarded; `reason` says which it was.",
-		caller:   "Send the same call again after Retry-After.",
-		operator: "Look which workflow holds the permits (`agent_guard_bulkhead_*`). `bulkhead` in the route has the limits.",
-	}
-	DependencyNotDone = Kind{
-		Slug: "dependency-not-done", Status: http.StatusConflict, SafeNewKey: true,
-		Title: "What the call depends on is not done",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The plan of the workflow has something come before this call, or the call's own token names it as its parent, and it is not done: it has not begun, runs, is in doubt, has failed, was undone or is about to be. `dependencies` names it with its state. Nothing was recorded or forwarded. With the `reason` final it will never be done, since it has failed or was undone, or cannot begin itself.",
-		caller:   "Send the same call again after Retry-After. Where `reason` is final no retry helps: the work has to be planned anew.",
-		operator: "The workflow's document shows what holds each node. A call in doubt is settled with `caddy agent-guard executions resolve`. `order` says whether the parents that tokens name count.",
-	}
-	SnapshotFailed = Kind{
-		Slug: "snapshot-failed", Status: http.StatusServiceUnavailable, SafeNewKey: true,
-		Title: "What the call would change cannot be read now",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "Calls of this kind are undone by putting back what stood there before, and the gateway could not read that from the upstream. Nothing was recorded or forwarded.",
-		caller:   "Send the same call again after Retry-After.",
-		operator: "The gateway's log says what came of the GET: the upstream refuses it (credentials for it go into `restore`, or `undo_auth recorded`), it took longer than 10 seconds, or the answer is larger than 1 MiB. `on_snapshot_error irreversible` lets such calls through, and says in their checkpoints that they cannot be undone.",
-	}
-	StoreUnavailable = Kind{
-		Slug: "store-unavailable", Status: http.StatusServiceUnavailable,
-		Title: "The execution cannot be recorded now",
-		retry: true, retryAfter: 5 * time.Second,
-		meaning:  "The gateway's store does not answer or is full. Nothing is forwarded that could not be recorded.",
-		caller:   "Send the same call under the same id again after Retry-After.",
-		operator: "The gateway's log says what is wrong with the store: disk space, permissions, or a failed sync, after which the process must be restarted.",
-	}
-	ShuttingDown = Kind{
-		Slug: "shutting-down", Status: http.StatusServiceUnavailable,
-		Title: "The gateway is shutting down",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The process finishes the calls that are running and starts no new ones. Nothing was forwarded.",
-		caller:   "Send the same call under the same id again after Retry-After.",
-		operator: "`drain` is how long the process waits for running calls.",
-	}
-	UpstreamUnreachable = Kind{
-		Slug: "upstream-unreachable", Status: http.StatusBadGateway, SafeNewKey: true,
-		Title: "The call could not be sent to the upstream",
-		retry: true, retryAfter: time.Second,
-		meaning:  "No connection to the upstream could be made, or it was closed before anything was sent. So the call was not executed, its id is free again, and Execution-Status says `released`. The status is that of the proxy: 502, or 503 where no upstream was available.",
-		caller:   "Send the same call under the same id again after Retry-After.",
-		operator: "The log names the upstream and the error. Error routes (`handle_errors`) of the server get the call in the place of this problem.",
-	}
-	CircuitOpen = Kind{
-		Slug: "circuit-open", Status: http.StatusServiceUnavailable, ErrorType: "circuit_open",
-		Title: "The upstream is failing and is not called",
-		retry: true, retryAfter: time.Second,
-		meaning:  "Too many calls to the upstream have failed, so its circuit breaker refuses calls for a while and then lets one through to see whether it is back. `reason` says where the breaker stands: open or half_open; or workflow_threshold, where it is closed and the caller's own tokens of this workflow have asked for a stricter limit. Nothing was forwarded.",
-		caller:   "Send the same call under the same id again after Retry-After.",
-		operator: "The detail names the upstream, and what its last failure was, to callers whom the gateway knows itself; the log and `caddy agent-guard circuits list` name them too. `breaker` in the transport's block sets when a breaker opens and for how long; `caddy agent-guard circuits set UPSTREAM forced_closed` overrules it; `fallback` answers in the place of this problem.",
-	}
-	BodyTooLarge = Kind{
-		Slug: "body-too-large", Status: http.StatusRequestEntityTooLarge,
-		Title:    "The request body is too large",
-		meaning:  "A guarded call is read whole before it is forwarded, and this one is larger than the route allows, or is a batch of more than 1000 messages. Nothing was forwarded.",
-		caller:   "Send less.",
-		operator: "`max_body` is the limit, or `request_body` where that is less.",
-	}
-	BodyTimeout = Kind{
-		Slug: "body-timeout", Status: http.StatusRequestTimeout,
-		Title: "The request body did not come in time",
-		retry: true, retryAfter: time.Second,
-		meaning:  "A guarded call is read whole before it is forwarded. This one's body stopped coming before its end, for as long as the server waits. Nothing was forwarded.",
-		caller:   "Send the same call again, with its whole body. A client that waits for an answer before it ends the body waits for ever at a guarded route: its call cannot be guarded.",
-		operator: "`read_idle_timeout` of the server (one minute by default), or of Caddy's `timeouts` handler on a route, is how long a body may stand still. A route that is called in both directions at once needs an `exempt`.",
-	}
-	StreamRefused = Kind{
-		Slug: "stream-refused", Status: http.StatusForbidden,
-		Title:    "This route takes no stream that cannot be guarded",
-		meaning:  "The request asks for another protocol (an upgrade, such as to WebSocket, or CONNECT), or is a gRPC call that is not declared unary, or is declared so and sends more than one message, or a guarded call that asks to be forwarded while it comes (`Incremental`). What is sent over it could have effects that nothing records, so this route refuses it. It was not forwarded.",
-		caller:   "Send a plain HTTP request, or ask the operator to let this one pass.",
-		operator: "`unguarded_streams refuse` says so. `grpc unary` in an action guards its gRPC calls, and `exempt` lets requests pass unguarded.",
-	}
-	AuthenticationRequired = Kind{
-		Slug: "authentication-required", Status: http.StatusUnauthorized,
-		Title:    "Only who took part may ask about it",
-		meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and what a workflow's tokens say to those who took part in it; never to callers without any.",
-		caller:   "Ask with the credential that the call was made with.",
-		operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or a field that is a credential (docs/same-call.md). Cookies count only where `caller cookie` names them. Calls without any of them can be looked up by an operator only.",
-	}
-	executionUnknown = Kind{
-		Slug: "execution-unknown", Status: http.StatusNotFound,
-		Title:    "No execution of this caller has this id",
-		meaning:  "At this route and host nothing is recorded under this id for the identity that asks. It was never called, was refused or released without being executed, its key is no longer kept, or it was called with another credential.",
-		caller:   "Ask with the credential and at the host that the call was made with. This is no proof that the call was never executed: a retry is safe under the same id and credential, for as long as keys are kept.",
-		operator: "A credential that was rotated is another caller; an identity from Caddy's authentication, or `caller`, stays the same.",
-	}
-	ECTInvalid = Kind{
-		Slug: "ect-invalid", Status: http.StatusForbidden,
-		Title:    "The Execution Context Token is not accepted",
-		meaning:  "The request carries a token that cannot be verified, that was used for another call, or that is missing where one is required. `reason` says which in one word. This request was not forwarded; an earlier one may have been. What cannot be parsed at all is answered with 400.",
-		caller:   "For a call that was never sent, make a new token: its own `jti`, an `aud` that names this gateway, an `iat` of now, parents of the same workflow. A retry sends the same bytes with the same call, also when the token's time is over; or a new token with the same Idempotency-Key, which is the safer way.",
-		operator: "`trust` says whose keys are believed and how strictly; the metric `agent_guard_tokens_total` counts the reasons.",
-	}
-	entryUnknown = Kind{
-		Slug: "entry-unknown", Status: http.StatusNotFound,
-		Title:    "The ledger has no such entry for this reader",
-		meaning:  "Nothing stands there, or it belongs to a workflow in which the identity that asks has no part. The two are not told apart.",
-		caller:   "Ask with the identity that took part in the workflow. An entry reaches the ledger a moment after its request.",
-		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
-	}
-	entryPruned = Kind{
-		Slug: "entry-pruned", Status: http.StatusGone,
-		Title:    "The content of the entry is no longer kept",
-		meaning:  "The entry was recorded and its content was pruned after the retention. Its hash is still in the tree, and proofs over it still hold.",
-		caller:   "Use a copy of the entry that was made before, if there is one; its receipt and the inclusion proof still prove it.",
-		operator: "`retain` in the `identity` is how long the ledger keeps contents.",
-	}
-	WorkflowUnknown = Kind{
-		Slug: "workflow-unknown", Status: http.StatusNotFound,
-		Title:    "No workflow of this reader has this id",
-		meaning:  "Nothing is recorded under this workflow id, or the identity that asks has no part in it. The two are not told apart.",
-		caller:   "Ask with the identity that took part in the workflow.",
-		operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
-	}
-	workflowRunning = Kind{
-		Slug: "workflow-running", Status: http.StatusConflict,
-		Title: "The workflow has not ended",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "The end of a workflow is recorded when nothing of it runs, is in doubt, or is being undone. Nothing was recorded.",
-		caller:   "Wait for the workflow's calls, and ask again after Retry-After. The workflow's page shows what is open.",
-		operator: "A call in doubt is settled with `caddy agent-guard executions resolve`.",
-	}
-	initiatorRequired = Kind{
-		Slug: "initiator-required", Status: http.StatusForbidden,
-		Title:    "Only who has begun the workflow says that it has ended",
-		meaning:  "The end of a workflow is said by who made its first call or sent its workflow_start, or by a coordinator. The identity that asks takes part in the workflow, and is neither. Nothing was recorded.",
-		caller:   "Let the initiator ask.",
-		operator: "`coordinators` in the `rollback` block names who may for all workflows.",
-	}
-	ECTUnavailable = Kind{
-		Slug: "ect-unavailable", Status: http.StatusServiceUnavailable,
-		Title: "The Execution Context Token cannot be verified now",
-		retry: true, retryAfter: 5 * time.Second,
-		meaning:  "What is needed to verify the token cannot be had at the moment: the keys of its issuer, or the ledger. Nothing is known of the token, and nothing was forwarded. With the `reason` ledger_unavailable the token holds, and the ledger has not taken it in time.",
-		caller:   "Send the same call with the same token again after Retry-After.",
-		operator: "The gateway's log says what is missing: a `jwks_url` that does not answer, the store, or memory for the tokens of requests that change nothing. `min_level L3` asks for a place in the ledger, which its store has refused.",
-	}
-	ParameterInvalid = Kind{
-		Slug: "parameter-invalid", Status: http.StatusBadRequest,
-		Title:    "The question is malformed",
-		meaning:  "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
-		caller:   "Correct what the detail names.",
-		operator: "Nothing needs to be done.",
-	}
-)
 
 // Kinds lists all kinds, in the order in which they are documented.
-func Kinds() []Kind {
-	return append([]Kind{
-		ExecutionIDMissing, ExecutionIDInvalid, WorkflowIDInvalid, NodeUnknown, NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported, BatchMixed, CallerUnstable, FingerprintMismatch, InProgress, InDoubt,
-		RolledBack, ResultExpired, ResultUnavailable, QuotaExceeded, BulkheadFull, DependencyNotDone, SnapshotFailed, StoreUnavailable, ShuttingDown, UpstreamUnreachable, CircuitOpen, BodyTooLarge, BodyTimeout, StreamRefused,
-		AuthenticationRequired, executionUnknown, ECTInvalid, ECTUnavailable, entryUnknown, entryPruned, WorkflowUnknown, workflowRunning, initiatorRequired,
-		ParameterInvalid,
-	}, rollbackKinds()...)
-}
-
-// Find returns the kind with this slug.
-func Find(slug string) (Kind, bool) {
-	for _, k := range Kinds() {
-		if k.Slug == slug {
-			return k, true
-		}
+func Kinds() []problem.Kind {
+	return []problem.Kind{
+		problem.ExecutionIDMissing, problem.ExecutionIDInvalid, problem.WorkflowIDInvalid, problem.NodeUnknown,
+		problem.NodeAmbiguous, planInvalid, planRefused, planExists, planReplaced, planInForce, mediaTypeUnsupported,
+		problem.BatchMixed, problem.CallerUnstable, problem.FingerprintMismatch, problem.InProgress, problem.InDoubt,
+		problem.RolledBack, problem.ResultExpired, problem.ResultUnavailable, problem.QuotaExceeded, problem.BulkheadFull,
+		problem.DependencyNotDone, problem.SnapshotFailed, problem.StoreUnavailable, problem.ShuttingDown,
+		problem.UpstreamUnreachable, problem.CircuitOpen, problem.BodyTooLarge, problem.BodyTimeout, problem.StreamRefused,
+		AuthenticationRequired, executionUnknown, problem.ECTInvalid, problem.ECTUnavailable, entryUnknown, entryPruned,
+		WorkflowUnknown, workflowRunning, initiatorRequired, ParameterInvalid, problem.ApprovalRequired,
+		problem.ApprovalDenied, escalationUnknown, decisionRefused, decisionVoid, notInWorkflow, coordinatorRequired,
+		problem.WorkflowStopped, problem.WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare,
+		planChanged, checkpointUnknown, checkpointExpired, checkpointTampered,
 	}
-	return Kind{}, false
 }
 
-// The kinds of problems of rollbacks.
+// The kinds of problems of the gateway's own paths.
 var (
-	notInWorkflow = Kind{
+	planInvalid = problem.Kind{
+		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity, GRPC: 3,
+		Title:    "The plan of the workflow is wrong",
+		Meaning:  "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
+		Caller:   "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
+		Operator: "Nothing needs to be done.",
+	}
+	planRefused = problem.Kind{
+		Slug: "plan-refused", Status: http.StatusForbidden,
+		Title:    "The caller may not put a plan for this workflow",
+		Meaning:  "A plan is put by a coordinator, by an operator, or by the agent that begins the workflow, before its first call and with a token of the workflow. Nothing was changed.",
+		Caller:   "Put the plan before the first call, with a token that names the workflow and has the hash of the body; or let a coordinator do it.",
+		Operator: "`coordinators` in the `rollback` block and `operators` in the route name who else may. `caddy agent-guard workflows put` does it from the server.",
+	}
+	planExists = problem.Kind{
+		Slug: "plan-exists", Status: http.StatusPreconditionRequired,
+		Title:    "The workflow has another plan already",
+		Meaning:  "Who changes a plan has to say which version it replaces, so that no other change is lost. Nothing was changed.",
+		Caller:   "Read the plan, and send its ETag in If-Match.",
+		Operator: "Nothing needs to be done.",
+	}
+	planReplaced = problem.Kind{
+		Slug: "plan-replaced", Status: http.StatusPreconditionFailed,
+		Title:    "The plan of the workflow is not the expected one",
+		Meaning:  "If-Match names another version than the workflow's plan has, or If-None-Match expects none. Somebody else has changed it, or it has expired. Nothing was changed.",
+		Caller:   "Read the plan, and decide anew.",
+		Operator: "Nothing needs to be done.",
+	}
+	planInForce = problem.Kind{
+		Slug: "plan-in-force", Status: http.StatusConflict,
+		Title:    "The workflow has begun under another plan",
+		Meaning:  "A workflow stays with the version of its plan under which its first call was claimed. Nothing was changed.",
+		Caller:   "Begin another workflow for another plan.",
+		Operator: "`caddy agent-guard workflows list` shows which plans are in force.",
+	}
+	mediaTypeUnsupported = problem.Kind{
+		Slug: "media-type-unsupported", Status: http.StatusUnsupportedMediaType,
+		Title:    "The body is of another media type",
+		Meaning:  "The endpoint takes the media types that the field Accept of this answer names. Nothing was changed.",
+		Caller:   "Send the body with one of these types in Content-Type.",
+		Operator: "Nothing needs to be done.",
+	}
+	AuthenticationRequired = problem.Kind{
+		Slug: "authentication-required", Status: http.StatusUnauthorized,
+		Title:    "Only who took part may ask about it",
+		Meaning:  "The request has no credential. What became of an execution is told to the identity that made the call, and what a workflow's tokens say to those who took part in it; never to callers without any.",
+		Caller:   "Ask with the credential that the call was made with.",
+		Operator: "Who the caller is comes from a client certificate, Caddy's authentication, `caller` or a field that is a credential (docs/same-call.md). Cookies count only where `caller cookie` names them. Calls without any of them can be looked up by an operator only.",
+	}
+	executionUnknown = problem.Kind{
+		Slug: "execution-unknown", Status: http.StatusNotFound,
+		Title:    "No execution of this caller has this id",
+		Meaning:  "At this route and host nothing is recorded under this id for the identity that asks. It was never called, was refused or released without being executed, its key is no longer kept, or it was called with another credential.",
+		Caller:   "Ask with the credential and at the host that the call was made with. This is no proof that the call was never executed: a retry is safe under the same id and credential, for as long as keys are kept.",
+		Operator: "A credential that was rotated is another caller; an identity from Caddy's authentication, or `caller`, stays the same.",
+	}
+	entryUnknown = problem.Kind{
+		Slug: "entry-unknown", Status: http.StatusNotFound,
+		Title:    "The ledger has no such entry for this reader",
+		Meaning:  "Nothing stands there, or it belongs to a workflow in which the identity that asks has no part. The two are not told apart.",
+		Caller:   "Ask with the identity that took part in the workflow. An entry reaches the ledger a moment after its request.",
+		Operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	entryPruned = problem.Kind{
+		Slug: "entry-pruned", Status: http.StatusGone,
+		Title:    "The content of the entry is no longer kept",
+		Meaning:  "The entry was recorded and its content was pruned after the retention. Its hash is still in the tree, and proofs over it still hold.",
+		Caller:   "Use a copy of the entry that was made before, if there is one; its receipt and the inclusion proof still prove it.",
+		Operator: "`retain` in the `identity` is how long the ledger keeps contents.",
+	}
+	WorkflowUnknown = problem.Kind{
+		Slug: "workflow-unknown", Status: http.StatusNotFound,
+		Title:    "No workflow of this reader has this id",
+		Meaning:  "Nothing is recorded under this workflow id, or the identity that asks has no part in it. The two are not told apart.",
+		Caller:   "Ask with the identity that took part in the workflow.",
+		Operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	workflowRunning = problem.Kind{
+		Slug: "workflow-running", Status: http.StatusConflict, RetryAfter: 2 * time.Second,
+		Title:    "The workflow has not ended",
+		Meaning:  "The end of a workflow is recorded when nothing of it runs, is in doubt, or is being undone. Nothing was recorded.",
+		Caller:   "Wait for the workflow's calls, and ask again after Retry-After. The workflow's page shows what is open.",
+		Operator: "A call in doubt is settled with `caddy agent-guard executions resolve`.",
+	}
+	initiatorRequired = problem.Kind{
+		Slug: "initiator-required", Status: http.StatusForbidden,
+		Title:    "Only who has begun the workflow says that it has ended",
+		Meaning:  "The end of a workflow is said by who made its first call or sent its workflow_start, or by a coordinator. The identity that asks takes part in the workflow, and is neither. Nothing was recorded.",
+		Caller:   "Let the initiator ask.",
+		Operator: "`coordinators` in the `rollback` block names who may for all workflows.",
+	}
+	ParameterInvalid = problem.Kind{
+		Slug: "parameter-invalid", Status: http.StatusBadRequest,
+		Title:    "The question is malformed",
+		Meaning:  "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
+		Caller:   "Correct what the detail names.",
+		Operator: "Nothing needs to be done.",
+	}
+	notInWorkflow = problem.Kind{
 		Slug: "not-in-workflow", Status: http.StatusForbidden, SafeNewKey: true,
 		Title:    "The identity that asks has no part in this",
-		meaning:  "The checkpoint or the rollback is not known, or belongs to a workflow in which the identity that asks has no part, or not the part that is needed: by default only who made the call, or what led to it, may have it undone. These are not told apart. Nothing was touched.",
-		caller:   "Ask with a token of the workflow whose issuer is the checkpoint's ancestor: its own token led to the call, or to one before it.",
-		operator: "`lineage workflow` in the `rollback` block lets everybody who is linked to the checkpoint ask, `coordinators` names who may ask for all. An operator can roll back with `caddy agent-guard rollback`.",
+		Meaning:  "The checkpoint or the rollback is not known, or belongs to a workflow in which the identity that asks has no part, or not the part that is needed: by default only who made the call, or what led to it, may have it undone. These are not told apart. Nothing was touched.",
+		Caller:   "Ask with a token of the workflow whose issuer is the checkpoint's ancestor: its own token led to the call, or to one before it.",
+		Operator: "`lineage workflow` in the `rollback` block lets everybody who is linked to the checkpoint ask, `coordinators` names who may ask for all. An operator can roll back with `caddy agent-guard rollback`.",
 	}
-	coordinatorRequired = Kind{
+	coordinatorRequired = problem.Kind{
 		Slug: "coordinator-required", Status: http.StatusForbidden, SafeNewKey: true,
 		Title:    "Only a rollback coordinator may undo a whole workflow",
-		meaning:  "The scope full_workflow undoes every checkpoint of the workflow, also those of others, and needs the authority of a coordinator. Nothing was touched.",
-		caller:   "Ask for sub_dag, or let the coordinator ask.",
-		operator: "`coordinators` in the `rollback` block names who may. An operator can do it with `caddy agent-guard rollback --scope full_workflow`.",
+		Meaning:  "The scope full_workflow undoes every checkpoint of the workflow, also those of others, and needs the authority of a coordinator. Nothing was touched.",
+		Caller:   "Ask for sub_dag, or let the coordinator ask.",
+		Operator: "`coordinators` in the `rollback` block names who may. An operator can do it with `caddy agent-guard rollback --scope full_workflow`.",
 	}
-	rollbackConflict = Kind{
-		Slug: "rollback-conflict", Status: http.StatusConflict, SafeNewKey: true,
+	rollbackConflict = problem.Kind{
+		Slug: "rollback-conflict", Status: http.StatusConflict, SafeNewKey: true, GRPC: 10,
 		Title:    "Another rollback is under way and takes precedence",
-		meaning:  "A rollback of the same checkpoints was asked for before, or with a wider scope. `conflicting_rollback_id` names it. Nothing was begun for this one.",
-		caller:   "Look at the other rollback until it is finished. What it leaves can be asked for again under a new rollback id.",
-		operator: "`caddy agent-guard rollbacks` lists what is under way.",
+		Meaning:  "A rollback of the same checkpoints was asked for before, or with a wider scope. `conflicting_rollback_id` names it. Nothing was begun for this one.",
+		Caller:   "Look at the other rollback until it is finished. What it leaves can be asked for again under a new rollback id.",
+		Operator: "`caddy agent-guard rollbacks` lists what is under way.",
 	}
-	WorkflowStopped = Kind{
-		Slug: "workflow-stopped", Status: http.StatusForbidden, SafeNewKey: true,
-		Title:    "The workflow is stopped",
-		meaning:  "Nothing begins in the call's workflow any more. With `escalation_id` something has failed that a person has to look at, such as a rollback, and the workflow stays stopped until a person resumes it. Without one a rollback of the scope full_workflow was accepted, which has ended the workflow for good. Nothing was recorded or forwarded; what was recorded before is answered as ever.",
-		caller:   "Stop the work of this workflow. What has to be done all the same is a new workflow, with an id of its own.",
-		operator: "`caddy agent-guard escalations show` shows why, and `escalations approve` resumes the workflow. `caddy agent-guard rollbacks` shows the rollback of a workflow that was ended, which stays so for as long as that is kept (`retain` in the `rollback` block).",
-	}
-	WorkflowPaused = Kind{
-		Slug: "workflow-paused", Status: http.StatusConflict, SafeNewKey: true,
-		Title: "The workflow is paused",
-		retry: true, retryAfter: 2 * time.Second,
-		meaning:  "With `escalation_id` a person has to look at the workflow before it goes on. Without one a rollback is under way, or prepared, that undoes what led to this call, and a call that began now could be missing in it. Nothing was recorded or forwarded.",
-		caller:   "Look whether the work is still wanted: what it follows from may be taken back. If so, send the same call again after Retry-After.",
-		operator: "`caddy agent-guard escalations show` shows what there is to look at, and `escalations approve` resumes the workflow. `caddy agent-guard rollbacks` lists what is under way.",
-	}
-	escalationUnknown = Kind{
+	escalationUnknown = problem.Kind{
 		Slug: "escalation-unknown", Status: http.StatusNotFound,
 		Title:    "There is no such escalation for this reader",
-		meaning:  "No escalation has this id, or the identity that asks is neither the one that asked for the decision, nor has the role that is required. These are not told apart.",
-		caller:   "Ask with the identity that made the call, or has the role.",
-		operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
+		Meaning:  "No escalation has this id, or the identity that asks is neither the one that asked for the decision, nor has the role that is required. These are not told apart.",
+		Caller:   "Ask with the identity that made the call, or has the role.",
+		Operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
 	}
-	decisionRefused = Kind{
+	decisionRefused = problem.Kind{
 		Slug: "decision-refused", Status: http.StatusForbidden,
 		Title:    "This identity cannot decide it",
-		meaning:  "`reason` says why: `role`, the required role is missing; `own`, who asked cannot approve; `final`, the rule allows no override; `origin`, the request comes from a page of another site. Nothing was decided.",
-		caller:   "Let somebody else decide.",
-		operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
+		Meaning:  "`reason` says why: `role`, the required role is missing; `own`, who asked cannot approve; `final`, the rule allows no override; `origin`, the request comes from a page of another site. Nothing was decided.",
+		Caller:   "Let somebody else decide.",
+		Operator: "`role`, `roles` and `role_issuers` in the `hitl` block say who has which role.",
 	}
-	decisionVoid = Kind{
+	decisionVoid = problem.Kind{
 		Slug: "decision-void", Status: http.StatusConflict,
 		Title:    "The decision does not count",
-		meaning:  "`reason` says why: `decided`, it was decided before; `expired`, the time to decide is over; `changed`, something else is proposed than what the decision names. Nothing was changed by it.",
-		caller:   "Read the escalation again.",
-		operator: "`caddy agent-guard escalations show` shows who decided, when and why. A workflow that is still held can be asked for again with `escalations ask`.",
+		Meaning:  "`reason` says why: `decided`, it was decided before; `expired`, the time to decide is over; `changed`, something else is proposed than what the decision names. Nothing was changed by it.",
+		Caller:   "Read the escalation again.",
+		Operator: "`caddy agent-guard escalations show` shows who decided, when and why. A workflow that is still held can be asked for again with `escalations ask`.",
 	}
-	ApprovalRequired = Kind{
-		Slug: "approval-required", Status: http.StatusConflict, SafeNewKey: true,
-		Title: "A person has to approve the call",
-		retry: true, retryAfter: 30 * time.Second,
-		meaning:  "Calls of this kind are sent only after a person has approved them. The question is recorded, `escalation_id` names it, and it outlives restarts. Nothing was forwarded, and the id is still free.",
-		caller:   "Send the same call under the same id again after Retry-After: it runs once it is approved. Another body is another question.",
-		operator: "`caddy agent-guard escalations list` shows what waits, `escalations approve` and `deny` decide. `approve` in the action says who may, and by when.",
-	}
-	ApprovalDenied = Kind{
-		Slug: "approval-denied", Status: http.StatusForbidden, SafeNewKey: true,
-		Title:    "The call was not approved",
-		meaning:  "A person has denied the call, or nobody has approved it in time, or it was not made in time after it was approved. Nothing was forwarded.",
-		caller:   "Do without it. Under a new id it is a new question to the same people.",
-		operator: "`caddy agent-guard escalations show` shows who decided, when and why.",
-	}
-	rollbackMismatch = Kind{
+	rollbackMismatch = problem.Kind{
 		Slug: "rollback-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
 		Title:    "The rollback id was used for another rollback",
-		meaning:  "A rollback of this checkpoint with this id is recorded, and its scope, reason, urgency or requester are others than this request's. Nothing was begun.",
-		caller:   "If this is meant as another rollback, ask for it under a new id. If it is a repetition, send exactly what was sent before.",
-		operator: "Nothing needs to be done.",
+		Meaning:  "A rollback of this checkpoint with this id is recorded, and its scope, reason, urgency or requester are others than this request's. Nothing was begun.",
+		Caller:   "If this is meant as another rollback, ask for it under a new id. If it is a repetition, send exactly what was sent before.",
+		Operator: "Nothing needs to be done.",
 	}
-	dependedOn = Kind{
+	dependedOn = problem.Kind{
 		Slug: "depended-on", Status: http.StatusConflict, SafeNewKey: true,
 		Title:    "Completed work depends on what would be undone",
-		meaning:  "Completed actions that the rollback would not undo depend on what it would; `dependants` names some of them. A part of a workflow is rolled back only where nothing of the rest depends on it, unless the request says that the rest is to stay. Nothing was touched.",
-		caller:   "Ask with `cascade` true, or the scope sub_dag, to undo what depends on it too. With `keep_dependants` true it stays as it is: say so only where that can be. Both are other requests, under a new rollback id.",
-		operator: "`caddy agent-guard rollback --cascade --dry-run` shows what would be undone with it; `--keep-dependants` leaves it.",
+		Meaning:  "Completed actions that the rollback would not undo depend on what it would; `dependants` names some of them. A part of a workflow is rolled back only where nothing of the rest depends on it, unless the request says that the rest is to stay. Nothing was touched.",
+		Caller:   "Ask with `cascade` true, or the scope sub_dag, to undo what depends on it too. With `keep_dependants` true it stays as it is: say so only where that can be. Both are other requests, under a new rollback id.",
+		Operator: "`caddy agent-guard rollback --cascade --dry-run` shows what would be undone with it; `--keep-dependants` leaves it.",
 	}
-	cannotPrepare = Kind{
+	cannotPrepare = problem.Kind{
 		Slug: "cannot-prepare", Status: http.StatusConflict, SafeNewKey: true,
 		Title:    "The rollback cannot be planned",
-		meaning:  "What is recorded of the workflow makes no plan; `reason` says why: `too-large`, or `cycle` where something follows from itself. Nothing was touched.",
-		caller:   "Ask for a narrower scope, or ask a person.",
-		operator: "A cycle cannot come from verified tokens: the log names its nodes.",
+		Meaning:  "What is recorded of the workflow makes no plan; `reason` says why: `too-large`, or `cycle` where something follows from itself. Nothing was touched.",
+		Caller:   "Ask for a narrower scope, or ask a person.",
+		Operator: "A cycle cannot come from verified tokens: the log names its nodes.",
 	}
-	planChanged = Kind{
+	planChanged = problem.Kind{
 		Slug: "plan-changed", Status: http.StatusConflict, SafeNewKey: true,
 		Title:    "What would be undone is not what was prepared",
-		meaning:  "The rollback was prepared, or the request names a `plan_hash`, and by now the plan is another one: calls have ended, or were undone, or others have come. Nothing was begun, and nothing is reserved any more.",
-		caller:   "Prepare the rollback again under the same id, look at the plan, and execute that one.",
-		operator: "Nothing needs to be done. `caddy agent-guard rollback --dry-run` shows the plan as it is now.",
+		Meaning:  "The rollback was prepared, or the request names a `plan_hash`, and by now the plan is another one: calls have ended, or were undone, or others have come. Nothing was begun, and nothing is reserved any more.",
+		Caller:   "Prepare the rollback again under the same id, look at the plan, and execute that one.",
+		Operator: "Nothing needs to be done. `caddy agent-guard rollback --dry-run` shows the plan as it is now.",
 	}
-	checkpointUnknown = Kind{
+	checkpointUnknown = problem.Kind{
 		Slug: "checkpoint-unknown", Status: http.StatusNotFound, SafeNewKey: true,
 		Title:    "There is no such checkpoint",
-		meaning:  "Nothing is recorded under this id that could be rolled back. Only coordinators and operators are told so.",
-		caller:   "Take the id from the answer's `Execution-Checkpoint`, or from the workflow.",
-		operator: "The ledger names the checkpoints of a workflow; those whose ttl is long over are purged.",
+		Meaning:  "Nothing is recorded under this id that could be rolled back. Only coordinators and operators are told so.",
+		Caller:   "Take the id from the answer's `Execution-Checkpoint`, or from the workflow.",
+		Operator: "The ledger names the checkpoints of a workflow; those whose ttl is long over are purged.",
 	}
-	checkpointExpired = Kind{
+	checkpointExpired = problem.Kind{
 		Slug: "checkpoint-expired", Status: http.StatusGone, SafeNewKey: true,
 		Title:    "The checkpoint has expired",
-		meaning:  "The time for which the call could be rolled back is over. What it had changed may have been built upon since. Nothing was touched.",
-		caller:   "Ask a person. A compensating call of your own is a new action.",
-		operator: "The checkpoint's ttl is how long a call can be rolled back.",
+		Meaning:  "The time for which the call could be rolled back is over. What it had changed may have been built upon since. Nothing was touched.",
+		Caller:   "Ask a person. A compensating call of your own is a new action.",
+		Operator: "The checkpoint's ttl is how long a call can be rolled back.",
 	}
-	checkpointTampered = Kind{
+	checkpointTampered = problem.Kind{
 		Slug: "checkpoint-tampered", Status: http.StatusConflict, SafeNewKey: true,
 		Title:    "The checkpoint is not what was recorded",
-		meaning:  "The checkpoint's token, one of those that led to it, or the snapshot behind it does not verify. Nothing was touched; an error was told to the ledger.",
-		caller:   "Ask a person. No retry helps.",
-		operator: "Somebody has altered the store, or it is damaged: look at the log, and run `caddy agent-guard ledger check`.",
+		Meaning:  "The checkpoint's token, one of those that led to it, or the snapshot behind it does not verify. Nothing was touched; an error was told to the ledger.",
+		Caller:   "Ask a person. No retry helps.",
+		Operator: "Somebody has altered the store, or it is damaged: look at the log, and run `caddy agent-guard ledger check`.",
 	}
 )
-
-// rollbackKinds lists the kinds of rollbacks, in the order in which they are documented.
-func rollbackKinds() []Kind {
-	return []Kind{
-		ApprovalRequired, ApprovalDenied, escalationUnknown, decisionRefused, decisionVoid,
-		notInWorkflow, coordinatorRequired, WorkflowStopped, WorkflowPaused, rollbackConflict, rollbackMismatch, dependedOn, cannotPrepare, planChanged,
-		checkpointUnknown, checkpointExpired, checkpointTampered,
-	}
-}

@@ -8,9 +8,9 @@ import (
 	"strconv"
 	"strings"
 	"testing"
-	"time"
 
 	. "github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
 // Every problem has the `error` without which stripe-node takes it for a success.
@@ -20,7 +20,7 @@ func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
 	retryable := map[string]bool{"body-timeout": true, "workflow-running": true, "workflow-paused": true, "approval-required": true, "snapshot-failed": true, "in-progress": true, "store-unavailable": true, "ect-unavailable": true, "shutting-down": true, "quota-exceeded": true, "bulkhead-full": true, "dependency-not-done": true, "circuit-open": true, "upstream-unreachable": true}
 	for _, k := range Kinds() {
 		t.Run(k.Slug, func(t *testing.T) {
-			p := NewProblem(k, "some detail")
+			p := problem.New(k, "some detail")
 			p.ExecutionID, p.State = "id-1", "in_doubt"
 			w := httptest.NewRecorder()
 			p.Write(w)
@@ -63,7 +63,7 @@ func TestProblemsTellSDKsWhetherToRetry(t *testing.T) {
 
 // Where the caller can ask what becomes of the call, a problem says so in both ways.
 func TestProblemLeadsToTheStatus(t *testing.T) {
-	p := NewProblem(InDoubt, "")
+	p := problem.New(problem.InDoubt, "")
 	p.StatusURL = "/status/k"
 	w := httptest.NewRecorder()
 	p.Write(w)
@@ -79,21 +79,9 @@ func TestProblemLeadsToTheStatus(t *testing.T) {
 func TestErrorTypeOfAnOpenCircuit(t *testing.T) {
 	for _, k := range Kinds() {
 		w := httptest.NewRecorder()
-		NewProblem(k, "").Write(w)
+		problem.New(k, "").Write(w)
 		if has := strings.Contains(w.Body.String(), `"error_type":"circuit_open"`); has != (k.Slug == "circuit-open") {
 			t.Errorf("%s: %s", k.Slug, w.Body)
-		}
-	}
-}
-
-func TestRetryAfterIsACeilingInSeconds(t *testing.T) {
-	for after, want := range map[time.Duration]string{0: "1", time.Millisecond: "1", 1500 * time.Millisecond: "2", 3 * time.Second: "3"} {
-		p := NewProblem(InProgress, "")
-		p.RetryAfter = after
-		w := httptest.NewRecorder()
-		p.Write(w)
-		if got := w.Header().Get("Retry-After"); got != want {
-			t.Errorf("%v: Retry-After %q, want %q", after, got, want)
 		}
 	}
 }
@@ -101,7 +89,7 @@ func TestRetryAfterIsACeilingInSeconds(t *testing.T) {
 func TestEveryProblemIsExplainedToAPerson(t *testing.T) {
 	for _, k := range Kinds() {
 		for accept, kind := range map[string]string{"text/html": "text/html", "": "text/plain"} {
-			r := httptest.NewRequest(http.MethodGet, BasePath+k.Slug, nil)
+			r := httptest.NewRequest(http.MethodGet, problem.BasePath+k.Slug, nil)
 			r.Header.Set("Accept", accept)
 			w := httptest.NewRecorder()
 			new(Endpoints).Serve(w, r)
@@ -116,14 +104,14 @@ func TestEveryProblemIsExplainedToAPerson(t *testing.T) {
 		}
 	}
 	index := httptest.NewRecorder()
-	new(Endpoints).Serve(index, httptest.NewRequest(http.MethodGet, BasePath, nil))
+	new(Endpoints).Serve(index, httptest.NewRequest(http.MethodGet, problem.BasePath, nil))
 	for _, k := range Kinds() {
-		if !strings.Contains(index.Body.String(), BasePath+k.Slug+"\n") {
+		if !strings.Contains(index.Body.String(), problem.BasePath+k.Slug+"\n") {
 			t.Errorf("the index lacks %s", k.Slug)
 		}
 	}
 	w := httptest.NewRecorder()
-	new(Endpoints).Serve(w, httptest.NewRequest(http.MethodGet, BasePath+"no-such", nil))
+	new(Endpoints).Serve(w, httptest.NewRequest(http.MethodGet, problem.BasePath+"no-such", nil))
 	if w.Code != http.StatusNotFound {
 		t.Errorf("unknown slug: %d", w.Code)
 	}
@@ -158,7 +146,7 @@ func TestSafeNewKey(t *testing.T) {
 			state  string
 			undone bool
 		}{{"running", false}, {"completed", false}, {"in_doubt", false}, {"rolled_back", true}} {
-			p := NewProblem(k, "")
+			p := problem.New(k, "")
 			p.Known(c.state, c.undone)
 			w := httptest.NewRecorder()
 			p.Write(w)
@@ -170,24 +158,6 @@ func TestSafeNewKey(t *testing.T) {
 				t.Errorf("%s of a call that is %s: %+v %v", k.Slug, c.state, doc, err)
 			}
 		}
-	}
-}
-
-// What will never be done refuses for good: no client retries, whatever it reads.
-func TestFinalProblem(t *testing.T) {
-	p := NewProblem(DependencyNotDone, "")
-	p.Final, p.Reason = true, "final"
-	p.Dependencies = []Dependency{{Node: "hold", State: "failed", Final: true}}
-	w := httptest.NewRecorder()
-	p.Write(w)
-	if h := w.Header(); h.Get("Retry-After") != "" || h.Get("X-Should-Retry") != "false" || h.Get("Stripe-Should-Retry") != "false" ||
-		strings.Contains(w.Body.String(), `"status":"409"`) || !strings.Contains(w.Body.String(), `"dependencies":[{"node":"hold","state":"failed","final":true}]`) {
-		t.Errorf("%v %s", h, w.Body)
-	}
-	w = httptest.NewRecorder()
-	p.WriteGRPC(w, "application/grpc")
-	if h := w.Header(); h.Get("Grpc-Status") != "9" || h.Get("Grpc-Retry-Pushback-Ms") != "-1" {
-		t.Errorf("%v", h)
 	}
 }
 
@@ -207,7 +177,7 @@ func TestGRPCStatuses(t *testing.T) {
 		"circuit-open": "14", "upstream-unreachable": "14", "ect-unavailable": "14", "body-timeout": "14",
 	}
 	for _, k := range Kinds() {
-		p := NewProblem(k, "100% of \u00e9.")
+		p := problem.New(k, "100% of \u00e9.")
 		p.State = "in_doubt"
 		w := httptest.NewRecorder()
 		p.WriteGRPC(w, "application/grpc+proto; x=y")

@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -98,7 +99,7 @@ type Tokens interface {
 type RollbackOptions struct {
 	Coordinator Coordinator
 	Tokens      Tokens
-	// Ask verifies who requests a rollback. The error is a *Problem or an *ect.Error.
+	// Ask verifies who requests a rollback. The error is a *problem.Problem or an *ect.Error.
 	Ask func(r *http.Request) (*Asker, error)
 	// Read identifies who reads a rollback.
 	Read func(r *http.Request) (evidence.Reader, error)
@@ -166,7 +167,7 @@ func NewRollbacks(o RollbackOptions) *Rollbacks {
 	return &Rollbacks{o}
 }
 
-// serve answers. The error is a *Problem that was not sent yet, or that of the request's
+// serve answers. The error is a *problem.Problem that was not sent yet, or that of the request's
 // context.
 func (s *Rollbacks) serve(a responder, to route) error {
 	q := &rollbackRequest{Rollbacks: s, responder: a, route: to}
@@ -178,7 +179,7 @@ func (s *Rollbacks) serve(a responder, to route) error {
 	if err == nil || a.r.Context().Err() != nil {
 		return err
 	}
-	return problemOf(err, NewProblem(StoreUnavailable, "The gateway's store, or its ledger, does not answer. Nothing new was begun."))
+	return problemOf(err, problem.New(problem.StoreUnavailable, "The gateway's store, or its ledger, does not answer. Nothing new was begun."))
 }
 
 // rollbackRequest is one request to Rollbacks.
@@ -217,7 +218,7 @@ func (q *rollbackRequest) show() error {
 		return err
 	}
 	if who.Anonymous {
-		return NewProblem(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
+		return problem.New(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
 	}
 	p, err := q.seen(q.r.Context(), id, who)
 	if errors.Is(err, rollback.ErrUnknown) {
@@ -762,7 +763,7 @@ func (q *rollbackRequest) inWorkflow(ctx context.Context, t *ect.Token, checkpoi
 	case err != nil:
 		return err
 	case !found && q.coordinator(t.Issuer()):
-		return NewProblem(checkpointUnknown, "The token's workflow has no such checkpoint.")
+		return problem.New(checkpointUnknown, "The token's workflow has no such checkpoint.")
 	case !found:
 		return unknownPart()
 	}
@@ -797,7 +798,7 @@ func (q *rollbackRequest) limit(once *bool, take func(time.Time, int, string) (t
 		*once = true
 		return nil
 	}
-	p := NewProblem(QuotaExceeded, "Too many rollbacks were asked for by this issuer, or in this workflow.")
+	p := problem.New(problem.QuotaExceeded, "Too many rollbacks were asked for by this issuer, or in this workflow.")
 	p.RetryAfter = retry
 	return p
 }

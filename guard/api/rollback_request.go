@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
@@ -37,7 +38,7 @@ func (q *rollbackRequest) body() ([]byte, error) {
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge) || len(body) > maxRollbackBody:
-		return nil, NewProblem(BodyTooLarge, "A request for a rollback has at most 16 KiB.")
+		return nil, problem.New(problem.BodyTooLarge, "A request for a rollback has at most 16 KiB.")
 	case err != nil:
 		return nil, badParameter("The body could not be read to its end.")
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -168,15 +169,15 @@ func (q *ledgerRequest) workflow() error {
 }
 
 // ShowOperator answers an operator with a workflow, whole, in the form that the request accepts. The error is a
-// *Problem that was not sent yet, or that of the request's context.
+// *problem.Problem that was not sent yet, or that of the request's context.
 func (s *Ledger) ShowOperator(w http.ResponseWriter, r *http.Request, name string) error {
 	q := &ledgerRequest{
 		Ledger: s, responder: responder{w, r}, who: evidence.Reader{Operator: true},
 		route: route{name: url.PathEscape(name)},
 	}
 	err := q.problem(q.workflow())
-	if p := (*Problem)(nil); errors.As(err, &p) && p.kind.Slug == WorkflowUnknown.Slug {
-		return NewProblem(WorkflowUnknown, "Nothing is recorded of a workflow with this id, or this name.")
+	if p := (*problem.Problem)(nil); errors.As(err, &p) && p.Kind().Slug == WorkflowUnknown.Slug {
+		return problem.New(WorkflowUnknown, "Nothing is recorded of a workflow with this id, or this name.")
 	}
 	return err
 }
@@ -193,8 +194,8 @@ func (q *ledgerRequest) holds(wid string) (all []holdDocument, err error) {
 	return all, err
 }
 
-func unknownWorkflow() *Problem {
-	return NewProblem(WorkflowUnknown, "Nothing of it is known for the identity that asks.")
+func unknownWorkflow() *problem.Problem {
+	return problem.New(WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 }
 
 // view is what a reader may see of a workflow.
@@ -544,7 +545,7 @@ func (q *ledgerRequest) checkpoint() error {
 	ext := evidence.Extension(e)
 	expires := e.Time.Add(evidence.TTLOf(ext))
 	if !time.Now().Before(expires) {
-		return NewProblem(checkpointExpired, "It could be undone until "+expires.UTC().Format(time.RFC3339)+".")
+		return problem.New(checkpointExpired, "It could be undone until "+expires.UTC().Format(time.RFC3339)+".")
 	}
 	doc := checkpointDocument{ID: e.ID, Workflow: e.Workflow, Issuer: e.Issuer}
 	doc.Verification.Expires = expires.UTC()
@@ -659,7 +660,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 		v.Snapshot, doc.Reversible, doc.Reason = "mismatch", false, "tampered"
 		return nil
 	case errors.Is(err, checkpoint.ErrExpired):
-		return NewProblem(checkpointExpired, "What was kept for undoing it was purged.")
+		return problem.New(checkpointExpired, "What was kept for undoing it was purged.")
 	case errors.Is(err, checkpoint.ErrUnknown):
 		v.Snapshot, doc.Reversible, doc.Reason = "missing", false, "missing"
 		return nil

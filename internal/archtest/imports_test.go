@@ -18,7 +18,7 @@ type layer struct {
 // leaves import nothing of ours but small internal packages.
 var leaves = []string{"guard/spool!", "guard/fingerprint!", "guard/seal!", "guard/store!", "guard/fleet!", "internal/jsonx"}
 
-// layers is the order of the house: cmd -> caddymodule -> guard -> guard/api ->
+// layers is the order of the house: cmd -> caddymodule -> guard, guard/api ->
 // guard/evidence -> guard/rollback and its neighbours -> guard/execution -> guard/store.
 // The first layer that holds a package decides. A package in no layer is a new top-level
 // entry: write its ADR, then its line here.
@@ -28,6 +28,7 @@ var layers = []layer{
 	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/protocol!", may: []string{"guard/fingerprint!", "internal/jsonx"}},
 	{part: "guard/drawing!", bare: true},
+	{part: "guard/problem!", bare: true},
 	{part: "guard/plan!", may: []string{"guard/workflow!", "guard/store!", "breaker", "internal/jsonx"}, tests: []string{"ect", "guard"}, bare: true},
 	{part: "guard/store!"},
 	{part: "guard/store", may: []string{"guard/store!", "internal/durable"}, tests: []string{"guard/store", "guard/fleet!", "internal"}},
@@ -42,12 +43,12 @@ var layers = []layer{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "ect", "breaker", "internal/durable",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/api!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/drawing!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback!", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/drawing!", "guard/problem!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/circuits!", may: append([]string{"breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard/cascades!", may: append([]string{"guard/hitl!", "guard/evidence!", "guard/api!", "ect", "breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/api!", "guard/answer!", "guard/protocol!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/protocol!", "guard/problem!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.
