@@ -531,7 +531,7 @@ func (a *Action) forCalls(h *Handler) *guard.Action {
 		Name: a.Name, Match: matchOf(a.matchers), Tools: a.Tools, Arguments: a.Arguments, Description: a.Description, Target: a.Target,
 		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
 		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
-		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
+		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Preset: a.Preset,
 		AdvisoryKeys: a.Keys == keysAdvisory, Unary: a.GRPC == grpcUnary,
 		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, ParOrder: a.Order == orderPar, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
 	}
@@ -607,7 +607,6 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 	if a.Order == orderPar && (h.app.Identity == nil || h.app.Trust == nil) {
 		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
 	}
-	a.rules = execution.Rules{Preset: a.Preset}
 	for i := range a.Outcomes {
 		a.Outcomes[i].verdict, _ = execution.ParseVerdict(a.Outcomes[i].Outcome) // validated
 	}

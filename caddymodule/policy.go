@@ -296,7 +296,6 @@ type Action struct {
 	Severity string `json:"severity,omitempty"`
 
 	matchers caddyhttp.MatcherSets
-	rules    execution.Rules
 	undo     *Plan  // nil if the calls cannot be undone
 	origin   origin // of a Caddyfile's action
 }

@@ -64,7 +64,7 @@ func judged(a *Action, status int, header http.Header) execution.Verdict {
 	if v, ruled := a.rule(status, header); ruled {
 		return v
 	}
-	return a.rules.Judge(execution.Answer{Status: status, RetryAfter: header.Get("Retry-After") != ""})
+	return a.Preset.Judge(execution.Answer{Status: status, RetryAfter: header.Get("Retry-After") != ""})
 }
 
 // provisioned is an action with this policy, on a handler that says nothing.

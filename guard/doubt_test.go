@@ -99,7 +99,7 @@ const (
 	open    = "409 in_doubt in-doubt in_doubt again"
 )
 
-var stripe = guard.Action{OnUnknown: guard.OnUnknownResend, Rules: execution.Rules{Preset: execution.PresetStripe}}
+var stripe = guard.Action{OnUnknown: guard.OnUnknownResend, Preset: execution.PresetStripe}
 
 // probing asks a function about calls in doubt; an answer of 0 is none.
 func probing(useAnswer bool, answer func() int) guard.Action {
@@ -287,7 +287,7 @@ func TestDoubtIsShownInOneWay(t *testing.T) {
 		"502":                   {guard.Action{}, says(502, "bad"), "502 in_doubt bad final"},
 		"503 that says retry":   {guard.Action{}, says(503, "bad", "X-Should-Retry", "true", "Stripe-Should-Retry", "true"), "503 in_doubt bad final"},
 		"504 without a body":    {guard.Action{}, says(504, ""), "504 in_doubt  final"},
-		"500 under strict":      {guard.Action{Rules: execution.Rules{Preset: execution.PresetStrict}}, says(500, "bad"), "500 in_doubt bad final"},
+		"500 under strict":      {guard.Action{Preset: execution.PresetStrict}, says(500, "bad"), "500 in_doubt bad final"},
 		"408":                   {guard.Action{}, says(408, "bad"), "408 in_doubt bad final"},
 		"another guard's doubt": {guard.Action{}, says(500, "bad", "Execution-Status", "in_doubt"), "500 in_doubt bad final"},
 		"another guard refuses": {guard.Action{}, says(409, "bad", "Execution-Status", "refused"), "409 in_doubt bad final"},

@@ -140,7 +140,7 @@ func (a *Action) judge(status int, header http.Header, trailer map[string][]stri
 	if a.Unary && status == http.StatusOK {
 		return judgeGRPC(header, trailer), false
 	}
-	return a.Rules.Judge(execution.Answer{
+	return a.Preset.Judge(execution.Answer{
 		Status: status, RetryAfter: header.Get("Retry-After") != "", ShouldRetry: header.Get("Stripe-Should-Retry"),
 	}), false
 }
@@ -184,7 +184,7 @@ func (x *Call) unmasked(status int, shown execution.Verdict) execution.Verdict {
 	if own == 0 || own == status {
 		return shown
 	}
-	if said := x.action.Rules.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
+	if said := x.action.Preset.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
 		return said
 	}
 	return shown

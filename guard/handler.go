@@ -214,10 +214,10 @@ type Action struct {
 	ResendFor time.Duration
 	// Probe asks the upstream about a call in doubt, for OnUnknownProbe.
 	Probe *Probe
-	// Rules judge an answer by its status. Rule is tried first; nil, or false, leaves it to
-	// Rules.
-	Rules execution.Rules
-	Rule  func(status int, header http.Header) (execution.Verdict, bool)
+	// Preset judges an answer by its status. Rule is tried first; nil, or false, leaves it to
+	// the Preset.
+	Preset execution.Preset
+	Rule   func(status int, header http.Header) (execution.Verdict, bool)
 	// AdvisoryKeys has a call with a new key looked up by the evidence of MissingRecognize.
 	AdvisoryKeys bool
 	// Unary marks the gRPC calls of this action as unary.
@@ -500,7 +500,7 @@ func (h *Handler) complete(a *Action) error {
 	initial(&a.MaxResult, 8<<20)
 	initial(&a.OnUnknown, OnUnknownBlock)
 	initial(&a.ResendFor, 23*time.Hour)
-	initial(&a.Rules.Preset, execution.PresetDefault)
+	initial(&a.Preset, execution.PresetDefault)
 	initial(&a.Terms.TTL, 24*time.Hour)
 	if a.Counts == nil {
 		a.Counts = h.Counts.Action(a.Name)
@@ -522,7 +522,7 @@ func (h *Handler) complete(a *Action) error {
 		return errors.New("RetainKey is shorter than RetainResult: a result cannot outlive its key")
 	case a.OnUnknown == OnUnknownProbe && a.Probe == nil:
 		return errors.New("a probe is missing, which OnUnknownProbe asks for")
-	case a.OnUnknown == OnUnknownResend && a.Rules.Preset != execution.PresetStripe:
+	case a.OnUnknown == OnUnknownResend && a.Preset != execution.PresetStripe:
 		return errors.New("OnUnknownResend is for an upstream that keeps keys itself, whose 409 is no result: it needs the preset stripe")
 	case a.Undo != nil && a.Undo.Restore && h.Send == nil:
 		return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")

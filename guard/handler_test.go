@@ -36,7 +36,7 @@ func TestNewRefuses(t *testing.T) {
 
 // P1, P3: however credentials are spelled, they are the same fields. An action may stand in several configurations.
 func TestNewCompletes(t *testing.T) {
-	a := &Action{Name: "a", OnUnknown: OnUnknownResend, Rules: execution.Rules{Preset: execution.PresetStripe}}
+	a := &Action{Name: "a", OnUnknown: OnUnknownResend, Preset: execution.PresetStripe}
 	one := newHandler(t, Config{Credentials: []string{"X-Customer", "authorization", "-x-auth-token"}, Actions: []*Action{a}})
 	two := newHandler(t, Config{Credentials: []string{"-X-Auth-Token", "x-customer"}, Actions: []*Action{a}})
 	if want := (execution.Naming{Credentials: "-X-Auth-Token X-Customer"}); one.naming != want || two.naming != want {

@@ -570,14 +570,12 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			o.Cause = execution.CauseTool
 		}
 	case protocol.NotExecuted:
-		if _, named := x.action.Rules.Status[o.Status]; !named || o.Status == http.StatusOK {
-			o.Verdict = execution.Released
-		}
+		o.Verdict = execution.Released
 	case protocol.Failed:
 		if o.Verdict == execution.Released {
 			return o // its status says more, such as 401 or 429
 		}
-		o.Verdict, o.Cause = x.action.Rules.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
+		o.Verdict, o.Cause = x.action.Preset.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
 	case protocol.Doubtful:
 		if x.heldUp {
 			return o // its header says more than the problem's status in it

@@ -129,10 +129,10 @@ const (
 )
 
 var (
-	strict = guard.Action{Rules: execution.Rules{Preset: execution.PresetStrict}}
+	strict = guard.Action{Preset: execution.PresetStrict}
 	// asDoubt has a status leave calls in doubt that no client retries.
 	asDoubt = func(code int) guard.Action {
-		return guard.Action{Rules: execution.Rules{Status: map[int]execution.Verdict{code: execution.InDoubt}}}
+		return guard.Action{Rule: func(status int, _ http.Header) (execution.Verdict, bool) { return execution.InDoubt, status == code }}
 	}
 )
 
