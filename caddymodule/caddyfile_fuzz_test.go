@@ -52,9 +52,8 @@ func FuzzCaddyfile(f *testing.F) {
 			t.Errorf("%s\n%v", text, err)
 		}
 		for _, a := range append(again.Actions, &Action{Name: defaultAction}) {
-			a.inherit(&again.Policy)
-			a.Policy = a.Policy.completed()
-			if err := a.Policy.validate(); err != nil {
+			a.policy().inherit(again.policy())
+			if err := a.policy().check(); err != nil {
 				t.Errorf("%s\naction %s: %v", text, a.Name, err)
 			}
 			if a.Probe != nil {

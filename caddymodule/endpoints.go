@@ -282,7 +282,7 @@ type policyAction struct {
 	Deadline     float64           `json:"deadline_s"`
 	Preset       execution.Preset  `json:"preset"`
 	Outcomes     []OutcomeRule     `json:"outcomes,omitempty"`
-	OnUnknown    string            `json:"on_unknown"`
+	OnUnknown    guard.OnUnknown   `json:"on_unknown"`
 	// ResendFor is set where on_unknown is resend.
 	ResendFor float64 `json:"resend_for_s,omitempty"`
 	// InDoubtAs is set where a call in doubt is answered with a result for the model.
@@ -364,7 +364,6 @@ type policyBreaker struct {
 
 // policyDocument publishes the policy of the guard, with URLs below prefix.
 func (h *Handler) policyDocument(prefix string) *policyDocument {
-	seconds := func(d caddy.Duration) float64 { return time.Duration(d).Seconds() }
 	doc := &policyDocument{
 		Guard: h.Name,
 		ExecutionID: policyID{
@@ -419,7 +418,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	if h.MissingID == missingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}
-	if h.MissingID == missingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == keysAdvisory }) {
+	if h.MissingID == missingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == guard.KeysAdvisory }) {
 		doc.ExecutionID.Recognized = seconds(h.RecognizeWindow)
 	}
 	if h.FailOpen {
@@ -436,10 +435,10 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
 			Critical: a.Critical, Severity: a.Severity,
-			InDoubtAs: only(a.InDoubtAs, doubtToolResult), OnError: only(a.OnError, errorRollback), OnLeave: only(a.OnLeave, leaveCancel),
-			Order: only(a.Order, orderPar),
+			InDoubtAs: only(a.InDoubtAs, guard.InDoubtToolResult), OnError: only(a.OnError, guard.OnErrorRollback), OnLeave: only(a.OnLeave, guard.OnLeaveCancel),
+			Order: only(a.Order, guard.OrderPar),
 		}
-		if a.OnUnknown == onUnknownResend {
+		if a.OnUnknown == guard.OnUnknownResend {
 			published.ResendFor = seconds(a.ResendFor)
 		}
 		if h.app.Identity != nil {
@@ -452,6 +451,8 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	}
 	return doc
 }
+
+func seconds[D ~int64](d D) float64 { return time.Duration(d).Seconds() }
 
 // operatorKinds are the kinds of callers that can be operators.
 var operatorKinds = []string{"issuer:", "certificate:", "user:", "caller:"}

@@ -2,6 +2,7 @@ package caddymodule
 
 import (
 	"maps"
+	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -36,8 +37,23 @@ func OptionNames() map[string][]string {
 
 func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }
 
+// DefaultTerms are the terms of a guard that says nothing.
+var DefaultTerms = func() guard.Terms {
+	var p guard.Policy
+	p.Inherit(nil)
+	return p.Terms
+}()
+
+// Plan and Compile are how calls are undone.
+type Plan = undoPlan
+
+var Compile = compileUndo
+
 // Calls is the plan as the guard's calls need it.
-func (p *Plan) Calls() *guard.UndoPlan { return &p.forCalls }
+func (p *undoPlan) Calls() *guard.UndoPlan { return &p.forCalls }
+
+// Fields are the fields of the configuration for an undo request to a URL.
+func (p *undoPlan) Fields(target string) (http.Header, error) { return fieldsOf(p.config, target) }
 
 // WantError checks that an error has all of these texts, or that there is none if want is nil.
 func WantError(t *testing.T, err error, want []string) {

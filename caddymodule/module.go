@@ -214,7 +214,9 @@ type Handler struct {
 	FallbackRaw []json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.handlers inline_key=handler"`
 
 	// How calls are judged and kept, where their action does not say otherwise.
-	Policy
+	guard.Policy
+
+	Answers
 
 	// How calls that no action matches are undone. Default: they cannot be undone.
 	DefaultUndo *Ways `json:"default_undo,omitempty"`
@@ -372,7 +374,7 @@ func (h *Handler) setDefaults() {
 	inherit(&h.MaxBody, 32<<20)
 	inherit(&h.IdleTimeout, caddy.Duration(10*time.Minute))
 	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
-	h.Policy.inherit(&defaults)
+	h.Policy.Inherit(nil)
 }
 
 func (h *Handler) provisionIDs() error {
@@ -489,10 +491,10 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
 		FingerprintExclude: h.excluded, Compare: h.Compare, Ignore: h.Ignore, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
-		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout),
+		Policy: h.Policy, IdleTimeout: time.Duration(h.IdleTimeout),
 		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
-		Bulkhead: h.pool, Priority: h.Priority, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
+		Bulkhead: h.pool, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
 	}
 	if h.readsMessages() {
 		c.Protocol = &protocol.Rules{
@@ -528,12 +530,8 @@ func (h *Handler) readsMessages() bool { return h.Protocol != string(protocol.No
 // forCalls returns the action in the form that package guard needs.
 func (a *Action) forCalls(h *Handler) *guard.Action {
 	action := &guard.Action{
-		Name: a.Name, Match: matchOf(a.matchers), Tools: a.Tools, Arguments: a.Arguments, Description: a.Description, Target: a.Target,
-		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
-		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
-		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Preset: a.Preset,
-		AdvisoryKeys: a.Keys == keysAdvisory, Unary: a.GRPC == grpcUnary,
-		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, ParOrder: a.Order == orderPar, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+		Name: a.Name, Match: matchOf(a.matchers), Tools: a.Tools, Arguments: a.Arguments, Description: a.Description, Policy: a.Policy,
+		OnError: a.OnError, Critical: a.Critical, Severity: a.Severity, Irreversible: a.Irreversible, Counts: h.app.collector.Action(h.Name, a.Name),
 	}
 	if a.undo != nil {
 		action.Undo = &a.undo.forCalls
@@ -577,18 +575,17 @@ func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.Open
 	return open, t.Downstream(open.Key.Upstream)
 }
 
-// complete completes the policy of an action with base, checks the action as far as it depends on nothing but the
-// guard, and compiles the way to undo its calls. earlier are the actions before it.
-func (h *Handler) complete(a *Action, base *Policy, earlier []*Action) (*Plan, error) {
-	a.inherit(base)
-	a.Policy = a.Policy.completed()
-	if err := a.Policy.validate(); err != nil {
+// complete completes the policy of an action with its guard's, checks the action as far as it depends on
+// nothing but the guard, and compiles the way to undo its calls. earlier are the actions before it.
+func (h *Handler) complete(a *Action, guards policy, earlier []*Action) (*undoPlan, error) {
+	a.policy().inherit(guards)
+	if err := a.policy().check(); err != nil {
 		return nil, err
 	}
 	if err := a.checkMessages(h); err != nil {
 		return nil, err
 	}
-	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.fields)
+	plan, err := compileUndo(&a.Ways, &a.Terms, h.Name, h.fields)
 	if err != nil {
 		return nil, err
 	}
@@ -600,11 +597,11 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 	if err := actionOptions().check(a); err != nil {
 		return err
 	}
-	plan, err := h.complete(a, &h.Policy, earlier)
+	plan, err := h.complete(a, h.policy(), earlier)
 	if err != nil {
 		return err
 	}
-	if a.Order == orderPar && (h.app.Identity == nil || h.app.Trust == nil) {
+	if a.Order == guard.OrderPar && (h.app.Identity == nil || h.app.Trust == nil) {
 		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
 	}
 	for i := range a.Outcomes {
@@ -613,7 +610,7 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 	if err := h.provisionUndo(a, plan); err != nil {
 		return err
 	}
-	if a.OnUnknown != onUnknownProbe {
+	if a.OnUnknown != guard.OnUnknownProbe {
 		return nil
 	}
 	if h.upstream == nil {
@@ -824,24 +821,25 @@ func (h *Handler) checkPolicies() error {
 	if err := h.classify(); err != nil {
 		return place(err, h.origin)
 	}
-	base := h.Policy
-	base.inherit(&defaults)
-	whole := base.completed()
-	err := whole.validate()
+	own := h.Policy // the JSON must not have what completing adds
+	own.Inherit(nil)
+	guards, fallback := policy{&own, &h.Answers}, new(Action)
+	fallback.policy().inherit(guards)
+	err := fallback.policy().check()
 	if err == nil {
-		err = (&Action{Policy: whole}).checkMessages(h)
+		err = fallback.checkMessages(h)
 	}
 	if err != nil {
 		return place(err, h.origin)
 	}
 	if h.DefaultUndo != nil {
-		if _, err := Compile(h.DefaultUndo, &base.Terms, h.Name, h.fields); err != nil {
+		if _, err := compileUndo(h.DefaultUndo, &own.Terms, h.Name, h.fields); err != nil {
 			return placeUndo(err, "default_undo", h.origin)
 		}
 	}
 	for i, a := range h.Actions {
-		check := *a // the JSON must not have what completing adds
-		if _, err := h.complete(&check, &base, h.Actions[:i]); err != nil {
+		check := *a
+		if _, err := h.complete(&check, guards, h.Actions[:i]); err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
 		}
 	}
@@ -849,7 +847,7 @@ func (h *Handler) checkPolicies() error {
 }
 
 // provisionUndo checks and completes the ways in which the calls of an action are undone.
-func (h *Handler) provisionUndo(a *Action, plan *Plan) error {
+func (h *Handler) provisionUndo(a *Action, plan *undoPlan) error {
 	if err := a.needsIdentity(); err != nil && h.app.Identity == nil {
 		return err
 	}

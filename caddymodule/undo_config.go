@@ -10,7 +10,6 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"golang.org/x/net/http/httpguts"
@@ -22,59 +21,17 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-// Terms are the options of checkpoints, independent of the way in which calls are undone.
-type Terms struct {
-	// Where the credentials of an undo come from: `config` (only what the configuration says) or
-	// `recorded` (those of the call itself, sealed with its checkpoint, sent to the same upstream
-	// only, and deleted with the checkpoint). Default: `config`.
-	UndoAuth string `json:"undo_auth,omitempty"`
-
-	// What happens to a call if the state before it cannot be read: `refuse` (503
-	// `snapshot-failed`, nothing is forwarded, the id stays free) or `irreversible` (the call runs,
-	// and its checkpoint says that it cannot be undone). Default: `refuse`.
-	OnSnapshotError string `json:"on_snapshot_error,omitempty"`
-
-	// What happens if the answer to an undo is lost and no `status` can be asked: `resend` sends
-	// the undo again under the same Idempotency-Key, `escalate` leaves it to a person. Default:
-	// `resend`.
-	OnLost string `json:"on_lost,omitempty"`
-
-	// What an undo does if the current state is not the one that the call left: `escalate` leaves
-	// it to a person, `overwrite` puts the earlier state back nevertheless. Default: `escalate`.
-	OnChanged string `json:"on_changed,omitempty"`
-
-	// How long a call can be undone, from 1s to 366d in whole seconds. Default: 24h.
-	CheckpointTTL caddy.Duration `json:"checkpoint_ttl,omitempty"`
-}
-
-// refuse is a value of Terms.OnSnapshotError, besides checkpoint.Irreversible.
-const refuse = "refuse"
-
-// Defaults are the terms without any options.
-var Defaults = Terms{
-	UndoAuth: rollback.AuthConfig, OnSnapshotError: refuse,
-	OnLost: rollback.Resend, OnChanged: rollback.UndoEscalate,
-	CheckpointTTL: caddy.Duration(24 * time.Hour),
-}
-
-// forCalls returns the terms in the form that package guard needs.
-func (t *Terms) forCalls() guard.UndoTerms {
-	return guard.UndoTerms{
-		TTL: time.Duration(t.CheckpointTTL), Recorded: t.recorded(), Refuses: t.OnSnapshotError == refuse,
-	}
-}
-
 // recorded reports whether the call's own credentials are kept for its undo.
-func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
+func recorded(t *guard.Terms) bool { return t.UndoAuth == rollback.AuthRecorded }
 
 func undoingWrong(option, format string, args ...any) error {
 	return &invalid{[]string{option}, fmt.Errorf(format, args...)}
 }
 
-// Plan is the compiled form of Ways and Terms of one action. It is immutable and safe for
+// undoPlan is the compiled form of Ways and Terms of one action. It is immutable and safe for
 // concurrent use.
-type Plan struct {
-	terms    Terms
+type undoPlan struct {
+	terms    guard.Terms
 	ways     Ways
 	forCalls guard.UndoPlan // in the form that package guard needs
 	// config has the fields of the configuration by the origin that gets them; empty is the
@@ -82,18 +39,18 @@ type Plan struct {
 	config map[string]map[string]string
 }
 
-// Compile checks the ways and terms of an action, and parses its templates. Terms are
+// compileUndo checks the ways and terms of an action, and parses its templates. Terms are
 // complete; name is the guard's; fields say which header fields are credentials of its
 // callers, which templates cannot read. The error is an *invalid.
-func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, error) {
+func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table) (*undoPlan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
 	}
-	p := &Plan{terms: *t, ways: *w, forCalls: guard.UndoPlan{
+	p := &undoPlan{terms: *t, ways: *w, forCalls: guard.UndoPlan{
 		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth},
 		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate, Agent: w.DelegateTo,
 	}}
-	p.forCalls.Header = func() (http.Header, error) { return p.Fields("") }
+	p.forCalls.Header = func() (http.Header, error) { return fieldsOf(p.config, "") }
 	ordinary := fingerprint.NewTable()
 	secret := func(field string) bool { // in every configuration, and in this one
 		return field == "Cookie" || ordinary.Class(field) == fingerprint.Credential ||
@@ -106,7 +63,7 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 		if err := w.checkSigned(); err != nil {
 			return nil, err
 		}
-		if t.recorded() {
+		if recorded(t) {
 			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
 		}
 	}
@@ -130,7 +87,7 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 	return p, nil
 }
 
-func (p *Plan) compileRestore(secret func(field string) bool) error {
+func (p *undoPlan) compileRestore(secret func(field string) bool) error {
 	if err := restoreOptions().check(p.ways.Restore); err != nil {
 		return err
 	}
@@ -142,7 +99,7 @@ func (p *Plan) compileRestore(secret func(field string) bool) error {
 	return p.add("", f.config, secret)
 }
 
-func (p *Plan) compileCompensation(secret func(field string) bool) error {
+func (p *undoPlan) compileCompensation(secret func(field string) bool) error {
 	c := p.ways.Compensate
 	spec, config, err := c.spec(secret)
 	if err != nil {
@@ -173,7 +130,7 @@ func (p *Plan) compileCompensation(secret func(field string) bool) error {
 }
 
 // parse parses a template, and adds the fields of the configuration that go with it.
-func (p *Plan) parse(spec template.Spec, config map[string]string, secret func(field string) bool) (*template.Template, error) {
+func (p *undoPlan) parse(spec template.Spec, config map[string]string, secret func(field string) bool) (*template.Template, error) {
 	t, err := template.Parse(spec)
 	if err != nil {
 		return nil, plain(err)
@@ -187,19 +144,19 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret func(f
 			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
 		}
 	}
-	if p.terms.recorded() && t.Origin() != "" {
+	if recorded(&p.terms) && t.Origin() != "" {
 		return nil, errors.New("url: with undo_auth recorded a call's credentials go to its own upstream only; begin with /, or set undo_auth config")
 	}
 	return t, p.add(t.Origin(), config, secret)
 }
 
 // add adds fields of the configuration for an origin.
-func (p *Plan) add(origin string, config map[string]string, secret func(field string) bool) error {
+func (p *undoPlan) add(origin string, config map[string]string, secret func(field string) bool) error {
 	for name, value := range config {
 		if err := checkPlaceholders(value); err != nil {
 			return fmt.Errorf("header %s: %w", name, err)
 		}
-		if p.terms.recorded() && secret(name) {
+		if recorded(&p.terms) && secret(name) {
 			return fmt.Errorf("header %s: with undo_auth recorded the call's own credentials are sent; leave the field away, or set undo_auth config", name)
 		}
 		if p.config == nil {
@@ -234,7 +191,7 @@ func checkPlaceholders(value string) error {
 // Exposed lists the servers, by scheme and host, that get fields of the configuration
 // without TLS and are not on this machine. It is no error: a mesh may encrypt the
 // connection.
-func (p *Plan) Exposed() []string {
+func (p *undoPlan) Exposed() []string {
 	var all []string
 	for origin := range p.config {
 		if u, err := url.Parse(origin); err == nil && u.Scheme == "http" && !loopback(u.Hostname()) {
@@ -245,31 +202,26 @@ func (p *Plan) Exposed() []string {
 	return all
 }
 
-// Unset returns the error of Fields for a field of the configuration that has no value now.
+// Unset returns the error of fieldsOf for a field of the configuration that has no value now.
 // That is no error of the configuration: the value may be there when something is undone.
-func (p *Plan) Unset() error {
+func (p *undoPlan) Unset() error {
 	var all []error
 	for _, origin := range slices.Sorted(maps.Keys(p.config)) {
-		if _, err := p.Fields(origin + "/"); err != nil {
+		if _, err := fieldsOf(p.config, origin+"/"); err != nil {
 			all = append(all, err)
 		}
 	}
 	return errors.Join(all...)
 }
 
-// Fields returns the fields of the configuration for an undo request to a URL: the
+// fieldsOf returns the fields of the configuration for an undo request to a URL: the
 // credentials for its server only. A placeholder without a value is an error: without its
 // credential, a server may answer as if the resource did not exist.
-func (p *Plan) Fields(target string) (http.Header, error) {
-	return Fields(p.config, target)
-}
-
-// Fields is Plan.Fields for the config of a checkpoint's undo.Spec.
-func Fields(config map[string]map[string]string, target string) (http.Header, error) {
-	origin := Origin(target)
-	header := make(http.Header, len(config[origin]))
+func fieldsOf(config map[string]map[string]string, target string) (http.Header, error) {
+	fields := config[originOfURL(target)]
+	header := make(http.Header, len(fields))
 	repl := caddy.NewReplacer()
-	for name, value := range config[origin] {
+	for name, value := range fields {
 		value, err := repl.ReplaceOrErr(value, true, true)
 		if err != nil {
 			return nil, fmt.Errorf("header %s: %w", name, err)
@@ -279,11 +231,8 @@ func Fields(config map[string]map[string]string, target string) (http.Header, er
 	return header, nil
 }
 
-// knows reports whether the configuration has fields for the server of a URL.
-func (p *Plan) knows(target string) bool { return len(p.config[Origin(target)]) > 0 }
-
-// Origin returns the server of a URL; empty for a path, which is for the call's upstream.
-func Origin(target string) string {
+// originOfURL returns the server of a URL; empty for a path, which is for the call's upstream.
+func originOfURL(target string) string {
 	scheme, rest, ok := strings.Cut(target, "://")
 	if !ok || strings.HasPrefix(target, "/") {
 		return ""
@@ -295,12 +244,12 @@ func Origin(target string) string {
 }
 
 // undoes reports whether the calls can be undone.
-func (p *Plan) undoes() bool {
+func (p *undoPlan) undoes() bool {
 	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
 }
 
-// words returns the ways in the order in which they are tried. A nil Plan is irreversible.
-func (p *Plan) words() []string {
+// words returns the ways in the order in which they are tried. A nil plan is irreversible.
+func (p *undoPlan) words() []string {
 	var words []string
 	if p == nil {
 		return []string{checkpoint.Irreversible.String()}
@@ -597,7 +546,7 @@ func sorted(m map[string]string) []template.Field {
 }
 
 // onChanged returns the effective value of on_changed.
-func (w *Ways) onChanged(t *Terms) string {
+func (w *Ways) onChanged(t *guard.Terms) string {
 	if w.Restore != nil && w.Restore.OnChanged != "" {
 		return w.Restore.OnChanged
 	}

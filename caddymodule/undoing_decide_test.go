@@ -16,7 +16,7 @@ func compile(t *testing.T, w caddymodule.Ways) *caddymodule.Plan {
 	t.Helper()
 	fields := fingerprint.NewTable()
 	fields.Set(fingerprint.Credential, "X-Tenant")
-	p, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", fields)
+	p, err := caddymodule.Compile(&w, &caddymodule.DefaultTerms, "tools", fields)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -115,7 +115,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *Recorder, trailer map[string]
 func (x *Call) doubtInHeader(e *execution.Execution, rec *Recorder, status int) http.Header {
 	own := x.upstream.Status()
 	x.heldUp = rec.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && api.NothingSent(rec.Header(), x.call.Scope.ID)
-	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
+	if x.action.GRPC == GRPCUnary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
 	o := x.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
@@ -137,7 +137,7 @@ func (a *Action) judge(status int, header http.Header, trailer map[string][]stri
 			return v, true
 		}
 	}
-	if a.Unary && status == http.StatusOK {
+	if a.GRPC == GRPCUnary && status == http.StatusOK {
 		return judgeGRPC(header, trailer), false
 	}
 	return a.Preset.Judge(execution.Answer{
@@ -230,7 +230,7 @@ const shorter = 0.9
 // deadline is the longest that the call may take: its action's deadline, or less if its caller
 // waits for less.
 func (x *Call) deadline() time.Duration {
-	return atMost(x.action.Deadline, x.r.Header)
+	return atMost(time.Duration(x.action.Deadline), x.r.Header)
 }
 
 // atMost is most, or less where the caller's header says that it waits for less.

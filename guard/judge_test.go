@@ -24,7 +24,7 @@ func TestJudgeGRPC(t *testing.T) {
 		}
 		want[fmt.Sprint(code)] = verdict
 	}
-	a := &Action{Unary: true, Preset: execution.PresetDefault}
+	a := &Action{Policy: Policy{GRPC: GRPCUnary, Preset: execution.PresetDefault}}
 	for text, verdict := range want {
 		trailer := map[string][]string{"Grpc-Status": {text}}
 		if got, _ := a.judge(200, http.Header{}, trailer); got != verdict {
@@ -43,7 +43,7 @@ func TestJudgeGRPC(t *testing.T) {
 	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != execution.Released {
 		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
 	}
-	if got, _ := (&Action{Preset: execution.PresetDefault}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
+	if got, _ := (&Action{Policy: Policy{Preset: execution.PresetDefault}}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
 		t.Errorf("grpc-status counts where no action says so: %v", got)
 	}
 	a.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == 200 }

@@ -372,7 +372,7 @@ func (l *clients) add(c *client, key execution.Key) {
 			l.sessions[c.session] = append(l.sessions[c.session], c)
 		}
 	}
-	if c.call.action.CancelOnLeave {
+	if c.call.action.OnLeave == OnLeaveCancel {
 		c.stop = context.AfterFunc(c.gone, func() { l.left(key, nil) })
 	}
 }
@@ -393,7 +393,7 @@ func (l *clients) left(key execution.Key, sends *client) {
 		if c.gone.Err() == nil {
 			return
 		}
-		if c.sent && c.call.action.CancelOnLeave {
+		if c.sent && c.call.action.OnLeave == OnLeaveCancel {
 			sent = c
 		}
 	}
