@@ -448,7 +448,7 @@ func provisionMatchers(ctx caddy.Context, host any, field string, raw caddyhttp.
 // provisionActions compiles the configured actions and the default one, and makes the
 // guard.Handler of this configuration with them.
 func (h *Handler) provisionActions(ctx caddy.Context) error {
-	fallback := &Action{Name: defaultAction}
+	fallback := &Action{Action: guard.Action{Name: defaultAction, Default: true}}
 	if h.DefaultUndo != nil {
 		fallback.Ways = *h.DefaultUndo
 	}
@@ -520,29 +520,23 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 	for _, a := range h.actions {
 		c.Actions = append(c.Actions, a.forCalls(h))
 	}
-	c.Actions[len(c.Actions)-1].Default = true
 	return guard.New(c)
 }
 
 // readsMessages reports whether the guard reads the messages of a protocol.
 func (h *Handler) readsMessages() bool { return h.Protocol != string(protocol.None) }
 
-// forCalls returns the action in the form that package guard needs.
+// forCalls completes the action as package guard needs it.
 func (a *Action) forCalls(h *Handler) *guard.Action {
-	action := &guard.Action{
-		Name: a.Name, Match: matchOf(a.matchers), Tools: a.Tools, Arguments: a.Arguments, Description: a.Description, Policy: a.Policy,
-		OnError: a.OnError, Critical: a.Critical, Severity: a.Severity, Irreversible: a.Irreversible, Counts: h.app.collector.Action(h.Name, a.Name),
-	}
+	a.Match, a.Rule, a.Action.Irreversible = matchOf(a.matchers), a.rule, a.Ways.Irreversible
+	a.Counts = h.app.collector.Action(h.Name, a.Name)
 	if a.undo != nil {
-		action.Undo = &a.undo.forCalls
+		a.Undo = &a.undo.forCalls
 	}
-	if a.Probe != nil {
-		action.Probe = a.Probe.forCalls(h)
+	if a.Answers.Probe != nil {
+		a.Action.Probe = a.Answers.Probe.forCalls(h)
 	}
-	if len(a.Outcomes) > 0 {
-		action.Rule = a.rule
-	}
-	return action
+	return &a.Action
 }
 
 // rule returns the verdict of the first rule that matches an answer.
@@ -616,7 +610,7 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 	if h.upstream == nil {
 		return errors.New("on_unknown: probe needs an `upstream`: the handlers by which the guard's own requests reach the upstream")
 	}
-	return a.Probe.provision()
+	return a.Answers.Probe.provision()
 }
 
 // Validate checks the provisioned options.

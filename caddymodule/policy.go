@@ -107,7 +107,7 @@ func (a *Action) checkMessages(h *Handler) error {
 	if a.InDoubtAs == guard.InDoubtToolResult && speaks != protocol.MCP && speaks != protocol.Auto {
 		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
 	}
-	if a.Probe != nil && a.Probe.Task && (speaks == protocol.None || speaks == protocol.JSONRPC) {
+	if a.Answers.Probe != nil && a.Answers.Probe.Task && (speaks == protocol.None || speaks == protocol.JSONRPC) {
 		return &invalid{[]string{"on_unknown"}, errors.New("tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`")}
 	}
 	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
@@ -175,53 +175,19 @@ type OutcomeRule struct {
 // Action is a named kind of guarded calls with its own rules. A call belongs to the first action
 // whose matchers match.
 type Action struct {
-	// The name, as it is recorded. It is not part of the execution key: actions can be added,
-	// renamed and removed without freeing one.
-	Name string `json:"name,omitempty"`
+	guard.Action
 
 	// The calls of this action, by any of Caddy's request matchers. Default: all.
 	MatcherSetsRaw caddyhttp.RawMatcherSets `json:"match,omitempty" caddy:"namespace=http.matchers"`
-
-	// The tools whose calls belong to this action, if `match` takes them too; of messages that call
-	// no tool, the methods. Not with `protocol none`. Default: all.
-	Tools []string `json:"tools,omitempty"`
-
-	// Values that the arguments of the tool must have, by JSON pointers; of messages that call no
-	// tool, the parameters. A value is a string, or a number as it is written. Not with `protocol none`.
-	// Default: none.
-	Arguments map[string]string `json:"arguments,omitempty"`
-
-	guard.Policy
 
 	Answers
 
 	Ways
 
-	// What the calls do, in a sentence for people. It stands in their checkpoints
-	// (`cascade.description`), so it must not contain secrets. Default: the action's name.
-	Description string `json:"description,omitempty"`
-
 	// Guards the calls that `match` takes also with a safe method, so that they have a checkpoint: for
 	// what cannot be verified without external state, like the start of a measurement by GET. Needs
 	// `match`, and neither `tools` nor `arguments`. Default: false.
 	Consequential bool `json:"consequential,omitempty"`
-
-	// What becomes of a call that has failed: completed with a 5xx or -32603, with any error status
-	// if the upstream's own error came along, or named by the error of an agent whom it concerns.
-	// `rollback` undoes it, and what followed from it, in the gateway's name; `escalate` undoes
-	// nothing by itself, and asks people, once for a workflow until they have decided. Calls in doubt
-	// are never undone by themselves. `rollback` needs a way to undo the calls. Default: `escalate`.
-	OnError string `json:"on_error,omitempty"`
-
-	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is, unless
-	// a person approves that. Recorded with the call when it is sent. Needs `identity`. Default: false.
-	Critical bool `json:"critical,omitempty"`
-
-	// How severe it is if these calls go wrong, as their checkpoints state it: `info`, `warning`,
-	// `error` or `critical`. Calls of severity `critical` are critical as with that option, and a
-	// person is asked before a rollback that goes on to one of them undoes it; the other words only
-	// inform. Recorded with the call when it is sent. Needs `identity`. Default: none.
-	Severity string `json:"severity,omitempty"`
 
 	matchers caddyhttp.MatcherSets
 	undo     *undoPlan // nil if the calls cannot be undone

@@ -34,27 +34,28 @@ func TestInherit(t *testing.T) {
 	both.InDoubtAs, both.OnLeave, both.GRPC = guard.InDoubtToolResult, guard.OnLeaveCancel, guard.GRPCUnary
 	retry := handler
 	retry.OnUnknown = guard.OnUnknownRetry
+	of := func(p guard.Policy, a Answers) Action { return Action{Action: guard.Action{Policy: p}, Answers: a} }
 	handlers, owns := Answers{[]OutcomeRule{rule(404)}, probe}, Answers{[]OutcomeRule{rule(409)}, other}
 	for _, c := range []struct {
 		name            string
 		action, handler Action
 		want            Action
 	}{
-		{"nothing said", Action{}, Action{}, Action{Policy: guard.Policy{
+		{"nothing said", Action{}, Action{}, of(guard.Policy{
 			Deadline: guard.Duration(5 * time.Minute), RetainResult: guard.Duration(24 * time.Hour), RetainKey: guard.Duration(720 * time.Hour),
 			MaxResult: 8 << 20, Preset: execution.PresetDefault, OnUnknown: guard.OnUnknownBlock, ResendFor: guard.Duration(23 * time.Hour), Keys: "trusted",
 			Terms: guard.Terms{
 				UndoAuth: "config", OnSnapshotError: "refuse", OnLost: "resend", OnChanged: "escalate", CheckpointTTL: guard.Duration(24 * time.Hour),
 			},
-		}}},
-		{"the handler's", Action{}, Action{Policy: handler, Answers: handlers}, Action{Policy: handler, Answers: handlers}},
+		}, Answers{})},
+		{"the handler's", Action{}, of(handler, handlers), of(handler, handlers)},
 		{
-			"the action's", Action{Policy: own, Answers: owns}, Action{Policy: handler, Answers: handlers},
-			Action{Policy: both, Answers: Answers{[]OutcomeRule{rule(409), rule(404)}, other}}, // the action's rules go first
+			"the action's", of(own, owns), of(handler, handlers),
+			of(both, Answers{[]OutcomeRule{rule(409), rule(404)}, other}), // the action's rules go first
 		},
 		{
-			"another word for doubts", Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}, Action{Policy: handler, Answers: handlers},
-			Action{Policy: retry, Answers: Answers{handlers.Outcomes, nil}}, // the handler's probe goes with its word
+			"another word for doubts", of(guard.Policy{OnUnknown: guard.OnUnknownRetry}, Answers{}), of(handler, handlers),
+			of(retry, Answers{handlers.Outcomes, nil}), // the handler's probe goes with its word
 		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -145,7 +146,7 @@ func TestPresetsReachTheRules(t *testing.T) {
 		"": execution.Completed, execution.PresetDefault: execution.Completed, execution.PresetStripe: execution.Completed,
 		execution.PresetACP: execution.Released, execution.PresetStrict: execution.InDoubt,
 	} {
-		if got := judged(provisioned(t, &Action{Policy: guard.Policy{Preset: preset}}), 500, nil); got != want {
+		if got := judged(provisioned(t, &Action{Action: guard.Action{Policy: guard.Policy{Preset: preset}}}), 500, nil); got != want {
 			t.Errorf("500 with preset %q is %v, want %v", preset, got, want)
 		}
 	}

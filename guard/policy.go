@@ -17,44 +17,58 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
-// Action is a kind of call with its own rules.
+// Action is a named kind of guarded calls with its own rules.
 type Action struct {
-	// Name is the action's name in records and logs.
-	Name string
-	// Match selects its calls. Nil: all.
-	Match Match
-	// Tools and Arguments select calls by what their message says, beside Match: the tool, or the
-	// method of a message that calls none, is one of Tools; and each value at a JSON pointer into the
-	// arguments of the tool, or the parameters of another message, is this text. They need a
-	// Protocol. Empty: all.
-	Tools     []string
-	Arguments map[string]string
-	// Default marks the action of calls that no other action matches.
-	Default bool
-	// Description is recorded in checkpoints.
-	Description string
+	// The name, as it is recorded. It is not part of the execution key: actions can be added,
+	// renamed and removed without freeing one.
+	Name string `json:"name,omitempty"`
 
-	// Policy is that of the Config where it says nothing.
+	// The tools whose calls belong to this action, if `match` takes them too; of messages that call
+	// no tool, the methods. Not with `protocol none`. Default: all.
+	Tools []string `json:"tools,omitempty"`
+
+	// Values that the arguments of the tool must have, by JSON pointers; of messages that call no
+	// tool, the parameters. A value is a string, or a number as it is written. Not with `protocol none`.
+	// Default: none.
+	Arguments map[string]string `json:"arguments,omitempty"`
+
+	// What the calls do, in a sentence for people. It stands in their checkpoints
+	// (`cascade.description`), so it must not contain secrets. Default: the action's name.
+	Description string `json:"description,omitempty"`
+
+	// What becomes of a call that has failed: completed with a 5xx or -32603, with any error status
+	// if the upstream's own error came along, or named by the error of an agent whom it concerns.
+	// `rollback` undoes it, and what followed from it, in the gateway's name; `escalate` undoes
+	// nothing by itself, and asks people, once for a workflow until they have decided. Calls in doubt
+	// are never undone by themselves. `rollback` needs a way to undo the calls. Default: `escalate`.
+	OnError string `json:"on_error,omitempty"`
+
+	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is, unless
+	// a person approves that. Recorded with the call when it is sent. Needs `identity`. Default: false.
+	Critical bool `json:"critical,omitempty"`
+
+	// How severe it is if these calls go wrong, as their checkpoints state it: `info`, `warning`,
+	// `error` or `critical`. Calls of severity `critical` are critical as with that option, and a
+	// person is asked before a rollback that goes on to one of them undoes it; the other words only
+	// inform. Recorded with the call when it is sent. Needs `identity`. Default: none.
+	Severity string `json:"severity,omitempty"`
+
 	Policy
 
+	// Match selects its calls, beside Tools and Arguments, which need a Protocol. Nil: all.
+	Match Match `json:"-"`
+	// Default marks the action of calls that no other action matches.
+	Default bool `json:"-"`
 	// Probe asks the upstream about a call in doubt, for OnUnknownProbe.
-	Probe *Probe
+	Probe *Probe `json:"-"`
 	// Rule judges an answer before the Preset; nil, or false, leaves it to that.
-	Rule func(status int, header http.Header) (execution.Verdict, bool)
-	// OnError is OnErrorRollback to roll a call back that has failed, with what followed from it. Calls
-	// in doubt are left to people.
-	OnError string
-	// Critical says that a rollback does not leave a call out without asking people. Severity, if
-	// given, is info, warning, error or critical: people are asked before a rollback that goes on to
-	// a critical call undoes it.
-	Critical bool
-	Severity string
+	Rule func(status int, header http.Header) (execution.Verdict, bool) `json:"-"`
 	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
 	// impossible.
-	Irreversible bool
-	Undo         *UndoPlan
+	Irreversible bool      `json:"-"`
+	Undo         *UndoPlan `json:"-"`
 	// Counts counts the calls of the action. Default: its own.
-	Counts *ActionCounts
+	Counts *ActionCounts `json:"-"`
 
 	arguments []argument // Arguments
 }
