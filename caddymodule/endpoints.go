@@ -442,7 +442,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 			published.ResendFor = seconds(a.ResendFor)
 		}
 		if h.app.Identity != nil {
-			published.Undo, published.CheckpointTTL = a.undo.words(), seconds(a.CheckpointTTL)
+			published.Undo, published.CheckpointTTL = wordsOf(a.Undo), seconds(a.CheckpointTTL)
 		}
 		doc.Actions = append(doc.Actions, published)
 	}

@@ -2,7 +2,6 @@ package caddymodule
 
 import (
 	"maps"
-	"net/http"
 	"slices"
 	"strings"
 	"testing"
@@ -44,16 +43,13 @@ var DefaultTerms = func() guard.Terms {
 	return p.Terms
 }()
 
-// Plan and Compile are how calls are undone.
-type Plan = undoPlan
-
-var Compile = compileUndo
-
-// Calls is the plan as the guard's calls need it.
-func (p *undoPlan) Calls() *guard.UndoPlan { return &p.forCalls }
-
-// Fields are the fields of the configuration for an undo request to a URL.
-func (p *undoPlan) Fields(target string) (http.Header, error) { return fieldsOf(p.config, target) }
+// How the calls of an action are undone.
+var (
+	Compile = compileUndo
+	Exposed = exposed
+	Unset   = unset
+	Fields  = fieldsOf
+)
 
 // WantError checks that an error has all of these texts, or that there is none if want is nil.
 func WantError(t *testing.T, err error, want []string) {

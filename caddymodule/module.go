@@ -530,9 +530,6 @@ func (h *Handler) readsMessages() bool { return h.Protocol != string(protocol.No
 func (a *Action) forCalls(h *Handler) *guard.Action {
 	a.Match, a.Rule, a.Action.Irreversible = matchOf(a.matchers), a.rule, a.Ways.Irreversible
 	a.Counts = h.app.collector.Action(h.Name, a.Name)
-	if a.undo != nil {
-		a.Undo = &a.undo.forCalls
-	}
 	if a.Answers.Probe != nil {
 		a.Action.Probe = a.Answers.Probe.forCalls(h)
 	}
@@ -571,7 +568,7 @@ func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.Open
 
 // complete completes the policy of an action with its guard's, checks the action as far as it depends on
 // nothing but the guard, and compiles the way to undo its calls. earlier are the actions before it.
-func (h *Handler) complete(a *Action, guards policy, earlier []*Action) (*undoPlan, error) {
+func (h *Handler) complete(a *Action, guards policy, earlier []*Action) (*guard.UndoPlan, error) {
 	a.policy().inherit(guards)
 	if err := a.policy().check(); err != nil {
 		return nil, err
@@ -841,11 +838,11 @@ func (h *Handler) checkPolicies() error {
 }
 
 // provisionUndo checks and completes the ways in which the calls of an action are undone.
-func (h *Handler) provisionUndo(a *Action, plan *undoPlan) error {
+func (h *Handler) provisionUndo(a *Action, plan *guard.UndoPlan) error {
 	if err := a.needsIdentity(); err != nil && h.app.Identity == nil {
 		return err
 	}
-	if !plan.undoes() {
+	if wayOf(&a.Ways) == "" {
 		return nil
 	}
 	if a.Ways.DelegateTo != "" && h.app.Trust == nil {
@@ -854,18 +851,17 @@ func (h *Handler) provisionUndo(a *Action, plan *undoPlan) error {
 	if option, own := a.ownRequests(); own && h.upstream == nil {
 		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)
 	}
-	for _, server := range plan.Exposed() {
+	for _, server := range exposed(plan) {
 		h.logger.Warn("the credentials of an undo leave without TLS; use https, unless something beneath encrypts",
 			slog.String("guard", h.Name), slog.String("action", a.Name), slog.String("server", server))
 	}
-	if err := plan.Unset(); err != nil {
+	if err := unset(plan); err != nil {
 		h.logger.Warn("a header field of an undo has no value; nothing can be undone without it",
 			slog.String("guard", h.Name), slog.String("action", a.Name), slog.Any("error", err))
 	}
-	spec := &plan.forCalls.Spec
-	spec.Reach, spec.Fields = h.reach, plan.config
-	if a.undo = plan; h.readsMessages() {
-		spec.Protocol = protocol.Protocol(h.Protocol)
+	plan.Spec.Reach = h.reach
+	if a.Undo = plan; h.readsMessages() {
+		plan.Spec.Protocol = protocol.Protocol(h.Protocol)
 	}
 	return nil
 }

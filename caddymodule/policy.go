@@ -190,8 +190,7 @@ type Action struct {
 	Consequential bool `json:"consequential,omitempty"`
 
 	matchers caddyhttp.MatcherSets
-	undo     *undoPlan // nil if the calls cannot be undone
-	origin   origin    // of a Caddyfile's action
+	origin   origin // of a Caddyfile's action
 }
 
 func inherit[T comparable](v *T, base T) {

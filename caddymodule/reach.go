@@ -293,8 +293,8 @@ func (a *App) undoFields(o *rollback.Outgoing, to *passage) (http.Header, error)
 			continue
 		}
 		for _, action := range h.actions {
-			if action.Name == o.Action && action.undo != nil && len(action.undo.config[originOfURL(o.URL)]) > 0 {
-				return fieldsOf(action.undo.config, o.URL)
+			if action.Name == o.Action && action.Undo != nil && len(action.Undo.Spec.Fields[originOfURL(o.URL)]) > 0 {
+				return fieldsOf(action.Undo.Spec.Fields, o.URL)
 			}
 		}
 	}

@@ -21,41 +21,35 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-// recorded reports whether the call's own credentials are kept for its undo.
-func recorded(t *guard.Terms) bool { return t.UndoAuth == rollback.AuthRecorded }
-
 func undoingWrong(option, format string, args ...any) error {
 	return &invalid{[]string{option}, fmt.Errorf(format, args...)}
 }
 
-// undoPlan is the compiled form of Ways and Terms of one action. It is immutable and safe for
-// concurrent use.
-type undoPlan struct {
-	terms    guard.Terms
-	ways     Ways
-	forCalls guard.UndoPlan // in the form that package guard needs
-	// config has the fields of the configuration by the origin that gets them; empty is the
-	// call's upstream.
-	config map[string]map[string]string
+// undoCompiler compiles the ways to undo the calls of one action.
+type undoCompiler struct {
+	plan     *guard.UndoPlan
+	recorded bool // the call's own credentials are kept for its undo
+	// secret reports whether a header field is a credential of callers, which templates cannot read.
+	secret func(field string) bool
 }
 
 // compileUndo checks the ways and terms of an action, and parses its templates. Terms are
 // complete; name is the guard's; fields say which header fields are credentials of its
-// callers, which templates cannot read. The error is an *invalid.
-func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table) (*undoPlan, error) {
+// callers. The error is an *invalid.
+func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table) (*guard.UndoPlan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
 	}
-	p := &undoPlan{terms: *t, ways: *w, forCalls: guard.UndoPlan{
-		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth},
+	p := &guard.UndoPlan{
+		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth, Fields: map[string]map[string]string{}},
 		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate, Agent: w.DelegateTo,
-	}}
-	p.forCalls.Header = func() (http.Header, error) { return fieldsOf(p.config, "") }
+	}
+	p.Header = func() (http.Header, error) { return fieldsOf(p.Spec.Fields, "") }
 	ordinary := fingerprint.NewTable()
-	secret := func(field string) bool { // in every configuration, and in this one
+	c := undoCompiler{p, t.UndoAuth == rollback.AuthRecorded, func(field string) bool { // in every configuration, and in this one
 		return field == "Cookie" || ordinary.Class(field) == fingerprint.Credential ||
 			fields != nil && fields.Class(field) == fingerprint.Credential
-	}
+	}}
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {
 			return nil, &invalid{[]string{"delegate"}, err}
@@ -63,23 +57,23 @@ func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table
 		if err := w.checkSigned(); err != nil {
 			return nil, err
 		}
-		if recorded(t) {
+		if c.recorded {
 			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
 		}
 	}
 	if w.Restore != nil {
-		if err := p.compileRestore(secret); err != nil {
+		if err := c.restore(w.Restore); err != nil {
 			return nil, &invalid{[]string{"restore"}, err}
 		}
 	}
 	if w.Compensate == nil {
 		return p, nil
 	}
-	err := p.compileCompensation(secret)
+	err := c.compensation(w.Compensate)
 	if err == nil {
-		named := p.forCalls.Spec
+		named := p.Spec
 		named.Guard = cmp.Or(name, "default") // a Caddyfile may leave it out
-		p.forCalls.Needs, err = named.Needs()
+		p.Needs, err = named.Needs()
 	}
 	if err != nil {
 		return nil, &invalid{[]string{"compensate"}, err}
@@ -87,37 +81,36 @@ func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table
 	return p, nil
 }
 
-func (p *undoPlan) compileRestore(secret func(field string) bool) error {
-	if err := restoreOptions().check(p.ways.Restore); err != nil {
+func (c *undoCompiler) restore(r *Restore) error {
+	if err := restoreOptions().check(r); err != nil {
 		return err
 	}
 	// All of them come from the configuration: a restore has no template.
-	f, err := part(p.ways.Restore.Header, func(string) bool { return true })
+	f, err := part(r.Header, func(string) bool { return true })
 	if err != nil {
 		return err
 	}
-	return p.add("", f.config, secret)
+	return c.add("", f.config)
 }
 
-func (p *undoPlan) compileCompensation(secret func(field string) bool) error {
-	c := p.ways.Compensate
-	spec, config, err := c.spec(secret)
+func (c *undoCompiler) compensation(of *Compensation) error {
+	spec, config, err := of.spec(c.secret)
 	if err != nil {
 		return err
 	}
-	if p.forCalls.Compensate, err = p.parse(spec, config, secret); err != nil {
+	if c.plan.Compensate, err = c.parse(spec, config); err != nil {
 		return err
 	}
-	p.forCalls.Spec.Compensate = &spec
+	c.plan.Spec.Compensate = &spec
 	if spec.Method == http.MethodGet || spec.Method == http.MethodHead {
 		return fmt.Errorf("method: %s changes nothing that could be undone; write a method like POST or DELETE", spec.Method)
 	}
-	if c.Status == nil {
+	if of.Status == nil {
 		return nil
 	}
-	asks, config, err := c.Status.spec(secret)
+	asks, config, err := of.Status.spec(c.secret)
 	if err == nil {
-		p.forCalls.Status, err = p.parse(asks, config, secret)
+		c.plan.Status, err = c.parse(asks, config)
 	}
 	if err == nil && asks.Method != http.MethodGet {
 		err = fmt.Errorf("method: a status is asked for with GET, and not with %s", asks.Method)
@@ -125,12 +118,12 @@ func (p *undoPlan) compileCompensation(secret func(field string) bool) error {
 	if err != nil {
 		return fmt.Errorf("status: %w", err)
 	}
-	p.forCalls.Spec.Status = &asks
+	c.plan.Spec.Status = &asks
 	return nil
 }
 
 // parse parses a template, and adds the fields of the configuration that go with it.
-func (p *undoPlan) parse(spec template.Spec, config map[string]string, secret func(field string) bool) (*template.Template, error) {
+func (c *undoCompiler) parse(spec template.Spec, config map[string]string) (*template.Template, error) {
 	t, err := template.Parse(spec)
 	if err != nil {
 		return nil, plain(err)
@@ -140,35 +133,33 @@ func (p *undoPlan) parse(spec template.Spec, config map[string]string, secret fu
 		if name == headerToken {
 			return nil, fmt.Errorf("{request.header.%s} is the caller's token, which no template hands on; send a header of your own", name)
 		}
-		if secret(name) {
+		if c.secret(name) {
 			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
 		}
 	}
-	if recorded(&p.terms) && t.Origin() != "" {
+	if c.recorded && t.Origin() != "" {
 		return nil, errors.New("url: with undo_auth recorded a call's credentials go to its own upstream only; begin with /, or set undo_auth config")
 	}
-	return t, p.add(t.Origin(), config, secret)
+	return t, c.add(t.Origin(), config)
 }
 
 // add adds fields of the configuration for an origin.
-func (p *undoPlan) add(origin string, config map[string]string, secret func(field string) bool) error {
+func (c *undoCompiler) add(origin string, config map[string]string) error {
+	fields := c.plan.Spec.Fields
 	for name, value := range config {
 		if err := checkPlaceholders(value); err != nil {
 			return fmt.Errorf("header %s: %w", name, err)
 		}
-		if recorded(&p.terms) && secret(name) {
+		if c.recorded && c.secret(name) {
 			return fmt.Errorf("header %s: with undo_auth recorded the call's own credentials are sent; leave the field away, or set undo_auth config", name)
 		}
-		if p.config == nil {
-			p.config = map[string]map[string]string{}
+		if fields[origin] == nil {
+			fields[origin] = map[string]string{}
 		}
-		if p.config[origin] == nil {
-			p.config[origin] = map[string]string{}
-		}
-		if before, ok := p.config[origin][name]; ok && before != value {
+		if before, ok := fields[origin][name]; ok && before != value {
 			return fmt.Errorf("header %s: it has two values for one server; give it the same wherever it stands", name)
 		}
-		p.config[origin][name] = value
+		fields[origin][name] = value
 	}
 	return nil
 }
@@ -188,12 +179,12 @@ func checkPlaceholders(value string) error {
 	}
 }
 
-// Exposed lists the servers, by scheme and host, that get fields of the configuration
+// exposed lists the servers, by scheme and host, that get fields of the configuration
 // without TLS and are not on this machine. It is no error: a mesh may encrypt the
 // connection.
-func (p *undoPlan) Exposed() []string {
+func exposed(p *guard.UndoPlan) []string {
 	var all []string
-	for origin := range p.config {
+	for origin := range p.Spec.Fields {
 		if u, err := url.Parse(origin); err == nil && u.Scheme == "http" && !loopback(u.Hostname()) {
 			all = append(all, origin)
 		}
@@ -202,12 +193,12 @@ func (p *undoPlan) Exposed() []string {
 	return all
 }
 
-// Unset returns the error of fieldsOf for a field of the configuration that has no value now.
+// unset returns the error of fieldsOf for a field of the configuration that has no value now.
 // That is no error of the configuration: the value may be there when something is undone.
-func (p *undoPlan) Unset() error {
+func unset(p *guard.UndoPlan) error {
 	var all []error
-	for _, origin := range slices.Sorted(maps.Keys(p.config)) {
-		if _, err := fieldsOf(p.config, origin+"/"); err != nil {
+	for _, origin := range slices.Sorted(maps.Keys(p.Spec.Fields)) {
+		if _, err := fieldsOf(p.Spec.Fields, origin+"/"); err != nil {
 			all = append(all, err)
 		}
 	}
@@ -243,31 +234,19 @@ func originOfURL(target string) string {
 	return scheme + "://" + rest
 }
 
-// undoes reports whether the calls can be undone.
-func (p *undoPlan) undoes() bool {
-	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
-}
-
-// words returns the ways in the order in which they are tried. A nil plan is irreversible.
-func (p *undoPlan) words() []string {
-	var words []string
+// wordsOf are the ways of a plan, in the order in which they are tried. Without one the calls are irreversible.
+func wordsOf(p *guard.UndoPlan) (words []string) {
 	if p == nil {
 		return []string{checkpoint.Irreversible.String()}
 	}
-	for _, way := range []struct {
-		checkpoint.Way
-		given bool
-	}{
-		{checkpoint.Restore, p.ways.Restore != nil},
-		{checkpoint.Compensate, p.forCalls.Compensate != nil},
-		{checkpoint.Delegate, p.ways.Delegate != ""},
-	} {
-		if way.given {
-			words = append(words, way.String())
-		}
+	if p.Restore {
+		words = append(words, checkpoint.Restore.String())
 	}
-	if words == nil {
-		words = []string{checkpoint.Irreversible.String()}
+	if p.Compensate != nil {
+		words = append(words, checkpoint.Compensate.String())
+	}
+	if p.Delegate != "" {
+		words = append(words, checkpoint.Delegate.String())
 	}
 	return words
 }
