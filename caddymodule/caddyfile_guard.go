@@ -193,7 +193,7 @@ func guardOptions() options[*Handler] {
 		"protocol": choice(func(h *Handler) *string { return &h.Protocol }, protocols...),
 		"missing_id": {usage: "require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID,
 			check: func(h *Handler) error {
-				return oneOf(cmp.Or(h.MissingID, missingRecognize), missingRequire, missingMint, missingDerive, missingRecognize)
+				return oneOf(cmp.Or(h.MissingID, guard.MissingRecognize), missingID...)
 			}},
 		"consequential": {several: true, usage: "<matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ConsequentialTools, &h.ConsequentialRaw)
@@ -319,7 +319,7 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 		return nil
 	}
 	for _, value := range values {
-		var source IDSource
+		var source guard.IDSource
 		switch kind {
 		case "header":
 			source.Header = value
@@ -328,7 +328,7 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 		default:
 			source.JSON = value
 		}
-		if err := source.check(); err != nil {
+		if err := checkSource(source); err != nil {
 			return err
 		}
 		if slices.Contains(h.ExecutionID, source) {
@@ -339,14 +339,17 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 	return nil
 }
 
+// missingID are the words of the option missing_id.
+var missingID = []guard.MissingID{guard.MissingRequire, guard.MissingMint, guard.MissingDerive, guard.MissingRecognize}
+
 func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
-	if err := parseChoice(d, &h.MissingID, missingRequire, missingMint, missingDerive, missingRecognize); err != nil {
+	if err := parseChoice(d, &h.MissingID, missingID...); err != nil {
 		return err
 	}
-	if h.MissingID == missingDerive && d.CountRemainingArgs() > 0 {
+	if h.MissingID == guard.MissingDerive && d.CountRemainingArgs() > 0 {
 		return parseDuration(d, &h.DeriveWindow)
 	}
-	if h.MissingID == missingRecognize {
+	if h.MissingID == guard.MissingRecognize {
 		return options[*Handler]{
 			"window":       duration(func(h *Handler) *caddy.Duration { return &h.RecognizeWindow }),
 			"error_window": duration(func(h *Handler) *caddy.Duration { return &h.ErrorWindow }),

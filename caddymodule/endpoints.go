@@ -253,15 +253,15 @@ type policyDocument struct {
 }
 
 type policyID struct {
-	Sources []IDSource `json:"sources"`
+	Sources []guard.IDSource `json:"sources"`
 	// Pattern is a regular expression (RE2) of the names of further header fields. Where it is there, all places
 	// count alike.
 	Pattern string `json:"header_pattern,omitempty"`
 	// Token says that the id of a verified token is used if no source has one.
-	Token   bool    `json:"token_id,omitempty"`
-	Format  string  `json:"format"`
-	Missing string  `json:"missing"`
-	Window  float64 `json:"derive_window_s,omitempty"`
+	Token   bool            `json:"token_id,omitempty"`
+	Format  string          `json:"format"`
+	Missing guard.MissingID `json:"missing"`
+	Window  float64         `json:"derive_window_s,omitempty"`
 	// Recognized is how long after its end a call is found, where retries are recognised.
 	Recognized float64 `json:"recognize_window_s,omitempty"`
 }
@@ -392,10 +392,10 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	if len(h.ExecutionID) == 0 {
 		doc.ExecutionID.Pattern = guard.KeyPattern
 		for _, name := range guard.KeyFields {
-			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, IDSource{Header: name})
+			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, guard.IDSource{Header: name})
 		}
 		for _, name := range guard.KeyMembers {
-			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, IDSource{JSON: "/" + name})
+			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, guard.IDSource{JSON: "/" + name})
 		}
 	}
 	if i, t := h.app.Identity, h.app.Trust; t != nil {
@@ -415,10 +415,10 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Quota = &policyQuota{Open: q.OpenExecutions, Bytes: q.StoredBytes, Workflow: q.WorkflowStoredBytes}
 	}
 	doc.Breaker, doc.Rollback = h.breakerPolicy(prefix), h.app.rollbackPolicy(prefix)
-	if h.MissingID == missingDerive {
+	if h.MissingID == guard.MissingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}
-	if h.MissingID == missingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == guard.KeysAdvisory }) {
+	if h.MissingID == guard.MissingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == guard.KeysAdvisory }) {
 		doc.ExecutionID.Recognized = seconds(h.RecognizeWindow)
 	}
 	if h.FailOpen {

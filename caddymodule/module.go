@@ -64,13 +64,13 @@ type Handler struct {
 	// every header field whose name speaks of idempotency (see docs/http.md), `PayPal-Request-Id`,
 	// `Execution-Id`, and the members `idempotency_key` and `idempotencyKey` of a JSON body; two of
 	// these that differ are refused. A list replaces the default.
-	ExecutionID []IDSource `json:"execution_id,omitempty"`
+	ExecutionID []guard.IDSource `json:"execution_id,omitempty"`
 
 	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
 	// id, which the answer names; its retries cannot be recognised. `derive` treats equal calls of
 	// one caller within a window as one execution. `recognize` does so where there is evidence that
 	// the later call is a retry. Default: `recognize`.
-	MissingID string `json:"missing_id,omitempty"`
+	MissingID guard.MissingID `json:"missing_id,omitempty"`
 
 	// How long a derived id counts, from the end of the execution. Default: 60s.
 	DeriveWindow caddy.Duration `json:"derive_window,omitempty"`
@@ -254,11 +254,6 @@ type Handler struct {
 }
 
 const (
-	missingRequire   = "require"
-	missingMint      = "mint"
-	missingRecognize = "recognize"
-	missingDerive    = "derive"
-
 	endpointsOff = "off"
 
 	streamsPass   = "pass"
@@ -365,7 +360,7 @@ func (h *Handler) lacksGlobal(app *App) error {
 func (h *Handler) setDefaults() {
 	inherit(&h.Name, defaultGuard)
 	h.realm = h.Name
-	inherit(&h.MissingID, missingRecognize)
+	inherit(&h.MissingID, guard.MissingRecognize)
 	inherit(&h.Protocol, string(protocol.Auto))
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
@@ -384,9 +379,8 @@ func (h *Handler) provisionIDs() error {
 	if err := h.classify(); err != nil {
 		return err
 	}
-	for i := range h.ExecutionID {
-		source := &h.ExecutionID[i]
-		if err := source.check(); err != nil {
+	for i, source := range h.ExecutionID {
+		if err := checkSource(source); err != nil {
 			return fmt.Errorf("execution_id: source %d: %w", i+1, err)
 		}
 	}
@@ -486,7 +480,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 			policy, err := h.app.tokenPolicy()
 			return policy.forCalls(), err
 		},
-		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow),
+		MissingID: h.MissingID, ExecutionID: h.ExecutionID, DeriveWindow: time.Duration(h.DeriveWindow),
 		RecognizeWindow: time.Duration(h.RecognizeWindow), ErrorWindow: time.Duration(h.ErrorWindow),
 		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
@@ -505,9 +499,6 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		c.OneServer = h.oneServer.Load
 	}
 	c.BalancingCookies = h.balancingCookies
-	for _, s := range h.ExecutionID {
-		c.ExecutionID = append(c.ExecutionID, guard.IDSource(s))
-	}
 	if h.Endpoints != endpointsOff {
 		c.Endpoint = h.serveEndpoint
 	}

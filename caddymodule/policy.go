@@ -221,22 +221,8 @@ func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	return checkFields(slices.Sorted(maps.Keys(m.Headers)))
 }
 
-// IDSource is a place where callers name the intended effect. Exactly one member is set.
-type IDSource struct {
-	// A request header field. One line, 1 to 255 visible ASCII characters; a
-	// quoted string and the bare characters are the same id.
-	Header string `json:"header,omitempty"`
-
-	// Text with placeholders. One without a value makes it no id.
-	Placeholder string `json:"placeholder,omitempty"`
-
-	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
-	// number.
-	JSON string `json:"json,omitempty"`
-}
-
-// check requires exactly one place.
-func (s *IDSource) check() error {
+// checkSource requires exactly one place of an execution id.
+func checkSource(s guard.IDSource) error {
 	set := 0
 	for _, v := range []string{s.Header, s.Placeholder, s.JSON} {
 		if v != "" {

@@ -146,16 +146,18 @@ type Config struct {
 // Match reports whether a request matches.
 type Match func(r *http.Request) (bool, error)
 
-// IDSource is a place of an execution id. Exactly one member is set.
+// IDSource is a place where callers name the intended effect. Exactly one member is set.
 type IDSource struct {
-	// Header is a request header field. One line, 1 to 255 visible ASCII characters; a
+	// A request header field. One line, 1 to 255 visible ASCII characters; a
 	// quoted string and the bare characters are the same id.
-	Header string
-	// Placeholder is text with placeholders for a Host to expand; if one has no value, there is
-	// no id. A field {http.request.header.NAME} is kept end to end, as Header is.
-	Placeholder string
-	// JSON is a JSON pointer (RFC 6901) to a string or number in the request's JSON body.
-	JSON string
+	Header string `json:"header,omitempty"`
+
+	// Text with placeholders. One without a value makes it no id.
+	Placeholder string `json:"placeholder,omitempty"`
+
+	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
+	// number.
+	JSON string `json:"json,omitempty"`
 }
 
 // MissingID says how to handle a call without an execution id.

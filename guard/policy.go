@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"reflect"
 	"regexp"
@@ -322,11 +321,8 @@ type Duration time.Duration
 
 // UnmarshalJSON implements json.Unmarshaler.
 func (d *Duration) UnmarshalJSON(b []byte) (err error) {
-	if len(b) == 0 {
-		return io.EOF
-	}
 	var v time.Duration
-	if b[0] != '"' {
+	if len(b) == 0 || b[0] != '"' {
 		err = json.Unmarshal(b, &v)
 	} else {
 		v, err = time.ParseDuration(days.ReplaceAllStringFunc(strings.Trim(string(b), `"`), func(text string) string {
