@@ -357,7 +357,7 @@ func (a *App) canUndo(action string) (reversible, known bool) {
 	for _, h := range a.guards.list() {
 		for i := range h.actions {
 			if a := h.actions[i]; a.Name == action {
-				reversible, known = (reversible || !known) && a.undo != nil && a.undo.undoes(), true
+				reversible, known = (reversible || !known) && a.Undo != nil, true
 			}
 		}
 	}

@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -291,8 +292,8 @@ func value[T, V any](usage string, into func(T) *V, parse func(dispenser, *V) er
 	}
 }
 
-func duration[T any](into func(T) *caddy.Duration, checks ...func(caddy.Duration) error) option[T] {
-	return value("<duration>", into, parseDuration, append([]func(caddy.Duration) error{checkDuration}, checks...)...)
+func duration[T any, D ~int64](into func(T) *D, checks ...func(D) error) option[T] {
+	return value("<duration>", into, parseDuration, append([]func(D) error{checkDuration[D]}, checks...)...)
 }
 
 func size[T any](into func(T) *int64) option[T] {
@@ -331,22 +332,17 @@ func words[T any](usage string, into func(T) *[]string, checks ...func([]string)
 
 // choice makes an option with one of some words.
 func choice[T any, W ~string](into func(T) *W, choices ...W) option[T] {
-	var all []string
+	var usage string
 	for _, w := range choices {
-		all = append(all, string(w))
+		usage += " | " + string(w)
 	}
-	return value(strings.Join(all, " | "), into,
-		func(d *caddyfile.Dispenser, v *W) error {
-			var text string
-			err := parseWord(d, &text)
-			*v = W(text)
-			return err
-		},
+	return value(strings.TrimPrefix(usage, " | "), into,
+		func(d *caddyfile.Dispenser, v *W) error { return parseChoice(d, v, choices...) },
 		func(v W) error {
 			if v == "" {
 				return nil
 			}
-			return oneOf(string(v), all...)
+			return oneOf(v, choices...)
 		})
 }
 
@@ -527,28 +523,31 @@ func parsePair(d *caddyfile.Dispenser) (name, value string, err error) {
 	return name, value, nil
 }
 
-func parseChoice(d *caddyfile.Dispenser, into *string, choices ...string) error {
-	if err := parseWord(d, into); err != nil {
-		return err
-	}
-	return oneOf(*into, choices...)
+func parseChoice[W ~string](d *caddyfile.Dispenser, into *W, choices ...W) error {
+	var word string
+	err := parseWord(d, &word)
+	*into = W(word)
+	return cmp.Or(err, oneOf(*into, choices...))
 }
 
 // oneOf checks a word against those that are known.
-func oneOf(word string, known ...string) error {
-	for _, k := range known {
-		if word == k {
+func oneOf[W ~string](word W, known ...W) error {
+	list := ""
+	for i, k := range known {
+		switch {
+		case word == k:
 			return nil
+		case i > 0 && i == len(known)-1:
+			list += " or "
+		case i > 0:
+			list += ", "
 		}
-	}
-	list := known[len(known)-1]
-	if len(known) > 1 {
-		list = strings.Join(known[:len(known)-1], ", ") + " or " + list
+		list += string(k)
 	}
 	return fmt.Errorf("%q is unknown; use %s", word, list)
 }
 
-func parseDuration(d *caddyfile.Dispenser, into *caddy.Duration) error {
+func parseDuration[D ~int64](d *caddyfile.Dispenser, into *D) error {
 	if !d.NextArg() {
 		return errSyntax
 	}
@@ -559,7 +558,7 @@ func parseDuration(d *caddyfile.Dispenser, into *caddy.Duration) error {
 	if v == 0 {
 		return fmt.Errorf("%q is no time at all; it must be positive", d.Val())
 	}
-	*into = caddy.Duration(v)
+	*into = D(v)
 	return checkDuration(*into)
 }
 
@@ -568,7 +567,7 @@ func parseDuration(d *caddyfile.Dispenser, into *caddy.Duration) error {
 const longest = 100 * 365 * 24 * time.Hour
 
 // checkDuration checks a duration of a configuration, where 0 is the default.
-func checkDuration(v caddy.Duration) error {
+func checkDuration[D ~int64](v D) error {
 	switch d := time.Duration(v); {
 	case d < 0:
 		return fmt.Errorf("%v is negative; it must be positive", d)

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // Whatever stands in the block, the parser does not panic, every error has its line,
@@ -51,14 +53,13 @@ func FuzzCaddyfile(f *testing.F) {
 		if err := again.provisionIDs(); err != nil {
 			t.Errorf("%s\n%v", text, err)
 		}
-		for _, a := range append(again.Actions, &Action{Name: defaultAction}) {
-			a.inherit(&again.Policy)
-			a.Policy = a.Policy.completed()
-			if err := a.Policy.validate(); err != nil {
+		for _, a := range append(again.Actions, &Action{Action: guard.Action{Name: defaultAction}}) {
+			a.policy().inherit(again.policy())
+			if err := a.policy().check(); err != nil {
 				t.Errorf("%s\naction %s: %v", text, a.Name, err)
 			}
-			if a.Probe != nil {
-				if err := a.Probe.provision(); err != nil {
+			if a.Answers.Probe != nil {
+				if err := a.Answers.Probe.provision(); err != nil {
 					t.Errorf("%s\naction %s: %v", text, a.Name, err)
 				}
 			}

@@ -18,6 +18,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -192,7 +193,7 @@ func guardOptions() options[*Handler] {
 		"protocol": choice(func(h *Handler) *string { return &h.Protocol }, protocols...),
 		"missing_id": {usage: "require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID,
 			check: func(h *Handler) error {
-				return oneOf(cmp.Or(h.MissingID, missingRecognize), missingRequire, missingMint, missingDerive, missingRecognize)
+				return oneOf(cmp.Or(h.MissingID, guard.MissingRecognize), missingID...)
 			}},
 		"consequential": {several: true, usage: "<matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ConsequentialTools, &h.ConsequentialRaw)
@@ -226,7 +227,7 @@ func guardOptions() options[*Handler] {
 		"upstream":     {usage: "{ <handler directives...> }", parse: skipHandlers},
 		"fallback":     {usage: "{ <handler directives...> }", parse: skipHandlers},
 		"action":       {several: true, named: true, usage: "<name> { ... }", parse: parseAction},
-	}.merge(within(func(h *Handler) *Policy { return &h.Policy }, policyOptions())).
+	}.merge(within((*Handler).policy, policyOptions())).
 		merge(within(func(h *Handler) *Roles { return &h.Roles }, roleOptions()))
 }
 
@@ -318,7 +319,7 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 		return nil
 	}
 	for _, value := range values {
-		var source IDSource
+		var source guard.IDSource
 		switch kind {
 		case "header":
 			source.Header = value
@@ -327,7 +328,7 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 		default:
 			source.JSON = value
 		}
-		if err := source.check(); err != nil {
+		if err := checkSource(source); err != nil {
 			return err
 		}
 		if slices.Contains(h.ExecutionID, source) {
@@ -338,14 +339,17 @@ func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 	return nil
 }
 
+// missingID are the words of the option missing_id.
+var missingID = []guard.MissingID{guard.MissingRequire, guard.MissingMint, guard.MissingDerive, guard.MissingRecognize}
+
 func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
-	if err := parseChoice(d, &h.MissingID, missingRequire, missingMint, missingDerive, missingRecognize); err != nil {
+	if err := parseChoice(d, &h.MissingID, missingID...); err != nil {
 		return err
 	}
-	if h.MissingID == missingDerive && d.CountRemainingArgs() > 0 {
+	if h.MissingID == guard.MissingDerive && d.CountRemainingArgs() > 0 {
 		return parseDuration(d, &h.DeriveWindow)
 	}
-	if h.MissingID == missingRecognize {
+	if h.MissingID == guard.MissingRecognize {
 		return options[*Handler]{
 			"window":       duration(func(h *Handler) *caddy.Duration { return &h.RecognizeWindow }),
 			"error_window": duration(func(h *Handler) *caddy.Duration { return &h.ErrorWindow }),
@@ -403,10 +407,10 @@ func actionOptions() options[*Action] {
 			parse: parseMatch},
 		"description":   word("<text>", func(a *Action) *string { return &a.Description }, checkDescription),
 		"consequential": flag(func(a *Action) *bool { return &a.Consequential }),
-		"on_error":      choice(func(a *Action) *string { return &a.OnError }, errorRollback, errorEscalate),
+		"on_error":      choice(func(a *Action) *string { return &a.OnError }, guard.OnErrorRollback, "escalate"),
 		"critical":      flag(func(a *Action) *bool { return &a.Critical }),
 		"severity":      choice(func(a *Action) *string { return &a.Severity }, severities...),
-	}.merge(within(func(a *Action) *Policy { return &a.Policy }, policyOptions())).
+	}.merge(within((*Action).policy, policyOptions())).
 		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
 }
 
@@ -443,53 +447,53 @@ func checkGuardName(name string) error {
 var _ caddyfile.Unmarshaler = (*Handler)(nil)
 
 // parseApprove reads who has to approve calls.
-func parseApprove(d *caddyfile.Dispenser, p *Policy) error {
-	a := new(Approve)
+func parseApprove(d *caddyfile.Dispenser, p policy) error {
+	a := new(guard.Approve)
 	p.Approve = a
 	if d.NextArg() {
 		if a.Off = d.Val() == "off"; !a.Off {
 			a.Role = d.Val()
 		}
 	}
-	if err := a.check(); err != nil || a.Off {
+	if err := checkApprove(a); err != nil || a.Off {
 		return err
 	}
-	return options[*Approve]{
-		"quorum": value("<number>", func(a *Approve) *int { return &a.Quorum },
-			parseCount, func(int) error { return a.check() }),
-		"within": duration(func(a *Approve) *caddy.Duration { return &a.Within }),
+	return options[*guard.Approve]{
+		"quorum": value("<number>", func(a *guard.Approve) *int { return &a.Quorum },
+			parseCount, func(int) error { return checkApprove(a) }),
+		"within": duration(func(a *guard.Approve) *guard.Duration { return &a.Within }),
 	}.readBlock(d, "approve", a, originOf(d))
 }
 
 // policyOptions are the options of a guard and of its actions.
-func policyOptions() options[*Policy] {
-	return options[*Policy]{
-		"deadline":      duration(func(p *Policy) *caddy.Duration { return &p.Deadline }),
-		"stream_idle":   duration(func(p *Policy) *caddy.Duration { return &p.StreamIdle }),
-		"retain_result": duration(func(p *Policy) *caddy.Duration { return &p.RetainResult }),
-		"retain_key":    duration(func(p *Policy) *caddy.Duration { return &p.RetainKey }),
-		"target":        word("<text>", func(p *Policy) *string { return &p.Target }),
-		"approve": {usage: "[off | <role>] [{ ... }]", parse: parseApprove, check: func(p *Policy) error {
-			return p.Approve.check()
+func policyOptions() options[policy] {
+	return options[policy]{
+		"deadline":      duration(func(p policy) *guard.Duration { return &p.Deadline }),
+		"stream_idle":   duration(func(p policy) *guard.Duration { return &p.StreamIdle }),
+		"retain_result": duration(func(p policy) *guard.Duration { return &p.RetainResult }),
+		"retain_key":    duration(func(p policy) *guard.Duration { return &p.RetainKey }),
+		"target":        word("<text>", func(p policy) *string { return &p.Target }),
+		"approve": {usage: "[off | <role>] [{ ... }]", parse: parseApprove, check: func(p policy) error {
+			return checkApprove(p.Approve)
 		}},
-		"max_result": size(func(p *Policy) *int64 { return &p.MaxResult }),
-		"preset":     choice(func(p *Policy) *execution.Preset { return &p.Preset }, execution.Presets()...),
+		"max_result": size(func(p policy) *int64 { return &p.MaxResult }),
+		"preset":     choice(func(p policy) *execution.Preset { return &p.Preset }, execution.Presets()...),
 		"outcome":    {several: true, usage: "completed | released | in_doubt <statuses...>", parse: parseOutcome},
 		"on_unknown": {usage: "block | retry | resend [<duration>] | probe <method> <uri> { ... } | probe task { ... }",
-			parse: parseOnUnknown, check: func(p *Policy) error {
-				return oneOf(cmp.Or(p.OnUnknown, onUnknownBlock), onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry)
+			parse: parseOnUnknown, check: func(p policy) error {
+				return oneOf(cmp.Or(p.OnUnknown, guard.OnUnknownBlock), onUnknown...)
 			}},
-		"keys":        choice(func(p *Policy) *string { return &p.Keys }, keysTrusted, keysAdvisory),
-		"grpc":        choice(func(p *Policy) *string { return &p.GRPC }, grpcUnary),
-		"in_doubt_as": choice(func(p *Policy) *string { return &p.InDoubtAs }, doubtProblem, doubtToolResult),
-		"on_leave":    choice(func(p *Policy) *string { return &p.OnLeave }, leaveContinue, leaveCancel),
-		"priority": word("low | normal | high | critical | <placeholder>", func(p *Policy) *string { return &p.Priority },
+		"keys":        choice(func(p policy) *string { return &p.Keys }, "trusted", guard.KeysAdvisory),
+		"grpc":        choice(func(p policy) *string { return &p.GRPC }, guard.GRPCUnary),
+		"in_doubt_as": choice(func(p policy) *string { return &p.InDoubtAs }, "problem", guard.InDoubtToolResult),
+		"on_leave":    choice(func(p policy) *string { return &p.OnLeave }, "continue", guard.OnLeaveCancel),
+		"priority": word("low | normal | high | critical | <placeholder>", func(p policy) *string { return &p.Priority },
 			checkPriority),
-		"order": choice(func(p *Policy) *string { return &p.Order }, orderPlan, orderPar),
-	}.merge(within(func(p *Policy) *Terms { return &p.Terms }, termsOptions()))
+		"order": choice(func(p policy) *string { return &p.Order }, "plan", guard.OrderPar),
+	}.merge(within(func(p policy) *guard.Terms { return &p.Terms }, termsOptions()))
 }
 
-func parseOutcome(d *caddyfile.Dispenser, p *Policy) error {
+func parseOutcome(d *caddyfile.Dispenser, p policy) error {
 	var rule OutcomeRule
 	if !d.NextArg() {
 		return errSyntax
@@ -549,14 +553,19 @@ func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.Respon
 	return nil
 }
 
-func parseOnUnknown(d *caddyfile.Dispenser, p *Policy) error {
-	if err := parseChoice(d, &p.OnUnknown, onUnknownBlock, onUnknownProbe, onUnknownResend, onUnknownRetry); err != nil {
+// onUnknown are the words of the option on_unknown.
+var onUnknown = []guard.OnUnknown{
+	guard.OnUnknownBlock, guard.OnUnknownProbe, guard.OnUnknownResend, guard.OnUnknownRetry,
+}
+
+func parseOnUnknown(d *caddyfile.Dispenser, p policy) error {
+	if err := parseChoice(d, &p.OnUnknown, onUnknown...); err != nil {
 		return err
 	}
-	if p.OnUnknown == onUnknownResend && d.CountRemainingArgs() > 0 {
+	if p.OnUnknown == guard.OnUnknownResend && d.CountRemainingArgs() > 0 {
 		return parseDuration(d, &p.ResendFor)
 	}
-	if p.OnUnknown != onUnknownProbe {
+	if p.OnUnknown != guard.OnUnknownProbe {
 		return nil
 	}
 	p.Probe = new(Probe)
@@ -625,23 +634,23 @@ func parseEntry(d *caddyfile.Dispenser, into *map[string]string) error {
 
 // termsOptions are the options of a guard and of its actions that say how checkpoints are
 // made and kept.
-func termsOptions() options[*Terms] {
-	return options[*Terms]{
-		"undo_auth": choice(func(t *Terms) *string { return &t.UndoAuth },
+func termsOptions() options[*guard.Terms] {
+	return options[*guard.Terms]{
+		"undo_auth": choice(func(t *guard.Terms) *string { return &t.UndoAuth },
 			rollback.AuthConfig, rollback.AuthRecorded),
-		"on_snapshot_error": choice(func(t *Terms) *string { return &t.OnSnapshotError },
-			refuse, checkpoint.Irreversible.String()),
-		"on_lost": choice(func(t *Terms) *string { return &t.OnLost },
+		"on_snapshot_error": choice(func(t *guard.Terms) *string { return &t.OnSnapshotError },
+			"refuse", checkpoint.Irreversible.String()),
+		"on_lost": choice(func(t *guard.Terms) *string { return &t.OnLost },
 			rollback.Resend, rollback.UndoEscalate),
-		"on_changed": choice(func(t *Terms) *string { return &t.OnChanged },
+		"on_changed": choice(func(t *guard.Terms) *string { return &t.OnChanged },
 			rollback.UndoEscalate, rollback.Overwrite),
-		"checkpoint_ttl": value("<duration>", func(t *Terms) *caddy.Duration { return &t.CheckpointTTL },
+		"checkpoint_ttl": value("<duration>", func(t *guard.Terms) *guard.Duration { return &t.CheckpointTTL },
 			parseDuration, checkTTL),
 	}
 }
 
 // checkTTL checks how long checkpoints are kept.
-func checkTTL(v caddy.Duration) error {
+func checkTTL(v guard.Duration) error {
 	switch ttl := time.Duration(v); {
 	case ttl < 0 || 0 < ttl && ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
 		return fmt.Errorf("%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
@@ -822,7 +831,7 @@ func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into
 // needs them.
 func (h *Handler) ownRequests() (wanting, bool) {
 	const probe, undo = "on_unknown: a probe is a request", ": an undo is made of requests"
-	if h.OnUnknown == onUnknownProbe {
+	if h.OnUnknown == guard.OnUnknownProbe {
 		return wanting{h.origin["on_unknown"][0], probe}, true
 	}
 	if h.DefaultUndo != nil {
@@ -831,7 +840,7 @@ func (h *Handler) ownRequests() (wanting, bool) {
 		}
 	}
 	for _, a := range h.Actions {
-		if a.OnUnknown == onUnknownProbe {
+		if a.OnUnknown == guard.OnUnknownProbe {
 			return wanting{a.origin["on_unknown"][0], probe}, true
 		}
 		if option, own := a.ownRequests(); own {

@@ -243,15 +243,15 @@ type policyDocument struct {
 }
 
 type policyID struct {
-	Sources []IDSource `json:"sources"`
+	Sources []guard.IDSource `json:"sources"`
 	// Pattern is a regular expression (RE2) of the names of further header fields. Where it is there, all places
 	// count alike.
 	Pattern string `json:"header_pattern,omitempty"`
 	// Token says that the id of a verified token is used if no source has one.
-	Token   bool    `json:"token_id,omitempty"`
-	Format  string  `json:"format"`
-	Missing string  `json:"missing"`
-	Window  float64 `json:"derive_window_s,omitempty"`
+	Token   bool            `json:"token_id,omitempty"`
+	Format  string          `json:"format"`
+	Missing guard.MissingID `json:"missing"`
+	Window  float64         `json:"derive_window_s,omitempty"`
 	// Recognized is how long after its end a call is found, where retries are recognised.
 	Recognized float64 `json:"recognize_window_s,omitempty"`
 }
@@ -272,7 +272,7 @@ type policyAction struct {
 	Deadline     float64           `json:"deadline_s"`
 	Preset       execution.Preset  `json:"preset"`
 	Outcomes     []OutcomeRule     `json:"outcomes,omitempty"`
-	OnUnknown    string            `json:"on_unknown"`
+	OnUnknown    guard.OnUnknown   `json:"on_unknown"`
 	// ResendFor is set where on_unknown is resend.
 	ResendFor float64 `json:"resend_for_s,omitempty"`
 	// InDoubtAs is set where a call in doubt is answered with a result for the model.
@@ -354,7 +354,6 @@ type policyBreaker struct {
 
 // policyDocument publishes the policy of the guard, with URLs below prefix.
 func (h *Handler) policyDocument(prefix string) *policyDocument {
-	seconds := func(d caddy.Duration) float64 { return time.Duration(d).Seconds() }
 	doc := &policyDocument{
 		Guard: h.Name,
 		ExecutionID: policyID{
@@ -383,10 +382,10 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	if len(h.ExecutionID) == 0 {
 		doc.ExecutionID.Pattern = guard.KeyPattern
 		for _, name := range guard.KeyFields {
-			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, IDSource{Header: name})
+			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, guard.IDSource{Header: name})
 		}
 		for _, name := range guard.KeyMembers {
-			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, IDSource{JSON: "/" + name})
+			doc.ExecutionID.Sources = append(doc.ExecutionID.Sources, guard.IDSource{JSON: "/" + name})
 		}
 	}
 	if i, t := h.app.Identity, h.app.Trust; t != nil {
@@ -406,10 +405,10 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.Quota = &policyQuota{Open: q.OpenExecutions, Bytes: q.StoredBytes, Workflow: q.WorkflowStoredBytes}
 	}
 	doc.Breaker, doc.Rollback = h.breakerPolicy(prefix), h.app.rollbackPolicy(prefix)
-	if h.MissingID == missingDerive {
+	if h.MissingID == guard.MissingDerive {
 		doc.ExecutionID.Window = seconds(h.DeriveWindow)
 	}
-	if h.MissingID == missingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == keysAdvisory }) {
+	if h.MissingID == guard.MissingRecognize || slices.ContainsFunc(h.actions, func(a *Action) bool { return a.Keys == guard.KeysAdvisory }) {
 		doc.ExecutionID.Recognized = seconds(h.RecognizeWindow)
 	}
 	if h.FailOpen {
@@ -426,14 +425,14 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
 			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
 			Critical: a.Critical, Severity: a.Severity,
-			InDoubtAs: only(a.InDoubtAs, doubtToolResult), OnError: only(a.OnError, errorRollback), OnLeave: only(a.OnLeave, leaveCancel),
-			Order: only(a.Order, orderPar),
+			InDoubtAs: only(a.InDoubtAs, guard.InDoubtToolResult), OnError: only(a.OnError, guard.OnErrorRollback), OnLeave: only(a.OnLeave, guard.OnLeaveCancel),
+			Order: only(a.Order, guard.OrderPar),
 		}
-		if a.OnUnknown == onUnknownResend {
+		if a.OnUnknown == guard.OnUnknownResend {
 			published.ResendFor = seconds(a.ResendFor)
 		}
 		if h.app.Identity != nil {
-			published.Undo, published.CheckpointTTL = a.undo.words(), seconds(a.CheckpointTTL)
+			published.Undo, published.CheckpointTTL = wordsOf(a.Undo), seconds(a.CheckpointTTL)
 		}
 		doc.Actions = append(doc.Actions, published)
 	}
@@ -442,6 +441,8 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	}
 	return doc
 }
+
+func seconds[D ~int64](d D) float64 { return time.Duration(d).Seconds() }
 
 // operatorKinds are the kinds of callers that can be operators.
 var operatorKinds = []string{"issuer:", "certificate:", "user:", "caller:"}

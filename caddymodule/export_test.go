@@ -36,8 +36,20 @@ func OptionNames() map[string][]string {
 
 func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }
 
-// Calls is the plan as the guard's calls need it.
-func (p *Plan) Calls() *guard.UndoPlan { return &p.forCalls }
+// DefaultTerms are the terms of a guard that says nothing.
+var DefaultTerms = func() guard.Terms {
+	var p guard.Policy
+	p.Inherit(nil)
+	return p.Terms
+}()
+
+// How the calls of an action are undone.
+var (
+	Compile = compileUndo
+	Exposed = exposed
+	Unset   = unset
+	Fields  = fieldsOf
+)
 
 // WantError checks that an error has all of these texts, or that there is none if want is nil.
 func WantError(t *testing.T, err error, want []string) {

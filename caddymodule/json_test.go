@@ -18,6 +18,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 const (
@@ -58,8 +59,8 @@ var inCaddyfile = map[string]string{
 	"Handler.caller_cookies":          "`caller cookie <names...>`",
 	"Handler.derive_window":           "`missing_id derive <window>`",
 	"Handler.actions":                 "`action <name> { ... }`",
-	"Policy.outcomes":                 "`outcome <outcome> ...`",
-	"Policy.probe":                    "`on_unknown probe <method> <uri> { ... }`",
+	"Answers.outcomes":                "`outcome <outcome> ...`",
+	"Answers.probe":                   "`on_unknown probe <method> <uri> { ... }`",
 	"Roles.roles":                     "`role <role> <callers...>`",
 	"Approve.role":                    "`approve <role>`",
 	"Approve.quorum":                  "`approve { quorum <number> }`",
@@ -252,7 +253,7 @@ func (p *page) kind(field reflect.StructField) string {
 
 func (p *page) typeName(typ reflect.Type) string {
 	switch {
-	case typ == reflect.TypeFor[caddy.Duration]():
+	case typ == reflect.TypeFor[caddy.Duration](), typ == reflect.TypeFor[guard.Duration]():
 		return "duration"
 	case typ.Kind() == reflect.Pointer:
 		return p.typeName(typ.Elem())

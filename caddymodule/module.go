@@ -64,13 +64,13 @@ type Handler struct {
 	// every header field whose name speaks of idempotency (see docs/http.md), `PayPal-Request-Id`,
 	// `Execution-Id`, and the members `idempotency_key` and `idempotencyKey` of a JSON body; two of
 	// these that differ are refused. A list replaces the default.
-	ExecutionID []IDSource `json:"execution_id,omitempty"`
+	ExecutionID []guard.IDSource `json:"execution_id,omitempty"`
 
 	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
 	// id, which the answer names; its retries cannot be recognised. `derive` treats equal calls of
 	// one caller within a window as one execution. `recognize` does so where there is evidence that
 	// the later call is a retry. Default: `recognize`.
-	MissingID string `json:"missing_id,omitempty"`
+	MissingID guard.MissingID `json:"missing_id,omitempty"`
 
 	// How long a derived id counts, from the end of the execution. Default: 60s.
 	DeriveWindow caddy.Duration `json:"derive_window,omitempty"`
@@ -214,7 +214,9 @@ type Handler struct {
 	FallbackRaw []json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.handlers inline_key=handler"`
 
 	// How calls are judged and kept, where their action does not say otherwise.
-	Policy
+	guard.Policy
+
+	Answers
 
 	// How calls that no action matches are undone. Default: they cannot be undone.
 	DefaultUndo *Ways `json:"default_undo,omitempty"`
@@ -252,11 +254,6 @@ type Handler struct {
 }
 
 const (
-	missingRequire   = "require"
-	missingMint      = "mint"
-	missingRecognize = "recognize"
-	missingDerive    = "derive"
-
 	endpointsOff = "off"
 
 	streamsPass   = "pass"
@@ -363,7 +360,7 @@ func (h *Handler) lacksGlobal(app *App) error {
 func (h *Handler) setDefaults() {
 	inherit(&h.Name, defaultGuard)
 	h.realm = h.Name
-	inherit(&h.MissingID, missingRecognize)
+	inherit(&h.MissingID, guard.MissingRecognize)
 	inherit(&h.Protocol, string(protocol.Auto))
 	inherit(&h.UnguardedStreams, streamsPass)
 	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
@@ -372,7 +369,7 @@ func (h *Handler) setDefaults() {
 	inherit(&h.MaxBody, 32<<20)
 	inherit(&h.IdleTimeout, caddy.Duration(10*time.Minute))
 	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
-	h.Policy.inherit(&defaults)
+	h.Policy.Inherit(nil)
 }
 
 func (h *Handler) provisionIDs() error {
@@ -382,9 +379,8 @@ func (h *Handler) provisionIDs() error {
 	if err := h.classify(); err != nil {
 		return err
 	}
-	for i := range h.ExecutionID {
-		source := &h.ExecutionID[i]
-		if err := source.check(); err != nil {
+	for i, source := range h.ExecutionID {
+		if err := checkSource(source); err != nil {
 			return fmt.Errorf("execution_id: source %d: %w", i+1, err)
 		}
 	}
@@ -446,7 +442,7 @@ func provisionMatchers(ctx caddy.Context, host any, field string, raw caddyhttp.
 // provisionActions compiles the configured actions and the default one, and makes the
 // guard.Handler of this configuration with them.
 func (h *Handler) provisionActions(ctx caddy.Context) error {
-	fallback := &Action{Name: defaultAction}
+	fallback := &Action{Action: guard.Action{Name: defaultAction, Default: true}}
 	if h.DefaultUndo != nil {
 		fallback.Ways = *h.DefaultUndo
 	}
@@ -484,15 +480,15 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 			policy, err := h.app.tokenPolicy()
 			return policy.forCalls(), err
 		},
-		MissingID: guard.MissingID(h.MissingID), DeriveWindow: time.Duration(h.DeriveWindow),
+		MissingID: h.MissingID, ExecutionID: h.ExecutionID, DeriveWindow: time.Duration(h.DeriveWindow),
 		RecognizeWindow: time.Duration(h.RecognizeWindow), ErrorWindow: time.Duration(h.ErrorWindow),
 		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
 		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
 		FingerprintExclude: h.excluded, Compare: h.Compare, Ignore: h.Ignore, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
-		Deadline: time.Duration(h.Deadline), IdleTimeout: time.Duration(h.IdleTimeout),
+		Policy: h.Policy, IdleTimeout: time.Duration(h.IdleTimeout),
 		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
-		Bulkhead: h.pool, Priority: h.Priority, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
+		Bulkhead: h.pool, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
 	}
 	if h.readsMessages() {
 		c.Protocol = &protocol.Rules{
@@ -503,9 +499,6 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 		c.OneServer = h.oneServer.Load
 	}
 	c.BalancingCookies = h.balancingCookies
-	for _, s := range h.ExecutionID {
-		c.ExecutionID = append(c.ExecutionID, guard.IDSource(s))
-	}
 	if h.Endpoints != endpointsOff {
 		c.Endpoint = h.serveEndpoint
 	}
@@ -518,33 +511,20 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 	for _, a := range h.actions {
 		c.Actions = append(c.Actions, a.forCalls(h))
 	}
-	c.Actions[len(c.Actions)-1].Default = true
 	return guard.New(c)
 }
 
 // readsMessages reports whether the guard reads the messages of a protocol.
 func (h *Handler) readsMessages() bool { return h.Protocol != string(protocol.None) }
 
-// forCalls returns the action in the form that package guard needs.
+// forCalls completes the action as package guard needs it.
 func (a *Action) forCalls(h *Handler) *guard.Action {
-	action := &guard.Action{
-		Name: a.Name, Match: matchOf(a.matchers), Tools: a.Tools, Arguments: a.Arguments, Description: a.Description, Target: a.Target,
-		Deadline: time.Duration(a.Deadline), StreamIdle: time.Duration(a.StreamIdle),
-		RetainResult: time.Duration(a.RetainResult), RetainKey: time.Duration(a.RetainKey), MaxResult: a.MaxResult,
-		OnUnknown: guard.OnUnknown(a.OnUnknown), ResendFor: time.Duration(a.ResendFor), Rules: a.rules,
-		AdvisoryKeys: a.Keys == keysAdvisory, Unary: a.GRPC == grpcUnary,
-		OnError: a.OnError == errorRollback, Critical: a.Critical, Severity: a.Severity, DoubtAsResult: a.InDoubtAs == doubtToolResult, CancelOnLeave: a.OnLeave == leaveCancel, Priority: a.Priority, ParOrder: a.Order == orderPar, Approval: a.Approve.forCalls(), Irreversible: a.Irreversible, Terms: a.Terms.forCalls(), Counts: h.app.collector.Action(h.Name, a.Name),
+	a.Match, a.Rule, a.Action.Irreversible = matchOf(a.matchers), a.rule, a.Ways.Irreversible
+	a.Counts = h.app.collector.Action(h.Name, a.Name)
+	if a.Answers.Probe != nil {
+		a.Action.Probe = a.Answers.Probe.forCalls(h)
 	}
-	if a.undo != nil {
-		action.Undo = &a.undo.forCalls
-	}
-	if a.Probe != nil {
-		action.Probe = a.Probe.forCalls(h)
-	}
-	if len(a.Outcomes) > 0 {
-		action.Rule = a.rule
-	}
-	return action
+	return &a.Action
 }
 
 // rule returns the verdict of the first rule that matches an answer.
@@ -577,18 +557,17 @@ func (h *Handler) refusal(method string, view *breaker.View) (open *breaker.Open
 	return open, t.Downstream(open.Key.Upstream)
 }
 
-// complete completes the policy of an action with base, checks the action as far as it depends on nothing but the
-// guard, and compiles the way to undo its calls. earlier are the actions before it.
-func (h *Handler) complete(a *Action, base *Policy, earlier []*Action) (*Plan, error) {
-	a.inherit(base)
-	a.Policy = a.Policy.completed()
-	if err := a.Policy.validate(); err != nil {
+// complete completes the policy of an action with its guard's, checks the action as far as it depends on
+// nothing but the guard, and compiles the way to undo its calls. earlier are the actions before it.
+func (h *Handler) complete(a *Action, guards policy, earlier []*Action) (*guard.UndoPlan, error) {
+	a.policy().inherit(guards)
+	if err := a.policy().check(); err != nil {
 		return nil, err
 	}
 	if err := a.checkMessages(h); err != nil {
 		return nil, err
 	}
-	plan, err := Compile(&a.Ways, &a.Terms, h.Name, h.fields)
+	plan, err := compileUndo(&a.Ways, &a.Terms, h.Name, h.fields)
 	if err != nil {
 		return nil, err
 	}
@@ -600,27 +579,26 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 	if err := actionOptions().check(a); err != nil {
 		return err
 	}
-	plan, err := h.complete(a, &h.Policy, earlier)
+	plan, err := h.complete(a, h.policy(), earlier)
 	if err != nil {
 		return err
 	}
-	if a.Order == orderPar && (h.app.Identity == nil || h.app.Trust == nil) {
+	if a.Order == guard.OrderPar && (h.app.Identity == nil || h.app.Trust == nil) {
 		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
 	}
-	a.rules = execution.Rules{Preset: a.Preset}
 	for i := range a.Outcomes {
 		a.Outcomes[i].verdict, _ = execution.ParseVerdict(a.Outcomes[i].Outcome) // validated
 	}
 	if err := h.provisionUndo(a, plan); err != nil {
 		return err
 	}
-	if a.OnUnknown != onUnknownProbe {
+	if a.OnUnknown != guard.OnUnknownProbe {
 		return nil
 	}
 	if h.upstream == nil {
 		return errors.New("on_unknown: probe needs an `upstream`: the handlers by which the guard's own requests reach the upstream")
 	}
-	return a.Probe.provision()
+	return a.Answers.Probe.provision()
 }
 
 // Validate checks the provisioned options.
@@ -825,24 +803,25 @@ func (h *Handler) checkPolicies() error {
 	if err := h.classify(); err != nil {
 		return place(err, h.origin)
 	}
-	base := h.Policy
-	base.inherit(&defaults)
-	whole := base.completed()
-	err := whole.validate()
+	own := h.Policy // the JSON must not have what completing adds
+	own.Inherit(nil)
+	guards, fallback := policy{&own, &h.Answers}, new(Action)
+	fallback.policy().inherit(guards)
+	err := fallback.policy().check()
 	if err == nil {
-		err = (&Action{Policy: whole}).checkMessages(h)
+		err = fallback.checkMessages(h)
 	}
 	if err != nil {
 		return place(err, h.origin)
 	}
 	if h.DefaultUndo != nil {
-		if _, err := Compile(h.DefaultUndo, &base.Terms, h.Name, h.fields); err != nil {
+		if _, err := compileUndo(h.DefaultUndo, &own.Terms, h.Name, h.fields); err != nil {
 			return placeUndo(err, "default_undo", h.origin)
 		}
 	}
 	for i, a := range h.Actions {
-		check := *a // the JSON must not have what completing adds
-		if _, err := h.complete(&check, &base, h.Actions[:i]); err != nil {
+		check := *a
+		if _, err := h.complete(&check, guards, h.Actions[:i]); err != nil {
 			return place(fmt.Errorf("action %s: %w", a.Name, err), a.origin, h.origin)
 		}
 	}
@@ -850,11 +829,11 @@ func (h *Handler) checkPolicies() error {
 }
 
 // provisionUndo checks and completes the ways in which the calls of an action are undone.
-func (h *Handler) provisionUndo(a *Action, plan *Plan) error {
+func (h *Handler) provisionUndo(a *Action, plan *guard.UndoPlan) error {
 	if err := a.needsIdentity(); err != nil && h.app.Identity == nil {
 		return err
 	}
-	if !plan.undoes() {
+	if wayOf(&a.Ways) == "" {
 		return nil
 	}
 	if a.Ways.DelegateTo != "" && h.app.Trust == nil {
@@ -863,18 +842,17 @@ func (h *Handler) provisionUndo(a *Action, plan *Plan) error {
 	if option, own := a.ownRequests(); own && h.upstream == nil {
 		return fmt.Errorf("%s: it takes requests of the guard's own, and they need an `upstream`: the handlers that lead to the upstream", option)
 	}
-	for _, server := range plan.Exposed() {
+	for _, server := range exposed(plan) {
 		h.logger.Warn("the credentials of an undo leave without TLS; use https, unless something beneath encrypts",
 			slog.String("guard", h.Name), slog.String("action", a.Name), slog.String("server", server))
 	}
-	if err := plan.Unset(); err != nil {
+	if err := unset(plan); err != nil {
 		h.logger.Warn("a header field of an undo has no value; nothing can be undone without it",
 			slog.String("guard", h.Name), slog.String("action", a.Name), slog.Any("error", err))
 	}
-	spec := &plan.forCalls.Spec
-	spec.Reach, spec.Fields = h.reach, plan.config
-	if a.undo = plan; h.readsMessages() {
-		spec.Protocol = protocol.Protocol(h.Protocol)
+	plan.Spec.Reach = h.reach
+	if a.Undo = plan; h.readsMessages() {
+		plan.Spec.Protocol = protocol.Protocol(h.Protocol)
 	}
 	return nil
 }

@@ -6,13 +6,10 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
-	"reflect"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
@@ -26,115 +23,52 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
-// Policy says how the outcome of guarded calls is read, and how long they are kept. A handler has
-// one for all its calls, an action one for its own; what an action leaves out it takes from its
-// handler.
-type Policy struct {
-	// The longest that a forwarded call may take, including its whole answer. After that the call
-	// is in doubt. Default: 5m.
-	Deadline caddy.Duration `json:"deadline,omitempty"`
-
-	// For endless answers: the longest pause in an answer whose length is not announced. It
-	// replaces the deadline once the header is there. Default: none; the deadline counts to the
-	// end.
-	StreamIdle caddy.Duration `json:"stream_idle,omitempty"`
-
-	// How long the answer of a completed call can be replayed. Default: 24h.
-	RetainResult caddy.Duration `json:"retain_result,omitempty"`
-
-	// How long the key of a completed call stays taken, at least as long as its result is kept;
-	// after that the same call runs again. Calls in doubt never expire. Default: 720h (30 days).
-	RetainKey caddy.Duration `json:"retain_key,omitempty"`
-
-	// The largest answer body that is kept for replays, in bytes. A larger one still reaches its
-	// caller; its key stays taken, and retries get `result-unavailable`. Default: 8 MiB.
-	MaxResult int64 `json:"max_result,omitempty"`
-
-	// How the upstream's status is read: `default`; `stripe` (the upstream keeps keys itself: 400
-	// and 409 are released, and a call in doubt is sent again under its key, see `on_unknown`);
-	// `acp` (a 5xx is released, and a retry runs the call again); or `strict` (every 5xx is in
-	// doubt). Default: `default`.
-	Preset execution.Preset `json:"preset,omitempty"`
-
+// Answers say what the answers of the upstream mean.
+type Answers struct {
 	// Rules that come before the preset. The first that matches the answer decides. Default: none.
 	Outcomes []OutcomeRule `json:"outcomes,omitempty"`
 
-	// What a retry of a call in doubt does: `block` refuses it (409), `probe` asks the status URL
-	// in `probe`, `resend` sends it again with the same Idempotency-Key and the same bytes as long
-	// as the upstream keeps that key, `retry` runs it again at the risk of a second effect.
-	// Default: `block`; with the preset `stripe`: `resend`.
-	OnUnknown string `json:"on_unknown,omitempty"`
-
-	// How long after the first attempt `resend` sends a call again; afterwards it is blocked. It
-	// must be shorter than the time for which the upstream keeps keys. Default: 23h.
-	ResendFor caddy.Duration `json:"resend_for,omitempty"`
-
 	// The status URL for `on_unknown probe`.
 	Probe *Probe `json:"probe,omitempty"`
-
-	// What a key says. With `trusted` calls with different keys are different calls. With `advisory` a
-	// call with a new key is a retry of an equal one where there is the evidence that `missing_id
-	// recognize` asks for, and its key names that execution from then on. Default: `trusted`.
-	Keys string `json:"keys,omitempty"`
-
-	// The system that the calls change, as their checkpoints name it (`cascade.target`);
-	// placeholders are filled. It stands in signed tokens that others read, so it must not contain
-	// secrets. Default: the guard's name.
-	Target string `json:"target,omitempty"`
-
-	// `unary` guards calls of the content type application/grpc*, which otherwise pass unguarded,
-	// and reads grpc-status instead of the HTTP status: 16, 7 and 8 are released; 14, 4, 2, 13 and
-	// none are in doubt; others are completed. Default: unset.
-	GRPC string `json:"grpc,omitempty"`
-
-	// How the guard answers a `tools/call` of MCP in doubt: `problem` is a JSON-RPC error;
-	// `tool_result` is a result with `isError` that tells the model what is not known, and that it
-	// must not simply repeat the call. Where `on_unknown` runs a retry again it stays an error. It
-	// needs `protocol mcp` or `auto`. Default: `problem`.
-	InDoubtAs string `json:"in_doubt_as,omitempty"`
-
-	// What happens when the last client that waits for the answer of a running call has left, by its
-	// connection or by `notifications/cancelled` of MCP: `continue` leaves the call alone, so that a
-	// retry gets its answer; `cancel` cancels the request to the upstream. The call is in doubt then:
-	// that it was cancelled says nothing about its effect. Default: `continue`.
-	OnLeave string `json:"on_leave,omitempty"`
-
-	// The class in which calls wait for the `bulkhead`: `low`, `normal`, `high` or `critical`, or a
-	// placeholder. One of a caller whom the gateway has not verified raises no call above `normal`. What
-	// a token of the caller says (`atd.resource_priority`) comes first. Default: `normal`.
-	Priority string `json:"priority,omitempty"`
-
-	// What orders the calls of a workflow: `plan` is its plan alone, `par` also what their own tokens name
-	// as parents. A call whose parent is a call that is not done is refused (409 `dependency-not-done`)
-	// before anything is recorded, and for good where the parent has failed or was undone. It needs an
-	// `identity` and `trust`. Default: `plan`.
-	Order string `json:"order,omitempty"`
-
-	// Asks people before a call is sent. Until they have approved it, it gets 409
-	// `approval-required` and its key stays free; afterwards the same call under the same id is
-	// sent. Default: nobody is asked.
-	Approve *Approve `json:"approve,omitempty"`
-
-	Terms
 }
 
-// Approve says who has to approve calls before they are sent.
-type Approve struct {
-	// The role of who may decide. Default: `operator`.
-	Role string `json:"role,omitempty"`
-
-	// How many have to approve, up to 16. One denial denies. Default: 1.
-	Quorum int `json:"quorum,omitempty"`
-
-	// The time to decide, and after the approval the time to make the call. Then it is denied.
-	// Default: 24h.
-	Within caddy.Duration `json:"within,omitempty"`
-
-	// Calls of this action are not asked for, though the guard asks for others.
-	Off bool `json:"off,omitempty"`
+// policy is what a guard or an action says of its calls. What an action leaves out it takes from its guard.
+type policy struct {
+	*guard.Policy
+	*Answers
 }
 
-func (a *Approve) check() error {
+func (h *Handler) policy() policy { return policy{&h.Policy, &h.Answers} }
+
+func (a *Action) policy() policy { return policy{&a.Policy, &a.Answers} }
+
+// inherit sets the options that the action of p leaves out to those of its guard. Its own rules come first.
+func (p policy) inherit(guards policy) {
+	p.Inherit(guards.Policy)
+	p.Outcomes = slices.Concat(p.Outcomes, guards.Outcomes)
+	if p.OnUnknown == guard.OnUnknownProbe {
+		inherit(&p.Probe, guards.Probe)
+	}
+}
+
+// check checks how the options of p, which has inherited, go together. policyOptions checks each by itself.
+func (p policy) check() error {
+	if err := checkDuration(p.ResendFor); err != nil {
+		return &invalid{[]string{"resend_for"}, err}
+	}
+	if options, err := p.Check(p.Probe != nil); err != nil {
+		return &invalid{options, err}
+	}
+	for i := range p.Outcomes {
+		if err := p.Outcomes[i].check(); err != nil {
+			return &invalid{[]string{"outcomes"}, fmt.Errorf("rule %d: %w", i+1, err)}
+		}
+	}
+	return nil
+}
+
+// checkApprove checks who has to approve calls.
+func checkApprove(a *guard.Approve) error {
 	switch {
 	case a == nil || a.Off:
 		return nil
@@ -154,14 +88,6 @@ const (
 	maxQuorum = 16
 )
 
-// forCalls is nil where nobody is asked.
-func (a *Approve) forCalls() *guard.Approval {
-	if a == nil || a.Off {
-		return nil
-	}
-	return &guard.Approval{Role: a.Role, Quorum: a.Quorum, Within: time.Duration(a.Within)}
-}
-
 // checkMessages checks the options of an action that are about messages, which only a guard with
 // a `protocol` reads.
 func (a *Action) checkMessages(h *Handler) error {
@@ -178,10 +104,10 @@ func (a *Action) checkMessages(h *Handler) error {
 		return wrong("argument: %w", err)
 	}
 	speaks := protocol.Protocol(cmp.Or(h.Protocol, string(protocol.Auto)))
-	if a.InDoubtAs == doubtToolResult && speaks != protocol.MCP && speaks != protocol.Auto {
+	if a.InDoubtAs == guard.InDoubtToolResult && speaks != protocol.MCP && speaks != protocol.Auto {
 		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
 	}
-	if a.Probe != nil && a.Probe.Task && (speaks == protocol.None || speaks == protocol.JSONRPC) {
+	if a.Answers.Probe != nil && a.Answers.Probe.Task && (speaks == protocol.None || speaks == protocol.JSONRPC) {
 		return &invalid{[]string{"on_unknown"}, errors.New("tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`")}
 	}
 	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
@@ -192,7 +118,7 @@ func (a *Action) checkMessages(h *Handler) error {
 
 // checkOnError refuses to roll back what cannot be undone.
 func (a *Action) checkOnError() error {
-	if a.OnError == errorRollback && a.Restore == nil && a.Compensate == nil && a.Delegate == "" {
+	if a.OnError == guard.OnErrorRollback && a.Restore == nil && a.Compensate == nil && a.Delegate == "" {
 		return &invalid{[]string{"on_error"}, errors.New("rollback needs a way to undo the calls: add `restore`, `compensate` or `delegate`")}
 	}
 	return nil
@@ -249,114 +175,22 @@ type OutcomeRule struct {
 // Action is a named kind of guarded calls with its own rules. A call belongs to the first action
 // whose matchers match.
 type Action struct {
-	// The name, as it is recorded. It is not part of the execution key: actions can be added,
-	// renamed and removed without freeing one.
-	Name string `json:"name,omitempty"`
+	guard.Action
 
 	// The calls of this action, by any of Caddy's request matchers. Default: all.
 	MatcherSetsRaw caddyhttp.RawMatcherSets `json:"match,omitempty" caddy:"namespace=http.matchers"`
 
-	// The tools whose calls belong to this action, if `match` takes them too; of messages that call
-	// no tool, the methods. Not with `protocol none`. Default: all.
-	Tools []string `json:"tools,omitempty"`
-
-	// Values that the arguments of the tool must have, by JSON pointers; of messages that call no
-	// tool, the parameters. A value is a string, or a number as it is written. Not with `protocol none`.
-	// Default: none.
-	Arguments map[string]string `json:"arguments,omitempty"`
-
-	Policy
+	Answers
 
 	Ways
-
-	// What the calls do, in a sentence for people. It stands in their checkpoints
-	// (`cascade.description`), so it must not contain secrets. Default: the action's name.
-	Description string `json:"description,omitempty"`
 
 	// Guards the calls that `match` takes also with a safe method, so that they have a checkpoint: for
 	// what cannot be verified without external state, like the start of a measurement by GET. Needs
 	// `match`, and neither `tools` nor `arguments`. Default: false.
 	Consequential bool `json:"consequential,omitempty"`
 
-	// What becomes of a call that has failed: completed with a 5xx or -32603, with any error status
-	// if the upstream's own error came along, or named by the error of an agent whom it concerns.
-	// `rollback` undoes it, and what followed from it, in the gateway's name; `escalate` undoes
-	// nothing by itself, and asks people, once for a workflow until they have decided. Calls in doubt
-	// are never undone by themselves. `rollback` needs a way to undo the calls. Default: `escalate`.
-	OnError string `json:"on_error,omitempty"`
-
-	// A rollback does not leave these calls out: where one of them cannot be undone, nothing is, unless
-	// a person approves that. Recorded with the call when it is sent. Needs `identity`. Default: false.
-	Critical bool `json:"critical,omitempty"`
-
-	// How severe it is if these calls go wrong, as their checkpoints state it: `info`, `warning`,
-	// `error` or `critical`. Calls of severity `critical` are critical as with that option, and a
-	// person is asked before a rollback that goes on to one of them undoes it; the other words only
-	// inform. Recorded with the call when it is sent. Needs `identity`. Default: none.
-	Severity string `json:"severity,omitempty"`
-
 	matchers caddyhttp.MatcherSets
-	rules    execution.Rules
-	undo     *Plan  // nil if the calls cannot be undone
 	origin   origin // of a Caddyfile's action
-}
-
-const (
-	onUnknownBlock  = "block"
-	onUnknownProbe  = "probe"
-	onUnknownRetry  = "retry"
-	onUnknownResend = "resend"
-
-	keysTrusted  = "trusted"
-	keysAdvisory = "advisory"
-
-	grpcUnary = "unary"
-
-	doubtProblem    = "problem"
-	doubtToolResult = "tool_result"
-
-	errorEscalate = "escalate"
-	errorRollback = "rollback"
-
-	leaveContinue = "continue"
-	leaveCancel   = "cancel"
-
-	orderPlan = "plan"
-	orderPar  = "par"
-)
-
-// defaults are the defaults of a handler's policy.
-var defaults = Policy{
-	Deadline:     caddy.Duration(5 * time.Minute),
-	RetainResult: caddy.Duration(24 * time.Hour),
-	RetainKey:    caddy.Duration(30 * 24 * time.Hour),
-	MaxResult:    8 << 20,
-	Preset:       execution.PresetDefault,
-	ResendFor:    caddy.Duration(23 * time.Hour), // Stripe keeps keys for a day at least
-	Keys:         keysTrusted,
-	Terms:        Defaults,
-}
-
-// inherit sets the options that p leaves out to those of base. Rules come before those of base.
-func (p *Policy) inherit(base *Policy) {
-	own := *p
-	merge(reflect.ValueOf(p).Elem(), reflect.ValueOf(base).Elem())
-	p.Outcomes = slices.Concat(own.Outcomes, base.Outcomes)
-	if p.OnUnknown != onUnknownProbe {
-		p.Probe = own.Probe
-	}
-}
-
-// merge sets the fields of a struct, and of those embedded in it, that are zero to those of base.
-func merge(of, base reflect.Value) {
-	for i := range of.NumField() {
-		switch field := of.Field(i); {
-		case field.Kind() == reflect.Struct:
-			merge(field, base.Field(i))
-		case field.IsZero():
-			field.Set(base.Field(i))
-		}
-	}
 }
 
 func inherit[T comparable](v *T, base T) {
@@ -364,45 +198,6 @@ func inherit[T comparable](v *T, base T) {
 	if *v == zero {
 		*v = base
 	}
-}
-
-// completed returns p, after it has inherited, with the default for doubts of its preset. p
-// itself stays without it, since an action that inherits may have another preset.
-func (p Policy) completed() Policy {
-	if p.OnUnknown == "" {
-		p.OnUnknown = onUnknownBlock
-		if p.Preset == execution.PresetStripe {
-			p.OnUnknown = onUnknownResend
-		}
-	}
-	return p
-}
-
-// validate checks how the options of p, which has inherited, go together. policyOptions checks each by itself.
-func (p *Policy) validate() error {
-	wrong := func(err error, options ...string) error { return &invalid{options, err} }
-	if err := checkDuration(p.ResendFor); err != nil {
-		return wrong(err, "resend_for")
-	}
-	if p.RetainKey < p.RetainResult {
-		return wrong(fmt.Errorf("%v is shorter than retain_result, which is %v; a result cannot outlive its key",
-			time.Duration(p.RetainKey), time.Duration(p.RetainResult)), "retain_key", "retain_result")
-	}
-	if p.OnUnknown == onUnknownResend && p.Preset != execution.PresetStripe {
-		return wrong(fmt.Errorf("resend is for an upstream that keeps keys itself, whose 409 is no result; with the preset %s it would be: set preset to stripe", p.Preset), "on_unknown", "preset")
-	}
-	switch probing := p.OnUnknown == onUnknownProbe; {
-	case probing && p.Probe == nil:
-		return wrong(errors.New("probe needs a `probe` with the status URL to ask"), "on_unknown")
-	case !probing && p.Probe != nil:
-		return wrong(fmt.Errorf("it is never asked, as on_unknown is %s; set on_unknown to probe", p.OnUnknown), "probe")
-	}
-	for i := range p.Outcomes {
-		if err := p.Outcomes[i].check(); err != nil {
-			return wrong(fmt.Errorf("rule %d: %w", i+1, err), "outcomes")
-		}
-	}
-	return nil
 }
 
 // check refuses rules without an outcome, and those that match every answer or none.
@@ -426,22 +221,8 @@ func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	return checkFields(slices.Sorted(maps.Keys(m.Headers)))
 }
 
-// IDSource is a place where callers name the intended effect. Exactly one member is set.
-type IDSource struct {
-	// A request header field. One line, 1 to 255 visible ASCII characters; a
-	// quoted string and the bare characters are the same id.
-	Header string `json:"header,omitempty"`
-
-	// Text with placeholders. One without a value makes it no id.
-	Placeholder string `json:"placeholder,omitempty"`
-
-	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
-	// number.
-	JSON string `json:"json,omitempty"`
-}
-
-// check requires exactly one place.
-func (s *IDSource) check() error {
+// checkSource requires exactly one place of an execution id.
+func checkSource(s guard.IDSource) error {
 	set := 0
 	for _, v := range []string{s.Header, s.Placeholder, s.JSON} {
 		if v != "" {

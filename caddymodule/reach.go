@@ -293,15 +293,15 @@ func (a *App) undoFields(o *rollback.Outgoing, to *passage) (http.Header, error)
 			continue
 		}
 		for _, action := range h.actions {
-			if action.Name == o.Action && action.undo != nil && action.undo.knows(o.URL) {
-				return action.undo.Fields(o.URL)
+			if action.Name == o.Action && action.Undo != nil && len(action.Undo.Spec.Fields[originOfURL(o.URL)]) > 0 {
+				return fieldsOf(action.Undo.Spec.Fields, o.URL)
 			}
 		}
 	}
 	if o.Spec == nil {
 		return http.Header{}, nil
 	}
-	return Fields(o.Spec.Fields, o.URL)
+	return fieldsOf(o.Spec.Fields, o.URL)
 }
 
 // checkReached checks a server's routes when the first of its guards is provisioned, also by `caddy

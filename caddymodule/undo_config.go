@@ -10,7 +10,6 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"golang.org/x/net/http/httpguts"
@@ -22,83 +21,35 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-// Terms are the options of checkpoints, independent of the way in which calls are undone.
-type Terms struct {
-	// Where the credentials of an undo come from: `config` (only what the configuration says) or
-	// `recorded` (those of the call itself, sealed with its checkpoint, sent to the same upstream
-	// only, and deleted with the checkpoint). Default: `config`.
-	UndoAuth string `json:"undo_auth,omitempty"`
-
-	// What happens to a call if the state before it cannot be read: `refuse` (503
-	// `snapshot-failed`, nothing is forwarded, the id stays free) or `irreversible` (the call runs,
-	// and its checkpoint says that it cannot be undone). Default: `refuse`.
-	OnSnapshotError string `json:"on_snapshot_error,omitempty"`
-
-	// What happens if the answer to an undo is lost and no `status` can be asked: `resend` sends
-	// the undo again under the same Idempotency-Key, `escalate` leaves it to a person. Default:
-	// `resend`.
-	OnLost string `json:"on_lost,omitempty"`
-
-	// What an undo does if the current state is not the one that the call left: `escalate` leaves
-	// it to a person, `overwrite` puts the earlier state back nevertheless. Default: `escalate`.
-	OnChanged string `json:"on_changed,omitempty"`
-
-	// How long a call can be undone, from 1s to 366d in whole seconds. Default: 24h.
-	CheckpointTTL caddy.Duration `json:"checkpoint_ttl,omitempty"`
-}
-
-// refuse is a value of Terms.OnSnapshotError, besides checkpoint.Irreversible.
-const refuse = "refuse"
-
-// Defaults are the terms without any options.
-var Defaults = Terms{
-	UndoAuth: rollback.AuthConfig, OnSnapshotError: refuse,
-	OnLost: rollback.Resend, OnChanged: rollback.UndoEscalate,
-	CheckpointTTL: caddy.Duration(24 * time.Hour),
-}
-
-// forCalls returns the terms in the form that package guard needs.
-func (t *Terms) forCalls() guard.UndoTerms {
-	return guard.UndoTerms{
-		TTL: time.Duration(t.CheckpointTTL), Recorded: t.recorded(), Refuses: t.OnSnapshotError == refuse,
-	}
-}
-
-// recorded reports whether the call's own credentials are kept for its undo.
-func (t *Terms) recorded() bool { return t.UndoAuth == rollback.AuthRecorded }
-
 func undoingWrong(option, format string, args ...any) error {
 	return &invalid{[]string{option}, fmt.Errorf(format, args...)}
 }
 
-// Plan is the compiled form of Ways and Terms of one action. It is immutable and safe for
-// concurrent use.
-type Plan struct {
-	terms    Terms
-	ways     Ways
-	forCalls guard.UndoPlan // in the form that package guard needs
-	// config has the fields of the configuration by the origin that gets them; empty is the
-	// call's upstream.
-	config map[string]map[string]string
+// undoCompiler compiles the ways to undo the calls of one action.
+type undoCompiler struct {
+	plan     *guard.UndoPlan
+	recorded bool // the call's own credentials are kept for its undo
+	// secret reports whether a header field is a credential of callers, which templates cannot read.
+	secret func(field string) bool
 }
 
-// Compile checks the ways and terms of an action, and parses its templates. Terms are
+// compileUndo checks the ways and terms of an action, and parses its templates. Terms are
 // complete; name is the guard's; fields say which header fields are credentials of its
-// callers, which templates cannot read. The error is an *invalid.
-func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, error) {
+// callers. The error is an *invalid.
+func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table) (*guard.UndoPlan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
 	}
-	p := &Plan{terms: *t, ways: *w, forCalls: guard.UndoPlan{
-		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth},
+	p := &guard.UndoPlan{
+		Spec:    rollback.Spec{Guard: name, OnLost: t.OnLost, Auth: t.UndoAuth, Fields: map[string]map[string]string{}},
 		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate, Agent: w.DelegateTo,
-	}}
-	p.forCalls.Header = func() (http.Header, error) { return p.Fields("") }
+	}
+	p.Header = func() (http.Header, error) { return fieldsOf(p.Spec.Fields, "") }
 	ordinary := fingerprint.NewTable()
-	secret := func(field string) bool { // in every configuration, and in this one
+	c := undoCompiler{p, t.UndoAuth == rollback.AuthRecorded, func(field string) bool { // in every configuration, and in this one
 		return field == "Cookie" || ordinary.Class(field) == fingerprint.Credential ||
 			fields != nil && fields.Class(field) == fingerprint.Credential
-	}
+	}}
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {
 			return nil, &invalid{[]string{"delegate"}, err}
@@ -106,23 +57,23 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 		if err := w.checkSigned(); err != nil {
 			return nil, err
 		}
-		if t.recorded() {
+		if c.recorded {
 			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
 		}
 	}
 	if w.Restore != nil {
-		if err := p.compileRestore(secret); err != nil {
+		if err := c.restore(w.Restore); err != nil {
 			return nil, &invalid{[]string{"restore"}, err}
 		}
 	}
 	if w.Compensate == nil {
 		return p, nil
 	}
-	err := p.compileCompensation(secret)
+	err := c.compensation(w.Compensate)
 	if err == nil {
-		named := p.forCalls.Spec
+		named := p.Spec
 		named.Guard = cmp.Or(name, "default") // a Caddyfile may leave it out
-		p.forCalls.Needs, err = named.Needs()
+		p.Needs, err = named.Needs()
 	}
 	if err != nil {
 		return nil, &invalid{[]string{"compensate"}, err}
@@ -130,37 +81,36 @@ func Compile(w *Ways, t *Terms, name string, fields *fingerprint.Table) (*Plan, 
 	return p, nil
 }
 
-func (p *Plan) compileRestore(secret func(field string) bool) error {
-	if err := restoreOptions().check(p.ways.Restore); err != nil {
+func (c *undoCompiler) restore(r *Restore) error {
+	if err := restoreOptions().check(r); err != nil {
 		return err
 	}
 	// All of them come from the configuration: a restore has no template.
-	f, err := part(p.ways.Restore.Header, func(string) bool { return true })
+	f, err := part(r.Header, func(string) bool { return true })
 	if err != nil {
 		return err
 	}
-	return p.add("", f.config, secret)
+	return c.add("", f.config)
 }
 
-func (p *Plan) compileCompensation(secret func(field string) bool) error {
-	c := p.ways.Compensate
-	spec, config, err := c.spec(secret)
+func (c *undoCompiler) compensation(of *Compensation) error {
+	spec, config, err := of.spec(c.secret)
 	if err != nil {
 		return err
 	}
-	if p.forCalls.Compensate, err = p.parse(spec, config, secret); err != nil {
+	if c.plan.Compensate, err = c.parse(spec, config); err != nil {
 		return err
 	}
-	p.forCalls.Spec.Compensate = &spec
+	c.plan.Spec.Compensate = &spec
 	if spec.Method == http.MethodGet || spec.Method == http.MethodHead {
 		return fmt.Errorf("method: %s changes nothing that could be undone; write a method like POST or DELETE", spec.Method)
 	}
-	if c.Status == nil {
+	if of.Status == nil {
 		return nil
 	}
-	asks, config, err := c.Status.spec(secret)
+	asks, config, err := of.Status.spec(c.secret)
 	if err == nil {
-		p.forCalls.Status, err = p.parse(asks, config, secret)
+		c.plan.Status, err = c.parse(asks, config)
 	}
 	if err == nil && asks.Method != http.MethodGet {
 		err = fmt.Errorf("method: a status is asked for with GET, and not with %s", asks.Method)
@@ -168,12 +118,12 @@ func (p *Plan) compileCompensation(secret func(field string) bool) error {
 	if err != nil {
 		return fmt.Errorf("status: %w", err)
 	}
-	p.forCalls.Spec.Status = &asks
+	c.plan.Spec.Status = &asks
 	return nil
 }
 
 // parse parses a template, and adds the fields of the configuration that go with it.
-func (p *Plan) parse(spec template.Spec, config map[string]string, secret func(field string) bool) (*template.Template, error) {
+func (c *undoCompiler) parse(spec template.Spec, config map[string]string) (*template.Template, error) {
 	t, err := template.Parse(spec)
 	if err != nil {
 		return nil, plain(err)
@@ -183,35 +133,33 @@ func (p *Plan) parse(spec template.Spec, config map[string]string, secret func(f
 		if name == headerToken {
 			return nil, fmt.Errorf("{request.header.%s} is the caller's token, which no template hands on; send a header of your own", name)
 		}
-		if secret(name) {
+		if c.secret(name) {
 			return nil, fmt.Errorf("{request.header.%s} is a credential of the caller's, which no template hands on; set undo_auth recorded, or a header of your own", name)
 		}
 	}
-	if p.terms.recorded() && t.Origin() != "" {
+	if c.recorded && t.Origin() != "" {
 		return nil, errors.New("url: with undo_auth recorded a call's credentials go to its own upstream only; begin with /, or set undo_auth config")
 	}
-	return t, p.add(t.Origin(), config, secret)
+	return t, c.add(t.Origin(), config)
 }
 
 // add adds fields of the configuration for an origin.
-func (p *Plan) add(origin string, config map[string]string, secret func(field string) bool) error {
+func (c *undoCompiler) add(origin string, config map[string]string) error {
+	fields := c.plan.Spec.Fields
 	for name, value := range config {
 		if err := checkPlaceholders(value); err != nil {
 			return fmt.Errorf("header %s: %w", name, err)
 		}
-		if p.terms.recorded() && secret(name) {
+		if c.recorded && c.secret(name) {
 			return fmt.Errorf("header %s: with undo_auth recorded the call's own credentials are sent; leave the field away, or set undo_auth config", name)
 		}
-		if p.config == nil {
-			p.config = map[string]map[string]string{}
+		if fields[origin] == nil {
+			fields[origin] = map[string]string{}
 		}
-		if p.config[origin] == nil {
-			p.config[origin] = map[string]string{}
-		}
-		if before, ok := p.config[origin][name]; ok && before != value {
+		if before, ok := fields[origin][name]; ok && before != value {
 			return fmt.Errorf("header %s: it has two values for one server; give it the same wherever it stands", name)
 		}
-		p.config[origin][name] = value
+		fields[origin][name] = value
 	}
 	return nil
 }
@@ -231,12 +179,12 @@ func checkPlaceholders(value string) error {
 	}
 }
 
-// Exposed lists the servers, by scheme and host, that get fields of the configuration
+// exposed lists the servers, by scheme and host, that get fields of the configuration
 // without TLS and are not on this machine. It is no error: a mesh may encrypt the
 // connection.
-func (p *Plan) Exposed() []string {
+func exposed(p *guard.UndoPlan) []string {
 	var all []string
-	for origin := range p.config {
+	for origin := range p.Spec.Fields {
 		if u, err := url.Parse(origin); err == nil && u.Scheme == "http" && !loopback(u.Hostname()) {
 			all = append(all, origin)
 		}
@@ -245,31 +193,26 @@ func (p *Plan) Exposed() []string {
 	return all
 }
 
-// Unset returns the error of Fields for a field of the configuration that has no value now.
+// unset returns the error of fieldsOf for a field of the configuration that has no value now.
 // That is no error of the configuration: the value may be there when something is undone.
-func (p *Plan) Unset() error {
+func unset(p *guard.UndoPlan) error {
 	var all []error
-	for _, origin := range slices.Sorted(maps.Keys(p.config)) {
-		if _, err := p.Fields(origin + "/"); err != nil {
+	for _, origin := range slices.Sorted(maps.Keys(p.Spec.Fields)) {
+		if _, err := fieldsOf(p.Spec.Fields, origin+"/"); err != nil {
 			all = append(all, err)
 		}
 	}
 	return errors.Join(all...)
 }
 
-// Fields returns the fields of the configuration for an undo request to a URL: the
+// fieldsOf returns the fields of the configuration for an undo request to a URL: the
 // credentials for its server only. A placeholder without a value is an error: without its
 // credential, a server may answer as if the resource did not exist.
-func (p *Plan) Fields(target string) (http.Header, error) {
-	return Fields(p.config, target)
-}
-
-// Fields is Plan.Fields for the config of a checkpoint's undo.Spec.
-func Fields(config map[string]map[string]string, target string) (http.Header, error) {
-	origin := Origin(target)
-	header := make(http.Header, len(config[origin]))
+func fieldsOf(config map[string]map[string]string, target string) (http.Header, error) {
+	fields := config[originOfURL(target)]
+	header := make(http.Header, len(fields))
 	repl := caddy.NewReplacer()
-	for name, value := range config[origin] {
+	for name, value := range fields {
 		value, err := repl.ReplaceOrErr(value, true, true)
 		if err != nil {
 			return nil, fmt.Errorf("header %s: %w", name, err)
@@ -279,11 +222,8 @@ func Fields(config map[string]map[string]string, target string) (http.Header, er
 	return header, nil
 }
 
-// knows reports whether the configuration has fields for the server of a URL.
-func (p *Plan) knows(target string) bool { return len(p.config[Origin(target)]) > 0 }
-
-// Origin returns the server of a URL; empty for a path, which is for the call's upstream.
-func Origin(target string) string {
+// originOfURL returns the server of a URL; empty for a path, which is for the call's upstream.
+func originOfURL(target string) string {
 	scheme, rest, ok := strings.Cut(target, "://")
 	if !ok || strings.HasPrefix(target, "/") {
 		return ""
@@ -294,31 +234,19 @@ func Origin(target string) string {
 	return scheme + "://" + rest
 }
 
-// undoes reports whether the calls can be undone.
-func (p *Plan) undoes() bool {
-	return p.ways.Restore != nil || p.forCalls.Compensate != nil || p.ways.Delegate != ""
-}
-
-// words returns the ways in the order in which they are tried. A nil Plan is irreversible.
-func (p *Plan) words() []string {
-	var words []string
+// wordsOf are the ways of a plan, in the order in which they are tried. Without one the calls are irreversible.
+func wordsOf(p *guard.UndoPlan) (words []string) {
 	if p == nil {
 		return []string{checkpoint.Irreversible.String()}
 	}
-	for _, way := range []struct {
-		checkpoint.Way
-		given bool
-	}{
-		{checkpoint.Restore, p.ways.Restore != nil},
-		{checkpoint.Compensate, p.forCalls.Compensate != nil},
-		{checkpoint.Delegate, p.ways.Delegate != ""},
-	} {
-		if way.given {
-			words = append(words, way.String())
-		}
+	if p.Restore {
+		words = append(words, checkpoint.Restore.String())
 	}
-	if words == nil {
-		words = []string{checkpoint.Irreversible.String()}
+	if p.Compensate != nil {
+		words = append(words, checkpoint.Compensate.String())
+	}
+	if p.Delegate != "" {
+		words = append(words, checkpoint.Delegate.String())
 	}
 	return words
 }
@@ -597,7 +525,7 @@ func sorted(m map[string]string) []template.Field {
 }
 
 // onChanged returns the effective value of on_changed.
-func (w *Ways) onChanged(t *Terms) string {
+func (w *Ways) onChanged(t *guard.Terms) string {
 	if w.Restore != nil && w.Restore.OnChanged != "" {
 		return w.Restore.OnChanged
 	}

@@ -6,17 +6,18 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-func compile(t *testing.T, w caddymodule.Ways) *caddymodule.Plan {
+func compile(t *testing.T, w caddymodule.Ways) *guard.UndoPlan {
 	t.Helper()
 	fields := fingerprint.NewTable()
 	fields.Set(fingerprint.Credential, "X-Tenant")
-	p, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", fields)
+	p, err := caddymodule.Compile(&w, &caddymodule.DefaultTerms, "tools", fields)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,7 +63,7 @@ func TestDecide(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := compile(t, c.ways)
-			d := p.Calls().Decide(c.method, call(c.body), c.imaged)
+			d := p.Decide(c.method, call(c.body), c.imaged)
 			if d.Way != c.way || d.Reason != c.reason {
 				t.Fatalf("%v %q, want %v %q", d.Way, d.Reason, c.way, c.reason)
 			}
@@ -88,7 +89,7 @@ func TestDecide(t *testing.T) {
 func TestP8OnlyWhatIsNeededIsRecorded(t *testing.T) {
 	t.Setenv("UNDO_TOKEN", "sesame")
 	p := compile(t, caddymodule.Ways{Compensate: refund})
-	d := p.Calls().Decide("POST", call(`{"amount":12.50}`), false)
+	d := p.Decide("POST", call(`{"amount":12.50}`), false)
 	if len(d.Request.Header) != 1 || d.Request.Header["X-By"][0] != "me" || string(d.Request.Body) != `{"amount":12.50}` {
 		t.Errorf("%+v", d.Request)
 	}
@@ -97,21 +98,21 @@ func TestP8OnlyWhatIsNeededIsRecorded(t *testing.T) {
 		t.Errorf("%+v, %v", spec.Compensate, err)
 	}
 	for url, want := range map[string]string{"/refunds/a": "Bearer sesame", "https://other.example.com/refunds/a": "", "//x": "Bearer sesame"} {
-		if header, err := p.Fields(url); err != nil || header.Get("Authorization") != want {
+		if header, err := caddymodule.Fields(p.Spec.Fields, url); err != nil || header.Get("Authorization") != want {
 			t.Errorf("%s: %v, %v", url, header, err)
 		}
 	}
-	if err := p.Unset(); err != nil {
+	if err := caddymodule.Unset(p); err != nil {
 		t.Error(err)
 	}
 	t.Setenv("UNDO_TOKEN", "")
-	if header, err := p.Fields("/"); err == nil {
+	if header, err := caddymodule.Fields(p.Spec.Fields, "/"); err == nil {
 		t.Errorf("asked without the credential: %v", header)
 	}
-	if err := p.Unset(); err == nil || !strings.Contains(err.Error(), "header Authorization") || !strings.Contains(err.Error(), "UNDO_TOKEN") {
+	if err := caddymodule.Unset(p); err == nil || !strings.Contains(err.Error(), "header Authorization") || !strings.Contains(err.Error(), "UNDO_TOKEN") {
 		t.Errorf("a credential without a value: %v", err)
 	}
-	d = compile(t, caddymodule.Ways{Restore: &caddymodule.Restore{}}).Calls().Decide("PUT", call("secret"), true)
+	d = compile(t, caddymodule.Ways{Restore: &caddymodule.Restore{}}).Decide("PUT", call("secret"), true)
 	if d.Request.Body != nil || len(d.Request.Header["Accept"]) != 1 || d.Request.Header["X-Other"] != nil {
 		t.Errorf("%+v", d.Request)
 	}
@@ -130,14 +131,14 @@ func TestP8ExposedCredentials(t *testing.T) {
 		p := compile(t, caddymodule.Ways{Compensate: &caddymodule.Compensation{Request: caddymodule.Request{
 			Method: "POST", URL: url, Header: map[string]string{"Authorization": "Bearer {env.UNDO_TOKEN}"},
 		}}})
-		if got := strings.Join(p.Exposed(), " "); got != want {
+		if got := strings.Join(caddymodule.Exposed(p), " "); got != want {
 			t.Errorf("%s: %q is pointed out", url, got)
 		}
 	}
 	p := compile(t, caddymodule.Ways{Compensate: &caddymodule.Compensation{Request: caddymodule.Request{
 		Method: "POST", URL: "http://refunds.internal/a", Header: map[string]string{"X-Version": "7"},
 	}}})
-	if got := p.Exposed(); len(got) != 0 {
+	if got := caddymodule.Exposed(p); len(got) != 0 {
 		t.Errorf("%q gets no credential", got)
 	}
 }
@@ -146,7 +147,7 @@ func TestP8ExposedCredentials(t *testing.T) {
 func TestAnswered(t *testing.T) {
 	p := compile(t, caddymodule.Ways{Compensate: refund})
 	src := call(`{"amount":1}`)
-	d := p.Calls().Decide("POST", src, false)
+	d := p.Decide("POST", src, false)
 	if !d.ReadsAnswer() {
 		t.Fatal("the answer's body is not asked for")
 	}

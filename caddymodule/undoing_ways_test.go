@@ -29,7 +29,7 @@ func TestFieldsOfTheGuardAreRefused(t *testing.T) {
 			ways["restore"] = caddymodule.Ways{Restore: &caddymodule.Restore{Header: header}}
 		}
 		for name, w := range ways {
-			_, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", nil)
+			_, err := caddymodule.Compile(&w, &caddymodule.DefaultTerms, "tools", nil)
 			if err == nil || !strings.Contains(err.Error(), c.says) || !strings.Contains(strings.ToLower(err.Error()), "header") {
 				t.Errorf("%s with %s %q: %v", name, c.name, c.value, err)
 			}
@@ -38,7 +38,7 @@ func TestFieldsOfTheGuardAreRefused(t *testing.T) {
 	w := caddymodule.Ways{Compensate: &caddymodule.Compensation{Request: caddymodule.Request{
 		Method: "POST", URL: "/refunds", Header: map[string]string{"X-Workflow": "{workflow.id}", "Execution-Id": "{execution.id}"},
 	}}}
-	if _, err := caddymodule.Compile(&w, &caddymodule.Defaults, "tools", nil); err != nil {
+	if _, err := caddymodule.Compile(&w, &caddymodule.DefaultTerms, "tools", nil); err != nil {
 		t.Error(err)
 	}
 }
@@ -59,7 +59,7 @@ func TestWhoseAnswersOfADelegateCount(t *testing.T) {
 		{caddymodule.Ways{Irreversible: true, DelegateUnsigned: true}, "delegate: its URI is missing"},
 		{caddymodule.Ways{Delegate: uri, DelegateTo: "no identity"}, "delegate: "},
 	} {
-		_, err := caddymodule.Compile(&c.ways, &caddymodule.Defaults, "tools", nil)
+		_, err := caddymodule.Compile(&c.ways, &caddymodule.DefaultTerms, "tools", nil)
 		if (err == nil) != (c.says == "") || err != nil && !strings.HasPrefix(err.Error(), c.says) {
 			t.Errorf("%+v: %v", c.ways, err)
 		}

@@ -135,7 +135,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	}
 	c := bulkhead.Call{
 		Sharer: sharer(h, r, tokens.Issuer(), tokens.proven(), stated),
-		Class:  classOf(h, r, h.Priority, tokens.Own, tokens.Issuer() != "" || h.Priority != "" && VerifiedHere(h.named(r, ""))),
+		Class:  classOf(h, r, h.Policy.Priority, tokens.Own, tokens.Issuer() != "" || h.Policy.Priority != "" && VerifiedHere(h.named(r, ""))),
 		Retry:  retryCount(r.Header) > 0,
 	}
 	if left, said := callersTime(r.Header); said {

@@ -270,7 +270,7 @@ type bedKey struct{}
 func TestBulkheadBelievesNobody(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBed(t, slowly)
-		b.config.Priority, b.config.Host = "{http.request.header.Urgency}", headerHost{}
+		b.config.Policy.Priority, b.config.Host = "{http.request.header.Urgency}", headerHost{}
 		p := b.withBulkhead(bulkhead.Settings{Total: 1, Queue: 2})
 		var all sync.WaitGroup
 		var order []string
@@ -543,7 +543,7 @@ func TestRetryBudgetOfDoubts(t *testing.T) {
 			}
 			charge(n, w, nil)
 		})
-		b.config.Actions = []*guard.Action{{OnUnknown: guard.OnUnknownRetry}}
+		b.config.Actions = []*guard.Action{{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}}
 		p := b.withBulkhead(bulkhead.Settings{RetryFloor: -1})
 		b.do(b.of("w", "1"), "502 in_doubt")
 		w := httptest.NewRecorder()

@@ -112,7 +112,7 @@ func TestSharedAnswers(t *testing.T) {
 	}{
 		"whole":           {guard.Action{}, whole, false, "abc", false, ""},
 		"cut":             {guard.Action{}, cut, false, "abc", true, "answer_truncated"},
-		"past a deadline": {guard.Action{Deadline: 25 * time.Second}, whole, false, "ab", true, "deadline"},
+		"past a deadline": {guard.Action{Policy: guard.Policy{Deadline: guard.Duration(25 * time.Second)}}, whole, false, "ab", true, "deadline"},
 		"one leaves":      {guard.Action{}, whole, true, "abc", false, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -148,7 +148,7 @@ func TestSharedAnswers(t *testing.T) {
 func TestOverMaxResult(t *testing.T) {
 	piece := strings.Repeat("x", 600)
 	synctest.Test(t, func(t *testing.T) {
-		b := acting(t, guard.Action{MaxResult: 1000}, pieces(whole, piece, piece, piece))
+		b := acting(t, guard.Action{Policy: guard.Policy{MaxResult: 1000}}, pieces(whole, piece, piece, piece))
 		var all sync.WaitGroup
 		owner := b.begin(&all)
 		synctest.Wait()
@@ -163,7 +163,7 @@ func TestOverMaxResult(t *testing.T) {
 	})
 	for more, want := range map[string]string{"": "200 replayed " + piece, "x": "409 refused result-unavailable completed final"} {
 		synctest.Test(t, func(t *testing.T) {
-			b := acting(t, guard.Action{MaxResult: 600}, says(200, piece+more))
+			b := acting(t, guard.Action{Policy: guard.Policy{MaxResult: 600}}, says(200, piece+more))
 			b.sees(b.post(""), "200 executed "+piece+more)
 			b.sees(b.post(""), want)
 		})

@@ -312,7 +312,7 @@ func (x *Call) prepare() error {
 	if x.call, err = x.describe(caller, fp, members); err != nil {
 		return err
 	}
-	if x.client.leave != nil || x.action.CancelOnLeave {
+	if x.client.leave != nil || x.action.OnLeave == OnLeaveCancel {
 		x.engine.clients.add(&x.client, x.call.Key)
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
@@ -393,8 +393,8 @@ func (x *Call) describe(caller string, fp execution.Fingerprint, members []finge
 		Workflow:    work,
 		Proven:      work != "" && tokens.proven() == work,
 		Deadline:    x.deadline(),
-		KeepResult:  policy.RetainResult,
-		KeepKey:     policy.RetainKey,
+		KeepResult:  time.Duration(policy.RetainResult),
+		KeepKey:     time.Duration(policy.RetainKey),
 		ResultCap:   policy.MaxResult,
 		Quota:       x.h.Quota,
 	}
@@ -406,7 +406,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint, members []finge
 		id, err = messageKey(x)
 	}
 	// A token is its issuer's word.
-	evident := policy.AdvisoryKeys && err == nil && len(tokens.Own) == 0 && !opens(x)
+	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(x)
 	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
 		id, err = fromTokens, nil
 	}
@@ -584,7 +584,8 @@ func (x *Call) sayDoubt(flight *execution.Flight) bool {
 	p.Known(x.state.String(), false)
 	p.Mount = x.h.Host.Mount(x.r)
 	x.note(StatusInDoubt, p.Kind().Slug)
-	body := messageProblem(&documentWriter{header: http.Header{}}, p, x.message, x.action.DoubtAsResult)
+	w := &documentWriter{header: http.Header{}}
+	body := messageProblem(w, p, x.message, x.action.InDoubtAs == InDoubtToolResult)
 	_, _ = fmt.Fprintf(&x.w, "\n\nevent: message\ndata: %s\n\n", body) // never fails
 	x.w.Release()
 	return true
@@ -643,7 +644,7 @@ func (x *Call) resend(found execution.Finding) (step, error) {
 	if err != nil {
 		return stepDone, x.storeFailed(err)
 	}
-	if x.call.Sent == [32]byte{} || x.call.Sent != found.Record.Sent || age < 0 || age >= x.action.ResendFor {
+	if x.call.Sent == [32]byte{} || x.call.Sent != found.Record.Sent || age < 0 || age >= time.Duration(x.action.ResendFor) {
 		x.stays = true
 		return stepDone, x.inDoubt(found.Record.Cause)
 	}
@@ -727,7 +728,7 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 			return in, err
 		}
 	}
-	if x.action.ParOrder || x.evidence.planned.plan != nil {
+	if x.action.Order == OrderPar || x.evidence.planned.plan != nil {
 		if err := ordered(x); err != nil {
 			return in, err
 		}
@@ -751,7 +752,7 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 		return in, err
 	}
 	in, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
-	if err == nil && (x.action.ParOrder || x.evidence.planned.plan != nil) {
+	if err == nil && (x.action.Order == OrderPar || x.evidence.planned.plan != nil) {
 		if err = ordered(x); err != nil {
 			in.Leave()
 		}
@@ -834,7 +835,7 @@ const (
 // approved refuses a call for which people are asked first, until they have approved this very
 // request. The approval is good for the request and its execution id, and for the time to decide
 // once more, but for no longer than its key is kept: so a key that is free has not run since.
-func (x *Call) approved(a *Approval) error {
+func (x *Call) approved(a *Approve) error {
 	all, ctx := x.engine.Escalations, x.r.Context()
 	sum := sha256.New()
 	for _, part := range [][]byte{x.call.Key[:], x.call.Fingerprint[:], []byte(x.earlier), []byte(x.before)} { // another attempt is asked for anew
@@ -852,14 +853,15 @@ func (x *Call) approved(a *Approval) error {
 	if err != nil {
 		return x.storeFailed(err)
 	}
+	within := cmp.Or(time.Duration(a.Within), approvalTime) // to decide, and then to use the approval
 	refused, keep := x.problem(problem.ApprovalDenied, "A person has denied this call.", 0), time.Duration(0)
 	switch {
 	case e.Status == hitl.Pending:
-		keep = 2 * cmp.Or(a.Within, approvalTime) // to decide, and to use the approval
+		keep = 2 * within
 		refused = x.problem(problem.ApprovalRequired,
 			"The call waits until a person has approved it. Nothing was forwarded.", 0)
 		refused.RetryAfter = decisionRetry
-	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(cmp.Or(a.Within, approvalTime), x.call.KeepKey))):
+	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(within, x.call.KeepKey))):
 		if s := &x.evidence; e.Resolution != "" && s.call.Workflow != "" && len(s.call.Parents) < ect.MaxParents && !slices.Contains(s.call.Parents, e.Resolution) {
 			s.call.Parents = append(slices.Clip(s.call.Parents), e.Resolution) // what follows from the decision
 		}
@@ -877,7 +879,7 @@ func (x *Call) approved(a *Approval) error {
 }
 
 // askPeople opens the escalation of a call that waits for an approval.
-func (x *Call) askPeople(a *Approval, hash string) (hitl.Escalation, error) {
+func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
 	ctx, caller, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
 	if n := nodeOf(x); n != nil {
 		what += ", the node " + strconv.Quote(n.ID) + " of its workflow's plan,"
@@ -913,7 +915,7 @@ func (x *Call) askPeople(a *Approval, hash string) (hitl.Escalation, error) {
 		Summary:  what + " waits for an approval.",
 		Links:    hitl.Links{Checkpoint: x.before},
 		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: shown.String(), RequestHash: hash},
-		Role:     a.Role, Quorum: a.Quorum, Within: cmp.Or(a.Within, approvalTime),
+		Role:     a.Role, Quorum: a.Quorum, Within: cmp.Or(time.Duration(a.Within), approvalTime),
 	})
 }
 
@@ -1034,7 +1036,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	to := &forwardedContext{
 		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
 		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
-		patience: x.action.Deadline, patient: x.call.Deadline < x.action.Deadline,
+		patience: time.Duration(x.action.Deadline), patient: x.call.Deadline < time.Duration(x.action.Deadline),
 		handed: x.evidence.tokens.Own,
 		target: *x.r.URL, // which inner handlers rewrite, and may have to once more
 		parent: [1]string{x.call.Scope.ID}, workflow: [1]string{x.call.Workflow},

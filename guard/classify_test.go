@@ -25,7 +25,7 @@ func TestClassify(t *testing.T) {
 		Consequential: paths("/export", "/run"),
 		Exempt:        paths("/search", "/find"),
 		Actions: []*Action{
-			{Name: "grpc", Match: paths("/pkg.service/*"), Unary: true},
+			{Name: "grpc", Match: paths("/pkg.service/*"), Policy: Policy{GRPC: GRPCUnary}},
 			{Name: "pay", Match: paths("/pay", "/charge")},
 			{Name: "pay_again", Match: paths("/pay")},
 			{Name: "default"},

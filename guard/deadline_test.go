@@ -34,7 +34,7 @@ func TestDeadlines(t *testing.T) {
 		{"Grpc-Timeout", "123456789S", time.Minute},
 	} {
 		h := newHandler(t, Config{})
-		x := &Call{h: h, r: request("POST", "/"), action: &Action{Deadline: time.Minute}}
+		x := &Call{h: h, r: request("POST", "/"), action: &Action{Policy: Policy{Deadline: Duration(time.Minute)}}}
 		if c.name != "" {
 			x.r.Header = http.Header{c.name: {c.value}}
 		}

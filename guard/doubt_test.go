@@ -99,14 +99,14 @@ const (
 	open    = "409 in_doubt in-doubt in_doubt again"
 )
 
-var stripe = guard.Action{OnUnknown: guard.OnUnknownResend, Rules: execution.Rules{Preset: execution.PresetStripe}}
+var stripe = guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownResend, Preset: execution.PresetStripe}}
 
 // probing asks a function about calls in doubt; an answer of 0 is none.
 func probing(useAnswer bool, answer func() int) guard.Action {
 	is := func(status int) func(*guard.InternalAnswer) bool {
 		return func(a *guard.InternalAnswer) bool { return a.Status == status }
 	}
-	return guard.Action{OnUnknown: guard.OnUnknownProbe, Probe: &guard.Probe{
+	return guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownProbe}, Probe: &guard.Probe{
 		Ask: func(*http.Request, *guard.InternalRequest) (*guard.InternalAnswer, error) {
 			status := answer()
 			if status == 0 {
@@ -133,7 +133,7 @@ func TestOnUnknown(t *testing.T) {
 		asked   int
 	}{
 		"block":              {guard.Action{}, []http.HandlerFunc{bad}, []string{"502 in_doubt bad final", inDoubt, inDoubt}, 1, 0},
-		"retry":              {guard.Action{OnUnknown: guard.OnUnknownRetry}, []http.HandlerFunc{silent, bad, later}, []string{open, "502 in_doubt bad", "429 in_doubt later", "200 executed charge 4", "200 replayed charge 4"}, 4, 0},
+		"retry":              {guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}, []http.HandlerFunc{silent, bad, later}, []string{open, "502 in_doubt bad", "429 in_doubt later", "200 executed charge 4", "200 replayed charge 4"}, 4, 0},
 		"resend":             {stripe, []http.HandlerFunc{silent, bad, says(409, "locked")}, []string{open, "502 in_doubt bad", "409 in_doubt locked", "200 executed charge 4", "200 replayed charge 4"}, 4, 0},
 		"resend to a guard":  {stripe, []http.HandlerFunc{says(409, "runs", "Execution-Status", "refused")}, []string{"409 in_doubt runs", "200 executed charge 2"}, 2, 0},
 		"probe: applied":     {probing(false, status(200)), []http.HandlerFunc{bad}, []string{"502 in_doubt bad final", unavailable, unavailable}, 1, 1},
@@ -239,7 +239,9 @@ func TestManyRetriesOfADoubt(t *testing.T) {
 		called int64
 		leaves bool // who has come first
 	}{
-		"retry":               {func(func() int) guard.Action { return guard.Action{OnUnknown: guard.OnUnknownRetry} }, 0, []string{"200 executed again", "200 attached again"}, 2, false},
+		"retry": {func(func() int) guard.Action {
+			return guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}
+		}, 0, []string{"200 executed again", "200 attached again"}, 2, false},
 		"applied":             {nil, 200, []string{"409 refused result-unavailable completed final"}, 1, false},
 		"applied, one leaves": {nil, 200, []string{"409 refused result-unavailable completed final"}, 1, true},
 		"not applied":         {nil, 404, []string{"200 executed again", "200 attached again"}, 2, false},
@@ -287,14 +289,14 @@ func TestDoubtIsShownInOneWay(t *testing.T) {
 		"502":                   {guard.Action{}, says(502, "bad"), "502 in_doubt bad final"},
 		"503 that says retry":   {guard.Action{}, says(503, "bad", "X-Should-Retry", "true", "Stripe-Should-Retry", "true"), "503 in_doubt bad final"},
 		"504 without a body":    {guard.Action{}, says(504, ""), "504 in_doubt  final"},
-		"500 under strict":      {guard.Action{Rules: execution.Rules{Preset: execution.PresetStrict}}, says(500, "bad"), "500 in_doubt bad final"},
+		"500 under strict":      {guard.Action{Policy: guard.Policy{Preset: execution.PresetStrict}}, says(500, "bad"), "500 in_doubt bad final"},
 		"408":                   {guard.Action{}, says(408, "bad"), "408 in_doubt bad final"},
 		"another guard's doubt": {guard.Action{}, says(500, "bad", "Execution-Status", "in_doubt"), "500 in_doubt bad final"},
 		"another guard refuses": {guard.Action{}, says(409, "bad", "Execution-Status", "refused"), "409 in_doubt bad final"},
 		"by a rule": {guard.Action{Rule: func(status int, _ http.Header) (execution.Verdict, bool) { return execution.InDoubt, status == 202 }},
 			says(202, "later"), "202 in_doubt later final"},
 		"no answer": {guard.Action{}, silent, inDoubt},
-		"run again": {guard.Action{OnUnknown: guard.OnUnknownRetry}, silent, open},
+		"run again": {guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}, silent, open},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -324,7 +326,7 @@ func TestResendEndsWithTheUpstreamsKey(t *testing.T) {
 	for set, limit := range map[time.Duration]time.Duration{0: 23 * time.Hour, time.Hour: time.Hour} {
 		synctest.Test(t, func(t *testing.T) {
 			a := stripe
-			a.ResendFor, a.Deadline = set, time.Second
+			a.ResendFor, a.Deadline = guard.Duration(set), guard.Duration(time.Second)
 			b := acting(t, a, silent, silent)
 			began := time.Now()
 			b.sees(b.post(""), open)
@@ -411,7 +413,7 @@ func TestUpstreamsAdviceOnRetries(t *testing.T) {
 func TestGRPCRefusalOfAnotherGuard(t *testing.T) {
 	for code, want := range map[string]string{"9": "in-doubt", "6": "in-doubt", "14": "in-doubt", "3": "replayed", "7": "executed"} {
 		synctest.Test(t, func(t *testing.T) {
-			b := acting(t, guard.Action{Unary: true}, says(200, "", "Content-Type", "application/grpc", "Grpc-Status", code, "Execution-Status", "refused"))
+			b := acting(t, guard.Action{Policy: guard.Policy{GRPC: guard.GRPCUnary}}, says(200, "", "Content-Type", "application/grpc", "Grpc-Status", code, "Execution-Status", "refused"))
 			var h http.Header
 			for range 2 {
 				r, w := b.post(""), httptest.NewRecorder()

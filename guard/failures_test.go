@@ -57,7 +57,7 @@ func TestFailedCallsAskPeople(t *testing.T) {
 		route   string
 		answer  int
 		error   string // the severity of an error of the called agent in the answer
-		onError bool
+		onError string
 		send    func(b *saga, route string) *httptest.ResponseRecorder // nil is with a token of the workflow
 		cause   hitl.Cause
 		caller  string
@@ -68,14 +68,14 @@ func TestFailedCallsAskPeople(t *testing.T) {
 		"released, to be tried again":  {route: "POST /charges", answer: 503},
 		"in doubt":                     {route: "POST /charges", answer: 504},
 		"failed":                       {route: "POST /charges", answer: 500, cause: hitl.CauseFailed, caller: "issuer:" + agentName + "a"},
-		"failed, rolled back":          {route: "POST /charges", answer: 500, onError: true},
+		"failed, rolled back":          {route: "POST /charges", answer: 500, onError: "rollback"},
 		"failed, and cannot be undone": {route: "POST /mail", answer: 500, cause: hitl.CauseIrreversible, caller: "issuer:" + agentName + "a"},
 		"done, with an error":          {route: "POST /charges", answer: 200, error: "error", cause: hitl.CauseFailed, caller: "issuer:" + agentName + "a"},
 		"done, with a warning":         {route: "POST /charges", answer: 200, error: "warning"},
 		"done, with a critical error":  {route: "POST /charges", answer: 200, error: "critical", cause: hitl.CauseError, caller: "issuer:" + agentName + "a"},
 		"refused, with an error":       {route: "POST /charges", answer: 422, error: "error", cause: hitl.CauseFailed, caller: "issuer:" + agentName + "a"},
 		"released, with an error":      {route: "POST /charges", answer: 429, error: "error"},
-		"done with an error, on_error": {route: "POST /charges", answer: 200, error: "error", onError: true, cause: hitl.CauseFailed, caller: "issuer:" + agentName + "a"},
+		"done with an error, on_error": {route: "POST /charges", answer: 200, error: "error", onError: "rollback", cause: hitl.CauseFailed, caller: "issuer:" + agentName + "a"},
 		"failed, by nobody in particular": {route: "POST /charges", answer: 500, cause: hitl.CauseFailed, send: func(b *saga, route string) *httptest.ResponseRecorder {
 			return b.sent(route, "Workflow-Id", b.wid)
 		}},
@@ -109,7 +109,7 @@ func TestFailedCallsAskPeople(t *testing.T) {
 				}
 				failures, _ := done()
 				want := 0
-				if test.cause != "" || test.onError {
+				if test.cause != "" || test.onError != "" {
 					want = 1
 				}
 				if failures != want {

@@ -63,8 +63,8 @@ func TestAttachAtAnotherNode(t *testing.T) {
 	}{
 		"whole":           {guard.Action{}, whole, "abc", false, "abc"},
 		"cut":             {guard.Action{}, cut, "abc", true, "Cause: answer_truncated"},
-		"past a deadline": {guard.Action{Deadline: 25 * time.Second}, whole, "ab", true, "Cause: deadline"},
-		"not kept":        {guard.Action{MaxResult: 2}, whole, "abc", false, "result-unavailable"},
+		"past a deadline": {guard.Action{Policy: guard.Policy{Deadline: guard.Duration(25 * time.Second)}}, whole, "ab", true, "Cause: deadline"},
+		"not kept":        {guard.Action{Policy: guard.Policy{MaxResult: 2}}, whole, "abc", false, "result-unavailable"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

@@ -127,7 +127,7 @@ func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, statu
 	}
 	own := x.upstream.Status()
 	x.heldUp = x.sink.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && problem.NothingSent(rec.Header(), x.call.Scope.ID)
-	if x.action.Unary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
+	if x.action.GRPC == GRPCUnary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
 	o := x.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
@@ -149,10 +149,10 @@ func (a *Action) judge(status int, header http.Header, trailer map[string][]stri
 			return v, true
 		}
 	}
-	if a.Unary && status == http.StatusOK {
+	if a.GRPC == GRPCUnary && status == http.StatusOK {
 		return judgeGRPC(header, trailer), false
 	}
-	return a.Rules.Judge(execution.Answer{
+	return a.Preset.Judge(execution.Answer{
 		Status: status, RetryAfter: header.Get("Retry-After") != "", ShouldRetry: header.Get("Stripe-Should-Retry"),
 	}), false
 }
@@ -196,7 +196,7 @@ func (x *Call) unmasked(status int, shown execution.Verdict) execution.Verdict {
 	if own == 0 || own == status {
 		return shown
 	}
-	if said := x.action.Rules.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
+	if said := x.action.Preset.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
 		return said
 	}
 	return shown
@@ -242,7 +242,7 @@ const shorter = 0.9
 // deadline is the longest that the call may take: its action's deadline, or less if its caller
 // waits for less.
 func (x *Call) deadline() time.Duration {
-	return atMost(x.action.Deadline, x.r.Header)
+	return atMost(time.Duration(x.action.Deadline), x.r.Header)
 }
 
 // atMost is most, or less where the caller's header says that it waits for less.

@@ -104,15 +104,18 @@ type Config struct {
 	// AttachWait is how long a retry waits for the first byte of a running execution.
 	// Default: 30 s.
 	AttachWait time.Duration
-	// Deadline bounds unguarded requests until the header of their answer. Default: 5 min.
-	// IdleTimeout is the longest pause after it. Default: 10 min; negative is none.
-	Deadline, IdleTimeout time.Duration
+	// IdleTimeout is the longest pause in the answer to an unguarded request, whose header has to come
+	// within the Deadline of Policy. Default: 10 min; negative is none.
+	IdleTimeout time.Duration
 	// FailOpen forwards calls unguarded while the store is unavailable.
 	FailOpen bool
 	// RequireECT refuses requests without a token.
 	RequireECT bool
 	// UpstreamIdentity is the upstream's identity; with one, calls are forwarded with a token.
 	UpstreamIdentity string
+	// Policy is that of calls whose action does not say otherwise. Its Priority is also the class of calls
+	// that are not guarded.
+	Policy Policy
 	// Actions are the kinds of calls; the last one matches everything. Default: one action
 	// "default".
 	Actions []*Action
@@ -124,10 +127,7 @@ type Config struct {
 	// then link to problem.ExecutionPath. Nil has none.
 	Endpoint func(w http.ResponseWriter, r *http.Request) bool
 	// Bulkhead shares the upstream among workflows, also for calls that are not guarded; nil does not.
-	// Priority is the class of those that are not guarded: its name, or text with placeholders, which
-	// needs a Host.
 	Bulkhead *bulkhead.Pool
-	Priority string
 	// Fallback answers calls that a circuit breaker refused. Nil: they get the problem.
 	Fallback Next
 	// Refusal returns the error with which the breakers of all upstreams would refuse a call of
@@ -148,16 +148,18 @@ type Config struct {
 // Match reports whether a request matches.
 type Match func(r *http.Request) (bool, error)
 
-// IDSource is a place of an execution id. Exactly one member is set.
+// IDSource is a place where callers name the intended effect. Exactly one member is set.
 type IDSource struct {
-	// Header is a request header field. One line, 1 to 255 visible ASCII characters; a
+	// A request header field. One line, 1 to 255 visible ASCII characters; a
 	// quoted string and the bare characters are the same id.
-	Header string
-	// Placeholder is text with placeholders for a Host to expand; if one has no value, there is
-	// no id. A field {http.request.header.NAME} is kept end to end, as Header is.
-	Placeholder string
-	// JSON is a JSON pointer (RFC 6901) to a string or number in the request's JSON body.
-	JSON string
+	Header string `json:"header,omitempty"`
+
+	// Text with placeholders. One without a value makes it no id.
+	Placeholder string `json:"placeholder,omitempty"`
+
+	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
+	// number.
+	JSON string `json:"json,omitempty"`
 }
 
 // MissingID says how to handle a call without an execution id.
@@ -172,120 +174,6 @@ const (
 
 	MissingRecognize MissingID = "recognize"
 )
-
-// OnUnknown says how to handle a retry of a call in doubt.
-type OnUnknown string
-
-// The call stays in doubt, the upstream is asked, the call is sent again under its own key, or it
-// runs again.
-const (
-	OnUnknownBlock  OnUnknown = "block"
-	OnUnknownProbe  OnUnknown = "probe"
-	OnUnknownResend OnUnknown = "resend"
-	OnUnknownRetry  OnUnknown = "retry"
-)
-
-// Action is a kind of call with its own rules.
-type Action struct {
-	// Name is the action's name in records and logs.
-	Name string
-	// Match selects its calls. Nil: all.
-	Match Match
-	// Tools and Arguments select calls by what their message says, beside Match: the tool, or the
-	// method of a message that calls none, is one of Tools; and each value at a JSON pointer into the
-	// arguments of the tool, or the parameters of another message, is this text. They need a
-	// Protocol. Empty: all.
-	Tools     []string
-	Arguments map[string]string
-	// Default marks the action of calls that no other action matches.
-	Default bool
-	// Description and Target are recorded in checkpoints. The Host expands Target.
-	Description, Target string
-
-	// Deadline is the longest that a forwarded call may take. Default: 5 min. For an answer
-	// without a length StreamIdle, the longest pause, replaces it; 0 is none.
-	Deadline, StreamIdle time.Duration
-	// RetainResult is how long answers are kept, RetainKey how long keys. Default: 24 h and 720
-	// h.
-	RetainResult, RetainKey time.Duration
-	// MaxResult is the size of the largest body kept, in bytes. Default: 8 MiB.
-	MaxResult int64
-	// OnUnknown handles calls in doubt. Default: OnUnknownBlock. ResendFor is how long after the
-	// first attempt OnUnknownResend sends again.
-	OnUnknown OnUnknown
-	ResendFor time.Duration
-	// Probe asks the upstream about a call in doubt, for OnUnknownProbe.
-	Probe *Probe
-	// Rules judge an answer by its status. Rule is tried first; nil, or false, leaves it to
-	// Rules.
-	Rules execution.Rules
-	Rule  func(status int, header http.Header) (execution.Verdict, bool)
-	// AdvisoryKeys has a call with a new key looked up by the evidence of MissingRecognize.
-	AdvisoryKeys bool
-	// Unary marks the gRPC calls of this action as unary.
-	Unary bool
-	// OnError rolls a call back that has failed, with what followed from it. Calls in doubt are left
-	// to people.
-	OnError bool
-	// Critical says that a rollback does not leave a call out without asking people. Severity, if
-	// given, is info, warning, error or critical: people are asked before a rollback that goes on to
-	// a critical call undoes it.
-	Critical bool
-	Severity string
-	// Priority is the class in which they wait for the Bulkhead, unless a token says another one: its
-	// name, or text with placeholders. Default: that of the Config.
-	Priority string
-	// ParOrder has a call refused whose token names parents that are calls and are not done (ATD,
-	// "Topological Order").
-	ParOrder bool
-	// Irreversible declares the calls irreversible. Undo says how to undo them; nil if that is
-	// impossible.
-	Irreversible bool
-	Undo         *UndoPlan
-	// Terms are how checkpoints are made and kept.
-	Terms UndoTerms
-
-	// Approval asks people before a call is sent; nil does not.
-	Approval *Approval
-
-	// DoubtAsResult answers a tools/call of MCP in doubt with a result for its model, unless a retry
-	// runs it again. Otherwise the answer is the problem.
-	DoubtAsResult bool
-	// CancelOnLeave cancels the request to the upstream when the last client that waits for its answer
-	// has left. The call is in doubt then, unless provably nothing of it was sent.
-	CancelOnLeave bool
-
-	// Counts counts the calls of the action. Default: its own.
-	Counts *ActionCounts
-
-	arguments []argument // Arguments
-}
-
-// argument is a value that calls of an action have.
-type argument struct {
-	at    jsonx.Pointer
-	value string
-}
-
-// Approval says who has to approve the calls of an action before they are sent.
-type Approval struct {
-	// Role is that of who may decide. Default: hitl.DefaultRole.
-	Role string
-	// Quorum is how many have to approve. Default: 1.
-	Quorum int
-	// Within is the time to decide, and then to use the approval. Default: 24 h.
-	Within time.Duration
-}
-
-// UndoTerms are how checkpoints of calls are made and kept.
-type UndoTerms struct {
-	// TTL is how long a call can be undone. Default: 24 h.
-	TTL time.Duration
-	// Recorded keeps the call's own credentials for its undo.
-	Recorded bool
-	// Refuses refuses a call if the state before it cannot be read.
-	Refuses bool
-}
 
 // Next is the handler behind a guard, in Caddy's form: an error means that it did not answer.
 type Next interface {
@@ -397,7 +285,7 @@ func New(c Config) (*Handler, error) {
 	initial(&c.ErrorWindow, time.Minute)
 	initial(&c.MaxBody, 32<<20)
 	initial(&c.AttachWait, 30*time.Second)
-	initial(&c.Deadline, 5*time.Minute)
+	c.Policy.Inherit(nil)
 	initial(&c.IdleTimeout, 10*time.Minute)
 	if c.Counts == nil {
 		c.Counts = NewCounts(c.Name, nil)
@@ -429,7 +317,6 @@ func New(c Config) (*Handler, error) {
 	h.Actions = nil
 	for _, a := range c.Actions {
 		own := *a
-		initial(&own.Priority, c.Priority)
 		if err := h.complete(&own); err != nil {
 			return nil, fmt.Errorf("guard: action %s: %w", a.Name, err)
 		}
@@ -490,44 +377,6 @@ func (c *Config) check() error {
 	}
 	if n := len(c.Actions); n > 0 && (c.Actions[n-1].Match != nil || len(c.Actions[n-1].Tools)+len(c.Actions[n-1].Arguments) > 0) {
 		return fmt.Errorf("the last of Actions, %s, must match everything", c.Actions[n-1].Name)
-	}
-	return nil
-}
-
-// complete sets the defaults of an action.
-func (h *Handler) complete(a *Action) error {
-	initial(&a.Deadline, 5*time.Minute)
-	initial(&a.RetainResult, 24*time.Hour)
-	initial(&a.RetainKey, 30*24*time.Hour)
-	initial(&a.MaxResult, 8<<20)
-	initial(&a.OnUnknown, OnUnknownBlock)
-	initial(&a.ResendFor, 23*time.Hour)
-	initial(&a.Rules.Preset, execution.PresetDefault)
-	initial(&a.Terms.TTL, 24*time.Hour)
-	if a.Counts == nil {
-		a.Counts = h.Counts.Action(a.Name)
-	}
-	h.restores = h.restores || a.Undo != nil && a.Undo.Restore
-	h.byMessage = h.byMessage || len(a.Tools)+len(a.Arguments) > 0
-	a.arguments = nil
-	for text, value := range a.Arguments {
-		p, err := jsonx.ParsePointer(text)
-		if err != nil {
-			return fmt.Errorf("the pointers of Arguments: %w", err)
-		}
-		a.arguments = append(a.arguments, argument{p, value})
-	}
-	switch {
-	case h.byMessage && h.Protocol == nil:
-		return errors.New("nothing reads the messages that Tools and Arguments are of: set Protocol")
-	case a.RetainKey < a.RetainResult:
-		return errors.New("RetainKey is shorter than RetainResult: a result cannot outlive its key")
-	case a.OnUnknown == OnUnknownProbe && a.Probe == nil:
-		return errors.New("a probe is missing, which OnUnknownProbe asks for")
-	case a.OnUnknown == OnUnknownResend && a.Rules.Preset != execution.PresetStripe:
-		return errors.New("OnUnknownResend is for an upstream that keeps keys itself, whose 409 is no result: it needs the preset stripe")
-	case a.Undo != nil && a.Undo.Restore && h.Send == nil:
-		return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")
 	}
 	return nil
 }

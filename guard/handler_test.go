@@ -23,9 +23,9 @@ func TestNewRefuses(t *testing.T) {
 		"nothing verifies tokens":           {Open: open, RequireECT: true},
 		"source 1":                          {Open: open, ExecutionID: []IDSource{{JSON: "no pointer"}}},
 		"must match everything":             {Open: open, Actions: []*Action{{Name: "a", Match: paths("/")}}},
-		"action a: RetainKey":               {Open: open, Actions: []*Action{{Name: "a", RetainKey: 1}}},
-		"action a: a probe":                 {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownProbe}}},
-		"action a: OnUnknownResend":         {Open: open, Actions: []*Action{{Name: "a", OnUnknown: OnUnknownResend}}},
+		"action a: retain_key":              {Open: open, Actions: []*Action{{Name: "a", Policy: Policy{RetainKey: 1}}}},
+		"action a: on_unknown: probe":       {Open: open, Actions: []*Action{{Name: "a", Policy: Policy{OnUnknown: OnUnknownProbe}}}},
+		"action a: on_unknown: resend":      {Open: open, Actions: []*Action{{Name: "a", Policy: Policy{OnUnknown: OnUnknownResend}}}},
 		"action a: an Undo that rest":       {Open: open, Actions: []*Action{{Name: "a", Undo: &UndoPlan{Restore: true}}}},
 	} {
 		if _, err := New(c); err == nil || !strings.Contains(err.Error(), want) {
@@ -36,7 +36,7 @@ func TestNewRefuses(t *testing.T) {
 
 // P1, P3: however credentials are spelled, they are the same fields. An action may stand in several configurations.
 func TestNewCompletes(t *testing.T) {
-	a := &Action{Name: "a", OnUnknown: OnUnknownResend, Rules: execution.Rules{Preset: execution.PresetStripe}}
+	a := &Action{Name: "a", Policy: Policy{OnUnknown: OnUnknownResend, Preset: execution.PresetStripe}}
 	one := newHandler(t, Config{Credentials: []string{"X-Customer", "authorization", "-x-auth-token"}, Actions: []*Action{a}})
 	two := newHandler(t, Config{Credentials: []string{"-X-Auth-Token", "x-customer"}, Actions: []*Action{a}})
 	if want := (execution.Naming{Credentials: "-X-Auth-Token X-Customer"}); one.naming != want || two.naming != want {

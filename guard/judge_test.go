@@ -24,7 +24,7 @@ func TestJudgeGRPC(t *testing.T) {
 		}
 		want[fmt.Sprint(code)] = verdict
 	}
-	a := &Action{Unary: true, Rules: execution.Rules{Preset: execution.PresetDefault}}
+	a := &Action{Policy: Policy{GRPC: GRPCUnary, Preset: execution.PresetDefault}}
 	for text, verdict := range want {
 		trailer := map[string][]string{"Grpc-Status": {text}}
 		if got, _ := a.judge(200, http.Header{}, trailer); got != verdict {
@@ -43,7 +43,7 @@ func TestJudgeGRPC(t *testing.T) {
 	if got, _ := a.judge(503, http.Header{"Retry-After": {"1"}}, map[string][]string{"Grpc-Status": {"0"}}); got != execution.Released {
 		t.Errorf("an answer that is not gRPC's is %v, want released by its HTTP status", got)
 	}
-	if got, _ := (&Action{Rules: execution.Rules{Preset: execution.PresetDefault}}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
+	if got, _ := (&Action{Policy: Policy{Preset: execution.PresetDefault}}).judge(200, http.Header{}, map[string][]string{"Grpc-Status": {"14"}}); got != execution.Completed {
 		t.Errorf("grpc-status counts where no action says so: %v", got)
 	}
 	a.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == 200 }
@@ -52,21 +52,16 @@ func TestJudgeGRPC(t *testing.T) {
 	}
 }
 
-// MCP's 404 says that nothing was executed, unless the operator says what it means.
-func TestOperatorsOutcomeOfMessages(t *testing.T) {
-	for _, c := range []struct {
-		status map[int]execution.Verdict
-		want   execution.Verdict
-	}{{nil, execution.Released}, {map[int]execution.Verdict{404: execution.Completed}, execution.Completed}} {
-		x := &Call{
-			h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
-			message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
-			heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
-			action:  &Action{Rules: execution.Rules{Status: c.status}},
-		}
-		if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != c.want {
-			t.Errorf("with the rules %v: %v", c.status, o.Verdict)
-		}
+// MCP's 404 says that nothing was executed.
+func TestOutcomeOfUnknownSession(t *testing.T) {
+	x := &Call{
+		h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
+		message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
+		heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
+		action:  new(Action),
+	}
+	if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != execution.Released {
+		t.Error(o.Verdict)
 	}
 }
 

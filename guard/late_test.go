@@ -45,7 +45,7 @@ func TestOutcomeWhileTheStoreIsAway(t *testing.T) {
 		calls  int64
 	}{
 		"executed":               {guard.Action{}, 201, "201 replayed done", 1},
-		"executed, or run again": {guard.Action{OnUnknown: guard.OnUnknownRetry}, 201, "201 replayed done", 1},
+		"executed, or run again": {guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}, 201, "201 replayed done", 1},
 		"not executed":           {guard.Action{}, 429, "200 executed charge 2", 2},
 		"in doubt":               {guard.Action{}, 502, "409 in_doubt in-doubt in_doubt final", 1},
 	} {

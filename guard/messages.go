@@ -371,7 +371,7 @@ func (l *clients) add(c *client, key execution.Key) {
 			l.sessions[c.session] = append(l.sessions[c.session], c)
 		}
 	}
-	if c.call.action.CancelOnLeave {
+	if c.call.action.OnLeave == OnLeaveCancel {
 		c.stop = context.AfterFunc(c.gone, func() { l.left(key, nil) })
 	}
 }
@@ -392,7 +392,7 @@ func (l *clients) left(key execution.Key, sends *client) {
 		if c.gone.Err() == nil {
 			return
 		}
-		if c.sent && c.call.action.CancelOnLeave {
+		if c.sent && c.call.action.OnLeave == OnLeaveCancel {
 			sent = c
 		}
 	}
@@ -575,14 +575,12 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			o.Cause = execution.CauseTool
 		}
 	case protocol.NotExecuted:
-		if _, named := x.action.Rules.Status[o.Status]; !named || o.Status == http.StatusOK {
-			o.Verdict = execution.Released
-		}
+		o.Verdict = execution.Released
 	case protocol.Failed:
 		if o.Verdict == execution.Released {
 			return o // its status says more, such as 401 or 429
 		}
-		o.Verdict, o.Cause = x.action.Rules.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
+		o.Verdict, o.Cause = x.action.Preset.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
 	case protocol.Doubtful:
 		if x.heldUp {
 			return o // its header says more than the problem's status in it

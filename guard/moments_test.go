@@ -129,24 +129,24 @@ const (
 )
 
 var (
-	strict = guard.Action{Rules: execution.Rules{Preset: execution.PresetStrict}}
+	strict = guard.Action{Policy: guard.Policy{Preset: execution.PresetStrict}}
 	// asDoubt has a status leave calls in doubt that no client retries.
 	asDoubt = func(code int) guard.Action {
-		return guard.Action{Rules: execution.Rules{Status: map[int]execution.Verdict{code: execution.InDoubt}}}
+		return guard.Action{Rule: func(status int, _ http.Header) (execution.Verdict, bool) { return execution.InDoubt, status == code }}
 	}
 )
 
 var ways = map[string]way{
 	"200":                     {ending: done, make: plain, answer: status(200, "charge")},
 	"200, without a length":   {ending: done, make: plain, answer: func(w http.ResponseWriter, _ string) { _, _ = io.WriteString(w, "charge"); w.(http.Flusher).Flush() }},
-	"200, larger than kept":   {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"200, larger than kept":   {ending: done, make: plain, answer: status(200, strings.Repeat("x", 64<<10)), action: guard.Action{Policy: guard.Policy{MaxResult: 10}}},
 	"204":                     {ending: done, make: plain, answer: status(204, "")},
 	"304":                     {ending: done, make: plain, answer: status(304, "")},
 	"200 in doubt":            {ending: doubted, make: plain, answer: status(200, "charge"), action: asDoubt(200)},
 	"400":                     {ending: done, make: plain, answer: status(400, "bad")},
 	"409":                     {ending: done, make: plain, answer: status(409, "bad")},
 	"500":                     {ending: failed, make: plain, answer: status(500, "bad")},
-	"500, larger than kept":   {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{MaxResult: 10}},
+	"500, larger than kept":   {ending: failed, make: plain, answer: status(500, strings.Repeat("x", 64<<10)), action: guard.Action{Policy: guard.Policy{MaxResult: 10}}},
 	"502":                     {ending: doubted, make: plain, answer: status(502, "bad")},
 	"529":                     {ending: refused, make: plain, answer: status(529, "busy")},
 	"the connection is lost":  {ending: doubted, make: plain, answer: func(http.ResponseWriter, string) { panic(http.ErrAbortHandler) }},
@@ -258,7 +258,7 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 		w.answer(to, string(m.ID))
 	})
 	action := w.action
-	action.Name, action.Default, action.AdvisoryKeys = "default", true, true
+	action.Name, action.Default, action.Keys = "default", true, guard.KeysAdvisory
 	b.config.Actions = []*guard.Action{&action}
 	b.config.MissingID = guard.MissingRecognize
 	if w.rules != "" {
@@ -342,7 +342,7 @@ func unflushed(w http.ResponseWriter, id string) {
 // the call (P6), whoever has cut it. One that is cut before it leaves the call in doubt.
 func TestStreamsThatAreCutBehindTheirAnswer(t *testing.T) {
 	for by, action := range map[string]guard.Action{
-		"the server": {}, "the deadline": {Deadline: time.Minute}, "a pause": {StreamIdle: time.Minute}, "its client, who has read it": {CancelOnLeave: true},
+		"the server": {}, "the deadline": {Policy: guard.Policy{Deadline: guard.Duration(time.Minute)}}, "a pause": {Policy: guard.Policy{StreamIdle: guard.Duration(time.Minute)}}, "its client, who has read it": {Policy: guard.Policy{OnLeave: guard.OnLeaveCancel}},
 	} {
 		for what, c := range map[string]struct {
 			answer      func(http.ResponseWriter, string)

@@ -83,11 +83,11 @@ func nodeOf(x *Call) *plan.Node {
 
 // approvalOf says who has to approve the call before it is sent: as its action says, else the plan; nil where
 // nobody is asked (A-optional-declarative-workflow-format-d).
-func approvalOf(x *Call) *Approval {
-	if n := nodeOf(x); x.action.Approval == nil && n != nil && n.HITLRequired {
-		return &Approval{}
+func approvalOf(x *Call) *Approve {
+	if n := nodeOf(x); x.action.Approve == nil && n != nil && n.HITLRequired {
+		return new(Approve)
 	}
-	return x.action.Approval
+	return x.action.Approve
 }
 
 // constrainNode applies what the plan says of the call's time and of the breakers of its upstreams, where that is
@@ -163,7 +163,7 @@ func (s *callEvidence) named() []string {
 // orderedBy are the parents of the call that have to be done.
 func orderedBy(x *Call) (parents []string) {
 	s := &x.evidence
-	if s.policy == nil || s.call.Workflow == "" || !x.action.ParOrder || s.planned.undoes {
+	if s.policy == nil || s.call.Workflow == "" || x.action.Order != OrderPar || s.planned.undoes {
 		return nil
 	}
 	for _, t := range s.tokens.Own {

@@ -29,7 +29,7 @@ import (
 func inOrder(t *testing.T, test func(b *trust)) {
 	t.Helper()
 	trusting(t, ect.L2, func(b *trust) {
-		b.config.Actions = []*guard.Action{{Name: "default", Default: true, ParOrder: true}}
+		b.config.Policy = guard.Policy{Order: guard.OrderPar}
 		b.begin()
 		b.answer = func(w http.ResponseWriter, r *http.Request) {
 			switch r.URL.Path {

@@ -166,7 +166,7 @@ func TestApprovedAndNotMadeInTime(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				b := newBed(t, func(_ int64, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusCreated) })
-				b.config.Actions = []*guard.Action{{Name: "default", Approval: &guard.Approval{Within: time.Hour}, RetainResult: c.keep, RetainKey: c.keep}}
+				b.config.Actions = []*guard.Action{{Name: "default", Policy: guard.Policy{Approve: &guard.Approve{Within: guard.Duration(time.Hour)}, RetainResult: guard.Duration(c.keep), RetainKey: guard.Duration(c.keep)}}}
 				b.start()
 				call := func(id string) *httptest.ResponseRecorder {
 					r, w := b.post("one"), httptest.NewRecorder()
@@ -244,7 +244,7 @@ func TestApprovalsWithoutAKey(t *testing.T) {
 	for _, count := range []string{"", "1"} {
 		synctest.Test(t, func(t *testing.T) {
 			b := recognizing(t, charge)
-			b.config.Actions = []*guard.Action{{Name: "default", Default: true, Approval: &guard.Approval{Within: time.Hour}}}
+			b.config.Policy = guard.Policy{Approve: &guard.Approve{Within: guard.Duration(time.Hour)}}
 			b.start()
 			call := func(count string) (id, escalation string) {
 				w := httptest.NewRecorder()
@@ -305,7 +305,7 @@ func TestApprovalsWithoutAKey(t *testing.T) {
 func TestApprovalsOfEqualCallsWithoutAKey(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := recognizing(t, charge)
-		b.config.Actions = []*guard.Action{{Name: "default", Default: true, Approval: &guard.Approval{}}}
+		b.config.Policy = guard.Policy{Approve: &guard.Approve{}}
 		b.start()
 		b.disk.takes = time.Second // so that all three are there at once
 		three := func(escalations map[string]bool) (ids map[string]int) {

@@ -314,7 +314,7 @@ func TestP4RefusalsOfKnownCalls(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				b := acting(t, guard.Action{OnUnknown: guard.OnUnknownRetry}, c.answer)
+				b := acting(t, guard.Action{Policy: guard.Policy{OnUnknown: guard.OnUnknownRetry}}, c.answer)
 				b.config.FailOpen = true
 				b.start()
 				b.serve(httptest.NewRecorder(), b.post(""))

@@ -181,7 +181,7 @@ func TestRetriesOfDoubtsThatAProbeSettles(t *testing.T) {
 func TestNewKeysThatAreAdvisory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := recognizing(t, charge)
-		b.config.Actions = []*guard.Action{{Name: "default", Default: true, AdvisoryKeys: true}}
+		b.config.Policy = guard.Policy{Keys: guard.KeysAdvisory}
 		b.start()
 		keyed := func(key string) *http.Request {
 			r := b.post("ada")
@@ -476,7 +476,7 @@ func TestCancelOnLeave(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				a := newAgents(t)
-				a.config.Actions = []*guard.Action{{Name: "default", Default: true, CancelOnLeave: true}}
+				a.config.Policy = guard.Policy{OnLeave: guard.OnLeaveCancel}
 				a.start()
 				first, leave := context.WithCancel(t.Context())
 				other, leaveSecond := context.WithCancel(t.Context())

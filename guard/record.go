@@ -71,7 +71,7 @@ func (x *Call) begin() error {
 	s.call = evidence.Call{
 		Key: x.call.Key, Caller: x.executions.Caller(x.call.Scope.Caller), Action: x.action.Name,
 		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
-		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.RollbackURI, TTL: x.action.Terms.TTL,
+		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.RollbackURI, TTL: time.Duration(x.action.CheckpointTTL),
 		Critical: x.action.Critical, Severity: x.action.Severity, Guard: x.h.Name,
 	}
 	s.call.Issuer = s.tokens.Issuer()
@@ -303,7 +303,7 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 	switch {
 	case c == nil:
 		return events
-	case x.action.OnError && came.Failed():
+	case x.action.OnError == OnErrorRollback && came.Failed():
 	case s.tokens.workflow() == "" && x.r.Header.Get(HeaderWorkflowID) == "":
 		return events // at most a trace, for which nobody answers
 	default:

@@ -387,7 +387,7 @@ func TestAnswersOnGETStreamsSettleDoubts(t *testing.T) {
 			s.do(s.pay("ada", "4", "k"), "200 replayed event: message\ndata: {\"id\":4,\"error\":{\"code\":-32601}} \n\n")
 		},
 		"it has run again": func(s *resuming) {
-			s.config.Actions = []*guard.Action{{Name: "default", Default: true, OnUnknown: guard.OnUnknownRetry}}
+			s.config.Policy = guard.Policy{OnUnknown: guard.OnUnknownRetry}
 			s.start()
 			s.call("ada", "3", "k")
 			s.call("ada", "4", "k")

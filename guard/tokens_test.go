@@ -462,7 +462,7 @@ func TestLateTokens(t *testing.T) {
 // is good for that call alone, which a retry follows; afterwards, for as long as the key is kept.
 func TestATokenOutlivesNoStream(t *testing.T) {
 	trusting(t, ect.L2, func(b *trust) {
-		b.config.Actions = []*guard.Action{{Name: "default", Deadline: 10 * time.Second, StreamIdle: time.Hour, RetainResult: time.Hour, RetainKey: time.Hour}}
+		b.config.Actions = []*guard.Action{{Name: "default", Policy: guard.Policy{Deadline: guard.Duration(10 * time.Second), StreamIdle: guard.Duration(time.Hour), RetainResult: guard.Duration(time.Hour), RetainKey: guard.Duration(time.Hour)}}}
 		h, err := guard.New(b.config)
 		if err != nil {
 			b.Fatal(err)

@@ -71,7 +71,7 @@ func (x *Call) planUndo(found execution.Finding) error {
 		if x.r.Context().Err() != nil {
 			return x.gone()
 		}
-		if err != nil && plan.Compensate == nil && x.action.Terms.Refuses {
+		if err != nil && plan.Compensate == nil && x.action.OnSnapshotError != checkpoint.Irreversible.String() {
 			return x.noSnapshot(err)
 		}
 		if err != nil {
@@ -148,7 +148,7 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 		Request: checkpoint.Request{
 			Method: x.r.Method, Host: x.r.Host, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Message: c.decision.Request,
 		},
-		Undo: c.decision.Undo, OnError: x.action.OnError,
+		Undo: c.decision.Undo, OnError: x.action.OnError == OnErrorRollback,
 	}
 	if snapshot.Way == checkpoint.Restore {
 		snapshot.Image = c.image
@@ -163,11 +163,11 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 		}
 	}
 	var credentials map[string][]string
-	if x.action.Terms.Recorded && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
+	if x.action.UndoAuth == rollback.AuthRecorded && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
 		credentials = x.credentials()
 	}
 	terms := x.h.Checkpoints
-	terms.TTL, terms.Place = x.action.Terms.TTL, c.decision.Place
+	terms.TTL, terms.Place = time.Duration(x.action.CheckpointTTL), c.decision.Place
 	p, err := x.engine.Checkpoints.Prepare(ctx, snapshot, credentials, terms)
 	if over := (*checkpoint.QuotaError)(nil); errors.As(err, &over) {
 		return x.overCheckpoints(over)
@@ -302,7 +302,7 @@ func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
 			header[name] = values
 		}
 	}
-	if x.action.Terms.Recorded {
+	if x.action.UndoAuth == rollback.AuthRecorded {
 		for name, values := range x.credentials() {
 			if header[name] == nil { // as in the undo: what the configuration writes wins
 				header[name] = values

@@ -62,7 +62,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 	if err != nil {
 		return nil, classPass, err
 	}
-	if isGRPC(r) && !action.Unary {
+	if isGRPC(r) && action.GRPC != GRPCUnary {
 		return h.stream(r, ReasonGRPC)
 	}
 	return action, classGuarded, nil
@@ -287,7 +287,7 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 		}
 		return next.ServeHTTP(w, r) // the guard before this one counts the time
 	}
-	most := h.Deadline
+	most := time.Duration(h.Policy.Deadline)
 	limit := atMost(most, r.Header)
 	c := new(clock)
 	c.start(r.Context(), limit)

@@ -267,14 +267,7 @@ func Presets() []Preset {
 	return []Preset{PresetDefault, PresetStripe, PresetACP, PresetStrict}
 }
 
-// Rules judge a whole answer by its status. The zero value is PresetDefault.
-type Rules struct {
-	Preset Preset
-	// Status overrides the preset for single statuses.
-	Status map[int]Verdict
-}
-
-// Answer is an answer whose body came whole, as Rules read it.
+// Answer is an answer whose body came whole, as a Preset reads it.
 type Answer struct {
 	// Status is the final status.
 	Status int
@@ -305,26 +298,14 @@ func (a Answer) unclear() bool {
 	return false
 }
 
-// Judge reads an answer.
-func (r Rules) Judge(a Answer) Verdict {
-	status := a.Status
-	if v, ok := r.Status[status]; ok {
-		return v
-	}
-	switch r.Preset {
-	case PresetStrict:
-		if status >= 500 {
-			return InDoubt
-		}
-	case PresetACP:
-		if status >= 500 {
-			return Released
-		}
-	}
+// Judge reads an answer. The empty Preset is PresetDefault.
+func (p Preset) Judge(a Answer) Verdict {
 	switch {
-	case a.refused():
+	case p == PresetStrict && a.Status >= 500:
+		return InDoubt
+	case p == PresetACP && a.Status >= 500, a.refused():
 		return Released
-	case r.Preset == PresetStripe:
+	case p == PresetStripe:
 		return judgeStripe(a)
 	case a.unclear():
 		return InDoubt

@@ -205,15 +205,11 @@ func TestOutcomeTable(t *testing.T) {
 			execution.PresetACP: row.acp, execution.PresetStrict: row.strict,
 		} {
 			t.Run(fmt.Sprint(preset, "/", row.status, row.retryAfter), func(t *testing.T) {
-				if got := (execution.Rules{Preset: preset}).Judge(execution.Answer{Status: row.status, RetryAfter: row.retryAfter}); got != want {
+				if got := preset.Judge(execution.Answer{Status: row.status, RetryAfter: row.retryAfter}); got != want {
 					t.Errorf("%v, want %v", got, want)
 				}
 			})
 		}
-	}
-	single := execution.Rules{Preset: execution.PresetStrict, Status: map[int]execution.Verdict{503: done}}
-	if got := single.Judge(execution.Answer{Status: 503}); got != done {
-		t.Errorf("a single status does not go before the preset: %v", got)
 	}
 }
 
@@ -237,10 +233,10 @@ func TestOutcomeByAdvice(t *testing.T) {
 		{503, doubt, done, doubt},
 	} {
 		for advice, want := range map[string]execution.Verdict{"true": row.yes, "false": row.no} {
-			if got := (execution.Rules{Preset: execution.PresetStripe}).Judge(execution.Answer{Status: row.status, ShouldRetry: advice}); got != want {
+			if got := execution.PresetStripe.Judge(execution.Answer{Status: row.status, ShouldRetry: advice}); got != want {
 				t.Errorf("%d with %s: %v, want %v", row.status, advice, got, want)
 			}
-			if got := (execution.Rules{}).Judge(execution.Answer{Status: row.status, ShouldRetry: advice}); got != row.plain {
+			if got := execution.PresetDefault.Judge(execution.Answer{Status: row.status, ShouldRetry: advice}); got != row.plain {
 				t.Errorf("%d with %s by default: %v, want %v", row.status, advice, got, row.plain)
 			}
 		}

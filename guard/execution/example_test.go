@@ -56,9 +56,9 @@ func Example() {
 }
 
 // What a status means depends on the route's preset.
-func ExampleRules_Judge() {
+func ExamplePreset_Judge() {
 	for _, preset := range execution.Presets() {
-		fmt.Println(preset, execution.Rules{Preset: preset}.Judge(execution.Answer{Status: 502}))
+		fmt.Println(preset, preset.Judge(execution.Answer{Status: 502}))
 	}
 	// Output:
 	// default in_doubt
