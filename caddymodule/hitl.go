@@ -454,10 +454,6 @@ func (e *engine) startEscalations(ctx context.Context) error {
 			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
 		})
 	})
-	dispatcher := hitl.NewDispatcher(x.store, hitl.NotifierFunc(e.notify), hitl.DispatcherOptions{
-		OnAttempt: e.attempted,
-		OnError:   func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
-	})
 	x.job = startJob(func(ctx context.Context) {
 		var reaching sync.WaitGroup
 		reaching.Go(func() {
@@ -468,7 +464,10 @@ func (e *engine) startEscalations(ctx context.Context) error {
 				},
 			})
 		})
-		dispatcher.Run(ctx)
+		x.store.Deliver(ctx, hitl.Delivery{
+			Notify: e.notify, OnAttempt: e.attempted,
+			OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
+		})
 		reaching.Wait()
 	})
 	return nil
@@ -613,7 +612,7 @@ func (x *escalating) adopt(o *HITL) {
 	x.begin()
 }
 
-// notify implements hitl.Notifier with the latest configuration.
+// notify is the Delivery.Notify with the latest configuration.
 func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 	a := e.activeConfigs.latest()
 	switch {
