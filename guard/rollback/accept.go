@@ -176,7 +176,7 @@ func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View
 		return err
 	}
 	if !r.KeepDependants {
-		if err := p.Partial(); err != nil {
+		if err := p.partial(); err != nil {
 			return err
 		}
 		if view.More { // what was not looked at may be completed (P6)
@@ -252,7 +252,7 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 // (P6).
 func (d *draft) stateFor(ctx context.Context, c *Coordinator, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
 	if d.PartOf != "" && d.Requester != "" && n.By == d.Requester && !token.Own && token.ID != "" && n.ID != d.Checkpoint {
-		return Elsewhere, outlook{}, nil
+		return elsewhere, outlook{}, nil
 	}
 	return c.stateOf(ctx, n, token)
 }

@@ -629,7 +629,7 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
 	})
 	end(err == nil && obstacle != string(ReasonUnreachable))
-	if errors.Is(err, ErrQuit) {
+	if errors.Is(err, errQuit) {
 		err = ErrStopping
 	}
 	return obstacle, err

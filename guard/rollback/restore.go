@@ -374,7 +374,7 @@ var nothingThere = []byte("\x8f\x1d\xc4\x52\x0b\x9e\x77\xe3\xa6\x30\x5c\xd8\x49\
 // saltedHash is the SHA-256 of a record of 64 bytes: a salt of the rollback's that only this
 // gateway can make, and the SHA-256 of the state (ADR 0041). Equal states are equal within a
 // rollback, and readers cannot guess the state from the hash (C-6.3-b).
-func (u *Undoer) saltedHash(rollback string, state []byte) [32]byte {
+func (u *undoer) saltedHash(rollback string, state []byte) [32]byte {
 	salt := u.o.Guard.Key(execution.Scope{Caller: undoCaller, Method: stateMethod, Path: undoPath, ID: rollback})
 	sum := sha256.Sum256(state)
 	return sha256.Sum256(append(salt[:], sum[:]...))
@@ -437,7 +437,7 @@ func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, er
 
 // Compare reads the present state of what a call has changed, once, and returns why a restore would leave
 // that alone. It is empty if it would not, if the state cannot be read now, and for other ways to undo a call.
-func (u *Undoer) Compare(ctx context.Context, t Task) (Reason, error) {
+func (u *undoer) Compare(ctx context.Context, t Task) (Reason, error) {
 	if err := t.check(); err != nil {
 		return "", err
 	}

@@ -44,7 +44,7 @@
 //
 // Siblings that are no consequences stay (ATD, "Partial Rollback and Blast Radius
 // Containment"), unless a completed one depends on what is undone: then Dependants names it,
-// and [Plan.Partial] refuses until the requester says that they may stay.
+// and [Plan.partial] refuses until the requester says that they may stay.
 //
 // [Plan.Hash] identifies a plan; it covers all that the plan says, and does not depend on nodes
 // that the plan does not name nor on the order in which a token names its parents. Time and memory grow in
@@ -203,7 +203,7 @@ type Rollback struct {
 	// be more to undo.
 	Unreached []Obstacle `json:"unreached,omitempty"`
 	Missing   []string   `json:"missing,omitempty"`
-	// Elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
+	// elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
 	// undoes itself: nothing was done for them here.
 	Elsewhere []string `json:"elsewhere,omitempty"`
 	// Others is how many checkpoints under the workflow's id are not rolled back, because
@@ -425,7 +425,7 @@ type Options struct {
 	Checkpoints *checkpoint.Store
 	Escalations *hitl.Store
 	Ledger      Ledger
-	Undoer      CallUndoer
+	Undoer      Undoer
 	// Keep is how long a finished rollback is kept to answer repeated requests; at least as long
 	// as its checkpoints' execution keys.
 	Keep time.Duration
@@ -453,8 +453,8 @@ type Options struct {
 	Logger *slog.Logger
 }
 
-// CallUndoer undoes one call, as *Undoer does.
-type CallUndoer interface {
+// Undoer undoes one call; [NewUndoer] makes one.
+type Undoer interface {
 	// Undo returns when the undo or ctx has ended. It may then be called again with the same
 	// task, and sends nothing again that was answered.
 	Undo(ctx context.Context, t Task) (Result, error)

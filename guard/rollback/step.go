@@ -88,7 +88,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return failed(reasonTampered), nil
 		case m.State == checkpoint.Undoing && m.Rollback != r.id:
 			return c.busyAt(ctx, r, step.Checkpoint, m)
-		case step.What == Gather:
+		case step.What == gather:
 			e := r.gather(cp.Parents)
 			if e.status != Completed {
 				return e, nil
@@ -746,7 +746,7 @@ func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Ope
 	switch {
 	case step.Status == Completed:
 		return o, false
-	case step.What == Gather: // what it contains was escalated
+	case step.What == gather: // what it contains was escalated
 		return o, false
 	case step.Reason == string(ReasonTimeout):
 		return brief.timeoutOpening(), true

@@ -56,10 +56,10 @@ type Task struct {
 }
 
 var (
-	// ErrTask: a Task is not complete.
-	ErrTask = errors.New("undo: no task")
-	// ErrQuit: shutting down. The same Task goes on later.
-	ErrQuit = errors.New("undo: the process ends")
+	// errTask: a Task is not complete.
+	errTask = errors.New("undo: no task")
+	// errQuit: shutting down. The same Task goes on later.
+	errQuit = errors.New("undo: the process ends")
 )
 
 // whole is the id of the rollback that a person or an agent has asked for. Participants behind a
@@ -69,9 +69,9 @@ func (t *Task) whole() string { return cmp.Or(t.PartOf, t.Rollback) }
 func (t *Task) check() error {
 	switch {
 	case t.Rollback == "" || strings.Contains(t.Rollback+t.Again, "/"):
-		return fmt.Errorf("%w: the rollback's id is empty or has a slash", ErrTask)
+		return fmt.Errorf("%w: the rollback's id is empty or has a slash", errTask)
 	case t.Checkpoint == nil || t.Checkpoint.Snapshot == nil:
-		return fmt.Errorf("%w: without a checkpoint", ErrTask)
+		return fmt.Errorf("%w: without a checkpoint", errTask)
 	}
 	return nil
 }
@@ -157,22 +157,22 @@ type UndoerOptions struct {
 	Keep time.Duration
 }
 
-// Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one sends,
+// undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one sends,
 // the other waits for the outcome.
-type Undoer struct {
+type undoer struct {
 	o           UndoerOptions
 	hash        func(rollback string, state []byte) [32]byte
 	noStateHash bool // asks for no state before and after a compensation; for tests that count requests
 }
 
-// NewUndoer returns an Undoer.
-func NewUndoer(o UndoerOptions) *Undoer {
+// NewUndoer returns the Undoer that sends undos as calls of their own.
+func NewUndoer(o UndoerOptions) Undoer {
 	o.First = cmp.Or(o.First, defaultFirst)
 	o.Longest = max(cmp.Or(o.Longest, defaultLongest), o.First)
 	o.Timeout = cmp.Or(o.Timeout, defaultTimeout)
 	o.Poll = cmp.Or(o.Poll, defaultPoll)
 	o.Keep = cmp.Or(o.Keep, defaultKeep)
-	u := &Undoer{o: o}
+	u := &undoer{o: o}
 	u.hash = u.saltedHash
 	return u
 }
@@ -180,9 +180,9 @@ func NewUndoer(o UndoerOptions) *Undoer {
 // Undo undoes the call, and returns only what is known (P6). It may take until the task is due,
 // and for one request longer.
 //
-// An error says nothing about the undo: ctx ended, ErrQuit, the store is unavailable, or
+// An error says nothing about the undo: ctx ended, errQuit, the store is unavailable, or
 // guard.ErrDraining. The same Task then goes on later, also after a restart.
-func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
+func (u *undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	if err := t.check(); err != nil {
 		return Result{}, err
 	}
@@ -232,7 +232,7 @@ func HadNoEffect(status int) bool {
 }
 
 type job struct {
-	*Undoer
+	*undoer
 	task      Task
 	call      *checkpoint.Snapshot
 	spec      *Spec
@@ -261,7 +261,7 @@ const (
 	stateMethod = "(state)"
 )
 
-func (u *Undoer) newJob(t Task) (*job, error) {
+func (u *undoer) newJob(t Task) (*job, error) {
 	call := t.Checkpoint.Snapshot
 	spec, err := ParseSpec(call.Undo)
 	if err != nil {
@@ -271,7 +271,7 @@ func (u *Undoer) newJob(t Task) (*job, error) {
 	if err != nil {
 		return nil, err
 	}
-	j := &job{Undoer: u, task: t, call: call, spec: spec, templates: parsed}
+	j := &job{undoer: u, task: t, call: call, spec: spec, templates: parsed}
 	j.useKeyOf(t.Rollback)
 	return j, nil
 }
@@ -750,7 +750,7 @@ func (p *pace) wait(ctx context.Context, least time.Duration) (bool, error) {
 	case <-ctx.Done():
 		return false, ctx.Err()
 	case <-p.quit:
-		return false, ErrQuit
+		return false, errQuit
 	}
 }
 
