@@ -59,7 +59,7 @@ type HITL struct {
 	RulesFile string `json:"rules,omitempty"`
 
 	webhook     *hitl.WebhookNotifier
-	rules       []hitl.Rule
+	rules       hitl.RuleSet
 	unreachable *hitl.Unreachable
 }
 
@@ -132,7 +132,7 @@ func (h *HITL) provision(gateway string) error {
 		if set.Unreachable != nil {
 			h.unreachable = set.Unreachable
 		}
-		h.rules = set.Rules
+		h.rules = set
 		if err != nil {
 			return &wrong{"hitl.rules", fmt.Errorf("rules: %s: %w", h.RulesFile, err)}
 		}
@@ -561,14 +561,11 @@ func (e *engine) ruleFor(token *ect.Token) (o hitl.Opening, fits bool) {
 	} {
 		members[name], _ = token.Ext().Text(m)
 	}
-	i := slices.IndexFunc(a.HITL.rules, func(r hitl.Rule) bool { return r.Matches(members) })
-	if i < 0 {
-		return o, false
+	if o, fits = a.HITL.rules.Opening(members); fits {
+		about := errorOpening(token)
+		o.Key, o.Workflow, o.Links = o.Key+" "+about.Key, about.Workflow, about.Links
 	}
-	about := errorOpening(token)
-	o = a.HITL.rules[i].Opening()
-	o.Key, o.Workflow, o.Links = "rule "+a.HITL.rules[i].ID+" "+about.Key, about.Workflow, about.Links
-	return o, true
+	return o, fits
 }
 
 // irreversible reports whether a checkpoint is recorded, and says that its call cannot be undone.

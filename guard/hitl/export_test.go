@@ -14,3 +14,9 @@ var (
 	ErrOpening = errOpening
 	ErrRefused = errRefused
 )
+
+func (s *RuleSet) Rules() []rule { return s.rules }
+
+func (r *rule) Matches(members map[string]string) bool { return r.matches(members) }
+
+func (r *rule) Opening() Opening { return r.opening() }
