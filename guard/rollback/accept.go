@@ -300,7 +300,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		return s.state, outlook{}, nil
 	}
 	o := outlookOf(s.opened)
-	if s.state == InFlight && o.obstacle == string(ReasonUnfilled) { // its answer may bring the values
+	if s.state == InFlight && o.obstacle == string(reasonUnfilled) { // its answer may bring the values
 		o = outlook{way: s.opened.Snapshot.Way.String(), by: informedOf(s.opened)}
 	}
 	return s.state, o, nil
@@ -340,7 +340,7 @@ func outlookOf(opened *checkpoint.Checkpoint) outlook {
 	case is:
 		o.obstacle, o.cause = string(ReasonIrreversible), string(cause)
 	case LacksValues(opened): // of a participant too whose answer was lost: it may have a part all the same
-		o.obstacle = string(ReasonUnfilled)
+		o.obstacle = string(reasonUnfilled)
 	default:
 		o.way = opened.Snapshot.Way.String()
 	}

@@ -85,3 +85,14 @@ var (
 func (p *Plan) Partial() error { return p.partial() }
 
 func (s *Spec) Check() error { return s.check() }
+
+const (
+	ReasonEscalated   = reasonEscalated
+	ReasonLost        = reasonLost
+	ReasonNoPostImage = reasonNoPostImage
+	ReasonPartial     = reasonPartial
+	ReasonTimeout     = reasonTimeout
+	ReasonUnexpected  = reasonUnexpected
+	ReasonUnfilled    = reasonUnfilled
+	ReasonUnverified  = reasonUnverified
+)

@@ -79,7 +79,7 @@ func (j *job) asked(phase Phase) *Participant {
 func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error) {
 	p := j.asked(phase)
 	if p == nil {
-		return nil, requestError{ReasonUnfilled}
+		return nil, requestError{reasonUnfilled}
 	}
 	named := phase
 	if phase == PhaseDry || phase == PhasePrepare {
@@ -102,7 +102,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		Reason     string      `json:"reason,omitempty"`
 	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + p.PartOf, decides, j.task.Reason})
 	if err != nil {
-		return nil, requestError{ReasonUnfilled}
+		return nil, requestError{reasonUnfilled}
 	}
 	to := j.spec.Delegate
 	if phase != PhaseExecute { // a look too: who does not know dry_run would carry it out

@@ -208,7 +208,7 @@ func (b *Rollback) markObstacles() {
 	for i, s := range b.Plan.list() {
 		if step := &b.Steps[i]; s.Obstacle != "" && (s.What == Undo || s.What == Escalate) {
 			step.What, step.Reason, step.Cause = Escalate, s.Obstacle, s.Cause
-			step.Unknown = s.Obstacle == string(ReasonUnfilled)
+			step.Unknown = s.Obstacle == string(reasonUnfilled)
 		}
 	}
 }

@@ -21,7 +21,7 @@ const maxDoubts = 10
 // restore puts back what stood there before the call.
 func (j *job) restore(ctx context.Context) (Result, error) {
 	if j.call.Image == nil {
-		return j.result(ReasonNoPostImage), nil
+		return j.result(reasonNoPostImage), nil
 	}
 	r, err := j.putBack(ctx)
 	if why := (requestError{}); errors.As(err, &why) {
@@ -84,7 +84,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		case known != nil:
 			return j.restored(ctx, *known)
 		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
-			return j.result(ReasonTimeout), nil
+			return j.result(reasonTimeout), nil
 		}
 		now, n, err := j.readTargetInWindow(ctx, doubts > 0)
 		if err != nil {
@@ -103,7 +103,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 			return j.late(last), nil
 		}
 		if doubts == maxDoubts {
-			return j.result(ReasonLost), nil
+			return j.result(reasonLost), nil
 		}
 		if j.disturbed() {
 			return j.result(ReasonChanged), nil
@@ -171,7 +171,7 @@ func (j *job) judge(ctx context.Context, found execution.Finding, now *targetSta
 	case j.overwrites():
 		return nil, nil
 	case post == nil:
-		r = j.result(ReasonNoPostImage)
+		r = j.result(reasonNoPostImage)
 	case !now.shows(post):
 		r = j.result(ReasonChanged)
 	default:
@@ -265,16 +265,16 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 		case n.Reading == changed:
 			return j.result(ReasonChanged), nil
 		case n.Reading == done:
-			return j.result(ReasonUnverified), nil
+			return j.result(reasonUnverified), nil
 		case n.Reading == unexpected:
 			if post := j.post(); n.Attempts <= 1 && post != nil && now.shows(post) {
 				j.doubt = false // it stands there as it did before the answer
 			}
-			return j.result(ReasonUnexpected), nil
+			return j.result(reasonUnexpected), nil
 		}
 		j.doubt = true // 202: it may come yet
 		if !again {
-			return j.result(ReasonTimeout), nil
+			return j.result(reasonTimeout), nil
 		}
 	}
 }
@@ -285,7 +285,7 @@ func (j *job) unreadTarget(n note) Result {
 		if n.Reading == unauthorized {
 			return j.result(ReasonUnauthorized)
 		}
-		return j.result(ReasonUnexpected)
+		return j.result(reasonUnexpected)
 	}
 	return j.late(n)
 }
@@ -455,7 +455,7 @@ func (u *undoer) Compare(ctx context.Context, t Task) (Reason, error) {
 	post := j.post()
 	switch {
 	case post == nil:
-		return ReasonNoPostImage, nil
+		return reasonNoPostImage, nil
 	case !now.shows(post):
 		return ReasonChanged, nil
 	}
@@ -532,7 +532,7 @@ func (j *job) readsInWindow(method string) func(*Answer) note {
 
 func (j *job) restoredInWindow(ctx context.Context, n note) (Result, error) {
 	r, err := j.restored(ctx, n)
-	if err == nil && (r.Done || r.Reason == ReasonUnverified) && j.disturbed() {
+	if err == nil && (r.Done || r.Reason == reasonUnverified) && j.disturbed() {
 		j.doubt = true
 		return j.result(ReasonChanged), nil
 	}

@@ -649,7 +649,7 @@ func (c *Coordinator) overdue(r *run) error {
 		r.mu.Lock()
 		// An undo may be given up because its time is over by this process's clock, which may be a
 		// little ahead of the store's.
-		gaveUp := slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(ReasonTimeout) })
+		gaveUp := slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(reasonTimeout) })
 		none := r.head.TimedOut || !r.head.open() || now.Before(r.head.Due) && !gaveUp
 		r.mu.Unlock()
 		if none {

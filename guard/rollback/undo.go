@@ -114,18 +114,18 @@ const (
 	ReasonChanged       Reason = "changed-since"  // somebody has changed it after the call
 	ReasonRefused       Reason = "refused"        // 409: it has failed for good
 	ReasonUnauthorized  Reason = "unauthorized"   // 401 or 403
-	ReasonUnexpected    Reason = "unexpected"     // an answer that the contract does not know
-	ReasonLost          Reason = "answer-lost"    // no decisive answer, and it may have had its effect
+	reasonUnexpected    Reason = "unexpected"     // an answer that the contract does not know
+	reasonLost          Reason = "answer-lost"    // no decisive answer, and it may have had its effect
 	ReasonUnreachable   Reason = "unreachable"    // no answer, and nothing was sent
-	ReasonTimeout       Reason = "timeout"        // not done when the rollback was due
-	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
+	reasonTimeout       Reason = "timeout"        // not done when the rollback was due
+	reasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
 	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
 	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another server
 	ReasonOtherUpstream Reason = "other-upstream" // the configuration leads elsewhere than the recorded credentials may go
-	ReasonPartial       Reason = "partial"        // the delegate has undone a part
-	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
-	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
-	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
+	reasonPartial       Reason = "partial"        // the delegate has undone a part
+	reasonEscalated     Reason = "escalated"      // the delegate has left it to a person
+	reasonUnverified    Reason = "unverified"     // after it, something else stands there
+	reasonNoPostImage   Reason = "no-image"       // what stood there is not known
 	ReasonForeign       Reason = "foreign"        // what the answer to the call has named is not the checkpoint of it
 )
 
@@ -201,7 +201,7 @@ func (u *undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	j, err := u.newJob(t)
 	if err != nil {
 		// The recorded undo can never be done: a result, and no error.
-		return Result{Reason: ReasonUnfilled}, nil
+		return Result{Reason: reasonUnfilled}, nil
 	}
 	switch {
 	case c.Snapshot.Way == checkpoint.Restore:
@@ -210,7 +210,7 @@ func (u *undoer) Undo(ctx context.Context, t Task) (Result, error) {
 		c.Snapshot.Way == checkpoint.Delegate && j.spec.Delegate != "":
 		return j.compensated(ctx)
 	}
-	return Result{Reason: ReasonUnfilled}, nil
+	return Result{Reason: reasonUnfilled}, nil
 }
 
 // irreversible reports that a call cannot be undone, and why.
@@ -343,7 +343,7 @@ func (j *job) late(n note) Result {
 	case n.Reading == unsent && !j.doubt:
 		return j.result(ReasonUnreachable)
 	}
-	return j.result(ReasonTimeout)
+	return j.result(reasonTimeout)
 }
 
 func (j *job) overdue() bool { return !j.task.Due.IsZero() && !time.Now().Before(j.task.Due) }
@@ -419,7 +419,7 @@ func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 			Reason  string `json:"reason,omitempty"`
 		}{"urn:uuid:" + j.task.Rollback, j.call.Root(), "execute", true, j.task.Reason})
 		if err != nil {
-			return nil, requestError{ReasonUnfilled}
+			return nil, requestError{reasonUnfilled}
 		}
 		return j.completeRequest(ctx, Outgoing{
 			Method: http.MethodPost, URL: j.spec.Delegate, Body: body, Delegated: true,
@@ -441,7 +441,7 @@ func (j *job) asking(ctx context.Context) (*Outgoing, error) {
 		return nil, nil
 	}
 	o, err := j.fill(ctx, j.templates.status)
-	if errors.Is(err, requestError{ReasonUnfilled}) {
+	if errors.Is(err, requestError{reasonUnfilled}) {
 		return nil, nil
 	}
 	if err != nil {
@@ -464,7 +464,7 @@ func (j *job) fill(ctx context.Context, t *template.Template) (*Outgoing, error)
 	}
 	req, err := t.Fill(src)
 	if err != nil {
-		return nil, requestError{ReasonUnfilled}
+		return nil, requestError{reasonUnfilled}
 	}
 	return j.completeRequest(ctx, Outgoing{Method: req.Method, URL: req.URL, Header: req.Header, Body: req.Body})
 }
