@@ -62,8 +62,7 @@ func (h circuitHook) PermanentlyOpen(ev breaker.Event) {
 
 // Probe implements proxy.Hook.
 func (h circuitHook) Probe(ctx context.Context, key breaker.Key, lasts time.Duration) (release func(), until time.Time, ok bool) {
-	p, until, ok := h.e.breakers.Probe(ctx, key, lasts)
-	return p.Release, until, ok
+	return h.e.breakers.Probe(ctx, key, lasts)
 }
 
 // Slow implements proxy.Hook.

@@ -59,7 +59,7 @@ type HITL struct {
 	RulesFile string `json:"rules,omitempty"`
 
 	webhook     *hitl.WebhookNotifier
-	rules       []hitl.Rule
+	rules       hitl.RuleSet
 	unreachable *hitl.Unreachable
 }
 
@@ -132,7 +132,7 @@ func (h *HITL) provision(gateway string) error {
 		if set.Unreachable != nil {
 			h.unreachable = set.Unreachable
 		}
-		h.rules = set.Rules
+		h.rules = set
 		if err != nil {
 			return &wrong{"hitl.rules", fmt.Errorf("rules: %s: %w", h.RulesFile, err)}
 		}
@@ -454,10 +454,6 @@ func (e *engine) startEscalations(ctx context.Context) error {
 			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
 		})
 	})
-	dispatcher := hitl.NewDispatcher(x.store, hitl.NotifierFunc(e.notify), hitl.DispatcherOptions{
-		OnAttempt: e.attempted,
-		OnError:   func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
-	})
 	x.job = startJob(func(ctx context.Context) {
 		var reaching sync.WaitGroup
 		reaching.Go(func() {
@@ -468,7 +464,10 @@ func (e *engine) startEscalations(ctx context.Context) error {
 				},
 			})
 		})
-		dispatcher.Run(ctx)
+		x.store.Deliver(ctx, hitl.Delivery{
+			Notify: e.notify, OnAttempt: e.attempted,
+			OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
+		})
 		reaching.Wait()
 	})
 	return nil
@@ -562,14 +561,11 @@ func (e *engine) ruleFor(token *ect.Token) (o hitl.Opening, fits bool) {
 	} {
 		members[name], _ = token.Ext().Text(m)
 	}
-	i := slices.IndexFunc(a.HITL.rules, func(r hitl.Rule) bool { return r.Matches(members) })
-	if i < 0 {
-		return o, false
+	if o, fits = a.HITL.rules.Opening(members); fits {
+		about := errorOpening(token)
+		o.Key, o.Workflow, o.Links = o.Key+" "+about.Key, about.Workflow, about.Links
 	}
-	about := errorOpening(token)
-	o = a.HITL.rules[i].Opening()
-	o.Key, o.Workflow, o.Links = "rule "+a.HITL.rules[i].ID+" "+about.Key, about.Workflow, about.Links
-	return o, true
+	return o, fits
 }
 
 // irreversible reports whether a checkpoint is recorded, and says that its call cannot be undone.
@@ -613,7 +609,7 @@ func (x *escalating) adopt(o *HITL) {
 	x.begin()
 }
 
-// notify implements hitl.Notifier with the latest configuration.
+// notify is the Delivery.Notify with the latest configuration.
 func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 	a := e.activeConfigs.latest()
 	switch {

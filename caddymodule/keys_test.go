@@ -70,7 +70,7 @@ func record(t *testing.T, app *App, id string) {
 		t.Fatal(err)
 	}
 	e.Recording().Start(201, nil)
-	e.Write([]byte(strings.Repeat("charged ", 100)))
+	e.Write([]byte(strings.Repeat("charged ", 100)), false)
 	if err := e.Settle(t.Context(), execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}); err != nil {
 		t.Fatal(err)
 	}

@@ -175,7 +175,7 @@ func TestCounts(t *testing.T) {
 		{settle(execution.InDoubt), at("executions_total", `,outcome="in_doubt"`)},
 		{a.Replayed, at("replays_total", "")},
 		{a.Attached, at("attaches_total", "")},
-		{func() { a.Recognized(execution.EvidenceUnanswered) }, `agent_guard_recognized_total{action="pay",evidence="unanswered",guard="g"}`},
+		{func() { a.Recognized("unanswered") }, `agent_guard_recognized_total{action="pay",evidence="unanswered",guard="g"}`},
 		{func() { a.Cancelled(false) }, at("cancellations_total", `,result="kept"`)},
 		{func() { a.Cancelled(true) }, at("cancellations_total", `,result="passed_on"`)},
 		{a.FailedOpen, at("fail_open_total", "")},

@@ -101,7 +101,7 @@ const rollbackGrace = 10 * time.Second
 
 // rollbackLedger returns the ledger for the coordinator. It verifies and records with the
 // latest configuration, and keeps its events for keep.
-func (e *engine) rollbackLedger(keep time.Duration) *evidence.RollbackLedger {
+func (e *engine) rollbackLedger(keep time.Duration) rollback.Ledger {
 	return evidence.NewRollbackLedger(evidence.RollbackLedgerOptions{Keep: keep, Recorder: e.evidenceRecorder})
 }
 

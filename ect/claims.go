@@ -136,8 +136,8 @@ func (c *claimSet) read(payload string) error {
 			*id = canonical
 		}
 	}
-	c.input, _ = ParseHash(c.inputText)
-	c.output, _ = ParseHash(c.outputText)
+	c.input, _ = parseHash(c.inputText)
+	c.output, _ = parseHash(c.outputText)
 	return nil
 }
 

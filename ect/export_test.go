@@ -5,7 +5,10 @@ package ect
 var (
 	ErrOtherWorkflow = errOtherWorkflow
 	ParseRing        = parseRing
+	ParseHash        = parseHash
 )
+
+func (k *Key) Algorithm() Algorithm { return k.algorithm }
 
 func (s *FileSource) Retired(kid string) []*Key { return s.replaced(kid) }
 

@@ -221,6 +221,9 @@ func (g graph) add(n ect.Node) {
 	g[n.ID] = append(g[n.ID], n)
 }
 
+// exampleDomain owns keys of no particular agent.
+var exampleDomain, _ = ect.ParseOwner("spiffe://example.com")
+
 // must makes a failed call fatal: must(f())(t).
 func must[T any](v T, err error) func(testing.TB) T {
 	return func(t testing.TB) T {

@@ -32,9 +32,6 @@ type Key struct {
 // ID is the key's name, the header parameter kid of its tokens.
 func (k *Key) ID() string { return k.id }
 
-// Algorithm is the only one that the key is used with.
-func (k *Key) Algorithm() Algorithm { return k.algorithm }
-
 // Owner is the identity, or identities, for which the key may sign.
 func (k *Key) Owner() Owner { return k.owner }
 
@@ -106,11 +103,7 @@ const (
 	nobody ownerKind = iota
 	oneIdentity
 	trustDomain
-	anyone
 )
-
-// Anyone lets a key sign for every issuer, for sets whose owners trust each other.
-func Anyone() Owner { return Owner{kind: anyone} }
 
 // ParseOwner reads an owner: a SPIFFE trust domain ("spiffe://example.com") is all
 // identities in it, any other URI is that identity.
@@ -135,8 +128,6 @@ func (o Owner) String() string {
 		return o.name
 	case trustDomain:
 		return spiffeScheme + o.name
-	case anyone:
-		return "anyone"
 	}
 	return "nobody"
 }
@@ -158,8 +149,6 @@ func (o Owner) permits(issuer string) bool {
 	case trustDomain:
 		domain, ok := spiffeDomain(issuer)
 		return ok && domain == o.name
-	case anyone:
-		return validIdentity(issuer)
 	}
 	return false
 }

@@ -55,7 +55,7 @@ func TestSetSkips(t *testing.T) {
 		})
 	}
 	for _, text := range []string{"", "{}", "null", "[]", `{"keys":{}}`, `{"keys":[],"keys":[]}`, `{"keys":[]} x`, `{"kty":"EC"}`} {
-		if _, err := ect.ParseSet([]byte(text), ect.Anyone()); err == nil {
+		if _, err := ect.ParseSet([]byte(text), exampleDomain); err == nil {
 			t.Errorf("%s is a set", text)
 		}
 	}
@@ -71,7 +71,7 @@ func TestUnreadableKeys(t *testing.T) {
 			if good == 1 {
 				text = strings.Replace(string(keySet(t, a.jwk(t, nil))), "[", "["+entry+",", 1)
 			}
-			set, err := ect.ParseSet([]byte(text), ect.Anyone())
+			set, err := ect.ParseSet([]byte(text), exampleDomain)
 			if err != nil || set.Len() != good || len(set.Skipped()) != 1 {
 				t.Errorf("%s: %v, %v", text, set, err)
 			}
@@ -80,7 +80,7 @@ func TestUnreadableKeys(t *testing.T) {
 		if err := os.WriteFile(path, []byte(`{"keys":[`+entry+`]}`), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: ect.Anyone()}); err == nil {
+		if _, err := ect.NewFileSource(ect.FileOptions{Path: path, Owner: exampleDomain}); err == nil {
 			t.Errorf("a file with nothing but %s is a source", entry)
 		}
 	}
@@ -89,7 +89,7 @@ func TestUnreadableKeys(t *testing.T) {
 // TestUnnamedKey: a key without a name has its thumbprint (RFC 7638) for one.
 func TestUnnamedKey(t *testing.T) {
 	text := `{"keys":[{"kty":"OKP","crv":"Ed25519","x":"11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo"}]}`
-	set := must(ect.ParseSet([]byte(text), ect.Anyone()))(t)
+	set := must(ect.ParseSet([]byte(text), exampleDomain))(t)
 	// The example of RFC 8037, appendix A.3.
 	if keys, _ := set.Keys(t.Context(), "kPrK_qmxVWaYVA9wwBF6Iuo3vVzz7TxHCTwXBygrS4k"); len(keys) != 1 || keys[0].Algorithm() != ect.EdDSA {
 		t.Errorf("keys %v, skipped %v", set.All(), set.Skipped())
@@ -154,8 +154,8 @@ func TestOwners(t *testing.T) {
 			t.Errorf("%q is %v", bad, o)
 		}
 	}
-	if ect.Anyone().String() != "anyone" || (ect.Owner{}).String() != "nobody" {
-		t.Error("names")
+	if (ect.Owner{}).String() != "nobody" {
+		t.Error("the zero owner has another name")
 	}
 }
 
@@ -164,7 +164,7 @@ func TestOwners(t *testing.T) {
 func TestLargeSets(t *testing.T) {
 	for n, ok := range map[int]bool{10_000: true, 10_001: false} {
 		text := `{"keys":[` + strings.Repeat("0,", n-1) + `0]}`
-		set, err := ect.ParseSet([]byte(text), ect.Anyone())
+		set, err := ect.ParseSet([]byte(text), exampleDomain)
 		if (err == nil) != ok || err != nil && !strings.Contains(err.Error(), "more than 10000") {
 			t.Errorf("%d: %v, %v", n, set, err)
 		}
@@ -266,7 +266,7 @@ func TestFileSourceFresh(t *testing.T) {
 		}
 	}
 	write(a)
-	s := must(ect.NewFileSource(ect.FileOptions{Path: path, Owner: ect.Anyone(), CheckInterval: 1}))(t)
+	s := must(ect.NewFileSource(ect.FileOptions{Path: path, Owner: exampleDomain, CheckInterval: 1}))(t)
 	write(b)
 	if !sourceHas(t, s, "b") {
 		t.Error("a write within the same tick was not seen")
@@ -314,7 +314,7 @@ func (p *publisher) count() int {
 
 func urlSource(t testing.TB, p *publisher) *ect.URLSource {
 	t.Helper()
-	s := must(ect.NewURLSource(ect.URLOptions{URL: "https://agents.example.com/jwks", Owner: ect.Anyone(), Client: &http.Client{Transport: p}}))(t)
+	s := must(ect.NewURLSource(ect.URLOptions{URL: "https://agents.example.com/jwks", Owner: exampleDomain, Client: &http.Client{Transport: p}}))(t)
 	return s
 }
 

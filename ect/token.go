@@ -86,19 +86,11 @@ func (t *Token) CheckInput(body Hash) error {
 // Unverified has the claims of a token that was not verified. Anybody can have written it.
 type Unverified struct {
 	content
-	level     Level
-	keyID     string
-	algorithm string
+	level Level
 }
 
 // Level is the form of the token: L1 without a signature, L2 with one, valid or not.
 func (u *Unverified) Level() Level { return u.level }
-
-// KeyID is the header parameter kid.
-func (u *Unverified) KeyID() string { return u.keyID }
-
-// Algorithm is the header parameter alg, known or not.
-func (u *Unverified) Algorithm() string { return u.algorithm }
 
 // ParseInsecure reads a token of at most maxToken bytes without verifying anything. Use
 // it to show a token to a person, never to decide. The error is an *Error.
@@ -118,7 +110,7 @@ func ParseInsecure(raw string) (*Unverified, error) {
 	if parts.unsigned {
 		level = L1
 	}
-	return &Unverified{content: claims.content, level: level, keyID: parts.head.kid, algorithm: parts.head.alg}, nil
+	return &Unverified{content: claims.content, level: level}, nil
 }
 
 // content has the claims of a token. Its methods are those of Token, Draft and
@@ -242,11 +234,11 @@ func Sum(octets []byte) Hash { return Hash{sha256.Sum256(octets), true} }
 // HashOf wraps a SHA-256 that was computed elsewhere.
 func HashOf(sum [sha256.Size]byte) Hash { return Hash{sum, true} }
 
-// ParseHash reads a SHA-256: 43 characters of base64url without padding, the form that is
+// parseHash reads a SHA-256: 43 characters of base64url without padding, the form that is
 // written. The figures of the drafts prefix the algorithm and leave open what follows, so
 // it also reads 64 hexadecimal digits, the prefixes "sha256:" and "sha256-", and behind
 // the latter padded base64 as in Subresource Integrity (ADR 0054).
-func ParseHash(v string) (Hash, bool) {
+func parseHash(v string) (Hash, bool) {
 	bare, named := strings.CutPrefix(v, "sha256:")
 	integrity := false
 	if !named {

@@ -66,7 +66,7 @@ func (r *callSink) Write(p []byte, needed bool) bool {
 	if s := r.x.shown; s != nil && s.Len() <= maxShown {
 		_, _ = s.Write(p) // never fails
 	}
-	return r.e.WriteFor(p, needed)
+	return r.e.Write(p, needed)
 }
 func (r *callSink) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
 func (r *callSink) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }

@@ -45,11 +45,6 @@ var probeResultNames = [probeResults]string{"applied", "not_applied", "unknown"}
 
 func (r ProbeResult) String() string { return probeResultNames[r] }
 
-var retryEvidence = [...]execution.Evidence{
-	execution.EvidenceUnanswered, execution.EvidenceInDoubt, execution.EvidenceAnswer, execution.EvidenceStated,
-	execution.EvidenceKey,
-}
-
 var verdicts = [...]execution.Verdict{execution.Completed, execution.Released, execution.InDoubt}
 
 // ActionCounts counts the outcomes of one action's calls. Counting is one atomic addition.
@@ -62,10 +57,10 @@ type ActionCounts struct {
 	attaches atomic.Uint64
 	failOpen atomic.Uint64
 	probes   [probeResults]atomic.Uint64
-	retries  [len(retryEvidence)]atomic.Uint64 // that were recognised
-	cancels  [2]atomic.Uint64                  // that were kept back, and passed on
-	kinds    []problem.Kind                    // of problems that are counted
-	problems []atomic.Uint64                   // by kind
+	retries  [len(execution.EvidenceKinds)]atomic.Uint64 // that were recognised
+	cancels  [2]atomic.Uint64                            // that were kept back, and passed on
+	kinds    []problem.Kind                              // of problems that are counted
+	problems []atomic.Uint64                             // by kind
 }
 
 // Begun counts an execution that has begun. Settled must follow.
@@ -89,7 +84,7 @@ func (a *ActionCounts) Attached() { a.attaches.Add(1) }
 
 // Recognized counts a call that was recognised as a retry by evidence.
 func (a *ActionCounts) Recognized(e execution.Evidence) {
-	a.retries[slices.Index(retryEvidence[:], e)].Add(1)
+	a.retries[slices.Index(execution.EvidenceKinds[:], e)].Add(1)
 }
 
 // Cancelled counts a notifications/cancelled for a running call.
@@ -145,7 +140,7 @@ func (a *ActionCounts) Report() ActionReport {
 		Probes: map[ProbeResult]uint64{}, Problems: map[string]uint64{}, Recognized: map[execution.Evidence]uint64{},
 		CancelsKept: a.cancels[0].Load(), CancelsPassed: a.cancels[1].Load(),
 	}
-	for i, e := range retryEvidence {
+	for i, e := range execution.EvidenceKinds {
 		r.Recognized[e] = a.retries[i].Load()
 	}
 	for i, v := range verdicts {

@@ -170,7 +170,7 @@ type saga struct {
 type rollbacks struct {
 	*rollback.Coordinator
 	escalations *hitl.Store
-	ledger      *evidence.RollbackLedger
+	ledger      rollback.Ledger
 	sending     func() // called before an undo changes something; nil is nothing
 }
 

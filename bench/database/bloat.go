@@ -221,7 +221,7 @@ func (o *BloatOptions) one(ctx context.Context, g *execution.Guard, n int64, ans
 		return err
 	}
 	e.Recording().Start(200, map[string][]string{"Content-Type": {"application/json"}})
-	e.Write(answer)
+	e.Write(answer, false)
 	return e.Settle(context.WithoutCancel(ctx), execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true})
 }
 

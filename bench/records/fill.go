@@ -86,6 +86,6 @@ func (s *shape) execute(ctx context.Context, g *execution.Guard, n uint64) error
 		return err
 	}
 	e.Recording().Start(200, answer.header)
-	e.Write(answer.body)
+	e.Write(answer.body, false)
 	return e.Settle(ctx, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true})
 }

@@ -160,14 +160,14 @@ type Call struct {
 	Retry bool
 	// Deadline is when the call is of no use any more; zero for never.
 	Deadline time.Time
-	// Unserved is called once where a call has waited for UnservedAfter, and goes on to wait, or for as
+	// Unserved is called once where a call has waited for unservedAfter, and goes on to wait, or for as
 	// long as it may. It may be nil.
 	Unserved func()
 }
 
-// UnservedAfter is how long a call waits until it counts as unserved (ATD, "Unsatisfiable Resource
+// unservedAfter is how long a call waits until it counts as unserved (ATD, "Unsatisfiable Resource
 // Hints").
-const UnservedAfter = 60 * time.Second
+const unservedAfter = 60 * time.Second
 
 // Pool is a set of permits. Its methods may be called from any goroutine.
 type Pool struct {
@@ -300,7 +300,7 @@ func (p *Pool) Acquire(ctx context.Context, c *Call, t *Permit) error {
 func (p *Pool) await(ctx context.Context, c *Call, w *waiter, wait time.Duration) error {
 	over := time.NewTimer(wait)
 	defer over.Stop()
-	unserved := time.NewTimer(UnservedAfter)
+	unserved := time.NewTimer(unservedAfter)
 	defer unserved.Stop()
 	reported := c.Unserved == nil
 	report := func() {

@@ -8,3 +8,5 @@ func Lots(p *Pool) int { return len(p.lots) }
 
 // Failures is how many failed calls p remembers.
 func Failures(p *Pool) int { return len(p.failed.keys[0]) + len(p.failed.keys[1]) }
+
+const UnservedAfter = unservedAfter

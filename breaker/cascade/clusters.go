@@ -197,12 +197,12 @@ func (d *Detector) cluster(o *opening) {
 	f := &finding{group: g, downstreams: []downstream{o.of}, openings: all}
 	f.ID, f.Pattern, f.Class = identify(Clustering, workflow, o.of.name, first.at), Clustering, Service
 	f.Root = Root{
-		Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: o.of.name, Reasons: []Reason{BreakerOpen},
+		Workflow: cmp.Or(first.workflow, workflow), Error: first.event, Agent: o.of.name, Reasons: []string{breakerOpen},
 	}
 	switch {
 	case o.of.target:
 		f.Class = Infrastructure
-		f.Root.Agent, f.Root.Target, f.Root.Reasons = "", o.of.name, append(f.Root.Reasons, SharedState)
+		f.Root.Agent, f.Root.Target, f.Root.Reasons = "", o.of.name, append(f.Root.Reasons, sharedState)
 	case service != nil:
 		if f.Root.Pool = service.name; !service.down(d.now, int64(d.set.Window)) {
 			f.Class = Agent

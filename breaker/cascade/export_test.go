@@ -130,3 +130,11 @@ func (d *Detector) Faults() error {
 	}
 	return nil
 }
+
+const (
+	NamedByError = namedByError
+	IsSlow       = isSlow
+	IsExhausted  = isExhausted
+	AllAddresses = allAddresses
+	SharedState  = sharedState
+)

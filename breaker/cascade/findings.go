@@ -36,20 +36,17 @@ const (
 	Infrastructure Class = "infrastructure"
 )
 
-// Reason is what speaks for the root.
-type Reason string
-
-// The reasons.
+// What speaks for a root.
 const (
-	Followed     Reason = "followed"        // others failed because of it
-	NamedByError Reason = "named_by_errors" // the errors of others name it
-	Earliest     Reason = "earliest"        // it failed first
-	BreakerOpen  Reason = "breaker_open"    // a breaker of its address is open
-	IsSlow       Reason = "slow"            // its address answers slowly
-	IsExhausted  Reason = "exhausted"       // a resource is exhausted
-	AllAddresses Reason = "all_addresses"   // all addresses of its pool fail
-	Siblings     Reason = "siblings"        // others failed beside it
-	SharedState  Reason = "shared_state"    // calls of several agents that change the same target failed
+	followed     = "followed"        // others failed because of it
+	namedByError = "named_by_errors" // the errors of others name it
+	earliest     = "earliest"        // it failed first
+	breakerOpen  = "breaker_open"    // a breaker of its address is open
+	isSlow       = "slow"            // its address answers slowly
+	isExhausted  = "exhausted"       // a resource is exhausted
+	allAddresses = "all_addresses"   // all addresses of its pool fail
+	siblings     = "siblings"        // others failed beside it
+	sharedState  = "shared_state"    // calls of several agents that change the same target failed
 )
 
 // Root is where a cascade began.
@@ -66,7 +63,7 @@ type Root struct {
 	// 3.1.2); Pool is then set if they go to one service. LastWrite is the node of the last call that had changed
 	// it in the Workflow before, if it is known and the system answers.
 	Target, LastWrite string
-	Reasons           []Reason
+	Reasons           []string // what speaks for it, in fixed words
 }
 
 // Part is what a cascade has in one workflow. A workflow may be shown its own only (P3).
@@ -327,13 +324,13 @@ func (d *Detector) seek(f *finding) {
 	x = cmp.Or(x, heads[0])
 	r := Root{Workflow: x.node.workflow.id, Node: x.node.id, Error: cmp.Or(x.err, x.node.id), Agent: x.party}
 	if len(x.parties.list) > 1 {
-		r.Reasons = append(r.Reasons, Followed)
+		r.Reasons = append(r.Reasons, followed)
 	}
 	if x.named {
-		r.Reasons = append(r.Reasons, NamedByError)
+		r.Reasons = append(r.Reasons, namedByError)
 	}
 	if heads[0].at == x.at {
-		r.Reasons = append(r.Reasons, Earliest)
+		r.Reasons = append(r.Reasons, earliest)
 	}
 	f.from, f.Class = x.failure, Agent
 	if x.node.pool != nil && x.own {
@@ -352,7 +349,7 @@ func (d *Detector) seek(f *finding) {
 	}
 	if len(services) > 1 {
 		f.Class = Infrastructure
-		f.Root.Reasons = append(f.Root.Reasons, Siblings)
+		f.Root.Reasons = append(f.Root.Reasons, siblings)
 	}
 }
 
@@ -362,22 +359,22 @@ func (d *Detector) signals(x *failure, r *Root) Class {
 	class := Agent
 	at := cmp.Or(x.node.pool.addresses[x.address], new(address))
 	if len(at.open) > 0 {
-		r.Reasons = append(r.Reasons, BreakerOpen)
+		r.Reasons = append(r.Reasons, breakerOpen)
 	}
 	if at.slow {
-		r.Reasons = append(r.Reasons, IsSlow)
+		r.Reasons = append(r.Reasons, isSlow)
 	}
 	again := func(y *failure) bool { return y != x && y.own && y.node.pool == x.node.pool }
 	if x.node.pool.down(d.now, int64(d.set.Window)) && slices.ContainsFunc(x.in().members, again) {
 		class = Service
-		r.Reasons = append(r.Reasons, AllAddresses)
+		r.Reasons = append(r.Reasons, allAddresses)
 	}
 	gateway := d.exhausted("")
 	if x.kind == Exhausted && gateway {
 		class = Infrastructure
 	}
 	if x.kind == Exhausted && (gateway || d.exhausted(x.node.pool.name)) {
-		r.Reasons = append(r.Reasons, IsExhausted)
+		r.Reasons = append(r.Reasons, isExhausted)
 	}
 	return class
 }
@@ -411,7 +408,7 @@ func (d *Detector) common(f *finding, heads []*head) bool {
 	}
 	r := &f.Root
 	r.Target, r.Address = target.name, ""
-	r.Reasons = append(slices.DeleteFunc(r.Reasons, func(r Reason) bool { return r == AllAddresses }), SharedState)
+	r.Reasons = append(slices.DeleteFunc(r.Reasons, func(r string) bool { return r == allAddresses }), sharedState)
 	f.Class = Service
 	if !one {
 		f.Class = Infrastructure

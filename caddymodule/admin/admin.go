@@ -116,13 +116,13 @@ type Store interface {
 	Release()
 }
 
-// API serves the routes.
-type API struct {
+// endpoints serve the routes.
+type endpoints struct {
 	stores Stores
 }
 
-// New makes the API over stores.
-func New(stores Stores) *API { return &API{stores: stores} }
+// New makes the admin API over stores.
+func New(stores Stores) caddy.AdminHandler { return &endpoints{stores} }
 
 // routes are the paths below Prefix.
 var routes = []api.Route[handler]{
@@ -161,7 +161,7 @@ var routes = []api.Route[handler]{
 
 // ServeHTTP implements caddy.AdminHandler. It writes refusals of requests itself, as Caddy does:
 // Caddy logs a returned error as one of the server.
-func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
+func (a *endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	err := a.serve(w, r)
 	var refused caddy.APIError
 	if !errors.As(err, &refused) || refused.HTTPStatus < 400 || refused.HTTPStatus > 499 {
@@ -173,7 +173,7 @@ func (a *API) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	return json.NewEncoder(w).Encode(refused)
 }
 
-func (a *API) serve(w http.ResponseWriter, r *http.Request) error {
+func (a *endpoints) serve(w http.ResponseWriter, r *http.Request) error {
 	path := strings.TrimPrefix(r.URL.EscapedPath(), Prefix)
 	if to, name := api.Match(routes, path); to != nil {
 		return a.on(w, r, to, name)
@@ -227,7 +227,7 @@ func posted[T any](like string, limit int64, serve func(q *request, body *T) (an
 
 // on calls the handler of a route with the requested store, and writes its result. name is
 // that in the path, percent-encoded.
-func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler], name string) error {
+func (a *endpoints) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler], name string) error {
 	if !to.Allows(r.Method) {
 		w.Header().Set("Allow", to.Method)
 		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, to.Method)
@@ -271,7 +271,7 @@ func (a *API) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler],
 }
 
 // view returns the store at path, or the only one if path is empty.
-func (a *API) view(path string) (Store, error) {
+func (a *endpoints) view(path string) (Store, error) {
 	open := a.stores.Paths()
 	slices.Sort(open)
 	if of, why := a.stores.Unopened(); why != nil && (path == of || path == "" && len(open) == 0) {
@@ -328,8 +328,6 @@ func refusal(err error, otherwise int, packages []string) error {
 }
 
 var corePackages, rollbackPackages = []string{"guard", "ledger", "hitl", "plan"}, []string{"rollback", "plan", "checkpoint"}
-
-var _ caddy.AdminHandler = (*API)(nil)
 
 // params is the query of a request. It keeps the first error until done.
 type params struct {

@@ -36,7 +36,7 @@ var ctx = context.Background()
 type rig struct {
 	unopened error // why the store of the configuration is not open
 	t        *testing.T
-	api      *admin.API
+	api      caddy.AdminHandler
 	stores   map[string]*opened
 	now      time.Time
 }
@@ -243,7 +243,7 @@ func (o *opened) settle(e *execution.Execution, outcome execution.Outcome) {
 	o.rig.t.Helper()
 	if outcome.Verdict == execution.Completed {
 		e.Recording().Start(201, map[string][]string{"X-Secret": {"of the answer"}})
-		e.Write([]byte(`{"secret":"of the answer"}`))
+		e.Write([]byte(`{"secret":"of the answer"}`), false)
 		outcome.Status, outcome.Whole = 201, true
 	}
 	if err := e.Settle(ctx, outcome); err != nil {

@@ -57,11 +57,11 @@ func (c *conn) Write(p []byte) (int, error) {
 		c.stale()
 		return 0, errGone
 	}
-	if !a.Begin() {
+	if !a.beginWrite() {
 		return 0, errAttemptOver
 	}
 	n, err := c.Conn.Write(p)
-	a.Wrote(n)
+	a.endWrite(n)
 	return n, err
 }
 

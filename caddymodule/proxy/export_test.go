@@ -86,3 +86,8 @@ func (w *Watch) Ours() bool {
 	defer w.mu.Unlock()
 	return w.attempt != nil && !w.outside
 }
+
+func (a *Attempt) Begin() bool { return a.beginWrite() }
+func (a *Attempt) Wrote(n int) { a.endWrite(n) }
+func (a *Attempt) Unknown()    { a.noteUncounted() }
+func (a *Attempt) Unframed()   { a.noteUnframed() }

@@ -292,9 +292,9 @@ func (c *ownContext) Value(key any) any {
 	return c.Context.Value(key)
 }
 
-// Begin announces a write of bytes of the request. If it returns false, nothing may be
+// beginWrite announces a write of bytes of the request. If it returns false, nothing may be
 // written: the attempt has ended, and its count was reported as final.
-func (a *Attempt) Begin() bool {
+func (a *Attempt) beginWrite() bool {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	if a.sealed {
@@ -305,23 +305,23 @@ func (a *Attempt) Begin() bool {
 	return true
 }
 
-// Wrote ends a write that Begin allowed: n bytes were accepted.
-func (a *Attempt) Wrote(n int) {
+// endWrite ends a write that beginWrite allowed: n bytes were accepted.
+func (a *Attempt) endWrite(n int) {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	a.pending--
 	a.wrote = a.wrote || n > 0
 }
 
-// Unknown notes that the attempt sends in a way that cannot be counted.
-func (a *Attempt) Unknown() {
+// noteUncounted notes that the attempt sends in a way that cannot be counted.
+func (a *Attempt) noteUncounted() {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	a.unknown = true
 }
 
-// Unframed notes that the response body ends with the connection.
-func (a *Attempt) Unframed() {
+// noteUnframed notes that the response body ends with the connection.
+func (a *Attempt) noteUnframed() {
 	a.watch.mu.Lock()
 	defer a.watch.mu.Unlock()
 	a.unframed = true

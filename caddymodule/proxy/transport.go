@@ -178,7 +178,7 @@ func (t *Transport) forward(req *http.Request, attempt *Attempt) (*http.Response
 	}
 	res, err := t.send(req, attempt)
 	if err == nil && unframed(req, res) {
-		attempt.Unframed()
+		attempt.noteUnframed()
 	}
 	attempt.Done(err)
 	return res, err
@@ -188,7 +188,7 @@ func (t *Transport) forward(req *http.Request, attempt *Attempt) (*http.Response
 // the connection away from HTTP, and HTTP/3 connections cannot be wrapped.
 func (t *Transport) send(req *http.Request, attempt *Attempt) (*http.Response, error) {
 	if t.http3 || req.Header.Get("Upgrade") != "" {
-		attempt.Unknown()
+		attempt.noteUncounted()
 		return t.HTTPTransport.RoundTrip(req)
 	}
 	t.SetScheme(req)

@@ -105,7 +105,7 @@ func TestEnds(t *testing.T) {
 func TestManyLinksInOneMove(t *testing.T) {
 	_, l := linked(t)
 	var parents []string
-	for n := range MaxParents {
+	for n := range maxParents {
 		parents = append(parents, fmt.Sprint("parent-", n))
 	}
 	const events = 40

@@ -46,16 +46,16 @@ const (
 	MaxClaims = 16 << 10
 	// MaxName is the longest id, workflow, action or parent, in bytes.
 	MaxName = 256
-	// MaxParents is the largest number of parents.
-	MaxParents = 100
+	// maxParents is the largest number of parents.
+	maxParents = 100
 
 	maxIssuer = 2048
 	maxHeader = 512
 	// maxSignature is the longest signature, in bytes.
 	maxSignature = 512
-	maxLinks     = MaxParents + 1 // further ids under which an event is found
+	maxLinks     = maxParents + 1 // further ids under which an event is found
 	// maxLeaf is the longest encoding of an entry, in bytes.
-	maxLeaf = MaxPayload + maxIssuer + 3*MaxName + MaxParents*(MaxName+fieldOverhead) + fixedOverhead
+	maxLeaf = MaxPayload + maxIssuer + 3*MaxName + maxParents*(MaxName+fieldOverhead) + fixedOverhead
 )
 
 // Event is one recorded decision.
@@ -127,8 +127,8 @@ func (e *Event) check() error {
 		return fmt.Errorf("%w: a name is longer than %d bytes", ErrInvalid, MaxName)
 	case len(e.Issuer) > maxIssuer:
 		return fmt.Errorf("%w: the issuer is longer than %d bytes", ErrInvalid, maxIssuer)
-	case len(e.Parents) > MaxParents:
-		return fmt.Errorf("%w: %d parents, at most %d", ErrInvalid, len(e.Parents), MaxParents)
+	case len(e.Parents) > maxParents:
+		return fmt.Errorf("%w: %d parents, at most %d", ErrInvalid, len(e.Parents), maxParents)
 	case len(e.Payload) == 0 || len(e.Payload) > MaxPayload:
 		return fmt.Errorf("%w: payload of %d bytes, from 1 to %d", ErrInvalid, len(e.Payload), MaxPayload)
 	case len(e.Header) > maxHeader || e.Header != nil && (len(e.Header) == 0 || len(e.Payload) > MaxClaims):

@@ -120,7 +120,7 @@ func TestEventLimits(t *testing.T) {
 		"issuer":  func(e *Event) { e.Issuer = strings.Repeat("i", maxIssuer) },
 		"payload": func(e *Event) { e.Payload = make([]byte, MaxPayload) },
 		"all":     func(e *Event) { *e = largestEvent(name) },
-		"parents": func(e *Event) { e.Payload, e.Parents = make([]byte, MaxPayload), parents(MaxParents) },
+		"parents": func(e *Event) { e.Payload, e.Parents = make([]byte, MaxPayload), parents(maxParents) },
 	} {
 		if err := fits(change); err != nil {
 			t.Errorf("%s: %v", what, err)
@@ -134,7 +134,7 @@ func TestEventLimits(t *testing.T) {
 		"issuer":       func(e *Event) { e.Issuer = strings.Repeat("i", maxIssuer+1) },
 		"no payload":   func(e *Event) { e.Payload = nil },
 		"payload":      func(e *Event) { e.Payload = make([]byte, MaxPayload+1) },
-		"parents":      func(e *Event) { e.Parents = parents(MaxParents + 1) },
+		"parents":      func(e *Event) { e.Parents = parents(maxParents + 1) },
 		"empty parent": func(e *Event) { e.Parents = []string{""} },
 		"long parent":  func(e *Event) { e.Parents = []string{name + "n"} },
 		"time":         func(e *Event) { e.Time = time.Unix(1<<60, 0) },
@@ -163,7 +163,7 @@ func largestEvent(id string) Event {
 }
 
 func longParents() []string {
-	all := make([]string, MaxParents)
+	all := make([]string, maxParents)
 	for i := range all {
 		all[i] = strings.Repeat("p", MaxName-3) + fmt.Sprintf("%03d", i)
 	}

@@ -135,7 +135,7 @@ func Describe(r *rollback.Rollback, id string) *rollback.Rollback {
 			doc.Cascaded = append(doc.Cascaded, rollback.AgentStatus{Agent: o.Agent, Status: rollback.Status(o.Status)})
 		}
 	}
-	doc.FollowUp = followUp(r)
+	doc.FollowUp = r.Remaining()
 	return &doc
 }
 
@@ -251,108 +251,6 @@ func effect(unknown, mixed bool) string {
 		return rollback.EffectMixed
 	}
 	return ""
-}
-
-// maxFollowUp is the largest number of sentences in a document.
-const maxFollowUp = 50
-
-// remedies say what a person should do about an uncompleted step, by its reason.
-var remedies = map[string]string{
-	string(rollback.ReasonIrreversible):  "it cannot be undone by the gateway; undo it by hand, or decide that it stays",
-	string(rollback.ReasonChanged):       "somebody has changed it since; look at it, and put it back by hand or leave it",
-	string(rollback.ReasonRefused):       "the upstream refuses to undo it for good; ask who runs it, and undo it by hand",
-	string(rollback.ReasonUnauthorized):  "the upstream did not accept the credentials of the undo; correct `undo_auth`, and undo it by hand or ask again under a new id",
-	string(rollback.ReasonUnexpected):    "the upstream's answer to the undo is not known; find out what became of it",
-	string(rollback.ReasonPartial):       "the agent that was asked has undone a part of it; look there for the rest, and undo it by hand",
-	string(rollback.ReasonEscalated):     "the agent that was asked has left it to a person; look there who decides",
-	string(rollback.ReasonLost):          "no answer to the undo came, and it may have had its effect; find out in the target system",
-	string(rollback.ReasonUnreachable):   "the upstream could not be reached, and nothing was sent; ask again under a new id when it is back",
-	string(rollback.ReasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",
-	string(rollback.ReasonUnfilled):      "the request of the undo cannot be made of what was recorded, as where the answer to the call was lost; find out what became of the call, and undo it by hand",
-	string(rollback.ReasonNoUpstream):    "nothing in the configuration leads to its upstream any more, and nothing was tried; undo it by hand, or put a route to it back and ask again under a new id",
-	string(rollback.ReasonOtherUpstream): "the configuration leads to another upstream than the one that the recorded credentials are for; undo it by hand, or put the route back and ask again under a new id",
-	string(rollback.ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
-	string(rollback.ReasonUnverified):    "after the undo something else stands there; look at it",
-	string(rollback.ReasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",
-	reasonExpired:                        "its time to be undone is over; undo it by hand, or decide that it stays",
-	"checkpoint-tampered":                "what is kept of it is not what was recorded; examine the store, and undo it by hand",
-	"checkpoint-unknown":                 "a group has it, and nobody knows it here; find out what it stood for",
-	"foreign":                            "another gateway or agent has made the checkpoint; ask for its rollback there",
-	"policy":                             "it was not tried, since something that must be undone with it cannot be; look at the other steps, and ask again under a new id for what is to be undone all the same",
-	"denied":                             "people have not approved that it is undone, and it stays as it is",
-	"plan-changed":                       "what people have approved is another plan by now, and nothing was undone; ask again under a new id",
-	"conflict":                           "the agent that was asked has another rollback under way; ask again under a new id when that is over",
-	"missing":                            "the group contains checkpoints that nobody knows here; find out what they stood for",
-	"members":                            "some of what the group contains was not undone; look at the steps of those",
-	"busy":                               "another rollback has left it half undone; look at that one before you ask again under a new id",
-	"unavailable":                        "the undo could not be carried on in time, and it may have had its effect; find out in the target system, and ask again under a new id",
-}
-
-// reasonExpired occurs in plans too.
-const reasonExpired = "checkpoint-expired"
-
-const otherRemedy = "it is not undone; look at it"
-
-// followUp lists what a person must still do. For a plan it lists what would be left.
-func followUp(r *rollback.Rollback) []string {
-	var all []string
-	add := func(format string, args ...any) {
-		switch len(all) {
-		case maxFollowUp:
-		case maxFollowUp - 1:
-			all = append(all, "There is more; look at the steps.")
-		default:
-			all = append(all, fmt.Sprintf(format, args...))
-		}
-	}
-	if r.Waits != "" {
-		add("Escalation %s asks people whether it goes on.", r.Waits)
-	}
-	for i := range r.Steps {
-		s := &r.Steps[i]
-		reason := s.Reason
-		switch {
-		case s.State == rollback.StepDone && s.Status == rollback.Completed:
-			continue
-		case s.State == rollback.StepDone:
-		case r.State == rollback.Executing:
-			continue // not finished: nothing to do yet
-		case s.What == rollback.Expired:
-			reason = reasonExpired
-		case s.What == rollback.Escalate && reason == "":
-			reason = string(rollback.ReasonIrreversible)
-		case s.What == rollback.Escalate:
-		default:
-			continue
-		}
-		remedy, ok := remedies[reason]
-		if !ok {
-			remedy = otherRemedy
-		}
-		text := fmt.Sprintf("Checkpoint %s: %s.", s.Checkpoint, remedy)
-		if s.Escalation != "" {
-			text += fmt.Sprintf(" Escalation %s tells people of it.", s.Escalation)
-		}
-		add("%s", text)
-	}
-	if p := r.Plan; p != nil && r.State != rollback.Executing {
-		if n := len(p.Passed); n > 0 {
-			add("%d actions in the scope have no checkpoint, so that nothing undoes them; look at `uncovered`.", n)
-		}
-		if n := len(p.Dependants); n > 0 {
-			add("%d completed actions depend on what is undone, and stay; look at `dependants`.", n)
-		}
-		if n := p.Left; n > 0 {
-			add("%d checkpoints under the workflow's id are not linked to the requester's part of it, and stay; a coordinator or an operator can undo them.", n)
-		}
-		for _, o := range r.Unreached {
-			add("Nobody knows what %s has done in the workflow (%s), and none of it was undone; ask for the rollback again when it answers.", o.Agent, o.Reason)
-		}
-		if n := len(p.Missing); n > 0 {
-			add("%d checkpoints of a group are not known here; look at `missing`.", n)
-		}
-	}
-	return all
 }
 
 // result is the result of a rollback in the form of an older draft: the members of its

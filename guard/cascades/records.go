@@ -71,7 +71,7 @@ func (r *record) describe(f *cascade.Finding) {
 	d.Root = &api.CascadeRoot{
 		Workflow: f.Root.Workflow, Node: f.Root.Node, Error: f.Root.Error, Agent: f.Root.Agent, Guard: f.Root.Pool, Upstream: f.Root.Address,
 		Target: f.Root.Target, LastWrite: f.Root.LastWrite,
-		Reasons: reasons(f),
+		Reasons: f.Root.Reasons,
 	}
 	if stays {
 		d.Root, d.Failed, d.Affected = root, max(failed, f.Failed), max(affected, f.Affected)

@@ -439,7 +439,7 @@ func (w *Watch) record(now time.Time, r *record, f *cascade.Finding, b *store.Ba
 		}
 		if f.Root.Workflow == p.Workflow {
 			c.Target = f.Root.Target
-			c.Root, c.Description = f.Root.Error, "the root is where it is because of: "+strings.Join(reasons(f), ", ")
+			c.Root, c.Description = f.Root.Error, "the root is where it is because of: "+strings.Join(f.Root.Reasons, ", ")
 		} else if len(p.Errors) > 0 {
 			c.Root = p.Errors[0]
 		}
@@ -462,13 +462,6 @@ func (w *Watch) record(now time.Time, r *record, f *cascade.Finding, b *store.Ba
 	}
 	b.Join(batch)
 	return nil
-}
-
-func reasons(f *cascade.Finding) (all []string) {
-	for _, r := range f.Root.Reasons {
-		all = append(all, string(r))
-	}
-	return all
 }
 
 // ask opens the questions to people: one for each workflow in which many agents are affected, or that is to
@@ -615,10 +608,10 @@ func (w *Watch) announce(r *record, f *cascade.Finding, first bool) {
 	w.o.Log.Warn(text,
 		slog.String("cascade", r.Doc.ID), slog.String("pattern", string(f.Pattern)), slog.String("class", string(f.Class)),
 		slog.Int("failed", f.Failed), slog.Int("affected", f.Affected), slog.Int("workflows", len(f.Parts)),
-		slog.String("guard", f.Root.Pool), slog.String("upstream", upstream), slog.Any("reasons", reasons(f)))
+		slog.String("guard", f.Root.Pool), slog.String("upstream", upstream), slog.Any("reasons", f.Root.Reasons))
 	w.o.Emit(map[string]any{
 		"cascade": r.Doc.ID, "again": !first, "pattern": string(f.Pattern), "class": string(f.Class), "failed": f.Failed, "affected": f.Affected,
-		"workflows": len(f.Parts), "guard": f.Root.Pool, "upstream": upstream, "reasons": reasons(f),
+		"workflows": len(f.Parts), "guard": f.Root.Pool, "upstream": upstream, "reasons": f.Root.Reasons,
 	})
 }
 

@@ -26,7 +26,7 @@ func fullSnapshot() Snapshot {
 
 func fullResult() Result {
 	s := fullSnapshot()
-	return Result{Status: 201, Upstream: 202, Reason: ReasonUnkept, Answer: s.Request.Message, Image: s.Image}
+	return Result{Status: 201, Upstream: 202, Reason: reasonUnkept, Answer: s.Request.Message, Image: s.Image}
 }
 
 // filled reports an empty member, so that a new one is not forgotten.

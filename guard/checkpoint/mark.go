@@ -162,7 +162,7 @@ func (v *Store) Advance(ctx context.Context, id string, found Mark, step Step, e
 
 func (m *Mark) may(step Step) error {
 	if step.Rollback == "" || len(step.Rollback) > maxRollback {
-		return fmt.Errorf("%w: a rollback id of %d bytes, from 1 to %d", ErrInvalid, len(step.Rollback), maxRollback)
+		return fmt.Errorf("%w: a rollback id of %d bytes, from 1 to %d", errInvalid, len(step.Rollback), maxRollback)
 	}
 	if len(step.Doubt) > maxRollback || step.To == Active && m.Doubt != "" {
 		return fmt.Errorf("%w: what is in doubt stays so", ErrStep)

@@ -44,7 +44,7 @@ type Terms struct {
 
 func (t *Terms) check() error {
 	if t.TTL < MinTTL || t.TTL > MaxTTL {
-		return fmt.Errorf("%w: a ttl of %v, from %v to %v", ErrInvalid, t.TTL, MinTTL, MaxTTL)
+		return fmt.Errorf("%w: a ttl of %v, from %v to %v", errInvalid, t.TTL, MinTTL, MaxTTL)
 	}
 	return nil
 }
@@ -52,15 +52,15 @@ func (t *Terms) check() error {
 func (s *Snapshot) check() error {
 	switch {
 	case s.ID == "" || len(s.ID) > maxID:
-		return fmt.Errorf("%w: an id of %d bytes, from 1 to %d", ErrInvalid, len(s.ID), maxID)
+		return fmt.Errorf("%w: an id of %d bytes, from 1 to %d", errInvalid, len(s.ID), maxID)
 	case len(s.First) > maxID:
-		return fmt.Errorf("%w: a first attempt's id of %d bytes, at most %d", ErrInvalid, len(s.First), maxID)
+		return fmt.Errorf("%w: a first attempt's id of %d bytes, at most %d", errInvalid, len(s.First), maxID)
 	case max(len(s.Workflow), len(s.Action), len(s.Upstream)) > maxName:
-		return fmt.Errorf("%w: a workflow, action or upstream of more than %d bytes", ErrInvalid, maxName)
+		return fmt.Errorf("%w: a workflow, action or upstream of more than %d bytes", errInvalid, maxName)
 	case s.Way < Restore || s.Way > Irreversible:
-		return fmt.Errorf("%w: %d is no way to undo a call", ErrInvalid, s.Way)
+		return fmt.Errorf("%w: %d is no way to undo a call", errInvalid, s.Way)
 	case s.Reversible() == (s.Reason != ""):
-		return fmt.Errorf("%w: a reason is needed where a call cannot be undone, and only there", ErrInvalid)
+		return fmt.Errorf("%w: a reason is needed where a call cannot be undone, and only there", errInvalid)
 	}
 	return nil
 }
@@ -81,7 +81,7 @@ type Handle struct {
 // Pending.Snapshot shows it.
 //
 // A *QuotaError means that the workflow or the caller has too many already. The batch must be
-// ended; its error is ErrTaken if a checkpoint has this id.
+// ended; its error is errTaken if a checkpoint has this id.
 func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string][]string, t Terms) (*Pending, error) {
 	if err := t.check(); err != nil {
 		return nil, err
@@ -117,7 +117,7 @@ func (v *Store) Prepare(ctx context.Context, s Snapshot, credentials map[string]
 		return nil, err
 	}
 	h.left = s.left()
-	p.Batch = v.batch(ErrTaken, held.ended)
+	p.Batch = v.batch(errTaken, held.ended)
 	p.Add(v.snapshots.Put(v.snapshots.Key(h.name[:]), &h.part, store.Absent(), h.expires))
 	p.Add(v.putPieces(h.name, kindSnapshot, &h.part, plain, h.expires)...)
 	if s.Credentials > 0 {

@@ -27,13 +27,13 @@ const (
 	OfWorkflow = "workflow"
 	OfCaller   = "caller"
 	OverCount  = "count"
-	OverBytes  = "bytes"
+	overBytes  = "bytes"
 	OverRate   = "rate"
 )
 
 // QuotaError refuses a checkpoint, and with it the call. Nothing was recorded.
 type QuotaError struct {
-	// Of is OfWorkflow or OfCaller; Over is the exceeded bound: OverCount, OverBytes or OverRate.
+	// Of is OfWorkflow or OfCaller; Over is the exceeded bound: OverCount, overBytes or OverRate.
 	Of, Over string
 	// Most is the bound.
 	Most int64
@@ -176,7 +176,7 @@ func (v *Store) take(ctx context.Context, u *held, h *Handle, b bounds, now time
 	if full != nil {
 		over := &QuotaError{Of: b.of, Over: OverCount, Most: int64(b.Count), Retry: full.Retry}
 		if b.Count <= 0 || full.Stands.N < b.Count && b.Bytes > 0 && full.Stands.Bytes+need.Bytes > b.Bytes {
-			over.Over, over.Most = OverBytes, b.Bytes
+			over.Over, over.Most = overBytes, b.Bytes
 		}
 		err = over
 	}

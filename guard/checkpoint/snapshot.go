@@ -224,8 +224,8 @@ const (
 	ReasonMethod Reason = "method"
 	// ReasonTooLarge: the undo needs more than may be kept.
 	ReasonTooLarge Reason = "too-large"
-	// ReasonUnkept: the store had no room for what the undo needs of the answer.
-	ReasonUnkept Reason = "not-kept"
+	// reasonUnkept: the store had no room for what the undo needs of the answer.
+	reasonUnkept Reason = "not-kept"
 )
 
 // Record makes the writes that record a call's result in the outcome's commit. It replaces an
@@ -239,14 +239,14 @@ const (
 // The batch must be ended.
 func (v *Store) Record(ctx context.Context, h Handle, r Result) (*Pending, error) {
 	if h.expires.IsZero() {
-		return nil, fmt.Errorf("%w: the handle of no checkpoint", ErrInvalid)
+		return nil, fmt.Errorf("%w: the handle of no checkpoint", errInvalid)
 	}
 	r.fit()
 	p := &Pending{Batch: v.batch(nil, nil), handle: h} // before anything is sealed
 	plain := r.encode()
 	at := split(plain)
 	if err := v.keep(ctx, v.putPieces(h.name, kindResult, at, plain, h.expires)); err != nil {
-		plain = (&Result{Status: r.Status, Upstream: r.Upstream, Reason: ReasonUnkept}).encode()
+		plain = (&Result{Status: r.Status, Upstream: r.Upstream, Reason: reasonUnkept}).encode()
 		at = split(plain)
 	}
 	p.sum = at.Sum

@@ -63,10 +63,10 @@ func table[T any](st store.Store, sealer store.Sealer, kind byte) store.Table[T]
 
 // Errors of Store.
 var (
-	// ErrInvalid: the argument breaks a rule; the message says which.
-	ErrInvalid = errors.New("checkpoint: invalid")
-	// ErrTaken: a checkpoint has this id already.
-	ErrTaken = errors.New("checkpoint: the id is taken")
+	// errInvalid: the argument breaks a rule; the message says which.
+	errInvalid = errors.New("checkpoint: invalid")
+	// errTaken: a checkpoint has this id already.
+	errTaken = errors.New("checkpoint: the id is taken")
 	// ErrUnknown: no checkpoint has this id.
 	ErrUnknown = errors.New("checkpoint: unknown")
 	// ErrExpired: its ttl is over (cascade 4.2.3).

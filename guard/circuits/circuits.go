@@ -91,7 +91,7 @@ func New(o Options) *Keeper {
 	}
 	k.fleet = others{
 		changed: make(chan struct{}, 1), open: map[string]record{}, again: map[string]bool{},
-		held: map[string]time.Time{}, sent: map[breaker.Key]*Probe{},
+		held: map[string]time.Time{}, sent: map[breaker.Key]*sentProbe{},
 	}
 	if k.members = fleet.Of(o.Store); k.members != nil {
 		k.Node = k.members.Self().Node

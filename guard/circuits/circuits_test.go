@@ -116,8 +116,8 @@ func (g *gateway) fail() {
 
 // probing is a probe under way.
 type probing struct {
-	permit breaker.Permit
-	lease  *circuits.Probe
+	permit  breaker.Permit
+	release func()
 }
 
 // probe asks for a probe, as the transport does. until is when to ask again if it is refused.
@@ -130,16 +130,16 @@ func (g *gateway) probe() (p *probing, until time.Time) {
 	if !permit.Probe() {
 		g.t.Fatalf("no probe is asked for: the breaker is %v", g.state())
 	}
-	lease, until, ok := g.keeper.Probe(g.t.Context(), upstream, time.Minute)
+	release, until, ok := g.keeper.Probe(g.t.Context(), upstream, time.Minute)
 	if !ok {
 		return nil, permit.Yield(until).Until
 	}
-	return &probing{permit, lease}, time.Time{}
+	return &probing{permit, release}, time.Time{}
 }
 
 func (p *probing) end(class breaker.Class) {
 	p.permit.Done(breaker.Outcome{Class: class, Cause: "status 502"})
-	p.lease.Release()
+	p.release()
 }
 
 // members are processes on one store, by the names of their nodes.

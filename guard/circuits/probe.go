@@ -28,7 +28,7 @@ type others struct {
 	changes uint64          // counts what other nodes have written
 	// held says until when, by the process's clock, the probe of another node is waited for, by its key.
 	held map[string]time.Time
-	sent map[breaker.Key]*Probe // under way, of this node
+	sent map[breaker.Key]*sentProbe // under way, of this node
 }
 
 // probe is what is stored of a probe that serves all nodes.
@@ -49,8 +49,8 @@ type probe struct {
 	Cause        string        `json:"cause,omitempty"`
 }
 
-// Probe is one that this node sends for all. A nil one is sent for this node alone.
-type Probe struct {
+// sentProbe is one that this node sends for all. A nil one is sent for this node alone.
+type sentProbe struct {
 	k       *Keeper
 	of      probe
 	key     []byte
@@ -239,9 +239,14 @@ func (k *Keeper) obey(ctx context.Context, key []byte) error {
 // Probe asks whether this node may send the probe of a breaker for all nodes, for as long as lasts. It is false
 // while another one does; until is then when that has to have ended, zero if unknown. Where the store cannot say,
 // each node sends its own: a breaker must not stay open because of the store.
-func (k *Keeper) Probe(ctx context.Context, key breaker.Key, lasts time.Duration) (p *Probe, until time.Time, ok bool) {
+//
+// release gives the right of a probe back that has said nothing of the upstream.
+func (k *Keeper) Probe(
+	ctx context.Context, key breaker.Key, lasts time.Duration,
+) (release func(), until time.Time, ok bool) {
+	var p *sentProbe
 	if k.members == nil {
-		return nil, time.Time{}, true
+		return p.release, time.Time{}, true
 	}
 	f := &k.fleet
 	at := k.probeKey(key)
@@ -250,7 +255,7 @@ func (k *Keeper) Probe(ctx context.Context, key breaker.Key, lasts time.Duration
 	until, held := f.held[string(at)]
 	f.mu.Unlock()
 	if held && time.Now().Before(until) {
-		return nil, until, false
+		return p.release, until, false
 	}
 	asking, cancel := context.WithTimeout(ctx, leaseTime)
 	defer cancel()
@@ -259,13 +264,13 @@ func (k *Keeper) Probe(ctx context.Context, key breaker.Key, lasts time.Duration
 		if ctx.Err() == nil {
 			k.o.Log.Warn("it is not known whether another node probes an upstream; this one does", slog.String("upstream", key.Upstream), slog.Any("error", err))
 		}
-		return nil, time.Time{}, true
+		return p.release, time.Time{}, true
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if p != nil {
 		f.sent[key] = p
-		return p, time.Time{}, true
+		return p.release, time.Time{}, true
 	}
 	if left > 0 {
 		until = time.Now().Add(left)
@@ -273,16 +278,16 @@ func (k *Keeper) Probe(ctx context.Context, key breaker.Key, lasts time.Duration
 			f.held[string(at)] = until
 		}
 	}
-	return nil, until, false
+	return p.release, until, false
 }
 
 // lease takes the lease of a probe, or returns how long another node still has it; 0 if that is unknown.
-func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts time.Duration) (*Probe, time.Duration, error) {
+func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts time.Duration) (*sentProbe, time.Duration, error) {
 	now, err := k.o.Store.Now(ctx)
 	if err != nil {
 		return nil, 0, err
 	}
-	p := &Probe{k: k, key: at, of: probe{
+	p := &sentProbe{k: k, key: at, of: probe{
 		Upstream: key.Upstream, Class: key.Class, Node: k.Node, Boot: k.members.Boot(), Follows: map[string]uint64{},
 	}}
 	var other probe
@@ -318,9 +323,9 @@ func (k *Keeper) lease(ctx context.Context, key breaker.Key, at []byte, lasts ti
 	return p, 0, nil
 }
 
-// Release gives the lease of a probe back that has said nothing of the upstream. After the end of another one it
+// release gives the lease of a probe back that has said nothing of the upstream. After the end of another one it
 // does nothing.
-func (p *Probe) Release() {
+func (p *sentProbe) release() {
 	if p == nil || !p.k.taken(p) {
 		return
 	}
@@ -333,7 +338,7 @@ func (p *Probe) Release() {
 }
 
 // taken ends a probe of this node; false if it has ended before.
-func (k *Keeper) taken(p *Probe) bool {
+func (k *Keeper) taken(p *sentProbe) bool {
 	key := breaker.Key{Upstream: p.of.Upstream, Class: p.of.Class}
 	k.fleet.mu.Lock()
 	defer k.fleet.mu.Unlock()
@@ -346,7 +351,7 @@ func (k *Keeper) taken(p *Probe) bool {
 
 // Transition stores a change of a breaker, and with it what the probe says to the other nodes that has led to it.
 func (k *Keeper) Transition(ctx context.Context, ev breaker.Event) error {
-	var p *Probe
+	var p *sentProbe
 	switch ev.Reason {
 	case breaker.ProbePassed, breaker.ProbeFailed, breaker.ProbeTimedOut:
 		k.fleet.mu.Lock()

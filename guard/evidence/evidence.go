@@ -5,7 +5,7 @@
 // breakers and rollbacks in the gateway's name (cascade 3.2.4, 4.2.1, 4.4.2).
 // [Evidence.NewBatch] makes the writes that append presented tokens and drafts to a commit.
 // [Evidence.UseWrite] and [Evidence.UseStatus] keep a token from being used
-// twice. A [RollbackLedger] reads recorded workflows for the planning of rollbacks.
+// twice. The ledger of [NewRollbackLedger] reads recorded workflows for the planning of rollbacks.
 package evidence
 
 import (

@@ -129,7 +129,7 @@ func (n *testNode) verify(raw string) (*ect.Token, error) {
 }
 
 // recorder reads the ledger for rollbacks.
-func (n *testNode) recorder() *RollbackLedger {
+func (n *testNode) recorder() rollback.Ledger {
 	return NewRollbackLedger(RollbackLedgerOptions{
 		Keep: time.Hour, Recorder: func() (Recorder, bool) { return Recorder{Evidence: n.Evidence, EventBuilder: n.builder}, true },
 	})

@@ -34,7 +34,7 @@ type Recorder struct {
 // own reports whether an entry is the gateway's, also under a former name.
 func (rec *Recorder) own(e *ledger.Entry) bool { return rec.EventBuilder.Own(e) }
 
-// RollbackLedgerOptions are the settings of a RollbackLedger. Recorder is required.
+// RollbackLedgerOptions are the settings of NewRollbackLedger. Recorder is required.
 type RollbackLedgerOptions struct {
 	// Recorder returns that of the latest configuration; false if that has no identity. It
 	// is called for each read and event.
@@ -46,26 +46,24 @@ type RollbackLedgerOptions struct {
 	MaxNodes int
 }
 
-// RollbackLedger is the rollback.Ledger of the coordinator. It returns verified and complete
+// rollbackLedger is the rollback.Ledger of the coordinator. It returns verified and complete
 // data, or an error: checkpoint.ErrTampered if an entry or the tree was altered, or
 // ErrNoIdentity. It is safe for concurrent use.
-type RollbackLedger struct {
+type rollbackLedger struct {
 	o     RollbackLedgerOptions
 	known parentCache
 }
 
-var _ rollback.Ledger = (*RollbackLedger)(nil)
-
-// NewRollbackLedger makes a RollbackLedger.
-func NewRollbackLedger(o RollbackLedgerOptions) *RollbackLedger {
+// NewRollbackLedger makes the ledger that the coordinator of rollbacks reads and writes.
+func NewRollbackLedger(o RollbackLedgerOptions) rollback.Ledger {
 	if o.MaxNodes == 0 {
 		o.MaxNodes = rollback.MaxNodes
 	}
-	return &RollbackLedger{o: o}
+	return &rollbackLedger{o: o}
 }
 
 // recorder is that of the latest configuration.
-func (l *RollbackLedger) recorder() (*Recorder, error) {
+func (l *rollbackLedger) recorder() (*Recorder, error) {
 	rec, ok := l.o.Recorder()
 	if !ok {
 		return nil, ErrNoIdentity
@@ -79,7 +77,7 @@ func (l *RollbackLedger) recorder() (*Recorder, error) {
 // Ids are unique within a workflow only. Of several checkpoints the gateway's own is taken,
 // else the one recorded first, since nobody can add an earlier one. With an error, id and
 // workflow are set if an entry was found, so that the failure can be recorded.
-func (l *RollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Checkpoint, error) {
+func (l *rollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Checkpoint, error) {
 	rec, err := l.recorder()
 	if err != nil {
 		return rollback.Checkpoint{}, asTampered(err)
@@ -407,7 +405,7 @@ func (rec *Recorder) agentBehind(ctx context.Context, c *parentCache, e *ledger.
 
 // appendEvent drafts an event for a commit, unless the event is recorded already, perhaps
 // before a restart.
-func (l *RollbackLedger) appendEvent(ctx context.Context, workflow string, id func(*Evidence) string,
+func (l *rollbackLedger) appendEvent(ctx context.Context, workflow string, id func(*Evidence) string,
 	draft func(*Recorder, time.Time) (*ect.Draft, error),
 ) (rollback.Evidence, error) {
 	return l.appendEvents(ctx, workflow, id, func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
@@ -417,7 +415,7 @@ func (l *RollbackLedger) appendEvent(ctx context.Context, workflow string, id fu
 }
 
 // appendEvents is appendEvent for an event with further tokens and drafts.
-func (l *RollbackLedger) appendEvents(ctx context.Context, workflow string, id func(*Evidence) string,
+func (l *rollbackLedger) appendEvents(ctx context.Context, workflow string, id func(*Evidence) string,
 	draft func(*Recorder, time.Time) ([]*ect.Token, []*ect.Draft, error),
 ) (rollback.Evidence, error) {
 	rec, err := l.recorder()
@@ -444,7 +442,7 @@ func (l *RollbackLedger) appendEvents(ctx context.Context, workflow string, id f
 // else the checkpoint (cascade 4.4.1). A parent that was passed to Evidence.Seen only is
 // recorded with it, so that the token that requests a rollback enters the workflow only once
 // the rollback is accepted.
-func (l *RollbackLedger) Started(ctx context.Context, r *rollback.Rollback, parents []string) (rollback.Evidence, error) {
+func (l *rollbackLedger) Started(ctx context.Context, r *rollback.Rollback, parents []string) (rollback.Evidence, error) {
 	return l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackStartID(r.ID) },
 		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
 			parent, tokens, err := rec.cause(ctx, r, parents)
@@ -482,7 +480,7 @@ func (rec *Recorder) cause(ctx context.Context, r *rollback.Rollback, parents []
 
 // Stepped records the result of a step: compensate where a compensation was sent, else
 // rollback_complete (cascade Figure 13).
-func (l *RollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Evidence, error) {
+func (l *rollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *rollback.Step, way checkpoint.Way) (rollback.Evidence, error) {
 	return l.appendEvent(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackStepID(r.ID, s.Checkpoint) },
 		func(rec *Recorder, now time.Time) (*ect.Draft, error) {
 			if way == checkpoint.Compensate && s.Attempts > 0 {
@@ -495,7 +493,7 @@ func (l *RollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 // Completed records the result of a rollback, and the end of the workflow if the rollback
 // was of the whole workflow (cascade 4.1.3, ATD "Workflow Boundary ECTs"). Where an end is awaited its note is rewritten, so that no
 // end is recorded that has not seen the result.
-func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
+func (l *rollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (rollback.Evidence, error) {
 	var note *store.Write
 	t, err := l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackCompleteID(r.ID) },
 		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
@@ -529,7 +527,7 @@ func (l *RollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 }
 
 // Erred records an error of a rollback, once for each checkpoint and type.
-func (l *RollbackLedger) Erred(ctx context.Context, r *rollback.Rollback, checkpointID, errorType, why string) (rollback.Evidence, error) {
+func (l *rollbackLedger) Erred(ctx context.Context, r *rollback.Rollback, checkpointID, errorType, why string) (rollback.Evidence, error) {
 	return l.appendEvent(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackErrorID(r.ID, checkpointID, errorType) },
 		func(rec *Recorder, now time.Time) (*ect.Draft, error) {
 			return rec.EventBuilder.RollbackError(now, r, checkpointID, errorType, why)

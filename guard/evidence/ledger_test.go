@@ -47,7 +47,7 @@ type rollbackBench struct {
 	evidence *Evidence
 	recorder Recorder
 	mute     bool
-	ledger   *RollbackLedger
+	ledger   rollback.Ledger
 	issuers  map[string]*ect.Issuer
 	// sources are the keys that agents publish.
 	sources map[string]ect.Source

@@ -20,7 +20,7 @@ import (
 // More is set; a rollback.TooManyError says that no plan can be made. A checkpoint without a
 // workflow is returned alone. With checkpoint.ErrTampered the nodes are only those that link
 // the target to the requester.
-func (l *RollbackLedger) Graph(ctx context.Context, q rollback.Query) (view rollback.View, err error) {
+func (l *rollbackLedger) Graph(ctx context.Context, q rollback.Query) (view rollback.View, err error) {
 	view, err = l.view(ctx, &q)
 	if err = asTampered(err); errors.Is(err, checkpoint.ErrTampered) && q.Target != "" && q.By != "" {
 		view.Graph, _ = l.lineageOf(ctx, &q) // entries that cannot be read give no rights
@@ -57,7 +57,7 @@ func versionOf(ends []ledger.Cursor, entries []ledger.Entry) string {
 
 // Unchanged reports whether nothing was recorded in a workflow since a version of it that can
 // change a plan.
-func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bool, error) {
+func (l *rollbackLedger) Unchanged(ctx context.Context, wid, version string) (bool, error) {
 	if version == "" || wid == "" {
 		return version == withoutWorkflow, nil
 	}
@@ -102,7 +102,7 @@ func (l *RollbackLedger) Unchanged(ctx context.Context, wid, version string) (bo
 }
 
 // Workflows are those in which an event with this id is recorded, whose issuer is proven.
-func (l *RollbackLedger) Workflows(ctx context.Context, id string) ([]string, error) {
+func (l *rollbackLedger) Workflows(ctx context.Context, id string) ([]string, error) {
 	rec, err := l.recorder()
 	if err != nil {
 		return nil, err
@@ -125,7 +125,7 @@ const maxCrossed = 1000
 
 // Crossed are other workflows than r's in which something follows from what its Steps undo: tokens
 // with such parents are accepted with cross_workflow. What cannot be read is left out.
-func (l *RollbackLedger) Crossed(ctx context.Context, r *rollback.Rollback) (all []string, err error) {
+func (l *rollbackLedger) Crossed(ctx context.Context, r *rollback.Rollback) (all []string, err error) {
 	rec, err := l.recorder()
 	if err != nil || r.Workflow == "" {
 		return nil, err
@@ -164,7 +164,7 @@ func (l *RollbackLedger) Crossed(ctx context.Context, r *rollback.Rollback) (all
 const maxRequestsSince = 16
 
 // lineageOf returns the target and its ancestors up to one of the requester's.
-func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*workflow.Graph, error) {
+func (l *rollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*workflow.Graph, error) {
 	rec, err := l.recorder()
 	if err != nil {
 		return nil, err
@@ -188,7 +188,7 @@ func (l *RollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*wor
 }
 
 // view is Graph without the fallback for altered entries.
-func (l *RollbackLedger) view(ctx context.Context, q *rollback.Query) (view rollback.View, err error) {
+func (l *rollbackLedger) view(ctx context.Context, q *rollback.Query) (view rollback.View, err error) {
 	rec, err := l.recorder()
 	if err != nil {
 		return view, err

@@ -244,7 +244,7 @@ func PartOf(records []workflow.Record, who Reader) Participation {
 	part := linked(links, mine)
 	for _, r := range alerts { // whoever took part in all that it follows from may read it
 		if len(r.Parents) > 0 && !slices.ContainsFunc(r.Parents, func(id string) bool { return !part.Has(id) }) {
-			part.Add(r.ID)
+			part.add(r.ID)
 		}
 	}
 	return part
@@ -260,10 +260,10 @@ func linked(links *workflow.Links, ids []string) Participation {
 	s := Participation{ids: make(map[string]bool)}
 	var met workflow.Places
 	for _, id := range ids {
-		s.Add(id)
+		s.add(id)
 		if place, known := links.Place(id); known {
 			for _, linked := range links.Reach(&met, place) {
-				s.Add(links.ID(linked))
+				s.add(links.ID(linked))
 			}
 		}
 	}
@@ -282,8 +282,8 @@ type Participation struct {
 // Has reports whether an id is in it.
 func (s *Participation) Has(id string) bool { return s.ids[id] }
 
-// Add adds an id.
-func (s *Participation) Add(id string) { s.ids[id] = true }
+// add adds an id.
+func (s *Participation) add(id string) { s.ids[id] = true }
 
 // Empty reports whether it has no ids.
 func (s *Participation) Empty() bool { return len(s.ids) == 0 }

@@ -85,13 +85,13 @@ func TestRetriesAtAnotherNode(t *testing.T) {
 		},
 		"its client has left": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).lost()
-			b.call(0).is(first, EvidenceUnanswered).attached(200)
+			b.call(0).is(first, evidenceUnanswered).attached(200)
 			a.call(0).is(nil, "")
 		},
 		"its client leaves while it runs": func(a, b *twin) {
 			first := a.call(0)
 			first.leave()
-			retry := b.call(0).is(first, EvidenceUnanswered)
+			retry := b.call(0).is(first, evidenceUnanswered)
 			first.settle(Completed, 200).answer(200)
 			retry.attached(200)
 			a.call(0).is(nil, "")
@@ -100,7 +100,7 @@ func TestRetriesAtAnotherNode(t *testing.T) {
 		"its client waits, and leaves after its retry has come": func(a, b *twin) {
 			first := a.call(0)
 			time.AfterFunc(10*time.Millisecond, first.leave)
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 		"its client waits": func(a, b *twin) {
 			first := a.call(0)
@@ -110,42 +110,42 @@ func TestRetriesAtAnotherNode(t *testing.T) {
 		},
 		"in doubt": func(a, b *twin) {
 			first := a.call(0).settle(InDoubt, 0).answer(500)
-			b.call(0).is(first, EvidenceInDoubt)
+			b.call(0).is(first, evidenceInDoubt)
 		},
 		"a status that clients retry": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 500).answer(500)
-			b.call(0).is(first, EvidenceAnswer)
+			b.call(0).is(first, evidenceAnswer)
 		},
 		"refused: the next runs": func(a, b *twin) {
 			a.call(0).settle(Released, 429).answer(429)
 			second := b.call(0).is(nil, "").settle(Completed, 200).lost()
-			a.call(0).is(second, EvidenceUnanswered)
+			a.call(0).is(second, evidenceUnanswered)
 		},
 		"it says that it is a retry": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).answer(200)
-			b.call(1).is(first, EvidenceStated)
+			b.call(1).is(first, evidenceStated)
 		},
 		"a retry at another node has left, too": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).lost()
-			b.call(0).is(first, EvidenceUnanswered).lost()
-			a.call(0).is(first, EvidenceUnanswered).attached(200)
+			b.call(0).is(first, evidenceUnanswered).lost()
+			a.call(0).is(first, evidenceUnanswered).attached(200)
 			b.call(0).is(nil, "")
 		},
 		"a retry at its own node has left, and one at another node was answered": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).lost()
-			a.call(0).is(first, EvidenceUnanswered).lost()
+			a.call(0).is(first, evidenceUnanswered).lost()
 			<-time.After(3 * time.Second)
-			b.call(0).is(first, EvidenceUnanswered).attached(200)
+			b.call(0).is(first, evidenceUnanswered).attached(200)
 			<-time.After(3 * time.Second)
 			b.call(0).is(nil, "")
 		},
 		"a retry at another node waits": func(a, b *twin) {
 			first := a.call(0)
 			first.leave()
-			retry := b.call(0).is(first, EvidenceUnanswered)
+			retry := b.call(0).is(first, evidenceUnanswered)
 			a.call(0).is(nil, "")
 			retry.leave()
-			a.call(0).is(first, EvidenceUnanswered)
+			a.call(0).is(first, evidenceUnanswered)
 		},
 		"after the window": func(a, b *twin) {
 			a.call(0).settle(Completed, 200).lost()
@@ -164,19 +164,19 @@ func TestRetriesOfAGoneNode(t *testing.T) {
 		"it ran": func(a, b *twin) {
 			first := a.call(0)
 			a.die()
-			b.call(0).is(first, EvidenceInDoubt)
+			b.call(0).is(first, evidenceInDoubt)
 		},
 		"it was answered just now": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).answer(200)
 			a.die()
-			b.call(0).is(first, EvidenceUnanswered).attached(200)
+			b.call(0).is(first, evidenceUnanswered).attached(200)
 			b.call(0).is(nil, "")
 		},
 		"it was answered two seconds ago": func(a, b *twin) {
 			first := a.call(0).settle(Completed, 200).answer(200)
 			<-time.After(crashEvidence - time.Millisecond)
 			a.die()
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 		"it was answered a while ago": func(a, b *twin) {
 			a.call(0).settle(Completed, 200).answer(200)
@@ -188,7 +188,7 @@ func TestRetriesOfAGoneNode(t *testing.T) {
 			first := a.call(0).settle(Completed, 200).lost()
 			<-time.After(3 * time.Second)
 			a.die()
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 		"it has ended in order": func(a, b *twin) {
 			a.call(0).settle(Completed, 200).answer(200)
@@ -200,10 +200,10 @@ func TestRetriesOfAGoneNode(t *testing.T) {
 		},
 		"it had taken another node's": func(a, b *twin) {
 			first := b.call(0).settle(Completed, 200).lost()
-			a.call(0).is(first, EvidenceUnanswered)
+			a.call(0).is(first, evidenceUnanswered)
 			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			a.die()
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 	} {
 		t.Run(name, func(t *testing.T) { twins(t, test) })
@@ -272,7 +272,7 @@ func TestRetriesAfterATakeOfUnknownOutcome(t *testing.T) {
 					}
 					<-time.After(3 * time.Second)
 					r, err := next.g.Recognize(ctx, q)
-					if err != nil || r.ID != first.ID || r.Evidence != EvidenceUnanswered {
+					if err != nil || r.ID != first.ID || r.Evidence != evidenceUnanswered {
 						t.Fatalf("%+v, %v", r, err)
 					}
 					for _, n := range []*twin{a, b} { // it is taken
@@ -316,7 +316,7 @@ func TestRetriesOfASettledDoubt(t *testing.T) {
 						first.End()
 						var r *one
 						if during {
-							r = retries.call(0).is(first, EvidenceInDoubt)
+							r = retries.call(0).is(first, evidenceInDoubt)
 						}
 						settles.settleDoubt(first)
 						if !during {
@@ -343,7 +343,7 @@ func TestRetriesOfASettledDoubt(t *testing.T) {
 							<-time.After(late)
 						}
 						last := calls.call(1)
-						if last.Evidence != EvidenceStated {
+						if last.Evidence != evidenceStated {
 							t.Errorf("%+v", last)
 						}
 					})
@@ -359,7 +359,7 @@ func TestRetriesOfADoubtThatWasTakenWhileItRan(t *testing.T) {
 		twins(t, func(a, b *twin) {
 			first := a.call(0)
 			first.leave()
-			r := b.call(0).is(first, EvidenceUnanswered)
+			r := b.call(0).is(first, evidenceUnanswered)
 			first.settle(InDoubt, 0).answer(502)
 			r.answer(502)
 			<-time.After(time.Duration(i&1) * 3 * time.Second)

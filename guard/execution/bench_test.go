@@ -51,7 +51,7 @@ func run(b *testing.B, g *execution.Guard, c *execution.Call, body []byte) {
 		b.Fatal(err)
 	}
 	e.Recording().Start(201, map[string][]string{"Content-Type": {"application/json"}})
-	e.Write(body)
+	e.Write(body, false)
 	if err := e.Settle(ctx, execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}); err != nil {
 		b.Fatal(err)
 	}
@@ -177,7 +177,7 @@ func BenchmarkSettle(b *testing.B) {
 				b.Fatal(err)
 			}
 			e.Recording().Start(201, map[string][]string{"Content-Type": {"application/json"}})
-			e.Write(body)
+			e.Write(body, false)
 			b.StartTimer()
 			if err := e.Settle(ctx, execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}); err != nil {
 				b.Fatal(err)
@@ -211,7 +211,7 @@ func BenchmarkExecutions(b *testing.B) {
 						return err
 					}
 					e.Recording().Start(201, map[string][]string{"Content-Type": {"application/json"}})
-					e.Write(body)
+					e.Write(body, false)
 					return e.Settle(ctx, execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true})
 				})
 			})

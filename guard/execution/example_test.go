@@ -36,7 +36,7 @@ func Example() {
 			}
 			// Only now may the call be sent.
 			run.Recording().Start(201, nil)
-			run.Write([]byte("charged"))
+			run.Write([]byte("charged"), false)
 			if err := run.Settle(ctx, execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}); err != nil {
 				panic(err)
 			}

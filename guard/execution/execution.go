@@ -37,14 +37,11 @@ type Execution struct {
 func (e *Execution) Recording() *Recording { return &e.flight.recording }
 
 // Write records the next bytes of the answer's body and stores full pieces at once, so that
-// settling waits only for the last one (P7).
-func (e *Execution) Write(p []byte) { e.WriteFor(p, false) }
-
-// WriteFor is Write for an owner whose client may need to read the bytes back. It returns what
-// Recording.WriteFor returns.
-func (e *Execution) WriteFor(p []byte, needed bool) (recorded bool) {
-	recorded = e.flight.recording.WriteFor(p, needed)
-	if e.keeper == nil && e.flight.recording.Size() >= pieceSize {
+// settling waits only for the last one (P7). needed says that the owner's client will read these
+// bytes back; recorded says whether it can: not if the disk has no room for them.
+func (e *Execution) Write(p []byte, needed bool) (recorded bool) {
+	recorded = e.flight.recording.add(p, needed)
+	if e.keeper == nil && e.flight.recording.written() >= pieceSize {
 		e.keeper = newKeeper(e)
 	}
 	if e.keeper != nil {
@@ -316,8 +313,8 @@ type Flight struct {
 	owner       Execution   // what its owner holds, in one piece of memory with it
 }
 
-// Follow reads the flight's answer from its beginning; nil if it is too large for new followers.
-func (f *Flight) Follow() *Follower { return f.recording.follow() }
+// follow reads the flight's answer from its beginning; nil if it is too large for new followers.
+func (f *Flight) follow() *Follower { return f.recording.follow() }
 
 // Checkpoint is the id of the token that announced the execution; empty without one.
 func (f *Flight) Checkpoint() string { return f.checkpoint }
@@ -503,7 +500,7 @@ func (k *keeper) run() {
 // full stores the full pieces that are not stored yet.
 func (k *keeper) full() {
 	for p := &k.pieces; p.err == nil || k.e.waits(p.err); {
-		if k.e.flight.recording.Size() < int64(p.stored+1)*pieceSize {
+		if k.e.flight.recording.written() < int64(p.stored+1)*pieceSize {
 			return
 		}
 		if p.err = k.store(); p.err != nil {

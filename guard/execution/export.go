@@ -37,16 +37,16 @@ const layoutImporting = "importing"
 
 // Errors of Export and Import.
 var (
-	// ErrNoSource: there is nothing to export.
-	ErrNoSource = errors.New("there is no store of a gateway to export")
-	// ErrTarget: the target holds something.
-	ErrTarget = errors.New("the target is not empty; name an empty one")
-	// ErrUnfinished: an import into the store did not end.
-	ErrUnfinished = errors.New("guard: an import into this store did not end; remove the store, and import again")
-	// ErrExport: it is not a whole export, or one of another form.
-	ErrExport = errors.New("it is no whole export of a store in this build's form")
-	// ErrDiffers: the store does not hold what was imported.
-	ErrDiffers = errors.New("the store differs from the export; did something else write to it?")
+	// errNoSource: there is nothing to export.
+	errNoSource = errors.New("there is no store of a gateway to export")
+	// errTarget: the target holds something.
+	errTarget = errors.New("the target is not empty; name an empty one")
+	// errUnfinished: an import into the store did not end.
+	errUnfinished = errors.New("guard: an import into this store did not end; remove the store, and import again")
+	// errExport: it is not a whole export, or one of another form.
+	errExport = errors.New("it is no whole export of a store in this build's form")
+	// errDiffers: the store does not hold what was imported.
+	errDiffers = errors.New("the store differs from the export; did something else write to it?")
 )
 
 const (
@@ -65,7 +65,7 @@ const (
 func Export(ctx context.Context, from store.Store, to io.Writer) (entries int64, err error) {
 	layout, err := from.Get(ctx, metaKey("layout"))
 	if errors.Is(err, store.ErrNotFound) {
-		return 0, ErrNoSource
+		return 0, errNoSource
 	}
 	if err == nil {
 		err = checkLayout(layout)
@@ -130,9 +130,9 @@ func checkLayout(layout store.Entry) error {
 	case layoutVersion:
 		return nil
 	case layoutImporting:
-		return ErrUnfinished
+		return errUnfinished
 	}
-	return fmt.Errorf("%w: layout %q, this build knows %q", ErrLayout, layout.Value, layoutVersion)
+	return fmt.Errorf("%w: layout %q, this build knows %q", errLayout, layout.Value, layoutVersion)
 }
 
 // exported are the entries of an export.
@@ -160,7 +160,7 @@ func exported(from io.ReadSeeker) iter.Seq2[exportEntry, error] {
 				}
 			}
 		}
-		yield(exportEntry{}, fmt.Errorf("%w: %w", ErrExport, err))
+		yield(exportEntry{}, fmt.Errorf("%w: %w", errExport, err))
 	}
 }
 
@@ -176,7 +176,7 @@ func Import(ctx context.Context, to store.Store, from io.ReadSeeker, kept []stri
 	}
 	empty, err := Fresh(ctx, to)
 	if err == nil && !empty {
-		err = ErrTarget
+		err = errTarget
 	}
 	if err != nil {
 		return 0, err
@@ -236,7 +236,7 @@ func importWrite(x exportEntry, kept []string) store.Write {
 	return w
 }
 
-// compare returns ErrDiffers unless the store holds what the export has, but for what has expired.
+// compare returns errDiffers unless the store holds what the export has, but for what has expired.
 func compare(ctx context.Context, to store.Store, from io.ReadSeeker) error {
 	next, stop := iter.Pull2(living(to.Scan(ctx, store.Range{})))
 	defer stop()
@@ -247,7 +247,7 @@ func compare(ctx context.Context, to store.Store, from io.ReadSeeker) error {
 		}
 		if more && bytes.Equal(have.Key, want.Key) {
 			if !bytes.Equal(have.Value, want.Value) || toExport(have).Expires != want.Expires {
-				return ErrDiffers
+				return errDiffers
 			}
 			have, err, more = next()
 			continue
@@ -257,11 +257,11 @@ func compare(ctx context.Context, to store.Store, from io.ReadSeeker) error {
 			return err
 		}
 		if want.Expires == 0 || now.Add(clockTolerance).Before(want.expires()) {
-			return ErrDiffers
+			return errDiffers
 		}
 	}
 	if err == nil && more {
-		err = ErrDiffers
+		err = errDiffers
 	}
 	return err
 }

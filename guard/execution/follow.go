@@ -113,7 +113,7 @@ func (m *members) storeParts(ctx context.Context, f *Flight) error {
 		_, err = m.store.Commit(ctx, w)
 		return err
 	}
-	follower := f.Follow()
+	follower := f.follow()
 	if follower == nil {
 		return put(part{End: endTooMuch})
 	}
@@ -134,7 +134,7 @@ func (m *members) storeParts(ctx context.Context, f *Flight) error {
 			switch {
 			case errors.Is(err, io.EOF):
 				p.End, p.Trailer = endWhole, follower.Trailer()
-			case errors.Is(err, ErrCut):
+			case errors.Is(err, errCut):
 				if p.End = f.ended(); p.End == endNone {
 					p.End = endCut
 				}
@@ -319,7 +319,7 @@ func (f *mirror) parts(ctx context.Context, n *uint32) (Ending, error) {
 			}
 			f.recording.Start(p.Head.Status, p.Head.Header)
 		}
-		f.recording.Write(p.Body)
+		f.recording.add(p.Body, false)
 		switch p.End {
 		case endWhole:
 			f.recording.SetTrailer(p.Trailer)
@@ -364,7 +364,7 @@ func (f *mirror) recorded(ctx context.Context, over *bool) (Ending, error) {
 	}
 	f.recording.Start(result.Head.Status, result.Head.Header)
 	body := result.Body(ctx)
-	if _, err := io.CopyN(io.Discard, body, f.recording.Size()); err != nil {
+	if _, err := io.CopyN(io.Discard, body, f.recording.written()); err != nil {
 		return EndedInDoubt, nil // it is another answer: followers are cut, and look it up
 	}
 	if _, err := io.Copy(recordingWriter{&f.recording}, body); err != nil {
@@ -378,7 +378,7 @@ func (f *mirror) recorded(ctx context.Context, over *bool) (Ending, error) {
 type recordingWriter struct{ r *Recording }
 
 func (w recordingWriter) Write(p []byte) (int, error) {
-	w.r.Write(p)
+	w.r.add(p, false)
 	return len(p), nil
 }
 

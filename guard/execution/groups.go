@@ -122,11 +122,11 @@ func (k *known) evidence() Evidence {
 	case k.refused(), k.state == StateInDoubt && k.elsewhere: // who may still wait is no retry, wherever it waits
 		return ""
 	case k.state == StateInDoubt:
-		return EvidenceInDoubt
+		return evidenceInDoubt
 	case !k.learned && (k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil || k.holder == nil && k.unanswered):
-		return EvidenceUnanswered
+		return evidenceUnanswered
 	case (k.retriable || k.internal) && (k.holder == nil || k.holder.answered):
-		return EvidenceAnswer
+		return evidenceAnswer
 	}
 	return ""
 }
@@ -337,7 +337,7 @@ func (t *groups) expire(s *groupShard, g *group, now time.Time, errors time.Dura
 		switch {
 		case k.over(now):
 			t.remove(s, k)
-		case k.evidence() == EvidenceAnswer && k.runner == nil && !k.ended.IsZero() && now.Sub(k.ended) >= errors:
+		case k.evidence() == evidenceAnswer && k.runner == nil && !k.ended.IsZero() && now.Sub(k.ended) >= errors:
 			k.retriable, k.internal = false, false
 			t.note(s, k)
 		}

@@ -275,7 +275,7 @@ func (g *Guard) found(ctx context.Context, record *Record, fp Fingerprint) (Find
 func (g *Guard) Follow(key Key, found Finding) (*Flight, *Follower) {
 	switch {
 	case found.Status == RunningHere:
-		return found.Flight, found.Flight.Follow()
+		return found.Flight, found.Flight.follow()
 	case g.members.store == nil:
 		return nil, nil
 	}
@@ -537,8 +537,8 @@ var (
 	// ErrWrongKey: the store was sealed with another key ring.
 	ErrWrongKey = errors.New("guard: the key does not belong to this store: give the key that was made with the store; " +
 		"without it no recorded execution can be found, and retries would run again")
-	// ErrLayout: an unknown build wrote the store.
-	ErrLayout = errors.New("guard: the store was written by another version of the gateway")
+	// errLayout: an unknown build wrote the store.
+	errLayout = errors.New("guard: the store was written by another version of the gateway")
 )
 
 func metaKey(name string) []byte { return append([]byte{spaceMeta}, name...) }
@@ -568,7 +568,7 @@ func (g *Guard) identify(ctx context.Context) error {
 	check := metaKey("key")
 	entry, err := g.store.Get(ctx, check)
 	if errors.Is(err, store.ErrNotFound) {
-		return fmt.Errorf("%w: it holds data without a key check", ErrLayout)
+		return fmt.Errorf("%w: it holds data without a key check", errLayout)
 	}
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
@@ -611,7 +611,7 @@ func (g *Guard) initialise(ctx context.Context) error {
 		return g.identify(ctx) // another member was first
 	}
 	if !fresh {
-		return fmt.Errorf("%w: it holds data without a layout", ErrLayout)
+		return fmt.Errorf("%w: it holds data without a layout", errLayout)
 	}
 	g.node = "node-" + g.boot
 	check := metaKey("key")

@@ -87,7 +87,7 @@ func answered(e *execution.Execution, body []byte) execution.Outcome {
 	e.Recording().Start(201, map[string][]string{"Content-Type": {"application/json"}, "X-Empty": {""}, "Server": nil})
 	for len(body) > 0 {
 		n := min(len(body), 10_000)
-		e.Write(body[:n])
+		e.Write(body[:n], false)
 		body = body[n:]
 	}
 	return execution.Outcome{Verdict: execution.Completed, Status: 201, Whole: true}
@@ -391,7 +391,7 @@ func TestP8StoreShowsNothing(t *testing.T) {
 		c.Key = r.Key(c.Scope)
 		e := r.claim(c)
 		e.Recording().Start(200, map[string][]string{"X": {secret}})
-		e.Write([]byte(strings.Repeat(secret, size)))
+		e.Write([]byte(strings.Repeat(secret, size)), false)
 		r.settle(e, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true})
 	}
 	for entry, err := range r.mem.Scan(ctx, store.Range{}) {
@@ -862,11 +862,11 @@ func TestFollowerGetsBytesAtOnceAndTheEndOnlyOnceSettled(t *testing.T) {
 			}
 		}()
 		e.Recording().Start(200, nil)
-		e.Write([]byte("one"))
+		e.Write([]byte("one"), false)
 		if got := <-reads; got.text != "one" {
 			t.Errorf("read %v", got)
 		}
-		e.Write([]byte("two"))
+		e.Write([]byte("two"), false)
 		if got := <-reads; got.text != "two" {
 			t.Errorf("read %v", got)
 		}
@@ -888,7 +888,7 @@ func TestTruncatedOwnerTruncatesItsFollowers(t *testing.T) {
 	f := r.find(c).Flight.Follow()
 	defer f.Close()
 	e.Recording().Start(200, nil)
-	e.Write([]byte("half"))
+	e.Write([]byte("half"), false)
 	r.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseTruncated})
 	p := make([]byte, 10)
 	if n, err := f.Read(ctx, p); string(p[:n]) != "half" || err != nil {
@@ -907,7 +907,7 @@ func TestReleaseByStatusAnswersAllWaiters(t *testing.T) {
 	f := r.find(c).Flight.Follow()
 	defer f.Close()
 	e.Recording().Start(429, nil)
-	e.Write([]byte("slow down"))
+	e.Write([]byte("slow down"), false)
 	r.settle(e, execution.Outcome{Verdict: execution.Released, Status: 429, Whole: true})
 	p := make([]byte, 20)
 	n, err := f.Read(ctx, p)
@@ -996,7 +996,7 @@ func TestTooLargeAnswerFlowsOnAndKeepsItsKey(t *testing.T) {
 	var got []byte
 	p := make([]byte, 700)
 	for i := range 10 {
-		e.Write(bytes.Repeat([]byte{byte('0' + i)}, 700))
+		e.Write(bytes.Repeat([]byte{byte('0' + i)}, 700), false)
 		n, err := follower.Read(ctx, p)
 		if err != nil {
 			t.Fatalf("after %d bytes: %v", len(got), err)
@@ -1046,7 +1046,7 @@ func TestRecordingWaitsForSlowReaders(t *testing.T) {
 			go func() {
 				defer close(written)
 				for i := range 50 {
-					e.Write(bytes.Repeat([]byte{byte(i)}, 100))
+					e.Write(bytes.Repeat([]byte{byte(i)}, 100), false)
 				}
 			}()
 			synctest.Wait()
@@ -1092,7 +1092,7 @@ func TestRecordingWaitsForSlowReaders(t *testing.T) {
 			}()
 			back := e.Recording().ReadBack(0)
 			for range 50 {
-				e.WriteFor(make([]byte, 100), true)
+				e.Write(make([]byte, 100), true)
 				synctest.Wait()
 			}
 			if waited() != time.Minute {
@@ -1122,15 +1122,15 @@ func TestReadBack(t *testing.T) {
 	c.ResultCap = 1000
 	e := r.claim(c)
 	e.Recording().Start(200, nil)
-	if !e.WriteFor([]byte(strings.Repeat("a", 1000)), false) {
+	if !e.Write([]byte(strings.Repeat("a", 1000)), false) {
 		t.Error("an answer that is kept was not recorded")
 	}
-	if e.WriteFor([]byte(strings.Repeat("b", 500)), false) {
+	if e.Write([]byte(strings.Repeat("b", 500)), false) {
 		t.Error("what nobody reads was recorded")
 	}
 	for i, text := range []string{"needed", "again"} {
 		back := e.Recording().ReadBack(e.Recording().Size())
-		if !e.WriteFor([]byte(text), true) {
+		if !e.Write([]byte(text), true) {
 			t.Error("what is needed was not recorded")
 		}
 		p := make([]byte, 100)
@@ -1141,12 +1141,12 @@ func TestReadBack(t *testing.T) {
 			t.Errorf("%d: then %d, %v", i, n, err)
 		}
 		_ = back.Close()
-		if e.WriteFor([]byte("skipped"), false) {
+		if e.Write([]byte("skipped"), false) {
 			t.Error("what nobody reads any more was recorded")
 		}
 	}
 	last := e.Recording().ReadBack(e.Recording().Size())
-	e.WriteFor([]byte("last"), true)
+	e.Write([]byte("last"), true)
 	r.settle(e, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true})
 	if got, err := io.ReadAll(last); string(got) != "last" || err != nil {
 		t.Errorf("after the settling: %q, %v", got, err)

@@ -132,7 +132,7 @@ func modelUndo(t *testing.T, g *Guard, m *modelCall) {
 		Key: m.call.Key, Caller: g.Caller(m.call.Scope.Caller), Workflow: m.call.Workflow, ID: m.call.Scope.ID,
 	})
 	switch {
-	case m.state == RunningHere && !errors.Is(err, ErrRunning), m.state != RunningHere && err != nil:
+	case m.state == RunningHere && !errors.Is(err, errRunning), m.state != RunningHere && err != nil:
 		t.Fatalf("call %s, which is %d, undone: %v", m.call.Scope.ID, m.state, err)
 	case err == nil:
 		m.state = RolledBack
@@ -164,7 +164,7 @@ func modelClaim(t *testing.T, g *Guard, m *modelCall, rnd *rand.Rand) {
 func modelSettle(t *testing.T, m *modelCall, rnd *rand.Rand) {
 	o := Outcome{Verdict: Verdict(1 + rnd.IntN(3)), Whole: rnd.IntN(2) == 0}
 	m.open.Recording().Start(200, nil)
-	m.open.Write(bytes.Repeat([]byte("x"), rnd.IntN(3)*400))
+	m.open.Write(bytes.Repeat([]byte("x"), rnd.IntN(3)*400), false)
 	if err := m.open.Settle(context.Background(), o); err != nil {
 		t.Fatal(err)
 	}

@@ -119,7 +119,7 @@ func ends(t *testing.T, e *Execution, size int, o Outcome) {
 	e.Recording().Start(200, nil)
 	for size > 0 {
 		n := min(size, 50_000)
-		e.Write(bytes.Repeat([]byte{'x'}, n))
+		e.Write(bytes.Repeat([]byte{'x'}, n), false)
 		size -= n
 	}
 	if err := e.Settle(context.Background(), o); err != nil {
@@ -165,7 +165,7 @@ func storesAtRandom(t *testing.T, m *measured, g *Guard, rnd *rand.Rand, pass fu
 			g = m.open()
 			running = map[string]*Execution{}
 		case op == 2 && i%2 == 0:
-			if err := g.Undone(ctx, Undoing{Key: c.Key, Caller: g.Caller("a"), ID: id}); err != nil && !errors.Is(err, ErrRunning) {
+			if err := g.Undone(ctx, Undoing{Key: c.Key, Caller: g.Caller("a"), ID: id}); err != nil && !errors.Is(err, errRunning) {
 				t.Fatal(err)
 			}
 		case op == 3 && found.Status == Doubtful:
@@ -283,7 +283,7 @@ func storesOverNodes(t *testing.T, m *measured, nodes []*measuredMember, rnd *ra
 			nodes[n] = m.join(fmt.Sprint("later ", i))
 		case op == 2:
 			err := d.g.Undone(ctx, Undoing{Key: c.Key, Caller: d.g.Caller("a"), ID: id})
-			if err != nil && !errors.Is(err, ErrRunning) {
+			if err != nil && !errors.Is(err, errRunning) {
 				t.Fatal(err)
 			}
 		case op == 3 && found.Status == Doubtful:
@@ -407,7 +407,7 @@ func (m *measured) fillsUp(nodes []*measuredMember, rnd *rand.Rand) {
 	}
 	c, e := surely(nodes[2]) // an answer whose outcome cannot be recorded, and its pieces are stored
 	e.Recording().Start(200, nil)
-	e.Write(make([]byte, 2*pieceSize))
+	e.Write(make([]byte, 2*pieceSize), false)
 	synctest.Wait()
 	m.refuse(true)
 	if err := e.Settle(context.Background(), wholeAnswer); !errors.Is(err, ErrUnrecorded) {
@@ -426,7 +426,7 @@ func (m *measured) fillsUp(nodes []*measuredMember, rnd *rand.Rand) {
 	<-time.After(2*time.Hour + 3*usageWindow) // also the pieces
 	_, e = surely(nodes[0])                   // an answer under way, of which pieces are stored
 	e.Recording().Start(200, nil)
-	e.Write(make([]byte, 2*pieceSize))
+	e.Write(make([]byte, 2*pieceSize), false)
 	e.keeper.finish()
 	nodes[0].Remove()
 	nodes[0] = m.join(fmt.Sprint("after ", id))
@@ -449,7 +449,7 @@ func TestRoomForAnAnswerWhereTheStoreIsAway(t *testing.T) {
 			c := ofWorkflow(d.g, "a", fmt.Sprint(n), true)
 			e := claimed(t, d.g, c)
 			e.Recording().Start(200, nil)
-			e.Write(make([]byte, 3000))
+			e.Write(make([]byte, 3000), false)
 			d.away.Store(int64(n))
 			err := e.Settle(t.Context(), wholeAnswer)
 			asked := d.away.Swap(0) == 0
@@ -493,7 +493,7 @@ func TestWorkflowsStoreNoMoreAtOnce(t *testing.T) {
 				}
 				e.Recording().Start(200, nil)
 				for range rnd.IntN(10) {
-					e.Write(make([]byte, 40_000))
+					e.Write(make([]byte, 40_000), false)
 				}
 				if err := e.Settle(context.Background(), wholeAnswer); err != nil {
 					t.Error(err)
@@ -603,7 +603,7 @@ func TestPiecesOfADeadProcessAreDeleted(t *testing.T) {
 		c := ofWorkflow(g, "a", "1", true)
 		e := claimed(t, g, c)
 		e.Recording().Start(200, nil)
-		e.Write(make([]byte, pieces*pieceSize+10))
+		e.Write(make([]byte, pieces*pieceSize+10), false)
 		if e.keeper != nil {
 			e.keeper.finish()
 		}
@@ -653,7 +653,7 @@ func TestWorkflowRoomOfWhatIsNotRecorded(t *testing.T) {
 	c := ofWorkflow(g, "a", "1", true)
 	e := claimed(t, g, c)
 	e.Recording().Start(200, nil)
-	e.Write(make([]byte, 3*pieceSize))
+	e.Write(make([]byte, 3*pieceSize), false)
 	e.keeper.finish()
 	e.keeper = &keeper{e: e, stop: make(chan struct{}), done: e.keeper.done, pieces: e.keeper.pieces}
 	m.full = true

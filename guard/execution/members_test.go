@@ -283,7 +283,7 @@ func TestFollowALongAnswer(t *testing.T) {
 			}
 			e.Recording().Start(200, nil)
 			for from := 0; from < len(body); from += 100_000 {
-				e.Write(body[from:min(from+100_000, len(body))])
+				e.Write(body[from:min(from+100_000, len(body))], false)
 				<-time.After(30 * time.Millisecond)
 			}
 			a.settle(e, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true})
@@ -327,7 +327,7 @@ func TestInterestThatEnds(t *testing.T) {
 		_, follower := b.Follow(call.Key, b.find(call))
 		write := func(n int) {
 			for range n {
-				e.Write([]byte("x"))
+				e.Write([]byte("x"), false)
 				<-time.After(time.Second)
 			}
 		}

@@ -93,7 +93,7 @@ func (t *pendingOutcomes) hold(e *Execution, o *Outcome, left *Record, err error
 	p.busy <- struct{}{}
 	recording := &e.flight.recording
 	if p.kept = o.Verdict == Completed && !recording.lost(); p.kept {
-		p.answer = recording.Size()
+		p.answer = recording.written()
 	}
 	p.bytes = p.answer + e.carried.Size()
 	t.mu.Lock()

@@ -436,7 +436,7 @@ func TestWhatNobodyHasAnOutcomeOfIsInDoubt(t *testing.T) {
 	lateFleet(t, func(t *testing.T, a, b *node, st *leaving) {
 		large, refused, claimed := a.call("large"), a.call("refused"), a.call("claimed")
 		e := a.claim(large)
-		e.WriteFor(make([]byte, 600_000), false)
+		e.Write(make([]byte, 600_000), false)
 		synctest.Wait()
 		st.set(store.ErrUnavailable, false)
 		if err := e.SettleWith(ctx, answered(e, nil), &owner{name: "large", size: 65 << 20}); !errors.Is(err, execution.ErrUnrecorded) {
@@ -541,7 +541,7 @@ func TestOutcomeThatWaitsBesideItsPieces(t *testing.T) {
 		e := r.claim(r.call(fmt.Sprint(i)))
 		e.Recording().Start(200, nil)
 		for range 4 {
-			e.Write(make([]byte, 256<<10))
+			e.Write(make([]byte, 256<<10), false)
 		}
 		if err := e.SettleWith(ctx, execution.Outcome{Verdict: execution.Completed, Status: 200, Whole: true}, &owner{name: "a"}); err != nil {
 			t.Fatal(err)

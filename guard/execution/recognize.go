@@ -43,17 +43,20 @@ type Evidence string
 
 // The kinds of evidence.
 const (
-	// EvidenceUnanswered: the earlier attempt's client has left, or did not get the whole answer.
-	EvidenceUnanswered Evidence = "unanswered"
-	// EvidenceInDoubt: the execution is in doubt.
-	EvidenceInDoubt Evidence = "in_doubt"
-	// EvidenceAnswer: the earlier attempt's answer was one that clients retry.
-	EvidenceAnswer Evidence = "answer"
-	// EvidenceStated: the call says that it is a retry.
-	EvidenceStated Evidence = "stated"
-	// EvidenceKey: a call with the same key was recognised before.
-	EvidenceKey Evidence = "key"
+	// evidenceUnanswered: the earlier attempt's client has left, or did not get the whole answer.
+	evidenceUnanswered Evidence = "unanswered"
+	// evidenceInDoubt: the execution is in doubt.
+	evidenceInDoubt Evidence = "in_doubt"
+	// evidenceAnswer: the earlier attempt's answer was one that clients retry.
+	evidenceAnswer Evidence = "answer"
+	// evidenceStated: the call says that it is a retry.
+	evidenceStated Evidence = "stated"
+	// evidenceKey: a call with the same key was recognised before.
+	evidenceKey Evidence = "key"
 )
+
+// EvidenceKinds are all kinds of evidence.
+var EvidenceKinds = [...]Evidence{evidenceUnanswered, evidenceInDoubt, evidenceAnswer, evidenceStated, evidenceKey}
 
 // Attempt is one call that may be a retry, from Recognize to End. It holds the execution whose
 // answer it waits for.
@@ -320,7 +323,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 			k.holder, a.known = a, k
 		}
 		if a.ID, a.Key = k.id, k.key; a.Key != a.own {
-			a.Evidence = EvidenceKey
+			a.Evidence = evidenceKey
 		}
 		return decided
 	}
@@ -357,7 +360,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		k = &known{key: a.Key, id: a.ID, group: a.group, window: a.window, count: a.count}
 	} else {
 		if a.Evidence, a.ID, a.Key = k.evidence(), k.id, k.key; a.Evidence == "" {
-			a.Evidence = EvidenceStated
+			a.Evidence = evidenceStated
 		}
 		if a.given && a.Key != a.own && (k.state != StateCompleted || k.expires.IsZero()) {
 			k.aliases = append(k.aliases, a.own)

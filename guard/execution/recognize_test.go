@@ -192,7 +192,7 @@ func TestRecognize(t *testing.T) {
 			a := b.call(0)
 			a.leave()
 			begin := time.Now()
-			r := b.call(0).is(a, EvidenceUnanswered)
+			r := b.call(0).is(a, evidenceUnanswered)
 			if took := time.Since(begin); took != 0 {
 				b.Errorf("the retry has waited for %v", took)
 			}
@@ -203,7 +203,7 @@ func TestRecognize(t *testing.T) {
 		"the news comes after the retry": func(b *alike) {
 			a := b.call(0)
 			time.AfterFunc(20*time.Millisecond, a.leave)
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"the first is answered while another one waits for its leave": func(b *alike) {
 			a := b.call(0)
@@ -227,7 +227,7 @@ func TestRecognize(t *testing.T) {
 			for i := range three {
 				all.Go(func() {
 					o := b.make(fmt.Sprint("retry-", i), false, 0)
-					if _, twice := taken.LoadOrStore(o.ID, true); twice || o.Evidence != EvidenceUnanswered {
+					if _, twice := taken.LoadOrStore(o.ID, true); twice || o.Evidence != evidenceUnanswered {
 						b.Errorf("%s by %q", o.ID, o.Evidence)
 					}
 				})
@@ -243,7 +243,7 @@ func TestRecognize(t *testing.T) {
 			begin := time.Now()
 			var all sync.WaitGroup
 			for i := range 3 {
-				all.Go(func() { b.make(fmt.Sprint("retry-", i), false, 0).is(a, EvidenceInDoubt) })
+				all.Go(func() { b.make(fmt.Sprint("retry-", i), false, 0).is(a, evidenceInDoubt) })
 			}
 			all.Wait()
 			if took := time.Since(begin); took != 10*time.Millisecond {
@@ -269,7 +269,7 @@ func TestRecognize(t *testing.T) {
 				})
 				synctest.Wait()
 				begin := time.Now()
-				b.call(0).is(a, EvidenceUnanswered).answer(200)
+				b.call(0).is(a, evidenceUnanswered).answer(200)
 				if took := time.Since(begin); took > 10*time.Millisecond {
 					b.Fatalf("the other one has waited for %v", took)
 				}
@@ -285,7 +285,7 @@ func TestRecognize(t *testing.T) {
 			}
 			for range three {
 				o := b.call(0)
-				if o.Evidence != EvidenceUnanswered || slices.Contains(all, o.ID) {
+				if o.Evidence != evidenceUnanswered || slices.Contains(all, o.ID) {
 					b.Errorf("%s by %q, after %v", o.ID, o.Evidence, all)
 				}
 				all = append(all, o.ID)
@@ -294,8 +294,8 @@ func TestRecognize(t *testing.T) {
 		},
 		"a retry that has left too": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
-			b.call(0).is(a, EvidenceUnanswered).lost()
-			b.call(0).is(a, EvidenceUnanswered).answer(200)
+			b.call(0).is(a, evidenceUnanswered).lost()
+			b.call(0).is(a, evidenceUnanswered).answer(200)
 			b.call(0).is(nil, "")
 		},
 		"the end could not be written": func(b *alike) {
@@ -303,7 +303,7 @@ func TestRecognize(t *testing.T) {
 			a.Answering(200, false)
 			a.Unanswered()
 			a.End()
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"closed at once": func(b *alike) {
 			a := b.call(0).settle(Completed, 200)
@@ -315,10 +315,10 @@ func TestRecognize(t *testing.T) {
 		"an answer that clients retry": func(b *alike) {
 			a := b.call(0).settle(Completed, 500)
 			a.Answering(500, false) // and the retry is there before it has ended
-			r := b.call(0).is(a, EvidenceAnswer)
+			r := b.call(0).is(a, evidenceAnswer)
 			a.End()
 			r.answer(500)
-			b.call(0).is(a, EvidenceAnswer).answer(500)
+			b.call(0).is(a, evidenceAnswer).answer(500)
 			<-time.After(testWindow)
 			b.call(0).is(nil, "")
 		},
@@ -329,10 +329,10 @@ func TestRecognize(t *testing.T) {
 				b.Fatal(err)
 			}
 			o.answer(200)
-			b.call(0).is(o, EvidenceAnswer).answer(200)
+			b.call(0).is(o, evidenceAnswer).answer(200)
 			<-time.After(time.Minute)
 			b.kill()
-			b.call(0).is(o, EvidenceAnswer).answer(200)
+			b.call(0).is(o, evidenceAnswer).answer(200)
 			<-time.After(testWindow)
 			b.call(0).is(nil, "")
 		},
@@ -340,10 +340,10 @@ func TestRecognize(t *testing.T) {
 			a := b.call(0).settle(InDoubt, 502)
 			a.End()
 			for range 3 { // any number at a time
-				b.call(0).is(a, EvidenceInDoubt)
+				b.call(0).is(a, evidenceInDoubt)
 			}
 			<-time.After(testWindow - 1)
-			b.call(0).is(a, EvidenceInDoubt).End()
+			b.call(0).is(a, evidenceInDoubt).End()
 		},
 		"three in doubt": func(b *alike) { // each may be settled by a probe of its own
 			three := []*one{b.call(0), b.call(0), b.call(0)}
@@ -357,7 +357,7 @@ func TestRecognize(t *testing.T) {
 			if len(taken) != len(three) {
 				b.Errorf("three retries were recognised as %v", taken)
 			}
-			if o := b.call(0); o.Evidence != EvidenceInDoubt {
+			if o := b.call(0); o.Evidence != evidenceInDoubt {
 				b.Errorf("a fourth one was recognised by %q", o.Evidence)
 			}
 		},
@@ -373,14 +373,14 @@ func TestRecognize(t *testing.T) {
 		},
 		"stated": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).answer(200)
-			b.call(1).is(a, EvidenceStated).answer(200)
+			b.call(1).is(a, evidenceStated).answer(200)
 			b.call(0).is(nil, "")
 		},
 		"stated while the first one waits": func(b *alike) {
 			a := b.call(0)
-			b.call(1).is(a, EvidenceStated)
+			b.call(1).is(a, evidenceStated)
 			other := b.call(1).is(nil, "") // of another one, which has never come
-			b.call(2).is(other, EvidenceStated)
+			b.call(2).is(other, evidenceStated)
 		},
 		"the youngest attempt decides": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
@@ -391,27 +391,27 @@ func TestRecognize(t *testing.T) {
 			b.call(0).settle(Released, 529).answer(529)
 			<-time.After(1)
 			c := b.call(0).settle(Completed, 200).answer(200)
-			b.call(1).is(c, EvidenceStated)
+			b.call(1).is(c, evidenceStated)
 		},
 		"attempts have numbers": func(b *alike) {
 			first := b.call(0).settle(Completed, 200).lost()
-			second := b.call(1).is(first, EvidenceUnanswered).lost()
-			other := b.call(0).is(second, EvidenceUnanswered).lost()
-			fresh := b.call(0).is(other, EvidenceUnanswered)
-			b.call(2).is(fresh, EvidenceStated)
+			second := b.call(1).is(first, evidenceUnanswered).lost()
+			other := b.call(0).is(second, evidenceUnanswered).lost()
+			fresh := b.call(0).is(other, evidenceUnanswered)
+			b.call(2).is(fresh, evidenceStated)
 		},
 		"a window counts from the end": func(b *alike) {
 			a := b.call(0)
 			a.leave()
 			<-time.After(3 * testWindow)
-			r := b.call(0).is(a, EvidenceUnanswered)
+			r := b.call(0).is(a, evidenceUnanswered)
 			r.leave()
 			r.End()
 			<-time.After(3 * testWindow)
-			b.call(0).is(a, EvidenceUnanswered).lost()
+			b.call(0).is(a, evidenceUnanswered).lost()
 			a.settle(Completed, 200).lost()
 			<-time.After(testWindow - 1)
-			b.call(0).is(a, EvidenceUnanswered).lost()
+			b.call(0).is(a, evidenceUnanswered).lost()
 			<-time.After(testWindow)
 			b.call(0).is(nil, "")
 		},
@@ -432,9 +432,9 @@ func TestRecognize(t *testing.T) {
 			late := b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			b.kill()
 			<-time.After(time.Second)
-			b.call(0).is(late, EvidenceUnanswered).answer(200)
+			b.call(0).is(late, evidenceUnanswered).answer(200)
 			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
-			if r := b.call(1); r.Evidence != EvidenceStated {
+			if r := b.call(1); r.Evidence != evidenceStated {
 				b.Errorf("%q", r.Evidence)
 			}
 		},
@@ -444,24 +444,24 @@ func TestRecognize(t *testing.T) {
 			doubt := b.call(1).is(nil, "").settle(InDoubt, 502)
 			doubt.End()
 			<-time.After(1)
-			b.call(0).is(doubt, EvidenceInDoubt).End()
-			b.call(1).is(doubt, EvidenceInDoubt).End()
+			b.call(0).is(doubt, evidenceInDoubt).End()
+			b.call(1).is(doubt, evidenceInDoubt).End()
 			b.kill()
-			b.call(1).is(doubt, EvidenceInDoubt)
+			b.call(1).is(doubt, evidenceInDoubt)
 		},
 		"a refusal before a doubt": func(b *alike) {
 			b.call(0).settle(Released, 529).answer(529)
 			<-time.After(1)
 			doubt := b.call(0).is(nil, "").settle(InDoubt, 502)
 			doubt.End()
-			b.call(1).is(doubt, EvidenceInDoubt)
+			b.call(1).is(doubt, evidenceInDoubt)
 		},
 		"refused while another one waits": func(b *alike) {
 			a := b.call(0)
 			b.call(0).is(nil, "")
 			a.settle(Released, 529).answer(529)
 			last := b.call(1).is(nil, "")
-			b.call(2).is(last, EvidenceStated)
+			b.call(2).is(last, evidenceStated)
 		},
 		"a refusal whose retry was refused before its claim": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
@@ -479,13 +479,13 @@ func TestRecognize(t *testing.T) {
 		"unsent, and its retry leaves before it runs it": func(b *alike) {
 			a := b.call(0)
 			a.leave()
-			r := b.call(0).is(a, EvidenceUnanswered)
+			r := b.call(0).is(a, evidenceUnanswered)
 			if err := a.run.Settle(context.Background(), Outcome{Verdict: Released, Cause: CauseNotSent}); err != nil {
 				b.Fatal(err)
 			}
 			a.End()
 			r.leave()
-			b.call(0).is(a, EvidenceUnanswered) // so that one of the two claims the key
+			b.call(0).is(a, evidenceUnanswered) // so that one of the two claims the key
 		},
 		"a doubt that was settled, and answered": func(b *alike) {
 			a := b.call(0).settle(InDoubt, 502)
@@ -497,7 +497,7 @@ func TestRecognize(t *testing.T) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			r := b.call(0).is(a, EvidenceInDoubt)
+			r := b.call(0).is(a, evidenceInDoubt)
 			r.Completed(context.Background())
 			r.answer(200)
 			<-time.After(longBefore)
@@ -519,7 +519,7 @@ func TestRecognize(t *testing.T) {
 				if err != nil {
 					b.Fatal(err)
 				}
-				b.call(1).is(a, EvidenceUnanswered).answer(200)
+				b.call(1).is(a, evidenceUnanswered).answer(200)
 			}
 			b.call(0).is(nil, "")
 		},
@@ -566,8 +566,8 @@ func TestRecognize(t *testing.T) {
 			if next := t.decide(other, &q, &v); next != viewAnew {
 				b.Error("decided by what was forgotten")
 			}
-			b.call(0).is(lost, EvidenceUnanswered) // which a row says
-			b.call(0).is(a, EvidenceInDoubt)       // which none says
+			b.call(0).is(lost, evidenceUnanswered) // which a row says
+			b.call(0).is(a, evidenceInDoubt)       // which none says
 		},
 		"in doubt, and the store is full": func(b *alike) {
 			a := b.call(0)
@@ -576,7 +576,7 @@ func TestRecognize(t *testing.T) {
 				b.Fatal(recovery, err)
 			}
 			b.g = g
-			b.call(0).is(a, EvidenceInDoubt)
+			b.call(0).is(a, evidenceInDoubt)
 		},
 		"the clock was set back": func(b *alike) {
 			b.fast.Store(int64(time.Hour))
@@ -585,7 +585,7 @@ func TestRecognize(t *testing.T) {
 			late := b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 			b.fast.Store(0)
 			b.kill()
-			if r := b.call(0); r.ID != late.ID || r.Evidence != EvidenceUnanswered {
+			if r := b.call(0); r.ID != late.ID || r.Evidence != evidenceUnanswered {
 				b.Errorf("%q, after %s and %s: %q", r.ID, a.ID, late.ID, r.Evidence)
 			}
 		},
@@ -602,14 +602,14 @@ func TestRecognize(t *testing.T) {
 		"killed while it runs": func(b *alike) {
 			a := b.call(0)
 			b.kill()
-			b.call(0).is(a, EvidenceInDoubt)
+			b.call(0).is(a, evidenceInDoubt)
 		},
 		"killed long after a client has left": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
-			b.call(0).is(a, EvidenceUnanswered).lost()
+			b.call(0).is(a, evidenceUnanswered).lost()
 			<-time.After(time.Minute)
 			b.kill()
-			b.call(0).is(a, EvidenceUnanswered).answer(200)
+			b.call(0).is(a, evidenceUnanswered).answer(200)
 			<-time.After(time.Minute)
 			b.kill()
 			b.call(0).is(nil, "")
@@ -618,7 +618,7 @@ func TestRecognize(t *testing.T) {
 			a := b.call(0).settle(Completed, 200)
 			<-time.After(time.Minute)
 			b.kill()
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"killed after a refusal": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
@@ -633,7 +633,7 @@ func TestRecognize(t *testing.T) {
 			<-time.After(1)
 			b.stop()
 			<-time.After(1)
-			b.call(0).is(slow, EvidenceUnanswered)
+			b.call(0).is(slow, evidenceUnanswered)
 		},
 		"stopped after an answer": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
@@ -645,7 +645,7 @@ func TestRecognize(t *testing.T) {
 			a := b.call(0).settle(Completed, 500).answer(500)
 			<-time.After(time.Minute)
 			b.kill()
-			b.call(0).is(a, EvidenceAnswer)
+			b.call(0).is(a, evidenceAnswer)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -667,9 +667,9 @@ func TestRecognizeNewKeys(t *testing.T) {
 	for name, test := range map[string]func(b *alike){
 		"its first attempt was lost": func(b *alike) {
 			a := b.keyed("a").is(nil, "").settle(Completed, 200).lost()
-			b.keyed("b").is(a, EvidenceUnanswered).answer(200)
+			b.keyed("b").is(a, evidenceUnanswered).answer(200)
 			b.keyed("c").is(nil, "").settle(Completed, 200).answer(200)
-			b.keyed("b").is(a, EvidenceKey).answer(200) // and none of what has come since
+			b.keyed("b").is(a, evidenceKey).answer(200) // and none of what has come since
 		},
 		"answered under its key meanwhile": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
@@ -690,7 +690,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 		"lost again under its key": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).answer(200)
 			repeats(b.keyed("a"), a).lost()
-			b.keyed("b").is(a, EvidenceUnanswered)
+			b.keyed("b").is(a, evidenceUnanswered)
 		},
 		"all answered": func(b *alike) {
 			b.keyed("a").settle(Completed, 200).answer(200)
@@ -698,18 +698,18 @@ func TestRecognizeNewKeys(t *testing.T) {
 		},
 		"among calls without a key": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
-			b.call(0).is(a, EvidenceUnanswered).answer(200)
+			b.call(0).is(a, evidenceUnanswered).answer(200)
 			c := b.call(0).is(nil, "").settle(Completed, 200).lost()
-			b.keyed("b").is(c, EvidenceUnanswered)
+			b.keyed("b").is(c, evidenceUnanswered)
 		},
 		"in doubt": func(b *alike) {
 			a := b.keyed("a").settle(InDoubt, 502)
 			a.End()
-			b.keyed("b").is(a, EvidenceInDoubt).End()
+			b.keyed("b").is(a, evidenceInDoubt).End()
 			b.kill()
 			<-time.After(testWindow)
 			b.keyed("c").is(nil, "").settle(Completed, 200).answer(200)
-			b.keyed("b").is(a, EvidenceKey) // a key has no window
+			b.keyed("b").is(a, evidenceKey) // a key has no window
 		},
 		"three new keys at a time": func(b *alike) {
 			three := []*one{b.keyed("a"), b.keyed("b"), b.keyed("c")}
@@ -717,22 +717,22 @@ func TestRecognizeNewKeys(t *testing.T) {
 				o.settle(Completed, 200).lost()
 			}
 			for i := range three { // the youngest first
-				b.keyed(fmt.Sprint("new-", i)).is(three[len(three)-1-i], EvidenceUnanswered)
+				b.keyed(fmt.Sprint("new-", i)).is(three[len(three)-1-i], evidenceUnanswered)
 			}
 			b.keyed("d").is(nil, "")
 		},
 		"one new key twice at a time": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
-			b.keyed("b").is(a, EvidenceUnanswered)
-			b.keyed("b").is(a, EvidenceKey)
+			b.keyed("b").is(a, evidenceUnanswered)
+			b.keyed("b").is(a, evidenceKey)
 		},
 		"killed after it was recognised": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
-			b.keyed("b").is(a, EvidenceUnanswered).answer(200)
+			b.keyed("b").is(a, evidenceUnanswered).answer(200)
 			<-time.After(longBefore)
 			b.kill()
 			<-time.After(testWindow)
-			b.keyed("b").is(a, EvidenceKey)
+			b.keyed("b").is(a, evidenceKey)
 			b.keyed("c").is(nil, "")
 		},
 		"the store is full when it is recognised": func(b *alike) {
@@ -744,7 +744,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 				b.Fatal(err) // else it would be answered by what a crash forgets
 			}
 			b.g.store = b.mem
-			b.keyed("b").is(a, EvidenceUnanswered)
+			b.keyed("b").is(a, evidenceUnanswered)
 		},
 		"refused": func(b *alike) {
 			b.keyed("a").settle(Released, 529).answer(529)
@@ -754,7 +754,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 		},
 		"of another content": func(b *alike) {
 			a := b.keyed("a").settle(Completed, 200).lost()
-			b.keyed("b").is(a, EvidenceUnanswered).lost()
+			b.keyed("b").is(a, evidenceUnanswered).lost()
 			ctx := context.Background()
 			for _, id := range []string{"a", "b"} { // which the record of a refuses
 				scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
@@ -764,14 +764,14 @@ func TestRecognizeNewKeys(t *testing.T) {
 				}
 				other.End()
 			}
-			b.keyed("c").is(a, EvidenceUnanswered)
+			b.keyed("c").is(a, evidenceUnanswered)
 		},
 		"as long as the execution's record": func(b *alike) {
 			done := b.keyed("a").settle(Completed, 200).lost()
-			b.keyed("b").is(done, EvidenceUnanswered).answer(200)
+			b.keyed("b").is(done, evidenceUnanswered).answer(200)
 			running := b.keyed("c").is(nil, "")
 			running.leave()
-			r := b.keyed("d").is(running, EvidenceUnanswered)
+			r := b.keyed("d").is(running, evidenceUnanswered)
 			running.settle(Completed, 200)
 			r.answer(200)
 			<-time.After(2 * markEvery)
@@ -832,28 +832,28 @@ func TestReader(t *testing.T) {
 			a := b.call(0).settle(Completed, 200)
 			a.reader(context.Background()).Answering(200, false)
 			a.lost()
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"and a retry is lost then": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
 			r := a.reader(context.Background())
-			b.call(0).is(a, EvidenceUnanswered).lost()
+			b.call(0).is(a, evidenceUnanswered).lost()
 			r.Answering(200, false)
-			b.call(1).is(a, EvidenceStated).lost()
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(1).is(a, evidenceStated).lost()
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"not, as the write fails": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
 			r := a.reader(context.Background())
 			r.Answering(200, false)
 			r.Unanswered()
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"once more after a retry, as the first write fails": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
 			r := a.reader(context.Background())
 			r.Answering(200, false)
-			b.call(1).is(a, EvidenceStated).lost()
+			b.call(1).is(a, evidenceStated).lost()
 			a.reader(context.Background()).Answering(200, false)
 			r.Unanswered()
 			b.call(0).is(nil, "")
@@ -861,12 +861,12 @@ func TestReader(t *testing.T) {
 		"not, as its own client has left": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
 			a.reader(b.dead()).Answering(200, false)
-			b.call(0).is(a, EvidenceUnanswered)
+			b.call(0).is(a, evidenceUnanswered)
 		},
 		"a failure that clients retry": func(b *alike) {
 			a := b.call(0).settle(Completed, 500).lost()
 			a.reader(context.Background()).Answering(500, false)
-			b.call(0).is(a, EvidenceAnswer)
+			b.call(0).is(a, evidenceAnswer)
 		},
 		"of a call that nobody recognises": func(b *alike) {
 			a := b.call(0).settle(Completed, 200).lost()
@@ -915,7 +915,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			first := b.call(0).settle(Completed, 200).answer(200)
 			<-time.After(crashEvidence - time.Millisecond)
 			b.kill()
-			b.call(0).is(first, EvidenceUnanswered).answer(200)
+			b.call(0).is(first, evidenceUnanswered).answer(200)
 			b.call(0).is(nil, "")
 		},
 		"marks of another call were written in between": func(b *alike) {
@@ -924,7 +924,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			first := b.call(0).settle(Completed, 200).answer(200)
 			<-time.After(2 * time.Millisecond)
 			b.kill()
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 		"longer before": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
@@ -948,7 +948,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			lost := b.call(0).is(nil, "").settle(Completed, 200).lost()
 			<-time.After(markEvery + time.Millisecond) // and marks are written
 			b.kill()
-			b.call(0).is(lost, EvidenceUnanswered).answer(200)
+			b.call(0).is(lost, evidenceUnanswered).answer(200)
 			b.call(0).is(nil, "")
 		},
 		"two crashes": func(b *alike) {
@@ -957,7 +957,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			b.kill()
 			<-time.After(time.Millisecond)
 			b.kill()
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 		"the clock was set back since the start": func(b *alike) {
 			b.fast.Store(int64(time.Hour))
@@ -968,7 +968,7 @@ func TestCrashIsEvidenceForTwoSeconds(t *testing.T) {
 			first := b.call(0).settle(Completed, 200).answer(200)
 			<-time.After(2 * time.Millisecond)
 			b.kill()
-			b.call(0).is(first, EvidenceUnanswered)
+			b.call(0).is(first, evidenceUnanswered)
 		},
 		"longer before, and a moment of it without the store": func(b *alike) {
 			b.call(0).settle(Completed, 200).answer(200)
@@ -1041,7 +1041,7 @@ func TestRecognitionModel(t *testing.T) {
 					} else if said == 0 && !unlearned[o.ID] {
 						t.Fatalf("seed %d: a call was taken for a retry of %s (%s), which was answered: %+v", seed, o.ID, o.Evidence, o.known)
 					}
-					if o.Evidence == EvidenceInDoubt { // it is refused
+					if o.Evidence == evidenceInDoubt { // it is refused
 						o.End()
 						continue
 					}
@@ -1094,7 +1094,7 @@ func TestRecognitionModel(t *testing.T) {
 func fits(all []*known, count int, now time.Time) (best *known) {
 	rank := -1
 	evidence := func(k *known) Evidence {
-		if e := k.evidence(); e != EvidenceAnswer || now.Sub(k.ended) < testWindow || k.runner != nil {
+		if e := k.evidence(); e != evidenceAnswer || now.Sub(k.ended) < testWindow || k.runner != nil {
 			return e
 		}
 		return ""
@@ -1255,7 +1255,7 @@ func TestGroupsAreBounded(t *testing.T) {
 			if n := rows(b); n > mostAlike {
 				b.Errorf("%d rows, want %d at most", n, mostAlike)
 			}
-			b.call(0).is(lost, EvidenceUnanswered).answer(200)
+			b.call(0).is(lost, evidenceUnanswered).answer(200)
 			b.call(0).is(nil, "").settle(Completed, 200).answer(200)
 		},
 		"evidence stays over a kill": func(b *alike) {
@@ -1266,7 +1266,7 @@ func TestGroupsAreBounded(t *testing.T) {
 			lost.settle(Completed, 200).lost()
 			<-time.After(longBefore)
 			b.kill()
-			b.call(0).is(lost, EvidenceUnanswered).answer(200)
+			b.call(0).is(lost, evidenceUnanswered).answer(200)
 			b.call(0).is(nil, "")
 		},
 		"no room": func(b *alike) {
@@ -1321,8 +1321,8 @@ func TestRetriesBehindRowsWithoutRecords(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		b.call(1).is(all[11], EvidenceStated)
-		b.call(1).is(all[0], EvidenceStated)
+		b.call(1).is(all[11], evidenceStated)
+		b.call(1).is(all[0], evidenceStated)
 		b.call(1).is(nil, "")
 	})
 }
@@ -1337,7 +1337,7 @@ func TestManyAnsweredCallsAfterARestart(t *testing.T) {
 		lost := b.call(0).settle(Completed, 200).lost()
 		<-time.After(time.Minute)
 		b.stop()
-		b.call(0).is(lost, EvidenceUnanswered)
+		b.call(0).is(lost, evidenceUnanswered)
 	})
 }
 
@@ -1359,7 +1359,7 @@ func TestRetriesTakeFromEachOther(t *testing.T) {
 			first = b.call(1)
 		}
 		second = b.call(1)
-		if first == nil || first.Evidence != EvidenceStated || second.Evidence != EvidenceStated || first.ID == second.ID {
+		if first == nil || first.Evidence != evidenceStated || second.Evidence != evidenceStated || first.ID == second.ID {
 			t.Errorf("%+v and %+v", first, second)
 		}
 	})

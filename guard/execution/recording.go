@@ -61,13 +61,9 @@ func (r *Recording) Start(status int, header map[string][]string) {
 	}
 }
 
-// Write records the next bytes of the body. It never fails: a recording that cannot be kept is
-// dropped, and the answer continues. It waits for readers only as pace allows.
-func (r *Recording) Write(p []byte) { r.WriteFor(p, false) }
-
-// WriteFor is Write; needed says that the owner's client will read these bytes back. It reports
-// whether it can: not if the disk has no room for them.
-func (r *Recording) WriteFor(p []byte, needed bool) (recorded bool) {
+// add records the next bytes of the body, as Execution.Write says. It never fails: a recording that cannot be
+// kept is dropped, and the answer continues. It waits for readers only as pace allows.
+func (r *Recording) add(p []byte, needed bool) (recorded bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	recorded = true
@@ -191,8 +187,8 @@ func (r *Recording) SetTrailer(trailer map[string][]string) {
 	}
 }
 
-// Size is the number of body bytes so far.
-func (r *Recording) Size() int64 {
+// written is the number of body bytes so far.
+func (r *Recording) written() int64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.size
@@ -270,9 +266,9 @@ func (r *Recording) drop() {
 
 // Errors of a Follower.
 var (
-	// ErrCut: the answer was cut short, or the follower fell too far behind an answer that is too
+	// errCut: the answer was cut short, or the follower fell too far behind an answer that is too
 	// large to keep. The bytes read are not the whole.
-	ErrCut = errors.New("guard: the followed answer was cut short")
+	errCut = errors.New("guard: the followed answer was cut short")
 	// ErrNoAnswer: the execution ended without an answer that could be followed.
 	ErrNoAnswer = errors.New("guard: the followed execution ended without an answer")
 )
@@ -377,7 +373,7 @@ func (f *Follower) Read(ctx context.Context, p []byte) (int, error) {
 	case err != nil:
 		return 0, err
 	case cut:
-		return 0, ErrCut
+		return 0, errCut
 	case size > f.off:
 		n, _ := f.r.readAt(p, f.off)
 		if n > 0 {
@@ -387,12 +383,12 @@ func (f *Follower) Read(ctx context.Context, p []byte) (int, error) {
 			f.r.mu.Unlock()
 			return n, nil
 		}
-		return 0, ErrCut // bytes that were overwritten, or counted but not recorded
+		return 0, errCut // bytes that were overwritten, or counted but not recorded
 	}
 	if ending.whole() {
 		return 0, io.EOF
 	}
-	return 0, ErrCut
+	return 0, errCut
 }
 
 // Trailer is complete once Read returned io.EOF.

@@ -124,7 +124,7 @@ func (g *Guard) appliedRecord(ctx context.Context, found Finding, answer *Head, 
 	recording.begin(pieceSize, nil)
 	defer recording.drop()
 	recording.Start(answer.Status, answer.Header)
-	recording.Write(body)
+	recording.add(body, false)
 	var none pieces
 	tail := none.rest(nil, recording, &record, now.Add(record.KeepResult))
 	if record.Result.Kept {
@@ -218,8 +218,8 @@ type Undoing struct {
 
 // Errors of Undone.
 var (
-	// ErrRunning: the execution runs. Await its end, then look it up again.
-	ErrRunning = errors.New("guard: the execution is under way")
+	// errRunning: the execution runs. Await its end, then look it up again.
+	errRunning = errors.New("guard: the execution is under way")
 	// ErrOtherCall: another call owns the key, with its own checkpoint. It was not undone, and is
 	// not blocked.
 	ErrOtherCall = errors.New("guard: the key belongs to another call")
@@ -231,7 +231,7 @@ var (
 // says so already; they are no batch, since the caller may have to try again. If an extra write's
 // condition fails, the error is its *store.Conflict and nothing is recorded.
 //
-// ErrTaken means that the execution changed meanwhile: call it again. With ErrRunning and
+// ErrTaken means that the execution changed meanwhile: call it again. With errRunning and
 // ErrOtherCall nothing was recorded either.
 func (g *Guard) Undone(ctx context.Context, u Undoing, extra ...store.Write) error {
 	now, err := g.store.Now(ctx)
@@ -247,7 +247,7 @@ func (g *Guard) Undone(ctx context.Context, u Undoing, extra ...store.Write) err
 	case !found.Record.Announced(u.Checkpoint):
 		return ErrOtherCall
 	case found.Status == RunningHere || found.Status == RunningElsewhere:
-		return ErrRunning
+		return errRunning
 	}
 	next := *found.Record
 	if next.State != StateCompleted {

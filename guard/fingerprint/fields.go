@@ -16,7 +16,7 @@ import (
 type Class uint8
 
 // The classes. A field that the table does not name is Content, unless its name says that it is a Credential or a
-// Tenant; see Words.
+// Tenant; see words.
 const (
 	// Content: compared where a call without a key may be a retry. With a key it is not compared.
 	Content Class = iota
@@ -42,8 +42,8 @@ type fields struct {
 	Names string
 }
 
-// Known is the table of all header fields that are treated in another way than Content.
-var Known = []fields{
+// known is the table of all header fields that are treated in another way than Content.
+var known = []fields{
 	{Operand, "WebDAV, CalDAV (RFC 4918, 3253, 3648, 4437, 6638)", `
 		destination overwrite depth lock-token if timeout label position ordering-type redirect-ref
 		apply-to-redirect-ref translate brief`},
@@ -124,7 +124,7 @@ var Known = []fields{
 type Table struct {
 	exact    map[string]Class // by canonical name
 	prefixes []prefix
-	known    int // prefixes, the last ones, are those of Known
+	known    int // prefixes, the last ones, are those of known
 
 	seed  maphash.Seed
 	found [mostFound]atomic.Pointer[prefix] // whole names that were looked for: rules cost more than the rest of a look-up
@@ -140,10 +140,10 @@ type prefix struct {
 	class Class
 }
 
-// NewTable returns the table of Known.
+// NewTable returns the table of known.
 func NewTable() *Table {
 	t := &Table{exact: map[string]Class{}, seed: maphash.MakeSeed()}
-	for _, f := range Known {
+	for _, f := range known {
 		t.Set(f.Class, strings.Fields(f.Names)...)
 	}
 	t.known = len(t.prefixes)

@@ -9,9 +9,9 @@ import (
 	"strings"
 )
 
-// Words are those by which a field that the table does not name is a credential or names a tenant. They stand between
+// words are those by which a field that the table does not name is a credential or names a tenant. They stand between
 // "-", "_" and "."; case does not count.
-var Words = struct{ Credential, Key, Never, Once, Names, Tenant []string }{
+var words = struct{ Credential, Key, Never, Once, Names, Tenant []string }{
 	// A word of a credential is one of these, or ends in it.
 	Credential: []string{"token", "secret", "auth", "authorization", "apikey", "password", "passphrase", "credential", "credentials"},
 	// So is "key" behind a word that is one of these, or ends in it.
@@ -29,7 +29,7 @@ var Words = struct{ Credential, Key, Never, Once, Names, Tenant []string }{
 // byWords is the class of a field that the table does not name, by the words of its name.
 func byWords(name string) Class {
 	class, before := Content, ""
-	if slices.Contains(Words.Names, name) {
+	if slices.Contains(words.Names, name) {
 		return Content
 	}
 	for rest := name; rest != ""; {
@@ -40,15 +40,15 @@ func byWords(name string) Class {
 			rest = ""
 		}
 		switch {
-		case slices.ContainsFunc(Words.Never, func(w string) bool { // capitals stand at its beginning only
+		case slices.ContainsFunc(words.Never, func(w string) bool { // capitals stand at its beginning only
 			return strings.Contains(word, w) || strings.EqualFold(word[:min(len(word), len(w))], w)
 		}),
-			slices.ContainsFunc(Words.Once, func(w string) bool { return strings.EqualFold(word, w) }):
+			slices.ContainsFunc(words.Once, func(w string) bool { return strings.EqualFold(word, w) }):
 			return Content
-		case slices.ContainsFunc(Words.Credential, func(w string) bool { return endsIn(word, w) }),
-			strings.EqualFold(word, "key") && slices.ContainsFunc(Words.Key, func(w string) bool { return endsIn(before, w) }):
+		case slices.ContainsFunc(words.Credential, func(w string) bool { return endsIn(word, w) }),
+			strings.EqualFold(word, "key") && slices.ContainsFunc(words.Key, func(w string) bool { return endsIn(before, w) }):
 			class = Credential
-		case class == Content && slices.ContainsFunc(Words.Tenant, func(w string) bool {
+		case class == Content && slices.ContainsFunc(words.Tenant, func(w string) bool {
 			rest := word[min(len(word), len(w)):]
 			return endsIn(word[:len(word)-len(rest)], w) && (rest == "" || strings.EqualFold(rest, "id"))
 		}):

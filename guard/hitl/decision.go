@@ -73,9 +73,9 @@ func (p *Proposal) Hash() string { return cmp.Or(p.RequestHash, p.PlanHash) }
 // Unreachable is what happens where nobody has decided in time. It never approves (ATD, "HITL
 // Escalation on Error": unreachable_human). The zero value denies.
 type Unreachable struct {
-	// Do is one of the kinds below; empty is UnreachableDeny.
+	// Do is one of the kinds below; empty is unreachableDeny.
 	Do UnreachableKind `json:"unreachable_human,omitempty"`
-	// NextRole is asked next by UnreachableEscalate, at most 128 bytes.
+	// NextRole is asked next by unreachableEscalate, at most 128 bytes.
 	NextRole string `json:"next_role,omitempty"`
 	// Within is the time to decide, also for NextRole; zero is 24 h.
 	Within time.Duration `json:"-" cbor:"within,omitempty"`
@@ -86,14 +86,14 @@ type UnreachableKind string
 
 // The kinds. Abort is the word of the drafts' companion for deny.
 const (
-	// UnreachableDeny: the escalation expires, which counts as a denial.
-	UnreachableDeny  UnreachableKind = "deny"
-	UnreachableAbort UnreachableKind = "abort" // see UnreachableDeny
-	// UnreachablePause: its workflow is paused, and from then on it asks, without a deadline, whether to
+	// unreachableDeny: the escalation expires, which counts as a denial.
+	unreachableDeny  UnreachableKind = "deny"
+	unreachableAbort UnreachableKind = "abort" // see unreachableDeny
+	// unreachablePause: its workflow is paused, and from then on it asks, without a deadline, whether to
 	// resume that. One that nobody may approve expires.
-	UnreachablePause UnreachableKind = "pause"
-	// UnreachableEscalate: another role is asked, once.
-	UnreachableEscalate UnreachableKind = "escalate"
+	unreachablePause UnreachableKind = "pause"
+	// unreachableEscalate: another role is asked, once.
+	unreachableEscalate UnreachableKind = "escalate"
 )
 
 // defaultWithin is the time to decide where one is needed and none is given.
@@ -102,14 +102,14 @@ const defaultWithin = 24 * time.Hour
 // Check reports what is wrong with u.
 func (u *Unreachable) Check() error {
 	switch u.Do {
-	case "", UnreachableDeny, UnreachableAbort, UnreachablePause, UnreachableEscalate:
+	case "", unreachableDeny, unreachableAbort, unreachablePause, unreachableEscalate:
 	default:
 		return fmt.Errorf("%q is not known; use deny, abort, pause, or escalate with a role: nobody's silence approves", u.Do)
 	}
 	switch {
-	case u.Do == UnreachableEscalate && u.NextRole == "":
+	case u.Do == unreachableEscalate && u.NextRole == "":
 		return errors.New("escalate needs the role that is asked next")
-	case u.Do != UnreachableEscalate && u.NextRole != "":
+	case u.Do != unreachableEscalate && u.NextRole != "":
 		return errors.New("a role is asked next by escalate only")
 	case len(u.NextRole) > maxRole:
 		return fmt.Errorf("the role has more than %d bytes", maxRole)
@@ -277,8 +277,8 @@ func (e *Escalation) notify(now time.Time) {
 
 // unreached is the escalation after its time to decide is over.
 func (e *Escalation) unreached(now time.Time) *Escalation {
-	pauses := e.Unreachable.Do == UnreachablePause && e.Workflow != ""
-	if e.Unreachable.Do != UnreachableEscalate && (!pauses || e.Final) {
+	pauses := e.Unreachable.Do == unreachablePause && e.Workflow != ""
+	if e.Unreachable.Do != unreachableEscalate && (!pauses || e.Final) {
 		next := e.ended(Expired, now)
 		next.Held = e.Held || pauses
 		return next

@@ -197,7 +197,7 @@ func TestNobodyDecides(t *testing.T) {
 		stopped := open(t, d, o)
 		ended := make(chan string, 8)
 		d.OnDecided(func(e hitl.Escalation) { ended <- e.ID + string(e.Status) })
-		stop := run(t, d, &receiver{}, hitl.DispatcherOptions{Poll: 24 * time.Hour})
+		stop := run(t, d, &receiver{}, hitl.Delivery{Poll: 24 * time.Hour})
 		time.Sleep(time.Hour - time.Second)
 		synctest.Wait()
 		if len(ended) != 0 {
@@ -235,7 +235,7 @@ func TestUnreachable(t *testing.T) {
 		aborted := open(t, d, about("abort", hitl.Unreachable{Do: hitl.UnreachableAbort}))
 		paused := open(t, d, about("pause", hitl.Unreachable{Do: hitl.UnreachablePause}))
 		next := open(t, d, about("escalate", hitl.Unreachable{Do: hitl.UnreachableEscalate, NextRole: "lead", Within: 2 * time.Hour}))
-		stop := run(t, d, r, hitl.DispatcherOptions{Poll: 24 * time.Hour})
+		stop := run(t, d, r, hitl.Delivery{Poll: 24 * time.Hour})
 		time.Sleep(time.Hour - time.Second)
 		synctest.Wait()
 		if n := len(r.attempts(next.ID)); n != 1 || blocks(t, d, "w-pause") != "" {
@@ -386,7 +386,7 @@ func TestPendingIsKept(t *testing.T) {
 		o := ofCall("k")
 		o.Within = 0
 		asked := open(t, d, o)
-		stop := run(t, d, &receiver{}, hitl.DispatcherOptions{})
+		stop := run(t, d, &receiver{}, hitl.Delivery{})
 		synctest.Wait()
 		stop()
 		if _, err := d.Decide(t.Context(), stopped.ID, hitl.Vote{By: "user:ann", Every: true, Reason: "not yet"}); err != nil {
@@ -665,7 +665,7 @@ func TestQuestionsAreWidened(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		d, r := p.escalations(), &receiver{}
-		defer run(t, d, r, hitl.DispatcherOptions{})()
+		defer run(t, d, r, hitl.Delivery{})()
 		o := opening("k")
 		o.Summary, o.Quorum = "A call has failed.", 2
 		e := open(t, d, o)

@@ -14,39 +14,29 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Notifier notifies somebody of an escalation.
-//
-// It is called at least once: after a crash, a lost answer or an expired lease it gets the same
-// escalation again, perhaps on another node. Escalation.ID is the message's id, by which a
-// receiver recognises repetitions. nil means that the message was accepted, ErrRefused that it
-// never will be; a *LaterError says when to try again; after any other error it is tried again.
-// The error's text is recorded and reported: it must hold nothing secret (P8).
-type Notifier interface {
-	// Notify returns before ctx is done, or soon after.
-	Notify(ctx context.Context, e Escalation) error
-}
+// errRefused: the receiver will never accept this message.
+var errRefused = errors.New("hitl: refused for good")
 
-// NotifierFunc is a function as a Notifier.
-type NotifierFunc func(ctx context.Context, e Escalation) error
-
-// Notify implements Notifier.
-func (f NotifierFunc) Notify(ctx context.Context, e Escalation) error { return f(ctx, e) }
-
-// ErrRefused: the receiver will never accept this message.
-var ErrRefused = errors.New("hitl: refused for good")
-
-// LaterError says that the receiver wants no attempts for a while.
-type LaterError struct {
+// laterError says that the receiver wants no attempts for a while.
+type laterError struct {
 	// After is how long, bounded by the backoff's own time and an hour.
 	After time.Duration
 	Err   error
 }
 
-func (e *LaterError) Error() string { return e.Err.Error() }
-func (e *LaterError) Unwrap() error { return e.Err }
+func (e *laterError) Error() string { return e.Err.Error() }
+func (e *laterError) Unwrap() error { return e.Err }
 
-// DispatcherOptions are the settings of a Dispatcher; zero fields take their default.
-type DispatcherOptions struct {
+// Delivery is how escalations are delivered; zero fields but Notify take their default.
+type Delivery struct {
+	// Notify notifies somebody of an escalation. It returns before ctx is done, or soon after.
+	//
+	// It is called at least once: after a crash, a lost answer or an expired lease it gets the same
+	// escalation again, perhaps on another node. Escalation.ID is the message's id, by which a
+	// receiver recognises repetitions. nil means that the message was accepted, errRefused that it
+	// never will be; a *laterError says when to try again; after any other error it is tried again.
+	// The error's text is recorded and reported: it must hold nothing secret (P8).
+	Notify func(context.Context, Escalation) error
 	// Attempt is how long one attempt may take, default 30 s.
 	Attempt time.Duration
 	// Concurrent is how many attempts run at once, default 4.
@@ -72,22 +62,22 @@ const (
 	duePage        = 8                // due entries that are taken before the next look for higher levels
 )
 
-// Dispatcher delivers escalations to a Notifier, the highest level first, and ends those that
-// nobody decides in time. All its state is in the store, so that it resumes after a restart.
-//
-// Several dispatchers may share a store, also on several nodes: one delivers an escalation at a
-// time. Before an attempt it commits a lease, by the store's clock, for twice the longest
-// attempt. If it dies, another one takes over when the lease ends, or once its member is gone, and the message
-// may be sent twice.
-type Dispatcher struct {
+// dispatcher is one run of Deliver.
+type dispatcher struct {
 	escalations *Store
-	notifier    Notifier
-	o           DispatcherOptions
+	o           Delivery
 	ended       chan struct{} // an attempt has, and its next one is due sooner than its lease was
 }
 
-// NewDispatcher makes the dispatcher of a store. Call Run once.
-func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
+// Deliver delivers escalations, the highest level first, and ends those that nobody decides in time, until ctx is
+// done, the store is closed, or this member is gone. Running attempts end with ctx, and their leases are released
+// before it returns. All state is in the store, so that it resumes after a restart.
+//
+// Several may deliver from one store, also on several nodes: one delivers an escalation at a
+// time. Before an attempt it commits a lease, by the store's clock, for twice the longest
+// attempt. If it dies, another one takes over when the lease ends, or once its member is gone, and the message
+// may be sent twice.
+func (d *Store) Deliver(ctx context.Context, o Delivery) {
 	o.Attempt = cmp.Or(o.Attempt, 30*time.Second)
 	o.Concurrent = cmp.Or(o.Concurrent, 4)
 	o.Poll = cmp.Or(o.Poll, time.Minute)
@@ -97,12 +87,7 @@ func NewDispatcher(d *Store, n Notifier, o DispatcherOptions) *Dispatcher {
 	if o.OnError == nil {
 		o.OnError = func(error) {}
 	}
-	return &Dispatcher{escalations: d, notifier: n, o: o, ended: make(chan struct{}, 1)}
-}
-
-// Run delivers what is due, until ctx is done, the store is closed, or this member is gone. Running attempts end with
-// ctx, and their leases are released before it returns.
-func (c *Dispatcher) Run(ctx context.Context) {
+	c := &dispatcher{escalations: d, o: o, ended: make(chan struct{}, 1)}
 	var attempts sync.WaitGroup
 	defer attempts.Wait()
 	slots := make(chan struct{}, c.o.Concurrent)
@@ -121,7 +106,7 @@ func (c *Dispatcher) Run(ctx context.Context) {
 }
 
 // succeed makes due what members were about to deliver that are gone.
-func (c *Dispatcher) succeed(ctx context.Context) error {
+func (c *dispatcher) succeed(ctx context.Context) error {
 	d := c.escalations
 	if d.fleet == nil {
 		return nil
@@ -157,7 +142,7 @@ func (c *Dispatcher) succeed(ctx context.Context) error {
 }
 
 // round begins attempts for what is due, and returns the time until the next is.
-func (c *Dispatcher) round(ctx context.Context, slots chan struct{}, attempts *sync.WaitGroup) (time.Duration, error) {
+func (c *dispatcher) round(ctx context.Context, slots chan struct{}, attempts *sync.WaitGroup) (time.Duration, error) {
 	for {
 		deadline, err := c.escalations.expireDue(ctx)
 		if err != nil {
@@ -195,7 +180,7 @@ func (c *Dispatcher) round(ctx context.Context, slots chan struct{}, attempts *s
 }
 
 // due returns the index entries of the highest level with any due, or the time until one is.
-func (c *Dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duration, err error) {
+func (c *dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duration, err error) {
 	now, err := c.escalations.now(ctx)
 	if err != nil {
 		return nil, 0, err
@@ -224,12 +209,12 @@ func (c *Dispatcher) due(ctx context.Context) (names [][]byte, wait time.Duratio
 
 // attempt notifies, and records the outcome. started is before the lease's commit, so that a slow
 // commit shortens the attempt and not the lease's margin.
-func (c *Dispatcher) attempt(ctx context.Context, started time.Time, leased *Escalation) {
+func (c *dispatcher) attempt(ctx context.Context, started time.Time, leased *Escalation) {
 	limited, cancel := context.WithDeadline(ctx, started.Add(c.o.Attempt))
 	defer cancel()
 	err := limited.Err()
 	if err == nil {
-		err = c.notifier.Notify(limited, *leased)
+		err = c.o.Notify(limited, *leased)
 	}
 	cut := err != nil && ctx.Err() != nil
 	// The outcome is recorded even while the dispatcher ends.
@@ -246,7 +231,7 @@ func (c *Dispatcher) attempt(ctx context.Context, started time.Time, leased *Esc
 
 // take leases the escalation of an index entry: this dispatcher alone delivers it, until its NextAttempt. It returns
 // nil if that is not to be delivered now, or another dispatcher was faster.
-func (c *Dispatcher) take(ctx context.Context, name []byte) (*Escalation, error) {
+func (c *dispatcher) take(ctx context.Context, name []byte) (*Escalation, error) {
 	d := c.escalations
 	due, id := placeIn(name)
 	leased, err := d.update(ctx, id, func(e *Escalation, now time.Time) (*Escalation, error) {
@@ -272,7 +257,7 @@ func (c *Dispatcher) take(ctx context.Context, name []byte) (*Escalation, error)
 }
 
 // postpone defers an unreadable escalation, so that it stays reported and blocks nothing.
-func (c *Dispatcher) postpone(ctx context.Context, name []byte) error {
+func (c *dispatcher) postpone(ctx context.Context, name []byte) error {
 	now, err := c.escalations.now(ctx)
 	if err != nil {
 		return err
@@ -282,7 +267,7 @@ func (c *Dispatcher) postpone(ctx context.Context, name []byte) error {
 	return c.commit(ctx, store.Write{Key: name, Delete: true}, store.Write{Key: later})
 }
 
-func (c *Dispatcher) commit(ctx context.Context, batch ...store.Write) error {
+func (c *dispatcher) commit(ctx context.Context, batch ...store.Write) error {
 	if _, err := c.escalations.store.Commit(ctx, batch...); err != nil {
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -291,7 +276,7 @@ func (c *Dispatcher) commit(ctx context.Context, batch ...store.Write) error {
 
 // settle records the outcome of an attempt. cut says that the dispatcher ended it. It returns nil
 // if the outcome does not matter any more.
-func (c *Dispatcher) settle(ctx context.Context, leased *Escalation, outcome error, cut bool) (*Escalation, error) {
+func (c *dispatcher) settle(ctx context.Context, leased *Escalation, outcome error, cut bool) (*Escalation, error) {
 	settled, err := c.escalations.update(ctx, uuid.MustParse(leased.ID), func(e *Escalation, now time.Time) (*Escalation, error) {
 		// A delivery counts whoever has the lease, but for another role that is asked by now; a failure
 		// only from its holder.
@@ -318,7 +303,7 @@ func conclude(e *Escalation, now time.Time, outcome error) {
 		return
 	}
 	e.LastError = shorten(outcome.Error(), maxError)
-	if errors.Is(outcome, ErrRefused) {
+	if errors.Is(outcome, errRefused) {
 		e.State, e.Changed, e.NextAttempt = Undeliverable, now, time.Time{}
 		return
 	}
@@ -328,7 +313,7 @@ func conclude(e *Escalation, now time.Time, outcome error) {
 // waitAfter is the time between a failed attempt with this number and the next.
 func waitAfter(attempts int, outcome error) time.Duration {
 	wait := min(firstWait<<min(attempts-1, 16), longestWait)
-	var later *LaterError
+	var later *laterError
 	if errors.As(outcome, &later) {
 		wait = max(wait, min(later.After, longestLater))
 	}

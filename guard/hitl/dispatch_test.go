@@ -30,7 +30,7 @@ func TestOpenedEscalationIsDeliveredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		d, r := p.escalations(), &receiver{}
-		end := run(t, d, r, hitl.DispatcherOptions{OnAttempt: func(e hitl.Escalation, err error) {
+		end := run(t, d, r, hitl.Delivery{OnAttempt: func(e hitl.Escalation, err error) {
 			if e.State != hitl.Notified || err != nil {
 				t.Errorf("%+v, %v", e, err)
 			}
@@ -56,7 +56,7 @@ func TestPreparedEscalationIsDeliveredAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		d, r := p.escalations(), &receiver{}
-		defer run(t, d, r, hitl.DispatcherOptions{})()
+		defer run(t, d, r, hitl.Delivery{})()
 		for _, outcome := range []error{nil, store.ErrUnknown} {
 			synctest.Wait() // it sleeps
 			pending, err := d.Prepare(t.Context(), opening(fmt.Sprint(outcome)))
@@ -88,7 +88,7 @@ func TestBackoffDoublesUpToItsBound(t *testing.T) {
 			return nil
 		}}
 		e := open(t, d, opening("k"))
-		end := run(t, d, r, hitl.DispatcherOptions{})
+		end := run(t, d, r, hitl.Delivery{})
 		defer end()
 		time.Sleep(10 * time.Second)
 		synctest.Wait()
@@ -118,7 +118,7 @@ func TestItIsTriedForEver(t *testing.T) {
 		d := p.escalations()
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { return errDown }}
 		e := open(t, d, opening("k"))
-		end := run(t, d, r, hitl.DispatcherOptions{})
+		end := run(t, d, r, hitl.Delivery{})
 		time.Sleep(100 * 24 * time.Hour)
 		synctest.Wait()
 		end()
@@ -134,7 +134,7 @@ func TestRefusedIsNotTriedAgain(t *testing.T) {
 		d := p.escalations()
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { return fmt.Errorf("gone: %w", hitl.ErrRefused) }}
 		e := open(t, d, opening("k"))
-		defer run(t, d, r, hitl.DispatcherOptions{})()
+		defer run(t, d, r, hitl.Delivery{})()
 		time.Sleep(24 * time.Hour)
 		synctest.Wait()
 		if got := get(t, d, e.ID); got.State != hitl.Undeliverable || len(r.attempts(e.ID)) != 1 {
@@ -156,7 +156,7 @@ func TestReceiverMayAskForLater(t *testing.T) {
 			return nil
 		}}
 		e := open(t, d, opening("k"))
-		defer run(t, d, r, hitl.DispatcherOptions{})()
+		defer run(t, d, r, hitl.Delivery{})()
 		time.Sleep(24 * time.Hour)
 		synctest.Wait()
 		want := []time.Duration{0, time.Second, 91 * time.Second, 91*time.Second + time.Hour}
@@ -179,7 +179,7 @@ func TestAttemptIsLimited(t *testing.T) {
 			}
 			return nil
 		}}
-		defer run(t, d, r, hitl.DispatcherOptions{Attempt: 10 * time.Second})()
+		defer run(t, d, r, hitl.Delivery{Attempt: 10 * time.Second})()
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		if got, want := r.attempts(e.ID), []time.Duration{0, 11 * time.Second}; !slices.Equal(got, want) {
@@ -194,7 +194,7 @@ func TestOpeningNeverWaitsForTheNotifier(t *testing.T) {
 		p := newPlace()
 		d := p.escalations()
 		r := &receiver{answer: func(c context.Context, _ hitl.Escalation, _ int) error { <-c.Done(); return c.Err() }}
-		defer run(t, d, r, hitl.DispatcherOptions{Concurrent: 2, Attempt: time.Hour})()
+		defer run(t, d, r, hitl.Delivery{Concurrent: 2, Attempt: time.Hour})()
 		began := time.Now()
 		for i := range 1000 {
 			open(t, d, opening(fmt.Sprint(i)))
@@ -225,7 +225,7 @@ func TestFloodIsBounded(t *testing.T) {
 		delivered := 0
 		var mu sync.Mutex
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { time.Sleep(time.Millisecond); return nil }}
-		defer run(t, hitl.NewStore(watched, p.ring), r, hitl.DispatcherOptions{OnAttempt: func(hitl.Escalation, error) {
+		defer run(t, hitl.NewStore(watched, p.ring), r, hitl.Delivery{OnAttempt: func(hitl.Escalation, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			delivered++
@@ -254,7 +254,7 @@ func TestHighestLevelFirst(t *testing.T) {
 			time.Sleep(time.Second)
 		}
 		r := &receiver{answer: func(context.Context, hitl.Escalation, int) error { time.Sleep(time.Second); return nil }}
-		defer run(t, d, r, hitl.DispatcherOptions{Concurrent: 1})()
+		defer run(t, d, r, hitl.Delivery{Concurrent: 1})()
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		if !slices.Equal(r.order, want) {
@@ -273,7 +273,7 @@ func TestP4DispatcherOutlivesTheStoresTrouble(t *testing.T) {
 		away.failing.Store(true)
 		r := &receiver{}
 		troubles := 0
-		defer run(t, d, r, hitl.DispatcherOptions{OnError: func(err error) {
+		defer run(t, d, r, hitl.Delivery{OnError: func(err error) {
 			if !errors.Is(err, hitl.ErrStore) || !errors.Is(err, errStore) {
 				t.Error(err)
 			}
@@ -299,7 +299,7 @@ func TestDispatcherEndsWithItsStore(t *testing.T) {
 		ended := make(chan struct{})
 		go func() {
 			defer close(ended)
-			hitl.NewDispatcher(p.escalations(), &receiver{}, hitl.DispatcherOptions{}).Run(t.Context())
+			p.escalations().Deliver(t.Context(), hitl.Delivery{Notify: new(receiver).Notify})
 		}()
 		synctest.Wait()
 		if err := p.Close(); err != nil {
@@ -319,7 +319,7 @@ func TestUnreadableIsPostponed(t *testing.T) {
 		sound := open(t, d, opening("sound"))
 		r := &receiver{}
 		troubles := 0
-		defer run(t, d, r, hitl.DispatcherOptions{OnError: func(err error) {
+		defer run(t, d, r, hitl.Delivery{OnError: func(err error) {
 			if !errors.Is(err, hitl.ErrUnreadable) || !strings.Contains(err.Error(), damaged.ID) {
 				t.Error(err)
 			}
@@ -357,13 +357,13 @@ func TestUndeliveredIsFoundAfterARestart(t *testing.T) {
 				return errDown
 			}
 			return hitl.ErrRefused
-		}}, hitl.DispatcherOptions{Attempt: time.Second})
+		}}, hitl.Delivery{Attempt: time.Second})
 		synctest.Wait()
 		end()
 		fresh := open(t, p.escalations(), opening("opened while no dispatcher runs"))
 		time.Sleep(time.Minute) // down
 		r := &receiver{}
-		defer run(t, p.escalations(), r, hitl.DispatcherOptions{})()
+		defer run(t, p.escalations(), r, hitl.Delivery{})()
 		synctest.Wait()
 		if got := get(t, p.escalations(), failed.ID); got.State != hitl.Notified || got.Attempts != 2 {
 			t.Errorf("%+v", got)
@@ -390,7 +390,7 @@ func TestLostRecordOfADeliveryIsDeliveredAgain(t *testing.T) {
 		e := open(t, p.escalations(), opening("k"))
 		var mu sync.Mutex
 		var troubles []error // of the attempt, and of the look that follows it, in any order
-		end := run(t, hitl.NewStore(dying, p.ring), r, hitl.DispatcherOptions{Attempt: 20 * time.Second, OnError: func(err error) {
+		end := run(t, hitl.NewStore(dying, p.ring), r, hitl.Delivery{Attempt: 20 * time.Second, OnError: func(err error) {
 			mu.Lock()
 			defer mu.Unlock()
 			troubles = append(troubles, err)
@@ -400,7 +400,7 @@ func TestLostRecordOfADeliveryIsDeliveredAgain(t *testing.T) {
 		if !slices.ContainsFunc(troubles, func(err error) bool { return strings.Contains(err.Error(), "may be told again") }) {
 			t.Errorf("%v", troubles)
 		}
-		defer run(t, p.escalations(), r, hitl.DispatcherOptions{})()
+		defer run(t, p.escalations(), r, hitl.Delivery{})()
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		if got, want := r.attempts(e.ID), []time.Duration{0, 40 * time.Second}; !slices.Equal(got, want) {
@@ -418,12 +418,12 @@ func TestStoppedDispatcherGivesItsLeaseBack(t *testing.T) {
 		p := newPlace()
 		e := open(t, p.escalations(), opening("k"))
 		hanging := &receiver{answer: func(c context.Context, _ hitl.Escalation, _ int) error { <-c.Done(); return c.Err() }}
-		end := run(t, p.escalations(), hanging, hitl.DispatcherOptions{})
+		end := run(t, p.escalations(), hanging, hitl.Delivery{})
 		synctest.Wait()
 		end()
 		r := &receiver{}
 		began := time.Now()
-		defer run(t, p.escalations(), r, hitl.DispatcherOptions{})()
+		defer run(t, p.escalations(), r, hitl.Delivery{})()
 		synctest.Wait()
 		if got := get(t, p.escalations(), e.ID); got.State != hitl.Notified || time.Since(began) != 0 || got.LastError != "" {
 			t.Errorf("%+v", got)
@@ -443,8 +443,8 @@ func TestTwoDispatchersDeliverOnce(t *testing.T) {
 			}
 			return nil
 		}}
-		defer run(t, a, r, hitl.DispatcherOptions{Concurrent: 8, Attempt: 5 * time.Second})()
-		defer run(t, b, r, hitl.DispatcherOptions{Concurrent: 8, Attempt: 5 * time.Second})()
+		defer run(t, a, r, hitl.Delivery{Concurrent: 8, Attempt: 5 * time.Second})()
+		defer run(t, b, r, hitl.Delivery{Concurrent: 8, Attempt: 5 * time.Second})()
 		var ids []string
 		for i := range 100 {
 			ids = append(ids, open(t, []*hitl.Store{a, b}[i%2], opening(fmt.Sprint(i))).ID)
@@ -475,10 +475,10 @@ func TestLeaseIsTakenByOne(t *testing.T) {
 		slow := &faulty{Store: p.Store}
 		var end func()
 		slow.beforeCommit = func() { // it has read the record by now
-			end = run(t, p.escalations(), r, hitl.DispatcherOptions{})
+			end = run(t, p.escalations(), r, hitl.Delivery{})
 			synctest.Wait()
 		}
-		defer run(t, hitl.NewStore(slow, p.ring), r, hitl.DispatcherOptions{})()
+		defer run(t, hitl.NewStore(slow, p.ring), r, hitl.Delivery{})()
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		defer end()
@@ -507,7 +507,7 @@ func TestLateOutcome(t *testing.T) {
 					time.Sleep(15 * time.Second)
 					return nil
 				}}
-				o := hitl.DispatcherOptions{Attempt: 10 * time.Second} // a lease of 20 s
+				o := hitl.Delivery{Attempt: 10 * time.Second} // a lease of 20 s
 				defer run(t, p.escalations(), r, o)()
 				synctest.Wait()
 				defer run(t, p.escalations(), r, o)()
@@ -535,7 +535,7 @@ func TestEscalationOfADeadNodeIsFound(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		r := &receiver{}
-		defer run(t, p.escalations(), r, hitl.DispatcherOptions{Poll: 20 * time.Second})()
+		defer run(t, p.escalations(), r, hitl.Delivery{Poll: 20 * time.Second})()
 		synctest.Wait()
 		e := open(t, p.escalations(), opening("k")) // at another store, which has no dispatcher
 		time.Sleep(20*time.Second - 1)
@@ -573,7 +573,7 @@ func TestP2EscalationOutlivesTheProcess(t *testing.T) {
 	defer st.Close()
 	d := hitl.NewStore(st, ring)
 	notified := make(chan hitl.Escalation, len(ids))
-	end := run(t, d, &receiver{}, hitl.DispatcherOptions{OnAttempt: func(e hitl.Escalation, _ error) { notified <- e }})
+	end := run(t, d, &receiver{}, hitl.Delivery{OnAttempt: func(e hitl.Escalation, _ error) { notified <- e }})
 	defer end()
 	for range ids {
 		<-notified

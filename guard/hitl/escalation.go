@@ -2,8 +2,8 @@
 // before anybody says "escalated" (A-basic-rollback-g), and then somebody is notified.
 //
 // A Store records, finds and lists escalations, and counts what people decide about them: see
-// Store.Decide. One can be opened in the commit of the event that causes it: see Store.Prepare. A
-// Dispatcher delivers open ones to a Notifier, at least once each, also after a restart.
+// Store.Decide. One can be opened in the commit of the event that causes it: see Store.Prepare.
+// Store.Deliver notifies somebody of each open one at least once, also after a restart.
 //
 // The package knows neither HTTP servers nor Caddy. It keeps everything in a store.Store, sealed
 // (P8).
@@ -166,29 +166,29 @@ type Opening struct {
 	Notice, Lifted bool
 }
 
-// ErrOpening: the Opening is incomplete.
-var ErrOpening = errors.New("hitl: the escalation cannot be opened")
+// errOpening: the Opening is incomplete.
+var errOpening = errors.New("hitl: the escalation cannot be opened")
 
 func (o *Opening) check() error {
 	switch {
 	case o.Key == "":
-		return fmt.Errorf("%w: key is empty; it names the occasion", ErrOpening)
+		return fmt.Errorf("%w: key is empty; it names the occasion", errOpening)
 	case o.Level < Pause || o.Level > Stop:
-		return fmt.Errorf("%w: level is %d; use 1 (pause), 2 (approval) or 3 (stop)", ErrOpening, o.Level)
+		return fmt.Errorf("%w: level is %d; use 1 (pause), 2 (approval) or 3 (stop)", errOpening, o.Level)
 	case !slices.Contains(Causes(), o.Cause):
-		return fmt.Errorf("%w: cause is %q; use one of %q", ErrOpening, o.Cause, Causes())
+		return fmt.Errorf("%w: cause is %q; use one of %q", errOpening, o.Cause, Causes())
 	case o.Summary == "":
-		return fmt.Errorf("%w: summary is empty; write a sentence for whoever has to decide", ErrOpening)
+		return fmt.Errorf("%w: summary is empty; write a sentence for whoever has to decide", errOpening)
 	case !slices.Contains([]ProposalKind{"", RunCall, Resume, PartialRollback, ContinueRollback}, o.Proposal.Kind):
-		return fmt.Errorf("%w: proposal is %q, which nothing carries out", ErrOpening, o.Proposal.Kind)
+		return fmt.Errorf("%w: proposal is %q, which nothing carries out", errOpening, o.Proposal.Kind)
 	case len(o.Proposal.Hash()) > maxHash || len(o.Role) > maxRole:
-		return fmt.Errorf("%w: hash or role is longer than 128 bytes", ErrOpening)
+		return fmt.Errorf("%w: hash or role is longer than 128 bytes", errOpening)
 	case o.Unreachable.Check() != nil:
-		return fmt.Errorf("%w: %w", ErrOpening, o.Unreachable.Check())
+		return fmt.Errorf("%w: %w", errOpening, o.Unreachable.Check())
 	case len(o.Participants) > maxParticipants:
-		return fmt.Errorf("%w: %d participants, at most %d", ErrOpening, len(o.Participants), maxParticipants)
+		return fmt.Errorf("%w: %d participants, at most %d", errOpening, len(o.Participants), maxParticipants)
 	case o.Quorum < 0 || o.Quorum > maxQuorum || o.Within < 0:
-		return fmt.Errorf("%w: quorum is %d and the time %s; use up to %d, and no negative time", ErrOpening, o.Quorum, o.Within, maxQuorum)
+		return fmt.Errorf("%w: quorum is %d and the time %s; use up to %d, and no negative time", errOpening, o.Quorum, o.Within, maxQuorum)
 	}
 	return nil
 }
@@ -247,7 +247,7 @@ type Escalation struct {
 	Token      string `json:"token,omitempty"`
 	Resolution string `json:"resolution,omitempty"` // see Token
 
-	// Page is the URL of a page that shows and decides it, for a Notifier. It is not stored.
+	// Page is the URL of a page that shows and decides it, for Delivery.Notify. It is not stored.
 	Page    string `json:"-"`
 	Private `json:"-" cbor:"private"`
 }
@@ -391,7 +391,7 @@ func (e *Escalation) expires() time.Time {
 	if e.unsettled() || e.State == Open || e.Held || e.Status == Pending && e.Proposal.Kind != "" || e.waits() {
 		return time.Time{}
 	}
-	return e.Changed.Add(Keep)
+	return e.Changed.Add(keep)
 }
 
 // put is the batch that changes an escalation from old, which may be nil, to new, with its index
@@ -427,7 +427,7 @@ func (d *Store) put(id uuid.UUID, old, new *Escalation, condition store.Conditio
 		batch = append(batch, hold)
 	}
 	if new.Held && (old == nil || !old.Held) && d.fences != nil {
-		batch = append(batch, store.Write{Key: d.fenceKey(new.Workflow), Expires: new.Changed.Add(Keep)})
+		batch = append(batch, store.Write{Key: d.fenceKey(new.Workflow), Expires: new.Changed.Add(keep)})
 	}
 	if now, before := new.unsettled(), old != nil && old.unsettled(); now != before {
 		batch = append(batch, store.Write{Key: append([]byte{space, kindReach}, id[:]...), Delete: before})

@@ -75,10 +75,10 @@ func Example() {
 	if err != nil {
 		panic(err)
 	}
-	hitl.NewDispatcher(escalations, notifier, hitl.DispatcherOptions{OnAttempt: func(e hitl.Escalation, _ error) {
+	escalations.Deliver(ctx, hitl.Delivery{Notify: notifier.Notify, OnAttempt: func(e hitl.Escalation, _ error) {
 		fmt.Println(e.State)
 		stop()
-	}}).Run(ctx)
+	}})
 	// Output:
 	// escalation.opened irreversible_rollback
 	// The mail of checkpoint-7 cannot be unsent.

@@ -183,7 +183,7 @@ func TestFleetDeadlinesActOnce(t *testing.T) {
 		r := &receiver{}
 		for _, d := range all {
 			d.OnDecided(func(hitl.Escalation) { ended.Add(1) })
-			defer run(t, d.Store, r, hitl.DispatcherOptions{})()
+			defer run(t, d.Store, r, hitl.Delivery{})()
 		}
 		o := opening("k")
 		o.Within, o.Unreachable = time.Hour, hitl.Unreachable{Do: hitl.UnreachableEscalate, NextRole: "boss", Within: time.Hour}
@@ -217,10 +217,10 @@ func TestFleetTakesOverDeliveries(t *testing.T) {
 			return ctx.Err()
 		}}
 		quick := &receiver{}
-		endA := run(t, a.Store, slow, hitl.DispatcherOptions{Attempt: time.Hour})
+		endA := run(t, a.Store, slow, hitl.Delivery{Attempt: time.Hour})
 		e := open(t, a.Store, opening("k"))
 		synctest.Wait()
-		defer run(t, b.Store, quick, hitl.DispatcherOptions{Attempt: time.Hour, OnError: func(err error) { t.Error(err) }})()
+		defer run(t, b.Store, quick, hitl.Delivery{Attempt: time.Hour, OnError: func(err error) { t.Error(err) }})()
 		other := p.join("c")
 		time.Sleep(10 * time.Minute)
 		other.Remove() // it has nothing

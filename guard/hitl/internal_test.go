@@ -27,7 +27,7 @@ func full() Escalation {
 		State: Open, Opened: at, Changed: at.Add(1), Attempts: 3, LastError: "l", NextAttempt: at.Add(2),
 		Status: Denied, Proposal: Proposal{Resume, "t", "h", "p"}, RequiredRole: "r", Quorum: 2, Requester: "q",
 		Deadline: at.Add(3), Held: true, Token: "t1", Resolution: "t2",
-		Unreachable: Unreachable{UnreachableEscalate, "n", time.Minute},
+		Unreachable: Unreachable{unreachableEscalate, "n", time.Minute},
 		Private:     Private{Final: true, Notice: true, Round: 17, Approvals: 19, Tokens: []string{"hidden-token"}, Boot: "hidden-member"},
 		Participants: []Participant{
 			{Agent: "p", Confirmed: Lifted, At: at.Add(6), Since: at.Add(7), Reason: "y", address: address{"hidden-uri", true}}, {Agent: "o"},
@@ -147,12 +147,12 @@ func TestWhatIsRecordedMeanwhileStays(t *testing.T) {
 		}
 		const decided = State("decided")
 		ctx, cancel := context.WithCancel(t.Context())
-		dispatcher := NewDispatcher(d, NotifierFunc(func(ctx context.Context, _ Escalation) error {
+		delivery := Delivery{Notify: func(ctx context.Context, _ Escalation) error {
 			change(ctx, func(e *Escalation) { e.State = decided })
 			return nil
-		}), DispatcherOptions{})
+		}}
 		done := make(chan struct{})
-		go func() { defer close(done); dispatcher.Run(ctx) }()
+		go func() { defer close(done); d.Deliver(ctx, delivery) }()
 		synctest.Wait()
 		cancel()
 		<-done

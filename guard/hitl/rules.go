@@ -12,10 +12,10 @@ import (
 	"time"
 )
 
-// Rule is a deployment's rule for errors, in the form of ATD ("HITL Escalation on Error") and AERR.
-type Rule struct {
+// rule is a deployment's rule for errors, in the form of ATD ("HITL Escalation on Error") and AERR.
+type rule struct {
 	ID      string  `json:"id"`
-	Trigger Trigger `json:"trigger"`
+	Trigger trigger `json:"trigger"`
 	// RequiredRole is that of who may decide; empty is DefaultRole.
 	RequiredRole string `json:"required_role"`
 	// Action is escalate (level 2), pause (1) or stop (3). Anything else stops: what is not
@@ -57,14 +57,14 @@ const maxTimeout = 365 * 24 * time.Hour
 
 // RuleSet is a deployment's policy.
 type RuleSet struct {
-	Rules []Rule
+	rules []rule
 	// Unreachable is for rules that do not say what happens where nobody decides, and for calls that
 	// cannot be undone; nil is nothing.
 	Unreachable *Unreachable
 }
 
-// Trigger says which errors a rule is for.
-type Trigger struct {
+// trigger says which errors a rule is for.
+type trigger struct {
 	// Kind is keyword_match, Op eq or ne. A trigger that is not understood matches.
 	Kind string `json:"kind"`
 	Op   string `json:"op"` // see Kind
@@ -81,7 +81,7 @@ const maxRules = 256
 // Beside rules, unreachable_human may stand, with next_role and timeout_s.
 func ParseRules(text []byte) (RuleSet, error) {
 	d := json.NewDecoder(bytes.NewReader(text))
-	var rules []Rule
+	var rules []rule
 	var all unreachable
 	var err error
 	if bytes.HasPrefix(bytes.TrimSpace(text), []byte("[")) {
@@ -89,7 +89,7 @@ func ParseRules(text []byte) (RuleSet, error) {
 	} else {
 		var wrapped struct {
 			HITL *struct {
-				Rules []Rule `json:"rules"`
+				Rules []rule `json:"rules"`
 				unreachable
 			} `json:"hitl"`
 		}
@@ -117,7 +117,7 @@ func ParseRules(text []byte) (RuleSet, error) {
 	if len(rules) == 0 || len(rules) > maxRules {
 		return RuleSet{}, fmt.Errorf("there are %d rules; write 1 to %d", len(rules), maxRules)
 	}
-	set := RuleSet{Rules: rules}
+	set := RuleSet{rules: rules}
 	if set.Unreachable, err = all.read(); err != nil {
 		return RuleSet{}, err
 	}
@@ -130,7 +130,7 @@ func ParseRules(text []byte) (RuleSet, error) {
 		switch {
 		case r.ID == "" || len(r.ID) > maxRole:
 			return RuleSet{}, fmt.Errorf("rule %d: id: give it one of up to %d bytes", i+1, maxRole)
-		case slices.ContainsFunc(rules[:i], func(other Rule) bool { return other.ID == r.ID }):
+		case slices.ContainsFunc(rules[:i], func(other rule) bool { return other.ID == r.ID }):
 			return RuleSet{}, fmt.Errorf("rule %d: id: %q is another one's", i+1, r.ID)
 		case len(r.RequiredRole) > maxRole:
 			return RuleSet{}, fmt.Errorf("rule %q: required_role: it has more than %d bytes", r.ID, maxRole)
@@ -141,9 +141,9 @@ func ParseRules(text []byte) (RuleSet, error) {
 	return set, nil
 }
 
-// Matches reports whether the rule is for an error with these members, by their names without a
+// matches reports whether the rule is for an error with these members, by their names without a
 // vocabulary. What is not understood matches.
-func (r *Rule) Matches(members map[string]string) bool {
+func (r *rule) matches(members map[string]string) bool {
 	ref := strings.TrimPrefix(r.Trigger.InputRef, "ext.")
 	if _, name, ok := strings.Cut(ref, "."); ok {
 		ref = name
@@ -161,10 +161,20 @@ func (r *Rule) Matches(members map[string]string) bool {
 	return true
 }
 
-// Opening is the escalation that the rule opens about an error, but for its key, workflow and links.
-func (r *Rule) Opening() Opening {
+// Opening is the escalation that the first rule for an error with these members opens; their names have no vocabulary.
+// It lacks its workflow and links, and its key does not name the error. It is false without such a rule.
+func (s *RuleSet) Opening(members map[string]string) (Opening, bool) {
+	i := slices.IndexFunc(s.rules, func(r rule) bool { return r.matches(members) })
+	if i < 0 {
+		return Opening{}, false
+	}
+	return s.rules[i].opening(), true
+}
+
+// opening is the escalation that the rule opens.
+func (r *rule) opening() Opening {
 	o := Opening{
-		Level: Stop, Cause: CauseError, Role: r.RequiredRole,
+		Key: "rule " + r.ID, Level: Stop, Cause: CauseError, Role: r.RequiredRole,
 		Final: !r.AllowOverride || r.OverrideAction != "" && r.OverrideAction != "continue",
 	}
 	if u, err := r.unreachable.read(); err == nil && u != nil {

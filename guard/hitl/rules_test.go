@@ -31,7 +31,7 @@ func TestRulesOfTheDrafts(t *testing.T) {
 		"AERR's figure": `{"hitl": {"rules": [` + strings.Replace(atdRule, "atd.severity", "ext.aerr.severity", 1) + `]}}`,
 	} {
 		set, err := hitl.ParseRules([]byte(text))
-		rules := set.Rules
+		rules := set.Rules()
 		if err != nil || len(rules) != 1 {
 			t.Fatalf("%s: %v", name, err)
 		}
@@ -59,7 +59,7 @@ func TestRulesFailClosed(t *testing.T) {
 	} {
 		from, to, _ := strings.Cut(change, ">")
 		set, err := hitl.ParseRules([]byte("[" + strings.Replace(atdRule, from, to, 1) + "]"))
-		rules := set.Rules
+		rules := set.Rules()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -80,7 +80,7 @@ func TestRulesFailClosed(t *testing.T) {
 	} {
 		from, to, _ := strings.Cut(change, ">")
 		set, err := hitl.ParseRules([]byte("[" + strings.Replace(atdRule, from, to, 1) + "]"))
-		rules := set.Rules
+		rules := set.Rules()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -129,12 +129,12 @@ func TestRulesOfUnreachablePeople(t *testing.T) {
 		{Within: time.Second / 2, Unreachable: pause},
 		{Within: 24 * time.Hour, Unreachable: hitl.Unreachable{Do: hitl.UnreachableDeny}},
 	} {
-		if o := set.Rules[i].Opening(); o.Within != want.Within || o.Unreachable != want.Unreachable {
-			t.Errorf("%q: %s, %+v", set.Rules[i].ID, o.Within, o.Unreachable)
+		if o := set.Rules()[i].Opening(); o.Within != want.Within || o.Unreachable != want.Unreachable {
+			t.Errorf("%q: %s, %+v", set.Rules()[i].ID, o.Within, o.Unreachable)
 		}
 	}
 	set, err = hitl.ParseRules([]byte("[" + atdRule + "]"))
-	if o := set.Rules[0].Opening(); err != nil || set.Unreachable != nil || o.Within != 0 || o.Unreachable != (hitl.Unreachable{}) {
+	if o := set.Rules()[0].Opening(); err != nil || set.Unreachable != nil || o.Within != 0 || o.Unreachable != (hitl.Unreachable{}) {
 		t.Errorf("a rule that says nothing: %+v, %v", o, err)
 	}
 }
@@ -162,7 +162,7 @@ func FuzzParseRules(f *testing.F) {
 	f.Add([]byte(`{"hitl": {"rules": [{"id": "a"}]}}`))
 	f.Fuzz(func(t *testing.T, text []byte) {
 		set, err := hitl.ParseRules(text)
-		rules := set.Rules
+		rules := set.Rules()
 		if err != nil {
 			return
 		}

@@ -17,8 +17,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Keep is how long an escalation is kept after its state last changed.
-const Keep = 90 * 24 * time.Hour
+// keep is how long an escalation is kept after its state last changed.
+const keep = 90 * 24 * time.Hour
 
 // Errors of Store.
 var (
@@ -97,7 +97,7 @@ type Opened struct {
 }
 
 // Prepare makes the writes that open an escalation in the commit of the decision that causes it.
-// If it is open already, there are none. The errors are ErrOpening, ErrStore and ErrUnreadable.
+// If it is open already, there are none. The errors are errOpening, ErrStore and ErrUnreadable.
 //
 // The batch must be ended; its error is ErrAlreadyOpen if the escalation made the commit fail.
 // Its writes must not come first: a nearly full store judges a batch by its first write.
@@ -139,7 +139,7 @@ func (d *Store) Prepare(ctx context.Context, o Opening) (*Opened, error) {
 	if u := d.unreachable.Load(); u != nil && o.Cause == CauseIrreversible && o.Within == 0 {
 		o.Unreachable, o.Within = *u, cmp.Or(u.Within, defaultWithin)
 	}
-	if o.Unreachable.Do == UnreachablePause || o.Unreachable.Do == UnreachableEscalate { // else it is denied
+	if o.Unreachable.Do == unreachablePause || o.Unreachable.Do == unreachableEscalate { // else it is denied
 		e.Unreachable = o.Unreachable
 	}
 	if e.Held && o.Proposal.Kind == "" && !o.Notice && !o.Final {
@@ -185,7 +185,7 @@ func (p *Opened) Escalation() Escalation { return p.escalation }
 // Fresh reports whether the commit opens it; if not, it was open before.
 func (p *Opened) Fresh() bool { return p.Batch != nil }
 
-// Open opens an escalation in its own commit, or finds it open. The error is ErrOpening, ErrStore
+// Open opens an escalation in its own commit, or finds it open. The error is errOpening, ErrStore
 // or ErrUnreadable; after ErrStore it may be open all the same, and opening it again is safe.
 func (d *Store) Open(ctx context.Context, o Opening) (Escalation, error) {
 	for {

@@ -107,13 +107,14 @@ func (r *receiver) attempts(id string) []time.Duration {
 	return r.times[id]
 }
 
-// run starts a dispatcher; end stops it and waits.
-func run(t *testing.T, d *hitl.Store, n hitl.Notifier, o hitl.DispatcherOptions) (end func()) {
+// run starts the delivery to r; end stops it and waits.
+func run(t *testing.T, d *hitl.Store, r *receiver, o hitl.Delivery) (end func()) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		hitl.NewDispatcher(d, n, o).Run(ctx)
+		o.Notify = r.Notify
+		d.Deliver(ctx, o)
 	}()
 	return func() { cancel(); <-done }
 }
@@ -345,7 +346,7 @@ func TestRetention(t *testing.T) {
 		o.Workflow = "w"
 		e := open(t, d, o)
 		time.Sleep(10_000 * time.Hour)
-		end := run(t, d, &receiver{}, hitl.DispatcherOptions{})
+		end := run(t, d, &receiver{}, hitl.Delivery{})
 		synctest.Wait()
 		end()
 		time.Sleep(hitl.Keep - 1)
@@ -366,7 +367,7 @@ func TestDefaultRetentionIsNinetyDays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPlace()
 		open(t, p.escalations(), opening("k"))
-		end := run(t, p.escalations(), &receiver{}, hitl.DispatcherOptions{})
+		end := run(t, p.escalations(), &receiver{}, hitl.Delivery{})
 		synctest.Wait()
 		end()
 		for _, e := range entries(t, p) {
@@ -487,7 +488,7 @@ func TestListAgainstBruteForce(t *testing.T) {
 			all = append([]hitl.Escalation{e}, all...)
 			time.Sleep(time.Second)
 		}
-		end := run(t, d, hitl.NotifierFunc(func(_ context.Context, e hitl.Escalation) error { return answers[e.ID] }), hitl.DispatcherOptions{})
+		end := run(t, d, &receiver{answer: func(_ context.Context, e hitl.Escalation, _ int) error { return answers[e.ID] }}, hitl.Delivery{})
 		synctest.Wait()
 		end()
 		for i := range all {
@@ -565,7 +566,7 @@ func TestListShowsOnlyWhatPassesStill(t *testing.T) {
 		open(t, p.escalations(), opening("k"))
 		between := &faulty{Store: p.Store}
 		between.beforeGet = func() {
-			end := run(t, p.escalations(), &receiver{}, hitl.DispatcherOptions{})
+			end := run(t, p.escalations(), &receiver{}, hitl.Delivery{})
 			synctest.Wait()
 			end()
 		}
@@ -620,12 +621,12 @@ func TestCountAndHear(t *testing.T) {
 			}
 		}
 		count(4, 0, 0)
-		end := run(t, d, hitl.NotifierFunc(func(_ context.Context, e hitl.Escalation) error {
+		end := run(t, d, &receiver{answer: func(_ context.Context, e hitl.Escalation, _ int) error {
 			if refused[e.ID] {
 				return hitl.ErrRefused
 			}
 			return nil
-		}), hitl.DispatcherOptions{})
+		}}, hitl.Delivery{})
 		synctest.Wait()
 		end()
 		count(0, 3, 1)

@@ -170,8 +170,6 @@ type WebhookNotifier struct {
 	client  *http.Client
 }
 
-var _ Notifier = (*WebhookNotifier)(nil)
-
 // NewWebhook makes a notifier. Its error names what is wrong with the configuration, and shows no secret.
 func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
 	target, keys, err := c.parse()
@@ -206,7 +204,7 @@ func NewWebhook(c WebhookConfig) (*WebhookNotifier, error) {
 // Close gives up idle connections. The notifier may still be used.
 func (n *WebhookNotifier) Close() { n.client.CloseIdleConnections() }
 
-// Notify implements hitl.Notifier: nil after a 2xx, hitl.ErrRefused after 410, a *hitl.LaterError
+// Notify is a Delivery.Notify: nil after a 2xx, errRefused after 410, a *laterError
 // after 429 or 503 with Retry-After, otherwise an error after which it is tried again. Errors
 // show only the receiver's host.
 func (n *WebhookNotifier) Notify(ctx context.Context, e Escalation) error {
@@ -248,14 +246,14 @@ func (n *WebhookNotifier) verdict(resp *http.Response, now time.Time) error {
 	case status >= 200 && status < 300:
 		return nil
 	case status == http.StatusGone:
-		return fmt.Errorf("webhook: %s answers 410, it takes no more messages: %w", n.host, ErrRefused)
+		return fmt.Errorf("webhook: %s answers 410, it takes no more messages: %w", n.host, errRefused)
 	case status >= 300 && status < 400:
 		return fmt.Errorf("webhook: %s answers %d; redirects are not followed, configure the new URL", n.host, status)
 	}
 	err := fmt.Errorf("webhook: %s answers %d", n.host, status)
 	if status == http.StatusTooManyRequests || status == http.StatusServiceUnavailable {
 		if after := retryAfter(resp.Header.Get("Retry-After"), now); after > 0 {
-			return &LaterError{After: after, Err: err}
+			return &laterError{After: after, Err: err}
 		}
 	}
 	return err

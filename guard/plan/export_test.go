@@ -16,3 +16,13 @@ func Work(text []byte) int {
 	}
 	return r.work
 }
+
+const (
+	DefaultKeep = defaultKeep
+	MaxEdges    = maxEdges
+)
+
+var ErrUnknownNode = errUnknownNode
+
+// Order are the places of all nodes in topological order.
+func (d *Descriptor) Order() []int { return d.order }

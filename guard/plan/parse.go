@@ -135,7 +135,7 @@ func (r *reader) document() bool {
 				return r.object("", func(name string) bool { return r.node(n, name) })
 			})
 		case "edges":
-			ok = r.elements(name, MaxEdges, func() bool {
+			ok = r.elements(name, maxEdges, func() bool {
 				r.edges = append(r.edges, [2]string{})
 				e := &r.edges[len(r.edges)-1]
 				return r.object("", func(name string) bool { return r.edge(e, name) })

@@ -25,7 +25,7 @@ const MediaType = "application/atd-workflow+json"
 const (
 	MaxSize  = 8 << 20 // bytes of its text
 	MaxNodes = 10_000
-	MaxEdges = 100_000
+	maxEdges = 100_000
 )
 
 // Descriptor is a plan. It never changes, and several goroutines can use it.
@@ -188,9 +188,6 @@ func (d *Descriptor) Find(id string) (place int, ok bool) {
 	place, ok = d.index[id]
 	return place, ok
 }
-
-// Order are the places of all nodes in topological order, for reading only.
-func (d *Descriptor) Order() []int { return d.order }
 
 // Levels are the ids of the nodes of each level. Those of one level can run side by side.
 func (d *Descriptor) Levels() [][]string {

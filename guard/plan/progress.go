@@ -11,7 +11,7 @@ import (
 
 // The errors of Which.
 var (
-	ErrUnknownNode   = errors.New("plan: no node is called like this")
+	errUnknownNode   = errors.New("plan: no node is called like this")
 	ErrAmbiguousNode = errors.New("plan: several nodes are called like this")
 )
 
@@ -24,7 +24,7 @@ func (d *Descriptor) Which(named, action string) (place int, err error) {
 	same := d.labels[action]
 	switch {
 	case named != "" || same.n == 0:
-		return 0, ErrUnknownNode
+		return 0, errUnknownNode
 	case same.n > 1:
 		return 0, ErrAmbiguousNode
 	}

@@ -58,7 +58,7 @@ func Schema() []byte {
 			memberHints:       members(hints),
 			memberConstraints: object{"type": "object", "properties": constraints, "propertyNames": object{"anyOf": []object{{"enum": known}, {"not": object{"pattern": `^atd\.`}}}}},
 		}, "id")},
-		"edges": object{"type": "array", "maxItems": MaxEdges, "items": members(object{"from": end, "to": end}, "from", "to")},
+		"edges": object{"type": "array", "maxItems": maxEdges, "items": members(object{"from": end, "to": end}, "from", "to")},
 	}, "wf_id", "nodes")
 	schema["$schema"], schema["title"] = "https://json-schema.org/draft/2020-12/schema", MediaType
 	out, err := json.MarshalIndent(schema, "", "  ")

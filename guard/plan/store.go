@@ -32,8 +32,8 @@ var (
 )
 
 const (
-	// DefaultKeep is how long a plan is kept after it was put, and after the workflow's latest call.
-	DefaultKeep = 90 * 24 * time.Hour
+	// defaultKeep is how long a plan is kept after it was put, and after the workflow's latest call.
+	defaultKeep = 90 * 24 * time.Hour
 	// maxKnown is how many workflows with a plan are known in memory; of others the store is asked.
 	maxKnown = 100_000
 	// maxOffers is how many plans may be offered at a time, maxPut how many by one issuer, and maxPutBytes the
@@ -162,7 +162,7 @@ func NewStore(st store.Store, sealer store.Sealer) *Store {
 	for i := range s.gates {
 		s.gates[i] = make(chan struct{}, 1)
 	}
-	s.Configure(DefaultKeep)
+	s.Configure(defaultKeep)
 	if shared, is := st.(store.Shared); is {
 		s.shared = shared
 		s.fences = store.FollowFences(shared, []byte{space, kindFence})

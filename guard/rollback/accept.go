@@ -176,7 +176,7 @@ func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View
 		return err
 	}
 	if !r.KeepDependants {
-		if err := p.Partial(); err != nil {
+		if err := p.partial(); err != nil {
 			return err
 		}
 		if view.More { // what was not looked at may be completed (P6)
@@ -252,7 +252,7 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 // (P6).
 func (d *draft) stateFor(ctx context.Context, c *Coordinator, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
 	if d.PartOf != "" && d.Requester != "" && n.By == d.Requester && !token.Own && token.ID != "" && n.ID != d.Checkpoint {
-		return Elsewhere, outlook{}, nil
+		return elsewhere, outlook{}, nil
 	}
 	return c.stateOf(ctx, n, token)
 }
@@ -300,7 +300,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		return s.state, outlook{}, nil
 	}
 	o := outlookOf(s.opened)
-	if s.state == InFlight && o.obstacle == string(ReasonUnfilled) { // its answer may bring the values
+	if s.state == InFlight && o.obstacle == string(reasonUnfilled) { // its answer may bring the values
 		o = outlook{way: s.opened.Snapshot.Way.String(), by: informedOf(s.opened)}
 	}
 	return s.state, o, nil
@@ -340,7 +340,7 @@ func outlookOf(opened *checkpoint.Checkpoint) outlook {
 	case is:
 		o.obstacle, o.cause = string(ReasonIrreversible), string(cause)
 	case LacksValues(opened): // of a participant too whose answer was lost: it may have a part all the same
-		o.obstacle = string(ReasonUnfilled)
+		o.obstacle = string(reasonUnfilled)
 	default:
 		o.way = opened.Snapshot.Way.String()
 	}

@@ -33,7 +33,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		case n != nil:
 			return j.conclude(ctx, *n)
 		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
-			return j.result(ReasonTimeout), nil
+			return j.result(reasonTimeout), nil
 		case j.doubt:
 			cleared, err := j.clear(ctx, found, last)
 			if cleared != nil || err != nil {
@@ -58,7 +58,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		out, err := j.undoing(ctx)
 		if why := (requestError{}); errors.As(err, &why) {
 			// P6: the effect of a call in doubt is in doubt, and no undo takes it back.
-			j.doubt = j.doubt || why.why == ReasonUnfilled && j.task.Checkpoint.Result == nil
+			j.doubt = j.doubt || why.why == reasonUnfilled && j.task.Checkpoint.Result == nil
 			return j.result(why.why), nil
 		}
 		if err != nil {
@@ -201,7 +201,7 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 		return Result{}, err
 	}
 	if out == nil {
-		return j.result(ReasonLost), nil // the store has lost where to ask
+		return j.result(reasonLost), nil // the store has lost where to ask
 	}
 	n, err = j.ask(ctx, out, n, read)
 	if err != nil {
@@ -244,7 +244,7 @@ func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*R
 	switch n.Reading {
 	case absent:
 		if j.spec.OnLost == UndoEscalate {
-			r := j.result(ReasonLost) // nobody says that it never arrives
+			r := j.result(reasonLost) // nobody says that it never arrives
 			return &r, nil
 		}
 		return nil, nil
@@ -511,8 +511,8 @@ var finals = map[reading]struct {
 	reason  Reason
 	badness int
 }{
-	done: {"", 1}, pending: {"", 2}, undoEscalated: {ReasonEscalated, 3}, refused: {ReasonRefused, 4},
-	partial: {ReasonPartial, 5}, unexpected: {ReasonUnexpected, 6},
+	done: {"", 1}, pending: {"", 2}, undoEscalated: {reasonEscalated, 3}, refused: {ReasonRefused, 4},
+	partial: {reasonPartial, 5}, unexpected: {reasonUnexpected, 6},
 	unauthorized: {reason: ReasonUnauthorized}, changed: {reason: ReasonChanged}, disturbed: {reason: ReasonChanged},
 }
 
@@ -523,7 +523,7 @@ func (r reading) final() bool { _, is := finals[r]; return is }
 func (r reading) doubtful() bool { return r == unclear || r == lost || r == accepted }
 
 // reasonOf is the reason for an undo that is not done, from its final answer.
-func reasonOf(r reading) Reason { return cmp.Or(finals[r].reason, ReasonUnexpected) }
+func reasonOf(r reading) Reason { return cmp.Or(finals[r].reason, reasonUnexpected) }
 
 // note is what is known after a request. What has a tag is recorded with a final answer.
 type note struct {
@@ -673,7 +673,7 @@ func (j *job) askingTask(ctx context.Context, session, task string) (*Outgoing, 
 	}
 	q, is := j.message(out)
 	if !is {
-		return nil, nil, requestError{ReasonUnfilled}
+		return nil, nil, requestError{reasonUnfilled}
 	}
 	m := &q[0]
 	text, header := m.TaskQuery(task)

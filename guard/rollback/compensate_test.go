@@ -882,7 +882,7 @@ func TestP6AnswerOutlivesAFullStore(t *testing.T) {
 						t.Fatal(err)
 					}
 					u := rollback.NewUndoer(rollback.UndoerOptions{Guard: g, Checkpoints: r.checkpoints, Sender: r})
-					u.SeeNoStatus()
+					rollback.SeeNoStatus(u)
 					r.answers(answer)
 					say := r.answer
 					r.answer = func(o *rollback.Outgoing) (*rollback.Answer, error) {
@@ -929,13 +929,13 @@ func TestP6AnswerOutlivesAFullStore(t *testing.T) {
 func TestUndoGoesOnAfterAFullStart(t *testing.T) {
 	bubble(t, func(t *testing.T, r *undoRig) {
 		full := false
-		life := func() (*rollback.Undoer, *execution.Guard, execution.Recovery) {
+		life := func() (rollback.Undoer, *execution.Guard, execution.Recovery) {
 			g, recovered, err := execution.Open(context.Background(), choked{r.mem, &full}, r.ring)
 			if err != nil {
 				t.Fatal(err)
 			}
 			u := rollback.NewUndoer(rollback.UndoerOptions{Guard: g, Checkpoints: r.checkpoints, Sender: r})
-			u.SeeNoStatus()
+			rollback.SeeNoStatus(u)
 			return u, g, recovered
 		}
 		u, g, _ := life()
@@ -988,12 +988,12 @@ func TestP6LocationIsLost(t *testing.T) {
 				return accepted(long), nil
 			}
 			first := rollback.NewUndoer(o)
-			first.SeeNoStatus()
+			rollback.SeeNoStatus(first)
 			if _, err := first.Undo(r.life, task(checkpoint.Compensate, c.spec)); err == nil {
 				t.Fatal("it lived on")
 			}
 			next := rollback.NewUndoer(o)
-			next.SeeNoStatus()
+			rollback.SeeNoStatus(next)
 			if got, err := next.Undo(context.Background(), task(checkpoint.Compensate, c.spec)); err != nil || got != c.want {
 				t.Errorf("%+v, %v", got, err)
 			}

@@ -55,21 +55,44 @@ func Follow(url, host, location string) string {
 }
 
 // HashPlainly leaves out the salts of hashes.
-func (u *Undoer) HashPlainly() {
-	u.hash = func(_ string, state []byte) [32]byte { return sha256.Sum256(state) }
+func HashPlainly(u Undoer) {
+	u.(*undoer).hash = func(_ string, state []byte) [32]byte { return sha256.Sum256(state) }
 }
 
 // NothingThere is what stands for the state of a target where nothing is.
 var NothingThere = nothingThere
 
 // SeeNoStatus leaves out the questions for the state before and after a compensation.
-func (u *Undoer) SeeNoStatus() { u.noStateHash = true }
+func SeeNoStatus(u Undoer) { u.(*undoer).noStateHash = true }
 
 // SeeStatus asks them again.
-func (u *Undoer) SeeStatus() { u.noStateHash = false }
+func SeeStatus(u Undoer) { u.(*undoer).noStateHash = false }
 
 // MaxFailed is how many escalations because of a caller's failed calls may be pending.
 const MaxFailed = maxFailed
 
 // MaxRefused is how many refused errors of a reporter may wait.
 const MaxRefused = maxRefused
+
+const Gather = gather
+
+var (
+	ErrQuit = errQuit
+	ErrSpec = errSpec
+	ErrTask = errTask
+)
+
+func (p *Plan) Partial() error { return p.partial() }
+
+func (s *Spec) Check() error { return s.check() }
+
+const (
+	ReasonEscalated   = reasonEscalated
+	ReasonLost        = reasonLost
+	ReasonNoPostImage = reasonNoPostImage
+	ReasonPartial     = reasonPartial
+	ReasonTimeout     = reasonTimeout
+	ReasonUnexpected  = reasonUnexpected
+	ReasonUnfilled    = reasonUnfilled
+	ReasonUnverified  = reasonUnverified
+)

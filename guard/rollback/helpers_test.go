@@ -639,7 +639,7 @@ type undoRig struct {
 	ring        *seal.Ring
 	guard       *execution.Guard
 	checkpoints *checkpoint.Store
-	*rollback.Undoer
+	rollback.Undoer
 	options rollback.UndoerOptions
 
 	mu    sync.Mutex
@@ -696,8 +696,8 @@ func (r *undoRig) restart(steps int) {
 	o := r.options
 	o.Guard, o.Checkpoints, o.Sender = g, r.checkpoints, r
 	r.Undoer = rollback.NewUndoer(o)
-	r.HashPlainly()
-	r.SeeNoStatus() // TestCascadeFigure12OfCompensations looks at it
+	rollback.HashPlainly(r.Undoer)
+	rollback.SeeNoStatus(r.Undoer) // TestCascadeFigure12OfCompensations looks at it
 }
 
 func (r *undoRig) step() bool {

@@ -79,7 +79,7 @@ func (j *job) asked(phase Phase) *Participant {
 func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error) {
 	p := j.asked(phase)
 	if p == nil {
-		return nil, requestError{ReasonUnfilled}
+		return nil, requestError{reasonUnfilled}
 	}
 	named := phase
 	if phase == PhaseDry || phase == PhasePrepare {
@@ -102,7 +102,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 		Reason     string      `json:"reason,omitempty"`
 	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + p.PartOf, decides, j.task.Reason})
 	if err != nil {
-		return nil, requestError{ReasonUnfilled}
+		return nil, requestError{reasonUnfilled}
 	}
 	to := j.spec.Delegate
 	if phase != PhaseExecute { // a look too: who does not know dry_run would carry it out
@@ -148,7 +148,7 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 // Prepare asks whoever undoes the call whether it can (cascade 4.3.2, phase 1), until the task is
 // due. It returns a fixed word for why it cannot, or none; it is none for what this gateway undoes
 // itself. A dry task reserves nothing there.
-func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err error) {
+func (u *undoer) Prepare(ctx context.Context, t Task) (obstacle string, err error) {
 	if err := t.check(); err != nil {
 		return "", err
 	}
@@ -186,7 +186,7 @@ func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 			return string(n.Reading), nil
 		}
 		again, err := pace.wait(ctx, n.after)
-		if errors.Is(err, ErrQuit) {
+		if errors.Is(err, errQuit) {
 			return "", err
 		}
 		if !again || err != nil || j.overdue() {
@@ -197,7 +197,7 @@ func (u *Undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 
 // Release tells whoever undoes the call that it is not asked to, so that it reserves nothing any
 // more, until it has answered or the task is due. What it reserves ends by itself in any case.
-func (u *Undoer) Release(ctx context.Context, t Task) error {
+func (u *undoer) Release(ctx context.Context, t Task) error {
 	if err := t.check(); err != nil {
 		return err
 	}

@@ -51,8 +51,8 @@ const (
 	InFlight NodeState = "in_flight"
 	// NeverRan: its call was not executed, or has not come yet.
 	NeverRan NodeState = "never_ran"
-	// Elsewhere: whoever asks for the rollback undoes it itself. It has no step.
-	Elsewhere NodeState = "elsewhere"
+	// elsewhere: whoever asks for the rollback undoes it itself. It has no step.
+	elsewhere NodeState = "elsewhere"
 )
 
 // RecordedState is a checkpoint's state by its records alone. A group is not undone until all its
@@ -107,8 +107,8 @@ const (
 	// Expired: its ttl is over, so that it must not be used (cascade 4.2.3). A human decides here
 	// too.
 	Expired What = "expired"
-	// Gather: it is a group, undone when its members are.
-	Gather What = "gather"
+	// gather: it is a group, undone when its members are.
+	gather What = "gather"
 	// Undo it.
 	Undo What = "undo"
 )
@@ -139,7 +139,7 @@ type PlanStep struct {
 	Checkpoint string `json:"checkpoint"`
 	// What is to be done.
 	What What `json:"what"`
-	// Then is what to do after Wait if the call was executed: Escalate, Expired, Gather or Undo.
+	// Then is what to do after Wait if the call was executed: Escalate, Expired, gather or Undo.
 	// Otherwise it is empty.
 	Then What `json:"then,omitempty"`
 	// Actions are those that the checkpoint was made for, the latest first; none for a group.
@@ -199,7 +199,7 @@ type Plan struct {
 	// indirectly, on what the plan undoes, ordered by id. Other attempts of undone calls are not
 	// included.
 	Dependants []string `json:"dependants,omitempty"`
-	// Elsewhere are the checkpoints that whoever asks undoes itself, with their actions. No step
+	// elsewhere are the checkpoints that whoever asks undoes itself, with their actions. No step
 	// is about them, but what would follow from them is held back. No hash covers them.
 	Elsewhere []PlanStep `json:"elsewhere,omitempty"`
 	// Left is how many checkpoints a FullWorkflow leaves to others, since they are not linked to
@@ -220,11 +220,11 @@ type Plan struct {
 	Participants []informed `json:"participants,omitempty"`
 }
 
-// Partial reports whether the rest of the workflow may stay as it is. Its error is a
+// partial reports whether the rest of the workflow may stay as it is. Its error is a
 // *DependedOnError: a completed action that is not undone depends on one that is (ATD, "Partial
 // Rollback and Blast Radius Containment"). FullWorkflow has no such error: it leaves only what is
 // not the requester's.
-func (p *Plan) Partial() error {
+func (p *Plan) partial() error {
 	if p.Scope != FullWorkflow && len(p.Dependants) > 0 {
 		return &DependedOnError{p.Dependants}
 	}
@@ -297,7 +297,7 @@ func whatFor(n *workflow.Node, state NodeState, now time.Time) (what, then What)
 	case !n.Expires.IsZero() && !now.Before(n.Expires):
 		ran = Expired
 	case n.Group:
-		ran = Gather
+		ran = gather
 	}
 	switch state {
 	case Undone:
@@ -433,7 +433,7 @@ func (e encoder) texts(all []string) {
 // Other reasons against executing it are in the plan.
 //
 // stateOf returns the state of each checkpoint in the plan; its error ends the planning. States
-// decide what a step does, not which steps there are; but what is Elsewhere has none.
+// decide what a step does, not which steps there are; but what is elsewhere has none.
 func MakePlan(g *workflow.Graph, r PlanInput, stateOf func(n *workflow.Node) (NodeState, error)) (*Plan, error) {
 	if r.Scope.breadth() == 0 || r.Scope == FullWorkflow && !r.Coordinator {
 		return nil, &ScopeError{r.Scope}
@@ -478,7 +478,7 @@ func (d *planner) plan(target int, stateOf func(n *workflow.Node) (NodeState, er
 		if d.states[i], err = stateOf(d.At(i)); err != nil {
 			return nil, err
 		}
-		if d.states[i] == Elsewhere {
+		if d.states[i] == elsewhere {
 			d.steps[i] = false
 			left := d.step(i)
 			p.Elsewhere = append(p.Elsewhere, PlanStep{Checkpoint: left.Checkpoint, Actions: left.Actions})
@@ -668,7 +668,7 @@ func (d *planner) rest(p *Plan) {
 	}
 	for i := range d.Len() {
 		n := d.At(i)
-		if d.Scope == FullWorkflow && n.IsCheckpoint() && !d.steps[i] && d.states[i] != Elsewhere {
+		if d.Scope == FullWorkflow && n.IsCheckpoint() && !d.steps[i] && d.states[i] != elsewhere {
 			p.Left++
 		}
 		switch {

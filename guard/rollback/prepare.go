@@ -208,7 +208,7 @@ func (b *Rollback) markObstacles() {
 	for i, s := range b.Plan.list() {
 		if step := &b.Steps[i]; s.Obstacle != "" && (s.What == Undo || s.What == Escalate) {
 			step.What, step.Reason, step.Cause = Escalate, s.Obstacle, s.Cause
-			step.Unknown = s.Obstacle == string(ReasonUnfilled)
+			step.Unknown = s.Obstacle == string(reasonUnfilled)
 		}
 	}
 }
@@ -629,7 +629,7 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
 	})
 	end(err == nil && obstacle != string(ReasonUnreachable))
-	if errors.Is(err, ErrQuit) {
+	if errors.Is(err, errQuit) {
 		err = ErrStopping
 	}
 	return obstacle, err

@@ -21,7 +21,7 @@ const maxDoubts = 10
 // restore puts back what stood there before the call.
 func (j *job) restore(ctx context.Context) (Result, error) {
 	if j.call.Image == nil {
-		return j.result(ReasonNoPostImage), nil
+		return j.result(reasonNoPostImage), nil
 	}
 	r, err := j.putBack(ctx)
 	if why := (requestError{}); errors.As(err, &why) {
@@ -84,7 +84,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		case known != nil:
 			return j.restored(ctx, *known)
 		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
-			return j.result(ReasonTimeout), nil
+			return j.result(reasonTimeout), nil
 		}
 		now, n, err := j.readTargetInWindow(ctx, doubts > 0)
 		if err != nil {
@@ -103,7 +103,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 			return j.late(last), nil
 		}
 		if doubts == maxDoubts {
-			return j.result(ReasonLost), nil
+			return j.result(reasonLost), nil
 		}
 		if j.disturbed() {
 			return j.result(ReasonChanged), nil
@@ -171,7 +171,7 @@ func (j *job) judge(ctx context.Context, found execution.Finding, now *targetSta
 	case j.overwrites():
 		return nil, nil
 	case post == nil:
-		r = j.result(ReasonNoPostImage)
+		r = j.result(reasonNoPostImage)
 	case !now.shows(post):
 		r = j.result(ReasonChanged)
 	default:
@@ -265,16 +265,16 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 		case n.Reading == changed:
 			return j.result(ReasonChanged), nil
 		case n.Reading == done:
-			return j.result(ReasonUnverified), nil
+			return j.result(reasonUnverified), nil
 		case n.Reading == unexpected:
 			if post := j.post(); n.Attempts <= 1 && post != nil && now.shows(post) {
 				j.doubt = false // it stands there as it did before the answer
 			}
-			return j.result(ReasonUnexpected), nil
+			return j.result(reasonUnexpected), nil
 		}
 		j.doubt = true // 202: it may come yet
 		if !again {
-			return j.result(ReasonTimeout), nil
+			return j.result(reasonTimeout), nil
 		}
 	}
 }
@@ -285,7 +285,7 @@ func (j *job) unreadTarget(n note) Result {
 		if n.Reading == unauthorized {
 			return j.result(ReasonUnauthorized)
 		}
-		return j.result(ReasonUnexpected)
+		return j.result(reasonUnexpected)
 	}
 	return j.late(n)
 }
@@ -374,7 +374,7 @@ var nothingThere = []byte("\x8f\x1d\xc4\x52\x0b\x9e\x77\xe3\xa6\x30\x5c\xd8\x49\
 // saltedHash is the SHA-256 of a record of 64 bytes: a salt of the rollback's that only this
 // gateway can make, and the SHA-256 of the state (ADR 0041). Equal states are equal within a
 // rollback, and readers cannot guess the state from the hash (C-6.3-b).
-func (u *Undoer) saltedHash(rollback string, state []byte) [32]byte {
+func (u *undoer) saltedHash(rollback string, state []byte) [32]byte {
 	salt := u.o.Guard.Key(execution.Scope{Caller: undoCaller, Method: stateMethod, Path: undoPath, ID: rollback})
 	sum := sha256.Sum256(state)
 	return sha256.Sum256(append(salt[:], sum[:]...))
@@ -437,7 +437,7 @@ func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, er
 
 // Compare reads the present state of what a call has changed, once, and returns why a restore would leave
 // that alone. It is empty if it would not, if the state cannot be read now, and for other ways to undo a call.
-func (u *Undoer) Compare(ctx context.Context, t Task) (Reason, error) {
+func (u *undoer) Compare(ctx context.Context, t Task) (Reason, error) {
 	if err := t.check(); err != nil {
 		return "", err
 	}
@@ -455,7 +455,7 @@ func (u *Undoer) Compare(ctx context.Context, t Task) (Reason, error) {
 	post := j.post()
 	switch {
 	case post == nil:
-		return ReasonNoPostImage, nil
+		return reasonNoPostImage, nil
 	case !now.shows(post):
 		return ReasonChanged, nil
 	}
@@ -532,7 +532,7 @@ func (j *job) readsInWindow(method string) func(*Answer) note {
 
 func (j *job) restoredInWindow(ctx context.Context, n note) (Result, error) {
 	r, err := j.restored(ctx, n)
-	if err == nil && (r.Done || r.Reason == ReasonUnverified) && j.disturbed() {
+	if err == nil && (r.Done || r.Reason == reasonUnverified) && j.disturbed() {
 		j.doubt = true
 		return j.result(ReasonChanged), nil
 	}

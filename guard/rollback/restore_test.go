@@ -807,7 +807,7 @@ func TestRestoreBesideOthers(t *testing.T) {
 				r.answer = u.serve
 				w := &watcher{undoRig: r}
 				undoer := rollback.NewUndoer(rollback.UndoerOptions{Guard: r.guard, Checkpoints: r.checkpoints, Sender: w})
-				undoer.HashPlainly()
+				rollback.HashPlainly(undoer)
 				r.Undoer = undoer
 				task := restoring(u, "old", "new", c.spec)
 				if c.script != nil {
@@ -831,7 +831,7 @@ func TestStateHashesTellNothing(t *testing.T) {
 	bubble(t, func(t *testing.T, r *undoRig) {
 		o := r.options
 		o.Guard, o.Checkpoints, o.Sender = r.guard, r.checkpoints, r
-		seen := func(u *rollback.Undoer, id, call string, before, after undoState) rollback.Result {
+		seen := func(u rollback.Undoer, id, call string, before, after undoState) rollback.Result {
 			res := &resource{tags: true}
 			r.answer = res.serve
 			task := restoring(res, before, after, rollback.Spec{Verify: true})

@@ -44,7 +44,7 @@
 //
 // Siblings that are no consequences stay (ATD, "Partial Rollback and Blast Radius
 // Containment"), unless a completed one depends on what is undone: then Dependants names it,
-// and [Plan.Partial] refuses until the requester says that they may stay.
+// and [Plan.partial] refuses until the requester says that they may stay.
 //
 // [Plan.Hash] identifies a plan; it covers all that the plan says, and does not depend on nodes
 // that the plan does not name nor on the order in which a token names its parents. Time and memory grow in
@@ -78,11 +78,11 @@
 //	409            it has failed for good: ReasonRefused
 //	401, 403       ReasonUnauthorized
 //	405, 411, 413, 414, 415, 421, 426, 431, 501
-//	               turned away before anything was done: ReasonUnexpected, without effect
+//	               turned away before anything was done: reasonUnexpected, without effect
 //	425, 429       not executed: sent again later
 //	408, other 5xx in doubt: asked for, else sent again later
 //	no answer      in doubt, or sent again later where not a byte was sent
-//	others         ReasonUnexpected, of unknown effect; only another rollback sends it again,
+//	others         reasonUnexpected, of unknown effect; only another rollback sends it again,
 //	               under the same key
 //
 // An undo that is a message of the protocol of the call's guard is judged by what its answer says:
@@ -90,13 +90,13 @@
 //	a result       done; with isError, or of a task that has failed or was rejected, ReasonRefused
 //	a task at work asked for with tasks/get until it has ended
 //	an error that precedes execution
-//	               ReasonUnexpected, without effect; another guard's refusal that passes is sent again
+//	               reasonUnexpected, without effect; another guard's refusal that passes is sent again
 //	-32603, server errors, an error after progress, no final answer that can be read
 //	               in doubt, like a 500
 //	400 or 404 of MCP, without a result
 //	               sent once more, in a session of its own
 //	other errors, a question to the client, 410
-//	               ReasonUnexpected, of unknown effect
+//	               reasonUnexpected, of unknown effect
 //
 // A doubt is resolved by the status request: 202 means wait, 404 that nothing has arrived.
 // Without one the undo is sent again under the same key, since compensations are idempotent by
@@ -203,7 +203,7 @@ type Rollback struct {
 	// be more to undo.
 	Unreached []Obstacle `json:"unreached,omitempty"`
 	Missing   []string   `json:"missing,omitempty"`
-	// Elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
+	// elsewhere are checkpoints in the scope of a part of a rollback that whoever asks for the part
 	// undoes itself: nothing was done for them here.
 	Elsewhere []string `json:"elsewhere,omitempty"`
 	// Others is how many checkpoints under the workflow's id are not rolled back, because
@@ -425,7 +425,7 @@ type Options struct {
 	Checkpoints *checkpoint.Store
 	Escalations *hitl.Store
 	Ledger      Ledger
-	Undoer      CallUndoer
+	Undoer      Undoer
 	// Keep is how long a finished rollback is kept to answer repeated requests; at least as long
 	// as its checkpoints' execution keys.
 	Keep time.Duration
@@ -453,8 +453,8 @@ type Options struct {
 	Logger *slog.Logger
 }
 
-// CallUndoer undoes one call, as *Undoer does.
-type CallUndoer interface {
+// Undoer undoes one call; [NewUndoer] makes one.
+type Undoer interface {
 	// Undo returns when the undo or ctx has ended. It may then be called again with the same
 	// task, and sends nothing again that was answered.
 	Undo(ctx context.Context, t Task) (Result, error)
@@ -610,4 +610,103 @@ type ConflictError struct {
 // Error implements error.
 func (e *ConflictError) Error() string {
 	return fmt.Sprintf("rollback: rollback %s is under way and takes precedence", e.Winner)
+}
+
+// maxFollowUp is the largest number of sentences of Remaining.
+const maxFollowUp = 50
+
+// remedies say what a person should do about an uncompleted step, by its reason.
+var remedies = map[string]string{
+	string(ReasonIrreversible):  "it cannot be undone by the gateway; undo it by hand, or decide that it stays",
+	string(ReasonChanged):       "somebody has changed it since; look at it, and put it back by hand or leave it",
+	string(ReasonRefused):       "the upstream refuses to undo it for good; ask who runs it, and undo it by hand",
+	string(ReasonUnauthorized):  "the upstream did not accept the credentials of the undo; correct `undo_auth`, and undo it by hand or ask again under a new id",
+	string(reasonUnexpected):    "the upstream's answer to the undo is not known; find out what became of it",
+	string(reasonPartial):       "the agent that was asked has undone a part of it; look there for the rest, and undo it by hand",
+	string(reasonEscalated):     "the agent that was asked has left it to a person; look there who decides",
+	string(reasonLost):          "no answer to the undo came, and it may have had its effect; find out in the target system",
+	string(ReasonUnreachable):   "the upstream could not be reached, and nothing was sent; ask again under a new id when it is back",
+	string(reasonTimeout):       "it was not done in time; look at it, and ask again under a new id or undo it by hand",
+	string(reasonUnfilled):      "the request of the undo cannot be made of what was recorded, as where the answer to the call was lost; find out what became of the call, and undo it by hand",
+	string(ReasonNoUpstream):    "nothing in the configuration leads to its upstream any more, and nothing was tried; undo it by hand, or put a route to it back and ask again under a new id",
+	string(ReasonOtherUpstream): "the configuration leads to another upstream than the one that the recorded credentials are for; undo it by hand, or put the route back and ask again under a new id",
+	string(ReasonNoCredentials): "the recorded credentials are gone; undo it by hand",
+	string(reasonUnverified):    "after the undo something else stands there; look at it",
+	string(reasonNoPostImage):   "what stood there after the call is not known; compare by hand before you put it back",
+	reasonExpired:               "its time to be undone is over; undo it by hand, or decide that it stays",
+	reasonTampered:              "what is kept of it is not what was recorded; examine the store, and undo it by hand",
+	reasonUnknown:               "a group has it, and nobody knows it here; find out what it stood for",
+	string(ReasonForeign):       "another gateway or agent has made the checkpoint; ask for its rollback there",
+	reasonPolicy:                "it was not tried, since something that must be undone with it cannot be; look at the other steps, and ask again under a new id for what is to be undone all the same",
+	answerDenied:                "people have not approved that it is undone, and it stays as it is",
+	answerChanged:               "what people have approved is another plan by now, and nothing was undone; ask again under a new id",
+	"conflict":                  "the agent that was asked has another rollback under way; ask again under a new id when that is over",
+	reasonMissing:               "the group contains checkpoints that nobody knows here; find out what they stood for",
+	reasonMembers:               "some of what the group contains was not undone; look at the steps of those",
+	reasonBusy:                  "another rollback has left it half undone; look at that one before you ask again under a new id",
+	reasonUnavailable:           "the undo could not be carried on in time, and it may have had its effect; find out in the target system, and ask again under a new id",
+}
+
+const otherRemedy = "it is not undone; look at it"
+
+// Remaining lists what a person must still do, in at most 50 sentences. For a plan it lists what would be left.
+func (r *Rollback) Remaining() []string {
+	var all []string
+	add := func(format string, args ...any) {
+		switch len(all) {
+		case maxFollowUp:
+		case maxFollowUp - 1:
+			all = append(all, "There is more; look at the steps.")
+		default:
+			all = append(all, fmt.Sprintf(format, args...))
+		}
+	}
+	if r.Waits != "" {
+		add("Escalation %s asks people whether it goes on.", r.Waits)
+	}
+	for i := range r.Steps {
+		s := &r.Steps[i]
+		reason := s.Reason
+		switch {
+		case s.State == StepDone && s.Status == Completed:
+			continue
+		case s.State == StepDone:
+		case r.State == Executing:
+			continue // not finished: nothing to do yet
+		case s.What == Expired:
+			reason = reasonExpired
+		case s.What == Escalate && reason == "":
+			reason = string(ReasonIrreversible)
+		case s.What == Escalate:
+		default:
+			continue
+		}
+		remedy, ok := remedies[reason]
+		if !ok {
+			remedy = otherRemedy
+		}
+		text := fmt.Sprintf("Checkpoint %s: %s.", s.Checkpoint, remedy)
+		if s.Escalation != "" {
+			text += fmt.Sprintf(" Escalation %s tells people of it.", s.Escalation)
+		}
+		add("%s", text)
+	}
+	if p := r.Plan; p != nil && r.State != Executing {
+		if n := len(p.Passed); n > 0 {
+			add("%d actions in the scope have no checkpoint, so that nothing undoes them; look at `uncovered`.", n)
+		}
+		if n := len(p.Dependants); n > 0 {
+			add("%d completed actions depend on what is undone, and stay; look at `dependants`.", n)
+		}
+		if n := p.Left; n > 0 {
+			add("%d checkpoints under the workflow's id are not linked to the requester's part of it, and stay; a coordinator or an operator can undo them.", n)
+		}
+		for _, o := range r.Unreached {
+			add("Nobody knows what %s has done in the workflow (%s), and none of it was undone; ask for the rollback again when it answers.", o.Agent, o.Reason)
+		}
+		if n := len(p.Missing); n > 0 {
+			add("%d checkpoints of a group are not known here; look at `missing`.", n)
+		}
+	}
+	return all
 }

@@ -89,7 +89,7 @@ func newRun(n name, h *Rollback, version store.Version) *run {
 // their call may be undone. Groups come behind what they contain.
 func (r *run) expiredLast() {
 	expired := func(i int) bool { return r.planned[i].What == Expired || r.planned[i].Then == Expired }
-	group := func(i int) bool { return r.steps[i].What == Gather }
+	group := func(i int) bool { return r.steps[i].What == gather }
 	if !slices.ContainsFunc(slices.Concat(r.levels...), expired) {
 		return
 	}
@@ -649,7 +649,7 @@ func (c *Coordinator) overdue(r *run) error {
 		r.mu.Lock()
 		// An undo may be given up because its time is over by this process's clock, which may be a
 		// little ahead of the store's.
-		gaveUp := slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(ReasonTimeout) })
+		gaveUp := slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(reasonTimeout) })
 		none := r.head.TimedOut || !r.head.open() || now.Before(r.head.Due) && !gaveUp
 		r.mu.Unlock()
 		if none {
@@ -715,7 +715,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 		case Completed, Escalated: // cascade 3.4.3; the others hold the workflow as it is
 			agents := map[string]bool{}
 			for i := range r.steps {
-				if s := &r.steps[i]; s.What != Nothing && s.What != Gather && !s.Cancelled && s.Agent != "" {
+				if s := &r.steps[i]; s.What != Nothing && s.What != gather && !s.Cancelled && s.Agent != "" {
 					agents[s.Agent] = true
 				}
 			}
@@ -753,11 +753,11 @@ func sumUp(p *Plan, steps []Step, unreached int) (status Status, unknown, mixed 
 		unknown = unknown || s.Unknown
 		switch s.Status {
 		case Completed:
-			if !s.Cancelled && s.What != Gather { // what a group contains counts by itself
+			if !s.Cancelled && s.What != gather { // what a group contains counts by itself
 				undone++
 			}
 		case Partial:
-			if s.What != Gather { // a delegate has undone a part of it
+			if s.What != gather { // a delegate has undone a part of it
 				undone++
 			}
 			failed++

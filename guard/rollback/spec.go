@@ -115,8 +115,8 @@ func (s *Spec) Place() string {
 	return strings.Join([]string{s.Guard, s.Auth, s.Reach.Name(), s.Reach.Fields}, "\n")
 }
 
-// ErrSpec: the Spec is invalid; the message says why.
-var ErrSpec = errors.New("undo: this is no way to undo a call")
+// errSpec: the Spec is invalid; the message says why.
+var errSpec = errors.New("undo: this is no way to undo a call")
 
 // Encode writes the spec as ParseSpec reads it.
 func (s *Spec) Encode() []byte {
@@ -128,52 +128,52 @@ func (s *Spec) Encode() []byte {
 }
 
 // ParseSpec reads and checks what Encode wrote. It refuses unknown members, which it could not
-// carry out. The error is ErrSpec.
+// carry out. The error is errSpec.
 func ParseSpec(b []byte) (*Spec, error) {
 	s := new(Spec)
 	if err := jsonx.Decode(bytes.NewReader(b), s); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrSpec, err)
+		return nil, fmt.Errorf("%w: %w", errSpec, err)
 	}
-	return s, s.Check()
+	return s, s.check()
 }
 
-// Check validates the spec. The error is ErrSpec, and a *template.ParseError for an invalid
+// check validates the spec. The error is errSpec, and a *template.ParseError for an invalid
 // template.
-func (s *Spec) Check() error {
+func (s *Spec) check() error {
 	_, err := s.templates()
 	switch {
 	case err != nil:
 		return err
 	case s.Guard == "":
-		return fmt.Errorf("%w: the guard's name is missing", ErrSpec)
+		return fmt.Errorf("%w: the guard's name is missing", errSpec)
 	case s.Agent != "" && s.Delegate == "":
-		return fmt.Errorf("%w: an agent is named, and not where it is asked", ErrSpec)
+		return fmt.Errorf("%w: an agent is named, and not where it is asked", errSpec)
 	case s.Compensate != nil && s.Delegate != "":
-		return fmt.Errorf("%w: compensate and delegate exclude each other", ErrSpec)
+		return fmt.Errorf("%w: compensate and delegate exclude each other", errSpec)
 	case s.Status != nil && s.Compensate == nil && s.Delegate == "":
-		return fmt.Errorf("%w: a status can be asked for of compensate and delegate only", ErrSpec)
+		return fmt.Errorf("%w: a status can be asked for of compensate and delegate only", errSpec)
 	case s.Status != nil && s.Status.Method != http.MethodGet:
-		return fmt.Errorf("%w: the method of status is GET, since asking changes nothing", ErrSpec)
+		return fmt.Errorf("%w: the method of status is GET, since asking changes nothing", errSpec)
 	case !slices.Contains([]string{"", Resend, UndoEscalate}, s.OnLost):
-		return fmt.Errorf("%w: on_lost is %q; use resend or escalate", ErrSpec, s.OnLost)
+		return fmt.Errorf("%w: on_lost is %q; use resend or escalate", errSpec, s.OnLost)
 	case !slices.Contains([]string{"", UndoEscalate, Overwrite}, s.OnChanged):
-		return fmt.Errorf("%w: on_changed is %q; use escalate or overwrite", ErrSpec, s.OnChanged)
+		return fmt.Errorf("%w: on_changed is %q; use escalate or overwrite", errSpec, s.OnChanged)
 	case !slices.Contains([]string{"", AuthConfig, AuthRecorded}, s.Auth):
-		return fmt.Errorf("%w: auth is %q; use config or recorded", ErrSpec, s.Auth)
+		return fmt.Errorf("%w: auth is %q; use config or recorded", errSpec, s.Auth)
 	}
 	if s.Delegate != "" {
 		u, err := url.Parse(s.Delegate)
 		if err != nil || u.Scheme != "https" && u.Scheme != "http" || u.Host == "" || u.User != nil || u.Fragment != "" {
-			return fmt.Errorf("%w: delegate is no http or https URL with a host", ErrSpec)
+			return fmt.Errorf("%w: delegate is no http or https URL with a host", errSpec)
 		}
 	}
 	return nil
 }
 
 // Needs returns what must be recorded of the call for its undo, for both templates together. The
-// error is that of Check.
+// error is that of check.
 func (s *Spec) Needs() (template.Needs, error) {
-	if err := s.Check(); err != nil {
+	if err := s.check(); err != nil {
 		return template.Needs{}, err
 	}
 	t, err := s.templates()
@@ -187,12 +187,12 @@ type templates struct {
 func (s *Spec) templates() (t templates, err error) {
 	if s.Compensate != nil {
 		if t.compensate, err = template.Parse(*s.Compensate); err != nil {
-			return t, fmt.Errorf("%w: compensate: %w", ErrSpec, err)
+			return t, fmt.Errorf("%w: compensate: %w", errSpec, err)
 		}
 	}
 	if s.Status != nil {
 		if t.status, err = template.Parse(*s.Status); err != nil {
-			return t, fmt.Errorf("%w: status: %w", ErrSpec, err)
+			return t, fmt.Errorf("%w: status: %w", errSpec, err)
 		}
 	}
 	return t, nil

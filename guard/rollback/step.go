@@ -73,7 +73,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 		case m.State == checkpoint.Undone:
 			return undone(), nil
 		case r.due.is() && step.State == StepPending:
-			return escalated(string(ReasonTimeout)), nil
+			return escalated(string(reasonTimeout)), nil
 		case r.plan.Unprepared[step.Checkpoint] != "" && step.State == StepPending:
 			e := escalated(r.plan.Unprepared[step.Checkpoint])
 			e.Unknown = r.planned[i].Way == checkpoint.Delegate.String() && r.reached(i)
@@ -88,7 +88,7 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return failed(reasonTampered), nil
 		case m.State == checkpoint.Undoing && m.Rollback != r.id:
 			return c.busyAt(ctx, r, step.Checkpoint, m)
-		case step.What == Gather:
+		case step.What == gather:
 			e := r.gather(cp.Parents)
 			if e.status != Completed {
 				return e, nil
@@ -214,7 +214,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 				return stepOutcome{}, err
 			}
 			if !over {
-				return escalated(string(ReasonTimeout)), nil
+				return escalated(string(reasonTimeout)), nil
 			}
 			continue
 		}
@@ -294,13 +294,13 @@ func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, fo
 // outcome is not known to have failed (P6).
 func statusOf(r *Result) Status {
 	switch r.Reason {
-	case ReasonForeign, ReasonIrreversible, ReasonChanged, ReasonLost, ReasonTimeout, ReasonNoPostImage,
-		ReasonEscalated, ReasonUnfilled, ReasonOtherUpstream,
+	case ReasonForeign, ReasonIrreversible, ReasonChanged, reasonLost, reasonTimeout, reasonNoPostImage,
+		reasonEscalated, reasonUnfilled, ReasonOtherUpstream,
 		ReasonNoUpstream: // nothing was tried
 		return Escalated
-	case ReasonPartial:
+	case reasonPartial:
 		return Partial
-	case ReasonUnexpected:
+	case reasonUnexpected:
 		if r.Unknown {
 			return Escalated
 		}
@@ -461,7 +461,7 @@ func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoin
 			return stepOutcome{}, again
 		case <-ended:
 		case <-r.due.Done():
-			return escalated(string(ReasonTimeout)), nil
+			return escalated(string(reasonTimeout)), nil
 		case <-c.quit:
 			return stepOutcome{}, errShutdown
 		}
@@ -746,9 +746,9 @@ func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Ope
 	switch {
 	case step.Status == Completed:
 		return o, false
-	case step.What == Gather: // what it contains was escalated
+	case step.What == gather: // what it contains was escalated
 		return o, false
-	case step.Reason == string(ReasonTimeout):
+	case step.Reason == string(reasonTimeout):
 		return brief.timeoutOpening(), true
 	case step.Reason == string(ReasonIrreversible):
 		o.Cause, o.Summary = hitl.CauseIrreversible, "The call cannot be undone by the gateway."

@@ -56,10 +56,10 @@ type Task struct {
 }
 
 var (
-	// ErrTask: a Task is not complete.
-	ErrTask = errors.New("undo: no task")
-	// ErrQuit: shutting down. The same Task goes on later.
-	ErrQuit = errors.New("undo: the process ends")
+	// errTask: a Task is not complete.
+	errTask = errors.New("undo: no task")
+	// errQuit: shutting down. The same Task goes on later.
+	errQuit = errors.New("undo: the process ends")
 )
 
 // whole is the id of the rollback that a person or an agent has asked for. Participants behind a
@@ -69,9 +69,9 @@ func (t *Task) whole() string { return cmp.Or(t.PartOf, t.Rollback) }
 func (t *Task) check() error {
 	switch {
 	case t.Rollback == "" || strings.Contains(t.Rollback+t.Again, "/"):
-		return fmt.Errorf("%w: the rollback's id is empty or has a slash", ErrTask)
+		return fmt.Errorf("%w: the rollback's id is empty or has a slash", errTask)
 	case t.Checkpoint == nil || t.Checkpoint.Snapshot == nil:
-		return fmt.Errorf("%w: without a checkpoint", ErrTask)
+		return fmt.Errorf("%w: without a checkpoint", errTask)
 	}
 	return nil
 }
@@ -114,18 +114,18 @@ const (
 	ReasonChanged       Reason = "changed-since"  // somebody has changed it after the call
 	ReasonRefused       Reason = "refused"        // 409: it has failed for good
 	ReasonUnauthorized  Reason = "unauthorized"   // 401 or 403
-	ReasonUnexpected    Reason = "unexpected"     // an answer that the contract does not know
-	ReasonLost          Reason = "answer-lost"    // no decisive answer, and it may have had its effect
+	reasonUnexpected    Reason = "unexpected"     // an answer that the contract does not know
+	reasonLost          Reason = "answer-lost"    // no decisive answer, and it may have had its effect
 	ReasonUnreachable   Reason = "unreachable"    // no answer, and nothing was sent
-	ReasonTimeout       Reason = "timeout"        // not done when the rollback was due
-	ReasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
+	reasonTimeout       Reason = "timeout"        // not done when the rollback was due
+	reasonUnfilled      Reason = "template"       // the request cannot be made of what was recorded
 	ReasonNoUpstream    Reason = "no-upstream"    // the configuration does not lead there any more
 	ReasonNoCredentials Reason = "no-credentials" // the recorded credentials are gone, or for another server
 	ReasonOtherUpstream Reason = "other-upstream" // the configuration leads elsewhere than the recorded credentials may go
-	ReasonPartial       Reason = "partial"        // the delegate has undone a part
-	ReasonEscalated     Reason = "escalated"      // the delegate has left it to a person
-	ReasonUnverified    Reason = "unverified"     // after it, something else stands there
-	ReasonNoPostImage   Reason = "no-image"       // what stood there is not known
+	reasonPartial       Reason = "partial"        // the delegate has undone a part
+	reasonEscalated     Reason = "escalated"      // the delegate has left it to a person
+	reasonUnverified    Reason = "unverified"     // after it, something else stands there
+	reasonNoPostImage   Reason = "no-image"       // what stood there is not known
 	ReasonForeign       Reason = "foreign"        // what the answer to the call has named is not the checkpoint of it
 )
 
@@ -157,22 +157,22 @@ type UndoerOptions struct {
 	Keep time.Duration
 }
 
-// Undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one sends,
+// undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one sends,
 // the other waits for the outcome.
-type Undoer struct {
+type undoer struct {
 	o           UndoerOptions
 	hash        func(rollback string, state []byte) [32]byte
 	noStateHash bool // asks for no state before and after a compensation; for tests that count requests
 }
 
-// NewUndoer returns an Undoer.
-func NewUndoer(o UndoerOptions) *Undoer {
+// NewUndoer returns the Undoer that sends undos as calls of their own.
+func NewUndoer(o UndoerOptions) Undoer {
 	o.First = cmp.Or(o.First, defaultFirst)
 	o.Longest = max(cmp.Or(o.Longest, defaultLongest), o.First)
 	o.Timeout = cmp.Or(o.Timeout, defaultTimeout)
 	o.Poll = cmp.Or(o.Poll, defaultPoll)
 	o.Keep = cmp.Or(o.Keep, defaultKeep)
-	u := &Undoer{o: o}
+	u := &undoer{o: o}
 	u.hash = u.saltedHash
 	return u
 }
@@ -180,9 +180,9 @@ func NewUndoer(o UndoerOptions) *Undoer {
 // Undo undoes the call, and returns only what is known (P6). It may take until the task is due,
 // and for one request longer.
 //
-// An error says nothing about the undo: ctx ended, ErrQuit, the store is unavailable, or
+// An error says nothing about the undo: ctx ended, errQuit, the store is unavailable, or
 // guard.ErrDraining. The same Task then goes on later, also after a restart.
-func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
+func (u *undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	if err := t.check(); err != nil {
 		return Result{}, err
 	}
@@ -201,7 +201,7 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 	j, err := u.newJob(t)
 	if err != nil {
 		// The recorded undo can never be done: a result, and no error.
-		return Result{Reason: ReasonUnfilled}, nil
+		return Result{Reason: reasonUnfilled}, nil
 	}
 	switch {
 	case c.Snapshot.Way == checkpoint.Restore:
@@ -210,7 +210,7 @@ func (u *Undoer) Undo(ctx context.Context, t Task) (Result, error) {
 		c.Snapshot.Way == checkpoint.Delegate && j.spec.Delegate != "":
 		return j.compensated(ctx)
 	}
-	return Result{Reason: ReasonUnfilled}, nil
+	return Result{Reason: reasonUnfilled}, nil
 }
 
 // irreversible reports that a call cannot be undone, and why.
@@ -232,7 +232,7 @@ func HadNoEffect(status int) bool {
 }
 
 type job struct {
-	*Undoer
+	*undoer
 	task      Task
 	call      *checkpoint.Snapshot
 	spec      *Spec
@@ -261,7 +261,7 @@ const (
 	stateMethod = "(state)"
 )
 
-func (u *Undoer) newJob(t Task) (*job, error) {
+func (u *undoer) newJob(t Task) (*job, error) {
 	call := t.Checkpoint.Snapshot
 	spec, err := ParseSpec(call.Undo)
 	if err != nil {
@@ -271,7 +271,7 @@ func (u *Undoer) newJob(t Task) (*job, error) {
 	if err != nil {
 		return nil, err
 	}
-	j := &job{Undoer: u, task: t, call: call, spec: spec, templates: parsed}
+	j := &job{undoer: u, task: t, call: call, spec: spec, templates: parsed}
 	j.useKeyOf(t.Rollback)
 	return j, nil
 }
@@ -343,7 +343,7 @@ func (j *job) late(n note) Result {
 	case n.Reading == unsent && !j.doubt:
 		return j.result(ReasonUnreachable)
 	}
-	return j.result(ReasonTimeout)
+	return j.result(reasonTimeout)
 }
 
 func (j *job) overdue() bool { return !j.task.Due.IsZero() && !time.Now().Before(j.task.Due) }
@@ -419,7 +419,7 @@ func (j *job) undoing(ctx context.Context) (*Outgoing, error) {
 			Reason  string `json:"reason,omitempty"`
 		}{"urn:uuid:" + j.task.Rollback, j.call.Root(), "execute", true, j.task.Reason})
 		if err != nil {
-			return nil, requestError{ReasonUnfilled}
+			return nil, requestError{reasonUnfilled}
 		}
 		return j.completeRequest(ctx, Outgoing{
 			Method: http.MethodPost, URL: j.spec.Delegate, Body: body, Delegated: true,
@@ -441,7 +441,7 @@ func (j *job) asking(ctx context.Context) (*Outgoing, error) {
 		return nil, nil
 	}
 	o, err := j.fill(ctx, j.templates.status)
-	if errors.Is(err, requestError{ReasonUnfilled}) {
+	if errors.Is(err, requestError{reasonUnfilled}) {
 		return nil, nil
 	}
 	if err != nil {
@@ -464,7 +464,7 @@ func (j *job) fill(ctx context.Context, t *template.Template) (*Outgoing, error)
 	}
 	req, err := t.Fill(src)
 	if err != nil {
-		return nil, requestError{ReasonUnfilled}
+		return nil, requestError{reasonUnfilled}
 	}
 	return j.completeRequest(ctx, Outgoing{Method: req.Method, URL: req.URL, Header: req.Header, Body: req.Body})
 }
@@ -750,7 +750,7 @@ func (p *pace) wait(ctx context.Context, least time.Duration) (bool, error) {
 	case <-ctx.Done():
 		return false, ctx.Err()
 	case <-p.quit:
-		return false, ErrQuit
+		return false, errQuit
 	}
 }
 

@@ -549,7 +549,7 @@ func TestCascadeFigure12OfCompensations(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			bubble(t, func(t *testing.T, r *undoRig) {
-				r.SeeStatus()
+				rollback.SeeStatus(r.Undoer)
 				r.answers(c.answers...)
 				hash := func(text string) [32]byte {
 					if text == "" {
@@ -587,7 +587,7 @@ func TestCascadeFigure12OfTargets(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			bubble(t, func(t *testing.T, r *undoRig) {
-				r.SeeStatus()
+				rollback.SeeStatus(r.Undoer)
 				r.answers(c.answers...)
 				hash := func(text string) [32]byte {
 					if text == "" {

@@ -19,3 +19,5 @@ func (o Options) WithNamedFiles() Options {
 	}
 	return o
 }
+
+var ErrClosed = errClosed

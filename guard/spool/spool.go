@@ -27,8 +27,8 @@ var (
 	ErrLimit = errors.New("spool: body larger than its limit")
 	// ErrGone: a ring has overwritten the bytes at this offset.
 	ErrGone = errors.New("spool: bytes already overwritten")
-	// ErrClosed: the spool, or this reader of it, was closed before.
-	ErrClosed = errors.New("spool: closed")
+	// errClosed: the spool, or this reader of it, was closed before.
+	errClosed = errors.New("spool: closed")
 
 	errOffset = errors.New("spool: negative offset")
 )
@@ -130,12 +130,12 @@ func (s *Spool) place(off int64) (pos, room int64) {
 }
 
 // ReadAt implements io.ReaderAt. At the present end it returns fewer bytes and
-// io.EOF. Other errors are ErrGone, ErrClosed and *SpillError.
+// io.EOF. Other errors are ErrGone, errClosed and *SpillError.
 func (s *Spool) ReadAt(p []byte, off int64) (int, error) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	if s.closed {
-		return 0, ErrClosed
+		return 0, errClosed
 	}
 	return s.load(p, off)
 }
@@ -214,7 +214,7 @@ func (s *Spool) unref() error {
 }
 
 // Write appends all of p or nothing. The error is ErrLimit (later, smaller writes may still fit),
-// ErrClosed, or a *SpillError, after which every further Write fails alike.
+// errClosed, or a *SpillError, after which every further Write fails alike.
 func (s *Spool) Write(p []byte) (int, error) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -341,7 +341,7 @@ func (s *Spool) begin(n int) error {
 	defer s.mu.Unlock()
 	switch {
 	case s.closed:
-		return ErrClosed
+		return errClosed
 	case s.failed != nil:
 		return s.failed
 	case !s.ring && s.limit > 0 && int64(n) > s.limit-s.size:
@@ -367,7 +367,7 @@ func (s *Spool) end(n int, err error) error {
 		// bytes there would use the same keystream twice (P8): no more writes.
 		s.failed = err
 	case s.closed:
-		err = ErrClosed
+		err = errClosed
 	default:
 		s.size += int64(n)
 	}
@@ -425,7 +425,7 @@ func (r *reader) Read(p []byte) (int, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.s == nil {
-		return 0, ErrClosed
+		return 0, errClosed
 	}
 	if len(p) == 0 {
 		return 0, nil

@@ -182,8 +182,8 @@ const (
 	checkpointOf EdgeKind = "checkpoint_of"
 	// errorOf: To is an error of From.
 	errorOf EdgeKind = "error_of"
-	// Settles: To has the outcome of the call that From announced.
-	Settles EdgeKind = "settles"
+	// settles: To has the outcome of the call that From announced.
+	settles EdgeKind = "settles"
 )
 
 // Edge leads from one node to another.
@@ -673,7 +673,7 @@ func (g *Graph) kind(p, i int) EdgeKind {
 	case g.nodes[i].IsCheckpoint() && slices.Contains(g.guards[i], p):
 		return checkpointOf
 	case g.settles(i, p):
-		return Settles
+		return settles
 	}
 	return caused
 }

@@ -645,10 +645,9 @@ func (e *Ending) Status() Status {
 // EndedBy says who has recorded the end of a workflow.
 type EndedBy uint8
 
-// Who has recorded it.
+// Who has recorded it; zero is nobody.
 const (
-	ByNobody EndedBy = iota
-	ByAgent          // and not the gateway
+	ByAgent EndedBy = iota + 1 // and not the gateway
 	ByGateway
 )
 

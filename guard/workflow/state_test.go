@@ -331,10 +331,10 @@ func TestEndStands(t *testing.T) {
 		records []Record
 		want    EndedBy
 	}{
-		"nobody's":               {[]Record{task("T")}, ByNobody},
+		"nobody's":               {[]Record{task("T")}, 0},
 		"the gateway's":          {[]Record{task("T"), by(gateway, end)}, ByGateway},
 		"an agent's":             {[]Record{task("T"), by("a", end)}, ByAgent},
-		"a stranger's":           {[]Record{task("T"), stranger(end)}, ByNobody},
+		"a stranger's":           {[]Record{task("T"), stranger(end)}, 0},
 		"both":                   {[]Record{task("T"), by("a", end), by(gateway, Record{ID: "Y", Event: ect.EventWorkflowComplete})}, ByGateway},
 		"the agent's came later": {[]Record{task("T"), by(gateway, end), by("a", Record{ID: "Y", Event: ect.EventWorkflowComplete})}, ByGateway},
 		"a task came":            {[]Record{by(gateway, end), task("T")}, ByGateway},

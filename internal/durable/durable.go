@@ -12,8 +12,8 @@ import (
 	"path/filepath"
 )
 
-// ErrChanged is returned if the file was changed concurrently.
-var ErrChanged = errors.New("the file was changed by somebody else at the same moment; try again")
+// errChanged is returned if the file was changed concurrently.
+var errChanged = errors.New("the file was changed by somebody else at the same moment; try again")
 
 // ErrBusy is returned while another process edits the same file or holds the same lock.
 var ErrBusy = errors.New("somebody else changes the file at this moment; try again")
@@ -79,7 +79,7 @@ func Write(path string, text []byte, mode fs.FileMode) error {
 	return replace(path, text, mode, func() error { return nil })
 }
 
-// Swap replaces a file whose content is was, nil for a missing file. The error is ErrChanged
+// Swap replaces a file whose content is was, nil for a missing file. The error is errChanged
 // if the content is another one.
 func Swap(path string, was, text []byte, mode fs.FileMode) error {
 	return replace(path, text, mode, func() error {
@@ -88,7 +88,7 @@ func Swap(path string, was, text []byte, mode fs.FileMode) error {
 			return err
 		}
 		if !bytes.Equal(now, was) {
-			return ErrChanged
+			return errChanged
 		}
 		return nil
 	})
@@ -100,7 +100,7 @@ const tries = 3
 // Edit replaces an existing file by what edit makes of its content, with mode Private. It
 // does not wait: while another process edits the file, the error is ErrBusy. Other writers
 // do not take that lock: after a concurrent change edit is called again with the new
-// content, and after a few times the error is ErrChanged. A symbolic link stays one.
+// content, and after a few times the error is errChanged. A symbolic link stays one.
 func Edit(path string, edit func(was []byte) ([]byte, error)) error {
 	path, err := filepath.EvalSymlinks(path)
 	if err != nil {
@@ -120,7 +120,7 @@ func Edit(path string, edit func(was []byte) ([]byte, error)) error {
 		if next, err = edit(was); err != nil {
 			return err
 		}
-		if err = Swap(path, was, next, Private); !errors.Is(err, ErrChanged) {
+		if err = Swap(path, was, next, Private); !errors.Is(err, errChanged) {
 			break
 		}
 	}
@@ -131,7 +131,7 @@ func Edit(path string, edit func(was []byte) ([]byte, error)) error {
 	if now, err := os.ReadFile(path); err != nil {
 		return err
 	} else if !bytes.Equal(now, next) {
-		return ErrChanged
+		return errChanged
 	}
 	return nil
 }

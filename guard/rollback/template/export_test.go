@@ -16,3 +16,5 @@ var (
 	ErrMalformed = errMalformed
 	ErrUnfit     = errUnfit
 )
+
+const MaxValue = maxValue

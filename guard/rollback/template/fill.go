@@ -420,7 +420,7 @@ func (f *filler) fill(pieces []piece) (dst []byte) {
 func (f *filler) appendValue(dst []byte, p *piece) []byte {
 	f.last = p
 	v, err := f.values.value(p.name)
-	if err == nil && len(v.text) > MaxValue {
+	if err == nil && len(v.text) > maxValue {
 		err = ErrTooLarge
 	}
 	if err == nil {

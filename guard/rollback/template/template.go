@@ -80,8 +80,8 @@ import (
 
 // Limits in bytes.
 const (
-	// MaxValue is the longest value that a placeholder may have, before escaping.
-	MaxValue = 4 << 10
+	// maxValue is the longest value that a placeholder may have, before escaping.
+	maxValue = 4 << 10
 	// maxRequest is the largest size of a request: URL, header fields with their names, and
 	// body. [Parse] applies it to the template's own text.
 	maxRequest = 64 << 10
@@ -732,7 +732,7 @@ var (
 	errMalformed = errors.New("the recorded path or query is malformed")
 	// errUnfit: the value has characters that its place does not allow, even escaped.
 	errUnfit = errors.New("the value cannot stand in this place")
-	// ErrTooLarge: the value exceeds MaxValue, or the request maxRequest.
+	// ErrTooLarge: the value exceeds maxValue, or the request maxRequest.
 	ErrTooLarge = errors.New("the value, or with it the request, is too large")
 )
 

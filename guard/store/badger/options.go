@@ -71,11 +71,11 @@ const (
 	defaultBulkWindow = time.Hour
 	defaultKeptSize   = 64 << 20
 	defaultGroupWait  = 300 * time.Microsecond
-	// DefaultMinFree is the most that Badger may need after commits were stopped: the logs
+	// defaultMinFree is the most that Badger may need after commits were stopped: the logs
 	// and tables of all memory tables, one of them being flushed and one not yet removed;
 	// the value log, twice the size of its file; a compaction of level 0 with the level
 	// below; and a margin for what other programs write between two checks.
-	DefaultMinFree     = memTableSize*(numMemTables+2) + 2*valueLogSize + levelZero + freeMargin
+	defaultMinFree     = memTableSize*(numMemTables+2) + 2*valueLogSize + levelZero + freeMargin
 	defaultVerifyEvery = 24 * time.Hour
 	// defaultGroup is the number of concurrent commits from which on waiting for more pays.
 	defaultGroup = 4
@@ -99,7 +99,7 @@ func (o Options) withDefaults() Options {
 		o.GroupWait = defaultGroupWait
 	}
 	if o.MinFree == 0 {
-		o.MinFree = DefaultMinFree
+		o.MinFree = defaultMinFree
 	}
 	if o.VerifyEvery == 0 {
 		o.VerifyEvery = defaultVerifyEvery

@@ -1,0 +1,11 @@
+package checkpoint
+
+const (
+	OverBytes    = overBytes
+	ReasonUnkept = reasonUnkept
+)
+
+var (
+	ErrInvalid = errInvalid
+	ErrTaken   = errTaken
+)

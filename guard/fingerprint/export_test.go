@@ -1,0 +1,6 @@
+package fingerprint
+
+var (
+	Known = known
+	Words = words
+)
