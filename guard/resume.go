@@ -10,6 +10,7 @@ import (
 	"runtime/debug"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -134,20 +135,21 @@ func (l *elsewhere) recorded(a *awaited) {
 	}
 }
 
-// await waits, until ctx ends, while the answer to a doubt is being recorded, and reports whether it was: the client may
-// have read it already.
-func (l *elsewhere) await(ctx context.Context, key execution.Key) bool {
+// await waits, until ctx or the time is over, while the answer to the doubt of an execution is being recorded: who
+// calls again may have read it already. So it comes before the look-up, which reads the answer then.
+func (l *elsewhere) await(ctx context.Context, until time.Time, key execution.Key) {
 	l.mu.Lock()
 	end := l.ends[key]
 	l.mu.Unlock()
 	if end == nil {
-		return false
+		return
 	}
+	ctx, cancel := context.WithDeadline(ctx, until)
+	defer cancel()
 	select {
 	case <-end:
 	case <-ctx.Done():
 	}
-	return ctx.Err() == nil
 }
 
 // share reports that another call than x has been sent with this id, and runs.

@@ -552,6 +552,21 @@ func TestGETStreamsEndWithTheRecord(t *testing.T) {
 	})
 }
 
+// P1: who calls again gets the answer that its client has read on a GET stream, also where the record is read before
+// the answer is in it and the call goes on after that.
+func TestRetryReadsTheDoubtBeforeItsAnswerIsRecorded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := newResuming(t, protocol.MCP)
+		s.call("ada", "3", "k")
+		s.get("ada")
+		s.disk.takes = time.Second
+		s.sends(response("3"))
+		s.disk.slow.Store(int64(2 * time.Second))
+		s.do(s.pay("ada", "4", "k"), "200 replayed "+resumed("3", "4"))
+		s.end()
+	})
+}
+
 // With protocol auto only what its server has shown counts, and only on the same way to it.
 func TestGETStreamsOfProvenServers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
