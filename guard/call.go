@@ -160,8 +160,8 @@ func (x *Call) run() error {
 		return err
 	}
 	for {
-		if x.message != nil {
-			x.engine.elsewhere.await(x.r.Context(), x.wait, x.call.Key)
+		if x.message != nil { // whose answer on a GET stream may be being recorded
+			x.engine.running.wait(x.r.Context(), x.wait, string(x.call.Key[:]))
 		}
 		found, err := x.lookUp() // 3
 		if err != nil {
