@@ -160,6 +160,9 @@ func (x *Call) run() error {
 		return err
 	}
 	for {
+		if x.message != nil { // whose answer on a GET stream may be being recorded
+			x.engine.running.wait(x.r.Context(), x.wait, string(x.call.Key[:]))
+		}
 		found, err := x.lookUp() // 3
 		if err != nil {
 			return err
@@ -471,11 +474,6 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 		return stepDone, x.replay(found)
 	case execution.Doubtful:
 		x.call.Checkpoint = found.Record.Checkpoint
-		ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
-		defer cancel()
-		if x.engine.elsewhere.await(ctx, x.call.Key) {
-			return stepLookUp, nil
-		}
 		return x.doubt(found)
 	case execution.ResultExpired:
 		until := found.Record.Result.Expires.UTC().Format(time.RFC3339)

@@ -100,9 +100,7 @@ const callErrorTime = 2 * time.Second
 // AwaitCall waits for the end of the call with this checkpoint, if it runs: for at most 2 s, and
 // no longer than ctx.
 func (e *Engine) AwaitCall(ctx context.Context, checkpoint string) {
-	ctx, cancel := context.WithTimeout(ctx, callErrorTime)
-	defer cancel()
-	e.running.wait(ctx, checkpoint)
+	e.running.wait(ctx, time.Now().Add(callErrorTime), checkpoint)
 }
 
 // AwaitReaders waits until all clients have read the answers of settled calls, or ctx ends.
@@ -156,16 +154,17 @@ func (s *slowReaders) wait(ctx context.Context) {
 	}
 }
 
-// runningCalls are the calls whose outcome is not recorded yet. A breaker opens just before its
-// call records an error, if the call records one at all.
+// runningCalls are the calls whose outcome is not recorded yet, by checkpoint, and the doubts whose answer on a GET
+// stream is being recorded, by the key of the execution. A breaker opens just before its call records an error, if the
+// call records one at all; a client may have read an answer before it is recorded.
 type runningCalls struct {
 	mu   sync.Mutex
-	ends map[string]chan struct{} // by checkpoint
+	ends map[string]chan struct{}
 }
 
-// begin notes that a call runs. A call without a checkpoint is not noted.
-func (r *runningCalls) begin(checkpoint string) {
-	if checkpoint == "" {
+// begin notes that a call runs, or an answer is being recorded; without an id nothing is noted.
+func (r *runningCalls) begin(id string) {
+	if id == "" {
 		return
 	}
 	r.mu.Lock()
@@ -173,25 +172,30 @@ func (r *runningCalls) begin(checkpoint string) {
 	if r.ends == nil {
 		r.ends = map[string]chan struct{}{}
 	}
-	r.ends[checkpoint] = make(chan struct{})
-}
-
-func (r *runningCalls) end(checkpoint string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if end := r.ends[checkpoint]; end != nil {
-		close(end)
-		delete(r.ends, checkpoint)
+	if r.ends[id] == nil {
+		r.ends[id] = make(chan struct{})
 	}
 }
 
-func (r *runningCalls) wait(ctx context.Context, checkpoint string) {
+func (r *runningCalls) end(id string) {
 	r.mu.Lock()
-	end := r.ends[checkpoint]
+	defer r.mu.Unlock()
+	if end := r.ends[id]; end != nil {
+		close(end)
+		delete(r.ends, id)
+	}
+}
+
+// wait waits for the end of what runs, until ctx or the time is over.
+func (r *runningCalls) wait(ctx context.Context, until time.Time, id string) {
+	r.mu.Lock()
+	end := r.ends[id]
 	r.mu.Unlock()
 	if end == nil {
 		return
 	}
+	ctx, cancel := context.WithDeadline(ctx, until)
+	defer cancel()
 	select {
 	case <-end:
 	case <-ctx.Done():

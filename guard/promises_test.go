@@ -39,6 +39,7 @@ type disk struct {
 	commits atomic.Int64
 	before  atomic.Pointer[func(batch []store.Write) error] // each commit; nil is nothing
 	reading atomic.Pointer[func() error]                    // before each Get; nil is nothing
+	slow    atomic.Int64                                    // the time that a Get takes once it has read an entry
 	unread  atomic.Int64                                    // scans of the ledger that failed, if damaged
 	damaged atomic.Bool
 }
@@ -72,7 +73,11 @@ func (d *disk) Get(ctx context.Context, key []byte) (store.Entry, error) {
 			return store.Entry{}, err
 		}
 	}
-	return d.Store.Get(ctx, key)
+	e, err := d.Store.Get(ctx, key)
+	if err == nil {
+		<-time.After(time.Duration(d.slow.Load()))
+	}
+	return e, err
 }
 
 // bed is a guard under test, in front of an upstream that is a function.

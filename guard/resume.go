@@ -40,7 +40,6 @@ type elsewhere struct {
 	of    map[requestName]map[string]*awaited // by session and id of JSON-RPC
 	order []*awaited                          // the oldest first
 	bytes int
-	ends  map[execution.Key]chan struct{} // of doubts whose answer has come: closed when it is recorded
 }
 
 // awaited is a call in doubt whose answer may come on a GET stream of its session.
@@ -52,7 +51,6 @@ type awaited struct {
 	byHTTP  execution.Outcome // without the answer
 	works   bool              // a GET stream has brought progress: an error does not say that nothing was executed
 	bytes   int
-	end     chan struct{} // closed when its answer is recorded, or cannot be; nil before one was taken
 }
 
 // add lists the call of x, whose doubt is recorded.
@@ -116,38 +114,7 @@ func (l *elsewhere) take(session requestName, way proof, id string, running *cli
 	}
 	taken = *a
 	l.use(a)
-	if l.ends == nil {
-		l.ends = map[execution.Key]chan struct{}{}
-	}
-	taken.end = make(chan struct{})
-	l.ends[taken.call.call.Key] = taken.end
 	return taken
-}
-
-// recorded ends what take has begun.
-func (l *elsewhere) recorded(a *awaited) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	close(a.end)
-	if key := a.call.call.Key; l.ends[key] == a.end { // else it has run again meanwhile
-		delete(l.ends, key)
-	}
-}
-
-// await waits, until ctx ends, while the answer to a doubt is being recorded, and reports whether it was: the client may
-// have read it already.
-func (l *elsewhere) await(ctx context.Context, key execution.Key) bool {
-	l.mu.Lock()
-	end := l.ends[key]
-	l.mu.Unlock()
-	if end == nil {
-		return false
-	}
-	select {
-	case <-end:
-	case <-ctx.Done():
-	}
-	return ctx.Err() == nil
 }
 
 // share reports that another call than x has been sent with this id, and runs.
@@ -294,9 +261,11 @@ func (l *resumer) message(id []byte, progress bool, _ protocol.Outcome) {
 		_ = text.Close()
 		return
 	}
+	key := string(a.call.call.Key[:])
+	l.engine.running.begin(key) // before the client has read the answer and may call again
 	l.ends.Go(func() {
 		defer text.Close()
-		defer l.engine.elsewhere.recorded(&a)
+		defer l.engine.running.end(key)
 		defer func() {
 			if p := recover(); p != nil { // P7: it ends nobody else's call; this one stays in doubt
 				l.h.Logger.Error("settling a doubt by the answer on a GET stream panicked; the call stays in doubt",

@@ -552,6 +552,48 @@ func TestGETStreamsEndWithTheRecord(t *testing.T) {
 	})
 }
 
+// P1: who calls again gets the answer that its client has read on a GET stream, also where the record is read before
+// the answer is in it. The wait ends with the record, where that fails as well, and with the time for running calls.
+func TestRetriesWaitForAnAnswerThatIsBeingRecorded(t *testing.T) {
+	for name, test := range map[string]func(s *resuming){
+		"who reads the record earlier": func(s *resuming) {
+			s.disk.slow.Store(int64(2 * time.Second))
+			s.do(s.pay("ada", "4", "k"), "200 replayed "+resumed("3", "4"))
+		},
+		"it cannot be recorded": func(s *resuming) {
+			s.disk.broken.Store(true)
+			began := time.Now()
+			s.elsewhere()
+			if waited := time.Since(began); waited != time.Second {
+				s.Errorf("the doubt is told after %v", waited)
+			}
+		},
+		"it is not recorded in time": func(s *resuming) {
+			s.config.AttachWait = time.Second / 2
+			s.config.Open = s.engine.Open
+			s.guard, _ = guard.New(s.config)
+			began := time.Now()
+			s.elsewhere()
+			if waited := time.Since(began); waited != time.Second/2 {
+				s.Errorf("the doubt is told after %v", waited)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := newResuming(t, protocol.MCP)
+				s.call("ada", "3", "k")
+				get := s.get("ada")
+				s.disk.takes = time.Second
+				s.sends(response("3"))
+				test(s)
+				s.end()
+				<-get.ended
+			})
+		})
+	}
+}
+
 // With protocol auto only what its server has shown counts, and only on the same way to it.
 func TestGETStreamsOfProvenServers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

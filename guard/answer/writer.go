@@ -38,7 +38,8 @@ type Writer struct {
 	Alarms *Alarms
 	// Host says what a half-closed client has received; may be nil.
 	Host interface{ Received(r *http.Request) bool }
-	// Attempt, an execution.Attempt, is told that the client is about to be answered, and that it was not; may be nil.
+	// Attempt, an execution.Attempt or Reader, is told that the client is about to be answered, and that it was not; may
+	// be nil.
 	Attempt interface {
 		Answering(status int, elsewhere bool)
 		Unanswered()
@@ -58,22 +59,22 @@ type Writer struct {
 	w       http.ResponseWriter
 	request *http.Request    // of the client
 	head    bool             // the request was HEAD
-	answer  *protocol.Answer // to a message, until its final answer has come; may be nil
-	final   bool             // that was written, and not flushed yet
-	reached bool             // it was flushed
+	answer  *protocol.Answer // reads the stream of a message, until its final answer has come; may be nil
+	final   bool             // the final answer was written, and not flushed yet
+	reached bool             // the final answer was flushed
 	http1   bool
 
 	status int
-	kept   bool // the answer is recorded, so that its end need not wait
-	held   bool // the header is the end, and waits
-	whole  bool // a failure that waits whole
-	left   int64
+	kept   bool   // the answer is recorded, so that its end need not wait
+	held   bool   // the header is the end, and waits
+	whole  bool   // a failure that waits whole
+	left   int64  // bytes of the announced body that have not come; -1 for a body without a length
 	last   []byte // what waits: a byte, or the body
 	end    [1]byte
-	sent   bool
+	sent   bool // a part of the answer, or its header, was sent
 	ended  bool // the end was sent
-	gone   bool
-	shows  int // the status that the answer stands for, where it is another one
+	gone   bool // the client has left, or stalls
+	shows  int  // the status that the answer stands for, where it is another one
 }
 
 // NewWriter returns a Writer on w for an answer to r.
@@ -280,7 +281,7 @@ type Answer struct {
 	Trailer func() map[string][]string
 	// Live says that the answer is still growing: every read is flushed.
 	Live bool
-	// Own says that nobody else has Head.
+	// Own says that nobody else has Head, so that its lists need no copies.
 	Own bool
 	// Reader is the caller of the execution, where its client asks for the answer by another request than the
 	// call; nil otherwise.

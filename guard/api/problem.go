@@ -85,7 +85,7 @@ func Kinds() []problem.Kind {
 // The kinds of problems of the gateway's own paths.
 var (
 	planInvalid = problem.Kind{
-		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity, GRPC: 3,
+		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity, GRPC: 3, // INVALID_ARGUMENT
 		Title:    "The plan of the workflow is wrong",
 		Meaning:  "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
 		Caller:   "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
@@ -197,7 +197,7 @@ var (
 		Operator: "`coordinators` in the `rollback` block names who may. An operator can do it with `caddy agent-guard rollback --scope full_workflow`.",
 	}
 	rollbackConflict = problem.Kind{
-		Slug: "rollback-conflict", Status: http.StatusConflict, SafeNewKey: true, GRPC: 10,
+		Slug: "rollback-conflict", Status: http.StatusConflict, SafeNewKey: true, GRPC: 10, // ABORTED: another attempt would be a new one
 		Title:    "Another rollback is under way and takes precedence",
 		Meaning:  "A rollback of the same checkpoints was asked for before, or with a wider scope. `conflicting_rollback_id` names it. Nothing was begun for this one.",
 		Caller:   "Look at the other rollback until it is finished. What it leaves can be asked for again under a new rollback id.",

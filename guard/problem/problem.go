@@ -177,7 +177,7 @@ func (p *Problem) Write(w http.ResponseWriter) {
 	k := p.kind
 	doc := document{
 		Type: p.Mount + BasePath + k.Slug, Title: k.Title, Problem: *p,
-		Error: sdkBody{Type: k.errorType(), Code: k.code(), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
+		Error: sdkBody{Type: k.errorType(), Code: strings.ReplaceAll(k.Slug, "-", "_"), Message: strings.TrimSpace(k.Title + ". " + p.Detail)},
 	}
 	doc.Status, doc.ErrorType, doc.SafeNewKey = cmp.Or(p.Status, k.Status), k.ErrorType, p.safeNewKey()
 	if p.StatusURL != "" {
@@ -253,30 +253,22 @@ func NothingSent(h http.Header, id string) bool {
 	return false
 }
 
-// grpcCode returns the gRPC status code (ADR 0047). Only if a retry of the same call may
-// succeed is it UNAVAILABLE, at which clients retry, or RESOURCE_EXHAUSTED.
+// grpcCodes are the gRPC status codes of HTTP statuses (ADR 0047).
+var grpcCodes = map[int]int{
+	http.StatusBadRequest: grpcInvalidArgument, http.StatusUnauthorized: grpcUnauthenticated,
+	http.StatusForbidden: grpcPermissionDenied, http.StatusNotFound: grpcNotFound,
+	http.StatusUnprocessableEntity:   grpcAlreadyExists, // the id exists, for another call
+	http.StatusRequestEntityTooLarge: grpcResourceExhausted, http.StatusTooManyRequests: grpcResourceExhausted,
+}
+
+// grpcCode returns the gRPC status code. Only if a retry of the same call may succeed is it UNAVAILABLE, at which
+// clients retry, or RESOURCE_EXHAUSTED.
 func (k Kind) grpcCode() int {
-	if k.GRPC != 0 {
-		return k.GRPC
-	}
-	switch k.Status {
-	case http.StatusBadRequest:
-		return grpcInvalidArgument
-	case http.StatusUnauthorized:
-		return grpcUnauthenticated
-	case http.StatusForbidden:
-		return grpcPermissionDenied
-	case http.StatusNotFound:
-		return grpcNotFound
-	case http.StatusUnprocessableEntity:
-		return grpcAlreadyExists // the id exists, for another call
-	case http.StatusRequestEntityTooLarge, http.StatusTooManyRequests:
-		return grpcResourceExhausted
-	}
+	otherwise := grpcFailedPrecondition
 	if k.RetryAfter > 0 {
-		return grpcUnavailable
+		otherwise = grpcUnavailable
 	}
-	return grpcFailedPrecondition
+	return cmp.Or(k.GRPC, grpcCodes[k.Status], otherwise)
 }
 
 // WriteGRPC sends the problem to a gRPC or gRPC-Web client as a trailers-only response.
@@ -342,9 +334,6 @@ type Kind struct {
 	// and the operator can do.
 	Meaning, Caller, Operator string
 }
-
-// code returns the slug with underscores, the usual form of error codes.
-func (k Kind) code() string { return strings.ReplaceAll(k.Slug, "-", "_") }
 
 // errorType returns the type by which the SDKs of several services know an error.
 func (k Kind) errorType() string {
