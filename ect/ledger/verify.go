@@ -180,9 +180,7 @@ func (v *verifier) end() error {
 	if v.signed && v.tree.root() != head.Root {
 		v.fault(-1, "the entries do not fit the signed head of size %d", head.Size)
 	}
-	r := v.above(head.Size)
-	r.Reverse = true
-	for e, err := range v.store.Scan(v.ctx, r) {
+	for e, err := range v.store.Scan(v.ctx, v.above(head.Size)) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
@@ -193,8 +191,8 @@ func (v *verifier) end() error {
 
 // behind reports a fault for an index beyond the head, unless the log has grown meanwhile.
 func (v *verifier) behind(index int64, what string) error {
-	now, _, err := v.storedHead(v.ctx)
-	if errors.Is(err, ErrTampered) || err == nil && (index < 0 || now.Size <= index) {
+	err := v.below(v.ctx, index)
+	if errors.Is(err, ErrTampered) {
 		v.fault(index, "%sbehind the signed head", what)
 		return nil
 	}
