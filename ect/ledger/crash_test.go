@@ -239,6 +239,67 @@ func TestTwoProcesses(t *testing.T) {
 	}
 }
 
+// hooked is a store that calls before ahead of each read of a range, or of a key alone, which is its From.
+type hooked struct {
+	store.Store
+	before func(r store.Range)
+}
+
+func (s *hooked) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	s.before(store.Range{From: key})
+	return s.Store.Get(ctx, key)
+}
+
+func (s *hooked) Scan(ctx context.Context, r store.Range) iter.Seq2[store.Entry, error] {
+	s.before(r)
+	return s.Store.Scan(ctx, r)
+}
+
+// A log is not altered because another process extends it between two reads, however often that happens.
+func TestGrowthIsNoAlteration(t *testing.T) {
+	for name, c := range map[string]struct {
+		kind       byte
+		limit, add int // of the reads before which so many events are added
+	}{"beyond the head": {spaceEntry, 1, 1}, "tile": {spaceTile, 0, tileWidth}} {
+		t.Run(name, func(t *testing.T) {
+			mem := memory.New(memory.Options{})
+			writer, n, before := mustOpen(t, testOptions(mem)), 0, 0
+			grow := func(by int) {
+				appendEvents(t, writer, n, n+by)
+				n += by
+			}
+			grow(tileWidth + 3)
+			hook := func(r store.Range) {
+				if r.From[1] == c.kind && r.Limit == c.limit {
+					grow(c.add)
+				}
+			}
+			before = n
+			l := mustOpen(t, testOptions(&hooked{mem, hook}))
+			if n == before {
+				t.Error("nothing was added while the log was opened")
+			}
+			must(l.Receipt(t.Context(), 0))(t)
+			for range 2 { // as after two lost commits, the second of which ends when the newest head is known already
+				l.overtaken.Store(true)
+				if err := l.usable(); err != nil {
+					t.Fatalf("with a head of size %d: %v", l.Head().Size, err)
+				}
+			}
+			mustVerify(t, l)
+
+			// What stands beyond the end is forged, also where the log has grown.
+			forged := store.Write{Key: l.entryKey(1 << 20), Value: []byte("forged")}
+			if _, err := mem.Commit(t.Context(), forged); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := l.load(t.Context()); !errors.Is(err, ErrTampered) {
+				t.Errorf("forged: %v", err)
+			}
+		})
+	}
+}
+
 // checkOrder checks that the events called producer-number stand once and in the order
 // of their producer.
 func checkOrder(t testing.TB, l *Log, producers int) {

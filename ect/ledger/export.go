@@ -12,6 +12,8 @@ import (
 
 	"golang.org/x/mod/sumdb/note"
 	"golang.org/x/mod/sumdb/tlog"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // An export is text: a title, the signed head, one line for each entry in order, and the
@@ -67,6 +69,15 @@ func (x *exporter) export() (Head, error) {
 		}
 		if err := x.begin(); err != nil {
 			return Head{}, err
+		}
+		if x.marks.has(x.tree.size) {
+			_, err := x.store.Get(x.ctx, found.Key)
+			if errors.Is(err, store.ErrNotFound) { // another process has pruned it since the scan began
+				if err := x.gap(); err != nil {
+					return Head{}, err
+				}
+				continue
+			}
 		}
 		if err := x.signature(&e); err != nil {
 			return Head{}, err
@@ -141,22 +152,27 @@ func (x *exporter) fill(index int64) error {
 		if !x.marks.has(at) {
 			return fmt.Errorf("%w: entry %d is missing", ErrTampered, at)
 		}
-		if x.hashes == nil {
-			var err error
-			if x.hashes, err = x.storedTile(x.ctx, 0, at>>tileHeight); err != nil {
-				return err
-			}
-			if len(x.hashes) != tileWidth {
-				return fmt.Errorf("%w: the stored hash of entry %d is missing", ErrTampered, at)
-			}
-		}
-		hash := x.hashes[at&(tileWidth-1)]
-		x.tree.add(hash, nil)
-		if err := line(x.w, exportPruned, hash[:]); err != nil {
+		if err := x.gap(); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// gap writes the hash of the next entry, which was pruned.
+func (x *exporter) gap() (err error) {
+	at := x.tree.size
+	if x.hashes == nil {
+		if x.hashes, err = x.storedTile(x.ctx, 0, at>>tileHeight); err != nil {
+			return err
+		}
+		if len(x.hashes) != tileWidth {
+			return fmt.Errorf("%w: the stored hash of entry %d is missing", ErrTampered, at)
+		}
+	}
+	hash := x.hashes[at&(tileWidth-1)]
+	x.tree.add(hash, nil)
+	return line(x.w, exportPruned, hash[:])
 }
 
 func line(w *bufio.Writer, kind string, value []byte) error {

@@ -310,26 +310,26 @@ func (s *logStore) storedMarks(ctx context.Context, n int64) (m marks, err error
 	if err != nil {
 		return m, err
 	}
-	if len(found.Value) < 8 {
+	if m.version = found.Version; len(found.Value) < 8 {
 		return m, fmt.Errorf("%w: the marks of what was pruned of tile %d", ErrTampered, n)
 	}
-	m.next, m.note, m.version = int64(binary.BigEndian.Uint64(found.Value)), found.Value[8:], found.Version
+	m.next, m.note = int64(binary.BigEndian.Uint64(found.Value)), found.Value[8:]
 	return m, nil
 }
 
-// pruned reads the marks of a tile and verifies their note. The error is ErrTampered, or
+// pruned reads the marks of a tile and verifies their note. The error is ErrTampered, with the version alone, or
 // one of the store.
 func (s *logStore) pruned(ctx context.Context, n int64) (marks, error) {
 	stored, err := s.storedMarks(ctx, n)
 	if err != nil || stored.version == 0 {
-		return marks{}, err
+		return marks{version: stored.version}, err
 	}
 	of, m, err := openMarks(stored.note, s.origin, s.keys)
 	if err == nil && of != n {
 		err = fmt.Errorf("%w: it is of tile %d", ErrProof, of)
 	}
 	if err != nil {
-		return marks{}, fmt.Errorf("%w: the note of what was pruned of tile %d: %w", ErrTampered, n, err)
+		return marks{version: stored.version}, fmt.Errorf("%w: the note of what was pruned of tile %d: %w", ErrTampered, n, err)
 	}
 	m.next, m.note, m.version = stored.next, stored.note, stored.version
 	return m, nil

@@ -43,6 +43,64 @@ func TestPruneMakesRoom(t *testing.T) {
 	mustVerify(t, l)
 }
 
+// TestPruningElsewhereIsNoAlteration: who verifies or exports a log that another process prunes meanwhile, between
+// whatever two reads, finds no fault.
+func TestPruningElsewhereIsNoAlteration(t *testing.T) {
+	base := memory.New(memory.Options{})
+	owner := mustOpen(t, placing(base))
+	for n := range 2 * tileWidth {
+		if n == tileWidth {
+			mustPrune(t, owner, tileWidth/2)
+		}
+		e := shown(n)
+		if n%2 == 1 {
+			e.KeepUntil = time.Now().Add(2 * time.Hour)
+		}
+		mustAppend(t, owner, e)
+	}
+	must(owner.StoreSignatures(t.Context(), func([]byte) bool { return true }))(t)
+	some := must(owner.Entry(t.Context(), tileWidth+20))(t)
+	must(owner.Prune(t.Context(), some.Recorded))(t)
+	all := contents(t, base)
+	for name, read := range map[string]func(l *Log) error{
+		"verify": func(l *Log) error {
+			r, err := l.Verify(t.Context())
+			if len(r.Vouchers) != 1 || r.Vouchers[0].Entries != r.Pruned || r.Pruned+r.Entries != 2*tileWidth {
+				t.Errorf("%+v", r.Contents)
+			}
+			return errors.Join(err, faultsOf(&r))
+		},
+		"export": func(l *Log) error {
+			var b bytes.Buffer
+			if _, err := l.Export(t.Context(), &b); err != nil {
+				return err
+			}
+			_, err := VerifyExport(&b, testOrigin, testKeys, nil)
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for at, last := 0, false; !last; at++ {
+				if at > 10 { // then the same for each entry
+					at += 12
+				}
+				mem := filled(t, all)
+				owner, reads := mustOpen(t, placing(mem)), -tileWidth*2
+				l := mustOpen(t, placing(&hooked{mem, func(store.Range) {
+					if reads++; reads == at {
+						mustPrune(t, owner, -1)
+					}
+				}}))
+				reads = 0
+				if err := read(l); err != nil {
+					t.Errorf("pruned before read %d: %v", at, err)
+				}
+				last = reads < at
+			}
+		})
+	}
+}
+
 // excised are the writes that remove an entry with all its index keys. They need no secret:
 // the store's keys show what belongs together.
 func excised(t *testing.T, st store.Store, index int64) (batch []store.Write) {

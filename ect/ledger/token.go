@@ -295,7 +295,9 @@ func (v *verifier) signatures() error {
 		e, err := v.read(v.ctx, v.id, index)
 		switch {
 		case errors.Is(err, store.ErrNotFound):
-			v.fault(index, "a signature stands without its entry")
+			if err := v.stale(found, index, "a signature stands without its entry"); err != nil {
+				return err
+			}
 		case errors.Is(err, ErrTampered): // reported with the entries
 		case err != nil:
 			return err

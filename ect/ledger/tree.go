@@ -230,10 +230,10 @@ func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 		if err != nil {
 			return nil, err
 		}
-		if len(hashes) != width {
+		if len(hashes) < width { // it has more where the log has grown meanwhile
 			return nil, fmt.Errorf("%w: tile %d of level %d has %d hashes instead of %d", ErrTampered, n>>tileHeight, level, len(hashes), width)
 		}
-		edge = append(edge, hashes)
+		edge = append(edge, hashes[:width])
 	}
 	found.tree = restore(edge)
 	// A pruned entry is old: zero is early enough.
@@ -288,15 +288,25 @@ func (s *logStore) advance(ctx context.Context, from *state) (*state, error) {
 	return found, found.contains(ctx, s, &from.head)
 }
 
-// nothingAbove checks that no entry is stored beyond the end of the tree.
+// nothingAbove checks that no entry is stored beyond the end of the tree. size is that of a head that was read before.
 func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 	for e, err := range s.store.Scan(ctx, s.above(size)) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
-		return fmt.Errorf("%w: entry %d stands behind the signed head of size %d", ErrTampered, indexIn(e.Key), size)
+		return s.below(ctx, indexIn(e.Key))
 	}
 	return nil
+}
+
+// below checks that an index that was found in the store is below the end of the tree. It reads the head anew: an entry
+// that was added since an earlier read came with its head.
+func (s *logStore) below(ctx context.Context, index int64) error {
+	now, _, err := s.storedHead(ctx)
+	if err == nil && (index < 0 || index >= now.Size) {
+		err = fmt.Errorf("%w: entry %d stands behind the signed head of size %d", ErrTampered, index, now.Size)
+	}
+	return err
 }
 
 // entries is the range of the entries from an index up to another.
@@ -304,10 +314,10 @@ func (s *logStore) entries(from, to int64) store.Range {
 	return store.Range{From: s.entryKey(from), To: s.entryKey(to)}
 }
 
-// above is the range of what is stored from an index on, of which one is enough.
+// above is the range of what is stored from an index on. The last is enough.
 func (s *logStore) above(size int64) store.Range {
 	r := store.Prefix(logKey(spaceEntry, s.id, 0))
-	r.From, r.Limit = s.entryKey(size), 1
+	r.From, r.Limit, r.Reverse = s.entryKey(size), 1, true
 	return r
 }
 

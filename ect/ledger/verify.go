@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"golang.org/x/mod/sumdb/tlog"
 
@@ -115,11 +116,23 @@ func (v *verifier) guessSize() error {
 // entriesAndTiles reads all entries, by tiles of level 0.
 func (v *verifier) entriesAndTiles() error {
 	size := v.report.Head.Size
-	for n := int64(0); n<<tileHeight < size; n++ {
+	for n := int64(0); n<<tileHeight < size; {
+		report, listed := v.report, v.listed
+		report.Vouchers = slices.Clone(report.Vouchers)
 		t := leafTile{v: v, first: n << tileHeight, n: n, width: min(tileWidth, size-n<<tileHeight)}
-		if err := t.verify(); err != nil {
+		if err := t.read(); err != nil {
 			return err
 		}
+		now, err := v.storedMarks(v.ctx, n)
+		if err := v.storeError(err); err != nil {
+			return err
+		}
+		if now.version != t.marks.version { // another process has pruned some of it meanwhile
+			v.report, v.listed = report, listed
+			continue
+		}
+		t.verify()
+		n++
 	}
 	return nil
 }
@@ -180,9 +193,7 @@ func (v *verifier) end() error {
 	if v.signed && v.tree.root() != head.Root {
 		v.fault(-1, "the entries do not fit the signed head of size %d", head.Size)
 	}
-	r := v.above(head.Size)
-	r.Reverse = true
-	for e, err := range v.store.Scan(v.ctx, r) {
+	for e, err := range v.store.Scan(v.ctx, v.above(head.Size)) {
 		if err != nil && !errors.Is(err, store.ErrDamaged) {
 			return err
 		}
@@ -193,8 +204,8 @@ func (v *verifier) end() error {
 
 // behind reports a fault for an index beyond the head, unless the log has grown meanwhile.
 func (v *verifier) behind(index int64, what string) error {
-	now, _, err := v.storedHead(v.ctx)
-	if errors.Is(err, ErrTampered) || err == nil && (index < 0 || now.Size <= index) {
+	err := v.below(v.ctx, index)
+	if errors.Is(err, ErrTampered) {
 		v.fault(index, "%sbehind the signed head", what)
 		return nil
 	}
@@ -213,7 +224,8 @@ type leafTile struct {
 	made   []tlog.Hash // from the entries, or stored for absent ones
 }
 
-func (t *leafTile) verify() error {
+// read reads the tile and checks its entries.
+func (t *leafTile) read() error {
 	v := t.v
 	var err error
 	if t.marks, err = v.pruned(v.ctx, t.n); errors.Is(err, ErrTampered) {
@@ -231,9 +243,12 @@ func (t *leafTile) verify() error {
 		}
 	}
 	t.next = math.MaxInt64
-	if err := t.walk(); err != nil {
-		return err
-	}
+	return t.walk()
+}
+
+// verify adds the tile to the tree.
+func (t *leafTile) verify() {
+	v := t.v
 	if t.marks.next != 0 && t.marks.next != t.next {
 		v.fault(t.first, "the marks of what was pruned of the entries from here on do not fit")
 	}
@@ -246,7 +261,6 @@ func (t *leafTile) verify() error {
 	if t.width == tileWidth {
 		v.roots = append(v.roots, rootOf(t.made))
 	}
-	return nil
 }
 
 // walk checks the entries of the tile in their order.
@@ -427,11 +441,23 @@ func (v *verifier) index(kind byte, want int64, beyond, wrong string,
 		if err := v.storeError(err); err != nil {
 			return err
 		}
-		if err != nil || !bytes.Equal(key(&e, index), found.Key) {
-			v.fault(index, "%s", wrong)
+		if err == nil && bytes.Equal(key(&e, index), found.Key) {
+			continue
+		}
+		if err := v.stale(found, index, wrong); err != nil {
+			return err
 		}
 	}
 	return nil
+}
+
+// stale reports a fault of what was found and fits no entry, unless it was pruned with its entry meanwhile.
+func (v *verifier) stale(found store.Entry, index int64, what string) error {
+	now, err := v.store.Get(v.ctx, found.Key)
+	if now.Version == found.Version {
+		v.fault(index, "%s", what)
+	}
+	return v.storeError(err)
 }
 
 // storeError returns only errors of the store; those about its content are faults.
