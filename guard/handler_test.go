@@ -1,12 +1,15 @@
 package guard
 
 import (
+	"context"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
 // What would break a promise is refused before the first call.
@@ -60,6 +63,22 @@ func TestNewCompletes(t *testing.T) {
 	}
 	if a.Counts != nil || one.Actions[0].Counts == two.Actions[0].Counts || one.Actions[0].ResendFor <= 0 {
 		t.Error("the configuration was changed, or not completed")
+	}
+}
+
+// What the plan of an undo leaves out is as the terms of its action say. An action's plan may stand in several.
+func TestTermsOfUndo(t *testing.T) {
+	undo := &UndoPlan{Spec: rollback.Spec{Guard: "g"}, Restore: true}
+	terms := Terms{UndoAuth: rollback.AuthRecorded, OnLost: rollback.UndoEscalate, OnChanged: rollback.Overwrite}
+	send := func(context.Context, *InternalRequest) (*InternalAnswer, error) { panic("nobody calls") }
+	h := newHandler(t, Config{Send: send, Policy: Policy{Terms: terms}, Actions: []*Action{{Name: "a", Undo: undo}}})
+	d := h.Actions[0].Undo.Decide(http.MethodPut, &template.Source{}, true)
+	got, err := rollback.ParseSpec(d.Undo)
+	if err != nil || got.Auth != terms.UndoAuth || got.OnLost != terms.OnLost || got.OnChanged != terms.OnChanged {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if undo.OnChanged != "" || undo.Spec.OnLost != "" {
+		t.Error("the configuration was changed")
 	}
 }
 

@@ -318,6 +318,13 @@ func (h *Handler) complete(a *Action) error {
 	if err := a.checkWords(); err != nil {
 		return err
 	}
+	if a.Undo != nil {
+		plan := *a.Undo // which other actions may have too
+		initial(&plan.Spec.Auth, a.UndoAuth)
+		initial(&plan.Spec.OnLost, a.OnLost)
+		initial(&plan.OnChanged, a.OnChanged)
+		a.Undo = &plan
+	}
 	if a.Approve != nil && a.Approve.Off {
 		a.Approve = nil
 	}
