@@ -7,10 +7,12 @@ import (
 	"net/http"
 	"reflect"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
@@ -286,9 +288,43 @@ func (p *Policy) Check(probes bool) (members []string, err error) {
 	return nil, nil
 }
 
+// checkWords refuses a word that an option does not know. It would be as if nothing was said, and guard less.
+func (a *Action) checkWords() error {
+	for _, option := range [][]string{ // its name, its word, and those that it knows
+		{"preset", string(a.Preset), "default", "stripe", "acp", "strict"},
+		{"on_unknown", string(a.OnUnknown), "block", "probe", "resend", "retry"},
+		{"keys", a.Keys, "trusted", KeysAdvisory},
+		{"grpc", a.GRPC, GRPCUnary},
+		{"in_doubt_as", a.InDoubtAs, "problem", InDoubtToolResult},
+		{"on_leave", a.OnLeave, "continue", OnLeaveCancel},
+		{"order", a.Order, "plan", OrderPar},
+		{"undo_auth", a.UndoAuth, rollback.AuthConfig, rollback.AuthRecorded},
+		{"on_snapshot_error", a.OnSnapshotError, "refuse", checkpoint.Irreversible.String()},
+		{"on_lost", a.OnLost, rollback.Resend, rollback.UndoEscalate},
+		{"on_changed", a.OnChanged, rollback.UndoEscalate, rollback.Overwrite},
+		{"on_error", a.OnError, "escalate", OnErrorRollback},
+		{"severity", a.Severity, "info", "warning", "error", "critical"},
+	} {
+		if word, known := option[1], option[2:]; word != "" && !slices.Contains(known, word) {
+			return fmt.Errorf("%s: %q is unknown; use %s", option[0], word, strings.Join(known, " or "))
+		}
+	}
+	return nil
+}
+
 // complete completes and checks an action.
 func (h *Handler) complete(a *Action) error {
 	a.Inherit(&h.Policy)
+	if err := a.checkWords(); err != nil {
+		return err
+	}
+	if a.Undo != nil {
+		plan := *a.Undo // which other actions may have too
+		initial(&plan.Spec.Auth, a.UndoAuth)
+		initial(&plan.Spec.OnLost, a.OnLost)
+		initial(&plan.OnChanged, a.OnChanged)
+		a.Undo = &plan
+	}
 	if a.Approve != nil && a.Approve.Off {
 		a.Approve = nil
 	}

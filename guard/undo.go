@@ -621,10 +621,10 @@ func unsentUndo(reason rollback.Reason, why string) error {
 // UndoPlan is how the calls of one action are undone: restored, compensated by another request,
 // or delegated to an agent. It does not change and may be used by many goroutines.
 type UndoPlan struct {
-	// Spec is what is recorded for the undo of every call.
+	// Spec is what is recorded for the undo of every call. Its Auth and OnLost are those of the action, if left out.
 	Spec rollback.Spec
 	// Restore restores the target of a PUT, PATCH or DELETE. OnChanged says what to do if it was
-	// changed since, Verify that the result is read.
+	// changed since, if not what the action says; Verify that the result is read.
 	Restore   bool
 	OnChanged string
 	Verify    bool
