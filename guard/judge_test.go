@@ -52,16 +52,21 @@ func TestJudgeGRPC(t *testing.T) {
 	}
 }
 
-// MCP's 404 says that nothing was executed.
+// MCP's 404 says that nothing was executed, unless the configuration says otherwise.
 func TestOutcomeOfUnknownSession(t *testing.T) {
-	x := &Call{
-		h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
-		message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
-		heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
-		action:  new(Action),
-	}
-	if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != execution.Released {
-		t.Error(o.Verdict)
+	for rule, want := range map[int]execution.Verdict{0: execution.Released, 403: execution.Released, 404: execution.Completed} {
+		x := &Call{
+			h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
+			message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
+			heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
+			action:  new(Action),
+		}
+		if rule != 0 {
+			x.action.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == rule }
+		}
+		if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != want {
+			t.Errorf("with a rule for %d: %v", rule, o.Verdict)
+		}
 	}
 }
 

@@ -575,7 +575,9 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			o.Cause = execution.CauseTool
 		}
 	case protocol.NotExecuted:
-		o.Verdict = execution.Released
+		if _, ruled := x.action.judge(o.Status, x.rec.Header(), nil); !ruled || o.Status == http.StatusOK {
+			o.Verdict = execution.Released
+		}
 	case protocol.Failed:
 		if o.Verdict == execution.Released {
 			return o // its status says more, such as 401 or 429
