@@ -55,7 +55,7 @@ func TestJudgeGRPC(t *testing.T) {
 // MCP's 404 says that nothing was executed.
 func TestOutcomeOfUnknownSession(t *testing.T) {
 	x := &Call{
-		h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
+		h:       &Handler{rules: &protocol.Rules{Protocol: protocol.MCP}},
 		message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
 		heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
 		action:  new(Action),

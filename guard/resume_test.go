@@ -72,7 +72,7 @@ func newResuming(t *testing.T, protocolName protocol.Protocol) *resuming {
 			}
 		}
 	})
-	s.config.Protocol = &protocol.Rules{Protocol: protocolName}
+	s.config.Protocol = protocolName
 	s.config.MissingID = guard.MissingRecognize
 	s.config.OneServer = func() bool { return true }
 	s.start()
