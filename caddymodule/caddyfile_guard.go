@@ -177,9 +177,7 @@ func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 // guardOptions are the options of agent_guard, which agent_proxy takes too.
 func guardOptions() options[*Handler] {
 	return options[*Handler]{
-		"name": {usage: "<name> [shared]", parse: parseName, check: func(h *Handler) error {
-			return checkGuardName(cmp.Or(h.Name, defaultGuard))
-		}},
+		"name": {usage: "<name> [shared]", parse: parseName, check: func(h *Handler) error { return checkGuardName(h.Name) }},
 		"caller": {usage: "<placeholder> | cookie <names...>", parse: parseCaller, check: func(h *Handler) error {
 			return checkCaller(h.Caller)
 		}},

@@ -250,14 +250,6 @@ func (h *Handler) provisionIDs() error {
 
 // classify finds out what each header field is for this guard, and checks what names callers and tenants.
 func (h *Handler) classify() (err error) {
-	for i, name := range h.CallerCookies {
-		if checkFields([]string{name}) != nil || slices.Contains(h.CallerCookies[:i], name) { // both are tokens of RFC 9110
-			return fmt.Errorf("caller_cookies: %q is no name of a cookie, or is written twice", name)
-		}
-	}
-	if h.Caller != "" && len(h.CallerCookies) > 0 {
-		return errors.New("caller: a placeholder and cookies both name the caller; write one of them")
-	}
 	c := guard.Settings{Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant}
 	if h.fields, h.naming, err = c.Fields(); err != nil {
 		return err

@@ -1,10 +1,13 @@
 package guard
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"time"
+
+	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
@@ -184,7 +187,17 @@ const (
 const StreamsRefuse = "refuse"
 
 // Fields is the table of header fields of s, and Naming by what its callers and tenants are named beside its defaults.
+// An error names the member that is wrong.
 func (s *Settings) Fields() (*fingerprint.Table, execution.Naming, error) {
+	for i, name := range s.CallerCookies {
+		// A cookie's name is a token of RFC 9110, as that of a field.
+		if !httpguts.ValidHeaderFieldName(name) || slices.Contains(s.CallerCookies[:i], name) {
+			return nil, execution.Naming{}, fmt.Errorf("caller_cookies: %q is no name of a cookie, or is written twice", name)
+		}
+	}
+	if s.Caller != "" && len(s.CallerCookies) > 0 {
+		return nil, execution.Naming{}, errors.New("caller: a placeholder and cookies both name the caller; write one of them")
+	}
 	t := fingerprint.NewTable()
 	credentials, err := t.Change(fingerprint.Credential, s.Credentials)
 	if err != nil {
