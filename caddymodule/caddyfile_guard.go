@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // UnmarshalCaddyfile reads the directive
@@ -176,9 +177,7 @@ func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 // guardOptions are the options of agent_guard, which agent_proxy takes too.
 func guardOptions() options[*Handler] {
 	return options[*Handler]{
-		"name": {usage: "<name> [shared]", parse: parseName, check: func(h *Handler) error {
-			return checkGuardName(cmp.Or(h.Name, defaultGuard))
-		}},
+		"name": {usage: "<name> [shared]", parse: parseName, check: func(h *Handler) error { return checkGuardName(h.Name) }},
 		"caller": {usage: "<placeholder> | cookie <names...>", parse: parseCaller, check: func(h *Handler) error {
 			return checkCaller(h.Caller)
 		}},
@@ -190,7 +189,8 @@ func guardOptions() options[*Handler] {
 		"free_keys":   flag(func(h *Handler) *bool { return &h.FreeKeys }),
 		"execution_id": {several: true, parse: parseExecutionID,
 			usage: "header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
-		"protocol": choice(func(h *Handler) *string { return &h.Protocol }, protocols...),
+		"protocol": choice(func(h *Handler) *protocol.Protocol { return &h.Protocol },
+			protocol.None, protocol.Auto, protocol.MCP, protocol.A2A, protocol.JSONRPC),
 		"missing_id": {usage: "require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID,
 			check: func(h *Handler) error {
 				return oneOf(cmp.Or(h.MissingID, guard.MissingRecognize), missingID...)
@@ -203,7 +203,7 @@ func guardOptions() options[*Handler] {
 		}},
 		"bulkhead": {usage: "{ ... } | off", parse: parseBulkhead},
 		"unguarded_streams": choice(func(h *Handler) *string { return &h.UnguardedStreams },
-			streamsPass, streamsRefuse),
+			"pass", guard.StreamsRefuse),
 		"fingerprint_exclude": repeated(words("<json pointers...>", func(h *Handler) *[]string { return &h.FingerprintExclude },
 			checkPointers)),
 		"compare": {several: true, usage: "<fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
@@ -213,9 +213,9 @@ func guardOptions() options[*Handler] {
 			return cmp.Or(parseWords(d, &h.Ignore), checkCompared(h.Ignore, h.Compare, h.named()))
 		}},
 		"max_body":    size(func(h *Handler) *int64 { return &h.MaxBody }),
-		"attach_wait": duration(func(h *Handler) *caddy.Duration { return &h.AttachWait }),
-		"idle_timeout": value("<duration> | off", func(h *Handler) *caddy.Duration { return &h.IdleTimeout },
-			parseIdle, func(v caddy.Duration) error {
+		"attach_wait": duration(func(h *Handler) *guard.Duration { return &h.AttachWait }),
+		"idle_timeout": value("<duration> | off", func(h *Handler) *guard.Duration { return &h.IdleTimeout },
+			parseIdle, func(v guard.Duration) error {
 				if v == idleOff {
 					return nil
 				}
@@ -258,11 +258,11 @@ func checkCaller(text string) error {
 }
 
 func checkPointers(texts []string) error {
-	_, err := parsePointers(texts)
+	_, err := jsonx.ParsePointers(texts)
 	return err
 }
 
-func parseIdle(d *caddyfile.Dispenser, into *caddy.Duration) error {
+func parseIdle(d *caddyfile.Dispenser, into *guard.Duration) error {
 	if d.CountRemainingArgs() == 1 && d.NextArg() {
 		if d.Val() == "off" {
 			*into = idleOff
@@ -271,11 +271,6 @@ func parseIdle(d *caddyfile.Dispenser, into *caddy.Duration) error {
 		d.Prev()
 	}
 	return parseDuration(d, into)
-}
-
-// protocols are the words of the option `protocol`.
-var protocols = []string{
-	string(protocol.None), string(protocol.Auto), string(protocol.MCP), string(protocol.A2A), string(protocol.JSONRPC),
 }
 
 // parseTools reads names of tools after the word `tool`, or matchers.
@@ -351,8 +346,8 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 	}
 	if h.MissingID == guard.MissingRecognize {
 		return options[*Handler]{
-			"window":       duration(func(h *Handler) *caddy.Duration { return &h.RecognizeWindow }),
-			"error_window": duration(func(h *Handler) *caddy.Duration { return &h.ErrorWindow }),
+			"window":       duration(func(h *Handler) *guard.Duration { return &h.RecognizeWindow }),
+			"error_window": duration(func(h *Handler) *guard.Duration { return &h.ErrorWindow }),
 		}.readBlock(d, "missing_id recognize", h, originOf(d))
 	}
 	return nil
@@ -392,7 +387,7 @@ func parseMatch(d *caddyfile.Dispenser, a *Action) (err error) {
 		return parseMatchers(d, &a.MatcherSetsRaw)
 	}
 	if err == nil { // the line is the one at fault; whether there is a protocol is known later
-		err = a.checkMessages(&Handler{Protocol: "auto"})
+		err = a.checkMessages(new(Handler))
 	}
 	if bad := (*invalid)(nil); errors.As(err, &bad) {
 		err = bad.err

@@ -483,12 +483,8 @@ func (h *Handler) keyChangedBy(changes *headers.Handler) string {
 	if changes.Request == nil {
 		return ""
 	}
-	var sources []guard.IDSource
-	for _, s := range h.ExecutionID {
-		sources = append(sources, guard.IDSource(s))
-	}
-	fields := guard.KeyFieldsOf(sources)
-	if len(sources) == 0 { // besides those of which nothing but a name is known
+	fields := guard.KeyFieldsOf(h.ExecutionID)
+	if len(h.ExecutionID) == 0 { // besides those of which nothing but a name is known
 		for _, name := range changedFields(changes.Request) {
 			if name = http.CanonicalHeaderKey(name); guard.IsKey(name) {
 				fields = append(fields, name)

@@ -172,7 +172,7 @@ func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 
 // Provision finds the app, if there is one.
 func (e *Endpoints) Provision(ctx caddy.Context) error {
-	e.h = &Handler{logger: ctx.Slogger(), Name: "endpoints", proxy: new(atomic.Pointer[proxy.Transport])}
+	e.h = &Handler{Settings: guard.Settings{Name: "endpoints"}, logger: ctx.Slogger(), proxy: new(atomic.Pointer[proxy.Transport])}
 	e.h.setDefaults()
 	e.h.realm = "\x00endpoints" // no guard has this name, so its users are nobody's
 	if err := e.h.classify(); err != nil {

@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -44,7 +45,7 @@ func handlerOver(t *testing.T, opener StoreOpener, failOpen bool) *Handler {
 	app := validApp(t, t.TempDir(), "")
 	t.Cleanup(func() { cleanUp(t, app) })
 	app.spec.opener = opener
-	h := defaulted(t, Handler{FailOpen: failOpen})
+	h := defaulted(t, Handler{Settings: guard.Settings{FailOpen: failOpen}})
 	h.app, h.logger, h.proxy = app, slog.New(slog.DiscardHandler), new(atomic.Pointer[proxy.Transport])
 	if err := h.provisionActions(app.ctx); err != nil {
 		t.Fatal(err)

@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strings"
 	"sync/atomic"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -28,7 +27,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 func init() {
@@ -50,67 +48,12 @@ func init() {
 // `.age` of a replayed execution in seconds, and `.recognized`, the evidence by which a call was
 // recognised as a retry. A placeholder that does not apply is empty.
 type Handler struct {
-	// The guard's name: the namespace of execution ids and of users. It is part of the execution
-	// key, so that keys survive every other change of the configuration. Two guards of the same
-	// name are refused unless both are `shared`. Default: `default`.
-	Name string `json:"name,omitempty"`
+	guard.Settings
 
 	// Declares that other guards of this name share its namespace: they are one service with the
 	// same users, and a call to one may be answered with the result of a call to another. Default:
 	// false.
 	Shared bool `json:"shared,omitempty"`
-
-	// Where callers put the execution id, in order; the first place that has one counts. Default:
-	// every header field whose name speaks of idempotency (see docs/http.md), `PayPal-Request-Id`,
-	// `Execution-Id`, and the members `idempotency_key` and `idempotencyKey` of a JSON body; two of
-	// these that differ are refused. A list replaces the default.
-	ExecutionID []guard.IDSource `json:"execution_id,omitempty"`
-
-	// What happens to a call without an id. `require` refuses it (400). `mint` runs it under a new
-	// id, which the answer names; its retries cannot be recognised. `derive` treats equal calls of
-	// one caller within a window as one execution. `recognize` does so where there is evidence that
-	// the later call is a retry. Default: `recognize`.
-	MissingID guard.MissingID `json:"missing_id,omitempty"`
-
-	// How long a derived id counts, from the end of the execution. Default: 60s.
-	DeriveWindow caddy.Duration `json:"derive_window,omitempty"`
-
-	// How long `recognize` finds a call after its end, or after its client has left. Default: 10m.
-	RecognizeWindow caddy.Duration `json:"recognize_window,omitempty"`
-
-	// How long after its end a whole answer that clients retry (408, 429, 5xx) is evidence that an
-	// equal call is a retry. It is as long as clients retry: afterwards an equal call is a new one.
-	// Default: 60s.
-	ErrorWindow caddy.Duration `json:"error_window,omitempty"`
-
-	// The caller, as text with placeholders like `{http.auth.user.tenant}`. Without this option,
-	// and where one of its placeholders has no value, the caller is the first of these that exists:
-	// the issuer of a verified token, the subject of a verified client certificate,
-	// `{http.auth.user.id}`, a hash of the `caller_cookies`, a hash of the credential fields, a hash of
-	// `Mcp-Session-Id` (not with `protocol` `none`), `anonymous`. A caller never gets the result of
-	// another.
-	Caller string `json:"caller,omitempty"`
-
-	// The cookies whose values name the caller. Cookies change by themselves, so no other cookie does: a
-	// call with a key whose only credential is such cookies is refused (400 `caller-unstable`), and one
-	// without a key is a new call. Default: none.
-	CallerCookies []string `json:"caller_cookies,omitempty"`
-
-	// Header fields that are credentials beside those that look like one by their name
-	// ([same-call.md](same-call.md)); with a `-` in front, such that are none. An `Authorization` or
-	// `Proxy-Authorization` whose scheme is neither Basic nor Bearer is refused (400 `caller-unstable`)
-	// unless one of the better identities above applies. Default: none.
-	Credentials []string `json:"credentials,omitempty"`
-
-	// Header fields that say for whom a call is, beside those of [same-call.md](same-call.md) such as
-	// `Stripe-Account`; with a `-` in front, such that do not. A key counts for one caller and one such
-	// customer. Default: none.
-	Tenant []string `json:"tenant,omitempty"`
-
-	// Allows `caller`, `caller_cookies`, `credentials` and `tenant` to differ from what the keys of this
-	// guard in the store were recorded under, which is otherwise refused at load: retries of those calls
-	// run again. Remove it after the load. Default: false.
-	FreeKeys bool `json:"free_keys,omitempty"`
 
 	// Calls with a safe method that are guarded nevertheless. Default: none.
 	ConsequentialRaw caddyhttp.RawMatcherSets `json:"consequential,omitempty" caddy:"namespace=http.matchers"`
@@ -118,69 +61,8 @@ type Handler struct {
 	// Calls with any other method that are not guarded, such as a search by POST. Default: none.
 	ExemptRaw caddyhttp.RawMatcherSets `json:"exempt,omitempty" caddy:"namespace=http.matchers"`
 
-	// The protocol of the upstream: `mcp`, `a2a`, `jsonrpc`, `auto` (found out by header, body and
-	// answers) or `none`. With one, messages are read: those that change nothing pass, and the guard's
-	// own errors are errors of JSON-RPC. With `auto` a body that is no message stays what it is, and
-	// messages pass only once their server has shown that it speaks MCP. Default: `auto`.
-	Protocol string `json:"protocol,omitempty"`
-
-	// The members of a message's `_meta` that name the effect, in order, after those of
-	// `execution_id`. Default: `idempotency-key`, `idempotency_key`, `idempotencyKey`, `execution-id`.
-	MetaKeys []string `json:"meta_keys,omitempty"`
-
-	// The arguments of tools that name the effect, in order, after the members of `_meta`. Default:
-	// none.
-	ArgumentKeys []string `json:"argument_keys,omitempty"`
-
-	// Tools that change nothing, whatever their server announces. Default: none.
-	ExemptTools []string `json:"exempt_tools,omitempty"`
-
-	// Tools that change something, also where their server announces them as read-only. Default:
-	// none.
-	ConsequentialTools []string `json:"consequential_tools,omitempty"`
-
-	// JSON pointers to members of the request body that differ between the attempts of one call,
-	// and are ignored when two attempts are compared. Default: none.
-	FingerprintExclude []string `json:"fingerprint_exclude,omitempty"`
-
-	// Further header fields that say what a call does: one that differs makes another call, with a key (422
-	// `fingerprint-mismatch`) and without. A `*` at the end of a name matches any suffix. Default: those of docs/same-call.md only.
-	Compare []string `json:"compare,omitempty"`
-
-	// Header fields that differ between the attempts of one call, and are never compared, besides those of
-	// docs/same-call.md. A `*` at the end of a name matches any suffix. Default: none.
-	Ignore []string `json:"ignore,omitempty"`
-
-	// The largest request body, in bytes. Guarded requests are read completely before they are
-	// forwarded; above 1 MiB the body is kept in an encrypted temporary file. Default: 32 MiB.
-	MaxBody int64 `json:"max_body,omitempty"`
-
-	// How long a retry waits for the first byte of a running execution before it gets 409
-	// `in-progress`. Default: 30s.
-	AttachWait caddy.Duration `json:"attach_wait,omitempty"`
-
-	// For requests that are not guarded: the longest pause in the answer, and in a tunnel the
-	// longest time without a byte in either direction; -1 for no limit. The header of the answer
-	// must come within the guard's `deadline`. Default: 10m.
-	IdleTimeout caddy.Duration `json:"idle_timeout,omitempty"`
-
-	// While the store is unavailable, forwards calls that it cannot look up or record, unguarded
-	// and marked `Execution-Status: unguarded`, instead of refusing them with 503. Each retry runs
-	// such a call again. If the store responds, its record decides as usual. Default: false.
-	FailOpen bool `json:"fail_open,omitempty"`
-
-	// Refuses requests without an Execution Context Token (403 `ect-invalid`), also those that
-	// change nothing. It needs `trust` in the global options. Default: false.
-	RequireECT bool `json:"require_ect,omitempty"`
-
 	// How the upstream is shared among workflows. Default: limits that an ordinary site does not reach.
 	Bulkhead Bulkhead `json:"bulkhead,omitzero"`
-
-	// What happens to requests that can have an effect and cannot be guarded: upgrades (WebSockets
-	// among them), tunnels (CONNECT), and gRPC calls whose action is not `grpc unary`. `pass`
-	// forwards them, marked `Execution-Status: unguarded`; `refuse` answers 403 `stream-refused`,
-	// except for those that `exempt` matches. Default: `pass`.
-	UnguardedStreams string `json:"unguarded_streams,omitempty"`
 
 	// Callers who see the circuit breakers of all upstreams at `/.well-known/cascade/circuits`:
 	// `issuer:` with the issuer of a verified token, `certificate:dn:` with the subject of a client
@@ -191,13 +73,6 @@ type Handler struct {
 	Operators []string `json:"operators,omitempty"`
 
 	Roles
-
-	// The identity of the upstream, a URI. Calls are then forwarded with a further
-	// `Execution-Context` line: a token of the gateway that names the upstream in its `aud`, and
-	// that the upstream's own tokens can name as their parent. Tokens of the request that are for
-	// this gateway alone are not sent on. It needs `identity` in the global options. Default: no
-	// token is added, and all of the request are sent on.
-	UpstreamIdentity string `json:"identity,omitempty"`
 
 	// `off` passes the well-known paths on to the upstream instead of answering them. Default: on.
 	Endpoints string `json:"endpoints,omitempty"`
@@ -235,7 +110,6 @@ type Handler struct {
 	naming            execution.Naming   // by what keys are named
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
-	excluded          []jsonx.Pointer // FingerprintExclude
 	upstream          caddyhttp.Handler
 	reach             rollback.Reach // where the gateway's own requests lead
 	fallback          caddyhttp.Handler
@@ -256,11 +130,8 @@ type Handler struct {
 const (
 	endpointsOff = "off"
 
-	streamsPass   = "pass"
-	streamsRefuse = "refuse"
-
 	// idleOff disables the idle timeout.
-	idleOff = caddy.Duration(-1)
+	idleOff = guard.Duration(-1)
 
 	// defaultAction is the name for calls that match no action.
 	defaultAction = "default"
@@ -358,17 +229,7 @@ func (h *Handler) lacksGlobal(app *App) error {
 }
 
 func (h *Handler) setDefaults() {
-	inherit(&h.Name, defaultGuard)
-	h.realm = h.Name
-	inherit(&h.MissingID, guard.MissingRecognize)
-	inherit(&h.Protocol, string(protocol.Auto))
-	inherit(&h.UnguardedStreams, streamsPass)
-	inherit(&h.DeriveWindow, caddy.Duration(60*time.Second))
-	inherit(&h.RecognizeWindow, caddy.Duration(10*time.Minute))
-	inherit(&h.ErrorWindow, caddy.Duration(time.Minute))
-	inherit(&h.MaxBody, 32<<20)
-	inherit(&h.IdleTimeout, caddy.Duration(10*time.Minute))
-	inherit(&h.AttachWait, caddy.Duration(30*time.Second))
+	h.Settings.SetDefaults()
 	h.Policy.Inherit(nil)
 }
 
@@ -384,21 +245,12 @@ func (h *Handler) provisionIDs() error {
 			return fmt.Errorf("execution_id: source %d: %w", i+1, err)
 		}
 	}
-	h.excluded, _ = parsePointers(h.FingerprintExclude) // checked
 	return nil
 }
 
 // classify finds out what each header field is for this guard, and checks what names callers and tenants.
 func (h *Handler) classify() (err error) {
-	for i, name := range h.CallerCookies {
-		if checkFields([]string{name}) != nil || slices.Contains(h.CallerCookies[:i], name) { // both are tokens of RFC 9110
-			return fmt.Errorf("caller_cookies: %q is no name of a cookie, or is written twice", name)
-		}
-	}
-	if h.Caller != "" && len(h.CallerCookies) > 0 {
-		return errors.New("caller: a placeholder and cookies both name the caller; write one of them")
-	}
-	c := guard.Config{Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant}
+	c := guard.Settings{Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant}
 	if h.fields, h.naming, err = c.Fields(); err != nil {
 		return err
 	}
@@ -415,7 +267,7 @@ func (h *Handler) classify() (err error) {
 
 // named is the table of header fields as `credentials` and `tenant` make it, as far as they were read.
 func (h *Handler) named() *fingerprint.Table {
-	c := guard.Config{Credentials: h.Credentials, Tenant: h.Tenant}
+	c := guard.Settings{Credentials: h.Credentials, Tenant: h.Tenant}
 	if fields, _, err := c.Fields(); err == nil {
 		return fields
 	}
@@ -475,30 +327,18 @@ func (h *Handler) provisionActions(ctx caddy.Context) error {
 // newHandler makes the guard.Handler of this configuration.
 func (h *Handler) newHandler() (*guard.Handler, error) {
 	c := guard.Config{
-		Name: h.Name, Realm: h.realm, Host: host{h}, Open: h.app.openCalls, Verifies: h.app.Trust != nil,
+		Settings: h.Settings, Policy: h.Policy, Realm: h.realm, Host: host{h}, Open: h.app.openCalls, Verifies: h.app.Trust != nil,
 		Tokens: func() (*guard.TokenPolicy, error) {
 			policy, err := h.app.tokenPolicy()
 			return policy.forCalls(), err
 		},
-		MissingID: h.MissingID, ExecutionID: h.ExecutionID, DeriveWindow: time.Duration(h.DeriveWindow),
-		RecognizeWindow: time.Duration(h.RecognizeWindow), ErrorWindow: time.Duration(h.ErrorWindow),
-		Caller: h.Caller, CallerCookies: h.CallerCookies, Credentials: h.Credentials, Tenant: h.Tenant, FreeKeys: h.FreeKeys,
-		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), RefuseStreams: h.UnguardedStreams == streamsRefuse,
-		FingerprintExclude: h.excluded, Compare: h.Compare, Ignore: h.Ignore, MaxBody: h.MaxBody, AttachWait: time.Duration(h.AttachWait),
-		Policy: h.Policy, IdleTimeout: time.Duration(h.IdleTimeout),
-		FailOpen: h.FailOpen, RequireECT: h.RequireECT, UpstreamIdentity: h.UpstreamIdentity,
+		Consequential: matchOf(h.consequentialSets), Exempt: matchOf(h.exemptSets), BalancingCookies: h.balancingCookies,
 		Quota: h.app.Quota.ofCaller(), Checkpoints: h.app.Quota.ofCheckpoints(),
 		Bulkhead: h.pool, Fallback: h.fallback, Refusal: h.refusal, Counts: h.app.collector.Guard(h.Name), Logger: h.logger,
-	}
-	if h.readsMessages() {
-		c.Protocol = &protocol.Rules{
-			Protocol: protocol.Protocol(h.Protocol), MetaKeys: h.MetaKeys, Arguments: h.ArgumentKeys, Exempt: h.ExemptTools, Consequential: h.ConsequentialTools,
-		}
 	}
 	if h.oneServer != nil {
 		c.OneServer = h.oneServer.Load
 	}
-	c.BalancingCookies = h.balancingCookies
 	if h.Endpoints != endpointsOff {
 		c.Endpoint = h.serveEndpoint
 	}
@@ -515,7 +355,7 @@ func (h *Handler) newHandler() (*guard.Handler, error) {
 }
 
 // readsMessages reports whether the guard reads the messages of a protocol.
-func (h *Handler) readsMessages() bool { return h.Protocol != string(protocol.None) }
+func (h *Handler) readsMessages() bool { return h.Protocol != protocol.None }
 
 // forCalls completes the action as package guard needs it.
 func (a *Action) forCalls(h *Handler) *guard.Action {
@@ -852,7 +692,7 @@ func (h *Handler) provisionUndo(a *Action, plan *guard.UndoPlan) error {
 	}
 	plan.Spec.Reach = h.reach
 	if a.Undo = plan; h.readsMessages() {
-		plan.Spec.Protocol = protocol.Protocol(h.Protocol)
+		plan.Spec.Protocol = h.Protocol
 	}
 	return nil
 }

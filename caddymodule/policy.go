@@ -100,10 +100,10 @@ func (a *Action) checkMessages(h *Handler) error {
 			return wrong("the tool %q is named twice", tool)
 		}
 	}
-	if _, err := parsePointers(slices.Sorted(maps.Keys(a.Arguments))); err != nil {
+	if _, err := jsonx.ParsePointers(slices.Sorted(maps.Keys(a.Arguments))); err != nil {
 		return wrong("argument: %w", err)
 	}
-	speaks := protocol.Protocol(cmp.Or(h.Protocol, string(protocol.Auto)))
+	speaks := cmp.Or(h.Protocol, protocol.Auto)
 	if a.InDoubtAs == guard.InDoubtToolResult && speaks != protocol.MCP && speaks != protocol.Auto {
 		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
 	}
@@ -291,22 +291,6 @@ func checkChanged(names []string) error {
 		}
 	}
 	return nil
-}
-
-// parsePointers parses JSON pointers to members of a body.
-func parsePointers(texts []string) ([]jsonx.Pointer, error) {
-	var pointers []jsonx.Pointer
-	for _, text := range texts {
-		p, err := jsonx.ParsePointer(text)
-		if err != nil {
-			return nil, err
-		}
-		if text == "" {
-			return nil, errors.New("an empty JSON pointer is the whole body; name a member of it")
-		}
-		pointers = append(pointers, p)
-	}
-	return pointers, nil
 }
 
 // Quota limits what one caller, and one workflow, may hold in the store at a time. Above a limit its new

@@ -12,6 +12,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy/fastcgi"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -50,7 +51,7 @@ func TestUndoGoesNowhereElse(t *testing.T) {
 		"other requests rewritten": {[]any{ifNot("/a/*")}, []any{ifNot("/b/*")}},
 	} {
 		before, after := reachOf(c.before, ""), reachOf(c.after, "")
-		way := passage{reach: after, own: true, guards: []*Handler{{Name: defaultGuard}}}
+		way := passage{reach: after, own: true, guards: []*Handler{{Settings: guard.Settings{Name: defaultGuard}}}}
 		app := new(App)
 		app.passagesOnce.Do(func() { app.knownPassages = []passage{way} })
 		p, err := app.find(&rollback.Outgoing{Guard: defaultGuard, Recorded: true, Spec: &rollback.Spec{Reach: before}})

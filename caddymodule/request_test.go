@@ -7,6 +7,8 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // request makes a request as Caddy hands it to a handler, with header fields given
@@ -31,8 +33,8 @@ func defaulted(t testing.TB, h Handler) *Handler {
 
 // P1: writing the same credential fields another way makes no other caller.
 func TestCredentialsHaveOneSpelling(t *testing.T) {
-	one := defaulted(t, Handler{Credentials: []string{"X-Api-Key", "authorization"}})
-	two := defaulted(t, Handler{Credentials: []string{"Authorization", "x-api-key", "X-Api-Key"}})
+	one := defaulted(t, Handler{Settings: guard.Settings{Credentials: []string{"X-Api-Key", "authorization"}}})
+	two := defaulted(t, Handler{Settings: guard.Settings{Credentials: []string{"Authorization", "x-api-key", "X-Api-Key"}}})
 	if one.naming != two.naming {
 		t.Errorf("%q and %q", one.naming, two.naming)
 	}

@@ -24,6 +24,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
@@ -454,7 +455,7 @@ func TestUndoGuessesNoUpstream(t *testing.T) {
 	reach := func(fields string, addresses ...string) rollback.Reach {
 		return rollback.Reach{Addresses: addresses, Host: "h", Rewrite: "m", Fields: fields}
 	}
-	guard := func(name string) *Handler { return &Handler{Name: name} }
+	guard := func(name string) *Handler { return &Handler{Settings: guard.Settings{Name: name}} }
 	way := func(r rollback.Reach, own bool, guards ...*Handler) passage {
 		return passage{reach: r, own: own, guards: guards}
 	}
@@ -528,7 +529,7 @@ func TestWhereHandlersLead(t *testing.T) {
 		"the same":                  {[]any{plain()}, true, true},
 		"balanced otherwise":        {[]any{balanced}, true, true},
 		"in a subroute":             {[]any{all(plain())}, true, true},
-		"past guards and endpoints": {[]any{new(Endpoints), &Handler{Name: "inner"}, plain()}, true, true},
+		"past guards and endpoints": {[]any{new(Endpoints), &Handler{Settings: guard.Settings{Name: "inner"}}, plain()}, true, true},
 		"with TLS":                  {[]any{secure}, false, true},
 		"with TLS and a name":       {[]any{named}, false, true},
 		"another Host":              {[]any{request(headers.HeaderOps{Set: http.Header{"Host": {"b"}}})}, false, false},

@@ -427,7 +427,7 @@ func TestBulkheadLetsPassWhatCallsWaitFor(t *testing.T) {
 		t.Run(string(of), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				a := newAgents(t)
-				a.config.Protocol.Protocol = of
+				a.config.Protocol = of
 				p := a.withBulkhead(bulkhead.Settings{Total: 1, Queue: -1})
 				body := `{"jsonrpc":"2.0","id":3,"method":"message/send","params":{"message":{"messageId":"m","role":"user","name":"tools/call"}}}`
 				if of == protocol.MCP {

@@ -81,7 +81,7 @@ func (r *reader) saw(t *testing.T, execution, body string, gone bool) {
 func TestAttachWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := acting(t, guard.Action{}, pieces(whole, "a", "b", "c"))
-		b.config.AttachWait = 8 * time.Second
+		b.config.AttachWait = guard.Duration(8 * time.Second)
 		b.start()
 		var all sync.WaitGroup
 		owner := b.begin(&all)

@@ -61,10 +61,10 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	}
 	x := spareCalls.Get().(*Call)
 	x.h, x.r, x.action, x.began = h, r, action, time.Now()
-	if h.Protocol != nil && (r.ContentLength <= maxMessage || !h.Protocol.Guesses()) && h.Protocol.Reads(r) {
+	if h.rules != nil && (r.ContentLength <= maxMessage || !h.rules.Guesses()) && h.rules.Reads(r) {
 		_ = x.open() // else run says so
 		begins, text := false, []byte(nil)
-		err := x.readBody(func(start []byte) bool { begins = h.Protocol.Begins(r.URL.Path, start); return begins })
+		err := x.readBody(func(start []byte) bool { begins = h.rules.Begins(r.URL.Path, start); return begins })
 		if begins && err == nil {
 			text, err = h.message(x)
 		}
@@ -75,7 +75,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 			}()
 			return h.passMessage(w, x, text, next)
 		}
-		if err != nil && !h.Protocol.Guesses() {
+		if err != nil && !h.rules.Guesses() {
 			return h.unread(w, x, err)
 		}
 		x.unreadable = err // in its turn, as for a call that is no message
@@ -321,7 +321,7 @@ func (x *Call) prepare() error {
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		x.emit(EventRecognized, nil)
 	}
-	x.wait = time.Now().Add(x.h.AttachWait)
+	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
 	if err := x.begin(); err != nil {
 		return err
 	}
@@ -355,7 +355,7 @@ func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Me
 	}
 	config := x.h.fingerprints
 	if x.message != nil { // which has its own places for a key
-		config.Exclude = append(x.h.Protocol.Exclude(x.message), config.Exclude...)
+		config.Exclude = append(x.h.rules.Exclude(x.message), config.Exclude...)
 		config.Members = nil
 	}
 	method, target := x.h.Host.Original(x.r)

@@ -117,7 +117,7 @@ func TestTunnelsAreNotGuarded(t *testing.T) {
 // Only a guard of MCP takes a DELETE for the end of a session: with auto that is the caller's word.
 func TestEndsOfSessions(t *testing.T) {
 	for p, want := range map[protocol.Protocol]class{protocol.MCP: classPass, protocol.Auto: classGuarded, protocol.A2A: classGuarded, protocol.JSONRPC: classGuarded} {
-		h := newHandler(t, Config{Protocol: &protocol.Rules{Protocol: p}})
+		h := newHandler(t, Config{Settings: Settings{Protocol: p}})
 		if _, as, err := h.classify(request("DELETE", "/mcp", "Mcp-Session-Id", "s")); as != want || err != nil {
 			t.Errorf("%s: %v, %v", p, as, err)
 		}

@@ -214,7 +214,7 @@ func TestMessageHeldUpByTheNextGateway(t *testing.T) {
 			}
 			says(200, refusal, "Content-Type", "application/json", "Execution-Status", "refused", "Execution-Problem", "workflow-paused", "Execution-Safe-New-Key", "true")(w, nil)
 		})
-		b.config.Protocol, b.config.UpstreamIdentity = &protocol.Rules{Protocol: protocol.MCP}, identity
+		b.config.Protocol, b.config.UpstreamIdentity = protocol.MCP, identity
 		b.start()
 		for _, want := range want {
 			r := httptest.NewRequest("POST", "/mcp", strings.NewReader(`{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay"}}`))
@@ -301,7 +301,7 @@ func TestDoubtIsShownInOneWay(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				b := acting(t, c.action, c.answer)
-				b.config.AttachWait = time.Hour
+				b.config.AttachWait = guard.Duration(time.Hour)
 				b.start()
 				var all sync.WaitGroup
 				for range 3 {

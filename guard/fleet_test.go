@@ -165,7 +165,7 @@ func TestOwnerIsGoneWhileOthersFollow(t *testing.T) {
 func TestWaitForAnotherNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := answering(acting(t, guard.Action{}, says(201, "done")))
-		b.config.AttachWait = 3 * time.Second
+		b.config.AttachWait = guard.Duration(3 * time.Second)
 		one, two, _ := b.nodes()
 		b.engine, b.guard = two.engine, two.guard // of whose executions its endpoint says something
 		var all sync.WaitGroup

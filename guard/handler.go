@@ -22,7 +22,6 @@ import (
 	"strconv"
 	"strings"
 	"sync/atomic"
-	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
@@ -37,8 +36,8 @@ import (
 // Config says which calls a Handler guards, and how. Open is required; all other members have
 // defaults.
 type Config struct {
-	// Name is the namespace of execution ids and callers. Default: "default".
-	Name string
+	// Settings have their defaults, but no messages are read where they name no Protocol. Placeholders need a Host.
+	Settings
 	// Realm is the namespace of the Host's names of callers. Default: Name.
 	Realm string
 	// Open returns the engine and the release of its reference, which a running execution keeps.
@@ -54,36 +53,9 @@ type Config struct {
 	// Host is the program that serves the requests. Default: net/http alone.
 	Host Host
 
-	// ExecutionID are the places where callers name the intended effect, in order. Default: all
-	// header fields that IsKey names, and the members KeyMembers of a JSON body. Two of these that
-	// differ are refused.
-	ExecutionID []IDSource
-	// MissingID says how to handle a call without an id. Default: MissingRecognize.
-	MissingID MissingID
-	// DeriveWindow is how long a derived id is valid. Default: 60 s.
-	DeriveWindow time.Duration
-	// RecognizeWindow is how long after its end MissingRecognize finds a call. Default: 10 min.
-	// ErrorWindow is how long after its end an answer that clients retry is evidence for it.
-	// Default: 60 s.
-	RecognizeWindow time.Duration
-	ErrorWindow     time.Duration
-	// Caller is text with placeholders that names the caller. It needs a Host.
-	Caller string
-	// CallerCookies are cookies whose values name the caller. BalancingCookies are those that never do, since
-	// the Host itself chooses an upstream by them; nil is none.
-	CallerCookies    []string
+	// BalancingCookies are those that never name the caller, since the Host itself chooses an upstream by them; nil is
+	// none.
 	BalancingCookies func() []string
-	// Credentials are header fields that are credentials beside those that look like one by their names, and
-	// with "-" in front fields that are none. Tenant is the same of fields that say for whom a call is. See
-	// fingerprint.Words.
-	Credentials, Tenant []string
-	// FreeKeys allows Caller, CallerCookies, Credentials and Tenant to differ from those under which the store
-	// holds keys of this Name. Retries of what was recorded under those run again.
-	FreeKeys bool
-
-	// Protocol reads the bodies of agents' protocols: messages that change nothing are not guarded.
-	// Nil reads none.
-	Protocol *protocol.Rules
 	// OneServer reports that equal requests always go to the same server. Where the Protocol is found
 	// out by header and body, only then does an answer prove what the server speaks. Nil: no.
 	OneServer func() bool
@@ -91,28 +63,6 @@ type Config struct {
 	// Consequential matches calls with a safe method to guard all the same, Exempt calls not to
 	// guard. Nil matches none.
 	Consequential, Exempt Match
-	// RefuseStreams refuses what may have effects and cannot be guarded: upgrades, tunnels, and
-	// gRPC calls that are not unary.
-	RefuseStreams bool
-	// FingerprintExclude are members of JSON bodies that are left out of the fingerprint.
-	FingerprintExclude []jsonx.Pointer
-	// Compare are further header fields that always count where two requests are compared, as fingerprint.Operand does.
-	// Ignore are such that never count. A "*" at the end of a name matches any suffix.
-	Compare, Ignore []string
-	// MaxBody is the size of the largest request body, in bytes. Default: 32 MiB.
-	MaxBody int64
-	// AttachWait is how long a retry waits for the first byte of a running execution.
-	// Default: 30 s.
-	AttachWait time.Duration
-	// IdleTimeout is the longest pause in the answer to an unguarded request, whose header has to come
-	// within the Deadline of Policy. Default: 10 min; negative is none.
-	IdleTimeout time.Duration
-	// FailOpen forwards calls unguarded while the store is unavailable.
-	FailOpen bool
-	// RequireECT refuses requests without a token.
-	RequireECT bool
-	// UpstreamIdentity is the upstream's identity; with one, calls are forwarded with a token.
-	UpstreamIdentity string
 	// Policy is that of calls whose action does not say otherwise. Its Priority is also the class of calls
 	// that are not guarded.
 	Policy Policy
@@ -147,33 +97,6 @@ type Config struct {
 
 // Match reports whether a request matches.
 type Match func(r *http.Request) (bool, error)
-
-// IDSource is a place where callers name the intended effect. Exactly one member is set.
-type IDSource struct {
-	// A request header field. One line, 1 to 255 visible ASCII characters; a
-	// quoted string and the bare characters are the same id.
-	Header string `json:"header,omitempty"`
-
-	// Text with placeholders. One without a value makes it no id.
-	Placeholder string `json:"placeholder,omitempty"`
-
-	// A JSON pointer (RFC 6901) into the request's JSON body, to a string or a
-	// number.
-	JSON string `json:"json,omitempty"`
-}
-
-// MissingID says how to handle a call without an execution id.
-type MissingID string
-
-// A call without an execution id is refused, runs under a new id, equal calls within a window count
-// as one, or those that are retries by evidence (ADR 0070).
-const (
-	MissingRequire MissingID = "require"
-	MissingMint    MissingID = "mint"
-	MissingDerive  MissingID = "derive"
-
-	MissingRecognize MissingID = "recognize"
-)
 
 // Next is the handler behind a guard, in Caddy's form: an error means that it did not answer.
 type Next interface {
@@ -244,6 +167,7 @@ type Handler struct {
 	fingerprints fingerprint.Config
 	whole        atomic.Pointer[fingerprint.Table] // what counts of a header without a key
 	fields       *fingerprint.Table                // what each header field is
+	rules        *protocol.Rules                   // of the Protocol; nil: no message is read
 	naming       execution.Naming                  // by what keys are named, as far as it is configured
 	warnedNames  atomic.Bool                       // that callers have no name that stays
 	pointers     []jsonx.Pointer                   // of ExecutionID, by index
@@ -277,23 +201,23 @@ func New(c Config) (*Handler, error) {
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
-	initial(&c.Name, "default")
+	initial(&c.Protocol, protocol.None)
+	c.Settings.SetDefaults()
 	initial(&c.Realm, c.Name)
-	initial(&c.MissingID, MissingRecognize)
-	initial(&c.DeriveWindow, time.Minute)
-	initial(&c.RecognizeWindow, 10*time.Minute)
-	initial(&c.ErrorWindow, time.Minute)
-	initial(&c.MaxBody, 32<<20)
-	initial(&c.AttachWait, 30*time.Second)
 	c.Policy.Inherit(nil)
-	initial(&c.IdleTimeout, 10*time.Minute)
 	if c.Counts == nil {
 		c.Counts = NewCounts(c.Name, nil)
 	}
 	h := &Handler{
-		config: c, fingerprints: fingerprint.Config{Exclude: c.FingerprintExclude},
+		config:   c,
 		endToEnd: append(slices.Clip(ourFields[:]), KeyFieldsOf(c.ExecutionID)...),
 		users:    "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
+	}
+	if c.Protocol != protocol.None {
+		h.rules = &protocol.Rules{
+			Protocol: c.Protocol, MetaKeys: c.MetaKeys, Arguments: c.ArgumentKeys,
+			Exempt: c.ExemptTools, Consequential: c.ConsequentialTools,
+		}
 	}
 	if len(c.ExecutionID) == 0 {
 		h.fingerprints.Members = KeyMembers[:]
@@ -304,6 +228,9 @@ func New(c Config) (*Handler, error) {
 	}
 	h.fingerprints.Fields = h.fields
 	h.whole.Store(h.fields)
+	if h.fingerprints.Exclude, err = jsonx.ParsePointers(c.FingerprintExclude); err != nil {
+		return nil, fmt.Errorf("guard: FingerprintExclude: %w", err)
+	}
 	for i, s := range c.ExecutionID {
 		p, err := jsonx.ParsePointer(s.JSON)
 		if err != nil {
@@ -323,29 +250,6 @@ func New(c Config) (*Handler, error) {
 		h.Actions = append(h.Actions, &own)
 	}
 	return h, nil
-}
-
-// Fields is the table of header fields of c, and Naming by what its callers and tenants are named beside its defaults.
-func (c *Config) Fields() (*fingerprint.Table, execution.Naming, error) {
-	t := fingerprint.NewTable()
-	credentials, err := t.Change(fingerprint.Credential, c.Credentials)
-	if err != nil {
-		return nil, execution.Naming{}, fmt.Errorf("credentials: %w", err)
-	}
-	tenant, err := t.Change(fingerprint.Tenant, c.Tenant)
-	if err != nil {
-		return nil, execution.Naming{}, fmt.Errorf("tenant: %w", err)
-	}
-	t.Set(fingerprint.Volatile, append(retryFields[:], headerRequestTimeout)...)
-	t.Set(fingerprint.Operand, c.Compare...)
-	t.Set(fingerprint.Volatile, c.Ignore...)
-	for _, name := range KeyFieldsOf(c.ExecutionID) {
-		t.Set(fingerprint.Elsewhere, name)
-	}
-	cookies := slices.Sorted(slices.Values(c.CallerCookies))
-	return t, execution.Naming{
-		Caller: strings.Join(append(cookies, c.Caller), " "), Credentials: strings.Join(credentials, " "), Tenant: strings.Join(tenant, " "),
-	}, nil
 }
 
 // ChangedBefore names the fields that handlers before h set, add to or remove. Where a call has no key, those of no

@@ -17,14 +17,14 @@ func TestNewRefuses(t *testing.T) {
 	open := func() (*Engine, func(), error) { panic("nobody calls") }
 	for want, c := range map[string]Config{
 		"Open is missing":                     {},
-		"there is no Host":                    {Open: open, Caller: "{user}"},
-		"X-A is written with and without -":   {Open: open, Credentials: []string{"X-A", "-X-A"}},
-		"-X-Api-Kay: the field counts":        {Open: open, Credentials: []string{"-X-Api-Kay"}},
-		"credentials: cookies change":         {Open: open, Credentials: []string{"cookie"}},
-		"tenant: -X-Shop":                     {Open: open, Tenant: []string{"-X-Shop"}},
-		"all calls would be one":              {Open: open, ExecutionID: []IDSource{{Placeholder: "{id}"}}},
-		"nothing verifies tokens":             {Open: open, RequireECT: true},
-		"source 1":                            {Open: open, ExecutionID: []IDSource{{JSON: "no pointer"}}},
+		"there is no Host":                    {Open: open, Settings: Settings{Caller: "{user}"}},
+		"X-A is written with and without -":   {Open: open, Settings: Settings{Credentials: []string{"X-A", "-X-A"}}},
+		"-X-Api-Kay: the field counts":        {Open: open, Settings: Settings{Credentials: []string{"-X-Api-Kay"}}},
+		"credentials: cookies change":         {Open: open, Settings: Settings{Credentials: []string{"cookie"}}},
+		"tenant: -X-Shop":                     {Open: open, Settings: Settings{Tenant: []string{"-X-Shop"}}},
+		"all calls would be one":              {Open: open, Settings: Settings{ExecutionID: []IDSource{{Placeholder: "{id}"}}}},
+		"nothing verifies tokens":             {Open: open, Settings: Settings{RequireECT: true}},
+		"source 1":                            {Open: open, Settings: Settings{ExecutionID: []IDSource{{JSON: "no pointer"}}}},
 		"must match everything":               {Open: open, Actions: []*Action{{Name: "a", Match: paths("/")}}},
 		"action a: retain_key":                {Open: open, Actions: []*Action{{Name: "a", Policy: Policy{RetainKey: 1}}}},
 		"action a: on_unknown: probe":         {Open: open, Actions: []*Action{{Name: "a", Policy: Policy{OnUnknown: OnUnknownProbe}}}},
@@ -53,12 +53,12 @@ func TestNewRefuses(t *testing.T) {
 // P1, P3: however credentials are spelled, they are the same fields. An action may stand in several configurations.
 func TestNewCompletes(t *testing.T) {
 	a := &Action{Name: "a", Policy: Policy{OnUnknown: OnUnknownResend, Preset: execution.PresetStripe}}
-	one := newHandler(t, Config{Credentials: []string{"X-Customer", "authorization", "-x-auth-token"}, Actions: []*Action{a}})
-	two := newHandler(t, Config{Credentials: []string{"-X-Auth-Token", "x-customer"}, Actions: []*Action{a}})
+	one := newHandler(t, Config{Settings: Settings{Credentials: []string{"X-Customer", "authorization", "-x-auth-token"}}, Actions: []*Action{a}})
+	two := newHandler(t, Config{Settings: Settings{Credentials: []string{"-X-Auth-Token", "x-customer"}}, Actions: []*Action{a}})
 	if want := (execution.Naming{Credentials: "-X-Auth-Token X-Customer"}); one.naming != want || two.naming != want {
 		t.Errorf("%q and %q", one.naming, two.naming)
 	}
-	if got := newHandler(t, Config{Credentials: []string{}}).naming; got != (execution.Naming{}) {
+	if got := newHandler(t, Config{Settings: Settings{Credentials: []string{}}}).naming; got != (execution.Naming{}) {
 		t.Errorf("%q", got)
 	}
 	if a.Counts != nil || one.Actions[0].Counts == two.Actions[0].Counts || one.Actions[0].ResendFor <= 0 {

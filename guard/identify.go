@@ -55,7 +55,7 @@ func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, issuer string) (
 		}
 		return "credential:" + keyed(g, credentials), nil
 	}
-	if session := r.Header.Get(protocol.HeaderSession); h.Protocol != nil && session != "" {
+	if session := r.Header.Get(protocol.HeaderSession); h.rules != nil && session != "" {
 		return "session:" + keyed(g, session), nil
 	}
 	if what := h.changing(r.Header); what != "" {
@@ -691,7 +691,7 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 	case MissingDerive:
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
-		c.KeepResult, c.KeepKey = x.h.DeriveWindow, x.h.DeriveWindow
+		c.KeepResult, c.KeepKey = time.Duration(x.h.DeriveWindow), time.Duration(x.h.DeriveWindow)
 		return x.executions.Derive(c.Scope, x.whole(c)), nil
 	case MissingRecognize:
 		c.Origin = execution.OriginMinted
@@ -719,8 +719,8 @@ func (x *Call) recognize(c *execution.Call) error {
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
 		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: x.whole(c), Peer: peer, Given: c.Origin == execution.OriginGiven,
-		NewID: uuid.NewString, Count: retryCount(x.r.Header), Window: x.h.RecognizeWindow,
-		ErrorWindow: x.h.ErrorWindow, Gone: x.client.gone,
+		NewID: uuid.NewString, Count: retryCount(x.r.Header), Window: time.Duration(x.h.RecognizeWindow),
+		ErrorWindow: time.Duration(x.h.ErrorWindow), Gone: x.client.gone,
 	})
 	if err != nil {
 		return x.storeFailed(err)

@@ -55,7 +55,7 @@ func BenchmarkIdentify(b *testing.B) {
 // BenchmarkPassMessage is what a message that changes nothing pays for being read: 200 B through the
 // handler to one that reads it and answers with 1 KiB.
 func BenchmarkPassMessage(b *testing.B) {
-	h := newHandler(b, Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}, Open: openTest(b)})
+	h := newHandler(b, Config{Settings: Settings{Protocol: protocol.MCP}, Open: openTest(b)})
 	const head, tail = `{"jsonrpc":"2.0","id":1,"method":"resources/read","params":{"uri":"file:///`, `"}}`
 	text := head + strings.Repeat("n", 200-len(head)-len(tail)) + tail
 	answer := []byte(`{"jsonrpc":"2.0","id":1,"result":{"contents":"` + strings.Repeat("n", 975) + `"}}`)
@@ -83,7 +83,7 @@ func BenchmarkPassMessage(b *testing.B) {
 
 // BenchmarkReadMessage is what a POST with JSON pays for being looked at, by what its body is.
 func BenchmarkReadMessage(b *testing.B) {
-	h := newHandler(b, Config{Protocol: &protocol.Rules{Protocol: protocol.Auto}})
+	h := newHandler(b, Config{Settings: Settings{Protocol: protocol.Auto}})
 	g := testGuard(b)
 	for name, body := range map[string]string{
 		"plain":   `{"amount":1999,"note":"` + strings.Repeat("n", 175) + `"}`,
@@ -98,7 +98,7 @@ func BenchmarkReadMessage(b *testing.B) {
 				x := &Call{h: h, r: r, executions: g, action: h.Actions[0]}
 				begins := false
 				err := x.readBody(func(start []byte) bool {
-					begins = h.Protocol.Reads(r) && h.Protocol.Begins(r.URL.Path, start)
+					begins = h.rules.Reads(r) && h.rules.Begins(r.URL.Path, start)
 					return begins
 				})
 				if begins && err == nil {

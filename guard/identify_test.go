@@ -44,18 +44,18 @@ func TestCaller(t *testing.T) {
 		want string // a regular expression
 	}{
 		{"nothing", Config{}, request("POST", "/"), "", `anonymous`},
-		{"explicit", Config{Caller: "{http.request.header.X-Tenant}"},
+		{"explicit", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}},
 			withCertificate(request("POST", "/", "X-Tenant", "t1", "Authorization", "Bearer a"), true, ann), "u1", `explicit:"default":t1`},
-		{"explicit of several", Config{Caller: "{http.request.header.X-Tenant}/{http.auth.user.id}"},
+		{"explicit of several", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}/{http.auth.user.id}"}},
 			request("POST", "/", "X-Tenant", "t1"), "u1", `explicit:"default":t1/u1`},
-		{"explicit but empty", Config{Caller: "{http.request.header.X-Tenant}"},
+		{"explicit but empty", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}},
 			request("POST", "/", "Authorization", "Bearer a"), "u1", `user:"default":u1`},
 		// The rest alone would make one caller of all without a tenant (P3).
-		{"explicit but partly empty", Config{Caller: "tenant-{http.request.header.X-Tenant}"},
+		{"explicit but partly empty", Config{Settings: Settings{Caller: "tenant-{http.request.header.X-Tenant}"}},
 			request("POST", "/", "Authorization", "Bearer a"), "", `credential:` + hash},
-		{"explicit but unknown", Config{Caller: "tenant-{http.auth.user.tenant}"},
+		{"explicit but unknown", Config{Settings: Settings{Caller: "tenant-{http.auth.user.tenant}"}},
 			request("POST", "/", "Authorization", "Bearer a"), "", `credential:` + hash},
-		{"explicit excuses an unstable scheme", Config{Caller: "{http.request.header.X-Tenant}"},
+		{"explicit excuses an unstable scheme", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}},
 			request("POST", "/", "X-Tenant", "t1", "Authorization", "AWS4-HMAC-SHA256 Credential=a"), "", `explicit:"default":t1`},
 		{"certificate", Config{}, withCertificate(request("POST", "/", "Authorization", "Bearer a"), true, ann), "u1", `certificate:[0-9a-f]{64}:dn:CN=ann`},
 		{"certificate with a URI", Config{}, withCertificate(request("POST", "/"), true, spiffe), "", `certificate:[0-9a-f]{64}:uri:spiffe://example.com/agent`},
@@ -68,17 +68,17 @@ func TestCaller(t *testing.T) {
 		{"basic", Config{}, request("POST", "/", "Authorization", "BASIC a"), "", `credential:` + hash},
 		{"key", Config{}, request("POST", "/", "X-Api-Key", "a"), "", `credential:` + hash},
 		{"other key", Config{}, request("POST", "/", "Api-Key", "a"), "", `credential:` + hash},
-		{"configured key", Config{Credentials: []string{"X-Tenant-Key"}}, request("POST", "/", "X-Tenant-Key", "a"), "", `credential:` + hash},
+		{"configured key", Config{Settings: Settings{Credentials: []string{"X-Tenant-Key"}}}, request("POST", "/", "X-Tenant-Key", "a"), "", `credential:` + hash},
 		{"cookie", Config{}, request("POST", "/", "Cookie", "session=1"), "", `changing:` + hash},
-		{"named cookie", Config{CallerCookies: []string{"session"}}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
-		{"no named cookie", Config{CallerCookies: []string{"session"}}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
-		{"no cookie of a placeholder", Config{Caller: "{http.request.cookie.session}"}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
+		{"named cookie", Config{Settings: Settings{CallerCookies: []string{"session"}}}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
+		{"no named cookie", Config{Settings: Settings{CallerCookies: []string{"session"}}}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
+		{"no cookie of a placeholder", Config{Settings: Settings{Caller: "{http.request.cookie.session}"}}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
 		{"a balancing cookie", Config{BalancingCookies: func() []string { return []string{"lb"} }}, request("POST", "/", "Cookie", "lb=1"), "", `anonymous`},
 		{"a signature", Config{}, request("POST", "/", "Signature", "sig=:a:"), "", `changing:` + hash},
 		{"an empty credential", Config{}, request("POST", "/", "X-Api-Key", "", "Authorization", ""), "", `anonymous`},
-		{"a session beside cookies", Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}, request("POST", "/", "Cookie", "a=1", "Mcp-Session-Id", "s"), "", `session:` + hash},
-		{"a field that was taken out", Config{Credentials: []string{"-Authorization"}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
-		{"an unstable scheme in a field that does not count", Config{Credentials: []string{"X-Tenant-Key", "-Authorization"}},
+		{"a session beside cookies", Config{Settings: Settings{Protocol: protocol.MCP}}, request("POST", "/", "Cookie", "a=1", "Mcp-Session-Id", "s"), "", `session:` + hash},
+		{"a field that was taken out", Config{Settings: Settings{Credentials: []string{"-Authorization"}}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
+		{"an unstable scheme in a field that does not count", Config{Settings: Settings{Credentials: []string{"X-Tenant-Key", "-Authorization"}}},
 			request("POST", "/", "Authorization", "Signature a", "X-Tenant-Key", "k"), "", `credential:` + hash},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -170,7 +170,7 @@ func TestUnstableCredentialsAreRefused(t *testing.T) {
 // P1: callers whom nothing names that stays are told of in the log once for each guard, with the line to write.
 func TestUnnamedCallersAreLogged(t *testing.T) {
 	var log strings.Builder
-	h := newHandler(t, Config{Name: "shop", Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	h := newHandler(t, Config{Settings: Settings{Name: "shop"}, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	for range 3 {
 		for _, origin := range []execution.Origin{execution.OriginGiven, execution.OriginMinted} {
 			x := &Call{h: h, r: request("POST", "/", "Cookie", "session=a")}
@@ -274,7 +274,7 @@ func TestIDInTheBody(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			r := request("POST", "/", "Content-Type", c.contentType, "X-Last", "last")
 			r.Body = io.NopCloser(strings.NewReader(c.body))
-			x := &Call{h: newHandler(t, Config{ExecutionID: sources}), r: r}
+			x := &Call{h: newHandler(t, Config{Settings: Settings{ExecutionID: sources}}), r: r}
 			if err := x.readBody(nil); err != nil {
 				t.Fatal(err)
 			}
@@ -314,7 +314,7 @@ func TestStatedID(t *testing.T) {
 		{"a space in a placeholder", sources, []string{"X-Order", "a b", "X-Last", "l"}, "", "execution-id-invalid"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got, err := stated(t, Config{ExecutionID: c.sources}, request("POST", "/", c.fields...))
+			got, err := stated(t, Config{Settings: Settings{ExecutionID: c.sources}}, request("POST", "/", c.fields...))
 			var p *problem.Problem
 			switch {
 			case c.slug != "":
@@ -338,7 +338,7 @@ func TestMessagesWaitForTheTokenPolicy(t *testing.T) {
 	e := testEngine(t)
 	held := 0
 	h := newHandler(t, Config{
-		Protocol: &protocol.Rules{Protocol: protocol.MCP}, Verifies: true, RequireECT: true,
+		Settings: Settings{Protocol: protocol.MCP, RequireECT: true}, Verifies: true,
 		Open:   func() (*Engine, func(), error) { held++; return e, func() { held-- }, nil },
 		Tokens: func() (*TokenPolicy, error) { return nil, errors.New("the ledger is damaged") },
 	})

@@ -56,7 +56,7 @@ func TestJudgeGRPC(t *testing.T) {
 func TestOutcomeOfUnknownSession(t *testing.T) {
 	for rule, want := range map[int]execution.Verdict{0: execution.Released, 403: execution.Released, 404: execution.Completed} {
 		x := &Call{
-			h:       &Handler{config: Config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}},
+			h:       &Handler{rules: &protocol.Rules{Protocol: protocol.MCP}},
 			message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
 			heard:   protocol.NewAnswer(protocol.MCP, "application/json", nil),
 			action:  new(Action),

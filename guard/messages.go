@@ -32,12 +32,12 @@ const maxMessage = 4 << 20
 // the call of that message. With more it is refused, unless they are generic JSON-RPC that nobody has announced: an
 // array that may be data, and is guarded by the rules of HTTP.
 func (h *Handler) message(x *Call) (harmless []byte, err error) {
-	if x.body.Size() > maxMessage && h.Protocol.Guesses() {
+	if x.body.Size() > maxMessage && h.rules.Guesses() {
 		return nil, nil
 	}
 	if x.body.Size() > maxMessage { // P1: what it says, such as its key, is not known
-		x.message = &protocol.Message{Protocol: h.Protocol.Protocol}
-		if q, ok := h.Protocol.Parse(x.r.Header, x.r.URL.Path, []byte("{}")); ok {
+		x.message = &protocol.Message{Protocol: h.Protocol}
+		if q, ok := h.rules.Parse(x.r.Header, x.r.URL.Path, []byte("{}")); ok {
 			x.message.REST = q[0].REST
 		}
 		return nil, problem.New(problem.BodyTooLarge, fmt.Sprintf("A message has at most %d bytes.", maxMessage))
@@ -46,14 +46,14 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
 		return nil, x.unkept(err)
 	}
-	q, ok := h.Protocol.Parse(x.r.Header, x.r.URL.Path, body)
+	q, ok := h.rules.Parse(x.r.Header, x.r.URL.Path, body)
 	if !ok {
 		return nil, nil
 	}
-	if h.Protocol.Guesses() {
+	if h.rules.Guesses() {
 		x.proves = proofOf(h, x.r, false)
 	}
-	changing, announced := 0, !h.Protocol.Guesses() || h.byMessage
+	changing, announced := 0, !h.rules.Guesses() || h.byMessage
 	for i := range q {
 		m := &q[i]
 		if m.Cancels() != nil {
@@ -84,7 +84,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 		frees := !slices.ContainsFunc(q, func(m protocol.Message) bool { return !m.Frees })
 		x.message = &protocol.Message{Protocol: q[0].Protocol, Frees: frees}
 	}
-	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.Protocol.Guesses() && h.OneServer != nil && h.OneServer() {
+	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.rules.Guesses() && h.OneServer != nil && h.OneServer() {
 		x.shown = new(bytes.Buffer)
 	}
 	return harmless, nil
@@ -93,7 +93,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 // changes reports whether a message of x may change something. What is learned of tools counts with a proof only: a
 // batch that comes again must be the same call (P1).
 func (h *Handler) changes(x *Call, m *protocol.Message) bool {
-	return h.Protocol.Changes(m, understood(x) && h.tools.ReadOnly(h.server(x.r), m.Tool))
+	return h.rules.Changes(m, understood(x) && h.tools.ReadOnly(h.server(x.r), m.Tool))
 }
 
 // A protocol that nobody has configured is what the caller says. So his messages count as such only
@@ -194,7 +194,7 @@ func understood(x *Call) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	_, proven := p.all[x.proves]
-	return proven || !x.h.Protocol.Guesses()
+	return proven || !x.h.rules.Guesses()
 }
 
 // showed keeps the proof that a whole answer is, before its client has the end of it.
@@ -264,7 +264,7 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 	if m.Method == "tools/list" {
 		learn = h.learns(r)
 	}
-	if judges := h.Protocol.Guesses() && m.ID != nil; judges || learn != nil {
+	if judges := h.rules.Guesses() && m.ID != nil; judges || learn != nil {
 		l := &listener{learn: learn}
 		l.passing = passing{ResponseWriter: w, to: l}
 		w = l
@@ -522,7 +522,7 @@ func messageKey(x *Call) (string, error) {
 	if x.message == nil {
 		return "", errNoID
 	}
-	key, err := x.h.Protocol.Key(x.message)
+	key, err := x.h.rules.Key(x.message)
 	if err != nil {
 		return "", invalidID(err)
 	}

@@ -262,7 +262,7 @@ func (w *way) try(t *testing.T, at time.Duration, fate, kind string, retry func(
 	b.config.Actions = []*guard.Action{&action}
 	b.config.MissingID = guard.MissingRecognize
 	if w.rules != "" {
-		b.config.Protocol = &protocol.Rules{Protocol: w.rules}
+		b.config.Protocol = w.rules
 	}
 	b.start()
 	call := func(h *guard.Handler, id int, ctx context.Context) *httptest.ResponseRecorder {
@@ -380,7 +380,7 @@ func TestStreamsThatAreCutBehindTheirAnswer(t *testing.T) {
 					})
 					action.Name, action.Default = "default", true
 					b.config.Actions = []*guard.Action{&action}
-					b.config.MissingID, b.config.Protocol = guard.MissingRecognize, &protocol.Rules{Protocol: protocol.MCP}
+					b.config.MissingID, b.config.Protocol = guard.MissingRecognize, protocol.MCP
 					b.start()
 					b.serve(httptest.NewRecorder(), send().WithContext(ctx))
 					synctest.Wait()

@@ -344,7 +344,7 @@ func (h *Handler) complete(a *Action) error {
 	switch members, err := a.Check(a.Probe != nil); {
 	case err != nil:
 		return fmt.Errorf("%s: %w", members[0], err)
-	case h.byMessage && h.Protocol == nil:
+	case h.byMessage && h.rules == nil:
 		return errors.New("nothing reads the messages that Tools and Arguments are of: set Protocol")
 	case a.Undo != nil && a.Undo.Restore && h.Send == nil:
 		return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")

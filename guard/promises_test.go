@@ -331,7 +331,7 @@ func TestP4RefusalsOfKnownCalls(t *testing.T) {
 	}
 	synctest.Test(t, func(t *testing.T) { // it waits for an execution, and then cannot look again
 		b := acting(t, guard.Action{}, silent)
-		b.config.FailOpen, b.config.AttachWait = true, time.Hour
+		b.config.FailOpen, b.config.AttachWait = true, guard.Duration(time.Hour)
 		b.start()
 		var all sync.WaitGroup
 		b.begin(&all)

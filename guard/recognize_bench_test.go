@@ -39,7 +39,7 @@ func BenchmarkRetry(b *testing.B) {
 		{"answer/500", 500, [2]string{"X-No-Key", "00000000-0000-0000-0000-000000000000"}},
 	} {
 		b.Run(bench.name, func(b *testing.B) {
-			h := newHandler(b, Config{Protocol: &protocol.Rules{Protocol: protocol.Auto}, Open: openTest(b), Host: StatusHost{}})
+			h := newHandler(b, Config{Settings: Settings{Protocol: protocol.Auto}, Open: openTest(b), Host: StatusHost{}})
 			runs := 0
 			next := nextFunc(func(w http.ResponseWriter, r *http.Request) error {
 				runs++

@@ -250,7 +250,7 @@ func newAgents(t *testing.T) *agents {
 		id, _, _ := strings.Cut(strings.SplitN(string(body), `"id":`, 2)[1], ",")
 		_, _ = fmt.Fprintf(w, `{"jsonrpc":"2.0","id":%s,"result":{"n":%d}}`, id, n)
 	})
-	a.config.Protocol = &protocol.Rules{Protocol: protocol.MCP}
+	a.config.Protocol = protocol.MCP
 	a.config.MissingID = guard.MissingRecognize
 	a.start()
 	return a

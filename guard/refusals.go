@@ -74,7 +74,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	}
 	p.Mount = x.h.Host.Mount(x.r)
 	// A sender who has named neither MCP nor A2A, and whose server nobody has named, may go by the status.
-	if m := x.message; m != nil && !m.REST && !m.Batch && (m.Protocol != protocol.JSONRPC || !x.h.Protocol.Guesses()) {
+	if m := x.message; m != nil && !m.REST && !m.Batch && (m.Protocol != protocol.JSONRPC || !x.h.rules.Guesses()) {
 		writeMessage(w, p, x.message, x.action.InDoubtAs == InDoubtToolResult)
 		return
 	}

@@ -59,7 +59,7 @@ func (l *elsewhere) add(x *Call, byHTTP execution.Outcome) {
 	if a.session.session == "" {
 		return
 	}
-	if x.h.Protocol.Guesses() {
+	if x.h.rules.Guesses() {
 		a.way = proofOf(x.h, x.r, true)
 	}
 	a.bytes = elsewhereCost + len(x.message.Whole) + len(x.capture.source.Request.Body)
@@ -178,7 +178,7 @@ func (h *Handler) sessionOf(g *execution.Guard, r *http.Request) (n requestName)
 // stream of one that runs; else nil. One that resumes a stream asks for an answer that can be read.
 func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *http.Request) {
 	session := r.Header.Get(protocol.HeaderSession)
-	if h.Protocol == nil || session == "" || r.Method != http.MethodGet || h.Protocol.Protocol != protocol.MCP && !h.Protocol.Guesses() {
+	if h.rules == nil || session == "" || r.Method != http.MethodGet || h.Protocol != protocol.MCP && !h.rules.Guesses() {
 		return nil, r
 	}
 	e, release, err := h.Open()
@@ -200,7 +200,7 @@ func (h *Handler) listen(w http.ResponseWriter, r *http.Request) (*resumer, *htt
 	if l.over == nil && !e.elsewhere.awaits(l.session, false) {
 		return nil, r
 	}
-	if h.Protocol.Guesses() {
+	if h.rules.Guesses() {
 		l.way = proofOf(h, r, true)
 	}
 	if resumes && r.Header.Get("Accept-Encoding") != "" {

@@ -72,7 +72,7 @@ func newResuming(t *testing.T, protocolName protocol.Protocol) *resuming {
 			}
 		}
 	})
-	s.config.Protocol = &protocol.Rules{Protocol: protocolName}
+	s.config.Protocol = protocolName
 	s.config.MissingID = guard.MissingRecognize
 	s.config.OneServer = func() bool { return true }
 	s.start()
@@ -569,7 +569,7 @@ func TestRetriesWaitForAnAnswerThatIsBeingRecorded(t *testing.T) {
 			}
 		},
 		"it is not recorded in time": func(s *resuming) {
-			s.config.AttachWait = time.Second / 2
+			s.config.AttachWait = guard.Duration(time.Second / 2)
 			s.config.Open = s.engine.Open
 			s.guard, _ = guard.New(s.config)
 			began := time.Now()

@@ -70,7 +70,7 @@ func (h *Handler) classify(r *http.Request) (*Action, class, error) {
 
 // endsSession reports that r ends a session of MCP.
 func endsSession(h *Handler, r *http.Request) bool {
-	return r.Method == http.MethodDelete && h.Protocol != nil && h.Protocol.Protocol == protocol.MCP && r.Header.Get(protocol.HeaderSession) != ""
+	return r.Method == http.MethodDelete && h.Protocol == protocol.MCP && r.Header.Get(protocol.HeaderSession) != ""
 }
 
 func (m Match) matches(r *http.Request) (bool, error) {
@@ -90,7 +90,7 @@ func (h *Handler) exempted(r *http.Request) (bool, error) {
 
 // stream passes or refuses, as configured, a request that cannot be read whole and recorded.
 func (h *Handler) stream(r *http.Request, why UnguardedReason) (*Action, class, error) {
-	if !h.RefuseStreams {
+	if h.UnguardedStreams != StreamsRefuse {
 		h.passThrough(r, why)
 		return nil, classStream, nil
 	}
@@ -293,7 +293,7 @@ func (h *Handler) forwardInTime(w http.ResponseWriter, r *http.Request, m *proto
 	c.start(r.Context(), limit)
 	defer c.stop()
 	c.idle = limit // sending the body slowly does not count
-	t := &timed{clock: c, idle: h.IdleTimeout}
+	t := &timed{clock: c, idle: time.Duration(h.IdleTimeout)}
 	t.passing = passing{ResponseWriter: w, to: t}
 	var ctx context.Context = c
 	if m != nil {

@@ -69,7 +69,7 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				h := newHandler(t, Config{IdleTimeout: c.idle, Policy: Policy{Deadline: Duration(time.Minute)}})
+				h := newHandler(t, Config{Settings: Settings{IdleTimeout: Duration(c.idle)}, Policy: Policy{Deadline: Duration(time.Minute)}})
 				r := httptest.NewRequest(http.MethodGet, "/", c.body)
 				if c.header != "" {
 					r.Header.Set("Request-Timeout", c.header)

@@ -11,7 +11,7 @@ import (
 // The doubts whose answers may come on GET streams are bounded, also those of one session: the oldest one stays in doubt.
 func TestDoubtsElsewhereAreBounded(t *testing.T) {
 	var l elsewhere
-	h := &Handler{config: config{Protocol: &protocol.Rules{Protocol: protocol.MCP}}}
+	h := &Handler{rules: &protocol.Rules{Protocol: protocol.MCP}}
 	add := func(session string, n int) {
 		x := &Call{h: h, message: &protocol.Message{Whole: make([]byte, 1<<20)}}
 		x.client.session = requestName{session: session}

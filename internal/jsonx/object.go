@@ -195,6 +195,22 @@ func ParsePointer(s string) (Pointer, error) {
 	return tokens, nil
 }
 
+// ParsePointers parses JSON pointers to members of a document.
+func ParsePointers(texts []string) ([]Pointer, error) {
+	var pointers []Pointer
+	for _, text := range texts {
+		p, err := ParsePointer(text)
+		if err != nil {
+			return nil, err
+		}
+		if text == "" {
+			return nil, errors.New("an empty JSON pointer is the whole body; name a member of it")
+		}
+		pointers = append(pointers, p)
+	}
+	return pointers, nil
+}
+
 // String gives the pointer as ParsePointer reads it.
 func (p Pointer) String() string {
 	var b strings.Builder
