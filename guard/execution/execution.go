@@ -583,9 +583,8 @@ func (p *pieces) rest(tail []byte, rec *Recording, r *Record, until time.Time) [
 
 // tail is the write of an answer, in memory of room.
 func (g *Guard) tail(room *room, key Key, record *Record, tail []byte) store.Write {
-	var name, sealed []byte
-	name, room.memory = cutOff(room.memory, appendAnswerKey(room.memory, key))
-	sealed, room.memory = cutOff(room.memory, g.sealer.Seal(room.memory, tail, name))
+	name := room.keep(appendAnswerKey(room.memory, key))
+	sealed := room.keep(g.sealer.Seal(room.memory, tail, name))
 	return store.Write{Key: name, Bulk: true, Value: sealed, Expires: record.Result.Expires}
 }
 

@@ -669,6 +669,17 @@ type room struct {
 
 var rooms = sync.Pool{New: func() any { return new(room) }}
 
+// keep returns what was appended to the memory, nil if nothing was. It is not written again.
+func (r *room) keep(appended []byte) []byte {
+	from := len(r.memory)
+	if r.memory = appended; len(appended) == from {
+		return nil
+	}
+	return appended[from:len(appended):len(appended)]
+}
+
+func (r *room) delete(key []byte) { r.writes = append(r.writes, store.Write{Key: key, Delete: true}) }
+
 func (r *room) free() {
 	clear(r.writes)
 	if cap(r.memory) <= maxScratch {
