@@ -110,6 +110,22 @@ type storedResult struct {
 // beside reports that the answer is under appendAnswerKey, and the full pieces before its rest under its claim.
 func (r *storedResult) beside() bool { return r.Kept && r.Inline == nil }
 
+// read takes the field that d has found, if it says of the answer.
+func (r *storedResult) read(d *store.Decoder) {
+	switch d.Tag {
+	case tagResultKept:
+		r.Kept = d.Int() != 0
+	case tagResultInline:
+		r.Inline = d.Field
+	case tagResultPieces:
+		r.Pieces = int(d.Int())
+	case tagResultExpires:
+		r.Expires = d.Time()
+	case tagResultSize:
+		r.Size = d.Int()
+	}
+}
+
 // began is when the first attempt of the call was claimed, by the store's clock.
 func (r *Record) began() time.Time {
 	if r.First.IsZero() {
@@ -318,22 +334,12 @@ func (r *Record) decode(b []byte) error {
 			r.Status = int(d.Int())
 		case tagTask:
 			r.Task = string(d.Field)
-		case tagResultKept:
-			r.Result.Kept = d.Int() != 0
-		case tagResultInline:
-			r.Result.Inline = d.Field
-		case tagResultPieces:
-			r.Result.Pieces = int(d.Int())
-		case tagResultExpires:
-			r.Result.Expires = d.Time()
 		case tagKeepResult:
 			r.KeepResult = time.Duration(d.Int())
 		case tagKeepKey:
 			r.KeepKey = time.Duration(d.Int())
 		case tagHost:
 			r.Host = string(d.Field)
-		case tagResultSize:
-			r.Result.Size = d.Int()
 		case tagCheckpoint:
 			r.Checkpoint = string(d.Field)
 		case tagFirst:
@@ -352,6 +358,8 @@ func (r *Record) decode(b []byte) error {
 			d.Fill(r.Lot[:])
 		case tagCounts:
 			r.Counts = string(d.Field)
+		default:
+			r.Result.read(&d)
 		}
 	}
 	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
