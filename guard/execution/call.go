@@ -227,9 +227,8 @@ func (v Verdict) String() string {
 		return "released"
 	case InDoubt:
 		return "in_doubt"
-	default:
-		return "undecided"
 	}
+	return "undecided"
 }
 
 // ParseVerdict reads the words of Verdict.String.

@@ -27,18 +27,10 @@ const (
 
 // String is the word used in answers, logs and problem documents.
 func (s State) String() string {
-	switch s {
-	case StateSending:
-		return "running"
-	case StateCompleted:
-		return "completed"
-	case StateInDoubt:
-		return "in_doubt"
-	case StateRolledBack:
-		return "rolled_back"
-	default:
+	if s < StateSending || s > StateRolledBack {
 		return "unknown"
 	}
+	return [...]string{"running", "completed", "in_doubt", "rolled_back"}[s-StateSending]
 }
 
 func (s State) open() bool { return s == StateSending }
