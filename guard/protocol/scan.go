@@ -153,7 +153,8 @@ var paths = func() map[string]string {
 		pathIsError, "result.resultType", "result.kind", "result.final", "result.message", "result.statusUpdate.final",
 		"result.status.state", "result.task.status.state", "result.statusUpdate.status.state", "result.protocolVersion",
 		"result.status", "result.task.status", "result.structuredContent.status", "result.task.taskId", "result.taskId",
-		"result.id", "result.task.id", "result.statusUpdate.taskId", pathTool, "result.tools..name", "result.tools..annotations.readOnlyHint",
+		"result.id", "result.task.id", "result.statusUpdate.taskId", pathTool, "result.tools..name",
+		"result.tools..annotations.readOnlyHint",
 	} {
 		all[path] = path
 	}
