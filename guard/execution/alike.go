@@ -290,9 +290,9 @@ func (r *reply) read(now time.Time) (all []*known) {
 	for _, of := range r.Known {
 		all = append(all, &known{
 			foreign: true, key: of.Key, id: of.ID, began: now.Add(-of.Began), ended: now.Add(-of.Ended), window: of.Window,
-			count: of.Count, state: of.State, expires: of.Expires, away: of.Waits, unanswered: of.Unanswered, released: of.Released,
-			retriable: of.Retriable, internal: of.Internal, learned: of.Learned, taken: of.Taken, asked: of.Asked, held: of.Held,
-			elsewhere: of.Elsewhere,
+			count: of.Count, state: of.State, expires: of.Expires, away: of.Waits, unanswered: of.Unanswered,
+			released: of.Released, retriable: of.Retriable, internal: of.Internal, learned: of.Learned, taken: of.Taken,
+			asked: of.Asked, held: of.Held, elsewhere: of.Elsewhere,
 		})
 	}
 	return all

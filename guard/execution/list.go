@@ -168,7 +168,7 @@ func (f *Filter) passes(r *Recorded) bool {
 func (f *Filter) workflows() []string {
 	all := make([]string, 0, 1+len(f.OrWorkflows))
 	for _, id := range append([]string{f.Workflow}, f.OrWorkflows...) {
-		all = append(all, shorten(id, maxRecordedText))
+		all = append(all, shortText(id))
 	}
 	return all
 }

@@ -438,7 +438,7 @@ func (t *groups) describe(ctx context.Context, k *known, record *Record) error {
 	if !k.expires.IsZero() {
 		k.window = min(k.window, record.KeepKey)
 	}
-	if k.mark == markNone && record.Boot != t.g.boot && record.Cause != CauseElsewhere { // its client was told to look elsewhere
+	if k.mark == markNone && record.Boot != t.g.boot && record.Cause != CauseElsewhere { // else its client looks there
 		var err error
 		if k.crashed, err = t.unwritten(ctx, record.Boot, k.settled); err != nil {
 			return err

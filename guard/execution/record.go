@@ -128,7 +128,7 @@ func (r *Record) began() time.Time {
 
 // Announced reports whether the recorded call was announced by the token with this id.
 func (r *Record) Announced(checkpoint string) bool {
-	return r.Checkpoint == shorten(checkpoint, maxRecordedText)
+	return r.Checkpoint == shortText(checkpoint)
 }
 
 // Longest recorded forms. They bound a record, so that the store reports its sync errors; the key
@@ -145,6 +145,8 @@ func shorten(s string, most int) string {
 	return s[:most]
 }
 
+func shortText(s string) string { return shorten(s, maxRecordedText) }
+
 // records writes the records of executions with their index entries, for one process.
 type records struct {
 	sealer store.Sealer
@@ -155,26 +157,11 @@ type records struct {
 
 func (l *records) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 	r := Record{
-		State:       StateSending,
-		Claim:       newClaim(),
-		Fingerprint: c.Fingerprint,
-		Caller:      caller,
-		ID:          shorten(c.Scope.ID, maxRecordedID),
-		Origin:      c.Origin,
-		Guard:       shorten(c.Scope.Guard, maxRecordedText),
-		Action:      shorten(c.Action, maxRecordedText),
-		Host:        shorten(c.Host, maxRecordedText),
-		Method:      shorten(c.Scope.Method, maxRecordedText),
-		Path:        shorten(c.Scope.Path, maxRecordedText),
-		Workflow:    shorten(c.Workflow, maxRecordedText),
-		Checkpoint:  shorten(c.Checkpoint, maxRecordedText),
-		Node:        l.node,
-		Boot:        l.boot,
-		Created:     now,
-		Sent:        c.Sent,
-		Deadline:    now.Add(c.Deadline),
-		KeepResult:  c.KeepResult,
-		KeepKey:     max(c.KeepKey, c.KeepResult),
+		State: StateSending, Claim: newClaim(), Fingerprint: c.Fingerprint, Caller: caller, Origin: c.Origin, Sent: c.Sent,
+		ID: shorten(c.Scope.ID, maxRecordedID), Guard: shortText(c.Scope.Guard), Action: shortText(c.Action),
+		Host: shortText(c.Host), Method: shortText(c.Scope.Method), Path: shortText(c.Scope.Path),
+		Workflow: shortText(c.Workflow), Checkpoint: shortText(c.Checkpoint), Node: l.node, Boot: l.boot,
+		Created: now, Deadline: now.Add(c.Deadline), KeepResult: c.KeepResult, KeepKey: max(c.KeepKey, c.KeepResult),
 	}
 	if a := c.Attempt; a != nil {
 		r.Group, r.Window, r.Count = a.group, a.window, a.count
@@ -500,11 +487,13 @@ func (r *Record) expires() time.Time {
 // the writes of batches. Either record may be nil. Its committer is in Guard.writers from before the
 // call until after the commit.
 func (l *records) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
-	return l.putIn(&room{}, key, old, new, condition, batches...)
+	var room room
+	l.putIn(&room, key, old, new, condition, batches...)
+	return room.writes
 }
 
-// putIn is put in the memory of room.
-func (l *records) putIn(room *room, key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
+// putIn is put in room.
+func (l *records) putIn(room *room, key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) {
 	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.open() {
 		writes = 3
@@ -541,7 +530,6 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 	for _, b := range batches {
 		room.writes = append(room.writes, b.Writes()...)
 	}
-	return room.writes
 }
 
 // putIndex writes the entry of an index anew if its key, value or expiry changes. size is that of the new record.
