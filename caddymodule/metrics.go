@@ -136,7 +136,7 @@ type collector struct {
 // newCollector makes a collector. snapshot is called at every collection and returns nil if
 // the store is not open.
 func newCollector(set *storeCounts, version, store string, snapshot func() *storeSnapshot) *collector {
-	return &collector{set: set, version: version, store: store, snapshot: snapshot}
+	return &collector{set: set, version: version, store: store, snapshot: snapshot, pools: map[string]*bulkhead.Pool{}}
 }
 
 // Guard returns the counts of guards with this name, and exposes them from now on.
@@ -156,9 +156,6 @@ func (c *collector) Bulkhead(name string, s bulkhead.Settings) *bulkhead.Pool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	p := c.set.bulkhead(name, s)
-	if c.pools == nil {
-		c.pools = map[string]*bulkhead.Pool{}
-	}
 	c.pools[name] = p
 	return p
 }
@@ -438,8 +435,9 @@ var (
 	probes         = counter("probes_total", "Status probes, by result.", "guard", "action", "result")
 	unguarded      = counter("unguarded_total", "Calls that are not guarded and were passed through.", "guard", "reason")
 
-	callSeconds = histogram("call_duration_seconds", "Time of guarded calls, until the end of their answers, by what became of them.", "guard", "status")
-	overhead    = histogram("overhead_duration_seconds", "Time that the guard has added to executed calls: all until the outcome is recorded, without reading the request and the upstream's part.", "guard")
+	callSeconds = histogram("call_duration_seconds",
+		"Time of guarded calls, until the end of their answers, by what became of them.", "guard", "status")
+	overhead = histogram("overhead_duration_seconds", "Time that the guard has added to executed calls: all until the outcome is recorded, without reading the request and the upstream's part.", "guard")
 
 	tokens = counter("tokens_total", "Requests with Execution Context Tokens, by result of the verification.", "guard", "result")
 
@@ -456,20 +454,24 @@ var (
 	storeWatermark = gauge("store_watermark", "0 if the disk has enough space, 1 if nothing new begins, 2 if nothing is recorded.")
 	storeRefused   = counter("store_refused_total", "Commits that were refused for lack of disk space.")
 
-	databaseLease       = gauge("database_lease_seconds", "Seconds until the lease on the database ends unless it is renewed; negative once it has ended.")
-	databaseConnections = gauge("database_connections", "Connections to the database for reading, by state: in_use, idle, and max, of how many there may be.", "state")
-	databaseWaits       = counter("database_waits_total", "Reads that waited for a connection to the database, since the store was opened.")
-	databaseWaited      = counter("database_wait_seconds_total", "Time that reads waited for a connection to the database.")
-	databaseRows        = gauge("database_rows", "Rows of the store's entries, as the database estimates them: living, and dead ones that are not vacuumed yet.", "state")
-	databaseOldest      = gauge("database_oldest_transaction_seconds", "Age of the oldest transaction in the database that the role may see.")
-	databaseStandbys    = gauge("database_standbys", "Standbys that are connected to the primary.")
-	databaseLag         = gauge("database_standby_lag_seconds", "How far the last standby is behind; absent where the role may not see it.")
+	databaseLease = gauge("database_lease_seconds",
+		"Seconds until the lease on the database ends unless it is renewed; negative once it has ended.")
+	databaseConnections = gauge("database_connections",
+		"Connections to the database for reading, by state: in_use, idle, and max, of how many there may be.", "state")
+	databaseWaits    = counter("database_waits_total", "Reads that waited for a connection to the database, since the store was opened.")
+	databaseWaited   = counter("database_wait_seconds_total", "Time that reads waited for a connection to the database.")
+	databaseRows     = gauge("database_rows", "Rows of the store's entries, as the database estimates them: living, and dead ones that are not vacuumed yet.", "state")
+	databaseOldest   = gauge("database_oldest_transaction_seconds", "Age of the oldest transaction in the database that the role may see.")
+	databaseStandbys = gauge("database_standbys", "Standbys that are connected to the primary.")
+	databaseLag      = gauge("database_standby_lag_seconds", "How far the last standby is behind; absent where the role may not see it.")
 
 	nodeInfo       = gauge("node_info", "Always 1; its label is the name of this gateway among those that share the store.", "node")
 	nodesOpen      = gauge("nodes", "Gateways that have the store open, with this one.")
 	nodesDiffering = gauge("nodes_differing", "Other gateways over the store whose configuration differs from that of this one.")
-	nodesSeen      = gauge("nodes_seen_age_seconds", "How long ago that gateway was heard of which has been silent the longest, by the database's clock.")
-	nodesRemoved   = counter("nodes_removed_total", "Gateways that this one has removed from the store, since they did not respond; since the store was opened.")
+	nodesSeen      = gauge("nodes_seen_age_seconds",
+		"How long ago that gateway was heard of which has been silent the longest, by the database's clock.")
+	nodesRemoved = counter("nodes_removed_total",
+		"Gateways that this one has removed from the store, since they did not respond; since the store was opened.")
 
 	commitSeconds = histogram("store_commit_duration_seconds", "Time that one group of batches took to become durable.")
 	commitBatches = histogram("store_commit_batches", "Batches that became durable together, with one sync.")
@@ -494,9 +496,10 @@ var (
 	bulkheadWaits     = counter("bulkhead_waits_total", "Calls that had to wait for a permit of the bulkhead.", "guard")
 	bulkheadWaited    = counter("bulkhead_wait_seconds_total", "Time that calls waited which then got a permit of the bulkhead.", "guard")
 	bulkheadLeft      = counter("bulkhead_left_total", "Calls whose clients left while they waited for a permit of the bulkhead.", "guard")
-	bulkheadHeld      = counter("bulkhead_held_seconds_total", "Time for which calls held permits of the bulkhead that they have returned.", "guard")
-	bulkheadRetries   = counter("bulkhead_retries_total", "Retries that were sent within the retry budgets of their workflows.", "guard")
-	bulkheadRefused   = counter("bulkhead_refused_total", "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
+	bulkheadHeld      = counter("bulkhead_held_seconds_total",
+		"Time for which calls held permits of the bulkhead that they have returned.", "guard")
+	bulkheadRetries = counter("bulkhead_retries_total", "Retries that were sent within the retry budgets of their workflows.", "guard")
+	bulkheadRefused = counter("bulkhead_refused_total", "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
 
 	ledgerEntries = gauge("ledger_entries", "Entries of the ledger's tree.")
 
@@ -510,8 +513,9 @@ var (
 	rollbackOldest   = gauge("rollback_oldest_age_seconds", "Age of the oldest unfinished rollback; 0 without one.")
 	escalations      = gauge("escalations", "Escalations that are kept, by level, state of the delivery, and status of the decision; counted up to 100000.", "level", "state", "status")
 	escalationOldest = gauge("escalation_oldest_age_seconds", "Age of the oldest escalation that nobody has decided; 0 without one.", "level")
-	holdsUnconfirmed = gauge("holds_unconfirmed", "Escalations of which a participant has not confirmed what holds the workflow, by participant.", "participant")
-	deliveries       = counter("escalation_deliveries_total", "Attempts to deliver an escalation, by result.", "result")
+	holdsUnconfirmed = gauge("holds_unconfirmed",
+		"Escalations of which a participant has not confirmed what holds the workflow, by participant.", "participant")
+	deliveries = counter("escalation_deliveries_total", "Attempts to deliver an escalation, by result.", "result")
 
 	eventsDropped = counter("events_dropped_total", "Events that were dropped because handlers of events were too slow.")
 	info          = gauge("info", "Always 1; its labels are the version of the plugin and the kind of store.", "version", "store")
@@ -570,15 +574,13 @@ func newStoreCounts() *storeCounts {
 		}
 	}
 	return &storeCounts{
-		words:  words,
-		guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
+		words: words, guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
 		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: commitSeconds.Name, Help: commitSeconds.Help,
 			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5},
 		}),
 		group: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: commitBatches.Name, Help: commitBatches.Help,
-			Buckets: []float64{1, 2, 4, 8, 16, 32, 64, 128, 256},
+			Name: commitBatches.Name, Help: commitBatches.Help, Buckets: []float64{1, 2, 4, 8, 16, 32, 64, 128, 256},
 		}),
 	}
 }
@@ -606,22 +608,18 @@ func (s *storeCounts) add(f *Family, word string, n int) {
 func (s *storeCounts) bulkhead(name string, settings bulkhead.Settings) *bulkhead.Pool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	p := s.pools[name]
-	if p == nil {
-		p = bulkhead.New(settings)
-		s.pools[name] = p
+	if s.pools[name] == nil {
+		s.pools[name] = bulkhead.New(settings)
 	}
-	return p
+	return s.pools[name]
 }
 
 // guard returns the counts of guards with this name.
 func (s *storeCounts) guard(name string) *guard.Counts {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	g := s.guards[name]
-	if g == nil {
-		g = guard.NewCounts(name, api.Kinds())
-		s.guards[name] = g
+	if s.guards[name] == nil {
+		s.guards[name] = guard.NewCounts(name, api.Kinds())
 	}
-	return g
+	return s.guards[name]
 }
