@@ -117,6 +117,14 @@ func (k *known) free() bool { return !k.taken && (k.evidence() != "" || k.refuse
 // refused reports that a retry runs as a new call. One that is attached still may run it itself.
 func (k *known) refused() bool { return k.released && (k.holder == nil || k.holder.answered) }
 
+// deserted reports that the client of the last attempt has left without a whole answer.
+func (k *known) deserted() bool {
+	if k.holder == nil {
+		return k.unanswered
+	}
+	return !k.holder.answered && k.holder.gone.Err() != nil
+}
+
 // evidence is what the execution has to say for a retry; empty without any.
 func (k *known) evidence() Evidence {
 	switch {
@@ -124,7 +132,7 @@ func (k *known) evidence() Evidence {
 		return ""
 	case k.state == StateInDoubt:
 		return evidenceInDoubt
-	case !k.learned && (k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil || k.holder == nil && k.unanswered):
+	case !k.learned && k.deserted():
 		return evidenceUnanswered
 	case (k.retriable || k.internal) && (k.holder == nil || k.holder.answered):
 		return evidenceAnswer
