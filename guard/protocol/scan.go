@@ -68,7 +68,8 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 		c := p[n]
 		switch s.in {
 		case 's', 'k':
-			if s.in == 'k' {
+			name := s.in == 'k'
+			if name {
 				s.name().add(c)
 			}
 			switch {
@@ -76,12 +77,12 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 				s.escaped = false
 			case c == '\\':
 				s.escaped = true
-			case c == '"' && s.in == 'k':
-				s.in = 0
 			case c == '"':
 				s.in = 0
-				return n + 1, ended
-			case s.in == 's': // most of a text is in strings
+				if !name {
+					return n + 1, ended
+				}
+			case !name: // most of a text is in strings
 				n += plain(p[n:]) - 1
 			}
 			continue
@@ -130,8 +131,7 @@ func plain(p []byte) int {
 func (s *scanner) begin(c byte) {
 	switch {
 	case c == '"' && s.wantsName:
-		s.in, s.wantsName = 'k', false
-		s.name().size = 0
+		s.in, s.wantsName, s.name().size = 'k', false, 0
 		s.name().add(c)
 	case c == '"':
 		s.in = 's'
