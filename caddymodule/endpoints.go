@@ -414,32 +414,36 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 	if h.FailOpen {
 		doc.Guarantee += " While the gateway's records are unavailable, calls are forwarded unguarded, marked Execution-Status: unguarded; the guarantee does not hold for them."
 	}
+	for _, a := range h.actions {
+		doc.Actions = append(doc.Actions, h.policyAction(a))
+	}
+	for _, k := range api.Kinds() {
+		doc.Problems = append(doc.Problems, policyProblem{doc.DocumentedBy + k.Slug, k.Status, k.Title, k.SafeNewKey})
+	}
+	return doc
+}
+
+// policyAction publishes an action.
+func (h *Handler) policyAction(a *Action) policyAction {
 	only := func(word, shown string) string { // what is the default is left out
 		if word == shown {
 			return word
 		}
 		return ""
 	}
-	for _, a := range h.actions {
-		published := policyAction{
-			Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey), MaxResult: a.MaxResult,
-			Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
-			Critical: a.Critical, Severity: a.Severity,
-			InDoubtAs: only(a.InDoubtAs, guard.InDoubtToolResult), OnError: only(a.OnError, guard.OnErrorRollback), OnLeave: only(a.OnLeave, guard.OnLeaveCancel),
-			Order: only(a.Order, guard.OrderPar),
-		}
-		if a.OnUnknown == guard.OnUnknownResend {
-			published.ResendFor = seconds(a.ResendFor)
-		}
-		if h.app.Identity != nil {
-			published.Undo, published.CheckpointTTL = wordsOf(a.Undo), seconds(a.CheckpointTTL)
-		}
-		doc.Actions = append(doc.Actions, published)
+	published := policyAction{
+		Name: a.Name, Tools: a.Tools, Arguments: a.Arguments, RetainResult: seconds(a.RetainResult), RetainKey: seconds(a.RetainKey),
+		MaxResult: a.MaxResult, Deadline: seconds(a.Deadline), Preset: a.Preset, Outcomes: a.Outcomes, OnUnknown: a.OnUnknown, Keys: a.Keys,
+		Critical: a.Critical, Severity: a.Severity, InDoubtAs: only(a.InDoubtAs, guard.InDoubtToolResult),
+		OnError: only(a.OnError, guard.OnErrorRollback), OnLeave: only(a.OnLeave, guard.OnLeaveCancel), Order: only(a.Order, guard.OrderPar),
 	}
-	for _, k := range api.Kinds() {
-		doc.Problems = append(doc.Problems, policyProblem{doc.DocumentedBy + k.Slug, k.Status, k.Title, k.SafeNewKey})
+	if a.OnUnknown == guard.OnUnknownResend {
+		published.ResendFor = seconds(a.ResendFor)
 	}
-	return doc
+	if h.app.Identity != nil {
+		published.Undo, published.CheckpointTTL = wordsOf(a.Undo), seconds(a.CheckpointTTL)
+	}
+	return published
 }
 
 func seconds[D ~int64](d D) float64 { return time.Duration(d).Seconds() }

@@ -306,60 +306,56 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	if recovered != (execution.Recovery{}) {
 		spec.logger.Warn("executions were open when the last process ended",
-			zap.Int("in_doubt", recovered.InDoubt),
-			zap.Int("unrecorded", recovered.Unrecorded))
+			zap.Int("in_doubt", recovered.InDoubt), zap.Int("unrecorded", recovered.Unrecorded))
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
 	e := &engine{
 		path: spec.path, store: st, executions: g, checkpoints: checkpoint.New(st, ring), ring: ring,
 		opener: spec.opener, counts: counts, logger: spec.logger,
 	}
-	e.ledger.engine, e.nodes.engine = e, e
 	e.ledger.coming.Store(spec.ledger)
-	counts.add(recoveredCount, execution.InDoubt.String(), recovered.InDoubt)
-	e.startWatch(recovered)
 	e.drain.Store(int64(spec.drain))
-	e.uncut, e.cut = context.WithCancel(context.Background())
-	e.waits, e.endWaits = context.WithCancel(context.Background())
-	g.OnRecovery(func(left execution.Recovery) {
-		if left.Own { // which were counted as in doubt when they ended
-			spec.logger.Warn("calls are recorded as in doubt, since what became of them could not be recorded in time",
-				zap.Int("in_doubt", left.InDoubt), zap.Int("unrecorded", left.Unrecorded))
-			go e.ledger.recordLeft()
-			return
-		}
-		counts.add(recoveredCount, execution.InDoubt.String(), left.InDoubt)
-		e.emit(eventRecovered, map[string]any{"in_doubt": left.InDoubt})
-		spec.logger.Warn("executions were open when another gateway left the store",
-			zap.Int("in_doubt", left.InDoubt), zap.Int("unrecorded", left.Unrecorded))
-		go e.ledger.recordLeft()
-	})
-	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
+	if err := e.start(ctx, recovered); err != nil {
 		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
 	}
-	e.plans = plan.NewStore(st, ring)
+	return e, nil
+}
+
+// start starts what runs over an open store. recovered are the executions that its last process has left open.
+func (e *engine) start(ctx context.Context, recovered execution.Recovery) error {
+	e.ledger.engine, e.nodes.engine = e, e
+	e.counts.add(recoveredCount, execution.InDoubt.String(), recovered.InDoubt)
+	e.startWatch(recovered)
+	e.uncut, e.cut = context.WithCancel(context.Background())
+	e.waits, e.endWaits = context.WithCancel(context.Background())
+	e.executions.OnRecovery(e.reportRecovery)
+	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
+		return err
+	}
+	e.plans = plan.NewStore(e.store, e.ring)
 	unreadable, err := e.plans.Load(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
+		return err
 	}
 	if unreadable > 0 {
 		e.logger.Error("plans of workflows cannot be read; calls of those workflows are refused", zap.Int("unreadable", unreadable))
 	}
 	e.forCalls = guard.Engine{
-		Store: st, Executions: g, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Plans: e.plans, Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e},
-		Uncut: e.uncut, Waits: e.waits, Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(spec.logger),
+		Store: e.store, Executions: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Plans: e.plans,
+		Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e}, Uncut: e.uncut, Waits: e.waits,
+		Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(e.logger),
 	}
-	e.forCalls.Writes.Follow(st, ring, g)
+	e.forCalls.Writes.Follow(e.store, e.ring, e.executions)
 	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
 	e.circuits = proxy.Join()
 	if err := e.startCascades(ctx); err != nil { // before breakers report to it
 		e.circuits.Leave()
-		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
+		return err
 	}
 	startBoundaries(e)
 	e.startCircuitRecorder()
 	e.breakers = circuits.New(circuits.Options{
-		Store: st, Sealer: ring, Log: slogOf(e.logger), Elsewhere: e.cascades.CircuitAt,
+		Store: e.store, Sealer: e.ring, Log: slogOf(e.logger), Elsewhere: e.cascades.CircuitAt,
 		Breakers: circuits.Breakers{Snapshot: e.circuits.Snapshot, Restore: e.circuits.Restore, Status: e.circuits.Status, Follow: e.circuits.Follow},
 	})
 	e.circuits.Listen(circuitHook{e}) // before they are restored, so that no change is missed
@@ -367,11 +363,25 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	e.breakers.Follow()
 	e.startResealing(ctx)
 	e.nodes.start()
-	g.Keys().OnSeal(e.keyChanged)
-	if st, ok := st.(interface{ Lost() <-chan struct{} }); ok {
+	e.executions.Keys().OnSeal(e.keyChanged)
+	if st, ok := e.store.(interface{ Lost() <-chan struct{} }); ok {
 		go e.awaitLoss(st.Lost())
 	}
-	return e, nil
+	return nil
+}
+
+// reportRecovery reports executions that are in doubt since another gateway has left the store, or since this one could
+// not record their outcomes.
+func (e *engine) reportRecovery(left execution.Recovery) {
+	why := "executions were open when another gateway left the store"
+	if left.Own { // which were counted as in doubt when they ended
+		why = "calls are recorded as in doubt, since what became of them could not be recorded in time"
+	} else {
+		e.counts.add(recoveredCount, execution.InDoubt.String(), left.InDoubt)
+		e.emit(eventRecovered, map[string]any{"in_doubt": left.InDoubt})
+	}
+	e.logger.Warn(why, zap.Int("in_doubt", left.InDoubt), zap.Int("unrecorded", left.Unrecorded))
+	go e.ledger.recordLeft()
 }
 
 // At an exit Caddy stops its apps in no particular order, and the http app closes its

@@ -136,7 +136,7 @@ type collector struct {
 // newCollector makes a collector. snapshot is called at every collection and returns nil if
 // the store is not open.
 func newCollector(set *storeCounts, version, store string, snapshot func() *storeSnapshot) *collector {
-	return &collector{set: set, version: version, store: store, snapshot: snapshot}
+	return &collector{set: set, version: version, store: store, snapshot: snapshot, pools: map[string]*bulkhead.Pool{}}
 }
 
 // Guard returns the counts of guards with this name, and exposes them from now on.
@@ -156,9 +156,6 @@ func (c *collector) Bulkhead(name string, s bulkhead.Settings) *bulkhead.Pool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	p := c.set.bulkhead(name, s)
-	if c.pools == nil {
-		c.pools = map[string]*bulkhead.Pool{}
-	}
 	c.pools[name] = p
 	return p
 }
@@ -404,117 +401,124 @@ type Family struct {
 	desc *prometheus.Desc
 }
 
-const (
-	counter   = "counter"
-	gauge     = "gauge"
-	histogram = "histogram"
-
-	namespace = "agent_guard_"
-)
-
 // families are all that family has declared.
 var families []*Family
 
-func family(name, kind, help string, labels ...string) *Family {
-	f := &Family{
-		Name: namespace + name, Type: kind, Help: help, Labels: labels,
-		desc: prometheus.NewDesc(namespace+name, help, labels, nil),
-	}
+func family(kind, name, help string, labels []string) *Family {
+	name = "agent_guard_" + name
+	f := &Family{Name: name, Type: kind, Help: help, Labels: labels, desc: prometheus.NewDesc(name, help, labels, nil)}
 	families = append(families, f)
 	return f
+}
+
+func counter(name, help string, labels ...string) *Family {
+	return family("counter", name, help, labels)
+}
+
+func gauge(name, help string, labels ...string) *Family { return family("gauge", name, help, labels) }
+
+func histogram(name, help string, labels ...string) *Family {
+	return family("histogram", name, help, labels)
 }
 
 // The families. Label values are words of the configuration or of this program, so that
 // their number is bounded. They never contain ids, paths or callers (P8).
 var (
-	executions     = family("executions_total", counter, "Executions that ended, by outcome.", "guard", "action", "outcome")
-	running        = family("running", gauge, "Executions that are running now.", "guard", "action")
-	metricsReplays = family("replays_total", counter, "Calls that were answered with a recorded result.", "guard", "action")
-	recognized     = family("recognized_total", counter, "Calls that were recognised as retries, by the evidence.", "guard", "action", "evidence")
-	cancels        = family("cancellations_total", counter, "Cancellations of running calls by notifications/cancelled: passed on to the upstream, or kept from it.", "guard", "action", "result")
-	attaches       = family("attaches_total", counter, "Calls that were answered by an execution that was running already.", "guard", "action")
-	problems       = family("problems_total", counter, "Calls that were answered with a problem of the gateway.", "guard", "action", "problem")
-	failOpen       = family("fail_open_total", counter, "Calls that were forwarded unguarded because the store was unavailable.", "guard", "action")
-	probes         = family("probes_total", counter, "Status probes, by result.", "guard", "action", "result")
-	unguarded      = family("unguarded_total", counter, "Calls that are not guarded and were passed through.", "guard", "reason")
+	executions     = counter("executions_total", "Executions that ended, by outcome.", "guard", "action", "outcome")
+	running        = gauge("running", "Executions that are running now.", "guard", "action")
+	metricsReplays = counter("replays_total", "Calls that were answered with a recorded result.", "guard", "action")
+	recognized     = counter("recognized_total", "Calls that were recognised as retries, by the evidence.", "guard", "action", "evidence")
+	cancels        = counter("cancellations_total", "Cancellations of running calls by notifications/cancelled: passed on to the upstream, or kept from it.", "guard", "action", "result")
+	attaches       = counter("attaches_total", "Calls that were answered by an execution that was running already.", "guard", "action")
+	problems       = counter("problems_total", "Calls that were answered with a problem of the gateway.", "guard", "action", "problem")
+	failOpen       = counter("fail_open_total", "Calls that were forwarded unguarded because the store was unavailable.", "guard", "action")
+	probes         = counter("probes_total", "Status probes, by result.", "guard", "action", "result")
+	unguarded      = counter("unguarded_total", "Calls that are not guarded and were passed through.", "guard", "reason")
 
-	callSeconds = family("call_duration_seconds", histogram, "Time of guarded calls, until the end of their answers, by what became of them.", "guard", "status")
-	overhead    = family("overhead_duration_seconds", histogram, "Time that the guard has added to executed calls: all until the outcome is recorded, without reading the request and the upstream's part.", "guard")
+	callSeconds = histogram("call_duration_seconds",
+		"Time of guarded calls, until the end of their answers, by what became of them.", "guard", "status")
+	overhead = histogram("overhead_duration_seconds", "Time that the guard has added to executed calls: all until the outcome is recorded, without reading the request and the upstream's part.", "guard")
 
-	tokens = family("tokens_total", counter, "Requests with Execution Context Tokens, by result of the verification.", "guard", "result")
+	tokens = counter("tokens_total", "Requests with Execution Context Tokens, by result of the verification.", "guard", "result")
 
-	inDoubt        = family("in_doubt", gauge, "Executions that are in doubt now; counted up to 100000.")
-	inDoubtOldest  = family("in_doubt_oldest_age_seconds", gauge, "Age of the oldest execution in doubt; 0 without one.")
-	recoveredCount = family("recovered_total", counter, "Executions that an earlier process left open, by outcome.", "outcome")
+	inDoubt        = gauge("in_doubt", "Executions that are in doubt now; counted up to 100000.")
+	inDoubtOldest  = gauge("in_doubt_oldest_age_seconds", "Age of the oldest execution in doubt; 0 without one.")
+	recoveredCount = counter("recovered_total", "Executions that an earlier process left open, by outcome.", "outcome")
 
-	bodyMemory = family("body_memory_bytes", gauge, "Memory of the bodies of requests and answers, beyond the first 4 KiB of each.")
+	bodyMemory = gauge("body_memory_bytes", "Memory of the bodies of requests and answers, beyond the first 4 KiB of each.")
 
-	storeHealthy   = family("store_healthy", gauge, "1 if the store is open and answers, else 0.")
-	storeOpened    = family("store_opened_timestamp_seconds", gauge, "When the store was opened, in Unix time.")
-	storeBytes     = family("store_bytes", gauge, "Bytes of the store on disk, by part.", "part")
-	storeFree      = family("store_free_bytes", gauge, "Free bytes on the disk of the store.")
-	storeWatermark = family("store_watermark", gauge, "0 if the disk has enough space, 1 if nothing new begins, 2 if nothing is recorded.")
-	storeRefused   = family("store_refused_total", counter, "Commits that were refused for lack of disk space.")
+	storeHealthy   = gauge("store_healthy", "1 if the store is open and answers, else 0.")
+	storeOpened    = gauge("store_opened_timestamp_seconds", "When the store was opened, in Unix time.")
+	storeBytes     = gauge("store_bytes", "Bytes of the store on disk, by part.", "part")
+	storeFree      = gauge("store_free_bytes", "Free bytes on the disk of the store.")
+	storeWatermark = gauge("store_watermark", "0 if the disk has enough space, 1 if nothing new begins, 2 if nothing is recorded.")
+	storeRefused   = counter("store_refused_total", "Commits that were refused for lack of disk space.")
 
-	databaseLease       = family("database_lease_seconds", gauge, "Seconds until the lease on the database ends unless it is renewed; negative once it has ended.")
-	databaseConnections = family("database_connections", gauge, "Connections to the database for reading, by state: in_use, idle, and max, of how many there may be.", "state")
-	databaseWaits       = family("database_waits_total", counter, "Reads that waited for a connection to the database, since the store was opened.")
-	databaseWaited      = family("database_wait_seconds_total", counter, "Time that reads waited for a connection to the database.")
-	databaseRows        = family("database_rows", gauge, "Rows of the store's entries, as the database estimates them: living, and dead ones that are not vacuumed yet.", "state")
-	databaseOldest      = family("database_oldest_transaction_seconds", gauge, "Age of the oldest transaction in the database that the role may see.")
-	databaseStandbys    = family("database_standbys", gauge, "Standbys that are connected to the primary.")
-	databaseLag         = family("database_standby_lag_seconds", gauge, "How far the last standby is behind; absent where the role may not see it.")
+	databaseLease = gauge("database_lease_seconds",
+		"Seconds until the lease on the database ends unless it is renewed; negative once it has ended.")
+	databaseConnections = gauge("database_connections",
+		"Connections to the database for reading, by state: in_use, idle, and max, of how many there may be.", "state")
+	databaseWaits    = counter("database_waits_total", "Reads that waited for a connection to the database, since the store was opened.")
+	databaseWaited   = counter("database_wait_seconds_total", "Time that reads waited for a connection to the database.")
+	databaseRows     = gauge("database_rows", "Rows of the store's entries, as the database estimates them: living, and dead ones that are not vacuumed yet.", "state")
+	databaseOldest   = gauge("database_oldest_transaction_seconds", "Age of the oldest transaction in the database that the role may see.")
+	databaseStandbys = gauge("database_standbys", "Standbys that are connected to the primary.")
+	databaseLag      = gauge("database_standby_lag_seconds", "How far the last standby is behind; absent where the role may not see it.")
 
-	nodeInfo       = family("node_info", gauge, "Always 1; its label is the name of this gateway among those that share the store.", "node")
-	nodesOpen      = family("nodes", gauge, "Gateways that have the store open, with this one.")
-	nodesDiffering = family("nodes_differing", gauge, "Other gateways over the store whose configuration differs from that of this one.")
-	nodesSeen      = family("nodes_seen_age_seconds", gauge, "How long ago that gateway was heard of which has been silent the longest, by the database's clock.")
-	nodesRemoved   = family("nodes_removed_total", counter, "Gateways that this one has removed from the store, since they did not respond; since the store was opened.")
+	nodeInfo       = gauge("node_info", "Always 1; its label is the name of this gateway among those that share the store.", "node")
+	nodesOpen      = gauge("nodes", "Gateways that have the store open, with this one.")
+	nodesDiffering = gauge("nodes_differing", "Other gateways over the store whose configuration differs from that of this one.")
+	nodesSeen      = gauge("nodes_seen_age_seconds",
+		"How long ago that gateway was heard of which has been silent the longest, by the database's clock.")
+	nodesRemoved = counter("nodes_removed_total",
+		"Gateways that this one has removed from the store, since they did not respond; since the store was opened.")
 
-	commitSeconds = family("store_commit_duration_seconds", histogram, "Time that one group of batches took to become durable.")
-	commitBatches = family("store_commit_batches", histogram, "Batches that became durable together, with one sync.")
+	commitSeconds = histogram("store_commit_duration_seconds", "Time that one group of batches took to become durable.")
+	commitBatches = histogram("store_commit_batches", "Batches that became durable together, with one sync.")
 
-	circuitState    = family("circuit_state", gauge, "State of the circuit breaker of an upstream: 0 closed, 1 half-open, 2 open.", "upstream", "class")
-	circuitErrors   = family("circuit_error_ratio", gauge, "Share of failures in the breaker's window.", "upstream", "class")
-	circuitOpenings = family("circuit_openings_total", counter, "Openings of the breaker since the process began.", "upstream", "class")
-	circuitRejected = family("circuit_rejected_total", counter, "Calls that the breaker refused since the process began.", "upstream", "class")
+	circuitState    = gauge("circuit_state", "State of the circuit breaker of an upstream: 0 closed, 1 half-open, 2 open.", "upstream", "class")
+	circuitErrors   = gauge("circuit_error_ratio", "Share of failures in the breaker's window.", "upstream", "class")
+	circuitOpenings = counter("circuit_openings_total", "Openings of the breaker since the process began.", "upstream", "class")
+	circuitRejected = counter("circuit_rejected_total", "Calls that the breaker refused since the process began.", "upstream", "class")
 
-	cascadesFound   = family("cascades_total", counter, "Failures that spread, by pattern, since the store was opened.", "pattern")
-	cascadesOpen    = family("cascades_open", gauge, "Failures that spread, and have not ended.")
-	cascadeDropped  = family("cascade_events_dropped_total", counter, "Events that were not looked at for cascades, since the store was opened.")
-	exhausted       = family("exhausted", gauge, "1 while a resource is used up, of a guard or of the gateway; else 0.", "guard", "resource")
-	latencyP99      = family("upstream_latency_seconds", gauge, "Time after which 99 of 100 good answers of an upstream began, lately.", "upstream")
-	latencyBaseline = family("upstream_latency_usual_seconds", gauge, "What is usual for upstream_latency_seconds.", "upstream")
+	cascadesFound   = counter("cascades_total", "Failures that spread, by pattern, since the store was opened.", "pattern")
+	cascadesOpen    = gauge("cascades_open", "Failures that spread, and have not ended.")
+	cascadeDropped  = counter("cascade_events_dropped_total", "Events that were not looked at for cascades, since the store was opened.")
+	exhausted       = gauge("exhausted", "1 while a resource is used up, of a guard or of the gateway; else 0.", "guard", "resource")
+	latencyP99      = gauge("upstream_latency_seconds", "Time after which 99 of 100 good answers of an upstream began, lately.", "upstream")
+	latencyBaseline = gauge("upstream_latency_usual_seconds", "What is usual for upstream_latency_seconds.", "upstream")
 
-	bulkheadPermits   = family("bulkhead_permits", gauge, "Calls that may be at the upstream at a time.", "guard")
-	bulkheadInUse     = family("bulkhead_in_use", gauge, "Calls that hold a permit of the bulkhead.", "guard")
-	bulkheadWaiting   = family("bulkhead_waiting", gauge, "Calls that wait for a permit of the bulkhead.", "guard")
-	bulkheadWorkflows = family("bulkhead_workflows", gauge, "Workflows that hold permits of the bulkhead or wait for them.", "guard")
-	bulkheadGranted   = family("bulkhead_granted_total", counter, "Permits that the bulkhead has granted.", "guard")
-	bulkheadWaits     = family("bulkhead_waits_total", counter, "Calls that had to wait for a permit of the bulkhead.", "guard")
-	bulkheadWaited    = family("bulkhead_wait_seconds_total", counter, "Time that calls waited which then got a permit of the bulkhead.", "guard")
-	bulkheadLeft      = family("bulkhead_left_total", counter, "Calls whose clients left while they waited for a permit of the bulkhead.", "guard")
-	bulkheadHeld      = family("bulkhead_held_seconds_total", counter, "Time for which calls held permits of the bulkhead that they have returned.", "guard")
-	bulkheadRetries   = family("bulkhead_retries_total", counter, "Retries that were sent within the retry budgets of their workflows.", "guard")
-	bulkheadRefused   = family("bulkhead_refused_total", counter, "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
+	bulkheadPermits   = gauge("bulkhead_permits", "Calls that may be at the upstream at a time.", "guard")
+	bulkheadInUse     = gauge("bulkhead_in_use", "Calls that hold a permit of the bulkhead.", "guard")
+	bulkheadWaiting   = gauge("bulkhead_waiting", "Calls that wait for a permit of the bulkhead.", "guard")
+	bulkheadWorkflows = gauge("bulkhead_workflows", "Workflows that hold permits of the bulkhead or wait for them.", "guard")
+	bulkheadGranted   = counter("bulkhead_granted_total", "Permits that the bulkhead has granted.", "guard")
+	bulkheadWaits     = counter("bulkhead_waits_total", "Calls that had to wait for a permit of the bulkhead.", "guard")
+	bulkheadWaited    = counter("bulkhead_wait_seconds_total", "Time that calls waited which then got a permit of the bulkhead.", "guard")
+	bulkheadLeft      = counter("bulkhead_left_total", "Calls whose clients left while they waited for a permit of the bulkhead.", "guard")
+	bulkheadHeld      = counter("bulkhead_held_seconds_total",
+		"Time for which calls held permits of the bulkhead that they have returned.", "guard")
+	bulkheadRetries = counter("bulkhead_retries_total", "Retries that were sent within the retry budgets of their workflows.", "guard")
+	bulkheadRefused = counter("bulkhead_refused_total", "Calls that got no permit of the bulkhead, by reason.", "guard", "reason")
 
-	ledgerEntries = family("ledger_entries", gauge, "Entries of the ledger's tree.")
+	ledgerEntries = gauge("ledger_entries", "Entries of the ledger's tree.")
 
-	workflowsBegun = family("workflows_begun_total", counter, "Workflows whose start the gateway has recorded, since the process began.")
-	workflowsEnded = family("workflows_ended_total", counter, "Workflows whose end the gateway has recorded, by status, since the process began.", "status")
+	workflowsBegun = counter("workflows_begun_total", "Workflows whose start the gateway has recorded, since the process began.")
+	workflowsEnded = counter("workflows_ended_total", "Workflows whose end the gateway has recorded, by status, since the process began.", "status")
 
-	rollbacks        = family("rollbacks_total", counter, "Rollbacks that are finished, by status.", "status")
-	rollbackSteps    = family("rollback_steps_total", counter, "Ended steps of rollbacks, by status.", "status")
-	rollbacksRunning = family("rollbacks_running", gauge, "Rollbacks that are not finished.")
-	rollbacksWaiting = family("rollbacks_waiting", gauge, "Errors because of which a rollback is to be asked for, or people, once it is their turn.")
-	rollbackOldest   = family("rollback_oldest_age_seconds", gauge, "Age of the oldest unfinished rollback; 0 without one.")
-	escalations      = family("escalations", gauge, "Escalations that are kept, by level, state of the delivery, and status of the decision; counted up to 100000.", "level", "state", "status")
-	escalationOldest = family("escalation_oldest_age_seconds", gauge, "Age of the oldest escalation that nobody has decided; 0 without one.", "level")
-	holdsUnconfirmed = family("holds_unconfirmed", gauge, "Escalations of which a participant has not confirmed what holds the workflow, by participant.", "participant")
-	deliveries       = family("escalation_deliveries_total", counter, "Attempts to deliver an escalation, by result.", "result")
+	rollbacks        = counter("rollbacks_total", "Rollbacks that are finished, by status.", "status")
+	rollbackSteps    = counter("rollback_steps_total", "Ended steps of rollbacks, by status.", "status")
+	rollbacksRunning = gauge("rollbacks_running", "Rollbacks that are not finished.")
+	rollbacksWaiting = gauge("rollbacks_waiting", "Errors because of which a rollback is to be asked for, or people, once it is their turn.")
+	rollbackOldest   = gauge("rollback_oldest_age_seconds", "Age of the oldest unfinished rollback; 0 without one.")
+	escalations      = gauge("escalations", "Escalations that are kept, by level, state of the delivery, and status of the decision; counted up to 100000.", "level", "state", "status")
+	escalationOldest = gauge("escalation_oldest_age_seconds", "Age of the oldest escalation that nobody has decided; 0 without one.", "level")
+	holdsUnconfirmed = gauge("holds_unconfirmed",
+		"Escalations of which a participant has not confirmed what holds the workflow, by participant.", "participant")
+	deliveries = counter("escalation_deliveries_total", "Attempts to deliver an escalation, by result.", "result")
 
-	eventsDropped = family("events_dropped_total", counter, "Events that were dropped because handlers of events were too slow.")
-	info          = family("info", gauge, "Always 1; its labels are the version of the plugin and the kind of store.", "version", "store")
+	eventsDropped = counter("events_dropped_total", "Events that were dropped because handlers of events were too slow.")
+	info          = gauge("info", "Always 1; its labels are the version of the plugin and the kind of store.", "version", "store")
 )
 
 // Families lists all families, in the order in which they are declared.
@@ -570,15 +574,13 @@ func newStoreCounts() *storeCounts {
 		}
 	}
 	return &storeCounts{
-		words:  words,
-		guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
+		words: words, guards: map[string]*guard.Counts{}, pools: map[string]*bulkhead.Pool{},
 		latency: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: commitSeconds.Name, Help: commitSeconds.Help,
 			Buckets: []float64{.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5},
 		}),
 		group: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: commitBatches.Name, Help: commitBatches.Help,
-			Buckets: []float64{1, 2, 4, 8, 16, 32, 64, 128, 256},
+			Name: commitBatches.Name, Help: commitBatches.Help, Buckets: []float64{1, 2, 4, 8, 16, 32, 64, 128, 256},
 		}),
 	}
 }
@@ -606,22 +608,18 @@ func (s *storeCounts) add(f *Family, word string, n int) {
 func (s *storeCounts) bulkhead(name string, settings bulkhead.Settings) *bulkhead.Pool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	p := s.pools[name]
-	if p == nil {
-		p = bulkhead.New(settings)
-		s.pools[name] = p
+	if s.pools[name] == nil {
+		s.pools[name] = bulkhead.New(settings)
 	}
-	return p
+	return s.pools[name]
 }
 
 // guard returns the counts of guards with this name.
 func (s *storeCounts) guard(name string) *guard.Counts {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	g := s.guards[name]
-	if g == nil {
-		g = guard.NewCounts(name, api.Kinds())
-		s.guards[name] = g
+	if s.guards[name] == nil {
+		s.guards[name] = guard.NewCounts(name, api.Kinds())
 	}
-	return g
+	return s.guards[name]
 }

@@ -25,7 +25,7 @@ var htmlPage = template.Must(template.New("problem").Parse(`<!doctype html>
 <p>{{if .RetryAfter}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}}
 {{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}</p>
 <h2>What the operator can do</h2>
-<p>{{.Operator}}</p>
+<p>{{or .Operator "Nothing needs to be done."}}</p>
 </html>
 `))
 
@@ -36,7 +36,7 @@ var textPage = texttemplate.Must(texttemplate.New("problem").Parse(`{{.Title}} (
 What the caller should do: {{.Caller}}
 {{if .RetryAfter}}A retry of the same call helps.{{else}}A retry of the same call gets the same answer.{{end}} {{if .SafeNewKey}}A new id is safe.{{else}}A new id is not safe: the effect could happen twice.{{end}}
 
-What the operator can do: {{.Operator}}
+What the operator can do: {{or .Operator "Nothing needs to be done."}}
 `))
 
 // servePage answers with the page for people about the kind with this slug: as HTML if the
@@ -86,10 +86,9 @@ func Kinds() []problem.Kind {
 var (
 	planInvalid = problem.Kind{
 		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity, GRPC: 3, // INVALID_ARGUMENT
-		Title:    "The plan of the workflow is wrong",
-		Meaning:  "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
-		Caller:   "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The plan of the workflow is wrong",
+		Meaning: "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
+		Caller:  "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
 	}
 	planRefused = problem.Kind{
 		Slug: "plan-refused", Status: http.StatusForbidden,
@@ -100,17 +99,15 @@ var (
 	}
 	planExists = problem.Kind{
 		Slug: "plan-exists", Status: http.StatusPreconditionRequired,
-		Title:    "The workflow has another plan already",
-		Meaning:  "Who changes a plan has to say which version it replaces, so that no other change is lost. Nothing was changed.",
-		Caller:   "Read the plan, and send its ETag in If-Match.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The workflow has another plan already",
+		Meaning: "Who changes a plan has to say which version it replaces, so that no other change is lost. Nothing was changed.",
+		Caller:  "Read the plan, and send its ETag in If-Match.",
 	}
 	planReplaced = problem.Kind{
 		Slug: "plan-replaced", Status: http.StatusPreconditionFailed,
-		Title:    "The plan of the workflow is not the expected one",
-		Meaning:  "If-Match names another version than the workflow's plan has, or If-None-Match expects none. Somebody else has changed it, or it has expired. Nothing was changed.",
-		Caller:   "Read the plan, and decide anew.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The plan of the workflow is not the expected one",
+		Meaning: "If-Match names another version than the workflow's plan has, or If-None-Match expects none. Somebody else has changed it, or it has expired. Nothing was changed.",
+		Caller:  "Read the plan, and decide anew.",
 	}
 	planInForce = problem.Kind{
 		Slug: "plan-in-force", Status: http.StatusConflict,
@@ -121,10 +118,9 @@ var (
 	}
 	mediaTypeUnsupported = problem.Kind{
 		Slug: "media-type-unsupported", Status: http.StatusUnsupportedMediaType,
-		Title:    "The body is of another media type",
-		Meaning:  "The endpoint takes the media types that the field Accept of this answer names. Nothing was changed.",
-		Caller:   "Send the body with one of these types in Content-Type.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The body is of another media type",
+		Meaning: "The endpoint takes the media types that the field Accept of this answer names. Nothing was changed.",
+		Caller:  "Send the body with one of these types in Content-Type.",
 	}
 	AuthenticationRequired = problem.Kind{
 		Slug: "authentication-required", Status: http.StatusUnauthorized,
@@ -177,10 +173,9 @@ var (
 	}
 	ParameterInvalid = problem.Kind{
 		Slug: "parameter-invalid", Status: http.StatusBadRequest,
-		Title:    "The question is malformed",
-		Meaning:  "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
-		Caller:   "Correct what the detail names.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The question is malformed",
+		Meaning: "A parameter of a request to one of the gateway's own paths cannot be read. This says nothing about any execution.",
+		Caller:  "Correct what the detail names.",
 	}
 	notInWorkflow = problem.Kind{
 		Slug: "not-in-workflow", Status: http.StatusForbidden, SafeNewKey: true,
@@ -226,10 +221,9 @@ var (
 	}
 	rollbackMismatch = problem.Kind{
 		Slug: "rollback-mismatch", Status: http.StatusUnprocessableEntity, SafeNewKey: true,
-		Title:    "The rollback id was used for another rollback",
-		Meaning:  "A rollback of this checkpoint with this id is recorded, and its scope, reason, urgency or requester are others than this request's. Nothing was begun.",
-		Caller:   "If this is meant as another rollback, ask for it under a new id. If it is a repetition, send exactly what was sent before.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The rollback id was used for another rollback",
+		Meaning: "A rollback of this checkpoint with this id is recorded, and its scope, reason, urgency or requester are others than this request's. Nothing was begun.",
+		Caller:  "If this is meant as another rollback, ask for it under a new id. If it is a repetition, send exactly what was sent before.",
 	}
 	dependedOn = problem.Kind{
 		Slug: "depended-on", Status: http.StatusConflict, SafeNewKey: true,

@@ -274,10 +274,10 @@ type report struct {
 
 func (k *known) reported(now time.Time) report {
 	r := report{
-		Key: k.key, ID: k.id, Began: max(now.Sub(k.began), 0), Window: k.window, Count: k.count, State: k.state, Expires: k.expires,
-		Waits: k.holder != nil && k.holder.waits(), Released: k.released, Retriable: k.retriable, Internal: k.internal,
-		Unanswered: k.holder == nil && k.unanswered || k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil,
-		Learned:    k.learned, Taken: k.taken, Asked: k.asked, Held: k.foreign || k.held, Elsewhere: k.elsewhere,
+		Key: k.key, ID: k.id, Began: max(now.Sub(k.began), 0), Window: k.window, Count: k.count, State: k.state,
+		Expires: k.expires, Waits: k.holder != nil && k.holder.waits(), Unanswered: k.deserted(), Released: k.released,
+		Retriable: k.retriable, Internal: k.internal, Learned: k.learned, Taken: k.taken, Asked: k.asked,
+		Held: k.foreign || k.held, Elsewhere: k.elsewhere,
 	}
 	if !k.ended.IsZero() {
 		r.Ended = max(now.Sub(k.ended), 0)
@@ -290,9 +290,9 @@ func (r *reply) read(now time.Time) (all []*known) {
 	for _, of := range r.Known {
 		all = append(all, &known{
 			foreign: true, key: of.Key, id: of.ID, began: now.Add(-of.Began), ended: now.Add(-of.Ended), window: of.Window,
-			count: of.Count, state: of.State, expires: of.Expires, away: of.Waits, unanswered: of.Unanswered, released: of.Released,
-			retriable: of.Retriable, internal: of.Internal, learned: of.Learned, taken: of.Taken, asked: of.Asked, held: of.Held,
-			elsewhere: of.Elsewhere,
+			count: of.Count, state: of.State, expires: of.Expires, away: of.Waits, unanswered: of.Unanswered,
+			released: of.Released, retriable: of.Retriable, internal: of.Internal, learned: of.Learned, taken: of.Taken,
+			asked: of.Asked, held: of.Held, elsewhere: of.Elsewhere,
 		})
 	}
 	return all

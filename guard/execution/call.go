@@ -105,24 +105,21 @@ const MaxID = 255
 // Errors of ids. Their texts are the detail of a 400 problem: they say what is wrong and what
 // would be right, and never repeat the value, which may be a secret (P8).
 var (
-	// errIDMissing: the request has no such field.
-	errIDMissing = errors.New("the field with the execution id is missing; send it once, with one id")
-	// errIDRepeated: the field came on more than one line.
+	errIDMissing  = errors.New("the field with the execution id is missing; send it once, with one id")
 	errIDRepeated = errors.New("the field with the execution id was sent more than once; send exactly one field line")
 	// errIDList: an unquoted value contains a comma; an intermediary may have joined two values.
-	errIDList = errors.New("the execution id looks like a comma-separated list; send one id, or put it in double quotes if the comma belongs to it")
-	// errIDEmpty: nothing is left after trimming and unquoting.
-	errIDEmpty = errors.New("the execution id is empty; send 1 to 255 visible ASCII characters")
-	// errIDTooLong: more than MaxID bytes.
-	errIDTooLong = errors.New("the execution id is too long; at most 255 characters are allowed, quotes not counted")
-	// errIDCharacter: a space, a control character or something outside ASCII.
-	errIDCharacter = errors.New("the execution id holds a character that is not allowed; use visible ASCII characters only, without spaces")
-	// errIDUnterminated: the closing double quote is missing.
-	errIDUnterminated = errors.New("the quoted execution id does not end; close it with a double quote, or leave both quotes away")
-	// errIDEscape: a backslash before something else than a quote or a backslash.
-	errIDEscape = errors.New(`the quoted execution id has a bad escape; after a backslash only a double quote or a backslash may follow`)
-	// errIDTrailing: parameters, a further list member or other text follows.
-	errIDTrailing = errors.New("something follows the closing quote of the execution id; send the quoted id alone, without parameters or further values")
+	errIDList = errors.New("the execution id looks like a comma-separated list; " +
+		"send one id, or put it in double quotes if the comma belongs to it")
+	errIDEmpty     = errors.New("the execution id is empty; send 1 to 255 visible ASCII characters")
+	errIDTooLong   = errors.New("the execution id is too long; at most 255 characters are allowed, quotes not counted")
+	errIDCharacter = errors.New("the execution id holds a character that is not allowed; " +
+		"use visible ASCII characters only, without spaces")
+	errIDUnterminated = errors.New("the quoted execution id does not end; " +
+		"close it with a double quote, or leave both quotes away")
+	errIDEscape = errors.New("the quoted execution id has a bad escape; " +
+		"after a backslash only a double quote or a backslash may follow")
+	errIDTrailing = errors.New("something follows the closing quote of the execution id; " +
+		"send the quoted id alone, without parameters or further values")
 )
 
 // ParseID returns the id in the field lines of one header, of which there must be exactly one. A
@@ -227,9 +224,8 @@ func (v Verdict) String() string {
 		return "released"
 	case InDoubt:
 		return "in_doubt"
-	default:
-		return "undecided"
 	}
+	return "undecided"
 }
 
 // ParseVerdict reads the words of Verdict.String.

@@ -267,12 +267,9 @@ func (g *Guard) piecesOf(ctx context.Context, key Key, claim [16]byte) (int, err
 func (e *Execution) keep(ctx context.Context, record *Record, tail []byte, batches []*store.Batch) error {
 	room := rooms.Get().(*room)
 	defer room.free()
-	batch := e.g.putIn(room, e.flight.key, &e.record, record, store.VersionIs(e.version), batches...)
-	if tail != nil {
-		batch = append(batch, e.g.tail(room, e.flight.key, record, tail))
-	}
-	room.writes = batch
-	_, err := e.g.store.Commit(ctx, batch...)
+	e.g.putIn(room, e.flight.key, &e.record, record, store.VersionIs(e.version), batches...)
+	e.g.putTail(room, e.flight.key, record, tail)
+	_, err := e.g.store.Commit(ctx, room.writes...)
 	if err == nil {
 		settled(e.usage, record)
 		e.holding.end(true, e.flight.key, record)
@@ -581,12 +578,13 @@ func (p *pieces) rest(tail []byte, rec *Recording, r *Record, until time.Time) [
 	return tail
 }
 
-// tail is the write of an answer, in memory of room.
-func (g *Guard) tail(room *room, key Key, record *Record, tail []byte) store.Write {
-	var name, sealed []byte
-	name, room.memory = cutOff(room.memory, appendAnswerKey(room.memory, key))
-	sealed, room.memory = cutOff(room.memory, g.sealer.Seal(room.memory, tail, name))
-	return store.Write{Key: name, Bulk: true, Value: sealed, Expires: record.Result.Expires}
+// putTail puts the head piece of an answer in room, unless tail is nil.
+func (l *records) putTail(room *room, key Key, record *Record, tail []byte) {
+	if tail != nil {
+		w := store.Write{Key: room.keep(appendAnswerKey(room.memory, key)), Bulk: true, Expires: record.Result.Expires}
+		w.Value = room.keep(l.sealer.Seal(room.memory, tail, w.Key))
+		room.writes = append(room.writes, w)
+	}
 }
 
 // answer is the head piece of a recorded answer.

@@ -79,7 +79,8 @@ func Export(ctx context.Context, from store.Store, to io.Writer) (entries int64,
 	for e, scanErr := range living(from.Scan(ctx, store.Range{})) {
 		if errors.Is(scanErr, store.ErrDamaged) {
 			// P1: a call whose record is left out would run again.
-			return 0, fmt.Errorf("a value of the store is damaged, and without it its call would run again; restore the store from a backup first: %w", scanErr)
+			return 0, fmt.Errorf("a value of the store is damaged, and without it its call would run again; "+
+				"restore the store from a backup first: %w", scanErr)
 		}
 		if err = errors.Join(err, scanErr); err != nil {
 			return 0, err

@@ -38,13 +38,14 @@ const (
 
 // of returns the hash of the group of a call.
 func (h *hashes) of(sealer store.Sealer, q *Question) groupHash {
-	parts := [...]string{q.Scope.Caller, q.Scope.Tenant, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer}
+	c := &q.Scope
+	parts := [...]string{c.Caller, c.Tenant, c.Guard, c.Method, c.Path, q.Peer}
 	size := len(q.Whole)
 	for _, part := range parts {
 		size += binary.MaxVarintLen64 + len(part)
 	}
 	compute := func() groupHash {
-		sum := store.Index(sealer, "group", q.Scope.Caller, q.Scope.Tenant, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Whole[:]))
+		sum := store.Index(sealer, "group", c.Caller, c.Tenant, c.Guard, c.Method, c.Path, q.Peer, string(q.Whole[:]))
 		return groupHash(sum[:])
 	}
 	if size > mostName {
@@ -116,6 +117,14 @@ func (k *known) free() bool { return !k.taken && (k.evidence() != "" || k.refuse
 // refused reports that a retry runs as a new call. One that is attached still may run it itself.
 func (k *known) refused() bool { return k.released && (k.holder == nil || k.holder.answered) }
 
+// deserted reports that the client of the last attempt has left without a whole answer.
+func (k *known) deserted() bool {
+	if k.holder == nil {
+		return k.unanswered
+	}
+	return !k.holder.answered && k.holder.gone.Err() != nil
+}
+
 // evidence is what the execution has to say for a retry; empty without any.
 func (k *known) evidence() Evidence {
 	switch {
@@ -123,7 +132,7 @@ func (k *known) evidence() Evidence {
 		return ""
 	case k.state == StateInDoubt:
 		return evidenceInDoubt
-	case !k.learned && (k.holder != nil && !k.holder.answered && k.holder.gone.Err() != nil || k.holder == nil && k.unanswered):
+	case !k.learned && k.deserted():
 		return evidenceUnanswered
 	case (k.retriable || k.internal) && (k.holder == nil || k.holder.answered):
 		return evidenceAnswer
@@ -408,12 +417,12 @@ func (g *group) pending() (oldest *known) {
 
 // unlisted reports that the store may have rows of the group g, of this hash, that memory has not: from before it had
 // everything, or, where the call says that it is a retry, of answered executions that were forgotten.
-func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.Duration, count int, now time.Time) bool {
+func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.Duration, retry bool, now time.Time) bool {
 	forgot := s.forgot
 	if g != nil {
 		forgot = g.forgot
 	}
-	if count > 0 && now.Sub(forgot) < window {
+	if retry && now.Sub(forgot) < window {
 		return true
 	}
 	if now.Sub(s.since) >= window || t.shared() { // which are asked
@@ -424,7 +433,7 @@ func (t *groups) unlisted(s *groupShard, g *group, hash groupHash, window time.D
 
 // rests reports that the execution says nothing but that it was answered.
 func (k *known) rests() bool {
-	return k.holder == nil && k.runner == nil && k.state != 0 && !k.taken && !k.refused() && !k.doubtful() && k.evidence() == ""
+	return k.holder == nil && k.runner == nil && k.state != 0 && !k.taken && !k.free()
 }
 
 // idle reports that nobody waits for the execution, and that the store knows of it what memory does.
@@ -432,7 +441,7 @@ func (k *known) idle() bool {
 	return k.holder == nil && k.runner == nil && !k.pending && !k.taken && !k.unrecorded
 }
 
-// shrink forgets what is too old, then what was answered, and where there still is too much what the store knows as well.
+// shrink forgets what is too old, then what was answered, and if that is not enough what the store knows as well.
 func (t *groups) shrink() {
 	now := time.Now()
 	for _, forget := range []func(k *known) bool{

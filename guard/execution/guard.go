@@ -448,7 +448,8 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	}
 	room := rooms.Get().(*room)
 	defer room.free()
-	room.writes = c.Attempt.claims(g.putIn(room, c.Key, found.Record, record, condition, batches...), now, record.Deadline)
+	g.putIn(room, c.Key, found.Record, record, condition, batches...)
+	room.writes = c.Attempt.claims(room.writes, now, record.Deadline)
 	e.version, err = g.store.Commit(ctx, room.writes...)
 	if left := (*Record)(nil); err != nil {
 		if errors.Is(err, store.ErrUnknown) { // it may be there
@@ -645,7 +646,7 @@ type Recovery struct {
 	// Unrecorded: it may have been sent, and the store had no room to record that. It is in doubt
 	// all the same; the next opening records it.
 	Unrecorded int
-	// Own says that this process runs on: what it had to record of their outcomes it could not, and does not have any more.
+	// Own says that this process runs on: it could not record their outcomes, and does not have them any more.
 	Own bool
 }
 
@@ -669,6 +670,17 @@ type room struct {
 
 var rooms = sync.Pool{New: func() any { return new(room) }}
 
+// keep returns what was appended to the memory, nil if nothing was. It is not written again.
+func (r *room) keep(appended []byte) []byte {
+	from := len(r.memory)
+	if r.memory = appended; len(appended) == from {
+		return nil
+	}
+	return appended[from:len(appended):len(appended)]
+}
+
+func (r *room) delete(key []byte) { r.writes = append(r.writes, store.Write{Key: key, Delete: true}) }
+
 func (r *room) free() {
 	clear(r.writes)
 	if cap(r.memory) <= maxScratch {
@@ -682,14 +694,14 @@ type Naming struct{ Caller, Credentials, Tenant string }
 
 // namingRefused refuses to name callers and tenants in another way than holds says, in options.
 func namingRefused(guard string, options []string, holds string) error {
-	return fmt.Errorf("the guard %q: `%s` differ from what its calls were recorded under, and %s: retries of those calls would run again. "+
-		"Put it back, give the guard another `name`, under which it begins anew, or write `free_keys` into its block if that is meant",
-		guard, strings.Join(options, "` and `"), holds)
+	return fmt.Errorf("the guard %q: `%s` differ from what its calls were recorded under, and %s: "+
+		"retries of those calls would run again. Put it back, give the guard another `name`, under which it begins anew, "+
+		"or write `free_keys` into its block if that is meant", guard, strings.Join(options, "` and `"), holds)
 }
 
 // CheckNaming returns an error if a guard must not make keys under n, else the condition and the value with which n is
-// recorded in the place of what is; the value is nil if it is recorded. free allows it also if that frees keys. The error
-// wraps ErrStore if the store cannot be read.
+// recorded in the place of what is; the value is nil if it is recorded. free allows it also if that frees keys. The
+// error wraps ErrStore if the store cannot be read.
 func (g *Guard) CheckNaming(ctx context.Context, guard string, n *Naming, free bool) (as store.Condition, value []byte, err error) {
 	const size = 16 // of the hash of an option
 	parts := [...]struct{ option, text string }{{"caller", n.Caller}, {"credentials", n.Credentials}, {"tenant", n.Tenant}}
@@ -743,7 +755,7 @@ func (g *Guard) namingKey(guard string) []byte {
 
 func (g *Guard) holdsKeys(ctx context.Context, guard string) (bool, error) {
 	for after := ""; ; {
-		page, err := g.List(ctx, Filter{Guard: shorten(guard, maxRecordedText)}, after, 1)
+		page, err := g.List(ctx, Filter{Guard: shortText(guard)}, after, 1)
 		if err != nil || len(page.Executions) > 0 || page.Next == "" {
 			return len(page.Executions) > 0, err
 		}

@@ -21,8 +21,8 @@ var (
 	ErrMissingKey = errors.New("guard: the key ring lacks a sealing key under which values stand in this store: " +
 		"put it back into the ring; without it what it sealed is unreadable")
 	// ErrOtherKey: the ring has another key under a number.
-	ErrOtherKey = errors.New("guard: the key ring has another sealing key under a number than the other gateways on this store: " +
-		"give all of them the same ring")
+	ErrOtherKey = errors.New("guard: the key ring has another sealing key under a number than the other gateways " +
+		"on this store: give all of them the same ring")
 	// ErrKeyElsewhere: no key can be made, since another gateway has made one, or is about to.
 	ErrKeyElsewhere = errors.New("guard: another gateway on this store has a newer key ring: " +
 		"take it over here, and load the configuration again, before another key is made")

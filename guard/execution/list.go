@@ -168,7 +168,7 @@ func (f *Filter) passes(r *Recorded) bool {
 func (f *Filter) workflows() []string {
 	all := make([]string, 0, 1+len(f.OrWorkflows))
 	for _, id := range append([]string{f.Workflow}, f.OrWorkflows...) {
-		all = append(all, shorten(id, maxRecordedText))
+		all = append(all, shortText(id))
 	}
 	return all
 }
@@ -274,8 +274,8 @@ type Recorded struct {
 	Finding
 }
 
-// Shown is what its caller and operators see of an execution; operators see more. Its members are an API. Nothing of the
-// request but its line is in it, and nothing of an answer but its status (P3, P8).
+// Shown is what its caller and operators see of an execution; operators see more. Its members are an API. Nothing of
+// the request but its line is in it, and nothing of an answer but its status (P3, P8).
 type Shown struct {
 	// Key is the execution key in hexadecimal; logs show its first 16 digits.
 	Key string `json:"key"`

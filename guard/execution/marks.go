@@ -126,17 +126,48 @@ func (t *groups) write(ctx context.Context, last bool) error {
 	if t.closed {
 		return nil
 	}
-	upTo, err := t.g.store.Now(ctx)
+	now, err := t.g.store.Now(ctx)
 	if err != nil {
 		if !errors.Is(err, store.ErrClosed) {
 			t.arm()
 		}
 		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	now := upTo
-	var batch []store.Write
-	var open []*known
-	var marks []byte
+	m, upTo := t.changed(now)
+	if !last {
+		upTo = upTo.Add(-crashEvidence)
+	}
+	for batch := range slices.Chunk(append(m.batch, t.marksWritten(upTo, last)), store.MaxBatch) {
+		if _, err := t.g.store.Commit(ctx, batch...); err != nil {
+			return t.unmarked(m.of, err)
+		}
+		n := min(len(batch), len(m.of))
+		t.marked(m.of[:n], m.marks[:n])
+		m.of, m.marks = m.of[n:], m.marks[n:]
+	}
+	if !last && !t.follows && t.ended.After(upTo) { // until the store says that it was long enough ago
+		t.follows = true
+		time.AfterFunc(crashEvidence, t.again)
+	}
+	t.shrink()
+	return nil
+}
+
+// marking is a batch of writes, each with its execution and the mark that this one has then.
+type marking struct {
+	batch []store.Write
+	of    []*known
+	marks []byte
+}
+
+func (m *marking) add(k *known, mark byte, w store.Write) {
+	m.batch, m.of, m.marks = append(m.batch, w), append(m.of, k), append(m.marks, mark)
+}
+
+// changed takes the pending executions and says what is to be written of them, up to when: now, or the begin of an
+// outcome's recording, whose execution stays pending.
+func (t *groups) changed(now time.Time) (m marking, upTo time.Time) {
+	upTo = now
 	for i := range t.shards {
 		s := &t.shards[i]
 		s.Lock()
@@ -144,76 +175,54 @@ func (t *groups) write(ctx context.Context, last bool) error {
 		s.pending = nil
 		for _, k := range pending {
 			k.pending = false
-			for _, at := range []time.Time{now, k.settled} {
-				if at.After(t.ended) {
-					t.ended = at
-				}
-			}
-			if !k.settling.IsZero() {
-				if k.settling.Before(upTo) {
-					upTo = k.settling
-				}
-				t.pend(s, k)
+			t.ended = slices.MaxFunc([]time.Time{t.ended, now, k.settled}, time.Time.Compare)
+			if k.settling.IsZero() {
+				t.change(s, k, now, &m)
 				continue
 			}
-			write := func(w store.Write) {
-				open, marks, batch = append(open, k), append(marks, k.mark), append(batch, w)
-			}
-			done := true
-			if k.state == StateCompleted {
-				for _, key := range k.aliases {
-					write(store.Write{Key: aliasKey(key), Value: k.key[:], Expires: k.expires})
-				}
-				s.unalias(k)
-				done, k.aliases = len(k.aliases) == 0, nil
-			}
-			switch mark := k.wanted(); {
-			case k.forgotten:
-				write(store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
-			case mark != k.mark:
-				write(k.row(t.g.boot, mark, now))
-				marks[len(marks)-1] = mark
-			case done:
-				t.note(s, k)
-			}
+			upTo = slices.MinFunc([]time.Time{upTo, k.settling}, time.Time.Compare)
+			t.pend(s, k)
 		}
 		s.Unlock()
 	}
-	for len(batch) >= store.MaxBatch && err == nil {
-		n := store.MaxBatch - 1
-		if _, err = t.g.store.Commit(ctx, batch[:n]...); err == nil {
-			t.marked(open[:n], marks[:n])
-			batch, open, marks = batch[n:], open[n:], marks[n:]
+	return m, upTo
+}
+
+// change adds what is to be written of an execution.
+func (t *groups) change(s *groupShard, k *known, now time.Time, m *marking) {
+	done := true
+	if k.state == StateCompleted {
+		for _, key := range k.aliases {
+			m.add(k, k.mark, store.Write{Key: aliasKey(key), Value: k.key[:], Expires: k.expires})
 		}
+		s.unalias(k)
+		done, k.aliases = len(k.aliases) == 0, nil
 	}
-	if !last {
-		upTo = upTo.Add(-crashEvidence)
+	switch mark := k.wanted(); {
+	case k.forgotten:
+		m.add(k, k.mark, store.Write{Key: appendRowKey(nil, k.group, k.key), Delete: true})
+	case mark != k.mark:
+		m.add(k, mark, k.row(t.g.boot, mark, now))
+	case done:
+		t.note(s, k)
 	}
-	if err == nil {
-		_, err = t.g.store.Commit(ctx, append(batch, t.marksWritten(upTo, last))...)
+}
+
+// unmarked has marks written again that could not be.
+func (t *groups) unmarked(all []*known, err error) error {
+	if passing(err) {
+		t.arm() // also where it was the row alone
 	}
-	if err != nil {
-		if passing(err) {
-			t.arm() // also where it was the row alone
+	for _, k := range all {
+		if errors.Is(err, store.ErrClosed) {
+			break
 		}
-		for _, k := range open {
-			if errors.Is(err, store.ErrClosed) {
-				break
-			}
-			s := t.shard(k.group)
-			s.Lock()
-			t.pend(s, k)
-			s.Unlock()
-		}
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		s := t.shard(k.group)
+		s.Lock()
+		t.pend(s, k)
+		s.Unlock()
 	}
-	if !last && !t.follows && t.ended.After(upTo) { // until the store says that it was long enough ago
-		t.follows = true
-		time.AfterFunc(crashEvidence, t.again)
-	}
-	t.marked(open, marks)
-	t.shrink()
-	return nil
+	return fmt.Errorf("%w: %w", ErrStore, err)
 }
 
 // marked notes which marks are in the store.
@@ -429,7 +438,7 @@ func (t *groups) describe(ctx context.Context, k *known, record *Record) error {
 	if !k.expires.IsZero() {
 		k.window = min(k.window, record.KeepKey)
 	}
-	if k.mark == markNone && record.Boot != t.g.boot && record.Cause != CauseElsewhere { // its client was told to look elsewhere
+	if k.mark == markNone && record.Boot != t.g.boot && record.Cause != CauseElsewhere { // else its client looks there
 		var err error
 		if k.crashed, err = t.unwritten(ctx, record.Boot, k.settled); err != nil {
 			return err

@@ -141,7 +141,8 @@ const (
 func (g *Guard) Recognize(ctx context.Context, q Question) (*Attempt, error) {
 	t := &g.groups
 	a := &Attempt{
-		at: t, given: q.Given, group: t.hashes.of(g.sealer, &q), window: q.Window, errors: cmp.Or(q.ErrorWindow, q.Window), count: min(q.Count, mostCount), gone: q.Gone,
+		at: t, given: q.Given, group: t.hashes.of(g.sealer, &q), window: q.Window, gone: q.Gone,
+		errors: cmp.Or(q.ErrorWindow, q.Window), count: min(q.Count, mostCount),
 	}
 	if q.Given {
 		a.own = g.Key(q.Scope)
@@ -327,7 +328,7 @@ func (t *groups) decide(a *Attempt, q *Question, v *view) decision {
 		}
 		return decided
 	}
-	if !v.asked && t.unlisted(s, g, a.group, a.window, a.count, now) {
+	if !v.asked && t.unlisted(s, g, a.group, a.window, a.count > 0, now) {
 		v.removals = *s.removed(a.group)
 		return askStore
 	}
@@ -681,7 +682,7 @@ func (t *groups) listed(ctx context.Context, group groupHash, window time.Durati
 		s := t.shard(group)
 		s.Lock()
 		v := view{removals: *s.removed(group)}
-		unlisted := t.unlisted(s, s.of[group], group, window, 0, time.Now())
+		unlisted := t.unlisted(s, s.of[group], group, window, false, time.Now())
 		s.Unlock()
 		if !unlisted {
 			return nil

@@ -27,18 +27,10 @@ const (
 
 // String is the word used in answers, logs and problem documents.
 func (s State) String() string {
-	switch s {
-	case StateSending:
-		return "running"
-	case StateCompleted:
-		return "completed"
-	case StateInDoubt:
-		return "in_doubt"
-	case StateRolledBack:
-		return "rolled_back"
-	default:
+	if s < StateSending || s > StateRolledBack {
 		return "unknown"
 	}
+	return [...]string{"running", "completed", "in_doubt", "rolled_back"}[s-StateSending]
 }
 
 func (s State) open() bool { return s == StateSending }
@@ -110,6 +102,22 @@ type storedResult struct {
 // beside reports that the answer is under appendAnswerKey, and the full pieces before its rest under its claim.
 func (r *storedResult) beside() bool { return r.Kept && r.Inline == nil }
 
+// read takes the field that d has found, if it says of the answer.
+func (r *storedResult) read(d *store.Decoder) {
+	switch d.Tag {
+	case tagResultKept:
+		r.Kept = d.Int() != 0
+	case tagResultInline:
+		r.Inline = d.Field
+	case tagResultPieces:
+		r.Pieces = int(d.Int())
+	case tagResultExpires:
+		r.Expires = d.Time()
+	case tagResultSize:
+		r.Size = d.Int()
+	}
+}
+
 // began is when the first attempt of the call was claimed, by the store's clock.
 func (r *Record) began() time.Time {
 	if r.First.IsZero() {
@@ -120,7 +128,7 @@ func (r *Record) began() time.Time {
 
 // Announced reports whether the recorded call was announced by the token with this id.
 func (r *Record) Announced(checkpoint string) bool {
-	return r.Checkpoint == shorten(checkpoint, maxRecordedText)
+	return r.Checkpoint == shortText(checkpoint)
 }
 
 // Longest recorded forms. They bound a record, so that the store reports its sync errors; the key
@@ -137,6 +145,8 @@ func shorten(s string, most int) string {
 	return s[:most]
 }
 
+func shortText(s string) string { return shorten(s, maxRecordedText) }
+
 // records writes the records of executions with their index entries, for one process.
 type records struct {
 	sealer store.Sealer
@@ -147,26 +157,11 @@ type records struct {
 
 func (l *records) newRecord(c *Call, caller CallerHash, now time.Time) Record {
 	r := Record{
-		State:       StateSending,
-		Claim:       newClaim(),
-		Fingerprint: c.Fingerprint,
-		Caller:      caller,
-		ID:          shorten(c.Scope.ID, maxRecordedID),
-		Origin:      c.Origin,
-		Guard:       shorten(c.Scope.Guard, maxRecordedText),
-		Action:      shorten(c.Action, maxRecordedText),
-		Host:        shorten(c.Host, maxRecordedText),
-		Method:      shorten(c.Scope.Method, maxRecordedText),
-		Path:        shorten(c.Scope.Path, maxRecordedText),
-		Workflow:    shorten(c.Workflow, maxRecordedText),
-		Checkpoint:  shorten(c.Checkpoint, maxRecordedText),
-		Node:        l.node,
-		Boot:        l.boot,
-		Created:     now,
-		Sent:        c.Sent,
-		Deadline:    now.Add(c.Deadline),
-		KeepResult:  c.KeepResult,
-		KeepKey:     max(c.KeepKey, c.KeepResult),
+		State: StateSending, Claim: newClaim(), Fingerprint: c.Fingerprint, Caller: caller, Origin: c.Origin, Sent: c.Sent,
+		ID: shorten(c.Scope.ID, maxRecordedID), Guard: shortText(c.Scope.Guard), Action: shortText(c.Action),
+		Host: shortText(c.Host), Method: shortText(c.Scope.Method), Path: shortText(c.Scope.Path),
+		Workflow: shortText(c.Workflow), Checkpoint: shortText(c.Checkpoint), Node: l.node, Boot: l.boot,
+		Created: now, Deadline: now.Add(c.Deadline), KeepResult: c.KeepResult, KeepKey: max(c.KeepKey, c.KeepResult),
 	}
 	if a := c.Attempt; a != nil {
 		r.Group, r.Window, r.Count = a.group, a.window, a.count
@@ -318,22 +313,12 @@ func (r *Record) decode(b []byte) error {
 			r.Status = int(d.Int())
 		case tagTask:
 			r.Task = string(d.Field)
-		case tagResultKept:
-			r.Result.Kept = d.Int() != 0
-		case tagResultInline:
-			r.Result.Inline = d.Field
-		case tagResultPieces:
-			r.Result.Pieces = int(d.Int())
-		case tagResultExpires:
-			r.Result.Expires = d.Time()
 		case tagKeepResult:
 			r.KeepResult = time.Duration(d.Int())
 		case tagKeepKey:
 			r.KeepKey = time.Duration(d.Int())
 		case tagHost:
 			r.Host = string(d.Field)
-		case tagResultSize:
-			r.Result.Size = d.Int()
 		case tagCheckpoint:
 			r.Checkpoint = string(d.Field)
 		case tagFirst:
@@ -352,6 +337,8 @@ func (r *Record) decode(b []byte) error {
 			d.Fill(r.Lot[:])
 		case tagCounts:
 			r.Counts = string(d.Field)
+		default:
+			r.Result.read(&d)
 		}
 	}
 	if d.Err == nil && (r.State < StateSending || r.State > StateRolledBack) {
@@ -461,13 +448,13 @@ func (l *records) appendWorkflowKey(b []byte, r *Record, key Key) []byte {
 // indexes are the spaces of the index entries that every record has.
 var indexes = [...]byte{spaceState, spaceCaller, spaceWorkflow}
 
-// appendIndexKey appends the key of r's entry in an index, nothing where r has none there.
+// appendIndexKey appends the key of r's entry in an index, nothing where r has none there or is nil.
 func (l *records) appendIndexKey(b []byte, space byte, r *Record, key Key) []byte {
 	switch {
+	case r == nil || r.State.open() && space != spaceState:
+		return b
 	case space == spaceState:
 		return appendStateKey(b, r.State, r.Created, key)
-	case r.State.open():
-		return b
 	case space == spaceCaller:
 		return l.appendCallerKey(b, r, key)
 	case r.Workflow == "":
@@ -500,16 +487,18 @@ func (r *Record) expires() time.Time {
 // the writes of batches. Either record may be nil. Its committer is in Guard.writers from before the
 // call until after the commit.
 func (l *records) put(key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
-	return l.putIn(&room{}, key, old, new, condition, batches...)
+	var room room
+	l.putIn(&room, key, old, new, condition, batches...)
+	return room.writes
 }
 
-// putIn is put in the memory of room.
-func (l *records) putIn(room *room, key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) []store.Write {
+// putIn is put in room.
+func (l *records) putIn(room *room, key Key, old, new *Record, condition store.Condition, batches ...*store.Batch) {
 	writes := 7 // of a settle: the record, its five index entries, its answer
 	if new != nil && new.State.open() {
 		writes = 3
 	}
-	row := 0
+	row, size := 0, 0 // of the new record, before it is sealed
 	if new != nil && new.Group != (groupHash{}) {
 		row = rowSize
 		writes++
@@ -517,96 +506,79 @@ func (l *records) putIn(room *room, key Key, old, new *Record, condition store.C
 	for _, b := range batches {
 		writes += len(b.Writes())
 	}
-	batch := slices.Grow(room.writes[:0], writes)[:1]
-	var sealed []byte
-	size := 0 // of the new record, before it is sealed
 	plain := scratch.Get().(*[]byte)
 	defer freeScratch(plain)
 	if new != nil {
 		*plain = new.encode((*plain)[:0])
 		size = len(*plain)
 	}
-	// For the keys and values; cutOff parts are not written again.
-	memory := slices.Grow(room.memory[:0], indexMemory+row+size)
-	memory = appendRecordKey(memory, key)
-	name := memory[:len(memory):len(memory)]
-	if new == nil {
-		batch[0] = store.Write{Key: name, If: condition, Delete: true}
-	} else {
-		sealed, memory = cutOff(memory, l.sealer.Seal(memory, *plain, name))
-		batch[0] = store.Write{Key: name, If: condition, Value: sealed, Expires: new.expires()}
+	room.memory = slices.Grow(room.memory[:0], indexMemory+row+size)
+	record := store.Write{Key: room.keep(appendRecordKey(room.memory, key)), If: condition, Delete: new == nil}
+	if new != nil {
+		record.Value, record.Expires = room.keep(l.sealer.Seal(room.memory, *plain, record.Key)), new.expires()
 	}
-	// An entry is written anew if its key, value or expiry changes.
+	room.writes = append(slices.Grow(room.writes[:0], writes), record)
 	for _, by := range indexes {
-		var before, after, account []byte
-		if old != nil {
-			before, memory = cutOff(memory, l.appendIndexKey(memory, by, old, key))
-		}
-		if new != nil {
-			after, memory = cutOff(memory, l.appendIndexKey(memory, by, new, key))
-		}
-		valued := after != nil && (by == spaceCaller || by == spaceWorkflow && new.Lot != lotHash{})
-		if valued {
-			a := accountOf(new, size)
-			if by == spaceWorkflow {
-				a.lot = new.Lot
-			}
-			if l.shared {
-				a.boot = new.countsFor()
-			}
-			account, memory = cutOff(memory, a.appendTo(memory))
-		}
-		same := before != nil && string(before) == string(after)
-		if before != nil && !same {
-			batch = append(batch, store.Write{Key: before, Delete: true})
-		}
-		if after != nil && !(same && !valued && old.expires().Equal(new.expires())) {
-			batch = append(batch, store.Write{Key: after, Value: account, Expires: new.expires()})
-		}
+		l.putIndex(room, by, key, old, new, size)
 	}
+	l.putRow(room, key, old, new)
+	// Or it would be replayed. Without an old record too: a clock that is set back brings back what had
+	// expired (P1). The store applies no deletion of what it does not have.
+	if old == nil || old.Result.beside() {
+		room.delete(room.keep(appendAnswerKey(room.memory, key)))
+	}
+	for _, b := range batches {
+		room.writes = append(room.writes, b.Writes()...)
+	}
+}
+
+// putIndex writes the entry of an index anew if its key, value or expiry changes. size is that of the new record.
+func (l *records) putIndex(room *room, by byte, key Key, old, new *Record, size int) {
+	before := room.keep(l.appendIndexKey(room.memory, by, old, key))
+	after := room.keep(l.appendIndexKey(room.memory, by, new, key))
+	var account []byte
+	if after != nil && (by == spaceCaller || by == spaceWorkflow && new.Lot != lotHash{}) {
+		a := accountOf(new, size)
+		if by == spaceWorkflow {
+			a.lot = new.Lot
+		}
+		if l.shared {
+			a.boot = new.countsFor()
+		}
+		account = room.keep(a.appendTo(room.memory))
+	}
+	same := before != nil && string(before) == string(after)
+	if before != nil && !same {
+		room.delete(before)
+	}
+	if after != nil && !(same && account == nil && old.expires().Equal(new.expires())) {
+		room.writes = append(room.writes, store.Write{Key: after, Value: account, Expires: new.expires()})
+	}
+}
+
+// putRow writes the row of a settled call without a key, or deletes it where new has none.
+func (l *records) putRow(room *room, key Key, old, new *Record) {
 	grouped := func(r *Record) bool { return r != nil && !r.State.open() && r.Group != groupHash{} }
 	switch {
 	case grouped(new) && !(grouped(old) && old.State == StateCompleted):
-		var name, value []byte
-		name, memory = cutOff(memory, appendRowKey(memory, new.Group, key))
-		mark := byte(markNone)
+		name, mark := room.keep(appendRowKey(room.memory, new.Group, key)), byte(markNone)
 		if old != nil && old.State == StateInDoubt && old.Cause != CauseElsewhere {
 			// Who was told of the doubt has not learned more. Who waits elsewhere was not.
 			mark = markUnanswered
 			if l.shared { // nor has a retry that had taken it while it ran
-				batch = append(batch, store.Write{Key: takenKey(new.Group, key), Delete: true})
+				room.delete(takenKey(new.Group, key))
 			}
 		}
-		value, memory = cutOff(memory, appendRow(memory, mark, new.Count, new.Settled))
-		batch = append(batch, store.Write{Key: name, Value: value, Expires: new.Settled.Add(new.Window)})
+		value := room.keep(appendRow(room.memory, mark, new.Count, new.Settled))
+		room.writes = append(room.writes, store.Write{Key: name, Value: value, Expires: new.Settled.Add(new.Window)})
 	case grouped(old) && !grouped(new):
-		batch = append(batch, store.Write{Key: appendRowKey(nil, old.Group, key), Delete: true})
+		room.delete(appendRowKey(nil, old.Group, key))
 	}
-	// Or it would be replayed. Without an old record too: a clock that is set back brings back what had
-	// expired (P1). The store applies no deletion of what it does not have.
-	if old == nil || old.Result.beside() {
-		var answer []byte
-		answer, memory = cutOff(memory, appendAnswerKey(memory, key))
-		batch = append(batch, store.Write{Key: answer, Delete: true})
-	}
-	for _, b := range batches {
-		batch = append(batch, b.Writes()...)
-	}
-	room.writes, room.memory = batch, memory
-	return batch
 }
 
 // indexMemory is enough for the sealing of a record, its key, its five index entries' and the two
 // accounts.
 const indexMemory = 64 + 1 + 2*(2+8) + 2*(1+2*16) + (1 + 16 + 8) + 1 + 7*keySize + 2*accountSize
-
-// cutOff returns what was appended to memory, nil if nothing was, and all of it.
-func cutOff(memory, appended []byte) (cut, all []byte) {
-	if len(appended) == len(memory) {
-		return nil, appended
-	}
-	return appended[len(memory):len(appended):len(appended)], appended
-}
 
 // errEncoding: a sealed record opened but cannot be decoded: a newer build or a bug wrote it.
 var errEncoding = errors.New("guard: a record in the store cannot be read by this build")

@@ -122,8 +122,8 @@ func (r *resealer) run(ctx context.Context) error {
 		return err
 	}
 	steps := []func(context.Context) error{
-		r.keyCheck, r.walk(resealPage, r.Reseal, spaceRecord), r.walk(resealPage, r.Reseal, spaceResolved),
-		r.awaitRunning, r.walk(countPage, r.countResults, spaceResult), r.walk(countPage, r.countResults, spaceLive, kindPart),
+		r.keyCheck, r.walk(resealPage, r.Reseal, spaceRecord), r.walk(resealPage, r.Reseal, spaceResolved), r.awaitRunning,
+		r.walk(countPage, r.countResults, spaceResult), r.walk(countPage, r.countResults, spaceLive, kindPart),
 		r.walk(countPage, r.countResults, spaceLive, kindSays), r.note,
 	}
 	for _, step := range steps {

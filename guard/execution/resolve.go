@@ -154,11 +154,9 @@ func (g *Guard) commitApplied(ctx context.Context, key Key, found Finding, recor
 	}
 	defer func() { held.replaced(err, key, record) }()
 	room := new(room)
-	batch := g.putIn(room, key, found.Record, record, store.VersionIs(found.version), batches...)
-	if tail != nil {
-		batch = append(batch, g.tail(room, key, record, tail))
-	}
-	if _, err := g.store.Commit(ctx, batch...); err != nil {
+	g.putIn(room, key, found.Record, record, store.VersionIs(found.version), batches...)
+	g.putTail(room, key, record, tail)
+	if _, err := g.store.Commit(ctx, room.writes...); err != nil {
 		if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
 			return ErrTaken
 		}
@@ -264,9 +262,8 @@ func (g *Guard) Undone(ctx context.Context, u Undoing, extra ...store.Write) err
 func (g *Guard) block(ctx context.Context, u *Undoing, now time.Time, extra []store.Write) error {
 	tomb := Record{
 		State: StateRolledBack, Claim: newClaim(), Fingerprint: u.Fingerprint, Caller: u.Caller,
-		ID: shorten(u.ID, maxRecordedID), Guard: shorten(u.Guard, maxRecordedText), Action: shorten(u.Action, maxRecordedText),
-		Host: shorten(u.Host, maxRecordedText), Method: shorten(u.Method, maxRecordedText), Path: shorten(u.Path, maxRecordedText),
-		Workflow: shorten(u.Workflow, maxRecordedText), Checkpoint: shorten(u.Checkpoint, maxRecordedText),
+		ID: shorten(u.ID, maxRecordedID), Guard: shortText(u.Guard), Action: shortText(u.Action), Host: shortText(u.Host),
+		Method: shortText(u.Method), Path: shortText(u.Path), Workflow: shortText(u.Workflow), Checkpoint: shortText(u.Checkpoint),
 		Node: g.node, Boot: g.boot, Created: now, Settled: now,
 	}
 	return g.commitUndone(ctx, u.Key, &Finding{Status: Free}, &tomb, extra)

@@ -330,8 +330,8 @@ type Kind struct {
 	RetryAfter time.Duration
 	// GRPC is the gRPC status code where the HTTP status does not say it, else zero.
 	GRPC int
-	// Meaning, Caller and Operator tell people what the problem means, and what the caller should
-	// and the operator can do.
+	// Meaning, Caller and Operator tell people what the problem means, what the caller should do, and what the
+	// operator can; Operator is empty where nothing needs to be done.
 	Meaning, Caller, Operator string
 }
 
@@ -367,10 +367,9 @@ var (
 	}
 	WorkflowIDInvalid = Kind{
 		Slug: "workflow-id-invalid", Status: http.StatusBadRequest,
-		Title:    "The id of the workflow, or of its node, is malformed",
-		Meaning:  "The header Workflow-Id or Workflow-Node is too long, has characters that are not visible ASCII, such as a space, or stands on more than one line. The call was not forwarded.",
-		Caller:   "Send one Workflow-Id line with 1 to 255 visible ASCII characters, one Workflow-Node line with 1 to 128, or leave them away. Keep the execution id.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The id of the workflow, or of its node, is malformed",
+		Meaning: "The header Workflow-Id or Workflow-Node is too long, has characters that are not visible ASCII, such as a space, or stands on more than one line. The call was not forwarded.",
+		Caller:  "Send one Workflow-Id line with 1 to 255 visible ASCII characters, one Workflow-Node line with 1 to 128, or leave them away. Keep the execution id.",
 	}
 	NodeUnknown = Kind{
 		Slug: "node-unknown", Status: http.StatusUnprocessableEntity, SafeNewKey: true, GRPC: grpcInvalidArgument,
@@ -388,10 +387,9 @@ var (
 	}
 	BatchMixed = Kind{
 		Slug: "batch-mixed", Status: http.StatusBadRequest,
-		Title:    "Several messages of the batch may change something",
-		Meaning:  "A batch is one call, under the rules of the message in it that may change something. This one has several such messages. Nothing was forwarded.",
-		Caller:   "Send each message that may change something in a request of its own.",
-		Operator: "Nothing needs to be done.",
+		Title:   "Several messages of the batch may change something",
+		Meaning: "A batch is one call, under the rules of the message in it that may change something. This one has several such messages. Nothing was forwarded.",
+		Caller:  "Send each message that may change something in a request of its own.",
 	}
 	CallerUnstable = Kind{
 		Slug: "caller-unstable", Status: http.StatusBadRequest,
@@ -423,10 +421,9 @@ var (
 	}
 	RolledBack = Kind{
 		Slug: "rolled-back", Status: http.StatusConflict, SafeNewKey: true, GRPC: grpcAborted,
-		Title:    "The execution was undone",
-		Meaning:  "The effect with this id was rolled back. A late duplicate does not bring it back.",
-		Caller:   "If the effect is wanted again, send it under a new id.",
-		Operator: "Nothing needs to be done.",
+		Title:   "The execution was undone",
+		Meaning: "The effect with this id was rolled back. A late duplicate does not bring it back.",
+		Caller:  "If the effect is wanted again, send it under a new id.",
 	}
 	ResultExpired = Kind{
 		Slug: "result-expired", Status: http.StatusConflict, GRPC: grpcAlreadyExists,

@@ -471,7 +471,7 @@ func (m *Message) among(text []byte) []byte {
 // it is a full result of `initialize`, or a list of tools. sent is what else the client has sent. What
 // a server could have made of the client's own words is no proof (ADR 0072).
 func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
-	own := map[string]string{"initialize": "serverInfo", "tools/list": "inputSchema"}[m.Method] // what no client has to say
+	own := map[string]string{"initialize": "serverInfo", "tools/list": "inputSchema"}[m.Method] // a server's own
 	if m.Protocol != MCP || own == "" || m.ID == nil {
 		return false
 	}

@@ -287,8 +287,10 @@ func (u *Rules) rest(header http.Header, path string, body []byte) (Message, boo
 	if !ok {
 		return Message{}, false
 	}
-	m := Message{Protocol: A2A, REST: true, Body: body, Method: method, Name: method, Version: header.Get(HeaderA2A), params: top, Content: body}
-	m.Frees = slices.Contains(methodsOfTasks, method)
+	m := Message{
+		Protocol: A2A, REST: true, Method: method, Name: method, Version: header.Get(HeaderA2A),
+		Body: body, Content: body, params: top, Frees: slices.Contains(methodsOfTasks, method),
+	}
 	if u.Protocol == A2A {
 		return m, true
 	}
@@ -308,8 +310,8 @@ func methodREST(path string) string {
 }
 
 var pathsOfREST = []struct{ suffix, method string }{
-	{"/message:send", "SendMessage"}, {"/message:stream", "SendStreamingMessage"},
-	{":cancel", "CancelTask"}, {":subscribe", "SubscribeToTask"}, {"/pushNotificationConfigs", "CreateTaskPushNotificationConfig"},
+	{"/message:send", "SendMessage"}, {"/message:stream", "SendStreamingMessage"}, {":cancel", "CancelTask"},
+	{":subscribe", "SubscribeToTask"}, {"/pushNotificationConfigs", "CreateTaskPushNotificationConfig"},
 }
 
 // notificationsMCP are those of clients, which tell MCP without its header fields.
@@ -480,9 +482,9 @@ func orNull(value []byte) []byte {
 	return value
 }
 
-// Exclude returns what two attempts of the same call may differ in: the id, the members of
-// `_meta` (of generic JSON-RPC those that the guard reads), the trace context and the messageId of A2A. An argument counts, also one that is the
-// key: with a key from elsewhere it is content. All of a batch counts: its recorded answer keeps its ids.
+// Exclude returns what two attempts of the same call may differ in: the id, the members of `_meta` (of generic
+// JSON-RPC those that the guard reads), the trace context and the messageId of A2A. An argument counts, also one that
+// is the key: with a key from elsewhere it is content. All of a batch counts: its recorded answer keeps its ids.
 func (u *Rules) Exclude(m *Message) []jsonx.Pointer {
 	if m.Batch {
 		return nil

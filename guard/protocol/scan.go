@@ -51,36 +51,39 @@ func (t *nameText) add(c byte) {
 	t.size = min(t.size+1, len(t.text)+1)
 }
 
+// name is that of the member in the innermost container. Those too deep for a path share the unused first one.
+func (s *scanner) name() *nameText {
+	if len(s.open) > maxPath {
+		return &s.names[0]
+	}
+	return &s.names[len(s.open)]
+}
+
 // next takes bytes of p up to the next event.
 func (s *scanner) next(p []byte) (n int, ev event) {
-	for ; n < len(p) && !s.broken; n++ {
+	if s.broken {
+		return len(p), more
+	}
+	for ; n < len(p); n++ {
 		c := p[n]
 		switch s.in {
 		case 's', 'k':
-			if s.in == 's' && !s.escaped && c != '"' && c != '\\' {
-				end := bytes.IndexByte(p[n:], '"') // most of a text is in strings
-				if end < 0 {
-					end = len(p) - n
-				}
-				if escape := bytes.IndexByte(p[n:n+end], '\\'); escape >= 0 {
-					end = escape
-				}
-				n += end - 1
-				continue
-			}
-			if s.in == 'k' && len(s.open) <= maxPath {
-				s.names[len(s.open)].add(c)
+			name := s.in == 'k'
+			if name {
+				s.name().add(c)
 			}
 			switch {
 			case s.escaped:
 				s.escaped = false
 			case c == '\\':
 				s.escaped = true
-			case c == '"' && s.in == 'k':
-				s.in = 0
 			case c == '"':
 				s.in = 0
-				return n + 1, ended
+				if !name {
+					return n + 1, ended
+				}
+			case !name: // most of a text is in strings
+				n += plain(p[n:]) - 1
 			}
 			continue
 		case 'v':
@@ -97,47 +100,49 @@ func (s *scanner) next(p []byte) (n int, ev event) {
 			s.wantsName = len(s.open) > 0 && s.open[len(s.open)-1] == '{'
 			continue
 		case '}', ']':
-			if len(s.open) == 0 {
-				s.broken = true
+			if s.broken = len(s.open) == 0; s.broken {
 				return n, unknown
 			}
 			s.open, s.wantsName = s.open[:len(s.open)-1], false
 			return n + 1, closed
-		case '"':
-			if s.wantsName {
-				s.in, s.wantsName = 'k', false
-				if depth := len(s.open); depth <= maxPath {
-					s.names[depth].size = 0
-					s.names[depth].add(c)
-				}
-				continue
-			}
 		}
-		if !s.announced {
-			s.announced = true
+		if s.announced = !s.announced && (c != '"' || !s.wantsName); s.announced {
 			return n, begins
 		}
-		s.announced = false
-		switch c {
-		case '"':
-			s.in = 's'
-		case '{', '[':
-			if len(s.open) == maxDepth {
-				s.broken = true
-				return n, unknown
-			}
-			s.open, s.wantsName = append(s.open, c), c == '{'
-			if depth := len(s.open); depth <= maxPath {
-				s.names[depth].size = 0
-			}
-		default:
-			s.in = 'v'
+		if s.begin(c); s.broken {
+			return n, unknown
 		}
 	}
-	if s.broken {
-		return len(p), more
-	}
 	return n, more
+}
+
+// plain is how many bytes of a string are before the next quote or escape.
+func plain(p []byte) int {
+	if end := bytes.IndexByte(p, '"'); end >= 0 {
+		p = p[:end]
+	}
+	if escape := bytes.IndexByte(p, '\\'); escape >= 0 {
+		return escape
+	}
+	return len(p)
+}
+
+// begin enters what begins with c: a name, or a value.
+func (s *scanner) begin(c byte) {
+	switch {
+	case c == '"' && s.wantsName:
+		s.in, s.wantsName, s.name().size = 'k', false, 0
+		s.name().add(c)
+	case c == '"':
+		s.in = 's'
+	case c != '{' && c != '[':
+		s.in = 'v'
+	case len(s.open) == maxDepth:
+		s.broken = true
+	default:
+		s.open, s.wantsName = append(s.open, c), c == '{'
+		s.name().size = 0
+	}
 }
 
 // paths are those that count, so that no path is made anew for each value.
@@ -148,7 +153,8 @@ var paths = func() map[string]string {
 		pathIsError, "result.resultType", "result.kind", "result.final", "result.message", "result.statusUpdate.final",
 		"result.status.state", "result.task.status.state", "result.statusUpdate.status.state", "result.protocolVersion",
 		"result.status", "result.task.status", "result.structuredContent.status", "result.task.taskId", "result.taskId",
-		"result.id", "result.task.id", "result.statusUpdate.taskId", pathTool, "result.tools..name", "result.tools..annotations.readOnlyHint",
+		"result.id", "result.task.id", "result.statusUpdate.taskId", pathTool, "result.tools..name",
+		"result.tools..annotations.readOnlyHint",
 	} {
 		all[path] = path
 	}
