@@ -340,28 +340,7 @@ func Play(w *Writer, r *http.Request, src Answer, marks ...Field) error {
 
 func play(w *Writer, r *http.Request, src Answer, marks []Field) error {
 	h := w.Header()
-	n := 0
-	if !src.Own {
-		for _, values := range src.Head.Header {
-			n += len(values)
-		}
-	}
-	lists := make([]string, 0, n) // other clients have those of src
-	for name, values := range src.Head.Header {
-		if values == nil {
-			delete(h, name)
-			continue
-		}
-		if !src.Own {
-			from := len(lists)
-			lists = append(lists, values...)
-			values = lists[from:len(lists):len(lists)]
-		}
-		h[name] = values
-	}
-	for i := range marks {
-		marks[i].set(h)
-	}
+	src.fill(h, marks)
 	body, unpacked := src.Body, false
 	if (unasked(h, r) || src.Reply != nil && isGzip(h.Get("Content-Encoding"))) && bodyAllowed(src.Head.Status) {
 		buffered := bufio.NewReader(body)
@@ -419,6 +398,32 @@ func play(w *Writer, r *http.Request, src Answer, marks []Field) error {
 	}
 	setTrailer(w, trailer)
 	return nil
+}
+
+// fill sets the header fields of a played answer in h, and then the marks.
+func (a *Answer) fill(h http.Header, marks []Field) {
+	n := 0
+	if !a.Own {
+		for _, values := range a.Head.Header {
+			n += len(values)
+		}
+	}
+	lists := make([]string, 0, n) // other clients have those of the head
+	for name, values := range a.Head.Header {
+		if values == nil {
+			delete(h, name)
+			continue
+		}
+		if !a.Own {
+			from := len(lists)
+			lists = append(lists, values...)
+			values = lists[from:len(lists):len(lists)]
+		}
+		h[name] = values
+	}
+	for i := range marks {
+		marks[i].set(h)
+	}
 }
 
 // buffers are what bodies are played through.

@@ -12,8 +12,11 @@ import (
 	"unicode/utf8"
 )
 
-// notProduct are the directories that the measures are not about: the tools of tests, and modules of their own.
-var notProduct = []string{"bench", "e2e", "examples", "internal/archtest", "internal/mutate", "internal/pgserver", "guard/store/storetest"}
+// notProduct are the directories that the measures are not about: modules of their own, the tools of tests, and the store
+// in memory, which only tests import.
+var notProduct = []string{
+	"bench", "e2e", "examples", "internal/archtest", "internal/mutate", "internal/pgserver", "guard/store/storetest", "guard/store/memory",
+}
 
 // product are the Go files that the measures are about.
 func (t *tree) product() []*goFile {
