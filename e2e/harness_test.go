@@ -194,6 +194,10 @@ func loadConfig(text string) error {
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	const first, ports = 20_000, 6_000
+	// A process that another test starts meanwhile has the listener, too, until it executes its program: the
+	// port would not be free when it is closed here.
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
 	for range 1000 {
 		port := first + rand.IntN(ports)
 		kept, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", port+ports))

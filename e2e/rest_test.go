@@ -106,10 +106,12 @@ func newRestLab(t *testing.T) *restLab {
 // up lets the service listen, again after it was down.
 func (l *restLab) up() {
 	l.t.Helper()
-	listener, err := net.Listen("tcp", l.addr)
-	if err != nil {
-		l.t.Fatal(err)
-	}
+	var listener net.Listener
+	eventually(l.t, "the port of the service is free", func() (ok bool) { // see freeAddress
+		var err error
+		listener, err = net.Listen("tcp", l.addr)
+		return err == nil
+	})
 	server := &http.Server{Handler: l}
 	l.mu.Lock()
 	l.server = server
