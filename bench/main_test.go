@@ -105,7 +105,7 @@ func TestTable(t *testing.T) {
 			sustained++
 		}
 	}
-	if sustained != 3 || lines["req/s"] != 28 || lines["cpu µs"] != 10 || lines["p99 ms"] != 1 {
+	if sustained != 3 || lines["req/s"] != 30 || lines["cpu µs"] != 10 || lines["p99 ms"] != 1 {
 		t.Errorf("%d sustained rows; all lines: %v", sustained, lines)
 	}
 	bars := 0
@@ -125,8 +125,10 @@ func TestTable(t *testing.T) {
 		figures[f.Name] = f.Verdict.Bar != ""
 	}
 	for name, bar := range map[string]bool{
-		"POST, sustained @64: calls":                             false,
-		"POST, outcome awaited @64: records per sync of the log": true,
+		"POST, sustained @64: calls":                                           false,
+		"POST, outcome awaited @64: records per sync of the log":               true,
+		"POST, outcome awaited @1: added to the middle of a bare call's times": true,
+		"POST, outcome awaited @2: added to the middle of a bare call's times": false,
 	} {
 		if got, has := figures[name]; !has || got != bar {
 			t.Errorf("%q: there %t, has a bar %t; all are %v", name, has, got, figures)
