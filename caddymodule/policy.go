@@ -51,7 +51,7 @@ func (p policy) inherit(guards policy) {
 	}
 }
 
-// check checks how the options of p, which has inherited, go together. policyOptions checks each by itself.
+// check checks how the options of p fit together, after it has inherited. policyOptions checks each one alone.
 func (p policy) check() error {
 	if err := checkDuration(p.ResendFor); err != nil {
 		return &invalid{[]string{"resend_for"}, err}

@@ -160,8 +160,8 @@ type Call struct {
 	Retry bool
 	// Deadline is when the call is of no use any more; zero for never.
 	Deadline time.Time
-	// Unserved is called once where a call has waited for unservedAfter, and goes on to wait, or for as
-	// long as it may. It may be nil.
+	// Unserved is called once: when a call has waited for unservedAfter, or when the longest wait that
+	// it has ends before that without a permit. It may be nil.
 	Unserved func()
 }
 

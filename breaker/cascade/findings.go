@@ -36,7 +36,7 @@ const (
 	Infrastructure Class = "infrastructure"
 )
 
-// What speaks for a root.
+// Reasons why a failure counts as the root of others.
 const (
 	followed     = "followed"        // others failed because of it
 	namedByError = "named_by_errors" // the errors of others name it

@@ -230,7 +230,7 @@ func (s *logStore) build(ctx context.Context, head Head) (*state, error) {
 		if err != nil {
 			return nil, err
 		}
-		if len(hashes) < width { // it has more where the log has grown meanwhile
+		if len(hashes) < width { // a tile has more hashes once the log has grown
 			return nil, fmt.Errorf("%w: tile %d of level %d has %d hashes instead of %d", ErrTampered, n>>tileHeight, level, len(hashes), width)
 		}
 		edge = append(edge, hashes[:width])
@@ -299,8 +299,8 @@ func (s *logStore) nothingAbove(ctx context.Context, size int64) error {
 	return nil
 }
 
-// below checks that an index that was found in the store is below the end of the tree. It reads the head anew: an entry
-// that was added since an earlier read came with its head.
+// below checks that an entry found in the store lies before the end of the tree. It reads the head again, because an
+// entry and its head are committed together and may have come since the last read.
 func (s *logStore) below(ctx context.Context, index int64) error {
 	now, _, err := s.storedHead(ctx)
 	if err == nil && (index < 0 || index >= now.Size) {

@@ -127,7 +127,7 @@ func (v *verifier) entriesAndTiles() error {
 		if err := v.storeError(err); err != nil {
 			return err
 		}
-		if now.version != t.marks.version { // another process has pruned some of it meanwhile
+		if now.version != t.marks.version { // another process has pruned entries of this tile
 			v.report, v.listed = report, listed
 			continue
 		}
@@ -451,7 +451,7 @@ func (v *verifier) index(kind byte, want int64, beyond, wrong string,
 	return nil
 }
 
-// stale reports a fault of what was found and fits no entry, unless it was pruned with its entry meanwhile.
+// stale reports a fault for a value without its entry, unless both were pruned since the value was read.
 func (v *verifier) stale(found store.Entry, index int64, what string) error {
 	now, err := v.store.Get(v.ctx, found.Key)
 	if now.Version == found.Version {

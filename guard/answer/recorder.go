@@ -257,7 +257,7 @@ func (r *Recorder) Apart() bool { return r.pump != nil }
 
 // Release sends the end of the answer, after waiting until the client has got everything before
 // or ctx is over. False means that it has not, and its connection must be aborted to show that.
-// shows is the status that the answer stands for, where it is another one; else 0.
+// shows is the status that the answer means, if that differs from its own; else 0.
 func (r *Recorder) Release(ctx context.Context, shows int) (whole bool) {
 	if !r.drain(ctx) {
 		return false

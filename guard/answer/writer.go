@@ -38,8 +38,8 @@ type Writer struct {
 	Alarms *Alarms
 	// Host says what a half-closed client has received; may be nil.
 	Host interface{ Received(r *http.Request) bool }
-	// Attempt, an execution.Attempt or Reader, is told that the client is about to be answered, and that it was not; may
-	// be nil.
+	// Attempt is told before the client is answered, and when the answer did not reach it. It is an
+	// execution.Attempt or Reader; nil tells nobody.
 	Attempt interface {
 		Answering(status int, elsewhere bool)
 		Unanswered()
