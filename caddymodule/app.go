@@ -239,7 +239,7 @@ func (a *App) provisionStore() error {
 
 // provisionOptions checks the options that are one value, and completes them.
 func (a *App) provisionOptions() error {
-	if err := appOptions().check(a); err != nil {
+	if err := checkOptions(appOptions(), a); err != nil {
 		return err
 	}
 	inherit(&a.BodyMemory, execution.DefaultBodyMemory)

@@ -11,6 +11,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 )
 
 // Bulkhead shares the upstream among workflows, so that none starves another. A call holds a permit
@@ -84,20 +85,20 @@ func (h *Handler) provisionBulkhead() error {
 func parseBulkhead(d *caddyfile.Dispenser, h *Handler) error {
 	if d.NextArg() {
 		if d.Val() != "off" || d.NextArg() {
-			return errSyntax
+			return option.ErrSyntax
 		}
 		h.Bulkhead.Off = true
 		return nil
 	}
-	_, err := bulkheadOptions().readOnly(d, "a bulkhead", &h.Bulkhead, "it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
+	_, err := readOnly(bulkheadOptions(), d, "a bulkhead", &h.Bulkhead, "it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
 	if err != nil {
 		return err
 	}
 	return h.Bulkhead.validate()
 }
 
-func bulkheadOptions() options[*Bulkhead] {
-	return options[*Bulkhead]{
+func bulkheadOptions() option.Set[*Bulkhead] {
+	return option.Set[*Bulkhead]{
 		"total":        count(func(b *Bulkhead) *int { return &b.Total }),
 		"per_workflow": count(func(b *Bulkhead) *int { return &b.PerWorkflow }),
 		"queue":        value("<number> | off", func(b *Bulkhead) *int { return &b.Queue }, parseCountOrOff),
@@ -110,7 +111,7 @@ func bulkheadOptions() options[*Bulkhead] {
 // parseRetries parses a part of the calls, or `off` for no limit.
 func parseRetries(d *caddyfile.Dispenser, into *int) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	if d.Val() == "off" {
 		*into = unbounded

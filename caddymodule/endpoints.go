@@ -179,7 +179,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 		return err
 	}
 	e.h.Roles = e.Roles
-	if err := roleOptions().check(&e.Roles); err != nil {
+	if err := checkOptions(roleOptions(), &e.Roles); err != nil {
 		return err
 	}
 	app, err := ctx.AppIfConfigured("agent_guard")
@@ -217,7 +217,7 @@ func parseEndpoints(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error)
 		return nil, h.ArgErr()
 	}
 	e := new(Endpoints)
-	return e, roleOptions().readBlock(h.Dispenser, "agent_guard_endpoints", &e.Roles, originOf(h.Dispenser))
+	return e, roleOptions().Read(h.Dispenser, "agent_guard_endpoints", &e.Roles, originOf(h.Dispenser))
 }
 
 // policyDocument is the published idempotency policy of a guard. Its members are

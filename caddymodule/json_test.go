@@ -17,7 +17,6 @@ import (
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -120,10 +119,10 @@ func TestGoldenJSON(t *testing.T) {
 		}
 	}
 	// The blocks of the transport and its breakers are read elsewhere.
-	for _, name := range []string{"breaker", "keepalive_guarded"} {
-		p.options[name] = true
-	}
-	for _, name := range proxy.OptionNames() {
+	for _, name := range []string{
+		"breaker", "keepalive_guarded", "window", "threshold", "min_volume", "consecutive", "cooldown", "probe_scope",
+		"in_band", "downstream", "verify_probe",
+	} {
 		p.options[name] = true
 	}
 	p.text.WriteString(`# The JSON configuration

@@ -29,8 +29,7 @@ type Circuits struct {
 
 // Open acquires the process's breakers for a transport with these settings, until Close.
 // upstreams are its known upstreams, as Caddy dials them; more says that there may be
-// others. The error is that of Validate, or says that VerifyProbe lacks the identity of a
-// known upstream.
+// others. The error names the option that is wrong.
 func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 	checked, err := s.checkAll()
 	if err != nil {

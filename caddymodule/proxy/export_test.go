@@ -29,6 +29,12 @@ func ShortenProbes(t *Transport, lease time.Duration) (err error) {
 	return err
 }
 
+// Validate checks the settings.
+func (s *Settings) Validate() error {
+	_, err := s.checkAll()
+	return err
+}
+
 // VerifyWith lets t verify tokens in answers with verify.
 func VerifyWith(t *Transport, verify AnswerVerifier) { t.verify = verify }
 

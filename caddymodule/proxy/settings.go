@@ -3,7 +3,7 @@ package proxy
 import (
 	"errors"
 	"fmt"
-	"maps"
+	"math"
 	"net/http"
 	"net/url"
 	"slices"
@@ -15,7 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/internal/suggest"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 )
 
 // Settings configure the circuit breakers of a transport's upstreams: one per address, shared by
@@ -110,12 +110,6 @@ type checkedSettings struct {
 	statuses   []int
 	inBand     []inBandRule
 	downstream map[string]string // by the breakers' addresses
-}
-
-// Validate checks the settings. Errors name the option.
-func (s *Settings) Validate() error {
-	_, err := s.checkAll()
-	return err
 }
 
 // checkAll checks the options, and how they go together.
@@ -234,79 +228,59 @@ func (s *Settings) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		if d.NextArg() {
 			return d.ArgErr()
 		}
-	}
-	seen := map[string]bool{}
-	for nesting := d.Nesting(); d.NextBlock(nesting); {
-		name := d.Val()
-		o, ok := breakerOptions[name]
-		switch {
-		case s.Off:
+		if d.NextBlock(d.Nesting()) {
 			return d.Err("breaker: it is off; leave the block out")
-		case !ok:
-			known := OptionNames()
-			return d.Errf("breaker has no option %q; it has %s%s", name, strings.Join(known, ", "), suggest.Nearest(name, known))
-		case seen[name] && !o.several:
-			return d.Errf("breaker: %s stands twice", name)
-		}
-		seen[name] = true
-		if name == "verify_probe" { // all the rest is judged here
-			s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
-		}
-		args := d.RemainingArgs()
-		if len(args) < o.least || o.most >= 0 && len(args) > o.most {
-			return d.Errf("breaker: %s: wrong number of arguments; the syntax is `%s`", name, strings.TrimSpace(name+" "+o.usage))
-		}
-		err := o.parse(s, args)
-		if err == nil {
-			_, err = s.check()
-		} else {
-			err = fmt.Errorf("%s: %w", name, err)
-		}
-		if err != nil {
-			return d.Errf("breaker: %v", err)
 		}
 	}
-	err := s.Validate()
+	err := breakerOptions.Read(d, "breaker", s, map[string]caddyfile.Segment{}, func() error {
+		_, err := s.check()
+		return err
+	})
 	switch {
 	case err == nil:
-		return nil
-	case s.WrittenAt != "":
-		return fmt.Errorf("breaker: %w, at %s", err, s.WrittenAt)
+		if _, err = s.checkAll(); err != nil {
+			err = breakerError(s, err)
+		}
+	case !strings.HasPrefix(err.Error(), "breaker "): // such an error names the block already
+		err = fmt.Errorf("breaker: %w", err)
 	}
-	return d.Errf("breaker: %v", err)
+	return err
 }
 
-type breakerOption struct {
-	usage       string // of its arguments
-	least, most int    // arguments; -1 is any number
-	several     bool
-	parse       func(s *Settings, args []string) error
-}
-
-var breakerOptions = map[string]breakerOption{
-	"window":      {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Window })},
-	"threshold":   {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Threshold) }},
-	"min_volume":  {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.MinVolume) }},
-	"consecutive": {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.Consecutive) }},
-	"slow": {usage: "<duration> [<percent>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
+var breakerOptions = option.Set[*Settings]{
+	"window": {Usage: "<duration>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parseDuration(a[0], &s.Window)
+	})},
+	"threshold": {Usage: "<percent>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parsePercent(a[0], &s.Threshold)
+	})},
+	"min_volume": {Usage: "<number>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parseCount(a[0], &s.MinVolume)
+	})},
+	"consecutive": {Usage: "<number>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parseCount(a[0], &s.Consecutive)
+	})},
+	"slow": {Usage: "<duration> [<percent>]", Parse: args(1, 2, func(s *Settings, a []string) error {
 		if len(a) == 2 {
 			if err := parsePercent(a[1], &s.SlowThreshold); err != nil {
 				return err
 			}
 		}
 		return parseDuration(a[0], &s.SlowCall)
-	}},
-	"cooldown": {usage: "<base> [<longest>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
+	})},
+	"cooldown": {Usage: "<base> [<longest>]", Parse: args(1, 2, func(s *Settings, a []string) error {
 		if len(a) == 2 {
 			if err := parseDuration(a[1], &s.MaxCooldown); err != nil {
 				return err
 			}
 		}
 		return parseDuration(a[0], &s.Cooldown)
-	}},
-	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
-	"probe_scope":  {usage: "node|fleet", least: 1, most: 1, parse: func(s *Settings, a []string) error { s.ProbeScope = a[0]; return nil }},
-	"failure": {usage: "<statuses...>", least: 1, most: -1, parse: func(s *Settings, a []string) error {
+	})},
+	"probe_scope": {Usage: "node|fleet", Parse: args(1, 1, func(s *Settings, a []string) error {
+		s.ProbeScope = a[0]
+		return nil
+	})},
+	"failure": {Usage: "<statuses...>", Parse: args(1, math.MaxInt, func(s *Settings, a []string) error {
 		for _, word := range a {
 			digits, class := strings.CutSuffix(word, "xx")
 			code, err := strconv.Atoi(digits)
@@ -316,9 +290,10 @@ var breakerOptions = map[string]breakerOption{
 			s.FailureStatus = append(s.FailureStatus, code)
 		}
 		return nil
-	}},
-	"in_band": {usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error", least: 1, most: 3, several: true, parse: parseInBand},
-	"downstream": {usage: "<address> <uri>", least: 2, most: 2, several: true, parse: func(s *Settings, a []string) error {
+	})},
+	"in_band": {Several: true, Usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error",
+		Parse: args(1, 3, parseInBand)},
+	"downstream": {Several: true, Usage: "<address> <uri>", Parse: args(2, 2, func(s *Settings, a []string) error {
 		if _, twice := s.Downstream[a[0]]; twice {
 			return fmt.Errorf("%s is named twice", a[0])
 		}
@@ -327,11 +302,25 @@ var breakerOptions = map[string]breakerOption{
 		}
 		s.Downstream[a[0]] = a[1]
 		return nil
+	})},
+	"verify_probe": {Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+		s.VerifyProbe = true
+		// The rest of what it needs is found at the end of the block, or at load.
+		s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
+		return nil
 	}},
 }
 
-// OptionNames lists the options of the block `breaker`, sorted.
-func OptionNames() []string { return slices.Sorted(maps.Keys(breakerOptions)) }
+// args parses an option with least to most arguments.
+func args(least, most int, parse func(*Settings, []string) error) func(*caddyfile.Dispenser, *Settings) error {
+	return func(d *caddyfile.Dispenser, s *Settings) error {
+		all := d.RemainingArgs()
+		if len(all) < least || len(all) > most {
+			return option.ErrSyntax
+		}
+		return parse(s, all)
+	}
+}
 
 func parseInBand(s *Settings, a []string) error {
 	var b InBand
@@ -350,10 +339,6 @@ func parseInBand(s *Settings, a []string) error {
 	}
 	s.InBand = append(s.InBand, b)
 	return nil
-}
-
-func durationInto(field func(*Settings) *caddy.Duration) func(*Settings, []string) error {
-	return func(s *Settings, a []string) error { return parseDuration(a[0], field(s)) }
 }
 
 func parseDuration(text string, into *caddy.Duration) error {
