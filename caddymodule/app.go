@@ -416,7 +416,7 @@ func (a *App) Start() error {
 	}
 	for _, h := range a.guards.list() {
 		if h.pool != nil { // earlier configurations use it as well
-			settings, _ := h.Bulkhead.settings() // checked
+			settings, _ := h.Bulkhead.Check() // checked
 			h.pool.Configure(settings)
 		}
 	}

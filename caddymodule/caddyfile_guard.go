@@ -18,6 +18,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -214,9 +215,9 @@ func guardOptions() option.Set[*Handler] {
 			return cmp.Or(parseWords(d, &h.Ignore), checkCompared(h.Ignore, h.Compare, h.named()))
 		}},
 		"max_body":    size(func(h *Handler) *int64 { return &h.MaxBody }),
-		"attach_wait": duration(func(h *Handler) *guard.Duration { return &h.AttachWait }),
-		"idle_timeout": value("<duration> | off", func(h *Handler) *guard.Duration { return &h.IdleTimeout },
-			parseIdle, func(v guard.Duration) error {
+		"attach_wait": duration(func(h *Handler) *jsontime.Duration { return &h.AttachWait }),
+		"idle_timeout": value("<duration> | off", func(h *Handler) *jsontime.Duration { return &h.IdleTimeout },
+			parseIdle, func(v jsontime.Duration) error {
 				if v == idleOff {
 					return nil
 				}
@@ -263,7 +264,7 @@ func checkPointers(texts []string) error {
 	return err
 }
 
-func parseIdle(d *caddyfile.Dispenser, into *guard.Duration) error {
+func parseIdle(d *caddyfile.Dispenser, into *jsontime.Duration) error {
 	if d.CountRemainingArgs() == 1 && d.NextArg() {
 		if d.Val() == "off" {
 			*into = idleOff
@@ -347,8 +348,8 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 	}
 	if h.MissingID == guard.MissingRecognize {
 		return option.Set[*Handler]{
-			"window":       duration(func(h *Handler) *guard.Duration { return &h.RecognizeWindow }),
-			"error_window": duration(func(h *Handler) *guard.Duration { return &h.ErrorWindow }),
+			"window":       duration(func(h *Handler) *jsontime.Duration { return &h.RecognizeWindow }),
+			"error_window": duration(func(h *Handler) *jsontime.Duration { return &h.ErrorWindow }),
 		}.Read(d, "missing_id recognize", h, originOf(d))
 	}
 	return nil
@@ -454,17 +455,17 @@ func parseApprove(d *caddyfile.Dispenser, p policy) error {
 	return option.Set[*guard.Approve]{
 		"quorum": value("<number>", func(a *guard.Approve) *int { return &a.Quorum },
 			parseCount, func(int) error { return checkApprove(a) }),
-		"within": duration(func(a *guard.Approve) *guard.Duration { return &a.Within }),
+		"within": duration(func(a *guard.Approve) *jsontime.Duration { return &a.Within }),
 	}.Read(d, "approve", a, originOf(d))
 }
 
 // policyOptions are the options of a guard and of its actions.
 func policyOptions() option.Set[policy] {
 	return merge(option.Set[policy]{
-		"deadline":      duration(func(p policy) *guard.Duration { return &p.Deadline }),
-		"stream_idle":   duration(func(p policy) *guard.Duration { return &p.StreamIdle }),
-		"retain_result": duration(func(p policy) *guard.Duration { return &p.RetainResult }),
-		"retain_key":    duration(func(p policy) *guard.Duration { return &p.RetainKey }),
+		"deadline":      duration(func(p policy) *jsontime.Duration { return &p.Deadline }),
+		"stream_idle":   duration(func(p policy) *jsontime.Duration { return &p.StreamIdle }),
+		"retain_result": duration(func(p policy) *jsontime.Duration { return &p.RetainResult }),
+		"retain_key":    duration(func(p policy) *jsontime.Duration { return &p.RetainKey }),
 		"target":        word("<text>", func(p policy) *string { return &p.Target }),
 		"approve": {Usage: "[off | <role>] [{ ... }]", Parse: parseApprove, Check: func(p policy) error {
 			return checkApprove(p.Approve)
@@ -637,13 +638,13 @@ func termsOptions() option.Set[*guard.Terms] {
 			rollback.Resend, rollback.UndoEscalate),
 		"on_changed": choice(func(t *guard.Terms) *string { return &t.OnChanged },
 			rollback.UndoEscalate, rollback.Overwrite),
-		"checkpoint_ttl": value("<duration>", func(t *guard.Terms) *guard.Duration { return &t.CheckpointTTL },
+		"checkpoint_ttl": value("<duration>", func(t *guard.Terms) *jsontime.Duration { return &t.CheckpointTTL },
 			parseDuration, checkTTL),
 	}
 }
 
 // checkTTL checks how long checkpoints are kept.
-func checkTTL(v guard.Duration) error {
+func checkTTL(v jsontime.Duration) error {
 	switch ttl := time.Duration(v); {
 	case ttl < 0 || 0 < ttl && ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
 		return fmt.Errorf("%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))

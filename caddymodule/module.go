@@ -21,6 +21,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -132,7 +133,7 @@ const (
 	endpointsOff = "off"
 
 	// idleOff disables the idle timeout.
-	idleOff = guard.Duration(-1)
+	idleOff = jsontime.Duration(-1)
 
 	// defaultAction is the name for calls that match no action.
 	defaultAction = "default"

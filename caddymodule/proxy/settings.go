@@ -15,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 )
 
@@ -42,30 +43,7 @@ type Settings struct {
 	// Turns the breakers of this transport off. Default: false.
 	Off bool `json:"off,omitempty"`
 
-	// The time over which the error rate is measured, 1s to 1h. Default: 60s.
-	Window caddy.Duration `json:"window,omitempty"`
-
-	// The share of failures, over 0 and under 1, above which a breaker opens. Default: 0.5.
-	Threshold float64 `json:"threshold,omitempty"`
-
-	// How many calls must have ended in the window before the rate counts. Default: 10.
-	MinVolume int `json:"min_volume,omitempty"`
-
-	// How many failures in a row open a breaker, whatever the rate. Default: no number does.
-	Consecutive int `json:"consecutive,omitempty"`
-
-	// The latency above which an answer is slow. Default: none.
-	SlowCall caddy.Duration `json:"slow_call,omitempty"`
-
-	// The share of slow answers above which a breaker opens. Default: 0.5.
-	SlowThreshold float64 `json:"slow_threshold,omitempty"`
-
-	// How long a breaker stays open at first; each failed probe doubles it. Default: 30s.
-	Cooldown caddy.Duration `json:"cooldown,omitempty"`
-
-	// The longest cooldown, at most 24h, and the longest `Retry-After` of the upstream that is
-	// honoured. Default: 300s, or the cooldown if that is longer.
-	MaxCooldown caddy.Duration `json:"max_cooldown,omitempty"`
+	breaker.Settings
 
 	// Where several gateways share a store: `node` has each of them send its own probe; with `fleet`
 	// one of those whose breakers for an upstream are open sends a probe for all that have this
@@ -126,16 +104,9 @@ func (s *Settings) check() (*checkedSettings, error) {
 	if s.ProbeScope != "" && s.ProbeScope != ScopeNode && s.ProbeScope != ScopeFleet {
 		return nil, fmt.Errorf("probe_scope: %q is unknown; use node or fleet", s.ProbeScope)
 	}
-	for name, d := range map[string]caddy.Duration{
-		"window": s.Window, "slow": s.SlowCall, "cooldown": s.Cooldown, "cooldown (longest)": s.MaxCooldown,
-	} {
-		if d < 0 {
-			return nil, fmt.Errorf("%s: %v is negative; it must be positive", name, time.Duration(d))
-		}
-	}
 	var err error
-	if c.rules, err = breaker.NewRules(s.breaker()); err != nil {
-		return nil, errors.New(optionNames.Replace(err.Error()))
+	if c.rules, err = breaker.NewRules(s.Settings); err != nil {
+		return nil, err
 	}
 	if len(c.statuses) == 0 {
 		c.statuses = []int{5}
@@ -168,21 +139,6 @@ func (s *Settings) check() (*checkedSettings, error) {
 	}
 	return c, nil
 }
-
-func (s *Settings) breaker() breaker.Settings {
-	return breaker.Settings{
-		Window: time.Duration(s.Window), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
-		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold,
-		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown),
-	}
-}
-
-// optionNames maps the options of package breaker to those of Settings.
-var optionNames = strings.NewReplacer(
-	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
-	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
-	"SlowCall", "slow",
-)
 
 // provoked reports whether any caller can have an upstream answer with a status: one that refuses the request (4xx), its
 // method (501) or its version of HTTP (505). Such answers open no breaker for others.
@@ -341,7 +297,7 @@ func parseInBand(s *Settings, a []string) error {
 	return nil
 }
 
-func parseDuration(text string, into *caddy.Duration) error {
+func parseDuration(text string, into *jsontime.Duration) error {
 	v, err := caddy.ParseDuration(text)
 	if err != nil || v <= 0 {
 		return fmt.Errorf("%q is no positive duration (like 500ms, 30s or 5m)", text)
@@ -349,7 +305,7 @@ func parseDuration(text string, into *caddy.Duration) error {
 	if v > 24*time.Hour {
 		return fmt.Errorf("%q is too long; it must be at most 24h", text)
 	}
-	*into = caddy.Duration(v)
+	*into = jsontime.Duration(v)
 	return nil
 }
 

@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
 
@@ -103,8 +104,8 @@ func TestCaddyfileErrors(t *testing.T) {
 func TestValidate(t *testing.T) {
 	for want, s := range map[string]proxy.Settings{
 		"":                               {},
-		"window: -1s is negative":        {Window: caddy.Duration(-time.Second)},
-		"threshold is 1.5":               {Threshold: 1.5},
+		"window: -1s is negative":        {Settings: breaker.Settings{Window: jsontime.Duration(-time.Second)}},
+		"threshold is 1.5":               {Settings: breaker.Settings{Threshold: 1.5}},
 		"failure: 700":                   {FailureStatus: []int{700}},
 		"a rule names 2 places":          {InBand: []proxy.InBand{{JSON: "/a", SSEError: true}}},
 		"a rule names 0 places":          {InBand: []proxy.InBand{{Value: "x"}}},
