@@ -52,7 +52,7 @@ func (r *Request) checkID() error {
 func (r *Request) rollback() *Rollback {
 	b := &Rollback{
 		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency, Operator: r.Operator, State: Reserved,
-		Journal: Journal{Named: r.Named, Token: r.Token, journal: journal{Content: r.content(), PartOf: r.PartOf, Precedence: r.Precedence}},
+		Journal: Journal{Named: r.Named, Token: r.Token, Content: r.content(), PartOf: r.PartOf, Precedence: r.Precedence},
 	}
 	if r.Operator == "" {
 		b.Requester = r.By
@@ -63,7 +63,7 @@ func (r *Request) rollback() *Rollback {
 // draft is a rollback before its acceptance, or only shown.
 type draft struct {
 	Rollback
-	version     string                  // of the workflow that the plan was made of
+	graph       string                  // the version of the workflow's graph that the plan was made of
 	checkpoints map[string]*checkedNode // of the plan, by their ids
 	target      Checkpoint
 }
@@ -156,7 +156,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 
 // plan makes the plan of a draft whose target was verified.
 func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View, ask PlanInput) error {
-	d.version = view.Version
+	d.graph = view.Version
 	p, err := MakePlan(view.Graph, ask, func(n *workflow.Node) (NodeState, error) {
 		checked := &checkedNode{node: n, token: d.target}
 		var err error
@@ -350,7 +350,7 @@ func outlookOf(opened *checkpoint.Checkpoint) outlook {
 // current reports whether a plan made now would be the same. If so, the draft counts as made now.
 // If that cannot be found out, a new draft is made, which fails as it must.
 func (c *Coordinator) current(ctx context.Context, d *draft) bool {
-	unchanged, err := c.o.Ledger.Unchanged(ctx, d.Workflow, d.version)
+	unchanged, err := c.o.Ledger.Unchanged(ctx, d.Workflow, d.graph)
 	if err != nil || !unchanged {
 		return false
 	}
@@ -557,7 +557,7 @@ func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *wo
 		case err == nil:
 			accepted, keep = made.snapshot(), true
 		case !errors.Is(err, errAgain): // it may have landed all the same, and then goes on
-			h, _, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
+			h, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
 			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
 		}
 		return err
@@ -574,7 +574,7 @@ var errAgain = errors.New("rollback: somebody else was first")
 // again finds the rollback of an earlier identical request, or returns ErrUnknown.
 func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) {
 	n := c.name(r.ID)
-	h, _, err := c.readHead(ctx, n)
+	h, err := c.readHead(ctx, n)
 	if errors.Is(err, ErrUnknown) && r.Token != "" {
 		// Cascade 4.3.4: one token asks for one rollback.
 		id, found := c.byToken(ctx, r.Token)
@@ -585,7 +585,7 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 		case id != r.ID:
 			return nil, ErrMismatch
 		default: // it was accepted between the two looks (P5)
-			h, _, err = c.readHead(ctx, n)
+			h, err = c.readHead(ctx, n)
 		}
 	}
 	if err != nil {
@@ -697,6 +697,64 @@ func (c *Coordinator) opposed(ctx context.Context, r *Request, d *draft) (joins 
 	return joins, h, err
 }
 
+// Precedence decides between two rollbacks (cascade 4.3.4). Parts of a rollback at other gateways
+// have that of the whole, so that all of them decide in the same way.
+type Precedence struct {
+	// ID is the rollback's id, which is unique.
+	ID string `json:"rollback_id"`
+	// Scope is how far it goes.
+	Scope Scope `json:"scope"`
+	// Asked is when it was recorded, by the clock of its coordinator's store and not the requester's.
+	Asked time.Time `json:"asked"`
+}
+
+// comparePrecedence is negative if a takes precedence over b, positive if b does over a, and zero
+// only if they are the same. The wider scope wins, then the earlier time, then the lower id. An
+// unknown scope is the narrowest.
+func comparePrecedence(a, b Precedence) int {
+	return cmp.Or(
+		cmp.Compare(b.Scope.breadth(), a.Scope.breadth()),
+		a.Asked.Compare(b.Asked),
+		cmp.Compare(a.ID, b.ID),
+	)
+}
+
+// conflictResolution is what comes of two rollbacks.
+type conflictResolution string
+
+// What can come of them. Who loses gets 409 rollback-conflict with the winner's id.
+const (
+	// noConflict: they have no checkpoint in common, and both go on.
+	noConflict conflictResolution = "no conflict"
+	// newcomerRefused: the new one loses.
+	newcomerRefused conflictResolution = "refused"
+	// earlierJoins: the earlier one loses. It finishes its level, then the new one starts, whose
+	// result becomes that of both.
+	earlierJoins conflictResolution = "joins"
+	// newcomerWaits: the earlier one goes on to its end, and then the new one starts. To break
+	// off would leave a checkpoint to nobody.
+	newcomerWaits conflictResolution = "waits"
+)
+
+// resolveConflict says what comes of two different rollbacks when one of them was accepted
+// first. comparePrecedence decides, but nothing that was accepted is left half done.
+//
+// The earlier one joins a wider one whose plan has all of its checkpoints, for which they are
+// undone then. Where the wider plan lacks some of them, as the sub-DAG of one checkpoint does
+// that the other's group contains, the wider one waits. So does one of the same scope that was
+// asked for earlier.
+func resolveConflict(there, comes *Rollback) conflictResolution {
+	switch {
+	case !overlap(there.Plan, comes.Plan):
+		return noConflict
+	case comparePrecedence(there.precedence(), comes.precedence()) <= 0:
+		return newcomerRefused
+	case there.precedence().Scope.breadth() < comes.precedence().Scope.breadth() && len(comes.Plan.lacks(there.Plan)) == 0:
+		return earlierJoins
+	}
+	return newcomerWaits
+}
+
 // maxJoins bounds how many others give way in one commit, whose size is bounded (store.MaxBatch).
 const maxJoins = 256
 
@@ -708,27 +766,23 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 		if r.id == d.ID { // accepted since: whoever asks for it finds it
 			continue
 		}
-		r.mu.Lock()
-		there, joined, same := r.contender(), r.head.Joined != "", d.sameWhole(&r.head)
-		part, asked := r.head.PartOf != "", r.head.Asked
-		r.mu.Unlock()
-		if !d.Asked.After(asked) { // a clock that went back gives no precedence
-			d.Asked = asked.Add(time.Nanosecond)
+		there := r.now()
+		if !d.Asked.After(there.Asked) { // a clock that went back gives no precedence
+			d.Asked = there.Asked.Add(time.Nanosecond)
 		}
-		comes := contender{Precedence: d.precedence(), Plan: d.Plan}
-		resolution := resolveConflict(there, comes)
-		if same && resolution != noConflict || part && resolution == earlierJoins {
+		resolution := resolveConflict(there, &d.Rollback)
+		if resolution != noConflict && d.sameWhole(there) || there.PartOf != "" && resolution == earlierJoins {
 			resolution = newcomerWaits // a part has a result of its own
 		}
 		switch resolution {
 		case noConflict:
 			continue
 		case newcomerRefused:
-			if !joined { // else the one that it gives way to decides
-				return nil, &ConflictError{Winner: there.ID, kept: r.id}
+			if there.Joined == "" { // else the one that it gives way to decides
+				return nil, &ConflictError{Winner: there.precedence().ID, kept: r.id}
 			}
 		case earlierJoins: // those beyond the bound go on to their end instead
-			if !joined && len(joins) < maxJoins {
+			if there.Joined == "" && len(joins) < maxJoins {
 				joins = append(joins, r)
 				d.Absorbed = append(d.Absorbed, r.id)
 			}
@@ -769,7 +823,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	for _, other := range joins {
 		other.mu.Lock()
 		defer other.mu.Unlock()
-		if !other.head.open() || other.head.Joined != "" {
+		if h := other.now(); !h.open() || h.Joined != "" {
 			return nil, errAgain
 		}
 	}
@@ -784,23 +838,20 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	writes = append(writes, held.writes...)
 	heads := make([]Rollback, len(joins))
 	for i, other := range joins {
-		heads[i] = other.head
+		heads[i] = *other.now()
 		heads[i].Joined = d.ID
-		writes = append(writes, c.headWrite(other.name, &heads[i], store.VersionIs(other.version)))
+		writes = append(writes, c.headWrite(other.name, &heads[i], store.VersionIs(heads[i].version)))
 	}
 	version, err := c.o.Store.Commit(ctx, append(writes, extra...)...)
 	if err = b.Done(err); err != nil {
 		for _, other := range joins { // sealed anew, or changed by another node
-			if h, version, err := c.readHead(ctx, other.name); err == nil {
-				other.setHead(h, version)
-				other.applyHead()
-			}
+			_ = c.refresh(ctx, other)
 		}
 		if err = refusedBy(err, extra); !errors.Is(err, store.ErrUnknown) {
 			return nil, err
 		}
 		// It may have landed. Then it goes on, whether or not its requester asks again (P5).
-		if h, _, readErr := c.readHead(context.WithoutCancel(ctx), n); readErr != nil || !bytes.Equal(h.Content, d.Content) {
+		if h, readErr := c.readHead(context.WithoutCancel(ctx), n); readErr != nil || !bytes.Equal(h.Content, d.Content) {
 			return nil, err
 		}
 		landed, readErr := c.adopt(context.WithoutCancel(ctx), n)
@@ -810,11 +861,12 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		return landed, nil
 	}
 	for i, other := range joins {
-		other.head, other.version = heads[i], version
-		other.applyHead()
+		heads[i].version = version
+		c.publish(other, &heads[i])
 	}
 	c.ended(&held)
-	accepted := newRun(n, &d.Rollback, version)
+	d.version = version
+	accepted := newRun(n, &d.Rollback)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.runs[n] = accepted

@@ -337,12 +337,9 @@ func (c *Coordinator) Resolve(ctx context.Context, id, checkpoint string) (strin
 
 // keptFor is the checkpoint of the rollback with an id, accepted or reserved; empty without one.
 func (c *Coordinator) keptFor(ctx context.Context, id string) (string, error) {
-	h, _, err := c.readHead(ctx, c.name(id))
+	h, err := c.readHead(ctx, c.name(id))
 	if errors.Is(err, ErrUnknown) {
-		var v *reservation
-		if v, err = c.reservation(ctx, c.name(id)); err == nil {
-			h = &v.Rollback
-		}
+		h, err = c.reservation(ctx, c.name(id))
 	}
 	switch {
 	case errors.Is(err, ErrUnknown):
@@ -432,7 +429,7 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 // nil if it takes no more steps. cancel frees it.
 func (c *Coordinator) under(ctx context.Context, n name) (ended <-chan struct{}, cancel func(), err error) {
 	ended, cancel = c.o.Store.Watch(keyOf(kindHead, n))
-	h, _, err := c.readHead(ctx, n)
+	h, err := c.readHead(ctx, n)
 	if err == nil && h.open() {
 		return ended, cancel, nil
 	}
@@ -492,7 +489,7 @@ func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, 
 		page.Next = base64.RawURLEncoding.EncodeToString(keys[limit-1][len(prefix):])
 	}
 	for _, key := range keys {
-		h, _, err := c.readHead(ctx, nameIn(key))
+		h, err := c.readHead(ctx, nameIn(key))
 		switch {
 		case errors.Is(err, ErrUnknown):
 		case errors.Is(err, errUnreadable):

@@ -8,7 +8,7 @@ import (
 )
 
 type (
-	Contender          = contender
+	Contender          = *Rollback
 	ConflictResolution = conflictResolution
 )
 
@@ -29,7 +29,9 @@ var (
 	Initiator         = initiator
 )
 
-func NewContender(p Precedence, plan *Plan) Contender { return contender{p, plan} }
+func NewContender(p Precedence, plan *Plan) Contender {
+	return &Rollback{Journal: Journal{Plan: plan, Precedence: p}}
+}
 
 func (c *Coordinator) ByToken(ctx context.Context, jti string) (string, error) {
 	return c.byToken(ctx, jti)

@@ -116,11 +116,7 @@ func (f *gateways) follow(ctx context.Context, r *run) {
 	for ctx.Err() == nil {
 		changed, cancel := f.o.Store.Watch(keyOf(kindHead, r.name))
 		r.mu.Lock()
-		h, version, err := f.readHead(f.hard, r.name)
-		if err == nil && version != r.version {
-			r.setHead(h, version)
-			f.headChanged(r)
-		}
+		err := f.refresh(f.hard, r)
 		r.mu.Unlock()
 		var again <-chan time.Time
 		if err != nil { // what has changed is not known

@@ -34,12 +34,6 @@ type Journal struct {
 	// others were not (the heuristic outcomes hazard and mixed of XA).
 	Unknown bool `cbor:"unknown,omitempty"`
 	Mixed   bool `cbor:"mixed,omitempty"`
-
-	journal
-}
-
-// journal is the part of a Journal that only the coordinator knows.
-type journal struct {
 	// Content is what makes two requests the same.
 	Content []byte `cbor:"content"`
 	// Halted says that it has given way to the one that it has joined.
@@ -65,7 +59,8 @@ type journal struct {
 	Pieces int    `cbor:"pieces"`
 	Hash   []byte `cbor:"hash"`
 
-	expires time.Time // of the record; zero until the rollback, and all that it belongs to, are over
+	version store.Version // of the record that it was read from
+	expires time.Time     // of the record; zero until the rollback, and all that it belongs to, are over
 }
 
 // question is what people are asked before a rollback goes on.
@@ -306,14 +301,14 @@ func writePlan(to *store.Table[[]byte], n name, p *Plan, expires time.Time) ([]s
 
 func unreadable(err error) error { return fmt.Errorf("%w: %w", errUnreadable, err) }
 
-// readHead reads a head and its version; ErrUnknown where there is none.
-func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, store.Version, error) {
+// readHead reads a head; ErrUnknown where there is none.
+func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, error) {
 	row, err := c.heads.Get(ctx, keyOf(kindHead, n))
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	row.Record.expires = row.Expires
-	return row.Record, row.Version, nil
+	row.Record.version, row.Record.expires = row.Version, row.Expires
+	return row.Record, nil
 }
 
 // readPlan reads the plan of a head, and holds that it is the one that was accepted, or reserved.
@@ -341,16 +336,14 @@ func readPlan(ctx context.Context, from *store.Table[[]byte], n name, h *Rollbac
 }
 
 func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
-	h, version, err := c.readHead(ctx, n)
+	h, err := c.readHead(ctx, n)
 	if err != nil {
 		return nil, err
 	}
-	p, err := readPlan(ctx, &c.plans, n, h)
-	if err != nil {
+	if h.Plan, err = readPlan(ctx, &c.plans, n, h); err != nil {
 		return nil, err
 	}
-	h.Plan = p
-	r := newRun(n, h, version)
+	r := newRun(n, h)
 	for row, err := range c.steps.All(ctx, n[:]) {
 		if err != nil {
 			return nil, err
@@ -509,7 +502,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 		}
 		seen[id] = true
 		n := c.name(id)
-		other, _, err := c.readHead(ctx, n)
+		other, err := c.readHead(ctx, n)
 		if errors.Is(err, ErrUnknown) {
 			continue
 		}
@@ -531,7 +524,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 // cleanUp handles a rollback that cannot be read whole, because of why. The records of a finished
 // one may have expired in part, the head last.
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
-	h, _, err := c.readHead(ctx, n)
+	h, err := c.readHead(ctx, n)
 	if c.fleet != nil && err == nil {
 		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.boot() {
 			return err

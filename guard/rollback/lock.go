@@ -389,12 +389,10 @@ func (c *Coordinator) Load(ctx context.Context) error {
 // recordedLock is what a rollback or a reservation that an index names keeps from beginning. ErrUnknown is nothing.
 func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (*workflowLock, error) {
 	var h *Rollback
-	v, err := (*reservation)(nil), error(nil)
+	var err error
 	if kind == kindReservedWorkflow {
-		if v, err = c.reservation(ctx, n); err == nil {
-			h = &v.Rollback
-		}
-	} else if h, _, err = c.readHead(ctx, n); err == nil && kind == kindWorkflow {
+		h, err = c.reservation(ctx, n)
+	} else if h, err = c.readHead(ctx, n); err == nil && kind == kindWorkflow {
 		if !h.open() {
 			return nil, ErrUnknown
 		}
@@ -408,7 +406,7 @@ func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (*wor
 		return nil, err
 	}
 	w := newWorkflowLock(h.ID, scope)
-	w.reserved, w.until = v != nil, h.Until
+	w.reserved, w.until = kind == kindReservedWorkflow, h.Until
 	if kind == kindStop && h.State == Finished {
 		w.until = h.Finished.Add(c.o.Keep)
 	}

@@ -170,9 +170,10 @@ func (c *Coordinator) Unfinished() (n int, oldest time.Time) {
 		if r.done.is() {
 			continue
 		}
-		if n++; n == 1 || r.since.Before(oldest) {
-			oldest = r.since
+		if asked := r.now().Asked; n == 0 || asked.Before(oldest) {
+			oldest = asked
 		}
+		n++
 	}
 	return n, oldest
 }

@@ -26,10 +26,8 @@ const reasonUnknown = "checkpoint-unknown"
 // Prepared is the answer to a request to prepare a rollback (cascade 4.3.2, phase 1).
 type Prepared struct {
 	// Rollback is what would be done. Its State is Reserved, or that of the rollback if it was
-	// accepted already. Without a plan it has no more than what was asked for.
+	// accepted already; Until is when the reservation ends, and zero without one. Without a plan it has no more than what was asked for.
 	Rollback *Rollback
-	// Until is when the reservation ends; zero without one.
-	Until time.Time
 	// Refusal says why there is no plan, or none that may be carried out: checkpoint.ErrTampered,
 	// checkpoint.ErrExpired, *DependedOnError or *ConflictError. It is nil otherwise.
 	Refusal error
@@ -55,19 +53,12 @@ type Obstacle struct {
 // Ready reports whether everything can be undone, as far as that is known before it is tried.
 func (p *Prepared) Ready() bool { return p.Refusal == nil && len(p.Obstacles) == 0 }
 
-// reservation is the record of a prepared rollback. It holds back new calls that would follow
-// from what it covers, and other rollbacks that it takes precedence over, until it ends.
-type reservation struct {
-	Rollback
-	version store.Version
-}
-
-// of reports whether a request is about what was reserved. A reason may be given later.
-func (v *reservation) of(r *Request) bool { return v.Checkpoint == r.Checkpoint && v.Scope == r.Scope }
+// isOf reports whether a rollback that is reserved is the one that a request is about. A reason may be given later.
+func (h *Rollback) isOf(r *Request) bool { return h.Checkpoint == r.Checkpoint && h.Scope == r.Scope }
 
 // prepared is the answer that a reservation stands for.
-func (v *reservation) prepared(r *Request) *Prepared {
-	return &Prepared{Rollback: v.planned(), Until: v.Until, request: *r}
+func (h *Rollback) prepared(r *Request) *Prepared {
+	return &Prepared{Rollback: h.planned(), request: *r}
 }
 
 // Prepare decides who may ask, verifies what is to be undone and makes the plan, and says what
@@ -163,17 +154,17 @@ func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepare
 	switch {
 	case err != nil:
 		return nil, err
-	case !v.of(r) || v.Request.KeepDependants != r.KeepDependants:
+	case !v.isOf(r) || v.Request.KeepDependants != r.KeepDependants:
 		return nil, ErrMismatch
 	}
-	if err := c.mayShare(ctx, r, &v.Rollback); err != nil {
+	if err := c.mayShare(ctx, r, v); err != nil {
 		return nil, err
 	}
 	return v.prepared(r), nil
 }
 
 // Prepared returns a rollback that is reserved, or was accepted after it was prepared; else
-// ErrUnknown. Until is zero once it was accepted.
+// ErrUnknown.
 func (c *Coordinator) Prepared(ctx context.Context, id string) (*Prepared, error) {
 	found, err := c.Get(ctx, id)
 	if err == nil && !found.Prepared.IsZero() {
@@ -240,7 +231,7 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 		}
 		return keep, err
 	})
-	if err != nil || done.Until.IsZero() {
+	if err != nil || done.Rollback.Until.IsZero() {
 		c.giveUp(ctx, d, nil)
 	}
 	return done, err
@@ -315,7 +306,7 @@ func (c *Coordinator) reserveBehind(ctx context.Context, p *Prepared, last time.
 }
 
 // reserve commits a reservation, and ends those of others over which it takes precedence.
-func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*reservation, error) {
+func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*Rollback, error) {
 	fence, err := c.fence(ctx, d.Workflow)
 	if err != nil {
 		return nil, err
@@ -328,7 +319,8 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	if err != nil {
 		return nil, err
 	}
-	v := &reservation{Rollback: d.Rollback}
+	v := new(Rollback)
+	*v = d.Rollback
 	v.State, v.Until, v.Request = Reserved, now.Add(last), r
 	v.Behind, v.Absorbed = nil, nil
 	if fence.Expires.Before(v.Until) {
@@ -341,7 +333,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 		return nil, err
 	}
 	v.Pieces = len(pieces)
-	own := c.reservations.Put(keyOf(kindReserved, n), &v.Rollback, store.Absent(), v.Until)
+	own := c.reservations.Put(keyOf(kindReserved, n), v, store.Absent(), v.Until)
 	writes := append([]store.Write{own, fence, {Key: c.reservedKey(&d.Rollback, n), Expires: v.Until}}, pieces...)
 	writes = append(writes, held.writes...)
 	if _, err := c.o.Store.Commit(ctx, append(writes, extra...)...); err != nil {
@@ -351,14 +343,16 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	return v, nil
 }
 
-// reservation reads a reservation that has not ended; ErrUnknown where there is none.
-func (c *Coordinator) reservation(ctx context.Context, n name) (*reservation, error) {
+// reservation reads the record of a prepared rollback. Until it ends, it holds back new calls that would follow from what
+// it covers, and other rollbacks that it takes precedence over. ErrUnknown means that there is none.
+func (c *Coordinator) reservation(ctx context.Context, n name) (*Rollback, error) {
 	row, err := c.reservations.Get(ctx, keyOf(kindReserved, n))
 	if err != nil {
 		return nil, err
 	}
-	v := &reservation{*row.Record, row.Version}
-	if v.Plan, err = readPlan(ctx, &c.reservedPlans, n, &v.Rollback); err != nil {
+	v := row.Record
+	v.version = row.Version
+	if v.Plan, err = readPlan(ctx, &c.reservedPlans, n, v); err != nil {
 		// Its pieces end with it: it may be over by now.
 		if _, gone := c.o.Store.Get(ctx, row.Key); errors.Is(gone, store.ErrNotFound) {
 			return nil, ErrUnknown
@@ -371,18 +365,18 @@ func (c *Coordinator) reservation(ctx context.Context, n name) (*reservation, er
 // held is what a rollback takes over of the reservations of its workflow: its own, and those over
 // which it takes precedence.
 type held struct {
-	own    *reservation   // nil without one
-	others []*reservation // that it takes precedence over
-	ids    []string       // whose locks end
-	writes []store.Write  // that end them
+	own    *Rollback     // nil without one
+	others []*Rollback   // that it takes precedence over
+	ids    []string      // whose locks end
+	writes []store.Write // that end them
 }
 
-func (h *held) end(c *Coordinator, v *reservation) {
+func (h *held) end(c *Coordinator, v *Rollback) {
 	n := c.name(v.ID)
 	h.ids = append(h.ids, v.ID)
 	h.writes = append(h.writes,
 		store.Write{Key: keyOf(kindReserved, n), If: store.VersionIs(v.version), Delete: true},
-		store.Write{Key: c.reservedKey(&v.Rollback, n), Delete: true},
+		store.Write{Key: c.reservedKey(v, n), Delete: true},
 	)
 	for i := range v.Pieces {
 		h.writes = append(h.writes, store.Write{Key: partKey(kindReservedPlan, n, i), Delete: true})
@@ -399,7 +393,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 	case errors.Is(err, ErrUnknown):
 	case err != nil:
 		return h, err
-	case !own.of(r):
+	case !own.isOf(r):
 		return h, ErrMismatch
 	default:
 		h.own, mine = own, own.precedence()
@@ -418,7 +412,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 				return h, refusedBy(err, nil)
 			}
 			c.locks.release(h.ids...)
-			c.release(&h.own.Rollback, nil)
+			c.release(h.own, nil)
 		}
 		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
 	}
@@ -435,7 +429,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 			return h, err
 		}
 		switch {
-		case d.sameWhole(&other.Rollback), !overlap(other.Plan, d.Plan):
+		case d.sameWhole(other), !overlap(other.Plan, d.Plan):
 		case comparePrecedence(other.precedence(), mine) <= 0:
 			return h, &ConflictError{Winner: other.precedence().ID, kept: other.ID}
 		default:
@@ -462,13 +456,13 @@ func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) ([]name, err
 func (c *Coordinator) ended(h *held) {
 	c.locks.release(h.ids...)
 	for _, other := range h.others {
-		c.release(&other.Rollback, nil)
+		c.release(other, nil)
 	}
 }
 
 // shrunk reports whether the plan is the reserved one, but for what other parts of the same
 // rollback have undone meanwhile.
-func (c *Coordinator) shrunk(ctx context.Context, v *reservation, d *draft) (bool, error) {
+func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (bool, error) {
 	if !v.sameWhole(&d.Rollback) || len(v.Plan.Levels) != len(d.Plan.Levels) {
 		return false, nil
 	}
@@ -501,7 +495,7 @@ func (c *Coordinator) undoneBy(ctx context.Context, id string) (*Rollback, error
 	if err != nil {
 		return nil, err
 	}
-	h, _, err := c.readHead(ctx, c.name(m.Rollback))
+	h, err := c.readHead(ctx, c.name(m.Rollback))
 	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
 		return nil, nil
 	}
@@ -756,7 +750,7 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 	}
 	n := c.name(r.ID)
 	for range maxTries {
-		h, _, err := c.readHead(ctx, n)
+		h, err := c.readHead(ctx, n)
 		switch {
 		case err == nil && bytes.Equal(h.Content, r.content()):
 			return cmp.Or(c.mayShare(ctx, &r, h), ErrAccepted)
@@ -775,19 +769,19 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 			return err
 		case err != nil:
 			return err
-		case !v.of(&r):
+		case !v.isOf(&r):
 			return ErrMismatch
 		case r.Unnamed && r.Error == "":
 			return ErrUnnamed
 		case !v.askedBy(&r): // the first one may still carry it out
-			return c.mayShare(ctx, &r, &v.Rollback)
+			return c.mayShare(ctx, &r, v)
 		}
 		var ended held
 		ended.end(c, v) // on the condition that no execute has taken it
 		_, err = c.o.Store.Commit(ctx, append(ended.writes, extra...)...)
 		if err == nil {
 			c.locks.release(r.ID)
-			c.release(&v.Rollback, nil)
+			c.release(v, nil)
 			return nil
 		}
 		if err = refusedBy(err, extra); !errors.Is(err, errAgain) {
@@ -811,7 +805,7 @@ func (c *Coordinator) giveUp(ctx context.Context, d *draft, unprepared []Obstacl
 	if _, err := c.reservation(ctx, n); !errors.Is(err, ErrUnknown) {
 		return
 	}
-	if _, _, err := c.readHead(ctx, n); !errors.Is(err, ErrUnknown) {
+	if _, err := c.readHead(ctx, n); !errors.Is(err, ErrUnknown) {
 		return
 	}
 	c.release(&d.Rollback, func(id string) bool {

@@ -249,7 +249,10 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.now()
-	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit, Precedence: r.precedence, Foreign: s.foreign}
+	task := Task{
+		Rollback: r.id, PartOf: brief.partOf(), Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due,
+		Quit: c.quit, Precedence: brief.precedence(), Foreign: s.foreign,
+	}
 	if doubt != "" && doubt != r.id {
 		partOf, forgotten, err := c.earlier(ctx, doubt)
 		if err != nil {
@@ -278,7 +281,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 // earlier is what a rollback was a part of. forgotten says that neither it nor its keys are
 // recorded any more.
 func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, forgotten bool, err error) {
-	switch h, _, err := c.readHead(ctx, c.name(id)); {
+	switch h, err := c.readHead(ctx, c.name(id)); {
 	case errors.Is(err, ErrUnknown):
 		return "", true, nil
 	case err == nil:
@@ -626,7 +629,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 		p := c.o.Checkpoints.PutBack(end.Version, keep)
 		b.Join(p)
 	}
-	brief := r.now()
+	brief := r.now().shown()
 	token := ""
 	if end.reason == reasonTampered { // cascade 4.2.3: an error is recorded
 		t, err := c.o.Ledger.Erred(ctx, brief, step.Checkpoint, errorConstraint, "the checkpoint is not what was recorded")
