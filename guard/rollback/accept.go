@@ -51,7 +51,8 @@ func (r *Request) checkID() error {
 // rollback is what is asked for, before anything is known of it.
 func (r *Request) rollback() *Rollback {
 	b := &Rollback{
-		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency, Operator: r.Operator, State: Reserved,
+		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency, Operator: r.Operator,
+		State:   Reserved,
 		Journal: Journal{Named: r.Named, Token: r.Token, Content: r.content(), PartOf: r.PartOf, Precedence: r.Precedence},
 	}
 	if r.Operator == "" {
@@ -519,9 +520,26 @@ func (c *Coordinator) Execute(
 		return nil, err
 	}
 	var accepted *Rollback
-	err = c.behindLock(ctx, d, false, func(lock *workflowLock) (keep bool, err error) {
-		if accepted, keep, err = c.decide(ctx, &r, d, lock, extra); keep {
-			c.locks.decide(lock)
+	err = c.behindLock(ctx, d, 0, func() (*draft, error) {
+		anew, err := c.draft(ctx, &r)
+		if errors.As(err, &refused) {
+			return nil, c.refuse(ctx, refused)
+		}
+		if err == nil {
+			anew.Plan.Unprepared, anew.Plan.Unreached, anew.Precedence = d.Plan.Unprepared, d.Plan.Unreached, d.Precedence
+		}
+		return anew, err
+	}, func(d *draft) (keep bool, err error) {
+		if accepted, err = c.acceptedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
+			return false, err
+		}
+		made, err := c.accept(ctx, &r, d, extra)
+		switch {
+		case err == nil:
+			accepted, keep = made.snapshot(), true
+		case !errors.Is(err, errAgain): // it may have landed all the same, and then goes on
+			h, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
+			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
 		}
 		return keep, err
 	})
@@ -530,43 +548,6 @@ func (c *Coordinator) Execute(
 	}
 	return accepted, err
 }
-
-// decide accepts or refuses a rollback behind its workflow lock: earlier calls are recorded, and
-// no others come. A draft that they made obsolete is made anew. keep says that it was accepted, or may have been.
-func (c *Coordinator) decide(ctx context.Context, r *Request, d *draft, lock *workflowLock, extra []store.Write) (accepted *Rollback, keep bool, err error) {
-	if !c.current(ctx, d) {
-		before, precedence := d.Plan, d.Precedence
-		if d, err = c.draft(ctx, r); err != nil {
-			if refused := (*refusal)(nil); errors.As(err, &refused) {
-				err = c.refuse(ctx, refused)
-			}
-			return nil, false, err
-		}
-		d.Plan.Unprepared, d.Plan.Unreached, d.Precedence = before.Unprepared, before.Unreached, precedence
-	}
-	if d.Aborted = d.aborts(r); d.Aborted {
-		d.Request = r
-	}
-	c.locks.setPlan(lock, d.Scope, d.Plan)
-	err = c.untilFirst(func() (err error) {
-		if accepted, err = c.acceptedAlready(ctx, r); err == nil || !errors.Is(err, ErrUnknown) {
-			return err
-		}
-		made, err := c.accept(ctx, r, d, extra)
-		switch {
-		case err == nil:
-			accepted, keep = made.snapshot(), true
-		case !errors.Is(err, errAgain): // it may have landed all the same, and then goes on
-			h, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
-			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
-		}
-		return err
-	})
-	return accepted, keep, err
-}
-
-// maxTries bounds how often a conflicting commit is tried.
-const maxTries = 20
 
 // errAgain: another commit was first; read again.
 var errAgain = errors.New("rollback: somebody else was first")
@@ -808,6 +789,9 @@ func (c *Coordinator) fence(ctx context.Context, workflow string) (store.Write, 
 
 // accept decides and commits, holding the lock on acceptance.
 func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
+	if d.Aborted = d.aborts(r); d.Aborted {
+		d.Request = r
+	}
 	fence, err := c.fence(ctx, d.Workflow)
 	if err != nil {
 		return nil, err

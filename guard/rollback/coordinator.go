@@ -26,8 +26,11 @@ type Coordinator struct {
 	// sealing is entered from before a value is sealed until its commit, so that Reseal can wait for values sealed
 	// with an older key.
 	sealing store.Writers
-	// accepting is held while a new rollback is decided.
-	accepting sync.Mutex
+	// The mutexes are taken in this order, which is why none of them waits for another one for ever. deciding is held
+	// while a new rollback, or one of a bounded number of escalations, is decided. Then comes run.mu, held while the
+	// head of a rollback changes; an acceptance takes those of the rollbacks that give way, in the order of their
+	// names. With mu and with that of locks nothing else is taken, and nothing is awaited.
+	deciding sync.Mutex
 	// locks block calls that follow from what is undone.
 	locks workflowLocks
 	// fleet is nil where one gateway has the store.
@@ -41,7 +44,6 @@ type Coordinator struct {
 	failures [][]byte              // keys of recorded failures that wait for their turn
 	handling int                   // goroutines that handle them
 	behind   map[string][][]byte   // keys of failures that wait for the end of a rollback
-	counting sync.Mutex            // held while an escalation is opened of which there may be so many
 	releases map[string]*releasing // by the rollback whose participants are told
 	wg       sync.WaitGroup
 
@@ -140,12 +142,10 @@ func (c *Coordinator) resume(ctx context.Context) error {
 		case err != nil:
 			return err
 		default:
-			if c.fleet != nil {
-				if mine, _, err := c.fleet.take(ctx, r); err != nil {
-					return err
-				} else if !mine {
-					continue
-				}
+			if mine, _, err := c.fleet.take(ctx, r); err != nil {
+				return err
+			} else if !mine {
+				continue
 			}
 			c.enlist(r, 0) // finished ones too, whose records have no expiry yet
 		}
@@ -162,16 +162,13 @@ func (c *Coordinator) resume(ctx context.Context) error {
 		if err != nil && !errors.Is(err, errUnreadable) {
 			return err
 		}
-		if c.fleet != nil {
-			mine, err := c.fleet.takeFailure(ctx, row, first)
-			if err != nil {
-				return err
-			}
-			if !mine {
-				continue
-			}
+		mine, err := c.fleet.takeFailure(ctx, row, first)
+		if err != nil {
+			return err
 		}
-		failures = append(failures, row.Key)
+		if mine {
+			failures = append(failures, row.Key)
+		}
 	}
 	c.takeUp(failures...)
 	return nil
@@ -191,14 +188,12 @@ func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 		if err != nil || r.done.is() {
 			return r, err
 		}
-		if c.fleet != nil {
-			mine, fresh, err := c.fleet.take(ctx, r)
-			if err != nil || !mine && fresh {
-				return r, err
-			}
-			if !fresh {
-				continue
-			}
+		mine, fresh, err := c.fleet.take(ctx, r)
+		if err != nil || !mine && fresh {
+			return r, err
+		}
+		if !fresh {
+			continue
 		}
 		if r := c.enlist(r, removals); r != nil {
 			return r, nil

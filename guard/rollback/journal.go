@@ -525,7 +525,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 // one may have expired in part, the head last.
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	h, err := c.readHead(ctx, n)
-	if c.fleet != nil && err == nil {
+	if err == nil {
 		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.boot() {
 			return err
 		}

@@ -389,8 +389,8 @@ func (c *Coordinator) crossed(ctx context.Context, f *Failure, done store.Write)
 		}
 	}
 	requester := "reporter " + f.Reporter
-	c.counting.Lock()
-	defer c.counting.Unlock()
+	c.deciding.Lock()
+	defer c.deciding.Unlock()
 	for w, id := range named {
 		full, err := c.o.Escalations.Waits(ctx, requester, maxCrossings)
 		if err != nil {
@@ -443,10 +443,10 @@ func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, w
 // maxFailed is how many escalations because of one caller's failed calls may be pending.
 const maxFailed = 16
 
-// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f). One failure is one question
-// (ADR 0127): a call that has failed opens nothing while people are asked about a failure of its workflow. A question
-// about a call that cannot be undone, or that reaches many agents, takes the place of lesser ones. Only so many are
-// opened because of one caller: agents try again, and an upstream that is down fails every call.
+// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f). One failure is one
+// question (ADR 0127): a call that has failed opens nothing while people are asked about a failure of its workflow.
+// A question about a call that cannot be undone, or that reaches many agents, takes the place of lesser ones. Only
+// so many are opened because of one caller: agents try again, and an upstream that is down fails every call.
 func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Write) error {
 	o := hitl.Opening{
 		Key: "failed call " + string(f.Asks), Level: hitl.Approval, Cause: f.Asks, Workflow: f.Workflow, Caller: f.Caller,
@@ -465,8 +465,8 @@ func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Writ
 		}
 		o.Summary += " " + reach
 	}
-	c.counting.Lock()
-	defer c.counting.Unlock()
+	c.deciding.Lock()
+	defer c.deciding.Unlock()
 	asked, err := c.askedOfFailures(ctx, f.Workflow)
 	if err != nil {
 		return err

@@ -97,7 +97,8 @@ func TestParticipantMayUndoWhatItDidNotPrepare(t *testing.T) {
 	}
 }
 
-// What this gateway itself cannot undo counts the same: an irreversible target ends it all, unless people approve the rest.
+// What this gateway itself cannot undo counts the same: an irreversible target ends it all, unless people approve
+// the rest.
 func TestCascade432IrreversibleTarget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)

@@ -25,8 +25,8 @@ const reasonUnknown = "checkpoint-unknown"
 
 // Prepared is the answer to a request to prepare a rollback (cascade 4.3.2, phase 1).
 type Prepared struct {
-	// Rollback is what would be done. Its State is Reserved, or that of the rollback if it was
-	// accepted already; Until is when the reservation ends, and zero without one. Without a plan it has no more than what was asked for.
+	// Rollback is what would be done. Its State is Reserved, or that of the rollback if it was accepted already; Until
+	// is when the reservation ends, and zero without one. Without a plan it has no more than what was asked for.
 	Rollback *Rollback
 	// Refusal says why there is no plan, or none that may be carried out: checkpoint.ErrTampered,
 	// checkpoint.ErrExpired, *DependedOnError or *ConflictError. It is nil otherwise.
@@ -224,33 +224,56 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 		}
 		return p, err
 	}
-	var done *Prepared
-	err = c.behindLock(ctx, d, true, func(lock *workflowLock) (keep bool, err error) {
-		if done, keep, err = c.reserveBehind(ctx, p, last, lock, extra); keep && c.fleet == nil { // else it is read from the store
-			c.locks.hold(lock, last)
+	done := p
+	err = c.behindLock(ctx, d, last, func() (*draft, error) {
+		anew, err := c.prepare(ctx, p.request, c.draft)
+		if err != nil {
+			return nil, err
 		}
-		return keep, err
+		if p, done = anew, anew; p.draft != nil {
+			p.draft.Precedence = d.Precedence
+		}
+		return p.draft, nil
+	}, func(d *draft) (keep bool, err error) {
+		if done, err = c.preparedAlready(ctx, &p.request); err == nil || !errors.Is(err, ErrUnknown) {
+			return false, err
+		}
+		done, err = c.reserve(ctx, &p.request, d, last, extra)
+		return err == nil || errors.Is(err, store.ErrUnknown), err
 	})
+	if conflict := (*ConflictError)(nil); errors.As(err, &conflict) {
+		p.Refusal, p.draft = conflict, nil
+		done, err = p, nil
+	}
 	if err != nil || done.Rollback.Until.IsZero() {
 		c.giveUp(ctx, d, nil)
 	}
 	return done, err
 }
 
-// behindLock does something while new calls of a draft's workflow wait, once the admitted ones are recorded. keep
-// says that the lock stays, with what it then blocks.
-func (c *Coordinator) behindLock(ctx context.Context, d *draft, reserved bool, do func(*workflowLock) (keep bool, err error)) error {
+// maxTries bounds how often a conflicting commit is tried.
+const maxTries = 20
+
+// behindLock decides about a draft while new calls of its workflow wait and the admitted ones are recorded: no
+// others come. A draft that those made obsolete is made anew; without one nothing is decided. commit records the
+// decision, and is called again where another commit was first. Where it says keep, the lock stays with what the
+// plan blocks: for last, or for as long as the rollback goes on.
+func (c *Coordinator) behindLock(
+	ctx context.Context, d *draft, last time.Duration, anew func() (*draft, error), commit func(*draft) (bool, error),
+) error {
 	scope, err := c.scope(ctx, d.Workflow, d.Checkpoint)
 	if err != nil {
 		return err
 	}
-	lock, err := c.locks.lock(ctx, d.ID, scope, reserved)
+	lock, err := c.locks.lock(ctx, d.ID, scope, last > 0)
 	if err != nil {
 		return err
 	}
 	keep := false
 	defer func() {
-		if !keep || c.fleet != nil {
+		if keep && c.fleet == nil { // else it is read from the store
+			c.locks.decide(lock, last)
+		} else {
 			c.locks.unlock(lock)
 		}
 	}()
@@ -259,54 +282,24 @@ func (c *Coordinator) behindLock(ctx context.Context, d *draft, reserved bool, d
 		return err
 	}
 	defer over()
-	keep, err = do(lock)
-	return err
-}
-
-// untilFirst tries again what another commit has kept from landing, while nobody else decides here.
-func (c *Coordinator) untilFirst(try func() error) error {
-	c.accepting.Lock()
-	defer c.accepting.Unlock()
+	if !c.current(ctx, d) {
+		if d, err = anew(); err != nil || d == nil {
+			return err
+		}
+	}
+	c.locks.block(lock, d)
+	c.deciding.Lock()
+	defer c.deciding.Unlock()
 	for range maxTries {
-		if err := try(); !errors.Is(err, errAgain) {
+		if keep, err = commit(d); !errors.Is(err, errAgain) {
 			return err
 		}
 	}
 	return fmt.Errorf("%w: others change it again and again", ErrStore)
 }
 
-// reserveBehind reserves behind the lock of a workflow: earlier calls are recorded, and no others
-// come. keep says that the lock stays, since something was reserved, or may have been.
-func (c *Coordinator) reserveBehind(ctx context.Context, p *Prepared, last time.Duration, lock *workflowLock, extra []store.Write) (_ *Prepared, keep bool, err error) {
-	precedence := p.draft.Precedence
-	if !c.current(ctx, p.draft) {
-		if p, err = c.prepare(ctx, p.request, c.draft); err != nil || p.draft == nil {
-			return p, false, err
-		}
-	}
-	d := p.draft
-	d.Precedence = precedence
-	c.locks.setPlan(lock, d.Scope, d.Plan)
-	var done *Prepared
-	err = c.untilFirst(func() (err error) {
-		if done, err = c.preparedAlready(ctx, &p.request); err == nil || !errors.Is(err, ErrUnknown) {
-			return err
-		}
-		v, err := c.reserve(ctx, &p.request, d, last, extra)
-		if keep = err == nil || errors.Is(err, store.ErrUnknown); err == nil {
-			done = v.prepared(&p.request)
-		}
-		return err
-	})
-	if conflict := (*ConflictError)(nil); errors.As(err, &conflict) {
-		p.Refusal, p.draft = conflict, nil
-		return p, false, nil
-	}
-	return done, keep, err
-}
-
 // reserve commits a reservation, and ends those of others over which it takes precedence.
-func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*Rollback, error) {
+func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*Prepared, error) {
 	fence, err := c.fence(ctx, d.Workflow)
 	if err != nil {
 		return nil, err
@@ -340,11 +333,11 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 		return nil, refusedBy(err, extra)
 	}
 	c.ended(&held)
-	return v, nil
+	return v.prepared(r), nil
 }
 
-// reservation reads the record of a prepared rollback. Until it ends, it holds back new calls that would follow from what
-// it covers, and other rollbacks that it takes precedence over. ErrUnknown means that there is none.
+// reservation reads the record of a prepared rollback. Until it ends, it holds back new calls that would follow from
+// what it covers, and other rollbacks that it takes precedence over. ErrUnknown means that there is none.
 func (c *Coordinator) reservation(ctx context.Context, n name) (*Rollback, error) {
 	row, err := c.reservations.Get(ctx, keyOf(kindReserved, n))
 	if err != nil {
@@ -620,7 +613,8 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 		return string(ReasonUnreachable), nil
 	}
 	obstacle, err := c.o.Undoer.Prepare(asking, Task{
-		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due, Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
+		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due,
+		Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
 	})
 	end(err == nil && obstacle != string(ReasonUnreachable))
 	if errors.Is(err, errQuit) {

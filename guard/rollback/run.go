@@ -230,9 +230,7 @@ func (c *Coordinator) drive(r *run) {
 	under, over := c.until(c.hard, r.halted)
 	defer over()
 	c.wg.Go(func() { c.watch(under, r, begins.Due) })
-	if c.fleet != nil {
-		c.wg.Go(func() { c.fleet.follow(under, r) })
-	}
+	c.wg.Go(func() { c.fleet.follow(under, r) })
 	if c.waitBehind(r, begins.Behind) != nil {
 		return
 	}

@@ -72,8 +72,8 @@ func membersOf(value any, path string, to map[string]bool) {
 	}
 }
 
-// P3, P8: of a rollback and its steps only these members are shown. What is recorded beside them stands in types of their
-// own, of which nothing is shown and all is recorded but for what the plan says.
+// P3, P8: of a rollback and its steps only these members are shown. What is recorded beside them stands in types of
+// their own, of which nothing is shown and all is recorded but for what the plan says.
 func TestNothingSecretOfARollbackIsShown(t *testing.T) {
 	b := new(Rollback)
 	fillShown(reflect.ValueOf(b).Elem(), "open")

@@ -513,8 +513,8 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 	}
 }
 
-// recorded finds the note of a final answer; nil where the undo is still to be done, is in doubt, or runs for longer than
-// the task may. read reads an answer that is only a status.
+// recorded finds the note of a final answer; nil where the undo is still to be done, is in doubt, or runs for longer
+// than the task may. read reads an answer that is only a status.
 func (j *job) recorded(ctx context.Context, read func(*Answer) note) (execution.Finding, *note, error) {
 	for {
 		found, err := j.find(ctx)
