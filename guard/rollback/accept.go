@@ -275,18 +275,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		return recorded, outlook{obstacle: reasonTampered}, nil
 	case n.Group:
 		return recorded, outlook{}, nil
-	case !token.Own:
-		theirs, err := c.foreign(token)
-		switch {
-		case err != nil:
-			return recorded, outlook{}, err
-		case theirs == nil:
-			return recorded, outlook{obstacle: string(ReasonForeign)}, nil
-		case recorded == Undone:
-			return Undone, outlook{}, nil
-		}
-		return Ran, outlook{way: checkpoint.Delegate.String(), by: informedOf(theirs)}, nil // a call that was released here says nothing of it
-	case recorded == Undone: // P5: the checkpoint store says otherwise
+	case token.Own && recorded == Undone: // P5: the checkpoint store says otherwise
 		recorded = Ran
 	}
 	s, err := c.callStatus(ctx, token, "", recorded)
@@ -297,6 +286,10 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		return recorded, outlook{obstacle: reasonExpired}, nil
 	case err != nil:
 		return recorded, outlook{obstacle: reasonTampered}, nil
+	case s.foreign && s.opened == nil:
+		return recorded, outlook{obstacle: string(ReasonForeign)}, nil
+	case s.foreign && recorded == Undone: // a call that was released here says nothing of it
+		return Undone, outlook{}, nil
 	case s.opened == nil:
 		return s.state, outlook{}, nil
 	}

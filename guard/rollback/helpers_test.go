@@ -163,6 +163,11 @@ type undoer struct {
 }
 
 func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
+	if t.Checkpoint.Snapshot.Way == checkpoint.Restore {
+		u.world.mu.Lock()
+		defer u.world.mu.Unlock()
+		return string(u.world.changed[t.Checkpoint.Snapshot.Root()]), nil
+	}
 	if u.asks != nil {
 		u.asks(ctx, t)
 	}
@@ -177,12 +182,6 @@ func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
 		return "", &rollback.ConflictError{Winner: winner}
 	}
 	return u.world.obstacles[id], nil
-}
-
-func (u *undoer) Compare(_ context.Context, t rollback.Task) (rollback.Reason, error) {
-	u.world.mu.Lock()
-	defer u.world.mu.Unlock()
-	return u.world.changed[t.Checkpoint.Snapshot.Root()], nil
 }
 
 func (u *undoer) Release(ctx context.Context, t rollback.Task) error {

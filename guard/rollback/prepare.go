@@ -100,17 +100,15 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	case err != nil:
 		return nil, err
 	}
-	changed, err := c.compare(ctx, d)
+	ids, err := c.changeable(ctx, d.Plan)
 	if err != nil {
 		return nil, err
 	}
-	p.Obstacles = append(p.Obstacles, changed...)
-	unprepared, err := c.askParticipants(ctx, d, true)
+	unprepared, err := c.canUndo(ctx, d, append(ids, d.Plan.delegated()...), true)
 	if errors.As(err, &conflict) {
 		p.Refusal = conflict
-		return p, nil
-	}
-	if err != nil {
+		unprepared = slices.DeleteFunc(unprepared, func(o Obstacle) bool { return !slices.Contains(ids, o.Checkpoint) })
+	} else if err != nil {
 		return nil, err
 	}
 	if p.Obstacles = append(p.Obstacles, unprepared...); p.Ready() {
@@ -215,7 +213,7 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 		return nil, ErrStopping
 	}
 	d := p.draft
-	unprepared, err := c.askParticipants(ctx, d, false)
+	unprepared, err := c.canUndo(ctx, d, d.Plan.delegated(), false)
 	if err != nil || len(unprepared) > 0 {
 		c.giveUp(ctx, d, unprepared)
 		p.Obstacles, p.draft = unprepared, nil
@@ -506,8 +504,8 @@ func (c *Coordinator) wholePrefix(h *Rollback) []byte {
 	return append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...)
 }
 
-// askParticipants asks all participants of a plan at once whether they can do their parts.
-func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) ([]Obstacle, error) {
+// canUndo asks what the undo of some checkpoints of a plan depends on, all at once, whether it can be done.
+func (c *Coordinator) canUndo(ctx context.Context, d *draft, ids []string, dry bool) ([]Obstacle, error) {
 	c.mu.Lock()
 	release := c.releases[d.ID]
 	c.mu.Unlock()
@@ -520,29 +518,25 @@ func (c *Coordinator) askParticipants(ctx context.Context, d *draft, dry bool) (
 	due := time.Now().Add(max(silence, c.o.Reservation()))
 	all, over := context.WithDeadline(ctx, due)
 	defer over()
-	q := &questions{ctx: all, due: due, silence: silence, to: map[informed]*waiting{}}
-	var (
-		mu    sync.Mutex
-		found []Obstacle
-		first error
-	)
-	asked := d.Plan.delegated()
-	if len(asked) > 0 {
-		d.Precedence = d.precedence() // which they are told: from now on, whatever its time will be
+	targets, stop := context.WithTimeout(ctx, silence)
+	defer stop()
+	q := &questions{ctx: all, targets: targets, due: due, silence: silence, to: map[informed]*waiting{}}
+	if len(d.Plan.delegated()) > 0 {
+		d.Precedence = d.precedence() // which participants are told: from now on, whatever its time will be
 	}
-	inParallel(c.o.Parallel, asked, func(id string) {
-		cp := &d.checkpoints[id].token
-		obstacle, err := c.askParticipant(ctx, d, cp, q, dry)
-		mu.Lock()
-		defer mu.Unlock()
-		if err != nil && first == nil {
-			first = err
-		}
-		if obstacle != "" {
-			found = append(found, Obstacle{Checkpoint: cp.ID, Agent: cp.Agent, Reason: obstacle})
-		}
+	found, errs := make([]Obstacle, len(ids)), make([]error, len(ids))
+	inParallel(c.o.Parallel, len(ids), func(i int) {
+		cp := &d.checkpoints[ids[i]].token
+		found[i] = Obstacle{Checkpoint: cp.ID, Agent: cp.Agent}
+		found[i].Reason, errs[i] = c.askOne(ctx, d, cp, q, dry)
 	})
-	return found, first
+	found = slices.DeleteFunc(found, func(o Obstacle) bool { return o.Reason == "" })
+	for _, err := range errs {
+		if err != nil {
+			return found, err
+		}
+	}
+	return found, ctx.Err()
 }
 
 // delegated are the checkpoints of the steps that participants undo.
@@ -559,6 +553,7 @@ func (p *Plan) delegated() (ids []string) {
 // waits for its turn says nothing of anybody.
 type questions struct {
 	ctx     context.Context // of all of them together, until due
+	targets context.Context // of those about what is restored
 	due     time.Time
 	silence time.Duration
 	mu      sync.Mutex
@@ -599,23 +594,35 @@ func (q *questions) begin(who informed) (_ context.Context, end func(answered bo
 	}
 }
 
-func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool) (string, error) {
-	s, err := c.asking(ctx, cp)
+func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool) (string, error) {
+	s, err := c.callStatus(ctx, cp, "", Ran)
 	switch {
 	case errors.Is(err, ErrStore):
 		return "", err
 	case err != nil || s.opened == nil || s.state != Ran:
 		return "", nil // the step finds it out
 	}
+	t := Task{
+		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due,
+		Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
+	}
+	if s.opened.Snapshot.Way == checkpoint.Restore {
+		m, damaged, err := c.mark(ctx, s.opened.Snapshot.Root())
+		if err != nil || damaged || m.Doubt != "" || m.State == checkpoint.Undoing { // an undo may have changed it
+			return "", err
+		}
+		obstacle, err := c.o.Undoer.Prepare(q.targets, t)
+		if err != nil && q.targets.Err() == nil { // what is not read in time is found out by the step
+			return "", fmt.Errorf("%w: %w", ErrStore, err)
+		}
+		return obstacle, nil
+	}
 	asking, end := q.begin(informedOf(s.opened))
 	if asking.Err() != nil {
 		end(false)
 		return string(ReasonUnreachable), nil
 	}
-	obstacle, err := c.o.Undoer.Prepare(asking, Task{
-		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due,
-		Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
-	})
+	obstacle, err := c.o.Undoer.Prepare(asking, t)
 	end(err == nil && obstacle != string(ReasonUnreachable))
 	if errors.Is(err, errQuit) {
 		err = ErrStopping
@@ -623,79 +630,36 @@ func (c *Coordinator) askParticipant(ctx context.Context, d *draft, cp *Checkpoi
 	return obstacle, err
 }
 
-// asking is what a participant is asked about: a call of this gateway, or its own checkpoint.
-func (c *Coordinator) asking(ctx context.Context, cp *Checkpoint) (callSnapshot, error) {
-	if cp.Own {
-		return c.callStatus(ctx, cp, "", Ran)
-	}
-	theirs, err := c.foreign(cp)
-	return callSnapshot{state: Ran, opened: theirs, foreign: true}, err
-}
-
-// compare looks at what the plan restores (C-4.3.2-d, -e): a state that somebody has changed since the call
-// would be left alone. Of several changes of one target, the one that is undone first stands there.
-func (c *Coordinator) compare(ctx context.Context, d *draft) (found []Obstacle, err error) {
-	type change struct {
-		step *PlanStep
-		made time.Time
-	}
-	seen, reasons := map[string]bool{}, map[string]Reason{}
-	var todo []string
-	for _, level := range d.Plan.Levels {
-		last := map[string]change{}
+// changeable are the checkpoints whose targets are compared with what their calls left (C-4.3.2-d, -e): a restore
+// leaves alone what somebody has changed since. Of several changes of one target, the one that is undone first
+// stands there.
+func (c *Coordinator) changeable(ctx context.Context, p *Plan) (ids []string, err error) {
+	seen, asked := map[string]bool{}, map[string]bool{}
+	for _, level := range p.Levels {
+		last, made := map[string]*PlanStep{}, map[string]time.Time{} // of a target, as lanes orders them
 		for i := range level {
 			s := &level[i]
 			if s.Way != checkpoint.Restore.String() || s.What != Undo && s.What != Wait {
 				continue
 			}
-			target, made, err := c.o.Checkpoints.Target(ctx, s.Checkpoint)
+			target, at, err := c.o.Checkpoints.Target(ctx, s.Checkpoint)
 			switch {
 			case errors.Is(err, checkpoint.ErrStore):
 				return nil, fmt.Errorf("%w: %w", ErrStore, err)
-			case err == nil && !seen[target] && (last[target].step == nil || made.After(last[target].made)): // as lanes orders them
-				last[target] = change{s, made}
+			case err == nil && !seen[target] && (last[target] == nil || at.After(made[target])):
+				last[target], made[target] = s, at
 			}
 		}
-		for target, one := range last {
-			if seen[target] = true; one.step.What == Undo { // else the call has not ended
-				todo = append(todo, one.step.Checkpoint)
-			}
+		for target, s := range last {
+			seen[target], asked[s.Checkpoint] = true, s.What == Undo // else the call has not ended
 		}
 	}
-	within, cancel := context.WithTimeout(ctx, c.o.PrepareTimeout())
-	defer cancel()
-	var mu sync.Mutex
-	var failed error
-	inParallel(c.o.Parallel, todo, func(id string) {
-		reason, err := c.compareOne(within, d, &d.checkpoints[id].token)
-		mu.Lock()
-		defer mu.Unlock()
-		reasons[id] = reason
-		if err != nil && within.Err() == nil && failed == nil { // what is not read in time is found out by the step
-			failed = fmt.Errorf("%w: %w", ErrStore, err)
-		}
-	})
-	for s := range d.Plan.all() {
-		if reason := reasons[s.Checkpoint]; reason != "" {
-			found = append(found, Obstacle{Checkpoint: s.Checkpoint, Agent: s.Agent, Reason: string(reason)})
+	for s := range p.all() {
+		if asked[s.Checkpoint] {
+			ids = append(ids, s.Checkpoint)
 		}
 	}
-	return found, cmp.Or(failed, ctx.Err())
-}
-
-func (c *Coordinator) compareOne(ctx context.Context, d *draft, cp *Checkpoint) (Reason, error) {
-	s, err := c.callStatus(ctx, cp, "", Ran)
-	switch {
-	case errors.Is(err, ErrStore):
-		return "", err
-	case err != nil || s.opened == nil || s.state != Ran:
-		return "", nil
-	}
-	m, damaged, err := c.mark(ctx, s.opened.Snapshot.Root())
-	if err != nil || damaged || m.Doubt != "" || m.State == checkpoint.Undoing { // an undo may have changed it
-		return "", err
-	}
-	return c.o.Undoer.Compare(ctx, Task{Rollback: d.ID, Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Quit: c.quit})
+	return ids, nil
 }
 
 // firstPhase asks the participants of a rollback that was not prepared (C-4.3.2-g). Who cannot
@@ -704,16 +668,15 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 	if _, err := c.reservation(ctx, c.name(r.ID)); !errors.Is(err, ErrUnknown) {
 		return err
 	}
-	changed, err := c.compare(ctx, d)
+	ids, err := c.changeable(ctx, d.Plan)
 	if err != nil {
 		return err
 	}
-	unprepared, err := c.askParticipants(ctx, d, false)
+	unprepared, err := c.canUndo(ctx, d, append(ids, d.Plan.delegated()...), false)
 	if err != nil {
 		c.giveUp(ctx, d, nil)
 		return err
 	}
-	unprepared = append(unprepared, changed...)
 	plan := *d.Plan
 	plan.Unprepared = map[string]string{}
 	for _, o := range unprepared {
@@ -828,8 +791,9 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 	c.releases[h.ID] = r
 	id, partOf, reason := h.ID, h.partOf(), h.Reason
 	c.wg.Go(func() {
-		inParallel(c.o.Parallel, ids, func(checkpoint string) {
-			if err := c.releaseOne(ctx, Task{Rollback: id, PartOf: partOf, Step: checkpoint, Reason: reason, Due: due, Quit: c.quit}); err != nil {
+		inParallel(c.o.Parallel, len(ids), func(i int) {
+			t := Task{Rollback: id, PartOf: partOf, Step: ids[i], Reason: reason, Due: due, Quit: c.quit}
+			if err := c.releaseOne(ctx, t); err != nil {
 				c.log.Info("what a participant has reserved ends by itself", "rollback", id, "error", err)
 			}
 		})
@@ -846,7 +810,7 @@ func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
 	if err != nil || cp.ID == "" {
 		return err
 	}
-	s, err := c.asking(ctx, &cp)
+	s, err := c.callStatus(ctx, &cp, "", Ran)
 	if err != nil || s.opened == nil {
 		return err
 	}
@@ -854,19 +818,19 @@ func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
 	return c.o.Undoer.Release(ctx, t)
 }
 
-// inParallel does something for each, so many at once.
-func inParallel[T any](most int, all []T, do func(T)) {
+// inParallel does something n times, so many at once.
+func inParallel(most, n int, do func(i int)) {
 	var wg sync.WaitGroup
-	next := make(chan T)
-	for range min(most, len(all)) {
+	next := make(chan int)
+	for range min(most, n) {
 		wg.Go(func() {
-			for one := range next {
-				do(one)
+			for i := range next {
+				do(i)
 			}
 		})
 	}
-	for _, one := range all {
-		next <- one
+	for i := range n {
+		next <- i
 	}
 	close(next)
 	wg.Wait()

@@ -435,14 +435,10 @@ func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, er
 	return seen, n, nil
 }
 
-// Compare reads the present state of what a call has changed, once, and returns why a restore would leave
-// that alone. It is empty if it would not, if the state cannot be read now, and for other ways to undo a call.
-func (u *undoer) Compare(ctx context.Context, t Task) (Reason, error) {
-	if err := t.check(); err != nil {
-		return "", err
-	}
-	j, err := u.newJob(t)
-	if err != nil || j.call.Way != checkpoint.Restore || j.call.Image == nil || j.overwrites() {
+// compare reads the present state of what a call has changed, once, and returns why a restore would leave
+// that alone. It is empty if it would not, and if the state cannot be read now.
+func (j *job) compare(ctx context.Context) (Reason, error) {
+	if j.call.Image == nil || j.overwrites() {
 		return "", nil
 	}
 	now, _, err := j.readTargetOnce(ctx)

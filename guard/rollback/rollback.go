@@ -458,12 +458,10 @@ type Undoer interface {
 	// Undo returns when the undo or ctx has ended. It may then be called again with the same
 	// task, and sends nothing again that was answered.
 	Undo(ctx context.Context, t Task) (Result, error)
-	// Prepare asks whoever undoes the call whether it can, until the task is due. obstacle is a
-	// fixed word for why it cannot; empty if it can, or if nobody else is to be asked.
+	// Prepare asks what the undo depends on whether it can be done: a participant, until the task is due, or of
+	// a restore the target, once. obstacle is a fixed word for why it cannot; empty if it can, if that is not
+	// known, or if nothing is to be asked.
 	Prepare(ctx context.Context, t Task) (obstacle string, err error)
-	// Compare reads the present state of what a call has changed, and returns why a restore would leave
-	// that alone; empty if it would not, or if that is not known.
-	Compare(ctx context.Context, t Task) (Reason, error)
 	// Release tells whoever has prepared to undo the call that it is not asked to, until the task
 	// is due.
 	Release(ctx context.Context, t Task) error

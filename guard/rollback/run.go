@@ -520,8 +520,8 @@ func (c *Coordinator) level(r *run, places []int) bool {
 	}) != nil {
 		return false
 	}
-	inParallel(c.o.Parallel, lanes, func(lane []int) {
-		for _, i := range lane {
+	inParallel(c.o.Parallel, len(lanes), func(lane int) {
+		for _, i := range lanes[lane] {
 			if c.ending() || c.retry(r.id, "a step", func(ctx context.Context) error { return c.runStep(ctx, r, i) }) != nil {
 				break // the next one is to come after it
 			}

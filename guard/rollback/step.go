@@ -61,12 +61,6 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	if err != nil {
 		return err
 	}
-	var theirs *checkpoint.Checkpoint
-	if !cp.Own {
-		if theirs, err = c.foreign(&cp); err != nil {
-			return err
-		}
-	}
 	answer := r.refusal()
 	end, err := func() (stepOutcome, error) {
 		switch {
@@ -102,16 +96,15 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return c.irreversible(ctx, &cp), nil
 		case step.What == Expired:
 			return c.expired(ctx, r, step.Checkpoint)
-		case !cp.Own && theirs == nil:
-			e := escalated(string(ReasonForeign))
-			e.Unknown = step.State == StepRunning // P6: it may have been asked before a reload
-			return e, nil
+		case !cp.Own:
+			if theirs, err := c.foreign(&cp); err != nil || theirs == nil {
+				e := escalated(string(ReasonForeign))
+				e.Unknown = step.State == StepRunning // P6: it may have been asked before a reload
+				return e, err
+			}
 		}
 		if err := c.begin(ctx, r, i, &m); err != nil {
 			return stepOutcome{}, err
-		}
-		if !cp.Own {
-			return c.send(ctx, r, cp.ID, callSnapshot{state: Ran, opened: theirs, foreign: true}, m.Doubt)
 		}
 		return c.undo(ctx, r, i, &cp)
 	}()
@@ -478,17 +471,21 @@ type callSnapshot struct {
 	call execution.Undoing
 	// opened is the record from before the call; nil if it is gone.
 	opened *checkpoint.Checkpoint
-	// foreign says that somebody else has made the checkpoint; opened says whom to ask.
+	// foreign says that somebody else has made the checkpoint; opened says whom to ask, and is nil for nobody.
 	foreign bool
 }
 
-// callStatus finds the outcome of the call of this gateway's checkpoint. recorded is the state by
-// its tokens. A free key proves nothing, nor does one that another call has: keys are forgotten,
-// and doubtful calls are run again. So a call never ran only if the checkpoint store has it as
-// released, or its tokens say so and no result was recorded (P1, P6).
+// callStatus finds the outcome of a checkpoint's call. Of a checkpoint that somebody else has made its agent is
+// asked: such a call ran. recorded is the state by its tokens. A free key proves nothing, nor does one that another
+// call has: keys are forgotten, and doubtful calls are run again. So a call never ran only if the checkpoint store
+// has it as released, or its tokens say so and no result was recorded (P1, P6).
 //
 // The errors are those of checkpoint.Store.Open but ErrReleased, and ErrStore.
 func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
+	if !cp.Own {
+		theirs, err := c.foreign(cp)
+		return callSnapshot{state: Ran, opened: theirs, foreign: true}, err
+	}
 	s, err := c.readCallStatus(ctx, cp, rollback, recorded)
 	if err != nil || s.state == InFlight || s.opened == nil || s.opened.Result != nil {
 		return s, err
