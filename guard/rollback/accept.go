@@ -650,7 +650,7 @@ func (c *Coordinator) conflicting(ctx context.Context, workflow string) ([]*run,
 		if err != nil {
 			return nil, err
 		}
-		if !r.halted.is() {
+		if !r.done.is() {
 			all = append(all, r)
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -60,11 +61,14 @@ const defaultParallel = 8
 func Open(o Options) (*Coordinator, error) {
 	for what, missing := range map[string]bool{
 		"store": o.Store == nil, "sealer": o.Sealer == nil, "guard": o.Guard == nil, "checkpoint store": o.Checkpoints == nil,
-		"escalation store": o.Escalations == nil, "ledger": o.Ledger == nil, "undoer": o.Undoer == nil, "time to keep": o.Keep <= 0,
+		"escalation store": o.Escalations == nil, "ledger": o.Ledger == nil, "sender": o.Sender == nil && o.undoer == nil, "time to keep": o.Keep <= 0,
 	} {
 		if missing {
 			return nil, fmt.Errorf("rollback: no %s is given", what)
 		}
+	}
+	if o.undoer == nil {
+		o.undoer = newUndoer(undoerOptions{Guard: o.Guard, Checkpoints: o.Checkpoints, Sender: o.Sender, Keep: o.Keep})
 	}
 	if o.Parallel <= 0 {
 		o.Parallel = defaultParallel
@@ -376,7 +380,7 @@ func (b *Rollback) follow(wider *Rollback) {
 	b.TimedOut = b.TimedOut || wider.TimedOut
 	b.Plan, b.Steps, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unknown, wider.Mixed
 	b.Complete, b.Before, b.After = wider.Complete, wider.Before, wider.After
-	b.Escalations = append(b.Escalations[:len(b.Escalations):len(b.Escalations)], wider.Escalations...)
+	b.Escalations = append(slices.Clip(b.Escalations), wider.Escalations...)
 }
 
 // byToken returns the id of the rollback that a token asked for, or ErrUnknown.

@@ -8,6 +8,10 @@ import (
 )
 
 type (
+	Undoer             = callUndoer
+	UndoerOptions      = undoerOptions
+	Task               = undoTask
+	Result             = undoResult
 	Contender          = *Rollback
 	ConflictResolution = conflictResolution
 )
@@ -98,3 +102,12 @@ const (
 	ReasonUnfilled    = reasonUnfilled
 	ReasonUnverified  = reasonUnverified
 )
+
+// NewUndoer returns the undoer that sends.
+func NewUndoer(o UndoerOptions) Undoer { return newUndoer(o) }
+
+// OpenWith opens a coordinator with an undoer.
+func OpenWith(o Options, u Undoer) (*Coordinator, error) {
+	o.undoer = u
+	return Open(o)
+}

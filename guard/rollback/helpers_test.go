@@ -373,8 +373,8 @@ func (r *rig) open() {
 	r.checkpoints = checkpoint.New(st, r.ring)
 	r.escalationStore = hitl.NewStore(st, r.ring)
 	r.undoer = &undoer{st: r.st, world: r.world}
-	r.Coordinator, err = rollback.Open(rollback.Options{
-		Store: st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
+	r.Coordinator, err = rollback.OpenWith(rollback.Options{
+		Store: st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Keep: keep,
 		PrepareTimeout: func() time.Duration { return r.prepareTimeout },
 		Participants: func(issuer, uri string) (string, error) {
 			if r.participants == nil {
@@ -388,7 +388,7 @@ func (r *rig) open() {
 			}
 			return r.discover(workflow)
 		},
-	})
+	}, r.undoer)
 	if err != nil {
 		r.t.Fatal(err)
 	}

@@ -438,10 +438,7 @@ func (c *Coordinator) workflowKey(kind byte, workflow string, n name) []byte {
 	return append(c.workflowPrefix(kind, workflow), n[:]...)
 }
 
-func (c *Coordinator) fenceKey(workflow string) []byte {
-	hash := store.Index(c.o.Sealer, "rollback workflow", workflow)
-	return append(append(make([]byte, 0, 2+16), space, kindFence), hash[:16]...)
-}
+func (c *Coordinator) fenceKey(workflow string) []byte { return c.workflowPrefix(kindFence, workflow) }
 
 // nameIn is the name at the end of an index entry's key.
 func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }

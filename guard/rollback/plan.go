@@ -237,25 +237,24 @@ func overlap(a, b *Plan) bool {
 	return a.Workflow == b.Workflow && len(b.lacks(a)) < len(a.list())
 }
 
-// stands reports whether a plan that is made now is still the one that was accepted, but for calls
-// that were under way then and have ended as it says.
-func (p *Plan) stands(now *Plan) bool {
-	left := *now
-	left.Levels = nil
-	for i, level := range now.Levels {
+// like reports whether a plan says the same as an earlier one, but for steps that are excused.
+func (p *Plan) like(before *Plan, excused func(was, now *PlanStep) bool) bool {
+	as := *p
+	as.Levels = nil
+	for i, level := range p.Levels {
 		level = slices.Clone(level)
 		for n := range level {
-			if i >= len(p.Levels) || n >= len(p.Levels[i]) {
+			if i >= len(before.Levels) || n >= len(before.Levels[i]) {
 				return false
 			}
-			s := &p.Levels[i][n]
-			if s.What == Wait && s.Checkpoint == level[n].Checkpoint && s.Then == level[n].What && s.Obstacle == level[n].Obstacle {
-				level[n] = *s
+			was := &before.Levels[i][n]
+			if was.Checkpoint == level[n].Checkpoint && excused(was, &level[n]) {
+				level[n] = *was
 			}
 		}
-		left.Levels = append(left.Levels, level)
+		as.Levels = append(as.Levels, level)
 	}
-	return left.Hash() == p.Hash()
+	return as.Hash() == before.Hash()
 }
 
 // list are all steps in their order.

@@ -453,31 +453,21 @@ func (c *Coordinator) ended(h *held) {
 
 // shrunk reports whether the plan is the reserved one, but for what other parts of the same
 // rollback have undone meanwhile.
-func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (bool, error) {
-	if !v.sameWhole(&d.Rollback) || len(v.Plan.Levels) != len(d.Plan.Levels) {
+func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (is bool, err error) {
+	if !v.sameWhole(&d.Rollback) {
 		return false, nil
 	}
-	left := *v.Plan
-	left.Levels, left.Dependants = nil, d.Plan.Dependants
-	for i, level := range v.Plan.Levels {
-		level = slices.Clone(level)
-		for n := range level {
-			now := d.Plan.Levels[i]
-			if n >= len(now) || now[n].What != Nothing || now[n].Checkpoint != level[n].Checkpoint {
-				continue
-			}
-			if v.PartOf == "" && level[n].What != Nothing { // nobody has said that there are other parts
-				by, err := c.undoneBy(ctx, now[n].Checkpoint)
-				if err != nil || by == nil || !v.sameWhole(by) {
-					return false, err
-				}
-			}
-			level[n] = now[n]
+	now := *d.Plan
+	now.Dependants = v.Plan.Dependants
+	return now.like(v.Plan, func(was, now *PlanStep) bool {
+		if now.What != Nothing || v.PartOf != "" || was.What == Nothing {
+			return now.What == Nothing
 		}
-		left.Levels = append(left.Levels, level)
-	}
-	hash := left.Hash()
-	return bytes.Equal(hash[:], d.Hash), nil
+		// Nobody has said that there are other parts.
+		by, failed := c.undoneBy(ctx, now.Checkpoint)
+		err = cmp.Or(err, failed)
+		return failed == nil && by != nil && v.sameWhole(by)
+	}), err
 }
 
 // undoneBy is the rollback that has undone a checkpoint; nil where that is not known.
@@ -602,7 +592,7 @@ func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *q
 	case err != nil || s.opened == nil || s.state != Ran:
 		return "", nil // the step finds it out
 	}
-	t := Task{
+	t := undoTask{
 		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due,
 		Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
 	}
@@ -611,7 +601,7 @@ func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *q
 		if err != nil || damaged || m.Doubt != "" || m.State == checkpoint.Undoing { // an undo may have changed it
 			return "", err
 		}
-		obstacle, err := c.o.Undoer.Prepare(q.targets, t)
+		obstacle, err := c.o.undoer.Prepare(q.targets, t)
 		if err != nil && q.targets.Err() == nil { // what is not read in time is found out by the step
 			return "", fmt.Errorf("%w: %w", ErrStore, err)
 		}
@@ -622,7 +612,7 @@ func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *q
 		end(false)
 		return string(ReasonUnreachable), nil
 	}
-	obstacle, err := c.o.Undoer.Prepare(asking, t)
+	obstacle, err := c.o.undoer.Prepare(asking, t)
 	end(err == nil && obstacle != string(ReasonUnreachable))
 	if errors.Is(err, errQuit) {
 		err = ErrStopping
@@ -792,7 +782,7 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 	id, partOf, reason := h.ID, h.partOf(), h.Reason
 	c.wg.Go(func() {
 		inParallel(c.o.Parallel, len(ids), func(i int) {
-			t := Task{Rollback: id, PartOf: partOf, Step: ids[i], Reason: reason, Due: due, Quit: c.quit}
+			t := undoTask{Rollback: id, PartOf: partOf, Step: ids[i], Reason: reason, Due: due, Quit: c.quit}
 			if err := c.releaseOne(ctx, t); err != nil {
 				c.log.Info("what a participant has reserved ends by itself", "rollback", id, "error", err)
 			}
@@ -805,7 +795,7 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 	})
 }
 
-func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
+func (c *Coordinator) releaseOne(ctx context.Context, t undoTask) error {
 	cp, err := c.verified(ctx, t.Step)
 	if err != nil || cp.ID == "" {
 		return err
@@ -815,7 +805,7 @@ func (c *Coordinator) releaseOne(ctx context.Context, t Task) error {
 		return err
 	}
 	t.Checkpoint, t.Foreign = s.opened, s.foreign
-	return c.o.Undoer.Release(ctx, t)
+	return c.o.undoer.Release(ctx, t)
 }
 
 // inParallel does something n times, so many at once.

@@ -33,8 +33,7 @@ type run struct {
 	joined signal                   // it gives way after its level
 	asks   signal                   // it has asked people
 	due    signal                   // its time is over
-	halted signal                   // it takes no more steps
-	done   signal                   // it is finished, or has given way
+	done   signal                   // it takes no more steps: it is finished, or has given way
 }
 
 // signal is a context that ends when the signal is set.
@@ -68,7 +67,7 @@ func (c *Coordinator) until(ctx context.Context, signals ...signal) (_ context.C
 func newRun(n name, h *Rollback) *run {
 	r := &run{
 		id: h.ID, name: n, plan: h.Plan, steps: h.Plan.begin(), planned: h.Plan.list(), index: map[string]int{},
-		joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		joined: newSignal(), asks: newSignal(), due: newSignal(), done: newSignal(),
 	}
 	r.levels = make([][]int, len(h.Plan.Levels))
 	for i, step := range r.steps {
@@ -122,7 +121,6 @@ func (r *run) setHead(h *Rollback) {
 		r.asks.set()
 	}
 	if !h.open() {
-		r.halted.set()
 		r.done.set()
 	}
 }
@@ -227,7 +225,7 @@ func (c *Coordinator) drive(r *run) {
 	if c.overdue(r) != nil {
 		return
 	}
-	under, over := c.until(c.hard, r.halted)
+	under, over := c.until(c.hard, r.done)
 	defer over()
 	c.wg.Go(func() { c.watch(under, r, begins.Due) })
 	c.wg.Go(func() { c.fleet.follow(under, r) })
@@ -465,13 +463,9 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 		case h.Requester != "":
 			o.Requester = "issuer:" + h.Requester
 		}
-		id, err := c.escalate(ctx, b, o)
-		if err != nil {
-			return err
-		}
-		h.Questions = append(h.Questions[:len(h.Questions):len(h.Questions)], question{Level: level, Escalation: id})
-		h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
-		return nil
+		id, err := c.escalateFor(ctx, b, h, o)
+		h.Questions = append(slices.Clip(h.Questions), question{Level: level, Escalation: id})
+		return err
 	})
 }
 
@@ -500,7 +494,13 @@ func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
 	if errors.Is(err, ErrStore) {
 		return false, err
 	}
-	return err == nil && r.plan.stands(d.Plan), nil
+	if err != nil {
+		return false, nil
+	}
+	// Calls that were under way then have ended as the plan says.
+	return d.Plan.like(r.plan, func(was, now *PlanStep) bool {
+		return was.What == Wait && was.Then == now.What && was.Obstacle == now.Obstacle
+	}), nil
 }
 
 func (r *run) begun(places []int) bool {
@@ -612,6 +612,13 @@ func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Openi
 	return p.Escalation().ID, nil
 }
 
+// escalateFor opens an escalation of a rollback, whose head it changes.
+func (c *Coordinator) escalateFor(ctx context.Context, b *store.Batch, h *Rollback, o hitl.Opening) (string, error) {
+	id, err := c.escalate(ctx, b, o)
+	h.Escalations = append(slices.Clip(h.Escalations), id)
+	return id, err
+}
+
 // timeoutOpening is the escalation of an overdue rollback.
 func (h *Rollback) timeoutOpening() hitl.Opening {
 	return hitl.Opening{
@@ -648,8 +655,7 @@ func (c *Coordinator) overdue(r *run) error {
 			token := record(b, t)
 			o := h.timeoutOpening()
 			o.Links.Error = token
-			id, err := c.escalate(ctx, b, o)
-			h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
+			_, err = c.escalateFor(ctx, b, h, o)
 			return err
 		})
 	})
@@ -712,11 +718,9 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 			o.Lifted, o.Participants = true, nil
 		}
 		if o.Key != "" {
-			id, err := c.escalate(ctx, b, o)
-			if err != nil {
+			if _, err := c.escalateFor(ctx, b, h, o); err != nil {
 				return err
 			}
-			h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
 		}
 		t, err := c.o.Ledger.Completed(ctx, r.snapshotWith(h))
 		if err != nil {

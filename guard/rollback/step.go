@@ -26,7 +26,7 @@ const (
 
 // stepOutcome is how a step has ended.
 type stepOutcome struct {
-	Result
+	undoResult
 	status    Status
 	reason    string
 	cancelled bool
@@ -242,7 +242,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.now()
-	task := Task{
+	task := undoTask{
 		Rollback: r.id, PartOf: brief.partOf(), Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due,
 		Quit: c.quit, Precedence: brief.precedence(), Foreign: s.foreign,
 	}
@@ -253,7 +253,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 		}
 		task.Rollback, task.PartOf, task.Again, task.Forgotten = doubt, partOf, r.id, forgotten
 	}
-	result, err := c.o.Undoer.Undo(ctx, task)
+	result, err := c.o.undoer.Undo(ctx, task)
 	switch {
 	case err != nil && (ctx.Err() != nil || c.ending()):
 		return stepOutcome{}, errShutdown
@@ -264,7 +264,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 	case err != nil:
 		return stepOutcome{}, fmt.Errorf("undoing: %w", err)
 	}
-	e := stepOutcome{Result: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
+	e := stepOutcome{undoResult: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
 	if !result.Done {
 		e.status, e.reason = statusOf(&result), string(result.Reason)
 	}
@@ -288,7 +288,7 @@ func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, fo
 
 // statusOf separates what a person must decide from what was tried and failed. An undo of unknown
 // outcome is not known to have failed (P6).
-func statusOf(r *Result) Status {
+func statusOf(r *undoResult) Status {
 	switch r.Reason {
 	case ReasonForeign, ReasonIrreversible, ReasonChanged, reasonLost, reasonTimeout, reasonNoPostImage,
 		reasonEscalated, reasonUnfilled, ReasonOtherUpstream,
