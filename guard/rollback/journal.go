@@ -136,6 +136,15 @@ func (b *Rollback) shown() *Rollback {
 	return &shown
 }
 
+// planned is the rollback as it is shown before its acceptance.
+func (b *Rollback) planned() *Rollback {
+	shown := b.shown()
+	if b.Plan != nil {
+		shown.Steps = b.Plan.begin()
+	}
+	return shown
+}
+
 // content is the hash of what makes two requests the same. The token is not part of it: a retry
 // may have another one. Neither is who asks: an id and a checkpoint are one rollback (ADR 0110).
 func (r *Request) content() []byte {

@@ -1,11 +1,23 @@
 // Package rollback plans rollbacks and carries them out: of one checkpoint, of what follows
 // from it, or of a whole workflow (cascade 4, P5).
 //
-// It has three parts. [MakePlan] says what a rollback undoes and in which order; it does no
-// input or output and reads no clock. The [Coordinator] accepts requests, journals and runs the
-// steps of their plans, and resumes them after a crash. An undoer undoes one call. The
-// package knows neither Caddy nor tokens: it declares what it needs of the ledger as [Ledger],
-// and of the upstreams as [Sender].
+// The package knows neither Caddy nor tokens: it declares what it needs of the ledger as [Ledger], and of the
+// upstreams as [Sender].
+//
+// # The way of a rollback
+//
+// A [Request] leads to a [Plan], which is carried out by a run, which has a result. One struct, [Rollback], is what is
+// asked for, reserved, recorded, compared with others, and shown.
+//
+//	request.go    what a coordinator is asked: Plan, Prepare, Reserve, Execute, Release
+//	draft.go      who may ask, what state each checkpoint is in, and the plan: plan.go, lineage.go
+//	ask.go        the first phase: participants and targets of restores are asked whether it can be done
+//	conflict.go   which of several rollbacks and reservations of a workflow takes precedence
+//	lock.go       which calls must not begin meanwhile
+//	run.go        levels of steps, questions to people, the end; step.go has one step
+//	undo.go       how one call is undone: restore.go, compensate.go, participant.go
+//	onerror.go    errors that roll back by themselves
+//	journal.go    what is recorded; coordinator.go takes it up again, fleet.go at another gateway
 //
 // # The nodes of a plan
 //

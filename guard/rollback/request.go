@@ -7,21 +7,84 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/google/uuid"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// DefaultPrepareTimeout is how long a participant may be silent in the first phase by default.
-const DefaultPrepareTimeout = 10 * time.Second
+// Longest members of a Request, in bytes.
+const (
+	maxText   = 512
+	maxReason = 512
+)
 
-// DefaultReservation is how long a prepared rollback is reserved by default.
-const DefaultReservation = time.Minute
+func (r *Request) check() error {
+	switch {
+	case r.Checkpoint == "":
+		return fmt.Errorf("%w: no checkpoint is named", ErrInvalid)
+	case len(r.Reason) > maxReason:
+		return fmt.Errorf("%w: a reason of %d bytes, at most %d", ErrInvalid, len(r.Reason), maxReason)
+	}
+	for what, text := range map[string]string{
+		"checkpoint": r.Checkpoint, "urgency": r.Urgency, "token": r.Token, "error": r.Error, "operator": r.Operator,
+	} {
+		if len(text) > maxText {
+			return fmt.Errorf("%w: %s of %d bytes, at most %d", ErrInvalid, what, len(text), maxText)
+		}
+	}
+	return nil
+}
 
-// reasonUnknown is the obstacle of a member of a group that nobody knows.
-const reasonUnknown = "checkpoint-unknown"
+func (r *Request) checkID() error {
+	if id, err := uuid.Parse(r.ID); err != nil || id.String() != r.ID {
+		return fmt.Errorf("%w: the id is no UUID in its canonical form", ErrInvalid)
+	}
+	return nil
+}
+
+// rollback is what is asked for, before anything is known of it.
+func (r *Request) rollback() *Rollback {
+	b := &Rollback{
+		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency, Operator: r.Operator,
+		State:   Reserved,
+		Journal: Journal{Named: r.Named, Token: r.Token, Content: r.content(), PartOf: r.PartOf, Precedence: r.Precedence},
+	}
+	if r.Operator == "" {
+		b.Requester = r.By
+	}
+	return b
+}
+
+// unknown is the error about a missing checkpoint: strangers get the same as for others'
+// checkpoints.
+func (r *Request) unknown() error {
+	if r.Operator != "" || r.Coordinator {
+		return ErrCheckpointUnknown
+	}
+	return ErrNotInWorkflow
+}
+
+// Plan shows what Execute would do, or why it would be refused. It changes nothing; the request
+// needs no id.
+func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
+	if err := r.check(); err != nil {
+		return nil, err
+	}
+	d, err := c.unopposed(ctx, &r)
+	if refused := (*refusal)(nil); errors.As(err, &refused) {
+		return nil, refused.error
+	}
+	if err != nil {
+		return nil, err
+	}
+	shown := d.planned()
+	shown.State = Planned
+	shown.markObstacles()
+	return shown, nil
+}
 
 // Prepared is the answer to a request to prepare a rollback (cascade 4.3.2, phase 1).
 type Prepared struct {
@@ -117,28 +180,6 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	return p, nil
 }
 
-// discovered is draft, after the configured participants were asked for what they have of the workflow
-// (C-4.3.1-e): whoever asks may ask for it. Parts of a rollback leave that to its coordinator.
-func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error) {
-	d, err := c.draft(ctx, r)
-	if err != nil || c.o.Discover == nil || r.Scope == Single || r.PartOf != "" || d.Workflow == "" {
-		return d, err
-	}
-	within, cancel := context.WithTimeout(ctx, max(c.o.PrepareTimeout(), c.o.Reservation()))
-	fresh, unreached, err := c.o.Discover(within, d.Workflow)
-	cancel()
-	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	if fresh {
-		if d, err = c.draft(ctx, r); err != nil {
-			return nil, err
-		}
-	}
-	d.Plan.Unreached = unreached
-	return d, nil
-}
-
 // preparedAlready is the answer of a rollback that is reserved or was accepted, or ErrUnknown.
 func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepared, error) {
 	accepted, err := c.again(ctx, r)
@@ -176,20 +217,6 @@ func (c *Coordinator) Prepared(ctx context.Context, id string) (*Prepared, error
 		return nil, err
 	}
 	return v.prepared(&Request{}), nil
-}
-
-// obstacles are the steps of a plan that are in vain, in their order, and the unknown members of
-// its groups.
-func (p *Plan) obstacles() (all []Obstacle) {
-	for s := range p.all() {
-		if s.Obstacle != "" {
-			all = append(all, Obstacle{Checkpoint: s.Checkpoint, Agent: s.Agent, Reason: s.Obstacle})
-		}
-	}
-	for _, id := range p.Missing {
-		all = append(all, Obstacle{Checkpoint: id, Reason: reasonUnknown})
-	}
-	return append(all, p.Unreached...)
 }
 
 // markObstacles says of the steps that are known to be in vain how they would end.
@@ -249,8 +276,173 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 	return done, err
 }
 
+// Execute accepts a rollback durably and returns at once: it goes on by itself. The same id with
+// the same content gives the same rollback (P5), whatever became of its checkpoints.
+//
+// admit is called once for a rollback that is not accepted yet, when its requester is known to be one who may ask for
+// it, and before anything is recorded; nil admits all. Its writes are part of the accepting commit; if the condition
+// of one fails, the error is its *store.Conflict and nothing is accepted. refused says that the target does not
+// verify: then nothing is accepted, and only the error is recorded (cascade 4.2.3).
+//
+// The plan is the one of before admit if nothing that it depends on has changed since; otherwise it is made again.
+func (c *Coordinator) Execute(
+	ctx context.Context, r Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
+) (*Rollback, error) {
+	if err := cmp.Or(r.check(), r.checkID()); err != nil {
+		return nil, err
+	}
+	if found, err := c.acceptedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
+		return found, err
+	}
+	if c.ending() {
+		return nil, ErrStopping
+	}
+	// Calls of the workflow are only held up for authorized requesters, whom drafting finds out.
+	d, err := c.unopposed(ctx, &r)
+	refused := (*refusal)(nil)
+	if err != nil && !errors.As(err, &refused) {
+		return nil, err
+	}
+	var extra []store.Write
+	if admit != nil {
+		if extra, err = admit(ctx, refused != nil); err != nil {
+			return nil, err
+		}
+	}
+	if refused != nil {
+		return nil, c.refuse(ctx, refused)
+	}
+	if err := c.firstPhase(ctx, &r, d); err != nil {
+		return nil, err
+	}
+	var accepted *Rollback
+	err = c.behindLock(ctx, d, 0, func() (*draft, error) {
+		anew, err := c.draft(ctx, &r)
+		if errors.As(err, &refused) {
+			return nil, c.refuse(ctx, refused)
+		}
+		if err == nil {
+			anew.Plan.Unprepared, anew.Plan.Unreached, anew.Precedence = d.Plan.Unprepared, d.Plan.Unreached, d.Precedence
+		}
+		return anew, err
+	}, func(d *draft) (keep bool, err error) {
+		if accepted, err = c.acceptedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
+			return false, err
+		}
+		made, err := c.accept(ctx, &r, d, extra)
+		switch {
+		case err == nil:
+			accepted, keep = made.snapshot(), true
+		case !errors.Is(err, errAgain): // it may have landed all the same, and then goes on
+			h, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
+			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
+		}
+		return keep, err
+	})
+	if err != nil {
+		c.giveUp(ctx, d, nil)
+	}
+	return accepted, err
+}
+
+// again finds the rollback of an earlier identical request, or returns ErrUnknown.
+func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) {
+	n := c.name(r.ID)
+	h, err := c.readHead(ctx, n)
+	if errors.Is(err, ErrUnknown) && r.Token != "" {
+		// Cascade 4.3.4: one token asks for one rollback.
+		id, found := c.byToken(ctx, r.Token)
+		switch {
+		case errors.Is(found, ErrUnknown):
+		case found != nil:
+			return nil, found
+		case id != r.ID:
+			return nil, ErrMismatch
+		default: // it was accepted between the two looks (P5)
+			h, err = c.readHead(ctx, n)
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !bytes.Equal(h.Content, r.content()) || r.Planned != "" && r.Planned != string(h.Hash) {
+		return nil, ErrMismatch
+	}
+	if err := c.mayShare(ctx, r, h); err != nil {
+		return nil, err
+	}
+	if h.open() { // one whose acceptance landed and was not answered
+		if _, err := c.adopt(ctx, n); err != nil {
+			return nil, err
+		}
+	}
+	return c.Get(ctx, r.ID)
+}
+
+// mayShare decides whether a request may have the rollback of an earlier one: another requester must be
+// allowed to ask for the checkpoint himself. Two gateways of one rollback ask a third for the same part.
+func (c *Coordinator) mayShare(ctx context.Context, r *Request, first *Rollback) error {
+	if first.askedBy(r) {
+		return nil
+	}
+	_, err := c.draft(ctx, r)
+	if errors.As(err, new(*refusal)) || errors.As(err, new(*DependedOnError)) { // of the plan, which the first one has
+		return nil
+	}
+	return err
+}
+
+// acceptedAlready is again for a request to execute. The token of another requester than the first is
+// recorded, since his own result names it.
+func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollback, error) {
+	found, err := c.again(ctx, r)
+	if err != nil || r.By == "" || r.By == found.Requester || r.Token == "" {
+		return found, err
+	}
+	defer c.sealing.Enter()()
+	expires := found.Due.Add(c.o.Keep)
+	if end := found.Finished.Add(c.o.Keep); expires.Before(end) {
+		expires = end
+	}
+	if _, err := c.o.Store.Commit(ctx, c.askers.Put(c.askerKey(r.ID, r.By), &r.Token, store.Condition{}, expires)); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return found, nil
+}
+
+// AskedWith returns the id of the token by which somebody else than the requester has asked for a rollback
+// too; empty where he has not.
+func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, error) {
+	row, err := c.askers.Get(ctx, c.askerKey(id, asker))
+	switch {
+	case errors.Is(err, ErrUnknown):
+		return "", nil
+	case err != nil:
+		return "", err
+	}
+	return *row.Record, nil
+}
+
+// refuse records a failed verification of the target, and returns its error.
+func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
+	d := refused.draft
+	t, err := c.o.Ledger.Erred(ctx, &d.Rollback, d.Checkpoint, errorConstraint, refused.why)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	b := new(store.Batch)
+	record(b, t)
+	if err := b.Commit(ctx, c.o.Store); err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	}
+	return refused.error
+}
+
 // maxTries bounds how often a conflicting commit is tried.
 const maxTries = 20
+
+// errAgain: another commit was first; read again.
+var errAgain = errors.New("rollback: somebody else was first")
 
 // behindLock decides about a draft while new calls of its workflow wait and the admitted ones are recorded: no
 // others come. A draft that those made obsolete is made anew; without one nothing is decided. commit records the
@@ -334,357 +526,137 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	return v.prepared(r), nil
 }
 
-// reservation reads the record of a prepared rollback. Until it ends, it holds back new calls that would follow from
-// what it covers, and other rollbacks that it takes precedence over. ErrUnknown means that there is none.
-func (c *Coordinator) reservation(ctx context.Context, n name) (*Rollback, error) {
-	row, err := c.reservations.Get(ctx, keyOf(kindReserved, n))
+// accept decides and commits, holding the lock on acceptance.
+func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
+	if d.Aborted = d.aborts(r); d.Aborted {
+		d.Request = r
+	}
+	fence, err := c.fence(ctx, d.Workflow)
 	if err != nil {
 		return nil, err
 	}
-	v := row.Record
-	v.version = row.Version
-	if v.Plan, err = readPlan(ctx, &c.reservedPlans, n, v); err != nil {
-		// Its pieces end with it: it may be over by now.
-		if _, gone := c.o.Store.Get(ctx, row.Key); errors.Is(gone, store.ErrNotFound) {
-			return nil, ErrUnknown
-		}
-		return nil, err
-	}
-	return v, nil
-}
-
-// held is what a rollback takes over of the reservations of its workflow: its own, and those over
-// which it takes precedence.
-type held struct {
-	own    *Rollback     // nil without one
-	others []*Rollback   // that it takes precedence over
-	ids    []string      // whose locks end
-	writes []store.Write // that end them
-}
-
-func (h *held) end(c *Coordinator, v *Rollback) {
-	n := c.name(v.ID)
-	h.ids = append(h.ids, v.ID)
-	h.writes = append(h.writes,
-		store.Write{Key: keyOf(kindReserved, n), If: store.VersionIs(v.version), Delete: true},
-		store.Write{Key: c.reservedKey(v, n), Delete: true},
-	)
-	for i := range v.Pieces {
-		h.writes = append(h.writes, store.Write{Key: partKey(kindReservedPlan, n, i), Delete: true})
-	}
-}
-
-// reserved compares a draft with the reservations of its workflow. It fails with
-// *PlanChangedError where another plan was prepared, which ends that reservation, and with
-// *ConflictError where another one takes precedence (cascade 4.3.4).
-func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h held, err error) {
-	mine := d.precedence()
-	own, err := c.reservation(ctx, c.name(r.ID))
-	switch {
-	case errors.Is(err, ErrUnknown):
-	case err != nil:
-		return h, err
-	case !own.isOf(r):
-		return h, ErrMismatch
-	default:
-		h.own, mine = own, own.precedence()
-		h.end(c, own)
-	}
-	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash)
-	if !prepared {
-		if prepared, err = c.shrunk(ctx, h.own, d); err != nil {
-			return h, err
-		}
-	}
-	if !prepared || r.Planned != "" && r.Planned != string(d.Hash) {
-		if h.own != nil {
-			// Where another commit was first, it has ended already.
-			if _, err := c.o.Store.Commit(ctx, h.writes...); err != nil && !errors.Is(refusedBy(err, nil), errAgain) {
-				return h, refusedBy(err, nil)
-			}
-			c.locks.release(h.ids...)
-			c.release(h.own, nil)
-		}
-		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
-	}
-	names, err := c.reservedBeside(ctx, d)
-	if err != nil {
-		return h, err
-	}
-	for _, n := range names {
-		other, err := c.reservation(ctx, n)
-		if errors.Is(err, ErrUnknown) || err == nil && other.ID == d.ID {
-			continue
-		}
-		if err != nil {
-			return h, err
-		}
-		switch {
-		case d.sameWhole(other), !overlap(other.Plan, d.Plan):
-		case comparePrecedence(other.precedence(), mine) <= 0:
-			return h, &ConflictError{Winner: other.precedence().ID, kept: other.ID}
-		default:
-			h.end(c, other)
-			h.others = append(h.others, other)
-		}
-	}
-	return h, nil
-}
-
-// reservedBeside are the reservations of a draft's workflow, but for other parts of the same rollback:
-// there are as many of them as it has calls here, and each of them would go past all others.
-func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) ([]name, error) {
-	all := store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))
-	ranges := []store.Range{all}
-	if d.PartOf != "" {
-		whole := store.Prefix(c.wholePrefix(&d.Rollback))
-		ranges = []store.Range{{From: all.From, To: whole.From}, {From: whole.To, To: all.To}}
-	}
-	return c.names(ctx, ranges...)
-}
-
-// ended is called when the writes of h are committed.
-func (c *Coordinator) ended(h *held) {
-	c.locks.release(h.ids...)
-	for _, other := range h.others {
-		c.release(other, nil)
-	}
-}
-
-// shrunk reports whether the plan is the reserved one, but for what other parts of the same
-// rollback have undone meanwhile.
-func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (is bool, err error) {
-	if !v.sameWhole(&d.Rollback) {
-		return false, nil
-	}
-	now := *d.Plan
-	now.Dependants = v.Plan.Dependants
-	return now.like(v.Plan, func(was, now *PlanStep) bool {
-		if now.What != Nothing || v.PartOf != "" || was.What == Nothing {
-			return now.What == Nothing
-		}
-		// Nobody has said that there are other parts.
-		by, failed := c.undoneBy(ctx, now.Checkpoint)
-		err = cmp.Or(err, failed)
-		return failed == nil && by != nil && v.sameWhole(by)
-	}), err
-}
-
-// undoneBy is the rollback that has undone a checkpoint; nil where that is not known.
-func (c *Coordinator) undoneBy(ctx context.Context, id string) (*Rollback, error) {
-	m, _, err := c.mark(ctx, id)
+	joins, held, err := c.opposed(ctx, r, d)
 	if err != nil {
 		return nil, err
 	}
-	h, err := c.readHead(ctx, c.name(m.Rollback))
-	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) {
-		return nil, nil
+	if held.own != nil {
+		d.Prepared, d.Precedence = held.own.Asked, held.own.Precedence
 	}
-	return h, err
-}
-
-// reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
-// beginning.
-func (c *Coordinator) reservedKey(h *Rollback, n name) []byte {
-	return append(c.wholePrefix(h), n[:]...)
-}
-
-func (c *Coordinator) wholePrefix(h *Rollback) []byte {
-	whole := c.o.Sealer.Index("rollback whole", h.PartOf+" "+h.Requester)
-	return append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...)
-}
-
-// canUndo asks what the undo of some checkpoints of a plan depends on, all at once, whether it can be done.
-func (c *Coordinator) canUndo(ctx context.Context, d *draft, ids []string, dry bool) ([]Obstacle, error) {
+	defer c.sealing.Enter()()
+	for _, other := range joins {
+		other.mu.Lock()
+		defer other.mu.Unlock()
+		if h := other.now(); !h.open() || h.Joined != "" {
+			return nil, errAgain
+		}
+	}
+	d.State, d.Boot = Executing, c.fleet.boot()
+	fence.Expires = d.Due.Add(c.o.Keep)
+	b := new(store.Batch)
+	n := c.name(d.ID)
+	if err := c.acceptanceWrites(ctx, r, d, n, b); err != nil {
+		return nil, b.Done(err)
+	}
+	writes := append([]store.Write{c.headWrite(n, &d.Rollback, store.Absent()), fence}, b.Writes()...)
+	writes = append(writes, held.writes...)
+	heads := make([]Rollback, len(joins))
+	for i, other := range joins {
+		heads[i] = *other.now()
+		heads[i].Joined = d.ID
+		writes = append(writes, c.headWrite(other.name, &heads[i], store.VersionIs(heads[i].version)))
+	}
+	version, err := c.o.Store.Commit(ctx, append(writes, extra...)...)
+	if err = b.Done(err); err != nil {
+		for _, other := range joins { // sealed anew, or changed by another node
+			_ = c.refresh(ctx, other)
+		}
+		if err = refusedBy(err, extra); !errors.Is(err, store.ErrUnknown) {
+			return nil, err
+		}
+		// It may have landed. Then it goes on, whether or not its requester asks again (P5).
+		if h, readErr := c.readHead(context.WithoutCancel(ctx), n); readErr != nil || !bytes.Equal(h.Content, d.Content) {
+			return nil, err
+		}
+		landed, readErr := c.adopt(context.WithoutCancel(ctx), n)
+		if readErr != nil {
+			return nil, err
+		}
+		return landed, nil
+	}
+	for i, other := range joins {
+		heads[i].version = version
+		c.publish(other, &heads[i])
+	}
+	c.ended(&held)
+	d.version = version
+	accepted := newRun(n, &d.Rollback)
 	c.mu.Lock()
-	release := c.releases[d.ID]
-	c.mu.Unlock()
-	if release != nil && !dry { // it could end what is reserved now
-		release.cancel()
-		<-release.over
-	}
-	// What is prepared first is not reserved for longer than that.
-	silence := c.o.PrepareTimeout()
-	due := time.Now().Add(max(silence, c.o.Reservation()))
-	all, over := context.WithDeadline(ctx, due)
-	defer over()
-	targets, stop := context.WithTimeout(ctx, silence)
-	defer stop()
-	q := &questions{ctx: all, targets: targets, due: due, silence: silence, to: map[informed]*waiting{}}
-	if len(d.Plan.delegated()) > 0 {
-		d.Precedence = d.precedence() // which participants are told: from now on, whatever its time will be
-	}
-	found, errs := make([]Obstacle, len(ids)), make([]error, len(ids))
-	inParallel(c.o.Parallel, len(ids), func(i int) {
-		cp := &d.checkpoints[ids[i]].token
-		found[i] = Obstacle{Checkpoint: cp.ID, Agent: cp.Agent}
-		found[i].Reason, errs[i] = c.askOne(ctx, d, cp, q, dry)
-	})
-	found = slices.DeleteFunc(found, func(o Obstacle) bool { return o.Reason == "" })
-	for _, err := range errs {
-		if err != nil {
-			return found, err
+	defer c.mu.Unlock()
+	c.runs[n] = accepted
+	c.launch(accepted)
+	return accepted, nil
+}
+
+// acceptanceWrites adds the records of a new rollback besides its head.
+func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
+	if len(d.Plan.Unreached) > 0 { // who has not said what he has may go on with it: what holds the workflow reaches him
+		if err := c.informConfigured(d.Plan, func(agent string) bool {
+			return slices.ContainsFunc(d.Plan.Unreached, func(o Obstacle) bool { return o.Agent == agent })
+		}); err != nil {
+			return err
 		}
 	}
-	return found, ctx.Err()
-}
-
-// delegated are the checkpoints of the steps that participants undo.
-func (p *Plan) delegated() (ids []string) {
-	for s := range p.all() {
-		if s.Way == checkpoint.Delegate.String() {
-			ids = append(ids, s.Checkpoint)
-		}
+	pieces, err := writePlan(&c.plans, n, d.Plan, time.Time{})
+	if err != nil {
+		return err
 	}
-	return ids
-}
-
-// questions are those of one prepare. Who is asked and does not answer for a time is silent; a part that
-// waits for its turn says nothing of anybody.
-type questions struct {
-	ctx     context.Context // of all of them together, until due
-	targets context.Context // of those about what is restored
-	due     time.Time
-	silence time.Duration
-	mu      sync.Mutex
-	to      map[informed]*waiting
-}
-
-// waiting is a participant that is asked for some parts.
-type waiting struct {
-	ctx    context.Context // ends when it is silent
-	open   int             // parts that it has not answered
-	silent *time.Timer     // runs while there are some
-}
-
-// begin asks a participant for one more part. The context ends when it has been silent for too long; end
-// must be called once, and says whether it has answered.
-func (q *questions) begin(who informed) (_ context.Context, end func(answered bool)) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	w := q.to[who]
-	if w == nil {
-		of, cancel := context.WithCancel(q.ctx)
-		w = &waiting{ctx: of, silent: time.AfterFunc(q.silence, cancel)}
-		q.to[who] = w
-	}
-	if w.open++; w.open == 1 && w.ctx.Err() == nil {
-		w.silent.Reset(q.silence)
-	}
-	return w.ctx, func(answered bool) {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		switch w.open--; {
-		case w.ctx.Err() != nil:
-		case w.open == 0:
-			w.silent.Stop()
-		case answered:
-			w.silent.Reset(q.silence)
-		}
-	}
-}
-
-func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool) (string, error) {
-	s, err := c.callStatus(ctx, cp, "", Ran)
+	d.Pieces = len(pieces)
+	parents := []string{}
 	switch {
-	case errors.Is(err, ErrStore):
-		return "", err
-	case err != nil || s.opened == nil || s.state != Ran:
-		return "", nil // the step finds it out
+	case r.Error != "":
+		parents = append(parents, r.Error)
+	case r.Token != "":
+		parents = append(parents, r.Token)
 	}
-	t := undoTask{
-		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due,
-		Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
+	t, err := c.o.Ledger.Started(ctx, d.planned(), parents)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	if s.opened.Snapshot.Way == checkpoint.Restore {
-		m, damaged, err := c.mark(ctx, s.opened.Snapshot.Root())
-		if err != nil || damaged || m.Doubt != "" || m.State == checkpoint.Undoing { // an undo may have changed it
-			return "", err
-		}
-		obstacle, err := c.o.undoer.Prepare(q.targets, t)
-		if err != nil && q.targets.Err() == nil { // what is not read in time is found out by the step
-			return "", fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return obstacle, nil
-	}
-	asking, end := q.begin(informedOf(s.opened))
-	if asking.Err() != nil {
-		end(false)
-		return string(ReasonUnreachable), nil
-	}
-	obstacle, err := c.o.undoer.Prepare(asking, t)
-	end(err == nil && obstacle != string(ReasonUnreachable))
-	if errors.Is(err, errQuit) {
-		err = ErrStopping
-	}
-	return obstacle, err
-}
-
-// changeable are the checkpoints whose targets are compared with what their calls left (C-4.3.2-d, -e): a restore
-// leaves alone what somebody has changed since. Of several changes of one target, the one that is undone first
-// stands there.
-func (c *Coordinator) changeable(ctx context.Context, p *Plan) (ids []string, err error) {
-	seen, asked := map[string]bool{}, map[string]bool{}
-	for _, level := range p.Levels {
-		last, made := map[string]*PlanStep{}, map[string]time.Time{} // of a target, as lanes orders them
-		for i := range level {
-			s := &level[i]
-			if s.Way != checkpoint.Restore.String() || s.What != Undo && s.What != Wait {
-				continue
-			}
-			target, at, err := c.o.Checkpoints.Target(ctx, s.Checkpoint)
-			switch {
-			case errors.Is(err, checkpoint.ErrStore):
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
-			case err == nil && !seen[target] && (last[target] == nil || at.After(made[target])):
-				last[target], made[target] = s, at
+	d.Start = record(b, t)
+	b.Add(pieces...)
+	b.Add(
+		store.Write{Key: ageKey(d.Asked, n)},
+		store.Write{Key: keyOf(kindOpen, n)},
+		store.Write{Key: c.workflowKey(kindWorkflow, d.Workflow, n)},
+	)
+	if d.stops() {
+		b.Add(store.Write{Key: c.workflowKey(kindStop, d.Workflow, n)})
+		if to := d.informs(); len(to) > 0 { // here the lock stops it
+			if _, err := c.escalate(ctx, b, hitl.Opening{
+				Key: "rollback terminates " + d.ID, Level: hitl.Stop, Cause: hitl.CauseOther, Workflow: d.Workflow,
+				Summary: "A rollback of the whole workflow has ended it, also at its participants.",
+				Links:   hitl.Links{Checkpoint: d.Checkpoint, Rollback: d.ID}, Notice: true, Lifted: true, Final: true, Participants: to,
+			}); err != nil {
+				return err
 			}
 		}
-		for target, s := range last {
-			seen[target], asked[s.Checkpoint] = true, s.What == Undo // else the call has not ended
-		}
 	}
-	for s := range p.all() {
-		if asked[s.Checkpoint] {
-			ids = append(ids, s.Checkpoint)
-		}
+	if r.Token != "" {
+		b.Add(c.tokens.Put(c.tokenKey(r.Token), &d.ID, store.Absent(), time.Time{}))
 	}
-	return ids, nil
-}
-
-// firstPhase asks the participants of a rollback that was not prepared (C-4.3.2-g). Who cannot
-// prepare is not asked to execute.
-func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) error {
-	if _, err := c.reservation(ctx, c.name(r.ID)); !errors.Is(err, ErrUnknown) {
-		return err
-	}
-	ids, err := c.changeable(ctx, d.Plan)
-	if err != nil {
-		return err
-	}
-	unprepared, err := c.canUndo(ctx, d, append(ids, d.Plan.delegated()...), false)
-	if err != nil {
-		c.giveUp(ctx, d, nil)
-		return err
-	}
-	plan := *d.Plan
-	plan.Unprepared = map[string]string{}
-	for _, o := range unprepared {
-		plan.Unprepared[o.Checkpoint] = o.Reason
-	}
-	d.Plan = &plan
 	return nil
 }
 
-// aborts reports whether nothing is undone, since somebody cannot prepare who is critical, or the
-// policy wants all or nothing (C-4.3.2-h).
-func (d *draft) aborts(r *Request) bool {
-	for s := range d.Plan.all() {
-		if obstacle := s.Obstacle != "" || d.Plan.Unprepared[s.Checkpoint] != ""; obstacle && (r.Whole || s.Critical != "") {
-			return true
-		}
+// refusedBy is the conflict of an extra write, or errAgain if another commit was first.
+func refusedBy(err error, extra []store.Write) error {
+	lost := (*store.Conflict)(nil)
+	switch {
+	case !errors.As(err, &lost):
+		return fmt.Errorf("%w: %w", ErrStore, err)
+	case store.Lost(err, extra):
+		return lost
 	}
-	return r.Whole && len(d.Plan.Missing)+len(d.Plan.Unreached) > 0
+	return errAgain
 }
 
 // Release ends the reservation of a rollback at once, here and at its participants; extra is
@@ -806,22 +778,4 @@ func (c *Coordinator) releaseOne(ctx context.Context, t undoTask) error {
 	}
 	t.Checkpoint, t.Foreign = s.opened, s.foreign
 	return c.o.undoer.Release(ctx, t)
-}
-
-// inParallel does something n times, so many at once.
-func inParallel(most, n int, do func(i int)) {
-	var wg sync.WaitGroup
-	next := make(chan int)
-	for range min(most, n) {
-		wg.Go(func() {
-			for i := range next {
-				do(i)
-			}
-		})
-	}
-	for i := range n {
-		next <- i
-	}
-	close(next)
-	wg.Wait()
 }
