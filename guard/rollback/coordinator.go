@@ -34,8 +34,9 @@ type Coordinator struct {
 	deciding sync.Mutex
 	// locks block calls that follow from what is undone.
 	locks workflowLocks
-	// fleet is nil where one gateway has the store.
-	fleet *gateways
+	// fleet and fences are nil where one gateway has the store.
+	fleet  *fleet.Fleet
+	fences *store.Fences
 
 	mu       sync.Mutex
 	runs     map[name]*run // those that are not finished, as far as they were met
@@ -94,7 +95,9 @@ func Open(o Options) (*Coordinator, error) {
 	c.begins, c.end = context.WithCancel(context.Background())
 	c.quit = c.begins.Done()
 	c.hard, c.cut = context.WithCancel(context.Background())
-	c.fleet = gatewaysOf(c)
+	if c.fleet = fleet.Of(o.Store); c.fleet != nil {
+		c.fences = store.FollowFences(c.fleet, []byte{space, kindFence})
+	}
 	return c, nil
 }
 
@@ -121,7 +124,7 @@ func (c *Coordinator) Start(ctx context.Context) error {
 // succeed takes over what members leave unfinished that are gone, until the coordinator stops.
 func (c *Coordinator) succeed(ctx context.Context) {
 	fleet.Job{
-		Fleet: c.fleet.members,
+		Fleet: c.fleet,
 		Do:    func(context.Context, bool) (time.Duration, error) { return 0, c.resume(c.hard) },
 		Failed: func(err error) {
 			c.log.Warn("what other gateways have left unfinished cannot be taken over; it is tried again", "error", err)
@@ -146,7 +149,7 @@ func (c *Coordinator) resume(ctx context.Context) error {
 		case err != nil:
 			return err
 		default:
-			if mine, _, err := c.fleet.take(ctx, r); err != nil {
+			if mine, _, err := c.take(ctx, r); err != nil {
 				return err
 			} else if !mine {
 				continue
@@ -166,7 +169,7 @@ func (c *Coordinator) resume(ctx context.Context) error {
 		if err != nil && !errors.Is(err, errUnreadable) {
 			return err
 		}
-		mine, err := c.fleet.takeFailure(ctx, row, first)
+		mine, err := c.takeFailure(ctx, row, first)
 		if err != nil {
 			return err
 		}
@@ -192,7 +195,7 @@ func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 		if err != nil || r.done.is() {
 			return r, err
 		}
-		mine, fresh, err := c.fleet.take(ctx, r)
+		mine, fresh, err := c.take(ctx, r)
 		if err != nil || !mine && fresh {
 			return r, err
 		}

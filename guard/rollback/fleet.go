@@ -6,45 +6,20 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// gateways is what the coordinators of several gateways over one store agree on (ADR 0133). It is nil where one
-// gateway has the store.
-//
-// One member carries a rollback out: the one whose boot its head names. Once that is gone another one writes
-// its own there. What keeps calls from beginning is read from the store: a claim is made on the condition that
-// the fence of its workflow has not changed since.
-type gateways struct {
-	*Coordinator
-	members *fleet.Fleet
-	fences  *store.Fences
-}
-
-func gatewaysOf(c *Coordinator) *gateways {
-	members := fleet.Of(c.o.Store)
-	if members == nil {
-		return nil
-	}
-	return &gateways{Coordinator: c, members: members, fences: store.FollowFences(members, []byte{space, kindFence})}
-}
-
-// boot is that of this member; empty where one gateway has the store.
-func (f *gateways) boot() string {
-	if f == nil {
-		return ""
-	}
-	return f.members.Boot()
-}
+// What the coordinators of several gateways over one store agree on (ADR 0133). One member carries a rollback out: the
+// one whose boot its head names. Once that is gone another one writes its own there. What keeps calls from beginning is
+// read from the store: a claim is made on the condition that the fence of its workflow has not changed since.
 
 // gone reports whether nothing more is written by another member with a boot. A record without one is of a
 // gateway that had the store alone.
-func (f *gateways) gone(ctx context.Context, boot string) (bool, error) {
-	if f == nil || boot == "" {
+func (c *Coordinator) gone(ctx context.Context, boot string) (bool, error) {
+	if c.fleet == nil || boot == "" {
 		return true, nil
 	}
-	gone, err := f.members.Gone(ctx, boot)
+	gone, err := c.fleet.Gone(ctx, boot)
 	if err != nil {
 		return false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -53,17 +28,17 @@ func (f *gateways) gone(ctx context.Context, boot string) (bool, error) {
 
 // take makes this member the one that carries a rollback out, if the one that did is gone. mine reports whether
 // it is this member; unless fresh, the steps may have changed since the rollback was read.
-func (f *gateways) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
+func (c *Coordinator) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
 	for fresh = true; ; fresh = false {
 		boot := r.now().Boot
-		if f == nil || boot == f.boot() {
+		if c.fleet == nil || boot == c.fleet.Boot() {
 			return true, fresh, nil
 		}
-		if gone, err := f.gone(ctx, boot); err != nil || !gone {
+		if gone, err := c.gone(ctx, boot); err != nil || !gone {
 			return false, fresh, err
 		}
-		err := f.change(ctx, r, func(h *Rollback, _ *store.Batch) error {
-			h.Boot = f.boot()
+		err := c.change(ctx, r, func(h *Rollback, _ *store.Batch) error {
+			h.Boot = c.fleet.Boot()
 			return nil
 		})
 		if err != nil && !errors.As(err, new(*store.Conflict)) { // else another member was first, or it was sealed anew
@@ -74,20 +49,20 @@ func (f *gateways) take(ctx context.Context, r *run) (mine, fresh bool, err erro
 
 // takeFailure makes this member the one that asks for the rollback of a recorded failure, if the one that did
 // is gone. first says that nothing was taken up yet by this member, whose own it takes then, too.
-func (f *gateways) takeFailure(ctx context.Context, row store.Row[Failure], first bool) (mine bool, err error) {
+func (c *Coordinator) takeFailure(ctx context.Context, row store.Row[Failure], first bool) (mine bool, err error) {
 	v := row.Record
-	if f == nil {
+	if c.fleet == nil {
 		return true, nil
 	}
-	if v == nil || v.Boot == f.boot() { // what cannot be read is said once
+	if v == nil || v.Boot == c.fleet.Boot() { // what cannot be read is said once
 		return first, nil
 	}
-	if gone, err := f.gone(ctx, v.Boot); err != nil || !gone {
+	if gone, err := c.gone(ctx, v.Boot); err != nil || !gone {
 		return false, err
 	}
-	defer f.sealing.Enter()()
-	v.Boot = f.boot()
-	_, err = f.o.Store.Commit(ctx, f.failed.Put(row.Key, v, store.VersionIs(row.Version), time.Time{}))
+	defer c.sealing.Enter()()
+	v.Boot = c.fleet.Boot()
+	_, err = c.o.Store.Commit(ctx, c.failed.Put(row.Key, v, store.VersionIs(row.Version), time.Time{}))
 	if errors.As(err, new(*store.Conflict)) {
 		return false, nil // another member was first
 	}
@@ -98,11 +73,11 @@ func (f *gateways) takeFailure(ctx context.Context, row store.Row[Failure], firs
 }
 
 // follow keeps the head of a rollback that is carried out here as others change it, until ctx is done.
-func (f *gateways) follow(ctx context.Context, r *run) {
-	for f != nil && ctx.Err() == nil {
-		changed, cancel := f.o.Store.Watch(keyOf(kindHead, r.name))
+func (c *Coordinator) follow(ctx context.Context, r *run) {
+	for c.fleet != nil && ctx.Err() == nil {
+		changed, cancel := c.o.Store.Watch(keyOf(kindHead, r.name))
 		r.mu.Lock()
-		err := f.refresh(f.hard, r)
+		err := c.refresh(c.hard, r)
 		r.mu.Unlock()
 		var again <-chan time.Time
 		if err != nil { // what has changed is not known

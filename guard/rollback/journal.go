@@ -532,7 +532,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	h, err := c.readHead(ctx, n)
 	if err == nil {
-		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.boot() {
+		if gone, err := c.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.Boot() {
 			return err
 		}
 	}

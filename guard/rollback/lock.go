@@ -35,7 +35,7 @@ func (e *BlockedError) Error() string {
 
 // workflowLocks keep calls from beginning whose consequences a plan could not know of. They are in memory, and cost
 // a call two map reads and no write. Where several gateways share a store, only the locks of what is being decided
-// here are: the others are read from the records, which say the same (see gateways.admit).
+// here are: the others are read from the records, which say the same (see Coordinator.admit).
 type workflowLocks struct {
 	mu         sync.Mutex
 	byScope    map[string][]*workflowLock
@@ -100,7 +100,7 @@ func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.S
 		var left <-chan struct{}
 		cancel := func() {}
 		if wait == nil && err == nil && c.fleet != nil {
-			wait, left, cancel, err = c.fleet.admit(ctx, a, parents)
+			wait, left, cancel, err = c.admit(ctx, a, parents)
 		}
 		if wait == nil && err == nil {
 			return a, nil
@@ -409,31 +409,31 @@ const maxRemembered = 256
 
 // announce has the calls of a workflow wait at all members, and returns when everything that they have claimed
 // before is known here. over ends that.
-func (f *gateways) announce(ctx context.Context, workflow, scope string) (over func(), err error) {
-	if f == nil {
+func (c *Coordinator) announce(ctx context.Context, workflow, scope string) (over func(), err error) {
+	if c.fleet == nil {
 		return func() {}, nil
 	}
-	now, err := f.now(ctx)
+	now, err := c.now(ctx)
 	if err != nil {
 		return nil, err
 	}
-	fence := store.Write{Key: f.fenceKey(workflow), Expires: now.Add(f.o.Keep)}
+	fence := store.Write{Key: c.fenceKey(workflow), Expires: now.Add(c.o.Keep)}
 	nonce := uuid.New()
 	decision := store.Write{
-		Key: append(f.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(f.boot()), Expires: fence.Expires,
+		Key: append(c.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(c.fleet.Boot()), Expires: fence.Expires,
 	}
 	over = func() {
 		decision := store.Write{Key: decision.Key, Delete: true}
-		f.goOnUntil("the end of a decision", func(ctx context.Context) error {
-			_, err := f.o.Store.Commit(ctx, decision, fence)
-			f.fences.Forget(fence.Key)
+		c.goOnUntil("the end of a decision", func(ctx context.Context) error {
+			_, err := c.o.Store.Commit(ctx, decision, fence)
+			c.fences.Forget(fence.Key)
 			return err
 		})
 	}
-	_, err = f.o.Store.Commit(ctx, decision, fence)
-	f.fences.Forget(fence.Key)
+	_, err = c.o.Store.Commit(ctx, decision, fence)
+	c.fences.Forget(fence.Key)
 	if err == nil {
-		err = f.members.CatchUp(ctx)
+		err = c.fleet.CatchUp(ctx)
 	} else if !errors.Is(err, store.ErrUnknown) {
 		return nil, fmt.Errorf("%w: %w", ErrStore, err)
 	}
@@ -446,43 +446,43 @@ func (f *gateways) announce(ctx context.Context, workflow, scope string) (over f
 
 // goOnUntil does something at once, and where that fails again and again in the background: calls wait for it.
 // With the member's end they wait no longer.
-func (f *gateways) goOnUntil(what string, do func(ctx context.Context) error) {
-	if do(f.hard) == nil {
+func (c *Coordinator) goOnUntil(what string, do func(ctx context.Context) error) {
+	if do(c.hard) == nil {
 		return
 	}
-	f.Coordinator.mu.Lock()
-	defer f.Coordinator.mu.Unlock()
-	if !f.stopping {
-		f.wg.Go(func() { _ = f.retry("", what, do) })
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.stopping {
+		c.wg.Go(func() { _ = c.retry("", what, do) })
 	}
 }
 
 // admit looks whether the rollbacks at all members let a call begin. Where that is being decided, it is to look
 // again once changed or left is closed, and then to call cancel.
-func (f *gateways) admit(
+func (c *Coordinator) admit(
 	ctx context.Context, a *Admission, parents iter.Seq2[string, error],
 ) (changed, left <-chan struct{}, cancel func(), err error) {
 	workflow, attempts := a.workflow, strings.HasPrefix(a.workflow, attemptsPrefix)
 	if attempts {
 		workflow = ""
 	}
-	key := f.fenceKey(workflow)
+	key := c.fenceKey(workflow)
 	if !attempts {
-		if at, open := f.fences.Open(key); open {
+		if at, open := c.fences.Open(key); open {
 			a.fence = at
 			return nil, nil, func() {}, nil
 		}
 	}
-	left = f.members.Left()
-	changed, cancel = f.o.Store.Watch(key)
-	at, err := f.fences.Read(ctx, key)
+	left = c.fleet.Left()
+	changed, cancel = c.o.Store.Watch(key)
+	at, err := c.fences.Read(ctx, key)
 	deciding := false
 	if err == nil {
-		deciding, err = f.deciding(ctx, a.workflow)
+		deciding, err = c.beingDecided(ctx, a.workflow)
 	}
 	if deciding {
 		out := false
-		if out, err = f.members.Gone(ctx, f.boot()); !out && err == nil {
+		if out, err = c.fleet.Gone(ctx, c.fleet.Boot()); !out && err == nil {
 			return changed, left, cancel, nil
 		}
 		if out { // nothing that it admits could be claimed
@@ -494,7 +494,7 @@ func (f *gateways) admit(
 	if err != nil {
 		return nil, nil, none, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	locks, err := f.recordedLocks(ctx, func(kind byte) []byte { return f.workflowPrefix(kind, workflow) })
+	locks, err := c.recordedLocks(ctx, func(kind byte) []byte { return c.workflowPrefix(kind, workflow) })
 	if err != nil {
 		return nil, nil, none, err
 	}
@@ -503,20 +503,20 @@ func (f *gateways) admit(
 		return nil, nil, none, err
 	}
 	if len(locks) == 0 && !attempts {
-		f.fences.Pass(at)
+		c.fences.Pass(at)
 	}
 	a.fence = at
 	return nil, nil, none, nil
 }
 
-// deciding reports whether a member decides about a rollback. One that is gone does not.
-func (f *gateways) deciding(ctx context.Context, scope string) (bool, error) {
-	for entry, err := range f.o.Store.Scan(ctx, store.Prefix(f.workflowPrefix(kindDeciding, scope))) {
+// beingDecided reports whether a member decides about a rollback. One that is gone does not.
+func (c *Coordinator) beingDecided(ctx context.Context, scope string) (bool, error) {
+	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindDeciding, scope))) {
 		if err != nil {
 			return false, err
 		}
 		boot := string(entry.Value)
-		if gone, err := f.gone(ctx, boot); err != nil || !gone {
+		if gone, err := c.gone(ctx, boot); err != nil || !gone {
 			return err == nil, err
 		}
 	}

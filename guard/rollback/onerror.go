@@ -91,7 +91,7 @@ func (c *Coordinator) Failed(all ...Failure) *store.Batch {
 
 func (c *Coordinator) failureWrite(key []byte, f *Failure, condition store.Condition) store.Write {
 	record := *f
-	record.Boot = c.fleet.boot()
+	record.Boot = c.fleet.Boot()
 	return c.failed.Put(key, &record, condition, time.Time{})
 }
 

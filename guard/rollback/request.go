@@ -467,7 +467,7 @@ func (c *Coordinator) behindLock(
 			c.locks.unlock(lock)
 		}
 	}()
-	over, err := c.fleet.announce(ctx, d.Workflow, scope)
+	over, err := c.announce(ctx, d.Workflow, scope)
 	if err != nil {
 		return err
 	}
@@ -550,7 +550,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 			return nil, errAgain
 		}
 	}
-	d.State, d.Boot = Executing, c.fleet.boot()
+	d.State, d.Boot = Executing, c.fleet.Boot()
 	fence.Expires = d.Due.Add(c.o.Keep)
 	b := new(store.Batch)
 	n := c.name(d.ID)

@@ -228,7 +228,7 @@ func (c *Coordinator) drive(r *run) {
 	under, over := c.until(c.hard, r.done)
 	defer over()
 	c.wg.Go(func() { c.watch(under, r, begins.Due) })
-	c.wg.Go(func() { c.fleet.follow(under, r) })
+	c.wg.Go(func() { c.follow(under, r) })
 	if c.waitBehind(r, begins.Behind) != nil {
 		return
 	}
