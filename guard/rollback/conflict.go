@@ -69,16 +69,11 @@ func resolveConflict(there, comes *Rollback) conflictResolution {
 	return newcomerWaits
 }
 
-// unopposed makes the plan of a request that is not accepted yet, and fails where something else in the workflow
-// takes precedence.
-func (c *Coordinator) unopposed(ctx context.Context, r *Request) (*draft, error) {
-	plan := c.discovered
-	switch _, err := c.reservation(ctx, c.name(r.ID)); {
-	case err == nil: // participants were asked when it was prepared
-		plan = c.draft
-	case !errors.Is(err, ErrUnknown):
-		return nil, err
-	}
+// unopposed makes the plan of a request that is not accepted yet. It fails with the draft where something else in the
+// workflow takes precedence.
+func (c *Coordinator) unopposed(
+	ctx context.Context, r *Request, plan func(context.Context, *Request) (*draft, error),
+) (*draft, error) {
 	d, err := plan(ctx, r)
 	if err != nil {
 		return nil, err

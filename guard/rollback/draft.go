@@ -103,6 +103,9 @@ func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error
 	if err != nil || c.o.Discover == nil || r.Scope == Single || r.PartOf != "" || d.Workflow == "" {
 		return d, err
 	}
+	if _, err := c.reservation(ctx, c.name(r.ID)); !errors.Is(err, ErrUnknown) { // they were asked when it was prepared
+		return d, err
+	}
 	within, cancel := context.WithTimeout(ctx, max(c.o.PrepareTimeout(), c.o.Reservation()))
 	fresh, unreached, err := c.o.Discover(within, d.Workflow)
 	cancel()

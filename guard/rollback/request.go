@@ -73,7 +73,7 @@ func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
-	d, err := c.unopposed(ctx, &r)
+	d, err := c.unopposed(ctx, &r, c.discovered)
 	if refused := (*refusal)(nil); errors.As(err, &refused) {
 		return nil, refused.error
 	}
@@ -139,7 +139,7 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	if found, err := c.preparedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
 		return found, err
 	}
-	d, err := plan(ctx, &r)
+	d, err := c.unopposed(ctx, &r, plan)
 	asked := r.rollback()
 	refused, depended, conflict := (*refusal)(nil), (*DependedOnError)(nil), (*ConflictError)(nil)
 	switch {
@@ -148,20 +148,15 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 		return &Prepared{Rollback: asked, Refusal: refused.error, request: r}, nil
 	case errors.As(err, &depended):
 		return &Prepared{Rollback: asked, Refusal: depended, request: r}, nil
-	case err != nil:
+	case err != nil && !errors.As(err, &conflict):
 		return nil, err
 	}
 	d.State = Reserved
 	p := &Prepared{Rollback: d.planned(), Obstacles: d.Plan.obstacles(), request: r}
 	p.Rollback.markObstacles()
-	shown := *d
-	_, _, err = c.opposed(ctx, &r, &shown)
-	switch {
-	case errors.As(err, &conflict):
+	if conflict != nil {
 		p.Refusal = conflict
 		return p, nil
-	case err != nil:
-		return nil, err
 	}
 	ids, err := c.changeable(ctx, d.Plan)
 	if err != nil {
@@ -298,7 +293,7 @@ func (c *Coordinator) Execute(
 		return nil, ErrStopping
 	}
 	// Calls of the workflow are only held up for authorized requesters, whom drafting finds out.
-	d, err := c.unopposed(ctx, &r)
+	d, err := c.unopposed(ctx, &r, c.discovered)
 	refused := (*refusal)(nil)
 	if err != nil && !errors.As(err, &refused) {
 		return nil, err
