@@ -27,10 +27,10 @@ type Coordinator struct {
 	// sealing is entered from before a value is sealed until its commit, so that Reseal can wait for values sealed
 	// with an older key.
 	sealing store.Writers
-	// The mutexes are taken in this order, which is why none of them waits for another one for ever. deciding is held
-	// while a new rollback, or one of a bounded number of escalations, is decided. Then comes run.mu, held while the
-	// head of a rollback changes; an acceptance takes those of the rollbacks that give way, in the order of their
-	// names. With mu and with that of locks nothing else is taken, and nothing is awaited.
+	// The mutexes are taken in this order (TestMutexesAreTakenInOneOrder), so that no two goroutines wait for each
+	// other for ever. deciding is held while a new rollback, or one of a bounded number of escalations, is decided.
+	// Then comes run.mu, held while the head of a rollback changes; an acceptance takes those of the rollbacks that
+	// give way, in the order of their names. While mu or that of locks is held nothing else is taken or awaited.
 	deciding sync.Mutex
 	// locks block calls that follow from what is undone.
 	locks workflowLocks

@@ -325,12 +325,21 @@ func (c *Coordinator) Execute(
 			return false, err
 		}
 		made, err := c.accept(ctx, &r, d, extra)
-		switch {
-		case err == nil:
-			accepted, keep = made.snapshot(), true
-		case !errors.Is(err, errAgain): // it may have landed all the same, and then goes on
-			h, there := c.readHead(context.WithoutCancel(ctx), c.name(r.ID))
-			keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
+		if err == nil {
+			accepted = made.snapshot()
+			return true, nil
+		}
+		if errors.Is(err, errAgain) {
+			return false, err
+		}
+		// It may have landed all the same. Then it goes on, whether or not its requester asks again (P5).
+		ctx, n := context.WithoutCancel(ctx), c.name(r.ID)
+		h, there := c.readHead(ctx, n)
+		keep = there == nil && (h.open() || h.stops()) || there != nil && !errors.Is(there, ErrUnknown)
+		if there == nil && errors.Is(err, store.ErrUnknown) && bytes.Equal(h.Content, d.Content) {
+			if landed, failed := c.adopt(ctx, n); failed == nil {
+				accepted, err = landed.snapshot(), nil
+			}
 		}
 		return keep, err
 	})
@@ -565,18 +574,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		for _, other := range joins { // sealed anew, or changed by another node
 			_ = c.refresh(ctx, other)
 		}
-		if err = refusedBy(err, extra); !errors.Is(err, store.ErrUnknown) {
-			return nil, err
-		}
-		// It may have landed. Then it goes on, whether or not its requester asks again (P5).
-		if h, readErr := c.readHead(context.WithoutCancel(ctx), n); readErr != nil || !bytes.Equal(h.Content, d.Content) {
-			return nil, err
-		}
-		landed, readErr := c.adopt(context.WithoutCancel(ctx), n)
-		if readErr != nil {
-			return nil, err
-		}
-		return landed, nil
+		return nil, refusedBy(err, extra)
 	}
 	for i, other := range joins {
 		heads[i].version = version

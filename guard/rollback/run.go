@@ -269,30 +269,28 @@ func (c *Coordinator) releaseRest(r *run) {
 	})
 }
 
+// waitBehind waits until other rollbacks take no more steps, or a wider one takes this one over.
 func (c *Coordinator) waitBehind(r *run, behind []string) error {
+	within, stop := c.until(c.hard, r.joined)
+	defer stop()
 	for _, id := range behind {
 		for over := false; !over; {
-			var ended <-chan struct{}
-			cancel := func() {}
-			if err := c.retry(r.id, "another rollback", func(ctx context.Context) (err error) {
-				ended, cancel, err = c.under(ctx, c.name(id))
-				return err
+			if err := c.retry(r.id, "another rollback", func(ctx context.Context) error {
+				ended, cancel, err := c.under(ctx, c.name(id))
+				if over = ended == nil; err != nil || over {
+					return err
+				}
+				defer cancel()
+				select {
+				case <-ended:
+				case <-within.Done():
+				}
+				return nil
 			}); err != nil {
 				return err
 			}
-			if over = ended == nil; over {
-				break // finished
-			}
-			joined := false
-			select {
-			case <-ended:
-			case <-r.joined.Done():
-				joined = true
-			case <-c.quit:
-			}
-			cancel()
 			switch {
-			case joined:
+			case r.joined.is():
 				return nil
 			case c.ending():
 				return errShutdown
