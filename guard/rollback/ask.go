@@ -3,7 +3,6 @@ package rollback
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -112,7 +111,7 @@ func (c *Coordinator) changeable(ctx context.Context, p *Plan) (ids []string, er
 			target, at, err := c.o.Checkpoints.Target(ctx, s.Checkpoint)
 			switch {
 			case errors.Is(err, checkpoint.ErrStore):
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			case err == nil && !seen[target] && (last[target] == nil || at.After(made[target])):
 				last[target], made[target] = s, at
 			}
@@ -148,7 +147,7 @@ func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *q
 		}
 		obstacle, err := c.o.undoer.Prepare(q.targets, t)
 		if err != nil && q.targets.Err() == nil { // what is not read in time is found out by the step
-			return "", fmt.Errorf("%w: %w", ErrStore, err)
+			return "", unavailable(err)
 		}
 		return obstacle, nil
 	}

@@ -5,7 +5,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -162,7 +161,7 @@ func (c *Coordinator) fence(ctx context.Context, workflow string) (store.Write, 
 		w.If = store.VersionIs(found.Version)
 		w.Expires = found.Expires
 	case !errors.Is(err, store.ErrNotFound):
-		return w, fmt.Errorf("%w: %w", ErrStore, err)
+		return w, unavailable(err)
 	}
 	return w, nil
 }

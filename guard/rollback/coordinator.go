@@ -273,10 +273,7 @@ func (c *Coordinator) ending() bool {
 
 func (c *Coordinator) now(ctx context.Context) (time.Time, error) {
 	now, err := c.o.Store.Now(ctx)
-	if err != nil {
-		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return now.Round(0).UTC(), nil
+	return now.Round(0).UTC(), unavailable(err)
 }
 
 // The waits between two tries of a failed write to the store or the ledger.
@@ -481,7 +478,7 @@ func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, 
 	var keys [][]byte
 	for entry, err := range c.o.Store.Scan(ctx, r) {
 		if err != nil {
-			return Page{}, fmt.Errorf("%w: %w", ErrStore, err)
+			return Page{}, unavailable(err)
 		}
 		keys = append(keys, entry.Key)
 	}

@@ -3,7 +3,6 @@ package rollback
 import (
 	"context"
 	"errors"
-	"fmt"
 	"reflect"
 	"time"
 
@@ -59,7 +58,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 	}
 	altered := errors.Is(err, checkpoint.ErrTampered)
 	if err != nil && !altered {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unavailable(err)
 	}
 	cp, tampered, err := c.token(ctx, r.Checkpoint)
 	if err != nil {
@@ -110,7 +109,7 @@ func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error
 	fresh, unreached, err := c.o.Discover(within, d.Workflow)
 	cancel()
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unavailable(err)
 	}
 	if fresh {
 		if d, err = c.draft(ctx, r); err != nil {
@@ -178,7 +177,7 @@ func (c *Coordinator) informConfigured(p *Plan, which func(agent string) bool) e
 	}
 	all, err := c.o.Configured()
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	for _, one := range all {
 		if which(one.Agent) {
@@ -254,7 +253,7 @@ func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Chec
 		return recorded, outlook{obstacle: reasonTampered}, nil
 	case s.foreign && s.opened == nil:
 		return recorded, outlook{obstacle: string(ReasonForeign)}, nil
-	case s.foreign && recorded == Undone: // a call that was released here says nothing of it
+	case s.foreign && recorded == Undone: // else it ran: a call that was released here says nothing of it
 		return Undone, outlook{}, nil
 	case s.opened == nil:
 		return s.state, outlook{}, nil
@@ -279,7 +278,7 @@ func (c *Coordinator) foreign(cp *Checkpoint) (*checkpoint.Checkpoint, error) {
 	}
 	uri, err := c.o.Participants(cp.Issuer, cp.RollbackURI)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unavailable(err)
 	}
 	if uri == "" {
 		return nil, nil
@@ -363,7 +362,7 @@ func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error
 	case err == nil, errors.Is(err, checkpoint.ErrReleased): // meanwhile: it is found again
 		return nil
 	case errors.Is(err, checkpoint.ErrStore):
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	case errors.Is(err, checkpoint.ErrExpired):
 		return expired
 	}

@@ -3,7 +3,6 @@ package rollback
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -20,10 +19,7 @@ func (c *Coordinator) gone(ctx context.Context, boot string) (bool, error) {
 		return true, nil
 	}
 	gone, err := c.fleet.Gone(ctx, boot)
-	if err != nil {
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return gone, nil
+	return gone, unavailable(err)
 }
 
 // take makes this member the one that carries a rollback out, if the one that did is gone. mine reports whether
@@ -66,10 +62,7 @@ func (c *Coordinator) takeFailure(ctx context.Context, row store.Row[Failure], f
 	if errors.As(err, new(*store.Conflict)) {
 		return false, nil // another member was first
 	}
-	if err != nil {
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return true, nil
+	return err == nil, unavailable(err)
 }
 
 // follow keeps the head of a rollback that is carried out here as others change it, until ctx is done.

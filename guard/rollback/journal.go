@@ -308,6 +308,14 @@ func writePlan(to *store.Table[[]byte], n name, p *Plan, expires time.Time) ([]s
 	return writes, nil
 }
 
+// unavailable is the error of the store, or of the ledger; nil where there is none.
+func unavailable(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ErrStore, err)
+}
+
 func unreadable(err error) error { return fmt.Errorf("%w: %w", errUnreadable, err) }
 
 // readHead reads a head; ErrUnknown where there is none.
@@ -457,7 +465,7 @@ func (c *Coordinator) names(ctx context.Context, ranges ...store.Range) (names [
 	for _, r := range ranges {
 		for entry, err := range c.o.Store.Scan(ctx, r) {
 			if err != nil {
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			}
 			names = append(names, nameIn(entry.Key))
 		}
@@ -484,7 +492,7 @@ func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 		ctx, c.heads.Prefix, c.plans.Prefix, c.steps.Prefix, c.tokens.Prefix, c.askers.Prefix, c.failed.Prefix,
 		c.reservations.Prefix, c.reservedPlans.Prefix,
 	); err != nil {
-		return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
+		return r.Resealed, unavailable(err)
 	}
 	if r.Damaged > 0 {
 		return r.Resealed, fmt.Errorf("%w: %d of them", errUnreadable, r.Damaged)
@@ -538,10 +546,8 @@ func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 	}
 	switch {
 	case errors.Is(err, ErrUnknown):
-		if _, err = c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true}); err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return nil
+		_, err := c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true})
+		return unavailable(err)
 	case err == nil && h.State == Finished:
 		return c.expireAll(ctx, n, h)
 	case err == nil && h.Halted: // the one that it gave way to takes it along
@@ -570,10 +576,7 @@ func (c *Coordinator) expire(ctx context.Context, n name, h *Rollback, at time.T
 		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
 			continue // sealed anew meanwhile
 		}
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return nil
+		return unavailable(err)
 	}
 }
 

@@ -133,10 +133,7 @@ func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) (s
 		return workflow, nil
 	}
 	root, err := c.o.Checkpoints.First(ctx, checkpoint)
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return AttemptsScope(root), nil
+	return AttemptsScope(root), unavailable(err)
 }
 
 // blocked says whether a call must not begin, or what to wait for to know it.
@@ -331,7 +328,7 @@ func (c *Coordinator) recordedLocks(ctx context.Context, prefix func(kind byte) 
 		var entries []store.Entry
 		for entry, err := range c.o.Store.Scan(ctx, store.Prefix(prefix(kind))) {
 			if err != nil {
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			}
 			entries = append(entries, entry)
 		}
@@ -435,11 +432,11 @@ func (c *Coordinator) announce(ctx context.Context, workflow, scope string) (ove
 	if err == nil {
 		err = c.fleet.CatchUp(ctx)
 	} else if !errors.Is(err, store.ErrUnknown) {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unavailable(err)
 	}
 	if err != nil {
 		over()
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unavailable(err)
 	}
 	return over, nil
 }
@@ -492,7 +489,7 @@ func (c *Coordinator) admit(
 	cancel()
 	none := func() {}
 	if err != nil {
-		return nil, nil, none, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, nil, none, unavailable(err)
 	}
 	locks, err := c.recordedLocks(ctx, func(kind byte) []byte { return c.workflowPrefix(kind, workflow) })
 	if err != nil {

@@ -324,14 +324,14 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err e
 	case errors.Is(err, ErrUnknown): // it may name anything
 		return false, nil
 	case err != nil:
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
+		return false, unavailable(err)
 	case !cp.Own:
 		return false, nil
 	}
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
 	switch {
 	case errors.Is(err, checkpoint.ErrStore):
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
+		return false, unavailable(err)
 	case err == nil:
 		rolls = opened.Snapshot.OnError
 	}
@@ -342,7 +342,7 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err e
 		case errors.Is(err, ErrUnknown):
 			return false, nil
 		case err != nil:
-			return false, fmt.Errorf("%w: %w", ErrStore, err)
+			return false, unavailable(err)
 		}
 		concerned = MayAsk(view.Graph, f.Reporter, cp.ID, f.Lineage)
 	}
@@ -358,10 +358,7 @@ func (c *Coordinator) forget(ctx context.Context, done store.Write) error {
 	if errors.As(err, new(*store.Conflict)) {
 		return nil
 	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return nil
+	return unavailable(err)
 }
 
 const (
@@ -380,7 +377,7 @@ func (c *Coordinator) crossed(ctx context.Context, f *Failure, done store.Write)
 	for _, id := range f.Named {
 		workflows, err := c.o.Ledger.Workflows(ctx, id)
 		if err != nil {
-			return b.Done(fmt.Errorf("%w: %w", ErrStore, err))
+			return b.Done(unavailable(err))
 		}
 		for _, w := range workflows {
 			if w != "" && w != f.Workflow && named[w] == "" {
@@ -419,7 +416,7 @@ func (c *Coordinator) handOver(ctx context.Context, b *store.Batch) error {
 	if err == nil || errors.As(err, new(*store.Conflict)) && !errors.Is(err, hitl.ErrAlreadyOpen) {
 		return nil
 	}
-	return fmt.Errorf("%w: %w", ErrStore, err)
+	return unavailable(err)
 }
 
 // leave leaves a failure to a person: nobody who fails is left without either (A-error-signaling-f).

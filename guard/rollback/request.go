@@ -409,7 +409,7 @@ func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollbac
 		expires = end
 	}
 	if _, err := c.o.Store.Commit(ctx, c.askers.Put(c.askerKey(r.ID, r.By), &r.Token, store.Condition{}, expires)); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrStore, err)
+		return nil, unavailable(err)
 	}
 	return found, nil
 }
@@ -432,12 +432,12 @@ func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
 	d := refused.draft
 	t, err := c.o.Ledger.Erred(ctx, &d.Rollback, d.Checkpoint, errorConstraint, refused.why)
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	b := new(store.Batch)
 	record(b, t)
 	if err := b.Commit(ctx, c.o.Store); err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	return refused.error
 }
@@ -613,7 +613,7 @@ func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft
 	}
 	t, err := c.o.Ledger.Started(ctx, d.planned(), parents)
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	d.Start = record(b, t)
 	b.Add(pieces...)
@@ -645,7 +645,7 @@ func refusedBy(err error, extra []store.Write) error {
 	lost := (*store.Conflict)(nil)
 	switch {
 	case !errors.As(err, &lost):
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	case store.Lost(err, extra):
 		return lost
 	}

@@ -201,7 +201,7 @@ func (c *Coordinator) change(ctx context.Context, r *run, make func(h *Rollback,
 		return nil
 	}
 	_ = c.refresh(context.WithoutCancel(ctx), r)
-	return fmt.Errorf("%w: %w", ErrStore, err)
+	return unavailable(err)
 }
 
 // drive runs a rollback, from any state.
@@ -575,7 +575,7 @@ func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) (lanes []
 			target, when, err := c.o.Checkpoints.Target(ctx, step.Checkpoint)
 			switch {
 			case errors.Is(err, checkpoint.ErrStore):
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			case err == nil:
 				if there, is := known[target]; is {
 					lane = there
@@ -648,7 +648,7 @@ func (c *Coordinator) overdue(r *run) error {
 			h.TimedOut = true
 			t, err := c.o.Ledger.Erred(ctx, h.shown(), h.Checkpoint, errorTimeout, "rollback timeout: not done within half of the ttl")
 			if err != nil {
-				return fmt.Errorf("%w: %w", ErrStore, err)
+				return unavailable(err)
 			}
 			token := record(b, t)
 			o := h.timeoutOpening()
@@ -667,7 +667,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 	}
 	crossed, err := c.o.Ledger.Crossed(ctx, r.snapshot())
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	return c.change(ctx, r, func(h *Rollback, b *store.Batch) error {
 		if h.Joined != "" || !h.open() {
@@ -722,7 +722,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 		}
 		t, err := c.o.Ledger.Completed(ctx, r.snapshotWith(h))
 		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+			return unavailable(err)
 		}
 		h.Complete = record(b, t)
 		b.Add(store.Write{Key: c.workflowKey(kindWorkflow, h.Workflow, r.name), Delete: true})

@@ -167,7 +167,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 	step.State, step.Begun = StepRunning, now
 	b.Add(c.stepWrite(r.name, i, &step))
 	if err := b.Commit(ctx, c.o.Store); err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	r.setStep(i, &step)
 	return nil
@@ -234,7 +234,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 	case r.due.is():
 		return false, nil
 	}
-	return false, fmt.Errorf("%w: %w", ErrStore, err)
+	return false, unavailable(err)
 }
 
 // send undoes a call that ran. A doubt of another rollback goes on under that one's key: only so
@@ -357,7 +357,7 @@ func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *executio
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
 	switch {
 	case errors.Is(err, checkpoint.ErrStore):
-		return s, false, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, false, unavailable(err)
 	case err != nil:
 		s.state = InFlight // while it runs; then what is known of the earlier one has to do
 		return s, running, nil
@@ -407,10 +407,7 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 	w := c.stepWrite(r.name, i, &step)
 	r.setStep(i, &step) // before: it may land although the commit fails
 	err := c.o.Checkpoints.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err) // look again
-	}
-	return nil
+	return unavailable(err) // look again
 }
 
 // expired is the end of an expired checkpoint's step: that of the call, if another attempt of it
@@ -418,7 +415,7 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutcome, error) {
 	root, err := c.o.Checkpoints.First(ctx, id)
 	if err != nil {
-		return stepOutcome{}, fmt.Errorf("%w: %w", ErrStore, err)
+		return stepOutcome{}, unavailable(err)
 	}
 	m, _, err := c.mark(ctx, root)
 	switch {
@@ -503,7 +500,7 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 	case errors.Is(err, checkpoint.ErrReleased):
 		return c.released(ctx, s)
 	case errors.Is(err, checkpoint.ErrStore):
-		return s, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, unavailable(err)
 	case err != nil:
 		return s, err
 	}
@@ -520,7 +517,7 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 	found, err := c.o.Guard.Get(ctx, s.call.Key)
 	switch {
 	case err != nil && !errors.Is(err, execution.ErrUnknown):
-		return s, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, unavailable(err)
 	case err != nil || !found.Record.Announced(cp.ID): // the key is free, or another call's
 		if err == nil {
 			if later, is, err := c.later(ctx, s, &found, rollback); is || err != nil {
@@ -548,7 +545,7 @@ func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapsho
 	case errors.Is(err, checkpoint.ErrUnknown): // nothing names the call any more
 		return s, nil
 	case errors.Is(err, checkpoint.ErrStore):
-		return s, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, unavailable(err)
 	case err != nil:
 		return s, err
 	}
@@ -559,27 +556,20 @@ func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapsho
 
 // mark reads the mark of a checkpoint. damaged says that it cannot be read.
 func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, damaged bool, err error) {
-	m, err = c.o.Checkpoints.Mark(ctx, id)
-	switch {
-	case errors.Is(err, checkpoint.ErrTampered):
+	if m, err = c.o.Checkpoints.Mark(ctx, id); errors.Is(err, checkpoint.ErrTampered) {
 		return m, true, nil
-	case err != nil:
-		return m, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return m, false, nil
+	return m, false, unavailable(err)
 }
 
 // token finds the token of a checkpoint. tampered says that it is not the recorded one, or is
 // missing.
 func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tampered bool, err error) {
 	cp, err = c.o.Ledger.Checkpoint(ctx, id)
-	switch {
-	case errors.Is(err, checkpoint.ErrTampered), errors.Is(err, ErrUnknown):
+	if errors.Is(err, checkpoint.ErrTampered) || errors.Is(err, ErrUnknown) {
 		return cp, true, nil
-	case err != nil:
-		return cp, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return cp, false, nil
+	return cp, false, unavailable(err)
 }
 
 // record writes the outcome of a step in one commit: the journal, the mark, the execution to
@@ -606,7 +596,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome
 	b.Add(c.stepWrite(r.name, i, &step))
 	err = c.commitStep(ctx, &end, b)
 	if err = b.Done(err); err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	r.setStep(i, &step)
 	return nil
@@ -631,7 +621,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 	if end.reason == reasonTampered { // cascade 4.2.3: an error is recorded
 		t, err := c.o.Ledger.Erred(ctx, brief, step.Checkpoint, errorConstraint, "the checkpoint is not what was recorded")
 		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+			return unavailable(err)
 		}
 		token = record(b, t)
 	}
@@ -647,7 +637,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 	}
 	t, err := c.o.Ledger.Stepped(ctx, brief, step, end.way)
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	step.Token = record(b, t)
 	return nil
