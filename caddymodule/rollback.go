@@ -55,7 +55,7 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	c, err := rollback.Open(rollback.Options{
 		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
-		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
+		Sender:       sender,
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
 		Whole:          func() bool { return e.rollbackOptions().Partial == partialNever },
 		PrepareTimeout: func() time.Duration { return time.Duration(e.rollbackOptions().PrepareTimeout) },
