@@ -52,9 +52,9 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	u.keep = keep
 	sender := newUndoSender(e)
 	c, err := rollback.Open(rollback.Options{
-		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Guard: e.calls.Executions, Checkpoints: e.calls.Checkpoints, Escalations: e.escalations.store,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
-		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
+		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.calls.Executions, Checkpoints: e.calls.Checkpoints, Sender: sender, Keep: keep}),
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
 		Whole:          func() bool { return e.rollbackOptions().Partial == partialNever },
 		PrepareTimeout: func() time.Duration { return time.Duration(e.rollbackOptions().PrepareTimeout) },
@@ -361,7 +361,7 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect
 // Acted implements api.Tokens. It is kept as long as the rollback, so that the same token
 // finds it and cannot request another.
 func (t *rollbackTokens) Acted(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
-	now, err := t.e.store.Now(ctx)
+	now, err := t.e.calls.Store.Now(ctx)
 	if err != nil {
 		return store.Write{}, err
 	}
@@ -378,7 +378,7 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 	}
 	w, err := t.Acted(ctx, token, use)
 	if err == nil {
-		_, err = t.e.store.Commit(ctx, w)
+		_, err = t.e.calls.Store.Commit(ctx, w)
 	}
 	return err
 }
@@ -450,7 +450,7 @@ func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, 
 }
 
 func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {
-	now, err := t.e.store.Now(ctx)
+	now, err := t.e.calls.Store.Now(ctx)
 	if err != nil {
 		return "", err
 	}
