@@ -197,7 +197,7 @@ func (a *App) provision(ctx caddy.Context) error {
 		{"", a.readPlans},
 		{"rollback", a.provisionRollback},
 		{"hitl", a.provisionHITL},
-		{"on_cascade", func() error { _, err := a.OnCascade.settings(); return err }},
+		{"on_cascade", a.provisionCascades},
 	} {
 		err := part.provision()
 		if err != nil && part.name != "" {
@@ -256,6 +256,15 @@ func (a *App) provisionRollback() error {
 		return nil
 	}
 	return cmp.Or(a.Rollback.provision(), a.checkParticipants())
+}
+
+func (a *App) provisionCascades() error {
+	if a.OnCascade == nil {
+		a.OnCascade = new(OnCascade)
+	}
+	checked, err := a.OnCascade.Check()
+	a.OnCascade.Settings = checked
+	return err
 }
 
 func (a *App) provisionHITL() error {
