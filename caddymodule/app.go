@@ -197,7 +197,7 @@ func (a *App) provision(ctx caddy.Context) error {
 		{"", a.readPlans},
 		{"rollback", a.provisionRollback},
 		{"hitl", a.provisionHITL},
-		{"on_cascade", func() error { _, err := a.OnCascade.settings(); return err }},
+		{"on_cascade", a.provisionCascades},
 	} {
 		err := part.provision()
 		if err != nil && part.name != "" {
@@ -258,6 +258,15 @@ func (a *App) provisionRollback() error {
 	return cmp.Or(a.Rollback.provision(), a.checkParticipants())
 }
 
+func (a *App) provisionCascades() error {
+	if a.OnCascade == nil {
+		a.OnCascade = new(OnCascade)
+	}
+	checked, err := a.OnCascade.Check()
+	a.OnCascade.Settings = checked
+	return err
+}
+
 func (a *App) provisionHITL() error {
 	if a.HITL == nil {
 		return nil
@@ -287,17 +296,17 @@ func (a *App) provisionKeys() (err error) {
 			return errors.New("value: a key ring's JSON cannot stand in the configuration; " +
 				"give a placeholder that has it as its value, like {env.AGENT_GUARD_KEY}")
 		}
-		if a.spec.key, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
+		if a.spec.keys.Value, err = repl.ReplaceOrErr(a.Key, true, true); err != nil {
 			return fmt.Errorf("value: %w", err)
 		}
-		if _, err := seal.Parse([]byte(a.spec.key)); err != nil {
+		if _, err := seal.Parse([]byte(a.spec.keys.Value)); err != nil {
 			return fmt.Errorf("value: %w", err)
 		}
 		return nil
 	case a.KeyFile != "":
 		// An unset variable must not lead to a different file.
-		if a.spec.keyFile, err = repl.ReplaceOrErr(a.KeyFile, true, true); err == nil {
-			a.spec.keyFile, err = filepath.Abs(a.spec.keyFile)
+		if a.spec.keys.File, err = repl.ReplaceOrErr(a.KeyFile, true, true); err == nil {
+			a.spec.keys.File, err = filepath.Abs(a.spec.keys.File)
 		}
 		if err != nil {
 			return fmt.Errorf("file %q: %w", a.KeyFile, err)
@@ -305,12 +314,12 @@ func (a *App) provisionKeys() (err error) {
 	case !filepath.IsAbs(a.spec.path):
 		return errors.New("a store that is no directory has no place for a key file beside it; name one with `keys file <path>`, or give the ring with `keys value <placeholder>`")
 	default:
-		a.spec.keyFile = a.spec.path + ".key"
+		a.spec.keys.File = a.spec.path + ".key"
 	}
-	if err := checkKeyFile(a.spec.keyFile); err != nil {
+	if err := checkKeyFile(a.spec.keys.File); err != nil {
 		return err
 	}
-	if _, err := seal.Load(a.spec.keyFile); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if _, err := seal.Load(a.spec.keys.File); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	return nil
@@ -588,7 +597,7 @@ func (a *App) openEngine() (*engine, error) {
 			return nil, err
 		}
 		policy.Plans = guard.Plans{Files: a.plans, Observed: a.PlanMode == planObserved}
-		e.plans.Configure(time.Duration(a.Identity.Retain))
+		e.calls.Plans.Configure(time.Duration(a.Identity.Retain))
 		policy.AwaitEnds = a.WorkflowIdle > 0
 		a.policy.Store(policy)
 		if err := e.openRollbacks(a.rollbackRetain()); err != nil {
@@ -598,21 +607,21 @@ func (a *App) openEngine() (*engine, error) {
 		}
 	}
 	if a.Identity == nil {
-		if begun, err := evidence.Exists(context.Background(), e.store); err == nil && begun {
+		if begun, err := evidence.Exists(context.Background(), e.calls.Store); err == nil && begun {
 			a.logger.Warn("the store holds a ledger, and no `identity` is configured: nothing more is recorded in it, and tokens mean nothing",
 				zap.String("store", a.spec.path))
 		}
 	}
 	e.drain.Store(int64(a.Drain))
-	e.executions.BodyMemory().SetLimit(a.BodyMemory)
-	e.executions.LimitWorkflows(a.Quota.WorkflowStoredBytes)
+	e.calls.Executions.BodyMemory().SetLimit(a.BodyMemory)
+	e.calls.Executions.LimitWorkflows(a.Quota.WorkflowStoredBytes)
 	if adjuster, ok := a.spec.opener.(StoreAdjuster); ok {
-		adjuster.AdjustStore(e.store)
+		adjuster.AdjustStore(e.calls.Store)
 	}
 	a.held = e
 	e.activeConfigs.join(a)
 	if e.ledger.unsealed.Swap(false) {
-		e.reseal()
+		e.keys.Reseal()
 	}
 	e.nodes.describe()
 	e.recorder.begin()
@@ -636,7 +645,7 @@ func (a *App) checkNaming(e *engine) error {
 			a.logger.Warn("`free_keys` lets a change of what names callers or tenants free the keys of a guard; remove it after the load", zap.String("guard", h.Name))
 			continue
 		}
-		_, _, err := e.executions.CheckNaming(context.Background(), h.Name, &h.naming, false)
+		_, _, err := e.calls.Executions.CheckNaming(context.Background(), h.Name, &h.naming, false)
 		if errors.Is(err, execution.ErrStore) { // checked again before the first claim; a reload must not need the store
 			a.logger.Warn("what names the callers of a guard cannot be compared with its keys in the store yet",
 				zap.String("guard", h.Name), zap.Error(err))
@@ -683,7 +692,7 @@ func (a *App) openCalls() (*guard.Engine, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return &e.forCalls, e.giveBack, nil
+	return &e.calls, e.giveBack, nil
 }
 
 var (

@@ -123,7 +123,7 @@ func startBoundaries(e *engine) {
 	w := &boundaryWatch{
 		e: e, wake: make(chan struct{}, 1), changed: map[string]bool{}, open: map[string]*openWorkflow{},
 	}
-	if w.fleet = fleet.Of(e.store); w.fleet != nil {
+	if w.fleet = fleet.Of(e.calls.Store); w.fleet != nil {
 		w.node = w.fleet.Self().Node
 	}
 	e.boundaries = w
@@ -135,7 +135,7 @@ func (w *boundaryWatch) placed(e *ledger.Event) {
 	if e.Workflow == "" {
 		return
 	}
-	if w.idle() > 0 || w.e.plans.Has(e.Workflow) {
+	if w.idle() > 0 || w.e.calls.Plans.Has(e.Workflow) {
 		w.follow(e.Workflow)
 	}
 }
@@ -219,7 +219,7 @@ func (w *boundaryWatch) resume(ctx context.Context) bool {
 		w.e.logger.Warn("the workflows that have not ended cannot be read; those are followed in which something happens", zap.Error(err))
 	}
 	for _, wid := range open {
-		if planned := w.e.plans.Has(wid); w.open[wid] == nil && (planned || w.idle() > 0) {
+		if planned := w.e.calls.Plans.Has(wid); w.open[wid] == nil && (planned || w.idle() > 0) {
 			o := &openWorkflow{ // its entries say when something happened
 				wid: wid, unread: true, planned: planned, place: -1, next: time.Now().Add(w.turn(wid)),
 			}
@@ -246,7 +246,7 @@ func (w *boundaryWatch) take() {
 			o = &openWorkflow{wid: wid, place: -1}
 			w.open[wid] = o
 		}
-		o.last, o.unread, o.over, o.planned = time.Now(), true, false, w.e.plans.Has(wid)
+		o.last, o.unread, o.over, o.planned = time.Now(), true, false, w.e.calls.Plans.Has(wid)
 		w.schedule(o)
 	}
 	if w.dropped.Swap(false) {
@@ -331,7 +331,7 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	if err != nil || !found || end.Since == 0 { // nobody waits for its end
 		return false, err
 	}
-	now, err := w.e.store.Now(ctx)
+	now, err := w.e.calls.Store.Now(ctx)
 	if err != nil {
 		return false, err
 	}
@@ -345,7 +345,7 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 	}
 	switch {
 	case end.Recorded == workflow.ByGateway, end.Recorded == workflow.ByAgent && !end.Planned: // somebody has said so
-		_, err = w.e.store.Commit(ctx, policy.Evidence.Closed(wid, end.Since))
+		_, err = w.e.calls.Store.Commit(ctx, policy.Evidence.Closed(wid, end.Since))
 	case end.Status == workflow.StatusRunning: // what is open is recorded when it ends
 		if !end.Planned { // nor a plan that is only observed
 			o.last = time.Now()
@@ -370,7 +370,7 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 
 // endWorkflow records the end of a workflow, with an agent's own token of it, or nil.
 func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.End, stated *ect.Token, by string) (id string, err error) {
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -401,7 +401,7 @@ func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.E
 	for _, t := range tokens {
 		batch.Add(policy.Evidence.UseWrites(t, errorUse, time.Time{})...)
 	}
-	err = batch.Commit(ctx, e.store)
+	err = batch.Commit(ctx, e.calls.Store)
 	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) {
 		for _, t := range tokens {
 			if status, failed := policy.Evidence.UseStatus(ctx, t, errorUse); failed != nil || status == evidence.Other {

@@ -1,9 +1,7 @@
 package caddymodule
 
 import (
-	"cmp"
 	"context"
-	"fmt"
 	"math"
 	"net/http"
 	"runtime/debug"
@@ -12,11 +10,11 @@ import (
 	"strings"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
@@ -32,35 +30,7 @@ import (
 // A cascade is always recorded, in the ledger of each of its workflows as `cascade_detected`, logged,
 // emitted as an event, and counted; people are asked where it affects many agents or several workflows, or
 // where several breakers open on one downstream.
-type OnCascade struct {
-	// `alert`: nothing else happens. `pause`: its workflows are paused, by an escalation of level 1,
-	// until a person resumes them. `open`: the circuit breakers of the upstream where it began are opened
-	// for a cooldown. Default: alert.
-	Do string `json:"do,omitempty"`
-
-	// How many agents may be affected before people are asked, from 1. Default: 3.
-	Escalate int `json:"escalate,omitempty"`
-
-	// How far apart failures may be that belong together by their places in the workflow, from 1s to 1h.
-	// Default: 60s.
-	Window caddy.Duration `json:"window,omitempty"`
-}
-
-// settings checks the options. It works without any.
-func (o *OnCascade) settings() (s cascades.Settings, err error) {
-	if o == nil {
-		o = new(OnCascade)
-	}
-	s.Do, s.Escalate = cmp.Or(o.Do, cascades.Alert), cmp.Or(o.Escalate, 3)
-	if err := oneOf(s.Do, cascades.Alert, cascades.Pause, cascades.TripRoot); err != nil {
-		return s, err
-	}
-	if s.Escalate < 1 {
-		return s, fmt.Errorf("escalate is %d; it must be a number from 1", s.Escalate)
-	}
-	s.Detector, err = cascade.Settings{Window: time.Duration(o.Window)}.Check()
-	return s, err
-}
+type OnCascade struct{ cascades.Settings }
 
 // parseOnCascade reads
 //
@@ -80,11 +50,11 @@ func parseOnCascade(d *caddyfile.Dispenser, a *App) error {
 func cascadeOptions() option.Set[*OnCascade] {
 	all := option.Set[*OnCascade]{
 		"escalate": count(func(o *OnCascade) *int { return &o.Escalate }),
-		"window":   duration(func(o *OnCascade) *caddy.Duration { return &o.Window }),
+		"window":   duration(func(o *OnCascade) *jsontime.Duration { return &o.Window }),
 	}
 	for name, opt := range all { // each is checked at its own line
 		opt.Check = func(o *OnCascade) error {
-			_, err := o.settings()
+			_, err := o.Check()
 			return err
 		}
 		all[name] = opt
@@ -94,12 +64,12 @@ func cascadeOptions() option.Set[*OnCascade] {
 
 // startCascades makes the watch for failures that spread. It begins with the first configuration.
 func (e *engine) startCascades(ctx context.Context) error {
-	settings, err := (*OnCascade)(nil).settings()
+	settings, err := cascades.Settings{}.Check()
 	if err != nil {
 		return err
 	}
 	e.cascades, err = cascades.Open(ctx, cascades.Options{
-		Store: e.store, Sealer: e.ring, Escalations: e.escalations.store, Settings: settings, KeepTokens: guard.KeepCircuitTokens,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Escalations: e.escalations.store, Settings: settings, KeepTokens: guard.KeepCircuitTokens,
 		Log: slogOf(e.logger), Emit: func(data map[string]any) { e.emit(eventCascade, data) },
 		Recorder: e.evidenceRecorder,
 		Circuits: cascades.Circuits{
@@ -110,8 +80,8 @@ func (e *engine) startCascades(ctx context.Context) error {
 			if a == nil {
 				return cascades.Look{}, false
 			}
-			if s, err := a.OnCascade.settings(); err == nil { // else those before, as it was checked
-				settings = s
+			if a.OnCascade != nil { // else it has not been provisioned
+				settings = a.OnCascade.Settings
 			}
 			return cascades.Look{Settings: settings, Topology: topologyOf(a), Answered: e.circuits.Answered(), Readings: e.readings(a)}, true
 		},

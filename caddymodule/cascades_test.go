@@ -91,8 +91,8 @@ func TestCascadesOfAnEngine(t *testing.T) {
 	t.Run("before", func(t *testing.T) {
 		e := started(t, dir, "").held
 		key := append([]byte{evidence.SpaceCascade, 'c'}, make([]byte, 16)...)
-		value := e.ring.Seal(nil, store.Encode(nil, map[string]any{"cascade": map[string]any{"cascade_id": "c1", "state": "closed"}}), key)
-		if _, err := e.store.Commit(t.Context(), store.Write{Key: key, Value: value, Expires: time.Now().Add(time.Hour)}); err != nil {
+		value := e.keys.Ring.Seal(nil, store.Encode(nil, map[string]any{"cascade": map[string]any{"cascade_id": "c1", "state": "closed"}}), key)
+		if _, err := e.calls.Store.Commit(t.Context(), store.Write{Key: key, Value: value, Expires: time.Now().Add(time.Hour)}); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -103,13 +103,13 @@ func TestCascadesOfAnEngine(t *testing.T) {
 	id := rotateKeys(t, e)
 	resealed(t, e, id)
 	n := 0
-	for entry, err := range e.store.Scan(t.Context(), store.Prefix([]byte{evidence.SpaceCascade})) {
+	for entry, err := range e.calls.Store.Scan(t.Context(), store.Prefix([]byte{evidence.SpaceCascade})) {
 		if err != nil {
 			t.Fatal(err)
 		}
 		n++
-		if e.ring.KeyOf(entry.Value) != id {
-			t.Errorf("%q is under the key %d", entry.Key[:2], e.ring.KeyOf(entry.Value))
+		if e.keys.Ring.KeyOf(entry.Value) != id {
+			t.Errorf("%q is under the key %d", entry.Key[:2], e.keys.Ring.KeyOf(entry.Value))
 		}
 	}
 	if n == 0 {

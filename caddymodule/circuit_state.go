@@ -170,9 +170,9 @@ func (e *engine) recordCircuit(ctx context.Context, ev breaker.Event) {
 		return
 	}
 	if ev.To == breaker.Open {
-		e.forCalls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)
+		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)
 	}
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return // the store is closed
 	}
@@ -312,7 +312,7 @@ func (r rejectionRecorder) Unrecorded(key breaker.Key, err error) {
 // recordRejected records a rejection. Its parents are those of ids that are recorded: the
 // tokens of a call that was not claimed are not.
 func recordRejected(ctx context.Context, e *engine, policy *guard.TokenPolicy, open *breaker.OpenError, workflow string, ids []string) {
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return // the store is closed
 	}

@@ -63,13 +63,13 @@ func keptCircuits(t *testing.T, st store.Store) (all []store.Entry) {
 func TestCircuitStateIsRecorded(t *testing.T) {
 	e := started(t, t.TempDir(), "").held
 	tripped(t, "a:1")
-	kept := keptCircuits(t, e.store)
+	kept := keptCircuits(t, e.calls.Store)
 	if len(kept) != 1 || !kept[0].Expires.IsZero() || bytes.Contains(append(kept[0].Key, kept[0].Value...), []byte("a:1")) {
 		t.Fatalf("an open breaker is recorded as %v", kept)
 	}
 	id := rotateKeys(t, e)
 	resealed(t, e, id)
-	if kept = keptCircuits(t, e.store); len(kept) != 1 || e.ring.KeyOf(kept[0].Value) != id {
+	if kept = keptCircuits(t, e.calls.Store); len(kept) != 1 || e.keys.Ring.KeyOf(kept[0].Value) != id {
 		t.Errorf("after a rotation: %v", kept)
 	}
 	for _, mode := range []breaker.Mode{breaker.ForcedClosed, breaker.Auto} {
@@ -77,15 +77,15 @@ func TestCircuitStateIsRecorded(t *testing.T) {
 			t.Fatal(known, err)
 		}
 		// What an operator has set does not expire.
-		if kept = keptCircuits(t, e.store); len(kept) != 1 || kept[0].Expires.IsZero() != (mode != breaker.Auto) {
+		if kept = keptCircuits(t, e.calls.Store); len(kept) != 1 || kept[0].Expires.IsZero() != (mode != breaker.Auto) {
 			t.Errorf("%v is recorded as %v", mode, kept)
 		}
 	}
-	if kept = keptCircuits(t, e.store); len(kept) != 1 || kept[0].Expires.IsZero() {
+	if kept = keptCircuits(t, e.calls.Store); len(kept) != 1 || kept[0].Expires.IsZero() {
 		t.Errorf("a closed breaker is recorded as %v", kept)
 	}
 	leadingTo(t, "b:1").Breaker("b:1")
-	if kept = keptCircuits(t, e.store); len(kept) != 1 {
+	if kept = keptCircuits(t, e.calls.Store); len(kept) != 1 {
 		t.Errorf("a breaker that has never opened is recorded: %v", kept)
 	}
 }
@@ -172,14 +172,14 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	if known, err := (storeView{e}).SetCircuitMode(t.Context(), forced, breaker.ForcedClosed); !known || err != nil {
 		t.Fatal(known, err)
 	}
-	if kept := keptCircuits(t, e.store); len(kept) != 3 {
+	if kept := keptCircuits(t, e.calls.Store); len(kept) != 3 {
 		t.Fatalf("%d states are recorded, not 3", len(kept))
 	}
 	now := leadingTo(t, "a:1")
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
 	}
-	kept := keptCircuits(t, e.store)
+	kept := keptCircuits(t, e.calls.Store)
 	if len(kept) != 1 {
 		t.Fatalf("%d states are left, not 1", len(kept))
 	}
@@ -196,7 +196,7 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	if err := now.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if kept = keptCircuits(t, e.store); len(kept) != 1 {
+	if kept = keptCircuits(t, e.calls.Store); len(kept) != 1 {
 		t.Errorf("%d states are left after the end, not 1", len(kept))
 	}
 }
@@ -226,7 +226,7 @@ func TestCircuitStateOutlivesALateRecording(t *testing.T) {
 	close(free)
 	e.recorder.later(func(context.Context) { close(recorded) })
 	<-recorded
-	if kept := keptCircuits(t, e.store); len(kept) != 1 {
+	if kept := keptCircuits(t, e.calls.Store); len(kept) != 1 {
 		t.Errorf("%d states are left after the end, not 1", len(kept))
 	}
 }
@@ -251,16 +251,16 @@ func TestCircuitStateIsRead(t *testing.T) {
 		permit.Done(breaker.Outcome{Class: breaker.Failure})
 	}
 	until := here.Breaker("a:1").Status().NextProbe
-	newer := app.held.ring.Index("circuit", "newer:1", "")
+	newer := app.held.keys.Ring.Index("circuit", "newer:1", "")
 	unread := map[string]*breaker.Snapshot{
 		"damaged": nil, "no state": {}, string(newer[:16]): {Version: 2, Upstream: "newer:1", Mode: breaker.ForcedOpen},
 	}
 	for name, state := range unread {
 		w := store.Write{Key: append([]byte{circuits.Space}, name...), Value: []byte(name)}
 		if state != nil {
-			w.Value = app.held.ring.Seal(nil, store.Encode(nil, state), w.Key)
+			w.Value = app.held.keys.Ring.Seal(nil, store.Encode(nil, state), w.Key)
 		}
-		if _, err := app.held.store.Commit(t.Context(), w); err != nil {
+		if _, err := app.held.calls.Store.Commit(t.Context(), w); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -276,11 +276,11 @@ func TestCircuitStateIsRead(t *testing.T) {
 	if s := after.Breaker("a:1").Status(); s.State != breaker.Open || s.NextProbe.Sub(until).Abs() > 2*time.Second {
 		t.Errorf("restored as %+v, want open until %v", s, until)
 	}
-	kept := keptCircuits(t, e.store)
+	kept := keptCircuits(t, e.calls.Store)
 	for _, entry := range kept {
 		name := string(entry.Key[1:])
 		_, bad := unread[name]
-		plain, err := e.ring.Open(nil, entry.Value, entry.Key)
+		plain, err := e.keys.Ring.Open(nil, entry.Value, entry.Key)
 		var s breaker.Snapshot
 		if err == nil {
 			err = store.Decode(plain, &s)

@@ -29,6 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -87,7 +88,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		return nil, err
 	}
 	g := &api.Gateway{
-		Close: closeGateway, Executions: e.executions, Waits: e.waits,
+		Close: closeGateway, Executions: e.calls.Executions, Waits: e.calls.Waits,
 		Reader: func(r *http.Request) (evidence.Reader, error) {
 			who, _, err := h.asker(e, policy, r)
 			return who, err
@@ -115,7 +116,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 			Coordinator: c, Tokens: &rollbackTokens{e: e, policy: policy, keep: e.rollbacks.keep},
 			Ask: func(r *http.Request) (*api.Asker, error) { return h.rollbackAsker(e, policy, r) }, Read: g.Reader,
 			Limit: &e.rollbacks.limit, Rate: o.Rate, Lineage: rollback.Lineage(o.Lineage), Coordinators: o.Coordinators, Whole: o.Partial == partialNever,
-			Reservation: time.Duration(o.Reservation), PrepareTimeout: time.Duration(o.PrepareTimeout), Wait: time.Duration(o.Wait), Waits: e.waits, Logger: h.app.ctx.Slogger(),
+			Reservation: time.Duration(o.Reservation), PrepareTimeout: time.Duration(o.PrepareTimeout), Wait: time.Duration(o.Wait), Waits: e.calls.Waits, Logger: h.app.ctx.Slogger(),
 		})
 	}
 	return g, nil
@@ -566,11 +567,11 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 			return who, "", err
 		}
 	}
-	if caller, err = h.handler.CallerOf(e.executions, r, tokens.Issuer()); err != nil {
+	if caller, err = h.handler.CallerOf(e.calls.Executions, r, tokens.Issuer()); err != nil {
 		return who, "", err
 	}
 	return evidence.Reader{
-		Issuer: tokens.Issuer(), Caller: e.executions.Caller(caller),
+		Issuer: tokens.Issuer(), Caller: e.calls.Executions.Caller(caller),
 		Anonymous: guard.Unnamed(caller), Credential: !guard.Unnamed(caller) && !guard.VerifiedHere(caller),
 	}, caller, nil
 }
@@ -610,7 +611,7 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 	}
 	switch len(tokens.Own) {
 	case 0:
-		caller, err := h.handler.CallerOf(e.executions, r, tokens.Issuer())
+		caller, err := h.handler.CallerOf(e.calls.Executions, r, tokens.Issuer())
 		if err != nil {
 			return nil, err
 		}
@@ -694,9 +695,9 @@ type storeView struct{ e *engine }
 
 func (b storeView) Path() string { return b.e.path }
 
-func (b storeView) Executions() *execution.Guard { return b.e.executions }
+func (b storeView) Executions() *execution.Guard { return b.e.calls.Executions }
 
-func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.store.Now(ctx) }
+func (b storeView) Now(ctx context.Context) (time.Time, error) { return b.e.calls.Store.Now(ctx) }
 
 // Release implements admin.Store. Closing a store that has no other users logs its own
 // errors.
@@ -736,8 +737,8 @@ func (b storeView) Quota() *admin.Quota {
 	}
 }
 
-func (b storeView) Keys(ctx context.Context) (*admin.KeyStatus, error) {
-	return b.e.keyStatus(ctx)
+func (b storeView) Keys(ctx context.Context) (*gateway.KeyStatus, error) {
+	return b.e.keys.Status(ctx)
 }
 
 func (b storeView) Ledger() *admin.Ledger {
@@ -758,16 +759,19 @@ func (b storeView) Rollbacks() admin.Rollbacks {
 	return nil
 }
 
-func (b storeView) Checkpoints() *checkpoint.Store { return b.e.checkpoints }
+func (b storeView) Checkpoints() *checkpoint.Store { return b.e.calls.Checkpoints }
 
 func (b storeView) Trial(checkpoint string) (admin.Trial, bool) {
 	return b.e.rollbacks.trials.of(checkpoint)
 }
 
 func (b storeView) RotateKeys(ctx context.Context) (made uint32, ring string, err error) {
-	made, err = b.e.rotateKeys(ctx)
-	if errors.Is(err, errKeyGiven) {
-		next, err := b.e.ring.Rotated()
+	made, err = b.e.keys.Rotate(ctx)
+	if made != 0 {
+		b.e.emit(eventKeysRotated, nil)
+	}
+	if errors.Is(err, gateway.ErrKeyGiven) {
+		next, err := b.e.keys.Ring.Rotated()
 		if err != nil {
 			return 0, "", err
 		}
@@ -792,7 +796,7 @@ func (b storeView) RotateIdentity(stolen bool) error {
 
 func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
 
-func (b storeView) Plans() *plan.Store { return b.e.plans }
+func (b storeView) Plans() *plan.Store { return b.e.calls.Plans }
 
 func (b storeView) PutPlan(ctx context.Context, text []byte, p plan.Putting) (api.PlanDocument, error) {
 	a := b.e.activeConfigs.latest()
@@ -800,7 +804,7 @@ func (b storeView) PutPlan(ctx context.Context, text []byte, p plan.Putting) (ap
 		return api.PlanDocument{}, caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("the running configuration has no identity: nothing of workflows is recorded, and no plan holds")}
 	}
 	graph := a.policy.Load().graph(b.e)
-	graph.Assigned, graph.CanUndo = b.e.plans, a.canUndo
+	graph.Assigned, graph.CanUndo = b.e.calls.Plans, a.canUndo
 	doc, _, err := graph.PutPlan(ctx, text, p)
 	return doc, err
 }

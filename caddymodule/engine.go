@@ -7,7 +7,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -17,7 +16,6 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/exp/zapslog"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -26,23 +24,19 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 // engine is an open store with the guard over it. All configurations and requests that name the
 // store share it; it is closed when the last of them is gone.
 type engine struct {
-	path        string
-	store       store.Store
-	executions  *execution.Guard
-	checkpoints *checkpoint.Store
-	ring        *seal.Ring
-
-	keying     sync.Mutex // held while the ring changes
-	resealing  resealing
+	path       string
+	calls      guard.Engine // what calls use: the store, and what stands in it
+	keys       gateway.Keys
 	ledger     ledgerHandle
 	nodes      nodes
 	rollbacks  rollbackService
@@ -52,12 +46,10 @@ type engine struct {
 	boundaries *boundaryWatch
 	followers  api.Followers
 	recorder   circuitRecorder // records changes of breakers
-	forCalls   guard.Engine    // the engine in the form that package guard needs
 	giveBack   func()          // release, for calls
 	places     places          // upstreams of undos
 
 	escalations escalating
-	plans       *plan.Store // of workflows
 
 	opener        StoreOpener  // opened the store
 	counts        *storeCounts // held until the engine is closed
@@ -69,22 +61,20 @@ type engine struct {
 	drain    atomic.Int64 // nanoseconds, from the latest configuration
 	draining atomic.Bool  // no new executions
 	exiting  sync.Once
-	uncut    context.Context // parent of all executions; cancelled by cut
 	cut      context.CancelFunc
-	lost     atomic.Bool     // another gateway has removed this one from the store
-	waits    context.Context // ends the waiting of callers for outcomes; cancelled after the drain of an exit
-	endWaits context.CancelFunc
+	lost     atomic.Bool        // another gateway has removed this one from the store
+	endWaits context.CancelFunc // after the drain of an exit
 }
 
 // engineSpec says how to open an engine.
 type engineSpec struct {
-	opener       StoreOpener
-	path         string
-	pooled       any // path, as the pool takes it: a conversion allocates, with each call
-	key, keyFile string
-	drain        time.Duration // how long an exit waits for executions
-	ledger       bool          // the configuration has an identity, and opens one
-	logger       *zap.Logger
+	opener StoreOpener
+	path   string
+	pooled any // path, as the pool takes it: a conversion allocates, with each call
+	keys   gateway.KeySource
+	drain  time.Duration // how long an exit waits for executions
+	ledger bool          // the configuration has an identity, and opens one
+	logger *zap.Logger
 }
 
 // enginePool is the process's pool of open engines, by path.
@@ -126,7 +116,7 @@ func (e *engine) settleFenced() {
 		policy := e.latestPolicy()
 		for ; len(left) > 0; left = left[1:] {
 			f := &left[0]
-			err := e.executions.SettleFenced(ctx, f, func(r *execution.Record, how *execution.Resolution) *store.Batch {
+			err := e.calls.Executions.SettleFenced(ctx, f, func(r *execution.Record, how *execution.Resolution) *store.Batch {
 				if r.Method == rollback.Method { // an undo: its rollback reports the outcome
 					return nil
 				}
@@ -157,7 +147,7 @@ func (p *enginePool) acquire(spec engineSpec, accepted bool) (*engine, error) {
 		return e, err
 	}
 	// Without p.mu: it may wait for a rotation, which waits for the store.
-	if err := e.adoptKeys(context.Background(), spec); err != nil {
+	if err := e.keys.Adopt(context.Background(), spec.keys); err != nil {
 		_ = e.release() // closing the store logs its own errors
 		return nil, fmt.Errorf("%w: %w", errKeys, err)
 	}
@@ -250,7 +240,7 @@ func (e *engine) release() error {
 
 // Destruct closes the store. The pool calls it after the last release.
 func (e *engine) Destruct() error {
-	e.executions.DropPending() // they carry what the ledger and the rollbacks have of them
+	e.calls.Executions.DropPending() // they carry what the ledger and the rollbacks have of them
 	stopping, cancel := context.WithTimeout(context.Background(), rollbackGrace)
 	e.stopRollbacks(stopping) // first: rollbacks use everything below
 	cancel()
@@ -261,7 +251,7 @@ func (e *engine) Destruct() error {
 	e.circuits.Leave()
 	e.breakers.Close()
 	e.recorder.end()
-	e.resealing.end()
+	e.keys.Stop()
 	e.endWaits()
 	close(e.watch.stop)
 	for _, end := range e.watch.ends {
@@ -269,11 +259,11 @@ func (e *engine) Destruct() error {
 	}
 	e.ledger.close()
 	defer releaseCounts(e.path)
-	defer func() { engines.fence(e.path, e.executions.Fenced()) }()
-	if err := e.executions.Close(context.Background()); err != nil {
+	defer func() { engines.fence(e.path, e.calls.Executions.Fenced()) }()
+	if err := e.calls.Executions.Close(context.Background()); err != nil {
 		e.logger.Warn("which clients were not answered could not be noted; equal calls without an id count as retries", zap.Error(err))
 	}
-	return e.store.Close()
+	return e.calls.Store.Close()
 }
 
 func openEngine(spec engineSpec) (_ *engine, err error) {
@@ -296,7 +286,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		}
 	}()
 	ctx := context.Background()
-	ring, err := loadRing(ctx, st, spec)
+	ring, err := spec.keys.Load(ctx, st, spec.path, slogOf(spec.logger))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errKeys, err)
 	}
@@ -310,8 +300,11 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	spec.logger.Info("store open", zap.String("path", spec.path))
 	e := &engine{
-		path: spec.path, store: st, executions: g, checkpoints: checkpoint.New(st, ring), ring: ring,
-		opener: spec.opener, counts: counts, logger: spec.logger,
+		path: spec.path, opener: spec.opener, counts: counts, logger: spec.logger,
+		calls: guard.Engine{
+			Store: st, Executions: g, Checkpoints: checkpoint.New(st, ring), Plans: plan.NewStore(st, ring), Logger: slogOf(spec.logger),
+		},
+		keys: gateway.Keys{Ring: ring, Name: spec.path},
 	}
 	e.ledger.coming.Store(spec.ledger)
 	e.drain.Store(int64(spec.drain))
@@ -326,26 +319,22 @@ func (e *engine) start(ctx context.Context, recovered execution.Recovery) error 
 	e.ledger.engine, e.nodes.engine = e, e
 	e.counts.add(recoveredCount, execution.InDoubt.String(), recovered.InDoubt)
 	e.startWatch(recovered)
-	e.uncut, e.cut = context.WithCancel(context.Background())
-	e.waits, e.endWaits = context.WithCancel(context.Background())
-	e.executions.OnRecovery(e.reportRecovery)
+	e.calls.Uncut, e.cut = context.WithCancel(context.Background())
+	e.calls.Waits, e.endWaits = context.WithCancel(context.Background())
+	e.calls.Executions.OnRecovery(e.reportRecovery)
 	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
 		return err
 	}
-	e.plans = plan.NewStore(e.store, e.ring)
-	unreadable, err := e.plans.Load(ctx)
+	unreadable, err := e.calls.Plans.Load(ctx)
 	if err != nil {
 		return err
 	}
 	if unreadable > 0 {
 		e.logger.Error("plans of workflows cannot be read; calls of those workflows are refused", zap.Int("unreadable", unreadable))
 	}
-	e.forCalls = guard.Engine{
-		Store: e.store, Executions: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store, Plans: e.plans,
-		Coordinator: e.rollbacks.coordinator, Circuits: rejectionRecorder{e}, Uncut: e.uncut, Waits: e.waits,
-		Stopping: e.draining.Load, Emit: e.emitCall, Logger: slogOf(e.logger),
-	}
-	e.forCalls.Writes.Follow(e.store, e.ring, e.executions)
+	e.calls.Escalations, e.calls.Coordinator, e.calls.Circuits = e.escalations.store, e.rollbacks.coordinator, rejectionRecorder{e}
+	e.calls.Stopping, e.calls.Emit = e.draining.Load, e.emitCall
+	e.calls.Writes.Follow(e.calls.Store, e.keys.Ring, e.calls.Executions)
 	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
 	e.circuits = proxy.Join()
 	if err := e.startCascades(ctx); err != nil { // before breakers report to it
@@ -355,16 +344,15 @@ func (e *engine) start(ctx context.Context, recovered execution.Recovery) error 
 	startBoundaries(e)
 	e.startCircuitRecorder()
 	e.breakers = circuits.New(circuits.Options{
-		Store: e.store, Sealer: e.ring, Log: slogOf(e.logger), Elsewhere: e.cascades.CircuitAt,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Log: slogOf(e.logger), Elsewhere: e.cascades.CircuitAt,
 		Breakers: circuits.Breakers{Snapshot: e.circuits.Snapshot, Restore: e.circuits.Restore, Status: e.circuits.Status, Follow: e.circuits.Follow},
 	})
 	e.circuits.Listen(circuitHook{e}) // before they are restored, so that no change is missed
 	e.breakers.Restore(ctx)
 	e.breakers.Follow()
-	e.startResealing(ctx)
 	e.nodes.start()
-	e.executions.Keys().OnSeal(e.keyChanged)
-	if st, ok := e.store.(interface{ Lost() <-chan struct{} }); ok {
+	e.startKeys(ctx)
+	if st, ok := e.calls.Store.(interface{ Lost() <-chan struct{} }); ok {
 		go e.awaitLoss(st.Lost())
 	}
 	return nil
@@ -433,7 +421,7 @@ func (e *engine) exit() {
 		rollbacks.Go(func() { e.stopRollbacks(stopping) })
 		left := e.await(drain)
 		rollbacks.Wait()
-		e.forCalls.AwaitReaders(stopping)
+		e.calls.AwaitReaders(stopping)
 		if left == 0 {
 			return
 		}
@@ -448,7 +436,7 @@ func (e *engine) exit() {
 func (e *engine) await(bound time.Duration) int {
 	ctx, cancel := context.WithTimeout(context.Background(), bound)
 	defer cancel()
-	return e.executions.Drain(ctx)
+	return e.calls.Executions.Drain(ctx)
 }
 
 var _ caddyevents.Handler = exitWatch{}
@@ -478,7 +466,7 @@ type watch struct {
 // snapshot returns the state of the engine. Its doubts may be some seconds old, since
 // counting them reads the store.
 func (e *engine) snapshot() *storeSnapshot {
-	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.executions.BodyMemory().Used()}
+	now := &storeSnapshot{Opened: e.watch.opened, Healthy: e.healthy(), Doubts: e.doubts(), BodyMemory: e.calls.Executions.BodyMemory().Used()}
 	e.watch.mu.Lock()
 	now.Escalations, now.Waiting, now.Unconfirmed = e.watch.escalations, e.watch.waiting, e.watch.unconfirmed
 	e.watch.mu.Unlock()
@@ -490,7 +478,7 @@ func (e *engine) snapshot() *storeSnapshot {
 // report describes the store; nil if its opener does not.
 func (e *engine) report() *StoreReport {
 	if reporter, ok := e.opener.(StoreReporter); ok {
-		return reporter.ReportStore(e.store)
+		return reporter.ReportStore(e.calls.Store)
 	}
 	return nil
 }
@@ -498,7 +486,7 @@ func (e *engine) report() *StoreReport {
 func (e *engine) healthy() bool {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
-	_, err := e.store.Now(ctx)
+	_, err := e.calls.Store.Now(ctx)
 	return err == nil
 }
 
@@ -547,11 +535,11 @@ func (e *engine) doubts() *doubtReport {
 func (e *engine) countDoubts() *doubtReport {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
-	n, oldest, err := e.executions.Doubts(ctx)
+	n, oldest, err := e.calls.Executions.Doubts(ctx)
 	if err != nil {
 		return nil
 	}
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return nil
 	}
@@ -610,43 +598,42 @@ func (e *engine) reportChanges(was storeState) storeState {
 	return is
 }
 
-// resealRetry is the time until the next pass after a failed one, for example because of a
-// full disk.
-const resealRetry = time.Minute
-
-// resealing is the background job that encrypts values anew with the newest key.
-type resealing struct {
-	job
-	wake chan struct{} // requests a pass
-	last atomic.Pointer[admin.Resealing]
-}
-
-// startResealing starts the job. At the start, and when another gateway has left the store, it makes a pass if records
-// have an older key: one may have ended in the middle of its pass.
-func (e *engine) startResealing(ctx context.Context) {
-	e.resealing.wake = make(chan struct{}, 1)
-	older := func(ctx context.Context) bool { // also where that is not known
-		uses, err := e.executions.Keys().InUse(ctx)
-		return err != nil || slices.ContainsFunc(uses, func(use execution.KeyUse) bool {
-			return use.ID < e.sealingKey() && use.Until.IsZero()
-		})
-	}
-	if older(ctx) { // before the first rotation, which requests a pass of its own
-		e.reseal()
-	}
-	first := true
-	pass := func(ctx context.Context, left bool) (time.Duration, error) {
-		begins := first
-		if first = false; left && (begins || !older(ctx)) {
-			return 0, nil
+// startKeys starts to seal anew with the newest key.
+func (e *engine) startKeys(ctx context.Context) {
+	e.keys.Engine, e.keys.Changed = &e.calls, e.nodes.describe
+	e.keys.Source = func() gateway.KeySource {
+		if a := e.activeConfigs.latest(); a != nil {
+			return a.spec.keys
 		}
-		if !e.resealOnce(ctx) {
-			return resealRetry, nil
-		}
-		return 0, nil
+		return gateway.KeySource{}
 	}
-	e.resealing.job = startJob(fleet.Job{Fleet: fleet.Of(e.store), Wake: e.resealing.wake, Do: pass}.Run)
-	e.resealing.begin()
+	e.keys.Parts = []gateway.Sealed{
+		{Name: "the ledger", Reseal: e.ledger.reseal},
+		// Even without an identity: an earlier configuration may have made checkpoints.
+		{Name: "the checkpoints", Reseal: func(ctx context.Context) error {
+			_, err := e.calls.Checkpoints.Reseal(ctx)
+			return err
+		}, Await: e.calls.Checkpoints.AwaitWriters},
+		{Name: "the rollbacks", Reseal: func(ctx context.Context) (err error) {
+			if c := e.rollbacks.coordinator(); c != nil {
+				_, err = c.Reseal(ctx)
+			}
+			return err
+		}, Await: func(ctx context.Context) error {
+			if c := e.rollbacks.coordinator(); c != nil {
+				return c.AwaitWriters(ctx)
+			}
+			return nil
+		}},
+		{Name: "the plans of workflows", Reseal: e.calls.Plans.Reseal, Damaged: plan.ErrUnreadable},
+		{Name: "the states of the circuit breakers", Reseal: e.breakers.Reseal, Spare: true},
+		{Name: "the cascades", Reseal: e.cascades.Reseal, Spare: true},
+		{Name: "the escalations", Reseal: func(ctx context.Context) error {
+			_, err := e.escalations.store.Reseal(ctx)
+			return err
+		}, Damaged: hitl.ErrUnreadable},
+	}
+	e.keys.Start(ctx)
 }
 
 // job is work on a goroutine of its own. It waits for the first configuration, whose options it goes by.
@@ -675,116 +662,6 @@ func startJob(work func(ctx context.Context)) job {
 	}
 }
 
-// sealingKey is the id of the key that seals.
-func (e *engine) sealingKey() uint32 {
-	ids := e.ring.KeyIDs()
-	return ids[len(ids)-1]
-}
-
-// keyChanged waits for what is sealed with older keys, once the gateways on a store have agreed that another
-// one seals.
-func (e *engine) keyChanged(ctx context.Context, id uint32) error {
-	e.logger.Info("all gateways on the store have the sealing key, and seal with it", zap.Uint32("key", id))
-	if err := e.checkpoints.AwaitWriters(ctx); err != nil {
-		return err
-	}
-	if c := e.rollbacks.coordinator(); c != nil {
-		if err := c.AwaitWriters(ctx); err != nil {
-			return err
-		}
-	}
-	e.nodes.describe()
-	e.reseal()
-	return nil
-}
-
-// reseal requests a pass; it follows the running one.
-func (e *engine) reseal() {
-	select {
-	case e.resealing.wake <- struct{}{}:
-	default:
-	}
-}
-
-// resealOnce makes one pass. It returns false if a retry may succeed. Of several gateways on a store one makes it,
-// once all of them seal with the key.
-func (e *engine) resealOnce(ctx context.Context) bool {
-	key := e.sealingKey()
-	stopped := func(what string, err error) bool {
-		if ctx.Err() != nil {
-			return true
-		}
-		e.logger.Warn(what, zap.Error(err))
-		e.resealing.last.Store(&admin.Resealing{
-			ResealProgress: execution.ResealProgress{Key: key, Left: []execution.KeyLeft{}, Started: time.Now()}, Error: err.Error(),
-		})
-		return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
-	}
-	if err := e.executions.Keys().Await(ctx, key); err != nil {
-		return stopped("what seals at the other gateways on the store is not known, and nothing is sealed anew", err)
-	}
-	mine, err := e.executions.Keys().Reseals(ctx)
-	if err != nil {
-		return stopped("re-sealing cannot begin", err)
-	}
-	if !mine {
-		return true
-	}
-	e.logger.Info("re-sealing started", zap.Uint32("key", key))
-	err = e.ledger.reseal(ctx)
-	if errors.Is(err, errSealedLedger) && e.activeConfigs.latest() == nil {
-		e.ledger.unsealed.Store(true) // the configuration that opens the ledger requests it again
-		return true
-	}
-	if err == nil { // even without an identity: an earlier configuration may have made checkpoints
-		_, err = e.checkpoints.Reseal(ctx)
-	}
-	if c := e.rollbacks.coordinator(); err == nil && c != nil {
-		_, err = c.Reseal(ctx)
-	}
-	if err == nil {
-		if err = e.plans.Reseal(ctx); errors.Is(err, plan.ErrUnreadable) { // they are lost already
-			e.logger.Error("some plans of workflows are damaged, and are left as they are", zap.Error(err))
-			err = nil
-		}
-	}
-	if err != nil {
-		return stopped("re-sealing the ledger, the checkpoints, the rollbacks and the plans of workflows failed", err)
-	}
-	if err := e.breakers.Reseal(ctx); err != nil && ctx.Err() == nil {
-		e.logger.Warn("the states of the circuit breakers stay under an older key", zap.Error(err))
-	}
-	if err := e.cascades.Reseal(ctx); err != nil && ctx.Err() == nil {
-		e.logger.Warn("what is stored of cascades stays under an older key", zap.Error(err))
-	}
-	if err := e.resealEscalations(ctx); err != nil {
-		return stopped("the escalations stay under an older key", err)
-	}
-	p, err := e.executions.Reseal(ctx, key, func(p execution.ResealProgress) {
-		e.resealing.last.Store(&admin.Resealing{ResealProgress: p})
-	})
-	status := &admin.Resealing{ResealProgress: p}
-	fields := []zap.Field{
-		zap.Uint32("key", p.Key), zap.Int("seen", p.Seen), zap.Int("resealed", p.Resealed), zap.Int("damaged", p.Damaged),
-	}
-	if len(status.Left) > 0 {
-		fields = append(fields, zap.Any("left", status.Left))
-	}
-	if err == nil {
-		status.Done = true
-		e.resealing.last.Store(status)
-		e.logger.Info("re-sealing finished", append(fields, zap.Duration("took", p.Finished.Sub(p.Started)))...)
-		return true
-	}
-	status.Error = err.Error()
-	e.resealing.last.Store(status)
-	if ctx.Err() != nil {
-		return true
-	}
-	e.logger.Warn("re-sealing failed", append(fields, zap.Error(err))...)
-	return errors.Is(err, store.ErrClosed) || errors.Is(err, store.ErrUnhealthy)
-}
-
 // emit emits an event of the engine or an execution to the latest configuration.
 func (e *engine) emit(name string, data map[string]any) {
 	if a := e.activeConfigs.latest(); a != nil {
@@ -802,7 +679,7 @@ func (e *engine) flushEvents() {
 // executionStatus returns the state of an execution and the status of its answer; empty
 // without a record.
 func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state string, status int, err error) {
-	found, err := e.executions.Get(ctx, key)
+	found, err := e.calls.Executions.Get(ctx, key)
 	if errors.Is(err, execution.ErrUnknown) {
 		return "", 0, nil
 	}
@@ -812,10 +689,6 @@ func (e *engine) executionStatus(ctx context.Context, key execution.Key) (state 
 	return found.State().String(), found.Record.Status, nil
 }
 
-// errKeyGiven: the key is a value in the configuration, so a new one cannot be written.
-var errKeyGiven = errors.New("the key is given as a value, which the gateway cannot change: " +
-	"put the ring with another sealing key there, and load the configuration again")
-
 // slogOf returns a slog.Logger with the logger's name and, like Caddy's own, without stack
 // traces.
 func slogOf(logger *zap.Logger) *slog.Logger {
@@ -824,19 +697,6 @@ func slogOf(logger *zap.Logger) *slog.Logger {
 
 // errKeys: the store needs other keys than the configuration has.
 var errKeys = guard.ErrKeys
-
-// readRing reads the key ring of spec.
-func readRing(spec engineSpec) (*seal.Ring, error) {
-	if spec.key != "" {
-		return seal.Parse([]byte(spec.key))
-	}
-	ring, err := seal.Load(spec.keyFile)
-	if info, statErr := os.Stat(spec.keyFile); statErr == nil && info.Mode().Perm()&0o077 != 0 {
-		spec.logger.Warn("others than the owner may use the key file; give it the mode 0600",
-			zap.String("file", spec.keyFile), zap.Stringer("mode", info.Mode()))
-	}
-	return ring, err
-}
 
 // checkKeyFile returns why an existing key file cannot be read. A missing file may be
 // created later.
@@ -854,189 +714,4 @@ func checkKeyFile(file string) error {
 		return fmt.Errorf("this process may not read the file %s (%w); give the user that runs Caddy the right to", file, err)
 	}
 	return nil
-}
-
-// loadRing reads the key ring. It creates one only for a store that was never used: a lost
-// key must not look like an empty store.
-func loadRing(ctx context.Context, st store.Store, spec engineSpec) (*seal.Ring, error) {
-	ring, err := readRing(spec)
-	if !errors.Is(err, fs.ErrNotExist) {
-		return ring, err
-	}
-	fresh, err := execution.Fresh(ctx, st)
-	if err != nil {
-		return nil, err
-	}
-	if fresh {
-		if ring, err = seal.Create(spec.keyFile); !errors.Is(err, fs.ErrExist) {
-			return ring, err
-		}
-	}
-	// Another gateway of a new fleet may have made the file since it was read, and have used the store.
-	if ring, err = readRing(spec); fresh || !errors.Is(err, fs.ErrNotExist) {
-		return ring, err
-	}
-	return nil, fmt.Errorf("the key file %s is missing, and the store %s holds executions that were sealed with it: "+
-		"put the file back from your backup, or correct its path; if it is lost for good, move the store away to begin anew, "+
-		"knowing that retries of earlier calls will then run again", spec.keyFile, spec.path)
-}
-
-// adoptKeys adopts the sealing keys of a configuration. It refuses a ring that lacks a key
-// of the store's values: they could not be read after the next start.
-func (e *engine) adoptKeys(ctx context.Context, spec engineSpec) error {
-	e.keying.Lock() // before the file is read: a rotation may be writing it
-	defer e.keying.Unlock()
-	other, err := readRing(spec)
-	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("the key file %s is missing: put it back, since the store %s cannot be opened again without it",
-			spec.keyFile, spec.path)
-	}
-	if err != nil {
-		return err
-	}
-	needed, err := e.neededBeside(ctx, other)
-	if err != nil {
-		return err
-	}
-	changed, err := e.ring.Adopt(other, needed, func(uint32) error { return e.holdKeys(ctx, other.KeyIDs()...) })
-	var missing *seal.MissingError
-	switch {
-	case errors.As(err, &missing):
-		return fmt.Errorf("%w in the store %s: put it back into %s", err, e.path, spec.keySource())
-	case errors.Is(err, seal.ErrIndex):
-		return fmt.Errorf("%s: %w: the store %s is open, and keeps the index key that it was made with", spec.keySource(), err, e.path)
-	case err != nil:
-		return fmt.Errorf("%s: %w", spec.keySource(), err)
-	}
-	if changed {
-		e.logger.Info("sealing keys taken over from the configuration", zap.Uint32s("keys", e.ring.KeyIDs()))
-		e.nodes.describe()
-		e.settleKeys(ctx)
-	}
-	return nil
-}
-
-// settleKeys seals with the newest key that all gateways on the store have, and requests a pass of re-sealing: in a
-// shared store keyChanged does.
-func (e *engine) settleKeys(ctx context.Context) {
-	if _, shared := e.store.(store.Shared); !shared {
-		e.reseal()
-		return
-	}
-	_, err := e.executions.Keys().Settle(ctx)
-	if err == nil {
-		var waiting []execution.KeyWait
-		waiting, err = e.executions.Keys().Waiting(ctx)
-		for _, w := range waiting {
-			e.logger.Warn("a sealing key does not seal yet: other gateways on the store lack it", zap.Uint32("key", w.ID), zap.Strings("nodes", w.Lacking))
-		}
-	}
-	if err != nil { // it is tried again
-		e.logger.Warn("whether all gateways on the store have the newest sealing key is not known yet", zap.Error(err))
-	}
-}
-
-// keyFile returns the key ring's file, which rotations write: that of the latest configuration. It is empty if the
-// key is a value, or without a configuration.
-func (e *engine) keyFile() string {
-	if a := e.activeConfigs.latest(); a != nil {
-		return a.spec.keyFile
-	}
-	return ""
-}
-
-// keySource describes where the ring comes from, without any of its content.
-func (s *engineSpec) keySource() string {
-	if s.keyFile == "" {
-		return "the value"
-	}
-	return "the file " + s.keyFile
-}
-
-// neededBeside returns the keys of the engine's ring that other lacks although the store
-// needs them.
-func (e *engine) neededBeside(ctx context.Context, other *seal.Ring) ([]uint32, error) {
-	have := other.KeyIDs()
-	lacks := slices.DeleteFunc(e.ring.KeyIDs(), func(id uint32) bool { return slices.Contains(have, id) })
-	if len(lacks) == 0 {
-		return nil, nil // avoids reading a store that may not respond
-	}
-	uses, err := e.executions.Keys().InUse(ctx)
-	if err != nil {
-		return nil, err
-	}
-	return slices.DeleteFunc(lacks, func(id uint32) bool {
-		return !slices.ContainsFunc(uses, func(use execution.KeyUse) bool { return use.ID == id })
-	}), nil
-}
-
-// holdKeys records in the store which keys the ring has, before it does.
-func (e *engine) holdKeys(ctx context.Context, ids ...uint32) error {
-	err := e.executions.Keys().Hold(ctx, ids...)
-	if errors.Is(err, execution.ErrMissingKey) || errors.Is(err, execution.ErrOtherKey) {
-		err = fmt.Errorf("%w: %w", seal.ErrRefused, err)
-	}
-	return err
-}
-
-// rotateKeys adds a sealing key to the key file, uses it once all gateways on the store have it, and requests a
-// pass of re-sealing. While an earlier one waits for that it makes none, and returns 0. The caller holds a reference
-// to the engine. The error is errKeyGiven if there is no key file.
-func (e *engine) rotateKeys(ctx context.Context) (uint32, error) {
-	e.keying.Lock()
-	defer e.keying.Unlock()
-	keys := e.executions.Keys()
-	if waiting, err := keys.Waiting(ctx); err != nil || len(waiting) > 0 {
-		return 0, err
-	}
-	file := e.keyFile()
-	if file == "" {
-		return 0, errKeyGiven
-	}
-	if err := keys.BeginRotation(ctx); err != nil {
-		return 0, err
-	}
-	before := e.ring.KeyIDs()
-	id, err := e.ring.Rotate(file, func(id uint32) error { return e.holdKeys(ctx, append(before, id)...) })
-	if err != nil {
-		if _, shared := e.store.(store.Shared); shared {
-			_ = e.holdKeys(context.WithoutCancel(ctx), before...) // else others make no key until this gateway does, or is gone
-		}
-		return 0, err
-	}
-	e.logger.Info("sealing key rotated", zap.Uint32("key", id))
-	e.emit(eventKeysRotated, nil)
-	e.nodes.describe()
-	e.settleKeys(ctx)
-	return id, nil
-}
-
-// keyStatus returns the keys and the progress of re-sealing.
-func (e *engine) keyStatus(ctx context.Context) (*admin.KeyStatus, error) {
-	// Read before the keys: if the pass is reported as done, the keys must show its result.
-	resealing := e.resealing.last.Load()
-	uses, err := e.executions.Keys().InUse(ctx)
-	if err != nil {
-		return nil, err
-	}
-	waiting, err := e.executions.Keys().Waiting(ctx)
-	if err != nil {
-		return nil, err
-	}
-	file := e.keyFile()
-	status := &admin.KeyStatus{Source: "file", File: file, Keys: []admin.Key{}, Resealing: resealing}
-	if file == "" {
-		status.Source = "value"
-	}
-	for _, key := range e.ring.Keys() {
-		row := admin.Key{ID: key.ID, Created: key.Created, Newest: key.Seals}
-		if i := slices.IndexFunc(waiting, func(w execution.KeyWait) bool { return w.ID == key.ID }); i >= 0 {
-			row.Lacking = waiting[i].Lacking
-		}
-		if i := slices.IndexFunc(uses, func(use execution.KeyUse) bool { return use.ID == key.ID }); i >= 0 {
-			row.InUse, row.Until = true, uses[i].Until
-		}
-		status.Keys = append(status.Keys, row)
-	}
-	return status, nil
 }

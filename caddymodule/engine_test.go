@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -29,7 +30,18 @@ func TestKeysThatWaitHoldNobodyUp(t *testing.T) {
 	dir := t.TempDir()
 	running := started(t, dir, "")
 	next := validApp(t, dir, "")
-	running.held.keying.Lock() // as a rotation does
+	source, rotating, waits := running.held.keys.Source, make(chan struct{}), make(chan struct{})
+	running.held.keys.Source = func() gateway.KeySource {
+		close(rotating)
+		<-waits
+		return source()
+	}
+	rotated := make(chan error, 1)
+	go func() {
+		_, err := running.held.keys.Rotate(context.Background())
+		rotated <- err
+	}()
+	<-rotating
 	before := references(t, dir)
 	loaded := make(chan error, 1)
 	go func() { loaded <- next.Start() }()
@@ -52,8 +64,8 @@ func TestKeysThatWaitHoldNobodyUp(t *testing.T) {
 	case <-time.After(patience):
 		t.Error("a call of the running configuration waits")
 	}
-	running.held.keying.Unlock()
-	if err := <-loaded; err != nil {
+	close(waits)
+	if err := errors.Join(<-rotated, <-loaded); err != nil {
 		t.Error(err)
 	}
 	cleanUp(t, next)

@@ -1,7 +1,6 @@
 package caddymodule
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -202,12 +201,7 @@ func TestUndeliverableEscalation(t *testing.T) {
 func TestEscalationsAreSealedAnew(t *testing.T) {
 	e := started(t, t.TempDir(), "").held
 	esc := until(t, e, escalate(t, e, "a").ID, hitl.Notified)
-	if _, err := e.rotateKeys(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if !e.resealOnce(context.Background()) {
-		t.Fatal("re-sealing failed")
-	}
+	resealed(t, e, rotateKeys(t, e))
 	if n, err := e.escalations.store.Reseal(t.Context()); err != nil || n != 0 {
 		t.Errorf("%d escalations are left under the older key, %v", n, err)
 	}

@@ -15,6 +15,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -178,7 +179,7 @@ func newReported(t *testing.T) *reported {
 	t.Helper()
 	app, h := listening(t, "", nil) // all events
 	w := &reported{heard: h}
-	w.engine = &engine{store: memory.New(memory.Options{}), opener: &w.storeModule}
+	w.engine = &engine{calls: guard.Engine{Store: memory.New(memory.Options{})}, opener: &w.storeModule}
 	w.activeConfigs.join(app)
 	return w
 }
@@ -199,7 +200,7 @@ func TestChangesOfTheStoreAreTold(t *testing.T) {
 		{func() { w.disk = nil }, ""}, // not known for a moment
 		{func() { w.set(80, admin.TakesOutcomes) }, ""},
 		{func() { w.set(900, admin.TakesEverything) }, eventDiskRecovered},
-		{func() { _ = w.store.Close() }, eventStoreUnhealthy},
+		{func() { _ = w.calls.Store.Close() }, eventStoreUnhealthy},
 		{func() {}, ""},
 	} {
 		step.do()

@@ -84,8 +84,8 @@ func TestFailOpenNotWithoutKeys(t *testing.T) {
 	running := started(t, dir, "")
 	h := handlerOver(t, nil, true)
 	h.app.spec = running.spec
-	h.app.spec.keyFile = dir + "/other.key"
-	if _, err := seal.Create(h.app.spec.keyFile); err != nil {
+	h.app.spec.keys.File = dir + "/other.key"
+	if _, err := seal.Create(h.app.spec.keys.File); err != nil {
 		t.Fatal(err)
 	}
 	if code, status := serve(t, h); code != 503 || status != "refused" {
@@ -95,7 +95,7 @@ func TestFailOpenNotWithoutKeys(t *testing.T) {
 	if code, status := serve(t, h); code != 503 || status != "refused" {
 		t.Errorf("with another store's keys: %d %s", code, status)
 	}
-	if err := os.Remove(h.app.spec.keyFile); err != nil {
+	if err := os.Remove(h.app.spec.keys.File); err != nil {
 		t.Fatal(err)
 	}
 	if code, status := serve(t, h); code != 503 || status != "refused" {

@@ -314,7 +314,7 @@ func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, boun
 			return nil, nil, &ect.Error{Code: ect.CodeInputHash}
 		}
 	}
-	caller, err := h.handler.CallerOf(e.executions, r, tokens.Issuer())
+	caller, err := h.handler.CallerOf(e.calls.Executions, r, tokens.Issuer())
 	if err != nil || !guard.VerifiedHere(caller) {
 		return who, token, err
 	}
@@ -434,7 +434,7 @@ type escalating struct {
 // startEscalations reads what holds workflows, and makes the dispatcher.
 func (e *engine) startEscalations(ctx context.Context) error {
 	x := &e.escalations
-	x.store = hitl.NewStore(e.store, e.ring)
+	x.store = hitl.NewStore(e.calls.Store, e.keys.Ring)
 	unreadable, err := x.store.Load(ctx)
 	if err != nil {
 		return err
@@ -475,7 +475,7 @@ func (e *engine) escalationEvidence(ctx context.Context, old, esc *hitl.Escalati
 	if policy == nil {
 		return "", nil, nil
 	}
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return "", nil, err
 	}
@@ -683,23 +683,12 @@ func (e *engine) escalateCircuit(ev breaker.Event) {
 	}
 }
 
-// resealEscalations encrypts them anew. Those that no key of the ring opens are already
-// lost, and do not stop the others.
-func (e *engine) resealEscalations(ctx context.Context) error {
-	_, err := e.escalations.store.Reseal(ctx)
-	if errors.Is(err, hitl.ErrUnreadable) {
-		e.logger.Error("some escalations are damaged, and are left as they are", zap.Error(err))
-		return nil
-	}
-	return err
-}
-
 // countEscalations counts the escalations for metrics; nil if that fails.
 func (e *engine) countEscalations() ([]escalationReport, map[string]time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
 	counts, err := e.escalations.store.Count(ctx)
-	now, late := e.store.Now(ctx)
+	now, late := e.calls.Store.Now(ctx)
 	if err != nil || late != nil {
 		return nil, nil
 	}

@@ -26,6 +26,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 )
 
 // Identity is the gateway's identity in the tokens that it issues. With one, every decision about a
@@ -279,7 +280,7 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 		return ev, nil
 	}
 	e := l.engine
-	signed, err := evidence.Signed(ctx, e.store, e.ring)
+	signed, err := evidence.Signed(ctx, e.calls.Store, e.keys.Ring)
 	if err != nil {
 		return nil, err
 	}
@@ -288,7 +289,7 @@ func (l *ledgerHandle) acquire(ctx context.Context, i *Identity, logger *slog.Lo
 		return nil, err
 	}
 	ev, err := evidence.Open(ctx, evidence.Options{
-		Store: e.store, Sealer: e.ring, Node: e.executions.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Node: e.calls.Executions.Node(), Ring: ring, HeadFile: i.KeyFile + ".head", Logger: logger,
 		Placed: e.placed,
 	})
 	if errors.Is(err, ledger.ErrTampered) {
@@ -473,7 +474,7 @@ func (l *ledgerHandle) recordOrphans(ctx context.Context, ev *evidence.Evidence,
 // gateways may do so at once: each execution is recorded once. Where this one ends before, the next start records it.
 func (l *ledgerHandle) recordLeft() {
 	l.left.Store(true)
-	ctx, cancel := context.WithTimeout(l.engine.waits, orphansTime)
+	ctx, cancel := context.WithTimeout(l.engine.calls.Waits, orphansTime)
 	defer cancel()
 	l.mu.Lock()
 	ev, i := l.open.Load(), l.latest()
@@ -481,7 +482,7 @@ func (l *ledgerHandle) recordLeft() {
 	if ev == nil || i == nil {
 		return // no identity, or the ledger is being opened
 	}
-	if err := l.recordEachOrphan(ctx, ev, i); err != nil && l.engine.waits.Err() == nil {
+	if err := l.recordEachOrphan(ctx, ev, i); err != nil && l.engine.calls.Waits.Err() == nil {
 		l.engine.logger.Error("the executions that another gateway has left in doubt cannot all be recorded in the ledger; the next start goes on",
 			zap.Error(err))
 	}
@@ -494,7 +495,7 @@ func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Eviden
 	}
 	filter := execution.Filter{States: []execution.State{execution.StateInDoubt}}
 	for after := ""; ; {
-		page, err := l.engine.executions.List(ctx, filter, after, execution.MaxPage)
+		page, err := l.engine.calls.Executions.List(ctx, filter, after, execution.MaxPage)
 		if err != nil {
 			return err
 		}
@@ -503,7 +504,7 @@ func (l *ledgerHandle) recordEachOrphan(ctx context.Context, ev *evidence.Eviden
 			if found.Record == nil || found.Record.Checkpoint == "" {
 				continue
 			}
-			if found.Record.State != execution.StateInDoubt && found.Record.Boot == l.engine.executions.Boot() {
+			if found.Record.State != execution.StateInDoubt && found.Record.Boot == l.engine.calls.Executions.Boot() {
 				continue // its outcome may come yet (ADR 0147)
 			}
 			if err := ev.RecordOrphan(ctx, events, found.Key, found.Record); err != nil {
@@ -522,11 +523,15 @@ func (l *ledgerHandle) reseal(ctx context.Context) error {
 	if ev := l.open.Load(); ev != nil {
 		return ev.Reseal(ctx)
 	}
-	exists, err := evidence.Exists(ctx, l.engine.store)
-	if err == nil && exists {
-		err = errSealedLedger
+	exists, err := evidence.Exists(ctx, l.engine.calls.Store)
+	if err != nil || !exists {
+		return err
 	}
-	return err
+	if l.engine.activeConfigs.latest() == nil {
+		l.unsealed.Store(true) // the configuration that opens the ledger requests another pass
+		return gateway.ErrLater
+	}
+	return errSealedLedger
 }
 
 // rotate writes a new signing key, for the algorithm of the one before it, into the key file of the latest

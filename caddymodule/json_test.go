@@ -84,7 +84,7 @@ var inCaddyfile = map[string]string{
 	"UnreachableHuman.do":             "`unreachable_human <do>`",
 	"UnreachableHuman.role":           "`unreachable_human escalate <role>`",
 	"UnreachableHuman.within":         "`unreachable_human <do> { within <duration> }`",
-	"OnCascade.do":                    "`on_cascade <do>`",
+	"Settings.do":                     "`on_cascade <do>`",
 	"BadgerStore.path":                "`store badger <path>`",
 	"Trust.keys":                      "`jwks_file`, `jwks_url`",
 	"KeySource.file":                  "`jwks_file <file>`",

@@ -21,8 +21,8 @@ import (
 	"go.uber.org/zap/zapcore"
 	"go.uber.org/zap/zaptest/observer"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -63,7 +63,7 @@ func refusedToStart(t *testing.T, dir, members string) string {
 // record makes an execution with this id, whose answer does not fit into its record.
 func record(t *testing.T, app *App, id string) {
 	t.Helper()
-	g := app.held.executions
+	g := app.held.calls.Executions
 	c := recordedCall(g, id)
 	e, err := g.Claim(t.Context(), c, execution.Finding{})
 	if err != nil {
@@ -84,7 +84,7 @@ func recordedCall(g *execution.Guard, id string) *execution.Call {
 // replays holds that the execution is found, and its answer whole.
 func replays(t *testing.T, app *App, ids ...string) {
 	t.Helper()
-	g := app.held.executions
+	g := app.held.calls.Executions
 	for _, id := range ids {
 		c := recordedCall(g, id)
 		found, err := g.LookUp(t.Context(), c.Key, c.Fingerprint)
@@ -98,14 +98,14 @@ func replays(t *testing.T, app *App, ids ...string) {
 }
 
 // resealed waits until all is sealed under the key.
-func resealed(t *testing.T, e *engine, key uint32) *admin.KeyStatus {
+func resealed(t *testing.T, e *engine, key uint32) *gateway.KeyStatus {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	tick := time.NewTicker(time.Millisecond)
 	defer tick.Stop()
 	for {
-		status, err := e.keyStatus(ctx)
+		status, err := e.keys.Status(ctx)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -122,7 +122,7 @@ func resealed(t *testing.T, e *engine, key uint32) *admin.KeyStatus {
 
 func rotateKeys(t *testing.T, e *engine) uint32 {
 	t.Helper()
-	id, err := e.rotateKeys(t.Context())
+	id, err := e.keys.Rotate(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -140,7 +140,7 @@ func TestP1RotateKeysInAFile(t *testing.T) {
 	}
 	record(t, app, "before")
 	e := app.held
-	if status, err := e.keyStatus(t.Context()); err != nil || status.Source != "file" || len(status.Keys) != 1 || status.Resealing != nil {
+	if status, err := e.keys.Status(t.Context()); err != nil || status.Source != "file" || len(status.Keys) != 1 || status.Resealing != nil {
 		t.Errorf("status %+v, %v", status, err)
 	}
 	if id := rotateKeys(t, e); id != 2 {
@@ -177,8 +177,8 @@ func TestP1RotateKeysInAFile(t *testing.T) {
 	cleanUp(t, reloaded)
 	again := started(t, dir, "")
 	replays(t, again, "before", "after")
-	if r := again.held.resealing.last.Load(); r != nil {
-		t.Errorf("a finished pass was begun anew: %+v", r)
+	if status, err := again.held.keys.Status(t.Context()); err != nil || status.Resealing != nil {
+		t.Errorf("a finished pass was begun anew: %+v, %v", status, err)
 	}
 }
 
@@ -254,7 +254,7 @@ func TestReloadReadsTheKeyFileAgain(t *testing.T) {
 	if said := refusedToStart(t, dir, ""); !strings.Contains(said, key+" is missing") {
 		t.Errorf("without the file: %s", said)
 	}
-	if _, err := app.held.rotateKeys(t.Context()); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := app.held.keys.Rotate(t.Context()); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("rotating without the file: %v", err)
 	}
 }
@@ -285,14 +285,14 @@ func TestReloadWithAnotherValue(t *testing.T) {
 	}
 	first := started(t, dir, place(rings[0]))
 	record(t, first, "before")
-	if _, err := first.held.rotateKeys(t.Context()); !errors.Is(err, errKeyGiven) {
+	if _, err := first.held.keys.Rotate(t.Context()); !errors.Is(err, gateway.ErrKeyGiven) {
 		t.Errorf("rotating a value: %v", err)
 	}
 	made, text, err := storeView{first.held}.RotateKeys(t.Context())
-	if err != nil || made != 0 || len(first.held.ring.KeyIDs()) != 1 {
+	if err != nil || made != 0 || len(first.held.keys.Ring.KeyIDs()) != 1 {
 		t.Errorf("made %d, %v", made, err)
 	}
-	if printed, err := seal.Parse([]byte(text)); err != nil || fmt.Sprint(printed.KeyIDs()) != "[1 2]" || printed.Check(1) != first.held.ring.Check(1) {
+	if printed, err := seal.Parse([]byte(text)); err != nil || fmt.Sprint(printed.KeyIDs()) != "[1 2]" || printed.Check(1) != first.held.keys.Ring.Check(1) {
 		t.Errorf("the ring that is printed: %v", err)
 	}
 	second := started(t, dir, place(rings[1]))
@@ -339,7 +339,7 @@ func TestAKeyThatIsNotNeededMayGo(t *testing.T) {
 		t.Fatal(err)
 	}
 	reloaded := started(t, dir, "")
-	if got := reloaded.held.ring.KeyIDs(); len(got) != 1 || got[0] != 2 {
+	if got := reloaded.held.keys.Ring.KeyIDs(); len(got) != 1 || got[0] != 2 {
 		t.Errorf("keys %v", got)
 	}
 	if id := rotateKeys(t, app.held); id != 3 {
@@ -349,7 +349,7 @@ func TestAKeyThatIsNotNeededMayGo(t *testing.T) {
 		cleanUp(t, a)
 	}
 	again := started(t, dir, "")
-	if got := again.held.ring.KeyIDs(); len(got) != 2 || got[0] != 2 || got[1] != 3 {
+	if got := again.held.keys.Ring.KeyIDs(); len(got) != 2 || got[0] != 2 || got[1] != 3 {
 		t.Errorf("keys %v: a key that was taken away is back", got)
 	}
 }
@@ -384,7 +384,7 @@ func TestTheRingMayMove(t *testing.T) {
 	if err := moved.Start(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := app.held.rotateKeys(t.Context()); !errors.Is(err, errKeyGiven) {
+	if _, err := app.held.keys.Rotate(t.Context()); !errors.Is(err, gateway.ErrKeyGiven) {
 		t.Errorf("rotating a value: %v", err)
 	}
 	cleanUp(t, moved) // another app of that configuration failed
@@ -488,7 +488,7 @@ func TestRotationOverTwoGateways(t *testing.T) {
 	record(t, a, "of a, later")
 	record(t, b, "of b")
 	replays(t, b, "of a", "of a, later", "of b")
-	status, err := a.held.keyStatus(t.Context())
+	status, err := a.held.keys.Status(t.Context())
 	if err != nil || !status.Keys[0].Newest || status.Keys[1].Newest || fmt.Sprint(status.Keys[1].Lacking) != "[b]" {
 		t.Errorf("%+v, %v", status, err)
 	}
@@ -506,7 +506,7 @@ func TestRotationOverTwoGateways(t *testing.T) {
 	}
 	resealed(t, a.held, 2) // which has joined first
 	for node, app := range map[string]*App{"a": a, "b": reloaded} {
-		status, err := app.held.keyStatus(t.Context())
+		status, err := app.held.keys.Status(t.Context())
 		if err != nil || status.Keys[0].InUse && status.Keys[0].Until.IsZero() || !status.Keys[1].Newest || len(status.Keys[1].Lacking) != 0 {
 			t.Errorf("%s: %+v, %v", node, status.Keys, err)
 		}
@@ -533,7 +533,7 @@ func TestRotationsBesideReloads(t *testing.T) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		for range 5 {
-			if _, err := app.held.rotateKeys(t.Context()); err != nil {
+			if _, err := app.held.keys.Rotate(t.Context()); err != nil {
 				t.Error(err)
 			}
 		}
@@ -577,7 +577,7 @@ func TestRotationIsLogged(t *testing.T) {
 	resealed(t, app.held, 2)
 	cleanUp(t, app) // which waits for the job
 	for _, want := range []string{"sealing key rotated", "re-sealing started", "re-sealing finished"} {
-		if n := logs.FilterMessage(want).FilterField(zap.Uint32("key", 2)).Len(); n != 1 {
+		if n := logs.FilterMessage(want).FilterField(zap.Uint64("key", 2)).Len(); n != 1 {
 			t.Errorf("%q is logged %d times", want, n)
 		}
 	}
@@ -602,20 +602,21 @@ func (s usedMeanwhile) Scan(ctx context.Context, r store.Range) iter.Seq2[store.
 // P1: gateways of a new fleet that share a missing key file start at the same moment: all use the one that is made, also
 // those that find the store used by then.
 func TestKeyFileOfGatewaysThatStartTogether(t *testing.T) {
-	spec := engineSpec{keyFile: filepath.Join(t.TempDir(), "keys"), logger: zap.NewNop()}
+	log := slog.New(slog.DiscardHandler)
+	source := gateway.KeySource{File: filepath.Join(t.TempDir(), "keys")}
 	identity := Identity{KeyFile: filepath.Join(t.TempDir(), "identity")}
 	const gateways = 16
 	var checks, signers [gateways]string
 	var all sync.WaitGroup
 	for i := range gateways {
 		all.Go(func() {
-			ring, err := loadRing(t.Context(), memory.New(memory.Options{}), spec)
+			ring, err := source.Load(t.Context(), memory.New(memory.Options{}), "store", log)
 			if err != nil {
 				t.Error(err)
 				return
 			}
 			checks[i] = ring.Check(1)
-			signing, err := identity.loadRing(true, slog.New(slog.DiscardHandler))
+			signing, err := identity.loadRing(true, log)
 			if err != nil {
 				t.Error(err)
 				return
@@ -630,21 +631,21 @@ func TestKeyFileOfGatewaysThatStartTogether(t *testing.T) {
 		}
 	}
 
-	spec.keyFile = filepath.Join(t.TempDir(), "keys")
+	source.File = filepath.Join(t.TempDir(), "keys")
 	var theirs *seal.Ring
 	used := usedMeanwhile{memory.New(memory.Options{}), func(st store.Store) {
 		if theirs != nil {
 			return
 		}
 		var err error
-		if theirs, err = loadRing(t.Context(), st, spec); err == nil {
+		if theirs, err = source.Load(t.Context(), st, "store", log); err == nil {
 			_, err = st.Commit(t.Context(), store.Write{Key: []byte("used")})
 		}
 		if err != nil {
 			t.Error(err)
 		}
 	}}
-	ring, err := loadRing(t.Context(), used, spec)
+	ring, err := source.Load(t.Context(), used, "store", log)
 	if err != nil || ring.Check(1) != theirs.Check(1) {
 		t.Errorf("a store that was used meanwhile: %v", err)
 	}

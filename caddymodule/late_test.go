@@ -50,7 +50,7 @@ func TestDoubtIsNotRecordedWhileAnOutcomeWaits(t *testing.T) {
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
-	g, ev := app.held.executions, app.held.ledger.open.Load()
+	g, ev := app.held.calls.Executions, app.held.ledger.open.Load()
 	c := recordedCall(g, "late")
 	c.Workflow, c.Checkpoint, c.Action = "work", uuid.NewString(), "charge"
 	e, err := g.Claim(t.Context(), c, execution.Finding{})

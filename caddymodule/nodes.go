@@ -40,7 +40,7 @@ type nodeReport struct {
 
 // start begins to describe this gateway to the others, and to look at them, until the engine is closed.
 func (n *nodes) start() {
-	if n.shared = fleet.Of(n.engine.store); n.shared == nil {
+	if n.shared = fleet.Of(n.engine.calls.Store); n.shared == nil {
 		return
 	}
 	n.describe()
@@ -61,12 +61,12 @@ func (n *nodes) describe() {
 
 func (n *nodes) about() store.About {
 	e := n.engine
-	about := store.About{Version: version(), SealingKeys: e.ring.KeyIDs(), Open: e.executions.Running()}
+	about := store.About{Version: version(), SealingKeys: e.keys.Ring.KeyIDs(), Open: e.calls.Executions.Running()}
 	if ev := e.ledger.open.Load(); ev != nil {
 		about.LogSize = ev.Log().Head().Size
 	}
 	if a := e.activeConfigs.latest(); a != nil {
-		about.Configuration = a.agreement(e.ring)
+		about.Configuration = a.agreement(e.keys.Ring)
 	}
 	return about
 }
@@ -119,13 +119,13 @@ func (n *nodes) compare(before differing) differing {
 // list returns the gateways that have the store open, by name. A store that is not shared has this one.
 func (n *nodes) list(ctx context.Context) ([]admin.Node, error) {
 	e := n.engine
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return nil, err
 	}
 	mine := n.about()
 	if n.shared == nil {
-		self := store.Member{Node: e.executions.Node(), Boot: e.executions.Boot(), Joined: e.watch.opened, Seen: now, About: mine}
+		self := store.Member{Node: e.calls.Executions.Node(), Boot: e.calls.Executions.Boot(), Joined: e.watch.opened, Seen: now, About: mine}
 		return []admin.Node{n.show(&self, &mine, now)}, nil
 	}
 	members, err := n.shared.Members(ctx)
@@ -140,7 +140,7 @@ func (n *nodes) list(ctx context.Context) ([]admin.Node, error) {
 }
 
 func (n *nodes) show(m *store.Member, mine *store.About, now time.Time) admin.Node {
-	this := m.Boot == n.engine.executions.Boot()
+	this := m.Boot == n.engine.calls.Executions.Boot()
 	if this {
 		m.About = *mine // newer than what is stored
 	}

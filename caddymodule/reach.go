@@ -432,7 +432,7 @@ func (a *App) watchPlaces(e *engine) {
 		defer func() { _ = held.release() }() // closing the store logs its own errors
 		ctx, cancel := context.WithTimeout(a.ctx, placesTime)
 		defer cancel()
-		if err := e.places.check(ctx, e.checkpoints, a); err != nil && ctx.Err() == nil {
+		if err := e.places.check(ctx, e.calls.Checkpoints, a); err != nil && ctx.Err() == nil {
 			a.logger.Warn("it cannot be found out whether this configuration leads to the upstreams of all calls that can be undone", zap.Error(err))
 		}
 	}()

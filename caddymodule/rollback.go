@@ -53,7 +53,7 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	u.keep = keep
 	sender := newUndoSender(e)
 	c, err := rollback.Open(rollback.Options{
-		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Guard: e.calls.Executions, Checkpoints: e.calls.Checkpoints, Escalations: e.escalations.store,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Sender:       sender,
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
@@ -365,7 +365,7 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect
 // Acted implements api.Tokens. It is kept as long as the rollback, so that the same token
 // finds it and cannot request another.
 func (t *rollbackTokens) Acted(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
-	now, err := t.e.store.Now(ctx)
+	now, err := t.e.calls.Store.Now(ctx)
 	if err != nil {
 		return store.Write{}, err
 	}
@@ -382,7 +382,7 @@ func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidenc
 	}
 	w, err := t.Acted(ctx, token, use)
 	if err == nil {
-		_, err = t.e.store.Commit(ctx, w)
+		_, err = t.e.calls.Store.Commit(ctx, w)
 	}
 	return err
 }
@@ -454,7 +454,7 @@ func (t *rollbackTokens) Raw(ctx context.Context, workflow, id string) (string, 
 }
 
 func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {
-	now, err := t.e.store.Now(ctx)
+	now, err := t.e.calls.Store.Now(ctx)
 	if err != nil {
 		return "", err
 	}

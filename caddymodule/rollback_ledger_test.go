@@ -26,7 +26,7 @@ func TestRollbackLedgerOfTheLatestConfiguration(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := started.Commit(t.Context(), e.store); err != nil {
+	if err := started.Commit(t.Context(), e.calls.Store); err != nil {
 		t.Fatal(err)
 	}
 	view, err := ledger.Graph(t.Context(), rollback.Query{Workflow: r.Workflow})

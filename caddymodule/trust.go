@@ -317,7 +317,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 		return nil, err
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
-		Engine: &e.forCalls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
+		Engine: &e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
 		Reports: api.NewLedger(api.LedgerOptions{ // without executions and checkpoints
 			Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own,
 		}),
@@ -358,19 +358,19 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 			return t.Bind(ctx, []*ect.Token{token}, use)
 		},
 		Refused:  t.RefusedErrors,
-		Verified: t.verified, Undos: e.checkpoints, Execution: e.executionStatus, Waits: e.waits, Followers: &e.followers, Assigned: e.plans,
+		Verified: t.verified, Undos: e.calls.Checkpoints, Execution: e.executionStatus, Waits: e.calls.Waits, Followers: &e.followers, Assigned: e.calls.Plans,
 		OpenSince: t.Evidence.OpenSince, Complete: func(ctx context.Context, end *api.End, stated *ect.Token) (string, error) {
 			return endWorkflow(ctx, e, t, end, stated, endedByRequest)
 		},
 		AwaitEnd: func(ctx context.Context, workflow string) error {
-			now, err := e.store.Now(ctx)
+			now, err := e.calls.Store.Now(ctx)
 			if err == nil {
-				_, err = e.store.Commit(ctx, t.Evidence.Opened(now, workflow))
+				_, err = e.calls.Store.Commit(ctx, t.Evidence.Opened(now, workflow))
 			}
 			e.boundaries.follow(workflow)
 			return err
 		},
-		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.executions.Knows(ctx, caller) },
+		Called: func(ctx context.Context, caller [16]byte) (bool, error) { return e.calls.Executions.Knows(ctx, caller) },
 	})
 }
 
@@ -403,7 +403,7 @@ var errorUse = evidence.Use(sha256.Sum256([]byte("agent_guard errors")))
 
 // record records the error tokens that agents send. The tokens cannot be used again.
 func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token) error {
-	now, err := e.store.Now(ctx)
+	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return err
 	}
@@ -418,7 +418,7 @@ func (t *tokenPolicy) record(ctx context.Context, e *engine, tokens []*ect.Token
 	if err := t.escalateErrors(ctx, e, tokens, batch); err != nil {
 		return batch.Done(err)
 	}
-	err = batch.Commit(ctx, e.store)
+	err = batch.Commit(ctx, e.calls.Store)
 	if errors.Is(err, hitl.ErrAlreadyOpen) { // by an error that came at the same time
 		return t.record(ctx, e, tokens)
 	}

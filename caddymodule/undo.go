@@ -91,7 +91,7 @@ func (s *undoSender) dispatch(ctx context.Context, o *rollback.Outgoing) (*rollb
 		return nil, unsent(rollback.ReasonNoUpstream, fmt.Errorf("the path of the undo cannot be read: %w", err))
 	}
 	if !guard.SafeMethod(o.Method) {
-		over, err := s.e.forCalls.Writes.WriteUndo(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()), o.Execution, o.Window)
+		over, err := s.e.calls.Writes.WriteUndo(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()), o.Execution, o.Window)
 		if err != nil {
 			return nil, err
 		}
@@ -163,7 +163,7 @@ func (s *undoSender) Watch(o *rollback.Outgoing) rollback.WriteWindow {
 	if err != nil {
 		return nil
 	}
-	return s.e.forCalls.Writes.Open(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()), o.Execution)
+	return s.e.calls.Writes.Open(checkpoint.TargetOf(to.reach.Name(), target.EscapedPath()), o.Execution)
 }
 
 var (

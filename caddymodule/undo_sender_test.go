@@ -159,7 +159,7 @@ func TestUndoIsNobodysCall(t *testing.T) {
 			t.Errorf("%s: %+v, %v", path, answer, err)
 		}
 	}
-	page, err := app.held.executions.List(t.Context(), execution.Filter{}, "", 10)
+	page, err := app.held.calls.Executions.List(t.Context(), execution.Filter{}, "", 10)
 	if err != nil || len(page.Executions) != 0 {
 		t.Errorf("an undo was taken for a call: %+v, %v", page, err)
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -41,7 +42,7 @@ func TestDoubtsOfAStoreThatHangs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		e := &engine{store: st, executions: g, escalations: escalating{store: hitl.NewStore(st, ring)}}
+		e := &engine{calls: guard.Engine{Store: st, Executions: g}, escalations: escalating{store: hitl.NewStore(st, ring)}}
 		st.hang = make(chan struct{})
 		var scrapes sync.WaitGroup
 		for range 10 {

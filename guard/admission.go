@@ -185,7 +185,7 @@ const maxUnserved = 16
 // warning (ATD, "Unsatisfiable Resource Hints"). Workflows are told once an hour; a failing store tells
 // nobody but the log.
 func unserved(x *Call, class bulkhead.Class) {
-	x.emit(EventUnserved, map[string]any{"class": class.String()})
+	x.emit(eventUnserved, map[string]any{"class": class.String()})
 	s := &x.evidence
 	if s.policy == nil || s.call.Workflow == "" {
 		return

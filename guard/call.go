@@ -319,7 +319,7 @@ func (x *Call) prepare() error {
 		x.engine.clients.add(&x.client, x.call.Key)
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
-		x.emit(EventRecognized, nil)
+		x.emit(eventRecognized, nil)
 	}
 	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
 	if err := x.begin(); err != nil {
@@ -512,7 +512,7 @@ func (x *Call) replay(found execution.Finding) error {
 
 // attach follows an execution that is running, here or on another node.
 func (x *Call) attach(found execution.Finding) (step, error) {
-	if x.r.Header.Get(HeaderExecutionParent) == x.call.Scope.ID {
+	if x.r.Header.Get(headerExecutionParent) == x.call.Scope.ID {
 		x.h.Logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
 			slog.Any("key", x.call.Key), slog.String("guard", x.h.Name))
 		return stepDone, x.problem(problem.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
@@ -547,7 +547,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	x.action.Counts.Attached()
 	status, a := "attached", answer.Following(x.r.Context(), head, follower)
 	if follower.Doubtful() { // head has the rest of what its owner gets
-		status, a.Shows = StatusInDoubt, http.StatusInternalServerError
+		status, a.Shows = statusInDoubt, http.StatusInternalServerError
 	}
 	a.Reply = replyTo(x, true)
 	err = answer.Play(&x.w, x.r, a, x.marks(status, flight.Checkpoint())...)
@@ -581,7 +581,7 @@ func (x *Call) sayDoubt(flight *execution.Flight) bool {
 	}
 	p.Known(x.state.String(), false)
 	p.Mount = x.h.Host.Mount(x.r)
-	x.note(StatusInDoubt, p.Kind().Slug)
+	x.note(statusInDoubt, p.Kind().Slug)
 	w := &documentWriter{header: http.Header{}}
 	body := messageProblem(w, p, x.message, x.action.InDoubtAs == InDoubtToolResult)
 	_, _ = fmt.Fprintf(&x.w, "\n\nevent: message\ndata: %s\n\n", body) // never fails
@@ -1048,7 +1048,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	r.Header.Del("Expect")  // the body is here
 	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
 	r.Header.Del(HeaderExecutionID)
-	r.Header[HeaderExecutionParent] = to.parent[:]
+	r.Header[headerExecutionParent] = to.parent[:]
 	if x.call.Workflow != "" {
 		r.Header[HeaderWorkflowID] = to.workflow[:]
 	}
@@ -1138,7 +1138,7 @@ func (x *Call) countEnd(o execution.Outcome, unrecorded error) {
 // doubted reports the doubt to operators, who have to find out.
 func (x *Call) doubted(o execution.Outcome) {
 	x.doubtful = true
-	x.note(StatusInDoubt, "")
+	x.note(statusInDoubt, "")
 	x.noted.cause = o.Cause
 	reportDoubt(x, o)
 }

@@ -25,7 +25,7 @@ func (x *Call) inDoubt(cause execution.Cause) error {
 // doubtMarks are the fields of an answer in doubt. SDKs must not retry it, unless a retry runs
 // the call again.
 func (x *Call) doubtMarks() http.Header {
-	marks := http.Header{HeaderExecutionStatus: {StatusInDoubt}}
+	marks := http.Header{HeaderExecutionStatus: {statusInDoubt}}
 	if !x.runsAgain() {
 		problem.NoRetry(marks)
 	}

@@ -98,7 +98,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *answer.Recorder, trailer map[
 		switch {
 		case x.heldUp:
 			o.Verdict = execution.Released
-		case x.sink.neighbour == StatusInDoubt || x.sink.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
+		case x.sink.neighbour == statusInDoubt || x.sink.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
 			o.Verdict = execution.InDoubt
 		}
 		if o.Verdict == execution.InDoubt {
@@ -116,7 +116,7 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *answer.Recorder, trailer map[
 // whatever follows, it returns the fields that say so, and tells those attached.
 func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, status int) http.Header {
 	for _, said := range rec.Header()[HeaderExecutionStatus] {
-		if said == StatusRefused || said == StatusInDoubt {
+		if said == StatusRefused || said == statusInDoubt {
 			x.sink.neighbour = said
 		}
 	}
@@ -221,7 +221,7 @@ func (x *Call) outcomeLost(err error) {
 		slog.Any("key", x.call.Key), slog.Any("error", err))
 	x.unrecorded()
 	x.doubtful = true
-	x.note(StatusInDoubt, "")
+	x.note(statusInDoubt, "")
 	x.noted.outcome, x.noted.cause = execution.InDoubt, execution.CauseUnrecorded
 }
 
@@ -547,7 +547,7 @@ func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) e
 	r := x.unguardedRequest()
 	defer r.Body.Close()
 	if x.engine == nil { // nobody reads the breakers' states, and the route wants it sent
-		r = r.WithContext(WithoutState(r.Context()))
+		r = r.WithContext(withoutState(r.Context()))
 	}
 	return x.h.forwardInTime(mark(w, HeaderExecutionStatus, statusUnguarded), r, nil, next)
 }

@@ -152,9 +152,9 @@ const (
 	EventMismatch        = "agent_guard.fingerprint_mismatch"
 	EventFailOpen        = "agent_guard.fail_open"
 
-	EventRecognized = "agent_guard.call_recognized"
-	EventCancelled  = "agent_guard.call_cancelled"
-	EventUnserved   = "agent_guard.call_unserved"
+	eventRecognized = "agent_guard.call_recognized"
+	eventCancelled  = "agent_guard.call_cancelled"
+	eventUnserved   = "agent_guard.call_unserved"
 )
 
 // config embeds Config in Handler without exporting its members.
@@ -398,7 +398,7 @@ func (u *plainUpstream) Silent() bool { return u.late }
 const (
 	HeaderExecutionID     = "Execution-Id"
 	headerIdempotencyKey  = "Idempotency-Key"
-	HeaderExecutionParent = "Execution-Parent"
+	headerExecutionParent = "Execution-Parent"
 	HeaderExecutionStatus = "Execution-Status"
 	HeaderWorkflowID      = "Workflow-Id"
 	HeaderWorkflowNode    = "Workflow-Node"
@@ -417,10 +417,10 @@ const (
 	// StatusRefused marks a guard's own problems: they tell what that guard has recorded,
 	// and come from no execution.
 	StatusRefused = "refused"
-	// StatusInDoubt marks every answer to a call that is in doubt.
-	StatusInDoubt = "in_doubt"
-	// StatusReleased marks the problem of a call that was not sent.
-	StatusReleased = "released"
+	// statusInDoubt marks every answer to a call that is in doubt.
+	statusInDoubt = "in_doubt"
+	// statusReleased marks the problem of a call that was not sent.
+	statusReleased = "released"
 
 	statusUnguarded = "unguarded"
 )

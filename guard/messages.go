@@ -170,7 +170,7 @@ func proofOf(h *Handler, r *http.Request, get bool) proof {
 				continue
 			}
 		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
-			HeaderExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName:
+			headerExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName:
 			continue
 		}
 		if !strings.HasPrefix(name, "Mcp-") && !IsKey(name) {
@@ -491,7 +491,7 @@ func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 				c.call.action.Counts.Cancelled(true)
 			}
 			if c != nil {
-				c.call.emit(EventCancelled, map[string]any{"passed_on": first != nil})
+				c.call.emit(eventCancelled, map[string]any{"passed_on": first != nil})
 			}
 		}
 		if text != nil {

@@ -162,7 +162,7 @@ var (
 )
 
 // countedStatuses are what became of a call, as its time is counted.
-var countedStatuses = [...]string{"executed", "replayed", "attached", StatusRefused, StatusInDoubt}
+var countedStatuses = [...]string{"executed", "replayed", "attached", StatusRefused, statusInDoubt}
 
 // times counts durations in buckets. Counting is two atomic additions.
 type times struct {
@@ -298,7 +298,7 @@ func (e Event) Data() map[string]any {
 	if x.identified() {
 		data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
 	}
-	if e.Name == EventRecognized { // not given, as most calls need no map
+	if e.Name == eventRecognized { // not given, as most calls need no map
 		data["evidence"] = string(x.call.Attempt.Evidence)
 	}
 	maps.Copy(data, e.more)

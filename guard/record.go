@@ -102,7 +102,7 @@ func (x *Call) join() error {
 	if s.policy.Verifier != nil || x.r.Header.Get(HeaderRollback) != "" { // what undoes is no task of the workflow (ADR 0125)
 		named = evidence.NamedWorkflowID(x.call.Workflow)
 	}
-	if parent := x.r.Header.Get(HeaderExecutionParent); parent != "" {
+	if parent := x.r.Header.Get(headerExecutionParent); parent != "" {
 		for _, workflow := range slices.Compact([]string{s.call.Workflow, named}) {
 			id, err := s.policy.Evidence.Parent(x.r.Context(), workflow, parent)
 			if err != nil {

@@ -38,9 +38,9 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	w.Header().Set(HeaderExecutionStatus, StatusRefused)
 	switch p.Kind() {
 	case problem.InDoubt:
-		w.Header().Set(HeaderExecutionStatus, StatusInDoubt)
+		w.Header().Set(HeaderExecutionStatus, statusInDoubt)
 	case problem.UpstreamUnreachable:
-		w.Header().Set(HeaderExecutionStatus, StatusReleased)
+		w.Header().Set(HeaderExecutionStatus, statusReleased)
 	}
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		w.Header().Set(headerExecutionRecognized, a.ID)
@@ -54,7 +54,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	}
 	status := StatusRefused
 	if x.doubtful {
-		status = StatusInDoubt
+		status = statusInDoubt
 	}
 	x.note(status, p.Kind().Slug)
 	x.action.Counts.Refused(p.Kind().Slug)

@@ -65,7 +65,7 @@ func (x *Call) planUndo(found execution.Finding) error {
 		}
 		return nil
 	}
-	if plan.Restores(x.r.Method) {
+	if plan.restores(x.r.Method) {
 		x.window = x.engine.Writes.Open(x.place(), x.call.Key)
 		err := x.imageBefore(plan, found)
 		if x.r.Context().Err() != nil {
@@ -107,7 +107,7 @@ func (x *Call) noSnapshot(why error) error {
 
 func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
 	switch {
-	case !plan.ReadsRequestBody() || x.capture.image != nil || encoded(x.r.Header):
+	case !plan.readsRequestBody() || x.capture.image != nil || encoded(x.r.Header):
 		return nil, false, nil
 	case x.body.Size() > checkpoint.MaxImage:
 		return nil, true, nil
@@ -655,9 +655,9 @@ type Decision struct {
 	plan *UndoPlan
 }
 
-// Restores reports whether GET shows what a call with this method changes, so that an image is
+// restores reports whether GET shows what a call with this method changes, so that an image is
 // needed.
-func (p *UndoPlan) Restores(method string) bool {
+func (p *UndoPlan) restores(method string) bool {
 	switch method {
 	case http.MethodPut, http.MethodPatch, http.MethodDelete:
 		return p.Restore
@@ -665,8 +665,8 @@ func (p *UndoPlan) Restores(method string) bool {
 	return false
 }
 
-// ReadsRequestBody says that Decide needs the request's body.
-func (p *UndoPlan) ReadsRequestBody() bool { return len(p.Needs.RequestBody) > 0 }
+// readsRequestBody says that Decide needs the request's body.
+func (p *UndoPlan) readsRequestBody() bool { return len(p.Needs.RequestBody) > 0 }
 
 // Decide says how a call is undone, before it leaves. src has all that is known of the call then;
 // imaged says that the target's state was read.
@@ -677,7 +677,7 @@ func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Deci
 		ExecutionID: src.ExecutionID, OnLost: p.Spec.OnLost, Auth: p.Spec.Auth,
 	}
 	switch {
-	case imaged && p.Restores(method):
+	case imaged && p.restores(method):
 		d.Way, d.Request = checkpoint.Restore, chosen(&src.Request, rollback.ImageRequestFields, false)
 		spec.OnChanged = p.OnChanged
 		spec.Verify = p.Verify
@@ -689,14 +689,14 @@ func (p *UndoPlan) Decide(method string, src *template.Source, imaged bool) Deci
 			return d
 		}
 		names := p.Needs.RequestHeader
-		if spec.Target = p.Restores(method); spec.Target {
+		if spec.Target = p.restores(method); spec.Target {
 			names = append(slices.Clone(names), rollback.ImageRequestFields...)
 		}
-		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.ReadsRequestBody())
+		d.Way, d.Request = checkpoint.Compensate, chosen(&src.Request, names, p.readsRequestBody())
 		spec.Compensate, spec.Status, spec.Protocol = p.Spec.Compensate, p.Spec.Status, p.Spec.Protocol
 	case p.Delegate != "":
 		d.Way, spec.Delegate, spec.Agent = checkpoint.Delegate, p.Delegate, p.Agent
-	case p.Restores(method):
+	case p.restores(method):
 		d.Reason = checkpoint.ReasonNoImage
 		return d
 	case p.Restore:

@@ -141,13 +141,13 @@ func IsUndo(ctx context.Context) bool { return ctx.Value(undoKey{}) != nil }
 
 type statelessKey struct{}
 
-// WithoutState marks a request that goes on although the breakers' recorded states are
+// withoutState marks a request that goes on although the breakers' recorded states are
 // unreadable: its route says `fail_open` (P4).
-func WithoutState(ctx context.Context) context.Context {
+func withoutState(ctx context.Context) context.Context {
 	return context.WithValue(ctx, statelessKey{}, true)
 }
 
-// IsWithoutState reports whether WithoutState marked the request.
+// IsWithoutState reports whether withoutState marked the request.
 func IsWithoutState(ctx context.Context) bool { return ctx.Value(statelessKey{}) != nil }
 
 // forwarder is a guard that has forwarded the request, and the one before it.

@@ -21,13 +21,16 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
-// Settings are the limits of a Detector. Zero values stand for the defaults.
+// Settings are the limits of a Detector. Zero values stand for the defaults. Failures that an error names are linked
+// at any distance.
 type Settings struct {
-	// Window is how far apart failures may be that are linked by their places in the DAG, and openings of breakers
-	// on one downstream, from 1 s to 1 h; by default 60 s. Those that an error names are linked at any distance.
-	Window time.Duration
+	// How far apart failures may be that belong together by their places in the workflow, from 1s to 1h.
+	// Default: 60s.
+	Window jsontime.Duration `json:"window,omitempty"`
 
 	nodes  int // most that are kept: 100,000 take about 60 MB
 	agents int // fewest that must have failed
@@ -39,9 +42,9 @@ const Quiet = 5 * time.Minute
 // Check fills in the defaults and checks the ranges. The error names the option that is out of its
 // range.
 func (s Settings) Check() (Settings, error) {
-	s.nodes, s.agents, s.Window = cmp.Or(s.nodes, 100_000), cmp.Or(s.agents, 3), cmp.Or(s.Window, time.Minute)
-	if s.Window < time.Second || s.Window > time.Hour {
-		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", s.Window)
+	s.nodes, s.agents, s.Window = cmp.Or(s.nodes, 100_000), cmp.Or(s.agents, 3), cmp.Or(s.Window, jsontime.Duration(time.Minute))
+	if window := time.Duration(s.Window); window < time.Second || window > time.Hour {
+		return s, fmt.Errorf("window is %s; it must be from 1s to 1h", window)
 	}
 	return s, nil
 }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // bench is a detector with a clock.
@@ -935,7 +936,7 @@ func FuzzEvents(f *testing.F) {
 
 func TestSettings(t *testing.T) {
 	for _, window := range []time.Duration{time.Millisecond, 2 * time.Hour} {
-		if _, err := (cascade.Settings{Window: window}).Check(); err == nil || !strings.HasPrefix(err.Error(), "window is ") {
+		if _, err := (cascade.Settings{Window: jsontime.Duration(window)}).Check(); err == nil || !strings.HasPrefix(err.Error(), "window is ") {
 			t.Errorf("%s: %v", window, err)
 		}
 	}

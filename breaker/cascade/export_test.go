@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // LatencyOf is a Latency that knows what is usual.
@@ -14,7 +16,7 @@ func (l *Latency) Spiking() bool { return l.spiking }
 
 // SettingsOf are settings with other limits; zero stands for the defaults.
 func SettingsOf(nodes, agents int, window time.Duration) Settings {
-	s, err := Settings{nodes: nodes, agents: agents, Window: window}.Check()
+	s, err := Settings{nodes: nodes, agents: agents, Window: jsontime.Duration(window)}.Check()
 	if err != nil {
 		panic(err)
 	}

@@ -29,6 +29,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -75,7 +76,7 @@ type Store interface {
 	// Resolved logs a decision and emits its event.
 	Resolved(key execution.Key, found *execution.Record, decision execution.Resolution)
 	// Keys returns the state of the key ring.
-	Keys(ctx context.Context) (*KeyStatus, error)
+	Keys(ctx context.Context) (*gateway.KeyStatus, error)
 	// Ledger returns the store's ledger; nil if there is none.
 	Ledger() *Ledger
 	// RotateKeys makes a new sealing key and returns its id; 0 while an earlier one waits for other gateways. If

@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
@@ -73,8 +74,8 @@ func (o *opened) Executions() *execution.Guard               { return o.guard }
 func (o *opened) Now(ctx context.Context) (time.Time, error) { return o.store.Now(ctx) }
 func (o *opened) Quota() *admin.Quota                        { return &admin.Quota{OpenExecutions: 9} }
 func (o *opened) Report() *admin.Report                      { return &admin.Report{Commits: 7} }
-func (o *opened) Keys(context.Context) (*admin.KeyStatus, error) {
-	return &admin.KeyStatus{Source: "file", Keys: make([]admin.Key, o.rotated+1)}, nil
+func (o *opened) Keys(context.Context) (*gateway.KeyStatus, error) {
+	return &gateway.KeyStatus{Source: "file", Keys: make([]gateway.Key, o.rotated+1)}, nil
 }
 
 func (o *opened) Nodes(ctx context.Context) ([]admin.Node, error) {
@@ -418,7 +419,7 @@ func (unhealthy) Now(context.Context) (time.Time, error) { return time.Time{}, s
 // Section "Admin API": keys are listed and rotated; a ring that is a value is printed.
 func TestKeys(t *testing.T) {
 	r, o := newRig(t)
-	var status admin.KeyStatus
+	var status gateway.KeyStatus
 	if r.get("keys", &status); len(status.Keys) != 1 {
 		t.Errorf("%+v", status)
 	}

@@ -265,49 +265,6 @@ func listNodes(q *request) (any, error) {
 	return NodeList{Nodes: all}, nil
 }
 
-// KeyStatus describes the key ring without its keys. Its members are an API.
-type KeyStatus struct {
-	// Source is "file", or "value" if the key is in the configuration.
-	Source string `json:"source"`
-	// File is the path of the key file.
-	File string `json:"file,omitempty"`
-	// Keys are the sealing keys by their numbers.
-	Keys []Key `json:"keys"`
-	// Resealing is the last re-sealing by this gateway since it opened the store. Of several gateways on a store one
-	// re-seals.
-	Resealing *Resealing `json:"resealing,omitempty"`
-	// Made is the id of the key that keys/rotate has made; absent if it made none.
-	Made uint32 `json:"made,omitempty"`
-	// Ring is, in an answer of keys/rotate, the whole ring with another sealing key and all its secrets, if the ring
-	// is given as a value: nothing was changed. It has to be put where the value is kept, of all gateways on the store.
-	Ring string `json:"ring,omitempty"`
-}
-
-// Key is one sealing key.
-type Key struct {
-	// ID is the number of the key.
-	ID uint32 `json:"id"`
-	// Created is when it was created.
-	Created time.Time `json:"created,omitzero"`
-	// Newest says that the key seals new values.
-	Newest bool `json:"newest"`
-	// InUse says that values may be sealed with it, so that the ring must keep it.
-	InUse bool `json:"in_use"`
-	// Until is when the last of these values expires, if known.
-	Until time.Time `json:"until,omitzero"`
-	// Lacking are the other gateways on the store that do not have the key yet: it seals once all have it.
-	Lacking []string `json:"lacking,omitempty"`
-}
-
-// Resealing is the progress of a pass.
-type Resealing struct {
-	execution.ResealProgress
-	// Done says that all values were read.
-	Done bool `json:"done"`
-	// Error is why the pass stopped; it will be retried.
-	Error string `json:"error,omitempty"`
-}
-
 // rotateKeys answers POST keys/rotate with the resulting keys.
 func rotateKeys(q *request) (any, error) {
 	made, ring, err := q.RotateKeys(q.Context())

@@ -117,7 +117,7 @@ func TestLedgerOfAFleet(t *testing.T) {
 		key, err := note.NewVerifier(keys[name])
 		return note.VerifierList(key), err
 	}
-	signer, jwks := issuerOf(t, gateway)
+	signer, jwks := issuerOf(t, gatewayID)
 	var b *logbook
 	for n, name := range slices.Backward(names) {
 		of, err := keysOf(name)
@@ -224,10 +224,10 @@ func issuerOf(t *testing.T, identity string) (*ect.Issuer, string) {
 }
 
 const (
-	agentA  = "spiffe://example.com/agent/a"
-	gateway = "spiffe://example.com/gateway"
-	someID  = "550e8400-e29b-41d4-a716-446655440000"
-	someWID = "a0b1c2d3-e4f5-6789-abcd-ef0123456789"
+	agentA    = "spiffe://example.com/agent/a"
+	gatewayID = "spiffe://example.com/gateway"
+	someID    = "550e8400-e29b-41d4-a716-446655440000"
+	someWID   = "a0b1c2d3-e4f5-6789-abcd-ef0123456789"
 )
 
 // unsigned is a token of level L1.
@@ -236,7 +236,7 @@ func unsigned(payload string) string { return base64.RawURLEncoding.EncodeToStri
 // event is the ledger event of a fresh token.
 func event(t *testing.T, issuer *ect.Issuer, action string) ledger.Event {
 	t.Helper()
-	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gateway}, Action: action, Workflow: someWID})
+	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gatewayID}, Action: action, Workflow: someWID})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -264,7 +264,7 @@ func (b *logbook) export() string {
 // key and against heads that were kept.
 func TestLedgerRoundTrip(t *testing.T) {
 	b := newLogbook(t)
-	signer, _ := issuerOf(t, gateway)
+	signer, _ := issuerOf(t, gatewayID)
 	b.record(event(t, signer, "checkpoint"))
 	kept := put(t, "head", says(t, "ledger", "head", "--note", "--address", b.address))
 	b.record(event(t, signer, "charge"), event(t, signer, "error"))
@@ -308,7 +308,7 @@ func TestLedgerRoundTrip(t *testing.T) {
 // What was altered is found and named, and nothing of it is printed.
 func TestLedgerVerifyTampered(t *testing.T) {
 	b, other := newLogbook(t), newLogbook(t)
-	signer, _ := issuerOf(t, gateway)
+	signer, _ := issuerOf(t, gatewayID)
 	for range 4 {
 		b.record(event(t, signer, "charge"))
 	}
@@ -408,15 +408,15 @@ func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	issuer, err := ect.NewIssuer(gateway, ring)
+	issuer, err := ect.NewIssuer(gatewayID, ring)
 	if err != nil {
 		t.Fatal(err)
 	}
-	public, err := ring.PublicSet(time.Now(), gateway)
+	public, err := ring.PublicSet(time.Now(), gatewayID)
 	if err != nil {
 		t.Fatal(err)
 	}
-	draft, err := issuer.Draft(time.Now(), ect.Claims{Audience: []string{gateway}, Action: "checkpoint", Workflow: someWID})
+	draft, err := issuer.Draft(time.Now(), ect.Claims{Audience: []string{gatewayID}, Action: "checkpoint", Workflow: someWID})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -426,7 +426,7 @@ func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
 	}
 	header, _ := ring.Header()
 	entry := func(header []byte, payload string) *ledger.Entry {
-		return &ledger.Entry{Leaf: []byte("a leaf"), Event: ledger.Event{ID: draft.ID(), Issuer: gateway, Header: header, Payload: []byte(payload)}}
+		return &ledger.Entry{Leaf: []byte("a leaf"), Event: ledger.Event{ID: draft.ID(), Issuer: gatewayID, Header: header, Payload: []byte(payload)}}
 	}
 	found, err := newSignatures(put(t, "keys", string(public)))
 	if err != nil {
@@ -457,18 +457,18 @@ func TestLedgerVerifySignaturesBesideTheTree(t *testing.T) {
 // With public keys the tokens are verified too; what nobody has keys for is counted, and
 // one that is false is named.
 func TestLedgerVerifyTokens(t *testing.T) {
-	signer, jwks := issuerOf(t, gateway)
+	signer, jwks := issuerOf(t, gatewayID)
 	agent, _ := issuerOf(t, agentA)
-	forger, _ := issuerOf(t, gateway)
+	forger, _ := issuerOf(t, gatewayID)
 	b := newLogbook(t)
 	bare := ledger.Event{ID: "bare", Payload: []byte(unsigned(`{"jti":"` + someID + `"}`))}
 	b.record(event(t, signer, "checkpoint"), event(t, agent, "charge"), bare, event(t, signer, "error"), event(t, forger, "forged"))
 	file := b.export()
 	doc := document[proved](t, b.evidenceArgs("verify", file, "--jwks", jwks)...)
-	if s := doc.Signatures; s == nil || s.Verified != 2 || s.Unsigned != 1 || len(s.Unknown) != 2 || s.Unknown[agentA] != 1 || s.Unknown[gateway] != 1 {
+	if s := doc.Signatures; s == nil || s.Verified != 2 || s.Unsigned != 1 || len(s.Unknown) != 2 || s.Unknown[agentA] != 1 || s.Unknown[gatewayID] != 1 {
 		t.Errorf("%+v", doc.Signatures)
 	}
-	want := "tokens   2 signatures hold, 1 entries are not signed, 2 NOT LOOKED AT for want of the keys of " + agentA + ", " + gateway + "\n"
+	want := "tokens   2 signatures hold, 1 entries are not signed, 2 NOT LOOKED AT for want of the keys of " + agentA + ", " + gatewayID + "\n"
 	if out := says(t, b.evidenceArgs("verify", file, "--jwks", jwks)...); !strings.Contains(out, want) {
 		t.Errorf("%s", out)
 	}
@@ -490,7 +490,7 @@ func TestLedgerVerifyTokens(t *testing.T) {
 // A listing has what the entries say, in their order.
 func TestLedgerList(t *testing.T) {
 	b := newLogbook(t)
-	signer, _ := issuerOf(t, gateway)
+	signer, _ := issuerOf(t, gatewayID)
 	first, second := event(t, signer, "checkpoint"), event(t, signer, "charge")
 	evil := ledger.Event{ID: "x", Action: "\x1b[2J", Parents: []string{first.ID}, Payload: []byte("p")}
 	b.record(first, second, evil)
@@ -516,7 +516,7 @@ func TestLedgerList(t *testing.T) {
 	}
 	out := strings.Split(says(t, b.evidenceArgs("list", file)...), "\n")
 	if len(out) != 5 || strings.Join(strings.Fields(out[0]), " ") != "INDEX RECORDED ACTION ISSUER WORKFLOW ID" ||
-		!strings.HasSuffix(out[1], gateway+"  "+someWID+"  "+first.ID) || !strings.Contains(out[3], `"\x1b[2J"`) || strings.Contains(out[3], "\x1b") {
+		!strings.HasSuffix(out[1], gatewayID+"  "+someWID+"  "+first.ID) || !strings.Contains(out[3], `"\x1b[2J"`) || strings.Contains(out[3], "\x1b") {
 		t.Errorf("%q", out)
 	}
 	nothing, hint, err := run(t, b.evidenceArgs("list", file, "--id", "none")...)

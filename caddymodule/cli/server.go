@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
 
@@ -202,21 +203,21 @@ Make a new copy of the key file afterwards: older copies lack the key.`,
 }
 
 // adviseRotation says what is to be done after keys rotate.
-func adviseRotation(status *admin.KeyStatus) string {
+func adviseRotation(status *gateway.KeyStatus) string {
 	switch {
 	case status.Ring != "":
 		return "The ring is given as a value, and was not changed. This is it with another key, and with all its secrets: put it where the value " +
 			"is kept, for every gateway on the store, and load their configurations again."
 	case status.Made == 0:
 		return "No key was made: the one of before does not seal yet. Copy the key file to the gateways that lack it, and load their configurations again."
-	case slices.ContainsFunc(status.Keys, func(k admin.Key) bool { return len(k.Lacking) > 0 }):
+	case slices.ContainsFunc(status.Keys, func(k gateway.Key) bool { return len(k.Lacking) > 0 }):
 		return "Copy the key file to the gateways that lack the key, and load their configurations again. Copy it to your backup, too: older copies " +
 			"cannot open what will be sealed."
 	}
 	return "Copy the key file anew: older copies cannot open what is sealed from now on."
 }
 
-func describeKeys(status *admin.KeyStatus, now time.Time) string {
+func describeKeys(status *gateway.KeyStatus, now time.Time) string {
 	if status.Ring != "" { // of keys rotate, for a file
 		return status.Ring
 	}
@@ -225,7 +226,7 @@ func describeKeys(status *admin.KeyStatus, now time.Time) string {
 		source = "in " + printable(status.File)
 	}
 	lacking := ""
-	keys := tableOf(now, status.Keys, func(key *admin.Key) []any {
+	keys := tableOf(now, status.Keys, func(key *gateway.Key) []any {
 		use := "unused"
 		switch {
 		case key.Newest:
@@ -246,7 +247,7 @@ func describeKeys(status *admin.KeyStatus, now time.Time) string {
 	return text
 }
 
-func describeResealing(r *admin.Resealing, now time.Time) string {
+func describeResealing(r *gateway.Resealing, now time.Time) string {
 	state := "running"
 	switch {
 	case r.Error != "":

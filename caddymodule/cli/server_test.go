@@ -13,6 +13,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 )
 
@@ -90,7 +91,7 @@ func TestNodes(t *testing.T) {
 func gatewayKeys() *admin.Identity {
 	at := time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)
 	return &admin.Identity{
-		Name: gateway, File: "/data/agent_guard.identity", Algorithm: "EdDSA",
+		Name: gatewayID, File: "/data/agent_guard.identity", Algorithm: "EdDSA",
 		Keys: []admin.IdentityKey{
 			{ID: strings.Repeat("r", 43), Algorithm: "ES256", Until: at.Add(-72 * time.Hour), Revoked: true},
 			{ID: strings.Repeat("a", 43), Algorithm: "ES256", Created: at.Add(-90 * 24 * time.Hour), Until: at.Add(-time.Second)},
@@ -117,7 +118,7 @@ func TestIdentityAsks(t *testing.T) {
 	} {
 		command := strings.Fields(args)
 		out, hint, err := server.run(t, command...)
-		if err != nil || strings.Join(server.asked, "\n") != want || !strings.HasPrefix(out, "The gateway is "+gateway+", and makes keys for EdDSA.\n") {
+		if err != nil || strings.Join(server.asked, "\n") != want || !strings.HasPrefix(out, "The gateway is "+gatewayID+", and makes keys for EdDSA.\n") {
 			t.Errorf("%s asks %s: %v\n%s", args, server.asked, err, out)
 		}
 		if strings.Contains(args, "rotate") != strings.HasPrefix(hint, "Copy the key file anew. ") {
@@ -206,11 +207,11 @@ func TestEscalationsAsk(t *testing.T) {
 // Section "CLI": what is said of keys, in every state that they can be in.
 func TestDescribeKeys(t *testing.T) {
 	now := time.Date(2026, 11, 20, 14, 0, 0, 0, time.UTC)
-	status := &admin.KeyStatus{Source: "file", File: "/data/guard.key", Keys: []admin.Key{
+	status := &gateway.KeyStatus{Source: "file", File: "/data/guard.key", Keys: []gateway.Key{
 		{ID: 1, Created: now.AddDate(0, -6, 0)},
 		{ID: 2, Created: now.AddDate(0, -1, 0), InUse: true, Until: now.Add(5 * time.Hour)},
 		{ID: 3, Created: now.Add(-time.Minute), Newest: true, InUse: true},
-	}, Resealing: &admin.Resealing{Done: true, ResealProgress: execution.ResealProgress{
+	}, Resealing: &gateway.Resealing{Done: true, ResealProgress: execution.ResealProgress{
 		Key: 3, Seen: 10, Resealed: 7, Damaged: 1, Finished: now.Add(-time.Second), Left: []execution.KeyLeft{{ID: 2, Records: 1, Results: 2}},
 	}}}
 	out := describeKeys(status, now)
@@ -225,7 +226,7 @@ Key 2 still has 1 records and 2 parts of answers.
 	if out != want {
 		t.Errorf("got\n%s\nwant\n%s", out, want)
 	}
-	for want, r := range map[string]*admin.Resealing{
+	for want, r := range map[string]*gateway.Resealing{
 		"Re-sealing to key 2: running; 3 values seen, 0 sealed anew, 0 damaged.":                                     {ResealProgress: execution.ResealProgress{Key: 2, Seen: 3}},
 		"Re-sealing to key 2: stopped, and will be tried again: disk full; 0 values seen, 0 sealed anew, 0 damaged.": {ResealProgress: execution.ResealProgress{Key: 2}, Error: "disk full"},
 	} {
@@ -233,22 +234,22 @@ Key 2 still has 1 records and 2 parts of answers.
 			t.Errorf("got %q, want %q", got, want)
 		}
 	}
-	status.Resealing, status.Keys[1].Newest, status.Keys[2] = nil, true, admin.Key{ID: 3, Lacking: []string{"b", "c"}}
+	status.Resealing, status.Keys[1].Newest, status.Keys[2] = nil, true, gateway.Key{ID: 3, Lacking: []string{"b", "c"}}
 	if out := describeKeys(status, now); !strings.Contains(out, "3    waits   -                                -\nKey 3 seals once all gateways on the store have it. It is missing at: b, c.\n") {
 		t.Errorf("got\n%s", out)
 	}
 	status.Made = 3
-	for want, of := range map[string]*admin.KeyStatus{
+	for want, of := range map[string]*gateway.KeyStatus{
 		"Copy the key file to the gateways that lack": status, "No key was made": {}, "Copy the key file anew": {Made: 2}, "with all its secrets": {Ring: "{}"},
 	} {
 		if got := adviseRotation(of); !strings.HasPrefix(got, want) && (of.Ring == "" || !strings.Contains(got, want)) {
 			t.Errorf("got %q, want %q", got, want)
 		}
 	}
-	if out := describeKeys(&admin.KeyStatus{Ring: "{}\n"}, now); out != "{}\n" { // for a file
+	if out := describeKeys(&gateway.KeyStatus{Ring: "{}\n"}, now); out != "{}\n" { // for a file
 		t.Errorf("got %q", out)
 	}
-	if out := describeKeys(&admin.KeyStatus{Source: "value"}, now); !strings.Contains(out, "given as a value") {
+	if out := describeKeys(&gateway.KeyStatus{Source: "value"}, now); !strings.Contains(out, "given as a value") {
 		t.Error(out)
 	}
 }

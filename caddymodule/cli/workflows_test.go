@@ -103,7 +103,7 @@ func TestValidateRefuses(t *testing.T) {
 // eventOf is the ledger event of a token with parents and extensions, in a workflow.
 func eventOf(t *testing.T, issuer *ect.Issuer, action, wid string, ext *ect.ExtBuilder, parents ...string) ledger.Event {
 	t.Helper()
-	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gateway}, Action: action, Workflow: wid, Parents: parents, Ext: ext})
+	token, err := issuer.Issue(time.Now(), ect.Claims{Audience: []string{gatewayID}, Action: action, Workflow: wid, Parents: parents, Ext: ext})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -116,7 +116,7 @@ func eventOf(t *testing.T, issuer *ect.Issuer, action, wid string, ext *ect.ExtB
 // those that can begin, and what holds the others.
 func TestProgressFromALedger(t *testing.T) {
 	b := newLogbook(t)
-	guard, _ := issuerOf(t, gateway)
+	guard, _ := issuerOf(t, gatewayID)
 	agent, _ := issuerOf(t, "spiffe://example.com/agent")
 	outcome := func(execution, verdict string) *ect.ExtBuilder {
 		return new(ect.ExtBuilder).Text("agent_guard.execution", execution).Text("agent_guard.outcome", verdict)
@@ -126,7 +126,7 @@ func TestProgressFromALedger(t *testing.T) {
 	}
 	file := put(t, "trip.json", blocks(t, "workflows.md", "json")[0])
 	progress := func(export string, more ...string) []string {
-		return append([]string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key(origin), "--workflow", someWID, "--gateway", gateway}, more...)
+		return append([]string{"workflows", "progress", file, export, "--origin", origin, "--key", b.ledger.Key(origin), "--workflow", someWID, "--gateway", gatewayID}, more...)
 	}
 
 	// The gateway's own record of a call without tokens is done.

@@ -94,11 +94,29 @@ type Circuits struct {
 
 // Settings say when a failure that spreads is a cascade, and what happens then.
 type Settings struct {
-	// Do is Alert, Pause or TripRoot.
-	Do       string
-	Detector cascade.Settings
-	// Escalate is how many agents may be affected before people are asked.
-	Escalate int
+	// `alert`: nothing else happens. `pause`: its workflows are paused, by an escalation of level 1,
+	// until a person resumes them. `open`: the circuit breakers of the upstream where it began are opened
+	// for a cooldown. Default: alert.
+	Do string `json:"do,omitempty"`
+
+	// How many agents may be affected before people are asked, from 1. Default: 3.
+	Escalate int `json:"escalate,omitempty"`
+
+	cascade.Settings
+}
+
+// Check fills in the defaults and checks the ranges. The error names the option.
+func (s Settings) Check() (Settings, error) {
+	s.Do, s.Escalate = cmp.Or(s.Do, Alert), cmp.Or(s.Escalate, 3)
+	switch {
+	case s.Do != Alert && s.Do != Pause && s.Do != TripRoot:
+		return s, fmt.Errorf("%q is unknown; use %s, %s or %s", s.Do, Alert, Pause, TripRoot)
+	case s.Escalate < 1:
+		return s, fmt.Errorf("escalate is %d; it must be a number from 1", s.Escalate)
+	}
+	var err error
+	s.Settings, err = s.Settings.Check()
+	return s, err
 }
 
 // What happens when a failure spreads.
@@ -128,7 +146,7 @@ type Topology struct {
 // Open makes the watch, with what an earlier process has stored.
 func Open(ctx context.Context, o Options) (*Watch, error) {
 	w := &Watch{
-		o: o, detector: cascade.New(o.Settings.Detector), input: make(chan func(context.Context) []cascade.Change, maxInput),
+		o: o, detector: cascade.New(o.Settings.Settings), input: make(chan func(context.Context) []cascade.Change, maxInput),
 		settings: o.Settings, pending: map[string]cascade.Change{}, answered: map[string]uint64{},
 		ended: make(chan struct{}),
 	}
@@ -325,7 +343,7 @@ func (w *Watch) inspect() {
 	}
 	if look.Settings != w.settings {
 		w.settings = look.Settings
-		w.detector.Configure(look.Settings.Detector)
+		w.detector.Configure(look.Settings.Settings)
 	}
 	now := time.Now()
 	w.topology.Store(&look.Topology)

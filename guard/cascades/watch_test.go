@@ -76,11 +76,9 @@ func rigOn(t *testing.T, st store.Store, sealer *seal.Ring) *rig {
 	if err := r.recorder.Evidence.SignWhenShown(t.Context(), keys); err != nil {
 		t.Fatal(err)
 	}
-	detector, err := cascade.Settings{}.Check()
-	if err != nil {
+	if r.look.Settings, err = (Settings{}).Check(); err != nil {
 		t.Fatal(err)
 	}
-	r.look.Settings = Settings{Do: Alert, Detector: detector, Escalate: 3}
 	r.open()
 	return r
 }

@@ -47,6 +47,7 @@ var layers = []layer{
 	}, leaves...), tests: []string{"guard", "ect", "internal"}},
 	{part: "guard/circuits!", may: append([]string{"breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard/cascades!", may: append([]string{"guard/hitl!", "guard/evidence!", "guard/api!", "ect", "breaker"}, leaves...), tests: []string{"guard", "internal"}},
+	{part: "guard/gateway!", may: append([]string{"guard!", "guard/execution!"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/protocol!", "guard/problem!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
