@@ -75,7 +75,11 @@ func (s Set[T]) read(segment caddyfile.Segment, kind string, into T, at map[stri
 	case !stood:
 		at[name] = segment
 	case !opt.Several:
-		return fmt.Errorf("%s stands twice; it stands on line %d already", name, before[0].Line)
+		where := fmt.Sprintf("on line %d", before[0].Line)
+		if file := before[0].File; file != segment[0].File {
+			where = fmt.Sprintf("at %s:%d", file, before[0].Line)
+		}
+		return fmt.Errorf("%s stands twice; it stands %s already", name, where)
 	}
 	// A separate dispenser, so that leftovers of the option, such as a block that it does not
 	// take, are not read as the next option.

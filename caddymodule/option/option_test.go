@@ -53,7 +53,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// Errors in a file that is imported name that file alone.
+// Errors in a file that is imported name that file alone, and where an option stands in another file.
 func TestErrorsOfImports(t *testing.T) {
 	word := func(d *caddyfile.Dispenser, into *string) error {
 		if !d.Args(into) {
@@ -75,6 +75,8 @@ func TestErrorsOfImports(t *testing.T) {
 			"scheme: colour: wrong number of arguments; the syntax is `colour <word>`, at imported:1"},
 		{"paint {\nscheme {\n", "shade dark\n", "}\n}",
 			`scheme: a scheme has no option "shade"; it has colour, at imported:1`},
+		{"paint {\ncolour red\n", "colour blue\n", "}",
+			"colour stands twice; it stands at main:2 already, at imported:1"},
 	} {
 		var tokens []caddyfile.Token
 		for _, file := range [][2]string{{c.begin, "main"}, {c.imported, "imported"}, {c.end, "main"}} {
