@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"maps"
 	"math"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -390,14 +389,11 @@ func placeOf(at caddyfile.Token) string {
 // withPlace adds a place from the configuration to err, unless err already has a more
 // precise one. Caddy passes errors of modules on as text.
 func withPlace(err error, place string) error {
-	if err == nil || place == "" || endsInPlace.MatchString(err.Error()) {
+	if err == nil || place == "" || option.HasPlace(err) {
 		return err
 	}
 	return fmt.Errorf("%w, at %s", err, place)
 }
-
-// endsInPlace matches a place at the end of an error.
-var endsInPlace = regexp.MustCompile(`, at [^\n]+:[0-9]+( import chain \[[^\n]*\])?$`)
 
 // The following functions parse arguments of an option. d is before them.
 

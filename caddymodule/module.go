@@ -516,7 +516,7 @@ func (h *Handler) claimName(helper httpcaddyfile.Helper) error {
 		names[name] = claimed{at, h.Shared, 1}
 		return nil
 	case !first.shared || !h.Shared:
-		return option.ErrorAt(at, sameName(name, strings.TrimPrefix(option.ErrorAt(first.at, errors.New("")).Error(), ", at "), first.count+1))
+		return option.ErrorAt(at, sameName(name, placeOf(first.at), first.count+1))
 	}
 	first.count++
 	names[name] = first

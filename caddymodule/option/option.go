@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -74,7 +75,11 @@ func (s Set[T]) read(segment caddyfile.Segment, kind string, into T, at map[stri
 	case !stood:
 		at[name] = segment
 	case !opt.Several:
-		return fmt.Errorf("%s stands twice; it stands on line %d already", name, before[0].Line)
+		where := fmt.Sprintf("on line %d", before[0].Line)
+		if file := before[0].File; file != segment[0].File {
+			where = fmt.Sprintf("at %s:%d", file, before[0].Line)
+		}
+		return fmt.Errorf("%s stands twice; it stands %s already", name, where)
 	}
 	// A separate dispenser, so that leftovers of the option, such as a block that it does not
 	// take, are not read as the next option.
@@ -94,7 +99,7 @@ func (s Set[T]) read(segment caddyfile.Segment, kind string, into T, at map[stri
 	if opt.Named && len(segment) > 1 && !strings.Contains("{", segment[1].Text) {
 		label += " " + segment[1].Text
 	}
-	if errors.Is(err, ErrSyntax) && !hasPlace(err, segment[0]) {
+	if errors.Is(err, ErrSyntax) && !HasPlace(err) {
 		return fmt.Errorf("%s: %w; the syntax is `%s`", label, err, strings.TrimSpace(name+" "+opt.Usage))
 	}
 	return fmt.Errorf("%s: %w", label, err)
@@ -102,7 +107,7 @@ func (s Set[T]) read(segment caddyfile.Segment, kind string, into T, at map[stri
 
 // ErrorAt adds the place of a token to err, unless err already has a more precise one.
 func ErrorAt(at caddyfile.Token, err error) error {
-	if hasPlace(err, at) {
+	if HasPlace(err) {
 		return err
 	}
 	d := caddyfile.NewDispenser([]caddyfile.Token{at})
@@ -110,7 +115,8 @@ func ErrorAt(at caddyfile.Token, err error) error {
 	return d.WrapErr(err)
 }
 
-// hasPlace matches the places that dispensers add.
-func hasPlace(err error, at caddyfile.Token) bool {
-	return strings.Contains(err.Error(), ", at "+at.File+":")
-}
+// HasPlace reports whether err ends in a place, of whatever file.
+func HasPlace(err error) bool { return endsInPlace.MatchString(err.Error()) }
+
+// endsInPlace matches the places that dispensers add.
+var endsInPlace = regexp.MustCompile(`, at [^\n]+:[0-9]+( import chain \[[^\n]*\])?$`)

@@ -52,3 +52,45 @@ func TestErrors(t *testing.T) {
 		}
 	}
 }
+
+// Errors in a file that is imported name that file alone, and where an option stands in another file.
+func TestErrorsOfImports(t *testing.T) {
+	word := func(d *caddyfile.Dispenser, into *string) error {
+		if !d.Args(into) {
+			return option.ErrSyntax
+		}
+		return nil
+	}
+	scheme := option.Set[*string]{"colour": {Usage: "<word>", Parse: word}}
+	set := option.Set[*string]{
+		"colour": {Usage: "<word>", Parse: word},
+		"scheme": {Usage: "{ ... }", Parse: func(d *caddyfile.Dispenser, into *string) error {
+			return scheme.Read(d, "a scheme", into, map[string]caddyfile.Segment{})
+		}},
+	}
+	for _, c := range []struct{ begin, imported, end, want string }{
+		{"paint {\n", "colour red blue\n", "}",
+			"colour: wrong number of arguments; the syntax is `colour <word>`, at imported:1"},
+		{"paint {\nscheme {\n", "colour red blue\n", "}\n}",
+			"scheme: colour: wrong number of arguments; the syntax is `colour <word>`, at imported:1"},
+		{"paint {\nscheme {\n", "shade dark\n", "}\n}",
+			`scheme: a scheme has no option "shade"; it has colour, at imported:1`},
+		{"paint {\ncolour red\n", "colour blue\n", "}",
+			"colour stands twice; it stands at main:2 already, at imported:1"},
+	} {
+		var tokens []caddyfile.Token
+		for _, file := range [][2]string{{c.begin, "main"}, {c.imported, "imported"}, {c.end, "main"}} {
+			more, err := caddyfile.Tokenize([]byte(file[0]), file[1])
+			if err != nil {
+				t.Fatal(err)
+			}
+			tokens = append(tokens, more...)
+		}
+		d := caddyfile.NewDispenser(tokens)
+		d.Next()
+		err := set.Read(d, "paint", new(string), map[string]caddyfile.Segment{})
+		if err == nil || err.Error() != c.want {
+			t.Errorf("%v\nwant %s", err, c.want)
+		}
+	}
+}
