@@ -84,14 +84,22 @@ func (q *queue) waitForMore() {
 	}
 	// Clients that were just answered commit again at once, and need this processor to do
 	// so; a sleep would be too long.
-	begun := time.Now()
-	for time.Since(begun) < q.wait/6 {
-		if n := q.length(); n < 0 || n >= expected {
+	begun, yields := time.Now(), q.wait/6
+	// Few have often all come before the wait is over; for many, looking costs more than it saves.
+	nap := yields
+	if expected >= manyCommits {
+		nap = q.wait - yields
+	}
+	for n := q.length(); n >= 0 && n < expected; n = q.length() {
+		switch waited := time.Since(begun); {
+		case waited < yields:
+			runtime.Gosched()
+		case waited < q.wait:
+			pause(nap)
+		default:
 			return
 		}
-		runtime.Gosched()
 	}
-	pause(q.wait - q.wait/6)
 }
 
 // length is the number of waiting batches, or -1 if the queue is closed.
