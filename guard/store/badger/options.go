@@ -80,7 +80,7 @@ const (
 	// defaultGroup is the number of concurrent commits from which on waiting for more pays.
 	defaultGroup = 4
 	// manyCommits is the number of concurrent commits from which on a leader waits in one piece.
-	manyCommits = 16
+	manyCommits = 8
 )
 
 func (o Options) withDefaults() Options {
