@@ -8,104 +8,98 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger/wal"
 )
 
-// queue hands all waiting batches to the committer: one slice fills while the committer
-// works on the other.
+// queue holds the batches that wait for their commit. The caller of the first one leads: it commits
+// its own batch and all that wait by then, on its own goroutine, and hands the lead to the first of
+// those that came meanwhile.
 type queue struct {
 	wait time.Duration // the longest
 
 	mu      sync.Mutex
 	waiting []*batch
-	spare   []*batch
+	led     bool
 	closed  bool
+	leading sync.WaitGroup // done once nobody leads
 
-	wake chan struct{} // a batch waits, or the queue was closed
-
-	// inFlight is the recent number of concurrent commits, in sixteenths.
-	inFlight atomic.Int64
+	inFlight int // the recent number of concurrent commits, in sixteenths; the leader's
 }
 
-// put queues b, or fails where the queue was closed.
+// put queues b, which leads if no other batch does, or fails where the queue was closed.
 func (q *queue) put(b *batch) error {
 	q.mu.Lock()
+	defer q.mu.Unlock()
 	if q.closed {
-		q.mu.Unlock()
 		return store.ErrClosed
 	}
 	q.waiting = append(q.waiting, b)
-	first := len(q.waiting) == 1
-	q.mu.Unlock()
-	if first {
-		signal(q.wake)
+	if !q.led {
+		q.led = true
+		q.leading.Add(1)
+		b.turn <- true
 	}
 	return nil
 }
 
-// await returns true when batches wait and others had time to join, or false when the queue
-// is closed and empty.
-func (q *queue) await() bool {
-	for {
-		q.mu.Lock()
-		some, closed := len(q.waiting) > 0, q.closed
-		q.mu.Unlock()
-		switch {
-		case some:
-			q.waitForMore()
-			return true
-		case closed:
-			return false
-		}
-		<-q.wake
-	}
-}
-
-// take returns the waiting batches in order. The slice is valid until the next take.
-func (q *queue) take() []*batch {
+// take moves to group the waiting batches that fit into one frame, in order, at least the first.
+func (q *queue) take(group []*batch) []*batch {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	group := q.waiting
-	q.waiting, q.spare = q.spare[:0], group
+	n := fitting(q.waiting)
+	group = append(group[:0], q.waiting[:n]...)
+	q.waiting = slices.Delete(q.waiting, 0, n)
 	return group
 }
 
-// idle reports whether no batch waits and few came recently.
-func (q *queue) idle() bool {
-	return q.expected() < defaultGroup && q.length() == 0
+// handOn gives the lead to the first batch that waits.
+func (q *queue) handOn() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if len(q.waiting) > 0 {
+		q.waiting[0].turn <- true
+		return
+	}
+	q.led = false
+	q.leading.Done()
 }
-
-func (q *queue) expected() int { return int(q.inFlight.Load()+8) / 16 }
 
 // countInFlight records n batches that are about to be answered; with those that wait they
 // are the concurrent commits.
 func (q *queue) countInFlight(n int) {
-	now, before := 16*int64(n+max(q.length(), 0)), q.inFlight.Load()
+	now := 16 * (n + max(q.length(), 0))
 	// Quick to rise, so that a burst takes effect at once.
-	q.inFlight.Store(max(now, before+(now-before)/4))
+	q.inFlight = max(now, q.inFlight+(now-q.inFlight)/4)
 }
 
 // waitForMore lets more commits of a burst join the group and share its sync. With few
 // commits in flight it does not wait.
 func (q *queue) waitForMore() {
-	expected := q.expected()
+	expected := (q.inFlight + 8) / 16
 	if q.wait <= 0 || expected < defaultGroup {
 		return
 	}
 	// Clients that were just answered commit again at once, and need this processor to do
 	// so; a sleep would be too long.
-	begun := time.Now()
-	for time.Since(begun) < q.wait/6 {
-		if n := q.length(); n < 0 || n >= expected {
+	begun, yields := time.Now(), q.wait/6
+	// Few have often all come before the wait is over; for many, looking costs more than it saves.
+	nap := yields
+	if expected >= manyCommits {
+		nap = q.wait - yields
+	}
+	for n := q.length(); n >= 0 && n < expected; n = q.length() {
+		switch waited := time.Since(begun); {
+		case waited < yields:
+			runtime.Gosched()
+		case waited < q.wait:
+			pause(nap)
+		default:
 			return
 		}
-		runtime.Gosched()
 	}
-	pause(q.wait - q.wait/6)
 }
 
 // length is the number of waiting batches, or -1 if the queue is closed.
@@ -118,12 +112,12 @@ func (q *queue) length() int {
 	return len(q.waiting)
 }
 
-// close refuses further batches; take still returns those that wait.
+// close refuses further batches, and returns when those that wait are committed.
 func (q *queue) close() {
 	q.mu.Lock()
 	q.closed = true
 	q.mu.Unlock()
-	signal(q.wake)
+	q.leading.Wait()
 }
 
 func signal(c chan struct{}) {
@@ -142,8 +136,9 @@ type batch struct {
 	size   int // of its changes in a frame, and about their size in memory
 	placed int // of that, what sequences will make at most
 
-	// The result, set before the send to done.
-	done    chan struct{}
+	turn chan bool // true: its caller leads; false: the result is set
+
+	// The result.
 	version store.Version
 	err     error
 	failed  int    // index of the write whose condition failed, or -1
@@ -171,7 +166,7 @@ const (
 	maxInline = 32 << 10
 )
 
-var batches = sync.Pool{New: func() any { return &batch{done: make(chan struct{}, 1)} }}
+var batches = sync.Pool{New: func() any { return &batch{turn: make(chan bool, 1)} }}
 
 // newBatch encodes writes on the caller's goroutine, so that the committer only fills in
 // versions and pointers.
@@ -241,13 +236,13 @@ func newBatch(writes []store.Write, now time.Time) *batch {
 
 func (b *batch) finish(err error) {
 	b.err = err
-	b.done <- struct{}{}
+	b.turn <- false
 }
 
 // release returns the batch to the pool; the overlay keeps the encoded values.
 func (b *batch) release() {
 	clear(b.staged)
-	*b = batch{done: b.done, staged: b.staged[:0]}
+	*b = batch{turn: b.turn, staged: b.staged[:0]}
 	batches.Put(b)
 }
 
@@ -258,15 +253,13 @@ const maxFrame = 6 << 20
 // maxGroupBulk bounds the memory of one group's large bulk values, in bytes.
 const maxGroupBulk = 8 << 20
 
-// committer commits one group at a time: one frame of the log, one sync for all waiting
-// batches. An uncontended commit runs on the caller's goroutine: two goroutine switches
-// cost as much as the fsync.
+// committer commits one group at a time: one frame of the log, one sync for all its batches.
 type committer struct {
 	*Store
-	mu   sync.Mutex    // held during a commit
 	next store.Version // the next version to give
 
 	// Scratch, one group after the other.
+	group   []*batch
 	values  []*bulkValue
 	frame   []byte
 	name    []byte // of a key
@@ -274,36 +267,18 @@ type committer struct {
 	places  []*store.Place
 }
 
-func (c *committer) run() {
-	for c.queue.await() {
-		c.mu.Lock()
-		for waiting := c.queue.take(); len(waiting) > 0; {
-			n := fitting(waiting)
-			c.commitGroup(waiting[:n])
-			waiting = waiting[n:]
+// lead commits a group on the goroutine of its first batch. A goroutine of the committer's own would cost
+// every commit two switches.
+func (c *committer) lead() {
+	defer func() {
+		if r := recover(); r != nil {
+			go panic(r) // net/http would go on, though memory may not agree with the log (P1)
 		}
-		c.mu.Unlock()
-	}
-}
-
-// commitInline commits b on the caller's goroutine if no other commit is running or
-// expected. Commits that arrive meanwhile queue for the committer.
-func (c *committer) commitInline(b *batch) bool {
-	if !c.queue.idle() || !c.mu.TryLock() {
-		return false
-	}
-	defer c.mu.Unlock()
-	if !c.queue.idle() {
-		return false
-	}
-	c.commitGroup([]*batch{b})
-	return true
-}
-
-// wait returns when the last commit is done, once the queue is closed.
-func (c *committer) wait() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	}()
+	c.queue.waitForMore()
+	c.group = c.queue.take(c.group)
+	c.commitGroup(c.group)
+	c.queue.handOn()
 }
 
 // fitting is how many batches from the first on fit into one frame, at least one.

@@ -79,6 +79,40 @@ func TestOneSyncForAGroup(t *testing.T) {
 	}
 }
 
+// P2: Close lets the commits that wait become durable, and refuses later ones.
+func TestCloseAwaitsCommits(t *testing.T) {
+	s, d := newFaulty(t, Options{})
+	h := hold(t, s, d)
+	const n = 3
+	var all sync.WaitGroup
+	results := make([]error, n)
+	for i := range n {
+		h.queue(t, results, i, &all, put(fmt.Sprintf("key-%d", i), "1"))
+	}
+	closed := make(chan error, 1)
+	go func() { closed <- s.Close() }()
+	for s.queue.length() >= 0 {
+		runtime.Gosched()
+	}
+	_, err := s.Commit(t.Context(), put("late", "1"))
+	wantErr(t, "a commit after the close", err, store.ErrClosed)
+	select {
+	case err := <-closed:
+		t.Fatalf("closed beside a commit: %v", err)
+	default:
+	}
+	h.let(nil)
+	all.Wait()
+	if err := errors.Join(append(results, <-closed)...); err != nil {
+		t.Fatal(err)
+	}
+	again := reopenWith(t, s.dir, Options{}, osDisk{})
+	wantValue(t, again, "held", "1")
+	for i := range n {
+		wantValue(t, again, fmt.Sprintf("key-%d", i), "1")
+	}
+}
+
 func TestBatchesOfAGroupSeeEachOther(t *testing.T) {
 	s, d := newFaulty(t, Options{})
 	old := mustCommit(t, s, put("b", "old"))

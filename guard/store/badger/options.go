@@ -79,6 +79,8 @@ const (
 	defaultVerifyEvery = 24 * time.Hour
 	// defaultGroup is the number of concurrent commits from which on waiting for more pays.
 	defaultGroup = 4
+	// manyCommits is the number of concurrent commits from which on a leader waits in one piece.
+	manyCommits = 8
 )
 
 func (o Options) withDefaults() Options {

@@ -82,9 +82,8 @@ type Store struct {
 	reserved    reservation // guarded by checking
 
 	closing    chan struct{} // closed first
-	committed  chan struct{} // closed when the committer has ended
+	committed  chan struct{} // closed when no commit is under way
 	background sync.WaitGroup
-	committing sync.WaitGroup
 	applying   sync.WaitGroup
 	closeOnce  sync.Once
 }
@@ -162,12 +161,12 @@ func (s *Store) Commit(ctx context.Context, writes ...store.Write) (store.Versio
 		return 0, err
 	}
 	b := newBatch(writes, s.options.Now())
-	if !s.committer.commitInline(b) {
-		if err := s.queue.put(b); err != nil {
-			return 0, err
-		}
+	if err := s.queue.put(b); err != nil {
+		return 0, err
 	}
-	<-b.done
+	for <-b.turn {
+		s.committer.lead()
+	}
 	version, err := b.version, b.err
 	if err == nil && b.failed >= 0 {
 		version, err = 0, s.conflict(b)
@@ -232,7 +231,7 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 	s.verified = newVerifiedTables(dir, s.absence)
 	s.manifest = &manifestFile{dir: dir, lsm: s.lsm(), disk: d}
 	s.limits.Store(s.options.limits())
-	s.queue = &queue{wait: s.options.GroupWait, wake: make(chan struct{}, 1)}
+	s.queue = &queue{wait: s.options.GroupWait}
 	if err := s.open(); err != nil {
 		held.Close()
 		return nil, err
@@ -408,7 +407,6 @@ func (s *Store) start(fresh bool, found wal.Found) error {
 	s.sweep()
 	s.committer = &committer{Store: s, next: max(store.Version(s.applier.ts), found.Version) + versionGap}
 	k := &logCleaner{Store: s, flush: s.applier.flush}
-	s.committing.Go(s.committer.run)
 	s.applying.Go(func() { s.applier.run(s.committed) })
 	s.background.Go(func() { k.run(s.committed) })
 	s.background.Go(s.maintain)
@@ -533,8 +531,6 @@ func (s *Store) Close() error {
 func (s *Store) close() error {
 	close(s.closing)
 	s.queue.close()
-	s.committing.Wait()
-	s.committer.wait()
 	close(s.committed)
 	s.applying.Wait()
 	s.background.Wait()

@@ -47,7 +47,7 @@ type Range struct {
 }
 
 // Log is an open log. Every group is one frame; frames are numbered without a gap over all
-// files. EnsureSpace and Append are for one goroutine.
+// files. EnsureSpace and Append are for one goroutine at a time.
 type Log struct {
 	dir  string
 	disk Disk
