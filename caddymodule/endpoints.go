@@ -25,10 +25,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -567,7 +567,7 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 // challenge names a way to authenticate. No scheme is registered for API keys; this is the
 // usual name.
 func (h *Handler) challenge() string {
-	if h.fields.Class("Authorization") == fingerprint.Credential {
+	if h.fields.Class("Authorization") == body.Credential {
 		return `Bearer realm="executions"`
 	}
 	return `ApiKey realm="executions"`

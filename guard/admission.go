@@ -15,9 +15,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -41,7 +41,7 @@ func sharer(h *Handler, r *http.Request, issuer, proven, stated string) bulkhead
 	s := bulkhead.Sharer{Workflow: stated, Caller: h.named(r, issuer)}
 	if s.Caller == "" {
 		s.Caller = Anonymous
-		if shown := h.fields.Join(r.Header, fingerprint.Credential); shown != "" {
+		if shown := h.fields.Join(r.Header, body.Credential); shown != "" {
 			s.Credential = maphash.String(credentials, shown)
 		}
 	}

@@ -20,15 +20,14 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -210,7 +209,7 @@ type Call struct {
 	rec        answer.Recorder
 	sink       callSink        // what rec feeds
 	fields     [5]answer.Field // of the answer; see marks
-	body       *spool.Spool
+	body       *body.Spool
 	read       bool               // the request's body was read to its end
 	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
 	unreadable error              // why the body could not be read as a message
@@ -339,7 +338,7 @@ func (x *Call) identify() (caller string, err error) {
 
 // fingerprint reads and hashes the request's body, and compares it with the hash in the tokens. members are those
 // that may name the call.
-func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Member, err error) {
+func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err error) {
 	if x.unreadable != nil {
 		return fp, nil, x.unreadable
 	}
@@ -359,7 +358,7 @@ func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Me
 		config.Members = nil
 	}
 	method, target := x.h.Host.Original(x.r)
-	sum, members, err := config.Read(fingerprint.Request{
+	sum, members, err := config.Read(body.Request{
 		Method:          method,
 		Host:            strings.ToLower(x.r.Host),
 		Path:            target.EscapedPath(),
@@ -374,11 +373,11 @@ func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Me
 	if err != nil {
 		return fp, nil, x.unkept(err)
 	}
-	return execution.Fingerprint(sum), members, nil
+	return sum, members, nil
 }
 
 // describe names the call: its workflow, its execution id and its key.
-func (x *Call) describe(caller string, fp execution.Fingerprint, members []fingerprint.Member) (execution.Call, error) {
+func (x *Call) describe(caller string, fp body.Fingerprint, members []body.Member) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action
 	work, err := workflow(x.r, x.message, tokens)
 	if err != nil {
@@ -387,7 +386,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint, members []finge
 	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{
 		Fingerprint: fp,
-		Scope:       execution.Scope{Caller: caller, Tenant: x.h.fields.Join(x.r.Header, fingerprint.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
+		Scope:       execution.Scope{Caller: caller, Tenant: x.h.fields.Join(x.r.Header, body.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
 		Naming:      &x.h.naming,
 		FreeKeys:    x.h.FreeKeys,
 		Origin:      execution.OriginGiven,

@@ -26,9 +26,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
@@ -164,16 +164,16 @@ type config = Config
 // many goroutines.
 type Handler struct {
 	config
-	fingerprints fingerprint.Config
-	whole        atomic.Pointer[fingerprint.Table] // what counts of a header without a key
-	fields       *fingerprint.Table                // what each header field is
-	rules        *protocol.Rules                   // of the Protocol; nil: no message is read
-	naming       execution.Naming                  // by what keys are named, as far as it is configured
-	warnedNames  atomic.Bool                       // that callers have no name that stays
-	pointers     []jsonx.Pointer                   // of ExecutionID, by index
-	endToEnd     []string                          // fields that are never hop-by-hop
-	restores     bool                              // an action of it restores
-	byMessage    bool                              // an action of it is chosen by its messages
+	fingerprints body.Comparison
+	whole        atomic.Pointer[body.Fields] // what counts of a header without a key
+	fields       *body.Fields                // what each header field is
+	rules        *protocol.Rules             // of the Protocol; nil: no message is read
+	naming       execution.Naming            // by what keys are named, as far as it is configured
+	warnedNames  atomic.Bool                 // that callers have no name that stays
+	pointers     []jsonx.Pointer             // of ExecutionID, by index
+	endToEnd     []string                    // fields that are never hop-by-hop
+	restores     bool                        // an action of it restores
+	byMessage    bool                        // an action of it is chosen by its messages
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
 	unbound      throttle // requests that passed though their tokens could not be bound
@@ -260,8 +260,8 @@ func (h *Handler) ChangedBefore(names []string) {
 		return
 	}
 	for _, name := range names {
-		if t.Class(http.CanonicalHeaderKey(name)) == fingerprint.Content {
-			t.Set(fingerprint.Elsewhere, name)
+		if t.Class(http.CanonicalHeaderKey(name)) == body.Content {
+			t.Set(body.Elsewhere, name)
 		}
 	}
 	h.whole.Store(t)

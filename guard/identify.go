@@ -22,12 +22,11 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 	"github.com/google/uuid"
@@ -46,9 +45,9 @@ func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, issuer string) (
 	if cookies := h.cookies(r.Header); cookies != "" {
 		return "cookie:" + keyed(g, cookies), nil
 	}
-	if credentials := h.fields.Join(r.Header, fingerprint.Credential); credentials != "" {
+	if credentials := h.fields.Join(r.Header, body.Credential); credentials != "" {
 		for _, name := range signable {
-			if unstable(r.Header[name]) && h.fields.Class(name) == fingerprint.Credential {
+			if unstable(r.Header[name]) && h.fields.Class(name) == body.Credential {
 				return "", problem.New(problem.CallerUnstable,
 					"The scheme of "+name+" is neither Basic nor Bearer, and no `caller` is configured.")
 			}
@@ -564,7 +563,7 @@ func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 
 // statedID is the id that the caller gives the call, in a field, a placeholder, or the members that its body has;
 // errNoID without.
-func (x *Call) statedID(members []fingerprint.Member) (string, error) {
+func (x *Call) statedID(members []body.Member) (string, error) {
 	if len(x.h.ExecutionID) == 0 {
 		return namedKey(x.r.Header, members)
 	}
@@ -606,7 +605,7 @@ func IsKey(name string) bool {
 }
 
 // namedKey is the key that a call has in one of the places of the default, or in several that agree; errNoID without.
-func namedKey(h http.Header, members []fingerprint.Member) (string, error) {
+func namedKey(h http.Header, members []body.Member) (string, error) {
 	const field, member = "the header field ", "the member of the body "
 	id, from, kind := "", "", ""
 	add := func(of, name, value string, err error) error {
@@ -706,8 +705,8 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 }
 
 // whole is the fingerprint of the call with all that counts without a key (docs/same-call.md).
-func (x *Call) whole(c *execution.Call) execution.Fingerprint {
-	return execution.Fingerprint(x.h.whole.Load().Whole(fingerprint.Sum(c.Fingerprint), x.r.Header))
+func (x *Call) whole(c *execution.Call) body.Fingerprint {
+	return x.h.whole.Load().Whole(c.Fingerprint, x.r.Header)
 }
 
 // recognize looks for evidence that a call without a key, or with an advisory one, is a retry. It
@@ -799,11 +798,11 @@ func (x *Call) readBody(wanted func(start []byte) bool) error {
 	case x.r.ContentLength > limit:
 		return tooLarge(limit)
 	}
-	options := spool.Options{Limit: limit}
+	options := body.SpoolOptions{Limit: limit}
 	if x.executions != nil { // nil for an unguarded request, which opens no engine
 		options.Budget = x.executions.BodyMemory()
 	}
-	x.body = spool.New(options)
+	x.body = body.NewSpool(options)
 	if x.r.Body == nil || x.r.Body == http.NoBody {
 		x.read = true
 		return nil
@@ -849,10 +848,10 @@ func tooLarge(limit int64) error {
 
 // unreadBody is the refusal of a call whose body could not be read.
 func (x *Call) unreadBody(err error) error {
-	var spill *spool.SpillError
+	var spill *body.SpillError
 	var max *http.MaxBytesError
 	switch {
-	case errors.Is(err, spool.ErrLimit):
+	case errors.Is(err, body.ErrLimit):
 		return tooLarge(x.h.MaxBody)
 	case errors.As(err, &max): // by request_body
 		return tooLarge(max.Limit)
@@ -904,15 +903,15 @@ func (m *oneMessage) Read(p []byte) (int, error) {
 func (x *Call) lookUpBody(p jsonx.Pointer) (string, error) {
 	media, _, _ := strings.Cut(x.r.Header.Get("Content-Type"), ";")
 	media = strings.ToLower(strings.TrimSpace(media))
-	if !fingerprint.IsJSON(media) {
+	if !body.IsJSON(media) {
 		return "", errNoID
 	}
-	id, found, err := fingerprint.Lookup(x.body, x.body.Size(), p)
+	id, found, err := body.Lookup(x.body, x.body.Size(), p)
 	switch {
-	case errors.Is(err, fingerprint.ErrNotJSON), err == nil && !found:
+	case errors.Is(err, body.ErrNotJSON), err == nil && !found:
 		return "", errNoID
-	case errors.Is(err, fingerprint.ErrNotScalar), errors.Is(err, jsonx.ErrAmbiguous),
-		errors.Is(err, fingerprint.ErrValueTooLong):
+	case errors.Is(err, body.ErrNotScalar), errors.Is(err, jsonx.ErrAmbiguous),
+		errors.Is(err, body.ErrValueTooLong):
 		return "", invalidID(err)
 	}
 	return id, err

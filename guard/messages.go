@@ -17,8 +17,8 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
@@ -274,7 +274,7 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 			if !judges || r.Context().Err() != nil || l.status/100 != 2 || media == "text/event-stream" {
 				return // it may go on elsewhere, or says nothing of the server
 			}
-			if l.answer == nil || !fingerprint.IsJSON(media) || read && l.answer.End().Meaning == protocol.Unanswered {
+			if l.answer == nil || !body.IsJSON(media) || read && l.answer.End().Meaning == protocol.Unanswered {
 				h.proofs.withdraw()
 			}
 		}()

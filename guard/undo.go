@@ -21,9 +21,9 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
@@ -185,7 +185,7 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 func (x *Call) credentials() map[string][]string {
 	found := map[string][]string{}
 	for name, values := range x.r.Header {
-		if name == "Cookie" || x.h.fields.Class(name) == fingerprint.Credential {
+		if name == "Cookie" || x.h.fields.Class(name) == body.Credential {
 			found[name] = slices.Clone(values)
 		}
 	}

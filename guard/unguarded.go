@@ -19,8 +19,8 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
@@ -155,7 +155,7 @@ func (a *Action) takes(m *protocol.Message) bool {
 		return false
 	}
 	for _, want := range a.arguments {
-		value, found, err := fingerprint.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), want.at)
+		value, found, err := body.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), want.at)
 		if err != nil || !found || value != want.value {
 			return false
 		}

@@ -1,8 +1,7 @@
-// Package spool buffers one request or response body: first in pooled memory,
-// beyond that in an unlinked temporary file, encrypted under a key that exists
-// only in memory (P8). A body is written once, in order, and can be read at any
-// offset by many readers at once, also while it is being written.
-package spool
+// Package body keeps the bodies of requests and answers (Spool), and compares requests by a hash of their meaning
+// (Fingerprint): a key that is reused for another request is detected (422), and a retry that is only encoded
+// differently is recognised.
+package body
 
 import (
 	"cmp"
@@ -19,11 +18,11 @@ import (
 	"sync/atomic"
 )
 
-// defaultMemory is how many bytes of a body stay in memory unless Options say otherwise.
+// defaultMemory is how many bytes of a body stay in memory unless SpoolOptions say otherwise.
 const defaultMemory = 1 << 20
 
 var (
-	// ErrLimit: the body would become larger than Options.Limit.
+	// ErrLimit: the body would become larger than SpoolOptions.Limit.
 	ErrLimit = errors.New("spool: body larger than its limit")
 	// ErrGone: a ring has overwritten the bytes at this offset.
 	ErrGone = errors.New("spool: bytes already overwritten")
@@ -42,8 +41,8 @@ func (e *SpillError) Error() string { return fmt.Sprintf("spool: temporary file:
 // Unwrap returns the error of the file system.
 func (e *SpillError) Unwrap() error { return e.Err }
 
-// Options of a spool. The zero value has no limit and keeps the first MiB in memory.
-type Options struct {
+// SpoolOptions of a spool. The zero value has no limit and keeps the first MiB in memory.
+type SpoolOptions struct {
 	// Memory is how many bytes stay in memory. 0 means 1 MiB, a negative value none at all.
 	Memory int64
 	// Limit is the largest size in bytes, in a ring the number of bytes that can
@@ -60,8 +59,9 @@ type Options struct {
 	create func(dir string) (file, error)
 }
 
-// Spool is an append-only buffer. Its owner must Close it. All methods are safe
-// for concurrent use.
+// Spool buffers one body: first in pooled memory, beyond that in an unlinked temporary file, encrypted under a key that
+// exists only in memory (P8). A body is written once, in order, and can be read at any offset by many readers at once,
+// also while it is being written. Its owner must Close it. All methods are safe for concurrent use.
 type Spool struct {
 	limit, memory int64 // memory decreases when the budget is used up
 	budget        *Budget
@@ -87,15 +87,15 @@ type Spool struct {
 	spill  *spill
 }
 
-// New makes an empty spool.
-func New(o Options) *Spool {
+// NewSpool makes an empty spool.
+func NewSpool(o SpoolOptions) *Spool {
 	s := new(Spool)
 	s.Init(o)
 	return s
 }
 
 // Init makes an empty spool of the zero value.
-func (s *Spool) Init(o Options) {
+func (s *Spool) Init(o SpoolOptions) {
 	s.limit, s.memory, s.budget, s.dir, s.create, s.refs = max(o.Limit, 0), o.Memory, o.Budget, o.Dir, o.create, 1
 	if s.memory == 0 {
 		s.memory = defaultMemory
@@ -168,7 +168,7 @@ func (s *Spool) load(p []byte, off int64) (n int, err error) {
 }
 
 // Bytes returns everything written so far without copying, if it is contiguous: up to 64 KiB (or
-// Options.Memory), and never in a ring. Do not change the bytes, nor use them after Close.
+// SpoolOptions.Memory), and never in a ring. Do not change the bytes, nor use them after Close.
 func (s *Spool) Bytes() (p []byte, ok bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()

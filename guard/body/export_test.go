@@ -1,18 +1,24 @@
-package spool
+package body
 
 import "os"
+
+var (
+	Known     = known
+	Words     = words
+	ErrClosed = errClosed
+)
 
 // File is the temporary file as the spool sees it, for tests that let it fail.
 type File = file
 
 // WithFile makes the spool use create instead of a temporary file.
-func (o Options) WithFile(create func() (File, error)) Options {
+func (o SpoolOptions) WithFile(create func() (File, error)) SpoolOptions {
 	o.create = func(string) (file, error) { return create() }
 	return o
 }
 
 // WithNamedFiles makes the spool behave as where open files cannot be removed.
-func (o Options) WithNamedFiles() Options {
+func (o SpoolOptions) WithNamedFiles() SpoolOptions {
 	o.create = func(dir string) (file, error) {
 		f, err := os.CreateTemp(dir, "named")
 		return removeOnClose{f}, err
@@ -20,4 +26,8 @@ func (o Options) WithNamedFiles() Options {
 	return o
 }
 
-var ErrClosed = errClosed
+// Sum is the fingerprint that Read computes.
+func (c *Comparison) Sum(req Request) (Fingerprint, error) {
+	sum, _, err := c.Read(req)
+	return sum, err
+}
