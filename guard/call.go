@@ -210,7 +210,6 @@ type Call struct {
 	sink       callSink        // what rec feeds
 	fields     [5]answer.Field // of the answer; see marks
 	body       *body.Spool
-	read       bool               // the request's body was read to its end
 	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
 	unreadable error              // why the body could not be read as a message
 	proves     proof              // that the server speaks the protocol, where nobody has configured it
@@ -345,7 +344,7 @@ func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err er
 	if err := x.readBody(nil); err != nil {
 		return fp, nil, err
 	}
-	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
+	if err := x.evidence.tokens.checkInput(func() (ect.Hash, error) { return bodyHash(x.body) }); err != nil {
 		return fp, nil, err
 	}
 	node, err := statedNode(x.r)
@@ -371,7 +370,7 @@ func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err er
 		Size:            x.body.Size(),
 	})
 	if err != nil {
-		return fp, nil, x.unkept(err)
+		return fp, nil, unkept(err)
 	}
 	return sum, members, nil
 }
@@ -419,7 +418,7 @@ func (x *Call) describe(caller string, fp body.Fingerprint, members []body.Membe
 		err = x.refuseUnnamed(&c)
 	}
 	if err != nil {
-		return c, x.unkept(err)
+		return c, unkept(err)
 	}
 	c.Scope.ID = id
 	if evident || id == "" {
@@ -893,12 +892,11 @@ func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
 	if VerifiedHere(caller) {
 		named = requester
 	}
-	shown, body := new(strings.Builder), x.body.NewReader()
-	defer body.Close()
+	shown := new(strings.Builder)
 	method, target := x.h.Host.Original(x.r)
 	fmt.Fprintf(shown, "%s %s%s\n", method, x.call.Host, target.RequestURI())
-	if _, err := io.Copy(shown, io.LimitReader(body, maxShownBody)); err != nil {
-		return hitl.Escalation{}, x.unkept(err)
+	if _, err := io.Copy(shown, io.NewSectionReader(x.body, 0, maxShownBody)); err != nil {
+		return hitl.Escalation{}, unkept(err)
 	}
 	if left := x.body.Size() - maxShownBody; left > 0 {
 		fmt.Fprintf(shown, "\n(%d more bytes)", left)
@@ -1044,7 +1042,6 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	r := x.r.WithContext(to)
 	r.URL = &to.target
 	r.Header = x.r.Header.Clone()
-	r.Header.Del("Expect")  // the body is here
 	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
 	r.Header.Del(HeaderExecutionID)
 	r.Header[HeaderExecutionParent] = to.parent[:]
@@ -1065,14 +1062,10 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	if x.capture.decision.ReadsAnswer() || x.message != nil {
 		r.Header.Set("Accept-Encoding", "identity")
 	}
-	r.TransferEncoding = nil
-	r.ContentLength = x.body.Size()
-	r.Body = http.NoBody
-	switch {
-	case message != nil:
+	x.body.PutInto(r)
+	if message != nil {
+		_ = r.Body.Close()
 		r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(message)), int64(len(message))
-	case r.ContentLength > 0:
-		r.Body = x.body.NewReader()
 	}
 	return r
 }

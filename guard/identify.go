@@ -6,7 +6,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/x509"
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -14,7 +13,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -549,15 +547,14 @@ func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
 		if r.ContentLength == 0 {
 			return ect.Sum(nil), nil
 		}
-		x := &Call{h: h, r: r}
-		if err := x.readBody(nil); err != nil {
+		whole, _, err := h.readBody(r, nil, nil)
+		if err != nil {
 			return ect.Hash{}, err
 		}
-		context.AfterFunc(r.Context(), func() { _ = x.body.Close() })
-		x.giveBack()
-		r.ContentLength, r.TransferEncoding = x.body.Size(), nil
-		r.Header.Del("Expect") // the body is here
-		return x.bodyHash()
+		whole.PutInto(r)
+		sent := r.Body
+		context.AfterFunc(r.Context(), func() { _, _ = sent.Close(), whole.Close() })
+		return bodyHash(whole)
 	})
 }
 
@@ -779,124 +776,38 @@ func (x *Call) sentAs(id string) (sum [32]byte, err error) {
 	}
 	hash := sha256.New()
 	_, _ = fmt.Fprintf(hash, "%d:%s", len(lines[0]), lines[0])
-	body := x.body.NewReader()
-	defer func() { _ = body.Close() }()
-	if _, err := io.Copy(hash, body); err != nil {
-		return sum, x.unkept(err)
+	if _, err := io.Copy(hash, io.NewSectionReader(x.body, 0, x.body.Size())); err != nil {
+		return sum, unkept(err)
 	}
 	hash.Sum(sum[:0])
 	return sum, nil
 }
 
-// readBody reads the request's body whole, before anything is claimed. If wanted, which may be nil, does
-// not take what comes first of it, and there is more to come, it is as if nothing was read.
-func (x *Call) readBody(wanted func(start []byte) bool) error {
-	limit := x.h.MaxBody
-	switch {
-	case x.read:
-		return nil
-	case x.r.ContentLength > limit:
-		return tooLarge(limit)
+// readBody reads the request's body whole, before anything is claimed; see body.Reading. It is read once.
+func (x *Call) readBody(wanted func(start []byte) bool) (err error) {
+	if x.body == nil {
+		var took time.Duration
+		x.body, took, err = x.h.readBody(x.r, x.executions, wanted)
+		x.apart += took
 	}
-	options := body.SpoolOptions{Limit: limit}
-	if x.executions != nil { // nil for an unguarded request, which opens no engine
-		options.Budget = x.executions.BodyMemory()
-	}
-	x.body = body.NewSpool(options)
-	if x.r.Body == nil || x.r.Body == http.NoBody {
-		x.read = true
-		return nil
-	}
-	if x.h.Host.Incremental(x.r.Header) {
-		p := problem.New(problem.StreamRefused, "It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
-		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
-		return p
-	}
-	defer func(begun time.Time) { x.apart += time.Since(begun) }(time.Now())
-	from := io.Reader(x.r.Body)
-	if isGRPC(x.r) {
-		from = &oneMessage{Reader: from}
-	}
-	if wanted != nil {
-		n, err := x.body.ReadSome(from)
-		if err != nil && err != io.EOF {
-			return x.unreadBody(err)
-		}
-		if start, _ := x.body.Bytes(); !wanted(start) && err == nil && n != x.r.ContentLength {
-			x.r.Body = rejoined{io.MultiReader(bytes.NewReader(bytes.Clone(start)), x.r.Body), x.r.Body}
-			_ = x.body.Close()
-			x.body = nil
-			return nil
-		}
-	}
-	if _, err := x.body.ReadFrom(from); err != nil {
-		return x.unreadBody(err)
-	}
-	x.read = true
-	return nil
+	return err
 }
 
-// rejoined is a body whose beginning was read before.
-type rejoined struct {
-	io.Reader
-	io.Closer
-}
-
-func tooLarge(limit int64) error {
-	return problem.New(problem.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
-}
-
-// unreadBody is the refusal of a call whose body could not be read.
-func (x *Call) unreadBody(err error) error {
-	var spill *body.SpillError
-	var max *http.MaxBytesError
-	switch {
-	case errors.Is(err, body.ErrLimit):
-		return tooLarge(x.h.MaxBody)
-	case errors.As(err, &max): // by request_body
-		return tooLarge(max.Limit)
-	case errors.Is(err, errSecondMessage):
-		return problem.New(problem.StreamRefused, "It is a gRPC call that is declared unary and sends more than one message.")
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return problem.New(problem.BodyTimeout,
-			fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", x.body.Size()))
-	case errors.As(err, &spill):
-		p := problem.New(problem.StoreUnavailable, "The request's body could not be kept.")
-		p.Cause = err
-		return p
+// readBody reads the body of r into the memory that g has for bodies; nil where no engine is open.
+func (h *Handler) readBody(
+	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
+) (whole *body.Spool, took time.Duration, err error) {
+	how := body.Reading{
+		Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r), Wanted: wanted,
 	}
-	// The client broke off or sent a malformed body.
-	return &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
-}
-
-// oneMessage reads the body of a unary gRPC call. A second message makes it a stream, whose
-// caller may wait for an answer before ending it: waiting for the end could take forever.
-type oneMessage struct {
-	io.Reader
-	prefix [5]byte // of the message: whether it is compressed, and its length
-	read   int     // of the prefix
-	left   uint32  // of the message
-}
-
-var errSecondMessage = errors.New("more than one message")
-
-func (m *oneMessage) Read(p []byte) (int, error) {
-	n, err := m.Reader.Read(p)
-	rest := p[:n]
-	if m.read < len(m.prefix) {
-		took := copy(m.prefix[m.read:], rest)
-		m.read += took
-		rest = rest[took:]
-		if m.read < len(m.prefix) {
-			return n, err
-		}
-		m.left = binary.BigEndian.Uint32(m.prefix[1:])
+	if g != nil {
+		how.Budget = g.BodyMemory()
 	}
-	if len(rest) > int(m.left) {
-		return n, errSecondMessage
+	whole, took, err = body.Read(r, how)
+	if p := (*problem.Problem)(nil); err != nil && !errors.As(err, &p) {
+		err = &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
 	}
-	m.left -= uint32(len(rest))
-	return n, err
+	return whole, took, err
 }
 
 // lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
@@ -910,8 +821,7 @@ func (x *Call) lookUpBody(p jsonx.Pointer) (string, error) {
 	switch {
 	case errors.Is(err, body.ErrNotJSON), err == nil && !found:
 		return "", errNoID
-	case errors.Is(err, body.ErrNotScalar), errors.Is(err, jsonx.ErrAmbiguous),
-		errors.Is(err, body.ErrValueTooLong):
+	case errors.Is(err, body.ErrNotScalar), errors.Is(err, jsonx.ErrAmbiguous), errors.Is(err, body.ErrValueTooLong):
 		return "", invalidID(err)
 	}
 	return id, err

@@ -44,7 +44,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	}
 	body := make([]byte, x.body.Size()) // its own: the message outlives the call, where that is settled later
 	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
-		return nil, x.unkept(err)
+		return nil, unkept(err)
 	}
 	q, ok := h.rules.Parse(x.r.Header, x.r.URL.Path, body)
 	if !ok {

@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -118,11 +119,10 @@ func (x *Call) join() error {
 	return nil
 }
 
-func (x *Call) bodyHash() (ect.Hash, error) {
-	body, sum := x.body.NewReader(), sha256.New()
-	defer body.Close()
-	if _, err := io.Copy(sum, body); err != nil {
-		return ect.Hash{}, x.unkept(err)
+func bodyHash(of *body.Spool) (ect.Hash, error) {
+	sum := sha256.New()
+	if _, err := io.Copy(sum, io.NewSectionReader(of, 0, of.Size())); err != nil {
+		return ect.Hash{}, unkept(err)
 	}
 	return ect.HashOf([sha256.Size]byte(sum.Sum(nil))), nil
 }

@@ -48,7 +48,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if x.call.Checkpoint != "" {
 		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
 	}
-	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == problem.BodyTimeout) {
+	if x.body == nil && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == problem.BodyTimeout) {
 		// Otherwise the server would wait for a body that may never come.
 		w.Header().Set("Connection", "close")
 	}
@@ -171,7 +171,7 @@ func StoreClosed(err error) error {
 	return p
 }
 
-func (x *Call) unkept(err error) error {
+func unkept(err error) error {
 	var p *problem.Problem
 	if errors.As(err, &p) {
 		return p

@@ -115,10 +115,8 @@ func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
 	if m := x.message; m != nil && m.Batch { // the others of it are not undone
 		return m.Body, false, nil
 	}
-	reader := x.body.NewReader()
-	defer reader.Close()
-	if body, err = io.ReadAll(reader); err != nil {
-		return nil, false, x.unkept(err)
+	if body, err = io.ReadAll(io.NewSectionReader(x.body, 0, x.body.Size())); err != nil {
+		return nil, false, unkept(err)
 	}
 	return body, false, nil
 }
@@ -446,9 +444,7 @@ func (x *Call) leaves(image *checkpoint.Image) (bool, error) {
 	if sent := x.r.Header.Get("Content-Type"); sent != "" && mediaType(sent) != mediaType(image.ContentType) {
 		return false, nil
 	}
-	reader := x.body.NewReader()
-	defer reader.Close()
-	body, err := io.ReadAll(reader)
+	body, err := io.ReadAll(io.NewSectionReader(x.body, 0, x.body.Size()))
 	return bytes.Equal(body, image.Body), err
 }
 

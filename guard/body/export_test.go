@@ -1,12 +1,22 @@
 package body
 
-import "os"
+import (
+	"io"
+	"os"
+)
 
 var (
 	Known     = known
 	Words     = words
 	ErrClosed = errClosed
+	ErrLimit  = errLimit
 )
+
+// SpillError is a failure of the temporary file.
+type SpillError = spillError
+
+// ReadFrom reads r to its end into the spool.
+func (s *Spool) ReadFrom(r io.Reader) (int64, error) { return s.readFrom(r) }
 
 // File is the temporary file as the spool sees it, for tests that let it fail.
 type File = file

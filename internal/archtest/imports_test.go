@@ -23,7 +23,7 @@ var leaves = []string{"guard/body!", "guard/seal!", "guard/store!", "guard/fleet
 // The first layer that holds a package decides. A package in no layer is a new top-level
 // entry: write its ADR, then its line here.
 var layers = []layer{
-	{part: "guard/body!", may: []string{"internal/jsonx"}},
+	{part: "guard/body!", may: []string{"guard/problem!", "internal/jsonx"}},
 	{part: "guard/seal!", may: []string{"internal/durable"}},
 	{part: "guard/protocol!", may: []string{"guard/body!", "internal/jsonx"}},
 	{part: "guard/drawing!", bare: true},
