@@ -14,6 +14,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -622,7 +623,7 @@ func warnAnonymous(visits []visit, warned *sync.Map) {
 			continue
 		}
 		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
-			slog.String("guard", h.Name), slog.String("caller", guard.Anonymous))
+			slog.String("guard", h.Name), slog.String("caller", caller.Anonymous))
 	}
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -31,9 +32,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Serve guards r and forwards it to next (docs/request.md). Calls that change nothing take its
-// first step only. An error means that r was not answered; a StatusError has the status to answer
-// with.
+// Serve guards r and forwards it to next (docs/request.md). Calls that change nothing take its first step only. An
+// error means that r was not answered; a StatusError has the status to answer with.
 func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error {
 	if IsOwn(r) {
 		return next.ServeHTTP(w, r)
@@ -108,7 +108,7 @@ var spareCalls = sync.Pool{New: func() any { return new(Call) }}
 func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 	x.permit.Release()
 	if x.failsOpen(err) {
-		err = refusedByCircuit(x.forwardUnguarded(w, next, err), VerifiedHere(x.call.Scope.Caller))
+		err = refusedByCircuit(x.forwardUnguarded(w, next, err), caller.Verified(x.call.Scope.Caller))
 	}
 	if p := (*problem.Problem)(nil); errors.As(err, &p) {
 		x.recordRejection(p)
@@ -190,8 +190,7 @@ func (x *Call) run() error {
 	}
 }
 
-// Call is one guarded call. Its exported methods may be called by the goroutine that serves it,
-// also after the call.
+// Call is one guarded call. Its exported methods may be called by the goroutine that serves it, also after the call.
 type Call struct {
 	began time.Time
 	apart time.Duration // of the time since then, for the request's body and at the upstream
@@ -296,7 +295,12 @@ func (x *Call) waitOver() {
 
 // prepare identifies the call that the request makes. Nothing is recorded yet.
 func (x *Call) prepare() error {
-	caller, err := x.identify() // 1
+	var err error // 1
+	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.message, x.h.RequireECT); err != nil {
+		return err
+	}
+	x.verified = true
+	name, err := x.h.Callers.Of(x.r, x.evidence.tokens.Issuer(), x.executions.Keyed)
 	if err != nil {
 		return err
 	}
@@ -306,11 +310,11 @@ func (x *Call) prepare() error {
 	}
 	x.client.call, x.client.gone = x, x.r.Context()
 	if m := x.message; m != nil && m.Protocol == protocol.MCP && m.ID != nil && len(m.ID) <= execution.MaxID {
-		x.client.name, x.client.id = x.h.requestName(x.r, caller, m.ID), m.ID
+		x.client.name, x.client.id = x.h.requestName(x.r, name, m.ID), m.ID
 		x.client.session = x.h.sessionOf(x.executions, x.r)
 		x.client.gone, x.client.leave = context.WithCancel(x.client.gone)
 	}
-	if x.call, err = x.describe(caller, fp, members); err != nil {
+	if x.call, err = x.describe(name, fp, members); err != nil {
 		return err
 	}
 	if x.client.leave != nil || x.action.OnLeave == OnLeaveCancel {
@@ -325,14 +329,6 @@ func (x *Call) prepare() error {
 	}
 	x.evidence.policy.constrain(x.h, x.r, &x.evidence.tokens)
 	return nil
-}
-
-func (x *Call) identify() (caller string, err error) {
-	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.message, x.h.RequireECT); err != nil {
-		return "", err
-	}
-	x.verified = true
-	return x.h.CallerOf(x.executions, x.r, x.evidence.tokens.Issuer())
 }
 
 // fingerprint reads and hashes the request's body, and compares it with the hash in the tokens. members are those
@@ -376,7 +372,7 @@ func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err er
 }
 
 // describe names the call: its workflow, its execution id and its key.
-func (x *Call) describe(caller string, fp body.Fingerprint, members []body.Member) (execution.Call, error) {
+func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action
 	work, err := workflow(x.r, x.message, tokens)
 	if err != nil {
@@ -385,7 +381,7 @@ func (x *Call) describe(caller string, fp body.Fingerprint, members []body.Membe
 	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{
 		Fingerprint: fp,
-		Scope:       execution.Scope{Caller: caller, Tenant: x.h.fields.Join(x.r.Header, body.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
+		Scope:       execution.Scope{Caller: name, Tenant: x.h.fields.Join(x.r.Header, body.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
 		Naming:      &x.h.naming,
 		FreeKeys:    x.h.FreeKeys,
 		Origin:      execution.OriginGiven,
@@ -414,7 +410,7 @@ func (x *Call) describe(caller string, fp body.Fingerprint, members []body.Membe
 	if errors.Is(err, errNoID) {
 		id, err = x.missingID(&c)
 	}
-	if err == nil && strings.HasPrefix(caller, changingCaller) {
+	if err == nil && caller.Changing(name) {
 		err = x.refuseUnnamed(&c)
 	}
 	if err != nil {
@@ -632,9 +628,8 @@ func (x *Call) doubt(found execution.Finding) (step, error) {
 	return stepDone, x.inDoubt(found.Record.Cause)
 }
 
-// resend sends a call in doubt again, to an upstream that answers a repeated key from its record:
-// with that key and the same bytes, and only while the upstream keeps the key. After that the
-// call is in doubt as before (P1).
+// resend sends a call in doubt again, to an upstream that answers a repeated key from its record: with that key and the
+// same bytes, and only while the upstream keeps the key. After that the call is in doubt as before (P1).
 func (x *Call) resend(found execution.Finding) (step, error) {
 	age, err := x.executions.Age(x.r.Context(), found)
 	if err != nil {
@@ -647,8 +642,7 @@ func (x *Call) resend(found execution.Finding) (step, error) {
 	return stepClaim, nil
 }
 
-// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the
-// others use its answer.
+// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the others use its answer.
 func (x *Call) probe(found execution.Finding) (step, error) {
 	probe, first := x.h.probes.enter(x.call.Key)
 	if !first {
@@ -694,9 +688,8 @@ type admission struct {
 	people store.Fence // what people hold
 }
 
-// admit refuses a call that must not begin now, before anything is recorded, and prepares its
-// claim. The admission must be left when the claim's commit has ended. A refused call may have been
-// executed before.
+// admit refuses a call that must not begin now, before anything is recorded, and prepares its claim. The admission must
+// be left when the claim's commit has ended. A refused call may have been executed before.
 func (x *Call) admit(found execution.Finding) (in admission, err error) {
 	if err := x.evidence.tokens.inTime(); err != nil {
 		return in, err // nothing new begins with them
@@ -756,9 +749,8 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 	return in, err
 }
 
-// enter admits a call that would claim (step 4): not where people hold its workflow or a rollback
-// has ended it, nor where it follows from what is being undone. The admission is left when the claim's
-// commit has ended.
+// enter admits a call that would claim (step 4): not where people hold its workflow or a rollback has ended it, nor
+// where it follows from what is being undone. The admission is left when the claim's commit has ended.
 func (x *Call) enter(found execution.Finding) (in admission, err error) {
 	workflow := x.evidence.call.Workflow
 	if x.evidence.policy == nil { // this configuration has no identity, and another one had
@@ -876,11 +868,11 @@ func (x *Call) approved(a *Approve) error {
 
 // askPeople opens the escalation of a call that waits for an approval.
 func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
-	ctx, caller, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
+	ctx, name, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
 	if n := nodeOf(x); n != nil {
 		what += ", the node " + strconv.Quote(n.ID) + " of its workflow's plan,"
 	}
-	requester := cmp.Or(x.h.OperatorName(x.r, caller), caller)
+	requester := cmp.Or(x.h.Callers.Operator(x.r, name), name)
 	full, err := x.engine.Escalations.Waits(ctx, requester, maxWaiting)
 	if err != nil {
 		return hitl.Escalation{}, err
@@ -889,7 +881,7 @@ func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
 		return hitl.Escalation{}, x.problem(problem.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
 	}
 	named := ""
-	if VerifiedHere(caller) {
+	if caller.Verified(name) {
 		named = requester
 	}
 	shown := new(strings.Builder)

@@ -27,6 +27,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -164,6 +165,7 @@ type config = Config
 // many goroutines.
 type Handler struct {
 	config
+	Callers      caller.Names // who asks
 	fingerprints body.Comparison
 	whole        atomic.Pointer[body.Fields] // what counts of a header without a key
 	fields       *body.Fields                // what each header field is
@@ -180,8 +182,6 @@ type Handler struct {
 	alarms       answer.Alarms
 	tools        protocol.Tools // of the servers behind it, as announced
 	proofs       proofs
-	// Prefixes of the names of callers that only this guard can know.
-	users, explicits string
 }
 
 // New returns a handler. An error names the invalid member.
@@ -211,7 +211,6 @@ func New(c Config) (*Handler, error) {
 	h := &Handler{
 		config:   c,
 		endToEnd: append(slices.Clip(ourFields[:]), KeyFieldsOf(c.ExecutionID)...),
-		users:    "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
 	}
 	if c.Protocol != protocol.None {
 		h.rules = &protocol.Rules{
@@ -225,6 +224,13 @@ func New(c Config) (*Handler, error) {
 	var err error
 	if h.fields, h.naming, err = c.Fields(); err != nil {
 		return nil, fmt.Errorf("guard: %w", err)
+	}
+	h.Callers = caller.Names{
+		Realm: strconv.Quote(c.Realm), Text: c.Caller, Cookies: c.CallerCookies, Balancing: c.BalancingCookies,
+		Fields: h.fields, Host: c.Host,
+	}
+	if h.rules != nil {
+		h.Callers.Session = protocol.HeaderSession
 	}
 	h.fingerprints.Fields = h.fields
 	h.whole.Store(h.fields)

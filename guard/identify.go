@@ -1,12 +1,9 @@
 package guard
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"crypto/sha256"
-	"crypto/x509"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -21,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -29,87 +27,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 	"github.com/google/uuid"
 )
-
-// Anonymous is the caller of requests without a credential. They share one space of execution
-// ids.
-const Anonymous = "anonymous"
-
-// CallerOf is the first identity that applies; issuer is that of the request's tokens, or empty. Each
-// kind has its own prefix, so that no caller can take another kind's name.
-func (h *Handler) CallerOf(g *execution.Guard, r *http.Request, issuer string) (string, error) {
-	if name := h.named(r, issuer); name != "" {
-		return name, nil
-	}
-	if cookies := h.cookies(r.Header); cookies != "" {
-		return "cookie:" + keyed(g, cookies), nil
-	}
-	if credentials := h.fields.Join(r.Header, body.Credential); credentials != "" {
-		for _, name := range signable {
-			if unstable(r.Header[name]) && h.fields.Class(name) == body.Credential {
-				return "", problem.New(problem.CallerUnstable,
-					"The scheme of "+name+" is neither Basic nor Bearer, and no `caller` is configured.")
-			}
-		}
-		return "credential:" + keyed(g, credentials), nil
-	}
-	if session := r.Header.Get(protocol.HeaderSession); h.rules != nil && session != "" {
-		return "session:" + keyed(g, session), nil
-	}
-	if what := h.changing(r.Header); what != "" {
-		return changingCaller + keyed(g, what), nil
-	}
-	return Anonymous, nil
-}
-
-// signable are credentials that may change with every attempt, by their scheme.
-var signable = []string{"Authorization", "Proxy-Authorization"}
-
-// changingCaller begins the names of callers whose only credentials are cookies that the configuration does not name,
-// or signatures. Both change by themselves, so that they name nobody (P1).
-const changingCaller = "changing:"
-
-// Unnamed reports whether nothing that stays names a caller: its next attempt may have another name.
-func Unnamed(caller string) bool {
-	return caller == Anonymous || strings.HasPrefix(caller, changingCaller)
-}
-
-// changing joins the credentials of a request that change by themselves, but for the cookies with which Caddy
-// chooses an upstream; empty if there is none, or if the configuration says by which cookies callers are named.
-func (h *Handler) changing(header http.Header) string {
-	if signed := present(header, "Signature", "Signature-Input", "Dpop"); signed != "" {
-		return signed
-	}
-	if len(h.CallerCookies) > 0 || strings.Contains(h.Caller, "{http.request.cookie.") {
-		return ""
-	}
-	balancing := []string(nil)
-	if h.BalancingCookies != nil {
-		balancing = h.BalancingCookies()
-	}
-	for _, line := range header["Cookie"] {
-		for pair := range strings.SplitSeq(line, ";") {
-			name, _, _ := strings.Cut(strings.TrimSpace(pair), "=")
-			if name != "" && !slices.Contains(balancing, name) {
-				return present(header, "Cookie")
-			}
-		}
-	}
-	return ""
-}
-
-// cookies joins the values of the cookies that name a caller; empty without any.
-func (h *Handler) cookies(header http.Header) string {
-	if len(h.CallerCookies) == 0 || len(header["Cookie"]) == 0 {
-		return ""
-	}
-	named := http.Header{}
-	for _, c := range (&http.Request{Header: header}).Cookies() {
-		if slices.Contains(h.CallerCookies, c.Name) {
-			named[c.Name] = append(named[c.Name], c.Value)
-		}
-	}
-	return present(named, h.CallerCookies...)
-}
 
 // refuseUnnamed refuses a call that has a key, or gets one from its caller's name, if nothing that stays names its
 // caller: its retry would be another one's call, and run again (P1).
@@ -121,110 +38,7 @@ func (x *Call) refuseUnnamed(c *execution.Call) error {
 	if c.Origin == execution.OriginMinted {
 		return nil
 	}
-	if len(x.r.Header["Cookie"]) == 0 {
-		return problem.New(problem.CallerUnstable, "Its only credential is a signature, and no `caller` is configured.")
-	}
-	return problem.New(problem.CallerUnstable, "Its only credential is cookies, and nothing says which of them name the caller. "+
-		"Whoever runs the gateway writes `caller cookie NAME` in the block of the guard.")
-}
-
-// named is the caller that the gateway itself knows, by the configuration, a token of this
-// issuer, a certificate, or Caddy's authentication; empty if none applies.
-func (h *Handler) named(r *http.Request, issuer string) string {
-	if h.Caller != "" {
-		if name, ok := h.Host.Expand(r, h.Caller); ok {
-			return h.explicits + name
-		}
-	}
-	if issuer != "" {
-		return "issuer:" + issuer
-	}
-	if r.TLS != nil && len(r.TLS.VerifiedChains) > 0 {
-		return "certificate:" + authority(r.TLS.VerifiedChains) + ":" + subject(r.TLS.VerifiedChains[0][0])
-	}
-	if id := h.Host.User(r); id != "" {
-		return h.users + id
-	}
-	return ""
-}
-
-// authority identifies the authority of a client's certificate by the key at the root of its chain,
-// which outlives a renewed root. The subject is not enough: the server name of the connection selects
-// the accepted authorities, but Host, which the client chooses, selects the site.
-func authority(chains [][]*x509.Certificate) string {
-	var least [sha256.Size]byte
-	for i, chain := range chains { // several, if authorities have signed each other
-		key := sha256.Sum256(chain[len(chain)-1].RawSubjectPublicKeyInfo)
-		if i == 0 || bytes.Compare(key[:], least[:]) < 0 {
-			least = key
-		}
-	}
-	return hex.EncodeToString(least[:])
-}
-
-// OperatorName is a caller's name in the option `operators`: the user, the value of `caller`, or
-// the certificate's subject at this guard.
-func (h *Handler) OperatorName(r *http.Request, caller string) string {
-	if name, ok := strings.CutPrefix(caller, h.explicits); ok {
-		return "caller:" + name
-	}
-	if name, ok := strings.CutPrefix(caller, h.users); ok {
-		return "user:" + name
-	}
-	if rest, ok := strings.CutPrefix(caller, "certificate:"); ok {
-		host, _, err := net.SplitHostPort(r.Host)
-		if err != nil {
-			host = r.Host
-		}
-		// Otherwise an authority of another site may have issued it.
-		if r.TLS == nil || !strings.EqualFold(r.TLS.ServerName, host) {
-			return ""
-		}
-		_, name, _ := strings.Cut(rest, ":")
-		return "certificate:" + name
-	}
-	return caller
-}
-
-func keyed(g *execution.Guard, secret string) string {
-	hash := g.Caller(secret)
-	return hex.EncodeToString(hash[:])
-}
-
-// subject names the holder of a certificate. Workload certificates often have just a URI.
-func subject(cert *x509.Certificate) string {
-	if name := cert.Subject.String(); name != "" {
-		return "dn:" + name
-	}
-	for _, uri := range cert.URIs {
-		return "uri:" + uri.String()
-	}
-	for _, name := range cert.DNSNames {
-		return "dns:" + name
-	}
-	return "spki:" + string(cert.RawSubjectPublicKeyInfo)
-}
-
-// present joins the values of header fields. Different values never give the same string.
-func present(h http.Header, names ...string) string {
-	var b strings.Builder
-	for _, name := range names {
-		for _, value := range h[name] {
-			b.WriteString(name + "=" + strconv.Itoa(len(value)) + ":" + value + ";")
-		}
-	}
-	return b.String()
-}
-
-// unstable reports whether an Authorization may change with every attempt, as signatures do.
-func unstable(authorization []string) bool {
-	for _, value := range authorization {
-		scheme, _, _ := strings.Cut(strings.TrimSpace(value), " ")
-		if !strings.EqualFold(scheme, "Basic") && !strings.EqualFold(scheme, "Bearer") {
-			return true
-		}
-	}
-	return false
+	return caller.Refused(x.r.Header)
 }
 
 // workflow is the id of the call's workflow: that of a verified token, else Workflow-Id, else the
@@ -438,19 +252,6 @@ func (p *Tokens) executionID() string {
 	}
 	slices.Sort(ids)
 	return evidence.JointID(ids)
-}
-
-// Peer is the SPIFFE ID of the connection's verified certificate, which must have exactly one URI
-// (X509-SVID, section 2).
-func Peer(r *http.Request) string {
-	if r.TLS == nil || len(r.TLS.VerifiedChains) == 0 {
-		return ""
-	}
-	uris := r.TLS.VerifiedChains[0][0].URIs
-	if len(uris) != 1 || uris[0].Scheme != "spiffe" {
-		return ""
-	}
-	return uris[0].String()
 }
 
 // RefusedToken is the problem of a token that was not accepted.
@@ -673,32 +474,24 @@ func (x *Call) fromSource(s *IDSource, index int) (string, error) {
 }
 
 func (x *Call) missingID(c *execution.Call) (string, error) {
-	if opens(x) && x.h.MissingID != MissingRequire {
-		c.Origin = execution.OriginMinted
-		return uuid.NewString(), nil
-	}
-	switch x.h.MissingID {
-	case MissingRequire:
+	switch {
+	case x.h.MissingID == MissingRequire:
 		field := headerIdempotencyKey
 		if i := slices.IndexFunc(x.h.ExecutionID, func(s IDSource) bool { return s.Header != "" }); i >= 0 {
 			field = x.h.ExecutionID[i].Header
 		}
 		return "", problem.New(problem.ExecutionIDMissing, "Send one "+field+" header.")
-	case MissingDerive:
+	case x.h.MissingID == MissingDerive && !opens(x):
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
 		c.KeepResult, c.KeepKey = time.Duration(x.h.DeriveWindow), time.Duration(x.h.DeriveWindow)
 		return x.executions.Derive(c.Scope, x.whole(c)), nil
-	case MissingRecognize:
-		c.Origin = execution.OriginMinted
-		if strings.HasPrefix(c.Scope.Caller, changingCaller) {
-			return uuid.NewString(), nil
-		}
-		return "", nil // it is made for a new call only
-	default:
-		c.Origin = execution.OriginMinted
-		return uuid.NewString(), nil
 	}
+	c.Origin = execution.OriginMinted
+	if x.h.MissingID == MissingRecognize && !opens(x) && !caller.Changing(c.Scope.Caller) {
+		return "", nil // it is made for a new call only
+	}
+	return uuid.NewString(), nil
 }
 
 // whole is the fingerprint of the call with all that counts without a key (docs/same-call.md).
@@ -710,7 +503,7 @@ func (x *Call) whole(c *execution.Call) body.Fingerprint {
 // then has the key of the earlier execution, else its own.
 func (x *Call) recognize(c *execution.Call) error {
 	peer := ""
-	if c.Scope.Caller == Anonymous { // else strangers would be one caller (P3)
+	if c.Scope.Caller == caller.Anonymous { // else strangers would be one caller (P3)
 		peer = peerOf(x.r)
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{

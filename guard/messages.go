@@ -227,12 +227,7 @@ func opens(x *Call) bool { return x.message != nil && x.message.Method == "initi
 
 // unread answers a request whose body could not be read.
 func (h *Handler) unread(w http.ResponseWriter, x *Call, err error) error {
-	if x.body != nil {
-		defer func() { _ = x.body.Close() }()
-	}
-	if x.release != nil {
-		defer x.release()
-	}
+	defer x.close()
 	p := (*problem.Problem)(nil)
 	if !errors.As(err, &p) {
 		return err
@@ -470,7 +465,7 @@ type canceller struct {
 // ServeHTTP implements Next.
 func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	x, h := n.x, n.x.h
-	caller, err := h.CallerOf(x.executions, r, h.verifiedBefore(r).Issuer())
+	caller, err := h.Callers.Of(r, h.verifiedBefore(r).Issuer(), x.executions.Keyed)
 	if err != nil {
 		return n.next.ServeHTTP(w, r) // its calls are refused, so that none runs
 	}

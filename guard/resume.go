@@ -168,7 +168,7 @@ func (h *Handler) sessionOf(g *execution.Guard, r *http.Request) (n requestName)
 	if r.Header.Get(protocol.HeaderSession) == "" {
 		return n
 	}
-	if caller, err := h.CallerOf(g, r, ""); err == nil {
+	if caller, err := h.Callers.Of(r, "", g.Keyed); err == nil {
 		n = h.requestName(r, caller, nil)
 	}
 	return n

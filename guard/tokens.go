@@ -10,6 +10,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -136,7 +137,7 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 	if t.HandlesRollback(r) {
 		graph = t.Evidence.GraphOfRollbackRequest
 	}
-	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: Peer(r), DAG: graph})
+	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: caller.Peer(r), DAG: graph})
 	p := Tokens{All: all, message: m, inside: inside}
 	if err != nil {
 		if p.Late, p.All = err, t.late(r, raws, err); len(p.All) == 0 {
@@ -209,7 +210,7 @@ func (t *TokenPolicy) late(r *http.Request, raws []string, refused error) []*ect
 	}
 	all := make([]*ect.Token, 0, len(raws))
 	for _, raw := range raws {
-		token, err := t.Verifier.VerifyAgain(r.Context(), raw, Peer(r))
+		token, err := t.Verifier.VerifyAgain(r.Context(), raw, caller.Peer(r))
 		if err != nil {
 			return nil
 		}
@@ -276,7 +277,7 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 		return nil
 	}
 	for _, raw := range raws {
-		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: Peer(r)}) // without its parents
+		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: caller.Peer(r)}) // without its parents
 		if errors.Is(err, ect.ErrUnavailable) {
 			return err
 		}

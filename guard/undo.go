@@ -22,6 +22,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -97,7 +98,7 @@ func (x *Call) planUndo(found execution.Finding) error {
 }
 
 func (x *Call) noSnapshot(why error) error {
-	if err := refusedByCircuit(why, VerifiedHere(x.call.Scope.Caller)); err != why {
+	if err := refusedByCircuit(why, caller.Verified(x.call.Scope.Caller)); err != why {
 		return err
 	}
 	p := x.problem(problem.SnapshotFailed, "Nothing was forwarded.", 0)

@@ -20,6 +20,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -476,7 +477,7 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Mes
 	if unread := (*UnreadError)(nil); errors.As(err, &unread) {
 		return StoreClosed(err)
 	}
-	err = refusedByCircuit(err, VerifiedHere(h.named(r, h.verifiedBefore(r).Issuer())))
+	err = refusedByCircuit(err, caller.Verified(h.Callers.Known(r, h.verifiedBefore(r).Issuer())))
 	var p *problem.Problem
 	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != problem.CircuitOpen {
 		return err

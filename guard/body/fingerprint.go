@@ -29,8 +29,7 @@ const (
 	domainWhole    = "agent-guard/fingerprint/v1/whole"
 )
 
-// The mode in which a body was read. It is part of the sum, so that bodies of
-// different modes are never equal.
+// The mode in which a body was read. It is part of the sum, so that bodies of different modes are never equal.
 const (
 	modeEmpty     = 'e'
 	modeJSON      = 'j'
@@ -77,8 +76,7 @@ type Comparison struct {
 	// Exclude are values of JSON bodies that do not affect the sum, whether present or absent. An
 	// excluded array element counts as removed. Other bodies are not affected.
 	Exclude []jsonx.Pointer
-	// Members are the names of members of a JSON body that Read returns: of the body itself, not of
-	// values in it.
+	// Members are the names of members of a JSON body that Read returns: of the body itself, not of values in it.
 	Members []string
 }
 
@@ -242,9 +240,8 @@ func named(name []byte, token string) bool {
 	return bytes.Equal(sum[:], name[1:])
 }
 
-// windowSize is how much of a body is looked at in one piece where it does not
-// lie in memory. It is at least twice as large as anything that must be seen in
-// one piece: a number, an escape, the headers of a part.
+// windowSize is how much of a body is looked at in one piece where it does not lie in memory. It is at least twice as
+// large as anything that must be seen in one piece: a number, an escape, the headers of a part.
 const windowSize = 64 << 10
 
 var errSize = errors.New("fingerprint: the size of the body is negative, or there is none")
@@ -372,10 +369,9 @@ var (
 	ErrValueTooLong = errors.New("the value is too long")
 )
 
-// Lookup returns the string, or the number as it is written, at p in a JSON body of
-// size bytes. An empty body, an absent value and null are not found. The errors
-// are the four of this package, of which the first fault counts, and, if the body cannot be read, its own.
-// Like Comparison.Read it reads the whole body in one pass and does not keep it.
+// Lookup returns the string, or the number as it is written, at p in a JSON body of size bytes. An empty body, an
+// absent value and null are not found. The errors are those above and jsonx.ErrAmbiguous, of which the first fault
+// counts, and, if the body cannot be read, its own. Like Comparison.Read it reads the whole body in one pass and does not keep it.
 func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found bool, err error) {
 	if size == 0 {
 		return "", false, nil
@@ -422,11 +418,10 @@ func boundary(contentType string) (b string, ok bool) {
 	return b, true
 }
 
-// multipart hashes the parts of the source's body into s.parts: of each part the
-// header, by lower case names, and the content. The boundary, which clients make
-// anew for every attempt, the preamble and the epilogue do not count. Not ok: it
-// is not exactly as RFC 2046 has it (CRLF only, no folded fields, closed), so
-// that readers might disagree about its parts; or src.err is set.
+// multipart hashes the parts of the source's body into s.parts: of each part the header, by lower case names, and the
+// content. The boundary, which clients make anew for every attempt, the preamble and the epilogue do not count. Not ok:
+// it is not exactly as RFC 2046 has it (CRLF only, no folded fields, closed), so that readers might disagree about its
+// parts; or src.err is set.
 func (s *state) multipart(boundary string) (ok bool) {
 	s.parts.Reset()
 	delim := []byte("\r\n--" + boundary)

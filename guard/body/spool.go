@@ -196,8 +196,7 @@ type Spool struct {
 	ring          bool
 	create        func(dir string) (file, error)
 
-	// writing is held during a Write. The bytes are stored without mu: readers
-	// stay within [low, size).
+	// writing is held during a Write. The bytes are stored without mu: readers stay within [low, size).
 	writing sync.Mutex
 
 	mu     sync.RWMutex
@@ -389,8 +388,7 @@ func (s *Spool) readSome(r io.Reader) (int64, error) {
 	defer giveScratch(scratch)
 	p := scratch
 	if left := s.limit - s.size; s.limit > 0 && !s.ring {
-		// One byte more than fits distinguishes a body that ends here
-		// from one that is too large.
+		// One byte more than fits distinguishes a body that ends here from one that is too large.
 		p = p[:min(int64(len(p)), left+1)]
 	}
 	n, rerr := r.Read(p)
@@ -593,9 +591,8 @@ var (
 	blockPool = sync.Pool{New: func() any { return new(block) }}
 )
 
-// Budget bounds the memory of the bodies of many spools together. Each keeps its first
-// 4 KiB in any case; what does not fit beyond that goes into its file at once. A nil Budget
-// is no bound. It is safe for concurrent use.
+// Budget bounds the memory of the bodies of many spools together. Each keeps its first 4 KiB in any case; what does not
+// fit beyond that goes into its file at once. A nil Budget is no bound. It is safe for concurrent use.
 type Budget struct{ limit, used atomic.Int64 }
 
 // NewBudget makes a budget of limit bytes.

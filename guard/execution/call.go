@@ -89,6 +89,12 @@ func (g *Guard) Caller(identity string) CallerHash {
 	return CallerHash(sum[:])
 }
 
+// Keyed is Caller in hexadecimal.
+func (g *Guard) Keyed(identity string) string {
+	hash := g.Caller(identity)
+	return hex.EncodeToString(hash[:])
+}
+
 // Derive makes an execution id from a call's content, for callers that send none: the intent
 // nonce of the Execution Guard pattern. Equal calls get the same id.
 func (g *Guard) Derive(s Scope, fp body.Fingerprint) string {

@@ -25,6 +25,7 @@ var leaves = []string{"guard/body!", "guard/seal!", "guard/store!", "guard/fleet
 var layers = []layer{
 	{part: "guard/body!", may: []string{"guard/problem!", "internal/jsonx"}},
 	{part: "guard/seal!", may: []string{"internal/durable"}},
+	{part: "guard/caller!", may: []string{"guard/body!", "guard/problem!"}, bare: true},
 	{part: "guard/protocol!", may: []string{"guard/body!", "internal/jsonx"}},
 	{part: "guard/drawing!", bare: true},
 	{part: "guard/problem!", bare: true},
@@ -47,7 +48,7 @@ var layers = []layer{
 	{part: "guard/circuits!", may: append([]string{"breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard/cascades!", may: append([]string{"guard/hitl!", "guard/evidence!", "guard/api!", "ect", "breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/protocol!", "guard/problem!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/caller!", "guard/protocol!", "guard/problem!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.
