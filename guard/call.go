@@ -371,6 +371,33 @@ func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err er
 	return sum, members, nil
 }
 
+// readBody reads the request's body whole, before anything is claimed; see body.Reading. It is read once.
+func (x *Call) readBody(wanted func(start []byte) bool) (err error) {
+	if x.body == nil {
+		var took time.Duration
+		x.body, took, err = x.h.readBody(x.r, x.executions, wanted)
+		x.apart += took
+	}
+	return err
+}
+
+// readBody reads the body of r into the memory that g has for bodies; nil where no engine is open.
+func (h *Handler) readBody(
+	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
+) (whole *body.Spool, took time.Duration, err error) {
+	how := body.Reading{
+		Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r), Wanted: wanted,
+	}
+	if g != nil {
+		how.Budget = g.BodyMemory()
+	}
+	whole, took, err = body.Read(r, how)
+	if p := (*problem.Problem)(nil); err != nil && !errors.As(err, &p) {
+		err = &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
+	}
+	return whole, took, err
+}
+
 // describe names the call: its workflow, its execution id and its key.
 func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action

@@ -371,7 +371,8 @@ var (
 
 // Lookup returns the string, or the number as it is written, at p in a JSON body of size bytes. An empty body, an
 // absent value and null are not found. The errors are those above and jsonx.ErrAmbiguous, of which the first fault
-// counts, and, if the body cannot be read, its own. Like Comparison.Read it reads the whole body in one pass and does not keep it.
+// counts, and, if the body cannot be read, its own. Like Comparison.Read it reads the whole body in one pass and does
+// not keep it.
 func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found bool, err error) {
 	if size == 0 {
 		return "", false, nil

@@ -133,8 +133,9 @@ func Refused(h http.Header) error {
 	if len(h["Cookie"]) == 0 {
 		return problem.New(problem.CallerUnstable, "Its only credential is a signature, and no `caller` is configured.")
 	}
-	return problem.New(problem.CallerUnstable, "Its only credential is cookies, and nothing says which of them name the caller. "+
-		"Whoever runs the gateway writes `caller cookie NAME` in the block of the guard.")
+	return problem.New(problem.CallerUnstable,
+		"Its only credential is cookies, and nothing says which of them name the caller. "+
+			"Whoever runs the gateway writes `caller cookie NAME` in the block of the guard.")
 }
 
 // changing joins the credentials of a request that change by themselves, but for the cookies with which the host

@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"errors"
 	"io"
 	"log/slog"
@@ -207,6 +208,41 @@ func TestStatedID(t *testing.T) {
 				}
 			case err != nil || got != c.want:
 				t.Errorf("%q, %v; want %q", got, err, c.want)
+			}
+		})
+	}
+}
+
+// P1, P3: a call without an id gets one by `missing_id`. One is left to recognition only where its caller has a name
+// that stays, and it opens no session, whose answer is one client's.
+func TestLeftToRecognition(t *testing.T) {
+	opening := &protocol.Message{Method: "initialize"}
+	for _, c := range []struct {
+		name, caller string
+		missing      MissingID
+		message      *protocol.Message
+		want         execution.Origin // 0: refused
+		recognized   bool
+	}{
+		{name: "require", missing: MissingRequire},
+		{name: "require of an opening", missing: MissingRequire, message: opening},
+		{name: "mint", missing: MissingMint, want: execution.OriginMinted},
+		{name: "derive", missing: MissingDerive, want: execution.OriginDerived},
+		{name: "derive of an opening", missing: MissingDerive, message: opening, want: execution.OriginMinted},
+		{name: "recognize", missing: MissingRecognize, want: execution.OriginMinted, recognized: true},
+		{name: "recognize of an opening", missing: MissingRecognize, message: opening, want: execution.OriginMinted},
+		{name: "recognize of a changing caller", missing: MissingRecognize, caller: "changing:0", want: execution.OriginMinted},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := newHandler(t, Config{Settings: Settings{MissingID: c.missing}})
+			x := &Call{h: h, r: request("POST", "/"), executions: testGuard(t), message: c.message}
+			call := execution.Call{Scope: execution.Scope{Caller: cmp.Or(c.caller, "user:a")}}
+			id, err := x.missingID(&call)
+			if (err != nil) != (c.want == 0) || call.Origin != c.want || (id == "") != (c.recognized || err != nil) {
+				t.Errorf("%q, origin %d, %v", id, call.Origin, err)
+			}
+			if again, err := x.missingID(&call); err == nil && (again == id) != (c.recognized || c.want == execution.OriginDerived) {
+				t.Errorf("once more %q after %q", again, id)
 			}
 		})
 	}
