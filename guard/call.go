@@ -422,15 +422,15 @@ func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member)
 		ResultCap:   policy.MaxResult,
 		Quota:       x.h.Quota,
 	}
-	id, err := x.statedID(members)
+	id, err := x.h.statedID(x.r, x.body, members)
 	if m := x.message; err == nil && m != nil && m.Protocol == protocol.MCP {
 		id = m.StepOf(id)
 	}
 	if errors.Is(err, errNoID) {
-		id, err = messageKey(x)
+		id, err = x.h.messageKey(x.message)
 	}
 	// A token is its issuer's word.
-	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(x)
+	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(x.message)
 	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
 		id, err = fromTokens, nil
 	}
@@ -452,7 +452,9 @@ func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member)
 	} else {
 		c.Key = x.executions.Key(c.Scope)
 	}
-	c.Sent, err = x.sentAs(id)
+	if policy.OnUnknown == OnUnknownResend {
+		c.Sent, err = sentAs(id, x.r.Header, x.body)
+	}
 	return c, err
 }
 
@@ -527,7 +529,7 @@ func (x *Call) replay(found execution.Finding) error {
 	}
 	marks := append(x.marks("replayed", x.call.Checkpoint), answer.Field{Name: HeaderReplayed, Value: "true"})
 	a := answer.Recorded(x.r.Context(), result)
-	a.Reply = replyTo(x, false)
+	a.Reply = replyTo(x.message, false)
 	return x.played(answer.Play(&x.w, x.r, a, marks...))
 }
 
@@ -570,7 +572,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	if follower.Doubtful() { // head has the rest of what its owner gets
 		status, a.Shows = StatusInDoubt, http.StatusInternalServerError
 	}
-	a.Reply = replyTo(x, true)
+	a.Reply = replyTo(x.message, true)
 	err = answer.Play(&x.w, x.r, a, x.marks(status, flight.Checkpoint())...)
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
@@ -584,7 +586,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 // sayDoubt ends a stream of events that breaks off, with the problem as the response to the message of x, where the
 // call is in doubt: its client could not resume it, and would wait for a response until its own timeout.
 func (x *Call) sayDoubt(flight *execution.Flight) bool {
-	if replyTo(x, true) == nil || x.message.ID == nil || !isEvents(x.w.Header().Get("Content-Type")) {
+	if replyTo(x.message, true) == nil || x.message.ID == nil || !isEvents(x.w.Header().Get("Content-Type")) {
 		return false
 	}
 	select {
@@ -1055,7 +1057,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 		target: *x.r.URL, // which inner handlers rewrite, and may have to once more
 		parent: [1]string{x.call.Scope.ID}, workflow: [1]string{x.call.Workflow},
 	}
-	if x.message != nil && understood(x) { // else breakers hear from HTTP alone
+	if x.message != nil && x.h.understood(x.proves) { // else breakers hear from HTTP alone
 		to.message = x.message
 	}
 	r := x.r.WithContext(to)
@@ -1092,7 +1094,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec
 	switch {
-	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && understood(x) &&
+	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && x.h.understood(x.proves) &&
 		isEvents(rec.Header().Get("Content-Type")) && x.heard.End().Meaning != protocol.Unanswered:
 		// What was cut off behind the final answer of a stream says no more of the call.
 	case f.Panicked != nil && rec.Status() == 0:

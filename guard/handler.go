@@ -167,7 +167,7 @@ type Handler struct {
 	config
 	Callers      caller.Names // who asks
 	fingerprints body.Comparison
-	whole        atomic.Pointer[body.Fields] // what counts of a header without a key
+	whole        atomic.Pointer[body.Fields] // what counts of a header without a key (docs/same-call.md)
 	fields       *body.Fields                // what each header field is
 	rules        *protocol.Rules             // of the Protocol; nil: no message is read
 	naming       execution.Naming            // by what keys are named, as far as it is configured

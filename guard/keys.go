@@ -94,12 +94,12 @@ func sentence(err error) string {
 
 // statedID is the id that the caller gives the call, in a field, a placeholder, or the members that its body has;
 // errNoID without.
-func (x *Call) statedID(members []body.Member) (string, error) {
-	if len(x.h.ExecutionID) == 0 {
-		return namedKey(x.r.Header, members)
+func (h *Handler) statedID(r *http.Request, sent *body.Spool, members []body.Member) (string, error) {
+	if len(h.ExecutionID) == 0 {
+		return namedKey(r.Header, members)
 	}
-	for i := range x.h.ExecutionID {
-		id, err := x.fromSource(&x.h.ExecutionID[i], i)
+	for i := range h.ExecutionID {
+		id, err := h.fromSource(i, r, sent)
 		if errors.Is(err, errNoID) {
 			continue
 		}
@@ -178,24 +178,23 @@ func namedKey(h http.Header, members []body.Member) (string, error) {
 	return id, nil
 }
 
-func (x *Call) fromSource(s *IDSource, index int) (string, error) {
-	var id string
-	var err error
-	switch {
+// fromSource is the id at one place of ExecutionID.
+func (h *Handler) fromSource(index int, r *http.Request, sent *body.Spool) (id string, err error) {
+	switch s := &h.ExecutionID[index]; {
 	case s.Header != "":
-		lines := x.r.Header[http.CanonicalHeaderKey(s.Header)]
+		lines := r.Header[http.CanonicalHeaderKey(s.Header)]
 		if len(lines) == 0 {
 			return "", errNoID
 		}
 		id, err = execution.ParseID(lines)
 	case s.Placeholder != "":
 		var ok bool
-		if id, ok = x.h.Host.Expand(x.r, s.Placeholder); !ok {
+		if id, ok = h.Host.Expand(r, s.Placeholder); !ok {
 			return "", errNoID
 		}
 		err = execution.CheckID(id)
 	default:
-		if id, err = x.lookUpBody(x.h.pointers[index]); err != nil {
+		if id, err = idAt(h.pointers[index], r.Header.Get("Content-Type"), sent); err != nil {
 			return "", err
 		}
 		err = execution.CheckID(id)
@@ -214,22 +213,17 @@ func (x *Call) missingID(c *execution.Call) (string, error) {
 			field = x.h.ExecutionID[i].Header
 		}
 		return "", problem.New(problem.ExecutionIDMissing, "Send one "+field+" header.")
-	case x.h.MissingID == MissingDerive && !opens(x):
+	case x.h.MissingID == MissingDerive && !opens(x.message):
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
 		c.KeepResult, c.KeepKey = time.Duration(x.h.DeriveWindow), time.Duration(x.h.DeriveWindow)
-		return x.executions.Derive(c.Scope, x.whole(c)), nil
+		return x.executions.Derive(c.Scope, x.h.whole.Load().Whole(c.Fingerprint, x.r.Header)), nil
 	}
 	c.Origin = execution.OriginMinted
-	if x.h.MissingID == MissingRecognize && !opens(x) && !caller.Changing(c.Scope.Caller) {
+	if x.h.MissingID == MissingRecognize && !opens(x.message) && !caller.Changing(c.Scope.Caller) {
 		return "", nil // it is made for a new call only
 	}
 	return uuid.NewString(), nil
-}
-
-// whole is the fingerprint of the call with all that counts without a key (docs/same-call.md).
-func (x *Call) whole(c *execution.Call) body.Fingerprint {
-	return x.h.whole.Load().Whole(c.Fingerprint, x.r.Header)
 }
 
 // recognize looks for evidence that a call without a key, or with an advisory one, is a retry. It
@@ -240,7 +234,8 @@ func (x *Call) recognize(c *execution.Call) error {
 		peer = peerOf(x.r)
 	}
 	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
-		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: x.whole(c), Peer: peer, Given: c.Origin == execution.OriginGiven,
+		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: x.h.whole.Load().Whole(c.Fingerprint, x.r.Header), Peer: peer,
+		Given: c.Origin == execution.OriginGiven,
 		NewID: uuid.NewString, Count: retryCount(x.r.Header), Window: time.Duration(x.h.RecognizeWindow),
 		ErrorWindow: time.Duration(x.h.ErrorWindow), Gone: x.client.gone,
 	})
@@ -295,28 +290,28 @@ func retryCount(h http.Header) int {
 
 // sentAs is a hash of what a resend must repeat: the key as it was sent, with any quotes, and the
 // body. It is zero without a key.
-func (x *Call) sentAs(id string) (sum [32]byte, err error) {
-	lines := x.r.Header[headerIdempotencyKey]
-	if key, err := execution.ParseID(lines); x.action.OnUnknown != OnUnknownResend || err != nil || key != id {
+func sentAs(id string, header http.Header, sent *body.Spool) (sum [32]byte, err error) {
+	lines := header[headerIdempotencyKey]
+	if key, err := execution.ParseID(lines); err != nil || key != id {
 		return sum, nil
 	}
 	hash := sha256.New()
 	_, _ = fmt.Fprintf(hash, "%d:%s", len(lines[0]), lines[0])
-	if _, err := io.Copy(hash, io.NewSectionReader(x.body, 0, x.body.Size())); err != nil {
+	if _, err := io.Copy(hash, io.NewSectionReader(sent, 0, sent.Size())); err != nil {
 		return sum, unkept(err)
 	}
 	hash.Sum(sum[:0])
 	return sum, nil
 }
 
-// lookUpBody reads the id at p in a JSON body. A body that is no JSON has none.
-func (x *Call) lookUpBody(p jsonx.Pointer) (string, error) {
-	media, _, _ := strings.Cut(x.r.Header.Get("Content-Type"), ";")
+// idAt reads the id at p in a JSON body. A body that is no JSON has none.
+func idAt(p jsonx.Pointer, contentType string, sent *body.Spool) (string, error) {
+	media, _, _ := strings.Cut(contentType, ";")
 	media = strings.ToLower(strings.TrimSpace(media))
 	if !body.IsJSON(media) {
 		return "", errNoID
 	}
-	id, found, err := body.Lookup(x.body, x.body.Size(), p)
+	id, found, err := body.Lookup(sent, sent.Size(), p)
 	switch {
 	case errors.Is(err, body.ErrNotJSON), err == nil && !found:
 		return "", errNoID

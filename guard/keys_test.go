@@ -131,8 +131,7 @@ func FuzzTraceparent(f *testing.F) {
 // stated is the id that a request states to a handler.
 func stated(t *testing.T, h Config, r *http.Request) (string, error) {
 	t.Helper()
-	x := &Call{h: newHandler(t, h), r: r}
-	return x.statedID(nil)
+	return newHandler(t, h).statedID(r, nil, nil)
 }
 
 // An id in the body: a string or a number in a JSON body, and nothing that the
@@ -160,7 +159,7 @@ func TestIDInTheBody(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer x.close()
-			got, err := x.statedID(nil)
+			got, err := x.h.statedID(r, x.body, nil)
 			var p *problem.Problem
 			if c.slug != "" && (!errors.As(err, &p) || p.Kind().Slug != c.slug) || c.slug == "" && (err != nil || got != c.want) {
 				t.Errorf("%q, %v; want %q %s", got, err, c.want, c.slug)
