@@ -385,14 +385,12 @@ func (x *Call) readBody(wanted func(start []byte) bool) (err error) {
 func (h *Handler) readBody(
 	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
 ) (whole *body.Spool, took time.Duration, err error) {
-	how := body.Reading{
-		Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r), Wanted: wanted,
-	}
+	how := body.Reading{Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r)}
 	if g != nil {
 		how.Budget = g.BodyMemory()
 	}
-	whole, took, err = body.Read(r, how)
-	if p := (*problem.Problem)(nil); err != nil && !errors.As(err, &p) {
+	whole, took, err = body.Read(r, how, wanted)
+	if err != nil && !errors.As(err, new(*problem.Problem)) {
 		err = &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
 	}
 	return whole, took, err

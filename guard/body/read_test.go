@@ -27,6 +27,7 @@ func TestReadBody(t *testing.T) {
 		from   io.Reader // of the body
 		length int64     // as declared, or -1
 		how    body.Reading
+		wanted func([]byte) bool
 		want   string
 		slug   string // of the problem
 		status int
@@ -45,8 +46,8 @@ func TestReadBody(t *testing.T) {
 		{name: "a second message", from: io.MultiReader(strings.NewReader(grpc), strings.NewReader("\x00")), length: -1,
 			how: body.Reading{OneMessage: true}, slug: "stream-refused", status: 403},
 		{name: "unwanted and whole", from: strings.NewReader("a"), length: 1,
-			how: body.Reading{Wanted: func([]byte) bool { return false }}, want: "a"},
-		{name: "broken off at the start", from: failsAfter("", broken), length: 2, how: body.Reading{Wanted: func([]byte) bool { return true }}, err: broken},
+			wanted: func([]byte) bool { return false }, want: "a"},
+		{name: "broken off at the start", from: failsAfter("", broken), length: 2, wanted: func([]byte) bool { return true }, err: broken},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r := httptest.NewRequest("POST", "/", nil)
@@ -55,7 +56,7 @@ func TestReadBody(t *testing.T) {
 				r.Body = http.NoBody
 			}
 			c.how.Limit, c.how.Budget = 5000, body.NewBudget(1<<20)
-			got, _, err := body.Read(r, c.how)
+			got, _, err := body.Read(r, c.how, c.wanted)
 			var p *problem.Problem
 			switch {
 			case c.slug != "":
@@ -93,12 +94,12 @@ func TestUnwantedBody(t *testing.T) {
 	text := strings.Repeat("amount=1;", 10000)
 	r := httptest.NewRequest("POST", "/", io.MultiReader(strings.NewReader(text[:100]), strings.NewReader(text[100:])))
 	shown := ""
-	how := body.Reading{Limit: 1 << 20, Wanted: func(start []byte) bool { shown = string(start); return false }}
-	if got, _, err := body.Read(r, how); got != nil || err != nil || shown != text[:100] {
+	how := body.Reading{Limit: 1 << 20}
+	unwanted := func(start []byte) bool { shown = string(start); return false }
+	if got, _, err := body.Read(r, how, unwanted); got != nil || err != nil || shown != text[:100] {
 		t.Fatalf("a spool: %t, %v; shown %q", got != nil, err, shown)
 	}
-	how.Wanted = nil
-	got, _, err := body.Read(r, how)
+	got, _, err := body.Read(r, how, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

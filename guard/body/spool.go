@@ -29,15 +29,15 @@ type Reading struct {
 	Budget      *Budget // bound of the memory for it; nil is none
 	Incremental bool    // the client wants it to be forwarded while it comes, so that it is refused
 	OneMessage  bool    // it is that of a unary gRPC call
-	// Wanted, if not nil, is shown the start of the body. If it returns false and more is to come, the body is left as
-	// if nothing was read.
-	Wanted func(start []byte) bool
 }
 
-// Read reads the body of r to its end; nil where it is not Wanted. The caller must Close it. took is the time that the
-// client has taken to send it. An error is a *problem.Problem, or what r.Body says: the client broke off, or sent a
-// malformed body.
-func Read(r *http.Request, how Reading) (whole *Spool, took time.Duration, err error) {
+// Read reads the body of r to its end. wanted, if not nil, is shown the start: if it returns false and more is to come,
+// the body is left as if nothing was read, and whole is nil. The caller must Close it. took is the time that the client
+// has taken to send it. An error is a *problem.Problem, or what r.Body says: the client broke off, or sent a malformed
+// body.
+func Read(
+	r *http.Request, how Reading, wanted func(start []byte) bool,
+) (whole *Spool, took time.Duration, err error) {
 	if r.ContentLength > how.Limit {
 		return nil, 0, tooLarge(how.Limit)
 	}
@@ -61,12 +61,12 @@ func Read(r *http.Request, how Reading) (whole *Spool, took time.Duration, err e
 	if how.OneMessage {
 		from = &oneMessage{Reader: from}
 	}
-	if how.Wanted != nil {
+	if wanted != nil {
 		n, err := s.readSome(from)
 		if err != nil && err != io.EOF {
 			return nil, 0, s.unread(err)
 		}
-		if start, _ := s.Bytes(); !how.Wanted(start) && err == nil && n != r.ContentLength {
+		if start, _ := s.Bytes(); !wanted(start) && err == nil && n != r.ContentLength {
 			r.Body = struct {
 				io.Reader
 				io.Closer
