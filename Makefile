@@ -34,7 +34,7 @@ example: ## Check Caddyfile.example and run the README's story against it
 	.ci/run example story
 
 golden: ## Write the expected files of the golden tests anew; read the diff
-	go test $$(git grep -l '"update", false' -- '*_test.go' ':!e2e/clients' | xargs -n 1 dirname | sort -u | sed 's,^,./,') -run Golden -update
+	go test $$(git grep -l '"update", false' -- '*_test.go' ':!e2e/clients' | xargs -n 1 dirname | sort -u | sed 's,^,./,') ./e2e/... -run Golden -update
 
 ci: ## Everything that a change must pass
 	.ci/run

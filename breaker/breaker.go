@@ -354,7 +354,7 @@ func (b *Breaker) trip(p *period, reason Reason, c counts) bool {
 	rules := b.rules.Load()
 	cooldown := b.outage.cooldown
 	if cooldown == 0 || now.Sub(b.since) >= healthy {
-		cooldown = rules.set.Cooldown
+		cooldown = time.Duration(rules.set.Cooldown)
 	}
 	b.outage = outage{began: b.generation + 1, counts: c}
 	if reason != SlowCalls && c.failures > 0 {
@@ -478,7 +478,7 @@ func (b *Breaker) describe(from State, now time.Time) Event {
 		ErrorRate: o.counts.rate(),
 		Calls:     int(o.counts.calls + o.counts.overdue),
 		Failures:  int(o.counts.failures + o.counts.overdue),
-		Window:    b.rules.Load().set.Window,
+		Window:    time.Duration(b.rules.Load().set.Window),
 		Cooldown:  o.lasts, TotalCooldown: o.total, FailedProbes: o.failedProbes,
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // cascade 3.2.1: 30 s, doubled by each failed probe, 300 s at most. ATD, HITL case 4:
@@ -102,7 +103,7 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 		{"longer", breaker.Settings{}, limited(100 * time.Second), limited(200 * time.Second), 100 * time.Second, 200 * time.Second},
 		{"shorter", breaker.Settings{}, limited(time.Second), limited(time.Second), 30 * time.Second, time.Minute},
 		{"bounded", breaker.Settings{}, limited(time.Hour), limited(time.Hour), 300 * time.Second, 300 * time.Second},
-		{"bound", breaker.Settings{MaxCooldown: 10 * time.Minute}, limited(time.Hour), failed, 10 * time.Minute, time.Minute},
+		{"bound", breaker.Settings{MaxCooldown: jsontime.Duration(10 * time.Minute)}, limited(time.Hour), failed, 10 * time.Minute, time.Minute},
 		{"of a failure", breaker.Settings{},
 			breaker.Outcome{Class: breaker.Failure, RetryAfter: 90 * time.Second},
 			breaker.Outcome{Class: breaker.Failure, RetryAfter: 91 * time.Second}, 90 * time.Second, 91 * time.Second},
@@ -134,27 +135,27 @@ func TestRetryAfterIsHonoured(t *testing.T) {
 func TestSettingsAreChecked(t *testing.T) {
 	day := 24 * time.Hour
 	for want, s := range map[string]breaker.Settings{
-		"breaker: Window is 1ms; it has to be from 1s to 1h":                                            {Window: time.Millisecond},
-		"breaker: Threshold is 1; it has to be above 0 and below 1":                                     {Threshold: 1},
-		"breaker: MinVolume is -1; it has to be positive":                                               {MinVolume: -1},
-		"breaker: Consecutive is -1; it has to be positive, or 0 for never":                             {Consecutive: -1},
-		"breaker: SlowCall is -1ns; it has to be positive, or 0 for never":                              {SlowCall: -1},
-		"breaker: SlowThreshold is -0.5; it has to be above 0 and below 1":                              {SlowThreshold: -0.5},
-		"breaker: Cooldown is -1s; it has to be positive":                                               {Cooldown: -time.Second},
-		"breaker: MaxCooldown is 1s; it has to be no shorter than Cooldown, at most 24h":                {MaxCooldown: time.Second},
-		"breaker: MaxCooldown is 24h0m0.000000001s; it has to be no shorter than Cooldown, at most 24h": {Cooldown: day + 1},
-		"breaker: ProbeLease is -1ns; it has to be positive":                                            {ProbeLease: -1},
+		"window is 1ms; it has to be from 1s to 1h":                                                   {Window: jsontime.Duration(time.Millisecond)},
+		"threshold is 1; it has to be above 0 and below 1":                                            {Threshold: 1},
+		"min_volume is -1; it has to be positive":                                                     {MinVolume: -1},
+		"consecutive is -1; it has to be positive, or 0 for never":                                    {Consecutive: -1},
+		"slow: -1ns is negative; it must be positive":                                                 {SlowCall: -1},
+		"slow (share) is -0.5; it has to be above 0 and below 1":                                      {SlowThreshold: -0.5},
+		"cooldown: -1s is negative; it must be positive":                                              {Cooldown: jsontime.Duration(-time.Second)},
+		"cooldown (longest) is 1s; it has to be no shorter than cooldown, at most 24h":                {MaxCooldown: jsontime.Duration(time.Second)},
+		"cooldown (longest) is 24h0m0.000000001s; it has to be no shorter than cooldown, at most 24h": {Cooldown: jsontime.Duration(day + 1)},
+		"ProbeLease: -1ns is negative; it must be positive":                                           {ProbeLease: -1},
 	} {
 		_, err := breaker.NewRules(s)
 		if err == nil || err.Error() != want {
 			t.Errorf("%+v: %v, want %s", s, err, want)
 		}
 	}
-	got := mustRules(t, breaker.Settings{Cooldown: 10 * time.Minute}).Settings()
+	got := mustRules(t, breaker.Settings{Cooldown: jsontime.Duration(10 * time.Minute)}).Settings()
 	equal(t, "settings", got, breaker.Settings{
-		Window: time.Minute, Threshold: 0.5, MinVolume: 10, SlowThreshold: 0.5, Cooldown: 10 * time.Minute,
-		MaxCooldown: 10 * time.Minute,
-		ProbeLease:  30 * time.Second,
+		Window: jsontime.Duration(time.Minute), Threshold: 0.5, MinVolume: 10, SlowThreshold: 0.5, Cooldown: jsontime.Duration(10 * time.Minute),
+		MaxCooldown: jsontime.Duration(10 * time.Minute),
+		ProbeLease:  jsontime.Duration(30 * time.Second),
 	})
 }
 
@@ -258,7 +259,7 @@ func TestRulesChangeInPlace(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		b := newBreaker(t, breaker.Settings{}, nil)
 		calls(t, b, 8, failed)
-		b.SetRules(mustRules(t, breaker.Settings{MinVolume: 20, Window: 2 * time.Minute}))
+		b.SetRules(mustRules(t, breaker.Settings{MinVolume: 20, Window: jsontime.Duration(2 * time.Minute)}))
 		calls(t, b, 11, failed)
 		want(t, b, breaker.Closed)
 		equal(t, "failures", b.Status().Failures, 19)
@@ -267,7 +268,7 @@ func TestRulesChangeInPlace(t *testing.T) {
 		calls(t, b, 1, failed)
 		want(t, b, breaker.Open)
 
-		b.SetRules(mustRules(t, breaker.Settings{Cooldown: time.Second}))
+		b.SetRules(mustRules(t, breaker.Settings{Cooldown: jsontime.Duration(time.Second)}))
 		pass(29 * time.Second)
 		want(t, b, breaker.Open)
 		pass(time.Second)
@@ -283,9 +284,9 @@ func TestRulesChangeInPlace(t *testing.T) {
 // A longer window that becomes a short one forgets at the new pace.
 func TestShorterWindow(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{Window: time.Hour}, nil)
+		b := newBreaker(t, breaker.Settings{Window: jsontime.Duration(time.Hour)}, nil)
 		calls(t, b, 9, failed)
-		b.SetRules(mustRules(t, breaker.Settings{Window: time.Second}))
+		b.SetRules(mustRules(t, breaker.Settings{Window: jsontime.Duration(time.Second)}))
 		pass(2 * time.Minute)
 		equal(t, "failures", b.Status().Failures, 0)
 	})
@@ -464,7 +465,7 @@ func TestHookPanics(t *testing.T) {
 func TestHookHearsInOrder(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{MinVolume: 1, Cooldown: time.Millisecond, MaxCooldown: time.Millisecond}, hook)
+		b := newBreaker(t, breaker.Settings{MinVolume: 1, Cooldown: jsontime.Duration(time.Millisecond), MaxCooldown: jsontime.Duration(time.Millisecond)}, hook)
 		for range 200 {
 			var group sync.WaitGroup
 			for i := range 8 {

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // model is a breaker that is slow and obviously right: it keeps every outcome and every
@@ -58,7 +59,7 @@ type modelCall struct {
 	slow       bool
 }
 
-func (m *model) step() int { return int(m.now.Sub(m.base) / (m.set.Window / 60)) }
+func (m *model) step() int { return int(m.now.Sub(m.base) / (time.Duration(m.set.Window) / 60)) }
 
 // patienceSteps rounds up to one of the values that the package documents.
 func patienceSteps(patience, step time.Duration) int {
@@ -123,7 +124,7 @@ func (m *model) refuses(v modelView) bool {
 		return false
 	}
 	threshold := min(max(v.threshold, 0.1), m.set.Threshold)
-	steps := func(window time.Duration) int { return min(stepsIn(window, m.set.Window/60)+1, 60) }
+	steps := func(window time.Duration) int { return min(stepsIn(window, time.Duration(m.set.Window)/60)+1, 60) }
 	from, to := steps(slices.Min(v.windows)), steps(slices.Max(v.windows))
 	if from == 60 && threshold == m.set.Threshold {
 		return false
@@ -192,7 +193,7 @@ func (m *model) trip() {
 	}
 	cooldown := m.cooldown
 	if cooldown == 0 || m.now.Sub(m.since) >= 10*time.Minute {
-		cooldown = m.set.Cooldown
+		cooldown = time.Duration(m.set.Cooldown)
 	}
 	m.opened, m.total, m.failedProbes = m.counts(), 0, 0
 	m.open(cooldown, m.retryAfter)
@@ -201,15 +202,15 @@ func (m *model) trip() {
 func (m *model) probeFailed(retryAfter time.Duration) {
 	var until time.Time
 	if retryAfter > 0 {
-		until = m.now.Add(min(retryAfter, m.set.MaxCooldown))
+		until = m.now.Add(min(retryAfter, time.Duration(m.set.MaxCooldown)))
 	}
 	m.failedProbes++
 	if m.failedProbes == 3 {
 		m.permanent++
 	}
-	cooldown := m.set.Cooldown
+	cooldown := time.Duration(m.set.Cooldown)
 	if m.cooldown > 0 {
-		cooldown = min(2*m.cooldown, m.set.MaxCooldown)
+		cooldown = min(2*m.cooldown, time.Duration(m.set.MaxCooldown))
 	}
 	m.open(cooldown, until)
 }
@@ -226,7 +227,7 @@ func (m *model) pass(d time.Duration) {
 		}
 		switch {
 		case m.state == breaker.Closed:
-			earlier(m.base.Add(time.Duration(m.step()+1) * (m.set.Window / 60)))
+			earlier(m.base.Add(time.Duration(m.step()+1) * (time.Duration(m.set.Window) / 60)))
 		case m.state == breaker.Open && !m.until.IsZero():
 			earlier(m.until)
 		case m.state == breaker.HalfOpen && m.probe != nil:
@@ -271,10 +272,10 @@ func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 	case m.state == breaker.Closed:
 		call.generation = m.generation
 		if op.Patience > 0 {
-			call.due = m.step() + patienceSteps(op.Patience, m.set.Window/60) + 1
+			call.due = m.step() + patienceSteps(op.Patience, time.Duration(m.set.Window)/60) + 1
 		}
 	case m.state == breaker.HalfOpen && m.probe == nil && (preferred || m.now.Sub(m.since) >= wait):
-		m.probe, m.leaseEnds = call, m.now.Add(m.set.ProbeLease)
+		m.probe, m.leaseEnds = call, m.now.Add(time.Duration(m.set.ProbeLease))
 		m.paced, m.alive = op.ClientPaced, false
 	case m.mode != breaker.Observe:
 		return nil, false
@@ -285,7 +286,7 @@ func (m *model) acquire(op breaker.Op, v modelView) (*modelCall, bool) {
 
 func (m *model) answered(call *modelCall, latency time.Duration) {
 	call.due = 0
-	call.slow = m.set.SlowCall > 0 && latency > m.set.SlowCall
+	call.slow = m.set.SlowCall > 0 && latency > time.Duration(m.set.SlowCall)
 	if m.probe == call {
 		if call.slow {
 			m.probeFailed(0)
@@ -298,7 +299,7 @@ func (m *model) answered(call *modelCall, latency time.Duration) {
 
 func (m *model) sent(call *modelCall) {
 	if m.probe == call && m.paced && !m.alive {
-		m.paced, m.leaseEnds = false, m.now.Add(m.set.ProbeLease)
+		m.paced, m.leaseEnds = false, m.now.Add(time.Duration(m.set.ProbeLease))
 	}
 }
 
@@ -320,7 +321,7 @@ func (m *model) done(call *modelCall, o breaker.Outcome) {
 	if m.state != breaker.Closed || call.generation != m.generation {
 		return
 	}
-	if at := m.now.Add(min(o.RetryAfter, m.set.MaxCooldown)); o.RetryAfter > 0 && at.After(m.retryAfter) {
+	if at := m.now.Add(min(o.RetryAfter, time.Duration(m.set.MaxCooldown))); o.RetryAfter > 0 && at.After(m.retryAfter) {
 		m.retryAfter = at
 	}
 	fail := o.Class == breaker.Failure || o.Class == breaker.InBand
@@ -415,9 +416,9 @@ func pick[T any](rnd *rand.Rand, of ...T) T { return of[rnd.IntN(len(of))] }
 
 func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 	rules := mustRules(t, breaker.Settings{
-		Window: pick(rnd, 60*time.Second, 10*time.Second), MinVolume: pick(rnd, 3, 10),
-		Consecutive: pick(rnd, 0, 4), SlowCall: pick(rnd, 0, time.Second), Threshold: pick(rnd, 0.5, 0.25),
-		ProbeLease: 20 * time.Second,
+		Window: jsontime.Duration(pick(rnd, 60*time.Second, 10*time.Second)), MinVolume: pick(rnd, 3, 10),
+		Consecutive: pick(rnd, 0, 4), SlowCall: jsontime.Duration(pick(rnd, 0, time.Second)), Threshold: pick(rnd, 0.5, 0.25),
+		ProbeLease: jsontime.Duration(20 * time.Second),
 	})
 	hook := &recorder{}
 	b := breaker.New(upstream, rules, hook)
@@ -494,7 +495,7 @@ func runModel(t *testing.T, rnd *rand.Rand, pass func(time.Duration)) {
 // Nothing is lost or counted twice, however many calls end at once.
 func TestCountsAreExactAtOnce(t *testing.T) {
 	crowd(t, func(t *testing.T, pass, sleep func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{SlowCall: time.Second}, nil)
+		b := newBreaker(t, breaker.Settings{SlowCall: jsontime.Duration(time.Second)}, nil)
 		b.SetMode(breaker.ForcedClosed)
 		const callers, each = 16, 1000
 		var group sync.WaitGroup
@@ -578,7 +579,7 @@ func TestEverythingAtOnce(t *testing.T) {
 	crowd(t, func(t *testing.T, _, sleep func(time.Duration)) {
 		hook := &recorder{}
 		b := newBreaker(t, breaker.Settings{}, hook)
-		other := mustRules(t, breaker.Settings{MinVolume: 5, Window: 10 * time.Second})
+		other := mustRules(t, breaker.Settings{MinVolume: 5, Window: jsontime.Duration(10 * time.Second)})
 		var group sync.WaitGroup
 		for i := range 32 {
 			group.Go(func() {

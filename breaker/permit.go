@@ -129,7 +129,7 @@ func (p *Permit) Answered(latency time.Duration) {
 	if p.owner == nil || atomic.LoadUint32(&p.settled) != 0 {
 		return
 	}
-	limit := p.owner.rules.Load().set.SlowCall
+	limit := time.Duration(p.owner.rules.Load().set.SlowCall)
 	p.slow = limit > 0 && latency > limit
 	p.stopWaiting()
 	if p.lease == 0 {
@@ -273,7 +273,7 @@ func (l Lease) Sent() {
 		if b.probe.awaits != awaitsClient {
 			return
 		}
-		lasts := b.rules.Load().set.ProbeLease
+		lasts := time.Duration(b.rules.Load().set.ProbeLease)
 		b.probe.awaits, b.probe.ends = awaitsUpstream, time.Now().Add(lasts)
 		b.arm(lasts)
 	})
@@ -308,12 +308,12 @@ func (b *Breaker) grant(op Op, now time.Time) (Permit, *OpenError) {
 	rules := b.rules.Load()
 	b.probe.leases++
 	b.probe.holder = b.probe.leases
-	b.probe.ends = now.Add(rules.set.ProbeLease)
+	b.probe.ends = now.Add(time.Duration(rules.set.ProbeLease))
 	b.probe.awaits = awaitsUpstream
 	if op.ClientPaced {
 		b.probe.awaits = awaitsClient
 	}
-	b.arm(rules.set.ProbeLease)
+	b.arm(time.Duration(rules.set.ProbeLease))
 	b.publish()
 	return Permit{owner: b, lease: b.probe.holder}, nil
 }
@@ -355,7 +355,7 @@ func (b *Breaker) checkLease(now time.Time) {
 		b.freeProbe()
 		return
 	}
-	lease := b.rules.Load().set.ProbeLease
+	lease := time.Duration(b.rules.Load().set.ProbeLease)
 	b.reopen(ProbeTimedOut, Outcome{Cause: fmt.Sprintf("no answer within %v", lease)}, now)
 }
 
@@ -394,9 +394,9 @@ func (b *Breaker) reopen(reason Reason, o Outcome, now time.Time) {
 	b.outage.failedProbes++
 	var retryAfter time.Time
 	if o.RetryAfter > 0 {
-		retryAfter = now.Add(min(o.RetryAfter, rules.set.MaxCooldown))
+		retryAfter = now.Add(min(o.RetryAfter, time.Duration(rules.set.MaxCooldown)))
 	}
-	doubled := min(max(b.outage.cooldown, rules.set.Cooldown/2)*2, rules.set.MaxCooldown)
+	doubled := min(max(b.outage.cooldown, time.Duration(rules.set.Cooldown)/2)*2, time.Duration(rules.set.MaxCooldown))
 	b.open(reason, doubled, retryAfter, now)
 	if b.outage.failedProbes == giveUp {
 		b.report(event{kind: permanent, Event: b.describe(HalfOpen, now)})
@@ -432,10 +432,10 @@ func (b *Breaker) Follow(p PeerProbe) bool {
 		return true
 	}
 	set := &b.rules.Load().set
-	left := now.Add(min(p.Left, set.MaxCooldown))
+	left := now.Add(min(p.Left, time.Duration(set.MaxCooldown)))
 	o.last = failureRecord{p.Cause, ""}
 	o.failedProbes = max(o.failedProbes, p.FailedProbes)
-	o.cooldown = min(max(o.cooldown, p.Cooldown), set.MaxCooldown)
+	o.cooldown = min(max(o.cooldown, p.Cooldown), time.Duration(set.MaxCooldown))
 	switch {
 	case b.state == HalfOpen:
 		b.open(PeerFailed, o.cooldown, left, now)

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 func key(i int) breaker.Key { return breaker.Key{Upstream: fmt.Sprintf("10.0.0.%03d:80", i)} }
@@ -265,7 +266,7 @@ func TestRegistryAtOnce(t *testing.T) {
 func TestSharedProbes(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		r := breaker.NewRegistry(0, nil)
-		rules := mustRules(t, breaker.Settings{Cooldown: 10 * time.Second})
+		rules := mustRules(t, breaker.Settings{Cooldown: jsontime.Duration(10 * time.Second)})
 		var all []*breaker.Breaker
 		var keys []breaker.Key
 		for i := range 3 {
@@ -311,7 +312,7 @@ func TestSharedProbes(t *testing.T) {
 func TestSharedProbeIsNotLost(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		r := breaker.NewRegistry(0, nil)
-		rules := mustRules(t, breaker.Settings{Cooldown: 10 * time.Second, ProbeLease: 5 * time.Second})
+		rules := mustRules(t, breaker.Settings{Cooldown: jsontime.Duration(10 * time.Second), ProbeLease: jsontime.Duration(5 * time.Second)})
 		a, b := r.Get(key(0), rules), r.Get(key(1), rules)
 		trip(t, a)
 		trip(t, b)

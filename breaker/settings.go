@@ -5,33 +5,39 @@ import (
 	"fmt"
 	"math"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // Settings say when a breaker opens and how it closes. Zero values stand for the defaults.
 type Settings struct {
-	// Window is the length of the window of the error rate: 1 s to 1 h, by default 60 s. It moves
-	// in 60 steps.
-	Window time.Duration
-	// Threshold is the share of failures, over 0 and under 1, above which the breaker opens; by
-	// default 0.5. A rate equal to it keeps the breaker closed.
-	Threshold float64
-	// MinVolume is how many calls must have ended in the window, or be overdue, before the breaker
-	// can open because of a rate; by default 10.
-	MinVolume int
-	// Consecutive is how many failures in a row open the breaker at any rate; 0 is never.
-	Consecutive int
-	// SlowCall is the latency above which an answer is slow; 0 is never. A slow probe fails.
-	SlowCall time.Duration
-	// SlowThreshold is the share of slow calls, over 0 and under 1, above which the breaker opens;
-	// by default 0.5.
-	SlowThreshold float64
+	// The time over which the error rate is measured, 1s to 1h. Default: 60s.
+	Window jsontime.Duration `json:"window,omitempty"`
 
-	// Cooldown is how long the breaker stays open at first, by default 30 s. A failed probe doubles
-	// it, up to MaxCooldown, by default 300 s, which also bounds the Outcome.RetryAfter that is followed.
-	Cooldown, MaxCooldown time.Duration
+	// The share of failures, over 0 and under 1, above which a breaker opens. Default: 0.5.
+	Threshold float64 `json:"threshold,omitempty"`
 
-	// ProbeLease is how long a probe may go without an answer; by default 30 s.
-	ProbeLease time.Duration
+	// How many calls must have ended in the window before the rate counts. Default: 10.
+	MinVolume int `json:"min_volume,omitempty"`
+
+	// How many failures in a row open a breaker, whatever the rate. Default: no number does.
+	Consecutive int `json:"consecutive,omitempty"`
+
+	// The latency above which an answer is slow. Default: none.
+	SlowCall jsontime.Duration `json:"slow_call,omitempty"`
+
+	// The share of slow answers above which a breaker opens. Default: 0.5.
+	SlowThreshold float64 `json:"slow_threshold,omitempty"`
+
+	// How long a breaker stays open at first; each failed probe doubles it. Default: 30s.
+	Cooldown jsontime.Duration `json:"cooldown,omitempty"`
+
+	// The longest cooldown, at most 24h, and the longest `Retry-After` of the upstream that is
+	// honoured. Default: 300s, or the cooldown if that is longer.
+	MaxCooldown jsontime.Duration `json:"max_cooldown,omitempty"`
+
+	// How long a probe may go without an answer. Default: 30s.
+	ProbeLease jsontime.Duration `json:"-"`
 }
 
 const (
@@ -55,41 +61,50 @@ type Rules struct {
 // above 0.3.
 const million = 1_000_000
 
-const day = 24 * time.Hour
+const second = jsontime.Duration(time.Second)
 
-// NewRules fills in the defaults and checks the ranges. The error names the value that is out of its
+// NewRules fills in the defaults and checks the ranges. The error names the option of the Caddyfile that is out of its
 // range.
 func NewRules(s Settings) (*Rules, error) {
-	s.Window = cmp.Or(s.Window, 60*time.Second)
+	s.Window = cmp.Or(s.Window, 60*second)
 	s.Threshold = cmp.Or(s.Threshold, 0.5)
 	s.MinVolume = cmp.Or(s.MinVolume, 10)
 	s.SlowThreshold = cmp.Or(s.SlowThreshold, 0.5)
-	s.Cooldown = cmp.Or(s.Cooldown, 30*time.Second)
-	s.MaxCooldown = cmp.Or(s.MaxCooldown, max(300*time.Second, s.Cooldown))
-	s.ProbeLease = cmp.Or(s.ProbeLease, 30*time.Second)
+	s.Cooldown = cmp.Or(s.Cooldown, 30*second)
+	s.MaxCooldown = cmp.Or(s.MaxCooldown, max(300*second, s.Cooldown))
+	s.ProbeLease = cmp.Or(s.ProbeLease, 30*second)
+	for _, d := range []struct {
+		name  string
+		value jsontime.Duration
+	}{
+		{"window", s.Window}, {"slow", s.SlowCall}, {"cooldown", s.Cooldown}, {"cooldown (longest)", s.MaxCooldown},
+		{"ProbeLease", s.ProbeLease},
+	} {
+		if d.value < 0 {
+			return nil, fmt.Errorf("%s: %v is negative; it must be positive", d.name, time.Duration(d.value))
+		}
+	}
 	for _, check := range []struct {
 		ok    bool
 		name  string
 		value any
 		right string
 	}{
-		{s.Window >= time.Second && s.Window <= time.Hour, "Window", s.Window, "from 1s to 1h"},
-		{isShare(s.Threshold), "Threshold", s.Threshold, "above 0 and below 1"},
-		{s.MinVolume > 0, "MinVolume", s.MinVolume, "positive"},
-		{s.Consecutive >= 0, "Consecutive", s.Consecutive, "positive, or 0 for never"},
-		{s.SlowCall >= 0, "SlowCall", s.SlowCall, "positive, or 0 for never"},
-		{isShare(s.SlowThreshold), "SlowThreshold", s.SlowThreshold, "above 0 and below 1"},
-		{s.Cooldown > 0, "Cooldown", s.Cooldown, "positive"},
-		{s.MaxCooldown >= s.Cooldown && s.MaxCooldown <= day, "MaxCooldown", s.MaxCooldown, "no shorter than Cooldown, at most 24h"},
-		{s.ProbeLease > 0, "ProbeLease", s.ProbeLease, "positive"},
+		{s.Window >= second && s.Window <= 3600*second, "window", time.Duration(s.Window), "from 1s to 1h"},
+		{isShare(s.Threshold), "threshold", s.Threshold, "above 0 and below 1"},
+		{s.MinVolume > 0, "min_volume", s.MinVolume, "positive"},
+		{s.Consecutive >= 0, "consecutive", s.Consecutive, "positive, or 0 for never"},
+		{isShare(s.SlowThreshold), "slow (share)", s.SlowThreshold, "above 0 and below 1"},
+		{s.MaxCooldown >= s.Cooldown && s.MaxCooldown <= 24*3600*second, "cooldown (longest)",
+			time.Duration(s.MaxCooldown), "no shorter than cooldown, at most 24h"},
 	} {
 		if !check.ok {
-			return nil, fmt.Errorf("breaker: %s is %v; it has to be %s", check.name, check.value, check.right)
+			return nil, fmt.Errorf("%s is %v; it has to be %s", check.name, check.value, check.right)
 		}
 	}
 	return &Rules{
 		set:       s,
-		step:      s.Window / buckets,
+		step:      time.Duration(s.Window) / buckets,
 		threshold: uint64(math.Round(s.Threshold * million)),
 		slow:      uint64(math.Round(s.SlowThreshold * million)),
 	}, nil

@@ -57,7 +57,8 @@ func (b *Breaker) Status() Status {
 	}
 	s := Status{
 		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation, Since: b.since,
-		ErrorRate: c.rate(), Window: rules.set.Window, MinVolume: rules.set.MinVolume, Threshold: rules.set.Threshold,
+		ErrorRate: c.rate(),
+		Window:    time.Duration(rules.set.Window), MinVolume: rules.set.MinVolume, Threshold: rules.set.Threshold,
 		Calls: int(c.calls), Failures: int(c.failures), Slow: int(c.slow), RateLimited: int(c.limited),
 		Overdue: int(c.overdue), Cooldown: o.lasts, NextProbe: o.until, Probing: b.probe.holder != 0,
 		FailedProbes: o.failedProbes, Reason: o.reason, Cause: last.cause, Evidence: last.evidence,
@@ -171,7 +172,7 @@ func restore(s Snapshot, rules *Rules, hook Hook) (*Breaker, error) {
 		b.period.generation = s.Generation
 	case s.State == Open && s.Mode != ForcedOpen:
 		b.period = nil
-		left := min(s.Until.Sub(now.Round(0)), s.Until.Sub(s.At), rules.set.MaxCooldown)
+		left := min(s.Until.Sub(now.Round(0)), s.Until.Sub(s.At), time.Duration(rules.set.MaxCooldown))
 		left = max(left, 0)
 		b.outage.until, b.outage.lasts = now.Add(left), max(s.Until.Sub(s.Since), left)
 	default:

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // restart makes a breaker from another one's snapshot, as it stands in a store.
@@ -222,7 +223,7 @@ func FuzzSnapshot(f *testing.F) {
 		`"at":"2026-11-20T12:00:00Z","since":"2026-11-20T12:00:00Z","until":"2026-11-20T12:00:30Z","cooldown_ns":30000000000}`))
 	f.Add([]byte(`{"v":1,"state":"half_open","mode":"observe","generation":3,"at":"0001-01-01T00:00:00Z","since":"9999-12-31T00:00:00Z"}`))
 	f.Add([]byte(`{"v":1,"state":"closed","mode":"forced_closed","generation":18446744073709551615,"cooldown_ns":9223372036854775807}`))
-	rules := mustRules(f, breaker.Settings{MaxCooldown: time.Minute})
+	rules := mustRules(f, breaker.Settings{MaxCooldown: jsontime.Duration(time.Minute)})
 	f.Fuzz(func(t *testing.T, data []byte) {
 		s, err := decode(data)
 		if err != nil {

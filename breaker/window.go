@@ -125,7 +125,7 @@ func (p *period) noteRetryAfter(d time.Duration) {
 	b := p.owner
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	until := time.Now().Add(min(d, b.rules.Load().set.MaxCooldown))
+	until := time.Now().Add(min(d, time.Duration(b.rules.Load().set.MaxCooldown)))
 	if until.After(p.retryAfter) {
 		p.retryAfter = until
 	}
@@ -386,7 +386,7 @@ func (r *Rules) bounded(v *View) (l boundedView, ok bool) {
 
 // stepsBack is how many steps cover a window. One is added for the present one, which has partly passed.
 func (r *Rules) stepsBack(window time.Duration) int {
-	if window >= r.set.Window {
+	if window >= time.Duration(r.set.Window) {
 		return buckets
 	}
 	return min(int((window+r.step-1)/r.step)+1, buckets)
@@ -432,11 +432,12 @@ func (p *period) refused(v *View) *OpenError {
 	if b.period != p || b.mode == ForcedClosed {
 		return nil
 	}
+	window := time.Duration(rules.set.Window)
 	return &OpenError{
 		Key: b.key, State: b.state, Mode: b.mode, Generation: b.generation,
 		Until: p.begun.Add(time.Duration(p.wait(rules, l)) * rules.step), Reason: StricterView,
 		Cause: p.last.cause, Evidence: p.last.evidence,
-		View: &View{l.threshold, min(v.shortest, rules.set.Window), min(v.longest, rules.set.Window)},
+		View: &View{l.threshold, min(v.shortest, window), min(v.longest, window)},
 	}
 }
 

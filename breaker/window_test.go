@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // cascade 3.2.1: over 50 %, not from 50 % on.
@@ -233,7 +234,7 @@ func TestConsecutiveFailures(t *testing.T) {
 func TestSlowCalls(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
 		hook := &recorder{}
-		b := newBreaker(t, breaker.Settings{SlowCall: time.Second, SlowThreshold: 0.3}, hook)
+		b := newBreaker(t, breaker.Settings{SlowCall: jsontime.Duration(time.Second), SlowThreshold: 0.3}, hook)
 		call := func(latency time.Duration) {
 			p := acquire(t, b)
 			p.Answered(latency)
@@ -265,7 +266,7 @@ func TestSlowCalls(t *testing.T) {
 
 func TestSlowCallsAreForgotten(t *testing.T) {
 	bubble(t, func(t *testing.T, pass func(time.Duration)) {
-		b := newBreaker(t, breaker.Settings{SlowCall: time.Second}, nil)
+		b := newBreaker(t, breaker.Settings{SlowCall: jsontime.Duration(time.Second)}, nil)
 		for range 9 {
 			p := acquire(t, b)
 			p.Answered(time.Minute)

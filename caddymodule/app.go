@@ -239,7 +239,7 @@ func (a *App) provisionStore() error {
 
 // provisionOptions checks the options that are one value, and completes them.
 func (a *App) provisionOptions() error {
-	if err := appOptions().check(a); err != nil {
+	if err := checkOptions(appOptions(), a); err != nil {
 		return err
 	}
 	inherit(&a.BodyMemory, execution.DefaultBodyMemory)
@@ -416,7 +416,7 @@ func (a *App) Start() error {
 	}
 	for _, h := range a.guards.list() {
 		if h.pool != nil { // earlier configurations use it as well
-			settings, _ := h.Bulkhead.settings() // checked
+			settings, _ := h.Bulkhead.Check() // checked
 			h.pool.Configure(settings)
 		}
 	}

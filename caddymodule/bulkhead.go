@@ -5,12 +5,12 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 )
 
 // Bulkhead shares the upstream among workflows, so that none starves another. A call holds a permit
@@ -24,44 +24,14 @@ type Bulkhead struct {
 	// Turns it off: nothing is bounded. Default: false.
 	Off bool `json:"off,omitempty"`
 
-	// Calls at the upstream at a time. This and all other limits here are of each gateway: of several that share a
-	// store, each allows so much; divide by their number what the upstream can take. Default: 32768.
-	Total int `json:"total,omitempty"`
-
-	// Calls of one workflow at the upstream at a time. Default: 16384.
-	PerWorkflow int `json:"per_workflow,omitempty"`
-
-	// Calls of one workflow that wait at a time; -1 for none. Default: 1024.
-	Queue int `json:"queue,omitempty"`
-
-	// How long a call waits for a permit, at most 1h. A call that would miss its deadline is refused at
-	// once, after 16 calls have shown how long they take. Calls of class `low` wait up to 300 s, after which nobody
-	// is preferred to them. Default: 30s.
-	Wait caddy.Duration `json:"wait,omitempty"`
-
-	// Calls of one workflow in a second, on average and at once. Above it they get 429
-	// `quota-exceeded`. Default: no limit.
-	Rate int `json:"rate,omitempty"`
-
-	// Retries that one workflow may send, in percent of its first calls, over 10 s; -1 for any number. A
-	// retry is a call that would be sent again, or that counts its attempts in a header field. Ten a second may
-	// be sent in any case. Above both retries get 429 `quota-exceeded`, and their keys stay free. Default: 20.
-	Retries int `json:"retries,omitempty"`
-}
-
-// settings returns the limits, with the defaults.
-func (b *Bulkhead) settings() (bulkhead.Settings, error) {
-	return bulkhead.Settings{
-		Total: b.Total, PerWorkflow: b.PerWorkflow, Queue: b.Queue, Wait: time.Duration(b.Wait),
-		Rate: b.Rate, Retries: b.Retries,
-	}.Check()
+	bulkhead.Settings
 }
 
 func (b *Bulkhead) validate() error {
 	if b.Off && *b != (Bulkhead{Off: true}) {
 		return errors.New("it is off and has limits; leave one of them out")
 	}
-	_, err := b.settings()
+	_, err := b.Check()
 	return err
 }
 
@@ -70,38 +40,34 @@ func (h *Handler) provisionBulkhead() error {
 	if err := h.Bulkhead.validate(); err != nil {
 		return fmt.Errorf("bulkhead: %w", err)
 	}
-	if h.Bulkhead.Off {
-		return nil
+	if !h.Bulkhead.Off {
+		settings, _ := h.Bulkhead.Check() // checked
+		h.pool = h.app.collector.Bulkhead(h.Name, settings)
 	}
-	settings, err := h.Bulkhead.settings()
-	if err != nil {
-		return err
-	}
-	h.pool = h.app.collector.Bulkhead(h.Name, settings)
 	return nil
 }
 
 func parseBulkhead(d *caddyfile.Dispenser, h *Handler) error {
 	if d.NextArg() {
 		if d.Val() != "off" || d.NextArg() {
-			return errSyntax
+			return option.ErrSyntax
 		}
 		h.Bulkhead.Off = true
 		return nil
 	}
-	_, err := bulkheadOptions().readOnly(d, "a bulkhead", &h.Bulkhead, "it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
+	_, err := readOnly(bulkheadOptions(), d, "a bulkhead", &h.Bulkhead, "it says nothing; give total, per_workflow, queue, wait, rate or retries, or `off`")
 	if err != nil {
 		return err
 	}
 	return h.Bulkhead.validate()
 }
 
-func bulkheadOptions() options[*Bulkhead] {
-	return options[*Bulkhead]{
+func bulkheadOptions() option.Set[*Bulkhead] {
+	return option.Set[*Bulkhead]{
 		"total":        count(func(b *Bulkhead) *int { return &b.Total }),
 		"per_workflow": count(func(b *Bulkhead) *int { return &b.PerWorkflow }),
 		"queue":        value("<number> | off", func(b *Bulkhead) *int { return &b.Queue }, parseCountOrOff),
-		"wait":         duration(func(b *Bulkhead) *caddy.Duration { return &b.Wait }),
+		"wait":         duration(func(b *Bulkhead) *jsontime.Duration { return &b.Wait }),
 		"rate":         count(func(b *Bulkhead) *int { return &b.Rate }),
 		"retries":      value("<percent>% | off", func(b *Bulkhead) *int { return &b.Retries }, parseRetries),
 	}
@@ -110,7 +76,7 @@ func bulkheadOptions() options[*Bulkhead] {
 // parseRetries parses a part of the calls, or `off` for no limit.
 func parseRetries(d *caddyfile.Dispenser, into *int) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	if d.Val() == "off" {
 		*into = unbounded

@@ -19,8 +19,8 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/dustin/go-humanize"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
-	"github.com/agent-guard/caddy-agent-guard/internal/suggest"
 )
 
 func init() {
@@ -62,7 +62,7 @@ func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 		return nil, d.Errf("agent_guard takes no argument here, but a block; %q is too much", d.Val())
 	}
 	app := new(App)
-	if err := appOptions().readBlock(d, "the global option agent_guard", app, at); err != nil {
+	if err := appOptions().Read(d, "the global option agent_guard", app, at); err != nil {
 		return nil, err
 	}
 	if app.Trust != nil {
@@ -76,19 +76,19 @@ func parseApp(d *caddyfile.Dispenser, existing any) (any, error) {
 	return httpcaddyfile.App{Name: "agent_guard", Value: caddyconfig.JSON(app, nil)}, nil
 }
 
-func appOptions() options[*App] {
-	return options[*App]{
-		"store":       {usage: "<module> [<options...>]", parse: parseStore},
-		"keys":        {usage: "file <path> | value <placeholder>", parse: parseKeys},
+func appOptions() option.Set[*App] {
+	return option.Set[*App]{
+		"store":       {Usage: "<module> [<options...>]", Parse: parseStore},
+		"keys":        {Usage: "file <path> | value <placeholder>", Parse: parseKeys},
 		"drain":       duration(func(a *App) *caddy.Duration { return &a.Drain }),
 		"body_memory": size(func(a *App) *int64 { return &a.BodyMemory }),
-		"hitl":        {usage: "{ ... }", parse: parseHITL},
-		"quota":       {usage: "{ ... }", parse: parseQuota},
-		"identity":    {usage: "<uri> { ... }", parse: parseIdentity},
-		"trust": {usage: "jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }",
-			several: true, parse: parseTrust},
-		"rollback": {usage: "{ ... }", parse: parseRollback},
-		"plan": {usage: "<file>", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+		"hitl":        {Usage: "{ ... }", Parse: parseHITL},
+		"quota":       {Usage: "{ ... }", Parse: parseQuota},
+		"identity":    {Usage: "<uri> { ... }", Parse: parseIdentity},
+		"trust": {Usage: "jwks_file <path> [<owner>] | jwks_url <url> [<owner>] | { ... }",
+			Several: true, Parse: parseTrust},
+		"rollback": {Usage: "{ ... }", Parse: parseRollback},
+		"plan": {Usage: "<file>", Several: true, Parse: func(d *caddyfile.Dispenser, a *App) error {
 			var file string
 			err := parseWord(d, &file)
 			a.PlanFiles = append(a.PlanFiles, file)
@@ -98,14 +98,14 @@ func appOptions() options[*App] {
 		"plan_mode": placed("plan_mode", word("enforced | observed", func(a *App) *string { return &a.PlanMode })),
 		"workflow_idle": placed("workflow_idle", duration(func(a *App) *caddy.Duration { return &a.WorkflowIdle },
 			checkIdle)),
-		"on_cascade": placed("on_cascade", option[*App]{usage: "alert | pause | open { ... }", parse: parseOnCascade}),
+		"on_cascade": placed("on_cascade", option.Option[*App]{Usage: "alert | pause | open { ... }", Parse: parseOnCascade}),
 	}
 }
 
 // placed records where an option stands, which loading finds wrong if at all.
-func placed(name string, o option[*App]) option[*App] {
-	parse := o.parse
-	o.parse = func(d *caddyfile.Dispenser, a *App) error {
+func placed(name string, o option.Option[*App]) option.Option[*App] {
+	parse := o.Parse
+	o.Parse = func(d *caddyfile.Dispenser, a *App) error {
 		a.writtenAt(name, d.Token())
 		return parse(d, a)
 	}
@@ -114,7 +114,7 @@ func placed(name string, o option[*App]) option[*App] {
 
 func parseStore(d *caddyfile.Dispenser, a *App) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	name, at := d.Val(), d.Token()
 	module, err := caddyfile.UnmarshalModule(d, "agent_guard.stores."+name)
@@ -129,13 +129,13 @@ func parseStore(d *caddyfile.Dispenser, a *App) error {
 	return nil
 }
 
-func parseKeys(d *caddyfile.Dispenser, a *App) error {
+func parseKeys(d *caddyfile.Dispenser, a *App) (err error) {
 	at := d.Token()
-	kind, value, err := parsePair(d)
-	if err != nil {
-		return err
-	}
-	if value == "" {
+	var kind, value string
+	switch {
+	case !d.Args(&kind, &value):
+		return option.ErrSyntax
+	case value == "":
 		return fmt.Errorf("the %s is empty; name one", kind)
 	}
 	a.writtenAt("keys", at)
@@ -155,11 +155,11 @@ func parseKeys(d *caddyfile.Dispenser, a *App) error {
 
 // writtenAt records the place of an option that only loading can check: it depends on files and
 // variables of the machine.
-func (a *App) writtenAt(option string, at caddyfile.Token) {
+func (a *App) writtenAt(name string, at caddyfile.Token) {
 	if a.WrittenAt == nil {
 		a.WrittenAt = map[string]string{}
 	}
-	a.WrittenAt[option] = placeOf(at)
+	a.WrittenAt[name] = placeOf(at)
 }
 
 // parseGuard reads the directive agent_guard [<matcher>] with the options of
@@ -179,7 +179,7 @@ func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 		return nil, err
 	}
 	if asks, own := guard.ownRequests(); own && guard.UpstreamRaw == nil {
-		return nil, errorAt(asks.at, errors.New(asks.what+" of the guard's own; "+
+		return nil, option.ErrorAt(asks.at, errors.New(asks.what+" of the guard's own; "+
 			"give agent_guard an `upstream` block that says how it reaches the upstream, or use agent_proxy"))
 	}
 	if err := guard.checkGlobals(h); err != nil {
@@ -209,51 +209,34 @@ type wanting struct {
 
 type dispenser = *caddyfile.Dispenser
 
-// option is one option of a Caddyfile block, which fills a T.
-type option[T any] struct {
-	// usage is the syntax of its arguments, as errors show it.
-	usage string
-	// several says that it may stand several times in its block.
-	several bool
-	// named says that its first argument is a name, which errors show.
-	named bool
-	// parse parses all of the option's tokens. d is at the option's name. The error needs
-	// neither the name nor the place.
-	parse func(d *caddyfile.Dispenser, into T) error
-	// check says what is wrong with the value, whether the Caddyfile or JSON has it; nil checks nothing. What
-	// is left out is valid.
-	check func(of T) error
-}
-
-// options are the options of one kind of block, by name.
-type options[T any] map[string]option[T]
-
-// merge returns the options of both.
-func (o options[T]) merge(more options[T]) options[T] {
-	maps.Copy(o, more)
-	return o
+// merge adds the options of the parts to those of the whole.
+func merge[T any](whole option.Set[T], parts ...option.Set[T]) option.Set[T] {
+	for _, part := range parts {
+		maps.Copy(whole, part)
+	}
+	return whole
 }
 
 // within turns the options of a part into options of the whole.
-func within[T, U any](part func(T) U, opts options[U]) options[T] {
-	whole := make(options[T], len(opts))
+func within[T, U any](part func(T) U, opts option.Set[U]) option.Set[T] {
+	whole := make(option.Set[T], len(opts))
 	for name, opt := range opts {
-		one := option[T]{
-			usage: opt.usage, several: opt.several, named: opt.named,
-			parse: func(d *caddyfile.Dispenser, into T) error { return opt.parse(d, part(into)) },
+		one := option.Option[T]{
+			Usage: opt.Usage, Several: opt.Several, Named: opt.Named,
+			Parse: func(d *caddyfile.Dispenser, into T) error { return opt.Parse(d, part(into)) },
 		}
-		if opt.check != nil {
-			one.check = func(of T) error { return opt.check(part(of)) }
+		if opt.Check != nil {
+			one.Check = func(of T) error { return opt.Check(part(of)) }
 		}
 		whole[name] = one
 	}
 	return whole
 }
 
-// check checks the values of all options, by name.
-func (o options[T]) check(of T) error {
-	for _, name := range slices.Sorted(maps.Keys(o)) {
-		if check := o[name].check; check != nil {
+// checkOptions checks the values of all options, by name.
+func checkOptions[T any](opts option.Set[T], of T) error {
+	for _, name := range slices.Sorted(maps.Keys(opts)) {
+		if check := opts[name].Check; check != nil {
 			if err := check(of); err != nil {
 				return &invalid{[]string{name}, err}
 			}
@@ -262,14 +245,10 @@ func (o options[T]) check(of T) error {
 	return nil
 }
 
-// readOnly parses a block whose option takes no argument, and which must say something; nothing is the error if it
-// does not.
-func (o options[T]) readOnly(d *caddyfile.Dispenser, kind string, into T, nothing string) (origin, error) {
-	if d.NextArg() {
-		return nil, errSyntax
-	}
+// readOnly parses a block that must say something; nothing is the error if it does not.
+func readOnly[T any](opts option.Set[T], d *caddyfile.Dispenser, kind string, into T, nothing string) (origin, error) {
 	at := originOf(d)
-	err := o.readBlock(d, kind, into, at)
+	err := opts.Read(d, kind, into, at)
 	if err == nil && len(at) == 1 {
 		err = errors.New(nothing)
 	}
@@ -277,11 +256,11 @@ func (o options[T]) readOnly(d *caddyfile.Dispenser, kind string, into T, nothin
 }
 
 // value makes an option with one value, which the checks take in turn.
-func value[T, V any](usage string, into func(T) *V, parse func(dispenser, *V) error, checks ...func(V) error) option[T] {
-	return option[T]{
-		usage: usage,
-		parse: func(d *caddyfile.Dispenser, of T) error { return parse(d, into(of)) },
-		check: func(of T) error {
+func value[T, V any](usage string, into func(T) *V, parse func(dispenser, *V) error, checks ...func(V) error) option.Option[T] {
+	return option.Option[T]{
+		Usage: usage,
+		Parse: func(d *caddyfile.Dispenser, of T) error { return parse(d, into(of)) },
+		Check: func(of T) error {
 			for _, check := range checks {
 				if err := check(*into(of)); err != nil {
 					return err
@@ -292,11 +271,11 @@ func value[T, V any](usage string, into func(T) *V, parse func(dispenser, *V) er
 	}
 }
 
-func duration[T any, D ~int64](into func(T) *D, checks ...func(D) error) option[T] {
+func duration[T any, D ~int64](into func(T) *D, checks ...func(D) error) option.Option[T] {
 	return value("<duration>", into, parseDuration, append([]func(D) error{checkDuration[D]}, checks...)...)
 }
 
-func size[T any](into func(T) *int64) option[T] {
+func size[T any](into func(T) *int64) option.Option[T] {
 	return value("<size>", into, parseSize, func(n int64) error {
 		if n < 0 {
 			return fmt.Errorf("%d bytes is negative; it must be positive", n)
@@ -305,7 +284,7 @@ func size[T any](into func(T) *int64) option[T] {
 	})
 }
 
-func count[T any](into func(T) *int) option[T] {
+func count[T any](into func(T) *int) option.Option[T] {
 	return value("<number>", into, parseCount, func(n int) error {
 		if n < 0 {
 			return fmt.Errorf("%d is negative; it must be positive", n)
@@ -315,7 +294,7 @@ func count[T any](into func(T) *int) option[T] {
 }
 
 // word makes an option with a word, which has at most one check.
-func word[T any](usage string, into func(T) *string, checks ...func(string) error) option[T] {
+func word[T any](usage string, into func(T) *string, checks ...func(string) error) option.Option[T] {
 	return value(usage, into, parseWord, func(v string) error {
 		for _, check := range checks {
 			if v != "" {
@@ -326,12 +305,12 @@ func word[T any](usage string, into func(T) *string, checks ...func(string) erro
 	})
 }
 
-func words[T any](usage string, into func(T) *[]string, checks ...func([]string) error) option[T] {
+func words[T any](usage string, into func(T) *[]string, checks ...func([]string) error) option.Option[T] {
 	return value(usage, into, parseWords, checks...)
 }
 
 // choice makes an option with one of some words.
-func choice[T any, W ~string](into func(T) *W, choices ...W) option[T] {
+func choice[T any, W ~string](into func(T) *W, choices ...W) option.Option[T] {
 	var usage string
 	for _, w := range choices {
 		usage += " | " + string(w)
@@ -346,16 +325,16 @@ func choice[T any, W ~string](into func(T) *W, choices ...W) option[T] {
 		})
 }
 
-func flag[T any](into func(T) *bool) option[T] {
-	return option[T]{parse: func(_ *caddyfile.Dispenser, of T) error {
+func flag[T any](into func(T) *bool) option.Option[T] {
+	return option.Option[T]{Parse: func(_ *caddyfile.Dispenser, of T) error {
 		*into(of) = true
 		return nil
 	}}
 }
 
 // repeated says that an option may stand several times in its block.
-func repeated[T any](o option[T]) option[T] {
-	o.several = true
+func repeated[T any](o option.Option[T]) option.Option[T] {
+	o.Several = true
 	return o
 }
 
@@ -369,64 +348,6 @@ func each(check func(string) error) func([]string) error {
 		}
 		return nil
 	}
-}
-
-// errSyntax says that an option has too many arguments, or too few.
-var errSyntax = errors.New("wrong number of arguments")
-
-// readBlock parses the block that begins on the line of d, if there is one. Errors call it
-// kind. at gets the tokens of its options.
-func (o options[T]) readBlock(d *caddyfile.Dispenser, kind string, into T, at origin) error {
-	for nesting := d.Nesting(); d.NextBlock(nesting); {
-		if err := o.read(d, kind, into, at); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// read parses the option at which d stands.
-func (o options[T]) read(d *caddyfile.Dispenser, kind string, into T, at origin) error {
-	segment := d.NextSegment()
-	first := segment[0]
-	name := first.Text
-	opt, ok := o[name]
-	if !ok {
-		known := slices.Sorted(maps.Keys(o))
-		return errorAt(first, fmt.Errorf("%s has no option %q; it has %s%s",
-			kind, name, strings.Join(known, ", "), suggest.Nearest(name, known)))
-	}
-	before, stood := at[name]
-	switch {
-	case !stood:
-		at[name] = segment
-	case !opt.several:
-		return errorAt(first, fmt.Errorf("%s stands twice; it stands on line %d already", name, before[0].Line))
-	}
-	label := name
-	if opt.named && len(segment) > 1 && !strings.Contains("{", segment[1].Text) {
-		label += " " + segment[1].Text
-	}
-	// A separate dispenser, so that leftovers of the option, such as a block that it does not
-	// take, are not read as the next option.
-	inner := caddyfile.NewDispenser(segment)
-	inner.Next()
-	err := opt.parse(inner, into)
-	if err == nil && opt.check != nil {
-		err = opt.check(into)
-	}
-	if err == nil && inner.Next() {
-		err = errSyntax
-	}
-	switch {
-	case err == nil:
-		return nil
-	case errors.Is(err, errSyntax) && !hasPlace(err, first):
-		err = fmt.Errorf("%s: %w; the syntax is `%s`", label, err, strings.TrimSpace(name+" "+opt.usage))
-	default:
-		err = fmt.Errorf("%s: %w", label, err)
-	}
-	return errorAt(first, err)
 }
 
 // origin has the tokens of a block's options in the Caddyfile by name; those of the first
@@ -453,27 +374,17 @@ func place(err error, blocks ...origin) error {
 		for _, block := range blocks {
 			for _, name := range bad.options {
 				if segment, ok := block[name]; ok {
-					return errorAt(segment[0], err)
+					return option.ErrorAt(segment[0], err)
 				}
 			}
 		}
 	}
-	return errorAt(blocks[0][""][0], err)
-}
-
-// errorAt adds the place of a token to err, unless err already has a more precise one.
-func errorAt(at caddyfile.Token, err error) error {
-	if hasPlace(err, at) {
-		return err
-	}
-	d := caddyfile.NewDispenser([]caddyfile.Token{at})
-	d.Next()
-	return d.WrapErr(err)
+	return option.ErrorAt(blocks[0][""][0], err)
 }
 
 // placeOf returns the place of a token as errors show it: file, line and import chain.
 func placeOf(at caddyfile.Token) string {
-	return strings.TrimPrefix(errorAt(at, errors.New("")).Error(), ", at ")
+	return strings.TrimPrefix(option.ErrorAt(at, errors.New("")).Error(), ", at ")
 }
 
 // withPlace adds a place from the configuration to err, unless err already has a more
@@ -488,16 +399,11 @@ func withPlace(err error, place string) error {
 // endsInPlace matches a place at the end of an error.
 var endsInPlace = regexp.MustCompile(`, at [^\n]+:[0-9]+( import chain \[[^\n]*\])?$`)
 
-// hasPlace matches the places that dispensers add.
-func hasPlace(err error, at caddyfile.Token) bool {
-	return strings.Contains(err.Error(), ", at "+at.File+":")
-}
-
 // The following functions parse arguments of an option. d is before them.
 
 func parseWord(d *caddyfile.Dispenser, into *string) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	if d.Val() == "" {
 		return errors.New("it is empty; leave the option out for its default")
@@ -509,18 +415,10 @@ func parseWord(d *caddyfile.Dispenser, into *string) error {
 func parseWords(d *caddyfile.Dispenser, into *[]string) error {
 	words := d.RemainingArgs()
 	if len(words) == 0 {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	*into = append(*into, words...)
 	return nil
-}
-
-// parsePair reads exactly two arguments. The second may be empty.
-func parsePair(d *caddyfile.Dispenser) (name, value string, err error) {
-	if !d.Args(&name, &value) {
-		return "", "", errSyntax
-	}
-	return name, value, nil
 }
 
 func parseChoice[W ~string](d *caddyfile.Dispenser, into *W, choices ...W) error {
@@ -549,7 +447,7 @@ func oneOf[W ~string](word W, known ...W) error {
 
 func parseDuration[D ~int64](d *caddyfile.Dispenser, into *D) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	v, err := caddy.ParseDuration(d.Val())
 	if err != nil {
@@ -579,7 +477,7 @@ func checkDuration[D ~int64](v D) error {
 
 func parseSize(d *caddyfile.Dispenser, into *int64) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	text := d.Val()
 	// ParseBytes ignores commas: 1,5MiB would be 15 MiB.

@@ -18,6 +18,8 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -168,17 +170,17 @@ func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if d.NextArg() {
 		return d.Errf("agent_guard takes no argument but a matcher; %q is none", d.Val())
 	}
-	if err := guardOptions().readBlock(d, "agent_guard", h, h.origin); err != nil {
+	if err := guardOptions().Read(d, "agent_guard", h, h.origin); err != nil {
 		return err
 	}
 	return h.checkPolicies()
 }
 
 // guardOptions are the options of agent_guard, which agent_proxy takes too.
-func guardOptions() options[*Handler] {
-	return options[*Handler]{
-		"name": {usage: "<name> [shared]", parse: parseName, check: func(h *Handler) error { return checkGuardName(h.Name) }},
-		"caller": {usage: "<placeholder> | cookie <names...>", parse: parseCaller, check: func(h *Handler) error {
+func guardOptions() option.Set[*Handler] {
+	return merge(option.Set[*Handler]{
+		"name": {Usage: "<name> [shared]", Parse: parseName, Check: func(h *Handler) error { return checkGuardName(h.Name) }},
+		"caller": {Usage: "<placeholder> | cookie <names...>", Parse: parseCaller, Check: func(h *Handler) error {
 			return checkCaller(h.Caller)
 		}},
 		"operators":   words("<callers...>", func(h *Handler) *[]string { return &h.Operators }, checkOperators),
@@ -187,35 +189,35 @@ func guardOptions() options[*Handler] {
 		"credentials": words("[-]<fields...>", func(h *Handler) *[]string { return &h.Credentials }, checkChanged),
 		"tenant":      words("[-]<fields...>", func(h *Handler) *[]string { return &h.Tenant }, checkChanged),
 		"free_keys":   flag(func(h *Handler) *bool { return &h.FreeKeys }),
-		"execution_id": {several: true, parse: parseExecutionID,
-			usage: "header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
+		"execution_id": {Several: true, Parse: parseExecutionID,
+			Usage: "header <fields...> | placeholder <placeholder> | json <pointer> | meta <names...> | argument <names...>"},
 		"protocol": choice(func(h *Handler) *protocol.Protocol { return &h.Protocol },
 			protocol.None, protocol.Auto, protocol.MCP, protocol.A2A, protocol.JSONRPC),
-		"missing_id": {usage: "require | mint | derive [<window>] | recognize [{ ... }]", parse: parseMissingID,
-			check: func(h *Handler) error {
+		"missing_id": {Usage: "require | mint | derive [<window>] | recognize [{ ... }]", Parse: parseMissingID,
+			Check: func(h *Handler) error {
 				return oneOf(cmp.Or(h.MissingID, guard.MissingRecognize), missingID...)
 			}},
-		"consequential": {several: true, usage: "<matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
+		"consequential": {Several: true, Usage: "<matchers> | tool <names...>", Parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ConsequentialTools, &h.ConsequentialRaw)
 		}},
-		"exempt": {several: true, usage: "<matchers> | tool <names...>", parse: func(d dispenser, h *Handler) error {
+		"exempt": {Several: true, Usage: "<matchers> | tool <names...>", Parse: func(d dispenser, h *Handler) error {
 			return parseTools(d, &h.ExemptTools, &h.ExemptRaw)
 		}},
-		"bulkhead": {usage: "{ ... } | off", parse: parseBulkhead},
+		"bulkhead": {Usage: "{ ... } | off", Parse: parseBulkhead},
 		"unguarded_streams": choice(func(h *Handler) *string { return &h.UnguardedStreams },
 			"pass", guard.StreamsRefuse),
 		"fingerprint_exclude": repeated(words("<json pointers...>", func(h *Handler) *[]string { return &h.FingerprintExclude },
 			checkPointers)),
-		"compare": {several: true, usage: "<fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+		"compare": {Several: true, Usage: "<fields...>", Parse: func(d *caddyfile.Dispenser, h *Handler) error {
 			return cmp.Or(parseWords(d, &h.Compare), checkCompared(h.Compare, h.Ignore, h.named()))
 		}},
-		"ignore": {several: true, usage: "<fields...>", parse: func(d *caddyfile.Dispenser, h *Handler) error {
+		"ignore": {Several: true, Usage: "<fields...>", Parse: func(d *caddyfile.Dispenser, h *Handler) error {
 			return cmp.Or(parseWords(d, &h.Ignore), checkCompared(h.Ignore, h.Compare, h.named()))
 		}},
 		"max_body":    size(func(h *Handler) *int64 { return &h.MaxBody }),
-		"attach_wait": duration(func(h *Handler) *guard.Duration { return &h.AttachWait }),
-		"idle_timeout": value("<duration> | off", func(h *Handler) *guard.Duration { return &h.IdleTimeout },
-			parseIdle, func(v guard.Duration) error {
+		"attach_wait": duration(func(h *Handler) *jsontime.Duration { return &h.AttachWait }),
+		"idle_timeout": value("<duration> | off", func(h *Handler) *jsontime.Duration { return &h.IdleTimeout },
+			parseIdle, func(v jsontime.Duration) error {
 				if v == idleOff {
 					return nil
 				}
@@ -223,12 +225,12 @@ func guardOptions() options[*Handler] {
 			}),
 		"fail_open":    flag(func(h *Handler) *bool { return &h.FailOpen }),
 		"endpoints":    choice(func(h *Handler) *string { return &h.Endpoints }, endpointsOff),
-		"default_undo": {usage: "restore | compensate | delegate | irreversible ...", parse: parseDefaultUndo},
-		"upstream":     {usage: "{ <handler directives...> }", parse: skipHandlers},
-		"fallback":     {usage: "{ <handler directives...> }", parse: skipHandlers},
-		"action":       {several: true, named: true, usage: "<name> { ... }", parse: parseAction},
-	}.merge(within((*Handler).policy, policyOptions())).
-		merge(within(func(h *Handler) *Roles { return &h.Roles }, roleOptions()))
+		"default_undo": {Usage: "restore | compensate | delegate | irreversible ...", Parse: parseDefaultUndo},
+		"upstream":     {Usage: "{ <handler directives...> }", Parse: skipHandlers},
+		"fallback":     {Usage: "{ <handler directives...> }", Parse: skipHandlers},
+		"action":       {Several: true, Named: true, Usage: "<name> { ... }", Parse: parseAction},
+	}, within((*Handler).policy, policyOptions()),
+		within(func(h *Handler) *Roles { return &h.Roles }, roleOptions()))
 }
 
 func parseName(d *caddyfile.Dispenser, h *Handler) error {
@@ -262,7 +264,7 @@ func checkPointers(texts []string) error {
 	return err
 }
 
-func parseIdle(d *caddyfile.Dispenser, into *guard.Duration) error {
+func parseIdle(d *caddyfile.Dispenser, into *jsontime.Duration) error {
 	if d.CountRemainingArgs() == 1 && d.NextArg() {
 		if d.Val() == "off" {
 			*into = idleOff
@@ -287,7 +289,7 @@ func parseTools(d *caddyfile.Dispenser, tools *[]string, sets *caddyhttp.RawMatc
 // skipHandlers leaves a block of handlers to parseHandlers.
 func skipHandlers(d *caddyfile.Dispenser, _ *Handler) error {
 	if d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	for d.Next() {
 	}
@@ -296,14 +298,14 @@ func skipHandlers(d *caddyfile.Dispenser, _ *Handler) error {
 
 func parseExecutionID(d *caddyfile.Dispenser, h *Handler) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	kind, values := d.Val(), d.RemainingArgs()
 	if err := oneOf(kind, "header", "placeholder", "json", "meta", "argument"); err != nil {
 		return err
 	}
 	if len(values) == 0 {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	switch kind {
 	case "meta":
@@ -345,10 +347,10 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 		return parseDuration(d, &h.DeriveWindow)
 	}
 	if h.MissingID == guard.MissingRecognize {
-		return options[*Handler]{
-			"window":       duration(func(h *Handler) *guard.Duration { return &h.RecognizeWindow }),
-			"error_window": duration(func(h *Handler) *guard.Duration { return &h.ErrorWindow }),
-		}.readBlock(d, "missing_id recognize", h, originOf(d))
+		return option.Set[*Handler]{
+			"window":       duration(func(h *Handler) *jsontime.Duration { return &h.RecognizeWindow }),
+			"error_window": duration(func(h *Handler) *jsontime.Duration { return &h.ErrorWindow }),
+		}.Read(d, "missing_id recognize", h, originOf(d))
 	}
 	return nil
 }
@@ -356,16 +358,13 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 func parseAction(d *caddyfile.Dispenser, h *Handler) error {
 	a := &Action{origin: originOf(d)}
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	a.Name = d.Val()
 	if err := checkName(a.Name, h.Actions); err != nil {
 		return err
 	}
-	if d.NextArg() {
-		return errSyntax
-	}
-	if err := actionOptions().readBlock(d, "an action", a, a.origin); err != nil {
+	if err := actionOptions().Read(d, "an action", a, a.origin); err != nil {
 		return err
 	}
 	h.Actions = append(h.Actions, a)
@@ -396,17 +395,17 @@ func parseMatch(d *caddyfile.Dispenser, a *Action) (err error) {
 }
 
 // actionOptions are the options of an action.
-func actionOptions() options[*Action] {
-	return options[*Action]{
-		"match": {several: true, usage: "<matchers> | tool <names...> | argument <pointer> <value>",
-			parse: parseMatch},
+func actionOptions() option.Set[*Action] {
+	return merge(option.Set[*Action]{
+		"match": {Several: true, Usage: "<matchers> | tool <names...> | argument <pointer> <value>",
+			Parse: parseMatch},
 		"description":   word("<text>", func(a *Action) *string { return &a.Description }, checkDescription),
 		"consequential": flag(func(a *Action) *bool { return &a.Consequential }),
 		"on_error":      choice(func(a *Action) *string { return &a.OnError }, guard.OnErrorRollback, "escalate"),
 		"critical":      flag(func(a *Action) *bool { return &a.Critical }),
 		"severity":      choice(func(a *Action) *string { return &a.Severity }, severities...),
-	}.merge(within((*Action).policy, policyOptions())).
-		merge(within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
+	}, within((*Action).policy, policyOptions()),
+		within(func(a *Action) *Ways { return &a.Ways }, waysOptions()))
 }
 
 // checkName checks the name of a further action.
@@ -453,29 +452,29 @@ func parseApprove(d *caddyfile.Dispenser, p policy) error {
 	if err := checkApprove(a); err != nil || a.Off {
 		return err
 	}
-	return options[*guard.Approve]{
+	return option.Set[*guard.Approve]{
 		"quorum": value("<number>", func(a *guard.Approve) *int { return &a.Quorum },
 			parseCount, func(int) error { return checkApprove(a) }),
-		"within": duration(func(a *guard.Approve) *guard.Duration { return &a.Within }),
-	}.readBlock(d, "approve", a, originOf(d))
+		"within": duration(func(a *guard.Approve) *jsontime.Duration { return &a.Within }),
+	}.Read(d, "approve", a, originOf(d))
 }
 
 // policyOptions are the options of a guard and of its actions.
-func policyOptions() options[policy] {
-	return options[policy]{
-		"deadline":      duration(func(p policy) *guard.Duration { return &p.Deadline }),
-		"stream_idle":   duration(func(p policy) *guard.Duration { return &p.StreamIdle }),
-		"retain_result": duration(func(p policy) *guard.Duration { return &p.RetainResult }),
-		"retain_key":    duration(func(p policy) *guard.Duration { return &p.RetainKey }),
+func policyOptions() option.Set[policy] {
+	return merge(option.Set[policy]{
+		"deadline":      duration(func(p policy) *jsontime.Duration { return &p.Deadline }),
+		"stream_idle":   duration(func(p policy) *jsontime.Duration { return &p.StreamIdle }),
+		"retain_result": duration(func(p policy) *jsontime.Duration { return &p.RetainResult }),
+		"retain_key":    duration(func(p policy) *jsontime.Duration { return &p.RetainKey }),
 		"target":        word("<text>", func(p policy) *string { return &p.Target }),
-		"approve": {usage: "[off | <role>] [{ ... }]", parse: parseApprove, check: func(p policy) error {
+		"approve": {Usage: "[off | <role>] [{ ... }]", Parse: parseApprove, Check: func(p policy) error {
 			return checkApprove(p.Approve)
 		}},
 		"max_result": size(func(p policy) *int64 { return &p.MaxResult }),
 		"preset":     choice(func(p policy) *execution.Preset { return &p.Preset }, execution.Presets()...),
-		"outcome":    {several: true, usage: "completed | released | in_doubt <statuses...>", parse: parseOutcome},
-		"on_unknown": {usage: "block | retry | resend [<duration>] | probe <method> <uri> { ... } | probe task { ... }",
-			parse: parseOnUnknown, check: func(p policy) error {
+		"outcome":    {Several: true, Usage: "completed | released | in_doubt <statuses...>", Parse: parseOutcome},
+		"on_unknown": {Usage: "block | retry | resend [<duration>] | probe <method> <uri> { ... } | probe task { ... }",
+			Parse: parseOnUnknown, Check: func(p policy) error {
 				return oneOf(cmp.Or(p.OnUnknown, guard.OnUnknownBlock), onUnknown...)
 			}},
 		"keys":        choice(func(p policy) *string { return &p.Keys }, "trusted", guard.KeysAdvisory),
@@ -485,13 +484,13 @@ func policyOptions() options[policy] {
 		"priority": word("low | normal | high | critical | <placeholder>", func(p policy) *string { return &p.Priority },
 			checkPriority),
 		"order": choice(func(p policy) *string { return &p.Order }, "plan", guard.OrderPar),
-	}.merge(within(func(p policy) *guard.Terms { return &p.Terms }, termsOptions()))
+	}, within(func(p policy) *guard.Terms { return &p.Terms }, termsOptions()))
 }
 
 func parseOutcome(d *caddyfile.Dispenser, p policy) error {
 	var rule OutcomeRule
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	rule.Outcome = d.Val()
 	if _, err := execution.ParseVerdict(rule.Outcome); err != nil {
@@ -505,19 +504,19 @@ func parseOutcome(d *caddyfile.Dispenser, p policy) error {
 }
 
 // answerOptions are the options of a block that describes answers.
-func answerOptions() options[*caddyhttp.ResponseMatcher] {
-	return options[*caddyhttp.ResponseMatcher]{
-		"status": {several: true, usage: "<statuses...>", parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
+func answerOptions() option.Set[*caddyhttp.ResponseMatcher] {
+	return option.Set[*caddyhttp.ResponseMatcher]{
+		"status": {Several: true, Usage: "<statuses...>", Parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
 			codes, err := parseStatuses(d.RemainingArgs())
 			if err == nil && len(codes) == 0 {
-				err = errSyntax
+				err = option.ErrSyntax
 			}
 			m.StatusCode = append(m.StatusCode, codes...)
 			return err
 		}},
-		"header": {several: true, usage: "<field> <value>", parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
+		"header": {Several: true, Usage: "<field> <value>", Parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
 			if d.CountRemainingArgs() == 0 {
-				return errSyntax
+				return option.ErrSyntax
 			}
 			if m.Headers == nil {
 				m.Headers = http.Header{}
@@ -533,13 +532,13 @@ func answerOptions() options[*caddyhttp.ResponseMatcher] {
 
 // parseAnswer parses statuses on the line, or a block of opts, into m, which is part of
 // into.
-func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.ResponseMatcher, into T, opts options[T]) error {
+func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.ResponseMatcher, into T, opts option.Set[T]) error {
 	var err error
 	if m.StatusCode, err = parseStatuses(d.RemainingArgs()); err != nil || len(m.StatusCode) > 0 {
 		return err
 	}
 	at := originOf(d)
-	if err := opts.readBlock(d, kind, into, at); err != nil {
+	if err := opts.Read(d, kind, into, at); err != nil {
 		return err
 	}
 	if len(at) == 1 {
@@ -570,9 +569,9 @@ func parseOnUnknown(d *caddyfile.Dispenser, p policy) error {
 	case len(args) == 2:
 		p.Probe.Method, p.Probe.URI = args[0], args[1]
 	default:
-		return errSyntax
+		return option.ErrSyntax
 	}
-	if err := probeOptions().readBlock(d, "a probe", p.Probe, originOf(d)); err != nil {
+	if err := probeOptions().Read(d, "a probe", p.Probe, originOf(d)); err != nil {
 		return err
 	}
 	check := *p.Probe // the JSON must not contain what Provision adds
@@ -580,8 +579,8 @@ func parseOnUnknown(d *caddyfile.Dispenser, p policy) error {
 }
 
 // probeOptions are the options of a status probe.
-func probeOptions() options[*Probe] {
-	return options[*Probe]{
+func probeOptions() option.Set[*Probe] {
+	return option.Set[*Probe]{
 		"header": repeated(value("<field> <value>", func(p *Probe) *map[string]string { return &p.Header },
 			parseEntry, func(all map[string]string) error {
 				return checkFields(slices.Sorted(maps.Keys(all)))
@@ -600,22 +599,22 @@ func parseEvidence(d *caddyfile.Dispenser, into **Evidence) error {
 }
 
 // evidenceOptions are the options of a block of evidence.
-func evidenceOptions() options[*Evidence] {
-	return options[*Evidence]{
-		"json": {several: true, usage: "<pointer> <value>", parse: func(d *caddyfile.Dispenser, e *Evidence) error {
+func evidenceOptions() option.Set[*Evidence] {
+	return merge(option.Set[*Evidence]{
+		"json": {Several: true, Usage: "<pointer> <value>", Parse: func(d *caddyfile.Dispenser, e *Evidence) error {
 			if err := parseEntry(d, &e.JSON); err != nil {
 				return err
 			}
 			return e.provision()
 		}},
-	}.merge(within(func(e *Evidence) *caddyhttp.ResponseMatcher { return &e.ResponseMatcher }, answerOptions()))
+	}, within(func(e *Evidence) *caddyhttp.ResponseMatcher { return &e.ResponseMatcher }, answerOptions()))
 }
 
 // parseEntry reads a key and its value.
 func parseEntry(d *caddyfile.Dispenser, into *map[string]string) error {
-	name, value, err := parsePair(d)
-	if err != nil {
-		return err
+	var name, value string
+	if !d.Args(&name, &value) {
+		return option.ErrSyntax
 	}
 	if _, ok := (*into)[name]; ok {
 		return fmt.Errorf("%s is given twice", name)
@@ -629,8 +628,8 @@ func parseEntry(d *caddyfile.Dispenser, into *map[string]string) error {
 
 // termsOptions are the options of a guard and of its actions that say how checkpoints are
 // made and kept.
-func termsOptions() options[*guard.Terms] {
-	return options[*guard.Terms]{
+func termsOptions() option.Set[*guard.Terms] {
+	return option.Set[*guard.Terms]{
 		"undo_auth": choice(func(t *guard.Terms) *string { return &t.UndoAuth },
 			rollback.AuthConfig, rollback.AuthRecorded),
 		"on_snapshot_error": choice(func(t *guard.Terms) *string { return &t.OnSnapshotError },
@@ -639,13 +638,13 @@ func termsOptions() options[*guard.Terms] {
 			rollback.Resend, rollback.UndoEscalate),
 		"on_changed": choice(func(t *guard.Terms) *string { return &t.OnChanged },
 			rollback.UndoEscalate, rollback.Overwrite),
-		"checkpoint_ttl": value("<duration>", func(t *guard.Terms) *guard.Duration { return &t.CheckpointTTL },
+		"checkpoint_ttl": value("<duration>", func(t *guard.Terms) *jsontime.Duration { return &t.CheckpointTTL },
 			parseDuration, checkTTL),
 	}
 }
 
 // checkTTL checks how long checkpoints are kept.
-func checkTTL(v guard.Duration) error {
+func checkTTL(v jsontime.Duration) error {
 	switch ttl := time.Duration(v); {
 	case ttl < 0 || 0 < ttl && ttl < checkpoint.MinTTL || ttl > checkpoint.MaxTTL:
 		return fmt.Errorf("%v; it must be from %v to %dd", ttl, checkpoint.MinTTL, checkpoint.MaxTTL/(24*time.Hour))
@@ -656,25 +655,22 @@ func checkTTL(v guard.Duration) error {
 }
 
 // waysOptions are the ways to undo a call.
-func waysOptions() options[*Ways] {
-	return options[*Ways]{
-		"restore": {usage: "{ ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
-			if d.NextArg() {
-				return errSyntax
-			}
+func waysOptions() option.Set[*Ways] {
+	return option.Set[*Ways]{
+		"restore": {Usage: "{ ... }", Parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			w.Restore = new(Restore)
-			return restoreOptions().readBlock(d, "restore", w.Restore, originOf(d))
+			return restoreOptions().Read(d, "restore", w.Restore, originOf(d))
 		}},
-		"compensate": {usage: "<method> <url> { ... }", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+		"compensate": {Usage: "<method> <url> { ... }", Parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			w.Compensate = new(Compensation)
-			if err := parseRequestLine(d, &w.Compensate.Request); err != nil {
-				return err
+			if !d.Args(&w.Compensate.Method, &w.Compensate.URL) {
+				return option.ErrSyntax
 			}
-			return compensationOptions().readBlock(d, "compensate", w.Compensate, originOf(d))
+			return compensationOptions().Read(d, "compensate", w.Compensate, originOf(d))
 		}},
-		"delegate": {usage: "<uri> <identity> | unsigned", parse: func(d *caddyfile.Dispenser, w *Ways) error {
+		"delegate": {Usage: "<uri> <identity> | unsigned", Parse: func(d *caddyfile.Dispenser, w *Ways) error {
 			if !d.Args(&w.Delegate) {
-				return errSyntax
+				return option.ErrSyntax
 			}
 			for _, arg := range d.RemainingArgs() {
 				switch {
@@ -683,7 +679,7 @@ func waysOptions() options[*Ways] {
 				case w.DelegateTo == "":
 					w.DelegateTo = arg
 				default:
-					return errSyntax
+					return option.ErrSyntax
 				}
 			}
 			return nil
@@ -695,19 +691,19 @@ func waysOptions() options[*Ways] {
 // parseDefaultUndo parses how calls without an action are undone.
 func parseDefaultUndo(d *caddyfile.Dispenser, h *Handler) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	way, ok := waysOptions()[d.Val()]
 	if !ok {
 		return fmt.Errorf("%q is no way to undo a call; use restore, compensate, delegate or irreversible", d.Val())
 	}
 	h.DefaultUndo = new(Ways)
-	return way.parse(d, h.DefaultUndo)
+	return way.Parse(d, h.DefaultUndo)
 }
 
 // restoreOptions are the options of the way restore.
-func restoreOptions() options[*Restore] {
-	return options[*Restore]{
+func restoreOptions() option.Set[*Restore] {
+	return option.Set[*Restore]{
 		"header": entries("<field> <value>", func(r *Restore) *map[string]string { return &r.Header }),
 		"on_changed": choice(func(r *Restore) *string { return &r.OnChanged },
 			rollback.UndoEscalate, rollback.Overwrite),
@@ -716,40 +712,34 @@ func restoreOptions() options[*Restore] {
 }
 
 // entries makes an option that may stand several times, with a name and its value.
-func entries[T any](usage string, into func(T) *map[string]string) option[T] {
+func entries[T any](usage string, into func(T) *map[string]string) option.Option[T] {
 	return repeated(value(usage, into, parseEntry))
 }
 
-// parseRequestLine reads a method and a URL.
-func parseRequestLine(d *caddyfile.Dispenser, r *Request) (err error) {
-	if r.Method, r.URL, err = parsePair(d); err == nil && d.NextArg() {
-		err = errSyntax
-	}
-	return err
-}
-
 // requestOptions are the options of each request of an undo.
-func requestOptions() options[*Request] {
-	return options[*Request]{"header": entries("<field> <value>", func(r *Request) *map[string]string { return &r.Header })}
+func requestOptions() option.Set[*Request] {
+	return option.Set[*Request]{"header": entries("<field> <value>", func(r *Request) *map[string]string { return &r.Header })}
 }
 
 // compensationOptions are the options of the way compensate.
-func compensationOptions() options[*Compensation] {
-	return options[*Compensation]{
+func compensationOptions() option.Set[*Compensation] {
+	return merge(option.Set[*Compensation]{
 		"json": entries("<name> <value>", func(c *Compensation) *map[string]string { return &c.JSON }),
 		"form": entries("<name> <value>", func(c *Compensation) *map[string]string { return &c.Form }),
-		"body": {usage: "<media type> <text>", parse: func(d *caddyfile.Dispenser, c *Compensation) (err error) {
-			c.ContentType, c.Body, err = parsePair(d)
-			return err
-		}},
-		"status": {usage: "<method> <url> { ... }", parse: func(d *caddyfile.Dispenser, c *Compensation) error {
-			c.Status = new(Request)
-			if err := parseRequestLine(d, c.Status); err != nil {
-				return err
+		"body": {Usage: "<media type> <text>", Parse: func(d *caddyfile.Dispenser, c *Compensation) error {
+			if !d.Args(&c.ContentType, &c.Body) {
+				return option.ErrSyntax
 			}
-			return requestOptions().readBlock(d, "status", c.Status, originOf(d))
+			return nil
 		}},
-	}.merge(within(func(c *Compensation) *Request { return &c.Request }, requestOptions()))
+		"status": {Usage: "<method> <url> { ... }", Parse: func(d *caddyfile.Dispenser, c *Compensation) error {
+			c.Status = new(Request)
+			if !d.Args(&c.Status.Method, &c.Status.URL) {
+				return option.ErrSyntax
+			}
+			return requestOptions().Read(d, "status", c.Status, originOf(d))
+		}},
+	}, within(func(c *Compensation) *Request { return &c.Request }, requestOptions()))
 }
 
 // placeUndo adds to an error the place of the option that says how calls are undone.
@@ -803,8 +793,8 @@ func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
 
 // parseHandlers parses the handlers in the block of an option. It needs the helper, which
 // UnmarshalCaddyfile does not have.
-func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into *[]json.RawMessage) error {
-	segment, ok := h.origin[option]
+func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, name string, into *[]json.RawMessage) error {
+	segment, ok := h.origin[name]
 	if !ok {
 		return nil
 	}
@@ -813,10 +803,10 @@ func (h *Handler) parseHandlers(helper httpcaddyfile.Helper, option string, into
 		return err
 	}
 	if subroute, ok := handler.(*caddyhttp.Subroute); ok && len(subroute.Routes) == 0 {
-		return errorAt(segment[0], fmt.Errorf("%s: no handler is given; write %s", option, map[string]string{
+		return option.ErrorAt(segment[0], fmt.Errorf("%s: no handler is given; write %s", name, map[string]string{
 			"upstream": "those that lead to the upstream, like reverse_proxy",
 			"fallback": "those that answer, like respond",
-		}[option]))
+		}[name]))
 	}
 	*into = []json.RawMessage{caddyconfig.JSONModuleObject(handler, "handler", "subroute", nil)}
 	return nil

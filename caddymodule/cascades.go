@@ -18,6 +18,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/breaker/cascade"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -74,19 +75,16 @@ func parseOnCascade(d *caddyfile.Dispenser, a *App) error {
 	if err := parseChoice(d, &a.OnCascade.Do, cascades.Alert, cascades.Pause, cascades.TripRoot); err != nil {
 		return err
 	}
-	if d.NextArg() {
-		return errSyntax
-	}
-	return cascadeOptions().readBlock(d, "on_cascade", a.OnCascade, at)
+	return cascadeOptions().Read(d, "on_cascade", a.OnCascade, at)
 }
 
-func cascadeOptions() options[*OnCascade] {
-	all := options[*OnCascade]{
+func cascadeOptions() option.Set[*OnCascade] {
+	all := option.Set[*OnCascade]{
 		"escalate": count(func(o *OnCascade) *int { return &o.Escalate }),
 		"window":   duration(func(o *OnCascade) *caddy.Duration { return &o.Window }),
 	}
 	for name, opt := range all { // each is checked at its own line
-		opt.check = func(o *OnCascade) error {
+		opt.Check = func(o *OnCascade) error {
 			_, err := o.settings()
 			return err
 		}

@@ -34,7 +34,7 @@ func tripped(t *testing.T, upstream string) *breaker.Breaker {
 
 func leadingTo(t *testing.T, upstream string) *proxy.Circuits {
 	t.Helper()
-	c, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{upstream}, false)
+	c, err := proxy.Open(proxy.Settings{Settings: breaker.Settings{Consecutive: 1}}, []string{upstream}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -156,7 +156,7 @@ func TestOperatorsLeaveNoErrors(t *testing.T) {
 func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, "").held
-	old, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{"a:1", "b:1", "c:1"}, false)
+	old, err := proxy.Open(proxy.Settings{Settings: breaker.Settings{Consecutive: 1}}, []string{"a:1", "b:1", "c:1"}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -206,7 +206,7 @@ func TestCircuitStateGoesWithItsUpstream(t *testing.T) {
 func TestCircuitStateOutlivesALateRecording(t *testing.T) {
 	dir := t.TempDir()
 	e := started(t, dir, withIdentity(filepath.Join(dir, "identity"), "")).held
-	c, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{"a:1"}, false)
+	c, err := proxy.Open(proxy.Settings{Settings: breaker.Settings{Consecutive: 1}}, []string{"a:1"}, false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -239,7 +239,7 @@ func TestCircuitStateIsRead(t *testing.T) {
 	if err := app.Start(); err != nil {
 		t.Fatal(err)
 	}
-	here, err := proxy.Open(proxy.Settings{Consecutive: 1}, []string{"a:1", "gone:1"}, false)
+	here, err := proxy.Open(proxy.Settings{Settings: breaker.Settings{Consecutive: 1}}, []string{"a:1", "gone:1"}, false)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -180,7 +180,7 @@ func (e *Endpoints) Provision(ctx caddy.Context) error {
 		return err
 	}
 	e.h.Roles = e.Roles
-	if err := roleOptions().check(&e.Roles); err != nil {
+	if err := checkOptions(roleOptions(), &e.Roles); err != nil {
 		return err
 	}
 	app, err := ctx.AppIfConfigured("agent_guard")
@@ -218,7 +218,7 @@ func parseEndpoints(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error)
 		return nil, h.ArgErr()
 	}
 	e := new(Endpoints)
-	return e, roleOptions().readBlock(h.Dispenser, "agent_guard_endpoints", &e.Roles, originOf(h.Dispenser))
+	return e, roleOptions().Read(h.Dispenser, "agent_guard_endpoints", &e.Roles, originOf(h.Dispenser))
 }
 
 // policyDocument is the published idempotency policy of a guard. Its members are
@@ -344,9 +344,15 @@ type policyCheckpoints struct {
 	CallerBytes   int64 `json:"caller_bytes,omitempty"`
 }
 
-// policyBreaker describes the upstreams' circuit breakers.
+// policyBreaker tells callers when the upstreams' circuit breakers open and for how long, without revealing the
+// upstreams.
 type policyBreaker struct {
-	proxy.Policy
+	Window      float64 `json:"window_s"`
+	Threshold   float64 `json:"threshold"`
+	MinVolume   int     `json:"min_volume"`
+	Consecutive int     `json:"consecutive,omitempty"`
+	Cooldown    float64 `json:"cooldown_s"`
+	MaxCooldown float64 `json:"max_cooldown_s"`
 	// Problem is the answer to a call that a breaker refuses. Fallback says that another
 	// handler answers instead; its answer is marked as refused.
 	Problem  string `json:"problem"`
@@ -537,11 +543,16 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 	if t == nil {
 		return nil
 	}
-	p := t.BreakerPolicy()
-	if p == nil {
+	rules := t.BreakerRules()
+	if rules == nil {
 		return nil
 	}
-	return &policyBreaker{*p, mount + problem.BasePath + problem.CircuitOpen.Slug, h.fallback != nil}
+	s := rules.Settings()
+	return &policyBreaker{
+		time.Duration(s.Window).Seconds(), s.Threshold, s.MinVolume, s.Consecutive,
+		time.Duration(s.Cooldown).Seconds(), time.Duration(s.MaxCooldown).Seconds(),
+		mount + problem.BasePath + problem.CircuitOpen.Slug, h.fallback != nil,
+	}
 }
 
 // asker identifies who asks, in the same way as callers. Tokens of a POST and a PUT are content and

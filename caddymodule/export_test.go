@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -34,7 +35,7 @@ func OptionNames() map[string][]string {
 	}
 }
 
-func names[T any](opts options[T]) []string { return slices.Sorted(maps.Keys(opts)) }
+func names[T any](opts option.Set[T]) []string { return slices.Sorted(maps.Keys(opts)) }
 
 // DefaultTerms are the terms of a guard that says nothing.
 var DefaultTerms = func() guard.Terms {

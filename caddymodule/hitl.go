@@ -22,6 +22,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -110,7 +111,7 @@ type Webhook struct {
 
 // provision checks the options. gateway names this gateway to the receiver.
 func (h *HITL) provision(gateway string) error {
-	err := hitlOptions().check(&App{HITL: h})
+	err := checkOptions(hitlOptions(), &App{HITL: h})
 	if err != nil {
 		return err
 	}
@@ -224,8 +225,8 @@ func (a *App) warnRoles() {
 }
 
 // roleOptions are the options of a guard and of agent_guard_endpoints that say who decides.
-func roleOptions() options[*Roles] {
-	return options[*Roles]{
+func roleOptions() option.Set[*Roles] {
+	return option.Set[*Roles]{
 		"role": repeated(value("<role> <callers...>", func(o *Roles) *map[string][]string { return &o.Roles },
 			parseRole, checkRoles)),
 		"roles_from": word("<placeholder>", func(o *Roles) *string { return &o.RolesFrom }, checkPlaceholder),
@@ -345,18 +346,18 @@ func (h *HITL) close() {
 //	}
 func parseHITL(d *caddyfile.Dispenser, a *App) error {
 	a.HITL = new(HITL)
-	_, err := hitlOptions().readOnly(d, "hitl", a, "it says nothing; leave it out for the defaults")
+	_, err := readOnly(hitlOptions(), d, "hitl", a, "it says nothing; leave it out for the defaults")
 	return err
 }
 
-func hitlOptions() options[*App] {
-	return options[*App]{
-		"webhook": placed("hitl.webhook", option[*App]{usage: "<url> { ... }", parse: parseWebhook}),
+func hitlOptions() option.Set[*App] {
+	return option.Set[*App]{
+		"webhook": placed("hitl.webhook", option.Option[*App]{Usage: "<url> { ... }", Parse: parseWebhook}),
 		"role_issuers": repeated(words("<issuers...>", func(a *App) *[]string { return &a.HITL.RoleIssuers },
 			each(checkIdentity))),
 		"rules": placed("hitl.rules", word("<file>", func(a *App) *string { return &a.HITL.RulesFile })),
 		"page":  word("<url>", func(a *App) *string { return &a.HITL.Page }, checkPage),
-		"unreachable_human": {usage: "deny | abort | pause | escalate <role> { within <duration> }", parse: func(d *caddyfile.Dispenser, a *App) error {
+		"unreachable_human": {Usage: "deny | abort | pause | escalate <role> { within <duration> }", Parse: func(d *caddyfile.Dispenser, a *App) error {
 			u := new(UnreachableHuman)
 			a.HITL.UnreachableHuman = u
 			at := originOf(d)
@@ -366,12 +367,9 @@ func hitlOptions() options[*App] {
 			if d.NextArg() {
 				u.Role = d.Val()
 			}
-			if d.NextArg() {
-				return errSyntax
-			}
-			err := options[*UnreachableHuman]{
+			err := option.Set[*UnreachableHuman]{
 				"within": duration(func(u *UnreachableHuman) *caddy.Duration { return &u.Within }),
-			}.readBlock(d, "unreachable_human", u, at)
+			}.Read(d, "unreachable_human", u, at)
 			if err == nil {
 				_, err = u.read()
 			}
@@ -392,10 +390,7 @@ func parseWebhook(d *caddyfile.Dispenser, a *App) error {
 			return err
 		}
 	}
-	if d.NextArg() {
-		return errSyntax
-	}
-	if err := webhookOptions().readBlock(d, "a webhook", a, at); err != nil {
+	if err := webhookOptions().Read(d, "a webhook", a, at); err != nil {
 		return err
 	}
 	if len(hook.Secrets) == 0 {
@@ -405,9 +400,9 @@ func parseWebhook(d *caddyfile.Dispenser, a *App) error {
 }
 
 // webhookOptions are the options of a webhook.
-func webhookOptions() options[*App] {
-	return options[*App]{
-		"secret": {usage: "<placeholder>...", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+func webhookOptions() option.Set[*App] {
+	return option.Set[*App]{
+		"secret": {Usage: "<placeholder>...", Several: true, Parse: func(d *caddyfile.Dispenser, a *App) error {
 			at, hook := d.Token(), a.HITL.Webhook
 			before := len(hook.Secrets)
 			if err := parseWords(d, &hook.Secrets); err != nil {

@@ -20,6 +20,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -62,7 +63,7 @@ func (i *Identity) provision(store string) error {
 		return err
 	}
 	inherit(&i.Retain, caddy.Duration(defaultRetain))
-	if err := identityOptions().check(i); err != nil {
+	if err := checkOptions(identityOptions(), i); err != nil {
 		return err
 	}
 	if err := i.provisionKeys(store); err != nil {
@@ -190,10 +191,7 @@ func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 	if err := checkIdentity(a.Identity.Name); err != nil {
 		return err
 	}
-	if d.NextArg() {
-		return errSyntax
-	}
-	if err := identityOptions().readBlock(d, "identity", a.Identity, at); err != nil {
+	if err := identityOptions().Read(d, "identity", a.Identity, at); err != nil {
 		return err
 	}
 	if file, ok := at["key_file"]; ok {
@@ -202,8 +200,8 @@ func parseIdentity(d *caddyfile.Dispenser, a *App) error {
 	return nil
 }
 
-func identityOptions() options[*Identity] {
-	return options[*Identity]{
+func identityOptions() option.Set[*Identity] {
+	return option.Set[*Identity]{
 		"key_file":   word("<path>", func(i *Identity) *string { return &i.KeyFile }),
 		"public_url": word("<url>", func(i *Identity) *string { return &i.PublicURL }, checkPublicURL),
 		"retain":     duration(func(i *Identity) *caddy.Duration { return &i.Retain }),

@@ -16,9 +16,8 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
-	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 const (
@@ -35,12 +34,12 @@ var inCaddyfile = map[string]string{
 	"App.plans":                       "`plan <file>`",
 	"App.workflow_idle":               "`workflow_idle <duration>`",
 	"Bulkhead.off":                    "`bulkhead off`",
-	"Bulkhead.total":                  "`bulkhead { total ... }`",
-	"Bulkhead.per_workflow":           "`bulkhead { per_workflow ... }`",
-	"Bulkhead.queue":                  "`bulkhead { queue ... }`",
-	"Bulkhead.wait":                   "`bulkhead { wait ... }`",
-	"Bulkhead.rate":                   "`bulkhead { rate ... }`",
-	"Bulkhead.retries":                "`bulkhead { retries ... }`",
+	"Settings.total":                  "`bulkhead { total ... }`",
+	"Settings.per_workflow":           "`bulkhead { per_workflow ... }`",
+	"Settings.queue":                  "`bulkhead { queue ... }`",
+	"Settings.wait":                   "`bulkhead { wait ... }`",
+	"Settings.rate":                   "`bulkhead { rate ... }`",
+	"Settings.retries":                "`bulkhead { retries ... }`",
 	"Ways.delegate_to":                "`delegate <uri> <identity>`",
 	"Ways.delegate_unsigned":          "`delegate <uri> unsigned`",
 	"Participant.uri":                 "`participants <uri> <identity>`",
@@ -120,10 +119,10 @@ func TestGoldenJSON(t *testing.T) {
 		}
 	}
 	// The blocks of the transport and its breakers are read elsewhere.
-	for _, name := range []string{"breaker", "keepalive_guarded"} {
-		p.options[name] = true
-	}
-	for _, name := range proxy.OptionNames() {
+	for _, name := range []string{
+		"breaker", "keepalive_guarded", "window", "threshold", "min_volume", "consecutive", "cooldown", "probe_scope",
+		"in_band", "downstream", "verify_probe",
+	} {
 		p.options[name] = true
 	}
 	p.text.WriteString(`# The JSON configuration
@@ -253,7 +252,7 @@ func (p *page) kind(field reflect.StructField) string {
 
 func (p *page) typeName(typ reflect.Type) string {
 	switch {
-	case typ == reflect.TypeFor[caddy.Duration](), typ == reflect.TypeFor[guard.Duration]():
+	case typ == reflect.TypeFor[caddy.Duration](), typ == reflect.TypeFor[jsontime.Duration]():
 		return "duration"
 	case typ.Kind() == reflect.Pointer:
 		return p.typeName(typ.Elem())

@@ -21,6 +21,8 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
@@ -131,7 +133,7 @@ const (
 	endpointsOff = "off"
 
 	// idleOff disables the idle timeout.
-	idleOff = guard.Duration(-1)
+	idleOff = jsontime.Duration(-1)
 
 	// defaultAction is the name for calls that match no action.
 	defaultAction = "default"
@@ -234,7 +236,7 @@ func (h *Handler) setDefaults() {
 }
 
 func (h *Handler) provisionIDs() error {
-	if err := guardOptions().check(h); err != nil {
+	if err := checkOptions(guardOptions(), h); err != nil {
 		return err
 	}
 	if err := h.classify(); err != nil {
@@ -416,7 +418,7 @@ func (h *Handler) complete(a *Action, guards policy, earlier []*Action) (*guard.
 
 // provisionPolicy completes, checks and compiles the policy of an action.
 func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
-	if err := actionOptions().check(a); err != nil {
+	if err := checkOptions(actionOptions(), a); err != nil {
 		return err
 	}
 	plan, err := h.complete(a, h.policy(), earlier)
@@ -514,7 +516,7 @@ func (h *Handler) claimName(helper httpcaddyfile.Helper) error {
 		names[name] = claimed{at, h.Shared, 1}
 		return nil
 	case !first.shared || !h.Shared:
-		return errorAt(at, sameName(name, strings.TrimPrefix(errorAt(first.at, errors.New("")).Error(), ", at "), first.count+1))
+		return option.ErrorAt(at, sameName(name, strings.TrimPrefix(option.ErrorAt(first.at, errors.New("")).Error(), ", at "), first.count+1))
 	}
 	first.count++
 	names[name] = first

@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"golang.org/x/net/http/httpguts"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -386,16 +387,16 @@ func (q Quota) ofCaller() execution.Quota {
 //		checkpoint_rate  <number> | off
 //	}
 func parseQuota(d *caddyfile.Dispenser, a *App) error {
-	_, err := quotaOptions().readOnly(d, "a quota", &a.Quota, "it bounds nothing; give open_executions, stored_bytes, checkpoints, checkpoint_bytes or checkpoint_rate")
+	_, err := readOnly(quotaOptions(), d, "a quota", &a.Quota, "it bounds nothing; give open_executions, stored_bytes, checkpoints, checkpoint_bytes or checkpoint_rate")
 	return err
 }
 
 // quotaOptions are the options of a quota.
-func quotaOptions() options[*Quota] {
-	return options[*Quota]{
+func quotaOptions() option.Set[*Quota] {
+	return option.Set[*Quota]{
 		"open_executions": count(func(q *Quota) *int { return &q.OpenExecutions }),
-		"stored_bytes":    {several: true, usage: "[workflow | caller] <size>", parse: parseStoredBytes},
-		"checkpoints": {several: true, usage: "workflow | caller <number>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+		"stored_bytes":    {Several: true, Usage: "[workflow | caller] <size>", Parse: parseStoredBytes},
+		"checkpoints": {Several: true, Usage: "workflow | caller <number>", Parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpoints, &q.CallerCheckpoints, func(d *caddyfile.Dispenser, into *int) error {
 				if into == &q.WorkflowCheckpoints {
 					return parseCountOrOff(d, into)
@@ -403,7 +404,7 @@ func quotaOptions() options[*Quota] {
 				return parseCount(d, into)
 			})
 		}},
-		"checkpoint_bytes": {several: true, usage: "workflow | caller <size>", parse: func(d *caddyfile.Dispenser, q *Quota) error {
+		"checkpoint_bytes": {Several: true, Usage: "workflow | caller <size>", Parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpointBytes, &q.CallerCheckpointBytes, parseSize)
 		}},
 		"checkpoint_rate": value("<number>", func(q *Quota) *int { return &q.WorkflowCheckpointRate }, parseCountOrOff),
@@ -457,7 +458,7 @@ func parseCountOrOff(d *caddyfile.Dispenser, into *int) error {
 
 func parseCount(d *caddyfile.Dispenser, into *int) error {
 	if !d.NextArg() {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	n, err := strconv.Atoi(d.Val())
 	if err != nil || n < 1 {

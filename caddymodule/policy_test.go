@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/caddyserver/caddy/v2"
@@ -42,10 +43,10 @@ func TestInherit(t *testing.T) {
 		want            Action
 	}{
 		{"nothing said", Action{}, Action{}, of(guard.Policy{
-			Deadline: guard.Duration(5 * time.Minute), RetainResult: guard.Duration(24 * time.Hour), RetainKey: guard.Duration(720 * time.Hour),
-			MaxResult: 8 << 20, Preset: execution.PresetDefault, OnUnknown: guard.OnUnknownBlock, ResendFor: guard.Duration(23 * time.Hour), Keys: "trusted",
+			Deadline: jsontime.Duration(5 * time.Minute), RetainResult: jsontime.Duration(24 * time.Hour), RetainKey: jsontime.Duration(720 * time.Hour),
+			MaxResult: 8 << 20, Preset: execution.PresetDefault, OnUnknown: guard.OnUnknownBlock, ResendFor: jsontime.Duration(23 * time.Hour), Keys: "trusted",
 			Terms: guard.Terms{
-				UndoAuth: "config", OnSnapshotError: "refuse", OnLost: "resend", OnChanged: "escalate", CheckpointTTL: guard.Duration(24 * time.Hour),
+				UndoAuth: "config", OnSnapshotError: "refuse", OnLost: "resend", OnChanged: "escalate", CheckpointTTL: jsontime.Duration(24 * time.Hour),
 			},
 		}, Answers{})},
 		{"the handler's", Action{}, of(handler, handlers), of(handler, handlers)},
@@ -76,7 +77,7 @@ func TestDurations(t *testing.T) {
 	for _, text := range []string{
 		`1`, `1.5`, `-1`, `null`, `"1"`, `""`, `"d"`, `"30s"`, `"7d"`, `"1d12h"`, `"1h1d"`, `"-1d"`, `"+1.5d"`, `"1.d"`, `".5d2d"`, `"1-2d"`, `"1e3d"`, `"1days"`, `"1000000d"`, `{}`,
 	} {
-		var got guard.Duration
+		var got jsontime.Duration
 		var want caddy.Duration
 		gotErr, wantErr := json.Unmarshal([]byte(text), &got), json.Unmarshal([]byte(text), &want)
 		if time.Duration(got) != time.Duration(want) || (gotErr == nil) != (wantErr == nil) {

@@ -13,6 +13,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/postgres"
 )
@@ -78,18 +79,18 @@ func (p *PostgresStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if d.NextArg() { // it is not shown: it may be a password
 		return errors.New("store postgres takes no argument, but a block with dsn in it")
 	}
-	return postgresOptions().readBlock(d, "store postgres", p, at)
+	return postgresOptions().Read(d, "store postgres", p, at)
 }
 
-func postgresOptions() options[*PostgresStore] {
-	return options[*PostgresStore]{
-		"dsn": {usage: "<dsn>", parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
+func postgresOptions() option.Set[*PostgresStore] {
+	return option.Set[*PostgresStore]{
+		"dsn": {Usage: "<dsn>", Parse: func(d *caddyfile.Dispenser, p *PostgresStore) error {
 			words := d.RemainingArgs()
 			if len(words) > 1 { // they are not shown
 				return errors.New("it has spaces; put it in quotes, or in a variable like {env.AGENT_GUARD_DSN}")
 			}
 			if len(words) == 0 {
-				return errSyntax
+				return option.ErrSyntax
 			}
 			p.DSN = words[0]
 			return nil

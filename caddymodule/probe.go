@@ -58,7 +58,7 @@ type Probe struct {
 
 func (p *Probe) provision() error {
 	inherit(&p.Timeout, caddy.Duration(10*time.Second))
-	if err := probeOptions().check(p); err != nil {
+	if err := checkOptions(probeOptions(), p); err != nil {
 		return fmt.Errorf("probe: %w", err)
 	}
 	if p.Task {

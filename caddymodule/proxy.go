@@ -13,6 +13,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	_ "github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
@@ -48,7 +49,7 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 		return nil, err
 	}
 	if upstream, ok := guard.origin["upstream"]; ok {
-		return nil, errorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
+		return nil, option.ErrorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
 	}
 	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
 		return nil, err
@@ -62,16 +63,16 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	proxy := new(reverseproxy.Handler)
 	d := caddyfile.NewDispenser(parts.proxy)
 	if err := proxy.UnmarshalCaddyfile(d); err != nil {
-		return nil, errorAt(name, err)
+		return nil, option.ErrorAt(name, err)
 	}
 	if err := proxy.FinalizeUnmarshalCaddyfile(h.WithDispenser(d)); err != nil {
-		return nil, errorAt(name, err)
+		return nil, option.ErrorAt(name, err)
 	}
 	if len(proxy.Upstreams) == 0 && proxy.DynamicUpstreamsRaw == nil {
-		return nil, errorAt(name, errors.New("agent_proxy has no upstream; name one behind it, or in its block with `to` or `dynamic`"))
+		return nil, option.ErrorAt(name, errors.New("agent_proxy has no upstream; name one behind it, or in its block with `to` or `dynamic`"))
 	}
 	if proxy.TransportRaw, err = guarded(proxy.TransportRaw, parts.breaker); err != nil {
-		return nil, errorAt(name, err)
+		return nil, option.ErrorAt(name, err)
 	}
 
 	proxyRaw := caddyconfig.JSONModuleObject(proxy, "handler", "reverse_proxy", nil)
@@ -114,26 +115,26 @@ func split(whole caddyfile.Segment) (parts proxyParts, err error) {
 	transported := false
 	ours := guardOptions()
 	for d.NextBlock(0) {
-		option := d.NextSegment()
-		name := option.Directive()
+		segment := d.NextSegment()
+		name := segment.Directive()
 		if _, known := ours[name]; known {
-			parts.guard = append(parts.guard, option...)
+			parts.guard = append(parts.guard, segment...)
 			continue
 		}
 		switch {
 		case name == "breaker" && parts.breaker != nil:
-			return parts, errorAt(option[0], errors.New("breaker stands twice"))
+			return parts, option.ErrorAt(segment[0], errors.New("breaker stands twice"))
 		case name == "breaker":
-			parts.breaker = option
+			parts.breaker = segment
 			continue
 		case name == "transport" && transported:
-			return parts, errorAt(option[0], errors.New("transport stands twice"))
-		case name == "transport" && len(option) > 1 && option[1].Text != "agent_guard":
-			return parts, errorAt(option[0], errors.New("transport: agent_proxy forwards with agent_guard, which takes the options of transport http too; "+
+			return parts, option.ErrorAt(segment[0], errors.New("transport stands twice"))
+		case name == "transport" && len(segment) > 1 && segment[1].Text != "agent_guard":
+			return parts, option.ErrorAt(segment[0], errors.New("transport: agent_proxy forwards with agent_guard, which takes the options of transport http too; "+
 				"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs"))
 		}
 		transported = transported || name == "transport"
-		parts.proxy = append(parts.proxy, option...)
+		parts.proxy = append(parts.proxy, segment...)
 	}
 	parts.guard, parts.proxy = append(parts.guard, end), append(parts.proxy, end)
 	return parts, nil
@@ -152,7 +153,7 @@ func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, e
 	transport["protocol"] = json.RawMessage(`"agent_guard"`)
 	if breaker != nil {
 		if transport["breaker"] != nil {
-			return nil, errorAt(breaker[0], errors.New("breaker: the transport has one already; write one of them"))
+			return nil, option.ErrorAt(breaker[0], errors.New("breaker: the transport has one already; write one of them"))
 		}
 		d := caddyfile.NewDispenser(breaker)
 		d.Next()

@@ -16,6 +16,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -54,7 +55,7 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	c, err := rollback.Open(rollback.Options{
 		Store: e.store, Sealer: e.ring, Guard: e.executions, Checkpoints: e.checkpoints, Escalations: e.escalations.store,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
-		Undoer:       rollback.NewUndoer(rollback.UndoerOptions{Guard: e.executions, Checkpoints: e.checkpoints, Sender: sender, Keep: keep}),
+		Sender:       sender,
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,
 		Whole:          func() bool { return e.rollbackOptions().Partial == partialNever },
 		PrepareTimeout: func() time.Duration { return time.Duration(e.rollbackOptions().PrepareTimeout) },
@@ -212,7 +213,7 @@ func (o *Rollback) provision() error {
 	inherit(&o.PrepareTimeout, caddy.Duration(rollback.DefaultPrepareTimeout))
 	inherit(&o.Reservation, caddy.Duration(rollback.DefaultReservation))
 	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
-	return rollbackOptions().check(o)
+	return checkOptions(rollbackOptions(), o)
 }
 
 const (
@@ -254,12 +255,12 @@ const longestReservation = 10 * time.Minute
 //	}
 func parseRollback(d *caddyfile.Dispenser, a *App) (err error) {
 	a.Rollback = new(Rollback)
-	a.Rollback.origin, err = rollbackOptions().readOnly(d, "rollback", a.Rollback, "it says nothing; leave it out for the defaults")
+	a.Rollback.origin, err = readOnly(rollbackOptions(), d, "rollback", a.Rollback, "it says nothing; leave it out for the defaults")
 	return err
 }
 
-func rollbackOptions() options[*Rollback] {
-	return options[*Rollback]{
+func rollbackOptions() option.Set[*Rollback] {
+	return option.Set[*Rollback]{
 		"lineage": choice(func(o *Rollback) *string { return &o.Lineage }, lineages...),
 		"coordinators": repeated(words("<issuers...>", func(o *Rollback) *[]string { return &o.Coordinators },
 			each(checkIdentity))),
@@ -277,9 +278,12 @@ func rollbackOptions() options[*Rollback] {
 }
 
 func parseParticipant(d *caddyfile.Dispenser, into *[]Participant) error {
-	uri, identity, err := parsePair(d)
-	*into = append(*into, Participant{uri, identity})
-	return err
+	var p Participant
+	if !d.Args(&p.URI, &p.Identity) {
+		return option.ErrSyntax
+	}
+	*into = append(*into, p)
+	return nil
 }
 
 func checkParticipants(all []Participant) error {

@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/badger"
 )
@@ -110,11 +111,11 @@ func (b *BadgerStore) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if d.NextArg() {
 		return d.ArgErr()
 	}
-	return badgerOptions().readBlock(d, "store badger", b, at)
+	return badgerOptions().Read(d, "store badger", b, at)
 }
 
-func badgerOptions() options[*BadgerStore] {
-	return options[*BadgerStore]{
+func badgerOptions() option.Set[*BadgerStore] {
+	return option.Set[*BadgerStore]{
 		"min_free": size(func(b *BadgerStore) *int64 { return &b.MinFree }),
 		"max_size": size(func(b *BadgerStore) *int64 { return &b.MaxSize }),
 	}
@@ -122,7 +123,7 @@ func badgerOptions() options[*BadgerStore] {
 
 // Validate refuses sizes that are none, and a directory in which nothing could be written.
 func (b *BadgerStore) Validate() error {
-	if err := badgerOptions().check(b); err != nil {
+	if err := checkOptions(badgerOptions(), b); err != nil {
 		return fmt.Errorf("badger: %w", err)
 	}
 	return b.checkPath()

@@ -19,6 +19,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -227,7 +228,7 @@ func parseTrust(d *caddyfile.Dispenser, a *App) error {
 		}
 		return a.parseKeySource(d, kind, at[""][0])
 	}
-	if err := trustOptions().readBlock(d, "trust", a, at); err != nil {
+	if err := trustOptions().Read(d, "trust", a, at); err != nil {
 		return err
 	}
 	if len(at) == 1 {
@@ -242,7 +243,7 @@ func parseTrust(d *caddyfile.Dispenser, a *App) error {
 func (a *App) parseKeySource(d *caddyfile.Dispenser, kind string, at caddyfile.Token) error {
 	words := d.RemainingArgs()
 	if len(words) == 0 || len(words) > 2 || words[0] == "" {
-		return errSyntax
+		return option.ErrSyntax
 	}
 	var k KeySource
 	if kind == "jwks_url" {
@@ -265,16 +266,16 @@ func (a *App) parseKeySource(d *caddyfile.Dispenser, kind string, at caddyfile.T
 }
 
 // trustOptions are the options of a block of trust.
-func trustOptions() options[*App] {
-	source := func(kind, what string) option[*App] {
-		return option[*App]{usage: "<" + what + "> [<owner>]", several: true, parse: func(d *caddyfile.Dispenser, a *App) error {
+func trustOptions() option.Set[*App] {
+	source := func(kind, what string) option.Option[*App] {
+		return option.Option[*App]{Usage: "<" + what + "> [<owner>]", Several: true, Parse: func(d *caddyfile.Dispenser, a *App) error {
 			return a.parseKeySource(d, kind, d.Token())
 		}}
 	}
-	return options[*App]{
+	return merge(option.Set[*App]{
 		"jwks_file": source("jwks_file", "path"),
 		"jwks_url":  source("jwks_url", "url"),
-	}.merge(within(func(a *App) *Trust { return a.Trust }, options[*Trust]{
+	}, within(func(a *App) *Trust { return a.Trust }, option.Set[*Trust]{
 		"audience":       repeated(words("<names...>", func(t *Trust) *[]string { return &t.Audience })),
 		"min_level":      choice(func(t *Trust) *string { return &t.MinLevel }, levelNames...),
 		"allow_partial":  flag(func(t *Trust) *bool { return &t.AllowPartial }),

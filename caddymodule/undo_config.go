@@ -82,7 +82,7 @@ func compileUndo(w *Ways, t *guard.Terms, name string, fields *body.Fields) (*gu
 }
 
 func (c *undoCompiler) restore(r *Restore) error {
-	if err := restoreOptions().check(r); err != nil {
+	if err := checkOptions(restoreOptions(), r); err != nil {
 		return err
 	}
 	// All of them come from the configuration: a restore has no template.

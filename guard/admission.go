@@ -147,7 +147,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	err = h.Bulkhead.Acquire(r.Context(), &c, &permit)
 	if r.Context().Err() != nil {
 		permit.Release()
-		return permit, &StatusError{Status: StatusClientClosed, Err: r.Context().Err()}
+		return permit, &StatusError{Status: statusClientClosed, Err: r.Context().Err()}
 	}
 	if err != nil {
 		return permit, noPermit(err)

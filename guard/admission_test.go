@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -139,7 +140,7 @@ func TestBulkheadWithoutAWorkflow(t *testing.T) {
 func TestBulkheadQueuesApart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBed(t, slowly)
-		p := b.withBulkhead(bulkhead.Settings{Total: 2, Wait: time.Hour})
+		p := b.withBulkhead(bulkhead.Settings{Total: 2, Wait: jsontime.Duration(time.Hour)})
 		var all sync.WaitGroup
 		for i := range 20 {
 			all.Go(func() { b.serve(httptest.NewRecorder(), b.of("flood", fmt.Sprint(i))) })
@@ -362,7 +363,7 @@ func TestBulkheadUnserved(t *testing.T) {
 			<-time.After(70 * time.Second)
 			charge(n, w, nil)
 		})
-		p := b.withBulkhead(bulkhead.Settings{Total: 1, Wait: time.Hour})
+		p := b.withBulkhead(bulkhead.Settings{Total: 1, Wait: jsontime.Duration(time.Hour)})
 		var events []string
 		begun := time.Now()
 		b.engine.Emit = func(e guard.Event) bool {

@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -81,7 +82,7 @@ func (r *reader) saw(t *testing.T, execution, body string, gone bool) {
 func TestAttachWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := acting(t, guard.Action{}, pieces(whole, "a", "b", "c"))
-		b.config.AttachWait = guard.Duration(8 * time.Second)
+		b.config.AttachWait = jsontime.Duration(8 * time.Second)
 		b.start()
 		var all sync.WaitGroup
 		owner := b.begin(&all)
@@ -112,7 +113,7 @@ func TestSharedAnswers(t *testing.T) {
 	}{
 		"whole":           {guard.Action{}, whole, false, "abc", false, ""},
 		"cut":             {guard.Action{}, cut, false, "abc", true, "answer_truncated"},
-		"past a deadline": {guard.Action{Policy: guard.Policy{Deadline: guard.Duration(25 * time.Second)}}, whole, false, "ab", true, "deadline"},
+		"past a deadline": {guard.Action{Policy: guard.Policy{Deadline: jsontime.Duration(25 * time.Second)}}, whole, false, "ab", true, "deadline"},
 		"one leaves":      {guard.Action{}, whole, true, "abc", false, ""},
 	} {
 		t.Run(name, func(t *testing.T) {

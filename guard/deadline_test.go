@@ -7,6 +7,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // cascade 3.3.1: the gateway's deadline is shorter than its caller's, and never longer
@@ -34,7 +36,7 @@ func TestDeadlines(t *testing.T) {
 		{"Grpc-Timeout", "123456789S", time.Minute},
 	} {
 		h := newHandler(t, Config{})
-		x := &Call{h: h, r: request("POST", "/"), action: &Action{Policy: Policy{Deadline: Duration(time.Minute)}}}
+		x := &Call{h: h, r: request("POST", "/"), action: &Action{Policy: Policy{Deadline: jsontime.Duration(time.Minute)}}}
 		if c.name != "" {
 			x.r.Header = http.Header{c.name: {c.value}}
 		}

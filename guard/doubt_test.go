@@ -18,6 +18,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -301,7 +302,7 @@ func TestDoubtIsShownInOneWay(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				b := acting(t, c.action, c.answer)
-				b.config.AttachWait = guard.Duration(time.Hour)
+				b.config.AttachWait = jsontime.Duration(time.Hour)
 				b.start()
 				var all sync.WaitGroup
 				for range 3 {
@@ -326,7 +327,7 @@ func TestResendEndsWithTheUpstreamsKey(t *testing.T) {
 	for set, limit := range map[time.Duration]time.Duration{0: 23 * time.Hour, time.Hour: time.Hour} {
 		synctest.Test(t, func(t *testing.T) {
 			a := stripe
-			a.ResendFor, a.Deadline = guard.Duration(set), guard.Duration(time.Second)
+			a.ResendFor, a.Deadline = jsontime.Duration(set), jsontime.Duration(time.Second)
 			b := acting(t, a, silent, silent)
 			began := time.Now()
 			b.sees(b.post(""), open)

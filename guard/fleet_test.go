@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -63,7 +64,7 @@ func TestAttachAtAnotherNode(t *testing.T) {
 	}{
 		"whole":           {guard.Action{}, whole, "abc", false, "abc"},
 		"cut":             {guard.Action{}, cut, "abc", true, "Cause: answer_truncated"},
-		"past a deadline": {guard.Action{Policy: guard.Policy{Deadline: guard.Duration(25 * time.Second)}}, whole, "ab", true, "Cause: deadline"},
+		"past a deadline": {guard.Action{Policy: guard.Policy{Deadline: jsontime.Duration(25 * time.Second)}}, whole, "ab", true, "Cause: deadline"},
 		"not kept":        {guard.Action{Policy: guard.Policy{MaxResult: 2}}, whole, "abc", false, "result-unavailable"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -165,7 +166,7 @@ func TestOwnerIsGoneWhileOthersFollow(t *testing.T) {
 func TestWaitForAnotherNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := answering(acting(t, guard.Action{}, says(201, "done")))
-		b.config.AttachWait = guard.Duration(3 * time.Second)
+		b.config.AttachWait = jsontime.Duration(3 * time.Second)
 		one, two, _ := b.nodes()
 		b.engine, b.guard = two.engine, two.guard // of whose executions its endpoint says something
 		var all sync.WaitGroup

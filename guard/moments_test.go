@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -342,7 +343,7 @@ func unflushed(w http.ResponseWriter, id string) {
 // the call (P6), whoever has cut it. One that is cut before it leaves the call in doubt.
 func TestStreamsThatAreCutBehindTheirAnswer(t *testing.T) {
 	for by, action := range map[string]guard.Action{
-		"the server": {}, "the deadline": {Policy: guard.Policy{Deadline: guard.Duration(time.Minute)}}, "a pause": {Policy: guard.Policy{StreamIdle: guard.Duration(time.Minute)}}, "its client, who has read it": {Policy: guard.Policy{OnLeave: guard.OnLeaveCancel}},
+		"the server": {}, "the deadline": {Policy: guard.Policy{Deadline: jsontime.Duration(time.Minute)}}, "a pause": {Policy: guard.Policy{StreamIdle: jsontime.Duration(time.Minute)}}, "its client, who has read it": {Policy: guard.Policy{OnLeave: guard.OnLeaveCancel}},
 	} {
 		for what, c := range map[string]struct {
 			answer      func(http.ResponseWriter, string)

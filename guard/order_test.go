@@ -15,6 +15,7 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -432,7 +433,7 @@ func TestNodeIsApproved(t *testing.T) {
 // token claims.
 func TestNodesWaitInTheirClass(t *testing.T) {
 	trusting(t, ect.L2, func(b *trust) {
-		b.withBulkhead(bulkhead.Settings{Total: 1, PerWorkflow: 1, Wait: time.Hour})
+		b.withBulkhead(bulkhead.Settings{Total: 1, PerWorkflow: 1, Wait: jsontime.Duration(time.Hour)})
 		b.begin()
 		var came []string
 		b.answer = func(_ http.ResponseWriter, r *http.Request) {

@@ -15,6 +15,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -166,7 +167,7 @@ func TestApprovedAndNotMadeInTime(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				b := newBed(t, func(_ int64, w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusCreated) })
-				b.config.Actions = []*guard.Action{{Name: "default", Policy: guard.Policy{Approve: &guard.Approve{Within: guard.Duration(time.Hour)}, RetainResult: guard.Duration(c.keep), RetainKey: guard.Duration(c.keep)}}}
+				b.config.Actions = []*guard.Action{{Name: "default", Policy: guard.Policy{Approve: &guard.Approve{Within: jsontime.Duration(time.Hour)}, RetainResult: jsontime.Duration(c.keep), RetainKey: jsontime.Duration(c.keep)}}}
 				b.start()
 				call := func(id string) *httptest.ResponseRecorder {
 					r, w := b.post("one"), httptest.NewRecorder()
@@ -244,7 +245,7 @@ func TestApprovalsWithoutAKey(t *testing.T) {
 	for _, count := range []string{"", "1"} {
 		synctest.Test(t, func(t *testing.T) {
 			b := recognizing(t, charge)
-			b.config.Policy = guard.Policy{Approve: &guard.Approve{Within: guard.Duration(time.Hour)}}
+			b.config.Policy = guard.Policy{Approve: &guard.Approve{Within: jsontime.Duration(time.Hour)}}
 			b.start()
 			call := func(count string) (id, escalation string) {
 				w := httptest.NewRecorder()

@@ -1,17 +1,15 @@
 package guard
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"net/http"
 	"reflect"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -86,19 +84,19 @@ type argument struct {
 type Policy struct {
 	// The longest that a forwarded call may take, including its whole answer. After that the call
 	// is in doubt. Default: 5m.
-	Deadline Duration `json:"deadline,omitempty"`
+	Deadline jsontime.Duration `json:"deadline,omitempty"`
 
 	// For endless answers: the longest pause in an answer whose length is not announced. It
 	// replaces the deadline once the header is there. Default: none; the deadline counts to the
 	// end.
-	StreamIdle Duration `json:"stream_idle,omitempty"`
+	StreamIdle jsontime.Duration `json:"stream_idle,omitempty"`
 
 	// How long the answer of a completed call can be replayed. Default: 24h.
-	RetainResult Duration `json:"retain_result,omitempty"`
+	RetainResult jsontime.Duration `json:"retain_result,omitempty"`
 
 	// How long the key of a completed call stays taken, at least as long as its result is kept;
 	// after that the same call runs again. Calls in doubt never expire. Default: 720h (30 days).
-	RetainKey Duration `json:"retain_key,omitempty"`
+	RetainKey jsontime.Duration `json:"retain_key,omitempty"`
 
 	// The largest answer body that is kept for replays, in bytes. A larger one still reaches its
 	// caller; its key stays taken, and retries get `result-unavailable`. Default: 8 MiB.
@@ -118,7 +116,7 @@ type Policy struct {
 
 	// How long after the first attempt `resend` sends a call again; afterwards it is blocked. It
 	// must be shorter than the time for which the upstream keeps keys. Default: 23h.
-	ResendFor Duration `json:"resend_for,omitempty"`
+	ResendFor jsontime.Duration `json:"resend_for,omitempty"`
 
 	// What a key says. With `trusted` calls with different keys are different calls. With `advisory` a
 	// call with a new key is a retry of an equal one where there is the evidence that `missing_id
@@ -176,7 +174,7 @@ type Approve struct {
 
 	// The time to decide, and after the approval the time to make the call. Then it is denied.
 	// Default: 24h.
-	Within Duration `json:"within,omitempty"`
+	Within jsontime.Duration `json:"within,omitempty"`
 
 	// Calls of this action are not asked for, though the guard asks for others.
 	Off bool `json:"off,omitempty"`
@@ -204,7 +202,7 @@ type Terms struct {
 	OnChanged string `json:"on_changed,omitempty"`
 
 	// How long a call can be undone, from 1s to 366d in whole seconds. Default: 24h.
-	CheckpointTTL Duration `json:"checkpoint_ttl,omitempty"`
+	CheckpointTTL jsontime.Duration `json:"checkpoint_ttl,omitempty"`
 }
 
 // OnUnknown says how to handle a retry of a call in doubt.
@@ -231,15 +229,15 @@ const (
 
 // defaults are those of a handler.
 var defaults = Policy{
-	Deadline:     Duration(5 * time.Minute),
-	RetainResult: Duration(24 * time.Hour),
-	RetainKey:    Duration(30 * 24 * time.Hour),
+	Deadline:     jsontime.Duration(5 * time.Minute),
+	RetainResult: jsontime.Duration(24 * time.Hour),
+	RetainKey:    jsontime.Duration(30 * 24 * time.Hour),
 	MaxResult:    8 << 20,
 	Preset:       execution.PresetDefault,
-	ResendFor:    Duration(23 * time.Hour), // Stripe keeps keys for a day at least
+	ResendFor:    jsontime.Duration(23 * time.Hour), // Stripe keeps keys for a day at least
 	Keys:         "trusted",
 	Terms: Terms{
-		UndoAuth: rollback.AuthConfig, CheckpointTTL: Duration(24 * time.Hour),
+		UndoAuth: rollback.AuthConfig, CheckpointTTL: jsontime.Duration(24 * time.Hour),
 		OnSnapshotError: "refuse", OnLost: rollback.Resend, OnChanged: rollback.UndoEscalate,
 	},
 }
@@ -351,27 +349,3 @@ func (h *Handler) complete(a *Action) error {
 	}
 	return nil
 }
-
-// Duration is a time.Duration of a configuration. JSON has it in nanoseconds, or as text like "30s" or "7d".
-type Duration time.Duration
-
-// UnmarshalJSON implements json.Unmarshaler.
-func (d *Duration) UnmarshalJSON(b []byte) (err error) {
-	var v time.Duration
-	if len(b) == 0 || b[0] != '"' {
-		err = json.Unmarshal(b, &v)
-	} else {
-		v, err = time.ParseDuration(days.ReplaceAllStringFunc(strings.Trim(string(b), `"`), func(text string) string {
-			n, err := strconv.ParseFloat(strings.TrimSuffix(text, "d"), 64)
-			if err != nil {
-				return text // which is no duration
-			}
-			return strconv.FormatFloat(n*24, 'f', -1, 64) + "h"
-		}))
-	}
-	*d = Duration(v)
-	return err
-}
-
-// days matches a number of days.
-var days = regexp.MustCompile(`[0-9.+-]+d`)

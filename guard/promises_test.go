@@ -20,6 +20,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -331,7 +332,7 @@ func TestP4RefusalsOfKnownCalls(t *testing.T) {
 	}
 	synctest.Test(t, func(t *testing.T) { // it waits for an execution, and then cannot look again
 		b := acting(t, guard.Action{}, silent)
-		b.config.FailOpen, b.config.AttachWait = true, guard.Duration(time.Hour)
+		b.config.FailOpen, b.config.AttachWait = true, jsontime.Duration(time.Hour)
 		b.start()
 		var all sync.WaitGroup
 		b.begin(&all)

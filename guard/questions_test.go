@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
@@ -98,7 +99,7 @@ func TestQuestionsWaitForTheEnd(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				b := answering(acting(t, guard.Action{Policy: guard.Policy{Deadline: guard.Duration(30 * time.Second)}}, c.answer))
+				b := answering(acting(t, guard.Action{Policy: guard.Policy{Deadline: jsontime.Duration(30 * time.Second)}}, c.answer))
 				began := time.Now()
 				b.asks("k?wait=60s", "404 execution-unknown")
 				b.sees(b.about("k/output?wait=60s"), "404 refused execution-unknown  final")

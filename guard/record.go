@@ -744,7 +744,7 @@ func (t *TokenPolicy) enter(r *http.Request, p *Tokens, use evidence.Use) error 
 	case errors.As(err, &refused):
 		return RefusedToken(err)
 	case r.Context().Err() != nil:
-		return &StatusError{Status: StatusClientClosed, Err: r.Context().Err()}
+		return &StatusError{Status: statusClientClosed, Err: r.Context().Err()}
 	}
 	return LedgerFailed(err)
 }

@@ -146,7 +146,7 @@ func (x *Call) problem(k problem.Kind, detail string, state execution.State) *pr
 }
 
 func (x *Call) gone() error {
-	return &StatusError{Status: StatusClientClosed, Err: x.r.Context().Err()}
+	return &StatusError{Status: statusClientClosed, Err: x.r.Context().Err()}
 }
 
 func (x *Call) storeFailed(err error) error {

@@ -12,6 +12,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -569,7 +570,7 @@ func TestRetriesWaitForAnAnswerThatIsBeingRecorded(t *testing.T) {
 			}
 		},
 		"it is not recorded in time": func(s *resuming) {
-			s.config.AttachWait = guard.Duration(time.Second / 2)
+			s.config.AttachWait = jsontime.Duration(time.Second / 2)
 			s.config.Open = s.engine.Open
 			s.guard, _ = guard.New(s.config)
 			began := time.Now()

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/net/http/httpguts"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -34,15 +35,15 @@ type Settings struct {
 	MissingID MissingID `json:"missing_id,omitempty"`
 
 	// How long a derived id counts, from the end of the execution. Default: 60s.
-	DeriveWindow Duration `json:"derive_window,omitempty"`
+	DeriveWindow jsontime.Duration `json:"derive_window,omitempty"`
 
 	// How long `recognize` finds a call after its end, or after its client has left. Default: 10m.
-	RecognizeWindow Duration `json:"recognize_window,omitempty"`
+	RecognizeWindow jsontime.Duration `json:"recognize_window,omitempty"`
 
 	// How long after its end a whole answer that clients retry (408, 429, 5xx) is evidence that an
 	// equal call is a retry. It is as long as clients retry: afterwards an equal call is a new one.
 	// Default: 60s.
-	ErrorWindow Duration `json:"error_window,omitempty"`
+	ErrorWindow jsontime.Duration `json:"error_window,omitempty"`
 
 	// The caller, as text with placeholders like `{http.auth.user.tenant}`. Without this option,
 	// and where one of its placeholders has no value, the caller is the first of these that exists:
@@ -112,12 +113,12 @@ type Settings struct {
 
 	// How long a retry waits for the first byte of a running execution before it gets 409
 	// `in-progress`. Default: 30s.
-	AttachWait Duration `json:"attach_wait,omitempty"`
+	AttachWait jsontime.Duration `json:"attach_wait,omitempty"`
 
 	// For requests that are not guarded: the longest pause in the answer, and in a tunnel the
 	// longest time without a byte in either direction; -1 for no limit. The header of the answer
 	// must come within the guard's `deadline`. Default: 10m.
-	IdleTimeout Duration `json:"idle_timeout,omitempty"`
+	IdleTimeout jsontime.Duration `json:"idle_timeout,omitempty"`
 
 	// While the store is unavailable, forwards calls that it cannot look up or record, unguarded
 	// and marked `Execution-Status: unguarded`, instead of refusing them with 503. Each retry runs
@@ -146,13 +147,13 @@ type Settings struct {
 func (s *Settings) SetDefaults() {
 	initial(&s.Name, "default")
 	initial(&s.MissingID, MissingRecognize)
-	initial(&s.DeriveWindow, Duration(time.Minute))
-	initial(&s.RecognizeWindow, Duration(10*time.Minute))
-	initial(&s.ErrorWindow, Duration(time.Minute))
+	initial(&s.DeriveWindow, jsontime.Duration(time.Minute))
+	initial(&s.RecognizeWindow, jsontime.Duration(10*time.Minute))
+	initial(&s.ErrorWindow, jsontime.Duration(time.Minute))
 	initial(&s.Protocol, protocol.Auto)
 	initial(&s.MaxBody, 32<<20)
-	initial(&s.AttachWait, Duration(30*time.Second))
-	initial(&s.IdleTimeout, Duration(10*time.Minute))
+	initial(&s.AttachWait, jsontime.Duration(30*time.Second))
+	initial(&s.IdleTimeout, jsontime.Duration(10*time.Minute))
 	initial(&s.UnguardedStreams, "pass")
 }
 

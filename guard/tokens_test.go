@@ -20,6 +20,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -462,7 +463,7 @@ func TestLateTokens(t *testing.T) {
 // is good for that call alone, which a retry follows; afterwards, for as long as the key is kept.
 func TestATokenOutlivesNoStream(t *testing.T) {
 	trusting(t, ect.L2, func(b *trust) {
-		b.config.Actions = []*guard.Action{{Name: "default", Policy: guard.Policy{Deadline: guard.Duration(10 * time.Second), StreamIdle: guard.Duration(time.Hour), RetainResult: guard.Duration(time.Hour), RetainKey: guard.Duration(time.Hour)}}}
+		b.config.Actions = []*guard.Action{{Name: "default", Policy: guard.Policy{Deadline: jsontime.Duration(10 * time.Second), StreamIdle: jsontime.Duration(time.Hour), RetainResult: jsontime.Duration(time.Hour), RetainKey: jsontime.Duration(time.Hour)}}}
 		h, err := guard.New(b.config)
 		if err != nil {
 			b.Fatal(err)

@@ -255,7 +255,7 @@ func (b *saga) begin() {
 	b.Coordinator, err = rollback.Open(rollback.Options{
 		Store: b.disk, Sealer: b.bed.ring, Guard: e.Executions, Checkpoints: e.Checkpoints, Escalations: b.escalations, Keep: keepRollbacks,
 		Ledger: b.ledger,
-		Undoer: rollback.NewUndoer(rollback.UndoerOptions{Guard: e.Executions, Checkpoints: e.Checkpoints, Sender: b, Keep: keepRollbacks}),
+		Sender: b,
 	})
 	b.check(err)
 	c := b.Coordinator

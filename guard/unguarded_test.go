@@ -9,6 +9,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // cascade 3.3.1 (C-3.3.1-b): what is not guarded has a deadline to the header of its answer,
@@ -69,7 +71,7 @@ func TestTimeOfWhatIsNotGuarded(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				h := newHandler(t, Config{Settings: Settings{IdleTimeout: Duration(c.idle)}, Policy: Policy{Deadline: Duration(time.Minute)}})
+				h := newHandler(t, Config{Settings: Settings{IdleTimeout: jsontime.Duration(c.idle)}, Policy: Policy{Deadline: jsontime.Duration(time.Minute)}})
 				r := httptest.NewRequest(http.MethodGet, "/", c.body)
 				if c.header != "" {
 					r.Header.Set("Request-Timeout", c.header)

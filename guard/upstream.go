@@ -67,8 +67,8 @@ func (e *StatusError) Error() string { return fmt.Sprintf("HTTP status %d: %v", 
 
 func (e *StatusError) Unwrap() error { return e.Err }
 
-// StatusClientClosed is the status of a request whose client has left, as nginx and Caddy log it.
-const StatusClientClosed = 499
+// statusClientClosed is the status of a request whose client has left, as nginx and Caddy log it.
+const statusClientClosed = 499
 
 // Values in a request's context by which a guard informs the handlers behind it.
 

@@ -20,6 +20,7 @@ import (
 	"github.com/sony/gobreaker/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 var errUpstream = errors.New("status 502")
@@ -47,7 +48,7 @@ var subjects = []subject{
 }
 
 func rules(tb testing.TB) *breaker.Rules {
-	r, err := breaker.NewRules(breaker.Settings{Window: window, MinVolume: volume})
+	r, err := breaker.NewRules(breaker.Settings{Window: jsontime.Duration(window), MinVolume: volume})
 	if err != nil {
 		tb.Fatal(err)
 	}

@@ -20,6 +20,8 @@ import (
 	"math"
 	"sync"
 	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // Class is the priority of a call (ATD, "Priority Levels").
@@ -52,21 +54,32 @@ func ParseClass(name string) (Class, bool) {
 
 // Settings are the limits of a pool. Zero values stand for the defaults.
 type Settings struct {
-	// Total is the number of permits, from 1; by default 32768.
-	Total int
-	// PerWorkflow is how many of them one workflow may hold, from 1; by default 16384.
-	PerWorkflow int
-	// Queue is how many calls of one workflow may wait; by default 1024, none if negative.
-	Queue int
-	// Wait is how long a call of class Normal or above may wait; by default 30 s.
-	Wait time.Duration
-	// Rate is how many calls of one workflow may begin in a second, on average and at once; 0 is
-	// any number.
-	Rate int
-	// Retries is how many retries one workflow may send for a hundred first calls, from 1 to 100, over the
-	// last 10 s; by default 20, any number if negative. RetryFloor is how many in a second it may send in
-	// any case; by default 10, none if negative.
-	Retries, RetryFloor int
+	// Calls at the upstream at a time. This and all other limits here are of each gateway: of several that share a
+	// store, each allows so much; divide by their number what the upstream can take. Default: 32768.
+	Total int `json:"total,omitempty"`
+
+	// Calls of one workflow at the upstream at a time. Default: 16384.
+	PerWorkflow int `json:"per_workflow,omitempty"`
+
+	// Calls of one workflow that wait at a time; -1 for none. Default: 1024.
+	Queue int `json:"queue,omitempty"`
+
+	// How long a call waits for a permit, at most 1h. A call that would miss its deadline is refused at
+	// once, after 16 calls have shown how long they take. Calls of class `low` wait up to 300 s, after which nobody
+	// is preferred to them. Default: 30s.
+	Wait jsontime.Duration `json:"wait,omitempty"`
+
+	// Calls of one workflow in a second, on average and at once. Above it they get 429
+	// `quota-exceeded`. Default: no limit.
+	Rate int `json:"rate,omitempty"`
+
+	// Retries that one workflow may send, in percent of its first calls, over 10 s; -1 for any number. A
+	// retry is a call that would be sent again, or that counts its attempts in a header field. Ten a second may
+	// be sent in any case. Above both retries get 429 `quota-exceeded`, and their keys stay free. Default: 20.
+	Retries int `json:"retries,omitempty"`
+
+	// Retries in a second that one workflow may send in any case; none if negative. Default: 10.
+	RetryFloor int `json:"-"`
 }
 
 // Check fills in the defaults and checks the ranges. The error names the option that is out of its
@@ -75,7 +88,7 @@ func (s Settings) Check() (Settings, error) {
 	s.Total = cmp.Or(s.Total, 32768)
 	s.PerWorkflow = cmp.Or(s.PerWorkflow, 16384)
 	s.Queue = cmp.Or(s.Queue, 1024)
-	s.Wait = cmp.Or(s.Wait, 30*time.Second)
+	s.Wait = cmp.Or(s.Wait, jsontime.Duration(30*time.Second))
 	s.Retries = cmp.Or(s.Retries, 20)
 	s.RetryFloor = cmp.Or(s.RetryFloor, 10)
 	switch {
@@ -85,8 +98,8 @@ func (s Settings) Check() (Settings, error) {
 		return s, fmt.Errorf("per_workflow is %d; it must be from 1 to %d", s.PerWorkflow, maxPermits)
 	case s.Queue > maxPermits:
 		return s, fmt.Errorf("queue is %d; it must be at most %d", s.Queue, maxPermits)
-	case s.Wait < 0 || s.Wait > time.Hour:
-		return s, fmt.Errorf("wait is %s; it must be over 0 and at most 1h", s.Wait)
+	case s.Wait < 0 || time.Duration(s.Wait) > time.Hour:
+		return s, fmt.Errorf("wait is %s; it must be over 0 and at most 1h", time.Duration(s.Wait))
 	case s.Rate < 0 || s.Rate > maxPermits:
 		return s, fmt.Errorf("rate is %d; it must be from 1 to %d calls a second, or 0 for any number", s.Rate, maxPermits)
 	case s.Retries > 100:
@@ -422,7 +435,7 @@ func (p *Pool) mayWait(l *lot, c *Call) (time.Duration, error) {
 	if l.queued >= p.set.Queue || l.queued == 0 && len(p.waiting) >= maxWaiting {
 		return 0, p.refuse(QueueFull, p.pace(l, c.Class))
 	}
-	wait := p.set.Wait
+	wait := time.Duration(p.set.Wait)
 	if c.Class == Low {
 		wait = max(wait, starve)
 	}

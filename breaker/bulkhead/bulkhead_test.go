@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 func newPool(t testing.TB, s bulkhead.Settings) *bulkhead.Pool {
@@ -128,7 +129,7 @@ func share(t *testing.T, p *bulkhead.Pool, during time.Duration, loads ...*load)
 // takes.
 func TestFloodLeavesOthersAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 8, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 8, Wait: jsontime.Duration(time.Hour)})
 		flood := &load{workflow: "flood", callers: 1000, hold: 100 * time.Millisecond}
 		one := &load{workflow: "one", callers: 1, hold: 100 * time.Millisecond}
 		share(t, p, 100*time.Second, flood, one)
@@ -146,7 +147,7 @@ func TestFloodLeavesOthersAlone(t *testing.T) {
 func TestFairness(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const call, during = 100 * time.Millisecond, 1000 * time.Second
-		p := newPool(t, bulkhead.Settings{Total: 8, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 8, Wait: jsontime.Duration(time.Hour)})
 		loads := map[string]*load{}
 		var all []*load
 		for _, l := range []*load{
@@ -192,7 +193,7 @@ func TestFairness(t *testing.T) {
 // ATD, "Fair-Share Scheduling", 1: by the time used, not by the number of calls or callers.
 func TestEqualShares(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 8, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 8, Wait: jsontime.Duration(time.Hour)})
 		long := &load{workflow: "long", callers: 40, hold: 500 * time.Millisecond}
 		short := &load{workflow: "short", callers: 400, hold: 50 * time.Millisecond}
 		share(t, p, 200*time.Second, long, short)
@@ -205,7 +206,7 @@ func TestEqualShares(t *testing.T) {
 // With more workflows than permits, each has its share in turn.
 func TestMoreWorkflowsThanPermits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 3, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 3, Wait: jsontime.Duration(time.Hour)})
 		var loads []*load
 		for i := range 10 {
 			loads = append(loads, &load{workflow: fmt.Sprint(i), callers: 5 + 5*i, hold: time.Duration(1+i) * 100 * time.Millisecond})
@@ -222,7 +223,7 @@ func TestMoreWorkflowsThanPermits(t *testing.T) {
 // ATD, "Fair-Share Scheduling", 2: what is left of the base shares goes to the higher class.
 func TestWhatIsLeftGoesToTheHigherClass(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 9, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 9, Wait: jsontime.Duration(time.Hour)})
 		low := &load{workflow: "low", class: bulkhead.Low, callers: 1, hold: 100 * time.Millisecond}
 		normal := &load{workflow: "normal", callers: 30, hold: 100 * time.Millisecond}
 		high := &load{workflow: "high", class: bulkhead.High, callers: 30, hold: 100 * time.Millisecond}
@@ -240,7 +241,7 @@ func TestWhatIsLeftGoesToTheHigherClass(t *testing.T) {
 // The order of those that wait for one permit.
 func TestOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 1, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 1, Wait: jsontime.Duration(time.Hour)})
 		permit := acquire(t, p, "a")
 		done := make(chan bulkhead.Call, 10)
 		wait(t, p, bulkhead.Call{Sharer: of("starved"), Class: bulkhead.Low}, done)
@@ -268,7 +269,7 @@ func TestOrder(t *testing.T) {
 // ATD, "Fair-Share Scheduling", 3.
 func TestLowIsServedInTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 4, Wait: time.Hour, PerWorkflow: 4})
+		p := newPool(t, bulkhead.Settings{Total: 4, Wait: jsontime.Duration(time.Hour), PerWorkflow: 4})
 		var loads []*load
 		for i := range 12 { // more than there are permits: a base share of none
 			loads = append(loads, &load{workflow: fmt.Sprint("high", i), class: bulkhead.High, callers: 20, hold: 2 * time.Second})
@@ -376,7 +377,7 @@ func TestWaitsEnd(t *testing.T) {
 	} {
 		t.Run(fmt.Sprint(c.class, c.within), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				p := newPool(t, bulkhead.Settings{Total: 1, Wait: 5 * time.Second})
+				p := newPool(t, bulkhead.Settings{Total: 1, Wait: jsontime.Duration(5 * time.Second)})
 				defer empty(t, p)
 				defer acquire(t, p, "a").Release()
 				begun, unserved := time.Now(), time.Duration(0)
@@ -400,7 +401,7 @@ func TestWaitsEnd(t *testing.T) {
 // What cannot be in time is refused at once, with the time to come back.
 func TestTooLateIsRefusedAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 2, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 2, Wait: jsontime.Duration(time.Hour)})
 		for range 20 { // learn how long calls take
 			permit := acquire(t, p, "a")
 			<-time.After(10 * time.Second)
@@ -479,7 +480,7 @@ func TestConfigure(t *testing.T) {
 func TestNoPermitIsLostOrInvented(t *testing.T) {
 	for seed := range uint64(20) {
 		synctest.Test(t, func(t *testing.T) {
-			p := newPool(t, bulkhead.Settings{Total: 5, PerWorkflow: 3, Queue: 6, Wait: 2 * time.Second, RetryFloor: 2})
+			p := newPool(t, bulkhead.Settings{Total: 5, PerWorkflow: 3, Queue: 6, Wait: jsontime.Duration(2 * time.Second), RetryFloor: 2})
 			var inUse atomic.Int64
 			var of [4]atomic.Int64
 			var all sync.WaitGroup
@@ -634,7 +635,7 @@ func BenchmarkAcquire(b *testing.B) {
 	})
 	for _, workflows := range []int{10, 1000} {
 		b.Run(fmt.Sprintf("%d workflows wait", workflows), func(b *testing.B) {
-			p := newPool(b, bulkhead.Settings{Total: 1, Wait: time.Hour})
+			p := newPool(b, bulkhead.Settings{Total: 1, Wait: jsontime.Duration(time.Hour)})
 			stop := make(chan struct{})
 			var all sync.WaitGroup
 			for i := range workflows {
@@ -669,7 +670,7 @@ func BenchmarkAcquire(b *testing.B) {
 }
 
 func Example() {
-	settings, err := bulkhead.Settings{Total: 8, PerWorkflow: 4, Wait: 5 * time.Second}.Check()
+	settings, err := bulkhead.Settings{Total: 8, PerWorkflow: 4, Wait: jsontime.Duration(5 * time.Second)}.Check()
 	if err != nil {
 		panic(err)
 	}
@@ -720,7 +721,7 @@ func TestPermitOfWhoHasLeft(t *testing.T) {
 // ATD, "Fair-Share Scheduling", 1: who did not use its share before has no claim to it now.
 func TestWhoWasAwayHasNoClaim(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := newPool(t, bulkhead.Settings{Total: 1, Wait: time.Hour})
+		p := newPool(t, bulkhead.Settings{Total: 1, Wait: jsontime.Duration(time.Hour)})
 		share(t, p, 200*time.Second, &load{workflow: "busy", callers: 5, hold: time.Second})
 		busy, away := &load{workflow: "busy", callers: 5, hold: time.Second}, &load{workflow: "away", callers: 5, hold: time.Second}
 		share(t, p, 100*time.Second, busy, away)

@@ -15,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
@@ -29,8 +30,7 @@ type Circuits struct {
 
 // Open acquires the process's breakers for a transport with these settings, until Close.
 // upstreams are its known upstreams, as Caddy dials them; more says that there may be
-// others. The error is that of Validate, or says that VerifyProbe lacks the identity of a
-// known upstream.
+// others. The error names the option that is wrong.
 func Open(s Settings, upstreams []string, more bool) (*Circuits, error) {
 	checked, err := s.checkAll()
 	if err != nil {
@@ -390,7 +390,7 @@ const UndoClass = "undo"
 // that the longest cooldown is short.
 var undoRules = func() *breaker.Rules {
 	r, err := breaker.NewRules(breaker.Settings{
-		Consecutive: 5, Cooldown: 5 * time.Second, MaxCooldown: 30 * time.Second,
+		Consecutive: 5, Cooldown: jsontime.Duration(5 * time.Second), MaxCooldown: jsontime.Duration(30 * time.Second),
 	})
 	if err != nil {
 		panic(err) // all values are in their ranges
@@ -524,24 +524,6 @@ func (c *Circuit) SetView(v *breaker.View) {
 	if v.Window() <= time.Hour {
 		c.WorkflowWindow = v.Window().Seconds()
 	}
-}
-
-// Policy tells callers when breakers open and for how long, without revealing the
-// upstreams. Its members are an API; durations are in seconds.
-type Policy struct {
-	// Window is the window of the error rate.
-	Window float64 `json:"window_s"`
-	// Threshold is the rate above which a breaker opens, 0 to 1.
-	Threshold float64 `json:"threshold"`
-	// MinVolume is the number of calls from which the rate counts.
-	MinVolume int `json:"min_volume"`
-	// Consecutive is the number of failures in a row that open a breaker, if that is
-	// configured.
-	Consecutive int `json:"consecutive,omitempty"`
-	// Cooldown is the first cooldown.
-	Cooldown float64 `json:"cooldown_s"`
-	// MaxCooldown is the longest cooldown, after failed probes.
-	MaxCooldown float64 `json:"max_cooldown_s"`
 }
 
 // Describe describes a breaker.

@@ -8,9 +8,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/caddyserver/caddy/v2"
-
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
 
@@ -25,7 +24,7 @@ func TestReload(t *testing.T) {
 	trip(t, old.Breaker("b:1"))
 	until := old.Breaker("a:1").Status().NextProbe
 
-	now := open(t, proxy.Settings{MinVolume: 99, Cooldown: caddy.Duration(time.Second)}, []string{"a:1"}, false)
+	now := open(t, proxy.Settings{Settings: breaker.Settings{MinVolume: 99, Cooldown: jsontime.Duration(time.Second)}}, []string{"a:1"}, false)
 	if err := old.Close(); err != nil {
 		t.Fatal(err)
 	}

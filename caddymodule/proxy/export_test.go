@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 )
 
 // Redial makes t dial with dial, so that a test can hand out connections that
@@ -24,8 +25,14 @@ func Guarded(t *Transport) *http.Transport { return t.guarded }
 // ShortenProbes gives the probes of t another lease.
 func ShortenProbes(t *Transport, lease time.Duration) (err error) {
 	s := t.circuits.checked.rules.Settings()
-	s.ProbeLease = lease
+	s.ProbeLease = jsontime.Duration(lease)
 	t.circuits.checked.rules, err = breaker.NewRules(s)
+	return err
+}
+
+// Validate checks the settings.
+func (s *Settings) Validate() error {
+	_, err := s.checkAll()
 	return err
 }
 

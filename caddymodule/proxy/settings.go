@@ -3,7 +3,7 @@ package proxy
 import (
 	"errors"
 	"fmt"
-	"maps"
+	"math"
 	"net/http"
 	"net/url"
 	"slices"
@@ -15,7 +15,8 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/internal/suggest"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 )
 
 // Settings configure the circuit breakers of a transport's upstreams: one per address, shared by
@@ -42,30 +43,7 @@ type Settings struct {
 	// Turns the breakers of this transport off. Default: false.
 	Off bool `json:"off,omitempty"`
 
-	// The time over which the error rate is measured, 1s to 1h. Default: 60s.
-	Window caddy.Duration `json:"window,omitempty"`
-
-	// The share of failures, over 0 and under 1, above which a breaker opens. Default: 0.5.
-	Threshold float64 `json:"threshold,omitempty"`
-
-	// How many calls must have ended in the window before the rate counts. Default: 10.
-	MinVolume int `json:"min_volume,omitempty"`
-
-	// How many failures in a row open a breaker, whatever the rate. Default: no number does.
-	Consecutive int `json:"consecutive,omitempty"`
-
-	// The latency above which an answer is slow. Default: none.
-	SlowCall caddy.Duration `json:"slow_call,omitempty"`
-
-	// The share of slow answers above which a breaker opens. Default: 0.5.
-	SlowThreshold float64 `json:"slow_threshold,omitempty"`
-
-	// How long a breaker stays open at first; each failed probe doubles it. Default: 30s.
-	Cooldown caddy.Duration `json:"cooldown,omitempty"`
-
-	// The longest cooldown, at most 24h, and the longest `Retry-After` of the upstream that is
-	// honoured. Default: 300s, or the cooldown if that is longer.
-	MaxCooldown caddy.Duration `json:"max_cooldown,omitempty"`
+	breaker.Settings
 
 	// Where several gateways share a store: `node` has each of them send its own probe; with `fleet`
 	// one of those whose breakers for an upstream are open sends a probe for all that have this
@@ -112,12 +90,6 @@ type checkedSettings struct {
 	downstream map[string]string // by the breakers' addresses
 }
 
-// Validate checks the settings. Errors name the option.
-func (s *Settings) Validate() error {
-	_, err := s.checkAll()
-	return err
-}
-
 // checkAll checks the options, and how they go together.
 func (s *Settings) checkAll() (*checkedSettings, error) {
 	if s.VerifyProbe && len(s.Downstream) == 0 {
@@ -132,16 +104,9 @@ func (s *Settings) check() (*checkedSettings, error) {
 	if s.ProbeScope != "" && s.ProbeScope != ScopeNode && s.ProbeScope != ScopeFleet {
 		return nil, fmt.Errorf("probe_scope: %q is unknown; use node or fleet", s.ProbeScope)
 	}
-	for name, d := range map[string]caddy.Duration{
-		"window": s.Window, "slow": s.SlowCall, "cooldown": s.Cooldown, "cooldown (longest)": s.MaxCooldown,
-	} {
-		if d < 0 {
-			return nil, fmt.Errorf("%s: %v is negative; it must be positive", name, time.Duration(d))
-		}
-	}
 	var err error
-	if c.rules, err = breaker.NewRules(s.breaker()); err != nil {
-		return nil, errors.New(optionNames.Replace(err.Error()))
+	if c.rules, err = breaker.NewRules(s.Settings); err != nil {
+		return nil, err
 	}
 	if len(c.statuses) == 0 {
 		c.statuses = []int{5}
@@ -174,21 +139,6 @@ func (s *Settings) check() (*checkedSettings, error) {
 	}
 	return c, nil
 }
-
-func (s *Settings) breaker() breaker.Settings {
-	return breaker.Settings{
-		Window: time.Duration(s.Window), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
-		SlowCall: time.Duration(s.SlowCall), SlowThreshold: s.SlowThreshold,
-		Cooldown: time.Duration(s.Cooldown), MaxCooldown: time.Duration(s.MaxCooldown),
-	}
-}
-
-// optionNames maps the options of package breaker to those of Settings.
-var optionNames = strings.NewReplacer(
-	"breaker: ", "", "MaxCooldown", "cooldown (longest)", "Cooldown", "cooldown", "Window", "window",
-	"SlowThreshold", "slow (share)", "Threshold", "threshold", "MinVolume", "min_volume", "Consecutive", "consecutive",
-	"SlowCall", "slow",
-)
 
 // provoked reports whether any caller can have an upstream answer with a status: one that refuses the request (4xx), its
 // method (501) or its version of HTTP (505). Such answers open no breaker for others.
@@ -234,79 +184,59 @@ func (s *Settings) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		if d.NextArg() {
 			return d.ArgErr()
 		}
-	}
-	seen := map[string]bool{}
-	for nesting := d.Nesting(); d.NextBlock(nesting); {
-		name := d.Val()
-		o, ok := breakerOptions[name]
-		switch {
-		case s.Off:
+		if d.NextBlock(d.Nesting()) {
 			return d.Err("breaker: it is off; leave the block out")
-		case !ok:
-			known := OptionNames()
-			return d.Errf("breaker has no option %q; it has %s%s", name, strings.Join(known, ", "), suggest.Nearest(name, known))
-		case seen[name] && !o.several:
-			return d.Errf("breaker: %s stands twice", name)
-		}
-		seen[name] = true
-		if name == "verify_probe" { // all the rest is judged here
-			s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
-		}
-		args := d.RemainingArgs()
-		if len(args) < o.least || o.most >= 0 && len(args) > o.most {
-			return d.Errf("breaker: %s: wrong number of arguments; the syntax is `%s`", name, strings.TrimSpace(name+" "+o.usage))
-		}
-		err := o.parse(s, args)
-		if err == nil {
-			_, err = s.check()
-		} else {
-			err = fmt.Errorf("%s: %w", name, err)
-		}
-		if err != nil {
-			return d.Errf("breaker: %v", err)
 		}
 	}
-	err := s.Validate()
+	err := breakerOptions.Read(d, "breaker", s, map[string]caddyfile.Segment{}, func() error {
+		_, err := s.check()
+		return err
+	})
 	switch {
 	case err == nil:
-		return nil
-	case s.WrittenAt != "":
-		return fmt.Errorf("breaker: %w, at %s", err, s.WrittenAt)
+		if _, err = s.checkAll(); err != nil {
+			err = breakerError(s, err)
+		}
+	case !strings.HasPrefix(err.Error(), "breaker "): // such an error names the block already
+		err = fmt.Errorf("breaker: %w", err)
 	}
-	return d.Errf("breaker: %v", err)
+	return err
 }
 
-type breakerOption struct {
-	usage       string // of its arguments
-	least, most int    // arguments; -1 is any number
-	several     bool
-	parse       func(s *Settings, args []string) error
-}
-
-var breakerOptions = map[string]breakerOption{
-	"window":      {usage: "<duration>", least: 1, most: 1, parse: durationInto(func(s *Settings) *caddy.Duration { return &s.Window })},
-	"threshold":   {usage: "<percent>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parsePercent(a[0], &s.Threshold) }},
-	"min_volume":  {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.MinVolume) }},
-	"consecutive": {usage: "<number>", least: 1, most: 1, parse: func(s *Settings, a []string) error { return parseCount(a[0], &s.Consecutive) }},
-	"slow": {usage: "<duration> [<percent>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
+var breakerOptions = option.Set[*Settings]{
+	"window": {Usage: "<duration>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parseDuration(a[0], &s.Window)
+	})},
+	"threshold": {Usage: "<percent>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parsePercent(a[0], &s.Threshold)
+	})},
+	"min_volume": {Usage: "<number>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parseCount(a[0], &s.MinVolume)
+	})},
+	"consecutive": {Usage: "<number>", Parse: args(1, 1, func(s *Settings, a []string) error {
+		return parseCount(a[0], &s.Consecutive)
+	})},
+	"slow": {Usage: "<duration> [<percent>]", Parse: args(1, 2, func(s *Settings, a []string) error {
 		if len(a) == 2 {
 			if err := parsePercent(a[1], &s.SlowThreshold); err != nil {
 				return err
 			}
 		}
 		return parseDuration(a[0], &s.SlowCall)
-	}},
-	"cooldown": {usage: "<base> [<longest>]", least: 1, most: 2, parse: func(s *Settings, a []string) error {
+	})},
+	"cooldown": {Usage: "<base> [<longest>]", Parse: args(1, 2, func(s *Settings, a []string) error {
 		if len(a) == 2 {
 			if err := parseDuration(a[1], &s.MaxCooldown); err != nil {
 				return err
 			}
 		}
 		return parseDuration(a[0], &s.Cooldown)
-	}},
-	"verify_probe": {parse: func(s *Settings, _ []string) error { s.VerifyProbe = true; return nil }},
-	"probe_scope":  {usage: "node|fleet", least: 1, most: 1, parse: func(s *Settings, a []string) error { s.ProbeScope = a[0]; return nil }},
-	"failure": {usage: "<statuses...>", least: 1, most: -1, parse: func(s *Settings, a []string) error {
+	})},
+	"probe_scope": {Usage: "node|fleet", Parse: args(1, 1, func(s *Settings, a []string) error {
+		s.ProbeScope = a[0]
+		return nil
+	})},
+	"failure": {Usage: "<statuses...>", Parse: args(1, math.MaxInt, func(s *Settings, a []string) error {
 		for _, word := range a {
 			digits, class := strings.CutSuffix(word, "xx")
 			code, err := strconv.Atoi(digits)
@@ -316,9 +246,10 @@ var breakerOptions = map[string]breakerOption{
 			s.FailureStatus = append(s.FailureStatus, code)
 		}
 		return nil
-	}},
-	"in_band": {usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error", least: 1, most: 3, several: true, parse: parseInBand},
-	"downstream": {usage: "<address> <uri>", least: 2, most: 2, several: true, parse: func(s *Settings, a []string) error {
+	})},
+	"in_band": {Several: true, Usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error",
+		Parse: args(1, 3, parseInBand)},
+	"downstream": {Several: true, Usage: "<address> <uri>", Parse: args(2, 2, func(s *Settings, a []string) error {
 		if _, twice := s.Downstream[a[0]]; twice {
 			return fmt.Errorf("%s is named twice", a[0])
 		}
@@ -327,11 +258,25 @@ var breakerOptions = map[string]breakerOption{
 		}
 		s.Downstream[a[0]] = a[1]
 		return nil
+	})},
+	"verify_probe": {Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+		s.VerifyProbe = true
+		// The rest of what it needs is found at the end of the block, or at load.
+		s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
+		return nil
 	}},
 }
 
-// OptionNames lists the options of the block `breaker`, sorted.
-func OptionNames() []string { return slices.Sorted(maps.Keys(breakerOptions)) }
+// args parses an option with least to most arguments.
+func args(least, most int, parse func(*Settings, []string) error) func(*caddyfile.Dispenser, *Settings) error {
+	return func(d *caddyfile.Dispenser, s *Settings) error {
+		all := d.RemainingArgs()
+		if len(all) < least || len(all) > most {
+			return option.ErrSyntax
+		}
+		return parse(s, all)
+	}
+}
 
 func parseInBand(s *Settings, a []string) error {
 	var b InBand
@@ -352,11 +297,7 @@ func parseInBand(s *Settings, a []string) error {
 	return nil
 }
 
-func durationInto(field func(*Settings) *caddy.Duration) func(*Settings, []string) error {
-	return func(s *Settings, a []string) error { return parseDuration(a[0], field(s)) }
-}
-
-func parseDuration(text string, into *caddy.Duration) error {
+func parseDuration(text string, into *jsontime.Duration) error {
 	v, err := caddy.ParseDuration(text)
 	if err != nil || v <= 0 {
 		return fmt.Errorf("%q is no positive duration (like 500ms, 30s or 5m)", text)
@@ -364,7 +305,7 @@ func parseDuration(text string, into *caddy.Duration) error {
 	if v > 24*time.Hour {
 		return fmt.Errorf("%q is too long; it must be at most 24h", text)
 	}
-	*into = caddy.Duration(v)
+	*into = jsontime.Duration(v)
 	return nil
 }
 

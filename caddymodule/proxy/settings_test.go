@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 )
 
@@ -72,7 +73,7 @@ func TestCaddyfileErrors(t *testing.T) {
 		"cooldown 25h":                           `"25h" is too long; it must be at most 24h`,
 		"failure 5x":                             `"5x" is no final status; use 200 to 599, or a class from 2xx to 5xx`,
 		"failure 199":                            "failure: 199 is no final status; use 200 to 599, or a class from 2 to 5",
-		"failure 5xx\nfailure 404":               "breaker: failure stands twice, at Testfile:3",
+		"failure 5xx\nfailure 404":               "breaker: failure stands twice; it stands on line 2 already, at Testfile:3",
 		"failure 5xx 501":                        "breaker: failure: 501 never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
 		"failure 404":                            "breaker: failure: 404 never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
 		"failure 4xx":                            "breaker: failure: 4xx never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
@@ -81,7 +82,7 @@ func TestCaddyfileErrors(t *testing.T) {
 		"in_band sse_error x":                    "use json <pointer> [<value>], header <field> [<value>] or sse_error",
 		"downstream a:1 no-uri":                  "breaker: downstream a:1: ",
 		"downstream a:1 u:a\ndownstream a:1 u:b": "breaker: downstream: a:1 is named twice, at Testfile:3",
-		"window 1s\nwindow 2s":                   "breaker: window stands twice, at Testfile:3",
+		"window 1s\nwindow 2s":                   "breaker: window stands twice; it stands on line 2 already, at Testfile:3",
 		"verify_probe":                           "breaker: verify_probe: there is no identity to hold answers to; name the upstreams' with downstream, at Testfile:2",
 		"verify_probe no":                        "the syntax is `verify_probe`",
 		"by_operation":                           `breaker has no option "by_operation"; it has consecutive,`,
@@ -103,8 +104,8 @@ func TestCaddyfileErrors(t *testing.T) {
 func TestValidate(t *testing.T) {
 	for want, s := range map[string]proxy.Settings{
 		"":                               {},
-		"window: -1s is negative":        {Window: caddy.Duration(-time.Second)},
-		"threshold is 1.5":               {Threshold: 1.5},
+		"window: -1s is negative":        {Settings: breaker.Settings{Window: jsontime.Duration(-time.Second)}},
+		"threshold is 1.5":               {Settings: breaker.Settings{Threshold: 1.5}},
 		"failure: 700":                   {FailureStatus: []int{700}},
 		"a rule names 2 places":          {InBand: []proxy.InBand{{JSON: "/a", SSEError: true}}},
 		"a rule names 0 places":          {InBand: []proxy.InBand{{Value: "x"}}},

@@ -317,17 +317,12 @@ func (t *Transport) Refusal(method string, view *breaker.View) *breaker.OpenErro
 	return t.circuits.Refusal(method, view)
 }
 
-// BreakerPolicy returns the breakers' policy for callers; nil if breakers are off.
-func (t *Transport) BreakerPolicy() *Policy {
-	c := t.circuits
-	if c == nil {
+// BreakerRules returns the rules of the breakers; nil if they are off.
+func (t *Transport) BreakerRules() *breaker.Rules {
+	if t.circuits == nil {
 		return nil
 	}
-	s := c.checked.rules.Settings()
-	return &Policy{
-		Window: s.Window.Seconds(), Threshold: s.Threshold, MinVolume: s.MinVolume, Consecutive: s.Consecutive,
-		Cooldown: s.Cooldown.Seconds(), MaxCooldown: s.MaxCooldown.Seconds(),
-	}
+	return t.circuits.checked.rules
 }
 
 // Downstream returns the configured identity of an upstream, or its address.
@@ -409,7 +404,8 @@ func (t *Transport) admit(req *http.Request, watch *Watch) (*call, error) {
 	if p := t.circuits.pool; c.permit.Probe() && p.sharesProbes(b.Key()) {
 		if m := p.listener(); m != nil {
 			// The time for sending is not in the lease of the breaker.
-			release, until, ok := m.hook.Probe(ctx, b.Key(), 2*t.circuits.checked.rules.Settings().ProbeLease)
+			lease := time.Duration(t.circuits.checked.rules.Settings().ProbeLease)
+			release, until, ok := m.hook.Probe(ctx, b.Key(), 2*lease)
 			if !ok {
 				if open := c.permit.Yield(until); open != nil {
 					return nil, &refusedError{dial: reverseproxy.NewDialError(open), open: open, t: t}

@@ -96,7 +96,7 @@ var routes = []Route[resource]{
 	{WellKnown + "policy", http.MethodGet, resource{endpoint: endpointPolicy}},
 	{WellKnown + "jwks", http.MethodGet, resource{endpoint: endpointKeys}},
 	{WellKnown + "health", http.MethodGet, resource{endpoint: endpointHealth}},
-	{PlanSchemaPath, http.MethodGet, resource{endpoint: endpointPlanSchema}},
+	{planSchemaPath, http.MethodGet, resource{endpoint: endpointPlanSchema}},
 	{problem.BasePath + "{slug...}", http.MethodGet, resource{endpoint: endpointProblems}},
 	{problem.ExecutionsPath + "{id...}", http.MethodGet, resource{endpoint: endpointExecutions}},
 
@@ -104,8 +104,8 @@ var routes = []Route[resource]{
 	{"/.well-known/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
 	{"/aerr/circuits", http.MethodGet, resource{endpoint: endpointCircuits}},
 
-	{CascadesPath, http.MethodGet, resource{endpoint: endpointCascades}},
-	{CascadesPath + "/{id}", http.MethodGet, resource{endpoint: endpointCascade}},
+	{cascadesPath, http.MethodGet, resource{endpoint: endpointCascades}},
+	{cascadesPath + "/{id}", http.MethodGet, resource{endpoint: endpointCascade}},
 
 	{WellKnown + "ledger/head", http.MethodGet, resource{endpoint: endpointHead}},
 	{WellKnown + "ledger/proof", http.MethodGet, resource{endpoint: endpointProof}},

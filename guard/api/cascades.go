@@ -11,8 +11,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
-// CascadesPath is where cascades are listed; one of them is at CascadesPath + "/" + id.
-const CascadesPath = WellKnown + "cascades"
+// cascadesPath is where cascades are listed; one of them is at cascadesPath + "/" + id.
+const cascadesPath = WellKnown + "cascades"
 
 // Cascade describes a failure that spreads from one agent to others (cascade 3.4). Its members are an API.
 type Cascade struct {

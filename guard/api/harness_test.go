@@ -459,7 +459,7 @@ func (f *fake) Reserve(_ context.Context, p *rollback.Prepared, last time.Durati
 		return nil, err
 	}
 	reserved := *p
-	reserved.Until = time.Now().Add(last)
+	reserved.Rollback.Until = time.Now().Add(last)
 	f.reserved[p.Rollback.ID] = &reserved
 	return &reserved, nil
 }

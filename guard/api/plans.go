@@ -18,8 +18,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// PlanSchemaPath is where the JSON schema of plans is published.
-const PlanSchemaPath = WellKnown + "atd-workflow.schema.json"
+// planSchemaPath is where the JSON schema of plans is published.
+const planSchemaPath = WellKnown + "atd-workflow.schema.json"
 
 // PlanDocument is the answer to a plan that was put. Its members are an API.
 type PlanDocument struct {
@@ -124,7 +124,7 @@ func (q *ledgerRequest) putPlan() error {
 	if err != nil {
 		return err
 	}
-	q.w.Header().Add("Link", "<"+PlanSchemaPath+`>; rel="describedby"`)
+	q.w.Header().Add("Link", "<"+planSchemaPath+`>; rel="describedby"`)
 	q.w.Header().Set("ETag", `"`+doc.Version+`"`)
 	switch {
 	case created:
@@ -324,7 +324,7 @@ func (q *ledgerRequest) plan(name string) error {
 		if d == nil {
 			break
 		}
-		q.w.Header().Add("Link", "<"+PlanSchemaPath+`>; rel="describedby"`)
+		q.w.Header().Add("Link", "<"+planSchemaPath+`>; rel="describedby"`)
 		tag := `"` + d.Version() + `"`
 		q.w.Header().Set("ETag", tag)
 		if q.r.Header.Get("If-None-Match") == tag {

@@ -539,7 +539,7 @@ func (q *rollbackRequest) prepare(who *Asker, wanted rollback.Request) error {
 		case wanted.Unnamed && wanted.Error == "":
 			return rollback.ErrUnnamed
 		}
-		if p.Ready() && p.Until.IsZero() && p.Rollback.State == rollback.Reserved && !q.dry {
+		if p.Ready() && p.Rollback.Until.IsZero() && p.Rollback.State == rollback.Reserved && !q.dry {
 			p, err = q.reserve(ctx, who, p, status)
 		} else {
 			err = q.Tokens.Bind(ctx, who.Token, q.use, false)

@@ -58,11 +58,11 @@ type preparedDocument struct {
 
 // describePrepared makes the answer to a request to prepare.
 func describePrepared(p *rollback.Prepared, id string) *preparedDocument {
-	doc := &preparedDocument{Rollback: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Until, Agents: []rollback.Obstacle{}}
+	doc := &preparedDocument{Rollback: *Describe(p.Rollback, id), Status: statusPrepared, Until: p.Rollback.Until, Agents: []rollback.Obstacle{}}
 	if !p.Ready() {
 		doc.Status = statusCannotPrepare
 	}
-	if p.Until.IsZero() && p.Rollback.State == rollback.Reserved {
+	if p.Rollback.Until.IsZero() && p.Rollback.State == rollback.Reserved {
 		doc.State, doc.Asked, doc.Due = rollback.Planned, time.Time{}, time.Time{}
 	}
 	conflict, depended := (*rollback.ConflictError)(nil), (*rollback.DependedOnError)(nil)

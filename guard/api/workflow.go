@@ -461,7 +461,7 @@ func describeNode(id string, n *workflow.Node, from source, truncated bool) node
 		doc.State, doc.Detail = n.State, n.Detail
 	}
 	if from.alert != "" {
-		doc.Cascade = CascadesPath + "/" + url.PathEscape(from.alert)
+		doc.Cascade = cascadesPath + "/" + url.PathEscape(from.alert)
 	}
 	if n.Event == ect.EventCheckpoint {
 		doc.Reversible, doc.Expires = &n.Reversible, n.Expires.UTC()

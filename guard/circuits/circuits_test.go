@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -35,7 +36,7 @@ type gateway struct {
 // process begins a gateway on a store, as a process does.
 func process(t *testing.T, st store.Store, ring *seal.Ring) *gateway {
 	t.Helper()
-	rules, err := breaker.NewRules(breaker.Settings{Consecutive: 1, Cooldown: time.Minute, ProbeLease: 10 * time.Minute})
+	rules, err := breaker.NewRules(breaker.Settings{Consecutive: 1, Cooldown: jsontime.Duration(time.Minute), ProbeLease: jsontime.Duration(10 * time.Minute)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,19 +22,19 @@ import (
 )
 
 // compensate undoes by a separate request, or by asking the agent.
-func (j *job) compensate(ctx context.Context) (Result, error) {
+func (j *job) compensate(ctx context.Context) (undoResult, error) {
 	pace := j.pace(j.o.First)
 	var last note // of the attempt before, in this life
 	for {
 		found, n, err := j.recorded(ctx, j.reads(nil))
 		switch {
 		case err != nil:
-			return Result{}, err
+			return undoResult{}, err
 		case n != nil:
 			return j.conclude(ctx, *n)
 		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
 			return j.result(reasonTimeout), nil
-		case j.doubt:
+		case j.Unknown:
 			cleared, err := j.clear(ctx, found, last)
 			if cleared != nil || err != nil {
 				return orEmpty(cleared), err
@@ -43,7 +43,7 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 		if last.Reading != "" && last.Reading != taken {
 			again, err := pace.wait(ctx, last.after)
 			if err != nil {
-				return Result{}, err
+				return undoResult{}, err
 			}
 			if !again {
 				return j.late(last), nil
@@ -53,19 +53,19 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 			return j.late(last), nil
 		}
 		if err := j.hashBefore(ctx, found); err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		out, err := j.undoing(ctx)
 		if why := (requestError{}); errors.As(err, &why) {
 			// P6: the effect of a call in doubt is in doubt, and no undo takes it back.
-			j.doubt = j.doubt || why.why == reasonUnfilled && j.task.Checkpoint.Result == nil
+			j.Unknown = j.Unknown || why.why == reasonUnfilled && j.task.Checkpoint.Result == nil
 			return j.result(why.why), nil
 		}
 		if err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		if last, err = j.attempt(ctx, found, out, j.reads(out)); err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		switch {
 		case last.Reading.final():
@@ -80,13 +80,13 @@ func (j *job) compensate(ctx context.Context) (Result, error) {
 const hashTimeout = 5 * time.Second
 
 // compensated is compensate, with the hash of the state after it (cascade Figure 12).
-func (j *job) compensated(ctx context.Context) (Result, error) {
+func (j *job) compensated(ctx context.Context) (undoResult, error) {
 	r, err := j.compensate(ctx)
 	if err != nil || !r.Done {
 		return r, err
 	}
 	if r.After, err = j.hashState(ctx); err != nil {
-		return Result{}, err // the next life finds what was done, and looks again
+		return undoResult{}, err // the next life finds what was done, and looks again
 	}
 	return r, nil
 }
@@ -94,10 +94,10 @@ func (j *job) compensated(ctx context.Context) (Result, error) {
 // hashBefore notes the hash of the state before the first attempt. It is recorded with the
 // outcome; after an attempt it cannot be read any more.
 func (j *job) hashBefore(ctx context.Context, found execution.Finding) (err error) {
-	if j.doubt || j.attempts > 0 || found.Status != execution.Free || j.before != [32]byte{} {
+	if j.Unknown || j.Attempts > 0 || found.Status != execution.Free || j.Before != [32]byte{} {
 		return nil
 	}
-	j.before, err = j.hashState(ctx)
+	j.Before, err = j.hashState(ctx)
 	return err
 }
 
@@ -125,9 +125,9 @@ func (j *job) hashState(ctx context.Context) ([32]byte, error) {
 	return j.hashOf(image), ctx.Err()
 }
 
-func orEmpty(r *Result) Result {
+func orEmpty(r *undoResult) undoResult {
 	if r == nil {
-		return Result{}
+		return undoResult{}
 	}
 	return *r
 }
@@ -175,7 +175,7 @@ func (j *job) message(out *Outgoing) (q []protocol.Message, is bool) {
 }
 
 // conclude makes the result of a final answer; for a pending one it asks.
-func (j *job) conclude(ctx context.Context, n note) (Result, error) {
+func (j *job) conclude(ctx context.Context, n note) (undoResult, error) {
 	j.take(n)
 	switch n.Reading {
 	case done:
@@ -184,7 +184,7 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 	default:
 		return j.result(reasonOf(n.Reading)), nil
 	}
-	j.doubt = true // until it says how it has ended
+	j.Unknown = true // until it says how it has ended
 	out, err := j.asking(ctx)
 	read := j.proven(func(a *Answer) note { return byStatus(a, j.delegated()) })
 	if session, task, is := taskIn(n.Location); is {
@@ -198,26 +198,26 @@ func (j *job) conclude(ctx context.Context, n note) (Result, error) {
 		return j.result(why.why), nil
 	}
 	if err != nil {
-		return Result{}, err
+		return undoResult{}, err
 	}
 	if out == nil {
 		return j.result(reasonLost), nil // the store has lost where to ask
 	}
 	n, err = j.ask(ctx, out, n, read)
 	if err != nil {
-		return Result{}, err
+		return undoResult{}, err
 	}
 	return j.statusResult(n), nil
 }
 
 // statusResult is the result of a status request's answer.
-func (j *job) statusResult(n note) Result {
+func (j *job) statusResult(n note) undoResult {
 	switch n.Reading {
 	case done:
-		j.status = n.status
+		j.Status = n.status
 		return j.done()
 	case refused, partial, undoEscalated:
-		j.doubt, j.status = n.Unknown, n.status
+		j.Unknown, j.Status = n.Unknown, n.status
 		return j.result(reasonOf(n.Reading))
 	case unauthorized, unexpected, absent:
 		return j.result(reasonOf(n.Reading))
@@ -226,7 +226,7 @@ func (j *job) statusResult(n note) Result {
 }
 
 // clear asks for the outcome of an undo in doubt. Without a result it may be sent again.
-func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*Result, error) {
+func (j *job) clear(ctx context.Context, found execution.Finding, last note) (*undoResult, error) {
 	out, err := j.asking(ctx)
 	if why := (requestError{}); errors.As(err, &why) {
 		r := j.result(why.why)
@@ -845,7 +845,7 @@ func (j *job) inNewSession(ctx context.Context, out *Outgoing, before note, read
 	if ready != done && ready != pending {
 		return later, execution.CauseStatus, end
 	}
-	j.attempts++ // the one before
+	j.Attempts++ // the one before
 	again := own
 	again.Header = own.Header.Clone()
 	n, cause = j.send(ctx, &again, read)

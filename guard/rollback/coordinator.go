@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -26,12 +27,16 @@ type Coordinator struct {
 	// sealing is entered from before a value is sealed until its commit, so that Reseal can wait for values sealed
 	// with an older key.
 	sealing store.Writers
-	// accepting is held while a new rollback is decided.
-	accepting sync.Mutex
+	// The mutexes are taken in this order (TestMutexesAreTakenInOneOrder), so that no two goroutines wait for each
+	// other for ever. deciding is held while a new rollback, or one of a bounded number of escalations, is decided.
+	// Then comes run.mu, held while the head of a rollback changes; an acceptance takes those of the rollbacks that
+	// give way, in the order of their names. While mu or that of locks is held nothing else is taken or awaited.
+	deciding sync.Mutex
 	// locks block calls that follow from what is undone.
 	locks workflowLocks
-	// fleet is nil where one gateway has the store.
-	fleet *gateways
+	// fleet and fences are nil where one gateway has the store.
+	fleet  *fleet.Fleet
+	fences *store.Fences
 
 	mu       sync.Mutex
 	runs     map[name]*run // those that are not finished, as far as they were met
@@ -41,7 +46,6 @@ type Coordinator struct {
 	failures [][]byte              // keys of recorded failures that wait for their turn
 	handling int                   // goroutines that handle them
 	behind   map[string][][]byte   // keys of failures that wait for the end of a rollback
-	counting sync.Mutex            // held while an escalation is opened of which there may be so many
 	releases map[string]*releasing // by the rollback whose participants are told
 	wg       sync.WaitGroup
 
@@ -58,11 +62,14 @@ const defaultParallel = 8
 func Open(o Options) (*Coordinator, error) {
 	for what, missing := range map[string]bool{
 		"store": o.Store == nil, "sealer": o.Sealer == nil, "guard": o.Guard == nil, "checkpoint store": o.Checkpoints == nil,
-		"escalation store": o.Escalations == nil, "ledger": o.Ledger == nil, "undoer": o.Undoer == nil, "time to keep": o.Keep <= 0,
+		"escalation store": o.Escalations == nil, "ledger": o.Ledger == nil, "sender": o.Sender == nil && o.undoer == nil, "time to keep": o.Keep <= 0,
 	} {
 		if missing {
 			return nil, fmt.Errorf("rollback: no %s is given", what)
 		}
+	}
+	if o.undoer == nil {
+		o.undoer = newUndoer(undoerOptions{Guard: o.Guard, Checkpoints: o.Checkpoints, Sender: o.Sender, Keep: o.Keep})
 	}
 	if o.Parallel <= 0 {
 		o.Parallel = defaultParallel
@@ -88,7 +95,9 @@ func Open(o Options) (*Coordinator, error) {
 	c.begins, c.end = context.WithCancel(context.Background())
 	c.quit = c.begins.Done()
 	c.hard, c.cut = context.WithCancel(context.Background())
-	c.fleet = gatewaysOf(c)
+	if c.fleet = fleet.Of(o.Store); c.fleet != nil {
+		c.fences = store.FollowFences(c.fleet, []byte{space, kindFence})
+	}
 	return c, nil
 }
 
@@ -115,7 +124,7 @@ func (c *Coordinator) Start(ctx context.Context) error {
 // succeed takes over what members leave unfinished that are gone, until the coordinator stops.
 func (c *Coordinator) succeed(ctx context.Context) {
 	fleet.Job{
-		Fleet: c.fleet.members,
+		Fleet: c.fleet,
 		Do:    func(context.Context, bool) (time.Duration, error) { return 0, c.resume(c.hard) },
 		Failed: func(err error) {
 			c.log.Warn("what other gateways have left unfinished cannot be taken over; it is tried again", "error", err)
@@ -140,12 +149,10 @@ func (c *Coordinator) resume(ctx context.Context) error {
 		case err != nil:
 			return err
 		default:
-			if c.fleet != nil {
-				if mine, _, err := c.fleet.take(ctx, r); err != nil {
-					return err
-				} else if !mine {
-					continue
-				}
+			if mine, _, err := c.take(ctx, r); err != nil {
+				return err
+			} else if !mine {
+				continue
 			}
 			c.enlist(r, 0) // finished ones too, whose records have no expiry yet
 		}
@@ -162,16 +169,13 @@ func (c *Coordinator) resume(ctx context.Context) error {
 		if err != nil && !errors.Is(err, errUnreadable) {
 			return err
 		}
-		if c.fleet != nil {
-			mine, err := c.fleet.takeFailure(ctx, row, first)
-			if err != nil {
-				return err
-			}
-			if !mine {
-				continue
-			}
+		mine, err := c.takeFailure(ctx, row, first)
+		if err != nil {
+			return err
 		}
-		failures = append(failures, row.Key)
+		if mine {
+			failures = append(failures, row.Key)
+		}
 	}
 	c.takeUp(failures...)
 	return nil
@@ -191,14 +195,12 @@ func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 		if err != nil || r.done.is() {
 			return r, err
 		}
-		if c.fleet != nil {
-			mine, fresh, err := c.fleet.take(ctx, r)
-			if err != nil || !mine && fresh {
-				return r, err
-			}
-			if !fresh {
-				continue
-			}
+		mine, fresh, err := c.take(ctx, r)
+		if err != nil || !mine && fresh {
+			return r, err
+		}
+		if !fresh {
+			continue
 		}
 		if r := c.enlist(r, removals); r != nil {
 			return r, nil
@@ -271,10 +273,7 @@ func (c *Coordinator) ending() bool {
 
 func (c *Coordinator) now(ctx context.Context) (time.Time, error) {
 	now, err := c.o.Store.Now(ctx)
-	if err != nil {
-		return time.Time{}, fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return now.Round(0).UTC(), nil
+	return now.Round(0).UTC(), unavailable(err)
 }
 
 // The waits between two tries of a failed write to the store or the ledger.
@@ -337,12 +336,9 @@ func (c *Coordinator) Resolve(ctx context.Context, id, checkpoint string) (strin
 
 // keptFor is the checkpoint of the rollback with an id, accepted or reserved; empty without one.
 func (c *Coordinator) keptFor(ctx context.Context, id string) (string, error) {
-	h, _, err := c.readHead(ctx, c.name(id))
+	h, err := c.readHead(ctx, c.name(id))
 	if errors.Is(err, ErrUnknown) {
-		var v *reservation
-		if v, err = c.reservation(ctx, c.name(id)); err == nil {
-			h = &v.Rollback
-		}
+		h, err = c.reservation(ctx, c.name(id))
 	}
 	switch {
 	case errors.Is(err, ErrUnknown):
@@ -384,7 +380,7 @@ func (b *Rollback) follow(wider *Rollback) {
 	b.TimedOut = b.TimedOut || wider.TimedOut
 	b.Plan, b.Steps, b.Unknown, b.Mixed = wider.Plan, wider.Steps, wider.Unknown, wider.Mixed
 	b.Complete, b.Before, b.After = wider.Complete, wider.Before, wider.After
-	b.Escalations = append(b.Escalations[:len(b.Escalations):len(b.Escalations)], wider.Escalations...)
+	b.Escalations = append(slices.Clip(b.Escalations), wider.Escalations...)
 }
 
 // byToken returns the id of the rollback that a token asked for, or ErrUnknown.
@@ -432,7 +428,7 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 // nil if it takes no more steps. cancel frees it.
 func (c *Coordinator) under(ctx context.Context, n name) (ended <-chan struct{}, cancel func(), err error) {
 	ended, cancel = c.o.Store.Watch(keyOf(kindHead, n))
-	h, _, err := c.readHead(ctx, n)
+	h, err := c.readHead(ctx, n)
 	if err == nil && h.open() {
 		return ended, cancel, nil
 	}
@@ -482,7 +478,7 @@ func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, 
 	var keys [][]byte
 	for entry, err := range c.o.Store.Scan(ctx, r) {
 		if err != nil {
-			return Page{}, fmt.Errorf("%w: %w", ErrStore, err)
+			return Page{}, unavailable(err)
 		}
 		keys = append(keys, entry.Key)
 	}
@@ -492,7 +488,7 @@ func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, 
 		page.Next = base64.RawURLEncoding.EncodeToString(keys[limit-1][len(prefix):])
 	}
 	for _, key := range keys {
-		h, _, err := c.readHead(ctx, nameIn(key))
+		h, err := c.readHead(ctx, nameIn(key))
 		switch {
 		case errors.Is(err, ErrUnknown):
 		case errors.Is(err, errUnreadable):

@@ -8,7 +8,11 @@ import (
 )
 
 type (
-	Contender          = contender
+	Undoer             = callUndoer
+	UndoerOptions      = undoerOptions
+	Task               = undoTask
+	Result             = undoResult
+	Contender          = *Rollback
 	ConflictResolution = conflictResolution
 )
 
@@ -29,7 +33,9 @@ var (
 	Initiator         = initiator
 )
 
-func NewContender(p Precedence, plan *Plan) Contender { return contender{p, plan} }
+func NewContender(p Precedence, plan *Plan) Contender {
+	return &Rollback{Journal: Journal{Plan: plan, Precedence: p}}
+}
 
 func (c *Coordinator) ByToken(ctx context.Context, jti string) (string, error) {
 	return c.byToken(ctx, jti)
@@ -96,3 +102,12 @@ const (
 	ReasonUnfilled    = reasonUnfilled
 	ReasonUnverified  = reasonUnverified
 )
+
+// NewUndoer returns the undoer that sends.
+func NewUndoer(o UndoerOptions) Undoer { return newUndoer(o) }
+
+// OpenWith opens a coordinator with an undoer.
+func OpenWith(o Options, u Undoer) (*Coordinator, error) {
+	o.undoer = u
+	return Open(o)
+}

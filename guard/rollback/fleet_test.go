@@ -603,7 +603,7 @@ func TestFleetReservations(t *testing.T) {
 				if err == nil {
 					p, err = a.Reserve(ctx, p, time.Minute)
 				}
-				if err != nil || p.Until.IsZero() {
+				if err != nil || p.Rollback.Until.IsZero() {
 					t.Fatalf("%+v, %v", p, err)
 				}
 				if err := b.claims("3", before); !errors.Is(err, store.ErrFenced) {
@@ -615,7 +615,7 @@ func TestFleetReservations(t *testing.T) {
 					}
 				}
 				again, err := b.Prepare(ctx, q)
-				if err != nil || !again.Until.Equal(p.Until) {
+				if err != nil || !again.Rollback.Until.Equal(p.Rollback.Until) {
 					t.Errorf("prepared again: %+v, %v", again, err)
 				}
 				switch name {

@@ -164,6 +164,11 @@ type undoer struct {
 }
 
 func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
+	if t.Checkpoint.Snapshot.Way == checkpoint.Restore {
+		u.world.mu.Lock()
+		defer u.world.mu.Unlock()
+		return string(u.world.changed[t.Checkpoint.Snapshot.Root()]), nil
+	}
 	if u.asks != nil {
 		u.asks(ctx, t)
 	}
@@ -178,12 +183,6 @@ func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
 		return "", &rollback.ConflictError{Winner: winner}
 	}
 	return u.world.obstacles[id], nil
-}
-
-func (u *undoer) Compare(_ context.Context, t rollback.Task) (rollback.Reason, error) {
-	u.world.mu.Lock()
-	defer u.world.mu.Unlock()
-	return u.world.changed[t.Checkpoint.Snapshot.Root()], nil
 }
 
 func (u *undoer) Release(ctx context.Context, t rollback.Task) error {
@@ -375,8 +374,8 @@ func (r *rig) open() {
 	r.checkpoints = checkpoint.New(st, r.ring)
 	r.escalationStore = hitl.NewStore(st, r.ring)
 	r.undoer = &undoer{st: r.st, world: r.world}
-	r.Coordinator, err = rollback.Open(rollback.Options{
-		Store: st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Undoer: r.undoer, Keep: keep,
+	r.Coordinator, err = rollback.OpenWith(rollback.Options{
+		Store: st, Sealer: r.ring, Guard: r.guard, Checkpoints: r.checkpoints, Escalations: r.escalationStore, Ledger: r.ledger, Keep: keep,
 		PrepareTimeout: func() time.Duration { return r.prepareTimeout },
 		Participants: func(issuer, uri string) (string, error) {
 			if r.participants == nil {
@@ -390,7 +389,7 @@ func (r *rig) open() {
 			}
 			return r.discover(workflow)
 		},
-	})
+	}, r.undoer)
 	if err != nil {
 		r.t.Fatal(err)
 	}

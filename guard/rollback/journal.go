@@ -34,12 +34,6 @@ type Journal struct {
 	// others were not (the heuristic outcomes hazard and mixed of XA).
 	Unknown bool `cbor:"unknown,omitempty"`
 	Mixed   bool `cbor:"mixed,omitempty"`
-
-	journal
-}
-
-// journal is the part of a Journal that only the coordinator knows.
-type journal struct {
 	// Content is what makes two requests the same.
 	Content []byte `cbor:"content"`
 	// Halted says that it has given way to the one that it has joined.
@@ -65,7 +59,8 @@ type journal struct {
 	Pieces int    `cbor:"pieces"`
 	Hash   []byte `cbor:"hash"`
 
-	expires time.Time // of the record; zero until the rollback, and all that it belongs to, are over
+	version store.Version // of the record that it was read from
+	expires time.Time     // of the record; zero until the rollback, and all that it belongs to, are over
 }
 
 // question is what people are asked before a rollback goes on.
@@ -139,6 +134,15 @@ func (b *Rollback) shown() *Rollback {
 		}
 	}
 	return &shown
+}
+
+// planned is the rollback as it is shown before its acceptance.
+func (b *Rollback) planned() *Rollback {
+	shown := b.shown()
+	if b.Plan != nil {
+		shown.Steps = b.Plan.begin()
+	}
+	return shown
 }
 
 // content is the hash of what makes two requests the same. The token is not part of it: a retry
@@ -304,16 +308,24 @@ func writePlan(to *store.Table[[]byte], n name, p *Plan, expires time.Time) ([]s
 	return writes, nil
 }
 
+// unavailable is the error of the store, or of the ledger; nil where there is none.
+func unavailable(err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %w", ErrStore, err)
+}
+
 func unreadable(err error) error { return fmt.Errorf("%w: %w", errUnreadable, err) }
 
-// readHead reads a head and its version; ErrUnknown where there is none.
-func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, store.Version, error) {
+// readHead reads a head; ErrUnknown where there is none.
+func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, error) {
 	row, err := c.heads.Get(ctx, keyOf(kindHead, n))
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	row.Record.expires = row.Expires
-	return row.Record, row.Version, nil
+	row.Record.version, row.Record.expires = row.Version, row.Expires
+	return row.Record, nil
 }
 
 // readPlan reads the plan of a head, and holds that it is the one that was accepted, or reserved.
@@ -341,16 +353,14 @@ func readPlan(ctx context.Context, from *store.Table[[]byte], n name, h *Rollbac
 }
 
 func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
-	h, version, err := c.readHead(ctx, n)
+	h, err := c.readHead(ctx, n)
 	if err != nil {
 		return nil, err
 	}
-	p, err := readPlan(ctx, &c.plans, n, h)
-	if err != nil {
+	if h.Plan, err = readPlan(ctx, &c.plans, n, h); err != nil {
 		return nil, err
 	}
-	h.Plan = p
-	r := newRun(n, h, version)
+	r := newRun(n, h)
 	for row, err := range c.steps.All(ctx, n[:]) {
 		if err != nil {
 			return nil, err
@@ -445,10 +455,7 @@ func (c *Coordinator) workflowKey(kind byte, workflow string, n name) []byte {
 	return append(c.workflowPrefix(kind, workflow), n[:]...)
 }
 
-func (c *Coordinator) fenceKey(workflow string) []byte {
-	hash := store.Index(c.o.Sealer, "rollback workflow", workflow)
-	return append(append(make([]byte, 0, 2+16), space, kindFence), hash[:16]...)
-}
+func (c *Coordinator) fenceKey(workflow string) []byte { return c.workflowPrefix(kindFence, workflow) }
 
 // nameIn is the name at the end of an index entry's key.
 func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }
@@ -458,7 +465,7 @@ func (c *Coordinator) names(ctx context.Context, ranges ...store.Range) (names [
 	for _, r := range ranges {
 		for entry, err := range c.o.Store.Scan(ctx, r) {
 			if err != nil {
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			}
 			names = append(names, nameIn(entry.Key))
 		}
@@ -485,7 +492,7 @@ func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
 		ctx, c.heads.Prefix, c.plans.Prefix, c.steps.Prefix, c.tokens.Prefix, c.askers.Prefix, c.failed.Prefix,
 		c.reservations.Prefix, c.reservedPlans.Prefix,
 	); err != nil {
-		return r.Resealed, fmt.Errorf("%w: %w", ErrStore, err)
+		return r.Resealed, unavailable(err)
 	}
 	if r.Damaged > 0 {
 		return r.Resealed, fmt.Errorf("%w: %d of them", errUnreadable, r.Damaged)
@@ -509,7 +516,7 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 		}
 		seen[id] = true
 		n := c.name(id)
-		other, _, err := c.readHead(ctx, n)
+		other, err := c.readHead(ctx, n)
 		if errors.Is(err, ErrUnknown) {
 			continue
 		}
@@ -531,18 +538,16 @@ func (c *Coordinator) expireAll(ctx context.Context, n name, h *Rollback) error 
 // cleanUp handles a rollback that cannot be read whole, because of why. The records of a finished
 // one may have expired in part, the head last.
 func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
-	h, _, err := c.readHead(ctx, n)
-	if c.fleet != nil && err == nil {
-		if gone, err := c.fleet.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.boot() {
+	h, err := c.readHead(ctx, n)
+	if err == nil {
+		if gone, err := c.gone(ctx, h.Boot); err != nil || !gone && h.Boot != c.fleet.Boot() {
 			return err
 		}
 	}
 	switch {
 	case errors.Is(err, ErrUnknown):
-		if _, err = c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true}); err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return nil
+		_, err := c.o.Store.Commit(ctx, store.Write{Key: keyOf(kindOpen, n), Delete: true})
+		return unavailable(err)
 	case err == nil && h.State == Finished:
 		return c.expireAll(ctx, n, h)
 	case err == nil && h.Halted: // the one that it gave way to takes it along
@@ -571,10 +576,7 @@ func (c *Coordinator) expire(ctx context.Context, n name, h *Rollback, at time.T
 		if lost := (*store.Conflict)(nil); errors.As(err, &lost) {
 			continue // sealed anew meanwhile
 		}
-		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
-		}
-		return nil
+		return unavailable(err)
 	}
 }
 

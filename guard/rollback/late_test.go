@@ -39,8 +39,9 @@ func (l *lateCall) batch(ctx context.Context) *store.Batch {
 func (l *lateCall) Size() int64                              { return 0 }
 func (l *lateCall) Again(ctx context.Context) []*store.Batch { return []*store.Batch{l.batch(ctx)} }
 
-// ADR 0147: a call whose outcome could not be recorded when it came is undone by what its answer has left, as any other:
-// at its own gateway and at another one, whether the rollback comes behind the outcome, with the store, or before it.
+// ADR 0147: a call whose outcome could not be recorded when it came is undone by what its answer has left, as any
+// other: at its own gateway and at another one, whether the rollback comes behind the outcome, with the store, or
+// before it.
 func TestRollbackOfAnOutcomeThatWaited(t *testing.T) {
 	const behind, together, before = "behind the outcome", "with the store", "before the store"
 	for _, v := range []execution.Verdict{execution.Completed, execution.Released, execution.InDoubt} {

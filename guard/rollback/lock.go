@@ -10,6 +10,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -31,25 +33,27 @@ func (e *BlockedError) Error() string {
 	return fmt.Sprintf("rollback: what the call follows from is being undone by rollback %s", e.Rollback)
 }
 
-// workflowLocks block calls in this process whose consequences a plan could not know of. They
-// cost a call two map reads and no write.
+// workflowLocks keep calls from beginning whose consequences a plan could not know of. They are in memory, and cost
+// a call two map reads and no write. Where several gateways share a store, only the locks of what is being decided
+// here are: the others are read from the records, which say the same (see Coordinator.admit).
 type workflowLocks struct {
 	mu         sync.Mutex
-	byWorkflow map[string][]*workflowLock // by workflow, or AttemptsScope
-	admitted   map[*Admission]struct{}    // calls between their admission and their claim
+	byScope    map[string][]*workflowLock
+	admitted   map[*Admission]struct{} // calls between their admission and their claim
+	remembered map[name]*workflowLock  // read from the records of accepted rollbacks of a shared store
 }
 
 // workflowLock blocks the calls that one rollback keeps from beginning.
 type workflowLock struct {
-	rollback, workflow string
-	// decided is closed when the members below are known. Calls of the workflow wait for that.
-	decided      chan struct{}
-	attemptsOnly bool            // it blocks further attempts of one call
-	stops        bool            // it blocks everything
-	whole        bool            // it blocks everything for a while
-	ids          map[string]bool // it blocks what follows from these
-	reserved     bool            // it is that of a reservation
-	until        time.Time       // of a reservation and one that stops: when it expires; zero is not yet known
+	rollback string
+	scope    string // the workflow, or AttemptsScope
+	reserved bool   // it is that of a reservation
+	// decided is closed when what follows is known. Calls of the workflow wait for that.
+	decided chan struct{}
+	stops   bool            // it blocks everything, and the workflow is terminated
+	whole   bool            // it blocks everything for a while
+	ids     map[string]bool // it blocks what follows from these
+	until   time.Time       // of a reservation and one that stops: when it expires; zero is not yet known
 }
 
 // Admission is a call between its admission and its claim. Nil is one that no rollback can hold up.
@@ -92,31 +96,25 @@ func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.S
 	for {
 		// Register first, then read the locks: a later lock waits for this call.
 		a, locks := c.locks.enter(workflow)
-		held := new(heldUp)
 		wait, err := blocked(locks, parents)
+		var left <-chan struct{}
+		cancel := func() {}
+		if wait == nil && err == nil && c.fleet != nil {
+			wait, left, cancel, err = c.admit(ctx, a, parents)
+		}
 		if wait == nil && err == nil {
-			if c.fleet == nil {
-				return a, nil
-			}
-			held, err = c.fleet.admit(ctx, a, parents)
-			if held == nil && err == nil {
-				return a, nil
-			}
+			return a, nil
 		}
 		a.Leave()
-		if err != nil {
-			return nil, err
+		if err == nil {
+			select {
+			case <-wait:
+			case <-left:
+			case <-ctx.Done():
+				err = ctx.Err()
+			}
 		}
-		select {
-		case <-wait:
-		case <-held.changed:
-		case <-held.left:
-		case <-ctx.Done():
-			err = ctx.Err()
-		}
-		if held.cancel != nil {
-			held.cancel()
-		}
+		cancel()
 		if err != nil {
 			return nil, err
 		}
@@ -135,10 +133,7 @@ func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) (s
 		return workflow, nil
 	}
 	root, err := c.o.Checkpoints.First(ctx, checkpoint)
-	if err != nil {
-		return "", fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return AttemptsScope(root), nil
+	return AttemptsScope(root), unavailable(err)
 }
 
 // blocked says whether a call must not begin, or what to wait for to know it.
@@ -151,7 +146,7 @@ func blocked(locks []*workflowLock, parents iter.Seq2[string, error]) (wait <-ch
 			wait = w.decided
 			continue
 		}
-		if w.stops || w.whole || w.attemptsOnly {
+		if w.stops || w.whole {
 			return nil, &BlockedError{Rollback: w.rollback, Stopped: w.stops}
 		}
 		partial = append(partial, w)
@@ -172,19 +167,20 @@ func blocked(locks []*workflowLock, parents iter.Seq2[string, error]) (wait <-ch
 	return nil, nil
 }
 
-func (l *workflowLocks) enter(workflow string) (*Admission, []*workflowLock) {
-	v := &Admission{locks: l, workflow: workflow}
+func (l *workflowLocks) enter(scope string) (a *Admission, locks []*workflowLock) {
+	a = &Admission{locks: l, workflow: scope}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.admitted == nil {
 		l.admitted = map[*Admission]struct{}{}
 	}
-	l.admitted[v] = struct{}{}
-	if len(l.byWorkflow) == 0 {
-		return v, nil
+	l.admitted[a] = struct{}{}
+	for _, w := range l.byScope[scope] {
+		if !w.expired() {
+			locks = append(locks, w)
+		}
 	}
-	l.removeExpired(workflow)
-	return v, slices.Clone(l.byWorkflow[workflow])
+	return a, locks
 }
 
 func (l *workflowLocks) leave(v *Admission) {
@@ -199,11 +195,9 @@ func (l *workflowLocks) leave(v *Admission) {
 
 // lock holds up new calls of a workflow until the lock is decided or removed, and returns once
 // the admitted ones have claimed.
-func (l *workflowLocks) lock(ctx context.Context, rollback, workflow string, reserved bool) (*workflowLock, error) {
-	w := newWorkflowLock(rollback, workflow)
-	w.reserved = reserved
-	l.add(w)
-	for _, left := range l.admissionsEnd(workflow) {
+func (l *workflowLocks) lock(ctx context.Context, rollback, scope string, reserved bool) (*workflowLock, error) {
+	w := &workflowLock{rollback: rollback, scope: scope, reserved: reserved, decided: make(chan struct{})}
+	for _, left := range l.add(w) {
 		select {
 		case <-left:
 		case <-ctx.Done():
@@ -214,148 +208,105 @@ func (l *workflowLocks) lock(ctx context.Context, rollback, workflow string, res
 	return w, nil
 }
 
-func newWorkflowLock(rollback, workflow string) *workflowLock {
-	return &workflowLock{
-		rollback: rollback, workflow: workflow, decided: make(chan struct{}),
-		attemptsOnly: strings.HasPrefix(workflow, attemptsPrefix),
-	}
-}
-
-func (l *workflowLocks) add(w *workflowLock) {
+// add returns channels that are closed when the calls of the workflow have left that were admitted before.
+func (l *workflowLocks) add(w *workflowLock) (admitted []<-chan struct{}) {
+	l.remove((*workflowLock).expired)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.byWorkflow == nil {
-		l.byWorkflow = map[string][]*workflowLock{}
+	if l.byScope == nil {
+		l.byScope = map[string][]*workflowLock{}
 	}
-	for workflow := range l.byWorkflow {
-		l.removeExpired(workflow)
-	}
-	l.byWorkflow[w.workflow] = append(l.byWorkflow[w.workflow], w)
-}
-
-// admissionsEnd are channels that are closed when the admitted calls of a workflow have left.
-func (l *workflowLocks) admissionsEnd(workflow string) []<-chan struct{} {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	var all []<-chan struct{}
-	for v := range l.admitted {
-		if v.workflow != workflow {
+	l.byScope[w.scope] = append(l.byScope[w.scope], w)
+	for a := range l.admitted {
+		if a.workflow != w.scope {
 			continue
 		}
-		if v.left == nil {
-			v.left = make(chan struct{})
+		if a.left == nil {
+			a.left = make(chan struct{})
 		}
-		all = append(all, v.left)
+		admitted = append(admitted, a.left)
 	}
-	return all
+	return admitted
 }
 
-// setPlan sets what the lock will block.
-func (l *workflowLocks) setPlan(w *workflowLock, scope Scope, p *Plan) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	w.blockPlan(scope, p)
-}
-
-// decide lets waiting calls read the lock, once the rollback is accepted: no call is refused
-// before.
-func (l *workflowLocks) decide(w *workflowLock) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	w.decide()
-}
-
-func (w *workflowLock) decide() {
-	select {
-	case <-w.decided:
+// block sets what the lock will block: what follows from the checkpoints in the plan's scope, their actions, and the
+// actions that it passes. Of a call without a workflow it blocks further attempts.
+func (w *workflowLock) block(scope Scope, p *Plan) {
+	switch attempts := strings.HasPrefix(w.scope, attemptsPrefix); {
+	case scope == FullWorkflow && !attempts && !w.reserved:
+		w.stops = true
+	case scope == FullWorkflow, attempts:
+		w.whole = true
 	default:
-		close(w.decided)
-	}
-}
-
-// blockPlan blocks what follows from the checkpoints in the plan's scope, their actions, and the
-// actions that it passes.
-func (w *workflowLock) blockPlan(scope Scope, p *Plan) {
-	all := scope == FullWorkflow && !w.attemptsOnly
-	w.stops, w.whole = all && !w.reserved, all && w.reserved
-	if all || w.attemptsOnly {
-		return
-	}
-	w.ids = map[string]bool{}
-	for _, s := range append(p.list(), p.Elsewhere...) {
-		w.ids[s.Checkpoint] = true
-		for _, id := range s.Actions {
+		w.ids = map[string]bool{}
+		for _, s := range append(p.list(), p.Elsewhere...) {
+			w.ids[s.Checkpoint] = true
+			for _, id := range s.Actions {
+				w.ids[id] = true
+			}
+		}
+		for _, id := range p.Passed {
 			w.ids[id] = true
 		}
 	}
-	for _, id := range p.Passed {
-		w.ids[id] = true
-	}
 }
 
-// hold lets waiting calls read the lock of a reservation, and sets how long it lasts. It may end
-// early or late with a clock that is set: execute looks at the present either way.
-func (l *workflowLocks) hold(w *workflowLock, last time.Duration) {
+// block sets what a lock will block, before it is decided.
+func (l *workflowLocks) block(w *workflowLock, d *draft) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	w.until = time.Now().Add(last)
-	w.decide()
+	w.block(d.Scope, d.Plan)
+}
+
+// decide lets waiting calls read the lock, once the rollback is accepted or reserved: no call is refused before.
+// last is how long that of a reservation blocks. It may end early or late with a clock that is set: execute looks at
+// the present either way.
+func (l *workflowLocks) decide(w *workflowLock, last time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if last > 0 {
+		w.until = time.Now().Add(last)
+	}
+	close(w.decided)
+}
+
+// unlock removes a lock that was not decided, and wakes the calls that wait for it.
+func (l *workflowLocks) unlock(w *workflowLock) {
+	l.remove(func(other *workflowLock) bool { return other == w })
+	close(w.decided)
 }
 
 // release removes the locks of reservations.
 func (l *workflowLocks) release(ids ...string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for workflow := range l.byWorkflow {
-		l.remove(workflow, func(w *workflowLock) bool { return w.reserved && slices.Contains(ids, w.rollback) })
-	}
-}
-
-// unlock removes a lock and wakes the calls that wait for it.
-func (l *workflowLocks) unlock(w *workflowLock) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.remove(w.workflow, func(other *workflowLock) bool { return other == w })
-	w.decide()
+	l.remove(func(w *workflowLock) bool { return w.reserved && slices.Contains(ids, w.rollback) })
 }
 
 // ended removes the locks of a rollback that takes no more steps, or sets how long its workflow
 // stays terminated.
 func (l *workflowLocks) ended(h *Rollback, keep time.Duration) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	over := func(w *workflowLock) bool { return w.rollback == h.ID && !w.stops && !w.reserved }
-	if h.Workflow == "" { // there are as many as rollbacks under way
-		for workflow := range l.byWorkflow {
-			l.remove(workflow, over)
-		}
-		return
-	}
-	for _, w := range l.byWorkflow[h.Workflow] {
-		if w.rollback == h.ID && w.stops {
+	l.remove(func(w *workflowLock) bool {
+		ends := w.rollback == h.ID && !w.reserved
+		if ends && w.stops {
 			w.until = h.Finished.Add(keep)
 		}
+		return ends && !w.stops
+	})
+}
+
+func (w *workflowLock) expired() bool { return !w.until.IsZero() && !time.Now().Before(w.until) }
+
+// remove removes locks.
+func (l *workflowLocks) remove(which func(*workflowLock) bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for scope, locks := range l.byScope {
+		if locks = slices.DeleteFunc(locks, which); len(locks) == 0 {
+			delete(l.byScope, scope)
+		} else {
+			l.byScope[scope] = locks
+		}
 	}
-	l.remove(h.Workflow, over)
 }
-
-// removeExpired removes locks whose rollback or reservation has expired, with mu held.
-func (l *workflowLocks) removeExpired(workflow string) {
-	l.remove(workflow, func(w *workflowLock) bool { return !w.until.IsZero() && !time.Now().Before(w.until) })
-}
-
-// remove removes locks of a workflow, with mu held.
-func (l *workflowLocks) remove(workflow string, which func(*workflowLock) bool) {
-	left := slices.DeleteFunc(slices.Clone(l.byWorkflow[workflow]), which)
-	if len(left) == 0 {
-		delete(l.byWorkflow, workflow)
-		return
-	}
-	l.byWorkflow[workflow] = left
-}
-
-// lockKinds are the indexes of what keeps calls from beginning.
-var lockKinds = []byte{kindStop, kindWorkflow, kindReservedWorkflow}
 
 // Load restores the locks of unfinished rollbacks and terminated workflows, before the first call
 // and Start. If it fails no call may begin: it could follow from what is being undone.
@@ -363,38 +314,61 @@ func (c *Coordinator) Load(ctx context.Context) error {
 	if c.fleet != nil {
 		return nil // they are read with each call that may meet them
 	}
-	for _, kind := range lockKinds {
-		for entry, err := range c.o.Store.Scan(ctx, store.Prefix([]byte{space, kind})) {
+	locks, err := c.recordedLocks(ctx, func(kind byte) []byte { return []byte{space, kind} })
+	for _, w := range locks {
+		c.locks.add(w)
+	}
+	return err
+}
+
+// recordedLocks are what the rollbacks and reservations that some indexes name keep from beginning. prefix begins an
+// index.
+func (c *Coordinator) recordedLocks(ctx context.Context, prefix func(kind byte) []byte) (all []*workflowLock, err error) {
+	for _, kind := range []byte{kindStop, kindWorkflow, kindReservedWorkflow} {
+		var entries []store.Entry
+		for entry, err := range c.o.Store.Scan(ctx, store.Prefix(prefix(kind))) {
 			if err != nil {
-				return fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			}
+			entries = append(entries, entry)
+		}
+		for _, entry := range entries {
 			w, err := c.recordedLock(ctx, kind, nameIn(entry.Key))
 			switch {
-			case errors.Is(err, ErrUnknown):
+			case errors.Is(err, ErrUnknown): // it is over
 			case errors.Is(err, errUnreadable): // nobody knows its workflow, and nobody carries it out
-				c.log.Error("a rollback cannot be read; nothing is kept from beginning for it", "error", err)
+				if c.fleet == nil { // else each call reads it again
+					c.log.Error("a rollback cannot be read; nothing is kept from beginning for it", "error", err)
+				}
 			case err != nil:
-				return err
+				return nil, err
 			default:
-				if kind == kindStop && !entry.Expires.IsZero() {
+				if !entry.Expires.IsZero() {
 					w.until = entry.Expires
 				}
-				c.locks.add(w)
+				all = append(all, w)
 			}
 		}
 	}
-	return nil
+	return all, nil
 }
 
 // recordedLock is what a rollback or a reservation that an index names keeps from beginning. ErrUnknown is nothing.
-func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (*workflowLock, error) {
-	var h *Rollback
-	v, err := (*reservation)(nil), error(nil)
-	if kind == kindReservedWorkflow {
-		if v, err = c.reservation(ctx, n); err == nil {
-			h = &v.Rollback
+// What a member of a shared store has read of an accepted rollback it remembers: that does not change, and its index
+// says that it is not finished.
+func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (w *workflowLock, err error) {
+	if c.fleet != nil && kind == kindWorkflow {
+		c.locks.mu.Lock()
+		w = c.locks.remembered[n]
+		c.locks.mu.Unlock()
+		if w != nil {
+			return w, nil
 		}
-	} else if h, _, err = c.readHead(ctx, n); err == nil && kind == kindWorkflow {
+	}
+	var h *Rollback
+	if kind == kindReservedWorkflow {
+		h, err = c.reservation(ctx, n)
+	} else if h, err = c.readHead(ctx, n); err == nil && kind == kindWorkflow {
 		if !h.open() {
 			return nil, ErrUnknown
 		}
@@ -403,16 +377,145 @@ func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (*wor
 	if err != nil {
 		return nil, err
 	}
-	scope, err := c.scope(ctx, h.Workflow, h.Checkpoint)
-	if err != nil {
+	w = &workflowLock{rollback: h.ID, reserved: kind == kindReservedWorkflow, decided: make(chan struct{})}
+	if w.scope, err = c.scope(ctx, h.Workflow, h.Checkpoint); err != nil {
 		return nil, err
 	}
-	w := newWorkflowLock(h.ID, scope)
-	w.reserved, w.until = v != nil, h.Until
 	if kind == kindStop && h.State == Finished {
 		w.until = h.Finished.Add(c.o.Keep)
 	}
-	w.blockPlan(h.Scope, h.Plan)
-	w.decide()
+	w.block(h.Scope, h.Plan)
+	close(w.decided)
+	if c.fleet != nil && kind == kindWorkflow {
+		c.locks.mu.Lock()
+		defer c.locks.mu.Unlock()
+		if c.locks.remembered == nil || len(c.locks.remembered) >= maxRemembered {
+			c.locks.remembered = map[name]*workflowLock{}
+		}
+		c.locks.remembered[n] = w
+	}
 	return w, nil
+}
+
+// maxRemembered is how many locks of rollbacks of a shared store are remembered.
+const maxRemembered = 256
+
+// The decision about a rollback at one member, and the claims at all of them: the decision is announced first,
+// which changes the fence. From then on no claim is made that was admitted before, new calls of the workflow wait,
+// and the plan has what was claimed. The acceptance changes the fence too, and the end of the decision.
+
+// announce has the calls of a workflow wait at all members, and returns when everything that they have claimed
+// before is known here. over ends that.
+func (c *Coordinator) announce(ctx context.Context, workflow, scope string) (over func(), err error) {
+	if c.fleet == nil {
+		return func() {}, nil
+	}
+	now, err := c.now(ctx)
+	if err != nil {
+		return nil, err
+	}
+	fence := store.Write{Key: c.fenceKey(workflow), Expires: now.Add(c.o.Keep)}
+	nonce := uuid.New()
+	decision := store.Write{
+		Key: append(c.workflowPrefix(kindDeciding, scope), nonce[:]...), Value: []byte(c.fleet.Boot()), Expires: fence.Expires,
+	}
+	over = func() {
+		decision := store.Write{Key: decision.Key, Delete: true}
+		c.goOnUntil("the end of a decision", func(ctx context.Context) error {
+			_, err := c.o.Store.Commit(ctx, decision, fence)
+			c.fences.Forget(fence.Key)
+			return err
+		})
+	}
+	_, err = c.o.Store.Commit(ctx, decision, fence)
+	c.fences.Forget(fence.Key)
+	if err == nil {
+		err = c.fleet.CatchUp(ctx)
+	} else if !errors.Is(err, store.ErrUnknown) {
+		return nil, unavailable(err)
+	}
+	if err != nil {
+		over()
+		return nil, unavailable(err)
+	}
+	return over, nil
+}
+
+// goOnUntil does something at once, and where that fails again and again in the background: calls wait for it.
+// With the member's end they wait no longer.
+func (c *Coordinator) goOnUntil(what string, do func(ctx context.Context) error) {
+	if do(c.hard) == nil {
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.stopping {
+		c.wg.Go(func() { _ = c.retry("", what, do) })
+	}
+}
+
+// admit looks whether the rollbacks at all members let a call begin. Where that is being decided, it is to look
+// again once changed or left is closed, and then to call cancel.
+func (c *Coordinator) admit(
+	ctx context.Context, a *Admission, parents iter.Seq2[string, error],
+) (changed, left <-chan struct{}, cancel func(), err error) {
+	workflow, attempts := a.workflow, strings.HasPrefix(a.workflow, attemptsPrefix)
+	if attempts {
+		workflow = ""
+	}
+	key := c.fenceKey(workflow)
+	if !attempts {
+		if at, open := c.fences.Open(key); open {
+			a.fence = at
+			return nil, nil, func() {}, nil
+		}
+	}
+	left = c.fleet.Left()
+	changed, cancel = c.o.Store.Watch(key)
+	at, err := c.fences.Read(ctx, key)
+	deciding := false
+	if err == nil {
+		deciding, err = c.beingDecided(ctx, a.workflow)
+	}
+	if deciding {
+		out := false
+		if out, err = c.fleet.Gone(ctx, c.fleet.Boot()); !out && err == nil {
+			return changed, left, cancel, nil
+		}
+		if out { // nothing that it admits could be claimed
+			err = store.ErrUnhealthy
+		}
+	}
+	cancel()
+	none := func() {}
+	if err != nil {
+		return nil, nil, none, unavailable(err)
+	}
+	locks, err := c.recordedLocks(ctx, func(kind byte) []byte { return c.workflowPrefix(kind, workflow) })
+	if err != nil {
+		return nil, nil, none, err
+	}
+	locks = slices.DeleteFunc(locks, func(w *workflowLock) bool { return w.scope != a.workflow })
+	if _, err := blocked(locks, parents); err != nil {
+		return nil, nil, none, err
+	}
+	if len(locks) == 0 && !attempts {
+		c.fences.Pass(at)
+	}
+	a.fence = at
+	return nil, nil, none, nil
+}
+
+// beingDecided reports whether a member decides about a rollback. One that is gone does not.
+func (c *Coordinator) beingDecided(ctx context.Context, scope string) (bool, error) {
+	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindDeciding, scope))) {
+		if err != nil {
+			return false, err
+		}
+		boot := string(entry.Value)
+		if gone, err := c.gone(ctx, boot); err != nil || !gone {
+			return err == nil, err
+		}
+	}
+	return false, nil
 }

@@ -91,7 +91,7 @@ func (c *Coordinator) Failed(all ...Failure) *store.Batch {
 
 func (c *Coordinator) failureWrite(key []byte, f *Failure, condition store.Condition) store.Write {
 	record := *f
-	record.Boot = c.fleet.boot()
+	record.Boot = c.fleet.Boot()
 	return c.failed.Put(key, &record, condition, time.Time{})
 }
 
@@ -170,9 +170,10 @@ func (c *Coordinator) Unfinished() (n int, oldest time.Time) {
 		if r.done.is() {
 			continue
 		}
-		if n++; n == 1 || r.since.Before(oldest) {
-			oldest = r.since
+		if asked := r.now().Asked; n == 0 || asked.Before(oldest) {
+			oldest = asked
 		}
+		n++
 	}
 	return n, oldest
 }
@@ -323,14 +324,14 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err e
 	case errors.Is(err, ErrUnknown): // it may name anything
 		return false, nil
 	case err != nil:
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
+		return false, unavailable(err)
 	case !cp.Own:
 		return false, nil
 	}
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires})
 	switch {
 	case errors.Is(err, checkpoint.ErrStore):
-		return false, fmt.Errorf("%w: %w", ErrStore, err)
+		return false, unavailable(err)
 	case err == nil:
 		rolls = opened.Snapshot.OnError
 	}
@@ -341,7 +342,7 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err e
 		case errors.Is(err, ErrUnknown):
 			return false, nil
 		case err != nil:
-			return false, fmt.Errorf("%w: %w", ErrStore, err)
+			return false, unavailable(err)
 		}
 		concerned = MayAsk(view.Graph, f.Reporter, cp.ID, f.Lineage)
 	}
@@ -357,10 +358,7 @@ func (c *Coordinator) forget(ctx context.Context, done store.Write) error {
 	if errors.As(err, new(*store.Conflict)) {
 		return nil
 	}
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
-	}
-	return nil
+	return unavailable(err)
 }
 
 const (
@@ -379,7 +377,7 @@ func (c *Coordinator) crossed(ctx context.Context, f *Failure, done store.Write)
 	for _, id := range f.Named {
 		workflows, err := c.o.Ledger.Workflows(ctx, id)
 		if err != nil {
-			return b.Done(fmt.Errorf("%w: %w", ErrStore, err))
+			return b.Done(unavailable(err))
 		}
 		for _, w := range workflows {
 			if w != "" && w != f.Workflow && named[w] == "" {
@@ -388,8 +386,8 @@ func (c *Coordinator) crossed(ctx context.Context, f *Failure, done store.Write)
 		}
 	}
 	requester := "reporter " + f.Reporter
-	c.counting.Lock()
-	defer c.counting.Unlock()
+	c.deciding.Lock()
+	defer c.deciding.Unlock()
 	for w, id := range named {
 		full, err := c.o.Escalations.Waits(ctx, requester, maxCrossings)
 		if err != nil {
@@ -418,7 +416,7 @@ func (c *Coordinator) handOver(ctx context.Context, b *store.Batch) error {
 	if err == nil || errors.As(err, new(*store.Conflict)) && !errors.Is(err, hitl.ErrAlreadyOpen) {
 		return nil
 	}
-	return fmt.Errorf("%w: %w", ErrStore, err)
+	return unavailable(err)
 }
 
 // leave leaves a failure to a person: nobody who fails is left without either (A-error-signaling-f).
@@ -442,10 +440,10 @@ func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, w
 // maxFailed is how many escalations because of one caller's failed calls may be pending.
 const maxFailed = 16
 
-// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f). One failure is one question
-// (ADR 0127): a call that has failed opens nothing while people are asked about a failure of its workflow. A question
-// about a call that cannot be undone, or that reaches many agents, takes the place of lesser ones. Only so many are
-// opened because of one caller: agents try again, and an upstream that is down fails every call.
+// askPeople opens the escalation of a failure that rolls nothing back (A-error-signaling-f). One failure is one
+// question (ADR 0127): a call that has failed opens nothing while people are asked about a failure of its workflow.
+// A question about a call that cannot be undone, or that reaches many agents, takes the place of lesser ones. Only
+// so many are opened because of one caller: agents try again, and an upstream that is down fails every call.
 func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Write) error {
 	o := hitl.Opening{
 		Key: "failed call " + string(f.Asks), Level: hitl.Approval, Cause: f.Asks, Workflow: f.Workflow, Caller: f.Caller,
@@ -464,8 +462,8 @@ func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Writ
 		}
 		o.Summary += " " + reach
 	}
-	c.counting.Lock()
-	defer c.counting.Unlock()
+	c.deciding.Lock()
+	defer c.deciding.Unlock()
 	asked, err := c.askedOfFailures(ctx, f.Workflow)
 	if err != nil {
 		return err

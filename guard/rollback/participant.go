@@ -123,7 +123,7 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 	return func(a *Answer) note {
 		if a.Proven {
 			n := signedResult(a)
-			n.Completion, j.completion = a.Completion, a.Completion
+			n.Completion, j.Completion = a.Completion, a.Completion
 			return n
 		}
 		n := read(a)
@@ -145,10 +145,10 @@ func (j *job) proven(read func(*Answer) note) func(*Answer) note {
 	}
 }
 
-// Prepare asks whoever undoes the call whether it can (cascade 4.3.2, phase 1), until the task is
-// due. It returns a fixed word for why it cannot, or none; it is none for what this gateway undoes
-// itself. A dry task reserves nothing there.
-func (u *undoer) Prepare(ctx context.Context, t Task) (obstacle string, err error) {
+// Prepare asks whether the undo can be done (cascade 4.3.2, phase 1): the target of a restore, once, or the
+// participant, until the task is due. It returns a fixed word for why it cannot, or none. A dry task reserves
+// nothing there.
+func (u *undoer) Prepare(ctx context.Context, t undoTask) (obstacle string, err error) {
 	if err := t.check(); err != nil {
 		return "", err
 	}
@@ -157,7 +157,11 @@ func (u *undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 		phase = PhaseDry
 	}
 	j, err := u.newJob(t)
-	if err != nil || !j.participant() {
+	switch {
+	case err == nil && j.call.Way == checkpoint.Restore:
+		why, err := j.compare(ctx)
+		return string(why), err
+	case err != nil || !j.participant():
 		return "", nil // what is wrong with it is an obstacle of the plan
 	}
 	pace := j.pace(j.o.Poll)
@@ -197,7 +201,7 @@ func (u *undoer) Prepare(ctx context.Context, t Task) (obstacle string, err erro
 
 // Release tells whoever undoes the call that it is not asked to, so that it reserves nothing any
 // more, until it has answered or the task is due. What it reserves ends by itself in any case.
-func (u *undoer) Release(ctx context.Context, t Task) error {
+func (u *undoer) Release(ctx context.Context, t undoTask) error {
 	if err := t.check(); err != nil {
 		return err
 	}

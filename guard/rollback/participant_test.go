@@ -97,7 +97,8 @@ func TestParticipantMayUndoWhatItDidNotPrepare(t *testing.T) {
 	}
 }
 
-// What this gateway itself cannot undo counts the same: an irreversible target ends it all, unless people approve the rest.
+// What this gateway itself cannot undo counts the same: an irreversible target ends it all, unless people approve
+// the rest.
 func TestCascade432IrreversibleTarget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
@@ -142,7 +143,7 @@ func TestPartsOfOneRollback(t *testing.T) {
 		const whole = "00000000-0000-4000-8000-000000000001"
 		inner, outer := part("c2", whole), part("c1", whole)
 		for _, q := range []rollback.Request{outer, inner} {
-			if p := r.prepare(q); !p.Ready() || p.Until.IsZero() {
+			if p := r.prepare(q); !p.Ready() || p.Rollback.Until.IsZero() {
 				t.Fatalf("%+v", p)
 			}
 		}
@@ -174,7 +175,7 @@ func TestOnePartOfTwoRequesters(t *testing.T) {
 	second.By, second.Token = "spiffe://example.com/gateway/2", "token of the second"
 	stranger.By, stranger.Coordinator, stranger.Token = "spiffe://example.com/stranger", false, "token of a stranger"
 	prepared := r.prepare(first)
-	if again := r.prepare(second); !again.Ready() || !again.Until.Equal(prepared.Until) || hashOf(again) != hashOf(prepared) {
+	if again := r.prepare(second); !again.Ready() || !again.Rollback.Until.Equal(prepared.Rollback.Until) || hashOf(again) != hashOf(prepared) {
 		t.Errorf("%+v", again)
 	}
 	if _, err := r.Prepare(ctx, stranger); !errors.Is(err, rollback.ErrNotInWorkflow) {
@@ -271,7 +272,7 @@ func TestSeveralCheckpointsUnderOneID(t *testing.T) {
 	pairs := map[string]rollback.Request{}
 	for _, target := range []string{"c1", "c2", "c9"} {
 		q := r.pair(id, target, rollback.SubDAG)
-		if p := r.prepare(q); !p.Ready() || p.Until.IsZero() || p.Rollback.AskedAs() != id {
+		if p := r.prepare(q); !p.Ready() || p.Rollback.Until.IsZero() || p.Rollback.AskedAs() != id {
 			t.Fatalf("%s: %+v", target, p)
 		}
 		pairs[target] = q
@@ -896,11 +897,11 @@ func TestCascade434OverGateways(t *testing.T) {
 				}
 				wins, loses := part("c1", test.wins), part("c2", test.loses)
 				if order == "the loser first" {
-					if p := r.prepare(loses); !p.Ready() || p.Until.IsZero() {
+					if p := r.prepare(loses); !p.Ready() || p.Rollback.Until.IsZero() {
 						t.Fatalf("%+v", p)
 					}
 				}
-				if p := r.prepare(wins); !p.Ready() || p.Until.IsZero() {
+				if p := r.prepare(wins); !p.Ready() || p.Rollback.Until.IsZero() {
 					t.Fatalf("%+v", p)
 				}
 				lost := func(err error) {
@@ -983,7 +984,7 @@ func TestCascade434LostAtAParticipant(t *testing.T) {
 			t.Fatal(err)
 		}
 		r.world.winners = map[string]string{"c2": winner}
-		if p, err = r.Reserve(ctx, p, time.Minute); err != nil || !p.Until.IsZero() {
+		if p, err = r.Reserve(ctx, p, time.Minute); err != nil || !p.Rollback.Until.IsZero() {
 			t.Fatalf("%+v, %v", p, err)
 		}
 		lost(p.Refusal)

@@ -181,8 +181,8 @@ func TestCriticalNodesWaitForPeople(t *testing.T) {
 	}
 }
 
-// The table of proposals in docs/people.md, which has all kinds: no proposal says more than its approval does. A question
-// whose workflow a rollback has ended proposes nothing, since nobody can resume it.
+// The table of proposals in docs/people.md, which has all kinds: no proposal says more than its approval does. A
+// question whose workflow a rollback has ended proposes nothing, since nobody can resume it.
 func TestProposalsSayWhatTheyDo(t *testing.T) {
 	part := func(t *testing.T) *rig {
 		r := newRig(t)

@@ -237,25 +237,24 @@ func overlap(a, b *Plan) bool {
 	return a.Workflow == b.Workflow && len(b.lacks(a)) < len(a.list())
 }
 
-// stands reports whether a plan that is made now is still the one that was accepted, but for calls
-// that were under way then and have ended as it says.
-func (p *Plan) stands(now *Plan) bool {
-	left := *now
-	left.Levels = nil
-	for i, level := range now.Levels {
+// like reports whether a plan says the same as an earlier one, but for steps that are excused.
+func (p *Plan) like(before *Plan, excused func(was, now *PlanStep) bool) bool {
+	as := *p
+	as.Levels = nil
+	for i, level := range p.Levels {
 		level = slices.Clone(level)
 		for n := range level {
-			if i >= len(p.Levels) || n >= len(p.Levels[i]) {
+			if i >= len(before.Levels) || n >= len(before.Levels[i]) {
 				return false
 			}
-			s := &p.Levels[i][n]
-			if s.What == Wait && s.Checkpoint == level[n].Checkpoint && s.Then == level[n].What && s.Obstacle == level[n].Obstacle {
-				level[n] = *s
+			was := &before.Levels[i][n]
+			if was.Checkpoint == level[n].Checkpoint && excused(was, &level[n]) {
+				level[n] = *was
 			}
 		}
-		left.Levels = append(left.Levels, level)
+		as.Levels = append(as.Levels, level)
 	}
-	return left.Hash() == p.Hash()
+	return as.Hash() == before.Hash()
 }
 
 // list are all steps in their order.
@@ -909,70 +908,6 @@ func (t *tarjan) visit(p int) {
 			return
 		}
 	}
-}
-
-// Precedence decides between two rollbacks (cascade 4.3.4). Parts of a rollback at other gateways
-// have that of the whole, so that all of them decide in the same way.
-type Precedence struct {
-	// ID is the rollback's id, which is unique.
-	ID string `json:"rollback_id"`
-	// Scope is how far it goes.
-	Scope Scope `json:"scope"`
-	// Asked is when it was recorded, by the clock of its coordinator's store and not the requester's.
-	Asked time.Time `json:"asked"`
-}
-
-// comparePrecedence is negative if a takes precedence over b, positive if b does over a, and zero
-// only if they are the same. The wider scope wins, then the earlier time, then the lower id. An
-// unknown scope is the narrowest.
-func comparePrecedence(a, b Precedence) int {
-	return cmp.Or(
-		cmp.Compare(b.Scope.breadth(), a.Scope.breadth()),
-		a.Asked.Compare(b.Asked),
-		cmp.Compare(a.ID, b.ID),
-	)
-}
-
-// contender is a rollback that takes steps, or asks to.
-type contender struct {
-	Precedence
-	Plan *Plan
-}
-
-// conflictResolution is what comes of two rollbacks.
-type conflictResolution string
-
-// What can come of them. Who loses gets 409 rollback-conflict with the winner's id.
-const (
-	// noConflict: they have no checkpoint in common, and both go on.
-	noConflict conflictResolution = "no conflict"
-	// newcomerRefused: the new one loses.
-	newcomerRefused conflictResolution = "refused"
-	// earlierJoins: the earlier one loses. It finishes its level, then the new one starts, whose
-	// result becomes that of both.
-	earlierJoins conflictResolution = "joins"
-	// newcomerWaits: the earlier one goes on to its end, and then the new one starts. To break
-	// off would leave a checkpoint to nobody.
-	newcomerWaits conflictResolution = "waits"
-)
-
-// resolveConflict says what comes of two different rollbacks when one of them was accepted
-// first. comparePrecedence decides, but nothing that was accepted is left half done.
-//
-// The earlier one joins a wider one whose plan has all of its checkpoints, for which they are
-// undone then. Where the wider plan lacks some of them, as the sub-DAG of one checkpoint does
-// that the other's group contains, the wider one waits. So does one of the same scope that was
-// asked for earlier.
-func resolveConflict(there, comes contender) conflictResolution {
-	switch {
-	case !overlap(there.Plan, comes.Plan):
-		return noConflict
-	case comparePrecedence(there.Precedence, comes.Precedence) <= 0:
-		return newcomerRefused
-	case there.Scope.breadth() < comes.Scope.breadth() && len(comes.Plan.lacks(there.Plan)) == 0:
-		return earlierJoins
-	}
-	return newcomerWaits
 }
 
 // longestQuote bounds what an error repeats of foreign text, in bytes.

@@ -53,7 +53,7 @@ func TestCascade432Prepare(t *testing.T) {
 		r.start()
 		q := request("c1", rollback.SubDAG)
 		first := r.prepare(q)
-		if !first.Ready() || first.Rollback.State != rollback.Reserved || first.Until.Sub(r.now()) != rollback.DefaultReservation || len(first.Rollback.Steps) != 2 {
+		if !first.Ready() || first.Rollback.State != rollback.Reserved || first.Rollback.Until.Sub(r.now()) != rollback.DefaultReservation || len(first.Rollback.Steps) != 2 {
 			t.Fatalf("%+v", first)
 		}
 		if got := first.Rollback.Plan.Levels; got[0][0].Way != "compensate" || got[1][0].Way != "restore" {
@@ -68,7 +68,7 @@ func TestCascade432Prepare(t *testing.T) {
 				t.Errorf("%s: what does not follow from the plan is blocked", when)
 			}
 			again := r.prepare(q)
-			if again.Until != first.Until || again.Rollback.Plan.Hash() != first.Rollback.Plan.Hash() || !again.Rollback.Asked.Equal(first.Rollback.Asked) {
+			if again.Rollback.Until != first.Rollback.Until || again.Rollback.Plan.Hash() != first.Rollback.Plan.Hash() || !again.Rollback.Asked.Equal(first.Rollback.Asked) {
 				t.Errorf("%s: %+v, first %+v", when, again, first)
 			}
 			if _, err := r.Get(ctx, q.ID); !errors.Is(err, rollback.ErrUnknown) {
@@ -97,7 +97,7 @@ func TestCascade432Prepare(t *testing.T) {
 		// It is judged anew, and executed.
 		r.made("3", checkpoint.Restore, execution.Completed, "2")
 		second := r.prepare(q)
-		if second.Until.Equal(first.Until) || second.Rollback.Plan.Hash() == first.Rollback.Plan.Hash() {
+		if second.Rollback.Until.Equal(first.Rollback.Until) || second.Rollback.Plan.Hash() == first.Rollback.Plan.Hash() {
 			t.Errorf("%+v", second)
 		}
 		q.Planned = hashOf(second)
@@ -109,7 +109,7 @@ func TestCascade432Prepare(t *testing.T) {
 		if got := r.enters("w", "2"); got != nil {
 			t.Errorf("when it is finished: %v", got)
 		}
-		if p, err := r.Prepare(ctx, q); err != nil || !p.Ready() || p.Rollback.Status != rollback.Completed || !p.Until.IsZero() {
+		if p, err := r.Prepare(ctx, q); err != nil || !p.Ready() || p.Rollback.Status != rollback.Completed || !p.Rollback.Until.IsZero() {
 			t.Errorf("prepared again: %+v, %v", p, err)
 		}
 		q.Planned = hashOf(first)
@@ -191,7 +191,7 @@ func TestCascade432CannotPrepare(t *testing.T) {
 			if got := obstacles(p); !slices.Equal(got, test.want) || p.Ready() != (test.want == nil) {
 				t.Errorf("%q, want %q: %+v", got, test.want, p)
 			}
-			if reserved := !p.Until.IsZero(); reserved != p.Ready() || (r.enters("w", "1") != nil) != reserved {
+			if reserved := !p.Rollback.Until.IsZero(); reserved != p.Ready() || (r.enters("w", "1") != nil) != reserved {
 				t.Errorf("reserved %v: %+v", reserved, p)
 			}
 		})
@@ -288,7 +288,7 @@ func TestPrepareComparesThePresentState(t *testing.T) {
 			q := request("c1", rollback.SubDAG)
 			q.Whole = whole
 			p := r.prepare(q)
-			if p.Ready() || !p.Until.IsZero() || len(p.Obstacles) != 1 || p.Obstacles[0].Checkpoint != "c2" || p.Obstacles[0].Reason != "changed-since" {
+			if p.Ready() || !p.Rollback.Until.IsZero() || len(p.Obstacles) != 1 || p.Obstacles[0].Checkpoint != "c2" || p.Obstacles[0].Reason != "changed-since" {
 				t.Errorf("%+v", p)
 			}
 			r.execute(q)
@@ -335,7 +335,7 @@ func TestReservationOfAnother(t *testing.T) {
 	} {
 		other := q
 		change(&other)
-		if p, err := r.Prepare(ctx, other); err != nil || !p.Until.Equal(first.Until) {
+		if p, err := r.Prepare(ctx, other); err != nil || !p.Rollback.Until.Equal(first.Rollback.Until) {
 			t.Errorf("%+v, %v", p, err)
 		}
 	}
@@ -365,11 +365,11 @@ func TestCascade434Reservations(t *testing.T) {
 	lost(r.prepare(second).Refusal, narrow)
 	_, err := r.Execute(ctx, second, nil)
 	lost(err, narrow)
-	if p := r.prepare(request("c9", rollback.Single)); !p.Ready() || p.Until.IsZero() {
+	if p := r.prepare(request("c9", rollback.Single)); !p.Ready() || p.Rollback.Until.IsZero() {
 		t.Errorf("%+v", p)
 	}
 	wide := request("c1", rollback.SubDAG)
-	if p := r.prepare(wide); !p.Ready() || p.Until.IsZero() {
+	if p := r.prepare(wide); !p.Ready() || p.Rollback.Until.IsZero() {
 		t.Errorf("%+v", p)
 	}
 	if _, err := r.Prepared(ctx, narrow.ID); !errors.Is(err, rollback.ErrUnknown) {
@@ -569,7 +569,7 @@ func TestRelease(t *testing.T) {
 	if got := r.enters("w", "1"); got != nil {
 		t.Errorf("after a restart: %v", got)
 	}
-	if second := r.prepare(q); second.Rollback.Asked.Equal(first.Rollback.Asked) || second.Until.IsZero() {
+	if second := r.prepare(q); second.Rollback.Asked.Equal(first.Rollback.Asked) || second.Rollback.Until.IsZero() {
 		t.Errorf("%+v, first %+v", second, first)
 	}
 	wantEnd(t, r.run(q), rollback.Completed, "c2=completed c1=completed")

@@ -19,7 +19,7 @@ import (
 const maxDoubts = 10
 
 // restore puts back what stood there before the call.
-func (j *job) restore(ctx context.Context) (Result, error) {
+func (j *job) restore(ctx context.Context) (undoResult, error) {
 	if j.call.Image == nil {
 		return j.result(reasonNoPostImage), nil
 	}
@@ -64,7 +64,7 @@ func (j *job) sameVersion(ctx context.Context, a, b string) (bool, error) {
 	return first == second, err
 }
 
-func (j *job) putBack(ctx context.Context) (Result, error) {
+func (j *job) putBack(ctx context.Context) (undoResult, error) {
 	pace := j.pace(j.o.First)
 	var last note // of the attempt before, in this life
 	defer j.unwatch()
@@ -73,14 +73,14 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		if last.Reading != "" && last.Reading != taken {
 			again, err := pace.wait(ctx, last.after)
 			if err != nil {
-				return Result{}, err
+				return undoResult{}, err
 			}
 			late = !again // what came of it is looked at all the same
 		}
 		found, known, err := j.recorded(ctx, j.readsTarget(j.method()))
 		switch {
 		case err != nil:
-			return Result{}, err
+			return undoResult{}, err
 		case known != nil:
 			return j.restored(ctx, *known)
 		case found.Status == execution.RunningHere, found.Status == execution.RunningElsewhere:
@@ -88,7 +88,7 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		}
 		now, n, err := j.readTargetInWindow(ctx, doubts > 0)
 		if err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		if now == nil {
 			return j.unreadTarget(n), nil
@@ -110,11 +110,11 @@ func (j *job) putBack(ctx context.Context) (Result, error) {
 		}
 		out, err := j.putting(ctx, now)
 		if err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		out.Window = j.window
 		if last, err = j.attempt(ctx, found, out, j.readsInWindow(out.Method)); err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		switch {
 		case last.Reading.final():
@@ -140,21 +140,21 @@ func (j *job) post() *checkpoint.Image {
 }
 
 // judge decides by the current state. Without a result the old state must be written.
-func (j *job) judge(ctx context.Context, found execution.Finding, now *targetState) (*Result, error) {
+func (j *job) judge(ctx context.Context, found execution.Finding, now *checkpoint.Image) (*undoResult, error) {
 	post := j.post()
 	switch {
-	case !j.doubt:
-		j.before = j.hashOf(now.image)
+	case !j.Unknown:
+		j.Before = j.hashOf(now)
 	case post != nil && !j.overwrites():
-		j.before = j.hashOf(post) // nothing else was written over
+		j.Before = j.hashOf(post) // nothing else was written over
 	}
-	var r Result
+	var r undoResult
 	switch {
-	case now.shows(j.call.Image):
-		j.after = j.hashOf(now.image)
-		seen := strong(now.image.ETag)
-		if j.doubt { // what stands there is the evidence that it was applied
-			if err := j.applied(ctx, found, note{Reading: done, status: j.status, Tag: seen}); err != nil {
+	case shows(now, j.call.Image):
+		j.After = j.hashOf(now)
+		seen := strong(now.ETag)
+		if j.Unknown { // what stands there is the evidence that it was applied
+			if err := j.applied(ctx, found, note{Reading: done, status: j.Status, Tag: seen}); err != nil {
 				return nil, err
 			}
 			j.left = seen
@@ -172,7 +172,7 @@ func (j *job) judge(ctx context.Context, found execution.Finding, now *targetSta
 		return nil, nil
 	case post == nil:
 		r = j.result(reasonNoPostImage)
-	case !now.shows(post):
+	case !shows(now, post):
 		r = j.result(ReasonChanged)
 	default:
 		return nil, nil
@@ -190,7 +190,7 @@ func (j *job) method() string {
 
 // putting is the request that restores the earlier state, on the condition that nobody changes
 // the current one.
-func (j *job) putting(ctx context.Context, now *targetState) (*Outgoing, error) {
+func (j *job) putting(ctx context.Context, now *checkpoint.Image) (*Outgoing, error) {
 	o := Outgoing{Method: j.method(), URL: target(&j.call.Request), Header: http.Header{}}
 	if image := j.call.Image; image.Exists {
 		o.Body = slices.Clone(image.Body)
@@ -204,7 +204,7 @@ func (j *job) putting(ctx context.Context, now *targetState) (*Outgoing, error) 
 		}
 	}
 	if post := j.post(); post != nil && !j.overwrites() {
-		etag, seen := strong(post.ETag), strong(now.image.ETag)
+		etag, seen := strong(post.ETag), strong(now.ETag)
 		same, err := j.sameVersion(ctx, seen, etag)
 		if err != nil {
 			return nil, err
@@ -228,7 +228,7 @@ func (j *job) readsTarget(method string) func(*Answer) note {
 }
 
 // restored makes the result of a final answer, by another read if needed.
-func (j *job) restored(ctx context.Context, n note) (Result, error) {
+func (j *job) restored(ctx context.Context, n note) (undoResult, error) {
 	j.take(n)
 	switch {
 	case n.Reading == done && !j.spec.Verify:
@@ -244,22 +244,22 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 		if wait {
 			var err error
 			if again, err = pace.wait(ctx, n.after); err != nil {
-				return Result{}, err
+				return undoResult{}, err
 			}
 		}
 		now, seen, err := j.readTarget(ctx)
 		if err != nil {
-			return Result{}, err
+			return undoResult{}, err
 		}
 		if now == nil {
-			j.doubt = true
+			j.Unknown = true
 			return j.unreadTarget(seen), nil
 		}
-		j.after = j.hashOf(now.image)
+		j.After = j.hashOf(now)
 		switch {
-		case now.shows(j.call.Image):
+		case shows(now, j.call.Image):
 			if n.Reading != changed || n.Attempts > 1 { // else somebody else has put it back
-				j.left = cmp.Or(n.Tag, strong(now.image.ETag))
+				j.left = cmp.Or(n.Tag, strong(now.ETag))
 			}
 			return j.done(), nil
 		case n.Reading == changed:
@@ -267,12 +267,12 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 		case n.Reading == done:
 			return j.result(reasonUnverified), nil
 		case n.Reading == unexpected:
-			if post := j.post(); n.Attempts <= 1 && post != nil && now.shows(post) {
-				j.doubt = false // it stands there as it did before the answer
+			if post := j.post(); n.Attempts <= 1 && post != nil && shows(now, post) {
+				j.Unknown = false // it stands there as it did before the answer
 			}
 			return j.result(reasonUnexpected), nil
 		}
-		j.doubt = true // 202: it may come yet
+		j.Unknown = true // 202: it may come yet
 		if !again {
 			return j.result(reasonTimeout), nil
 		}
@@ -280,7 +280,7 @@ func (j *job) restored(ctx context.Context, n note) (Result, error) {
 }
 
 // unreadTarget is the result for a target that could not be read.
-func (j *job) unreadTarget(n note) Result {
+func (j *job) unreadTarget(n note) undoResult {
 	if n.reason == "" && n.Reading.final() {
 		if n.Reading == unauthorized {
 			return j.result(ReasonUnauthorized)
@@ -359,7 +359,7 @@ func Same(a, b *checkpoint.Image) bool {
 // empty one.
 func (j *job) hashOf(i *checkpoint.Image) [32]byte {
 	switch {
-	case i == nil:
+	case i == nil, i == tooLarge:
 		return [32]byte{}
 	case !i.Exists:
 		return j.hash(j.task.Rollback, nothingThere)
@@ -388,16 +388,15 @@ func strong(etag string) string {
 	return etag
 }
 
-// targetState is the state read from the target: an image, or that it is too large for one.
-type targetState struct {
-	image *checkpoint.Image
-}
+// tooLarge is the state of a target that is larger than any image that was kept.
+var tooLarge = new(checkpoint.Image)
 
-func (s *targetState) shows(i *checkpoint.Image) bool { return s.image != nil && Same(s.image, i) }
+// shows reports whether a state that was read is that of an image.
+func shows(now, i *checkpoint.Image) bool { return now != tooLarge && Same(now, i) }
 
 // readTarget reads the current state, and tries again until there is an answer or the time is
 // over; at least once. Without a state the note says why.
-func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
+func (j *job) readTarget(ctx context.Context) (*checkpoint.Image, note, error) {
 	pace := j.pace(j.o.First)
 	for {
 		seen, n, err := j.readTargetOnce(ctx)
@@ -416,16 +415,14 @@ func (j *job) readTarget(ctx context.Context) (*targetState, note, error) {
 	}
 }
 
-func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, err error) {
+func (j *job) readTargetOnce(ctx context.Context) (seen *checkpoint.Image, n note, err error) {
 	out, err := j.completeRequest(ctx, *ImageRequest(&j.call.Request))
 	if err != nil {
 		return nil, note{}, err
 	}
 	n, _ = j.send(ctx, out, func(a *Answer) note {
-		if image := ImageOf(a); image != nil {
-			seen = &targetState{image}
-		} else if a.Cut && a.Status == http.StatusOK {
-			seen = &targetState{} // larger than any image that was kept
+		if seen = ImageOf(a); seen == nil && a.Cut && a.Status == http.StatusOK {
+			seen = tooLarge
 		}
 		return note{Reading: common(a.Status)}
 	})
@@ -435,18 +432,14 @@ func (j *job) readTargetOnce(ctx context.Context) (seen *targetState, n note, er
 	return seen, n, nil
 }
 
-// Compare reads the present state of what a call has changed, once, and returns why a restore would leave
-// that alone. It is empty if it would not, if the state cannot be read now, and for other ways to undo a call.
-func (u *undoer) Compare(ctx context.Context, t Task) (Reason, error) {
-	if err := t.check(); err != nil {
-		return "", err
-	}
-	j, err := u.newJob(t)
-	if err != nil || j.call.Way != checkpoint.Restore || j.call.Image == nil || j.overwrites() {
+// compare reads the present state of what a call has changed, once, and returns why a restore would leave
+// that alone. It is empty if it would not, and if the state cannot be read now.
+func (j *job) compare(ctx context.Context) (Reason, error) {
+	if j.call.Image == nil || j.overwrites() {
 		return "", nil
 	}
 	now, _, err := j.readTargetOnce(ctx)
-	if errors.As(err, new(requestError)) || now == nil || now.shows(j.call.Image) {
+	if errors.As(err, new(requestError)) || now == nil || shows(now, j.call.Image) {
 		return "", nil
 	}
 	if err != nil {
@@ -456,10 +449,10 @@ func (u *undoer) Compare(ctx context.Context, t Task) (Reason, error) {
 	switch {
 	case post == nil:
 		return reasonNoPostImage, nil
-	case !now.shows(post):
+	case !shows(now, post):
 		return ReasonChanged, nil
 	}
-	left, seen := strong(post.ETag), strong(now.image.ETag)
+	left, seen := strong(post.ETag), strong(now.ETag)
 	if left == "" || seen == "" {
 		return "", nil
 	}
@@ -506,7 +499,7 @@ func (j *job) disturbed() bool { return j.window != nil && j.window.Disturbed() 
 
 // readTargetInWindow reads within a window. If somebody else writes meanwhile it reads once more,
 // as that write may have been refused. Once an undo may have had its effect, the window is kept.
-func (j *job) readTargetInWindow(ctx context.Context, sent bool) (*targetState, note, error) {
+func (j *job) readTargetInWindow(ctx context.Context, sent bool) (*checkpoint.Image, note, error) {
 	j.watch()
 	now, n, err := j.readTarget(ctx)
 	if err != nil || now == nil || sent || !j.disturbed() {
@@ -523,17 +516,17 @@ func (j *job) readsInWindow(method string) func(*Answer) note {
 	read := j.readsTarget(method)
 	return func(a *Answer) note {
 		n := read(a)
-		if n.Reading.final() && (n.Reading == done || n.Reading == pending || n.Unknown || j.doubt) && j.disturbed() {
+		if n.Reading.final() && (n.Reading == done || n.Reading == pending || n.Unknown || j.Unknown) && j.disturbed() {
 			n.Reading, n.Unknown = disturbed, true
 		}
 		return n
 	}
 }
 
-func (j *job) restoredInWindow(ctx context.Context, n note) (Result, error) {
+func (j *job) restoredInWindow(ctx context.Context, n note) (undoResult, error) {
 	r, err := j.restored(ctx, n)
 	if err == nil && (r.Done || r.Reason == reasonUnverified) && j.disturbed() {
-		j.doubt = true
+		j.Unknown = true
 		return j.result(ReasonChanged), nil
 	}
 	return r, err

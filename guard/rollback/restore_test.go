@@ -125,7 +125,7 @@ func TestCompareIsWhatARestoreFinds(t *testing.T) {
 				if c.lost {
 					task.Checkpoint.Result = nil
 				}
-				if got, err := r.Compare(ctx, task); err != nil || got != c.want || len(r.changing()) > 0 {
+				if got, err := r.Prepare(ctx, task); err != nil || got != string(c.want) || len(r.changing()) > 0 {
 					t.Errorf("%q, %v", got, err)
 				}
 			})
@@ -137,7 +137,7 @@ func TestCompareIsWhatARestoreFinds(t *testing.T) {
 		task := restoring(u, old, made, rollback.Spec{Verify: true})
 		u.put(other)
 		u.put(made)
-		if got, err := r.Compare(ctx, task); err != nil || got != rollback.ReasonChanged {
+		if got, err := r.Prepare(ctx, task); err != nil || got != string(rollback.ReasonChanged) {
 			t.Errorf("%q, %v", got, err)
 		}
 	})

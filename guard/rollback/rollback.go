@@ -1,11 +1,23 @@
 // Package rollback plans rollbacks and carries them out: of one checkpoint, of what follows
 // from it, or of a whole workflow (cascade 4, P5).
 //
-// It has three parts. [MakePlan] says what a rollback undoes and in which order; it does no
-// input or output and reads no clock. The [Coordinator] accepts requests, journals and runs the
-// steps of their plans, and resumes them after a crash. The [Undoer] undoes one call. The
-// package knows neither Caddy nor tokens: it declares what it needs of the ledger as [Ledger],
-// and of the upstreams as [Sender].
+// The package knows neither Caddy nor tokens: it declares what it needs of the ledger as [Ledger], and of the
+// upstreams as [Sender].
+//
+// # The way of a rollback
+//
+// A [Request] leads to a [Plan], which is carried out by a run, which has a result. One struct, [Rollback], is what is
+// asked for, reserved, recorded, compared with others, and shown.
+//
+//	request.go    what a coordinator is asked: Plan, Prepare, Reserve, Execute, Release
+//	draft.go      who may ask, what state each checkpoint is in, and the plan: plan.go, lineage.go
+//	ask.go        the first phase: participants and targets of restores are asked whether it can be done
+//	conflict.go   which of several rollbacks and reservations of a workflow takes precedence
+//	lock.go       which calls must not begin meanwhile
+//	run.go        levels of steps, questions to people, the end; step.go has one step
+//	undo.go       how one call is undone: restore.go, compensate.go, participant.go
+//	onerror.go    errors that roll back by themselves
+//	journal.go    what is recorded; coordinator.go takes it up again, fleet.go at another gateway
 //
 // # The nodes of a plan
 //
@@ -66,7 +78,7 @@
 // The way was decided before the call left: put back what stood there (restore), send another
 // request (compensate), or ask the agent that was called (delegate). A request that changes
 // something is a guarded execution under the key (rollback, checkpoint): it too is sent at most
-// once, and the same [Task] resumes after a crash.
+// once, and the same task resumes after a crash.
 //
 // Answers to compensate and delegate are read by the contract of MicroProfile LRA (ADR 0035):
 //
@@ -425,7 +437,8 @@ type Options struct {
 	Checkpoints *checkpoint.Store
 	Escalations *hitl.Store
 	Ledger      Ledger
-	Undoer      Undoer
+	// Sender sends the requests of undos.
+	Sender Sender
 	// Keep is how long a finished rollback is kept to answer repeated requests; at least as long
 	// as its checkpoints' execution keys.
 	Keep time.Duration
@@ -451,22 +464,22 @@ type Options struct {
 	PrepareTimeout, Reservation func() time.Duration
 	// Logger gets what no answer and no record says; nil is none.
 	Logger *slog.Logger
+
+	undoer callUndoer // nil is one that sends over Sender
 }
 
-// Undoer undoes one call; [NewUndoer] makes one.
-type Undoer interface {
+// callUndoer undoes one call.
+type callUndoer interface {
 	// Undo returns when the undo or ctx has ended. It may then be called again with the same
 	// task, and sends nothing again that was answered.
-	Undo(ctx context.Context, t Task) (Result, error)
-	// Prepare asks whoever undoes the call whether it can, until the task is due. obstacle is a
-	// fixed word for why it cannot; empty if it can, or if nobody else is to be asked.
-	Prepare(ctx context.Context, t Task) (obstacle string, err error)
-	// Compare reads the present state of what a call has changed, and returns why a restore would leave
-	// that alone; empty if it would not, or if that is not known.
-	Compare(ctx context.Context, t Task) (Reason, error)
+	Undo(ctx context.Context, t undoTask) (undoResult, error)
+	// Prepare asks what the undo depends on whether it can be done: a participant, until the task is due, or of
+	// a restore the target, once. obstacle is a fixed word for why it cannot; empty if it can, if that is not
+	// known, or if nothing is to be asked.
+	Prepare(ctx context.Context, t undoTask) (obstacle string, err error)
 	// Release tells whoever has prepared to undo the call that it is not asked to, until the task
 	// is due.
-	Release(ctx context.Context, t Task) error
+	Release(ctx context.Context, t undoTask) error
 }
 
 // Checkpoint is the ledger's record of a checkpoint's token.

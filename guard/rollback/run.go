@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -18,27 +19,21 @@ import (
 
 // run is an unfinished rollback, with what its goroutines share.
 type run struct {
-	id         string
-	name       name
-	plan       *Plan
-	levels     [][]int // places in steps
-	partOf     string
-	precedence Precedence // which does not change
-	since      time.Time  // when it was asked for here
-	informs    []hitl.Participant
-	planned    []PlanStep // by place
-	index      map[string]int
-	launched   bool // guarded by Coordinator.mu
+	id       string
+	name     name
+	plan     *Plan
+	levels   [][]int    // places in steps
+	planned  []PlanStep // by place
+	index    map[string]int
+	launched bool // guarded by Coordinator.mu
 
-	mu      sync.Mutex
-	head    Rollback
-	version store.Version
-	steps   []Step
-	joined  signal // it gives way after its level
-	asks    signal // it has asked people
-	due     signal // its time is over
-	halted  signal // it takes no more steps
-	done    signal // it is finished, or has given way
+	mu     sync.Mutex               // held while the head is changed
+	head   atomic.Pointer[Rollback] // as it is recorded at present, with its plan and without its steps
+	steps  []Step                   // guarded by mu
+	joined signal                   // it gives way after its level
+	asks   signal                   // it has asked people
+	due    signal                   // its time is over
+	done   signal                   // it takes no more steps: it is finished, or has given way
 }
 
 // signal is a context that ends when the signal is set.
@@ -69,11 +64,10 @@ func (c *Coordinator) until(ctx context.Context, signals ...signal) (_ context.C
 	}
 }
 
-func newRun(n name, h *Rollback, version store.Version) *run {
+func newRun(n name, h *Rollback) *run {
 	r := &run{
-		id: h.ID, name: n, plan: h.Plan, head: *h, version: version, partOf: h.partOf(), precedence: h.precedence(), since: h.Asked, informs: h.informs(),
-		steps: h.Plan.begin(), planned: h.Plan.list(), index: map[string]int{},
-		joined: newSignal(), asks: newSignal(), due: newSignal(), halted: newSignal(), done: newSignal(),
+		id: h.ID, name: n, plan: h.Plan, steps: h.Plan.begin(), planned: h.Plan.list(), index: map[string]int{},
+		joined: newSignal(), asks: newSignal(), due: newSignal(), done: newSignal(),
 	}
 	r.levels = make([][]int, len(h.Plan.Levels))
 	for i, step := range r.steps {
@@ -81,7 +75,7 @@ func newRun(n name, h *Rollback, version store.Version) *run {
 		r.levels[step.Level] = append(r.levels[step.Level], i)
 	}
 	r.expiredLast()
-	r.applyHead()
+	r.setHead(h)
 	return r
 }
 
@@ -113,50 +107,49 @@ func (r *run) expiredLast() {
 	r.levels = slices.DeleteFunc(all, func(level []int) bool { return len(level) == 0 })
 }
 
-// setHead takes a head that was read, which comes without its plan, with mu held.
-func (r *run) setHead(h *Rollback, version store.Version) {
-	r.head, r.version = *h, version
-	r.head.Plan = r.plan
-}
-
-// applyHead sets the signals of the head, with mu held or before r is shared.
-func (r *run) applyHead() {
-	if r.head.TimedOut {
+// setHead takes a head, which does not change any more, and sets its signals; with mu held or before r is shared.
+func (r *run) setHead(h *Rollback) {
+	h.Plan = r.plan
+	r.head.Store(h)
+	if h.TimedOut {
 		r.due.set()
 	}
-	if r.head.Joined != "" {
+	if h.Joined != "" {
 		r.joined.set()
 	}
-	if len(r.head.Questions) > 0 {
+	if len(h.Questions) > 0 {
 		r.asks.set()
 	}
-	if !r.head.open() {
-		r.halted.set()
+	if !h.open() {
 		r.done.set()
 	}
 }
 
-// headChanged applies the head and removes the lock of a run that has ended, with its mu held: at
-// the end of the rollback the workflow is unlocked.
-func (c *Coordinator) headChanged(r *run) {
-	if !r.head.open() {
-		c.locks.ended(&r.head, c.o.Keep)
+// publish takes a head that was recorded, with the run's mu held: at the end of the rollback the workflow is unlocked.
+func (c *Coordinator) publish(r *run, h *Rollback) {
+	if !h.open() {
+		c.locks.ended(h, c.o.Keep)
 	}
-	r.applyHead()
+	r.setHead(h)
 }
 
-// now is the rollback as it is recorded at present, with its plan and without its steps.
-func (r *run) now() *Rollback {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.head.shown()
+// refresh reads the head again, with the run's mu held: others may have changed it, or the answer to a commit was lost.
+func (c *Coordinator) refresh(ctx context.Context, r *run) error {
+	h, err := c.readHead(ctx, r.name)
+	if err == nil && h.version != r.now().version {
+		c.publish(r, h)
+	}
+	return err
 }
+
+// now is the rollback as it is recorded at present, which nobody may change.
+func (r *run) now() *Rollback { return r.head.Load() }
 
 // snapshot is the current state of the rollback.
 func (r *run) snapshot() *Rollback {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.snapshotWith(&r.head)
+	return r.snapshotWith(r.now())
 }
 
 // snapshotWith is the current state with another head, with mu held.
@@ -189,36 +182,26 @@ func (r *run) setStep(i int, s *Step) {
 	r.steps[i] = *s
 }
 
-// contender is the rollback in conflicts with others. mu is held.
-func (r *run) contender() contender {
-	return contender{Precedence: r.precedence, Plan: r.plan}
-}
-
 // change changes the head, in one commit with the batch. make gets a copy, and may be called
 // again if somebody else changed the head meanwhile.
 func (c *Coordinator) change(ctx context.Context, r *run, make func(h *Rollback, b *store.Batch) error) error {
 	defer c.sealing.Enter()()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	h := r.head
+	h := *r.now()
 	b := new(store.Batch)
 	if err := make(&h, b); err != nil {
 		return b.Done(err)
 	}
-	head := c.headWrite(r.name, &h, store.VersionIs(r.version))
+	head := c.headWrite(r.name, &h, store.VersionIs(h.version))
 	version, err := c.o.Store.Commit(ctx, append([]store.Write{head}, b.Writes()...)...)
 	if err = b.Done(err); err == nil {
-		r.head, r.version = h, version
-		c.headChanged(r)
+		h.version = version
+		c.publish(r, &h)
 		return nil
 	}
-	// It may have been changed, or this commit has landed and its answer was lost.
-	fresh, version, readErr := c.readHead(context.WithoutCancel(ctx), r.name)
-	if readErr == nil {
-		r.setHead(fresh, version)
-		c.headChanged(r)
-	}
-	return fmt.Errorf("%w: %w", ErrStore, err)
+	_ = c.refresh(context.WithoutCancel(ctx), r)
+	return unavailable(err)
 }
 
 // drive runs a rollback, from any state.
@@ -242,12 +225,10 @@ func (c *Coordinator) drive(r *run) {
 	if c.overdue(r) != nil {
 		return
 	}
-	under, over := c.until(c.hard, r.halted)
+	under, over := c.until(c.hard, r.done)
 	defer over()
 	c.wg.Go(func() { c.watch(under, r, begins.Due) })
-	if c.fleet != nil {
-		c.wg.Go(func() { c.fleet.follow(under, r) })
-	}
+	c.wg.Go(func() { c.follow(under, r) })
 	if c.waitBehind(r, begins.Behind) != nil {
 		return
 	}
@@ -288,30 +269,28 @@ func (c *Coordinator) releaseRest(r *run) {
 	})
 }
 
+// waitBehind waits until other rollbacks take no more steps, or a wider one takes this one over.
 func (c *Coordinator) waitBehind(r *run, behind []string) error {
+	within, stop := c.until(c.hard, r.joined)
+	defer stop()
 	for _, id := range behind {
 		for over := false; !over; {
-			var ended <-chan struct{}
-			cancel := func() {}
-			if err := c.retry(r.id, "another rollback", func(ctx context.Context) (err error) {
-				ended, cancel, err = c.under(ctx, c.name(id))
-				return err
+			if err := c.retry(r.id, "another rollback", func(ctx context.Context) error {
+				ended, cancel, err := c.under(ctx, c.name(id))
+				if over = ended == nil; err != nil || over {
+					return err
+				}
+				defer cancel()
+				select {
+				case <-ended:
+				case <-within.Done():
+				}
+				return nil
 			}); err != nil {
 				return err
 			}
-			if over = ended == nil; over {
-				break // finished
-			}
-			joined := false
-			select {
-			case <-ended:
-			case <-r.joined.Done():
-				joined = true
-			case <-c.quit:
-			}
-			cancel()
 			switch {
-			case joined:
+			case r.joined.is():
 				return nil
 			case c.ending():
 				return errShutdown
@@ -464,7 +443,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 			say("is not known: what %s has of the workflow (%s)", o.Agent, o.Reason)
 		}
 	} else {
-		o.Level, o.Cause, o.Proposal.Kind, o.Participants = hitl.Pause, hitl.CauseCritical, hitl.ContinueRollback, r.informs
+		o.Level, o.Cause, o.Proposal.Kind, o.Participants = hitl.Pause, hitl.CauseCritical, hitl.ContinueRollback, r.now().informs()
 		o.Summary = "A rollback is about to undo what is of severity critical."
 		say("Level %d of %d, and then the rest of the rollback, is carried out. Of severity critical in that level are", level+1, len(r.levels))
 		for _, i := range asks {
@@ -482,13 +461,9 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 		case h.Requester != "":
 			o.Requester = "issuer:" + h.Requester
 		}
-		id, err := c.escalate(ctx, b, o)
-		if err != nil {
-			return err
-		}
-		h.Questions = append(h.Questions[:len(h.Questions):len(h.Questions)], question{Level: level, Escalation: id})
-		h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
-		return nil
+		id, err := c.escalateFor(ctx, b, h, o)
+		h.Questions = append(slices.Clip(h.Questions), question{Level: level, Escalation: id})
+		return err
 	})
 }
 
@@ -517,7 +492,13 @@ func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
 	if errors.Is(err, ErrStore) {
 		return false, err
 	}
-	return err == nil && r.plan.stands(d.Plan), nil
+	if err != nil {
+		return false, nil
+	}
+	// Calls that were under way then have ended as the plan says.
+	return d.Plan.like(r.plan, func(was, now *PlanStep) bool {
+		return was.What == Wait && was.Then == now.What && was.Obstacle == now.Obstacle
+	}), nil
 }
 
 func (r *run) begun(places []int) bool {
@@ -537,8 +518,8 @@ func (c *Coordinator) level(r *run, places []int) bool {
 	}) != nil {
 		return false
 	}
-	inParallel(c.o.Parallel, lanes, func(lane []int) {
-		for _, i := range lane {
+	inParallel(c.o.Parallel, len(lanes), func(lane int) {
+		for _, i := range lanes[lane] {
 			if c.ending() || c.retry(r.id, "a step", func(ctx context.Context) error { return c.runStep(ctx, r, i) }) != nil {
 				break // the next one is to come after it
 			}
@@ -594,7 +575,7 @@ func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) (lanes []
 			target, when, err := c.o.Checkpoints.Target(ctx, step.Checkpoint)
 			switch {
 			case errors.Is(err, checkpoint.ErrStore):
-				return nil, fmt.Errorf("%w: %w", ErrStore, err)
+				return nil, unavailable(err)
 			case err == nil:
 				if there, is := known[target]; is {
 					lane = there
@@ -629,6 +610,13 @@ func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Openi
 	return p.Escalation().ID, nil
 }
 
+// escalateFor opens an escalation of a rollback, whose head it changes.
+func (c *Coordinator) escalateFor(ctx context.Context, b *store.Batch, h *Rollback, o hitl.Opening) (string, error) {
+	id, err := c.escalate(ctx, b, o)
+	h.Escalations = append(slices.Clip(h.Escalations), id)
+	return id, err
+}
+
 // timeoutOpening is the escalation of an overdue rollback.
 func (h *Rollback) timeoutOpening() hitl.Opening {
 	return hitl.Opening{
@@ -650,8 +638,9 @@ func (c *Coordinator) overdue(r *run) error {
 		// An undo may be given up because its time is over by this process's clock, which may be a
 		// little ahead of the store's.
 		gaveUp := slices.ContainsFunc(r.steps, func(s Step) bool { return s.Reason == string(reasonTimeout) })
-		none := r.head.TimedOut || !r.head.open() || now.Before(r.head.Due) && !gaveUp
 		r.mu.Unlock()
+		h := r.now()
+		none := h.TimedOut || !h.open() || now.Before(h.Due) && !gaveUp
 		if none {
 			return nil
 		}
@@ -659,13 +648,12 @@ func (c *Coordinator) overdue(r *run) error {
 			h.TimedOut = true
 			t, err := c.o.Ledger.Erred(ctx, h.shown(), h.Checkpoint, errorTimeout, "rollback timeout: not done within half of the ttl")
 			if err != nil {
-				return fmt.Errorf("%w: %w", ErrStore, err)
+				return unavailable(err)
 			}
 			token := record(b, t)
 			o := h.timeoutOpening()
 			o.Links.Error = token
-			id, err := c.escalate(ctx, b, o)
-			h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
+			_, err = c.escalateFor(ctx, b, h, o)
 			return err
 		})
 	})
@@ -679,7 +667,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 	}
 	crossed, err := c.o.Ledger.Crossed(ctx, r.snapshot())
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	return c.change(ctx, r, func(h *Rollback, b *store.Batch) error {
 		if h.Joined != "" || !h.open() {
@@ -698,7 +686,7 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 		h.State, h.Finished = Finished, now
 		h.Status, h.Unknown, h.Mixed = sumUp(r.plan, r.steps, len(r.plan.Unreached))
 		h.Before, h.After = hashes(h.Checkpoint, r.steps)
-		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}, Participants: r.informs}
+		o := hitl.Opening{Workflow: h.Workflow, Links: hitl.Links{Checkpoint: h.Checkpoint, Rollback: h.ID}, Participants: h.informs()}
 		switch h.Status {
 		case Failed:
 			o.Key, o.Level, o.Cause = "rollback failed "+h.ID, hitl.Stop, hitl.CauseRollbackFailed
@@ -728,15 +716,13 @@ func (c *Coordinator) finish(ctx context.Context, r *run) error {
 			o.Lifted, o.Participants = true, nil
 		}
 		if o.Key != "" {
-			id, err := c.escalate(ctx, b, o)
-			if err != nil {
+			if _, err := c.escalateFor(ctx, b, h, o); err != nil {
 				return err
 			}
-			h.Escalations = append(h.Escalations[:len(h.Escalations):len(h.Escalations)], id)
 		}
 		t, err := c.o.Ledger.Completed(ctx, r.snapshotWith(h))
 		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+			return unavailable(err)
 		}
 		h.Complete = record(b, t)
 		b.Add(store.Write{Key: c.workflowKey(kindWorkflow, h.Workflow, r.name), Delete: true})

@@ -26,7 +26,7 @@ const (
 
 // stepOutcome is how a step has ended.
 type stepOutcome struct {
-	Result
+	undoResult
 	status    Status
 	reason    string
 	cancelled bool
@@ -60,12 +60,6 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 	cp, tampered, err := c.token(ctx, step.Checkpoint)
 	if err != nil {
 		return err
-	}
-	var theirs *checkpoint.Checkpoint
-	if !cp.Own {
-		if theirs, err = c.foreign(&cp); err != nil {
-			return err
-		}
 	}
 	answer := r.refusal()
 	end, err := func() (stepOutcome, error) {
@@ -102,16 +96,15 @@ func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
 			return c.irreversible(ctx, &cp), nil
 		case step.What == Expired:
 			return c.expired(ctx, r, step.Checkpoint)
-		case !cp.Own && theirs == nil:
-			e := escalated(string(ReasonForeign))
-			e.Unknown = step.State == StepRunning // P6: it may have been asked before a reload
-			return e, nil
+		case !cp.Own:
+			if theirs, err := c.foreign(&cp); err != nil || theirs == nil {
+				e := escalated(string(ReasonForeign))
+				e.Unknown = step.State == StepRunning // P6: it may have been asked before a reload
+				return e, err
+			}
 		}
 		if err := c.begin(ctx, r, i, &m); err != nil {
 			return stepOutcome{}, err
-		}
-		if !cp.Own {
-			return c.send(ctx, r, cp.ID, callSnapshot{state: Ran, opened: theirs, foreign: true}, m.Doubt)
 		}
 		return c.undo(ctx, r, i, &cp)
 	}()
@@ -174,7 +167,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 	step.State, step.Begun = StepRunning, now
 	b.Add(c.stepWrite(r.name, i, &step))
 	if err := b.Commit(ctx, c.o.Store); err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	r.setStep(i, &step)
 	return nil
@@ -241,7 +234,7 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 	case r.due.is():
 		return false, nil
 	}
-	return false, fmt.Errorf("%w: %w", ErrStore, err)
+	return false, unavailable(err)
 }
 
 // send undoes a call that ran. A doubt of another rollback goes on under that one's key: only so
@@ -249,7 +242,10 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // first attempt.
 func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.now()
-	task := Task{Rollback: r.id, PartOf: r.partOf, Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due, Quit: c.quit, Precedence: r.precedence, Foreign: s.foreign}
+	task := undoTask{
+		Rollback: r.id, PartOf: brief.partOf(), Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due,
+		Quit: c.quit, Precedence: brief.precedence(), Foreign: s.foreign,
+	}
 	if doubt != "" && doubt != r.id {
 		partOf, forgotten, err := c.earlier(ctx, doubt)
 		if err != nil {
@@ -257,7 +253,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 		}
 		task.Rollback, task.PartOf, task.Again, task.Forgotten = doubt, partOf, r.id, forgotten
 	}
-	result, err := c.o.Undoer.Undo(ctx, task)
+	result, err := c.o.undoer.Undo(ctx, task)
 	switch {
 	case err != nil && (ctx.Err() != nil || c.ending()):
 		return stepOutcome{}, errShutdown
@@ -268,7 +264,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 	case err != nil:
 		return stepOutcome{}, fmt.Errorf("undoing: %w", err)
 	}
-	e := stepOutcome{Result: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
+	e := stepOutcome{undoResult: result, status: Completed, way: s.opened.Snapshot.Way, call: s.call}
 	if !result.Done {
 		e.status, e.reason = statusOf(&result), string(result.Reason)
 	}
@@ -278,7 +274,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 // earlier is what a rollback was a part of. forgotten says that neither it nor its keys are
 // recorded any more.
 func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, forgotten bool, err error) {
-	switch h, _, err := c.readHead(ctx, c.name(id)); {
+	switch h, err := c.readHead(ctx, c.name(id)); {
 	case errors.Is(err, ErrUnknown):
 		return "", true, nil
 	case err == nil:
@@ -292,7 +288,7 @@ func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, fo
 
 // statusOf separates what a person must decide from what was tried and failed. An undo of unknown
 // outcome is not known to have failed (P6).
-func statusOf(r *Result) Status {
+func statusOf(r *undoResult) Status {
 	switch r.Reason {
 	case ReasonForeign, ReasonIrreversible, ReasonChanged, reasonLost, reasonTimeout, reasonNoPostImage,
 		reasonEscalated, reasonUnfilled, ReasonOtherUpstream,
@@ -361,7 +357,7 @@ func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *executio
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
 	switch {
 	case errors.Is(err, checkpoint.ErrStore):
-		return s, false, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, false, unavailable(err)
 	case err != nil:
 		s.state = InFlight // while it runs; then what is known of the earlier one has to do
 		return s, running, nil
@@ -411,10 +407,7 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 	w := c.stepWrite(r.name, i, &step)
 	r.setStep(i, &step) // before: it may land although the commit fails
 	err := c.o.Checkpoints.Advance(ctx, root, m, checkpoint.Step{To: checkpoint.Undoing, Rollback: r.id, Doubt: m.Doubt}, w)
-	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err) // look again
-	}
-	return nil
+	return unavailable(err) // look again
 }
 
 // expired is the end of an expired checkpoint's step: that of the call, if another attempt of it
@@ -422,7 +415,7 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutcome, error) {
 	root, err := c.o.Checkpoints.First(ctx, id)
 	if err != nil {
-		return stepOutcome{}, fmt.Errorf("%w: %w", ErrStore, err)
+		return stepOutcome{}, unavailable(err)
 	}
 	m, _, err := c.mark(ctx, root)
 	switch {
@@ -475,17 +468,21 @@ type callSnapshot struct {
 	call execution.Undoing
 	// opened is the record from before the call; nil if it is gone.
 	opened *checkpoint.Checkpoint
-	// foreign says that somebody else has made the checkpoint; opened says whom to ask.
+	// foreign says that somebody else has made the checkpoint; opened says whom to ask, and is nil for nobody.
 	foreign bool
 }
 
-// callStatus finds the outcome of the call of this gateway's checkpoint. recorded is the state by
-// its tokens. A free key proves nothing, nor does one that another call has: keys are forgotten,
-// and doubtful calls are run again. So a call never ran only if the checkpoint store has it as
-// released, or its tokens say so and no result was recorded (P1, P6).
+// callStatus finds the outcome of a checkpoint's call. Of a checkpoint that somebody else has made its agent is
+// asked: such a call ran. recorded is the state by its tokens. A free key proves nothing, nor does one that another
+// call has: keys are forgotten, and doubtful calls are run again. So a call never ran only if the checkpoint store
+// has it as released, or its tokens say so and no result was recorded (P1, P6).
 //
 // The errors are those of checkpoint.Store.Open but ErrReleased, and ErrStore.
 func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
+	if !cp.Own {
+		theirs, err := c.foreign(cp)
+		return callSnapshot{state: Ran, opened: theirs, foreign: true}, err
+	}
 	s, err := c.readCallStatus(ctx, cp, rollback, recorded)
 	if err != nil || s.state == InFlight || s.opened == nil || s.opened.Result != nil {
 		return s, err
@@ -503,7 +500,7 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 	case errors.Is(err, checkpoint.ErrReleased):
 		return c.released(ctx, s)
 	case errors.Is(err, checkpoint.ErrStore):
-		return s, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, unavailable(err)
 	case err != nil:
 		return s, err
 	}
@@ -520,7 +517,7 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 	found, err := c.o.Guard.Get(ctx, s.call.Key)
 	switch {
 	case err != nil && !errors.Is(err, execution.ErrUnknown):
-		return s, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, unavailable(err)
 	case err != nil || !found.Record.Announced(cp.ID): // the key is free, or another call's
 		if err == nil {
 			if later, is, err := c.later(ctx, s, &found, rollback); is || err != nil {
@@ -548,7 +545,7 @@ func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapsho
 	case errors.Is(err, checkpoint.ErrUnknown): // nothing names the call any more
 		return s, nil
 	case errors.Is(err, checkpoint.ErrStore):
-		return s, fmt.Errorf("%w: %w", ErrStore, err)
+		return s, unavailable(err)
 	case err != nil:
 		return s, err
 	}
@@ -559,27 +556,20 @@ func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapsho
 
 // mark reads the mark of a checkpoint. damaged says that it cannot be read.
 func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, damaged bool, err error) {
-	m, err = c.o.Checkpoints.Mark(ctx, id)
-	switch {
-	case errors.Is(err, checkpoint.ErrTampered):
+	if m, err = c.o.Checkpoints.Mark(ctx, id); errors.Is(err, checkpoint.ErrTampered) {
 		return m, true, nil
-	case err != nil:
-		return m, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return m, false, nil
+	return m, false, unavailable(err)
 }
 
 // token finds the token of a checkpoint. tampered says that it is not the recorded one, or is
 // missing.
 func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tampered bool, err error) {
 	cp, err = c.o.Ledger.Checkpoint(ctx, id)
-	switch {
-	case errors.Is(err, checkpoint.ErrTampered), errors.Is(err, ErrUnknown):
+	if errors.Is(err, checkpoint.ErrTampered) || errors.Is(err, ErrUnknown) {
 		return cp, true, nil
-	case err != nil:
-		return cp, false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	return cp, false, nil
+	return cp, false, unavailable(err)
 }
 
 // record writes the outcome of a step in one commit: the journal, the mark, the execution to
@@ -606,7 +596,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome
 	b.Add(c.stepWrite(r.name, i, &step))
 	err = c.commitStep(ctx, &end, b)
 	if err = b.Done(err); err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	r.setStep(i, &step)
 	return nil
@@ -626,12 +616,12 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 		p := c.o.Checkpoints.PutBack(end.Version, keep)
 		b.Join(p)
 	}
-	brief := r.now()
+	brief := r.now().shown()
 	token := ""
 	if end.reason == reasonTampered { // cascade 4.2.3: an error is recorded
 		t, err := c.o.Ledger.Erred(ctx, brief, step.Checkpoint, errorConstraint, "the checkpoint is not what was recorded")
 		if err != nil {
-			return fmt.Errorf("%w: %w", ErrStore, err)
+			return unavailable(err)
 		}
 		token = record(b, t)
 	}
@@ -647,7 +637,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 	}
 	t, err := c.o.Ledger.Stepped(ctx, brief, step, end.way)
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return unavailable(err)
 	}
 	step.Token = record(b, t)
 	return nil

@@ -21,9 +21,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Task is one checkpoint to undo, for one rollback. An interrupted undo goes on with the same
-// Task.
-type Task struct {
+// undoTask is one checkpoint to undo, for one rollback. An interrupted undo goes on with the same
+// task.
+type undoTask struct {
 	// Rollback is the rollback's id, a UUID in its canonical form.
 	Rollback string
 	// PartOf is the rollback at another gateway of which Rollback is a part; empty without.
@@ -57,17 +57,17 @@ type Task struct {
 }
 
 var (
-	// errTask: a Task is not complete.
+	// errTask: a task is not complete.
 	errTask = errors.New("undo: no task")
-	// errQuit: shutting down. The same Task goes on later.
+	// errQuit: shutting down. The same task goes on later.
 	errQuit = errors.New("undo: the process ends")
 )
 
 // whole is the id of the rollback that a person or an agent has asked for. Participants behind a
 // participant are asked for parts of that, too: they do not conflict with each other.
-func (t *Task) whole() string { return cmp.Or(t.PartOf, t.Rollback) }
+func (t *undoTask) whole() string { return cmp.Or(t.PartOf, t.Rollback) }
 
-func (t *Task) check() error {
+func (t *undoTask) check() error {
 	switch {
 	case t.Rollback == "" || strings.Contains(t.Rollback+t.Again, "/"):
 		return fmt.Errorf("%w: the rollback's id is empty or has a slash", errTask)
@@ -77,8 +77,8 @@ func (t *Task) check() error {
 	return nil
 }
 
-// Result is the outcome of an undo.
-type Result struct {
+// undoResult is the outcome of an undo.
+type undoResult struct {
 	// Done says that the effect is gone: proven, or by the contract of the answer.
 	Done bool
 	// Unknown says that the undo may or may not have had its effect, or that there may be none to
@@ -97,7 +97,7 @@ type Result struct {
 	// least one if they left it in doubt.
 	Attempts int
 	// Before and After are salted SHA-256 hashes of the target's bodies before and after the
-	// undo: equal for equal bodies under one Task.Rollback, and nowhere else. Zero if there was
+	// undo: equal for equal bodies under one Rollback of the task, and nowhere else. Zero if there was
 	// nothing, if it was not read (After without Verify), and for what is not restored.
 	Before, After [32]byte
 	// Version is the restored version; zero if it has no entity tag of its own, or somebody else
@@ -130,7 +130,7 @@ const (
 	ReasonForeign       Reason = "foreign"        // what the answer to the call has named is not the checkpoint of it
 )
 
-// Defaults of UndoerOptions.
+// Defaults of undoerOptions.
 const (
 	defaultFirst   = time.Second         // before an undo is sent a second time
 	defaultLongest = time.Minute         // between two later times
@@ -139,8 +139,8 @@ const (
 	defaultKeep    = 30 * 24 * time.Hour // as a key is kept
 )
 
-// UndoerOptions configure an Undoer. Guard, Checkpoints and Sender are required.
-type UndoerOptions struct {
+// undoerOptions configure an undoer. Guard, Checkpoints and Sender are required.
+type undoerOptions struct {
 	// Guard runs the requests that change something.
 	Guard *execution.Guard
 	// Checkpoints has the recorded credentials.
@@ -158,16 +158,15 @@ type UndoerOptions struct {
 	Keep time.Duration
 }
 
-// undoer undoes calls. It is safe for concurrent use, also for the same Task twice: one sends,
+// undoer undoes calls. It is safe for concurrent use, also for the same task twice: one sends,
 // the other waits for the outcome.
 type undoer struct {
-	o           UndoerOptions
+	o           undoerOptions
 	hash        func(rollback string, state []byte) [32]byte
 	noStateHash bool // asks for no state before and after a compensation; for tests that count requests
 }
 
-// NewUndoer returns the Undoer that sends undos as calls of their own.
-func NewUndoer(o UndoerOptions) Undoer {
+func newUndoer(o undoerOptions) *undoer {
 	o.First = cmp.Or(o.First, defaultFirst)
 	o.Longest = max(cmp.Or(o.Longest, defaultLongest), o.First)
 	o.Timeout = cmp.Or(o.Timeout, defaultTimeout)
@@ -182,27 +181,27 @@ func NewUndoer(o UndoerOptions) Undoer {
 // and for one request longer.
 //
 // An error says nothing about the undo: ctx ended, errQuit, the store is unavailable, or
-// guard.ErrDraining. The same Task then goes on later, also after a restart.
-func (u *undoer) Undo(ctx context.Context, t Task) (Result, error) {
+// guard.ErrDraining. The same task then goes on later, also after a restart.
+func (u *undoer) Undo(ctx context.Context, t undoTask) (undoResult, error) {
 	if err := t.check(); err != nil {
-		return Result{}, err
+		return undoResult{}, err
 	}
 	c := t.Checkpoint
 	way := c.Snapshot.Way
 	if (way == checkpoint.Compensate || way == checkpoint.Delegate) && c.Result != nil && HadNoEffect(c.Result.Upstream) &&
 		c.Snapshot.First == "" { // a refusal says nothing of an attempt before it
-		return Result{Done: true}, nil
+		return undoResult{Done: true}, nil
 	}
 	if c.Result != nil && c.Result.Reason == checkpoint.ReasonChanged {
-		return Result{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
+		return undoResult{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
 	}
 	if cause, irreversible := irreversible(c); irreversible {
-		return Result{Reason: ReasonIrreversible, Cause: cause}, nil
+		return undoResult{Reason: ReasonIrreversible, Cause: cause}, nil
 	}
 	j, err := u.newJob(t)
 	if err != nil {
 		// The recorded undo can never be done: a result, and no error.
-		return Result{Reason: reasonUnfilled}, nil
+		return undoResult{Reason: reasonUnfilled}, nil
 	}
 	switch {
 	case c.Snapshot.Way == checkpoint.Restore:
@@ -211,7 +210,7 @@ func (u *undoer) Undo(ctx context.Context, t Task) (Result, error) {
 		c.Snapshot.Way == checkpoint.Delegate && j.spec.Delegate != "":
 		return j.compensated(ctx)
 	}
-	return Result{Reason: reasonUnfilled}, nil
+	return undoResult{Reason: reasonUnfilled}, nil
 }
 
 // irreversible reports that a call cannot be undone, and why.
@@ -234,22 +233,18 @@ func HadNoEffect(status int) bool {
 
 type job struct {
 	*undoer
-	task      Task
+	task      undoTask
 	call      *checkpoint.Snapshot
 	spec      *Spec
 	templates templates
 	scope     execution.Scope
 	key       execution.Key
 
-	doubt         bool // an attempt may have had its effect
-	owed          bool // one of an earlier rollback's may have, and the key is this one's own
-	attempts      int
-	status        int
-	before, after [32]byte
-	window        WriteWindow // of what is restored; nil where none is open
-	left          string      // the entity tag of what was put back; empty is none, or not known
-	completion    string      // the id of the participant's signed result in the ledger; empty without one
-	peerReason    Reason      // the participant's own word for a refusal in this life; empty without one
+	undoResult             // what is known so far
+	owed       bool        // an attempt of an earlier rollback may have had its effect, and the key is this one's own
+	window     WriteWindow // of what is restored; nil where none is open
+	left       string      // the entity tag of what was put back; empty is none, or not known
+	peerReason Reason      // the participant's own word for a refusal in this life; empty without one
 }
 
 // No request has this method: nobody else can take the key of an undo.
@@ -262,7 +257,7 @@ const (
 	stateMethod = "(state)"
 )
 
-func (u *undoer) newJob(t Task) (*job, error) {
+func (u *undoer) newJob(t undoTask) (*job, error) {
 	call := t.Checkpoint.Snapshot
 	spec, err := ParseSpec(call.Undo)
 	if err != nil {
@@ -295,7 +290,7 @@ func (j *job) useOwnKey(n note) bool {
 		return false
 	}
 	j.take(n)
-	j.owed, j.doubt = true, true
+	j.owed, j.Unknown = true, true
 	j.useKeyOf(j.task.Again)
 	return true
 }
@@ -323,25 +318,28 @@ func (j *job) idempotencyKey() string {
 }
 
 // result is the result of an undo that is not done.
-func (j *job) result(why Reason) Result {
-	r := Result{Unknown: j.doubt, Reason: why, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after, Completion: j.completion}
+func (j *job) result(why Reason) undoResult {
+	r := j.undoResult
+	r.Reason = why
 	if why == ReasonRefused && j.peerReason != ReasonRefused {
 		r.Cause = checkpoint.Reason(j.peerReason)
 	}
 	return r
 }
 
-func (j *job) done() Result {
-	return Result{Done: true, Status: j.status, Attempts: j.attempts, Before: j.before, After: j.after, Completion: j.completion}
+func (j *job) done() undoResult {
+	r := j.undoResult
+	r.Done, r.Unknown = true, false
+	return r
 }
 
 // late is the result of an undo that cannot be tried again in time, or at all, after its last
 // note.
-func (j *job) late(n note) Result {
+func (j *job) late(n note) undoResult {
 	switch {
 	case n.reason != "":
 		return j.result(n.reason)
-	case n.Reading == unsent && !j.doubt:
+	case n.Reading == unsent && !j.Unknown:
 		return j.result(ReasonUnreachable)
 	}
 	return j.result(reasonTimeout)
@@ -488,11 +486,11 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 				// P1: what came of it may be known in this process, and is still to be recorded.
 				return found, execution.ErrUnrecorded
 			}
-			j.doubt, j.attempts, j.status = true, max(j.attempts, 1), found.Record.Status
+			j.Unknown, j.Attempts, j.Status = true, max(j.Attempts, 1), found.Record.Status
 			return found, nil
 		case execution.RunningHere, execution.RunningElsewhere:
 			if j.overdue() {
-				j.doubt, j.attempts = true, max(j.attempts, 1)
+				j.Unknown, j.Attempts = true, max(j.Attempts, 1)
 				return found, nil
 			}
 			if err := j.await(ctx); err != nil {
@@ -500,11 +498,11 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 			}
 		case execution.Free:
 			// Nothing was sent, or an operator knows that it was not applied.
-			j.doubt = j.owed
+			j.Unknown = j.owed
 			if j.task.Forgotten && !j.owed {
-				j.doubt, err = j.unsettled(ctx)
-				if j.doubt {
-					j.attempts = max(j.attempts, 1)
+				j.Unknown, err = j.unsettled(ctx)
+				if j.Unknown {
+					j.Attempts = max(j.Attempts, 1)
 				}
 			}
 			return found, err
@@ -514,8 +512,8 @@ func (j *job) find(ctx context.Context) (execution.Finding, error) {
 	}
 }
 
-// recorded finds the note of a final answer; nil where the undo is still to be done, is in doubt, or runs for longer than
-// the task may. read reads an answer that is only a status.
+// recorded finds the note of a final answer; nil where the undo is still to be done, is in doubt, or runs for longer
+// than the task may. read reads an answer that is only a status.
 func (j *job) recorded(ctx context.Context, read func(*Answer) note) (execution.Finding, *note, error) {
 	for {
 		found, err := j.find(ctx)
@@ -564,7 +562,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 	if err != nil {
 		return note{}, err
 	}
-	before := j.doubt
+	before := j.Unknown
 	n, cause := note{Reading: lost}, execution.CauseInterrupted
 	settled := false
 	settle := func() error {
@@ -572,7 +570,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 		outcome := execution.Outcome{Verdict: execution.InDoubt, Cause: cause, Status: n.status}
 		switch {
 		case n.Reading.final():
-			n.Attempts, n.Before, n.Unknown = j.attempts, j.before, n.Unknown || before && n.Reading != done
+			n.Attempts, n.Before, n.Unknown = j.Attempts, j.Before, n.Unknown || before && n.Reading != done
 			e.Recording().Start(n.status, n.header())
 			outcome.Verdict, outcome.Whole = execution.Completed, true
 		case found.Status != execution.Doubtful && !n.Reading.doubtful():
@@ -583,7 +581,7 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 	}
 	defer func() {
 		if !settled { // the sender has panicked
-			j.doubt = true
+			j.Unknown = true
 			_ = settle()
 		}
 	}()
@@ -595,12 +593,12 @@ func (j *job) attempt(ctx context.Context, found execution.Finding, out *Outgoin
 	}
 	n, cause = sent, sentCause
 	if n.Reading != unsent {
-		j.attempts++
+		j.Attempts++
 	}
 	if n.status != 0 {
-		j.status = n.status
+		j.Status = n.status
 	}
-	j.doubt = j.doubt || n.Reading.doubtful()
+	j.Unknown = j.Unknown || n.Reading.doubtful()
 	if err := settle(); err != nil {
 		return n, err
 	}
@@ -698,10 +696,10 @@ func (j *job) settled(ctx context.Context, found execution.Finding, read func(*A
 }
 
 func (j *job) take(n note) {
-	j.doubt, j.status = n.Unknown, n.status
-	j.attempts, j.completion = max(j.attempts, n.Attempts), cmp.Or(n.Completion, j.completion)
+	j.Unknown, j.Status = n.Unknown, n.status
+	j.Attempts, j.Completion = max(j.Attempts, n.Attempts), cmp.Or(n.Completion, j.Completion)
 	if n.Before != [32]byte{} {
-		j.before = n.Before
+		j.Before = n.Before
 	}
 }
 
@@ -710,7 +708,7 @@ func (j *job) applied(ctx context.Context, found execution.Finding, n note) erro
 	if found.Status != execution.Doubtful {
 		return nil // it is the doubt of an earlier rollback, whose answer stands
 	}
-	n.Attempts, n.Before = j.attempts, j.before
+	n.Attempts, n.Before = j.Attempts, j.Before
 	head := &execution.Head{Status: n.status, Header: n.header()}
 	of := execution.Recorded{Key: j.key, Finding: found}
 	err := j.o.Guard.SettleDoubt(context.WithoutCancel(ctx), of, execution.Resolution{By: execution.ByProbe, Applied: true, Answer: head})

@@ -18,7 +18,7 @@ func TestUnfinishedRollbacksAreCounted(t *testing.T) {
 		if i == 2 { // a part, of one that was asked for elsewhere long before
 			head.Precedence = Precedence{ID: "whole", Asked: begun.Add(-time.Hour)}
 		}
-		r := newRun(name{byte(i)}, &head, 0)
+		r := newRun(name{byte(i)}, &head)
 		if c.runs[r.name] = r; i == 0 {
 			r.done.set()
 		}

@@ -166,7 +166,7 @@ func (t *tree) ambiguous(packages map[string][]string) (found []violation) {
 				switch {
 				case m[2] == "" && len(dirs) > 1:
 					found = append(found, violation{"conformance", at, fmt.Sprintf("%s is a test of %s: write of which", m[1], strings.Join(dirs, ", "))})
-				case m[2] != "" && len(dirs) > 0 && !slices.Contains(dirs, m[2]):
+				case m[2] != "" && len(dirs) > 0 && !slices.ContainsFunc(dirs, func(dir string) bool { return within(dir, m[2]) }):
 					found = append(found, violation{"conformance", at, fmt.Sprintf("%s is no test of %s", m[1], m[2])})
 				}
 			}

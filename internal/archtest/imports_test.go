@@ -50,11 +50,13 @@ var layers = []layer{
 	{part: "guard!", may: append([]string{
 		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/caller!", "guard/protocol!", "guard/problem!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
+	{part: "breaker/jsontime!", bare: true},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},
 	// The ledger stands on the storage contract and on nothing else of the guard.
 	{part: "ect/ledger!", may: []string{"ect", "guard/store!"}, tests: []string{"guard/store", "guard/seal!", "internal"}},
 	{part: "ect", may: []string{"ect", "internal/durable", "internal/jsonx"}, tests: []string{"internal"}},
-	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect", "internal/durable", "internal/jsonx", "internal/suggest"}, tests: []string{".!", "internal"}},
+	{part: "caddymodule/option!", may: []string{"internal/suggest"}},
+	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect", "internal/durable", "internal/jsonx"}, tests: []string{".!", "internal"}},
 	{part: ".!", may: []string{"caddymodule!"}, tests: []string{"internal"}},
 	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},
 	{part: "e2e", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "e2e", "internal"}},

@@ -36,7 +36,7 @@ var mutations = []mutation{
 		breaks: "a step goes on with a token that was altered", tests: []string{"TestCascade423VerifiedAtItsTurn"},
 	},
 	{
-		id: "C-4.2.3-a", file: "guard/rollback/accept.go",
+		id: "C-4.2.3-a", file: "guard/rollback/draft.go",
 		old: "	case tampered:\n		return nil, &refusal{checkpoint.ErrTampered", now: "	case tampered && cp.ID == \"\":\n		return nil, &refusal{checkpoint.ErrTampered",
 		breaks: "a rollback is accepted whose target does not verify", tests: []string{"TestCascade423RevokedKey"},
 	},
@@ -92,7 +92,7 @@ var mutations = []mutation{
 		breaks: "tokens without a signature ask for rollbacks", tests: []string{"TestCascade61UnsignedTokensAskForNothing"},
 	},
 	{
-		id: "E-idempotency-a", file: "guard/rollback/accept.go",
+		id: "E-idempotency-a", file: "guard/rollback/request.go",
 		old: "	if !bytes.Equal(h.Content, r.content()) ||", now: "	if len(h.Content) != len(r.content()) || !bytes.Equal(h.Content, h.Content) ||",
 		breaks: "an id that was used gives its result to any request", tests: []string{"TestAERRRequests"},
 	},
@@ -112,7 +112,7 @@ var mutations = []mutation{
 		breaks: "errors may name any checkpoint", tests: []string{"TestAERRErrorsNameTheirCheckpoints"},
 	},
 	{
-		id: "B-data-model-e", file: "guard/rollback/accept.go",
+		id: "B-data-model-e", file: "guard/rollback/request.go",
 		old: "Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,", now: "Scope: r.Scope, Reason: r.Reason,",
 		breaks: "the urgency is forgotten", tests: []string{"TestBriefRollbackRequest"},
 	},

@@ -37,7 +37,7 @@ type mutation struct {
 
 func (m *mutation) pkg() string {
 	if m.dir == "" {
-		return "./e2e"
+		return "./e2e/..."
 	}
 	return "./" + m.dir
 }

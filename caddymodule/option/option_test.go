@@ -1,0 +1,54 @@
+package option_test
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
+)
+
+// Every error names its option and its line, and says what would be right.
+func TestErrors(t *testing.T) {
+	word := func(d *caddyfile.Dispenser, into *string) error {
+		if !d.Args(into) {
+			return option.ErrSyntax
+		}
+		return nil
+	}
+	set := option.Set[*string]{
+		"colour": {Usage: "<word>", Parse: word, Check: func(into *string) error {
+			if *into == "grey" {
+				return errors.New("grey is no colour")
+			}
+			return nil
+		}},
+		"shade": {Usage: "<word>", Several: true, Named: true, Parse: word},
+	}
+	for block, want := range map[string]string{
+		"{\ncolour red\nshade a\nshade b\n}":    "",
+		"":                                      "",
+		"red":                                   "wrong number of arguments",
+		"{\ncolur red\n}":                       `paint has no option "colur"; it has colour, shade; did you mean "colour"?, at Testfile:2`,
+		"{\ncolour red\nshade a\ncolour red\n}": "colour stands twice; it stands on line 2 already, at Testfile:4",
+		"{\n\ncolour\n}":                        "colour: wrong number of arguments; the syntax is `colour <word>`, at Testfile:3",
+		"{\ncolour red blue\n}":                 "colour: wrong number of arguments; the syntax is `colour <word>`, at Testfile:2",
+		"{\nshade red {\nmat\n}\n}":             "shade red: wrong number of arguments; the syntax is `shade <word>`, at Testfile:2",
+		"{\ncolour grey\n}":                     "colour: grey is no colour, at Testfile:2",
+		"{\nshade a\nshade odd\n}":              "shade must not be odd, at Testfile:3",
+	} {
+		var got string
+		d := caddyfile.NewTestDispenser("paint " + block)
+		d.Next()
+		err := set.Read(d, "paint", &got, map[string]caddyfile.Segment{}, func() error {
+			if got == "odd" {
+				return errors.New("shade must not be odd")
+			}
+			return nil
+		})
+		if (err == nil) != (want == "") || err != nil && err.Error() != want {
+			t.Errorf("%q: %v\nwant %s", block, err, want)
+		}
+	}
+}

@@ -1,0 +1,29 @@
+//go:build unix
+
+package breaker
+
+import (
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// The program that users build has our modules, and no store that forgets.
+func TestProcessModules(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "go", "run", "../../cmd/caddy", "list-modules").Output()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	modules := strings.Fields(string(out))
+	for _, want := range []string{
+		"admin.api.agent_guard", "agent_guard", "agent_guard.stores.badger", "agent_guard.stores.postgres", "http.handlers.agent_guard", "http.reverse_proxy.transport.agent_guard",
+	} {
+		if !slices.Contains(modules, want) {
+			t.Errorf("no module %s", want)
+		}
+	}
+	if slices.Contains(modules, "agent_guard.stores.memory") {
+		t.Error("P1: the memory store forgets every execution at exit, and can be configured")
+	}
+}
