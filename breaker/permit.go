@@ -45,6 +45,71 @@ type Outcome struct {
 	Evidence string
 }
 
+// Op describes a call to Acquire.
+type Op struct {
+	// Safe says that the call changes nothing (GET, HEAD). Safe calls are preferred as probes.
+	Safe bool
+	// ClientPaced says that the call is sent at the pace of its client, until Lease.Sent. It is not
+	// preferred as a probe, and a lease that ends before Lease.Sent is neutral.
+	ClientPaced bool
+	// Patience is how long the call may go without an answer before it counts as a failure; 0 is for
+	// ever. It is rounded up, by at most a quarter and two steps of the window.
+	Patience time.Duration
+	// View makes the breaker stricter for this call; nil does not.
+	View *View
+}
+
+// Acquire admits the call or refuses it with an *OpenError. The permit has to be settled with Done
+// on every exit path. Acquire never waits for another call.
+func (b *Breaker) Acquire(op Op) (Permit, error) {
+	if p := b.live.Load(); p != nil {
+		b.noteSafe(op, p.at.Load())
+		if op.View != nil {
+			return p.admitIn(op)
+		}
+		return p.admit(op), nil
+	}
+	if refusal := b.refusal.Load(); refusal != nil {
+		b.noteSafe(op, 0)
+		b.rejected.Add(1)
+		return Permit{}, refusal
+	}
+	return b.decide(op)
+}
+
+// decide is Acquire with the lock, for a closed breaker whose timer is stopped, for the probe, and for
+// a breaker that only observes.
+func (b *Breaker) decide(op Op) (Permit, error) {
+	b.mu.Lock()
+	now := time.Now()
+	if b.state == Closed {
+		p := b.period
+		b.wake(p, now)
+		b.noteSafe(op, p.at.Load())
+		b.unlock()
+		return p.admitIn(op)
+	}
+	b.noteSafe(op, 0)
+	permit, refusal := b.grant(op, now)
+	observing := b.mode == Observe
+	b.unlock()
+	if refusal == nil {
+		return permit, nil
+	}
+	b.rejected.Add(1)
+	if observing {
+		return Permit{}, nil
+	}
+	return Permit{}, refusal
+}
+
+// noteSafe records that a call asks in that bucket, if it is a preferred one.
+func (b *Breaker) noteSafe(op Op, bucket uint32) {
+	if op.preferred() && b.safe.Load() != bucket+1 {
+		b.safe.Store(bucket + 1)
+	}
+}
+
 // Permit is the right to make one call. Do not copy it once it is in use. Methods of the zero value do
 // nothing.
 type Permit struct {

@@ -20,6 +20,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/cascades"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -184,11 +185,11 @@ func cascadesFor(h *Handler, e *engine, policy *tokenPolicy) *api.Cascades {
 		List: func(context.Context) ([]api.Cascade, error) { return e.cascades.List(), nil },
 		Get:  func(_ context.Context, id string) (*api.Cascade, error) { return e.cascades.Get(id), nil },
 		Reader: func(r *http.Request) (evidence.Reader, bool, func(string) bool, error) {
-			who, caller, err := h.asker(e, policy, r)
+			who, name, err := h.asker(e, policy, r)
 			if err != nil {
 				return who, false, nil, err
 			}
-			if !guard.VerifiedHere(caller) {
+			if !caller.Verified(name) {
 				return who, false, nil, problem.New(api.AuthenticationRequired,
 					"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 			}
@@ -196,7 +197,7 @@ func cascadesFor(h *Handler, e *engine, policy *tokenPolicy) *api.Cascades {
 			leads := func(upstream string) bool {
 				return p != nil && p.LeadsTo(upstream[strings.LastIndex(upstream, " ")+1:])
 			}
-			return who, slices.Contains(h.Operators, h.handler.OperatorName(r, caller)), leads, nil
+			return who, slices.Contains(h.Operators, h.handler.Callers.Operator(r, name)), leads, nil
 		},
 	}
 }

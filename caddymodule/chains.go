@@ -13,7 +13,8 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
@@ -466,11 +467,11 @@ func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead 
 		switch class := h.fields.Class(field); {
 		case strings.Contains(field, "*"): // it may be any
 			return "request_header removes " + field, "`header_up " + field + "` in the proxy's block instead, or each name by itself"
-		case class == fingerprint.Credential:
+		case class == body.Credential:
 			return what, instead + ", or, if it names no caller, `credentials -" + field + "` in the guard's"
-		case class == fingerprint.Tenant:
+		case class == body.Tenant:
 			return what, instead + ", or, if it names no customer, `tenant -" + field + "` in the guard's"
-		case class == fingerprint.Operand:
+		case class == body.Operand:
 			return what, instead
 		}
 	}
@@ -622,7 +623,7 @@ func warnAnonymous(visits []visit, warned *sync.Map) {
 			continue
 		}
 		h.logger.Warn("calls without any credential share one space of execution ids; require authentication, or name the caller with `caller`",
-			slog.String("guard", h.Name), slog.String("caller", guard.Anonymous))
+			slog.String("guard", h.Name), slog.String("caller", caller.Anonymous))
 	}
 }
 

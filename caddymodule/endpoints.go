@@ -25,10 +25,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
@@ -476,12 +477,12 @@ var (
 // structure (cascade 6.2, ATD "Circuit Breaker State Leakage"). So operators see all,
 // callers those behind this guard, which refusals name too, and participants of a workflow
 // those recorded in it. An unverified credential is no identity.
-func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, caller string) (func(*proxy.Circuit) bool, error) {
-	if !guard.VerifiedHere(caller) {
+func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, name string) (func(*proxy.Circuit) bool, error) {
+	if !caller.Verified(name) {
 		return nil, problem.New(api.AuthenticationRequired,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 	}
-	operator := slices.Contains(h.Operators, h.handler.OperatorName(r, caller))
+	operator := slices.Contains(h.Operators, h.handler.Callers.Operator(r, name))
 	if wid := r.URL.Query().Get("wid"); wid != "" {
 		return circuitsOf(e, policy, r, who, wid, operator)
 	}
@@ -510,11 +511,11 @@ func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Re
 
 // visibleCircuits describes the breakers that a caller may see (cascade 3.2.3).
 func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Request) (*proxy.Document, error) {
-	who, caller, err := h.asker(e, policy, r)
+	who, name, err := h.asker(e, policy, r)
 	if err != nil {
 		return nil, err
 	}
-	may, err := h.circuitsFor(e, policy, r, who, caller)
+	may, err := h.circuitsFor(e, policy, r, who, name)
 	if err != nil {
 		return nil, err
 	}
@@ -557,7 +558,7 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 
 // asker identifies who asks, in the same way as callers. Tokens of a POST and a PUT are content and
 // do not identify it.
-func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, caller string, err error) {
+func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, name string, err error) {
 	var tokens guard.Tokens
 	if r.Method != http.MethodPost && r.Method != http.MethodPut {
 		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, nil, false); err != nil {
@@ -567,19 +568,19 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 			return who, "", err
 		}
 	}
-	if caller, err = h.handler.CallerOf(e.calls.Executions, r, tokens.Issuer()); err != nil {
+	if name, err = h.handler.Callers.Of(r, tokens.Issuer(), e.calls.Executions.Keyed); err != nil {
 		return who, "", err
 	}
 	return evidence.Reader{
-		Issuer: tokens.Issuer(), Caller: e.calls.Executions.Caller(caller),
-		Anonymous: guard.Unnamed(caller), Credential: !guard.Unnamed(caller) && !guard.VerifiedHere(caller),
-	}, caller, nil
+		Issuer: tokens.Issuer(), Caller: e.calls.Executions.Caller(name),
+		Anonymous: caller.Unnamed(name), Credential: !caller.Unnamed(name) && !caller.Verified(name),
+	}, name, nil
 }
 
 // challenge names a way to authenticate. No scheme is registered for API keys; this is the
 // usual name.
 func (h *Handler) challenge() string {
-	if h.fields.Class("Authorization") == fingerprint.Credential {
+	if h.fields.Class("Authorization") == body.Credential {
 		return `Bearer realm="executions"`
 	}
 	return `ApiKey realm="executions"`
@@ -611,11 +612,11 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 	}
 	switch len(tokens.Own) {
 	case 0:
-		caller, err := h.handler.CallerOf(e.calls.Executions, r, tokens.Issuer())
+		name, err := h.handler.Callers.Of(r, tokens.Issuer(), e.calls.Executions.Keyed)
 		if err != nil {
 			return nil, err
 		}
-		if guard.Unnamed(caller) {
+		if caller.Unnamed(name) {
 			return nil, problem.New(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
 		}
 		return nil, &ect.Error{Code: ect.CodeMissing}

@@ -26,6 +26,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -314,11 +315,11 @@ func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, boun
 			return nil, nil, &ect.Error{Code: ect.CodeInputHash}
 		}
 	}
-	caller, err := h.handler.CallerOf(e.calls.Executions, r, tokens.Issuer())
-	if err != nil || !guard.VerifiedHere(caller) {
+	name, err := h.handler.Callers.Of(r, tokens.Issuer(), e.calls.Executions.Keyed)
+	if err != nil || !caller.Verified(name) {
 		return who, token, err
 	}
-	who.Name = h.handler.OperatorName(r, caller)
+	who.Name = h.handler.Callers.Operator(r, name)
 	who.Roles = h.rolesOf(r, who.Name, token)
 	return who, token, nil
 }

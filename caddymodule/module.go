@@ -25,8 +25,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
@@ -107,9 +107,9 @@ type Handler struct {
 
 	app               *App
 	logger            *slog.Logger
-	actions           []*Action          // the configured actions and the default one
-	fields            *fingerprint.Table // what each header field is
-	naming            execution.Naming   // by what keys are named
+	actions           []*Action        // the configured actions and the default one
+	fields            *body.Fields     // what each header field is
+	naming            execution.Naming // by what keys are named
 	consequentialSets caddyhttp.MatcherSets
 	exemptSets        caddyhttp.MatcherSets
 	upstream          caddyhttp.Handler
@@ -262,18 +262,18 @@ func (h *Handler) classify() (err error) {
 	if err := checkCompared(h.Ignore, h.Compare, h.fields); err != nil {
 		return fmt.Errorf("ignore: %w", err)
 	}
-	h.fields.Set(fingerprint.Operand, h.Compare...)
-	h.fields.Set(fingerprint.Volatile, h.Ignore...)
+	h.fields.Set(body.Operand, h.Compare...)
+	h.fields.Set(body.Volatile, h.Ignore...)
 	return nil
 }
 
 // named is the table of header fields as `credentials` and `tenant` make it, as far as they were read.
-func (h *Handler) named() *fingerprint.Table {
+func (h *Handler) named() *body.Fields {
 	c := guard.Settings{Credentials: h.Credentials, Tenant: h.Tenant}
 	if fields, _, err := c.Fields(); err == nil {
 		return fields
 	}
-	return fingerprint.NewTable()
+	return body.NewFields()
 }
 
 // provisionMatchers loads the matchers in the named field of host.

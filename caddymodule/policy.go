@@ -16,9 +16,9 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
@@ -263,18 +263,18 @@ func checkFields(names []string) error {
 }
 
 // checkCompared checks the fields of `compare` or `ignore`; others are those of the other one.
-func checkCompared(names, others []string, fields *fingerprint.Table) error {
+func checkCompared(names, others []string, fields *body.Fields) error {
 	if err := checkFields(names); err != nil {
 		return err
 	}
 	for _, name := range names {
 		field := http.CanonicalHeaderKey(name)
 		switch fields.Class(field) {
-		case fingerprint.Credential:
+		case body.Credential:
 			return fmt.Errorf("%s names the caller, and a caller's calls are compared with his own only; leave it out, or write `credentials -%s` too", field, field)
-		case fingerprint.Tenant:
+		case body.Tenant:
 			return fmt.Errorf("%s names who the call is for, and is part of its key; leave it out, or write `tenant -%s` too", field, field)
-		case fingerprint.Elsewhere:
+		case body.Elsewhere:
 			return fmt.Errorf("%s is always read, though not compared by its value; leave it out", field)
 		}
 		if slices.ContainsFunc(others, func(other string) bool { return strings.EqualFold(other, name) }) {

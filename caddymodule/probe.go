@@ -16,7 +16,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -211,7 +211,7 @@ func (e *Evidence) matches(a *guard.InternalAnswer) bool {
 		return false
 	}
 	for text, want := range e.JSON {
-		got, found, err := fingerprint.Lookup(bytes.NewReader(a.Body), int64(len(a.Body)), e.pointers[text])
+		got, found, err := body.Lookup(bytes.NewReader(a.Body), int64(len(a.Body)), e.pointers[text])
 		if err != nil || !found || got != want {
 			return false
 		}

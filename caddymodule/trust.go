@@ -23,6 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -389,7 +390,7 @@ func (t *tokenPolicy) verifyErrors(r *http.Request, raws []string) ([]*ect.Token
 	if t.Verifier == nil {
 		return nil, &ect.Error{Code: ect.CodeKeyID} // no keys are trusted
 	}
-	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: guard.Peer(r), DAG: t.Evidence.GraphOf})
+	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: caller.Peer(r), DAG: t.Evidence.GraphOf})
 	for _, token := range all {
 		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" {
 			return nil, &ect.Error{Code: ect.CodeExt} // it is good for another endpoint (C-6.1-a)

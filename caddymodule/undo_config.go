@@ -15,8 +15,8 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
@@ -36,7 +36,7 @@ type undoCompiler struct {
 // compileUndo checks the ways and terms of an action, and parses its templates. Terms are
 // complete; name is the guard's; fields say which header fields are credentials of its
 // callers. The error is an *invalid.
-func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table) (*guard.UndoPlan, error) {
+func compileUndo(w *Ways, t *guard.Terms, name string, fields *body.Fields) (*guard.UndoPlan, error) {
 	if err := w.check(); err != nil {
 		return nil, err
 	}
@@ -45,10 +45,10 @@ func compileUndo(w *Ways, t *guard.Terms, name string, fields *fingerprint.Table
 		Restore: w.Restore != nil, OnChanged: w.onChanged(t), Verify: w.Restore != nil && w.Restore.Verify != verifyOff, Delegate: w.Delegate, Agent: w.DelegateTo,
 	}
 	p.Header = func() (http.Header, error) { return fieldsOf(p.Spec.Fields, "") }
-	ordinary := fingerprint.NewTable()
+	ordinary := body.NewFields()
 	c := undoCompiler{p, t.UndoAuth == rollback.AuthRecorded, func(field string) bool { // in every configuration, and in this one
-		return field == "Cookie" || ordinary.Class(field) == fingerprint.Credential ||
-			fields != nil && fields.Class(field) == fingerprint.Credential
+		return field == "Cookie" || ordinary.Class(field) == body.Credential ||
+			fields != nil && fields.Class(field) == body.Credential
 	}}
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {

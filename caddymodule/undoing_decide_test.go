@@ -7,16 +7,16 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
 func compile(t *testing.T, w caddymodule.Ways) *guard.UndoPlan {
 	t.Helper()
-	fields := fingerprint.NewTable()
-	fields.Set(fingerprint.Credential, "X-Tenant")
+	fields := body.NewFields()
+	fields.Set(body.Credential, "X-Tenant")
 	p, err := caddymodule.Compile(&w, &caddymodule.DefaultTerms, "tools", fields)
 	if err != nil {
 		t.Fatal(err)

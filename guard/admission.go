@@ -15,9 +15,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -38,10 +39,10 @@ func sharer(h *Handler, r *http.Request, issuer, proven, stated string) bulkhead
 	case stated == "":
 		return bulkhead.Sharer{}
 	}
-	s := bulkhead.Sharer{Workflow: stated, Caller: h.named(r, issuer)}
+	s := bulkhead.Sharer{Workflow: stated, Caller: h.Callers.Known(r, issuer)}
 	if s.Caller == "" {
-		s.Caller = Anonymous
-		if shown := h.fields.Join(r.Header, fingerprint.Credential); shown != "" {
+		s.Caller = caller.Anonymous
+		if shown := h.fields.Join(r.Header, body.Credential); shown != "" {
 			s.Credential = maphash.String(credentials, shown)
 		}
 	}
@@ -78,10 +79,10 @@ func permitted(x *Call, found execution.Finding) error {
 	if h.Bulkhead == nil {
 		return nil
 	}
-	tokens, caller := &x.evidence.tokens, x.call.Scope.Caller
+	tokens := &x.evidence.tokens
 	c := bulkhead.Call{
 		Sharer: sharer(h, x.r, tokens.Issuer(), tokens.proven(), x.call.Workflow),
-		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, VerifiedHere(caller)),
+		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, caller.Verified(x.call.Scope.Caller)),
 		Key:    retryKey(x.call.Key),
 		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header) > 0,
 	}
@@ -135,7 +136,7 @@ func permitUnguarded(h *Handler, r *http.Request, m *protocol.Message) (permit b
 	}
 	c := bulkhead.Call{
 		Sharer: sharer(h, r, tokens.Issuer(), tokens.proven(), stated),
-		Class:  classOf(h, r, h.Policy.Priority, tokens.Own, tokens.Issuer() != "" || h.Policy.Priority != "" && VerifiedHere(h.named(r, ""))),
+		Class:  classOf(h, r, h.Policy.Priority, tokens.Own, tokens.Issuer() != "" || h.Policy.Priority != "" && caller.Verified(h.Callers.Known(r, ""))),
 		Retry:  retryCount(r.Header) > 0,
 	}
 	if left, said := callersTime(r.Header); said {
@@ -204,9 +205,9 @@ func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated strin
 	if engine, release, err := h.Open(); err == nil { // else there is only the event
 		defer release()
 		x.engine, x.executions = engine, engine.Executions
-		x.call.Scope.Caller = cmp.Or(h.named(r, tokens.Issuer()), Anonymous)
+		x.call.Scope.Caller = cmp.Or(h.Callers.Known(r, tokens.Issuer()), caller.Anonymous)
 		wid := tokens.proven()
-		if wid == "" && VerifiedHere(x.call.Scope.Caller) {
+		if wid == "" && caller.Verified(x.call.Scope.Caller) {
 			wid = stated
 		}
 		if policy, err := h.Tokens(); err == nil {

@@ -20,21 +20,20 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Serve guards r and forwards it to next (docs/request.md). Calls that change nothing take its
-// first step only. An error means that r was not answered; a StatusError has the status to answer
-// with.
+// Serve guards r and forwards it to next (docs/request.md). Calls that change nothing take its first step only. An
+// error means that r was not answered; a StatusError has the status to answer with.
 func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error {
 	if IsOwn(r) {
 		return next.ServeHTTP(w, r)
@@ -109,7 +108,7 @@ var spareCalls = sync.Pool{New: func() any { return new(Call) }}
 func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 	x.permit.Release()
 	if x.failsOpen(err) {
-		err = refusedByCircuit(x.forwardUnguarded(w, next, err), VerifiedHere(x.call.Scope.Caller))
+		err = refusedByCircuit(x.forwardUnguarded(w, next, err), caller.Verified(x.call.Scope.Caller))
 	}
 	if p := (*problem.Problem)(nil); errors.As(err, &p) {
 		x.recordRejection(p)
@@ -191,8 +190,7 @@ func (x *Call) run() error {
 	}
 }
 
-// Call is one guarded call. Its exported methods may be called by the goroutine that serves it,
-// also after the call.
+// Call is one guarded call. Its exported methods may be called by the goroutine that serves it, also after the call.
 type Call struct {
 	began time.Time
 	apart time.Duration // of the time since then, for the request's body and at the upstream
@@ -210,8 +208,7 @@ type Call struct {
 	rec        answer.Recorder
 	sink       callSink        // what rec feeds
 	fields     [5]answer.Field // of the answer; see marks
-	body       *spool.Spool
-	read       bool               // the request's body was read to its end
+	body       *body.Spool
 	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
 	unreadable error              // why the body could not be read as a message
 	proves     proof              // that the server speaks the protocol, where nobody has configured it
@@ -298,7 +295,12 @@ func (x *Call) waitOver() {
 
 // prepare identifies the call that the request makes. Nothing is recorded yet.
 func (x *Call) prepare() error {
-	caller, err := x.identify() // 1
+	var err error // 1
+	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.message, x.h.RequireECT); err != nil {
+		return err
+	}
+	x.verified = true
+	name, err := x.h.Callers.Of(x.r, x.evidence.tokens.Issuer(), x.executions.Keyed)
 	if err != nil {
 		return err
 	}
@@ -308,11 +310,11 @@ func (x *Call) prepare() error {
 	}
 	x.client.call, x.client.gone = x, x.r.Context()
 	if m := x.message; m != nil && m.Protocol == protocol.MCP && m.ID != nil && len(m.ID) <= execution.MaxID {
-		x.client.name, x.client.id = x.h.requestName(x.r, caller, m.ID), m.ID
+		x.client.name, x.client.id = x.h.requestName(x.r, name, m.ID), m.ID
 		x.client.session = x.h.sessionOf(x.executions, x.r)
 		x.client.gone, x.client.leave = context.WithCancel(x.client.gone)
 	}
-	if x.call, err = x.describe(caller, fp, members); err != nil {
+	if x.call, err = x.describe(name, fp, members); err != nil {
 		return err
 	}
 	if x.client.leave != nil || x.action.OnLeave == OnLeaveCancel {
@@ -329,24 +331,16 @@ func (x *Call) prepare() error {
 	return nil
 }
 
-func (x *Call) identify() (caller string, err error) {
-	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.message, x.h.RequireECT); err != nil {
-		return "", err
-	}
-	x.verified = true
-	return x.h.CallerOf(x.executions, x.r, x.evidence.tokens.Issuer())
-}
-
 // fingerprint reads and hashes the request's body, and compares it with the hash in the tokens. members are those
 // that may name the call.
-func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Member, err error) {
+func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err error) {
 	if x.unreadable != nil {
 		return fp, nil, x.unreadable
 	}
 	if err := x.readBody(nil); err != nil {
 		return fp, nil, err
 	}
-	if err := x.evidence.tokens.checkInput(x.bodyHash); err != nil {
+	if err := x.evidence.tokens.checkInput(func() (ect.Hash, error) { return bodyHash(x.body) }); err != nil {
 		return fp, nil, err
 	}
 	node, err := statedNode(x.r)
@@ -359,7 +353,7 @@ func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Me
 		config.Members = nil
 	}
 	method, target := x.h.Host.Original(x.r)
-	sum, members, err := config.Read(fingerprint.Request{
+	sum, members, err := config.Read(body.Request{
 		Method:          method,
 		Host:            strings.ToLower(x.r.Host),
 		Path:            target.EscapedPath(),
@@ -372,13 +366,38 @@ func (x *Call) fingerprint() (fp execution.Fingerprint, members []fingerprint.Me
 		Size:            x.body.Size(),
 	})
 	if err != nil {
-		return fp, nil, x.unkept(err)
+		return fp, nil, unkept(err)
 	}
-	return execution.Fingerprint(sum), members, nil
+	return sum, members, nil
+}
+
+// readBody reads the request's body whole, before anything is claimed; see body.Reading. It is read once.
+func (x *Call) readBody(wanted func(start []byte) bool) (err error) {
+	if x.body == nil {
+		var took time.Duration
+		x.body, took, err = x.h.readBody(x.r, x.executions, wanted)
+		x.apart += took
+	}
+	return err
+}
+
+// readBody reads the body of r into the memory that g has for bodies; nil where no engine is open.
+func (h *Handler) readBody(
+	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
+) (whole *body.Spool, took time.Duration, err error) {
+	how := body.Reading{Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r)}
+	if g != nil {
+		how.Budget = g.BodyMemory()
+	}
+	whole, took, err = body.Read(r, how, wanted)
+	if err != nil && !errors.As(err, new(*problem.Problem)) {
+		err = &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
+	}
+	return whole, took, err
 }
 
 // describe names the call: its workflow, its execution id and its key.
-func (x *Call) describe(caller string, fp execution.Fingerprint, members []fingerprint.Member) (execution.Call, error) {
+func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member) (execution.Call, error) {
 	tokens, policy := &x.evidence.tokens, x.action
 	work, err := workflow(x.r, x.message, tokens)
 	if err != nil {
@@ -387,7 +406,7 @@ func (x *Call) describe(caller string, fp execution.Fingerprint, members []finge
 	method, target := x.h.Host.Original(x.r)
 	c := execution.Call{
 		Fingerprint: fp,
-		Scope:       execution.Scope{Caller: caller, Tenant: x.h.fields.Join(x.r.Header, fingerprint.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
+		Scope:       execution.Scope{Caller: name, Tenant: x.h.fields.Join(x.r.Header, body.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
 		Naming:      &x.h.naming,
 		FreeKeys:    x.h.FreeKeys,
 		Origin:      execution.OriginGiven,
@@ -401,26 +420,26 @@ func (x *Call) describe(caller string, fp execution.Fingerprint, members []finge
 		ResultCap:   policy.MaxResult,
 		Quota:       x.h.Quota,
 	}
-	id, err := x.statedID(members)
+	id, err := x.h.statedID(x.r, x.body, members)
 	if m := x.message; err == nil && m != nil && m.Protocol == protocol.MCP {
 		id = m.StepOf(id)
 	}
 	if errors.Is(err, errNoID) {
-		id, err = messageKey(x)
+		id, err = x.h.messageKey(x.message)
 	}
 	// A token is its issuer's word.
-	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(x)
+	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(x.message)
 	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
 		id, err = fromTokens, nil
 	}
 	if errors.Is(err, errNoID) {
 		id, err = x.missingID(&c)
 	}
-	if err == nil && strings.HasPrefix(caller, changingCaller) {
+	if err == nil && caller.Changing(name) {
 		err = x.refuseUnnamed(&c)
 	}
 	if err != nil {
-		return c, x.unkept(err)
+		return c, unkept(err)
 	}
 	c.Scope.ID = id
 	if evident || id == "" {
@@ -431,7 +450,9 @@ func (x *Call) describe(caller string, fp execution.Fingerprint, members []finge
 	} else {
 		c.Key = x.executions.Key(c.Scope)
 	}
-	c.Sent, err = x.sentAs(id)
+	if policy.OnUnknown == OnUnknownResend {
+		c.Sent, err = sentAs(id, x.r.Header, x.body)
+	}
 	return c, err
 }
 
@@ -506,7 +527,7 @@ func (x *Call) replay(found execution.Finding) error {
 	}
 	marks := append(x.marks("replayed", x.call.Checkpoint), answer.Field{Name: HeaderReplayed, Value: "true"})
 	a := answer.Recorded(x.r.Context(), result)
-	a.Reply = replyTo(x, false)
+	a.Reply = replyTo(x.message, false)
 	return x.played(answer.Play(&x.w, x.r, a, marks...))
 }
 
@@ -549,7 +570,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	if follower.Doubtful() { // head has the rest of what its owner gets
 		status, a.Shows = statusInDoubt, http.StatusInternalServerError
 	}
-	a.Reply = replyTo(x, true)
+	a.Reply = replyTo(x.message, true)
 	err = answer.Play(&x.w, x.r, a, x.marks(status, flight.Checkpoint())...)
 	if err != nil && !x.w.Sent() {
 		return x.followedInVain(flight)
@@ -563,7 +584,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 // sayDoubt ends a stream of events that breaks off, with the problem as the response to the message of x, where the
 // call is in doubt: its client could not resume it, and would wait for a response until its own timeout.
 func (x *Call) sayDoubt(flight *execution.Flight) bool {
-	if replyTo(x, true) == nil || x.message.ID == nil || !isEvents(x.w.Header().Get("Content-Type")) {
+	if replyTo(x.message, true) == nil || x.message.ID == nil || !isEvents(x.w.Header().Get("Content-Type")) {
 		return false
 	}
 	select {
@@ -634,9 +655,8 @@ func (x *Call) doubt(found execution.Finding) (step, error) {
 	return stepDone, x.inDoubt(found.Record.Cause)
 }
 
-// resend sends a call in doubt again, to an upstream that answers a repeated key from its record:
-// with that key and the same bytes, and only while the upstream keeps the key. After that the
-// call is in doubt as before (P1).
+// resend sends a call in doubt again, to an upstream that answers a repeated key from its record: with that key and the
+// same bytes, and only while the upstream keeps the key. After that the call is in doubt as before (P1).
 func (x *Call) resend(found execution.Finding) (step, error) {
 	age, err := x.executions.Age(x.r.Context(), found)
 	if err != nil {
@@ -649,8 +669,7 @@ func (x *Call) resend(found execution.Finding) (step, error) {
 	return stepClaim, nil
 }
 
-// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the
-// others use its answer.
+// probe settles a call in doubt by asking the upstream. Of concurrent retries one asks; the others use its answer.
 func (x *Call) probe(found execution.Finding) (step, error) {
 	probe, first := x.h.probes.enter(x.call.Key)
 	if !first {
@@ -696,9 +715,8 @@ type admission struct {
 	people store.Fence // what people hold
 }
 
-// admit refuses a call that must not begin now, before anything is recorded, and prepares its
-// claim. The admission must be left when the claim's commit has ended. A refused call may have been
-// executed before.
+// admit refuses a call that must not begin now, before anything is recorded, and prepares its claim. The admission must
+// be left when the claim's commit has ended. A refused call may have been executed before.
 func (x *Call) admit(found execution.Finding) (in admission, err error) {
 	if err := x.evidence.tokens.inTime(); err != nil {
 		return in, err // nothing new begins with them
@@ -758,9 +776,8 @@ func (x *Call) admitted(found execution.Finding) (in admission, err error) {
 	return in, err
 }
 
-// enter admits a call that would claim (step 4): not where people hold its workflow or a rollback
-// has ended it, nor where it follows from what is being undone. The admission is left when the claim's
-// commit has ended.
+// enter admits a call that would claim (step 4): not where people hold its workflow or a rollback has ended it, nor
+// where it follows from what is being undone. The admission is left when the claim's commit has ended.
 func (x *Call) enter(found execution.Finding) (in admission, err error) {
 	workflow := x.evidence.call.Workflow
 	if x.evidence.policy == nil { // this configuration has no identity, and another one had
@@ -878,11 +895,11 @@ func (x *Call) approved(a *Approve) error {
 
 // askPeople opens the escalation of a call that waits for an approval.
 func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
-	ctx, caller, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
+	ctx, name, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
 	if n := nodeOf(x); n != nil {
 		what += ", the node " + strconv.Quote(n.ID) + " of its workflow's plan,"
 	}
-	requester := cmp.Or(x.h.OperatorName(x.r, caller), caller)
+	requester := cmp.Or(x.h.Callers.Operator(x.r, name), name)
 	full, err := x.engine.Escalations.Waits(ctx, requester, maxWaiting)
 	if err != nil {
 		return hitl.Escalation{}, err
@@ -891,15 +908,14 @@ func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
 		return hitl.Escalation{}, x.problem(problem.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
 	}
 	named := ""
-	if VerifiedHere(caller) {
+	if caller.Verified(name) {
 		named = requester
 	}
-	shown, body := new(strings.Builder), x.body.NewReader()
-	defer body.Close()
+	shown := new(strings.Builder)
 	method, target := x.h.Host.Original(x.r)
 	fmt.Fprintf(shown, "%s %s%s\n", method, x.call.Host, target.RequestURI())
-	if _, err := io.Copy(shown, io.LimitReader(body, maxShownBody)); err != nil {
-		return hitl.Escalation{}, x.unkept(err)
+	if _, err := io.Copy(shown, io.NewSectionReader(x.body, 0, maxShownBody)); err != nil {
+		return hitl.Escalation{}, unkept(err)
 	}
 	if left := x.body.Size() - maxShownBody; left > 0 {
 		fmt.Fprintf(shown, "\n(%d more bytes)", left)
@@ -1039,13 +1055,12 @@ func (x *Call) request(ctx context.Context) *http.Request {
 		target: *x.r.URL, // which inner handlers rewrite, and may have to once more
 		parent: [1]string{x.call.Scope.ID}, workflow: [1]string{x.call.Workflow},
 	}
-	if x.message != nil && understood(x) { // else breakers hear from HTTP alone
+	if x.message != nil && x.h.understood(x.proves) { // else breakers hear from HTTP alone
 		to.message = x.message
 	}
 	r := x.r.WithContext(to)
 	r.URL = &to.target
 	r.Header = x.r.Header.Clone()
-	r.Header.Del("Expect")  // the body is here
 	r.Header.Del("Upgrade") // what is guarded stays HTTP (isTunnel)
 	r.Header.Del(HeaderExecutionID)
 	r.Header[headerExecutionParent] = to.parent[:]
@@ -1066,14 +1081,10 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	if x.capture.decision.ReadsAnswer() || x.message != nil {
 		r.Header.Set("Accept-Encoding", "identity")
 	}
-	r.TransferEncoding = nil
-	r.ContentLength = x.body.Size()
-	r.Body = http.NoBody
-	switch {
-	case message != nil:
+	x.body.PutInto(r)
+	if message != nil {
+		_ = r.Body.Close()
 		r.Body, r.ContentLength = io.NopCloser(bytes.NewReader(message)), int64(len(message))
-	case r.ContentLength > 0:
-		r.Body = x.body.NewReader()
 	}
 	return r
 }
@@ -1081,7 +1092,7 @@ func (x *Call) request(ctx context.Context) *http.Request {
 func (x *Call) judge(f *forwarding) execution.Outcome {
 	rec := f.rec
 	switch {
-	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && understood(x) &&
+	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && x.h.understood(x.proves) &&
 		isEvents(rec.Header().Get("Content-Type")) && x.heard.End().Meaning != protocol.Unanswered:
 		// What was cut off behind the final answer of a stream says no more of the call.
 	case f.Panicked != nil && rec.Status() == 0:

@@ -157,47 +157,31 @@ func (s *slowReaders) wait(ctx context.Context) {
 // runningCalls are the calls whose outcome is not recorded yet, by checkpoint, and the doubts whose answer on a GET
 // stream is being recorded, by the key of the execution. A breaker opens just before its call records an error, if the
 // call records one at all; a client may have read an answer before it is recorded.
-type runningCalls struct {
-	mu   sync.Mutex
-	ends map[string]chan struct{}
-}
+type runningCalls struct{ ends sync.Map } // id -> chan struct{}, which is closed at the end
 
 // begin notes that a call runs, or an answer is being recorded; without an id nothing is noted.
 func (r *runningCalls) begin(id string) {
-	if id == "" {
-		return
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.ends == nil {
-		r.ends = map[string]chan struct{}{}
-	}
-	if r.ends[id] == nil {
-		r.ends[id] = make(chan struct{})
+	if id != "" {
+		r.ends.LoadOrStore(id, make(chan struct{}))
 	}
 }
 
 func (r *runningCalls) end(id string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if end := r.ends[id]; end != nil {
-		close(end)
-		delete(r.ends, id)
+	if end, ok := r.ends.LoadAndDelete(id); ok {
+		close(end.(chan struct{}))
 	}
 }
 
 // wait waits for the end of what runs, until ctx or the time is over.
 func (r *runningCalls) wait(ctx context.Context, until time.Time, id string) {
-	r.mu.Lock()
-	end := r.ends[id]
-	r.mu.Unlock()
-	if end == nil {
+	end, ok := r.ends.Load(id)
+	if !ok {
 		return
 	}
 	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	select {
-	case <-end:
+	case <-end.(chan struct{}):
 	case <-ctx.Done():
 	}
 }

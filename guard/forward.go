@@ -554,18 +554,12 @@ func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) e
 
 func (x *Call) unguardedRequest() *http.Request {
 	x.r.Header.Del("Upgrade") // an unsafe method leaves HTTP nowhere (isTunnel)
-	if !x.read {
+	if x.body == nil {
 		return x.r
 	}
 	r := x.r.WithContext(x.r.Context())
 	r.Header = r.Header.Clone()
-	r.Header.Del("Expect") // the body is here
-	r.TransferEncoding = nil
-	r.ContentLength = x.body.Size()
-	r.Body = http.NoBody
-	if r.ContentLength > 0 {
-		r.Body = x.body.NewReader()
-	}
+	x.body.PutInto(r)
 	return r
 }
 
@@ -612,7 +606,7 @@ func (x *Call) degrade(w http.ResponseWriter, p *problem.Problem) (answered bool
 // giveBack makes the body readable again for the site's error routes, which would otherwise
 // forward the call without it.
 func (x *Call) giveBack() {
-	if !x.read || x.body.Size() == 0 {
+	if x.body == nil || x.body.Size() == 0 {
 		return
 	}
 	body := x.body.NewReader()

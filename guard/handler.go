@@ -26,9 +26,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
@@ -164,24 +165,23 @@ type config = Config
 // many goroutines.
 type Handler struct {
 	config
-	fingerprints fingerprint.Config
-	whole        atomic.Pointer[fingerprint.Table] // what counts of a header without a key
-	fields       *fingerprint.Table                // what each header field is
-	rules        *protocol.Rules                   // of the Protocol; nil: no message is read
-	naming       execution.Naming                  // by what keys are named, as far as it is configured
-	warnedNames  atomic.Bool                       // that callers have no name that stays
-	pointers     []jsonx.Pointer                   // of ExecutionID, by index
-	endToEnd     []string                          // fields that are never hop-by-hop
-	restores     bool                              // an action of it restores
-	byMessage    bool                              // an action of it is chosen by its messages
+	Callers      caller.Names // who asks
+	fingerprints body.Comparison
+	whole        atomic.Pointer[body.Fields] // what counts of a header without a key (docs/same-call.md)
+	fields       *body.Fields                // what each header field is
+	rules        *protocol.Rules             // of the Protocol; nil: no message is read
+	naming       execution.Naming            // by what keys are named, as far as it is configured
+	warnedNames  atomic.Bool                 // that callers have no name that stays
+	pointers     []jsonx.Pointer             // of ExecutionID, by index
+	endToEnd     []string                    // fields that are never hop-by-hop
+	restores     bool                        // an action of it restores
+	byMessage    bool                        // an action of it is chosen by its messages
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
 	unbound      throttle // requests that passed though their tokens could not be bound
 	alarms       answer.Alarms
 	tools        protocol.Tools // of the servers behind it, as announced
 	proofs       proofs
-	// Prefixes of the names of callers that only this guard can know.
-	users, explicits string
 }
 
 // New returns a handler. An error names the invalid member.
@@ -211,7 +211,6 @@ func New(c Config) (*Handler, error) {
 	h := &Handler{
 		config:   c,
 		endToEnd: append(slices.Clip(ourFields[:]), KeyFieldsOf(c.ExecutionID)...),
-		users:    "user:" + strconv.Quote(c.Realm) + ":", explicits: "explicit:" + strconv.Quote(c.Realm) + ":",
 	}
 	if c.Protocol != protocol.None {
 		h.rules = &protocol.Rules{
@@ -225,6 +224,13 @@ func New(c Config) (*Handler, error) {
 	var err error
 	if h.fields, h.naming, err = c.Fields(); err != nil {
 		return nil, fmt.Errorf("guard: %w", err)
+	}
+	h.Callers = caller.Names{
+		Realm: strconv.Quote(c.Realm), Text: c.Caller, Cookies: c.CallerCookies, Balancing: c.BalancingCookies,
+		Fields: h.fields, Host: c.Host,
+	}
+	if h.rules != nil {
+		h.Callers.Session = protocol.HeaderSession
 	}
 	h.fingerprints.Fields = h.fields
 	h.whole.Store(h.fields)
@@ -260,8 +266,8 @@ func (h *Handler) ChangedBefore(names []string) {
 		return
 	}
 	for _, name := range names {
-		if t.Class(http.CanonicalHeaderKey(name)) == fingerprint.Content {
-			t.Set(fingerprint.Elsewhere, name)
+		if t.Class(http.CanonicalHeaderKey(name)) == body.Content {
+			t.Set(body.Elsewhere, name)
 		}
 	}
 	h.whole.Store(t)

@@ -17,8 +17,8 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
@@ -44,7 +44,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	}
 	body := make([]byte, x.body.Size()) // its own: the message outlives the call, where that is settled later
 	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
-		return nil, x.unkept(err)
+		return nil, unkept(err)
 	}
 	q, ok := h.rules.Parse(x.r.Header, x.r.URL.Path, body)
 	if !ok {
@@ -53,13 +53,14 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 	if h.rules.Guesses() {
 		x.proves = proofOf(h, x.r, false)
 	}
-	changing, announced := 0, !h.rules.Guesses() || h.byMessage
+	// What is learned of tools counts with a proof only: a batch that comes again must be the same call (P1).
+	changing, announced, known := 0, !h.rules.Guesses() || h.byMessage, h.understood(x.proves)
 	for i := range q {
 		m := &q[i]
 		if m.Cancels() != nil {
 			x.cancels = q
 		}
-		if h.changes(x, m) {
+		if h.rules.Changes(m, known && h.tools.ReadOnly(h.server(x.r), m.Tool)) {
 			changing, x.message, announced = changing+1, m, announced || m.Protocol != protocol.JSONRPC
 		}
 	}
@@ -73,7 +74,7 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 		if x.action, err = h.action(x.r, x.message); err != nil {
 			return nil, err
 		}
-	case changing == 0 && understood(x):
+	case changing == 0 && known:
 		harmless = body
 	}
 	switch {
@@ -88,12 +89,6 @@ func (h *Handler) message(x *Call) (harmless []byte, err error) {
 		x.shown = new(bytes.Buffer)
 	}
 	return harmless, nil
-}
-
-// changes reports whether a message of x may change something. What is learned of tools counts with a proof only: a
-// batch that comes again must be the same call (P1).
-func (h *Handler) changes(x *Call, m *protocol.Message) bool {
-	return h.rules.Changes(m, understood(x) && h.tools.ReadOnly(h.server(x.r), m.Tool))
 }
 
 // A protocol that nobody has configured is what the caller says. So his messages count as such only
@@ -188,13 +183,13 @@ func proofOf(h *Handler, r *http.Request, get bool) proof {
 	return sha256.Sum256(text)
 }
 
-// understood reports that the server of x reads messages as the guard does.
-func understood(x *Call) bool {
-	p := &x.h.proofs
+// understood reports that the server reads messages as the guard does; way is that of a request to it.
+func (h *Handler) understood(way proof) bool {
+	p := &h.proofs
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_, proven := p.all[x.proves]
-	return proven || !x.h.rules.Guesses()
+	_, proven := p.all[way]
+	return proven || !h.rules.Guesses()
 }
 
 // showed keeps the proof that a whole answer is, before its client has the end of it.
@@ -221,18 +216,13 @@ func showed(x *Call, status int, header http.Header) {
 	}
 }
 
-// opens reports whether x is the first message of a session of MCP. What it answers is one client's:
+// opens reports whether m is the first message of a session of MCP. What it answers is one client's:
 // without a key it is never that of another.
-func opens(x *Call) bool { return x.message != nil && x.message.Method == "initialize" }
+func opens(m *protocol.Message) bool { return m != nil && m.Method == "initialize" }
 
 // unread answers a request whose body could not be read.
 func (h *Handler) unread(w http.ResponseWriter, x *Call, err error) error {
-	if x.body != nil {
-		defer func() { _ = x.body.Close() }()
-	}
-	if x.release != nil {
-		defer x.release()
-	}
+	defer x.close()
 	p := (*problem.Problem)(nil)
 	if !errors.As(err, &p) {
 		return err
@@ -274,7 +264,7 @@ func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next 
 			if !judges || r.Context().Err() != nil || l.status/100 != 2 || media == "text/event-stream" {
 				return // it may go on elsewhere, or says nothing of the server
 			}
-			if l.answer == nil || !fingerprint.IsJSON(media) || read && l.answer.End().Meaning == protocol.Unanswered {
+			if l.answer == nil || !body.IsJSON(media) || read && l.answer.End().Meaning == protocol.Unanswered {
 				h.proofs.withdraw()
 			}
 		}()
@@ -470,7 +460,7 @@ type canceller struct {
 // ServeHTTP implements Next.
 func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	x, h := n.x, n.x.h
-	caller, err := h.CallerOf(x.executions, r, h.verifiedBefore(r).Issuer())
+	caller, err := h.Callers.Of(r, h.verifiedBefore(r).Issuer(), x.executions.Keyed)
 	if err != nil {
 		return n.next.ServeHTTP(w, r) // its calls are refused, so that none runs
 	}
@@ -517,12 +507,12 @@ func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 	return n.next.ServeHTTP(w, r)
 }
 
-// messageKey is the id that the message of x names itself.
-func messageKey(x *Call) (string, error) {
-	if x.message == nil {
+// messageKey is the id that a message names itself; m is nil for a call that is none.
+func (h *Handler) messageKey(m *protocol.Message) (string, error) {
+	if m == nil {
 		return "", errNoID
 	}
-	key, err := x.h.rules.Key(x.message)
+	key, err := h.rules.Key(m)
 	if err != nil {
 		return "", invalidID(err)
 	}
@@ -564,7 +554,7 @@ func (m callMessage) Shows(status int, said protocol.Outcome) int {
 
 // meant is the outcome by what the answer says.
 func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcome {
-	if !o.Whole || o.Verdict == execution.InDoubt || !understood(x) {
+	if !o.Whole || o.Verdict == execution.InDoubt || !x.h.understood(x.proves) {
 		return o
 	}
 	said = protocol.Judge(x.message, o.Status, said)
@@ -612,12 +602,12 @@ func isEvents(text string) bool {
 	return strings.EqualFold(strings.TrimSpace(media), "text/event-stream")
 }
 
-// replyTo is what a repeated answer takes from the message of x; nil for plain requests and for batches.
-func replyTo(x *Call, live bool) *protocol.Reply {
-	if x.message == nil || x.message.REST || x.message.Batch {
+// replyTo is what a repeated answer takes from the message that is answered; nil for plain requests and for batches.
+func replyTo(m *protocol.Message, live bool) *protocol.Reply {
+	if m == nil || m.REST || m.Batch {
 		return nil
 	}
-	r := x.message.Reply()
+	r := m.Reply()
 	r.Live = live
 	return &r
 }

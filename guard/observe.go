@@ -1,7 +1,6 @@
 package guard
 
 import (
-	"encoding/hex"
 	"maps"
 	"slices"
 	"strconv"
@@ -296,7 +295,7 @@ func (e Event) Data() map[string]any {
 	x := e.call
 	data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
 	if x.identified() {
-		data["key"], data["caller"] = x.call.Key.String(), x.callerHash()
+		data["key"], data["caller"] = x.call.Key.String(), x.executions.Keyed(x.call.Scope.Caller)
 	}
 	if e.Name == eventRecognized { // not given, as most calls need no map
 		data["evidence"] = string(x.call.Attempt.Evidence)
@@ -335,7 +334,7 @@ func (x *Call) Value(name string) (any, bool) {
 		if !x.identified() {
 			return "", true
 		}
-		return x.callerHash(), true
+		return x.executions.Keyed(x.call.Scope.Caller), true
 	case "workflow":
 		return x.call.Workflow, true
 	case "issuer":
@@ -371,8 +370,3 @@ func (x *Call) Value(name string) (any, bool) {
 func (x *Call) Over() bool { return x.noted.over }
 
 func (x *Call) identified() bool { return x.call.Scope.ID != "" }
-
-func (x *Call) callerHash() string {
-	hash := x.executions.Caller(x.call.Scope.Caller)
-	return hex.EncodeToString(hash[:])
-}

@@ -30,7 +30,7 @@ func answering(b *bed) *bed {
 			executions := b.engine.Executions
 			return &api.Gateway{Close: func() {}, Executions: executions, Waits: context.Background(),
 				Reader: func(r *http.Request) (evidence.Reader, error) {
-					name, err := b.guard.CallerOf(executions, r, "")
+					name, err := b.guard.Callers.Of(r, "", executions.Keyed)
 					return evidence.Reader{Caller: executions.Caller(name)}, err
 				}}, nil
 		},

@@ -16,6 +16,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -118,11 +120,10 @@ func (x *Call) join() error {
 	return nil
 }
 
-func (x *Call) bodyHash() (ect.Hash, error) {
-	body, sum := x.body.NewReader(), sha256.New()
-	defer body.Close()
-	if _, err := io.Copy(sum, body); err != nil {
-		return ect.Hash{}, x.unkept(err)
+func bodyHash(of *body.Spool) (ect.Hash, error) {
+	sum := sha256.New()
+	if _, err := io.Copy(sum, io.NewSectionReader(of, 0, of.Size())); err != nil {
+		return ect.Hash{}, unkept(err)
 	}
 	return ect.HashOf([sha256.Size]byte(sum.Sum(nil))), nil
 }
@@ -314,8 +315,8 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 		case reported.critical:
 			f.Asks = hitl.CauseError
 		}
-		if caller := x.call.Scope.Caller; VerifiedHere(caller) {
-			f.Caller = cmp.Or(x.h.OperatorName(x.r, caller), caller)
+		if name := x.call.Scope.Caller; caller.Verified(name) {
+			f.Caller = cmp.Or(x.h.Callers.Operator(x.r, name), name)
 		}
 	}
 	switch {
@@ -844,7 +845,7 @@ func (x *Call) recordRejection(p *problem.Problem) {
 	}
 	// A rejection that is left out now may be recorded with the next one.
 	c := x.engine.Circuits
-	if c == nil || c.Busy() || !x.engine.rejections.first(open, s.call.Workflow, VerifiedHere(x.call.Scope.Caller)) {
+	if c == nil || c.Busy() || !x.engine.rejections.first(open, s.call.Workflow, caller.Verified(x.call.Scope.Caller)) {
 		return
 	}
 	c.RecordRejection(s.policy, open, s.call.Workflow, s.parentIDs())

@@ -10,12 +10,12 @@ import (
 	"net/http"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -48,7 +48,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if x.call.Checkpoint != "" {
 		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
 	}
-	if !x.read && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == problem.BodyTimeout) {
+	if x.body == nil && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == problem.BodyTimeout) {
 		// Otherwise the server would wait for a body that may never come.
 		w.Header().Set("Connection", "close")
 	}
@@ -171,7 +171,7 @@ func StoreClosed(err error) error {
 	return p
 }
 
-func (x *Call) unkept(err error) error {
+func unkept(err error) error {
 	var p *problem.Problem
 	if errors.As(err, &p) {
 		return p
@@ -229,7 +229,7 @@ func (x *Call) pointToStatus(p *problem.Problem) {
 	if k := p.Kind(); k != problem.InProgress && k != problem.InDoubt || x.h.Endpoint == nil {
 		return
 	}
-	if !Unnamed(x.call.Scope.Caller) {
+	if !caller.Unnamed(x.call.Scope.Caller) {
 		p.StatusURL = problem.ExecutionPath(x.call.Scope.ID)
 	}
 }
@@ -241,22 +241,12 @@ func (x *Call) circuitsOpen() error {
 	if open == nil {
 		return nil
 	}
-	return circuitOpen(open, name, VerifiedHere(x.call.Scope.Caller))
-}
-
-// VerifiedHere reports whether the gateway itself has verified a caller, so that it may see
-// breakers (cascade 6.2). Credentials that only the upstream can check may be made up.
-func VerifiedHere(caller string) bool {
-	switch kind, _, _ := strings.Cut(caller, ":"); kind {
-	case "issuer", "certificate", "user", "explicit":
-		return true
-	}
-	return false
+	return circuitOpen(open, name, caller.Verified(x.call.Scope.Caller))
 }
 
 // notSent is the error or problem that answers a call which was not sent.
 func (x *Call) notSent(f *forwarding) error {
-	err := refusedByCircuit(f.Err, VerifiedHere(x.call.Scope.Caller))
+	err := refusedByCircuit(f.Err, caller.Verified(x.call.Scope.Caller))
 	if p := (*problem.Problem)(nil); f.Status == 0 || errors.As(err, &p) {
 		return err
 	}

@@ -11,10 +11,10 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -157,7 +157,7 @@ type resumer struct {
 	over    context.CancelFunc // of the wait of those who resume a stream by it; nil where it resumes none
 
 	answer *protocol.Answer // nil where it is no stream of events
-	text   *spool.Spool     // the message that comes
+	text   *body.Spool      // the message that comes
 	unread bool             // it is not kept
 	ends   sync.WaitGroup   // of what its answers settle
 }
@@ -168,7 +168,7 @@ func (h *Handler) sessionOf(g *execution.Guard, r *http.Request) (n requestName)
 	if r.Header.Get(protocol.HeaderSession) == "" {
 		return n
 	}
-	if caller, err := h.CallerOf(g, r, ""); err == nil {
+	if caller, err := h.Callers.Of(r, "", g.Keyed); err == nil {
 		n = h.requestName(r, caller, nil)
 	}
 	return n
@@ -235,7 +235,7 @@ func (l *resumer) part(p []byte) {
 		if l.unread = !l.engine.elsewhere.awaits(l.session, false); l.unread {
 			return
 		}
-		l.text = spool.New(spool.Options{Limit: maxResumed, Budget: l.engine.Executions.BodyMemory()})
+		l.text = body.NewSpool(body.SpoolOptions{Limit: maxResumed, Budget: l.engine.Executions.BodyMemory()})
 	}
 	if _, err := l.text.Write(p); err != nil {
 		_ = l.text.Close() // it is not taken
@@ -280,7 +280,7 @@ func (l *resumer) message(id []byte, progress bool, _ protocol.Outcome) {
 }
 
 // settle settles a doubt by an answer, which means what it would have meant in the stream of the POST.
-func (l *resumer) settle(a *awaited, text *spool.Spool) error {
+func (l *resumer) settle(a *awaited, text *body.Spool) error {
 	x, ctx := a.call, context.Background()
 	e, release, err := l.h.Open()
 	if err != nil {

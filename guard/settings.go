@@ -10,8 +10,8 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
@@ -189,7 +189,7 @@ const StreamsRefuse = "refuse"
 
 // Fields is the table of header fields of s, and Naming by what its callers and tenants are named beside its defaults.
 // An error names the member that is wrong.
-func (s *Settings) Fields() (*fingerprint.Table, execution.Naming, error) {
+func (s *Settings) Fields() (*body.Fields, execution.Naming, error) {
 	for i, name := range s.CallerCookies {
 		// A cookie's name is a token of RFC 9110, as that of a field.
 		if !httpguts.ValidHeaderFieldName(name) || slices.Contains(s.CallerCookies[:i], name) {
@@ -199,20 +199,20 @@ func (s *Settings) Fields() (*fingerprint.Table, execution.Naming, error) {
 	if s.Caller != "" && len(s.CallerCookies) > 0 {
 		return nil, execution.Naming{}, errors.New("caller: a placeholder and cookies both name the caller; write one of them")
 	}
-	t := fingerprint.NewTable()
-	credentials, err := t.Change(fingerprint.Credential, s.Credentials)
+	t := body.NewFields()
+	credentials, err := t.Change(body.Credential, s.Credentials)
 	if err != nil {
 		return nil, execution.Naming{}, fmt.Errorf("credentials: %w", err)
 	}
-	tenant, err := t.Change(fingerprint.Tenant, s.Tenant)
+	tenant, err := t.Change(body.Tenant, s.Tenant)
 	if err != nil {
 		return nil, execution.Naming{}, fmt.Errorf("tenant: %w", err)
 	}
-	t.Set(fingerprint.Volatile, append(retryFields[:], headerRequestTimeout)...)
-	t.Set(fingerprint.Operand, s.Compare...)
-	t.Set(fingerprint.Volatile, s.Ignore...)
+	t.Set(body.Volatile, append(retryFields[:], headerRequestTimeout)...)
+	t.Set(body.Operand, s.Compare...)
+	t.Set(body.Volatile, s.Ignore...)
 	for _, name := range KeyFieldsOf(s.ExecutionID) {
-		t.Set(fingerprint.Elsewhere, name)
+		t.Set(body.Elsewhere, name)
 	}
 	cookies := slices.Sorted(slices.Values(s.CallerCookies))
 	return t, execution.Naming{

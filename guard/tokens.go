@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -10,9 +11,11 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -108,6 +111,267 @@ func (t *TokenPolicy) Asked(workflow, issuer string) *breaker.View {
 	return t.Engine.constraints.find(asker{evidence.WorkflowID(workflow), issuer})
 }
 
+// MaxTokens is how many tokens a request may carry.
+const MaxTokens = 10
+
+// Tokens are the verified tokens of one request.
+type Tokens struct {
+	// All are the tokens as sent, with parents. Own are those made by the caller: neither the
+	// gateway's tokens nor parents issued by others.
+	All, Own []*ect.Token
+	// Late is the refusal of expired tokens, which are valid only for a recorded call.
+	Late error
+
+	leaves  []string // the ids of those that are no parents of others
+	asked   *breaker.View
+	message *protocol.Message // of the request
+	inside  []string          // the tokens, as sent, that only its `_meta` has
+}
+
+// Issuer is the caller that the tokens prove, or empty. Unverified tokens do not identify the caller
+// (P3) and do not affect other tokens.
+func (p *Tokens) Issuer() string {
+	for _, t := range p.Own {
+		if author := t.Author(); author != "" {
+			return author
+		}
+	}
+	return ""
+}
+
+func (p *Tokens) workflow() string {
+	for _, t := range p.All {
+		if t.Workflow() != "" {
+			return t.Workflow()
+		}
+	}
+	return ""
+}
+
+// proven is the workflow that a token proves, or empty.
+func (p *Tokens) proven() string {
+	for _, t := range p.All {
+		if t.Proven() && t.Workflow() != "" {
+			return t.Workflow()
+		}
+	}
+	return ""
+}
+
+// checkInput compares the body with the hash in the tokens: a token of another call is refused. A
+// token that stands in the message hashes its Input.
+func (p *Tokens) checkInput(body func() (ect.Hash, error)) error {
+	var whole ect.Hash // once it is needed
+	for _, t := range p.Own {
+		sum := ect.Hash{}
+		switch {
+		case t.InputHash().IsZero(), !slices.Contains(p.All, t): // the guard around this one has compared it
+			continue
+		case slices.Contains(p.inside, t.Raw()):
+			if input, ok := p.message.Input(); ok {
+				sum = ect.Sum(input)
+			}
+		default:
+			if whole.IsZero() {
+				var err error
+				if whole, err = body(); err != nil {
+					return err
+				}
+			}
+			sum = whole
+		}
+		if err := t.CheckInput(sum); err != nil {
+			return RefusedToken(err)
+		}
+	}
+	return nil
+}
+
+// VerifyTokens verifies the tokens of a request and of its message, which may be nil; required says
+// that there must be one. Without `trust` they are ignored.
+func (h *Handler) VerifyTokens(policy *TokenPolicy, r *http.Request, m *protocol.Message, required bool) (Tokens, error) {
+	if policy == nil || policy.Verifier == nil {
+		return Tokens{}, nil
+	}
+	p, err := policy.Verify(r, m)
+	if err == nil && len(p.Own) == 0 && required {
+		err = &ect.Error{Code: ect.CodeMissing}
+	}
+	if err == nil {
+		err = policy.CheckReports(r.Context(), &p)
+	}
+	h.Counts.Token(tokenResult(&p, err))
+	if err != nil {
+		return Tokens{}, RefusedToken(h.refusedFor(policy, r, m, err))
+	}
+	return p, nil
+}
+
+// refusedFor is why the tokens of a request are refused. The errors among them that name what is unknown
+// may be about another workflow (cascade 3.3.2).
+func (h *Handler) refusedFor(policy *TokenPolicy, r *http.Request, m *protocol.Message, refused error) error {
+	code := (*ect.Error)(nil)
+	if !errors.As(refused, &code) || code.Code != ect.CodeParentUnknown && code.Code != ect.CodeExt {
+		return refused
+	}
+	_, release, err := h.Open() // the store must not close meanwhile
+	if err != nil {
+		return err
+	}
+	defer release()
+	raws, _, err := tokensIn(r, m)
+	if err == nil {
+		err = policy.RefusedErrors(r, raws)
+	}
+	return cmp.Or(err, refused)
+}
+
+// inTime refuses expired tokens; for calls without a record.
+func (p *Tokens) inTime() error {
+	if p.Late != nil {
+		return RefusedToken(p.Late)
+	}
+	return nil
+}
+
+// tokenResult is the result of a verification for metrics; empty without tokens.
+func tokenResult(p *Tokens, err error) string {
+	var refused *ect.Error
+	switch {
+	case errors.As(err, &refused):
+		return string(refused.Code)
+	case err != nil:
+		return "unavailable"
+	case p.Late != nil:
+		return "late"
+	case len(p.All) > 0:
+		return "verified"
+	}
+	return ""
+}
+
+// executionID is the id of a call that has no other: its token's, or one derived from several;
+// empty without tokens.
+func (p *Tokens) executionID() string {
+	switch len(p.Own) {
+	case 0:
+		return ""
+	case 1:
+		return p.Own[0].ID()
+	}
+	ids := make([]string, 0, len(p.Own))
+	for _, t := range p.Own {
+		ids = append(ids, t.ID())
+	}
+	slices.Sort(ids)
+	return evidence.JointID(ids)
+}
+
+// RefusedToken is the problem of a token that was not accepted.
+func RefusedToken(err error) error {
+	var refused *ect.Error
+	if !errors.As(err, &refused) {
+		p := problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
+		p.Cause = err
+		return p
+	}
+	p := problem.New(problem.ECTInvalid, refused.Detail())
+	p.Status, p.Reason = refused.Status(), string(refused.Code)
+	return p
+}
+
+func replayedToken() error { return RefusedToken(&ect.Error{Code: ect.CodeReplayed}) }
+
+// needsTokens reports whether a request has tokens to verify, or lacks required ones.
+func (h *Handler) needsTokens(r *http.Request, m *protocol.Message) bool {
+	if !h.Verifies {
+		return false
+	}
+	if m != nil {
+		if tokens, ok := m.Tokens(); len(tokens) > 0 || !ok {
+			return true
+		}
+	}
+	return h.RequireECT || len(r.Header[ect.FieldName]) > 0
+}
+
+// verifySafe verifies the tokens of a safe request, and binds them to it before it goes on.
+func (h *Handler) verifySafe(r *http.Request, m *protocol.Message) error {
+	// Tokens that another guard has verified would count as used twice.
+	if !h.needsTokens(r, m) || guardedBy(r.Context(), h.Name) || h.Host.Var(r, tokensVerified) != nil {
+		return nil
+	}
+	policy, err := h.Tokens()
+	if err != nil {
+		return StoreClosed(err)
+	}
+	p, err := h.VerifyTokens(policy, r, m, h.RequireECT)
+	if err != nil {
+		return err
+	}
+	_, release, err := h.Open() // the store must not close meanwhile
+	if err != nil {
+		return StoreClosed(err)
+	}
+	defer release()
+	if err := h.checkUnguardedInput(&p, r); err != nil {
+		return err
+	}
+	err = policy.Spend(h.Host, &p, r)
+	if err != nil && !h.passesUnbound(policy, err) {
+		return err
+	}
+	if err != nil || !policy.records() {
+		policy.Evidence.Seen(p.All)
+	}
+	h.Host.SetVar(r, tokensVerified, &p)
+	policy.constrain(h, r, &p)
+	return nil
+}
+
+// passesUnbound reports that a request that changes nothing goes on though its tokens could not be bound: the
+// store is full, so that it was read that they are bound to nothing else, and the route says `fail_open` (P4).
+// When there is room again, such a token may act once.
+func (h *Handler) passesUnbound(policy *TokenPolicy, err error) bool {
+	if !h.FailOpen || policy.LedgerFirst || h.Host.Exiting() || !errors.Is(err, store.ErrFull) {
+		return false
+	}
+	if n := h.unbound.due(time.Now()); n > 0 {
+		h.Logger.Warn("the store is full; requests that change nothing go on, and their tokens are not bound",
+			slog.String("guard", h.Name), slog.Uint64("requests", n), slog.Any("error", rootOf(err)))
+	}
+	return true
+}
+
+// tokensVerified is a request variable: the *Tokens of an unguarded request.
+const tokensVerified = "agent_guard.tokens_verified"
+
+// verifiedBefore is what verifySafe has found for r; without tokens where it has not looked.
+func (h *Handler) verifiedBefore(r *http.Request) *Tokens {
+	if p, ok := h.Host.Var(r, tokensVerified).(*Tokens); ok {
+		return p
+	}
+	return new(Tokens)
+}
+
+// checkUnguardedInput compares the body of an unguarded request with the hash in its tokens. Only
+// with such a hash is the body read before the request is forwarded.
+func (h *Handler) checkUnguardedInput(p *Tokens, r *http.Request) error {
+	return p.checkInput(func() (ect.Hash, error) {
+		if r.ContentLength == 0 {
+			return ect.Sum(nil), nil
+		}
+		whole, _, err := h.readBody(r, nil, nil)
+		if err != nil {
+			return ect.Hash{}, err
+		}
+		whole.PutInto(r)
+		sent := r.Body
+		context.AfterFunc(r.Context(), func() { _, _ = sent.Close(), whole.Close() })
+		return bodyHash(whole)
+	})
+}
+
 // tokensIn are the tokens, as sent, of a request and of its message, and those that only the message has.
 func tokensIn(r *http.Request, m *protocol.Message) (raws, inside []string, err error) {
 	raws, err = ect.ParseFields(r.Header[ect.FieldName])
@@ -136,7 +400,7 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 	if t.HandlesRollback(r) {
 		graph = t.Evidence.GraphOfRollbackRequest
 	}
-	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: Peer(r), DAG: graph})
+	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: caller.Peer(r), DAG: graph})
 	p := Tokens{All: all, message: m, inside: inside}
 	if err != nil {
 		if p.Late, p.All = err, t.late(r, raws, err); len(p.All) == 0 {
@@ -209,7 +473,7 @@ func (t *TokenPolicy) late(r *http.Request, raws []string, refused error) []*ect
 	}
 	all := make([]*ect.Token, 0, len(raws))
 	for _, raw := range raws {
-		token, err := t.Verifier.VerifyAgain(r.Context(), raw, Peer(r))
+		token, err := t.Verifier.VerifyAgain(r.Context(), raw, caller.Peer(r))
 		if err != nil {
 			return nil
 		}
@@ -276,7 +540,8 @@ func (t *TokenPolicy) RefusedErrors(r *http.Request, raws []string) error {
 		return nil
 	}
 	for _, raw := range raws {
-		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: Peer(r)}) // without its parents
+		// Its parents are not verified.
+		token, err := t.Verifier.Verify(r.Context(), raw, ect.Presentation{Now: time.Now(), Peer: caller.Peer(r)})
 		if errors.Is(err, ect.ErrUnavailable) {
 			return err
 		}

@@ -21,9 +21,10 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
@@ -97,7 +98,7 @@ func (x *Call) planUndo(found execution.Finding) error {
 }
 
 func (x *Call) noSnapshot(why error) error {
-	if err := refusedByCircuit(why, VerifiedHere(x.call.Scope.Caller)); err != why {
+	if err := refusedByCircuit(why, caller.Verified(x.call.Scope.Caller)); err != why {
 		return err
 	}
 	p := x.problem(problem.SnapshotFailed, "Nothing was forwarded.", 0)
@@ -115,10 +116,8 @@ func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
 	if m := x.message; m != nil && m.Batch { // the others of it are not undone
 		return m.Body, false, nil
 	}
-	reader := x.body.NewReader()
-	defer reader.Close()
-	if body, err = io.ReadAll(reader); err != nil {
-		return nil, false, x.unkept(err)
+	if body, err = io.ReadAll(io.NewSectionReader(x.body, 0, x.body.Size())); err != nil {
+		return nil, false, unkept(err)
 	}
 	return body, false, nil
 }
@@ -185,7 +184,7 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 func (x *Call) credentials() map[string][]string {
 	found := map[string][]string{}
 	for name, values := range x.r.Header {
-		if name == "Cookie" || x.h.fields.Class(name) == fingerprint.Credential {
+		if name == "Cookie" || x.h.fields.Class(name) == body.Credential {
 			found[name] = slices.Clone(values)
 		}
 	}
@@ -446,9 +445,7 @@ func (x *Call) leaves(image *checkpoint.Image) (bool, error) {
 	if sent := x.r.Header.Get("Content-Type"); sent != "" && mediaType(sent) != mediaType(image.ContentType) {
 		return false, nil
 	}
-	reader := x.body.NewReader()
-	defer reader.Close()
-	body, err := io.ReadAll(reader)
+	body, err := io.ReadAll(io.NewSectionReader(x.body, 0, x.body.Size()))
 	return bytes.Equal(body, image.Body), err
 }
 

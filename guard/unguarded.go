@@ -19,8 +19,9 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
@@ -155,7 +156,7 @@ func (a *Action) takes(m *protocol.Message) bool {
 		return false
 	}
 	for _, want := range a.arguments {
-		value, found, err := fingerprint.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), want.at)
+		value, found, err := body.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), want.at)
 		if err != nil || !found || value != want.value {
 			return false
 		}
@@ -476,7 +477,7 @@ func (h *Handler) passOn(w http.ResponseWriter, r *http.Request, m *protocol.Mes
 	if unread := (*UnreadError)(nil); errors.As(err, &unread) {
 		return StoreClosed(err)
 	}
-	err = refusedByCircuit(err, VerifiedHere(h.named(r, h.verifiedBefore(r).Issuer())))
+	err = refusedByCircuit(err, caller.Verified(h.Callers.Known(r, h.verifiedBefore(r).Issuer())))
 	var p *problem.Problem
 	if h.Fallback == nil || !errors.As(err, &p) || p.Kind() != problem.CircuitOpen {
 		return err

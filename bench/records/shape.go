@@ -9,8 +9,8 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/bench/load"
 	"github.com/agent-guard/caddy-agent-guard/bench/upstream"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
 )
 
 // keyPrefix begins the ids of the records.
@@ -37,16 +37,16 @@ var answer = struct {
 // find them.
 type shape struct {
 	host        string
-	fingerprint execution.Fingerprint
+	fingerprint body.Fingerprint
 }
 
 func newShape(host string) (*shape, error) {
 	r := load.Payment(200)
-	sum, err := new(fingerprint.Config).Sum(fingerprint.Request{
+	sum, _, err := new(body.Comparison).Read(body.Request{
 		Method: r.Method, Host: strings.ToLower(host), Path: r.Path, ContentType: "application/json",
 		Body: bytes.NewReader(r.Body), Size: int64(len(r.Body)),
 	})
-	return &shape{host: host, fingerprint: execution.Fingerprint(sum)}, err
+	return &shape{host: host, fingerprint: sum}, err
 }
 
 func (s *shape) call(g *execution.Guard, n uint64) *execution.Call {

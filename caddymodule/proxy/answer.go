@@ -17,7 +17,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
@@ -88,14 +88,14 @@ func (c *Circuits) headerFault(header http.Header) string {
 }
 
 // bodyFault returns what in a JSON body makes the answer a failure, in a few words, or nothing.
-func (c *Circuits) bodyFault(body []byte) string {
+func (c *Circuits) bodyFault(text []byte) string {
 	for i := range c.checked.inBand {
 		r := &c.checked.inBand[i]
 		if r.JSON == "" {
 			continue
 		}
-		value, found, err := fingerprint.Lookup(bytes.NewReader(body), int64(len(body)), r.pointer)
-		whole := errors.Is(err, fingerprint.ErrNotScalar) && r.Value == ""
+		value, found, err := body.Lookup(bytes.NewReader(text), int64(len(text)), r.pointer)
+		whole := errors.Is(err, body.ErrNotScalar) && r.Value == ""
 		if whole || err == nil && found && r.matches(value) {
 			return "json " + r.JSON
 		}
@@ -153,7 +153,7 @@ func (l bodyKinds) inspector(c *Circuits, res *http.Response) inspector {
 		return nil
 	case l.events && kind == "text/event-stream":
 		return new(eventStream)
-	case l.json && fingerprint.IsJSON(kind) && res.ContentLength <= maxInspected:
+	case l.json && body.IsJSON(kind) && res.ContentLength <= maxInspected:
 		return &jsonBody{circuits: c, good: res.StatusCode < http.StatusMultipleChoices && res.StatusCode != http.StatusPartialContent}
 	}
 	return nil

@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -264,8 +265,8 @@ func TestRetriesAfterATakeOfUnknownOutcome(t *testing.T) {
 					ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 					defer cancel()
 					q := Question{
-						Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, Fingerprint: Fingerprint{1},
-						Whole: Fingerprint{1}, NewID: func() string { return "retry" }, Window: testWindow, Gone: ctx,
+						Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, Fingerprint: body.Fingerprint{1},
+						Whole: body.Fingerprint{1}, NewID: func() string { return "retry" }, Window: testWindow, Gone: ctx,
 					}
 					if _, err := a.g.Recognize(ctx, q); !errors.Is(err, ErrStore) {
 						t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -18,10 +19,6 @@ func (k Key) String() string { return hex.EncodeToString(k[:8]) }
 
 // Hex is the whole key in hexadecimal, by which operators name an execution.
 func (k Key) Hex() string { return hex.EncodeToString(k[:]) }
-
-// Fingerprint is the hash of a call's content. A key that comes with another fingerprint is
-// refused.
-type Fingerprint [32]byte
 
 // CallerHash is the keyed hash of a caller's identity.
 type CallerHash [16]byte
@@ -47,7 +44,7 @@ const (
 // Fingerprint decide.
 type Call struct {
 	Key         Key
-	Fingerprint Fingerprint
+	Fingerprint body.Fingerprint
 	Scope       Scope
 	// Naming says how its guard names callers and tenants; nil for a call of the gateway's own. With FreeKeys it may
 	// differ from what other keys of the guard were made under.
@@ -92,9 +89,15 @@ func (g *Guard) Caller(identity string) CallerHash {
 	return CallerHash(sum[:])
 }
 
+// Keyed is Caller in hexadecimal.
+func (g *Guard) Keyed(identity string) string {
+	hash := g.Caller(identity)
+	return hex.EncodeToString(hash[:])
+}
+
 // Derive makes an execution id from a call's content, for callers that send none: the intent
 // nonce of the Execution Guard pattern. Equal calls get the same id.
-func (g *Guard) Derive(s Scope, fp Fingerprint) string {
+func (g *Guard) Derive(s Scope, fp body.Fingerprint) string {
 	sum := store.Index(g.sealer, "derived", s.Caller, s.Tenant, s.Guard, s.Method, s.Path, string(fp[:]))
 	return "derived-" + hex.EncodeToString(sum[:16])
 }

@@ -14,7 +14,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -299,7 +299,7 @@ func (e Ending) whole() bool { return e == endedAnswered }
 // Flight is an execution that runs in this process.
 type Flight struct {
 	key         Key
-	fingerprint Fingerprint
+	fingerprint body.Fingerprint
 	caller      CallerHash
 	id          string
 	checkpoint  string
@@ -353,7 +353,7 @@ func (t *flights) of(caller CallerHash) bool {
 
 // start registers a flight whose recording shares memory with others; nil if there is one
 // already.
-func (t *flights) start(c *Call, caller CallerHash, memory *spool.Budget) *Flight {
+func (t *flights) start(c *Call, caller CallerHash, memory *body.Budget) *Flight {
 	shard := &t[c.Key[0]%64]
 	shard.Lock()
 	defer shard.Unlock()

@@ -23,8 +23,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -42,12 +42,12 @@ type Guard struct {
 	namings atomic.Pointer[map[string]Naming] // under which this process makes keys, by guard
 	writers store.Writers                     // commits under way with sealed values
 	quotas  quotas
-	bodies  *spool.Budget
+	bodies  *body.Budget
 }
 
 // BodyMemory bounds the memory that the bodies of all requests and answers share. It begins with
 // DefaultBodyMemory.
-func (g *Guard) BodyMemory() *spool.Budget { return g.bodies }
+func (g *Guard) BodyMemory() *body.Budget { return g.bodies }
 
 // LimitWorkflows bounds the bytes of records and answers that the calls of one workflow may have in the
 // store, before they are sealed; 0 is no limit. It counts the calls that were claimed under a limit, and
@@ -84,7 +84,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	boot := newClaim()
 	g := &Guard{
 		records: records{sealer: sealer, boot: hex.EncodeToString(boot[:])}, store: st,
-		bodies:  spool.NewBudget(DefaultBodyMemory),
+		bodies:  body.NewBudget(DefaultBodyMemory),
 		pending: pendingOutcomes{all: map[[16]byte]*pendingOutcome{}, round: make(turn, 1)},
 	}
 	g.pending.ctx, g.pending.cancel = context.WithCancel(context.Background())
@@ -196,13 +196,13 @@ func (f *Finding) State() State {
 
 // LookUp looks a call up: first among the running executions of this process, then in the store.
 // Its error is ErrStore: nothing is known.
-func (g *Guard) LookUp(ctx context.Context, key Key, fp Fingerprint) (Finding, error) {
+func (g *Guard) LookUp(ctx context.Context, key Key, fp body.Fingerprint) (Finding, error) {
 	return g.lookUp(ctx, key, fp, true, true)
 }
 
 // lookUp is LookUp. With replay it reads the answer first, which has what a replay needs of the
 // record and is deleted where the record changes: then a replay is one read. With tries a pending outcome is tried.
-func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay, tries bool) (Finding, error) {
+func (g *Guard) lookUp(ctx context.Context, key Key, fp body.Fingerprint, replay, tries bool) (Finding, error) {
 	var orphan store.Version
 	for {
 		if f := g.flights.find(key); f != nil {
@@ -241,7 +241,7 @@ func (g *Guard) lookUp(ctx context.Context, key Key, fp Fingerprint, replay, tri
 	}
 }
 
-func (f *Flight) found(fp Fingerprint) Finding {
+func (f *Flight) found(fp body.Fingerprint) Finding {
 	if f.fingerprint != fp {
 		return Finding{Status: Mismatch, other: StateSending}
 	}
@@ -249,7 +249,7 @@ func (f *Flight) found(fp Fingerprint) Finding {
 }
 
 // found is what a call with a fingerprint finds where a record is.
-func (g *Guard) found(ctx context.Context, record *Record, fp Fingerprint) (Finding, error) {
+func (g *Guard) found(ctx context.Context, record *Record, fp body.Fingerprint) (Finding, error) {
 	found := Finding{Record: record}
 	if record.Fingerprint != fp && !record.blocked() {
 		found.Status, found.other = Mismatch, record.State
@@ -328,7 +328,7 @@ func (g *Guard) read(ctx context.Context, name []byte) ([]byte, store.Version, e
 // blocked reports that every call under the key is refused: its call never ran, and its content
 // is unknown.
 func (r *Record) blocked() bool {
-	return r.State == StateRolledBack && r.Fingerprint == Fingerprint{}
+	return r.State == StateRolledBack && r.Fingerprint == body.Fingerprint{}
 }
 
 func (g *Guard) status(ctx context.Context, r *Record) (Status, error) {

@@ -14,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -434,8 +435,8 @@ func TestOpenRefusesAnotherKeyRing(t *testing.T) {
 func TestDerivedIDsFollowWhatTheCallIs(t *testing.T) {
 	r := newRig(t)
 	s := execution.Scope{Caller: "c", Guard: "g", Method: "POST", Path: "/p"}
-	a := r.Derive(s, execution.Fingerprint{1})
-	if a != r.Derive(s, execution.Fingerprint{1}) || a == r.Derive(s, execution.Fingerprint{2}) {
+	a := r.Derive(s, body.Fingerprint{1})
+	if a != r.Derive(s, body.Fingerprint{1}) || a == r.Derive(s, body.Fingerprint{2}) {
 		t.Error("a derived id must depend on the request and nothing else")
 	}
 }

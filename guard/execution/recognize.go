@@ -8,6 +8,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -19,9 +20,9 @@ type Question struct {
 	// Scope and Fingerprint are those of the call if it is a new one. Scope.ID is of no account for
 	// what it equals, and Peer tells callers without a credential apart.
 	Scope       Scope
-	Fingerprint Fingerprint
+	Fingerprint body.Fingerprint
 	// Whole is the fingerprint with all that equal calls have in common where they have no key.
-	Whole Fingerprint
+	Whole body.Fingerprint
 	Peer  string
 	// Given says that the caller has named the effect by Scope.ID. It is not asked further where that
 	// is known. Otherwise NewID makes the id of a new call; it is called under a lock.
@@ -220,7 +221,7 @@ func (t *groups) view(ctx context.Context, a *Attempt, q *Question, v *view) err
 
 // named finds the execution that the call's key stands for: its own, or the one that it was
 // recognised as. That of another content has no state: the call is refused by its record.
-func (t *groups) named(ctx context.Context, a *Attempt, id string, fp Fingerprint, v *view) error {
+func (t *groups) named(ctx context.Context, a *Attempt, id string, fp body.Fingerprint, v *view) error {
 	k := &known{key: a.own, id: id, group: a.group, window: a.window, count: a.count}
 	record, _, err := t.g.load(ctx, k.key)
 	if err == nil && record == nil {

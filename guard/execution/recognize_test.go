@@ -15,6 +15,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -111,17 +112,17 @@ func (b *alike) make(id string, given bool, count int) *one {
 	}
 	scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
 	a, err := b.g.Recognize(context.Background(), Question{
-		Scope: scope, Fingerprint: Fingerprint{1}, Whole: Fingerprint{1}, Given: given, NewID: func() string { return id }, Count: count, Window: testWindow, Gone: gone,
+		Scope: scope, Fingerprint: body.Fingerprint{1}, Whole: body.Fingerprint{1}, Given: given, NewID: func() string { return id }, Count: count, Window: testWindow, Gone: gone,
 	})
 	if err != nil {
 		b.Fatal(err)
 	}
 	scope.ID = a.ID
 	o := &one{Attempt: a, b: b, leave: leave, call: &Call{
-		Key: a.Key, Fingerprint: Fingerprint{1}, Scope: scope, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20, Attempt: a,
+		Key: a.Key, Fingerprint: body.Fingerprint{1}, Scope: scope, KeepResult: time.Hour, KeepKey: time.Hour, ResultCap: 1 << 20, Attempt: a,
 	}}
 	for {
-		found, err := b.g.LookUp(context.Background(), a.Key, Fingerprint{1})
+		found, err := b.g.LookUp(context.Background(), a.Key, body.Fingerprint{1})
 		if err == nil && found.Status == Free {
 			o.run, err = b.g.Claim(context.Background(), o.call, found)
 		}
@@ -262,7 +263,7 @@ func TestRecognize(t *testing.T) {
 				var all sync.WaitGroup
 				all.Go(func() {
 					q := Question{NewID: func() string { return "leaves" }, Window: testWindow, Gone: ctx}
-					q.Scope, q.Whole = Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, Fingerprint{1}
+					q.Scope, q.Whole = Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/"}, body.Fingerprint{1}
 					if left, err := b.g.Recognize(ctx, q); err == nil {
 						left.End()
 					}
@@ -469,7 +470,7 @@ func TestRecognize(t *testing.T) {
 			b.call(0).settle(Released, 529).answer(529)
 			ctx := context.Background()
 			scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: "refused"}
-			a, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: Fingerprint{1}, Whole: Fingerprint{1}, NewID: func() string { return "refused" }, Count: 1, Window: testWindow, Gone: ctx})
+			a, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: body.Fingerprint{1}, Whole: body.Fingerprint{1}, NewID: func() string { return "refused" }, Count: 1, Window: testWindow, Gone: ctx})
 			if err != nil || a.refused == nil {
 				b.Fatal(a, err)
 			}
@@ -740,7 +741,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 			b.g.store = full{b.mem}
 			gone := context.Background()
 			scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: "b"}
-			if _, err := b.g.Recognize(gone, Question{Scope: scope, Fingerprint: Fingerprint{1}, Whole: Fingerprint{1}, Given: true, Window: testWindow, Gone: gone}); !errors.Is(err, ErrStore) {
+			if _, err := b.g.Recognize(gone, Question{Scope: scope, Fingerprint: body.Fingerprint{1}, Whole: body.Fingerprint{1}, Given: true, Window: testWindow, Gone: gone}); !errors.Is(err, ErrStore) {
 				b.Fatal(err) // else it would be answered by what a crash forgets
 			}
 			b.g.store = b.mem
@@ -758,7 +759,7 @@ func TestRecognizeNewKeys(t *testing.T) {
 			ctx := context.Background()
 			for _, id := range []string{"a", "b"} { // which the record of a refuses
 				scope := Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: "/", ID: id}
-				other, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: Fingerprint{2}, Whole: Fingerprint{2}, Given: true, Window: testWindow, Gone: ctx})
+				other, err := b.g.Recognize(ctx, Question{Scope: scope, Fingerprint: body.Fingerprint{2}, Whole: body.Fingerprint{2}, Given: true, Window: testWindow, Gone: ctx})
 				if err != nil || other.Key != a.Key {
 					b.Fatal(other, err)
 				}
@@ -1223,7 +1224,7 @@ func (b *alike) recognize(path string, count int) *Attempt {
 	b.Helper()
 	b.n++
 	a, err := b.g.Recognize(context.Background(), Question{
-		Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: path}, Fingerprint: Fingerprint{1}, Whole: Fingerprint{1},
+		Scope: Scope{Caller: "user:ada", Guard: "default", Method: "POST", Path: path}, Fingerprint: body.Fingerprint{1}, Whole: body.Fingerprint{1},
 		NewID: func() string { return fmt.Sprint("id-", b.n) }, Count: count, Window: testWindow, Gone: context.Background(),
 	})
 	if err != nil {
@@ -1485,7 +1486,7 @@ func TestHashesOfGroups(t *testing.T) {
 	word := func() string { return words[random.IntN(len(words))] }
 	for range 20_000 {
 		q := Question{
-			Scope: Scope{Caller: word(), Tenant: word(), Guard: word(), Method: word(), Path: word()}, Peer: word(), Whole: Fingerprint{31: byte(random.IntN(3))},
+			Scope: Scope{Caller: word(), Tenant: word(), Guard: word(), Method: word(), Path: word()}, Peer: word(), Whole: body.Fingerprint{31: byte(random.IntN(3))},
 		}
 		sum := sealer.Index("group", q.Scope.Caller, q.Scope.Tenant, q.Scope.Guard, q.Scope.Method, q.Scope.Path, q.Peer, string(q.Whole[:]))
 		if got := h.of(sealer, &q); got != groupHash(sum[:]) {

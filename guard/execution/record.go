@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -54,7 +55,7 @@ func ParseState(word string) (State, error) {
 type Record struct {
 	State       State
 	Claim       [16]byte // random; a claim's result cannot be taken for another's
-	Fingerprint Fingerprint
+	Fingerprint body.Fingerprint
 	Caller      CallerHash
 	ID          string
 	Origin      Origin

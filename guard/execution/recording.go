@@ -6,7 +6,7 @@ import (
 	"io"
 	"sync"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 )
 
 // readAhead is how many bytes the upstream may be ahead of the slowest reader of an answer larger
@@ -21,12 +21,12 @@ type Recording struct {
 	pace   func(ready <-chan struct{}) bool // see SetPace
 
 	mu        sync.Mutex
-	body      *spool.Spool
-	own       spool.Spool   // the first body, nearly always the only one
-	owned     bool          // it was used
-	memory    *spool.Budget // that bodies share
-	base      int64         // offset of the first byte that body was given
-	head      *Head         // nil until it is known, then &first
+	body      *body.Spool
+	own       body.Spool   // the first body, nearly always the only one
+	owned     bool         // it was used
+	memory    *body.Budget // that bodies share
+	base      int64        // offset of the first byte that body was given
+	head      *Head        // nil until it is known, then &first
 	first     Head
 	over      bool // past the limit: not kept, readers get it live
 	skipped   bool // past the limit and nobody reads: body ends before size
@@ -41,7 +41,7 @@ type Recording struct {
 	ending    Ending
 }
 
-func (r *Recording) begin(limit int64, memory *spool.Budget) {
+func (r *Recording) begin(limit int64, memory *body.Budget) {
 	r.limit, r.memory, r.window, r.holders = limit, memory, max(limit, readAhead), 1
 }
 
@@ -100,10 +100,10 @@ func (r *Recording) write(p []byte, needed bool) bool {
 	if r.body == nil {
 		r.body, r.base = &r.own, r.size
 		if r.owned {
-			r.body = new(spool.Spool) // an earlier one may still be read
+			r.body = new(body.Spool) // an earlier one may still be read
 		}
 		r.owned = true
-		r.body.Init(spool.Options{Limit: r.window, Ring: true, Budget: r.memory})
+		r.body.Init(body.SpoolOptions{Limit: r.window, Ring: true, Budget: r.memory})
 	}
 	if r.over {
 		r.makeRoom(r.size + n - r.window)
@@ -214,15 +214,15 @@ func (r *Recording) lost() bool {
 
 func (r *Recording) readAt(p []byte, off int64) (int, error) {
 	r.mu.Lock()
-	body, base := r.body, r.base
+	from, base := r.body, r.base
 	r.mu.Unlock()
 	switch {
-	case body == nil:
+	case from == nil:
 		return 0, io.EOF
 	case off < base:
-		return 0, spool.ErrGone
+		return 0, body.ErrGone
 	}
-	return body.ReadAt(p, off-base)
+	return from.ReadAt(p, off-base)
 }
 
 // fail cuts followers, since bytes are missing.

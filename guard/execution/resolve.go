@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -207,7 +208,7 @@ type Undoing struct {
 	// claimed again belongs to another call, and is left alone.
 	Checkpoint string
 	// Fingerprint may be zero if unknown: then every call is refused.
-	Fingerprint Fingerprint
+	Fingerprint body.Fingerprint
 	Caller      CallerHash
 	// ID is the execution id, by which the caller asks for it; empty if unknown.
 	ID                                          string

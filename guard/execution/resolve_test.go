@@ -8,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -129,7 +130,7 @@ func TestResolveRefuses(t *testing.T) {
 
 func (r *rig) announced(id, checkpoint string) *execution.Call {
 	c := r.call(id)
-	c.Fingerprint = execution.Fingerprint{1}
+	c.Fingerprint = body.Fingerprint{1}
 	c.Checkpoint = checkpoint
 	return c
 }

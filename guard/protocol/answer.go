@@ -10,7 +10,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -470,7 +470,7 @@ func (m *Message) among(text []byte) []byte {
 // Proves reports whether the whole answer to m, with the status 200, shows that its server speaks MCP:
 // it is a full result of `initialize`, or a list of tools. sent is what else the client has sent. What
 // a server could have made of the client's own words is no proof (ADR 0072).
-func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
+func (m *Message) Proves(contentType string, answer []byte, sent ...string) bool {
 	own := map[string]string{"initialize": "serverInfo", "tools/list": "inputSchema"}[m.Method] // a server's own
 	if m.Protocol != MCP || own == "" || m.ID == nil {
 		return false
@@ -481,17 +481,17 @@ func (m *Message) Proves(contentType string, body []byte, sent ...string) bool {
 		}
 	}
 	media, _, _ := mime.ParseMediaType(contentType)
-	o := m.Outcome(http.StatusOK, contentType, body)
+	o := m.Outcome(http.StatusOK, contentType, answer)
 	if isStream(contentType) {
-		body = m.Final(contentType, body)
-	} else if !fingerprint.IsJSON(media) {
+		answer = m.Final(contentType, answer)
+	} else if !body.IsJSON(media) {
 		return false
 	}
-	body = bytes.TrimPrefix(body, []byte(byteOrderMark))
-	if o.Meaning != Executed || o.Code != 0 || !json.Valid(body) {
+	answer = bytes.TrimPrefix(answer, []byte(byteOrderMark))
+	if o.Meaning != Executed || o.Code != 0 || !json.Valid(answer) {
 		return false
 	}
-	top, ok := jsonx.ObjectOf(bytes.TrimSpace(body))
+	top, ok := jsonx.ObjectOf(bytes.TrimSpace(answer))
 	if !ok || !top.Clear(envelope) || jsonx.Unquote(top.Get("jsonrpc")) != "2.0" || !bytes.Equal(top.Get("id"), m.ID) {
 		return false
 	}
@@ -670,7 +670,7 @@ func (l *lines) end(a *Answer, c byte) {
 // asked the first client for. It holds no more than 64 KiB at a time beyond what it has read.
 func (r Reply) Reader(from io.Reader, contentType string) io.Reader {
 	stream := isStream(contentType)
-	if media, _, _ := mime.ParseMediaType(contentType); !stream && !fingerprint.IsJSON(media) && contentType != "" {
+	if media, _, _ := mime.ParseMediaType(contentType); !stream && !body.IsJSON(media) && contentType != "" {
 		return from
 	}
 	rewrite := rewriting{reply: r, stream: stream, from: -1, token: -1, id: -1}

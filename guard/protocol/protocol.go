@@ -19,7 +19,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -79,7 +79,7 @@ func (u *Rules) Reads(r *http.Request) bool {
 	if charset := parameters["charset"]; err != nil || charset != "" && !strings.EqualFold(charset, "utf-8") {
 		return false
 	}
-	return fingerprint.IsJSON(media)
+	return body.IsJSON(media)
 }
 
 // Message is one message of a request.
@@ -466,13 +466,13 @@ func (m *Message) step() string {
 		return ""
 	}
 	text := slices.Concat([]byte{'['}, orNull(responses), []byte{','}, orNull(state), []byte{']'})
-	sum, err := (*fingerprint.Config)(nil).Sum(fingerprint.Request{
+	sum, _, err := (*body.Comparison)(nil).Read(body.Request{
 		ContentType: "application/json", Body: strings.NewReader(string(text)), Size: int64(len(text)),
 	})
 	if err != nil {
 		panic("protocol: " + err.Error()) // it is in memory
 	}
-	return "~" + sum.String()[:32]
+	return "~" + hex.EncodeToString(sum[:16])
 }
 
 func orNull(value []byte) []byte {

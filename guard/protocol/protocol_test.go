@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
@@ -340,10 +340,10 @@ func TestSteps(t *testing.T) {
 // The fingerprint is of what is called, with what; not of the id, the progress and the trace.
 func TestFingerprint(t *testing.T) {
 	u := protocol.Rules{Arguments: []string{"k/e~y"}}
-	sum := func(body string) fingerprint.Sum {
-		m := parse(t, &u, nil, body)
-		config := fingerprint.Config{Exclude: u.Exclude(&m)}
-		s, err := config.Sum(fingerprint.Request{ContentType: "application/json", Body: bytes.NewReader(m.Body), Size: int64(len(m.Body))})
+	sum := func(text string) body.Fingerprint {
+		m := parse(t, &u, nil, text)
+		config := body.Comparison{Exclude: u.Exclude(&m)}
+		s, _, err := config.Read(body.Request{ContentType: "application/json", Body: bytes.NewReader(m.Body), Size: int64(len(m.Body))})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -431,7 +431,7 @@ func TestMeta(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if value, found, err := fingerprint.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), p); value != want || found != (want != "") || err != nil {
+		if value, found, err := body.Lookup(bytes.NewReader(m.Content), int64(len(m.Content)), p); value != want || found != (want != "") || err != nil {
 			t.Errorf("%s: %q, %v, %v", path, value, found, err)
 		}
 	}

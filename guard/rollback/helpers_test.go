@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -445,7 +446,7 @@ func (r *rig) now() time.Time {
 func (r *rig) call(id string) *execution.Call {
 	s := execution.Scope{Caller: agent, Guard: "default", Method: "PUT", Path: "/" + id, ID: id}
 	return &execution.Call{
-		Key: r.guard.Key(s), Scope: s, Fingerprint: execution.Fingerprint{7}, Action: "update", Workflow: "w",
+		Key: r.guard.Key(s), Scope: s, Fingerprint: body.Fingerprint{7}, Action: "update", Workflow: "w",
 		Checkpoint: "c" + id, Deadline: time.Hour, KeepResult: time.Hour, KeepKey: keep, ResultCap: 1 << 20,
 	}
 }

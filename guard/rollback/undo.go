@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
@@ -475,7 +476,7 @@ func message(m *checkpoint.Message) template.Message {
 // takes longer than the task may.
 func (j *job) find(ctx context.Context) (execution.Finding, error) {
 	for {
-		found, err := j.o.Guard.LookUp(ctx, j.key, execution.Fingerprint{})
+		found, err := j.o.Guard.LookUp(ctx, j.key, body.Fingerprint{})
 		if err != nil {
 			return found, err
 		}

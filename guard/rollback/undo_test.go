@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
@@ -222,7 +223,7 @@ func randomHistory(t *testing.T, r *undoRig, rnd *rand.Rand) {
 			t.Errorf("%d attempts in doubt", took)
 		}
 		key := r.guard.Key(execution.Scope{Caller: "agent_guard undo", Guard: "default", Method: "(undo)", Path: "/", ID: key})
-		if found, err := r.guard.LookUp(context.Background(), key, execution.Fingerprint{}); err == nil && found.Status == execution.Replayable {
+		if found, err := r.guard.LookUp(context.Background(), key, body.Fingerprint{}); err == nil && found.Status == execution.Replayable {
 			finished = true
 		}
 	}

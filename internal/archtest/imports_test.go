@@ -16,17 +16,17 @@ type layer struct {
 }
 
 // leaves import nothing of ours but small internal packages.
-var leaves = []string{"guard/spool!", "guard/fingerprint!", "guard/seal!", "guard/store!", "guard/fleet!", "internal/jsonx"}
+var leaves = []string{"guard/body!", "guard/seal!", "guard/store!", "guard/fleet!", "internal/jsonx"}
 
 // layers is the order of the house: cmd -> caddymodule -> guard, guard/api ->
 // guard/evidence -> guard/rollback and its neighbours -> guard/execution -> guard/store.
 // The first layer that holds a package decides. A package in no layer is a new top-level
 // entry: write its ADR, then its line here.
 var layers = []layer{
-	{part: "guard/spool!"},
-	{part: "guard/fingerprint!", may: []string{"internal/jsonx"}},
+	{part: "guard/body!", may: []string{"guard/problem!", "internal/jsonx"}},
 	{part: "guard/seal!", may: []string{"internal/durable"}},
-	{part: "guard/protocol!", may: []string{"guard/fingerprint!", "internal/jsonx"}},
+	{part: "guard/caller!", may: []string{"guard/body!", "guard/problem!"}, bare: true},
+	{part: "guard/protocol!", may: []string{"guard/body!", "internal/jsonx"}},
 	{part: "guard/drawing!", bare: true},
 	{part: "guard/problem!", bare: true},
 	{part: "guard/plan!", may: []string{"guard/workflow!", "guard/store!", "breaker", "internal/jsonx"}, tests: []string{"ect", "guard"}, bare: true},
@@ -49,7 +49,7 @@ var layers = []layer{
 	{part: "guard/cascades!", may: append([]string{"guard/hitl!", "guard/evidence!", "guard/api!", "ect", "breaker"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard/gateway!", may: append([]string{"guard!", "guard/execution!"}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "guard!", may: append([]string{
-		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/protocol!", "guard/problem!", "ect", "breaker",
+		"guard/execution!", "guard/checkpoint!", "guard/hitl!", "guard/rollback", "guard/workflow!", "guard/plan!", "guard/evidence!", "guard/answer!", "guard/caller!", "guard/protocol!", "guard/problem!", "ect", "breaker",
 	}, leaves...), tests: []string{"guard", "internal"}},
 	{part: "breaker/jsontime!", bare: true},
 	{part: "breaker", may: []string{"breaker"}, tests: []string{"internal"}, bare: true},

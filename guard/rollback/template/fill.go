@@ -12,7 +12,7 @@ import (
 	"strings"
 	"unicode/utf8"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -134,7 +134,7 @@ func (d *document) value(m *Message, pointer jsonx.Pointer) (value, error) {
 	}
 	if !d.read {
 		media, _, err := mime.ParseMediaType(m.ContentType)
-		typed := m.ContentType == "" || err == nil && fingerprint.IsJSON(media)
+		typed := m.ContentType == "" || err == nil && body.IsJSON(media)
 		d.read, d.valid = true, typed && jsonx.Valid(m.Body)
 	}
 	if !d.valid {

@@ -74,7 +74,7 @@ import (
 
 	"golang.org/x/net/http/httpguts"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -195,7 +195,7 @@ func bodyKind(spec Spec) (kind, *ParseError) {
 	}
 	k := otherBody
 	switch {
-	case fingerprint.IsJSON(media):
+	case body.IsJSON(media):
 		k = jsonBody
 	case media == "application/x-www-form-urlencoded":
 		k = formBody

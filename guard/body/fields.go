@@ -1,4 +1,4 @@
-package fingerprint
+package body
 
 import (
 	"crypto/sha256"
@@ -32,8 +32,8 @@ const (
 	Elsewhere
 )
 
-// fields are header fields of one class that are alike.
-type fields struct {
+// alike are header fields of one class that have something in common.
+type alike struct {
 	Class Class
 	// About says what they have in common, as docs/same-call.md shows it.
 	About string
@@ -43,7 +43,7 @@ type fields struct {
 }
 
 // known is the table of all header fields that are treated in another way than Content.
-var known = []fields{
+var known = []alike{
 	{Operand, "WebDAV, CalDAV (RFC 4918, 3253, 3648, 4437, 6638)", `
 		destination overwrite depth lock-token if timeout label position ordering-type redirect-ref
 		apply-to-redirect-ref translate brief`},
@@ -120,8 +120,8 @@ var known = []fields{
 		idempotency-key execution-id execution-context workflow-node`},
 }
 
-// Table gives each header field its class. It must not be changed while it is in use.
-type Table struct {
+// Fields gives each header field its class. It must not be changed while it is in use.
+type Fields struct {
 	exact    map[string]Class // by canonical name
 	prefixes []prefix
 	known    int // prefixes, the last ones, are those of known
@@ -140,9 +140,9 @@ type prefix struct {
 	class Class
 }
 
-// NewTable returns the table of known.
-func NewTable() *Table {
-	t := &Table{exact: map[string]Class{}, seed: maphash.MakeSeed()}
+// NewFields returns the table of known.
+func NewFields() *Fields {
+	t := &Fields{exact: map[string]Class{}, seed: maphash.MakeSeed()}
 	for _, f := range known {
 		t.Set(f.Class, strings.Fields(f.Names)...)
 	}
@@ -152,7 +152,7 @@ func NewTable() *Table {
 
 // Set gives fields a class, in place of the one that they have. Names are in any case; a "*" at the end of one
 // matches any suffix.
-func (t *Table) Set(class Class, names ...string) {
+func (t *Fields) Set(class Class, names ...string) {
 	for i := range t.found {
 		t.found[i].Store(nil)
 	}
@@ -167,7 +167,7 @@ func (t *Table) Set(class Class, names ...string) {
 }
 
 // Class is that of a field, by its canonical name.
-func (t *Table) Class(name string) Class {
+func (t *Fields) Class(name string) Class {
 	if class, ok := t.exact[name]; ok {
 		return class
 	}
@@ -183,7 +183,7 @@ func (t *Table) Class(name string) Class {
 }
 
 // byRules is the class of a field that the table has no whole name of.
-func (t *Table) byRules(name string) Class {
+func (t *Fields) byRules(name string) Class {
 	for i := range t.prefixes {
 		if p := &t.prefixes[i]; strings.HasPrefix(name, p.text) {
 			if named := byWords(name); named != Content && i < len(t.prefixes)-t.known {
@@ -196,7 +196,7 @@ func (t *Table) byRules(name string) Class {
 }
 
 // operands appends the names of the operands of a header, in order.
-func (t *Table) operands(names []string, h http.Header) []string {
+func (t *Fields) operands(names []string, h http.Header) []string {
 	if t == nil {
 		return names
 	}
@@ -211,7 +211,7 @@ func (t *Table) operands(names []string, h http.Header) []string {
 
 // Whole returns the sum of a request that sum is of, with all header fields that count where it has no key: the
 // operands and those of no other class that no Connection names.
-func (t *Table) Whole(sum Sum, h http.Header) Sum {
+func (t *Fields) Whole(sum Fingerprint, h http.Header) Fingerprint {
 	s := states.Get().(*state)
 	defer s.free()
 	s.names = s.names[:0]

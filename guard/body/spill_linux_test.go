@@ -1,4 +1,4 @@
-package spool_test
+package body_test
 
 import (
 	"bytes"
@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 )
 
 // openFiles gives the file descriptors of this process that lead into dir.
@@ -34,7 +34,7 @@ func openFiles(t *testing.T, dir string) []string {
 func TestSpilledFileIsHiddenAndEncrypted(t *testing.T) {
 	dir := t.TempDir()
 	secret := []byte("card=4242424242424242;")
-	s := spool.New(spool.Options{Memory: 1000, Dir: dir})
+	s := body.NewSpool(body.SpoolOptions{Memory: 1000, Dir: dir})
 	if _, err := s.Write(bytes.Repeat(secret, 40)); err != nil {
 		t.Fatal(err)
 	}
@@ -86,9 +86,9 @@ func TestSpilledFileIsHiddenAndEncrypted(t *testing.T) {
 func TestNoFileIsLeftOpen(t *testing.T) {
 	dir := t.TempDir()
 	for i := range 30 {
-		s := spool.New(spool.Options{Memory: -1, Limit: 5000, Ring: i%2 == 0, Dir: dir})
+		s := body.NewSpool(body.SpoolOptions{Memory: -1, Limit: 5000, Ring: i%2 == 0, Dir: dir})
 		_, err := s.ReadFrom(strings.NewReader(fmt.Sprintf("%6000d", i)))
-		if (err == spool.ErrLimit) != (i%2 == 1) {
+		if (err == body.ErrLimit) != (i%2 == 1) {
 			t.Fatal(err)
 		}
 		r := s.NewReader()
@@ -108,14 +108,14 @@ func TestNoFileIsLeftOpen(t *testing.T) {
 // A file that cannot be given back properly is told, not swallowed.
 func TestCloseGivesTheFilesError(t *testing.T) {
 	dir := t.TempDir()
-	gone := spool.New(spool.Options{Memory: -1, Dir: dir}.WithNamedFiles())
+	gone := body.NewSpool(body.SpoolOptions{Memory: -1, Dir: dir}.WithNamedFiles())
 	if _, err := gone.Write([]byte("x")); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		t.Fatal(err)
 	}
-	var spill *spool.SpillError
+	var spill *body.SpillError
 	if err := gone.Close(); !errors.As(err, &spill) || spill.Error() == "" {
 		t.Fatalf("Close without the file: %v", err)
 	}

@@ -1,4 +1,4 @@
-package fingerprint_test
+package body_test
 
 import (
 	"fmt"
@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 )
 
 // Each line: writings of one value. No two lines have the same sum. (Facts,
@@ -54,7 +54,7 @@ var values = [][]string{
 }
 
 func TestValues(t *testing.T) {
-	seen := map[fingerprint.Sum]string{}
+	seen := map[body.Fingerprint]string{}
 	for _, writings := range values {
 		sum := jsonSum(t, nil, writings[0])
 		if other, ok := seen[sum]; ok {
@@ -102,7 +102,7 @@ func TestRawInstead(t *testing.T) {
 			if jsonSum(t, nil, doc) != jsonSum(t, config(t, "/a"), doc) {
 				t.Error("an exclusion changes a raw body's sum")
 			}
-			if _, found, err := fingerprint.Lookup(strings.NewReader(doc), int64(len(doc)), mustPointer(t, "/0/none")); found || err != fingerprint.ErrNotJSON {
+			if _, found, err := body.Lookup(strings.NewReader(doc), int64(len(doc)), mustPointer(t, "/0/none")); found || err != body.ErrNotJSON {
 				t.Errorf("Lookup: %v, %v", found, err)
 			}
 		})
@@ -125,7 +125,7 @@ func TestLargeButGood(t *testing.T) {
 // Strings and containers around the lengths at which their encoding changes:
 // all different from each other, all the same in both ways of reading.
 func TestLengths(t *testing.T) {
-	seen := map[fingerprint.Sum]string{}
+	seen := map[body.Fingerprint]string{}
 	for n := range 300 {
 		for _, doc := range []string{
 			`"` + strings.Repeat("x", n) + `"`,

@@ -1,4 +1,4 @@
-package spool_test
+package body_test
 
 import (
 	"bytes"
@@ -14,7 +14,7 @@ import (
 	"testing"
 	"testing/iotest"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/spool"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 )
 
 // pattern gives n bytes that differ at every place and for every seed.
@@ -41,7 +41,7 @@ func TestReadsBackWhatWasWritten(t *testing.T) {
 				}
 				t.Run(fmt.Sprintf("size=%d,memory=%d,chunk=%d", size, memory, chunk), func(t *testing.T) {
 					want := pattern(uint64(size), size)
-					byWrite := spool.New(spool.Options{Memory: memory, Dir: t.TempDir()})
+					byWrite := body.NewSpool(body.SpoolOptions{Memory: memory, Dir: t.TempDir()})
 					defer closed(t, byWrite)
 					for rest := want; len(rest) > 0; {
 						n, err := byWrite.Write(rest[:min(chunk, len(rest))])
@@ -52,7 +52,7 @@ func TestReadsBackWhatWasWritten(t *testing.T) {
 					}
 					check(t, byWrite, want)
 
-					byRead := spool.New(spool.Options{Memory: memory, Dir: t.TempDir(), Limit: int64(size)})
+					byRead := body.NewSpool(body.SpoolOptions{Memory: memory, Dir: t.TempDir(), Limit: int64(size)})
 					defer closed(t, byRead)
 					n, err := io.Copy(byRead, struct{ io.Reader }{bytes.NewReader(want)})
 					if err != nil || n != int64(size) {
@@ -65,7 +65,7 @@ func TestReadsBackWhatWasWritten(t *testing.T) {
 	}
 }
 
-func check(t *testing.T, s *spool.Spool, want []byte) {
+func check(t *testing.T, s *body.Spool, want []byte) {
 	t.Helper()
 	if s.Size() != int64(len(want)) {
 		t.Fatalf("Size %d, want %d", s.Size(), len(want))
@@ -98,7 +98,7 @@ func check(t *testing.T, s *spool.Spool, want []byte) {
 
 func TestReaderKeepsTheRulesOfReaders(t *testing.T) {
 	want := pattern(9, 20000)
-	s := spool.New(spool.Options{Memory: 5000, Dir: t.TempDir()})
+	s := body.NewSpool(body.SpoolOptions{Memory: 5000, Dir: t.TempDir()})
 	defer closed(t, s)
 	if _, err := s.Write(want); err != nil {
 		t.Fatal(err)
@@ -113,19 +113,19 @@ func TestReaderKeepsTheRulesOfReaders(t *testing.T) {
 func TestBytesInOnePiece(t *testing.T) {
 	for _, c := range []struct {
 		size int
-		o    spool.Options
+		o    body.SpoolOptions
 		want bool
 	}{
-		{0, spool.Options{}, true},
-		{200, spool.Options{}, true},
-		{4097, spool.Options{}, true},
-		{65536, spool.Options{}, true},
-		{65537, spool.Options{}, false},
-		{100, spool.Options{Memory: 99}, false},
-		{100, spool.Options{Limit: 1000, Ring: true}, false},
+		{0, body.SpoolOptions{}, true},
+		{200, body.SpoolOptions{}, true},
+		{4097, body.SpoolOptions{}, true},
+		{65536, body.SpoolOptions{}, true},
+		{65537, body.SpoolOptions{}, false},
+		{100, body.SpoolOptions{Memory: 99}, false},
+		{100, body.SpoolOptions{Limit: 1000, Ring: true}, false},
 	} {
 		c.o.Dir = t.TempDir()
-		s := spool.New(c.o)
+		s := body.NewSpool(c.o)
 		want := pattern(3, c.size)
 		for i := range want {
 			if _, err := s.Write(want[i : i+1]); err != nil {
@@ -145,7 +145,7 @@ func TestBytesInOnePiece(t *testing.T) {
 
 // Bytes that were handed out stay as they are while the spool grows.
 func TestBytesStayWhileWriting(t *testing.T) {
-	s := spool.New(spool.Options{})
+	s := body.NewSpool(body.SpoolOptions{})
 	defer closed(t, s)
 	want := pattern(4, 200000)
 	if _, err := s.Write(want[:4000]); err != nil {
@@ -168,14 +168,14 @@ func TestBytesStayWhileWriting(t *testing.T) {
 func TestLimit(t *testing.T) {
 	for _, memory := range []int64{0, 50, -1} {
 		t.Run(fmt.Sprint("memory=", memory), func(t *testing.T) {
-			o := spool.Options{Memory: memory, Limit: 100, Dir: t.TempDir()}
+			o := body.SpoolOptions{Memory: memory, Limit: 100, Dir: t.TempDir()}
 			want := pattern(5, 101)
-			s := spool.New(o)
+			s := body.NewSpool(o)
 			defer closed(t, s)
 			for _, step := range []struct {
 				p    []byte
 				want error
-			}{{want[:60], nil}, {want[:41], spool.ErrLimit}, {want[60:100], nil}, {want[:1], spool.ErrLimit}, {nil, nil}} {
+			}{{want[:60], nil}, {want[:41], body.ErrLimit}, {want[60:100], nil}, {want[:1], body.ErrLimit}, {nil, nil}} {
 				n, err := s.Write(step.p)
 				if err != step.want || (err == nil && n != len(step.p)) || (err != nil && n != 0) {
 					t.Fatalf("Write of %d bytes at size %d: %d, %v", len(step.p), s.Size(), n, err)
@@ -183,15 +183,15 @@ func TestLimit(t *testing.T) {
 			}
 			check(t, s, want[:100])
 
-			over := spool.New(o)
+			over := body.NewSpool(o)
 			defer closed(t, over)
 			n, err := over.ReadFrom(iotest.OneByteReader(bytes.NewReader(want)))
-			if n != 100 || err != spool.ErrLimit {
+			if n != 100 || err != body.ErrLimit {
 				t.Fatalf("ReadFrom of 101 bytes: %d, %v", n, err)
 			}
 			check(t, over, want[:100])
 
-			fits := spool.New(o)
+			fits := body.NewSpool(o)
 			defer closed(t, fits)
 			n, err = fits.ReadFrom(iotest.DataErrReader(bytes.NewReader(want[:100])))
 			if n != 100 || err != nil {
@@ -206,7 +206,7 @@ func TestLimit(t *testing.T) {
 func TestReadFromGivesTheSourcesError(t *testing.T) {
 	broken := errors.New("connection lost")
 	want := pattern(6, 9000)
-	s := spool.New(spool.Options{Memory: 5000, Dir: t.TempDir()})
+	s := body.NewSpool(body.SpoolOptions{Memory: 5000, Dir: t.TempDir()})
 	defer closed(t, s)
 	n, err := s.ReadFrom(io.MultiReader(bytes.NewReader(want), iotest.ErrReader(broken)))
 	if n != 9000 || err != broken {
@@ -220,7 +220,7 @@ func TestRing(t *testing.T) {
 	for _, limit := range []int{1, 100, 4096, 5000, 200000} {
 		for _, memory := range []int64{-1, 64, 4096, 70000, 0} {
 			t.Run(fmt.Sprintf("limit=%d,memory=%d", limit, memory), func(t *testing.T) {
-				s := spool.New(spool.Options{Memory: memory, Limit: int64(limit), Ring: true, Dir: t.TempDir()})
+				s := body.NewSpool(body.SpoolOptions{Memory: memory, Limit: int64(limit), Ring: true, Dir: t.TempDir()})
 				defer closed(t, s)
 				early := s.NewReader()
 				defer closed(t, early)
@@ -243,10 +243,10 @@ func TestRing(t *testing.T) {
 						t.Fatalf("ReadAt %d of [%d, %d): %d bytes, %v", off, low, len(all), n, err)
 					}
 					if low > 0 {
-						if n, err := s.ReadAt(q, int64(low-1)); n != 0 || err != spool.ErrGone {
+						if n, err := s.ReadAt(q, int64(low-1)); n != 0 || err != body.ErrGone {
 							t.Fatalf("ReadAt of what is gone: %d, %v", n, err)
 						}
-						if n, err := early.Read(q); n != 0 || err != spool.ErrGone {
+						if n, err := early.Read(q); n != 0 || err != body.ErrGone {
 							t.Fatalf("reader of what is gone: %d, %v", n, err)
 						}
 					}
@@ -261,7 +261,7 @@ func TestRing(t *testing.T) {
 
 func TestRingReadFrom(t *testing.T) {
 	want := pattern(8, 300000)
-	s := spool.New(spool.Options{Memory: 1000, Limit: 70000, Ring: true, Dir: t.TempDir()})
+	s := body.NewSpool(body.SpoolOptions{Memory: 1000, Limit: 70000, Ring: true, Dir: t.TempDir()})
 	defer closed(t, s)
 	if n, err := s.ReadFrom(bytes.NewReader(want)); n != 300000 || err != nil {
 		t.Fatalf("ReadFrom: %d, %v", n, err)
@@ -272,13 +272,13 @@ func TestRingReadFrom(t *testing.T) {
 	}
 }
 
-func Example() {
-	body := spool.New(spool.Options{Limit: 1 << 20})
-	if _, err := io.WriteString(body, "amount=100"); err != nil {
+func ExampleSpool() {
+	spool := body.NewSpool(body.SpoolOptions{Limit: 1 << 20})
+	if _, err := io.WriteString(spool, "amount=100"); err != nil {
 		panic(err)
 	}
-	r := body.NewReader() // for the transport, which closes it in its own time
-	_ = body.Close()      // the handler is done
+	r := spool.NewReader() // for the transport, which closes it in its own time
+	_ = spool.Close()      // the handler is done
 
 	got, _ := io.ReadAll(r)
 	fmt.Printf("%s\n", got)
@@ -298,15 +298,15 @@ func BenchmarkBody(b *testing.B) {
 	}{{"200B", 200}, {"64KiB", 64 << 10}, {"4MiB", 4 << 20}} {
 		b.Run(c.name, func(b *testing.B) {
 			want := pattern(1, c.size)
-			body := bytes.NewReader(want)
-			src := struct{ io.Reader }{body}
+			from := bytes.NewReader(want)
+			src := struct{ io.Reader }{from}
 			buf := make([]byte, 32<<10)
 			dir := b.TempDir()
 			b.SetBytes(int64(c.size))
 			b.ReportAllocs()
 			for b.Loop() {
-				body.Reset(want)
-				s := spool.New(spool.Options{Dir: dir})
+				from.Reset(want)
+				s := body.NewSpool(body.SpoolOptions{Dir: dir})
 				if n, err := s.ReadFrom(src); err != nil || n != int64(c.size) {
 					b.Fatal(n, err)
 				}
@@ -340,9 +340,9 @@ func TestBudget(t *testing.T) {
 		want[i] = byte(i / 7)
 	}
 	for _, limit := range []int64{0, 1, block, 2*block + 1, 5 * block, 100 * block} {
-		for name, fill := range map[string]func(*spool.Spool) error{
-			"at once": func(s *spool.Spool) error { _, err := s.Write(want); return err },
-			"in parts": func(s *spool.Spool) error {
+		for name, fill := range map[string]func(*body.Spool) error{
+			"at once": func(s *body.Spool) error { _, err := s.Write(want); return err },
+			"in parts": func(s *body.Spool) error {
 				for p := want; len(p) > 0; p = p[min(len(p), 1000):] {
 					if _, err := s.Write(p[:min(len(p), 1000)]); err != nil {
 						return err
@@ -350,12 +350,12 @@ func TestBudget(t *testing.T) {
 				}
 				return nil
 			},
-			"read":           func(s *spool.Spool) error { _, err := s.ReadFrom(bytes.NewReader(want)); return err },
-			"read in halves": func(s *spool.Spool) error { _, err := s.ReadFrom(iotest.HalfReader(bytes.NewReader(want))); return err },
+			"read":           func(s *body.Spool) error { _, err := s.ReadFrom(bytes.NewReader(want)); return err },
+			"read in halves": func(s *body.Spool) error { _, err := s.ReadFrom(iotest.HalfReader(bytes.NewReader(want))); return err },
 		} {
-			b := spool.NewBudget(limit)
+			b := body.NewBudget(limit)
 			for _, ring := range []bool{false, true} {
-				s := spool.New(spool.Options{Budget: b, Dir: t.TempDir(), Limit: int64(len(want)), Ring: ring})
+				s := body.NewSpool(body.SpoolOptions{Budget: b, Dir: t.TempDir(), Limit: int64(len(want)), Ring: ring})
 				if err := fill(s); err != nil {
 					t.Fatalf("%d %s: %v", limit, name, err)
 				}
@@ -373,8 +373,8 @@ func TestBudget(t *testing.T) {
 		}
 	}
 	// A small body takes none of it.
-	b := spool.NewBudget(block)
-	s := spool.New(spool.Options{Budget: b, Dir: t.TempDir()})
+	b := body.NewBudget(block)
+	s := body.NewSpool(body.SpoolOptions{Budget: b, Dir: t.TempDir()})
 	if _, err := s.Write(want[:small]); err != nil || b.Used() != 0 {
 		t.Errorf("%d bytes are taken, %v", b.Used(), err)
 	}
@@ -392,7 +392,7 @@ func TestReaderNeverSeesRecycledMemory(t *testing.T) {
 	for _, size := range []int{200, 4096, 60000, 200000} {
 		for i := range 50 {
 			mine := bytes.Repeat([]byte{'m'}, size)
-			s := spool.New(spool.Options{Memory: 100000, Dir: t.TempDir()})
+			s := body.NewSpool(body.SpoolOptions{Memory: 100000, Dir: t.TempDir()})
 			if _, err := s.Write(mine); err != nil {
 				t.Fatal(err)
 			}
@@ -402,7 +402,7 @@ func TestReaderNeverSeesRecycledMemory(t *testing.T) {
 			closed(t, s)
 			closed(t, s)
 
-			others := spool.New(spool.Options{})
+			others := body.NewSpool(body.SpoolOptions{})
 			if _, err := others.Write(bytes.Repeat([]byte{'o'}, size)); err != nil {
 				t.Fatal(err)
 			}
@@ -419,14 +419,14 @@ func TestReaderNeverSeesRecycledMemory(t *testing.T) {
 // The opposite order of ends.
 func TestOwnerReadsAfterReadersClosed(t *testing.T) {
 	want := pattern(11, 10000)
-	s := spool.New(spool.Options{Memory: 5000, Dir: t.TempDir()})
+	s := body.NewSpool(body.SpoolOptions{Memory: 5000, Dir: t.TempDir()})
 	if _, err := s.Write(want); err != nil {
 		t.Fatal(err)
 	}
 	r := s.NewReader()
 	closed(t, r)
 	closed(t, r)
-	others := spool.New(spool.Options{})
+	others := body.NewSpool(body.SpoolOptions{})
 	defer closed(t, others)
 	if _, err := others.Write(pattern(12, 10000)); err != nil {
 		t.Fatal(err)
@@ -436,7 +436,7 @@ func TestOwnerReadsAfterReadersClosed(t *testing.T) {
 }
 
 func TestClosedGivesErrors(t *testing.T) {
-	s := spool.New(spool.Options{})
+	s := body.NewSpool(body.SpoolOptions{})
 	if _, err := s.Write([]byte("secret")); err != nil {
 		t.Fatal(err)
 	}
@@ -444,25 +444,25 @@ func TestClosedGivesErrors(t *testing.T) {
 	defer closed(t, r)
 	closed(t, s)
 	p := make([]byte, 6)
-	if n, err := s.ReadAt(p, 0); n != 0 || err != spool.ErrClosed {
+	if n, err := s.ReadAt(p, 0); n != 0 || err != body.ErrClosed {
 		t.Errorf("ReadAt: %d, %v", n, err)
 	}
-	if n, err := s.Write(p); n != 0 || err != spool.ErrClosed {
+	if n, err := s.Write(p); n != 0 || err != body.ErrClosed {
 		t.Errorf("Write: %d, %v", n, err)
 	}
-	if n, err := s.ReadFrom(bytes.NewReader(p)); n != 0 || err != spool.ErrClosed {
+	if n, err := s.ReadFrom(bytes.NewReader(p)); n != 0 || err != body.ErrClosed {
 		t.Errorf("ReadFrom: %d, %v", n, err)
 	}
 	late := s.NewReader()
 	defer closed(t, late)
-	if n, err := late.Read(p); n != 0 || err != spool.ErrClosed {
+	if n, err := late.Read(p); n != 0 || err != body.ErrClosed {
 		t.Errorf("Read of a late reader: %d, %v", n, err)
 	}
 	if n, err := io.ReadFull(r, p); n != 6 || err != nil || string(p) != "secret" {
 		t.Errorf("Read of the early reader: %d, %v", n, err)
 	}
 	closed(t, r)
-	if n, err := r.Read(p); n != 0 || err != spool.ErrClosed {
+	if n, err := r.Read(p); n != 0 || err != body.ErrClosed {
 		t.Errorf("Read after Close: %d, %v", n, err)
 	}
 }
@@ -474,8 +474,8 @@ func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
 // The owner closes in the middle of a read from a slow client, which then still
 // writes to its memory: nobody else may have that memory yet.
 func TestCloseDuringReadFrom(t *testing.T) {
-	s := spool.New(spool.Options{})
-	others := spool.New(spool.Options{})
+	s := body.NewSpool(body.SpoolOptions{})
+	others := body.NewSpool(body.SpoolOptions{})
 	defer closed(t, others)
 	want := bytes.Repeat([]byte{'o'}, 4096)
 	n, err := s.ReadFrom(readerFunc(func(p []byte) (int, error) {
@@ -485,7 +485,7 @@ func TestCloseDuringReadFrom(t *testing.T) {
 		}
 		return copy(p, bytes.Repeat([]byte{'m'}, 4096)), nil
 	}))
-	if n != 0 || err != spool.ErrClosed {
+	if n != 0 || err != body.ErrClosed {
 		t.Errorf("ReadFrom: %d, %v", n, err)
 	}
 	check(t, others, want)
@@ -495,7 +495,7 @@ func TestCloseDuringReadFrom(t *testing.T) {
 // in order, none before they are there.
 func TestReadersFollowTheWriter(t *testing.T) {
 	want := pattern(13, 400000)
-	s := spool.New(spool.Options{Memory: 100000, Dir: t.TempDir()})
+	s := body.NewSpool(body.SpoolOptions{Memory: 100000, Dir: t.TempDir()})
 	var wg sync.WaitGroup
 	grown := sync.NewCond(&sync.Mutex{})
 	for range 3 {
@@ -540,7 +540,7 @@ func TestReadersFollowTheWriter(t *testing.T) {
 func TestRingReadersNeverSeeAnotherLap(t *testing.T) {
 	const limit, total = 8192, 400000
 	want := pattern(14, total)
-	s := spool.New(spool.Options{Memory: 3000, Limit: limit, Ring: true, Dir: t.TempDir()})
+	s := body.NewSpool(body.SpoolOptions{Memory: 3000, Limit: limit, Ring: true, Dir: t.TempDir()})
 	var wg sync.WaitGroup
 	start := make(chan struct{})
 	for g := range 3 {
@@ -555,7 +555,7 @@ func TestRingReadersNeverSeeAnotherLap(t *testing.T) {
 					t.Errorf("wrong bytes at %d", off)
 					return
 				}
-				if err != nil && err != io.EOF && err != spool.ErrGone {
+				if err != nil && err != io.EOF && err != body.ErrGone {
 					t.Errorf("ReadAt: %v", err)
 					return
 				}
@@ -579,12 +579,12 @@ func TestRingReadersNeverSeeAnotherLap(t *testing.T) {
 func TestCloseRaces(t *testing.T) {
 	dir := t.TempDir()
 	for range 50 {
-		s := spool.New(spool.Options{Memory: 2000, Dir: dir})
+		s := body.NewSpool(body.SpoolOptions{Memory: 2000, Dir: dir})
 		r := s.NewReader()
 		var wg sync.WaitGroup
 		wg.Go(func() {
 			for range 10 {
-				if _, err := s.Write(bytes.Repeat([]byte{'m'}, 500)); err != nil && err != spool.ErrClosed {
+				if _, err := s.Write(bytes.Repeat([]byte{'m'}, 500)); err != nil && err != body.ErrClosed {
 					t.Errorf("Write: %v", err)
 				}
 			}
@@ -598,7 +598,7 @@ func TestCloseRaces(t *testing.T) {
 						t.Error("another body's bytes")
 					}
 					if err != nil {
-						if err != io.EOF && err != spool.ErrClosed {
+						if err != io.EOF && err != body.ErrClosed {
 							t.Errorf("Read: %v", err)
 						}
 						return
@@ -651,21 +651,21 @@ func (f *memFile) Close() error {
 	return nil
 }
 
-func options(o spool.Options, f *memFile) spool.Options {
-	return o.WithFile(func() (spool.File, error) { return f, nil })
+func options(o body.SpoolOptions, f *memFile) body.SpoolOptions {
+	return o.WithFile(func() (body.File, error) { return f, nil })
 }
 
 // Disk full: the caller can tell it from a body that is too large (503, not 413).
 func TestSpillFailure(t *testing.T) {
 	f := &memFile{space: 1000}
-	s := spool.New(options(spool.Options{Memory: 100}, f))
+	s := body.NewSpool(options(body.SpoolOptions{Memory: 100}, f))
 	want := pattern(21, 1100)
 	if _, err := s.Write(want[:600]); err != nil {
 		t.Fatal(err)
 	}
 	n, err := s.Write(pattern(22, 600))
-	var spill *spool.SpillError
-	if n != 0 || !errors.As(err, &spill) || !errors.Is(err, syscall.ENOSPC) || errors.Is(err, spool.ErrLimit) {
+	var spill *body.SpillError
+	if n != 0 || !errors.As(err, &spill) || !errors.Is(err, syscall.ENOSPC) || errors.Is(err, body.ErrLimit) {
 		t.Fatalf("Write on a full disk: %d, %v", n, err)
 	}
 	check(t, s, want[:600])
@@ -690,13 +690,13 @@ func TestSpillFailure(t *testing.T) {
 }
 
 func TestNoDirectory(t *testing.T) {
-	s := spool.New(spool.Options{Memory: 10, Dir: filepath.Join(t.TempDir(), "missing")})
+	s := body.NewSpool(body.SpoolOptions{Memory: 10, Dir: filepath.Join(t.TempDir(), "missing")})
 	defer closed(t, s)
 	if _, err := s.Write(make([]byte, 10)); err != nil {
 		t.Fatal(err)
 	}
 	_, err := s.Write(make([]byte, 1))
-	var spill *spool.SpillError
+	var spill *body.SpillError
 	if !errors.As(err, &spill) || !errors.Is(err, fs.ErrNotExist) {
 		t.Fatalf("Write: %v", err)
 	}
@@ -704,7 +704,7 @@ func TestNoDirectory(t *testing.T) {
 
 func TestFileCutBehindOurBack(t *testing.T) {
 	f := &memFile{space: 1 << 20}
-	s := spool.New(options(spool.Options{Memory: 100}, f))
+	s := body.NewSpool(options(body.SpoolOptions{Memory: 100}, f))
 	defer closed(t, s)
 	want := pattern(23, 500)
 	if _, err := s.Write(want); err != nil {
@@ -714,7 +714,7 @@ func TestFileCutBehindOurBack(t *testing.T) {
 	r := s.NewReader()
 	defer closed(t, r)
 	got, err := io.ReadAll(r)
-	var spill *spool.SpillError
+	var spill *body.SpillError
 	if !errors.As(err, &spill) || !errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Fatalf("Read: %v", err)
 	}
@@ -727,7 +727,7 @@ func TestFileCutBehindOurBack(t *testing.T) {
 // Ciphertext of zeros is the keystream itself.
 func TestKeystreamIsNeverReused(t *testing.T) {
 	f := &memFile{space: 1 << 30}
-	s := spool.New(options(spool.Options{Memory: 48, Limit: 1000, Ring: true}, f))
+	s := body.NewSpool(options(body.SpoolOptions{Memory: 48, Limit: 1000, Ring: true}, f))
 	defer closed(t, s)
 	for i := range 300 {
 		if _, err := s.Write(make([]byte, 16*(1+i%30))); err != nil {
@@ -756,7 +756,7 @@ func TestKeystreamIsNeverReused(t *testing.T) {
 
 	// Another spool has another key.
 	g := &memFile{space: 1 << 30}
-	other := spool.New(options(spool.Options{Memory: -1}, g))
+	other := body.NewSpool(options(body.SpoolOptions{Memory: -1}, g))
 	defer closed(t, other)
 	if _, err := other.Write(make([]byte, 10000)); err != nil {
 		t.Fatal(err)
@@ -770,7 +770,7 @@ func TestKeystreamIsNeverReused(t *testing.T) {
 
 func TestFileIsClosedWithTheLastUser(t *testing.T) {
 	f := &memFile{space: 1 << 20}
-	s := spool.New(options(spool.Options{Memory: -1}, f))
+	s := body.NewSpool(options(body.SpoolOptions{Memory: -1}, f))
 	if _, err := s.Write([]byte("x")); err != nil {
 		t.Fatal(err)
 	}
@@ -802,7 +802,7 @@ func TestNamedFileIsRemovedWithTheLastUser(t *testing.T) {
 		}
 		return len(entries)
 	}
-	s := spool.New(spool.Options{Memory: -1, Dir: dir}.WithNamedFiles())
+	s := body.NewSpool(body.SpoolOptions{Memory: -1, Dir: dir}.WithNamedFiles())
 	if _, err := s.Write([]byte("x")); err != nil {
 		t.Fatal(err)
 	}

@@ -1,10 +1,10 @@
-// Package spool buffers one request or response body: first in pooled memory,
-// beyond that in an unlinked temporary file, encrypted under a key that exists
-// only in memory (P8). A body is written once, in order, and can be read at any
-// offset by many readers at once, also while it is being written.
-package spool
+// Package body keeps the bodies of requests and answers (Spool), and compares requests by a hash of their meaning
+// (Fingerprint): a key that is reused for another request is detected (422), and a retry that is only encoded
+// differently is recognised.
+package body
 
 import (
+	"bytes"
 	"cmp"
 	"crypto/aes"
 	"crypto/cipher"
@@ -14,17 +14,143 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"net/http"
 	"os"
 	"sync"
 	"sync/atomic"
+	"time"
+
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 )
 
-// defaultMemory is how many bytes of a body stay in memory unless Options say otherwise.
+// Reading says how the body of a request is read.
+type Reading struct {
+	Limit       int64   // length of the longest body, in bytes
+	Budget      *Budget // bound of the memory for it; nil is none
+	Incremental bool    // the client wants it to be forwarded while it comes, so that it is refused
+	OneMessage  bool    // it is that of a unary gRPC call
+}
+
+// Read reads the body of r to its end. wanted, if not nil, is shown the start: if it returns false and more is to come,
+// the body is left as if nothing was read, and whole is nil. The caller must Close it. took is the time that the client
+// has taken to send it. An error is a *problem.Problem, or what r.Body says: the client broke off, or sent a malformed
+// body.
+func Read(
+	r *http.Request, how Reading, wanted func(start []byte) bool,
+) (whole *Spool, took time.Duration, err error) {
+	if r.ContentLength > how.Limit {
+		return nil, 0, tooLarge(how.Limit)
+	}
+	s := NewSpool(SpoolOptions{Limit: how.Limit, Budget: how.Budget})
+	if r.Body == nil || r.Body == http.NoBody {
+		return s, 0, nil
+	}
+	if how.Incremental {
+		p := problem.New(problem.StreamRefused,
+			"It asks to be forwarded while it comes (Incremental), and a guarded call is read whole.")
+		p.Status = http.StatusNotImplemented // RFC 10036, section 4.1
+		return nil, 0, p
+	}
+	defer func(begun time.Time) {
+		took = time.Since(begun)
+		if whole == nil {
+			_ = s.Close()
+		}
+	}(time.Now())
+	from := io.Reader(r.Body)
+	if how.OneMessage {
+		from = &oneMessage{Reader: from}
+	}
+	if wanted != nil {
+		n, err := s.readSome(from)
+		if err != nil && err != io.EOF {
+			return nil, 0, s.unread(err)
+		}
+		if start, _ := s.Bytes(); !wanted(start) && err == nil && n != r.ContentLength {
+			r.Body = struct {
+				io.Reader
+				io.Closer
+			}{io.MultiReader(bytes.NewReader(bytes.Clone(start)), r.Body), r.Body}
+			return nil, 0, nil
+		}
+	}
+	if _, err := s.readFrom(from); err != nil {
+		return nil, 0, s.unread(err)
+	}
+	return s, 0, nil
+}
+
+func tooLarge(limit int64) error {
+	return problem.New(problem.BodyTooLarge, fmt.Sprintf("This route takes bodies of at most %d bytes.", limit))
+}
+
+// unread is the refusal of a body that could not be read, or err where only the client knows why.
+func (s *Spool) unread(err error) error {
+	var spill *spillError
+	var max *http.MaxBytesError
+	switch {
+	case errors.Is(err, errLimit):
+		return tooLarge(s.limit)
+	case errors.As(err, &max): // by request_body
+		return tooLarge(max.Limit)
+	case errors.Is(err, errSecondMessage):
+		return problem.New(problem.StreamRefused,
+			"It is a gRPC call that is declared unary and sends more than one message.")
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return problem.New(problem.BodyTimeout, fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", s.Size()))
+	case errors.As(err, &spill):
+		p := problem.New(problem.StoreUnavailable, "The request's body could not be kept.")
+		p.Cause = err
+		return p
+	}
+	return err
+}
+
+// oneMessage reads the body of a unary gRPC call. A second message makes it a stream, whose caller may wait for an
+// answer before ending it: waiting for the end could take forever.
+type oneMessage struct {
+	io.Reader
+	prefix [5]byte // of the message: whether it is compressed, and its length
+	read   int     // of the prefix
+	left   uint32  // of the message
+}
+
+var errSecondMessage = errors.New("more than one message")
+
+func (m *oneMessage) Read(p []byte) (int, error) {
+	n, err := m.Reader.Read(p)
+	rest := p[:n]
+	if m.read < len(m.prefix) {
+		took := copy(m.prefix[m.read:], rest)
+		m.read += took
+		rest = rest[took:]
+		if m.read < len(m.prefix) {
+			return n, err
+		}
+		m.left = binary.BigEndian.Uint32(m.prefix[1:])
+	}
+	if len(rest) > int(m.left) {
+		return n, errSecondMessage
+	}
+	m.left -= uint32(len(rest))
+	return n, err
+}
+
+// PutInto makes the spool the body of r, which is about to be forwarded.
+func (s *Spool) PutInto(r *http.Request) {
+	r.Header.Del("Expect") // the body is here
+	r.TransferEncoding, r.ContentLength, r.Body = nil, s.Size(), http.NoBody
+	if r.ContentLength > 0 {
+		r.Body = s.NewReader()
+	}
+}
+
+// defaultMemory is how many bytes of a body stay in memory unless SpoolOptions say otherwise.
 const defaultMemory = 1 << 20
 
 var (
-	// ErrLimit: the body would become larger than Options.Limit.
-	ErrLimit = errors.New("spool: body larger than its limit")
+	// errLimit: the body would become larger than SpoolOptions.Limit.
+	errLimit = errors.New("spool: body larger than its limit")
 	// ErrGone: a ring has overwritten the bytes at this offset.
 	ErrGone = errors.New("spool: bytes already overwritten")
 	// errClosed: the spool, or this reader of it, was closed before.
@@ -33,21 +159,20 @@ var (
 	errOffset = errors.New("spool: negative offset")
 )
 
-// SpillError is a failure to create, write or read the temporary file: no space left, no such
-// directory, an I/O error. Unlike ErrLimit it does not depend on the body.
-type SpillError struct{ Err error }
+// spillError is a failure to create, write or read the temporary file: no space left, no such
+// directory, an I/O error. Unlike errLimit it does not depend on the body.
+type spillError struct{ Err error }
 
-func (e *SpillError) Error() string { return fmt.Sprintf("spool: temporary file: %v", e.Err) }
+func (e *spillError) Error() string { return fmt.Sprintf("spool: temporary file: %v", e.Err) }
 
 // Unwrap returns the error of the file system.
-func (e *SpillError) Unwrap() error { return e.Err }
+func (e *spillError) Unwrap() error { return e.Err }
 
-// Options of a spool. The zero value has no limit and keeps the first MiB in memory.
-type Options struct {
+// SpoolOptions of a spool. The zero value has no limit and keeps the first MiB in memory.
+type SpoolOptions struct {
 	// Memory is how many bytes stay in memory. 0 means 1 MiB, a negative value none at all.
 	Memory int64
-	// Limit is the largest size in bytes, in a ring the number of bytes that can
-	// be read back. 0 or less: no limit.
+	// Limit is the largest size in bytes, in a ring the number of bytes that can be read back. 0 or less: no limit.
 	Limit int64
 	// Dir is the directory of the temporary file; "" is os.TempDir().
 	Dir string
@@ -60,8 +185,9 @@ type Options struct {
 	create func(dir string) (file, error)
 }
 
-// Spool is an append-only buffer. Its owner must Close it. All methods are safe
-// for concurrent use.
+// Spool buffers one body: first in pooled memory, beyond that in an unlinked temporary file, encrypted under a key that
+// exists only in memory (P8). A body is written once, in order, and can be read at any offset by many readers at once,
+// also while it is being written. Its owner must Close it. All methods are safe for concurrent use.
 type Spool struct {
 	limit, memory int64 // memory decreases when the budget is used up
 	budget        *Budget
@@ -70,8 +196,7 @@ type Spool struct {
 	ring          bool
 	create        func(dir string) (file, error)
 
-	// writing is held during a Write. The bytes are stored without mu: readers
-	// stay within [low, size).
+	// writing is held during a Write. The bytes are stored without mu: readers stay within [low, size).
 	writing sync.Mutex
 
 	mu     sync.RWMutex
@@ -87,15 +212,15 @@ type Spool struct {
 	spill  *spill
 }
 
-// New makes an empty spool.
-func New(o Options) *Spool {
+// NewSpool makes an empty spool.
+func NewSpool(o SpoolOptions) *Spool {
 	s := new(Spool)
 	s.Init(o)
 	return s
 }
 
 // Init makes an empty spool of the zero value.
-func (s *Spool) Init(o Options) {
+func (s *Spool) Init(o SpoolOptions) {
 	s.limit, s.memory, s.budget, s.dir, s.create, s.refs = max(o.Limit, 0), o.Memory, o.Budget, o.Dir, o.create, 1
 	if s.memory == 0 {
 		s.memory = defaultMemory
@@ -130,7 +255,7 @@ func (s *Spool) place(off int64) (pos, room int64) {
 }
 
 // ReadAt implements io.ReaderAt. At the present end it returns fewer bytes and
-// io.EOF. Other errors are ErrGone, errClosed and *SpillError.
+// io.EOF. Other errors are ErrGone, errClosed and *spillError.
 func (s *Spool) ReadAt(p []byte, off int64) (int, error) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -160,7 +285,7 @@ func (s *Spool) load(p []byte, off int64) (n int, err error) {
 		if pos < s.memory {
 			q = q[:copy(q, s.slot(pos))]
 		} else if err := s.spill.read(q, off, pos-s.memory); err != nil {
-			return n, &SpillError{err}
+			return n, &spillError{err}
 		}
 		n, off = n+len(q), off+int64(len(q))
 	}
@@ -168,7 +293,7 @@ func (s *Spool) load(p []byte, off int64) (n int, err error) {
 }
 
 // Bytes returns everything written so far without copying, if it is contiguous: up to 64 KiB (or
-// Options.Memory), and never in a ring. Do not change the bytes, nor use them after Close.
+// SpoolOptions.Memory), and never in a ring. Do not change the bytes, nor use them after Close.
 func (s *Spool) Bytes() (p []byte, ok bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
@@ -208,13 +333,13 @@ func (s *Spool) unref() error {
 	err := s.spill.close()
 	s.spill = nil
 	if err != nil {
-		return &SpillError{err}
+		return &spillError{err}
 	}
 	return nil
 }
 
-// Write appends all of p or nothing. The error is ErrLimit (later, smaller writes may still fit),
-// errClosed, or a *SpillError, after which every further Write fails alike.
+// Write appends all of p or nothing. The error is errLimit (later, smaller writes may still fit),
+// errClosed, or a *spillError, after which every further Write fails alike.
 func (s *Spool) Write(p []byte) (int, error) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
@@ -238,12 +363,11 @@ func (s *Spool) write(p []byte) (int, error) {
 	return n, nil
 }
 
-// ReadFrom implements io.ReaderFrom, reading directly into memory while that
-// suffices. It returns how many bytes were kept and the error of r or one of
-// Write's. On ErrLimit the bytes up to the limit are kept.
-func (s *Spool) ReadFrom(r io.Reader) (total int64, err error) {
+// readFrom reads r to its end, directly into memory while that suffices. It returns how many bytes were kept and the
+// error of r or one of Write's. On errLimit the bytes up to the limit are kept.
+func (s *Spool) readFrom(r io.Reader) (total int64, err error) {
 	for {
-		n, err := s.ReadSome(r)
+		n, err := s.readSome(r)
 		if total += n; err == io.EOF {
 			return total, nil
 		} else if err != nil {
@@ -252,8 +376,8 @@ func (s *Spool) ReadFrom(r io.Reader) (total int64, err error) {
 	}
 }
 
-// ReadSome is ReadFrom for one Read of r; at its end the error is io.EOF.
-func (s *Spool) ReadSome(r io.Reader) (int64, error) {
+// readSome is readFrom for one Read of r; at its end the error is io.EOF.
+func (s *Spool) readSome(r io.Reader) (int64, error) {
 	s.writing.Lock()
 	defer s.writing.Unlock()
 	if room := s.room(); room > 0 {
@@ -264,8 +388,7 @@ func (s *Spool) ReadSome(r io.Reader) (int64, error) {
 	defer giveScratch(scratch)
 	p := scratch
 	if left := s.limit - s.size; s.limit > 0 && !s.ring {
-		// One byte more than fits distinguishes a body that ends here
-		// from one that is too large.
+		// One byte more than fits distinguishes a body that ends here from one that is too large.
 		p = p[:min(int64(len(p)), left+1)]
 	}
 	n, rerr := r.Read(p)
@@ -278,13 +401,13 @@ func (s *Spool) ReadSome(r io.Reader) (int64, error) {
 		n, err = s.write(p[:n])
 	}
 	if err == nil && over {
-		err = ErrLimit
+		err = errLimit
 	}
 	return int64(n), cmp.Or(err, rerr)
 }
 
-// room is how many bytes can be read directly into memory at the present end; 0
-// if they go into the file. The caller holds writing.
+// room is how many bytes can be read directly into memory at the present end; 0 if they go into the file. The caller
+// holds writing.
 func (s *Spool) room() int64 {
 	room := s.memory - s.size
 	if s.limit > 0 {
@@ -316,8 +439,8 @@ func (s *Spool) readInto(r io.Reader, room int64) (n int, rerr, err error) {
 	return n, rerr, nil
 }
 
-// scratch is the buffer for bytes that go into the file. It is small if the budget is used
-// up, since it is held for as long as the body stalls.
+// scratch is the buffer for bytes that go into the file. It is small if the budget is used up, since it is held for as
+// long as the body stalls.
 func (s *Spool) scratch() []byte {
 	if s.starved {
 		return smallPool.Get().(*smallBlock)[:]
@@ -334,8 +457,8 @@ func giveScratch(p []byte) {
 	}
 }
 
-// begin prepares the append of n bytes: it checks the limit, gets memory blocks,
-// and in a ring drops what they overwrite. After nil, end must follow.
+// begin prepares the append of n bytes: it checks the limit, gets memory blocks, and in a ring drops what they
+// overwrite. After nil, end must follow.
 func (s *Spool) begin(n int) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -345,7 +468,7 @@ func (s *Spool) begin(n int) error {
 	case s.failed != nil:
 		return s.failed
 	case !s.ring && s.limit > 0 && int64(n) > s.limit-s.size:
-		return ErrLimit
+		return errLimit
 	}
 	end := s.size + int64(n)
 	if s.ring {
@@ -386,12 +509,12 @@ func (s *Spool) store(p []byte, off int64) error {
 			if s.spill == nil {
 				sp, err := newSpill(s.create, s.dir)
 				if err != nil {
-					return &SpillError{err}
+					return &spillError{err}
 				}
 				s.spill = sp
 			}
 			if err := s.spill.write(p[:n], off, pos-s.memory); err != nil {
-				return &SpillError{err}
+				return &spillError{err}
 			}
 		}
 		p, off = p[n:], off+int64(n)
@@ -406,11 +529,10 @@ type reader struct {
 	off int64
 }
 
-// NewReader gives a reader from offset 0. It ends with io.EOF at the end that the spool has at
-// that moment; after further writes it goes on. Until it is closed the bytes stay readable
-// through it, also after the spool's own Close: an HTTP transport may read a request body after
-// the handler has returned. On a closed spool the reader is closed from the start. Its methods
-// are safe for concurrent use.
+// NewReader gives a reader from offset 0. It ends with io.EOF at the end that the spool has at that moment; after
+// further writes it goes on. Until it is closed the bytes stay readable through it, also after the spool's own Close:
+// an HTTP transport may read a request body after the handler has returned. On a closed spool the reader is closed from
+// the start. Its methods are safe for concurrent use.
 func (s *Spool) NewReader() io.ReadCloser {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -469,9 +591,8 @@ var (
 	blockPool = sync.Pool{New: func() any { return new(block) }}
 )
 
-// Budget bounds the memory of the bodies of many spools together. Each keeps its first
-// 4 KiB in any case; what does not fit beyond that goes into its file at once. A nil Budget
-// is no bound. It is safe for concurrent use.
+// Budget bounds the memory of the bodies of many spools together. Each keeps its first 4 KiB in any case; what does not
+// fit beyond that goes into its file at once. A nil Budget is no bound. It is safe for concurrent use.
 type Budget struct{ limit, used atomic.Int64 }
 
 // NewBudget makes a budget of limit bytes.
@@ -505,10 +626,9 @@ func (b *Budget) give(blocks int) {
 	}
 }
 
-// grow provides memory up to position end, or as far as the budget allows: later positions
-// are in the file from then on. A body that outgrows its small block moves to a whole one,
-// so that up to 64 KiB are contiguous; the small block is kept until the release, because
-// Bytes may have returned it. The caller holds writing and mu.
+// grow provides memory up to position end, or as far as the budget allows: later positions are in the file from then
+// on. A body that outgrows its small block moves to a whole one, so that up to 64 KiB are contiguous; the small block
+// is kept until the release, because Bytes may have returned it. The caller holds writing and mu.
 func (s *Spool) grow(end int64) {
 	if end <= 0 {
 		return
@@ -532,8 +652,8 @@ func (s *Spool) grow(end int64) {
 	}
 }
 
-// starve ends the memory at its present size. Nothing is in the file yet, since memory is
-// filled first, so that no byte changes its position.
+// starve ends the memory at its present size. Nothing is in the file yet, since memory is filled first, so that no byte
+// changes its position.
 func (s *Spool) starve() {
 	s.starved = true
 	if len(s.blocks) > 0 {
@@ -601,9 +721,9 @@ func newSpill(create func(string) (file, error), dir string) (*spill, error) {
 	return &spill{f: f, key: block, encAt: -1}, nil
 }
 
-// write encrypts p and stores it at pos of the file. off is its absolute offset
-// in the stream and selects the keystream, so that a ring, which writes the same
-// positions repeatedly, never uses a part of it twice. p is not changed.
+// write encrypts p and stores it at pos of the file. off is its absolute offset in the stream and selects the
+// keystream, so that a ring, which writes the same positions repeatedly, never uses a part of it twice. p is not
+// changed.
 func (s *spill) write(p []byte, off, pos int64) error {
 	scratch := blockPool.Get().(*block)
 	defer blockPool.Put(scratch)

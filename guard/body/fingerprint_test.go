@@ -1,4 +1,4 @@
-package fingerprint_test
+package body_test
 
 import (
 	"bytes"
@@ -19,15 +19,15 @@ import (
 	"unicode/utf16"
 	"unicode/utf8"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
 // Every field counts, and none can flow over into its neighbour.
 func TestEveryFieldCounts(t *testing.T) {
 	base := request("application/json", []byte(`{"a":1}`))
-	seen := map[fingerprint.Sum]string{}
-	add := func(name string, change func(*fingerprint.Request)) {
+	seen := map[body.Fingerprint]string{}
+	add := func(name string, change func(*body.Request)) {
 		req := base
 		change(&req)
 		s := mustSum(t, nil, req)
@@ -36,40 +36,40 @@ func TestEveryFieldCounts(t *testing.T) {
 		}
 		seen[s] = name
 	}
-	body := func(s string) func(*fingerprint.Request) {
-		return func(r *fingerprint.Request) { r.Body, r.Size = strings.NewReader(s), int64(len(s)) }
+	of := func(s string) func(*body.Request) {
+		return func(r *body.Request) { r.Body, r.Size = strings.NewReader(s), int64(len(s)) }
 	}
-	add("base", func(*fingerprint.Request) {})
-	add("method", func(r *fingerprint.Request) { r.Method = "PUT" })
-	add("host", func(r *fingerprint.Request) { r.Host = "example.com" })
-	add("path", func(r *fingerprint.Request) { r.Path = "/v1/other" })
-	add("path case", func(r *fingerprint.Request) { r.Path = "/v1/Things" })
-	add("escaped path", func(r *fingerprint.Request) { r.Path = "/v1%2fthings" })
-	add("query", func(r *fingerprint.Request) { r.RawQuery = "a=2" })
-	add("no query", func(r *fingerprint.Request) { r.RawQuery = "" })
-	add("query in path", func(r *fingerprint.Request) { r.Path, r.RawQuery = "/v1/thingsa=1", "" })
-	add("host in method", func(r *fingerprint.Request) { r.Method, r.Host = "POSTapi.", "example.com" })
-	add("media type", func(r *fingerprint.Request) { r.ContentType = "application/x+json" })
-	add("raw", func(r *fingerprint.Request) { r.ContentType = "text/plain" })
-	add("no media type", func(r *fingerprint.Request) { r.ContentType = "" })
-	add("coding", func(r *fingerprint.Request) { r.ContentEncoding = "gzip" })
-	add("other coding", func(r *fingerprint.Request) { r.ContentEncoding = "br" })
-	add("empty", body(""))
-	add("white space", body(" "))
-	add("other body", body(`{"a":2}`))
-	add("invalid body", body(`{"a":1}}`))
+	add("base", func(*body.Request) {})
+	add("method", func(r *body.Request) { r.Method = "PUT" })
+	add("host", func(r *body.Request) { r.Host = "example.com" })
+	add("path", func(r *body.Request) { r.Path = "/v1/other" })
+	add("path case", func(r *body.Request) { r.Path = "/v1/Things" })
+	add("escaped path", func(r *body.Request) { r.Path = "/v1%2fthings" })
+	add("query", func(r *body.Request) { r.RawQuery = "a=2" })
+	add("no query", func(r *body.Request) { r.RawQuery = "" })
+	add("query in path", func(r *body.Request) { r.Path, r.RawQuery = "/v1/thingsa=1", "" })
+	add("host in method", func(r *body.Request) { r.Method, r.Host = "POSTapi.", "example.com" })
+	add("media type", func(r *body.Request) { r.ContentType = "application/x+json" })
+	add("raw", func(r *body.Request) { r.ContentType = "text/plain" })
+	add("no media type", func(r *body.Request) { r.ContentType = "" })
+	add("coding", func(r *body.Request) { r.ContentEncoding = "gzip" })
+	add("other coding", func(r *body.Request) { r.ContentEncoding = "br" })
+	add("empty", of(""))
+	add("white space", of(" "))
+	add("other body", of(`{"a":2}`))
+	add("invalid body", of(`{"a":1}}`))
 }
 
 func TestWhatDoesNotCount(t *testing.T) {
 	base := request("application/json", []byte(`{"a":1}`))
 	want := mustSum(t, nil, base)
-	for name, change := range map[string]func(*fingerprint.Request){
-		"case of host":          func(r *fingerprint.Request) { r.Host = "API.Example.COM" },
-		"parameters":            func(r *fingerprint.Request) { r.ContentType = "application/json; charset=utf-8" },
-		"case of media type":    func(r *fingerprint.Request) { r.ContentType = " Application/JSON ;x=y" },
-		"identity coding":       func(r *fingerprint.Request) { r.ContentEncoding = "Identity" },
-		"how the body is held":  func(r *fingerprint.Request) { r.Body = inMemory{nil, []byte(`{"a":1}`)} },
-		"what follows the size": func(r *fingerprint.Request) { r.Body = inMemory{nil, []byte(`{"a":1}]`)} },
+	for name, change := range map[string]func(*body.Request){
+		"case of host":          func(r *body.Request) { r.Host = "API.Example.COM" },
+		"parameters":            func(r *body.Request) { r.ContentType = "application/json; charset=utf-8" },
+		"case of media type":    func(r *body.Request) { r.ContentType = " Application/JSON ;x=y" },
+		"identity coding":       func(r *body.Request) { r.ContentEncoding = "Identity" },
+		"how the body is held":  func(r *body.Request) { r.Body = inMemory{nil, []byte(`{"a":1}`)} },
+		"what follows the size": func(r *body.Request) { r.Body = inMemory{nil, []byte(`{"a":1}]`)} },
 	} {
 		req := base
 		change(&req)
@@ -158,12 +158,12 @@ func TestReadErrorsAreReturned(t *testing.T) {
 			req := request(c.ct, c.body)
 			for have, want := range map[error]error{broken: broken, io.EOF: io.ErrUnexpectedEOF} {
 				req.Body = failing{c.body, at, have}
-				if _, err := (*fingerprint.Config)(nil).Sum(req); !errors.Is(err, want) {
+				if _, err := (*body.Comparison)(nil).Sum(req); !errors.Is(err, want) {
 					t.Errorf("%s of %d bytes, %v at %d: %v", c.ct, len(c.body), have, at, err)
 				}
 				ptr, _ := jsonx.ParsePointer("/b/0")
 				if c.ct == "application/json" && c.body[0] != 'x' {
-					if _, found, err := fingerprint.Lookup(req.Body, req.Size, ptr); found || !errors.Is(err, want) {
+					if _, found, err := body.Lookup(req.Body, req.Size, ptr); found || !errors.Is(err, want) {
 						t.Errorf("Lookup, %v at %d: %v, %v", have, at, found, err)
 					}
 				}
@@ -172,15 +172,15 @@ func TestReadErrorsAreReturned(t *testing.T) {
 	}
 	req := request("text/plain", nil)
 	req.Size = -1
-	if _, err := (*fingerprint.Config)(nil).Sum(req); err == nil {
+	if _, err := (*body.Comparison)(nil).Sum(req); err == nil {
 		t.Error("negative size")
 	}
 	req.Body, req.Size = nil, 1
-	if _, err := (*fingerprint.Config)(nil).Sum(req); err == nil {
+	if _, err := (*body.Comparison)(nil).Sum(req); err == nil {
 		t.Error("size without a body")
 	}
 	req.Size = 0
-	if _, err := (*fingerprint.Config)(nil).Sum(req); err != nil {
+	if _, err := (*body.Comparison)(nil).Sum(req); err != nil {
 		t.Errorf("no body: %v", err)
 	}
 }
@@ -189,7 +189,7 @@ func TestReadErrorsAreReturned(t *testing.T) {
 func TestConcurrentSums(t *testing.T) {
 	cfg := config(t, "/id", "/list/1")
 	var docs []string
-	var want []fingerprint.Sum
+	var want []body.Fingerprint
 	for i := range 20 {
 		doc := fmt.Sprintf(`{"id":%d,"list":[%d,2,%q],"x":{"y":%d}}`, i, i, strings.Repeat("z", i*1000), i)
 		docs = append(docs, doc)
@@ -205,7 +205,7 @@ func TestConcurrentSums(t *testing.T) {
 					t.Errorf("sum of document %d changed: %v", n, err)
 					return
 				}
-				if v, _, err := fingerprint.Lookup(bytes.NewReader([]byte(docs[n])), req.Size, mustPointer(t, "/x/y")); err != nil || v != fmt.Sprint(n) {
+				if v, _, err := body.Lookup(bytes.NewReader([]byte(docs[n])), req.Size, mustPointer(t, "/x/y")); err != nil || v != fmt.Sprint(n) {
 					t.Errorf("lookup in document %d: %q, %v", n, v, err)
 					return
 				}
@@ -215,16 +215,16 @@ func TestConcurrentSums(t *testing.T) {
 	wg.Wait()
 }
 
-func Example() {
+func ExampleComparison_Read() {
 	id, err := jsonx.ParsePointer("/id")
 	if err != nil {
 		panic(err)
 	}
-	cfg := &fingerprint.Config{Exclude: []jsonx.Pointer{id}}
-	sum := func(body string) fingerprint.Sum {
-		s, err := cfg.Sum(fingerprint.Request{
+	cfg := &body.Comparison{Exclude: []jsonx.Pointer{id}}
+	sum := func(text string) body.Fingerprint {
+		s, err := cfg.Sum(body.Request{
 			Method: "POST", Host: "api.example.com", Path: "/v1/charges",
-			ContentType: "application/json", Body: strings.NewReader(body), Size: int64(len(body)),
+			ContentType: "application/json", Body: strings.NewReader(text), Size: int64(len(text)),
 		})
 		if err != nil {
 			panic(err)
@@ -242,14 +242,14 @@ func Example() {
 // to about this size cross the seam.
 const window = 64 << 10
 
-func request(contentType string, body []byte) fingerprint.Request {
-	return fingerprint.Request{
+func request(contentType string, text []byte) body.Request {
+	return body.Request{
 		Method: "POST", Host: "api.example.com", Path: "/v1/things", RawQuery: "a=1",
-		ContentType: contentType, Body: bytes.NewReader(body), Size: int64(len(body)),
+		ContentType: contentType, Body: bytes.NewReader(text), Size: int64(len(text)),
 	}
 }
 
-func mustSum(t testing.TB, cfg *fingerprint.Config, req fingerprint.Request) fingerprint.Sum {
+func mustSum(t testing.TB, cfg *body.Comparison, req body.Request) body.Fingerprint {
 	t.Helper()
 	s, err := cfg.Sum(req)
 	if err != nil {
@@ -260,7 +260,7 @@ func mustSum(t testing.TB, cfg *fingerprint.Config, req fingerprint.Request) fin
 
 // bodySum gives the sum of a body, and checks that it does not depend on whether
 // the body lies in memory.
-func bodySum(t testing.TB, cfg *fingerprint.Config, contentType string, body []byte) fingerprint.Sum {
+func bodySum(t testing.TB, cfg *body.Comparison, contentType string, body []byte) body.Fingerprint {
 	t.Helper()
 	req := request(contentType, body)
 	streamed := mustSum(t, cfg, req)
@@ -271,7 +271,7 @@ func bodySum(t testing.TB, cfg *fingerprint.Config, contentType string, body []b
 	return streamed
 }
 
-func jsonSum(t testing.TB, cfg *fingerprint.Config, doc string) fingerprint.Sum {
+func jsonSum(t testing.TB, cfg *body.Comparison, doc string) body.Fingerprint {
 	t.Helper()
 	return bodySum(t, cfg, "application/json", []byte(doc))
 }
@@ -282,9 +282,9 @@ func asJSON(t testing.TB, doc string) bool {
 	return jsonSum(t, nil, doc) == jsonSum(t, nil, " \t\n\r"+doc+"\r\n\t ")
 }
 
-func config(t testing.TB, pointers ...string) *fingerprint.Config {
+func config(t testing.TB, pointers ...string) *body.Comparison {
 	t.Helper()
-	var c fingerprint.Config
+	var c body.Comparison
 	for _, s := range pointers {
 		p, err := jsonx.ParsePointer(s)
 		if err != nil {
@@ -563,8 +563,8 @@ func TestLookup(t *testing.T) {
 		{rfc, `/k"l`, "6", true, nil},
 		{rfc, "/ ", "7", true, nil},
 		{rfc, "/m~0n", "8", true, nil},
-		{rfc, "/foo", "", false, fingerprint.ErrNotScalar},
-		{rfc, "", "", false, fingerprint.ErrNotScalar},
+		{rfc, "/foo", "", false, body.ErrNotScalar},
+		{rfc, "", "", false, body.ErrNotScalar},
 		{rfc, "/foo/2", "", false, nil},
 		{rfc, "/foo/-", "", false, nil},
 		{rfc, "/foo/00", "", false, nil},
@@ -579,24 +579,24 @@ func TestLookup(t *testing.T) {
 		{`{"\u0069d":"\u0041\ud83d\ude00"}`, "/id", "A😀", true, nil},
 		{`{"id":""}`, "/id", "", true, nil},
 		{`{"id":null}`, "/id", "", false, nil},
-		{`{"id":true}`, "/id", "", false, fingerprint.ErrNotScalar},
-		{`{"id":false}`, "/id", "", false, fingerprint.ErrNotScalar},
-		{`{"id":{"x":1}}`, "/id", "", false, fingerprint.ErrNotScalar},
+		{`{"id":true}`, "/id", "", false, body.ErrNotScalar},
+		{`{"id":false}`, "/id", "", false, body.ErrNotScalar},
+		{`{"id":{"x":1}}`, "/id", "", false, body.ErrNotScalar},
 		{`{"id":"a","id":"b"}`, "/id", "", false, jsonx.ErrAmbiguous},
 		{`{"id":"a","id":"a"}`, "/id", "", false, jsonx.ErrAmbiguous},
 		{`{"id":"a","\u0069d":null}`, "/id", "", false, jsonx.ErrAmbiguous},
 		{`{"m":{"id":"a"},"m":{}}`, "/m/id", "", false, jsonx.ErrAmbiguous},
 		{`{"x":1,"x":2,"id":"a"}`, "/id", "a", true, nil},
 		{`{"id":"a","n":{"id":"b"}}`, "/id", "a", true, nil},
-		{`{"id":{}} {"n":2}`, "/id", "", false, fingerprint.ErrNotScalar}, // what is wrong first
-		{`{"id":{},"id":null}`, "/id", "", false, fingerprint.ErrNotScalar},
+		{`{"id":{}} {"n":2}`, "/id", "", false, body.ErrNotScalar}, // what is wrong first
+		{`{"id":{},"id":null}`, "/id", "", false, body.ErrNotScalar},
 		{`{"id":"a","id":"b"`, "/id", "", false, jsonx.ErrAmbiguous},
-		{`{"id":"a"`, "/id", "", false, fingerprint.ErrNotJSON},
-		{`{"id":"a"} x`, "/id", "", false, fingerprint.ErrNotJSON},
-		{"{\"id\":\"a\",\"x\":\"\xff\"}", "/id", "", false, fingerprint.ErrNotJSON},
+		{`{"id":"a"`, "/id", "", false, body.ErrNotJSON},
+		{`{"id":"a"} x`, "/id", "", false, body.ErrNotJSON},
+		{"{\"id\":\"a\",\"x\":\"\xff\"}", "/id", "", false, body.ErrNotJSON},
 		{``, "/id", "", false, nil},
 		{`{"id":"` + long[:65536] + `"}`, "/id", long[:65536], true, nil},
-		{`{"id":"` + long[:65537] + `"}`, "/id", "", false, fingerprint.ErrValueTooLong},
+		{`{"id":"` + long[:65537] + `"}`, "/id", "", false, body.ErrValueTooLong},
 		{`{"other":"` + long + `","id":"a"}`, "/id", "a", true, nil},
 		{`{"` + long + `":"a"}`, "/" + long, "a", true, nil},
 		{`{"` + long + `":"a"}`, "/" + long[1:], "", false, nil},
@@ -608,10 +608,10 @@ func TestLookup(t *testing.T) {
 				continue
 			}
 			doc := []byte(strings.Repeat(" ", pad) + c.doc)
-			for _, body := range []interface {
+			for _, from := range []interface {
 				ReadAt([]byte, int64) (int, error)
 			}{bytes.NewReader(doc), inMemory{bytes.NewReader(doc), doc}} {
-				v, found, err := fingerprint.Lookup(body, int64(len(doc)), p)
+				v, found, err := body.Lookup(from, int64(len(doc)), p)
 				if v != c.want || found != c.found || err != c.err {
 					t.Errorf("%.60s at %.20q: %.20q, %v, %v; want %.20q, %v, %v", c.doc, c.pointer, v, found, err, c.want, c.found, c.err)
 				}
@@ -620,7 +620,7 @@ func TestLookup(t *testing.T) {
 	}
 }
 
-func multipartSum(t testing.TB, boundary, body string) fingerprint.Sum {
+func multipartSum(t testing.TB, boundary, body string) body.Fingerprint {
 	t.Helper()
 	return bodySum(t, nil, "multipart/form-data; boundary=\""+boundary+"\"", []byte(body))
 }
@@ -662,7 +662,7 @@ func TestMultipartSameParts(t *testing.T) {
 }
 
 func TestMultipartOtherParts(t *testing.T) {
-	seen := map[fingerprint.Sum]string{multipartSum(t, "b", form): "form"}
+	seen := map[body.Fingerprint]string{multipartSum(t, "b", form): "form"}
 	first, second, _ := strings.Cut(strings.TrimSuffix(form, "--b--\r\n"), "\r\n--b\r\n")
 	for name, body := range map[string]string{
 		"value":            strings.Replace(form, "value", "Value", 1),
@@ -847,7 +847,7 @@ func rows(n int) []byte {
 }
 
 func BenchmarkSum(b *testing.B) {
-	exclude := &fingerprint.Config{}
+	exclude := &body.Comparison{}
 	for _, p := range []string{"/id", "/metadata/order_id"} {
 		ptr, err := jsonx.ParsePointer(p)
 		if err != nil {
@@ -861,7 +861,7 @@ func BenchmarkSum(b *testing.B) {
 	for _, c := range []struct {
 		name, media string
 		body        []byte
-		cfg         *fingerprint.Config
+		cfg         *body.Comparison
 	}{
 		{"empty", "application/json", nil, nil},
 		{"json200B", "application/json", []byte(payment), nil},
@@ -873,7 +873,7 @@ func BenchmarkSum(b *testing.B) {
 		{"multipart64KiB", "multipart/form-data; boundary=b", parts.Bytes(), nil},
 	} {
 		b.Run(c.name, func(b *testing.B) {
-			req := fingerprint.Request{
+			req := body.Request{
 				Method: "POST", Host: "api.example.com", Path: "/v1/charges",
 				ContentType: c.media, Body: &inMemory{bytes.NewReader(c.body), c.body}, Size: int64(len(c.body)),
 			}
@@ -893,10 +893,10 @@ func BenchmarkLookup(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	body := &inMemory{bytes.NewReader([]byte(payment)), []byte(payment)}
+	from := &inMemory{bytes.NewReader([]byte(payment)), []byte(payment)}
 	b.ReportAllocs()
 	for b.Loop() {
-		if v, ok, err := fingerprint.Lookup(body, int64(len(payment)), ptr); v != "1017" || !ok || err != nil {
+		if v, ok, err := body.Lookup(from, int64(len(payment)), ptr); v != "1017" || !ok || err != nil {
 			b.Fatal(v, ok, err)
 		}
 	}
@@ -904,25 +904,25 @@ func BenchmarkLookup(b *testing.B) {
 
 // The members that are asked for come from the pass that makes the sum, which they do not change.
 func TestRead(t *testing.T) {
-	config := fingerprint.Config{Members: []string{"key", "other"}}
+	config := body.Comparison{Members: []string{"key", "other"}}
 	long := strings.Repeat("x", 300)
-	for body, want := range map[string][]fingerprint.Member{
+	for text, want := range map[string][]body.Member{
 		`{"a":{"key":"no"},"key":"k","list":[{"key":"no"}]}`: {{Name: "key", Value: "k"}},
 		`{"\u006bey":"\u006b","other":1.50}`:                 {{Name: "key", Value: "k"}, {Name: "other", Value: "1.50"}},
 		`{"key":"` + long + `"}`:                             {{Name: "key", Value: long}},
-		`{"key":"` + strings.Repeat(long, 300) + `"}`:        {{Name: "key", Err: fingerprint.ErrValueTooLong}},
+		`{"key":"` + strings.Repeat(long, 300) + `"}`:        {{Name: "key", Err: body.ErrValueTooLong}},
 		`{"key":"a","key":"a"}`:                              {{Name: "key", Value: "a", Err: jsonx.ErrAmbiguous}},
 		`{"key":null,"other":""}`:                            {{Name: "key"}, {Name: "other"}},
-		`{"key":[],"other":false}`:                           {{Name: "key", Err: fingerprint.ErrNotScalar}, {Name: "other", Err: fingerprint.ErrNotScalar}},
+		`{"key":[],"other":false}`:                           {{Name: "key", Err: body.ErrNotScalar}, {Name: "other", Err: body.ErrNotScalar}},
 		`{"key":"a"`:                                         nil,
 		`[{"key":"a"}]`:                                      nil,
 		`{"keys":"a","Key":"a"}`:                             nil,
 	} {
-		r := fingerprint.Request{ContentType: "application/json", Body: strings.NewReader(body), Size: int64(len(body))}
+		r := body.Request{ContentType: "application/json", Body: strings.NewReader(text), Size: int64(len(text))}
 		sum, found, err := config.Read(r)
-		plain, err2 := (&fingerprint.Config{}).Sum(r)
+		plain, err2 := (&body.Comparison{}).Sum(r)
 		if err != nil || err2 != nil || sum != plain || !slices.Equal(found, want) {
-			t.Errorf("%.60s: %v, want %v; %v %v; equal sums: %v", body, found, want, err, err2, sum == plain)
+			t.Errorf("%.60s: %v, want %v; %v %v; equal sums: %v", text, found, want, err, err2, sum == plain)
 		}
 	}
 }

@@ -1,16 +1,17 @@
-package fingerprint_test
+package body_test
 
 import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -173,8 +174,8 @@ func FuzzLookup(f *testing.F) {
 		if err != nil {
 			return
 		}
-		value, found, err := fingerprint.Lookup(bytes.NewReader(doc), int64(len(doc)), p)
-		inMem, foundInMem, errInMem := fingerprint.Lookup(inMemory{bytes.NewReader(doc), doc}, int64(len(doc)), p)
+		value, found, err := body.Lookup(bytes.NewReader(doc), int64(len(doc)), p)
+		inMem, foundInMem, errInMem := body.Lookup(inMemory{bytes.NewReader(doc), doc}, int64(len(doc)), p)
 		if value != inMem || found != foundInMem || err != errInMem {
 			t.Fatalf("in memory %q, %v, %v; streamed %q, %v, %v", inMem, foundInMem, errInMem, value, found, err)
 		}
@@ -197,7 +198,7 @@ func FuzzLookup(f *testing.F) {
 		switch {
 		case ambiguous:
 			// Which of both is met first depends on the order.
-			if !errors.Is(err, jsonx.ErrAmbiguous) && !errors.Is(err, fingerprint.ErrNotScalar) {
+			if !errors.Is(err, jsonx.ErrAmbiguous) && !errors.Is(err, body.ErrNotScalar) {
 				t.Fatalf("%q in %q: %q, %v, %v", pointer, doc, value, found, err)
 			}
 		case n == nil || n.kind == 'n':
@@ -209,7 +210,7 @@ func FuzzLookup(f *testing.F) {
 				t.Fatalf("%q in %q: %q, %v, %v; want %q", pointer, doc, value, found, err, n.text)
 			}
 		default:
-			if found || err != fingerprint.ErrNotScalar {
+			if found || err != body.ErrNotScalar {
 				t.Fatalf("%q in %q: %v, %v", pointer, doc, found, err)
 			}
 		}
@@ -298,11 +299,11 @@ func TestGoldenSums(t *testing.T) {
 		{"multipart without parts", "multipart/form-data; boundary=b", "", "--b--", nil, "b1b7054bf6de8e4ee1852b935046bb492489f3dc0a4eb8977f80e0f374e2cf1b"},
 		{"broken multipart", "multipart/form-data; boundary=b", "", "--c--", nil, "1b4e6ec82f39c33bfbfb80f56583582e15173520abe1e67e11e948a81f074539"},
 	} {
-		req := fingerprint.Request{
+		req := body.Request{
 			Method: "POST", Host: "API.example.com:8443", Path: "/v1/a%20b", RawQuery: "x=1&y",
 			ContentType: g.contentType, ContentEncoding: g.coding, Body: strings.NewReader(g.body), Size: int64(len(g.body)),
 		}
-		if got := mustSum(t, config(t, g.exclude...), req).String(); got != g.want {
+		if got := fmt.Sprintf("%x", mustSum(t, config(t, g.exclude...), req)); got != g.want {
 			t.Errorf("%s: sum %s, must be %s", g.name, got, g.want)
 		}
 	}

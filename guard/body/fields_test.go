@@ -1,4 +1,4 @@
-package fingerprint_test
+package body_test
 
 import (
 	"flag"
@@ -9,13 +9,13 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/fingerprint"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
 )
 
 // Every name of the table is written as it is read, stands once, and has its class.
 func TestEveryKnownFieldHasItsClass(t *testing.T) {
-	table, seen := fingerprint.NewTable(), map[string]bool{}
-	for _, f := range fingerprint.Known {
+	table, seen := body.NewFields(), map[string]bool{}
+	for _, f := range body.Known {
 		for _, name := range strings.Fields(f.Names) {
 			if name != strings.ToLower(name) || seen[name] {
 				t.Errorf("%s is not in lower case, or stands twice", name)
@@ -27,11 +27,11 @@ func TestEveryKnownFieldHasItsClass(t *testing.T) {
 			}
 		}
 	}
-	if got := table.Class("X-Unheard-Of"); got != fingerprint.Content {
+	if got := table.Class("X-Unheard-Of"); got != body.Content {
 		t.Errorf("an unknown field has the class %d", got)
 	}
-	table.Set(fingerprint.Volatile, "x-unheard-*", "IF-MATCH")
-	for name, want := range map[string]fingerprint.Class{"X-Unheard-Of": fingerprint.Volatile, "If-Match": fingerprint.Volatile, "If-None-Match": fingerprint.Operand} {
+	table.Set(body.Volatile, "x-unheard-*", "IF-MATCH")
+	for name, want := range map[string]body.Class{"X-Unheard-Of": body.Volatile, "If-Match": body.Volatile, "If-None-Match": body.Operand} {
 		if got := table.Class(name); got != want {
 			t.Errorf("%s has the class %d, not %d", name, got, want)
 		}
@@ -55,14 +55,14 @@ func TestGoldenFields(t *testing.T) {
 	}
 	var b strings.Builder
 	for _, section := range []struct {
-		class fingerprint.Class
+		class body.Class
 		title string
 	}{
-		{fingerprint.Operand, "Operands"}, {fingerprint.Tenant, "Tenant fields"}, {fingerprint.Credential, "Credentials"},
-		{fingerprint.Volatile, "Volatile fields"}, {fingerprint.Elsewhere, "Compared by other means"},
+		{body.Operand, "Operands"}, {body.Tenant, "Tenant fields"}, {body.Credential, "Credentials"},
+		{body.Volatile, "Volatile fields"}, {body.Elsewhere, "Compared by other means"},
 	} {
 		fmt.Fprintf(&b, "\n## %s\n\n| | |\n|---|---|\n", section.title)
-		for _, f := range fingerprint.Known {
+		for _, f := range body.Known {
 			if names := strings.Fields(f.Names); f.Class == section.class && len(names) > 0 {
 				for i, name := range names {
 					names[i] = "`" + http.CanonicalHeaderKey(name) + "`"
@@ -72,14 +72,14 @@ func TestGoldenFields(t *testing.T) {
 		}
 		list := func(words []string) string { return "`" + strings.Join(words, "`, `") + "`" }
 		switch section.class {
-		case fingerprint.Tenant:
+		case body.Tenant:
 			fmt.Fprintf(&b, "\nSo does every other field with one of these words in its name, also with `id` behind it: %s. `tenant` adds fields, and with `-` in front takes some out.\n",
-				list(fingerprint.Words.Tenant))
-		case fingerprint.Credential:
+				list(body.Words.Tenant))
+		case body.Credential:
 			fmt.Fprintf(&b, "\nSo is every other field with a word in its name that is, or ends in, one of these: %s; and `key` behind a word that is, or ends in, one of these: %s. "+
 				"Words stand between `-`, `_` and `.`, in any case.\n\nNo credential is a field with a word that contains one of %s, or is one of %s, and none of %s: "+
 				"they change with every attempt, or say where in a list one is. `credentials` adds fields, and with `-` in front takes some out. A field without a value does not count.\n",
-				list(fingerprint.Words.Credential), list(fingerprint.Words.Key), list(fingerprint.Words.Never), list(fingerprint.Words.Once), list(fingerprint.Words.Names))
+				list(body.Words.Credential), list(body.Words.Key), list(body.Words.Never), list(body.Words.Once), list(body.Words.Names))
 		}
 	}
 	want := before + begin + b.String() + "\n" + end + after
@@ -95,8 +95,8 @@ func TestGoldenFields(t *testing.T) {
 // What one Sum tells apart of header fields: operands count always, the others of no class in Whole only, and no
 // field flows over into another.
 func TestHeaderFieldsThatCount(t *testing.T) {
-	config := &fingerprint.Config{Fields: fingerprint.NewTable()}
-	sums := func(fields ...string) (sum, whole fingerprint.Sum) {
+	config := &body.Comparison{Fields: body.NewFields()}
+	sums := func(fields ...string) (sum, whole body.Fingerprint) {
 		req := request("application/json", []byte(`{"a":1}`))
 		req.Header = http.Header{}
 		for i := 0; i < len(fields); i += 2 {
@@ -109,7 +109,7 @@ func TestHeaderFieldsThatCount(t *testing.T) {
 	if plain != mustSum(t, nil, request("application/json", []byte(`{"a":1}`))) {
 		t.Error("fields that are not compared change the sum")
 	}
-	seen, wholes := map[fingerprint.Sum]string{plain: "none"}, map[fingerprint.Sum]string{none: "none"}
+	seen, wholes := map[body.Fingerprint]string{plain: "none"}, map[body.Fingerprint]string{none: "none"}
 	for _, fields := range [][]string{
 		{"Destination", "/a"}, {"Destination", "/b"}, {"Destination", ""}, {"Destination", "/a", "Destination", "/b"}, {"Destination", "/b", "Destination", "/a"},
 		{"Destination", "/a", "Depth", "0"}, {"Depth", "/a", "Destination", "0"}, {"If-None-Match", "*"}, {"Destination", "/a", "Connection", "Depth", "Depth", "1"},
@@ -140,7 +140,7 @@ func TestHeaderFieldsThatCount(t *testing.T) {
 
 // Neither of the sums allocates for the header.
 func BenchmarkFields(b *testing.B) {
-	config := &fingerprint.Config{Fields: fingerprint.NewTable()}
+	config := &body.Comparison{Fields: body.NewFields()}
 	req := request("application/json", []byte(`{"amount":1999,"currency":"eur"}`))
 	h := http.Header{}
 	for name, value := range map[string]string{

@@ -1,4 +1,4 @@
-package fingerprint
+package body
 
 import (
 	"errors"
@@ -65,7 +65,7 @@ func endsIn(word, end string) bool {
 
 // Change makes names fields of class, which is Credential or Tenant; a name with "-" in front is none any more.
 // It returns how t differs by that from what it was, in one form for all spellings of the same.
-func (t *Table) Change(class Class, names []string) (differences []string, err error) {
+func (t *Fields) Change(class Class, names []string) (differences []string, err error) {
 	seen := map[string]bool{} // whether it is removed
 	for _, written := range names {
 		name, removed := strings.CutPrefix(written, "-")
@@ -95,7 +95,7 @@ func (t *Table) Change(class Class, names []string) (differences []string, err e
 
 // Join joins the values of the fields of a class in a header, but for empty ones. Different values never give the
 // same text, and the order of the fields does not count.
-func (t *Table) Join(h http.Header, class Class) string {
+func (t *Fields) Join(h http.Header, class Class) string {
 	var array [8]string
 	fields := array[:0]
 	for name := range h {

@@ -1,17 +1,9 @@
-// Package fingerprint compares requests by a hash of their meaning: a key that is reused for
-// another request is detected (422), and a retry that is only encoded differently is recognised.
-//
-// A fingerprint covers method, host, path, query, media type, content coding and body, the node of a plan that the
-// request names, and the header fields that say what is to be done (Operand). Whole adds the others that count without
-// a key. JSON bodies are compared by value, in the sense of RFC 8785 but with exact numbers; multipart bodies by their
-// parts; everything else byte by byte.
-package fingerprint
+package body
 
 import (
 	"bytes"
 	"crypto/sha256"
 	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"hash"
 	"io"
@@ -37,8 +29,7 @@ const (
 	domainWhole    = "agent-guard/fingerprint/v1/whole"
 )
 
-// The mode in which a body was read. It is part of the sum, so that bodies of
-// different modes are never equal.
+// The mode in which a body was read. It is part of the sum, so that bodies of different modes are never equal.
 const (
 	modeEmpty     = 'e'
 	modeJSON      = 'j'
@@ -49,11 +40,11 @@ const (
 // maxKept is how much memory a pooled state may keep, in bytes.
 const maxKept = 256 << 10
 
-// Sum is the fingerprint of one request. Sums are comparable with ==.
-type Sum [sha256.Size]byte
-
-// String returns the sum in lower case hexadecimal.
-func (s Sum) String() string { return hex.EncodeToString(s[:]) }
+// Fingerprint is the hash of what a request means: method, host, path, query, media type, content coding and body, the
+// node of a plan that it names, and the header fields that say what is to be done (Operand). Fields.Whole adds the
+// others that count without a key. JSON bodies are compared by value, in the sense of RFC 8785 but with exact numbers;
+// multipart bodies by their parts; everything else byte by byte. Fingerprints are comparable with ==.
+type Fingerprint [sha256.Size]byte
 
 // Request has the parts of a request that are compared. Absent header fields are empty.
 type Request struct {
@@ -69,25 +60,23 @@ type Request struct {
 	// Node is the node of its workflow's plan that the request names; empty if it names none.
 	Node string
 
-	// Header has the operands, by the classes of Config.Fields. Names are canonical.
+	// Header has the operands, by the classes of Comparison.Fields. Names are canonical.
 	Header http.Header
 
 	// Body is read from 0 to Size, in bytes. One that has a method Bytes() ([]byte, bool), as
-	// *spool.Spool does, is not copied. May be nil if Size is 0.
+	// *Spool does, is not copied. May be nil if Size is 0.
 	Body io.ReaderAt
 	Size int64
 }
 
-// Config says what is not compared. A nil *Config excludes nothing. It must not be
-// changed while it is in use.
-type Config struct {
+// Comparison says what of a request counts. A nil one excludes nothing. It must not be changed while it is in use.
+type Comparison struct {
 	// Fields are the classes of header fields. Nil has no operands.
-	Fields *Table
+	Fields *Fields
 	// Exclude are values of JSON bodies that do not affect the sum, whether present or absent. An
 	// excluded array element counts as removed. Other bodies are not affected.
 	Exclude []jsonx.Pointer
-	// Members are the names of members of a JSON body that Read returns: of the body itself, not of
-	// values in it.
+	// Members are the names of members of a JSON body that Read returns: of the body itself, not of values in it.
 	Members []string
 }
 
@@ -100,7 +89,7 @@ type Member struct {
 	Err error
 }
 
-// state is what one Sum needs; it is pooled.
+// state is what one fingerprint needs; it is pooled.
 type state struct {
 	canon
 	head    []byte
@@ -114,17 +103,11 @@ var states = sync.Pool{New: func() any {
 	return &state{parts: sha256.New(), content: sha256.New()}
 }}
 
-// Sum computes the fingerprint of req. The only errors are those of reading the
-// body (io.ErrUnexpectedEOF if it is shorter than Size): a body that is not what
-// its content type says is compared byte by byte.
-func (c *Config) Sum(req Request) (Sum, error) {
-	sum, _, err := c.Read(req)
-	return sum, err
-}
-
-// Read is Sum. It returns the Members that the body has as well, from the same pass over it; a body that is no
-// JSON, by its media type or its bytes, has none.
-func (c *Config) Read(req Request) (Sum, []Member, error) {
+// Read computes the fingerprint of req, and returns the Members that its body has, from the same pass over it; a body
+// that is no JSON, by its media type or its bytes, has none. The only errors are those of reading the body
+// (io.ErrUnexpectedEOF if it is shorter than Size): a body that is not what its content type says is compared byte by
+// byte.
+func (c *Comparison) Read(req Request) (Fingerprint, []Member, error) {
 	s := states.Get().(*state)
 	defer s.free()
 	s.names = s.names[:0]
@@ -156,7 +139,7 @@ func (c *Config) Read(req Request) (Sum, []Member, error) {
 		s.head = appendFields(s.head, s.names, req.Header)
 	}
 	if err := s.body(req, media, coding); err != nil {
-		return Sum{}, nil, err
+		return Fingerprint{}, nil, err
 	}
 	return sha256.Sum256(s.head), s.found, nil
 }
@@ -257,9 +240,8 @@ func named(name []byte, token string) bool {
 	return bytes.Equal(sum[:], name[1:])
 }
 
-// windowSize is how much of a body is looked at in one piece where it does not
-// lie in memory. It is at least twice as large as anything that must be seen in
-// one piece: a number, an escape, the headers of a part.
+// windowSize is how much of a body is looked at in one piece where it does not lie in memory. It is at least twice as
+// large as anything that must be seen in one piece: a number, an escape, the headers of a part.
 const windowSize = 64 << 10
 
 var errSize = errors.New("fingerprint: the size of the body is negative, or there is none")
@@ -387,10 +369,10 @@ var (
 	ErrValueTooLong = errors.New("the value is too long")
 )
 
-// Lookup returns the string, or the number as it is written, at p in a JSON body of
-// size bytes. An empty body, an absent value and null are not found. The errors
-// are the four of this package, of which the first fault counts, and, if the body cannot be read, its own.
-// Like Sum it reads the whole body in one pass and does not keep it.
+// Lookup returns the string, or the number as it is written, at p in a JSON body of size bytes. An empty body, an
+// absent value and null are not found. The errors are those above and jsonx.ErrAmbiguous, of which the first fault
+// counts, and, if the body cannot be read, its own. Like Comparison.Read it reads the whole body in one pass and does
+// not keep it.
 func Lookup(body io.ReaderAt, size int64, p jsonx.Pointer) (value string, found bool, err error) {
 	if size == 0 {
 		return "", false, nil
@@ -437,11 +419,10 @@ func boundary(contentType string) (b string, ok bool) {
 	return b, true
 }
 
-// multipart hashes the parts of the source's body into s.parts: of each part the
-// header, by lower case names, and the content. The boundary, which clients make
-// anew for every attempt, the preamble and the epilogue do not count. Not ok: it
-// is not exactly as RFC 2046 has it (CRLF only, no folded fields, closed), so
-// that readers might disagree about its parts; or src.err is set.
+// multipart hashes the parts of the source's body into s.parts: of each part the header, by lower case names, and the
+// content. The boundary, which clients make anew for every attempt, the preamble and the epilogue do not count. Not ok:
+// it is not exactly as RFC 2046 has it (CRLF only, no folded fields, closed), so that readers might disagree about its
+// parts; or src.err is set.
 func (s *state) multipart(boundary string) (ok bool) {
 	s.parts.Reset()
 	delim := []byte("\r\n--" + boundary)

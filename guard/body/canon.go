@@ -1,4 +1,4 @@
-package fingerprint
+package body
 
 import (
 	"bytes"
@@ -19,11 +19,10 @@ import (
 //	array               'a' length elements        in their order
 //	object              'o' length (name value)*   by encoded name; equal names in their order
 //
-// length is one byte. What is longer than maxInline has an upper case tag and
-// the SHA-256 of its contents instead of length and contents. So a document is a
-// Merkle tree whose small branches are written out, which saves most of the hashing,
-// and no value costs its container more than 130 bytes. Sums are stored: none of
-// this may change without a new domain.
+// length is one byte. What is longer than maxInline has an upper case tag and the SHA-256 of its contents instead of
+// length and contents. So a document is a Merkle tree whose small branches are written out, which saves most of the
+// hashing, and no value costs its container more than 130 bytes. Sums are stored: none of this may change without a new
+// domain.
 const (
 	maxInline = 128
 	// maxOpen is how many bytes of members of open objects are held at most. A
@@ -54,8 +53,7 @@ type canon struct {
 	lists []hash.Hash // by depth, of the long arrays being read
 }
 
-// document encodes the whole document into buf. Not ok: it is not JSON in our
-// strict sense, or src.err is set.
+// document encodes the whole document into buf. Not ok: it is not JSON in our strict sense, or src.err is set.
 func (c *canon) document() (ok bool) {
 	c.buf, c.offs, c.live, c.found = c.buf[:0], c.offs[:0], c.live[:0], nil
 	whole := false
@@ -335,8 +333,7 @@ func (c *canon) number(tok []byte) bool {
 	return true
 }
 
-// sort brings the members, which begin at offs and fill buf from start on, into
-// the order of their names.
+// sort brings the members, which begin at offs and fill buf from start on, into the order of their names.
 func (c *canon) sort(start int, offs []uint32) {
 	buf := c.buf
 	less := func(a, b uint32) int {
@@ -368,10 +365,9 @@ const (
 	maxNumber = 32 << 10
 )
 
-// text appends the decoded text of a string, of which the opening quote is taken. It stops after
-// about limit bytes with done false; then it is to be called again. Not ok is what RFC 8259
-// forbids, and what decoders disagree about: invalid UTF-8 and lone surrogates, which many
-// replace by one and the same character.
+// text appends the decoded text of a string, of which the opening quote is taken. It stops after about limit bytes with
+// done false; then it is to be called again. Not ok is what RFC 8259 forbids, and what decoders disagree about: invalid
+// UTF-8 and lone surrogates, which many replace by one and the same character.
 func (s *source) text(dst []byte, limit int) (out []byte, done, ok bool) {
 	for limit > 0 {
 		w := s.win[s.i:]
@@ -426,8 +422,7 @@ var plain = func() (t [256]bool) {
 	return t
 }()
 
-// number takes the number at the window's place and gives it as written. It stays
-// valid until the window moves.
+// number takes the number at the window's place and gives it as written. It stays valid until the window moves.
 func (s *source) number() (tok []byte, ok bool) {
 	s.need(maxNumber + 1)
 	n := jsonx.NumberSize(s.win[s.i:])

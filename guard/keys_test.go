@@ -1,15 +1,12 @@
 package guard
 
 import (
-	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
+	"cmp"
 	"errors"
 	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
-	"net/url"
 	"regexp"
 	"strings"
 	"testing"
@@ -19,151 +16,35 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
-// withCertificate makes a request over TLS with a client certificate.
-func withCertificate(r *http.Request, verified bool, cert *x509.Certificate) *http.Request {
-	r.TLS = &tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}}
-	if verified {
-		r.TLS.VerifiedChains = [][]*x509.Certificate{{cert}}
-	}
-	return r
-}
-
-// "Caller": the first identity that applies.
-func TestCaller(t *testing.T) {
-	ann := &x509.Certificate{Subject: pkix.Name{CommonName: "ann"}}
-	spiffe := &x509.Certificate{URIs: []*url.URL{{Scheme: "spiffe", Host: "example.com", Path: "/agent"}}}
-	dns := &x509.Certificate{DNSNames: []string{"agent.example.com", "other"}}
-	bare := &x509.Certificate{RawSubjectPublicKeyInfo: []byte("key")}
-	hash := `[0-9a-f]{32}`
-
+// What names callers is what the configuration says (the names themselves are tested in guard/caller).
+func TestSettingsNameCallers(t *testing.T) {
 	for _, c := range []struct {
-		name string
-		h    Config
-		r    *http.Request
-		user string // {http.auth.user.id}
-		want string // a regular expression
+		name, want string // want begins the name
+		h          Config
+		r          *http.Request
 	}{
-		{"nothing", Config{}, request("POST", "/"), "", `anonymous`},
-		{"explicit", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}},
-			withCertificate(request("POST", "/", "X-Tenant", "t1", "Authorization", "Bearer a"), true, ann), "u1", `explicit:"default":t1`},
-		{"explicit of several", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}/{http.auth.user.id}"}},
-			request("POST", "/", "X-Tenant", "t1"), "u1", `explicit:"default":t1/u1`},
-		{"explicit but empty", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}},
-			request("POST", "/", "Authorization", "Bearer a"), "u1", `user:"default":u1`},
-		// The rest alone would make one caller of all without a tenant (P3).
-		{"explicit but partly empty", Config{Settings: Settings{Caller: "tenant-{http.request.header.X-Tenant}"}},
-			request("POST", "/", "Authorization", "Bearer a"), "", `credential:` + hash},
-		{"explicit but unknown", Config{Settings: Settings{Caller: "tenant-{http.auth.user.tenant}"}},
-			request("POST", "/", "Authorization", "Bearer a"), "", `credential:` + hash},
-		{"explicit excuses an unstable scheme", Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}},
-			request("POST", "/", "X-Tenant", "t1", "Authorization", "AWS4-HMAC-SHA256 Credential=a"), "", `explicit:"default":t1`},
-		{"certificate", Config{}, withCertificate(request("POST", "/", "Authorization", "Bearer a"), true, ann), "u1", `certificate:[0-9a-f]{64}:dn:CN=ann`},
-		{"certificate with a URI", Config{}, withCertificate(request("POST", "/"), true, spiffe), "", `certificate:[0-9a-f]{64}:uri:spiffe://example.com/agent`},
-		{"certificate with a name", Config{}, withCertificate(request("POST", "/"), true, dns), "", `certificate:[0-9a-f]{64}:dns:agent\.example\.com`},
-		{"certificate with a key only", Config{}, withCertificate(request("POST", "/"), true, bare), "", `certificate:[0-9a-f]{64}:spki:key`},
-		{"certificate that nobody verified", Config{}, withCertificate(request("POST", "/"), false, ann), "", `anonymous`},
-		{"user", Config{}, request("POST", "/", "Authorization", "Basic a", "Cookie", "c=1"), "u1", `user:"default":u1`},
-		{"user with a signed request", Config{}, request("POST", "/", "Authorization", "Signature a"), "u1", `user:"default":u1`},
-		{"bearer", Config{}, request("POST", "/", "Authorization", "bearer a"), "", `credential:` + hash},
-		{"basic", Config{}, request("POST", "/", "Authorization", "BASIC a"), "", `credential:` + hash},
-		{"key", Config{}, request("POST", "/", "X-Api-Key", "a"), "", `credential:` + hash},
-		{"other key", Config{}, request("POST", "/", "Api-Key", "a"), "", `credential:` + hash},
-		{"configured key", Config{Settings: Settings{Credentials: []string{"X-Tenant-Key"}}}, request("POST", "/", "X-Tenant-Key", "a"), "", `credential:` + hash},
-		{"cookie", Config{}, request("POST", "/", "Cookie", "session=1"), "", `changing:` + hash},
-		{"named cookie", Config{Settings: Settings{CallerCookies: []string{"session"}}}, request("POST", "/", "Cookie", "session=1"), "", `cookie:` + hash},
-		{"no named cookie", Config{Settings: Settings{CallerCookies: []string{"session"}}}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
-		{"no cookie of a placeholder", Config{Settings: Settings{Caller: "{http.request.cookie.session}"}}, request("POST", "/", "Cookie", "a=1"), "", `anonymous`},
-		{"a balancing cookie", Config{BalancingCookies: func() []string { return []string{"lb"} }}, request("POST", "/", "Cookie", "lb=1"), "", `anonymous`},
-		{"a signature", Config{}, request("POST", "/", "Signature", "sig=:a:"), "", `changing:` + hash},
-		{"an empty credential", Config{}, request("POST", "/", "X-Api-Key", "", "Authorization", ""), "", `anonymous`},
-		{"a session beside cookies", Config{Settings: Settings{Protocol: protocol.MCP}}, request("POST", "/", "Cookie", "a=1", "Mcp-Session-Id", "s"), "", `session:` + hash},
-		{"a field that was taken out", Config{Settings: Settings{Credentials: []string{"-Authorization"}}}, request("POST", "/", "Authorization", "Bearer a"), "", `anonymous`},
-		{"an unstable scheme in a field that does not count", Config{Settings: Settings{Credentials: []string{"X-Tenant-Key", "-Authorization"}}},
-			request("POST", "/", "Authorization", "Signature a", "X-Tenant-Key", "k"), "", `credential:` + hash},
+		{"caller", `explicit:"default":t`, Config{Settings: Settings{Caller: "{http.request.header.X-Tenant}"}}, request("POST", "/", "X-Tenant", "t")},
+		{"realm", `explicit:"r":t`, Config{Realm: "r", Settings: Settings{Caller: "{http.request.header.X-Tenant}"}}, request("POST", "/", "X-Tenant", "t")},
+		{"user", `user:"default":u`, Config{}, request("POST", "/")},
+		{"caller_cookies", `cookie:`, Config{Settings: Settings{CallerCookies: []string{"session"}}}, request("POST", "/", "Cookie", "session=1")},
+		{"credentials", `credential:`, Config{Settings: Settings{Credentials: []string{"X-Mine"}}}, request("POST", "/", "X-Mine", "a")},
+		{"balancing cookies", `anonymous`, Config{BalancingCookies: func() []string { return []string{"lb"} }}, request("POST", "/", "Cookie", "lb=1")},
+		{"protocol", `session:`, Config{Settings: Settings{Protocol: protocol.MCP}}, request("POST", "/", "Mcp-Session-Id", "s")},
+		{"no protocol", `anonymous`, Config{Settings: Settings{Protocol: protocol.None}}, request("POST", "/", "Mcp-Session-Id", "s")},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			if c.user != "" {
-				testHost{}.SetVar(c.r, "user", c.user)
-			}
-			got, err := newHandler(t, c.h).CallerOf(testGuard(t), c.r, "")
-			if err != nil || !regexp.MustCompile("^"+c.want+"$").MatchString(got) {
-				t.Errorf("caller %q, %v; want %s", got, err, c.want)
-			}
-		})
-	}
-}
-
-// P3: another credential is another caller, and nothing else is.
-func TestCallersAreToldApart(t *testing.T) {
-	g := testGuard(t)
-	caller := func(h Config, fields ...string) string {
-		t.Helper()
-		name, err := newHandler(t, h).CallerOf(g, request("POST", "/", fields...), "")
-		if err != nil {
-			t.Fatal(err)
+		if c.name == "user" {
+			testHost{}.SetVar(c.r, "user", "u")
 		}
-		return name
-	}
-	different := map[string][]string{
-		"token":             {"Authorization", "Bearer a"},
-		"other token":       {"Authorization", "Bearer b"},
-		"token and key":     {"Authorization", "Bearer a", "X-Api-Key", "k"},
-		"key":               {"X-Api-Key", "k"},
-		"the key elsewhere": {"Api-Key", "k"},
-		"two keys":          {"X-Api-Key", "k", "X-Api-Key", "l"},
-		"one key with both": {"X-Api-Key", "kl"},
-		"two lines as one":  {"X-Api-Key", "k;X-Api-Key=1:l"},
-		"another field":     {"X-Shopify-Access-Token", "k"},
-		"two fields":        {"X-Api-Key", "k", "X-Auth-Token", "l"},
-		"swapped":           {"X-Api-Key", "l", "X-Auth-Token", "k"},
-		"cookie":            {"Cookie", "k"},
-		"the key's text":    {"Cookie", "X-Api-Key=1:k;"},
-	}
-	seen := map[string]string{}
-	for name, fields := range different {
-		id := caller(Config{}, fields...)
-		if other, ok := seen[id]; ok {
-			t.Errorf("%s and %s are one caller", name, other)
+		g := testGuard(t)
+		got, err := newHandler(t, c.h).Callers.Of(c.r, "", g.Keyed)
+		if err != nil || !strings.HasPrefix(got, c.want) {
+			t.Errorf("%s: %q, %v; want %s", c.name, got, err, c.want)
 		}
-		seen[id] = name
-	}
-	// Cookies change by themselves: beside a better credential they do not count.
-	if caller(Config{}, "Authorization", "Bearer a") != caller(Config{}, "Authorization", "Bearer a", "Cookie", "x=2") {
-		t.Error("a cookie beside a token makes another caller")
-	}
-	name, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "X-Api-Key", "k"), "")
-	if err != nil || name == caller(Config{}, "X-Api-Key", "k") {
-		t.Errorf("the hash of a credential is the same under another store's key: %v", err)
-	}
-}
-
-// P8: no credential is readable in a caller's name.
-func TestCallersHideCredentials(t *testing.T) {
-	g := testGuard(t)
-	for _, field := range []string{"Authorization", "X-Api-Key", "Api-Key", "Cookie"} {
-		name, err := newHandler(t, Config{}).CallerOf(g, request("POST", "/", field, "Bearer s3cr3t"), "")
-		if err != nil || strings.Contains(name, "s3cr3t") {
-			t.Errorf("%s: caller %q, %v", field, name, err)
+		// P3: what is hashed is so under the store's key.
+		another, err := newHandler(t, c.h).Callers.Of(c.r, "", testGuard(t).Keyed)
+		if err != nil || (another == got) == strings.HasSuffix(c.want, ":") {
+			t.Errorf("%s: %q, and with another store's key %q, %v", c.name, got, another, err)
 		}
-	}
-}
-
-// "Caller": schemes whose value changes with every attempt are refused.
-func TestUnstableCredentialsAreRefused(t *testing.T) {
-	for value, refused := range map[string]bool{
-		"Bearer a": false, "bearer a": false, "Basic a": false, "BASIC a": false, " Bearer a": false, "Bearer": false,
-		"AWS4-HMAC-SHA256 Credential=a": true, "Digest username=a": true, "Signature keyId=a": true, "DPoP a": true,
-		"GNAP a": true, "Negotiate a": true, "raw-token": true, "Bearer,Signature a": true,
-	} {
-		_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", value), "")
-		var p *problem.Problem
-		if got := errors.As(err, &p) && p.Kind() == problem.CallerUnstable; got != refused {
-			t.Errorf("%q: refused %v (%v), want %v", value, got, err, refused)
-		}
-	}
-	_, err := newHandler(t, Config{}).CallerOf(testGuard(t), request("POST", "/", "Authorization", "Bearer a", "Authorization", "Digest b"), "")
-	if err == nil {
-		t.Error("a second, unstable Authorization line is not refused")
 	}
 }
 
@@ -250,8 +131,7 @@ func FuzzTraceparent(f *testing.F) {
 // stated is the id that a request states to a handler.
 func stated(t *testing.T, h Config, r *http.Request) (string, error) {
 	t.Helper()
-	x := &Call{h: newHandler(t, h), r: r}
-	return x.statedID(nil)
+	return newHandler(t, h).statedID(r, nil, nil)
 }
 
 // An id in the body: a string or a number in a JSON body, and nothing that the
@@ -279,7 +159,7 @@ func TestIDInTheBody(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer x.close()
-			got, err := x.statedID(nil)
+			got, err := x.h.statedID(r, x.body, nil)
 			var p *problem.Problem
 			if c.slug != "" && (!errors.As(err, &p) || p.Kind().Slug != c.slug) || c.slug == "" && (err != nil || got != c.want) {
 				t.Errorf("%q, %v; want %q %s", got, err, c.want, c.slug)
@@ -327,6 +207,41 @@ func TestStatedID(t *testing.T) {
 				}
 			case err != nil || got != c.want:
 				t.Errorf("%q, %v; want %q", got, err, c.want)
+			}
+		})
+	}
+}
+
+// P1, P3: a call without an id gets one by `missing_id`. One is left to recognition only where its caller has a name
+// that stays, and it opens no session, whose answer is one client's.
+func TestLeftToRecognition(t *testing.T) {
+	opening := &protocol.Message{Method: "initialize"}
+	for _, c := range []struct {
+		name, caller string
+		missing      MissingID
+		message      *protocol.Message
+		want         execution.Origin // 0: refused
+		recognized   bool
+	}{
+		{name: "require", missing: MissingRequire},
+		{name: "require of an opening", missing: MissingRequire, message: opening},
+		{name: "mint", missing: MissingMint, want: execution.OriginMinted},
+		{name: "derive", missing: MissingDerive, want: execution.OriginDerived},
+		{name: "derive of an opening", missing: MissingDerive, message: opening, want: execution.OriginMinted},
+		{name: "recognize", missing: MissingRecognize, want: execution.OriginMinted, recognized: true},
+		{name: "recognize of an opening", missing: MissingRecognize, message: opening, want: execution.OriginMinted},
+		{name: "recognize of a changing caller", missing: MissingRecognize, caller: "changing:0", want: execution.OriginMinted},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := newHandler(t, Config{Settings: Settings{MissingID: c.missing}})
+			x := &Call{h: h, r: request("POST", "/"), executions: testGuard(t), message: c.message}
+			call := execution.Call{Scope: execution.Scope{Caller: cmp.Or(c.caller, "user:a")}}
+			id, err := x.missingID(&call)
+			if (err != nil) != (c.want == 0) || call.Origin != c.want || (id == "") != (c.recognized || err != nil) {
+				t.Errorf("%q, origin %d, %v", id, call.Origin, err)
+			}
+			if again, err := x.missingID(&call); err == nil && (again == id) != (c.recognized || c.want == execution.OriginDerived) {
+				t.Errorf("once more %q after %q", again, id)
 			}
 		})
 	}

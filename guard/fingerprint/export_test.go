@@ -1,6 +1,0 @@
-package fingerprint
-
-var (
-	Known = known
-	Words = words
-)
