@@ -5,14 +5,14 @@ package main
 var mutations = []mutation{
 	{
 		id: "C-3.2.4-a", file: "caddymodule/circuit_state.go",
-		old:    "	if ev.To == breaker.Open {\n		e.forCalls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
-		now:    "	if ev.From == breaker.HalfOpen && ev.To == breaker.Open {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.forCalls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
+		old:    "	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
+		now:    "	if ev.From == breaker.HalfOpen && ev.To == breaker.Open {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
 		breaks: "a probe that fails is not told", tests: []string{"TestCascade324TokensOfABreaker"},
 	},
 	{
 		id: "C-3.2.4-a", file: "caddymodule/circuit_state.go",
-		old:    "	if ev.To == breaker.Open {\n		e.forCalls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
-		now:    "	if ev.To == breaker.HalfOpen {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.forCalls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
+		old:    "	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
+		now:    "	if ev.To == breaker.HalfOpen {\n		return\n	}\n	if ev.To == breaker.Open {\n		e.calls.AwaitCall(ctx, guard.ParseEvidence(ev.Evidence).Checkpoint)",
 		breaks: "a breaker that probes is not told", tests: []string{"TestCascade324TokensOfABreaker"},
 	},
 	{
