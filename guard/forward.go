@@ -519,6 +519,8 @@ func (x *Call) failsOpen(err error) bool {
 		return false
 	case !x.verified && x.h.needsTokens(x.r, x.message):
 		return false // whose call it is, is not known
+	case x.unreadable != nil && x.body == nil:
+		return false // what was read of its body is lost
 	case x.evidence.policy != nil && x.evidence.policy.LedgerFirst && len(x.evidence.tokens.All) > 0:
 		return false // its tokens are good for nothing before they stand in the ledger
 	case x.engine == nil:

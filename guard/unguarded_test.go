@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 )
 
 // cascade 3.3.1 (C-3.3.1-b): what is not guarded has a deadline to the header of its answer,
@@ -144,3 +145,32 @@ type nowhere struct{ header http.Header }
 func (n *nowhere) Header() http.Header         { return n.header }
 func (n *nowhere) WriteHeader(int)             {}
 func (n *nowhere) Write(p []byte) (int, error) { return len(p), nil }
+
+// P4: a guard that fails open forwards the whole body of a call or nothing. What was read in vain to find a message is
+// gone.
+func TestFailsOpenWithAWholeBodyOnly(t *testing.T) {
+	message := `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay","arguments":{"note":"`
+	for _, c := range []struct{ name, body, want string }{
+		{"short", message + `"}}}`, message + `"}}}`},
+		{"longer than max_body", message + strings.Repeat("x", 20000) + `"}}}`, ""},
+		{"no message, longer than max_body", strings.Repeat("x", 20000), strings.Repeat("x", 20000)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := newHandler(t, Config{
+				Settings: Settings{FailOpen: true, MaxBody: 10000, Protocol: protocol.Auto},
+				Open:     func() (*Engine, func(), error) { return nil, nil, errors.New("no store") },
+			})
+			r := request(http.MethodPost, "/mcp", "Content-Type", "application/json")
+			r.Body, r.ContentLength = io.NopCloser(strings.NewReader(c.body)), -1
+			w, got := httptest.NewRecorder(), ""
+			err := h.Serve(w, r, nextFunc(func(_ http.ResponseWriter, r *http.Request) error {
+				text, err := io.ReadAll(r.Body)
+				got = string(text)
+				return err
+			}))
+			if err != nil || got != c.want || (w.Code == http.StatusServiceUnavailable) != (c.want == "") {
+				t.Errorf("%d, %v; the upstream got %d bytes; want %d", w.Code, err, len(got), len(c.want))
+			}
+		})
+	}
+}
