@@ -784,6 +784,21 @@ func TestForeignCheckpointsAreAskedFor(t *testing.T) {
 			t.Error("P6: it may have been asked")
 		}
 	})
+	t.Run("not named any more once it has begun", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		named := r.participants
+		r.participants = func(issuer, at string) (string, error) {
+			if m, err := r.checkpoints.Mark(ctx, "x2"); err != nil || m.State == checkpoint.Undoing {
+				return "", err
+			}
+			return named(issuer, at)
+		}
+		wantEnd(t, r.run(request("x2", rollback.Single)), rollback.Escalated, "x2=escalated(foreign)")
+		if len(r.world.effects["x2"]) > 0 {
+			t.Error("it was asked to execute")
+		}
+	})
 	t.Run("no configuration yet", func(t *testing.T) {
 		r := newRig(t)
 		theirs(r)
