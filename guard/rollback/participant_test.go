@@ -556,6 +556,33 @@ func TestPrepareTimeout(t *testing.T) {
 	})
 }
 
+// Targets that do not answer take nothing of the time in which participants may prepare.
+func TestTargetsAndParticipantsHaveTimesOfTheirOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		for i := range 8 {
+			r.made(fmt.Sprint("2", i), checkpoint.Restore, execution.Completed, "1")
+		}
+		r.made("3", checkpoint.Delegate, execution.Completed, "1")
+		r.prepareTimeout = rollback.DefaultReservation
+		r.undoer.reads = func(ctx context.Context) { <-ctx.Done() }
+		r.undoer.asks = func(ctx context.Context, task rollback.Task) {
+			if left := time.Until(task.Due); left != rollback.DefaultReservation || ctx.Err() != nil {
+				t.Errorf("%v are left, %v", left, ctx.Err())
+			}
+		}
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		if p, err := r.Prepare(ctx, q); err != nil || !p.Ready() {
+			t.Errorf("%+v, %v", p, err)
+		}
+		if done := r.run(q); done.Status != rollback.Completed {
+			t.Errorf("%+v", done)
+		}
+	})
+}
+
 // Where a rollback is given up, those who have prepared for it, or may have, are told so at once:
 // one cannot prepare, the plan has changed, another one takes precedence, or it is aborted.
 func TestParticipantsAreReleased(t *testing.T) {

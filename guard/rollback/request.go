@@ -162,7 +162,7 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	if err != nil {
 		return nil, err
 	}
-	unprepared, err := c.canUndo(ctx, d, append(ids, d.Plan.delegated()...), true)
+	unprepared, err := c.canUndo(ctx, d, ids, true)
 	if errors.As(err, &conflict) {
 		p.Refusal = conflict
 		unprepared = slices.DeleteFunc(unprepared, func(o Obstacle) bool { return !slices.Contains(ids, o.Checkpoint) })
@@ -235,7 +235,7 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 		return nil, ErrStopping
 	}
 	d := p.draft
-	unprepared, err := c.canUndo(ctx, d, d.Plan.delegated(), false)
+	unprepared, err := c.canUndo(ctx, d, nil, false)
 	if err != nil || len(unprepared) > 0 {
 		c.giveUp(ctx, d, unprepared)
 		p.Obstacles, p.draft = unprepared, nil
