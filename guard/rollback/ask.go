@@ -26,7 +26,7 @@ func (c *Coordinator) firstPhase(ctx context.Context, r *Request, d *draft) erro
 	if err != nil {
 		return err
 	}
-	unprepared, err := c.canUndo(ctx, d, append(ids, d.Plan.delegated()...), false)
+	unprepared, err := c.canUndo(ctx, d, ids, false)
 	if err != nil {
 		c.giveUp(ctx, d, nil)
 		return err
@@ -51,8 +51,24 @@ func (d *draft) aborts(r *Request) bool {
 	return r.Whole && len(d.Plan.Missing)+len(d.Plan.Unreached) > 0
 }
 
-// canUndo asks what the undo of some checkpoints of a plan depends on, all at once, whether it can be done.
-func (c *Coordinator) canUndo(ctx context.Context, d *draft, ids []string, dry bool) ([]Obstacle, error) {
+// canUndo asks the targets that a plan restores, and then its participants, whether all of it can be done. Targets that
+// do not answer take nothing of the time in which participants may prepare.
+func (c *Coordinator) canUndo(ctx context.Context, d *draft, targets []string, dry bool) (found []Obstacle, err error) {
+	delegated := d.Plan.delegated()
+	if len(delegated) > 0 {
+		d.Precedence = d.precedence() // which participants are told: from now on, whatever its time will be
+	}
+	for _, ids := range [][]string{targets, delegated} {
+		some, err := c.askAll(ctx, d, ids, dry)
+		if found = append(found, some...); err != nil {
+			return found, err
+		}
+	}
+	return found, nil
+}
+
+// askAll asks at once what the undo of some checkpoints of a plan depends on.
+func (c *Coordinator) askAll(ctx context.Context, d *draft, ids []string, dry bool) ([]Obstacle, error) {
 	c.mu.Lock()
 	release := c.releases[d.ID]
 	c.mu.Unlock()
@@ -68,9 +84,6 @@ func (c *Coordinator) canUndo(ctx context.Context, d *draft, ids []string, dry b
 	targets, stop := context.WithTimeout(ctx, silence)
 	defer stop()
 	q := &questions{ctx: all, targets: targets, due: due, silence: silence, to: map[informed]*waiting{}}
-	if len(d.Plan.delegated()) > 0 {
-		d.Precedence = d.precedence() // which participants are told: from now on, whatever its time will be
-	}
 	found, errs := make([]Obstacle, len(ids)), make([]error, len(ids))
 	inParallel(c.o.Parallel, len(ids), func(i int) {
 		cp := &d.checkpoints[ids[i]].token

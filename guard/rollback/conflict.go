@@ -291,7 +291,7 @@ func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (is boo
 	}
 	now := *d.Plan
 	now.Dependants = v.Plan.Dependants
-	return now.like(v.Plan, func(was, now *PlanStep) bool {
+	is = now.like(v.Plan, func(was, now *PlanStep) bool {
 		if now.What != Nothing || v.PartOf != "" || was.What == Nothing {
 			return now.What == Nothing
 		}
@@ -299,7 +299,8 @@ func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (is boo
 		by, failed := c.undoneBy(ctx, now.Checkpoint)
 		err = cmp.Or(err, failed)
 		return failed == nil && by != nil && v.sameWhole(by)
-	}), err
+	})
+	return is, err // which it has set
 }
 
 // undoneBy is the rollback that has undone a checkpoint; nil where that is not known.

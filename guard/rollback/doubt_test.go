@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -142,6 +143,48 @@ func TestP5AcceptedAndNotTold(t *testing.T) {
 			}
 			stop(r.Coordinator)
 		})
+	}
+}
+
+// P5: where nobody could find out at once whether an acceptance has landed, it goes on as soon as the store is there
+// again, and one that has not landed keeps no call from beginning.
+func TestP5AcceptedAndNobodyAsksAgain(t *testing.T) {
+	for _, scope := range []rollback.Scope{rollback.SubDAG, rollback.FullWorkflow} {
+		for _, lands := range []bool{false, true} {
+			synctest.Test(t, func(t *testing.T) {
+				r := newRig(t)
+				r.made("1", checkpoint.Restore, execution.Completed)
+				h := r.hook()
+				var accepts atomic.Bool
+				h.full = func() bool {
+					r.st.deaf.Store(accepts.Load())
+					return accepts.Load() && !lands
+				}
+				r.start()
+				h.set(nil, func([]store.Write) bool { return accepts.Load() })
+				accepts.Store(true)
+				q := request("c1", scope)
+				q.Operator = "op"
+				if _, err := r.Execute(ctx, q, nil); !errors.Is(err, rollback.ErrStore) {
+					t.Fatal(err)
+				}
+				accepts.Store(false)
+				time.Sleep(time.Minute)
+				if r.enters("w", "1") == nil {
+					t.Error("a call begins that may follow from what is undone")
+				}
+				r.st.deaf.Store(false)
+				time.Sleep(time.Minute)
+				synctest.Wait()
+				if n := len(r.world.effects["c1"]); lands != (n == 1) {
+					t.Errorf("%s, landed %t: undone %d times", scope, lands, n)
+				}
+				if blocked := r.enters("w", "1"); (blocked != nil) != (lands && scope == rollback.FullWorkflow) {
+					t.Errorf("%s, landed %t: %v", scope, lands, blocked)
+				}
+				stop(r.Coordinator)
+			})
+		}
 	}
 }
 

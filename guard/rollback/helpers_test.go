@@ -159,12 +159,19 @@ type undoer struct {
 	seen  func(rollback.Task)
 	// asks is called when a participant is asked, which answers unless ctx has ended; may be nil.
 	asks     func(ctx context.Context, t rollback.Task)
-	releases chan string // gets each checkpoint that is released; may be nil
-	block    bool        // sends nothing until ctx ends or the rollback is due
+	reads    func(ctx context.Context) // is called when a target is read; may be nil
+	releases chan string               // gets each checkpoint that is released; may be nil
+	block    bool                      // sends nothing until ctx ends or the rollback is due
 }
 
 func (u *undoer) Prepare(ctx context.Context, t rollback.Task) (string, error) {
 	if t.Checkpoint.Snapshot.Way == checkpoint.Restore {
+		if u.reads != nil {
+			u.reads(ctx)
+		}
+		if ctx.Err() != nil {
+			return "", ctx.Err()
+		}
 		u.world.mu.Lock()
 		defer u.world.mu.Unlock()
 		return string(u.world.changed[t.Checkpoint.Snapshot.Root()]), nil

@@ -556,6 +556,33 @@ func TestPrepareTimeout(t *testing.T) {
 	})
 }
 
+// Targets that do not answer take nothing of the time in which participants may prepare.
+func TestTargetsAndParticipantsHaveTimesOfTheirOwn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		for i := range 8 {
+			r.made(fmt.Sprint("2", i), checkpoint.Restore, execution.Completed, "1")
+		}
+		r.made("3", checkpoint.Delegate, execution.Completed, "1")
+		r.prepareTimeout = rollback.DefaultReservation
+		r.undoer.reads = func(ctx context.Context) { <-ctx.Done() }
+		r.undoer.asks = func(ctx context.Context, task rollback.Task) {
+			if left := time.Until(task.Due); left != rollback.DefaultReservation || ctx.Err() != nil {
+				t.Errorf("%v are left, %v", left, ctx.Err())
+			}
+		}
+		r.start()
+		q := request("c1", rollback.SubDAG)
+		if p, err := r.Prepare(ctx, q); err != nil || !p.Ready() {
+			t.Errorf("%+v, %v", p, err)
+		}
+		if done := r.run(q); done.Status != rollback.Completed {
+			t.Errorf("%+v", done)
+		}
+	})
+}
+
 // Where a rollback is given up, those who have prepared for it, or may have, are told so at once:
 // one cannot prepare, the plan has changed, another one takes precedence, or it is aborted.
 func TestParticipantsAreReleased(t *testing.T) {
@@ -782,6 +809,21 @@ func TestForeignCheckpointsAreAskedFor(t *testing.T) {
 		wantEnd(t, done, rollback.Escalated, "x2=escalated(foreign)")
 		if !done.Unknown {
 			t.Error("P6: it may have been asked")
+		}
+	})
+	t.Run("not named any more once it has begun", func(t *testing.T) {
+		r := newRig(t)
+		theirs(r)
+		named := r.participants
+		r.participants = func(issuer, at string) (string, error) {
+			if m, err := r.checkpoints.Mark(ctx, "x2"); err != nil || m.State == checkpoint.Undoing {
+				return "", err
+			}
+			return named(issuer, at)
+		}
+		wantEnd(t, r.run(request("x2", rollback.Single)), rollback.Escalated, "x2=escalated(foreign)")
+		if len(r.world.effects["x2"]) > 0 {
+			t.Error("it was asked to execute")
 		}
 	})
 	t.Run("no configuration yet", func(t *testing.T) {

@@ -162,7 +162,7 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	if err != nil {
 		return nil, err
 	}
-	unprepared, err := c.canUndo(ctx, d, append(ids, d.Plan.delegated()...), true)
+	unprepared, err := c.canUndo(ctx, d, ids, true)
 	if errors.As(err, &conflict) {
 		p.Refusal = conflict
 		unprepared = slices.DeleteFunc(unprepared, func(o Obstacle) bool { return !slices.Contains(ids, o.Checkpoint) })
@@ -235,7 +235,7 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 		return nil, ErrStopping
 	}
 	d := p.draft
-	unprepared, err := c.canUndo(ctx, d, d.Plan.delegated(), false)
+	unprepared, err := c.canUndo(ctx, d, nil, false)
 	if err != nil || len(unprepared) > 0 {
 		c.giveUp(ctx, d, unprepared)
 		p.Obstacles, p.draft = unprepared, nil
@@ -254,7 +254,7 @@ func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Durati
 			p.draft.Precedence = d.Precedence
 		}
 		return p.draft, nil
-	}, func(d *draft) (keep bool, err error) {
+	}, func(d *draft, _ *workflowLock) (keep bool, err error) {
 		if done, err = c.preparedAlready(ctx, &p.request); err == nil || !errors.Is(err, ErrUnknown) {
 			return false, err
 		}
@@ -320,7 +320,7 @@ func (c *Coordinator) Execute(
 			anew.Plan.Unprepared, anew.Plan.Unreached, anew.Precedence = d.Plan.Unprepared, d.Plan.Unreached, d.Precedence
 		}
 		return anew, err
-	}, func(d *draft) (keep bool, err error) {
+	}, func(d *draft, lock *workflowLock) (keep bool, err error) {
 		if accepted, err = c.acceptedAlready(ctx, &r); err == nil || !errors.Is(err, ErrUnknown) {
 			return false, err
 		}
@@ -341,12 +341,28 @@ func (c *Coordinator) Execute(
 				accepted, err = landed.snapshot(), nil
 			}
 		}
+		if keep && there != nil {
+			c.goOnUntil("whether it was accepted", func(ctx context.Context) error { return c.found(ctx, n, lock) })
+		}
 		return keep, err
 	})
 	if err != nil {
 		c.giveUp(ctx, d, nil)
 	}
 	return accepted, err
+}
+
+// found lets a rollback go on of which nobody knew whether it was accepted; its lock ends where it was not.
+func (c *Coordinator) found(ctx context.Context, n name, lock *workflowLock) error {
+	_, err := c.adopt(ctx, n)
+	if errors.Is(err, ErrUnknown) {
+		c.locks.remove(func(w *workflowLock) bool { return w == lock })
+		return nil
+	}
+	if errors.Is(err, errUnreadable) { // nobody carries it out
+		return nil
+	}
+	return err
 }
 
 // again finds the rollback of an earlier identical request, or returns ErrUnknown.
@@ -453,7 +469,8 @@ var errAgain = errors.New("rollback: somebody else was first")
 // decision, and is called again where another commit was first. Where it says keep, the lock stays with what the
 // plan blocks: for last, or for as long as the rollback goes on.
 func (c *Coordinator) behindLock(
-	ctx context.Context, d *draft, last time.Duration, anew func() (*draft, error), commit func(*draft) (bool, error),
+	ctx context.Context, d *draft, last time.Duration, anew func() (*draft, error),
+	commit func(*draft, *workflowLock) (bool, error),
 ) error {
 	scope, err := c.scope(ctx, d.Workflow, d.Checkpoint)
 	if err != nil {
@@ -485,7 +502,7 @@ func (c *Coordinator) behindLock(
 	c.deciding.Lock()
 	defer c.deciding.Unlock()
 	for range maxTries {
-		if keep, err = commit(d); !errors.Is(err, errAgain) {
+		if keep, err = commit(d, lock); !errors.Is(err, errAgain) {
 			return err
 		}
 	}

@@ -197,6 +197,8 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 			return c.expired(ctx, r, cp.ID)
 		case err != nil:
 			return failed(reasonTampered), nil
+		case s.foreign && s.opened == nil: // another configuration came in between: look again
+			return stepOutcome{}, fmt.Errorf("%w: who has made the checkpoint is not named any more", ErrStore)
 		}
 		switch s.state {
 		case NeverRan:
