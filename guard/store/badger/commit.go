@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
@@ -270,15 +271,19 @@ type committer struct {
 // lead commits a group on the goroutine of its first batch. A goroutine of the committer's own would cost
 // every commit two switches.
 func (c *committer) lead() {
+	completed := false
 	defer func() {
-		if r := recover(); r != nil {
-			go panic(r) // net/http would go on, though memory may not agree with the log (P1)
+		if !completed {
+			// After a panic net/http would go on, though memory may not agree with the log (P1). After
+			// runtime.Goexit all other commits would wait for ever.
+			go panic(fmt.Sprintf("badger: a commit ended midway: %v\n%s", recover(), debug.Stack()))
 		}
 	}()
 	c.queue.waitForMore()
 	c.group = c.queue.take(c.group)
 	c.commitGroup(c.group)
 	c.queue.handOn()
+	completed = true
 }
 
 // fitting is how many batches from the first on fit into one frame, at least one.
