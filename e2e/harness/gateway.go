@@ -87,7 +87,10 @@ func Launch(t *testing.T, s Setup) *Gateway {
 		g.Store = s.Store
 		if g.Store == nil {
 			g.Store = NewTestStore(filepath.Join(dir, "store"))
-			t.Cleanup(g.Store.Forget)
+			t.Cleanup(func() {
+				g.Store.Closed() // it writes files beside the store and the keys, which tests remove
+				g.Store.Forget()
+			})
 		}
 		storeOption = "e2e " + g.Store.Path
 	}
