@@ -39,7 +39,7 @@ type Coordinator struct {
 	fences *store.Fences
 
 	mu       sync.Mutex
-	runs     map[name]*run // those that are not finished, as far as they were met
+	runs     map[name]*run // those that are not finished, as far as they were met; only enlist adds to it
 	removals uint64        // counts those that were taken out of runs
 	started  bool
 	stopping bool
@@ -185,9 +185,7 @@ func (c *Coordinator) resume(ctx context.Context) error {
 // it out, it runs here from then on.
 func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 	for {
-		c.mu.Lock()
-		r, removals := c.runs[n], c.removals
-		c.mu.Unlock()
+		r, removals := c.known(n)
 		if r != nil {
 			return r, nil
 		}
@@ -224,10 +222,11 @@ func (c *Coordinator) enlist(r *run, removals uint64) *run {
 	return r
 }
 
-func (c *Coordinator) known(n name) *run {
+// known is a rollback as it was met here, or nil, and Coordinator.removals.
+func (c *Coordinator) known(n name) (r *run, removals uint64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.runs[n]
+	return c.runs[n], c.removals
 }
 
 // launch lets a rollback run, with mu held.
@@ -368,7 +367,7 @@ func (c *Coordinator) Get(ctx context.Context, id string) (*Rollback, error) {
 }
 
 func (c *Coordinator) find(ctx context.Context, n name) (*run, error) {
-	if r := c.known(n); r != nil {
+	if r, _ := c.known(n); r != nil {
 		return r, nil
 	}
 	return c.load(ctx, n)

@@ -44,10 +44,11 @@ type mortal struct {
 	commits int
 	dies    int // at this commit; negative is never
 	lands   bool
-	deaf    atomic.Bool                      // does not answer reads
-	refuses atomic.Bool                      // takes no commits
-	rotten  atomic.Value                     // the key of a damaged value, a string
-	read    atomic.Pointer[func(key []byte)] // after a Get
+	deaf    atomic.Bool                               // does not answer reads
+	refuses atomic.Bool                               // takes no commits
+	rotten  atomic.Value                              // the key of a damaged value, a string
+	read    atomic.Pointer[func(key []byte)]          // after a Get
+	landed  atomic.Pointer[func(batch []store.Write)] // is called before the answer to a commit; may be nil
 	dead    chan struct{}
 }
 
@@ -79,6 +80,14 @@ func (m *mortal) Get(ctx context.Context, key []byte) (store.Entry, error) {
 }
 
 func (m *mortal) Commit(ctx context.Context, batch ...store.Write) (store.Version, error) {
+	version, err := m.commit(ctx, batch)
+	if landed := m.landed.Load(); landed != nil && err == nil {
+		(*landed)(batch)
+	}
+	return version, err
+}
+
+func (m *mortal) commit(ctx context.Context, batch []store.Write) (store.Version, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.gone() {

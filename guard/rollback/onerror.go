@@ -269,7 +269,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 		if err := c.forget(ctx, done); err != nil {
 			return "", err
 		}
-		if accepted := c.known(c.name(r.ID)); accepted != nil { // one that waits for people holds up no others
+		if accepted, _ := c.known(c.name(r.ID)); accepted != nil { // one that waits for people holds up no others
 			select {
 			case <-accepted.done.Done():
 			case <-accepted.asks.Done():

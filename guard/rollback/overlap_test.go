@@ -310,6 +310,50 @@ func TestCascade434ManyAtOnce(t *testing.T) {
 	}
 }
 
+// Cascade 4.3.4: whoever meets a rollback between its acceptance and the answer to that shares its run. A second run
+// would undo beside the first one, and nobody would be told of its end.
+func TestCascade434MetBeforeTheAnswer(t *testing.T) {
+	for _, over := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", checkpoint.Restore, execution.Completed)
+			r.made("2", checkpoint.Restore, execution.Completed, "1")
+			asked, release := make(chan struct{}, 9), make(chan struct{})
+			r.undoer.seen = func(rollback.Task) { asked <- struct{}{}; <-release }
+			if over {
+				close(release)
+			}
+			r.start()
+			q := request("c1", rollback.SubDAG)
+			met := func(batch []store.Write) {
+				if accepting(batch) && over {
+					wantEnd(t, r.wait(q.ID), rollback.Completed, "c2=completed c1=completed")
+				} else if accepting(batch) {
+					short, cancel := context.WithTimeout(ctx, time.Second)
+					defer cancel()
+					_, _ = r.Wait(short, q.ID)
+					<-asked
+				}
+			}
+			r.st.landed.Store(&met)
+			r.execute(q)
+			if !over {
+				synctest.Wait()
+				close(release)
+			}
+			wantEnd(t, r.wait(q.ID), rollback.Completed, "c2=completed c1=completed")
+			if n := len(asked); over && n != 2 || !over && n != 1 {
+				t.Errorf("over %t: asked %d times", over, n)
+			}
+			for id, keys := range r.world.effects {
+				if len(keys) != 1 {
+					t.Errorf("%s undone under %v", id, keys)
+				}
+			}
+		})
+	}
+}
+
 // ATD, "Rollback Timeout and Escalation": not done within half of the ttl, it is recorded once
 // and escalated; what was not begun is left to a person, and the end says what is known.
 func TestATDTimeout(t *testing.T) {

@@ -325,6 +325,9 @@ func (c *Coordinator) Execute(
 			return false, err
 		}
 		made, err := c.accept(ctx, &r, d, extra)
+		if err == nil && made == nil {
+			made, err = c.adopt(ctx, c.name(r.ID))
+		}
 		if err == nil {
 			accepted = made.snapshot()
 			return true, nil
@@ -547,7 +550,8 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	return v.prepared(r), nil
 }
 
-// accept decides and commits, holding the lock on acceptance.
+// accept decides and commits, holding the lock on acceptance. Others may read the new head before accept returns and
+// carry the rollback out, whose run is returned then; nil means that it may have ended, too.
 func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []store.Write) (*run, error) {
 	if d.Aborted = d.aborts(r); d.Aborted {
 		d.Request = r
@@ -586,6 +590,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 		heads[i].Joined = d.ID
 		writes = append(writes, c.headWrite(other.name, &heads[i], store.VersionIs(heads[i].version)))
 	}
+	_, removals := c.known(n)
 	version, err := c.o.Store.Commit(ctx, append(writes, extra...)...)
 	if err = b.Done(err); err != nil {
 		for _, other := range joins { // sealed anew, or changed by another node
@@ -599,12 +604,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 	}
 	c.ended(&held)
 	d.version = version
-	accepted := newRun(n, &d.Rollback)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.runs[n] = accepted
-	c.launch(accepted)
-	return accepted, nil
+	return c.enlist(newRun(n, &d.Rollback), removals), nil
 }
 
 // acceptanceWrites adds the records of a new rollback besides its head.
