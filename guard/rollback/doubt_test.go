@@ -31,9 +31,13 @@ type hooked struct {
 	read    func(key []byte)               // after a Get
 	unknown func(batch []store.Write) bool // a commit that lands, and the answer is lost
 	full    func() bool                    // a commit that does not land; set before the start
+	fails   func(key []byte) bool          // a Get that is not answered; set before the start
 }
 
 func (h *hooked) Get(ctx context.Context, key []byte) (store.Entry, error) {
+	if h.fails != nil && h.fails(key) {
+		return store.Entry{}, store.ErrUnavailable
+	}
 	entry, err := h.Store.Get(ctx, key)
 	h.mu.Lock()
 	read := h.read
@@ -185,6 +189,56 @@ func TestP5AcceptedAndNobodyAsksAgain(t *testing.T) {
 				stop(r.Coordinator)
 			})
 		}
+	}
+}
+
+// P5: an acceptance that has landed goes on where its plan cannot be read at once: the answer to it was lost, or another
+// rollback has ended meanwhile, so that it may have, too.
+func TestP5AcceptedAndNotRead(t *testing.T) {
+	for _, lost := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			r := newRig(t)
+			r.made("1", checkpoint.Restore, execution.Completed)
+			r.made("2", checkpoint.Restore, execution.Completed)
+			h := r.hook()
+			var fail atomic.Bool
+			h.fails = func(key []byte) bool { return bytes.HasPrefix(key, []byte("up")) && fail.CompareAndSwap(true, false) }
+			release := make(chan struct{})
+			r.undoer.seen = func(task rollback.Task) {
+				if task.Step == "c1" {
+					<-release
+				}
+			}
+			r.start()
+			r.execute(request("c1", rollback.Single))
+			landed := func(batch []store.Write) {
+				if accepting(batch) {
+					close(release)
+					time.Sleep(time.Minute)
+					fail.Store(true)
+				}
+			}
+			if lost {
+				h.set(nil, func(batch []store.Write) bool {
+					if accepting(batch) {
+						fail.Store(true)
+					}
+					return accepting(batch)
+				})
+				close(release)
+			} else {
+				r.st.landed.Store(&landed)
+			}
+			if _, err := r.Execute(ctx, request("c2", rollback.Single), nil); !errors.Is(err, rollback.ErrStore) {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Minute)
+			synctest.Wait()
+			if n := len(r.world.effects["c2"]); n != 1 {
+				t.Errorf("lost %t: undone %d times", lost, n)
+			}
+			stop(r.Coordinator)
+		})
 	}
 }
 

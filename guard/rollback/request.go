@@ -344,7 +344,7 @@ func (c *Coordinator) Execute(
 				accepted, err = landed.snapshot(), nil
 			}
 		}
-		if keep && there != nil {
+		if keep && err != nil {
 			c.goOnUntil("whether it was accepted", func(ctx context.Context) error { return c.found(ctx, n, lock) })
 		}
 		return keep, err
@@ -360,9 +360,8 @@ func (c *Coordinator) found(ctx context.Context, n name, lock *workflowLock) err
 	_, err := c.adopt(ctx, n)
 	if errors.Is(err, ErrUnknown) {
 		c.locks.remove(func(w *workflowLock) bool { return w == lock })
-		return nil
 	}
-	if errors.Is(err, errUnreadable) { // nobody carries it out
+	if errors.Is(err, ErrUnknown) || errors.Is(err, errUnreadable) { // nobody carries it out
 		return nil
 	}
 	return err
