@@ -111,3 +111,14 @@ func OpenWith(o Options, u Undoer) (*Coordinator, error) {
 	o.undoer = u
 	return Open(o)
 }
+
+// Meets reads the locks of a workflow as a call does that enters. says is what keeps it from beginning, once they are
+// decided.
+func (c *Coordinator) Meets(workflow string) (says func() error) {
+	a, locks := c.locks.enter(workflow)
+	a.Leave()
+	return func() error {
+		_, err := blocked(locks, func(func(string, error) bool) {})
+		return err
+	}
+}

@@ -270,9 +270,10 @@ func (l *workflowLocks) decide(w *workflowLock, last time.Duration) {
 	close(w.decided)
 }
 
-// unlock removes a lock that was not decided, and wakes the calls that wait for it.
+// unlock removes a lock that was not decided, and wakes the calls that wait for it. It blocks none that have met it.
 func (l *workflowLocks) unlock(w *workflowLock) {
 	l.remove(func(other *workflowLock) bool { return other == w })
+	w.stops, w.whole, w.ids = false, false, nil
 	close(w.decided)
 }
 

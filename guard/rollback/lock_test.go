@@ -343,3 +343,25 @@ func BenchmarkEnter(b *testing.B) {
 		}
 	})
 }
+
+// Cascade 4.1.3: a call is refused because of accepted rollbacks alone. One that has met a lock before it was known that
+// the rollback is not accepted waits for that, and begins.
+func TestLockOfWhatIsNotAccepted(t *testing.T) {
+	r := newRig(t)
+	r.made("1", checkpoint.Restore, execution.Completed)
+	h := r.hook()
+	var says func() error
+	h.full = func() bool {
+		says = r.Meets("w")
+		return true
+	}
+	r.start()
+	q := request("c1", rollback.FullWorkflow)
+	q.Operator = "op"
+	if _, err := r.Execute(ctx, q, nil); !errors.Is(err, rollback.ErrStore) {
+		t.Fatal(err)
+	}
+	if err := says(); err != nil {
+		t.Error(err)
+	}
+}
