@@ -410,6 +410,7 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 		default:
 			select {
 			case <-changed:
+			case <-r.done.Done(): // changed may have been before that
 			case <-ctx.Done():
 				err = ctx.Err()
 			case <-c.quit:

@@ -1,6 +1,8 @@
 package rollback_test
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -876,6 +878,34 @@ func TestP1BegunBeforeTheLastExpired(t *testing.T) {
 		}
 		r.start()
 		wantEnd(t, r.wait(q.ID), rollback.Completed, "c1=completed")
+		stop(r.Coordinator)
+	})
+}
+
+// Cascade 4.3.4: who waits for a rollback is told of its end when that is recorded, also where he has looked between its
+// commit and the answer to it, and the store takes nothing after that.
+func TestWaitLooksBeforeTheAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRig(t)
+		r.made("1", checkpoint.Restore, execution.Completed)
+		release := make(chan struct{})
+		r.undoer.seen = func(rollback.Task) { <-release }
+		r.start()
+		ending := func(batch []store.Write) {
+			if slices.ContainsFunc(batch, func(w store.Write) bool { return bytes.HasPrefix(w.Key, []byte("uw")) && w.Delete }) {
+				time.Sleep(time.Second)
+				r.st.refuses.Store(true)
+			}
+		}
+		r.st.landed.Store(&ending)
+		q := request("c1", rollback.Single)
+		r.execute(q)
+		time.AfterFunc(time.Second, func() { close(release) })
+		within, cancel := context.WithTimeout(ctx, time.Minute)
+		defer cancel()
+		if b, err := r.Wait(within, q.ID); err != nil {
+			t.Errorf("%s: %v", b.State, err)
+		}
 		stop(r.Coordinator)
 	})
 }
