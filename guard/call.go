@@ -431,7 +431,7 @@ func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member)
 		id, err = fromTokens, nil
 	}
 	if errors.Is(err, errNoID) {
-		id, err = x.missingID(&c)
+		id, err = x.missingID(x.executions, &c)
 	}
 	if err == nil && caller.Changing(name) {
 		err = x.refuseUnnamed(&c)
@@ -1001,7 +1001,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	}
 	x.noted.outcome = outcome.Verdict
 	if outcome.Whole && !f.cut() {
-		showed(x, f.rec.Status(), f.rec.Header())
+		x.showed(x.shown, f.rec.Status(), f.rec.Header())
 	}
 	err := x.settle(e, outcome, f.rec.Header())
 	ended = true
@@ -1137,11 +1137,11 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 }
 
 // countEnd counts the end of the execution; one that could not be recorded is in doubt.
-func (x *Call) countEnd(o execution.Outcome, unrecorded error) {
+func (q *guardedRequest) countEnd(o execution.Outcome, unrecorded error) {
 	if unrecorded != nil {
 		o.Verdict = execution.InDoubt
 	}
-	x.action.Counts.Settled(o.Verdict)
+	q.action.Counts.Settled(o.Verdict)
 }
 
 // doubted reports the doubt to operators, who have to find out.

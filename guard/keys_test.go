@@ -235,13 +235,13 @@ func TestLeftToRecognition(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := newHandler(t, Config{Settings: Settings{MissingID: c.missing}})
-			x := &Call{guardedRequest: guardedRequest{h: h, r: request("POST", "/"), message: c.message}, executions: testGuard(t)}
+			q, g := &guardedRequest{h: h, r: request("POST", "/"), message: c.message}, testGuard(t)
 			call := execution.Call{Scope: execution.Scope{Caller: cmp.Or(c.caller, "user:a")}}
-			id, err := x.missingID(&call)
+			id, err := q.missingID(g, &call)
 			if (err != nil) != (c.want == 0) || call.Origin != c.want || (id == "") != (c.recognized || err != nil) {
 				t.Errorf("%q, origin %d, %v", id, call.Origin, err)
 			}
-			if again, err := x.missingID(&call); err == nil && (again == id) != (c.recognized || c.want == execution.OriginDerived) {
+			if again, err := q.missingID(g, &call); err == nil && (again == id) != (c.recognized || c.want == execution.OriginDerived) {
 				t.Errorf("once more %q after %q", again, id)
 			}
 		})

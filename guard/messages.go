@@ -210,27 +210,27 @@ func (h *Handler) understood(way proof) bool {
 	return proven || !h.rules.Guesses()
 }
 
-// showed keeps the proof that a whole answer is, before its client has the end of it.
-func showed(x *Call, status int, header http.Header) {
-	if x.shown == nil || status != http.StatusOK || header.Get("Content-Encoding") != "" || x.shown.Len() > maxShown {
+// showed keeps the proof that a whole answer with the body shown is, before its client has the end of it.
+func (q *guardedRequest) showed(shown *bytes.Buffer, status int, header http.Header) {
+	if shown == nil || status != http.StatusOK || header.Get("Content-Encoding") != "" || shown.Len() > maxShown {
 		return
 	}
-	_, target := x.h.Host.Original(x.r)
-	sent := []string{target.RequestURI(), target.Path, x.r.URL.RequestURI(), x.r.URL.Path}
-	for _, u := range []*url.URL{target, x.r.URL} {
+	_, target := q.h.Host.Original(q.r)
+	sent := []string{target.RequestURI(), target.Path, q.r.URL.RequestURI(), q.r.URL.Path}
+	for _, u := range []*url.URL{target, q.r.URL} {
 		query, err := url.QueryUnescape(u.RawQuery)
 		if err != nil {
 			return
 		}
 		sent = append(sent, query)
 	}
-	for name, values := range x.r.Header {
+	for name, values := range q.r.Header {
 		sent = append(append(sent, name), values...)
 	}
-	if x.message.Proves(header.Get("Content-Type"), x.shown.Bytes(), sent...) {
-		x.h.proofs.add(x.proves)
-		a := protocol.NewAnswer(protocol.MCP, header.Get("Content-Type"), x.h.learns(x.r))
-		_, _ = a.Write(x.shown.Bytes()) // never fails
+	if q.message.Proves(header.Get("Content-Type"), shown.Bytes(), sent...) {
+		q.h.proofs.add(q.proves)
+		a := protocol.NewAnswer(protocol.MCP, header.Get("Content-Type"), q.h.learns(q.r))
+		_, _ = a.Write(shown.Bytes()) // never fails
 	}
 }
 
