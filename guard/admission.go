@@ -201,7 +201,8 @@ func unserved(x *Call, class bulkhead.Class) {
 // unservedUnguarded is unserved for a request that is not guarded. A workflow that it only states counts if its
 // caller is verified (P3).
 func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated string, class bulkhead.Class) {
-	x := &Call{h: h, r: r, action: h.Actions[len(h.Actions)-1], evidence: callEvidence{tokens: *tokens}}
+	q := guardedRequest{h: h, r: r, action: h.Actions[len(h.Actions)-1]}
+	x := &Call{guardedRequest: q, evidence: callEvidence{tokens: *tokens}}
 	if engine, release, err := h.Open(); err == nil { // else there is only the event
 		defer release()
 		x.engine, x.executions = engine, engine.Executions

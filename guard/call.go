@@ -59,25 +59,26 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		return h.pass(w, r, nil, next)
 	}
 	x := spareCalls.Get().(*Call)
-	x.h, x.r, x.action, x.began = h, r, action, time.Now()
-	if h.rules != nil && (r.ContentLength <= maxMessage || !h.rules.Guesses()) && h.rules.Reads(r) {
-		_ = x.open() // else run says so
-		begins, text := false, []byte(nil)
-		err := x.readBody(func(start []byte) bool { begins = h.rules.Begins(r.URL.Path, start); return begins })
-		if begins && err == nil {
-			text, err = h.message(x)
+	q, harmless, err := h.read(x, r, action)
+	x.guardedRequest = q
+	if harmless != nil {
+		defer func() {
+			*x = Call{}
+			spareCalls.Put(x)
+		}()
+		return h.passMessage(w, x, harmless, next)
+	}
+	if err != nil {
+		defer x.close()
+		if p := (*problem.Problem)(nil); errors.As(err, &p) {
+			x.refuse(w, p)
+			return nil
 		}
-		if text != nil {
-			defer func() {
-				*x = Call{}
-				spareCalls.Put(x)
-			}()
-			return h.passMessage(w, x, text, next)
-		}
-		if err != nil && !h.rules.Guesses() {
-			return h.unread(w, x, err)
-		}
-		x.unreadable = err // in its turn, as for a call that is no message
+		return err
+	}
+	if m := q.message; m != nil && (opens(m) || m.Method == "tools/list") &&
+		h.rules.Guesses() && h.OneServer != nil && h.OneServer() {
+		x.shown = new(bytes.Buffer)
 	}
 	x.upstream = h.Host.Upstream(next)
 	x.w = answer.NewWriter(w, r)
@@ -152,7 +153,7 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Messa
 // run takes a guarded call through its steps. A record that it finds may answer the call or send
 // it back to the look-up; so does a claim that another call won.
 func (x *Call) run() error {
-	if err := x.open(); err != nil {
+	if err := x.open(x.h); err != nil {
 		return err
 	}
 	if err := x.prepare(); err != nil { // 1 and 2
@@ -192,13 +193,9 @@ func (x *Call) run() error {
 
 // Call is one guarded call. Its exported methods may be called by the goroutine that serves it, also after the call.
 type Call struct {
-	began time.Time
-	apart time.Duration // of the time since then, for the request's body and at the upstream
-
-	h      *Handler
-	w      answer.Writer
-	r      *http.Request
-	action *Action
+	guardedRequest
+	apart time.Duration // of the time since it began, for the request's body and at the upstream
+	w     answer.Writer
 
 	upstream   Upstream
 	engine     *Engine
@@ -209,12 +206,8 @@ type Call struct {
 	sink       callSink        // what rec feeds
 	fields     [5]answer.Field // of the answer; see marks
 	body       *body.Spool
-	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
-	unreadable error              // why the body could not be read as a message
-	proves     proof              // that the server speaks the protocol, where nobody has configured it
-	shown      *bytes.Buffer      // what may show that; nil where nothing can
-	cancels    []protocol.Message // of the body, where one cancels another request; else nil
-	heard      *protocol.Answer   // to the message; nil where only HTTP says what it means
+	shown      *bytes.Buffer    // what may show that; nil where nothing can
+	heard      *protocol.Answer // to the message; nil where only HTTP says what it means
 	call       execution.Call
 	wait       time.Time       // when a retry stops waiting for a running execution
 	probing    *probing        // the probe that this call makes
@@ -238,6 +231,18 @@ type Call struct {
 	noted       noted
 }
 
+// guardedRequest is the request of a guarded call with what its message says. Handler.read makes it; it never changes.
+type guardedRequest struct {
+	h          *Handler
+	r          *http.Request
+	began      time.Time
+	action     *Action            // that the request, or its message, belongs to
+	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
+	unreadable error              // why the body could not be read as a message
+	proves     proof              // that the server speaks the protocol, where nobody has configured it
+	cancels    []protocol.Message // of the body, where one cancels another request; else nil
+}
+
 // noted holds what logs and matchers may read of a call.
 type noted struct {
 	status  string // empty until it is decided
@@ -252,16 +257,16 @@ type noted struct {
 
 // open takes a reference to the engine, unless x has it; a running execution keeps it. It is called
 // again where a step before the first could do without.
-func (x *Call) open() error {
+func (x *Call) open(h *Handler) error {
 	if x.engine == nil {
-		e, release, err := x.h.Open()
+		e, release, err := h.Open()
 		if err != nil {
 			return StoreClosed(err)
 		}
 		x.engine, x.executions, x.release = e, e.Executions, release
 	}
 	var err error
-	if x.evidence.policy, err = x.h.Tokens(); err != nil {
+	if x.evidence.policy, err = h.Tokens(); err != nil {
 		return StoreClosed(err)
 	}
 	return nil
@@ -337,8 +342,10 @@ func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err er
 	if x.unreadable != nil {
 		return fp, nil, x.unreadable
 	}
-	if err := x.readBody(nil); err != nil {
-		return fp, nil, err
+	if x.body == nil {
+		if x.body, x.apart, err = x.h.readBody(x.r, x.executions, nil); err != nil {
+			return fp, nil, err
+		}
 	}
 	if err := x.evidence.tokens.checkInput(func() (ect.Hash, error) { return bodyHash(x.body) }); err != nil {
 		return fp, nil, err
@@ -371,17 +378,8 @@ func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err er
 	return sum, members, nil
 }
 
-// readBody reads the request's body whole, before anything is claimed; see body.Reading. It is read once.
-func (x *Call) readBody(wanted func(start []byte) bool) (err error) {
-	if x.body == nil {
-		var took time.Duration
-		x.body, took, err = x.h.readBody(x.r, x.executions, wanted)
-		x.apart += took
-	}
-	return err
-}
-
-// readBody reads the body of r into the memory that g has for bodies; nil where no engine is open.
+// readBody reads the body of r whole, before anything is claimed (see body.Reading), into the memory that g has for
+// bodies; nil where no engine is open.
 func (h *Handler) readBody(
 	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
 ) (whole *body.Spool, took time.Duration, err error) {
@@ -414,7 +412,7 @@ func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member)
 		Action:      x.action.Name,
 		Workflow:    work,
 		Proven:      work != "" && tokens.proven() == work,
-		Deadline:    x.deadline(),
+		Deadline:    atMost(time.Duration(policy.Deadline), x.r.Header),
 		KeepResult:  time.Duration(policy.RetainResult),
 		KeepKey:     time.Duration(policy.RetainKey),
 		ResultCap:   policy.MaxResult,
@@ -433,7 +431,7 @@ func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member)
 		id, err = fromTokens, nil
 	}
 	if errors.Is(err, errNoID) {
-		id, err = x.missingID(&c)
+		id, err = x.missingID(x.executions, &c)
 	}
 	if err == nil && caller.Changing(name) {
 		err = x.refuseUnnamed(&c)
@@ -1003,7 +1001,7 @@ func (x *Call) execute(e *execution.Execution) error {
 	}
 	x.noted.outcome = outcome.Verdict
 	if outcome.Whole && !f.cut() {
-		showed(x, f.rec.Status(), f.rec.Header())
+		x.showed(x.shown, f.rec.Status(), f.rec.Header())
 	}
 	err := x.settle(e, outcome, f.rec.Header())
 	ended = true
@@ -1139,11 +1137,11 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 }
 
 // countEnd counts the end of the execution; one that could not be recorded is in doubt.
-func (x *Call) countEnd(o execution.Outcome, unrecorded error) {
+func (q *guardedRequest) countEnd(o execution.Outcome, unrecorded error) {
 	if unrecorded != nil {
 		o.Verdict = execution.InDoubt
 	}
-	x.action.Counts.Settled(o.Verdict)
+	q.action.Counts.Settled(o.Verdict)
 }
 
 // doubted reports the doubt to operators, who have to find out.

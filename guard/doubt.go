@@ -108,33 +108,33 @@ func (x *Call) settleDoubt(found execution.Finding) (step, error) {
 var errNoTask = errors.New("no task of the call is known")
 
 // ask sends the probe. Where it asks for a task, the answer is the task's as one to the call.
-func (x *Call) ask(p *Probe, task string) (*InternalAnswer, error) {
+func (q *guardedRequest) ask(p *Probe, task string) (*InternalAnswer, error) {
 	if !p.Task {
-		return p.Ask(x.r, nil)
+		return p.Ask(q.r, nil)
 	}
-	if task == "" || x.message == nil {
+	if task == "" || q.message == nil {
 		return nil, errNoTask
 	}
-	text, header := x.message.TaskQuery(task)
+	text, header := q.message.TaskQuery(task)
 	if text == nil {
 		return nil, errNoTask
 	}
-	question := &InternalRequest{Method: http.MethodPost, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Header: http.Header{}, Body: text}
+	question := &InternalRequest{Method: http.MethodPost, Path: q.r.URL.EscapedPath(), Query: q.r.URL.RawQuery, Header: http.Header{}, Body: text}
 	for name, value := range header {
 		question.Header.Set(name, value)
 	}
 	for _, name := range []string{protocol.HeaderSession, protocol.HeaderVersion, protocol.HeaderA2A} {
-		if values := x.r.Header[name]; len(values) > 0 {
+		if values := q.r.Header[name]; len(values) > 0 {
 			question.Header[name] = values
 		}
 	}
 	question.Header.Set("Content-Type", "application/json")
 	question.Header.Set("Accept", "application/json, text/event-stream")
-	a, err := p.Ask(x.r, question)
+	a, err := p.Ask(q.r, question)
 	if err != nil {
 		return nil, err
 	}
-	body, as, known := x.message.TaskAnswer(task, a.Status, a.Header.Get("Content-Type"), a.Body)
+	body, as, known := q.message.TaskAnswer(task, a.Status, a.Header.Get("Content-Type"), a.Body)
 	switch {
 	case !known || a.Replaced:
 		return nil, fmt.Errorf("the answer %d to the question for the task does not show it", a.Status)

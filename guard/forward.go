@@ -239,12 +239,6 @@ var errNotSent = errors.New("agent_guard: the upstream closed the connection bef
 // the caller gives up (cascade 3.3.1).
 const shorter = 0.9
 
-// deadline is the longest that the call may take: its action's deadline, or less if its caller
-// waits for less.
-func (x *Call) deadline() time.Duration {
-	return atMost(time.Duration(x.action.Deadline), x.r.Header)
-}
-
 // atMost is most, or less where the caller's header says that it waits for less.
 func atMost(most time.Duration, h http.Header) time.Duration {
 	left, said := callersTime(h)

@@ -42,7 +42,7 @@ func BenchmarkIdentify(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-				x := &Call{h: h, r: r, executions: g, action: new(Action)}
+				x := &Call{guardedRequest: guardedRequest{h: h, r: r, action: new(Action)}, executions: g}
 				if err := x.prepare(); err != nil {
 					b.Fatal(err)
 				}
@@ -84,7 +84,7 @@ func BenchmarkPassMessage(b *testing.B) {
 // BenchmarkReadMessage is what a POST with JSON pays for being looked at, by what its body is.
 func BenchmarkReadMessage(b *testing.B) {
 	h := newHandler(b, Config{Settings: Settings{Protocol: protocol.Auto}})
-	g := testGuard(b)
+	e, g := new(Engine), testGuard(b)
 	for name, body := range map[string]string{
 		"plain":   `{"amount":1999,"note":"` + strings.Repeat("n", 175) + `"}`,
 		"late":    `{"id":1999,"params":{"note":"` + strings.Repeat("n", 155) + `"},"amount":1}`,
@@ -95,17 +95,10 @@ func BenchmarkReadMessage(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-				x := &Call{h: h, r: r, executions: g, action: h.Actions[0]}
-				begins := false
-				err := x.readBody(func(start []byte) bool {
-					begins = h.rules.Reads(r) && h.rules.Begins(r.URL.Path, start)
-					return begins
-				})
-				if begins && err == nil {
-					_, err = h.message(x)
-				}
-				if err != nil || (x.message != nil) != (name == "message") {
-					b.Fatal(err, x.message)
+				x := &Call{engine: e, executions: g}
+				q, _, err := h.read(x, r, h.Actions[0])
+				if err != nil || (q.message != nil) != (name == "message") {
+					b.Fatal(err, q.message)
 				}
 				_ = x.body.Close()
 			}

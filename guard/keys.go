@@ -24,15 +24,15 @@ import (
 
 // refuseUnnamed refuses a call that has a key, or gets one from its caller's name, if nothing that stays names its
 // caller: its retry would be another one's call, and run again (P1).
-func (x *Call) refuseUnnamed(c *execution.Call) error {
-	if x.h.warnedNames.CompareAndSwap(false, true) {
-		x.h.Logger.Warn("a caller has no credential but cookies or a signature, which change by themselves: its calls with a key are refused, and those without "+
-			"are never recognised as retries; write `caller cookie NAME` with the cookie of its session, or another `caller`", slog.String("guard", x.h.Name))
+func (q *guardedRequest) refuseUnnamed(c *execution.Call) error {
+	if q.h.warnedNames.CompareAndSwap(false, true) {
+		q.h.Logger.Warn("a caller has no credential but cookies or a signature, which change by themselves: its calls with a key are refused, and those without "+
+			"are never recognised as retries; write `caller cookie NAME` with the cookie of its session, or another `caller`", slog.String("guard", q.h.Name))
 	}
 	if c.Origin == execution.OriginMinted {
 		return nil
 	}
-	return caller.Refused(x.r.Header)
+	return caller.Refused(q.r.Header)
 }
 
 // workflow is the id of the call's workflow: that of a verified token, else Workflow-Id, else the
@@ -205,22 +205,22 @@ func (h *Handler) fromSource(index int, r *http.Request, sent *body.Spool) (id s
 	return id, nil
 }
 
-func (x *Call) missingID(c *execution.Call) (string, error) {
+func (q *guardedRequest) missingID(g *execution.Guard, c *execution.Call) (string, error) {
 	switch {
-	case x.h.MissingID == MissingRequire:
+	case q.h.MissingID == MissingRequire:
 		field := headerIdempotencyKey
-		if i := slices.IndexFunc(x.h.ExecutionID, func(s IDSource) bool { return s.Header != "" }); i >= 0 {
-			field = x.h.ExecutionID[i].Header
+		if i := slices.IndexFunc(q.h.ExecutionID, func(s IDSource) bool { return s.Header != "" }); i >= 0 {
+			field = q.h.ExecutionID[i].Header
 		}
 		return "", problem.New(problem.ExecutionIDMissing, "Send one "+field+" header.")
-	case x.h.MissingID == MissingDerive && !opens(x.message):
+	case q.h.MissingID == MissingDerive && !opens(q.message):
 		// Two equal calls can be intended, so the id counts for a short while only.
 		c.Origin = execution.OriginDerived
-		c.KeepResult, c.KeepKey = time.Duration(x.h.DeriveWindow), time.Duration(x.h.DeriveWindow)
-		return x.executions.Derive(c.Scope, x.h.whole.Load().Whole(c.Fingerprint, x.r.Header)), nil
+		c.KeepResult, c.KeepKey = time.Duration(q.h.DeriveWindow), time.Duration(q.h.DeriveWindow)
+		return g.Derive(c.Scope, q.h.whole.Load().Whole(c.Fingerprint, q.r.Header)), nil
 	}
 	c.Origin = execution.OriginMinted
-	if x.h.MissingID == MissingRecognize && !opens(x.message) && !caller.Changing(c.Scope.Caller) {
+	if q.h.MissingID == MissingRecognize && !opens(q.message) && !caller.Changing(c.Scope.Caller) {
 		return "", nil // it is made for a new call only
 	}
 	return uuid.NewString(), nil

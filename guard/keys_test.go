@@ -54,7 +54,7 @@ func TestUnnamedCallersAreLogged(t *testing.T) {
 	h := newHandler(t, Config{Settings: Settings{Name: "shop"}, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	for range 3 {
 		for _, origin := range []execution.Origin{execution.OriginGiven, execution.OriginMinted} {
-			x := &Call{h: h, r: request("POST", "/", "Cookie", "session=a")}
+			x := &Call{guardedRequest: guardedRequest{h: h, r: request("POST", "/", "Cookie", "session=a")}}
 			if err := x.refuseUnnamed(&execution.Call{Origin: origin}); (err != nil) != (origin == execution.OriginGiven) {
 				t.Error(err)
 			}
@@ -154,12 +154,13 @@ func TestIDInTheBody(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			r := request("POST", "/", "Content-Type", c.contentType, "X-Last", "last")
 			r.Body = io.NopCloser(strings.NewReader(c.body))
-			x := &Call{h: newHandler(t, Config{Settings: Settings{ExecutionID: sources}}), r: r}
-			if err := x.readBody(nil); err != nil {
+			h := newHandler(t, Config{Settings: Settings{ExecutionID: sources}})
+			whole, _, err := h.readBody(r, nil, nil)
+			if err != nil {
 				t.Fatal(err)
 			}
-			defer x.close()
-			got, err := x.h.statedID(r, x.body, nil)
+			defer whole.Close()
+			got, err := h.statedID(r, whole, nil)
 			var p *problem.Problem
 			if c.slug != "" && (!errors.As(err, &p) || p.Kind().Slug != c.slug) || c.slug == "" && (err != nil || got != c.want) {
 				t.Errorf("%q, %v; want %q %s", got, err, c.want, c.slug)
@@ -234,13 +235,13 @@ func TestLeftToRecognition(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			h := newHandler(t, Config{Settings: Settings{MissingID: c.missing}})
-			x := &Call{h: h, r: request("POST", "/"), executions: testGuard(t), message: c.message}
+			q, g := &guardedRequest{h: h, r: request("POST", "/"), message: c.message}, testGuard(t)
 			call := execution.Call{Scope: execution.Scope{Caller: cmp.Or(c.caller, "user:a")}}
-			id, err := x.missingID(&call)
+			id, err := q.missingID(g, &call)
 			if (err != nil) != (c.want == 0) || call.Origin != c.want || (id == "") != (c.recognized || err != nil) {
 				t.Errorf("%q, origin %d, %v", id, call.Origin, err)
 			}
-			if again, err := x.missingID(&call); err == nil && (again == id) != (c.recognized || c.want == execution.OriginDerived) {
+			if again, err := q.missingID(g, &call); err == nil && (again == id) != (c.recognized || c.want == execution.OriginDerived) {
 				t.Errorf("once more %q after %q", again, id)
 			}
 		})

@@ -27,68 +27,86 @@ import (
 // named the protocol guarded by the rules of HTTP.
 const maxMessage = 4 << 20
 
-// message reads the body of x, which begins as one, as a message (ADR 0072), and finds the action that it belongs to.
+// read makes the request of x. It reads the body, where that may be a message; harmless is that of a message that
+// changes nothing, else nil. Of a request that is refused with err, it tells what is known.
+func (h *Handler) read(x *Call, r *http.Request, action *Action) (_ guardedRequest, harmless []byte, err error) {
+	q := guardedRequest{h: h, r: r, action: action, began: time.Now()}
+	if h.rules == nil || r.ContentLength > maxMessage && h.rules.Guesses() || !h.rules.Reads(r) {
+		return q, nil, nil
+	}
+	_ = x.open(h) // else run says so
+	begins := false
+	x.body, x.apart, err = h.readBody(r, x.executions, func(start []byte) bool { begins = h.rules.Begins(r.URL.Path, start); return begins })
+	if begins && err == nil {
+		q, harmless, err = q.withMessage(x.body)
+	}
+	if err != nil && h.rules.Guesses() {
+		q.unreadable, err = err, nil // in its turn, as for a call that is no message
+	}
+	return q, harmless, err
+}
+
+// withMessage reads the body, which begins as a message, as one (ADR 0072), and finds the action that it belongs to.
 // harmless is the body of one that changes nothing, else nil. A batch with one message that may change something is
 // the call of that message. With more it is refused, unless they are generic JSON-RPC that nobody has announced: an
 // array that may be data, and is guarded by the rules of HTTP.
-func (h *Handler) message(x *Call) (harmless []byte, err error) {
-	if x.body.Size() > maxMessage && h.rules.Guesses() {
-		return nil, nil
+func (of guardedRequest) withMessage(whole *body.Spool) (_ guardedRequest, harmless []byte, err error) {
+	h, r := of.h, of.r
+	q := guardedRequest{h: h, r: r, began: of.began, action: of.action}
+	if whole.Size() > maxMessage && h.rules.Guesses() {
+		return q, nil, nil
 	}
-	if x.body.Size() > maxMessage { // P1: what it says, such as its key, is not known
-		x.message = &protocol.Message{Protocol: h.Protocol}
-		if q, ok := h.rules.Parse(x.r.Header, x.r.URL.Path, []byte("{}")); ok {
-			x.message.REST = q[0].REST
+	if whole.Size() > maxMessage { // P1: what it says, such as its key, is not known
+		q.message = &protocol.Message{Protocol: h.Protocol}
+		if all, ok := h.rules.Parse(r.Header, r.URL.Path, []byte("{}")); ok {
+			q.message.REST = all[0].REST
 		}
-		return nil, problem.New(problem.BodyTooLarge, fmt.Sprintf("A message has at most %d bytes.", maxMessage))
+		return q, nil, problem.New(problem.BodyTooLarge, fmt.Sprintf("A message has at most %d bytes.", maxMessage))
 	}
-	body := make([]byte, x.body.Size()) // its own: the message outlives the call, where that is settled later
-	if _, err := x.body.ReadAt(body, 0); err != nil && err != io.EOF {
-		return nil, unkept(err)
+	text := make([]byte, whole.Size()) // its own: the message outlives the call, where that is settled later
+	if _, err := whole.ReadAt(text, 0); err != nil && err != io.EOF {
+		return q, nil, unkept(err)
 	}
-	q, ok := h.rules.Parse(x.r.Header, x.r.URL.Path, body)
+	all, ok := h.rules.Parse(r.Header, r.URL.Path, text)
 	if !ok {
-		return nil, nil
+		return q, nil, nil
 	}
 	if h.rules.Guesses() {
-		x.proves = proofOf(h, x.r, false)
+		q.proves = proofOf(h, r, false)
 	}
 	// What is learned of tools counts with a proof only: a batch that comes again must be the same call (P1).
-	changing, announced, known := 0, !h.rules.Guesses() || h.byMessage, h.understood(x.proves)
-	for i := range q {
-		m := &q[i]
+	changing, announced, known := 0, !h.rules.Guesses() || h.byMessage, h.understood(q.proves)
+	for i := range all {
+		m := &all[i]
 		if m.Cancels() != nil {
-			x.cancels = q
+			q.cancels = all
 		}
-		if h.rules.Changes(m, known && h.tools.ReadOnly(h.server(x.r), m.Tool)) {
-			changing, x.message, announced = changing+1, m, announced || m.Protocol != protocol.JSONRPC
+		if h.rules.Changes(m, known && h.tools.ReadOnly(h.server(r), m.Tool)) {
+			changing, q.message, announced = changing+1, m, announced || m.Protocol != protocol.JSONRPC
 		}
 	}
 	switch {
 	case changing > 1 && announced:
-		x.message = nil
-		return nil, problem.New(problem.BatchMixed, fmt.Sprintf("Send each of the %d in a request of its own.", changing))
+		q.message = nil
+		return q, nil, problem.New(problem.BatchMixed, fmt.Sprintf("Send each of the %d in a request of its own.", changing))
 	case changing > 1:
-		x.message = nil
+		q.message = nil
 	case changing == 1 && h.byMessage:
-		if x.action, err = h.action(x.r, x.message); err != nil {
-			return nil, err
+		if q.action, err = h.action(r, q.message); err != nil {
+			return q, nil, err
 		}
 	case changing == 0 && known:
-		harmless = body
+		harmless = text
 	}
 	switch {
 	case changing > 0:
-	case !q[0].Batch:
-		x.message = &q[0]
+	case !all[0].Batch:
+		q.message = &all[0]
 	case harmless != nil: // an error with one id answers no batch
-		frees := !slices.ContainsFunc(q, func(m protocol.Message) bool { return !m.Frees })
-		x.message = &protocol.Message{Protocol: q[0].Protocol, Frees: frees}
+		frees := !slices.ContainsFunc(all, func(m protocol.Message) bool { return !m.Frees })
+		q.message = &protocol.Message{Protocol: all[0].Protocol, Frees: frees}
 	}
-	if m := x.message; m != nil && (m.Method == "initialize" || m.Method == "tools/list") && h.rules.Guesses() && h.OneServer != nil && h.OneServer() {
-		x.shown = new(bytes.Buffer)
-	}
-	return harmless, nil
+	return q, harmless, nil
 }
 
 // A protocol that nobody has configured is what the caller says. So his messages count as such only
@@ -192,44 +210,33 @@ func (h *Handler) understood(way proof) bool {
 	return proven || !h.rules.Guesses()
 }
 
-// showed keeps the proof that a whole answer is, before its client has the end of it.
-func showed(x *Call, status int, header http.Header) {
-	if x.shown == nil || status != http.StatusOK || header.Get("Content-Encoding") != "" || x.shown.Len() > maxShown {
+// showed keeps the proof that a whole answer with the body shown is, before its client has the end of it.
+func (q *guardedRequest) showed(shown *bytes.Buffer, status int, header http.Header) {
+	if shown == nil || status != http.StatusOK || header.Get("Content-Encoding") != "" || shown.Len() > maxShown {
 		return
 	}
-	_, target := x.h.Host.Original(x.r)
-	sent := []string{target.RequestURI(), target.Path, x.r.URL.RequestURI(), x.r.URL.Path}
-	for _, u := range []*url.URL{target, x.r.URL} {
+	_, target := q.h.Host.Original(q.r)
+	sent := []string{target.RequestURI(), target.Path, q.r.URL.RequestURI(), q.r.URL.Path}
+	for _, u := range []*url.URL{target, q.r.URL} {
 		query, err := url.QueryUnescape(u.RawQuery)
 		if err != nil {
 			return
 		}
 		sent = append(sent, query)
 	}
-	for name, values := range x.r.Header {
+	for name, values := range q.r.Header {
 		sent = append(append(sent, name), values...)
 	}
-	if x.message.Proves(header.Get("Content-Type"), x.shown.Bytes(), sent...) {
-		x.h.proofs.add(x.proves)
-		a := protocol.NewAnswer(protocol.MCP, header.Get("Content-Type"), x.h.learns(x.r))
-		_, _ = a.Write(x.shown.Bytes()) // never fails
+	if q.message.Proves(header.Get("Content-Type"), shown.Bytes(), sent...) {
+		q.h.proofs.add(q.proves)
+		a := protocol.NewAnswer(protocol.MCP, header.Get("Content-Type"), q.h.learns(q.r))
+		_, _ = a.Write(shown.Bytes()) // never fails
 	}
 }
 
 // opens reports whether m is the first message of a session of MCP. What it answers is one client's:
 // without a key it is never that of another.
 func opens(m *protocol.Message) bool { return m != nil && m.Method == "initialize" }
-
-// unread answers a request whose body could not be read.
-func (h *Handler) unread(w http.ResponseWriter, x *Call, err error) error {
-	defer x.close()
-	p := (*problem.Problem)(nil)
-	if !errors.As(err, &p) {
-		return err
-	}
-	x.refuse(w, p)
-	return nil
-}
 
 // server names what r is sent to, for what is learned of its tools.
 func (h *Handler) server(r *http.Request) string {

@@ -57,11 +57,11 @@ const maxTarget = 512
 
 // target names the system that the call changes: as configured, never as sent by the caller
 // unless a placeholder says so (cascade Table 2).
-func (x *Call) target() string {
-	if text, ok := x.h.Host.Expand(x.r, x.action.Target); ok {
+func (q *guardedRequest) target() string {
+	if text, ok := q.h.Host.Expand(q.r, q.action.Target); ok {
 		return evidence.Printable(text, maxTarget)
 	}
-	return x.h.Name
+	return q.h.Name
 }
 
 // begin prepares the evidence of the call. Its key is known.

@@ -145,8 +145,8 @@ func (x *Call) problem(k problem.Kind, detail string, state execution.State) *pr
 	return p
 }
 
-func (x *Call) gone() error {
-	return &StatusError{Status: statusClientClosed, Err: x.r.Context().Err()}
+func (q *guardedRequest) gone() error {
+	return &StatusError{Status: statusClientClosed, Err: q.r.Context().Err()}
 }
 
 func (x *Call) storeFailed(err error) error {

@@ -181,10 +181,10 @@ func (x *Call) keepSnapshot(ctx context.Context) error {
 	return nil
 }
 
-func (x *Call) credentials() map[string][]string {
+func (q *guardedRequest) credentials() map[string][]string {
 	found := map[string][]string{}
-	for name, values := range x.r.Header {
-		if name == "Cookie" || x.h.fields.Class(name) == body.Credential {
+	for name, values := range q.r.Header {
+		if name == "Cookie" || q.h.fields.Class(name) == body.Credential {
 			found[name] = slices.Clone(values)
 		}
 	}
@@ -325,8 +325,8 @@ func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
 }
 
 // place names the target of the call, for concurrent calls of the same target.
-func (x *Call) place() string {
-	return checkpoint.TargetOf(x.h.Reach, x.r.URL.EscapedPath())
+func (q *guardedRequest) place() string {
+	return checkpoint.TargetOf(q.h.Reach, q.r.URL.EscapedPath())
 }
 
 // errDisturbed: the images may show what somebody else did.
@@ -391,8 +391,8 @@ func otherTag(a, b string) bool {
 	return a != "" && b != "" && strings.TrimPrefix(a, "W/") != strings.TrimPrefix(b, "W/")
 }
 
-func (x *Call) readImage(ctx context.Context, r *InternalRequest) (*checkpoint.Image, error) {
-	a, err := x.h.Send(ctx, r)
+func (q *guardedRequest) readImage(ctx context.Context, r *InternalRequest) (*checkpoint.Image, error) {
+	a, err := q.h.Send(ctx, r)
 	if err != nil {
 		return nil, err
 	}
