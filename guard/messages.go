@@ -92,9 +92,11 @@ func (of guardedRequest) withMessage(whole *body.Spool) (_ guardedRequest, harml
 	case changing > 1:
 		q.message = nil
 	case changing == 1 && h.byMessage:
-		if q.action, err = h.action(r, q.message); err != nil {
+		action, err := h.action(r, q.message)
+		if err != nil {
 			return q, nil, err
 		}
+		q.action = action
 	case changing == 0 && known:
 		harmless = text
 	}

@@ -135,11 +135,9 @@ func (h *Handler) action(r *http.Request, m *protocol.Message) (*Action, error) 
 		if a.Match == nil {
 			return a, nil
 		}
-		matched, err := a.Match(r)
-		if err != nil {
+		if matched, err := a.Match(r); err != nil {
 			return nil, err
-		}
-		if matched {
+		} else if matched {
 			return a, nil
 		}
 	}

@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"errors"
 	"io"
 	"net/http"
@@ -172,5 +173,31 @@ func TestFailsOpenWithAWholeBodyOnly(t *testing.T) {
 				t.Errorf("%d, %v; the upstream got %d bytes; want %d", w.Code, err, len(got), len(c.want))
 			}
 		})
+	}
+}
+
+// A matcher that fails for a message leaves its call the action of the HTTP request, by which it is refused, logged and
+// counted.
+func TestMatcherThatFailsForAMessage(t *testing.T) {
+	failed := errors.New("no value")
+	for _, speaks := range []protocol.Protocol{protocol.Auto, protocol.MCP} {
+		engine := testEngine(t)
+		h := newHandler(t, Config{
+			Settings: Settings{Protocol: speaks},
+			Open:     func() (*Engine, func(), error) { return engine, func() {}, nil },
+			Actions: []*Action{
+				{Name: "pay", Tools: []string{"pay"}, Match: func(*http.Request) (bool, error) { return false, failed }},
+				{Name: "rest"},
+			},
+		})
+		r := request(http.MethodPost, "/mcp", "Content-Type", "application/json")
+		body := `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay"}}`
+		r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
+		x := new(Call)
+		q, _, err := h.read(x, r, h.Actions[len(h.Actions)-1])
+		if err = cmp.Or(err, q.unreadable); !errors.Is(err, failed) || q.action == nil || q.action.Name != "rest" {
+			t.Errorf("%s: %+v, %v", speaks, q.action, err)
+		}
+		x.close()
 	}
 }

@@ -139,7 +139,7 @@ func TestBrokenOffStream(t *testing.T) {
 	out, in := io.Pipe()
 	leave := g.Leaving(harness.Request{Path: "/x", Id: "k", Reader: harness.OnlyReader{Reader: out}, Client: g.H2cClient()})
 	harness.Write(t, in, `{"amo`)
-	harness.Eventually(t, "the gateway reads the body", func() bool { return harness.Waiting("guard.(*Call).readBody") == 1 })
+	harness.Eventually(t, "the gateway reads the body", func() bool { return harness.Waiting("guard.(*Handler).readBody") == 1 })
 	leave()
 	_ = in.Close()
 	harness.Eventually(t, "the call is over", func() bool { return harness.Waiting("caddymodule.(*Handler).ServeHTTP") == 0 })
