@@ -74,41 +74,39 @@ func classOf(h *Handler, r *http.Request, configured string, tokens []*ect.Token
 
 // permitted waits for a permit to send the call. found is what is recorded of it. Undos need none, since no guard
 // sees requests of the gateway's own: what a failed workflow holds must not keep them waiting.
-func permitted(x *Call, found execution.Finding) error {
-	h := x.h
+func permitted(q *identified, in *admission, permit *bulkhead.Permit) error {
+	h := q.h
 	if h.Bulkhead == nil {
 		return nil
 	}
-	tokens := &x.evidence.tokens
+	tokens := &q.tokens
 	c := bulkhead.Call{
-		Sharer: sharer(h, x.r, tokens.Issuer(), tokens.proven(), x.call.Workflow),
-		Class:  classOf(h, x.r, x.action.Priority, tokens.Own, caller.Verified(x.call.Scope.Caller)),
-		Key:    retryKey(x.call.Key),
-		Retry:  found.Status == execution.Doubtful || retryCount(x.r.Header) > 0,
+		Sharer: sharer(h, q.r, tokens.Issuer(), tokens.proven(), q.call.Workflow),
+		Class:  classOf(h, q.r, q.action.Priority, tokens.Own, caller.Verified(q.call.Scope.Caller)),
+		Key:    retryKey(q.call.Key),
+		Retry:  in.found.Status == execution.Doubtful || retryCount(q.r.Header) > 0,
 	}
-	if n := nodeOf(x); n != nil {
+	if n := in.planned.binds(); n != nil {
 		if class, ok := bulkhead.ParseClass(n.Hints.Priority); ok {
 			c.Class = class
 		}
 	}
-	c.Unserved = func() { unserved(x, c.Class) }
+	c.Unserved = func() { unserved(q, c.Class) }
 	begun := time.Time{}
-	if _, said := callersTime(x.r.Header); said {
+	if _, said := callersTime(q.r.Header); said {
 		begun = time.Now()
-		c.Deadline = begun.Add(x.call.Deadline)
+		c.Deadline = begun.Add(in.deadline)
 	}
-	x.permit.Release() // of an attempt that another call was faster than
-	err := h.Bulkhead.Acquire(x.r.Context(), &c, &x.permit)
-	if x.r.Context().Err() != nil {
-		return x.gone()
+	permit.Release() // of an attempt that another call was faster than
+	err := h.Bulkhead.Acquire(q.r.Context(), &c, permit)
+	if q.r.Context().Err() != nil {
+		return q.gone()
 	}
 	if err != nil {
-		p := noPermit(err)
-		p.ExecutionID = x.call.Scope.ID
-		return p
+		return noPermit(err)
 	}
 	if !begun.IsZero() {
-		x.call.Deadline -= time.Since(begun)
+		in.deadline -= time.Since(begun)
 	}
 	return nil
 }
@@ -117,9 +115,9 @@ func permitted(x *Call, found execution.Finding) error {
 func retryKey(k execution.Key) uint64 { return binary.BigEndian.Uint64(k[:]) }
 
 // failed notes a forwarded call whose key is about to be free again: its next attempt is a retry.
-func failed(x *Call, o execution.Outcome) {
-	if x.h.Bulkhead != nil && o.Verdict == execution.Released {
-		x.h.Bulkhead.Failed(retryKey(x.call.Key))
+func failed(q *identified, o execution.Outcome) {
+	if q.h.Bulkhead != nil && o.Verdict == execution.Released {
+		q.h.Bulkhead.Failed(retryKey(q.call.Key))
 	}
 }
 
@@ -185,67 +183,65 @@ const maxUnserved = 16
 // unserved says that the call waits for a permit too long: a critical one to people, others with a
 // warning (ATD, "Unsatisfiable Resource Hints"). Workflows are told once an hour; a failing store tells
 // nobody but the log.
-func unserved(x *Call, class bulkhead.Class) {
-	x.emit(eventUnserved, map[string]any{"class": class.String()})
-	s := &x.evidence
-	if s.policy == nil || s.call.Workflow == "" {
+func unserved(q *identified, class bulkhead.Class) {
+	q.emit(eventUnserved, map[string]any{"class": class.String()})
+	if q.policy == nil || q.facts.Workflow == "" {
 		return
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), errorTime)
+	ctx, cancel := context.WithTimeout(q.r.Context(), errorTime)
 	defer cancel()
-	if err := recordUnserved(ctx, x, class); err != nil && x.r.Context().Err() == nil {
-		x.h.Logger.Error("that calls wait for the bulkhead cannot be recorded", slog.String("guard", x.h.Name), slog.Any("error", err))
+	if err := recordUnserved(ctx, q, class); err != nil && q.r.Context().Err() == nil {
+		q.h.Logger.Error("that calls wait for the bulkhead cannot be recorded", slog.String("guard", q.h.Name), slog.Any("error", err))
 	}
 }
 
 // unservedUnguarded is unserved for a request that is not guarded. A workflow that it only states counts if its
 // caller is verified (P3).
 func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated string, class bulkhead.Class) {
-	q := guardedRequest{h: h, r: r, action: h.Actions[len(h.Actions)-1]}
-	x := &Call{guardedRequest: q, evidence: callEvidence{tokens: *tokens}}
-	if engine, release, err := h.Open(); err == nil { // else there is only the event
-		defer release()
-		x.engine, x.executions = engine, engine.Executions
-		x.call.Scope.Caller = cmp.Or(h.Callers.Known(r, tokens.Issuer()), caller.Anonymous)
-		wid := tokens.proven()
-		if wid == "" && caller.Verified(x.call.Scope.Caller) {
-			wid = stated
-		}
-		if policy, err := h.Tokens(); err == nil {
-			x.evidence.policy, x.evidence.call = policy, evidence.Call{Workflow: wid, Caller: x.executions.Caller(x.call.Scope.Caller)}
-		}
+	q := guardedRequest{opened: h.open(), h: h, r: r, action: h.Actions[len(h.Actions)-1]}
+	if q.engine == nil { // there is only the event
+		unserved(&identified{guardedRequest: q}, class)
+		return
 	}
-	unserved(x, class)
+	defer q.release()
+	name := cmp.Or(h.Callers.Known(r, tokens.Issuer()), caller.Anonymous)
+	wid := tokens.proven()
+	if wid == "" && caller.Verified(name) {
+		wid = stated
+	}
+	unserved(&identified{
+		guardedRequest: q, tokens: *tokens, call: execution.Call{Scope: execution.Scope{Caller: name}},
+		facts: evidence.Call{Workflow: wid, Caller: q.executions.Caller(name)},
+	}, class)
 }
 
-func recordUnserved(ctx context.Context, x *Call, class bulkhead.Class) error {
-	s := &x.evidence
-	now, err := x.engine.Store.Now(ctx)
+func recordUnserved(ctx context.Context, q *identified, class bulkhead.Class) error {
+	now, err := q.engine.Store.Now(ctx)
 	if err != nil {
 		return err
 	}
 	r := evidence.Rejection{
-		ID:         s.policy.Evidence.RejectionID("bulkhead "+x.h.Name+" "+class.String(), uint64(now.Unix()/3600), s.call.Workflow, ""),
-		Downstream: cmp.Or(x.h.UpstreamIdentity, x.h.Name), ErrorType: problem.BulkheadFull.ErrorType,
+		ID:         q.policy.Evidence.RejectionID("bulkhead "+q.h.Name+" "+class.String(), uint64(now.Unix()/3600), q.facts.Workflow, ""),
+		Downstream: cmp.Or(q.h.UpstreamIdentity, q.h.Name), ErrorType: problem.BulkheadFull.ErrorType,
 		Severity: "warning", Description: "calls of the workflow wait for the upstream; nothing was forwarded yet",
 	}
 	if class == bulkhead.Critical {
 		r.Severity = "error"
 	}
-	_, err = s.recordRejected(ctx, r)
+	_, err = q.recordRejected(ctx, r)
 	if err != nil && !errors.Is(err, ledger.ErrDuplicate) { // which a process may have recorded that ended then
 		return err
 	}
-	if class != bulkhead.Critical || x.engine.Escalations == nil {
+	if class != bulkhead.Critical || q.engine.Escalations == nil {
 		return nil
 	}
-	caller := x.call.Scope.Caller
-	if full, err := x.engine.Escalations.Waits(ctx, caller, maxUnserved); full || err != nil {
+	caller := q.call.Scope.Caller
+	if full, err := q.engine.Escalations.Waits(ctx, caller, maxUnserved); full || err != nil {
 		return err
 	}
-	_, err = x.engine.Escalations.Open(ctx, hitl.Opening{
-		Key: "unserved " + r.ID, Level: hitl.Approval, Cause: hitl.CauseUnserved, Workflow: s.call.Workflow, Requester: caller,
-		Summary: "A critical call of the action " + strconv.Quote(x.action.Name) + " finds no place at its upstream.",
+	_, err = q.engine.Escalations.Open(ctx, hitl.Opening{
+		Key: "unserved " + r.ID, Level: hitl.Approval, Cause: hitl.CauseUnserved, Workflow: q.facts.Workflow, Requester: caller,
+		Summary: "A critical call of the action " + strconv.Quote(q.action.Name) + " finds no place at its upstream.",
 		Links:   hitl.Links{Error: r.ID},
 	})
 	return err

@@ -14,13 +14,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
-	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -58,16 +56,11 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	if as != classGuarded {
 		return h.pass(w, r, nil, next)
 	}
-	x := spareCalls.Get().(*Call)
-	q, harmless, err := h.read(x, r, action)
-	x.guardedRequest = q
+	q, harmless, err := h.read(r, action)
 	if harmless != nil {
-		defer func() {
-			*x = Call{}
-			spareCalls.Put(x)
-		}()
-		return h.passMessage(w, x, harmless, next)
+		return q.pass(w, harmless, next)
 	}
+	x := &Call{identified: identified{guardedRequest: q, body: q.text}} // a guarded call may outlive its request
 	if err != nil {
 		defer x.close()
 		if p := (*problem.Problem)(nil); errors.As(err, &p) {
@@ -83,15 +76,15 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	x.upstream = h.Host.Upstream(next)
 	x.w = answer.NewWriter(w, r)
 	x.w.Alarms, x.w.Host, x.clock.alarms = &h.alarms, h.Host, &h.alarms
-	x.noted.outer = h.Host.Begin(r, x)
+	outer := h.Host.Begin(r, x) // of the guard around this one
 	defer func() {
 		h.Host.Trace(r, x)
 		if i := slices.Index(countedStatuses[:], x.noted.status); i >= 0 {
 			h.Counts.calls[i].took(time.Since(x.began), callBounds[:])
 		}
 		x.noted.over = true
-		if x.noted.outer != nil { // else it stays, for the access log
-			h.Host.Show(r, x.noted.outer)
+		if outer != nil { // else it stays, for the access log
+			h.Host.Show(r, outer)
 		}
 		x.close()
 	}()
@@ -100,9 +93,6 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	}
 	return x.unanswered(w, next, err)
 }
-
-// spareCalls are those of messages that passed. A guarded call may outlive its request.
-var spareCalls = sync.Pool{New: func() any { return new(Call) }}
 
 // unanswered ends a call that was not answered, with the problem that err is, by the fallback, or
 // unguarded. It returns the error that remains.
@@ -153,12 +143,10 @@ func (h *Handler) pass(w http.ResponseWriter, r *http.Request, m *protocol.Messa
 // run takes a guarded call through its steps. A record that it finds may answer the call or send
 // it back to the look-up; so does a claim that another call won.
 func (x *Call) run() error {
-	if err := x.open(x.h); err != nil {
+	if err := x.start(); err != nil {
 		return err
 	}
-	if err := x.prepare(); err != nil { // 1 and 2
-		return err
-	}
+	in := admission{deadline: x.call.Deadline}
 	for {
 		if x.message != nil { // whose answer on a GET stream may be being recorded
 			x.engine.running.wait(x.r.Context(), x.wait, string(x.call.Key[:]))
@@ -167,6 +155,7 @@ func (x *Call) run() error {
 		if err != nil {
 			return err
 		}
+		x.state = found.State()
 		then, err := x.answer(found)
 		if errors.Is(err, execution.ErrTaken) || err == nil && then == stepLookUp {
 			continue
@@ -174,11 +163,10 @@ func (x *Call) run() error {
 		if err != nil || then == stepDone {
 			return err
 		}
-		in, err := x.admit(found) // 4
-		if err != nil {
+		if in, err = x.admit(found, in.deadline); err != nil { // 4
 			return err
 		}
-		run, err := x.claim(found, in) // 5
+		run, err := x.claim(in) // 5
 		if errors.Is(err, execution.ErrTaken) {
 			x.permit.Release()
 			x.found = true
@@ -193,36 +181,25 @@ func (x *Call) run() error {
 
 // Call is one guarded call. Its exported methods may be called by the goroutine that serves it, also after the call.
 type Call struct {
-	guardedRequest
-	apart time.Duration // of the time since it began, for the request's body and at the upstream
-	w     answer.Writer
+	identified
+	w answer.Writer
 
-	upstream   Upstream
-	engine     *Engine
-	executions *execution.Guard
-	release    func() // of the engine; taken over by who works on after the answer
-	clock      clock  // of the forwarded call
-	rec        answer.Recorder
-	sink       callSink        // what rec feeds
-	fields     [5]answer.Field // of the answer; see marks
-	body       *body.Spool
-	shown      *bytes.Buffer    // what may show that; nil where nothing can
-	heard      *protocol.Answer // to the message; nil where only HTTP says what it means
-	call       execution.Call
-	wait       time.Time       // when a retry stops waiting for a running execution
-	probing    *probing        // the probe that this call makes
-	earlier    execution.Cause // why the attempt before this one is in doubt; empty without one
-	before     string          // the checkpoint of that attempt, if it has one
+	upstream Upstream
+	apart    time.Duration // that the upstream has taken
+	clock    clock         // of the forwarded call
+	rec      answer.Recorder
+	sink     callSink         // what rec feeds
+	fields   [5]answer.Field  // of the answer; see marks
+	shown    *bytes.Buffer    // what may prove that the server speaks the message's protocol; nil where nothing can
+	heard    *protocol.Answer // to the message; nil where only HTTP says what it means
+	probing  *probing         // the probe that this call makes
+	in       admission        // under which it was claimed
 
 	permit   bulkhead.Permit // to send it
 	evidence callEvidence
 	capture  capture
-	window   *WriteWindow // in which nobody else must change what is restored; nil without
-	verified bool         // its tokens, or that it needs none
 
-	state       execution.State // of the execution that lookUp has found; 0 without one
-	stays       bool            // its doubt stays, though on_unknown would have it sent again
-	doubtful    bool            // it was forwarded, and is in doubt
+	state       execution.State // of the execution that was found; 0 without one
 	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
 	heldUp      bool            // the next gateway has, before it sent anything (ADR 0099)
 	carried     carried         // by the commit of its outcome
@@ -231,43 +208,41 @@ type Call struct {
 	noted       noted
 }
 
-// guardedRequest is the request of a guarded call with what its message says. Handler.read makes it; it never changes.
-type guardedRequest struct {
-	h          *Handler
-	r          *http.Request
-	began      time.Time
-	action     *Action            // that the request, or its message, belongs to
-	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
-	unreadable error              // why the body could not be read as a message
-	proves     proof              // that the server speaks the protocol, where nobody has configured it
-	cancels    []protocol.Message // of the body, where one cancels another request; else nil
-}
-
 // noted holds what logs and matchers may read of a call.
 type noted struct {
-	status  string // empty until it is decided
-	problem string // the slug of a refusal
-	outcome execution.Verdict
-	cause   execution.Cause
-	created time.Time // of the execution that is replayed
-
-	outer *Call // of the guard around this one
-	over  bool
+	status     string // empty until it is decided
+	problem    string // the slug of a refusal
+	outcome    execution.Verdict
+	cause      execution.Cause
+	created    time.Time // of the execution that is replayed
+	checkpoint string    // of the execution that was found, or was claimed; empty without one
+	over       bool
 }
 
-// open takes a reference to the engine, unless x has it; a running execution keeps it. It is called
-// again where a step before the first could do without.
-func (x *Call) open(h *Handler) error {
-	if x.engine == nil {
-		e, release, err := h.Open()
-		if err != nil {
-			return StoreClosed(err)
+// start identifies the call (steps 1 and 2), and lists the client that waits for its answer.
+func (x *Call) start() error {
+	x.client.call = x
+	c, err := x.identify(&x.client)
+	x.identified = c
+	a := c.call.Attempt
+	if a != nil {
+		x.w.Attempt = a
+		if c.message != nil && !c.message.REST {
+			x.w.Message = callMessage{x}
 		}
-		x.engine, x.executions, x.release = e, e.Executions, release
+		if a.Evidence != "" {
+			x.found = true // it must not run again unguarded
+			x.action.Counts.Recognized(a.Evidence)
+		}
 	}
-	var err error
-	if x.evidence.policy, err = h.Tokens(); err != nil {
-		return StoreClosed(err)
+	if err != nil {
+		return err
+	}
+	if x.client.leave != nil || x.action.OnLeave == OnLeaveCancel {
+		x.engine.clients.add(&x.client)
+	}
+	if a != nil && a.Evidence != "" {
+		x.emit(eventRecognized, nil)
 	}
 	return nil
 }
@@ -276,7 +251,7 @@ func (x *Call) close() {
 	x.permit.Release()
 	x.waitOver()
 	x.probed()
-	x.window.Close()
+	x.capture.window.Close()
 	if x.body != nil {
 		_ = x.body.Close()
 	}
@@ -298,169 +273,12 @@ func (x *Call) waitOver() {
 	}
 }
 
-// prepare identifies the call that the request makes. Nothing is recorded yet.
-func (x *Call) prepare() error {
-	var err error // 1
-	if x.evidence.tokens, err = x.h.VerifyTokens(x.evidence.policy, x.r, x.message, x.h.RequireECT); err != nil {
-		return err
-	}
-	x.verified = true
-	name, err := x.h.Callers.Of(x.r, x.evidence.tokens.Issuer(), x.executions.Keyed)
-	if err != nil {
-		return err
-	}
-	fp, members, err := x.fingerprint() // 2
-	if err != nil {
-		return err
-	}
-	x.client.call, x.client.gone = x, x.r.Context()
-	if m := x.message; m != nil && m.Protocol == protocol.MCP && m.ID != nil && len(m.ID) <= execution.MaxID {
-		x.client.name, x.client.id = x.h.requestName(x.r, name, m.ID), m.ID
-		x.client.session = x.h.sessionOf(x.executions, x.r)
-		x.client.gone, x.client.leave = context.WithCancel(x.client.gone)
-	}
-	if x.call, err = x.describe(name, fp, members); err != nil {
-		return err
-	}
-	if x.client.leave != nil || x.action.OnLeave == OnLeaveCancel {
-		x.engine.clients.add(&x.client, x.call.Key)
-	}
-	if a := x.call.Attempt; a != nil && a.Evidence != "" {
-		x.emit(eventRecognized, nil)
-	}
-	x.wait = time.Now().Add(time.Duration(x.h.AttachWait))
-	if err := x.begin(); err != nil {
-		return err
-	}
-	x.evidence.policy.constrain(x.h, x.r, &x.evidence.tokens)
-	return nil
-}
-
-// fingerprint reads and hashes the request's body, and compares it with the hash in the tokens. members are those
-// that may name the call.
-func (x *Call) fingerprint() (fp body.Fingerprint, members []body.Member, err error) {
-	if x.unreadable != nil {
-		return fp, nil, x.unreadable
-	}
-	if x.body == nil {
-		if x.body, x.apart, err = x.h.readBody(x.r, x.executions, nil); err != nil {
-			return fp, nil, err
-		}
-	}
-	if err := x.evidence.tokens.checkInput(func() (ect.Hash, error) { return bodyHash(x.body) }); err != nil {
-		return fp, nil, err
-	}
-	node, err := statedNode(x.r)
-	if err != nil {
-		return fp, nil, err
-	}
-	config := x.h.fingerprints
-	if x.message != nil { // which has its own places for a key
-		config.Exclude = append(x.h.rules.Exclude(x.message), config.Exclude...)
-		config.Members = nil
-	}
-	method, target := x.h.Host.Original(x.r)
-	sum, members, err := config.Read(body.Request{
-		Method:          method,
-		Host:            strings.ToLower(x.r.Host),
-		Path:            target.EscapedPath(),
-		RawQuery:        target.RawQuery,
-		ContentType:     x.r.Header.Get("Content-Type"),
-		ContentEncoding: x.r.Header.Get("Content-Encoding"),
-		Node:            node,
-		Header:          x.r.Header,
-		Body:            x.body,
-		Size:            x.body.Size(),
-	})
-	if err != nil {
-		return fp, nil, unkept(err)
-	}
-	return sum, members, nil
-}
-
-// readBody reads the body of r whole, before anything is claimed (see body.Reading), into the memory that g has for
-// bodies; nil where no engine is open.
-func (h *Handler) readBody(
-	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
-) (whole *body.Spool, took time.Duration, err error) {
-	how := body.Reading{Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r)}
-	if g != nil {
-		how.Budget = g.BodyMemory()
-	}
-	whole, took, err = body.Read(r, how, wanted)
-	if err != nil && !errors.As(err, new(*problem.Problem)) {
-		err = &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
-	}
-	return whole, took, err
-}
-
-// describe names the call: its workflow, its execution id and its key.
-func (x *Call) describe(name string, fp body.Fingerprint, members []body.Member) (execution.Call, error) {
-	tokens, policy := &x.evidence.tokens, x.action
-	work, err := workflow(x.r, x.message, tokens)
-	if err != nil {
-		return execution.Call{}, err
-	}
-	method, target := x.h.Host.Original(x.r)
-	c := execution.Call{
-		Fingerprint: fp,
-		Scope:       execution.Scope{Caller: name, Tenant: x.h.fields.Join(x.r.Header, body.Tenant), Guard: x.h.Name, Method: method, Path: target.EscapedPath()},
-		Naming:      &x.h.naming,
-		FreeKeys:    x.h.FreeKeys,
-		Origin:      execution.OriginGiven,
-		Host:        strings.ToLower(x.r.Host),
-		Action:      x.action.Name,
-		Workflow:    work,
-		Proven:      work != "" && tokens.proven() == work,
-		Deadline:    atMost(time.Duration(policy.Deadline), x.r.Header),
-		KeepResult:  time.Duration(policy.RetainResult),
-		KeepKey:     time.Duration(policy.RetainKey),
-		ResultCap:   policy.MaxResult,
-		Quota:       x.h.Quota,
-	}
-	id, err := x.h.statedID(x.r, x.body, members)
-	if m := x.message; err == nil && m != nil && m.Protocol == protocol.MCP {
-		id = m.StepOf(id)
-	}
-	if errors.Is(err, errNoID) {
-		id, err = x.h.messageKey(x.message)
-	}
-	// A token is its issuer's word.
-	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(x.message)
-	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
-		id, err = fromTokens, nil
-	}
-	if errors.Is(err, errNoID) {
-		id, err = x.missingID(x.executions, &c)
-	}
-	if err == nil && caller.Changing(name) {
-		err = x.refuseUnnamed(&c)
-	}
-	if err != nil {
-		return c, unkept(err)
-	}
-	c.Scope.ID = id
-	if evident || id == "" {
-		if err := x.recognize(&c); err != nil {
-			return c, err
-		}
-		id = c.Scope.ID
-	} else {
-		c.Key = x.executions.Key(c.Scope)
-	}
-	if policy.OnUnknown == OnUnknownResend {
-		c.Sent, err = sentAs(id, x.r.Header, x.body)
-	}
-	return c, err
-}
-
 // lookUp finds what runs or is recorded under the call's key.
-func (x *Call) lookUp() (execution.Finding, error) {
-	found, err := x.executions.LookUp(x.r.Context(), x.call.Key, x.call.Fingerprint)
+func (q *identified) lookUp() (execution.Finding, error) {
+	found, err := q.executions.LookUp(q.r.Context(), q.call.Key, q.call.Fingerprint)
 	if err != nil {
-		return found, x.storeFailed(err)
+		return found, q.storeFailed(err)
 	}
-	x.state = found.State()
 	return found, nil
 }
 
@@ -479,35 +297,35 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 		return stepClaim, nil
 	}
 	x.found = true
-	if err := x.keepTokens(found); err != nil {
+	if err := x.evidence.keepTokens(&x.identified, found); err != nil {
 		return stepDone, err
 	}
 	switch found.Status {
 	case execution.Mismatch:
 		x.emit(EventMismatch, nil)
-		return stepDone, x.problem(problem.FingerprintMismatch,
+		return stepDone, problemOf(problem.FingerprintMismatch,
 			"The host, the query, the media type or the body differ from the call that this id was first used for.", x.state)
 	case execution.RunningHere, execution.RunningElsewhere:
 		return x.attach(found)
 	case execution.Replayable:
 		return stepDone, x.replay(found)
 	case execution.Doubtful:
-		x.call.Checkpoint = found.Record.Checkpoint
+		x.noted.checkpoint = found.Record.Checkpoint
 		return x.doubt(found)
 	case execution.ResultExpired:
 		until := found.Record.Result.Expires.UTC().Format(time.RFC3339)
-		return stepDone, x.problem(problem.ResultExpired, "The result was kept until "+until+".", x.state)
+		return stepDone, problemOf(problem.ResultExpired, "The result was kept until "+until+".", x.state)
 	case execution.RolledBack:
-		return stepDone, x.problem(problem.RolledBack, "It was undone.", x.state)
+		return stepDone, problemOf(problem.RolledBack, "It was undone.", x.state)
 	}
-	return stepDone, x.unavailable()
+	return stepDone, unavailable()
 }
 
 func (x *Call) replay(found execution.Finding) error {
 	result, err := x.executions.Result(x.r.Context(), x.call.Key, found)
 	switch {
 	case errors.Is(err, execution.ErrResultUnavailable):
-		return x.unavailable()
+		return unavailable()
 	case err != nil:
 		return x.storeFailed(err)
 	}
@@ -517,13 +335,13 @@ func (x *Call) replay(found execution.Finding) error {
 	x.note("replayed", "")
 	x.noted.outcome, x.noted.created = execution.Completed, result.Created
 	x.action.Counts.Replayed()
-	x.call.Checkpoint = found.Record.Checkpoint
+	x.noted.checkpoint = found.Record.Checkpoint
 	if result.Head.Status >= http.StatusBadRequest {
-		if failed := x.recordedError(x.call.Checkpoint); failed != nil {
+		if failed := x.recordedError(x.noted.checkpoint); failed != nil {
 			result.Head.Header[ect.FieldName] = append(result.Head.Header[ect.FieldName], failed.raw)
 		}
 	}
-	marks := append(x.marks("replayed", x.call.Checkpoint), answer.Field{Name: HeaderReplayed, Value: "true"})
+	marks := append(x.marks("replayed", x.noted.checkpoint), answer.Field{Name: HeaderReplayed, Value: "true"})
 	a := answer.Recorded(x.r.Context(), result)
 	a.Reply = replyTo(x.message, false)
 	return x.played(answer.Play(&x.w, x.r, a, marks...))
@@ -534,18 +352,18 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	if x.r.Header.Get(headerExecutionParent) == x.call.Scope.ID {
 		x.h.Logger.Warn("a call has come back to the guard that runs it; give the guards of a chain different names",
 			slog.Any("key", x.call.Key), slog.String("guard", x.h.Name))
-		return stepDone, x.problem(problem.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
+		return stepDone, problemOf(problem.InProgress, "It has come back to the guard that runs it.", execution.StateSending)
 	}
 	flight, follower := x.executions.Follow(x.call.Key, found)
 	if flight == nil {
-		return stepDone, x.problem(problem.InProgress, "It runs on another node.", execution.StateSending)
+		return stepDone, problemOf(problem.InProgress, "It runs on another node.", execution.StateSending)
 	}
 	if follower == nil {
 		select {
 		case <-flight.Done():
 			return stepLookUp, nil
 		default:
-			return stepDone, x.problem(problem.ResultUnavailable,
+			return stepDone, problemOf(problem.ResultUnavailable,
 				"The call is running; its answer is too large to be kept.", execution.StateSending)
 		}
 	}
@@ -560,7 +378,7 @@ func (x *Call) attach(found execution.Finding) (step, error) {
 	case x.r.Context().Err() != nil:
 		return stepDone, x.gone()
 	case err != nil:
-		return stepDone, x.problem(problem.InProgress, "An earlier attempt has not answered yet.", execution.StateSending)
+		return stepDone, problemOf(problem.InProgress, "An earlier attempt has not answered yet.", execution.StateSending)
 	}
 	x.note("attached", "")
 	x.action.Counts.Attached()
@@ -598,6 +416,7 @@ func (x *Call) sayDoubt(flight *execution.Flight) bool {
 	if !errors.As(err, &p) {
 		return false
 	}
+	p.ExecutionID = x.call.Scope.ID
 	p.Known(x.state.String(), false)
 	p.Mount = x.h.Host.Mount(x.r)
 	x.note(statusInDoubt, p.Kind().Slug)
@@ -624,6 +443,7 @@ func (x *Call) followedInVain(flight *execution.Flight) (step, error) {
 	if err != nil {
 		return stepDone, err
 	}
+	x.state = found.State()
 	cause := execution.CauseUnrecorded
 	if found.Status == execution.Doubtful {
 		cause = found.Record.Cause
@@ -638,7 +458,7 @@ func (x *Call) played(err error) error {
 	case x.w.Sent():
 		panic(http.ErrAbortHandler) // the client must see that it is not whole
 	}
-	return x.unavailable()
+	return unavailable()
 }
 
 func (x *Call) doubt(found execution.Finding) (step, error) {
@@ -655,14 +475,15 @@ func (x *Call) doubt(found execution.Finding) (step, error) {
 
 // resend sends a call in doubt again, to an upstream that answers a repeated key from its record: with that key and the
 // same bytes, and only while the upstream keeps the key. After that the call is in doubt as before (P1).
-func (x *Call) resend(found execution.Finding) (step, error) {
-	age, err := x.executions.Age(x.r.Context(), found)
+func (q *identified) resend(found execution.Finding) (step, error) {
+	age, err := q.executions.Age(q.r.Context(), found)
 	if err != nil {
-		return stepDone, x.storeFailed(err)
+		return stepDone, q.storeFailed(err)
 	}
-	if x.call.Sent == [32]byte{} || x.call.Sent != found.Record.Sent || age < 0 || age >= time.Duration(x.action.ResendFor) {
-		x.stays = true
-		return stepDone, x.inDoubt(found.Record.Cause)
+	if q.call.Sent == [32]byte{} || q.call.Sent != found.Record.Sent || age < 0 || age >= time.Duration(q.action.ResendFor) {
+		p := q.inDoubt(found.Record.Cause)
+		p.RetryHelps = false
+		return stepDone, p
 	}
 	return stepClaim, nil
 }
@@ -684,6 +505,9 @@ func (x *Call) probe(found execution.Finding) (step, error) {
 	x.probing = probe
 	// It may have been settled since it was found.
 	now, err := x.lookUp()
+	if err == nil {
+		x.state = now.State()
+	}
 	if err != nil || now.Status != execution.Doubtful {
 		x.probed()
 		return stepLookUp, err
@@ -710,125 +534,137 @@ func (x *Call) probed() {
 // admission is a call that may begin, if its claim finds that nothing holds it up since.
 type admission struct {
 	*rollback.Admission
-	people store.Fence // what people hold
+	found    execution.Finding // of its key
+	earlier  execution.Cause   // why the attempt before this one is in doubt; empty without one
+	before   string            // the checkpoint of that attempt, if it has one
+	people   store.Fence       // what people hold
+	planned  planned
+	deadline time.Duration // the longest that the execution may take
+	facts    evidence.Call // what the ledger will record of it
 }
 
 // admit refuses a call that must not begin now, before anything is recorded, and prepares its claim. The admission must
-// be left when the claim's commit has ended. A refused call may have been executed before.
-func (x *Call) admit(found execution.Finding) (in admission, err error) {
-	if err := x.evidence.tokens.inTime(); err != nil {
+// be left when the claim's commit has ended. A refused call may have been executed before. The call may take the time
+// left at most.
+func (x *Call) admit(found execution.Finding, left time.Duration) (admission, error) {
+	in := admission{found: found, deadline: left, facts: x.facts}
+	if err := x.tokens.inTime(); err != nil {
 		return in, err // nothing new begins with them
 	}
-	x.earlier, x.before = "", ""
 	if found.Status == execution.Doubtful && x.probing == nil { // which has not denied it
-		x.earlier, x.before = found.Record.Cause, found.Record.Checkpoint
+		in.earlier, in.before = found.Record.Cause, found.Record.Checkpoint
 	}
-	in, err = x.admitted(found)
-	if err != nil {
+	if err := x.admitted(&in); err != nil {
 		x.probed()
-		return in, x.refusedInDoubt(err)
+		return in, in.refusedInDoubt(err)
 	}
 	return in, nil
 }
 
-func (x *Call) admitted(found execution.Finding) (in admission, err error) {
-	in, err = x.enter(found) // nothing is read for a call that is refused here
-	if err != nil {
-		return in, err
+func (x *Call) admitted(in *admission) error {
+	q := &x.identified
+	if err := q.enter(in); err != nil { // nothing is read for a call that is refused here
+		return err
 	}
 	in.Leave()
-	if x.evidence.planned = (planned{}); x.evidence.call.Workflow != "" {
-		if err := findNode(x); err != nil {
-			return in, err
+	if q.facts.Workflow != "" {
+		var err error
+		if in.planned, err = findNode(q); err != nil {
+			return err
 		}
 	}
-	if x.action.Order == OrderPar || x.evidence.planned.plan != nil {
-		if err := ordered(x); err != nil {
-			return in, err
+	ranked := q.action.Order == OrderPar || in.planned.plan != nil
+	if ranked {
+		if err := ordered(q, &in.planned); err != nil {
+			return err
 		}
-		constrainNode(x)
-	}
-	if err := x.circuitsOpen(); err != nil {
-		return in, err
-	}
-	if a := approvalOf(x); a != nil {
-		if _, err := x.reviewTokens(); err != nil { // with a used token nobody is asked (C-6.1-a)
-			return in, err
+		if in.planned.plan != nil && in.planned.node >= 0 {
+			in.facts.Node = in.planned.plan.Nodes[in.planned.node].ID
 		}
-		if err := x.approved(a); err != nil {
-			return in, err
+		in.deadline = min(in.deadline, constrainNode(q, in.planned.binds()))
+	}
+	if err := q.circuitsOpen(); err != nil {
+		return err
+	}
+	if a := approvalOf(q, &in.planned); a != nil {
+		if _, err := x.evidence.reviewTokens(q); err != nil { // with a used token nobody is asked (C-6.1-a)
+			return err
+		}
+		if err := q.approved(a, in); err != nil {
+			return err
 		}
 	}
-	if err := permitted(x, found); err != nil {
-		return in, err
+	if err := permitted(q, in, &x.permit); err != nil {
+		return err
 	}
-	if err := x.planUndo(found); err != nil {
-		return in, err
+	if err := x.capture.planUndo(q, in); err != nil {
+		return err
 	}
-	in, err = x.enter(found) // rollbacks wait for those who are inside, and nobody waits there
-	if err == nil && (x.action.Order == OrderPar || x.evidence.planned.plan != nil) {
-		if err = ordered(x); err != nil {
+	err := q.enter(in) // rollbacks wait for those who are inside, and nobody waits there
+	if err == nil && ranked {
+		if err = ordered(q, &in.planned); err != nil {
 			in.Leave()
 		}
 	}
-	return in, err
+	return err
 }
 
 // enter admits a call that would claim (step 4): not where people hold its workflow or a rollback has ended it, nor
 // where it follows from what is being undone. The admission is left when the claim's commit has ended.
-func (x *Call) enter(found execution.Finding) (in admission, err error) {
-	workflow := x.evidence.call.Workflow
-	if x.evidence.policy == nil { // this configuration has no identity, and another one had
-		workflow = evidence.WorkflowID(x.call.Workflow)
+func (q *identified) enter(in *admission) error {
+	workflow := q.facts.Workflow
+	if q.policy == nil { // this configuration has no identity, and another one had
+		workflow = evidence.WorkflowID(q.call.Workflow)
 	}
 	var c *rollback.Coordinator
-	if find := x.engine.Coordinator; find != nil {
+	if find := q.engine.Coordinator; find != nil {
 		c = find()
 	}
 	if c != nil {
 		scope := workflow
-		if scope == "" && found.Record != nil && found.Record.Checkpoint != "" {
-			root, err := x.engine.Checkpoints.First(x.r.Context(), found.Record.Checkpoint)
+		if scope == "" && in.found.Record != nil && in.found.Record.Checkpoint != "" {
+			root, err := q.engine.Checkpoints.First(q.r.Context(), in.found.Record.Checkpoint)
 			if err != nil {
-				return in, x.storeFailed(err)
+				return q.storeFailed(err)
 			}
 			scope = rollback.AttemptsScope(root)
 		}
-		in.Admission, err = c.Enter(x.r.Context(), scope, x.ancestors(scope, found))
+		var err error
+		in.Admission, err = c.Enter(q.r.Context(), scope, q.ancestors(scope, in))
 		blocked := (*rollback.BlockedError)(nil)
 		switch {
 		case err == nil:
 		case !errors.As(err, &blocked):
-			return in, x.storeFailed(err)
+			return q.storeFailed(err)
 		case blocked.Stopped: // for good, whatever people say
-			return in, x.problem(problem.WorkflowStopped,
+			return problemOf(problem.WorkflowStopped,
 				"A rollback of the whole workflow has ended it. Nothing was forwarded.", 0)
 		default:
-			return in, x.problem(problem.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
+			return problemOf(problem.WorkflowPaused, "What the call follows from is being rolled back. Nothing was forwarded.", 0)
 		}
 	}
-	if x.engine.Escalations == nil || workflow == "" {
-		return in, nil
+	if q.engine.Escalations == nil || workflow == "" {
+		return nil
 	}
-	e, passed, err := x.engine.Escalations.Blocks(x.r.Context(), workflow)
+	e, passed, err := q.engine.Escalations.Blocks(q.r.Context(), workflow)
 	if e != nil || err != nil {
 		in.Leave()
-		return in, x.heldBy(e, err)
+		return q.heldBy(e, err)
 	}
 	in.people = passed
-	return in, nil
+	return nil
 }
 
 // heldBy refuses a call whose workflow an escalation holds, or may hold (P4).
-func (x *Call) heldBy(e *hitl.Escalation, err error) error {
+func (q *identified) heldBy(e *hitl.Escalation, err error) error {
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
-	p := x.problem(problem.WorkflowPaused,
+	p := problemOf(problem.WorkflowPaused,
 		"A person has to look at the workflow before it goes on. Nothing was forwarded.", 0)
 	p.RetryAfter = decisionRetry
 	if e.Level == hitl.Stop {
-		p = x.problem(problem.WorkflowStopped, "The workflow is stopped until a person resumes it. Nothing was forwarded.", 0)
+		p = problemOf(problem.WorkflowStopped, "The workflow is stopped until a person resumes it. Nothing was forwarded.", 0)
 	}
 	p.EscalationID = e.ID
 	return p
@@ -848,35 +684,35 @@ const (
 // approved refuses a call for which people are asked first, until they have approved this very
 // request. The approval is good for the request and its execution id, and for the time to decide
 // once more, but for no longer than its key is kept: so a key that is free has not run since.
-func (x *Call) approved(a *Approve) error {
-	all, ctx := x.engine.Escalations, x.r.Context()
+func (q *identified) approved(a *Approve, in *admission) error {
+	all, ctx := q.engine.Escalations, q.r.Context()
 	sum := sha256.New()
-	for _, part := range [][]byte{x.call.Key[:], x.call.Fingerprint[:], []byte(x.earlier), []byte(x.before)} { // another attempt is asked for anew
+	for _, part := range [][]byte{q.call.Key[:], q.call.Fingerprint[:], []byte(in.earlier), []byte(in.before)} { // another attempt is asked for anew
 		_, _ = sum.Write(part) // never fails
 	}
 	hash := "sha-256:" + hex.EncodeToString(sum.Sum(nil))
 	e, err := all.Find(ctx, "call "+hash)
 	if errors.Is(err, hitl.ErrNotFound) {
-		e, err = x.askPeople(a, hash)
+		e, err = q.askPeople(a, in, hash)
 	}
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
-	now, err := x.engine.Store.Now(ctx)
+	now, err := q.engine.Store.Now(ctx)
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
 	within := cmp.Or(time.Duration(a.Within), approvalTime) // to decide, and then to use the approval
-	refused, keep := x.problem(problem.ApprovalDenied, "A person has denied this call.", 0), time.Duration(0)
+	refused, keep := problemOf(problem.ApprovalDenied, "A person has denied this call.", 0), time.Duration(0)
 	switch {
 	case e.Status == hitl.Pending:
 		keep = 2 * within
-		refused = x.problem(problem.ApprovalRequired,
+		refused = problemOf(problem.ApprovalRequired,
 			"The call waits until a person has approved it. Nothing was forwarded.", 0)
 		refused.RetryAfter = decisionRetry
-	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(within, x.call.KeepKey))):
-		if s := &x.evidence; e.Resolution != "" && s.call.Workflow != "" && len(s.call.Parents) < ect.MaxParents && !slices.Contains(s.call.Parents, e.Resolution) {
-			s.call.Parents = append(slices.Clip(s.call.Parents), e.Resolution) // what follows from the decision
+	case e.Status == hitl.Approved && now.Before(e.Decisions[len(e.Decisions)-1].At.Add(min(within, q.call.KeepKey))):
+		if f := &in.facts; e.Resolution != "" && f.Workflow != "" && len(f.Parents) < ect.MaxParents && !slices.Contains(f.Parents, e.Resolution) {
+			f.Parents = append(slices.Clip(f.Parents), e.Resolution) // what follows from the decision
 		}
 		return nil
 	case e.Status == hitl.Approved:
@@ -884,7 +720,7 @@ func (x *Call) approved(a *Approve) error {
 	case e.Status == hitl.Expired:
 		refused.Detail = "Nobody has approved the call in time."
 	}
-	if attempt := x.call.Attempt; attempt != nil {
+	if attempt := q.call.Attempt; attempt != nil {
 		attempt.Asked(keep)
 	}
 	refused.EscalationID = e.ID
@@ -892,40 +728,40 @@ func (x *Call) approved(a *Approve) error {
 }
 
 // askPeople opens the escalation of a call that waits for an approval.
-func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
-	ctx, name, what := x.r.Context(), x.call.Scope.Caller, "A call of the action "+strconv.Quote(x.action.Name)
-	if n := nodeOf(x); n != nil {
+func (q *identified) askPeople(a *Approve, in *admission, hash string) (hitl.Escalation, error) {
+	ctx, name, what := q.r.Context(), q.call.Scope.Caller, "A call of the action "+strconv.Quote(q.action.Name)
+	if n := in.planned.binds(); n != nil {
 		what += ", the node " + strconv.Quote(n.ID) + " of its workflow's plan,"
 	}
-	requester := cmp.Or(x.h.Callers.Operator(x.r, name), name)
-	full, err := x.engine.Escalations.Waits(ctx, requester, maxWaiting)
+	requester := cmp.Or(q.h.Callers.Operator(q.r, name), name)
+	full, err := q.engine.Escalations.Waits(ctx, requester, maxWaiting)
 	if err != nil {
 		return hitl.Escalation{}, err
 	}
 	if full {
-		return hitl.Escalation{}, x.problem(problem.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
+		return hitl.Escalation{}, problemOf(problem.QuotaExceeded, fmt.Sprintf("%d calls of the caller wait for approvals, at most so many.", maxWaiting), 0)
 	}
 	named := ""
 	if caller.Verified(name) {
 		named = requester
 	}
 	shown := new(strings.Builder)
-	method, target := x.h.Host.Original(x.r)
-	fmt.Fprintf(shown, "%s %s%s\n", method, x.call.Host, target.RequestURI())
-	if _, err := io.Copy(shown, io.NewSectionReader(x.body, 0, maxShownBody)); err != nil {
+	method, target := q.h.Host.Original(q.r)
+	fmt.Fprintf(shown, "%s %s%s\n", method, q.call.Host, target.RequestURI())
+	if _, err := io.Copy(shown, io.NewSectionReader(q.body, 0, maxShownBody)); err != nil {
 		return hitl.Escalation{}, unkept(err)
 	}
-	if left := x.body.Size() - maxShownBody; left > 0 {
+	if left := q.body.Size() - maxShownBody; left > 0 {
 		fmt.Fprintf(shown, "\n(%d more bytes)", left)
 	}
-	workflow := x.evidence.call.Workflow
-	if x.evidence.policy == nil {
-		workflow = evidence.WorkflowID(x.call.Workflow)
+	workflow := q.facts.Workflow
+	if q.policy == nil {
+		workflow = evidence.WorkflowID(q.call.Workflow)
 	}
-	return x.engine.Escalations.Open(ctx, hitl.Opening{
+	return q.engine.Escalations.Open(ctx, hitl.Opening{
 		Key: "call " + hash, Level: hitl.Approval, Cause: hitl.CauseCall, Workflow: workflow, Caller: named, Requester: requester,
 		Summary:  what + " waits for an approval.",
-		Links:    hitl.Links{Checkpoint: x.before},
+		Links:    hitl.Links{Checkpoint: in.before},
 		Proposal: hitl.Proposal{Kind: hitl.RunCall, Text: shown.String(), RequestHash: hash},
 		Role:     a.Role, Quorum: a.Quorum, Within: cmp.Or(time.Duration(a.Within), approvalTime),
 	})
@@ -933,33 +769,40 @@ func (x *Call) askPeople(a *Approve, hash string) (hitl.Escalation, error) {
 
 // claim makes this call the owner of its key, in one commit with its checkpoint (P2). After
 // execution.ErrTaken look the key up again.
-func (x *Call) claim(found execution.Finding, in admission) (run *execution.Execution, err error) {
+func (x *Call) claim(in admission) (run *execution.Execution, err error) {
 	defer in.Leave()
 	defer x.probed()
-	batch, err := x.recordCall(found)
+	x.noted.checkpoint = ""
+	call := x.call
+	call.Deadline = in.deadline
+	var batch *store.Batch
+	if x.policy != nil {
+		batch, err = x.recordCall(&in)
+		call.Checkpoint = x.evidence.call.Checkpoint
+	}
 	if err == nil {
-		bound := store.Bind(batch, in.Fence(), in.people, x.evidence.planned.fence)
-		run, err = x.executions.Claim(x.r.Context(), &x.call, found, bound, x.capture.pending, written(x, false))
+		bound := store.Bind(batch, in.Fence(), in.people, in.planned.fence)
+		run, err = x.executions.Claim(x.r.Context(), &call, in.found, bound, x.capture.pending, written(&x.identified, false, in.deadline))
 		if errors.Is(err, store.ErrFenced) {
 			err = execution.ErrTaken // as after another call's: look again
 		}
-		err = x.callRecorded(batch, x.snapshotEnded(err))
+		err = x.evidence.callRecorded(&x.identified, batch, x.capture.ended(err))
 	} else {
-		x.call.Checkpoint = "" // it was not recorded
-		err = x.snapshotEnded(err)
+		err = x.capture.ended(err)
 	}
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
 		x.resolved(execution.Released, execution.ByProbe)
 	}
 	if err == nil {
+		x.in, x.noted.checkpoint = in, call.Checkpoint
 		return run, nil
 	}
 	if over := (*execution.QuotaError)(nil); errors.As(err, &over) {
-		err = x.overQuota(over)
+		err = overQuota(over)
 	} else if !errors.Is(err, execution.ErrTaken) {
 		err = x.storeFailed(err)
 	}
-	return nil, x.refusedInDoubt(err)
+	return nil, in.refusedInDoubt(err)
 }
 
 // execute forwards the claimed call, records its outcome and releases the end of the answer. A
@@ -968,8 +811,8 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.note("executed", "")
 	x.state = 0 // the record that was found has been replaced
 	x.action.Counts.Begun()
-	x.engine.running.begin(x.call.Checkpoint)
-	x.engine.detach(&x.clock, x.r.Context(), x.call.Deadline)
+	x.engine.running.begin(x.noted.checkpoint)
+	x.engine.detach(&x.clock, x.r.Context(), x.in.deadline)
 	if x.client.listed {
 		x.engine.clients.left(x.call.Key, &x.client)
 	}
@@ -991,11 +834,11 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.permit.Sent()
 	f = x.forward(e)
 	byHTTP := x.judge(&f)
-	outcome := x.stillInDoubt(understand(x, byHTTP))
+	outcome := x.in.stillInDoubt(understand(x, byHTTP))
 	outcome.Upstream = f.FailedAt
 	x.permit.Release() // the upstream has done its part
 	x.clock.stop()     // readers have all the time that they need
-	failed(x, outcome)
+	failed(&x.identified, outcome)
 	if x.heard != nil && outcome.Verdict == execution.InDoubt {
 		outcome.Task = x.heard.End().Task
 	}
@@ -1005,13 +848,13 @@ func (x *Call) execute(e *execution.Execution) error {
 	}
 	err := x.settle(e, outcome, f.rec.Header())
 	ended = true
-	x.h.Counts.added.took(time.Since(x.began)-x.apart, addedBounds[:])
+	x.h.Counts.added.took(time.Since(x.began)-x.sent-x.apart, addedBounds[:])
 	x.countEnd(outcome, err)
 	if outcome.Verdict == execution.InDoubt {
 		x.doubted(outcome)
 	}
 	if outcome.Cause == execution.CauseElsewhere && err == nil {
-		x.engine.elsewhere.add(x, byHTTP)
+		x.engine.elsewhere.add(x, e.Claim(), byHTTP)
 	}
 	return x.finish(&f, outcome, err)
 }
@@ -1020,14 +863,14 @@ func (x *Call) execute(e *execution.Execution) error {
 // and provably no byte was sent.
 func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
-		defer x.engine.Writes.Write(x.place(), x.window)()
+		defer x.engine.Writes.Write(x.place(), x.capture.window)()
 	}
 	x.sink = callSink{e: e, x: x}
 	e.Recording().SetPace(x.clock.wait)
-	if x.evidence.tokens.Issuer() != "" && x.evidence.policy != nil {
+	if x.tokens.Issuer() != "" && x.policy != nil {
 		x.w.HoldFailures = maxHeldFailure
 	}
-	x.rec = answer.NewRecorder(&x.w, &x.sink, x.marks("executed", x.call.Checkpoint))
+	x.rec = answer.NewRecorder(&x.w, &x.sink, x.marks("executed", x.noted.checkpoint))
 	rec := &x.rec
 	for again := false; ; again = true {
 		r := x.request(x.upstream.Begin(&x.clock))
@@ -1047,9 +890,9 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 func (x *Call) request(ctx context.Context) *http.Request {
 	to := &forwardedContext{
 		Context: ctx, forwarder: forwarder{x.h.Name, forwarderOf(ctx)},
-		evidence: Evidence{Checkpoint: x.call.Checkpoint, Workflow: x.evidence.call.Workflow},
-		patience: time.Duration(x.action.Deadline), patient: x.call.Deadline < time.Duration(x.action.Deadline),
-		handed: x.evidence.tokens.Own,
+		evidence: Evidence{Checkpoint: x.noted.checkpoint, Workflow: x.facts.Workflow},
+		patience: time.Duration(x.action.Deadline), patient: x.in.deadline < time.Duration(x.action.Deadline),
+		handed: x.tokens.Own,
 		target: *x.r.URL, // which inner handlers rewrite, and may have to once more
 		parent: [1]string{x.call.Scope.ID}, workflow: [1]string{x.call.Workflow},
 	}
@@ -1067,12 +910,12 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	}
 	var message []byte // in the place of the body
 	if x.evidence.forwarded != nil {
-		if len(x.evidence.tokens.All) > 0 {
-			message = x.evidence.tokens.sendOn(x.evidence.policy, r.Header, x.h.UpstreamIdentity, x.evidence.forwarded.Parents())
+		if len(x.tokens.All) > 0 {
+			message = x.tokens.sendOn(x.policy, r.Header, x.h.UpstreamIdentity, x.evidence.forwarded.Parents())
 		}
 		r.Header.Add(ect.FieldName, x.evidence.forwarded.Raw())
 	}
-	if n := nodeOf(x); n != nil && n.Hints != (plan.Hints{}) {
+	if n := x.in.planned.binds(); n != nil && n.Hints != (plan.Hints{}) {
 		r.Header.Set(headerResourceHints, n.Hints.String())
 	}
 	answer.NarrowEncoding(r.Header)
@@ -1121,15 +964,15 @@ func (x *Call) judge(f *forwarding) execution.Outcome {
 
 // settle records the outcome of the execution and its evidence in one commit.
 func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
-	defer x.engine.running.end(x.call.Checkpoint)
+	defer x.engine.running.end(x.noted.checkpoint)
 	ctx := context.Background()
-	result := x.undoable(ctx, o, answer)
+	result := x.capture.undoable(ctx, x, o, answer)
 	batch := x.outcomeEvents(ctx, o, answer, false)
 	x.carried.x, x.carried.outcome = x, o
 	if errs := answer[ect.FieldName]; len(errs) > 0 { // the rest is the recorder's
 		x.carried.answer = http.Header{ect.FieldName: errs}
 	}
-	err := e.SettleWith(ctx, o, &x.carried, batch, result, written(x, true))
+	err := e.SettleWith(ctx, o, &x.carried, batch, result, written(&x.identified, true, 0))
 	if err != nil {
 		x.evidence.failed = nil // it was not recorded
 	}
@@ -1146,13 +989,8 @@ func (q *guardedRequest) countEnd(o execution.Outcome, unrecorded error) {
 
 // doubted reports the doubt to operators, who have to find out.
 func (x *Call) doubted(o execution.Outcome) {
-	x.doubtful = true
 	x.note(statusInDoubt, "")
 	x.noted.cause = o.Cause
-	reportDoubt(x, o)
-}
-
-func reportDoubt(x *Call, o execution.Outcome) {
 	x.emit(EventInDoubt, map[string]any{"cause": string(o.Cause), "status": o.Status})
 	x.h.Logger.Warn("a call is in doubt", slog.Any("key", x.call.Key), slog.String("guard", x.h.Name),
 		slog.String("action", x.action.Name), slog.String("cause", string(o.Cause)), slog.Int("status", o.Status))

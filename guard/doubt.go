@@ -16,49 +16,49 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-func (x *Call) inDoubt(cause execution.Cause) error {
-	p := x.problem(problem.InDoubt, "Cause: "+string(cause)+".", execution.StateInDoubt)
-	p.RetryHelps = x.runsAgain()
+func (q *identified) inDoubt(cause execution.Cause) *problem.Problem {
+	p := problemOf(problem.InDoubt, "Cause: "+string(cause)+".", execution.StateInDoubt)
+	p.RetryHelps = q.runsAgain()
 	return p
 }
 
 // doubtMarks are the fields of an answer in doubt. SDKs must not retry it, unless a retry runs
 // the call again.
-func (x *Call) doubtMarks() http.Header {
+func (q *identified) doubtMarks() http.Header {
 	marks := http.Header{HeaderExecutionStatus: {statusInDoubt}}
-	if !x.runsAgain() {
+	if !q.runsAgain() {
 		problem.NoRetry(marks)
 	}
 	return marks
 }
 
 // runsAgain reports that a retry of the call in doubt runs it again.
-func (x *Call) runsAgain() bool {
-	switch x.action.OnUnknown {
+func (q *identified) runsAgain() bool {
+	switch q.action.OnUnknown {
 	case OnUnknownRetry:
 		return true
 	case OnUnknownResend:
-		return x.call.Sent != [32]byte{} && !x.stays
+		return q.call.Sent != [32]byte{}
 	}
 	return false
 }
 
 // mayHaveRun reports that the call runs although it may have run before: its action allows that,
 // and no probe has denied it.
-func (x *Call) mayHaveRun() bool { return x.earlier != "" }
+func (in *admission) mayHaveRun() bool { return in.earlier != "" }
 
 // stillInDoubt is the outcome of an attempt that was not executed after one that may have been:
 // what is proven of this one says nothing about the other (P6).
-func (x *Call) stillInDoubt(o execution.Outcome) execution.Outcome {
-	if o.Verdict == execution.Released && x.mayHaveRun() {
-		o.Verdict, o.Cause = execution.InDoubt, x.earlier
+func (in *admission) stillInDoubt(o execution.Outcome) execution.Outcome {
+	if o.Verdict == execution.Released && in.mayHaveRun() {
+		o.Verdict, o.Cause = execution.InDoubt, in.earlier
 	}
 	return o
 }
 
 // refusedInDoubt adds to a refusal that the call may have been executed before.
-func (x *Call) refusedInDoubt(err error) error {
-	if p := (*problem.Problem)(nil); errors.As(err, &p) && x.mayHaveRun() {
+func (in *admission) refusedInDoubt(err error) error {
+	if p := (*problem.Problem)(nil); errors.As(err, &p) && in.mayHaveRun() {
 		p.Doubtful, p.State = true, execution.StateInDoubt.String()
 	}
 	return err
@@ -66,41 +66,41 @@ func (x *Call) refusedInDoubt(err error) error {
 
 // settleDoubt asks the upstream, and records it if the call was applied. stepDone means that the
 // doubt stays.
-func (x *Call) settleDoubt(found execution.Finding) (step, error) {
-	p := x.action.Probe
-	a, err := x.ask(p, found.Record.Task)
+func (q *identified) settleDoubt(found execution.Finding) (step, error) {
+	p := q.action.Probe
+	a, err := q.ask(p, found.Record.Task)
 	if err != nil {
-		x.action.Counts.Probed(ProbeUnknown)
-		x.h.Logger.Warn("the status probe gave no answer; the call stays in doubt",
-			slog.Any("key", x.call.Key), slog.Any("error", err))
+		q.action.Counts.Probed(ProbeUnknown)
+		q.h.Logger.Warn("the status probe gave no answer; the call stays in doubt",
+			slog.Any("key", q.call.Key), slog.Any("error", err))
 		return stepDone, nil
 	}
 	switch {
 	case p.Applied(a):
-		x.action.Counts.Probed(ProbeApplied)
+		q.action.Counts.Probed(ProbeApplied)
 		var head *execution.Head
 		if p.UseAnswer && a.Status != 0 {
 			head = &execution.Head{Status: a.Status, Header: answer.Replayable(a.Header)}
 		}
 		// Others wait for this, whether or not the caller does.
-		ctx := context.WithoutCancel(x.r.Context())
-		batch := x.evidence.policy.SettledBy(ctx, x.call.Key, found.Record, true, execution.ByProbe)
-		of := execution.Recorded{Key: x.call.Key, Finding: found}
-		err := x.executions.SettleDoubt(ctx, of, execution.Resolution{
+		ctx := context.WithoutCancel(q.r.Context())
+		batch := q.policy.SettledBy(ctx, q.call.Key, found.Record, true, execution.ByProbe)
+		of := execution.Recorded{Key: q.call.Key, Finding: found}
+		err := q.executions.SettleDoubt(ctx, of, execution.Resolution{
 			By: execution.ByProbe, Applied: true, Answer: head, Body: a.Body,
 		}, batch)
 		if err != nil && !errors.Is(err, execution.ErrTaken) {
-			return stepLookUp, x.storeFailed(err)
+			return stepLookUp, q.storeFailed(err)
 		}
 		if err == nil {
-			x.resolved(execution.Completed, execution.ByProbe)
+			q.resolved(execution.Completed, execution.ByProbe)
 		}
 		return stepLookUp, nil
 	case p.NotApplied(a):
-		x.action.Counts.Probed(ProbeNotApplied)
+		q.action.Counts.Probed(ProbeNotApplied)
 		return stepClaim, nil
 	}
-	x.action.Counts.Probed(ProbeUnknown)
+	q.action.Counts.Probed(ProbeUnknown)
 	return stepDone, nil
 }
 
@@ -144,8 +144,8 @@ func (q *guardedRequest) ask(p *Probe, task string) (*InternalAnswer, error) {
 	return &InternalAnswer{Status: http.StatusOK, Header: http.Header{"Content-Type": {as}}, Body: body}, nil
 }
 
-func (x *Call) resolved(v execution.Verdict, by string) {
-	x.emit(EventResolved, map[string]any{"outcome": v.String(), "by": by})
+func (q *identified) resolved(v execution.Verdict, by string) {
+	q.emit(EventResolved, map[string]any{"outcome": v.String(), "by": by})
 }
 
 // carried is what the commit of a call's outcome carries, made anew where the store takes the outcome
@@ -200,8 +200,8 @@ func (l *carried) Again(ctx context.Context) (all []*store.Batch) {
 		return err
 	})
 	all = append(all, logged, x.outcomeEvents(ctx, l.outcome, l.answer, true))
-	all = append(all, x.undoable(ctx, l.outcome, l.answer))
-	return append(all, written(x, true))
+	all = append(all, x.capture.undoable(ctx, x, l.outcome, l.answer))
+	return append(all, written(&x.identified, true, 0))
 }
 
 var errAgainPanicked = errors.New("agent_guard: making the evidence of an outcome again panicked")

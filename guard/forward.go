@@ -55,7 +55,7 @@ func (r *callSink) Start(status int, header map[string][]string) {
 }
 func (r *callSink) Write(p []byte, needed bool) bool {
 	r.x.clock.touch()
-	r.x.captureBody(p)
+	r.x.capture.hears(p)
 	if r.x.heard != nil {
 		_, _ = r.x.heard.Write(p) // never fails
 		c := &r.x.client
@@ -121,7 +121,7 @@ func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, statu
 		}
 	}
 	for _, id := range rec.Header()[headerExecutionCheckpoint] {
-		if x.call.Checkpoint == "" || id != x.call.Checkpoint {
+		if x.noted.checkpoint == "" || id != x.noted.checkpoint {
 			x.capture.participant = id
 		}
 	}
@@ -130,7 +130,7 @@ func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, statu
 	if x.action.GRPC == GRPCUnary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
-	o := x.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
+	o := x.in.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
 	if o.Verdict == execution.Released && x.heldUp {
 		return http.Header{HeaderExecutionStatus: {StatusRefused}} // also for a gateway before this one
 	}
@@ -219,17 +219,11 @@ func (x *Call) orLeft(cause execution.Cause) execution.Cause {
 func (x *Call) outcomeLost(err error) {
 	x.h.Logger.Error("the outcome of a call could not be recorded; it is in doubt",
 		slog.Any("key", x.call.Key), slog.Any("error", err))
-	x.unrecorded()
-	x.doubtful = true
+	if x.noted.status != statusInDoubt { // else it is reported already
+		x.emit(EventInDoubt, map[string]any{"cause": string(execution.CauseUnrecorded), "status": 0})
+	}
 	x.note(statusInDoubt, "")
 	x.noted.outcome, x.noted.cause = execution.InDoubt, execution.CauseUnrecorded
-}
-
-func (x *Call) unrecorded() {
-	if x.doubtful {
-		return // reported already
-	}
-	x.emit(EventInDoubt, map[string]any{"cause": string(execution.CauseUnrecorded), "status": 0})
 }
 
 // errNotSent is the error of a call that could not be sent on two connections.
@@ -511,11 +505,11 @@ func (x *Call) failsOpen(err error) bool {
 		return false
 	case x.engine != nil && x.engine.Stopping != nil && x.engine.Stopping():
 		return false
-	case !x.verified && x.h.needsTokens(x.r, x.message):
+	case len(x.tokens.All)+len(x.tokens.Own) == 0 && x.h.needsTokens(x.r, x.message):
 		return false // whose call it is, is not known
 	case x.unreadable != nil && x.body == nil:
 		return false // what was read of its body is lost
-	case x.evidence.policy != nil && x.evidence.policy.LedgerFirst && len(x.evidence.tokens.All) > 0:
+	case x.policy != nil && x.policy.LedgerFirst && len(x.tokens.All) > 0:
 		return false // its tokens are good for nothing before they stand in the ledger
 	case x.engine == nil:
 		// The store could not be opened. Where only the keys are refused, it may hold an earlier
@@ -548,14 +542,14 @@ func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) e
 	return x.h.forwardInTime(mark(w, HeaderExecutionStatus, statusUnguarded), r, nil, next)
 }
 
-func (x *Call) unguardedRequest() *http.Request {
-	x.r.Header.Del("Upgrade") // an unsafe method leaves HTTP nowhere (isTunnel)
-	if x.body == nil {
-		return x.r
+func (q *identified) unguardedRequest() *http.Request {
+	q.r.Header.Del("Upgrade") // an unsafe method leaves HTTP nowhere (isTunnel)
+	if q.body == nil {
+		return q.r
 	}
-	r := x.r.WithContext(x.r.Context())
+	r := q.r.WithContext(q.r.Context())
 	r.Header = r.Header.Clone()
-	x.body.PutInto(r)
+	q.body.PutInto(r)
 	return r
 }
 
@@ -601,11 +595,11 @@ func (x *Call) degrade(w http.ResponseWriter, p *problem.Problem) (answered bool
 
 // giveBack makes the body readable again for the site's error routes, which would otherwise
 // forward the call without it.
-func (x *Call) giveBack() {
-	if x.body == nil || x.body.Size() == 0 {
+func (q *identified) giveBack() {
+	if q.body == nil || q.body.Size() == 0 {
 		return
 	}
-	body := x.body.NewReader()
-	x.r.Body = body
-	context.AfterFunc(x.r.Context(), func() { _ = body.Close() })
+	body := q.body.NewReader()
+	q.r.Body = body
+	context.AfterFunc(q.r.Context(), func() { _ = body.Close() })
 }

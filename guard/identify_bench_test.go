@@ -42,11 +42,11 @@ func BenchmarkIdentify(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-				x := &Call{guardedRequest: guardedRequest{h: h, r: r, action: new(Action)}, executions: g}
-				if err := x.prepare(); err != nil {
+				c, err := guardedRequest{opened: opened{executions: g}, h: h, r: r, action: new(Action)}.identify(new(client))
+				if err != nil {
 					b.Fatal(err)
 				}
-				x.close()
+				_ = c.body.Close()
 			}
 		})
 	}
@@ -83,8 +83,7 @@ func BenchmarkPassMessage(b *testing.B) {
 
 // BenchmarkReadMessage is what a POST with JSON pays for being looked at, by what its body is.
 func BenchmarkReadMessage(b *testing.B) {
-	h := newHandler(b, Config{Settings: Settings{Protocol: protocol.Auto}})
-	e, g := new(Engine), testGuard(b)
+	h := newHandler(b, Config{Settings: Settings{Protocol: protocol.Auto}, Open: openTest(b)})
 	for name, body := range map[string]string{
 		"plain":   `{"amount":1999,"note":"` + strings.Repeat("n", 175) + `"}`,
 		"late":    `{"id":1999,"params":{"note":"` + strings.Repeat("n", 155) + `"},"amount":1}`,
@@ -95,12 +94,11 @@ func BenchmarkReadMessage(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-				x := &Call{engine: e, executions: g}
-				q, _, err := h.read(x, r, h.Actions[0])
+				q, _, err := h.read(r, h.Actions[0])
 				if err != nil || (q.message != nil) != (name == "message") {
 					b.Fatal(err, q.message)
 				}
-				_ = x.body.Close()
+				_ = q.text.Close()
 			}
 		})
 	}

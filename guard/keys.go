@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -13,14 +14,64 @@ import (
 	"strings"
 	"time"
 
+	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 	"github.com/google/uuid"
 )
+
+// guardedRequest is a guarded request with what its message says. Handler.read makes it; it never changes.
+type guardedRequest struct {
+	opened
+	h          *Handler
+	r          *http.Request
+	began      time.Time
+	action     *Action            // that the request, or its message, belongs to
+	message    *protocol.Message  // that the body is, or that changes something in its batch; nil for any other call
+	text       *body.Spool        // the body, where it may be a message; nil where it was not read for that
+	took       time.Duration      // that its client has taken to send text
+	unreadable error              // why text could not be read as a message
+	proves     proof              // that the server speaks the protocol, where nobody has configured it
+	cancels    []protocol.Message // of the body, where one cancels another request; else nil
+}
+
+// opened is the engine of a handler and its policy for tokens, as they are when a request begins.
+type opened struct {
+	engine     *Engine // nil where it could not be opened
+	executions *execution.Guard
+	policy     *TokenPolicy // nil without an identity
+	release    func()       // of the reference to the engine
+	closed     error        // why the engine or the policy is missing
+}
+
+func (h *Handler) open() opened {
+	e, release, err := h.Open()
+	if err != nil {
+		return opened{closed: StoreClosed(err)}
+	}
+	policy, err := h.Tokens()
+	if err != nil {
+		err = StoreClosed(err)
+	}
+	return opened{e, e.Executions, policy, release, err}
+}
+
+// identified is a guarded call that has a key: who makes it, which call it is, and where it stands in its workflow.
+// identify makes it; it never changes.
+type identified struct {
+	guardedRequest
+	body   *body.Spool
+	sent   time.Duration // that its client has taken to send the body
+	tokens Tokens
+	call   execution.Call
+	facts  evidence.Call // what the ledger records of it, as far as the request says it
+	wait   time.Time     // when a retry stops waiting for a running execution
+}
 
 // refuseUnnamed refuses a call that has a key, or gets one from its caller's name, if nothing that stays names its
 // caller: its retry would be another one's call, and run again (P1).
@@ -33,6 +84,159 @@ func (q *guardedRequest) refuseUnnamed(c *execution.Call) error {
 		return nil
 	}
 	return caller.Refused(q.r.Header)
+}
+
+// identify finds out which call q is, for the client that waits for its answer. Nothing is recorded yet. Of a call that
+// is refused it returns what is known.
+func (q guardedRequest) identify(waits *client) (identified, error) {
+	c := identified{guardedRequest: q, body: q.text, sent: q.took}
+	if q.closed != nil {
+		return c, q.closed
+	}
+	var err error // 1
+	if c.tokens, err = q.h.VerifyTokens(q.policy, q.r, q.message, q.h.RequireECT); err != nil {
+		return c, err
+	}
+	name, err := q.h.Callers.Of(q.r, c.tokens.Issuer(), q.executions.Keyed)
+	if err != nil {
+		return c, err
+	}
+	if q.unreadable != nil {
+		return c, q.unreadable
+	}
+	if c.body == nil { // 2
+		if c.body, c.sent, err = q.h.readBody(q.r, q.executions, nil); err != nil {
+			return c, err
+		}
+	}
+	fp, members, err := c.fingerprint()
+	if err != nil {
+		return c, err
+	}
+	if c.call, err = c.describe(name, fp, members, waits.of(&q, name)); err != nil {
+		return c, err
+	}
+	c.wait = time.Now().Add(time.Duration(q.h.AttachWait))
+	if q.policy == nil {
+		return c, nil
+	}
+	if c.facts, err = c.begin(); err != nil {
+		return c, err
+	}
+	q.policy.constrain(q.h, q.r, &c.tokens)
+	return c, nil
+}
+
+// fingerprint hashes the request, and compares its body with the hash in the tokens. members are those that may name
+// the call.
+func (q *identified) fingerprint() (fp body.Fingerprint, members []body.Member, err error) {
+	if err := q.tokens.checkInput(func() (ect.Hash, error) { return bodyHash(q.body) }); err != nil {
+		return fp, nil, err
+	}
+	node, err := statedNode(q.r)
+	if err != nil {
+		return fp, nil, err
+	}
+	config := q.h.fingerprints
+	if q.message != nil { // which has its own places for a key
+		config.Exclude = append(q.h.rules.Exclude(q.message), config.Exclude...)
+		config.Members = nil
+	}
+	method, target := q.h.Host.Original(q.r)
+	fp, members, err = config.Read(body.Request{
+		Method:          method,
+		Host:            strings.ToLower(q.r.Host),
+		Path:            target.EscapedPath(),
+		RawQuery:        target.RawQuery,
+		ContentType:     q.r.Header.Get("Content-Type"),
+		ContentEncoding: q.r.Header.Get("Content-Encoding"),
+		Node:            node,
+		Header:          q.r.Header,
+		Body:            q.body,
+		Size:            q.body.Size(),
+	})
+	if err != nil {
+		err = unkept(err)
+	}
+	return fp, members, err
+}
+
+// readBody reads the body of r whole, before anything is claimed (see body.Reading), into the memory that g has for
+// bodies; nil where no engine is open.
+func (h *Handler) readBody(
+	r *http.Request, g *execution.Guard, wanted func(start []byte) bool,
+) (whole *body.Spool, took time.Duration, err error) {
+	how := body.Reading{Limit: h.MaxBody, Incremental: h.Host.Incremental(r.Header), OneMessage: isGRPC(r)}
+	if g != nil {
+		how.Budget = g.BodyMemory()
+	}
+	whole, took, err = body.Read(r, how, wanted)
+	if err != nil && !errors.As(err, new(*problem.Problem)) {
+		err = &StatusError{Status: http.StatusBadRequest, Err: fmt.Errorf("reading the request's body: %w", err)}
+	}
+	return whole, took, err
+}
+
+// describe names the call: its workflow, its execution id and its key. left ends when its client has left.
+func (q *identified) describe(
+	name string, fp body.Fingerprint, members []body.Member, left context.Context,
+) (execution.Call, error) {
+	tokens, policy := &q.tokens, q.action
+	work, err := workflow(q.r, q.message, tokens)
+	if err != nil {
+		return execution.Call{}, err
+	}
+	method, target := q.h.Host.Original(q.r)
+	c := execution.Call{
+		Fingerprint: fp,
+		Scope:       execution.Scope{Caller: name, Tenant: q.h.fields.Join(q.r.Header, body.Tenant), Guard: q.h.Name, Method: method, Path: target.EscapedPath()},
+		Naming:      &q.h.naming,
+		FreeKeys:    q.h.FreeKeys,
+		Origin:      execution.OriginGiven,
+		Host:        strings.ToLower(q.r.Host),
+		Action:      q.action.Name,
+		Workflow:    work,
+		Proven:      work != "" && tokens.proven() == work,
+		Deadline:    atMost(time.Duration(policy.Deadline), q.r.Header),
+		KeepResult:  time.Duration(policy.RetainResult),
+		KeepKey:     time.Duration(policy.RetainKey),
+		ResultCap:   policy.MaxResult,
+		Quota:       q.h.Quota,
+	}
+	id, err := q.h.statedID(q.r, q.body, members)
+	if m := q.message; err == nil && m != nil && m.Protocol == protocol.MCP {
+		id = m.StepOf(id)
+	}
+	if errors.Is(err, errNoID) {
+		id, err = q.h.messageKey(q.message)
+	}
+	// A token is its issuer's word.
+	evident := policy.Keys == KeysAdvisory && err == nil && len(tokens.Own) == 0 && !opens(q.message)
+	if fromTokens := tokens.executionID(); errors.Is(err, errNoID) && fromTokens != "" {
+		id, err = fromTokens, nil
+	}
+	if errors.Is(err, errNoID) {
+		id, err = q.missingID(q.executions, &c)
+	}
+	if err == nil && caller.Changing(name) {
+		err = q.refuseUnnamed(&c)
+	}
+	if err != nil {
+		return c, unkept(err)
+	}
+	c.Scope.ID = id
+	if evident || id == "" {
+		if c, err = q.recognize(c, left); err != nil {
+			return c, err
+		}
+		id = c.Scope.ID
+	} else {
+		c.Key = q.executions.Key(c.Scope)
+	}
+	if policy.OnUnknown == OnUnknownResend {
+		c.Sent, err = sentAs(id, q.r.Header, q.body)
+	}
+	return c, err
 }
 
 // workflow is the id of the call's workflow: that of a verified token, else Workflow-Id, else the
@@ -227,30 +431,23 @@ func (q *guardedRequest) missingID(g *execution.Guard, c *execution.Call) (strin
 }
 
 // recognize looks for evidence that a call without a key, or with an advisory one, is a retry. It
-// then has the key of the earlier execution, else its own.
-func (x *Call) recognize(c *execution.Call) error {
+// then has the key of the earlier execution, else its own. left ends when its client has left.
+func (q *guardedRequest) recognize(c execution.Call, left context.Context) (execution.Call, error) {
 	peer := ""
 	if c.Scope.Caller == caller.Anonymous { // else strangers would be one caller (P3)
-		peer = peerOf(x.r)
+		peer = peerOf(q.r)
 	}
-	a, err := x.executions.Recognize(x.r.Context(), execution.Question{
-		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: x.h.whole.Load().Whole(c.Fingerprint, x.r.Header), Peer: peer,
+	a, err := q.executions.Recognize(q.r.Context(), execution.Question{
+		Scope: c.Scope, Fingerprint: c.Fingerprint, Whole: q.h.whole.Load().Whole(c.Fingerprint, q.r.Header), Peer: peer,
 		Given: c.Origin == execution.OriginGiven,
-		NewID: uuid.NewString, Count: retryCount(x.r.Header), Window: time.Duration(x.h.RecognizeWindow),
-		ErrorWindow: time.Duration(x.h.ErrorWindow), Gone: x.client.gone,
+		NewID: uuid.NewString, Count: retryCount(q.r.Header), Window: time.Duration(q.h.RecognizeWindow),
+		ErrorWindow: time.Duration(q.h.ErrorWindow), Gone: left,
 	})
 	if err != nil {
-		return x.storeFailed(err)
+		return c, q.storeFailed(err)
 	}
-	c.Attempt, c.Scope.ID, c.Key, x.w.Attempt = a, a.ID, a.Key, a
-	if x.message != nil && !x.message.REST {
-		x.w.Message = callMessage{x}
-	}
-	if a.Evidence != "" {
-		x.found = true // it must not run again unguarded
-		x.action.Counts.Recognized(a.Evidence)
-	}
-	return nil
+	c.Attempt, c.Scope.ID, c.Key = a, a.ID, a.Key
+	return c, nil
 }
 
 // peerOf is the address of the client's host.

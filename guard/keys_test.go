@@ -54,7 +54,7 @@ func TestUnnamedCallersAreLogged(t *testing.T) {
 	h := newHandler(t, Config{Settings: Settings{Name: "shop"}, Logger: slog.New(slog.NewTextHandler(&log, nil))})
 	for range 3 {
 		for _, origin := range []execution.Origin{execution.OriginGiven, execution.OriginMinted} {
-			x := &Call{guardedRequest: guardedRequest{h: h, r: request("POST", "/", "Cookie", "session=a")}}
+			x := &guardedRequest{h: h, r: request("POST", "/", "Cookie", "session=a")}
 			if err := x.refuseUnnamed(&execution.Call{Origin: origin}); (err != nil) != (origin == execution.OriginGiven) {
 				t.Error(err)
 			}

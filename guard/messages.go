@@ -27,18 +27,17 @@ import (
 // named the protocol guarded by the rules of HTTP.
 const maxMessage = 4 << 20
 
-// read makes the request of x. It reads the body, where that may be a message; harmless is that of a message that
-// changes nothing, else nil. Of a request that is refused with err, it tells what is known.
-func (h *Handler) read(x *Call, r *http.Request, action *Action) (_ guardedRequest, harmless []byte, err error) {
-	q := guardedRequest{h: h, r: r, action: action, began: time.Now()}
+// read makes the request of a guarded call. It reads the body, where that may be a message; harmless is that of a
+// message that changes nothing, else nil. Of a request that is refused with err, it tells what is known.
+func (h *Handler) read(r *http.Request, action *Action) (_ guardedRequest, harmless []byte, err error) {
+	q := guardedRequest{opened: h.open(), h: h, r: r, action: action, began: time.Now()}
 	if h.rules == nil || r.ContentLength > maxMessage && h.rules.Guesses() || !h.rules.Reads(r) {
 		return q, nil, nil
 	}
-	_ = x.open(h) // else run says so
 	begins := false
-	x.body, x.apart, err = h.readBody(r, x.executions, func(start []byte) bool { begins = h.rules.Begins(r.URL.Path, start); return begins })
+	q.text, q.took, err = h.readBody(r, q.executions, func(start []byte) bool { begins = h.rules.Begins(r.URL.Path, start); return begins })
 	if begins && err == nil {
-		q, harmless, err = q.withMessage(x.body)
+		q, harmless, err = q.withMessage()
 	}
 	if err != nil && h.rules.Guesses() {
 		q.unreadable, err = err, nil // in its turn, as for a call that is no message
@@ -50,9 +49,9 @@ func (h *Handler) read(x *Call, r *http.Request, action *Action) (_ guardedReque
 // harmless is the body of one that changes nothing, else nil. A batch with one message that may change something is
 // the call of that message. With more it is refused, unless they are generic JSON-RPC that nobody has announced: an
 // array that may be data, and is guarded by the rules of HTTP.
-func (of guardedRequest) withMessage(whole *body.Spool) (_ guardedRequest, harmless []byte, err error) {
-	h, r := of.h, of.r
-	q := guardedRequest{h: h, r: r, began: of.began, action: of.action}
+func (of guardedRequest) withMessage() (_ guardedRequest, harmless []byte, err error) {
+	h, r, whole := of.h, of.r, of.text
+	q := guardedRequest{opened: of.opened, h: h, r: r, began: of.began, action: of.action, text: whole, took: of.took}
 	if whole.Size() > maxMessage && h.rules.Guesses() {
 		return q, nil, nil
 	}
@@ -246,17 +245,16 @@ func (h *Handler) server(r *http.Request) string {
 	return r.Host + target.Path
 }
 
-// passMessage forwards a message that changes nothing, with the body text, and learns the tools that it
-// asks for.
-func (h *Handler) passMessage(w http.ResponseWriter, x *Call, text []byte, next Next) error {
-	r, m := x.r, x.message
-	if x.release != nil && x.cancels == nil {
-		x.release()
-	} else if x.release != nil {
-		defer x.release()
-		next = canceller{x, next}
+// pass forwards a message that changes nothing, with the body text, and learns the tools that it asks for.
+func (q guardedRequest) pass(w http.ResponseWriter, text []byte, next Next) error {
+	h, r, m := q.h, q.r, q.message
+	if q.engine != nil && q.cancels == nil {
+		q.release()
+	} else if q.engine != nil {
+		defer q.release()
+		next = canceller{q, next}
 	}
-	_ = x.body.Close()
+	_ = q.text.Close()
 	r.Body, r.ContentLength, r.TransferEncoding = io.NopCloser(bytes.NewReader(text)), int64(len(text)), nil
 	r.Header.Del("Expect") // the body is here
 	var learn func(tool string, readOnly bool)
@@ -333,7 +331,6 @@ type client struct {
 	name      requestName
 	id        []byte // in the name, as it was sent
 	call      *Call
-	key       execution.Key
 	gone      context.Context    // ends when it has left
 	leave     context.CancelFunc // nil where only its connection says so
 	listed    bool
@@ -354,15 +351,26 @@ func (h *Handler) requestName(r *http.Request, caller string, id []byte) request
 	return n
 }
 
+// of names the client of a request, and returns a context that ends when it has left.
+func (c *client) of(q *guardedRequest, caller string) context.Context {
+	c.gone = q.r.Context()
+	if m := q.message; m != nil && m.Protocol == protocol.MCP && m.ID != nil && len(m.ID) <= execution.MaxID {
+		c.name, c.id, c.session = q.h.requestName(q.r, caller, m.ID), m.ID, q.h.sessionOf(q.executions, q.r)
+		c.gone, c.leave = context.WithCancel(c.gone)
+	}
+	return c.gone
+}
+
 // add lists a client that waits for the answer of an execution, where its leave counts while its
 // connection stays, or ends the request to the upstream.
-func (l *clients) add(c *client, key execution.Key) {
+func (l *clients) add(c *client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.of == nil {
 		l.named, l.sessions, l.of = map[requestName][]*client{}, map[requestName][]*client{}, map[execution.Key][]*client{}
 	}
-	c.key, c.listed = key, true
+	key := c.call.call.Key
+	c.listed = true
 	l.of[key] = append(l.of[key], c)
 	if c.leave != nil && len(l.named) < mostClients {
 		l.named[c.name] = append(l.named[c.name], c)
@@ -410,7 +418,7 @@ func (l *clients) remove(c *client) {
 	c.listed = false
 	unlist(l.named, c.name, c)
 	unlist(l.sessions, c.session, c)
-	unlist(l.of, c.key, c)
+	unlist(l.of, c.call.call.Key, c)
 }
 
 func unlist[K comparable](from map[K][]*client, at K, c *client) {
@@ -426,7 +434,7 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	all := l.named[name]
-	if len(all) == 0 || slices.ContainsFunc(all, func(c *client) bool { return c.key != all[0].key }) {
+	if len(all) == 0 || slices.ContainsFunc(all, func(c *client) bool { return c.call.call.Key != all[0].call.call.Key }) {
 		return nil, nil
 	}
 	for _, c := range all {
@@ -437,7 +445,7 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 			a.WaitsElsewhere(c.gone) // which is over
 		}
 	}
-	for _, other := range l.of[all[0].key] {
+	for _, other := range l.of[all[0].call.call.Key] {
 		switch {
 		case other.gone.Err() == nil:
 			return all[0], nil
@@ -462,24 +470,24 @@ func (l *clients) hasCancelled(c *client) bool {
 // canceller is the handler behind the guard for a body with notifications/cancelled. It hands on
 // those that concern the upstream, with the ids that it knows.
 type canceller struct {
-	x    *Call
+	guardedRequest
 	next Next
 }
 
 // ServeHTTP implements Next.
 func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
-	x, h := n.x, n.x.h
-	caller, err := h.Callers.Of(r, h.verifiedBefore(r).Issuer(), x.executions.Keyed)
+	h := n.h
+	caller, err := h.Callers.Of(r, h.verifiedBefore(r).Issuer(), n.executions.Keyed)
 	if err != nil {
 		return n.next.ServeHTTP(w, r) // its calls are refused, so that none runs
 	}
 	var texts [][]byte
 	changed := false
-	for i := range x.cancels {
-		m := &x.cancels[i]
+	for i := range n.cancels {
+		m := &n.cancels[i]
 		id, text := m.Cancels(), m.Body
 		if id != nil {
-			c, first := x.engine.clients.cancel(h.requestName(r, caller, id))
+			c, first := n.engine.clients.cancel(h.requestName(r, caller, id))
 			switch {
 			case c == nil: // no call of ours
 			case first == nil:
@@ -503,7 +511,7 @@ func (n canceller) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 		return nil
 	case changed:
 		body := bytes.Join(texts, []byte{','})
-		if x.cancels[0].Batch {
+		if n.cancels[0].Batch {
 			body = slices.Concat([]byte{'['}, body, []byte{']'})
 		}
 		r = r.WithContext(r.Context())
@@ -555,7 +563,7 @@ func (m callMessage) Shows(status int, said protocol.Outcome) int {
 	if x.headerCause != "" {
 		o.Verdict = execution.InDoubt
 	}
-	if o = x.stillInDoubt(meant(x, o, said)); o.Internal || o.Verdict == execution.InDoubt {
+	if o = x.in.stillInDoubt(meant(x, o, said)); o.Internal || o.Verdict == execution.InDoubt {
 		return http.StatusInternalServerError
 	}
 	return status

@@ -285,34 +285,34 @@ func (x *Call) note(status, slug string) {
 // nothing.
 type Event struct {
 	Name string
-	call *Call
+	call *identified
 	more map[string]any
 }
 
 // Data returns what subscribers get, by the names in docs/observability.md. It is called during the
 // call's Emit.
 func (e Event) Data() map[string]any {
-	x := e.call
-	data := map[string]any{"guard": x.h.Name, "action": x.action.Name}
-	if x.identified() {
-		data["key"], data["caller"] = x.call.Key.String(), x.executions.Keyed(x.call.Scope.Caller)
+	q := e.call
+	data := map[string]any{"guard": q.h.Name, "action": q.action.Name}
+	if q.hasID() {
+		data["key"], data["caller"] = q.call.Key.String(), q.executions.Keyed(q.call.Scope.Caller)
 	}
 	if e.Name == eventRecognized { // not given, as most calls need no map
-		data["evidence"] = string(x.call.Attempt.Evidence)
+		data["evidence"] = string(q.call.Attempt.Evidence)
 	}
 	maps.Copy(data, e.more)
 	return data
 }
 
-func (x *Call) emit(name string, more map[string]any) {
-	e := Event{Name: name, call: x, more: more}
-	if x.engine == nil || x.engine.Emit == nil || !x.engine.Emit(e) {
-		x.h.Host.Emit(e)
+func (q *identified) emit(name string, more map[string]any) {
+	e := Event{Name: name, call: q, more: more}
+	if q.engine == nil || q.engine.Emit == nil || !q.engine.Emit(e) {
+		q.h.Host.Emit(e)
 	}
 }
 
 // String keeps everything else about the call out of logs (P8).
-func (x *Call) String() string { return x.call.Key.String() }
+func (q *identified) String() string { return q.call.Key.String() }
 
 // Value returns a variable of the call for logs and matchers, by its name in
 // docs/observability.md, such as `status`. Unknown or inapplicable values are empty. It reports
@@ -322,7 +322,7 @@ func (x *Call) Value(name string) (any, bool) {
 	case "execution_id":
 		return x.call.Scope.ID, true
 	case "key":
-		if !x.identified() {
+		if !x.hasID() {
 			return "", true
 		}
 		return x.call.Key.String(), true
@@ -331,16 +331,16 @@ func (x *Call) Value(name string) (any, bool) {
 	case "action":
 		return x.action.Name, true
 	case "caller":
-		if !x.identified() {
+		if !x.hasID() {
 			return "", true
 		}
 		return x.executions.Keyed(x.call.Scope.Caller), true
 	case "workflow":
 		return x.call.Workflow, true
 	case "issuer":
-		return x.evidence.tokens.Issuer(), true
+		return x.tokens.Issuer(), true
 	case "checkpoint":
-		return x.call.Checkpoint, true
+		return x.noted.checkpoint, true
 	case "status":
 		return x.noted.status, true
 	case "outcome":
@@ -369,4 +369,4 @@ func (x *Call) Value(name string) (any, bool) {
 // Over reports that the guard is done with the call.
 func (x *Call) Over() bool { return x.noted.over }
 
-func (x *Call) identified() bool { return x.call.Scope.ID != "" }
+func (q *identified) hasID() bool { return q.call.Scope.ID != "" }

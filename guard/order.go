@@ -22,19 +22,18 @@ import (
 const maxDependencies = 20
 
 // ordered refuses a call that must not begin before something else is done.
-func ordered(x *Call) error {
-	parents := orderedBy(x)
-	if len(parents) == 0 && nodeOf(x) == nil {
+func ordered(q *identified, by *planned) error {
+	parents, n := orderedBy(q, by), by.binds()
+	if len(parents) == 0 && n == nil {
 		return nil
 	}
-	s := &x.evidence
 	var found []problem.Dependency
 	follows := func(id string) bool {
-		return slices.Contains(s.call.Parents, id) || slices.ContainsFunc(s.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
+		return slices.Contains(q.facts.Parents, id) || slices.ContainsFunc(q.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
 	}
-	err := readPart(x, func(l *plan.Live, p *plan.Part) {
-		if n := nodeOf(x); n != nil {
-			for _, h := range p.Holds(s.planned.plan, n.ID, follows) {
+	err := readPart(q, func(l *plan.Live, p *plan.Part) {
+		if n != nil {
+			for _, h := range p.Holds(by.plan, n.ID, follows) {
 				found = append(found, problem.Dependency{
 					Node: h.Node, State: string(h.State), Detail: string(h.Detail), Final: h.Final,
 				})
@@ -47,13 +46,13 @@ func ordered(x *Call) error {
 		}
 	})
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
 	if len(found) == 0 {
 		return nil
 	}
 	final := func(d problem.Dependency) bool { return d.Final }
-	p := x.problem(problem.DependencyNotDone, "", 0)
+	p := problemOf(problem.DependencyNotDone, "", 0)
 	p.Final = slices.ContainsFunc(found, final)
 	p.Detail = fmt.Sprintf("Of what it depends on %d are not done. Nothing was forwarded.", len(found))
 	if p.Final {
@@ -72,9 +71,8 @@ func ordered(x *Call) error {
 	return p
 }
 
-// nodeOf is the node of its workflow's plan that the call is, where that binds it; else nil.
-func nodeOf(x *Call) *plan.Node {
-	p := &x.evidence.planned
+// binds is the node of its workflow's plan that the call is, where that binds it; else nil.
+func (p *planned) binds() *plan.Node {
 	if p.plan == nil || p.node < 0 || p.observed {
 		return nil
 	}
@@ -83,30 +81,31 @@ func nodeOf(x *Call) *plan.Node {
 
 // approvalOf says who has to approve the call before it is sent: as its action says, else the plan; nil where
 // nobody is asked (A-optional-declarative-workflow-format-d).
-func approvalOf(x *Call) *Approve {
-	if n := nodeOf(x); x.action.Approve == nil && n != nil && n.HITLRequired {
+func approvalOf(q *identified, by *planned) *Approve {
+	if n := by.binds(); q.action.Approve == nil && n != nil && n.HITLRequired {
 		return new(Approve)
 	}
-	return x.action.Approve
+	return q.action.Approve
 }
 
 // constrainNode applies what the plan says of the call's time and of the breakers of its upstreams, where that is
-// stricter than what is configured (A-circuit-breaker-policy-configuration-a).
-func constrainNode(x *Call) {
-	n := nodeOf(x)
+// stricter than what is configured (A-circuit-breaker-policy-configuration-a). It returns how long the call may take.
+func constrainNode(q *identified, n *plan.Node) time.Duration {
+	most := q.call.Deadline
 	if n == nil {
-		return
+		return most
 	}
 	if n.Hints.TimeoutS > 0 {
-		x.call.Deadline = min(x.call.Deadline, time.Duration(n.Hints.TimeoutS)*time.Second)
+		most = min(most, time.Duration(n.Hints.TimeoutS)*time.Second)
 	}
 	if n.CircuitThreshold == 0 && n.CircuitWindowS == 0 {
-		return
+		return most
 	}
 	window := time.Duration(min(n.CircuitWindowS, time.Hour.Seconds()) * float64(time.Second)) // no breaker has a longer one
 	if asked, err := breaker.NewView(n.CircuitThreshold, window); err == nil {                 // the plan was checked
-		x.h.Host.SetVar(x.r, ViewVar, asked.And(x.h.view(x.r)))
+		q.h.Host.SetVar(q.r, ViewVar, asked.And(q.h.view(q.r)))
 	}
+	return most
 }
 
 // namesNode reports whether a request says which node of a plan it is. Then it is guarded, whatever its method: a
@@ -132,27 +131,26 @@ func namesNode(h *Handler, r *http.Request) bool {
 
 // before are the calls of the nodes directly before the call's own, and their checkpoints: while a rollback
 // undoes one of them, the call must not begin, whether its tokens name it or not.
-func before(x *Call) (ids []string, err error) {
-	n, s := nodeOf(x), &x.evidence
+func before(q *identified, by *planned) (ids []string, err error) {
+	n := by.binds()
 	if n == nil {
 		return nil, nil
 	}
-	err = readPart(x, func(_ *plan.Live, p *plan.Part) { ids = p.Before(s.planned.plan, n.ID) })
+	err = readPart(q, func(_ *plan.Live, p *plan.Part) { ids = p.Before(by.plan, n.ID) })
 	return ids, err
 }
 
 // readPart calls read with the states of the workflow, and with what the call takes part in. See evidence.Live.
-func readPart(x *Call, read func(l *plan.Live, p *plan.Part)) error {
-	s := &x.evidence
-	who, named := s.call.Names(), s.named()
-	return s.policy.Evidence.Live(x.r.Context(), s.policy.Events, s.call.Workflow, func(l *plan.Live) { read(l, l.Part(who, named)) })
+func readPart(q *identified, read func(l *plan.Live, p *plan.Part)) error {
+	who, named := q.facts.Names(), q.named()
+	return q.policy.Evidence.Live(q.r.Context(), q.policy.Events, q.facts.Workflow, func(l *plan.Live) { read(l, l.Part(who, named)) })
 }
 
 // named are the ids that link the call to what others have done: those of the tokens that led to it, and of their
 // parents. Tokens that are not proven link nothing.
-func (s *callEvidence) named() []string {
-	ids := slices.Clone(s.call.Parents)
-	for _, t := range slices.Concat(s.tokens.All, s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)) {
+func (q *identified) named() []string {
+	ids := slices.Clone(q.facts.Parents)
+	for _, t := range slices.Concat(q.tokens.All, q.policy.Evidence.Unrecorded(q.tokens.All, maxAncestors)) {
 		if t.Proven() {
 			ids = append(append(ids, t.ID()), t.Parents()...)
 		}
@@ -161,12 +159,11 @@ func (s *callEvidence) named() []string {
 }
 
 // orderedBy are the parents of the call that have to be done.
-func orderedBy(x *Call) (parents []string) {
-	s := &x.evidence
-	if s.policy == nil || s.call.Workflow == "" || x.action.Order != OrderPar || s.planned.undoes {
+func orderedBy(q *identified, by *planned) (parents []string) {
+	if q.policy == nil || q.facts.Workflow == "" || q.action.Order != OrderPar || by.undoes {
 		return nil
 	}
-	for _, t := range s.tokens.Own {
+	for _, t := range q.tokens.Own {
 		for _, id := range t.Parents() {
 			parents = append(parents, id, ect.UnprovenID(id))
 		}

@@ -73,57 +73,53 @@ func (p *Tokens) node() (named, action string) {
 
 // findNode finds out which node of its workflow's plan a call is, before anything is recorded for it: a
 // call that is none, or could be several, is refused (A-optional-b).
-func findNode(x *Call) error {
-	s := &x.evidence
-	undoes, err := undoes(x)
+func findNode(q *identified) (found planned, err error) {
+	undoes, err := undoes(q)
 	if err != nil {
-		return x.storeFailed(err)
+		return found, q.storeFailed(err)
 	}
-	s.planned.undoes = undoes
-	if s.planned.fence, err = x.engine.Plans.Fence(x.r.Context(), s.call.Workflow); err != nil {
-		return x.storeFailed(err)
+	fence, err := q.engine.Plans.Fence(q.r.Context(), q.facts.Workflow)
+	if err != nil {
+		return found, q.storeFailed(err)
 	}
-	a, err := planOf(x)
+	a, err := planOf(q)
 	if err != nil { // nothing is known of what it may do (P4)
-		return x.storeFailed(err)
+		return found, q.storeFailed(err)
 	}
 	if a == nil {
-		return nil
+		return planned{undoes: undoes, fence: fence}, nil
 	}
-	named, action := s.tokens.node()
-	if stated, _ := statedNode(x.r); named == "" { // prepare has checked it
+	named, action := q.tokens.node()
+	if stated, _ := statedNode(q.r); named == "" { // fingerprint has checked it
 		named = stated
 	}
-	action = cmp.Or(action, x.action.Name)
-	s.planned = planned{a.Plan, -1, s.policy.Plans.Observed, a, undoes, s.planned.fence}
+	action = cmp.Or(action, q.action.Name)
 	node, err := a.Plan.Which(named, action)
-	switch {
-	case undoes: // it is no task of the plan
-		return nil
-	case err == nil:
-		s.planned.node, s.call.Node = node, a.Plan.Nodes[node].ID
-		return nil
-	case s.planned.observed:
-		return nil
-	case errors.Is(err, plan.ErrAmbiguousNode):
-		return x.problem(problem.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
-	case named != "":
-		return x.problem(problem.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", evidence.Printable(named, maxQuoted)), 0)
+	if undoes || err != nil { // what undoes is no task of the plan
+		node = -1
 	}
-	return x.problem(problem.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
+	found = planned{a.Plan, node, q.policy.Plans.Observed, a, undoes, fence}
+	switch {
+	case undoes, err == nil, found.observed:
+		return found, nil
+	case errors.Is(err, plan.ErrAmbiguousNode):
+		return found, problemOf(problem.NodeAmbiguous, fmt.Sprintf("Several nodes of the workflow's plan are called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
+	case named != "":
+		return found, problemOf(problem.NodeUnknown, fmt.Sprintf("The workflow's plan has no node %q. Nothing was forwarded.", evidence.Printable(named, maxQuoted)), 0)
+	}
+	return found, problemOf(problem.NodeUnknown, fmt.Sprintf("The workflow's plan has no node that is called %q. Nothing was forwarded.", evidence.Printable(action, maxQuoted)), 0)
 }
 
 // undoes reports whether a call undoes an earlier one of its workflow here, by its caller's word: the caller's own
 // token asks for that, or says that it has begun, and names the checkpoint of such a call, in which its issuer
 // has a part (CheckReports). What is still to be done must not hold up what is to be undone (ADR 0125).
-func undoes(x *Call) (bool, error) {
-	s := &x.evidence
-	for _, t := range s.tokens.Own {
+func undoes(q *identified) (bool, error) {
+	for _, t := range q.tokens.Own {
 		if !t.Proven() || !slices.Contains([]ect.Event{ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventCompensate}, t.Event()) {
 			continue
 		}
 		for _, id := range append([]string{evidence.NamedCheckpoint(t.Ext())}, t.Parents()...) {
-			if is, err := s.policy.Events.Guards(x.r.Context(), s.call.Workflow, id); is || err != nil {
+			if is, err := q.policy.Events.Guards(q.r.Context(), q.facts.Workflow, id); is || err != nil {
 				return is, err
 			}
 		}
@@ -132,42 +128,42 @@ func undoes(x *Call) (bool, error) {
 }
 
 // takesPart says of a call's checkpoint whether it is in what this call takes part in (P3).
-func takesPart(x *Call) func(call string) (bool, error) {
+func takesPart(q *identified) func(call string) (bool, error) {
 	return func(call string) (has bool, err error) {
-		err = readPart(x, func(_ *plan.Live, p *plan.Part) { has = p.Has(call) })
+		err = readPart(q, func(_ *plan.Live, p *plan.Part) { has = p.Has(call) })
 		return has, err
 	}
 }
 
 // called reports whether something was called before in what the call takes part in.
-func called(x *Call) (before bool, err error) {
-	err = readPart(x, func(_ *plan.Live, p *plan.Part) { before = p.Called() })
+func called(q *identified) (before bool, err error) {
+	err = readPart(q, func(_ *plan.Live, p *plan.Part) { before = p.Called() })
 	return before, err
 }
 
 // planOf finds the plan that binds the call: the one of what it takes part in, or of the workflow, or else the one
 // that the call brings into force, if nothing was called before in what it takes part in.
-func planOf(x *Call) (a *plan.Assigned, err error) {
-	s, plans, ctx := &x.evidence, x.engine.Plans, x.r.Context()
-	a, err = plans.Of(ctx, s.call.Workflow, takesPart(x))
-	if a != nil || err != nil || len(s.tokens.All) == 0 {
+func planOf(q *identified) (a *plan.Assigned, err error) {
+	plans, ctx := q.engine.Plans, q.r.Context()
+	a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q))
+	if a != nil || err != nil || len(q.tokens.All) == 0 {
 		return a, err
 	}
-	offers := plans.Offers(s.call.Workflow)
-	if len(s.policy.Plans.Files) == 0 && !offers {
+	offers := plans.Offers(q.facts.Workflow)
+	if len(q.policy.Plans.Files) == 0 && !offers {
 		return nil, nil
 	}
-	issuers, follows := s.initiators()
+	issuers, follows := q.initiators()
 	if offers { // also by those whose tokens were recorded before
-		if err := readPart(x, func(l *plan.Live, _ *plan.Part) {
-			issuers = append(issuers, l.Issuers(s.named(), maxAncestors)...)
+		if err := readPart(q, func(l *plan.Live, _ *plan.Part) {
+			issuers = append(issuers, l.Issuers(q.named(), maxAncestors)...)
 		}); err != nil {
 			return nil, err
 		}
 	}
 	var offered *plan.Assigned
 	for _, issuer := range issuers {
-		if offered, err = plans.Offered(ctx, s.call.Workflow, issuer); err != nil {
+		if offered, err = plans.Offered(ctx, q.facts.Workflow, issuer); err != nil {
 			return nil, err
 		}
 		if offered != nil {
@@ -184,10 +180,10 @@ func planOf(x *Call) (a *plan.Assigned, err error) {
 		return nil, nil
 	}
 	// What a participant wants binds the others only from their first call on.
-	if a, err = plans.Settle(ctx, s.call.Workflow, takesPart(x)); a != nil || err != nil {
+	if a, err = plans.Settle(ctx, q.facts.Workflow, takesPart(q)); a != nil || err != nil {
 		return a, err
 	}
-	if late, err := called(x); late || err != nil {
+	if late, err := called(q); late || err != nil {
 		return nil, err
 	}
 	return offered, nil
@@ -195,9 +191,9 @@ func planOf(x *Call) (a *plan.Assigned, err error) {
 
 // initiators are the issuers of the tokens that led to the call, the caller first, and the plan of the
 // configuration that a workflow_start among these tokens names; nil without one.
-func (s *callEvidence) initiators() (issuers []string, follows *plan.Assigned) {
-	for _, t := range slices.Concat(s.tokens.Own, s.tokens.All, s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)) {
-		if !t.Proven() || evidence.WorkflowID(t.Workflow()) != s.call.Workflow || s.policy.Events.Issued(t) {
+func (q *identified) initiators() (issuers []string, follows *plan.Assigned) {
+	for _, t := range slices.Concat(q.tokens.Own, q.tokens.All, q.policy.Evidence.Unrecorded(q.tokens.All, maxAncestors)) {
+		if !t.Proven() || evidence.WorkflowID(t.Workflow()) != q.facts.Workflow || q.policy.Events.Issued(t) {
 			continue
 		}
 		if !slices.Contains(issuers, t.Issuer()) {
@@ -205,9 +201,9 @@ func (s *callEvidence) initiators() (issuers []string, follows *plan.Assigned) {
 		}
 		if t.Event() == ect.EventWorkflowStart && follows == nil {
 			name, _ := t.Ext().Text(ect.MemberWorkflowName)
-			if d := s.policy.Plans.Files[name]; d != nil {
+			if d := q.policy.Plans.Files[name]; d != nil {
 				follows = &plan.Assigned{
-					Workflow: s.call.Workflow, Issuer: t.Issuer(), By: "plan " + d.WorkflowID, Version: d.Version(), Size: int64(len(d.Canonical())), Plan: d,
+					Workflow: q.facts.Workflow, Issuer: t.Issuer(), By: "plan " + d.WorkflowID, Version: d.Version(), Size: int64(len(d.Canonical())), Plan: d,
 				}
 			}
 		}
@@ -241,19 +237,19 @@ func (t *TokenPolicy) follow(ctx context.Context, tokens []*ect.Token) error {
 
 // beginPlan adds to the commit of a claim that who takes part in the call stays with its plan. Without one, no plan
 // begins beside a call that may be the first. After execution.ErrTaken look the call up again.
-func beginPlan(ctx context.Context, x *Call, claim *store.Batch) error {
-	s, plans := &x.evidence, x.engine.Plans
+func beginPlan(ctx context.Context, q *identified, by *planned, checkpoint string, claim *store.Batch) error {
+	plans := q.engine.Plans
 	var b *store.Batch
 	var err error
 	switch {
-	case s.planned.assigned != nil:
-		b, err = plans.Begin(ctx, s.planned.assigned, x.call.Checkpoint, func() (bool, error) { return called(x) })
-	case s.call.Workflow == "":
-	case len(s.tokens.All) > 0 && (plans.Offers(s.call.Workflow) || len(s.policy.Plans.Files) > 0):
-		b, err = besidePlans(ctx, x)
-	case plans.Has(s.call.Workflow): // since it was admitted, which may have taken long
+	case by.assigned != nil:
+		b, err = plans.Begin(ctx, by.assigned, checkpoint, func() (bool, error) { return called(q) })
+	case q.facts.Workflow == "":
+	case len(q.tokens.All) > 0 && (plans.Offers(q.facts.Workflow) || len(q.policy.Plans.Files) > 0):
+		b, err = besidePlans(ctx, q)
+	case plans.Has(q.facts.Workflow): // since it was admitted, which may have taken long
 		var a *plan.Assigned
-		if a, err = plans.Of(ctx, s.call.Workflow, takesPart(x)); a != nil {
+		if a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q)); a != nil {
 			err = plan.ErrChanged
 		}
 	}
@@ -261,7 +257,7 @@ func beginPlan(ctx context.Context, x *Call, claim *store.Batch) error {
 	case errors.Is(err, plan.ErrChanged):
 		return execution.ErrTaken
 	case err != nil:
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
 	claim.Join(b)
 	return nil
@@ -269,21 +265,21 @@ func beginPlan(ctx context.Context, x *Call, claim *store.Batch) error {
 
 // besidePlans is for the claim of a call without a plan: none begins beside it, if it may be the first. Behind an
 // earlier call none begins, but one may have begun since the call was admitted.
-func besidePlans(ctx context.Context, x *Call) (*store.Batch, error) {
-	s, plans := &x.evidence, x.engine.Plans
-	offers := plans.Offers(s.call.Workflow)
-	first, err := s.policy.Events.Begins(ctx, s.call.Workflow)
+func besidePlans(ctx context.Context, q *identified) (*store.Batch, error) {
+	plans := q.engine.Plans
+	offers := plans.Offers(q.facts.Workflow)
+	first, err := q.policy.Events.Begins(ctx, q.facts.Workflow)
 	if err == nil && !first && offers {
-		first, err = called(x)
+		first, err = called(q)
 		first = !first
 	}
 	switch {
 	case err != nil:
 		return nil, err
 	case first:
-		return plans.Beside(ctx, s.call.Workflow, takesPart(x))
+		return plans.Beside(ctx, q.facts.Workflow, takesPart(q))
 	case offers:
-		if a, err := plans.Of(ctx, s.call.Workflow, takesPart(x)); a != nil || err != nil {
+		if a, err := plans.Of(ctx, q.facts.Workflow, takesPart(q)); a != nil || err != nil {
 			return nil, cmp.Or(err, plan.ErrChanged)
 		}
 	}

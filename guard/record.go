@@ -29,23 +29,16 @@ import (
 
 // callEvidence is what the ledger records of a call.
 type callEvidence struct {
-	policy *TokenPolicy
-	tokens Tokens
 	// recorded are the tokens in the ledger, bound those that were used for this call.
 	recorded, bound []*ect.Token
 	// ancestors are earlier tokens without a record of their own that led to these.
 	ancestors []*ect.Token
-	// use binds the tokens to this key and request, so that they are valid for no other body.
-	use evidence.Use
 	// held are the tokens whose recorded use has no expiry yet.
 	held []*ect.Token
-	// handed says that an enclosing guard uses the tokens for the same request.
-	handed bool
 	// begins says that the call is the first of its workflow.
 	begins bool
-	call   evidence.Call
-	// planned is what the plan of the workflow says of the call.
-	planned planned
+	// call is what the claim records of the call: its facts, and what was found out when it was admitted.
+	call evidence.Call
 	// forwarded is the checkpoint as a token, for upstreams with an identity.
 	forwarded *ect.Token
 	// failed is the recorded error of the call as a token, for its caller.
@@ -64,60 +57,57 @@ func (q *guardedRequest) target() string {
 	return q.h.Name
 }
 
-// begin prepares the evidence of the call. Its key is known.
-func (x *Call) begin() error {
-	s := &x.evidence
-	if s.policy == nil {
-		return nil
+// begin is what the ledger will record of the call, as far as its request says it. Its key is known.
+func (q *identified) begin() (evidence.Call, error) {
+	facts := evidence.Call{
+		Key: q.call.Key, Caller: q.executions.Caller(q.call.Scope.Caller), Action: q.action.Name,
+		Workflow: evidence.WorkflowID(q.call.Workflow), Parents: q.tokens.leaves,
+		Target: q.target(), Description: q.action.Description, RollbackURI: q.policy.RollbackURI, TTL: time.Duration(q.action.CheckpointTTL),
+		Critical: q.action.Critical, Severity: q.action.Severity, Guard: q.h.Name,
 	}
-	s.call = evidence.Call{
-		Key: x.call.Key, Caller: x.executions.Caller(x.call.Scope.Caller), Action: x.action.Name,
-		Workflow: evidence.WorkflowID(x.call.Workflow), Parents: s.tokens.leaves,
-		Target: x.target(), Description: x.action.Description, RollbackURI: s.policy.RollbackURI, TTL: time.Duration(x.action.CheckpointTTL),
-		Critical: x.action.Critical, Severity: x.action.Severity, Guard: x.h.Name,
+	facts.Issuer = q.tokens.Issuer()
+	if facts.Node, _ = q.tokens.node(); facts.Node == "" {
+		facts.Node, _ = statedNode(q.r) // fingerprint has checked it
 	}
-	s.call.Issuer = s.tokens.Issuer()
-	if s.call.Node, _ = s.tokens.node(); s.call.Node == "" {
-		s.call.Node, _ = statedNode(x.r) // prepare has checked it
+	if own := q.tokens.Own; len(own) > 0 {
+		facts.Hearers = own[0].Audience()
 	}
-	if own := s.tokens.Own; len(own) > 0 {
-		s.call.Hearers = own[0].Audience()
+	if q.h.UpstreamIdentity != "" {
+		facts.Audience = []string{q.h.UpstreamIdentity}
 	}
-	if x.h.UpstreamIdentity != "" {
-		s.call.Audience = []string{x.h.UpstreamIdentity}
+	var err error
+	switch {
+	case len(q.tokens.All) == 0:
+		facts.Workflow, facts.Parents, err = q.join(facts.Workflow)
+	case !q.handed(): // else a guard around this one has bound them
+		err = q.lateTokens()
 	}
-	if len(s.tokens.All) > 0 {
-		return x.takeTokens()
-	}
-	return x.join()
+	return facts, err
 }
 
 // join places a call without a token in a workflow, behind the execution that it names as its
 // parent. A workflow with tokens cannot be joined otherwise: knowing its id would be enough to
 // write into it, and to read it (P3).
-func (x *Call) join() error {
-	s := &x.evidence
-	if s.call.Workflow == "" {
-		return nil
+func (q *identified) join(stated string) (workflow string, parents []string, err error) {
+	if stated == "" {
+		return "", nil, nil
 	}
-	named := s.call.Workflow
-	if s.policy.Verifier != nil || x.r.Header.Get(HeaderRollback) != "" { // what undoes is no task of the workflow (ADR 0125)
-		named = evidence.NamedWorkflowID(x.call.Workflow)
+	named := stated
+	if q.policy.Verifier != nil || q.r.Header.Get(HeaderRollback) != "" { // what undoes is no task of the workflow (ADR 0125)
+		named = evidence.NamedWorkflowID(q.call.Workflow)
 	}
-	if parent := x.r.Header.Get(headerExecutionParent); parent != "" {
-		for _, workflow := range slices.Compact([]string{s.call.Workflow, named}) {
-			id, err := s.policy.Evidence.Parent(x.r.Context(), workflow, parent)
+	if parent := q.r.Header.Get(headerExecutionParent); parent != "" {
+		for _, workflow := range slices.Compact([]string{stated, named}) {
+			id, err := q.policy.Evidence.Parent(q.r.Context(), workflow, parent)
 			if err != nil {
-				return x.storeFailed(err)
+				return "", nil, q.storeFailed(err)
 			}
 			if id != "" {
-				s.call.Workflow, s.call.Parents = workflow, []string{id}
-				return nil
+				return workflow, []string{id}, nil
 			}
 		}
 	}
-	s.call.Workflow = named
-	return nil
+	return named, nil, nil
 }
 
 func bodyHash(of *body.Spool) (ect.Hash, error) {
@@ -130,51 +120,48 @@ func bodyHash(of *body.Spool) (ect.Hash, error) {
 
 // recordCall makes the call's checkpoint and the batch that records it, the tokens that led to it
 // and their use in the claim's commit (P2).
-func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
-	s := &x.evidence
-	x.call.Checkpoint = ""
-	if s.policy == nil {
-		return nil, nil
-	}
-	ctx := x.r.Context()
+func (x *Call) recordCall(in *admission) (*store.Batch, error) {
+	s, ctx := &x.evidence, x.r.Context()
+	s.call = in.facts
 	now, err := x.engine.Store.Now(ctx)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	if err := x.keepSnapshot(ctx); err != nil {
+	p, err := x.capture.keepSnapshot(ctx, &x.identified, in)
+	if err != nil {
 		return nil, err
 	}
-	draft, err := s.policy.Events.Checkpoint(now, &s.call)
+	s.call.Checkpoint, s.call.State, s.call.Reversible = p.Snapshot().ID, ect.HashOf(p.Sum()), p.Snapshot().Reversible()
+	draft, err := x.policy.Events.Checkpoint(now, &s.call)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	x.call.Checkpoint = draft.ID()
-	tokens := s.unrecorded()
+	tokens := s.unrecorded(&x.identified)
 	drafts := []*ect.Draft{draft}
 	if x.h.UpstreamIdentity != "" {
-		if s.forwarded, err = s.policy.Events.Sign(draft); err != nil {
+		if s.forwarded, err = x.policy.Events.Sign(draft); err != nil {
 			return nil, x.storeFailed(err)
 		}
 		tokens, drafts = append(tokens, s.forwarded), nil
 	}
-	if x.probing != nil && found.Record != nil && found.Record.Checkpoint != "" { // the probe has said that it was not applied
-		_, settled, err := s.policy.settlement(ctx, x.call.Key, found.Record, false, "probe")
+	if r := in.found.Record; x.probing != nil && r != nil && r.Checkpoint != "" { // the probe has said that it was not applied
+		_, settled, err := x.policy.settlement(ctx, x.call.Key, r, false, "probe")
 		if err != nil {
 			return nil, x.storeFailed(err)
 		}
 		drafts = append(drafts, settled...)
 	}
-	if drafts, err = beginWorkflow(ctx, x, now, drafts); err != nil {
+	if drafts, err = s.beginWorkflow(ctx, &x.identified, in.planned.plan, now, drafts); err != nil {
 		return nil, x.storeFailed(err)
 	}
 	var link *store.Write
-	expires := x.kept(now)
+	expires := x.kept(now, in.deadline)
 	if s.call.Workflow != "" {
-		if link, err = s.policy.Evidence.Link(ctx, &s.call, x.call.Scope.ID, draft.ID(), expires); err != nil {
+		if link, err = x.policy.Evidence.Link(ctx, &s.call, x.call.Scope.ID, draft.ID(), expires); err != nil {
 			return nil, x.storeFailed(err)
 		}
 	}
-	batch, err := s.policy.Evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
+	batch, err := x.policy.Evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
@@ -182,16 +169,16 @@ func (x *Call) recordCall(found execution.Finding) (*store.Batch, error) {
 	if x.action.StreamIdle > 0 {
 		expires = time.Time{}
 	}
-	s.bind(batch, expires)
+	s.bind(&x.identified, batch, expires)
 	if link != nil {
 		batch.Add(*link)
 	}
-	if err := beginPlan(ctx, x, batch); err != nil {
+	if err := beginPlan(ctx, &x.identified, &in.planned, draft.ID(), batch); err != nil {
 		_ = batch.Done(err) // this error says why
 		return nil, err
 	}
-	if s.planned.plan != nil || s.policy.AwaitEnds && inWorkflow(x) {
-		batch.Add(s.policy.Evidence.Opened(now, s.call.Workflow))
+	if in.planned.plan != nil || x.policy.AwaitEnds && inWorkflow(&x.identified) {
+		batch.Add(x.policy.Evidence.Opened(now, s.call.Workflow))
 	}
 	return batch, nil
 }
@@ -261,31 +248,30 @@ func withTokensFor(h *Handler, r *http.Request) (*http.Request, error) {
 
 // recordUntil is how long the ledger keeps the records of the call at least: while it can be
 // undone, and a rollback that began in time runs.
-func (x *Call) recordUntil(now time.Time) time.Time {
-	ttl := x.evidence.call.TTL
-	return now.Add(max(ttl+ttl/2, x.call.KeepResult))
+func (q *identified) recordUntil(now time.Time) time.Time {
+	ttl := q.facts.TTL
+	return now.Add(max(ttl+ttl/2, q.call.KeepResult))
 }
 
 // callRecorded handles the result of the claim. A claim refused for an earlier use of a token is
 // retried without that token if the use was for this very call.
-func (x *Call) callRecorded(batch *store.Batch, err error) error {
+func (s *callEvidence) callRecorded(q *identified, batch *store.Batch, err error) error {
 	if batch == nil {
 		return err
 	}
 	if err == nil {
-		if x.evidence.begins {
-			x.emit(EventWorkflowStarted, nil)
+		if s.begins {
+			q.emit(EventWorkflowStarted, nil)
 		}
-		x.evidence.recorded = slices.Concat(x.evidence.recorded, x.evidence.ancestors, x.evidence.tokens.All)
-		x.evidence.bound = append(x.evidence.bound, x.evidence.tokens.Own...)
+		s.recorded = slices.Concat(s.recorded, s.ancestors, q.tokens.All)
+		s.bound = append(s.bound, q.tokens.Own...)
 		return nil
 	}
-	x.call.Checkpoint = ""
 	var lost *store.Conflict
 	if !errors.As(err, &lost) {
 		return err // execution.ErrTaken is no conflict of ours
 	}
-	if failed := x.lostTo(lost); failed != nil {
+	if failed := s.lostTo(q, lost); failed != nil {
 		return failed
 	}
 	return execution.ErrTaken // look again
@@ -300,12 +286,12 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 		return events
 	}
 	c, s := x.engine.Coordinator(), &x.evidence
-	f := rollback.Failure{Checkpoint: came.Checkpoint, By: s.policy.Events.Identity(), Undo: x.r.Header.Get(HeaderRollback) != ""}
+	f := rollback.Failure{Checkpoint: came.Checkpoint, By: x.policy.Events.Identity(), Undo: x.r.Header.Get(HeaderRollback) != ""}
 	switch {
 	case c == nil:
 		return events
 	case x.action.OnError == OnErrorRollback && came.Failed():
-	case s.tokens.workflow() == "" && x.r.Header.Get(HeaderWorkflowID) == "":
+	case x.tokens.workflow() == "" && x.r.Header.Get(HeaderWorkflowID) == "":
 		return events // at most a trace, for which nobody answers
 	default:
 		f.Asks, f.Workflow = hitl.CauseFailed, s.call.Workflow
@@ -323,7 +309,7 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 	case !came.Failed():
 		f.Error = reported.severe
 	case events != nil:
-		f.Error = s.policy.Evidence.ErrorID(came.Checkpoint)
+		f.Error = x.policy.Evidence.ErrorID(came.Checkpoint)
 	}
 	b := c.Failed(f)
 	b.Join(events)
@@ -335,14 +321,14 @@ func (x *Call) answerFailure(came *evidence.Outcome, reported reportedErrors, ev
 // taken the outcome (ADR 0147): the call's client is not there any more, and other goroutines use the call.
 func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer http.Header, again bool) *store.Batch {
 	s := &x.evidence
-	if s.policy == nil {
+	if x.policy == nil {
 		return nil
 	}
 	now, err := x.engine.Store.Now(ctx)
 	if err != nil {
 		return nil // then nothing is recorded either
 	}
-	came := evidence.Outcome{Checkpoint: x.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
+	came := evidence.Outcome{Checkpoint: s.call.Checkpoint, Verdict: o.Verdict, Cause: o.Cause, Status: o.Status}
 	reported, before := x.keepUpstreamErrors(ctx, now, answer), x.carried.reported
 	if len(before.ids) > 0 { // by a commit that has failed: what is known is left out the next time
 		reported = reportedErrors{
@@ -352,27 +338,27 @@ func (x *Call) outcomeEvents(ctx context.Context, o execution.Outcome, answer ht
 	x.carried.reported = reported
 	came.UpstreamErrors = reported.ids
 	if o.Verdict == execution.Completed && !came.Failed() && !again {
-		s.policy.Evidence.Answered(&s.call)
+		x.policy.Evidence.Answered(&s.call)
 	}
-	drafts, err := s.policy.Events.Outcome(now, &s.call, &came)
+	drafts, err := x.policy.Events.Outcome(now, &s.call, &came)
 	failed := len(drafts) > 1
 	var signed []*ect.Token
 	if err == nil && failed && x.hears() && !again {
-		signed, err = s.policy.signAll(drafts)
+		signed, err = x.policy.signAll(drafts)
 		drafts = nil
 	}
 	if err == nil {
 		var batch *store.Batch
-		if batch, err = s.policy.Evidence.NewBatch(x.recordUntil(now), signed, drafts...); err == nil {
+		if batch, err = x.policy.Evidence.NewBatch(x.recordUntil(now), signed, drafts...); err == nil {
 			if len(signed) > 0 {
 				s.failed = signed[len(signed)-1]
 			}
 			if failed && o.Upstream != "" {
-				batch.Add(s.policy.Evidence.FailedAt(x.call.Checkpoint, o.Upstream, now))
+				batch.Add(x.policy.Evidence.FailedAt(s.call.Checkpoint, o.Upstream, now))
 			}
 			if o.Verdict != execution.InDoubt { // whose key does not expire either
 				for _, t := range s.held {
-					w := s.policy.Evidence.UseWrite(t, s.use, now.Add(max(x.call.KeepKey, x.call.KeepResult)))
+					w := x.policy.Evidence.UseWrite(t, x.use(), now.Add(max(x.call.KeepKey, x.call.KeepResult)))
 					w.If = store.Condition{} // the claim has written it
 					batch.Add(w)
 				}
@@ -400,16 +386,16 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 	}
 	ctx, cancel := context.WithTimeout(ctx, upstreamErrorTime)
 	defer cancel()
-	own, passed := x.upstreamErrors(ctx, answer)
+	own, passed := x.upstreamErrors(ctx, x.evidence.call.Checkpoint, answer)
 	for _, t := range slices.Backward(passed) { // causes first; people are asked because of what the called agent says itself
-		if err := x.evidence.policy.Evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t}); err == nil {
+		if err := x.policy.Evidence.Append(ctx, x.recordUntil(now), []*ect.Token{t}); err == nil {
 			reported.ids = append(reported.ids, t.ID())
 		} else if !errors.Is(err, ledger.ErrDuplicate) {
 			x.h.Logger.Warn("an error that was passed along could not be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		}
 	}
 	for _, t := range own {
-		fits, err := keepReported(ctx, x, x.recordUntil(now), t)
+		fits, err := keepReported(ctx, &x.identified, x.evidence.call.Checkpoint, x.recordUntil(now), t)
 		if err == nil {
 			reported.ids = append(reported.ids, t.ID())
 			severity, _ := t.Ext().Text(ect.MemberSeverity)
@@ -429,11 +415,13 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 
 // keepReported records an error of the called agent, in one commit with what the deployment's rules
 // want for it. It reports whether one fits.
-func keepReported(ctx context.Context, x *Call, until time.Time, t *ect.Token) (fits bool, err error) {
-	policy, o := x.evidence.policy, hitl.Opening{}
-	if policy.Rule != nil && x.engine.Escalations != nil {
+func keepReported(
+	ctx context.Context, q *identified, checkpoint string, until time.Time, t *ect.Token,
+) (fits bool, err error) {
+	policy, o := q.policy, hitl.Opening{}
+	if policy.Rule != nil && q.engine.Escalations != nil {
 		o, fits = policy.Rule(t)
-		o.Links.Checkpoint = cmp.Or(o.Links.Checkpoint, x.call.Checkpoint)
+		o.Links.Checkpoint = cmp.Or(o.Links.Checkpoint, checkpoint)
 	}
 	for {
 		b, err := policy.Evidence.NewBatch(until, []*ect.Token{t})
@@ -441,13 +429,13 @@ func keepReported(ctx context.Context, x *Call, until time.Time, t *ect.Token) (
 			return fits, err
 		}
 		if fits {
-			p, err := x.engine.Escalations.Prepare(ctx, o)
+			p, err := q.engine.Escalations.Prepare(ctx, o)
 			if err != nil {
 				return fits, b.Done(err)
 			}
 			b.Join(p.Batch)
 		}
-		if err = b.Commit(ctx, x.engine.Store); !errors.Is(err, hitl.ErrAlreadyOpen) { // by another error of the call
+		if err = b.Commit(ctx, q.engine.Store); !errors.Is(err, hitl.ErrAlreadyOpen) { // by another error of the call
 			return fits, err
 		}
 	}
@@ -459,9 +447,10 @@ const upstreamErrorTime = 5 * time.Second
 // upstreamErrors are the errors that the upstream reports with its answer (ATD "Error Signaling",
 // upstream_errors), and those that it passes along: in this workflow and for this gateway, each named by an error
 // of somebody else that leads to one of its own (ADR 0112). Unverifiable and known ones are left out.
-func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) (own, passed []*ect.Token) {
-	s := &x.evidence
-	if s.policy.Verifier == nil {
+func (q *identified) upstreamErrors(
+	ctx context.Context, checkpoint string, answer http.Header,
+) (own, passed []*ect.Token) {
+	if q.policy.Verifier == nil {
 		return nil, nil
 	}
 	raws, err := ect.ParseFields(answer[ect.FieldName])
@@ -470,8 +459,8 @@ func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) (own, pas
 	}
 	var others []*ect.Token
 	for _, raw := range raws {
-		t, err := s.policy.Verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now()})
-		if err == nil && (!t.Proven() || t.Event() != ect.EventError || t.Workflow() != s.call.Workflow) {
+		t, err := q.policy.Verifier.Verify(ctx, raw, ect.Presentation{Now: time.Now()})
+		if err == nil && (!t.Proven() || t.Event() != ect.EventError || t.Workflow() != q.facts.Workflow) {
 			continue // it is no error of this workflow
 		}
 		if err == nil {
@@ -479,16 +468,16 @@ func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) (own, pas
 		}
 		if err == nil {
 			var known evidence.TokenStatus
-			if known, err = s.policy.Evidence.LedgerStatus(ctx, t); err == nil && known != evidence.Unused {
+			if known, err = q.policy.Evidence.LedgerStatus(ctx, t); err == nil && known != evidence.Unused {
 				continue
 			}
 		}
 		if err != nil {
-			x.h.Logger.Debug("an error that an upstream reported is left out", slog.Any("key", x.call.Key), slog.Any("error", err))
+			q.h.Logger.Debug("an error that an upstream reported is left out", slog.Any("key", q.call.Key), slog.Any("error", err))
 			continue
 		}
-		if err := x.reportsItself(ctx, t); err != nil {
-			x.h.Logger.Debug("an error that an upstream reported is not its own", slog.Any("key", x.call.Key), slog.Any("error", err))
+		if err := q.reportsItself(ctx, checkpoint, t); err != nil {
+			q.h.Logger.Debug("an error that an upstream reported is not its own", slog.Any("key", q.call.Key), slog.Any("error", err))
 			others = append(others, t)
 			continue
 		}
@@ -508,66 +497,56 @@ func (x *Call) upstreamErrors(ctx context.Context, answer http.Header) (own, pas
 }
 
 // reportsItself checks that the issuer of an error that came with the answer takes part in what it names.
-func (x *Call) reportsItself(ctx context.Context, t *ect.Token) error {
-	s := &x.evidence
-	graph := func(*ect.Token) ect.DAG { return s.policy.Evidence.Graph(s.call.Workflow) }
-	if _, err := s.policy.Verifier.Verify(ctx, t.Raw(), ect.Presentation{Now: time.Now(), DAG: graph}); err != nil {
+func (q *identified) reportsItself(ctx context.Context, checkpoint string, t *ect.Token) error {
+	graph := func(*ect.Token) ect.DAG { return q.policy.Evidence.Graph(q.facts.Workflow) }
+	if _, err := q.policy.Verifier.Verify(ctx, t.Raw(), ect.Presentation{Now: time.Now(), DAG: graph}); err != nil {
 		return err
 	}
-	return s.policy.Reports.CheckAnswer(ctx, t, s.tokens.All, x.h.UpstreamIdentity, x.calledWith())
-}
-
-// calledWith are the ids of the caller's own tokens and of the call's checkpoint.
-func (x *Call) calledWith() []string {
-	ids := []string{x.call.Checkpoint}
-	for _, t := range x.evidence.tokens.Own {
-		ids = append(ids, t.NodeID())
+	with := []string{checkpoint} // the upstream was called
+	for _, t := range q.tokens.Own {
+		with = append(with, t.NodeID())
 	}
-	return ids
-}
-
-func (x *Call) takeTokens() error {
-	s := &x.evidence
-	s.use = sha256.Sum256(append(x.call.Key[:], x.call.Fingerprint[:]...))
-	if x.r.Context().Value(tokensHanded{}) != nil {
-		s.handed = true // a guard around this one has bound them
-		return nil
-	}
-	return x.lateTokens()
+	return q.policy.Reports.CheckAnswer(ctx, t, q.tokens.All, q.h.UpstreamIdentity, with)
 }
 
 // lateTokens accepts expired tokens for the very call that they were used for, and refuses them
 // otherwise.
-func (x *Call) lateTokens() error {
-	s := &x.evidence
-	if s.tokens.Late == nil {
+func (q *identified) lateTokens() error {
+	if q.tokens.Late == nil {
 		return nil
 	}
-	for _, t := range s.tokens.Own {
-		status, err := s.policy.Evidence.UseStatus(x.r.Context(), t, s.use)
+	for _, t := range q.tokens.Own {
+		status, err := q.policy.Evidence.UseStatus(q.r.Context(), t, q.use())
 		if err != nil {
-			return x.storeFailed(err)
+			return q.storeFailed(err)
 		}
 		if status != evidence.Same {
-			return RefusedToken(s.tokens.Late)
+			return RefusedToken(q.tokens.Late)
 		}
 	}
 	return nil
 }
 
+// use binds the tokens to the key and the request, so that they are valid for no other body.
+func (q *identified) use() evidence.Use {
+	return sha256.Sum256(append(q.call.Key[:], q.call.Fingerprint[:]...))
+}
+
+// handed reports that an enclosing guard uses the tokens for the same request.
+func (q *identified) handed() bool { return q.r.Context().Value(tokensHanded{}) != nil }
+
 // reviewTokens looks up the tokens in the store. It reports whether it learned anything, and
 // refuses a token that was used for something else.
-func (x *Call) reviewTokens() (learned bool, err error) {
-	s := &x.evidence
-	ctx := x.r.Context()
-	own := s.tokens.Own
-	if s.handed {
+func (s *callEvidence) reviewTokens(q *identified) (learned bool, err error) {
+	ctx := q.r.Context()
+	own := q.tokens.Own
+	if q.handed() {
 		own = nil
 	}
 	for _, t := range own {
-		status, err := s.policy.Evidence.UseStatus(ctx, t, s.use)
+		status, err := q.policy.Evidence.UseStatus(ctx, t, q.use())
 		if err != nil {
-			return false, x.storeFailed(err)
+			return false, q.storeFailed(err)
 		}
 		if status == evidence.Other {
 			return false, replayedToken()
@@ -577,19 +556,19 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 			learned = true
 		}
 	}
-	for _, t := range slices.Concat(s.tokens.All, s.ancestors) {
-		status, err := s.policy.Evidence.LedgerStatus(ctx, t)
+	for _, t := range slices.Concat(q.tokens.All, s.ancestors) {
+		status, err := q.policy.Evidence.LedgerStatus(ctx, t)
 		if err != nil {
-			return false, x.storeFailed(err)
+			return false, q.storeFailed(err)
 		}
 		if status == evidence.Other {
 			return false, replayedToken()
 		}
 		if status == evidence.Same && !slices.Contains(s.recorded, t) {
 			if slices.Contains(own, t) && !slices.Contains(s.bound, t) {
-				switch status, err := s.policy.Evidence.ActStatus(ctx, t, s.use); {
+				switch status, err := q.policy.Evidence.ActStatus(ctx, t, q.use()); {
 				case err != nil:
-					return false, x.storeFailed(err)
+					return false, q.storeFailed(err)
 				case status == evidence.Other:
 					return false, replayedToken()
 				}
@@ -606,21 +585,21 @@ func (x *Call) reviewTokens() (learned bool, err error) {
 const maxAncestors = ledger.MaxEvents - MaxTokens - 3
 
 // unrecorded are the tokens that the ledger lacks, parents first.
-func (s *callEvidence) unrecorded() []*ect.Token {
-	if len(s.tokens.All) == 0 {
+func (s *callEvidence) unrecorded(q *identified) []*ect.Token {
+	if len(q.tokens.All) == 0 {
 		return nil
 	}
-	s.ancestors = s.policy.Evidence.Unrecorded(s.tokens.All, maxAncestors)
-	return slices.DeleteFunc(slices.Concat(s.ancestors, s.tokens.All), func(t *ect.Token) bool { return slices.Contains(s.recorded, t) })
+	s.ancestors = q.policy.Evidence.Unrecorded(q.tokens.All, maxAncestors)
+	return slices.DeleteFunc(slices.Concat(s.ancestors, q.tokens.All), func(t *ect.Token) bool { return slices.Contains(s.recorded, t) })
 }
 
 // bind records the use of the caller's tokens in a batch, for as long as the key is kept: even
 // the latest retry must find it. Without a time it has no end until the outcome sets one: a
 // stream may outlast its deadline (ADR 0049).
-func (s *callEvidence) bind(to *store.Batch, until time.Time) {
-	for _, t := range s.tokens.Own {
-		if !slices.Contains(s.bound, t) && !s.handed {
-			writes := s.policy.Evidence.UseWrites(t, s.use, until)
+func (s *callEvidence) bind(q *identified, to *store.Batch, until time.Time) {
+	for _, t := range q.tokens.Own {
+		if !slices.Contains(s.bound, t) && !q.handed() {
+			writes := q.policy.Evidence.UseWrites(t, q.use(), until)
 			if until.IsZero() {
 				writes[0].Expires = until
 				s.held = append(s.held, t)
@@ -630,61 +609,59 @@ func (s *callEvidence) bind(to *store.Batch, until time.Time) {
 	}
 }
 
-// kept is until when the call's key is kept, should it end at its deadline.
-func (x *Call) kept(now time.Time) time.Time {
-	return now.Add(x.call.Deadline + max(x.call.KeepKey, x.call.KeepResult))
+// kept is until when the call's key is kept, should it end at its deadline only.
+func (q *identified) kept(now time.Time, deadline time.Duration) time.Time {
+	return now.Add(deadline + max(q.call.KeepKey, q.call.KeepResult))
 }
 
 // keepTokens records the tokens of a call that is answered from the record: its caller will name
 // them as parents. After execution.ErrTaken look the call up again.
-func (x *Call) keepTokens(found execution.Finding) error {
-	s := &x.evidence
-	if len(s.tokens.All) == 0 || s.tokens.Late != nil {
+func (s *callEvidence) keepTokens(q *identified, found execution.Finding) error {
+	if len(q.tokens.All) == 0 || q.tokens.Late != nil {
 		return nil
 	}
-	if _, err := x.reviewTokens(); err != nil || found.Status == execution.Mismatch {
+	if _, err := s.reviewTokens(q); err != nil || found.Status == execution.Mismatch {
 		return err // a refusal is no step of the workflow
 	}
-	if tokens := s.unrecorded(); len(tokens) > 0 {
-		if err := x.recordTokens(found, tokens); err != nil {
+	if tokens := s.unrecorded(q); len(tokens) > 0 {
+		if err := s.recordTokens(q, found, tokens); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (x *Call) recordTokens(found execution.Finding, tokens []*ect.Token) error {
-	s := &x.evidence
-	ctx := x.r.Context()
-	now, err := x.engine.Store.Now(ctx)
+func (s *callEvidence) recordTokens(q *identified, found execution.Finding, tokens []*ect.Token) error {
+	ctx := q.r.Context()
+	now, err := q.engine.Store.Now(ctx)
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
-	drafts, err := x.retryDrafts(now, found, tokens)
+	drafts, err := q.retryDrafts(now, found, tokens)
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
-	batch, err := s.policy.Evidence.NewBatch(x.recordUntil(now), tokens, drafts...)
+	batch, err := q.policy.Evidence.NewBatch(q.recordUntil(now), tokens, drafts...)
 	if err != nil {
-		return x.storeFailed(err)
+		return q.storeFailed(err)
 	}
-	s.bind(batch, x.kept(now))
-	err = batch.Commit(ctx, x.engine.Store)
+	s.bind(q, batch, q.kept(now, q.call.Deadline))
+	err, s.begins = batch.Commit(ctx, q.engine.Store), false // it begins no workflow
 	if conflict := (*store.Conflict)(nil); err != nil && !errors.As(err, &conflict) {
-		if s.policy.LedgerFirst {
-			return x.storeFailed(err)
+		if q.policy.LedgerFirst {
+			return q.storeFailed(err)
 		}
-		x.h.Logger.Warn("the tokens of a retry could not be recorded; it is answered all the same", slog.Any("key", x.call.Key), slog.Any("error", err))
+		q.h.Logger.Warn("the tokens of a retry could not be recorded; it is answered all the same", slog.Any("key", q.call.Key), slog.Any("error", err))
 		return nil
 	}
-	return x.callRecorded(batch, err)
+	return s.callRecorded(q, batch, err)
 }
 
 // retryDrafts records the outcome of its call for the tokens of a retry, unless the call still
 // runs.
-func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
+func (q *identified) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
 	r := found.Record
-	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(x.evidence.tokens.Own, t) }) {
+	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(q.tokens.Own, t) }) {
 		return nil, nil
 	}
 	came := evidence.Outcome{Checkpoint: r.Checkpoint, Cause: r.Cause, Status: r.Status}
@@ -696,26 +673,26 @@ func (x *Call) retryDrafts(now time.Time, found execution.Finding, tokens []*ect
 	default:
 		return nil, nil
 	}
-	d, err := x.evidence.policy.Events.RetryOutcome(now, &x.evidence.call, &came)
+	d, err := q.policy.Events.RetryOutcome(now, &q.facts, &came)
 	return []*ect.Draft{d}, err
 }
 
 // lostTo finds the conflicting write of a claim.
-func (x *Call) lostTo(lost *store.Conflict) error {
-	ctx, cancel := context.WithDeadline(x.r.Context(), x.wait)
+func (s *callEvidence) lostTo(q *identified, lost *store.Conflict) error {
+	ctx, cancel := context.WithDeadline(q.r.Context(), q.wait)
 	defer cancel()
 	for {
-		learned, err := x.reviewTokens()
-		if err == nil && !learned && x.evidence.begins { // another first call of the workflow may have come before
+		learned, err := s.reviewTokens(q)
+		if err == nil && !learned && s.begins { // another first call of the workflow may have come before
 			var begins bool
-			begins, err = x.evidence.policy.Events.Begins(ctx, x.evidence.call.Workflow)
+			begins, err = q.policy.Events.Begins(ctx, q.facts.Workflow)
 			learned = !begins
 		}
 		if err != nil || learned {
 			return err
 		}
 		if store.AwaitGroup(ctx) != nil {
-			return x.storeFailed(lost)
+			return q.storeFailed(lost)
 		}
 	}
 }
@@ -763,8 +740,8 @@ const (
 
 type shownError struct{ id, raw string }
 
-func (x *Call) hears() bool {
-	return x.evidence.policy != nil && x.verified && x.evidence.tokens.Issuer() != ""
+func (q *identified) hears() bool {
+	return q.policy != nil && q.tokens.Issuer() != ""
 }
 
 // signAll signs drafts.
@@ -802,7 +779,7 @@ func (x *Call) pointToError(h http.Header, p *problem.Problem) {
 	case x.evidence.failed != nil:
 		failure = &shownError{x.evidence.failed.ID(), x.evidence.failed.Raw()}
 	case p.Kind() == problem.InDoubt:
-		failure = x.recordedError(x.call.Checkpoint)
+		failure = x.recordedError(x.noted.checkpoint)
 	case errors.As(p.Cause, &open):
 		failure = x.rejectionError(open)
 	}
@@ -813,17 +790,17 @@ func (x *Call) pointToError(h http.Header, p *problem.Problem) {
 }
 
 // recordedError is the error recorded for the caller's own call, or nil.
-func (x *Call) recordedError(checkpoint string) *shownError {
-	if checkpoint == "" || !x.hears() {
+func (q *identified) recordedError(checkpoint string) *shownError {
+	if checkpoint == "" || !q.hears() {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), errorTime)
+	ctx, cancel := context.WithTimeout(q.r.Context(), errorTime)
 	defer cancel()
-	return x.errorOf(ctx, x.evidence.call.Workflow, x.evidence.policy.Evidence.ErrorID(checkpoint))
+	return q.errorOf(ctx, q.facts.Workflow, q.policy.Evidence.ErrorID(checkpoint))
 }
 
-func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
-	log := x.evidence.policy.Evidence.Log()
+func (q *identified) errorOf(ctx context.Context, workflow, id string) *shownError {
+	log := q.policy.Evidence.Log()
 	entry, err := log.Lookup(ctx, workflow, id)
 	if err != nil {
 		return nil
@@ -837,49 +814,47 @@ func (x *Call) errorOf(ctx context.Context, workflow, id string) *shownError {
 
 // recordRejection records in a call's workflow that a breaker rejected it: a gateway is the
 // boundary of its workflows (cascade 3.3.2).
-func (x *Call) recordRejection(p *problem.Problem) {
-	s := &x.evidence
+func (q *identified) recordRejection(p *problem.Problem) {
 	open := (*breaker.OpenError)(nil)
-	if s.policy == nil || s.call.Workflow == "" || !errors.As(p.Cause, &open) {
+	if q.policy == nil || q.facts.Workflow == "" || !errors.As(p.Cause, &open) {
 		return
 	}
 	// A rejection that is left out now may be recorded with the next one.
-	c := x.engine.Circuits
-	if c == nil || c.Busy() || !x.engine.rejections.first(open, s.call.Workflow, caller.Verified(x.call.Scope.Caller)) {
+	c := q.engine.Circuits
+	if c == nil || c.Busy() || !q.engine.rejections.first(open, q.facts.Workflow, caller.Verified(q.call.Scope.Caller)) {
 		return
 	}
-	c.RecordRejection(s.policy, open, s.call.Workflow, s.parentIDs())
+	c.RecordRejection(q.policy, open, q.facts.Workflow, q.parentIDs())
 }
 
 // rejectionError is the error that shows a caller that a breaker refused its call (AERR "States":
 // it is emitted to upstream peers). There is one per caller, workflow and state of the breaker,
 // so that retries cannot flood the ledger. If it cannot be recorded, the refusal has none.
-func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
-	s := &x.evidence
-	if s.call.Workflow == "" || x.engine.Circuits == nil {
+func (q *identified) rejectionError(open *breaker.OpenError) *shownError {
+	if q.facts.Workflow == "" || q.engine.Circuits == nil {
 		return nil
 	}
-	rejections := &x.engine.rejections
-	to := rejectedCaller{s.call.Workflow, s.tokens.Issuer()}
+	rejections := &q.engine.rejections
+	to := rejectedCaller{q.facts.Workflow, q.tokens.Issuer()}
 	if failure, room := rejections.shown(open, to); failure != nil || !room {
 		return failure
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), errorTime)
+	ctx, cancel := context.WithTimeout(q.r.Context(), errorTime)
 	defer cancel()
-	id := s.policy.Evidence.RejectionID(open.Key.String(), open.Generation, to.workflow, to.caller)
-	if failure := x.errorOf(ctx, to.workflow, id); failure != nil { // of an earlier life
+	id := q.policy.Evidence.RejectionID(open.Key.String(), open.Generation, to.workflow, to.caller)
+	if failure := q.errorOf(ctx, to.workflow, id); failure != nil { // of an earlier life
 		rejections.show(open, to, failure)
 		return failure
 	}
-	token, err := s.recordRejected(ctx, evidence.Rejection{
-		ID: id, Downstream: x.engine.Circuits.Name(open.Key.Upstream), ErrorType: problem.CircuitOpen.ErrorType,
+	token, err := q.recordRejected(ctx, evidence.Rejection{
+		ID: id, Downstream: q.engine.Circuits.Name(open.Key.Upstream), ErrorType: problem.CircuitOpen.ErrorType,
 		Severity: "error", Description: "the circuit breaker refuses the call; nothing was forwarded",
 	})
 	switch {
 	case errors.Is(err, ledger.ErrDuplicate): // another call of this caller was first
-		return x.errorOf(ctx, to.workflow, id)
+		return q.errorOf(ctx, to.workflow, id)
 	case err != nil:
-		x.engine.Circuits.Unrecorded(open.Key, err)
+		q.engine.Circuits.Unrecorded(open.Key, err)
 		return nil
 	}
 	failure := &shownError{token.ID(), token.Raw()}
@@ -888,51 +863,50 @@ func (x *Call) rejectionError(open *breaker.OpenError) *shownError {
 }
 
 // recordRejected records that the call was held up, in its workflow. With ErrDuplicate that was recorded before.
-func (s *callEvidence) recordRejected(ctx context.Context, r evidence.Rejection) (*ect.Token, error) {
-	now, err := s.policy.Engine.Store.Now(ctx)
+func (q *identified) recordRejected(ctx context.Context, r evidence.Rejection) (*ect.Token, error) {
+	now, err := q.policy.Engine.Store.Now(ctx)
 	if err != nil {
 		return nil, err
 	}
-	parents, err := s.policy.Evidence.Known(ctx, s.call.Workflow, s.parentIDs())
+	parents, err := q.policy.Evidence.Known(ctx, q.facts.Workflow, q.parentIDs())
 	if err != nil {
 		return nil, err
 	}
-	r.Workflow, r.Issuer, r.Caller = s.call.Workflow, s.tokens.Issuer(), s.call.Caller
+	r.Workflow, r.Issuer, r.Caller = q.facts.Workflow, q.tokens.Issuer(), q.facts.Caller
 	r.Parents = parents[:min(len(parents), ect.MaxParents)]
-	draft, err := s.policy.Events.Rejection(now, &r)
+	draft, err := q.policy.Events.Rejection(now, &r)
 	if err != nil {
 		return nil, err
 	}
-	token, err := s.policy.Events.Sign(draft)
+	token, err := q.policy.Events.Sign(draft)
 	if err != nil {
 		return nil, err
 	}
-	return token, s.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token})
+	return token, q.policy.Evidence.Append(ctx, now.Add(KeepCircuitTokens), []*ect.Token{token})
 }
 
 // ancestors yields the ids of the call's ancestors, the nearest first. An id that the ledger does not
 // have ends the walk. It is read only while a rollback of the workflow is under way.
-func (x *Call) ancestors(workflow string, found execution.Finding) iter.Seq2[string, error] {
+func (q *identified) ancestors(workflow string, in *admission) iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
-		s := &x.evidence
-		if s.policy == nil {
+		if q.policy == nil {
 			return
 		}
-		todo := slices.Clone(s.call.Parents)
-		if found.Record != nil { // an attempt in doubt, which a rollback may be undoing
-			todo = append(todo, found.Record.Checkpoint)
+		todo := slices.Clone(in.facts.Parents)
+		if in.found.Record != nil { // an attempt in doubt, which a rollback may be undoing
+			todo = append(todo, in.found.Record.Checkpoint)
 		}
-		for _, t := range s.tokens.All {
+		for _, t := range q.tokens.All {
 			todo = append(todo, t.ID())
 			todo = append(todo, t.Parents()...)
 		}
-		planned, err := before(x)
+		planned, err := before(q, &in.planned)
 		if err != nil {
 			yield("", err)
 			return
 		}
 		todo = append(todo, planned...)
-		graph, known := s.policy.Evidence.Graph(workflow), map[string]bool{}
+		graph, known := q.policy.Evidence.Graph(workflow), map[string]bool{}
 		for len(todo) > 0 {
 			id := todo[0]
 			todo = todo[1:]
@@ -946,7 +920,7 @@ func (x *Call) ancestors(workflow string, found execution.Finding) iter.Seq2[str
 			if !yield(id, nil) {
 				return
 			}
-			nodes, err := graph.Nodes(x.r.Context(), id)
+			nodes, err := graph.Nodes(q.r.Context(), id)
 			if err != nil {
 				yield("", err)
 				return

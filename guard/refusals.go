@@ -45,18 +45,17 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 	if a := x.call.Attempt; a != nil && a.Evidence != "" {
 		w.Header().Set(headerExecutionRecognized, a.ID)
 	}
-	if x.call.Checkpoint != "" {
-		w.Header().Set(headerExecutionCheckpoint, x.call.Checkpoint)
+	if x.noted.checkpoint != "" {
+		w.Header().Set(headerExecutionCheckpoint, x.noted.checkpoint)
 	}
 	if x.body == nil && x.r.ProtoMajor == 1 && (x.r.Header.Get("Expect") != "" || p.Kind() == problem.BodyTimeout) {
 		// Otherwise the server would wait for a body that may never come.
 		w.Header().Set("Connection", "close")
 	}
-	status := StatusRefused
-	if x.doubtful {
-		status = statusInDoubt
+	if x.noted.status != statusInDoubt { // else it was forwarded
+		x.noted.status = StatusRefused
 	}
-	x.note(status, p.Kind().Slug)
+	x.noted.problem = p.Kind().Slug
 	x.action.Counts.Refused(p.Kind().Slug)
 	level := slog.LevelDebug
 	if p.Cause != nil && p.Kind() != problem.CircuitOpen {
@@ -67,7 +66,7 @@ func (x *Call) refuse(w http.ResponseWriter, p *problem.Problem) {
 		if p.Cause != nil {
 			fields = append(fields, slog.Any("error", p.Cause))
 		}
-		if x.identified() {
+		if x.hasID() {
 			fields = append(fields, slog.Any("key", x.call.Key))
 		}
 		x.h.Logger.LogAttrs(x.r.Context(), level, "guarded call refused", fields...)
@@ -136,9 +135,8 @@ func WriteProblem(w http.ResponseWriter, r *http.Request, p *problem.Problem) {
 	p.Write(w)
 }
 
-func (x *Call) problem(k problem.Kind, detail string, state execution.State) *problem.Problem {
+func problemOf(k problem.Kind, detail string, state execution.State) *problem.Problem {
 	p := problem.New(k, detail)
-	p.ExecutionID = x.call.Scope.ID
 	if state != 0 {
 		p.State = state.String()
 	}
@@ -149,17 +147,17 @@ func (q *guardedRequest) gone() error {
 	return &StatusError{Status: statusClientClosed, Err: q.r.Context().Err()}
 }
 
-func (x *Call) storeFailed(err error) error {
-	if x.r.Context().Err() != nil {
-		return x.gone()
+func (q *guardedRequest) storeFailed(err error) error {
+	if q.r.Context().Err() != nil {
+		return q.gone()
 	}
 	if already := (*problem.Problem)(nil); errors.As(err, &already) {
 		return already
 	}
 	if errors.Is(err, execution.ErrDraining) {
-		return x.problem(problem.ShuttingDown, "Send the call again.", 0)
+		return problemOf(problem.ShuttingDown, "Send the call again.", 0)
 	}
-	p := x.problem(problem.StoreUnavailable, "Nothing was forwarded.", 0)
+	p := problemOf(problem.StoreUnavailable, "Nothing was forwarded.", 0)
 	p.Cause = err
 	return p
 }
@@ -181,11 +179,11 @@ func unkept(err error) error {
 	return p
 }
 
-func (x *Call) unavailable() error {
-	return x.problem(problem.ResultUnavailable, "The call was executed.", execution.StateCompleted)
+func unavailable() error {
+	return problemOf(problem.ResultUnavailable, "The call was executed.", execution.StateCompleted)
 }
 
-func (x *Call) overQuota(over *execution.QuotaError) *problem.Problem {
+func overQuota(over *execution.QuotaError) *problem.Problem {
 	detail := fmt.Sprintf("The caller has %d bytes of records and answers stored, at most %d.", over.Bytes, over.Quota.Bytes)
 	if over.Quota.Open > 0 && over.Open >= over.Quota.Open {
 		detail = fmt.Sprintf("The caller has %d executions that run or are in doubt, at most %d.", over.Open, over.Quota.Open)
@@ -197,7 +195,7 @@ func (x *Call) overQuota(over *execution.QuotaError) *problem.Problem {
 	if full {
 		detail += " All of them are in doubt: an operator or a probe makes room, a retry does not."
 	}
-	p := x.problem(problem.QuotaExceeded, detail, 0)
+	p := problemOf(problem.QuotaExceeded, detail, 0)
 	if full {
 		p.RetryAfter = max(p.RetryAfter, time.Minute)
 	}
@@ -207,7 +205,7 @@ func (x *Call) overQuota(over *execution.QuotaError) *problem.Problem {
 	return p
 }
 
-func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *problem.Problem {
+func overCheckpoints(over *checkpoint.QuotaError) *problem.Problem {
 	var detail string
 	switch over.Over {
 	case checkpoint.OverRate:
@@ -217,7 +215,7 @@ func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *problem.Problem {
 	default:
 		detail = fmt.Sprintf("The %s would have more than %d bytes of checkpoints.", over.Of, over.Most)
 	}
-	p := x.problem(problem.QuotaExceeded, detail, 0)
+	p := problemOf(problem.QuotaExceeded, detail, 0)
 	if !over.Retry.IsZero() {
 		p.RetryAfter = max(p.RetryAfter, time.Until(over.Retry))
 	}
@@ -225,23 +223,23 @@ func (x *Call) overCheckpoints(over *checkpoint.QuotaError) *problem.Problem {
 }
 
 // pointToStatus adds to a problem where its caller can follow the call.
-func (x *Call) pointToStatus(p *problem.Problem) {
-	if k := p.Kind(); k != problem.InProgress && k != problem.InDoubt || x.h.Endpoint == nil {
+func (q *identified) pointToStatus(p *problem.Problem) {
+	if k := p.Kind(); k != problem.InProgress && k != problem.InDoubt || q.h.Endpoint == nil {
 		return
 	}
-	if !caller.Unnamed(x.call.Scope.Caller) {
-		p.StatusURL = problem.ExecutionPath(x.call.Scope.ID)
+	if !caller.Unnamed(q.call.Scope.Caller) {
+		p.StatusURL = problem.ExecutionPath(q.call.Scope.ID)
 	}
 }
 
 // circuitsOpen refuses a call whose upstreams are refused by their breakers, before it is claimed, so
 // that its key stays free.
-func (x *Call) circuitsOpen() error {
-	open, name := x.h.Refusal(x.r.Method, x.h.view(x.r))
+func (q *identified) circuitsOpen() error {
+	open, name := q.h.Refusal(q.r.Method, q.h.view(q.r))
 	if open == nil {
 		return nil
 	}
-	return circuitOpen(open, name, caller.Verified(x.call.Scope.Caller))
+	return circuitOpen(open, name, caller.Verified(q.call.Scope.Caller))
 }
 
 // notSent is the error or problem that answers a call which was not sent.
@@ -377,9 +375,9 @@ func (r *rejections) show(open *breaker.OpenError, to rejectedCaller, e *shownEr
 	r.at(open).errors[to] = e
 }
 
-func (s *callEvidence) parentIDs() []string {
-	ids := slices.Clone(s.call.Parents)
-	for _, t := range s.tokens.All {
+func (q *identified) parentIDs() []string {
+	ids := slices.Clone(q.facts.Parents)
+	for _, t := range q.tokens.All {
 		if t.Proven() { // others may name any
 			ids = append(ids, t.Parents()...)
 		}

@@ -46,16 +46,17 @@ type elsewhere struct {
 type awaited struct {
 	session requestName // without an id
 	id      string
-	call    *Call // nil once an answer was taken, or where two doubts of the session share the id
+	call    *Call    // nil once an answer was taken, or where two doubts of the session share the id
+	claim   [16]byte // of its execution
 	way     proof
 	byHTTP  execution.Outcome // without the answer
 	works   bool              // a GET stream has brought progress: an error does not say that nothing was executed
 	bytes   int
 }
 
-// add lists the call of x, whose doubt is recorded.
-func (l *elsewhere) add(x *Call, byHTTP execution.Outcome) {
-	a := &awaited{session: x.client.session, id: x.client.name.id, call: x, byHTTP: byHTTP}
+// add lists the call of x, whose doubt is recorded with that claim.
+func (l *elsewhere) add(x *Call, claim [16]byte, byHTTP execution.Outcome) {
+	a := &awaited{session: x.client.session, id: x.client.name.id, call: x, claim: claim, byHTTP: byHTTP}
 	if a.session.session == "" {
 		return
 	}
@@ -305,7 +306,7 @@ func (l *resumer) settle(a *awaited, text *body.Spool) error {
 	if _, err := io.Copy(x.heard, event); err != nil {
 		return err
 	}
-	o := x.stillInDoubt(understand(x, a.byHTTP))
+	o := x.in.stillInDoubt(understand(x, a.byHTTP))
 	if o.Verdict == execution.InDoubt {
 		return nil
 	}
@@ -315,7 +316,7 @@ func (l *resumer) settle(a *awaited, text *body.Spool) error {
 		return nil
 	case err != nil:
 		return err
-	case found.Status != execution.Doubtful || found.Record.Claim != x.call.Claim:
+	case found.Status != execution.Doubtful || found.Record.Claim != a.claim:
 		return nil // it was settled, or has run again
 	}
 	how := execution.Resolution{By: execution.ByAnswer, Applied: o.Verdict == execution.Completed}
@@ -324,8 +325,8 @@ func (l *resumer) settle(a *awaited, text *body.Spool) error {
 		header := http.Header{"Content-Type": {"text/event-stream"}}
 		how.Answer, how.Body = &execution.Head{Status: o.Status, Header: header}, body
 		if how.Applied && x.capture.decision.Way == checkpoint.Compensate { // else its values are not in the answer
-			x.captureBody(body)
-			undo = x.undoable(ctx, o, header)
+			x.capture.hears(body)
+			undo = x.capture.undoable(ctx, x, o, header)
 		}
 	}
 	err = e.Executions.SettleDoubt(ctx, found, how, policy.SettledBy(ctx, x.call.Key, found.Record, how.Applied, how.By), undo)

@@ -20,7 +20,6 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -37,9 +36,9 @@ type capture struct {
 	source   template.Source  // of the templates: the request, and later the answer
 	images   *InternalRequest // reads the target's state; nil where it is not needed
 	image    *checkpoint.Image
+	window   *WriteWindow       // in which nobody else must change what is restored; nil without
 	pending  *store.Batch       // the snapshot, for the claim's commit
-	handle   checkpoint.Handle  // of the recorded checkpoint
-	kept     bool               // the claim has recorded it
+	handle   *checkpoint.Handle // of the recorded checkpoint; nil without
 	result   *checkpoint.Result // of the call, once it was read
 
 	answer []byte // the beginning of the answer's body, where it is needed
@@ -51,36 +50,35 @@ type capture struct {
 // planUndo finds out how the call can be undone. It comes before the claim, so that a gateway
 // that dies during the read leaves nothing behind (ADR 0031); if the claim is lost the read was
 // in vain.
-func (x *Call) planUndo(found execution.Finding) error {
-	x.capture = capture{}
-	x.window.Close()
-	x.window = nil
-	if x.evidence.policy == nil {
+func (c *capture) planUndo(q *identified, in *admission) error {
+	c.window.Close()
+	*c = capture{}
+	if q.policy == nil {
 		return nil
 	}
-	c, plan := &x.capture, x.action.Undo
+	plan := q.action.Undo
 	if plan == nil {
 		c.decision = Decision{Way: checkpoint.Irreversible, Reason: checkpoint.ReasonDeclared}
-		if x.action.Default && !x.action.Irreversible {
+		if q.action.Default && !q.action.Irreversible {
 			c.decision.Reason = checkpoint.ReasonNoAction
 		}
 		return nil
 	}
-	if plan.restores(x.r.Method) {
-		x.window = x.engine.Writes.Open(x.place(), x.call.Key)
-		err := x.imageBefore(plan, found)
-		if x.r.Context().Err() != nil {
-			return x.gone()
+	if plan.restores(q.r.Method) {
+		c.window = q.engine.Writes.Open(q.place(), q.call.Key)
+		err := c.imageBefore(q, in, plan)
+		if q.r.Context().Err() != nil {
+			return q.gone()
 		}
-		if err != nil && plan.Compensate == nil && x.action.OnSnapshotError != checkpoint.Irreversible.String() {
-			return x.noSnapshot(err)
+		if err != nil && plan.Compensate == nil && q.action.OnSnapshotError != checkpoint.Irreversible.String() {
+			return q.noSnapshot(err)
 		}
 		if err != nil {
-			x.h.Logger.Warn("what a call changes could not be read before it",
-				slog.String("guard", x.h.Name), slog.String("action", x.action.Name), slog.Any("error", err))
+			q.h.Logger.Warn("what a call changes could not be read before it",
+				slog.String("guard", q.h.Name), slog.String("action", q.action.Name), slog.Any("error", err))
 		}
 	}
-	body, large, err := x.undoBody(plan)
+	body, large, err := q.undoBody(plan, c.image != nil)
 	if err != nil {
 		return err
 	}
@@ -90,33 +88,33 @@ func (x *Call) planUndo(found execution.Finding) error {
 		return nil
 	}
 	c.source = template.Source{
-		Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery,
-		Request:     template.Message{Header: x.r.Header, ContentType: x.r.Header.Get("Content-Type"), Body: body},
-		ExecutionID: x.call.Scope.ID, WorkflowID: x.evidence.call.Workflow,
+		Path: q.r.URL.EscapedPath(), Query: q.r.URL.RawQuery,
+		Request:     template.Message{Header: q.r.Header, ContentType: q.r.Header.Get("Content-Type"), Body: body},
+		ExecutionID: q.call.Scope.ID, WorkflowID: q.facts.Workflow,
 	}
 	return nil
 }
 
-func (x *Call) noSnapshot(why error) error {
-	if err := refusedByCircuit(why, caller.Verified(x.call.Scope.Caller)); err != why {
+func (q *identified) noSnapshot(why error) error {
+	if err := refusedByCircuit(why, caller.Verified(q.call.Scope.Caller)); err != why {
 		return err
 	}
-	p := x.problem(problem.SnapshotFailed, "Nothing was forwarded.", 0)
+	p := problemOf(problem.SnapshotFailed, "Nothing was forwarded.", 0)
 	p.Cause = why
 	return p
 }
 
-func (x *Call) undoBody(plan *UndoPlan) (body []byte, large bool, err error) {
+func (q *identified) undoBody(plan *UndoPlan, imaged bool) (body []byte, large bool, err error) {
 	switch {
-	case !plan.readsRequestBody() || x.capture.image != nil || encoded(x.r.Header):
+	case !plan.readsRequestBody() || imaged || encoded(q.r.Header):
 		return nil, false, nil
-	case x.body.Size() > checkpoint.MaxImage:
+	case q.body.Size() > checkpoint.MaxImage:
 		return nil, true, nil
 	}
-	if m := x.message; m != nil && m.Batch { // the others of it are not undone
+	if m := q.message; m != nil && m.Batch { // the others of it are not undone
 		return m.Body, false, nil
 	}
-	if body, err = io.ReadAll(io.NewSectionReader(x.body, 0, x.body.Size())); err != nil {
+	if body, err = io.ReadAll(io.NewSectionReader(q.body, 0, q.body.Size())); err != nil {
 		return nil, false, unkept(err)
 	}
 	return body, false, nil
@@ -134,51 +132,50 @@ func encoded(h http.Header) bool {
 
 // keepSnapshot adds the checkpoint's snapshot and credentials to the claim's commit (P2), and
 // records them in its token.
-func (x *Call) keepSnapshot(ctx context.Context) error {
-	c, s := &x.capture, &x.evidence
+func (c *capture) keepSnapshot(ctx context.Context, q *identified, in *admission) (*checkpoint.Pending, error) {
 	id := uuid.NewString()
-	if plan := x.action.Undo; plan != nil && c.decision.Way == 0 {
+	if plan := q.action.Undo; plan != nil && c.decision.Way == 0 {
 		c.source.CheckpointID = id
-		c.decision = plan.Decide(x.r.Method, &c.source, c.image != nil)
+		c.decision = plan.Decide(q.r.Method, &c.source, c.image != nil)
 	}
 	snapshot := checkpoint.Snapshot{
-		ID: id, Workflow: s.call.Workflow, Caller: x.executions.Caller(x.call.Scope.Caller), Execution: x.call.Key,
-		Action: x.action.Name, Upstream: x.h.Reach, Way: c.decision.Way, Reason: c.decision.Reason,
+		ID: id, Workflow: q.facts.Workflow, Caller: q.executions.Caller(q.call.Scope.Caller), Execution: q.call.Key,
+		Action: q.action.Name, Upstream: q.h.Reach, Way: c.decision.Way, Reason: c.decision.Reason,
 		Request: checkpoint.Request{
-			Method: x.r.Method, Host: x.r.Host, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery, Message: c.decision.Request,
+			Method: q.r.Method, Host: q.r.Host, Path: q.r.URL.EscapedPath(), Query: q.r.URL.RawQuery, Message: c.decision.Request,
 		},
-		Undo: c.decision.Undo, OnError: x.action.OnError == OnErrorRollback,
+		Undo: c.decision.Undo, OnError: q.action.OnError == OnErrorRollback,
 	}
 	if snapshot.Way == checkpoint.Restore {
 		snapshot.Image = c.image
 	}
-	if x.mayHaveRun() {
+	if in.mayHaveRun() {
 		snapshot.First = id
-		if x.before != "" {
+		if in.before != "" {
 			var err error
-			if snapshot.First, err = x.engine.Checkpoints.First(ctx, x.before); err != nil {
-				return x.storeFailed(err)
+			if snapshot.First, err = q.engine.Checkpoints.First(ctx, in.before); err != nil {
+				return nil, q.storeFailed(err)
 			}
 		}
 	}
 	var credentials map[string][]string
-	if x.action.UndoAuth == rollback.AuthRecorded && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
-		credentials = x.credentials()
+	if q.action.UndoAuth == rollback.AuthRecorded && (snapshot.Way == checkpoint.Restore || snapshot.Way == checkpoint.Compensate) {
+		credentials = q.credentials()
 	}
-	terms := x.h.Checkpoints
-	terms.TTL, terms.Place = time.Duration(x.action.CheckpointTTL), c.decision.Place
-	p, err := x.engine.Checkpoints.Prepare(ctx, snapshot, credentials, terms)
+	terms := q.h.Checkpoints
+	terms.TTL, terms.Place = time.Duration(q.action.CheckpointTTL), c.decision.Place
+	p, err := q.engine.Checkpoints.Prepare(ctx, snapshot, credentials, terms)
 	if over := (*checkpoint.QuotaError)(nil); errors.As(err, &over) {
-		return x.overCheckpoints(over)
+		return nil, overCheckpoints(over)
 	}
 	if err != nil {
-		return x.storeFailed(err)
+		return nil, q.storeFailed(err)
 	}
-	if c.pending, c.handle = p.Batch, p.Handle(); !p.Snapshot().Reversible() {
+	handle := p.Handle()
+	if c.pending, c.handle = p.Batch, &handle; !p.Snapshot().Reversible() {
 		c.decision = Decision{Way: checkpoint.Irreversible, Reason: p.Snapshot().Reason}
 	}
-	s.call.Checkpoint, s.call.State, s.call.Reversible = id, ect.HashOf(p.Sum()), p.Snapshot().Reversible()
-	return nil
+	return p, nil
 }
 
 func (q *guardedRequest) credentials() map[string][]string {
@@ -191,40 +188,40 @@ func (q *guardedRequest) credentials() map[string][]string {
 	return found
 }
 
-func (x *Call) snapshotEnded(err error) error {
-	c := &x.capture
+func (c *capture) ended(err error) error {
 	if c.pending == nil {
 		return err
 	}
-	err = c.pending.Done(err)
-	c.kept, c.pending = err == nil, nil
+	if err = c.pending.Done(err); err != nil {
+		c.handle = nil
+	}
+	c.pending = nil
 	return err
 }
 
 // undoable is the batch for the outcome's commit with what a rollback needs of the call's end;
 // nil if nothing. The outcome is recorded even if that fails (P1).
-func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.Header) *store.Batch {
-	c := &x.capture
-	if !c.kept {
+func (c *capture) undoable(ctx context.Context, x *Call, o execution.Outcome, header http.Header) *store.Batch {
+	if c.handle == nil {
 		return nil
 	}
 	result := checkpoint.Result{Reason: checkpoint.ReasonChanged}
 	switch {
 	case o.Verdict == execution.Released:
-		return x.engine.Checkpoints.Release(c.handle)
+		return x.engine.Checkpoints.Release(*c.handle)
 	case o.Verdict == execution.InDoubt:
 		// Its effect is unknown. Its rollback and further attempts need to know only whether somebody else has
 		// written to its target.
-		if c.decision.Way != checkpoint.Restore || !x.window.end() {
+		if c.decision.Way != checkpoint.Restore || !c.window.end() {
 			return nil
 		}
 	case c.decision.Way == checkpoint.Irreversible:
 		return nil // only a person can undo it; this saves a write
 	default:
-		x.observe(o, header)
+		c.observe(&x.identified, &x.in, x.upstream.Status(), o, header)
 		result = *c.result
 	}
-	p, err := x.engine.Checkpoints.Record(ctx, c.handle, result)
+	p, err := x.engine.Checkpoints.Record(ctx, *c.handle, result)
 	if err != nil {
 		x.h.Logger.Error("what is needed to undo a call cannot be recorded", slog.Any("key", x.call.Key), slog.Any("error", err))
 		return nil
@@ -235,29 +232,27 @@ func (x *Call) undoable(ctx context.Context, o execution.Outcome, header http.He
 // observe reads, once, what is recorded of a completed call. The end of its answer always waits
 // for this, even if it does not wait for the record: a client that has seen the end may change
 // what the call left.
-func (x *Call) observe(o execution.Outcome, header http.Header) {
-	c := &x.capture
-	if !c.kept || c.result != nil || o.Verdict != execution.Completed {
+func (c *capture) observe(q *identified, in *admission, upstream int, o execution.Outcome, header http.Header) {
+	if c.handle == nil || c.result != nil || o.Verdict != execution.Completed {
 		return
 	}
-	result := checkpoint.Result{Status: o.Status, Upstream: x.upstream.Status()}
+	result := checkpoint.Result{Status: o.Status, Upstream: upstream}
 	switch c.decision.Way {
 	case checkpoint.Restore:
-		result.Image, result.Reason = x.imageAfter(cmp.Or(result.Upstream, o.Status), header)
+		result.Image, result.Reason = c.imageAfter(q, cmp.Or(result.Upstream, o.Status), header)
 	case checkpoint.Compensate:
-		if x.mayHaveRun() || !rollback.HadNoEffect(result.Upstream) { // else nothing is to be undone
-			result.Answer, result.Reason = x.answered(o.Status, header)
+		if in.mayHaveRun() || !rollback.HadNoEffect(result.Upstream) { // else nothing is to be undone
+			result.Answer, result.Reason = c.answered(q, o.Status, header)
 		}
 	case checkpoint.Delegate:
-		if c.decision.plan.Agent != "" && (x.mayHaveRun() || !rollback.HadNoEffect(result.Upstream)) {
+		if c.decision.plan.Agent != "" && (in.mayHaveRun() || !rollback.HadNoEffect(result.Upstream)) {
 			result.Answer, result.Reason = rollback.NamedCheckpoint(c.participant)
 		}
 	}
 	c.result = &result
 }
 
-func (x *Call) answered(status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
-	c := &x.capture
+func (c *capture) answered(q *identified, status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
 	if c.over {
 		return checkpoint.Message{}, checkpoint.ReasonTooLarge
 	}
@@ -265,8 +260,8 @@ func (x *Call) answered(status int, header http.Header) (checkpoint.Message, che
 	c.source.Response = template.Message{Header: header, ContentType: header.Get("Content-Type")}
 	if !encoded(header) {
 		c.source.Response.Body = c.answer
-		if x.message != nil {
-			if text := x.message.Final(header.Get("Content-Type"), c.answer); text != nil {
+		if q.message != nil {
+			if text := q.message.Final(header.Get("Content-Type"), c.answer); text != nil {
 				c.source.Response.ContentType, c.source.Response.Body = "application/json", text
 			}
 		}
@@ -274,9 +269,8 @@ func (x *Call) answered(status int, header http.Header) (checkpoint.Message, che
 	return c.decision.Answered(&c.source)
 }
 
-// captureBody keeps the beginning of the answer's body for a compensation.
-func (x *Call) captureBody(p []byte) {
-	c := &x.capture
+// hears keeps the beginning of the answer's body for a compensation.
+func (c *capture) hears(p []byte) {
 	if c.over || !c.decision.ReadsAnswer() {
 		return
 	}
@@ -290,36 +284,36 @@ func (x *Call) captureBody(p []byte) {
 // snapshotTime bounds each read of the target's state: before the call, and after it.
 const snapshotTime = 10 * time.Second
 
-func (x *Call) imageBefore(plan *UndoPlan, found execution.Finding) error {
+func (c *capture) imageBefore(q *identified, in *admission, plan *UndoPlan) error {
 	header, err := plan.header()
 	if err != nil {
 		return err
 	}
-	look := rollback.ImageRequest(&checkpoint.Request{Message: checkpoint.Message{Header: x.r.Header}})
+	look := rollback.ImageRequest(&checkpoint.Request{Message: checkpoint.Message{Header: q.r.Header}})
 	for name, values := range look.Header {
 		if header[name] == nil {
 			header[name] = values
 		}
 	}
-	if x.action.UndoAuth == rollback.AuthRecorded {
-		for name, values := range x.credentials() {
+	if q.action.UndoAuth == rollback.AuthRecorded {
+		for name, values := range q.credentials() {
 			if header[name] == nil { // as in the undo: what the configuration writes wins
 				header[name] = values
 			}
 		}
 	}
 	request := &InternalRequest{
-		Method: look.Method, Path: x.r.URL.EscapedPath(), Query: x.r.URL.RawQuery,
-		Host: x.r.Host, Remote: x.r.RemoteAddr, Header: header, MaxAnswer: checkpoint.MaxImage,
+		Method: look.Method, Path: q.r.URL.EscapedPath(), Query: q.r.URL.RawQuery,
+		Host: q.r.Host, Remote: q.r.RemoteAddr, Header: header, MaxAnswer: checkpoint.MaxImage,
 	}
-	ctx, cancel := context.WithTimeout(x.r.Context(), snapshotTime)
+	ctx, cancel := context.WithTimeout(q.r.Context(), snapshotTime)
 	defer cancel()
-	image, err := x.readImage(ctx, request)
-	if err == nil && x.mayHaveRun() {
-		image, err = x.imageBeforeAll(ctx, found.Record.Checkpoint, image)
+	image, err := q.readImage(ctx, request)
+	if err == nil && in.mayHaveRun() {
+		image, err = c.imageBeforeAll(ctx, q, in.before, image)
 	}
 	if err == nil {
-		x.capture.images, x.capture.image = request, image
+		c.images, c.image = request, image
 	}
 	return err
 }
@@ -334,19 +328,19 @@ var errDisturbed = errors.New("another call has changed the target between the l
 
 // imageAfter reads the state after the call. The end of the answer waits for it as long as for
 // the state before, at most (P7).
-func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
+func (c *capture) imageAfter(q *identified, status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
 	var limit clock
-	x.engine.detach(&limit, x.r.Context(), snapshotTime)
+	q.engine.detach(&limit, q.r.Context(), snapshotTime)
 	defer limit.stop()
-	image, err := x.readImage(WithUndo(&limit), x.capture.images) // past a breaker that has opened meanwhile
-	if x.window.end() {
+	image, err := q.readImage(WithUndo(&limit), c.images) // past a breaker that has opened meanwhile
+	if c.window.end() {
 		err = errDisturbed
 	} else if err == nil {
-		err = x.agrees(status, header, image)
+		err = c.agrees(q.r, status, header, image)
 	}
 	if err != nil {
-		x.h.Logger.Warn("what a call has left could not be read; only a person can undo it",
-			slog.Any("key", x.call.Key), slog.String("action", x.action.Name), slog.Any("error", err))
+		q.h.Logger.Warn("what a call has left could not be read; only a person can undo it",
+			slog.Any("key", q.call.Key), slog.String("action", q.action.Name), slog.Any("error", err))
 		switch {
 		case errors.Is(err, errDisturbed):
 			return nil, checkpoint.ReasonChanged
@@ -361,8 +355,8 @@ func (x *Call) imageAfter(status int, header http.Header) (*checkpoint.Image, ch
 // agrees checks that the state after the call is what the upstream says that it did. A rollback
 // must not mistake something else for the call's work, nor the old state for a call that was
 // taken back (P6).
-func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) error {
-	before, deleted := x.capture.image, x.r.Method == http.MethodDelete
+func (c *capture) agrees(r *http.Request, status int, header http.Header, after *checkpoint.Image) error {
+	before, deleted := c.image, r.Method == http.MethodDelete
 	switch {
 	case status/100 != 2:
 	case status == http.StatusAccepted:
@@ -370,11 +364,11 @@ func (x *Call) agrees(status int, header http.Header, after *checkpoint.Image) e
 			return errors.New("the answer 202 promises a change, and nothing has changed yet")
 		}
 	case after.Exists == deleted: // a replica that lags, or another change
-		return fmt.Errorf("the answer %d to a %s, and the state after it do not agree", status, x.r.Method)
+		return fmt.Errorf("the answer %d to a %s, and the state after it do not agree", status, r.Method)
 	case after.Exists && !encoded(header) && otherTag(header.Get("ETag"), after.ETag):
 		// RFC 9110, section 8.8.3: the answer's tag is that of the state that the call made.
 		return fmt.Errorf("%w: the entity tag of its answer is another", errDisturbed)
-	case !deleted && !before.Exists && status != http.StatusCreated && !slices.Equal(x.r.Header["If-None-Match"], []string{"*"}): // else the call itself fails where something is
+	case !deleted && !before.Exists && status != http.StatusCreated && !slices.Equal(r.Header["If-None-Match"], []string{"*"}): // else the call itself fails where something is
 		return fmt.Errorf("%w: it was answered %d", errNotCreated, status)
 	case deleted && !before.Exists: // the guard may not see what was there
 		return fmt.Errorf("the answer %d to a DELETE, and that nothing was there before it do not agree", status)
@@ -412,40 +406,42 @@ func (q *guardedRequest) readImage(ctx context.Context, r *InternalRequest) (*ch
 // before its earlier attempt, as the current one may be its own work (P6). If the current state
 // is neither that nor what the attempt would have left, or somebody wrote during the attempt, its
 // author is unknown: the window is disturbed.
-func (x *Call) imageBeforeAll(ctx context.Context, earlier string, now *checkpoint.Image) (*checkpoint.Image, error) {
-	before, err := x.engine.Checkpoints.Before(ctx, earlier)
+func (c *capture) imageBeforeAll(
+	ctx context.Context, q *identified, earlier string, now *checkpoint.Image,
+) (*checkpoint.Image, error) {
+	before, err := q.engine.Checkpoints.Before(ctx, earlier)
 	if err != nil {
 		return nil, err
 	}
-	others, err := x.engine.Checkpoints.Disturbed(ctx, earlier)
+	others, err := q.engine.Checkpoints.Disturbed(ctx, earlier)
 	if err != nil {
 		return nil, err
 	}
 	if !others && !rollback.Same(before, now) {
-		own, err := x.leaves(now)
+		own, err := q.leaves(now)
 		if err != nil {
 			return nil, err
 		}
 		others = !own
 	}
 	if others {
-		x.window.disturb()
+		c.window.disturb()
 	}
 	return before, nil
 }
 
 // leaves reports that an image is what the call itself would leave.
-func (x *Call) leaves(image *checkpoint.Image) (bool, error) {
+func (q *identified) leaves(image *checkpoint.Image) (bool, error) {
 	switch {
-	case x.r.Method == http.MethodDelete:
+	case q.r.Method == http.MethodDelete:
 		return !image.Exists, nil
-	case x.r.Method != http.MethodPut, !image.Exists, encoded(x.r.Header), int64(len(image.Body)) != x.body.Size():
+	case q.r.Method != http.MethodPut, !image.Exists, encoded(q.r.Header), int64(len(image.Body)) != q.body.Size():
 		return false, nil
 	}
-	if sent := x.r.Header.Get("Content-Type"); sent != "" && mediaType(sent) != mediaType(image.ContentType) {
+	if sent := q.r.Header.Get("Content-Type"); sent != "" && mediaType(sent) != mediaType(image.ContentType) {
 		return false, nil
 	}
-	body, err := io.ReadAll(io.NewSectionReader(x.body, 0, x.body.Size()))
+	body, err := io.ReadAll(io.NewSectionReader(q.body, 0, q.body.Size()))
 	return bytes.Equal(body, image.Body), err
 }
 

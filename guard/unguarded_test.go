@@ -193,11 +193,10 @@ func TestMatcherThatFailsForAMessage(t *testing.T) {
 		r := request(http.MethodPost, "/mcp", "Content-Type", "application/json")
 		body := `{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{"name":"pay"}}`
 		r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
-		x := new(Call)
-		q, _, err := h.read(x, r, h.Actions[len(h.Actions)-1])
+		q, _, err := h.read(r, h.Actions[len(h.Actions)-1])
 		if err = cmp.Or(err, q.unreadable); !errors.Is(err, failed) || q.action == nil || q.action.Name != "rest" {
 			t.Errorf("%s: %+v, %v", speaks, q.action, err)
 		}
-		x.close()
+		_ = q.text.Close()
 	}
 }

@@ -160,16 +160,16 @@ func (f *fleetWrites) ends(name string, key execution.Key) store.Write {
 }
 
 // written has the other gateways know of the call's write: in the commit of its claim that it begins, in that of its
-// outcome that it has ended. Nil where nobody asks.
-func written(x *Call, end bool) *store.Batch {
-	f := x.engine.Writes.fleet
+// outcome that it has ended. It may take until its deadline. Nil where nobody asks.
+func written(q *identified, end bool, deadline time.Duration) *store.Batch {
+	f := q.engine.Writes.fleet
 	switch {
-	case f == nil || !x.h.restores:
+	case f == nil || !q.h.restores:
 		return nil
 	case end:
-		return store.NewBatch(f.ends(x.place(), x.call.Key))
+		return store.NewBatch(f.ends(q.place(), q.call.Key))
 	}
-	return store.NewBatch(f.begins(x.r.Context(), x.place(), x.call.Key, x.call.Deadline))
+	return store.NewBatch(f.begins(q.r.Context(), q.place(), q.call.Key, deadline))
 }
 
 // write is an entry.

@@ -74,8 +74,6 @@ type Call struct {
 	Quota Quota
 	// Attempt is the call that may be a retry by evidence; nil for one whose key is its caller's word.
 	Attempt *Attempt
-	// Claim is set by Guard.Claim, to that of the record.
-	Claim [16]byte
 }
 
 // Key derives the execution key of s.

@@ -36,6 +36,9 @@ type Execution struct {
 // Recording takes the answer as it arrives.
 func (e *Execution) Recording() *Recording { return &e.flight.recording }
 
+// Claim is that of the record.
+func (e *Execution) Claim() [16]byte { return e.record.Claim }
+
 // Write records the next bytes of the answer's body and stores full pieces at once, so that
 // settling waits only for the last one (P7). needed says that the owner's client will read these
 // bytes back; recorded says whether it can: not if the disk has no room for them.

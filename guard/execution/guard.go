@@ -433,7 +433,6 @@ func (g *Guard) claim(ctx context.Context, c *Call, flight *Flight, found Findin
 	}
 	e := &flight.owner
 	*e = Execution{g: g, flight: flight, record: g.newRecord(c, flight.caller, now), usage: usage, attempt: c.Attempt}
-	c.Claim = e.record.Claim
 	record := &e.record
 	condition := store.Absent()
 	if found.Record != nil {

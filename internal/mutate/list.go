@@ -22,12 +22,12 @@ var mutations = []mutation{
 	},
 	{
 		id: "C-4.2.2-a", file: "guard/record.go",
-		old: "return now.Add(max(ttl+ttl/2, x.call.KeepResult))", now: "_ = ttl\n	return now.Add(x.call.KeepResult)",
+		old: "return now.Add(max(ttl+ttl/2, q.call.KeepResult))", now: "_ = ttl\n	return now.Add(q.call.KeepResult)",
 		breaks: "the ledger keeps checkpoints as long as results", tests: []string{"TestCascade422KeptForItsTTL"},
 	},
 	{
 		id: "A-checkpoint-ect-format-e", file: "guard/record.go",
-		old: "return now.Add(max(ttl+ttl/2, x.call.KeepResult))", now: "return now.Add(min(ttl/2, x.call.KeepResult))",
+		old: "return now.Add(max(ttl+ttl/2, q.call.KeepResult))", now: "return now.Add(min(ttl/2, q.call.KeepResult))",
 		breaks: "the ledger keeps checkpoints for half of their ttl", tests: []string{"TestCascade422KeptForItsTTL"},
 	},
 	{
@@ -72,13 +72,13 @@ var mutations = []mutation{
 		breaks: "cascaded is empty", tests: []string{"TestCascade441TokensOfARollback"},
 	},
 	{
-		id: "A-checkpoint-placement-policy-c", file: "guard/record.go",
-		old: "	x.call.Checkpoint = \"\"\n	if s.policy == nil {", now: "	x.call.Checkpoint = \"\"\n	if s.policy == nil || x.r.Method == \"PUT\" || x.r.Method == \"DELETE\" {",
+		id: "A-checkpoint-placement-policy-c", file: "guard/call.go",
+		old: "	if x.policy != nil {\n		batch, err", now: "	if x.policy != nil && x.r.Method != \"PUT\" && x.r.Method != \"DELETE\" {\n		batch, err",
 		breaks: "PUT and DELETE have no checkpoint", tests: []string{"TestGuardedMethodsHaveCheckpoints"},
 	},
 	{
-		id: "A-checkpoint-placement-policy-d", file: "guard/record.go",
-		old: "	x.call.Checkpoint = \"\"\n	if s.policy == nil {", now: "	x.call.Checkpoint = \"\"\n	if s.policy == nil || x.r.Method == \"PATCH\" {",
+		id: "A-checkpoint-placement-policy-d", file: "guard/call.go",
+		old: "	if x.policy != nil {\n		batch, err", now: "	if x.policy != nil && x.r.Method != \"PATCH\" {\n		batch, err",
 		breaks: "PATCH has no checkpoint", tests: []string{"TestGuardedMethodsHaveCheckpoints"},
 	},
 	{
