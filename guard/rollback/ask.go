@@ -112,7 +112,7 @@ func (p *Plan) delegated() (ids []string) {
 // changeable are the checkpoints whose targets are compared with what their calls left (C-4.3.2-d, -e): a restore
 // leaves alone what somebody has changed since. Of several changes of one target, the one that is undone first
 // stands there.
-func (c *Coordinator) changeable(ctx context.Context, p *Plan) (ids []string, err error) {
+func (c *journal) changeable(ctx context.Context, p *Plan) (ids []string, err error) {
 	seen, asked := map[string]bool{}, map[string]bool{}
 	for _, level := range p.Levels {
 		last, made := map[string]*PlanStep{}, map[string]time.Time{} // of a target, as lanes orders them
@@ -141,7 +141,7 @@ func (c *Coordinator) changeable(ctx context.Context, p *Plan) (ids []string, er
 	return ids, nil
 }
 
-func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool) (string, error) {
+func (c *carrier) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *questions, dry bool) (string, error) {
 	s, err := c.callStatus(ctx, cp, "", Ran)
 	switch {
 	case errors.Is(err, ErrStore):
@@ -151,7 +151,7 @@ func (c *Coordinator) askOne(ctx context.Context, d *draft, cp *Checkpoint, q *q
 	}
 	t := undoTask{
 		Rollback: d.ID, PartOf: d.partOf(), Step: cp.ID, Checkpoint: s.opened, Reason: d.Reason, Due: q.due,
-		Quit: c.quit, Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
+		Quit: c.begins.Done(), Dry: dry, Precedence: d.Precedence, Foreign: s.foreign,
 	}
 	if s.opened.Snapshot.Way == checkpoint.Restore {
 		m, damaged, err := c.mark(ctx, s.opened.Snapshot.Root())

@@ -153,7 +153,7 @@ func (d *draft) resolveConflicts(others []*run) (joins []*run, err error) {
 }
 
 // fence is the write by which rollbacks of a workflow are decided one after the other.
-func (c *Coordinator) fence(ctx context.Context, workflow string) (store.Write, error) {
+func (c *journal) fence(ctx context.Context, workflow string) (store.Write, error) {
 	w := store.Write{Key: c.fenceKey(workflow), If: store.Absent()}
 	found, err := c.o.Store.Get(ctx, w.Key)
 	switch {
@@ -168,7 +168,7 @@ func (c *Coordinator) fence(ctx context.Context, workflow string) (store.Write, 
 
 // reservation reads the record of a prepared rollback. Until it ends, it holds back new calls that would follow from
 // what it covers, and other rollbacks that it takes precedence over. ErrUnknown means that there is none.
-func (c *Coordinator) reservation(ctx context.Context, n name) (*Rollback, error) {
+func (c *journal) reservation(ctx context.Context, n name) (*Rollback, error) {
 	row, err := c.reservations.Get(ctx, keyOf(kindReserved, n))
 	if err != nil {
 		return nil, err
@@ -194,7 +194,7 @@ type held struct {
 	writes []store.Write // that end them
 }
 
-func (h *held) end(c *Coordinator, v *Rollback) {
+func (h *held) end(c *journal, v *Rollback) {
 	n := c.name(v.ID)
 	h.ids = append(h.ids, v.ID)
 	h.writes = append(h.writes,
@@ -220,7 +220,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		return h, ErrMismatch
 	default:
 		h.own, mine = own, own.precedence()
-		h.end(c, own)
+		h.end(&c.journal, own)
 	}
 	prepared := h.own == nil || bytes.Equal(h.own.Hash, d.Hash)
 	if !prepared {
@@ -256,7 +256,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 		case comparePrecedence(other.precedence(), mine) <= 0:
 			return h, &ConflictError{Winner: other.precedence().ID, kept: other.ID}
 		default:
-			h.end(c, other)
+			h.end(&c.journal, other)
 			h.others = append(h.others, other)
 		}
 	}
@@ -265,7 +265,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 
 // reservedBeside are the reservations of a draft's workflow, but for other parts of the same rollback:
 // there are as many of them as it has calls here, and each of them would go past all others.
-func (c *Coordinator) reservedBeside(ctx context.Context, d *draft) ([]name, error) {
+func (c *journal) reservedBeside(ctx context.Context, d *draft) ([]name, error) {
 	all := store.Prefix(c.workflowPrefix(kindReservedWorkflow, d.Workflow))
 	ranges := []store.Range{all}
 	if d.PartOf != "" {
@@ -285,7 +285,7 @@ func (c *Coordinator) ended(h *held) {
 
 // shrunk reports whether the plan is the reserved one, but for what other parts of the same
 // rollback have undone meanwhile.
-func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (is bool, err error) {
+func (c *journal) shrunk(ctx context.Context, v *Rollback, d *draft) (is bool, err error) {
 	if !v.sameWhole(&d.Rollback) {
 		return false, nil
 	}
@@ -304,7 +304,7 @@ func (c *Coordinator) shrunk(ctx context.Context, v *Rollback, d *draft) (is boo
 }
 
 // undoneBy is the rollback that has undone a checkpoint; nil where that is not known.
-func (c *Coordinator) undoneBy(ctx context.Context, id string) (*Rollback, error) {
+func (c *journal) undoneBy(ctx context.Context, id string) (*Rollback, error) {
 	m, _, err := c.mark(ctx, id)
 	if err != nil {
 		return nil, err
@@ -318,11 +318,11 @@ func (c *Coordinator) undoneBy(ctx context.Context, id string) (*Rollback, error
 
 // reservedKey is that of a reservation in the index by workflow. Parts of one whole have the same
 // beginning.
-func (c *Coordinator) reservedKey(h *Rollback, n name) []byte {
+func (c *journal) reservedKey(h *Rollback, n name) []byte {
 	return append(c.wholePrefix(h), n[:]...)
 }
 
-func (c *Coordinator) wholePrefix(h *Rollback) []byte {
+func (c *journal) wholePrefix(h *Rollback) []byte {
 	whole := c.o.Sealer.Index("rollback whole", h.PartOf+" "+h.Requester)
 	return append(c.workflowPrefix(kindReservedWorkflow, h.Workflow), whole[:16]...)
 }

@@ -2,6 +2,7 @@ package rollback
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/base64"
 	"errors"
@@ -20,23 +21,13 @@ import (
 // Coordinator accepts requests for rollbacks and runs them. It is safe for concurrent use. A
 // process may open one per store.
 type Coordinator struct {
-	o   Options
-	log *slog.Logger
-	tables
+	carrier
 
-	// sealing is entered from before a value is sealed until its commit, so that Reseal can wait for values sealed
-	// with an older key.
-	sealing store.Writers
 	// The mutexes are taken in this order (TestMutexesAreTakenInOneOrder), so that no two goroutines wait for each
 	// other for ever. deciding is held while a new rollback, or one of a bounded number of escalations, is decided.
 	// Then comes run.mu, held while the head of a rollback changes; an acceptance takes those of the rollbacks that
 	// give way, in the order of their names. While mu or that of locks is held nothing else is taken or awaited.
 	deciding sync.Mutex
-	// locks block calls that follow from what is undone.
-	locks workflowLocks
-	// fleet and fences are nil where one gateway has the store.
-	fleet  *fleet.Fleet
-	fences *store.Fences
 
 	mu       sync.Mutex
 	runs     map[name]*run // those that are not finished, as far as they were met; only enlist adds to it
@@ -48,12 +39,28 @@ type Coordinator struct {
 	behind   map[string][][]byte   // keys of failures that wait for the end of a rollback
 	releases map[string]*releasing // by the rollback whose participants are told
 	wg       sync.WaitGroup
+}
 
+// carrier carries out the runs of rollbacks, for as long as its coordinator is open.
+type carrier struct {
+	journal
+	locks  workflowLocks   // block calls that follow from what is undone
 	begins context.Context // ends when nothing new begins any more
 	end    context.CancelFunc
-	quit   <-chan struct{}    // of begins
 	hard   context.Context    // of the steps that are under way
 	cut    context.CancelFunc // of hard
+}
+
+// journal has what is recorded of rollbacks and of what they undo, and drafts further ones from that.
+type journal struct {
+	o   Options
+	log *slog.Logger
+	tables
+	// sealing is entered from before a value is sealed until its commit, so that Reseal can wait for values sealed
+	// with an older key.
+	sealing store.Writers
+	fleet   *fleet.Fleet  // nil where one gateway has the store
+	fences  *store.Fences // see fleet
 }
 
 const defaultParallel = 8
@@ -86,14 +93,10 @@ func Open(o Options) (*Coordinator, error) {
 	}
 	o.PrepareTimeout, o.Reservation = orElse(o.PrepareTimeout, DefaultPrepareTimeout), orElse(o.Reservation, DefaultReservation)
 	c := &Coordinator{
-		o: o, log: o.Logger, tables: newTables(&o), runs: map[name]*run{}, behind: map[string][][]byte{},
-		releases: map[string]*releasing{},
-	}
-	if c.log == nil {
-		c.log = slog.New(slog.DiscardHandler)
+		carrier: carrier{journal: journal{o: o, log: cmp.Or(o.Logger, slog.New(slog.DiscardHandler)), tables: newTables(&o)}},
+		runs:    map[name]*run{}, behind: map[string][][]byte{}, releases: map[string]*releasing{},
 	}
 	c.begins, c.end = context.WithCancel(context.Background())
-	c.quit = c.begins.Done()
 	c.hard, c.cut = context.WithCancel(context.Background())
 	if c.fleet = fleet.Of(o.Store); c.fleet != nil {
 		c.fences = store.FollowFences(c.fleet, []byte{space, kindFence})
@@ -207,7 +210,7 @@ func (c *Coordinator) adopt(ctx context.Context, n name) (*run, error) {
 }
 
 // enlist registers a rollback, unless it is known, and runs it; it returns the known one. removals is
-// Coordinator.removals before it was read: it is nil where that has changed, since it may have ended since.
+// removals before it was read: it is nil where that has changed, since it may have ended since.
 func (c *Coordinator) enlist(r *run, removals uint64) *run {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -235,9 +238,7 @@ func (c *Coordinator) launch(r *run) {
 		return
 	}
 	r.launched = true
-	c.wg.Go(func() {
-		c.drive(r)
-	})
+	c.wg.Go(func() { c.drive(r) })
 }
 
 // Stop begins nothing new and waits for the running steps. When ctx ends they are cancelled, and
@@ -266,11 +267,9 @@ func (c *Coordinator) Stop(ctx context.Context) error {
 	return err
 }
 
-func (c *Coordinator) ending() bool {
-	return c.begins.Err() != nil
-}
+func (c *carrier) ending() bool { return c.begins.Err() != nil }
 
-func (c *Coordinator) now(ctx context.Context) (time.Time, error) {
+func (c *journal) now(ctx context.Context) (time.Time, error) {
 	now, err := c.o.Store.Now(ctx)
 	return now.Round(0).UTC(), unavailable(err)
 }
@@ -285,7 +284,7 @@ const (
 var errShutdown = errors.New("rollback: cut off by the end of the process")
 
 // retry repeats something for a rollback, or for all where id is empty, until it succeeds or the process shuts down.
-func (c *Coordinator) retry(id, what string, do func(ctx context.Context) error) error {
+func (c *carrier) retry(id, what string, do func(ctx context.Context) error) error {
 	for pause := firstPause; ; pause = min(2*pause, longPause) {
 		err := do(c.hard)
 		if err == nil || errors.Is(err, errShutdown) {
@@ -317,7 +316,7 @@ func sleep(ctx context.Context, pause time.Duration) bool {
 // id: the two together name it (cascade 4.3.4). That is id for the first checkpoint, and for each
 // further one an id that is made of both and that nobody can guess. It may be another one once what
 // was kept has ended.
-func (c *Coordinator) Resolve(ctx context.Context, id, checkpoint string) (string, error) {
+func (c *journal) Resolve(ctx context.Context, id, checkpoint string) (string, error) {
 	first, err := c.keptFor(ctx, id)
 	if err != nil || first == checkpoint {
 		return id, err
@@ -334,7 +333,7 @@ func (c *Coordinator) Resolve(ctx context.Context, id, checkpoint string) (strin
 }
 
 // keptFor is the checkpoint of the rollback with an id, accepted or reserved; empty without one.
-func (c *Coordinator) keptFor(ctx context.Context, id string) (string, error) {
+func (c *journal) keptFor(ctx context.Context, id string) (string, error) {
 	h, err := c.readHead(ctx, c.name(id))
 	if errors.Is(err, ErrUnknown) {
 		h, err = c.reservation(ctx, c.name(id))
@@ -383,7 +382,7 @@ func (b *Rollback) follow(wider *Rollback) {
 }
 
 // byToken returns the id of the rollback that a token asked for, or ErrUnknown.
-func (c *Coordinator) byToken(ctx context.Context, jti string) (string, error) {
+func (c *journal) byToken(ctx context.Context, jti string) (string, error) {
 	row, err := c.tokens.Get(ctx, c.tokenKey(jti))
 	if err != nil {
 		return "", err
@@ -413,7 +412,7 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 			case <-r.done.Done(): // changed may have been before that
 			case <-ctx.Done():
 				err = ctx.Err()
-			case <-c.quit:
+			case <-c.begins.Done():
 				err = ErrStopping
 			}
 		}
@@ -426,7 +425,7 @@ func (c *Coordinator) Wait(ctx context.Context, id string) (*Rollback, error) {
 
 // under returns a channel that is closed when a rollback may have ended, or may be carried out by somebody else;
 // nil if it takes no more steps. cancel frees it.
-func (c *Coordinator) under(ctx context.Context, n name) (ended <-chan struct{}, cancel func(), err error) {
+func (c *journal) under(ctx context.Context, n name) (ended <-chan struct{}, cancel func(), err error) {
 	ended, cancel = c.o.Store.Watch(keyOf(kindHead, n))
 	h, err := c.readHead(ctx, n)
 	if err == nil && h.open() {
@@ -463,7 +462,7 @@ const maxPage = 1000
 
 // List returns up to limit rollbacks from after on; empty is the beginning. One that gave way to
 // a wider one is shown as it was then, and names the other.
-func (c *Coordinator) List(ctx context.Context, after string, limit int) (Page, error) {
+func (c *journal) List(ctx context.Context, after string, limit int) (Page, error) {
 	limit = min(max(limit, 1), maxPage)
 	prefix := []byte{space, kindAge}
 	r := store.Prefix(prefix)

@@ -44,7 +44,7 @@ type refusal struct {
 func (e *refusal) Unwrap() error { return e.error }
 
 // draft decides who may ask, verifies the target, and makes the plan. It changes nothing.
-func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
+func (c *journal) draft(ctx context.Context, r *Request) (*draft, error) {
 	// A coordinator and an operator may ask for everything, and for the whole workflow. Else others may have acted under
 	// the same workflow id without being part of the workflow.
 	ask := PlanInput{Target: r.Checkpoint, Scope: r.Scope, Coordinator: r.Coordinator || r.Operator != ""}
@@ -97,7 +97,7 @@ func (c *Coordinator) draft(ctx context.Context, r *Request) (*draft, error) {
 
 // discovered is draft, after the configured participants were asked for what they have of the workflow
 // (C-4.3.1-e): whoever asks may ask for it. Parts of a rollback leave that to its coordinator.
-func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error) {
+func (c *journal) discovered(ctx context.Context, r *Request) (*draft, error) {
 	d, err := c.draft(ctx, r)
 	if err != nil || c.o.Discover == nil || r.Scope == Single || r.PartOf != "" || d.Workflow == "" {
 		return d, err
@@ -121,7 +121,7 @@ func (c *Coordinator) discovered(ctx context.Context, r *Request) (*draft, error
 }
 
 // plan makes the plan of a draft whose target was verified.
-func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View, ask PlanInput) error {
+func (c *journal) plan(ctx context.Context, r *Request, d *draft, view *View, ask PlanInput) error {
 	d.graph = view.Version
 	p, err := MakePlan(view.Graph, ask, func(n *workflow.Node) (NodeState, error) {
 		checked := &checkedNode{node: n, token: d.target}
@@ -171,7 +171,7 @@ func (c *Coordinator) plan(ctx context.Context, r *Request, d *draft, view *View
 }
 
 // informConfigured tells the configured participants, named by their identity, that the workflow is held.
-func (c *Coordinator) informConfigured(p *Plan, which func(agent string) bool) error {
+func (c *journal) informConfigured(p *Plan, which func(agent string) bool) error {
 	if c.o.Configured == nil {
 		return nil
 	}
@@ -205,7 +205,7 @@ func (s *PlanStep) setOutlook(o outlook) {
 
 // verified is the token of a checkpoint, or the zero value if it does not verify: its step finds
 // that out again.
-func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, error) {
+func (c *journal) verified(ctx context.Context, id string) (Checkpoint, error) {
 	cp, tampered, err := c.token(ctx, id)
 	if tampered {
 		return Checkpoint{}, err
@@ -216,7 +216,7 @@ func (c *Coordinator) verified(ctx context.Context, id string) (Checkpoint, erro
 // stateFor is stateOf, but for the checkpoints of who asks for a part of a rollback: it undoes those
 // itself, in the order of its own plan. Here nothing is done for them, and nothing is said of them
 // (P6).
-func (d *draft) stateFor(ctx context.Context, c *Coordinator, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
+func (d *draft) stateFor(ctx context.Context, c *journal, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
 	if d.PartOf != "" && d.Requester != "" && n.By == d.Requester && !token.Own && token.ID != "" && n.ID != d.Checkpoint {
 		return elsewhere, outlook{}, nil
 	}
@@ -225,7 +225,7 @@ func (d *draft) stateFor(ctx context.Context, c *Coordinator, n *workflow.Node, 
 
 // stateOf is the state of a checkpoint by its records, the checkpoint store and the executions,
 // with what is known of its undo; by its records alone if its token does not verify.
-func (c *Coordinator) stateOf(ctx context.Context, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
+func (c *journal) stateOf(ctx context.Context, n *workflow.Node, token *Checkpoint) (NodeState, outlook, error) {
 	recorded := RecordedState(n)
 	if token.ID == "" {
 		return recorded, outlook{obstacle: reasonTampered}, nil
@@ -271,7 +271,7 @@ const foreignGuard = "(participants)"
 
 // foreign is how a checkpoint is undone that somebody else has made: its agent is asked in both
 // phases, if the configuration names it (C-4.3.1-e). It is nil where it does not.
-func (c *Coordinator) foreign(cp *Checkpoint) (*checkpoint.Checkpoint, error) {
+func (c *journal) foreign(cp *Checkpoint) (*checkpoint.Checkpoint, error) {
 	named, lacking := NamedCheckpoint(cp.ID)
 	if c.o.Participants == nil || lacking != "" {
 		return nil, nil
@@ -308,7 +308,7 @@ func outlookOf(opened *checkpoint.Checkpoint) outlook {
 
 // current reports whether a plan made now would be the same. If so, the draft counts as made now.
 // If that cannot be found out, a new draft is made, which fails as it must.
-func (c *Coordinator) current(ctx context.Context, d *draft) bool {
+func (c *journal) current(ctx context.Context, d *draft) bool {
 	unchanged, err := c.o.Ledger.Unchanged(ctx, d.Workflow, d.graph)
 	if err != nil || !unchanged {
 		return false
@@ -339,7 +339,7 @@ func (c *Coordinator) current(ctx context.Context, d *draft) bool {
 
 // verify verifies the target before anything is touched (cascade 4.2.3). An undone target needs
 // no verification.
-func (c *Coordinator) verify(ctx context.Context, d *draft, now time.Time) error {
+func (c *journal) verify(ctx context.Context, d *draft, now time.Time) error {
 	cp := &d.target
 	var what What
 	for s := range d.Plan.all() {

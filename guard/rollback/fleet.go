@@ -14,7 +14,7 @@ import (
 
 // gone reports whether nothing more is written by another member with a boot. A record without one is of a
 // gateway that had the store alone.
-func (c *Coordinator) gone(ctx context.Context, boot string) (bool, error) {
+func (c *journal) gone(ctx context.Context, boot string) (bool, error) {
 	if c.fleet == nil || boot == "" {
 		return true, nil
 	}
@@ -24,7 +24,7 @@ func (c *Coordinator) gone(ctx context.Context, boot string) (bool, error) {
 
 // take makes this member the one that carries a rollback out, if the one that did is gone. mine reports whether
 // it is this member; unless fresh, the steps may have changed since the rollback was read.
-func (c *Coordinator) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
+func (c *carrier) take(ctx context.Context, r *run) (mine, fresh bool, err error) {
 	for fresh = true; ; fresh = false {
 		boot := r.now().Boot
 		if c.fleet == nil || boot == c.fleet.Boot() {
@@ -45,7 +45,7 @@ func (c *Coordinator) take(ctx context.Context, r *run) (mine, fresh bool, err e
 
 // takeFailure makes this member the one that asks for the rollback of a recorded failure, if the one that did
 // is gone. first says that nothing was taken up yet by this member, whose own it takes then, too.
-func (c *Coordinator) takeFailure(ctx context.Context, row store.Row[Failure], first bool) (mine bool, err error) {
+func (c *journal) takeFailure(ctx context.Context, row store.Row[Failure], first bool) (mine bool, err error) {
 	v := row.Record
 	if c.fleet == nil {
 		return true, nil
@@ -66,7 +66,7 @@ func (c *Coordinator) takeFailure(ctx context.Context, row store.Row[Failure], f
 }
 
 // follow keeps the head of a rollback that is carried out here as others change it, until ctx is done.
-func (c *Coordinator) follow(ctx context.Context, r *run) {
+func (c *carrier) follow(ctx context.Context, r *run) {
 	for c.fleet != nil && ctx.Err() == nil {
 		changed, cancel := c.o.Store.Watch(keyOf(kindHead, r.name))
 		r.mu.Lock()

@@ -287,11 +287,11 @@ func table[T any](o *Options, kind byte) store.Table[T] {
 	}
 }
 
-func (c *Coordinator) headWrite(n name, h *Rollback, condition store.Condition) store.Write {
+func (c *journal) headWrite(n name, h *Rollback, condition store.Condition) store.Write {
 	return c.heads.Put(keyOf(kindHead, n), h, condition, h.expires) // no change of what is over keeps it for longer
 }
 
-func (c *Coordinator) stepWrite(n name, i int, s *Step) store.Write {
+func (c *journal) stepWrite(n name, i int, s *Step) store.Write {
 	return c.steps.Put(partKey(kindStep, n, i), s, store.Condition{}, time.Time{})
 }
 
@@ -319,7 +319,7 @@ func unavailable(err error) error {
 func unreadable(err error) error { return fmt.Errorf("%w: %w", errUnreadable, err) }
 
 // readHead reads a head; ErrUnknown where there is none.
-func (c *Coordinator) readHead(ctx context.Context, n name) (*Rollback, error) {
+func (c *journal) readHead(ctx context.Context, n name) (*Rollback, error) {
 	row, err := c.heads.Get(ctx, keyOf(kindHead, n))
 	if err != nil {
 		return nil, err
@@ -352,7 +352,7 @@ func readPlan(ctx context.Context, from *store.Table[[]byte], n name, h *Rollbac
 	return p, nil
 }
 
-func (c *Coordinator) load(ctx context.Context, n name) (*run, error) {
+func (c *journal) load(ctx context.Context, n name) (*run, error) {
 	h, err := c.readHead(ctx, n)
 	if err != nil {
 		return nil, err
@@ -416,7 +416,7 @@ const (
 // name is the keyed hash of a rollback's id.
 type name [32]byte
 
-func (c *Coordinator) name(id string) name { return store.Index(c.o.Sealer, "rollback", id) }
+func (c *journal) name(id string) name { return store.Index(c.o.Sealer, "rollback", id) }
 
 func keyOf(kind byte, n name) []byte {
 	return append(append(make([]byte, 0, 2+len(n)+4), space, kind), n[:]...)
@@ -436,32 +436,32 @@ func ageKey(asked time.Time, n name) []byte {
 // placeSize is the end of an age key that says where in the listing it is.
 const placeSize = 8 + len(name{})
 
-func (c *Coordinator) tokenKey(jti string) []byte {
+func (c *journal) tokenKey(jti string) []byte {
 	return keyOf(kindToken, store.Index(c.o.Sealer, "rollback token", jti))
 }
 
-func (c *Coordinator) askerKey(id, asker string) []byte {
+func (c *journal) askerKey(id, asker string) []byte {
 	hash := store.Index(c.o.Sealer, "rollback asker", asker)
 	return append(keyOf(kindAsker, c.name(id)), hash[:16]...)
 }
 
 // workflowPrefix begins the keys of a workflow in one of the indexes by workflow.
-func (c *Coordinator) workflowPrefix(kind byte, workflow string) []byte {
+func (c *journal) workflowPrefix(kind byte, workflow string) []byte {
 	hash := store.Index(c.o.Sealer, "rollback workflow", workflow)
 	return append(append(make([]byte, 0, 2+16+len(name{})), space, kind), hash[:16]...)
 }
 
-func (c *Coordinator) workflowKey(kind byte, workflow string, n name) []byte {
+func (c *journal) workflowKey(kind byte, workflow string, n name) []byte {
 	return append(c.workflowPrefix(kind, workflow), n[:]...)
 }
 
-func (c *Coordinator) fenceKey(workflow string) []byte { return c.workflowPrefix(kindFence, workflow) }
+func (c *journal) fenceKey(workflow string) []byte { return c.workflowPrefix(kindFence, workflow) }
 
 // nameIn is the name at the end of an index entry's key.
 func nameIn(key []byte) name { return name(key[len(key)-len(name{}):]) }
 
 // names are those in ranges of an index.
-func (c *Coordinator) names(ctx context.Context, ranges ...store.Range) (names []name, err error) {
+func (c *journal) names(ctx context.Context, ranges ...store.Range) (names []name, err error) {
 	for _, r := range ranges {
 		for entry, err := range c.o.Store.Scan(ctx, r) {
 			if err != nil {
@@ -477,13 +477,13 @@ func (c *Coordinator) names(ctx context.Context, ranges ...store.Range) (names [
 func indexIn(key []byte) int { return int(binary.BigEndian.Uint32(key[len(key)-4:])) }
 
 // AwaitWriters waits until everything is committed, or given up, that was sealed before. The error is that of ctx.
-func (c *Coordinator) AwaitWriters(ctx context.Context) error { return c.sealing.Wait(ctx) }
+func (c *journal) AwaitWriters(ctx context.Context) error { return c.sealing.Wait(ctx) }
 
 // Reseal seals anew, with the newest key, what is sealed with older ones, and returns how many
 // records. It runs beside the traffic, whose commits win, may be stopped anywhere and starts
 // over; it must precede execution.Guard.Reseal. Values that do not open are left and reported as
 // ErrUnreadable: then the older keys must not be given up.
-func (c *Coordinator) Reseal(ctx context.Context) (int, error) {
+func (c *journal) Reseal(ctx context.Context) (int, error) {
 	r := store.NewResealer(c.o.Store, c.o.Sealer)
 	if err := c.AwaitWriters(ctx); err != nil {
 		return 0, err
@@ -559,7 +559,7 @@ func (c *Coordinator) cleanUp(ctx context.Context, n name, why error) error {
 
 // expire sets the expiry of all records of a rollback, the head in the last commit, so that it is
 // found again after an interruption. Each is changed as read, or read again.
-func (c *Coordinator) expire(ctx context.Context, n name, h *Rollback, at time.Time) error {
+func (c *journal) expire(ctx context.Context, n name, h *Rollback, at time.Time) error {
 	keys := [][]byte{ageKey(h.Asked, n)}
 	if h.Token != "" {
 		keys = append(keys, c.tokenKey(h.Token))
@@ -581,7 +581,7 @@ func (c *Coordinator) expire(ctx context.Context, n name, h *Rollback, at time.T
 }
 
 // expireRanges sets the expiry of all entries, in few commits, and writes last in the last of them.
-func (c *Coordinator) expireRanges(ctx context.Context, ranges []store.Range, at time.Time, last store.Write) error {
+func (c *journal) expireRanges(ctx context.Context, ranges []store.Range, at time.Time, last store.Write) error {
 	var batch []store.Write
 	size := 0
 	for _, r := range ranges {

@@ -35,7 +35,7 @@ func (e *BlockedError) Error() string {
 
 // workflowLocks keep calls from beginning whose consequences a plan could not know of. They are in memory, and cost
 // a call two map reads and no write. Where several gateways share a store, only the locks of what is being decided
-// here are: the others are read from the records, which say the same (see Coordinator.admit).
+// here are: the others are read from the records, which say the same (see carrier.admit).
 type workflowLocks struct {
 	mu         sync.Mutex
 	byScope    map[string][]*workflowLock
@@ -89,7 +89,7 @@ func (a *Admission) Fence() store.Fence {
 // Only calls that would claim are admitted; recorded ones are answered. Of a call without a
 // workflow only further attempts can be blocked: workflow is their AttemptsScope, and empty for a
 // first attempt.
-func (c *Coordinator) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (*Admission, error) {
+func (c *carrier) Enter(ctx context.Context, workflow string, parents iter.Seq2[string, error]) (*Admission, error) {
 	if workflow == "" {
 		return nil, nil
 	}
@@ -128,7 +128,7 @@ func AttemptsScope(root string) string { return attemptsPrefix + root }
 const attemptsPrefix = "\x00" // no workflow begins so
 
 // scope is what a rollback locks: its workflow, or the attempts of a call without one.
-func (c *Coordinator) scope(ctx context.Context, workflow, checkpoint string) (string, error) {
+func (c *journal) scope(ctx context.Context, workflow, checkpoint string) (string, error) {
 	if workflow != "" {
 		return workflow, nil
 	}
@@ -311,7 +311,7 @@ func (l *workflowLocks) remove(which func(*workflowLock) bool) {
 
 // Load restores the locks of unfinished rollbacks and terminated workflows, before the first call
 // and Start. If it fails no call may begin: it could follow from what is being undone.
-func (c *Coordinator) Load(ctx context.Context) error {
+func (c *carrier) Load(ctx context.Context) error {
 	if c.fleet != nil {
 		return nil // they are read with each call that may meet them
 	}
@@ -324,7 +324,7 @@ func (c *Coordinator) Load(ctx context.Context) error {
 
 // recordedLocks are what the rollbacks and reservations that some indexes name keep from beginning. prefix begins an
 // index.
-func (c *Coordinator) recordedLocks(ctx context.Context, prefix func(kind byte) []byte) (all []*workflowLock, err error) {
+func (c *carrier) recordedLocks(ctx context.Context, prefix func(kind byte) []byte) (all []*workflowLock, err error) {
 	for _, kind := range []byte{kindStop, kindWorkflow, kindReservedWorkflow} {
 		var entries []store.Entry
 		for entry, err := range c.o.Store.Scan(ctx, store.Prefix(prefix(kind))) {
@@ -357,7 +357,7 @@ func (c *Coordinator) recordedLocks(ctx context.Context, prefix func(kind byte) 
 // recordedLock is what a rollback or a reservation that an index names keeps from beginning. ErrUnknown is nothing.
 // What a member of a shared store has read of an accepted rollback it remembers: that does not change, and its index
 // says that it is not finished.
-func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (w *workflowLock, err error) {
+func (c *carrier) recordedLock(ctx context.Context, kind byte, n name) (w *workflowLock, err error) {
 	if c.fleet != nil && kind == kindWorkflow {
 		c.locks.mu.Lock()
 		w = c.locks.remembered[n]
@@ -388,14 +388,18 @@ func (c *Coordinator) recordedLock(ctx context.Context, kind byte, n name) (w *w
 	w.block(h.Scope, h.Plan)
 	close(w.decided)
 	if c.fleet != nil && kind == kindWorkflow {
-		c.locks.mu.Lock()
-		defer c.locks.mu.Unlock()
-		if c.locks.remembered == nil || len(c.locks.remembered) >= maxRemembered {
-			c.locks.remembered = map[name]*workflowLock{}
-		}
-		c.locks.remembered[n] = w
+		c.locks.remember(n, w)
 	}
 	return w, nil
+}
+
+func (l *workflowLocks) remember(n name, w *workflowLock) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.remembered == nil || len(l.remembered) >= maxRemembered {
+		l.remembered = map[name]*workflowLock{}
+	}
+	l.remembered[n] = w
 }
 
 // maxRemembered is how many locks of rollbacks of a shared store are remembered.
@@ -457,7 +461,7 @@ func (c *Coordinator) goOnUntil(what string, do func(ctx context.Context) error)
 
 // admit looks whether the rollbacks at all members let a call begin. Where that is being decided, it is to look
 // again once changed or left is closed, and then to call cancel.
-func (c *Coordinator) admit(
+func (c *carrier) admit(
 	ctx context.Context, a *Admission, parents iter.Seq2[string, error],
 ) (changed, left <-chan struct{}, cancel func(), err error) {
 	workflow, attempts := a.workflow, strings.HasPrefix(a.workflow, attemptsPrefix)
@@ -508,7 +512,7 @@ func (c *Coordinator) admit(
 }
 
 // beingDecided reports whether a member decides about a rollback. One that is gone does not.
-func (c *Coordinator) beingDecided(ctx context.Context, scope string) (bool, error) {
+func (c *journal) beingDecided(ctx context.Context, scope string) (bool, error) {
 	for entry, err := range c.o.Store.Scan(ctx, store.Prefix(c.workflowPrefix(kindDeciding, scope))) {
 		if err != nil {
 			return false, err

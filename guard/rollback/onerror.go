@@ -61,7 +61,7 @@ const maxFailures = 64
 
 // rollbackOf is the id of the rollback that errors of a call cause: there is one, whoever reports
 // how many errors, also after a restart (P5).
-func (c *Coordinator) rollbackOf(checkpoint string) string {
+func (c *journal) rollbackOf(checkpoint string) string {
 	sum := store.Index(c.o.Sealer, "rollback on error", checkpoint)
 	id := uuid.UUID(sum[:16])
 	id[6], id[8] = id[6]&0x0f|0x80, id[8]&0x3f|0x80 // version 8, of RFC 9562
@@ -89,14 +89,14 @@ func (c *Coordinator) Failed(all ...Failure) *store.Batch {
 	return b
 }
 
-func (c *Coordinator) failureWrite(key []byte, f *Failure, condition store.Condition) store.Write {
+func (c *journal) failureWrite(key []byte, f *Failure, condition store.Condition) store.Write {
 	record := *f
 	record.Boot = c.fleet.Boot()
 	return c.failed.Put(key, &record, condition, time.Time{})
 }
 
 // failureKey is the key of the record of a failure.
-func (c *Coordinator) failureKey(about ...string) []byte {
+func (c *journal) failureKey(about ...string) []byte {
 	return keyOf(kindFailure, store.Index(c.o.Sealer, "rollback failure", strings.Join(about, " ")))
 }
 
@@ -273,7 +273,7 @@ func (c *Coordinator) askBecauseOf(ctx context.Context, key []byte) (wait string
 			select {
 			case <-accepted.done.Done():
 			case <-accepted.asks.Done():
-			case <-c.quit:
+			case <-c.begins.Done():
 			}
 		}
 		return "", nil
@@ -313,7 +313,7 @@ func refusedForGood(err error) string {
 // counts reports whether an error rolls its call back: the outcome of a call does unless it asks
 // people, an agent's error only of whom the call concerns (P3). An error that counts for nothing asks
 // nobody either. Where refusedForGood knows the error, nobody will ever find out.
-func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err error) {
+func (c *journal) counts(ctx context.Context, f *Failure) (rolls bool, err error) {
 	if f.Reporter == "" {
 		return f.Asks == "", nil
 	}
@@ -353,7 +353,7 @@ func (c *Coordinator) counts(ctx context.Context, f *Failure) (rolls bool, err e
 }
 
 // forget removes the record of a failure. Who lost to somebody else has nothing left to do.
-func (c *Coordinator) forget(ctx context.Context, done store.Write) error {
+func (c *journal) forget(ctx context.Context, done store.Write) error {
 	_, err := c.o.Store.Commit(ctx, done)
 	if errors.As(err, new(*store.Conflict)) {
 		return nil
@@ -411,7 +411,7 @@ func (c *Coordinator) crossed(ctx context.Context, f *Failure, done store.Write)
 
 // handOver commits what removes a failure and opens escalations. Who lost to somebody else who has
 // removed it has nothing left to do.
-func (c *Coordinator) handOver(ctx context.Context, b *store.Batch) error {
+func (c *journal) handOver(ctx context.Context, b *store.Batch) error {
 	err := b.Commit(ctx, c.o.Store)
 	if err == nil || errors.As(err, new(*store.Conflict)) && !errors.Is(err, hitl.ErrAlreadyOpen) {
 		return nil
@@ -420,7 +420,7 @@ func (c *Coordinator) handOver(ctx context.Context, b *store.Batch) error {
 }
 
 // leave leaves a failure to a person: nobody who fails is left without either (A-error-signaling-f).
-func (c *Coordinator) leave(ctx context.Context, f *Failure, done store.Write, why string) error {
+func (c *journal) leave(ctx context.Context, f *Failure, done store.Write, why string) error {
 	cp, _, err := c.token(ctx, f.Checkpoint)
 	if err != nil && refusedForGood(err) == "" {
 		return err
@@ -511,7 +511,7 @@ func (c *Coordinator) askPeople(ctx context.Context, f *Failure, done store.Writ
 }
 
 // askedOfFailures are the pending escalations about failed calls of a workflow, or about a failure that spreads in it.
-func (c *Coordinator) askedOfFailures(ctx context.Context, workflow string) (all []hitl.Escalation, err error) {
+func (c *journal) askedOfFailures(ctx context.Context, workflow string) (all []hitl.Escalation, err error) {
 	if workflow == "" {
 		return nil, nil
 	}
@@ -526,7 +526,7 @@ func (c *Coordinator) askedOfFailures(ctx context.Context, workflow string) (all
 
 // escalateAnew opens an escalation for its workflow, unless an earlier one with the key is pending or
 // holds the workflow, or too many because of the same requester are pending.
-func (c *Coordinator) escalateAnew(ctx context.Context, b *store.Batch, o hitl.Opening) error {
+func (c *journal) escalateAnew(ctx context.Context, b *store.Batch, o hitl.Opening) error {
 	for o.Key += " " + o.Workflow; ; {
 		e, err := c.o.Escalations.Find(ctx, o.Key)
 		if errors.Is(err, hitl.ErrNotFound) {
@@ -561,7 +561,7 @@ const manyAgents = 3
 // reach says how many agents have acted in the call of a failure and in what follows from it, the
 // failing ones counted (C-2-c); empty if they are not many, or cannot be counted: that keeps nobody from
 // being asked. It reads no more of the workflow than a plan does (ADR 0051).
-func (c *Coordinator) reach(ctx context.Context, f *Failure) string {
+func (c *journal) reach(ctx context.Context, f *Failure) string {
 	view, err := c.o.Ledger.Graph(ctx, Query{Target: f.Checkpoint, Scope: SubDAG})
 	if errors.As(err, new(*TooManyError)) {
 		return "more follows from it than can be looked at."

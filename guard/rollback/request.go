@@ -403,7 +403,7 @@ func (c *Coordinator) again(ctx context.Context, r *Request) (*Rollback, error) 
 
 // mayShare decides whether a request may have the rollback of an earlier one: another requester must be
 // allowed to ask for the checkpoint himself. Two gateways of one rollback ask a third for the same part.
-func (c *Coordinator) mayShare(ctx context.Context, r *Request, first *Rollback) error {
+func (c *journal) mayShare(ctx context.Context, r *Request, first *Rollback) error {
 	if first.askedBy(r) {
 		return nil
 	}
@@ -434,7 +434,7 @@ func (c *Coordinator) acceptedAlready(ctx context.Context, r *Request) (*Rollbac
 
 // AskedWith returns the id of the token by which somebody else than the requester has asked for a rollback
 // too; empty where he has not.
-func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, error) {
+func (c *journal) AskedWith(ctx context.Context, id, asker string) (string, error) {
 	row, err := c.askers.Get(ctx, c.askerKey(id, asker))
 	switch {
 	case errors.Is(err, ErrUnknown):
@@ -446,7 +446,7 @@ func (c *Coordinator) AskedWith(ctx context.Context, id, asker string) (string, 
 }
 
 // refuse records a failed verification of the target, and returns its error.
-func (c *Coordinator) refuse(ctx context.Context, refused *refusal) error {
+func (c *journal) refuse(ctx context.Context, refused *refusal) error {
 	d := refused.draft
 	t, err := c.o.Ledger.Erred(ctx, &d.Rollback, d.Checkpoint, errorConstraint, refused.why)
 	if err != nil {
@@ -607,7 +607,7 @@ func (c *Coordinator) accept(ctx context.Context, r *Request, d *draft, extra []
 }
 
 // acceptanceWrites adds the records of a new rollback besides its head.
-func (c *Coordinator) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
+func (c *journal) acceptanceWrites(ctx context.Context, r *Request, d *draft, n name, b *store.Batch) error {
 	if len(d.Plan.Unreached) > 0 { // who has not said what he has may go on with it: what holds the workflow reaches him
 		if err := c.informConfigured(d.Plan, func(agent string) bool {
 			return slices.ContainsFunc(d.Plan.Unreached, func(o Obstacle) bool { return o.Agent == agent })
@@ -705,7 +705,7 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 			return c.mayShare(ctx, &r, v)
 		}
 		var ended held
-		ended.end(c, v) // on the condition that no execute has taken it
+		ended.end(&c.journal, v) // on the condition that no execute has taken it
 		_, err = c.o.Store.Commit(ctx, append(ended.writes, extra...)...)
 		if err == nil {
 			c.locks.release(r.ID)
@@ -763,7 +763,7 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 	id, partOf, reason := h.ID, h.partOf(), h.Reason
 	c.wg.Go(func() {
 		inParallel(c.o.Parallel, len(ids), func(i int) {
-			t := undoTask{Rollback: id, PartOf: partOf, Step: ids[i], Reason: reason, Due: due, Quit: c.quit}
+			t := undoTask{Rollback: id, PartOf: partOf, Step: ids[i], Reason: reason, Due: due, Quit: c.begins.Done()}
 			if err := c.releaseOne(ctx, t); err != nil {
 				c.log.Info("what a participant has reserved ends by itself", "rollback", id, "error", err)
 			}
@@ -776,7 +776,7 @@ func (c *Coordinator) release(h *Rollback, which func(id string) bool) {
 	})
 }
 
-func (c *Coordinator) releaseOne(ctx context.Context, t undoTask) error {
+func (c *journal) releaseOne(ctx context.Context, t undoTask) error {
 	cp, err := c.verified(ctx, t.Step)
 	if err != nil || cp.ID == "" {
 		return err

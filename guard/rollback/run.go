@@ -50,7 +50,7 @@ func newSignal() (s signal) {
 func (s signal) is() bool { return s.Err() != nil }
 
 // until is ctx, which ends early with one of some signals, or when nothing new begins any more. stop frees it.
-func (c *Coordinator) until(ctx context.Context, signals ...signal) (_ context.Context, stop context.CancelFunc) {
+func (c *carrier) until(ctx context.Context, signals ...signal) (_ context.Context, stop context.CancelFunc) {
 	ctx, cancel := context.WithCancel(ctx)
 	forget := []func() bool{context.AfterFunc(c.begins, cancel)}
 	for _, s := range signals {
@@ -126,7 +126,7 @@ func (r *run) setHead(h *Rollback) {
 }
 
 // publish takes a head that was recorded, with the run's mu held: at the end of the rollback the workflow is unlocked.
-func (c *Coordinator) publish(r *run, h *Rollback) {
+func (c *carrier) publish(r *run, h *Rollback) {
 	if !h.open() {
 		c.locks.ended(h, c.o.Keep)
 	}
@@ -134,7 +134,7 @@ func (c *Coordinator) publish(r *run, h *Rollback) {
 }
 
 // refresh reads the head again, with the run's mu held: others may have changed it, or the answer to a commit was lost.
-func (c *Coordinator) refresh(ctx context.Context, r *run) error {
+func (c *carrier) refresh(ctx context.Context, r *run) error {
 	h, err := c.readHead(ctx, r.name)
 	if err == nil && h.version != r.now().version {
 		c.publish(r, h)
@@ -184,7 +184,7 @@ func (r *run) setStep(i int, s *Step) {
 
 // change changes the head, in one commit with the batch. make gets a copy, and may be called
 // again if somebody else changed the head meanwhile.
-func (c *Coordinator) change(ctx context.Context, r *run, make func(h *Rollback, b *store.Batch) error) error {
+func (c *carrier) change(ctx context.Context, r *run, make func(h *Rollback, b *store.Batch) error) error {
 	defer c.sealing.Enter()()
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -270,7 +270,7 @@ func (c *Coordinator) releaseRest(r *run) {
 }
 
 // waitBehind waits until other rollbacks take no more steps, or a wider one takes this one over.
-func (c *Coordinator) waitBehind(r *run, behind []string) error {
+func (c *carrier) waitBehind(r *run, behind []string) error {
 	within, stop := c.until(c.hard, r.joined)
 	defer stop()
 	for _, id := range behind {
@@ -326,7 +326,7 @@ func (r *run) asked(which func(question) bool) question {
 // consent asks people before a level with something of severity critical is carried out (ATD
 // "Interaction with HITL", case 3), and before a part of a plan is whose rest cannot be (C-4.3.2-h),
 // and waits for what they decide, in its next life too. It is false where the process ends.
-func (c *Coordinator) consent(r *run, level int, places []int) bool {
+func (c *carrier) consent(r *run, level int, places []int) bool {
 	return c.retry(r.id, "what people decide", func(ctx context.Context) error {
 		q := r.question(level)
 		if q.Answer != "" || r.due.is() || r.refusal().Escalation != "" {
@@ -389,7 +389,7 @@ func (c *Coordinator) consent(r *run, level int, places []int) bool {
 
 // asksFor are the steps because of which people are asked: those of severity critical that a level
 // is about to undo, or all that a part of the plan would undo.
-func (c *Coordinator) asksFor(ctx context.Context, r *run, level int, places []int) (asks []int, err error) {
+func (c *journal) asksFor(ctx context.Context, r *run, level int, places []int) (asks []int, err error) {
 	for _, i := range places {
 		s := &r.planned[i]
 		undoes := s.What == Undo || s.Then == Undo
@@ -408,7 +408,7 @@ func (c *Coordinator) asksFor(ctx context.Context, r *run, level int, places []i
 }
 
 // ask opens the escalation of a question, in the commit that records the question.
-func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) error {
+func (c *carrier) ask(ctx context.Context, r *run, level int, asks []int) error {
 	now, err := c.now(ctx)
 	if err != nil {
 		return err
@@ -469,7 +469,7 @@ func (c *Coordinator) ask(ctx context.Context, r *run, level int, asks []int) er
 
 // decision waits until people have decided, the time of the rollback is over, or a wider one takes
 // it over. A decision that nobody can make any more is a denial.
-func (c *Coordinator) decision(r *run, id string) (e hitl.Escalation, err error) {
+func (c *carrier) decision(r *run, id string) (e hitl.Escalation, err error) {
 	ctx, stop := c.until(c.hard, r.due, r.joined)
 	defer stop()
 	e, err = c.o.Escalations.Wait(ctx, id)
@@ -487,7 +487,7 @@ func (c *Coordinator) decision(r *run, id string) (e hitl.Escalation, err error)
 }
 
 // unchanged reports whether the plan of a rollback that has begun nothing is still the accepted one.
-func (c *Coordinator) unchanged(ctx context.Context, r *run) (bool, error) {
+func (c *journal) unchanged(ctx context.Context, r *run) (bool, error) {
 	d, err := c.draft(ctx, r.now().Request)
 	if errors.Is(err, ErrStore) {
 		return false, err
@@ -509,7 +509,7 @@ func (r *run) begun(places []int) bool {
 
 // level runs the steps of one level side by side, except those of one target. It reports whether
 // all have ended.
-func (c *Coordinator) level(r *run, places []int) bool {
+func (c *carrier) level(r *run, places []int) bool {
 	todo := slices.DeleteFunc(slices.Clone(places), func(i int) bool { return r.step(i).State == StepDone })
 	var lanes [][]int
 	if c.retry(r.id, "the order of its steps", func(ctx context.Context) (err error) {
@@ -529,7 +529,7 @@ func (c *Coordinator) level(r *run, places []int) bool {
 }
 
 // watch waits for the deadline of a rollback, until ctx is done.
-func (c *Coordinator) watch(ctx context.Context, r *run, due time.Time) {
+func (c *carrier) watch(ctx context.Context, r *run, due time.Time) {
 	for !r.due.is() {
 		pause := longPause
 		if now, err := c.now(c.hard); err == nil {
@@ -567,7 +567,7 @@ func (c *Coordinator) settleDown(r *run) error {
 
 // lanes groups steps of one level that run one after the other: calls with the same target are
 // undone with the last change first, since each undo is compared with what its own call left.
-func (c *Coordinator) lanes(ctx context.Context, r *run, places []int) (lanes [][]int, err error) {
+func (c *journal) lanes(ctx context.Context, r *run, places []int) (lanes [][]int, err error) {
 	made, known := map[int]time.Time{}, map[string]int{}
 	for _, i := range places {
 		lane := len(lanes)
@@ -601,7 +601,7 @@ const (
 
 // escalate opens an escalation in the commit of the batch: it is durable before anybody says
 // "escalated" (A-basic-rollback-g). It returns its id.
-func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Opening) (string, error) {
+func (c *journal) escalate(ctx context.Context, b *store.Batch, o hitl.Opening) (string, error) {
 	p, err := c.o.Escalations.Prepare(ctx, o)
 	if err != nil {
 		return "", err
@@ -611,7 +611,7 @@ func (c *Coordinator) escalate(ctx context.Context, b *store.Batch, o hitl.Openi
 }
 
 // escalateFor opens an escalation of a rollback, whose head it changes.
-func (c *Coordinator) escalateFor(ctx context.Context, b *store.Batch, h *Rollback, o hitl.Opening) (string, error) {
+func (c *journal) escalateFor(ctx context.Context, b *store.Batch, h *Rollback, o hitl.Opening) (string, error) {
 	id, err := c.escalate(ctx, b, o)
 	h.Escalations = append(slices.Clip(h.Escalations), id)
 	return id, err
@@ -628,7 +628,7 @@ func (h *Rollback) timeoutOpening() hitl.Opening {
 
 // overdue records once that the time of a rollback is over, if it is (ATD, "Rollback Timeout and
 // Escalation"). Its state does not change.
-func (c *Coordinator) overdue(r *run) error {
+func (c *carrier) overdue(r *run) error {
 	return c.retry(r.id, "its timeout", func(ctx context.Context) error {
 		now, err := c.now(ctx)
 		if err != nil {
@@ -660,7 +660,7 @@ func (c *Coordinator) overdue(r *run) error {
 }
 
 // finish records the outcome of a rollback, once all its steps have ended.
-func (c *Coordinator) finish(ctx context.Context, r *run) error {
+func (c *carrier) finish(ctx context.Context, r *run) error {
 	now, err := c.now(ctx)
 	if err != nil {
 		return err

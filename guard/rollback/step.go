@@ -45,7 +45,7 @@ func failed(reason string) stepOutcome { return stepOutcome{status: Failed, reas
 
 // runStep runs a step until it has ended. It is journaled before anything is sent, so that after
 // a crash it resumes with the same task and sends nothing twice.
-func (c *Coordinator) runStep(ctx context.Context, r *run, i int) error {
+func (c *carrier) runStep(ctx context.Context, r *run, i int) error {
 	step := r.step(i)
 	if step.State == StepDone {
 		return nil
@@ -133,7 +133,7 @@ func (r *run) reached(i int) bool {
 }
 
 // irreversible is the end of the step of an irreversible call, with the known cause.
-func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
+func (c *journal) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
 	e := escalated(string(ReasonIrreversible))
 	if !cp.Own {
 		return e
@@ -145,7 +145,7 @@ func (c *Coordinator) irreversible(ctx context.Context, cp *Checkpoint) stepOutc
 }
 
 // begin journals the beginning of a step, with the checkpoint's mark, in one commit.
-func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Mark) error {
+func (c *journal) begin(ctx context.Context, r *run, i int, m *checkpoint.Mark) error {
 	step := r.step(i)
 	ours := m.State == checkpoint.Undoing && m.Rollback == r.id
 	if ours && step.State == StepRunning {
@@ -174,7 +174,7 @@ func (c *Coordinator) begin(ctx context.Context, r *run, i int, m *checkpoint.Ma
 }
 
 // undo does the work of a step that was begun.
-func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (stepOutcome, error) {
+func (c *carrier) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (stepOutcome, error) {
 	what, then := r.step(i).What, r.planned[i].Then
 	for {
 		recorded := Ran
@@ -225,7 +225,7 @@ func (c *Coordinator) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (
 
 // await waits for a call in flight. It reports whether that is over; if not, the rollback's time
 // is.
-func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (over bool, err error) {
+func (c *carrier) await(ctx context.Context, r *run, key execution.Key) (over bool, err error) {
 	ctx, stop := c.until(ctx, r.due)
 	defer stop()
 	switch err = c.o.Guard.Await(ctx, key); {
@@ -242,11 +242,11 @@ func (c *Coordinator) await(ctx context.Context, r *run, key execution.Key) (ove
 // send undoes a call that ran. A doubt of another rollback goes on under that one's key: only so
 // can it be sent again, or asked for. id is the checkpoint of the step, doubt the mark of the
 // first attempt.
-func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
+func (c *carrier) send(ctx context.Context, r *run, id string, s callSnapshot, doubt string) (stepOutcome, error) {
 	brief := r.now()
 	task := undoTask{
 		Rollback: r.id, PartOf: brief.partOf(), Step: id, Checkpoint: s.opened, Reason: brief.Reason, Due: brief.Due,
-		Quit: c.quit, Precedence: brief.precedence(), Foreign: s.foreign,
+		Quit: c.begins.Done(), Precedence: brief.precedence(), Foreign: s.foreign,
 	}
 	if doubt != "" && doubt != r.id {
 		partOf, forgotten, err := c.earlier(ctx, doubt)
@@ -275,7 +275,7 @@ func (c *Coordinator) send(ctx context.Context, r *run, id string, s callSnapsho
 
 // earlier is what a rollback was a part of. forgotten says that neither it nor its keys are
 // recorded any more.
-func (c *Coordinator) earlier(ctx context.Context, id string) (partOf string, forgotten bool, err error) {
+func (c *journal) earlier(ctx context.Context, id string) (partOf string, forgotten bool, err error) {
 	switch h, err := c.readHead(ctx, c.name(id)); {
 	case errors.Is(err, ErrUnknown):
 		return "", true, nil
@@ -346,7 +346,7 @@ func (r *run) gather(members []string) stepOutcome {
 // (P1): by the last attempt's records, and under the first one's mark and key.
 
 // later is the status of the last attempt of a call, if that is later than s.
-func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *execution.Recorded, rollback string) (_ callSnapshot, is bool, _ error) {
+func (c *journal) later(ctx context.Context, s callSnapshot, found *execution.Recorded, rollback string) (_ callSnapshot, is bool, _ error) {
 	id := found.Record.Checkpoint
 	if id == "" {
 		return s, false, nil
@@ -375,7 +375,7 @@ func (c *Coordinator) later(ctx context.Context, s callSnapshot, found *executio
 }
 
 // undoOnce undoes the call of a step, unless another of its attempts was undone.
-func (c *Coordinator) undoOnce(ctx context.Context, r *run, i int, s callSnapshot) (stepOutcome, error) {
+func (c *carrier) undoOnce(ctx context.Context, r *run, i int, s callSnapshot) (stepOutcome, error) {
 	id := r.step(i).Checkpoint
 	root := s.opened.Snapshot.Root()
 	m, damaged, err := c.mark(ctx, root)
@@ -402,7 +402,7 @@ func (c *Coordinator) undoOnce(ctx context.Context, r *run, i int, s callSnapsho
 
 // hold takes the mark of the first attempt. The step is journaled with it, so that it is released
 // however the step ends, also after a restart.
-func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
+func (c *journal) hold(ctx context.Context, r *run, i int, root string, m checkpoint.Mark) error {
 	step := r.step(i)
 	step.Root = root
 	defer c.sealing.Enter()()
@@ -414,7 +414,7 @@ func (c *Coordinator) hold(ctx context.Context, r *run, i int, root string, m ch
 
 // expired is the end of an expired checkpoint's step: that of the call, if another attempt of it
 // was undone.
-func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutcome, error) {
+func (c *carrier) expired(ctx context.Context, r *run, id string) (stepOutcome, error) {
 	root, err := c.o.Checkpoints.First(ctx, id)
 	if err != nil {
 		return stepOutcome{}, unavailable(err)
@@ -433,7 +433,7 @@ func (c *Coordinator) expired(ctx context.Context, r *run, id string) (stepOutco
 
 // busyAt waits until another rollback has left a checkpoint, then looks at the step again. The
 // other one may in turn wait for another step of this one.
-func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (stepOutcome, error) {
+func (c *carrier) busyAt(ctx context.Context, r *run, id string, m checkpoint.Mark) (stepOutcome, error) {
 	again := fmt.Errorf("%w: another rollback was at the checkpoint", ErrStore)
 	moved, forget := c.o.Checkpoints.Watch(id)
 	defer forget()
@@ -457,7 +457,7 @@ func (c *Coordinator) busyAt(ctx context.Context, r *run, id string, m checkpoin
 		case <-ended:
 		case <-r.due.Done():
 			return escalated(string(reasonTimeout)), nil
-		case <-c.quit:
+		case <-c.begins.Done():
 			return stepOutcome{}, errShutdown
 		}
 	}
@@ -480,7 +480,7 @@ type callSnapshot struct {
 // has it as released, or its tokens say so and no result was recorded (P1, P6).
 //
 // The errors are those of checkpoint.Store.Open but ErrReleased, and ErrStore.
-func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
+func (c *journal) callStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
 	if !cp.Own {
 		theirs, err := c.foreign(cp)
 		return callSnapshot{state: Ran, opened: theirs, foreign: true}, err
@@ -495,7 +495,7 @@ func (c *Coordinator) callStatus(ctx context.Context, cp *Checkpoint, rollback s
 }
 
 // readCallStatus is callStatus, but for a call that ends meanwhile.
-func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
+func (c *journal) readCallStatus(ctx context.Context, cp *Checkpoint, rollback string, recorded NodeState) (callSnapshot, error) {
 	s := callSnapshot{state: recorded, call: execution.Undoing{Checkpoint: cp.ID}}
 	opened, err := c.o.Checkpoints.Open(ctx, cp.ID, checkpoint.Want{Sum: cp.Sum, Expires: cp.Expires, Rollback: rollback})
 	switch {
@@ -540,7 +540,7 @@ func (c *Coordinator) readCallStatus(ctx context.Context, cp *Checkpoint, rollba
 }
 
 // released is the status of a call that provably did not run.
-func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapshot, error) {
+func (c *journal) released(ctx context.Context, s callSnapshot) (callSnapshot, error) {
 	s.state = NeverRan
 	left, err := c.o.Checkpoints.Released(ctx, s.call.Checkpoint)
 	switch {
@@ -557,7 +557,7 @@ func (c *Coordinator) released(ctx context.Context, s callSnapshot) (callSnapsho
 }
 
 // mark reads the mark of a checkpoint. damaged says that it cannot be read.
-func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, damaged bool, err error) {
+func (c *journal) mark(ctx context.Context, id string) (m checkpoint.Mark, damaged bool, err error) {
 	if m, err = c.o.Checkpoints.Mark(ctx, id); errors.Is(err, checkpoint.ErrTampered) {
 		return m, true, nil
 	}
@@ -566,7 +566,7 @@ func (c *Coordinator) mark(ctx context.Context, id string) (m checkpoint.Mark, d
 
 // token finds the token of a checkpoint. tampered says that it is not the recorded one, or is
 // missing.
-func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tampered bool, err error) {
+func (c *journal) token(ctx context.Context, id string) (cp Checkpoint, tampered bool, err error) {
 	cp, err = c.o.Ledger.Checkpoint(ctx, id)
 	if errors.Is(err, checkpoint.ErrTampered) || errors.Is(err, ErrUnknown) {
 		return cp, true, nil
@@ -576,7 +576,7 @@ func (c *Coordinator) token(ctx context.Context, id string) (cp Checkpoint, tamp
 
 // record writes the outcome of a step in one commit: the journal, the mark, the execution to
 // refuse from now on, the evidence, and the escalation.
-func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome) error {
+func (c *journal) record(ctx context.Context, r *run, i int, end stepOutcome) error {
 	landed, err := c.reread(ctx, r, i)
 	if landed || err != nil {
 		return err
@@ -605,7 +605,7 @@ func (c *Coordinator) record(ctx context.Context, r *run, i int, end stepOutcome
 }
 
 // outcomeWrites adds what belongs to the outcome besides the journal.
-func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
+func (c *journal) outcomeWrites(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
 	if err := c.move(ctx, r, step, end, b); err != nil {
 		return err
 	}
@@ -646,7 +646,7 @@ func (c *Coordinator) outcomeWrites(ctx context.Context, r *run, step *Step, end
 }
 
 // reread reports whether the step has ended already, by a commit whose answer was lost.
-func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, err error) {
+func (c *journal) reread(ctx context.Context, r *run, i int) (landed bool, err error) {
 	row, err := c.steps.Get(ctx, partKey(kindStep, r.name, i))
 	if errors.Is(err, ErrUnknown) {
 		return false, nil
@@ -664,7 +664,7 @@ func (c *Coordinator) reread(ctx context.Context, r *run, i int) (landed bool, e
 
 // move sets the checkpoint's mark to the step's outcome, and that of its call's first attempt if
 // the step holds it.
-func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
+func (c *journal) move(ctx context.Context, r *run, step *Step, end *stepOutcome, b *store.Batch) error {
 	if step.Root != "" {
 		m, damaged, err := c.mark(ctx, step.Root)
 		if err != nil {
@@ -683,7 +683,7 @@ func (c *Coordinator) move(ctx context.Context, r *run, step *Step, end *stepOut
 	return c.moveMark(ctx, r, step.Checkpoint, m, step, end, b)
 }
 
-func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, m checkpoint.Mark, step *Step, end *stepOutcome, b *store.Batch) error {
+func (c *journal) moveMark(ctx context.Context, r *run, id string, m checkpoint.Mark, step *Step, end *stepOutcome, b *store.Batch) error {
 	to := checkpoint.Escalated
 	switch {
 	case step.Status == Completed:
@@ -715,7 +715,7 @@ func (c *Coordinator) moveMark(ctx context.Context, r *run, id string, m checkpo
 
 // commitStep commits the outcome. With it, late duplicates of undone calls are refused forever,
 // and calls that never ran must not run any more.
-func (c *Coordinator) commitStep(ctx context.Context, end *stepOutcome, b *store.Batch) error {
+func (c *journal) commitStep(ctx context.Context, end *stepOutcome, b *store.Batch) error {
 	if end.status == Completed && end.call.Key != (execution.Key{}) {
 		err := c.o.Guard.Undone(ctx, end.call, b.Writes()...)
 		if !errors.Is(err, execution.ErrOtherCall) {
