@@ -568,17 +568,17 @@ func (e *Evidence) KeysToSign() []string {
 // that may name one of them, or that of ledger.Log.StoreSignatures; with any error all keys
 // are still needed, and the next call goes on. Do not call it twice at a time.
 func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
-	keys := e.ring.List()
+	keys, later := e.ring.List(), &e.later
 	var walk []string
-	e.later.mu.Lock() // who has chosen one of these keys has a batch now
+	later.mu.Lock() // who has chosen one of these keys has a batch now
 	for _, k := range keys {
-		replaced := !k.Signs && k.ID != e.later.signs && !k.Until.IsZero()
-		if slices.Contains(e.later.all, k.ID) && k.Private && !k.Revoked && (replaced || e.fleet.store != nil) {
+		replaced := !k.Signs && k.ID != later.signs && !k.Until.IsZero()
+		if slices.Contains(later.all, k.ID) && k.Private && !k.Revoked && (replaced || e.fleet.store != nil) {
 			walk = append(walk, k.ID)
 		}
 	}
-	e.later.walked = slices.Clone(walk) // SignWhenShown takes out what signs again
-	e.later.mu.Unlock()
+	later.walked = slices.Clone(walk) // SignWhenShown takes out what signs again
+	later.mu.Unlock()
 	if len(walk) == 0 {
 		return 0, nil
 	}
@@ -590,9 +590,9 @@ func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
 		return err
 	}))
 	if err != nil {
-		e.later.mu.Lock()
-		e.later.walked = nil
-		e.later.mu.Unlock()
+		later.mu.Lock()
+		later.walked = nil
+		later.mu.Unlock()
 	}
 	return stored, err
 }
@@ -602,11 +602,11 @@ func (e *Evidence) SignReplaced(ctx context.Context) (stored int, err error) {
 // keys of the ring whose private parts nothing needs any more. The ring must not change until
 // these are removed.
 func (e *Evidence) ForgetSigned(ctx context.Context) (done []string, err error) {
-	keys := e.ring.List()
-	e.later.mu.Lock()
-	forget := e.later.walked
-	e.later.walked = nil
-	e.later.mu.Unlock()
+	keys, later := e.ring.List(), &e.later
+	later.mu.Lock()
+	forget := later.walked
+	later.walked = nil
+	later.mu.Unlock()
 	for _, k := range keys {
 		if k.Revoked {
 			forget = append(forget, k.ID)

@@ -227,23 +227,24 @@ func (e *Evidence) peerKey(node string) []byte {
 
 // publish stores the public keys of this node, before anything is signed with one of them.
 func (e *Evidence) publish(ctx context.Context, ring *ect.Ring) error {
-	if e.fleet.store == nil {
+	f := &e.fleet
+	if f.store == nil {
 		return nil
 	}
 	text, err := ring.Publish()
 	if err != nil {
 		return err
 	}
-	e.fleet.publishing.Lock()
-	defer e.fleet.publishing.Unlock()
-	if bytes.Equal(text, e.fleet.published) {
+	f.publishing.Lock()
+	defer f.publishing.Unlock()
+	if bytes.Equal(text, f.published) {
 		return nil
 	}
-	own := &peer{Node: e.fleet.node, Keys: text}
-	if _, err := e.store.Commit(ctx, e.fleet.peers.Put(e.peerKey(own.Node), own, store.Condition{}, time.Time{})); err != nil {
+	own := &peer{Node: f.node, Keys: text}
+	if _, err := e.store.Commit(ctx, f.peers.Put(e.peerKey(own.Node), own, store.Condition{}, time.Time{})); err != nil {
 		return fmt.Errorf("evidence: storing the public keys: %w", err)
 	}
-	e.fleet.published = text
+	f.published = text
 	return nil
 }
 

@@ -94,7 +94,8 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 	}
 	g.quotas.open(g)
 	g.namings.Store(&map[string]Naming{})
-	if err := g.identify(ctx); err != nil {
+	var err error
+	if g.node, g.fresh, err = g.identify(ctx); err != nil {
 		return nil, Recovery{}, err
 	}
 	g.groups.open(g)
@@ -109,11 +110,7 @@ func Open(ctx context.Context, st store.Store, sealer store.Sealer) (*Guard, Rec
 
 // OnRecovery has report called, by one goroutine at a time, when executions of a member were settled that has left the
 // shared store, and when those of this process were whose outcome could not be recorded.
-func (g *Guard) OnRecovery(report func(Recovery)) {
-	g.members.mu.Lock()
-	defer g.members.mu.Unlock()
-	g.members.report = report
-}
+func (g *Guard) OnRecovery(report func(Recovery)) { g.members.reportTo(report) }
 
 // Drain refuses new executions and waits for the running ones until ctx ends. It returns how many
 // still run: if the process ends now, they are found in doubt.
@@ -554,45 +551,43 @@ func Fresh(ctx context.Context, st store.Store) (bool, error) {
 
 // identify checks the store's key and layout and reads the node's id, or writes them into a fresh
 // store.
-func (g *Guard) identify(ctx context.Context) error {
+func (g *Guard) identify(ctx context.Context) (node string, fresh bool, err error) {
 	layout, err := g.store.Get(ctx, metaKey("layout"))
 	if errors.Is(err, store.ErrNotFound) {
 		return g.initialise(ctx)
 	}
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return "", false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	if err := checkLayout(layout); err != nil {
-		return err
+		return "", false, err
 	}
 	check := metaKey("key")
 	entry, err := g.store.Get(ctx, check)
 	if errors.Is(err, store.ErrNotFound) {
-		return fmt.Errorf("%w: it holds data without a key check", errLayout)
+		return "", false, fmt.Errorf("%w: it holds data without a key check", errLayout)
 	}
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return "", false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	if id := g.sealer.KeyOf(entry.Value); !slices.Contains(g.sealer.KeyIDs(), id) {
-		return fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, id)
+		return "", false, fmt.Errorf("%w: it is sealing key %d", ErrMissingKey, id)
 	}
 	plain, err := g.sealer.Open(nil, entry.Value, check)
 	if err != nil || string(plain) != g.keyCheck() {
-		return ErrWrongKey
+		return "", false, ErrWrongKey
 	}
 	if err := g.keys.open(ctx); err != nil {
-		return err
+		return "", false, err
 	}
 	if g.members.store != nil {
-		g.node = g.members.store.Self().Node
-		return nil
+		return g.members.store.Self().Node, false, nil
 	}
-	node, err := g.store.Get(ctx, metaKey("node"))
+	name, err := g.store.Get(ctx, metaKey("node"))
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return "", false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	g.node = string(node.Value)
-	return nil
+	return string(name.Value), false, nil
 }
 
 // keyCheck ties the index key to the sealed marker: a ring with the right sealing key and another
@@ -602,39 +597,37 @@ func (g *Guard) keyCheck() string {
 	return string(sum[:])
 }
 
-func (g *Guard) initialise(ctx context.Context) error {
-	fresh, err := Fresh(ctx, g.store)
+func (g *Guard) initialise(ctx context.Context) (node string, fresh bool, err error) {
+	fresh, err = Fresh(ctx, g.store)
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return "", false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
 	if _, there := g.store.Get(ctx, metaKey("layout")); !fresh && there == nil {
 		return g.identify(ctx) // another member was first
 	}
 	if !fresh {
-		return fmt.Errorf("%w: it holds data without a layout", errLayout)
+		return "", false, fmt.Errorf("%w: it holds data without a layout", errLayout)
 	}
-	g.node = "node-" + g.boot
+	node = "node-" + g.boot
 	check := metaKey("key")
 	ids := g.sealer.KeyIDs()
 	keys := keyRecord{Uses: []KeyUse{{ID: ids[len(ids)-1]}}}
 	_, err = g.store.Commit(ctx,
 		store.Write{Key: check, If: store.Absent(), Value: g.sealer.Seal(nil, []byte(g.keyCheck()), check)},
 		store.Write{Key: metaKey("layout"), If: store.Absent(), Value: []byte(layoutVersion)},
-		store.Write{Key: metaKey("node"), If: store.Absent(), Value: []byte(g.node)},
+		store.Write{Key: metaKey("node"), If: store.Absent(), Value: []byte(node)},
 		meta[keyRecord](g).Put(metaKey(keysName), &keys, store.Absent(), time.Time{}),
 	)
 	if lost := (*store.Conflict)(nil); errors.As(err, &lost) && g.members.store != nil {
 		return g.identify(ctx) // another member was first
 	}
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrStore, err)
+		return "", false, fmt.Errorf("%w: %w", ErrStore, err)
 	}
-	g.fresh = true
-	if g.members.store != nil {
-		g.node = g.members.store.Self().Node
-		return g.keys.open(ctx)
+	if g.members.store == nil {
+		return node, true, nil
 	}
-	return nil
+	return g.members.store.Self().Node, true, g.keys.open(ctx)
 }
 
 // Recovery counts the executions that an earlier process of this node left open, or in a shared store a member

@@ -110,6 +110,12 @@ func (m *members) recover(ctx context.Context, own bool) (Recovery, error) {
 	return done, nil
 }
 
+func (m *members) reportTo(report func(Recovery)) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.report = report
+}
+
 func (m *members) reports(r Recovery) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
