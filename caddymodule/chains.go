@@ -422,7 +422,7 @@ func (v *visit) check() error {
 			"Write `method %s` before the guard, outside of the proxy's block: then what leaves is what the guard decides by", v.place, v.guard.Name, v.sends, v.sends)
 	}
 	for _, copier := range v.before.copiers {
-		if field := v.guard.keyChangedBy(copier); field != "" {
+		if field := keyChangedBy(v.guard.ExecutionID, copier); field != "" {
 			return fmt.Errorf("%s: %s is set from the answer of a proxy before the guard %q, which reads the execution id from it: with another answer a retry would run again. "+
 				"Leave it out of `copy_headers`, or of the headers in `handle_response`", v.place, field, v.guard.Name)
 		}
@@ -447,13 +447,13 @@ func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead 
 		return "request_body replaces the body", "it behind the guard, in a route with agent_guard before it"
 	}
 	if r, ok := handler.(*rewrite.Rewrite); ok {
-		return h.keyRewritten(r), "a placeholder of what the client has sent, such as {http.request.orig_uri.path}, or the rewriting behind the guard"
+		return keyRewritten(h.ExecutionID, r), "a placeholder of what the client has sent, such as {http.request.orig_uri.path}, or the rewriting behind the guard"
 	}
 	changes, ok := handler.(*headers.Handler)
 	if !ok || changes.Request == nil {
 		return "", ""
 	}
-	if field := h.keyChangedBy(changes); field != "" {
+	if field := keyChangedBy(h.ExecutionID, changes); field != "" {
 		return "request_header changes " + field, "`header_up " + field + " ...` in the proxy's block instead, and tell callers apart with `caller`"
 	}
 	for _, field := range []string{"Host", "Content-Type", "Content-Encoding", "Cookie"} {
@@ -480,12 +480,12 @@ func (h *Handler) changedBy(handler caddyhttp.MiddlewareHandler) (what, instead 
 
 // keyChangedBy is the header field with the execution id that a handler changes; empty without one (P1: the id
 // counts as it was sent).
-func (h *Handler) keyChangedBy(changes *headers.Handler) string {
+func keyChangedBy(sources []guard.IDSource, changes *headers.Handler) string {
 	if changes.Request == nil {
 		return ""
 	}
-	fields := guard.KeyFieldsOf(h.ExecutionID)
-	if len(h.ExecutionID) == 0 { // besides those of which nothing but a name is known
+	fields := guard.KeyFieldsOf(sources)
+	if len(sources) == 0 { // besides those of which nothing but a name is known
 		for _, name := range changedFields(changes.Request) {
 			if name = http.CanonicalHeaderKey(name); guard.IsKey(name) {
 				fields = append(fields, name)
@@ -500,10 +500,10 @@ func (h *Handler) keyChangedBy(changes *headers.Handler) string {
 }
 
 // keyRewritten says that a handler changes the part of the URI with the execution id; empty if it does not.
-func (h *Handler) keyRewritten(r *rewrite.Rewrite) string {
+func keyRewritten(sources []guard.IDSource, r *rewrite.Rewrite) string {
 	query := r.Query != nil || strings.Contains(r.URI, "?")
 	path := r.URI != "" || r.StripPathPrefix != "" || r.StripPathSuffix != "" || len(r.URISubstring)+len(r.PathRegexp) > 0
-	for _, s := range h.ExecutionID {
+	for _, s := range sources {
 		_, part, reads := strings.Cut(s.Placeholder, "{http.request.uri")
 		if reads && (query && !strings.HasPrefix(part, ".path") || path && !strings.HasPrefix(part, ".query")) {
 			return "a rewrite changes the URI, from which `execution_id placeholder " + s.Placeholder + "` reads,"

@@ -157,16 +157,12 @@ func (q *guardedRequest) storeFailed(err error) error {
 	if errors.Is(err, execution.ErrDraining) {
 		return problemOf(problem.ShuttingDown, "Send the call again.", 0)
 	}
-	p := problemOf(problem.StoreUnavailable, "Nothing was forwarded.", 0)
-	p.Cause = err
-	return p
+	return problemOf(problem.StoreUnavailable, "Nothing was forwarded.", 0).Because(err)
 }
 
 // StoreClosed is the problem of a store that cannot be opened.
 func StoreClosed(err error) error {
-	p := problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened.")
-	p.Cause = err
-	return p
+	return problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened.").Because(err)
 }
 
 func unkept(err error) error {
@@ -174,9 +170,7 @@ func unkept(err error) error {
 	if errors.As(err, &p) {
 		return p
 	}
-	p = problem.New(problem.StoreUnavailable, "The request's body could not be read again.")
-	p.Cause = err
-	return p
+	return problem.New(problem.StoreUnavailable, "The request's body could not be read again.").Because(err)
 }
 
 func unavailable() error {

@@ -271,9 +271,7 @@ func (p *Tokens) executionID() string {
 func RefusedToken(err error) error {
 	var refused *ect.Error
 	if !errors.As(err, &refused) {
-		p := problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
-		p.Cause = err
-		return p
+		return problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.").Because(err)
 	}
 	p := problem.New(problem.ECTInvalid, refused.Detail())
 	p.Status, p.Reason = refused.Status(), string(refused.Code)

@@ -99,9 +99,7 @@ func (q *identified) noSnapshot(why error) error {
 	if err := refusedByCircuit(why, caller.Verified(q.call.Scope.Caller)); err != why {
 		return err
 	}
-	p := problemOf(problem.SnapshotFailed, "Nothing was forwarded.", 0)
-	p.Cause = why
-	return p
+	return problemOf(problem.SnapshotFailed, "Nothing was forwarded.", 0).Because(why)
 }
 
 func (q *identified) undoBody(plan *UndoPlan, imaged bool) (body []byte, large bool, err error) {

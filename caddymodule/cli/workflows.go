@@ -333,8 +333,7 @@ func (p *progressFlags) entries(cmd *cobra.Command, file string) ([]ledger.Entry
 		if len(entries) == maxPlanned {
 			return fmt.Errorf("the workflow has more than %d tokens", maxPlanned)
 		}
-		e.Leaf = nil
-		entries = append(entries, e)
+		entries = append(entries, ledger.Entry{Event: e.Event, Log: e.Log, Index: e.Index, Recorded: e.Recorded})
 		return nil
 	}, from.known...)
 	switch {

@@ -325,20 +325,19 @@ func (t *exportVerifier) entry(index int64, kind string, value []byte) error {
 	if e.Index != index {
 		return fmt.Errorf("%w: entry %d: reordered: entry %d stands here", ErrProof, index, e.Index)
 	}
-	signature := t.signature
+	signature, event := t.signature, e.Event
 	if t.signature = nil; signature != nil {
 		if e.Header == nil {
 			return fmt.Errorf("%w: entry %d: a signature, and its token is signed", ErrProof, index)
 		}
-		e.Payload, e.Header = joinToken(e.Header, e.Payload, signature), nil
+		event.Payload, event.Header = joinToken(e.Header, e.Payload, signature), nil
 	}
 	t.x.Entries++
 	t.tree.add(tlog.RecordHash(value), nil)
 	if t.visit == nil {
 		return nil
 	}
-	e.Log = t.x.Head.Origin
-	return t.visit(e)
+	return t.visit(Entry{event, t.x.Head.Origin, e.Index, e.Recorded, e.Leaf})
 }
 
 type exportReader struct {

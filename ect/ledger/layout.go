@@ -455,42 +455,37 @@ func decode(leaf []byte) (Entry, error) {
 			return e, errEncoding
 		}
 		last = d.Tag
-		e.set(&d)
+		switch d.Tag {
+		case tagIndex:
+			e.Index = d.Int()
+		case tagRecorded:
+			e.Recorded = d.Time()
+		case tagID:
+			e.ID = string(d.Field)
+		case tagWorkflow:
+			e.Workflow = string(d.Field)
+		case tagAction:
+			e.Action = string(d.Field)
+		case tagIssuer:
+			e.Issuer = string(d.Field)
+		case tagParent:
+			e.Parents = append(e.Parents, string(d.Field))
+		case tagTime:
+			e.Time = d.Time()
+		case tagKeepUntil:
+			e.KeepUntil = d.Time()
+		case tagPayload:
+			e.Payload = d.Field
+		case tagHeader:
+			if e.Header = d.Field; len(e.Header) == 0 {
+				d.Err = errEncoding
+			}
+		default:
+			d.Err = errEncoding
+		}
 	}
 	if d.Err == nil && (last != tagPayload && e.Header == nil || e.ID == "" || e.Header != nil && len(e.Payload) == 0) {
 		d.Err = errEncoding
 	}
 	return e, d.Err
-}
-
-// set decodes the field at which d stands.
-func (e *Entry) set(d *store.Decoder) {
-	switch d.Tag {
-	case tagIndex:
-		e.Index = d.Int()
-	case tagRecorded:
-		e.Recorded = d.Time()
-	case tagID:
-		e.ID = string(d.Field)
-	case tagWorkflow:
-		e.Workflow = string(d.Field)
-	case tagAction:
-		e.Action = string(d.Field)
-	case tagIssuer:
-		e.Issuer = string(d.Field)
-	case tagParent:
-		e.Parents = append(e.Parents, string(d.Field))
-	case tagTime:
-		e.Time = d.Time()
-	case tagKeepUntil:
-		e.KeepUntil = d.Time()
-	case tagPayload:
-		e.Payload = d.Field
-	case tagHeader:
-		if e.Header = d.Field; len(e.Header) == 0 {
-			d.Err = errEncoding
-		}
-	default:
-		d.Err = errEncoding
-	}
 }

@@ -98,6 +98,9 @@ type Entry struct {
 	Leaf []byte
 }
 
+// in is e as an entry of that log.
+func (e Entry) in(log string) Entry { return Entry{e.Event, log, e.Index, e.Recorded, e.Leaf} }
+
 // Errors of a log.
 var (
 	// ErrInvalid: the event, the page or the cursor breaks a limit.
@@ -214,15 +217,13 @@ type Log struct {
 	places   placements
 	now      atomic.Pointer[state] // the newest that this process has read or written
 	pruning  sync.Mutex            // excludes pruning, exporting, verifying and re-sealing
-	reported map[int64]bool        // entries that cannot be pruned; guarded by pruning
+	reported reported              // entries that cannot be pruned; guarded by pruning
 	origins  sync.Map              // logID -> string, of the other logs of the store
 	others   sync.Map              // origin -> *Log, of the other logs of the store
 
-	overtaken atomic.Bool // another process has written the head, or something stands beyond the end
-
-	mu      sync.Mutex
-	ended   error           // why nothing is recorded any more
-	commits *sync.WaitGroup // batches that have not ended; replaced by whoever waits for them
+	overtaken atomic.Bool           // another process has written the head, or something stands beyond the end
+	ended     atomic.Pointer[error] // why nothing is recorded any more
+	commits   commits
 }
 
 // Open reads the signed head and the right edge of the tree. The error is ErrTampered if
@@ -234,7 +235,10 @@ func Open(ctx context.Context, o Options) (*Log, error) {
 	if o.HeadSigner == nil {
 		return nil, errors.New("ledger: a log needs a signer of its heads")
 	}
-	l := &Log{logStore: newLogStore(&o), options: o, signer: o.HeadSigner, commits: new(sync.WaitGroup)}
+	l := &Log{
+		logStore: newLogStore(&o), options: o, signer: o.HeadSigner,
+		reported: reported{make(map[int64]bool)}, commits: commits{last: new(sync.WaitGroup)},
+	}
 	s, err := l.load(ctx)
 	if err != nil {
 		return nil, err
@@ -304,19 +308,15 @@ func (l *Log) Close(ctx context.Context) error {
 }
 
 // end refuses new events with the error why. Later calls change nothing.
-func (l *Log) end(why error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.ended = cmp.Or(l.ended, why)
-}
+func (l *Log) end(why error) { l.ended.CompareAndSwap(nil, &why) }
 
 // usable reports whether events can be recorded: the error is ErrClosed, ErrTampered, or one of the store.
 func (l *Log) usable() error {
-	l.mu.Lock()
-	ended := l.ended
-	l.mu.Unlock()
-	if ended != nil || !l.overtaken.Load() {
-		return ended
+	if ended := l.ended.Load(); ended != nil {
+		return *ended
+	}
+	if !l.overtaken.Load() {
+		return nil
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), overtakenTime)
 	defer cancel()
@@ -377,13 +377,10 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.mu.Lock()
-	commits := l.commits
-	commits.Add(1)
-	l.mu.Unlock()
+	ended := l.commits.begin()
 	b := store.NewBatch(writes...)
 	b.OnDone(func(err error) error {
-		commits.Done()
+		ended()
 		if store.Lost(err, writes) { // the failed condition is of an event, not of another write
 			return fmt.Errorf("%w: %w", ErrDuplicate, err)
 		}
@@ -392,13 +389,26 @@ func (l *Log) Record(events ...Event) (*store.Batch, error) {
 	return b, nil
 }
 
-// awaitCommits waits until the batches that were made before have ended.
-func (l *Log) awaitCommits(ctx context.Context) error {
-	l.mu.Lock()
-	commits, later := l.commits, new(sync.WaitGroup)
+// commits are the batches that have not ended.
+type commits struct {
+	mu   sync.Mutex
+	last *sync.WaitGroup // replaced by whoever waits for them
+}
+
+func (c *commits) begin() (ended func()) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.last.Add(1)
+	return c.last.Done
+}
+
+// await waits until the batches that were made before have ended.
+func (c *commits) await(ctx context.Context) error {
+	c.mu.Lock()
+	commits, later := c.last, new(sync.WaitGroup)
 	later.Add(1) // whoever waits later waits for the same ones
-	l.commits = later
-	l.mu.Unlock()
+	c.last = later
+	c.mu.Unlock()
 	done := make(chan struct{})
 	go func() {
 		commits.Wait()
@@ -529,7 +539,8 @@ func (l *Log) In(ctx context.Context, origin string) (*Log, error) {
 	if o.HeadKeys, err = l.options.KeysOf(origin); err != nil {
 		return nil, err
 	}
-	other := &Log{logStore: newLogStore(&o), options: o, ended: ErrClosed}
+	other := &Log{logStore: newLogStore(&o), options: o}
+	other.end(ErrClosed)
 	s, err := other.load(ctx)
 	if err != nil {
 		return nil, err

@@ -104,7 +104,7 @@ func TestOneCommit(t *testing.T) {
 	if got := l.Head().Size; got != 2 {
 		t.Errorf("%d events instead of 2", got)
 	}
-	if err := l.awaitCommits(t.Context()); err != nil {
+	if err := l.commits.await(t.Context()); err != nil {
 		t.Errorf("what did not land is waited for: %v", err)
 	}
 }

@@ -42,7 +42,7 @@ func (o *Others) Read(ctx context.Context, visit func(e *Entry)) error {
 				return err
 			}
 			if err == nil {
-				e.Log = head.Origin
+				e := e.in(head.Origin)
 				visit(&e)
 			}
 			o.next[log] = indexIn(found.Key) + 1

@@ -133,15 +133,22 @@ func (l *Log) findPrunable(ctx context.Context, n int64, m *marks, before, now t
 // reportUnprunable logs once in each process why an entry cannot be pruned. l.pruning is
 // held.
 func (l *Log) reportUnprunable(index int64, why error) {
-	if l.reported[index] || len(l.reported) == maxFaults {
+	if !l.reported.first(index) {
 		return
 	}
-	if l.reported == nil {
-		l.reported = make(map[int64]bool)
-	}
-	l.reported[index] = true
 	l.options.Logger.Error("an entry of the ledger cannot be pruned and stays; the others go on",
 		slog.Int64("entry", index), slog.Any("error", why))
+}
+
+// reported are entries that were reported, at most maxFaults.
+type reported struct{ all map[int64]bool }
+
+func (r *reported) first(index int64) bool {
+	if r.all[index] || len(r.all) == maxFaults {
+		return false
+	}
+	r.all[index] = true
+	return true
 }
 
 // proven returns the leaf hashes of a full tile, and the root of the tree that ends with

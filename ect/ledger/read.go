@@ -49,8 +49,8 @@ func (l *Log) entry(ctx context.Context, log logID, index int64) (Entry, error) 
 	if e.Index != index {
 		return Entry{}, fmt.Errorf("%w: entry %d stands at %d", ErrTampered, e.Index, index)
 	}
-	e.Log, err = l.originOf(ctx, log)
-	return e, err
+	origin, err := l.originOf(ctx, log)
+	return e.in(origin), err
 }
 
 // absent returns the reason why no entry is stored at an index below the log's size.

@@ -148,7 +148,7 @@ const signStep = 64
 func (l *Log) StoreSignatures(ctx context.Context, of func(header []byte) bool) (stored int, err error) {
 	waiting, cancel := context.WithTimeout(ctx, commitTime)
 	defer cancel()
-	if err := l.awaitCommits(waiting); err != nil {
+	if err := l.commits.await(waiting); err != nil {
 		return 0, fmt.Errorf("waiting for what is being recorded: %w", err)
 	}
 	var altered alteredEntries

@@ -99,9 +99,7 @@ func (s *Spool) unread(err error) error {
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return problem.New(problem.BodyTimeout, fmt.Sprintf("%d bytes of it have come. Nothing was forwarded.", s.Size()))
 	case errors.As(err, &spill):
-		p := problem.New(problem.StoreUnavailable, "The request's body could not be kept.")
-		p.Cause = err
-		return p
+		return problem.New(problem.StoreUnavailable, "The request's body could not be kept.").Because(err)
 	}
 	return err
 }

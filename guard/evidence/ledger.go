@@ -158,9 +158,10 @@ func reconstructed(ctx context.Context, from *Evidence, own func(*ledger.Entry) 
 	}
 	for i := range all {
 		if e := &all[i]; own(e) && slices.Contains(e.Parents, id) {
-			e.ID, e.Action = id, string(ect.EventCheckpoint)
-			e.Parents = slices.DeleteFunc(slices.Clone(e.Parents), func(parent string) bool { return parent == id })
-			return e
+			event := e.Event
+			event.ID, event.Action = id, string(ect.EventCheckpoint)
+			event.Parents = slices.DeleteFunc(slices.Clone(e.Parents), func(parent string) bool { return parent == id })
+			return &ledger.Entry{Event: event, Log: e.Log, Index: e.Index, Recorded: e.Recorded, Leaf: e.Leaf}
 		}
 	}
 	return nil

@@ -111,6 +111,12 @@ func New(k Kind, detail string) *Problem {
 	return &Problem{kind: k, Detail: detail, RetryAfter: k.RetryAfter}
 }
 
+// Because sets the cause of p, and returns p.
+func (p *Problem) Because(err error) *Problem {
+	p.Cause = err
+	return p
+}
+
 // Kind returns the problem's kind.
 func (p *Problem) Kind() Kind { return p.kind }
 

@@ -77,7 +77,7 @@ func (j *job) putBack(ctx context.Context) (undoResult, error) {
 			}
 			late = !again // what came of it is looked at all the same
 		}
-		found, known, err := j.recorded(ctx, j.readsTarget(j.method()))
+		found, known, err := j.recorded(ctx, readsTarget(j.method()))
 		switch {
 		case err != nil:
 			return undoResult{}, err
@@ -223,7 +223,7 @@ func (j *job) putting(ctx context.Context, now *checkpoint.Image) (*Outgoing, er
 	return j.completeRequest(ctx, o)
 }
 
-func (j *job) readsTarget(method string) func(*Answer) note {
+func readsTarget(method string) func(*Answer) note {
 	return func(a *Answer) note { return byTarget(a, method) }
 }
 
@@ -513,7 +513,7 @@ func (j *job) readTargetInWindow(ctx context.Context, sent bool) (*checkpoint.Im
 // readsInWindow is readsTarget for requests within the job's window. P6: a concurrent write may
 // be lost. That is recorded with the answer, since the window does not outlive the process.
 func (j *job) readsInWindow(method string) func(*Answer) note {
-	read := j.readsTarget(method)
+	read := readsTarget(method)
 	return func(a *Answer) note {
 		n := read(a)
 		if n.Reading.final() && (n.Reading == done || n.Reading == pending || n.Unknown || j.Unknown) && j.disturbed() {

@@ -56,7 +56,7 @@ func eachChange(f wal.Frame, do func(key, value []byte)) error {
 }
 
 // readLog reads the log of the previous opening, and checks the form of all changes.
-func (s *Store) readLog() (wal.Found, error) {
+func (s *directory) readLog() (wal.Found, error) {
 	return wal.Read(s.walDir(), s.manifest.current.Log, func(f wal.Frame) error {
 		return eachChange(f, func(_, _ []byte) {})
 	})

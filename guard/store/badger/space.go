@@ -69,7 +69,7 @@ func (s *Store) checkSpace() {
 	s.checkSize()
 }
 
-func (s *Store) checkFree(free uint64, ok bool) {
+func (s *directory) checkFree(free uint64, ok bool) {
 	s.free.Store(free)
 	s.freeKnown.Store(ok)
 	l := s.limits.Load()
@@ -153,7 +153,7 @@ func (s *Store) admit(writes []store.Write) error {
 // hasRoom returns errFull if the disk has no room for the batch, and errQuota if the store
 // has none. The space between minFree and the floor is kept for outcomes: to refuse them
 // would put every running execution in doubt (P6).
-func (s *Store) hasRoom(writes []store.Write) error {
+func (s *directory) hasRoom(writes []store.Write) error {
 	l := s.limits.Load()
 	least := l.minFree
 	switch Room(s.room.Load()) {
@@ -375,7 +375,7 @@ var (
 	errClosing = errors.New("closing")
 )
 
-func (s *Store) isClosing() bool {
+func (s *directory) isClosing() bool {
 	select {
 	case <-s.closing:
 		return true
@@ -712,7 +712,7 @@ type counters struct {
 }
 
 // Stats returns the present counts and the last measurements. It touches no file.
-func (s *Store) Stats() Stats {
+func (s *directory) Stats() Stats {
 	c, l := &s.counters, s.limits.Load()
 	now := Stats{
 		Batches:   c.batches.Load(),

@@ -36,24 +36,13 @@ import (
 
 // Store is a store in a directory. Make one with Open.
 type Store struct {
-	dir     string
-	options Options
-	disk    disk
-	lock    *os.File
-
+	directory
 	db        *badgerdb.DB
 	bodies    *bodies
 	log       *wal.Log
 	overlay   *overlay
 	applier   *applier
 	committer *committer
-	manifest  *manifestFile
-	watches   *store.Watchers
-	queue     *queue
-	counters  counters
-
-	// durable is the Badger timestamp of the last applied layer: scans read at it.
-	durable atomic.Uint64
 
 	// reading is held shared by every access to Badger, and exclusively by close and by
 	// discardOldVersions.
@@ -63,14 +52,35 @@ type Store struct {
 	scansMu sync.Mutex
 	kept    map[int64]*keptSegment // full ones; tidyLoop's
 
+	committed  chan struct{} // closed when no commit is under way
+	background sync.WaitGroup
+	applying   sync.WaitGroup
+	closeOnce  sync.Once
+}
+
+// directory is where a store lies, with its health and its room.
+type directory struct {
+	dir      string
+	options  Options
+	disk     disk
+	lock     *os.File
+	manifest *manifestFile
+	watches  *store.Watchers
+	queue    *queue
+	counters counters
+
+	// durable is the Badger timestamp of the last applied layer: scans read at it.
+	durable atomic.Uint64
+
 	failure atomic.Pointer[error] // set once, by the first failed sync
 	failed  chan struct{}         // closed then
-	room    atomic.Int32          // a Room
+	closing chan struct{}         // closed first when the store closes
 
 	verified *verifiedTables // Badger's tables whose checksums are right
 	deferred deferredVerification
 	absence  *absence
 
+	room        atomic.Int32 // a Room
 	limits      atomic.Pointer[limits]
 	free        atomic.Uint64 // bytes on the disk, when last checked
 	freeKnown   atomic.Bool
@@ -80,12 +90,6 @@ type Store struct {
 	space       atomic.Pointer[Space]
 	checking    sync.Mutex
 	reserved    reservation // guarded by checking
-
-	closing    chan struct{} // closed first
-	committed  chan struct{} // closed when no commit is under way
-	background sync.WaitGroup
-	applying   sync.WaitGroup
-	closeOnce  sync.Once
 }
 
 var _ store.Store = (*Store)(nil)
@@ -98,7 +102,7 @@ func (s *Store) usable() error {
 	return s.unhealthy()
 }
 
-func (s *Store) unhealthy() error {
+func (s *directory) unhealthy() error {
 	if s.failure.Load() != nil {
 		return store.ErrUnhealthy
 	}
@@ -106,7 +110,7 @@ func (s *Store) unhealthy() error {
 }
 
 // cause returns what made the store close itself, or nil.
-func (s *Store) cause() error {
+func (s *directory) cause() error {
 	if err := s.failure.Load(); err != nil {
 		return *err
 	}
@@ -115,7 +119,7 @@ func (s *Store) cause() error {
 
 // fail closes the store until it is opened again: after a failed sync the contents of the
 // disk are unknown, and another sync of the same file would report success.
-func (s *Store) fail(cause error) {
+func (s *directory) fail(cause error) {
 	if s.failure.CompareAndSwap(nil, &cause) {
 		s.options.Logger.Error("store closed itself, restart needed", "dir", s.dir, "error", cause)
 		close(s.failed)
@@ -215,16 +219,12 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{
-		dir:     dir,
-		options: o.withDefaults(),
-		disk:    d,
-		lock:    held,
-		watches: store.NewWatchers(),
-		scans:   make(map[uint64]int),
-		kept:    make(map[int64]*keptSegment),
-		failed:  make(chan struct{}),
-		closing: make(chan struct{}),
-
+		directory: directory{
+			dir: dir, options: o.withDefaults(), disk: d, lock: held, watches: store.NewWatchers(),
+			failed: make(chan struct{}), closing: make(chan struct{}),
+		},
+		scans:     make(map[uint64]int),
+		kept:      make(map[int64]*keptSegment),
 		committed: make(chan struct{}),
 	}
 	s.absence = newAbsence(s.options.Absent, s.options.mostAbsent)
@@ -239,7 +239,7 @@ func openWith(dir string, o Options, d disk) (*Store, error) {
 	return s, nil
 }
 
-func (s *Store) lsm() string { return filepath.Join(s.dir, "lsm") }
+func (s *directory) lsm() string { return filepath.Join(s.dir, "lsm") }
 
 // prepare creates dir durably, with its parents.
 func prepare(dir string, d disk) (string, error) {
@@ -333,11 +333,11 @@ func (s *Store) abandon() error {
 	return s.closeBadger()
 }
 
-func (s *Store) bodiesDir() string { return filepath.Join(s.dir, "bodies") }
+func (s *directory) bodiesDir() string { return filepath.Join(s.dir, "bodies") }
 
-func (s *Store) walDir() string { return filepath.Join(s.dir, "wal") }
+func (s *directory) walDir() string { return filepath.Join(s.dir, "wal") }
 
-func (s *Store) logDisk() wal.Disk {
+func (s *directory) logDisk() wal.Disk {
 	return wal.Disk{Record: s.disk.record, Write: s.disk.write, Sync: s.disk.sync, SyncDir: s.disk.syncDir}
 }
 
@@ -358,7 +358,7 @@ func removeMemory(lsm string) error {
 	return nil
 }
 
-func (s *Store) openBadger() (db *badgerdb.DB, err error) {
+func (s *directory) openBadger() (db *badgerdb.DB, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			db, err = nil, fmt.Errorf("opening panicked: %v", r)
@@ -369,7 +369,7 @@ func (s *Store) openBadger() (db *badgerdb.DB, err error) {
 
 // openError separates a directory that cannot be used from damaged contents. Badger does
 // not wrap the system's errors, so the text decides.
-func (s *Store) openError(err error) error {
+func (s *directory) openError(err error) error {
 	text := err.Error()
 	for _, cause := range []string{"permission denied", "read-only file system", "no space left", "too many open files", "cannot allocate memory"} {
 		if strings.Contains(text, cause) {
@@ -415,7 +415,7 @@ func (s *Store) start(fresh bool, found wal.Found) error {
 }
 
 // examine finds out whether the store is new, checks it if it is not, and reads its log.
-func (s *Store) examine() (fresh bool, found wal.Found, err error) {
+func (s *directory) examine() (fresh bool, found wal.Found, err error) {
 	present, err := s.manifest.load()
 	if err != nil {
 		return false, found, err
@@ -447,7 +447,7 @@ func (s *Store) examine() (fresh bool, found wal.Found, err error) {
 }
 
 // examineContents checks everything that will be trusted, and changes nothing.
-func (s *Store) examineContents() (found wal.Found, err error) {
+func (s *directory) examineContents() (found wal.Found, err error) {
 	tables, err := s.manifest.check()
 	if err != nil {
 		return found, err
@@ -462,7 +462,7 @@ func (s *Store) examineContents() (found wal.Found, err error) {
 }
 
 // contentError separates missing permission from damage.
-func (s *Store) contentError(err error) error {
+func (s *directory) contentError(err error) error {
 	if errors.Is(err, fs.ErrPermission) {
 		return fmt.Errorf("badger: %w", err)
 	}
@@ -589,4 +589,4 @@ func (s *Store) syncTablesAndBodies() error {
 	return nil
 }
 
-func (s *Store) countBulkSync() { s.counters.bulkSyncs.Add(1) }
+func (s *directory) countBulkSync() { s.counters.bulkSyncs.Add(1) }

@@ -36,7 +36,7 @@ const damagedFile = "DAMAGED"
 
 // verifyAtOpen checks the tables before Badger opens them. After an orderly close the check
 // of unchanged tables of the last level is deferred.
-func (s *Store) verifyAtOpen(listed map[uint64]badgerdb.TableManifest) error {
+func (s *directory) verifyAtOpen(listed map[uint64]badgerdb.TableManifest) error {
 	if err := s.markedDamaged(); err != nil {
 		return err
 	}
@@ -54,7 +54,7 @@ func (s *Store) verifyAtOpen(listed map[uint64]badgerdb.TableManifest) error {
 }
 
 // markedDamaged returns an error if the store was found damaged before.
-func (s *Store) markedDamaged() error {
+func (s *directory) markedDamaged() error {
 	why, err := os.ReadFile(filepath.Join(s.dir, damagedFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -66,7 +66,7 @@ func (s *Store) markedDamaged() error {
 }
 
 // deferVerification defers the check of tables that may wait, and returns the others.
-func (s *Store) deferVerification(listed map[uint64]badgerdb.TableManifest) (now []uint64) {
+func (s *directory) deferVerification(listed map[uint64]badgerdb.TableManifest) (now []uint64) {
 	last := badgerdb.DefaultOptions("").MaxLevels - 1
 	for id, t := range listed {
 		if int(t.Level) != last {
@@ -278,7 +278,7 @@ func (s *Store) dropped(id uint64) bool {
 }
 
 // markDamaged closes the store for good.
-func (s *Store) markDamaged(err error) {
+func (s *directory) markDamaged(err error) {
 	name := filepath.Join(s.dir, damagedFile)
 	noted := os.WriteFile(name, []byte(err.Error()), 0o600)
 	if noted == nil {
@@ -305,7 +305,7 @@ func (s *Store) tables() ([]uint64, error) {
 const closePatienceForTables = time.Second
 
 // saveVerified writes the file TABLES after Badger was closed.
-func (s *Store) saveVerified() error {
+func (s *directory) saveVerified() error {
 	listed, err := s.manifest.listed()
 	if err != nil {
 		return err

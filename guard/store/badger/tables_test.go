@@ -159,9 +159,11 @@ func TestTablesAreReadBeforeTheyAnswer(t *testing.T) {
 		must(t, err)
 		// As it is between Open and the reading of this table.
 		s := &Store{
-			dir: t.TempDir(), options: open.options, disk: osDisk{}, watches: open.watches,
-			verified: newVerifiedTables(dir, newAbsence(nil, 0)), db: open.db, scans: make(map[uint64]int),
-			failed: make(chan struct{}), overlay: newOverlay(open.durable.Load(), 0), absence: newAbsence(nil, 0),
+			directory: directory{
+				dir: t.TempDir(), options: open.options, disk: osDisk{}, watches: open.watches, failed: make(chan struct{}),
+				verified: newVerifiedTables(dir, newAbsence(nil, 0)), absence: newAbsence(nil, 0),
+			},
+			db: open.db, scans: make(map[uint64]int), overlay: newOverlay(open.durable.Load(), 0),
 		}
 		s.limits.Store(open.options.limits())
 		if s.deferred.done.Load() {
