@@ -71,11 +71,12 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	}
 	if m := q.message; m != nil && (opens(m) || m.Method == "tools/list") &&
 		h.rules.Guesses() && h.OneServer != nil && h.OneServer() {
-		x.shown = new(bytes.Buffer)
+		x.up.shown = new(bytes.Buffer)
 	}
-	x.upstream = h.Host.Upstream(next)
+	x.up.q, x.up.in, x.up.client, x.up.undo = &x.identified, &x.in, &x.client, &x.capture
+	x.up.upstream = h.Host.Upstream(next)
 	x.w = answer.NewWriter(w, r)
-	x.w.Alarms, x.w.Host, x.clock.alarms = &h.alarms, h.Host, &h.alarms
+	x.w.Alarms, x.w.Host, x.up.clock.alarms = &h.alarms, h.Host, &h.alarms
 	outer := h.Host.Begin(r, x) // of the guard around this one
 	defer func() {
 		h.Host.Trace(r, x)
@@ -184,28 +185,20 @@ type Call struct {
 	identified
 	w answer.Writer
 
-	upstream Upstream
-	apart    time.Duration // that the upstream has taken
-	clock    clock         // of the forwarded call
-	rec      answer.Recorder
-	sink     callSink         // what rec feeds
-	fields   [5]answer.Field  // of the answer; see marks
-	shown    *bytes.Buffer    // what may prove that the server speaks the message's protocol; nil where nothing can
-	heard    *protocol.Answer // to the message; nil where only HTTP says what it means
-	probing  *probing         // the probe that this call makes
-	in       admission        // under which it was claimed
+	up      roundTrip
+	fields  [5]answer.Field // of the answer; see marks
+	probing *probing        // the probe that this call makes
+	in      admission       // under which it was claimed
 
 	permit   bulkhead.Permit // to send it
 	evidence callEvidence
 	capture  capture
 
-	state       execution.State // of the execution that was found; 0 without one
-	headerCause execution.Cause // of the doubt that the header of its answer shows; empty without one
-	heldUp      bool            // the next gateway has, before it sent anything (ADR 0099)
-	carried     carried         // by the commit of its outcome
-	found       bool            // an execution of this id was met
-	client      client          // that waits for its answer
-	noted       noted
+	state   execution.State // of the execution that was found; 0 without one
+	carried carried         // by the commit of its outcome
+	found   bool            // an execution of this id was met
+	client  client          // that waits for its answer
+	noted   noted
 }
 
 // noted holds what logs and matchers may read of a call.
@@ -228,7 +221,7 @@ func (x *Call) start() error {
 	if a != nil {
 		x.w.Attempt = a
 		if c.message != nil && !c.message.REST {
-			x.w.Message = callMessage{x}
+			x.w.Message = callMessage{&x.up}
 		}
 		if a.Evidence != "" {
 			x.found = true // it must not run again unguarded
@@ -812,43 +805,42 @@ func (x *Call) execute(e *execution.Execution) error {
 	x.state = 0 // the record that was found has been replaced
 	x.action.Counts.Begun()
 	x.engine.running.begin(x.noted.checkpoint)
-	x.engine.detach(&x.clock, x.r.Context(), x.in.deadline)
+	x.engine.detach(&x.up.clock, x.r.Context(), x.in.deadline)
 	if x.client.listed {
 		x.engine.clients.left(x.call.Key, &x.client)
 	}
-	defer x.clock.stop()
+	defer x.up.clock.stop()
 
-	var f forwarding
 	ended := false
 	defer func() {
 		if !ended { // a panic of our own: nothing is proven
-			if x.rec.Apart() { // else it would write after the handler has returned
+			if x.up.rec.Apart() { // else it would write after the handler has returned
 				over, cancel := context.WithCancel(context.Background())
 				cancel()
-				x.rec.Drain(over)
+				x.up.rec.Drain(over)
 			}
 			_ = x.settle(e, execution.Outcome{Verdict: execution.InDoubt, Cause: execution.CauseInterrupted}, nil)
 			x.action.Counts.Settled(execution.InDoubt)
 		}
 	}()
 	x.permit.Sent()
-	f = x.forward(e)
-	byHTTP := x.judge(&f)
-	outcome := x.in.stillInDoubt(understand(x, byHTTP))
+	f := x.forward(e)
+	byHTTP := x.up.judge(&f)
+	outcome := x.in.stillInDoubt(x.up.understand(byHTTP))
 	outcome.Upstream = f.FailedAt
 	x.permit.Release() // the upstream has done its part
-	x.clock.stop()     // readers have all the time that they need
+	x.up.clock.stop()  // readers have all the time that they need
 	failed(&x.identified, outcome)
-	if x.heard != nil && outcome.Verdict == execution.InDoubt {
-		outcome.Task = x.heard.End().Task
+	if x.up.heard != nil && outcome.Verdict == execution.InDoubt {
+		outcome.Task = x.up.heard.End().Task
 	}
 	x.noted.outcome = outcome.Verdict
 	if outcome.Whole && !f.cut() {
-		x.showed(x.shown, f.rec.Status(), f.rec.Header())
+		x.showed(x.up.shown, x.up.rec.Status(), x.up.rec.Header())
 	}
-	err := x.settle(e, outcome, f.rec.Header())
+	err := x.settle(e, outcome, x.up.rec.Header())
 	ended = true
-	x.h.Counts.added.took(time.Since(x.began)-x.sent-x.apart, addedBounds[:])
+	x.h.Counts.added.took(time.Since(x.began)-x.sent-x.up.apart, addedBounds[:])
 	x.countEnd(outcome, err)
 	if outcome.Verdict == execution.InDoubt {
 		x.doubted(outcome)
@@ -865,20 +857,20 @@ func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
 		defer x.engine.Writes.Write(x.place(), x.capture.window)()
 	}
-	x.sink = callSink{e: e, x: x}
-	e.Recording().SetPace(x.clock.wait)
+	x.up.e, x.up.own = e, x.noted.checkpoint
+	e.Recording().SetPace(x.up.clock.wait)
 	if x.tokens.Issuer() != "" && x.policy != nil {
 		x.w.HoldFailures = maxHeldFailure
 	}
-	x.rec = answer.NewRecorder(&x.w, &x.sink, x.marks("executed", x.noted.checkpoint))
-	rec := &x.rec
+	x.up.rec = answer.NewRecorder(&x.w, &x.up, x.marks("executed", x.noted.checkpoint))
+	rec := &x.up.rec
 	for again := false; ; again = true {
-		r := x.request(x.upstream.Begin(&x.clock))
+		r := x.request(x.up.upstream.Begin(&x.up.clock))
 		sent := time.Now()
-		done := x.upstream.Forward(rec, r)
-		x.apart += time.Since(sent)
-		f := forwarding{rec: rec, Forwarded: done, overdue: x.clock.overdue(), unframed: x.upstream.Unframed()}
-		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed() || !f.Again {
+		done := x.up.upstream.Forward(rec, r)
+		x.up.apart += time.Since(sent)
+		f := forwarding{done, done.Err != nil || rec.Interrupted(), x.up.clock.overdue()}
+		if again || f.Panicked != nil || rec.Status() != 0 || !f.failed || !f.Again {
 			return f
 		}
 		rec.Reset()
@@ -930,38 +922,6 @@ func (x *Call) request(ctx context.Context) *http.Request {
 	return r
 }
 
-func (x *Call) judge(f *forwarding) execution.Outcome {
-	rec := f.rec
-	switch {
-	case f.cut() && rec.Status() == http.StatusOK && x.headerCause == "" && x.heard != nil && x.h.understood(x.proves) &&
-		isEvents(rec.Header().Get("Content-Type")) && x.heard.End().Meaning != protocol.Unanswered:
-		// What was cut off behind the final answer of a stream says no more of the call.
-	case f.Panicked != nil && rec.Status() == 0:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseNoAnswer)}
-	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseTruncated), Status: rec.Status()}
-	case f.failed() && f.NotSent:
-		return execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent}
-	case f.Err != nil:
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseLost)}
-	case rec.Interrupted():
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orDeadline(f, execution.CauseInterrupted)}
-	case rec.Status() == 0 && x.upstream.Silent():
-		return execution.Outcome{Verdict: execution.InDoubt, Cause: x.orLeft(execution.CauseNoAnswer)}
-	}
-	trailer, whole := rec.Finish()
-	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: whole}
-	if !o.Whole {
-		o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
-		return o
-	}
-	if x.headerCause != "" { // P6: what the client was shown stays so; our own fields are in the header now
-		o.Verdict, o.Cause = execution.InDoubt, x.headerCause
-		return o
-	}
-	return x.outcomeOf(o, rec, trailer, f.unframed)
-}
-
 // settle records the outcome of the execution and its evidence in one commit.
 func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.Header) error {
 	defer x.engine.running.end(x.noted.checkpoint)
@@ -1006,16 +966,16 @@ func (x *Call) finish(f *forwarding, o execution.Outcome, unrecorded error) erro
 		if x.w.Sent() {
 			x.abort(f)
 		}
-		f.rec.Reset()
+		x.up.rec.Reset()
 		return x.inDoubtAnswer(execution.CauseUnrecorded)
 	case o.Whole && !f.cut():
-		x.showFailure(f.rec.Header())
+		x.showFailure(x.up.rec.Header())
 		return x.releaseEnd(f, o)
 	}
-	if x.w.Sent() || f.rec.Waits() { // no handler that forwards shows the client an answer in place of a cut one
+	if x.w.Sent() || x.up.rec.Waits() { // no handler that forwards shows the client an answer in place of a cut one
 		x.abort(f)
 	}
-	f.rec.Reset()
+	x.up.rec.Reset()
 	if o.Verdict == execution.Released {
 		x.w.Header().Del(HeaderExecutionStatus)
 		x.note(StatusRefused, "")
@@ -1034,11 +994,11 @@ func (x *Call) releaseEnd(f *forwarding, o execution.Outcome) error {
 	if o.Internal || o.Verdict == execution.InDoubt { // ADR 0070
 		shows = http.StatusInternalServerError
 	}
-	if f.rec.Apart() {
+	if x.up.rec.Apart() {
 		x.engine.readers.enter()
 		defer x.engine.readers.leave()
 	}
-	if !f.rec.Release(x.engine.Waits, shows) {
+	if !x.up.rec.Release(x.engine.Waits, shows) {
 		panic(http.ErrAbortHandler) // the client must see that it is not whole
 	}
 	return nil
@@ -1046,11 +1006,11 @@ func (x *Call) releaseEnd(f *forwarding, o execution.Outcome) error {
 
 // drain sends the client what has arrived of an answer without an end. Its connection must be aborted then.
 func (x *Call) drain(f *forwarding) {
-	if f.rec.Apart() {
+	if x.up.rec.Apart() {
 		x.engine.readers.enter()
 		defer x.engine.readers.leave()
 	}
-	f.rec.Drain(x.engine.Waits)
+	x.up.rec.Drain(x.engine.Waits)
 }
 
 func (x *Call) abort(f *forwarding) {

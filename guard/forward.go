@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -16,65 +17,108 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
 type forwarding struct {
 	Forwarded
-	rec      *answer.Recorder
-	unframed bool
-	overdue  bool
+	failed  bool
+	overdue bool
 }
-
-func (f *forwarding) failed() bool { return f.Err != nil || f.rec.Interrupted() }
 
 // cut reports that the answer has no end.
 func (f *forwarding) cut() bool {
 	return f.Panicked == http.ErrAbortHandler || f.Panicked == nil && f.Err != nil
 }
 
-// callSink feeds an execution from a Recorder, and what its undo needs.
-type callSink struct {
-	e         *execution.Execution
-	x         *Call
-	neighbour string // the Execution-Status of another guard behind this one: refused, in doubt, or empty
+// roundTrip is one request to the upstream: what is sent, what comes back, and what that means.
+type roundTrip struct {
+	q        *identified
+	in       *admission
+	client   *client // that waits for the answer
+	undo     *capture
+	e        *execution.Execution // which the answer is recorded in
+	own      string               // its checkpoint; empty without one
+	upstream Upstream
+	clock    clock         // of the forwarded request
+	apart    time.Duration // that the upstream has taken
+	rec      answer.Recorder
+	shown    *bytes.Buffer    // what may prove that the server speaks the message's protocol; nil where nothing can
+	heard    *protocol.Answer // to the message; nil where only HTTP says what it means
+
+	neighbour   string          // the Execution-Status of another guard behind this one: refused, in doubt, or empty
+	headerCause execution.Cause // of the doubt that the header of the answer shows; empty without one
+	heldUp      bool            // the next gateway has held it up, before it sent anything (ADR 0099)
 }
 
-func (r *callSink) Start(status int, header map[string][]string) {
-	if idle := time.Duration(r.x.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
-		r.x.clock.pausing(idle)
+func (u *roundTrip) Start(status int, header map[string][]string) {
+	if idle := time.Duration(u.q.action.StreamIdle); idle > 0 && len(header["Content-Length"]) == 0 {
+		u.clock.pausing(idle)
 	}
-	r.x.heard = nil
-	if m, h := r.x.message, r.x.rec.Header(); m != nil && h.Get("Content-Encoding") == "" {
-		r.x.heard = m.Answer(h.Get("Content-Type"))
+	u.heard = nil
+	if m, h := u.q.message, u.rec.Header(); m != nil && h.Get("Content-Encoding") == "" {
+		u.heard = m.Answer(h.Get("Content-Type"))
 	}
-	if r.x.shown != nil {
-		r.x.shown.Reset()
+	if u.shown != nil {
+		u.shown.Reset()
 	}
-	r.e.Recording().Start(status, header)
+	u.e.Recording().Start(status, header)
 }
-func (r *callSink) Write(p []byte, needed bool) bool {
-	r.x.clock.touch()
-	r.x.capture.hears(p)
-	if r.x.heard != nil {
-		_, _ = r.x.heard.Write(p) // never fails
-		c := &r.x.client
-		if c.session.session != "" && !c.resumable.Load() && isEvents(r.x.rec.Header().Get("Content-Type")) {
-			c.resumable.Store(r.x.heard.End().Resumable)
+func (u *roundTrip) Write(p []byte, needed bool) bool {
+	u.clock.touch()
+	u.undo.hears(p)
+	if u.heard != nil {
+		_, _ = u.heard.Write(p) // never fails
+		c := u.client
+		if c.session.session != "" && !c.resumable.Load() && isEvents(u.rec.Header().Get("Content-Type")) {
+			c.resumable.Store(u.heard.End().Resumable)
 		}
 	}
-	if s := r.x.shown; s != nil && s.Len() <= maxShown {
+	if s := u.shown; s != nil && s.Len() <= maxShown {
 		_, _ = s.Write(p) // never fails
 	}
-	return r.e.Write(p, needed)
+	return u.e.Write(p, needed)
 }
-func (r *callSink) ReadBack(off int64) io.ReadCloser { return r.e.Recording().ReadBack(off) }
-func (r *callSink) Wait(ready <-chan struct{}) bool  { return r.x.clock.wait(ready) }
-func (r *callSink) SetTrailer(trailer map[string][]string) {
-	r.e.Recording().SetTrailer(trailer)
+func (u *roundTrip) ReadBack(off int64) io.ReadCloser { return u.e.Recording().ReadBack(off) }
+func (u *roundTrip) Wait(ready <-chan struct{}) bool  { return u.clock.wait(ready) }
+func (u *roundTrip) SetTrailer(trailer map[string][]string) {
+	u.e.Recording().SetTrailer(trailer)
 }
-func (r *callSink) Judge(status int) http.Header { return r.x.doubtInHeader(r.e, &r.x.rec, status) }
-func (r *callSink) Cut() bool                    { return r.x.upstream.Cut() }
+func (u *roundTrip) Judge(status int) http.Header { return u.doubtInHeader(status) }
+func (u *roundTrip) Cut() bool                    { return u.upstream.Cut() }
+
+func (u *roundTrip) judge(f *forwarding) execution.Outcome {
+	rec := &u.rec
+	switch {
+	case f.cut() && rec.Status() == http.StatusOK && u.headerCause == "" && u.heard != nil && u.q.h.understood(u.q.proves) &&
+		isEvents(rec.Header().Get("Content-Type")) && u.heard.End().Meaning != protocol.Unanswered:
+		// What was cut off behind the final answer of a stream says no more of the call.
+	case f.Panicked != nil && rec.Status() == 0:
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: u.orDeadline(f, execution.CauseNoAnswer)}
+	case f.Panicked != nil, f.Err != nil && rec.Status() != 0:
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: u.orDeadline(f, execution.CauseTruncated), Status: rec.Status()}
+	case f.failed && f.NotSent:
+		return execution.Outcome{Verdict: execution.Released, Cause: execution.CauseNotSent}
+	case f.Err != nil:
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: u.orDeadline(f, execution.CauseLost)}
+	case rec.Interrupted():
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: u.orDeadline(f, execution.CauseInterrupted)}
+	case rec.Status() == 0 && u.upstream.Silent():
+		return execution.Outcome{Verdict: execution.InDoubt, Cause: u.orLeft(execution.CauseNoAnswer)}
+	}
+	trailer, whole := rec.Finish()
+	o := execution.Outcome{Status: rec.Status(), Cause: execution.CauseStatus, Whole: whole}
+	if !o.Whole {
+		o.Verdict, o.Cause = execution.InDoubt, execution.CauseTruncated
+		return o
+	}
+	if u.headerCause != "" { // P6: what the client was shown stays so; our own fields are in the header now
+		o.Verdict, o.Cause = execution.InDoubt, u.headerCause
+		return o
+	}
+	return u.outcomeOf(o, rec, trailer, u.upstream.Unframed())
+}
 
 // marks returns the guard's own fields of an answer. They are valid until it is called again.
 func (x *Call) marks(status, checkpoint string) []answer.Field {
@@ -90,15 +134,15 @@ func (x *Call) marks(status, checkpoint string) []answer.Field {
 }
 
 // outcomeOf completes the outcome o by an answer's status, header and trailer.
-func (x *Call) outcomeOf(o execution.Outcome, rec *answer.Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
+func (u *roundTrip) outcomeOf(o execution.Outcome, rec *answer.Recorder, trailer map[string][]string, unframed bool) execution.Outcome {
 	var ruled bool
-	o.Verdict, ruled = x.action.judge(o.Status, rec.Header(), trailer)
+	o.Verdict, ruled = u.q.action.judge(o.Status, rec.Header(), trailer)
 	if !ruled {
-		o.Verdict = x.unmasked(o.Status, o.Verdict)
+		o.Verdict = u.unmasked(o.Status, o.Verdict)
 		switch {
-		case x.heldUp:
+		case u.heldUp:
 			o.Verdict = execution.Released
-		case x.sink.neighbour == statusInDoubt || x.sink.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
+		case u.neighbour == statusInDoubt || u.neighbour == StatusRefused && (o.Status == http.StatusConflict || refusedAsConflict(rec.Header())):
 			o.Verdict = execution.InDoubt
 		}
 		if o.Verdict == execution.InDoubt {
@@ -114,32 +158,33 @@ func (x *Call) outcomeOf(o execution.Outcome, rec *answer.Recorder, trailer map[
 
 // doubtInHeader judges an answer before its header is sent. If the call is in doubt already,
 // whatever follows, it returns the fields that say so, and tells those attached.
-func (x *Call) doubtInHeader(e *execution.Execution, rec *answer.Recorder, status int) http.Header {
+func (u *roundTrip) doubtInHeader(status int) http.Header {
+	rec := &u.rec
 	for _, said := range rec.Header()[HeaderExecutionStatus] {
 		if said == StatusRefused || said == statusInDoubt {
-			x.sink.neighbour = said
+			u.neighbour = said
 		}
 	}
 	for _, id := range rec.Header()[headerExecutionCheckpoint] {
-		if x.noted.checkpoint == "" || id != x.noted.checkpoint {
-			x.capture.participant = id
+		if id != u.own {
+			u.undo.participant = id
 		}
 	}
-	own := x.upstream.Status()
-	x.heldUp = x.sink.neighbour == StatusRefused && x.h.UpstreamIdentity != "" && (own == 0 || own == status) && problem.NothingSent(rec.Header(), x.call.Scope.ID)
-	if x.action.GRPC == GRPCUnary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
+	own := u.upstream.Status()
+	u.heldUp = u.neighbour == StatusRefused && u.q.h.UpstreamIdentity != "" && (own == 0 || own == status) && problem.NothingSent(rec.Header(), u.q.call.Scope.ID)
+	if u.q.action.GRPC == GRPCUnary && status == http.StatusOK && rec.Header().Get("Grpc-Status") == "" {
 		return nil // the trailer says it
 	}
-	o := x.in.stillInDoubt(x.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, x.upstream.Unframed()))
-	if o.Verdict == execution.Released && x.heldUp {
+	o := u.in.stillInDoubt(u.outcomeOf(execution.Outcome{Status: status, Cause: execution.CauseStatus}, rec, nil, u.upstream.Unframed()))
+	if o.Verdict == execution.Released && u.heldUp {
 		return http.Header{HeaderExecutionStatus: {StatusRefused}} // also for a gateway before this one
 	}
 	if o.Verdict != execution.InDoubt {
 		return nil
 	}
-	x.headerCause = o.Cause
-	e.Recording().Doubt()
-	return x.doubtMarks()
+	u.headerCause = o.Cause
+	u.e.Recording().Doubt()
+	return u.q.doubtMarks()
 }
 
 // judge reads a whole answer. ruled reports that a rule of the configuration decided.
@@ -191,26 +236,26 @@ func judgeGRPC(header http.Header, trailer map[string][]string) execution.Verdic
 // unmasked is the verdict where a handler behind the guard may have replaced the upstream's
 // status: a doubt stays a doubt (P6), and a refusal that only the handler shows frees no key
 // (P1).
-func (x *Call) unmasked(status int, shown execution.Verdict) execution.Verdict {
-	own := x.upstream.Status()
+func (u *roundTrip) unmasked(status int, shown execution.Verdict) execution.Verdict {
+	own := u.upstream.Status()
 	if own == 0 || own == status {
 		return shown
 	}
-	if said := x.action.Preset.Judge(x.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
+	if said := u.q.action.Preset.Judge(u.upstream.Answer()); said == execution.InDoubt || shown == execution.Released {
 		return said
 	}
 	return shown
 }
 
-func (x *Call) orDeadline(f *forwarding, cause execution.Cause) execution.Cause {
+func (u *roundTrip) orDeadline(f *forwarding, cause execution.Cause) execution.Cause {
 	if f.overdue {
 		return execution.CauseDeadline
 	}
-	return x.orLeft(cause)
+	return u.orLeft(cause)
 }
 
-func (x *Call) orLeft(cause execution.Cause) execution.Cause {
-	if context.Cause(x.clock.Context) == errLeft {
+func (u *roundTrip) orLeft(cause execution.Cause) execution.Cause {
+	if context.Cause(u.clock.Context) == errLeft {
 		return execution.CauseLeft
 	}
 	return cause

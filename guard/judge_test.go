@@ -55,8 +55,8 @@ func TestJudgeGRPC(t *testing.T) {
 // MCP's 404 says that nothing was executed, unless the configuration says otherwise.
 func TestOutcomeOfUnknownSession(t *testing.T) {
 	for rule, want := range map[int]execution.Verdict{0: execution.Released, 403: execution.Released, 404: execution.Completed} {
-		x := &Call{
-			identified: identified{guardedRequest: guardedRequest{
+		x := &roundTrip{
+			q: &identified{guardedRequest: guardedRequest{
 				h:       &Handler{rules: &protocol.Rules{Protocol: protocol.MCP}},
 				message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
 				action:  new(Action),
@@ -64,9 +64,9 @@ func TestOutcomeOfUnknownSession(t *testing.T) {
 			heard: protocol.NewAnswer(protocol.MCP, "application/json", nil),
 		}
 		if rule != 0 {
-			x.action.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == rule }
+			x.q.action.Rule = func(status int, _ http.Header) (execution.Verdict, bool) { return execution.Completed, status == rule }
 		}
-		if o := understand(x, execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != want {
+		if o := x.understand(execution.Outcome{Status: 404, Verdict: execution.Completed, Whole: true}); o.Verdict != want {
 			t.Errorf("with a rule for %d: %v", rule, o.Verdict)
 		}
 	}

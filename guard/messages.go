@@ -404,7 +404,7 @@ func (l *clients) left(key execution.Key, sends *client) {
 		}
 	}
 	if sent != nil {
-		sent.call.clock.cancel(errLeft)
+		sent.call.up.clock.cancel(errLeft)
 	}
 }
 
@@ -455,7 +455,7 @@ func (l *clients) cancel(name requestName) (c, first *client) {
 	}
 	if first != nil {
 		first.cancelled = true
-		first.call.clock.leaves(cancelTime)
+		first.call.up.clock.leaves(cancelTime)
 	}
 	return all[0], first
 }
@@ -540,41 +540,40 @@ func (h *Handler) messageKey(m *protocol.Message) (string, error) {
 }
 
 // understand judges a whole answer by what it says, where HTTP says no more than that it came.
-func understand(x *Call, o execution.Outcome) execution.Outcome {
-	if x.heard == nil {
+func (u *roundTrip) understand(o execution.Outcome) execution.Outcome {
+	if u.heard == nil {
 		return o
 	}
-	return meant(x, o, x.heard.End())
+	return u.meant(o, u.heard.End())
 }
 
 // callMessage is a call as the message that is answered.
-type callMessage struct{ x *Call }
+type callMessage struct{ *roundTrip }
 
-func (m callMessage) Answer(media string) *protocol.Answer { return m.x.message.Answer(media) }
+func (m callMessage) Answer(media string) *protocol.Answer { return m.q.message.Answer(media) }
 
 // Shows is the status that an answer stands for which says this. Where clients retry it, or nobody knows
 // what came of the call, that is evidence from the end of the answer on, before it is recorded (ADR 0070).
 func (m callMessage) Shows(status int, said protocol.Outcome) int {
-	x := m.x
 	o := execution.Outcome{Verdict: execution.Completed, Status: status, Whole: true}
 	if said.Meaning == protocol.Unanswered { // more comes
 		return status
 	}
-	if x.headerCause != "" {
+	if m.headerCause != "" {
 		o.Verdict = execution.InDoubt
 	}
-	if o = x.in.stillInDoubt(meant(x, o, said)); o.Internal || o.Verdict == execution.InDoubt {
+	if o = m.in.stillInDoubt(m.meant(o, said)); o.Internal || o.Verdict == execution.InDoubt {
 		return http.StatusInternalServerError
 	}
 	return status
 }
 
 // meant is the outcome by what the answer says.
-func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcome {
-	if !o.Whole || o.Verdict == execution.InDoubt || !x.h.understood(x.proves) {
+func (u *roundTrip) meant(o execution.Outcome, said protocol.Outcome) execution.Outcome {
+	if !o.Whole || o.Verdict == execution.InDoubt || !u.q.h.understood(u.q.proves) {
 		return o
 	}
-	said = protocol.Judge(x.message, o.Status, said)
+	said = protocol.Judge(u.q.message, o.Status, said)
 	o.Internal = said.Meaning == protocol.Failed && said.Internal()
 	switch said.Meaning {
 	case protocol.Executed:
@@ -582,29 +581,29 @@ func meant(x *Call, o execution.Outcome, said protocol.Outcome) execution.Outcom
 			o.Cause = execution.CauseTool
 		}
 	case protocol.NotExecuted:
-		if _, ruled := x.action.judge(o.Status, x.rec.Header(), nil); !ruled || o.Status == http.StatusOK {
+		if _, ruled := u.q.action.judge(o.Status, u.rec.Header(), nil); !ruled || o.Status == http.StatusOK {
 			o.Verdict = execution.Released
 		}
 	case protocol.Failed:
 		if o.Verdict == execution.Released {
 			return o // its status says more, such as 401 or 429
 		}
-		o.Verdict, o.Cause = x.action.Preset.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
+		o.Verdict, o.Cause = u.q.action.Preset.Judge(execution.Answer{Status: http.StatusInternalServerError}), execution.CauseInBand
 	case protocol.Doubtful:
-		if x.heldUp {
+		if u.heldUp {
 			return o // its header says more than the problem's status in it
 		}
 		o.Verdict, o.Cause = execution.InDoubt, execution.CauseInBand
 	case protocol.Unanswered:
-		stream := strings.HasPrefix(x.rec.Header().Get("Content-Type"), "text/event-stream")
-		if o.Status == http.StatusOK && (x.message.ID != nil || x.message.REST && stream) { // it ended before its answer
+		stream := strings.HasPrefix(u.rec.Header().Get("Content-Type"), "text/event-stream")
+		if o.Status == http.StatusOK && (u.q.message.ID != nil || u.q.message.REST && stream) { // it ended before its answer
 			if !stream {
-				x.h.proofs.withdraw()
+				u.q.h.proofs.withdraw()
 			}
 			o.Verdict, o.Cause = execution.InDoubt, execution.CauseNoResponse // it is whole
 			if stream && said.Resumable {
 				o.Cause = execution.CauseElsewhere
-				if x.engine.clients.hasCancelled(&x.client) {
+				if u.q.engine.clients.hasCancelled(u.client) {
 					o.Cause = execution.CauseLeft
 				}
 			}

@@ -293,7 +293,7 @@ func (l *resumer) settle(a *awaited, text *body.Spool) error {
 		return err
 	}
 	if a.works {
-		_, _ = io.WriteString(x.heard, "data: {\"method\":\"notifications/progress\"}\n\n") // never fails
+		_, _ = io.WriteString(x.up.heard, "data: {\"method\":\"notifications/progress\"}\n\n") // never fails
 	}
 	from := text.NewReader()
 	defer from.Close()
@@ -302,11 +302,11 @@ func (l *resumer) settle(a *awaited, text *body.Spool) error {
 	if err != nil {
 		return err
 	}
-	_, _ = x.heard.Write(body) // never fails
-	if _, err := io.Copy(x.heard, event); err != nil {
+	_, _ = x.up.heard.Write(body) // never fails
+	if _, err := io.Copy(x.up.heard, event); err != nil {
 		return err
 	}
-	o := x.in.stillInDoubt(understand(x, a.byHTTP))
+	o := x.in.stillInDoubt(x.up.understand(a.byHTTP))
 	if o.Verdict == execution.InDoubt {
 		return nil
 	}

@@ -216,7 +216,7 @@ func (c *capture) undoable(ctx context.Context, x *Call, o execution.Outcome, he
 	case c.decision.Way == checkpoint.Irreversible:
 		return nil // only a person can undo it; this saves a write
 	default:
-		c.observe(&x.identified, &x.in, x.upstream.Status(), o, header)
+		c.observe(&x.identified, &x.in, x.up.upstream.Status(), o, header)
 		result = *c.result
 	}
 	p, err := x.engine.Checkpoints.Record(ctx, *c.handle, result)
