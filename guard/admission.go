@@ -74,7 +74,7 @@ func classOf(h *Handler, r *http.Request, configured string, tokens []*ect.Token
 
 // permitted waits for a permit to send the call. found is what is recorded of it. Undos need none, since no guard
 // sees requests of the gateway's own: what a failed workflow holds must not keep them waiting.
-func permitted(q *identified, in *admission, permit *bulkhead.Permit) error {
+func permitted(q *Request, in *admission, permit *bulkhead.Permit) error {
 	h := q.h
 	if h.Bulkhead == nil {
 		return nil
@@ -97,7 +97,6 @@ func permitted(q *identified, in *admission, permit *bulkhead.Permit) error {
 		begun = time.Now()
 		c.Deadline = begun.Add(in.deadline)
 	}
-	permit.Release() // of an attempt that another call was faster than
 	err := h.Bulkhead.Acquire(q.r.Context(), &c, permit)
 	if q.r.Context().Err() != nil {
 		return q.gone()
@@ -115,7 +114,7 @@ func permitted(q *identified, in *admission, permit *bulkhead.Permit) error {
 func retryKey(k execution.Key) uint64 { return binary.BigEndian.Uint64(k[:]) }
 
 // failed notes a forwarded call whose key is about to be free again: its next attempt is a retry.
-func failed(q *identified, o execution.Outcome) {
+func failed(q *Request, o execution.Outcome) {
 	if q.h.Bulkhead != nil && o.Verdict == execution.Released {
 		q.h.Bulkhead.Failed(retryKey(q.call.Key))
 	}
@@ -183,7 +182,7 @@ const maxUnserved = 16
 // unserved says that the call waits for a permit too long: a critical one to people, others with a
 // warning (ATD, "Unsatisfiable Resource Hints"). Workflows are told once an hour; a failing store tells
 // nobody but the log.
-func unserved(q *identified, class bulkhead.Class) {
+func unserved(q *Request, class bulkhead.Class) {
 	q.emit(eventUnserved, map[string]any{"class": class.String()})
 	if q.policy == nil || q.facts.Workflow == "" {
 		return
@@ -200,7 +199,7 @@ func unserved(q *identified, class bulkhead.Class) {
 func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated string, class bulkhead.Class) {
 	q := guardedRequest{opened: h.open(), h: h, r: r, action: h.Actions[len(h.Actions)-1]}
 	if q.engine == nil { // there is only the event
-		unserved(&identified{guardedRequest: q}, class)
+		unserved(&Request{guardedRequest: q}, class)
 		return
 	}
 	defer q.release()
@@ -209,13 +208,13 @@ func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated strin
 	if wid == "" && caller.Verified(name) {
 		wid = stated
 	}
-	unserved(&identified{
+	unserved(&Request{
 		guardedRequest: q, tokens: *tokens, call: execution.Call{Scope: execution.Scope{Caller: name}},
 		facts: evidence.Call{Workflow: wid, Caller: q.executions.Caller(name)},
 	}, class)
 }
 
-func recordUnserved(ctx context.Context, q *identified, class bulkhead.Class) error {
+func recordUnserved(ctx context.Context, q *Request, class bulkhead.Class) error {
 	now, err := q.engine.Store.Now(ctx)
 	if err != nil {
 		return err

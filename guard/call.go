@@ -60,7 +60,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	if harmless != nil {
 		return q.pass(w, harmless, next)
 	}
-	x := &Call{identified: identified{guardedRequest: q, body: q.text}} // a guarded call may outlive its request
+	x := &Call{Request: Request{guardedRequest: q, body: q.text}} // a guarded call may outlive its request
 	if err != nil {
 		defer x.close()
 		if p := (*problem.Problem)(nil); errors.As(err, &p) {
@@ -73,7 +73,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		h.rules.Guesses() && h.OneServer != nil && h.OneServer() {
 		x.up.shown = new(bytes.Buffer)
 	}
-	x.up.q, x.up.in, x.up.client, x.up.undo = &x.identified, &x.in, &x.client, &x.capture
+	x.up.q, x.up.in, x.up.client, x.up.undo = &x.Request, &x.in, &x.client, &x.capture
 	x.up.upstream = h.Host.Upstream(next)
 	x.w = answer.NewWriter(w, r)
 	x.w.Alarms, x.w.Host, x.up.clock.alarms = &h.alarms, h.Host, &h.alarms
@@ -98,7 +98,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 // unanswered ends a call that was not answered, with the problem that err is, by the fallback, or
 // unguarded. It returns the error that remains.
 func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
-	x.permit.Release()
+	x.leave()
 	if x.failsOpen(err) {
 		err = refusedByCircuit(x.forwardUnguarded(w, next, err), caller.Verified(x.call.Scope.Caller))
 	}
@@ -169,7 +169,7 @@ func (x *Call) run() error {
 		}
 		run, err := x.claim(in) // 5
 		if errors.Is(err, execution.ErrTaken) {
-			x.permit.Release()
+			x.leave()
 			x.found = true
 			continue
 		}
@@ -182,7 +182,7 @@ func (x *Call) run() error {
 
 // Call is one guarded call. Its exported methods may be called by the goroutine that serves it, also after the call.
 type Call struct {
-	identified
+	Request
 	w answer.Writer
 
 	up      roundTrip
@@ -191,6 +191,7 @@ type Call struct {
 	in      admission       // under which it was claimed
 
 	permit   bulkhead.Permit // to send it
+	gates    []func()        // give back what gates hold
 	evidence callEvidence
 	capture  capture
 
@@ -216,7 +217,7 @@ type noted struct {
 func (x *Call) start() error {
 	x.client.call = x
 	c, err := x.identify(&x.client)
-	x.identified = c
+	x.Request = c
 	a := c.call.Attempt
 	if a != nil {
 		x.w.Attempt = a
@@ -240,8 +241,17 @@ func (x *Call) start() error {
 	return nil
 }
 
-func (x *Call) close() {
+// leave gives back what the call holds to be sent.
+func (x *Call) leave() {
 	x.permit.Release()
+	for _, leave := range x.gates {
+		leave()
+	}
+	x.gates = nil
+}
+
+func (x *Call) close() {
+	x.leave()
 	x.waitOver()
 	x.probed()
 	x.capture.window.Close()
@@ -267,7 +277,7 @@ func (x *Call) waitOver() {
 }
 
 // lookUp finds what runs or is recorded under the call's key.
-func (q *identified) lookUp() (execution.Finding, error) {
+func (q *Request) lookUp() (execution.Finding, error) {
 	found, err := q.executions.LookUp(q.r.Context(), q.call.Key, q.call.Fingerprint)
 	if err != nil {
 		return found, q.storeFailed(err)
@@ -290,7 +300,7 @@ func (x *Call) answer(found execution.Finding) (step, error) {
 		return stepClaim, nil
 	}
 	x.found = true
-	if err := x.evidence.keepTokens(&x.identified, found); err != nil {
+	if err := x.evidence.keepTokens(&x.Request, found); err != nil {
 		return stepDone, err
 	}
 	switch found.Status {
@@ -468,7 +478,7 @@ func (x *Call) doubt(found execution.Finding) (step, error) {
 
 // resend sends a call in doubt again, to an upstream that answers a repeated key from its record: with that key and the
 // same bytes, and only while the upstream keeps the key. After that the call is in doubt as before (P1).
-func (q *identified) resend(found execution.Finding) (step, error) {
+func (q *Request) resend(found execution.Finding) (step, error) {
 	age, err := q.executions.Age(q.r.Context(), found)
 	if err != nil {
 		return stepDone, q.storeFailed(err)
@@ -555,13 +565,13 @@ func (x *Call) admit(found execution.Finding, left time.Duration) (admission, er
 }
 
 func (x *Call) admitted(in *admission) error {
-	q := &x.identified
+	q := &x.Request
 	if err := q.enter(in); err != nil { // nothing is read for a call that is refused here
 		return err
 	}
 	in.Leave()
+	var err error
 	if q.facts.Workflow != "" {
-		var err error
 		if in.planned, err = findNode(q); err != nil {
 			return err
 		}
@@ -587,13 +597,16 @@ func (x *Call) admitted(in *admission) error {
 			return err
 		}
 	}
+	if x.gates, err = q.pass(x.h.Gates); err != nil {
+		return err
+	}
 	if err := permitted(q, in, &x.permit); err != nil {
 		return err
 	}
 	if err := x.capture.planUndo(q, in); err != nil {
 		return err
 	}
-	err := q.enter(in) // rollbacks wait for those who are inside, and nobody waits there
+	err = q.enter(in) // rollbacks wait for those who are inside, and nobody waits there
 	if err == nil && ranked {
 		if err = ordered(q, &in.planned); err != nil {
 			in.Leave()
@@ -604,7 +617,7 @@ func (x *Call) admitted(in *admission) error {
 
 // enter admits a call that would claim (step 4): not where people hold its workflow or a rollback has ended it, nor
 // where it follows from what is being undone. The admission is left when the claim's commit has ended.
-func (q *identified) enter(in *admission) error {
+func (q *Request) enter(in *admission) error {
 	workflow := q.facts.Workflow
 	if q.policy == nil { // this configuration has no identity, and another one had
 		workflow = evidence.WorkflowID(q.call.Workflow)
@@ -649,7 +662,7 @@ func (q *identified) enter(in *admission) error {
 }
 
 // heldBy refuses a call whose workflow an escalation holds, or may hold (P4).
-func (q *identified) heldBy(e *hitl.Escalation, err error) error {
+func (q *Request) heldBy(e *hitl.Escalation, err error) error {
 	if err != nil {
 		return q.storeFailed(err)
 	}
@@ -677,7 +690,7 @@ const (
 // approved refuses a call for which people are asked first, until they have approved this very
 // request. The approval is good for the request and its execution id, and for the time to decide
 // once more, but for no longer than its key is kept: so a key that is free has not run since.
-func (q *identified) approved(a *Approve, in *admission) error {
+func (q *Request) approved(a *Approve, in *admission) error {
 	all, ctx := q.engine.Escalations, q.r.Context()
 	sum := sha256.New()
 	for _, part := range [][]byte{q.call.Key[:], q.call.Fingerprint[:], []byte(in.earlier), []byte(in.before)} { // another attempt is asked for anew
@@ -721,7 +734,7 @@ func (q *identified) approved(a *Approve, in *admission) error {
 }
 
 // askPeople opens the escalation of a call that waits for an approval.
-func (q *identified) askPeople(a *Approve, in *admission, hash string) (hitl.Escalation, error) {
+func (q *Request) askPeople(a *Approve, in *admission, hash string) (hitl.Escalation, error) {
 	ctx, name, what := q.r.Context(), q.call.Scope.Caller, "A call of the action "+strconv.Quote(q.action.Name)
 	if n := in.planned.binds(); n != nil {
 		what += ", the node " + strconv.Quote(n.ID) + " of its workflow's plan,"
@@ -768,20 +781,22 @@ func (x *Call) claim(in admission) (run *execution.Execution, err error) {
 	x.noted.checkpoint = ""
 	call := x.call
 	call.Deadline = in.deadline
+	parts, err := x.claimed(x.h.Parts)
 	var batch *store.Batch
-	if x.policy != nil {
+	if err == nil && x.policy != nil {
 		batch, err = x.recordCall(&in)
 		call.Checkpoint = x.evidence.call.Checkpoint
 	}
 	if err == nil {
 		bound := store.Bind(batch, in.Fence(), in.people, in.planned.fence)
-		run, err = x.executions.Claim(x.r.Context(), &call, in.found, bound, x.capture.pending, written(&x.identified, false, in.deadline))
+		write := written(&x.Request, false, in.deadline)
+		run, err = x.executions.Claim(x.r.Context(), &call, in.found, bound, x.capture.pending, write, parts)
 		if errors.Is(err, store.ErrFenced) {
 			err = execution.ErrTaken // as after another call's: look again
 		}
-		err = x.evidence.callRecorded(&x.identified, batch, x.capture.ended(err))
+		err = x.evidence.callRecorded(&x.Request, batch, x.capture.ended(err))
 	} else {
-		err = x.capture.ended(err)
+		err = x.capture.ended(parts.Done(err))
 	}
 	if err == nil && x.probing != nil { // the probe has said that it was not applied
 		x.resolved(execution.Released, execution.ByProbe)
@@ -828,9 +843,9 @@ func (x *Call) execute(e *execution.Execution) error {
 	byHTTP := x.up.judge(&f)
 	outcome := x.in.stillInDoubt(x.up.understand(byHTTP))
 	outcome.Upstream = f.FailedAt
-	x.permit.Release() // the upstream has done its part
-	x.up.clock.stop()  // readers have all the time that they need
-	failed(&x.identified, outcome)
+	x.leave()         // the upstream has done its part
+	x.up.clock.stop() // readers have all the time that they need
+	failed(&x.Request, outcome)
 	if x.up.heard != nil && outcome.Verdict == execution.InDoubt {
 		outcome.Task = x.up.heard.End().Task
 	}
@@ -854,7 +869,7 @@ func (x *Call) execute(e *execution.Execution) error {
 // forward sends the call to the next handler, and once more where the connection had gone stale
 // and provably no byte was sent.
 func (x *Call) forward(e *execution.Execution) forwarding {
-	if x.h.restores {
+	if x.h.restores() {
 		defer x.engine.Writes.Write(x.place(), x.capture.window)()
 	}
 	x.up.e, x.up.own = e, x.noted.checkpoint
@@ -932,7 +947,7 @@ func (x *Call) settle(e *execution.Execution, o execution.Outcome, answer http.H
 	if errs := answer[ect.FieldName]; len(errs) > 0 { // the rest is the recorder's
 		x.carried.answer = http.Header{ect.FieldName: errs}
 	}
-	err := e.SettleWith(ctx, o, &x.carried, batch, result, written(&x.identified, true, 0))
+	err := e.SettleWith(ctx, o, &x.carried, batch, result, written(&x.Request, true, 0), x.settled(ctx, x.h.Parts, o))
 	if err != nil {
 		x.evidence.failed = nil // it was not recorded
 	}

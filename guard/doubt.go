@@ -16,7 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-func (q *identified) inDoubt(cause execution.Cause) *problem.Problem {
+func (q *Request) inDoubt(cause execution.Cause) *problem.Problem {
 	p := problemOf(problem.InDoubt, "Cause: "+string(cause)+".", execution.StateInDoubt)
 	p.RetryHelps = q.runsAgain()
 	return p
@@ -24,7 +24,7 @@ func (q *identified) inDoubt(cause execution.Cause) *problem.Problem {
 
 // doubtMarks are the fields of an answer in doubt. SDKs must not retry it, unless a retry runs
 // the call again.
-func (q *identified) doubtMarks() http.Header {
+func (q *Request) doubtMarks() http.Header {
 	marks := http.Header{HeaderExecutionStatus: {statusInDoubt}}
 	if !q.runsAgain() {
 		problem.NoRetry(marks)
@@ -33,7 +33,7 @@ func (q *identified) doubtMarks() http.Header {
 }
 
 // runsAgain reports that a retry of the call in doubt runs it again.
-func (q *identified) runsAgain() bool {
+func (q *Request) runsAgain() bool {
 	switch q.action.OnUnknown {
 	case OnUnknownRetry:
 		return true
@@ -66,7 +66,7 @@ func (in *admission) refusedInDoubt(err error) error {
 
 // settleDoubt asks the upstream, and records it if the call was applied. stepDone means that the
 // doubt stays.
-func (q *identified) settleDoubt(found execution.Finding) (step, error) {
+func (q *Request) settleDoubt(found execution.Finding) (step, error) {
 	p := q.action.Probe
 	a, err := q.ask(p, found.Record.Task)
 	if err != nil {
@@ -144,7 +144,7 @@ func (q *guardedRequest) ask(p *Probe, task string) (*InternalAnswer, error) {
 	return &InternalAnswer{Status: http.StatusOK, Header: http.Header{"Content-Type": {as}}, Body: body}, nil
 }
 
-func (q *identified) resolved(v execution.Verdict, by string) {
+func (q *Request) resolved(v execution.Verdict, by string) {
 	q.emit(EventResolved, map[string]any{"outcome": v.String(), "by": by})
 }
 
@@ -201,7 +201,7 @@ func (l *carried) Again(ctx context.Context) (all []*store.Batch) {
 	})
 	all = append(all, logged, x.outcomeEvents(ctx, l.outcome, l.answer, true))
 	all = append(all, x.capture.undoable(ctx, x, l.outcome, l.answer))
-	return append(all, written(&x.identified, true, 0))
+	return append(all, written(&x.Request, true, 0), x.settled(ctx, x.h.Parts, l.outcome))
 }
 
 var errAgainPanicked = errors.New("agent_guard: making the evidence of an outcome again panicked")

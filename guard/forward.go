@@ -34,7 +34,7 @@ func (f *forwarding) cut() bool {
 
 // roundTrip is one request to the upstream: what is sent, what comes back, and what that means.
 type roundTrip struct {
-	q        *identified
+	q        *Request
 	in       *admission
 	client   *client // that waits for the answer
 	undo     *capture
@@ -587,7 +587,7 @@ func (x *Call) forwardUnguarded(w http.ResponseWriter, next Next, cause error) e
 	return x.h.forwardInTime(mark(w, HeaderExecutionStatus, statusUnguarded), r, nil, next)
 }
 
-func (q *identified) unguardedRequest() *http.Request {
+func (q *Request) unguardedRequest() *http.Request {
 	q.r.Header.Del("Upgrade") // an unsafe method leaves HTTP nowhere (isTunnel)
 	if q.body == nil {
 		return q.r
@@ -640,7 +640,7 @@ func (x *Call) degrade(w http.ResponseWriter, p *problem.Problem) (answered bool
 
 // giveBack makes the body readable again for the site's error routes, which would otherwise
 // forward the call without it.
-func (q *identified) giveBack() {
+func (q *Request) giveBack() {
 	if q.body == nil || q.body.Size() == 0 {
 		return
 	}

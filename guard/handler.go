@@ -77,6 +77,10 @@ type Config struct {
 	// Endpoint answers requests for the gateway's own paths, and reports whether it did. Problems
 	// then link to problem.ExecutionPath. Nil has none.
 	Endpoint func(w http.ResponseWriter, r *http.Request) bool
+	// Gates and Parts are features of the program around the guard. They are asked in their order, after those of the
+	// guard itself.
+	Gates []Gate
+	Parts []Part
 	// Bulkhead shares the upstream among workflows, also for calls that are not guarded; nil does not.
 	Bulkhead *bulkhead.Pool
 	// Fallback answers calls that a circuit breaker refused. Nil: they get the problem.
@@ -174,8 +178,6 @@ type Handler struct {
 	warnedNames  atomic.Bool                 // that callers have no name that stays
 	pointers     []jsonx.Pointer             // of ExecutionID, by index
 	endToEnd     []string                    // fields that are never hop-by-hop
-	restores     bool                        // an action of it restores
-	byMessage    bool                        // an action of it is chosen by its messages
 	probes       prober
 	failures     throttle // calls that were forwarded for want of a store
 	unbound      throttle // requests that passed though their tokens could not be bound
@@ -271,6 +273,16 @@ func (h *Handler) ChangedBefore(names []string) {
 		}
 	}
 	h.whole.Store(t)
+}
+
+// restores reports whether an action of the handler restores.
+func (h *Handler) restores() bool {
+	return slices.ContainsFunc(h.Actions, func(a *Action) bool { return a.Undo != nil && a.Undo.Restore })
+}
+
+// byMessage reports whether an action of the handler is chosen by its messages.
+func (h *Handler) byMessage() bool {
+	return slices.ContainsFunc(h.Actions, func(a *Action) bool { return len(a.Tools)+len(a.Arguments) > 0 })
 }
 
 // check refuses what would break a promise.

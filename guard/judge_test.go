@@ -56,7 +56,7 @@ func TestJudgeGRPC(t *testing.T) {
 func TestOutcomeOfUnknownSession(t *testing.T) {
 	for rule, want := range map[int]execution.Verdict{0: execution.Released, 403: execution.Released, 404: execution.Completed} {
 		x := &roundTrip{
-			q: &identified{guardedRequest: guardedRequest{
+			q: &Request{guardedRequest: guardedRequest{
 				h:       &Handler{rules: &protocol.Rules{Protocol: protocol.MCP}},
 				message: &protocol.Message{Protocol: protocol.MCP, ID: []byte("1")},
 				action:  new(Action),
@@ -74,7 +74,7 @@ func TestOutcomeOfUnknownSession(t *testing.T) {
 
 // ADR 0147: what an outcome keeps that waits for the store counts with the texts that are kept for its evidence.
 func TestSizeOfAnOutcomeThatWaits(t *testing.T) {
-	x := &Call{identified: identified{guardedRequest: guardedRequest{message: &protocol.Message{Whole: make([]byte, 1000)}}}}
+	x := &Call{Request: Request{guardedRequest: guardedRequest{message: &protocol.Message{Whole: make([]byte, 1000)}}}}
 	x.capture.source.Request.Body = make([]byte, 200)
 	x.capture.answer = make([]byte, 30)
 	plain := &carried{x: new(Call)}

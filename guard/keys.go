@@ -61,9 +61,9 @@ func (h *Handler) open() opened {
 	return opened{e, e.Executions, policy, release, err}
 }
 
-// identified is a guarded call that has a key: who makes it, which call it is, and where it stands in its workflow.
+// Request is a guarded call that has a key: who makes it, which call it is, and where it stands in its workflow.
 // identify makes it; it never changes.
-type identified struct {
+type Request struct {
 	guardedRequest
 	body   *body.Spool
 	sent   time.Duration // that its client has taken to send the body
@@ -88,8 +88,8 @@ func (q *guardedRequest) refuseUnnamed(c *execution.Call) error {
 
 // identify finds out which call q is, for the client that waits for its answer. Nothing is recorded yet. Of a call that
 // is refused it returns what is known.
-func (q guardedRequest) identify(waits *client) (identified, error) {
-	c := identified{guardedRequest: q, body: q.text, sent: q.took}
+func (q guardedRequest) identify(waits *client) (Request, error) {
+	c := Request{guardedRequest: q, body: q.text, sent: q.took}
 	if q.closed != nil {
 		return c, q.closed
 	}
@@ -129,7 +129,7 @@ func (q guardedRequest) identify(waits *client) (identified, error) {
 
 // fingerprint hashes the request, and compares its body with the hash in the tokens. members are those that may name
 // the call.
-func (q *identified) fingerprint() (fp body.Fingerprint, members []body.Member, err error) {
+func (q *Request) fingerprint() (fp body.Fingerprint, members []body.Member, err error) {
 	if err := q.tokens.checkInput(func() (ect.Hash, error) { return bodyHash(q.body) }); err != nil {
 		return fp, nil, err
 	}
@@ -178,7 +178,7 @@ func (h *Handler) readBody(
 }
 
 // describe names the call: its workflow, its execution id and its key. left ends when its client has left.
-func (q *identified) describe(
+func (q *Request) describe(
 	name string, fp body.Fingerprint, members []body.Member, left context.Context,
 ) (execution.Call, error) {
 	tokens, policy := &q.tokens, q.action

@@ -74,7 +74,7 @@ func (of guardedRequest) withMessage() (_ guardedRequest, harmless []byte, err e
 		q.proves = proofOf(h, r, false)
 	}
 	// What is learned of tools counts with a proof only: a batch that comes again must be the same call (P1).
-	changing, announced, known := 0, !h.rules.Guesses() || h.byMessage, h.understood(q.proves)
+	changing, announced, known := 0, !h.rules.Guesses() || h.byMessage(), h.understood(q.proves)
 	for i := range all {
 		m := &all[i]
 		if m.Cancels() != nil {
@@ -90,7 +90,7 @@ func (of guardedRequest) withMessage() (_ guardedRequest, harmless []byte, err e
 		return q, nil, problem.New(problem.BatchMixed, fmt.Sprintf("Send each of the %d in a request of its own.", changing))
 	case changing > 1:
 		q.message = nil
-	case changing == 1 && h.byMessage:
+	case changing == 1 && h.byMessage():
 		action, err := h.action(r, q.message)
 		if err != nil {
 			return q, nil, err

@@ -285,7 +285,7 @@ func (x *Call) note(status, slug string) {
 // nothing.
 type Event struct {
 	Name string
-	call *identified
+	call *Request
 	more map[string]any
 }
 
@@ -304,7 +304,7 @@ func (e Event) Data() map[string]any {
 	return data
 }
 
-func (q *identified) emit(name string, more map[string]any) {
+func (q *Request) emit(name string, more map[string]any) {
 	e := Event{Name: name, call: q, more: more}
 	if q.engine == nil || q.engine.Emit == nil || !q.engine.Emit(e) {
 		q.h.Host.Emit(e)
@@ -312,7 +312,7 @@ func (q *identified) emit(name string, more map[string]any) {
 }
 
 // String keeps everything else about the call out of logs (P8).
-func (q *identified) String() string { return q.call.Key.String() }
+func (q *Request) String() string { return q.call.Key.String() }
 
 // Value returns a variable of the call for logs and matchers, by its name in
 // docs/observability.md, such as `status`. Unknown or inapplicable values are empty. It reports
@@ -369,4 +369,4 @@ func (x *Call) Value(name string) (any, bool) {
 // Over reports that the guard is done with the call.
 func (x *Call) Over() bool { return x.noted.over }
 
-func (q *identified) hasID() bool { return q.call.Scope.ID != "" }
+func (q *Request) hasID() bool { return q.call.Scope.ID != "" }

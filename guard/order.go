@@ -22,7 +22,7 @@ import (
 const maxDependencies = 20
 
 // ordered refuses a call that must not begin before something else is done.
-func ordered(q *identified, by *planned) error {
+func ordered(q *Request, by *planned) error {
 	parents, n := orderedBy(q, by), by.binds()
 	if len(parents) == 0 && n == nil {
 		return nil
@@ -81,7 +81,7 @@ func (p *planned) binds() *plan.Node {
 
 // approvalOf says who has to approve the call before it is sent: as its action says, else the plan; nil where
 // nobody is asked (A-optional-declarative-workflow-format-d).
-func approvalOf(q *identified, by *planned) *Approve {
+func approvalOf(q *Request, by *planned) *Approve {
 	if n := by.binds(); q.action.Approve == nil && n != nil && n.HITLRequired {
 		return new(Approve)
 	}
@@ -90,7 +90,7 @@ func approvalOf(q *identified, by *planned) *Approve {
 
 // constrainNode applies what the plan says of the call's time and of the breakers of its upstreams, where that is
 // stricter than what is configured (A-circuit-breaker-policy-configuration-a). It returns how long the call may take.
-func constrainNode(q *identified, n *plan.Node) time.Duration {
+func constrainNode(q *Request, n *plan.Node) time.Duration {
 	most := q.call.Deadline
 	if n == nil {
 		return most
@@ -131,7 +131,7 @@ func namesNode(h *Handler, r *http.Request) bool {
 
 // before are the calls of the nodes directly before the call's own, and their checkpoints: while a rollback
 // undoes one of them, the call must not begin, whether its tokens name it or not.
-func before(q *identified, by *planned) (ids []string, err error) {
+func before(q *Request, by *planned) (ids []string, err error) {
 	n := by.binds()
 	if n == nil {
 		return nil, nil
@@ -141,14 +141,14 @@ func before(q *identified, by *planned) (ids []string, err error) {
 }
 
 // readPart calls read with the states of the workflow, and with what the call takes part in. See evidence.Live.
-func readPart(q *identified, read func(l *plan.Live, p *plan.Part)) error {
+func readPart(q *Request, read func(l *plan.Live, p *plan.Part)) error {
 	who, named := q.facts.Names(), q.named()
 	return q.policy.Evidence.Live(q.r.Context(), q.policy.Events, q.facts.Workflow, func(l *plan.Live) { read(l, l.Part(who, named)) })
 }
 
 // named are the ids that link the call to what others have done: those of the tokens that led to it, and of their
 // parents. Tokens that are not proven link nothing.
-func (q *identified) named() []string {
+func (q *Request) named() []string {
 	ids := slices.Clone(q.facts.Parents)
 	for _, t := range slices.Concat(q.tokens.All, q.policy.Evidence.Unrecorded(q.tokens.All, maxAncestors)) {
 		if t.Proven() {
@@ -159,7 +159,7 @@ func (q *identified) named() []string {
 }
 
 // orderedBy are the parents of the call that have to be done.
-func orderedBy(q *identified, by *planned) (parents []string) {
+func orderedBy(q *Request, by *planned) (parents []string) {
 	if q.policy == nil || q.facts.Workflow == "" || q.action.Order != OrderPar || by.undoes {
 		return nil
 	}

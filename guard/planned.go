@@ -73,7 +73,7 @@ func (p *Tokens) node() (named, action string) {
 
 // findNode finds out which node of its workflow's plan a call is, before anything is recorded for it: a
 // call that is none, or could be several, is refused (A-optional-b).
-func findNode(q *identified) (found planned, err error) {
+func findNode(q *Request) (found planned, err error) {
 	undoes, err := undoes(q)
 	if err != nil {
 		return found, q.storeFailed(err)
@@ -113,7 +113,7 @@ func findNode(q *identified) (found planned, err error) {
 // undoes reports whether a call undoes an earlier one of its workflow here, by its caller's word: the caller's own
 // token asks for that, or says that it has begun, and names the checkpoint of such a call, in which its issuer
 // has a part (CheckReports). What is still to be done must not hold up what is to be undone (ADR 0125).
-func undoes(q *identified) (bool, error) {
+func undoes(q *Request) (bool, error) {
 	for _, t := range q.tokens.Own {
 		if !t.Proven() || !slices.Contains([]ect.Event{ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventCompensate}, t.Event()) {
 			continue
@@ -128,7 +128,7 @@ func undoes(q *identified) (bool, error) {
 }
 
 // takesPart says of a call's checkpoint whether it is in what this call takes part in (P3).
-func takesPart(q *identified) func(call string) (bool, error) {
+func takesPart(q *Request) func(call string) (bool, error) {
 	return func(call string) (has bool, err error) {
 		err = readPart(q, func(_ *plan.Live, p *plan.Part) { has = p.Has(call) })
 		return has, err
@@ -136,14 +136,14 @@ func takesPart(q *identified) func(call string) (bool, error) {
 }
 
 // called reports whether something was called before in what the call takes part in.
-func called(q *identified) (before bool, err error) {
+func called(q *Request) (before bool, err error) {
 	err = readPart(q, func(_ *plan.Live, p *plan.Part) { before = p.Called() })
 	return before, err
 }
 
 // planOf finds the plan that binds the call: the one of what it takes part in, or of the workflow, or else the one
 // that the call brings into force, if nothing was called before in what it takes part in.
-func planOf(q *identified) (a *plan.Assigned, err error) {
+func planOf(q *Request) (a *plan.Assigned, err error) {
 	plans, ctx := q.engine.Plans, q.r.Context()
 	a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q))
 	if a != nil || err != nil || len(q.tokens.All) == 0 {
@@ -191,7 +191,7 @@ func planOf(q *identified) (a *plan.Assigned, err error) {
 
 // initiators are the issuers of the tokens that led to the call, the caller first, and the plan of the
 // configuration that a workflow_start among these tokens names; nil without one.
-func (q *identified) initiators() (issuers []string, follows *plan.Assigned) {
+func (q *Request) initiators() (issuers []string, follows *plan.Assigned) {
 	for _, t := range slices.Concat(q.tokens.Own, q.tokens.All, q.policy.Evidence.Unrecorded(q.tokens.All, maxAncestors)) {
 		if !t.Proven() || evidence.WorkflowID(t.Workflow()) != q.facts.Workflow || q.policy.Events.Issued(t) {
 			continue
@@ -237,7 +237,7 @@ func (t *TokenPolicy) follow(ctx context.Context, tokens []*ect.Token) error {
 
 // beginPlan adds to the commit of a claim that who takes part in the call stays with its plan. Without one, no plan
 // begins beside a call that may be the first. After execution.ErrTaken look the call up again.
-func beginPlan(ctx context.Context, q *identified, by *planned, checkpoint string, claim *store.Batch) error {
+func beginPlan(ctx context.Context, q *Request, by *planned, checkpoint string, claim *store.Batch) error {
 	plans := q.engine.Plans
 	var b *store.Batch
 	var err error
@@ -265,7 +265,7 @@ func beginPlan(ctx context.Context, q *identified, by *planned, checkpoint strin
 
 // besidePlans is for the claim of a call without a plan: none begins beside it, if it may be the first. Behind an
 // earlier call none begins, but one may have begun since the call was admitted.
-func besidePlans(ctx context.Context, q *identified) (*store.Batch, error) {
+func besidePlans(ctx context.Context, q *Request) (*store.Batch, error) {
 	plans := q.engine.Plans
 	offers := plans.Offers(q.facts.Workflow)
 	first, err := q.policy.Events.Begins(ctx, q.facts.Workflow)

@@ -329,8 +329,6 @@ func (h *Handler) complete(a *Action) error {
 	if a.Counts == nil {
 		a.Counts = h.Counts.Action(a.Name)
 	}
-	h.restores = h.restores || a.Undo != nil && a.Undo.Restore
-	h.byMessage = h.byMessage || len(a.Tools)+len(a.Arguments) > 0
 	a.arguments = nil
 	for text, value := range a.Arguments {
 		p, err := jsonx.ParsePointer(text)
@@ -342,7 +340,7 @@ func (h *Handler) complete(a *Action) error {
 	switch members, err := a.Check(a.Probe != nil); {
 	case err != nil:
 		return fmt.Errorf("%s: %w", members[0], err)
-	case h.byMessage && h.rules == nil:
+	case len(a.Tools)+len(a.Arguments) > 0 && h.rules == nil:
 		return errors.New("nothing reads the messages that Tools and Arguments are of: set Protocol")
 	case a.Undo != nil && a.Undo.Restore && h.Send == nil:
 		return errors.New("an Undo that restores reads the state of its target, and needs Config.Send")

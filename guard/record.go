@@ -59,7 +59,7 @@ func (q *guardedRequest) target() string {
 }
 
 // begin is what the ledger will record of the call, as far as its request says it. Its key is known.
-func (q *identified) begin() (evidence.Call, error) {
+func (q *Request) begin() (evidence.Call, error) {
 	facts := evidence.Call{
 		Key: q.call.Key, Caller: q.executions.Caller(q.call.Scope.Caller), Action: q.action.Name,
 		Workflow: evidence.WorkflowID(q.call.Workflow), Parents: q.tokens.leaves,
@@ -89,7 +89,7 @@ func (q *identified) begin() (evidence.Call, error) {
 // join places a call without a token in a workflow, behind the execution that it names as its
 // parent. A workflow with tokens cannot be joined otherwise: knowing its id would be enough to
 // write into it, and to read it (P3).
-func (q *identified) join(stated string) (workflow string, parents []string, err error) {
+func (q *Request) join(stated string) (workflow string, parents []string, err error) {
 	if stated == "" {
 		return "", nil, nil
 	}
@@ -128,7 +128,7 @@ func (x *Call) recordCall(in *admission) (*store.Batch, error) {
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	p, err := x.capture.keepSnapshot(ctx, &x.identified, in)
+	p, err := x.capture.keepSnapshot(ctx, &x.Request, in)
 	if err != nil {
 		return nil, err
 	}
@@ -137,7 +137,7 @@ func (x *Call) recordCall(in *admission) (*store.Batch, error) {
 	if err != nil {
 		return nil, x.storeFailed(err)
 	}
-	tokens := s.unrecorded(&x.identified)
+	tokens := s.unrecorded(&x.Request)
 	drafts := []*ect.Draft{draft}
 	if x.h.UpstreamIdentity != "" {
 		if s.forwarded, err = x.policy.Events.Sign(draft); err != nil {
@@ -152,7 +152,7 @@ func (x *Call) recordCall(in *admission) (*store.Batch, error) {
 		}
 		drafts = append(drafts, settled...)
 	}
-	if drafts, err = s.beginWorkflow(ctx, &x.identified, in.planned.plan, now, drafts); err != nil {
+	if drafts, err = s.beginWorkflow(ctx, &x.Request, in.planned.plan, now, drafts); err != nil {
 		return nil, x.storeFailed(err)
 	}
 	var link *store.Write
@@ -170,15 +170,15 @@ func (x *Call) recordCall(in *admission) (*store.Batch, error) {
 	if x.action.StreamIdle > 0 {
 		expires = time.Time{}
 	}
-	s.bind(&x.identified, batch, expires)
+	s.bind(&x.Request, batch, expires)
 	if link != nil {
 		batch.Add(*link)
 	}
-	if err := beginPlan(ctx, &x.identified, &in.planned, draft.ID(), batch); err != nil {
+	if err := beginPlan(ctx, &x.Request, &in.planned, draft.ID(), batch); err != nil {
 		_ = batch.Done(err) // this error says why
 		return nil, err
 	}
-	if in.planned.plan != nil || x.policy.AwaitEnds && inWorkflow(&x.identified) {
+	if in.planned.plan != nil || x.policy.AwaitEnds && inWorkflow(&x.Request) {
 		batch.Add(x.policy.Evidence.Opened(now, s.call.Workflow))
 	}
 	return batch, nil
@@ -186,7 +186,7 @@ func (x *Call) recordCall(in *admission) (*store.Batch, error) {
 
 // inWorkflow reports whether somebody has named the workflow of the call: a mere trace is none that
 // begins and ends.
-func inWorkflow(q *identified) bool {
+func inWorkflow(q *Request) bool {
 	return q.facts.Workflow != "" && (q.tokens.workflow() != "" || q.r.Header.Get(HeaderWorkflowID) != "")
 }
 
@@ -194,7 +194,7 @@ func inWorkflow(q *identified) bool {
 // call of it and no agent has sent a start (ATD "Workflow Boundary ECTs"). In the same commit, it is
 // recorded if the call is, and once: of two first calls the loser looks again.
 func (s *callEvidence) beginWorkflow(
-	ctx context.Context, q *identified, planned *plan.Descriptor, now time.Time, drafts []*ect.Draft,
+	ctx context.Context, q *Request, planned *plan.Descriptor, now time.Time, drafts []*ect.Draft,
 ) ([]*ect.Draft, error) {
 	if s.begins = false; !inWorkflow(q) {
 		return drafts, nil
@@ -284,14 +284,14 @@ func withTokensFor(h *Handler, r *http.Request) (*http.Request, error) {
 
 // recordUntil is how long the ledger keeps the records of the call at least: while it can be
 // undone, and a rollback that began in time runs.
-func (q *identified) recordUntil(now time.Time) time.Time {
+func (q *Request) recordUntil(now time.Time) time.Time {
 	ttl := q.facts.TTL
 	return now.Add(max(ttl+ttl/2, q.call.KeepResult))
 }
 
 // callRecorded handles the result of the claim. A claim refused for an earlier use of a token is
 // retried without that token if the use was for this very call.
-func (s *callEvidence) callRecorded(q *identified, batch *store.Batch, err error) error {
+func (s *callEvidence) callRecorded(q *Request, batch *store.Batch, err error) error {
 	if batch == nil {
 		return err
 	}
@@ -431,7 +431,7 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 		}
 	}
 	for _, t := range own {
-		fits, err := keepReported(ctx, &x.identified, x.evidence.call.Checkpoint, x.recordUntil(now), t)
+		fits, err := keepReported(ctx, &x.Request, x.evidence.call.Checkpoint, x.recordUntil(now), t)
 		if err == nil {
 			reported.ids = append(reported.ids, t.ID())
 			severity, _ := t.Ext().Text(ect.MemberSeverity)
@@ -452,7 +452,7 @@ func (x *Call) keepUpstreamErrors(ctx context.Context, now time.Time, answer htt
 // keepReported records an error of the called agent, in one commit with what the deployment's rules
 // want for it. It reports whether one fits.
 func keepReported(
-	ctx context.Context, q *identified, checkpoint string, until time.Time, t *ect.Token,
+	ctx context.Context, q *Request, checkpoint string, until time.Time, t *ect.Token,
 ) (fits bool, err error) {
 	policy, o := q.policy, hitl.Opening{}
 	if policy.Rule != nil && q.engine.Escalations != nil {
@@ -483,7 +483,7 @@ const upstreamErrorTime = 5 * time.Second
 // upstreamErrors are the errors that the upstream reports with its answer (ATD "Error Signaling",
 // upstream_errors), and those that it passes along: in this workflow and for this gateway, each named by an error
 // of somebody else that leads to one of its own (ADR 0112). Unverifiable and known ones are left out.
-func (q *identified) upstreamErrors(
+func (q *Request) upstreamErrors(
 	ctx context.Context, checkpoint string, answer http.Header,
 ) (own, passed []*ect.Token) {
 	if q.policy.Verifier == nil {
@@ -533,7 +533,7 @@ func (q *identified) upstreamErrors(
 }
 
 // reportsItself checks that the issuer of an error that came with the answer takes part in what it names.
-func (q *identified) reportsItself(ctx context.Context, checkpoint string, t *ect.Token) error {
+func (q *Request) reportsItself(ctx context.Context, checkpoint string, t *ect.Token) error {
 	graph := func(*ect.Token) ect.DAG { return q.policy.Evidence.Graph(q.facts.Workflow) }
 	if _, err := q.policy.Verifier.Verify(ctx, t.Raw(), ect.Presentation{Now: time.Now(), DAG: graph}); err != nil {
 		return err
@@ -547,7 +547,7 @@ func (q *identified) reportsItself(ctx context.Context, checkpoint string, t *ec
 
 // lateTokens accepts expired tokens for the very call that they were used for, and refuses them
 // otherwise.
-func (q *identified) lateTokens() error {
+func (q *Request) lateTokens() error {
 	if q.tokens.Late == nil {
 		return nil
 	}
@@ -564,16 +564,16 @@ func (q *identified) lateTokens() error {
 }
 
 // use binds the tokens to the key and the request, so that they are valid for no other body.
-func (q *identified) use() evidence.Use {
+func (q *Request) use() evidence.Use {
 	return sha256.Sum256(append(q.call.Key[:], q.call.Fingerprint[:]...))
 }
 
 // handed reports that an enclosing guard uses the tokens for the same request.
-func (q *identified) handed() bool { return q.r.Context().Value(tokensHanded{}) != nil }
+func (q *Request) handed() bool { return q.r.Context().Value(tokensHanded{}) != nil }
 
 // reviewTokens looks up the tokens in the store. It reports whether it learned anything, and
 // refuses a token that was used for something else.
-func (s *callEvidence) reviewTokens(q *identified) (learned bool, err error) {
+func (s *callEvidence) reviewTokens(q *Request) (learned bool, err error) {
 	ctx := q.r.Context()
 	own := q.tokens.Own
 	if q.handed() {
@@ -621,7 +621,7 @@ func (s *callEvidence) reviewTokens(q *identified) (learned bool, err error) {
 const maxAncestors = ledger.MaxEvents - MaxTokens - 3
 
 // unrecorded are the tokens that the ledger lacks, parents first.
-func (s *callEvidence) unrecorded(q *identified) []*ect.Token {
+func (s *callEvidence) unrecorded(q *Request) []*ect.Token {
 	if len(q.tokens.All) == 0 {
 		return nil
 	}
@@ -632,7 +632,7 @@ func (s *callEvidence) unrecorded(q *identified) []*ect.Token {
 // bind records the use of the caller's tokens in a batch, for as long as the key is kept: even
 // the latest retry must find it. Without a time it has no end until the outcome sets one: a
 // stream may outlast its deadline (ADR 0049).
-func (s *callEvidence) bind(q *identified, to *store.Batch, until time.Time) {
+func (s *callEvidence) bind(q *Request, to *store.Batch, until time.Time) {
 	for _, t := range q.tokens.Own {
 		if !slices.Contains(s.bound, t) && !q.handed() {
 			writes := q.policy.Evidence.UseWrites(t, q.use(), until)
@@ -646,13 +646,13 @@ func (s *callEvidence) bind(q *identified, to *store.Batch, until time.Time) {
 }
 
 // kept is until when the call's key is kept, should it end at its deadline only.
-func (q *identified) kept(now time.Time, deadline time.Duration) time.Time {
+func (q *Request) kept(now time.Time, deadline time.Duration) time.Time {
 	return now.Add(deadline + max(q.call.KeepKey, q.call.KeepResult))
 }
 
 // keepTokens records the tokens of a call that is answered from the record: its caller will name
 // them as parents. After execution.ErrTaken look the call up again.
-func (s *callEvidence) keepTokens(q *identified, found execution.Finding) error {
+func (s *callEvidence) keepTokens(q *Request, found execution.Finding) error {
 	if len(q.tokens.All) == 0 || q.tokens.Late != nil {
 		return nil
 	}
@@ -667,7 +667,7 @@ func (s *callEvidence) keepTokens(q *identified, found execution.Finding) error 
 	return nil
 }
 
-func (s *callEvidence) recordTokens(q *identified, found execution.Finding, tokens []*ect.Token) error {
+func (s *callEvidence) recordTokens(q *Request, found execution.Finding, tokens []*ect.Token) error {
 	ctx := q.r.Context()
 	now, err := q.engine.Store.Now(ctx)
 	if err != nil {
@@ -695,7 +695,7 @@ func (s *callEvidence) recordTokens(q *identified, found execution.Finding, toke
 
 // retryDrafts records the outcome of its call for the tokens of a retry, unless the call still
 // runs.
-func (q *identified) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
+func (q *Request) retryDrafts(now time.Time, found execution.Finding, tokens []*ect.Token) ([]*ect.Draft, error) {
 	r := found.Record
 	if r == nil || r.Checkpoint == "" || !slices.ContainsFunc(tokens, func(t *ect.Token) bool { return slices.Contains(q.tokens.Own, t) }) {
 		return nil, nil
@@ -714,7 +714,7 @@ func (q *identified) retryDrafts(now time.Time, found execution.Finding, tokens 
 }
 
 // lostTo finds the conflicting write of a claim.
-func (s *callEvidence) lostTo(q *identified, lost *store.Conflict) error {
+func (s *callEvidence) lostTo(q *Request, lost *store.Conflict) error {
 	ctx, cancel := context.WithDeadline(q.r.Context(), q.wait)
 	defer cancel()
 	for {
@@ -776,7 +776,7 @@ const (
 
 type shownError struct{ id, raw string }
 
-func (q *identified) hears() bool {
+func (q *Request) hears() bool {
 	return q.policy != nil && q.tokens.Issuer() != ""
 }
 
@@ -826,7 +826,7 @@ func (x *Call) pointToError(h http.Header, p *problem.Problem) {
 }
 
 // recordedError is the error recorded for the caller's own call, or nil.
-func (q *identified) recordedError(checkpoint string) *shownError {
+func (q *Request) recordedError(checkpoint string) *shownError {
 	if checkpoint == "" || !q.hears() {
 		return nil
 	}
@@ -835,7 +835,7 @@ func (q *identified) recordedError(checkpoint string) *shownError {
 	return q.errorOf(ctx, q.facts.Workflow, q.policy.Evidence.ErrorID(checkpoint))
 }
 
-func (q *identified) errorOf(ctx context.Context, workflow, id string) *shownError {
+func (q *Request) errorOf(ctx context.Context, workflow, id string) *shownError {
 	log := q.policy.Evidence.Log()
 	entry, err := log.Lookup(ctx, workflow, id)
 	if err != nil {
@@ -850,7 +850,7 @@ func (q *identified) errorOf(ctx context.Context, workflow, id string) *shownErr
 
 // recordRejection records in a call's workflow that a breaker rejected it: a gateway is the
 // boundary of its workflows (cascade 3.3.2).
-func (q *identified) recordRejection(p *problem.Problem) {
+func (q *Request) recordRejection(p *problem.Problem) {
 	open := (*breaker.OpenError)(nil)
 	if q.policy == nil || q.facts.Workflow == "" || !errors.As(p.Cause, &open) {
 		return
@@ -866,7 +866,7 @@ func (q *identified) recordRejection(p *problem.Problem) {
 // rejectionError is the error that shows a caller that a breaker refused its call (AERR "States":
 // it is emitted to upstream peers). There is one per caller, workflow and state of the breaker,
 // so that retries cannot flood the ledger. If it cannot be recorded, the refusal has none.
-func (q *identified) rejectionError(open *breaker.OpenError) *shownError {
+func (q *Request) rejectionError(open *breaker.OpenError) *shownError {
 	if q.facts.Workflow == "" || q.engine.Circuits == nil {
 		return nil
 	}
@@ -899,7 +899,7 @@ func (q *identified) rejectionError(open *breaker.OpenError) *shownError {
 }
 
 // recordRejected records that the call was held up, in its workflow. With ErrDuplicate that was recorded before.
-func (q *identified) recordRejected(ctx context.Context, r evidence.Rejection) (*ect.Token, error) {
+func (q *Request) recordRejected(ctx context.Context, r evidence.Rejection) (*ect.Token, error) {
 	now, err := q.policy.Engine.Store.Now(ctx)
 	if err != nil {
 		return nil, err
@@ -923,7 +923,7 @@ func (q *identified) recordRejected(ctx context.Context, r evidence.Rejection) (
 
 // ancestors yields the ids of the call's ancestors, the nearest first. An id that the ledger does not
 // have ends the walk. It is read only while a rollback of the workflow is under way.
-func (q *identified) ancestors(workflow string, in *admission) iter.Seq2[string, error] {
+func (q *Request) ancestors(workflow string, in *admission) iter.Seq2[string, error] {
 	return func(yield func(string, error) bool) {
 		if q.policy == nil {
 			return

@@ -217,7 +217,7 @@ func overCheckpoints(over *checkpoint.QuotaError) *problem.Problem {
 }
 
 // pointToStatus adds to a problem where its caller can follow the call.
-func (q *identified) pointToStatus(p *problem.Problem) {
+func (q *Request) pointToStatus(p *problem.Problem) {
 	if k := p.Kind(); k != problem.InProgress && k != problem.InDoubt || q.h.Endpoint == nil {
 		return
 	}
@@ -228,7 +228,7 @@ func (q *identified) pointToStatus(p *problem.Problem) {
 
 // circuitsOpen refuses a call whose upstreams are refused by their breakers, before it is claimed, so
 // that its key stays free.
-func (q *identified) circuitsOpen() error {
+func (q *Request) circuitsOpen() error {
 	open, name := q.h.Refusal(q.r.Method, q.h.view(q.r))
 	if open == nil {
 		return nil
@@ -369,7 +369,7 @@ func (r *rejections) show(open *breaker.OpenError, to rejectedCaller, e *shownEr
 	r.at(open).errors[to] = e
 }
 
-func (q *identified) parentIDs() []string {
+func (q *Request) parentIDs() []string {
 	ids := slices.Clone(q.facts.Parents)
 	for _, t := range q.tokens.All {
 		if t.Proven() { // others may name any

@@ -50,7 +50,7 @@ type capture struct {
 // planUndo finds out how the call can be undone. It comes before the claim, so that a gateway
 // that dies during the read leaves nothing behind (ADR 0031); if the claim is lost the read was
 // in vain.
-func (c *capture) planUndo(q *identified, in *admission) error {
+func (c *capture) planUndo(q *Request, in *admission) error {
 	c.window.Close()
 	*c = capture{}
 	if q.policy == nil {
@@ -95,14 +95,14 @@ func (c *capture) planUndo(q *identified, in *admission) error {
 	return nil
 }
 
-func (q *identified) noSnapshot(why error) error {
+func (q *Request) noSnapshot(why error) error {
 	if err := refusedByCircuit(why, caller.Verified(q.call.Scope.Caller)); err != why {
 		return err
 	}
 	return problemOf(problem.SnapshotFailed, "Nothing was forwarded.", 0).Because(why)
 }
 
-func (q *identified) undoBody(plan *UndoPlan, imaged bool) (body []byte, large bool, err error) {
+func (q *Request) undoBody(plan *UndoPlan, imaged bool) (body []byte, large bool, err error) {
 	switch {
 	case !plan.readsRequestBody() || imaged || encoded(q.r.Header):
 		return nil, false, nil
@@ -130,7 +130,7 @@ func encoded(h http.Header) bool {
 
 // keepSnapshot adds the checkpoint's snapshot and credentials to the claim's commit (P2), and
 // records them in its token.
-func (c *capture) keepSnapshot(ctx context.Context, q *identified, in *admission) (*checkpoint.Pending, error) {
+func (c *capture) keepSnapshot(ctx context.Context, q *Request, in *admission) (*checkpoint.Pending, error) {
 	id := uuid.NewString()
 	if plan := q.action.Undo; plan != nil && c.decision.Way == 0 {
 		c.source.CheckpointID = id
@@ -216,7 +216,7 @@ func (c *capture) undoable(ctx context.Context, x *Call, o execution.Outcome, he
 	case c.decision.Way == checkpoint.Irreversible:
 		return nil // only a person can undo it; this saves a write
 	default:
-		c.observe(&x.identified, &x.in, x.up.upstream.Status(), o, header)
+		c.observe(&x.Request, &x.in, x.up.upstream.Status(), o, header)
 		result = *c.result
 	}
 	p, err := x.engine.Checkpoints.Record(ctx, *c.handle, result)
@@ -230,7 +230,7 @@ func (c *capture) undoable(ctx context.Context, x *Call, o execution.Outcome, he
 // observe reads, once, what is recorded of a completed call. The end of its answer always waits
 // for this, even if it does not wait for the record: a client that has seen the end may change
 // what the call left.
-func (c *capture) observe(q *identified, in *admission, upstream int, o execution.Outcome, header http.Header) {
+func (c *capture) observe(q *Request, in *admission, upstream int, o execution.Outcome, header http.Header) {
 	if c.handle == nil || c.result != nil || o.Verdict != execution.Completed {
 		return
 	}
@@ -250,7 +250,7 @@ func (c *capture) observe(q *identified, in *admission, upstream int, o executio
 	c.result = &result
 }
 
-func (c *capture) answered(q *identified, status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
+func (c *capture) answered(q *Request, status int, header http.Header) (checkpoint.Message, checkpoint.Reason) {
 	if c.over {
 		return checkpoint.Message{}, checkpoint.ReasonTooLarge
 	}
@@ -282,7 +282,7 @@ func (c *capture) hears(p []byte) {
 // snapshotTime bounds each read of the target's state: before the call, and after it.
 const snapshotTime = 10 * time.Second
 
-func (c *capture) imageBefore(q *identified, in *admission, plan *UndoPlan) error {
+func (c *capture) imageBefore(q *Request, in *admission, plan *UndoPlan) error {
 	header, err := plan.header()
 	if err != nil {
 		return err
@@ -326,7 +326,7 @@ var errDisturbed = errors.New("another call has changed the target between the l
 
 // imageAfter reads the state after the call. The end of the answer waits for it as long as for
 // the state before, at most (P7).
-func (c *capture) imageAfter(q *identified, status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
+func (c *capture) imageAfter(q *Request, status int, header http.Header) (*checkpoint.Image, checkpoint.Reason) {
 	var limit clock
 	q.engine.detach(&limit, q.r.Context(), snapshotTime)
 	defer limit.stop()
@@ -405,7 +405,7 @@ func (q *guardedRequest) readImage(ctx context.Context, r *InternalRequest) (*ch
 // is neither that nor what the attempt would have left, or somebody wrote during the attempt, its
 // author is unknown: the window is disturbed.
 func (c *capture) imageBeforeAll(
-	ctx context.Context, q *identified, earlier string, now *checkpoint.Image,
+	ctx context.Context, q *Request, earlier string, now *checkpoint.Image,
 ) (*checkpoint.Image, error) {
 	before, err := q.engine.Checkpoints.Before(ctx, earlier)
 	if err != nil {
@@ -429,7 +429,7 @@ func (c *capture) imageBeforeAll(
 }
 
 // leaves reports that an image is what the call itself would leave.
-func (q *identified) leaves(image *checkpoint.Image) (bool, error) {
+func (q *Request) leaves(image *checkpoint.Image) (bool, error) {
 	switch {
 	case q.r.Method == http.MethodDelete:
 		return !image.Exists, nil

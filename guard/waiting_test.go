@@ -13,7 +13,7 @@ func TestDoubtsElsewhereAreBounded(t *testing.T) {
 	var l elsewhere
 	h := &Handler{rules: &protocol.Rules{Protocol: protocol.MCP}}
 	add := func(session string, n int) {
-		x := &Call{identified: identified{guardedRequest: guardedRequest{h: h, message: &protocol.Message{Whole: make([]byte, 1<<20)}}}}
+		x := &Call{Request: Request{guardedRequest: guardedRequest{h: h, message: &protocol.Message{Whole: make([]byte, 1<<20)}}}}
 		x.client.session = requestName{session: session}
 		x.client.name = requestName{session: session, id: fmt.Sprint(n)}
 		l.add(x, [16]byte{}, execution.Outcome{})

@@ -161,10 +161,10 @@ func (f *fleetWrites) ends(name string, key execution.Key) store.Write {
 
 // written has the other gateways know of the call's write: in the commit of its claim that it begins, in that of its
 // outcome that it has ended. It may take until its deadline. Nil where nobody asks.
-func written(q *identified, end bool, deadline time.Duration) *store.Batch {
+func written(q *Request, end bool, deadline time.Duration) *store.Batch {
 	f := q.engine.Writes.fleet
 	switch {
-	case f == nil || !q.h.restores:
+	case f == nil || !q.h.restores():
 		return nil
 	case end:
 		return store.NewBatch(f.ends(q.place(), q.call.Key))

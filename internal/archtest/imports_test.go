@@ -62,7 +62,7 @@ var layers = []layer{
 	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},
 	{part: "e2e", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "e2e", "internal"}},
 	{part: "bench", may: []string{".!", "caddymodule", "guard", "breaker", "ect", "bench", "internal"}},
-	{part: "examples", may: []string{"ect", "internal/durable"}},
+	{part: "examples", may: []string{"ect", "internal/durable", "guard", "guard/execution", "guard/problem", "guard/store"}},
 	{part: "internal", may: []string{"internal"}},
 }
 
