@@ -76,7 +76,7 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 	x.up.q, x.up.in, x.up.client, x.up.undo = &x.Request, &x.in, &x.client, &x.capture
 	x.up.upstream = h.Host.Upstream(next)
 	x.w = answer.NewWriter(w, r)
-	x.w.Alarms, x.w.Host, x.up.clock.alarms = &h.alarms, h.Host, &h.alarms
+	x.w.Host = h.Host
 	outer := h.Host.Begin(r, x) // of the guard around this one
 	defer func() {
 		h.Host.Trace(r, x)

@@ -48,14 +48,14 @@ func TestConstraintsAreBounded(t *testing.T) {
 	c.add(asker{"seen again", "i"}, view)
 	c.add(asker{"gone", "i"}, view)
 	for n := range maxConstrained {
-		if n == maxConstrained-3 {
+		if n%1000 == 0 {
 			c.add(asker{"asked again", "i"}, view)
 			c.find(asker{"seen again", "i"})
 		}
 		c.add(asker{fmt.Sprint(n), "i"}, view)
 	}
-	if len(c.of) != maxConstrained || c.recent.Len() != maxConstrained {
-		t.Errorf("%d and %d are remembered, want %d", len(c.of), c.recent.Len(), maxConstrained)
+	if n := len(c.younger) + len(c.older); n < maxConstrained/2 || n > maxConstrained {
+		t.Errorf("%d are remembered, at most %d", n, maxConstrained)
 	}
 	for workflow, known := range map[string]bool{"asked again": true, "seen again": true, "gone": false, "0": false, "4095": true} {
 		if (c.find(asker{workflow, "i"}) != nil) != known {

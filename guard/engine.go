@@ -48,7 +48,6 @@ type Engine struct {
 	running     runningCalls
 	clients     clients
 	elsewhere   elsewhere
-	cuts        cutOff
 	readers     slowReaders
 	constraints constraints
 	rejections  rejections
@@ -109,9 +108,8 @@ func (e *Engine) AwaitReaders(ctx context.Context) { e.readers.wait(ctx) }
 // detach starts the clock of an execution: a context with the request's values but not its end
 // (P7). It ends at the deadline, or when a shutdown can wait no longer.
 func (e *Engine) detach(c *clock, request context.Context, deadline time.Duration) {
-	c.parent = detached{request}
-	c.start(&c.parent, deadline)
-	e.cuts.add(c, e.Uncut)
+	c.start(context.WithoutCancel(request), deadline)
+	c.uncut = context.AfterFunc(e.Uncut, c.stop)
 }
 
 // slowReaders counts the owners of settled executions that are still reading.

@@ -324,14 +324,10 @@ type clock struct {
 	context.Context
 	cancel context.CancelCauseFunc
 
-	alarms         *answer.Alarms // whose timer it uses
-	parent         detached
-	cut            *cutOff // where it is listed; nil for an unguarded request
-	previous, next *clock  // in that list; guarded by its mutex
-	listed         bool
+	uncut func() bool // ends the watch over Engine.Uncut; nil for an unguarded request
 
 	mu       sync.Mutex
-	timer    *answer.Alarm // nil once the clock was stopped
+	timer    *time.Timer   // nil once the clock was stopped
 	at       time.Time     // when it is over
 	idle     time.Duration // the longest pause; 0 where there is a deadline, or no limit
 	begun    bool          // the answer has begun, and pauses count
@@ -343,15 +339,15 @@ type clock struct {
 func (c *clock) start(parent context.Context, d time.Duration) {
 	c.at, c.patience = time.Now().Add(d), d
 	c.Context, c.cancel = context.WithCancelCause(parent)
-	c.timer = c.alarms.Start(d, c)
+	c.timer = time.AfterFunc(d, c.ring)
 }
 
 // errPaused ends an answer that paused for too long. Unlike a deadline it says nothing about the
 // upstream's health: a stream may have nothing to send.
 var errPaused = errors.New("agent_guard: nothing has come for too long")
 
-// Ring ends the request: its time is over.
-func (c *clock) Ring() {
+// ring ends the request: its time is over.
+func (c *clock) ring() {
 	c.mu.Lock()
 	cause := context.DeadlineExceeded
 	if c.begun {
@@ -383,13 +379,13 @@ func (c *clock) overdue() bool {
 func (c *clock) stop() {
 	c.mu.Lock()
 	if c.timer != nil {
-		c.alarms.Stop(c.timer)
+		c.timer.Stop()
 		c.timer = nil
 	}
 	c.mu.Unlock()
 	c.cancel(context.Canceled)
-	if c.cut != nil {
-		c.cut.remove(c)
+	if c.uncut != nil {
+		c.uncut()
 	}
 }
 
@@ -466,79 +462,6 @@ func (c *clock) wait(ready <-chan struct{}) (came bool) {
 	}
 	c.timer.Reset(left)
 	return came
-}
-
-// detached is context.WithoutCancel as a part of a clock.
-type detached struct{ context.Context }
-
-// Deadline implements context.Context.
-func (detached) Deadline() (time.Time, bool) { return time.Time{}, false }
-
-// Done implements context.Context.
-func (detached) Done() <-chan struct{} { return nil }
-
-// Err implements context.Context.
-func (detached) Err() error { return nil }
-
-// cutOff lists the clocks that stop when Engine.Uncut ends. It is cheaper for a call than
-// context.AfterFunc.
-type cutOff struct {
-	mu      sync.Mutex
-	first   *clock
-	watches bool // uncut is being watched
-	over    bool
-}
-
-// add lists c, or stops it where uncut has ended.
-func (l *cutOff) add(c *clock, uncut context.Context) {
-	l.mu.Lock()
-	if !l.watches {
-		l.watches = true
-		context.AfterFunc(uncut, l.stopAll)
-	}
-	over := l.over
-	if !over {
-		c.cut, c.next, c.listed = l, l.first, true
-		if l.first != nil {
-			l.first.previous = c
-		}
-		l.first = c
-	}
-	l.mu.Unlock()
-	if over {
-		c.stop()
-	}
-}
-
-func (l *cutOff) remove(c *clock) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if !c.listed {
-		return
-	}
-	c.listed = false
-	if c.previous != nil {
-		c.previous.next = c.next
-	} else {
-		l.first = c.next
-	}
-	if c.next != nil {
-		c.next.previous = c.previous
-	}
-	c.previous, c.next = nil, nil
-}
-
-func (l *cutOff) stopAll() {
-	l.mu.Lock()
-	l.over = true
-	var all []*clock
-	for c := l.first; c != nil; c = c.next {
-		all = append(all, c)
-	}
-	l.mu.Unlock()
-	for _, c := range all {
-		c.stop()
-	}
 }
 
 // failsOpen reports that the call may be forwarded unguarded instead of refused with err (P4):

@@ -25,7 +25,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
-	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
@@ -179,9 +178,8 @@ type Handler struct {
 	pointers     []jsonx.Pointer             // of ExecutionID, by index
 	endToEnd     []string                    // fields that are never hop-by-hop
 	probes       prober
-	failures     throttle // calls that were forwarded for want of a store
-	unbound      throttle // requests that passed though their tokens could not be bound
-	alarms       answer.Alarms
+	failures     throttle       // calls that were forwarded for want of a store
+	unbound      throttle       // requests that passed though their tokens could not be bound
 	tools        protocol.Tools // of the servers behind it, as announced
 	proofs       proofs
 }

@@ -2,7 +2,6 @@ package guard
 
 import (
 	"cmp"
-	"container/list"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -397,49 +396,32 @@ type asker struct {
 	issuer   string
 }
 
-// constraints remembers the limits that askers asked for. When it is full, the least recently
-// used is forgotten. The zero value is empty.
+// constraints remembers the limits that askers asked for. When the younger half is full it replaces the older one; what
+// is asked or looked up again moves into the younger half. The zero value is empty.
 type constraints struct {
-	mu     sync.Mutex
-	of     map[asker]*list.Element
-	recent list.List // of *constrained, the latest first
+	mu             sync.Mutex
+	younger, older map[asker]*breaker.View
 }
 
-type constrained struct {
-	by   asker
-	view *breaker.View
-}
-
-// add combines what is asked with what was asked before: limits only get stricter.
-func (c *constraints) add(by asker, asked *breaker.View) {
+// add combines what is asked with what was asked before, and returns it: limits only get stricter.
+func (c *constraints) add(by asker, asked *breaker.View) *breaker.View {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if at := c.of[by]; at != nil {
-		c.recent.MoveToFront(at)
-		known := at.Value.(*constrained)
-		known.view = known.view.And(asked)
-		return
+	view, there := c.younger[by]
+	if !there {
+		view = c.older[by]
 	}
-	if c.of == nil {
-		c.of = map[asker]*list.Element{}
-	}
-	if len(c.of) >= maxConstrained {
-		oldest := c.recent.Back()
-		delete(c.of, c.recent.Remove(oldest).(*constrained).by)
-	}
-	c.of[by] = c.recent.PushFront(&constrained{by, asked})
-}
-
-func (c *constraints) find(by asker) *breaker.View {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	at := c.of[by]
-	if at == nil {
+	if view = view.And(asked); view == nil {
 		return nil
 	}
-	c.recent.MoveToFront(at)
-	return at.Value.(*constrained).view
+	if c.younger == nil || !there && len(c.younger) >= maxConstrained/2 {
+		c.younger, c.older = make(map[asker]*breaker.View), c.younger
+	}
+	c.younger[by] = view
+	return view
 }
+
+func (c *constraints) find(by asker) *breaker.View { return c.add(by, nil) }
 
 // askedBy returns the limits that a token asks of breakers, or nil. A token with an invalid value
 // is refused, not accepted without its limit.

@@ -34,8 +34,6 @@ const stallLimit = 30 * time.Second
 // The first error of the client's connection makes the writer drop everything that follows;
 // errors are not returned. Its fields are set before anything is written.
 type Writer struct {
-	// Alarms has the timers of writes; nil makes new ones.
-	Alarms *Alarms
 	// Host says what a half-closed client has received; may be nil.
 	Host interface{ Received(r *http.Request) bool }
 	// Attempt is told before the client is answered, and when the answer did not reach it. It is an
@@ -75,6 +73,9 @@ type Writer struct {
 	ended  bool // the end was sent
 	gone   bool // the client has left, or stalls
 	shows  int  // the status that the answer stands for, where it is another one
+
+	stall *time.Timer    // of a write that takes too long; made by the first one
+	rings sync.WaitGroup // of stall, while it may yet ring
 }
 
 // NewWriter returns a Writer on w for an answer to r.
@@ -176,7 +177,11 @@ func (w *Writer) send(p []byte, flush bool) {
 			w.answer, w.final = nil, true
 		}
 	}
-	a := w.Alarms.Start(stallLimit, (*overdue)(w))
+	if w.rings.Add(1); w.stall == nil {
+		w.stall = time.AfterFunc(stallLimit, func() { defer w.rings.Done(); w.overdue() })
+	} else {
+		w.stall.Reset(stallLimit)
+	}
 	var err error
 	if len(p) > 0 {
 		_, err = w.w.Write(p)
@@ -186,9 +191,11 @@ func (w *Writer) send(p []byte, flush bool) {
 			err = nil
 		}
 	}
-	if !w.Alarms.Stop(a) {
-		a.rung.Wait()        // writers of handlers do not take two deadlines at a time, nor one when the handler has returned
-		(*overdue)(w).Ring() // a handler's writer may have set another one since, and the end must not go out without p's
+	if w.stall.Stop() {
+		w.rings.Done()
+	} else {
+		w.rings.Wait() // writers of handlers do not take two deadlines at a time, nor one when the handler has returned
+		w.overdue()    // a handler's writer may have set another one since, and the end must not go out without p's
 		w.gone = true
 	}
 	if err != nil {
@@ -202,13 +209,10 @@ func (w *Writer) send(p []byte, flush bool) {
 	}
 }
 
-// overdue is a Writer whose write takes too long.
-type overdue Writer
-
-// Ring ends a write or flush where the client stalls. A write deadline that stands while nothing
+// overdue ends a write or flush where the client stalls. A write deadline that stands while nothing
 // is written would reset a healthy HTTP/2 stream whose upstream is silent, so there is one only
 // once the write is overdue.
-func (w *overdue) Ring() { _ = (*Writer)(w).control().SetWriteDeadline(time.Now()) }
+func (w *Writer) overdue() { _ = w.control().SetWriteDeadline(time.Now()) }
 
 func (w *Writer) control() *http.ResponseController { return http.NewResponseController(w.w) }
 
@@ -531,47 +535,4 @@ func (g *gunzip) Read(p []byte) (int, error) {
 		g.z = z
 	}
 	return g.z.Read(p)
-}
-
-// Alarms keeps stopped timers for later calls. nil keeps none.
-type Alarms struct{ pool sync.Pool }
-
-// Alarm is a running timer of Alarms. Who uses it may stop and reset it.
-type Alarm struct {
-	*time.Timer
-	to   interface{ Ring() }
-	rung sync.WaitGroup // Ring has returned, or never will be called
-}
-
-// Start returns an alarm that calls to.Ring in d.
-func (p *Alarms) Start(d time.Duration, to interface{ Ring() }) *Alarm {
-	if p != nil {
-		if a, ok := p.pool.Get().(*Alarm); ok {
-			a.to = to
-			a.rung.Add(1)
-			a.Reset(d)
-			return a
-		}
-	}
-	a := &Alarm{to: to}
-	a.rung.Add(1)
-	a.Timer = time.AfterFunc(d, func() {
-		defer a.rung.Done()
-		a.to.Ring()
-	})
-	return a
-}
-
-// Stop ends the use of an alarm. It reports whether Ring was not called and never will be: only
-// then may another call use it.
-func (p *Alarms) Stop(a *Alarm) bool {
-	if !a.Stop() {
-		return false
-	}
-	a.rung.Done()
-	if p != nil {
-		a.to = nil
-		p.pool.Put(a)
-	}
-	return true
 }
