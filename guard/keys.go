@@ -93,6 +93,17 @@ func (q guardedRequest) identify(waits *client) (Request, error) {
 	if q.closed != nil {
 		return c, q.closed
 	}
+	defer func() {
+		if p := recover(); p != nil { // of a host's or a matcher's: nobody gets c
+			if c.body != nil {
+				_ = c.body.Close()
+			}
+			if c.call.Attempt != nil {
+				c.call.Attempt.End()
+			}
+			panic(p)
+		}
+	}()
 	var err error // 1
 	if c.tokens, err = q.h.VerifyTokens(q.policy, q.r, q.message, q.h.RequireECT); err != nil {
 		return c, err

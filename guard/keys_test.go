@@ -268,3 +268,36 @@ func TestMessagesWaitForTheTokenPolicy(t *testing.T) {
 		}
 	}
 }
+
+// P7: where a host panics while a call is identified, what was read of the body is given back, and the engine once.
+func TestPanicWhileIdentified(t *testing.T) {
+	e := testEngine(t)
+	released := 0
+	h := newHandler(t, Config{
+		Settings: Settings{ExecutionID: []IDSource{{Placeholder: "{panics}"}}}, Host: panickingHost{},
+		Open: func() (*Engine, func(), error) { return e, func() { released++ }, nil },
+	})
+	r := request(http.MethodPost, "/charges")
+	body := strings.Repeat("x", 1<<20)
+	r.Body, r.ContentLength = io.NopCloser(strings.NewReader(body)), int64(len(body))
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("nothing has panicked")
+			}
+		}()
+		_ = h.Serve(httptest.NewRecorder(), r, nextFunc(func(http.ResponseWriter, *http.Request) error { return nil }))
+	}()
+	if used := e.Executions.BodyMemory().Used(); used != 0 || released != 1 {
+		t.Errorf("%d bytes are still taken, and the engine was released %d times", used, released)
+	}
+}
+
+type panickingHost struct{ plainHost }
+
+func (panickingHost) Expand(_ *http.Request, text string) (string, bool) {
+	if text == "{panics}" {
+		panic("no value")
+	}
+	return "", false
+}
