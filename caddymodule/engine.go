@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/exp/zapslog"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -278,7 +279,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	st, err := spec.opener.OpenStore(spec.logger)
 	if err != nil {
-		return nil, &wrong{"store", fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)}
+		return nil, &invalid{[]string{"store"}, fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)}
 	}
 	defer func() {
 		if err != nil {
@@ -476,7 +477,7 @@ func (e *engine) snapshot() *storeSnapshot {
 }
 
 // report describes the store; nil if its opener does not.
-func (e *engine) report() *StoreReport {
+func (e *engine) report() *admin.Report {
 	if reporter, ok := e.opener.(StoreReporter); ok {
 		return reporter.ReportStore(e.calls.Store)
 	}

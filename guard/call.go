@@ -217,7 +217,7 @@ type Call struct {
 	permit   bulkhead.Permit // to send it
 	evidence callEvidence
 	capture  capture
-	window   *WriteWindow // in which nobody else must change what is restored; nil without
+	window   *writeWindow // in which nobody else must change what is restored; nil without
 	verified bool         // its tokens, or that it needs none
 
 	state       execution.State // of the execution that lookUp has found; 0 without one
@@ -1020,7 +1020,7 @@ func (x *Call) execute(e *execution.Execution) error {
 // and provably no byte was sent.
 func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores {
-		defer x.engine.Writes.Write(x.place(), x.window)()
+		defer x.engine.Writes.write(x.place(), x.window)()
 	}
 	x.sink = callSink{e: e, x: x}
 	e.Recording().SetPace(x.clock.wait)

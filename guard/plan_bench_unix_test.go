@@ -84,7 +84,7 @@ func callsUnderAPlan(b *testing.B, nodes int) {
 			r.Header.Set("Authorization", "Bearer 0123456789abcdef")
 			r.Header.Set("Idempotency-Key", fmt.Sprint(workflow, "/", i))
 			r.Header.Set(guard.HeaderWorkflowID, workflow)
-			r.Header.Set(guard.HeaderWorkflowNode, fmt.Sprint("n", i))
+			r.Header.Set("Workflow-Node", fmt.Sprint("n", i))
 			w := httptest.NewRecorder()
 			if h.ServeHTTP(w, r); w.Code != http.StatusCreated {
 				b.Fatal(w.Code, w.Body)
