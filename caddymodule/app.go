@@ -690,7 +690,7 @@ func (a *App) openCalls() (*guard.Engine, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return &e.calls, e.giveBack, nil
+	return e.calls, e.giveBack, nil
 }
 
 var (

@@ -179,7 +179,7 @@ func newReported(t *testing.T) *reported {
 	t.Helper()
 	app, h := listening(t, "", nil) // all events
 	w := &reported{heard: h}
-	w.engine = &engine{calls: guard.Engine{Store: memory.New(memory.Options{})}, opener: &w.storeModule}
+	w.engine = &engine{calls: &guard.Engine{Store: memory.New(memory.Options{})}, opener: &w.storeModule}
 	w.activeConfigs.join(app)
 	return w
 }

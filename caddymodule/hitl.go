@@ -432,17 +432,10 @@ type escalating struct {
 	store *hitl.Store
 }
 
-// startEscalations reads what holds workflows, and makes the dispatcher.
-func (e *engine) startEscalations(ctx context.Context) error {
+// startEscalations makes the dispatcher.
+func (e *engine) startEscalations() {
 	x := &e.escalations
-	x.store = hitl.NewStore(e.calls.Store, e.keys.Ring)
-	unreadable, err := x.store.Load(ctx)
-	if err != nil {
-		return err
-	}
-	if unreadable > 0 {
-		e.logger.Error("some escalations cannot be read; calls of the workflows that they hold are refused", zap.Int("unreadable", unreadable))
-	}
+	x.store = e.calls.Escalations
 	x.store.OnDecided(e.decided)
 	x.store.SetEvidence(e.escalationEvidence)
 	x.store.OnOpened(func(esc hitl.Escalation) {
@@ -466,7 +459,6 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		})
 		reaching.Wait()
 	})
-	return nil
 }
 
 // escalationEvidence makes the writes that record an escalation, or what became of it, in the ledger.

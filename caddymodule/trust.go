@@ -318,7 +318,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 		return nil, err
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
-		Engine: &e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
+		Engine: e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
 		Reports: api.NewLedger(api.LedgerOptions{ // without executions and checkpoints
 			Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own,
 		}),

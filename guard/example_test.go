@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
@@ -25,7 +26,7 @@ func Example() {
 	defer server.Close()
 	target, _ := url.Parse(server.URL)
 
-	engine, err := guard.OpenEngine(context.Background(), memory.New(memory.Options{}), seal.Generate())
+	engine, _, err := guard.OpenEngine(context.Background(), memory.New(memory.Options{}), seal.Generate(), slog.New(slog.DiscardHandler))
 	if err != nil {
 		panic(err)
 	}

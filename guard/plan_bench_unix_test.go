@@ -5,6 +5,7 @@ package guard_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
@@ -46,7 +47,7 @@ func callsUnderAPlan(b *testing.B, nodes int) {
 	}
 	b.Cleanup(func() { _ = st.Close() })
 	sealer := seal.Generate()
-	engine, err := guard.OpenEngine(b.Context(), st, sealer)
+	engine, _, err := guard.OpenEngine(b.Context(), st, sealer, slog.New(slog.DiscardHandler))
 	check(err)
 	ring, err := ect.GenerateRing(ect.ES256)
 	check(err)
