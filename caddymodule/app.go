@@ -24,6 +24,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -153,26 +154,23 @@ func (*App) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "agent_guard", New: func() caddy.Module { return new(App) }}
 }
 
+// UnmarshalJSON implements json.Unmarshaler. Errors have the path of the member.
+func (a *App) UnmarshalJSON(text []byte) error {
+	type plain App
+	return option.DecodeJSON(text, (*plain)(a))
+}
+
 // Provision checks the options. It opens nothing: `caddy validate` works beside a
 // running server.
 func (a *App) Provision(ctx caddy.Context) error {
 	return a.place(a.provision(ctx))
 }
 
-// wrong is an error in an option; option is its name in WrittenAt.
-type wrong struct {
-	option string
-	err    error
-}
-
-func (e *wrong) Error() string { return e.err.Error() }
-func (e *wrong) Unwrap() error { return e.err }
-
 // place adds the place of err's option in the Caddyfile: that of the innermost one that is known.
 func (a *App) place(err error) error {
-	bad, place := (*wrong)(nil), ""
+	bad, place := (*invalid)(nil), ""
 	for inner := err; errors.As(inner, &bad); inner = bad.err {
-		place = cmp.Or(a.WrittenAt[bad.option], place)
+		place = cmp.Or(a.WrittenAt[bad.options[0]], place)
 	}
 	switch {
 	case bad != nil:
@@ -201,7 +199,7 @@ func (a *App) provision(ctx caddy.Context) error {
 	} {
 		err := part.provision()
 		if err != nil && part.name != "" {
-			err = &wrong{part.name, fmt.Errorf("%s: %w", part.name, err)}
+			err = invalidOption(part.name, "%w", err)
 		}
 		if err != nil {
 			return fmt.Errorf("agent_guard: %w", err)
@@ -223,15 +221,15 @@ func (a *App) provisionStore() error {
 	}
 	mod, err := a.ctx.LoadModule(a, "StoreRaw")
 	if err != nil {
-		return &wrong{"store", fmt.Errorf("loading the store: %w", err)}
+		return &invalid{[]string{"store"}, fmt.Errorf("loading the store: %w", err)}
 	}
 	opener, ok := mod.(StoreOpener)
 	if !ok {
-		return &wrong{"store", fmt.Errorf("%T is no store: it does not implement StoreOpener", mod)}
+		return &invalid{[]string{"store"}, fmt.Errorf("%T is no store: it does not implement StoreOpener", mod)}
 	}
 	path, err := opener.StorePath()
 	if err != nil {
-		return &wrong{"store", fmt.Errorf("store: %w", err)}
+		return invalidOption("store", "%w", err)
 	}
 	a.spec = engineSpec{opener: opener, path: path, pooled: path, logger: a.logger, ledger: a.Identity != nil}
 	return nil
@@ -246,7 +244,7 @@ func (a *App) provisionOptions() error {
 	inherit(&a.Drain, caddy.Duration(30*time.Second))
 	a.spec.drain = time.Duration(a.Drain)
 	if a.WorkflowIdle != 0 && a.Identity == nil {
-		return &wrong{"workflow_idle", errors.New("workflow_idle: it needs an identity; without one nothing of workflows is recorded")}
+		return invalidOption("workflow_idle", "it needs an identity; without one nothing of workflows is recorded")
 	}
 	return nil
 }
@@ -284,7 +282,7 @@ func (a *App) provisionKeys() (err error) {
 	if a.Key == "" && a.KeyFile == "" {
 		defer func() {
 			if err != nil {
-				err = &wrong{"store", err} // it follows from that
+				err = &invalid{[]string{"store"}, err} // it follows from that
 			}
 		}()
 	}
@@ -334,14 +332,14 @@ const (
 // readPlans reads the plans of workflows.
 func (a *App) readPlans() error {
 	if len(a.PlanFiles) > 0 && a.Identity == nil {
-		return &wrong{"plans.1", errors.New("plan: it needs an identity; without one nothing of workflows is recorded")}
+		return &invalid{[]string{"plans.1"}, errors.New("plan: it needs an identity; without one nothing of workflows is recorded")}
 	}
 	switch a.PlanMode {
 	case "":
 		a.PlanMode = planEnforced
 	case planEnforced, planObserved:
 	default:
-		return &wrong{"plan_mode", fmt.Errorf("plan_mode: %q is no mode; write enforced or observed", a.PlanMode)}
+		return invalidOption("plan_mode", "%q is no mode; write enforced or observed", a.PlanMode)
 	}
 	a.plans = make(map[string]*plan.Descriptor, len(a.PlanFiles))
 	for i, name := range a.PlanFiles {
@@ -350,7 +348,7 @@ func (a *App) readPlans() error {
 			err = fmt.Errorf("wf_id: %q is the name of an earlier plan; give each its own", d.WorkflowID)
 		}
 		if err != nil {
-			return &wrong{fmt.Sprintf("plans.%d", i+1), fmt.Errorf("plan: %s: %w", name, err)}
+			return &invalid{[]string{fmt.Sprintf("plans.%d", i+1)}, fmt.Errorf("plan: %s: %w", name, err)}
 		}
 		a.plans[d.WorkflowID] = d
 		for _, w := range d.Warnings {
@@ -692,7 +690,7 @@ func (a *App) openCalls() (*guard.Engine, func(), error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	return &e.calls, e.giveBack, nil
+	return e.calls, e.giveBack, nil
 }
 
 var (
@@ -918,7 +916,7 @@ func (a *App) checkParticipants() error {
 	if a.Rollback == nil || len(a.Rollback.Participants) == 0 || a.Trust != nil {
 		return nil
 	}
-	return &invalid{[]string{"participants"}, errors.New("what an agent answers counts only if it verifies; add `trust` with the keys of the agents, or leave them out")}
+	return invalidOption("participants", "what an agent answers counts only if it verifies; add `trust` with the keys of the agents, or leave them out")
 }
 
 // provisionMetrics registers the counts of the app's store with the registry of its configuration.

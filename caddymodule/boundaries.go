@@ -14,6 +14,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"go.uber.org/zap"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
@@ -52,7 +53,7 @@ const (
 )
 
 func checkIdle(idle caddy.Duration) error {
-	if err := checkDuration(idle); err != nil {
+	if err := option.CheckDuration(idle); err != nil {
 		return err
 	}
 	if d := time.Duration(idle); d != 0 && d < time.Second || d > longestIdle {

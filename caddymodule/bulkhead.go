@@ -66,21 +66,17 @@ func bulkheadOptions() option.Set[*Bulkhead] {
 	return option.Set[*Bulkhead]{
 		"total":        count(func(b *Bulkhead) *int { return &b.Total }),
 		"per_workflow": count(func(b *Bulkhead) *int { return &b.PerWorkflow }),
-		"queue":        value("<number> | off", func(b *Bulkhead) *int { return &b.Queue }, parseCountOrOff),
+		"queue":        option.Value("<number> | off", func(b *Bulkhead) *int { return &b.Queue }, countOrOff),
 		"wait":         duration(func(b *Bulkhead) *jsontime.Duration { return &b.Wait }),
 		"rate":         count(func(b *Bulkhead) *int { return &b.Rate }),
-		"retries":      value("<percent>% | off", func(b *Bulkhead) *int { return &b.Retries }, parseRetries),
+		"retries":      option.Value("<percent>% | off", func(b *Bulkhead) *int { return &b.Retries }, option.OrOff(parseRetries)),
 	}
 }
 
-// parseRetries parses a part of the calls, or `off` for no limit.
+// parseRetries parses a part of the calls.
 func parseRetries(d *caddyfile.Dispenser, into *int) error {
 	if !d.NextArg() {
 		return option.ErrSyntax
-	}
-	if d.Val() == "off" {
-		*into = unbounded
-		return nil
 	}
 	number, percent := strings.CutSuffix(d.Val(), "%")
 	n, err := strconv.Atoi(number)

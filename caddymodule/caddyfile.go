@@ -7,9 +7,7 @@ import (
 	"maps"
 	"math"
 	"slices"
-	"strconv"
 	"strings"
-	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
@@ -162,29 +160,25 @@ func (a *App) writtenAt(name string, at caddyfile.Token) {
 }
 
 // parseGuard reads the directive agent_guard [<matcher>] with the options of
-// Handler.UnmarshalCaddyfile.
+// Handler.read.
 func parseGuard(h httpcaddyfile.Helper) (caddyhttp.MiddlewareHandler, error) {
 	guard := new(Handler)
-	if err := guard.UnmarshalCaddyfile(h.Dispenser); err != nil {
+	if err := guard.read(h.Dispenser); err != nil {
 		return nil, err
 	}
 	if err := guard.parseHandlers(h, "upstream", &guard.UpstreamRaw); err != nil {
-		return nil, err
-	}
-	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
-		return nil, err
-	}
-	if err := guard.claimName(h); err != nil {
 		return nil, err
 	}
 	if asks, own := guard.ownRequests(); own && guard.UpstreamRaw == nil {
 		return nil, option.ErrorAt(asks.at, errors.New(asks.what+" of the guard's own; "+
 			"give agent_guard an `upstream` block that says how it reaches the upstream, or use agent_proxy"))
 	}
-	if err := guard.checkGlobals(h); err != nil {
-		return nil, err
-	}
-	return guard, nil
+	return guard, guard.finish(h)
+}
+
+// finish does what needs the rest of the Caddyfile.
+func (h *Handler) finish(helper httpcaddyfile.Helper) error {
+	return cmp.Or(h.parseHandlers(helper, "fallback", &h.FallbackRaw), h.claimName(helper), h.checkGlobals(helper))
 }
 
 // wayOf is the first option that says how calls are undone; empty if there is none.
@@ -221,7 +215,7 @@ func within[T, U any](part func(T) U, opts option.Set[U]) option.Set[T] {
 	whole := make(option.Set[T], len(opts))
 	for name, opt := range opts {
 		one := option.Option[T]{
-			Usage: opt.Usage, Several: opt.Several, Named: opt.Named,
+			Usage: opt.Usage, Several: opt.Several, Named: opt.Named, NamesItself: opt.NamesItself,
 			Parse: func(d *caddyfile.Dispenser, into T) error { return opt.Parse(d, part(into)) },
 		}
 		if opt.Check != nil {
@@ -237,7 +231,7 @@ func checkOptions[T any](opts option.Set[T], of T) error {
 	for _, name := range slices.Sorted(maps.Keys(opts)) {
 		if check := opts[name].Check; check != nil {
 			if err := check(of); err != nil {
-				return &invalid{[]string{name}, err}
+				return invalidOption(name, "%w", err)
 			}
 		}
 	}
@@ -254,28 +248,12 @@ func readOnly[T any](opts option.Set[T], d *caddyfile.Dispenser, kind string, in
 	return at, err
 }
 
-// value makes an option with one value, which the checks take in turn.
-func value[T, V any](usage string, into func(T) *V, parse func(dispenser, *V) error, checks ...func(V) error) option.Option[T] {
-	return option.Option[T]{
-		Usage: usage,
-		Parse: func(d *caddyfile.Dispenser, of T) error { return parse(d, into(of)) },
-		Check: func(of T) error {
-			for _, check := range checks {
-				if err := check(*into(of)); err != nil {
-					return err
-				}
-			}
-			return nil
-		},
-	}
-}
-
 func duration[T any, D ~int64](into func(T) *D, checks ...func(D) error) option.Option[T] {
-	return value("<duration>", into, parseDuration, append([]func(D) error{checkDuration[D]}, checks...)...)
+	return option.Value("<duration>", into, option.ParseDuration, append([]func(D) error{option.CheckDuration[D]}, checks...)...)
 }
 
 func size[T any](into func(T) *int64) option.Option[T] {
-	return value("<size>", into, parseSize, func(n int64) error {
+	return option.Value("<size>", into, parseSize, func(n int64) error {
 		if n < 0 {
 			return fmt.Errorf("%d bytes is negative; it must be positive", n)
 		}
@@ -284,7 +262,7 @@ func size[T any](into func(T) *int64) option.Option[T] {
 }
 
 func count[T any](into func(T) *int) option.Option[T] {
-	return value("<number>", into, parseCount, func(n int) error {
+	return option.Value("<number>", into, option.ParseCount, func(n int) error {
 		if n < 0 {
 			return fmt.Errorf("%d is negative; it must be positive", n)
 		}
@@ -292,9 +270,11 @@ func count[T any](into func(T) *int) option.Option[T] {
 	})
 }
 
+var countOrOff = option.OrOff(option.ParseCount)
+
 // word makes an option with a word, which has at most one check.
 func word[T any](usage string, into func(T) *string, checks ...func(string) error) option.Option[T] {
-	return value(usage, into, parseWord, func(v string) error {
+	return option.Value(usage, into, parseWord, func(v string) error {
 		for _, check := range checks {
 			if v != "" {
 				return check(v)
@@ -305,7 +285,7 @@ func word[T any](usage string, into func(T) *string, checks ...func(string) erro
 }
 
 func words[T any](usage string, into func(T) *[]string, checks ...func([]string) error) option.Option[T] {
-	return value(usage, into, parseWords, checks...)
+	return option.Value(usage, into, parseWords, checks...)
 }
 
 // choice makes an option with one of some words.
@@ -314,7 +294,7 @@ func choice[T any, W ~string](into func(T) *W, choices ...W) option.Option[T] {
 	for _, w := range choices {
 		usage += " | " + string(w)
 	}
-	return value(strings.TrimPrefix(usage, " | "), into,
+	return option.Value(strings.TrimPrefix(usage, " | "), into,
 		func(d *caddyfile.Dispenser, v *W) error { return parseChoice(d, v, choices...) },
 		func(v W) error {
 			if v == "" {
@@ -356,14 +336,19 @@ type origin map[string]caddyfile.Segment
 // originOf begins the origin of the block that d stands before.
 func originOf(d *caddyfile.Dispenser) origin { return origin{"": {d.Token()}} }
 
-// invalid is an error in the values of some options, the most likely culprit first.
+// invalid is an error of some options, the most likely culprit first. Those of the app have their names in WrittenAt.
 type invalid struct {
 	options []string
 	err     error
 }
 
-func (e *invalid) Error() string { return e.options[0] + ": " + e.err.Error() }
+func (e *invalid) Error() string { return e.err.Error() }
 func (e *invalid) Unwrap() error { return e.err }
+
+// invalidOption returns the error of one option, which its text begins with.
+func invalidOption(name, format string, args ...any) error {
+	return &invalid{[]string{name}, fmt.Errorf(name+": "+format, args...)}
+}
 
 // place adds to err the place of its option: in the first block that has one of its
 // options, else that of the first block.
@@ -441,36 +426,6 @@ func oneOf[W ~string](word W, known ...W) error {
 	return fmt.Errorf("%q is unknown; use %s", word, list)
 }
 
-func parseDuration[D ~int64](d *caddyfile.Dispenser, into *D) error {
-	if !d.NextArg() {
-		return option.ErrSyntax
-	}
-	v, err := caddy.ParseDuration(d.Val())
-	if err != nil {
-		return fmt.Errorf("%q is no duration (like 30s, 5m, 24h or 7d)", d.Val())
-	}
-	if v == 0 {
-		return fmt.Errorf("%q is no time at all; it must be positive", d.Val())
-	}
-	*into = D(v)
-	return checkDuration(*into)
-}
-
-// longest bounds durations so that they fit into 64 bits of nanoseconds: an expiry that
-// overflows would free a key (P1).
-const longest = 100 * 365 * 24 * time.Hour
-
-// checkDuration checks a duration of a configuration, where 0 is the default.
-func checkDuration[D ~int64](v D) error {
-	switch d := time.Duration(v); {
-	case d < 0:
-		return fmt.Errorf("%v is negative; it must be positive", d)
-	case d > longest:
-		return fmt.Errorf("%v is too long; it must be at most 36500d", d)
-	}
-	return nil
-}
-
 func parseSize(d *caddyfile.Dispenser, into *int64) error {
 	if !d.NextArg() {
 		return option.ErrSyntax
@@ -517,27 +472,4 @@ func parseMatchers(d *caddyfile.Dispenser, into *caddyhttp.RawMatcherSets) error
 	}
 	*into = append(*into, set)
 	return nil
-}
-
-// parseStatuses parses statuses. A class such as 5xx is a single digit, as in Caddy's
-// response matchers.
-func parseStatuses(words []string) ([]int, error) {
-	var codes []int
-	for _, word := range words {
-		digits, class := strings.CutSuffix(word, "xx")
-		code, err := strconv.ParseUint(digits, 10, 16)
-		if err != nil || len(word) != 3 || class != (code < 10) || checkStatus(int(code)) != nil {
-			return nil, fmt.Errorf("%q is no final status; use 200 to 599, or a class from 2xx to 5xx", word)
-		}
-		codes = append(codes, int(code))
-	}
-	return codes, nil
-}
-
-// checkStatus checks a status of a response matcher.
-func checkStatus(code int) error {
-	if code >= 2 && code <= 5 || code >= 200 && code <= 599 {
-		return nil
-	}
-	return fmt.Errorf("%d is no final status; use 200 to 599, or a class from 2 to 5", code)
 }

@@ -36,7 +36,7 @@ func FuzzCaddyfile(f *testing.F) {
 			return
 		}
 		var h, again Handler
-		if err := h.UnmarshalCaddyfile(caddyfile.NewDispenser(tokens)); err != nil {
+		if err := h.Read(caddyfile.NewDispenser(tokens)); err != nil {
 			if !strings.Contains(err.Error(), ", at Fuzzed:") {
 				t.Errorf("no place in: %v", err)
 			}

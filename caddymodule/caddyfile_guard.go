@@ -28,7 +28,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
-// UnmarshalCaddyfile reads the directive
+// read reads the directive
 //
 //	agent_guard {
 //		name                <name> [shared]
@@ -163,7 +163,7 @@ import (
 // <statuses> are like 404, or 5xx for a class. The <value> of a header may begin or
 // end with *, which stands for anything; !<field> without a value says that the
 // field is absent.
-func (h *Handler) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+func (h *Handler) read(d *caddyfile.Dispenser) error {
 	d.Next() // the directive's name
 	h.origin = originOf(d)
 	h.WrittenAt = placeOf(d.Token())
@@ -216,12 +216,12 @@ func guardOptions() option.Set[*Handler] {
 		}},
 		"max_body":    size(func(h *Handler) *int64 { return &h.MaxBody }),
 		"attach_wait": duration(func(h *Handler) *jsontime.Duration { return &h.AttachWait }),
-		"idle_timeout": value("<duration> | off", func(h *Handler) *jsontime.Duration { return &h.IdleTimeout },
-			parseIdle, func(v jsontime.Duration) error {
+		"idle_timeout": option.Value("<duration> | off", func(h *Handler) *jsontime.Duration { return &h.IdleTimeout },
+			option.OrOff(option.ParseDuration[jsontime.Duration]), func(v jsontime.Duration) error {
 				if v == idleOff {
 					return nil
 				}
-				return checkDuration(v)
+				return option.CheckDuration(v)
 			}),
 		"fail_open":    flag(func(h *Handler) *bool { return &h.FailOpen }),
 		"endpoints":    choice(func(h *Handler) *string { return &h.Endpoints }, endpointsOff),
@@ -262,17 +262,6 @@ func checkCaller(text string) error {
 func checkPointers(texts []string) error {
 	_, err := jsonx.ParsePointers(texts)
 	return err
-}
-
-func parseIdle(d *caddyfile.Dispenser, into *jsontime.Duration) error {
-	if d.CountRemainingArgs() == 1 && d.NextArg() {
-		if d.Val() == "off" {
-			*into = idleOff
-			return nil
-		}
-		d.Prev()
-	}
-	return parseDuration(d, into)
 }
 
 // parseTools reads names of tools after the word `tool`, or matchers.
@@ -344,7 +333,7 @@ func parseMissingID(d *caddyfile.Dispenser, h *Handler) error {
 		return err
 	}
 	if h.MissingID == guard.MissingDerive && d.CountRemainingArgs() > 0 {
-		return parseDuration(d, &h.DeriveWindow)
+		return option.ParseDuration(d, &h.DeriveWindow)
 	}
 	if h.MissingID == guard.MissingRecognize {
 		return option.Set[*Handler]{
@@ -388,16 +377,13 @@ func parseMatch(d *caddyfile.Dispenser, a *Action) (err error) {
 	if err == nil { // the line is the one at fault; whether there is a protocol is known later
 		err = a.checkMessages(new(Handler))
 	}
-	if bad := (*invalid)(nil); errors.As(err, &bad) {
-		err = bad.err
-	}
 	return err
 }
 
 // actionOptions are the options of an action.
 func actionOptions() option.Set[*Action] {
 	return merge(option.Set[*Action]{
-		"match": {Several: true, Usage: "<matchers> | tool <names...> | argument <pointer> <value>",
+		"match": {Several: true, NamesItself: true, Usage: "<matchers> | tool <names...> | argument <pointer> <value>",
 			Parse: parseMatch},
 		"description":   word("<text>", func(a *Action) *string { return &a.Description }, checkDescription),
 		"consequential": flag(func(a *Action) *bool { return &a.Consequential }),
@@ -438,8 +424,6 @@ func checkGuardName(name string) error {
 	return nil
 }
 
-var _ caddyfile.Unmarshaler = (*Handler)(nil)
-
 // parseApprove reads who has to approve calls.
 func parseApprove(d *caddyfile.Dispenser, p policy) error {
 	a := new(guard.Approve)
@@ -453,8 +437,8 @@ func parseApprove(d *caddyfile.Dispenser, p policy) error {
 		return err
 	}
 	return option.Set[*guard.Approve]{
-		"quorum": value("<number>", func(a *guard.Approve) *int { return &a.Quorum },
-			parseCount, func(int) error { return checkApprove(a) }),
+		"quorum": option.Value("<number>", func(a *guard.Approve) *int { return &a.Quorum },
+			option.ParseCount, func(int) error { return checkApprove(a) }),
 		"within": duration(func(a *guard.Approve) *jsontime.Duration { return &a.Within }),
 	}.Read(d, "approve", a, originOf(d))
 }
@@ -507,7 +491,7 @@ func parseOutcome(d *caddyfile.Dispenser, p policy) error {
 func answerOptions() option.Set[*caddyhttp.ResponseMatcher] {
 	return option.Set[*caddyhttp.ResponseMatcher]{
 		"status": {Several: true, Usage: "<statuses...>", Parse: func(d dispenser, m *caddyhttp.ResponseMatcher) error {
-			codes, err := parseStatuses(d.RemainingArgs())
+			codes, err := option.ParseStatuses(d.RemainingArgs())
 			if err == nil && len(codes) == 0 {
 				err = option.ErrSyntax
 			}
@@ -534,7 +518,7 @@ func answerOptions() option.Set[*caddyhttp.ResponseMatcher] {
 // into.
 func parseAnswer[T any](d *caddyfile.Dispenser, kind string, m *caddyhttp.ResponseMatcher, into T, opts option.Set[T]) error {
 	var err error
-	if m.StatusCode, err = parseStatuses(d.RemainingArgs()); err != nil || len(m.StatusCode) > 0 {
+	if m.StatusCode, err = option.ParseStatuses(d.RemainingArgs()); err != nil || len(m.StatusCode) > 0 {
 		return err
 	}
 	at := originOf(d)
@@ -557,7 +541,7 @@ func parseOnUnknown(d *caddyfile.Dispenser, p policy) error {
 		return err
 	}
 	if p.OnUnknown == guard.OnUnknownResend && d.CountRemainingArgs() > 0 {
-		return parseDuration(d, &p.ResendFor)
+		return option.ParseDuration(d, &p.ResendFor)
 	}
 	if p.OnUnknown != guard.OnUnknownProbe {
 		return nil
@@ -581,12 +565,12 @@ func parseOnUnknown(d *caddyfile.Dispenser, p policy) error {
 // probeOptions are the options of a status probe.
 func probeOptions() option.Set[*Probe] {
 	return option.Set[*Probe]{
-		"header": repeated(value("<field> <value>", func(p *Probe) *map[string]string { return &p.Header },
+		"header": repeated(option.Value("<field> <value>", func(p *Probe) *map[string]string { return &p.Header },
 			parseEntry, func(all map[string]string) error {
 				return checkFields(slices.Sorted(maps.Keys(all)))
 			})),
-		"applied":     value("<statuses...>", func(p *Probe) **Evidence { return &p.Applied }, parseEvidence),
-		"not_applied": value("<statuses...>", func(p *Probe) **Evidence { return &p.NotApplied }, parseEvidence),
+		"applied":     option.Value("<statuses...>", func(p *Probe) **Evidence { return &p.Applied }, parseEvidence),
+		"not_applied": option.Value("<statuses...>", func(p *Probe) **Evidence { return &p.NotApplied }, parseEvidence),
 		"use_answer":  flag(func(p *Probe) *bool { return &p.UseAnswer }),
 		"timeout":     duration(func(p *Probe) *caddy.Duration { return &p.Timeout }),
 	}
@@ -638,8 +622,8 @@ func termsOptions() option.Set[*guard.Terms] {
 			rollback.Resend, rollback.UndoEscalate),
 		"on_changed": choice(func(t *guard.Terms) *string { return &t.OnChanged },
 			rollback.UndoEscalate, rollback.Overwrite),
-		"checkpoint_ttl": value("<duration>", func(t *guard.Terms) *jsontime.Duration { return &t.CheckpointTTL },
-			parseDuration, checkTTL),
+		"checkpoint_ttl": option.Value("<duration>", func(t *guard.Terms) *jsontime.Duration { return &t.CheckpointTTL },
+			option.ParseDuration, checkTTL),
 	}
 }
 
@@ -713,7 +697,7 @@ func restoreOptions() option.Set[*Restore] {
 
 // entries makes an option that may stand several times, with a name and its value.
 func entries[T any](usage string, into func(T) *map[string]string) option.Option[T] {
-	return repeated(value(usage, into, parseEntry))
+	return repeated(option.Value(usage, into, parseEntry))
 }
 
 // requestOptions are the options of each request of an undo.
@@ -750,7 +734,7 @@ func placeUndo(err error, option string, at origin) error {
 			option = bad.options[0]
 		}
 	}
-	return place(&invalid{[]string{option}, err}, at)
+	return place(invalidOption(option, "%w", err), at)
 }
 
 var errUndoNeedsIdentity = errors.New("it needs an `identity` in the global options, in whose name checkpoints are made")
@@ -781,7 +765,7 @@ func (h *Handler) checkGlobals(helper httpcaddyfile.Helper) error {
 		return nil
 	}
 	if h.DefaultUndo != nil && wayOf(h.DefaultUndo) != "" {
-		return place(&invalid{[]string{"default_undo"}, errUndoNeedsIdentity}, h.origin)
+		return place(invalidOption("default_undo", "%w", errUndoNeedsIdentity), h.origin)
 	}
 	for _, a := range h.Actions {
 		if err := a.needsIdentity(); err != nil {

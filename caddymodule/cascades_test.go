@@ -55,7 +55,7 @@ type someDisk struct {
 	at atomic.Pointer[admin.Disk]
 }
 
-func (d *someDisk) ReportStore(store.Store) *StoreReport { return &StoreReport{Disk: d.at.Load()} }
+func (d *someDisk) ReportStore(store.Store) *admin.Report { return &admin.Report{Disk: d.at.Load()} }
 
 // C-3.4.1-e: the disk, and how long commits take, are read where the store is.
 func TestStoreSignals(t *testing.T) {

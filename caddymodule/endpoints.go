@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/cli"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
@@ -41,7 +42,7 @@ import (
 
 func init() {
 	caddy.RegisterModule(new(Endpoints))
-	caddy.RegisterModule(AdminAPI{})
+	caddy.RegisterModule(adminAPI{})
 	caddycmd.RegisterCommand(cli.Command())
 }
 
@@ -170,6 +171,12 @@ type Endpoints struct {
 // CaddyModule returns the Caddy module information.
 func (*Endpoints) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "http.handlers.agent_guard_endpoints", New: func() caddy.Module { return new(Endpoints) }}
+}
+
+// UnmarshalJSON implements json.Unmarshaler. Errors have the path of the member.
+func (e *Endpoints) UnmarshalJSON(text []byte) error {
+	type plain Endpoints
+	return option.DecodeJSON(text, (*plain)(e))
 }
 
 // Provision finds the app, if there is one.
@@ -644,19 +651,19 @@ func (a *App) publicKeys() ([]byte, error) {
 	return set, err
 }
 
-// AdminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, with which
+// adminAPI adds the routes below `/agent_guard/` to Caddy's admin endpoint, with which
 // operators list executions, resolve those in doubt, and inspect the store. The command
 // `caddy agent-guard` uses them. It has no options.
-type AdminAPI struct{}
+type adminAPI struct{}
 
 // CaddyModule returns the Caddy module information.
-func (AdminAPI) CaddyModule() caddy.ModuleInfo {
-	return caddy.ModuleInfo{ID: "admin.api.agent_guard", New: func() caddy.Module { return new(AdminAPI) }}
+func (adminAPI) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{ID: "admin.api.agent_guard", New: func() caddy.Module { return new(adminAPI) }}
 }
 
 // Routes implements caddy.AdminRouter. Every request looks up the open stores: Caddy makes
 // this module before any app and never cleans it up.
-func (AdminAPI) Routes() []caddy.AdminRoute {
+func (adminAPI) Routes() []caddy.AdminRoute {
 	return []caddy.AdminRoute{{Pattern: admin.Prefix, Handler: admin.New(&engines)}}
 }
 
@@ -854,7 +861,7 @@ func (b storeView) Report() *admin.Report {
 }
 
 var (
-	_ caddy.AdminRouter = AdminAPI{}
+	_ caddy.AdminRouter = adminAPI{}
 	_ admin.Stores      = (*enginePool)(nil)
 	_ admin.Store       = storeView{}
 )

@@ -16,11 +16,11 @@ import (
 	"go.uber.org/zap"
 	"go.uber.org/zap/exp/zapslog"
 
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/cascades"
-	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/circuits"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
@@ -35,8 +35,8 @@ import (
 // store share it; it is closed when the last of them is gone.
 type engine struct {
 	path       string
-	calls      guard.Engine // what calls use: the store, and what stands in it
-	keys       gateway.Keys
+	calls      *guard.Engine // what calls use: the store, and what stands in it
+	keys       *gateway.Keys
 	ledger     ledgerHandle
 	nodes      nodes
 	rollbacks  rollbackService
@@ -278,7 +278,7 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 	}
 	st, err := spec.opener.OpenStore(spec.logger)
 	if err != nil {
-		return nil, &wrong{"store", fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)}
+		return nil, &invalid{[]string{"store"}, fmt.Errorf("agent_guard: opening the store %s: %w", spec.path, err)}
 	}
 	defer func() {
 		if err != nil {
@@ -286,26 +286,11 @@ func openEngine(spec engineSpec) (_ *engine, err error) {
 		}
 	}()
 	ctx := context.Background()
-	ring, err := spec.keys.Load(ctx, st, spec.path, slogOf(spec.logger))
+	keys, recovered, err := gateway.Open(ctx, st, spec.keys, spec.path, slogOf(spec.logger))
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", errKeys, err)
+		return nil, err
 	}
-	g, recovered, err := execution.Open(ctx, st, ring)
-	if err != nil {
-		return nil, fmt.Errorf("agent_guard: store %s: %w", spec.path, err)
-	}
-	if recovered != (execution.Recovery{}) {
-		spec.logger.Warn("executions were open when the last process ended",
-			zap.Int("in_doubt", recovered.InDoubt), zap.Int("unrecorded", recovered.Unrecorded))
-	}
-	spec.logger.Info("store open", zap.String("path", spec.path))
-	e := &engine{
-		path: spec.path, opener: spec.opener, counts: counts, logger: spec.logger,
-		calls: guard.Engine{
-			Store: st, Executions: g, Checkpoints: checkpoint.New(st, ring), Plans: plan.NewStore(st, ring), Logger: slogOf(spec.logger),
-		},
-		keys: gateway.Keys{Ring: ring, Name: spec.path},
-	}
+	e := &engine{path: spec.path, opener: spec.opener, counts: counts, logger: spec.logger, calls: keys.Engine, keys: keys}
 	e.ledger.coming.Store(spec.ledger)
 	e.drain.Store(int64(spec.drain))
 	if err := e.start(ctx, recovered); err != nil {
@@ -322,19 +307,9 @@ func (e *engine) start(ctx context.Context, recovered execution.Recovery) error 
 	e.calls.Uncut, e.cut = context.WithCancel(context.Background())
 	e.calls.Waits, e.endWaits = context.WithCancel(context.Background())
 	e.calls.Executions.OnRecovery(e.reportRecovery)
-	if err := e.startEscalations(ctx); err != nil { // before anything that may open escalations
-		return err
-	}
-	unreadable, err := e.calls.Plans.Load(ctx)
-	if err != nil {
-		return err
-	}
-	if unreadable > 0 {
-		e.logger.Error("plans of workflows cannot be read; calls of those workflows are refused", zap.Int("unreadable", unreadable))
-	}
-	e.calls.Escalations, e.calls.Coordinator, e.calls.Circuits = e.escalations.store, e.rollbacks.coordinator, rejectionRecorder{e}
+	e.startEscalations() // before anything that may open escalations
+	e.calls.Coordinator, e.calls.Circuits = e.rollbacks.coordinator, rejectionRecorder{e}
 	e.calls.Stopping, e.calls.Emit = e.draining.Load, e.emitCall
-	e.calls.Writes.Follow(e.calls.Store, e.keys.Ring, e.calls.Executions)
 	e.giveBack = func() { _ = e.release() } // closing the store logs its own errors
 	e.circuits = proxy.Join()
 	if err := e.startCascades(ctx); err != nil { // before breakers report to it
@@ -476,7 +451,7 @@ func (e *engine) snapshot() *storeSnapshot {
 }
 
 // report describes the store; nil if its opener does not.
-func (e *engine) report() *StoreReport {
+func (e *engine) report() *admin.Report {
 	if reporter, ok := e.opener.(StoreReporter); ok {
 		return reporter.ReportStore(e.calls.Store)
 	}
@@ -600,7 +575,7 @@ func (e *engine) reportChanges(was storeState) storeState {
 
 // startKeys starts to seal anew with the newest key.
 func (e *engine) startKeys(ctx context.Context) {
-	e.keys.Engine, e.keys.Changed = &e.calls, e.nodes.describe
+	e.keys.Changed = e.nodes.describe
 	e.keys.Source = func() gateway.KeySource {
 		if a := e.activeConfigs.latest(); a != nil {
 			return a.spec.keys

@@ -80,7 +80,7 @@ func TestLedgerThatIsBeingOpened(t *testing.T) {
 	head := func() (int, http.Header) {
 		t.Helper()
 		w := httptest.NewRecorder()
-		err := AdminAPI{}.Routes()[0].Handler.ServeHTTP(w, httptest.NewRequest("GET", "/agent_guard/ledger/head", nil))
+		err := adminAPI{}.Routes()[0].Handler.ServeHTTP(w, httptest.NewRequest("GET", "/agent_guard/ledger/head", nil))
 		if api := (caddy.APIError{}); errors.As(err, &api) {
 			return api.HTTPStatus, w.Header()
 		}

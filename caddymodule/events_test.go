@@ -172,14 +172,14 @@ func (*storeModule) StorePath() (string, error) { return "", nil }
 func (*storeModule) OpenStore(*zap.Logger) (store.Store, error) {
 	return memory.New(memory.Options{}), nil
 }
-func (m *storeModule) ReportStore(store.Store) *StoreReport { return &StoreReport{Disk: m.disk} }
-func (m *storeModule) set(free uint64, takes string)        { m.disk = &admin.Disk{Free: free, Takes: takes} }
+func (m *storeModule) ReportStore(store.Store) *admin.Report { return &admin.Report{Disk: m.disk} }
+func (m *storeModule) set(free uint64, takes string)         { m.disk = &admin.Disk{Free: free, Takes: takes} }
 
 func newReported(t *testing.T) *reported {
 	t.Helper()
 	app, h := listening(t, "", nil) // all events
 	w := &reported{heard: h}
-	w.engine = &engine{calls: guard.Engine{Store: memory.New(memory.Options{})}, opener: &w.storeModule}
+	w.engine = &engine{calls: &guard.Engine{Store: memory.New(memory.Options{})}, opener: &w.storeModule}
 	w.activeConfigs.join(app)
 	return w
 }

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 )
@@ -51,6 +53,12 @@ var (
 	Unset   = unset
 	Fields  = fieldsOf
 )
+
+// Read reads the options from a Caddyfile.
+func (h *Handler) Read(d *caddyfile.Dispenser) error { return h.read(d) }
+
+// Validate checks the options.
+func (h *Handler) Validate() error { return h.validate() }
 
 // WantError checks that an error has all of these texts, or that there is none if want is nil.
 func WantError(t *testing.T, err error, want []string) {

@@ -86,7 +86,7 @@ func (u *UnreachableHuman) read() (*hitl.Unreachable, error) {
 	if u.Do == "" {
 		return nil, errors.New("unreachable_human: it does not say what happens; use deny, abort, pause, or escalate with a role")
 	}
-	if err := checkDuration(u.Within); err != nil {
+	if err := option.CheckDuration(u.Within); err != nil {
 		return nil, fmt.Errorf("unreachable_human: within: %w", err)
 	}
 	read := &hitl.Unreachable{Do: hitl.UnreachableKind(u.Do), NextRole: u.Role, Within: time.Duration(u.Within)}
@@ -136,7 +136,7 @@ func (h *HITL) provision(gateway string) error {
 		}
 		h.rules = set
 		if err != nil {
-			return &wrong{"hitl.rules", fmt.Errorf("rules: %s: %w", h.RulesFile, err)}
+			return &invalid{[]string{"hitl.rules"}, fmt.Errorf("rules: %s: %w", h.RulesFile, err)}
 		}
 	}
 	if h.Webhook == nil {
@@ -149,14 +149,14 @@ func (h *HITL) provision(gateway string) error {
 		err = hitl.CheckURL(c.URL)
 	}
 	if err != nil {
-		return &wrong{"hitl.webhook", fmt.Errorf("webhook: url: %w", err)}
+		return &invalid{[]string{"hitl.webhook"}, fmt.Errorf("webhook: url: %w", err)}
 	}
 	for i, secret := range h.Webhook.Secrets {
 		if secret, err = repl.ReplaceOrErr(secret, true, true); err == nil {
 			err = hitl.CheckSecret(secret)
 		}
 		if err != nil {
-			return &wrong{fmt.Sprintf("hitl.webhook.secret.%d", i+1), fmt.Errorf("webhook: secret %d of %d: %w", i+1, len(h.Webhook.Secrets), err)}
+			return &invalid{[]string{fmt.Sprintf("hitl.webhook.secret.%d", i+1)}, fmt.Errorf("webhook: secret %d of %d: %w", i+1, len(h.Webhook.Secrets), err)}
 		}
 		c.Secrets = append(c.Secrets, secret)
 	}
@@ -227,7 +227,7 @@ func (a *App) warnRoles() {
 // roleOptions are the options of a guard and of agent_guard_endpoints that say who decides.
 func roleOptions() option.Set[*Roles] {
 	return option.Set[*Roles]{
-		"role": repeated(value("<role> <callers...>", func(o *Roles) *map[string][]string { return &o.Roles },
+		"role": repeated(option.Value("<role> <callers...>", func(o *Roles) *map[string][]string { return &o.Roles },
 			parseRole, checkRoles)),
 		"roles_from": word("<placeholder>", func(o *Roles) *string { return &o.RolesFrom }, checkPlaceholder),
 	}
@@ -432,17 +432,10 @@ type escalating struct {
 	store *hitl.Store
 }
 
-// startEscalations reads what holds workflows, and makes the dispatcher.
-func (e *engine) startEscalations(ctx context.Context) error {
+// startEscalations makes the dispatcher.
+func (e *engine) startEscalations() {
 	x := &e.escalations
-	x.store = hitl.NewStore(e.calls.Store, e.keys.Ring)
-	unreadable, err := x.store.Load(ctx)
-	if err != nil {
-		return err
-	}
-	if unreadable > 0 {
-		e.logger.Error("some escalations cannot be read; calls of the workflows that they hold are refused", zap.Int("unreadable", unreadable))
-	}
+	x.store = e.calls.Escalations
 	x.store.OnDecided(e.decided)
 	x.store.SetEvidence(e.escalationEvidence)
 	x.store.OnOpened(func(esc hitl.Escalation) {
@@ -466,7 +459,6 @@ func (e *engine) startEscalations(ctx context.Context) error {
 		})
 		reaching.Wait()
 	})
-	return nil
 }
 
 // escalationEvidence makes the writes that record an escalation, or what became of it, in the ledger.

@@ -68,7 +68,7 @@ func (i *Identity) provision(store string) error {
 		return err
 	}
 	if err := i.provisionKeys(store); err != nil {
-		return &wrong{"identity.key_file", fmt.Errorf("key_file: %w", err)}
+		return &invalid{[]string{"identity.key_file"}, fmt.Errorf("key_file: %w", err)}
 	}
 	return nil
 }
@@ -121,7 +121,7 @@ const maxPublicURL = 512
 func (i *Identity) loadRing(fresh bool, logger *slog.Logger) (*ect.Ring, error) {
 	ring, err := i.readRing(fresh, logger)
 	if err != nil {
-		return nil, &wrong{"identity.key_file", err}
+		return nil, &invalid{[]string{"identity.key_file"}, err}
 	}
 	return ring, nil
 }

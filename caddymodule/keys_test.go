@@ -610,12 +610,12 @@ func TestKeyFileOfGatewaysThatStartTogether(t *testing.T) {
 	var all sync.WaitGroup
 	for i := range gateways {
 		all.Go(func() {
-			ring, err := source.Load(t.Context(), memory.New(memory.Options{}), "store", log)
+			keys, _, err := gateway.Open(t.Context(), memory.New(memory.Options{}), source, "store", log)
 			if err != nil {
 				t.Error(err)
 				return
 			}
-			checks[i] = ring.Check(1)
+			checks[i] = keys.Ring.Check(1)
 			signing, err := identity.loadRing(true, log)
 			if err != nil {
 				t.Error(err)
@@ -632,21 +632,21 @@ func TestKeyFileOfGatewaysThatStartTogether(t *testing.T) {
 	}
 
 	source.File = filepath.Join(t.TempDir(), "keys")
-	var theirs *seal.Ring
+	var theirs *gateway.Keys
 	used := usedMeanwhile{memory.New(memory.Options{}), func(st store.Store) {
 		if theirs != nil {
 			return
 		}
 		var err error
-		if theirs, err = source.Load(t.Context(), st, "store", log); err == nil {
+		if theirs, _, err = gateway.Open(t.Context(), st, source, "store", log); err == nil {
 			_, err = st.Commit(t.Context(), store.Write{Key: []byte("used")})
 		}
 		if err != nil {
 			t.Error(err)
 		}
 	}}
-	ring, err := source.Load(t.Context(), used, "store", log)
-	if err != nil || ring.Check(1) != theirs.Check(1) {
+	keys, _, err := gateway.Open(t.Context(), used, source, "store", log)
+	if err != nil || keys.Ring.Check(1) != theirs.Ring.Check(1) {
 		t.Errorf("a store that was used meanwhile: %v", err)
 	}
 }

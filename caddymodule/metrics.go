@@ -71,7 +71,7 @@ type storeSnapshot struct {
 	// Doubts is nil if they could not be counted.
 	Doubts *doubtReport
 	// Report is nil without a StoreReporter.
-	Report *StoreReport
+	Report *admin.Report
 	// Nodes is nil where one gateway has the store, and while the others are not known.
 	Nodes *nodeReport
 	// Ledger is nil if no configuration has an identity.

@@ -27,7 +27,7 @@ func healthy() *storeSnapshot {
 	return &storeSnapshot{
 		Opened: time.Unix(1_700_000_000, 0), Healthy: true,
 		Doubts: &doubtReport{N: 3, OldestAge: 90 * time.Second},
-		Report: &StoreReport{
+		Report: &admin.Report{
 			Size: map[string]uint64{"lsm": 10, "bodies": 20}, Refused: 4,
 			Database: &admin.Database{
 				LeaseLeft: 9, Removed: 6, Connections: map[string]int{"in_use": 3}, Waits: 2, Waited: 1.5,
@@ -273,7 +273,7 @@ func TestSnapshots(t *testing.T) {
 			"agent_guard_nodes_seen_age_seconds{}": 2, "agent_guard_nodes_removed_total{}": 6,
 		}},
 		"a database that was not asked yet": {&storeSnapshot{
-			Opened: opened, Report: &StoreReport{Database: &admin.Database{LeaseLeft: -1, Standbys: 1}},
+			Opened: opened, Report: &admin.Report{Database: &admin.Database{LeaseLeft: -1, Standbys: 1}},
 		}, map[string]float64{
 			"agent_guard_store_healthy{}": 0, "agent_guard_body_memory_bytes{}": 0, "agent_guard_store_opened_timestamp_seconds{}": 1_700_000_000.5,
 			"agent_guard_store_refused_total{}": 0, "agent_guard_database_lease_seconds{}": -1, "agent_guard_nodes_removed_total{}": 0,

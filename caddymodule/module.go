@@ -146,9 +146,19 @@ func (Handler) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "http.handlers.agent_guard", New: func() caddy.Module { return new(Handler) }}
 }
 
-// Provision sets defaults and loads matchers and the upstream chain.
+// UnmarshalJSON implements json.Unmarshaler. Errors have the path of the member.
+func (h *Handler) UnmarshalJSON(text []byte) error {
+	type plain Handler
+	return option.DecodeJSON(text, (*plain)(h))
+}
+
+// Provision sets defaults, loads matchers and the upstream chain, and checks the options.
 func (h *Handler) Provision(ctx caddy.Context) error {
-	return withPlace(h.provision(ctx), h.WrittenAt)
+	err := h.provision(ctx)
+	if err == nil {
+		err = h.validate()
+	}
+	return withPlace(err, h.WrittenAt)
 }
 
 func (h *Handler) provision(ctx caddy.Context) error {
@@ -223,9 +233,9 @@ func (h *Handler) provision(ctx caddy.Context) error {
 func (h *Handler) lacksGlobal(app *App) error {
 	switch {
 	case h.RequireECT && app.Trust == nil:
-		return &invalid{[]string{"require_ect"}, errors.New("it needs `trust` in the global options, which says whose tokens are believed")}
+		return invalidOption("require_ect", "it needs `trust` in the global options, which says whose tokens are believed")
 	case h.UpstreamIdentity != "" && app.Identity == nil:
-		return &invalid{[]string{"identity"}, errors.New("it needs an `identity` in the global options, in whose name tokens are sent to the upstream")}
+		return invalidOption("identity", "it needs an `identity` in the global options, in whose name tokens are sent to the upstream")
 	}
 	return nil
 }
@@ -426,7 +436,7 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 		return err
 	}
 	if a.Order == guard.OrderPar && (h.app.Identity == nil || h.app.Trust == nil) {
-		return &invalid{[]string{"order"}, errors.New("par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")}
+		return invalidOption("order", "par needs an `identity` and `trust` in the global options: it is about what verified tokens name, and what the ledger says of that")
 	}
 	for i := range a.Outcomes {
 		a.Outcomes[i].verdict, _ = execution.ParseVerdict(a.Outcomes[i].Outcome) // validated
@@ -441,11 +451,6 @@ func (h *Handler) provisionPolicy(a *Action, earlier []*Action) error {
 		return errors.New("on_unknown: probe needs an `upstream`: the handlers by which the guard's own requests reach the upstream")
 	}
 	return a.Answers.Probe.provision()
-}
-
-// Validate checks the provisioned options.
-func (h *Handler) Validate() error {
-	return withPlace(h.validate(), h.WrittenAt)
 }
 
 func (h *Handler) validate() error {
@@ -465,21 +470,18 @@ func (h *Handler) validate() error {
 			return fmt.Errorf("the tool %q is both exempt and consequential", tool)
 		}
 	}
-	if err := checkDuration(h.RecognizeWindow); err != nil {
-		return fmt.Errorf("recognize_window: %w", err)
-	}
-	if err := checkDuration(h.ErrorWindow); err != nil {
-		return fmt.Errorf("error_window: %w", err)
-	}
-	if err := checkDuration(h.DeriveWindow); err != nil {
-		return fmt.Errorf("derive_window: %w", err)
+	for name, v := range map[string]jsontime.Duration{
+		"recognize_window": h.RecognizeWindow, "error_window": h.ErrorWindow, "derive_window": h.DeriveWindow,
+	} {
+		if err := option.CheckDuration(v); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
 	}
 	return nil
 }
 
 var (
 	_ caddy.Provisioner           = (*Handler)(nil)
-	_ caddy.Validator             = (*Handler)(nil)
 	_ caddyhttp.MiddlewareHandler = (*Handler)(nil)
 )
 

@@ -14,13 +14,25 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 )
 
+// withHandlers is a configuration whose one route has these handlers.
+func withHandlers(handlers string) string {
+	return fmt.Sprintf(`{"apps": {"http": {"servers": {"s": {"listen": ["127.0.0.1:0"], "routes": [{"handle": [%s]}]}}}}}`, handlers)
+}
+
 // withHandler is a configuration whose one route begins with this agent_guard.
 func withHandler(members string) string {
 	if members != "" {
 		members = ", " + members
 	}
-	return fmt.Sprintf(`{"apps": {"http": {"servers": {"s": {"listen": ["127.0.0.1:0"], "routes": [
-		{"handle": [{"handler": "agent_guard"%s}, {"handler": "static_response"}]}]}}}}}`, members)
+	return withHandlers(fmt.Sprintf(`{"handler": "agent_guard"%s}, {"handler": "static_response"}`, members))
+}
+
+func withEndpoints(members string) string {
+	return withHandlers(`{"handler": "agent_guard_endpoints", ` + members + `}`)
+}
+
+func withTransport(members string) string {
+	return withHandlers(`{"handler": "reverse_proxy", "transport": {"protocol": "agent_guard", ` + members + `}}`)
 }
 
 func withApp(members string) string { return fmt.Sprintf(`{"apps": {"agent_guard": {%s}}}`, members) }
@@ -37,7 +49,16 @@ func TestBadJSONIsRefused(t *testing.T) {
 		"unknown option":            {withHandler(`"frobnicate": 1`), `json: unknown field "frobnicate"`},
 		"unknown option of action":  {withHandler(action(`"frobnicate": 1`)), `json: unknown field "frobnicate"`},
 		"deadline":                  {withHandler(`"deadline": -1000000000`), `deadline: -1s is negative; it must be positive`},
-		"deadline as text":          {withHandler(`"deadline": "soon"`), `invalid duration`},
+		"deadline as text":          {withHandler(`"deadline": "soon"`), `agent_guard: deadline: time: invalid duration "soon"`},
+		"deadline of no type":       {withHandler(`"deadline": true`), `agent_guard: deadline: it must be a duration like "30s", not bool`},
+		"deadline of action":        {withHandler(`"actions": [{"name": "pay"}, {"name": "send", "deadline": []}]`), `agent_guard: actions/1/deadline: it must be a duration like "30s", not array`},
+		"max_body as text":          {withHandler(`"name": "a", "max_body": "1MiB"`), `agent_guard: max_body: it must be a whole number, not string`},
+		"endpoints' role":           {withEndpoints(`"roles": {"payer": "alice"}`), `agent_guard_endpoints: roles/payer: it must be an array, not string`},
+		"breaker's window":          {withTransport(`"breaker": {"threshold": 0.5, "window": true}`), `transport.agent_guard: breaker/window: it must be a duration like "30s", not bool`},
+		"breaker's in_band":         {withTransport(`"breaker": {"in_band": [{"sse_error": 1}]}`), `transport.agent_guard: breaker/in_band/0/sse_error: it must be true or false, not number`},
+		"number of app":             {withApp(`"quota": {"open_executions": 1.5}`), `agent_guard: quota/open_executions: it must be a whole number, not number 1.5`},
+		"store's path":              {withApp(`"store": {"module": "badger", "path": {}}`), `agent_guard.stores.badger: path: it must be a string, not object`},
+		"store's lease":             {withApp(`"store": {"module": "postgres", "lease": {}}`), `agent_guard.stores.postgres: lease: it must be a duration like "30s", not object`},
 		"retain_result":             {withHandler(`"retain_result": -1`), `retain_result: -1ns is negative; it must be positive`},
 		"retain_key":                {withHandler(`"retain_key": "50000d"`), `retain_key: 1200000h0m0s is too long; it must be at most 36500d`},
 		"retain_key of action":      {withHandler(action(`"retain_key": "1h"`)), `action pay: retain_key: 1h0m0s is shorter than retain_result, which is 24h0m0s; a result cannot outlive its key`},

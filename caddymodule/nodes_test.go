@@ -110,7 +110,7 @@ func TestNodesSeeEachOther(t *testing.T) {
 	core, log := observer.New(zapcore.InfoLevel)
 	app := configured(t, `{"quota": {"open_executions": 5}, "workflow_idle": 7}`)
 	app.ctx, _ = caddy.NewContext(caddy.Context{Context: t.Context()})
-	e := &engine{calls: guard.Engine{Store: a, Executions: g}, keys: gateway.Keys{Ring: ring}, logger: zap.New(core)}
+	e := &engine{calls: &guard.Engine{Store: a, Executions: g}, keys: &gateway.Keys{Ring: ring}, logger: zap.New(core)}
 	e.nodes.engine, e.nodes.shared = e, fleet.Of(a)
 	e.activeConfigs.join(app)
 	e.nodes.describe()

@@ -7,7 +7,6 @@ import (
 	"maps"
 	"net/http"
 	"slices"
-	"strconv"
 	"strings"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
@@ -54,15 +53,15 @@ func (p policy) inherit(guards policy) {
 
 // check checks how the options of p fit together, after it has inherited. policyOptions checks each one alone.
 func (p policy) check() error {
-	if err := checkDuration(p.ResendFor); err != nil {
-		return &invalid{[]string{"resend_for"}, err}
+	if err := option.CheckDuration(p.ResendFor); err != nil {
+		return invalidOption("resend_for", "%w", err)
 	}
 	if options, err := p.Check(p.Probe != nil); err != nil {
-		return &invalid{options, err}
+		return &invalid{options, fmt.Errorf("%s: %w", options[0], err)}
 	}
 	for i := range p.Outcomes {
 		if err := p.Outcomes[i].check(); err != nil {
-			return &invalid{[]string{"outcomes"}, fmt.Errorf("rule %d: %w", i+1, err)}
+			return invalidOption("outcomes", "rule %d: %w", i+1, err)
 		}
 	}
 	return nil
@@ -78,7 +77,7 @@ func checkApprove(a *guard.Approve) error {
 	case a.Quorum < 0 || a.Quorum > maxQuorum:
 		return fmt.Errorf("quorum: it is %d; use 1 to %d", a.Quorum, maxQuorum)
 	}
-	if err := checkDuration(a.Within); err != nil {
+	if err := option.CheckDuration(a.Within); err != nil {
 		return fmt.Errorf("within: %w", err)
 	}
 	return nil
@@ -92,7 +91,7 @@ const (
 // checkMessages checks the options of an action that are about messages, which only a guard with
 // a `protocol` reads.
 func (a *Action) checkMessages(h *Handler) error {
-	wrong := func(text string, of ...any) error { return &invalid{[]string{"match"}, fmt.Errorf(text, of...)} }
+	wrong := func(text string, of ...any) error { return invalidOption("match", text, of...) }
 	for i, tool := range a.Tools {
 		switch {
 		case tool == "":
@@ -106,10 +105,10 @@ func (a *Action) checkMessages(h *Handler) error {
 	}
 	speaks := cmp.Or(h.Protocol, protocol.Auto)
 	if a.InDoubtAs == guard.InDoubtToolResult && speaks != protocol.MCP && speaks != protocol.Auto {
-		return &invalid{[]string{"in_doubt_as"}, errors.New("tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")}
+		return invalidOption("in_doubt_as", "tool_result is an answer of MCP, and needs `protocol mcp` or `auto`")
 	}
 	if a.Answers.Probe != nil && a.Answers.Probe.Task && (speaks == protocol.None || speaks == protocol.JSONRPC) {
-		return &invalid{[]string{"on_unknown"}, errors.New("tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`")}
+		return invalidOption("on_unknown", "tasks are of MCP and A2A, and `probe task` needs `protocol mcp`, `a2a` or `auto`")
 	}
 	if len(a.Tools)+len(a.Arguments) > 0 && !h.readsMessages() {
 		return wrong("`tool` and `argument` choose by what a message says, which `protocol none` does not read")
@@ -120,7 +119,7 @@ func (a *Action) checkMessages(h *Handler) error {
 // checkOnError refuses to roll back what cannot be undone.
 func (a *Action) checkOnError() error {
 	if a.OnError == guard.OnErrorRollback && a.Restore == nil && a.Compensate == nil && a.Delegate == "" {
-		return &invalid{[]string{"on_error"}, errors.New("rollback needs a way to undo the calls: add `restore`, `compensate` or `delegate`")}
+		return invalidOption("on_error", "rollback needs a way to undo the calls: add `restore`, `compensate` or `delegate`")
 	}
 	return nil
 }
@@ -129,7 +128,7 @@ func (a *Action) checkOnError() error {
 // known only of those that are guarded already.
 func (a *Action) checkConsequential() error {
 	if a.Consequential && (len(a.MatcherSetsRaw)+len(a.matchers) == 0 || len(a.Tools)+len(a.Arguments) > 0) {
-		return &invalid{[]string{"consequential"}, errors.New("it needs `match` with matchers of requests, and no `match tool` or `match argument`; for tools there is `consequential tool` of the guard")}
+		return invalidOption("consequential", "it needs `match` with matchers of requests, and no `match tool` or `match argument`; for tools there is `consequential tool` of the guard")
 	}
 	return nil
 }
@@ -160,7 +159,7 @@ func (a *Action) needsIdentity() error {
 	default:
 		return nil
 	}
-	return &invalid{[]string{option}, errUndoNeedsIdentity}
+	return invalidOption(option, "%w", errUndoNeedsIdentity)
 }
 
 // OutcomeRule gives certain answers an outcome.
@@ -215,7 +214,7 @@ func (r *OutcomeRule) check() error {
 // checkAnswer checks the statuses and header fields of a response matcher.
 func checkAnswer(m *caddyhttp.ResponseMatcher) error {
 	for _, code := range m.StatusCode {
-		if err := checkStatus(code); err != nil {
+		if err := option.CheckStatus(code); err != nil {
 			return err
 		}
 	}
@@ -399,15 +398,15 @@ func quotaOptions() option.Set[*Quota] {
 		"checkpoints": {Several: true, Usage: "workflow | caller <number>", Parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpoints, &q.CallerCheckpoints, func(d *caddyfile.Dispenser, into *int) error {
 				if into == &q.WorkflowCheckpoints {
-					return parseCountOrOff(d, into)
+					return countOrOff(d, into)
 				}
-				return parseCount(d, into)
+				return option.ParseCount(d, into)
 			})
 		}},
 		"checkpoint_bytes": {Several: true, Usage: "workflow | caller <size>", Parse: func(d *caddyfile.Dispenser, q *Quota) error {
 			return parseScope(d, &q.WorkflowCheckpointBytes, &q.CallerCheckpointBytes, parseSize)
 		}},
-		"checkpoint_rate": value("<number>", func(q *Quota) *int { return &q.WorkflowCheckpointRate }, parseCountOrOff),
+		"checkpoint_rate": option.Value("<number>", func(q *Quota) *int { return &q.WorkflowCheckpointRate }, countOrOff),
 	}
 }
 
@@ -442,28 +441,4 @@ func parseScope[T int | int64](d *caddyfile.Dispenser, workflow, caller *T, pars
 		return fmt.Errorf("that of a %s is given twice", whose)
 	}
 	return parse(d, into)
-}
-
-// parseCountOrOff parses a number, or `off` for no limit.
-func parseCountOrOff(d *caddyfile.Dispenser, into *int) error {
-	if d.NextArg() {
-		if d.Val() == "off" {
-			*into = unbounded
-			return nil
-		}
-		d.Prev()
-	}
-	return parseCount(d, into)
-}
-
-func parseCount(d *caddyfile.Dispenser, into *int) error {
-	if !d.NextArg() {
-		return option.ErrSyntax
-	}
-	n, err := strconv.Atoi(d.Val())
-	if err != nil || n < 1 {
-		return fmt.Errorf("%q is no count (like 100); it must be at least 1", d.Val())
-	}
-	*into = n
-	return nil
 }

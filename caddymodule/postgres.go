@@ -65,6 +65,12 @@ func (PostgresStore) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "agent_guard.stores.postgres", New: func() caddy.Module { return new(PostgresStore) }}
 }
 
+// UnmarshalJSON implements json.Unmarshaler. Errors have the path of the member.
+func (p *PostgresStore) UnmarshalJSON(text []byte) error {
+	type plain PostgresStore
+	return option.DecodeJSON(text, (*plain)(p))
+}
+
 // UnmarshalCaddyfile reads
 //
 //	postgres {
@@ -169,7 +175,7 @@ func (p *PostgresStore) AdjustStore(st store.Store) {
 func (p *PostgresStore) ObserveStore(o StoreObserver) { p.observer = o }
 
 // ReportStore implements StoreReporter. The database's disk is not known here.
-func (p *PostgresStore) ReportStore(st store.Store) *StoreReport {
+func (p *PostgresStore) ReportStore(st store.Store) *admin.Report {
 	s, ok := st.(postgres.Member)
 	if !ok {
 		return nil
@@ -188,7 +194,7 @@ func (p *PostgresStore) ReportStore(st store.Store) *StoreReport {
 		lag := server.Lag.Seconds()
 		d.Lag = &lag
 	}
-	report := &StoreReport{Database: d}
+	report := &admin.Report{Database: d}
 	if d.Known {
 		report.Size = map[string]uint64{
 			"rows": uint64(server.Rows), "large": uint64(server.Large), "indexes": uint64(server.Indexes), "others": uint64(server.Others),

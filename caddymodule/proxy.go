@@ -1,6 +1,7 @@
 package caddymodule
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig"
-	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
@@ -39,39 +39,22 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 		return nil, err
 	}
 	h.Next() // again: looking for a matcher has reset the dispenser
-	parts, err := split(h.NextSegment())
+	d := h.NewFromNextSegment()
+	d.Next()
+	guard := &Handler{origin: originOf(d), WrittenAt: placeOf(d.Token())}
+	d.RemainingArgs() // the upstreams
+	own, proxy := &shortcut{guard: guard}, new(reverseproxy.Handler)
+	err = proxyOptions().ReadBeside(d, "agent_proxy", own, guard.origin, proxy.UnmarshalCaddyfile)
+	if err == nil {
+		err = cmp.Or(guard.checkPolicies(), guard.finish(h), proxy.FinalizeUnmarshalCaddyfile(h))
+	}
+	if err == nil && len(proxy.Upstreams) == 0 && proxy.DynamicUpstreamsRaw == nil {
+		err = errors.New("agent_proxy has no upstream; name one behind it, or in its block with `to` or `dynamic`")
+	}
+	if err == nil {
+		proxy.TransportRaw, err = own.withBreaker(proxy.TransportRaw)
+	}
 	if err != nil {
-		return nil, err
-	}
-
-	guard := new(Handler)
-	if err := guard.UnmarshalCaddyfile(caddyfile.NewDispenser(parts.guard)); err != nil {
-		return nil, err
-	}
-	if upstream, ok := guard.origin["upstream"]; ok {
-		return nil, option.ErrorAt(upstream[0], errors.New("upstream: agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy"))
-	}
-	if err := guard.parseHandlers(h, "fallback", &guard.FallbackRaw); err != nil {
-		return nil, err
-	}
-	if err := guard.claimName(h); err != nil {
-		return nil, err
-	}
-	if err := guard.checkGlobals(h); err != nil {
-		return nil, err
-	}
-	proxy := new(reverseproxy.Handler)
-	d := caddyfile.NewDispenser(parts.proxy)
-	if err := proxy.UnmarshalCaddyfile(d); err != nil {
-		return nil, option.ErrorAt(name, err)
-	}
-	if err := proxy.FinalizeUnmarshalCaddyfile(h.WithDispenser(d)); err != nil {
-		return nil, option.ErrorAt(name, err)
-	}
-	if len(proxy.Upstreams) == 0 && proxy.DynamicUpstreamsRaw == nil {
-		return nil, option.ErrorAt(name, errors.New("agent_proxy has no upstream; name one behind it, or in its block with `to` or `dynamic`"))
-	}
-	if proxy.TransportRaw, err = guarded(proxy.TransportRaw, parts.breaker); err != nil {
 		return nil, option.ErrorAt(name, err)
 	}
 
@@ -92,58 +75,45 @@ func parseProxy(h httpcaddyfile.Helper) ([]httpcaddyfile.ConfigValue, error) {
 	return []httpcaddyfile.ConfigValue{{Class: "route", Value: route}}, nil
 }
 
-// proxyParts are the tokens of an agent_proxy directive, separated by handler.
-type proxyParts struct {
-	guard   []caddyfile.Token // a directive agent_guard
-	proxy   []caddyfile.Token // a directive reverse_proxy with all other options
-	breaker caddyfile.Segment // the transport's option; nil without it
+// shortcut is what a directive agent_proxy says beside the options of reverse_proxy.
+type shortcut struct {
+	guard       *Handler
+	transport   proxy.Transport // with the breaker that stands outside of its block
+	transported bool            // the block of the transport was read
 }
 
-// split separates the tokens of an agent_proxy directive.
-func split(whole caddyfile.Segment) (parts proxyParts, err error) {
-	d := caddyfile.NewDispenser(whole)
-	d.Next() // the directive's name
-	line := 1 + len(d.RemainingArgs())
-	parts.guard = append(parts.guard, whole[0])
-	parts.proxy = append(parts.proxy, whole[:line]...)
-	if line == len(whole) {
-		return parts, nil // no block
-	}
-	open, end := whole[line], whole[len(whole)-1]
-	parts.guard = append(parts.guard, open)
-	parts.proxy = append(parts.proxy, open)
-	transported := false
-	ours := guardOptions()
-	for d.NextBlock(0) {
-		segment := d.NextSegment()
-		name := segment.Directive()
-		if _, known := ours[name]; known {
-			parts.guard = append(parts.guard, segment...)
-			continue
-		}
-		switch {
-		case name == "breaker" && parts.breaker != nil:
-			return parts, option.ErrorAt(segment[0], errors.New("breaker stands twice"))
-		case name == "breaker":
-			parts.breaker = segment
-			continue
-		case name == "transport" && transported:
-			return parts, option.ErrorAt(segment[0], errors.New("transport stands twice"))
-		case name == "transport" && len(segment) > 1 && segment[1].Text != "agent_guard":
-			return parts, option.ErrorAt(segment[0], errors.New("transport: agent_proxy forwards with agent_guard, which takes the options of transport http too; "+
-				"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs"))
-		}
-		transported = transported || name == "transport"
-		parts.proxy = append(parts.proxy, segment...)
-	}
-	parts.guard, parts.proxy = append(parts.guard, end), append(parts.proxy, end)
-	return parts, nil
+// proxyOptions are the options of agent_proxy that reverse_proxy does not have, and the transport that it may have.
+func proxyOptions() option.Set[*shortcut] {
+	breaker := proxy.Options()["breaker"]
+	return merge(within(func(s *shortcut) *Handler { return s.guard }, guardOptions()), option.Set[*shortcut]{
+		"breaker": {Several: true, NamesItself: true, Usage: breaker.Usage, Parse: func(d dispenser, s *shortcut) error {
+			if s.transport.Breaker != nil {
+				return errors.New("breaker stands twice")
+			}
+			return breaker.Parse(d, &s.transport)
+		}},
+		"transport": {Several: true, NamesItself: true, Passed: true, Parse: func(d dispenser, s *shortcut) error {
+			switch {
+			case s.transported:
+				return errors.New("transport stands twice")
+			case d.NextArg() && d.Val() != "agent_guard":
+				return errors.New("agent_proxy forwards with agent_guard, which takes the options of transport http too; " +
+					"for another transport use agent_guard and reverse_proxy, and read in the manual what that costs")
+			}
+			for s.transported = true; d.Next(); {
+			}
+			return nil
+		}},
+		"upstream": {Parse: func(dispenser, *shortcut) error {
+			return errors.New("agent_proxy is its own; leave the block out, or use agent_guard and reverse_proxy")
+		}},
+	})
 }
 
-// guarded turns the transport that reverse_proxy has parsed (none, or http as the
+// withBreaker turns the transport that reverse_proxy has parsed (none, or http as the
 // upstreams' scheme requires) into the transport agent_guard, which has all options of
-// http. breaker is the option of that name if it is outside of the transport's block.
-func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, error) {
+// http, with the breaker that stands outside of its block.
+func (s *shortcut) withBreaker(raw json.RawMessage) (json.RawMessage, error) {
 	transport := map[string]json.RawMessage{}
 	if raw != nil {
 		if err := json.Unmarshal(raw, &transport); err != nil {
@@ -151,17 +121,11 @@ func guarded(raw json.RawMessage, breaker caddyfile.Segment) (json.RawMessage, e
 		}
 	}
 	transport["protocol"] = json.RawMessage(`"agent_guard"`)
-	if breaker != nil {
+	if s.transport.Breaker != nil {
 		if transport["breaker"] != nil {
-			return nil, option.ErrorAt(breaker[0], errors.New("breaker: the transport has one already; write one of them"))
+			return nil, option.ErrorAt(s.guard.origin["breaker"][0], errors.New("breaker: the transport has one already; write one of them"))
 		}
-		d := caddyfile.NewDispenser(breaker)
-		d.Next()
-		settings := new(proxy.Settings)
-		if err := settings.UnmarshalCaddyfile(d); err != nil {
-			return nil, err
-		}
-		transport["breaker"] = caddyconfig.JSON(settings, nil)
+		transport["breaker"] = caddyconfig.JSON(s.transport.Breaker, nil)
 	}
 	return json.Marshal(transport)
 }

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/fileserver"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/headers"
@@ -334,11 +335,11 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 	}
 	var all []caddyhttp.MiddlewareHandler
 	for _, raw := range route.HandlersRaw {
-		var of struct {
-			Handler string `json:"handler"`
-		}
-		_ = json.Unmarshal(raw, &of)
-		module, err := caddy.GetModule("http.handlers." + of.Handler)
+		var members map[string]json.RawMessage
+		var name string
+		_ = json.Unmarshal(raw, &members) // loading reports the error
+		_ = json.Unmarshal(members["handler"], &name)
+		module, err := caddy.GetModule("http.handlers." + name)
 		if err != nil {
 			all = append(all, unknown{})
 			continue
@@ -348,7 +349,8 @@ func handlersOf(route *caddyhttp.Route) []caddyhttp.MiddlewareHandler {
 			empty = reflect.New(kind).Interface()
 		}
 		handler, ok := empty.(caddyhttp.MiddlewareHandler)
-		if !ok || json.Unmarshal(raw, handler) != nil {
+		delete(members, "handler") // a module has no such member
+		if !ok || json.Unmarshal(caddyconfig.JSON(members, nil), handler) != nil {
 			continue
 		}
 		if h, ok := handler.(*Handler); ok {

@@ -264,7 +264,7 @@ func rollbackOptions() option.Set[*Rollback] {
 		"lineage": choice(func(o *Rollback) *string { return &o.Lineage }, lineages...),
 		"coordinators": repeated(words("<issuers...>", func(o *Rollback) *[]string { return &o.Coordinators },
 			each(checkIdentity))),
-		"participants": repeated(value("<uri> <identity>", func(o *Rollback) *[]Participant { return &o.Participants },
+		"participants": repeated(option.Value("<uri> <identity>", func(o *Rollback) *[]Participant { return &o.Participants },
 			parseParticipant, checkParticipants)),
 		"partial": choice(func(o *Rollback) *string { return &o.Partial }, partials...),
 		"rate":    count(func(o *Rollback) *int { return &o.Rate }),

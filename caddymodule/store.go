@@ -56,11 +56,8 @@ type ObservedOpener interface {
 type StoreReporter interface {
 	// ReportStore describes a store that OpenStore has returned; nil if it is another one. It is called every second and
 	// must not block. Commits and batches of a database are counted by the gateway.
-	ReportStore(st store.Store) *StoreReport
+	ReportStore(st store.Store) *admin.Report
 }
-
-// StoreReport describes a store, also to operators.
-type StoreReport = admin.Report
 
 // BadgerStore keeps executions in an embedded Badger database: one directory, used by one process
 // at a time. Every commit is synced to disk before anything depends on it.
@@ -90,6 +87,12 @@ type BadgerStore struct {
 // CaddyModule returns the Caddy module information.
 func (BadgerStore) CaddyModule() caddy.ModuleInfo {
 	return caddy.ModuleInfo{ID: "agent_guard.stores.badger", New: func() caddy.Module { return new(BadgerStore) }}
+}
+
+// UnmarshalJSON implements json.Unmarshaler. Errors have the path of the member.
+func (b *BadgerStore) UnmarshalJSON(text []byte) error {
+	type plain BadgerStore
+	return option.DecodeJSON(text, (*plain)(b))
 }
 
 // UnmarshalCaddyfile reads
@@ -269,13 +272,13 @@ var takes = map[badger.Room]string{
 }
 
 // ReportStore implements StoreReporter.
-func (b *BadgerStore) ReportStore(st store.Store) *StoreReport {
+func (b *BadgerStore) ReportStore(st store.Store) *admin.Report {
 	open, ok := st.(*badger.Store)
 	if !ok {
 		return nil
 	}
 	s := open.Stats()
-	r := &StoreReport{
+	r := &admin.Report{
 		Commits: s.Commits, Batches: s.Batches, Writes: s.Writes, Conflicts: s.Conflicts,
 		Bytes: s.Bytes, BodyBytes: s.BulkBytes, BodySyncs: s.BulkSyncs, Dropped: s.Dropped, Refused: s.Full,
 		Size: map[string]uint64{"lsm": uint64(s.Space.LSM), "bodies": uint64(s.Space.Bodies), "log": uint64(s.Space.Log)},

@@ -88,7 +88,7 @@ func (t *Trust) provision(logger *zap.Logger) error {
 	for i := range t.Keys {
 		source, err := t.Keys[i].open(logger)
 		if err != nil {
-			return &wrong{fmt.Sprintf("trust.%d", i+1), fmt.Errorf("keys: source %d: %w", i+1, err)}
+			return &invalid{[]string{fmt.Sprintf("trust.%d", i+1)}, fmt.Errorf("keys: source %d: %w", i+1, err)}
 		}
 		t.sources = append(t.sources, source)
 	}
@@ -110,7 +110,7 @@ var errNoTrust = errors.New("no keys are given; name some with `jwks_file` or `j
 // checkLevel refuses options that would weaken the level.
 func (t *Trust) checkLevel() error {
 	if t.AllowPartial && t.minLevel() == ect.L3 {
-		return &invalid{[]string{"allow_partial"}, errors.New("it excludes `min_level L3`, at which every parent stands in the ledger; leave one of them out")}
+		return invalidOption("allow_partial", "it excludes `min_level L3`, at which every parent stands in the ledger; leave one of them out")
 	}
 	return nil
 }
@@ -118,7 +118,7 @@ func (t *Trust) checkLevel() error {
 // lacksIdentity returns the error for an app without an identity and so without a ledger.
 func (t *Trust) lacksIdentity() error {
 	if t.minLevel() == ect.L3 {
-		return &invalid{[]string{"min_level"}, errors.New("L3 needs an `identity`: only with one there is a ledger for tokens to stand in")}
+		return invalidOption("min_level", "L3 needs an `identity`: only with one there is a ledger for tokens to stand in")
 	}
 	return errors.New("it needs an `identity`, which is what tokens name in their aud")
 }
@@ -318,7 +318,7 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 		return nil, err
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
-		Engine: &e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
+		Engine: e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
 		Reports: api.NewLedger(api.LedgerOptions{ // without executions and checkpoints
 			Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own,
 		}),

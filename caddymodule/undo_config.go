@@ -21,10 +21,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback/template"
 )
 
-func undoingWrong(option, format string, args ...any) error {
-	return &invalid{[]string{option}, fmt.Errorf(format, args...)}
-}
-
 // undoCompiler compiles the ways to undo the calls of one action.
 type undoCompiler struct {
 	plan     *guard.UndoPlan
@@ -52,18 +48,18 @@ func compileUndo(w *Ways, t *guard.Terms, name string, fields *body.Fields) (*gu
 	}}
 	if w.Delegate != "" {
 		if err := checkDelegate(w.Delegate); err != nil {
-			return nil, &invalid{[]string{"delegate"}, err}
+			return nil, invalidOption("delegate", "%w", err)
 		}
 		if err := w.checkSigned(); err != nil {
 			return nil, err
 		}
 		if c.recorded {
-			return nil, undoingWrong("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
+			return nil, invalidOption("undo_auth", "recorded: the call's credentials go to its own upstream, and delegate asks another; set undo_auth config for the action")
 		}
 	}
 	if w.Restore != nil {
 		if err := c.restore(w.Restore); err != nil {
-			return nil, &invalid{[]string{"restore"}, err}
+			return nil, invalidOption("restore", "%w", err)
 		}
 	}
 	if w.Compensate == nil {
@@ -76,7 +72,7 @@ func compileUndo(w *Ways, t *guard.Terms, name string, fields *body.Fields) (*gu
 		p.Needs, err = named.Needs()
 	}
 	if err != nil {
-		return nil, &invalid{[]string{"compensate"}, err}
+		return nil, invalidOption("compensate", "%w", err)
 	}
 	return p, nil
 }
@@ -354,11 +350,11 @@ func (w *Ways) check() error {
 		}
 	}
 	if w.Delegate == "" && (w.DelegateTo != "" || w.DelegateUnsigned) {
-		return undoingWrong("delegate", "its URI is missing; say where the agent is asked")
+		return invalidOption("delegate", "its URI is missing; say where the agent is asked")
 	}
 	slices.Sort(given)
 	if len(given) > 1 && !slices.Equal(given, []string{"compensate", "restore"}) {
-		return undoingWrong(given[len(given)-1], "it goes not with %s; give one way to undo the calls, or restore and compensate", given[0])
+		return invalidOption(given[len(given)-1], "it goes not with %s; give one way to undo the calls, or restore and compensate", given[0])
 	}
 	return nil
 }
@@ -368,14 +364,14 @@ func (w *Ways) check() error {
 func (w *Ways) checkSigned() error {
 	switch {
 	case w.DelegateTo == "" && !w.DelegateUnsigned:
-		return undoingWrong("delegate", "nothing says whose answers count; write the identity of the agent that signs them behind the URI, or `unsigned` if they count without a signature")
+		return invalidOption("delegate", "nothing says whose answers count; write the identity of the agent that signs them behind the URI, or `unsigned` if they count without a signature")
 	case w.DelegateTo != "" && w.DelegateUnsigned:
-		return undoingWrong("delegate", "it has an identity and `unsigned`, and its answers count either with that signature or without one; leave one of them away")
+		return invalidOption("delegate", "it has an identity and `unsigned`, and its answers count either with that signature or without one; leave one of them away")
 	case w.DelegateTo == "":
 		return nil
 	}
 	if err := checkIdentity(w.DelegateTo); err != nil {
-		return &invalid{[]string{"delegate"}, err}
+		return invalidOption("delegate", "%w", err)
 	}
 	return nil
 }

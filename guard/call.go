@@ -870,7 +870,7 @@ func (x *Call) execute(e *execution.Execution) error {
 // and provably no byte was sent.
 func (x *Call) forward(e *execution.Execution) forwarding {
 	if x.h.restores() {
-		defer x.engine.Writes.Write(x.place(), x.capture.window)()
+		defer x.engine.Writes.write(x.place(), x.capture.window)()
 	}
 	x.up.e, x.up.own = e, x.noted.checkpoint
 	e.Recording().SetPace(x.up.clock.wait)

@@ -1,6 +1,7 @@
 package guard
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"log/slog"
@@ -67,26 +68,37 @@ type Circuits interface {
 }
 
 // OpenEngine opens an engine over a store, with the keys of ring. Executions that an earlier
-// process left open become in doubt (P6). The caller closes the store after the last call.
-func OpenEngine(ctx context.Context, st store.Store, ring *seal.Ring) (*Engine, error) {
-	executions, _, err := execution.Open(ctx, st, ring)
+// process left open become in doubt (P6), and are returned. The caller closes the store after the last call. A nil log is none.
+func OpenEngine(
+	ctx context.Context, st store.Store, ring *seal.Ring, log *slog.Logger,
+) (_ *Engine, recovered execution.Recovery, _ error) {
+	log = cmp.Or(log, slog.New(slog.DiscardHandler))
+	executions, recovered, err := execution.Open(ctx, st, ring)
 	if err != nil {
-		return nil, err
+		return nil, recovered, err
 	}
-	escalations := hitl.NewStore(st, ring)
-	if _, err := escalations.Load(ctx); err != nil {
-		return nil, err
-	}
-	plans := plan.NewStore(st, ring)
-	if _, err := plans.Load(ctx); err != nil {
-		return nil, err
+	if recovered != (execution.Recovery{}) {
+		log.Warn("executions were open when the last process ended", "in_doubt", recovered.InDoubt, "unrecorded", recovered.Unrecorded)
 	}
 	e := &Engine{
-		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring), Escalations: escalations, Plans: plans,
-		Uncut: context.Background(), Waits: context.Background(), Logger: slog.New(slog.DiscardHandler),
+		Store: st, Executions: executions, Checkpoints: checkpoint.New(st, ring), Escalations: hitl.NewStore(st, ring),
+		Plans: plan.NewStore(st, ring), Uncut: context.Background(), Waits: context.Background(), Logger: log,
+	}
+	unreadable, err := e.Escalations.Load(ctx)
+	if err == nil && unreadable > 0 {
+		log.Error("some escalations cannot be read; calls of the workflows that they hold are refused", "unreadable", unreadable)
+	}
+	if err == nil {
+		unreadable, err = e.Plans.Load(ctx)
+	}
+	if err == nil && unreadable > 0 {
+		log.Error("plans of workflows cannot be read; calls of those workflows are refused", "unreadable", unreadable)
+	}
+	if err != nil {
+		return nil, recovered, err
 	}
 	e.Writes.Follow(st, ring, executions)
-	return e, nil
+	return e, recovered, nil
 }
 
 // Open is Config.Open for an engine that outlives its handlers.

@@ -25,7 +25,7 @@ func Example() {
 	defer server.Close()
 	target, _ := url.Parse(server.URL)
 
-	engine, err := guard.OpenEngine(context.Background(), memory.New(memory.Options{}), seal.Generate())
+	engine, _, err := guard.OpenEngine(context.Background(), memory.New(memory.Options{}), seal.Generate(), nil)
 	if err != nil {
 		panic(err)
 	}

@@ -47,7 +47,7 @@ func (p part) Settle(_ context.Context, _ *guard.Request, o execution.Outcome, c
 // featured is a guard with features, in front of next. call makes a call with that key.
 func featured(t *testing.T, st store.Store, c guard.Config, next http.HandlerFunc) (call func(key string) *httptest.ResponseRecorder) {
 	t.Helper()
-	engine, err := guard.OpenEngine(t.Context(), st, seal.Generate())
+	engine, _, err := guard.OpenEngine(t.Context(), st, seal.Generate(), nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,6 +2,7 @@ package guard_test
 
 import (
 	"context"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -22,7 +23,7 @@ import (
 func (b *bed) node(st store.Store) *bed {
 	b.Helper()
 	n := &bed{T: b.T, disk: b.disk, ring: b.ring, config: b.config}
-	engine, err := guard.OpenEngine(b.Context(), st, b.ring)
+	engine, _, err := guard.OpenEngine(b.Context(), st, b.ring, slog.New(slog.DiscardHandler))
 	if err != nil {
 		b.Fatal(err)
 	}

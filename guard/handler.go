@@ -417,7 +417,7 @@ const (
 	headerExecutionParent = "Execution-Parent"
 	HeaderExecutionStatus = "Execution-Status"
 	HeaderWorkflowID      = "Workflow-Id"
-	HeaderWorkflowNode    = "Workflow-Node"
+	headerWorkflowNode    = "Workflow-Node"
 	HeaderReplayed        = "Idempotent-Replayed"
 	// HeaderRollback names the rollback of which a request is an undo.
 	HeaderRollback = "Execution-Rollback"

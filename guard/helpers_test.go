@@ -2,6 +2,7 @@ package guard
 
 import (
 	"context"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -126,7 +127,7 @@ func testGuard(t testing.TB) *execution.Guard {
 func testEngine(t testing.TB) *Engine {
 	t.Helper()
 	st := memory.New(memory.Options{})
-	e, err := OpenEngine(t.Context(), st, seal.Generate())
+	e, _, err := OpenEngine(t.Context(), st, seal.Generate(), slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -184,7 +184,7 @@ func proofOf(h *Handler, r *http.Request, get bool) proof {
 				continue
 			}
 		case "Content-Length", "Accept", "Expect", "Last-Event-Id", "Traceparent", "Tracestate", "Baggage", "X-Request-Id",
-			headerExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName:
+			headerExecutionParent, HeaderWorkflowID, headerWorkflowNode, ect.FieldName:
 			continue
 		}
 		if !strings.HasPrefix(name, "Mcp-") && !IsKey(name) {

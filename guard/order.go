@@ -112,14 +112,14 @@ func constrainNode(q *Request, n *plan.Node) time.Duration {
 // task that is not recorded is never done, and its checkpoint would be missing
 // (A-checkpoint-placement-policy-f). What is not verified can only have itself guarded.
 func namesNode(h *Handler, r *http.Request) bool {
-	if r.Header.Get(HeaderWorkflowNode) == "" && len(r.Header[ect.FieldName]) == 0 {
+	if r.Header.Get(headerWorkflowNode) == "" && len(r.Header[ect.FieldName]) == 0 {
 		return false
 	}
 	if policy, err := h.Tokens(); err == nil && policy == nil {
 		return false // nothing is recorded of it
 	}
 	raws, _ := ect.ParseFields(r.Header[ect.FieldName]) // else it is refused later
-	return r.Header.Get(HeaderWorkflowNode) != "" || slices.ContainsFunc(raws, func(raw string) bool {
+	return r.Header.Get(headerWorkflowNode) != "" || slices.ContainsFunc(raws, func(raw string) bool {
 		t, err := ect.ParseInsecure(raw)
 		if err != nil {
 			return false

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"iter"
+	"log/slog"
 	"maps"
 	"net/http"
 	"net/http/httptest"
@@ -68,7 +69,7 @@ func besideEscalations(t testing.TB, under store.Store, pending int) (*counted, 
 	})
 	st := &counted{Store: under}
 	ring := seal.Generate()
-	engine, err := guard.OpenEngine(t.Context(), st, ring)
+	engine, _, err := guard.OpenEngine(t.Context(), st, ring, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,7 +95,7 @@ func besideEscalations(t testing.TB, under store.Store, pending int) (*counted, 
 		batch = new(store.Batch)
 	}
 	// A new process, which has read them from the store.
-	if engine, err = guard.OpenEngine(t.Context(), st, ring); err != nil {
+	if engine, _, err = guard.OpenEngine(t.Context(), st, ring, slog.New(slog.DiscardHandler)); err != nil {
 		t.Fatal(err)
 	}
 	h, err := guard.New(guard.Config{Open: engine.Open, Next: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

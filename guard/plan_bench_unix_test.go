@@ -5,6 +5,7 @@ package guard_test
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
@@ -46,7 +47,7 @@ func callsUnderAPlan(b *testing.B, nodes int) {
 	}
 	b.Cleanup(func() { _ = st.Close() })
 	sealer := seal.Generate()
-	engine, err := guard.OpenEngine(b.Context(), st, sealer)
+	engine, _, err := guard.OpenEngine(b.Context(), st, sealer, slog.New(slog.DiscardHandler))
 	check(err)
 	ring, err := ect.GenerateRing(ect.ES256)
 	check(err)
@@ -84,7 +85,7 @@ func callsUnderAPlan(b *testing.B, nodes int) {
 			r.Header.Set("Authorization", "Bearer 0123456789abcdef")
 			r.Header.Set("Idempotency-Key", fmt.Sprint(workflow, "/", i))
 			r.Header.Set(guard.HeaderWorkflowID, workflow)
-			r.Header.Set(guard.HeaderWorkflowNode, fmt.Sprint("n", i))
+			r.Header.Set("Workflow-Node", fmt.Sprint("n", i))
 			w := httptest.NewRecorder()
 			if h.ServeHTTP(w, r); w.Code != http.StatusCreated {
 				b.Fatal(w.Code, w.Body)

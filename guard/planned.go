@@ -43,7 +43,7 @@ const (
 
 // statedNode is the node that a request names in the header Workflow-Node; empty for none.
 func statedNode(r *http.Request) (string, error) {
-	lines := r.Header[HeaderWorkflowNode]
+	lines := r.Header[headerWorkflowNode]
 	switch {
 	case len(lines) == 0 || len(lines) == 1 && lines[0] == "":
 		return "", nil

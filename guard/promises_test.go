@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"log/slog"
 	"net/http"
 	"net/http/httptest"
 	"path"
@@ -102,7 +103,7 @@ func newBed(t *testing.T, upstream func(n int64, w http.ResponseWriter, r *http.
 // start is a process that begins over what is stored. One that runs is dead from then on.
 func (b *bed) start() {
 	b.Helper()
-	engine, err := guard.OpenEngine(b.Context(), b.disk, b.ring)
+	engine, _, err := guard.OpenEngine(b.Context(), b.disk, b.ring, slog.New(slog.DiscardHandler))
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -16,13 +16,13 @@ func TestTargets(t *testing.T) {
 	// Alone, one after the other, and beside another target.
 	first := all.Open(a, execution.Key{})
 	elsewhere := all.Open(checkpoint.TargetOf("u", "/docs/b"), execution.Key{})
-	all.Write(a, first)()
+	all.write(a, first)()
 	if first.end() || elsewhere.end() || first.end() {
 		t.Error("nobody else has written there")
 	}
 	// A call that only looks disturbs nobody; whoever writes disturbs all others.
 	first, second := all.Open(a, execution.Key{}), all.Open(b, execution.Key{})
-	over := all.Write(a, first)
+	over := all.write(a, first)
 	third := all.Open(a, execution.Key{})
 	over()
 	if first.end() || !second.end() || !third.end() {
@@ -30,15 +30,15 @@ func TestTargets(t *testing.T) {
 	}
 	// Two that write at the same time disturb each other, also one without a window.
 	first = all.Open(a, execution.Key{})
-	over = all.Write(a, first)
-	all.Write(a, nil)()
+	over = all.write(a, first)
+	all.write(a, nil)()
 	over()
 	second = all.Open(a, execution.Key{})
-	over = all.Write(a, nil)
-	over2 := all.Write(a, second)
+	over = all.write(a, nil)
+	over2 := all.write(a, second)
 	over()
 	over2()
-	if !first.end() || !second.end() || (*WriteWindow)(nil).end() {
+	if !first.end() || !second.end() || (*writeWindow)(nil).end() {
 		t.Error("writes at the same time went unnoticed")
 	}
 	if len(all.all) != 0 {

@@ -36,7 +36,7 @@ type capture struct {
 	source   template.Source  // of the templates: the request, and later the answer
 	images   *InternalRequest // reads the target's state; nil where it is not needed
 	image    *checkpoint.Image
-	window   *WriteWindow       // in which nobody else must change what is restored; nil without
+	window   *writeWindow       // in which nobody else must change what is restored; nil without
 	pending  *store.Batch       // the snapshot, for the claim's commit
 	handle   *checkpoint.Handle // of the recorded checkpoint; nil without
 	result   *checkpoint.Result // of the call, once it was read
@@ -463,13 +463,13 @@ type WriteTracker struct {
 
 // trackedTarget is a target while calls change it.
 type trackedTarget struct {
-	windows map[*WriteWindow]bool
+	windows map[*writeWindow]bool
 	writing int
 	prefix  string // of its entries; empty where one gateway has the store
 }
 
-// WriteWindow lasts from the read before a call, or an undo, to the read after it.
-type WriteWindow struct {
+// writeWindow lasts from the read before a call, or an undo, to the read after it.
+type writeWindow struct {
 	of   *WriteTracker
 	name string
 	own  execution.Key // that of the call which is made, or undone
@@ -485,7 +485,7 @@ func (t *WriteTracker) at(name string) *trackedTarget {
 	}
 	found := t.all[name]
 	if found == nil {
-		found = &trackedTarget{windows: map[*WriteWindow]bool{}}
+		found = &trackedTarget{windows: map[*writeWindow]bool{}}
 		t.all[name] = found
 	}
 	return found
@@ -500,7 +500,7 @@ func (t *WriteTracker) left(name string) {
 
 // Open begins a window of the call with the key own, or of its undo. It must be closed. Where other gateways cannot be
 // asked who writes there it is disturbed.
-func (t *WriteTracker) Open(name string, own execution.Key) *WriteWindow {
+func (t *WriteTracker) Open(name string, own execution.Key) *writeWindow {
 	err := t.fleet.catchUp()
 	w := t.open(name, own)
 	if err != nil || t.fleet.writing(name, own) {
@@ -509,20 +509,20 @@ func (t *WriteTracker) Open(name string, own execution.Key) *WriteWindow {
 	return w
 }
 
-func (t *WriteTracker) open(name string, own execution.Key) *WriteWindow {
+func (t *WriteTracker) open(name string, own execution.Key) *writeWindow {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	at := t.at(name)
 	if at.prefix == "" && t.fleet != nil {
 		at.prefix = string(t.fleet.writes.Key(t.fleet.target(name)))
 	}
-	w := &WriteWindow{of: t, name: name, own: own, disturbed: at.writing > 0}
+	w := &writeWindow{of: t, name: name, own: own, disturbed: at.writing > 0}
 	at.windows[w] = true
 	return w
 }
 
 // Disturbed implements rollback.WriteWindow. It knows of all writes that have begun before the call, at all gateways.
-func (w *WriteWindow) Disturbed() bool {
+func (w *writeWindow) Disturbed() bool {
 	if err := w.of.fleet.catchUp(); err != nil {
 		w.disturb()
 	}
@@ -532,14 +532,14 @@ func (w *WriteWindow) Disturbed() bool {
 }
 
 // disturb marks a write of somebody else that the tracker did not see.
-func (w *WriteWindow) disturb() {
+func (w *writeWindow) disturb() {
 	w.of.mu.Lock()
 	defer w.of.mu.Unlock()
 	w.disturbed = true
 }
 
 // Close implements rollback.WriteWindow.
-func (w *WriteWindow) Close() {
+func (w *writeWindow) Close() {
 	if w == nil {
 		return
 	}
@@ -553,7 +553,7 @@ func (w *WriteWindow) Close() {
 }
 
 // end ends a window, and reports whether it was disturbed. A nil window was not.
-func (w *WriteWindow) end() bool {
+func (w *writeWindow) end() bool {
 	if w == nil {
 		return false
 	}
@@ -561,9 +561,9 @@ func (w *WriteWindow) end() bool {
 	return w.Disturbed()
 }
 
-// Write marks the beginning of a write to a target, by a call with that window or none. over must
+// write marks the beginning of a write to a target, by a call with that window or none. over must
 // be called at its end.
-func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
+func (t *WriteTracker) write(name string, own *writeWindow) (over func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	at := t.at(name)
@@ -582,10 +582,10 @@ func (t *WriteTracker) Write(name string, own *WriteWindow) (over func()) {
 	}
 }
 
-// WriteUndo is Write for an undo of the call undone, whose window may be nil. P6: it refuses the write if somebody else
+// WriteUndo is write for an undo of the call undone, whose window may be nil. P6: it refuses the write if somebody else
 // has written since the undo's read, with a *rollback.SendError.
 func (t *WriteTracker) WriteUndo(name string, undone execution.Key, window rollback.WriteWindow) (over func(), err error) {
-	own, _ := window.(*WriteWindow)
+	own, _ := window.(*writeWindow)
 	if own != nil && own.name != name { // a new read goes where the write goes
 		return nil, unsentUndo("", "the configuration leads to another upstream than when the target was looked at")
 	}
@@ -593,7 +593,7 @@ func (t *WriteTracker) WriteUndo(name string, undone execution.Key, window rollb
 	if err != nil {
 		return nil, unsentUndo("", "it cannot be recorded that the target is written: "+err.Error())
 	}
-	written := t.Write(name, own)
+	written := t.write(name, own)
 	over = func() {
 		written()
 		announced()

@@ -213,7 +213,7 @@ func isMedia(r *http.Request, name string) bool {
 }
 
 // ourFields are the request header fields that this guard or a later one reads.
-var ourFields = [...]string{HeaderExecutionID, headerExecutionParent, HeaderWorkflowID, HeaderWorkflowNode, ect.FieldName, "Idempotency-Key"}
+var ourFields = [...]string{HeaderExecutionID, headerExecutionParent, HeaderWorkflowID, headerWorkflowNode, ect.FieldName, "Idempotency-Key"}
 
 // KeyFieldsOf are the header fields that the execution id is read from; without sources, KeyFields and the
 // best known of the others.

@@ -71,7 +71,7 @@ func (w *writer) begins(target, id string) (*execution.Execution, execution.Key,
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	return e, c.Key, w.Write(target, nil)
+	return e, c.Key, w.write(target, nil)
 }
 
 func (w *writer) writes(target, id string) {
@@ -83,7 +83,7 @@ func (w *writer) writes(target, id string) {
 	}
 }
 
-func (w *writer) saw(window *WriteWindow, others bool, when string) {
+func (w *writer) saw(window *writeWindow, others bool, when string) {
 	w.t.Helper()
 	if window.end() != others {
 		w.t.Errorf("%s: others have written is %t", when, !others)

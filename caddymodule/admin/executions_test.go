@@ -404,13 +404,13 @@ func TestEscalationsByTheNameOfAWorkflow(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"trip-7", evidence.WorkflowID("trip-7")} {
-		var got admin.Escalations
+		var got hitl.Page
 		r.get("escalations?workflow="+name, &got)
 		if len(got.Escalations) != 1 || got.Escalations[0].WorkflowName != "trip-7" {
 			t.Errorf("%s: %+v", name, got.Escalations)
 		}
 	}
-	var got admin.Escalations
+	var got hitl.Page
 	if r.get("escalations?workflow=trip-8", &got); len(got.Escalations) != 1 || got.Escalations[0].WorkflowName != "" {
 		t.Errorf("%+v", got.Escalations)
 	}

@@ -234,14 +234,6 @@ func explain(ctx context.Context, st Store, doc *rollback.Rollback) {
 	doc.WorkflowName = (&names{st: st}).of(ctx, doc.Workflow, doc.Checkpoint)
 }
 
-// The documents of escalations are those of sites.
-type (
-	// Escalations is the answer to GET escalations.
-	Escalations = hitl.Page
-	// Escalation is a case that only a person can decide.
-	Escalation = hitl.Escalation
-)
-
 // EscalationVote is the body of POST escalations/{id}/decision.
 type EscalationVote struct {
 	// Decision is approve or deny.

@@ -162,7 +162,7 @@ func TestRollbackRefusals(t *testing.T) {
 // level, state and workflow, in pages.
 func TestEscalations(t *testing.T) {
 	r, o := newRig(t)
-	var got admin.Escalations
+	var got hitl.Page
 	if r.get("escalations", &got); got.Escalations == nil || len(got.Escalations) != 0 || got.Next != "" {
 		t.Errorf("%+v", got)
 	}
@@ -184,7 +184,7 @@ func TestEscalations(t *testing.T) {
 		t.Fatalf("%+v", got)
 	}
 	newest, want := got.Escalations[0], opened[4]
-	if !reflect.DeepEqual(newest, admin.Escalation{
+	if !reflect.DeepEqual(newest, hitl.Escalation{
 		Status: "pending", RequiredRole: "operator",
 		ID: want.ID, Level: 2, LevelName: "approval", State: "open", Cause: "irreversible_rollback", Summary: "No way back.",
 		Workflow: "w0", Caller: "ada", Links: hitl.Links{Checkpoint: "c", Rollback: "r", Error: "e", Execution: "x", Upstream: "u:1"},
@@ -196,14 +196,14 @@ func TestEscalations(t *testing.T) {
 		"level=1": 2, "level=pause": 2, "level=approval": 2, "level=3": 1, "state=open": 5, "state=notified": 0, "status=pending": 5, "status=denied": 0,
 		"workflow=w1": 2, "workflow=w1&level=2": 1, "workflow=nobody": 0,
 	} {
-		var got admin.Escalations
+		var got hitl.Page
 		if r.get("escalations?"+query, &got); len(got.Escalations) != n {
 			t.Errorf("%s: %d, want %d", query, len(got.Escalations), n)
 		}
 	}
 	seen := map[string]bool{}
 	for after := ""; ; {
-		var page admin.Escalations
+		var page hitl.Page
 		r.get("escalations?limit=2&after="+after, &page)
 		for _, e := range page.Escalations {
 			seen[e.ID] = true
@@ -234,7 +234,7 @@ func TestEscalationRefusals(t *testing.T) {
 }
 
 // decide posts, and reads the escalation that is answered.
-func decide(r *rig, target, body string, got *admin.Escalation) {
+func decide(r *rig, target, body string, got *hitl.Escalation) {
 	r.t.Helper()
 	w, refused := r.ask(http.MethodPost, target, body)
 	if refused.HTTPStatus != 0 {
@@ -277,22 +277,22 @@ func TestDecisionsOfOperators(t *testing.T) {
 	}
 	r.refuses("POST", "escalations/00000000-0000-8000-8000-000000000000/decision", `{"decision": "approve", "operator": "ann"}`, http.StatusNotFound, "no such escalation")
 	r.refuses("GET", "escalations/x", "", http.StatusNotFound, "no such escalation")
-	var got admin.Escalation
+	var got hitl.Escalation
 	decide(r, call+"/decision", `{"decision": "approve", "operator": "ann", "request_hash": "sha-256:1", "reason": "fine"}`, &got)
 	if got.Status != "approved" || len(got.Decisions) != 1 || got.Decisions[0].By != "operator:ann" || got.Decisions[0].Reason != "fine" || got.Proposal.RequestHash != "sha-256:1" {
 		t.Errorf("%+v", got)
 	}
 	r.refuses("POST", call+"/decision", `{"decision": "deny", "operator": "bob", "request_hash": "sha-256:1", "reason": "no"}`, http.StatusConflict, "decided already")
 	r.refuses("POST", call+"/ask", `{"operator": "bob"}`, http.StatusConflict, "holds no workflow")
-	got = admin.Escalation{}
+	got = hitl.Escalation{}
 	decide(r, stop+"/decision", `{"decision": "deny", "operator": "ann", "reason": "not yet"}`, &got)
 	if got.Status != "denied" || !got.Held {
 		t.Errorf("%+v", got)
 	}
-	got = admin.Escalation{}
+	got = hitl.Escalation{}
 	decide(r, stop+"/ask", `{"operator": "bob"}`, &got)
 	r.refuses("POST", stop+"/decision", `{"decision": "approve", "operator": "bob"}`, http.StatusForbidden, "who asked cannot approve")
-	got = admin.Escalation{}
+	got = hitl.Escalation{}
 	decide(r, stop+"/decision", `{"decision": "approve", "operator": "ann"}`, &got)
 	if got.Status != "approved" || got.Held {
 		t.Errorf("%+v", got)

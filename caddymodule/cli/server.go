@@ -527,7 +527,7 @@ that resumes a workflow, is approved at once. Who asked cannot approve.`,
 		Args:              nArgs(1, "one ID"),
 		ValidArgsFunction: cobra.NoFileCompletions,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			found, _, err := ask[admin.Escalation](cmd.Context(), o, question{path: "escalations/{}"}.of(args))
+			found, _, err := ask[hitl.Escalation](cmd.Context(), o, question{path: "escalations/{}"}.of(args))
 			if err != nil {
 				return err
 			}
@@ -581,7 +581,7 @@ after that was denied or has expired. Who asks cannot approve.`,
 }
 
 // describeEscalation shows an escalation line by line, what is proposed, and who has decided.
-func describeEscalation(e *admin.Escalation, now time.Time) string {
+func describeEscalation(e *hitl.Escalation, now time.Time) string {
 	holds, kind, hash := "", "", ""
 	text := "\nAn approval changes nothing; it says that somebody has seen to it.\n"
 	if e.Held {
@@ -607,7 +607,7 @@ func describeEscalation(e *admin.Escalation, now time.Time) string {
 		"execution", e.Links.Execution, "upstream", e.Links.Upstream, "proposal", kind, "hash", hash) + text
 }
 
-func escalationRow(e *admin.Escalation) []any {
+func escalationRow(e *hitl.Escalation) []any {
 	workflow := cut(printable(e.Workflow), 36)
 	if e.WorkflowName != "" {
 		workflow += " (" + cut(printable(e.WorkflowName), 36) + ")"

@@ -147,9 +147,9 @@ func TestIdentityRefused(t *testing.T) {
 	refuses(t, "unknown flag: --stolen", "identity", "show", "--stolen")
 }
 
-func someEscalations() []admin.Escalation {
+func someEscalations() []hitl.Escalation {
 	at := time.Date(2026, 11, 20, 13, 0, 0, 0, time.UTC)
-	return []admin.Escalation{
+	return []hitl.Escalation{
 		{
 			ID: "01234567-89ab-8def-8123-456789abcdef", Level: 3, LevelName: "stop", Status: "pending", State: "undeliverable", Cause: "rollback_failed",
 			Summary: "The refund of checkpoint-7 was refused.", Workflow: "w", Opened: at, Changed: at, Attempts: 7, LastError: "410",
@@ -170,9 +170,9 @@ func TestGoldenEscalations(t *testing.T) {
 func TestEscalationsAsk(t *testing.T) {
 	server := newAdminServer(t, func(r *http.Request) any {
 		if r.URL.Query().Get("after") == "more" {
-			return admin.Escalations{Escalations: someEscalations()[1:]}
+			return hitl.Page{Escalations: someEscalations()[1:]}
 		}
-		return admin.Escalations{Escalations: someEscalations()[:1], Next: "more", Unreadable: 1}
+		return hitl.Page{Escalations: someEscalations()[:1], Next: "more", Unreadable: 1}
 	})
 	list := func(args string) (string, string) {
 		t.Helper()
@@ -195,7 +195,7 @@ func TestEscalationsAsk(t *testing.T) {
 	if out, _ := list("--all"); len(server.asked) != 2 || strings.Count(out, "-89ab-8def-8123-") != 2 {
 		t.Errorf("%q\n%s", server.asked, out)
 	}
-	all := document[admin.Escalations](t, "escalations", "list", "--all", "--address", server.address)
+	all := document[hitl.Page](t, "escalations", "list", "--all", "--address", server.address)
 	if len(all.Escalations) != 2 || !reflect.DeepEqual(all.Escalations[0], someEscalations()[0]) {
 		t.Errorf("%+v", all)
 	}
@@ -254,7 +254,7 @@ Key 2 still has 1 records and 2 parts of answers.
 	}
 }
 
-func proposing() admin.Escalation {
+func proposing() hitl.Escalation {
 	e := someEscalations()[1]
 	e.Status, e.Proposal = "pending", hitl.Proposal{Kind: "run-call", Text: "POST /pay\n{\"to\": \"evil\x1b[2J\"}", RequestHash: "sha-256:1"}
 	e.Decisions = []hitl.Decision{{By: "user:ann", Decision: "approve", Reason: "fine", At: e.Opened}}

@@ -24,7 +24,12 @@ func TestErrors(t *testing.T) {
 			}
 			return nil
 		}},
-		"shade": {Usage: "<word>", Several: true, Named: true, Parse: word},
+		"shade": {Usage: "<word>", Several: true, Named: true, NamesItself: true, Parse: word, Check: func(into *string) error {
+			if *into == "odd" {
+				return errors.New("shade must not be odd")
+			}
+			return nil
+		}},
 	}
 	for block, want := range map[string]string{
 		"{\ncolour red\nshade a\nshade b\n}":    "",
@@ -41,12 +46,7 @@ func TestErrors(t *testing.T) {
 		var got string
 		d := caddyfile.NewTestDispenser("paint " + block)
 		d.Next()
-		err := set.Read(d, "paint", &got, map[string]caddyfile.Segment{}, func() error {
-			if got == "odd" {
-				return errors.New("shade must not be odd")
-			}
-			return nil
-		})
+		err := set.Read(d, "paint", &got, map[string]caddyfile.Segment{})
 		if (err == nil) != (want == "") || err != nil && err.Error() != want {
 			t.Errorf("%q: %v\nwant %s", block, err, want)
 		}

@@ -121,7 +121,7 @@ type pool struct {
 	users     []*Circuits          // never changed, only replaced
 	listeners []*Member            // the latest last
 	shared    map[string]bool      // downstreams whose breakers probe as one because of a cascade
-	undoUsed  map[string]time.Time // addresses of UndoClass with their last use
+	undoUsed  map[string]time.Time // addresses of undoClass with their last use
 }
 
 // pools has one entry: a caddy.UsagePool counts the users over reloads.
@@ -200,7 +200,7 @@ func (p *pool) forget() {
 func (p *pool) leadsTo(key breaker.Key) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if key.Class == UndoClass {
+	if key.Class == undoClass {
 		_, used := p.undoUsed[key.Upstream]
 		return used
 	}
@@ -223,7 +223,7 @@ func (p *pool) identity(upstream string) string {
 // sharesProbes reports whether the breakers of all processes before an upstream send one probe: as the
 // latest transport says that knows the upstream, or because of a cascade.
 func (p *pool) sharesProbes(key breaker.Key) bool {
-	if key.Class == UndoClass {
+	if key.Class == undoClass {
 		return false
 	}
 	downstream := cmp.Or(p.identity(key.Upstream), key.Upstream)
@@ -361,7 +361,7 @@ func (m *Member) Snapshot(key breaker.Key) (s breaker.Snapshot, keep, there bool
 // transport has the upstream. A state of this process takes precedence.
 func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	p := m.pool
-	if s.Class == UndoClass {
+	if s.Class == undoClass {
 		p.noteUndo(s.Upstream)
 		if err := p.registry.Restore(s, undoRules); err != nil {
 			return false, fmt.Errorf("circuits: %w", err)
@@ -381,11 +381,11 @@ func (m *Member) Restore(s breaker.Snapshot) (bool, error) {
 	return true, nil
 }
 
-// UndoClass is the class of breakers for servers that the gateway itself calls (ADR 0053).
+// undoClass is the class of breakers for servers that the gateway itself calls (ADR 0053).
 // They are separate from those of upstreams at the same addresses.
-const UndoClass = "undo"
+const undoClass = "undo"
 
-// undoRules are the rules of UndoClass. Undos are few and are retried at growing intervals,
+// undoRules are the rules of undoClass. Undos are few and are retried at growing intervals,
 // so that a rate over a minute would hardly ever open a breaker. Their time is limited, so
 // that the longest cooldown is short.
 var undoRules = func() *breaker.Rules {
@@ -399,7 +399,7 @@ var undoRules = func() *breaker.Rules {
 }()
 
 const (
-	// undoMemory is how long an unused breaker of UndoClass is kept.
+	// undoMemory is how long an unused breaker of undoClass is kept.
 	undoMemory = time.Hour
 	// maxUndoBreakers bounds their number. A removed address that is still in use gets a
 	// new, closed breaker.
@@ -412,7 +412,7 @@ const (
 func (m *Member) UndoBreaker(address string) *breaker.Breaker {
 	m.pool.noteUndo(address)
 	m.pool.forgetUnused()
-	return m.pool.registry.Get(breaker.Key{Upstream: address, Class: UndoClass}, undoRules)
+	return m.pool.registry.Get(breaker.Key{Upstream: address, Class: undoClass}, undoRules)
 }
 
 // noteUndo notes a use of the breaker of address.
@@ -422,7 +422,7 @@ func (p *pool) noteUndo(address string) {
 	p.undoUsed[address] = time.Now()
 }
 
-// forgetUnused forgets the breakers of UndoClass that were not used for undoMemory, and the
+// forgetUnused forgets the breakers of undoClass that were not used for undoMemory, and the
 // least recently used one if there are too many. Those with a mode set by an operator stay.
 func (p *pool) forgetUnused() {
 	p.mu.Lock()
@@ -436,7 +436,7 @@ func (p *pool) forgetUnused() {
 	}
 	set := map[string]bool{}
 	for _, s := range p.registry.Status() {
-		set[s.Key.Upstream] = set[s.Key.Upstream] || s.Key.Class == UndoClass && s.Mode != breaker.Auto
+		set[s.Key.Upstream] = set[s.Key.Upstream] || s.Key.Class == undoClass && s.Mode != breaker.Auto
 	}
 	oldest := ""
 	p.mu.Lock()
@@ -485,7 +485,7 @@ type Circuit struct {
 	Downstream string `json:"downstream_agent"`
 	// Upstream is the upstream's address.
 	Upstream string `json:"upstream"`
-	// Class is undo for servers that the gateway itself calls (UndoClass).
+	// Class is undo for servers that the gateway itself calls (undoClass).
 	Class string `json:"class,omitempty"`
 	breaker.Status
 	// Window is the length of the window, in seconds.

@@ -1,10 +1,13 @@
 package proxy
 
 import (
+	"cmp"
 	"context"
 	"net"
 	"net/http"
 	"time"
+
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
@@ -34,6 +37,13 @@ func ShortenProbes(t *Transport, lease time.Duration) (err error) {
 func (s *Settings) Validate() error {
 	_, err := s.checkAll()
 	return err
+}
+
+// ParseBreaker reads the option breaker of a transport.
+func ParseBreaker(d *caddyfile.Dispenser) (Settings, error) {
+	t := new(Transport)
+	err := Options().Read(d, "transport agent_guard", t, map[string]caddyfile.Segment{})
+	return *cmp.Or(t.Breaker, new(Settings)), err
 }
 
 // VerifyWith lets t verify tokens in answers with verify.
@@ -74,7 +84,10 @@ const (
 )
 
 // What tests see of the surface that only this package uses.
-const DefaultKeepaliveGuarded = defaultKeepaliveGuarded
+const (
+	DefaultKeepaliveGuarded = defaultKeepaliveGuarded
+	UndoClass               = undoClass
+)
 
 var (
 	IsGRPC     = isGRPC

@@ -102,7 +102,7 @@ func (m *Member) Answered() map[string]uint64 {
 // keysOf are the keys of the breakers that stand before a downstream: an identity, or an address.
 func (m *Member) keysOf(downstream string) (keys []breaker.Key) {
 	for _, s := range m.pool.registry.Status() {
-		if s.Key.Class != UndoClass && (s.Key.Upstream == downstream || m.Downstream(s.Key.Upstream) == downstream) {
+		if s.Key.Class != undoClass && (s.Key.Upstream == downstream || m.Downstream(s.Key.Upstream) == downstream) {
 			keys = append(keys, s.Key)
 		}
 	}

@@ -3,15 +3,12 @@ package proxy
 import (
 	"errors"
 	"fmt"
-	"math"
 	"net/http"
 	"net/url"
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
-	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
@@ -112,8 +109,8 @@ func (s *Settings) check() (*checkedSettings, error) {
 		c.statuses = []int{5}
 	}
 	for _, code := range c.statuses {
-		if code < 2 || code > 599 || code > 5 && code < 200 {
-			return nil, fmt.Errorf("failure: %d is no final status; use 200 to 599, or a class from 2 to 5", code)
+		if err := option.CheckStatus(code); err != nil {
+			return nil, fmt.Errorf("failure: %w", err)
 		}
 		if code == 4 || provoked(code) {
 			word := map[bool]string{true: "4xx", false: strconv.Itoa(code)}[code == 4]
@@ -151,7 +148,7 @@ func (c *Circuits) failedStatus(status int) bool {
 	return !provoked(status) && (slices.Contains(c.checked.statuses, status) || slices.Contains(c.checked.statuses, status/100))
 }
 
-// UnmarshalCaddyfile reads
+// parseBreaker reads
 //
 //	breaker off
 //	breaker {
@@ -171,161 +168,121 @@ func (c *Circuits) failedStatus(status int) bool {
 //	}
 //
 // in_band and downstream may be given several times. Statuses are like 503, or 5xx for a class.
-// Errors name the option and its line.
-func (s *Settings) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
-	if d.Val() != "breaker" { // else the caller has consumed it
-		d.Next()
+func parseBreaker(d *caddyfile.Dispenser, t *Transport) error {
+	if t.Breaker != nil {
+		return errors.New("breaker is given twice")
 	}
+	s := new(Settings)
+	t.Breaker = s
 	if d.NextArg() {
 		if d.Val() != "off" {
-			return d.Errf("breaker: %q is unknown; write off, or a block", d.Val())
+			return fmt.Errorf("%q is unknown; write off, or a block", d.Val())
 		}
 		s.Off = true
-		if d.NextArg() {
-			return d.ArgErr()
+		if d.CountRemainingArgs() == 0 && d.NextBlock(d.Nesting()) {
+			return errors.New("it is off; leave the block out")
 		}
-		if d.NextBlock(d.Nesting()) {
-			return d.Err("breaker: it is off; leave the block out")
-		}
+		return nil
 	}
-	err := breakerOptions.Read(d, "breaker", s, map[string]caddyfile.Segment{}, func() error {
-		_, err := s.check()
-		return err
-	})
-	switch {
-	case err == nil:
-		if _, err = s.checkAll(); err != nil {
-			err = breakerError(s, err)
-		}
-	case !strings.HasPrefix(err.Error(), "breaker "): // such an error names the block already
-		err = fmt.Errorf("breaker: %w", err)
+	err := breakerOptions().Read(d, "breaker", s, map[string]caddyfile.Segment{})
+	if err == nil {
+		_, err = s.checkAll()
+		err = s.place(err)
 	}
 	return err
 }
 
-var breakerOptions = option.Set[*Settings]{
-	"window": {Usage: "<duration>", Parse: args(1, 1, func(s *Settings, a []string) error {
-		return parseDuration(a[0], &s.Window)
-	})},
-	"threshold": {Usage: "<percent>", Parse: args(1, 1, func(s *Settings, a []string) error {
-		return parsePercent(a[0], &s.Threshold)
-	})},
-	"min_volume": {Usage: "<number>", Parse: args(1, 1, func(s *Settings, a []string) error {
-		return parseCount(a[0], &s.MinVolume)
-	})},
-	"consecutive": {Usage: "<number>", Parse: args(1, 1, func(s *Settings, a []string) error {
-		return parseCount(a[0], &s.Consecutive)
-	})},
-	"slow": {Usage: "<duration> [<percent>]", Parse: args(1, 2, func(s *Settings, a []string) error {
-		if len(a) == 2 {
-			if err := parsePercent(a[1], &s.SlowThreshold); err != nil {
-				return err
+func breakerOptions() option.Set[*Settings] {
+	all := option.Set[*Settings]{
+		"window":      option.Value("<duration>", func(s *Settings) *jsontime.Duration { return &s.Window }, option.ParseDuration),
+		"threshold":   option.Value("<percent>", func(s *Settings) *float64 { return &s.Threshold }, parsePercent),
+		"min_volume":  option.Value("<number>", func(s *Settings) *int { return &s.MinVolume }, option.ParseCount),
+		"consecutive": option.Value("<number>", func(s *Settings) *int { return &s.Consecutive }, option.ParseCount),
+		"slow": {Usage: "<duration> [<percent>]", Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+			err := option.ParseDuration(d, &s.SlowCall)
+			if err == nil && d.CountRemainingArgs() > 0 {
+				err = parsePercent(d, &s.SlowThreshold)
 			}
-		}
-		return parseDuration(a[0], &s.SlowCall)
-	})},
-	"cooldown": {Usage: "<base> [<longest>]", Parse: args(1, 2, func(s *Settings, a []string) error {
-		if len(a) == 2 {
-			if err := parseDuration(a[1], &s.MaxCooldown); err != nil {
-				return err
+			return err
+		}},
+		"cooldown": {Usage: "<base> [<longest>]", Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+			err := option.ParseDuration(d, &s.Cooldown)
+			if err == nil && d.CountRemainingArgs() > 0 {
+				err = option.ParseDuration(d, &s.MaxCooldown)
 			}
-		}
-		return parseDuration(a[0], &s.Cooldown)
-	})},
-	"probe_scope": {Usage: "node|fleet", Parse: args(1, 1, func(s *Settings, a []string) error {
-		s.ProbeScope = a[0]
-		return nil
-	})},
-	"failure": {Usage: "<statuses...>", Parse: args(1, math.MaxInt, func(s *Settings, a []string) error {
-		for _, word := range a {
-			digits, class := strings.CutSuffix(word, "xx")
-			code, err := strconv.Atoi(digits)
-			if err != nil || len(word) != 3 || class != (code < 10) {
-				return fmt.Errorf("%q is no final status; use 200 to 599, or a class from 2xx to 5xx", word)
+			return err
+		}},
+		"probe_scope": {Usage: "node|fleet", Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+			if !d.Args(&s.ProbeScope) {
+				return option.ErrSyntax
 			}
-			s.FailureStatus = append(s.FailureStatus, code)
-		}
-		return nil
-	})},
-	"in_band": {Several: true, Usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error",
-		Parse: args(1, 3, parseInBand)},
-	"downstream": {Several: true, Usage: "<address> <uri>", Parse: args(2, 2, func(s *Settings, a []string) error {
-		if _, twice := s.Downstream[a[0]]; twice {
-			return fmt.Errorf("%s is named twice", a[0])
-		}
-		if s.Downstream == nil {
-			s.Downstream = map[string]string{}
-		}
-		s.Downstream[a[0]] = a[1]
-		return nil
-	})},
-	"verify_probe": {Parse: func(d *caddyfile.Dispenser, s *Settings) error {
-		s.VerifyProbe = true
-		// The rest of what it needs is found at the end of the block, or at load.
-		s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
-		return nil
-	}},
-}
-
-// args parses an option with least to most arguments.
-func args(least, most int, parse func(*Settings, []string) error) func(*caddyfile.Dispenser, *Settings) error {
-	return func(d *caddyfile.Dispenser, s *Settings) error {
-		all := d.RemainingArgs()
-		if len(all) < least || len(all) > most {
-			return option.ErrSyntax
-		}
-		return parse(s, all)
+			return nil
+		}},
+		"failure": {Usage: "<statuses...>", Parse: func(d *caddyfile.Dispenser, s *Settings) (err error) {
+			if s.FailureStatus, err = option.ParseStatuses(d.RemainingArgs()); err == nil && s.FailureStatus == nil {
+				err = option.ErrSyntax
+			}
+			return err
+		}},
+		"in_band": {Several: true, Usage: "json <pointer> [<value>] | header <field> [<value>] | sse_error", Parse: parseInBand},
+		"downstream": {Several: true, Usage: "<address> <uri>", Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+			var address, identity string
+			if !d.Args(&address, &identity) {
+				return option.ErrSyntax
+			}
+			if _, twice := s.Downstream[address]; twice {
+				return fmt.Errorf("%s is named twice", address)
+			}
+			if s.Downstream == nil {
+				s.Downstream = map[string]string{}
+			}
+			s.Downstream[address] = identity
+			return nil
+		}},
+		"verify_probe": {Parse: func(d *caddyfile.Dispenser, s *Settings) error {
+			s.VerifyProbe = true
+			// The rest of what it needs is found at the end of the block, or at load.
+			s.WrittenAt = strings.TrimPrefix(d.WrapErr(errors.New("")).Error(), ", at ")
+			return nil
+		}},
 	}
+	for name, opt := range all { // each is checked at its own line
+		opt.NamesItself, opt.Check = true, func(s *Settings) error {
+			_, err := s.check()
+			return err
+		}
+		all[name] = opt
+	}
+	return all
 }
 
-func parseInBand(s *Settings, a []string) error {
+func parseInBand(d *caddyfile.Dispenser, s *Settings) error {
 	var b InBand
-	switch {
+	switch a := d.RemainingArgs(); {
+	case len(a) == 0 || len(a) > 3:
+		return option.ErrSyntax
 	case a[0] == "sse_error" && len(a) == 1:
 		b.SSEError = true
 	case a[0] == "json" && len(a) > 1:
-		b.JSON = a[1]
+		b.JSON, b.Value = a[1], strings.Join(a[2:], "")
 	case a[0] == "header" && len(a) > 1:
-		b.Header = a[1]
+		b.Header, b.Value = a[1], strings.Join(a[2:], "")
 	default:
 		return fmt.Errorf("%q is unknown; use json <pointer> [<value>], header <field> [<value>] or sse_error", strings.Join(a, " "))
-	}
-	if len(a) == 3 {
-		b.Value = a[2]
 	}
 	s.InBand = append(s.InBand, b)
 	return nil
 }
 
-func parseDuration(text string, into *jsontime.Duration) error {
-	v, err := caddy.ParseDuration(text)
-	if err != nil || v <= 0 {
-		return fmt.Errorf("%q is no positive duration (like 500ms, 30s or 5m)", text)
+func parsePercent(d *caddyfile.Dispenser, into *float64) error {
+	if !d.NextArg() {
+		return option.ErrSyntax
 	}
-	if v > 24*time.Hour {
-		return fmt.Errorf("%q is too long; it must be at most 24h", text)
-	}
-	*into = jsontime.Duration(v)
-	return nil
-}
-
-func parsePercent(text string, into *float64) error {
-	number, ok := strings.CutSuffix(text, "%")
+	number, ok := strings.CutSuffix(d.Val(), "%")
 	v, err := strconv.ParseFloat(number, 64)
 	if !ok || err != nil || !(v > 0 && v < 100) {
-		return fmt.Errorf("%q is no share (like 50%%) above 0%% and below 100%%", text)
+		return fmt.Errorf("%q is no share (like 50%%) above 0%% and below 100%%", d.Val())
 	}
 	*into = v / 100
 	return nil
 }
-
-func parseCount(text string, into *int) error {
-	n, err := strconv.Atoi(text)
-	if err != nil || n < 1 {
-		return fmt.Errorf("%q is no count (like 10); it must be at least 1", text)
-	}
-	*into = n
-	return nil
-}
-
-var _ caddyfile.Unmarshaler = (*Settings)(nil)

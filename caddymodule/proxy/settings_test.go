@@ -19,8 +19,9 @@ import (
 )
 
 func parse(text string) (proxy.Settings, error) {
-	var s proxy.Settings
-	return s, s.UnmarshalCaddyfile(caddyfile.NewTestDispenser(text))
+	d := caddyfile.NewTestDispenser("transport { " + text + "\n}")
+	d.Next()
+	return proxy.ParseBreaker(d)
 }
 
 // Every option of the block, as JSON.
@@ -63,16 +64,16 @@ func TestCaddyfile(t *testing.T) {
 // An error names the option, what is wrong, what would be right, and the line.
 func TestCaddyfileErrors(t *testing.T) {
 	for line, want := range map[string]string{
-		"window 0s":                              `breaker: window: "0s" is no positive duration (like 500ms, 30s or 5m), at Testfile:2`,
+		"window 0s":                              `breaker: window: "0s" is no time at all; it must be positive, at Testfile:2`,
 		"window 2h":                              "breaker: window is 2h0m0s; it has to be from 1s to 1h, at Testfile:2",
 		"threshold 50":                           `breaker: threshold: "50" is no share (like 50%) above 0% and below 100%`,
 		"threshold 100%":                         `"100%" is no share`,
-		"min_volume none":                        `breaker: min_volume: "none" is no count (like 10); it must be at least 1`,
-		"slow 1s 2s 3s":                          "breaker: slow: wrong number of arguments; the syntax is `slow <duration> [<percent>]`",
+		"min_volume none":                        `breaker: min_volume: "none" is no count (like 100); it must be at least 1`,
+		"slow 1s 20% 3s":                         "breaker: slow: wrong number of arguments; the syntax is `slow <duration> [<percent>]`",
 		"cooldown 30s 10s":                       "breaker: cooldown (longest) is 10s; it has to be no shorter than cooldown, at most 24h",
-		"cooldown 25h":                           `"25h" is too long; it must be at most 24h`,
+		"cooldown 25h":                           "breaker: cooldown (longest) is 25h0m0s; it has to be no shorter than cooldown, at most 24h, at Testfile:2",
 		"failure 5x":                             `"5x" is no final status; use 200 to 599, or a class from 2xx to 5xx`,
-		"failure 199":                            "failure: 199 is no final status; use 200 to 599, or a class from 2 to 5",
+		"failure 199":                            `failure: "199" is no final status; use 200 to 599, or a class from 2xx to 5xx`,
 		"failure 5xx\nfailure 404":               "breaker: failure stands twice; it stands on line 2 already, at Testfile:3",
 		"failure 5xx 501":                        "breaker: failure: 501 never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
 		"failure 404":                            "breaker: failure: 404 never counts, since any caller can provoke it; use other statuses of 5xx, at Testfile:2",
@@ -251,6 +252,14 @@ func TestTransportCaddyfile(t *testing.T) {
 				tls_server_name "example.com"
 			}
 		}`, `{"dial_timeout":1000000000,"keep_alive":{"idle_timeout":5000000000},"keepalive_guarded":1000000000,"protocol":"agent_guard","tls":{"ca":{"provider":"inline","trusted_ca_certs":["AAAA"]},"server_name":"example.com"}}`},
+		{"an empty block", `reverse_proxy localhost:9001 {
+			transport agent_guard {
+				dial_timeout 1s
+				breaker {
+				}
+				keepalive_guarded 1s
+			}
+		}`, `{"breaker":{},"dial_timeout":1000000000,"keepalive_guarded":1000000000,"protocol":"agent_guard"}`},
 		{"https address", `reverse_proxy https://example.com {
 			transport agent_guard {
 				keepalive_guarded 1s
@@ -296,10 +305,12 @@ func TestTransportCaddyfileErrors(t *testing.T) {
 	tests := []struct{ lines, want string }{
 		{"keepalive_guarded", "Caddyfile:5"},
 		{"keepalive_guarded 1s 2s", "Caddyfile:5"},
-		{"keepalive_guarded soon", "keepalive_guarded must be off or a positive duration, not 'soon', at Caddyfile:5"},
-		{"keepalive_guarded -1s", "keepalive_guarded must be off or a positive duration, not '-1s', at Caddyfile:5"},
-		{"keepalive_guarded 1s\nkeepalive_guarded 2s", "keepalive_guarded is given twice, at Caddyfile:6"},
+		{"keepalive_guarded soon", `keepalive_guarded: "soon" is no duration (like 30s, 5m, 24h or 7d), at Caddyfile:5`},
+		{"keepalive_guarded -1s", "keepalive_guarded: -1s is negative; it must be positive, at Caddyfile:5"},
+		{"keepalive_guarded 1s\nkeepalive_guarded 2s", "keepalive_guarded stands twice; it stands on line 5 already, at Caddyfile:6"},
 		{"keepalive_guarded 1s\nread_buffer 4k\nno_such_option", "unrecognized subdirective no_such_option, at Caddyfile:7"},
+		{"dial_timeout 1s\nkeepalive_guard 1s", `unrecognized subdirective keepalive_guard; did you mean "keepalive_guarded"?, at Caddyfile:6`},
+		{"breaker\nno_such_option", "unrecognized subdirective no_such_option, at Caddyfile:6"},
 		{"keepalive_guarded 1s\ndial_timeout soon", "bad timeout value 'soon'"},
 	}
 	for _, tt := range tests {

@@ -34,6 +34,7 @@ import (
 	"golang.org/x/net/http2"
 
 	"github.com/agent-guard/caddy-agent-guard/breaker"
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -101,6 +102,12 @@ func (Transport) CaddyModule() caddy.ModuleInfo {
 			return &Transport{HTTPTransport: new(reverseproxy.HTTPTransport)}
 		},
 	}
+}
+
+// UnmarshalJSON implements json.Unmarshaler. Errors have the path of the member.
+func (t *Transport) UnmarshalJSON(text []byte) error {
+	type plain Transport
+	return option.DecodeJSON(text, (*plain)(t))
 }
 
 // Provision sets up the embedded transport, its counting twin and the breakers.
@@ -245,25 +252,25 @@ func (t *Transport) openCircuits(ctx caddy.Context) error {
 	}
 	if settings.VerifyProbe {
 		if err := t.openIdentities(ctx); err != nil {
-			return breakerError(&settings, err)
+			return fmt.Errorf("breaker: %w", settings.place(err))
 		}
 	}
 	t.states = &recordedStates{app: func() (any, error) { return ctx.AppIfConfigured("agent_guard") }}
 	opened, err := Open(settings, upstreams, more)
 	if err != nil {
-		return breakerError(&settings, err)
+		return fmt.Errorf("breaker: %w", settings.place(err))
 	}
 	t.circuits = opened
 	t.inBand.json, t.inBand.events = opened.inspectedBodies()
 	return nil
 }
 
-// breakerError adds the place of the option breaker to an error, if known.
-func breakerError(settings *Settings, err error) error {
-	if settings.WrittenAt == "" {
-		return fmt.Errorf("breaker: %w", err)
+// place adds the place of the settings to an error, if known.
+func (s *Settings) place(err error) error {
+	if err == nil || s.WrittenAt == "" {
+		return err
 	}
-	return fmt.Errorf("breaker: %w, at %s", err, settings.WrittenAt)
+	return fmt.Errorf("%w, at %s", err, s.WrittenAt)
 }
 
 // guardApp is what the transport needs of the app agent_guard, whose package imports this
@@ -565,55 +572,17 @@ func (t *Transport) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	if d.CountRemainingArgs() > 0 {
 		return d.ArgErr()
 	}
-	ours := map[string]func(*Transport, *caddyfile.Dispenser) error{"breaker": parseBreaker, "keepalive_guarded": parseKeepaliveGuarded}
-	for nesting := d.Nesting(); d.NextBlock(nesting); {
-		name := d.Val()
-		segment := d.NextSegment()
-		parse, ok := ours[name]
-		if !ok {
-			continue
-		}
-		inner := caddyfile.NewDispenser(segment)
-		inner.Next()
-		if err := parse(t, inner); err != nil {
-			return err
-		}
-		d.DeleteN(len(segment))
-	}
-	// The rest is the block of transport http, with its line numbers for errors.
-	d.Reset()
-	return t.HTTPTransport.UnmarshalCaddyfile(d)
+	at := map[string]caddyfile.Segment{}
+	return Options().ReadBeside(d, "transport agent_guard", t, at, t.HTTPTransport.UnmarshalCaddyfile)
 }
 
-func parseBreaker(t *Transport, d *caddyfile.Dispenser) error {
-	if t.Breaker != nil {
-		return d.Errf("%s is given twice", d.Val())
+// Options are the options of the transport that Caddy's own does not have.
+func Options() option.Set[*Transport] {
+	return option.Set[*Transport]{
+		"breaker": {Several: true, NamesItself: true, Usage: "off | { ... }", Parse: parseBreaker},
+		"keepalive_guarded": option.Value("off | <duration>", func(t *Transport) *caddy.Duration { return &t.KeepaliveGuarded },
+			option.OrOff(option.ParseDuration[caddy.Duration])),
 	}
-	t.Breaker = new(Settings)
-	return t.Breaker.UnmarshalCaddyfile(d)
-}
-
-func parseKeepaliveGuarded(t *Transport, d *caddyfile.Dispenser) error {
-	name := d.Val()
-	if t.KeepaliveGuarded != 0 {
-		return d.Errf("%s is given twice", name)
-	}
-	if !d.NextArg() {
-		return d.ArgErr()
-	}
-	if d.Val() == "off" {
-		t.KeepaliveGuarded = -1
-	} else {
-		limit, err := caddy.ParseDuration(d.Val())
-		if err != nil || limit <= 0 {
-			return d.Errf("%s must be off or a positive duration, not '%s'", name, d.Val())
-		}
-		t.KeepaliveGuarded = caddy.Duration(limit)
-	}
-	if d.NextArg() {
-		return d.ArgErr()
-	}
-	return nil
 }
 
 var _ caddyfile.Unmarshaler = (*Transport)(nil)

@@ -8,7 +8,8 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule"
+	"github.com/caddyserver/caddy/v2"
+
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 )
 
@@ -17,7 +18,11 @@ func operator(t *testing.T, method, path, body string, answer any) {
 	t.Helper()
 	w := httptest.NewRecorder()
 	req := httptest.NewRequest(method, "/agent_guard/"+path, strings.NewReader(body))
-	if err := (caddymodule.AdminAPI{}).Routes()[0].Handler.ServeHTTP(w, req); err != nil {
+	module, err := caddy.GetModule("admin.api.agent_guard")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := module.New().(caddy.AdminRouter).Routes()[0].Handler.ServeHTTP(w, req); err != nil {
 		t.Fatalf("%s: %v", path, err)
 	}
 	if err := json.Unmarshal(w.Body.Bytes(), answer); err != nil {

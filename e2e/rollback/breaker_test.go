@@ -20,7 +20,7 @@ func ownCircuit(t *testing.T, address string) breaker.Status {
 	m := proxy.Join()
 	defer m.Leave()
 	for _, s := range m.Status() {
-		if s.Key == (breaker.Key{Upstream: address, Class: proxy.UndoClass}) {
+		if s.Key == (breaker.Key{Upstream: address, Class: "undo"}) {
 			return s
 		}
 	}
@@ -31,7 +31,7 @@ func forceOwn(t *testing.T, address string, mode breaker.Mode) {
 	t.Helper()
 	m := proxy.Join()
 	defer m.Leave()
-	if !m.SetMode(breaker.Key{Upstream: address, Class: proxy.UndoClass}, mode) {
+	if !m.SetMode(breaker.Key{Upstream: address, Class: "undo"}, mode) {
 		t.Fatalf("%s has no breaker", address)
 	}
 }

@@ -17,7 +17,7 @@ import (
 // While the window is open, no call begins, and a retry gets the answer of the call that has run.
 func Example() {
 	ctx, st, window := context.Background(), memory.New(memory.Options{}), new(feature.Maintenance)
-	engine, err := guard.OpenEngine(ctx, st, seal.Generate())
+	engine, _, err := guard.OpenEngine(ctx, st, seal.Generate(), nil)
 	if err != nil {
 		panic(err)
 	}

@@ -10,7 +10,10 @@ import (
 
 // What the tests look into.
 
-var CallerName = callerName
+var (
+	CallerName    = callerName
+	ErrNoIdentity = errNoIdentity
+)
 
 func (e *Evidence) IndexIDs(event *ledger.Event) []string { return e.indexIDs(event) }
 

@@ -17,9 +17,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// ErrNoIdentity says that the gateway has no identity, and so neither reads nor writes a
+// errNoIdentity says that the gateway has no identity, and so neither reads nor writes a
 // ledger.
-var ErrNoIdentity = errors.New("rollbacks: without `identity` there is no ledger to read a workflow from or record a rollback in")
+var errNoIdentity = errors.New("rollbacks: without `identity` there is no ledger to read a workflow from or record a rollback in")
 
 // Recorder has what a configuration needs to record rollbacks.
 type Recorder struct {
@@ -48,7 +48,7 @@ type RollbackLedgerOptions struct {
 
 // rollbackLedger is the rollback.Ledger of the coordinator. It returns verified and complete
 // data, or an error: checkpoint.ErrTampered if an entry or the tree was altered, or
-// ErrNoIdentity. It is safe for concurrent use.
+// errNoIdentity. It is safe for concurrent use.
 type rollbackLedger struct {
 	o     RollbackLedgerOptions
 	known parentCache
@@ -66,7 +66,7 @@ func NewRollbackLedger(o RollbackLedgerOptions) rollback.Ledger {
 func (l *rollbackLedger) recorder() (*Recorder, error) {
 	rec, ok := l.o.Recorder()
 	if !ok {
-		return nil, ErrNoIdentity
+		return nil, errNoIdentity
 	}
 	return &rec, nil
 }

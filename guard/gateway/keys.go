@@ -48,9 +48,25 @@ func (s KeySource) read(log *slog.Logger) (*seal.Ring, error) {
 	return ring, err
 }
 
-// Load reads the key ring of a store, which errors call name. It creates one only for a store that was never used: a
+// Open opens the engine of a store, which errors call name, with the keys of a configuration: see guard.OpenEngine.
+func Open(
+	ctx context.Context, st store.Store, from KeySource, name string, log *slog.Logger,
+) (_ *Keys, recovered execution.Recovery, _ error) {
+	ring, err := from.load(ctx, st, name, log)
+	if err != nil {
+		return nil, recovered, fmt.Errorf("%w: %w", guard.ErrKeys, err)
+	}
+	engine, recovered, err := guard.OpenEngine(ctx, st, ring, log)
+	if err != nil {
+		return nil, recovered, fmt.Errorf("agent_guard: store %s: %w", name, err)
+	}
+	log.Info("store open", "path", name)
+	return &Keys{Engine: engine, Ring: ring, Name: name}, recovered, nil
+}
+
+// load reads the key ring of a store, which errors call name. It creates one only for a store that was never used: a
 // lost key must not look like an empty store.
-func (s KeySource) Load(ctx context.Context, st store.Store, name string, log *slog.Logger) (*seal.Ring, error) {
+func (s KeySource) load(ctx context.Context, st store.Store, name string, log *slog.Logger) (*seal.Ring, error) {
 	ring, err := s.read(log)
 	if !errors.Is(err, fs.ErrNotExist) {
 		return ring, err
@@ -74,7 +90,7 @@ func (s KeySource) Load(ctx context.Context, st store.Store, name string, log *s
 }
 
 // Keys are the sealing keys of an open store: Keys adopts those of each configuration, makes new ones, and seals anew
-// with the newest key. Set the exported fields before Start.
+// with the newest key. Open makes them; set the other exported fields before Start.
 type Keys struct {
 	Engine *guard.Engine
 	Ring   *seal.Ring

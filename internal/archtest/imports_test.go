@@ -56,7 +56,7 @@ var layers = []layer{
 	// The ledger stands on the storage contract and on nothing else of the guard.
 	{part: "ect/ledger!", may: []string{"ect", "guard/store!"}, tests: []string{"guard/store", "guard/seal!", "internal"}},
 	{part: "ect", may: []string{"ect", "internal/durable", "internal/jsonx"}, tests: []string{"internal"}},
-	{part: "caddymodule/option!", may: []string{"internal/suggest"}},
+	{part: "caddymodule/option!", may: []string{"internal/jsonx", "internal/suggest"}},
 	{part: "caddymodule", may: []string{"caddymodule", "guard", "breaker", "ect", "internal/durable", "internal/jsonx"}, tests: []string{".!", "internal"}},
 	{part: ".!", may: []string{"caddymodule!"}, tests: []string{"internal"}},
 	{part: "cmd", may: []string{".!", "caddymodule"}, tests: []string{"internal"}},

@@ -73,12 +73,12 @@ var mutations = []mutation{
 	},
 	{
 		id: "A-checkpoint-placement-policy-c", file: "guard/call.go",
-		old: "	if x.policy != nil {\n		batch, err", now: "	if x.policy != nil && x.r.Method != \"PUT\" && x.r.Method != \"DELETE\" {\n		batch, err",
+		old: "	if err == nil && x.policy != nil {\n		batch, err", now: "	if err == nil && x.policy != nil && x.r.Method != \"PUT\" && x.r.Method != \"DELETE\" {\n		batch, err",
 		breaks: "PUT and DELETE have no checkpoint", tests: []string{"TestGuardedMethodsHaveCheckpoints"},
 	},
 	{
 		id: "A-checkpoint-placement-policy-d", file: "guard/call.go",
-		old: "	if x.policy != nil {\n		batch, err", now: "	if x.policy != nil && x.r.Method != \"PATCH\" {\n		batch, err",
+		old: "	if err == nil && x.policy != nil {\n		batch, err", now: "	if err == nil && x.policy != nil && x.r.Method != \"PATCH\" {\n		batch, err",
 		breaks: "PATCH has no checkpoint", tests: []string{"TestGuardedMethodsHaveCheckpoints"},
 	},
 	{
