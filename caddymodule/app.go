@@ -625,7 +625,7 @@ func (a *App) openEngine() (*engine, error) {
 	e.recorder.begin()
 	e.cascades.Start()
 	e.boundaries.begin()
-	e.escalations.adopt(a.HITL)
+	e.adoptHITL(a.HITL)
 	e.reportRecovered()
 	e.settleFenced()
 	a.opened.Store(true)

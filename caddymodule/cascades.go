@@ -70,7 +70,7 @@ func (e *engine) startCascades(ctx context.Context) error {
 		return err
 	}
 	e.cascades, err = cascades.Open(ctx, cascades.Options{
-		Store: e.calls.Store, Sealer: e.keys.Ring, Escalations: e.escalations.store, Settings: settings, KeepTokens: guard.KeepCircuitTokens,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Escalations: e.calls.Escalations, Settings: settings, KeepTokens: guard.KeepCircuitTokens,
 		Log: slogOf(e.logger), Emit: func(data map[string]any) { e.emit(eventCascade, data) },
 		Recorder: e.evidenceRecorder,
 		Circuits: cascades.Circuits{

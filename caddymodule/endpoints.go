@@ -97,7 +97,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		},
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
 		Cascades: cascadesFor(h, e, policy),
-		Escalations: &api.Escalations{Store: e.escalations.store, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
+		Escalations: &api.Escalations{Store: e.calls.Escalations, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
 			who, _, err := h.escalationReader(e, policy, r, body)
 			return who, err
 		}, Coordinator: func(r *http.Request, body []byte) (string, string, error) { return h.holder(policy, r, body) }},
@@ -106,7 +106,7 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 		return g, nil
 	}
 	g.Ledger = policy.graph(e)
-	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.escalations.store.Reaching
+	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.calls.Escalations.Reaching
 	g.Ledger.Plans, g.Ledger.CanUndo, g.Ledger.Ends = h.app.plans, h.app.canUndo, h.app.ctx
 	g.Ledger.MayPut = func(r *http.Request, puts bool) (*api.MayPut, error) {
 		who, token, err := h.readerOf(e, policy, r, puts)
@@ -802,7 +802,7 @@ func (b storeView) RotateIdentity(stolen bool) error {
 	return err
 }
 
-func (b storeView) Escalations() *hitl.Store { return b.e.escalations.store }
+func (b storeView) Escalations() *hitl.Store { return b.e.calls.Escalations }
 
 func (b storeView) Plans() *plan.Store { return b.e.calls.Plans }
 
@@ -834,7 +834,7 @@ func (b storeView) Workflows() *api.Ledger {
 		return nil
 	}
 	all := policy.graph(b.e)
-	all.Plans, all.Ends, all.Reaching = latest.plans, latest.ctx, b.e.escalations.store.Reaching
+	all.Plans, all.Ends, all.Reaching = latest.plans, latest.ctx, b.e.calls.Escalations.Reaching
 	return all
 }
 

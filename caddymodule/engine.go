@@ -49,7 +49,7 @@ type engine struct {
 	giveBack   func()          // release, for calls
 	places     places          // upstreams of undos
 
-	escalations escalating
+	escalations job // sends them
 
 	opener        StoreOpener  // opened the store
 	counts        *storeCounts // held until the engine is closed
@@ -484,7 +484,7 @@ func (e *engine) doubts() *doubtReport {
 			escalations, waiting := e.countEscalations()
 			within, cancel := context.WithTimeout(context.Background(), stateWithin)
 			defer cancel()
-			unconfirmed, err := e.escalations.store.Unconfirmed(within)
+			unconfirmed, err := e.calls.Escalations.Unconfirmed(within)
 			if err != nil {
 				unconfirmed = nil // they could not be counted
 			}
@@ -604,7 +604,7 @@ func (e *engine) startKeys(ctx context.Context) {
 		{Name: "the states of the circuit breakers", Reseal: e.breakers.Reseal, Spare: true},
 		{Name: "the cascades", Reseal: e.cascades.Reseal, Spare: true},
 		{Name: "the escalations", Reseal: func(ctx context.Context) error {
-			_, err := e.escalations.store.Reseal(ctx)
+			_, err := e.calls.Escalations.Reseal(ctx)
 			return err
 		}, Damaged: hitl.ErrUnreadable},
 	}

@@ -74,7 +74,7 @@ func until(t *testing.T, e *engine, id string, state hitl.State) hitl.Escalation
 	t.Helper()
 	end := time.Now().Add(patience)
 	for {
-		esc, err := e.escalations.store.Get(t.Context(), id)
+		esc, err := e.calls.Escalations.Get(t.Context(), id)
 		if err == nil && esc.State == state {
 			return esc
 		}
@@ -87,7 +87,7 @@ func until(t *testing.T, e *engine, id string, state hitl.State) hitl.Escalation
 
 func escalate(t *testing.T, e *engine, key string) hitl.Escalation {
 	t.Helper()
-	esc, err := e.escalations.store.Open(t.Context(), hitl.Opening{
+	esc, err := e.calls.Escalations.Open(t.Context(), hitl.Opening{
 		Key: key, Level: hitl.Stop, Cause: hitl.CauseRollbackFailed, Summary: "about " + key, Workflow: "w",
 	})
 	if err != nil {
@@ -112,7 +112,7 @@ func TestUpstreamThatDoesNotComeBackIsEscalated(t *testing.T) {
 	if got := h.wait(t); got != "The upstream a:1 does not come back: 3 probes in a row have failed, the last one with: status 503." {
 		t.Errorf("%q", got)
 	}
-	page, err := e.escalations.store.List(t.Context(), hitl.Filter{}, "", 10)
+	page, err := e.calls.Escalations.List(t.Context(), hitl.Filter{}, "", 10)
 	if err != nil || len(page.Escalations) != 1 {
 		t.Fatalf("%+v, %v", page, err)
 	}
@@ -202,7 +202,7 @@ func TestEscalationsAreSealedAnew(t *testing.T) {
 	e := started(t, t.TempDir(), "").held
 	esc := until(t, e, escalate(t, e, "a").ID, hitl.Notified)
 	resealed(t, e, rotateKeys(t, e))
-	if n, err := e.escalations.store.Reseal(t.Context()); err != nil || n != 0 {
+	if n, err := e.calls.Escalations.Reseal(t.Context()); err != nil || n != 0 {
 		t.Errorf("%d escalations are left under the older key, %v", n, err)
 	}
 	until(t, e, esc.ID, hitl.Notified)

@@ -425,35 +425,27 @@ func webhookOptions() option.Set[*App] {
 	}
 }
 
-// escalating has the engine's store of escalations and the dispatcher that sends them to
-// the receiver of the latest configuration. Both live as long as the engine, over reloads.
-type escalating struct {
-	job   // of the dispatcher, which resumes after a restart
-	store *hitl.Store
-}
-
-// startEscalations makes the dispatcher.
+// startEscalations makes the dispatcher, which sends escalations to the receiver of the latest configuration. It lives as
+// long as the engine, over reloads, and resumes after a restart.
 func (e *engine) startEscalations() {
-	x := &e.escalations
-	x.store = e.calls.Escalations
-	x.store.OnDecided(e.decided)
-	x.store.SetEvidence(e.escalationEvidence)
-	x.store.OnOpened(func(esc hitl.Escalation) {
+	e.calls.Escalations.OnDecided(e.decided)
+	e.calls.Escalations.SetEvidence(e.escalationEvidence)
+	e.calls.Escalations.OnOpened(func(esc hitl.Escalation) {
 		e.emit(eventEscalated, map[string]any{
 			"escalation": esc.ID, "level": esc.Level.String(), "cause": string(esc.Cause), "upstream": esc.Links.Upstream,
 		})
 	})
-	x.job = startJob(func(ctx context.Context) {
+	e.escalations = startJob(func(ctx context.Context) {
 		var reaching sync.WaitGroup
 		reaching.Go(func() {
-			x.store.Reach(ctx, hitl.Outreach{
+			e.calls.Escalations.Reach(ctx, hitl.Outreach{
 				Inform: newUndoSender(e).informHold, OnAnswer: e.heldAt,
 				OnError: func(err error) {
 					e.logger.Error("participants cannot be told what holds a workflow", zap.Error(err))
 				},
 			})
 		})
-		x.store.Deliver(ctx, hitl.Delivery{
+		e.calls.Escalations.Deliver(ctx, hitl.Delivery{
 			Notify: e.notify, OnAttempt: e.attempted,
 			OnError: func(err error) { e.logger.Error("notifying of escalations is held up", zap.Error(err)) },
 		})
@@ -495,7 +487,7 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 		of, fits := e.ruleFor(token)
 		if fits && !opened[of.Key] {
 			opened[of.Key] = true
-			p, err := e.escalations.store.Prepare(ctx, of)
+			p, err := e.calls.Escalations.Prepare(ctx, of)
 			if err != nil {
 				return err
 			}
@@ -517,7 +509,7 @@ func (t *tokenPolicy) escalateErrors(ctx context.Context, e *engine, tokens []*e
 			continue // two errors of one request
 		}
 		opened[o.Key] = true
-		p, err := e.escalations.store.Prepare(ctx, o)
+		p, err := e.calls.Escalations.Prepare(ctx, o)
 		if err != nil {
 			return err
 		}
@@ -587,14 +579,14 @@ func (e *engine) decided(esc hitl.Escalation) {
 	})
 }
 
-// adopt applies the options of the latest configuration.
-func (x *escalating) adopt(o *HITL) {
+// adoptHITL applies the options of the latest configuration.
+func (e *engine) adoptHITL(o *HITL) {
 	var unreachable *hitl.Unreachable
 	if o != nil {
 		unreachable = o.unreachable
 	}
-	x.store.Configure(unreachable)
-	x.begin()
+	e.calls.Escalations.Configure(unreachable)
+	e.escalations.begin()
 }
 
 // notify is the Delivery.Notify with the latest configuration.
@@ -605,7 +597,7 @@ func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 		return errNotOpen // retried with the next configuration
 	case a.HITL != nil && a.HITL.webhook != nil:
 		if a.HITL.Page != "" {
-			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + api.EscalationsPath + "/" + esc.ID + "/page?key=" + e.escalations.store.LinkKey(esc.ID)
+			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + api.EscalationsPath + "/" + esc.ID + "/page?key=" + e.calls.Escalations.LinkKey(esc.ID)
 		}
 		return a.HITL.webhook.Notify(ctx, esc)
 	}
@@ -664,7 +656,7 @@ func (e *engine) escalateCircuit(ev breaker.Event) {
 	if ev.Key.Class != "" {
 		name += " (" + ev.Key.Class + " calls)"
 	}
-	_, err := e.escalations.store.Open(ctx, hitl.Opening{
+	_, err := e.calls.Escalations.Open(ctx, hitl.Opening{
 		Key:   "breaker " + ev.Key.Upstream + " " + ev.Key.Class + " " + strconv.FormatInt(ev.Time.UnixNano(), 10),
 		Level: hitl.Approval, Cause: hitl.CauseBreakerOpen,
 		Summary: fmt.Sprintf("The upstream %s does not come back: %d probes in a row have failed, the last one with: %s.",
@@ -680,7 +672,7 @@ func (e *engine) escalateCircuit(ev breaker.Event) {
 func (e *engine) countEscalations() ([]escalationReport, map[string]time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), stateWithin)
 	defer cancel()
-	counts, err := e.escalations.store.Count(ctx)
+	counts, err := e.calls.Escalations.Count(ctx)
 	now, late := e.calls.Store.Now(ctx)
 	if err != nil || late != nil {
 		return nil, nil

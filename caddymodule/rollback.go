@@ -53,7 +53,7 @@ func (e *engine) openRollbacks(keep time.Duration) error {
 	u.keep = keep
 	sender := newUndoSender(e)
 	c, err := rollback.Open(rollback.Options{
-		Store: e.calls.Store, Sealer: e.keys.Ring, Guard: e.calls.Executions, Checkpoints: e.calls.Checkpoints, Escalations: e.escalations.store,
+		Store: e.calls.Store, Sealer: e.keys.Ring, Guard: e.calls.Executions, Checkpoints: e.calls.Checkpoints, Escalations: e.calls.Escalations,
 		Ledger:       &observedLedger{Ledger: e.rollbackLedger(keep), e: e},
 		Sender:       sender,
 		Participants: e.participantAt, Discover: sender.discover, Configured: e.participants,

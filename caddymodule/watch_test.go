@@ -42,7 +42,7 @@ func TestDoubtsOfAStoreThatHangs(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		e := &engine{calls: &guard.Engine{Store: st, Executions: g}, escalations: escalating{store: hitl.NewStore(st, ring)}}
+		e := &engine{calls: &guard.Engine{Store: st, Executions: g, Escalations: hitl.NewStore(st, ring)}}
 		st.hang = make(chan struct{})
 		var scrapes sync.WaitGroup
 		for range 10 {

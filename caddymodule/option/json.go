@@ -17,8 +17,8 @@ import (
 // DecodeJSON decodes the JSON of a module into it, and refuses members that the module does not have. Errors have the path
 // of the member, like `breaker/window` or `actions/0/deadline`.
 func DecodeJSON[T any](text []byte, into *T) error {
-	if jsonx.Decode(bytes.NewReader(text), into) == nil {
-		return nil
+	if err := jsonx.Decode(bytes.NewReader(text), into); err == nil || !json.Valid(text) {
+		return err
 	}
 	path, err := locate(bytes.TrimSpace(text), func(text []byte) error { return jsonx.Decode(bytes.NewReader(text), new(T)) })
 	if bad := (*json.UnmarshalTypeError)(nil); errors.As(err, &bad) {
@@ -41,14 +41,14 @@ func locate(text []byte, decode func(text []byte) error) (path []string, err err
 		path = append([]string{name}, path...)
 		return true
 	}
-	if o, ok := jsonx.ObjectOf(text); ok {
+	if o, ok := jsonx.ObjectOf(text); ok && decode([]byte("{}")) == nil {
 		for _, m := range o {
 			if within(m.Name, string(jsonx.AppendText([]byte("{"), m.Name))+":", m.Value, "}") {
 				return path, err
 			}
 		}
 	}
-	if text[0] == '[' {
+	if text[0] == '[' && decode([]byte("[]")) == nil {
 		i := 0
 		for value := range jsonx.Elements(text) {
 			if within(strconv.Itoa(i), "[", value, "]") {

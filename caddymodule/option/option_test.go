@@ -1,8 +1,11 @@
 package option_test
 
 import (
+	"cmp"
 	"errors"
+	"fmt"
 	"testing"
+	"time"
 
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 
@@ -91,6 +94,36 @@ func TestErrorsOfImports(t *testing.T) {
 		err := set.Read(d, "paint", new(string), map[string]caddyfile.Segment{})
 		if err == nil || err.Error() != c.want {
 			t.Errorf("%v\nwant %s", err, c.want)
+		}
+	}
+}
+
+// Errors of JSON have the path of the member, without the types of Go.
+func TestErrorsOfJSON(t *testing.T) {
+	type shade struct {
+		Depth float64       `json:"depth"`
+		Dry   time.Duration `json:"dry"`
+	}
+	type paint struct {
+		shade                   // its members are those of paint
+		Shades []shade          `json:"shades"`
+		Names  map[string]shade `json:"names"`
+		Coats  int              `json:"coats"`
+	}
+	for text, want := range map[string]string{
+		` {"depth": 0.5, "shades": [{}, null], "names": null} `: "",
+		`null`:                            "",
+		`{"depth": "deep"}`:               "depth: it must be a number, not string",
+		`{"shades": [{}, {"dry": "1s"}]}`: `shades/1/dry: it must be a duration like "30s", not string`,
+		`{"coats": 1, "names": {"a\"b": {"depth": 1}, "c": []}}`: "names/c: it must be an object, not array",
+		`{"names": {"a\"b": {"dept": 1}}}`:                       `names/a"b/dept: json: unknown field "dept"`,
+		`{"shades": {"dry": 1}, "coats": 1.5}`:                   "shades: it must be an array, not object",
+		`[1]`:                                                    "it must be an object, not array",
+		`{"coats": 1`:                                            "unexpected EOF",
+		``:                                                       "EOF",
+	} {
+		if err := option.DecodeJSON([]byte(text), new(paint)); fmt.Sprint(err) != cmp.Or(want, "<nil>") {
+			t.Errorf("%s: %v\nwant %s", text, err, want)
 		}
 	}
 }
