@@ -173,11 +173,11 @@ func TestLargeAnswerIsReplayed(t *testing.T) {
 // P4: clients that stop in the middle of their uploads take disk, and no more memory than
 // all bodies may take together.
 func TestStalledUploads(t *testing.T) {
-	const uploads, size = 75, 1 << 20
+	const uploads, size = 40, 1 << 20
 	u := harness.NewUpstream(t)
 	g := harness.Launch(t, harness.Setup{
 		App:  "body_memory 4MiB",
-		Site: "timeouts {\n read_timeout 10s\n}\nagent_proxy " + u.Addr,
+		Site: "timeouts {\n read_timeout 5s\n}\nagent_proxy " + u.Addr,
 	})
 	payload := bytes.Repeat([]byte("x"), size-1) // one byte is missing
 	before := inUse()

@@ -144,7 +144,7 @@ func TestGRPCProblems(t *testing.T) {
 func TestGRPCStreamsThatAreDeclaredUnary(t *testing.T) {
 	u := newGRPCUpstream(t)
 	g := harness.Start(t, `timeouts {
-		read_timeout 5s
+		read_timeout 3s
 	}
 	agent_proxy h2c://%s {
 		action unary {

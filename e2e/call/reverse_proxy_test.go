@@ -369,7 +369,7 @@ func TestReverseProxyDifferences(t *testing.T) {
 		cure string
 		why  string
 	}{
-		{proxied{name: "a guarded call that goes both ways at once", site: "timeouts {\nread_timeout 5s\n}", to: stream, see: func(t *testing.T, g *harness.Gateway, u *harness.Upstream) string {
+		{proxied{name: "a guarded call that goes both ways at once", site: "timeouts {\nread_timeout 3s\n}", to: stream, see: func(t *testing.T, g *harness.Gateway, u *harness.Upstream) string {
 			return bothWays()(t, g, u)[:4]
 		}}, "200 ", "408 ", "exempt path /stream", "it is read whole before it is forwarded: without the end of the body there is no fingerprint"},
 		{proxied{name: "a guarded call that asks to be forwarded as it comes", to: stream, see: func(t *testing.T, g *harness.Gateway, u *harness.Upstream) string {

@@ -4,11 +4,9 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/uuid"
 
@@ -23,11 +21,20 @@ type cascadeLab struct {
 	*harness.Gateway
 	u      *harness.Upstream
 	agents map[string]*harness.Agent
+	app    string
 	site   string
 }
 
 // newCascadeLab has further options of the app.
 func newCascadeLab(t *testing.T, options string, strangers ...*harness.Agent) *cascadeLab {
+	t.Helper()
+	lab := layCascadeLab(t, options, strangers...)
+	lab.Gateway = harness.Launch(t, harness.Setup{App: lab.app, Badger: true, Site: lab.site})
+	return lab
+}
+
+// layCascadeLab starts no gateway.
+func layCascadeLab(t *testing.T, options string, strangers ...*harness.Agent) *cascadeLab {
 	t.Helper()
 	lab := &cascadeLab{u: harness.NewUpstream(t), agents: map[string]*harness.Agent{}}
 	all := strangers
@@ -57,7 +64,7 @@ func newCascadeLab(t *testing.T, options string, strangers ...*harness.Agent) *c
 		fmt.Fprintf(&site, "handle /%s* {\n agent_proxy %s {\n name %s\n identity spiffe://example.com/agent/%s\n default_undo irreversible\n }\n }\n", name, lab.u.Addr, name, name)
 	}
 	lab.site = site.String() + "handle /metrics {\n metrics\n }\n agent_guard_endpoints\n"
-	lab.Gateway = harness.Launch(t, harness.Setup{App: harness.Trusting(t, all...) + "\n" + options, Badger: true, Site: lab.site})
+	lab.app = harness.Trusting(t, all...) + "\n" + options
 	return lab
 }
 
@@ -392,49 +399,4 @@ func TestCascadeOfAnExhaustedPool(t *testing.T) {
 		p.Answer()
 	}
 	is("permits", "0")
-}
-
-// C-3.4.1-c, C-3.4.1-d: answers that are slow against what is usual of the upstream are a reason for the root of what
-// fails meanwhile. What is usual is known after 200 answers and 30 s, and outlives a reload.
-func TestCascadeOfASlowUpstream(t *testing.T) {
-	lab := newCascadeLab(t, "on_cascade alert")
-	ask := func(path string) *harness.Pending { return lab.Begin(harness.Request{Method: "GET", Path: path}) }
-	begun := time.Now()
-	for range 200 {
-		if got := ask("/d/usual").Answer(); got.Status != http.StatusCreated {
-			t.Fatalf("%d %s", got.Status, got.Body)
-		}
-	}
-	harness.Wait(t, time.After(time.Until(begun.Add(31*time.Second))), "the end of the first window")
-	ask("/d/usual").Answer()
-	usual := func() string {
-		return lab.Samples("/metrics")[fmt.Sprintf("agent_guard_upstream_latency_usual_seconds{upstream=%q}", lab.u.Addr)]
-	}
-	first := usual()
-	n, err := strconv.ParseFloat(first, 64)
-	if err != nil || n <= 0 || n > 5 {
-		t.Fatalf("the baseline is %q", first)
-	}
-	harness.Load(t, lab.Config(lab.site+"\n# reloaded"))
-	lab.u.On("/d/slow", func(w http.ResponseWriter, _ *harness.Arrival) {
-		<-time.After(time.Second + time.Duration(4*n*float64(time.Second))) // more than three times the usual, and than 250 ms
-		w.WriteHeader(http.StatusCreated)
-	})
-	var slow []*harness.Pending
-	for range 10 {
-		slow = append(slow, ask("/d/slow"))
-	}
-	for _, p := range slow {
-		p.Answer()
-	}
-	lab.u.On("/d", harness.Status(http.StatusInternalServerError, ""))
-	wid := uuid.NewString()
-	lab.act("a", wid, "/b")
-	found := lab.cascades(lab.agents["a"], wid, 1)[0]
-	if found.Root == nil || found.Root.Upstream != lab.u.Addr || !slices.Contains(found.Root.Reasons, "slow") {
-		t.Errorf("%+v %+v", found, found.Root)
-	}
-	if again := usual(); again != first {
-		t.Errorf("the baseline was %s, and is %s", first, again)
-	}
 }

@@ -103,41 +103,55 @@ func TestProofSaysWhichToolsAreReadOnly(t *testing.T) {
 // A server that hears notifications/cancelled gives no answer. Its call is in doubt soon, and a retry that waits is told
 // so, also in a stream that has begun.
 func TestCancelledCallIsInDoubtSoon(t *testing.T) {
-	for _, media := range []string{"application/json", "text/event-stream"} {
-		t.Run(media, func(t *testing.T) {
-			var calls atomic.Int64
-			over := make(chan struct{})
-			server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-				if body, _ := io.ReadAll(r.Body); !strings.Contains(string(body), "tools/call") {
-					w.WriteHeader(http.StatusAccepted)
-					return
-				}
-				calls.Add(1)
-				if media == "text/event-stream" {
-					w.Header().Set("Content-Type", media)
-					_ = http.NewResponseController(w).Flush()
-				}
-				select {
-				case <-over:
-				case <-r.Context().Done():
-				}
-			}))
-			t.Cleanup(server.Close)
-			t.Cleanup(func() { close(over) })
-			g := harness.Start(t, "agent_proxy %s {\n protocol mcp\n missing_id recognize\n}", strings.TrimPrefix(server.URL, "http://"))
-			first := g.Begin(harness.Message(harness.ToolCall("1", "pay", "")))
-			harness.Eventually(t, "the call is at its server", func() bool { return calls.Load() == 1 })
-			g.Call(harness.Message(`{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":1}}`)).Want(t, 202, "", "")
-			got := g.Call(harness.Message(harness.ToolCall("2", "pay", "")))
-			if got.Cut || !strings.Contains(got.Body, `"id":2,"error":{"code":-32090,`) || !strings.Contains(got.Body, "client_left") {
-				t.Errorf("the retry gets %d %v %q, cut %t", got.Status, got.Header, got.Body, got.Cut)
+	over := make(chan struct{})
+	t.Cleanup(func() { close(over) })
+	forms := map[string]string{"json": "application/json", "stream": "text/event-stream"}
+	calls, site := map[string]*atomic.Int64{}, ""
+	for name, media := range forms {
+		n := new(atomic.Int64)
+		calls[name] = n
+		server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if body, _ := io.ReadAll(r.Body); !strings.Contains(string(body), "tools/call") {
+				w.WriteHeader(http.StatusAccepted)
+				return
 			}
-			first.Answer()
-			if calls.Load() != 1 {
-				t.Errorf("%d effects", calls.Load())
+			n.Add(1)
+			if media == "text/event-stream" {
+				w.Header().Set("Content-Type", media)
+				_ = http.NewResponseController(w).Flush()
 			}
-		})
+			select {
+			case <-over:
+			case <-r.Context().Done():
+			}
+		}))
+		t.Cleanup(server.Close)
+		site += fmt.Sprintf("agent_proxy /%s %s {\n name %[1]s\n protocol mcp\n missing_id recognize\n}\n", name, strings.TrimPrefix(server.URL, "http://"))
 	}
+	g := harness.Start(t, "%s", site)
+	message := func(to, text string) harness.Request {
+		r := harness.Message(text)
+		r.Path = "/" + to
+		return r
+	}
+	t.Run("forms", func(t *testing.T) {
+		for name, media := range forms {
+			t.Run(media, func(t *testing.T) {
+				t.Parallel() // they share a gateway, and wait
+				first := g.Begin(message(name, harness.ToolCall("1", "pay", "")))
+				harness.Eventually(t, "the call is at its server", func() bool { return calls[name].Load() == 1 })
+				g.Call(message(name, `{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":1}}`)).Want(t, 202, "", "")
+				got := g.Call(message(name, harness.ToolCall("2", "pay", "")))
+				if got.Cut || !strings.Contains(got.Body, `"id":2,"error":{"code":-32090,`) || !strings.Contains(got.Body, "client_left") {
+					t.Errorf("the retry gets %d %v %q, cut %t", got.Status, got.Header, got.Body, got.Cut)
+				}
+				first.Answer()
+				if calls[name].Load() != 1 {
+					t.Errorf("%d effects", calls[name].Load())
+				}
+			})
+		}
+	})
 }
 
 // An answer that is unpacked for another client has no digests of what was packed; one that is not what its header says

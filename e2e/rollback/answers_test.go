@@ -148,7 +148,7 @@ func TestRollbackLostEscalates(t *testing.T) {
 // escalated, with an error of the type timeout, and never called done (P6).
 func TestRollbackTimesOut(t *testing.T) {
 	a := harness.NewAgent(t, "a")
-	lab, g := harness.LaunchLab(t, "checkpoint_ttl 12s"+harness.SagaActions, a)
+	lab, g := harness.LaunchLab(t, "checkpoint_ttl 6s"+harness.SagaActions, a)
 	s := g.Saga(a)
 	step := s.Do(harness.Charge(7))
 	lab.On("POST /refunds", -1, harness.RestSays(500, ""))

@@ -220,7 +220,7 @@ func TestProcessParticipantPartialNever(t *testing.T) {
 // reserved ends by itself.
 func TestProcessParticipantDeadAtPrepare(t *testing.T) {
 	t.Parallel() // its gateways are processes
-	c := harness.NewStar(t, harness.UndoesParts)
+	c := harness.NewStar(t, "\nrollback {\n partial allow\n prepare_timeout 5s\n}\n")
 	s := c.Saga
 	c.Lab.Write("/docs/x", `{"n":1}`)
 	root := s.Do(harness.Charge(1))

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -196,8 +197,14 @@ func TestP5RollbackOverARestart(t *testing.T) {
 	g := harness.Launch(t, harness.Setup{App: app + "\ndrain 1s", Site: lab.Site()})
 	f := g.Workflow()
 	_, checkpoint := f.Does(a, "PUT", "/docs/a", "after")
-	hold := harness.NewGate(t)
-	lab.On("* /docs/a", -1, harness.RestWaits(hold))
+	var restarted atomic.Bool
+	lab.On("PUT /docs/a", -1, func(c *harness.RestCall) {
+		if !restarted.Load() {
+			harness.RestSays(http.StatusServiceUnavailable, "")(c)
+			return
+		}
+		c.Usual()
+	})
 	id := uuid.NewString()
 	asking := a.Issue(f.Request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, checkpoint)
@@ -205,8 +212,9 @@ func TestP5RollbackOverARestart(t *testing.T) {
 	if accepted.Status != http.StatusAccepted || accepted.Header.Get("Location") != api.RollbackURL(id)+"?checkpoint_id="+checkpoint {
 		t.Fatalf("%d %v %s", accepted.Status, accepted.Header, accepted.Body)
 	}
+	harness.Eventually(t, "an undo that is tried again", func() bool { return len(lab.All("PUT /docs/a", "")) > 1 })
 	harness.Stop(t)
-	hold.Open()
+	restarted.Store(true)
 
 	g = harness.Launch(t, harness.Setup{App: app, Site: lab.Site(), Store: g.Store})
 	f.Gateway = g
