@@ -13,13 +13,14 @@ import (
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
-	"github.com/google/uuid"
 )
 
 // refuseUnnamed refuses a call that has a key, or gets one from its caller's name, if nothing that stays names its
