@@ -28,11 +28,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -1011,9 +1011,9 @@ func (a *App) rollbackPolicy(mount string) *policyRollback {
 	}
 	o := a.rollbackOptions()
 	return &policyRollback{
-		Request: mount + api.RollbackPath, Prepare: mount + api.PreparePath, Status: mount + api.RollbackPath + "/{rollback_id}{?checkpoint_id,wait}",
-		ATD: mount + api.ATDRollbackPath, AERR: mount + api.AERRRollbackPath,
-		Lineage: o.Lineage, Rate: o.Rate, Wait: time.Duration(o.Wait).Seconds(), MaxWait: api.LongestWait.Seconds(),
+		Request: mount + rollback.Path, Prepare: mount + rollback.PreparePath, Status: mount + rollback.Path + "/{rollback_id}{?checkpoint_id,wait}",
+		ATD: mount + rollback.ATDPath, AERR: mount + rollback.AERRPath,
+		Lineage: o.Lineage, Rate: o.Rate, Wait: time.Duration(o.Wait).Seconds(), MaxWait: rollback.LongestWait.Seconds(),
 		Reservation: time.Duration(o.Reservation).Seconds(),
 	}
 }

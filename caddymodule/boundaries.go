@@ -17,7 +17,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
@@ -362,7 +361,7 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 		}
 		_, err = endWorkflow(ctx, w.e, policy, &end, nil, by)
 	}
-	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) || errors.Is(err, api.ErrEndedMeanwhile) {
+	if conflict := (*store.Conflict)(nil); errors.As(err, &conflict) || errors.Is(err, evidence.ErrEndedMeanwhile) {
 		o.unread = true
 		return true, nil
 	}
@@ -370,7 +369,7 @@ func (w *boundaryWatch) endOne(ctx context.Context, wid string, o *openWorkflow,
 }
 
 // endWorkflow records the end of a workflow, with an agent's own token of it, or nil.
-func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.End, stated *ect.Token, by string) (id string, err error) {
+func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *evidence.End, stated *ect.Token, by string) (id string, err error) {
 	now, err := e.calls.Store.Now(ctx)
 	if err != nil {
 		return "", err
@@ -412,7 +411,7 @@ func endWorkflow(ctx context.Context, e *engine, policy *tokenPolicy, end *api.E
 		if err := store.AwaitGroup(ctx); err != nil {
 			return "", err
 		}
-		return "", api.ErrEndedMeanwhile
+		return "", evidence.ErrEndedMeanwhile
 	}
 	if err != nil {
 		return "", err

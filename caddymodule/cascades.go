@@ -22,8 +22,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/cascades"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // OnCascade says when a failure that spreads from one agent to others is a cascade (at least three must have failed),
@@ -184,13 +184,13 @@ func cascadesFor(h *Handler, e *engine, policy *tokenPolicy) *api.Cascades {
 	return &api.Cascades{
 		List: func(context.Context) ([]api.Cascade, error) { return e.cascades.List(), nil },
 		Get:  func(_ context.Context, id string) (*api.Cascade, error) { return e.cascades.Get(id), nil },
-		Reader: func(r *http.Request) (evidence.Reader, bool, func(string) bool, error) {
+		Reader: func(r *http.Request) (router.Reader, bool, func(string) bool, error) {
 			who, name, err := h.asker(e, policy, r)
 			if err != nil {
 				return who, false, nil, err
 			}
 			if !caller.Verified(name) {
-				return who, false, nil, problem.New(api.AuthenticationRequired,
+				return who, false, nil, problem.New(router.Unauthenticated,
 					"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 			}
 			p := h.proxy.Load()

@@ -11,11 +11,6 @@ import (
 	"strings"
 	"sync"
 
-	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
-	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/body"
-	"github.com/agent-guard/caddy-agent-guard/guard/caller"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/caddyauth"
@@ -24,6 +19,12 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/rewrite"
 	"go.uber.org/zap"
+
+	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
+	"github.com/agent-guard/caddy-agent-guard/guard"
+	"github.com/agent-guard/caddy-agent-guard/guard/body"
+	"github.com/agent-guard/caddy-agent-guard/guard/caller"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // The routes of a configuration are read once, as Caddy runs them:

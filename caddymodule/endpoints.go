@@ -36,6 +36,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -91,13 +92,13 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	}
 	g := &api.Gateway{
 		Close: closeGateway, Executions: e.calls.Executions, Waits: e.calls.Waits,
-		Reader: func(r *http.Request) (evidence.Reader, error) {
+		Reader: func(r *http.Request) (router.Reader, error) {
 			who, _, err := h.asker(e, policy, r)
 			return who, err
 		},
 		Circuits: func(r *http.Request) (any, error) { return h.visibleCircuits(e, policy, r) },
 		Cascades: cascadesFor(h, e, policy),
-		Escalations: &api.Escalations{Store: e.calls.Escalations, Read: func(r *http.Request, body []byte) (*api.EscalationReader, error) {
+		Escalations: &hitl.Endpoints{Store: e.calls.Escalations, Read: func(r *http.Request, body []byte) (*hitl.Reader, error) {
 			who, _, err := h.escalationReader(e, policy, r, body)
 			return who, err
 		}, Coordinator: func(r *http.Request, body []byte) (string, string, error) { return h.holder(policy, r, body) }},
@@ -108,18 +109,19 @@ func (h *Handler) openGateway() (*api.Gateway, error) {
 	g.Ledger = policy.graph(e)
 	g.Ledger.Coordinators, g.Ledger.Reaching = h.app.rollbackOptions().Coordinators, e.calls.Escalations.Reaching
 	g.Ledger.Plans, g.Ledger.CanUndo, g.Ledger.Ends = h.app.plans, h.app.canUndo, h.app.ctx
-	g.Ledger.MayPut = func(r *http.Request, puts bool) (*api.MayPut, error) {
+	g.Ledger.MayPut = func(r *http.Request, puts bool) (*evidence.MayPut, error) {
 		who, token, err := h.readerOf(e, policy, r, puts)
-		return &api.MayPut{EscalationReader: who, Token: token}, err
+		return &evidence.MayPut{Reader: who, Token: token}, err
 	}
 	if c := e.rollbacks.coordinator(); c != nil {
 		o := h.app.rollbackOptions()
-		g.Rollbacks = api.NewRollbacks(api.RollbackOptions{
+		g.Rollbacks = &rollback.Rollbacks{
 			Coordinator: c, Tokens: &rollbackTokens{e: e, policy: policy, keep: e.rollbacks.keep},
-			Ask: func(r *http.Request) (*api.Asker, error) { return h.rollbackAsker(e, policy, r) }, Read: g.Reader,
+			Ask: func(r *http.Request) (*rollback.Asker, error) { return h.rollbackAsker(e, policy, r) }, Read: g.Reader,
 			Limit: &e.rollbacks.limit, Rate: o.Rate, Lineage: rollback.Lineage(o.Lineage), Coordinators: o.Coordinators, Whole: o.Partial == partialNever,
 			Reservation: time.Duration(o.Reservation), PrepareTimeout: time.Duration(o.PrepareTimeout), Wait: time.Duration(o.Wait), Waits: e.calls.Waits, Logger: h.app.ctx.Slogger(),
-		})
+		}
+
 	}
 	return g, nil
 }
@@ -388,7 +390,7 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		Executions: policyAsked{
 			Status:  prefix + problem.ExecutionsPath + "{id}{?wait,key,method,path}",
 			Output:  prefix + problem.ExecutionsPath + "{id}/output{?wait,key,method,path}",
-			MaxWait: api.LongestQuestion.Seconds(),
+			MaxWait: router.LongestQuestion.Seconds(),
 		},
 		Guarantee: "A call is sent to the upstream at most once while its key is retained, unless it is known not to have been executed " +
 			"or the action's on_unknown or preset says otherwise. A call whose outcome is unknown stays in doubt, whatever its age.",
@@ -407,8 +409,8 @@ func (h *Handler) policyDocument(prefix string) *policyDocument {
 		doc.ExecutionID.Token = true
 		doc.Tokens = &policyTokens{
 			Header: ect.FieldName, Audience: append([]string{i.Name}, t.Audience...), Required: h.RequireECT,
-			Keys: prefix + api.WellKnown + "jwks", Ledger: prefix + api.WellKnown + "ledger/head",
-			Workflow: prefix + api.WellKnown + "workflows/{id}", Errors: prefix + api.WellKnown + "errors",
+			Keys: prefix + router.WellKnown + "jwks", Ledger: prefix + router.WellKnown + "ledger/head",
+			Workflow: prefix + router.WellKnown + "workflows/{id}", Errors: prefix + router.WellKnown + "errors",
 		}
 	}
 	if q := h.app.Quota; h.app.Identity != nil {
@@ -484,9 +486,9 @@ var (
 // structure (cascade 6.2, ATD "Circuit Breaker State Leakage"). So operators see all,
 // callers those behind this guard, which refusals name too, and participants of a workflow
 // those recorded in it. An unverified credential is no identity.
-func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, name string) (func(*proxy.Circuit) bool, error) {
+func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, who router.Reader, name string) (func(*proxy.Circuit) bool, error) {
 	if !caller.Verified(name) {
-		return nil, problem.New(api.AuthenticationRequired,
+		return nil, problem.New(router.Unauthenticated,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
 	}
 	operator := slices.Contains(h.Operators, h.handler.Callers.Operator(r, name))
@@ -501,8 +503,8 @@ func (h *Handler) circuitsFor(e *engine, policy *tokenPolicy, r *http.Request, w
 }
 
 // circuitsOf selects the breakers that a workflow has records of.
-func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who evidence.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
-	unknown := problem.New(api.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
+func circuitsOf(e *engine, policy *tokenPolicy, r *http.Request, who router.Reader, wid string, all bool) (func(*proxy.Circuit) bool, error) {
+	unknown := problem.New(evidence.WorkflowUnknown, "Nothing of it is known for the identity that asks.")
 	if policy == nil {
 		return nil, unknown
 	}
@@ -530,7 +532,7 @@ func (h *Handler) visibleCircuits(e *engine, policy *tokenPolicy, r *http.Reques
 	defer cancel()
 	scope := r.URL.Query().Get("scope")
 	if scope != "" && scope != proxy.ScopeNode && scope != proxy.ScopeFleet {
-		return nil, problem.New(api.ParameterInvalid, "The scope must be node or fleet.")
+		return nil, problem.New(router.ParameterInvalid, "The scope must be node or fleet.")
 	}
 	only, view := r.URL.Query().Get("state"), policy.forCalls().Asked(r.URL.Query().Get("wid"), who.Issuer)
 	doc := &proxy.Document{Circuits: []proxy.Circuit{}}
@@ -565,7 +567,7 @@ func (h *Handler) breakerPolicy(mount string) *policyBreaker {
 
 // asker identifies who asks, in the same way as callers. Tokens of a POST and a PUT are content and
 // do not identify it.
-func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who evidence.Reader, name string, err error) {
+func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who router.Reader, name string, err error) {
 	var tokens guard.Tokens
 	if r.Method != http.MethodPost && r.Method != http.MethodPut {
 		if tokens, err = h.handler.VerifyTokens(policy.forCalls(), r, nil, false); err != nil {
@@ -578,7 +580,7 @@ func (h *Handler) asker(e *engine, policy *tokenPolicy, r *http.Request) (who ev
 	if name, err = h.handler.Callers.Of(r, tokens.Issuer(), e.calls.Executions.Keyed); err != nil {
 		return who, "", err
 	}
-	return evidence.Reader{
+	return router.Reader{
 		Issuer: tokens.Issuer(), Caller: e.calls.Executions.Caller(name),
 		Anonymous: caller.Unnamed(name), Credential: !caller.Unnamed(name) && !caller.Verified(name),
 	}, name, nil
@@ -595,7 +597,7 @@ func (h *Handler) challenge() string {
 
 // rollbackAsker identifies who requests a rollback: only a verified token can (cascade
 // 6.1). A certificate counts as far as the token's verification uses it.
-func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request) (*api.Asker, error) {
+func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request) (*rollback.Asker, error) {
 	if policy.Verifier == nil {
 		p := problem.New(problem.ECTInvalid, "This gateway believes nobody's tokens, since no `trust` is configured: only operators can roll back here.")
 		p.Reason = "untrusted"
@@ -604,7 +606,7 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 	tokens, err := policy.Verify(r, nil)
 	if err == nil {
 		// The rollback's lineage decides who may request it.
-		err = policy.CheckReports(r.Context(), &tokens, api.Asks...)
+		err = policy.CheckReports(r.Context(), &tokens, rollback.Asks...)
 	}
 	h.handler.CountTokens(&tokens, err)
 	unseen := ofParents(err)
@@ -624,11 +626,11 @@ func (h *Handler) rollbackAsker(e *engine, policy *tokenPolicy, r *http.Request)
 			return nil, err
 		}
 		if caller.Unnamed(name) {
-			return nil, problem.New(api.AuthenticationRequired, "Ask for a rollback with a signed token of the workflow.")
+			return nil, problem.New(router.Unauthenticated, "Ask for a rollback with a signed token of the workflow.")
 		}
 		return nil, &ect.Error{Code: ect.CodeMissing}
 	case 1:
-		return &api.Asker{Token: tokens.Own[0], All: tokens.All, Late: tokens.Late, Unseen: unseen}, nil
+		return &rollback.Asker{Token: tokens.Own[0], All: tokens.All, Late: tokens.Late, Unseen: unseen}, nil
 	}
 	p := problem.New(problem.ECTInvalid, "Several tokens ask at once; send the one that asks, and at most what led to it.")
 	p.Reason = "several"
@@ -806,10 +808,10 @@ func (b storeView) Escalations() *hitl.Store { return b.e.calls.Escalations }
 
 func (b storeView) Plans() *plan.Store { return b.e.calls.Plans }
 
-func (b storeView) PutPlan(ctx context.Context, text []byte, p plan.Putting) (api.PlanDocument, error) {
+func (b storeView) PutPlan(ctx context.Context, text []byte, p plan.Putting) (evidence.PlanDocument, error) {
 	a := b.e.activeConfigs.latest()
 	if a == nil || a.policy.Load() == nil {
-		return api.PlanDocument{}, caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("the running configuration has no identity: nothing of workflows is recorded, and no plan holds")}
+		return evidence.PlanDocument{}, caddy.APIError{HTTPStatus: http.StatusConflict, Err: errors.New("the running configuration has no identity: nothing of workflows is recorded, and no plan holds")}
 	}
 	graph := a.policy.Load().graph(b.e)
 	graph.Assigned, graph.CanUndo = b.e.calls.Plans, a.canUndo
@@ -827,7 +829,7 @@ func (b storeView) Cascades() []api.Cascade { return b.e.cascades.List() }
 
 func (b storeView) Cascade(id string) *api.Cascade { return b.e.cascades.Get(id) }
 
-func (b storeView) Workflows() *api.Ledger {
+func (b storeView) Workflows() *evidence.Ledger {
 	latest := b.e.activeConfigs.latest()
 	policy := b.e.latestPolicy()
 	if policy == nil {

@@ -19,9 +19,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/cascades"
 	"github.com/agent-guard/caddy-agent-guard/guard/circuits"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/fleet"
 	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
@@ -44,7 +44,7 @@ type engine struct {
 	breakers   *circuits.Keeper // their states in the store
 	cascades   *cascades.Watch
 	boundaries *boundaryWatch
-	followers  api.Followers
+	followers  evidence.Followers
 	recorder   circuitRecorder // records changes of breakers
 	giveBack   func()          // release, for calls
 	places     places          // upstreams of undos

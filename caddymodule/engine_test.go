@@ -13,6 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
@@ -20,8 +23,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
-	"github.com/caddyserver/caddy/v2"
-	"github.com/google/uuid"
 )
 
 // A rotation that waits for the store, and a configuration that waits for the rotation,

@@ -25,10 +25,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -279,7 +279,7 @@ func (h *Handler) rolesOf(r *http.Request, name string, token *ect.Token) (roles
 
 // escalationReader identifies who reads or decides escalations. body is that of a decision, to which
 // a token has to be bound; nil where nothing is decided. token is the caller's own, or nil.
-func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Request, body []byte) (who *api.EscalationReader, token *ect.Token, err error) {
+func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Request, body []byte) (who *hitl.Reader, token *ect.Token, err error) {
 	who, token, err = h.readerOf(e, policy, r, body != nil)
 	if err != nil || token == nil || body == nil {
 		return who, token, err
@@ -287,7 +287,7 @@ func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Reque
 	if token.InputHash() != ect.Sum(body) {
 		return nil, nil, &ect.Error{Code: ect.CodeInputHash}
 	}
-	if err := policy.forCalls().Bind(r.Context(), []*ect.Token{token}, api.UseAt("decision", "", body)); err != nil {
+	if err := policy.forCalls().Bind(r.Context(), []*ect.Token{token}, router.UseAt("decision", "", body)); err != nil {
 		return nil, nil, err
 	}
 	digest := token.Digest()
@@ -297,7 +297,7 @@ func (h *Handler) escalationReader(e *engine, policy *tokenPolicy, r *http.Reque
 
 // readerOf is escalationReader by the header alone. A token that has to be bound to the body says so, and is not
 // used up: its hash is still to be compared.
-func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, bound bool) (who *api.EscalationReader, token *ect.Token, err error) {
+func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, bound bool) (who *hitl.Reader, token *ect.Token, err error) {
 	tokens, err := h.handler.VerifyTokens(policy.forCalls(), r, nil, false)
 	if err == nil && tokens.Late != nil {
 		err = guard.RefusedToken(tokens.Late)
@@ -308,7 +308,7 @@ func (h *Handler) readerOf(e *engine, policy *tokenPolicy, r *http.Request, boun
 	if err != nil {
 		return nil, nil, err
 	}
-	who = new(api.EscalationReader)
+	who = new(hitl.Reader)
 	if tokens.Issuer() != "" {
 		token = tokens.Own[0]
 		if bound && (len(tokens.Own) > 1 || token.InputHash().IsZero()) {
@@ -597,7 +597,7 @@ func (e *engine) notify(ctx context.Context, esc hitl.Escalation) error {
 		return errNotOpen // retried with the next configuration
 	case a.HITL != nil && a.HITL.webhook != nil:
 		if a.HITL.Page != "" {
-			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + api.EscalationsPath + "/" + esc.ID + "/page?key=" + e.calls.Escalations.LinkKey(esc.ID)
+			esc.Page = strings.TrimSuffix(a.HITL.Page, "/") + hitl.Path + "/" + esc.ID + "/page?key=" + e.calls.Escalations.LinkKey(esc.ID)
 		}
 		return a.HITL.webhook.Notify(ctx, esc)
 	}

@@ -16,8 +16,8 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // host implements guard.Host with Caddy.
@@ -176,7 +176,7 @@ func original(r *http.Request) (method string, target *url.URL) {
 }
 
 // ownPaths are the prefixes of the paths that a guard answers itself.
-var ownPaths = []string{api.WellKnown, "/.well-known/atd/", "/.well-known/aerr/", "/aerr/"}
+var ownPaths = []string{router.WellKnown, "/.well-known/atd/", "/.well-known/aerr/", "/aerr/"}
 
 // asAsked returns r, or the request as it was sent if earlier handlers have rewritten a
 // well-known path: a reload must not make these paths unreachable.

@@ -8,9 +8,10 @@ import (
 	"net/http/httptrace"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddytls"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // What the gateway asks for itself passes its own guards, unchanged by what handlers did to it

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/breaker/bulkhead"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
@@ -18,7 +20,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
-	"github.com/prometheus/client_golang/prometheus"
 )
 
 // healthy is an open store of which everything is known.

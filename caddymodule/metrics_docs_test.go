@@ -10,9 +10,10 @@ import (
 	"strings"
 	"testing"
 
+	"go.yaml.in/yaml/v3"
+
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
-	"go.yaml.in/yaml/v3"
 )
 
 func document(t *testing.T, name string) string {

@@ -17,11 +17,11 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 const (
@@ -114,7 +114,7 @@ func (s *undoSender) tokensAt(ctx context.Context, policy *tokenPolicy, p *Parti
 		return nil, rollback.ReasonForeign
 	}
 	said := rollback.ReasonRefused
-	raws, reason, status, err := readPages(ctx, silence, func(ctx context.Context, after string) (page api.WorkflowTokens, status int, err error) {
+	raws, reason, status, err := readPages(ctx, silence, func(ctx context.Context, after string) (page evidence.WorkflowTokens, status int, err error) {
 		page, status, said, err = s.tokensPage(ctx, policy, p, at, workflow, after)
 		return page, status, err
 	})
@@ -130,9 +130,9 @@ func (s *undoSender) tokensAt(ctx context.Context, policy *tokenPolicy, p *Parti
 
 // readPages reads all pages, each again and again until it has come. Each begins the time anew that may
 // pass in silence. status and err are those of the last attempt.
-func readPages(ctx context.Context, silence time.Duration, read func(ctx context.Context, after string) (api.WorkflowTokens, int, error)) (raws []string, reason rollback.Reason, status int, err error) {
+func readPages(ctx context.Context, silence time.Duration, read func(ctx context.Context, after string) (evidence.WorkflowTokens, int, error)) (raws []string, reason rollback.Reason, status int, err error) {
 	for after, more := "", true; more; more = after != "" {
-		page := api.WorkflowTokens{}
+		page := evidence.WorkflowTokens{}
 		waits, cancel := context.WithTimeout(ctx, silence)
 		for pause := firstLook; reason == ""; pause = min(2*pause, longestLook) {
 			page, status, err = read(waits, after)
@@ -168,13 +168,13 @@ func readPages(ctx context.Context, silence time.Duration, read func(ctx context
 }
 
 // tokensPage reads one page. status is 0 without an answer; said is why it is refused, if it is.
-func (s *undoSender) tokensPage(ctx context.Context, policy *tokenPolicy, p *Participant, at *url.URL, workflow, after string) (page api.WorkflowTokens, status int, said rollback.Reason, err error) {
+func (s *undoSender) tokensPage(ctx context.Context, policy *tokenPolicy, p *Participant, at *url.URL, workflow, after string) (page evidence.WorkflowTokens, status int, said rollback.Reason, err error) {
 	said = rollback.ReasonRefused
 	raw, err := policy.Events.ReadRequest(ctx, workflow, p.Identity)
 	if err != nil {
 		return page, 0, said, err
 	}
-	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: api.WellKnown + "workflows/" + workflow + "/tokens"}
+	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: router.WellKnown + "workflows/" + workflow + "/tokens"}
 	if after != "" {
 		to.RawQuery = url.Values{"after": {after}}.Encode()
 	}
@@ -232,7 +232,7 @@ func lackingOf(ctx context.Context, ev *evidence.Evidence, raws []string, identi
 		if state[t.ID()] == 0 {
 			state[t.ID()] = open
 			for _, id := range t.Parents() {
-				if parent := found[evidence.Canonical(id)]; parent != nil && state[parent.ID()] == 0 {
+				if parent := found[ledger.Canonical(id)]; parent != nil && state[parent.ID()] == 0 {
 					todo = append(todo, parent)
 				}
 			}
@@ -324,7 +324,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 	if err != nil {
 		return err
 	}
-	body, err := json.Marshal(api.Hold{
+	body, err := json.Marshal(hitl.HoldMessage{
 		EscalationID: e.ID, Opened: e.Opened, State: string(e.Hold()), Level: e.Level.String(), Cause: string(e.Cause), Final: e.Final,
 		RollbackID: e.Links.Rollback,
 	})
@@ -336,7 +336,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 	if err != nil {
 		return err
 	}
-	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: api.WellKnown + "workflows/" + workflow + "/holds"}
+	to := url.URL{Scheme: at.Scheme, Host: at.Host, Path: router.WellKnown + "workflows/" + workflow + "/holds"}
 	o := &rollback.Outgoing{
 		Method: http.MethodPost, URL: to.String(), Body: body, Workflow: workflow, Rollback: e.Links.Rollback,
 		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {e.ID + " " + string(e.Hold())}},
@@ -363,7 +363,7 @@ func (s *undoSender) informHold(ctx context.Context, p *hitl.Participant, e *hit
 // Nobody else has a name here.
 func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (identity, workflow string, err error) {
 	if policy == nil || policy.Verifier == nil {
-		return "", "", problem.New(api.AuthenticationRequired, "This gateway believes nobody's tokens, since no `trust` is configured.")
+		return "", "", problem.New(router.Unauthenticated, "This gateway believes nobody's tokens, since no `trust` is configured.")
 	}
 	tokens, err := policy.Verify(r, nil)
 	if err == nil && tokens.Late != nil {
@@ -376,7 +376,7 @@ func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (ide
 		return "", "", guard.RefusedToken(err)
 	}
 	if len(tokens.Own) != 1 {
-		return "", "", problem.New(api.AuthenticationRequired, "Only a coordinator of rollbacks can say this, with one signed token.")
+		return "", "", problem.New(router.Unauthenticated, "Only a coordinator of rollbacks can say this, with one signed token.")
 	}
 	token := tokens.Own[0]
 	switch {
@@ -385,5 +385,5 @@ func (h *Handler) holder(policy *tokenPolicy, r *http.Request, body []byte) (ide
 	case token.InputHash() != ect.Sum(body):
 		return "", "", &ect.Error{Code: ect.CodeInputHash}
 	}
-	return token.Issuer(), token.Workflow(), policy.Bind(r.Context(), tokens.Own, api.UseAt("hold", "", body))
+	return token.Issuer(), token.Workflow(), policy.Bind(r.Context(), tokens.Own, router.UseAt("hold", "", body))
 }

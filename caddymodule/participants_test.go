@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -38,7 +38,7 @@ func TestPagesOfAParticipantThatIsNotSilent(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), whole)
 				defer cancel()
 				began, came := time.Now(), 0
-				raws, reason, _, _ := readPages(ctx, silence, func(ctx context.Context, after string) (page api.WorkflowTokens, _ int, _ error) {
+				raws, reason, _, _ := readPages(ctx, silence, func(ctx context.Context, after string) (page evidence.WorkflowTokens, _ int, _ error) {
 					if want := map[bool]string{true: "", false: fmt.Sprint(came)}[came == 0]; after != want {
 						t.Errorf("after %q, not %q", after, want)
 					}

@@ -8,11 +8,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
 	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
-	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 )
 
 // An action's options go over its guard's, and those over the defaults.

@@ -6,9 +6,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/agent-guard/caddy-agent-guard/guard"
 )
 
 // target is what a probe of this URI asks with the value v for {v}.

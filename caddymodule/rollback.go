@@ -20,10 +20,10 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -34,7 +34,7 @@ type rollbackService struct {
 	open atomic.Pointer[rollback.Coordinator]
 	keep time.Duration // how long a finished rollback is kept; set before open
 	// limit bounds the rate of requests, over all configurations.
-	limit api.Limit
+	limit rollback.Limit
 	// trials are the undos that are being retried.
 	trials undoTrials
 }
@@ -208,8 +208,8 @@ const defaultRollbackRetain = 30 * 24 * time.Hour
 func (o *Rollback) provision() error {
 	inherit(&o.Lineage, string(rollback.Ancestor))
 	inherit(&o.Partial, partialNever)
-	inherit(&o.Rate, api.DefaultRate)
-	inherit(&o.Wait, caddy.Duration(api.DefaultWait))
+	inherit(&o.Rate, rollback.DefaultRate)
+	inherit(&o.Wait, caddy.Duration(rollback.DefaultWait))
 	inherit(&o.PrepareTimeout, caddy.Duration(rollback.DefaultPrepareTimeout))
 	inherit(&o.Reservation, caddy.Duration(rollback.DefaultReservation))
 	inherit(&o.Retain, caddy.Duration(defaultRollbackRetain))
@@ -268,7 +268,7 @@ func rollbackOptions() option.Set[*Rollback] {
 			parseParticipant, checkParticipants)),
 		"partial": choice(func(o *Rollback) *string { return &o.Partial }, partials...),
 		"rate":    count(func(o *Rollback) *int { return &o.Rate }),
-		"wait":    duration(func(o *Rollback) *caddy.Duration { return &o.Wait }, atMost(api.LongestWait)),
+		"wait":    duration(func(o *Rollback) *caddy.Duration { return &o.Wait }, atMost(rollback.LongestWait)),
 		"prepare_timeout": duration(func(o *Rollback) *caddy.Duration { return &o.PrepareTimeout },
 			atMost(longestPrepare)),
 		"reservation": duration(func(o *Rollback) *caddy.Duration { return &o.Reservation },
@@ -336,20 +336,24 @@ func (t *tokenPolicy) unseen(r *http.Request) (guard.Tokens, error) {
 	return t.Sort(r, p)
 }
 
-// rollbackTokens implements api.Tokens.
+// rollbackTokens implements rollback.RequestTokens.
 type rollbackTokens struct {
 	e      *engine
 	policy *tokenPolicy
 	keep   time.Duration // how long a rollback is kept
 }
 
-// Recorded implements api.Tokens. A token that stands in the ledger for something else, such as a
+// Recorded implements rollback.RequestTokens. A token that stands in the ledger for something else, such as a
 // parent that came along with a call, cannot request a rollback.
-func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use evidence.Use) (evidence.TokenStatus, error) {
-	return t.policy.Evidence.ActStatus(ctx, token, use)
+func (t *rollbackTokens) Recorded(ctx context.Context, token *ect.Token, use [32]byte) (used, acted bool, err error) {
+	status, err := t.policy.Evidence.ActStatus(ctx, token, use)
+	if status == evidence.Other && err == nil {
+		err = &ect.Error{Code: ect.CodeReplayed}
+	}
+	return status != evidence.Unused, status == evidence.Acted, err
 }
 
-func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect.Token, use evidence.Use) error {
+func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect.Token, use [32]byte) error {
 	err := t.policy.Evidence.RecordTokens(ctx, all, []*ect.Token{token}, use)
 	if refused := (*ect.Error)(nil); err == nil || errors.As(err, &refused) {
 		return err
@@ -362,9 +366,9 @@ func (t *rollbackTokens) Enter(ctx context.Context, all []*ect.Token, token *ect
 	return guard.LedgerFailed(err)
 }
 
-// Acted implements api.Tokens. It is kept as long as the rollback, so that the same token
+// Acted implements rollback.RequestTokens. It is kept as long as the rollback, so that the same token
 // finds it and cannot request another.
-func (t *rollbackTokens) Acted(ctx context.Context, token *ect.Token, use evidence.Use) (store.Write, error) {
+func (t *rollbackTokens) Acted(ctx context.Context, token *ect.Token, use [32]byte) (store.Write, error) {
 	now, err := t.e.calls.Store.Now(ctx)
 	if err != nil {
 		return store.Write{}, err
@@ -372,7 +376,7 @@ func (t *rollbackTokens) Acted(ctx context.Context, token *ect.Token, use eviden
 	return t.policy.Evidence.ActedWrite(ctx, token, use, now.Add(t.keep))
 }
 
-func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use evidence.Use, acted bool) error {
+func (t *rollbackTokens) Bind(ctx context.Context, token *ect.Token, use [32]byte, acted bool) error {
 	err := t.policy.Evidence.Spend(ctx, []*ect.Token{token}, use)
 	if err != nil || !acted {
 		return err
@@ -410,7 +414,7 @@ func (t *rollbackTokens) Event(ctx context.Context, workflow, id string) (ect.Ev
 	return event, true, nil
 }
 
-// For implements api.Tokens. The par of a checkpoint is the action that it was made for
+// For implements rollback.RequestTokens. The par of a checkpoint is the action that it was made for
 // (cascade 4.2.1). For a call without a token of its own, par has what led to it: the
 // checkpoint or node of another call, which does not match.
 func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, ids []string) (bool, error) {
@@ -440,7 +444,7 @@ func (t *rollbackTokens) For(ctx context.Context, workflow, checkpoint string, i
 	return false, nil
 }
 
-func (t *rollbackTokens) Mine(ctx context.Context, workflow, id string, who evidence.Reader) (bool, error) {
+func (t *rollbackTokens) Mine(ctx context.Context, workflow, id string, who router.Reader) (bool, error) {
 	return t.policy.graph(t.e).TakesPart(ctx, workflow, id, who)
 }
 
@@ -465,7 +469,7 @@ func (t *rollbackTokens) Result(ctx context.Context, r *rollback.Rollback, reque
 	return token.Raw(), nil
 }
 
-var _ api.Tokens = (*rollbackTokens)(nil)
+var _ rollback.RequestTokens = (*rollbackTokens)(nil)
 
 // observedLedger updates metrics, events and the log with recorded rollback events after
 // their commit.

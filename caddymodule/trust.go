@@ -21,6 +21,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/option"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
@@ -318,8 +319,8 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 		return nil, err
 	}
 	policy := &tokenPolicy{TokenPolicy: &guard.TokenPolicy{
-		Engine: e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + api.RollbackPath,
-		Reports: api.NewLedger(api.LedgerOptions{ // without executions and checkpoints
+		Engine: e.calls, Rule: e.ruleFor, Evidence: ev, Events: events, RollbackURI: strings.TrimRight(i.PublicURL, "/") + rollback.Path,
+		Reports: evidence.NewLedger(evidence.Ledger{ // without executions and checkpoints
 			Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own,
 		}),
 		HandlesRollback: api.HandlesRollback, FitsPhase: api.FitsPhase,
@@ -351,8 +352,8 @@ func openTokenPolicy(ctx context.Context, e *engine, i *Identity, t *Trust, logg
 }
 
 // graph returns the endpoint for the recorded workflows.
-func (t *tokenPolicy) graph(e *engine) *api.Ledger {
-	return api.NewLedger(api.LedgerOptions{
+func (t *tokenPolicy) graph(e *engine) *evidence.Ledger {
+	return evidence.NewLedger(evidence.Ledger{
 		Log: t.Evidence.Log(), Outcomes: t.Evidence.Outcomes, HeadKey: t.Evidence.HeadKeyOf, Identities: []string{t.Events.Identity()}, Own: t.Events.Own,
 		Verify: t.verifyErrors, Record: func(ctx context.Context, tokens []*ect.Token) error { return t.record(ctx, e, tokens) },
 		Bind: func(ctx context.Context, token *ect.Token, use evidence.Use) error {
@@ -360,7 +361,7 @@ func (t *tokenPolicy) graph(e *engine) *api.Ledger {
 		},
 		Refused:  t.RefusedErrors,
 		Verified: t.verified, Undos: e.calls.Checkpoints, Execution: e.executionStatus, Waits: e.calls.Waits, Followers: &e.followers, Assigned: e.calls.Plans,
-		OpenSince: t.Evidence.OpenSince, Complete: func(ctx context.Context, end *api.End, stated *ect.Token) (string, error) {
+		OpenSince: t.Evidence.OpenSince, Complete: func(ctx context.Context, end *evidence.End, stated *ect.Token) (string, error) {
 			return endWorkflow(ctx, e, t, end, stated, endedByRequest)
 		},
 		AwaitEnd: func(ctx context.Context, workflow string) error {
@@ -392,7 +393,7 @@ func (t *tokenPolicy) verifyErrors(r *http.Request, raws []string) ([]*ect.Token
 	}
 	all, err := t.Verifier.VerifyAll(r.Context(), raws, ect.Presentation{Now: time.Now(), Peer: caller.Peer(r), DAG: t.Evidence.GraphOf})
 	for _, token := range all {
-		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" {
+		if phase, _ := token.Ext().Text(rollback.MemberPhase); phase != "" {
 			return nil, &ect.Error{Code: ect.CodeExt} // it is good for another endpoint (C-6.1-a)
 		}
 	}
@@ -465,7 +466,7 @@ func (t *tokenPolicy) rollBackFor(e *engine, tokens []*ect.Token, batch *store.B
 		}
 		for _, id := range named {
 			all = append(all, rollback.Failure{
-				Checkpoint: evidence.Canonical(id), Error: token.ID(), By: t.Events.Identity(), Asks: asks,
+				Checkpoint: ledger.Canonical(id), Error: token.ID(), By: t.Events.Identity(), Asks: asks,
 				Reporter: token.Issuer(), Lineage: rollback.Lineage(app.rollbackOptions().Lineage),
 			})
 		}

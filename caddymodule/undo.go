@@ -22,11 +22,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // undoSender sends the requests of undos (ADR 0033): to the upstream of the call through
@@ -297,10 +298,10 @@ func (s *undoSender) delegate(ctx context.Context, app *App, o *rollback.Outgoin
 	}
 	asking := evidence.Request{
 		Rollback: o.Rollback, Checkpoint: o.Checkpoint, Workflow: evidence.WorkflowID(o.Workflow),
-		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason, Phase: string(rollback.PhaseExecute),
+		Audience: target.Scheme + "://" + target.Host, Reason: o.Reason, Phase: rollback.PhaseExecute,
 	}
 	if o.Method == http.MethodGet || o.Spec != nil && o.URL != o.Spec.Delegate {
-		asking.Phase = evidence.PhaseStatus
+		asking.Phase = rollback.PhaseStatus
 	}
 	header, err := s.askingHeader(ctx, policy, o, &asking)
 	if err != nil {
@@ -325,10 +326,10 @@ func (s *undoSender) participant(ctx context.Context, policy *tokenPolicy, targe
 			return nil, err
 		}
 	}
-	asking.Phase = string(p.Phase)
+	asking.Phase = p.Phase
 	one := asking
 	if o.Method == http.MethodGet {
-		one.Phase = evidence.PhaseStatus
+		one.Phase = rollback.PhaseStatus
 	}
 	header, err := s.askingHeader(ctx, policy, o, &one)
 	if err != nil {
@@ -368,7 +369,7 @@ func recordResult(ctx context.Context, policy *tokenPolicy, chain []*ect.Token) 
 // askingHeader makes the header of a request to an agent, with a token for that phase and body only.
 func (s *undoSender) askingHeader(ctx context.Context, policy *tokenPolicy, o *rollback.Outgoing, asking *evidence.Request) (http.Header, error) {
 	issue := policy.Events.Ask
-	if asking.Input = ect.Sum(o.Body); asking.Phase == string(rollback.PhaseExecute) {
+	if asking.Input = ect.Sum(o.Body); asking.Phase == rollback.PhaseExecute {
 		issue = policy.Events.Request
 	}
 	raw, err := issue(ctx, asking)
@@ -395,7 +396,7 @@ func (e *engine) participantAt(issuer, rollbackURI string) (string, error) {
 // changes anything.
 func (s *undoSender) examine(ctx context.Context, policy *tokenPolicy, target *url.URL, o *rollback.Outgoing, asking evidence.Request) error {
 	asking.Phase = evidence.PhaseCheckpoint
-	at := url.URL{Scheme: target.Scheme, Host: target.Host, Path: api.WellKnown + "checkpoints/" + asking.Checkpoint}
+	at := url.URL{Scheme: target.Scheme, Host: target.Host, Path: router.WellKnown + "checkpoints/" + asking.Checkpoint}
 	look := &rollback.Outgoing{Method: http.MethodGet, URL: at.String(), Workflow: o.Workflow, Rollback: o.Rollback}
 	header, err := s.askingHeader(ctx, policy, look, &asking)
 	if err != nil {
@@ -441,11 +442,11 @@ func checkParticipant(token *ect.Token, target *url.URL, p *rollback.Participant
 	switch {
 	case token.Issuer() != p.Agent:
 		return errors.New("the checkpoint is not one of the agent")
-	case token.Event() != ect.EventCheckpoint || evidence.Canonical(token.ID()) != evidence.Canonical(p.Checkpoint):
+	case token.Event() != ect.EventCheckpoint || ledger.Canonical(token.ID()) != ledger.Canonical(p.Checkpoint):
 		return errors.New("the token is not that of the checkpoint")
 	case token.Workflow() != workflow:
 		return errors.New("the checkpoint is of another workflow")
-	case !slices.ContainsFunc(token.Parents(), func(id string) bool { return slices.Contains(p.Of, evidence.Canonical(id)) }):
+	case !slices.ContainsFunc(token.Parents(), func(id string) bool { return slices.Contains(p.Of, ledger.Canonical(id)) }):
 		return errors.New("the checkpoint does not follow from the call")
 	case err != nil || at.Scheme != target.Scheme || addressOf(at) != addressOf(target):
 		return errors.New("the checkpoint is rolled back elsewhere than the configuration says")
@@ -469,8 +470,8 @@ func provenResult(ctx context.Context, policy *tokenPolicy, lines []string, aske
 		text, _ := result.Ext().Text(m)
 		return text
 	}
-	if id, err := api.ParseID(said(ect.MemberRollbackID)); err != nil || id != asked.Rollback || result.Event() != ect.EventRollbackComplete ||
-		evidence.Canonical(said(ect.MemberCheckpointID)) != evidence.Canonical(asked.Checkpoint) {
+	if id, err := router.ParseID(said(ect.MemberRollbackID)); err != nil || id != asked.Rollback || result.Event() != ect.EventRollbackComplete ||
+		ledger.Canonical(said(ect.MemberCheckpointID)) != ledger.Canonical(asked.Checkpoint) {
 		return nil, nil
 	}
 	nodes := map[string]*ect.Token{} // that come along
@@ -480,12 +481,12 @@ func provenResult(ctx context.Context, policy *tokenPolicy, lines []string, aske
 			return nil, err
 		}
 		if node != nil {
-			nodes[evidence.Canonical(node.ID())] = node
+			nodes[ledger.Canonical(node.ID())] = node
 		}
 	}
 	chain := []*ect.Token{result}
 	for todo := result.Parents(); len(todo) > 0; {
-		id := evidence.Canonical(todo[0])
+		id := ledger.Canonical(todo[0])
 		if is, err := policy.Events.Asked(ctx, asked, id); is || err != nil {
 			slices.Reverse(chain) // parents first
 			return chain, err

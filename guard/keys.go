@@ -14,6 +14,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/google/uuid"
+
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/body"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
@@ -22,7 +24,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
-	"github.com/google/uuid"
 )
 
 // guardedRequest is a guarded request with what its message says. Handler.read makes it; it never changes.

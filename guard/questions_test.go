@@ -16,8 +16,8 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker/jsontime"
 	"github.com/agent-guard/caddy-agent-guard/guard"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -29,9 +29,9 @@ func answering(b *bed) *bed {
 		Open: func() (*api.Gateway, error) {
 			executions := b.engine.Executions
 			return &api.Gateway{Close: func() {}, Executions: executions, Waits: context.Background(),
-				Reader: func(r *http.Request) (evidence.Reader, error) {
+				Reader: func(r *http.Request) (router.Reader, error) {
 					name, err := b.guard.Callers.Of(r, "", executions.Keyed)
-					return evidence.Reader{Caller: executions.Caller(name)}, err
+					return router.Reader{Caller: executions.Caller(name)}, err
 				}}, nil
 		},
 	}

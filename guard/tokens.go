@@ -414,9 +414,9 @@ func (t *TokenPolicy) Verify(r *http.Request, m *protocol.Message) (Tokens, erro
 // Sort finds the caller's own tokens among verified ones, and what they ask for.
 func (t *TokenPolicy) Sort(r *http.Request, p Tokens) (Tokens, error) {
 	all := p.All
-	rollback := t.HandlesRollback(r)
+	asks := t.HandlesRollback(r)
 	for _, token := range all {
-		if err := checkEvent(token, rollback); err != nil {
+		if err := checkEvent(token, asks); err != nil {
 			return Tokens{}, err
 		}
 		asked, err := askedBy(token)
@@ -433,7 +433,7 @@ func (t *TokenPolicy) Sort(r *http.Request, p Tokens) (Tokens, error) {
 		if parent {
 			continue
 		}
-		if phase, _ := token.Ext().Text(evidence.MemberPhase); phase != "" && !t.FitsPhase(r, phase, token.Ext()) {
+		if phase, _ := token.Ext().Text(rollback.MemberPhase); phase != "" && !t.FitsPhase(r, phase, token.Ext()) {
 			return Tokens{}, &ect.Error{Code: ect.CodeExt} // it is good for another endpoint
 		}
 		p.leaves = append(p.leaves, token.NodeID())

@@ -102,7 +102,7 @@ func (b *trust) policy(st store.Store) *guard.TokenPolicy {
 	b.check(err)
 	policy := &guard.TokenPolicy{
 		Evidence: ev, Events: events, LedgerFirst: b.level == ect.L3, HandlesRollback: api.HandlesRollback, FitsPhase: api.FitsPhase,
-		Reports: api.NewLedger(api.LedgerOptions{Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own}),
+		Reports: evidence.NewLedger(evidence.Ledger{Log: ev.Log(), Outcomes: ev.Outcomes, Identities: []string{events.Identity()}, Own: events.Own}),
 	}
 	policy.Verifier, err = ect.NewVerifier(ect.Policy{
 		Audience: []string{gatewayName}, Sources: append(b.sources[:2:2], own), MinLevel: min(b.level, ect.L2),

@@ -28,12 +28,14 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
@@ -96,7 +98,7 @@ type Store interface {
 	Cascades() []api.Cascade
 	Cascade(id string) *api.Cascade // see Cascades
 	// Workflows answers with what is recorded of workflows; nil if nothing is.
-	Workflows() *api.Ledger
+	Workflows() *evidence.Ledger
 	// SetCircuitMode sets and stores the mode that an operator chose for a breaker. It
 	// returns false if there is no such breaker.
 	SetCircuitMode(ctx context.Context, key breaker.Key, mode breaker.Mode) (bool, error)
@@ -112,7 +114,7 @@ type Store interface {
 	// Plans returns the store of workflows' plans.
 	Plans() *plan.Store
 	// PutPlan takes the text of a plan of a workflow.
-	PutPlan(ctx context.Context, text []byte, p plan.Putting) (api.PlanDocument, error)
+	PutPlan(ctx context.Context, text []byte, p plan.Putting) (evidence.PlanDocument, error)
 	// Release ends the use of the store.
 	Release()
 }
@@ -126,7 +128,7 @@ type endpoints struct {
 func New(stores Stores) caddy.AdminHandler { return &endpoints{stores} }
 
 // routes are the paths below Prefix.
-var routes = []api.Route[handler]{
+var routes = []router.Route[handler]{
 	{Path: "executions", Method: http.MethodGet, To: listExecutions},
 	{Path: "executions/{key}", Method: http.MethodGet, To: plain(showExecution)},
 	{Path: "executions/{key}/resolve", Method: http.MethodPost, To: plain(resolveExecution)},
@@ -176,7 +178,7 @@ func (a *endpoints) ServeHTTP(w http.ResponseWriter, r *http.Request) error {
 
 func (a *endpoints) serve(w http.ResponseWriter, r *http.Request) error {
 	path := strings.TrimPrefix(r.URL.EscapedPath(), Prefix)
-	if to, name := api.Match(routes, path); to != nil {
+	if to, name := router.Match(routes, path); to != nil {
 		return a.on(w, r, to, name)
 	}
 	if plain, err := url.PathUnescape(path); err == nil {
@@ -228,7 +230,7 @@ func posted[T any](like string, limit int64, serve func(q *request, body *T) (an
 
 // on calls the handler of a route with the requested store, and writes its result. name is
 // that in the path, percent-encoded.
-func (a *endpoints) on(w http.ResponseWriter, r *http.Request, to *api.Route[handler], name string) error {
+func (a *endpoints) on(w http.ResponseWriter, r *http.Request, to *router.Route[handler], name string) error {
 	if !to.Allows(r.Method) {
 		w.Header().Set("Allow", to.Method)
 		return refuse(http.StatusMethodNotAllowed, "%s is not for %s; use %s", r.URL.Path, r.Method, to.Method)
@@ -267,7 +269,7 @@ func (a *endpoints) on(w http.ResponseWriter, r *http.Request, to *api.Route[han
 		return err
 	}
 	w.Header().Set(Mark, "1")
-	api.Respond(w, http.StatusOK, "application/json", "no-store", body.Bytes())
+	router.Respond(w, http.StatusOK, "application/json", "no-store", body.Bytes())
 	return nil
 }
 
@@ -528,7 +530,7 @@ type streamWriter struct {
 
 func (s *streamWriter) Write(b []byte) (int, error) {
 	if !s.begun {
-		api.Respond(s.to, http.StatusOK, "text/plain; charset=utf-8", "no-store", nil)
+		router.Respond(s.to, http.StatusOK, "text/plain; charset=utf-8", "no-store", nil)
 		s.begun = true
 	}
 	_ = s.control.SetWriteDeadline(time.Now().Add(streamPatience)) // if the connection supports it

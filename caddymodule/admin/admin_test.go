@@ -22,6 +22,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/gateway"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
@@ -87,7 +88,7 @@ func (o *opened) Escalations() *hitl.Store { return o.escalations }
 
 func (o *opened) Plans() *plan.Store { return o.plans }
 
-func (o *opened) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc api.PlanDocument, err error) {
+func (o *opened) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc evidence.PlanDocument, err error) {
 	if p.Plan, err = plan.Parse(text); err != nil {
 		return doc, err
 	}
@@ -95,7 +96,7 @@ func (o *opened) PutPlan(ctx context.Context, text []byte, p plan.Putting) (doc 
 	if err != nil {
 		return doc, err
 	}
-	return api.DescribePlan(a), nil
+	return evidence.DescribePlan(a), nil
 }
 
 func (o *opened) Ledger() *admin.Ledger { return o.ledger }
@@ -125,7 +126,7 @@ func (o *opened) Circuits(_ context.Context, fleet bool) ([]proxy.Circuit, error
 
 func (o *opened) Cascades() []api.Cascade { return o.cascades }
 
-func (o *opened) Workflows() *api.Ledger { return nil }
+func (o *opened) Workflows() *evidence.Ledger { return nil }
 
 func (o *opened) Cascade(id string) *api.Cascade {
 	for i := range o.cascades {

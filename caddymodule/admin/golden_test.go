@@ -248,7 +248,7 @@ func TestGoldenAnswers(t *testing.T) {
 		g.ask("POST", "keys/rotate", "")
 	}
 	for _, err := range append([]error{
-		&ect.Error{Code: ect.CodeReplayed}, wrapped(&ect.Error{Code: ect.CodeParents}), problem.New(api.WorkflowUnknown, "Nothing of it is known."),
+		&ect.Error{Code: ect.CodeReplayed}, wrapped(&ect.Error{Code: ect.CodeParents}), problem.New(evidence.WorkflowUnknown, "Nothing of it is known."),
 		rollback.ErrUnknown, rollback.ErrCursor, rollback.ErrInvalid, rollback.ErrMismatch, rollback.ErrStopping, rollback.ErrStore, rollback.ErrNotInWorkflow,
 		rollback.ErrUnnamed, rollback.ErrCheckpointUnknown, &rollback.ConflictError{Winner: "w"}, &rollback.DependedOnError{Dependants: []string{"d"}},
 		&rollback.ScopeError{Scope: rollback.FullWorkflow}, &rollback.TooManyError{What: "nodes", Count: 2, Limit: 1}, &rollback.CycleError{Nodes: []string{"n"}},

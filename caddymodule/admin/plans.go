@@ -3,7 +3,7 @@ package admin
 import (
 	"encoding/json"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 )
@@ -13,7 +13,7 @@ type (
 	// Plans is the answer to GET plans.
 	Plans struct {
 		// Plans are those of all workflows, the latest first.
-		Plans []api.PlanDocument `json:"plans"`
+		Plans []evidence.PlanDocument `json:"plans"`
 	}
 	// PlanPut is the body of POST plans/{id}.
 	PlanPut struct {
@@ -31,9 +31,9 @@ func listPlans(q *request) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	doc := Plans{Plans: make([]api.PlanDocument, 0, len(found))}
+	doc := Plans{Plans: make([]evidence.PlanDocument, 0, len(found))}
 	for i := range found {
-		doc.Plans = append(doc.Plans, api.DescribePlan(&found[i]))
+		doc.Plans = append(doc.Plans, evidence.DescribePlan(&found[i]))
 	}
 	return doc, nil
 }
@@ -43,7 +43,7 @@ func putPlan(q *request, put *PlanPut) (any, error) {
 	if err := namesOperator(put.Operator, "puts it"); err != nil {
 		return nil, err
 	}
-	to := plan.Putting{Workflow: evidence.WorkflowID(evidence.Canonical(q.name)), By: operatorPrefix + put.Operator}
+	to := plan.Putting{Workflow: evidence.WorkflowID(ledger.Canonical(q.name)), By: operatorPrefix + put.Operator}
 	if put.Replaces != "" {
 		to.Replaces = []string{put.Replaces}
 	}

@@ -9,9 +9,9 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
@@ -100,8 +100,8 @@ func (d *RollbackRequest) request() (r rollback.Request, err error) {
 	if d.Cascade {
 		cascade = &d.Cascade
 	}
-	if r.Scope, err = api.ParseScope(d.Scope, cascade); err == nil && d.RollbackID != "" {
-		r.ID, err = api.ParseID(d.RollbackID)
+	if r.Scope, err = rollback.ParseScope(d.Scope, cascade); err == nil && d.RollbackID != "" {
+		r.ID, err = router.ParseID(d.RollbackID)
 	}
 	return r, err
 }
@@ -135,23 +135,23 @@ func startRollback(q *request, d *RollbackRequest) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		return api.Describe(planned, wanted.ID), nil
+		return rollback.Shown(planned, wanted.ID), nil
 	}
 	accepted, err := q.Rollbacks().Execute(q.Context(), wanted, nil)
 	if err != nil {
 		return nil, err
 	}
-	return api.Describe(accepted, wanted.ID), nil
+	return rollback.Shown(accepted, wanted.ID), nil
 }
 
 // showRollback answers GET rollback/{id}; on request it waits until the rollback is
 // finished.
 func showRollback(q *request) (any, error) {
-	wait := min(q.age("wait"), api.LongestWait)
+	wait := min(q.age("wait"), rollback.LongestWait)
 	if err := q.done(); err != nil {
 		return nil, err
 	}
-	id, err := api.ParseID(q.name)
+	id, err := router.ParseID(q.name)
 	if err != nil {
 		return nil, err
 	}
@@ -175,7 +175,7 @@ func showRollback(q *request) (any, error) {
 
 // rollbackDocument is the document of a rollback with the id by which operators name it.
 func rollbackDocument(r *rollback.Rollback, id string) *rollback.Rollback {
-	doc := api.Describe(r, id)
+	doc := rollback.Shown(r, id)
 	if r.Named != "" {
 		doc.KeptAs = r.ID
 	}

@@ -12,7 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -467,7 +467,7 @@ func ledgerHead(q *request) (any, error) {
 			continue
 		}
 		other, err := log.In(q.Context(), origin)
-		theirs := api.LedgerHead{Origin: origin, Altered: true}
+		theirs := evidence.LedgerHead{Origin: origin, Altered: true}
 		if err == nil {
 			theirs = l.head(other)
 		}
@@ -480,9 +480,9 @@ func ledgerHead(q *request) (any, error) {
 }
 
 // head describes a log.
-func (l *Ledger) head(log *ledger.Log) api.LedgerHead {
+func (l *Ledger) head(log *ledger.Log) evidence.LedgerHead {
 	head := log.Head()
-	return api.LedgerHead{Origin: head.Origin, Size: head.Size, Root: head.Root, Key: l.Key(head.Origin), Note: string(head.Note)}
+	return evidence.LedgerHead{Origin: head.Origin, Size: head.Size, Root: head.Root, Key: l.Key(head.Origin), Note: string(head.Note)}
 }
 
 func ledgerExport(q *request) (any, error) {

@@ -23,7 +23,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/proxy"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -160,7 +160,7 @@ func (o *opened) ledgerOver(st store.Store, n int) note.Verifiers {
 func TestLedgerHead(t *testing.T) {
 	r, o := newRig(t)
 	keys := o.ledgerOver(memory.New(memory.Options{}), 3)
-	var head api.LedgerHead
+	var head evidence.LedgerHead
 	r.get("ledger/head", &head)
 	parsed, err := ledger.ParseHead([]byte(head.Note), origin, keys)
 	if err != nil || head.Origin != origin || head.Size != 3 || parsed.Size != 3 || head.Root != parsed.Root || head.Key != o.ledger.Key(origin) {

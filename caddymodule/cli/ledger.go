@@ -24,7 +24,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
@@ -189,7 +188,7 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			describe := describeHead
 			if only {
-				describe = func(head *api.LedgerHead, _ time.Time) string { return head.Note }
+				describe = func(head *evidence.LedgerHead, _ time.Time) string { return head.Note }
 			}
 			return showing(o, question{path: "ledger/head", query: log}, describe)(cmd, nil)
 		},
@@ -199,7 +198,7 @@ ever after, and ` + "`ledger verify --head`" + ` finds out.`,
 	return o.server(cmd)
 }
 
-func describeHead(head *api.LedgerHead, now time.Time) string {
+func describeHead(head *evidence.LedgerHead, now time.Time) string {
 	text := lines(now, 7, "log", head.Origin, "key", head.Key, "size", head.Size, "root", head.Root.String())
 	for i := range head.Logs {
 		other := &head.Logs[i]
@@ -248,7 +247,7 @@ const allLogs = "all"
 func (o *options) export(cmd *cobra.Command, out, log string) error {
 	origins := []string{log}
 	if log == allLogs {
-		head, _, err := ask[api.LedgerHead](cmd.Context(), o, question{path: "ledger/head"})
+		head, _, err := ask[evidence.LedgerHead](cmd.Context(), o, question{path: "ledger/head"})
 		if err != nil {
 			return err
 		}

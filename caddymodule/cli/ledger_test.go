@@ -25,7 +25,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
@@ -140,7 +140,7 @@ func TestLedgerOfAFleet(t *testing.T) {
 	t.Cleanup(server.Close)
 	b.address = server.Listener.Addr().String()
 
-	head := document[api.LedgerHead](t, "ledger", "head", "--address", b.address)
+	head := document[evidence.LedgerHead](t, "ledger", "head", "--address", b.address)
 	if head.Origin != names[0] || head.Size != 1 || len(head.Logs) != 2 || head.Logs[0].Origin != names[1] || head.Logs[0].Size != 2 ||
 		head.Logs[1].Size != 3 || head.Logs[1].Key != keys[names[2]] {
 		t.Fatalf("%+v", head)
@@ -148,7 +148,7 @@ func TestLedgerOfAFleet(t *testing.T) {
 	if shown := says(t, "ledger", "head", "--address", b.address); !strings.Contains(shown, "\nlog      "+names[2]+"\n") {
 		t.Errorf("%s", shown)
 	}
-	one := document[api.LedgerHead](t, "ledger", "head", "--address", b.address, "--log", names[2])
+	one := document[evidence.LedgerHead](t, "ledger", "head", "--address", b.address, "--log", names[2])
 	if one.Origin != names[2] || one.Size != 3 || len(one.Logs) != 0 {
 		t.Errorf("%+v", one)
 	}
@@ -269,7 +269,7 @@ func TestLedgerRoundTrip(t *testing.T) {
 	kept := put(t, "head", says(t, "ledger", "head", "--note", "--address", b.address))
 	b.record(event(t, signer, "charge"), event(t, signer, "error"))
 
-	head := document[api.LedgerHead](t, "ledger", "head", "--address", b.address)
+	head := document[evidence.LedgerHead](t, "ledger", "head", "--address", b.address)
 	shown := says(t, "ledger", "head", "--address", b.address)
 	if head.Size != 3 || head.Origin != origin || !strings.Contains(shown, "\nkey      "+head.Key+"\nsize     3\nroot     "+head.Root.String()+"\n") {
 		t.Errorf("%+v\n%s", head, shown)

@@ -14,8 +14,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // pollWait is how long the server delays its answer while a rollback runs.
@@ -115,7 +115,7 @@ func (r *rollbackFlags) complete(checkpoint string) (id string, err error) {
 	if r.RollbackID == "" {
 		r.RollbackID = uuid.NewString()
 	}
-	if id, err = api.ParseID(r.RollbackID); err != nil {
+	if id, err = router.ParseID(r.RollbackID); err != nil {
 		return "", fmt.Errorf("--id: %q is no UUID", r.RollbackID)
 	}
 	r.RollbackID = "urn:uuid:" + id
@@ -198,12 +198,12 @@ as a tree: what followed from a call stands below it, and is undone before it.`,
 			if len(args) == 0 || args[0] == "list" {
 				return listPages(cmd, o, &page, "rollbacks", rollbackRow)
 			}
-			if _, err := api.ParseID(args[0]); err != nil {
+			if _, err := router.ParseID(args[0]); err != nil {
 				return fmt.Errorf("ID: %q is no UUID; `rollbacks` lists them", args[0])
 			}
 			describe := describeRollback
 			if tree {
-				describe = func(doc *rollback.Rollback, _ time.Time) string { return api.Drawing(doc).Tree() }
+				describe = func(doc *rollback.Rollback, _ time.Time) string { return rollback.Drawing(doc).Tree() }
 			}
 			return showing(o, question{path: "rollback/{}"}, describe)(cmd, args)
 		},

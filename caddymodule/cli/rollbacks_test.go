@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -51,7 +50,7 @@ func TestGoldenRollbacks(t *testing.T) {
 	drawn := someRollback()
 	drawn.Steps[2].Earlier = []string{"c2", "c3"}
 	drawn.Steps[2].Begun, drawn.Steps[2].Ended = now, now.Add(time.Second)
-	golden(t, "rollback_tree", api.Drawing(drawn).Tree())
+	golden(t, "rollback_tree", rollback.Drawing(drawn).Tree())
 	golden(t, "rollbacks_list", tableOf(now, []rollback.Rollback{*someRollback()}, rollbackRow))
 }
 

@@ -13,7 +13,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
@@ -67,7 +66,7 @@ be -, the standard input.`,
 	return o.server(cmd)
 }
 
-func describePut(doc *api.PlanDocument, now time.Time) string {
+func describePut(doc *evidence.PlanDocument, now time.Time) string {
 	pairs := []any{
 		"workflow", doc.Workflow, "plan", doc.PlanID, "version", doc.Version, "replaced", strings.Join(doc.Earlier, " "),
 		"put by", doc.By, "put", doc.Put, "begun", doc.Begun, "expires", doc.Expires,
@@ -101,7 +100,7 @@ func describePlans(doc *admin.Plans, now time.Time) string {
 	if len(doc.Plans) == 0 {
 		return "No workflow has a plan.\n"
 	}
-	return tableOf(now, doc.Plans, func(p *api.PlanDocument) []any {
+	return tableOf(now, doc.Plans, func(p *evidence.PlanDocument) []any {
 		state := "waits for its first call"
 		switch {
 		case !p.InForce:

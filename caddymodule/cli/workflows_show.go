@@ -12,7 +12,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -47,7 +47,7 @@ workflow again with every change, until its plan is over, or until Ctrl-C.`,
 	return o.server(cmd)
 }
 
-func (f *workflowFlags) describe(doc *api.Workflow, now time.Time) string {
+func (f *workflowFlags) describe(doc *evidence.Workflow, now time.Time) string {
 	if f.tree {
 		return doc.Drawing().Tree()
 	}
@@ -62,10 +62,10 @@ func (f *workflowFlags) follow(cmd *cobra.Command, q question) error {
 		return err
 	}
 	q.slow, q.accept = true, "text/event-stream"
-	doc, shown := new(api.Workflow), false
+	doc, shown := new(evidence.Workflow), false
 	for {
 		over, err := c.events(cmd.Context(), &q, func(name string, data []byte) (bool, error) {
-			change := new(api.Workflow)
+			change := new(evidence.Workflow)
 			if err := json.Unmarshal(data, change); err != nil {
 				return false, c.foreign(err)
 			}
@@ -132,7 +132,7 @@ func (c *client) events(ctx context.Context, q *question, take func(name string,
 }
 
 // describeWorkflow shows a workflow line by line, and its plan or its tokens as a table.
-func describeWorkflow(doc *api.Workflow, now time.Time) string {
+func describeWorkflow(doc *evidence.Workflow, now time.Time) string {
 	pairs := []any{
 		"workflow", doc.ID, "status", cmp.Or(inWords(string(doc.Status), ""), "not all of it was read"), "stated", inWords(doc.Stated, ""),
 	}

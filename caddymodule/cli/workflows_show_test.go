@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule/admin"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
 const shownWorkflow = `{"wid": "w", "status": "running", "stated_status": "partial", "roots": [], "leaves": [],
@@ -23,7 +23,7 @@ const shownPlan = `{"wf_id": "trip", "version": "v1", "status": "running", "othe
 
 // A workflow is shown by its plan, or without one by its tokens; what strangers wrote moves no cursor.
 func TestWorkflowIsShown(t *testing.T) {
-	doc := new(api.Workflow)
+	doc := new(evidence.Workflow)
 	if err := json.Unmarshal([]byte(shownWorkflow), doc); err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/caddymodule"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
 )
@@ -574,7 +574,7 @@ func (g *Gateway) Apart(boss *Agent, ops, one Somebody, others ...Somebody) {
 	})
 	s.named, s.rollback = doc.Workflow, "urn:uuid:"+uuid.NewString()
 	f := &Flow{g, s.named}
-	asking := Request{Path: api.RollbackPath, Body: fmt.Sprintf(
+	asking := Request{Path: rollback.Path, Body: fmt.Sprintf(
 		`{"rollback_id": %q, "checkpoint_id": %q, "phase": "execute", "scope": "single"}`, s.rollback, s.checkpoint)}
 	got := g.Call(ops.Does(With(boss.Issue(f.Request(s.checkpoint, `, "scope": "single"`)), asking)))
 	if got.Status != 200 {

@@ -16,7 +16,6 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
@@ -379,7 +378,7 @@ func (f *Flow) Request(checkpoint, more string) ect.Claims {
 func (f *Flow) AsksWith(token *ect.Token, id, checkpoint, more string) Reply {
 	f.T.Helper()
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "phase": "execute"%s}`, id, checkpoint, more)
-	return f.Call(With(token, Request{Path: api.RollbackPath, Body: body}))
+	return f.Call(With(token, Request{Path: rollback.Path, Body: body}))
 }
 
 // Undone reads the answer to a rollback that is finished.

@@ -10,19 +10,19 @@ import (
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
 // Boundaries are a workflow's page and the gateway's tokens of its start and its ends, once so many nodes are
 // recorded of it.
-func (g *Gateway) Boundaries(ask func() Reply, nodes int) (v api.Workflow, starts, ends []string) {
+func (g *Gateway) Boundaries(ask func() Reply, nodes int) (v evidence.Workflow, starts, ends []string) {
 	g.T.Helper()
 	Eventually(g.T, fmt.Sprint(nodes, " nodes"), func() bool {
 		got := ask()
 		if got.Status != http.StatusOK {
 			return false
 		}
-		v, starts, ends = Document[api.Workflow](g.T, got), nil, nil
+		v, starts, ends = Document[evidence.Workflow](g.T, got), nil, nil
 		n := 0
 		for _, node := range v.Nodes {
 			if node.Event == "escalation" {
@@ -82,7 +82,7 @@ func (g *Gateway) Follow(r Request, accept, last string) *eventStream {
 }
 
 // Next reads an event, or a comment as an event without a name.
-func (s *eventStream) Next() (name, id string, doc *api.Workflow) {
+func (s *eventStream) Next() (name, id string, doc *evidence.Workflow) {
 	s.t.Helper()
 	for line := Wait(s.t, s.Lines, "an event"); line != ""; line = Wait(s.t, s.Lines, "the rest of an event") {
 		field, value, _ := strings.Cut(line, ": ")
@@ -92,7 +92,7 @@ func (s *eventStream) Next() (name, id string, doc *api.Workflow) {
 		case "id":
 			id = value
 		case "data":
-			doc = new(api.Workflow)
+			doc = new(evidence.Workflow)
 			if err := json.Unmarshal([]byte(value), doc); err != nil {
 				s.t.Fatal(err)
 			}

@@ -10,7 +10,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -26,7 +25,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 	id := uuid.NewString()
 	asking := a.Issue(f.Request(checkpoint, `, "cascade": true`))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "cascade": true}`, id, checkpoint)
-	if got := g.Call(harness.With(asking, harness.Request{Path: api.RollbackPath, Body: body, Header: harness.Headers{"Prefer": "respond-async"}})); got.Status != http.StatusAccepted {
+	if got := g.Call(harness.With(asking, harness.Request{Path: rollback.Path, Body: body, Header: harness.Headers{"Prefer": "respond-async"}})); got.Status != http.StatusAccepted {
 		t.Fatalf("%d %s", got.Status, got.Body)
 	}
 	harness.Wait(t, hold.Arrived, "the undo")
@@ -53,7 +52,7 @@ func TestJoiningAfterRollbackBegan(t *testing.T) {
 	lab.WantDoc("/docs/c", "")
 
 	hold.Open()
-	g.Call(harness.With(asking, harness.Request{Path: api.RollbackPath, Body: body, Header: harness.Headers{"Prefer": "wait=20"}})).Undone(t, rollback.Completed)
+	g.Call(harness.With(asking, harness.Request{Path: rollback.Path, Body: body, Header: harness.Headers{"Prefer": "wait=20"}})).Undone(t, rollback.Completed)
 	if got := g.Call(late); got.Status != 201 || got.Header.Get("Execution-Status") != "executed" {
 		t.Errorf("the same call afterwards: %d %s", got.Status, got.Body)
 	}

@@ -9,7 +9,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -41,7 +40,7 @@ func TestRollbackAsAPicture(t *testing.T) {
 	}
 
 	look := func(who *harness.Agent, accept string) harness.Reply {
-		return f.Call(harness.With(who.Issue(ect.Claims{Workflow: f.Wid}), harness.Request{Method: "GET", Path: api.RollbackURL(id), Header: harness.Headers{"Accept": accept}}))
+		return f.Call(harness.With(who.Issue(ect.Claims{Workflow: f.Wid}), harness.Request{Method: "GET", Path: rollback.URL(id), Header: harness.Headers{"Accept": accept}}))
 	}
 	refused := look(m, "")
 	refused.Is(t, 403, "not-in-workflow")

@@ -12,7 +12,6 @@ import (
 	"github.com/google/uuid"
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -75,7 +74,7 @@ func (r *reloads) rolledBack(a *harness.Agent, checkpoint string) harness.Reply 
 	there.Addr, there.Reloads = "127.0.0.1:"+r.asking, true
 	token := a.Issue(r.Request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "phase": "execute"}`, uuid.NewString(), checkpoint)
-	return there.Call(harness.With(token, harness.Request{Path: api.RollbackPath, Body: body}))
+	return there.Call(harness.With(token, harness.Request{Path: rollback.Path, Body: body}))
 }
 
 func (r *reloads) logged() string {

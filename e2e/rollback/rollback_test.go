@@ -13,7 +13,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
@@ -45,7 +44,7 @@ func TestP5RollbackOfAPut(t *testing.T) {
 	if again := f.Asks(a, id, checkpoint, `, "reason": "a mistake"`); again.Body != first.Body {
 		t.Errorf("%s\n%s", first.Body, again.Body)
 	}
-	if looked := f.Call(harness.With(a.Issue(ect.Claims{Workflow: f.Wid}), harness.Request{Method: "GET", Path: api.RollbackURL(id)})); looked.Body != first.Body {
+	if looked := f.Call(harness.With(a.Issue(ect.Claims{Workflow: f.Wid}), harness.Request{Method: "GET", Path: rollback.URL(id)})); looked.Body != first.Body {
 		t.Errorf("%d %s", looked.Status, looked.Body)
 	}
 	lab.WantEffects("changed /docs/a", "changed /docs/a")
@@ -95,8 +94,8 @@ func TestP3RollbackOfOthers(t *testing.T) {
 	_, later := f.Does(b, "PUT", "/docs/b", "1", root.ID())
 	id := uuid.NewString()
 
-	f.Call(harness.Request{Path: api.RollbackPath, Body: "{}"}).Is(t, 401, "authentication-required")
-	f.Call(harness.Request{Path: api.RollbackPath, Body: "{}", Header: harness.Headers{"Authorization": "Bearer x"}}).RefusedFor(t, 403, "missing")
+	f.Call(harness.Request{Path: rollback.Path, Body: "{}"}).Is(t, 401, "authentication-required")
+	f.Call(harness.Request{Path: rollback.Path, Body: "{}", Header: harness.Headers{"Authorization": "Bearer x"}}).RefusedFor(t, 403, "missing")
 	f.Asks(stranger, id, checkpoint, "").RefusedFor(t, 403, "kid")
 	unknown := f.Asks(m, id, uuid.NewString(), "")
 	unknown.Is(t, 403, "not-in-workflow")
@@ -113,7 +112,7 @@ func TestP3RollbackOfOthers(t *testing.T) {
 	f.Asks(b, uuid.NewString(), later, `, "scope": "full_workflow"`).Is(t, 403, "coordinator-required")
 	f.Asks(a, uuid.NewString(), later, "") // an ancestor
 	look := func(by *harness.Agent, id string) harness.Reply {
-		return f.Call(harness.With(by.Issue(ect.Claims{Workflow: f.Wid}), harness.Request{Method: "GET", Path: api.RollbackURL(id)}))
+		return f.Call(harness.With(by.Issue(ect.Claims{Workflow: f.Wid}), harness.Request{Method: "GET", Path: rollback.URL(id)}))
 	}
 	if got := look(a, id); got.Status != 200 {
 		t.Errorf("%d %s", got.Status, got.Body)
@@ -123,7 +122,7 @@ func TestP3RollbackOfOthers(t *testing.T) {
 	if got := look(m, id); got.Body != nothing.Body || got.Status != nothing.Status {
 		t.Errorf("%d %s", got.Status, got.Body)
 	}
-	f.Call(harness.Request{Method: "GET", Path: api.RollbackURL(id)}).Is(t, 401, "authentication-required")
+	f.Call(harness.Request{Method: "GET", Path: rollback.URL(id)}).Is(t, 401, "authentication-required")
 	lab.WantDoc("/docs/b", "")
 }
 
@@ -163,7 +162,7 @@ func TestRollbackInOlderDialects(t *testing.T) {
 		ECT     string         `json:"ect"`
 	}
 	for range 2 {
-		got := g.Call(harness.With(atd, harness.Request{Path: api.ATDRollbackPath}))
+		got := g.Call(harness.With(atd, harness.Request{Path: rollback.ATDPath}))
 		if err := json.Unmarshal([]byte(got.Body), &result); err != nil || got.Status != 200 {
 			t.Fatalf("%d %s %v", got.Status, got.Body, err)
 		}
@@ -181,7 +180,7 @@ func TestRollbackInOlderDialects(t *testing.T) {
 		t.Fatalf("%d %s", got.Status, got.Body)
 	}
 	aerr := a.Issue(ect.Claims{Workflow: f.Wid, Action: "aerr:rollback_request", Vocabulary: ect.AERR, Parents: []string{failure.ID()}})
-	got := g.Call(harness.With(aerr, harness.Request{Path: api.AERRRollbackPath,
+	got := g.Call(harness.With(aerr, harness.Request{Path: rollback.AERRPath,
 		Body: fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "reason": "why", "cascade": true}`, uuid.NewString(), checkpoint)}))
 	if err := json.Unmarshal([]byte(got.Body), &result); err != nil || result.Action != "aerr:rollback_complete" || result.Ext["aerr.status"] != "completed" {
 		t.Errorf("%d %s", got.Status, got.Body)
@@ -208,8 +207,8 @@ func TestP5RollbackOverARestart(t *testing.T) {
 	id := uuid.NewString()
 	asking := a.Issue(f.Request(checkpoint, ""))
 	body := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, checkpoint)
-	accepted := g.Call(harness.With(asking, harness.Request{Path: api.RollbackPath, Body: body, Header: harness.Headers{"Prefer": "respond-async"}}))
-	if accepted.Status != http.StatusAccepted || accepted.Header.Get("Location") != api.RollbackURL(id)+"?checkpoint_id="+checkpoint {
+	accepted := g.Call(harness.With(asking, harness.Request{Path: rollback.Path, Body: body, Header: harness.Headers{"Prefer": "respond-async"}}))
+	if accepted.Status != http.StatusAccepted || accepted.Header.Get("Location") != rollback.URL(id)+"?checkpoint_id="+checkpoint {
 		t.Fatalf("%d %v %s", accepted.Status, accepted.Header, accepted.Body)
 	}
 	harness.Eventually(t, "an undo that is tried again", func() bool { return len(lab.All("PUT /docs/a", "")) > 1 })
@@ -218,13 +217,13 @@ func TestP5RollbackOverARestart(t *testing.T) {
 
 	g = harness.Launch(t, harness.Setup{App: app, Site: lab.Site(), Store: g.Store})
 	f.Gateway = g
-	got := g.Call(harness.With(asking, harness.Request{Path: api.RollbackPath, Body: body, Header: harness.Headers{"Prefer": "wait=20"}}))
+	got := g.Call(harness.With(asking, harness.Request{Path: rollback.Path, Body: body, Header: harness.Headers{"Prefer": "wait=20"}}))
 	first := got.Undone(t, rollback.Completed)
 	lab.WantDoc("/docs/a", "before")
 	if first.ID != "urn:uuid:"+id {
 		t.Errorf("%+v", first)
 	}
-	if again := g.Call(harness.With(asking, harness.Request{Path: api.RollbackPath, Body: body})); again.Body != got.Body {
+	if again := g.Call(harness.With(asking, harness.Request{Path: rollback.Path, Body: body})); again.Body != got.Body {
 		t.Errorf("%s\n%s", got.Body, again.Body)
 	}
 	lab.WantEffects("changed /docs/a", "changed /docs/a")
@@ -235,23 +234,23 @@ func TestP5RollbackOverARestart(t *testing.T) {
 func TestRollbackPathsOfASite(t *testing.T) {
 	lab, a := harness.NewRestLab(t), harness.NewAgent(t, "a")
 	g := harness.Launch(t, harness.Setup{App: harness.Trusting(t, a), Site: fmt.Sprintf("agent_proxy %s {\n endpoints off\n }", lab.Addr)})
-	for _, path := range []string{api.RollbackPath, api.ATDRollbackPath, api.AERRRollbackPath} {
+	for _, path := range []string{rollback.Path, rollback.ATDPath, rollback.AERRPath} {
 		g.Call(harness.Request{Path: path})
 		lab.Arrived("POST "+path, 1)
 	}
 	harness.Stop(t)
 	g = harness.Launch(t, harness.Setup{App: harness.Trusting(t, a), Site: "agent_guard_endpoints\n respond 404"})
-	for _, path := range []string{api.RollbackPath, api.ATDRollbackPath, api.AERRRollbackPath} {
+	for _, path := range []string{rollback.Path, rollback.ATDPath, rollback.AERRPath} {
 		if got := g.Call(harness.Request{Path: path, Body: "{}"}); got.Status != 401 || got.Header.Get("Execution-Checkpoint") != "" {
 			t.Errorf("%s: %d %s", path, got.Status, got.Body)
 		}
 	}
 	harness.Stop(t)
 	g = harness.Launch(t, harness.Setup{App: "identity " + harness.GatewayIdentity + " {\n key_file " + t.TempDir() + "/identity\n }", Site: "agent_guard_endpoints\n respond 404"})
-	g.Call(harness.With(a.Issue(ect.Claims{Workflow: uuid.NewString()}), harness.Request{Path: api.RollbackPath, Body: "{}"})).RefusedFor(t, 403, "untrusted")
+	g.Call(harness.With(a.Issue(ect.Claims{Workflow: uuid.NewString()}), harness.Request{Path: rollback.Path, Body: "{}"})).RefusedFor(t, 403, "untrusted")
 	harness.Stop(t)
 	g = harness.Launch(t, harness.Setup{Site: "agent_guard_endpoints\n respond 204"})
-	if got := g.Call(harness.Request{Path: api.RollbackPath, Body: "{}"}); got.Status != 404 && got.Status != 204 {
+	if got := g.Call(harness.Request{Path: rollback.Path, Body: "{}"}); got.Status != 404 && got.Status != 204 {
 		t.Errorf("%d %s", got.Status, got.Body)
 	}
 }

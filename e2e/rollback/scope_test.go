@@ -9,7 +9,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/breaker"
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // Cascade 4.1.1 and 4.1.3: a sub-DAG is undone in reverse topological order; what does not
@@ -82,7 +82,7 @@ func TestDependantsInOlderDialects(t *testing.T) {
 	ask := func(v ect.Vocabulary, path, body string, keep *bool, parents ...string) harness.Reply {
 		ext := new(ect.ExtBuilder).Text(ect.MemberReason, "wrong order").Bool(ect.MemberCascade, false)
 		if keep != nil {
-			ext.Bool(evidence.MemberKeepDependants, *keep)
+			ext.Bool(rollback.MemberKeepDependants, *keep)
 		}
 		return g.Call(harness.With(a.Issue(ect.Claims{Workflow: s.Wid, Action: "rollback_request", Vocabulary: v, Parents: parents, Ext: ext}),
 			harness.Request{Path: path, Body: body}))

@@ -14,7 +14,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -206,9 +206,9 @@ func TestIdleWorkflowEndsBesideAPlan(t *testing.T) {
 	p.act(p.a, observed, "other", "/other", nil)
 	p.act(p.a, over, "pay", "/pay", nil)
 	for wid, want := range map[string]workflow.Status{observed: "partial", over: "success"} {
-		var v api.Workflow
+		var v evidence.Workflow
 		harness.Eventually(t, "the end is recorded", func() bool {
-			v = harness.Document[api.Workflow](t, p.Get(p.a, "workflows/"+wid))
+			v = harness.Document[evidence.Workflow](t, p.Get(p.a, "workflows/"+wid))
 			return v.Stated != ""
 		})
 		if v.Status != want || v.Stated != string(want) || v.Plan == nil {
@@ -299,7 +299,7 @@ func TestWorkflowIsFollowed(t *testing.T) {
 		}
 		doc.Apply(change)
 	}
-	whole := harness.Document[api.Workflow](t, g.Get(a, "workflows/"+wid))
+	whole := harness.Document[evidence.Workflow](t, g.Get(a, "workflows/"+wid))
 	if a, b := sorted(doc), sorted(&whole); a != b {
 		t.Errorf("the changes lead to\n%s, not\n%s", a, b)
 	}
@@ -350,7 +350,7 @@ func TestWorkflowIsFollowed(t *testing.T) {
 }
 
 // sorted is a document as JSON, with its tokens and edges in one order.
-func sorted(doc *api.Workflow) string {
+func sorted(doc *evidence.Workflow) string {
 	var parts []string
 	for _, n := range doc.Nodes {
 		text, _ := json.Marshal(n)
@@ -410,7 +410,7 @@ func TestPlannedWorkflowEnds(t *testing.T) {
 					t.Fatalf("%d %s", got.Status, got.Body)
 				}
 			}
-			var v api.Workflow
+			var v evidence.Workflow
 			var starts, ends []string
 			harness.Eventually(t, "the end is recorded", func() bool {
 				v, starts, ends = p.Boundaries(func() harness.Reply { return p.Get(p.a, "workflows/"+wid) }, 7)

@@ -16,7 +16,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
 // plannedGateway is a gateway with the agents a, who begins workflows, b, who is a stranger, and c, a coordinator.
@@ -402,7 +402,7 @@ func TestPlanHasAPageBeforeItsFirstCall(t *testing.T) {
 		if got := p.put(by, wid, harness.TripPlan, nil); got.Status != http.StatusCreated {
 			t.Fatalf("%s: %d %s", name, got.Status, got.Body)
 		}
-		page := harness.Document[api.Workflow](t, p.Get(by, "workflows/"+wid))
+		page := harness.Document[evidence.Workflow](t, p.Get(by, "workflows/"+wid))
 		if page.ID != wid || page.Plan == nil || len(page.Plan.Nodes) != 4 || page.Plan.Nodes[0].State != "pending" || len(page.Nodes) != 0 || page.Truncated {
 			t.Errorf("%s: %+v", name, page)
 		}

@@ -11,7 +11,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/e2e/harness"
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/api"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 )
 
 // An operator gives a workflow its plan; the plan, and what is known of its nodes, outlive a kill in the
@@ -191,7 +191,7 @@ func TestProcessPostgresFleetPlan(t *testing.T) {
 	a.Kill()
 	ran(call(two, "POST", "/mail"))
 	count := func(event ect.Event) (n int) {
-		for _, node := range harness.Document[api.Workflow](t, call(two, "GET", page)).Nodes {
+		for _, node := range harness.Document[evidence.Workflow](t, call(two, "GET", page)).Nodes {
 			if node.Event == event {
 				n++
 			}

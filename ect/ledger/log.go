@@ -33,6 +33,7 @@ import (
 	"unicode"
 	"unicode/utf8"
 
+	"github.com/google/uuid"
 	"golang.org/x/mod/sumdb/note"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -57,6 +58,14 @@ const (
 	// maxLeaf is the longest encoding of an entry, in bytes.
 	maxLeaf = MaxPayload + maxIssuer + 3*MaxName + maxParents*(MaxName+fieldOverhead) + fixedOverhead
 )
+
+// Canonical writes an id as logs have it: a UUID in lower case.
+func Canonical(id string) string {
+	if u, err := uuid.Parse(id); err == nil && len(id) == len(u.String()) {
+		return u.String()
+	}
+	return id
+}
 
 // Event is one recorded decision.
 type Event struct {

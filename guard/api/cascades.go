@@ -6,13 +6,9 @@ import (
 	"slices"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
-
-// cascadesPath is where cascades are listed; one of them is at cascadesPath + "/" + id.
-const cascadesPath = WellKnown + "cascades"
 
 // Cascade describes a failure that spreads from one agent to others (cascade 3.4). Its members are an API.
 type Cascade struct {
@@ -94,23 +90,23 @@ type Cascades struct {
 	List func(ctx context.Context) ([]Cascade, error)
 	Get  func(ctx context.Context, id string) (*Cascade, error) // see List
 	// Reader says who asks: an operator sees all, others what leads to those upstreams.
-	Reader func(r *http.Request) (who evidence.Reader, operator bool, leads func(upstream string) bool, err error)
+	Reader func(r *http.Request) (who router.Reader, operator bool, leads func(upstream string) bool, err error)
 }
 
 // cascades answers with the cascades that the reader may see. As with circuits, operators see all, callers
 // what is behind their guard, and who asks for a workflow its own part in it (cascade 6.2, P3).
-func (g *Gateway) cascades(a responder, to route) error {
-	who, operator, leads, err := g.Cascades.Reader(a.r)
+func (g *Gateway) cascades(a router.Responder, to route) error {
+	who, operator, leads, err := g.Cascades.Reader(a.R)
 	if err != nil {
 		return err
 	}
-	p, err := parseParams(a.r.URL, "wid", "state")
+	p, err := router.ParseParams(a.R.URL, "wid", "state")
 	if err != nil {
 		return err
 	}
-	ctx := a.r.Context()
+	ctx := a.R.Context()
 	if to.endpoint == endpointCascade {
-		id, err := segment(to.name, "id")
+		id, err := router.Segment(to.name, "id")
 		if err != nil {
 			return err
 		}
@@ -124,11 +120,11 @@ func (g *Gateway) cascades(a responder, to route) error {
 			}
 		}
 		if c == nil {
-			return unknownPart()
+			return router.UnknownPart()
 		}
-		return a.writeJSON(http.StatusOK, c)
+		return a.JSON(http.StatusOK, c)
 	}
-	wid, state := p.values.Get("wid"), p.values.Get("state")
+	wid, state := p.Get("wid"), p.Get("state")
 	all, err := g.Cascades.List(ctx)
 	if err != nil {
 		return err
@@ -136,7 +132,7 @@ func (g *Gateway) cascades(a responder, to route) error {
 	doc := CascadeList{Cascades: []Cascade{}}
 	for i := range all {
 		c := &all[i]
-		if state != "" && c.State != state || wid != "" && !slices.ContainsFunc(c.Workflows, func(p CascadePart) bool { return names(p.Workflow, wid) }) {
+		if state != "" && c.State != state || wid != "" && !slices.ContainsFunc(c.Workflows, func(p CascadePart) bool { return evidence.Names(p.Workflow, wid) }) {
 			continue
 		}
 		if !operator {
@@ -148,24 +144,21 @@ func (g *Gateway) cascades(a responder, to route) error {
 			doc.Cascades = append(doc.Cascades, *c)
 		}
 	}
-	return a.writeJSON(http.StatusOK, doc)
+	return a.JSON(http.StatusOK, doc)
 }
-
-// names reports whether a workflow's id is what a name stands for.
-func names(wid, name string) bool { return slices.Contains(workflowIDs(name), wid) }
 
 // visible is what a reader may see of a cascade: of a list only the parts in the workflow that it names, and
 // without one what is behind the reader's guard. It is nil if that is nothing.
-func (g *Gateway) visible(ctx context.Context, c *Cascade, who evidence.Reader, wid string, leads func(string) bool) (*Cascade, error) {
+func (g *Gateway) visible(ctx context.Context, c *Cascade, who router.Reader, wid string, leads func(string) bool) (*Cascade, error) {
 	seen := *c
 	seen.Workflows, seen.Root, seen.Escalation = []CascadePart{}, nil, ""
 	agents, failed := map[string]bool{}, map[string]bool{}
 	whole := true
 	for _, p := range c.Workflows {
 		may := false
-		if g.Ledger != nil && (wid == "" || names(p.Workflow, wid)) {
+		if g.Ledger != nil && (wid == "" || evidence.Names(p.Workflow, wid)) {
 			var err error
-			if may, err = g.Ledger.mayReadAll(ctx, p.Workflow, p.Errors, who); err != nil {
+			if may, err = g.Ledger.MayReadAll(ctx, p.Workflow, p.Errors, who); err != nil {
 				return nil, err
 			}
 		}
@@ -183,7 +176,7 @@ func (g *Gateway) visible(ctx context.Context, c *Cascade, who evidence.Reader, 
 			root := *c.Root
 			if root.LastWrite != "" { // a call of somebody else in the workflow
 				var err error
-				if may, err = g.Ledger.mayReadAll(ctx, p.Workflow, []string{root.LastWrite}, who); err != nil {
+				if may, err = g.Ledger.MayReadAll(ctx, p.Workflow, []string{root.LastWrite}, who); err != nil {
 					return nil, err
 				}
 				if !may {
@@ -207,25 +200,4 @@ func (g *Gateway) visible(ctx context.Context, c *Cascade, who evidence.Reader, 
 		return nil, nil
 	}
 	return &seen, nil
-}
-
-// mayReadAll reports whether the reader may read all of these entries of a workflow.
-func (s *Ledger) mayReadAll(ctx context.Context, wid string, ids []string, who evidence.Reader) (bool, error) {
-	if called, err := s.hasCalled(ctx, who); err != nil || !called || who.Anonymous || len(ids) == 0 {
-		return false, err
-	}
-	part := s.partOf(ctx, wid, who)
-	for _, id := range ids {
-		if has, err := part.has(id); err != nil || !has {
-			return false, err
-		}
-	}
-	return true, nil
-}
-
-// isAlert reports whether an entry says that a failure spreads. Who may read it took part in all that it
-// follows from: the failures in it need not be of one part of the workflow (P3).
-func isAlert(e *ledger.Entry) bool {
-	event, _ := ect.ParseEvent(e.Action)
-	return event == ect.EventCascadeDetected
 }

@@ -10,8 +10,11 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // Endpoints answers the gateway's own paths of one guarded route, or of a site without a
@@ -47,20 +50,22 @@ type Gateway struct {
 	Close func()
 	// Reader identifies who asks. Tokens in a POST are content and do not identify the
 	// caller.
-	Reader func(r *http.Request) (evidence.Reader, error)
+	Reader func(r *http.Request) (router.Reader, error)
 	// Executions are the recorded executions.
 	Executions *execution.Guard
 	// Ledger and Rollbacks are nil if the gateway has no identity.
-	Ledger    *Ledger
-	Rollbacks *Rollbacks
+	Ledger    *evidence.Ledger
+	Rollbacks *rollback.Rollbacks
 	// Escalations are the questions to people.
-	Escalations *Escalations
+	Escalations *hitl.Endpoints
 	// Circuits describes the circuit breakers that the caller may see.
 	Circuits func(r *http.Request) (any, error)
 	// Cascades are the failures that spread.
 	Cascades *Cascades
 	// Waits ends all waiting when the gateway shuts down.
 	Waits context.Context
+
+	asked evidence.Asked // of the request, if the Ledger answers it
 }
 
 // Owns reports whether a path may be one of the gateway's own. It is cheap, because every
@@ -74,14 +79,14 @@ func Owns(path string) bool {
 func (e *Endpoints) Serve(w http.ResponseWriter, r *http.Request) bool {
 	to, ok := parseRoute(r.URL)
 	if !ok || !e.has(to.endpoint) {
-		if e.Policy == nil || !strings.HasPrefix(r.URL.Path, WellKnown) {
+		if e.Policy == nil || !strings.HasPrefix(r.URL.Path, router.WellKnown) {
 			return false
 		}
 		// The prefix is the gateway's own: never forward such a request to the upstream.
 		http.Error(w, "The gateway answers nothing at this path.", http.StatusNotFound)
 		return true
 	}
-	if to.ledger() || to.allowed(w, r) { // the ledger identifies the reader before it checks the method
+	if to.endpoint == endpointLedger || to.allowed(w, r) { // the ledger identifies the reader before it checks the method
 		e.answer(w, r, to)
 	}
 	return true
@@ -98,22 +103,22 @@ func (e *Endpoints) has(at endpoint) bool {
 }
 
 func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
-	a := responder{w, r}
+	a := router.Responder{W: w, R: r, Name: to.name}
 	switch to.endpoint {
 	case endpointProblems:
 		slug, _ := url.PathUnescape(to.name) // EscapedPath is correctly encoded
 		servePage(w, r, slug)
 	case endpointPlanSchema:
-		Respond(a.w, http.StatusOK, "application/schema+json", "public, max-age=300", plan.Schema())
+		router.Respond(a.W, http.StatusOK, "application/schema+json", "public, max-age=300", plan.Schema())
 	case endpointPolicy:
-		Respond(a.w, http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
+		router.Respond(a.W, http.StatusOK, "application/json", "", indented(e.Policy(e.Mount(r))))
 	case endpointHealth:
 		state, ready := e.Health()
 		status := http.StatusServiceUnavailable
 		if ready {
 			status = http.StatusOK
 		}
-		Respond(a.w, status, "application/json", "no-store", []byte(`{"status":"`+state+"\"}\n"))
+		router.Respond(a.W, status, "application/json", "no-store", []byte(`{"status":"`+state+"\"}\n"))
 	case endpointKeys:
 		e.keys(a)
 	default:
@@ -124,23 +129,23 @@ func (e *Endpoints) answer(w http.ResponseWriter, r *http.Request, to route) {
 }
 
 // keys answers with the public keys that verify the gateway's tokens.
-func (e *Endpoints) keys(a responder) {
+func (e *Endpoints) keys(a router.Responder) {
 	set, err := e.Keys()
 	var p *problem.Problem
 	switch {
 	case errors.As(err, &p):
-		e.Write(a.w, a.r, p)
+		e.Write(a.W, a.R, p)
 	case err != nil:
-		http.Error(a.w, "The keys cannot be shown.", http.StatusInternalServerError)
+		http.Error(a.W, "The keys cannot be shown.", http.StatusInternalServerError)
 	case set == nil:
-		http.Error(a.w, "This gateway has no identity: it issues no tokens.", http.StatusNotFound)
+		http.Error(a.W, "This gateway has no identity: it issues no tokens.", http.StatusNotFound)
 	default:
-		Respond(a.w, http.StatusOK, "application/jwk-set+json", "public, max-age=300", set)
+		router.Respond(a.W, http.StatusOK, "application/jwk-set+json", "public, max-age=300", set)
 	}
 }
 
 // ask answers the requests whose answer depends on the caller.
-func (e *Endpoints) ask(a responder, to route) error {
+func (e *Endpoints) ask(a router.Responder, to route) error {
 	if to.endpoint == endpointExecutions {
 		return e.executions(a, to.name)
 	}
@@ -151,45 +156,48 @@ func (e *Endpoints) ask(a responder, to route) error {
 	defer g.Close()
 	switch {
 	case to.endpoint == endpointCircuits:
-		doc, err := g.Circuits(a.r)
+		doc, err := g.Circuits(a.R)
 		if err != nil {
 			return err
 		}
-		Respond(a.w, http.StatusOK, "application/json", "no-store", indented(doc))
+		router.Respond(a.W, http.StatusOK, "application/json", "no-store", indented(doc))
 		return nil
 	case to.endpoint == endpointCascades, to.endpoint == endpointCascade:
 		return g.cascades(a, to)
-	case to.endpoint >= endpointEscalations:
-		return g.Escalations.serve(a, to)
-	case to.rollback():
+	case to.endpoint == endpointEscalations:
+		return to.serve(g, a)
+	case to.endpoint == endpointRollback:
 		if g.Rollbacks == nil {
-			http.Error(a.w, "This gateway has no identity, and so no checkpoints that could be rolled back.", http.StatusNotFound)
+			http.Error(a.W, "This gateway has no identity, and so no checkpoints that could be rolled back.", http.StatusNotFound)
 			return nil
 		}
-		return g.Rollbacks.serve(a, to)
+		return to.serve(g, a)
 	case g.Ledger == nil:
-		http.Error(a.w, "This gateway has no identity, and so no ledger.", http.StatusNotFound)
+		http.Error(a.W, "This gateway has no identity, and so no ledger.", http.StatusNotFound)
 		return nil
 	}
-	who, err := g.Reader(a.r)
+	who, err := g.Reader(a.R)
 	if err != nil {
 		return err
 	}
-	return g.Ledger.serve(a, to, who)
+	if g.asked = (evidence.Asked{Ledger: g.Ledger, Who: who}); !to.allowed(a.W, a.R) {
+		return nil
+	}
+	return to.serve(g, a)
 }
 
-func (e *Endpoints) refuse(a responder, to route, err error) {
+func (e *Endpoints) refuse(a router.Responder, to route, err error) {
 	p := problemOf(err, problem.New(problem.StoreUnavailable, "The gateway's store cannot be opened."))
-	a.w.Header().Set(headerExecutionStatus, "refused")
-	if p.Kind() == AuthenticationRequired {
-		a.w.Header().Set("WWW-Authenticate", e.Challenge)
+	a.W.Header().Set(headerExecutionStatus, "refused")
+	if p.Kind() == router.Unauthenticated {
+		a.W.Header().Set("WWW-Authenticate", e.Challenge)
 	}
 	message := "request refused"
 	if to.endpoint == endpointExecutions {
 		message = "a question about an execution could not be answered"
 	}
 	e.Refused(p, message)
-	e.Write(a.w, a.r, p)
+	e.Write(a.W, a.R, p)
 }
 
 // indented encodes a document as JSON. The gateway's documents always marshal.

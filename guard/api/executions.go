@@ -12,6 +12,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/answer"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 const (
@@ -25,7 +26,7 @@ const (
 type executionsRequest struct {
 	*Endpoints
 	*Gateway
-	responder
+	router.Responder
 	question
 	caller execution.CallerHash
 
@@ -34,10 +35,10 @@ type executionsRequest struct {
 
 // executions answers callers' requests about their executions. path is what follows
 // problem.ExecutionsPath, still percent-encoded.
-func (e *Endpoints) executions(a responder, path string) error {
-	q := &executionsRequest{Endpoints: e, responder: a}
+func (e *Endpoints) executions(a router.Responder, path string) error {
+	q := &executionsRequest{Endpoints: e, Responder: a}
 	err := q.serve(path)
-	if err == nil || a.r.Context().Err() != nil {
+	if err == nil || a.R.Context().Err() != nil {
 		return err
 	}
 	var p *problem.Problem
@@ -49,7 +50,7 @@ func (e *Endpoints) executions(a responder, path string) error {
 	}
 	p.Doubtful = true // the answer does not say whether the call was executed
 	if p.ExecutionID = q.id; q.id != "" {
-		a.w.Header().Set(headerExecutionID, q.id)
+		a.W.Header().Set(headerExecutionID, q.id)
 	}
 	return p
 }
@@ -62,19 +63,19 @@ func (q *executionsRequest) serve(path string) error {
 	}
 	defer g.Close()
 	q.Gateway = g
-	who, err := q.Reader(q.r)
+	who, err := q.Reader(q.R)
 	if err != nil {
 		return err
 	}
 	if who.Anonymous {
-		return problem.New(AuthenticationRequired, "Send the credential that the call was made with.")
+		return problem.New(router.Unauthenticated, "Send the credential that the call was made with.")
 	}
 	q.caller = who.Caller
-	if q.question, err = parseQuestion(path, q.r.URL.RawQuery); err != nil {
+	if q.question, err = parseQuestion(path, q.R.URL.RawQuery); err != nil {
 		return err
 	}
 	var cancel context.CancelFunc
-	q.patience, cancel = until(q.r.Context(), q.Waits, q.wait)
+	q.patience, cancel = router.Until(q.R.Context(), q.Waits, q.wait)
 	defer cancel()
 	if q.output {
 		return q.serveOutput()
@@ -89,13 +90,13 @@ func (q *executionsRequest) serve(path string) error {
 // find returns the matching executions, the youngest first. It leaves out those that other
 // guards or other sites recorded, because these may identify callers differently (P3).
 func (q *executionsRequest) find() ([]execution.Recorded, error) {
-	all, err := q.Executions.ByID(q.r.Context(), q.caller, q.id)
+	all, err := q.Executions.ByID(q.R.Context(), q.caller, q.id)
 	if err != nil {
 		return nil, err
 	}
-	host := strings.ToLower(q.r.Host)
+	host := strings.ToLower(q.R.Host)
 	all = slices.DeleteFunc(all, func(e execution.Recorded) bool {
-		return e.Record.Guard != q.Name || e.Record.Host != host || !q.concerns(&e)
+		return e.Record.Guard != q.Endpoints.Name || e.Record.Host != host || !q.concerns(&e)
 	})
 	if len(all) == 0 {
 		return nil, problem.New(executionUnknown, "At this route and host, for the caller that asks.")
@@ -132,7 +133,7 @@ func (q *executionsRequest) settled() ([]execution.Recorded, error) {
 func (q *executionsRequest) await(key execution.Key) error {
 	err := q.Executions.Await(q.patience, key)
 	if err != nil && q.patience.Err() != nil {
-		return q.r.Context().Err()
+		return q.R.Context().Err()
 	}
 	return err
 }
@@ -159,12 +160,12 @@ func parseQuestion(path, query string) (question, error) {
 	var q question
 	name, rest, more := strings.Cut(path, "/")
 	if more && rest != "output" {
-		return q, badParameter("Below an id there is only /output. A slash that belongs to the id is written as %2F.")
+		return q, router.Invalid("Below an id there is only /output. A slash that belongs to the id is written as %2F.")
 	}
 	q.output = more
 	id, err := url.PathUnescape(name)
 	if err != nil {
-		return q, badParameter("The id is not percent-encoded correctly.")
+		return q, router.Invalid("The id is not percent-encoded correctly.")
 	}
 	// Quoted as in a header field, or bare. A comma does not separate ids here.
 	if strings.HasPrefix(id, `"`) {
@@ -179,10 +180,10 @@ func parseQuestion(path, query string) (question, error) {
 	q.id = id
 	values, err := url.ParseQuery(query)
 	if err != nil {
-		return q, badParameter(badQuery)
+		return q, router.Invalid("The query is not percent-encoded correctly.")
 	}
 	q.key, q.method, q.path = strings.ToLower(values.Get("key")), values.Get("method"), values.Get("path")
-	q.wait, err = params{values}.wait()
+	q.wait, err = router.Params{Values: values}.Wait()
 	return q, err
 }
 
@@ -220,11 +221,11 @@ func describeExecution(mount, id string, e *execution.Recorded) executionStatus 
 // writeList answers with the states of the executions.
 func (q *executionsRequest) writeList(status int, all []execution.Recorded) error {
 	doc := executionsDocument{ExecutionID: q.id, Executions: make([]executionStatus, len(all))}
-	mount := q.Mount(q.r)
+	mount := q.Mount(q.R)
 	for i := range all {
 		doc.Executions[i] = describeExecution(mount, q.id, &all[i])
 	}
-	return q.writeJSON(status, doc)
+	return q.JSON(status, doc)
 }
 
 // serveOutput answers with the answer of the execution, as a retry of the call would; if
@@ -281,7 +282,7 @@ func (q *executionsRequest) problem(k problem.Kind, detail string, state executi
 }
 
 func (q *executionsRequest) replay(e *execution.Recorded) error {
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	result, err := q.Executions.Result(ctx, e.Key, e.Finding)
 	if errors.Is(err, execution.ErrResultUnavailable) {
 		return q.unavailable()
@@ -320,9 +321,9 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 	defer follower.Close()
 	head, err := follower.Head(q.patience)
 	if err != nil { // it ended without an answer, or the time is over
-		return true, q.r.Context().Err()
+		return true, q.R.Context().Err()
 	}
-	sent, err := q.play(e, answer.Following(q.r.Context(), head, follower), answer.Field{Name: headerExecutionStatus, Value: "attached"})
+	sent, err := q.play(e, answer.Following(q.R.Context(), head, follower), answer.Field{Name: headerExecutionStatus, Value: "attached"})
 	switch {
 	case err == nil:
 		return false, nil
@@ -333,9 +334,9 @@ func (q *executionsRequest) follow(e *execution.Recorded) (again bool, err error
 }
 
 func (q *executionsRequest) play(e *execution.Recorded, a answer.Answer, marks ...answer.Field) (sent bool, err error) {
-	a.Reader = q.Executions.Reader(q.r.Context(), e)
-	w := answer.NewWriter(&outputWriter{ResponseWriter: q.w, bodiless: e.Record.Method == http.MethodHead}, q.r)
-	err = answer.Play(&w, q.r, a, append(marks, answer.Field{Name: headerExecutionID, Value: q.id})...)
+	a.Reader = q.Executions.Reader(q.R.Context(), e)
+	w := answer.NewWriter(&outputWriter{ResponseWriter: q.W, bodiless: e.Record.Method == http.MethodHead}, q.R)
+	err = answer.Play(&w, q.R, a, append(marks, answer.Field{Name: headerExecutionID, Value: q.id})...)
 	return w.Sent(), err
 }
 
@@ -354,7 +355,7 @@ func (w *outputWriter) WriteHeader(status int) {
 			delete(h, name)
 		}
 	}
-	protect(h)
+	router.Protect(h)
 	if w.bodiless {
 		h.Del("Content-Length")
 	}

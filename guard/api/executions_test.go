@@ -10,6 +10,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // Whatever the id, the path that the gateway makes of it leads back to it.
@@ -53,7 +54,7 @@ func FuzzExecutionQuestion(f *testing.F) {
 		var p *problem.Problem
 		switch {
 		case err == nil:
-			if execution.CheckID(q.id) != nil || q.wait < 0 || q.wait > LongestQuestion {
+			if execution.CheckID(q.id) != nil || q.wait < 0 || q.wait > router.LongestQuestion {
 				t.Errorf("%q is read as %+v", text, q)
 			}
 		case !errors.As(err, &p) || p.Kind().Status != 400:
@@ -74,18 +75,6 @@ func TestExecutionHasItsLine(t *testing.T) {
 	for _, name := range []string{"method", "path", "action"} {
 		if value, there := members[name]; value != "" {
 			t.Errorf("%s: %v, %t", name, value, there)
-		}
-	}
-}
-
-// A wait is a duration or a number of seconds, and bounded.
-func TestExecutionWait(t *testing.T) {
-	for text, want := range map[string]time.Duration{
-		"0": 0, "30": 30 * time.Second, "30s": 30 * time.Second, "1m": time.Minute, "250ms": 250 * time.Millisecond,
-		"61": time.Minute, "24h": time.Minute, "18446744073709551615": time.Minute,
-	} {
-		if got, err := parseWait(text); err != nil || got != want {
-			t.Errorf("%s: %v, %v", text, got, err)
 		}
 	}
 }

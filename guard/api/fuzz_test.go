@@ -2,13 +2,11 @@ package api
 
 import (
 	"errors"
-	"net/http"
 	"net/url"
-	"slices"
-	"strings"
 	"testing"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // FuzzQuestion: whatever stands in a path and a query is read in one way or refused
@@ -35,61 +33,36 @@ func FuzzQuestion(f *testing.F) {
 		}
 		read := func(err error) bool {
 			var p *problem.Problem
-			if err != nil && (!errors.As(err, &p) || p.Kind() != ParameterInvalid) {
+			if err != nil && (!errors.As(err, &p) || p.Kind() != router.ParameterInvalid) {
 				t.Errorf("%q: %v", target, err)
 			}
 			return err == nil
 		}
 		if to.name != "" && to.endpoint != endpointProblems {
-			if name, err := segment(to.name, "name"); read(err) {
-				again, err := segment(url.PathEscape(name), "name")
+			if name, err := router.Segment(to.name, "name"); read(err) {
+				again, err := router.Segment(url.PathEscape(name), "name")
 				if err != nil || again != name {
 					t.Errorf("%q is %q, and that is %q, %v", to.name, name, again, err)
 				}
 			}
 		}
-		p, err := parseParams(u, "jti", "wid", "wait", "index", "size", "old", "new")
+		p, err := router.ParseParams(u, "jti", "wid", "wait", "index", "size", "old", "new")
 		if !read(err) {
 			return
 		}
 		for _, name := range []string{"index", "size", "old", "new"} {
-			n, there, err := p.number(name)
+			n, there, err := p.Number(name)
 			if read(err) && (n < 0 || !there && n != 0) {
 				t.Errorf("%q: %s is %d", target, name, n)
 			}
 		}
-		if wait, err := p.wait(); read(err) && (wait < 0 || wait > LongestQuestion) {
+		if wait, err := p.Wait(); read(err) && (wait < 0 || wait > router.LongestQuestion) {
 			t.Errorf("%q: waits %v", target, wait)
 		}
 		for _, name := range []string{"jti", "wid"} {
-			id, there, err := p.name(name)
+			id, there, err := p.Name(name)
 			if read(err) && there != (id != "") {
 				t.Errorf("%q: %s is %q", target, name, id)
-			}
-		}
-	})
-}
-
-// FuzzAccept: whatever stands in Accept, one of the offered forms is sent, and never one that is
-// refused beside one that is accepted.
-func FuzzAccept(f *testing.F) {
-	for _, seed := range []string{
-		"", "*/*", "image/svg+xml", "IMAGE/SVG+XML;Q=0.3, application/json;q=0.2", "text/*;q=1.1", "image/*;q=NaN", ",,;q", "a/b;q=\"0.5\"", "*/*;q=0, text/vnd.graphviz;q=0.001",
-	} {
-		f.Add(seed)
-	}
-	offered := []string{"application/json", mediaDOT, mediaSVG}
-	f.Fuzz(func(t *testing.T, accept string) {
-		got := preferred(&http.Request{Header: http.Header{"Accept": {accept}}}, offered...)
-		if !slices.Contains(offered, got) {
-			t.Fatalf("%q gets %q", accept, got)
-		}
-		if strings.ContainsAny(accept, "\",;") {
-			return
-		}
-		for _, one := range offered { // a list of one, of full quality
-			if strings.EqualFold(strings.TrimSpace(accept), one) && got != one {
-				t.Fatalf("%q gets %q", accept, got)
 			}
 		}
 	})

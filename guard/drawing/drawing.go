@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 	"unicode"
 	"unicode/utf8"
 )
@@ -452,4 +453,25 @@ func (t *tree) line(before string, i int) {
 		parts = append(parts, fmt.Sprintf("(below %d more)", n))
 	}
 	t.b.WriteString(before + "● " + strings.Join(parts, "  ") + "\n")
+}
+
+// InWords joins the parts that are not empty.
+func InWords(parts ...string) string {
+	return strings.Join(slices.DeleteFunc(parts, func(part string) bool { return part == "" }), ", ")
+}
+
+// Label writes a label before a text; nothing where there is none.
+func Label(label, text string) string {
+	if text == "" {
+		return ""
+	}
+	return label + " " + text
+}
+
+// Time writes a time in milliseconds (RFC 3339); nothing for zero.
+func Time(at time.Time) string {
+	if at.IsZero() {
+		return ""
+	}
+	return at.UTC().Format("2006-01-02T15:04:05.000Z07:00")
 }

@@ -24,8 +24,8 @@ const (
 	memberOutcome ect.Member = "agent_guard.outcome"
 	// memberCause is the execution.Cause.
 	memberCause ect.Member = "agent_guard.cause"
-	// MemberStatus is the status of the upstream's answer.
-	MemberStatus ect.Member = "agent_guard.status"
+	// memberStatus is the status of the upstream's answer.
+	memberStatus ect.Member = "agent_guard.status"
 	// MemberCaller is the keyed hash of the caller, in hexadecimal.
 	memberCaller ect.Member = "agent_guard.caller"
 	// MemberExecution is the short form of the execution key.
@@ -41,8 +41,8 @@ const (
 	memberAttempt ect.Member = "agent_guard.attempt"
 	// memberClass says what has failed, in the token of a cascade.
 	memberClass ect.Member = "agent_guard.failure_class"
-	// MemberAlert is the id of a cascade, in its tokens.
-	MemberAlert ect.Member = "agent_guard.cascade"
+	// memberAlert is the id of a cascade, in its tokens.
+	memberAlert ect.Member = "agent_guard.cascade"
 	// memberBy says who settled a call in doubt: an operator or a probe.
 	memberBy ect.Member = "agent_guard.settled_by"
 )
@@ -271,7 +271,7 @@ func extensionOf(event *ledger.Event) ect.Ext {
 	}
 	e := ledger.Entry{Event: *event}
 	e.Parsed = nil
-	return Extension(&e)
+	return extension(&e)
 }
 
 // isDerived reports whether an id may be one that asUUID has made.
@@ -318,7 +318,7 @@ func (c *Call) outcome(o *Outcome) *ect.ExtBuilder {
 		Text(memberExecution, c.Key.String()).
 		Optional(memberCause, string(o.Cause))
 	if o.Status != 0 {
-		ext.Int(MemberStatus, int64(o.Status))
+		ext.Int(memberStatus, int64(o.Status))
 	}
 	return ext
 }
@@ -461,7 +461,7 @@ func (b *EventBuilder) Cascade(now time.Time, c *Cascade) (*ect.Draft, error) {
 		Text(ect.MemberRootCause, c.Root).
 		Texts(ect.MemberBlastRadius, c.Reach).
 		Text(memberClass, c.Class).
-		Text(MemberAlert, c.Cascade).
+		Text(memberAlert, c.Cascade).
 		Optional(ect.MemberDescription, c.Description).
 		Optional(ect.MemberDownstreamAgent, c.Downstream).
 		Optional(ect.MemberTarget, c.Target)
@@ -559,7 +559,7 @@ func (e *Evidence) CallOf(ctx context.Context, key execution.Key, r *execution.R
 		entry, err := e.log.Lookup(ctx, workflow, r.Checkpoint)
 		if err == nil {
 			c.Workflow, c.Parents = workflow, entry.Parents
-			c.Node, _ = Extension(&entry).Text(MemberNode)
+			c.Node, _ = extension(&entry).Text(MemberNode)
 			break
 		}
 	}

@@ -13,9 +13,13 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
+
+// CascadesPath is where cascades are listed; one of them is at CascadesPath + "/" + id.
+const CascadesPath = router.WellKnown + "cascades"
 
 // CascadeFeed gives a detector what the ledger records (cascade 3.4.2). It reads a workflow when the
 // first failure in it is recorded, and follows it from then on: the calls of healthy workflows cost
@@ -92,7 +96,7 @@ func (f *CascadeFeed) take(ctx context.Context, rec *Recorder, e *ledger.Entry, 
 	case event == ect.EventError:
 		more, err = f.reported(ctx, rec, e)
 	case (event == ect.EventCircuitOpen || event == ect.EventCircuitClose) && !own:
-		downstream, _ := Extension(e).Text(ect.MemberDownstreamAgent)
+		downstream, _ := extension(e).Text(ect.MemberDownstreamAgent)
 		more = f.Detector.Breaker(e.Recorded, cascade.Breaker{
 			Downstream: downstream, By: e.Issuer, Workflow: e.Workflow, Event: e.ID, Open: event == ect.EventCircuitOpen,
 		})
@@ -126,7 +130,7 @@ func (f *CascadeFeed) know(ctx context.Context, rec *Recorder, workflow, id stri
 // failed gives the detector an error of the gateway itself: a call that has failed, or one that was refused
 // before anything was recorded of it.
 func (f *CascadeFeed) failed(ctx context.Context, rec *Recorder, e *ledger.Entry) (changes []cascade.Change, err error) {
-	ext := Extension(e)
+	ext := extension(e)
 	failure := cascade.Failure{Workflow: e.Workflow, Node: NamedCheckpoint(ext), Error: e.ID, Kind: kindOf(ext)}
 	failure.Causes, _ = ext.Texts(ect.MemberUpstreamErrors)
 	attempt, _ := ext.Bool(memberAttempt)
@@ -238,7 +242,7 @@ func (f *CascadeFeed) Count(now time.Time) map[string]int {
 // others have passed along from behind a call, and that follows from nothing recorded here, is a node of its own:
 // what it says has failed (ADR 0112).
 func (f *CascadeFeed) reported(ctx context.Context, rec *Recorder, e *ledger.Entry) (changes []cascade.Change, err error) {
-	ext := Extension(e)
+	ext := extension(e)
 	if severity, _ := ext.Text(ect.MemberSeverity); !Severe(severity) {
 		return nil, nil
 	}
@@ -277,7 +281,7 @@ func (f *CascadeFeed) reported(ctx context.Context, rec *Recorder, e *ledger.Ent
 // the error of the agent that it called, and is about the same failure. So who is not honest adds nobody but
 // himself.
 func (f *CascadeFeed) failedBehind(ctx context.Context, rec *Recorder, e *ledger.Entry, causes []string) (string, error) {
-	downstream, _ := Extension(e).Text(ect.MemberDownstreamAgent)
+	downstream, _ := extension(e).Text(ect.MemberDownstreamAgent)
 	for _, id := range causes {
 		if downstream == "" {
 			break
@@ -350,15 +354,15 @@ func (f *CascadeFeed) action(rec *Recorder, e *ledger.Entry, own bool, by map[st
 		changes = append(changes, f.task(t)...)
 	}
 	if own && isCheckpoint(e) {
-		target, _ := Extension(e).Text(ect.MemberTarget)
+		target, _ := extension(e).Text(ect.MemberTarget)
 		n.Aliases = append(n.Aliases, rec.Evidence.Outcomes(e)...)
-		if n.Upstream.Pool, _ = Extension(e).Text(memberGuard); n.Upstream.Pool == "" {
+		if n.Upstream.Pool, _ = extension(e).Text(memberGuard); n.Upstream.Pool == "" {
 			n.Upstream.Pool = f.Pool(target)
 		}
 		if target != n.Upstream.Pool {
 			n.Target = target
 		}
-		for _, name := range AudienceOf(e) {
+		for _, name := range audienceOf(e) {
 			if name != e.Issuer {
 				n.Upstream.Agent = name
 			}
@@ -395,9 +399,9 @@ func (f *CascadeFeed) succeeded(e *ledger.Entry, own bool) []cascade.Change {
 	if !own || isCheckpoint(e) {
 		return nil
 	}
-	ext := Extension(e)
+	ext := extension(e)
 	outcome, _ := ext.Text(memberOutcome)
-	status, _ := ext.Int(MemberStatus)
+	status, _ := ext.Int(memberStatus)
 	cause, _ := ext.Text(memberCause)
 	by, _ := ext.Text(memberBy)
 	o := Outcome{Verdict: execution.Completed, Cause: execution.Cause(cause), Status: int(status), By: by}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 )
 
 // What the tests look into.
@@ -54,3 +55,25 @@ func EventsOf(drafts ...*ect.Draft) (events []ledger.Event) {
 
 // LiveRecorded adds events to what follows the ledger, as their commit does.
 func (e *Evidence) LiveRecorded(events []ledger.Event) { e.live.recorded(events, nil) }
+
+const MemberStatus = memberStatus
+
+func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent string) (*ect.Draft, error) {
+	return b.rollbackStart(now, r, parent)
+}
+
+func (b *EventBuilder) RollbackStep(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
+	return b.rollbackStep(now, r, s)
+}
+
+func (b *EventBuilder) Compensate(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
+	return b.compensate(now, r, s)
+}
+
+func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*ect.Draft, error) {
+	return b.rollbackComplete(now, r)
+}
+
+func (b *EventBuilder) RollbackError(now time.Time, r *rollback.Rollback, checkpoint, errorType, why string) (*ect.Draft, error) {
+	return b.rollbackError(now, r, checkpoint, errorType, why)
+}

@@ -82,9 +82,9 @@ func (l *rollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Ch
 	if err != nil {
 		return rollback.Checkpoint{}, asTampered(err)
 	}
-	e, err := rec.target(ctx, Canonical(id))
+	e, err := rec.target(ctx, ledger.Canonical(id))
 	if err = asTampered(err); errors.Is(err, checkpoint.ErrTampered) {
-		found := rollback.Checkpoint{ID: Canonical(id)}
+		found := rollback.Checkpoint{ID: ledger.Canonical(id)}
 		if e := reconstructed(ctx, rec.Evidence, rec.own, found.ID); e != nil {
 			found.Workflow = e.Workflow
 		}
@@ -108,7 +108,7 @@ func (l *rollbackLedger) Checkpoint(ctx context.Context, id string) (rollback.Ch
 	}
 	reversible, _ := c.Ext().Bool(ect.MemberReversible)
 	rollbackURI, _ := c.Ext().Text(ect.MemberRollbackURI)
-	ttl := TTLOf(c.Ext())
+	ttl := ttlOf(c.Ext())
 	return rollback.Checkpoint{
 		ID: c.ID(), Workflow: c.Workflow(), Agent: agent, Own: rec.own(e), Issuer: c.Issuer(), RollbackURI: rollbackURI, Sum: c.OutputHash().Bytes(),
 		Reversible: reversible, Expires: c.IssuedAt().Add(ttl), TTL: ttl, Parents: c.Parents(), Audience: c.Audience(),
@@ -450,7 +450,7 @@ func (l *rollbackLedger) Started(ctx context.Context, r *rollback.Rollback, pare
 			if err != nil {
 				return nil, nil, err
 			}
-			d, err := rec.EventBuilder.RollbackStart(now, r, parent)
+			d, err := rec.EventBuilder.rollbackStart(now, r, parent)
 			return tokens, []*ect.Draft{d}, err
 		})
 }
@@ -485,9 +485,9 @@ func (l *rollbackLedger) Stepped(ctx context.Context, r *rollback.Rollback, s *r
 	return l.appendEvent(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackStepID(r.ID, s.Checkpoint) },
 		func(rec *Recorder, now time.Time) (*ect.Draft, error) {
 			if way == checkpoint.Compensate && s.Attempts > 0 {
-				return rec.EventBuilder.Compensate(now, r, s)
+				return rec.EventBuilder.compensate(now, r, s)
 			}
-			return rec.EventBuilder.RollbackStep(now, r, s)
+			return rec.EventBuilder.rollbackStep(now, r, s)
 		})
 }
 
@@ -498,7 +498,7 @@ func (l *rollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 	var note *store.Write
 	t, err := l.appendEvents(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackCompleteID(r.ID) },
 		func(rec *Recorder, now time.Time) ([]*ect.Token, []*ect.Draft, error) {
-			d, err := rec.EventBuilder.RollbackComplete(now, r)
+			d, err := rec.EventBuilder.rollbackComplete(now, r)
 			if err != nil || r.Workflow == "" {
 				return nil, []*ect.Draft{d}, err
 			}
@@ -531,6 +531,6 @@ func (l *rollbackLedger) Completed(ctx context.Context, r *rollback.Rollback) (r
 func (l *rollbackLedger) Erred(ctx context.Context, r *rollback.Rollback, checkpointID, errorType, why string) (rollback.Evidence, error) {
 	return l.appendEvent(ctx, r.Workflow, func(e *Evidence) string { return e.rollbackErrorID(r.ID, checkpointID, errorType) },
 		func(rec *Recorder, now time.Time) (*ect.Draft, error) {
-			return rec.EventBuilder.RollbackError(now, r, checkpointID, errorType, why)
+			return rec.EventBuilder.rollbackError(now, r, checkpointID, errorType, why)
 		})
 }

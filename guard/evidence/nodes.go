@@ -107,7 +107,7 @@ func (l *rollbackLedger) Workflows(ctx context.Context, id string) ([]string, er
 	if err != nil {
 		return nil, err
 	}
-	all, err := rec.Evidence.Log().Find(ctx, Canonical(id))
+	all, err := rec.Evidence.Log().Find(ctx, ledger.Canonical(id))
 	if err != nil {
 		return nil, err
 	}
@@ -169,9 +169,9 @@ func (l *rollbackLedger) lineageOf(ctx context.Context, q *rollback.Query) (*wor
 	if err != nil {
 		return nil, err
 	}
-	e, err := rec.target(ctx, Canonical(q.Target))
+	e, err := rec.target(ctx, ledger.Canonical(q.Target))
 	if err != nil {
-		e = reconstructed(ctx, rec.Evidence, rec.own, Canonical(q.Target))
+		e = reconstructed(ctx, rec.Evidence, rec.own, ledger.Canonical(q.Target))
 	}
 	if e == nil || e.Workflow == "" {
 		return nil, err
@@ -196,7 +196,7 @@ func (l *rollbackLedger) view(ctx context.Context, q *rollback.Query) (view roll
 	e := &ledger.Entry{Event: ledger.Event{Workflow: q.Workflow}}
 	if q.Target == "" {
 		q.Scope = rollback.FullWorkflow
-	} else if e, err = rec.target(ctx, Canonical(q.Target)); err != nil {
+	} else if e, err = rec.target(ctx, ledger.Canonical(q.Target)); err != nil {
 		return view, err
 	}
 	var ends []ledger.Cursor
@@ -283,7 +283,7 @@ func (rec *Recorder) callersOf(ctx context.Context, entries []ledger.Entry) (map
 			continue
 		}
 		by[e.ID] = e.Issuer
-		caller := callerName(CallerOf(e))
+		caller := callerName(callerHashOf(e))
 		if caller == "" {
 			continue // not about a call
 		}
@@ -595,7 +595,7 @@ func (p *neighbourhood) lineage(seeds []*ledger.Entry, q *rollback.Query) {
 			}
 			for child := range p.followers(e.ID) {
 				// A report connects nothing, and naming a checkpoint is no link.
-				if !IsUnproven(child) && !Reports(child, p.own(child)) && slices.Contains(child.Parents, e.ID) {
+				if !IsUnproven(child) && !reports(child, p.own(child)) && slices.Contains(child.Parents, e.ID) {
 					reach(child)
 				}
 				if len(from) >= maxLineage {
@@ -611,7 +611,7 @@ func (p *neighbourhood) issuedBy(e *ledger.Entry, by string) bool {
 	if event, is := readEvent(e.Action, p.own(e)); IsUnproven(e) || is && event != ect.EventCheckpoint && event != ect.EventWorkflowStart {
 		return false
 	}
-	return e.Issuer == by || p.own(e) && callerName(CallerOf(e)) == by
+	return e.Issuer == by || p.own(e) && callerName(callerHashOf(e)) == by
 }
 
 func (p *neighbourhood) isTask(e *ledger.Entry) bool {

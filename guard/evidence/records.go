@@ -1,6 +1,7 @@
 package evidence
 
 import (
+	"context"
 	"encoding/hex"
 	"encoding/json"
 	"slices"
@@ -8,23 +9,9 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
-
-// Reader is who wants to read a workflow.
-type Reader struct {
-	// Issuer is the issuer of a verified token; empty without one.
-	Issuer string
-	// Caller is the keyed hash of the caller's identity; zero without one.
-	Caller [16]byte
-	// Anonymous readers have no credential and may read nothing (P3).
-	Anonymous bool
-	// Credential readers have a credential that the gateway did not verify. They may read
-	// the workflows and checkpoints of their own calls only (ADR 0024).
-	Credential bool
-	// Operator readers see all of every workflow.
-	Operator bool
-}
 
 // IsUnproven reports whether the issuer of an entry's token is not proven (level L1): the
 // entry shows only that the token was sent (ADR 0038).
@@ -39,9 +26,9 @@ const MemberNode ect.Member = "atd.node"
 // RecordOf converts an entry for its workflow's graph. own says that the gateway issued it. By is who takes part in
 // what it is about: reporting an error is no part in that.
 func RecordOf(e *ledger.Entry, own bool) workflow.Record {
-	ext := Extension(e)
+	ext := extension(e)
 	r := recordOf(e, own, ext)
-	r.Report = !IsUnproven(e) && Reports(e, own)
+	r.Report = !IsUnproven(e) && reports(e, own)
 	switch {
 	case own:
 		r.By = callerName(callerIn(ext))
@@ -87,7 +74,7 @@ func recordOf(e *ledger.Entry, own bool, ext ect.Ext) workflow.Record {
 		r.Status = "escalated"
 	case event == ect.EventCheckpoint:
 		r.Reversible, _ = ext.Bool(ect.MemberReversible)
-		r.Expires = e.Time.Add(TTLOf(ext))
+		r.Expires = e.Time.Add(ttlOf(ext))
 	}
 	return r
 }
@@ -124,7 +111,7 @@ func RecordsOf(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workflo
 			at[e.ID] = e
 		}
 	}
-	_ = MarkStrangers(records, func(id string) ([]string, error) { return AudienceOf(at[id]), nil }) // never fails
+	_ = markStrangers(records, func(id string) ([]string, error) { return audienceOf(at[id]), nil }) // never fails
 	return records
 }
 
@@ -140,11 +127,11 @@ func recordsNear(entries []ledger.Entry, own func(e *ledger.Entry) bool) []workf
 	return records
 }
 
-// MarkStrangers marks reports whose issuers do not participate in what they report on: they
+// markStrangers marks reports whose issuers do not participate in what they report on: they
 // are in ledgers of earlier versions, or came unsigned. audience returns the aud of the
 // token with an id.
-func MarkStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
-	links, mine, parts := workflow.NewLinks(), make(map[string][]string), make(map[string]Participation)
+func markStrangers(records []workflow.Record, audience func(id string) ([]string, error)) error {
+	links, mine, parts := workflow.NewLinks(), make(map[string][]string), make(map[string]participation)
 	issuers := make(map[string]string, len(records))
 	answers := make(map[string]*workflow.Record) // by an error that came with one
 	for i := range records {
@@ -201,11 +188,11 @@ func MarkStrangers(records []workflow.Record, audience func(id string) ([]string
 	return nil
 }
 
-// IsReport reports whether an event of an agent describes the events that it follows from or
+// isReport reports whether an event of an agent describes the events that it follows from or
 // names: a failure, or the progress of a rollback or workflow. A report does not make its
 // issuer a participant: one known id is enough to send it (ADR 0024). Checkpoints and
 // compensations are actions and no reports.
-func IsReport(event ect.Event) bool {
+func isReport(event ect.Event) bool {
 	switch event {
 	case ect.EventError, ect.EventRollbackRequest, ect.EventRollbackStart, ect.EventRollbackComplete, ect.EventWorkflowComplete,
 		ect.EventCascadeDetected:
@@ -214,21 +201,21 @@ func IsReport(event ect.Event) bool {
 	return false
 }
 
-// Reports reports whether an entry is an agent's report, or says of cascades what it follows from: the failures in it
+// reports reports whether an entry is an agent's report, or says of cascades what it follows from: the failures in it
 // need not be of one part of the workflow.
-func Reports(e *ledger.Entry, own bool) bool {
+func reports(e *ledger.Entry, own bool) bool {
 	event, _ := ect.ParseEvent(e.Action)
-	return IsReport(event) && (!own || event == ect.EventCascadeDetected)
+	return isReport(event) && (!own || event == ect.EventCascadeDetected)
 }
 
-// PartOf is what a reader may see of a workflow with these records.
-func PartOf(records []workflow.Record, who Reader) Participation {
+// partOf is what a reader may see of a workflow with these records.
+func partOf(records []workflow.Record, who router.Reader) participation {
 	links := workflow.NewLinks()
 	var mine []string
 	var alerts []*workflow.Record
 	for i := range records {
 		r := &records[i]
-		if who.TookPart(r) {
+		if tookPart(&who, r) {
 			mine = append(mine, r.ID)
 		}
 		switch {
@@ -250,14 +237,14 @@ func PartOf(records []workflow.Record, who Reader) Participation {
 	return part
 }
 
-// TookPart reports whether the reader itself took part in what is recorded.
-func (who *Reader) TookPart(r *workflow.Record) bool {
+// tookPart reports whether the reader itself took part in what is recorded.
+func tookPart(who *router.Reader, r *workflow.Record) bool {
 	return who.Operator || r.By != "" && (r.By == who.Issuer || r.By == callerName(who.Caller))
 }
 
 // linked is what is linked to these ids.
-func linked(links *workflow.Links, ids []string) Participation {
-	s := Participation{ids: make(map[string]bool)}
+func linked(links *workflow.Links, ids []string) participation {
+	s := participation{ids: make(map[string]bool)}
 	var met workflow.Places
 	for _, id := range ids {
 		s.add(id)
@@ -270,27 +257,27 @@ func linked(links *workflow.Links, ids []string) Participation {
 	return s
 }
 
-// Participation is the part of a workflow that a reader may see (ADR 0023): the nodes that
+// participation is the part of a workflow that a reader may see (ADR 0023): the nodes that
 // are linked to its own by tokens and calls. Naming the workflow in a token is not enough
 // (cascade 6.1): strangers may use the same name. The zero value is empty.
-type Participation struct {
+type participation struct {
 	ids map[string]bool
 	// Truncated says that the workflow has more entries than were read.
 	Truncated bool
 }
 
 // Has reports whether an id is in it.
-func (s *Participation) Has(id string) bool { return s.ids[id] }
+func (s *participation) Has(id string) bool { return s.ids[id] }
 
 // add adds an id.
-func (s *Participation) add(id string) { s.ids[id] = true }
+func (s *participation) add(id string) { s.ids[id] = true }
 
 // Empty reports whether it has no ids.
-func (s *Participation) Empty() bool { return len(s.ids) == 0 }
+func (s *participation) Empty() bool { return len(s.ids) == 0 }
 
-// Extension returns the extension members of an entry's token, or of the draft that could
+// extension returns the extension members of an entry's token, or of the draft that could
 // not be signed. Entries were verified, or made here, before they were recorded.
-func Extension(e *ledger.Entry) ect.Ext {
+func extension(e *ledger.Entry) ect.Ext {
 	if e.Parsed != nil {
 		return extensionOf(&e.Event) // it is being recorded
 	}
@@ -309,8 +296,8 @@ func recordedClaims(e *ledger.Entry) (claims, error) {
 	return ect.ParseInsecure(string(e.Payload))
 }
 
-// CallerOf is the keyed hash of the caller in one of the gateway's entries; zero if absent.
-func CallerOf(e *ledger.Entry) (caller [16]byte) { return callerIn(Extension(e)) }
+// callerHashOf is the keyed hash of the caller in one of the gateway's entries; zero if absent.
+func callerHashOf(e *ledger.Entry) (caller [16]byte) { return callerIn(extension(e)) }
 
 func callerIn(ext ect.Ext) (caller [16]byte) {
 	text, _ := ext.Text(memberCaller)
@@ -323,9 +310,9 @@ func callerIn(ext ect.Ext) (caller [16]byte) {
 	return caller
 }
 
-// TTLOf is how long a checkpoint is kept, at most 100 years; 0 without a ttl, since nobody
+// ttlOf is how long a checkpoint is kept, at most 100 years; 0 without a ttl, since nobody
 // promised to keep it (cascade 4.2.2).
-func TTLOf(ext ect.Ext) time.Duration {
+func ttlOf(ext ect.Ext) time.Duration {
 	const longest = 100 * 365 * 24 * time.Hour
 	seconds, _ := ext.Number(ect.MemberTTL)
 	if seconds >= longest.Seconds() {
@@ -337,14 +324,364 @@ func TTLOf(ext ect.Ext) time.Duration {
 // NamedCheckpoint is the id in cascade.checkpoint_id; empty if absent.
 func NamedCheckpoint(x ect.Ext) string {
 	id, _ := x.Text(ect.MemberCheckpointID)
-	return Canonical(id)
+	return ledger.Canonical(id)
 }
 
-// AudienceOf is the aud of an entry's token.
-func AudienceOf(e *ledger.Entry) []string {
+// audienceOf is the aud of an entry's token.
+func audienceOf(e *ledger.Entry) []string {
 	c, err := recordedClaims(e)
 	if err != nil {
 		return nil
 	}
 	return c.Audience()
+}
+
+// participationOf collects what a reader may see of the first MaxNodes entries of a
+// workflow.
+func (s *Ledger) participationOf(ctx context.Context, wid string, who router.Reader) (participation, error) {
+	if wid == "" {
+		return participation{}, nil
+	}
+	v, err := s.records(ctx, wid, s.MaxNodes)
+	part := partOf(v.records, who)
+	part.Truncated = v.more
+	return part, err
+}
+
+// mayRead reports whether the reader may see an entry.
+func (s *Ledger) mayRead(ctx context.Context, e *ledger.Entry, who router.Reader) (bool, error) {
+	r := s.recordOf(e)
+	if s.issued(e, who) || tookPart(&who, &r) {
+		return true, nil
+	}
+	if isAlert(e) {
+		return s.MayReadAll(ctx, e.Workflow, e.Parents, who)
+	}
+	return s.partOf(ctx, e.Workflow, who).has(e.ID)
+}
+
+// partOf starts a search for the reader's part in a workflow.
+func (s *Ledger) partOf(ctx context.Context, wid string, who router.Reader) *search {
+	return s.search(ctx, wid, func(e *ledger.Entry) bool {
+		r := s.recordOf(e)
+		return tookPart(&who, &r)
+	}, nil)
+}
+
+// search finds out whether an id is linked to a reader's part in a workflow, with the same
+// result as PartOf on all of it. It starts at the id and reads the nearest entries
+// first, parents before followers, at most MaxNodes. So the result does not depend on how
+// much others have recorded in the workflow.
+type search struct {
+	*Ledger
+	ctx   context.Context
+	wid   string
+	mine  func(e *ledger.Entry) bool
+	along []node // tokens that are not recorded yet
+	read  map[string]*ledger.Entry
+	left  int
+}
+
+// followersAtOnce is how many followers of an id are read before those of the next id.
+const followersAtOnce = 16
+
+// node is a token that is not recorded yet.
+type node struct {
+	id      string
+	parents []string
+	report  bool // reports on what others do
+	mine    bool
+}
+
+func (s *Ledger) search(ctx context.Context, wid string, mine func(e *ledger.Entry) bool, along []node) *search {
+	return &search{Ledger: s, ctx: ctx, wid: wid, mine: mine, along: along, read: make(map[string]*ledger.Entry), left: s.MaxNodes}
+}
+
+func (s *search) has(id string) (bool, error) {
+	if s.wid == "" {
+		return false, nil
+	}
+	type place struct {
+		id   string
+		from ledger.Cursor
+	}
+	met := make(map[string]bool)
+	var up []string
+	var down []place
+	reach := func(ids ...string) {
+		for _, id := range ids {
+			if !met[id] {
+				met[id] = true
+				up, down = append(up, id), append(down, place{id: id})
+			}
+		}
+	}
+	reach(id)
+	for s.left > 0 {
+		switch {
+		case len(up) > 0:
+			mine, parents, err := s.parents(up[0])
+			if mine || err != nil {
+				return mine, err
+			}
+			up = up[1:]
+			reach(parents...)
+		case len(down) > 0:
+			at := down[0]
+			down = down[1:]
+			children, next, err := s.children(at.id, at.from)
+			if err != nil {
+				return false, err
+			}
+			reach(children...)
+			if next != "" {
+				down = append(down, place{at.id, next})
+			}
+		default:
+			return false, nil
+		}
+	}
+	return false, nil
+}
+
+// parents returns the parents of an id. mine says that the id itself belongs to the part.
+func (s *search) parents(id string) (mine bool, ids []string, err error) {
+	for _, n := range s.along {
+		if n.id == id {
+			mine, ids = mine || n.mine, append(ids, n.parents...)
+		}
+	}
+	e, err := s.get(id)
+	if e == nil || mine || err != nil {
+		return mine, ids, err
+	}
+	if !IsUnproven(e) { // an unproven token could name any parents
+		ids = append(ids, e.Parents...)
+	}
+	return s.mine(e), ids, nil
+}
+
+// children returns ids that follow from an id, except agents' reports on others.
+func (s *search) children(id string, from ledger.Cursor) (ids []string, next ledger.Cursor, err error) {
+	follows := func(e *ledger.Entry) bool {
+		switch {
+		case IsUnproven(e), reports(e, s.own(e)):
+			return false
+		case slices.Contains(e.Parents, id):
+			return true
+		}
+		r := s.recordOf(e) // whoever takes part in a call got the errors with its answer that led to the gateway's own
+		return r.Own && r.Event == ect.EventError && slices.Contains(r.UpstreamErrors, id)
+	}
+	if from == "" {
+		for _, n := range s.along {
+			if !n.report && slices.Contains(n.parents, id) {
+				ids = append(ids, n.id)
+			}
+		}
+		if e := s.read[id]; e != nil && s.own(e) && s.Outcomes != nil {
+			for _, outcome := range s.Outcomes(e) {
+				came, err := s.get(outcome)
+				if err != nil {
+					return nil, "", err
+				}
+				if came != nil && follows(came) {
+					ids = append(ids, outcome)
+				}
+			}
+		}
+	}
+	if id == "" || len(id) > ledger.MaxName {
+		return ids, "", nil
+	}
+	s.left--
+	page, err := s.Log.Following(s.ctx, s.wid, id, from, followersAtOnce)
+	if err != nil {
+		return nil, "", err
+	}
+	s.left -= len(page.Entries)
+	for i := range page.Entries {
+		e := &page.Entries[i]
+		s.read[e.ID] = e
+		if follows(e) {
+			ids = append(ids, e.ID)
+		}
+	}
+	return ids, page.Next, nil
+}
+
+// get returns the entry of an id in the workflow; nil if it cannot be read.
+func (s *search) get(id string) (*ledger.Entry, error) {
+	if e, known := s.read[id]; known || id == "" || len(id) > ledger.MaxName {
+		return e, nil
+	}
+	s.left--
+	e, err := s.Log.Known(s.ctx, s.wid, id)
+	if err == nil {
+		s.read[id] = e
+	}
+	return e, err
+}
+
+// workflowIDs returns the ids that a name can stand for: that of tokens, and that of calls
+// without tokens (ADR 0023).
+func workflowIDs(name string) []string {
+	return slices.Compact([]string{WorkflowID(name), NamedWorkflowID(name)})
+}
+
+// TakesPart reports whether an entry of a workflow is linked to the reader's own part in
+// it, and so visible to the reader (ADR 0024).
+func (s *Ledger) TakesPart(ctx context.Context, wid, id string, who router.Reader) (bool, error) {
+	if called, err := s.hasCalled(ctx, who); err != nil || !called {
+		return false, err
+	}
+	return s.partOf(ctx, wid, who).has(id)
+}
+
+// CheckReport checks that the issuer of a report took part in all that the report names:
+// every parent of the token, and the checkpoint (cascade 6.2; ATD, "False Error
+// Injection"). It took part in what it has issued, in what was made for it, such as the
+// checkpoint that an upstream gets with a call, and in what is linked to its own nodes.
+// along are tokens that are not recorded yet but count as if they were.
+//
+// A refusal is an *ect.Error. It does not reveal whether something belongs to others or is
+// unknown (P3).
+func (s *Ledger) CheckReport(ctx context.Context, t *ect.Token, along []*ect.Token) error {
+	return s.checkReport(ctx, t, along, nil)
+}
+
+// CheckAnswer is CheckReport for a token that came with the answer to a call. call has the
+// ids of the call's tokens and of its checkpoint; the called party took part in them.
+// called is its identity as the route names it. If it is empty, any issuer may report on
+// this call or on its own part, but on both in one token only by its own part.
+func (s *Ledger) CheckAnswer(ctx context.Context, t *ect.Token, along []*ect.Token, called string, call []string) error {
+	names := slices.Clone(t.Parents())
+	if id := NamedCheckpoint(t.Ext()); id != "" {
+		names = append(names, id)
+	}
+	other := func(id string) bool { return !slices.Contains(call, id) }
+	if called != t.Issuer() && (called != "" || slices.ContainsFunc(names, other)) {
+		call = nil
+	}
+	return s.checkReport(ctx, t, along, call)
+}
+
+// checkReport is CheckReport with ids that count as made for the issuer.
+func (s *Ledger) checkReport(ctx context.Context, t *ect.Token, along []*ect.Token, made []string) error {
+	if !isReport(t.Event()) || t.Workflow() == "" || !t.Proven() { // such a token is nobody's proven report
+		return nil
+	}
+	ask := issuerPart{Ledger: s, t: t, made: made, along: slices.DeleteFunc(slices.Clone(along), func(o *ect.Token) bool {
+		return o == t || o.Workflow() != t.Workflow() && o.Workflow() != ""
+	})}
+	for _, id := range t.Parents() {
+		if has, err := ask.has(ctx, id); err != nil || !has {
+			return refusedUnless(err, ect.CodeParentUnknown)
+		}
+	}
+	if id := NamedCheckpoint(t.Ext()); id != "" {
+		if has, err := ask.has(ctx, id); err != nil || !has {
+			return refusedUnless(err, ect.CodeExt)
+		}
+	}
+	return nil
+}
+
+// refusedUnless returns the refusal, unless err says that the lookup failed.
+func refusedUnless(err error, code ect.Code) error {
+	if err != nil {
+		return err
+	}
+	return &ect.Error{Code: code}
+}
+
+// issuerPart is what the issuer of one token takes part in.
+type issuerPart struct {
+	*Ledger
+	t     *ect.Token
+	along []*ect.Token
+	made  []string // ids that count as made for the issuer
+	part  *search  // nil until it is needed
+}
+
+func (c *issuerPart) has(ctx context.Context, id string) (bool, error) {
+	if slices.Contains(c.made, id) {
+		return true, nil
+	}
+	for _, o := range c.along {
+		if o.Proven() && o.ID() == id && (o.Issuer() == c.t.Issuer() || slices.Contains(o.Audience(), c.t.Issuer())) {
+			return true, nil
+		}
+	}
+	for _, wid := range []string{c.t.Workflow(), ""} { // a parent may have no workflow
+		e, err := c.Log.Known(ctx, wid, id)
+		switch {
+		case err != nil:
+			return false, err
+		case e == nil:
+			continue
+		case e.Issuer == c.t.Issuer(), !IsUnproven(e) && slices.Contains(audienceOf(e), c.t.Issuer()):
+			return true, nil
+		}
+		break
+	}
+	part, err := c.read(ctx)
+	if err != nil {
+		return false, err
+	}
+	return part.has(id)
+}
+
+// read looks for the issuer's part in the workflow. It first waits for what other gateways
+// have just recorded, which may be all of it.
+func (c *issuerPart) read(ctx context.Context) (*search, error) {
+	if c.part != nil {
+		return c.part, nil
+	}
+	if err := c.caughtUp(ctx); err != nil {
+		return nil, err
+	}
+	var along []node
+	for _, o := range c.along {
+		if o.Proven() {
+			report := isReport(o.Event())
+			along = append(along, node{o.ID(), o.Parents(), report, !report && o.Issuer() == c.t.Issuer()})
+		}
+	}
+	mine := func(e *ledger.Entry) bool {
+		return e.Issuer == c.t.Issuer() && !IsUnproven(e) && !reports(e, c.own(e))
+	}
+	c.part = c.search(ctx, c.t.Workflow(), mine, along)
+	return c.part, nil
+}
+
+// caughtUp waits until this gateway knows what others know of plans.
+func (s *Ledger) caughtUp(ctx context.Context) error {
+	waits, cancel := router.Until(ctx, s.Waits, catchUpTime)
+	defer cancel()
+	return s.Assigned.CatchUp(waits)
+}
+
+// Names reports whether a workflow's id is what a name stands for.
+func Names(wid, name string) bool { return slices.Contains(workflowIDs(name), wid) }
+
+// MayReadAll reports whether the reader may read all of these entries of a workflow.
+func (s *Ledger) MayReadAll(ctx context.Context, wid string, ids []string, who router.Reader) (bool, error) {
+	if called, err := s.hasCalled(ctx, who); err != nil || !called || who.Anonymous || len(ids) == 0 {
+		return false, err
+	}
+	part := s.partOf(ctx, wid, who)
+	for _, id := range ids {
+		if has, err := part.has(id); err != nil || !has {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// isAlert reports whether an entry says that a failure spreads. Who may read it took part in all that it
+// follows from: the failures in it need not be of one part of the workflow (P3).
+func isAlert(e *ledger.Entry) bool {
+	event, _ := ect.ParseEvent(e.Action)
+	return event == ect.EventCascadeDetected
 }

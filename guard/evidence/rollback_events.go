@@ -21,33 +21,17 @@ import (
 
 // The gateway's own extension members, in the tokens of rollbacks.
 const (
-	// MemberKeepDependants asks to keep completed actions that depend on what is undone.
-	MemberKeepDependants ect.Member = "agent_guard.keep_dependants"
-	// MemberPartOf is the id of the rollback that was asked for first, in a request for a part of it: by
-	// that the tokens of all participants belong to it.
-	MemberPartOf ect.Member = "agent_guard.part_of"
-	// MemberPhase is what a request asks for, so that its token is good for nothing else: a phase of a
-	// rollback, or one of those below. inp_hash of the token has the body.
-	MemberPhase ect.Member = "agent_guard.phase"
-	// MemberEffect is mixed where only some effects were undone, and unknown where one is not
+	// memberEffect is mixed where only some effects were undone, and unknown where one is not
 	// known; it is absent otherwise (P6).
 	memberEffect ect.Member = "agent_guard.effect"
 	// memberCancelled says that the call never ran, so that there was nothing to undo.
 	memberCancelled ect.Member = "agent_guard.cancelled"
 )
 
-// The values of MemberEffect.
-const (
-	effectMixed   = "mixed"
-	effectUnknown = "unknown"
-)
-
-// The values of MemberPhase beside the phases of a rollback.
+// The values of rollback.MemberPhase beside the phases of a rollback.
 const (
 	PhaseCheckpoint = "checkpoint" // reads the checkpoint that the token names
-	PhaseStatus     = "status"     // reads a rollback
 	PhaseRead       = "read"       // reads the tokens of a workflow, or the breakers
-	PhaseHold       = "hold"       // tells what holds a workflow
 )
 
 // maxReason leaves room in the extensions of a token.
@@ -84,9 +68,9 @@ func (e *Evidence) rollbackErrorID(id, checkpoint, errorType string) string {
 	return e.secretID("rollback error", id+" "+checkpoint+" "+errorType)
 }
 
-// RollbackStart drafts the event that a rollback was accepted (cascade Figure 11). parent is
+// rollbackStart drafts the event that a rollback was accepted (cascade Figure 11). parent is
 // the error that caused it, else the token that requested it, else the checkpoint.
-func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent string) (*ect.Draft, error) {
+func (b *EventBuilder) rollbackStart(now time.Time, r *rollback.Rollback, parent string) (*ect.Draft, error) {
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.rollbackStartID(r.ID), Workflow: r.Workflow,
 		Action: string(ect.EventRollbackStart), Parents: []string{parent},
@@ -98,9 +82,9 @@ func (b *EventBuilder) RollbackStart(now time.Time, r *rollback.Rollback, parent
 	})
 }
 
-// RollbackStep drafts the result of one checkpoint (cascade Figure 13). It follows from what the participant
+// rollbackStep drafts the result of one checkpoint (cascade Figure 13). It follows from what the participant
 // that has undone it has signed.
-func (b *EventBuilder) RollbackStep(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
+func (b *EventBuilder) rollbackStep(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
 	parents := startOf(r, s.Checkpoint)
 	if s.Completion != "" {
 		parents = append(parents, s.Completion)
@@ -108,9 +92,9 @@ func (b *EventBuilder) RollbackStep(now time.Time, r *rollback.Rollback, s *roll
 	return b.step(now, r, s, ect.EventRollbackComplete, parents)
 }
 
-// Compensate drafts the result of a compensated checkpoint (cascade Figure 13). The
+// compensate drafts the result of a compensated checkpoint (cascade Figure 13). The
 // checkpoint, which represents the action, is a parent too.
-func (b *EventBuilder) Compensate(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
+func (b *EventBuilder) compensate(now time.Time, r *rollback.Rollback, s *rollback.Step) (*ect.Draft, error) {
 	parents := startOf(r, s.Checkpoint)
 	if !slices.Contains(parents, s.Checkpoint) {
 		parents = append(parents, s.Checkpoint)
@@ -134,15 +118,15 @@ func (b *EventBuilder) step(now time.Time, r *rollback.Rollback, s *rollback.Ste
 	})
 }
 
-// RollbackComplete drafts the result of the whole rollback (cascade Figure 12). Lists that
+// rollbackComplete drafts the result of the whole rollback (cascade Figure 12). Lists that
 // are too long for a token are truncated: each step has its own event.
-func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*ect.Draft, error) {
+func (b *EventBuilder) rollbackComplete(now time.Time, r *rollback.Rollback) (*ect.Draft, error) {
 	ext := new(ect.ExtBuilder).
 		Text(ect.MemberRollbackID, rollbackURN(r.AskedAs())).
 		Text(ect.MemberCheckpointID, r.Checkpoint).
 		Text(ect.MemberStatus, string(r.Status))
 	stateHashes(ext, r.Before, r.After)
-	others, failed := RollbackAgents(r)
+	others, failed := r.Agents()
 	ext.Outcomes(ect.MemberCascaded, others)
 	if len(failed) > 0 {
 		ext.Texts(ect.MemberFailedAgents, failed)
@@ -158,9 +142,9 @@ func (b *EventBuilder) RollbackComplete(now time.Time, r *rollback.Rollback) (*e
 	})
 }
 
-// RollbackError drafts an error of a rollback (ATD "Rollback Timeout and Escalation", cascade
+// rollbackError drafts an error of a rollback (ATD "Rollback Timeout and Escalation", cascade
 // 4.2.3). It is no error of the call to be undone.
-func (b *EventBuilder) RollbackError(now time.Time, r *rollback.Rollback, checkpoint, errorType, why string) (*ect.Draft, error) {
+func (b *EventBuilder) rollbackError(now time.Time, r *rollback.Rollback, checkpoint, errorType, why string) (*ect.Draft, error) {
 	return b.issuer.Draft(now, ect.Claims{
 		Audience: b.rollbackAudience(r), ID: b.e.rollbackErrorID(r.ID, checkpoint, errorType), Workflow: r.Workflow,
 		Action: string(ect.EventError), Parents: startOf(r, checkpoint),
@@ -196,7 +180,7 @@ func (b *EventBuilder) RollbackResult(now time.Time, r *rollback.Rollback, reque
 	if v != ect.ATD { // ATD has no names for them
 		stateHashes(ext, r.Before, r.After)
 	}
-	others, _ := RollbackAgents(r)
+	others, _ := r.Agents()
 	ext.Outcomes(ect.MemberCascaded, others)
 	addEffect(ext, r.Unknown, r.Mixed)
 	return b.issuer.Issue(now, ect.Claims{
@@ -232,55 +216,6 @@ func decided(r *rollback.Rollback, parents []string) []string {
 	return parents
 }
 
-// RollbackAgents returns the outcome of each agent behind the steps of a rollback, without
-// the agent behind the target, and the agents with a step that was not completed or of which nobody
-// knows what they have.
-func RollbackAgents(r *rollback.Rollback) (others []ect.Outcome, failed []string) {
-	own, all, order := "", map[string]rollback.Status{}, []string(nil)
-	for i := range r.Steps {
-		s := &r.Steps[i]
-		if s.Checkpoint == r.Checkpoint {
-			own = s.Agent
-		}
-		status, met := all[s.Agent]
-		if !met {
-			order = append(order, s.Agent)
-			all[s.Agent] = s.Status
-			continue
-		}
-		all[s.Agent] = combined(status, s.Status)
-	}
-	for _, agent := range order {
-		status := all[agent]
-		if status == "" { // a step that was never taken (P6)
-			status = rollback.Failed
-		}
-		if agent != own {
-			others = append(others, ect.Outcome{Agent: agent, Status: string(status)})
-		}
-		if status != rollback.Completed {
-			failed = append(failed, agent)
-		}
-	}
-	for _, o := range r.Unreached {
-		if !slices.Contains(failed, o.Agent) {
-			failed = append(failed, o.Agent)
-		}
-	}
-	return others, failed
-}
-
-// combined is the status of an agent with two steps.
-func combined(a, b rollback.Status) rollback.Status {
-	switch {
-	case a == b:
-		return a
-	case a == rollback.Completed, b == rollback.Completed, a == rollback.Partial, b == rollback.Partial:
-		return rollback.Partial
-	}
-	return rollback.Failed
-}
-
 func stateHashes(ext *ect.ExtBuilder, before, after [32]byte) *ect.ExtBuilder {
 	if h := hashOf(before); !h.IsZero() {
 		ext.Text(ect.MemberStateBefore, h.Prefixed())
@@ -291,13 +226,10 @@ func stateHashes(ext *ect.ExtBuilder, before, after [32]byte) *ect.ExtBuilder {
 	return ext
 }
 
-// addEffect adds the heuristic outcome. Unknown takes precedence over mixed.
+// addEffect adds the heuristic outcome.
 func addEffect(ext *ect.ExtBuilder, unknown, mixed bool) {
-	switch {
-	case unknown:
-		ext.Text(memberEffect, effectUnknown)
-	case mixed:
-		ext.Text(memberEffect, effectMixed)
+	if effect := rollback.Effect(unknown, mixed); effect != "" {
+		ext.Text(memberEffect, effect)
 	}
 }
 
@@ -470,7 +402,7 @@ func (b *EventBuilder) Request(ctx context.Context, r *Request) (string, error) 
 // Asked reports whether id is that of a token with which an agent was asked for r: the first one, or
 // that of a retry.
 func (b *EventBuilder) Asked(ctx context.Context, r *Request, id string) (bool, error) {
-	if id = Canonical(id); id == "" || len(id) > ledger.MaxName {
+	if id = ledger.Canonical(id); id == "" || len(id) > ledger.MaxName {
 		return false, nil
 	}
 	raw, err := b.recordedRequest(ctx, r.Workflow, id)
@@ -498,7 +430,7 @@ func (b *EventBuilder) ReadRequest(ctx context.Context, workflow, audience strin
 // Hold makes a token with which a participant is told what holds a workflow, in a body with that hash.
 // It is not recorded: what it says is in the token of the escalation.
 func (b *EventBuilder) Hold(ctx context.Context, workflow, audience string, body []byte) (string, error) {
-	return b.unrecorded(ctx, workflow, audience, eventEscalation, PhaseHold, ect.Sum(body))
+	return b.unrecorded(ctx, workflow, audience, eventEscalation, hitl.PhaseHold, ect.Sum(body))
 }
 
 // unrecorded makes a token for one agent.
@@ -509,7 +441,7 @@ func (b *EventBuilder) unrecorded(ctx context.Context, workflow, audience string
 	}
 	token, err := b.issuer.Issue(now, ect.Claims{
 		Audience: []string{audience}, Workflow: workflow, Life: ect.MaxAge, Action: string(action), Input: input,
-		Ext: new(ect.ExtBuilder).Text(MemberPhase, phase),
+		Ext: new(ect.ExtBuilder).Text(rollback.MemberPhase, phase),
 	})
 	if err != nil {
 		return "", err
@@ -541,10 +473,10 @@ func (b *EventBuilder) request(now time.Time, r *Request, id string) (*ect.Token
 		Text(ect.MemberReason, cmp.Or(reason, "rollback")).
 		Bool(ect.MemberCascade, true)
 	if r.PartOf != "" {
-		ext.Text(MemberPartOf, rollbackURN(r.PartOf))
+		ext.Text(rollback.MemberPartOf, rollbackURN(r.PartOf))
 	}
 	return b.issuer.Issue(now, ect.Claims{
 		Audience: []string{r.Audience}, ID: id, Workflow: r.Workflow, Life: ect.MaxAge, Input: r.Input,
-		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint}, Ext: ext.Text(MemberPhase, r.Phase),
+		Action: string(ect.EventRollbackRequest), Parents: []string{r.Checkpoint}, Ext: ext.Text(rollback.MemberPhase, r.Phase),
 	})
 }

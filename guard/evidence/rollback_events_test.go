@@ -330,7 +330,7 @@ func TestP5RequestIsOneToken(t *testing.T) {
 	cascade, _ := token.Ext().Bool(ect.MemberCascade)
 	id, _ := token.Ext().Text(ect.MemberRollbackID)
 	reason, _ := token.Ext().Text(ect.MemberReason)
-	phase, _ := token.Ext().Text(evidence.MemberPhase)
+	phase, _ := token.Ext().Text(rollback.MemberPhase)
 	if token.Event() != ect.EventRollbackRequest || len(token.Lacks()) > 0 || !cascade || token.Workflow() != workflow ||
 		token.ID() != b.evidence.RequestID("r1", checkpoint, token.InputHash(), token.IssuedAt()) || token.Expires().Sub(token.IssuedAt()) != ect.MaxAge ||
 		id != "urn:uuid:r1" || reason != "the wrong list" || phase != "execute" || token.InputHash() != ect.Sum([]byte("body")) {

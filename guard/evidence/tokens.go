@@ -658,11 +658,3 @@ func (e *Evidence) Known(ctx context.Context, workflow string, ids []string) ([]
 	}
 	return known, nil
 }
-
-// Canonical writes an id as the ledger has it: a UUID in lower case.
-func Canonical(id string) string {
-	if u, err := uuid.Parse(id); err == nil && len(id) == len(u.String()) {
-		return u.String()
-	}
-	return id
-}

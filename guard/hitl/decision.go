@@ -147,7 +147,7 @@ type Decision struct {
 // The words of a Decision. Approve says that the proposal may be carried out.
 const (
 	Approve = "approve"
-	Deny    = "deny"
+	deny    = "deny"
 )
 
 // Vote is a decision that somebody wants to make.
@@ -173,17 +173,17 @@ var (
 	// ErrExpired: the time to decide is over.
 	ErrExpired = errors.New("hitl: the time to decide is over, which counts as a denial")
 	// ErrRole: the person does not have the role that is required.
-	ErrRole = errors.New("hitl: the required role is missing")
+	errRole = errors.New("hitl: the required role is missing")
 	// ErrOwn: who asked cannot approve.
 	ErrOwn = errors.New("hitl: who asked cannot approve")
 	// ErrHash: the vote names another plan or request than the one to decide.
 	ErrHash = errors.New("hitl: the decision is about something else than what is proposed")
 	// ErrFinal: a rule allows no approval.
-	ErrFinal = errors.New("hitl: the rule allows no override, so no approval counts")
+	errFinal = errors.New("hitl: the rule allows no override, so no approval counts")
 	// ErrReason: a denial says why.
-	ErrReason = errors.New("hitl: a denial needs a reason")
+	errReason = errors.New("hitl: a denial needs a reason")
 	// ErrNotHeld: only what still holds a workflow can be asked again.
-	ErrNotHeld = errors.New("hitl: the escalation holds no workflow that could be resumed")
+	errNotHeld = errors.New("hitl: the escalation holds no workflow that could be resumed")
 )
 
 // Evidence makes the writes that record a change in a ledger, and returns the id of its token. old
@@ -221,7 +221,7 @@ func (e *Escalation) overdue(now time.Time) bool {
 func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	switch {
 	case !v.Every && !slices.Contains(v.Roles, e.RequiredRole):
-		return nil, fmt.Errorf("%w: %q is required", ErrRole, e.RequiredRole)
+		return nil, fmt.Errorf("%w: %q is required", errRole, e.RequiredRole)
 	case v.Token != "" && slices.Contains(e.Tokens, v.Token):
 		return nil, nil // a retry
 	case e.Status == Expired || e.overdue(now):
@@ -231,18 +231,18 @@ func (e *Escalation) decided(v *Vote, now time.Time) (*Escalation, error) {
 	case e.Proposal.Hash() != v.Hash:
 		return nil, ErrHash
 	case v.Approve && e.Final:
-		return nil, ErrFinal
+		return nil, errFinal
 	case v.Approve && v.By == e.Requester:
 		return nil, ErrOwn
 	case !v.Approve && v.Reason == "":
-		return nil, ErrReason
+		return nil, errReason
 	}
 	by := shorten(v.By, maxText)
 	if slices.ContainsFunc(e.Decisions[len(e.Decisions)-e.Approvals:], func(d Decision) bool { return d.By == by }) {
 		return nil, fmt.Errorf("%w by %q", ErrDecided, by)
 	}
 	next := *e
-	next.Decisions = appended(e.Decisions, Decision{By: by, Decision: Deny, Reason: shorten(v.Reason, maxSummary), At: now})
+	next.Decisions = appended(e.Decisions, Decision{By: by, Decision: deny, Reason: shorten(v.Reason, maxSummary), At: now})
 	if v.Token != "" {
 		next.Tokens = appended(e.Tokens, v.Token)
 	}
@@ -308,11 +308,11 @@ func (e *Escalation) ended(as Status, now time.Time) *Escalation {
 func (e *Escalation) asked(by string, within time.Duration, now time.Time) (*Escalation, error) {
 	switch {
 	case e.Status == Pending:
-		return nil, fmt.Errorf("%w: it is pending", ErrNotHeld)
+		return nil, fmt.Errorf("%w: it is pending", errNotHeld)
 	case !e.Held:
-		return nil, ErrNotHeld
+		return nil, errNotHeld
 	case e.Final:
-		return nil, ErrFinal
+		return nil, errFinal
 	}
 	next := e.again(now)
 	next.Status, next.Requester = Pending, shorten(by, maxText)
@@ -771,8 +771,8 @@ func (d *Store) LinkKey(id string) string {
 	return base64.RawURLEncoding.EncodeToString(hash[:])
 }
 
-// FormKey is what a form has to send back that by decides on the escalation as it is now.
-func (d *Store) FormKey(e *Escalation, by string) string {
+// formKey is what a form has to send back that by decides on the escalation as it is now.
+func (d *Store) formKey(e *Escalation, by string) string {
 	hash := store.Index(d.sealer, "escalation form", fmt.Sprintf("%s %d %s %q %q", e.ID, e.Round, e.Status, e.Proposal.Hash(), by))
 	return base64.RawURLEncoding.EncodeToString(hash[:])
 }

@@ -88,8 +88,8 @@ const (
 	CauseOther Cause = "other"
 )
 
-// Causes lists the causes with which an escalation may be opened.
-func Causes() []Cause {
+// causes lists the causes with which an escalation may be opened.
+func causes() []Cause {
 	return []Cause{
 		CauseIrreversible, CauseRollbackFailed, CauseRollbackTimeout, CauseRollbackPartial, CauseBreakerOpen,
 		CauseTampered, CauseBoundary, CauseCall, CauseError, CauseFailed, CauseReach, CauseCritical,
@@ -175,8 +175,8 @@ func (o *Opening) check() error {
 		return fmt.Errorf("%w: key is empty; it names the occasion", errOpening)
 	case o.Level < Pause || o.Level > Stop:
 		return fmt.Errorf("%w: level is %d; use 1 (pause), 2 (approval) or 3 (stop)", errOpening, o.Level)
-	case !slices.Contains(Causes(), o.Cause):
-		return fmt.Errorf("%w: cause is %q; use one of %q", errOpening, o.Cause, Causes())
+	case !slices.Contains(causes(), o.Cause):
+		return fmt.Errorf("%w: cause is %q; use one of %q", errOpening, o.Cause, causes())
 	case o.Summary == "":
 		return fmt.Errorf("%w: summary is empty; write a sentence for whoever has to decide", errOpening)
 	case !slices.Contains([]ProposalKind{"", RunCall, Resume, PartialRollback, ContinueRollback}, o.Proposal.Kind):

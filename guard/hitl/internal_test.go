@@ -30,9 +30,9 @@ func full() Escalation {
 		Unreachable: Unreachable{unreachableEscalate, "n", time.Minute},
 		Private:     Private{Final: true, Notice: true, Round: 17, Approvals: 19, Tokens: []string{"hidden-token"}, Boot: "hidden-member"},
 		Participants: []Participant{
-			{Agent: "p", Confirmed: Lifted, At: at.Add(6), Since: at.Add(7), Reason: "y", address: address{"hidden-uri", true}}, {Agent: "o"},
+			{Agent: "p", Confirmed: lifted, At: at.Add(6), Since: at.Add(7), Reason: "y", address: address{"hidden-uri", true}}, {Agent: "o"},
 		},
-		Decisions: []Decision{{By: "a", Decision: Approve, Reason: "b", At: at.Add(4)}, {By: "c", Decision: Deny, At: at.Add(5)}},
+		Decisions: []Decision{{By: "a", Decision: Approve, Reason: "b", At: at.Add(4)}, {By: "c", Decision: deny, At: at.Add(5)}},
 	}
 	return e
 }

@@ -21,8 +21,8 @@ type Participant struct {
 	// Agent is its identity, at most 2,048 bytes.
 	Agent string `json:"agent"`
 	// State is what it is told. Confirmed is what it has confirmed last, at that time; empty is nothing.
-	State     Hold      `json:"state"`
-	Confirmed Hold      `json:"confirmed,omitempty"` // see State
+	State     hold      `json:"state"`
+	Confirmed hold      `json:"confirmed,omitempty"` // see State
 	At        time.Time `json:"at,omitzero"`         // see State
 	// Since is when it has failed to confirm what holds now, and Reason why, in a fixed word; zero
 	// where it has not failed.
@@ -45,30 +45,30 @@ type address struct {
 	Refused bool
 }
 
-// Hold is what participants are told of an escalation. A later one is never taken back.
-type Hold string
+// hold is what participants are told of an escalation. A later one is never taken back.
+type hold string
 
 // The holds. The later one is the greater word.
 const (
 	// Holding: new calls of the workflow do not begin.
-	Holding Hold = "held"
+	holding hold = "held"
 	// Lifted: they may again.
-	Lifted Hold = "lifted"
+	lifted hold = "lifted"
 )
 
 // Hold is what its participants are told; empty is nothing yet.
-func (e *Escalation) Hold() Hold {
+func (e *Escalation) Hold() hold {
 	switch {
 	case e.Held, e.Notice && e.Final:
-		return Holding
+		return holding
 	case e.Status == Approved, e.Status == Withdrawn:
-		return Lifted
+		return lifted
 	}
 	return ""
 }
 
 // settled reports whether a participant needs to hear nothing more.
-func (p *Participant) settled(now Hold) bool { return now == "" || p.Refused || p.Confirmed >= now }
+func (p *Participant) settled(now hold) bool { return now == "" || p.Refused || p.Confirmed >= now }
 
 // unsettled reports whether some participant has not confirmed what holds now.
 func (e *Escalation) unsettled() bool {
@@ -85,10 +85,10 @@ const (
 	maxReaching = 8
 )
 
-// Lift ends what an escalation of an occasion holds, whatever was decided about it. If none was
+// lift ends what an escalation of an occasion holds, whatever was decided about it. If none was
 // opened yet, it is recorded as lifted, so that o opens nothing any more: messages may overtake
 // each other.
-func (d *Store) Lift(ctx context.Context, o Opening) (Escalation, error) {
+func (d *Store) lift(ctx context.Context, o Opening) (Escalation, error) {
 	o.Notice, o.Lifted = true, true
 	e, err := d.Open(ctx, o)
 	if err != nil || !e.Held {
@@ -296,7 +296,7 @@ func (r *reach) attempt(ctx context.Context, at target) error {
 }
 
 // heard records what came of an attempt to tell a participant of a hold.
-func (r *reach) heard(ctx context.Context, at target, said Hold, failure error) error {
+func (r *reach) heard(ctx context.Context, at target, said hold, failure error) error {
 	var p Participant
 	e, err := r.update(ctx, at.id, func(e *Escalation, now time.Time) (*Escalation, error) {
 		i := at.in(e)

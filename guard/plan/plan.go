@@ -9,12 +9,15 @@ package plan
 import (
 	"crypto/sha256"
 	"encoding/base64"
+	"errors"
 	"fmt"
+	"net/http"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
 
+	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/internal/jsonx"
 )
 
@@ -361,4 +364,70 @@ func (d *Descriptor) CheckUndo(canUndo func(action string) (reversible, known bo
 		}
 	}
 	return found
+}
+
+// Kinds are the problems with plans, in the order in which they are documented.
+var Kinds = []problem.Kind{invalid, Refused, exists, replaced, inForce, MediaTypeUnsupported}
+
+var (
+	invalid = problem.Kind{
+		Slug: "plan-invalid", Status: http.StatusUnprocessableEntity, GRPC: 3, // INVALID_ARGUMENT
+		Title:   "The plan of the workflow is wrong",
+		Meaning: "A plan is taken whole or not at all. `problems` says what is wrong with this one, each with the node that it is about, and what would be right; `more` counts those that are not named. A cycle is named with its path. Nothing was changed.",
+		Caller:  "Correct the plan. `caddy agent-guard workflows validate` finds the same without a gateway.",
+	}
+	exists = problem.Kind{
+		Slug: "plan-exists", Status: http.StatusPreconditionRequired,
+		Title:   "The workflow has another plan already",
+		Meaning: "Who changes a plan has to say which version it replaces, so that no other change is lost. Nothing was changed.",
+		Caller:  "Read the plan, and send its ETag in If-Match.",
+	}
+	replaced = problem.Kind{
+		Slug: "plan-replaced", Status: http.StatusPreconditionFailed,
+		Title:   "The plan of the workflow is not the expected one",
+		Meaning: "If-Match names another version than the workflow's plan has, or If-None-Match expects none. Somebody else has changed it, or it has expired. Nothing was changed.",
+		Caller:  "Read the plan, and decide anew.",
+	}
+	inForce = problem.Kind{
+		Slug: "plan-in-force", Status: http.StatusConflict,
+		Title:    "The workflow has begun under another plan",
+		Meaning:  "A workflow stays with the version of its plan under which its first call was claimed. Nothing was changed.",
+		Caller:   "Begin another workflow for another plan.",
+		Operator: "`caddy agent-guard workflows list` shows which plans are in force.",
+	}
+	// Refused is for who may not put a plan.
+	Refused = problem.Kind{
+		Slug: "plan-refused", Status: http.StatusForbidden,
+		Title:    "The caller may not put a plan for this workflow",
+		Meaning:  "A plan is put by a coordinator, by an operator, or by the agent that begins the workflow, before its first call and with a token of the workflow. Nothing was changed.",
+		Caller:   "Put the plan before the first call, with a token that names the workflow and has the hash of the body; or let a coordinator do it.",
+		Operator: "`coordinators` in the `rollback` block and `operators` in the route name who else may. `caddy agent-guard workflows put` does it from the server.",
+	}
+	// MediaTypeUnsupported is for what is no plan.
+	MediaTypeUnsupported = problem.Kind{
+		Slug: "media-type-unsupported", Status: http.StatusUnsupportedMediaType,
+		Title:   "The body is of another media type",
+		Meaning: "The endpoint takes the media types that the field Accept of this answer names. Nothing was changed.",
+		Caller:  "Send the body with one of these types in Content-Type.",
+	}
+)
+
+// ProblemOf maps an error of this package to a problem; nil if it is none.
+func ProblemOf(err error) *problem.Problem {
+	var wrong *Error
+	switch {
+	case errors.As(err, &wrong):
+		p := problem.New(invalid, fmt.Sprintf("It has %d problems, which the member problems lists.", len(wrong.Problems)+wrong.More))
+		p.Problems, p.More = wrong.Problems, wrong.More
+		return p
+	case errors.Is(err, ErrExists):
+		return problem.New(exists, "Name the version that is replaced in If-Match.")
+	case errors.Is(err, ErrChanged):
+		return problem.New(replaced, "Read it, and decide anew.")
+	case errors.Is(err, ErrBegun):
+		return problem.New(inForce, "The workflow stays with the version under which its first call began.")
+	case errors.Is(err, ErrFull):
+		return problem.New(problem.QuotaExceeded, "As many plans are kept as may be.")
+	}
+	return nil
 }

@@ -10,9 +10,9 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// Precedence decides between two rollbacks (cascade 4.3.4). Parts of a rollback at other gateways
+// precedence decides between two rollbacks (cascade 4.3.4). Parts of a rollback at other gateways
 // have that of the whole, so that all of them decide in the same way.
-type Precedence struct {
+type precedence struct {
 	// ID is the rollback's id, which is unique.
 	ID string `json:"rollback_id"`
 	// Scope is how far it goes.
@@ -24,7 +24,7 @@ type Precedence struct {
 // comparePrecedence is negative if a takes precedence over b, positive if b does over a, and zero
 // only if they are the same. The wider scope wins, then the earlier time, then the lower id. An
 // unknown scope is the narrowest.
-func comparePrecedence(a, b Precedence) int {
+func comparePrecedence(a, b precedence) int {
 	return cmp.Or(
 		cmp.Compare(b.Scope.breadth(), a.Scope.breadth()),
 		a.Asked.Compare(b.Asked),
@@ -237,7 +237,7 @@ func (c *Coordinator) reserved(ctx context.Context, r *Request, d *draft) (h hel
 			c.locks.release(h.ids...)
 			c.release(h.own, nil)
 		}
-		return h, &PlanChangedError{Hash: [32]byte(d.Hash)}
+		return h, &planChangedError{Hash: [32]byte(d.Hash)}
 	}
 	names, err := c.reservedBeside(ctx, d)
 	if err != nil {
@@ -292,8 +292,8 @@ func (c *journal) shrunk(ctx context.Context, v *Rollback, d *draft) (is bool, e
 	now := *d.Plan
 	now.Dependants = v.Plan.Dependants
 	is = now.like(v.Plan, func(was, now *PlanStep) bool {
-		if now.What != Nothing || v.PartOf != "" || was.What == Nothing {
-			return now.What == Nothing
+		if now.What != noUndo || v.PartOf != "" || was.What == noUndo {
+			return now.What == noUndo
 		}
 		// Nobody has said that there are other parts.
 		by, failed := c.undoneBy(ctx, now.Checkpoint)

@@ -190,12 +190,12 @@ func (c *journal) informConfigured(p *Plan, which func(agent string) bool) error
 // setOutlook says what is known of the step before it is tried.
 func (s *PlanStep) setOutlook(o outlook) {
 	switch {
-	case s.What == Nothing, s.What == Block:
+	case s.What == noUndo, s.What == block:
 		return
-	case s.What == Expired, s.Then == Expired:
+	case s.What == expired, s.Then == expired:
 		o = outlook{obstacle: reasonExpired}
 	case (s.What == Escalate || s.Then == Escalate) && o.obstacle == "":
-		o.obstacle = string(ReasonIrreversible)
+		o.obstacle = string(reasonIrreversible)
 	}
 	s.Way, s.Obstacle, s.Cause = o.way, o.obstacle, o.cause
 	if s.Obstacle != "" {
@@ -297,7 +297,7 @@ func outlookOf(opened *checkpoint.Checkpoint) outlook {
 	case cause == checkpoint.ReasonChanged:
 		o.obstacle = string(ReasonChanged)
 	case is:
-		o.obstacle, o.cause = string(ReasonIrreversible), string(cause)
+		o.obstacle, o.cause = string(reasonIrreversible), string(cause)
 	case LacksValues(opened): // of a participant too whose answer was lost: it may have a part all the same
 		o.obstacle = string(reasonUnfilled)
 	default:
@@ -348,10 +348,10 @@ func (c *journal) verify(ctx context.Context, d *draft, now time.Time) error {
 		}
 	}
 	expired := &refusal{checkpoint.ErrExpired, d, "the checkpoint has expired"}
-	if what == Nothing {
+	if what == noUndo {
 		return nil
 	}
-	if what != Block && !cp.Expires.IsZero() && !now.Before(cp.Expires) {
+	if what != block && !cp.Expires.IsZero() && !now.Before(cp.Expires) {
 		return expired
 	}
 	if what != Undo || !cp.Own {

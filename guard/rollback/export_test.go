@@ -3,6 +3,7 @@ package rollback
 import (
 	"context"
 	"crypto/sha256"
+	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
@@ -33,7 +34,7 @@ var (
 	Initiator         = initiator
 )
 
-func NewContender(p Precedence, plan *Plan) Contender {
+func NewContender(p precedence, plan *Plan) Contender {
 	return &Rollback{Journal: Journal{Plan: plan, Precedence: p}}
 }
 
@@ -121,4 +122,35 @@ func (c *Coordinator) Meets(workflow string) (says func() error) {
 		_, err := blocked(locks, func(func(string, error) bool) {})
 		return err
 	}
+}
+
+type (
+	// PreparedDocument is the answer to a request to prepare a rollback.
+	PreparedDocument = preparedDocument
+	// ReleasedDocument is the answer to a release.
+	ReleasedDocument = releasedDocument
+)
+
+const (
+	Block              = block
+	Expired            = expired
+	Nothing            = noUndo
+	ReasonIrreversible = reasonIrreversible
+	Reserved           = reserved
+)
+
+type (
+	PlanChangedError = planChangedError
+	Precedence       = precedence
+	Prepared         = preparation
+)
+
+var ErrAccepted = errAccepted
+
+func (l *Limit) Issuer(now time.Time, perMinute int, issuer string) (time.Duration, bool) {
+	return l.issuer(now, perMinute, issuer)
+}
+
+func (l *Limit) Workflow(now time.Time, perMinute int, workflow string) (time.Duration, bool) {
+	return l.workflow(now, perMinute, workflow)
 }

@@ -44,7 +44,7 @@ type Journal struct {
 	// PartOf is as in Request.
 	PartOf string `cbor:"part_of,omitempty"`
 	// Precedence is that of the whole, and what participants were told of it; zero is its own.
-	Precedence Precedence `cbor:"precedence,omitzero"`
+	Precedence precedence `cbor:"precedence,omitzero"`
 	// Until is when the reservation of a prepared one ends.
 	Until time.Time `cbor:"until,omitzero"`
 	// Aborted says that nothing is undone, since what is critical cannot be (C-4.3.2-h).
@@ -101,11 +101,11 @@ func (h *Rollback) sameWhole(other *Rollback) bool {
 }
 
 // precedence decides conflicts with others, here and at the participants.
-func (h *Rollback) precedence() Precedence {
+func (h *Rollback) precedence() precedence {
 	if h.Precedence.ID != "" {
 		return h.Precedence
 	}
-	return Precedence{ID: cmp.Or(h.Named, h.ID), Scope: h.Scope, Asked: h.Asked}
+	return precedence{ID: cmp.Or(h.Named, h.ID), Scope: h.Scope, Asked: h.Asked}
 }
 
 // askedBy reports whether a request is of who was the first to ask.

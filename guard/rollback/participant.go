@@ -26,20 +26,18 @@ type Participant struct {
 	// PartOf is the id of the whole.
 	PartOf string
 	// Phase is what it is asked for; requests of one phase have one token.
-	Phase Phase
+	Phase string
 }
 
-// Phase is a phase of a rollback (cascade 4.3.2).
-type Phase string
-
-// The phases.
+// The phases of a rollback (cascade 4.3.2), and the reading of one.
 const (
-	// PhaseDry is a prepare that reserves nothing.
-	PhaseDry     Phase = "dry"
-	PhasePrepare Phase = "prepare"
-	PhaseExecute Phase = "execute"
-	// PhaseRelease ends what prepare has reserved.
-	PhaseRelease Phase = "release"
+	phaseDry     = "dry" // a prepare that reserves nothing
+	phasePrepare = "prepare"
+	// PhaseExecute carries it out.
+	PhaseExecute = "execute"
+	phaseRelease = "release" // ends what prepare has reserved
+	// PhaseStatus reads a rollback.
+	PhaseStatus = "status"
 )
 
 // fieldCheckpoint is the field of an answer in which a gateway names its checkpoint.
@@ -59,7 +57,7 @@ func (j *job) participant() bool { return j.delegated() && j.spec.Agent != "" }
 
 // asked is the participant with what it is asked for; nil if there is none, or if its checkpoint
 // is not known.
-func (j *job) asked(phase Phase) *Participant {
+func (j *job) asked(phase string) *Participant {
 	result := j.task.Checkpoint.Result
 	if !j.participant() || result == nil || len(result.Answer.Header[fieldCheckpoint]) != 1 {
 		return nil
@@ -76,31 +74,31 @@ func (j *job) asked(phase Phase) *Participant {
 }
 
 // participating is the request to a participant for its part.
-func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error) {
+func (j *job) participating(ctx context.Context, phase string) (*Outgoing, error) {
 	p := j.asked(phase)
 	if p == nil {
 		return nil, requestError{reasonUnfilled}
 	}
 	named := phase
-	if phase == PhaseDry || phase == PhasePrepare {
+	if phase == phaseDry || phase == phasePrepare {
 		named = "" // as in Figure 9
 	}
-	var decides *Precedence
+	var decides *precedence
 	if j.task.Precedence.ID != "" {
 		decides = &j.task.Precedence
 	}
 	body, err := json.Marshal(struct {
 		Rollback   string `json:"rollback_id"`
 		Checkpoint string `json:"checkpoint_id"`
-		Phase      Phase  `json:"phase,omitempty"`
+		Phase      string `json:"phase,omitempty"`
 		Dry        bool   `json:"dry_run,omitempty"`
 		// What it did for the call includes what it had others do.
 		Scope  Scope  `json:"scope"`
 		PartOf string `json:"part_of"`
 		// So that all participants decide between this rollback and others in the same way.
-		Precedence *Precedence `json:"precedence,omitempty"`
+		Precedence *precedence `json:"precedence,omitempty"`
 		Reason     string      `json:"reason,omitempty"`
-	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == PhaseDry, SubDAG, "urn:uuid:" + p.PartOf, decides, j.task.Reason})
+	}{"urn:uuid:" + p.Rollback, p.Checkpoint, named, phase == phaseDry, SubDAG, "urn:uuid:" + p.PartOf, decides, j.task.Reason})
 	if err != nil {
 		return nil, requestError{reasonUnfilled}
 	}
@@ -110,7 +108,7 @@ func (j *job) participating(ctx context.Context, phase Phase) (*Outgoing, error)
 	}
 	return j.completeRequest(ctx, Outgoing{
 		Method: http.MethodPost, URL: to, Body: body, Delegated: true, Participant: p,
-		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {string(phase) + " " + j.idempotencyKey()}},
+		Header: http.Header{"Content-Type": {"application/json"}, "Idempotency-Key": {phase + " " + j.idempotencyKey()}},
 	})
 }
 
@@ -152,9 +150,9 @@ func (u *undoer) Prepare(ctx context.Context, t undoTask) (obstacle string, err 
 	if err := t.check(); err != nil {
 		return "", err
 	}
-	phase := PhasePrepare
+	phase := phasePrepare
 	if t.Dry {
-		phase = PhaseDry
+		phase = phaseDry
 	}
 	j, err := u.newJob(t)
 	switch {
@@ -211,7 +209,7 @@ func (u *undoer) Release(ctx context.Context, t undoTask) error {
 	}
 	pace := j.pace(j.o.Poll)
 	for {
-		out, err := j.participating(ctx, PhaseRelease)
+		out, err := j.participating(ctx, phaseRelease)
 		if err != nil {
 			return err
 		}

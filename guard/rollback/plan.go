@@ -95,10 +95,10 @@ type What string
 // What can be done. The first that applies counts, in this order.
 const (
 	// Nothing: it has been undone, and counts as done.
-	Nothing What = "nothing"
+	noUndo What = "nothing"
 	// Block: its call never ran, so that there is nothing to undo. The call is refused when it
 	// comes. This is cancellation, not rollback (architecture brief).
-	Block What = "block"
+	block What = "block"
 	// Wait: its call is in flight. Afterwards do what Step.Then says, or Block if the call was
 	// not executed.
 	Wait What = "wait"
@@ -106,7 +106,7 @@ const (
 	Escalate What = "escalate"
 	// Expired: its ttl is over, so that it must not be used (cascade 4.2.3). A human decides here
 	// too.
-	Expired What = "expired"
+	expired What = "expired"
 	// gather: it is a group, undone when its members are.
 	gather What = "gather"
 	// Undo it.
@@ -294,15 +294,15 @@ func whatFor(n *workflow.Node, state NodeState, now time.Time) (what, then What)
 	case !n.Reversible:
 		ran = Escalate
 	case !n.Expires.IsZero() && !now.Before(n.Expires):
-		ran = Expired
+		ran = expired
 	case n.Group:
 		ran = gather
 	}
 	switch state {
 	case Undone:
-		return Nothing, ""
+		return noUndo, ""
 	case NeverRan:
-		return Block, ""
+		return block, ""
 	case InFlight:
 		return Wait, ran
 	}

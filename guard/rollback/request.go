@@ -49,7 +49,7 @@ func (r *Request) checkID() error {
 func (r *Request) rollback() *Rollback {
 	b := &Rollback{
 		ID: r.ID, Checkpoint: r.Checkpoint, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency, Operator: r.Operator,
-		State:   Reserved,
+		State:   reserved,
 		Journal: Journal{Named: r.Named, Token: r.Token, Content: r.content(), PartOf: r.PartOf, Precedence: r.Precedence},
 	}
 	if r.Operator == "" {
@@ -86,9 +86,9 @@ func (c *Coordinator) Plan(ctx context.Context, r Request) (*Rollback, error) {
 	return shown, nil
 }
 
-// Prepared is the answer to a request to prepare a rollback (cascade 4.3.2, phase 1).
-type Prepared struct {
-	// Rollback is what would be done. Its State is Reserved, or that of the rollback if it was accepted already; Until
+// preparation is the answer to a request to prepare a rollback (cascade 4.3.2, phase 1).
+type preparation struct {
+	// Rollback is what would be done. Its State is reserved, or that of the rollback if it was accepted already; Until
 	// is when the reservation ends, and zero without one. Without a plan it has no more than what was asked for.
 	Rollback *Rollback
 	// Refusal says why there is no plan, or none that may be carried out: checkpoint.ErrTampered,
@@ -114,25 +114,25 @@ type Obstacle struct {
 }
 
 // Ready reports whether everything can be undone, as far as that is known before it is tried.
-func (p *Prepared) Ready() bool { return p.Refusal == nil && len(p.Obstacles) == 0 }
+func (p *preparation) Ready() bool { return p.Refusal == nil && len(p.Obstacles) == 0 }
 
 // isOf reports whether a rollback that is reserved is the one that a request is about. A reason may be given later.
 func (h *Rollback) isOf(r *Request) bool { return h.Checkpoint == r.Checkpoint && h.Scope == r.Scope }
 
 // prepared is the answer that a reservation stands for.
-func (h *Rollback) prepared(r *Request) *Prepared {
-	return &Prepared{Rollback: h.planned(), request: *r}
+func (h *Rollback) prepared(r *Request) *preparation {
+	return &preparation{Rollback: h.planned(), request: *r}
 }
 
 // Prepare decides who may ask, verifies what is to be undone and makes the plan, and says what
 // stands in the way (C-4.3.2-c to -e). It changes nothing. As long as the rollback is reserved,
 // the same request gets the same answer.
-func (c *Coordinator) Prepare(ctx context.Context, r Request) (*Prepared, error) {
+func (c *Coordinator) Prepare(ctx context.Context, r Request) (*preparation, error) {
 	return c.prepare(ctx, r, c.discovered)
 }
 
 // prepare is Prepare with a way to make the plan.
-func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.Context, *Request) (*draft, error)) (*Prepared, error) {
+func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.Context, *Request) (*draft, error)) (*preparation, error) {
 	if err := cmp.Or(r.check(), r.checkID()); err != nil {
 		return nil, err
 	}
@@ -145,14 +145,14 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 	switch {
 	case errors.As(err, &refused):
 		asked.Workflow = refused.draft.Workflow
-		return &Prepared{Rollback: asked, Refusal: refused.error, request: r}, nil
+		return &preparation{Rollback: asked, Refusal: refused.error, request: r}, nil
 	case errors.As(err, &depended):
-		return &Prepared{Rollback: asked, Refusal: depended, request: r}, nil
+		return &preparation{Rollback: asked, Refusal: depended, request: r}, nil
 	case err != nil && !errors.As(err, &conflict):
 		return nil, err
 	}
-	d.State = Reserved
-	p := &Prepared{Rollback: d.planned(), Obstacles: d.Plan.obstacles(), request: r}
+	d.State = reserved
+	p := &preparation{Rollback: d.planned(), Obstacles: d.Plan.obstacles(), request: r}
 	p.Rollback.markObstacles()
 	if conflict != nil {
 		p.Refusal = conflict
@@ -176,10 +176,10 @@ func (c *Coordinator) prepare(ctx context.Context, r Request, plan func(context.
 }
 
 // preparedAlready is the answer of a rollback that is reserved or was accepted, or ErrUnknown.
-func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepared, error) {
+func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*preparation, error) {
 	accepted, err := c.again(ctx, r)
 	if err == nil {
-		return &Prepared{Rollback: accepted, request: *r}, nil
+		return &preparation{Rollback: accepted, request: *r}, nil
 	}
 	if !errors.Is(err, ErrUnknown) {
 		return nil, err
@@ -199,10 +199,10 @@ func (c *Coordinator) preparedAlready(ctx context.Context, r *Request) (*Prepare
 
 // Prepared returns a rollback that is reserved, or was accepted after it was prepared; else
 // ErrUnknown.
-func (c *Coordinator) Prepared(ctx context.Context, id string) (*Prepared, error) {
+func (c *Coordinator) Prepared(ctx context.Context, id string) (*preparation, error) {
 	found, err := c.Get(ctx, id)
 	if err == nil && !found.Prepared.IsZero() {
-		return &Prepared{Rollback: found}, nil
+		return &preparation{Rollback: found}, nil
 	}
 	if err == nil || !errors.Is(err, ErrUnknown) {
 		return nil, errors.Join(err, ErrUnknown)
@@ -227,7 +227,7 @@ func (b *Rollback) markObstacles() {
 // Reserve reserves what was prepared for some time, durably, and returns the answer to the
 // request; extra is written in the same commit. Where something stands in the way, or it is
 // reserved already, it changes nothing. The plan is made anew if it is not that of now.
-func (c *Coordinator) Reserve(ctx context.Context, p *Prepared, last time.Duration, extra ...store.Write) (*Prepared, error) {
+func (c *Coordinator) Reserve(ctx context.Context, p *preparation, last time.Duration, extra ...store.Write) (*preparation, error) {
 	if p.draft == nil {
 		return p, nil
 	}
@@ -512,7 +512,7 @@ func (c *Coordinator) behindLock(
 }
 
 // reserve commits a reservation, and ends those of others over which it takes precedence.
-func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*Prepared, error) {
+func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last time.Duration, extra []store.Write) (*preparation, error) {
 	fence, err := c.fence(ctx, d.Workflow)
 	if err != nil {
 		return nil, err
@@ -527,7 +527,7 @@ func (c *Coordinator) reserve(ctx context.Context, r *Request, d *draft, last ti
 	}
 	v := new(Rollback)
 	*v = d.Rollback
-	v.State, v.Until, v.Request = Reserved, now.Add(last), r
+	v.State, v.Until, v.Request = reserved, now.Add(last), r
 	v.Behind, v.Absorbed = nil, nil
 	if fence.Expires.Before(v.Until) {
 		fence.Expires = v.Until
@@ -681,7 +681,7 @@ func (c *Coordinator) Release(ctx context.Context, r Request, extra ...store.Wri
 		h, err := c.readHead(ctx, n)
 		switch {
 		case err == nil && bytes.Equal(h.Content, r.content()):
-			return cmp.Or(c.mayShare(ctx, &r, h), ErrAccepted)
+			return cmp.Or(c.mayShare(ctx, &r, h), errAccepted)
 		case err == nil:
 			return ErrMismatch
 		case !errors.Is(err, ErrUnknown):

@@ -162,7 +162,7 @@ const (
 	// Finished: it has a Status, which never changes.
 	Finished State = "finished"
 	// Reserved: it was prepared, and nothing was accepted yet. It ends by itself.
-	Reserved State = "prepared"
+	reserved State = "prepared"
 	// Planned: it is only shown.
 	Planned State = "planned"
 )
@@ -223,7 +223,7 @@ type Rollback struct {
 	Others int `json:"others,omitempty"`
 	// Cascaded are the agents other than that of the checkpoint with the results of their
 	// parts, as in the token (cascade 4.4.1).
-	Cascaded []AgentStatus `json:"cascaded,omitzero"`
+	Cascaded []agentStatus `json:"cascaded,omitzero"`
 	// FailedAgents are all agents whose part was not completed (cascade 4.3.3).
 	FailedAgents []string `json:"failed_agents,omitempty"`
 	// Before and After are hashes of the state before and after; zero if there is no state to hash.
@@ -242,8 +242,8 @@ type Rollback struct {
 	Journal `json:"-" cbor:"journal"`
 }
 
-// AgentStatus is the result of one agent's part.
-type AgentStatus struct {
+// agentStatus is the result of one agent's part.
+type agentStatus struct {
 	// Agent is its identity.
 	Agent string `json:"agent"`
 	// Status is the result of its part.
@@ -402,7 +402,7 @@ type Request struct {
 	// without. Parts of one requester's rollback do not conflict with each other.
 	PartOf string
 	// Precedence is that of the rollback of which this one is a part; zero is its own.
-	Precedence Precedence
+	Precedence precedence
 	// Planned is the hash of the plan that is to be carried out, 32 bytes, and no other; empty is any.
 	Planned string
 	// Whole says that nothing is to be undone where a part cannot be, unless people approve: `partial never`.
@@ -586,7 +586,7 @@ var (
 	// from it. Only who may ask for the checkpoint learns this.
 	ErrUnnamed = errors.New("rollback: the token names neither the checkpoint nor an error that follows from it")
 	// ErrAccepted: the rollback was accepted, so that what it has reserved is not released.
-	ErrAccepted = errors.New("rollback: it was accepted and goes on")
+	errAccepted = errors.New("rollback: it was accepted and goes on")
 	// ErrMismatch: the id, or the token that asks, was used for another rollback.
 	ErrMismatch = errors.New("rollback: the id or the token was used for another request")
 	// ErrStore: the store or the ledger did not answer. Nothing was begun (P4).
@@ -599,15 +599,15 @@ var (
 	ErrCursor = errors.New("rollback: this is not where a page begins; give what an earlier page named as the next")
 )
 
-// PlanChangedError refuses to carry out another plan than the one that was prepared, or that the
+// planChangedError refuses to carry out another plan than the one that was prepared, or that the
 // request names. Whoever asks may prepare anew.
-type PlanChangedError struct {
+type planChangedError struct {
 	// Hash is that of the plan as it is now.
 	Hash [32]byte
 }
 
 // Error implements error.
-func (e *PlanChangedError) Error() string {
+func (e *planChangedError) Error() string {
 	return fmt.Sprintf("rollback: the plan is another one now: %x", e.Hash)
 }
 
@@ -630,7 +630,7 @@ const maxFollowUp = 50
 
 // remedies say what a person should do about an uncompleted step, by its reason.
 var remedies = map[string]string{
-	string(ReasonIrreversible):  "it cannot be undone by the gateway; undo it by hand, or decide that it stays",
+	string(reasonIrreversible):  "it cannot be undone by the gateway; undo it by hand, or decide that it stays",
 	string(ReasonChanged):       "somebody has changed it since; look at it, and put it back by hand or leave it",
 	string(ReasonRefused):       "the upstream refuses to undo it for good; ask who runs it, and undo it by hand",
 	string(ReasonUnauthorized):  "the upstream did not accept the credentials of the undo; correct `undo_auth`, and undo it by hand or ask again under a new id",
@@ -662,8 +662,8 @@ var remedies = map[string]string{
 
 const otherRemedy = "it is not undone; look at it"
 
-// Remaining lists what a person must still do, in at most 50 sentences. For a plan it lists what would be left.
-func (r *Rollback) Remaining() []string {
+// remaining lists what a person must still do, in at most 50 sentences. For a plan it lists what would be left.
+func (r *Rollback) remaining() []string {
 	var all []string
 	add := func(format string, args ...any) {
 		switch len(all) {
@@ -686,10 +686,10 @@ func (r *Rollback) Remaining() []string {
 		case s.State == StepDone:
 		case r.State == Executing:
 			continue // not finished: nothing to do yet
-		case s.What == Expired:
+		case s.What == expired:
 			reason = reasonExpired
 		case s.What == Escalate && reason == "":
-			reason = string(ReasonIrreversible)
+			reason = string(reasonIrreversible)
 		case s.What == Escalate:
 		default:
 			continue

@@ -82,7 +82,7 @@ func newRun(n name, h *Rollback) *run {
 // expiredLast puts the steps of expired checkpoints behind all others: nothing is sent for them, and another attempt of
 // their call may be undone. Groups come behind what they contain.
 func (r *run) expiredLast() {
-	expired := func(i int) bool { return r.planned[i].What == Expired || r.planned[i].Then == Expired }
+	expired := func(i int) bool { return r.planned[i].What == expired || r.planned[i].Then == expired }
 	group := func(i int) bool { return r.steps[i].What == gather }
 	if !slices.ContainsFunc(slices.Concat(r.levels...), expired) {
 		return
@@ -703,7 +703,7 @@ func (c *carrier) finish(ctx context.Context, r *run) error {
 		case Completed, Escalated: // cascade 3.4.3; the others hold the workflow as it is
 			agents := map[string]bool{}
 			for i := range r.steps {
-				if s := &r.steps[i]; s.What != Nothing && s.What != gather && !s.Cancelled && s.Agent != "" {
+				if s := &r.steps[i]; s.What != noUndo && s.What != gather && !s.Cancelled && s.Agent != "" {
 					agents[s.Agent] = true
 				}
 			}

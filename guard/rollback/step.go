@@ -90,11 +90,11 @@ func (c *carrier) runStep(ctx context.Context, r *run, i int) error {
 			// Nothing is sent for it. Its mark must begin all the same, and be journaled:
 			// otherwise a rollback that gives way would leave it half undone forever.
 			return e, c.begin(ctx, r, i, &m)
-		case step.What == Nothing && !cp.Own:
+		case step.What == noUndo && !cp.Own:
 			return undone(), nil // its own gateway has undone it, and has recorded that
 		case step.What == Escalate:
 			return c.irreversible(ctx, &cp), nil
-		case step.What == Expired:
+		case step.What == expired:
 			return c.expired(ctx, r, step.Checkpoint)
 		case !cp.Own:
 			if theirs, err := c.foreign(&cp); err != nil || theirs == nil {
@@ -134,7 +134,7 @@ func (r *run) reached(i int) bool {
 
 // irreversible is the end of the step of an irreversible call, with the known cause.
 func (c *journal) irreversible(ctx context.Context, cp *Checkpoint) stepOutcome {
-	e := escalated(string(ReasonIrreversible))
+	e := escalated(string(reasonIrreversible))
 	if !cp.Own {
 		return e
 	}
@@ -179,7 +179,7 @@ func (c *carrier) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (step
 	for {
 		recorded := Ran
 		switch what {
-		case Block:
+		case block:
 			recorded = NeverRan
 		case Wait:
 			recorded = InFlight
@@ -216,7 +216,7 @@ func (c *carrier) undo(ctx context.Context, r *run, i int, cp *Checkpoint) (step
 		switch {
 		case !cp.Reversible || !s.opened.Snapshot.Reversible():
 			return c.irreversible(ctx, cp), nil
-		case then == Expired:
+		case then == expired:
 			return c.expired(ctx, r, cp.ID)
 		}
 		return c.undoOnce(ctx, r, i, s)
@@ -292,7 +292,7 @@ func (c *journal) earlier(ctx context.Context, id string) (partOf string, forgot
 // outcome is not known to have failed (P6).
 func statusOf(r *undoResult) Status {
 	switch r.Reason {
-	case ReasonForeign, ReasonIrreversible, ReasonChanged, reasonLost, reasonTimeout, reasonNoPostImage,
+	case ReasonForeign, reasonIrreversible, ReasonChanged, reasonLost, reasonTimeout, reasonNoPostImage,
 		reasonEscalated, reasonUnfilled, ReasonOtherUpstream,
 		ReasonNoUpstream: // nothing was tried
 		return Escalated
@@ -742,7 +742,7 @@ func (r *run) opening(brief *Rollback, step *Step, end *stepOutcome) (o hitl.Ope
 		return o, false
 	case step.Reason == string(reasonTimeout):
 		return brief.timeoutOpening(), true
-	case step.Reason == string(ReasonIrreversible):
+	case step.Reason == string(reasonIrreversible):
 		o.Cause, o.Summary = hitl.CauseIrreversible, "The call cannot be undone by the gateway."
 	case step.Reason == reasonTampered:
 		o.Cause, o.Summary = hitl.CauseTampered, "The checkpoint is not what was recorded, and nothing is undone from it."

@@ -45,7 +45,7 @@ type undoTask struct {
 	// before is asked for once more. Zero is never.
 	Due time.Time
 	// Precedence decides between Rollback and others at participants.
-	Precedence Precedence
+	Precedence precedence
 	// Foreign says that Checkpoint stands for one that the participant itself has made, and whose
 	// token is verified.
 	Foreign bool
@@ -111,7 +111,7 @@ type Reason string
 
 // The reasons.
 const (
-	ReasonIrreversible  Reason = "irreversible"   // it cannot be undone
+	reasonIrreversible  Reason = "irreversible"   // it cannot be undone
 	ReasonChanged       Reason = "changed-since"  // somebody has changed it after the call
 	ReasonRefused       Reason = "refused"        // 409: it has failed for good
 	ReasonUnauthorized  Reason = "unauthorized"   // 401 or 403
@@ -196,7 +196,7 @@ func (u *undoer) Undo(ctx context.Context, t undoTask) (undoResult, error) {
 		return undoResult{Reason: ReasonChanged}, nil // whatever on_changed says: what is to be put back is not known
 	}
 	if cause, irreversible := irreversible(c); irreversible {
-		return undoResult{Reason: ReasonIrreversible, Cause: cause}, nil
+		return undoResult{Reason: reasonIrreversible, Cause: cause}, nil
 	}
 	j, err := u.newJob(t)
 	if err != nil {

@@ -16,7 +16,7 @@ func TestUnfinishedRollbacksAreCounted(t *testing.T) {
 		head := Rollback{State: Executing, Asked: begun.Add(time.Duration(i) * time.Minute)}
 		head.Plan = new(Plan)
 		if i == 2 { // a part, of one that was asked for elsewhere long before
-			head.Precedence = Precedence{ID: "whole", Asked: begun.Add(-time.Hour)}
+			head.Precedence = precedence{ID: "whole", Asked: begun.Add(-time.Hour)}
 		}
 		r := newRun(name{byte(i)}, &head)
 		if c.runs[r.name] = r; i == 0 {

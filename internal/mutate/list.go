@@ -57,8 +57,8 @@ var mutations = []mutation{
 		breaks: "the token names no agents that have failed", tests: []string{"TestCascade441TokensOfARollback"},
 	},
 	{
-		id: "C-4.3.3-d", file: "guard/evidence/rollback_events.go",
-		old: "		if status != rollback.Completed {\n			failed = append(failed, agent)", now: "		if status == rollback.Failed {\n			failed = append(failed, agent)",
+		id: "C-4.3.3-d", file: "guard/rollback/http_request.go",
+		old: "		if status != Completed {\n			failed = append(failed, agent)", now: "		if status == Failed {\n			failed = append(failed, agent)",
 		breaks: "agents that wait for a person are not named", tests: []string{"TestCascade442StatusWords"},
 	},
 	{
@@ -87,7 +87,7 @@ var mutations = []mutation{
 		breaks: "signatures need not hold", tests: []string{"TestCascade61Tokens"},
 	},
 	{
-		id: "A-false-error-injection-b", file: "guard/api/rollback.go",
+		id: "A-false-error-injection-b", file: "guard/rollback/http.go",
 		old: "	case t.Level() < ect.L2:", now: "	case t.Level() < ect.L1:",
 		breaks: "tokens without a signature ask for rollbacks", tests: []string{"TestCascade61UnsignedTokensAskForNothing"},
 	},
@@ -97,7 +97,7 @@ var mutations = []mutation{
 		breaks: "an id that was used gives its result to any request", tests: []string{"TestAERRRequests"},
 	},
 	{
-		id: "E-idempotency-a", file: "guard/api/rollback.go",
+		id: "E-idempotency-a", file: "guard/rollback/http.go",
 		old: "	wanted.Checkpoint, wanted.Reason,", now: "	if q.dialect == ect.AERR {\n		said.id = t.ID()\n	}\n	wanted.Checkpoint, wanted.Reason,",
 		breaks: "on AERR's path each token is a rollback of its own", tests: []string{"TestAERRRequests"},
 	},
@@ -108,7 +108,7 @@ var mutations = []mutation{
 	},
 	{
 		id: "E-security-considerations-f", file: "guard/evidence/records.go",
-		old: "	return Canonical(id)\n}\n", now: "	return Canonical(id)[:0]\n}\n",
+		old: "	return ledger.Canonical(id)\n}\n", now: "	return ledger.Canonical(id)[:0]\n}\n",
 		breaks: "errors may name any checkpoint", tests: []string{"TestAERRErrorsNameTheirCheckpoints"},
 	},
 	{
@@ -122,8 +122,8 @@ var mutations = []mutation{
 		breaks: "another urgency is the same request", tests: []string{"TestBriefRollbackRequest"},
 	},
 	{
-		id: "A-partial-rollback-and-blast-radius-containment-d", file: "guard/evidence/rollback_events.go",
-		old: "		if agent != own {\n			others", now: "		if agent != own && status != rollback.Completed {\n			others",
+		id: "A-partial-rollback-and-blast-radius-containment-d", file: "guard/rollback/http_request.go",
+		old: "		if agent != own {\n			others", now: "		if agent != own && status != Completed {\n			others",
 		breaks: "agents whose part is done are not in the blast radius", tests: []string{"TestCascade441TokensOfARollback"},
 	},
 	{

@@ -1,4 +1,4 @@
-// Package rollback may import the guard, but no token and no store of flesh.
+// Package rollback may import the guard, tokens, but no store of flesh.
 package rollback
 
 import (

@@ -1,4 +1,4 @@
-package api
+package evidence
 
 import (
 	"context"
@@ -15,12 +15,12 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -68,7 +68,7 @@ type Workflow struct {
 type holdDocument struct {
 	Escalation   string             `json:"escalation_id"`
 	Level        string             `json:"level"`
-	State        hitl.Hold          `json:"state"`
+	State        string             `json:"state"`
 	Rollback     string             `json:"rollback_id,omitempty"`
 	Participants []hitl.Participant `json:"participants"`
 }
@@ -121,11 +121,11 @@ type source struct {
 }
 
 func (s *Ledger) sourceOf(e *ledger.Entry) source {
-	from, ext := source{log: e.Log, index: e.Index, at: e.Recorded}, evidence.Extension(e)
+	from, ext := source{log: e.Log, index: e.Index, at: e.Recorded}, extension(e)
 	from.plan, _ = ext.Text(ect.MemberWorkflowName)
 	if s.own(e) {
-		from.status, _ = ext.Int(evidence.MemberStatus)
-		from.alert, _ = ext.Text(evidence.MemberAlert)
+		from.status, _ = ext.Int(memberStatus)
+		from.alert, _ = ext.Text(memberAlert)
 		from.opened, _ = ext.Text(ect.MemberDownstreamAgent)
 	}
 	return from
@@ -133,17 +133,16 @@ func (s *Ledger) sourceOf(e *ledger.Entry) source {
 
 // workflow answers with the graph of a workflow (A-node-states-a).
 func (q *ledgerRequest) workflow() error {
-	name, err := segment(q.name, "workflow id")
+	name, err := router.Segment(q.Name, "workflow id")
 	if err != nil {
 		return err
 	}
-	q.w.Header().Set("Vary", "Accept")
-	form := preferred(q.r, "application/json", mediaDOT, mediaSVG, mediaEvents, plan.MediaType)
+	form := q.Form(mediaEvents, plan.MediaType)
 	if form == plan.MediaType && q.Assigned != nil {
 		return q.plan(name)
 	}
 	// A client that saw the end of a call can rely on finding its record.
-	if err := q.caughtUp(q.r.Context()); err != nil {
+	if err := q.caughtUp(q.R.Context()); err != nil {
 		return err
 	}
 	for _, wid := range workflowIDs(name) {
@@ -157,13 +156,10 @@ func (q *ledgerRequest) workflow() error {
 		if doc.Holds, err = q.holds(wid); err != nil {
 			return err
 		}
-		if form == mediaEvents && q.Followers != nil && q.r.Method != http.MethodHead {
+		if form == mediaEvents && q.Followers != nil && q.R.Method != http.MethodHead {
 			return q.follow(&doc)
 		}
-		if q.writePicture(http.StatusOK, form, doc.Drawing) {
-			return nil
-		}
-		return q.writeJSON(http.StatusOK, doc)
+		return q.Show(http.StatusOK, form, doc, doc.Drawing)
 	}
 	return unknownWorkflow()
 }
@@ -172,8 +168,7 @@ func (q *ledgerRequest) workflow() error {
 // *problem.Problem that was not sent yet, or that of the request's context.
 func (s *Ledger) ShowOperator(w http.ResponseWriter, r *http.Request, name string) error {
 	q := &ledgerRequest{
-		Ledger: s, responder: responder{w, r}, who: evidence.Reader{Operator: true},
-		route: route{name: url.PathEscape(name)},
+		Ledger: s, Responder: router.Responder{W: w, R: r, Name: url.PathEscape(name)}, who: router.Reader{Operator: true},
 	}
 	err := q.problem(q.workflow())
 	if p := (*problem.Problem)(nil); errors.As(err, &p) && p.Kind().Slug == WorkflowUnknown.Slug {
@@ -186,10 +181,10 @@ func (q *ledgerRequest) holds(wid string) (all []holdDocument, err error) {
 	if q.Reaching == nil {
 		return nil, nil
 	}
-	found, err := q.Reaching(q.r.Context(), wid)
+	found, err := q.Reaching(q.R.Context(), wid)
 	for i := range found {
 		e := &found[i]
-		all = append(all, holdDocument{e.ID, e.LevelName, e.Hold(), e.Links.Rollback, e.Participants})
+		all = append(all, holdDocument{e.ID, e.LevelName, string(e.Hold()), e.Links.Rollback, e.Participants})
 	}
 	return all, err
 }
@@ -202,7 +197,7 @@ func unknownWorkflow() *problem.Problem {
 type view struct {
 	records []workflow.Record
 	sources map[string]source // by the ids of the records, of which the first counts
-	part    evidence.Participation
+	part    participation
 	more    bool // there is more than was read
 }
 
@@ -230,18 +225,18 @@ func (v *view) sort() {
 }
 
 // view is what the reader may see of the records of a workflow, in the order of recording.
-func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most int) (view, error) {
+func (s *Ledger) view(ctx context.Context, wid string, who router.Reader, most int) (view, error) {
 	v, err := s.records(ctx, wid, most)
-	v.part = evidence.PartOf(v.records, who)
+	v.part = partOf(v.records, who)
 	if err != nil || v.part.Empty() {
 		return v, err
 	}
-	if err := evidence.MarkStrangers(v.records, func(id string) ([]string, error) {
+	if err := markStrangers(v.records, func(id string) ([]string, error) {
 		e, err := s.Log.Lookup(ctx, wid, id)
 		if errors.Is(err, ledger.ErrPruned) {
 			return nil, nil // pruned meanwhile
 		}
-		return evidence.AudienceOf(&e), err
+		return audienceOf(&e), err
 	}); err != nil {
 		return v, err
 	}
@@ -253,7 +248,7 @@ func (s *Ledger) view(ctx context.Context, wid string, who evidence.Reader, most
 // views reads at most so many entries of a workflow: what the reader may see, and of that what its plan is about. For
 // an operator that is what its initiator takes part in, since strangers who use its name are no part of its plan.
 func (q *ledgerRequest) views(wid string, most int) (v, planned *view, err error) {
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	all, err := q.view(ctx, wid, q.who, most)
 	if err != nil || !q.who.Operator || len(q.Plans) == 0 && (q.Assigned == nil || !q.Assigned.Has(wid)) {
 		return &all, &all, err
@@ -268,7 +263,7 @@ func (q *ledgerRequest) views(wid string, most int) (v, planned *view, err error
 
 // read reads what the reader may see of a workflow.
 func (q *ledgerRequest) read(wid string) (doc Workflow, found bool, err error) {
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	v, planned, err := q.views(wid, q.MaxNodes)
 	if err != nil {
 		return doc, false, err
@@ -328,26 +323,26 @@ const (
 // workflowTokens answers coordinators of rollbacks with the tokens of which a plan is made: those of
 // the actions of a workflow, and of its checkpoints (C-4.3.1-e).
 func (q *ledgerRequest) workflowTokens() error {
-	name, err := segment(q.name, "workflow id")
+	name, err := router.Segment(q.Name, "workflow id")
 	if err != nil {
 		return err
 	}
-	p, err := parseParams(q.r.URL, "after")
+	p, err := router.ParseParams(q.R.URL, "after")
 	if err != nil {
 		return err
 	}
 	if q.who.Issuer == "" || !slices.Contains(q.Coordinators, q.who.Issuer) {
-		return unknownPart() // P3
+		return router.UnknownPart() // P3
 	}
-	if err := q.caughtUp(q.r.Context()); err != nil {
+	if err := q.caughtUp(q.R.Context()); err != nil {
 		return err
 	}
-	doc := WorkflowTokens{Tokens: []string{}, Next: p.values.Get("after")}
+	doc := WorkflowTokens{Tokens: []string{}, Next: p.Get("after")}
 	size := 0
 	for read := 0; read < tokensPage && size < tokensBytes; read += tokensAtOnce {
-		page, err := q.Log.List(q.r.Context(), evidence.WorkflowID(name), ledger.Cursor(doc.Next), tokensAtOnce)
+		page, err := q.Log.List(q.R.Context(), WorkflowID(name), ledger.Cursor(doc.Next), tokensAtOnce)
 		if errors.Is(err, ledger.ErrInvalid) {
-			return badParameter("after is not where a page begins; give what an earlier page named as the next.")
+			return router.Invalid("after is not where a page begins; give what an earlier page named as the next.")
 		}
 		if err != nil {
 			return err
@@ -355,10 +350,10 @@ func (q *ledgerRequest) workflowTokens() error {
 		for i := range page.Entries {
 			e := &page.Entries[i]
 			event, is := ect.ParseEvent(e.Action)
-			if is && event != ect.EventCheckpoint || evidence.IsUnproven(e) {
+			if is && event != ect.EventCheckpoint || IsUnproven(e) {
 				continue
 			}
-			token, err := q.token(q.r.Context(), e)
+			token, err := q.token(q.R.Context(), e)
 			if err != nil {
 				return err
 			}
@@ -371,7 +366,7 @@ func (q *ledgerRequest) workflowTokens() error {
 			break
 		}
 	}
-	return q.writeJSON(http.StatusOK, doc)
+	return q.JSON(http.StatusOK, doc)
 }
 
 // planOf returns the plan that binds calls in a part of a workflow, or else that the first start in it names; nil
@@ -393,12 +388,12 @@ func (s *Ledger) planOf(ctx context.Context, wid string, v *view) (*plan.Descrip
 }
 
 // begun reports whether a guarded call is recorded in what somebody takes part in.
-func (s *Ledger) begun(ctx context.Context, wid string, who evidence.Reader) (bool, error) {
+func (s *Ledger) begun(ctx context.Context, wid string, who router.Reader) (bool, error) {
 	if err := s.caughtUp(ctx); err != nil {
 		return false, err
 	}
 	v, err := s.records(ctx, wid, s.MaxNodes)
-	part := evidence.PartOf(v.records, who)
+	part := partOf(v.records, who)
 	return slices.ContainsFunc(v.records, func(r workflow.Record) bool { return r.IsCheckpoint() && r.Own && part.Has(r.ID) }), err
 }
 
@@ -461,7 +456,7 @@ func describeNode(id string, n *workflow.Node, from source, truncated bool) node
 		doc.State, doc.Detail = n.State, n.Detail
 	}
 	if from.alert != "" {
-		doc.Cascade = cascadesPath + "/" + url.PathEscape(from.alert)
+		doc.Cascade = CascadesPath + "/" + url.PathEscape(from.alert)
 	}
 	if n.Event == ect.EventCheckpoint {
 		doc.Reversible, doc.Expires = &n.Reversible, n.Expires.UTC()
@@ -524,17 +519,17 @@ const (
 
 // checkpoint answers with a checkpoint and what can be verified about it now.
 func (q *ledgerRequest) checkpoint() error {
-	id, err := segment(q.name, "id")
+	id, err := router.Segment(q.Name, "id")
 	if err != nil {
 		return err
 	}
-	p, err := parseParams(q.r.URL, "wait")
+	p, err := router.ParseParams(q.R.URL, "wait")
 	if err != nil {
 		return err
 	}
 	wait := freshTime
-	if p.values.Has("wait") {
-		if wait, err = p.wait(); err != nil {
+	if p.Has("wait") {
+		if wait, err = p.Wait(); err != nil {
 			return err
 		}
 	}
@@ -542,15 +537,15 @@ func (q *ledgerRequest) checkpoint() error {
 	if err != nil {
 		return err
 	}
-	ext := evidence.Extension(e)
-	expires := e.Time.Add(evidence.TTLOf(ext))
+	ext := extension(e)
+	expires := e.Time.Add(ttlOf(ext))
 	if !time.Now().Before(expires) {
-		return problem.New(checkpointExpired, "It could be undone until "+expires.UTC().Format(time.RFC3339)+".")
+		return problem.New(rollback.CheckpointExpired, "It could be undone until "+expires.UTC().Format(time.RFC3339)+".")
 	}
 	doc := checkpointDocument{ID: e.ID, Workflow: e.Workflow, Issuer: e.Issuer}
 	doc.Verification.Expires = expires.UTC()
 	doc.Reversible, _ = ext.Bool(ect.MemberReversible)
-	if doc.Token, err = q.token(q.r.Context(), e); err != nil {
+	if doc.Token, err = q.token(q.R.Context(), e); err != nil {
 		return err
 	}
 	doc.Claims = claimsOf(e)
@@ -558,24 +553,24 @@ func (q *ledgerRequest) checkpoint() error {
 	if err := q.kept(e, &doc); err != nil {
 		return err
 	}
-	return q.writeJSON(http.StatusOK, doc)
+	return q.JSON(http.StatusOK, doc)
 }
 
 // findCheckpoint finds the checkpoint with an id that the reader may see.
 func (q *ledgerRequest) findCheckpoint(id string, wait time.Duration) (*ledger.Entry, error) {
-	ctx, cancel := until(q.r.Context(), q.Waits, wait)
+	ctx, cancel := router.Until(q.R.Context(), q.Waits, wait)
 	defer cancel()
 	for pause := firstLook; ; pause = min(2*pause, lookEvery) {
-		all, err := q.Log.Find(q.r.Context(), id)
+		all, err := q.Log.Find(q.R.Context(), id)
 		if err != nil {
 			return nil, err
 		}
 		for i := range all {
 			e := &all[i]
-			if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint || evidence.IsUnproven(e) {
+			if event, _ := ect.ParseEvent(e.Action); event != ect.EventCheckpoint || IsUnproven(e) {
 				continue
 			}
-			may, err := q.mayRead(q.r.Context(), e, q.who)
+			may, err := q.mayRead(q.R.Context(), e, q.who)
 			if may || err != nil {
 				return e, err
 			}
@@ -585,10 +580,10 @@ func (q *ledgerRequest) findCheckpoint(id string, wait time.Duration) (*ledger.E
 		case <-again.C:
 		case <-ctx.Done():
 			again.Stop()
-			if err := q.r.Context().Err(); err != nil {
+			if err := q.R.Context().Err(); err != nil {
 				return nil, err
 			}
-			return nil, unknownPart()
+			return nil, router.UnknownPart()
 		}
 	}
 }
@@ -616,7 +611,7 @@ func (q *ledgerRequest) signature(e *ledger.Entry, token string) string {
 	case q.Verified == nil || !q.own(e):
 		return "unknown" // the signature was valid when the token was presented
 	}
-	err := q.Verified(q.r.Context(), token)
+	err := q.Verified(q.R.Context(), token)
 	refusal := (*ect.Error)(nil)
 	switch {
 	case err == nil:
@@ -637,7 +632,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 		return nil
 	}
 	v.Hash = ect.HashOf(sum).String()
-	mark, err := q.Undos.Mark(q.r.Context(), e.ID)
+	mark, err := q.Undos.Mark(q.R.Context(), e.ID)
 	switch {
 	case err == nil:
 		doc.Undo = checkpointUndo{mark.State.String(), mark.Rollback, mark.At.UTC()}
@@ -649,7 +644,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	default:
 		return err
 	}
-	c, err := q.Undos.Open(q.r.Context(), e.ID, checkpoint.Want{Sum: sum, Expires: v.Expires})
+	c, err := q.Undos.Open(q.R.Context(), e.ID, checkpoint.Want{Sum: sum, Expires: v.Expires})
 	switch {
 	case err == nil:
 		v.Snapshot = "matches"
@@ -660,7 +655,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 		v.Snapshot, doc.Reversible, doc.Reason = "mismatch", false, "tampered"
 		return nil
 	case errors.Is(err, checkpoint.ErrExpired):
-		return problem.New(checkpointExpired, "What was kept for undoing it was purged.")
+		return problem.New(rollback.CheckpointExpired, "What was kept for undoing it was purged.")
 	case errors.Is(err, checkpoint.ErrUnknown):
 		v.Snapshot, doc.Reversible, doc.Reason = "missing", false, "missing"
 		return nil
@@ -675,7 +670,7 @@ func (q *ledgerRequest) kept(e *ledger.Entry, doc *checkpointDocument) error {
 	if q.Execution == nil {
 		return nil
 	}
-	state, status, err := q.Execution(q.r.Context(), c.Snapshot.Execution)
+	state, status, err := q.Execution(q.R.Context(), c.Snapshot.Execution)
 	if err == nil && state != "" {
 		doc.Execution = &checkpointExecution{state, status}
 	}
@@ -703,13 +698,13 @@ func outputOf(e *ledger.Entry) (sum [sha256.Size]byte, there bool) {
 // Downstreams returns the upstreams whose circuit breakers have opened or rejected a call
 // in a workflow, by their names in the tokens. With all it reads the whole workflow, else
 // what the reader may see of it. found is false if that is nothing.
-func (s *Ledger) Downstreams(ctx context.Context, name string, who evidence.Reader, all bool) (names map[string]bool, found bool, err error) {
+func (s *Ledger) Downstreams(ctx context.Context, name string, who router.Reader, all bool) (names map[string]bool, found bool, err error) {
 	for _, wid := range workflowIDs(name) {
 		v, err := s.records(ctx, wid, s.MaxNodes)
 		if err != nil {
 			return nil, false, err
 		}
-		part := evidence.PartOf(v.records, who)
+		part := partOf(v.records, who)
 		if len(v.records) == 0 || !all && part.Empty() {
 			continue
 		}
@@ -730,12 +725,12 @@ func (s *Ledger) own(e *ledger.Entry) bool {
 }
 
 // issued reports whether the reader issued an entry.
-func (s *Ledger) issued(e *ledger.Entry, who evidence.Reader) bool {
+func (s *Ledger) issued(e *ledger.Entry, who router.Reader) bool {
 	return who.Issuer != "" && e.Issuer == who.Issuer && !s.own(e)
 }
 
 // recordOf returns an entry in the form that the graph reads.
-func (s *Ledger) recordOf(e *ledger.Entry) workflow.Record { return evidence.RecordOf(e, s.own(e)) }
+func (s *Ledger) recordOf(e *ledger.Entry) workflow.Record { return RecordOf(e, s.own(e)) }
 
 // levelOf returns the level that a token proves by itself; none without a token.
 func levelOf(token string) string {

@@ -1,4 +1,4 @@
-package api
+package evidence
 
 import (
 	"encoding/json"
@@ -8,8 +8,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -96,19 +96,19 @@ func TestFollowersAreBounded(t *testing.T) {
 			return false
 		}
 	}
-	one, leave, _ := f.join("w", evidence.Reader{Issuer: "a"})
-	two, _, _ := f.join("v", evidence.Reader{Issuer: "a"})
+	one, leave, _ := f.join("w", router.Reader{Issuer: "a"})
+	two, _, _ := f.join("v", router.Reader{Issuer: "a"})
 	f.Changed("w")
 	f.Changed("w") // waits for nobody
 	if !woken(one) || woken(one) || woken(two) {
 		t.Error("not who follows is woken, once")
 	}
 	for range maxOfReader - 2 {
-		if _, _, ok := f.join("w", evidence.Reader{Issuer: "a"}); !ok {
+		if _, _, ok := f.join("w", router.Reader{Issuer: "a"}); !ok {
 			t.Fatal("refused")
 		}
 	}
-	if _, _, ok := f.join("w", evidence.Reader{Issuer: "a"}); ok {
+	if _, _, ok := f.join("w", router.Reader{Issuer: "a"}); ok {
 		t.Error("a reader has no bound")
 	}
 	leave()
@@ -116,11 +116,11 @@ func TestFollowersAreBounded(t *testing.T) {
 		t.Error("who has left is woken")
 	}
 	for i := range maxFollowers - maxOfReader + 1 {
-		if _, _, ok := f.join("w", evidence.Reader{Issuer: fmt.Sprint("b", i)}); !ok {
+		if _, _, ok := f.join("w", router.Reader{Issuer: fmt.Sprint("b", i)}); !ok {
 			t.Fatal("refused")
 		}
 	}
-	if _, _, ok := f.join("w", evidence.Reader{Issuer: "c"}); ok {
+	if _, _, ok := f.join("w", router.Reader{Issuer: "c"}); ok {
 		t.Error("all together have no bound")
 	}
 }

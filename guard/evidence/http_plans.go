@@ -1,4 +1,4 @@
-package api
+package evidence
 
 import (
 	"context"
@@ -11,15 +11,15 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
-// planSchemaPath is where the JSON schema of plans is published.
-const planSchemaPath = WellKnown + "atd-workflow.schema.json"
+// PlanSchemaPath is where the JSON schema of plans is published.
+const PlanSchemaPath = router.WellKnown + "atd-workflow.schema.json"
 
 // PlanDocument is the answer to a plan that was put. Its members are an API.
 type PlanDocument struct {
@@ -70,7 +70,7 @@ func DescribePlan(a *plan.Assigned) PlanDocument {
 
 // MayPut is who wants to put a plan.
 type MayPut struct {
-	*EscalationReader
+	*hitl.Reader
 	// Token is the caller's own token, with the hash of a body; nil without one.
 	Token *ect.Token
 }
@@ -85,22 +85,22 @@ const receiveTime = time.Minute
 
 // putPlan takes a plan for a workflow (A-optional-a, A-media-type-a).
 func (q *ledgerRequest) putPlan() error {
-	name, err := segment(q.name, "workflow id")
+	name, err := router.Segment(q.Name, "workflow id")
 	if err != nil {
 		return err
 	}
 	if q.Assigned == nil || q.MayPut == nil {
-		return problem.New(planRefused, "This gateway takes no plans.")
+		return problem.New(plan.Refused, "This gateway takes no plans.")
 	}
-	if got, _, err := mime.ParseMediaType(q.r.Header.Get("Content-Type")); err != nil || got != plan.MediaType && got != "application/json" {
-		q.w.Header().Set("Accept", plan.MediaType+", application/json")
-		return problem.New(mediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
+	if got, _, err := mime.ParseMediaType(q.R.Header.Get("Content-Type")); err != nil || got != plan.MediaType && got != "application/json" {
+		q.W.Header().Set("Accept", plan.MediaType+", application/json")
+		return problem.New(plan.MediaTypeUnsupported, "Send a plan as "+plan.MediaType+" or application/json.")
 	}
 	// Nothing of the body is read for who may not put a plan anyway.
 	p, token, err := q.putting(name)
 	if err != nil {
-		if q.r.ProtoMajor == 1 {
-			q.w.Header().Set("Connection", "close") // nor before the answer
+		if q.R.ProtoMajor == 1 {
+			q.W.Header().Set("Connection", "close") // nor before the answer
 		}
 		return err
 	}
@@ -116,53 +116,53 @@ func (q *ledgerRequest) putPlan() error {
 		return &ect.Error{Code: ect.CodeInputHash}
 	}
 	if token != nil && q.Bind != nil {
-		if err := q.Bind(q.r.Context(), token, UseAt("plan", p.Workflow, body)); err != nil {
+		if err := q.Bind(q.R.Context(), token, router.UseAt("plan", p.Workflow, body)); err != nil {
 			return err
 		}
 	}
-	doc, created, err := q.PutPlan(q.r.Context(), body, p)
+	doc, created, err := q.PutPlan(q.R.Context(), body, p)
 	if err != nil {
 		return err
 	}
-	q.w.Header().Add("Link", "<"+planSchemaPath+`>; rel="describedby"`)
-	q.w.Header().Set("ETag", `"`+doc.Version+`"`)
+	q.W.Header().Add("Link", "<"+PlanSchemaPath+`>; rel="describedby"`)
+	q.W.Header().Set("ETag", `"`+doc.Version+`"`)
 	switch {
 	case created:
-		return q.writeJSON(http.StatusCreated, doc)
+		return q.JSON(http.StatusCreated, doc)
 	case len(doc.Warnings) == 0 && len(doc.Misfits) == 0 && !doc.Unread:
-		protect(q.w.Header())
-		q.w.WriteHeader(http.StatusNoContent)
+		router.Protect(q.W.Header())
+		q.W.WriteHeader(http.StatusNoContent)
 		return nil
 	}
-	return q.writeJSON(http.StatusOK, doc)
+	return q.JSON(http.StatusOK, doc)
 }
 
 // putting finds out who puts a plan for which workflow, by the header alone, and whether they may.
 func (q *ledgerRequest) putting(name string) (p plan.Putting, t *ect.Token, err error) {
-	who, err := q.MayPut(q.r, true)
+	who, err := q.MayPut(q.R, true)
 	if err != nil {
 		return p, nil, err
 	}
 	if who.Name == "" && who.Token == nil {
-		return p, nil, problem.New(AuthenticationRequired, "A plan is put with a token, or by an operator.")
+		return p, nil, problem.New(router.Unauthenticated, "A plan is put with a token, or by an operator.")
 	}
 	t = who.Token
-	p = plan.Putting{Workflow: evidence.WorkflowID(name), By: who.Name}
-	if t != nil && t.Workflow() != "" && evidence.WorkflowID(t.Workflow()) != p.Workflow {
+	p = plan.Putting{Workflow: WorkflowID(name), By: who.Name}
+	if t != nil && t.Workflow() != "" && WorkflowID(t.Workflow()) != p.Workflow {
 		return p, nil, &ect.Error{Code: ect.CodeWorkflow} // a token is good for its own workflow only
 	}
-	if p.Replaces, p.Fresh, err = preconditions(q.r.Header); err != nil || q.authority(who) {
+	if p.Replaces, p.Fresh, err = preconditions(q.R.Header); err != nil || q.authority(who) {
 		return p, t, err
 	}
 	if t == nil || t.Author() == "" || t.Workflow() == "" {
-		return p, nil, problem.New(planRefused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
+		return p, nil, problem.New(plan.Refused, "The caller is neither a coordinator nor an operator, and shows no token of the workflow.")
 	}
 	p.Issuer, p.By = t.Author(), t.Author()
 	// The rest learns nothing of the workflow (P3).
-	if begun, err := q.begun(q.r.Context(), p.Workflow, evidence.Reader{Issuer: p.Issuer}); err != nil {
+	if begun, err := q.begun(q.R.Context(), p.Workflow, router.Reader{Issuer: p.Issuer}); err != nil {
 		return p, nil, err
 	} else if begun {
-		return p, nil, problem.New(planRefused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
+		return p, nil, problem.New(plan.Refused, "The workflow has begun: only a coordinator or an operator puts a plan now.")
 	}
 	return p, t, nil
 }
@@ -174,12 +174,12 @@ func (q *ledgerRequest) receive(sender string) ([]byte, error) {
 		return nil, problem.New(problem.QuotaExceeded, "As many plans are being received as may be at a time. Send it again in a moment.")
 	}
 	defer done()
-	control := http.NewResponseController(q.w)
+	control := http.NewResponseController(q.W)
 	_ = control.SetReadDeadline(time.Now().Add(receiveTime)) // where the server has one, else its own holds
-	body, err := io.ReadAll(io.LimitReader(q.r.Body, plan.MaxSize+1))
+	body, err := io.ReadAll(io.LimitReader(q.R.Body, plan.MaxSize+1))
 	_ = control.SetReadDeadline(time.Time{}) // as above
 	if err != nil {
-		return nil, badParameter("The body could not be read to its end.")
+		return nil, router.Invalid("The body could not be read to its end.")
 	}
 	if len(body) > plan.MaxSize {
 		return nil, problem.New(problem.BodyTooLarge, "A plan has at most 8 MiB.")
@@ -239,7 +239,7 @@ func preconditions(h http.Header) (replaces []string, fresh bool, err error) {
 		case len(tag) > 2 && tag[0] == '"' && tag[len(tag)-1] == '"':
 			replaces = append(replaces, tag[1:len(tag)-1])
 		default:
-			return nil, false, badParameter(`If-Match is no list of versions in quotes, such as "oYpIfPNN", nor *.`)
+			return nil, false, router.Invalid(`If-Match is no list of versions in quotes, such as "oYpIfPNN", nor *.`)
 		}
 	}
 	switch none := strings.TrimSpace(strings.Join(h["If-None-Match"], ",")); none {
@@ -247,7 +247,7 @@ func preconditions(h http.Header) (replaces []string, fresh bool, err error) {
 	case "*":
 		fresh = true
 	default:
-		return nil, false, badParameter("If-None-Match is not *: only that says something about a change.")
+		return nil, false, router.Invalid("If-None-Match is not *: only that says something about a change.")
 	}
 	return replaces, fresh, nil
 }
@@ -302,11 +302,11 @@ const maxMisfits = 100
 // plan answers with the plan of a workflow, to who may see all of it, to coordinators and operators, and
 // to who has put it.
 func (q *ledgerRequest) plan(name string) error {
-	params, err := parseParams(q.r.URL, "version")
+	params, err := router.ParseParams(q.R.URL, "version")
 	if err != nil {
 		return err
 	}
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	for _, wid := range workflowIDs(name) {
 		a, err := q.seePlan(wid)
 		if err != nil {
@@ -316,7 +316,7 @@ func (q *ledgerRequest) plan(name string) error {
 			continue
 		}
 		d := a.Plan
-		if version := params.values.Get("version"); version != "" {
+		if version := params.Get("version"); version != "" {
 			if d, err = q.Assigned.Version(ctx, a, version); err != nil {
 				return err
 			}
@@ -324,15 +324,15 @@ func (q *ledgerRequest) plan(name string) error {
 		if d == nil {
 			break
 		}
-		q.w.Header().Add("Link", "<"+planSchemaPath+`>; rel="describedby"`)
+		q.W.Header().Add("Link", "<"+PlanSchemaPath+`>; rel="describedby"`)
 		tag := `"` + d.Version() + `"`
-		q.w.Header().Set("ETag", tag)
-		if q.r.Header.Get("If-None-Match") == tag {
-			protect(q.w.Header())
-			q.w.WriteHeader(http.StatusNotModified)
+		q.W.Header().Set("ETag", tag)
+		if q.R.Header.Get("If-None-Match") == tag {
+			router.Protect(q.W.Header())
+			q.W.WriteHeader(http.StatusNotModified)
 			return nil
 		}
-		q.write(http.StatusOK, plan.MediaType, d.Canonical())
+		q.Write(http.StatusOK, plan.MediaType, d.Canonical())
 		return nil
 	}
 	return unknownWorkflow()
@@ -341,7 +341,7 @@ func (q *ledgerRequest) plan(name string) error {
 // seePlan is the plan of a workflow that the reader may see; nil if there is none (P3): one that it has put, or that
 // binds its calls. Coordinators and operators see that of the workflow's initiator.
 func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	if err := q.Assigned.CatchUp(ctx); err != nil {
 		return nil, err
 	}
@@ -357,7 +357,7 @@ func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
 	}
 	all := q.who.Operator || q.who.Issuer != "" && slices.Contains(q.Coordinators, q.who.Issuer)
 	if !all && q.who.Issuer == "" && !q.who.Anonymous && !q.who.Credential {
-		who, err := q.MayPut(q.r, false)
+		who, err := q.MayPut(q.R, false)
 		if err != nil {
 			return nil, err
 		}
@@ -382,6 +382,6 @@ func (q *ledgerRequest) seePlan(wid string) (*plan.Assigned, error) {
 }
 
 // has says of a call whether it is in a part.
-func has(part *evidence.Participation) func(call string) (bool, error) {
+func has(part *participation) func(call string) (bool, error) {
 	return func(call string) (bool, error) { return part.Has(call), nil }
 }

@@ -1,4 +1,4 @@
-package api_test
+package evidence_test
 
 import (
 	"context"
@@ -15,9 +15,9 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	. "github.com/agent-guard/caddy-agent-guard/guard/api"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	. "github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 type headDoc struct {
@@ -96,11 +96,11 @@ func TestEntry(t *testing.T) {
 func TestOnlyWhoTakesPartMayRead(t *testing.T) {
 	g := newGate(t)
 	mine := g.add(alice, flow, "act", nil)
-	g.add(gateway, flow, "pay", ofCall("completed", caller), mine)
+	g.add(gateway, flow, "pay", ofCall("completed", callerKey), mine)
 	alone := g.add(alice, "", "act", nil)
 	// An agent's word about callers counts for nothing.
 	g.add(alice, foreign, "act", ofCall("completed", asMallory.Caller))
-	for _, who := range []evidence.Reader{asAlice, asCaller} {
+	for _, who := range []router.Reader{asAlice, asCaller} {
 		for _, path := range []string{"ledger/entries/0", "ledger/entries/1", "ledger/entries?jti=" + mine.ID(), "ledger/entries?wid=" + flow + "&jti=" + mine.ID(), "workflows/" + flow} {
 			if got := g.get(path, who); got.Code != 200 {
 				t.Errorf("%s for %+v: %d", path, who, got.Code)
@@ -112,7 +112,7 @@ func TestOnlyWhoTakesPartMayRead(t *testing.T) {
 	}
 	g.get("ledger/entries?jti="+alone.ID(), asCaller).refused(404, "entry-unknown", "")
 
-	nobody := []evidence.Reader{{}, {Issuer: gateway}, asMallory, {Issuer: bob}}
+	nobody := []router.Reader{{}, {Issuer: gateway}, asMallory, {Issuer: bob}}
 	for _, who := range nobody {
 		unknown := g.get("ledger/entries/999", who)
 		unknown.refused(404, "entry-unknown", "")
@@ -266,7 +266,7 @@ func TestReadsFailClosed(t *testing.T) {
 	raw := g.token(bob, anError(task)).Raw()
 	g.store.broken.Store(true)
 	defer g.store.broken.Store(false)
-	for _, who := range []evidence.Reader{asAlice, asMallory} {
+	for _, who := range []router.Reader{asAlice, asMallory} {
 		for _, path := range []string{
 			"ledger/entries/0", "ledger/entries?jti=" + task.ID(), "ledger/entries?jti=" + task.ID() + "&wid=" + flow, "workflows/" + flow,
 		} {
@@ -308,7 +308,7 @@ func TestPathsAndMethods(t *testing.T) {
 // What is not there yet can be waited for, by who takes part, until an exit.
 func TestWaiting(t *testing.T) {
 	exit, end := context.WithCancel(t.Context())
-	g := newGate(t, func(o *LedgerOptions) { o.Waits = exit })
+	g := newGate(t, func(o *Ledger) { o.Waits = exit })
 	task := g.add(alice, flow, "act", nil)
 	g.get("ledger/entries?wid="+flow+"&wait=1ms&jti="+nowhere, asAlice).refused(404, "entry-unknown", "")
 	late := "ledger/entries?wid=" + flow + "&wait=60s&jti=late"
@@ -347,17 +347,17 @@ func TestLeafBytes(t *testing.T) {
 // its own calls, and made up it is good for nothing: neither a wait nor a read.
 func TestWhatACredentialIsGoodFor(t *testing.T) {
 	asked := 0
-	g := newGate(t, func(o *LedgerOptions) {
+	g := newGate(t, func(o *Ledger) {
 		o.Called = func(_ context.Context, who [16]byte) (bool, error) {
 			asked++
-			return who == caller, nil
+			return who == callerKey, nil
 		}
 	})
 	task := g.add(alice, flow, "act", nil)
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	g.add(gateway, flow, "pay", ofCall("completed", caller), task, ckpt)
-	own, made := evidence.Reader{Caller: caller, Credential: true}, evidence.Reader{Caller: [16]byte{7}, Credential: true}
-	for _, who := range []evidence.Reader{own, made} {
+	g.add(gateway, flow, "pay", ofCall("completed", callerKey), task, ckpt)
+	own, made := router.Reader{Caller: callerKey, Credential: true}, router.Reader{Caller: [16]byte{7}, Credential: true}
+	for _, who := range []router.Reader{own, made} {
 		for _, path := range []string{
 			"ledger/head", "ledger/proof?index=0", "ledger/consistency?old=1", "ledger/entries/0", "ledger/entries?wait=60s&jti=" + task.ID() + "&wid=" + flow,
 		} {

@@ -1,4 +1,4 @@
-package api_test
+package evidence_test
 
 import (
 	"bytes"
@@ -17,11 +17,11 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	. "github.com/agent-guard/caddy-agent-guard/guard/api"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	. "github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/seal"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 	"github.com/agent-guard/caddy-agent-guard/guard/store/memory"
@@ -57,7 +57,7 @@ func TestWorkflow(t *testing.T) {
 	g := newGate(t)
 	task := g.add(alice, flow, "act", nil)
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	done := g.add(gateway, flow, "pay", ofCall("completed", caller), task, ckpt)
+	done := g.add(gateway, flow, "pay", ofCall("completed", callerKey), task, ckpt)
 	next := g.add(bob, flow, "next", nil, task)
 	failed := g.add(bob, flow, "atd:error", ext().Text(ect.MemberSeverity, "critical").Text(ect.MemberErrorType, "timeout"), next)
 	g.add(mallory, foreign, "elsewhere", nil)
@@ -124,7 +124,7 @@ func TestWorkflow(t *testing.T) {
 func TestCallersSeeWhatIsLinked(t *testing.T) {
 	g := newGate(t)
 	other := [16]byte{7}
-	outer := g.add(gateway, flow, "checkpoint", ofCall("", caller))
+	outer := g.add(gateway, flow, "checkpoint", ofCall("", callerKey))
 	inner := g.add(gateway, flow, "checkpoint", ofCall("", other), outer)
 	stranger := g.add(gateway, flow, "checkpoint", ofCall("", other))
 	theirs := g.add(gateway, flow, "pay", ofCall("completed", other), stranger)
@@ -142,7 +142,7 @@ func TestCallersSeeWhatIsLinked(t *testing.T) {
 	}
 	same(t, "a stranger's entry", g.get("ledger/entries/99", asCaller), g.get("ledger/entries/2", asCaller))
 	doc = workflowDoc{}
-	g.get("workflows/"+flow, evidence.Reader{Caller: other}).read(200, &doc)
+	g.get("workflows/"+flow, router.Reader{Caller: other}).read(200, &doc)
 	if len(doc.Nodes) != 4 {
 		t.Errorf("%+v", doc)
 	}
@@ -164,7 +164,7 @@ func TestCallersSeeWhatIsLinked(t *testing.T) {
 func TestAnErrorGivesNoPart(t *testing.T) {
 	g := newGate(t)
 	task := g.add(alice, flow, "act", nil)
-	asBob := evidence.Reader{Issuer: bob}
+	asBob := router.Reader{Issuer: bob}
 	var doc recordedDoc
 	g.post(asBob, g.token(bob, anError(task)).Raw()).read(201, &doc)
 	g.get(strings.TrimPrefix(doc.Recorded[0].Entry, basePath), asBob).read(200, &struct{}{})
@@ -178,7 +178,7 @@ func TestAgentsDoNotSettle(t *testing.T) {
 	g := newGate(t)
 	task := g.add(alice, flow, "act", nil)
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	g.add(mallory, flow, "pay", ofCall("completed", caller), task, ckpt)
+	g.add(mallory, flow, "pay", ofCall("completed", callerKey), task, ckpt)
 	var doc workflowDoc
 	g.get("workflows/"+flow, asAlice).read(200, &doc)
 	for _, n := range doc.Nodes {
@@ -190,7 +190,7 @@ func TestAgentsDoNotSettle(t *testing.T) {
 
 // P6: states are not shown of a workflow that was not read to its end.
 func TestTruncatedWorkflow(t *testing.T) {
-	g := newGate(t, func(o *LedgerOptions) { o.MaxNodes = 3 })
+	g := newGate(t, func(o *Ledger) { o.MaxNodes = 3 })
 	first := g.add(alice, flow, "act", nil)
 	for range 2 {
 		g.add(alice, flow, "act", nil, first)
@@ -220,7 +220,7 @@ func TestWorkflowShowsItsPlan(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := newGate(t, func(o *LedgerOptions) {
+	g := newGate(t, func(o *Ledger) {
 		o.Plans, o.MaxNodes, o.MaxPlanned = map[string]*plan.Descriptor{"trip": d}, 4, 10
 	})
 	type page struct {
@@ -229,7 +229,7 @@ func TestWorkflowShowsItsPlan(t *testing.T) {
 		Plan    *plan.Progress
 	}
 	var doc page
-	read := func(who evidence.Reader) *plan.Progress {
+	read := func(who router.Reader) *plan.Progress {
 		t.Helper()
 		doc = page{}
 		g.get("workflows/"+flow, who).read(200, &doc)
@@ -243,7 +243,7 @@ func TestWorkflowShowsItsPlan(t *testing.T) {
 	g.add(alice, flow, "workflow_start", named("trip"), task)
 	g.add(alice, flow, "workflow_start", named("other"), task) // the first one counts
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	g.add(gateway, flow, "act", ofCall("completed", caller), task, ckpt)
+	g.add(gateway, flow, "act", ofCall("completed", callerKey), task, ckpt)
 	g.add(alice, flow, "look_around", nil, task)
 	p := read(asAlice)
 	if p == nil || p.PlanID != "trip" || p.Version != d.Version() || len(p.Others) != 1 ||
@@ -267,7 +267,7 @@ func TestWorkflowShowsItsPlan(t *testing.T) {
 	// A stranger who uses the name changes nothing of it, and sees nothing: operators see both, and the initiator's plan.
 	g.add(bob, flow, "pay", nil)
 	g.add(bob, flow, "look", nil)
-	for name, who := range map[string]evidence.Reader{"alice": asAlice, "an operator": {Operator: true}} {
+	for name, who := range map[string]router.Reader{"alice": asAlice, "an operator": {Operator: true}} {
 		p := read(who)
 		if p == nil || fmt.Sprintf("%s %s %v %d", p.Nodes[0].State, p.Nodes[1].State, p.Nodes[1].Ready, len(p.Others)) != "done pending true 1" || doc.Truncated {
 			t.Errorf("%s: %+v", name, p)
@@ -279,7 +279,7 @@ func TestWorkflowShowsItsPlan(t *testing.T) {
 	for range 4 {
 		g.add(alice, flow, "act", nil, task)
 	}
-	p = read(evidence.Reader{Operator: true})
+	p = read(router.Reader{Operator: true})
 	if p == nil || !p.Truncated || p.Status != "" || p.Nodes[0].State != "" || p.Nodes[1].Ready || len(p.Nodes[1].After) != 1 || said(p) != said(d.Outline()) || !doc.Truncated || len(doc.Nodes) != 4 {
 		t.Errorf("a part was read: %+v", doc)
 	}
@@ -359,8 +359,8 @@ func TestWorkflowOverTwoLogs(t *testing.T) {
 	other := g.open("a.gateway.example/ledger")
 	task := g.add(alice, flow, "act", nil)
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	g.add(gateway, flow, "pay", ofCall("in_doubt", caller), task, ckpt)
-	last := g.token(gateway, ect.Claims{Workflow: flow, Action: "pay", Ext: ofCall("completed", caller), Parents: []string{task.ID(), ckpt.ID()}})
+	g.add(gateway, flow, "pay", ofCall("in_doubt", callerKey), task, ckpt)
+	last := g.token(gateway, ect.Claims{Workflow: flow, Action: "pay", Ext: ofCall("completed", callerKey), Parents: []string{task.ID(), ckpt.ID()}})
 	if err := other.Append(t.Context(), events(last)); err != nil {
 		t.Fatal(err)
 	}
@@ -439,8 +439,8 @@ func TestWorkflowOverTwoLogs(t *testing.T) {
 // recorder records calls as the gateway does.
 type recorder struct {
 	*gate
-	ledgerEvents *evidence.Evidence
-	builder      *evidence.EventBuilder
+	ledgerEvents *Evidence
+	builder      *EventBuilder
 }
 
 func newRecorder(t *testing.T) *recorder {
@@ -449,7 +449,7 @@ func newRecorder(t *testing.T) *recorder {
 	if err != nil {
 		t.Fatal(err)
 	}
-	recorded, err := evidence.Open(t.Context(), evidence.Options{Store: memory.New(memory.Options{}), Sealer: seal.Generate(), Node: "n", Ring: ring})
+	recorded, err := Open(t.Context(), Options{Store: memory.New(memory.Options{}), Sealer: seal.Generate(), Node: "n", Ring: ring})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -464,7 +464,7 @@ func newRecorder(t *testing.T) *recorder {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := newGate(t, func(o *LedgerOptions) { o.Log, o.HeadKey = recorded.Log(), recorded.HeadKeyOf })
+	g := newGate(t, func(o *Ledger) { o.Log, o.HeadKey = recorded.Log(), recorded.HeadKeyOf })
 	g.log = recorded.Log()
 	return &recorder{g, recorded, builder}
 }
@@ -483,10 +483,10 @@ func (g *recorder) append(drafts ...*ect.Draft) {
 }
 
 // claim announces a call and gives the id of its checkpoint.
-func (g *recorder) claim(key byte, workflow string, parents ...string) (*evidence.Call, string) {
+func (g *recorder) claim(key byte, workflow string, parents ...string) (*Call, string) {
 	g.t.Helper()
-	c := &evidence.Call{
-		Key: execution.Key{key}, Caller: caller, Action: "pay", Workflow: evidence.WorkflowID(workflow), Parents: parents,
+	c := &Call{
+		Key: execution.Key{key}, Caller: callerKey, Action: "pay", Workflow: WorkflowID(workflow), Parents: parents,
 		Target: "POST example.com/pay", RollbackURI: "https://gateway.example/.well-known/cascade/rollback", TTL: time.Hour,
 	}
 	draft, err := g.builder.Checkpoint(time.Now(), c)
@@ -497,7 +497,7 @@ func (g *recorder) claim(key byte, workflow string, parents ...string) (*evidenc
 	return c, draft.ID()
 }
 
-func (g *recorder) settle(c *evidence.Call, o evidence.Outcome) {
+func (g *recorder) settle(c *Call, o Outcome) {
 	g.t.Helper()
 	drafts, err := g.builder.Outcome(time.Now(), c, &o)
 	if err != nil {
@@ -530,19 +530,19 @@ func TestStatesOfWhatTheGatewayRecords(t *testing.T) {
 	token := g.add(alice, flow, "act", nil)
 	c, id := g.claim(1, flow, token.ID())
 	g.tasks(flow, "running")
-	g.settle(c, evidence.Outcome{Checkpoint: id, Verdict: execution.InDoubt, Cause: execution.CauseDeadline})
+	g.settle(c, Outcome{Checkpoint: id, Verdict: execution.InDoubt, Cause: execution.CauseDeadline})
 	doc := g.tasks(flow, "failed")
 	for _, n := range doc.Nodes {
 		if n.JTI == token.ID() && (n.Detail != "in_doubt" || n.WorstSeverity != "critical") {
 			t.Errorf("%+v", n)
 		}
 	}
-	g.settle(c, evidence.Outcome{Checkpoint: id, Verdict: execution.Completed, By: "operator"})
+	g.settle(c, Outcome{Checkpoint: id, Verdict: execution.Completed, By: "operator"})
 	g.tasks(flow, "done")
 	// An answer that says that it failed.
 	other := g.add(alice, flow, "act", nil)
 	c, id = g.claim(2, flow, other.ID())
-	g.settle(c, evidence.Outcome{Checkpoint: id, Verdict: execution.Completed, Status: 500})
+	g.settle(c, Outcome{Checkpoint: id, Verdict: execution.Completed, Status: 500})
 	g.tasks(flow, "done failed")
 }
 
@@ -555,15 +555,15 @@ func TestNestedCallsWithoutTokens(t *testing.T) {
 	outer, outerID := g.claim(1, name)
 	inner, innerID := g.claim(2, name, outerID)
 	g.tasks(path, "running running")
-	g.settle(inner, evidence.Outcome{Checkpoint: innerID, Verdict: execution.Released, Cause: execution.CauseNotSent})
+	g.settle(inner, Outcome{Checkpoint: innerID, Verdict: execution.Released, Cause: execution.CauseNotSent})
 	g.tasks(path, "running failed")
 	inner, innerID = g.claim(2, name, outerID)
 	g.tasks(path, "running running")
-	g.settle(inner, evidence.Outcome{Checkpoint: innerID, Verdict: execution.Completed, Status: 201})
+	g.settle(inner, Outcome{Checkpoint: innerID, Verdict: execution.Completed, Status: 201})
 	g.tasks(path, "running done")
-	g.settle(outer, evidence.Outcome{Checkpoint: outerID, Verdict: execution.Completed, Status: 200})
+	g.settle(outer, Outcome{Checkpoint: outerID, Verdict: execution.Completed, Status: 200})
 	doc := g.tasks(path, "done done")
-	if doc.Status != "success" || doc.WID != evidence.WorkflowID(name) {
+	if doc.Status != "success" || doc.WID != WorkflowID(name) {
 		t.Errorf("%+v", doc)
 	}
 	var entry entryDoc
@@ -579,8 +579,8 @@ func TestNestedCallsWithoutTokens(t *testing.T) {
 func TestWorkflowOfANameThatTokensUseToo(t *testing.T) {
 	g := newRecorder(t)
 	g.add(alice, flow, "act", nil)
-	c := &evidence.Call{
-		Key: execution.Key{1}, Caller: caller, Action: "pay", Workflow: evidence.NamedWorkflowID(flow), Target: "POST example.com/pay",
+	c := &Call{
+		Key: execution.Key{1}, Caller: callerKey, Action: "pay", Workflow: NamedWorkflowID(flow), Target: "POST example.com/pay",
 		RollbackURI: "https://gateway.example/.well-known/cascade/rollback", TTL: time.Hour,
 	}
 	draft, err := g.builder.Checkpoint(time.Now(), c)
@@ -589,7 +589,7 @@ func TestWorkflowOfANameThatTokensUseToo(t *testing.T) {
 	}
 	g.append(draft)
 	doc := g.tasks(flow, "running")
-	if doc.WID != evidence.NamedWorkflowID(flow) || len(doc.Nodes) != 1 {
+	if doc.WID != NamedWorkflowID(flow) || len(doc.Nodes) != 1 {
 		t.Errorf("%+v", doc)
 	}
 	var theirs workflowDoc
@@ -608,7 +608,7 @@ func TestStatesOfARollback(t *testing.T) {
 	var checkpoints []string
 	for key := range byte(4) {
 		c, id := g.claim(key+1, flow)
-		g.settle(c, evidence.Outcome{Checkpoint: id, Verdict: execution.Completed, Status: 200})
+		g.settle(c, Outcome{Checkpoint: id, Verdict: execution.Completed, Status: 200})
 		checkpoints = append(checkpoints, id)
 	}
 	r := &rollback.Rollback{
@@ -678,7 +678,7 @@ func TestStatesOfARollback(t *testing.T) {
 
 // P4: while an event cannot be read, nobody can say how a workflow has ended.
 func TestUnreadableEvents(t *testing.T) {
-	g := newGate(t, func(o *LedgerOptions) {
+	g := newGate(t, func(o *Ledger) {
 		o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil }
 	})
 	g.add(alice, flow, "act", nil)
@@ -704,14 +704,14 @@ func TestPlanThatIsOnlyShownIsNoEnd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g := newGate(t, func(o *LedgerOptions) {
+	g := newGate(t, func(o *Ledger) {
 		o.Plans = map[string]*plan.Descriptor{"trip": d}
 		o.OpenSince = func(context.Context, string) (store.Version, error) { return 1, nil }
 	})
 	task := g.add(alice, flow, "act", nil)
 	g.add(alice, flow, "workflow_start", ext().Text(ect.MemberWorkflowName, "trip"), task)
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	g.add(gateway, flow, "act", ofCall("completed", caller), task, ckpt)
+	g.add(gateway, flow, "act", ofCall("completed", callerKey), task, ckpt)
 	var doc struct{ Plan *plan.Progress }
 	if g.get("workflows/"+flow, asAlice).read(200, &doc); doc.Plan == nil {
 		t.Fatal("it is not shown")

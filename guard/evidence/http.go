@@ -1,11 +1,13 @@
-package api
+package evidence
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
 	"slices"
 	"time"
 
@@ -14,19 +16,18 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/hitl"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
 )
 
-// defaultMaxNodes is the number of entries of a workflow that one request reads.
-const defaultMaxNodes = ect.MaxAncestors
-
-// LedgerOptions are the settings of a Ledger.
-type LedgerOptions struct {
+// Ledger answers requests about the ledger and its workflows. It is safe for concurrent use
+// and has no state but its settings.
+type Ledger struct {
 	// Log is the ledger. Required. Its Links must include the parents of every entry for
 	// which Outcomes returns nothing.
 	Log *ledger.Log
@@ -49,7 +50,7 @@ type LedgerOptions struct {
 	// Required.
 	Record func(ctx context.Context, tokens []*ect.Token) error
 	// Bind binds the token of who puts a plan to that, durably. The error is a *Problem. Nil does nothing.
-	Bind func(ctx context.Context, t *ect.Token, use evidence.Use) error
+	Bind func(ctx context.Context, t *ect.Token, use Use) error
 	// Refused takes the tokens of a request that was refused since what they name is not known here,
 	// or not to their issuer. It must behave the same whatever they name (P3). Nil does nothing.
 	Refused func(r *http.Request, raws []string) error
@@ -101,102 +102,95 @@ type LedgerOptions struct {
 	MaxPlanned int
 }
 
-// Ledger answers requests about the ledger and its workflows. It is safe for concurrent use
-// and has no state but its settings.
-type Ledger struct {
-	LedgerOptions
+// NewLedger returns a Ledger with defaults.
+func NewLedger(s Ledger) *Ledger {
+	s.MaxNodes, s.MaxPlanned = cmp.Or(s.MaxNodes, ect.MaxAncestors), cmp.Or(s.MaxPlanned, maxEnding)
+	if s.Waits == nil {
+		s.Waits = context.Background()
+	}
+	return &s
 }
 
-// NewLedger makes a Ledger.
-func NewLedger(o LedgerOptions) *Ledger {
-	if o.MaxNodes == 0 {
-		o.MaxNodes = defaultMaxNodes
-	}
-	if o.MaxPlanned == 0 {
-		o.MaxPlanned = maxEnding
-	}
-	if o.Waits == nil {
-		o.Waits = context.Background()
-	}
-	return &Ledger{o}
+// Asked is a request to a Ledger by somebody whom the gateway has identified.
+type Asked struct {
+	*Ledger
+	Who router.Reader
 }
 
-// serve answers. The error is a *problem.Problem that was not sent yet, or that of the request's
-// context.
-func (s *Ledger) serve(a responder, to route, who evidence.Reader) error {
-	if !to.allowed(a.w, a.r) {
-		return nil
-	}
-	q := &ledgerRequest{Ledger: s, responder: a, who: who, route: to}
-	return q.problem(q.answer())
+// Routes are the paths of the ledger, of workflows and of agents' errors.
+var Routes = []router.Route[router.Endpoint[Asked]]{
+	{Path: router.WellKnown + "ledger/head", Method: http.MethodGet, To: reads((*ledgerRequest).head, nil)},
+	{Path: router.WellKnown + "ledger/proof", Method: http.MethodGet, To: reads((*ledgerRequest).proof, nil)},
+	{Path: router.WellKnown + "ledger/consistency", Method: http.MethodGet, To: reads((*ledgerRequest).consistency, nil)},
+	{Path: entriesPath, Method: http.MethodGet, To: reads((*ledgerRequest).entryByID, nil)},
+	{Path: entriesPath + "/{index}", Method: http.MethodGet, To: reads((*ledgerRequest).entry, nil)},
+	{Path: workflowPath, Method: http.MethodGet + ", " + http.MethodPut, To: at((*ledgerRequest).workflowOrPlan)},
+	{Path: workflowPath + "/tokens", Method: http.MethodGet, To: router.Endpoint[Asked]{
+		Serve: reads((*ledgerRequest).workflowTokens, nil).Serve, Fits: router.PhaseIs(PhaseRead),
+	}},
+	{Path: workflowPath + "/complete", Method: http.MethodPost, To: at((*ledgerRequest).complete)},
+	{Path: router.WellKnown + "checkpoints/{id}", Method: http.MethodGet, To: router.Endpoint[Asked]{
+		Serve: reads((*ledgerRequest).checkpoint, router.UnknownPart).Serve,
+		Fits: func(name, phase string, ext ect.Ext) bool {
+			id, err := router.Segment(name, "checkpoint")
+			return err == nil && phase == PhaseCheckpoint && id == NamedCheckpoint(ext)
+		},
+	}},
+	{Path: router.WellKnown + "errors", Method: http.MethodPost, To: at((*ledgerRequest).takeErrors)},
+}
+
+const (
+	entriesPath  = router.WellKnown + "ledger/entries"
+	workflowPath = router.WellKnown + "workflows/{id}"
+)
+
+// at answers with serve.
+func at(serve func(*ledgerRequest) error) router.Endpoint[Asked] {
+	return router.Endpoint[Asked]{Serve: func(s Asked, a router.Responder) error {
+		q := &ledgerRequest{Ledger: s.Ledger, Responder: a, who: s.Who}
+		return q.problem(serve(q))
+	}}
+}
+
+// reads answers with serve those who may read. Those with an unknown credential are among them only where unknown is
+// what they get if they have made no calls.
+func reads(serve func(*ledgerRequest) error, unknown func() *problem.Problem) router.Endpoint[Asked] {
+	return at(func(q *ledgerRequest) error { return q.reading(serve, unknown) })
 }
 
 // ledgerRequest is one request to a Ledger.
 type ledgerRequest struct {
 	*Ledger
-	responder
-	who evidence.Reader
-	route
+	router.Responder
+	who router.Reader
 }
 
-func (q *ledgerRequest) answer() error {
-	switch q.endpoint {
-	case endpointErrors:
-		return q.takeErrors()
-	case endpointCompleteWorkflow:
-		return q.complete()
-	}
-	if q.r.Method == http.MethodPut {
+func (q *ledgerRequest) workflowOrPlan() error {
+	if q.R.Method == http.MethodPut {
 		return q.putPlan()
 	}
-	if q.who.Anonymous {
-		return problem.New(AuthenticationRequired, "Send the credential that the workflow's calls were made with.")
-	}
-	if q.who.Credential {
-		if err := q.admitCredential(); err != nil {
-			return err
-		}
-	}
-	switch q.endpoint {
-	case endpointHead:
-		return q.head()
-	case endpointProof:
-		return q.proof()
-	case endpointConsistency:
-		return q.consistency()
-	case endpointEntry:
-		return q.entry()
-	case endpointEntries:
-		return q.entryByID()
-	case endpointCheckpoint:
-		return q.checkpoint()
-	case endpointWorkflowTokens:
-		return q.workflowTokens()
-	}
-	return q.workflow()
+	return q.reading((*ledgerRequest).workflow, unknownWorkflow)
 }
 
-// admitCredential refuses what would read or wait on behalf of a caller who has made no
-// calls here, since anybody can make up a credential.
-func (q *ledgerRequest) admitCredential() error {
-	unknown := unknownPart()
-	switch q.endpoint {
-	case endpointCheckpoint:
-	case endpointWorkflow:
-		unknown = unknownWorkflow()
-	default:
-		return problem.New(AuthenticationRequired,
+func (q *ledgerRequest) reading(serve func(*ledgerRequest) error, unknown func() *problem.Problem) error {
+	switch {
+	case q.who.Anonymous:
+		return problem.New(router.Unauthenticated, "Send the credential that the workflow's calls were made with.")
+	case !q.who.Credential:
+	case unknown == nil:
+		return problem.New(router.Unauthenticated,
 			"Ask as somebody whom this gateway knows: with a token, a certificate, or a name of its own authentication.")
+	default:
+		// Reads and waits nothing for who has made no calls here, since anybody can make up a credential.
+		if called, err := q.hasCalled(q.R.Context(), q.who); err != nil || !called {
+			return cmp.Or(err, error(unknown()))
+		}
 	}
-	called, err := q.hasCalled(q.r.Context(), q.who)
-	if err == nil && !called {
-		err = unknown
-	}
-	return err
+	return serve(q)
 }
 
 // hasCalled reports whether the reader may have taken part in anything.
-func (s *Ledger) hasCalled(ctx context.Context, who evidence.Reader) (bool, error) {
+func (s *Ledger) hasCalled(ctx context.Context, who router.Reader) (bool, error) {
 	if !who.Credential || s.Called == nil {
 		return true, nil
 	}
@@ -205,14 +199,14 @@ func (s *Ledger) hasCalled(ctx context.Context, who evidence.Reader) (bool, erro
 
 // problem maps an error to a problem, unless the client has disconnected.
 func (q *ledgerRequest) problem(err error) error {
-	if err == nil || q.r.Context().Err() != nil {
+	if err == nil || q.R.Context().Err() != nil {
 		return err
 	}
 	otherwise := problem.New(problem.StoreUnavailable, "The gateway's ledger does not answer.")
 	if errors.Is(err, ect.ErrUnavailable) {
 		otherwise = problem.New(problem.ECTUnavailable, "Its issuer's keys, or the ledger, do not answer.")
 	}
-	return problemOf(err, otherwise)
+	return router.ProblemOf(err, otherwise, plan.ProblemOf, rollback.ProblemOf)
 }
 
 // LedgerHead is the newest signed head of a log. Its members are an API.
@@ -234,7 +228,7 @@ type LedgerHead struct {
 // head answers with the newest head, as JSON or as the signed note itself: that of this node's log, with
 // those of the others, or that of the log that the request names.
 func (q *ledgerRequest) head() error {
-	p, err := parseParams(q.r.URL, "log")
+	p, err := router.ParseParams(q.R.URL, "log")
 	if err != nil {
 		return err
 	}
@@ -243,16 +237,16 @@ func (q *ledgerRequest) head() error {
 		return err
 	}
 	head := log.Head()
-	q.w.Header().Set("Vary", "Accept")
-	if preferred(q.r, "application/json", "text/plain") == "text/plain" {
-		q.write(http.StatusOK, "text/plain; charset=utf-8", head.Note)
+	q.W.Header().Set("Vary", "Accept")
+	if router.Preferred(q.R, "application/json", "text/plain") == "text/plain" {
+		q.Write(http.StatusOK, "text/plain; charset=utf-8", head.Note)
 		return nil
 	}
 	doc := q.headDocument(&head)
 	if named {
-		return q.writeJSON(http.StatusOK, doc)
+		return q.JSON(http.StatusOK, doc)
 	}
-	origins, err := log.Logs(q.r.Context())
+	origins, err := log.Logs(q.R.Context())
 	if err != nil {
 		return err
 	}
@@ -260,7 +254,7 @@ func (q *ledgerRequest) head() error {
 		if origin == head.Origin {
 			continue
 		}
-		other, err := log.In(q.r.Context(), origin)
+		other, err := log.In(q.R.Context(), origin)
 		if errors.Is(err, ledger.ErrNotFound) {
 			continue // nothing of it can be verified here
 		}
@@ -274,7 +268,7 @@ func (q *ledgerRequest) head() error {
 		theirs := other.Head()
 		doc.Logs = append(doc.Logs, q.headDocument(&theirs))
 	}
-	return q.writeJSON(http.StatusOK, doc)
+	return q.JSON(http.StatusOK, doc)
 }
 
 func (s *Ledger) headDocument(head *ledger.Head) LedgerHead {
@@ -286,14 +280,14 @@ func (s *Ledger) headDocument(head *ledger.Head) LedgerHead {
 }
 
 // log is the log that a request names by the parameter log, or else this node's.
-func (q *ledgerRequest) log(p params) (log *ledger.Log, named bool, err error) {
-	origin, named, err := p.name("log")
+func (q *ledgerRequest) log(p router.Params) (log *ledger.Log, named bool, err error) {
+	origin, named, err := p.Name("log")
 	if err != nil || !named {
 		return q.Log, false, err
 	}
-	log, err = q.Log.In(q.r.Context(), origin)
+	log, err = q.Log.In(q.R.Context(), origin)
 	if errors.Is(err, ledger.ErrNotFound) {
-		err = badParameter("There is no such log: ledger/head lists all.")
+		err = router.Invalid("There is no such log: ledger/head lists all.")
 	}
 	return log, true, err
 }
@@ -309,7 +303,7 @@ type proofDocument struct {
 // proof answers with the inclusion proof of the entry at an index, in the tree of a size or
 // the newest.
 func (q *ledgerRequest) proof() error {
-	p, err := parseParams(q.r.URL, "index", "size", "log")
+	p, err := router.ParseParams(q.R.URL, "index", "size", "log")
 	if err != nil {
 		return err
 	}
@@ -317,7 +311,7 @@ func (q *ledgerRequest) proof() error {
 	if err != nil {
 		return err
 	}
-	index, err := p.required("index")
+	index, err := p.Required("index")
 	if err != nil {
 		return err
 	}
@@ -325,11 +319,11 @@ func (q *ledgerRequest) proof() error {
 	if err != nil {
 		return err
 	}
-	proof, err := log.Prove(q.r.Context(), index, size)
+	proof, err := log.Prove(q.R.Context(), index, size)
 	if err != nil {
 		return beyond(log, err)
 	}
-	return q.writeJSON(http.StatusOK, proofDocument{log.Origin(), index, size, append(tlog.RecordProof{}, proof...)})
+	return q.JSON(http.StatusOK, proofDocument{log.Origin(), index, size, append(tlog.RecordProof{}, proof...)})
 }
 
 // consistencyDocument is a consistency proof. Its members are an API.
@@ -343,7 +337,7 @@ type consistencyDocument struct {
 // consistency answers with the proof that the tree of size new, by default the newest,
 // extends the tree of size old.
 func (q *ledgerRequest) consistency() error {
-	p, err := parseParams(q.r.URL, "old", "new", "log")
+	p, err := router.ParseParams(q.R.URL, "old", "new", "log")
 	if err != nil {
 		return err
 	}
@@ -351,7 +345,7 @@ func (q *ledgerRequest) consistency() error {
 	if err != nil {
 		return err
 	}
-	older, err := p.required("old")
+	older, err := p.Required("old")
 	if err != nil {
 		return err
 	}
@@ -360,18 +354,18 @@ func (q *ledgerRequest) consistency() error {
 		return err
 	}
 	if older > newer {
-		return badParameter("old is larger than new.")
+		return router.Invalid("old is larger than new.")
 	}
-	proof, err := log.ProveConsistency(q.r.Context(), older, newer)
+	proof, err := log.ProveConsistency(q.R.Context(), older, newer)
 	if err != nil {
 		return beyond(log, err)
 	}
-	return q.writeJSON(http.StatusOK, consistencyDocument{log.Origin(), older, newer, append(tlog.TreeProof{}, proof...)})
+	return q.JSON(http.StatusOK, consistencyDocument{log.Origin(), older, newer, append(tlog.TreeProof{}, proof...)})
 }
 
 // sizeOf reads the size of a log's tree from a parameter; by default that of the newest head.
-func sizeOf(log *ledger.Log, p params, name string) (int64, error) {
-	size, there, err := p.number(name)
+func sizeOf(log *ledger.Log, p router.Params, name string) (int64, error) {
+	size, there, err := p.Number(name)
 	if !there {
 		size = log.Head().Size
 	}
@@ -428,7 +422,7 @@ func notThere(err error) error {
 
 // entry answers with the entry at an index of this node's log, or of the one that the request names.
 func (q *ledgerRequest) entry() error {
-	p, err := parseParams(q.r.URL, "log")
+	p, err := router.ParseParams(q.R.URL, "log")
 	if err != nil {
 		return err
 	}
@@ -436,11 +430,11 @@ func (q *ledgerRequest) entry() error {
 	if err != nil {
 		return err
 	}
-	index, ok := parseNumber(q.name)
+	index, ok := router.ParseNumber(q.Name)
 	if !ok {
-		return badParameter("The index is not a whole number from 0 on, without a sign or leading zeros.")
+		return router.Invalid("The index is not a whole number from 0 on, without a sign or leading zeros.")
 	}
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	e, err := log.Entry(ctx, index)
 	if err != nil {
 		return notThere(err)
@@ -457,22 +451,22 @@ func (q *ledgerRequest) entry() error {
 // entryByID answers with the entry of a token. With the workflow's name, the request can
 // wait for an entry that is not in the tree yet.
 func (q *ledgerRequest) entryByID() error {
-	p, err := parseParams(q.r.URL, "jti", "wid", "wait")
+	p, err := router.ParseParams(q.R.URL, "jti", "wid", "wait")
 	if err != nil {
 		return err
 	}
-	id, there, err := p.name("jti")
+	id, there, err := p.Name("jti")
 	if err != nil {
 		return err
 	}
 	if !there {
-		return badParameter("jti is missing.")
+		return router.Invalid("jti is missing.")
 	}
-	name, there, err := p.name("wid")
+	name, there, err := p.Name("wid")
 	if err != nil {
 		return err
 	}
-	wait, err := p.wait()
+	wait, err := p.Wait()
 	if err != nil {
 		return err
 	}
@@ -492,7 +486,7 @@ func (q *ledgerRequest) entryByID() error {
 // participants of the workflow can wait: the duration must not reveal to others whether
 // there is an entry.
 func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (found bool, err error) {
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	e, err := q.Log.Lookup(ctx, wid, id)
 	// After the lookup, so that it includes an entry that was recorded meanwhile.
 	part, partErr := q.participationOf(ctx, wid, q.who)
@@ -502,7 +496,7 @@ func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (fou
 	// Wait for unknown entries too: the reader may have the id of a call that is not
 	// recorded yet.
 	if errors.Is(err, ledger.ErrNotFound) && wait > 0 && !part.Empty() {
-		waits, cancel := until(q.r.Context(), q.Waits, wait)
+		waits, cancel := router.Until(q.R.Context(), q.Waits, wait)
 		defer cancel()
 		if late, waitErr := q.Log.Await(waits, wid, id); waitErr == nil {
 			e, err = late, nil
@@ -537,7 +531,7 @@ func (q *ledgerRequest) entryInWorkflow(wid, id string, wait time.Duration) (fou
 
 // entryAnywhere finds the one entry with an id that the reader may see, in any workflow.
 func (q *ledgerRequest) entryAnywhere(id string) error {
-	ctx := q.r.Context()
+	ctx := q.R.Context()
 	all, err := q.Log.Find(ctx, id)
 	if err != nil {
 		return err
@@ -558,7 +552,7 @@ func (q *ledgerRequest) entryAnywhere(id string) error {
 	case 1:
 		return q.writeEntry(seen[0])
 	}
-	return badParameter("The id stands in several workflows: name one of them with wid.")
+	return router.Invalid("The id stands in several workflows: name one of them with wid.")
 }
 
 // token is the token of an entry; empty if it has none, or if the key is gone that would sign
@@ -572,7 +566,7 @@ func (s *Ledger) token(ctx context.Context, e *ledger.Entry) (string, error) {
 }
 
 func (q *ledgerRequest) writeEntry(e *ledger.Entry) error {
-	token, err := q.token(q.r.Context(), e)
+	token, err := q.token(q.R.Context(), e)
 	if err != nil {
 		return err
 	}
@@ -583,16 +577,16 @@ func (q *ledgerRequest) writeEntry(e *ledger.Entry) error {
 		Level: levelOf(token), Leaf: e.Leaf, Token: token,
 	}
 	doc.Signed = doc.Level != "" && doc.Level != "L1"
-	log, err := q.Log.In(q.r.Context(), e.Log)
+	log, err := q.Log.In(q.R.Context(), e.Log)
 	if err == nil {
 		var receipt ledger.Receipt
-		receipt, err = log.Receipt(q.r.Context(), e.Index)
+		receipt, err = log.Receipt(q.R.Context(), e.Index)
 		doc.Receipt = &receipt
 	}
 	if err != nil && !errors.Is(err, ledger.ErrNotFound) {
 		return err
 	}
-	return q.writeJSON(http.StatusOK, doc)
+	return q.JSON(http.StatusOK, doc)
 }
 
 const (
@@ -638,7 +632,7 @@ func (q *ledgerRequest) takeErrors() error {
 	}
 	status, err := q.keep(raws, all)
 	if code := (*ect.Error)(nil); q.Refused != nil && errors.As(err, &code) && (code.Code == ect.CodeParentUnknown || code.Code == ect.CodeExt) {
-		if failed := q.Refused(q.r, raws); failed != nil {
+		if failed := q.Refused(q.R, raws); failed != nil {
 			return failed
 		}
 	}
@@ -647,35 +641,35 @@ func (q *ledgerRequest) takeErrors() error {
 	}
 	var doc recordedDocument
 	for _, u := range all {
-		e, err := q.Log.Lookup(q.r.Context(), u.Workflow(), u.ID())
+		e, err := q.Log.Lookup(q.R.Context(), u.Workflow(), u.ID())
 		if err != nil {
 			return err
 		}
 		doc.Recorded = append(doc.Recorded, recordedError{e.ID, e.Workflow, e.Log, e.Index, entryURL(e.Workflow, e.ID)})
 	}
 	if len(doc.Recorded) == 1 {
-		q.w.Header().Set("Location", doc.Recorded[0].Entry)
+		q.W.Header().Set("Location", doc.Recorded[0].Entry)
 	}
-	return q.writeJSON(status, doc)
+	return q.JSON(status, doc)
 }
 
 // errorTokens returns the tokens of the body, or of the header if there is no body.
 func (q *ledgerRequest) errorTokens() ([]string, error) {
-	body, err := io.ReadAll(io.LimitReader(q.r.Body, maxBody+1))
+	body, err := io.ReadAll(io.LimitReader(q.R.Body, maxBody+1))
 	var tooLarge *http.MaxBytesError
 	switch {
 	case errors.As(err, &tooLarge) || len(body) > maxBody:
-		return nil, refused(ect.CodeTooLarge)
+		return nil, &ect.Error{Code: ect.CodeTooLarge}
 	case err != nil:
-		return nil, badParameter("The body could not be read to its end.")
+		return nil, router.Invalid("The body could not be read to its end.")
 	}
 	var raws []string
 	if len(body) == 0 {
-		raws, err = ect.ParseFields(q.r.Header.Values(ect.FieldName))
+		raws, err = ect.ParseFields(q.R.Header.Values(ect.FieldName))
 	} else {
 		var ours bool
-		if raws, ours, err = ect.ParseBody(q.r.Header.Get("Content-Type"), body); !ours {
-			return nil, badParameter("Send tokens in " + ect.FieldName + " without a body, or a body of the type " +
+		if raws, ours, err = ect.ParseBody(q.R.Header.Get("Content-Type"), body); !ours {
+			return nil, router.Invalid("Send tokens in " + ect.FieldName + " without a body, or a body of the type " +
 				ect.MediaType + ", or a JSON array of tokens.")
 		}
 	}
@@ -685,11 +679,11 @@ func (q *ledgerRequest) errorTokens() ([]string, error) {
 	case err != nil:
 		return nil, err
 	case len(raws) == 0 && q.who.Anonymous:
-		return nil, problem.New(AuthenticationRequired, "Send the error as a signed token.")
+		return nil, problem.New(router.Unauthenticated, "Send the error as a signed token.")
 	case len(raws) == 0:
-		return nil, refused(ect.CodeMissing)
+		return nil, &ect.Error{Code: ect.CodeMissing}
 	case len(raws) > ledger.MaxEvents || slices.ContainsFunc(raws, func(raw string) bool { return len(raw) > ledger.MaxPayload }):
-		return nil, refused(ect.CodeTooLarge)
+		return nil, &ect.Error{Code: ect.CodeTooLarge}
 	}
 	return raws, nil
 }
@@ -702,15 +696,15 @@ func checkError(u *ect.Unverified) error {
 	_, said := u.Ext().Raw(ect.MemberSeverity)
 	switch {
 	case u.Event() != ect.EventError:
-		return refused(ect.CodeAction)
+		return &ect.Error{Code: ect.CodeAction}
 	case u.Level() < ect.L2:
-		return refused(ect.CodeLevel) // C-6.2-a
+		return &ect.Error{Code: ect.CodeLevel} // C-6.2-a
 	case u.Workflow() == "":
-		return refused(ect.CodeWorkflow)
+		return &ect.Error{Code: ect.CodeWorkflow}
 	case len(u.Parents()) == 0:
-		return refused(ect.CodeParents)
+		return &ect.Error{Code: ect.CodeParents}
 	case said && !slices.Contains([]string{"info", "warning", "error", "critical"}, severity):
-		return refused(ect.CodeExt)
+		return &ect.Error{Code: ect.CodeExt}
 	}
 	for _, m := range u.Lacks() {
 		if raw, there := u.Ext().Raw(m); m != ect.MemberCheckpointID || there && raw != "null" {
@@ -731,12 +725,12 @@ func (q *ledgerRequest) keep(raws []string, all []*ect.Unverified) (status int, 
 			return status, err
 		}
 		if verified == nil {
-			if verified, err = q.Verify(q.r, fresh); err != nil {
+			if verified, err = q.Verify(q.R, fresh); err != nil {
 				return 0, err
 			}
 		}
 		if taken {
-			return 0, refused(ect.CodeReplayed)
+			return 0, &ect.Error{Code: ect.CodeReplayed}
 		}
 		tokens := slices.DeleteFunc(slices.Clone(verified), func(t *ect.Token) bool { return !slices.Contains(fresh, t.Raw()) })
 		if len(tokens) != len(fresh) {
@@ -745,7 +739,7 @@ func (q *ledgerRequest) keep(raws []string, all []*ect.Unverified) (status int, 
 		if err := q.checkParents(tokens, all); err != nil {
 			return 0, err
 		}
-		switch err := q.Record(q.r.Context(), tokens); {
+		switch err := q.Record(q.R.Context(), tokens); {
 		case err == nil:
 			return http.StatusCreated, nil
 		case !errors.Is(err, ledger.ErrDuplicate):
@@ -759,7 +753,7 @@ func (q *ledgerRequest) keep(raws []string, all []*ect.Unverified) (status int, 
 // of the ids; only somebody who can sign as the issuer may learn that.
 func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []string, taken bool, err error) {
 	for i, raw := range raws {
-		e, err := q.Log.Lookup(q.r.Context(), all[i].Workflow(), all[i].ID())
+		e, err := q.Log.Lookup(q.R.Context(), all[i].Workflow(), all[i].ID())
 		switch {
 		case errors.Is(err, ledger.ErrNotFound):
 			fresh = append(fresh, raw)
@@ -768,7 +762,7 @@ func (q *ledgerRequest) fresh(raws []string, all []*ect.Unverified) (fresh []str
 		default:
 			token := ""
 			if err == nil {
-				if token, err = q.token(q.r.Context(), &e); err != nil {
+				if token, err = q.token(q.R.Context(), &e); err != nil {
 					return nil, false, err
 				}
 			}
@@ -791,19 +785,19 @@ func (q *ledgerRequest) checkParents(tokens []*ect.Token, all []*ect.Unverified)
 				return err
 			}
 			if !known {
-				return refused(ect.CodeParentUnknown)
+				return &ect.Error{Code: ect.CodeParentUnknown}
 			}
 		}
-		if checkpoint := evidence.NamedCheckpoint(t.Ext()); checkpoint != "" {
+		if checkpoint := NamedCheckpoint(t.Ext()); checkpoint != "" {
 			known, err := q.knows(t.Workflow(), checkpoint, nil)
 			if err != nil {
 				return err
 			}
 			if !known {
-				return refused(ect.CodeExt)
+				return &ect.Error{Code: ect.CodeExt}
 			}
 		}
-		if err := q.CheckReport(q.r.Context(), t, tokens); err != nil {
+		if err := q.CheckReport(q.R.Context(), t, tokens); err != nil {
 			return err
 		}
 	}
@@ -815,5 +809,52 @@ func (q *ledgerRequest) knows(wid, id string, along []*ect.Unverified) (bool, er
 	if slices.ContainsFunc(along, func(u *ect.Unverified) bool { return u.Workflow() == wid && u.ID() == id }) {
 		return true, nil
 	}
-	return q.Log.Has(q.r.Context(), wid, id)
+	return q.Log.Has(q.R.Context(), wid, id)
 }
+
+// entryURL returns the path at which an entry is read.
+func entryURL(wid, id string) string {
+	return entriesPath + "?" + url.Values{"jti": {id}, "wid": {wid}}.Encode()
+}
+
+// Kinds are the problems of the ledger, in the order in which they are documented.
+var Kinds = []problem.Kind{entryUnknown, entryPruned, WorkflowUnknown, workflowRunning, initiatorRequired}
+
+var (
+	entryUnknown = problem.Kind{
+		Slug: "entry-unknown", Status: http.StatusNotFound,
+		Title:    "The ledger has no such entry for this reader",
+		Meaning:  "Nothing stands there, or it belongs to a workflow in which the identity that asks has no part. The two are not told apart.",
+		Caller:   "Ask with the identity that took part in the workflow. An entry reaches the ledger a moment after its request.",
+		Operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	entryPruned = problem.Kind{
+		Slug: "entry-pruned", Status: http.StatusGone,
+		Title:    "The content of the entry is no longer kept",
+		Meaning:  "The entry was recorded and its content was pruned after the retention. Its hash is still in the tree, and proofs over it still hold.",
+		Caller:   "Use a copy of the entry that was made before, if there is one; its receipt and the inclusion proof still prove it.",
+		Operator: "`retain` in the `identity` is how long the ledger keeps contents.",
+	}
+	// WorkflowUnknown is for a workflow of which nothing is known to the reader.
+	WorkflowUnknown = problem.Kind{
+		Slug: "workflow-unknown", Status: http.StatusNotFound,
+		Title:    "No workflow of this reader has this id",
+		Meaning:  "Nothing is recorded under this workflow id, or the identity that asks has no part in it. The two are not told apart.",
+		Caller:   "Ask with the identity that took part in the workflow.",
+		Operator: "Readers are told apart as callers are: by the issuer of a verified token, else by the credential that a call was made with.",
+	}
+	workflowRunning = problem.Kind{
+		Slug: "workflow-running", Status: http.StatusConflict, RetryAfter: 2 * time.Second,
+		Title:    "The workflow has not ended",
+		Meaning:  "The end of a workflow is recorded when nothing of it runs, is in doubt, or is being undone. Nothing was recorded.",
+		Caller:   "Wait for the workflow's calls, and ask again after Retry-After. The workflow's page shows what is open.",
+		Operator: "A call in doubt is settled with `caddy agent-guard executions resolve`.",
+	}
+	initiatorRequired = problem.Kind{
+		Slug: "initiator-required", Status: http.StatusForbidden,
+		Title:    "Only who has begun the workflow says that it has ended",
+		Meaning:  "The end of a workflow is said by who made its first call or sent its workflow_start, or by a coordinator. The identity that asks takes part in the workflow, and is neither. Nothing was recorded.",
+		Caller:   "Let the initiator ask.",
+		Operator: "`coordinators` in the `rollback` block names who may for all workflows.",
+	}
+)

@@ -1,7 +1,8 @@
-package api_test
+package rollback_test
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
 	"go/ast"
 	"go/parser"
@@ -15,17 +16,17 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
-	. "github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	. "github.com/agent-guard/caddy-agent-guard/guard/rollback"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // Cascade 4.3.2, Figure 10: a rollback in one request, with the token that records it.
 func TestCascade432Execute(t *testing.T) {
 	s := newSite(t)
 	token := issued(t, alice, claims(flow, parents(failure)))
-	got := s.post(RollbackPath, body(askedID, strings.ToUpper(point), `, "scope": "sub_dag", "reason": "a cause", "urgency": "high", "unknown": [1]`), token)
+	got := s.post(Path, bodyOf(askedID, strings.ToUpper(point), `, "scope": "sub_dag", "reason": "a cause", "urgency": "high", "unknown": [1]`), token)
 	doc := got.document(http.StatusOK)
 	if doc.Status != rollback.Completed || doc.State != "finished" || doc.ID != "urn:uuid:"+askedID || doc.Scope != rollback.SubDAG {
 		t.Errorf("%+v", doc)
@@ -53,22 +54,22 @@ func TestCascade413Scope(t *testing.T) {
 		`, "cascade": true, "scope": "sub_dag"`: rollback.SubDAG, `, "cascade": false, "scope": "single"`: rollback.Single, `, "scope": null`: rollback.Single,
 	} {
 		s := newSite(t)
-		s.post(RollbackPath, body(askedID, point, more), issued(t, alice, claims(flow))).document(http.StatusOK)
+		s.post(Path, bodyOf(askedID, point, more), issued(t, alice, claims(flow))).document(http.StatusOK)
 		if got := s.accepted[askedID].Scope; got != want {
 			t.Errorf("%s: %s", more, got)
 		}
 	}
 	s := newSite(t)
-	whole := body(askedID, point, `, "scope": "full_workflow"`)
+	whole := bodyOf(askedID, point, `, "scope": "full_workflow"`)
 	signed := func(by string) *ect.Token {
 		return issued(t, by, claims(flow, saying(new(ect.ExtBuilder).Text(ect.MemberScope, "full_workflow"))))
 	}
-	s.post(RollbackPath, whole, signed(alice)).refused(403, "coordinator-required", "")
-	s.post(RollbackPath, whole, signed(mallory)).refused(403, "not-in-workflow", "")
+	s.post(Path, whole, signed(alice)).refused(403, "coordinator-required", "")
+	s.post(Path, whole, signed(mallory)).refused(403, "not-in-workflow", "")
 	if len(s.entered)+len(s.bound) > 0 {
 		t.Errorf("entered %v", s.entered)
 	}
-	s.post(RollbackPath, whole, signed(coordinator)).document(http.StatusOK)
+	s.post(Path, whole, signed(coordinator)).document(http.StatusOK)
 	if !s.accepted[askedID].Coordinator {
 		t.Error("not asked as a coordinator")
 	}
@@ -80,26 +81,26 @@ func TestCascade432MalformedRequests(t *testing.T) {
 	token := issued(t, alice, claims(flow))
 	for what, text := range map[string]string{
 		"empty": "", "no object": "[]", "no id": `{"checkpoint_id": "c"}`, "no checkpoint": `{"rollback_id": "urn:uuid:` + askedID + `"}`,
-		"an id that is none": `{"rollback_id": "x", "checkpoint_id": "c"}`, "the nil id": body("00000000-0000-0000-0000-000000000000", point, ""),
+		"an id that is none": `{"rollback_id": "x", "checkpoint_id": "c"}`, "the nil id": bodyOf("00000000-0000-0000-0000-000000000000", point, ""),
 		"another phase": `{"rollback_id": "urn:uuid:` + askedID + `", "checkpoint_id": "c", "phase": "prepare"}`,
-		"another scope": body(askedID, point, `, "scope": "all"`), "a wrong type": body(askedID, point, `, "cascade": "true"`),
-		"both at once": body(askedID, point, `, "scope": "single", "cascade": true`), "neither": body(askedID, point, `, "scope": "sub_dag", "cascade": false`),
-		"a number": body(askedID, point, `, "reason": 1`), "a duplicate": body(askedID, point, `, "checkpoint_id": "c"`),
-		"something behind": body(askedID, point, "") + "{}", "no UTF-8": body(askedID, point, ", \"reason\": \"\xff\""),
-		"a long reason": body(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": body(askedID, "a\n", ""),
-		"a long urgency": body(askedID, point, `, "urgency": "`+strings.Repeat("x", 65)+`"`), "cut": body(askedID, point, "")[:40],
-		"a dry run that is none": body(askedID, point, `, "dry_run": "yes"`),
-		"a hash that is none":    body(askedID, point, `, "plan_hash": "12"`), "a hash of other digits": body(askedID, point, `, "plan_hash": "`+strings.Repeat("xy", 32)+`"`),
+		"another scope": bodyOf(askedID, point, `, "scope": "all"`), "a wrong type": bodyOf(askedID, point, `, "cascade": "true"`),
+		"both at once": bodyOf(askedID, point, `, "scope": "single", "cascade": true`), "neither": bodyOf(askedID, point, `, "scope": "sub_dag", "cascade": false`),
+		"a number": bodyOf(askedID, point, `, "reason": 1`), "a duplicate": bodyOf(askedID, point, `, "checkpoint_id": "c"`),
+		"something behind": bodyOf(askedID, point, "") + "{}", "no UTF-8": bodyOf(askedID, point, ", \"reason\": \"\xff\""),
+		"a long reason": bodyOf(askedID, point, `, "reason": "`+strings.Repeat("x", 513)+`"`), "a control character": bodyOf(askedID, "a\n", ""),
+		"a long urgency": bodyOf(askedID, point, `, "urgency": "`+strings.Repeat("x", 65)+`"`), "cut": bodyOf(askedID, point, "")[:40],
+		"a dry run that is none": bodyOf(askedID, point, `, "dry_run": "yes"`),
+		"a hash that is none":    bodyOf(askedID, point, `, "plan_hash": "12"`), "a hash of other digits": bodyOf(askedID, point, `, "plan_hash": "`+strings.Repeat("xy", 32)+`"`),
 	} {
-		if got := s.post(RollbackPath, text, token); got.Code != 400 {
+		if got := s.post(Path, text, token); got.Code != 400 {
 			t.Errorf("%s: %d %s", what, got.Code, got.Body)
 		}
 	}
-	s.post(RollbackPath, body(askedID, point, `, "x": "`+strings.Repeat("x", 16<<10)+`"`), token).refused(413, "body-too-large", "")
+	s.post(Path, bodyOf(askedID, point, `, "x": "`+strings.Repeat("x", 16<<10)+`"`), token).refused(413, "body-too-large", "")
 	if len(s.accepted)+s.plans+len(s.entered) > 0 {
 		t.Errorf("accepted %v, %d plans, entered %v", s.accepted, s.plans, s.entered)
 	}
-	for method, path := range map[string]string{http.MethodGet: RollbackPath, http.MethodPost: RollbackURL(askedID), http.MethodPut: ATDRollbackPath} {
+	for method, path := range map[string]string{http.MethodGet: Path, http.MethodPost: URL(askedID), http.MethodPut: ATDPath} {
 		r, _ := http.NewRequestWithContext(t.Context(), method, path, nil)
 		if got := s.do(r); got.Code != 405 || got.Header().Get("Allow") == "" {
 			t.Errorf("%s %s: %d", method, path, got.Code)
@@ -110,7 +111,7 @@ func TestCascade432MalformedRequests(t *testing.T) {
 // C-4.3.2-b to -e, Figure 9: the answer says whether the agents are prepared, and why not; a
 // reservation is recorded with the use of the token, which is good for nothing else.
 func TestCascade432Prepared(t *testing.T) {
-	s := newSite(t, func(o *RollbackOptions) { o.Reservation = 7 * time.Second })
+	s := newSite(t, func(o *Rollbacks) { o.Reservation = 7 * time.Second })
 	token := issued(t, alice, claims(flow))
 	figure9 := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "scope": "sub_dag"}`, askedID, point)
 	var first PreparedDocument
@@ -125,21 +126,21 @@ func TestCascade432Prepared(t *testing.T) {
 	}
 	same(t, "the same token", got, s.post(PreparePath, figure9, token))
 	same(t, "another token", got, s.post(PreparePath, figure9, issued(t, alice, claims(flow))))
-	s.post(RollbackPath, body(askedID, point, `, "cascade": true`), token).refused(403, "ect-invalid", "replayed")
-	s.post(PreparePath, body(askedID, point, ""), token).refused(400, "parameter-invalid", "")
+	s.post(Path, bodyOf(askedID, point, `, "cascade": true`), token).refused(403, "ect-invalid", "replayed")
+	s.post(PreparePath, bodyOf(askedID, point, ""), token).refused(400, "parameter-invalid", "")
 	other := fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, askedID, point)
 	s.post(PreparePath, other, issued(t, alice, claims(flow))).refused(422, "rollback-mismatch", "")
 	s.post(PreparePath, other, issued(t, mallory, claims(flow))).refused(403, "not-in-workflow", "")
 
 	var shown PreparedDocument
-	s.get(RollbackURL(askedID), evidence.Reader{Issuer: alice}).read(http.StatusOK, &shown)
+	s.get(URL(askedID), router.Reader{Issuer: alice}).read(http.StatusOK, &shown)
 	if shown.Status != "prepared" || shown.PlanHash != first.PlanHash {
 		t.Errorf("%+v", shown)
 	}
-	s.get(RollbackURL(askedID), evidence.Reader{Issuer: "spiffe://example.com/agent/nobody"}).refused(403, "not-in-workflow", "")
+	s.get(URL(askedID), router.Reader{Issuer: "spiffe://example.com/agent/nobody"}).refused(403, "not-in-workflow", "")
 
 	// Figure 10 has no scope: it is that of what was prepared.
-	s.post(RollbackPath, body(askedID, point, `, "plan_hash": "`+first.PlanHash+`"`), issued(t, alice, claims(flow))).document(http.StatusOK)
+	s.post(Path, bodyOf(askedID, point, `, "plan_hash": "`+first.PlanHash+`"`), issued(t, alice, claims(flow))).document(http.StatusOK)
 	if r := s.accepted[askedID]; r.Scope != rollback.SubDAG || fmt.Sprintf("%x", r.Planned) != first.PlanHash {
 		t.Errorf("%+v", r)
 	}
@@ -167,7 +168,7 @@ func TestCascade432CannotPrepareIs409(t *testing.T) {
 			s := newSite(t)
 			s.refusal, s.obstacles = c.refusal, c.obstacles
 			for _, send := range []struct{ path, body string }{
-				{RollbackPath, body(askedID, point, `, "dry_run": true`)},
+				{Path, bodyOf(askedID, point, `, "dry_run": true`)},
 				{PreparePath, fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "dry_run": true}`, askedID, point)},
 				{PreparePath, fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, askedID, point)},
 			} {
@@ -192,7 +193,7 @@ func TestCascade432CannotPrepareIs409(t *testing.T) {
 // any more, and the same prepare is judged anew, with a new token. A release that comes again, or later, says the same
 // and ends nothing else; an execute that was faster goes on.
 func TestCascade432Release(t *testing.T) {
-	s := newSite(t, func(o *RollbackOptions) { o.Rate = 5 })
+	s := newSite(t, func(o *Rollbacks) { o.Rate = 5 })
 	text := func(more string) string {
 		return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "scope": "sub_dag"%s}`, askedID, point, more)
 	}
@@ -217,10 +218,10 @@ func TestCascade432Release(t *testing.T) {
 	}
 	token := fresh(alice)
 	same(t, "what is reserved", first, s.post(PreparePath, release, token))
-	if s.released != 1 || s.bound[flow+"/"+token.ID()] == (evidence.Use{}) {
+	if s.released != 1 || s.bound[flow+"/"+token.ID()] == ([sha256.Size]byte{}) {
 		t.Errorf("released %d times, bound %v", s.released, s.bound)
 	}
-	s.post(RollbackPath, text(""), token).refused(403, "ect-invalid", "replayed")
+	s.post(Path, text(""), token).refused(403, "ect-invalid", "replayed")
 	s.post(PreparePath, text(""), token).refused(403, "ect-invalid", "replayed")
 
 	var again PreparedDocument
@@ -230,19 +231,19 @@ func TestCascade432Release(t *testing.T) {
 	if s.released != 1 || again.Until.IsZero() {
 		t.Errorf("released %d times: %+v", s.released, again)
 	}
-	s.post(RollbackPath, text(""), fresh(alice)).document(http.StatusOK)
+	s.post(Path, text(""), fresh(alice)).document(http.StatusOK)
 	late := s.post(PreparePath, release, fresh(alice)).document(http.StatusConflict)
 	if late.State != "finished" || s.released != 1 {
 		t.Errorf("%+v", late)
 	}
 	s.post(PreparePath, text(`, "phase": "execute"`), fresh(alice)).refused(400, "parameter-invalid", "")
-	s.post(RollbackPath, release, fresh(alice)).refused(400, "parameter-invalid", "")
+	s.post(Path, release, fresh(alice)).refused(400, "parameter-invalid", "")
 	s.post(PreparePath, release, fresh(alice)).refused(429, "quota-exceeded", "") // what is not reserved counts
 }
 
 // C-6.1-d: who prepares is counted as who executes, unless it is reserved already.
 func TestCascade61PrepareIsCounted(t *testing.T) {
-	s := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })
+	s := newSite(t, func(o *Rollbacks) { o.Rate = 1 })
 	text := func(id string) string {
 		return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q}`, id, point)
 	}
@@ -257,7 +258,7 @@ func TestCascade61PrepareIsCounted(t *testing.T) {
 // C-6.1-d: the parts of a coordinator's rollback are not counted, which is one rollback there: more of
 // them than the rate would be out of reach in the first phase. Others cannot call theirs parts.
 func TestCascade61PartsAreNotCounted(t *testing.T) {
-	s := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })
+	s := newSite(t, func(o *Rollbacks) { o.Rate = 1 })
 	part := func(n int) string {
 		return fmt.Sprintf(`{"rollback_id": "urn:uuid:%db1b1c2d-e4f5-4789-abcd-ef0123456789", "checkpoint_id": %q, "part_of": "urn:uuid:%s"}`, n, point, askedID)
 	}
@@ -273,7 +274,7 @@ func TestCascade61PartsAreNotCounted(t *testing.T) {
 // its URL.
 func TestCascade434IDOfSeveralCheckpoints(t *testing.T) {
 	const own = "11b1c2d3-e4f5-4789-abcd-ef0123456789"
-	for phase, path := range map[string]string{"prepare": PreparePath, "execute": RollbackPath} {
+	for phase, path := range map[string]string{"prepare": PreparePath, "execute": Path} {
 		t.Run(phase, func(t *testing.T) {
 			s := newSite(t)
 			first := true
@@ -315,7 +316,7 @@ func TestCascade434IDOfSeveralCheckpoints(t *testing.T) {
 			if r := s.accepted[own]; r.Named != askedID || r.Checkpoint != point {
 				t.Errorf("%+v", r)
 			}
-			shown := s.get(RollbackURL(askedID)+"?checkpoint_id="+point, evidence.Reader{Issuer: alice})
+			shown := s.get(URL(askedID)+"?checkpoint_id="+point, router.Reader{Issuer: alice})
 			if shown.Code != http.StatusOK || shown.Body.String() != got.Body.String() {
 				t.Errorf("%d %s", shown.Code, shown.Body)
 			}
@@ -325,7 +326,7 @@ func TestCascade434IDOfSeveralCheckpoints(t *testing.T) {
 
 // C-6.1-d: further checkpoints under one id of a coordinator are counted as one rollback.
 func TestCascade61OneIDIsCountedOnce(t *testing.T) {
-	s := newSite(t, func(o *RollbackOptions) { o.Rate = 2 })
+	s := newSite(t, func(o *Rollbacks) { o.Rate = 2 })
 	n := 0
 	s.kept = func(id, _ string) string {
 		if n++; n == 1 {
@@ -334,48 +335,48 @@ func TestCascade61OneIDIsCountedOnce(t *testing.T) {
 		return fmt.Sprintf("%d1b1c2d3-e4f5-4789-abcd-ef0123456789", n%10)
 	}
 	for range 3 {
-		s.post(RollbackPath, body(askedID, point, ""), issued(t, coordinator, claims(flow))).document(http.StatusOK)
+		s.post(Path, bodyOf(askedID, point, ""), issued(t, coordinator, claims(flow))).document(http.StatusOK)
 	}
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).refused(429, "quota-exceeded", "")
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow))).refused(429, "quota-exceeded", "")
 }
 
 // C-6.1-c, P3: a checkpoint that is unknown, of another workflow, or of others in the same
 // one: the same answer, and nothing is recorded.
 func TestP3UnknownAndForeignAreOne(t *testing.T) {
 	s := newSite(t)
-	unknown := s.post(RollbackPath, body(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", ""), issued(t, alice, claims(flow)))
+	unknown := s.post(Path, bodyOf(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", ""), issued(t, alice, claims(flow)))
 	unknown.refused(403, "not-in-workflow", "")
-	same(t, "of another workflow", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(foreign))))
-	same(t, "of others", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, mallory, claims(flow))))
-	same(t, "in ATD's words", unknown, s.post(ATDRollbackPath, "", issued(t, mallory, claims(flow, in(ect.ATD), parents(point)))))
+	same(t, "of another workflow", unknown, s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(foreign))))
+	same(t, "of others", unknown, s.post(Path, bodyOf(askedID, point, ""), issued(t, mallory, claims(flow))))
+	same(t, "in ATD's words", unknown, s.post(ATDPath, "", issued(t, mallory, claims(flow, in(ect.ATD), parents(point)))))
 	for _, c := range []struct{ path, text string }{
-		{RollbackPath, body(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", "")}, {RollbackPath, body(askedID, point, "")}, {ATDRollbackPath, ""}, {AERRRollbackPath, body(askedID, point, "")},
+		{Path, bodyOf(askedID, "d1b1c2d3-e4f5-6789-abcd-ef0123456789", "")}, {Path, bodyOf(askedID, point, "")}, {ATDPath, ""}, {AERRPath, bodyOf(askedID, point, "")},
 	} {
 		token := issued(t, mallory, claims(flow, in(ect.ATD)))
 		s.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: true}
 		same(t, "a parent that is unknown", unknown, s.send(c.path, c.text))
 	}
 	// What else is wrong is refused alike, and what is counted is counted alike.
-	limited := newSite(t, func(o *RollbackOptions) { o.Rate = 1 })
+	limited := newSite(t, func(o *Rollbacks) { o.Rate = 1 })
 	for _, unseen := range []bool{false, true} {
 		task := issued(t, mallory, claims(flow, func(c *ect.Claims) { c.Action = "task" }))
 		limited.asking = &Asker{Token: task, All: []*ect.Token{task}, Unseen: unseen}
-		limited.send(RollbackPath, body(askedID, point, "")).refused(403, "ect-invalid", "exec_act")
+		limited.send(Path, bodyOf(askedID, point, "")).refused(403, "ect-invalid", "exec_act")
 		token := issued(t, []string{mallory, mallory + "2"}[map[bool]int{true: 1}[unseen]], claims(flow))
 		limited.asking = &Asker{Token: token, All: []*ect.Token{token}, Unseen: unseen}
-		limited.send(RollbackPath, "{}").refused(400, "parameter-invalid", "")
-		limited.send(RollbackPath, body(askedID, point, "")).refused(403, "not-in-workflow", "")
-		limited.send(RollbackPath, body(askedID, point, "")).refused(429, "quota-exceeded", "")
+		limited.send(Path, "{}").refused(400, "parameter-invalid", "")
+		limited.send(Path, bodyOf(askedID, point, "")).refused(403, "not-in-workflow", "")
+		limited.send(Path, bodyOf(askedID, point, "")).refused(429, "quota-exceeded", "")
 	}
 	if len(s.entered)+len(s.bound)+s.executed > 0 {
 		t.Errorf("entered %v, bound %v", s.entered, s.bound)
 	}
 
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
-	same(t, "an id of others' rollback", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, mallory, claims(flow))))
-	same(t, "from another workflow", unknown, s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(foreign))))
-	s.post(RollbackPath, body(askedID, "unknown", ""), issued(t, coordinator, claims(flow))).refused(404, "checkpoint-unknown", "")
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
+	same(t, "an id of others' rollback", unknown, s.post(Path, bodyOf(askedID, point, ""), issued(t, mallory, claims(flow))))
+	same(t, "from another workflow", unknown, s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(foreign))))
+	s.post(Path, bodyOf(askedID, "unknown", ""), issued(t, coordinator, claims(flow))).refused(404, "checkpoint-unknown", "")
 }
 
 // C-4.3.4-d, E-idempotency-a, A-rollback-timeout-d: the same id, or the same token, gets
@@ -383,26 +384,26 @@ func TestP3UnknownAndForeignAreOne(t *testing.T) {
 func TestP5TheSameRequestHasOneResult(t *testing.T) {
 	s := newSite(t)
 	token := issued(t, alice, claims(flow))
-	first := s.post(RollbackPath, body(askedID, point, ""), token)
+	first := s.post(Path, bodyOf(askedID, point, ""), token)
 	first.document(http.StatusOK)
-	same(t, "the same token", first, s.post(RollbackPath, body(askedID, point, ""), token))
+	same(t, "the same token", first, s.post(Path, bodyOf(askedID, point, ""), token))
 
 	s.asking.Late = &ect.Error{Code: ect.CodeExpired}
-	same(t, "after the token's time", first, s.send(RollbackPath, body(askedID, point, "")))
+	same(t, "after the token's time", first, s.send(Path, bodyOf(askedID, point, "")))
 	again := issued(t, alice, claims(flow))
-	same(t, "another token of the same asker", first, s.post(RollbackPath, body(askedID, point, ""), again))
+	same(t, "another token of the same asker", first, s.post(Path, bodyOf(askedID, point, ""), again))
 	if s.executed != 1 {
 		t.Errorf("executed %d times", s.executed)
 	}
 
 	other := "11b1c2d3-e4f5-4789-abcd-ef0123456789"
-	s.post(RollbackPath, body(other, point, ""), token).refused(403, "ect-invalid", "replayed")
-	s.post(RollbackPath, body(other, point, ""), again).refused(403, "ect-invalid", "replayed")
-	s.post(RollbackPath, body(askedID, point, `, "cascade": true`), token).refused(403, "ect-invalid", "replayed")
-	s.post(RollbackPath, body(askedID, point, `, "cascade": true`), issued(t, alice, claims(flow))).refused(422, "rollback-mismatch", "")
+	s.post(Path, bodyOf(other, point, ""), token).refused(403, "ect-invalid", "replayed")
+	s.post(Path, bodyOf(other, point, ""), again).refused(403, "ect-invalid", "replayed")
+	s.post(Path, bodyOf(askedID, point, `, "cascade": true`), token).refused(403, "ect-invalid", "replayed")
+	s.post(Path, bodyOf(askedID, point, `, "cascade": true`), issued(t, alice, claims(flow))).refused(422, "rollback-mismatch", "")
 
 	s.asking = &Asker{Token: issued(t, alice, claims(flow)), Late: &ect.Error{Code: ect.CodeExpired}}
-	s.send(RollbackPath, body(askedID, point, "")).refused(403, "ect-invalid", "expired")
+	s.send(Path, bodyOf(askedID, point, "")).refused(403, "ect-invalid", "expired")
 }
 
 // A token that two requests bring at once is bound once: the other one looks again.
@@ -416,7 +417,7 @@ func TestP5ATokenIsBoundOnce(t *testing.T) {
 		s.digests[name(token)] = token.Digest()
 		s.mu.Unlock()
 	}
-	s.post(RollbackPath, body(askedID, point, ""), token).refused(403, "ect-invalid", "replayed")
+	s.post(Path, bodyOf(askedID, point, ""), token).refused(403, "ect-invalid", "replayed")
 	if s.executed != 0 {
 		t.Errorf("executed %d times", s.executed)
 	}
@@ -427,7 +428,7 @@ func TestP5ATokenIsBoundOnce(t *testing.T) {
 func TestATDBasicRollback(t *testing.T) {
 	s := newSite(t)
 	token := issued(t, alice, claims(flow, in(ect.ATD), parents(point)))
-	got := s.post(ATDRollbackPath, "", token)
+	got := s.post(ATDPath, "", token)
 	want := rollback.Request{
 		ID: token.ID(), Checkpoint: point, Scope: rollback.SubDAG, Reason: "said in the token",
 		Token: token.ID(), By: alice, Lineage: rollback.Ancestor,
@@ -445,16 +446,16 @@ func TestATDBasicRollback(t *testing.T) {
 	if raw := got.Header().Get("Execution-Context"); raw == "" || !strings.Contains(got.Body.String(), raw) {
 		t.Errorf("token %q", raw)
 	}
-	s.post(ATDRollbackPath, "", issued(t, alice, claims(flow, in(ect.ATD), parents(point, failure)))).refused(403, "ect-invalid", "par")
-	s.post(ATDRollbackPath, "", issued(t, alice, claims(flow, parents(point), func(c *ect.Claims) { c.Action = "other" }))).refused(403, "ect-invalid", "exec_act")
+	s.post(ATDPath, "", issued(t, alice, claims(flow, in(ect.ATD), parents(point, failure)))).refused(403, "ect-invalid", "par")
+	s.post(ATDPath, "", issued(t, alice, claims(flow, parents(point), func(c *ect.Claims) { c.Action = "other" }))).refused(403, "ect-invalid", "exec_act")
 }
 
 // E-rollback-request-a, -b: the body, and the error that led to it.
 func TestAERRRollbackRequest(t *testing.T) {
-	for _, path := range []string{AERRRollbackPath, "/.well-known/aerr/rollback"} {
+	for _, path := range []string{AERRPath, "/.well-known/aerr/rollback"} {
 		s := newSite(t)
 		token := issued(t, alice, claims(flow, in(ect.AERR), parents(failure)))
-		got := s.post(path, body(askedID, point, `, "cascade": true, "reason": "why"`), token)
+		got := s.post(path, bodyOf(askedID, point, `, "cascade": true, "reason": "why"`), token)
 		if got.Code != 200 || !strings.Contains(got.Body.String(), `"exec_act": "aerr:rollback_complete"`) {
 			t.Errorf("%d %s", got.Code, got.Body)
 		}
@@ -462,7 +463,7 @@ func TestAERRRollbackRequest(t *testing.T) {
 			t.Errorf("%+v", r)
 		}
 		for _, id := range []string{askedID, "11b1c2d3-e4f5-4789-abcd-ef0123456789"} {
-			s.post(path, body(id, point, `, "cascade": true, "reason": "why"`), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
+			s.post(path, bodyOf(id, point, `, "cascade": true, "reason": "why"`), issued(t, alice, claims(flow, in(ect.AERR), parents(point)))).refused(403, "ect-invalid", "par")
 		}
 	}
 }
@@ -470,36 +471,36 @@ func TestAERRRollbackRequest(t *testing.T) {
 // C-6.1-a, A-security-rollback-authorization-b: only a signed token of a workflow is good.
 func TestCascade61AskingNeedsASignedToken(t *testing.T) {
 	s := newSite(t)
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(""))).refused(403, "ect-invalid", "wid")
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte("another")) }))).
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(""))).refused(403, "ect-invalid", "wid")
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte("another")) }))).
 		refused(403, "ect-invalid", "inp_hash")
-	text := body(askedID, point, "")
-	s.post(RollbackPath, text, issued(t, alice, claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte(text)) }))).document(http.StatusOK)
+	text := bodyOf(askedID, point, "")
+	s.post(Path, text, issued(t, alice, claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte(text)) }))).document(http.StatusOK)
 	s.refuse = &ect.Error{Code: ect.CodeSignature}
-	s.send(RollbackPath, text).refused(403, "ect-invalid", "signature")
+	s.send(Path, text).refused(403, "ect-invalid", "signature")
 }
 
 // C-6.1-d, B-security-a: new rollbacks are bounded, repetitions are answered.
 func TestCascade61Flooding(t *testing.T) {
-	s := newSite(t, func(o *RollbackOptions) { o.Rate = 2 })
+	s := newSite(t, func(o *Rollbacks) { o.Rate = 2 })
 	token := issued(t, alice, claims(flow))
-	first := s.post(RollbackPath, body(askedID, point, ""), token)
-	s.post(RollbackPath, body("11b1c2d3-e4f5-4789-abcd-ef0123456789", "unknown", ""), issued(t, alice, claims(flow))).refused(403, "not-in-workflow", "")
-	over := s.post(RollbackPath, body("21b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, alice, claims(flow)))
+	first := s.post(Path, bodyOf(askedID, point, ""), token)
+	s.post(Path, bodyOf("11b1c2d3-e4f5-4789-abcd-ef0123456789", "unknown", ""), issued(t, alice, claims(flow))).refused(403, "not-in-workflow", "")
+	over := s.post(Path, bodyOf("21b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, alice, claims(flow)))
 	over.refused(429, "quota-exceeded", "")
 	if over.Header().Get("Retry-After") == "" {
 		t.Error("no Retry-After")
 	}
 	// Who has no part in the workflow uses nothing up of its own bound.
-	s.post(RollbackPath, body("31b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, mallory, claims(flow))).refused(403, "not-in-workflow", "")
-	s.post(RollbackPath, body("41b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, coordinator, claims(flow))).document(http.StatusOK)
-	s.post(RollbackPath, body("51b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, coordinator, claims(flow))).refused(429, "quota-exceeded", "")
-	same(t, "a repetition", first, s.post(RollbackPath, body(askedID, point, ""), token))
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
+	s.post(Path, bodyOf("31b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, mallory, claims(flow))).refused(403, "not-in-workflow", "")
+	s.post(Path, bodyOf("41b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, coordinator, claims(flow))).document(http.StatusOK)
+	s.post(Path, bodyOf("51b1c2d3-e4f5-4789-abcd-ef0123456789", point, ""), issued(t, coordinator, claims(flow))).refused(429, "quota-exceeded", "")
+	same(t, "a repetition", first, s.post(Path, bodyOf(askedID, point, ""), token))
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusOK)
 }
 
 // B-normative-e: every refusal says why.
-func TestRefusals(t *testing.T) {
+func TestRefusalsOfRequests(t *testing.T) {
 	for _, c := range []struct {
 		err    error
 		status int
@@ -522,7 +523,7 @@ func TestRefusals(t *testing.T) {
 	} {
 		s := newSite(t)
 		s.fail = c.err
-		doc := s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).refused(c.status, c.slug, c.reason)
+		doc := s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow))).refused(c.status, c.slug, c.reason)
 		switch c.slug {
 		case "rollback-conflict":
 			if doc["conflicting_rollback_id"] != "urn:uuid:"+askedID {
@@ -563,18 +564,18 @@ func TestWorkThatOutlastsTheAnswer(t *testing.T) {
 			s := newSite(t)
 			s.result = nil
 			began := time.Now()
-			got := s.post(RollbackPath+c.query, body(askedID, point, ""), issued(t, alice, claims(flow)), "Prefer", c.prefer)
+			got := s.post(Path+c.query, bodyOf(askedID, point, ""), issued(t, alice, claims(flow)), "Prefer", c.prefer)
 			if took := time.Since(began); took != c.want {
 				t.Errorf("%q %q: took %v, want %v", c.prefer, c.query, took, c.want)
 			}
 			doc := got.document(http.StatusAccepted)
-			if got.Header().Get("Location") != RollbackURL(askedID)+"?checkpoint_id="+point || got.Header().Get("Retry-After") == "" || doc.State != "executing" || doc.Status != "" {
+			if got.Header().Get("Location") != URL(askedID)+"?checkpoint_id="+point || got.Header().Get("Retry-After") == "" || doc.State != "executing" || doc.Status != "" {
 				t.Errorf("%v %+v", got.Header(), doc)
 			}
 		})
 	}
 	s := newSite(t)
-	if got := s.post(RollbackPath+"?wait=soon", body(askedID, point, ""), issued(t, alice, claims(flow))); got.Code != 400 || s.executed > 0 {
+	if got := s.post(Path+"?wait=soon", bodyOf(askedID, point, ""), issued(t, alice, claims(flow))); got.Code != 400 || s.executed > 0 {
 		t.Errorf("%d, executed %d times", got.Code, s.executed)
 	}
 }
@@ -584,14 +585,14 @@ func TestWorkThatOutlastsTheAnswer(t *testing.T) {
 func TestLeavingChangesNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		exit, end := context.WithCancel(t.Context())
-		s := newSite(t, func(o *RollbackOptions) { o.Waits = exit })
+		s := newSite(t, func(o *Rollbacks) { o.Waits = exit })
 		s.result = nil
 		go func() {
 			<-s.waited
 			end()
 		}()
 		began := time.Now()
-		s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusAccepted)
+		s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow))).document(http.StatusAccepted)
 		if time.Since(began) > 0 || s.executed != 1 {
 			t.Errorf("took %v, executed %d", time.Since(began), s.executed)
 		}
@@ -602,11 +603,11 @@ func TestLeavingChangesNothing(t *testing.T) {
 // rollback, on whatever path: upstreams are shown the tokens of calls, and could else undo
 // these with them.
 func TestCascade61OnlyARequestAsks(t *testing.T) {
-	text := body(askedID, point, "")
+	text := bodyOf(askedID, point, "")
 	for _, action := range []string{"task", "undo", "rollback_complete", "compensate", "error", "Rollback_request", "Rollback_start"} {
 		s := newSite(t)
 		other := func(c *ect.Claims) { c.Action = action }
-		for _, path := range []string{RollbackPath, ATDRollbackPath, AERRRollbackPath} {
+		for _, path := range []string{Path, ATDPath, AERRPath} {
 			for _, by := range []string{alice, coordinator} {
 				s.post(path, text, issued(t, by, claims(flow, other))).refused(403, "ect-invalid", "exec_act")
 			}
@@ -616,12 +617,12 @@ func TestCascade61OnlyARequestAsks(t *testing.T) {
 		}
 	}
 	for _, v := range []ect.Vocabulary{ect.Cascade, ect.ATD, ect.AERR} {
-		newSite(t).post(RollbackPath, text, issued(t, alice, claims(flow, in(v)))).document(http.StatusOK)
+		newSite(t).post(Path, text, issued(t, alice, claims(flow, in(v)))).document(http.StatusOK)
 	}
 	// Figure 11 is of the cascade draft, and asks on its path only.
 	start := func(c *ect.Claims) { c.Action = "rollback_start" }
-	newSite(t).post(RollbackPath, text, issued(t, alice, claims(flow, start))).document(http.StatusOK)
-	for _, path := range []string{ATDRollbackPath, AERRRollbackPath} {
+	newSite(t).post(Path, text, issued(t, alice, claims(flow, start))).document(http.StatusOK)
+	for _, path := range []string{ATDPath, AERRPath} {
 		newSite(t).post(path, text, issued(t, alice, claims(flow, start))).refused(403, "ect-invalid", "exec_act")
 	}
 }
@@ -629,9 +630,9 @@ func TestCascade61OnlyARequestAsks(t *testing.T) {
 // C-6.1-a: a token that does not say how far it goes is good for no whole workflow, unless it
 // has the hash of the body that says so.
 func TestCascade61AWholeWorkflowIsSigned(t *testing.T) {
-	text := body(askedID, point, `, "scope": "full_workflow"`)
+	text := bodyOf(askedID, point, `, "scope": "full_workflow"`)
 	s := newSite(t)
-	for _, path := range []string{RollbackPath, AERRRollbackPath} {
+	for _, path := range []string{Path, AERRPath} {
 		s.post(path, text, issued(t, coordinator, claims(flow))).refused(403, "ect-invalid", "ext")
 	}
 	if s.plans+s.executed+len(s.entered) > 0 {
@@ -642,7 +643,7 @@ func TestCascade61AWholeWorkflowIsSigned(t *testing.T) {
 		"hashed": claims(flow, func(c *ect.Claims) { c.Input = ect.Sum([]byte(text)) }),
 	} {
 		s := newSite(t)
-		s.post(RollbackPath, text, issued(t, coordinator, c)).document(http.StatusOK)
+		s.post(Path, text, issued(t, coordinator, c)).document(http.StatusOK)
 		if got := s.accepted[askedID].Scope; got != rollback.FullWorkflow {
 			t.Errorf("%s: %s", what, got)
 		}
@@ -685,16 +686,16 @@ func TestCascade61TheTokenBindsTheBody(t *testing.T) {
 		"no reason":                 {ext().Text(ect.MemberReason, ""), `, "reason": "why"`, "", rollback.Single},
 		"another reason":            {ext().Text(ect.MemberReason, "why"), `, "reason": "for nothing"`, "reason", ""},
 		"a long reason":             {ext().Text(ect.MemberReason, strings.Repeat("x", 513)), "", "reason", ""},
-		"the whole":                 {ext().Text(evidence.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + strings.ToUpper(other) + `"`, "", rollback.Single},
-		"the whole alone":           {ext().Text(evidence.MemberPartOf, "urn:uuid:"+other), "", "", rollback.Single},
-		"another whole":             {ext().Text(evidence.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + askedID + `"`, "part_of", ""},
-		"no whole":                  {ext().Text(evidence.MemberPartOf, "x"), "", "part_of", ""},
+		"the whole":                 {ext().Text(rollback.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + strings.ToUpper(other) + `"`, "", rollback.Single},
+		"the whole alone":           {ext().Text(rollback.MemberPartOf, "urn:uuid:"+other), "", "", rollback.Single},
+		"another whole":             {ext().Text(rollback.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + askedID + `"`, "part_of", ""},
+		"no whole":                  {ext().Text(rollback.MemberPartOf, "x"), "", "part_of", ""},
 		"in ATD's words":            {ext().Text("atd.checkpoint_id", other), "", "checkpoint_id", ""},
 	} {
 		t.Run(what, func(t *testing.T) {
 			s := newSite(t)
 			for _, by := range []string{alice, coordinator} {
-				got := s.post(RollbackPath, body(askedID, point, c.more), issued(t, by, claims(flow, saying(c.ext))))
+				got := s.post(Path, bodyOf(askedID, point, c.more), issued(t, by, claims(flow, saying(c.ext))))
 				if c.names != "" {
 					doc := got.refused(403, "ect-invalid", "ext")
 					if detail, _ := doc["detail"].(string); !strings.Contains(detail, c.names) {
@@ -714,11 +715,11 @@ func TestCascade61TheTokenBindsTheBody(t *testing.T) {
 		})
 	}
 	s := newSite(t)
-	doc := s.post(RollbackPath, body(askedID, point, `, "scope": "single", "cascade": true`), issued(t, alice, claims(flow))).refused(400, "parameter-invalid", "")
+	doc := s.post(Path, bodyOf(askedID, point, `, "scope": "single", "cascade": true`), issued(t, alice, claims(flow))).refused(400, "parameter-invalid", "")
 	if detail, _ := doc["detail"].(string); !strings.Contains(detail, "scope") || !strings.Contains(detail, "cascade") {
 		t.Errorf("not both are named: %s", detail)
 	}
-	s.post(ATDRollbackPath, "", issued(t, alice, claims(flow, in(ect.ATD), saying(ext().Text(ect.MemberReason, "").Bool(ect.MemberCascade, false).
+	s.post(ATDPath, "", issued(t, alice, claims(flow, in(ect.ATD), saying(ext().Text(ect.MemberReason, "").Bool(ect.MemberCascade, false).
 		Text(ect.MemberCheckpointID, other))))).refused(403, "ect-invalid", "ext")
 }
 
@@ -735,11 +736,11 @@ func TestCascade61TheTokenNamesTheCheckpoint(t *testing.T) {
 			c.Parents, c.Ext = []string{failure}, new(ect.ExtBuilder).Text(ect.MemberCheckpointID, point)
 		}, false},
 		{"by its action", parents(taken), false},
-		{"by the hash of the body", func(c *ect.Claims) { c.Parents, c.Input = nil, ect.Sum([]byte(body(askedID, point, ""))) }, false},
+		{"by the hash of the body", func(c *ect.Claims) { c.Parents, c.Input = nil, ect.Sum([]byte(bodyOf(askedID, point, ""))) }, false},
 		{"by an error", parents(failure), true},
 	} {
 		s := newSite(t)
-		s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow, c.more))).document(http.StatusOK)
+		s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow, c.more))).document(http.StatusOK)
 		if got := s.accepted[askedID].Unnamed; got != c.unnamed {
 			t.Errorf("%s: unnamed is %t", c.name, got)
 		}
@@ -747,9 +748,9 @@ func TestCascade61TheTokenNamesTheCheckpoint(t *testing.T) {
 	s := newSite(t)
 	for _, nothing := range [][]string{nil, {"a1b1c2d3-e4f5-6789-abcd-ef0123456789"}} {
 		token := func(by string) *ect.Token { return issued(t, by, claims(flow, parents(nothing...))) }
-		s.post(RollbackPath, body(askedID, point, ""), token(alice)).refused(403, "ect-invalid", "par")
-		s.post(RollbackPath, body(askedID, point, ""), token(coordinator)).refused(403, "ect-invalid", "par")
-		s.post(RollbackPath, body(askedID, point, ""), token(mallory)).refused(403, "not-in-workflow", "")
+		s.post(Path, bodyOf(askedID, point, ""), token(alice)).refused(403, "ect-invalid", "par")
+		s.post(Path, bodyOf(askedID, point, ""), token(coordinator)).refused(403, "ect-invalid", "par")
+		s.post(Path, bodyOf(askedID, point, ""), token(mallory)).refused(403, "not-in-workflow", "")
 	}
 	if s.executed+len(s.entered) > 0 {
 		t.Errorf("entered %v", s.entered)
@@ -760,22 +761,22 @@ func TestCascade61TheTokenNamesTheCheckpoint(t *testing.T) {
 // it is as one that does not exist.
 func TestP3LookingAtARollback(t *testing.T) {
 	s := newSite(t)
-	first := s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow)))
+	first := s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow)))
 	for _, who := range []string{alice, coordinator} {
-		got := s.get(RollbackURL(askedID), evidence.Reader{Issuer: who})
+		got := s.get(URL(askedID), router.Reader{Issuer: who})
 		if got.Code != http.StatusOK || got.Body.String() != first.Body.String() {
 			t.Errorf("%s: %d %s", who, got.Code, got.Body)
 		}
 	}
 	s.readers["spiffe://example.com/agent/bob"] = map[string]bool{point: true}
-	s.get(RollbackURL("urn:uuid:"+askedID), evidence.Reader{Issuer: "spiffe://example.com/agent/bob"}).document(http.StatusOK)
+	s.get(URL("urn:uuid:"+askedID), router.Reader{Issuer: "spiffe://example.com/agent/bob"}).document(http.StatusOK)
 
-	unknown := s.get(RollbackURL("11b1c2d3-e4f5-4789-abcd-ef0123456789"), evidence.Reader{Issuer: mallory})
+	unknown := s.get(URL("11b1c2d3-e4f5-4789-abcd-ef0123456789"), router.Reader{Issuer: mallory})
 	unknown.refused(403, "not-in-workflow", "")
-	same(t, "of others", unknown, s.get(RollbackURL(askedID), evidence.Reader{Issuer: mallory}))
-	same(t, "unknown to a coordinator", unknown, s.get(RollbackURL("11b1c2d3-e4f5-4789-abcd-ef0123456789"), evidence.Reader{Issuer: coordinator}))
-	s.get(RollbackURL(askedID), evidence.Reader{Anonymous: true}).refused(401, "authentication-required", "")
-	s.get(RollbackURL("x"), evidence.Reader{Issuer: alice}).refused(400, "parameter-invalid", "")
+	same(t, "of others", unknown, s.get(URL(askedID), router.Reader{Issuer: mallory}))
+	same(t, "unknown to a coordinator", unknown, s.get(URL("11b1c2d3-e4f5-4789-abcd-ef0123456789"), router.Reader{Issuer: coordinator}))
+	s.get(URL(askedID), router.Reader{Anonymous: true}).refused(401, "authentication-required", "")
+	s.get(URL("x"), router.Reader{Issuer: alice}).refused(400, "parameter-invalid", "")
 }
 
 // A reader may wait for the end.
@@ -783,10 +784,10 @@ func TestLookingWaitsWhereAsked(t *testing.T) {
 	s := newSite(t)
 	end := s.result
 	s.result = nil
-	s.post(RollbackPath, body(askedID, point, ""), issued(t, alice, claims(flow)), "Prefer", "respond-async").document(http.StatusAccepted)
-	s.get(RollbackURL(askedID), evidence.Reader{Issuer: alice}).document(http.StatusAccepted)
+	s.post(Path, bodyOf(askedID, point, ""), issued(t, alice, claims(flow)), "Prefer", "respond-async").document(http.StatusAccepted)
+	s.get(URL(askedID), router.Reader{Issuer: alice}).document(http.StatusAccepted)
 	s.result = end
-	s.get(RollbackURL(askedID)+"?wait=30s", evidence.Reader{Issuer: alice}).document(http.StatusOK)
+	s.get(URL(askedID)+"?wait=30s", router.Reader{Issuer: alice}).document(http.StatusOK)
 }
 
 // P6, B-normative-f: a document says no more than what is known, and what a person must
@@ -804,7 +805,7 @@ func TestP6TheDocumentSaysWhatIsLeft(t *testing.T) {
 			{Checkpoint: "c5", StepJournal: rollback.StepJournal{What: rollback.Nothing}, State: rollback.StepDone, Status: rollback.Completed},
 		},
 	}
-	doc := Describe(r, askedID)
+	doc := Shown(r, askedID)
 	if doc.Effect != rollback.EffectUnknown || doc.Joined != "urn:uuid:"+r.Joined || doc.Before != r.Before || doc.After != (rollback.Hash{}) {
 		t.Errorf("%+v", doc)
 	}
@@ -832,7 +833,7 @@ func TestP6TheDocumentSaysWhatIsLeft(t *testing.T) {
 		t.Error(left)
 	}
 	r.State, r.Status = rollback.Executing, ""
-	if doc := Describe(r, askedID); doc.Status != "" || len(doc.Cascaded) > 0 {
+	if doc := Shown(r, askedID); doc.Status != "" || len(doc.Cascaded) > 0 {
 		t.Errorf("%+v", doc)
 	}
 }
@@ -913,7 +914,7 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 			if step.State == "" {
 				r.State = ""
 			}
-			lines := Describe(r, askedID).FollowUp
+			lines := Shown(r, askedID).FollowUp
 			if len(lines) != 1 || strings.Contains(lines[0], "it is not undone; look at it") {
 				t.Errorf("%s: %q", reason, lines)
 				continue
@@ -925,7 +926,7 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 		}
 	}
 	expired := &rollback.Rollback{ID: askedID, Steps: []rollback.Step{{Checkpoint: "c1", StepJournal: rollback.StepJournal{What: rollback.Expired}}}}
-	if lines := Describe(expired, askedID).FollowUp; len(lines) != 1 || said[lines[0]] != "checkpoint-expired" {
+	if lines := Shown(expired, askedID).FollowUp; len(lines) != 1 || said[lines[0]] != "checkpoint-expired" {
 		t.Errorf("of what has expired it is said %q", lines)
 	}
 }
@@ -934,7 +935,7 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 // can say that, and what cannot be read is refused.
 func TestCascade434PrecedenceOfAPart(t *testing.T) {
 	const whole = "21b1c2d3-e4f5-4789-abcd-ef0123456789"
-	text := func(more string) string { return body(askedID, point, `, "scope": "sub_dag"`+more) }
+	text := func(more string) string { return bodyOf(askedID, point, `, "scope": "sub_dag"`+more) }
 	said := `, "precedence": {"rollback_id": "urn:uuid:` + whole + `", "scope": "full_workflow", "asked": "2026-11-25T12:00:00.000000001Z"}`
 	for name, c := range map[string]struct {
 		by, more string
@@ -949,7 +950,7 @@ func TestCascade434PrecedenceOfAPart(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newSite(t)
-			s.post(RollbackPath, text(c.more), issued(t, c.by, claims(flow))).document(http.StatusOK)
+			s.post(Path, text(c.more), issued(t, c.by, claims(flow))).document(http.StatusOK)
 			if got := s.accepted[askedID].Precedence; got != c.want {
 				t.Errorf("%+v, want %+v", got, c.want)
 			}
@@ -963,6 +964,6 @@ func TestCascade434PrecedenceOfAPart(t *testing.T) {
 		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "single", "asked": "9999-12-31T23:59:59-01:00"}`,
 		`{"rollback_id": "urn:uuid:` + whole + `", "scope": "single", "asked": "0000-01-01T00:00:00+01:00"}`,
 	} {
-		s.post(RollbackPath, text(`, "part_of": "urn:uuid:`+whole+`", "precedence": `+wrong), issued(t, coordinator, claims(flow))).refused(400, "parameter-invalid", "")
+		s.post(Path, text(`, "part_of": "urn:uuid:`+whole+`", "precedence": `+wrong), issued(t, coordinator, claims(flow))).refused(400, "parameter-invalid", "")
 	}
 }

@@ -1,4 +1,4 @@
-package api_test
+package evidence_test
 
 import (
 	"fmt"
@@ -9,8 +9,8 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/ect/ledger"
-	. "github.com/agent-guard/caddy-agent-guard/guard/api"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	. "github.com/agent-guard/caddy-agent-guard/guard/evidence"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
 
 // C-6.2-b: whoever reports an error has to do with every parent of it, and with the
@@ -56,7 +56,7 @@ func TestStrangersReportInVain(t *testing.T) {
 	g := newGate(t)
 	task := g.add(alice, flow, "act", nil)
 	ckpt := g.add(gateway, flow, "checkpoint", checkpointToken(), task)
-	g.add(gateway, flow, "pay", ofCall("completed", caller), task, ckpt)
+	g.add(gateway, flow, "pay", ofCall("completed", callerKey), task, ckpt)
 	root := g.add(mallory, flow, "act", nil)
 	critical := func(checkpoint string) *ect.ExtBuilder {
 		return ext().Text(ect.MemberSeverity, "critical").Text(ect.MemberErrorType, "x").Text(ect.MemberCheckpointID, checkpoint)
@@ -80,7 +80,7 @@ func TestStrangersReportInVain(t *testing.T) {
 	}
 	behind := g.add(mallory, flow, "act", nil, bridge)
 	g.add(gateway, flow, "pay", ofCall("completed", asMallory.Caller), bridge)
-	for _, who := range []evidence.Reader{asMallory, {Issuer: mallory}, {Caller: asMallory.Caller}} {
+	for _, who := range []router.Reader{asMallory, {Issuer: mallory}, {Caller: asMallory.Caller}} {
 		g.get("workflows/"+flow, who).read(200, &doc)
 		for _, n := range doc.Nodes {
 			if n.JTI == task.ID() || n.JTI == ckpt.ID() {
@@ -98,7 +98,7 @@ func TestStrangersReportInVain(t *testing.T) {
 // What others record beside somebody's part, however much, keeps nobody from reporting what
 // it takes part in, nor from reading it (B2).
 func TestManyOthersHideNothing(t *testing.T) {
-	g := newGate(t, func(o *LedgerOptions) { o.MaxNodes = 100 })
+	g := newGate(t, func(o *Ledger) { o.MaxNodes = 100 })
 	hub := g.add(mallory, flow, "act", nil)
 	for n := range 150 {
 		var parents []string
@@ -110,13 +110,13 @@ func TestManyOthersHideNothing(t *testing.T) {
 	task := g.add(alice, flow, "act", nil, hub) // the hub's last follower but one
 	other := g.token(gateway, ect.Claims{Workflow: flow, Action: "checkpoint", Ext: checkpointToken(), Parents: []string{task.ID()}})
 	g.put(events(other)...)
-	done := g.outcome(flow, caller, other)
+	done := g.outcome(flow, callerKey, other)
 	mine := g.token(bob, ect.Claims{Workflow: flow, Action: "act", Parents: []string{done.ID()}})
 	g.put(events(mine)...)
 	c := anError(mine)
 	c.Parents = []string{task.ID(), done.ID()}
 	g.post(anonymous, g.token(bob, c).Raw()).read(201, &struct{}{})
-	for _, who := range []evidence.Reader{{Issuer: bob}, asAlice, asCaller} {
+	for _, who := range []router.Reader{{Issuer: bob}, asAlice, asCaller} {
 		for _, path := range []string{
 			"ledger/entries?jti=" + task.ID(), "ledger/entries?jti=" + done.ID() + "&wid=" + flow, "checkpoints/" + other.ID(), "ledger/entries/153",
 		} {
@@ -131,7 +131,7 @@ func TestManyOthersHideNothing(t *testing.T) {
 	// Strangers see no more than before.
 	apart := g.add(bob, flow, "act", nil)
 	g.post(anonymous, g.token(alice, anError(apart)).Raw()).refused(403, "ect-invalid", "parent-unknown")
-	stranger := evidence.Reader{Issuer: "spiffe://example.com/agent/eve"}
+	stranger := router.Reader{Issuer: "spiffe://example.com/agent/eve"}
 	g.get("ledger/entries?jti="+task.ID(), stranger).refused(404, "entry-unknown", "")
 }
 
@@ -158,7 +158,7 @@ func TestPartsAreWhatTheWorkflowShows(t *testing.T) {
 					all = append(all, g.add(who, flow, "error", ext().Text(ect.MemberSeverity, "error").Text(ect.MemberErrorType, "x").Text(ect.MemberCheckpointID, ""), some()...))
 				case 1:
 					c := g.add(gateway, flow, "checkpoint", checkpointToken(), some()...)
-					all = append(all, c, g.outcome(flow, [][16]byte{caller, asMallory.Caller}[r.IntN(2)], c))
+					all = append(all, c, g.outcome(flow, [][16]byte{callerKey, asMallory.Caller}[r.IntN(2)], c))
 				case 2: // a parent that nobody has recorded
 					lost := g.token(alice, ect.Claims{Workflow: flow, Action: "act"})
 					all = append(all, g.add(who, flow, "act", nil, lost), g.add(bob, flow, "act", nil, lost))
@@ -170,7 +170,7 @@ func TestPartsAreWhatTheWorkflowShows(t *testing.T) {
 					all = append(all, g.add(who, flow, "act", nil, some()...))
 				}
 			}
-			for _, who := range []evidence.Reader{asAlice, {Issuer: bob}, {Issuer: mallory}, asMallory, asCaller, {Issuer: "spiffe://example.com/agent/eve"}} {
+			for _, who := range []router.Reader{asAlice, {Issuer: bob}, {Issuer: mallory}, asMallory, asCaller, {Issuer: "spiffe://example.com/agent/eve"}} {
 				var doc workflowDoc
 				if got := g.get("workflows/"+flow, who); got.Code == 200 {
 					got.read(200, &doc)

@@ -1,4 +1,4 @@
-package api
+package evidence
 
 import (
 	"bytes"
@@ -16,9 +16,9 @@ import (
 	"time"
 
 	"github.com/agent-guard/caddy-agent-guard/guard/drawing"
-	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/plan"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
+	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/workflow"
 )
 
@@ -37,6 +37,8 @@ const (
 	followTime = 15 * time.Minute
 	// sendTime is how long a client may take to read what is sent.
 	sendTime = 30 * time.Second
+	// mediaEvents is the media type of a stream of changes.
+	mediaEvents = "text/event-stream"
 )
 
 // Followers wakes those who follow workflows. The zero value is ready. It is safe for concurrent use.
@@ -47,7 +49,7 @@ type Followers struct {
 
 type follower struct {
 	wid    string
-	reader evidence.Reader
+	reader router.Reader
 }
 
 // Changed says that something was recorded in a workflow. It never waits.
@@ -66,7 +68,7 @@ func (f *Followers) Changed(wid string) {
 }
 
 // join adds a follower; ok is false if there are too many.
-func (f *Followers) join(wid string, who evidence.Reader) (changed <-chan struct{}, leave func(), ok bool) {
+func (f *Followers) join(wid string, who router.Reader) (changed <-chan struct{}, leave func(), ok bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	ofReader := 0
@@ -99,7 +101,7 @@ func (q *ledgerRequest) follow(doc *Workflow) error {
 		return problem.New(problem.QuotaExceeded, fmt.Sprintf("Too many follow workflows: %d, or %d of this reader.", maxFollowers, maxOfReader))
 	}
 	defer leave()
-	ctx, cancel := until(q.r.Context(), q.Waits, followTime)
+	ctx, cancel := router.Until(q.R.Context(), q.Waits, followTime)
 	defer cancel()
 	if q.Ends != nil {
 		defer context.AfterFunc(q.Ends, cancel)()
@@ -110,13 +112,13 @@ func (q *ledgerRequest) follow(doc *Workflow) error {
 	if err != nil || doc == nil {
 		return cmp.Or(err, error(unknownWorkflow()))
 	}
-	h := q.w.Header()
+	h := q.W.Header()
 	h.Set("Content-Type", mediaEvents)
-	protect(h)
+	router.Protect(h)
 	h.Set("X-Accel-Buffering", "no")
-	q.w.WriteHeader(http.StatusOK)
-	s := eventStream{w: q.w, rc: http.NewResponseController(q.w)}
-	if last := doc.version(); q.r.Header.Get("Last-Event-ID") == last {
+	q.W.WriteHeader(http.StatusOK)
+	s := eventStream{w: q.W, rc: http.NewResponseController(q.W)}
+	if last := doc.version(); q.R.Header.Get("Last-Event-ID") == last {
 		s.last = last
 		err = s.send([]byte(": as it was\n\n"))
 	} else {
@@ -161,7 +163,7 @@ func (q *ledgerRequest) follow(doc *Workflow) error {
 
 // again reads a workflow once more; nil if the reader sees nothing of it.
 func (q *ledgerRequest) again(wid string) (*Workflow, error) {
-	if err := q.caughtUp(q.r.Context()); err != nil {
+	if err := q.caughtUp(q.R.Context()); err != nil {
 		return nil, err
 	}
 	doc, found, err := q.read(wid)
@@ -288,10 +290,10 @@ func (d *Workflow) Drawing() *drawing.Drawing {
 	for _, state := range slices.Sorted(maps.Keys(d.Tasks)) {
 		counts = append(counts, fmt.Sprint(d.Tasks[state], " ", words(string(state))))
 	}
-	note(labelled("tasks:", strings.Join(counts, ", ")))
-	note(labelled("its end is recorded as", words(d.Stated)))
+	note(drawing.Label("tasks:", strings.Join(counts, ", ")))
+	note(drawing.Label("its end is recorded as", words(d.Stated)))
 	for i := range d.Holds {
-		note(string(d.Holds[i].State) + ": escalation " + d.Holds[i].Escalation)
+		note(d.Holds[i].State + ": escalation " + d.Holds[i].Escalation)
 	}
 	if d.Plan != nil {
 		d.drawPlan(p)
@@ -318,7 +320,7 @@ func (d *Workflow) Drawing() *drawing.Drawing {
 		}
 		p.Nodes = append(p.Nodes, drawing.Node{
 			Layer: layers[n.ID], Name: n.Action, State: stateInWords(n.State, n.Detail), Tone: toneOf(n.State),
-			Lines: []string{n.Issuer, n.ID, labelled("outcome", words(string(n.Outcome))), labelled("severity", n.Severity), moment(n.Time)},
+			Lines: []string{n.Issuer, n.ID, drawing.Label("outcome", words(string(n.Outcome))), drawing.Label("severity", n.Severity), drawing.Time(n.Time)},
 		})
 	}
 	return p
@@ -353,7 +355,7 @@ func (d *Workflow) drawPlan(p *drawing.Drawing) {
 		if n.Label != n.ID {
 			box.Lines = append(box.Lines, n.Label)
 		}
-		box.Lines = append(box.Lines, labelled("waits for", strings.Join(waits, ", ")), labelled("begun", moment(n.Begun)), labelled("ended", moment(n.Ended)))
+		box.Lines = append(box.Lines, drawing.Label("waits for", strings.Join(waits, ", ")), drawing.Label("begun", drawing.Time(n.Begun)), drawing.Label("ended", drawing.Time(n.Ended)))
 		p.Nodes = append(p.Nodes, box)
 		for _, id := range n.After {
 			if from, ok := places[id]; ok {
@@ -366,7 +368,7 @@ func (d *Workflow) drawPlan(p *drawing.Drawing) {
 func words(text string) string { return strings.ReplaceAll(text, "_", " ") }
 
 func stateInWords(s workflow.State, d workflow.Detail) string {
-	return words(inWords(string(s), string(d)))
+	return words(drawing.InWords(string(s), string(d)))
 }
 
 func toneOf(s workflow.State) drawing.Tone {
