@@ -91,7 +91,8 @@ func permitted(q *Request, in *admission, permit *bulkhead.Permit) error {
 			c.Class = class
 		}
 	}
-	c.Unserved = func() { unserved(q, c.Class) }
+	facts := in.facts
+	c.Unserved = func() { unserved(q, &facts, c.Class) }
 	begun := time.Time{}
 	if _, said := callersTime(q.r.Header); said {
 		begun = time.Now()
@@ -182,14 +183,14 @@ const maxUnserved = 16
 // unserved says that the call waits for a permit too long: a critical one to people, others with a
 // warning (ATD, "Unsatisfiable Resource Hints"). Workflows are told once an hour; a failing store tells
 // nobody but the log.
-func unserved(q *Request, class bulkhead.Class) {
+func unserved(q *Request, facts *evidence.Call, class bulkhead.Class) {
 	q.emit(eventUnserved, map[string]any{"class": class.String()})
 	if q.policy == nil || q.facts.Workflow == "" {
 		return
 	}
 	ctx, cancel := context.WithTimeout(q.r.Context(), errorTime)
 	defer cancel()
-	if err := recordUnserved(ctx, q, class); err != nil && q.r.Context().Err() == nil {
+	if err := recordUnserved(ctx, q, facts, class); err != nil && q.r.Context().Err() == nil {
 		q.h.Logger.Error("that calls wait for the bulkhead cannot be recorded", slog.String("guard", q.h.Name), slog.Any("error", err))
 	}
 }
@@ -199,7 +200,7 @@ func unserved(q *Request, class bulkhead.Class) {
 func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated string, class bulkhead.Class) {
 	q := guardedRequest{opened: h.open(), h: h, r: r, action: h.Actions[len(h.Actions)-1]}
 	if q.engine == nil { // there is only the event
-		unserved(&Request{guardedRequest: q}, class)
+		unserved(&Request{guardedRequest: q}, nil, class)
 		return
 	}
 	defer q.release()
@@ -208,13 +209,13 @@ func unservedUnguarded(h *Handler, r *http.Request, tokens *Tokens, stated strin
 	if wid == "" && caller.Verified(name) {
 		wid = stated
 	}
+	facts := evidence.Call{Workflow: wid, Caller: q.executions.Caller(name)}
 	unserved(&Request{
-		guardedRequest: q, tokens: *tokens, call: execution.Call{Scope: execution.Scope{Caller: name}},
-		facts: evidence.Call{Workflow: wid, Caller: q.executions.Caller(name)},
-	}, class)
+		guardedRequest: q, tokens: *tokens, call: execution.Call{Scope: execution.Scope{Caller: name}}, facts: facts,
+	}, &facts, class)
 }
 
-func recordUnserved(ctx context.Context, q *Request, class bulkhead.Class) error {
+func recordUnserved(ctx context.Context, q *Request, facts *evidence.Call, class bulkhead.Class) error {
 	now, err := q.engine.Store.Now(ctx)
 	if err != nil {
 		return err
@@ -227,7 +228,7 @@ func recordUnserved(ctx context.Context, q *Request, class bulkhead.Class) error
 	if class == bulkhead.Critical {
 		r.Severity = "error"
 	}
-	_, err = q.recordRejected(ctx, r)
+	_, err = q.recordRejected(ctx, facts, r)
 	if err != nil && !errors.Is(err, ledger.ErrDuplicate) { // which a process may have recorded that ended then
 		return err
 	}

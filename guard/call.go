@@ -61,8 +61,8 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		return q.pass(w, harmless, next)
 	}
 	x := &Call{Request: Request{guardedRequest: q, body: q.text}} // a guarded call may outlive its request
+	defer x.close()
 	if err != nil {
-		defer x.close()
 		if p := (*problem.Problem)(nil); errors.As(err, &p) {
 			x.refuse(w, p)
 			return nil
@@ -87,7 +87,6 @@ func (h *Handler) Serve(w http.ResponseWriter, r *http.Request, next Next) error
 		if outer != nil { // else it stays, for the access log
 			h.Host.Show(r, outer)
 		}
-		x.close()
 	}()
 	if err = x.run(); err == nil {
 		return nil
@@ -103,7 +102,7 @@ func (x *Call) unanswered(w http.ResponseWriter, next Next, err error) error {
 		err = refusedByCircuit(x.forwardUnguarded(w, next, err), caller.Verified(x.call.Scope.Caller))
 	}
 	if p := (*problem.Problem)(nil); errors.As(err, &p) {
-		x.recordRejection(p)
+		x.recordRejection(p, &x.in.facts)
 		if answered, err := x.degrade(w, p); answered {
 			return err
 		}
@@ -147,8 +146,9 @@ func (x *Call) run() error {
 	if err := x.start(); err != nil {
 		return err
 	}
-	in := admission{deadline: x.call.Deadline}
+	x.in.deadline = x.call.Deadline
 	for {
+		x.in = admission{deadline: x.in.deadline, facts: x.facts}
 		if x.message != nil { // whose answer on a GET stream may be being recorded
 			x.engine.running.wait(x.r.Context(), x.wait, string(x.call.Key[:]))
 		}
@@ -164,10 +164,10 @@ func (x *Call) run() error {
 		if err != nil || then == stepDone {
 			return err
 		}
-		if in, err = x.admit(found, in.deadline); err != nil { // 4
+		if x.in, err = x.admit(found, x.in.deadline); err != nil { // 4
 			return err
 		}
-		run, err := x.claim(in) // 5
+		run, err := x.claim() // 5
 		if errors.Is(err, execution.ErrTaken) {
 			x.leave()
 			x.found = true
@@ -188,7 +188,7 @@ type Call struct {
 	up      roundTrip
 	fields  [5]answer.Field // of the answer; see marks
 	probing *probing        // the probe that this call makes
-	in      admission       // under which it was claimed
+	in      admission       // of this round: the latest one, where no other call is faster
 
 	permit   bulkhead.Permit // to send it
 	gates    []func()        // give back what gates hold
@@ -227,18 +227,13 @@ func (x *Call) start() error {
 		if a.Evidence != "" {
 			x.found = true // it must not run again unguarded
 			x.action.Counts.Recognized(a.Evidence)
+			x.emit(eventRecognized, nil)
 		}
 	}
-	if err != nil {
-		return err
-	}
-	if x.client.leave != nil || x.action.OnLeave == OnLeaveCancel {
+	if err == nil && (x.client.leave != nil || x.action.OnLeave == OnLeaveCancel) {
 		x.engine.clients.add(&x.client)
 	}
-	if a != nil && a.Evidence != "" {
-		x.emit(eventRecognized, nil)
-	}
-	return nil
+	return err
 }
 
 // leave gives back what the call holds to be sent.
@@ -572,13 +567,13 @@ func (x *Call) admitted(in *admission) error {
 	in.Leave()
 	var err error
 	if q.facts.Workflow != "" {
-		if in.planned, err = findNode(q); err != nil {
+		if in.planned, err = findNode(q, &in.facts); err != nil {
 			return err
 		}
 	}
 	ranked := q.action.Order == OrderPar || in.planned.plan != nil
 	if ranked {
-		if err := ordered(q, &in.planned); err != nil {
+		if err := ordered(q, in); err != nil {
 			return err
 		}
 		if in.planned.plan != nil && in.planned.node >= 0 {
@@ -608,7 +603,7 @@ func (x *Call) admitted(in *admission) error {
 	}
 	err = q.enter(in) // rollbacks wait for those who are inside, and nobody waits there
 	if err == nil && ranked {
-		if err = ordered(q, &in.planned); err != nil {
+		if err = ordered(q, in); err != nil {
 			in.Leave()
 		}
 	}
@@ -775,7 +770,8 @@ func (q *Request) askPeople(a *Approve, in *admission, hash string) (hitl.Escala
 
 // claim makes this call the owner of its key, in one commit with its checkpoint (P2). After
 // execution.ErrTaken look the key up again.
-func (x *Call) claim(in admission) (run *execution.Execution, err error) {
+func (x *Call) claim() (run *execution.Execution, err error) {
+	in := &x.in
 	defer in.Leave()
 	defer x.probed()
 	x.noted.checkpoint = ""
@@ -784,7 +780,7 @@ func (x *Call) claim(in admission) (run *execution.Execution, err error) {
 	parts, err := x.claimed(x.h.Parts)
 	var batch *store.Batch
 	if err == nil && x.policy != nil {
-		batch, err = x.recordCall(&in)
+		batch, err = x.recordCall(in)
 		call.Checkpoint = x.evidence.call.Checkpoint
 	}
 	if err == nil {
@@ -802,7 +798,7 @@ func (x *Call) claim(in admission) (run *execution.Execution, err error) {
 		x.resolved(execution.Released, execution.ByProbe)
 	}
 	if err == nil {
-		x.in, x.noted.checkpoint = in, call.Checkpoint
+		x.noted.checkpoint = call.Checkpoint
 		return run, nil
 	}
 	if over := (*execution.QuotaError)(nil); errors.As(err, &over) {

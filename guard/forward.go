@@ -473,7 +473,7 @@ func (x *Call) failsOpen(err error) bool {
 		return false
 	case x.engine != nil && x.engine.Stopping != nil && x.engine.Stopping():
 		return false
-	case len(x.tokens.All)+len(x.tokens.Own) == 0 && x.h.needsTokens(x.r, x.message):
+	case !x.proven && x.h.needsTokens(x.r, x.message):
 		return false // whose call it is, is not known
 	case x.unreadable != nil && x.body == nil:
 		return false // what was read of its body is lost

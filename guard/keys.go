@@ -69,8 +69,9 @@ type Request struct {
 	body   *body.Spool
 	sent   time.Duration // that its client has taken to send the body
 	tokens Tokens
+	proven bool // the tokens are verified, or none are needed
 	call   execution.Call
-	facts  evidence.Call // what the ledger records of it, as far as the request says it
+	facts  evidence.Call // what the ledger records of it, as far as the request says it; admission has what is added
 	wait   time.Time     // when a retry stops waiting for a running execution
 }
 
@@ -109,6 +110,7 @@ func (q guardedRequest) identify(waits *client) (Request, error) {
 	if c.tokens, err = q.h.VerifyTokens(q.policy, q.r, q.message, q.h.RequireECT); err != nil {
 		return c, err
 	}
+	c.proven = true
 	name, err := q.h.Callers.Of(q.r, c.tokens.Issuer(), q.executions.Keyed)
 	if err != nil {
 		return c, err

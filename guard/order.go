@@ -22,16 +22,17 @@ import (
 const maxDependencies = 20
 
 // ordered refuses a call that must not begin before something else is done.
-func ordered(q *Request, by *planned) error {
+func ordered(q *Request, in *admission) error {
+	by := &in.planned
 	parents, n := orderedBy(q, by), by.binds()
 	if len(parents) == 0 && n == nil {
 		return nil
 	}
 	var found []problem.Dependency
 	follows := func(id string) bool {
-		return slices.Contains(q.facts.Parents, id) || slices.ContainsFunc(q.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
+		return slices.Contains(in.facts.Parents, id) || slices.ContainsFunc(q.tokens.All, func(t *ect.Token) bool { return slices.Contains(t.Parents(), id) })
 	}
-	err := readPart(q, func(l *plan.Live, p *plan.Part) {
+	err := readPart(q, &in.facts, func(l *plan.Live, p *plan.Part) {
 		if n != nil {
 			for _, h := range p.Holds(by.plan, n.ID, follows) {
 				found = append(found, problem.Dependency{
@@ -131,25 +132,25 @@ func namesNode(h *Handler, r *http.Request) bool {
 
 // before are the calls of the nodes directly before the call's own, and their checkpoints: while a rollback
 // undoes one of them, the call must not begin, whether its tokens name it or not.
-func before(q *Request, by *planned) (ids []string, err error) {
-	n := by.binds()
+func before(q *Request, in *admission) (ids []string, err error) {
+	n := in.planned.binds()
 	if n == nil {
 		return nil, nil
 	}
-	err = readPart(q, func(_ *plan.Live, p *plan.Part) { ids = p.Before(by.plan, n.ID) })
+	err = readPart(q, &in.facts, func(_ *plan.Live, p *plan.Part) { ids = p.Before(in.planned.plan, n.ID) })
 	return ids, err
 }
 
 // readPart calls read with the states of the workflow, and with what the call takes part in. See evidence.Live.
-func readPart(q *Request, read func(l *plan.Live, p *plan.Part)) error {
-	who, named := q.facts.Names(), q.named()
+func readPart(q *Request, facts *evidence.Call, read func(l *plan.Live, p *plan.Part)) error {
+	who, named := facts.Names(), q.named(facts)
 	return q.policy.Evidence.Live(q.r.Context(), q.policy.Events, q.facts.Workflow, func(l *plan.Live) { read(l, l.Part(who, named)) })
 }
 
 // named are the ids that link the call to what others have done: those of the tokens that led to it, and of their
 // parents. Tokens that are not proven link nothing.
-func (q *Request) named() []string {
-	ids := slices.Clone(q.facts.Parents)
+func (q *Request) named(facts *evidence.Call) []string {
+	ids := slices.Clone(facts.Parents)
 	for _, t := range slices.Concat(q.tokens.All, q.policy.Evidence.Unrecorded(q.tokens.All, maxAncestors)) {
 		if t.Proven() {
 			ids = append(append(ids, t.ID()), t.Parents()...)

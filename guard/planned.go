@@ -73,7 +73,7 @@ func (p *Tokens) node() (named, action string) {
 
 // findNode finds out which node of its workflow's plan a call is, before anything is recorded for it: a
 // call that is none, or could be several, is refused (A-optional-b).
-func findNode(q *Request) (found planned, err error) {
+func findNode(q *Request, facts *evidence.Call) (found planned, err error) {
 	undoes, err := undoes(q)
 	if err != nil {
 		return found, q.storeFailed(err)
@@ -82,7 +82,7 @@ func findNode(q *Request) (found planned, err error) {
 	if err != nil {
 		return found, q.storeFailed(err)
 	}
-	a, err := planOf(q)
+	a, err := planOf(q, facts)
 	if err != nil { // nothing is known of what it may do (P4)
 		return found, q.storeFailed(err)
 	}
@@ -128,24 +128,24 @@ func undoes(q *Request) (bool, error) {
 }
 
 // takesPart says of a call's checkpoint whether it is in what this call takes part in (P3).
-func takesPart(q *Request) func(call string) (bool, error) {
+func takesPart(q *Request, facts *evidence.Call) func(call string) (bool, error) {
 	return func(call string) (has bool, err error) {
-		err = readPart(q, func(_ *plan.Live, p *plan.Part) { has = p.Has(call) })
+		err = readPart(q, facts, func(_ *plan.Live, p *plan.Part) { has = p.Has(call) })
 		return has, err
 	}
 }
 
 // called reports whether something was called before in what the call takes part in.
-func called(q *Request) (before bool, err error) {
-	err = readPart(q, func(_ *plan.Live, p *plan.Part) { before = p.Called() })
+func called(q *Request, facts *evidence.Call) (before bool, err error) {
+	err = readPart(q, facts, func(_ *plan.Live, p *plan.Part) { before = p.Called() })
 	return before, err
 }
 
 // planOf finds the plan that binds the call: the one of what it takes part in, or of the workflow, or else the one
 // that the call brings into force, if nothing was called before in what it takes part in.
-func planOf(q *Request) (a *plan.Assigned, err error) {
+func planOf(q *Request, facts *evidence.Call) (a *plan.Assigned, err error) {
 	plans, ctx := q.engine.Plans, q.r.Context()
-	a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q))
+	a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q, facts))
 	if a != nil || err != nil || len(q.tokens.All) == 0 {
 		return a, err
 	}
@@ -155,8 +155,8 @@ func planOf(q *Request) (a *plan.Assigned, err error) {
 	}
 	issuers, follows := q.initiators()
 	if offers { // also by those whose tokens were recorded before
-		if err := readPart(q, func(l *plan.Live, _ *plan.Part) {
-			issuers = append(issuers, l.Issuers(q.named(), maxAncestors)...)
+		if err := readPart(q, facts, func(l *plan.Live, _ *plan.Part) {
+			issuers = append(issuers, l.Issuers(q.named(facts), maxAncestors)...)
 		}); err != nil {
 			return nil, err
 		}
@@ -180,10 +180,10 @@ func planOf(q *Request) (a *plan.Assigned, err error) {
 		return nil, nil
 	}
 	// What a participant wants binds the others only from their first call on.
-	if a, err = plans.Settle(ctx, q.facts.Workflow, takesPart(q)); a != nil || err != nil {
+	if a, err = plans.Settle(ctx, q.facts.Workflow, takesPart(q, facts)); a != nil || err != nil {
 		return a, err
 	}
-	if late, err := called(q); late || err != nil {
+	if late, err := called(q, facts); late || err != nil {
 		return nil, err
 	}
 	return offered, nil
@@ -237,19 +237,19 @@ func (t *TokenPolicy) follow(ctx context.Context, tokens []*ect.Token) error {
 
 // beginPlan adds to the commit of a claim that who takes part in the call stays with its plan. Without one, no plan
 // begins beside a call that may be the first. After execution.ErrTaken look the call up again.
-func beginPlan(ctx context.Context, q *Request, by *planned, checkpoint string, claim *store.Batch) error {
-	plans := q.engine.Plans
+func beginPlan(ctx context.Context, q *Request, in *admission, checkpoint string, claim *store.Batch) error {
+	by, facts, plans := &in.planned, &in.facts, q.engine.Plans
 	var b *store.Batch
 	var err error
 	switch {
 	case by.assigned != nil:
-		b, err = plans.Begin(ctx, by.assigned, checkpoint, func() (bool, error) { return called(q) })
+		b, err = plans.Begin(ctx, by.assigned, checkpoint, func() (bool, error) { return called(q, facts) })
 	case q.facts.Workflow == "":
 	case len(q.tokens.All) > 0 && (plans.Offers(q.facts.Workflow) || len(q.policy.Plans.Files) > 0):
-		b, err = besidePlans(ctx, q)
+		b, err = besidePlans(ctx, q, facts)
 	case plans.Has(q.facts.Workflow): // since it was admitted, which may have taken long
 		var a *plan.Assigned
-		if a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q)); a != nil {
+		if a, err = plans.Of(ctx, q.facts.Workflow, takesPart(q, facts)); a != nil {
 			err = plan.ErrChanged
 		}
 	}
@@ -265,21 +265,21 @@ func beginPlan(ctx context.Context, q *Request, by *planned, checkpoint string, 
 
 // besidePlans is for the claim of a call without a plan: none begins beside it, if it may be the first. Behind an
 // earlier call none begins, but one may have begun since the call was admitted.
-func besidePlans(ctx context.Context, q *Request) (*store.Batch, error) {
+func besidePlans(ctx context.Context, q *Request, facts *evidence.Call) (*store.Batch, error) {
 	plans := q.engine.Plans
 	offers := plans.Offers(q.facts.Workflow)
 	first, err := q.policy.Events.Begins(ctx, q.facts.Workflow)
 	if err == nil && !first && offers {
-		first, err = called(q)
+		first, err = called(q, facts)
 		first = !first
 	}
 	switch {
 	case err != nil:
 		return nil, err
 	case first:
-		return plans.Beside(ctx, q.facts.Workflow, takesPart(q))
+		return plans.Beside(ctx, q.facts.Workflow, takesPart(q, facts))
 	case offers:
-		if a, err := plans.Of(ctx, q.facts.Workflow, takesPart(q)); a != nil || err != nil {
+		if a, err := plans.Of(ctx, q.facts.Workflow, takesPart(q, facts)); a != nil || err != nil {
 			return nil, cmp.Or(err, plan.ErrChanged)
 		}
 	}

@@ -174,7 +174,7 @@ func (x *Call) recordCall(in *admission) (*store.Batch, error) {
 	if link != nil {
 		batch.Add(*link)
 	}
-	if err := beginPlan(ctx, &x.Request, &in.planned, draft.ID(), batch); err != nil {
+	if err := beginPlan(ctx, &x.Request, in, draft.ID(), batch); err != nil {
 		_ = batch.Done(err) // this error says why
 		return nil, err
 	}
@@ -817,7 +817,7 @@ func (x *Call) pointToError(h http.Header, p *problem.Problem) {
 	case p.Kind() == problem.InDoubt:
 		failure = x.recordedError(x.noted.checkpoint)
 	case errors.As(p.Cause, &open):
-		failure = x.rejectionError(open)
+		failure = x.rejectionError(open, &x.in.facts)
 	}
 	if failure != nil {
 		p.ErrorECT = failure.id
@@ -850,7 +850,7 @@ func (q *Request) errorOf(ctx context.Context, workflow, id string) *shownError 
 
 // recordRejection records in a call's workflow that a breaker rejected it: a gateway is the
 // boundary of its workflows (cascade 3.3.2).
-func (q *Request) recordRejection(p *problem.Problem) {
+func (q *Request) recordRejection(p *problem.Problem, facts *evidence.Call) {
 	open := (*breaker.OpenError)(nil)
 	if q.policy == nil || q.facts.Workflow == "" || !errors.As(p.Cause, &open) {
 		return
@@ -860,13 +860,13 @@ func (q *Request) recordRejection(p *problem.Problem) {
 	if c == nil || c.Busy() || !q.engine.rejections.first(open, q.facts.Workflow, caller.Verified(q.call.Scope.Caller)) {
 		return
 	}
-	c.RecordRejection(q.policy, open, q.facts.Workflow, q.parentIDs())
+	c.RecordRejection(q.policy, open, q.facts.Workflow, q.parentIDs(facts))
 }
 
 // rejectionError is the error that shows a caller that a breaker refused its call (AERR "States":
 // it is emitted to upstream peers). There is one per caller, workflow and state of the breaker,
 // so that retries cannot flood the ledger. If it cannot be recorded, the refusal has none.
-func (q *Request) rejectionError(open *breaker.OpenError) *shownError {
+func (q *Request) rejectionError(open *breaker.OpenError, facts *evidence.Call) *shownError {
 	if q.facts.Workflow == "" || q.engine.Circuits == nil {
 		return nil
 	}
@@ -882,7 +882,7 @@ func (q *Request) rejectionError(open *breaker.OpenError) *shownError {
 		rejections.show(open, to, failure)
 		return failure
 	}
-	token, err := q.recordRejected(ctx, evidence.Rejection{
+	token, err := q.recordRejected(ctx, facts, evidence.Rejection{
 		ID: id, Downstream: q.engine.Circuits.Name(open.Key.Upstream), ErrorType: problem.CircuitOpen.ErrorType,
 		Severity: "error", Description: "the circuit breaker refuses the call; nothing was forwarded",
 	})
@@ -899,12 +899,12 @@ func (q *Request) rejectionError(open *breaker.OpenError) *shownError {
 }
 
 // recordRejected records that the call was held up, in its workflow. With ErrDuplicate that was recorded before.
-func (q *Request) recordRejected(ctx context.Context, r evidence.Rejection) (*ect.Token, error) {
+func (q *Request) recordRejected(ctx context.Context, facts *evidence.Call, r evidence.Rejection) (*ect.Token, error) {
 	now, err := q.policy.Engine.Store.Now(ctx)
 	if err != nil {
 		return nil, err
 	}
-	parents, err := q.policy.Evidence.Known(ctx, q.facts.Workflow, q.parentIDs())
+	parents, err := q.policy.Evidence.Known(ctx, q.facts.Workflow, q.parentIDs(facts))
 	if err != nil {
 		return nil, err
 	}
@@ -936,7 +936,7 @@ func (q *Request) ancestors(workflow string, in *admission) iter.Seq2[string, er
 			todo = append(todo, t.ID())
 			todo = append(todo, t.Parents()...)
 		}
-		planned, err := before(q, &in.planned)
+		planned, err := before(q, in)
 		if err != nil {
 			yield("", err)
 			return

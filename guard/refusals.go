@@ -16,6 +16,7 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/caller"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
+	"github.com/agent-guard/caddy-agent-guard/guard/evidence"
 	"github.com/agent-guard/caddy-agent-guard/guard/execution"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
 	"github.com/agent-guard/caddy-agent-guard/guard/protocol"
@@ -368,8 +369,8 @@ func (r *rejections) show(open *breaker.OpenError, to rejectedCaller, e *shownEr
 	r.at(open).errors[to] = e
 }
 
-func (q *Request) parentIDs() []string {
-	ids := slices.Clone(q.facts.Parents)
+func (q *Request) parentIDs(facts *evidence.Call) []string {
+	ids := slices.Clone(facts.Parents)
 	for _, t := range q.tokens.All {
 		if t.Proven() { // others may name any
 			ids = append(ids, t.Parents()...)
