@@ -21,7 +21,6 @@ import (
 	"github.com/agent-guard/caddy-agent-guard/guard/api"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
 	"github.com/agent-guard/caddy-agent-guard/guard/problem"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	. "github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/router"
 	"github.com/agent-guard/caddy-agent-guard/guard/store"
@@ -82,23 +81,23 @@ const (
 // the real one, and tokens in maps.
 type fake struct {
 	mu        sync.Mutex
-	accepted  map[string]rollback.Request
-	done      map[string]*rollback.Rollback
+	accepted  map[string]Request
+	done      map[string]*Rollback
 	plans     int
 	executed  int
 	refusals  int                          // of Execute
 	fail      error                        // of Plan
-	result    func(*rollback.Rollback)     // what it ends with; nil never ends
+	result    func(*Rollback)              // what it ends with; nil never ends
 	bound     map[string][sha256.Size]byte // by workflow and id
 	digests   map[string][32]byte          // of those
 	acted     map[string]bool              // by name
 	entered   []string                     // ids
-	onExecute func(rollback.Request)       // before it is accepted
+	onExecute func(Request)                // before it is accepted
 	waited    chan struct{}                // gets one for each Wait
 	readers   map[string]map[string]bool   // who is linked to which id
-	reserved  map[string]*rollback.Prepared
+	reserved  map[string]*Prepared
 	released  int
-	obstacles []rollback.Obstacle                // of what is prepared
+	obstacles []Obstacle                         // of what is prepared
 	refusal   error                              // of what is prepared
 	kept      func(id, checkpoint string) string // what Resolve says; nil is the id
 }
@@ -112,15 +111,15 @@ func (f *fake) Resolve(_ context.Context, id, checkpoint string) (string, error)
 
 func newFake() *fake {
 	return &fake{
-		accepted: map[string]rollback.Request{}, done: map[string]*rollback.Rollback{},
+		accepted: map[string]Request{}, done: map[string]*Rollback{},
 		bound: map[string][sha256.Size]byte{}, acted: map[string]bool{}, digests: map[string][32]byte{}, waited: make(chan struct{}, 100),
-		result:  func(r *rollback.Rollback) { r.Status = rollback.Completed },
-		readers: map[string]map[string]bool{alice: {point: true}}, reserved: map[string]*rollback.Prepared{},
+		result:  func(r *Rollback) { r.Status = Completed },
+		readers: map[string]map[string]bool{alice: {point: true}}, reserved: map[string]*Prepared{},
 	}
 }
 
 // plan says whether a rollback may be asked for.
-func (f *fake) plan(r rollback.Request) error {
+func (f *fake) plan(r Request) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.plans++
@@ -128,39 +127,39 @@ func (f *fake) plan(r rollback.Request) error {
 		return f.fail
 	}
 	if r.Checkpoint != point || r.By != alice && !r.Coordinator {
-		return rollback.ErrNotInWorkflow
+		return ErrNotInWorkflow
 	}
 	if r.Unnamed && r.Error == "" {
-		return rollback.ErrUnnamed
+		return ErrUnnamed
 	}
-	if r.Scope == rollback.FullWorkflow && !r.Coordinator {
-		return &rollback.ScopeError{Scope: r.Scope}
+	if r.Scope == FullWorkflow && !r.Coordinator {
+		return &ScopeError{Scope: r.Scope}
 	}
 	return nil
 }
 
-func (f *fake) Prepare(ctx context.Context, r rollback.Request) (*rollback.Prepared, error) {
+func (f *fake) Prepare(ctx context.Context, r Request) (*Prepared, error) {
 	f.mu.Lock()
 	before, known := f.reserved[r.ID]
 	f.mu.Unlock()
 	if known {
 		if before.Rollback.Checkpoint != r.Checkpoint || before.Rollback.Scope != r.Scope || before.Rollback.Requester != r.By {
-			return nil, rollback.ErrMismatch
+			return nil, ErrMismatch
 		}
 		return before, nil
 	}
 	if err := f.plan(r); err != nil {
 		return nil, err
 	}
-	p := &rollback.Prepared{Obstacles: f.obstacles, Refusal: f.refusal, Rollback: &rollback.Rollback{
-		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: rollback.Reserved, Asked: time.Now(),
-		Journal: rollback.Journal{Named: r.Named, Plan: &rollback.Plan{Workflow: flow, Target: r.Checkpoint, Scope: r.Scope}},
-		Steps:   []rollback.Step{{Checkpoint: point, Agent: alice, StepJournal: rollback.StepJournal{What: rollback.Undo}}, {Checkpoint: "other", Agent: mallory, StepJournal: rollback.StepJournal{What: rollback.Undo}}},
+	p := &Prepared{Obstacles: f.obstacles, Refusal: f.refusal, Rollback: &Rollback{
+		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Requester: r.By, State: Reserved, Asked: time.Now(),
+		Journal: Journal{Named: r.Named, Plan: &Plan{Workflow: flow, Target: r.Checkpoint, Scope: r.Scope}},
+		Steps:   []Step{{Checkpoint: point, Agent: alice, StepJournal: StepJournal{What: Undo}}, {Checkpoint: "other", Agent: mallory, StepJournal: StepJournal{What: Undo}}},
 	}}
 	return p, nil
 }
 
-func (f *fake) Reserve(_ context.Context, p *rollback.Prepared, last time.Duration, writes ...store.Write) (*rollback.Prepared, error) {
+func (f *fake) Reserve(_ context.Context, p *Prepared, last time.Duration, writes ...store.Write) (*Prepared, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.bindAll(writes); err != nil {
@@ -172,18 +171,18 @@ func (f *fake) Reserve(_ context.Context, p *rollback.Prepared, last time.Durati
 	return &reserved, nil
 }
 
-func (f *fake) Release(ctx context.Context, r rollback.Request, writes ...store.Write) error {
+func (f *fake) Release(ctx context.Context, r Request, writes ...store.Write) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if known, ok := f.accepted[r.ID]; ok {
 		if known.Checkpoint != r.Checkpoint || known.By != r.By {
-			return rollback.ErrMismatch
+			return ErrMismatch
 		}
-		return rollback.ErrAccepted
+		return ErrAccepted
 	}
 	if p, ok := f.reserved[r.ID]; ok {
 		if p.Rollback.Requester != r.By {
-			return rollback.ErrMismatch
+			return ErrMismatch
 		}
 		if err := f.bindAll(writes); err != nil {
 			return err
@@ -193,18 +192,18 @@ func (f *fake) Release(ctx context.Context, r rollback.Request, writes ...store.
 		return nil
 	}
 	if r.By != alice {
-		return rollback.ErrNotInWorkflow
+		return ErrNotInWorkflow
 	}
 	return nil
 }
 
-func (f *fake) Prepared(_ context.Context, id string) (*rollback.Prepared, error) {
+func (f *fake) Prepared(_ context.Context, id string) (*Prepared, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if p, ok := f.reserved[id]; ok {
 		return p, nil
 	}
-	return nil, rollback.ErrUnknown
+	return nil, ErrUnknown
 }
 
 // bindAll commits the uses of tokens, with mu held.
@@ -232,8 +231,8 @@ var (
 )
 
 func (f *fake) Execute(
-	ctx context.Context, r rollback.Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
-) (*rollback.Rollback, error) {
+	ctx context.Context, r Request, admit func(ctx context.Context, refused bool) ([]store.Write, error),
+) (*Rollback, error) {
 	found, err := f.found(r)
 	if found != nil || err != nil {
 		return found, err
@@ -265,16 +264,16 @@ func (f *fake) Execute(
 	f.executed++
 	delete(f.reserved, r.ID)
 	f.accepted[r.ID] = r
-	made := &rollback.Rollback{
+	made := &Rollback{
 		ID: r.ID, Checkpoint: r.Checkpoint, Workflow: flow, Scope: r.Scope, Reason: r.Reason, Urgency: r.Urgency,
-		Requester: r.By, State: rollback.Executing, Asked: time.Now(), Tokens: rollback.Tokens{Start: "start-" + r.ID}, Journal: rollback.Journal{Named: r.Named},
+		Requester: r.By, State: Executing, Asked: time.Now(), Tokens: Tokens{Start: "start-" + r.ID}, Journal: Journal{Named: r.Named},
 	}
 	f.done[r.ID] = made
 	return made, ctx.Err()
 }
 
 // found is the accepted rollback of a request; nil without one.
-func (f *fake) found(r rollback.Request) (*rollback.Rollback, error) {
+func (f *fake) found(r Request) (*Rollback, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	before, ok := f.accepted[r.ID]
@@ -283,21 +282,21 @@ func (f *fake) found(r rollback.Request) (*rollback.Rollback, error) {
 	}
 	before.Token, r.Token, before.Error, r.Error, before.Unnamed, r.Unnamed = "", "", "", "", false, false
 	if before != r {
-		return nil, rollback.ErrMismatch
+		return nil, ErrMismatch
 	}
 	return f.done[r.ID], nil
 }
 
 func (f *fake) AskedWith(context.Context, string, string) (string, error) { return "", nil }
 
-func (f *fake) Get(_ context.Context, id string) (*rollback.Rollback, error) {
+func (f *fake) Get(_ context.Context, id string) (*Rollback, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if r, ok := f.done[id]; ok {
 		seen := *r
 		return &seen, nil
 	}
-	return nil, rollback.ErrUnknown
+	return nil, ErrUnknown
 }
 
 // finish ends a rollback.
@@ -305,13 +304,13 @@ func (f *fake) finish(id string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	r := *f.done[id]
-	r.State, r.Finished, r.Complete = rollback.Finished, time.Now(), "complete-"+id
-	r.Steps = []rollback.Step{{Checkpoint: point, Agent: alice, State: rollback.StepDone, Status: rollback.Completed, StepJournal: rollback.StepJournal{What: rollback.Undo}, HTTPStatus: 200, Attempts: 1}}
+	r.State, r.Finished, r.Complete = Finished, time.Now(), "complete-"+id
+	r.Steps = []Step{{Checkpoint: point, Agent: alice, State: StepDone, Status: Completed, StepJournal: StepJournal{What: Undo}, HTTPStatus: 200, Attempts: 1}}
 	f.result(&r)
 	f.done[id] = &r
 }
 
-func (f *fake) Wait(ctx context.Context, id string) (*rollback.Rollback, error) {
+func (f *fake) Wait(ctx context.Context, id string) (*Rollback, error) {
 	f.waited <- struct{}{}
 	if f.result == nil {
 		<-ctx.Done()
@@ -386,7 +385,7 @@ func (f *fake) Mine(_ context.Context, workflow, id string, who router.Reader) (
 
 func (f *fake) Raw(_ context.Context, _, id string) (string, error) { return "signed." + id, nil }
 
-func (f *fake) Result(_ context.Context, r *rollback.Rollback, request string, v ect.Vocabulary) (string, error) {
+func (f *fake) Result(_ context.Context, r *Rollback, request string, v ect.Vocabulary) (string, error) {
 	token, err := issuerOf(gateway).Issue(time.Now(), ect.Claims{
 		Audience: []string{alice}, Workflow: r.Workflow, Action: string(ect.EventRollbackComplete), Parents: []string{request},
 		Vocabulary: v, Ext: new(ect.ExtBuilder).Text(ect.MemberStatus, string(r.Status)).Text(ect.MemberCheckpointID, r.Checkpoint),
@@ -463,7 +462,7 @@ func newSite(t *testing.T, change ...func(*Rollbacks)) *site {
 	s.o = Rollbacks{
 		Wait: DefaultWait, Reservation: DefaultReservation, PrepareTimeout: DefaultPrepareTimeout,
 		Waits: context.Background(), Logger: slog.New(slog.DiscardHandler),
-		Coordinator: s.fake, Tokens: s.fake, Limit: new(Limit), Rate: 60, Lineage: rollback.Ancestor,
+		Coordinator: s.fake, Tokens: s.fake, Limit: new(Limit), Rate: 60, Lineage: Ancestor,
 		Coordinators: []string{coordinator},
 		Ask:          func(*http.Request) (*Asker, error) { return s.asking, s.refuse },
 		Read:         func(*http.Request) (router.Reader, error) { return s.reader, s.refuse },
@@ -509,7 +508,7 @@ func bodyOf(id, checkpoint, more string) string {
 	return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q, "phase": "execute"%s}`, id, checkpoint, more)
 }
 
-func (r reply) document(status int) (doc rollback.Rollback) {
+func (r reply) document(status int) (doc Rollback) {
 	r.t.Helper()
 	r.read(status, &doc)
 	if r.Header().Get("Cache-Control") != "no-store" {

@@ -17,7 +17,6 @@ import (
 
 	"github.com/agent-guard/caddy-agent-guard/ect"
 	"github.com/agent-guard/caddy-agent-guard/guard/checkpoint"
-	"github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	. "github.com/agent-guard/caddy-agent-guard/guard/rollback"
 	"github.com/agent-guard/caddy-agent-guard/guard/router"
 )
@@ -28,15 +27,15 @@ func TestCascade432Execute(t *testing.T) {
 	token := issued(t, alice, claims(flow, parents(failure)))
 	got := s.post(Path, bodyOf(askedID, strings.ToUpper(point), `, "scope": "sub_dag", "reason": "a cause", "urgency": "high", "unknown": [1]`), token)
 	doc := got.document(http.StatusOK)
-	if doc.Status != rollback.Completed || doc.State != "finished" || doc.ID != "urn:uuid:"+askedID || doc.Scope != rollback.SubDAG {
+	if doc.Status != Completed || doc.State != "finished" || doc.ID != "urn:uuid:"+askedID || doc.Scope != SubDAG {
 		t.Errorf("%+v", doc)
 	}
 	if doc.ECT != "signed.complete-"+askedID || got.Header().Get("Execution-Context") != doc.ECT {
 		t.Errorf("token %q, header %v", doc.ECT, got.Header())
 	}
-	want := rollback.Request{
-		ID: askedID, Checkpoint: point, Scope: rollback.SubDAG, Reason: "a cause", Urgency: "high",
-		Token: token.ID(), Error: failure, Unnamed: true, By: alice, Lineage: rollback.Ancestor,
+	want := Request{
+		ID: askedID, Checkpoint: point, Scope: SubDAG, Reason: "a cause", Urgency: "high",
+		Token: token.ID(), Error: failure, Unnamed: true, By: alice, Lineage: Ancestor,
 	}
 	if s.accepted[askedID] != want {
 		t.Errorf("%+v, want %+v", s.accepted[askedID], want)
@@ -49,9 +48,9 @@ func TestCascade432Execute(t *testing.T) {
 // C-4.1.3-b, -c: the word for the scope, else cascade, else the checkpoint alone. The whole
 // workflow is a coordinator's, whoever asks for whatever checkpoint.
 func TestCascade413Scope(t *testing.T) {
-	for more, want := range map[string]rollback.Scope{
-		``: rollback.Single, `, "cascade": false`: rollback.Single, `, "cascade": true`: rollback.SubDAG,
-		`, "cascade": true, "scope": "sub_dag"`: rollback.SubDAG, `, "cascade": false, "scope": "single"`: rollback.Single, `, "scope": null`: rollback.Single,
+	for more, want := range map[string]Scope{
+		``: Single, `, "cascade": false`: Single, `, "cascade": true`: SubDAG,
+		`, "cascade": true, "scope": "sub_dag"`: SubDAG, `, "cascade": false, "scope": "single"`: Single, `, "scope": null`: Single,
 	} {
 		s := newSite(t)
 		s.post(Path, bodyOf(askedID, point, more), issued(t, alice, claims(flow))).document(http.StatusOK)
@@ -117,7 +116,7 @@ func TestCascade432Prepared(t *testing.T) {
 	var first PreparedDocument
 	got := s.post(PreparePath, figure9, token)
 	got.read(http.StatusOK, &first)
-	if first.Status != "prepared" || first.State != "prepared" || first.PlanHash == "" || first.Scope != rollback.SubDAG ||
+	if first.Status != "prepared" || first.State != "prepared" || first.PlanHash == "" || first.Scope != SubDAG ||
 		time.Until(first.Until) > 7*time.Second || time.Until(first.Until) <= 0 || fmt.Sprint(first.Agents) != fmt.Sprintf("[{%s prepared  } {%s prepared  }]", alice, mallory) {
 		t.Errorf("%+v", first)
 	}
@@ -141,7 +140,7 @@ func TestCascade432Prepared(t *testing.T) {
 
 	// Figure 10 has no scope: it is that of what was prepared.
 	s.post(Path, bodyOf(askedID, point, `, "plan_hash": "`+first.PlanHash+`"`), issued(t, alice, claims(flow))).document(http.StatusOK)
-	if r := s.accepted[askedID]; r.Scope != rollback.SubDAG || fmt.Sprintf("%x", r.Planned) != first.PlanHash {
+	if r := s.accepted[askedID]; r.Scope != SubDAG || fmt.Sprintf("%x", r.Planned) != first.PlanHash {
 		t.Errorf("%+v", r)
 	}
 }
@@ -151,16 +150,16 @@ func TestCascade432Prepared(t *testing.T) {
 func TestCascade432CannotPrepareIs409(t *testing.T) {
 	for name, c := range map[string]struct {
 		refusal   error
-		obstacles []rollback.Obstacle
+		obstacles []Obstacle
 		code      int
 		want      string
 	}{
 		"nothing in the way": {nil, nil, 200, fmt.Sprintf(`prepared "" [] [{%s prepared  } {%s prepared  }]`, alice, mallory)},
-		"irreversible": {nil, []rollback.Obstacle{{Checkpoint: "other", Agent: mallory, Reason: "irreversible"}}, 409,
+		"irreversible": {nil, []Obstacle{{Checkpoint: "other", Agent: mallory, Reason: "irreversible"}}, 409,
 			fmt.Sprintf(`cannot_prepare "" [other] [{%s cannot_prepare irreversible other} {%s prepared  }]`, mallory, alice)},
-		"changed":  {nil, []rollback.Obstacle{{Checkpoint: point, Agent: alice, Reason: "changed-since"}}, 409, fmt.Sprintf(`cannot_prepare "" [] [{%s cannot_prepare changed-since %s} {%s prepared  }]`, alice, point, mallory)},
-		"conflict": {&rollback.ConflictError{Winner: askedID}, nil, 409, fmt.Sprintf(`cannot_prepare "conflict" [] [{%s cannot_prepare conflict } {%s cannot_prepare conflict }]`, alice, mallory)},
-		"depended": {&rollback.DependedOnError{Dependants: []string{"d1"}}, nil, 409, fmt.Sprintf(`cannot_prepare "depended-on" [] [{%s cannot_prepare depended-on } {%s cannot_prepare depended-on }]`, alice, mallory)},
+		"changed":  {nil, []Obstacle{{Checkpoint: point, Agent: alice, Reason: "changed-since"}}, 409, fmt.Sprintf(`cannot_prepare "" [] [{%s cannot_prepare changed-since %s} {%s prepared  }]`, alice, point, mallory)},
+		"conflict": {&ConflictError{Winner: askedID}, nil, 409, fmt.Sprintf(`cannot_prepare "conflict" [] [{%s cannot_prepare conflict } {%s cannot_prepare conflict }]`, alice, mallory)},
+		"depended": {&DependedOnError{Dependants: []string{"d1"}}, nil, 409, fmt.Sprintf(`cannot_prepare "depended-on" [] [{%s cannot_prepare depended-on } {%s cannot_prepare depended-on }]`, alice, mallory)},
 		"expired":  {checkpoint.ErrExpired, nil, 409, fmt.Sprintf(`cannot_prepare "checkpoint-expired" [] [{%s cannot_prepare checkpoint-expired } {%s cannot_prepare checkpoint-expired }]`, alice, mallory)},
 		"tampered": {checkpoint.ErrTampered, nil, 409, fmt.Sprintf(`cannot_prepare "checkpoint-tampered" [] [{%s cannot_prepare checkpoint-tampered } {%s cannot_prepare checkpoint-tampered }]`, alice, mallory)},
 	} {
@@ -288,8 +287,8 @@ func TestCascade434IDOfSeveralCheckpoints(t *testing.T) {
 				}
 				return own
 			}
-			s.accepted[askedID] = rollback.Request{ID: askedID, Checkpoint: "other", By: alice}
-			s.reserved[askedID] = &rollback.Prepared{Rollback: &rollback.Rollback{ID: askedID, Checkpoint: "other", Requester: alice, State: rollback.Reserved}}
+			s.accepted[askedID] = Request{ID: askedID, Checkpoint: "other", By: alice}
+			s.reserved[askedID] = &Prepared{Rollback: &Rollback{ID: askedID, Checkpoint: "other", Requester: alice, State: Reserved}}
 			token := issued(t, alice, claims(flow))
 			asked := func(more string) string {
 				return fmt.Sprintf(`{"rollback_id": "urn:uuid:%s", "checkpoint_id": %q%s}`, askedID, point, more)
@@ -410,7 +409,7 @@ func TestP5TheSameRequestHasOneResult(t *testing.T) {
 func TestP5ATokenIsBoundOnce(t *testing.T) {
 	s := newSite(t)
 	token := issued(t, alice, claims(flow))
-	s.onExecute = func(r rollback.Request) {
+	s.onExecute = func(r Request) {
 		s.onExecute = nil
 		s.mu.Lock()
 		s.bound[name(token)] = [32]byte{1} // for something else
@@ -429,9 +428,9 @@ func TestATDBasicRollback(t *testing.T) {
 	s := newSite(t)
 	token := issued(t, alice, claims(flow, in(ect.ATD), parents(point)))
 	got := s.post(ATDPath, "", token)
-	want := rollback.Request{
-		ID: token.ID(), Checkpoint: point, Scope: rollback.SubDAG, Reason: "said in the token",
-		Token: token.ID(), By: alice, Lineage: rollback.Ancestor,
+	want := Request{
+		ID: token.ID(), Checkpoint: point, Scope: SubDAG, Reason: "said in the token",
+		Token: token.ID(), By: alice, Lineage: Ancestor,
 	}
 	if s.accepted[token.ID()] != want {
 		t.Errorf("%+v, want %+v", s.accepted[token.ID()], want)
@@ -459,7 +458,7 @@ func TestAERRRollbackRequest(t *testing.T) {
 		if got.Code != 200 || !strings.Contains(got.Body.String(), `"exec_act": "aerr:rollback_complete"`) {
 			t.Errorf("%d %s", got.Code, got.Body)
 		}
-		if r := s.accepted[askedID]; r.Error != failure || r.Scope != rollback.SubDAG || r.Reason != "why" {
+		if r := s.accepted[askedID]; r.Error != failure || r.Scope != SubDAG || r.Reason != "why" {
 			t.Errorf("%+v", r)
 		}
 		for _, id := range []string{askedID, "11b1c2d3-e4f5-4789-abcd-ef0123456789"} {
@@ -507,18 +506,18 @@ func TestRefusalsOfRequests(t *testing.T) {
 		slug   string
 		reason string
 	}{
-		{rollback.ErrNotInWorkflow, 403, "not-in-workflow", ""},
+		{ErrNotInWorkflow, 403, "not-in-workflow", ""},
 		{fmt.Errorf("x: %w", checkpoint.ErrExpired), 410, "checkpoint-expired", ""},
 		{fmt.Errorf("x: %w", checkpoint.ErrTampered), 409, "checkpoint-tampered", ""},
-		{&rollback.ConflictError{Winner: askedID}, 409, "rollback-conflict", ""},
-		{&rollback.DependedOnError{Dependants: []string{"d1"}}, 409, "depended-on", ""},
-		{&rollback.TooManyError{}, 409, "cannot-prepare", "too-large"},
-		{&rollback.CycleError{Nodes: []string{"n"}}, 409, "cannot-prepare", "cycle"},
-		{&rollback.PlanChangedError{Hash: [32]byte{0xab}}, 409, "plan-changed", ""},
-		{rollback.ErrCheckpointUnknown, 404, "checkpoint-unknown", ""},
-		{rollback.ErrInvalid, 400, "parameter-invalid", ""},
-		{rollback.ErrStopping, 503, "shutting-down", ""},
-		{rollback.ErrStore, 503, "store-unavailable", ""},
+		{&ConflictError{Winner: askedID}, 409, "rollback-conflict", ""},
+		{&DependedOnError{Dependants: []string{"d1"}}, 409, "depended-on", ""},
+		{&TooManyError{}, 409, "cannot-prepare", "too-large"},
+		{&CycleError{Nodes: []string{"n"}}, 409, "cannot-prepare", "cycle"},
+		{&PlanChangedError{Hash: [32]byte{0xab}}, 409, "plan-changed", ""},
+		{ErrCheckpointUnknown, 404, "checkpoint-unknown", ""},
+		{ErrInvalid, 400, "parameter-invalid", ""},
+		{ErrStopping, 503, "shutting-down", ""},
+		{ErrStore, 503, "store-unavailable", ""},
 		{context.DeadlineExceeded, 503, "store-unavailable", ""},
 	} {
 		s := newSite(t)
@@ -644,7 +643,7 @@ func TestCascade61AWholeWorkflowIsSigned(t *testing.T) {
 	} {
 		s := newSite(t)
 		s.post(Path, text, issued(t, coordinator, c)).document(http.StatusOK)
-		if got := s.accepted[askedID].Scope; got != rollback.FullWorkflow {
+		if got := s.accepted[askedID].Scope; got != FullWorkflow {
 			t.Errorf("%s: %s", what, got)
 		}
 	}
@@ -659,37 +658,37 @@ func TestCascade61TheTokenBindsTheBody(t *testing.T) {
 		ext   *ect.ExtBuilder
 		more  string
 		names string // the member that the refusal names; empty is accepted
-		scope rollback.Scope
+		scope Scope
 	}{
-		"nothing":                   {nil, "", "", rollback.Single},
-		"the checkpoint":            {ext().Text(ect.MemberCheckpointID, strings.ToUpper(point)), "", "", rollback.Single},
+		"nothing":                   {nil, "", "", Single},
+		"the checkpoint":            {ext().Text(ect.MemberCheckpointID, strings.ToUpper(point)), "", "", Single},
 		"another checkpoint":        {ext().Text(ect.MemberCheckpointID, other), "", "checkpoint_id", ""},
-		"the id":                    {ext().Text(ect.MemberRollbackID, "urn:uuid:"+askedID), "", "", rollback.Single},
-		"the id without its prefix": {ext().Text(ect.MemberRollbackID, askedID), "", "", rollback.Single},
+		"the id":                    {ext().Text(ect.MemberRollbackID, "urn:uuid:"+askedID), "", "", Single},
+		"the id without its prefix": {ext().Text(ect.MemberRollbackID, askedID), "", "", Single},
 		"another id":                {ext().Text(ect.MemberRollbackID, "urn:uuid:"+other), "", "rollback_id", ""},
-		"the scope":                 {ext().Text(ect.MemberScope, "sub_dag"), `, "scope": "sub_dag"`, "", rollback.SubDAG},
-		"the scope alone":           {ext().Text(ect.MemberScope, "sub_dag"), "", "", rollback.SubDAG},
-		"the scope in other words":  {ext().Text(ect.MemberScope, "sub_dag"), `, "cascade": true`, "", rollback.SubDAG},
+		"the scope":                 {ext().Text(ect.MemberScope, "sub_dag"), `, "scope": "sub_dag"`, "", SubDAG},
+		"the scope alone":           {ext().Text(ect.MemberScope, "sub_dag"), "", "", SubDAG},
+		"the scope in other words":  {ext().Text(ect.MemberScope, "sub_dag"), `, "cascade": true`, "", SubDAG},
 		"a narrower scope":          {ext().Text(ect.MemberScope, "single"), `, "scope": "full_workflow"`, "scope", ""},
 		"a wider scope":             {ext().Text(ect.MemberScope, "sub_dag"), `, "scope": "single"`, "scope", ""},
 		"no scope":                  {ext().Text(ect.MemberScope, "all"), "", "scope", ""},
 		"a scope of another type":   {ext().Bool(ect.MemberScope, true), "", "scope", ""},
-		"cascade alone":             {ext().Bool(ect.MemberCascade, true), "", "", rollback.SubDAG},
-		"no cascade alone":          {ext().Bool(ect.MemberCascade, false), "", "", rollback.Single},
+		"cascade alone":             {ext().Bool(ect.MemberCascade, true), "", "", SubDAG},
+		"no cascade alone":          {ext().Bool(ect.MemberCascade, false), "", "", Single},
 		"no cascade, and a scope":   {ext().Bool(ect.MemberCascade, false), `, "scope": "sub_dag"`, "cascade", ""},
 		"cascade, and a whole":      {ext().Bool(ect.MemberCascade, true), `, "scope": "full_workflow"`, "cascade", ""},
 		"cascade, and none":         {ext().Bool(ect.MemberCascade, true), `, "cascade": false`, "cascade", ""},
 		"both, which contradict":    {ext().Bool(ect.MemberCascade, true).Text(ect.MemberScope, "single"), `, "scope": "single"`, "cascade", ""},
 		"cascade of another type":   {ext().Text(ect.MemberCascade, "true"), `, "cascade": true`, "cascade", ""},
-		"the reason":                {ext().Text(ect.MemberReason, "why"), `, "reason": "why"`, "", rollback.Single},
-		"the reason alone":          {ext().Text(ect.MemberReason, "why"), "", "", rollback.Single},
-		"no reason":                 {ext().Text(ect.MemberReason, ""), `, "reason": "why"`, "", rollback.Single},
+		"the reason":                {ext().Text(ect.MemberReason, "why"), `, "reason": "why"`, "", Single},
+		"the reason alone":          {ext().Text(ect.MemberReason, "why"), "", "", Single},
+		"no reason":                 {ext().Text(ect.MemberReason, ""), `, "reason": "why"`, "", Single},
 		"another reason":            {ext().Text(ect.MemberReason, "why"), `, "reason": "for nothing"`, "reason", ""},
 		"a long reason":             {ext().Text(ect.MemberReason, strings.Repeat("x", 513)), "", "reason", ""},
-		"the whole":                 {ext().Text(rollback.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + strings.ToUpper(other) + `"`, "", rollback.Single},
-		"the whole alone":           {ext().Text(rollback.MemberPartOf, "urn:uuid:"+other), "", "", rollback.Single},
-		"another whole":             {ext().Text(rollback.MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + askedID + `"`, "part_of", ""},
-		"no whole":                  {ext().Text(rollback.MemberPartOf, "x"), "", "part_of", ""},
+		"the whole":                 {ext().Text(MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + strings.ToUpper(other) + `"`, "", Single},
+		"the whole alone":           {ext().Text(MemberPartOf, "urn:uuid:"+other), "", "", Single},
+		"another whole":             {ext().Text(MemberPartOf, "urn:uuid:"+other), `, "part_of": "urn:uuid:` + askedID + `"`, "part_of", ""},
+		"no whole":                  {ext().Text(MemberPartOf, "x"), "", "part_of", ""},
 		"in ATD's words":            {ext().Text("atd.checkpoint_id", other), "", "checkpoint_id", ""},
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -793,20 +792,20 @@ func TestLookingWaitsWhereAsked(t *testing.T) {
 // P6, B-normative-f: a document says no more than what is known, and what a person must
 // still do.
 func TestP6TheDocumentSaysWhatIsLeft(t *testing.T) {
-	r := &rollback.Rollback{
-		ID: askedID, Checkpoint: point, State: rollback.Finished, Status: rollback.Partial,
+	r := &Rollback{
+		ID: askedID, Checkpoint: point, State: Finished, Status: Partial,
 		Joined: "11b1c2d3-e4f5-4789-abcd-ef0123456789", Before: [32]byte{1}, Escalations: []string{"e1"},
-		Journal: rollback.Journal{Unknown: true, Mixed: true, Plan: &rollback.Plan{Passed: []string{"a1"}, Dependants: []string{"a2"}, Missing: []string{"c9"}}},
-		Steps: []rollback.Step{
-			{Checkpoint: "c1", Agent: alice, StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepDone, Status: rollback.Completed},
-			{Checkpoint: "c2", Agent: mallory, StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepDone, Status: rollback.Failed, Reason: "refused", Escalation: "e1"},
-			{Checkpoint: "c3", Agent: mallory, StepJournal: rollback.StepJournal{What: rollback.Wait, Cancelled: true}, State: rollback.StepDone, Status: rollback.Completed},
-			{Checkpoint: "c4", StepJournal: rollback.StepJournal{What: rollback.Expired}, State: rollback.StepDone, Status: rollback.Escalated, Reason: "of the future"},
-			{Checkpoint: "c5", StepJournal: rollback.StepJournal{What: rollback.Nothing}, State: rollback.StepDone, Status: rollback.Completed},
+		Journal: Journal{Unknown: true, Mixed: true, Plan: &Plan{Passed: []string{"a1"}, Dependants: []string{"a2"}, Missing: []string{"c9"}}},
+		Steps: []Step{
+			{Checkpoint: "c1", Agent: alice, StepJournal: StepJournal{What: Undo}, State: StepDone, Status: Completed},
+			{Checkpoint: "c2", Agent: mallory, StepJournal: StepJournal{What: Undo}, State: StepDone, Status: Failed, Reason: "refused", Escalation: "e1"},
+			{Checkpoint: "c3", Agent: mallory, StepJournal: StepJournal{What: Wait, Cancelled: true}, State: StepDone, Status: Completed},
+			{Checkpoint: "c4", StepJournal: StepJournal{What: Expired}, State: StepDone, Status: Escalated, Reason: "of the future"},
+			{Checkpoint: "c5", StepJournal: StepJournal{What: Nothing}, State: StepDone, Status: Completed},
 		},
 	}
 	doc := Shown(r, askedID)
-	if doc.Effect != rollback.EffectUnknown || doc.Joined != "urn:uuid:"+r.Joined || doc.Before != r.Before || doc.After != (rollback.Hash{}) {
+	if doc.Effect != EffectUnknown || doc.Joined != "urn:uuid:"+r.Joined || doc.Before != r.Before || doc.After != (Hash{}) {
 		t.Errorf("%+v", doc)
 	}
 	var actions []string
@@ -832,7 +831,7 @@ func TestP6TheDocumentSaysWhatIsLeft(t *testing.T) {
 	if strings.Contains(left, "c1") || strings.Contains(left, "c3") {
 		t.Error(left)
 	}
-	r.State, r.Status = rollback.Executing, ""
+	r.State, r.Status = Executing, ""
 	if doc := Shown(r, askedID); doc.Status != "" || len(doc.Cascaded) > 0 {
 		t.Errorf("%+v", doc)
 	}
@@ -905,12 +904,12 @@ func reasons(t *testing.T) (all []string) {
 func TestEveryReasonHasARemedy(t *testing.T) {
 	said := map[string]string{}
 	for _, reason := range reasons(t) {
-		for _, step := range []rollback.Step{
-			{StepJournal: rollback.StepJournal{What: rollback.Undo}, State: rollback.StepDone, Status: rollback.Failed},
-			{StepJournal: rollback.StepJournal{What: rollback.Escalate}}, // planned
+		for _, step := range []Step{
+			{StepJournal: StepJournal{What: Undo}, State: StepDone, Status: Failed},
+			{StepJournal: StepJournal{What: Escalate}}, // planned
 		} {
 			step.Checkpoint, step.Reason = "c1", reason
-			r := &rollback.Rollback{ID: askedID, Checkpoint: point, State: rollback.Finished, Steps: []rollback.Step{step}}
+			r := &Rollback{ID: askedID, Checkpoint: point, State: Finished, Steps: []Step{step}}
 			if step.State == "" {
 				r.State = ""
 			}
@@ -925,7 +924,7 @@ func TestEveryReasonHasARemedy(t *testing.T) {
 			said[lines[0]] = reason
 		}
 	}
-	expired := &rollback.Rollback{ID: askedID, Steps: []rollback.Step{{Checkpoint: "c1", StepJournal: rollback.StepJournal{What: rollback.Expired}}}}
+	expired := &Rollback{ID: askedID, Steps: []Step{{Checkpoint: "c1", StepJournal: StepJournal{What: Expired}}}}
 	if lines := Shown(expired, askedID).FollowUp; len(lines) != 1 || said[lines[0]] != "checkpoint-expired" {
 		t.Errorf("of what has expired it is said %q", lines)
 	}
@@ -939,14 +938,14 @@ func TestCascade434PrecedenceOfAPart(t *testing.T) {
 	said := `, "precedence": {"rollback_id": "urn:uuid:` + whole + `", "scope": "full_workflow", "asked": "2026-11-25T12:00:00.000000001Z"}`
 	for name, c := range map[string]struct {
 		by, more string
-		want     rollback.Precedence
+		want     Precedence
 	}{
-		"a coordinator": {coordinator, `, "part_of": "urn:uuid:` + whole + `"` + said, rollback.Precedence{
-			ID: whole, Scope: rollback.FullWorkflow, Asked: time.Date(2026, 11, 25, 12, 0, 0, 1, time.UTC),
+		"a coordinator": {coordinator, `, "part_of": "urn:uuid:` + whole + `"` + said, Precedence{
+			ID: whole, Scope: FullWorkflow, Asked: time.Date(2026, 11, 25, 12, 0, 0, 1, time.UTC),
 		}},
-		"of no part":  {coordinator, said, rollback.Precedence{}},
-		"another":     {alice, `, "part_of": "urn:uuid:` + whole + `"` + said, rollback.Precedence{}},
-		"without one": {coordinator, `, "part_of": "urn:uuid:` + whole + `"`, rollback.Precedence{}},
+		"of no part":  {coordinator, said, Precedence{}},
+		"another":     {alice, `, "part_of": "urn:uuid:` + whole + `"` + said, Precedence{}},
+		"without one": {coordinator, `, "part_of": "urn:uuid:` + whole + `"`, Precedence{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newSite(t)
