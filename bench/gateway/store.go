@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"encoding/json"
 	"log/slog"
 	"sync/atomic"
 	"time"
@@ -35,6 +36,17 @@ type Store struct {
 	// Window is the width of a time partition of bulk values, so that the space
 	// of results comes back within a short run. Default: the store's.
 	Window caddy.Duration `json:"window,omitempty"`
+}
+
+// plainStore is the embedded store without its methods.
+type plainStore caddymodule.BadgerStore
+
+// UnmarshalJSON reads Window too, which the store that is embedded does not know.
+func (s *Store) UnmarshalJSON(text []byte) error {
+	return json.Unmarshal(text, &struct {
+		*plainStore
+		Window *caddy.Duration `json:"window"`
+	}{(*plainStore)(&s.BadgerStore), &s.Window})
 }
 
 // CaddyModule returns the Caddy module information.

@@ -4,6 +4,7 @@ package harness
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -255,6 +256,17 @@ type procStagedStore struct {
 
 	// Where to ask.
 	Control string `json:"control,omitempty"`
+}
+
+// procBadgerStore is the Badger store without its methods.
+type procBadgerStore caddymodule.BadgerStore
+
+// UnmarshalJSON reads Control too, which the store that is embedded does not know.
+func (s *procStagedStore) UnmarshalJSON(text []byte) error {
+	return json.Unmarshal(text, &struct {
+		*procBadgerStore
+		Control *string `json:"control"`
+	}{(*procBadgerStore)(&s.BadgerStore), &s.Control})
 }
 
 // CaddyModule returns the Caddy module information.
