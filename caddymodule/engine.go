@@ -35,7 +35,7 @@ import (
 // store share it; it is closed when the last of them is gone.
 type engine struct {
 	path       string
-	calls      *guard.Engine // what calls use: the store, and what stands in it
+	calls      *guard.Engine // the store and its records, as calls use them
 	keys       *gateway.Keys
 	ledger     ledgerHandle
 	nodes      nodes

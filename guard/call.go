@@ -585,7 +585,7 @@ func (x *Call) admitted(in *admission) error {
 		return err
 	}
 	if a := approvalOf(q, &in.planned); a != nil {
-		if _, err := x.evidence.reviewTokens(q); err != nil { // with a used token nobody is asked (C-6.1-a)
+		if _, err := x.evidence.reviewTokens(q); err != nil { // a used token asks no person (C-6.1-a)
 			return err
 		}
 		if err := q.approved(a, in); err != nil {
@@ -601,7 +601,7 @@ func (x *Call) admitted(in *admission) error {
 	if err := x.capture.planUndo(q, in); err != nil {
 		return err
 	}
-	err = q.enter(in) // rollbacks wait for those who are inside, and nobody waits there
+	err = q.enter(in) // rollbacks wait for calls between here and the end of the claim, so these must not wait
 	if err == nil && ranked {
 		if err = ordered(q, in); err != nil {
 			in.Leave()
@@ -688,7 +688,7 @@ const (
 func (q *Request) approved(a *Approve, in *admission) error {
 	all, ctx := q.engine.Escalations, q.r.Context()
 	sum := sha256.New()
-	for _, part := range [][]byte{q.call.Key[:], q.call.Fingerprint[:], []byte(in.earlier), []byte(in.before)} { // another attempt is asked for anew
+	for _, part := range [][]byte{q.call.Key[:], q.call.Fingerprint[:], []byte(in.earlier), []byte(in.before)} { // another attempt needs an approval of its own
 		_, _ = sum.Write(part) // never fails
 	}
 	hash := "sha-256:" + hex.EncodeToString(sum.Sum(nil))
